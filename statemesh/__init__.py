@@ -1,0 +1,30 @@
+"""States as immutable leaves of a module tree, and mapped calls that thread them explicitly."""
+
+from . import filters as filters
+from . import legacy as legacy
+from ._base._errors import BatchAxisError as BatchAxisError
+from ._base._errors import DivergedStateError as DivergedStateError
+from ._base._errors import SpecError as SpecError
+from ._base._errors import StatemeshError as StatemeshError
+from ._base._errors import StructureError as StructureError
+from ._base._types import PerShard as PerShard
+from ._base._types import is_state as is_state
+from ._model._kinds import BatchState as BatchState
+from ._model._kinds import HiddenState as HiddenState
+from ._model._kinds import LongTermState as LongTermState
+from ._model._kinds import NonBatchState as NonBatchState
+from ._model._kinds import ParamState as ParamState
+from ._model._kinds import ShortTermState as ShortTermState
+from ._model._module import Module as Module
+from ._model._module import field as field
+from ._model._random import RandomState as RandomState
+from ._model._state import State as State
+from ._partition import combine as combine
+from ._partition import partition as partition
+from ._partition import states as states
+from ._resolve._placement import place as place
+from ._call._shard_map import shard_map as shard_map
+from ._call._mapping import StatefulMapping as StatefulMapping
+
+
+__version__ = "0.1.0"

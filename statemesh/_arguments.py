@@ -1,0 +1,115 @@
+"""Step 1 for a call: its arguments as states, other arrays, and static leaves."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._base import _errors as errors
+from ._base._paths import path_str, positional_names
+from ._base._types import KeyPath, is_state
+
+
+NUMBERS = (bool, int, float, complex)
+_SHAPED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unit:
+    """One State of the arguments, or one leaf outside any State."""
+
+    path: str
+    keys: KeyPath
+    positions: tuple[int, ...]
+    # For a State: its type and the structure that rebuilds it. None for other leaves.
+    kind: type | None
+    treedef: Any
+    # Whether the leaf stands in a Module, where Python numbers are static.
+    in_module: bool
+    # Whether a spec that covers this leaf leaves it static: it is neither array nor number.
+    shaped: bool
+    number: bool
+
+
+class Arguments:
+    """The structure of a call's arguments, without their arrays.
+
+    **Arguments:**
+
+    - `fun`: what the arguments are for; it names them.
+    - `args`, `kwargs`: the arguments.
+    """
+
+    __slots__ = ("count", "names", "positional", "treedef", "unit_def", "units")
+
+    def __init__(
+        self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.names = [*positional_names(fun, len(args)), *sorted(kwargs)]
+        values = [*args, *(kwargs[name] for name in sorted(kwargs))]
+        self.treedef = jax.tree_util.tree_structure((args, kwargs))
+        self.unit_def = jax.tree_util.tree_structure((args, kwargs), is_leaf=is_state)
+        self.positional = len(args)
+        self.units: list[tuple[Unit, ...]] = []
+        self.count = 0
+        for name, value in zip(self.names, values, strict=True):
+            self.units.append(tuple(self._split(name, value)))
+
+    def _split(self, name: str, value: Any) -> list[Unit]:
+        inside = inside_modules(value)
+        units = []
+        flat = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_state)[0]
+        for (keys, node), in_module in zip(flat, inside, strict=True):
+            leaves, treedef = jax.tree_util.tree_flatten(node)
+            positions = tuple(range(self.count, self.count + len(leaves)))
+            self.count += len(leaves)
+            units.append(
+                Unit(
+                    path=path_str(keys, name),
+                    keys=keys,
+                    positions=positions,
+                    kind=type(node) if is_state(node) else None,
+                    treedef=treedef,
+                    in_module=in_module,
+                    shaped=is_state(node) or is_shaped(node),
+                    number=type(node) in NUMBERS,
+                )
+            )
+        return units
+
+    def flat_units(self) -> list[Unit]:
+        return [unit for units in self.units for unit in units]
+
+    def states(self) -> list[Unit]:
+        return [unit for unit in self.flat_units() if unit.kind is not None]
+
+
+def is_shaped(leaf: Any) -> bool:
+    """Whether a leaf is an array."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return bool(jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_)
+    return isinstance(leaf, _SHAPED)
+
+
+def inside_modules(value: Any) -> list[bool]:
+    """For each unit of `value` whether it stands in a Module."""
+    inside: list[bool] = []
+    for node in jax.tree_util.tree_leaves(
+        value, is_leaf=lambda n: is_state(n) or isinstance(n, eqx.Module)
+    ):
+        count = len(jax.tree_util.tree_leaves(node, is_leaf=is_state))
+        inside.extend([isinstance(node, eqx.Module) and not is_state(node)] * count)
+    return inside
+
+
+def check_arity(
+    fun: Callable[..., Any], name: str, in_specs: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    """Refuse a call whose arguments do not fit `fun` or `in_specs`."""
+    if isinstance(in_specs, tuple | list) and len(in_specs) != len(args):
+        raise errors.arity(name, len(in_specs), len(args))
+    errors.check_signature(fun, name, args, kwargs)

@@ -1,0 +1,83 @@
+"""What statemesh needs to know of JAX beyond its stable surface, each found by feature."""
+
+import inspect
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from ._types import AxisName
+
+
+# `jax.shard_map`'s own default for `in_specs`; it is exported under no public name.
+INFER: Any = inspect.signature(jax.shard_map).parameters["in_specs"].default
+
+_NOWHERE: frozenset[AxisName] = frozenset()
+
+
+def varying(x: Any) -> frozenset[AxisName]:
+    """The mesh axes over which the type of `x` says that it may differ."""
+    return getattr(jax.typeof(x), "manual_axis_type").varying or _NOWHERE
+
+
+def under_jit() -> bool:
+    """Whether operations are being recorded into a jaxpr now."""
+    return jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE()
+
+
+def bound_axis_names() -> tuple[AxisName, ...]:
+    """The axis names that collectives may use here."""
+    return tuple(jex_core.unsafe_get_axis_names_DO_NOT_USE())
+
+
+def context_mesh() -> AbstractMesh | None:
+    """The mesh of `jax.set_mesh` (or of an enclosing `shard_map`), if there is one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty else mesh
+
+
+def concrete_context_mesh() -> Mesh | None:
+    """The mesh of `jax.set_mesh` with its devices, if there is one."""
+    mesh = jax.sharding.get_mesh()
+    return None if mesh.empty else mesh
+
+
+def manual_axes(mesh: Mesh | AbstractMesh | None) -> frozenset[AxisName]:
+    """The axes of `mesh` that an enclosing `shard_map` has already taken."""
+    return frozenset(mesh.manual_axes) if isinstance(mesh, AbstractMesh) else _NOWHERE
+
+
+def has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
+    return any(kind == AxisType.Explicit for kind in mesh.axis_types)
+
+
+def has_only_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
+    return all(kind == AxisType.Explicit for kind in mesh.axis_types)
+
+
+def is_explicitly_typed(x: Any) -> bool:
+    """Whether the type of `x` carries a sharding, as on Explicit mesh axes."""
+    aval = jax.typeof(x) if isinstance(x, jax.Array) else None
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    return mesh is not None and not mesh.empty and has_explicit_axes(mesh)
+
+
+def auto_twin(mesh: Mesh) -> Mesh:
+    """The same devices and names with every axis `Auto`."""
+    return Mesh(
+        mesh.devices,
+        mesh.axis_names,
+        axis_types=(AxisType.Auto,) * len(mesh.axis_names),
+    )
+
+
+def one_device_mesh(mesh: Mesh) -> Mesh:
+    """A mesh with the same axis names, every one of size 1."""
+    devices = mesh.devices.reshape(-1)[:1].reshape((1,) * len(mesh.axis_names))
+    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def reshard(x: Any, sharding: NamedSharding) -> Any:
+    """Lay a traced value out, in its type, on Explicit axes."""
+    return jax.sharding.reshard(x, sharding)

@@ -1,0 +1,576 @@
+"""Every error that statemesh raises, and every word that it says.
+
+A message names the argument or state by the path that the user would type, shows the value, the spec
+and the mesh, lists all that is wrong at once, and says how to mend it.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from ._paths import describe, path_str
+from ._types import AxisName, KeyPath, PerShard, is_state, spec_axes
+
+
+class StatemeshError(ValueError):
+    """Anything that statemesh finds wrong."""
+
+
+class SpecError(StatemeshError):
+    """A spec that does not fit its array, its tree or the mesh."""
+
+
+class BatchAxisError(StatemeshError):
+    """A lane axis that does not fit a state or an array."""
+
+
+class DivergedStateError(StatemeshError):
+    """A state that shards wrote differently, although one copy of it is kept."""
+
+
+class StructureError(StatemeshError):
+    """Trees, values or filters that do not fit each other."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Diverged:
+    """A written state that still varies over `axis_names`, which `spec` does not mention."""
+
+    path: str
+    state: Any
+    axis_names: tuple[AxisName, ...]
+    spec: PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Varying:
+    """A returned array that varies over `axis_names`, which `spec` does not mention."""
+
+    path: str
+    value: Any
+    axis_names: tuple[AxisName, ...]
+    spec: PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class RankMismatch:
+    """A returned array with fewer axes than its spec has entries."""
+
+    path: str
+    value: Any
+    spec: PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapeMismatch:
+    """An argument that its spec does not fit: its rank (`dim` is `None`), or the size of one axis."""
+
+    path: str
+    value: Any
+    spec: PartitionSpec
+    dim: int | None
+    per_shard: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeState:
+    """A state left whole beside an array of which each shard holds a part."""
+
+    path: str
+    state: Any
+    part_path: str
+    part: Any
+    spec: PartitionSpec
+
+
+def spec_str(spec: Any) -> str:
+    """A spec as one types it."""
+    if isinstance(spec, PartitionSpec):
+        return f"P({', '.join(map(repr, tuple(spec)))})"
+    return repr(spec)
+
+
+def mesh_str(mesh: Any) -> str:
+    """A mesh by the sizes of its axes."""
+    return f"Mesh({', '.join(f'{name}={size}' for name, size in mesh.shape.items())})"
+
+
+def _lines(items: Iterable[str]) -> str:
+    return "\n".join(f"  - {item}" for item in items)
+
+
+def _names(names: Iterable[object]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+# States
+
+
+def immutable_state(kind: str, attribute: str) -> AttributeError:
+    return AttributeError(
+        f"{kind} is immutable; cannot assign to `{attribute}`. Write `new = state.set(value)`, or "
+        f"`new = state.replace({attribute}=...)`, and return the new state."
+    )
+
+
+def bad_state_value(bad: Sequence[tuple[KeyPath, Any]]) -> TypeError:
+    items = [
+        f"value{path_str(path, ' ')[1:]} is {describe(leaf)} ({type(leaf).__name__})"
+        for path, leaf in bad
+    ]
+    text = f"a State's value is a pytree of arrays, but:\n{_lines(items)}\n"
+    if any(is_state(leaf) for _, leaf in bad):
+        return TypeError(
+            text + "A State cannot hold a State. Put the inner value in: `State(inner.value)`; or keep "
+            "the two side by side in a Module."
+        )
+    return TypeError(
+        text + "Keep what is no array in a field of the Module that holds the State."
+    )
+
+
+def unknown_reduce(reduce: Any, known: Sequence[str]) -> StatemeshError:
+    return StatemeshError(
+        f"reduce={reduce!r} is not a write policy. Use None, {_names(known)}, or a function "
+        "`(old, new, axis_names) -> value`."
+    )
+
+
+def cannot_reduce(how: str, dtype: Any) -> StatemeshError:
+    other = "a function `(old, new, axis_names) -> value`"
+    mend = {
+        "mean": f"Use reduce='sum', 'max' or 'min' for integers, or {other}.",
+        "sum": f"Use reduce='max' or 'min' for an integer in place of it, or {other}.",
+    }.get(how, f"Use {other}.")
+    return StatemeshError(f"reduce={how!r} cannot merge values of dtype {dtype}. {mend}")
+
+
+def always_replicated(kind: str, spec: Any) -> SpecError:
+    return SpecError(
+        f"{kind} cannot be placed with spec={spec_str(spec)}: its key is the same on every shard, and "
+        "every shard draws its own numbers from it. Leave `spec` out, or use "
+        "sm.PerShard('axis') for keys that are really independent."
+    )
+
+
+def not_a_key(key: Any) -> TypeError:
+    return TypeError(
+        f"RandomState needs a typed key, got {describe(key)}. Write `sm.RandomState(jax.random.key(0))`; "
+        "a raw key becomes a typed one with `jax.random.wrap_key_data(raw)`."
+    )
+
+
+def kind_overrides_init(kind: str) -> TypeError:
+    return TypeError(
+        f"{kind} overrides __init__, which JAX calls whenever it rebuilds a state. Override `enter` and "
+        f"`leave`, and give {kind} a classmethod for other ways to make one."
+    )
+
+
+def unknown_state_fields(
+    kind: str, unknown: Sequence[str], known: Sequence[str]
+) -> StructureError:
+    return StructureError(
+        f"{kind}.replace got {_names(unknown)}; a State has {_names(known)}."
+    )
+
+
+def set_structure(label: str, old: Any, new: Any) -> StructureError:
+    return StructureError(
+        f"{label}: the new value has another tree structure.\n  old: {old}\n  new: {new}\n"
+        "Use `state.replace(value=...)` to change the structure on purpose."
+    )
+
+
+def set_differs(label: str, differ: Sequence[tuple[KeyPath, Any, Any]]) -> StructureError:
+    items = [
+        f"value{path_str(path, ' ')[1:]}: was {describe(old)}, is {describe(new)}"
+        for path, old, new in differ
+    ]
+    return StructureError(
+        f"{label}: the new value differs in shape or dtype.\n{_lines(items)}\n"
+        "Cast or reshape it, or use `state.replace(value=...)` to change it on purpose."
+    )
+
+
+# Modules, filters, partition
+
+
+def unknown_fields(module: str, unknown: Sequence[str], known: Sequence[str]) -> StructureError:
+    return StructureError(
+        f"{module}.replace got {_names(unknown)}; the fields of {module} are {_names(known)}."
+    )
+
+
+def unused_init_arguments(module: str, unused: Sequence[str]) -> TypeError:
+    return TypeError(
+        f"{module}.init_all_states got {_names(unused)}, which no `init_state` in it takes. Name the "
+        "argument in the signature of the `init_state` that needs it."
+    )
+
+
+def not_a_filter(filter: Any) -> TypeError:
+    return TypeError(
+        f"{filter!r} is not a filter. Use a type, a tag (string), `...`, None, a function "
+        "`(path, state) -> bool`, a list of filters, or a class of statemesh.filters."
+    )
+
+
+def where_needs_tree() -> TypeError:
+    return TypeError(
+        "Where picks by position and needs the tree: write `to_predicate(filter, tree)`."
+    )
+
+
+def filter_matches_nothing(
+    what: str, idle: Sequence[Any], states: Sequence[tuple[str, Any]]
+) -> StructureError:
+    there = _lines(f"{path}: {state!r}" for path, state in states) or "  (none)"
+    return StructureError(
+        f"{what}: no state matches {', '.join(map(repr, idle))}. The states there are:\n{there}"
+    )
+
+
+def combine_nothing() -> StructureError:
+    return StructureError("combine needs at least one tree: `combine(*partition(tree, filter))`.")
+
+
+def combine_structures(k: int, path: str, first: Any, other: Any) -> StructureError:
+    where = f"at `{path.removeprefix('.')}`" if path else "at the root"
+    return StructureError(
+        f"combine: trees 0 and {k} differ in structure {where}.\n"
+        f"  tree 0: {_short(first)}\n  tree {k}: {_short(other)}\n"
+        "Parts of one `partition` have one structure; was a part changed by more than `set`?"
+    )
+
+
+def combine_disagrees(
+    several: Sequence[tuple[str, Sequence[Any]]], none: Sequence[str]
+) -> StructureError:
+    items = [
+        f"`{path}` is in {len(found)} trees: {', '.join(map(_short, found))}"
+        for path, found in several
+    ]
+    items += [f"`{path}` is in none of the trees" for path in none]
+    return StructureError(
+        f"combine: each leaf must be in exactly one tree.\n{_lines(items)}"
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value) if is_state(value) else describe(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+# What is declared
+
+
+def not_callable(fun: Any) -> TypeError:
+    return TypeError(
+        f"shard_map maps a function, got {fun!r} of type {type(fun).__name__}. The function comes first: "
+        "`shard_map(fun, mesh, in_specs, out_specs)`."
+    )
+
+
+def out_specs_required() -> TypeError:
+    return TypeError(
+        "shard_map needs out_specs: `shard_map(fun, mesh, in_specs, out_specs)`, with P() for what is "
+        "the same on every shard."
+    )
+
+
+def in_specs_none() -> TypeError:
+    return TypeError(
+        "in_specs=None says nothing. Write in_specs=P() for replicated arguments, or one entry for each "
+        "positional argument: in_specs=(None, P('x'))."
+    )
+
+
+def unknown_donate(donate: Any, known: Sequence[str]) -> StatemeshError:
+    return StatemeshError(f"donate={donate!r} is not known. Use {_names(known)}.")
+
+
+def not_a_mesh(mesh: Any) -> TypeError:
+    return TypeError(
+        f"mesh must be a jax.sharding.Mesh, got {mesh!r} of type {type(mesh).__name__}. Make one with "
+        "`jax.make_mesh((jax.device_count(),), ('x',))`."
+    )
+
+
+def empty_mesh(mesh: Any) -> SpecError:
+    return SpecError(
+        f"the mesh {mesh} has no devices. Make one with "
+        "`jax.make_mesh((jax.device_count(),), ('x',))`."
+    )
+
+
+def no_mesh() -> SpecError:
+    return SpecError(
+        "no mesh: shard_map was given none, and none is set. Pass `mesh=...`, or call inside "
+        "`with jax.set_mesh(mesh):`."
+    )
+
+
+def mesh_differs_from_context(given: Any, context: Any) -> SpecError:
+    return SpecError(
+        f"shard_map was given {mesh_str(given)} {_axis_types(given)}, but the mesh that is set is "
+        f"{mesh_str(context)} {_axis_types(context)}. Leave `mesh` out to use the one that is set, or "
+        "call outside of `jax.set_mesh`."
+    )
+
+
+def _axis_types(mesh: Any) -> str:
+    return f"with axis types ({', '.join(kind.name for kind in mesh.axis_types)})"
+
+
+def abstract_mesh_outside_trace(mesh: Any) -> SpecError:
+    return SpecError(
+        f"{mesh_str(mesh)} is an AbstractMesh, which has no devices to run on. Call under `jax.jit` with "
+        "arguments that lie on devices, or pass a `jax.sharding.Mesh`."
+    )
+
+
+def unknown_axis_names(unknown: Sequence[AxisName], mesh: Any) -> SpecError:
+    return SpecError(
+        f"axis_names has {_names(unknown)}, but the axes of {mesh_str(mesh)} are "
+        f"{_names(mesh.axis_names)}."
+    )
+
+
+def axis_taken(again: Sequence[AxisName], mesh: Any) -> SpecError:
+    return SpecError(
+        f"axis_names has {_names(again)}, which an enclosing shard_map already maps over on "
+        f"{mesh_str(mesh)}. Name other axes."
+    )
+
+
+def no_axes_left(mesh: Any) -> SpecError:
+    return SpecError(
+        f"an enclosing shard_map already maps over every axis of {mesh_str(mesh)}. Give the outer one "
+        "`axis_names`, so that some are left."
+    )
+
+
+def bad_auto(auto: Iterable[AxisName], mesh: Any) -> SpecError:
+    return SpecError(
+        f"auto={sorted(map(str, auto))} must be some, not all, of the axes of {mesh_str(mesh)}."
+    )
+
+
+def cannot_infer(mesh: Any) -> TypeError:
+    return TypeError(
+        f"in_specs can be left out only on a mesh of Explicit axes; {mesh_str(mesh)} is "
+        f"{_axis_types(mesh)}. Write in_specs=..., one entry for each positional argument."
+    )
+
+
+def not_a_spec(where: str, spec: Any) -> TypeError:
+    return TypeError(
+        f"{where} is {spec!r} of type {type(spec).__name__}, not a spec. Use P('axis'), P(), None, or for "
+        "a state sm.PerShard('axis')."
+    )
+
+
+def per_shard_for_array(where: str, spec: PerShard) -> SpecError:
+    axes = spec_str(PartitionSpec(*spec.axis_names))
+    return SpecError(
+        f"{where} is {spec!r}, which places States only. Use {axes} for an array; for a State write "
+        f"state_in_specs={{...: {spec!r}}} or State(value, spec={spec!r})."
+    )
+
+
+def unknown_axes(
+    unknown: Sequence[tuple[str, Any, Sequence[AxisName]]], mesh: Any, names: Sequence[AxisName]
+) -> SpecError:
+    items = [f"{where} = {spec_str(spec)} names {_names(bad)}" for where, spec, bad in unknown]
+    left = [name for name in mesh.axis_names if name not in names]
+    there = f"The axes to map over are {_names(names)} of {mesh_str(mesh)}"
+    also = f"; {_names(left)} is not mapped over" if left else ""
+    return SpecError(f"specs name axes that there are not:\n{_lines(items)}\n{there}{also}.")
+
+
+def axis_twice(twice: Sequence[tuple[str, Any, Sequence[AxisName]]]) -> SpecError:
+    items = [f"{where} = {spec_str(spec)} has {_names(bad)} twice" for where, spec, bad in twice]
+    return SpecError(f"a mesh axis can split one array axis only:\n{_lines(items)}")
+
+
+# Calls
+
+
+def arity(name: str, entries: int, args: int) -> SpecError:
+    return SpecError(
+        f"{name} was called with {_plural(args, 'positional argument')}, but in_specs has "
+        f"{entries} {'entry' if entries == 1 else 'entries'}. in_specs has one entry for each positional "
+        "argument (None for one that is not sharded); keyword arguments have none."
+    )
+
+
+def check_signature(
+    fun: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    """Refuse arguments that `fun` does not take, in the words of Python."""
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"{name}{signature} cannot be called like this: {error}.") from None
+
+
+def prefix_mismatch(bad: Sequence[tuple[str, Any, str, Any]]) -> SpecError:
+    items = []
+    for what, prefix, root, tree in bad:
+        if is_state(tree):
+            items.append(
+                f"{what} = {prefix!r} reaches into the State {root}; States are placed by "
+                "`state_in_specs`, `state_out_specs` or their own `spec`"
+            )
+        else:
+            items.append(f"{what} is {_node(prefix)}, but {root} is {_node(tree)}")
+    return SpecError(
+        f"specs must be a tree prefix of what they place:\n{_lines(items)}\n"
+        "One spec stands for a whole subtree: P() or P('axis') in its place fits anything."
+    )
+
+
+def _node(node: Any) -> str:
+    if isinstance(node, dict):
+        return f"a dict with keys {sorted(map(str, node))}"
+    if isinstance(node, tuple | list):
+        return f"a {type(node).__name__} of {_plural(len(node), 'element')}"
+    if jax.tree_util.all_leaves([node]):
+        return describe(node)
+    return f"a {type(node).__name__}"
+
+
+def shapes(name: str, bad: Sequence[ShapeMismatch], mesh: Any) -> SpecError:
+    return SpecError(
+        f"{name}: arrays do not fit their specs on {mesh_str(mesh)}:\n"
+        + _lines(_shape_line(one, mesh) for one in bad)
+        + "\nPad the array, choose another spec, or use P() to replicate it."
+    )
+
+
+def _shape_line(one: ShapeMismatch, mesh: Any) -> str:
+    shown = f"{one.path}: {describe(one.value)} with spec {spec_str(one.spec)}"
+    axes = spec_axes(one.spec)
+    if one.dim is None:
+        if one.per_shard:
+            return f"{shown} (PerShard) is a scalar; it needs a leading axis of one entry per shard"
+        return f"{shown} has {_axes(one.value)}, but the spec has {len(axes)}"
+    size, names = np.shape(one.value)[one.dim], axes[one.dim]
+    sizes = [mesh.shape[name] for name in names if name in mesh.shape]
+    parts = int(np.prod(sizes, dtype=int))
+    product = " * ".join(map(str, sizes)) + (f" = {parts}" if len(sizes) > 1 else "")
+    if one.per_shard:
+        return f"{shown} (PerShard): axis {one.dim} has size {size}, one entry per shard is {product}"
+    return (
+        f"{shown}: axis {one.dim} has size {size}, not divisible by {_names(names)} of size {product} "
+        f"({size} % {parts} = {size % parts})"
+    )
+
+
+def with_hint(text: str, hints: Sequence[WholeState]) -> str:
+    items = [
+        f"{h.path} ({_short(h.state.value)}) is whole on every shard, but {h.part_path} is "
+        f"{describe(h.part)} there, split by {spec_str(h.spec)}"
+        for h in hints
+    ]
+    spec = spec_str(hints[0].spec)
+    return (
+        f"{text}\n\nHint: a state that is replicated met data that is sharded:\n{_lines(items)}\n"
+        f"If the state is to be split like the data, write state_in_specs={spec} (or "
+        f"{{filter: {spec}}}), or give the state its own spec={spec}."
+    )
+
+
+def deleted(name: str, paths: Sequence[str]) -> StatemeshError:
+    return StatemeshError(
+        f"{name}: these arguments were given up to an earlier call that donates its arguments:\n"
+        f"{_lines(paths)}\nGo on with what that call returned, as in `out, model = step(model, x)`."
+    )
+
+
+def old_tracer(name: str, paths: Sequence[str]) -> Exception:
+    return jax.errors.UnexpectedTracerError(
+        f"{name}: a traced value outlived its trace. Among the arguments these are traced:\n"
+        f"{_lines(paths)}\nReturn values from the traced function instead of keeping them: a model that "
+        "was written inside `jax.jit` or `jax.grad` leaves it as a result."
+    )
+
+
+def unbound_axis(what: str, unbound: Sequence[AxisName], bound: Sequence[AxisName]) -> StatemeshError:
+    return StatemeshError(
+        f"{what}: no axis is called {_names(unbound)} here; the axes mapped over are "
+        f"{_names(bound) or 'none'}."
+    )
+
+
+# Results
+
+
+def diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError:
+    items = [
+        f"{one.path}: {one.state!r} varies over {_names(one.axis_names)} but leaves with "
+        f"{spec_str(one.spec)}, which keeps one copy"
+        for one in bad
+    ]
+    axis = bad[0].axis_names[0]
+    return DivergedStateError(
+        f"{name}: shards wrote different values to states of which one copy is kept:\n{_lines(items)}\n"
+        "Mend it in one of three ways:\n"
+        f"  1. reduce the value yourself: state.set(jax.lax.pmean(value, {axis!r}));\n"
+        "  2. declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a "
+        "function;\n"
+        f"  3. keep one value per shard: State(value, spec=sm.PerShard({axis!r})), or a spec that names "
+        f"{axis!r}, as in state_out_specs."
+    )
+
+
+def out_varies(name: str, bad: Sequence[Varying]) -> SpecError:
+    items = [
+        f"{one.path}: {describe(one.value)} varies over {_names(one.axis_names)} but its out_spec is "
+        f"{spec_str(one.spec)}"
+        for one in bad
+    ]
+    axis = bad[0].axis_names[0]
+    return SpecError(
+        f"{name}: out_specs say that results are the same on every shard, but:\n{_lines(items)}\n"
+        f"Reduce it, as with jax.lax.psum(value, {axis!r}), or name {axis!r} in out_specs to join the "
+        "shards' parts."
+    )
+
+
+def out_rank(name: str, bad: Sequence[RankMismatch]) -> SpecError:
+    items = [
+        f"{one.path}: {describe(one.value)} has {_axes(one.value)}, but its spec is {spec_str(one.spec)}"
+        for one in bad
+    ]
+    return SpecError(
+        f"{name}: results have fewer axes than their specs:\n{_lines(items)}\n"
+        "Keep an axis, as with jnp.sum(x, keepdims=True) or x[None], or use P() for a value that is the "
+        "same on every shard."
+    )
+
+
+def _axes(value: Any) -> str:
+    rank = len(np.shape(value))
+    return f"{rank} axis" if rank == 1 else f"{rank} axes"
+
+
+def none_for_array(path: str, value: Any) -> SpecError:
+    return SpecError(
+        f"{path} is {describe(value)}, but its out_spec is None, which fits only what holds no array "
+        "outside of States. Write P() or P('axis')."
+    )

@@ -1,0 +1,102 @@
+"""Key paths, spelled as the user would type them."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+
+from ._types import KeyPath
+
+
+def key_str(key: Any) -> str:
+    """One step of a path: `.name`, `[0]` or `['key']`."""
+    match key:
+        case GetAttrKey(name=name):
+            return f".{name}"
+        case SequenceKey(idx=idx):
+            return f"[{idx}]"
+        case DictKey(key=value):
+            return f"[{value!r}]"
+        case FlattenedIndexKey(key=value):
+            return f"[{value!r}]"
+        case _:
+            return str(key)
+
+
+def key_name(key: Any) -> str:
+    """One step of a path as a bare word: `name`, `0` or `key`."""
+    match key:
+        case GetAttrKey(name=name):
+            return str(name)
+        case SequenceKey(idx=idx):
+            return str(idx)
+        case DictKey(key=value) | FlattenedIndexKey(key=value):
+            return str(value)
+        case _:
+            return str(key)
+
+
+def path_str(path: KeyPath, root: str = "") -> str:
+    """`root` followed by `path`; without a root the leading dot goes."""
+    text = root + "".join(map(key_str, path))
+    return text.removeprefix(".")
+
+
+def positional_names(fun: Callable[..., Any], count: int) -> list[str]:
+    """What `fun` calls its first `count` positional arguments."""
+    names: list[str] = []
+    rest = "args"
+    offset = 0
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    for parameter in parameters:
+        if parameter.kind in (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        ):
+            names.append(parameter.name)
+        elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            rest = parameter.name
+            offset = len(names)
+            break
+    extra = [f"{rest}[{i - offset}]" for i in range(len(names), count)]
+    return (names + extra)[:count]
+
+
+def fun_name(fun: Callable[..., Any]) -> str:
+    """A name for messages and for the compiled program."""
+    while hasattr(fun, "func"):  # functools.partial
+        fun = fun.func
+    return getattr(fun, "__name__", type(fun).__name__)
+
+
+def describe(value: Any) -> str:
+    """A value in a message: dtype and shape for arrays, `repr` for the rest."""
+    leaves, treedef = jax.tree_util.tree_flatten(value)
+    if jax.tree_util.treedef_is_leaf(treedef) and leaves:
+        return describe_leaf(leaves[0])
+    shown = jax.tree_util.tree_unflatten(treedef, [_Bare(describe_leaf(x)) for x in leaves])
+    return repr(shown)
+
+
+class _Bare:
+    """A string that prints without quotes."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def describe_leaf(leaf: Any) -> str:
+    """`float32[2,3]` for an array, `repr` for the rest."""
+    dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
+    if dtype is None or shape is None:
+        text = repr(leaf)
+        return text if len(text) <= 80 else f"{text[:77]}..."
+    return f"{dtype}[{','.join(map(str, shape))}]"

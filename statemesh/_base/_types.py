@@ -1,0 +1,153 @@
+"""The small values that every step speaks of: placements, and the mark of a removed leaf."""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import jax
+from jax.sharding import PartitionSpec
+
+
+AxisName: TypeAlias = Hashable
+KeyPath: TypeAlias = tuple[Any, ...]
+Reduce: TypeAlias = str | Callable[..., Any] | None
+Filter: TypeAlias = Any
+SpecTree: TypeAlias = Any
+StateSpecs: TypeAlias = SpecTree | Mapping[Filter, SpecTree] | None
+
+
+class PerShard:
+    """A placement: one independent value per shard.
+
+    Outside the mapped call the state's value has a leading axis as long as the named mesh axes
+    together; inside, each shard sees its own entry without that axis. It stands wherever a
+    state's spec may.
+
+    **Arguments:**
+
+    - `axis_names`: the mesh axes over which each shard has a value of its own, major to minor.
+
+    **Raises:** `TypeError` when no axis is named.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> sm.PerShard("data")
+        PerShard('data')
+
+        ```
+    """
+
+    __slots__ = ("axis_names",)
+
+    axis_names: tuple[AxisName, ...]
+
+    def __init__(self, *axis_names: AxisName) -> None:
+        flat: list[AxisName] = []
+        for name in axis_names:
+            flat.extend(name if isinstance(name, tuple) else (name,))
+        if not flat:
+            raise TypeError("PerShard names no mesh axis. Write PerShard('data').")
+        object.__setattr__(self, "axis_names", tuple(flat))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"PerShard is immutable; cannot set {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PerShard) and self.axis_names == other.axis_names
+
+    def __hash__(self) -> int:
+        return hash((PerShard, self.axis_names))
+
+    def __repr__(self) -> str:
+        return f"PerShard({', '.join(map(repr, self.axis_names))})"
+
+
+class StateNode:
+    """What every State is: the name by which the lower layers know one."""
+
+    __slots__ = ()
+
+
+def is_state(node: object) -> bool:
+    """Whether `node` is a `State` (of any kind).
+
+    **Arguments:**
+
+    - `node`: anything.
+
+    **Returns:** a `bool`; of use as an `is_leaf`.
+    """
+    return isinstance(node, StateNode)
+
+
+@jax.tree_util.register_static
+class Removed:
+    """What stands where `partition` took a leaf away.
+
+    It is a node without leaves, so that tree functions pass over it, and it is not `None`, which
+    is a value that models really hold.
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Removed)
+
+    def __hash__(self) -> int:
+        return hash(Removed)
+
+    def __repr__(self) -> str:
+        return "Removed"
+
+
+REMOVED = Removed()
+
+
+def is_removed(node: object) -> bool:
+    return isinstance(node, Removed)
+
+
+def is_spec(node: object) -> bool:
+    """Whether `node` places one subtree: `None` stands for "not sharded"."""
+    return node is None or isinstance(node, PartitionSpec | PerShard)
+
+
+def spec_axes(spec: PartitionSpec) -> tuple[tuple[AxisName, ...], ...]:
+    """The mesh axes of each array axis, trailing unsharded axes dropped."""
+    entries = [
+        () if e is None else e if isinstance(e, tuple) else (e,) for e in tuple(spec)
+    ]
+    while entries and not entries[-1]:
+        entries.pop()
+    return tuple(entries)
+
+
+def mentioned(spec: PartitionSpec) -> frozenset[AxisName]:
+    """Every mesh axis that `spec` names."""
+    return frozenset(name for names in spec_axes(spec) for name in names)
+
+
+def canonical(spec: PartitionSpec) -> PartitionSpec:
+    """The shortest spelling of `spec`, the one that compiled outputs carry."""
+    entries = [
+        None if not names else names[0] if len(names) == 1 else names
+        for names in spec_axes(spec)
+    ]
+    if not mentioned_beyond_entries(spec):
+        return PartitionSpec(*entries)
+    return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
+
+
+def mentioned_beyond_entries(spec: PartitionSpec) -> bool:
+    """Whether `spec` also carries `unreduced` or `reduced` axes."""
+    return bool(spec.unreduced or spec.reduced)
+
+
+def flat_names(names: AxisName | Iterable[AxisName] | None) -> tuple[AxisName, ...]:
+    """One axis name, several, or none, as a tuple."""
+    if names is None:
+        return ()
+    if isinstance(names, tuple | list | frozenset | set):
+        return tuple(names)
+    return (names,)

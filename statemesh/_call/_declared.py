@@ -1,0 +1,80 @@
+"""What the author of a mapped call declared."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from .._base import _compat as compat
+from .._base import _errors as errors
+from .._base._types import AxisName, PerShard, StateSpecs, is_spec
+from .._model._filters import to_predicate
+from .._resolve._mesh import check_specs, manual_names
+
+
+@dataclasses.dataclass(frozen=True)
+class Declared:
+    """The arguments of `shard_map`, checked as far as they can be without a call."""
+
+    fun: Callable[..., Any]
+    name: str
+    mesh: Mesh | AbstractMesh | None
+    in_specs: Any
+    out_specs: Any
+    state_in_specs: StateSpecs
+    state_out_specs: StateSpecs
+    check_vma: bool
+    axis_names: frozenset[AxisName]
+    donate: str
+    jit: bool
+
+
+DONATE = ("none", "states", "all")
+
+
+def check_declared(declared: Declared) -> None:
+    """Refuse at construction whatever no call could make right."""
+    if not callable(declared.fun):
+        raise errors.not_callable(declared.fun)
+    if declared.donate not in DONATE:
+        raise errors.unknown_donate(declared.donate, DONATE)
+    if declared.in_specs is None:
+        raise errors.in_specs_none()
+    mesh = declared.mesh
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise errors.not_a_mesh(mesh)
+    for what in ("in_specs", "out_specs"):
+        for path, spec in _flat_specs(getattr(declared, what)):
+            if isinstance(spec, PerShard):
+                raise errors.per_shard_for_array(what + jax.tree_util.keystr(path), spec)
+    for what in ("state_in_specs", "state_out_specs"):
+        given = getattr(declared, what)
+        if isinstance(given, Mapping):
+            for filter in given:
+                to_predicate(filter)
+    if mesh is not None:
+        if mesh.empty:
+            raise errors.empty_mesh(mesh)
+        check_declared_specs(declared, mesh, manual_names(mesh, declared.axis_names))
+
+
+def check_declared_specs(
+    declared: Declared, mesh: Mesh | AbstractMesh, names: Sequence[Any]
+) -> None:
+    """Refuse specs that do not fit the mesh."""
+    if declared.in_specs is not compat.INFER:
+        check_specs(declared.in_specs, "in_specs", mesh, names)
+    check_specs(declared.out_specs, "out_specs", mesh, names)
+    for what in ("state_in_specs", "state_out_specs"):
+        given = getattr(declared, what)
+        specs = list(given.items()) if isinstance(given, Mapping) else [(None, given)]
+        for filter, spec in specs:
+            check_specs(spec, what if filter is None else f"{what}[{filter!r}]", mesh, names)
+
+
+def _flat_specs(specs: Any) -> list[tuple[Any, Any]]:
+    if specs is compat.INFER:
+        return []
+    return jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)[0]

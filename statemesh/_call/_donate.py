@@ -1,0 +1,74 @@
+"""Donation: which inputs a program may overwrite."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._write_back import WriteBack
+from ._program import Program
+
+
+class DonatingProgram:
+    """A program compiled so that it may overwrite inputs.
+
+    Which inputs those are is known only after tracing: what was forwarded or only read is never given
+    up. JAX remembers the trace, so that compiling with donation does not trace again.
+    """
+
+    def __init__(self, program: Program, how: str) -> None:
+        self.program = program
+        self.how = how
+        self._compiled: dict[Any, tuple[Any, tuple[int, ...]]] = {}
+
+    def __call__(self, *arrays: Any) -> tuple[list[Any], WriteBack]:
+        compiled, donated = self._for(arrays)
+        outputs: tuple[list[Any], WriteBack] = compiled(*_apart(arrays, donated))
+        return outputs
+
+    def lower(self, *arrays: Any) -> jax.stages.Lowered:
+        compiled, _ = self._for(arrays)
+        lowered: jax.stages.Lowered = compiled.lower(*arrays)
+        return lowered
+
+    def _for(self, arrays: Sequence[Any]) -> tuple[Any, tuple[int, ...]]:
+        key = tuple((x.shape, x.dtype) if hasattr(x, "shape") else type(x) for x in arrays)
+        if key not in self._compiled:
+            traced = jax.jit(self.program).trace(*arrays)
+            donated = self._given_up(arrays, *traced.out_info)
+            self._compiled[key] = (jax.jit(self.program, donate_argnums=donated), donated)
+        return self._compiled[key]
+
+    def _given_up(
+        self, arrays: Sequence[Any], outputs: Sequence[Any], back: WriteBack
+    ) -> tuple[int, ...]:
+        kept = back.forwarded()
+        if self.how == "states":
+            wanted = sorted(set(back.rewritten) - kept)
+        else:
+            wanted = [k for k, x in enumerate(arrays) if hasattr(x, "shape") and k not in kept]
+        # A buffer can only become an output of its own size; of others JAX would complain.
+        room = Counter(
+            (x.shape, x.dtype, spec) for x, spec in zip(outputs, back.specs, strict=True)
+        )
+        places = self.program.layout.placements
+        given: list[int] = []
+        for k in wanted:
+            like = (arrays[k].shape, arrays[k].dtype, places[k].spec)
+            if room[like] > 0:
+                room[like] -= 1
+                given.append(k)
+        return tuple(given)
+
+
+def _apart(arrays: Sequence[Any], donated: Sequence[int]) -> Sequence[Any]:
+    """The arrays, with a copy of each donated one that also stands elsewhere among them."""
+    if len(set(map(id, arrays))) == len(arrays):
+        return arrays
+    times = Counter(map(id, arrays))
+    given = set(donated)
+    return [
+        jnp.copy(x) if k in given and times[id(x)] > 1 else x for k, x in enumerate(arrays)
+    ]

@@ -1,0 +1,87 @@
+"""What the mapped calls return."""
+
+import inspect
+from typing import Any
+
+import jax
+
+from .._base._paths import fun_name
+from ._declared import Declared
+from ._pipeline import Pipeline
+
+
+class StatefulMapping:
+    """A mapped function: called like the function it was made from.
+
+    `shard_map` returns one. It compiles at the first call with each new signature and is a method when
+    it stands in a class.
+    """
+
+    # Attributes in a `__dict__` would be copied by `jax.jit` onto what it returns, and be found there.
+    __slots__ = (
+        "__name__",
+        "__qualname__",
+        "__signature__",
+        "__weakref__",
+        "__wrapped__",
+        "_bound",
+        "_pipeline",
+    )
+
+    def __init__(self, declared: Declared, pipeline: Pipeline | None = None, bound: tuple[Any, ...] = ()) -> None:
+        fun = declared.fun
+        self.__wrapped__ = fun
+        self.__name__ = fun_name(fun)
+        self.__qualname__ = getattr(fun, "__qualname__", self.__name__)
+        self._pipeline = Pipeline(declared) if pipeline is None else pipeline
+        self._bound = bound
+        try:
+            signature = inspect.signature(fun)
+            parameters = list(signature.parameters.values())[len(bound) :]
+            self.__signature__: inspect.Signature | None = signature.replace(parameters=parameters)
+        except (TypeError, ValueError):
+            self.__signature__ = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._pipeline(self._bound + args, kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> "StatefulMapping":
+        if instance is None:
+            return self
+        return StatefulMapping(self._pipeline.declared, self._pipeline, (instance,))
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """Lower the call without running it.
+
+        **Arguments:**
+
+        - `args`, `kwargs`: the arguments, or `jax.ShapeDtypeStruct`s in place of arrays.
+
+        **Returns:** a `jax.stages.Lowered` of the program over the arguments' array leaves.
+        """
+        return self._pipeline.lower(self._bound + args, kwargs)
+
+    def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Lay arguments out as the call wants them, so that no call has to move them.
+
+        **Arguments:**
+
+        - `args`, `kwargs`: all arguments of a call.
+
+        **Returns:** the positional arguments, as a tuple.
+        """
+        return self._pipeline.place(self._bound + args, kwargs)[len(self._bound) :]
+
+    def unsharded(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the same function on a mesh of one device: the reference that nobody has to write.
+
+        **Arguments:**
+
+        - `args`, `kwargs`: the arguments of the call.
+
+        **Returns:** what the call returns, on one device.
+        """
+        return self._pipeline.on_one_device()(self._bound + args, kwargs)
+
+    def __repr__(self) -> str:
+        return f"<statemesh mapping of {self.__qualname__}>"

@@ -1,0 +1,198 @@
+"""The five steps of a call: partition, resolve, call, leave, write back.
+
+A call finds the program that its signature was compiled to (steps 1 and 2, done once), lays its arrays
+out, runs the program (steps 3 and 4 were traced into it) and writes back.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from .._arguments import check_arity
+from .._base import _compat as compat
+from .._base import _errors as errors
+from .._base._types import is_state
+from .._resolve._mesh import mesh_for_traced, resolve_mesh
+from .._write_back import WriteBack
+from ._declared import Declared
+from ._donate import DonatingProgram
+from ._program import Program
+
+
+# Programs kept for one mapped call. Static leaves that are compared by identity can make a new
+# signature at every call; the oldest programs go first.
+_KEPT = 256
+
+
+class Signature:
+    """One program, compiled, and what a call must look like to be run by it."""
+
+    def __init__(
+        self, declared: Declared, program: Program, leaves: Sequence[Any], treedef: Any
+    ) -> None:
+        self.program = program
+        self.types = list(map(type, leaves))
+        self.treedef = treedef
+        self.context: Any = None
+        self.plain = jax.jit(program)
+        self.compiled: Callable[..., tuple[list[Any], WriteBack]] = self.plain
+        if declared.donate != "none":
+            self.compiled = DonatingProgram(program, declared.donate)
+        if not declared.jit:
+            self.compiled = program
+
+    def same_statics(self, leaves: Sequence[Any]) -> bool:
+        program = self.program
+        return all(map(is_, map(leaves.__getitem__, program.statics_at), program.statics))
+
+
+class Pipeline:
+    """A mapped call: what was declared, and a program for each signature it has met."""
+
+    def __init__(self, declared: Declared) -> None:
+        self.declared = declared
+        # By tree, types and mesh, which settle which leaves are static; then by what those are.
+        self._programs: dict[Any, dict[Any, Signature]] = {}
+        # The signature of the last eager call, tried first.
+        self._last: Signature | None = None
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, treedef = jax.tree_util.tree_flatten((args, kwargs))
+        last = self._last
+        if (
+            last is not None
+            and last.types == list(map(type, leaves))
+            and last.treedef == treedef
+            and last.context is jax.sharding.get_abstract_mesh()
+            and last.same_statics(leaves)
+            and not compat.under_jit()
+        ):
+            return self._run(last, leaves)
+        return self._first(leaves, treedef, args, kwargs)
+
+    def _first(
+        self, leaves: list[Any], treedef: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        tracers = any(isinstance(x, jax.core.Tracer) for x in leaves)
+        recorded = compat.under_jit()
+        signature = self._signature(leaves, treedef, args, kwargs, tracers or recorded)
+        if not tracers and not recorded:
+            if self.declared.in_specs is not compat.INFER:
+                self._last = signature
+            return self._run(signature, leaves)
+        program = signature.program
+        given = program.layout.traced(program.arrays(leaves), recorded)
+        # Where nothing is recorded (an eager `grad` or `vmap`) the compiled program is transformed;
+        # where a jaxpr is, no layer of ours goes into it.
+        call = program if recorded or not self.declared.jit else signature.plain
+        try:
+            outputs, back = call(*given)
+        except jax.errors.UnexpectedTracerError as error:
+            raise errors.old_tracer(self.declared.name, program.tracer_paths(given)) from error
+        return back(outputs, given)
+
+    def _run(self, signature: Signature, leaves: Sequence[Any]) -> Any:
+        program = signature.program
+        ready, shown = program.layout.concrete(program.arrays(leaves))
+        try:
+            outputs, back = signature.compiled(*ready)
+        except (RuntimeError, ValueError):
+            if gone := program.deleted_paths(ready):
+                raise errors.deleted(self.declared.name, gone) from None
+            raise
+        return back(outputs, shown)
+
+    def _signature(
+        self,
+        leaves: list[Any],
+        treedef: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        traced: bool,
+    ) -> Signature:
+        declared = self.declared
+        check_arity(declared.fun, declared.name, declared.in_specs, args, kwargs)
+        mesh = resolve_mesh(declared.mesh, traced)
+        if traced:
+            mesh = mesh_for_traced(mesh, leaves)
+        specs: tuple[Any, ...] = ()
+        if declared.in_specs is compat.INFER:
+            declared = dataclasses.replace(declared, in_specs=_inferred(mesh, args))
+            specs = tuple(jax.tree_util.tree_leaves(declared.in_specs))
+        context = jax.sharding.get_abstract_mesh()
+        key = (treedef, tuple(map(type, leaves)), mesh, context, traced, specs)
+        alike = self._programs.setdefault(key, {})
+        known = next(iter(alike.values()), None)
+        if known is not None:
+            signature = alike.get(_tokens(known.program, leaves))
+            if signature is not None:
+                signature.context = context
+                return signature
+        program = Program(declared, args, kwargs, leaves, mesh)
+        signature = Signature(declared, program, leaves, treedef)
+        signature.context = context
+        if len(alike) >= _KEPT:
+            alike.pop(next(iter(alike)))
+        alike[_tokens(program, leaves)] = signature
+        return signature
+
+    def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
+        """The program for these arguments (or `ShapeDtypeStruct`s), lowered."""
+        leaves, treedef = jax.tree_util.tree_flatten((args, kwargs))
+        signature = self._signature(leaves, treedef, args, kwargs, traced=False)
+        inputs = signature.program.layout.abstract(signature.program.arrays(leaves))
+        compiled = signature.compiled
+        if isinstance(compiled, DonatingProgram):
+            return compiled.lower(*inputs)
+        return signature.plain.lower(*inputs)
+
+    def place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The arguments, laid out as the call wants them."""
+        leaves, treedef = jax.tree_util.tree_flatten((args, kwargs))
+        program = self._signature(leaves, treedef, args, kwargs, traced=False).program
+        _, shown = program.layout.concrete(program.arrays(leaves))
+        for position, x in zip(program.inputs, shown, strict=True):
+            leaves[position] = x
+        placed: tuple[Any, ...] = treedef.unflatten(leaves)[0]
+        return placed
+
+    def on_one_device(self) -> "Pipeline":
+        """The same call on a mesh of one device."""
+        mesh = resolve_mesh(self.declared.mesh, traced=False)
+        if isinstance(mesh, AbstractMesh):
+            raise errors.abstract_mesh_outside_trace(mesh)
+        return Pipeline(dataclasses.replace(self.declared, mesh=compat.one_device_mesh(mesh)))
+
+
+def _inferred(mesh: Mesh | AbstractMesh, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The specs that the types of the arguments carry, as Explicit axes make them."""
+    if not compat.has_only_explicit_axes(mesh):
+        raise errors.cannot_infer(mesh)
+    return tuple(jax.tree.map(_spec_of, arg, is_leaf=is_state) for arg in args)
+
+
+def _spec_of(x: Any) -> PartitionSpec:
+    if compat.is_explicitly_typed(x):
+        spec: PartitionSpec = jax.typeof(x).sharding.spec
+        return spec
+    return PartitionSpec()
+
+
+def _tokens(program: Program, leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """The static leaves as a key: by value where they can be hashed, else by identity."""
+    return tuple(_token(leaves[i]) for i in program.statics_at)
+
+
+def _token(leaf: Any) -> Any:
+    kind = type(leaf)
+    if isinstance(leaf, float):  # nan is not equal to itself, and -0.0 is to 0.0
+        return kind, leaf.hex()
+    try:
+        hash(leaf)
+    except TypeError:
+        return kind, id(leaf)
+    return kind, leaf

@@ -1,0 +1,104 @@
+"""`shard_map`: signature, docstring, and one call of the engine."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from .._base import _compat as compat
+from .._base import _errors as errors
+from .._base._paths import fun_name
+from .._base._types import AxisName, StateSpecs
+from ._declared import Declared, check_declared
+from ._mapping import StatefulMapping
+
+
+class _Required:
+    def __repr__(self) -> str:
+        return "<required>"
+
+
+_REQUIRED: Any = _Required()
+
+
+def shard_map(
+    fun: Callable[..., Any] | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    in_specs: Any = compat.INFER,
+    out_specs: Any = _REQUIRED,
+    *,
+    state_in_specs: StateSpecs = None,
+    state_out_specs: StateSpecs = None,
+    check_vma: bool = True,
+    axis_names: Iterable[AxisName] = frozenset(),
+    donate: str = "none",
+    jit: bool = True,
+) -> Any:
+    """Map a stateful function over shards of its arguments.
+
+    It means what `jax.shard_map` means for every array that is not in a `State`. States may stand
+    anywhere in arguments and results: each is split off, handed to the function as its shard sees it,
+    and, if it was written, merged by its own policy and put back.
+
+    **Arguments:**
+
+    - `fun`: a pure function over one shard. Left out, a decorator is returned.
+    - `mesh`: the mesh; left out, that of `jax.set_mesh` at each call.
+    - `in_specs`: one entry for each positional argument, or one spec for all; prefix trees allowed.
+        `None` for an argument: not sharded, and what is no array reaches `fun` as it is. Left out on
+        a mesh of Explicit axes, the specs that the arguments' types carry.
+    - `out_specs`: a spec, or a prefix tree of specs, for the arrays of the result.
+    - `state_in_specs`: where states enter: one spec, or `{filter: spec}` of which the first match
+        counts. A state that it does not mention enters by its own `spec`, else replicated. One spec
+        for all passes `RandomState` by.
+    - `state_out_specs`: where *written* states leave, in the same forms. A state that it does not
+        mention leaves the way it entered; one made inside by its own `spec`, else replicated.
+    - `check_vma`: whether JAX keeps account of which values differ between shards. With it a write
+        that differs where it should not is found.
+    - `axis_names`: the mesh axes to map over; empty for all. The others are left to the compiler.
+    - `donate`: `'states'` gives up the memory of written states' old values, `'all'` that of every
+        argument whose memory a result can take.
+    - `jit`: `False` runs without compiling, for debugging.
+
+    **Returns:** a function like `fun`, with `lower`, `place` and `unsharded`.
+
+    **Raises:** `SpecError` for specs that do not fit the mesh or the arguments, `StructureError` for
+    filters that match nothing, `DivergedStateError` for a write without a policy that differs between
+    shards. What `fun` raises comes through unchanged.
+
+    !!! example
+
+        ```python
+        >>> import jax, jax.numpy as jnp, statemesh as sm
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> def step(mean, x):
+        ...     return x - mean.value, mean.set(jnp.mean(x))
+        >>> step = sm.shard_map(step, mesh, in_specs=(None, P("data")), out_specs=(P("data"), P()))
+        >>> out, mean = step(sm.BatchState(0.0, reduce="mean"), jnp.arange(4.0))
+        >>> float(mean.value)
+        1.5
+
+        ```
+    """
+    if out_specs is _REQUIRED:
+        raise errors.out_specs_required()
+
+    def decorate(fun: Callable[..., Any]) -> StatefulMapping:
+        declared = Declared(
+            fun=fun,
+            name=fun_name(fun),
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            state_in_specs=state_in_specs,
+            state_out_specs=state_out_specs,
+            check_vma=check_vma,
+            axis_names=frozenset(axis_names),
+            donate=donate,
+            jit=jit,
+        )
+        check_declared(declared)
+        return StatefulMapping(declared)
+
+    return decorate if fun is None else decorate(fun)

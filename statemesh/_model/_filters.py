@@ -1,0 +1,299 @@
+"""Filters: which states are meant. Small frozen values, compared and hashed by what they say."""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any as AnyType
+from typing import TypeAlias
+
+import jax
+
+from .._base import _errors as errors
+from .._base._paths import key_name, path_str
+from .._base._types import Filter, KeyPath, is_state
+
+
+Predicate: TypeAlias = Callable[[KeyPath, AnyType], bool]
+
+
+class _Named:
+    """What the named filters have in common."""
+
+    def bind(self, tree: AnyType) -> "Predicate":
+        """This filter as a predicate for the states of `tree`."""
+        del tree
+        return self
+
+    def __call__(self, path: KeyPath, state: AnyType) -> bool:
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OfType(_Named):
+    """States of a kind.
+
+    **Arguments:**
+
+    - `type`: a subclass of `State`, compared by `isinstance`.
+    """
+
+    type: type
+
+    def __call__(self, path: KeyPath, state: AnyType) -> bool:
+        del path
+        return isinstance(state, self.type)
+
+    def __repr__(self) -> str:
+        return f"OfType({self.type.__name__})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WithTag(_Named):
+    """States that carry a tag.
+
+    **Arguments:**
+
+    - `tag`: one of the strings given to the state as `tag`.
+    """
+
+    tag: str
+
+    def __call__(self, path: KeyPath, state: AnyType) -> bool:
+        del path
+        return self.tag in state.tag
+
+    def __repr__(self) -> str:
+        return f"WithTag({self.tag!r})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PathContains(_Named):
+    """States whose path has a step of this name.
+
+    **Arguments:**
+
+    - `key`: an attribute's name, a dictionary's key or an index.
+    """
+
+    key: Hashable
+
+    def __call__(self, path: KeyPath, state: AnyType) -> bool:
+        del state
+        return any(key_name(step) == str(self.key) for step in path)
+
+    def __repr__(self) -> str:
+        return f"PathContains({self.key!r})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Where(_Named):
+    """States picked by their position in the tree, as `equinox.tree_at` picks.
+
+    **Arguments:**
+
+    - `where`: a function of the tree that returns a node of it, or several.
+    """
+
+    where: Callable[[AnyType], AnyType]
+
+    def bind(self, tree: AnyType) -> Predicate:
+        picked = self._picked(tree)
+        return lambda path, state: path in picked
+
+    def _picked(self, tree: AnyType) -> frozenset[KeyPath]:
+        marked = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: _Spot(path), tree, is_leaf=is_state
+        )
+        try:
+            found = self.where(marked)
+        except (AttributeError, KeyError, IndexError, TypeError):
+            # This tree has no such place: another argument may be meant.
+            return frozenset()
+        return frozenset(
+            spot.path for spot in jax.tree_util.tree_leaves(found) if isinstance(spot, _Spot)
+        )
+
+    def __call__(self, path: KeyPath, state: AnyType) -> bool:
+        raise errors.where_needs_tree()
+
+
+class _Spot:
+    """Stands for the state at a path while `Where` looks at a tree."""
+
+    def __init__(self, path: KeyPath) -> None:
+        self.path = path
+
+
+class _Combined(_Named):
+    """A filter made of others."""
+
+    __slots__ = ("filters",)
+
+    filters: tuple[Predicate, ...]
+
+    def __init__(self, *filters: Filter) -> None:
+        object.__setattr__(self, "filters", tuple(_named(f) for f in filters))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{type(self).__name__} is immutable; cannot set {name!r}")
+
+    def _bound(self, tree: AnyType) -> list[Predicate]:
+        return [_bind(f, tree) for f in self.filters]
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.filters == getattr(other, "filters")
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.filters))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.filters))})"
+
+
+class Any(_Combined):
+    """States that at least one of the filters matches.
+
+    **Arguments:**
+
+    - `filters`: filters of any form.
+    """
+
+    __slots__ = ()
+
+    def bind(self, tree: AnyType) -> Predicate:
+        bound = self._bound(tree)
+        return lambda path, state: any(f(path, state) for f in bound)
+
+    def __call__(self, path: KeyPath, state: AnyType) -> bool:
+        return any(f(path, state) for f in self.filters)
+
+
+class All(_Combined):
+    """States that every one of the filters matches.
+
+    **Arguments:**
+
+    - `filters`: filters of any form.
+    """
+
+    __slots__ = ()
+
+    def bind(self, tree: AnyType) -> Predicate:
+        bound = self._bound(tree)
+        return lambda path, state: all(f(path, state) for f in bound)
+
+    def __call__(self, path: KeyPath, state: AnyType) -> bool:
+        return all(f(path, state) for f in self.filters)
+
+
+class Not(_Combined):
+    """States that the filter does not match.
+
+    **Arguments:**
+
+    - `filter`: a filter of any form.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, filter: Filter) -> None:
+        super().__init__(filter)
+
+    def bind(self, tree: AnyType) -> Predicate:
+        (bound,) = self._bound(tree)
+        return lambda path, state: not bound(path, state)
+
+    def __call__(self, path: KeyPath, state: AnyType) -> bool:
+        return not self.filters[0](path, state)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Everything(_Named):
+    """Every state."""
+
+    def __call__(self, path: KeyPath, state: AnyType) -> bool:
+        del path, state
+        return True
+
+    def __repr__(self) -> str:
+        return "Everything()"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Nothing(_Named):
+    """No state."""
+
+    def __call__(self, path: KeyPath, state: AnyType) -> bool:
+        del path, state
+        return False
+
+    def __repr__(self) -> str:
+        return "Nothing()"
+
+
+def to_predicate(filter: Filter, tree: AnyType = None) -> Predicate:
+    """A filter of any form as a function `(path, state) -> bool`.
+
+    **Arguments:**
+
+    - `filter`: a type (by `isinstance`), a string (a tag), `...` or `True`, `None` or `False`, a
+        function `(path, state) -> bool`, a list or tuple of filters (any of them), or one of the
+        named classes.
+    - `tree`: the tree whose states are asked about; only `Where` needs it.
+
+    **Returns:** a function of a key path (as `jax.tree_util` gives them) and a state.
+
+    **Raises:** `TypeError` for anything else.
+    """
+    named = _named(filter)
+    return named if tree is None else _bind(named, tree)
+
+
+def _named(filter: Filter) -> Predicate:
+    if isinstance(filter, _Named):
+        return filter
+    if isinstance(filter, type):
+        return OfType(filter)
+    if isinstance(filter, str):
+        return WithTag(filter)
+    if filter is ... or filter is True:
+        return Everything()
+    if filter is None or filter is False:
+        return Nothing()
+    if isinstance(filter, list | tuple):
+        return Any(*filter)
+    if callable(filter):
+        predicate: Predicate = filter
+        return predicate
+    raise errors.not_a_filter(filter)
+
+
+def _bind(predicate: Predicate, tree: AnyType) -> Predicate:
+    return predicate.bind(tree) if isinstance(predicate, _Named) else predicate
+
+
+def first_matches(
+    filters: Sequence[Filter], roots: Sequence[tuple[str, AnyType]], what: str
+) -> list[list[int | None]]:
+    """For each state of each root, in order, the index of the first filter that matches it.
+
+    **Raises:** `StructureError` for a filter that matches no state of any root.
+    """
+    named = [_named(f) for f in filters]
+    matched = [isinstance(f, Everything | Nothing) for f in named]
+    found: list[list[int | None]] = []
+    listed: list[tuple[str, AnyType]] = []
+    for root, tree in roots:
+        bound = [_bind(f, tree) for f in named]
+        first: list[int | None] = []
+        for path, state in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]:
+            if not is_state(state):
+                continue
+            listed.append((path_str(path, root), state))
+            hits = [i for i, predicate in enumerate(bound) if predicate(path, state)]
+            for i in hits:
+                matched[i] = True
+            first.append(hits[0] if hits else None)
+        found.append(first)
+    if idle := [f for f, hit in zip(filters, matched, strict=True) if not hit]:
+        raise errors.filter_matches_nothing(what, idle, listed)
+    return found

@@ -1,0 +1,39 @@
+"""The kinds of state that say how long a value lives and what it is for."""
+
+from ._state import State
+
+
+class ShortTermState(State):
+    """State that is meaningful for a short while: one sequence, one episode, one batch."""
+
+    __slots__ = ()
+
+
+class HiddenState(ShortTermState):
+    """The hidden value of a recurrent layer."""
+
+    __slots__ = ()
+
+
+class NonBatchState(ShortTermState):
+    """State that is never given a lane axis: it stays replicated where others are distributed."""
+
+    __slots__ = ()
+
+
+class LongTermState(State):
+    """State that lives as long as the model: parameters and statistics."""
+
+    __slots__ = ()
+
+
+class ParamState(LongTermState):
+    """Parameters: what `value_and_grad` differentiates."""
+
+    __slots__ = ()
+
+
+class BatchState(LongTermState):
+    """Statistics gathered from batches, such as a running mean."""
+
+    __slots__ = ()

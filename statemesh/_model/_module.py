@@ -1,0 +1,114 @@
+"""`Module`: an Equinox module with `replace` and the protocol by which states are made."""
+
+import dataclasses
+import inspect
+from typing import Any, Self, TypeVar
+
+import equinox as eqx
+import jax
+
+from .._base import _errors as errors
+from ._state import State
+
+
+field = eqx.field
+
+
+class Module(eqx.Module):
+    """An `equinox.Module` that can be copied with some fields changed, and that makes its states.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> class Counter(sm.Module):
+        ...     count: sm.State
+        >>> counter = Counter(sm.State(0)).replace(count=3)
+        >>> counter.count.value
+        Array(3, dtype=int32)
+
+        ```
+    """
+
+    def replace(self, **fields: Any) -> Self:
+        """A copy with some fields changed.
+
+        **Arguments:**
+
+        - `fields`: new values by field name. A field that holds a State and is given something that
+            is not a State is written with `State.set`, which checks it.
+
+        **Returns:** a module of the same type.
+
+        **Raises:** `StructureError` for a field that the module does not have.
+        """
+        names = [f.name for f in dataclasses.fields(self)]
+        if unknown := [name for name in fields if name not in names]:
+            raise errors.unknown_fields(type(self).__name__, unknown, names)
+        # Not through the constructor: what it computes from its arguments is already here.
+        new = object.__new__(type(self))
+        for name in names:
+            if name not in fields:
+                if hasattr(self, name):
+                    object.__setattr__(new, name, getattr(self, name))
+                continue
+            value, old = fields[name], getattr(self, name, None)
+            if isinstance(old, State) and not isinstance(value, State):
+                value = old.set(value)
+            object.__setattr__(new, name, value)
+        return new
+
+    def init_state(self, **kwargs: Any) -> Self:
+        """Make this module's own states; override it in modules that have any.
+
+        **Arguments:**
+
+        - `kwargs`: whatever the module needs to know, named in its own signature.
+
+        **Returns:** the module with its states made.
+        """
+        del kwargs
+        return self
+
+    def init_all_states(self, **kwargs: Any) -> Self:
+        """Make the states of this module and of every module in it.
+
+        Each module's `init_state` is called once, the inner ones first, with those of `kwargs` that
+        its signature names.
+
+        **Arguments:**
+
+        - `kwargs`: arguments for the `init_state` methods.
+
+        **Returns:** the module with all states made.
+
+        **Raises:** `TypeError` for an argument that no `init_state` takes.
+        """
+        used: set[str] = set()
+        new = _init_all(self, kwargs, used)
+        if unused := [name for name in kwargs if name not in used]:
+            raise errors.unused_init_arguments(type(self).__name__, unused)
+        return new
+
+
+M = TypeVar("M", bound=Module)
+
+
+def _init_all(module: M, kwargs: dict[str, Any], used: set[str]) -> M:
+    def inner(node: Any) -> Any:
+        return _init_all(node, kwargs, used) if isinstance(node, Module) else node
+
+    children = jax.tree.map(inner, module, is_leaf=lambda n: isinstance(n, Module) and n is not module)
+    return _init_one(children, kwargs, used)
+
+
+def _init_one(module: M, kwargs: dict[str, Any], used: set[str]) -> M:
+    if type(module).init_state is Module.init_state:
+        return module
+    parameters = inspect.signature(module.init_state).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        taken = dict(kwargs)
+    else:
+        taken = {p.name: kwargs[p.name] for p in parameters if p.name in kwargs}
+    used.update(taken)
+    return module.init_state(**taken)

@@ -1,0 +1,187 @@
+"""`RandomState`: random streams that do not depend on the number of shards."""
+
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from .._base import _compat as compat
+from .._base import _errors as errors
+from .._base._types import AxisName, flat_names
+from ._state import Meta, State, set_meta, set_value
+from ._values import conform
+
+
+# A folded key equals one of `split`'s keys when the number folded in is a small one. These numbers
+# keep the streams below away from every key that a user may split off.
+_SHARD_STREAMS = 0x5EED5EED
+_UNEVEN_DRAWS = 0x0DD0DD0D
+
+
+class RandomState(State):
+    """A random stream: its value is a key, and drawing gives keys and a new `RandomState`.
+
+    Inside a mapped call each shard draws from a stream of its own; the first shard's is the one
+    that the same code draws from outside, so that a run on one device equals a run without a mesh.
+    What is written back is the stream as the draws left it: the same key however many shards drew,
+    and the very key that went in when none did. Its key is always replicated, unless it is placed
+    `PerShard`.
+
+    **Arguments:**
+
+    - `key`: a typed key, as `jax.random.key(seed)` makes.
+    - `name`, `tag`, `spec`: as for `State`. A `spec` can only be `PerShard`.
+
+    **Raises:** `TypeError` when `key` is not a typed key.
+
+    !!! example
+
+        ```python
+        >>> import jax, statemesh as sm
+        >>> rng = sm.RandomState(jax.random.key(0))
+        >>> key, rng = rng.split()
+        >>> jax.random.uniform(key, (2,)).shape
+        (2,)
+
+        ```
+    """
+
+    __slots__ = ("_shared",)
+
+    # Inside a mapped call: the stream that its shards have in common, advanced in step with the
+    # shard's own; it is what leaves. With nested calls there is one for each, the innermost first.
+    # `rows` draws from the last. Outside: empty.
+    _shared: tuple[Any, ...]
+
+    children = ("value", "_shared")
+    always_replicated = True
+
+    def __init__(
+        self,
+        key: Any = None,
+        *,
+        name: str | None = None,
+        tag: Any = None,
+        spec: Any = None,
+        value: Any = None,
+        _shared: tuple[Any, ...] = (),
+        _meta: Meta | None = None,
+    ) -> None:
+        if _meta is None:
+            key = value if key is None else key
+            if not _is_key(key):
+                raise errors.not_a_key(key)
+            super().__init__(key, name=name, tag=tag, spec=spec)
+        else:
+            set_value(self, value)
+            set_meta(self, _meta)
+        _set_shared(self, _shared)
+
+    @property
+    def key(self) -> Any:
+        """The key that the next draw comes from: this shard's own inside a mapped call."""
+        return self.value
+
+    def split(self, num: int | None = None) -> tuple[Any, Self]:
+        """Draw a key, or several.
+
+        **Arguments:**
+
+        - `num`: how many keys; left out, one key without an axis.
+
+        **Returns:** `(key, rng)`: a key, or keys of shape `(num,)`, and the advanced `RandomState`.
+        """
+        rest, drawn = _advance(self.value)
+        keys = drawn if num is None else jax.random.split(drawn, num)
+        return keys, self._advanced(rest)
+
+    def rows(self, n: int, axis_name: AxisName | tuple[AxisName, ...] | None = None) -> tuple[Any, Self]:
+        """Draw one key for each row of a global array that is sharded over `axis_name`.
+
+        Row `i` of the global array gets the same key on any number of shards, and unsharded, so
+        masks and noise made from them are bit-identical.
+
+        **Arguments:**
+
+        - `n`: how many rows this shard holds.
+        - `axis_name`: the mesh axis, or axes, that the rows are sharded over, as in a
+            `PartitionSpec`. Outside any mapped call it means one shard. `None` where the rows are
+            not sharded.
+
+        **Returns:** `(keys, rng)`: keys of shape `(n,)`, and the advanced `RandomState`.
+
+        **Raises:** `StatemeshError` for an axis name that is not bound inside a mapped call.
+
+        !!! example
+
+            ```python
+            >>> import jax, statemesh as sm
+            >>> keys, rng = sm.RandomState(jax.random.key(0)).rows(4, "data")
+            >>> jax.vmap(jax.random.bernoulli)(keys).shape
+            (4,)
+
+            ```
+        """
+        names = flat_names(axis_name)
+        _, drawn = _advance(self._shared[-1] if self._shared else self.value)
+        rows = _shard_index(names, mapped=bool(self._shared)) * n + jnp.arange(n)
+        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(drawn, rows)
+        rest, _ = _advance(self.value)
+        return keys, self._advanced(rest)
+
+    def set(self, value: Any) -> Self:
+        """A new state with `value` as its key, drawn from since: the common stream moves on too."""
+        return self._advanced(conform(self.value, value, self.name or type(self).__name__))
+
+    def enter(self, axis_names: tuple[AxisName, ...]) -> "RandomState":
+        """This stream as one shard sees it: its place on `axis_names` folded into the key."""
+        if not axis_names:
+            return self
+        shard = jax.lax.axis_index(axis_names)
+        streams = jax.random.fold_in(self.value, _SHARD_STREAMS)
+        own = jnp.where(shard == 0, self.value, jax.random.fold_in(streams, shard))
+        return self._rebuilt(own, (self.value, *self._shared))
+
+    def leave(self, old: State | None, axis_names: tuple[AxisName, ...]) -> State:
+        """The stream as the draws left it, the same for every shard."""
+        if not axis_names or not self._shared or not isinstance(old, RandomState):
+            return self._rebuilt(self.value, () if old is None else old._shared)
+        shared = self._shared
+        if any(compat.varying(key) & frozenset(axis_names) for key in shared):
+            # Shards drew different numbers of times, so none of their streams can be the common
+            # one. Leave the entering keys' lines altogether: nothing is drawn twice.
+            before = (old.value, *old._shared)
+            shared = tuple(jax.random.fold_in(key, _UNEVEN_DRAWS) for key in before)
+        return self._rebuilt(shared[0], shared[1:])
+
+    def _advanced(self, value: Any) -> Self:
+        return self._rebuilt(value, tuple(_advance(key)[0] for key in self._shared))
+
+    def _rebuilt(self, value: Any, shared: tuple[Any, ...]) -> Self:
+        new = self._with_value(value)
+        _set_shared(new, shared)
+        return new
+
+
+_set_shared = RandomState.__dict__["_shared"].__set__
+
+
+def _is_key(key: Any) -> bool:
+    return isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+
+
+def _advance(key: Any) -> tuple[Any, Any]:
+    rest, drawn = jax.random.split(key)
+    return rest, drawn
+
+
+def _shard_index(names: tuple[AxisName, ...], mapped: bool) -> Any:
+    """This shard's place along `names`, major to minor; 0 outside any mapped call."""
+    if not names:
+        return 0
+    bound = compat.bound_axis_names()
+    if not mapped and not bound:
+        return 0
+    if unbound := [name for name in names if name not in bound]:
+        raise errors.unbound_axis("RandomState.rows", unbound, bound)
+    return jax.lax.axis_index(names if len(names) > 1 else names[0])

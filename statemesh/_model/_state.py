@@ -1,0 +1,284 @@
+"""`State`: an immutable pytree node for one piece of state."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Self
+
+import jax
+from jax.sharding import PartitionSpec
+
+from .._base import _errors as errors
+from .._base._paths import describe
+from .._base._types import AxisName, Reduce, SpecTree, StateNode, is_spec
+from ._values import REDUCTIONS, arrays, conform, reduced
+
+
+
+class Meta:
+    """The static part of a State, kept in one object so that comparing two models is quick."""
+
+    __slots__ = ("name", "tag", "spec", "reduce")
+
+    name: str | None
+    tag: frozenset[str]
+    spec: SpecTree
+    reduce: Reduce
+
+    def __init__(
+        self, name: str | None, tag: frozenset[str], spec: SpecTree, reduce: Reduce
+    ) -> None:
+        self.name, self.tag, self.spec, self.reduce = name, tag, spec, reduce
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Meta)
+            and self.name == other.name
+            and self.tag == other.tag
+            and self.spec == other.spec
+            and self.reduce == other.reduce
+        )
+
+    def __hash__(self) -> int:
+        # A spec may be a tree of specs, which need not be hashable; equal specs have equal leaves.
+        specs = tuple(jax.tree_util.tree_leaves(self.spec, is_leaf=is_spec))
+        return hash((self.name, self.tag, specs, self.reduce))
+
+
+_PLAIN = Meta(None, frozenset(), None, None)
+
+
+class State(StateNode):
+    """One piece of state: an immutable leaf of a module tree.
+
+    A State is a pytree node whose children are its value's leaves; the rest is static. It is never
+    changed in place: `set` and `replace` return a new one.
+
+    **Arguments:**
+
+    - `value`: a pytree of arrays. Python and NumPy numbers in it become arrays.
+    - `name`: a name of your own, for messages and filters.
+    - `tag`: a string or several, by which filters find the state; kept as a frozenset.
+    - `spec`: this state's own default placement: a `PartitionSpec`, a `PerShard`, or a prefix tree
+        of them over `value`.
+    - `reduce`: how shards' different values become one when the state is written: `None` (they must
+        agree), `'mean'`, `'max'`, `'min'`, `'sum'` (old value plus the sum of the shards'
+        increments), or a function `(old, new, axis_names) -> value`. A function is compared by
+        identity, so define it once, outside the code that makes models.
+
+    **Raises:** `TypeError` for a leaf that is not an array, or a State inside the value;
+    `StatemeshError` for an unknown `reduce`.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> count = sm.State(0, tag="counter", reduce="sum")
+        >>> count.set(count.value + 1).value
+        Array(1, dtype=int32)
+
+        ```
+
+    A kind of state is a subclass. Kinds differ only in how they enter and leave a shard: override
+    `enter` and `leave`. Subclasses are registered as pytrees of their own.
+    """
+
+    __slots__ = ("_meta", "_origin", "value")
+
+    value: Any
+    _meta: Meta
+    # Which entering state this one was made from, where that is known. It is no part of the pytree:
+    # it gets lost in `jax.tree.map`, `jit` and `scan`, and two models never differ by it.
+    _origin: object
+
+    children: ClassVar[tuple[str, ...]] = ("value",)
+    """Names of the attributes that hold arrays."""
+
+    always_replicated: ClassVar[bool] = False
+    """Whether specs pass this kind by (`PerShard` excepted): its value is the same everywhere."""
+
+    def __init__(
+        self,
+        value: Any,
+        *,
+        name: str | None = None,
+        tag: str | Iterable[str] | None = None,
+        spec: SpecTree = None,
+        reduce: Reduce = None,
+        _meta: Meta | None = None,
+    ) -> None:
+        # JAX rebuilds nodes with `_meta` given and anything at all as the value; only a user's own
+        # call has values to convert and mistakes to find.
+        if _meta is None:
+            value = arrays(value)
+            _meta = _checked_meta(type(self), name, tag, spec, reduce)
+        set_value(self, value)
+        set_meta(self, _meta)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        parameters = inspect.signature(cls.__init__).parameters
+        if "_meta" not in parameters:
+            raise errors.kind_overrides_init(cls.__name__)
+        _register(cls)
+
+    @property
+    def name(self) -> str | None:
+        """The name given at construction."""
+        return self._meta.name
+
+    @property
+    def tag(self) -> frozenset[str]:
+        """The tags, as a frozenset."""
+        return self._meta.tag
+
+    @property
+    def spec(self) -> SpecTree:
+        """This state's own default placement, or `None`."""
+        return self._meta.spec
+
+    @property
+    def reduce(self) -> Reduce:
+        """The write policy."""
+        return self._meta.reduce
+
+    def set(self, value: Any) -> Self:
+        """A new State with `value` in place of the old one.
+
+        **Arguments:**
+
+        - `value`: the same tree structure, shapes and dtypes as the old value. Python scalars and
+            weakly typed arrays take the old dtype.
+
+        **Returns:** a State of the same kind with the same metadata.
+
+        **Raises:** `StructureError` naming everything that differs.
+        """
+        return self._with_value(conform(self.value, value, self.name or type(self).__name__))
+
+    def replace(self, **changes: Any) -> Self:
+        """A new State with any of `value`, `name`, `tag`, `spec`, `reduce` changed, unchecked
+        against the old ones."""
+        unknown = [key for key in changes if key not in _FIELDS]
+        if unknown:
+            raise errors.unknown_state_fields(type(self).__name__, unknown, _FIELDS)
+        value = self.value
+        if "value" in changes:
+            value = arrays(changes.pop("value"))
+        old = self._meta
+        meta = old
+        if changes:
+            fields = dict(name=old.name, tag=old.tag, spec=old.spec, reduce=old.reduce)
+            meta = _checked_meta(type(self), **{**fields, **changes})
+        return self._with_value(value, meta)
+
+    def enter(self, axis_names: tuple[AxisName, ...]) -> "State":
+        """This state as one shard sees it.
+
+        Called inside the mapped call, with the shard's own part of the value.
+
+        **Arguments:**
+
+        - `axis_names`: the mapped axes over which the value arrives equal on every shard.
+
+        **Returns:** a State of any kind; `self` unless a kind says otherwise.
+        """
+        del axis_names
+        return self
+
+    def leave(self, old: "State | None", axis_names: tuple[AxisName, ...]) -> "State":
+        """What is written back of this state, which a shard wrote.
+
+        Called inside the mapped call; collectives over `axis_names` may be used. What it returns
+        must be equal over `axis_names`, which is checked.
+
+        **Arguments:**
+
+        - `old`: the state as it came in, before `enter`; `None` for a state made inside.
+        - `axis_names`: the mapped axes over which the value still varies and which the placement
+            it leaves with does not mention; empty when there is nothing to merge.
+
+        **Returns:** a State; by default the one that `reduce` asks for.
+        """
+        reduce = self.reduce
+        if not axis_names or reduce is None:
+            return self
+        before = None if old is None else old.value
+        if callable(reduce):
+            merged = reduce(before, self.value, axis_names)
+            label = f"what reduce={getattr(reduce, '__name__', reduce)} returned"
+            return self._with_value(conform(self.value, merged, label))
+        return self._with_value(reduced(self.value, before, reduce, axis_names))
+
+    def _with_value(self, value: Any, meta: Meta | None = None) -> Self:
+        new = object.__new__(type(self))
+        for child in self.children[1:]:
+            object.__setattr__(new, child, getattr(self, child))
+        set_value(new, value)
+        set_meta(new, self._meta if meta is None else meta)
+        origin = getattr(self, "_origin", None)
+        if origin is not None:
+            _set_origin(new, origin)
+        return new
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise errors.immutable_state(type(self).__name__, name)
+
+    def __delattr__(self, name: str) -> None:
+        raise errors.immutable_state(type(self).__name__, name)
+
+    def __repr__(self) -> str:
+        shown = [describe(self.value)]
+        for field in ("name", "spec", "reduce"):
+            if (found := getattr(self, field)) is not None:
+                shown.append(f"{field}={getattr(found, '__name__', None) or repr(found)}")
+        if self.tag:
+            shown.append(f"tag={sorted(self.tag)!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+# The slots' own setters are several times quicker than `object.__setattr__`.
+set_value: Callable[[State, Any], None] = State.__dict__["value"].__set__
+set_meta: Callable[[State, Meta], None] = State.__dict__["_meta"].__set__
+_set_origin: Callable[[State, object], None] = State.__dict__["_origin"].__set__
+_FIELDS = ("value", "name", "tag", "spec", "reduce")
+
+
+def _register(cls: type[State]) -> None:
+    jax.tree_util.register_dataclass(
+        cls, data_fields=list(cls.children), meta_fields=["_meta"]
+    )
+
+
+_register(State)
+
+
+def origin(state: State) -> object:
+    """The mark that `mark_origin` left, if it has not been lost."""
+    return getattr(state, "_origin", None)
+
+
+def mark_origin(state: State, mark: object) -> State:
+    """A copy of `state` that remembers `mark` through `set` and `replace`."""
+    new = state._with_value(state.value)
+    _set_origin(new, mark)
+    return new
+
+
+def _checked_meta(
+    cls: type[State],
+    name: str | None,
+    tag: str | Iterable[str] | None,
+    spec: SpecTree,
+    reduce: Reduce,
+) -> Meta:
+    tags = frozenset([tag] if isinstance(tag, str) else tag or ())
+    if not (reduce is None or callable(reduce) or reduce in REDUCTIONS):
+        raise errors.unknown_reduce(reduce, REDUCTIONS)
+    for leaf in jax.tree_util.tree_leaves(spec, is_leaf=is_spec):
+        if not is_spec(leaf):
+            raise errors.not_a_spec("spec", leaf)
+        if cls.always_replicated and isinstance(leaf, PartitionSpec) and tuple(leaf):
+            raise errors.always_replicated(cls.__name__, leaf)
+    if name is None and not tags and spec is None and reduce is None:
+        return _PLAIN
+    return Meta(name, tags, spec, reduce)

@@ -1,0 +1,99 @@
+"""The values of states: which are allowed, how a write conforms to them, how shards' are merged."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._base import _errors as errors
+from .._base._types import AxisName, is_state
+
+
+REDUCTIONS = ("mean", "max", "min", "sum")
+
+
+def strong(x: Any) -> Any:
+    """`x` as an array whose dtype does not give way in promotion."""
+    if isinstance(x, jax.Array):
+        # Keys have no weak type to speak of.
+        weak = getattr(x, "weak_type", False)
+        return jax.lax.convert_element_type(x, x.dtype) if weak else x
+    return jnp.array(x, dtype=jnp.result_type(x))
+
+
+def arrays(value: Any) -> Any:
+    """`value` with its numbers made arrays, or an error that lists what cannot be one."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_state)
+    if bad := [(path, leaf) for path, leaf in leaves if not _is_arraylike(leaf)]:
+        raise errors.bad_state_value(bad)
+    return jax.tree_util.tree_unflatten(treedef, [strong(leaf) for _, leaf in leaves])
+
+
+def conform(old_value: Any, value: Any, label: str) -> Any:
+    """`value` in the dtypes of the old value, or an error that names what differs."""
+    old, old_def = jax.tree_util.tree_flatten_with_path(old_value)
+    new, new_def = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_state)
+    if bad := [(path, leaf) for path, leaf in new if not _is_arraylike(leaf)]:
+        raise errors.bad_state_value(bad)
+    if old_def != new_def:
+        raise errors.set_structure(label, old_def, new_def)
+    pairs = [(path, a, _in_dtype_of(a, b)) for (path, a), (_, b) in zip(old, new, strict=True)]
+    if differ := [p for p in pairs if p[1].shape != p[2].shape or p[1].dtype != p[2].dtype]:
+        raise errors.set_differs(label, differ)
+    return jax.tree_util.tree_unflatten(old_def, [after for _, _, after in pairs])
+
+
+def reduced(value: Any, before: Any, how: str, axis_names: tuple[AxisName, ...]) -> Any:
+    """The shards' values merged; `before` is what they came from (`None`: nothing)."""
+
+    def one(new: Any, old: Any) -> Any:
+        _check_reducible(new.dtype, how)
+        match how:
+            case "mean":
+                return jax.lax.pmean(new, axis_names)
+            case "max":
+                return jax.lax.pmax(new, axis_names)
+            case "min":
+                return jax.lax.pmin(new, axis_names)
+            case _:
+                return old + jax.lax.psum(new - old, axis_names)
+
+    if before is None:
+        before = jax.tree.map(jnp.zeros_like, value)
+    return jax.tree.map(one, value, before)
+
+
+def _check_reducible(dtype: Any, how: str) -> None:
+    allowed: tuple[Any, ...]
+    match how:
+        case "mean":
+            allowed = (np.inexact,)
+        case "sum":
+            allowed = (np.number,)
+        case _:
+            allowed = (np.integer, np.floating)
+    if not any(jnp.issubdtype(dtype, kind) for kind in allowed):
+        raise errors.cannot_reduce(how, dtype)
+
+
+def _is_arraylike(leaf: Any) -> bool:
+    if isinstance(leaf, np.ndarray | np.generic):
+        return bool(jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_)
+    return isinstance(leaf, jax.Array | bool | int | float | complex)
+
+
+def _in_dtype_of(before: Any, after: Any) -> Any:
+    """`after` in the dtype of `before` where it is a scalar or a weak array that fits it."""
+    if jnp.issubdtype(before.dtype, jax.dtypes.prng_key) or not _gives_way(after):
+        return strong(after)
+    fits = jnp.result_type(before, after) == before.dtype
+    if not fits and not isinstance(after, jax.Array):
+        fits = bool(np.asarray(after).astype(before.dtype) == after)
+    return jnp.asarray(after, dtype=before.dtype) if fits else strong(after)
+
+
+def _gives_way(leaf: Any) -> bool:
+    if isinstance(leaf, jax.Array):
+        return bool(getattr(leaf, "weak_type", False))
+    return not isinstance(leaf, np.ndarray | np.generic)

@@ -1,0 +1,132 @@
+"""Step 2 at every call: the program's inputs, laid out as it takes them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from .._base import _errors as errors
+from .._base._types import AxisName
+from .._model._values import strong
+from ._placement import check_shapes, lies_right, traced_onto
+from ._specs import Placement
+
+
+class Layout:
+    """Where the inputs of one program lie.
+
+    **Arguments:**
+
+    - `fun_name`: for messages.
+    - `mesh`: the mesh.
+    - `axis_names`: the mesh axes that the call maps over.
+    - `paths`, `placements`: one for each input.
+    - `kinds`: the type of each input.
+    - `strengthen`: which inputs lose a weak type, so that what they become in the result is no news
+        to the compiler when it is fed back.
+    - `alias`: whether a copy may share memory with what it was made from. Not where inputs are
+        donated: their owner would lose them.
+    """
+
+    def __init__(
+        self,
+        fun_name: str,
+        mesh: Mesh | AbstractMesh,
+        axis_names: Sequence[AxisName],
+        paths: Sequence[str],
+        placements: Sequence[Placement],
+        kinds: Sequence[type],
+        strengthen: Sequence[bool],
+        alias: bool,
+    ) -> None:
+        self.fun_name = fun_name
+        self.mesh = mesh
+        self.axis_names = frozenset(axis_names)
+        self.paths = paths
+        self.placements = placements
+        self.strengthen = strengthen
+        self.alias = alias
+        # NumPy arrays have no sharding to compare; Python numbers need none.
+        self.hosted = [k for k, t in enumerate(kinds) if issubclass(t, np.ndarray | np.generic)]
+        self.on_device = [k for k, t in enumerate(kinds) if issubclass(t, jax.Array)]
+        self.targets: list[Any] = [None] * len(placements)
+        for k in [*self.hosted, *self.on_device]:
+            if isinstance(mesh, Mesh):
+                self.targets[k] = NamedSharding(mesh, placements[k].spec)
+        # The sharding objects that were found right before: what comes out of the program and is fed
+        # back carries the very same ones, so that a comparison of identities is enough.
+        self.seen = list(self.targets)
+
+    def check(self, arrays: Sequence[Any]) -> None:
+        """Refuse arrays that do not fit their specs."""
+        check_shapes(self.paths, arrays, self.placements, self.mesh, self.fun_name)
+
+    def concrete(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Concrete arrays as the program takes them, and as they come back when not written.
+
+        The two differ for an array that lies right under another name of the same layout: it comes
+        back as it is, but the program, compiled for one name, gets it by that one.
+        """
+        seen = self.seen
+        stale = [k for k in self.on_device if given[k].sharding is not seen[k]]
+        if not stale and not self.hosted:
+            return given, given
+        return self._moved(given, stale)
+
+    def _moved(
+        self, given: Sequence[Any], stale: Sequence[int]
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        ready, shown = list(given), list(given)
+        wrong: list[int] = []
+        for k in stale:
+            if given[k].is_deleted():
+                raise errors.deleted(self.fun_name, [self.paths[k]])
+            if self.strengthen[k]:
+                ready[k] = shown[k] = strong(given[k])
+            if ready[k].sharding == self.targets[k]:
+                self.seen[k] = ready[k].sharding
+            else:
+                wrong.append(k)
+        wrong += self.hosted
+        if not wrong:
+            return ready, shown
+        self.check(given)
+        kept = {k for k in wrong if k not in self.hosted and self._lies_right(ready[k], k)}
+        moving = [k for k in wrong if k not in kept or self._goes_by_another_name(ready[k], k)]
+        targets = [self.targets[k] for k in moving]
+        moved = jax.device_put([ready[k] for k in moving], targets, may_alias=self.alias)
+        for k, x in zip(moving, moved, strict=True):
+            ready[k] = x
+            if k not in kept:
+                shown[k] = x
+        return ready, shown
+
+    def traced(self, given: Sequence[Any], recorded: bool) -> list[Any]:
+        """Inputs some of which are traced: tracers are never put anywhere, concrete arrays are,
+        except into a jaxpr, where they are constants that the compiler places."""
+        return [
+            x if t is None else self._traced(x, t, recorded)
+            for x, t in zip(given, self.targets, strict=True)
+        ]
+
+    def _traced(self, x: Any, target: NamedSharding, recorded: bool) -> Any:
+        if recorded or isinstance(x, jax.core.Tracer):
+            return traced_onto(x, target)
+        if isinstance(x, jax.Array) and lies_right(x, target, self.axis_names):
+            return x
+        return jax.device_put(x, target)
+
+    def abstract(self, given: Sequence[Any]) -> list[Any]:
+        """Shapes and dtypes on the mesh, to lower the program with."""
+        return [
+            x if t is None else jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=t)
+            for x, t in zip(given, self.targets, strict=True)
+        ]
+
+    def _lies_right(self, x: jax.Array, k: int) -> bool:
+        return lies_right(x, self.targets[k], self.axis_names)
+
+    def _goes_by_another_name(self, x: jax.Array, k: int) -> bool:
+        return bool(x.sharding.is_equivalent_to(self.targets[k], x.ndim))

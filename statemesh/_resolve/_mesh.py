@@ -1,0 +1,107 @@
+"""Step 2, meshes: which mesh a call runs on, and what its axes are called."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from .._base import _compat as compat
+from .._base import _errors as errors
+from .._base._types import AxisName, PerShard, is_spec, spec_axes
+
+
+def resolve_mesh(given: Mesh | AbstractMesh | None, traced: bool) -> Mesh | AbstractMesh:
+    """The mesh that was given, or the one of the context.
+
+    **Arguments:**
+
+    - `given`: the mesh that the user named, if any.
+    - `traced`: whether the call is being recorded or transformed rather than run.
+
+    **Raises:** `SpecError` when there is no mesh, or the two differ, or there are no devices to run on.
+    """
+    context = compat.context_mesh()
+    if given is None:
+        if context is None:
+            raise errors.no_mesh()
+        mesh = context if traced else compat.concrete_context_mesh() or context
+    elif context is None or given.abstract_mesh == context:
+        mesh = given
+    elif compat.manual_axes(context) and dict(given.shape) == dict(context.shape):
+        # Inside another mapped call: the context says which axes that one has taken.
+        mesh = context
+    else:
+        raise errors.mesh_differs_from_context(given, context)
+    if isinstance(mesh, AbstractMesh) and not traced:
+        raise errors.abstract_mesh_outside_trace(mesh)
+    return mesh
+
+
+def mesh_for_traced(mesh: Mesh | AbstractMesh, leaves: Sequence[Any]) -> Mesh | AbstractMesh:
+    """The mesh whose axis types suit traced arguments.
+
+    On Explicit axes a sharding is part of every value's type. Where nothing says that the values
+    around the call are typed so (no mesh in context, no such argument), Auto axes let the result
+    mix with them, be carried by a scan, and be differentiated outside.
+    """
+    if isinstance(mesh, AbstractMesh) or not compat.has_explicit_axes(mesh):
+        return mesh
+    if compat.context_mesh() is not None:
+        return mesh
+    if compat.under_jit() and any(map(compat.is_explicitly_typed, leaves)):
+        return mesh
+    return compat.auto_twin(mesh)
+
+
+def manual_names(
+    mesh: Mesh | AbstractMesh, axis_names: Iterable[AxisName]
+) -> tuple[AxisName, ...]:
+    """The axes that the call maps over, in the mesh's order."""
+    wanted = frozenset(axis_names)
+    if unknown := [name for name in wanted if name not in mesh.axis_names]:
+        raise errors.unknown_axis_names(unknown, mesh)
+    taken = compat.manual_axes(mesh)
+    if again := [name for name in mesh.axis_names if name in wanted & taken]:
+        raise errors.axis_taken(again, mesh)
+    return tuple(
+        name for name in mesh.axis_names if name not in taken and (not wanted or name in wanted)
+    )
+
+
+def check_specs(
+    specs: Any, what: str, mesh: Mesh | AbstractMesh, names: Sequence[AxisName]
+) -> None:
+    """Refuse specs that name an axis the call does not map over, or one axis twice.
+
+    **Raises:** `SpecError` listing all of them.
+    """
+    unknown: list[tuple[str, Any, list[AxisName]]] = []
+    twice: list[tuple[str, Any, list[AxisName]]] = []
+    flat = jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)[0]
+    for path, spec in flat:
+        where = what + jax.tree_util.keystr(path)
+        if not is_spec(spec):
+            raise errors.not_a_spec(where, spec)
+        used = _names_in(spec)
+        if strangers := [name for name in used if name not in names]:
+            unknown.append((where, spec, strangers))
+        if repeated := [name for name in dict.fromkeys(used) if used.count(name) > 1]:
+            twice.append((where, spec, repeated))
+    if unknown:
+        raise errors.unknown_axes(unknown, mesh, names)
+    if twice:
+        raise errors.axis_twice(twice)
+
+
+def _names_in(spec: PartitionSpec | PerShard | None) -> list[AxisName]:
+    if spec is None:
+        return []
+    if isinstance(spec, PerShard):
+        return list(spec.axis_names)
+    return [
+        name
+        for axis in spec_axes(spec)
+        for name in axis
+        if name is not PartitionSpec.UNCONSTRAINED
+    ]

@@ -1,0 +1,148 @@
+"""Step 2, arrays: check them against their specs and lay them out on the mesh."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from .._base import _compat as compat
+from .._base import _errors as errors
+from .._base._prefix import broadcast_specs
+from .._base._paths import path_str
+from .._base._types import AxisName, StateSpecs, is_state, spec_axes
+from .._model._values import strong
+from ._mesh import check_specs, manual_names, resolve_mesh
+from ._specs import UNSAID, Placement, choose_specs, own_placements, placement
+
+
+def check_shapes(
+    paths: Sequence[str],
+    leaves: Sequence[Any],
+    placements: Sequence[Placement],
+    mesh: Mesh | AbstractMesh,
+    fun_name: str,
+) -> None:
+    """Refuse arrays whose rank or sizes do not fit their specs.
+
+    **Raises:** `SpecError` listing every such array with the arithmetic.
+    """
+    bad: list[errors.ShapeMismatch] = []
+    for path, leaf, where in zip(paths, leaves, placements, strict=True):
+        axes = spec_axes(where.spec)
+        if not axes:
+            continue
+        shape = np.shape(leaf)
+        if len(axes) > len(shape):
+            bad.append(errors.ShapeMismatch(path, leaf, where.spec, None, where.axis is not None))
+            continue
+        for dim, names in enumerate(axes):
+            parts = int(np.prod([mesh.shape[n] for n in names if n in mesh.shape], dtype=int))
+            wrong = shape[dim] != parts if where.axis == dim else shape[dim] % parts
+            if wrong:
+                found = errors.ShapeMismatch(path, leaf, where.spec, dim, where.axis is not None)
+                bad.append(found)
+    if bad:
+        raise errors.shapes(fun_name, bad, mesh)
+
+
+def lies_right(x: jax.Array, target: NamedSharding, names: frozenset[AxisName]) -> bool:
+    """Whether `x` need not be moved.
+
+    On axes that the call leaves to the compiler an array may lie as it likes; on Explicit axes its
+    type has to agree too.
+    """
+    here = x.sharding
+    if here == target:
+        return True
+    mesh = target.mesh
+    if compat.has_explicit_axes(mesh) or compat.is_explicitly_typed(x):
+        return False
+    if names < frozenset(mesh.axis_names):
+        if not isinstance(here, NamedSharding) or here.mesh != mesh:
+            return False
+        ours = [tuple(n for n in axis if n in names) for axis in spec_axes(here.spec)]
+        while ours and not ours[-1]:
+            ours.pop()
+        return tuple(ours) == spec_axes(target.spec)
+    return here.is_equivalent_to(target, x.ndim)
+
+
+def traced_onto(x: Any, target: NamedSharding) -> Any:
+    """A traced value laid out, where the mesh's axes are Explicit and its type says otherwise.
+
+    On Auto axes there is nothing to do: the compiler lays it out.
+    """
+    typed = compat.is_explicitly_typed(x)
+    if not compat.has_explicit_axes(target.mesh):
+        # A value typed by Explicit axes becomes one that is not; an Auto mesh names no axes there.
+        return compat.reshard(x, NamedSharding(target.mesh, PartitionSpec())) if typed else x
+    if not isinstance(x, jax.Array | np.ndarray | np.generic):
+        return x
+    here = jax.typeof(x).sharding
+    if typed and spec_axes(here.spec) == spec_axes(target.spec):
+        return x
+    return compat.reshard(x, target)
+
+
+def place(
+    tree: Any, mesh: Mesh, specs: Any = None, *, state_specs: StateSpecs = None
+) -> Any:
+    """Put a tree onto a mesh the way a mapped call wants it.
+
+    **Arguments:**
+
+    - `tree`: any pytree.
+    - `mesh`: the mesh.
+    - `specs`: a spec, or a prefix tree of specs, for the arrays outside States; left out, they are
+        replicated.
+    - `state_specs`: where the States go: one spec, or `{filter: spec}`. A state that it does not
+        mention goes by its own `spec`, else it is replicated.
+
+    **Returns:** the tree, its arrays on the mesh. Arrays that already lie right are not touched, and
+    leaves that are not arrays stay as they are.
+
+    **Raises:** `SpecError` for specs that do not fit the tree, its arrays or the mesh.
+
+    !!! example
+
+        ```python
+        >>> import jax, numpy as np, statemesh as sm
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = jax.make_mesh((1,), ("x",))
+        >>> sm.place({"w": sm.ParamState(np.ones(4))}, mesh, state_specs=P("x"))["w"].value.sharding.spec
+        PartitionSpec('x',)
+
+        ```
+    """
+    mesh = resolve_mesh(mesh, traced=False)
+    names = manual_names(mesh, ())
+    check_specs(specs, "specs", mesh, names)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)
+    said = iter(choose_specs(state_specs, [("tree", tree)], "state_specs"))
+    paths: list[str] = []
+    leaves: list[Any] = []
+    placements: list[Placement | None] = []
+    for (keys, node), spec in zip(flat, broadcast_specs(specs, tree, "specs", "tree"), strict=True):
+        path = path_str(keys, "tree")
+        own = jax.tree_util.tree_leaves(node)
+        if is_state(node):
+            chosen = next(said)
+            wheres = own_placements(node, node.spec if chosen is UNSAID else chosen, path)
+            placements += wheres
+        else:
+            shaped = isinstance(node, jax.Array | np.ndarray | np.generic)
+            placements += [placement(spec) if shaped else None] * len(own)
+        leaves += own
+        paths += [path] * len(own)
+    chosen_at = [i for i, where in enumerate(placements) if where is not None]
+    wheres = [where for where in placements if where is not None]
+    arrays = [leaves[i] for i in chosen_at]
+    check_specs([where.spec for where in wheres], "specs", mesh, names)
+    check_shapes([paths[i] for i in chosen_at], arrays, wheres, mesh, "place")
+    targets = [NamedSharding(mesh, where.spec) for where in wheres]
+    for i, x, target in zip(chosen_at, arrays, targets, strict=True):
+        if not isinstance(x, jax.Array) or not lies_right(x, target, frozenset(names)):
+            leaves[i] = jax.device_put(strong(x) if isinstance(x, jax.Array) else x, target)
+    return jax.tree_util.tree_structure(tree).unflatten(leaves)

@@ -1,0 +1,89 @@
+"""Step 2, specs: one placement for every leaf."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from .._base._prefix import broadcast_specs
+from .._base._types import AxisName, PerShard, StateSpecs, canonical, is_state, mentioned
+from .._model._filters import first_matches
+from .._model._state import State
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one leaf lies on the mesh, and which array axis, if any, shards see it without."""
+
+    spec: PartitionSpec
+    axis: int | None = None
+
+    @property
+    def axis_names(self) -> frozenset[AxisName]:
+        """The mesh axes over which the leaf's parts are kept apart."""
+        return mentioned(self.spec)
+
+    def take(self, shard: Any) -> Any:
+        """What the shard sees of its part."""
+        return shard if self.axis is None else jax.lax.squeeze(shard, (self.axis,))
+
+    def put(self, value: Any) -> Any:
+        """The part that a shard's value becomes."""
+        return value if self.axis is None else jax.lax.expand_dims(value, (self.axis,))
+
+
+REPLICATED = Placement(PartitionSpec())
+
+
+def placement(spec: PartitionSpec | PerShard | None) -> Placement:
+    """The placement that a spec asks for; `None` asks for none."""
+    if spec is None:
+        return REPLICATED
+    if isinstance(spec, PerShard):
+        return Placement(canonical(PartitionSpec(spec.axis_names)), axis=0)
+    return Placement(canonical(spec))
+
+
+def own_placements(state: State, spec: Any, path: str) -> list[Placement]:
+    """One placement for each leaf of a state's value, from a spec or a prefix tree of specs."""
+    specs = broadcast_specs(spec, state.value, "spec", f"{path}.value")
+    return [_for_kind(state, one) for one in specs]
+
+
+def _for_kind(state: State, spec: Any) -> Placement:
+    if state.always_replicated and not isinstance(spec, PerShard):
+        return REPLICATED
+    return placement(spec)
+
+
+def choose_specs(
+    state_specs: StateSpecs, roots: Sequence[tuple[str, Any]], what: str
+) -> list[Any]:
+    """What `state_in_specs` or `state_out_specs` says for each state of the roots, in order.
+
+    **Returns:** specs, with `UNSAID` for the states that it does not mention.
+    """
+    listed = [
+        state
+        for _, tree in roots
+        for state in jax.tree_util.tree_leaves(tree, is_leaf=is_state)
+        if is_state(state)
+    ]
+    if isinstance(state_specs, Mapping):
+        filters, specs = list(state_specs.keys()), list(state_specs.values())
+        hits = [hit for found in first_matches(filters, roots, what) for hit in found]
+        return [UNSAID if hit is None else specs[hit] for hit in hits]
+    if state_specs is None:
+        return [UNSAID] * len(listed)
+    # One spec for all is meant for arrays that are there to be sharded, not for keys.
+    return [UNSAID if state.always_replicated else state_specs for state in listed]
+
+
+class _Unsaid:
+    def __repr__(self) -> str:
+        return "UNSAID"
+
+
+UNSAID = _Unsaid()

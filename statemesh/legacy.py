@@ -1,0 +1,53 @@
+"""The signature of `jax.experimental.shard_map`, for code that was written for it."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from ._base import _errors as errors
+from ._base._types import AxisName
+from ._call._shard_map import shard_map as _shard_map
+
+
+def shard_map(
+    f: Callable[..., Any],
+    mesh: Mesh | AbstractMesh,
+    in_specs: Any,
+    out_specs: Any,
+    check_rep: bool = True,
+    auto: frozenset[AxisName] = frozenset(),
+) -> Any:
+    """`statemesh.shard_map` by the names of `jax.experimental.shard_map`.
+
+    **Arguments:**
+
+    - `f`: a pure function over one shard; it may take and return States.
+    - `mesh`: the mesh.
+    - `in_specs`, `out_specs`: as for `statemesh.shard_map`.
+    - `check_rep`: `check_vma` there.
+    - `auto`: the mesh axes *not* to map over, which are left to the compiler.
+
+    **Returns:** a function like `f`.
+
+    **Raises:** `SpecError` when `auto` names an axis that the mesh does not have, or all of them.
+
+    !!! example
+
+        ```python
+        >>> import jax, jax.numpy as jnp
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from statemesh.legacy import shard_map
+        >>> mesh = jax.make_mesh((1,), ("x",))
+        >>> shard_map(lambda x: 2 * x, mesh, (P("x"),), P("x"), check_rep=False)(jnp.arange(3))
+        Array([0, 2, 4], dtype=int32)
+
+        ```
+    """
+    auto = frozenset(auto)
+    names = frozenset(mesh.axis_names)
+    if not auto <= names or (auto and auto == names):
+        raise errors.bad_auto(auto, mesh)
+    return _shard_map(
+        f, mesh, in_specs, out_specs, check_vma=check_rep, axis_names=names - auto
+    )
