@@ -1,12 +1,15 @@
 """Step 5: put what was written, what was not, and what is static into the result's tree."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
+
+from ._base._types import is_state
+from ._model._state import State, is_plain, rebuild_plain
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,28 +47,49 @@ class WriteBack:
     - `rewritten`: the inputs that leaves of written states came from, for donation.
     """
 
-    __slots__ = ("_pick", "_statics", "_treedef", "rewritten", "sources", "specs")
+    __slots__ = (
+        "_kinds",
+        "_metas",
+        "_order",
+        "_pick",
+        "_statics",
+        "_treedef",
+        "rewritten",
+        "sources",
+        "specs",
+    )
 
     def __init__(
         self, result: Any, specs: Sequence[PartitionSpec], rewritten: Sequence[int]
     ) -> None:
-        self.sources, self._treedef = jax.tree_util.tree_flatten(
-            result, is_leaf=lambda node: isinstance(node, Output | Forwarded | Static)
-        )
+        self.sources = jax.tree_util.tree_leaves(result, is_leaf=_is_source)
         self.specs = tuple(specs)
         self.rewritten = tuple(rewritten)
+        units, self._treedef = jax.tree_util.tree_flatten(
+            result, is_leaf=lambda node: _is_source(node) or _is_plain(node)
+        )
+        # Most states are one array and metadata. Those are put together all at once; everything
+        # else takes its leaf as it is. Both steps are one pass in C over a table: outputs, then
+        # arguments, then statics; plain states, then the rest.
+        plain = [i for i, unit in enumerate(units) if is_state(unit)]
+        rest = [i for i, unit in enumerate(units) if not is_state(unit)]
+        self._kinds = [type(units[i]) for i in plain]
+        self._metas = [units[i]._meta for i in plain]
         self._statics = [s.value for s in self.sources if isinstance(s, Static)]
-        # One table of outputs, arguments and statics, and one pass over it in C.
         statics = iter(range(-len(self._statics), 0))
-        places = [
-            s.index
-            if isinstance(s, Output)
-            else len(self.specs) + s.index
-            if isinstance(s, Forwarded)
-            else next(statics)
-            for s in self.sources
-        ]
-        self._pick = _picker(places)
+        places = [self._place(unit.value if is_state(unit) else unit, statics) for unit in units]
+        self._pick = _picker([places[i] for i in (*plain, *rest)])
+        made_at = {i: k for k, i in enumerate((*plain, *rest))}
+        self._order = _picker([made_at[i] for i in range(len(units))])
+
+    def _place(self, source: Any, statics: Iterator[int]) -> int:
+        match source:
+            case Output(index):
+                return index
+            case Forwarded(index):
+                return len(self.specs) + index
+            case _:
+                return next(statics)
 
     def forwarded(self) -> frozenset[int]:
         """Which inputs come back as they are."""
@@ -73,7 +97,17 @@ class WriteBack:
 
     def __call__(self, outputs: Sequence[Any], arguments: Sequence[Any]) -> Any:
         """The result's tree."""
-        return self._treedef.unflatten(self._pick([*outputs, *arguments, *self._statics]))
+        picked = self._pick([*outputs, *arguments, *self._statics])
+        made = rebuild_plain(self._kinds, self._metas, picked)
+        return self._treedef.unflatten(self._order([*made, *picked[len(made) :]]))
+
+
+def _is_source(node: object) -> bool:
+    return isinstance(node, Output | Forwarded | Static)
+
+
+def _is_plain(node: object) -> bool:
+    return isinstance(node, State) and is_plain(type(node)) and _is_source(node.value)
 
 
 def _picker(places: list[int]) -> Any:

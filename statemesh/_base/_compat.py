@@ -26,6 +26,14 @@ def under_jit() -> bool:
     return jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE()
 
 
+_TOP = jex_core.find_top_trace(())
+
+
+def at_top_level() -> bool:
+    """Whether nothing is being traced or transformed: a quicker question than `under_jit`."""
+    return jex_core.find_top_trace(()) is _TOP
+
+
 def bound_axis_names() -> tuple[AxisName, ...]:
     """The axis names that collectives may use here."""
     return tuple(jex_core.unsafe_get_axis_names_DO_NOT_USE())

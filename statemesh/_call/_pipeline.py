@@ -28,6 +28,10 @@ from ._program import Program
 _KEPT = 256
 
 
+_flatten = jax.tree_util.default_registry.flatten
+_context = jax.sharding.get_abstract_mesh
+
+
 class Signature:
     """One program, compiled, and what a call must look like to be run by it."""
 
@@ -46,8 +50,8 @@ class Signature:
             self.compiled = program
 
     def same_statics(self, leaves: Sequence[Any]) -> bool:
-        program = self.program
-        return all(map(is_, map(leaves.__getitem__, program.statics_at), program.statics))
+        statics = self.program.statics
+        return not statics or all(map(is_, self.program.static_leaves(leaves), statics))
 
 
 class Pipeline:
@@ -61,20 +65,22 @@ class Pipeline:
         self._last: Signature | None = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves, treedef = jax.tree_util.tree_flatten((args, kwargs))
+        # What follows runs at every call, beside the compiled program's own dispatch: each line is
+        # a check that cannot be left out, in the quickest form there is.
+        leaves, treedef = _flatten((args, kwargs))
         last = self._last
         if (
-            last is not None
-            and last.types == list(map(type, leaves))
-            and last.treedef == treedef
-            and last.context is jax.sharding.get_abstract_mesh()
-            and last.same_statics(leaves)
-            and not compat.under_jit()
+            last is None
+            or last.types != list(map(type, leaves))
+            or last.treedef != treedef
+            or last.context is not _context()
+            or not compat.at_top_level()
+            or not last.same_statics(leaves)
         ):
-            return self._run(last, leaves)
-        return self._first(leaves, treedef, args, kwargs)
+            return self._other(leaves, treedef, args, kwargs)
+        return self._run(last, leaves)
 
-    def _first(
+    def _other(
         self, leaves: list[Any], treedef: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         tracers = any(isinstance(x, jax.core.Tracer) for x in leaves)
@@ -96,12 +102,11 @@ class Pipeline:
         return back(outputs, given)
 
     def _run(self, signature: Signature, leaves: Sequence[Any]) -> Any:
-        program = signature.program
-        ready, shown = program.layout.concrete(program.arrays(leaves))
+        ready, shown = signature.program.ready(leaves)
         try:
             outputs, back = signature.compiled(*ready)
         except (RuntimeError, ValueError):
-            if gone := program.deleted_paths(ready):
+            if gone := signature.program.deleted_paths(ready):
                 raise errors.deleted(self.declared.name, gone) from None
             raise
         return back(outputs, shown)
@@ -154,7 +159,7 @@ class Pipeline:
         """The arguments, laid out as the call wants them."""
         leaves, treedef = jax.tree_util.tree_flatten((args, kwargs))
         program = self._signature(leaves, treedef, args, kwargs, traced=False).program
-        _, shown = program.layout.concrete(program.arrays(leaves))
+        _, shown = program.ready(leaves)
         for position, x in zip(program.inputs, shown, strict=True):
             leaves[position] = x
         placed: tuple[Any, ...] = treedef.unflatten(leaves)[0]

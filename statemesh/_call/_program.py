@@ -1,6 +1,6 @@
 """Steps 1, 2 and 3 put together for one signature: a pure function over arrays."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -106,7 +106,15 @@ class Program:
 
     def arrays(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The program's inputs among all leaves."""
-        return [leaves[i] for i in self.inputs] if self.statics_at else leaves
+        return [leaves[i] for i in self.inputs]
+
+    def static_leaves(self, leaves: Sequence[Any]) -> Iterable[Any]:
+        """The leaves that are not inputs."""
+        return map(leaves.__getitem__, self.statics_at)
+
+    def ready(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The inputs as the program takes them, and as they come back when they are not written."""
+        return self.layout.concrete(self.arrays(leaves) if self.statics_at else leaves)
 
     def tracer_paths(self, arrays: Sequence[Any]) -> list[str]:
         """Which inputs are being traced."""

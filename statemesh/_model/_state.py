@@ -1,7 +1,7 @@
 """`State`: an immutable pytree node for one piece of state."""
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -255,6 +255,25 @@ _register(State)
 def origin(state: State) -> object:
     """The mark that `mark_origin` left, if it has not been lost."""
     return getattr(state, "_origin", None)
+
+
+def is_plain(kind: type[State]) -> bool:
+    """Whether states of this kind are a value and metadata, and nothing beside."""
+    return kind.children == ("value",)
+
+
+def rebuild_plain(
+    kinds: Sequence[type[State]], metas: Sequence[Meta], values: Sequence[Any]
+) -> list[State]:
+    """Many plain states at once, a few times quicker than by their constructors.
+
+    The slots' setters are mapped over all of them in C. They return `None`, so that `any` runs
+    through to the end. Of more values than kinds, the first are taken.
+    """
+    made = list(map(object.__new__, kinds))
+    any(map(set_value, made, values))
+    any(map(set_meta, made, metas))
+    return made
 
 
 def mark_origin(state: State, mark: object) -> State:

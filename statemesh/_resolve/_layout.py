@@ -51,6 +51,7 @@ class Layout:
         # NumPy arrays have no sharding to compare; Python numbers need none.
         self.hosted = [k for k, t in enumerate(kinds) if issubclass(t, np.ndarray | np.generic)]
         self.on_device = [k for k, t in enumerate(kinds) if issubclass(t, jax.Array)]
+        self.only_arrays = len(self.on_device) == len(placements)
         self.targets: list[Any] = [None] * len(placements)
         for k in [*self.hosted, *self.on_device]:
             if isinstance(mesh, Mesh):
@@ -69,15 +70,12 @@ class Layout:
         The two differ for an array that lies right under another name of the same layout: it comes
         back as it is, but the program, compiled for one name, gets it by that one.
         """
-        seen = self.seen
-        stale = [k for k in self.on_device if given[k].sharding is not seen[k]]
-        if not stale and not self.hosted:
+        if self.only_arrays and [x.sharding for x in given] == self.seen:
             return given, given
-        return self._moved(given, stale)
+        return self._moved(given)
 
-    def _moved(
-        self, given: Sequence[Any], stale: Sequence[int]
-    ) -> tuple[Sequence[Any], Sequence[Any]]:
+    def _moved(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        stale = [k for k in self.on_device if given[k].sharding is not self.seen[k]]
         ready, shown = list(given), list(given)
         wrong: list[int] = []
         for k in stale:
