@@ -11,10 +11,9 @@ import numpy as np
 
 from ._base import _errors as errors
 from ._base._paths import path_str, positional_names
-from ._base._types import KeyPath, is_state
+from ._base._types import NUMBERS, KeyPath, is_state
 
 
-NUMBERS = (bool, int, float, complex)
 _SHAPED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ._arguments import NUMBERS, inside_modules, is_shaped
+from ._arguments import inside_modules, is_shaped
 from ._base import _compat as compat
 from ._base import _errors as errors
 from ._base._paths import path_str
 from ._base._prefix import broadcast_specs
-from ._base._types import AxisName, KeyPath, StateSpecs, is_state, spec_axes
+from ._base._types import NUMBERS, AxisName, KeyPath, StateSpecs, is_state, spec_axes
 from ._match import Entered, leaves_of, match, values
 from ._model._state import State
 from ._model._values import strong

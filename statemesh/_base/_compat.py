@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex_core
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ._types import AxisName
 
@@ -89,3 +89,21 @@ def one_device_mesh(mesh: Mesh) -> Mesh:
 def reshard(x: Any, sharding: NamedSharding) -> Any:
     """Lay a traced value out, in its type, on Explicit axes."""
     return jax.sharding.reshard(x, sharding)
+
+
+def off_explicit_axes(x: Any, mesh: Mesh) -> Any:
+    """A traced value typed by Explicit axes as one that is not, on the Auto axes of `mesh`.
+
+    Its cotangent goes back to the layout of `x`, on a mesh that has devices. JAX itself would use the
+    mesh in the type of `x`, which has none, and could not run that where nothing is jitted.
+    """
+    here = jax.typeof(x).sharding
+    back = Mesh(mesh.devices, mesh.axis_names, axis_types=here.mesh.axis_types)
+
+    def there(_: tuple[()], value: Any) -> Any:
+        return reshard(value, NamedSharding(mesh, PartitionSpec()))
+
+    def again(_: tuple[()], cotangent: Any) -> Any:
+        return reshard(cotangent, NamedSharding(back, here.spec))
+
+    return jax.custom_derivatives.linear_call(there, again, (), x)

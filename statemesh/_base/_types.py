@@ -15,6 +15,10 @@ SpecTree: TypeAlias = Any
 StateSpecs: TypeAlias = SpecTree | Mapping[Filter, SpecTree] | None
 
 
+NUMBERS: tuple[type, ...] = (bool, int, float, complex)
+"""Python's numbers, by exact type: an `IntEnum` is a name, not a number."""
+
+
 class PerShard:
     """A placement: one independent value per shard.
 

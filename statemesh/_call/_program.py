@@ -6,10 +6,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from .._arguments import NUMBERS, Arguments
+from .._arguments import Arguments
 from .._base import _errors as errors
 from .._base._prefix import broadcast_specs
-from .._base._types import is_state
+from .._base._types import NUMBERS, is_state
 from .._leave import Exit
 from .._resolve._layout import Layout
 from .._resolve._mesh import check_specs, manual_names

@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -12,6 +12,9 @@ from ._state import State
 
 
 field = eqx.field
+
+
+M = TypeVar("M", bound="Module")
 
 
 class Module(eqx.Module):
@@ -30,7 +33,7 @@ class Module(eqx.Module):
         ```
     """
 
-    def replace(self, **fields: Any) -> Self:
+    def replace(self: M, **fields: Any) -> M:
         """A copy with some fields changed.
 
         **Arguments:**
@@ -58,7 +61,7 @@ class Module(eqx.Module):
             object.__setattr__(new, name, value)
         return new
 
-    def init_state(self, **kwargs: Any) -> Self:
+    def init_state(self: M, **kwargs: Any) -> M:
         """Make this module's own states; override it in modules that have any.
 
         **Arguments:**
@@ -70,7 +73,7 @@ class Module(eqx.Module):
         del kwargs
         return self
 
-    def init_all_states(self, **kwargs: Any) -> Self:
+    def init_all_states(self: M, **kwargs: Any) -> M:
         """Make the states of this module and of every module in it.
 
         Each module's `init_state` is called once, the inner ones first, with those of `kwargs` that
@@ -89,9 +92,6 @@ class Module(eqx.Module):
         if unused := [name for name in kwargs if name not in used]:
             raise errors.unused_init_arguments(type(self).__name__, unused)
         return new
-
-
-M = TypeVar("M", bound=Module)
 
 
 def _init_all(module: M, kwargs: dict[str, Any], used: set[str]) -> M:

@@ -1,6 +1,6 @@
 """`RandomState`: random streams that do not depend on the number of shards."""
 
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from ._values import conform
 # keep the streams below away from every key that a user may split off.
 _SHARD_STREAMS = 0x5EED5EED
 _UNEVEN_DRAWS = 0x0DD0DD0D
+
+
+R = TypeVar("R", bound="RandomState")
 
 
 class RandomState(State):
@@ -82,7 +85,7 @@ class RandomState(State):
         """The key that the next draw comes from: this shard's own inside a mapped call."""
         return self.value
 
-    def split(self, num: int | None = None) -> tuple[Any, Self]:
+    def split(self: R, num: int | None = None) -> tuple[Any, R]:
         """Draw a key, or several.
 
         **Arguments:**
@@ -95,7 +98,7 @@ class RandomState(State):
         keys = drawn if num is None else jax.random.split(drawn, num)
         return keys, self._advanced(rest)
 
-    def rows(self, n: int, axis_name: AxisName | tuple[AxisName, ...] | None = None) -> tuple[Any, Self]:
+    def rows(self: R, n: int, axis_name: AxisName | tuple[AxisName, ...] | None = None) -> tuple[Any, R]:
         """Draw one key for each row of a global array that is sharded over `axis_name`.
 
         Row `i` of the global array gets the same key on any number of shards, and unsharded, so
@@ -129,7 +132,7 @@ class RandomState(State):
         rest, _ = _advance(self.value)
         return keys, self._advanced(rest)
 
-    def set(self, value: Any) -> Self:
+    def set(self: R, value: Any) -> R:
         """A new state with `value` as its key, drawn from since: the common stream moves on too."""
         return self._advanced(conform(self.value, value, self.name or type(self).__name__))
 
@@ -154,10 +157,10 @@ class RandomState(State):
             shared = tuple(jax.random.fold_in(key, _UNEVEN_DRAWS) for key in before)
         return self._rebuilt(shared[0], shared[1:])
 
-    def _advanced(self, value: Any) -> Self:
+    def _advanced(self: R, value: Any) -> R:
         return self._rebuilt(value, tuple(_advance(key)[0] for key in self._shared))
 
-    def _rebuilt(self, value: Any, shared: tuple[Any, ...]) -> Self:
+    def _rebuilt(self: R, value: Any, shared: tuple[Any, ...]) -> R:
         new = self._with_value(value)
         _set_shared(new, shared)
         return new

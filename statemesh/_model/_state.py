@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec
@@ -45,6 +45,9 @@ class Meta:
 
 
 _PLAIN = Meta(None, frozenset(), None, None)
+
+
+S = TypeVar("S", bound="State")
 
 
 class State(StateNode):
@@ -141,7 +144,7 @@ class State(StateNode):
         """The write policy."""
         return self._meta.reduce
 
-    def set(self, value: Any) -> Self:
+    def set(self: S, value: Any) -> S:
         """A new State with `value` in place of the old one.
 
         **Arguments:**
@@ -155,7 +158,7 @@ class State(StateNode):
         """
         return self._with_value(conform(self.value, value, self.name or type(self).__name__))
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self: S, **changes: Any) -> S:
         """A new State with any of `value`, `name`, `tag`, `spec`, `reduce` changed, unchecked
         against the old ones."""
         unknown = [key for key in changes if key not in _FIELDS]
@@ -209,7 +212,7 @@ class State(StateNode):
             return self._with_value(conform(self.value, merged, label))
         return self._with_value(reduced(self.value, before, reduce, axis_names))
 
-    def _with_value(self, value: Any, meta: Meta | None = None) -> Self:
+    def _with_value(self: S, value: Any, meta: Meta | None = None) -> S:
         new = object.__new__(type(self))
         for child in self.children[1:]:
             object.__setattr__(new, child, getattr(self, child))

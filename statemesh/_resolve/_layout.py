@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._base import _errors as errors
-from .._base._types import AxisName
+from .._base._types import NUMBERS, AxisName
 from .._model._values import strong
 from ._placement import check_shapes, lies_right, traced_onto
 from ._specs import Placement
@@ -50,7 +50,8 @@ class Layout:
         self.alias = alias
         # NumPy arrays have no sharding to compare; Python numbers need none.
         self.hosted = [k for k, t in enumerate(kinds) if issubclass(t, np.ndarray | np.generic)]
-        self.on_device = [k for k, t in enumerate(kinds) if issubclass(t, jax.Array)]
+        beside = {*self.hosted, *(k for k, t in enumerate(kinds) if t in NUMBERS)}
+        self.on_device = [k for k in range(len(kinds)) if k not in beside]
         self.only_arrays = len(self.on_device) == len(placements)
         self.targets: list[Any] = [None] * len(placements)
         for k in [*self.hosted, *self.on_device]:

@@ -76,8 +76,7 @@ def traced_onto(x: Any, target: NamedSharding) -> Any:
     """
     typed = compat.is_explicitly_typed(x)
     if not compat.has_explicit_axes(target.mesh):
-        # A value typed by Explicit axes becomes one that is not; an Auto mesh names no axes there.
-        return compat.reshard(x, NamedSharding(target.mesh, PartitionSpec())) if typed else x
+        return compat.off_explicit_axes(x, target.mesh) if typed else x
     if not isinstance(x, jax.Array | np.ndarray | np.generic):
         return x
     here = jax.typeof(x).sharding

@@ -1,0 +1,68 @@
+"""Meshes, models and counters that many test files use."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+
+SHAPES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
+    "1": ((1,), ("x",)),
+    "2": ((2,), ("x",)),
+    "4": ((4,), ("x",)),
+    "8": ((8,), ("x",)),
+    "2x2": ((2, 2), ("x", "y")),
+    "4x2": ((4, 2), ("x", "y")),
+    "2x2x2": ((2, 2, 2), ("x", "y", "z")),
+}
+
+
+def make_mesh(name: str = "8", kind: AxisType = AxisType.Auto) -> Mesh:
+    """One of the meshes of `SHAPES`, with all axes of one type."""
+    shape, axes = SHAPES[name]
+    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    return Mesh(devices, axes, axis_types=(kind,) * len(axes))
+
+
+@dataclasses.dataclass
+class Count:
+    """How often something happened."""
+
+    times: int = 0
+
+
+def counted(fun: Callable[..., Any]) -> tuple[Callable[..., Any], Count]:
+    """`fun`, and how often its body has run."""
+    count = Count()
+
+    def body(*args: Any, **kwargs: Any) -> Any:
+        count.times += 1
+        return fun(*args, **kwargs)
+
+    return body, count
+
+
+_compiles = Count()
+
+
+def _listen(event: str, duration: float, **kwargs: Any) -> None:
+    del duration, kwargs
+    if event.endswith("backend_compile_duration"):
+        _compiles.times += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_listen)
+
+
+@contextlib.contextmanager
+def compiles() -> Iterator[Count]:
+    """Counts what XLA compiles while it is open, by JAX's own events."""
+    before, seen = _compiles.times, Count()
+    try:
+        yield seen
+    finally:
+        seen.times = _compiles.times - before

@@ -1,0 +1,169 @@
+"""Everything that the documentation shows is run.
+
+What the fences of `README.md` and of the pages in `docs/pages` mean:
+
+- `python`: run. The fences of a page share one namespace, top to bottom.
+- `pycon`: a session of `>>>` lines, run as a doctest in the same namespace.
+- `py`: code for another library, shown beside ours and not run; `sh` and `text` are not run either.
+
+On the FAQ page the fences before the first section are run in front of each section. A section's heading
+is a part of an error's text: the first `python` fence under it must raise an error that says it, of the
+type that the section names, and the fences after that must run.
+
+Every example in a docstring of the package is a doctest.
+"""
+
+import dataclasses
+import doctest
+import importlib
+import itertools
+import pathlib
+import pkgutil
+import re
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import pytest
+
+import statemesh as sm
+
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "pages").glob("*.md"))]
+FAQ = ROOT / "docs" / "pages" / "faq.md"
+RUN = ("python", "pycon")
+MODULES = sorted(m.name for m in pkgutil.walk_packages(sm.__path__, "statemesh."))
+
+_FENCE = re.compile(r"^(?P<indent> *)```(?P<kind>\w+)[^\n]*\n(?P<source>.*?)^ *```$", re.M | re.S)
+_HEADING = re.compile(r"^## (?P<ticks>`*) ?(?P<text>.*?) ?(?P=ticks)$", re.M)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fence:
+    """A fence that is run: where it stands, and what it says."""
+
+    page: str
+    line: int
+    kind: str
+    source: str
+
+    def run(self, namespace: dict[str, Any]) -> None:
+        if self.kind == "python":
+            # Empty lines in front, so that a traceback shows the page's own line.
+            exec(compile("\n" * self.line + self.source, self.page, "exec"), namespace)
+            return
+        parsed = doctest.DocTestParser().get_doctest(
+            self.source, namespace, f"line {self.line}", self.page, self.line
+        )
+        check(parsed)
+        namespace.update(parsed.globs)
+
+
+def fences(page: str, text: str, first_line: int = 0) -> list[Fence]:
+    """The fences of a page that are run."""
+    found = []
+    for match in _FENCE.finditer(text):
+        if match["kind"] in RUN:
+            line = first_line + text.count("\n", 0, match.start("source"))
+            assert not match["indent"], f"{page}:{line}: a fence that is run must not be indented"
+            found.append(Fence(page, line, match["kind"], match["source"]))
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A section of the FAQ: the error's text, what stands under it, and its fences."""
+
+    heading: str
+    text: str
+    fences: Sequence[Fence]
+
+
+def sections(page: str, text: str) -> list[Section]:
+    """The sections of a page, each under a heading of the second level."""
+    heads = list(_HEADING.finditer(text))
+    ends = [head.start() for head in heads[1:]] + [len(text)]
+    found = []
+    for head, end in zip(heads, ends, strict=True):
+        body = text[head.end() : end]
+        line = text.count("\n", 0, head.end())
+        found.append(Section(head["text"], body, fences(page, body, line)))
+    return found
+
+
+def check(test: doctest.DocTest) -> int:
+    """Run one doctest; how many examples it had."""
+    said: list[str] = []
+    result = doctest.DocTestRunner(verbose=False).run(test, out=said.append, clear_globs=False)
+    assert not result.failed, "".join(said)
+    return result.attempted
+
+
+def docstrings(module: str) -> Iterator[doctest.DocTest]:
+    """The docstrings of a module that have examples."""
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    return (test for test in finder.find(importlib.import_module(module)) if test.examples)
+
+
+@pytest.fixture
+def namespace(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The names of a page: those of a module, because classes look theirs up."""
+    assert jax.device_count() == 8
+    module = types.ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)
+    return vars(module)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p != FAQ], ids=lambda p: p.name)
+def test_page_runs(page: pathlib.Path, namespace: dict[str, Any]) -> None:
+    for fence in fences(page.name, page.read_text()):
+        fence.run(namespace)
+
+
+def test_pages_show_code() -> None:
+    shown = {page.name for page in PAGES if fences(page.name, page.read_text())}
+    assert shown >= {"README.md", "index.md", "coming-from.md", "states.md", "randomness.md"}
+
+
+FAQ_SECTIONS = sections(FAQ.name, FAQ.read_text())
+
+
+@pytest.mark.parametrize("section", FAQ_SECTIONS, ids=lambda section: section.heading)
+def test_faq_heading_is_what_the_error_says(section: Section, namespace: dict[str, Any]) -> None:
+    text = FAQ.read_text()
+    for fence in fences(FAQ.name, text[: text.index("\n## ")]):
+        fence.run(namespace)
+    wrong, *mended = section.fences
+    with pytest.raises((ValueError, TypeError, AttributeError), match=re.escape(section.heading)) as raised:
+        wrong.run(namespace)
+    assert f"`{raised.type.__name__}`" in section.text
+    for fence in mended:
+        fence.run(namespace)
+
+
+def test_api_page_has_every_public_name() -> None:
+    shown = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "pages" / "api.md").read_text(), re.M)
+    modules = ("filters", "legacy")
+    names = [name for name in vars(sm) if not name.startswith("_") and name not in modules]
+    filters = [name for name in vars(sm.filters) if not name.startswith("_")]
+    public = [*names, *(f"filters.{name}" for name in filters), "legacy.shard_map"]
+    assert sorted(shown) == sorted(f"statemesh.{name}" for name in public)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_relative_links_lead_somewhere(page: pathlib.Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_docstring_examples(module: str) -> None:
+    for test in docstrings(module):
+        check(test)
+
+
+def test_docstrings_have_examples() -> None:
+    assert sum(len(test.examples) for test in itertools.chain(*map(docstrings, MODULES))) > 20

@@ -1,0 +1,187 @@
+"""A mapped call inside and around JAX's transformations, on every mesh, by every way of setting it."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
+
+import statemesh as sm
+from tests.helpers import SHAPES, make_mesh
+
+
+class Model(sm.Module):
+    w: sm.ParamState
+    total: sm.State
+    buffer: sm.State
+
+
+def make_model() -> Model:
+    return Model(
+        sm.ParamState(jnp.arange(1.0, 4.0)),
+        sm.State(0.0, reduce="sum"),
+        sm.State(jnp.zeros((8, 3)), spec=P("x")),
+    )
+
+
+def step(model: Model, x: jax.Array) -> tuple[jax.Array, Model]:
+    y = jnp.sin(x * model.w.value)
+    return y, model.replace(
+        total=model.total.value + jnp.sum(y), buffer=model.buffer.value + x * model.total.value
+    )
+
+
+def data() -> np.ndarray[Any, Any]:
+    return np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
+
+
+def mapped(mesh: Mesh | None, **kwargs: Any) -> Any:
+    return sm.shard_map(step, mesh, in_specs=(P(), P("x")), out_specs=(P("x"), P()), **kwargs)
+
+
+def check(result: Any, expected: Any) -> None:
+    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-6)
+
+
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+@pytest.fixture(params=[(n, k, s) for n in SHAPES for k in KINDS for s in ("free", "set_mesh")], ids=str)
+def setting(request: pytest.FixtureRequest) -> Any:
+    name, kind, how = request.param
+    mesh = make_mesh(name, KINDS[kind])
+    with jax.set_mesh(mesh) if how == "set_mesh" else contextlib.nullcontext():
+        yield mesh
+
+
+def loss(call: Callable[..., Any], model: Model, x: Any) -> jax.Array:
+    y, after = call(model, x)
+    return jnp.sum(y**2) + after.total.value + jnp.sum(after.buffer.value**2)
+
+
+def test_eager_and_jit(setting: Mesh) -> None:
+    call = mapped(setting)
+    expected = step(make_model(), jnp.asarray(data()))
+    check(call(make_model(), data()), expected)
+    check(jax.jit(call)(make_model(), data()), expected)
+    check(jax.jit(call)(*call.place(make_model(), data())), expected)
+    check(mapped(setting, jit=False)(make_model(), data()), expected)
+
+
+def test_fed_back(setting: Mesh) -> None:
+    call, model, plain = mapped(setting), make_model(), make_model()
+    for _ in range(3):
+        y, model = call(model, data())
+        y_plain, plain = step(plain, jnp.asarray(data()))
+    check((y, model), (y_plain, plain))
+
+
+def test_grad_outside(setting: Mesh) -> None:
+    call = mapped(setting)
+
+    def of(fun: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.grad(lambda model: loss(fun, model, data()))
+
+    expected = of(lambda m, x: step(m, jnp.asarray(x)))(make_model())
+    check(jax.jit(of(call))(make_model()), expected)
+    check(of(call)(make_model()), expected)
+
+
+def test_grad_of_placed(setting: Mesh) -> None:
+    call = mapped(setting)
+    model, x = call.place(make_model(), data())
+    expected = jax.grad(lambda m: loss(step, m, jnp.asarray(data())))(make_model())
+    check(jax.grad(lambda m: loss(call, m, x))(model), expected)
+    check(jax.jit(jax.grad(lambda m: loss(call, m, x)))(model), expected)
+
+
+def test_remat(setting: Mesh) -> None:
+    call = mapped(setting)
+    expected = jax.grad(lambda m: loss(step, m, jnp.asarray(data())))(make_model())
+    check(jax.jit(jax.grad(lambda m: loss(jax.checkpoint(call), m, data())))(make_model()), expected)
+
+
+def test_vmap(setting: Mesh) -> None:
+    call = mapped(setting)
+    xs = np.stack([data(), 2 * data()])
+    expected = jax.vmap(step, (None, 0))(make_model(), jnp.asarray(xs))
+    check(jax.vmap(call, (None, 0))(make_model(), xs), expected)
+    check(jax.jit(jax.vmap(call, (None, 0)))(make_model(), xs), expected)
+
+
+def test_scan_around(setting: Mesh) -> None:
+    call = mapped(setting)
+    xs = np.stack([data(), 2 * data(), -data()])
+    expected = jax.lax.scan(lambda m, x: step(m, x)[::-1], make_model(), jnp.asarray(xs))
+    model, _ = call.place(make_model(), data())
+    check(jax.lax.scan(lambda m, x: call(m, x)[::-1], model, xs), expected)
+    check(jax.jit(lambda m, xs: jax.lax.scan(lambda m, x: call(m, x)[::-1], m, xs))(model, xs), expected)
+
+
+def test_cond_around(setting: Mesh) -> None:
+    call = mapped(setting)
+    model, x = call.place(make_model(), data())
+    expected = step(make_model(), jnp.asarray(data()))[1]
+
+    def maybe(flag: bool, model: Model, x: Any) -> Any:
+        return jax.lax.cond(flag, lambda m: call(m, x)[1], lambda m: m, model)
+
+    check(jax.jit(maybe)(True, model, x), expected)
+    check(jax.jit(maybe)(False, model, x), make_model())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scan_and_cond_without_place(kind: str) -> None:
+    call = mapped(make_mesh("8", KINDS[kind]))
+    xs = np.stack([data(), 2 * data(), -data()])
+    expected = jax.lax.scan(lambda m, x: step(m, x)[::-1], make_model(), jnp.asarray(xs))
+    check(jax.lax.scan(lambda m, x: call(m, x)[::-1], make_model(), xs), expected)
+    kept = jax.jit(lambda f, m: jax.lax.cond(f, lambda m: call(m, xs[0])[1], lambda m: m, m))
+    check(kept(True, make_model()), step(make_model(), jnp.asarray(xs[0]))[1])
+
+
+def test_scan_cond_and_grad_inside() -> None:
+    def inner(model: Model, x: jax.Array) -> tuple[jax.Array, Model]:
+        def body(m: Model, row: jax.Array) -> tuple[Model, jax.Array]:
+            m = jax.lax.cond(
+                row[0] > 0, lambda m: m.replace(buffer=m.buffer.value * 2), lambda m: m, m
+            )
+            return m.replace(buffer=m.buffer.value + row), jnp.sum(row)
+
+        model, sums = jax.lax.scan(body, model, x)
+        slope = jax.grad(lambda w: jnp.sum(jnp.sin(w)))(model.w.value)
+        return sums, model.replace(buffer=model.buffer.value + slope)
+
+    call = sm.shard_map(inner, make_mesh("4"), (P(), P()), (P(), P()))
+    check(call(make_model(), data()), inner(make_model(), jnp.asarray(data())))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nested_over_other_axes(kind: str) -> None:
+    mesh = make_mesh("4x2", KINDS[kind])
+    model = sm.State(jnp.zeros((4, 2)), spec=P("x"))
+
+    def inner(state: sm.State, x: jax.Array) -> tuple[jax.Array, sm.State]:
+        return x + jax.lax.psum(x, "y"), state.set(state.value + jax.lax.psum(x, "y"))
+
+    def outer(state: sm.State, x: jax.Array) -> Any:
+        call = sm.shard_map(
+            inner, mesh, (P(), P(None, "y")), (P(None, "y"), P()), axis_names={"y"}, state_in_specs=P()
+        )
+        y, state = call(state, x)
+        return jax.lax.psum(jnp.sum(y), "x")[None], state
+
+    call = sm.shard_map(
+        outer, mesh, (P(), P("x")), (P(), P()), axis_names={"x"},
+    )
+    x = jnp.arange(16.0).reshape(4, 4)
+    total, after = jax.jit(call)(sm.State(jnp.zeros((4, 2)), spec=P("x")), x)
+    folded = np.asarray(x[:, :2] + x[:, 2:])
+    np.testing.assert_allclose(after.value, folded)
+    np.testing.assert_allclose(total, [np.sum(np.asarray(x)) + 2 * folded.sum()])
+    del model
