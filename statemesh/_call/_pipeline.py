@@ -159,8 +159,8 @@ class Pipeline:
         """The arguments, laid out as the call wants them."""
         leaves, treedef = jax.tree_util.tree_flatten((args, kwargs))
         program = self._signature(leaves, treedef, args, kwargs, traced=False).program
-        _, shown = program.ready(leaves)
-        for position, x in zip(program.inputs, shown, strict=True):
+        ready, _ = program.ready(leaves)
+        for position, x in zip(program.inputs, ready, strict=True):
             leaves[position] = x
         placed: tuple[Any, ...] = treedef.unflatten(leaves)[0]
         return placed

@@ -142,6 +142,8 @@ def place(
     check_shapes([paths[i] for i in chosen_at], arrays, wheres, mesh, "place")
     targets = [NamedSharding(mesh, where.spec) for where in wheres]
     for i, x, target in zip(chosen_at, arrays, targets, strict=True):
-        if not isinstance(x, jax.Array) or not lies_right(x, target, frozenset(names)):
-            leaves[i] = jax.device_put(strong(x) if isinstance(x, jax.Array) else x, target)
+        if not isinstance(x, jax.Array):
+            leaves[i] = jax.device_put(x, target)
+        elif x.sharding != target:
+            leaves[i] = jax.device_put(strong(x), target)
     return jax.tree_util.tree_structure(tree).unflatten(leaves)
