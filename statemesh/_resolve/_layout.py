@@ -55,8 +55,7 @@ class Layout:
         self.only_arrays = len(self.on_device) == len(placements)
         self.targets: list[Any] = [None] * len(placements)
         for k in [*self.hosted, *self.on_device]:
-            if isinstance(mesh, Mesh):
-                self.targets[k] = NamedSharding(mesh, placements[k].spec)
+            self.targets[k] = NamedSharding(mesh, placements[k].spec)
         # The sharding objects that were found right before: what comes out of the program and is fed
         # back carries the very same ones, so that a comparison of identities is enough.
         self.seen = list(self.targets)
