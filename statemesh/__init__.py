@@ -9,6 +9,8 @@ from ._base._errors import StatemeshError as StatemeshError
 from ._base._errors import StructureError as StructureError
 from ._base._types import PerShard as PerShard
 from ._base._types import is_state as is_state
+from ._call._mapping import StatefulMapping as StatefulMapping
+from ._call._shard_map import shard_map as shard_map
 from ._model._kinds import BatchState as BatchState
 from ._model._kinds import HiddenState as HiddenState
 from ._model._kinds import LongTermState as LongTermState
@@ -23,8 +25,6 @@ from ._partition import combine as combine
 from ._partition import partition as partition
 from ._partition import states as states
 from ._resolve._placement import place as place
-from ._call._shard_map import shard_map as shard_map
-from ._call._mapping import StatefulMapping as StatefulMapping
 
 
 __version__ = "0.1.0"

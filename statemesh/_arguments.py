@@ -50,8 +50,8 @@ class Arguments:
     ) -> None:
         self.names = [*positional_names(fun, len(args)), *sorted(kwargs)]
         values = [*args, *(kwargs[name] for name in sorted(kwargs))]
-        self.treedef = jax.tree_util.tree_structure((args, kwargs))
-        self.unit_def = jax.tree_util.tree_structure((args, kwargs), is_leaf=is_state)
+        self.treedef: Any = jax.tree_util.tree_structure((args, kwargs))
+        self.unit_def: Any = jax.tree_util.tree_structure((args, kwargs), is_leaf=is_state)
         self.positional = len(args)
         self.units: list[tuple[Unit, ...]] = []
         self.count = 0

@@ -7,16 +7,16 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ._arguments import inside_modules, is_shaped
 from ._base import _compat as compat
 from ._base import _errors as errors
+from ._base._compat import tree_util
 from ._base._paths import path_str
 from ._base._prefix import broadcast_specs
-from ._base._types import NUMBERS, AxisName, KeyPath, StateSpecs, is_state, spec_axes
+from ._base._types import NUMBERS, AxisName, StateSpecs, is_state, spec_axes
 from ._match import Entered, leaves_of, match, values
 from ._model._state import State
 from ._model._values import strong
@@ -123,12 +123,14 @@ class _Leaving:
             raise errors.none_for_array(path, x)
         where = placement(spec)
         source = self.array(x, where, path)
-        if isinstance(source, Output) and self.exit.check_vma:
-            if still := self.exit.unmerged(self.outputs[source.index], where):
-                found = errors.Varying(path, x, self.exit.in_order(still), where.spec)
-                self.varying.append(found)
-        if isinstance(source, Output) and in_module:
-            self.outputs[source.index] = strong(self.outputs[source.index])
+        if isinstance(source, Forwarded):
+            return source
+        value = self.outputs[source.index]
+        if self.exit.check_vma and (still := self.exit.unmerged(value, where)):
+            found = errors.Varying(path, x, self.exit.in_order(still), where.spec)
+            self.varying.append(found)
+        if in_module:
+            self.outputs[source.index] = strong(value)
         return source
 
     def raise_errors(self) -> None:
@@ -159,7 +161,7 @@ def leave(
 
     **Raises:** `DivergedStateError`, `SpecError`: every bad leaf at once.
     """
-    flat, treedef = jax.tree_util.tree_flatten_with_path(result, is_leaf=is_state)
+    flat, treedef = tree_util.tree_flatten_with_path(result, is_leaf=is_state)
     root = f"{exit.fun_name}(...)"
     specs = broadcast_specs(exit.out_specs, result, "out_specs", root)
     returned = [(keys, node) for keys, node in flat if is_state(node)]
@@ -198,5 +200,5 @@ def _places(state: State, entered: Entered | None, said: Any, path: str) -> list
 
 
 def _filled(state: State, leaves: list[Any]) -> State:
-    filled: State = jax.tree_util.tree_structure(state).unflatten(leaves)
+    filled: State = tree_util.tree_structure(state).unflatten(leaves)
     return filled

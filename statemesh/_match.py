@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
+from ._base._compat import tree_util
 from ._base._types import KeyPath
 from ._model._state import State, origin
 from ._resolve._specs import Placement
@@ -67,7 +66,7 @@ def _fits(state: State, old: State) -> bool:
     return (
         type(state) is type(old)
         and state._meta == old._meta
-        and jax.tree_util.tree_structure(state.value) == jax.tree_util.tree_structure(old.value)
+        and tree_util.tree_structure(state.value) == tree_util.tree_structure(old.value)
     )
 
 
@@ -82,9 +81,9 @@ def _common_end(a: KeyPath, b: KeyPath) -> int:
 
 def values(state: State) -> list[Any]:
     """The leaves of a state's value."""
-    return jax.tree_util.tree_leaves(state.value)
+    return list(tree_util.tree_leaves(state.value))
 
 
 def leaves_of(state: State) -> list[Any]:
     """All leaves of a state: its value's, then those of whatever its kind keeps beside it."""
-    return jax.tree_util.tree_leaves(state)
+    return list(tree_util.tree_leaves(state))

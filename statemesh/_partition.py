@@ -2,9 +2,8 @@
 
 from typing import Any
 
-import jax
-
 from ._base import _errors as errors
+from ._base._compat import tree_util
 from ._base._paths import path_str
 from ._base._types import REMOVED, Filter, is_removed, is_state
 from ._model._filters import first_matches
@@ -41,7 +40,7 @@ def partition(tree: Any, *filters: Filter) -> tuple[Any, ...]:
     filters = filters or (...,)
     (found,) = first_matches(filters, [("tree", tree)], "partition")
     choice = iter(found)
-    leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_is_unit)
+    leaves, treedef = tree_util.tree_flatten(tree, is_leaf=_is_unit)
     rest = len(filters)
     part = []
     for leaf in leaves:
@@ -76,7 +75,7 @@ def combine(*trees: Any) -> Any:
     """
     if not trees:
         raise errors.combine_nothing()
-    flat = [jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_unit) for tree in trees]
+    flat = [tree_util.tree_flatten_with_path(tree, is_leaf=_is_unit) for tree in trees]
     for k, (_, treedef) in enumerate(flat[1:], start=1):
         if treedef != flat[0][1]:
             raise errors.combine_structures(k, *_where_they_part(trees[0], trees[k]))
@@ -116,7 +115,7 @@ def states(tree: Any, filter: Filter = ...) -> dict[str, State]:
         ```
     """
     (found,) = first_matches((filter,), [("tree", tree)], "states")
-    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]
+    flat = tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]
     own = [(path_str(path), leaf) for path, leaf in flat if is_state(leaf)]
     return {path: leaf for (path, leaf), hit in zip(own, found, strict=True) if hit is not None}
 
@@ -127,16 +126,16 @@ def _is_unit(node: Any) -> bool:
 
 def _where_they_part(a: Any, b: Any, path: str = "") -> tuple[str, Any, Any]:
     """The first path at which two trees have different nodes, and the nodes."""
-    kids_a, def_a = jax.tree_util.tree_flatten_with_path(
+    kids_a, def_a = tree_util.tree_flatten_with_path(
         a, is_leaf=lambda node: node is not a or _is_unit(node)
     )
-    kids_b, def_b = jax.tree_util.tree_flatten_with_path(
+    kids_b, def_b = tree_util.tree_flatten_with_path(
         b, is_leaf=lambda node: node is not b or _is_unit(node)
     )
     if def_a != def_b:
         return path, a, b
     for (key, kid_a), (_, kid_b) in zip(kids_a, kids_b, strict=True):
-        if jax.tree_util.tree_structure(kid_a, is_leaf=_is_unit) != jax.tree_util.tree_structure(
+        if tree_util.tree_structure(kid_a, is_leaf=_is_unit) != tree_util.tree_structure(
             kid_b, is_leaf=_is_unit
         ):
             return _where_they_part(kid_a, kid_b, path + path_str(key, "tree").removeprefix("tree"))

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from ._base._compat import tree_util
 from ._base._types import is_state
 from ._model._state import State, is_plain, rebuild_plain
 
@@ -62,10 +63,10 @@ class WriteBack:
     def __init__(
         self, result: Any, specs: Sequence[PartitionSpec], rewritten: Sequence[int]
     ) -> None:
-        self.sources = jax.tree_util.tree_leaves(result, is_leaf=_is_source)
+        self.sources = tree_util.tree_leaves(result, is_leaf=_is_source)
         self.specs = tuple(specs)
         self.rewritten = tuple(rewritten)
-        units, self._treedef = jax.tree_util.tree_flatten(
+        units, self._treedef = tree_util.tree_flatten(
             result, is_leaf=lambda node: _is_source(node) or _is_plain(node)
         )
         # Most states are one array and metadata. Those are put together all at once; everything

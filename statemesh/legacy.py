@@ -1,23 +1,21 @@
 """The signature of `jax.experimental.shard_map`, for code that was written for it."""
 
-from collections.abc import Callable
 from typing import Any
 
-from jax.sharding import AbstractMesh, Mesh
-
 from ._base import _errors as errors
-from ._base._types import AxisName
+from ._base._types import AnyMesh, AxisName, Fun
+from ._call._mapping import StatefulMapping
 from ._call._shard_map import shard_map as _shard_map
 
 
 def shard_map(
-    f: Callable[..., Any],
-    mesh: Mesh | AbstractMesh,
+    f: Fun,
+    mesh: AnyMesh,
     in_specs: Any,
     out_specs: Any,
     check_rep: bool = True,
     auto: frozenset[AxisName] = frozenset(),
-) -> Any:
+) -> StatefulMapping:
     """`statemesh.shard_map` by the names of `jax.experimental.shard_map`.
 
     **Arguments:**
@@ -48,6 +46,4 @@ def shard_map(
     names = frozenset(mesh.axis_names)
     if not auto <= names or (auto and auto == names):
         raise errors.bad_auto(auto, mesh)
-    return _shard_map(
-        f, mesh, in_specs, out_specs, check_vma=check_rep, axis_names=names - auto
-    )
+    return _shard_map(f, mesh, in_specs, out_specs, check_vma=check_rep, axis_names=names - auto)

@@ -49,8 +49,8 @@ def counted(fun: Callable[..., Any]) -> tuple[Callable[..., Any], Count]:
 _compiles = Count()
 
 
-def _listen(event: str, duration: float, **kwargs: Any) -> None:
-    del duration, kwargs
+def _listen(event: str, duration_secs: float, **kwargs: Any) -> None:
+    del duration_secs, kwargs
     if event.endswith("backend_compile_duration"):
         _compiles.times += 1
 

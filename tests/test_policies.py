@@ -17,7 +17,9 @@ X = np.arange(1, 17, dtype=np.float32)
 PARTS = X.reshape(8, 2).sum(1)
 
 
-def write(how: Any, old: Any = 10.0, check_vma: bool = True, name: str = "8", spec: Any = None) -> Any:
+def write(
+    how: Any, old: Any = 10.0, check_vma: bool = True, name: str = "8", spec: Any = None
+) -> Any:
     def fun(state: sm.State, x: jax.Array) -> Any:
         return state.set(state.value + jnp.sum(x).astype(state.value.dtype))
 
@@ -154,7 +156,11 @@ def test_partly_written_values() -> None:
 
 
 def tick(model: Any, x: jax.Array) -> Any:
-    return x * 2, {"n": model["n"].set(model["n"].value + x), "read": model["read"], "w": model["w"]}
+    return x * 2, {
+        "n": model["n"].set(model["n"].value + x),
+        "read": model["read"],
+        "w": model["w"],
+    }
 
 
 def model() -> Any:
@@ -166,7 +172,7 @@ def model() -> Any:
 
 
 @pytest.mark.parametrize("donate", ["none", "states", "all"])
-def test_donation_gives_up_what_it_says(donate: str) -> None:
+def test_donation_gives_up_what_it_says(donate: Any) -> None:
     fun, count = counted(tick)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from tests.helpers import compiles, counted, make_mesh
@@ -54,7 +55,8 @@ def test_ten_calls_trace_once(kind: str, name: str, how: str) -> None:
     model: Any = make_model()
     if how == "jit":
         # Static leaves cannot pass through jax.jit: the arrays go in and come out, the rest stays.
-        arrays, treedef = jax.tree.flatten(mapped.place(model, np.ones(8, np.float32), 1.0)[0])
+        placed = mapped.place(model, np.ones(8, np.float32), 1.0)[0]
+        arrays = jax.tree.leaves(placed)
         at = [i for i, leaf in enumerate(arrays) if isinstance(leaf, jax.Array)]
 
         @jax.jit
@@ -62,7 +64,7 @@ def test_ten_calls_trace_once(kind: str, name: str, how: str) -> None:
             filled = list(arrays)
             for i, leaf in zip(at, leaves, strict=True):
                 filled[i] = leaf
-            y, after = mapped(treedef.unflatten(filled), x, scale)
+            y, after = mapped(jax.tree.unflatten(jax.tree.structure(placed), filled), x, scale)
             return y, [jax.tree.leaves(after)[i] for i in at]
 
         model = [arrays[i] for i in at]
@@ -232,8 +234,9 @@ def test_compiled_program_is_the_hand_written_one(name: str, kind: str) -> None:
     assert without_names(mine) == without_names(theirs)
 
 
-def without_names(hlo: str) -> list[str]:
+def without_names(hlo: str | None) -> list[str]:
     """The program without metadata, and with every name replaced by its rank of appearance."""
+    assert hlo is not None
     hlo = re.sub(r", metadata=\{[^}]*\}", "", hlo)
     hlo = hlo[hlo.index("\n") :]
     hlo = hlo.split("\nFileNames")[0]
@@ -317,7 +320,9 @@ def test_mesh_is_kept_alive_by_nothing_of_the_first_call() -> None:
     import gc
     import weakref
 
-    call = sm.shard_map(lambda s, x: (x * s.value, s.set(s.value + 1)), make_mesh(), (P(), P()), (P(), P()))
+    call = sm.shard_map(
+        lambda s, x: (x * s.value, s.set(s.value + 1)), make_mesh(), (P(), P()), (P(), P())
+    )
     state = sm.State(jnp.ones(3))
     array = weakref.ref(state.value)
     call(state, np.ones(3, np.float32))

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec as P
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from tests.helpers import SHAPES, make_mesh
@@ -51,7 +52,9 @@ def check(result: Any, expected: Any) -> None:
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
-@pytest.fixture(params=[(n, k, s) for n in SHAPES for k in KINDS for s in ("free", "set_mesh")], ids=str)
+@pytest.fixture(
+    params=[(n, k, s) for n in SHAPES for k in KINDS for s in ("free", "set_mesh")], ids=str
+)
 def setting(request: pytest.FixtureRequest) -> Any:
     name, kind, how = request.param
     mesh = make_mesh(name, KINDS[kind])
@@ -59,7 +62,7 @@ def setting(request: pytest.FixtureRequest) -> Any:
         yield mesh
 
 
-def loss(call: Callable[..., Any], model: Model, x: Any) -> jax.Array:
+def loss(call: Callable[..., Any], model: Model, x: Any) -> Any:
     y, after = call(model, x)
     return jnp.sum(y**2) + after.total.value + jnp.sum(after.buffer.value**2)
 
@@ -103,7 +106,9 @@ def test_grad_of_placed(setting: Mesh) -> None:
 def test_remat(setting: Mesh) -> None:
     call = mapped(setting)
     expected = jax.grad(lambda m: loss(step, m, jnp.asarray(data())))(make_model())
-    check(jax.jit(jax.grad(lambda m: loss(jax.checkpoint(call), m, data())))(make_model()), expected)
+    check(
+        jax.jit(jax.grad(lambda m: loss(jax.checkpoint(call), m, data())))(make_model()), expected
+    )
 
 
 def test_vmap(setting: Mesh) -> None:
@@ -120,7 +125,10 @@ def test_scan_around(setting: Mesh) -> None:
     expected = jax.lax.scan(lambda m, x: step(m, x)[::-1], make_model(), jnp.asarray(xs))
     model, _ = call.place(make_model(), data())
     check(jax.lax.scan(lambda m, x: call(m, x)[::-1], model, xs), expected)
-    check(jax.jit(lambda m, xs: jax.lax.scan(lambda m, x: call(m, x)[::-1], m, xs))(model, xs), expected)
+    check(
+        jax.jit(lambda m, xs: jax.lax.scan(lambda m, x: call(m, x)[::-1], m, xs))(model, xs),
+        expected,
+    )
 
 
 def test_cond_around(setting: Mesh) -> None:
@@ -171,13 +179,22 @@ def test_nested_over_other_axes(kind: str) -> None:
 
     def outer(state: sm.State, x: jax.Array) -> Any:
         call = sm.shard_map(
-            inner, mesh, (P(), P(None, "y")), (P(None, "y"), P()), axis_names={"y"}, state_in_specs=P()
+            inner,
+            mesh,
+            (P(), P(None, "y")),
+            (P(None, "y"), P()),
+            axis_names={"y"},
+            state_in_specs=P(),
         )
         y, state = call(state, x)
         return jax.lax.psum(jnp.sum(y), "x")[None], state
 
     call = sm.shard_map(
-        outer, mesh, (P(), P("x")), (P(), P()), axis_names={"x"},
+        outer,
+        mesh,
+        (P(), P("x")),
+        (P(), P()),
+        axis_names={"x"},
     )
     x = jnp.arange(16.0).reshape(4, 4)
     total, after = jax.jit(call)(sm.State(jnp.zeros((4, 2)), spec=P("x")), x)

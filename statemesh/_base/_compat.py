@@ -1,10 +1,10 @@
 """What statemesh needs to know of JAX beyond its stable surface, each found by feature."""
 
+import importlib
 import inspect
 from typing import Any
 
 import jax
-import jax.extend.core as jex_core
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ._types import AxisName
@@ -13,30 +13,34 @@ from ._types import AxisName
 # `jax.shard_map`'s own default for `in_specs`; it is exported under no public name.
 INFER: Any = inspect.signature(jax.shard_map).parameters["in_specs"].default
 
+# Where JAX keeps what its trace is doing; its stubs do not export these names.
+_core: Any = importlib.import_module("jax.extend.core")
+# The stubs of `PyTreeDef` cannot be found, so that a checker would allow none of its methods.
+tree_util: Any = jax.tree_util
 _NOWHERE: frozenset[AxisName] = frozenset()
 
 
 def varying(x: Any) -> frozenset[AxisName]:
     """The mesh axes over which the type of `x` says that it may differ."""
-    return getattr(jax.typeof(x), "manual_axis_type").varying or _NOWHERE
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 def under_jit() -> bool:
     """Whether operations are being recorded into a jaxpr now."""
-    return jex_core.unsafe_am_i_under_a_jit_DO_NOT_USE()
+    return bool(_core.unsafe_am_i_under_a_jit_DO_NOT_USE())
 
 
-_TOP = jex_core.find_top_trace(())
+_TOP = _core.find_top_trace(())
 
 
 def at_top_level() -> bool:
     """Whether nothing is being traced or transformed: a quicker question than `under_jit`."""
-    return jex_core.find_top_trace(()) is _TOP
+    return _core.find_top_trace(()) is _TOP
 
 
 def bound_axis_names() -> tuple[AxisName, ...]:
     """The axis names that collectives may use here."""
-    return tuple(jex_core.unsafe_get_axis_names_DO_NOT_USE())
+    return tuple(_core.unsafe_get_axis_names_DO_NOT_USE())
 
 
 def context_mesh() -> AbstractMesh | None:
@@ -91,14 +95,16 @@ def reshard(x: Any, sharding: NamedSharding) -> Any:
     return jax.sharding.reshard(x, sharding)
 
 
-def off_explicit_axes(x: Any, mesh: Mesh) -> Any:
+def off_explicit_axes(x: Any, mesh: Mesh | AbstractMesh) -> Any:
     """A traced value typed by Explicit axes as one that is not, on the Auto axes of `mesh`.
 
     Its cotangent goes back to the layout of `x`, on a mesh that has devices. JAX itself would use the
     mesh in the type of `x`, which has none, and could not run that where nothing is jitted.
     """
     here = jax.typeof(x).sharding
-    back = Mesh(mesh.devices, mesh.axis_names, axis_types=here.mesh.axis_types)
+    back: Mesh | AbstractMesh = here.mesh
+    if isinstance(mesh, Mesh):
+        back = Mesh(mesh.devices, mesh.axis_names, axis_types=here.mesh.axis_types)
 
     def there(_: tuple[()], value: Any) -> Any:
         return reshard(value, NamedSharding(mesh, PartitionSpec()))

@@ -130,12 +130,11 @@ def bad_state_value(bad: Sequence[tuple[KeyPath, Any]]) -> TypeError:
     text = f"a State's value is a pytree of arrays, but:\n{_lines(items)}\n"
     if any(is_state(leaf) for _, leaf in bad):
         return TypeError(
-            text + "A State cannot hold a State. Put the inner value in: `State(inner.value)`; or keep "
+            text
+            + "A State cannot hold a State. Put the inner value in: `State(inner.value)`; or keep "
             "the two side by side in a Module."
         )
-    return TypeError(
-        text + "Keep what is no array in a field of the Module that holds the State."
-    )
+    return TypeError(text + "Keep what is no array in a field of the Module that holds the State.")
 
 
 def unknown_reduce(reduce: Any, known: Sequence[str]) -> StatemeshError:
@@ -176,12 +175,8 @@ def kind_overrides_init(kind: str) -> TypeError:
     )
 
 
-def unknown_state_fields(
-    kind: str, unknown: Sequence[str], known: Sequence[str]
-) -> StructureError:
-    return StructureError(
-        f"{kind}.replace got {_names(unknown)}; a State has {_names(known)}."
-    )
+def unknown_state_fields(kind: str, unknown: Sequence[str], known: Sequence[str]) -> StructureError:
+    return StructureError(f"{kind}.replace got {_names(unknown)}; a State has {_names(known)}.")
 
 
 def set_structure(label: str, old: Any, new: Any) -> StructureError:
@@ -261,9 +256,7 @@ def combine_disagrees(
         for path, found in several
     ]
     items += [f"`{path}` is in none of the trees" for path in none]
-    return StructureError(
-        f"combine: each leaf must be in exactly one tree.\n{_lines(items)}"
-    )
+    return StructureError(f"combine: each leaf must be in exactly one tree.\n{_lines(items)}")
 
 
 def _short(value: Any) -> str:
@@ -474,7 +467,9 @@ def _shape_line(one: ShapeMismatch, mesh: Any) -> str:
     parts = int(np.prod(sizes, dtype=int))
     product = " * ".join(map(str, sizes)) + (f" = {parts}" if len(sizes) > 1 else "")
     if one.per_shard:
-        return f"{shown} (PerShard): axis {one.dim} has size {size}, one entry per shard is {product}"
+        return (
+            f"{shown} (PerShard): axis {one.dim} has size {size}, one entry per shard is {product}"
+        )
     return (
         f"{shown}: axis {one.dim} has size {size}, not divisible by {_names(names)} of size {product} "
         f"({size} % {parts} = {size % parts})"
@@ -510,7 +505,9 @@ def old_tracer(name: str, paths: Sequence[str]) -> Exception:
     )
 
 
-def unbound_axis(what: str, unbound: Sequence[AxisName], bound: Sequence[AxisName]) -> StatemeshError:
+def unbound_axis(
+    what: str, unbound: Sequence[AxisName], bound: Sequence[AxisName]
+) -> StatemeshError:
     return StatemeshError(
         f"{what}: no axis is called {_names(unbound)} here; the axes mapped over are "
         f"{_names(bound) or 'none'}."

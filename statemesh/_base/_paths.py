@@ -67,7 +67,7 @@ def positional_names(fun: Callable[..., Any], count: int) -> list[str]:
     return (names + extra)[:count]
 
 
-def fun_name(fun: Callable[..., Any]) -> str:
+def fun_name(fun: Any) -> str:
     """A name for messages and for the compiled program."""
     while hasattr(fun, "func"):  # functools.partial
         fun = fun.func

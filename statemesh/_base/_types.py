@@ -1,16 +1,23 @@
 """The small values that every step speaks of: placements, and the mark of a removed leaf."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 
 AxisName: TypeAlias = Hashable
 KeyPath: TypeAlias = tuple[Any, ...]
 Reduce: TypeAlias = str | Callable[..., Any] | None
 Filter: TypeAlias = Any
+if TYPE_CHECKING:
+    Fun: TypeAlias = Callable[..., Any]
+    AnyMesh: TypeAlias = Mesh | AbstractMesh
+    Donate: TypeAlias = Literal["none", "states", "all"]
+else:
+    # Checked by hand when a call is declared, with messages that teach.
+    Fun = AnyMesh = Donate = Any
 SpecTree: TypeAlias = Any
 StateSpecs: TypeAlias = SpecTree | Mapping[Filter, SpecTree] | None
 
@@ -119,9 +126,7 @@ def is_spec(node: object) -> bool:
 
 def spec_axes(spec: PartitionSpec) -> tuple[tuple[AxisName, ...], ...]:
     """The mesh axes of each array axis, trailing unsharded axes dropped."""
-    entries = [
-        () if e is None else e if isinstance(e, tuple) else (e,) for e in tuple(spec)
-    ]
+    entries = [() if e is None else e if isinstance(e, tuple) else (e,) for e in tuple(spec)]
     while entries and not entries[-1]:
         entries.pop()
     return tuple(entries)
@@ -135,8 +140,7 @@ def mentioned(spec: PartitionSpec) -> frozenset[AxisName]:
 def canonical(spec: PartitionSpec) -> PartitionSpec:
     """The shortest spelling of `spec`, the one that compiled outputs carry."""
     entries = [
-        None if not names else names[0] if len(names) == 1 else names
-        for names in spec_axes(spec)
+        None if not names else names[0] if len(names) == 1 else names for names in spec_axes(spec)
     ]
     if not mentioned_beyond_entries(spec):
         return PartitionSpec(*entries)
@@ -148,10 +152,8 @@ def mentioned_beyond_entries(spec: PartitionSpec) -> bool:
     return bool(spec.unreduced or spec.reduced)
 
 
-def flat_names(names: AxisName | Iterable[AxisName] | None) -> tuple[AxisName, ...]:
-    """One axis name, several, or none, as a tuple."""
+def flat_names(names: AxisName | None) -> tuple[AxisName, ...]:
+    """One axis name, a tuple of several, or none, as a tuple."""
     if names is None:
         return ()
-    if isinstance(names, tuple | list | frozenset | set):
-        return tuple(names)
-    return (names,)
+    return names if isinstance(names, tuple) else (names,)

@@ -1,7 +1,7 @@
 """What the author of a mapped call declared."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from .._base import _compat as compat
 from .._base import _errors as errors
-from .._base._types import AxisName, PerShard, StateSpecs, is_spec
+from .._base._types import AnyMesh, AxisName, Donate, Fun, PerShard, StateSpecs, is_spec
 from .._model._filters import to_predicate
 from .._resolve._mesh import check_specs, manual_names
 
@@ -18,16 +18,16 @@ from .._resolve._mesh import check_specs, manual_names
 class Declared:
     """The arguments of `shard_map`, checked as far as they can be without a call."""
 
-    fun: Callable[..., Any]
+    fun: Fun
     name: str
-    mesh: Mesh | AbstractMesh | None
+    mesh: AnyMesh | None
     in_specs: Any
     out_specs: Any
     state_in_specs: StateSpecs
     state_out_specs: StateSpecs
     check_vma: bool
     axis_names: frozenset[AxisName]
-    donate: str
+    donate: Donate
     jit: bool
 
 

@@ -69,6 +69,4 @@ def _apart(arrays: Sequence[Any], donated: Sequence[int]) -> Sequence[Any]:
         return arrays
     times = Counter(map(id, arrays))
     given = set(donated)
-    return [
-        jnp.copy(x) if k in given and times[id(x)] > 1 else x for k, x in enumerate(arrays)
-    ]
+    return [jnp.copy(x) if k in given and times[id(x)] > 1 else x for k, x in enumerate(arrays)]

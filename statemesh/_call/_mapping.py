@@ -28,7 +28,9 @@ class StatefulMapping:
         "_pipeline",
     )
 
-    def __init__(self, declared: Declared, pipeline: Pipeline | None = None, bound: tuple[Any, ...] = ()) -> None:
+    def __init__(
+        self, declared: Declared, pipeline: Pipeline | None = None, bound: tuple[Any, ...] = ()
+    ) -> None:
         fun = declared.fun
         self.__wrapped__ = fun
         self.__name__ = fun_name(fun)

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from .._arguments import check_arity
 from .._base import _compat as compat
 from .._base import _errors as errors
+from .._base._compat import tree_util
 from .._base._types import is_state
 from .._resolve._mesh import mesh_for_traced, resolve_mesh
 from .._write_back import WriteBack
@@ -28,7 +29,7 @@ from ._program import Program
 _KEPT = 256
 
 
-_flatten = jax.tree_util.default_registry.flatten
+_flatten = tree_util.default_registry.flatten
 _context = jax.sharding.get_abstract_mesh
 
 
@@ -127,7 +128,7 @@ class Pipeline:
         specs: tuple[Any, ...] = ()
         if declared.in_specs is compat.INFER:
             declared = dataclasses.replace(declared, in_specs=_inferred(mesh, args))
-            specs = tuple(jax.tree_util.tree_leaves(declared.in_specs))
+            specs = tuple(tree_util.tree_leaves(declared.in_specs))
         context = jax.sharding.get_abstract_mesh()
         key = (treedef, tuple(map(type, leaves)), mesh, context, traced, specs)
         alike = self._programs.setdefault(key, {})
@@ -147,7 +148,7 @@ class Pipeline:
 
     def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
         """The program for these arguments (or `ShapeDtypeStruct`s), lowered."""
-        leaves, treedef = jax.tree_util.tree_flatten((args, kwargs))
+        leaves, treedef = tree_util.tree_flatten((args, kwargs))
         signature = self._signature(leaves, treedef, args, kwargs, traced=False)
         inputs = signature.program.layout.abstract(signature.program.arrays(leaves))
         compiled = signature.compiled
@@ -157,7 +158,7 @@ class Pipeline:
 
     def place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments, laid out as the call wants them."""
-        leaves, treedef = jax.tree_util.tree_flatten((args, kwargs))
+        leaves, treedef = tree_util.tree_flatten((args, kwargs))
         program = self._signature(leaves, treedef, args, kwargs, traced=False).program
         ready, _ = program.ready(leaves)
         for position, x in zip(program.inputs, ready, strict=True):

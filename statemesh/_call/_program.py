@@ -157,7 +157,12 @@ def _resolve(
     """A placement for every leaf that becomes an input of the program, by its position."""
     in_specs = declared.in_specs
     several = isinstance(in_specs, tuple | list)
-    roots = [(name, value) for name, value in zip(arguments.names, [*args, *(kwargs[k] for k in sorted(kwargs))], strict=True)]
+    roots = [
+        (name, value)
+        for name, value in zip(
+            arguments.names, [*args, *(kwargs[k] for k in sorted(kwargs))], strict=True
+        )
+    ]
     said = iter(choose_specs(declared.state_in_specs, roots, "state_in_specs"))
     placements: dict[int, Placement] = {}
     for i, ((name, value), units) in enumerate(zip(roots, arguments.units, strict=True)):
@@ -175,5 +180,3 @@ def _resolve(
             elif unit.shaped or (unit.number and not unit.in_module and spec is not None):
                 placements[unit.positions[0]] = placement(spec)
     return placements
-
-

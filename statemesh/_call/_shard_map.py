@@ -1,14 +1,12 @@
 """`shard_map`: signature, docstring, and one call of the engine."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
-
-from jax.sharding import AbstractMesh, Mesh
+from typing import Any, overload
 
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._paths import fun_name
-from .._base._types import AxisName, StateSpecs
+from .._base._types import AnyMesh, AxisName, Donate, Fun, StateSpecs
 from ._declared import Declared, check_declared
 from ._mapping import StatefulMapping
 
@@ -21,9 +19,41 @@ class _Required:
 _REQUIRED: Any = _Required()
 
 
+@overload
 def shard_map(
-    fun: Callable[..., Any] | None = None,
-    mesh: Mesh | AbstractMesh | None = None,
+    fun: Fun,
+    mesh: AnyMesh | None = ...,
+    in_specs: Any = ...,
+    out_specs: Any = ...,
+    *,
+    state_in_specs: StateSpecs = ...,
+    state_out_specs: StateSpecs = ...,
+    check_vma: bool = ...,
+    axis_names: Iterable[AxisName] = ...,
+    donate: Donate = ...,
+    jit: bool = ...,
+) -> StatefulMapping: ...
+
+
+@overload
+def shard_map(
+    fun: None = None,
+    mesh: AnyMesh | None = ...,
+    in_specs: Any = ...,
+    out_specs: Any = ...,
+    *,
+    state_in_specs: StateSpecs = ...,
+    state_out_specs: StateSpecs = ...,
+    check_vma: bool = ...,
+    axis_names: Iterable[AxisName] = ...,
+    donate: Donate = ...,
+    jit: bool = ...,
+) -> Callable[[Fun], StatefulMapping]: ...
+
+
+def shard_map(
+    fun: Fun | None = None,
+    mesh: AnyMesh | None = None,
     in_specs: Any = compat.INFER,
     out_specs: Any = _REQUIRED,
     *,
@@ -31,9 +61,9 @@ def shard_map(
     state_out_specs: StateSpecs = None,
     check_vma: bool = True,
     axis_names: Iterable[AxisName] = frozenset(),
-    donate: str = "none",
+    donate: Donate = "none",
     jit: bool = True,
-) -> Any:
+) -> StatefulMapping | Callable[[Fun], StatefulMapping]:
     """Map a stateful function over shards of its arguments.
 
     It means what `jax.shard_map` means for every array that is not in a `State`. States may stand
@@ -84,7 +114,7 @@ def shard_map(
     if out_specs is _REQUIRED:
         raise errors.out_specs_required()
 
-    def decorate(fun: Callable[..., Any]) -> StatefulMapping:
+    def decorate(fun: Fun) -> StatefulMapping:
         declared = Declared(
             fun=fun,
             name=fun_name(fun),

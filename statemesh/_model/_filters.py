@@ -140,7 +140,7 @@ class _Combined(_Named):
         return [_bind(f, tree) for f in self.filters]
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.filters == getattr(other, "filters")
+        return type(self) is type(other) and self.filters == other.filters
 
     def __hash__(self) -> int:
         return hash((type(self), self.filters))

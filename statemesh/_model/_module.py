@@ -98,7 +98,9 @@ def _init_all(module: M, kwargs: dict[str, Any], used: set[str]) -> M:
     def inner(node: Any) -> Any:
         return _init_all(node, kwargs, used) if isinstance(node, Module) else node
 
-    children = jax.tree.map(inner, module, is_leaf=lambda n: isinstance(n, Module) and n is not module)
+    children: M = jax.tree.map(
+        inner, module, is_leaf=lambda n: isinstance(n, Module) and n is not module
+    )
     return _init_one(children, kwargs, used)
 
 
@@ -111,4 +113,5 @@ def _init_one(module: M, kwargs: dict[str, Any], used: set[str]) -> M:
     else:
         taken = {p.name: kwargs[p.name] for p in parameters if p.name in kwargs}
     used.update(taken)
-    return module.init_state(**taken)
+    made: M = module.init_state(**taken)
+    return made

@@ -98,7 +98,9 @@ class RandomState(State):
         keys = drawn if num is None else jax.random.split(drawn, num)
         return keys, self._advanced(rest)
 
-    def rows(self: R, n: int, axis_name: AxisName | tuple[AxisName, ...] | None = None) -> tuple[Any, R]:
+    def rows(
+        self: R, n: int, axis_name: AxisName | tuple[AxisName, ...] | None = None
+    ) -> tuple[Any, R]:
         """Draw one key for each row of a global array that is sharded over `axis_name`.
 
         Row `i` of the global array gets the same key on any number of shards, and unsharded, so
@@ -148,7 +150,8 @@ class RandomState(State):
     def leave(self, old: State | None, axis_names: tuple[AxisName, ...]) -> State:
         """The stream as the draws left it, the same for every shard."""
         if not axis_names or not self._shared or not isinstance(old, RandomState):
-            return self._rebuilt(self.value, () if old is None else old._shared)
+            outside = old._shared if isinstance(old, RandomState) else ()
+            return self._rebuilt(self.value, outside)
         shared = self._shared
         if any(compat.varying(key) & frozenset(axis_names) for key in shared):
             # Shards drew different numbers of times, so none of their streams can be the common

@@ -13,11 +13,10 @@ from .._base._types import AxisName, Reduce, SpecTree, StateNode, is_spec
 from ._values import REDUCTIONS, arrays, conform, reduced
 
 
-
 class Meta:
     """The static part of a State, kept in one object so that comparing two models is quick."""
 
-    __slots__ = ("name", "tag", "spec", "reduce")
+    __slots__ = ("name", "reduce", "spec", "tag")
 
     name: str | None
     tag: frozenset[str]
@@ -170,8 +169,8 @@ class State(StateNode):
         old = self._meta
         meta = old
         if changes:
-            fields = dict(name=old.name, tag=old.tag, spec=old.spec, reduce=old.reduce)
-            meta = _checked_meta(type(self), **{**fields, **changes})
+            fields = {"name": old.name, "tag": old.tag, "spec": old.spec, "reduce": old.reduce}
+            meta = _checked_meta(type(self), **(fields | changes))
         return self._with_value(value, meta)
 
     def enter(self, axis_names: tuple[AxisName, ...]) -> "State":
@@ -247,9 +246,7 @@ _FIELDS = ("value", "name", "tag", "spec", "reduce")
 
 
 def _register(cls: type[State]) -> None:
-    jax.tree_util.register_dataclass(
-        cls, data_fields=list(cls.children), meta_fields=["_meta"]
-    )
+    jax.tree_util.register_dataclass(cls, data_fields=list(cls.children), meta_fields=["_meta"])
 
 
 _register(State)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._base import _errors as errors
+from .._base._compat import tree_util
 from .._base._types import AxisName, is_state
 
 
@@ -24,16 +25,16 @@ def strong(x: Any) -> Any:
 
 def arrays(value: Any) -> Any:
     """`value` with its numbers made arrays, or an error that lists what cannot be one."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_state)
+    leaves, treedef = tree_util.tree_flatten_with_path(value, is_leaf=is_state)
     if bad := [(path, leaf) for path, leaf in leaves if not _is_arraylike(leaf)]:
         raise errors.bad_state_value(bad)
-    return jax.tree_util.tree_unflatten(treedef, [strong(leaf) for _, leaf in leaves])
+    return tree_util.tree_unflatten(treedef, [strong(leaf) for _, leaf in leaves])
 
 
 def conform(old_value: Any, value: Any, label: str) -> Any:
     """`value` in the dtypes of the old value, or an error that names what differs."""
-    old, old_def = jax.tree_util.tree_flatten_with_path(old_value)
-    new, new_def = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_state)
+    old, old_def = tree_util.tree_flatten_with_path(old_value)
+    new, new_def = tree_util.tree_flatten_with_path(value, is_leaf=is_state)
     if bad := [(path, leaf) for path, leaf in new if not _is_arraylike(leaf)]:
         raise errors.bad_state_value(bad)
     if old_def != new_def:
@@ -41,7 +42,7 @@ def conform(old_value: Any, value: Any, label: str) -> Any:
     pairs = [(path, a, _in_dtype_of(a, b)) for (path, a), (_, b) in zip(old, new, strict=True)]
     if differ := [p for p in pairs if p[1].shape != p[2].shape or p[1].dtype != p[2].dtype]:
         raise errors.set_differs(label, differ)
-    return jax.tree_util.tree_unflatten(old_def, [after for _, _, after in pairs])
+    return tree_util.tree_unflatten(old_def, [after for _, _, after in pairs])
 
 
 def reduced(value: Any, before: Any, how: str, axis_names: tuple[AxisName, ...]) -> Any:

@@ -54,9 +54,7 @@ def mesh_for_traced(mesh: Mesh | AbstractMesh, leaves: Sequence[Any]) -> Mesh | 
     return compat.auto_twin(mesh)
 
 
-def manual_names(
-    mesh: Mesh | AbstractMesh, axis_names: Iterable[AxisName]
-) -> tuple[AxisName, ...]:
+def manual_names(mesh: Mesh | AbstractMesh, axis_names: Iterable[AxisName]) -> tuple[AxisName, ...]:
     """The axes that the call maps over, in the mesh's order."""
     wanted = frozenset(axis_names)
     if unknown := [name for name in wanted if name not in mesh.axis_names]:
@@ -100,8 +98,5 @@ def _names_in(spec: PartitionSpec | PerShard | None) -> list[AxisName]:
     if isinstance(spec, PerShard):
         return list(spec.axis_names)
     return [
-        name
-        for axis in spec_axes(spec)
-        for name in axis
-        if name is not PartitionSpec.UNCONSTRAINED
+        name for axis in spec_axes(spec) for name in axis if name is not PartitionSpec.UNCONSTRAINED
     ]

@@ -5,15 +5,16 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._base import _compat as compat
 from .._base import _errors as errors
-from .._base._prefix import broadcast_specs
+from .._base._compat import tree_util
 from .._base._paths import path_str
+from .._base._prefix import broadcast_specs
 from .._base._types import AxisName, StateSpecs, is_state, spec_axes
 from .._model._values import strong
-from ._mesh import check_specs, manual_names, resolve_mesh
+from ._mesh import check_specs, manual_names
 from ._specs import UNSAID, Placement, choose_specs, own_placements, placement
 
 
@@ -85,9 +86,7 @@ def traced_onto(x: Any, target: NamedSharding) -> Any:
     return compat.reshard(x, target)
 
 
-def place(
-    tree: Any, mesh: Mesh, specs: Any = None, *, state_specs: StateSpecs = None
-) -> Any:
+def place(tree: Any, mesh: Mesh, specs: Any = None, *, state_specs: StateSpecs = None) -> Any:
     """Put a tree onto a mesh the way a mapped call wants it.
 
     **Arguments:**
@@ -115,17 +114,16 @@ def place(
 
         ```
     """
-    mesh = resolve_mesh(mesh, traced=False)
     names = manual_names(mesh, ())
     check_specs(specs, "specs", mesh, names)
-    flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)
+    flat, _ = tree_util.tree_flatten_with_path(tree, is_leaf=is_state)
     said = iter(choose_specs(state_specs, [("tree", tree)], "state_specs"))
     paths: list[str] = []
     leaves: list[Any] = []
     placements: list[Placement | None] = []
     for (keys, node), spec in zip(flat, broadcast_specs(specs, tree, "specs", "tree"), strict=True):
         path = path_str(keys, "tree")
-        own = jax.tree_util.tree_leaves(node)
+        own = tree_util.tree_leaves(node)
         if is_state(node):
             chosen = next(said)
             wheres = own_placements(node, node.spec if chosen is UNSAID else chosen, path)
@@ -146,4 +144,4 @@ def place(
             leaves[i] = jax.device_put(x, target)
         elif x.sharding != target:
             leaves[i] = jax.device_put(strong(x), target)
-    return jax.tree_util.tree_structure(tree).unflatten(leaves)
+    return tree_util.tree_structure(tree).unflatten(leaves)

@@ -58,9 +58,7 @@ def _for_kind(state: State, spec: Any) -> Placement:
     return placement(spec)
 
 
-def choose_specs(
-    state_specs: StateSpecs, roots: Sequence[tuple[str, Any]], what: str
-) -> list[Any]:
+def choose_specs(state_specs: StateSpecs, roots: Sequence[tuple[str, Any]], what: str) -> list[Any]:
     """What `state_in_specs` or `state_out_specs` says for each state of the roots, in order.
 
     **Returns:** specs, with `UNSAID` for the states that it does not mention.
