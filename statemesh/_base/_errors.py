@@ -95,6 +95,13 @@ def spec_str(spec: Any) -> str:
     return repr(spec)
 
 
+def filter_str(filter: Any) -> str:
+    """A filter as one types it."""
+    if filter is ...:
+        return "..."
+    return filter.__name__ if isinstance(filter, type) else repr(filter)
+
+
 def mesh_str(mesh: Any) -> str:
     """A mesh by the sizes of its axes."""
     return f"Mesh({', '.join(f'{name}={size}' for name, size in mesh.shape.items())})"
@@ -231,7 +238,7 @@ def filter_matches_nothing(
 ) -> StructureError:
     there = _lines(f"{path}: {state!r}" for path, state in states) or "  (none)"
     return StructureError(
-        f"{what}: no state matches {', '.join(map(repr, idle))}. The states there are:\n{there}"
+        f"{what}: no state matches {', '.join(map(filter_str, idle))}. The states there are:\n{there}"
     )
 
 
@@ -361,7 +368,7 @@ def bad_auto(auto: Iterable[AxisName], mesh: Any) -> SpecError:
 
 def cannot_infer(mesh: Any) -> TypeError:
     return TypeError(
-        f"in_specs can be left out only on a mesh of Explicit axes; {mesh_str(mesh)} is "
+        f"in_specs can be left out only on a mesh of Explicit axes; this is {mesh_str(mesh)} "
         f"{_axis_types(mesh)}. Write in_specs=..., one entry for each positional argument."
     )
 
@@ -523,15 +530,17 @@ def diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError:
         f"{spec_str(one.spec)}, which keeps one copy"
         for one in bad
     ]
-    axis = bad[0].axis_names[0]
+    axes = bad[0].axis_names
+    axis = axes[0] if len(axes) == 1 else axes
+    own = ", ".join(map(repr, axes))
     return DivergedStateError(
         f"{name}: shards wrote different values to states of which one copy is kept:\n{_lines(items)}\n"
         "Mend it in one of three ways:\n"
         f"  1. reduce the value yourself: state.set(jax.lax.pmean(value, {axis!r}));\n"
         "  2. declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a "
         "function;\n"
-        f"  3. keep one value per shard: State(value, spec=sm.PerShard({axis!r})), or a spec that names "
-        f"{axis!r}, as in state_out_specs."
+        f"  3. keep one value per shard: State(value, spec=sm.PerShard({own})), or a spec that names "
+        f"{own}, as in state_out_specs."
     )
 
 
@@ -541,10 +550,11 @@ def out_varies(name: str, bad: Sequence[Varying]) -> SpecError:
         f"{spec_str(one.spec)}"
         for one in bad
     ]
-    axis = bad[0].axis_names[0]
+    axes = bad[0].axis_names
+    axis = axes[0] if len(axes) == 1 else axes
     return SpecError(
         f"{name}: out_specs say that results are the same on every shard, but:\n{_lines(items)}\n"
-        f"Reduce it, as with jax.lax.psum(value, {axis!r}), or name {axis!r} in out_specs to join the "
+        f"Reduce it, as with jax.lax.psum(value, {axis!r}), or name {_names(axes)} in out_specs to join the "
         "shards' parts."
     )
 

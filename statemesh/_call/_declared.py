@@ -64,14 +64,16 @@ def check_declared_specs(
     declared: Declared, mesh: Mesh | AbstractMesh, names: Sequence[Any]
 ) -> None:
     """Refuse specs that do not fit the mesh."""
+    named = [("out_specs", declared.out_specs)]
     if declared.in_specs is not compat.INFER:
-        check_specs(declared.in_specs, "in_specs", mesh, names)
-    check_specs(declared.out_specs, "out_specs", mesh, names)
+        named.insert(0, ("in_specs", declared.in_specs))
     for what in ("state_in_specs", "state_out_specs"):
         given = getattr(declared, what)
-        specs = list(given.items()) if isinstance(given, Mapping) else [(None, given)]
-        for filter, spec in specs:
-            check_specs(spec, what if filter is None else f"{what}[{filter!r}]", mesh, names)
+        if isinstance(given, Mapping):
+            named += [(f"{what}[{errors.filter_str(f)}]", spec) for f, spec in given.items()]
+        else:
+            named.append((what, given))
+    check_specs(named, mesh, names)
 
 
 def _flat_specs(specs: Any) -> list[tuple[Any, Any]]:

@@ -104,12 +104,7 @@ class Pipeline:
 
     def _run(self, signature: Signature, leaves: Sequence[Any]) -> Any:
         ready, shown = signature.program.ready(leaves)
-        try:
-            outputs, back = signature.compiled(*ready)
-        except (RuntimeError, ValueError):
-            if gone := signature.program.deleted_paths(ready):
-                raise errors.deleted(self.declared.name, gone) from None
-            raise
+        outputs, back = signature.compiled(*ready)
         return back(outputs, shown)
 
     def _signature(

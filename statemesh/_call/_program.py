@@ -59,8 +59,8 @@ class Program:
         self.inputs = sorted(resolved)
         paths = {p: unit.path for unit in arguments.flat_units() for p in unit.positions}
         placements = [resolved[p] for p in self.inputs]
-        for p, where in resolved.items():
-            check_specs(where.spec, f"the placement of {paths[p]}", mesh, names)
+        named = [(f"the spec of {paths[p]}", where.spec) for p, where in resolved.items()]
+        check_specs(named, mesh, names)
         kinds = [type(leaves[p]) for p in self.inputs]
         chosen = frozenset(self.inputs)
         self.statics_at = [i for i in range(len(leaves)) if i not in chosen]
@@ -120,11 +120,6 @@ class Program:
         """Which inputs are being traced."""
         pairs = zip(self.layout.paths, arrays, strict=True)
         return [path for path, x in pairs if isinstance(x, jax.core.Tracer)]
-
-    def deleted_paths(self, arrays: Sequence[Any]) -> list[str]:
-        """Which inputs were given up to an earlier call."""
-        pairs = zip(self.layout.paths, arrays, strict=True)
-        return [path for path, x in pairs if isinstance(x, jax.Array) and x.is_deleted()]
 
     def __call__(self, *arrays: Any) -> tuple[list[Any], WriteBack]:
         self.layout.check(arrays)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from .._base import _errors as errors
 from .._base._paths import describe
 from .._base._types import AxisName, Reduce, SpecTree, StateNode, is_spec
-from ._values import REDUCTIONS, arrays, conform, reduced
+from ._values import REDUCTIONS, arrays, check_reducible, conform, reduced
 
 
 class Meta:
@@ -113,6 +113,7 @@ class State(StateNode):
         if _meta is None:
             value = arrays(value)
             _meta = _checked_meta(type(self), name, tag, spec, reduce)
+            check_reducible(value, reduce)
         set_value(self, value)
         set_meta(self, _meta)
 
@@ -171,6 +172,7 @@ class State(StateNode):
         if changes:
             fields = {"name": old.name, "tag": old.tag, "spec": old.spec, "reduce": old.reduce}
             meta = _checked_meta(type(self), **(fields | changes))
+        check_reducible(value, meta.reduce)
         return self._with_value(value, meta)
 
     def enter(self, axis_names: tuple[AxisName, ...]) -> "State":

@@ -49,7 +49,6 @@ def reduced(value: Any, before: Any, how: str, axis_names: tuple[AxisName, ...])
     """The shards' values merged; `before` is what they came from (`None`: nothing)."""
 
     def one(new: Any, old: Any) -> Any:
-        _check_reducible(new.dtype, how)
         match how:
             case "mean":
                 return jax.lax.pmean(new, axis_names)
@@ -65,7 +64,14 @@ def reduced(value: Any, before: Any, how: str, axis_names: tuple[AxisName, ...])
     return jax.tree.map(one, value, before)
 
 
-def _check_reducible(dtype: Any, how: str) -> None:
+def check_reducible(value: Any, how: Any) -> None:
+    """Refuse a named policy that has no meaning for a dtype."""
+    for leaf in jax.tree_util.tree_leaves(value):
+        if isinstance(how, str):
+            _check_dtype(leaf.dtype, how)
+
+
+def _check_dtype(dtype: Any, how: str) -> None:
     allowed: tuple[Any, ...]
     match how:
         case "mean":

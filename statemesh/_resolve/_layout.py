@@ -1,6 +1,7 @@
 """Step 2 at every call: the program's inputs, laid out as it takes them."""
 
 from collections.abc import Sequence
+from operator import methodcaller
 from typing import Any
 
 import jax
@@ -12,6 +13,9 @@ from .._base._types import NUMBERS, AxisName
 from .._model._values import strong
 from ._placement import check_shapes, lies_right, traced_onto
 from ._specs import Placement
+
+
+_is_deleted = methodcaller("is_deleted")
 
 
 class Layout:
@@ -70,17 +74,22 @@ class Layout:
         The two differ for an array that lies right under another name of the same layout: it comes
         back as it is, but the program, compiled for one name, gets it by that one.
         """
-        if self.only_arrays and [x.sharding for x in given] == self.seen:
+        # A buffer that was given up must not reach the program: JAX 0.10 crashes the process.
+        if (
+            self.only_arrays
+            and [x.sharding for x in given] == self.seen
+            and not any(map(_is_deleted, given))
+        ):
             return given, given
         return self._moved(given)
 
     def _moved(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        if gone := [k for k in self.on_device if given[k].is_deleted()]:
+            raise errors.deleted(self.fun_name, [self.paths[k] for k in gone])
         stale = [k for k in self.on_device if given[k].sharding is not self.seen[k]]
         ready, shown = list(given), list(given)
         wrong: list[int] = []
         for k in stale:
-            if given[k].is_deleted():
-                raise errors.deleted(self.fun_name, [self.paths[k]])
             if self.strengthen[k]:
                 ready[k] = shown[k] = strong(given[k])
             if ready[k].sharding == self.targets[k]:

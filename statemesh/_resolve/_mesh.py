@@ -68,24 +68,28 @@ def manual_names(mesh: Mesh | AbstractMesh, axis_names: Iterable[AxisName]) -> t
 
 
 def check_specs(
-    specs: Any, what: str, mesh: Mesh | AbstractMesh, names: Sequence[AxisName]
+    named: Sequence[tuple[str, Any]], mesh: Mesh | AbstractMesh, names: Sequence[AxisName]
 ) -> None:
     """Refuse specs that name an axis the call does not map over, or one axis twice.
+
+    **Arguments:**
+
+    - `named`: trees of specs, each with what messages call it.
 
     **Raises:** `SpecError` listing all of them.
     """
     unknown: list[tuple[str, Any, list[AxisName]]] = []
     twice: list[tuple[str, Any, list[AxisName]]] = []
-    flat = jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)[0]
-    for path, spec in flat:
-        where = what + jax.tree_util.keystr(path)
-        if not is_spec(spec):
-            raise errors.not_a_spec(where, spec)
-        used = _names_in(spec)
-        if strangers := [name for name in used if name not in names]:
-            unknown.append((where, spec, strangers))
-        if repeated := [name for name in dict.fromkeys(used) if used.count(name) > 1]:
-            twice.append((where, spec, repeated))
+    for what, specs in named:
+        for path, spec in jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)[0]:
+            where = what + jax.tree_util.keystr(path)
+            if not is_spec(spec):
+                raise errors.not_a_spec(where, spec)
+            used = _names_in(spec)
+            if strangers := [name for name in used if name not in names]:
+                unknown.append((where, spec, strangers))
+            if repeated := [name for name in dict.fromkeys(used) if used.count(name) > 1]:
+                twice.append((where, spec, repeated))
     if unknown:
         raise errors.unknown_axes(unknown, mesh, names)
     if twice:

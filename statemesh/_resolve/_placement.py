@@ -115,7 +115,7 @@ def place(tree: Any, mesh: Mesh, specs: Any = None, *, state_specs: StateSpecs =
         ```
     """
     names = manual_names(mesh, ())
-    check_specs(specs, "specs", mesh, names)
+    check_specs([("specs", specs)], mesh, names)
     flat, _ = tree_util.tree_flatten_with_path(tree, is_leaf=is_state)
     said = iter(choose_specs(state_specs, [("tree", tree)], "state_specs"))
     paths: list[str] = []
@@ -136,7 +136,8 @@ def place(tree: Any, mesh: Mesh, specs: Any = None, *, state_specs: StateSpecs =
     chosen_at = [i for i, where in enumerate(placements) if where is not None]
     wheres = [where for where in placements if where is not None]
     arrays = [leaves[i] for i in chosen_at]
-    check_specs([where.spec for where in wheres], "specs", mesh, names)
+    named = [(f"the spec of {paths[i]}", w.spec) for i, w in zip(chosen_at, wheres, strict=True)]
+    check_specs(named, mesh, names)
     check_shapes([paths[i] for i in chosen_at], arrays, wheres, mesh, "place")
     targets = [NamedSharding(mesh, where.spec) for where in wheres]
     for i, x, target in zip(chosen_at, arrays, targets, strict=True):

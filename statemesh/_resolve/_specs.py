@@ -48,7 +48,7 @@ def placement(spec: PartitionSpec | PerShard | None) -> Placement:
 
 def own_placements(state: State, spec: Any, path: str) -> list[Placement]:
     """One placement for each leaf of a state's value, from a spec or a prefix tree of specs."""
-    specs = broadcast_specs(spec, state.value, "spec", f"{path}.value")
+    specs = broadcast_specs(spec, state.value, f"the spec of {path}", f"{path}.value")
     return [_for_kind(state, one) for one in specs]
 
 

@@ -1,0 +1,890 @@
+"""Every mistake that is refused, with its exact text."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from statemesh import legacy
+from tests.helpers import make_mesh
+
+
+X = np.arange(16, dtype=np.float32)
+IN_SPECS, OUT_SPECS = (P(), P("x")), (P("x"), P())
+CASES: list[Any] = []
+
+
+def mistake(error: type[BaseException], text: str) -> Callable[[Callable[[], Any]], Any]:
+    """A mistake, the error that it must raise, and all that the error says."""
+
+    def add(make: Callable[[], Any]) -> Any:
+        CASES.append(pytest.param(make, error, text, id=make.__name__))
+        return make
+
+    return add
+
+
+def step(model: Any, x: Any) -> Any:
+    return x * 2, model
+
+
+def call(
+    fun: Any = step,
+    mesh: Any = None,
+    in_specs: Any = IN_SPECS,
+    out_specs: Any = OUT_SPECS,
+    **kwargs: Any,
+) -> sm.StatefulMapping:
+    mapped: sm.StatefulMapping = sm.shard_map(
+        fun, mesh or make_mesh(), in_specs, out_specs, **kwargs
+    )
+    return mapped
+
+
+class Net(sm.Module):
+    w: sm.ParamState
+    mean: sm.BatchState
+    count: sm.State
+
+
+def net() -> Net:
+    return Net(sm.ParamState(X), sm.BatchState(0.0), sm.State(0))
+
+
+# States
+
+
+@mistake(
+    TypeError,
+    """\
+a State's value is a pytree of arrays, but:
+  - value['a'] is ParamState(float32[]) (ParamState)
+A State cannot hold a State. Put the inner value in: `State(inner.value)`; or keep the two side by side in a Module.""",
+)
+def state_in_state() -> Any:
+    return sm.State({"a": sm.ParamState(1.0)})
+
+
+@mistake(
+    TypeError,
+    """\
+a State's value is a pytree of arrays, but:
+  - value['a'] is 'text' (str)
+  - value['c'] is <class 'object'> (type)
+Keep what is no array in a field of the Module that holds the State.""",
+)
+def state_of_text() -> Any:
+    return sm.State({"a": "text", "b": None, "c": object})
+
+
+@mistake(
+    sm.StatemeshError,
+    """\
+reduce='median' is not a write policy. Use None, 'mean', 'max', 'min', 'sum', or a function `(old, new, axis_names) -> value`.""",
+)
+def unknown_policy() -> Any:
+    return sm.State(0.0, reduce="median")
+
+
+@mistake(
+    TypeError,
+    """\
+spec is 'x' of type str, not a spec. Use P('axis'), P(), None, or for a state sm.PerShard('axis').""",
+)
+def not_a_spec_for_a_state() -> Any:
+    return sm.State(0.0, spec="x")
+
+
+@mistake(
+    AttributeError,
+    """\
+BatchState is immutable; cannot assign to `value`. Write `new = state.set(value)`, or `new = state.replace(value=...)`, and return the new state.""",
+)
+def assigning_to_a_state() -> None:
+    sm.BatchState(0.0).value = 1.0
+
+
+@mistake(
+    sm.StructureError,
+    """\
+stats: the new value differs in shape or dtype.
+  - value['mean']: was float32[3], is float32[4]
+  - value['n']: was int32[], is float32[]
+Cast or reshape it, or use `state.replace(value=...)` to change it on purpose.""",
+)
+def wrong_dtype_and_shape_written() -> Any:
+    state = sm.BatchState({"mean": jnp.zeros(3), "n": jnp.int32(0)}, name="stats")
+    return state.set({"mean": jnp.zeros(4), "n": jnp.float32(0)})
+
+
+@mistake(
+    sm.StructureError,
+    """\
+State: the new value differs in shape or dtype.
+  - value: was int32[], is float32[]
+Cast or reshape it, or use `state.replace(value=...)` to change it on purpose.""",
+)
+def fraction_written_to_an_integer() -> Any:
+    return sm.State(3).set(1.5)
+
+
+@mistake(
+    sm.StructureError,
+    """\
+pair: the new value has another tree structure.
+  old: PyTreeDef((*, *))
+  new: PyTreeDef([*, *])
+Use `state.replace(value=...)` to change the structure on purpose.""",
+)
+def structure_changed() -> Any:
+    return sm.State((1, 2), name="pair").set([1, 2])
+
+
+@mistake(
+    TypeError,
+    """\
+a State's value is a pytree of arrays, but:
+  - value is State(float32[]) (State)
+A State cannot hold a State. Put the inner value in: `State(inner.value)`; or keep the two side by side in a Module.""",
+)
+def state_written_into_a_state() -> Any:
+    return sm.State(1.0).set(sm.State(2.0))
+
+
+@mistake(
+    sm.StructureError,
+    """\
+State.replace got 'values'; a State has 'value', 'name', 'tag', 'spec', 'reduce'.""",
+)
+def unknown_state_field() -> Any:
+    return sm.State(1.0).replace(values=2.0)
+
+
+@mistake(
+    TypeError,
+    """\
+Mine overrides __init__, which JAX calls whenever it rebuilds a state. Override `enter` and `leave`, and give Mine a classmethod for other ways to make one.""",
+)
+def kind_with_a_constructor() -> Any:
+    class Mine(sm.State):
+        def __init__(self, size: int) -> None:
+            super().__init__(jnp.zeros(size))
+
+    return Mine
+
+
+@mistake(
+    TypeError,
+    """\
+RandomState needs a typed key, got uint32[2]. Write `sm.RandomState(jax.random.key(0))`; a raw key becomes a typed one with `jax.random.wrap_key_data(raw)`.""",
+)
+def raw_key() -> Any:
+    return sm.RandomState(jax.random.PRNGKey(0))
+
+
+@mistake(
+    TypeError,
+    """\
+RandomState needs a typed key, got 0. Write `sm.RandomState(jax.random.key(0))`; a raw key becomes a typed one with `jax.random.wrap_key_data(raw)`.""",
+)
+def seed_for_a_key() -> Any:
+    return sm.RandomState(0)
+
+
+@mistake(
+    sm.SpecError,
+    """\
+RandomState cannot be placed with spec=P('x'): its key is the same on every shard, and every shard draws its own numbers from it. Leave `spec` out, or use sm.PerShard('axis') for keys that are really independent.""",
+)
+def sharded_key() -> Any:
+    return sm.RandomState(jax.random.key(0), spec=P("x"))
+
+
+@mistake(
+    sm.StatemeshError,
+    """\
+RandomState.rows: no axis is called 'data' here; the axes mapped over are 'x'.""",
+)
+def rows_over_an_unbound_axis() -> Any:
+    def fun(rng: sm.RandomState, x: jax.Array) -> Any:
+        _, rng = rng.rows(2, "data")
+        return x, rng
+
+    return call(fun)(sm.RandomState(jax.random.key(0)), X)
+
+
+# Modules, filters, partition
+
+
+@mistake(
+    sm.StructureError,
+    """\
+Net.replace got 'weights'; the fields of Net are 'w', 'mean', 'count'.""",
+)
+def unknown_module_field() -> Any:
+    return net().replace(weights=1.0)
+
+
+@mistake(
+    TypeError,
+    """\
+Net.init_all_states got 'size', which no `init_state` in it takes. Name the argument in the signature of the `init_state` that needs it.""",
+)
+def init_argument_that_nobody_takes() -> Any:
+    return net().init_all_states(size=3)
+
+
+@mistake(
+    TypeError,
+    """\
+3 is not a filter. Use a type, a tag (string), `...`, None, a function `(path, state) -> bool`, a list of filters, or a class of statemesh.filters.""",
+)
+def not_a_filter() -> Any:
+    return sm.partition(net(), 3)
+
+
+@mistake(
+    TypeError,
+    """\
+3 is not a filter. Use a type, a tag (string), `...`, None, a function `(path, state) -> bool`, a list of filters, or a class of statemesh.filters.""",
+)
+def not_a_filter_in_a_mapping() -> Any:
+    return call(state_in_specs={3: P("x")})
+
+
+@mistake(
+    sm.StructureError,
+    """\
+partition: no state matches 'cache'. The states there are:
+  - tree.w: ParamState(float32[16])
+  - tree.mean: BatchState(float32[])
+  - tree.count: State(int32[])""",
+)
+def filter_that_matches_nothing() -> Any:
+    return sm.partition(net(), "cache")
+
+
+@mistake(
+    sm.StructureError,
+    """\
+state_in_specs: no state matches RandomState, 'cache'. The states there are:
+  - model.w: ParamState(float32[16])
+  - model.mean: BatchState(float32[])
+  - model.count: State(int32[])""",
+)
+def filter_that_matches_nothing_in_a_call() -> Any:
+    return call(state_in_specs={sm.RandomState: P(), "cache": P("x")})(net(), X)
+
+
+@mistake(
+    sm.StructureError,
+    """\
+state_out_specs: no state matches PathContains('cache'). The states there are:
+  - step(...)[1].w: ParamState(float32[16])
+  - step(...)[1].mean: BatchState(float32[])
+  - step(...)[1].count: State(int32[])""",
+)
+def filter_that_matches_nothing_in_the_result() -> Any:
+    return call(state_out_specs={sm.filters.PathContains("cache"): P("x")})(net(), X)
+
+
+@mistake(
+    TypeError,
+    """\
+Where picks by position and needs the tree: write `to_predicate(filter, tree)`.""",
+)
+def where_without_a_tree() -> Any:
+    predicate = sm.filters.to_predicate(sm.filters.Where(lambda m: m.w))
+    return predicate((), sm.State(0))
+
+
+@mistake(
+    sm.StructureError,
+    """\
+combine needs at least one tree: `combine(*partition(tree, filter))`.""",
+)
+def combining_nothing() -> Any:
+    return sm.combine()
+
+
+@mistake(
+    sm.StructureError,
+    """\
+combine: each leaf must be in exactly one tree.
+  - `w` is in 2 trees: ParamState(float32[16]), ParamState(float32[16])""",
+)
+def combining_overlapping_parts() -> Any:
+    params, _ = sm.partition(net(), sm.ParamState)
+    return sm.combine(params, net())
+
+
+@mistake(
+    sm.StructureError,
+    """\
+combine: each leaf must be in exactly one tree.
+  - `['net'][0].count` is in none of the trees""",
+)
+def combining_too_few_parts() -> Any:
+    params, stats, _ = sm.partition({"net": [net()]}, sm.ParamState, sm.BatchState)
+    return sm.combine(params, stats)
+
+
+@mistake(
+    sm.StructureError,
+    """\
+combine: trees 0 and 1 differ in structure at `['net']`.
+  tree 0: [Net(w=ParamState(float32[16]), mean=Removed, count=Removed), Removed]
+  tree 1: [State(int32[]), 1, 2]
+Parts of one `partition` have one structure; was a part changed by more than `set`?""",
+)
+def combining_different_trees() -> Any:
+    params, rest = sm.partition({"net": [net(), 1]}, sm.ParamState)
+    rest["net"][0] = sm.State(0)
+    rest["net"].append(2)
+    return sm.combine(params, rest)
+
+
+# What is declared
+
+
+@mistake(
+    TypeError,
+    """\
+shard_map maps a function, got 'step' of type str. The function comes first: `shard_map(fun, mesh, in_specs, out_specs)`.""",
+)
+def mapping_no_function() -> Any:
+    return sm.shard_map("step", make_mesh(), P(), P())  # type: ignore[call-overload]
+
+
+@mistake(
+    TypeError,
+    """\
+shard_map needs out_specs: `shard_map(fun, mesh, in_specs, out_specs)`, with P() for what is the same on every shard.""",
+)
+def no_out_specs() -> Any:
+    return sm.shard_map(step, make_mesh(), P())
+
+
+@mistake(
+    TypeError,
+    """\
+in_specs=None says nothing. Write in_specs=P() for replicated arguments, or one entry for each positional argument: in_specs=(None, P('x')).""",
+)
+def in_specs_none() -> Any:
+    return sm.shard_map(step, make_mesh(), None, P())
+
+
+@mistake(
+    TypeError,
+    """\
+in_specs[1] is 'x' of type str, not a spec. Use P('axis'), P(), None, or for a state sm.PerShard('axis').""",
+)
+def text_for_a_spec() -> Any:
+    return call(in_specs=(P(), "x"))
+
+
+@mistake(
+    TypeError,
+    """\
+state_in_specs[ParamState] is 'x' of type str, not a spec. Use P('axis'), P(), None, or for a state sm.PerShard('axis').""",
+)
+def text_for_a_state_spec() -> Any:
+    return call(state_in_specs={sm.ParamState: "x"})
+
+
+@mistake(
+    sm.SpecError,
+    """\
+in_specs[1] is PerShard('x'), which places States only. Use P('x') for an array; for a State write state_in_specs={...: PerShard('x')} or State(value, spec=PerShard('x')).""",
+)
+def per_shard_for_an_array() -> Any:
+    return call(in_specs=(P(), sm.PerShard("x")))
+
+
+@mistake(
+    sm.StatemeshError,
+    """\
+donate='everything' is not known. Use 'none', 'states', 'all'.""",
+)
+def unknown_donation() -> Any:
+    return call(donate="everything")
+
+
+@mistake(
+    TypeError,
+    """\
+mesh must be a jax.sharding.Mesh, got 'cpu' of type str. Make one with `jax.make_mesh((jax.device_count(),), ('x',))`.""",
+)
+def devices_for_a_mesh() -> Any:
+    return sm.shard_map(step, "cpu", P(), P())  # type: ignore[call-overload]
+
+
+@mistake(
+    sm.SpecError,
+    """\
+the mesh Mesh() has no devices. Make one with `jax.make_mesh((jax.device_count(),), ('x',))`.""",
+)
+def empty_mesh() -> Any:
+    return sm.shard_map(step, Mesh(np.empty((), dtype=object), ()), P(), P())
+
+
+@mistake(
+    sm.SpecError,
+    """\
+specs name axes that there are not:
+  - in_specs[1] = P('x', 'model') names 'model'
+  - out_specs = P(('y', 'data')) names 'data'
+The axes to map over are 'x', 'y' of Mesh(x=4, y=2).""",
+)
+def unknown_axis() -> Any:
+    return call(mesh=make_mesh("4x2"), in_specs=(P(), P("x", "model")), out_specs=P(("y", "data")))
+
+
+@mistake(
+    sm.SpecError,
+    """\
+specs name axes that there are not:
+  - state_in_specs[ParamState] = P('z') names 'z'
+  - state_in_specs[...] = PerShard('w') names 'w'
+The axes to map over are 'x' of Mesh(x=8).""",
+)
+def unknown_axis_for_states() -> Any:
+    return call(state_in_specs={sm.ParamState: P("z"), ...: sm.PerShard("w")})
+
+
+@mistake(
+    sm.SpecError,
+    """\
+specs name axes that there are not:
+  - the spec of model = P('model') names 'model'
+The axes to map over are 'x' of Mesh(x=8).""",
+)
+def unknown_axis_in_a_states_own_spec() -> Any:
+    return call()(sm.State(X, spec=P("model")), X)
+
+
+@mistake(
+    sm.SpecError,
+    """\
+specs name axes that there are not:
+  - in_specs[1] = P('x', 'y') names 'y'
+The axes to map over are 'x' of Mesh(x=4, y=2); 'y' is not mapped over.""",
+)
+def axis_that_is_left_to_the_compiler() -> Any:
+    return call(mesh=make_mesh("4x2"), in_specs=(P(), P("x", "y")), axis_names={"x"})
+
+
+@mistake(
+    sm.SpecError,
+    """\
+a mesh axis can split one array axis only:
+  - in_specs[1] = P('x', 'x') has 'x' twice""",
+)
+def axis_twice_in_a_spec() -> Any:
+    return call(in_specs=(P(), P("x", "x")))
+
+
+@mistake(
+    sm.SpecError,
+    """\
+axis_names has 'data', but the axes of Mesh(x=8) are 'x'.""",
+)
+def axis_names_that_the_mesh_lacks() -> Any:
+    return call(axis_names={"data"})
+
+
+@mistake(
+    sm.SpecError,
+    """\
+auto=['x'] must be some, not all, of the axes of Mesh(x=8).""",
+)
+def legacy_auto_of_all_axes() -> Any:
+    return legacy.shard_map(lambda x: x, make_mesh(), P(), P(), auto=frozenset({"x"}))
+
+
+# Calls
+
+
+@mistake(
+    sm.SpecError,
+    """\
+no mesh: shard_map was given none, and none is set. Pass `mesh=...`, or call inside `with jax.set_mesh(mesh):`.""",
+)
+def no_mesh() -> Any:
+    return sm.shard_map(step, None, (P(), P("x")), (P("x"), P()))(net(), X)
+
+
+@mistake(
+    sm.SpecError,
+    """\
+shard_map was given Mesh(x=8) with axis types (Auto), but the mesh that is set is Mesh(x=4, y=2) with axis types (Auto, Auto). Leave `mesh` out to use the one that is set, or call outside of `jax.set_mesh`.""",
+)
+def another_mesh_than_the_one_that_is_set() -> Any:
+    with jax.set_mesh(make_mesh("4x2")):
+        return call()(net(), X)
+
+
+@mistake(
+    sm.SpecError,
+    """\
+Mesh(x=8) is an AbstractMesh, which has no devices to run on. Call under `jax.jit` with arguments that lie on devices, or pass a `jax.sharding.Mesh`.""",
+)
+def abstract_mesh_outside_a_trace() -> Any:
+    return call(mesh=make_mesh().abstract_mesh)(net(), X)
+
+
+@mistake(
+    TypeError,
+    """\
+in_specs can be left out only on a mesh of Explicit axes; this is Mesh(x=4, y=2) with axis types (Auto, Auto). Write in_specs=..., one entry for each positional argument.""",
+)
+def in_specs_left_out_on_auto_axes() -> Any:
+    return sm.shard_map(step, make_mesh("4x2"), out_specs=(P(), P()))(net(), X)
+
+
+@mistake(
+    sm.SpecError,
+    """\
+step was called with 1 positional argument, but in_specs has 2 entries. in_specs has one entry for each positional argument (None for one that is not sharded); keyword arguments have none.""",
+)
+def too_few_arguments() -> Any:
+    return call()(net())
+
+
+@mistake(
+    sm.SpecError,
+    """\
+step was called with 3 positional arguments, but in_specs has 1 entry. in_specs has one entry for each positional argument (None for one that is not sharded); keyword arguments have none.""",
+)
+def too_many_arguments() -> Any:
+    return call(in_specs=(P(),))(net(), X, X)
+
+
+@mistake(
+    TypeError,
+    """\
+step(model: Any, x: Any) -> Any cannot be called like this: got an unexpected keyword argument 'train'.""",
+)
+def keyword_that_is_not_accepted() -> Any:
+    return call()(net(), X, train=True)
+
+
+@mistake(
+    sm.SpecError,
+    """\
+specs must be a tree prefix of what they place:
+  - in_specs[0] is a dict with keys ['a', 'b'], but model is a dict with keys ['a']
+One spec stands for a whole subtree: P() or P('axis') in its place fits anything.""",
+)
+def specs_that_are_no_prefix() -> Any:
+    return call(in_specs=({"a": P(), "b": P()}, [P("x"), P()]))({"a": X}, [X])
+
+
+@mistake(
+    sm.SpecError,
+    """\
+specs must be a tree prefix of what they place:
+  - in_specs[0]['s'] = {'k': P('x',)} reaches into the State model['s']; States are placed by `state_in_specs`, `state_out_specs` or their own `spec`
+One spec stands for a whole subtree: P() or P('axis') in its place fits anything.""",
+)
+def specs_that_reach_into_a_state() -> Any:
+    return call(in_specs=({"s": {"k": P("x")}}, P()))({"s": sm.State({"k": X})}, X)
+
+
+@mistake(
+    sm.SpecError,
+    """\
+specs must be a tree prefix of what they place:
+  - in_specs is a dict with keys ['model', 'x'], but model is a Net
+One spec stands for a whole subtree: P() or P('axis') in its place fits anything.""",
+)
+def one_dictionary_for_several_arguments() -> Any:
+    return call(in_specs={"model": P(), "x": P("x")})(net(), X)
+
+
+@mistake(
+    sm.SpecError,
+    """\
+specs must be a tree prefix of what they place:
+  - the spec of model is a dict with keys ['v'], but model.value is a dict with keys ['k']
+One spec stands for a whole subtree: P() or P('axis') in its place fits anything.""",
+)
+def spec_of_a_state_that_is_no_prefix_of_its_value() -> Any:
+    return call()(sm.State({"k": X}, spec={"v": P("x")}), X)
+
+
+@mistake(
+    sm.SpecError,
+    """\
+step: arrays do not fit their specs on Mesh(x=4):
+  - model.w: float32[6,2] with spec P('x'): axis 0 has size 6, not divisible by 'x' of size 4 (6 % 4 = 2)
+  - x: float32[6,3] with spec P('x'): axis 0 has size 6, not divisible by 'x' of size 4 (6 % 4 = 2)
+Pad the array, choose another spec, or use P() to replicate it.""",
+)
+def size_six_on_four_shards() -> Any:
+    return call(mesh=make_mesh("4"), state_in_specs={sm.ParamState: P("x")})(
+        net().replace(w=sm.ParamState(np.zeros((6, 2)))), np.zeros((6, 3), np.float32)
+    )
+
+
+@mistake(
+    sm.SpecError,
+    """\
+step: arrays do not fit their specs on Mesh(x=4, y=2):
+  - x: float64[12] with spec P(('x', 'y')): axis 0 has size 12, not divisible by 'x', 'y' of size 4 * 2 = 8 (12 % 8 = 4)
+Pad the array, choose another spec, or use P() to replicate it.""",
+)
+def size_that_two_axes_do_not_divide() -> Any:
+    return call(mesh=make_mesh("4x2"), in_specs=(P(), P(("x", "y"))))(net(), np.zeros(12))
+
+
+@mistake(
+    sm.SpecError,
+    """\
+step: arrays do not fit their specs on Mesh(x=8):
+  - model.mean: float32[] with spec P('x') has 0 axes, but the spec has 1
+  - model.count: int32[] with spec P('x') has 0 axes, but the spec has 1
+Pad the array, choose another spec, or use P() to replicate it.""",
+)
+def spec_of_a_scalar() -> Any:
+    return call(state_in_specs=P("x"))(net(), X)
+
+
+@mistake(
+    sm.SpecError,
+    """\
+step: arrays do not fit their specs on Mesh(x=4, y=2):
+  - x: float32[16] with spec P('x', 'y') has 1 axis, but the spec has 2
+Pad the array, choose another spec, or use P() to replicate it.""",
+)
+def spec_longer_than_the_array() -> Any:
+    return call(mesh=make_mesh("4x2"), in_specs=(P(), P("x", "y")))(net(), X)
+
+
+@mistake(
+    sm.SpecError,
+    """\
+step: arrays do not fit their specs on Mesh(x=8):
+  - model: float32[4,3] with spec P('x') (PerShard): axis 0 has size 4, one entry per shard is 8
+Pad the array, choose another spec, or use P() to replicate it.""",
+)
+def per_shard_of_another_size() -> Any:
+    return call()(sm.State(np.zeros((4, 3)), spec=sm.PerShard("x")), X)
+
+
+@mistake(
+    sm.SpecError,
+    """\
+step: arrays do not fit their specs on Mesh(x=8):
+  - model: float32[] with spec P('x') (PerShard) is a scalar; it needs a leading axis of one entry per shard
+Pad the array, choose another spec, or use P() to replicate it.""",
+)
+def per_shard_of_a_scalar() -> Any:
+    return call()(sm.State(0.0, spec=sm.PerShard("x")), X)
+
+
+@mistake(
+    sm.SpecError,
+    """\
+an enclosing shard_map already maps over every axis of Mesh(x=8). Give the outer one `axis_names`, so that some are left.""",
+)
+def axes_all_taken_by_an_outer_call() -> Any:
+    mesh = make_mesh()
+    return call(lambda m, x: (call(mesh=mesh)(m, x)[0], m))(net(), X)
+
+
+@mistake(
+    sm.SpecError,
+    """\
+axis_names has 'x', which an enclosing shard_map already maps over on Mesh(x=4, y=2). Name other axes.""",
+)
+def axis_taken_by_an_outer_call() -> Any:
+    mesh = make_mesh("4x2")
+    inner = call(mesh=mesh, axis_names={"x"})
+    return call(lambda m, x: (inner(m, x)[0], m), mesh=mesh, axis_names={"x"})(net(), X)
+
+
+@mistake(
+    sm.StatemeshError,
+    """\
+<lambda>: these arguments were given up to an earlier call that donates its arguments:
+  - m.count
+Go on with what that call returned, as in `out, model = step(model, x)`.""",
+)
+def donated_model_used_again() -> Any:
+    mapped = call(lambda m, x: (x, m.replace(count=m.count.value + 1)), donate="states")
+    (model, x) = mapped.place(net(), X)
+    mapped(model, x)
+    return mapped(model, x)
+
+
+@mistake(
+    jax.errors.UnexpectedTracerError,
+    """\
+step: a traced value outlived its trace. Among the arguments these are traced:
+  - model.w
+  - model.mean
+  - model.count
+Return values from the traced function instead of keeping them: a model that was written inside `jax.jit` or `jax.grad` leaves it as a result.""",
+)
+def tracer_kept_from_an_old_trace() -> Any:
+    kept = []
+    jax.jit(lambda w: kept.append(net().replace(w=w)))(X)
+    return call()(kept[0], X)
+
+
+# Results
+
+
+def writes(**new: Callable[[jax.Array], Any]) -> Any:
+    def fun(model: Net, x: jax.Array) -> Any:
+        return x, model.replace(**{name: make(x) for name, make in new.items()})
+
+    return fun
+
+
+@mistake(
+    sm.DivergedStateError,
+    """\
+fun: shards wrote different values to states of which one copy is kept:
+  - model.mean: BatchState(float32[]) varies over 'x' but leaves with P(), which keeps one copy
+Mend it in one of three ways:
+  1. reduce the value yourself: state.set(jax.lax.pmean(value, 'x'));
+  2. declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a function;
+  3. keep one value per shard: State(value, spec=sm.PerShard('x')), or a spec that names 'x', as in state_out_specs.""",
+)
+def diverging_write() -> Any:
+    return call(writes(mean=jnp.mean))(net(), X)
+
+
+@mistake(
+    sm.DivergedStateError,
+    """\
+fun: shards wrote different values to states of which one copy is kept:
+  - model.mean: BatchState(float32[]) varies over 'x', 'y' but leaves with P(), which keeps one copy
+  - model.count: State(int32[]) varies over 'y' but leaves with P(), which keeps one copy
+Mend it in one of three ways:
+  1. reduce the value yourself: state.set(jax.lax.pmean(value, ('x', 'y')));
+  2. declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a function;
+  3. keep one value per shard: State(value, spec=sm.PerShard('x', 'y')), or a spec that names 'x', 'y', as in state_out_specs.""",
+)
+def several_diverging_writes() -> Any:
+    mesh = make_mesh("4x2")
+    fun = writes(mean=jnp.mean, count=lambda x: jax.lax.axis_index("y"))
+    return call(fun, mesh=mesh, in_specs=(P(), P(("x", "y"))), out_specs=(P(("x", "y")), P()))(
+        net(), X
+    )
+
+
+@mistake(
+    sm.DivergedStateError,
+    """\
+<lambda>: shards wrote different values to states of which one copy is kept:
+  - <lambda>(...)[1]['made']: HiddenState(float32[2], name='h') varies over 'x' but leaves with P(), which keeps one copy
+Mend it in one of three ways:
+  1. reduce the value yourself: state.set(jax.lax.pmean(value, 'x'));
+  2. declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a function;
+  3. keep one value per shard: State(value, spec=sm.PerShard('x')), or a spec that names 'x', as in state_out_specs.""",
+)
+def diverging_state_made_inside() -> Any:
+    return call(lambda m, x: (x, {"made": sm.HiddenState(x, name="h")}))(net(), X)
+
+
+@mistake(
+    sm.StatemeshError,
+    """\
+reduce='mean' cannot merge values of dtype int32. Use reduce='sum', 'max' or 'min' for integers, or a function `(old, new, axis_names) -> value`.""",
+)
+def mean_of_an_integer() -> Any:
+    return sm.State({"n": 0, "mean": 0.0}, reduce="mean")
+
+
+@mistake(
+    sm.StatemeshError,
+    """\
+reduce='sum' cannot merge values of dtype bool. Use reduce='max' or 'min' for an integer in place of it, or a function `(old, new, axis_names) -> value`.""",
+)
+def sum_of_a_boolean() -> Any:
+    return sm.State(0).replace(value=True, reduce="sum")
+
+
+@mistake(
+    sm.SpecError,
+    """\
+<lambda>: out_specs say that results are the same on every shard, but:
+  - <lambda>(...)[0]['loss']: float32[] varies over 'x' but its out_spec is P()
+  - <lambda>(...)[0]['y']: float32[2] varies over 'x' but its out_spec is P()
+Reduce it, as with jax.lax.psum(value, 'x'), or name 'x' in out_specs to join the shards' parts.""",
+)
+def result_that_varies() -> Any:
+    return call(lambda m, x: ({"loss": x.sum(), "y": x}, m), out_specs=(P(), P()))(net(), X)
+
+
+@mistake(
+    sm.SpecError,
+    """\
+<lambda>: results have fewer axes than their specs:
+  - <lambda>(...)[0]: float32[] has 0 axes, but its spec is P('x')
+Keep an axis, as with jnp.sum(x, keepdims=True) or x[None], or use P() for a value that is the same on every shard.""",
+)
+def result_with_too_few_axes() -> Any:
+    return call(lambda m, x: (x.sum(), m))(net(), X)
+
+
+@mistake(
+    sm.SpecError,
+    """\
+specs must be a tree prefix of what they place:
+  - out_specs is a tuple of 2 elements, but <lambda>(...) is a tuple of 3 elements
+One spec stands for a whole subtree: P() or P('axis') in its place fits anything.""",
+)
+def out_specs_that_are_no_prefix() -> Any:
+    return call(lambda m, x: (x, m, 1))(net(), X)
+
+
+@mistake(
+    sm.SpecError,
+    """\
+step(...)[1]['w'] is float32[16], but its out_spec is None, which fits only what holds no array outside of States. Write P() or P('axis').""",
+)
+def none_for_a_result_that_is_an_array() -> Any:
+    return call(out_specs=(P("x"), None))({"w": X}, X)
+
+
+@mistake(
+    TypeError,
+    """\
+mul got incompatible shapes for broadcasting: (2,), (16,).
+
+Hint: a state that is replicated met data that is sharded:
+  - m.w (float32[16]) is whole on every shard, but x is float32[2] there, split by P('x')
+If the state is to be split like the data, write state_in_specs=P('x') (or {filter: P('x')}), or give the state its own spec=P('x').""",
+)
+def whole_state_beside_split_data() -> Any:
+    return call(lambda m, x: (x * m.w.value, m))(net(), X)
+
+
+@mistake(
+    TypeError,
+    """\
+PerShard names no mesh axis. Write PerShard('data').""",
+)
+def no_axis_for_per_shard() -> Any:
+    return sm.PerShard()
+
+
+@pytest.mark.parametrize(("make", "error", "text"), CASES)
+def test_the_text_is_exactly(
+    make: Callable[[], Any], error: type[BaseException], text: str
+) -> None:
+    with pytest.raises(error) as raised:
+        make()
+    assert type(raised.value) is error
+    # JAX adds the address of a page to some of its own classes of errors.
+    assert str(raised.value).split("\nSee https:")[0] == text
