@@ -1,0 +1,113 @@
+"""The code's own shape: which part may import which, and how long a file may be."""
+
+import ast
+import pathlib
+
+import pytest
+
+
+ROOT = pathlib.Path(__file__).parent.parent / "statemesh"
+
+# The order of the flow. A part may import those before it, never those after it.
+LAYERS = [
+    "_base",
+    "_model",
+    "_partition",
+    "_arguments",
+    "_resolve",
+    "_match",
+    "_write_back",
+    "_leave",
+    "_call",
+]
+DOORS = {"__init__", "filters", "legacy"}
+
+# Files near 300 lines, and the ones that have a reason to be longer.
+LONGEST = 320
+LONGER = {"_base/_errors.py": 640}  # every wording in one place
+
+
+def modules() -> dict[str, pathlib.Path]:
+    return {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def part(name: str) -> str:
+    return name.split("/")[0].removesuffix(".py")
+
+
+def imported(path: pathlib.Path) -> set[str]:
+    """The modules of statemesh that a file imports, as paths below the package."""
+    found = set()
+    package = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        base = package[: len(package) - (node.level - 1)]
+        module = tuple((node.module or "").split(".")) if node.module else ()
+        for alias in node.names:
+            for parts in ((*base, *module, alias.name), (*base, *module)):
+                candidate = "/".join(parts) + ".py"
+                if candidate in modules():
+                    found.add(candidate)
+                    break
+    return found
+
+
+def test_every_part_has_its_place() -> None:
+    assert {part(name) for name in modules()} == {*LAYERS, *DOORS}
+
+
+@pytest.mark.parametrize("name", list(modules()))
+def test_imports_run_with_the_flow(name: str) -> None:
+    if part(name) in DOORS:
+        return
+    mine = LAYERS.index(part(name))
+    for other in imported(modules()[name]):
+        assert part(other) not in DOORS
+        assert LAYERS.index(part(other)) <= mine, f"{name} imports {other}"
+
+
+def test_no_import_circles() -> None:
+    graph = {name: imported(path) for name, path in modules().items()}
+    assert any(graph.values())
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join((*trail, name))
+        if name not in done:
+            for other in sorted(graph[name]):
+                visit(other, (*trail, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("name", list(modules()))
+def test_files_stay_short(name: str) -> None:
+    lines = len(modules()[name].read_text().splitlines())
+    assert lines <= LONGER.get(name, LONGEST)
+
+
+def test_private_jax_is_nowhere() -> None:
+    for name, path in modules().items():
+        assert "jax._src" not in path.read_text(), name
+
+
+def test_only_one_file_knows_unstable_jax() -> None:
+    for name, path in modules().items():
+        if name != "_base/_compat.py":
+            text = path.read_text()
+            assert "jax.extend" not in text, name
+            assert "__version__" not in text or name == "__init__.py", name
+
+
+def test_the_door_names_everything() -> None:
+    import statemesh
+
+    text = (ROOT / "__init__.py").read_text()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                assert alias.asname == alias.name
+                assert hasattr(statemesh, alias.name)

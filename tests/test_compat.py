@@ -1,0 +1,106 @@
+"""What statemesh relies on in JAX: a test fails here when JAX moves."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from statemesh._base import _compat as compat
+from tests.helpers import compiles, counted, make_mesh
+
+
+def test_out_specs_are_read_after_the_function_was_traced() -> None:
+    specs: list[Any] = []
+
+    def body(x: jax.Array) -> list[jax.Array]:
+        specs[:] = [P("x"), P()]
+        return [x, jax.lax.psum(x, "x")]
+
+    f = jax.shard_map(body, mesh=make_mesh(), in_specs=P("x"), out_specs=specs)
+    x = np.ones(8, np.float32)
+    for run, given in ((f, x), (jax.jit(f), x), (jax.vmap(f), x[None])):
+        specs.clear()
+        split, whole = run(given)
+        assert split.shape[-1] == 8 and whole.shape[-1] == 1
+
+
+def test_types_say_what_varies() -> None:
+    def body(x: jax.Array, y: jax.Array) -> jax.Array:
+        assert compat.varying(x) == {"x"}
+        assert compat.varying(y) == frozenset()
+        assert compat.varying(jax.lax.psum(x, "x")) == frozenset()
+        assert compat.varying(x + y) == {"x"}
+        return x
+
+    jax.jit(jax.shard_map(body, mesh=make_mesh(), in_specs=(P("x"), P()), out_specs=P("x")))(
+        np.ones(8, np.float32), np.ones(1, np.float32)
+    )
+
+
+def test_each_argument_has_a_tracer_of_its_own() -> None:
+    def body(x: jax.Array, y: jax.Array) -> list[jax.Array]:
+        assert x is not y
+        return [x, y]
+
+    mapped = jax.shard_map(body, mesh=make_mesh(), in_specs=P("x"), out_specs=P("x"))
+    same = np.ones(8, np.float32)
+    for run in (mapped, jax.jit(mapped)):
+        np.testing.assert_array_equal(run(same, same)[1], same)
+
+
+def test_where_we_are() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def look(x: Any) -> Any:
+        seen.append((compat.at_top_level(), compat.under_jit()))
+        return x * 1.0
+
+    look(1.0)
+    jax.jit(look)(1.0)
+    jax.grad(look)(1.0)
+    jax.vmap(look)(jnp.ones(2))
+    jax.make_jaxpr(jax.grad(look))(1.0)
+    assert seen == [(True, False), (False, True), (False, False), (False, False), (False, True)]
+
+
+def test_bound_axis_names() -> None:
+    def look(x: Any) -> Any:
+        assert compat.bound_axis_names() == ("lanes",)
+        return x
+
+    assert compat.bound_axis_names() == ()
+    jax.vmap(look, axis_name="lanes")(jnp.ones(2))
+
+
+def test_infer_is_the_default_of_in_specs() -> None:
+    mesh = make_mesh("8", AxisType.Explicit)
+    x = jax.device_put(np.ones(8, np.float32), NamedSharding(mesh, P("x")))
+    f = jax.shard_map(lambda x: x, mesh=mesh, in_specs=compat.INFER, out_specs=P("x"))
+    np.testing.assert_array_equal(f(x), x)
+
+
+def test_one_trace_serves_two_kinds_of_donation() -> None:
+    fun, count = counted(lambda x, y: (x + 1, y))
+    x = jnp.ones(3)
+    jax.jit(fun).trace(x, x)
+    jax.jit(fun, donate_argnums=0)(jnp.ones(3), x)
+    assert count.times == 1
+
+
+def test_compile_events_are_counted() -> None:
+    with compiles() as seen:
+        jax.jit(lambda x: x * 3 + 1)(jnp.ones(3))
+    assert seen.times >= 1
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+def test_typed_by_explicit_axes(explicit: bool) -> None:
+    mesh = make_mesh("8", AxisType.Explicit if explicit else AxisType.Auto)
+    x = jax.device_put(np.ones(8), NamedSharding(mesh, P("x")))
+    assert compat.is_explicitly_typed(x) == explicit
+    assert not compat.is_explicitly_typed(np.ones(8))
+    assert not compat.has_explicit_axes(compat.auto_twin(mesh))
