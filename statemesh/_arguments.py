@@ -43,7 +43,7 @@ class Arguments:
     - `args`, `kwargs`: the arguments.
     """
 
-    __slots__ = ("count", "names", "positional", "treedef", "unit_def", "units")
+    __slots__ = ("count", "names", "positional", "tied", "treedef", "unit_def", "units")
 
     def __init__(
         self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -55,8 +55,11 @@ class Arguments:
         self.positional = len(args)
         self.units: list[tuple[Unit, ...]] = []
         self.count = 0
+        # Paths at which one argument holds the very same State object.
+        self.tied: list[list[str]] = []
         for name, value in zip(self.names, values, strict=True):
             self.units.append(tuple(self._split(name, value)))
+            self.tied += _tied(value, self.units[-1])
 
     def _split(self, name: str, value: Any) -> list[Unit]:
         inside = inside_modules(value)
@@ -85,6 +88,14 @@ class Arguments:
 
     def states(self) -> list[Unit]:
         return [unit for unit in self.flat_units() if unit.kind is not None]
+
+
+def _tied(value: Any, units: Sequence[Unit]) -> list[list[str]]:
+    paths: dict[int, list[str]] = {}
+    for node, unit in zip(jax.tree_util.tree_leaves(value, is_leaf=is_state), units, strict=True):
+        if is_state(node):
+            paths.setdefault(id(node), []).append(unit.path)
+    return [several for several in paths.values() if len(several) > 1]
 
 
 def is_shaped(leaf: Any) -> bool:

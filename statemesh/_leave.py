@@ -40,6 +40,8 @@ class Exit:
     state_out_specs: StateSpecs
     axis_names: tuple[AxisName, ...]
     check_vma: bool
+    # Paths of the arguments that hold one and the same State object.
+    tied: Sequence[Sequence[str]] = ()
 
     def unmerged(self, value: Any, where: Placement) -> frozenset[AxisName]:
         """The axes over which `value` may differ although `where` keeps one copy.
@@ -66,6 +68,7 @@ class _Leaving:
         self.diverged: list[errors.Diverged] = []
         self.varying: list[errors.Varying] = []
         self.rank: list[errors.RankMismatch] = []
+        self.written_paths: set[str] = set()
 
     def array(self, x: Any, where: Placement, path: str) -> Output | Forwarded:
         """One array on its way out."""
@@ -88,6 +91,7 @@ class _Leaving:
             old = entered.old._with_value(entered.old.value, state._meta)
             return _filled(old, [Forwarded(i) for i in entered.inputs])
         path = path if entered is None else entered.path
+        self.written_paths.add(path)
         places = _places(state, entered, said, path)
         axes = [self.exit.unmerged(x, p) for x, p in zip(leaves_of(state), places, strict=False)]
         merging = self.exit.in_order(frozenset[AxisName]().union(*axes))
@@ -134,6 +138,9 @@ class _Leaving:
         return source
 
     def raise_errors(self) -> None:
+        tied = [paths for paths in self.exit.tied if self.written_paths & set(paths)]
+        if tied:
+            raise errors.tied(self.exit.fun_name, tied)
         if self.diverged:
             raise errors.diverged(self.exit.fun_name, self.diverged)
         if self.rank:

@@ -750,6 +750,19 @@ def writes(**new: Callable[[jax.Array], Any]) -> Any:
 
 
 @mistake(
+    sm.StructureError,
+    """\
+<lambda>: a state that stands in several places was written:
+  - m[0].mean and m[0].count are one State object
+Each place is a state of its own as soon as one is written. Keep it in one place; tie what must be in two with `equinox.nn.Shared`, or put copies in: `state.replace()`.""",
+)
+def one_state_in_two_places_written() -> Any:
+    one = sm.State(0.0)
+    both = [net().replace(mean=one, count=one)]
+    return call(lambda m, x: (x, [m[0].replace(mean=m[0].mean.value + 1)]))(both, X)
+
+
+@mistake(
     sm.DivergedStateError,
     """\
 fun: shards wrote different values to states of which one copy is kept:

@@ -214,7 +214,7 @@ def programs() -> dict[str, Any]:
             by_hand_train, (np.ones(4, np.float32), x), (P(), P("x")), (P(), P()),
         ),
         "many": (
-            many, ([sm.State(x, spec=P("x"))] * n, x), (P("x"), P()),
+            many, ([sm.State(x, spec=P("x")) for _ in range(n)], x), (P("x"), P()),
             by_hand_many, (x,) * (n + 1), (P("x"),) * (n + 1), (P("x"),) * (n + 1),
         ),
     }  # fmt: skip

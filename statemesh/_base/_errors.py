@@ -544,6 +544,15 @@ def diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError:
     )
 
 
+def tied(name: str, groups: Sequence[Sequence[str]]) -> StructureError:
+    items = [f"{' and '.join(paths)} are one State object" for paths in groups]
+    return StructureError(
+        f"{name}: a state that stands in several places was written:\n{_lines(items)}\n"
+        "Each place is a state of its own as soon as one is written. Keep it in one place; tie what must "
+        "be in two with `equinox.nn.Shared`, or put copies in: `state.replace()`."
+    )
+
+
 def out_varies(name: str, bad: Sequence[Varying]) -> SpecError:
     items = [
         f"{one.path}: {describe(one.value)} varies over {_names(one.axis_names)} but its out_spec is "

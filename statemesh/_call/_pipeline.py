@@ -43,6 +43,8 @@ class Signature:
         self.types = list(map(type, leaves))
         self.treedef = treedef
         self.context: Any = None
+        # Where the pipeline keeps it once a call has gone through.
+        self.key: tuple[Any, tuple[Any, ...]] = (None, ())
         self.plain = jax.jit(program)
         self.compiled: Callable[..., tuple[list[Any], WriteBack]] = self.plain
         if declared.donate != "none":
@@ -88,9 +90,11 @@ class Pipeline:
         recorded = compat.under_jit()
         signature = self._signature(leaves, treedef, args, kwargs, tracers or recorded)
         if not tracers and not recorded:
+            result = self._run(signature, leaves)
+            self._keep(signature)
             if self.declared.in_specs is not compat.INFER:
                 self._last = signature
-            return self._run(signature, leaves)
+            return result
         program = signature.program
         given = program.layout.traced(program.arrays(leaves), recorded)
         # Where nothing is recorded (an eager `grad` or `vmap`) the compiled program is transformed;
@@ -100,6 +104,7 @@ class Pipeline:
             outputs, back = call(*given)
         except jax.errors.UnexpectedTracerError as error:
             raise errors.old_tracer(self.declared.name, program.tracer_paths(given)) from error
+        self._keep(signature)
         return back(outputs, given)
 
     def _run(self, signature: Signature, leaves: Sequence[Any]) -> Any:
@@ -126,7 +131,7 @@ class Pipeline:
             specs = tuple(tree_util.tree_leaves(declared.in_specs))
         context = jax.sharding.get_abstract_mesh()
         key = (treedef, tuple(map(type, leaves)), mesh, context, traced, specs)
-        alike = self._programs.setdefault(key, {})
+        alike = self._programs.get(key, {})
         known = next(iter(alike.values()), None)
         if known is not None:
             signature = alike.get(_tokens(known.program, leaves))
@@ -136,10 +141,16 @@ class Pipeline:
         program = Program(declared, args, kwargs, leaves, mesh)
         signature = Signature(declared, program, leaves, treedef)
         signature.context = context
+        signature.key = (key, _tokens(program, leaves))
+        return signature
+
+    def _keep(self, signature: Signature) -> None:
+        # Only now: what is refused while tracing may depend on objects that are no part of the key.
+        key, statics = signature.key
+        alike = self._programs.setdefault(key, {})
         if len(alike) >= _KEPT:
             alike.pop(next(iter(alike)))
-        alike[_tokens(program, leaves)] = signature
-        return signature
+        alike[statics] = signature
 
     def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
         """The program for these arguments (or `ShapeDtypeStruct`s), lowered."""

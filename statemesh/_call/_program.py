@@ -100,6 +100,7 @@ class Program:
                 declared.state_out_specs,
                 names,
                 declared.check_vma,
+                arguments.tied,
             ),
         )
         self.__name__ = self.__qualname__ = declared.name

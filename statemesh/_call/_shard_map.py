@@ -29,7 +29,7 @@ def shard_map(
     state_in_specs: StateSpecs = ...,
     state_out_specs: StateSpecs = ...,
     check_vma: bool = ...,
-    axis_names: Iterable[AxisName] = ...,
+    axis_names: str | Iterable[AxisName] = ...,
     donate: Donate = ...,
     jit: bool = ...,
 ) -> StatefulMapping: ...
@@ -45,7 +45,7 @@ def shard_map(
     state_in_specs: StateSpecs = ...,
     state_out_specs: StateSpecs = ...,
     check_vma: bool = ...,
-    axis_names: Iterable[AxisName] = ...,
+    axis_names: str | Iterable[AxisName] = ...,
     donate: Donate = ...,
     jit: bool = ...,
 ) -> Callable[[Fun], StatefulMapping]: ...
@@ -60,7 +60,7 @@ def shard_map(
     state_in_specs: StateSpecs = None,
     state_out_specs: StateSpecs = None,
     check_vma: bool = True,
-    axis_names: Iterable[AxisName] = frozenset(),
+    axis_names: str | Iterable[AxisName] = frozenset(),
     donate: Donate = "none",
     jit: bool = True,
 ) -> StatefulMapping | Callable[[Fun], StatefulMapping]:
@@ -124,7 +124,7 @@ def shard_map(
             state_in_specs=state_in_specs,
             state_out_specs=state_out_specs,
             check_vma=check_vma,
-            axis_names=frozenset(axis_names),
+            axis_names=frozenset([axis_names] if isinstance(axis_names, str) else axis_names),
             donate=donate,
             jit=jit,
         )

@@ -128,7 +128,7 @@ class Layout:
     def abstract(self, given: Sequence[Any]) -> list[Any]:
         """Shapes and dtypes on the mesh, to lower the program with."""
         return [
-            x if t is None else jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=t)
+            x if t is None else jax.ShapeDtypeStruct(np.shape(x), _dtype(x), sharding=t)
             for x, t in zip(given, self.targets, strict=True)
         ]
 
@@ -137,3 +137,12 @@ class Layout:
 
     def _goes_by_another_name(self, x: jax.Array, k: int) -> bool:
         return bool(x.sharding.is_equivalent_to(self.targets[k], x.ndim))
+
+
+def _dtype(x: Any) -> Any:
+    """The dtype that `x` has on a device: NumPy's float64 is float32 there, unless x64 is enabled."""
+    return (
+        jax.dtypes.canonicalize_dtype(x.dtype)
+        if isinstance(x, np.ndarray | np.generic)
+        else x.dtype
+    )
