@@ -28,7 +28,7 @@ class LongTermState(State):
 
 
 class ParamState(LongTermState):
-    """Parameters: what `value_and_grad` differentiates."""
+    """Parameters: what training changes along its gradients."""
 
     __slots__ = ()
 

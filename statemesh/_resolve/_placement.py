@@ -109,8 +109,9 @@ def place(tree: Any, mesh: Mesh, specs: Any = None, *, state_specs: StateSpecs =
         >>> import jax, numpy as np, statemesh as sm
         >>> from jax.sharding import PartitionSpec as P
         >>> mesh = jax.make_mesh((1,), ("x",))
-        >>> sm.place({"w": sm.ParamState(np.ones(4))}, mesh, state_specs=P("x"))["w"].value.sharding.spec
-        PartitionSpec('x',)
+        >>> model = sm.place({"w": sm.ParamState(np.ones(4))}, mesh, state_specs=P("x"))
+        >>> model["w"].value.sharding.spec == P("x")
+        True
 
         ```
     """

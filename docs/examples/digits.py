@@ -1,0 +1,333 @@
+"""Hand-written digits, trained data-parallel on eight devices and then, the same, on one.
+
+    python docs/examples/digits.py [--x64] [--steps N] [--seed N] [--out PATH.png]
+
+Everything that a training step changes is a State: parameters, running statistics, the random
+stream, the optimizer's slots. `step` is a pure function of them, written for one shard of the batch,
+and `shard_map` runs it on a mesh of any size. Exits with 1 where the two trainings disagree.
+"""
+
+import argparse
+import os
+import sys
+import time
+from typing import Any, NamedTuple
+
+
+# Eight simulated devices on machines that have only a CPU; other platforms pass the flag by. It has
+# to be there before JAX starts. A number of devices that XLA_FLAGS already says comes last and wins.
+os.environ["XLA_FLAGS"] = (
+    f"--xla_force_host_platform_device_count=8 {os.environ.get('XLA_FLAGS', '')}"
+)
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from matplotlib.figure import Figure
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from tqdm import tqdm
+
+import statemesh as sm
+
+
+BATCH, HELD_OUT, WIDTHS = 96, 360, (64, 256, 128)
+KEEP = 0.8  # the share of activations that dropout lets through
+MEMORY = 0.95  # what the running statistics keep of their past at each step
+
+
+def pool(moments: dict[str, Any], axis_names: Any) -> dict[str, Any]:
+    """Count, mean and sum of squared deviations (M2) of all shards' rows together."""
+    count = jax.lax.psum(moments["count"], axis_names)
+    mean = jax.lax.psum(moments["count"] * moments["mean"], axis_names) / count
+    apart = moments["count"] * (moments["mean"] - mean) ** 2
+    return {"count": count, "mean": mean, "m2": jax.lax.psum(moments["m2"] + apart, axis_names)}
+
+
+def add_batch(old: Any, new: Any, axis_names: tuple[Any, ...]) -> dict[str, Any]:
+    """The running statistics' write policy: each shard writes the moments of its own rows, and what
+    leaves is those of all shards, joined to a fading past.
+
+    Counts weigh throughout: a mean of the shards' variances would miss how far their means differ.
+    """
+    batch, kept = pool(new, axis_names), MEMORY * old["count"]
+    count, apart = kept + batch["count"], batch["mean"] - old["mean"]
+    m2 = MEMORY * old["m2"] + batch["m2"] + apart**2 * kept * batch["count"] / count
+    return {"count": count, "mean": old["mean"] + apart * batch["count"] / count, "m2": m2}
+
+
+def dropout_mask(rng: sm.RandomState, shape: tuple[int, ...]) -> tuple[jax.Array, sm.RandomState]:
+    # One key for each row of the global batch: the same mask on any number of devices.
+    keys, rng = rng.rows(shape[0], "data")
+    return jax.vmap(lambda key: jax.random.bernoulli(key, KEEP, shape[1:]))(keys), rng
+
+
+class Block(sm.Module):
+    """A linear map, batch normalisation, ReLU and dropout."""
+
+    # No bias before the normalisation: it would cancel, and its gradient be nothing but rounding.
+    weight: sm.ParamState
+    scale: sm.ParamState
+    shift: sm.ParamState
+    running: sm.BatchState
+
+    def __init__(self, key: jax.Array, n_in: int, n_out: int) -> None:
+        self.weight = sm.ParamState(jax.random.normal(key, (n_in, n_out)) * (2 / n_in) ** 0.5)
+        self.scale = sm.ParamState(jnp.ones(n_out))
+        self.shift = sm.ParamState(jnp.zeros(n_out))
+        moments = {"count": 0.0, "mean": jnp.zeros(n_out), "m2": jnp.zeros(n_out)}
+        self.running = sm.BatchState(moments, reduce=add_batch)
+
+    def train(self, x: jax.Array, rng: sm.RandomState) -> tuple[jax.Array, "Block", sm.RandomState]:
+        x = x @ self.weight.value
+        mean = x.mean(axis=0)
+        own = {"count": float(len(x)), "mean": mean, "m2": ((x - mean) ** 2).sum(axis=0)}
+        # Normalised by the global batch, not by this shard's rows: so sharding changes nothing.
+        y = self.normalised(x, pool(own, "data"))
+        mask, rng = dropout_mask(rng, y.shape)
+        return jnp.where(mask, y / KEEP, 0), self.replace(running=own), rng
+
+    def predict(self, x: jax.Array) -> jax.Array:
+        return self.normalised(x @ self.weight.value, self.running.value)
+
+    def normalised(self, x: jax.Array, moments: dict[str, Any]) -> jax.Array:
+        x = (x - moments["mean"]) / jnp.sqrt(moments["m2"] / moments["count"] + 1e-5)
+        return jax.nn.relu(self.scale.value * x + self.shift.value)
+
+
+class Classifier(sm.Module):
+    """Blocks, and a linear map to the ten digits."""
+
+    blocks: tuple[Block, ...]
+    weight: sm.ParamState
+    bias: sm.ParamState
+    rng: sm.RandomState
+
+    def __init__(self, key: jax.Array) -> None:
+        stream, last, *keys = jax.random.split(key, len(WIDTHS) + 1)
+        self.blocks = tuple(map(Block, keys, WIDTHS[:-1], WIDTHS[1:]))
+        self.weight = sm.ParamState(jax.random.normal(last, (WIDTHS[-1], 10)) * WIDTHS[-1] ** -0.5)
+        self.bias = sm.ParamState(jnp.zeros(10))
+        self.rng = sm.RandomState(stream)
+
+    def train(self, x: jax.Array) -> tuple[jax.Array, "Classifier"]:
+        blocks, rng = [], self.rng
+        for block in self.blocks:
+            x, block, rng = block.train(x, rng)
+            blocks.append(block)
+        return x @ self.weight.value + self.bias.value, self.replace(blocks=tuple(blocks), rng=rng)
+
+    def predict(self, x: jax.Array) -> jax.Array:
+        for block in self.blocks:
+            x = block.predict(x)
+        logits: jax.Array = x @ self.weight.value + self.bias.value
+        return logits
+
+
+class Training(sm.Module):
+    """All that a step changes, and the optimizer, which is static."""
+
+    model: Classifier
+    slots: sm.LongTermState
+    row_loss: sm.HiddenState
+    optimizer: optax.GradientTransformation
+
+    def __init__(self, key: jax.Array, steps: int) -> None:
+        self.model = Classifier(key)
+        self.optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, steps))
+        params, _ = sm.partition(self.model, sm.ParamState)
+        self.slots = sm.LongTermState(self.optimizer.init(jax.tree.leaves(params)))
+        # The loss of each row of the latest batch lies where the row lies.
+        self.row_loss = sm.HiddenState(jnp.zeros(BATCH), spec=P("data"))
+
+
+def loss_fn(params: Any, rest: Any, images: jax.Array, digits: jax.Array) -> tuple[jax.Array, Any]:
+    model: Classifier = sm.combine(params, rest)
+    logits, model = model.train(images)
+    losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(logits, digits)
+    return losses.mean(), (model, losses)
+
+
+def step(training: Training, images: jax.Array, digits: jax.Array) -> tuple[jax.Array, Training]:
+    params, rest = sm.partition(training.model, sm.ParamState)
+    # Made varying, the parameters get this shard's own gradient, so that it is reduced once, here.
+    own = jax.lax.pcast(params, "data", to="varying")
+    grads, (model, losses) = jax.grad(loss_fn, has_aux=True)(own, rest, images, digits)
+    grads = jax.tree.leaves(jax.lax.pmean(grads, "data"))
+
+    leaves, treedef = jax.tree.flatten(params)
+    updates, slots = training.optimizer.update(grads, training.slots.value, leaves)
+    params = jax.tree.unflatten(treedef, optax.apply_updates(leaves, updates))
+    model = sm.combine(params, sm.partition(model, sm.ParamState)[1])
+    training = training.replace(model=model, slots=slots, row_loss=losses)
+    return jax.lax.pmean(losses.mean(), "data"), training
+
+
+def predict(model: Classifier, images: jax.Array) -> jax.Array:
+    return jnp.argmax(model.predict(images), axis=-1)
+
+
+def masks(rng: sm.RandomState, images: jax.Array) -> list[jax.Array]:
+    """The dropout masks that a step would draw for these images."""
+    drawn = []
+    for width in WIDTHS[1:]:
+        mask, rng = dropout_mask(rng, (len(images), width))
+        drawn.append(mask)
+    return drawn
+
+
+class Run(NamedTuple):
+    training: Training
+    losses: list[float]
+    predicted: Any
+    masks: list[Any]
+    steps_per_second: float
+
+    def compared(self) -> dict[str, Any]:
+        return {
+            "parameters": sm.states(self.training, sm.ParamState),
+            "running statistics": sm.states(self.training, sm.BatchState),
+            "RNG key": jax.random.key_data(self.training.model.rng.key),
+            "optimizer slots": self.training.slots,
+            "loss of each last row": self.training.row_loss,
+            "loss of each step": self.losses,
+        }
+
+
+def run(mesh: Mesh, training: Training, data: list[Any], steps: int, seed: int) -> Run:
+    """Train on a mesh, of one device or of many: nothing else differs."""
+    step_on = sm.shard_map(step, mesh, in_specs=(None, P("data"), P("data")), out_specs=P())
+    predict_on = sm.shard_map(predict, mesh, in_specs=(None, P("data")), out_specs=P("data"))
+    masks_on = sm.shard_map(masks, mesh, in_specs=(None, P("data")), out_specs=P("data"))
+
+    train_images, test_images, train_digits, _ = data
+    drawn = masks_on(training.model.rng, train_images[:BATCH])
+    losses: list[float] = []
+    started, shuffle = 0.0, np.random.default_rng(seed)
+    bar = tqdm(range(steps), f"{mesh.size} device(s)", unit="step", mininterval=0.5)
+    for _ in bar:
+        rows = shuffle.choice(len(train_digits), BATCH, replace=False)
+        loss, training = step_on(training, train_images[rows], train_digits[rows])
+        # With older JAX versions simulated devices block each other unless each step is awaited.
+        jax.block_until_ready(training)
+        if not losses:
+            started = time.perf_counter()  # From here on, everything is compiled.
+        losses.append(float(loss))
+        bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
+    per_second = (steps - 1) / (time.perf_counter() - started)
+    drawn += masks_on(training.model.rng, train_images[:BATCH])
+    predicted = np.asarray(predict_on(training.model, test_images))
+    return Run(training, losses, predicted, jax.device_get(drawn), per_second)
+
+
+def difference(a: Any, b: Any) -> float:
+    """The largest |a - b| in any array, relative to the largest |b| in it (or to 1 if that is 0)."""
+    worst = []
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        worst.append(np.abs(x - y).max() / (np.abs(y).max() or 1.0))
+    return float(np.max(worst))
+
+
+def compare(many: Run, one: Run, digits: Any, x64: bool) -> list[str]:
+    """Print two runs side by side, and say what is not as it must be."""
+    problems = []
+    accuracies = [float(np.mean(run.predicted == digits)) for run in (many, one)]
+    print(f"\n{'':24}{'sharded':>12}{'unsharded':>12}")
+    print(f"{'held-out accuracy':24}{accuracies[0]:12.4f}{accuracies[1]:12.4f}")
+    print(f"{'steps per second':24}{many.steps_per_second:12.1f}{one.steps_per_second:12.1f}")
+    if jax.default_backend() == "cpu":
+        print("(simulated devices share one machine's cores: more of them are not faster)")
+    print(f"\nlargest relative difference in float{64 if x64 else 32}")
+    for name, value in many.compared().items():
+        apart = difference(value, one.compared()[name])
+        print(f"{name:24}{apart:12.1e}")
+        limit = 0.0 if name == "RNG key" else 1e-9 if x64 else np.inf
+        if not apart <= limit:  # This way round, NaN is a problem too.
+            problems.append(f"{name}: relative difference {apart:.1e} is above {limit:.0e}")
+    same = all(map(np.array_equal, many.masks, one.masks))
+    print(f"dropout masks: {'bit-identical' if same else 'different'}, sharded and unsharded")
+    if not same:
+        problems.append("the dropout masks differ")
+    if accuracies[0] != accuracies[1]:
+        problems.append(f"the accuracies differ: {accuracies[0]:.4f} and {accuracies[1]:.4f}")
+    if min(accuracies) < 0.97:
+        problems.append(f"held-out accuracy {min(accuracies):.4f} is below 0.97")
+    return problems
+
+
+def held(state: sm.State, device: jax.Device) -> str:
+    """Which part of its arrays a state keeps on one device, or "whole"."""
+    parts = set()
+    for x in jax.tree.leaves(state.value):
+        index = x.sharding.devices_indices_map(x.shape)[device]
+        ranges = [part.indices(n)[:2] for part, n in zip(index, x.shape, strict=True)]
+        if ranges != [(0, n) for n in x.shape]:
+            parts.add(", ".join(f"{start}:{stop}" for start, stop in ranges))
+    return "; ".join(sorted(parts)) or "whole"
+
+
+def draw(many: Run, one: Run, mesh: Mesh, path: str) -> None:
+    """Both loss curves on one axis, and what each device holds of every state."""
+    figure = Figure(figsize=(14, 5.5), layout="constrained")
+    curves, grid = figure.subplots(1, 2, width_ratios=(4, 6))
+    curves.semilogy(one.losses, color="tab:orange", lw=4, alpha=0.5, label="unsharded: 1 device")
+    curves.semilogy(many.losses, color="black", lw=0.8, label=f"sharded: {mesh.size} device(s)")
+    curves.set(title="Training loss", xlabel="step", ylabel="cross-entropy of the batch")
+    curves.legend()
+
+    devices, states = list(mesh.devices.flat), sm.states(many.training)
+    texts = [[held(state, device) for device in devices] for state in states.values()]
+    blue, oranges = matplotlib.colormaps["Blues"](0.25), matplotlib.colormaps["Oranges"]
+    colours = [
+        [blue if t == "whole" else oranges(0.15 + 0.5 * row.index(t) / len(row)) for t in row]
+        for row in texts
+    ]
+    grid.pcolormesh(colours, edgecolors="white", linewidth=2)
+    grid.invert_yaxis()
+    for (i, j), text in np.ndenumerate(texts):
+        grid.text(j + 0.5, i + 0.5, text, ha="center", va="center", fontsize=8)
+    names = [f"{path}  ({type(state).__name__})" for path, state in states.items()]
+    grid.set_yticks(np.arange(len(names)) + 0.5, names, fontsize=8)
+    grid.set_xticks(np.arange(len(devices)) + 0.5, [device.id for device in devices])
+    grid.tick_params(length=0)
+    grid.set(title="What each device holds: all of a state, or its own rows", xlabel="device")
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train on eight devices, and the same on one.")
+    parser.add_argument("--x64", action="store_true", help="float64; all must agree to 1e-9")
+    parser.add_argument("--steps", type=int, default=600, help="training steps")
+    parser.add_argument("--seed", type=int, default=0, help="of split, weights, batches, dropout")
+    parser.add_argument("--out", default="digits.png", help="where the picture goes")
+    options = parser.parse_args()
+    jax.config.update("jax_enable_x64", options.x64)
+
+    digits = load_digits()
+    # From 0 to 1 and not centred: pixels that never see ink stay 0. Any other constant would act as
+    # a bias before the normalisation.
+    images = (digits.data / 16).astype(np.float64 if options.x64 else np.float32)
+    labels, seed = digits.target.astype(np.int32), options.seed
+    data = train_test_split(images, labels, test_size=HELD_OUT, stratify=labels, random_state=seed)
+    training = Training(jax.random.key(seed), options.steps)
+    devices = jax.devices()
+    size = max(n for n in (1, 2, 4, 8) if n <= len(devices))  # so that it divides the batch
+    mesh = jax.make_mesh((size,), ("data",), devices=devices[:size])
+    single = jax.make_mesh((1,), ("data",), devices=devices[:1])
+
+    many = run(mesh, training, data, options.steps, seed)
+    one = run(single, training, data, options.steps, seed)
+    problems = compare(many, one, data[-1], options.x64)
+    draw(many, one, mesh, options.out)
+    print(f"\nloss curves and layout of the states: {options.out}")
+    if problems:
+        sys.exit("\n".join(problems))
+
+
+if __name__ == "__main__":
+    main()
