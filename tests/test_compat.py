@@ -56,7 +56,7 @@ def test_where_we_are() -> None:
     seen: list[tuple[bool, bool]] = []
 
     def look(x: Any) -> Any:
-        seen.append((compat.at_top_level(), compat.under_jit()))
+        seen.append((compat.current_trace(()) is compat.TOP_LEVEL, compat.under_jit()))
         return x * 1.0
 
     look(1.0)

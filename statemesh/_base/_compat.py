@@ -30,12 +30,10 @@ def under_jit() -> bool:
     return bool(_core.unsafe_am_i_under_a_jit_DO_NOT_USE())
 
 
-_TOP = _core.find_top_trace(())
-
-
-def at_top_level() -> bool:
-    """Whether nothing is being traced or transformed: a quicker question than `under_jit`."""
-    return _core.find_top_trace(()) is _TOP
+# Whether anything is being traced or transformed, as the quickest question there is:
+# `current_trace(()) is TOP_LEVEL`.
+current_trace: Any = _core.find_top_trace
+TOP_LEVEL: Any = current_trace(())
 
 
 def bound_axis_names() -> tuple[AxisName, ...]:

@@ -29,8 +29,10 @@ from ._program import Program
 _KEPT = 256
 
 
+# Bound once: an attribute less to look up at every call.
 _flatten = tree_util.default_registry.flatten
 _context = jax.sharding.get_abstract_mesh
+_trace = compat.current_trace
 
 
 class Signature:
@@ -40,6 +42,9 @@ class Signature:
         self, declared: Declared, program: Program, leaves: Sequence[Any], treedef: Any
     ) -> None:
         self.program = program
+        self.inputs = program.arrays
+        self.concrete = program.layout.concrete
+        self.statics = program.statics
         self.types = list(map(type, leaves))
         self.treedef = treedef
         self.context: Any = None
@@ -53,8 +58,7 @@ class Signature:
             self.compiled = program
 
     def same_statics(self, leaves: Sequence[Any]) -> bool:
-        statics = self.program.statics
-        return not statics or all(map(is_, self.program.static_leaves(leaves), statics))
+        return all(map(is_, self.program.static_leaves(leaves), self.statics))
 
 
 class Pipeline:
@@ -77,11 +81,13 @@ class Pipeline:
             or last.types != list(map(type, leaves))
             or last.treedef != treedef
             or last.context is not _context()
-            or not compat.at_top_level()
-            or not last.same_statics(leaves)
+            or _trace(()) is not compat.TOP_LEVEL
+            or (last.statics and not last.same_statics(leaves))
         ):
             return self._other(leaves, treedef, args, kwargs)
-        return self._run(last, leaves)
+        ready, shown = last.concrete(last.inputs(leaves) if last.statics else leaves)
+        outputs, back = last.compiled(*ready)
+        return back(outputs, shown)
 
     def _other(
         self, leaves: list[Any], treedef: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -90,11 +96,12 @@ class Pipeline:
         recorded = compat.under_jit()
         signature = self._signature(leaves, treedef, args, kwargs, tracers or recorded)
         if not tracers and not recorded:
-            result = self._run(signature, leaves)
+            ready, shown = signature.concrete(signature.inputs(leaves))
+            outputs, back = signature.compiled(*ready)
             self._keep(signature)
             if self.declared.in_specs is not compat.INFER:
                 self._last = signature
-            return result
+            return back(outputs, shown)
         program = signature.program
         given = program.layout.traced(program.arrays(leaves), recorded)
         # Where nothing is recorded (an eager `grad` or `vmap`) the compiled program is transformed;
@@ -106,11 +113,6 @@ class Pipeline:
             raise errors.old_tracer(self.declared.name, program.tracer_paths(given)) from error
         self._keep(signature)
         return back(outputs, given)
-
-    def _run(self, signature: Signature, leaves: Sequence[Any]) -> Any:
-        ready, shown = signature.program.ready(leaves)
-        outputs, back = signature.compiled(*ready)
-        return back(outputs, shown)
 
     def _signature(
         self,
@@ -166,7 +168,7 @@ class Pipeline:
         """The arguments, laid out as the call wants them."""
         leaves, treedef = tree_util.tree_flatten((args, kwargs))
         program = self._signature(leaves, treedef, args, kwargs, traced=False).program
-        ready, _ = program.ready(leaves)
+        ready, _ = program.layout.concrete(program.arrays(leaves))
         for position, x in zip(program.inputs, ready, strict=True):
             leaves[position] = x
         placed: tuple[Any, ...] = treedef.unflatten(leaves)[0]

@@ -113,10 +113,6 @@ class Program:
         """The leaves that are not inputs."""
         return map(leaves.__getitem__, self.statics_at)
 
-    def ready(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The inputs as the program takes them, and as they come back when they are not written."""
-        return self.layout.concrete(self.arrays(leaves) if self.statics_at else leaves)
-
     def tracer_paths(self, arrays: Sequence[Any]) -> list[str]:
         """Which inputs are being traced."""
         pairs = zip(self.layout.paths, arrays, strict=True)
