@@ -202,3 +202,18 @@ def test_nested_over_other_axes(kind: str) -> None:
     np.testing.assert_allclose(after.value, folded)
     np.testing.assert_allclose(total, [np.sum(np.asarray(x)) + 2 * folded.sum()])
     del model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrays_on_other_devices_inside_eager_transformations(kind: str) -> None:
+    call = mapped(make_mesh("4", KINDS[kind]))
+    model = jax.device_put(make_model(), jax.devices()[6])
+    x = jax.device_put(jnp.asarray(data()), jax.devices()[7])
+    slopes = jax.grad(lambda m: loss(call, m, x))(model)
+    check(slopes, jax.grad(lambda m: loss(step, m, jnp.asarray(data())))(make_model()))
+    for slope in jax.tree.leaves(slopes):
+        assert slope.devices() == {jax.devices()[6]}
+    lanes = jax.vmap(lambda k: call(model, k * data())[0])(
+        jax.device_put(jnp.arange(1.0, 3.0), jax.devices()[5])
+    )
+    check(lanes[1], step(make_model(), jnp.asarray(2 * data()))[0])

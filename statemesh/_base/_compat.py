@@ -93,6 +93,39 @@ def reshard(x: Any, sharding: NamedSharding) -> Any:
     return jax.sharding.reshard(x, sharding)
 
 
+def is_tracer(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
+
+
+def onto_devices(x: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """A value that an eager `grad` or `vmap` traces, on the devices of `mesh`.
+
+    Only where its concrete value is committed to others, from which JAX takes nothing. The value is
+    put there, not the tracer, and its cotangent is put back.
+    """
+    value = x.to_concrete_value() if hasattr(x, "to_concrete_value") else None
+    if not isinstance(value, jax.Array) or not isinstance(mesh, Mesh) or not value.committed:
+        return x
+    here, there = value.sharding, NamedSharding(mesh, PartitionSpec())
+    if _devices(here) == _devices(there):
+        return x
+
+    def move(_: tuple[()], value: Any) -> Any:
+        return jax.device_put(value, there)
+
+    def back(_: tuple[()], cotangent: Any) -> Any:
+        return jax.device_put(cotangent, here)
+
+    return jax.custom_derivatives.linear_call(move, back, (), x)
+
+
+def _devices(sharding: jax.sharding.Sharding) -> list[jax.Device]:
+    """The devices in the order in which a sharding goes through them."""
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return list(sharding.mesh.devices.flat)
+    return sorted(sharding.device_set, key=lambda device: device.id)
+
+
 def off_explicit_axes(x: Any, mesh: Mesh | AbstractMesh) -> Any:
     """A traced value typed by Explicit axes as one that is not, on the Auto axes of `mesh`.
 

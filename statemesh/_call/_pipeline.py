@@ -92,10 +92,10 @@ class Pipeline:
     def _other(
         self, leaves: list[Any], treedef: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        tracers = any(isinstance(x, jax.core.Tracer) for x in leaves)
         recorded = compat.under_jit()
-        signature = self._signature(leaves, treedef, args, kwargs, tracers or recorded)
-        if not tracers and not recorded:
+        eager = _trace(()) is compat.TOP_LEVEL and not any(map(compat.is_tracer, leaves))
+        signature = self._signature(leaves, treedef, args, kwargs, traced=not eager)
+        if eager:
             ready, shown = signature.concrete(signature.inputs(leaves))
             outputs, back = signature.compiled(*ready)
             self._keep(signature)

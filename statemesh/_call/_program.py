@@ -7,6 +7,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from .._arguments import Arguments
+from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._prefix import broadcast_specs
 from .._base._types import NUMBERS, is_state
@@ -116,7 +117,7 @@ class Program:
     def tracer_paths(self, arrays: Sequence[Any]) -> list[str]:
         """Which inputs are being traced."""
         pairs = zip(self.layout.paths, arrays, strict=True)
-        return [path for path, x in pairs if isinstance(x, jax.core.Tracer)]
+        return [path for path, x in pairs if compat.is_tracer(x)]
 
     def __call__(self, *arrays: Any) -> tuple[list[Any], WriteBack]:
         self.layout.check(arrays)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._types import NUMBERS, AxisName
 from .._model._values import strong
@@ -119,7 +120,9 @@ class Layout:
         ]
 
     def _traced(self, x: Any, target: NamedSharding, recorded: bool) -> Any:
-        if recorded or isinstance(x, jax.core.Tracer):
+        if compat.is_tracer(x) and not recorded:
+            x = compat.onto_devices(x, target.mesh)
+        if compat.is_tracer(x) or recorded:
             return traced_onto(x, target)
         if isinstance(x, jax.Array) and lies_right(x, target, self.axis_names):
             return x
