@@ -93,9 +93,7 @@ class _Leaving:
         path = path if entered is None else entered.path
         self.written_paths.add(path)
         places = _places(state, entered, said, path)
-        axes = [self.exit.unmerged(x, p) for x, p in zip(leaves_of(state), places, strict=False)]
-        merging = self.exit.in_order(frozenset[AxisName]().union(*axes))
-        merged = state.leave(None if entered is None else entered.old, merging)
+        merged = self.merged(state, None if entered is None else entered.old, places)
         # What a kind keeps beside its value lies like a key: the same everywhere.
         places += [REPLICATED] * (len(leaves_of(merged)) - len(places))
         return _filled(
@@ -105,6 +103,20 @@ class _Leaving:
                 for k, (x, p) in enumerate(zip(leaves_of(merged), places, strict=True))
             ],
         )
+
+    def merged(self, state: State, old: State | None, places: Sequence[Placement]) -> State:
+        """The shards' writes as one state, each leaf merged over the axes that its place leaves out."""
+        pairs = zip(leaves_of(state), places, strict=False)
+        axes = frozenset[AxisName]().union(*(self.exit.unmerged(x, p) for x, p in pairs))
+        over = [self.exit.in_order(axes - where.axis_names) for where in places]
+        done = {names: state.leave(old, names) for names in dict.fromkeys(over or [()])}
+        first, *others = done.values()
+        if not others:
+            return first
+        leaves = leaves_of(first)
+        for k, names in enumerate(over):
+            leaves[k] = leaves_of(done[names])[k]
+        return _filled(first, leaves)
 
     def written(
         self, x: Any, where: Placement, entered: Entered | None, k: int, state: State, path: str
@@ -172,7 +184,7 @@ def leave(
     root = f"{exit.fun_name}(...)"
     specs = broadcast_specs(exit.out_specs, result, "out_specs", root)
     returned = [(keys, node) for keys, node in flat if is_state(node)]
-    origins = iter(match(returned, entered))
+    origins = iter(match(exit.fun_name, returned, entered))
     said = iter(choose_specs(exit.state_out_specs, _roots(result, root), "state_out_specs"))
     leaving = _Leaving(exit, known)
     parts = []

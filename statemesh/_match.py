@@ -4,7 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from ._base import _errors as errors
 from ._base._compat import tree_util
+from ._base._paths import path_str
 from ._base._types import KeyPath
 from ._model._state import State, origin
 from ._resolve._specs import Placement
@@ -26,57 +28,97 @@ class Entered:
 
 
 def match(
-    returned: Sequence[tuple[KeyPath, State]], entered: Sequence[Entered]
+    fun_name: str,
+    returned: Sequence[tuple[KeyPath, State]],
+    entered: Sequence[Entered],
 ) -> list[Entered | None]:
     """The entering state that each returned one continues; `None` for a state made inside.
 
-    A state that was written with `set` or `replace` remembers where it came from. Passing through
-    `jax.tree.map`, `scan` or `cond` makes it forget; then the end of its path tells: `[1].bn.mean` in
-    the result continues `[0].bn.mean` of the arguments. Where several fit equally well (two models
-    of one class), they are taken in order.
+    A state that was written with `set` or `replace` remembers where it came from, and one that was
+    not written has the very arrays that went in. A written one that passed through `jax.tree.map`,
+    `scan` or `cond` has forgotten; then the end of its path tells: `[1].bn.mean` in the result
+    continues `[0].bn.mean` of the arguments. Where several fit equally well (two models of one
+    class), they are taken in order.
+
+    **Raises:** `StructureError` where fewer return than fit, and it makes a difference which.
     """
-    by_mark = {id(one.mark): one for one in entered}
-    found: list[Entered | None] = []
-    taken: dict[tuple[int, ...], int] = {}
-    for keys, state in returned:
-        marked = by_mark.get(id(origin(state)))
-        found.append(marked or _by_path(keys, state, entered, taken))
-    return found
+    by_mark = {id(one.mark): i for i, one in enumerate(entered)}
+    by_arrays = {_arrays(one.seen): i for i, one in enumerate(entered)}
+    found: list[int | None] = [
+        by_mark.get(id(origin(state)), by_arrays.get(_arrays(state)) if values(state) else None)
+        for _, state in returned
+    ]
+    _match_by_path(fun_name, returned, entered, found)
+    return [None if i is None else entered[i] for i in found]
 
 
-def _by_path(
-    keys: KeyPath,
-    state: State,
+def _match_by_path(
+    fun_name: str,
+    returned: Sequence[tuple[KeyPath, State]],
     entered: Sequence[Entered],
-    taken: dict[tuple[int, ...], int],
-) -> Entered | None:
-    fits = [i for i, one in enumerate(entered) if _fits(state, one.old)]
-    scores = {i: _common_end(keys, entered[i].keys) for i in fits}
-    best = max(scores.values(), default=0)
-    ties = tuple(i for i in fits if scores[i] == best)
-    if not ties or (best == 0 and len(ties) > 1):
-        return None
-    # The k-th returned state of these continues the k-th that entered.
-    k = taken.get(ties, 0)
-    taken[ties] = k + 1
-    return entered[ties[min(k, len(ties) - 1)]]
+    found: list[int | None],
+) -> None:
+    """Fill in the states that have forgotten where they came from, the surest first."""
+    scores = {
+        k: {
+            i: _common_end(keys, one.keys) for i, one in enumerate(entered) if _fits(state, one.seen)
+        }
+        for k, (keys, state) in enumerate(returned)
+        if found[k] is None
+    }
+    pairs = [(score, k, i) for k, fits in scores.items() for i, score in fits.items()]
+    taken = {i for i in found if i is not None}
+    for score, k, i in sorted(pairs, key=lambda pair: (-pair[0], *pair[1:])):
+        # Without any common end only one that stands alone is sure.
+        if found[k] is None and i not in taken and (score > 0 or len(scores[k]) == 1):
+            found[k] = i
+            taken.add(i)
+    unsure: list[tuple[str, list[str]]] = []
+    for k, fits in scores.items():
+        if found[k] is None:
+            # The same state returned twice: some step of its path must say so.
+            best = max(fits, key=lambda i: fits[i], default=None)
+            found[k] = best if best is not None and fits[best] > 1 else None
+        if (chosen := found[k]) is None:
+            continue
+        others = [
+            i
+            for i, score in fits.items()
+            if i not in taken and score >= fits[chosen] and _differ(entered[i], entered[chosen])
+        ]
+        if others:
+            path = path_str(returned[k][0], f"{fun_name}(...)")
+            unsure.append((path, [entered[i].path for i in sorted([chosen, *others])]))
+    if unsure:
+        raise errors.unsure_origin(fun_name, unsure)
 
 
-def _fits(state: State, old: State) -> bool:
-    return (
-        type(state) is type(old)
-        and state._meta == old._meta
-        and tree_util.tree_structure(state.value) == tree_util.tree_structure(old.value)
-    )
+def _arrays(state: State) -> tuple[int, ...]:
+    return tuple(map(id, leaves_of(state)))
 
 
-def _common_end(a: KeyPath, b: KeyPath) -> int:
+def _differ(a: Entered, b: Entered) -> bool:
+    """Whether it matters which of two states a written one continues."""
+    return a.old.reduce is not None or a.placements != b.placements
+
+
+def _fits(state: State, seen: State) -> bool:
+    if type(state) is not type(seen) or state._meta != seen._meta:
+        return False
+    if tree_util.tree_structure(state.value) != tree_util.tree_structure(seen.value):
+        return False
+    pairs = zip(values(state), values(seen), strict=True)
+    return all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
+
+
+def _common_end(a: KeyPath, entered: KeyPath) -> int:
+    """How many last steps of two paths agree; one more where that is all of the entering path."""
     count = 0
-    for x, y in zip(reversed(a), reversed(b), strict=False):
+    for x, y in zip(reversed(a), reversed(entered), strict=False):
         if x != y:
             break
         count += 1
-    return count
+    return 2 * count + (count == len(entered))
 
 
 def values(state: State) -> list[Any]:

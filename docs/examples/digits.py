@@ -67,7 +67,7 @@ def dropout_mask(rng: sm.RandomState, shape: tuple[int, ...]) -> tuple[jax.Array
 
 
 class Block(sm.Module):
-    """A linear map, batch normalisation, ReLU and dropout."""
+    """A linear map, batch normalisation, SiLU and dropout."""
 
     # No bias before the normalisation: it would cancel, and its gradient be nothing but rounding.
     weight: sm.ParamState
@@ -96,7 +96,8 @@ class Block(sm.Module):
 
     def normalised(self, x: jax.Array, moments: dict[str, Any]) -> jax.Array:
         x = (x - moments["mean"]) / jnp.sqrt(moments["m2"] / moments["count"] + 1e-5)
-        return jax.nn.relu(self.scale.value * x + self.shift.value)
+        # Smooth: where ReLU has its kink, rounding decides which way a gradient goes.
+        return jax.nn.silu(self.scale.value * x + self.shift.value)
 
 
 class Classifier(sm.Module):
@@ -208,7 +209,7 @@ def run(mesh: Mesh, training: Training, data: list[Any], steps: int, seed: int) 
     drawn = masks_on(training.model.rng, train_images[:BATCH])
     losses: list[float] = []
     started, shuffle = 0.0, np.random.default_rng(seed)
-    bar = tqdm(range(steps), f"{mesh.size} device(s)", unit="step", mininterval=0.5)
+    bar = tqdm(range(steps), f"mesh of {mesh.size}", unit="step", mininterval=0.5)
     for _ in bar:
         rows = shuffle.choice(len(train_digits), BATCH, replace=False)
         loss, training = step_on(training, train_images[rows], train_digits[rows])
@@ -275,8 +276,8 @@ def draw(many: Run, one: Run, mesh: Mesh, path: str) -> None:
     """Both loss curves on one axis, and what each device holds of every state."""
     figure = Figure(figsize=(14, 5.5), layout="constrained")
     curves, grid = figure.subplots(1, 2, width_ratios=(4, 6))
-    curves.semilogy(one.losses, color="tab:orange", lw=4, alpha=0.5, label="unsharded: 1 device")
-    curves.semilogy(many.losses, color="black", lw=0.8, label=f"sharded: {mesh.size} device(s)")
+    curves.semilogy(one.losses, color="tab:orange", lw=4, alpha=0.5, label="unsharded")
+    curves.semilogy(many.losses, color="black", lw=0.8, label=f"sharded, mesh of {mesh.size}")
     curves.set(title="Training loss", xlabel="step", ylabel="cross-entropy of the batch")
     curves.legend()
 

@@ -175,6 +175,14 @@ def not_a_key(key: Any) -> TypeError:
     )
 
 
+def several_keys(keys: Any) -> StatemeshError:
+    return StatemeshError(
+        f"RandomState holds keys of shape {keys.shape}, and a shard draws from one. Hold one key, from which "
+        "every shard gets a stream of its own; or give each shard its key: "
+        "RandomState(keys, spec=sm.PerShard('axis'))."
+    )
+
+
 def kind_overrides_init(kind: str) -> TypeError:
     return TypeError(
         f"{kind} overrides __init__, which JAX calls whenever it rebuilds a state. Override `enter` and "
@@ -550,6 +558,16 @@ def tied(name: str, groups: Sequence[Sequence[str]]) -> StructureError:
         f"{name}: a state that stands in several places was written:\n{_lines(items)}\n"
         "Each place is a state of its own as soon as one is written. Keep it in one place; tie what must "
         "be in two with `equinox.nn.Shared`, or put copies in: `state.replace()`."
+    )
+
+
+def unsure_origin(name: str, unsure: Sequence[tuple[str, Sequence[str]]]) -> StructureError:
+    items = [f"{path} may be {' or '.join(several)}" for path, several in unsure]
+    return StructureError(
+        f"{name}: these states are alike in all but where they came from, and passing through `scan`, `cond` "
+        f"or `jax.tree.map` made them forget that:\n{_lines(items)}\n"
+        "Write the values into the states that came in, `state.set(new.value)`; or tell the states apart "
+        "by a name or tag."
     )
 
 

@@ -64,6 +64,9 @@ class PerShard:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"PerShard is immutable; cannot set {name!r}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PerShard, self.axis_names
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PerShard) and self.axis_names == other.axis_names
 

@@ -1,5 +1,6 @@
 """`RandomState`: random streams that do not depend on the number of shards."""
 
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -8,8 +9,8 @@ import jax.numpy as jnp
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._types import AxisName, flat_names
-from ._state import Meta, State, set_meta, set_value
-from ._values import conform
+from ._state import Meta, State, origin, set_meta, set_value
+from ._values import all_varying, conform
 
 
 # A folded key equals one of `split`'s keys when the number folded in is a small one. These numbers
@@ -138,12 +139,24 @@ class RandomState(State):
         """A new state with `value` as its key, drawn from since: the common stream moves on too."""
         return self._advanced(conform(self.value, value, self.name or type(self).__name__))
 
+    def replace(self: R, **changes: Any) -> R:
+        """As for `State`. A new key is taken for one drawn, as by `set`."""
+        new = super().replace(**changes)
+        if "value" not in changes:
+            return new
+        if not _is_key(new.value):
+            raise errors.not_a_key(new.value)
+        return new._rebuilt(new.value, self._advanced(self.value)._shared)
+
     def enter(self, axis_names: tuple[AxisName, ...]) -> "RandomState":
         """This stream as one shard sees it: its place on `axis_names` folded into the key."""
+        if self.value.shape:
+            raise errors.several_keys(self.value)
         if not axis_names:
             return self
         shard = jax.lax.axis_index(axis_names)
-        streams = jax.random.fold_in(self.value, _SHARD_STREAMS)
+        # Each nested call has its own line: the first shard's key is the same in both.
+        streams = jax.random.fold_in(self.value, _SHARD_STREAMS + len(self._shared))
         own = jnp.where(shard == 0, self.value, jax.random.fold_in(streams, shard))
         return self._rebuilt(own, (self.value, *self._shared))
 
@@ -153,11 +166,11 @@ class RandomState(State):
             outside = old._shared if isinstance(old, RandomState) else ()
             return self._rebuilt(self.value, outside)
         shared = self._shared
-        if any(compat.varying(key) & frozenset(axis_names) for key in shared):
-            # Shards drew different numbers of times, so none of their streams can be the common
-            # one. Leave the entering keys' lines altogether: nothing is drawn twice.
+        if origin(self) is None:
+            # It went through a `cond`, a `scan`, a `where`: shards may have drawn different numbers
+            # of times, which types do not always tell.
             before = (old.value, *old._shared)
-            shared = tuple(jax.random.fold_in(key, _UNEVEN_DRAWS) for key in before)
+            shared = tuple(map(partial(_agreed, axis_names), shared, before))
         return self._rebuilt(shared[0], shared[1:])
 
     def _advanced(self: R, value: Any) -> R:
@@ -179,6 +192,20 @@ def _is_key(key: Any) -> bool:
 def _advance(key: Any) -> tuple[Any, Any]:
     rest, drawn = jax.random.split(key)
     return rest, drawn
+
+
+def _agreed(axis_names: tuple[AxisName, ...], key: Any, before: Any) -> Any:
+    """`key` where all shards have the same, else a key off the line of `before`.
+
+    Then nothing is drawn twice, whatever each shard drew.
+    """
+    data = jax.random.key_data(key)
+    # The largest word and the smallest, in one reduction.
+    both = jax.lax.pmax(all_varying(jnp.stack([data, ~data]), axis_names), axis_names)
+    largest, smallest = both[0], ~both[1]
+    common = jax.random.wrap_key_data(largest, impl=jax.random.key_impl(key))
+    apart = jax.random.fold_in(before, _UNEVEN_DRAWS)
+    return jnp.where(jnp.all(largest == smallest), common, apart)
 
 
 def _shard_index(names: tuple[AxisName, ...], mapped: bool) -> Any:

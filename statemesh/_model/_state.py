@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from .._base import _errors as errors
 from .._base._paths import describe
 from .._base._types import AxisName, Reduce, SpecTree, StateNode, is_spec
-from ._values import REDUCTIONS, arrays, check_reducible, conform, reduced
+from ._values import REDUCTIONS, all_varying, arrays, check_reducible, conform, reduced
 
 
 class Meta:
@@ -199,7 +199,9 @@ class State(StateNode):
 
         - `old`: the state as it came in, before `enter`; `None` for a state made inside.
         - `axis_names`: the mapped axes over which the value still varies and which the placement
-            it leaves with does not mention; empty when there is nothing to merge.
+            it leaves with does not mention; empty when there is nothing to merge. Where leaves of
+            the value have different placements, `leave` is called once for each, and of its result
+            the leaves with that placement count.
 
         **Returns:** a State; by default the one that `reduce` asks for.
         """
@@ -208,7 +210,7 @@ class State(StateNode):
             return self
         before = None if old is None else old.value
         if callable(reduce):
-            merged = reduce(before, self.value, axis_names)
+            merged = reduce(before, all_varying(self.value, axis_names), axis_names)
             label = f"what reduce={getattr(reduce, '__name__', reduce)} returned"
             return self._with_value(conform(self.value, merged, label))
         return self._with_value(reduced(self.value, before, reduce, axis_names))
@@ -223,6 +225,11 @@ class State(StateNode):
         if origin is not None:
             _set_origin(new, origin)
         return new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copying and pickling would assign to the slots.
+        children = tuple(getattr(self, child) for child in self.children)
+        return _remade, (type(self), children, self._meta)
 
     def __setattr__(self, name: str, value: object) -> None:
         raise errors.immutable_state(type(self).__name__, name)
@@ -252,6 +259,14 @@ def _register(cls: type[State]) -> None:
 
 
 _register(State)
+
+
+def _remade(cls: type[S], children: Sequence[Any], meta: Meta) -> S:
+    new = object.__new__(cls)
+    for name, child in zip(cls.children, children, strict=True):
+        object.__setattr__(new, name, child)
+    set_meta(new, meta)
+    return new
 
 
 def origin(state: State) -> object:

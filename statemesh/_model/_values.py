@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._compat import tree_util
 from .._base._types import AxisName, is_state
@@ -46,22 +47,47 @@ def conform(old_value: Any, value: Any, label: str) -> Any:
 
 
 def reduced(value: Any, before: Any, how: str, axis_names: tuple[AxisName, ...]) -> Any:
-    """The shards' values merged; `before` is what they came from (`None`: nothing)."""
+    """The shards' values merged; `before` is what they came from (`None`: nothing).
+
+    A leaf that is the same everywhere is no sum of its copies: each leaf is merged over those axes
+    that its own type says it varies over, as it would be in a State of its own.
+    """
+    # Without JAX's check no type says anything.
+    typed = any(compat.varying(x) & {*axis_names} for x in jax.tree.leaves(value))
 
     def one(new: Any, old: Any) -> Any:
+        over = axis_names
+        if typed:
+            over = tuple(name for name in axis_names if name in compat.varying(new))
+        if not over:
+            return new
         match how:
             case "mean":
-                return jax.lax.pmean(new, axis_names)
+                return jax.lax.pmean(new, over)
             case "max":
-                return jax.lax.pmax(new, axis_names)
+                return jax.lax.pmax(new, over)
             case "min":
-                return jax.lax.pmin(new, axis_names)
+                return jax.lax.pmin(new, over)
             case _:
-                return old + jax.lax.psum(new - old, axis_names)
+                return old + jax.lax.psum(new - old, over)
 
     if before is None:
         before = jax.tree.map(jnp.zeros_like, value)
     return jax.tree.map(one, value, before)
+
+
+def all_varying(value: Any, axis_names: tuple[AxisName, ...]) -> Any:
+    """`value` with the leaves that vary over some of the axes typed as varying over all.
+
+    JAX reduces a leaf over axes only if it varies over all of them or none.
+    """
+
+    def one(x: Any) -> Any:
+        still = tuple(name for name in axis_names if name not in compat.varying(x))
+        some = 0 < len(still) < len(axis_names)
+        return jax.lax.pcast(x, still, to="varying") if some else x
+
+    return jax.tree.map(one, value)
 
 
 def check_reducible(value: Any, how: Any) -> None:
@@ -95,7 +121,7 @@ def _in_dtype_of(before: Any, after: Any) -> Any:
     if jnp.issubdtype(before.dtype, jax.dtypes.prng_key) or not _gives_way(after):
         return strong(after)
     fits = jnp.result_type(before, after) == before.dtype
-    if not fits and not isinstance(after, jax.Array):
+    if not fits and isinstance(after, int | float) and np.isfinite(after):
         fits = bool(np.asarray(after).astype(before.dtype) == after)
     return jnp.asarray(after, dtype=before.dtype) if fits else strong(after)
 

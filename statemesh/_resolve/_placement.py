@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from .._arguments import is_shaped
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._compat import tree_util
@@ -130,8 +131,7 @@ def place(tree: Any, mesh: Mesh, specs: Any = None, *, state_specs: StateSpecs =
             wheres = own_placements(node, node.spec if chosen is UNSAID else chosen, path)
             placements += wheres
         else:
-            shaped = isinstance(node, jax.Array | np.ndarray | np.generic)
-            placements += [placement(spec) if shaped else None] * len(own)
+            placements += [placement(spec) if is_shaped(node) else None] * len(own)
         leaves += own
         paths += [path] * len(own)
     chosen_at = [i for i, where in enumerate(placements) if where is not None]

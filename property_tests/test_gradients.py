@@ -1,0 +1,17 @@
+"""Gradients of random smooth programs, taken outside the mapped call."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from .cases import cases, values
+from .gradients import check_gradient
+
+
+@given(st.data())
+def test_sharded_gradients_are_unsharded_gradients(data: st.DataObject) -> None:
+    case = data.draw(cases(portable=True, smooth=True), "case")
+    jit = data.draw(st.booleans(), "inside jit")
+    # Outside `jit`, JAX cannot make the zero gradient of an unused array on Explicit axes.
+    homes = ["host"] if case.mesh.explicit and not jit else ["host", "placed"]
+    home = data.draw(st.sampled_from(homes), "home")
+    check_gradient(case, data.draw(values(case=case, calls=1), "values"), home=home, jit=jit)

@@ -1,0 +1,38 @@
+"""Random streams on random meshes."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from .programs import MeshShape
+from .strategies import meshes
+from .streams import ROWS, SPLIT, check_per_shard, check_streams
+
+
+draws = st.lists(st.sampled_from([ROWS, SPLIT, 2]), max_size=3).map(tuple)
+seeds = st.integers(0, 2**31 - 1)
+
+
+def some(mesh: MeshShape, least: int) -> st.SearchStrategy[tuple[str, ...]]:
+    """Some of a mesh's axes in any order."""
+    ordered = st.permutations(mesh.axis_names)
+    return ordered.flatmap(
+        lambda names: st.integers(least, len(names)).map(lambda n: tuple(names[:n]))
+    )
+
+
+@given(st.data())
+def test_streams_are_those_of_the_unsharded_run(data: st.DataObject) -> None:
+    mesh = data.draw(meshes(), "mesh")
+    axes = data.draw(some(mesh, 0), "axes of the rows")
+    drawn, jit = data.draw(draws, "draws"), data.draw(st.booleans(), "inside jit")
+    for seed in data.draw(st.lists(seeds, min_size=1, max_size=3), "seeds"):
+        check_streams(mesh, axes, drawn, seed, jit=jit)
+
+
+@given(st.data())
+def test_a_key_per_shard(data: st.DataObject) -> None:
+    mesh = data.draw(meshes(), "mesh")
+    axes = data.draw(some(mesh, 1), "axes of the keys")
+    drawn = data.draw(st.lists(st.sampled_from([SPLIT, 2]), max_size=2).map(tuple), "draws")
+    for seed in data.draw(st.lists(seeds, min_size=1, max_size=3), "seeds"):
+        check_per_shard(mesh, axes, drawn, seed)

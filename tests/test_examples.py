@@ -1,0 +1,58 @@
+"""The main job, run as its users run it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = ROOT / "docs" / "examples" / "digits.py"
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def _run(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    # Without the devices of this suite: the example sets up its own.
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_ENABLE_X64")}
+    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+    environment |= {"PYTHONPATH": os.pathsep.join(paths), "MPLBACKEND": "Agg"}
+    command = [sys.executable, str(EXAMPLE), "--out", str(out), *options]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=out.parent, env=environment, check=False
+    )
+
+
+def _numbers(output: str, label: str) -> list[float]:
+    (line,) = re.findall(rf"^{label} +(.+)$", output, flags=re.MULTILINE)
+    return [float(number) for number in line.split()]
+
+
+@pytest.mark.parametrize("options", [(), ("--x64",)], ids=["float32", "float64"])
+def test_digits_sharded_and_unsharded_agree(tmp_path: Path, options: tuple[str, ...]) -> None:
+    picture = tmp_path / "digits.png"
+    done = _run(picture, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    sharded, unsharded = _numbers(done.stdout, "held-out accuracy")
+    assert sharded >= 0.97
+    assert sharded == unsharded
+    assert all(rate > 0 for rate in _numbers(done.stdout, "steps per second"))
+    assert "dropout masks: bit-identical, sharded and unsharded" in done.stdout
+    assert _numbers(done.stdout, "RNG key") == [0.0]
+    for label in ("parameters", "running statistics", "optimizer slots", "loss of each step"):
+        (apart,) = _numbers(done.stdout, label)
+        # In float32 the example prints what it finds; only NaN would be wrong.
+        assert apart <= (1e-9 if options else float("inf")), label
+    # One progress bar for each run, on eight devices and on one.
+    assert "mesh of 8: 100%" in done.stderr
+    assert "mesh of 1: 100%" in done.stderr
+    assert picture.read_bytes().startswith(PNG)
+
+
+def test_digits_fails_when_it_has_not_learned(tmp_path: Path) -> None:
+    done = _run(tmp_path / "digits.png", "--steps", "2")
+    assert done.returncode == 1
+    assert "is below 0.97" in done.stderr

@@ -1,0 +1,323 @@
+"""Filters: every form, the named ones as values, and which state each of them picks."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey
+
+import statemesh as sm
+from statemesh import filters as f
+from tests.helpers import make_mesh
+
+
+class Cell(sm.Module):
+    cache: sm.HiddenState
+    hits: sm.State
+    width: int = 3
+
+
+class Net(sm.Module):
+    w: sm.ParamState
+    cells: list[Cell]
+    extra: dict[str, Any]
+
+
+def make_net() -> Net:
+    def cell(i: float) -> Cell:
+        return Cell(sm.HiddenState(i, tag=("memory", "short")), sm.State(0, tag="count"))
+
+    return Net(
+        sm.ParamState(np.zeros(2), name="weight"),
+        [cell(0.0), cell(1.0)],
+        {
+            "bn": sm.BatchState(0.0, tag="memory"),
+            "rng": sm.RandomState(jax.random.key(0)),
+            "n": 1.0,
+        },
+    )
+
+
+NET = make_net()
+ALL = list(sm.states(NET))
+PATHS = [
+    "w",
+    "cells[0].cache",
+    "cells[0].hits",
+    "cells[1].cache",
+    "cells[1].hits",
+    "extra['bn']",
+    "extra['rng']",
+]
+HIDDEN = ["cells[0].cache", "cells[1].cache"]
+HITS = ["cells[0].hits", "cells[1].hits"]
+BN, RNG = ["extra['bn']"], ["extra['rng']"]
+
+
+FORMS: list[tuple[Any, list[str]]] = [
+    (sm.HiddenState, HIDDEN),
+    (sm.ShortTermState, HIDDEN),
+    (sm.LongTermState, ["w", *BN]),
+    (sm.State, PATHS),
+    ("memory", [*HIDDEN, *BN]),
+    ("count", HITS),
+    (..., PATHS),
+    (True, PATHS),
+    (None, []),
+    (False, []),
+    (lambda path, state: state.name == "weight", ["w"]),
+    (lambda path, state: len(path) == 1, ["w"]),
+    ([sm.ParamState, "count"], ["w", *HITS]),
+    ((sm.ParamState, [None, "count"]), ["w", *HITS]),
+    (f.OfType(sm.RandomState), RNG),
+    (f.WithTag("short"), HIDDEN),
+    (f.PathContains("cells"), [*HIDDEN[:1], *HITS[:1], *HIDDEN[1:], *HITS[1:]]),
+    (f.PathContains("bn"), BN),
+    (f.PathContains(1), [HIDDEN[1], HITS[1]]),
+    (f.PathContains("cache"), HIDDEN),
+    (f.Any(sm.ParamState, "count"), ["w", *HITS]),
+    (f.All("memory", sm.HiddenState), HIDDEN),
+    (f.All("memory", f.Not("short")), BN),
+    (f.All(...), PATHS),
+    (f.Not(sm.State), []),
+    (f.Not([sm.ParamState, f.PathContains("cells")]), [*BN, *RNG]),
+    (f.Not(f.Not("count")), HITS),
+    (f.Everything(), PATHS),
+    (f.Nothing(), []),
+    (f.Where(lambda net: net.w), ["w"]),
+    (f.Where(lambda net: net.cells[1].cache), HIDDEN[1:]),
+    (f.Where(lambda net: net.cells[-1]), [HIDDEN[1], HITS[1]]),
+    (f.Where(lambda net: [cell.hits for cell in net.cells]), HITS),
+    (f.Where(lambda net: (net.w, {"a": net.extra["bn"]})), ["w", *BN]),
+    (f.Where(lambda net: net.extra), [*BN, *RNG]),
+    (f.Where(lambda net: net), PATHS),
+    (f.All(f.Where(lambda net: net.cells[0]), "count"), HITS[:1]),
+    (f.Not(f.Where(lambda net: net.cells)), ["w", *BN, *RNG]),
+    ([f.Where(lambda net: net.w), sm.RandomState], ["w", *RNG]),
+]
+
+
+def chosen(filter: Any, tree: Any = NET) -> list[str]:
+    predicate = f.to_predicate(filter, tree)
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=sm.is_state)
+    hits = [bool(predicate(path, leaf)) for path, leaf in found if sm.is_state(leaf)]
+    return [path for path, hit in zip(sm.states(tree), hits, strict=True) if hit]
+
+
+def test_paths() -> None:
+    assert ALL == PATHS
+
+
+@pytest.mark.parametrize(
+    ("filter", "expected"), FORMS, ids=lambda x: "" if type(x) is list else repr(x)
+)
+def test_forms(filter: Any, expected: list[str]) -> None:
+    assert chosen(filter) == sorted(expected, key=PATHS.index)
+    if expected:
+        assert list(sm.states(NET, filter)) == chosen(filter)
+
+
+@pytest.mark.parametrize(
+    "wrong", [3, 1, 0, 1.5, b"tag", {"memory"}, {"memory": 1}, object()], ids=repr
+)
+def test_anything_else_is_a_type_error(wrong: Any) -> None:
+    for call in (
+        lambda: f.to_predicate(wrong),
+        lambda: sm.partition(NET, wrong),
+        lambda: sm.partition(NET, ["memory", wrong]),
+        lambda: f.Any("memory", wrong),
+        lambda: f.All(f.Not("memory"), wrong),
+        lambda: f.Not(wrong),
+    ):
+        with pytest.raises(TypeError, match="filter"):
+            call()
+
+
+def test_wrong_filters_are_refused_when_a_call_is_made() -> None:
+    wrong: Any = {3: P("x")}
+    for where in ("state_in_specs", "state_out_specs"):
+        with pytest.raises(TypeError, match="filter"):
+            sm.shard_map(lambda x: x, make_mesh(), P(), P(), **{where: wrong})
+
+
+def where_w(net: Net) -> Any:
+    return net.w
+
+
+def test_named_filters_are_values() -> None:
+    def make() -> list[Any]:
+        return [
+            f.OfType(sm.State),
+            f.OfType(sm.ParamState),
+            f.WithTag("a"),
+            f.WithTag("b"),
+            f.PathContains("a"),
+            f.PathContains(0),
+            f.Where(where_w),
+            f.Any("a", "b"),
+            f.Any("b", "a"),
+            f.All("a", "b"),
+            f.All(),
+            f.Not("a"),
+            f.Not(f.Not("a")),
+            f.Everything(),
+            f.Nothing(),
+        ]
+
+    for i, one in enumerate(make()):
+        for j, other in enumerate(make()):
+            assert (one == other) is (i == j)
+            assert (one != other) is (i != j)
+        assert hash(one) == hash(make()[i])
+        assert one != "a"
+    assert len(set(make() + make())) == len(make())
+
+
+def test_forms_mean_the_named_filters() -> None:
+    for form, named in [
+        (sm.ParamState, f.OfType(sm.ParamState)),
+        ("a", f.WithTag("a")),
+        (..., f.Everything()),
+        (True, f.Everything()),
+        (None, f.Nothing()),
+        (False, f.Nothing()),
+        (["a", None], f.Any(f.WithTag("a"), f.Nothing())),
+        (("a", sm.State), f.Any("a", sm.State)),
+    ]:
+        assert f.to_predicate(form) == named
+        assert f.Not(form) == f.Not(named)
+        assert f.to_predicate(named) is named
+
+
+@pytest.mark.parametrize(
+    "filter", [f.WithTag("a"), f.OfType(sm.State), f.PathContains("a"), f.Any("a"), f.Not("a")]
+)
+def test_named_filters_are_frozen(filter: Any) -> None:
+    for name in ("tag", "type", "key", "filters", "other"):
+        with pytest.raises((AttributeError, TypeError)):
+            setattr(filter, name, "b")
+
+
+def test_reprs() -> None:
+    assert repr(f.OfType(sm.ParamState)) == "OfType(ParamState)"
+    assert repr(f.PathContains("bn")) == "PathContains('bn')"
+    assert repr(f.Not(f.All("a", ...))) == "Not(All(WithTag('a'), Everything()))"
+    assert repr(f.Any(None, sm.State)) == "Any(Nothing(), OfType(State))"
+    assert "where_w" in repr(f.Where(where_w))
+
+
+def test_functions_get_the_real_key_path_and_the_state() -> None:
+    seen = {}
+
+    def look(path: Any, state: Any) -> bool:
+        seen[path] = state
+        return True
+
+    sm.states(NET, look)
+    assert list(seen.values()) == list(sm.states(NET).values())
+    assert all(a is b for a, b in zip(seen.values(), sm.states(NET).values(), strict=True))
+    assert list(seen) == [
+        (GetAttrKey("w"),),
+        (GetAttrKey("cells"), SequenceKey(0), GetAttrKey("cache")),
+        (GetAttrKey("cells"), SequenceKey(0), GetAttrKey("hits")),
+        (GetAttrKey("cells"), SequenceKey(1), GetAttrKey("cache")),
+        (GetAttrKey("cells"), SequenceKey(1), GetAttrKey("hits")),
+        (GetAttrKey("extra"), DictKey("bn")),
+        (GetAttrKey("extra"), DictKey("rng")),
+    ]
+
+
+def test_the_first_match_wins() -> None:
+    short, memory, rest = sm.partition(NET, "short", "memory")
+    assert list(sm.states(short)) == HIDDEN
+    assert list(sm.states(memory)) == BN
+    memory, count, rest = sm.partition(NET, "memory", [..., "count"])
+    assert list(sm.states(memory)) == [*HIDDEN, *BN]
+    assert list(sm.states(count)) == ["w", *HITS, *RNG]
+    assert sm.states(rest) == {}
+
+
+def test_a_filter_whose_states_are_all_taken_is_no_error() -> None:
+    every, late, _ = sm.partition(NET, ..., sm.HiddenState)
+    assert list(sm.states(every)) == PATHS
+    assert sm.states(late) == {}
+
+
+@pytest.mark.parametrize(
+    "idle",
+    [
+        "nowhere",
+        sm.NonBatchState,
+        int,
+        [],
+        ["nowhere", None],
+        lambda path, state: False,
+        f.PathContains("mean"),
+        f.All("count", sm.HiddenState),
+        f.Not(sm.State),
+        f.Where(lambda net: net.decoder),
+        f.Where(lambda net: net.cells[5]),
+        f.Where(lambda net: net.extra["missing"]),
+        f.Where(lambda net: net.w.value),
+        f.Where(lambda net: net.extra["n"]),
+        f.Where(lambda net: None),
+    ],
+    ids=repr,
+)
+def test_a_filter_without_a_match_is_an_error(idle: Any) -> None:
+    key = tuple(idle) if isinstance(idle, list) else idle
+    for call in (
+        lambda: sm.states(NET, idle),
+        lambda: sm.partition(NET, ..., idle),
+        lambda: sm.place(NET, make_mesh(), state_specs={key: P()}),
+    ):
+        with pytest.raises(sm.StructureError, match="no state matches") as caught:
+            call()
+        for path in PATHS:
+            assert path in str(caught.value)
+
+
+def test_everything_and_nothing_may_match_nothing() -> None:
+    bare = {"n": 1}
+    for filter in (..., True, None, False, f.Everything(), f.Nothing()):
+        part, rest = sm.partition(bare, filter)
+        assert sm.states(part, filter) == {}
+        assert rest == bare
+    with pytest.raises(sm.StructureError, match="none"):
+        sm.partition(bare, sm.State)
+
+
+def test_where_needs_a_tree() -> None:
+    for filter in (f.Where(where_w), f.Not(f.Where(where_w))):
+        predicate = f.to_predicate(filter)
+        with pytest.raises(TypeError, match="tree"):
+            predicate((GetAttrKey("w"),), NET.w)
+
+
+def test_filters_in_a_mapped_call() -> None:
+    mesh = make_mesh("2")
+    seen: list[Any] = []
+
+    def fun(x: jax.Array, net: Net) -> Net:
+        seen.append(jax.tree.map(np.shape, [net.w.value, net.extra["bn"].value]))
+        return net
+
+    def shapes(state_in_specs: Any) -> Any:
+        seen.clear()
+        net = NET.replace(w=NET.w.set(np.zeros(2, np.float32)))
+        net = net.replace(extra={**NET.extra, "bn": sm.BatchState(np.zeros((4, 4)), tag="memory")})
+        call = sm.shard_map(fun, mesh, (P(), P()), P(), state_in_specs=state_in_specs)
+        call(np.zeros(2), net)
+        return seen[-1]
+
+    assert shapes({sm.ParamState: P("x")}) == [(1,), (4, 4)]
+    assert shapes({sm.BatchState: P(None, "x"), (sm.LongTermState, "memory"): P()}) == [
+        (2,),
+        (4, 2),
+    ]
+    assert shapes({f.Where(lambda net: net.extra["bn"]): P("x"), ...: P()}) == [(2,), (2, 4)]
+    assert shapes({...: P(), sm.ParamState: P("x")}) == [(2,), (4, 4)]
+    with pytest.raises(sm.StructureError, match="nowhere"):
+        shapes({"nowhere": P("x")})

@@ -1,0 +1,244 @@
+"""The kinds of state, and kinds that other authors write."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from tests.helpers import make_mesh
+
+
+def structure(tree: Any) -> Any:
+    return jax.tree.structure(tree)
+
+
+ABOVE: dict[type[sm.State], set[type[sm.State]]] = {
+    sm.State: set(),
+    sm.ShortTermState: set(),
+    sm.HiddenState: {sm.ShortTermState},
+    sm.NonBatchState: {sm.ShortTermState},
+    sm.LongTermState: set(),
+    sm.ParamState: {sm.LongTermState},
+    sm.BatchState: {sm.LongTermState},
+    sm.RandomState: set(),
+}
+PLAIN = [kind for kind in ABOVE if kind is not sm.RandomState]
+
+
+class Tally(sm.LongTermState):
+    """A float total; inside a mapped call, what this shard adds to it."""
+
+    __slots__ = ()
+
+    def enter(self, axis_names: tuple[Any, ...]) -> sm.State:
+        return self.set(jnp.zeros_like(self.value))
+
+    def leave(self, old: sm.State | None, axis_names: tuple[Any, ...]) -> sm.State:
+        added = jax.lax.psum(self.value, axis_names) if axis_names else self.value
+        return self.set(added if old is None else old.value + added)
+
+
+class Small(Tally):
+    """A kind of the kind, without slots of its own."""
+
+
+class Watched(sm.State):
+    """Writes down what the two methods are given."""
+
+    __slots__ = ()
+
+    def enter(self, axis_names: tuple[Any, ...]) -> sm.State:
+        seen.append(("enter", axis_names))
+        return self.set(self.value + 1)
+
+    def leave(self, old: sm.State | None, axis_names: tuple[Any, ...]) -> sm.State:
+        seen.append(("leave", axis_names, old))
+        return super().leave(old, axis_names)
+
+
+seen: list[tuple[Any, ...]] = []
+
+
+def count(total: sm.State, rows: jax.Array) -> sm.State:
+    return total.set(total.value + rows.sum())
+
+
+@pytest.mark.parametrize("kind", ABOVE)
+def test_relations(kind: type[sm.State]) -> None:
+    state = kind(jax.random.key(0)) if kind is sm.RandomState else kind(1.0)
+    for other in ABOVE:
+        expected = other in {kind, sm.State, *ABOVE[kind]}
+        assert isinstance(state, other) is expected
+        assert issubclass(kind, other) is expected
+    assert sm.is_state(state)
+
+
+@pytest.mark.parametrize("kind", [*PLAIN, Tally, Small])
+def test_a_kind_is_kept(kind: type[sm.State]) -> None:
+    state = kind(np.arange(3.0), tag="t")
+    for other in (
+        state.set(np.ones(3, np.float32)),
+        state.replace(value=1, tag="u"),
+        structure(state).unflatten(jax.tree.leaves(state)),
+        jax.tree.map(lambda x: x + 1, state),
+        jax.jit(lambda s: s)(state),
+        eqx.tree_at(lambda s: s.value, state, jnp.ones(3)),
+        sm.shard_map(lambda s: s.set(s.value), make_mesh(), P(), P())(state),
+    ):
+        assert type(other) is kind
+    assert type(structure(state).unflatten([None])) is kind
+
+
+def test_kinds_are_different_nodes() -> None:
+    kinds = [*PLAIN, Tally, Small]
+    assert len({structure(kind(1.0)) for kind in kinds}) == len(kinds)
+    with pytest.raises(ValueError, match="type"):
+        jax.tree.map(lambda x, y: x, sm.ParamState(1.0), sm.BatchState(1.0))
+
+
+def test_a_kind_with_its_own_init_is_refused() -> None:
+    with pytest.raises(TypeError, match="__init__"):
+
+        class Wrong(sm.State):
+            def __init__(self, value: Any, extra: int) -> None:
+                super().__init__(value)
+
+    with pytest.raises(TypeError, match="classmethod"):
+
+        class AlsoWrong(sm.RandomState):
+            def __init__(self, *args: Any, **kwargs: Any) -> None:
+                super().__init__(*args, **kwargs)
+
+
+def test_a_kind_may_have_other_ways_to_be_made() -> None:
+    class Mean(sm.BatchState):
+        @classmethod
+        def of(cls, size: int, **meta: Any) -> "Mean":
+            return cls(np.zeros(size), reduce="mean", **meta)
+
+    made = Mean.of(3, tag="t")
+    assert type(made) is Mean
+    assert (made.reduce, made.tag) == ("mean", frozenset("t"))
+    assert structure(made) == structure(jax.tree.map(lambda x: x, made))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", ["1", "2", "8", "4x2"])
+def test_an_outside_kind_in_shard_map(name: str, kind: AxisType) -> None:
+    mesh = make_mesh(name, kind)
+    call = sm.shard_map(count, mesh, (None, P(mesh.axis_names)), P())
+    rows = np.ones(8, np.float32)
+    # From here on float32 has no odd numbers: a sum of increments found by subtraction stays.
+    large = 2.0**24
+    total: Any = Tally(large, tag="t")
+    for calls in (1, 2, 3):
+        total = call(total, rows)
+        jax.block_until_ready(total)
+        assert type(total) is Tally
+        assert total.tag == {"t"}
+        assert float(total.value) == large + 8 * calls
+    assert float(call(Small(3.0), rows).value) == 11
+
+
+@pytest.mark.parametrize("options", [{"check_vma": False}, {"jit": False}, {"donate": "states"}])
+def test_an_outside_kind_under_every_option(options: dict[str, Any]) -> None:
+    call = sm.shard_map(count, make_mesh(), (None, P("x")), P(), **options)
+    assert float(call(Tally(5.0), np.ones(16, np.float32)).value) == 21
+    assert float(call.unsharded(Tally(5.0), np.ones(16, np.float32)).value) == 21
+
+
+def test_an_outside_kind_under_transformations() -> None:
+    call = sm.shard_map(count, make_mesh(), (None, P("x")), P())
+    rows = np.ones(8, np.float32)
+    assert float(jax.jit(call)(Tally(5.0), rows).value) == 13
+    last, _ = jax.lax.scan(lambda t, _: (call(t, rows), None), Tally(0.0), length=3)
+    assert float(last.value) == 24
+    slope = jax.grad(lambda rows: call(Tally(5.0), rows).value * 2.0)(rows)
+    np.testing.assert_array_equal(slope, 2)
+
+
+def test_an_untouched_state_does_not_leave() -> None:
+    call = sm.shard_map(lambda t, x: (x + t.value, t), make_mesh(), (None, P("x")), (P("x"), P()))
+    total, rows = call.place(Tally(5.0), np.arange(8, dtype=np.float32))
+    y, after = call(total, rows)
+    np.testing.assert_array_equal(y, np.arange(8))
+    assert after.value is total.value
+
+
+def test_a_state_made_inside_has_no_old_one() -> None:
+    call = sm.shard_map(lambda x: Tally(x.sum()), make_mesh(), P("x"), P())
+    assert float(call(np.arange(8.0)).value) == 28
+
+
+def test_what_the_methods_are_given() -> None:
+    mesh = make_mesh("4x2")
+
+    def run(fun: Any, state: Watched) -> Any:
+        seen.clear()
+        after = sm.shard_map(fun, mesh, (P(), P(("x", "y"))), P())(state, np.arange(8.0))
+        entered, *left = seen
+        assert entered[0] == "enter"
+        return after, entered[1], left
+
+    total = Watched(1.0, reduce="sum")
+    after, entered, left = run(lambda s, x: s.set(s.value + x.sum()), total)
+    assert (type(after), float(after.value)) == (Watched, 1 + 8 * 1 + 28)
+    assert entered == ("x", "y")
+    ((_, merging, old),) = left
+    # `old` is the state before `enter`, so that the increment counts what `enter` added.
+    assert merging == ("x", "y")
+    assert (type(old), old.reduce) == (Watched, "sum")
+
+    one = Watched(np.zeros(4), reduce="mean", spec=sm.PerShard("x"))
+    after, entered, left = run(lambda s, x: s.set(s.value + x.sum()), one)
+    assert entered == ("y",)
+    ((_, merging, old),) = left
+    assert merging == ("y",)
+    assert old.value.shape == ()
+    np.testing.assert_array_equal(after.value, 1 + np.arange(8.0).reshape(4, 2).mean(1))
+
+    split = Watched(np.zeros(8), spec=P(("x", "y")))
+    after, entered, left = run(lambda s, x: s.set(s.value + x), split)
+    assert (entered, left[0][1]) == ((), ())
+    np.testing.assert_array_equal(after.value, 1 + np.arange(8.0))
+
+    agreed = Watched(0.0)
+    after, entered, left = run(lambda s, x: s.set(s.value + 2), agreed)
+    assert (entered, left[0][1]) == (("x", "y"), ())
+    assert float(after.value) == 3
+
+
+def test_a_kind_may_look_like_another_inside() -> None:
+    class Sleeping(sm.HiddenState):
+        """Inside it is a plain state that no policy belongs to."""
+
+        def enter(self, axis_names: tuple[Any, ...]) -> sm.State:
+            return sm.State(self.value * 2, reduce="max")
+
+    types = []
+
+    def fun(state: sm.State, x: jax.Array) -> tuple[jax.Array, sm.State]:
+        types.append(type(state))
+        return x + state.value, state.set(state.value + x.sum())
+
+    call = sm.shard_map(fun, make_mesh(), (None, P("x")), (P("x"), P()))
+    y, after = call(Sleeping(3.0), np.arange(8, dtype=np.float32))
+    assert types == [sm.State]
+    np.testing.assert_array_equal(y, 6 + np.arange(8))
+    assert (type(after), float(after.value)) == (sm.State, 13.0)
+
+
+def test_a_kind_that_merges_nothing_is_found_out() -> None:
+    class Careless(sm.State):
+        def leave(self, old: sm.State | None, axis_names: tuple[Any, ...]) -> sm.State:
+            return self
+
+    call = sm.shard_map(count, make_mesh(), (None, P("x")), P())
+    with pytest.raises(sm.DivergedStateError, match="Careless"):
+        call(Careless(0.0, reduce="sum"), np.arange(8, dtype=np.float32))

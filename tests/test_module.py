@@ -1,0 +1,218 @@
+"""`Module`: copies with changed fields, and the protocol by which states are made."""
+
+import operator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statemesh as sm
+
+
+def structure(tree: Any) -> Any:
+    return jax.tree.structure(tree)
+
+
+class Norm(sm.Module):
+    mean: sm.BatchState | None
+    scale: jax.Array
+    name: str = sm.field(static=True, default="norm")
+    momentum: float = 0.9
+
+    def __call__(self, x: jax.Array) -> Any:
+        assert self.mean is not None
+        return self.scale * (x - self.mean.value)
+
+    def init_state(self, *, size: int, dtype: Any = np.float32) -> "Norm":  # type: ignore[override]
+        return self.replace(mean=sm.BatchState(np.zeros(size, dtype), name=self.name))
+
+
+class Counter(sm.Module):
+    count: sm.State
+    made: list[str] = sm.field(static=True, default_factory=list)
+
+    def init_state(self, **kwargs: Any) -> "Counter":
+        return self.replace(count=len(kwargs), made=[*self.made, *sorted(kwargs)])
+
+
+class Plain(eqx.Module):
+    """Somebody else's module, with one of ours in it."""
+
+    inner: Norm
+    act: Any = operator.neg
+
+
+class Net(sm.Module):
+    norms: list[Norm]
+    table: dict[str, Any]
+    plain: Plain
+    total: sm.State | None = None
+
+    def init_state(self, *, size: int) -> "Net":  # type: ignore[override]
+        # The inner modules have their states already.
+        widths = [norm.mean.value.size for norm in self.norms if norm.mean is not None]
+        return self.replace(total=sm.State(sum(widths) + size))
+
+
+def make_norm(**fields: Any) -> Norm:
+    return Norm(sm.BatchState(np.zeros(2), tag="t"), jnp.ones(2), **fields)
+
+
+def make_net() -> Net:
+    bare = Norm(None, jnp.ones(2))
+    return Net([bare, bare.replace(name="other")], {"c": Counter(sm.State(0)), "n": 1}, Plain(bare))
+
+
+def test_a_module_is_equinox_s() -> None:
+    assert issubclass(sm.Module, eqx.Module)
+    assert sm.field is eqx.field
+    norm = make_norm()
+    with pytest.raises(AttributeError):
+        norm.momentum = 1.0
+    np.testing.assert_array_equal(eqx.filter_jit(norm)(jnp.ones(2)), 1)
+
+
+def test_replace_returns_a_copy() -> None:
+    old = make_norm()
+    new = old.replace(scale=jnp.zeros(2), momentum=0.5)
+    assert type(new) is Norm
+    assert (new.momentum, old.momentum) == (0.5, 0.9)
+    np.testing.assert_array_equal(new.scale, 0)
+    np.testing.assert_array_equal(old.scale, 1)
+    assert new.mean is old.mean
+    assert new.name == old.name
+    same = old.replace()
+    assert same is not old
+    assert structure(same) == structure(old)
+
+
+def test_replace_writes_states_with_set() -> None:
+    old = make_norm()
+    new = old.replace(mean=np.ones(2, np.float32))
+    assert isinstance(new.mean, sm.BatchState)
+    assert new.mean.tag == {"t"}
+    np.testing.assert_array_equal(new.mean.value, 1)
+    weak = old.replace(mean=jnp.zeros(2) + 1.0).mean
+    assert weak is not None and weak.value.dtype == np.float32
+    for wrong in (np.ones(3, np.float32), np.ones(2, np.int32), {"a": 1.0}, 0.0, None):
+        with pytest.raises((sm.StructureError, TypeError)):
+            old.replace(mean=wrong)
+    with pytest.raises(TypeError, match="array"):
+        old.replace(mean="text")
+
+
+def test_replace_takes_a_state_as_it_is() -> None:
+    other = sm.State(np.zeros((3, 3)))
+    assert make_norm().replace(mean=other).mean is other
+    made = Norm(None, jnp.ones(1)).replace(mean=sm.BatchState(1.0))
+    assert made.mean is not None and float(made.mean.value) == 1
+
+
+def test_replace_in_a_field_without_a_state_is_unchecked() -> None:
+    net = make_net()
+    changed: Any = net.replace(norms=3, table=[sm.State(0)])
+    assert changed.norms == 3
+    # A list of states is no State.
+    assert changed.replace(table=1).table == 1
+
+
+def test_replace_of_an_unknown_field_is_refused() -> None:
+    with pytest.raises(sm.StructureError, match=r"'average'(.|\n)*momentum"):
+        make_norm().replace(average=1, momentum=2)
+    with pytest.raises(sm.StructureError, match="init_state"):
+        make_norm().replace(init_state=1)
+
+
+def test_replace_keeps_what_the_constructor_computed() -> None:
+    class Made(sm.Module):
+        double: int
+        state: sm.State
+
+        def __init__(self, half: int) -> None:
+            self.double = 2 * half
+            self.state = sm.State(half)
+
+    new = Made(3).replace(state=5)
+    assert (new.double, int(new.state.value)) == (6, 5)
+
+
+def test_replace_under_transformations() -> None:
+    @jax.jit
+    def step(mean: sm.BatchState, scale: jax.Array) -> Any:
+        norm = Norm(mean, scale)
+        new = norm.replace(mean=norm(jnp.ones(2)))
+        return new.mean
+
+    mean = make_norm().mean
+    assert mean is not None
+    np.testing.assert_array_equal(step(mean, jnp.full(2, 3.0)).value, 3)
+
+
+def test_init_state_does_nothing_by_default() -> None:
+    class Bare(sm.Module):
+        x: int = 1
+
+    bare = Bare()
+    assert bare.init_state() is bare
+    assert bare.init_state(size=1) is bare
+    assert structure(bare.init_all_states()) == structure(bare)
+
+
+def test_init_all_states() -> None:
+    net = make_net()
+    made = net.init_all_states(size=3, dtype=np.float16)
+    for norm, name in (
+        (made.norms[0], "norm"),
+        (made.norms[1], "other"),
+        (made.plain.inner, "norm"),
+    ):
+        assert norm.mean is not None
+        assert (norm.mean.value.shape, norm.mean.value.dtype) == ((3,), np.float16)
+        assert norm.mean.name == name
+    # `**kwargs` takes all, a signature only what it names; and outer modules come after inner ones.
+    assert made.table["c"].made == ["dtype", "size"]
+    assert int(made.table["c"].count.value) == 2
+    assert made.total is not None and int(made.total.value) == 3 + 3 + 3
+    assert (made.table["n"], made.plain.act) == (1, operator.neg)
+    # The module that was given is as it was.
+    assert net.total is None and net.norms[0].mean is None
+
+
+def test_init_all_states_calls_each_module_once() -> None:
+    calls = []
+
+    class Named(sm.Module):
+        name: str
+        inner: Any = None
+
+        def init_state(self) -> "Named":  # type: ignore[override]
+            calls.append(self.name)
+            return self
+
+    Named("a", [Named("b", Named("c")), {"d": Named("d")}, (Named("e"), None)]).init_all_states()
+    assert calls == ["c", "b", "d", "e", "a"]
+
+
+def test_init_arguments_that_nobody_takes_are_refused() -> None:
+    class Sized(sm.Module):
+        def init_state(self, *, size: int) -> "Sized":  # type: ignore[override]
+            return self
+
+    with pytest.raises(TypeError, match="'width'"):
+        Sized().init_all_states(size=1, width=2)
+    with pytest.raises(TypeError, match="'size'"):
+        sm.Module().init_all_states(size=1)
+
+
+def test_init_arguments_that_are_missing_are_an_error() -> None:
+    with pytest.raises(TypeError, match="size"):
+        make_net().init_all_states()
+
+
+def test_states_may_be_made_under_a_trace() -> None:
+    made = jax.eval_shape(lambda: Norm(None, jnp.ones(2)).init_all_states(size=4).mean)
+    assert isinstance(made, sm.BatchState)
+    assert made.value.shape == (4,)

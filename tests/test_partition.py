@@ -1,0 +1,245 @@
+"""Trees taken apart by their states, and put together again."""
+
+import io
+import operator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statemesh as sm
+
+
+def structure(tree: Any) -> Any:
+    return jax.tree.structure(tree)
+
+
+class Norm(sm.Module):
+    mean: sm.BatchState
+    scale: sm.ParamState
+    eps: float = 1e-5
+
+
+class Net(sm.Module):
+    norms: list[Norm]
+    rng: sm.RandomState
+    bias: jax.Array
+    nothing: None = None
+    act: Any = operator.neg
+
+
+def make_net() -> Net:
+    def norm() -> Norm:
+        return Norm(
+            sm.BatchState(np.zeros(2), tag="slow"), sm.ParamState({"a": 1.0, "b": [2, 3.0]})
+        )
+
+    return Net([norm(), norm()], sm.RandomState(jax.random.key(0)), jnp.ones(2))
+
+
+def nodes(tree: Any) -> list[Any]:
+    return jax.tree.leaves(tree, is_leaf=sm.is_state)
+
+
+def same(a: Any, b: Any) -> None:
+    """One structure, and the very same leaves."""
+    assert structure(a) == structure(b)
+    assert all(map(operator.is_, jax.tree.leaves(a), jax.tree.leaves(b)))
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        (),
+        (...,),
+        (None,),
+        (sm.ParamState,),
+        (sm.BatchState, sm.ParamState),
+        (sm.ParamState, "slow", sm.RandomState),
+        (["slow", sm.ParamState], ...),
+    ],
+)
+def test_combine_undoes_partition(filters: Any) -> None:
+    net = make_net()
+    parts = sm.partition(net, *filters)
+    assert len(parts) == max(len(filters), 1) + 1
+    same(sm.combine(*parts), net)
+    same(sm.combine(*reversed(parts)), net)
+    assert sorted(map(id, nodes(net))) == sorted(id(n) for part in parts for n in nodes(part))
+
+
+def test_what_goes_where() -> None:
+    net = make_net()
+    params, slow, rest = sm.partition(net, sm.ParamState, "slow")
+    assert [
+        n is m for n, m in zip(nodes(params), (net.norms[0].scale, net.norms[1].scale), strict=True)
+    ]
+    assert all(isinstance(n, sm.BatchState) for n in nodes(slow))
+    assert list(sm.states(rest)) == ["rng"]
+    assert rest.act is operator.neg
+    assert rest.bias is net.bias
+    assert (rest.nothing, params.nothing) == (None, None)
+    assert rest.norms[0].eps == 1e-5
+    assert isinstance(params, Net)
+
+
+def test_without_filters_all_states_are_taken() -> None:
+    held, rest = sm.partition(make_net())
+    assert list(sm.states(held)) == list(sm.states(make_net()))
+    assert sm.states(rest) == {}
+
+
+def test_a_removed_leaf_is_a_sentinel() -> None:
+    params, rest = sm.partition({"w": sm.ParamState(1.0), "none": None, "x": 2.0}, sm.ParamState)
+    assert rest["w"] is not None
+    assert params["none"] is None
+    assert rest["none"] is None
+    assert repr(rest["w"]) == repr(params["x"]) == "Removed"
+    assert rest["w"] == params["x"]
+    assert jax.tree.leaves(rest) == [2.0]
+    assert len(jax.tree.leaves(params)) == 1
+
+
+def test_parts_are_trees() -> None:
+    net = make_net()
+    params, rest = sm.partition(net, sm.ParamState)
+    doubled = jax.tree.map(lambda x: x * 2, params)
+    assert [float(x) for x in jax.tree.leaves(doubled)] == [2.0, 4.0, 6.0] * 2
+
+    @jax.jit
+    def step(params: Any) -> Any:
+        return jax.tree.map(lambda x: x + 1, params)
+
+    after = sm.combine(step(doubled), rest)
+    assert float(after.norms[1].scale.value["a"]) == 3
+    assert after.norms[0].mean is net.norms[0].mean
+    assert structure(after) == structure(net)
+
+
+def test_under_a_trace() -> None:
+    arrays, static = eqx.partition(make_net(), eqx.is_array)
+
+    @jax.jit
+    def step(arrays: Any) -> Any:
+        net = eqx.combine(arrays, static)
+        params, rest = sm.partition(net, sm.ParamState)
+        params = jax.tree.map(lambda x: x * 2, params)
+        return eqx.filter(sm.combine(params, rest), eqx.is_array)
+
+    assert float(step(arrays).norms[0].scale.value["a"]) == 2
+
+
+@pytest.mark.parametrize("tree", [sm.State(1.0), (), None, 3, {}, [sm.State(()), ()]], ids=repr)
+def test_small_trees(tree: Any) -> None:
+    parts = sm.partition(tree)
+    same(sm.combine(*parts), tree)
+
+
+def test_combine_takes_one_whole_tree() -> None:
+    net = make_net()
+    same(sm.combine(net), net)
+
+
+def test_combine_of_nothing_is_refused() -> None:
+    with pytest.raises(sm.StructureError, match="at least one"):
+        sm.combine()
+
+
+def test_combine_names_what_is_in_two_trees() -> None:
+    net = make_net()
+    params, rest = sm.partition(net, sm.ParamState)
+    with pytest.raises(sm.StructureError, match="2 trees") as caught:
+        sm.combine(params, rest, params)
+    text = str(caught.value)
+    assert "norms[0].scale" in text and "norms[1].scale" in text
+    assert "mean" not in text
+    with pytest.raises(sm.StructureError, match="bias"):
+        sm.combine(net, net)
+
+
+def test_combine_names_what_is_in_no_tree() -> None:
+    params, slow, rest = sm.partition(make_net(), sm.ParamState, "slow")
+    with pytest.raises(sm.StructureError, match="none of the trees") as caught:
+        sm.combine(params, rest)
+    text = str(caught.value)
+    assert "norms[0].mean" in text and "norms[1].mean" in text
+    assert "scale" not in text
+    same(sm.combine(slow, rest, params), make_net_like(params, slow, rest))
+
+
+def make_net_like(params: Net, slow: Net, rest: Net) -> Net:
+    norms = [
+        Norm(s.mean, p.scale, r.eps)
+        for p, s, r in zip(params.norms, slow.norms, rest.norms, strict=True)
+    ]
+    return Net(norms, rest.rng, rest.bias)
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (lambda net: net.replace(norms=net.norms[:1]), "norms"),
+        (
+            lambda net: net.replace(norms=[net.norms[0], net.norms[1].replace(eps=[1])]),
+            "norms[1].eps",
+        ),
+        (lambda net: {"a": 1}, "root"),
+    ],
+)
+def test_combine_names_where_structures_part(change: Any, place: str) -> None:
+    params, rest = sm.partition(make_net(), sm.ParamState)
+    with pytest.raises(sm.StructureError, match="structure") as caught:
+        sm.combine(params, change(rest))
+    assert place in str(caught.value)
+
+
+def test_states_lists_by_path() -> None:
+    net = make_net()
+    found = sm.states({"net": [net], "s": sm.State(0)})
+    assert list(found) == [
+        "['net'][0].norms[0].mean",
+        "['net'][0].norms[0].scale",
+        "['net'][0].norms[1].mean",
+        "['net'][0].norms[1].scale",
+        "['net'][0].rng",
+        "['s']",
+    ]
+    assert found["['net'][0].rng"] is net.rng
+    assert list(sm.states(net, sm.BatchState)) == ["norms[0].mean", "norms[1].mean"]
+    assert list(sm.states(sm.State(0))) == [""]
+    assert sm.states([1, None]) == {}
+    with pytest.raises(sm.StructureError, match="no state matches"):
+        sm.states(net, "fast")
+
+
+def test_savez_by_the_paths_of_states() -> None:
+    def arrays(model: Any) -> dict[str, Any]:
+        kept = sm.states(model, [sm.ParamState, sm.BatchState])
+        return {
+            path + jax.tree_util.keystr(keys): np.asarray(leaf)
+            for path, state in kept.items()
+            for keys, leaf in jax.tree_util.tree_leaves_with_path(state.value)
+        }
+
+    def load(path: str, state: sm.State) -> sm.State:
+        def read(keys: Any, _: jax.Array) -> Any:
+            return loaded[path + jax.tree_util.keystr(keys)]
+
+        return state.set(jax.tree_util.tree_map_with_path(read, state.value))
+
+    net, file = make_net(), io.BytesIO()
+    held, rest = sm.partition(net, [sm.ParamState, sm.BatchState])
+    trained = sm.combine(jax.tree.map(lambda x: x * 3 + 1, held), rest)
+    np.savez(file, **arrays(trained))
+    file.seek(0)
+    loaded = dict(np.load(file))
+    assert "norms[0].scale['b'][1]" in loaded
+    paths = iter(sm.states(held))
+    read = jax.tree.map(lambda s: load(next(paths), s), held, is_leaf=sm.is_state)
+    back = sm.combine(read, rest)
+    assert structure(back) == structure(net)
+    jax.tree.map(np.testing.assert_array_equal, arrays(back), arrays(trained))
+    assert float(back.norms[1].scale.value["b"][1]) == 10

@@ -1,0 +1,429 @@
+"""`RandomState`: streams of shards, the key that comes back, and rows that no mesh changes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from tests.helpers import make_mesh
+
+
+def structure(tree: Any) -> Any:
+    return jax.tree.structure(tree)
+
+
+def data(keys: Any) -> np.ndarray[Any, Any]:
+    """One row of numbers for each key."""
+    return np.asarray(jax.random.key_data(keys)).reshape(-1, 2)
+
+
+def distinct(*keys: Any) -> bool:
+    rows = np.concatenate([data(k) for k in keys])
+    return len(np.unique(rows, axis=0)) == len(rows)
+
+
+def make_rng(seed: int = 0, **meta: Any) -> sm.RandomState:
+    return sm.RandomState(jax.random.key(seed), **meta)
+
+
+def draw(rng: sm.RandomState, x: jax.Array) -> Any:
+    """Each kind of draw, several times: what differs between shards has a leading axis."""
+    first, rng = rng.split()
+    some, rng = rng.split(3)
+    rows, rng = rng.rows(len(x), "x")
+    alike, rng = rng.rows(2)
+    last, rng = rng.split()
+    more, rng = rng.rows(len(x), "x")
+    return jnp.stack([first, last, *some])[None], rows, more, alike, rng
+
+
+OUT = (P("x"), P("x"), P("x"), P(), P())
+X: Any = np.ones(16, np.float32)
+NAMES = ["1", "2", "4", "8"]
+
+
+def mapped(name: str = "8", kind: AxisType = AxisType.Auto, **options: Any) -> Any:
+    return sm.shard_map(draw, make_mesh(name, kind), (P(), P("x")), OUT, **options)
+
+
+def both(rng: sm.RandomState, index: Any) -> tuple[jax.Array, sm.RandomState]:
+    """One key for each shard, and the state that a shard goes on with."""
+    del index
+    key, rng = rng.split()
+    return key[None], rng
+
+
+@pytest.mark.parametrize("key", [3, 0.5, None, "key", np.zeros(2, np.uint32)], ids=repr)
+def test_a_typed_key_is_demanded(key: Any) -> None:
+    with pytest.raises(TypeError, match="typed key"):
+        sm.RandomState(key)
+
+
+def test_raw_keys_and_several_are_refused() -> None:
+    for key in (jax.random.PRNGKey(0), {"a": jax.random.key(0)}, make_rng()):
+        with pytest.raises(TypeError, match="typed key"):
+            sm.RandomState(key)
+    with pytest.raises(TypeError):
+        sm.RandomState()
+    with pytest.raises(sm.StructureError):
+        make_rng().set(jax.random.PRNGKey(0))
+
+
+def test_a_key_is_never_split_over_a_mesh() -> None:
+    with pytest.raises(sm.SpecError, match="PerShard"):
+        make_rng(spec=P("x"))
+    with pytest.raises(sm.SpecError, match="PerShard"):
+        make_rng().replace(spec=P("x"))
+    assert make_rng(spec=sm.PerShard("x")).spec == sm.PerShard("x")
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_draws_outside(impl: str) -> None:
+    rng = sm.RandomState(jax.random.key(0, impl=impl), tag="t", name="n")
+    key, after = rng.split()
+    keys, last = after.split(4)
+    rows, end = last.rows(5)
+    assert (key.shape, keys.shape, rows.shape) == ((), (4,), (5,))
+    for state in (after, last, end):
+        assert (type(state), state.tag, state.name) == (sm.RandomState, frozenset("t"), "n")
+        assert state.key is state.value
+        assert state.key.dtype == rng.key.dtype == key.dtype == keys.dtype == rows.dtype
+        assert structure(state) == structure(rng)
+    same_key, _ = rng.split()
+    np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(same_key))
+
+
+def test_no_key_comes_twice_in_many_mixed_draws() -> None:
+    rng, drawn, held = make_rng(), [], [make_rng().key]
+    for i in range(50):
+        before = rng
+        if i % 3 == 0:
+            keys, rng = before.split()
+        elif i % 3 == 1:
+            keys, rng = before.split(3)
+        else:
+            keys, rng = before.rows(4)
+        drawn.append(keys)
+        held.append(rng.key)
+        assert rng is not before
+        assert rng.key is not before.key
+        assert all(rng.key is not key for key in drawn)
+    assert distinct(*drawn, *held)
+
+
+def test_an_axis_name_outside_means_one_shard() -> None:
+    plain, _ = make_rng().rows(6)
+    for name in ("x", ("x", "y")):
+        np.testing.assert_array_equal(data(make_rng().rows(6, name)[0]), data(plain))
+    jitted = jax.jit(lambda rng: rng.rows(6, "x")[0])(make_rng())
+    np.testing.assert_array_equal(data(jitted), data(plain))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, AxisType.Auto) for name in NAMES), ("8", AxisType.Explicit)]
+)
+def test_a_call_on_every_mesh(name: str, kind: AxisType) -> None:
+    own, rows, more, alike, rng = draw(make_rng(1), X)
+    shards, got_rows, got_more, got_alike, after = mapped(name, kind)(make_rng(1), X)
+    # Rows are those of the unsharded run, the first shard draws what it draws, and so does the
+    # state that comes back; the other shards' keys are their own.
+    np.testing.assert_array_equal(data(got_rows), data(rows))
+    np.testing.assert_array_equal(data(got_more), data(more))
+    np.testing.assert_array_equal(data(got_alike), data(alike))
+    np.testing.assert_array_equal(data(shards)[:5], data(own))
+    np.testing.assert_array_equal(data(after.key), data(rng.key))
+    assert distinct(shards, got_rows, got_more, got_alike, after.key, make_rng(1).key)
+    assert structure(after) == structure(make_rng())
+
+
+@pytest.mark.parametrize(
+    ("wrap", "name", "options"),
+    [
+        (jax.jit, "2", {}),
+        (lambda call: call, "2", {"check_vma": False}),
+        (lambda call: call, "2", {"jit": False}),
+        (lambda call: call, "2", {"donate": "states"}),
+        (lambda call: call, "2x2", {"axis_names": {"x"}}),
+    ],
+)
+def test_a_call_under_every_option(wrap: Any, name: str, options: dict[str, Any]) -> None:
+    def fun(rng: sm.RandomState, x: jax.Array) -> Any:
+        keys, rng = both(rng, 0)
+        return keys, *rng.rows(len(x), "x")
+
+    def run(wrap: Any, name: str, **options: Any) -> Any:
+        specs = ((P(), P("x")), (P("x"), P("x"), P()))
+        call = wrap(sm.shard_map(fun, make_mesh(name), *specs, **options))
+        return jax.tree.map(data, call(jax.tree.map(jnp.copy, make_rng(1)), X))
+
+    got, expected = run(wrap, name, **options), run(lambda call: call, "2")
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def test_no_key_comes_twice_in_many_calls() -> None:
+    call, rng, drawn = mapped(), make_rng(), []
+    for _ in range(6):
+        *keys, rng = call(rng, X)
+        jax.block_until_ready(rng)
+        drawn += [*keys, rng.key]
+    assert distinct(*drawn)
+
+
+def test_masks_are_bit_identical_on_every_mesh() -> None:
+    def dropout(rng: sm.RandomState, x: jax.Array) -> tuple[jax.Array, sm.RandomState]:
+        keys, rng = rng.rows(len(x), "x")
+        noise = jax.vmap(lambda key: jax.random.normal(key, (5,)))(keys)
+        return jnp.where(noise > 0.3, x[:, None] + noise, 0), rng
+
+    plain, _ = dropout(make_rng(), jnp.ones(16))
+    for name in ("2", "8"):
+        call = sm.shard_map(dropout, make_mesh(name), (P(), P("x")), (P("x"), P()))
+        np.testing.assert_array_equal(call(make_rng(), X)[0], plain)
+
+
+def test_rows_and_streams_over_two_axes() -> None:
+    def fun(rng: sm.RandomState, x: jax.Array) -> Any:
+        rows, rng = rng.rows(len(x), ("x", "y"))
+        half, rng = rng.rows(2 * len(x), "x")
+        key, rng = rng.split()
+        return key[None], rows, half, rng
+
+    mesh, every = make_mesh("4x2"), P(("x", "y"))
+    call = sm.shard_map(fun, mesh, (P(), every), (every, every, P("x"), P()))
+    keys, rows, half, after = call(make_rng(), X)
+    one, _ = make_rng().rows(16)
+    key, own_rows, own_half, plain = fun(make_rng(), jnp.ones(16))
+    np.testing.assert_array_equal(data(rows), data(own_rows))
+    np.testing.assert_array_equal(data(rows), data(one))
+    np.testing.assert_array_equal(data(half), data(own_half)[:16])
+    np.testing.assert_array_equal(data(keys[0]), data(key))
+    np.testing.assert_array_equal(data(after.key), data(plain.key))
+    assert keys.shape == (8,)
+    assert distinct(keys, rows, half, after.key)
+
+
+def test_an_undrawn_state_is_the_array_that_went_in() -> None:
+    call = sm.shard_map(lambda rng, x: (rng, x), make_mesh(), (P(), P("x")), (P(), P("x")))
+    rng, x = call.place(make_rng(), X)
+    assert call(rng, x)[0].key is rng.key
+
+
+def test_draws_in_a_scan() -> None:
+    def fun(rng: sm.RandomState, x: jax.Array) -> Any:
+        def body(rng: sm.RandomState, _: None) -> Any:
+            key, rng = rng.split()
+            rows, rng = rng.rows(len(x), "x")
+            return rng, (key, rows)
+
+        rng, (keys, rows) = jax.lax.scan(body, rng, length=3)
+        return keys[None], rows, rng
+
+    specs = (P("x"), P(None, "x"), P())
+    own, rows, plain = fun(make_rng(), jnp.ones(16))
+    for name in ("2", "8"):
+        keys, got, after = sm.shard_map(fun, make_mesh(name), (P(), P("x")), specs)(make_rng(), X)
+        np.testing.assert_array_equal(data(keys[0]), data(own))
+        np.testing.assert_array_equal(data(got), data(rows))
+        np.testing.assert_array_equal(data(after.key), data(plain.key))
+        assert distinct(keys, got, after.key)
+
+
+def test_draws_in_a_branch_that_all_shards_take() -> None:
+    def fun(rng: sm.RandomState, go: jax.Array) -> Any:
+        return jax.lax.cond(go > 0, lambda r: r.split()[1], lambda r: r, rng)
+
+    call = sm.shard_map(fun, make_mesh(), (P(), P()), P())
+    for go in (0, 1):
+        np.testing.assert_array_equal(
+            data(call(make_rng(), go).key), data(fun(make_rng(), jnp.asarray(go)).key)
+        )
+
+
+def in_cond(rng: sm.RandomState, drawing: jax.Array) -> Any:
+    return jax.lax.cond(drawing, both, lambda r, i: (r.key[None], r), rng, 0)
+
+
+def in_where(rng: sm.RandomState, drawing: jax.Array) -> Any:
+    key, after = rng.split()
+    return key[None], jax.tree.map(lambda a, b: jnp.where(drawing, a, b), after, rng)
+
+
+def in_while(rng: sm.RandomState, drawing: jax.Array) -> Any:
+    count = jnp.where(drawing, 2, 0)
+    key, _ = rng.split()
+    _, rng = jax.lax.while_loop(
+        lambda c: c[0] > 0, lambda c: (c[0] - 1, c[1].split()[1]), (count, rng)
+    )
+    return key[None], rng
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("draws", [in_cond, in_where, in_while])
+def test_draws_of_some_shards_only_are_not_drawn_again(draws: Any, check_vma: bool) -> None:
+    def fun(rng: sm.RandomState) -> Any:
+        return draws(rng, jax.lax.axis_index("x") % 3 == 1)
+
+    call = sm.shard_map(fun, make_mesh(), P(), (P("x"), P()), check_vma=check_vma)
+    rng, drawn, held = make_rng(), [], [make_rng().key]
+    for _ in range(3):
+        keys, rng = call(rng)
+        jax.block_until_ready(rng)
+        drawn.append(keys[1::3])
+        held.append(rng.key)
+    assert distinct(*drawn)
+    assert distinct(*held)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_new_key_set_inside(check_vma: bool) -> None:
+    def own(rng: sm.RandomState, key: jax.Array) -> Any:
+        drawn, _ = rng.split()
+        rng = rng.set(drawn)
+        other, _ = rng.split()
+        return jnp.stack([drawn, other])[None], rng
+
+    call = sm.shard_map(own, make_mesh(), (P(), P()), (P("x"), P()), check_vma=check_vma)
+    keys, rng = call(make_rng(), jax.random.key(7))
+    again, after = call(rng, jax.random.key(7))
+    assert distinct(keys, rng.key, again, after.key, make_rng().key)
+
+
+def test_a_new_key_that_all_shards_agree_on_is_kept() -> None:
+    call = sm.shard_map(lambda rng, key: rng.set(key), make_mesh(), (P(), P()), P())
+    np.testing.assert_array_equal(data(call(make_rng(), jax.random.key(7)).key), [[0, 7]])
+
+
+def test_a_drawn_key_put_in_by_replace_is_no_reason_to_draw_it_again() -> None:
+    def own(rng: sm.RandomState) -> Any:
+        drawn, _ = rng.split()
+        return drawn[None], rng.replace(value=drawn)
+
+    call = sm.shard_map(own, make_mesh(), P(), (P("x"), P()))
+    keys, rng = call(make_rng())
+    again, _ = call(rng)
+    assert distinct(keys, again)
+
+
+@pytest.mark.parametrize("name", ["8", "4x2"])
+def test_keys_per_shard(name: str) -> None:
+    mesh = make_mesh(name)
+    size = mesh.shape["x"]
+    rng = sm.RandomState(jax.random.split(jax.random.key(0), size), spec=sm.PerShard("x"))
+    every = P(mesh.axis_names)
+
+    def fun(rng: sm.RandomState) -> Any:
+        assert rng.key.shape == ()
+        return both(rng, 0)
+
+    call = sm.shard_map(fun, mesh, P(), (every, P()))
+    keys, after = call(rng)
+    more, last = call(after)
+    assert (after.key.shape, keys.shape) == ((size,), (8,))
+    assert distinct(keys, after.key, more, last.key, rng.key)
+    alone = [sm.RandomState(key).split() for key in rng.key]
+    np.testing.assert_array_equal(data(after.key), data(jnp.stack([r.key for _, r in alone])))
+    np.testing.assert_array_equal(data(keys[:: 8 // size]), data(jnp.stack([k for k, _ in alone])))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("first", [False, True])
+def test_nested_calls(first: bool, check_vma: bool) -> None:
+    mesh = make_mesh("4x2")
+
+    def outer(rng: sm.RandomState) -> Any:
+        inner = sm.shard_map(
+            lambda r: both(r, 0), mesh, P(), (P("y"), P()), axis_names={"y"}, check_vma=check_vma
+        )
+        before, rng = both(rng, 0) if first else (jax.random.split(jax.random.key(9), 0), rng)
+        keys, rng = inner(rng)
+        more, rng = inner(rng)
+        last, rng = both(rng, 0)
+        return jnp.concatenate([before, last])[None], jnp.concatenate([keys, more])[None], rng
+
+    call = sm.shard_map(
+        outer, mesh, P(), (P("x"), P("x"), P()), axis_names={"x"}, check_vma=check_vma
+    )
+    rng, drawn, plain = make_rng(), [], make_rng()
+    for _ in range(2):
+        own, inner, rng = call(rng)
+        jax.block_until_ready(rng)
+        assert (own.shape, inner.shape) == ((4, 1 + first), (4, 4))
+        drawn += [own, inner]
+        for _ in range(3 + first):
+            plain = plain.split()[1]
+        np.testing.assert_array_equal(data(rng.key), data(plain.key))
+    assert distinct(*drawn)
+
+
+def test_rows_in_a_nested_call() -> None:
+    def outer(rng: sm.RandomState, x: jax.Array) -> Any:
+        inner = sm.shard_map(
+            lambda r, x: r.rows(len(x), ("x", "y")),
+            make_mesh("4x2"),
+            (P(), P("y")),
+            (P("y"), P()),
+            axis_names={"y"},
+        )
+        return inner(rng, x)
+
+    call = sm.shard_map(outer, make_mesh("4x2"), (P(), P("x")), (P("x"), P()), axis_names={"x"})
+    rows, after = call(make_rng(), X)
+    plain, end = make_rng().rows(16)
+    np.testing.assert_array_equal(data(rows), data(plain))
+    np.testing.assert_array_equal(data(after.key), data(end.key))
+
+
+def test_an_unbound_axis_name_is_an_error() -> None:
+    mesh, lanes = make_mesh("4x2"), jnp.ones(8)
+
+    def rows(rng: sm.RandomState) -> Any:
+        return rng.rows(2, ("x", "nowhere"))[0]
+
+    def beside(rng: sm.RandomState) -> Any:
+        return rng.rows(2, "y")[0]
+
+    calls: list[Any] = [
+        sm.shard_map(rows, mesh, P(), P()),
+        sm.shard_map(beside, mesh, P(), P(), axis_names={"x"}),
+        jax.shard_map(rows, mesh=mesh, in_specs=P(), out_specs=P()),
+        lambda rng: jax.vmap(lambda _: rows(rng), axis_name="x")(lanes),
+    ]
+    for call in calls:
+        with pytest.raises(sm.StatemeshError, match="axis"):
+            call(make_rng())
+
+
+def test_rows_in_bare_mapped_calls() -> None:
+    expected = data(make_rng().rows(16)[0])
+    lanes = jax.vmap(lambda _: make_rng().rows(2, "x")[0], axis_name="x")(jnp.ones(8))
+    np.testing.assert_array_equal(data(lanes), expected)
+    call = jax.jit(
+        jax.shard_map(
+            lambda rng, x: rng.rows(len(x), "x")[0],
+            mesh=make_mesh(),
+            in_specs=(P(), P("x")),
+            out_specs=P("x"),
+        )
+    )
+    np.testing.assert_array_equal(data(call(make_rng(), X)), expected)
+
+
+def test_a_bare_spec_for_states_leaves_the_key_alone() -> None:
+    def fun(rng: sm.RandomState, s: sm.State) -> Any:
+        assert (rng.key.shape, s.value.shape) == ((), (2,))
+        key, rng = rng.split()
+        return key[None], rng, s.set(s.value + 1)
+
+    call = sm.shard_map(
+        fun, make_mesh(), P(), (P("x"), P(), P()), state_in_specs=P("x"), state_out_specs=P("x")
+    )
+    keys, rng, state = call(make_rng(), sm.State(X))
+    assert rng.key.sharding.spec == P()
+    assert state.value.sharding.spec == P("x")
+    np.testing.assert_array_equal(data(rng.key), data(make_rng().split()[1].key))
+    assert distinct(keys, rng.key)

@@ -1,0 +1,363 @@
+"""`State` as a value and as a pytree node."""
+
+import copy
+import io
+import operator
+import pickle
+import sys
+from types import FrameType
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+
+
+def structure(tree: Any) -> Any:
+    return jax.tree.structure(tree)
+
+
+class Norm(sm.Module):
+    mean: sm.BatchState
+    count: sm.State
+    name: str = "norm"
+
+
+class Net(sm.Module):
+    w: sm.ParamState
+    norms: list[Norm]
+    bias: jax.Array
+    act: Any = operator.neg
+
+
+def merge(old: Any, new: Any, axis_names: Any) -> Any:
+    del old, axis_names
+    return new
+
+
+def make_norm(**meta: Any) -> Norm:
+    return Norm(sm.BatchState(np.zeros(3), reduce="mean", **meta), sm.State(0, reduce="sum"))
+
+
+def make_net(**meta: Any) -> Net:
+    w = {"w": np.ones((2, 3), np.float32), "b": [1.0, 2]}
+    return Net(sm.ParamState(w, spec={"w": P("x"), "b": None}), [make_norm(**meta)], jnp.ones(3))
+
+
+def same(a: Any, b: Any) -> None:
+    """Equal in structure, in kind, in metadata, and in every array to the bit."""
+    assert structure(a) == structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        if isinstance(x, jax.Array):
+            assert (x.dtype, x.shape) == (y.dtype, y.shape)
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                x, y = jax.random.key_data(x), jax.random.key_data(y)
+            np.testing.assert_array_equal(x, y)
+        else:
+            assert x == y
+
+
+def test_metadata() -> None:
+    bare = sm.State(1.0)
+    assert (bare.name, bare.tag, bare.spec, bare.reduce) == (None, frozenset(), None, None)
+    full = sm.State(1.0, name="n", tag="t", spec=P("x"), reduce=merge)
+    assert (full.name, full.tag, full.spec, full.reduce) == ("n", frozenset("t"), P("x"), merge)
+
+
+@pytest.mark.parametrize(
+    ("tag", "kept"),
+    [
+        (None, []),
+        ("long", ["long"]),
+        (["a", "b", "a"], ["a", "b"]),
+        (("a",), ["a"]),
+        ({"a"}, ["a"]),
+        (iter("ab"), ["a", "b"]),
+    ],
+)
+def test_tag_is_a_frozenset(tag: Any, kept: list[str]) -> None:
+    state = sm.State(0, tag=tag)
+    assert state.tag == frozenset(kept)
+    assert type(state.tag) is frozenset
+
+
+@pytest.mark.parametrize("reduce", [None, "mean", "max", "min", "sum", merge])
+def test_known_reduce(reduce: Any) -> None:
+    assert sm.State(0.0, reduce=reduce).reduce == reduce
+    assert sm.State(0.0).replace(reduce=reduce).reduce == reduce
+
+
+@pytest.mark.parametrize("reduce", ["median", "Mean", "", "none"])
+def test_unknown_reduce_is_refused(reduce: str) -> None:
+    with pytest.raises(sm.StatemeshError, match="reduce"):
+        sm.State(0, reduce=reduce)
+    with pytest.raises(sm.StatemeshError, match="reduce"):
+        sm.State(0).replace(reduce=reduce)
+
+
+@pytest.mark.parametrize("spec", ["x", ("x",), {"a": "x"}, [P("x"), 3]])
+def test_spec_that_is_none_is_refused(spec: Any) -> None:
+    with pytest.raises(TypeError, match="spec"):
+        sm.State(0, spec=spec)
+
+
+@pytest.mark.parametrize("attribute", ["value", "tag", "name", "spec", "reduce", "_meta", "other"])
+@pytest.mark.parametrize("make", [lambda: sm.State(1), lambda: sm.RandomState(jax.random.key(0))])
+def test_frozen(attribute: str, make: Any) -> None:
+    state = make()
+    before = state.value
+    with pytest.raises(AttributeError, match="immutable"):
+        setattr(state, attribute, 2)
+    with pytest.raises(AttributeError, match="immutable"):
+        delattr(state, attribute)
+    assert state.value is before
+    assert state.tag == frozenset()
+
+
+def test_set_returns_a_new_state() -> None:
+    old = sm.BatchState(np.zeros(2), name="n", tag="t", spec=P("x"), reduce=merge)
+    value = jnp.ones(2)
+    new = old.set(value)
+    assert type(new) is sm.BatchState
+    assert new is not old
+    assert new.value is value
+    assert (new.name, new.tag, new.spec, new.reduce) == ("n", frozenset("t"), P("x"), merge)
+    np.testing.assert_array_equal(old.value, 0)
+
+
+@pytest.mark.parametrize(
+    ("field", "given", "kept"),
+    [
+        ("name", "other", "other"),
+        ("tag", ["b", "c"], {"b", "c"}),
+        ("tag", None, frozenset()),
+        ("spec", sm.PerShard("y"), sm.PerShard("y")),
+        ("reduce", "max", "max"),
+        ("reduce", None, None),
+    ],
+)
+def test_replace_changes_one_field(field: str, given: Any, kept: Any) -> None:
+    old = sm.BatchState(np.zeros(2), name="n", tag="a", spec=P("x"), reduce="mean")
+    new = old.replace(**{field: given})
+    assert type(new) is sm.BatchState
+    assert new.value is old.value
+    for name in ("name", "tag", "spec", "reduce"):
+        assert getattr(new, name) == (kept if name == field else getattr(old, name))
+    assert getattr(old, field) != kept
+
+
+def test_replace_does_not_check_the_value() -> None:
+    old = sm.State(np.zeros(2, np.float32), tag="t")
+    new = old.replace(value={"a": 1, "b": np.ones((2, 2), bool)}, name="n")
+    assert new.value["a"].dtype == jnp.int32
+    assert new.value["b"].shape == (2, 2)
+    assert (new.name, new.tag) == ("n", frozenset("t"))
+    assert old.replace().value is old.value
+
+
+def test_replace_of_an_unknown_field_is_refused() -> None:
+    with pytest.raises(sm.StructureError, match="'tags'"):
+        sm.State(0).replace(tags="a")
+
+
+def test_children_are_the_leaves_of_the_value_only() -> None:
+    x, y = jnp.ones(2), jnp.zeros(3)
+    state = sm.State({"b": [y], "a": x, "c": None}, name="n", tag="t", spec=P("x"), reduce=merge)
+    leaves = jax.tree.leaves(state)
+    assert len(leaves) == 2
+    assert leaves[0] is x
+    assert leaves[1] is y
+    assert jax.tree.leaves(sm.State(())) == []
+    assert len(jax.tree.leaves(sm.RandomState(jax.random.key(0)))) == 1
+
+
+def test_key_paths_end_in_value() -> None:
+    tree = {"m": make_net(), "r": sm.RandomState(jax.random.key(0))}
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    assert [path for path in paths if path.endswith(".value")] == [
+        "['m'].norms[0].mean.value",
+        "['m'].norms[0].count.value",
+        "['r'].value",
+    ]
+    assert "['m'].w.value['b'][0]" in paths
+
+
+def test_models_of_equal_structure_have_equal_treedefs() -> None:
+    a, b = structure(make_net(tag="t")), structure(make_net(tag=["t"]))
+    assert a == b
+    assert hash(a) == hash(b)
+    changed = structure(jax.tree.map(lambda x: x, make_net(tag="t")))
+    assert (a, hash(a)) == (changed, hash(changed))
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [{"name": "m"}, {"tag": "u"}, {"spec": P("y")}, {"spec": {"a": P("x")}}, {"reduce": "max"}],
+)
+def test_metadata_is_part_of_the_treedef(meta: dict[str, Any]) -> None:
+    base: dict[str, Any] = {"name": "n", "tag": "t", "spec": {"a": P("y")}, "reduce": "mean"}
+    one, other = sm.State({"a": 1.0}, **base), sm.State({"a": 1.0}, **{**base, **meta})
+    assert structure(one) == structure(sm.State({"a": 2.0}, **base))
+    assert structure(one) != structure(other)
+
+
+def test_tree_map_keeps_kind_and_metadata() -> None:
+    net = make_net(tag="t", name="n")
+    doubled = jax.tree.map(lambda x: x * 2 if isinstance(x, jax.Array) else x, net)
+    assert structure(doubled) == structure(net)
+    assert type(doubled.w) is sm.ParamState
+    assert doubled.norms[0].mean.tag == {"t"}
+    np.testing.assert_array_equal(doubled.w.value["w"], 2)
+
+
+def test_flattening_runs_no_python_per_state() -> None:
+    def python_calls(count: int) -> int:
+        kinds: list[Any] = [sm.State, sm.ParamState, sm.HiddenState, sm.BatchState]
+        tree = [kinds[i % 4](i, tag="t", spec=P("x")) for i in range(count)]
+        tree += [sm.RandomState(jax.random.key(i)) for i in range(count)]
+        calls = 0
+
+        def profile(frame: FrameType, event: str, arg: Any) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        sys.setprofile(profile)
+        try:
+            leaves = jax.tree.flatten(tree)[0]
+        finally:
+            sys.setprofile(None)
+        assert len(leaves) == 2 * count
+        return calls
+
+    assert python_calls(100) == python_calls(4)
+
+
+@pytest.mark.parametrize(
+    "state", [sm.State({"a": 1.0}, tag="t"), sm.RandomState(jax.random.key(0))]
+)
+@pytest.mark.parametrize(
+    "leaf",
+    [object(), None, jax.ShapeDtypeStruct((2,), np.float32), "text", sm.State, P("x")],
+    ids=repr,
+)
+def test_unflatten_lets_placeholders_through(state: sm.State, leaf: Any) -> None:
+    made = structure(state).unflatten([leaf])
+    assert type(made) is type(state)
+    assert made.tag == state.tag
+    (held,) = jax.tree.leaves(made, is_leaf=lambda x: x is leaf)
+    assert held is leaf
+
+
+def test_transformations_take_and_return_states() -> None:
+    state = sm.ParamState({"a": np.arange(4.0)}, tag="t", reduce=merge)
+    traces = 0
+
+    @jax.jit
+    def double(s: sm.ParamState) -> sm.ParamState:
+        nonlocal traces
+        traces += 1
+        return s.set({"a": s.value["a"] * 2})
+
+    same(double(double(state)), state.set({"a": np.arange(4, dtype=np.float32) * 4}))
+    double(sm.ParamState({"a": np.ones(4)}, tag=["t"], reduce=merge))
+    assert traces == 1
+    same(
+        jax.vmap(lambda s: s.set({"a": s.value["a"] + 1}))(state),
+        state.set({"a": np.arange(1, 5.0, dtype="f")}),
+    )
+    slope = jax.grad(lambda s: (s.value["a"] ** 2).sum())(state)
+    same(slope, state.set({"a": 2 * np.arange(4, dtype=np.float32)}))
+    last, each = jax.lax.scan(lambda s, _: (s.set(s.value + 1), s), sm.State(0), length=3)
+    same(last, sm.State(3))
+    same(each, sm.State(np.arange(3)))
+    (abstract,) = jax.tree.leaves(jax.eval_shape(lambda s: s, state))
+    assert abstract.shape == (4,)
+    made = jax.jit(lambda x: sm.BatchState(x, tag="t"))(jnp.ones(2))
+    same(made, sm.BatchState(jnp.ones(2), tag="t"))
+
+
+def test_repr() -> None:
+    assert repr(sm.State(1)) == "State(int32[])"
+    shown = repr(sm.BatchState({"a": np.ones((2, 3))}, name="n", reduce=merge, tag=("z", "b")))
+    assert shown == "BatchState({'a': float32[2,3]}, name='n', reduce=merge, tag=['b', 'z'])"
+    assert "PerShard('x')" in repr(sm.State(1, spec=sm.PerShard("x")))
+    assert "count=State(int32[], reduce='sum')" in repr(make_net())
+    jax.jit(lambda s: repr(s) and s)(sm.State(1))
+
+
+COPIES = {
+    "pickle": lambda tree: pickle.loads(pickle.dumps(tree)),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize(
+    "tree",
+    [
+        sm.State({"a": 1.0}, name="n", tag="t", spec={"a": P("x")}, reduce=merge),
+        sm.ParamState(np.ones(3)),
+        sm.State(np.ones(3), spec=sm.PerShard("x")),
+        sm.RandomState(jax.random.key(3), tag="t"),
+        make_net(tag="t"),
+        sm.partition(make_net(), sm.ParamState)[0],
+    ],
+    ids=["state", "param", "per_shard", "random", "model", "part"],
+)
+def test_copies_are_equal(tree: Any, how: str) -> None:
+    same(COPIES[how](tree), tree)
+
+
+def test_equinox_tree_at() -> None:
+    net = make_net(tag="t")
+    new = eqx.tree_at(lambda m: m.norms[0].mean.value, net, jnp.full(3, 7.0))
+    np.testing.assert_array_equal(new.norms[0].mean.value, 7)
+    assert new.norms[0].mean.tag == {"t"}
+    np.testing.assert_array_equal(net.norms[0].mean.value, 0)
+    whole = eqx.tree_at(lambda m: m.norms[0].count, net, sm.State(5))
+    assert int(whole.norms[0].count.value) == 5
+
+
+def test_equinox_filters() -> None:
+    net = make_net()
+    floats, rest = eqx.partition(net, eqx.is_inexact_array)
+    assert isinstance(floats.w, sm.ParamState)
+    assert floats.norms[0].count.value is None
+    assert rest.norms[0].mean.value is None
+    same(eqx.combine(floats, rest), net)
+
+    @eqx.filter_jit
+    def step(net: Net, x: jax.Array) -> tuple[jax.Array, Net]:
+        norm = net.norms[0].replace(count=net.norms[0].count.value + 1)
+        return net.act(x), net.replace(norms=[norm])
+
+    out, after = step(net, jnp.zeros(2))
+    _, after = step(after, out)
+    assert int(after.norms[0].count.value) == 2
+
+    def loss(net: Net) -> Any:
+        return (net.w.value["w"] ** 2).sum()
+
+    slopes: Any = eqx.filter_grad(loss)(net)
+    np.testing.assert_array_equal(slopes.w.value["w"], 2)
+
+
+def test_equinox_serialisation() -> None:
+    net, file = make_net(tag="t"), io.BytesIO()
+    saved = jax.tree.map(lambda x: x + 1 if isinstance(x, jax.Array) else x, net)
+    eqx.tree_serialise_leaves(file, saved)
+    file.seek(0)
+    same(eqx.tree_deserialise_leaves(file, net), saved)
+
+
+def test_is_state() -> None:
+    assert sm.is_state(sm.State(0))
+    assert sm.is_state(sm.RandomState(jax.random.key(0)))
+    for other in (jnp.ones(2), None, sm.State, make_net(), [sm.State(0)], sm.PerShard("x")):
+        assert not sm.is_state(other)

@@ -1,0 +1,278 @@
+"""What a State's value may be, and how what is written conforms to what was there."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statemesh as sm
+
+
+def structure(tree: Any) -> Any:
+    return jax.tree.structure(tree)
+
+
+NUMBERS: list[tuple[Any, Any]] = [
+    (True, np.bool_),
+    (3, np.int32),
+    (-3, np.int32),
+    (1.5, np.float32),
+    (float("nan"), np.float32),
+    (1j, np.complex64),
+    (np.bool_(True), np.bool_),
+    (np.int8(3), np.int8),
+    (np.uint16(3), np.uint16),
+    (np.float16(1.5), np.float16),
+    (np.float32(1.5), np.float32),
+    (np.float64(1.5), np.float32),
+    (np.int64(3), np.int32),
+    (np.complex128(1j), np.complex64),
+    (np.arange(6, dtype=np.uint8).reshape(2, 3), np.uint8),
+    (np.zeros((0, 2)), np.float32),
+    (np.ones(2, jnp.bfloat16), jnp.bfloat16),
+    (np.ones(2, jnp.float8_e4m3fn), jnp.float8_e4m3fn),
+    (np.arange(12.0).reshape(3, 4)[::2, ::-1], np.float32),
+]
+
+
+def is_strong(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not x.weak_type
+
+
+@pytest.mark.parametrize(("given", "dtype"), NUMBERS, ids=lambda x: str(x).replace("\n", ""))
+def test_numbers_become_strong_arrays(given: Any, dtype: Any) -> None:
+    nested = sm.State({"a": given, "b": [(given, None)]}).value
+    for value in (
+        sm.State(given).value,
+        sm.State(0).replace(value=given).value,
+        nested["a"],
+        nested["b"][0][0],
+    ):
+        assert is_strong(value)
+        assert value.dtype == dtype
+        np.testing.assert_array_equal(value, np.asarray(given).astype(dtype))
+    assert nested["b"][0][1] is None
+
+
+def test_python_numbers_are_wide_under_x64() -> None:
+    with jax.enable_x64(True):
+        assert sm.State(1.5).value.dtype == np.float64
+        assert sm.State(3).value.dtype == np.int64
+        assert sm.State(np.float32(1)).value.dtype == np.float32
+        assert sm.State(np.float64(1)).value.dtype == np.float64
+
+
+def test_weak_arrays_become_strong() -> None:
+    weak = jnp.asarray(1.0)
+    assert weak.weak_type
+    assert is_strong(sm.State(weak).value)
+    assert is_strong(sm.State(0.0).set(weak).value)
+    assert is_strong(sm.State(0).replace(value=weak).value)
+    assert is_strong(jax.jit(lambda x: sm.State(x * 1.0))(1.0).value)
+    assert is_strong(jax.jit(lambda s, x: s.set(x * 2))(sm.State(0.0), 1.0).value)
+
+
+def test_arrays_are_kept_as_they_are() -> None:
+    x, key = jnp.ones(3), jax.random.key(0)
+    assert sm.State(x).value is x
+    assert sm.State({"k": key}).value["k"] is key
+    assert sm.State(jnp.zeros(3)).set(x).value is x
+
+
+def test_a_numpy_array_is_copied() -> None:
+    x = np.zeros(64, np.float32)
+    state, written = sm.State(x), sm.State(np.ones(64, np.float32)).set(x)
+    x[:] = 7
+    np.testing.assert_array_equal(state.value, 0)
+    np.testing.assert_array_equal(written.value, 0)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "dtype"),
+    [
+        (np.float16(0), 1, np.float16),
+        (np.float16(0), True, np.float16),
+        (np.float16(0), 1.5, np.float16),
+        (jnp.bfloat16(0), 1.5, jnp.bfloat16),
+        (np.float32(0), jnp.asarray(2), np.float32),
+        (np.float16(0), jnp.asarray(2.5), np.float16),
+        (np.complex64(0), 1.5, np.complex64),
+        (np.complex64(0), 2j, np.complex64),
+        (np.int8(0), 7, np.int8),
+        (np.int8(0), jnp.asarray(7), np.int8),
+        (np.int32(0), 2.0, np.int32),
+        (np.int32(0), True, np.int32),
+        (np.bool_(False), True, np.bool_),
+        (np.uint32(0), 2**32 - 1, np.uint32),
+    ],
+)
+def test_python_and_weak_numbers_take_the_old_dtype(old: Any, new: Any, dtype: Any) -> None:
+    value = sm.State(old).set(new).value
+    assert is_strong(value)
+    assert value.dtype == dtype
+    np.testing.assert_array_equal(value, np.asarray(new).astype(dtype))
+
+
+def test_weak_array_of_the_same_shape_takes_the_old_dtype() -> None:
+    weak = jax.lax.full((3,), 2.0)
+    assert weak.weak_type
+    value = sm.State(np.zeros(3, np.float16)).set(weak).value
+    assert (value.dtype, is_strong(value)) == (np.float16, True)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (0, 1.5),
+        (0, 1e-9),
+        (0, float("nan")),
+        (0, float("inf")),
+        (0, 1j),
+        (0.0, 1j),
+        (False, 2),
+        (False, 0.5),
+        (0, np.float32(2)),
+        (0.0, np.int32(2)),
+        (np.float16(0), np.float32(2)),
+        (0, np.int8(2)),
+        (0, jnp.asarray(2.0)),
+        (np.float32(0), jnp.float16(2)),
+        (np.zeros(3), 1.0),
+        (0.0, np.zeros(1, np.float32)),
+        (np.zeros(3), np.zeros((3, 1), np.float32)),
+        (jax.random.key(0), 1),
+        (jax.random.key(0), jax.random.PRNGKey(0)),
+        (0, jax.random.key(0)),
+        (jax.random.key(0), jax.random.key(0, impl="rbg")),
+    ],
+    ids=repr,
+)
+def test_another_shape_or_dtype_is_refused(old: Any, new: Any) -> None:
+    with pytest.raises(sm.StructureError, match="differs"):
+        sm.State(old).set(new)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(np.uint8(0), 300), (np.uint8(0), -1), (np.int32(0), 2**40), (np.int8(0), 200)]
+)
+def test_a_number_that_the_old_dtype_cannot_hold_never_wraps(old: Any, new: int) -> None:
+    with pytest.raises((OverflowError, sm.StructureError)):
+        sm.State(old).set(new)
+
+
+def test_every_difference_is_listed() -> None:
+    old = sm.State({"a": np.zeros(2), "b": [np.zeros(3), 0], "c": 1.0}, name="stats")
+    with pytest.raises(sm.StructureError) as caught:
+        old.set(
+            {"a": np.zeros(3, np.float32), "b": [np.zeros(3, np.int8), 1], "c": np.ones(2, "f")}
+        )
+    text = str(caught.value)
+    assert "stats" in text
+    for told in (
+        "value['a']: was float32[2], is float32[3]",
+        "value['b'][0]",
+        "int8[3]",
+        "value['c']",
+    ):
+        assert told in text
+    assert "value['b'][1]" not in text
+
+
+@pytest.mark.parametrize(
+    "new",
+    [{"a": 1.0}, {"a": 1.0, "b": 2.0, "c": 3.0}, [1.0, 2.0], {"a": 1.0, "b": None}, 1.0, None],
+)
+def test_another_structure_is_refused(new: Any) -> None:
+    with pytest.raises(sm.StructureError, match="structure"):
+        sm.State({"a": 1.0, "b": 2.0}).set(new)
+
+
+def test_every_bad_leaf_is_listed() -> None:
+    with pytest.raises(TypeError, match=r"value\['a'\](.|\n)*value\['b'\]\[0\]") as caught:
+        sm.State({"a": "text", "b": [jnp.tanh], "c": 1.0})
+    assert "value['c']" not in str(caught.value)
+
+
+def test_set_takes_another_container_of_the_same_structure() -> None:
+    state = sm.State([1.0, (2.0, 3)])
+    new = state.set([1, (jnp.asarray(2.5), True)])
+    assert [x.dtype for x in jax.tree.leaves(new)] == [np.float32, np.float32, np.int32]
+    assert structure(new) == structure(state)
+
+
+def test_set_under_a_trace_checks_too() -> None:
+    with pytest.raises(sm.StructureError, match="differs"):
+        jax.jit(lambda s, x: s.set(x))(sm.State(0), jnp.ones(()) * 1.5)
+    with pytest.raises(sm.StructureError, match="differs"):
+        jax.vmap(lambda s: s.set(s.value[:1]))(sm.State(np.zeros((2, 3))))
+    done = jax.jit(lambda s: s.set(s.value + 1))(sm.State(np.int8(1)))
+    assert (done.value.dtype, int(done.value)) == (np.int8, 2)
+
+
+def test_set_of_what_was_there_is_equal() -> None:
+    state = sm.State({"a": np.ones(2, np.float16), "b": [1, True, 2.5]}, tag="t")
+    assert structure(state.set(state.value)) == structure(state)
+    for mine, theirs in zip(
+        jax.tree.leaves(state.set(state.value)), jax.tree.leaves(state), strict=True
+    ):
+        assert mine is theirs
+
+
+@pytest.mark.parametrize(
+    ("reduce", "value"),
+    [
+        ("mean", 1),
+        ("mean", True),
+        ("sum", True),
+        ("max", 1j),
+        ("min", True),
+        ("max", jax.random.key(0)),
+        ("sum", jax.random.key(0)),
+        ("mean", {"a": 1.0, "b": [1]}),
+    ],
+    ids=repr,
+)
+def test_policy_without_meaning_for_the_dtype_is_refused(reduce: str, value: Any) -> None:
+    with pytest.raises(sm.StatemeshError, match="dtype"):
+        sm.State(value, reduce=reduce)
+    with pytest.raises(sm.StatemeshError, match="dtype"):
+        sm.State(value).replace(reduce=reduce)
+    with pytest.raises(sm.StatemeshError, match="dtype"):
+        sm.State(1.0, reduce=reduce).replace(value=value)
+    assert sm.State(value, reduce=lambda old, new, axis_names: new).reduce is not None
+
+
+@pytest.mark.parametrize("wrap", [lambda s: s, lambda s: [s], lambda s: {"a": (1, s)}])
+def test_a_state_holds_no_state(wrap: Any) -> None:
+    inner = wrap(sm.ParamState(1.0))
+    for make in (sm.State, sm.State(0).set, lambda v: sm.State(0).replace(value=v)):
+        with pytest.raises(TypeError, match="cannot hold a State"):
+            make(inner)
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        "text",
+        jnp.tanh,
+        object(),
+        np.array(["a"]),
+        np.array([None]),
+        np.datetime64("2020-01-01"),
+        jax.ShapeDtypeStruct((2,), np.float32),
+    ],
+    ids=repr,
+)
+def test_a_leaf_that_is_no_array_is_refused(leaf: Any) -> None:
+    makers: list[Callable[[Any], Any]] = [
+        sm.State,
+        lambda v: sm.State({"a": 1, "b": v}),
+        sm.State(0).set,
+        lambda v: sm.State(0).replace(value=v),
+    ]
+    for make in makers:
+        with pytest.raises(TypeError, match="array"):
+            make(leaf)
