@@ -16,7 +16,7 @@ from .cases import Values
 from .mapped import arrays_of, mapping, mesh_of, model_of, partition_spec
 from .programs import Case, Leaf
 from .reference import EPS, Array, Global
-from .trees import Setting
+from .trees import Setting, structure
 
 
 HOMES = ("host", "device", "another", "placed")
@@ -56,9 +56,14 @@ def check_program(
     - `mapped`: the mapped program, if not the one that is kept for the case.
     """
     mapped = mapping(case) if mapped is None else mapped
-    call: Callable[..., Any] = {"eager": mapped, "unsharded": mapped.unsharded}.get(how, mapped)
-    if how == "jit":
-        call = jitted(mapped)
+    call: Callable[..., Any]
+    match how:
+        case "jit":
+            call = jitted(mapped)
+        case "unsharded":
+            call = mapped.unsharded
+        case _:
+            call = mapped
     model = model_of(case, values.slots)
     world = [[Global(reference.widen(x)) for x in leaves] for leaves in values.slots]
     for number, (gain, inputs) in enumerate(values.calls):
@@ -70,7 +75,7 @@ def check_program(
         wanted, world = reference.run(case, gain, world, inputs)
         for i, (got, want) in enumerate(zip(outputs, wanted, strict=True)):
             assert_close(got, want, f"call {number}, out{i}")
-        assert jax.tree.structure(model) == jax.tree.structure(before)
+        assert structure(model) == structure(before)
         for k, arrays in enumerate(arrays_of(case, model)):
             for n, (got, want) in enumerate(zip(arrays, world[k], strict=True)):
                 assert_close(got, want, f"call {number}, s{k}.{n}")

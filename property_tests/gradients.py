@@ -15,7 +15,7 @@ from .checks import at_home
 from .mapped import arrays_of, mapping, model_of
 from .programs import Case
 from .reference import EPS, Array, Global
-from .trees import Setting
+from .trees import Setting, structure
 
 
 def loss_of(case: Case, call: Callable[..., Any], gain: float) -> Callable[..., Any]:
@@ -66,7 +66,7 @@ def assert_slope(
     def loss(sign: int) -> float:
         pairs = zip(start, direction, strict=True)
         moved = [reference.widen(x) + sign * step * d for x, d in pairs]
-        slots, inputs = treedef.unflatten(moved)
+        slots, inputs = jax.tree.unflatten(treedef, moved)
         outputs, after = reference.run(case, gain, [[Global(x) for x in s] for s in slots], inputs)
         return sum(
             float(np.sum(x.value * weights(x.value)))
@@ -82,7 +82,7 @@ def assert_slope(
 
 def assert_near(got: Any, want: Any) -> None:
     """Equal up to rounding, once for each of the entries that are summed on the way back."""
-    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert structure(got) == structure(want)
     wanted = [np.asarray(x) for x in jax.tree.leaves(want)]
     largest = max([1.0, *(float(np.max(np.abs(x))) for x in wanted)])
     terms = sum(x.size for x in wanted)

@@ -10,7 +10,7 @@ import pytest
 import statemesh as sm
 
 from .picks import Pick
-from .trees import Path, same, typed, walk
+from .trees import Path, same, structure, typed, walk
 
 
 def owners(tree: Any, picks: Sequence[Pick]) -> list[tuple[Path, Any, int]]:
@@ -108,7 +108,7 @@ def check_set(state: sm.State, first: Any, second: Any) -> None:
     one = state.set(first)
     assert_equal(one.value, first)
     assert type(one) is type(state)
-    assert jax.tree.structure(one) == jax.tree.structure(state)
+    assert structure(one) == structure(state)
     for field in ("name", "tag", "spec", "reduce"):
         assert getattr(one, field) == getattr(state, field)
     for new, old in zip(jax.tree.leaves(one), leaves, strict=True):
@@ -139,6 +139,6 @@ def check_replace(state: sm.State, name: str, tag: str, value: Any) -> None:
 
 
 def assert_equal(got: Any, want: Any) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(want)
+    assert structure(got) == structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

@@ -145,7 +145,7 @@ def _written(case: Case, model: Any, old: list[list[Any]], values: list[Any]) ->
         unit = units[places[k]]
         value = arrays[0] if len(arrays) == 1 else dict(zip("ab", arrays, strict=True))
         units[places[k]] = unit.set(value) if sm.is_state(unit) else value
-    written = treedef.unflatten(units)
+    written = jax.tree.unflatten(treedef, units)
     return jax.tree.map(lambda leaf: leaf, written) if case.forget else written
 
 

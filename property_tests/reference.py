@@ -235,7 +235,7 @@ def _summed(op: str, value: Shards, terms: int, sizes: dict[Coordinate, Array]) 
 
 
 def _fold(op: str, value: Shards, axis: int) -> Shards:
-    fun = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}[op]
+    fun = getattr(np, op)
     at = {c: np.asarray(fun(x, axis=axis, keepdims=True)) for c, x in value.at.items()}
     sizes = {c: np.abs(x).sum(axis) for c, x in value.at.items()}
     terms = max(x.shape[axis] for x in value.at.values())
@@ -243,7 +243,7 @@ def _fold(op: str, value: Shards, axis: int) -> Shards:
 
 
 def _collect(op: str, value: Shards, axes: Axes, mesh: MeshShape) -> Shards:
-    fun = {"sum": np.sum, "mean": np.mean, "max": np.max, "min": np.min}[op]
+    fun = getattr(np, op)
     at, sizes = {}, {}
     for c in mesh.coordinates():
         group = np.stack([value.at[member] for member in mesh.group(c, axes)])

@@ -5,11 +5,15 @@ from hypothesis import strategies as st
 
 from .programs import MeshShape
 from .strategies import meshes
-from .streams import ROWS, SPLIT, check_per_shard, check_streams
+from .streams import ROWS, SPLIT, Draws, check_per_shard, check_streams
 
 
-draws = st.lists(st.sampled_from([ROWS, SPLIT, 2]), max_size=3).map(tuple)
 seeds = st.integers(0, 2**31 - 1)
+
+
+def draws(*of: str | int, most: int) -> st.SearchStrategy[Draws]:
+    """A few draws in a row, of these kinds."""
+    return st.lists(st.sampled_from(of), max_size=most).map(tuple)
 
 
 def some(mesh: MeshShape, least: int) -> st.SearchStrategy[tuple[str, ...]]:
@@ -24,7 +28,10 @@ def some(mesh: MeshShape, least: int) -> st.SearchStrategy[tuple[str, ...]]:
 def test_streams_are_those_of_the_unsharded_run(data: st.DataObject) -> None:
     mesh = data.draw(meshes(), "mesh")
     axes = data.draw(some(mesh, 0), "axes of the rows")
-    drawn, jit = data.draw(draws, "draws"), data.draw(st.booleans(), "inside jit")
+    drawn, jit = (
+        data.draw(draws(ROWS, SPLIT, 2, most=3), "draws"),
+        data.draw(st.booleans(), "inside jit"),
+    )
     for seed in data.draw(st.lists(seeds, min_size=1, max_size=3), "seeds"):
         check_streams(mesh, axes, drawn, seed, jit=jit)
 
@@ -33,6 +40,6 @@ def test_streams_are_those_of_the_unsharded_run(data: st.DataObject) -> None:
 def test_a_key_per_shard(data: st.DataObject) -> None:
     mesh = data.draw(meshes(), "mesh")
     axes = data.draw(some(mesh, 1), "axes of the keys")
-    drawn = data.draw(st.lists(st.sampled_from([SPLIT, 2]), max_size=2).map(tuple), "draws")
+    drawn = data.draw(draws(SPLIT, 2, most=2), "draws")
     for seed in data.draw(st.lists(seeds, min_size=1, max_size=3), "seeds"):
         check_per_shard(mesh, axes, drawn, seed)

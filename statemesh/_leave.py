@@ -42,6 +42,8 @@ class Exit:
     check_vma: bool
     # Paths of the arguments that hold one and the same State object.
     tied: Sequence[Sequence[str]] = ()
+    # Whether written states' buffers are given up.
+    donating: bool = False
 
     def unmerged(self, value: Any, where: Placement) -> frozenset[AxisName]:
         """The axes over which `value` may differ although `where` keeps one copy.
@@ -184,7 +186,7 @@ def leave(
     root = f"{exit.fun_name}(...)"
     specs = broadcast_specs(exit.out_specs, result, "out_specs", root)
     returned = [(keys, node) for keys, node in flat if is_state(node)]
-    origins = iter(match(exit.fun_name, returned, entered))
+    origins = iter(match(exit.fun_name, returned, entered, exit.donating))
     said = iter(choose_specs(exit.state_out_specs, _roots(result, root), "state_out_specs"))
     leaving = _Leaving(exit, known)
     parts = []

@@ -1,7 +1,7 @@
 """Which entering state each returned state was made from."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ._base import _errors as errors
@@ -31,6 +31,7 @@ def match(
     fun_name: str,
     returned: Sequence[tuple[KeyPath, State]],
     entered: Sequence[Entered],
+    donating: bool,
 ) -> list[Entered | None]:
     """The entering state that each returned one continues; `None` for a state made inside.
 
@@ -40,57 +41,57 @@ def match(
     continues `[0].bn.mean` of the arguments. Where several fit equally well (two models of one
     class), they are taken in order.
 
-    **Raises:** `StructureError` where fewer return than fit, and it makes a difference which.
+    **Raises:** `StructureError` where fewer return than fit, and it makes a difference which: to a
+    policy, to where the state goes, or to whose buffers are given up when `donating`.
     """
     by_mark = {id(one.mark): i for i, one in enumerate(entered)}
-    by_arrays = {_arrays(one.seen): i for i, one in enumerate(entered)}
-    found: list[int | None] = [
-        by_mark.get(id(origin(state)), by_arrays.get(_arrays(state)) if values(state) else None)
-        for _, state in returned
-    ]
-    _match_by_path(fun_name, returned, entered, found)
-    return [None if i is None else entered[i] for i in found]
-
-
-def _match_by_path(
-    fun_name: str,
-    returned: Sequence[tuple[KeyPath, State]],
-    entered: Sequence[Entered],
-    found: list[int | None],
-) -> None:
-    """Fill in the states that have forgotten where they came from, the surest first."""
+    by_arrays = {_arrays(one.seen): i for i, one in enumerate(entered) if values(one.seen)}
+    found: list[int | None] = []
+    for _, state in returned:
+        i = by_mark.get(id(origin(state)))
+        if i is None and (same := by_arrays.get(_arrays(state))) is not None:
+            i = same if _fits(state, entered[same].seen) else None
+        found.append(i)
+    # For the others, how far their paths agree with those of the states that they may continue.
     scores = {
         k: {
-            i: _common_end(keys, one.keys) for i, one in enumerate(entered) if _fits(state, one.seen)
+            i: _common_end(keys, one.keys)
+            for i, one in enumerate(entered)
+            if _fits(state, one.seen)
         }
         for k, (keys, state) in enumerate(returned)
         if found[k] is None
     }
-    pairs = [(score, k, i) for k, fits in scores.items() for i, score in fits.items()]
     taken = {i for i in found if i is not None}
+    _match_by_path(scores, found, taken)
+    unsure: list[tuple[str, list[str]]] = []
+    for k, fits in scores.items():
+        if (i := found[k]) is None:
+            continue
+        left = [j for j, score in fits.items() if score >= fits[i] and j not in taken]
+        if any(donating or _differ(entered[i], entered[j]) for j in left):
+            path = path_str(returned[k][0], f"{fun_name}(...)")
+            unsure.append((path, [entered[j].path for j in sorted([i, *left])]))
+    if unsure:
+        raise errors.unsure_origin(fun_name, unsure)
+    return [None if i is None else entered[i] for i in found]
+
+
+def _match_by_path(
+    scores: Mapping[int, Mapping[int, int]], found: list[int | None], taken: set[int]
+) -> None:
+    """Fill in what is not found yet, the surest first and each entering state once."""
+    pairs = [(score, k, i) for k, fits in scores.items() for i, score in fits.items()]
     for score, k, i in sorted(pairs, key=lambda pair: (-pair[0], *pair[1:])):
         # Without any common end only one that stands alone is sure.
         if found[k] is None and i not in taken and (score > 0 or len(scores[k]) == 1):
             found[k] = i
             taken.add(i)
-    unsure: list[tuple[str, list[str]]] = []
     for k, fits in scores.items():
-        if found[k] is None:
-            # The same state returned twice: some step of its path must say so.
-            best = max(fits, key=lambda i: fits[i], default=None)
-            found[k] = best if best is not None and fits[best] > 1 else None
-        if (chosen := found[k]) is None:
-            continue
-        others = [
-            i
-            for i, score in fits.items()
-            if i not in taken and score >= fits[chosen] and _differ(entered[i], entered[chosen])
-        ]
-        if others:
-            path = path_str(returned[k][0], f"{fun_name}(...)")
-            unsure.append((path, [entered[i].path for i in sorted([chosen, *others])]))
-    if unsure:
-        raise errors.unsure_origin(fun_name, unsure)
+        # A state that was returned twice: a step of its path must say so.
+        best = max(fits, key=lambda i: fits[i], default=None)
+        if found[k] is None and best is not None and fits[best] > 1:
+            found[k] = best
 
 
 def _arrays(state: State) -> tuple[int, ...]:
@@ -98,7 +99,6 @@ def _arrays(state: State) -> tuple[int, ...]:
 
 
 def _differ(a: Entered, b: Entered) -> bool:
-    """Whether it matters which of two states a written one continues."""
     return a.old.reduce is not None or a.placements != b.placements
 
 

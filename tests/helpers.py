@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +27,11 @@ def make_mesh(name: str = "8", kind: AxisType = AxisType.Auto) -> Mesh:
     shape, axes = SHAPES[name]
     devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
     return Mesh(devices, axes, axis_types=(kind,) * len(axes))
+
+
+def label(parameter: Any) -> str:
+    """The name of a test's parameter, the same in every process."""
+    return re.sub(" at 0x[0-9a-f]+", "", repr(parameter))
 
 
 @dataclasses.dataclass

@@ -884,6 +884,38 @@ def whole_state_beside_split_data() -> Any:
 
 
 @mistake(
+    sm.StructureError,
+    """\
+<lambda>: these states are alike in all but where they came from, and passing through `scan`, `cond` or `jax.tree.map` made them forget that:
+  - <lambda>(...)[1].mean may be teacher.mean or student.mean
+Return the other one too; or tell them apart by a name or tag; or write the values into the states that came in: `state.set(new.value)`.""",
+)
+def one_of_two_models_returned_without_its_origin() -> Any:
+    fun = lambda teacher, student, x: (x, jax.tree.map(lambda leaf: leaf + 1, student))
+    model = net().replace(mean=sm.BatchState(0.0, reduce="sum"))
+    return call(fun, in_specs=(P(), P(), P("x")))(model, model, X)
+
+
+@mistake(
+    sm.StatemeshError,
+    """\
+m['rng']: RandomState holds keys of shape (8,), and a shard draws from one. Hold one key, from which every shard gets a stream of its own; or give each shard its key: RandomState(keys, spec=sm.PerShard('axis')).""",
+)
+def several_keys_for_every_shard() -> Any:
+    keys = sm.RandomState(jax.random.split(jax.random.key(0), 8))
+    return call(lambda m, x: (x, m))({"rng": keys}, X)
+
+
+@mistake(
+    TypeError,
+    """\
+RandomState needs a typed key, got int32[]. Write `sm.RandomState(jax.random.key(0))`; a raw key becomes a typed one with `jax.random.wrap_key_data(raw)`.""",
+)
+def number_for_a_key() -> Any:
+    return sm.RandomState(jax.random.key(0)).replace(value=3)
+
+
+@mistake(
     TypeError,
     """\
 PerShard names no mesh axis. Write PerShard('data').""",

@@ -10,7 +10,7 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 import statemesh as sm
 from statemesh import filters as f
-from tests.helpers import make_mesh
+from tests.helpers import label, make_mesh
 
 
 class Cell(sm.Module):
@@ -111,7 +111,7 @@ def test_paths() -> None:
 
 
 @pytest.mark.parametrize(
-    ("filter", "expected"), FORMS, ids=lambda x: "" if type(x) is list else repr(x)
+    ("filter", "expected"), FORMS, ids=lambda x: "" if type(x) is list else label(x)
 )
 def test_forms(filter: Any, expected: list[str]) -> None:
     assert chosen(filter) == sorted(expected, key=PATHS.index)
@@ -120,7 +120,7 @@ def test_forms(filter: Any, expected: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [3, 1, 0, 1.5, b"tag", {"memory"}, {"memory": 1}, object()], ids=repr
+    "wrong", [3, 1, 0, 1.5, b"tag", {"memory"}, {"memory": 1}, object()], ids=label
 )
 def test_anything_else_is_a_type_error(wrong: Any) -> None:
     for call in (
@@ -264,7 +264,7 @@ def test_a_filter_whose_states_are_all_taken_is_no_error() -> None:
         f.Where(lambda net: net.extra["n"]),
         f.Where(lambda net: None),
     ],
-    ids=repr,
+    ids=label,
 )
 def test_a_filter_without_a_match_is_an_error(idle: Any) -> None:
     key = tuple(idle) if isinstance(idle, list) else idle

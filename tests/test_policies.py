@@ -93,6 +93,53 @@ def test_sharded_states_are_merged_over_the_other_axes() -> None:
     np.testing.assert_array_equal(call(state, x).value, x.sum(1, keepdims=True))
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("how", ["sum", "mean", "max"])
+def test_each_leaf_is_merged_over_the_axes_that_its_own_placement_leaves_out(
+    how: str, check_vma: bool
+) -> None:
+    def fun(state: sm.State, x: jax.Array) -> Any:
+        return state.set({"rows": state.value["rows"] + x, "all": jnp.sum(x)})
+
+    x = np.arange(32, dtype=np.float32).reshape(16, 2)
+    state = sm.State(
+        {"rows": np.zeros((16, 1), np.float32), "all": 0.0},
+        spec={"rows": P("x"), "all": P()},
+        reduce=how,
+    )
+    call = sm.shard_map(fun, make_mesh("4x2"), (P(), P("x", "y")), P(), check_vma=check_vma)
+    merge = getattr(np, how)
+    after = call(state, x).value
+    np.testing.assert_array_equal(after["rows"], merge(x, axis=1, keepdims=True))
+    np.testing.assert_allclose(after["all"], merge(x.reshape(4, 4, 2).sum(1)), rtol=1e-6)
+
+
+def test_a_leaf_that_agrees_is_counted_once() -> None:
+    def fun(state: sm.State, x: jax.Array) -> Any:
+        return state.set({"steps": state.value["steps"] + 1, "sum": state.value["sum"] + x.sum()})
+
+    call = sm.shard_map(fun, make_mesh(), (P(), P("x")), P())
+    after = call(sm.State({"steps": 3, "sum": 0.0}, reduce="sum"), X).value
+    assert (int(after["steps"]), float(after["sum"])) == (4, float(X.sum()))
+
+
+def test_a_function_merges_leaves_that_vary_over_different_axes() -> None:
+    def merge(old: Any, new: Any, axis_names: tuple[str, ...]) -> Any:
+        assert axis_names == ("x", "y")
+        return jax.tree.map(lambda a, b: a + jax.lax.psum(b - a, axis_names), old, new)
+
+    def fun(state: sm.State, x: jax.Array, y: jax.Array) -> Any:
+        value = state.value
+        return state.set({"x": value["x"] + x.sum(), "y": value["y"] + (x.sum() * y.sum())})
+
+    state = sm.State({"x": 0.0, "y": 0.0}, reduce=merge)
+    call = sm.shard_map(fun, make_mesh("4x2"), (P(), P("x"), P("y")), P())
+    after = call(state, X, X).value
+    # What does not vary over an axis is there once for each shard along it.
+    assert float(after["x"]) == 2 * X.sum()
+    np.testing.assert_allclose(after["y"], X.sum() ** 2, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     "kind", [sm.State, sm.ShortTermState, sm.HiddenState, sm.NonBatchState, sm.LongTermState,
              sm.ParamState, sm.BatchState],

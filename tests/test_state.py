@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
+from tests.helpers import label
 
 
 def structure(tree: Any) -> Any:
@@ -243,7 +244,7 @@ def test_flattening_runs_no_python_per_state() -> None:
 @pytest.mark.parametrize(
     "leaf",
     [object(), None, jax.ShapeDtypeStruct((2,), np.float32), "text", sm.State, P("x")],
-    ids=repr,
+    ids=label,
 )
 def test_unflatten_lets_placeholders_through(state: sm.State, leaf: Any) -> None:
     made = structure(state).unflatten([leaf])
@@ -344,7 +345,8 @@ def test_equinox_filters() -> None:
     def loss(net: Net) -> Any:
         return (net.w.value["w"] ** 2).sum()
 
-    slopes: Any = eqx.filter_grad(loss)(net)
+    gradient: Any = eqx.filter_grad(loss)
+    slopes = gradient(net)
     np.testing.assert_array_equal(slopes.w.value["w"], 2)
 
 

@@ -21,7 +21,7 @@ def mesh() -> Any:
 
 
 def test_replicated_weight_times_sharded_data(mesh: Any) -> None:
-    def fun(w: sm.State, data: jax.Array) -> jax.Array:
+    def fun(w: sm.State, data: jax.Array) -> Any:
         return data * w.value
 
     f = sm.shard_map(fun, mesh, in_specs=(P(), P("x")), out_specs=P("x"))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import statemesh as sm
+from tests.helpers import label
 
 
 def structure(tree: Any) -> Any:
@@ -148,7 +149,7 @@ def test_weak_array_of_the_same_shape_takes_the_old_dtype() -> None:
         (0, jax.random.key(0)),
         (jax.random.key(0), jax.random.key(0, impl="rbg")),
     ],
-    ids=repr,
+    ids=label,
 )
 def test_another_shape_or_dtype_is_refused(old: Any, new: Any) -> None:
     with pytest.raises(sm.StructureError, match="differs"):
@@ -233,7 +234,7 @@ def test_set_of_what_was_there_is_equal() -> None:
         ("sum", jax.random.key(0)),
         ("mean", {"a": 1.0, "b": [1]}),
     ],
-    ids=repr,
+    ids=label,
 )
 def test_policy_without_meaning_for_the_dtype_is_refused(reduce: str, value: Any) -> None:
     with pytest.raises(sm.StatemeshError, match="dtype"):
@@ -264,7 +265,7 @@ def test_a_state_holds_no_state(wrap: Any) -> None:
         np.datetime64("2020-01-01"),
         jax.ShapeDtypeStruct((2,), np.float32),
     ],
-    ids=repr,
+    ids=label,
 )
 def test_a_leaf_that_is_no_array_is_refused(leaf: Any) -> None:
     makers: list[Callable[[Any], Any]] = [

@@ -566,8 +566,8 @@ def unsure_origin(name: str, unsure: Sequence[tuple[str, Sequence[str]]]) -> Str
     return StructureError(
         f"{name}: these states are alike in all but where they came from, and passing through `scan`, `cond` "
         f"or `jax.tree.map` made them forget that:\n{_lines(items)}\n"
-        "Write the values into the states that came in, `state.set(new.value)`; or tell the states apart "
-        "by a name or tag."
+        "Return the other one too; or tell them apart by a name or tag; or write the values into the "
+        "states that came in: `state.set(new.value)`."
     )
 
 

@@ -102,6 +102,7 @@ class Program:
                 names,
                 declared.check_vma,
                 arguments.tied,
+                declared.donate != "none",
             ),
         )
         self.__name__ = self.__qualname__ = declared.name

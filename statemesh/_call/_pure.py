@@ -90,7 +90,10 @@ class Instance:
         old = unit.treedef.unflatten(own)
         mark = object()
         same = tuple(name for name in self.exit.axis_names if name not in apart)
-        seen = mark_origin(old.enter(same), mark)
+        try:
+            seen = mark_origin(old.enter(same), mark)
+        except errors.StatemeshError as error:
+            raise type(error)(f"{unit.path}: {error}") from None
         return Entered(mark, unit.path, unit.keys, old, seen, placements, inputs)
 
     def _hint(

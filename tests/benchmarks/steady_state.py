@@ -20,7 +20,8 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 
@@ -94,8 +95,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--states", type=int, nargs="+", default=[1, 10, 100, 1000])
     parser.add_argument("--rounds", type=int, default=1)
     options = parser.parse_args(argv)
-    print(f"JAX {jax.__version__}, {os.cpu_count()} cores; medians, microseconds (first: seconds)\n")
-    print("| devices | states | hand | ours | ratio | thread hand | ours | more | first hand | ours | ratio |")
+    print(
+        f"JAX {jax.__version__}, {os.cpu_count()} cores; medians, microseconds (first: seconds)\n"
+    )
+    print("| devices | states | hand | ours | ratio ", end="")
+    print("| thread hand | ours | more | first hand | ours | ratio |")
     print("| " + "--- | " * 11)
     for _ in range(options.rounds):
         for devices in options.devices:
