@@ -72,12 +72,6 @@ class Program:
             if unit.kind is None and not unit.in_module
             for p in unit.positions
         }
-        self.state_inputs = frozenset(
-            k
-            for unit in arguments.states()
-            for k, p in enumerate(self.inputs)
-            if p in frozenset(unit.positions)
-        )
         self.layout = Layout(
             declared.name,
             mesh,
