@@ -1,5 +1,7 @@
 """What statemesh relies on in JAX: a test fails here when JAX moves."""
 
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -115,3 +117,28 @@ def test_typed_by_explicit_axes(explicit: bool) -> None:
     assert compat.is_explicitly_typed(x) == explicit
     assert not compat.is_explicitly_typed(np.ones(8))
     assert not compat.has_explicit_axes(compat.auto_twin(mesh))
+
+
+DELETED = """
+from tests.devices import set_devices
+set_devices()
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+mesh = Mesh(np.array(jax.devices()), ("x",))
+x = jax.device_put(np.ones(8, np.float32), NamedSharding(mesh, P("x")))
+call = jax.jit(lambda x: x + 1)
+jax.block_until_ready(call(x))
+jax.block_until_ready(jax.jit(lambda x: x * 2, donate_argnums=0)(x))
+try:
+    call(x)
+except (RuntimeError, ValueError) as error:
+    print("refused:", error)
+"""
+
+
+def test_deleted_buffers_are_refused_or_crash() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", DELETED], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (ended.returncode == 0) == compat.REFUSES_DELETED
+    assert ("refused:" in ended.stdout) == compat.REFUSES_DELETED

@@ -20,6 +20,11 @@ tree_util: Any = jax.tree_util
 _NOWHERE: frozenset[AxisName] = frozenset()
 
 
+# Whether a compiled call refuses a buffer that was given up. In older releases it crashes the process if
+# there are several devices. Nothing in JAX tells which it is; this name came with the mended release.
+REFUSES_DELETED: bool = hasattr(jax, "get_mesh")
+
+
 def varying(x: Any) -> frozenset[AxisName]:
     """The mesh axes over which the type of `x` says that it may differ."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)

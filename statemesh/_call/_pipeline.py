@@ -86,7 +86,12 @@ class Pipeline:
         ):
             return self._other(leaves, treedef, args, kwargs)
         ready, shown = last.concrete(last.inputs(leaves) if last.statics else leaves)
-        outputs, back = last.compiled(*ready)
+        try:
+            outputs, back = last.compiled(*ready)
+        except Exception:
+            # To look beforehand would cost more than all of the checks above.
+            last.program.layout.check_alive(ready)
+            raise
         return back(outputs, shown)
 
     def _other(

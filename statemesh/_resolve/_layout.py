@@ -75,18 +75,21 @@ class Layout:
         The two differ for an array that lies right under another name of the same layout: it comes
         back as it is, but the program, compiled for one name, gets it by that one.
         """
-        # A buffer that was given up must not reach the program: JAX 0.10 crashes the process.
         if (
             self.only_arrays
             and [x.sharding for x in given] == self.seen
-            and not any(map(_is_deleted, given))
+            and (compat.REFUSES_DELETED or not any(map(_is_deleted, given)))
         ):
             return given, given
         return self._moved(given)
 
-    def _moved(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def check_alive(self, given: Sequence[Any]) -> None:
+        """Refuse arrays whose buffers were given up."""
         if gone := [k for k in self.on_device if given[k].is_deleted()]:
             raise errors.deleted(self.fun_name, [self.paths[k] for k in gone])
+
+    def _moved(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        self.check_alive(given)
         stale = [k for k in self.on_device if given[k].sharding is not self.seen[k]]
         ready, shown = list(given), list(given)
         wrong: list[int] = []
