@@ -88,7 +88,7 @@ class Pipeline:
         ready, shown = last.concrete(last.inputs(leaves) if last.statics else leaves)
         try:
             outputs, back = last.compiled(*ready)
-        except Exception:
+        except (RuntimeError, ValueError):
             # To look beforehand would cost more than all of the checks above.
             last.program.layout.check_alive(ready)
             raise
