@@ -67,6 +67,7 @@ class _Leaving:
         self.outputs: list[Any] = []
         self.specs: list[PartitionSpec] = []
         self.rewritten: list[int] = []
+        self.written_at: list[tuple[int, str]] = []
         self.diverged: list[errors.Diverged] = []
         self.varying: list[errors.Varying] = []
         self.rank: list[errors.RankMismatch] = []
@@ -131,7 +132,9 @@ class _Leaving:
             if x is leaves_of(entered.seen)[k]:
                 return Forwarded(entered.inputs[k])
             self.rewritten.append(entered.inputs[k])
-        return self.emit(strong(x), where, path)
+        output = self.emit(strong(x), where, path)
+        self.written_at.append((output.index, path))
+        return output
 
     def leaf(self, x: Any, spec: Any, in_module: bool, path: str) -> Any:
         """One leaf outside any State."""
@@ -197,7 +200,7 @@ def leave(
         else:
             parts.append(leaving.leaf(node, spec, in_module, path))
     leaving.raise_errors()
-    back = WriteBack(treedef.unflatten(parts), leaving.specs, leaving.rewritten)
+    back = WriteBack(treedef.unflatten(parts), leaving.specs, leaving.rewritten, leaving.written_at)
     return leaving.outputs, leaving.specs, back
 
 

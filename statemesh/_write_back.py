@@ -46,6 +46,7 @@ class WriteBack:
     - `result`: the result's tree with `Output`, `Forwarded` and `Static` as leaves.
     - `specs`: where each of the program's outputs lies.
     - `rewritten`: the inputs that leaves of written states came from, for donation.
+    - `written`: the outputs that are leaves of written states, with the states' paths.
     """
 
     __slots__ = (
@@ -58,14 +59,20 @@ class WriteBack:
         "rewritten",
         "sources",
         "specs",
+        "written",
     )
 
     def __init__(
-        self, result: Any, specs: Sequence[PartitionSpec], rewritten: Sequence[int]
+        self,
+        result: Any,
+        specs: Sequence[PartitionSpec],
+        rewritten: Sequence[int],
+        written: Sequence[tuple[int, str]],
     ) -> None:
         self.sources = tree_util.tree_leaves(result, is_leaf=_is_source)
         self.specs = tuple(specs)
         self.rewritten = tuple(rewritten)
+        self.written = tuple(written)
         units, self._treedef = tree_util.tree_flatten(
             result, is_leaf=lambda node: _is_source(node) or _is_plain(node)
         )

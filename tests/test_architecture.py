@@ -18,6 +18,7 @@ LAYERS = [
     "_match",
     "_write_back",
     "_leave",
+    "_branching",
     "_call",
 ]
 DOORS = {"__init__", "filters", "legacy"}

@@ -43,7 +43,7 @@ def test_types_say_what_varies() -> None:
 
 
 def test_types_do_not_say_that_a_cond_varies_with_its_predicate() -> None:
-    # Where this fails, a write under such a `cond` is found to differ, and the docs' warnings can go.
+    # Where this fails, `_branching.py` and the docs' warnings can go.
     def body(x: Any, y: Any) -> Any:
         chosen = jax.lax.cond(x[0] > 3, lambda y: y + 1, lambda y: y, y)
         assert compat.varying(x[0] > 3) == {"x"}
@@ -117,6 +117,27 @@ def test_typed_by_explicit_axes(explicit: bool) -> None:
     assert compat.is_explicitly_typed(x) == explicit
     assert not compat.is_explicitly_typed(np.ones(8))
     assert not compat.has_explicit_axes(compat.auto_twin(mesh))
+
+
+def test_control_flow_is_recognized() -> None:
+    def body(c: Any, x: jax.Array) -> Any:
+        c = jax.lax.cond(c > 0, lambda c: c + 1, lambda c: c, c)
+        _, c = jax.lax.while_loop(lambda v: v[0] < 3, lambda v: (v[0] + 1, v[1] * c), (0, c))
+        (c, _), each = jax.lax.scan(
+            lambda v, y: ((v[0] + y * c, v[1] * 2), y * 2), (c, c), jnp.ones(3)
+        )
+        return jax.jit(jnp.sin)(c), each.sum()
+
+    mapped = jax.shard_map(body, mesh=make_mesh(), in_specs=(P(), P("x")), out_specs=P())
+    traced = jax.jit(mapped).trace(jnp.float32(1), jnp.ones(8))
+    found = [compat.control_flow(eqn) for eqn in compat.shard_map_body(traced.jaxpr).eqns]
+    kinds = {flow[0]: flow for flow in found if flow is not None}
+    assert set(kinds) == {"cond", "while", "scan", "call"}
+    assert len(kinds["cond"][1]) == 2
+    _, cond, step, cond_consts, body_consts = kinds["while"]
+    assert len(cond.invars) - cond_consts == len(step.invars) - body_consts == len(step.outvars)
+    _, step, consts, carry = kinds["scan"]
+    assert (consts, carry, len(step.invars), len(step.outvars)) == (1, 2, 4, 3)
 
 
 DELETED = """

@@ -897,6 +897,22 @@ def one_of_two_models_returned_without_its_origin() -> Any:
 
 
 @mistake(
+    sm.DivergedStateError,
+    """\
+<lambda>: shards that take different branches write different values to states of which one copy is kept:
+  - m.mean may differ over 'x', but its spec is P()
+  - m.count may differ over 'x', but its spec is P()
+JAX's types do not follow a `cond` or `while` whose predicate differs between shards. Choose with `jnp.where(predicate, new, old)` instead; or make the predicate the same on all shards, as with jax.lax.pmax(predicate, axis).""",
+)
+def branches_that_write_differently() -> Any:
+    def more(m: Net) -> Net:
+        return m.replace(count=m.count.value + 1, mean=m.mean.value + 1)
+
+    fun = lambda m, x: (x, jax.lax.cond(jnp.sum(x) > 20, more, lambda m: m, m))
+    return call(fun)(net(), X)
+
+
+@mistake(
     sm.StatemeshError,
     """\
 m['rng']: RandomState holds keys of shape (8,), and a shard draws from one. Hold one key, from which every shard gets a stream of its own; or give each shard its key: RandomState(keys, spec=sm.PerShard('axis')).""",

@@ -30,6 +30,56 @@ def varying(x: Any) -> frozenset[AxisName]:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
+def varying_type(aval: Any) -> frozenset[AxisName]:
+    """The same of a variable's type in a jaxpr; a token's says nothing."""
+    mark = getattr(aval, "manual_axis_type", None)
+    return _NOWHERE if mark is None else frozenset(mark.varying)
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether an operand in a jaxpr is a constant written out."""
+    return isinstance(atom, _core.Literal)
+
+
+def shard_map_body(jaxpr: Any) -> Any:
+    """What one shard runs, in the jaxpr of a program that maps something."""
+    bodies = [e.params["jaxpr"] for e in jaxpr.eqns if e.primitive.name == "shard_map"]
+    return bodies[0] if bodies else None
+
+
+def control_flow(eqn: Any) -> tuple[Any, ...] | None:
+    """An equation that runs other jaxprs, as its kind and these; `None` for any other.
+
+    `("cond", branches)`, `("while", predicate, body, their numbers of constants)`, `("scan", body, numbers of
+    constants and carried values)`, `("call", jaxpr)`. JAX documents neither names nor parameters.
+    """
+    params = eqn.params
+    match eqn.primitive.name:
+        case "cond":
+            return "cond", [_open(branch) for branch in params["branches"]]
+        case "while":
+            cond, body = _open(params["cond_jaxpr"]), _open(params["body_jaxpr"])
+            return "while", cond, body, params["cond_nconsts"], params["body_nconsts"]
+        case "scan":
+            body = _open(params["jaxpr"])
+            # What is scanned over or stacked has an axis more outside.
+            carry = _as_inside(eqn.outvars, body.outvars)
+            return "scan", body, _as_inside(eqn.invars, body.invars) - carry, carry
+    called = [_open(j) for name in ("jaxpr", "call_jaxpr") if (j := params.get(name)) is not None]
+    if len(called) == 1 and len(called[0].invars) == len(eqn.invars):
+        return "call", called[0]
+    return None
+
+
+def _open(jaxpr: Any) -> Any:
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _as_inside(outer: Any, inner: Any) -> int:
+    pairs = zip(outer, inner, strict=True)
+    return sum(a.aval.shape == b.aval.shape for a, b in pairs)
+
+
 def under_jit() -> bool:
     """Whether operations are being recorded into a jaxpr now."""
     return bool(_core.unsafe_am_i_under_a_jit_DO_NOT_USE())

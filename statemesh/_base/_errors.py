@@ -561,6 +561,22 @@ def tied(name: str, groups: Sequence[Sequence[str]]) -> StructureError:
     )
 
 
+def diverged_in_branch(
+    name: str, found: Sequence[tuple[str, tuple[AxisName, ...], PartitionSpec]]
+) -> DivergedStateError:
+    items = [
+        f"{path} may differ over {_names(axes)}, but its spec is {spec_str(spec)}"
+        for path, axes, spec in found
+    ]
+    return DivergedStateError(
+        f"{name}: shards that take different branches write different values to states of which one copy is "
+        f"kept:\n{_lines(items)}\n"
+        "JAX's types do not follow a `cond` or `while` whose predicate differs between shards. Choose with "
+        "`jnp.where(predicate, new, old)` instead; or make the predicate the same on all shards, as with "
+        "jax.lax.pmax(predicate, axis)."
+    )
+
+
 def unsure_origin(name: str, unsure: Sequence[tuple[str, Sequence[str]]]) -> StructureError:
     items = [f"{path} may be {' or '.join(several)}" for path, several in unsure]
     return StructureError(

@@ -16,7 +16,8 @@ from .._arguments import check_arity
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._compat import tree_util
-from .._base._types import is_state
+from .._base._types import AxisName, is_state, mentioned
+from .._branching import hidden_axes
 from .._resolve._mesh import mesh_for_traced, resolve_mesh
 from .._write_back import WriteBack
 from ._declared import Declared
@@ -51,6 +52,8 @@ class Signature:
         # Where the pipeline keeps it once a call has gone through.
         self.key: tuple[Any, tuple[Any, ...]] = (None, ())
         self.plain = jax.jit(program)
+        # Without JAX's check there are no types that a branch could escape.
+        self.branches_seen = not (declared.check_vma and declared.jit)
         self.compiled: Callable[..., tuple[list[Any], WriteBack]] = self.plain
         if declared.donate != "none":
             self.compiled = DonatingProgram(program, declared.donate)
@@ -59,6 +62,31 @@ class Signature:
 
     def same_statics(self, leaves: Sequence[Any]) -> bool:
         return all(map(is_, self.program.static_leaves(leaves), self.statics))
+
+    def check_branches(self, arrays: Sequence[Any]) -> None:
+        """Refuse, once, writes that a branch makes differ between shards unseen by JAX's types.
+
+        JAX remembers the trace, so that the call that follows does not trace again.
+        """
+        if self.branches_seen:
+            return
+        traced = self.plain.trace(*arrays)
+        body = compat.shard_map_body(traced.jaxpr)
+        if body is not None:
+            back: WriteBack = traced.out_info[1]
+            hidden = hidden_axes(body, [frozenset[AxisName]()] * len(body.invars))
+            found = [
+                (path, axes, back.specs[i])
+                for i, path in back.written
+                if (
+                    axes := self.program.instance.exit.in_order(
+                        hidden[i] - mentioned(back.specs[i])
+                    )
+                )
+            ]
+            if found:
+                raise errors.diverged_in_branch(self.program.declared.name, found)
+        self.branches_seen = True
 
 
 class Pipeline:
@@ -102,6 +130,7 @@ class Pipeline:
         signature = self._signature(leaves, treedef, args, kwargs, traced=not eager)
         if eager:
             ready, shown = signature.concrete(signature.inputs(leaves))
+            signature.check_branches(ready)
             outputs, back = signature.compiled(*ready)
             self._keep(signature)
             if self.declared.in_specs is not compat.INFER:
