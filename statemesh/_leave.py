@@ -16,7 +16,7 @@ from ._base import _errors as errors
 from ._base._compat import tree_util
 from ._base._paths import path_str
 from ._base._prefix import broadcast_specs
-from ._base._types import NUMBERS, AxisName, StateSpecs, is_state, spec_axes
+from ._base._types import NUMBERS, AxisName, StateSpecs, is_state
 from ._match import Entered, leaves_of, match, values
 from ._model._state import State
 from ._model._values import strong
@@ -82,7 +82,7 @@ class _Leaving:
 
     def emit(self, x: Any, where: Placement, path: str) -> Output:
         x = where.put(jnp.asarray(x))
-        if x.ndim < len(spec_axes(where.spec)):
+        if x.ndim < len(where.axes):
             self.rank.append(errors.RankMismatch(path, x, where.spec))
         self.outputs.append(x)
         self.specs.append(where.spec)

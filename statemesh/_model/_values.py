@@ -34,6 +34,8 @@ def arrays(value: Any) -> Any:
 
 def conform(old_value: Any, value: Any, label: str) -> Any:
     """`value` in the dtypes of the old value, or an error that names what differs."""
+    if _is_alike(old_value, value):
+        return value
     old, old_def = tree_util.tree_flatten_with_path(old_value)
     new, new_def = tree_util.tree_flatten_with_path(value, is_leaf=is_state)
     if bad := [(path, leaf) for path, leaf in new if not _is_arraylike(leaf)]:
@@ -108,6 +110,17 @@ def _check_dtype(dtype: Any, how: str) -> None:
             allowed = (np.integer, np.floating)
     if not any(jnp.issubdtype(dtype, kind) for kind in allowed):
         raise errors.cannot_reduce(how, dtype)
+
+
+def _is_alike(old: Any, new: Any) -> bool:
+    """Whether both are arrays of which the new one needs no change: the usual case, without trees."""
+    return (
+        isinstance(old, jax.Array)
+        and isinstance(new, jax.Array)
+        and old.shape == new.shape
+        and old.dtype == new.dtype
+        and not getattr(new, "weak_type", False)
+    )
 
 
 def _is_arraylike(leaf: Any) -> bool:

@@ -1,5 +1,6 @@
 """Step 2, arrays: check them against their specs and lay them out on the mesh."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,15 +33,14 @@ def check_shapes(
     """
     bad: list[errors.ShapeMismatch] = []
     for path, leaf, where in zip(paths, leaves, placements, strict=True):
-        axes = spec_axes(where.spec)
-        if not axes:
+        if not where.axes:
             continue
         shape = np.shape(leaf)
-        if len(axes) > len(shape):
+        if len(where.axes) > len(shape):
             bad.append(errors.ShapeMismatch(path, leaf, where.spec, None, where.axis is not None))
             continue
-        for dim, names in enumerate(axes):
-            parts = int(np.prod([mesh.shape[n] for n in names if n in mesh.shape], dtype=int))
+        for dim, names in enumerate(where.axes):
+            parts = math.prod(mesh.shape[n] for n in names if n in mesh.shape)
             wrong = shape[dim] != parts if where.axis == dim else shape[dim] % parts
             if wrong:
                 found = errors.ShapeMismatch(path, leaf, where.spec, dim, where.axis is not None)

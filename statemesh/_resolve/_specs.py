@@ -1,6 +1,7 @@
 """Step 2, specs: one placement for every leaf."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,22 +9,29 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .._base._prefix import broadcast_specs
-from .._base._types import AxisName, PerShard, StateSpecs, canonical, is_state, mentioned
+from .._base._types import AxisName, PerShard, StateSpecs, canonical, is_state, mentioned, spec_axes
 from .._model._filters import first_matches
 from .._model._state import State
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one leaf lies on the mesh, and which array axis, if any, shards see it without."""
+    """Where one leaf lies on the mesh, and which array axis, if any, shards see it without.
+
+    **Attributes:**
+
+    - `axes`: the mesh axes that split each array axis.
+    - `axis_names`: all of these: the axes over which the leaf's parts are kept apart.
+    """
 
     spec: PartitionSpec
     axis: int | None = None
+    axes: tuple[tuple[AxisName, ...], ...] = dataclasses.field(init=False, compare=False)
+    axis_names: frozenset[AxisName] = dataclasses.field(init=False, compare=False)
 
-    @property
-    def axis_names(self) -> frozenset[AxisName]:
-        """The mesh axes over which the leaf's parts are kept apart."""
-        return mentioned(self.spec)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", spec_axes(self.spec))
+        object.__setattr__(self, "axis_names", mentioned(self.spec))
 
     def take(self, shard: Any) -> Any:
         """What the shard sees of its part."""
@@ -37,6 +45,7 @@ class Placement:
 REPLICATED = Placement(PartitionSpec())
 
 
+@functools.lru_cache(maxsize=1024)
 def placement(spec: PartitionSpec | PerShard | None) -> Placement:
     """The placement that a spec asks for; `None` asks for none."""
     if spec is None:

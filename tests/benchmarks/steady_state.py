@@ -73,9 +73,19 @@ def timed(call: Callable[[], Any]) -> tuple[float, float]:
     return time.perf_counter() - wall, thread
 
 
+def first_calls(mesh: Mesh, count: int) -> list[float]:
+    """Median seconds to trace, compile and run once: of new functions each time."""
+    times: tuple[list[float], ...] = ([], [])
+    for i in range(min(9, max(3, 900 // count))):
+        calls = programs(mesh, count)
+        for k in (0, 1) if i % 2 else (1, 0):
+            times[k].append(timed(calls[k])[0])
+    return [statistics.median(column) for column in times]
+
+
 def measure(mesh: Mesh, count: int) -> None:
+    first = first_calls(mesh, count)
     calls = programs(mesh, count)
-    first = [timed(call)[0] for call in calls]
     for call in calls * 3:
         timed(call)
     times: tuple[list[tuple[float, float]], ...] = ([], [])
