@@ -4,10 +4,13 @@ Each makes its mapping anew, so that it runs the engine as it is at that moment.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
 
 import statemesh as sm
 
@@ -16,7 +19,7 @@ from .cases import Values
 from .checks import check_program
 from .gradients import check_gradient
 from .laws import check_filter, check_partition, check_permutation, check_replace, check_set
-from .mapped import mapping_of
+from .mapped import mapping_of, mesh_of
 from .picks import Pick, all_of, any_of, negated
 from .programs import (
     FLOAT,
@@ -202,6 +205,19 @@ def gradient() -> None:
     check_gradient(PORTABLE, values_for(PORTABLE), mapped=mapping_of(PORTABLE))
 
 
+def branches() -> None:
+    """A write in a branch that some shards take is refused."""
+
+    def fun(state: sm.State, x: jax.Array) -> Any:
+        add = lambda state: state.set(state.value + 1)
+        return jax.lax.cond(x.sum() > 3, add, lambda state: state, state)
+
+    mesh = mesh_of(MeshShape((4,)))
+    specs = (PartitionSpec(), PartitionSpec("x"))
+    with pytest.raises(sm.DivergedStateError):
+        sm.shard_map(fun, mesh, specs, PartitionSpec())(sm.State(0.0), np.arange(4.0))
+
+
 def random_streams() -> None:
     drawn: streams.Draws
     for drawn in ((streams.ROWS, streams.SPLIT, 2), ()):
@@ -249,6 +265,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "portable inside jit": program(PORTABLE, "jit"),
     "portable unsharded": program(PORTABLE, "unsharded"),
     "gradient": gradient,
+    "branches": branches,
     "streams": random_streams,
     "streams per shard": random_per_shard,
 }

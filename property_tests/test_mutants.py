@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import statemesh as sm
-from statemesh import _leave, _partition, _write_back
+from statemesh import _branching, _leave, _partition, _write_back
 from statemesh._call import _pipeline, _program
 from statemesh._model import _filters, _random, _state
 from statemesh._resolve import _layout, _specs
@@ -128,6 +128,12 @@ MUTANTS = [
         _leave.Exit,
         "in_order",
         lambda right: lambda self, names: self.axis_names if names else (),
+    ),
+    Mutant(
+        "predicates passed over",
+        _branching,
+        "_through_cond",
+        lambda right: lambda branches, predicate, given: right(branches, frozenset(), given),
     ),
     Mutant("a written state forgotten", _leave, "_untouched", lambda right: lambda *args: True),
     Mutant("untouched arrays copied", _write_back.WriteBack, "__call__", copied),

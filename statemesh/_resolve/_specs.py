@@ -1,7 +1,6 @@
 """Step 2, specs: one placement for every leaf."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,7 +44,6 @@ class Placement:
 REPLICATED = Placement(PartitionSpec())
 
 
-@functools.lru_cache(maxsize=1024)
 def placement(spec: PartitionSpec | PerShard | None) -> Placement:
     """The placement that a spec asks for; `None` asks for none."""
     if spec is None:
