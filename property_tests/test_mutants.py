@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 import statemesh as sm
 from statemesh import _branching, _leave, _partition, _write_back
-from statemesh._call import _pipeline, _program
+from statemesh._call import _by_spec, _pipeline
 from statemesh._model import _filters, _random, _state
 from statemesh._resolve import _layout, _specs
 
@@ -151,19 +151,19 @@ MUTANTS = [
     ),
     Mutant(
         "placements of states exchanged",
-        _program,
+        _by_spec,
         "choose_specs",
         lambda right: lambda *args: right(*args)[::-1],
     ),
     Mutant(
         "state_in_specs passed over",
-        _program,
+        _by_spec,
         "choose_specs",
         lambda right: lambda *args: [_specs.UNSAID] * len(right(*args)),
     ),
     Mutant(
         "arrays replicated instead of sharded",
-        _program,
+        _by_spec,
         "placement",
         lambda right: lambda spec: _specs.REPLICATED,
     ),

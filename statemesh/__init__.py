@@ -10,7 +10,10 @@ from ._base._errors import StructureError as StructureError
 from ._base._types import PerShard as PerShard
 from ._base._types import is_state as is_state
 from ._call._mapping import StatefulMapping as StatefulMapping
+from ._call._pmap2 import pmap2 as pmap2
 from ._call._shard_map import shard_map as shard_map
+from ._call._vmap2 import vmap2 as vmap2
+from ._map import Map as Map
 from ._model._kinds import BatchState as BatchState
 from ._model._kinds import HiddenState as HiddenState
 from ._model._kinds import LongTermState as LongTermState
@@ -21,6 +24,9 @@ from ._model._module import Module as Module
 from ._model._module import field as field
 from ._model._random import RandomState as RandomState
 from ._model._state import State as State
+from ._new_states import new_states as new_states
+from ._new_states import pmap2_new_states as pmap2_new_states
+from ._new_states import vmap2_new_states as vmap2_new_states
 from ._partition import combine as combine
 from ._partition import partition as partition
 from ._partition import states as states

@@ -117,9 +117,14 @@ def inside_modules(value: Any) -> list[bool]:
 
 
 def check_arity(
-    fun: Callable[..., Any], name: str, in_specs: Any, args: Sequence[Any], kwargs: dict[str, Any]
+    fun: Callable[..., Any],
+    name: str,
+    what: str,
+    entries: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
 ) -> None:
-    """Refuse a call whose arguments do not fit `fun` or `in_specs`."""
-    if isinstance(in_specs, tuple | list) and len(in_specs) != len(args):
-        raise errors.arity(name, len(in_specs), len(args))
+    """Refuse a call whose arguments do not fit `fun`, or the entries of `in_specs` or `in_axes`."""
+    if isinstance(entries, tuple | list) and len(entries) != len(args):
+        raise errors.arity(name, what, len(entries), len(args))
     errors.check_signature(fun, name, args, kwargs)

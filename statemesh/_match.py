@@ -7,9 +7,8 @@ from typing import Any
 from ._base import _errors as errors
 from ._base._compat import tree_util
 from ._base._paths import path_str
-from ._base._types import KeyPath
+from ._base._types import KeyPath, Place
 from ._model._state import State, origin
-from ._resolve._specs import Placement
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class Entered:
     old: State
     seen: State
     # One placement, and one index among the program's inputs, for each of its leaves.
-    placements: tuple[Placement, ...]
+    placements: tuple[Place, ...]
     inputs: tuple[int, ...]
 
 

@@ -6,10 +6,9 @@ from operator import itemgetter
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from ._base._compat import tree_util
-from ._base._types import is_state
+from ._base._types import Place, is_state
 from ._model._state import State, is_plain, rebuild_plain
 
 
@@ -44,9 +43,10 @@ class WriteBack:
     **Arguments:**
 
     - `result`: the result's tree with `Output`, `Forwarded` and `Static` as leaves.
-    - `specs`: where each of the program's outputs lies.
+    - `places`: where each of the program's outputs goes.
     - `rewritten`: the inputs that leaves of written states came from, for donation.
     - `written`: the outputs that are leaves of written states, with the states' paths.
+    - `stacked`: paths and inputs of states that lanes wrote without a declared axis.
     """
 
     __slots__ = (
@@ -56,23 +56,26 @@ class WriteBack:
         "_pick",
         "_statics",
         "_treedef",
+        "places",
         "rewritten",
         "sources",
-        "specs",
+        "stacked",
         "written",
     )
 
     def __init__(
         self,
         result: Any,
-        specs: Sequence[PartitionSpec],
+        places: Sequence[Place],
         rewritten: Sequence[int],
         written: Sequence[tuple[int, str]],
+        stacked: Sequence[tuple[str, tuple[int, ...]]],
     ) -> None:
         self.sources = tree_util.tree_leaves(result, is_leaf=_is_source)
-        self.specs = tuple(specs)
+        self.places = tuple(places)
         self.rewritten = tuple(rewritten)
         self.written = tuple(written)
+        self.stacked = tuple(dict.fromkeys(stacked))
         units, self._treedef = tree_util.tree_flatten(
             result, is_leaf=lambda node: _is_source(node) or _is_plain(node)
         )
@@ -85,8 +88,8 @@ class WriteBack:
         self._metas = [units[i]._meta for i in plain]
         self._statics = [s.value for s in self.sources if isinstance(s, Static)]
         statics = iter(range(-len(self._statics), 0))
-        places = [self._place(unit.value if is_state(unit) else unit, statics) for unit in units]
-        self._pick = _picker([places[i] for i in (*plain, *rest)])
+        sources = [self._place(unit.value if is_state(unit) else unit, statics) for unit in units]
+        self._pick = _picker([sources[i] for i in (*plain, *rest)])
         made_at = {i: k for k, i in enumerate((*plain, *rest))}
         self._order = _picker([made_at[i] for i in range(len(units))])
 
@@ -95,7 +98,7 @@ class WriteBack:
             case Output(index):
                 return index
             case Forwarded(index):
-                return len(self.specs) + index
+                return len(self.places) + index
             case _:
                 return next(statics)
 

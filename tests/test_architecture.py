@@ -20,12 +20,14 @@ LAYERS = [
     "_leave",
     "_branching",
     "_call",
+    "_new_states",
+    "_map",
 ]
 DOORS = {"__init__", "filters", "legacy"}
 
 # Files near 300 lines, and the ones that have a reason to be longer.
 LONGEST = 320
-LONGER = {"_base/_errors.py": 640}  # every wording in one place
+LONGER = {"_base/_errors.py": 960}  # every wording in one place
 
 
 def modules() -> dict[str, pathlib.Path]:

@@ -2,6 +2,9 @@
 
 import importlib
 import inspect
+import os
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -113,6 +116,35 @@ def manual_axes(mesh: Mesh | AbstractMesh | None) -> frozenset[AxisName]:
     return frozenset(mesh.manual_axes) if isinstance(mesh, AbstractMesh) else _NOWHERE
 
 
+def inside_checked_shard_map() -> bool:
+    """Whether the types of an enclosing `shard_map` say what varies."""
+    taken = manual_axes(jax.sharding.get_abstract_mesh())
+    return any(varying(jax.lax.axis_index(name)) for name in taken)
+
+
+def traced_apart(
+    fun: Callable[..., Any], types: Sequence[Any], sizes: Sequence[tuple[AxisName, int]]
+) -> Callable[..., Any]:
+    """`fun`, traced where no mesh and no check is known, only the axes of these sizes."""
+    x64 = bool(jax.config.jax_enable_x64)
+    found: list[Any] = []
+
+    def trace() -> None:
+        try:
+            with jax.enable_x64(x64):
+                found.append(jax.make_jaxpr(fun, axis_env=list(sizes))(*types))
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=trace)
+    thread.start()
+    thread.join()
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    replay: Callable[..., Any] = _core.jaxpr_as_fun(found[0])
+    return replay
+
+
 def has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
     return any(kind == AxisType.Explicit for kind in mesh.axis_types)
 
@@ -199,3 +231,24 @@ def off_explicit_axes(x: Any, mesh: Mesh | AbstractMesh) -> Any:
         return reshard(cotangent, NamedSharding(back, here.spec))
 
     return jax.custom_derivatives.linear_call(there, again, (), x)
+
+
+_JAX = os.path.dirname(jax.__file__) + os.sep
+
+
+def raised_by_jax(error: BaseException) -> bool:
+    """Whether it was raised in JAX's own code."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_JAX)
+
+
+def inputs_read(jaxpr: Any) -> list[bool]:
+    """Which inputs of a traced program some equation uses: inside a `shard_map`, what a shard uses."""
+    used = set()
+    for eqn in jaxpr.eqns:
+        inner = _open(eqn.params["jaxpr"]) if eqn.primitive.name == "shard_map" else None
+        read = [True] * len(eqn.invars) if inner is None else inputs_read(inner)
+        used |= {id(v) for v, hit in zip(eqn.invars, read, strict=True) if hit}
+    return [id(v) in used for v in _open(jaxpr).invars]

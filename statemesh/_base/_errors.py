@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ._paths import describe, path_str
-from ._types import AxisName, KeyPath, PerShard, is_state, spec_axes
+from ._types import UNNAMED, AxisName, KeyPath, PerShard, is_state, spec_axes
 
 
 class StatemeshError(ValueError):
@@ -45,6 +45,8 @@ class Diverged:
     state: Any
     axis_names: tuple[AxisName, ...]
     spec: PartitionSpec
+    # What `state_out_specs` or `state_out_axes` says of it.
+    said: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,10 +284,12 @@ def _short(value: Any) -> str:
 # What is declared
 
 
-def not_callable(fun: Any) -> TypeError:
+def not_callable(transform: str, fun: Any) -> TypeError:
+    call = "shard_map(fun, mesh, in_specs, out_specs)"
+    call = call if transform == "shard_map" else f"{transform}(fn, in_axes=0)"
     return TypeError(
-        f"shard_map maps a function, got {fun!r} of type {type(fun).__name__}. The function comes first: "
-        "`shard_map(fun, mesh, in_specs, out_specs)`."
+        f"{transform} maps a function, got {fun!r} of type {type(fun).__name__}. The function comes first: "
+        f"`{call}`."
     )
 
 
@@ -414,11 +418,14 @@ def axis_twice(twice: Sequence[tuple[str, Any, Sequence[AxisName]]]) -> SpecErro
 # Calls
 
 
-def arity(name: str, entries: int, args: int) -> SpecError:
-    return SpecError(
-        f"{name} was called with {_plural(args, 'positional argument')}, but in_specs has "
-        f"{entries} {'entry' if entries == 1 else 'entries'}. in_specs has one entry for each positional "
-        "argument (None for one that is not sharded); keyword arguments have none."
+def arity(name: str, what: str, entries: int, args: int) -> StatemeshError:
+    kind, left = (
+        (SpecError, "is not sharded") if what == "in_specs" else (BatchAxisError, "all lanes share")
+    )
+    return kind(
+        f"{name} was called with {_plural(args, 'positional argument')}, but {what} has "
+        f"{entries} {'entry' if entries == 1 else 'entries'}. {what} has one entry for each positional "
+        f"argument (None for one that {left}); keyword arguments have none."
     )
 
 
@@ -437,18 +444,27 @@ def check_signature(
 
 
 def prefix_mismatch(bad: Sequence[tuple[str, Any, str, Any]]) -> SpecError:
-    items = []
-    for what, prefix, root, tree in bad:
-        if is_state(tree):
-            items.append(
-                f"{what} = {prefix!r} reaches into the State {root}; States are placed by "
-                "`state_in_specs`, `state_out_specs` or their own `spec`"
-            )
-        else:
-            items.append(f"{what} is {_node(prefix)}, but {root} is {_node(tree)}")
     return SpecError(
-        f"specs must be a tree prefix of what they place:\n{_lines(items)}\n"
-        "One spec stands for a whole subtree: P() or P('axis') in its place fits anything."
+        "specs must be a tree prefix of what they place:\n"
+        + _prefix_lines(bad, "placed by `state_in_specs`, `state_out_specs` or their own `spec`")
+        + "\nOne spec stands for a whole subtree: P() or P('axis') in its place fits anything."
+    )
+
+
+def axes_prefix_mismatch(bad: Sequence[tuple[str, Any, str, Any]]) -> BatchAxisError:
+    return BatchAxisError(
+        "axes must be a tree prefix of what they map:\n"
+        + _prefix_lines(bad, "mapped by `state_in_axes` and `state_out_axes`")
+        + "\nOne axis stands for a whole subtree: 0 or None in its place fits anything."
+    )
+
+
+def _prefix_lines(bad: Sequence[tuple[str, Any, str, Any]], how: str) -> str:
+    return _lines(
+        f"{what} = {prefix!r} reaches into the State {root}; States are {how}"
+        if is_state(tree)
+        else f"{what} is {_node(prefix)}, but {root} is {_node(tree)}"
+        for what, prefix, root, tree in bad
     )
 
 
@@ -623,4 +639,242 @@ def none_for_array(path: str, value: Any) -> SpecError:
     return SpecError(
         f"{path} is {describe(value)}, but its out_spec is None, which fits only what holds no array "
         "outside of States. Write P() or P('axis')."
+    )
+
+
+# Lanes
+
+
+def not_an_axis(where: str, axis: Any) -> TypeError:
+    return TypeError(
+        f"{where} is {axis!r} of type {type(axis).__name__}, not an axis. Use an int (negative ones count "
+        "from the end), or None for what all lanes share."
+    )
+
+
+def in_axes_none(transform: str) -> TypeError:
+    return TypeError(
+        f"{transform}: in_axes=None maps over nothing. Write one entry for each positional argument, as in "
+        "in_axes=(0, None); or give axis_size=... too."
+    )
+
+
+def unknown_mapping_policy(policy: Any, known: Sequence[str]) -> StatemeshError:
+    return StatemeshError(
+        f"unexpected_out_state_mapping={policy!r} is not known. Use {_names(known)}."
+    )
+
+
+def bad_axis_size(what: str, size: Any) -> StatemeshError:
+    return StatemeshError(f"{what}={size!r} is not a positive int.")
+
+
+def no_such_axis(name: str, bad: Sequence[tuple[str, int, Any]]) -> BatchAxisError:
+    items = [
+        f"{path}: {describe(x)} has {_axes(x)}, but is mapped over axis {axis}"
+        for path, axis, x in bad
+    ]
+    return BatchAxisError(
+        f"{name}: arguments do not have the axes that they are mapped over:\n{_lines(items)}\n"
+        "Name an axis that is there, or None for what all lanes share."
+    )
+
+
+def no_such_out_axis(name: str, bad: Sequence[tuple[str, int, Any]]) -> BatchAxisError:
+    items = [
+        f"{path}: {describe(x)} in each lane has no place for lanes at axis {axis}"
+        for path, axis, x in bad
+    ]
+    return BatchAxisError(
+        f"{name}: results have too few axes for where their lanes should go:\n{_lines(items)}\n"
+        "With the lanes a result has one axis more than in each lane; 0 always fits."
+    )
+
+
+def lanes_disagree(
+    name: str, mapped: Sequence[tuple[str, int, Any]], axis_size: int | None
+) -> BatchAxisError:
+    by_size: dict[int, list[str]] = {}
+    for path, axis, x in mapped:
+        line = f"{path}: {describe(x)} has {np.shape(x)[axis]} on axis {axis}"
+        by_size.setdefault(np.shape(x)[axis], []).append(line)
+    items = [
+        line
+        for lines in by_size.values()
+        # A model has many that agree.
+        for line in (*lines[:3], *([f"and {len(lines) - 3} more like it"] if lines[3:] else []))
+    ]
+    if axis_size is not None:
+        items.append(f"axis_size={axis_size}")
+    return BatchAxisError(
+        f"{name}: it is not clear how many lanes there are:\n{_lines(items)}\n"
+        "All that is mapped must have one size; give None as the axis of what all lanes share."
+    )
+
+
+def nothing_to_infer(name: str) -> BatchAxisError:
+    return BatchAxisError(
+        f"{name}: nothing is mapped, so nothing says how many lanes there are. Give axis_size=..., or an "
+        "axis in in_axes or state_in_axes."
+    )
+
+
+def too_many_lanes(name: str, lanes: int, devices: int) -> BatchAxisError:
+    return BatchAxisError(
+        f"{name}: {_plural(lanes, 'lane')} on {_plural(devices, 'device')}; pmap2 gives every lane a device "
+        f"of its own. Give it {devices} at most, each with a part of the batch, as in "
+        f"x.reshape({devices}, -1, *x.shape[1:]); or use vmap2, or shard_map."
+    )
+
+
+def process_lanes(name: str, lanes: int, devices: int) -> BatchAxisError:
+    return BatchAxisError(
+        f"{name}: this process passed {_plural(lanes, 'lane')} and has {_plural(devices, 'device')}. With "
+        "several processes each passes one lane for each of its own devices, and gets these back."
+    )
+
+
+def no_such_backend(name: str, backend: Any, devices: Sequence[Any]) -> StatemeshError:
+    return StatemeshError(
+        f"{name}: devices={list(devices)!r} are not of backend={backend!r}. Give one of the two."
+    )
+
+
+def bad_argnums(what: str, bad: Sequence[Any], args: int) -> StatemeshError:
+    return StatemeshError(
+        f"{what} has {_names(bad)}, but the call has {_plural(args, 'positional argument')}, numbered from 0."
+    )
+
+
+def unhashable_static(name: str, path: str, value: Any) -> TypeError:
+    return TypeError(
+        f"{name}: {path} is {describe(value)} of type {type(value).__name__}, which cannot be hashed, and "
+        "stands in static_broadcasted_argnums. A static argument is part of the program's signature; give "
+        "None in in_axes for an array that all lanes share."
+    )
+
+
+def global_shape(
+    name: str, bad: Sequence[tuple[str, Any, tuple[int, ...], tuple[int, ...]]]
+) -> BatchAxisError:
+    items = [
+        f"{path}: {describe(x)} here, global_arg_shapes says {given}, of which this process's part is {part}"
+        for path, x, given, part in bad
+    ]
+    return BatchAxisError(
+        f"{name}: arguments do not fit global_arg_shapes:\n{_lines(items)}\n"
+        "A global shape has the lanes of all processes on the mapped axis."
+    )
+
+
+def lane_axis_conflict(
+    name: str, bad: Sequence[tuple[str, Any, int | None, int | None]]
+) -> BatchAxisError:
+    items = [
+        f"{path}: {state!r} enters on axis {into} but leaves on axis {out}"
+        for path, state, into, out in bad
+    ]
+    return BatchAxisError(
+        f"{name}: states enter on one axis and leave on another:\n{_lines(items)}\n"
+        "The axis in state_in_axes is also the one it leaves on: leave it out of state_out_axes, or name the "
+        "same one."
+    )
+
+
+def lanes_wrote(name: str, bad: Sequence[Diverged], declared_none: bool) -> BatchAxisError:
+    items = [f"{one.path}: {one.state!r}" for one in bad]
+    axis = bad[0].axis_names[0]
+    if declared_none:
+        return BatchAxisError(
+            f"{name}: lanes wrote different values to states that state_out_axes declares to be the same in "
+            f"all (axis None):\n{_lines(items)}\n"
+            f"Reduce the value, as with {_pmean('value', axis)}; or declare how writes are merged, "
+            "State(value, reduce='mean'); or give the states an axis: state_out_axes={0: filter}."
+        )
+    return BatchAxisError(
+        f"{name}: lanes wrote different values to states without a declared axis:\n{_lines(items)}\n"
+        "Mend it in one of three ways:\n"
+        "  1. keep one value per lane: state_out_axes={0: filter}, and state_in_axes={0: filter} from the "
+        "next call on;\n"
+        "  2. declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a "
+        "function;\n"
+        f"  3. reduce the value before it is set, as with {_pmean('value', axis)}."
+    )
+
+
+def _pmean(value: str, axis: AxisName) -> str:
+    """Code that reduces over lanes; those without a name are given one."""
+    named = "jax.lax.pmean({}, {!r})"
+    if axis == UNNAMED:
+        return named.format(value, "lanes") + " with axis_name='lanes'"
+    return named.format(value, axis)
+
+
+def lanes_stacked(name: str, paths: Sequence[str]) -> str:
+    return (
+        f"{name}: lanes wrote different values to states without a declared axis, and these were stacked on "
+        f"axis 0:\n{_lines(paths)}\nDeclare it: state_out_axes={{0: filter}}."
+    )
+
+
+def lanes_vary(name: str, bad: Sequence[Varying]) -> BatchAxisError:
+    items = [f"{one.path}: {describe(one.value)} differs between lanes" for one in bad]
+    axis = bad[0].axis_names[0]
+    return BatchAxisError(
+        f"{name}: out_axes=None says that results are the same in all lanes, but:\n{_lines(items)}\n"
+        f"Reduce it, as with {_pmean('value', axis)}, or give it an axis: out_axes=0."
+    )
+
+
+def lane_name_taken(name: str, axis: AxisName) -> BatchAxisError:
+    return BatchAxisError(
+        f"{name}: axis_name={axis!r} is a mesh axis that an enclosing shard_map maps over. Call the lanes "
+        "something else."
+    )
+
+
+def pmap2_inside(name: str, taken: Sequence[AxisName]) -> BatchAxisError:
+    return BatchAxisError(
+        f"{name}: pmap2 takes whole devices, and an enclosing mapped call has them already (axes "
+        f"{_names(taken)}). Use vmap2 inside of it."
+    )
+
+
+def lane_collective(name: str, axis: AxisName) -> StatemeshError:
+    return StatemeshError(
+        f"{name}: JAX cannot run a collective over lanes ({axis!r}) inside a checked shard_map. Write "
+        "instead:\n"
+        "  1. for a state: State(value, reduce='mean'), or 'sum', 'max', 'min', or a function: statemesh "
+        "merges the lanes' writes itself;\n"
+        "  2. for a result: return it with out_axes=0 and reduce it after vmap2, as with "
+        "jnp.sum(result, 0);\n"
+        "  3. for a value that lanes go on with: split the function there, or work on all lanes at once, "
+        "without vmap2."
+    )
+
+
+# Modules over lanes
+
+
+def not_a_module(module: Any) -> TypeError:
+    return TypeError(
+        f"states are created for a statemesh.Module, got {describe(module)} of type {type(module).__name__}. "
+        "Derive its class from sm.Module and make its states in `init_state(self, **kwargs)`."
+    )
+
+
+def unknown_behavior(behavior: Any, known: Sequence[str]) -> StatemeshError:
+    return StatemeshError(f"behavior={behavior!r} is not known. Use {_names(known)}.")
+
+
+def unknown_method(module: str, name: Any, known: Sequence[str]) -> StructureError:
+    return StructureError(
+        f"{module} has no method {name!r}. Its methods are {_names(known) or 'none'}."
+    )
+
+
+def not_a_pair(module: str, name: str, result: Any) -> StructureError:
+    return StructureError(
+        f"Map: {module}.{name} returned {_node(result)}, not `(out, module)`. Return the result and the "
+        "module with what was written: `return out, self.replace(state=...)`, or `return out, self`."
     )

@@ -1,7 +1,7 @@
 """The small values that every step speaks of: placements, and the mark of a removed leaf."""
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -20,6 +20,19 @@ else:
     Fun = AnyMesh = Donate = Any
 SpecTree: TypeAlias = Any
 StateSpecs: TypeAlias = SpecTree | Mapping[Filter, SpecTree] | None
+
+
+UNNAMED: AxisName = "<lanes>"
+"""What an axis of lanes is called that the user gave no name."""
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "Missing"
+
+
+MISSING: Any = _Missing()
+"""Stands for a function that is still to come: a decorator is wanted."""
 
 
 NUMBERS: tuple[type, ...] = (bool, int, float, complex)
@@ -122,9 +135,44 @@ def is_removed(node: object) -> bool:
     return isinstance(node, Removed)
 
 
+@runtime_checkable
+class Place(Protocol):
+    """Where one leaf goes: on a mesh, or as one lane of several. Hashable.
+
+    **Attributes:**
+
+    - `axis`: the array axis, if any, that instances see the leaf without.
+    - `axis_names`: the mapped axes over which its parts are kept apart.
+    - `axes`: the mapped axes that split each array axis.
+    """
+
+    @property
+    def spec(self) -> Any: ...
+
+    @property
+    def axis(self) -> int | None: ...
+
+    @property
+    def axis_names(self) -> frozenset[AxisName]: ...
+
+    @property
+    def axes(self) -> tuple[tuple[AxisName, ...], ...]: ...
+
+    def take(self, part: Any) -> Any:
+        """What an instance sees of its part."""
+
+    def put(self, value: Any) -> Any:
+        """The part that an instance's value becomes."""
+
+
 def is_spec(node: object) -> bool:
     """Whether `node` places one subtree: `None` stands for "not sharded"."""
     return node is None or isinstance(node, PartitionSpec | PerShard)
+
+
+def is_axis(node: object) -> bool:
+    """Whether `node` says where one subtree has its lanes: `None` stands for "in no axis"."""
+    return node is None or type(node) is int
 
 
 def spec_axes(spec: PartitionSpec) -> tuple[tuple[AxisName, ...], ...]:

@@ -18,7 +18,7 @@ class DonatingProgram:
     up. JAX remembers the trace, so that compiling with donation does not trace again.
     """
 
-    def __init__(self, program: Program, how: str) -> None:
+    def __init__(self, program: Program, how: Any) -> None:
         self.program = program
         self.how = how
         self._compiled: dict[Any, tuple[Any, tuple[int, ...]]] = {}
@@ -45,17 +45,16 @@ class DonatingProgram:
         self, arrays: Sequence[Any], outputs: Sequence[Any], back: WriteBack
     ) -> tuple[int, ...]:
         kept = back.forwarded()
-        if self.how == "states":
-            wanted = sorted(set(back.rewritten) - kept)
-        else:
-            wanted = [k for k, x in enumerate(arrays) if hasattr(x, "shape") and k not in kept]
+        wanted = [k for k in self.program.given_up(self.how, back) if k not in kept]
         # A buffer can only become an output of its own size; of others JAX would complain.
         room = Counter(
-            (x.shape, x.dtype, spec) for x, spec in zip(outputs, back.specs, strict=True)
+            (x.shape, x.dtype, where.spec) for x, where in zip(outputs, back.places, strict=True)
         )
         places = self.program.layout.placements
         given: list[int] = []
         for k in wanted:
+            if not hasattr(arrays[k], "shape"):
+                continue
             like = (arrays[k].shape, arrays[k].dtype, places[k].spec)
             if room[like] > 0:
                 room[like] -= 1

@@ -8,13 +8,14 @@ import jax
 from .._base._paths import fun_name
 from ._declared import Declared
 from ._pipeline import Pipeline
+from ._static import Boxes
 
 
 class StatefulMapping:
     """A mapped function: called like the function it was made from.
 
-    `shard_map` returns one. It compiles at the first call with each new signature and is a method when
-    it stands in a class.
+    `shard_map`, `pmap2` and `vmap2` return one. It compiles at the first call with each new signature and
+    is a method when it stands in a class.
     """
 
     # Attributes in a `__dict__` would be copied by `jax.jit` onto what it returns, and be found there.
@@ -25,13 +26,19 @@ class StatefulMapping:
         "__weakref__",
         "__wrapped__",
         "_bound",
+        "_boxes",
         "_pipeline",
     )
 
     def __init__(
-        self, declared: Declared, pipeline: Pipeline | None = None, bound: tuple[Any, ...] = ()
+        self,
+        declared: Declared,
+        pipeline: Pipeline | None = None,
+        bound: tuple[Any, ...] = (),
+        boxes: Boxes | None = None,
     ) -> None:
-        fun = declared.fun
+        fun = declared.fun if boxes is None else boxes.fun
+        self._boxes = boxes
         self.__wrapped__ = fun
         self.__name__ = fun_name(fun)
         self.__qualname__ = getattr(fun, "__qualname__", self.__name__)
@@ -45,12 +52,16 @@ class StatefulMapping:
             self.__signature__ = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._pipeline(self._bound + args, kwargs)
+        return self._pipeline(self._all(args), kwargs)
+
+    def _all(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        args = self._bound + args
+        return args if self._boxes is None else self._boxes(args)
 
     def __get__(self, instance: Any, owner: type | None = None) -> "StatefulMapping":
         if instance is None:
             return self
-        return StatefulMapping(self._pipeline.declared, self._pipeline, (instance,))
+        return StatefulMapping(self._pipeline.declared, self._pipeline, (instance,), self._boxes)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lower the call without running it.
@@ -61,7 +72,7 @@ class StatefulMapping:
 
         **Returns:** a `jax.stages.Lowered` of the program over the arguments' array leaves.
         """
-        return self._pipeline.lower(self._bound + args, kwargs)
+        return self._pipeline.lower(self._all(args), kwargs)
 
     def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Lay arguments out as the call wants them, so that no call has to move them.
@@ -72,10 +83,15 @@ class StatefulMapping:
 
         **Returns:** the positional arguments, as a tuple.
         """
-        return self._pipeline.place(self._bound + args, kwargs)[len(self._bound) :]
+        placed = self._pipeline.place(self._all(args), kwargs)
+        if self._boxes is not None:
+            placed = self._boxes.open(placed)
+        return placed[len(self._bound) :]
 
     def unsharded(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the same function on a mesh of one device: the reference that nobody has to write.
+        """Call the same function on one device: the reference that nobody has to write.
+
+        What `shard_map` maps runs on a mesh of one device, what `pmap2` maps as by `vmap2`.
 
         **Arguments:**
 
@@ -83,7 +99,7 @@ class StatefulMapping:
 
         **Returns:** what the call returns, on one device.
         """
-        return self._pipeline.on_one_device()(self._bound + args, kwargs)
+        return self._pipeline.on_one_device()(self._all(args), kwargs)
 
     def __repr__(self) -> str:
         return f"<statemesh mapping of {self.__qualname__}>"

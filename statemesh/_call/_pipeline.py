@@ -10,15 +10,14 @@ from operator import is_
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._arguments import check_arity
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._compat import tree_util
-from .._base._types import AxisName, is_state, mentioned
+from .._base._types import AxisName
 from .._branching import hidden_axes
-from .._resolve._mesh import mesh_for_traced, resolve_mesh
+from .._resolve._lanes import OtherShapes
 from .._write_back import WriteBack
 from ._declared import Declared
 from ._donate import DonatingProgram
@@ -53,7 +52,7 @@ class Signature:
         self.key: tuple[Any, tuple[Any, ...]] = (None, ())
         self.plain = jax.jit(program)
         # Without JAX's check there are no types that a branch could escape.
-        self.branches_seen = not (declared.check_vma and declared.jit)
+        self.branches_seen = not (program.binding.check_vma and declared.jit)
         self.compiled: Callable[..., tuple[list[Any], WriteBack]] = self.plain
         if declared.donate != "none":
             self.compiled = DonatingProgram(program, declared.donate)
@@ -76,11 +75,11 @@ class Signature:
             back: WriteBack = traced.out_info[1]
             hidden = hidden_axes(body, [frozenset[AxisName]()] * len(body.invars))
             found = [
-                (path, axes, back.specs[i])
+                (path, axes, back.places[i].spec)
                 for i, path in back.written
                 if (
                     axes := self.program.instance.exit.in_order(
-                        hidden[i] - mentioned(back.specs[i])
+                        hidden[i] - back.places[i].axis_names
                     )
                 )
             ]
@@ -113,12 +112,14 @@ class Pipeline:
             or (last.statics and not last.same_statics(leaves))
         ):
             return self._other(leaves, treedef, args, kwargs)
-        ready, shown = last.concrete(last.inputs(leaves) if last.statics else leaves)
         try:
+            ready, shown = last.concrete(last.inputs(leaves) if last.statics else leaves)
             outputs, back = last.compiled(*ready)
+        except OtherShapes:
+            return self._other(leaves, treedef, args, kwargs)
         except (RuntimeError, ValueError):
             # To look beforehand would cost more than all of the checks above.
-            last.program.layout.check_alive(ready)
+            last.program.layout.check_alive(last.program.arrays(leaves))
             raise
         return back(outputs, shown)
 
@@ -133,7 +134,7 @@ class Pipeline:
             signature.check_branches(ready)
             outputs, back = signature.compiled(*ready)
             self._keep(signature)
-            if self.declared.in_specs is not compat.INFER:
+            if self.declared.rules.steady:
                 self._last = signature
             return back(outputs, shown)
         program = signature.program
@@ -157,16 +158,13 @@ class Pipeline:
         traced: bool,
     ) -> Signature:
         declared = self.declared
-        check_arity(declared.fun, declared.name, declared.in_specs, args, kwargs)
-        mesh = resolve_mesh(declared.mesh, traced)
-        if traced:
-            mesh = mesh_for_traced(mesh, leaves)
-        specs: tuple[Any, ...] = ()
-        if declared.in_specs is compat.INFER:
-            declared = dataclasses.replace(declared, in_specs=_inferred(mesh, args))
-            specs = tuple(tree_util.tree_leaves(declared.in_specs))
+        rules = declared.rules
+        check_arity(declared.fun, declared.name, rules.what, rules.entries_in, args, kwargs)
+        rules, ground = rules.ground(args, leaves, traced)
+        if rules is not declared.rules:
+            declared = dataclasses.replace(declared, rules=rules)
         context = jax.sharding.get_abstract_mesh()
-        key = (treedef, tuple(map(type, leaves)), mesh, context, traced, specs)
+        key = (treedef, tuple(map(type, leaves)), context, traced, ground)
         alike = self._programs.get(key, {})
         known = next(iter(alike.values()), None)
         if known is not None:
@@ -174,7 +172,11 @@ class Pipeline:
             if signature is not None:
                 signature.context = context
                 return signature
-        program = Program(declared, args, kwargs, leaves, mesh)
+        program = Program(declared, args, kwargs, leaves, ground)
+        again = rules.reconsidered(program, program.arrays(leaves))
+        if again is not rules:
+            declared = dataclasses.replace(declared, rules=again)
+            program = Program(declared, args, kwargs, leaves, ground)
         signature = Signature(declared, program, leaves, treedef)
         signature.context = context
         signature.key = (key, _tokens(program, leaves))
@@ -210,29 +212,16 @@ class Pipeline:
 
     def on_one_device(self) -> "Pipeline":
         """The same call on a mesh of one device."""
-        mesh = resolve_mesh(self.declared.mesh, traced=False)
-        if isinstance(mesh, AbstractMesh):
-            raise errors.abstract_mesh_outside_trace(mesh)
-        return Pipeline(dataclasses.replace(self.declared, mesh=compat.one_device_mesh(mesh)))
-
-
-def _inferred(mesh: Mesh | AbstractMesh, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The specs that the types of the arguments carry, as Explicit axes make them."""
-    if not compat.has_only_explicit_axes(mesh):
-        raise errors.cannot_infer(mesh)
-    return tuple(jax.tree.map(_spec_of, arg, is_leaf=is_state) for arg in args)
-
-
-def _spec_of(x: Any) -> PartitionSpec:
-    if compat.is_explicitly_typed(x):
-        spec: PartitionSpec = jax.typeof(x).sharding.spec
-        return spec
-    return PartitionSpec()
+        return Pipeline(
+            dataclasses.replace(self.declared, rules=self.declared.rules.alone(), donate="none")
+        )
 
 
 def _tokens(program: Program, leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """The static leaves as a key: by value where they can be hashed, else by identity."""
-    return tuple(_token(leaves[i]) for i in program.statics_at)
+    """What a program depends on beside types: of the inputs, what the rules say, and the static leaves, by
+    value where they can be hashed, else by identity."""
+    shapes = program.declared.rules.key(program.arrays(leaves))
+    return shapes, *(_token(leaves[i]) for i in program.statics_at)
 
 
 def _token(leaf: Any) -> Any:

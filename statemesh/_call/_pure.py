@@ -1,23 +1,18 @@
 """Step 3: a user's function over trees as a pure function over one shard's arrays."""
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from .._arguments import Arguments, Unit
+from .._base import _compat as compat
 from .._base import _errors as errors
-from .._base._types import AxisName
+from .._base._types import AxisName, Place
 from .._leave import Exit, leave
 from .._match import Entered, leaves_of
 from .._model._state import mark_origin
-from .._resolve._specs import REPLICATED, Placement
 from .._write_back import WriteBack
-
-
-_JAX = os.path.dirname(jax.__file__) + os.sep
 
 
 class Instance:
@@ -30,9 +25,9 @@ class Instance:
     - `template`: the arguments' leaves with the static ones filled in.
     - `inputs`: where in `template` each of the program's inputs goes.
     - `placements`: one for each input.
-    - `numbers`: which inputs were Python numbers.
-    - `axis_names`: the axes mapped over.
+    - `fresh`: which inputs are new arrays inside, made from something else.
     - `exit`: how results leave.
+    - `sizes`: of the mesh's axes.
     """
 
     def __init__(
@@ -41,29 +36,29 @@ class Instance:
         arguments: Arguments,
         template: Sequence[Any],
         inputs: Sequence[int],
-        placements: Sequence[Placement],
-        numbers: frozenset[int],
+        placements: Sequence[Place],
+        fresh: frozenset[int],
         exit: Exit,
+        sizes: Mapping[AxisName, int],
     ) -> None:
         self.fun = fun
         self.arguments = arguments
         self.template = template
         self.inputs = inputs
         self.placements = placements
-        self.numbers = numbers
+        self.fresh = fresh
         self.exit = exit
+        self.sizes = sizes
         self.input_at = {position: k for k, position in enumerate(inputs)}
 
-    def __call__(
-        self, shards: Sequence[Any], mesh: Mesh | AbstractMesh
-    ) -> tuple[list[Any], list[PartitionSpec], WriteBack]:
-        """The program's outputs, one spec for each, and how the result is put together."""
+    def __call__(self, shards: Sequence[Any]) -> tuple[list[Any], WriteBack]:
+        """The program's outputs, and how the result is put together."""
         leaves = list(self.template)
-        known: dict[int, tuple[int, Placement]] = {}
+        known: dict[int, tuple[int, Place]] = {}
         for k, (position, shard) in enumerate(zip(self.inputs, shards, strict=True)):
             where = self.placements[k]
             leaves[position] = where.take(shard)
-            if k not in self.numbers:
+            if k not in self.fresh:
                 known[id(leaves[position])] = (k, where)
         entered: list[Entered] = []
         units: list[Any] = []
@@ -78,7 +73,7 @@ class Instance:
         try:
             result = self.fun(*args, **kwargs)
         except (TypeError, ValueError) as error:
-            if (text := self._hint(error, entered, leaves, mesh)) is None:
+            if (text := self._hint(error, entered, leaves)) is None:
                 raise
             raise type(error)(text) from error
         return leave(result, entered, known, self.exit)
@@ -97,36 +92,33 @@ class Instance:
         return Entered(mark, unit.path, unit.keys, old, seen, placements, inputs)
 
     def _hint(
-        self,
-        error: Exception,
-        entered: Sequence[Entered],
-        leaves: Sequence[Any],
-        mesh: Mesh | AbstractMesh,
+        self, error: Exception, entered: Sequence[Entered], leaves: Sequence[Any]
     ) -> str | None:
         """The text of `error` with a hint, where a whole state met a part of an array.
 
         Only for errors that JAX raised about shapes, and only when the sizes say that a state was
         left whole where data was split.
         """
-        if type(error) not in (TypeError, ValueError) or not _raised_by_jax(error):
+        if type(error) not in (TypeError, ValueError) or not compat.raised_by_jax(error):
             return None
         split = [
             (unit.path, leaves[position], where.spec)
             for unit in self.arguments.flat_units()
             for position in unit.positions
-            if (where := self._placement_at(position)).axis_names and where.axis is None
+            if (where := self._placement_at(position)) is not None
+            if where.axis_names and where.axis is None
         ]
         hints = [
             errors.WholeState(one.path, one.old, path, part, spec)
             for one in entered
             for path, part, spec in split
-            if any(_whole_beside_part(x, part, spec, mesh) for x in _whole(one))
+            if any(_whole_beside_part(x, part, spec, self.sizes) for x in _whole(one))
         ]
         return errors.with_hint(str(error), hints) if hints else None
 
-    def _placement_at(self, position: int) -> Placement:
+    def _placement_at(self, position: int) -> Place | None:
         k = self.input_at.get(position)
-        return REPLICATED if k is None else self.placements[k]
+        return None if k is None else self.placements[k]
 
 
 def _whole(one: Entered) -> list[Any]:
@@ -135,7 +127,7 @@ def _whole(one: Entered) -> list[Any]:
 
 
 def _whole_beside_part(
-    whole: Any, part: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh
+    whole: Any, part: Any, spec: PartitionSpec, sizes: Mapping[AxisName, int]
 ) -> bool:
     """Whether some axis of `whole` is as long as a split axis of `part` was before the split."""
     for size, names in zip(part.shape, tuple(spec), strict=False):
@@ -144,14 +136,7 @@ def _whole_beside_part(
         several = names if isinstance(names, tuple) else (names,)
         parts = 1
         for name in several:
-            parts *= mesh.shape[name]
+            parts *= sizes[name]
         if parts > 1 and size * parts in whole.shape:
             return True
     return False
-
-
-def _raised_by_jax(error: Exception) -> bool:
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_JAX)

@@ -7,7 +7,8 @@ from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._paths import fun_name
 from .._base._types import AnyMesh, AxisName, Donate, Fun, StateSpecs
-from ._declared import Declared, check_declared
+from ._by_spec import BySpec
+from ._declared import Declared
 from ._mapping import StatefulMapping
 
 
@@ -115,9 +116,7 @@ def shard_map(
         raise errors.out_specs_required()
 
     def decorate(fun: Fun) -> StatefulMapping:
-        declared = Declared(
-            fun=fun,
-            name=fun_name(fun),
+        rules = BySpec(
             mesh=mesh,
             in_specs=in_specs,
             out_specs=out_specs,
@@ -125,10 +124,9 @@ def shard_map(
             state_out_specs=state_out_specs,
             check_vma=check_vma,
             axis_names=frozenset([axis_names] if isinstance(axis_names, str) else axis_names),
-            donate=donate,
-            jit=jit,
         )
-        check_declared(declared)
+        declared = Declared("shard_map", fun, fun_name(fun), rules, donate, jit)
+        declared.check()
         return StatefulMapping(declared)
 
     return decorate if fun is None else decorate(fun)

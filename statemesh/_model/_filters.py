@@ -276,10 +276,11 @@ def first_matches(
 ) -> list[list[int | None]]:
     """For each state of each root, in order, the index of the first filter that matches it.
 
-    **Raises:** `StructureError` for a filter that matches no state of any root.
+    **Raises:** `StructureError` for a filter that matches no state of any root; `Everything`, `Nothing` and a
+    list that has `Nothing` in it may.
     """
     named = [_named(f) for f in filters]
-    matched = [isinstance(f, Everything | Nothing) for f in named]
+    matched = [_may_be_idle(f) for f in named]
     found: list[list[int | None]] = []
     listed: list[tuple[str, AnyType]] = []
     for root, tree in roots:
@@ -297,3 +298,9 @@ def first_matches(
     if idle := [f for f, hit in zip(filters, matched, strict=True) if not hit]:
         raise errors.filter_matches_nothing(what, idle, listed)
     return found
+
+
+def _may_be_idle(f: Predicate) -> bool:
+    if isinstance(f, Any):
+        return any(isinstance(inner, Nothing) for inner in f.filters)
+    return isinstance(f, Everything | Nothing)

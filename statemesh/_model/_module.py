@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 
 from .._base import _errors as errors
+from .._base._types import is_state
 from ._state import State
 
 
@@ -98,8 +99,11 @@ def _init_all(module: M, kwargs: dict[str, Any], used: set[str]) -> M:
     def inner(node: Any) -> Any:
         return _init_all(node, kwargs, used) if isinstance(node, Module) else node
 
+    # States stay the objects they are: inside a mapped call they remember where they came from.
     children: M = jax.tree.map(
-        inner, module, is_leaf=lambda n: isinstance(n, Module) and n is not module
+        inner,
+        module,
+        is_leaf=lambda n: is_state(n) or (isinstance(n, Module) and n is not module),
     )
     return _init_one(children, kwargs, used)
 

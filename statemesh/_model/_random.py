@@ -8,9 +8,10 @@ import jax.numpy as jnp
 
 from .._base import _compat as compat
 from .._base import _errors as errors
+from .._base._axes import all_varying, pmax
 from .._base._types import AxisName, flat_names
 from ._state import Meta, State, origin, set_meta, set_value
-from ._values import all_varying, conform
+from ._values import conform
 
 
 # A folded key equals one of `split`'s keys when the number folded in is a small one. These numbers
@@ -201,7 +202,7 @@ def _agreed(axis_names: tuple[AxisName, ...], key: Any, before: Any) -> Any:
     """
     data = jax.random.key_data(key)
     # The largest word and the smallest, in one reduction.
-    both = jax.lax.pmax(all_varying(jnp.stack([data, ~data]), axis_names), axis_names)
+    both = pmax(all_varying(jnp.stack([data, ~data]), axis_names), axis_names)
     largest, smallest = both[0], ~both[1]
     common = jax.random.wrap_key_data(largest, impl=jax.random.key_impl(key))
     apart = jax.random.fold_in(before, _UNEVEN_DRAWS)

@@ -8,9 +8,10 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .._base import _errors as errors
+from .._base._axes import call_policy
 from .._base._paths import describe
 from .._base._types import AxisName, Reduce, SpecTree, StateNode, is_spec
-from ._values import REDUCTIONS, all_varying, arrays, check_reducible, conform, reduced
+from ._values import REDUCTIONS, arrays, check_reducible, conform, reduced
 
 
 class Meta:
@@ -176,9 +177,7 @@ class State(StateNode):
         return self._with_value(value, meta)
 
     def enter(self, axis_names: tuple[AxisName, ...]) -> "State":
-        """This state as one shard sees it.
-
-        Called inside the mapped call, with the shard's own part of the value.
+        """This state as one shard sees it; called inside the mapped call, with the shard's own part.
 
         **Arguments:**
 
@@ -210,7 +209,7 @@ class State(StateNode):
             return self
         before = None if old is None else old.value
         if callable(reduce):
-            merged = reduce(before, all_varying(self.value, axis_names), axis_names)
+            merged = call_policy(reduce, before, self.value, axis_names)
             label = f"what reduce={getattr(reduce, '__name__', reduce)} returned"
             return self._with_value(conform(self.value, merged, label))
         return self._with_value(reduced(self.value, before, reduce, axis_names))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._base import _compat as compat
+from .._base import _axes as axes
 from .._base import _errors as errors
 from .._base._compat import tree_util
 from .._base._types import AxisName, is_state
@@ -52,44 +52,33 @@ def reduced(value: Any, before: Any, how: str, axis_names: tuple[AxisName, ...])
     """The shards' values merged; `before` is what they came from (`None`: nothing).
 
     A leaf that is the same everywhere is no sum of its copies: each leaf is merged over those axes
-    that its own type says it varies over, as it would be in a State of its own.
+    that it varies over itself, as it would be in a State of its own.
     """
-    # Without JAX's check no type says anything.
-    typed = any(compat.varying(x) & {*axis_names} for x in jax.tree.leaves(value))
-
-    def one(new: Any, old: Any) -> Any:
-        over = axis_names
-        if typed:
-            over = tuple(name for name in axis_names if name in compat.varying(new))
-        if not over:
-            return new
-        match how:
-            case "mean":
-                return jax.lax.pmean(new, over)
-            case "max":
-                return jax.lax.pmax(new, over)
-            case "min":
-                return jax.lax.pmin(new, over)
-            case _:
-                return old + jax.lax.psum(new - old, over)
-
-    if before is None:
-        before = jax.tree.map(jnp.zeros_like, value)
-    return jax.tree.map(one, value, before)
+    leaves, treedef = tree_util.tree_flatten(value)
+    varying = axes.varying_over(leaves, axis_names)
+    if not any(varying):
+        # Without JAX's check no type says anything.
+        varying = [frozenset(axis_names)] * len(leaves)
+    olds = [jnp.zeros_like(x) for x in leaves] if before is None else tree_util.tree_leaves(before)
+    merged = [
+        _reduced(new, old, how, tuple(name for name in axis_names if name in over))
+        for new, old, over in zip(leaves, olds, varying, strict=True)
+    ]
+    return treedef.unflatten(merged)
 
 
-def all_varying(value: Any, axis_names: tuple[AxisName, ...]) -> Any:
-    """`value` with the leaves that vary over some of the axes typed as varying over all.
-
-    JAX reduces a leaf over axes only if it varies over all of them or none.
-    """
-
-    def one(x: Any) -> Any:
-        still = tuple(name for name in axis_names if name not in compat.varying(x))
-        some = 0 < len(still) < len(axis_names)
-        return jax.lax.pcast(x, still, to="varying") if some else x
-
-    return jax.tree.map(one, value)
+def _reduced(new: Any, old: Any, how: str, over: tuple[AxisName, ...]) -> Any:
+    if not over:
+        return new
+    match how:
+        case "mean":
+            return axes.pmean(new, over)
+        case "max":
+            return axes.pmax(new, over)
+        case "min":
+            return axes.pmin(new, over)
+        case _:
+            return old + axes.psum(new - old, over)
 
 
 def check_reducible(value: Any, how: Any) -> None:

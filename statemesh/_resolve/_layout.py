@@ -57,6 +57,7 @@ class Layout:
         self.hosted = [k for k, t in enumerate(kinds) if issubclass(t, np.ndarray | np.generic)]
         beside = {*self.hosted, *(k for k, t in enumerate(kinds) if t in NUMBERS)}
         self.on_device = [k for k in range(len(kinds)) if k not in beside]
+        self.fresh = frozenset(k for k, t in enumerate(kinds) if t in NUMBERS)
         self.only_arrays = len(self.on_device) == len(placements)
         self.targets: list[Any] = [None] * len(placements)
         for k in [*self.hosted, *self.on_device]:

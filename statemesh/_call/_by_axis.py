@@ -1,0 +1,232 @@
+"""Where leaves go by axis: the rules of `pmap2` and `vmap2`."""
+
+import dataclasses
+import warnings
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._arguments import Arguments, Unit
+from .._base import _compat as compat
+from .._base import _errors as errors
+from .._base._prefix import broadcast_axes
+from .._base._types import AxisName, Filter, Place, is_state
+from .._leave import Wrong, roots
+from .._match import Entered, values
+from .._model._filters import to_predicate
+from .._model._state import State
+from .._resolve._lanes import choose_axes, count_lanes, fits
+from .._resolve._specs import UNSAID
+from ._binding import Binding
+from ._carriers import Carrier
+
+
+POLICIES = ("raise", "warn", "ignore", "auto")
+
+
+@dataclasses.dataclass(frozen=True)
+class ByAxis:
+    """What `pmap2` or `vmap2` was told of axes.
+
+    **Attributes:**
+
+    - `carrier`: what carries the lanes: devices, or one `vmap`.
+    - `state_in`, `state_out`: filters, each with its axis.
+    - `unexpected`: what becomes of an undeclared state to which lanes wrote different values.
+    - `fed`: paths of undeclared states that are fed per lane all the same.
+    """
+
+    transform: str
+    carrier: Carrier
+    in_axes: Any
+    out_axes: Any
+    axis_name: AxisName
+    axis_size: int | None
+    state_in: Sequence[tuple[Filter, int | None]]
+    state_out: Sequence[tuple[Filter, int | None]]
+    unexpected: str = "raise"
+    fed: frozenset[str] = frozenset()
+    global_shapes: tuple[tuple[int, ...] | None, ...] | None = None
+
+    what = "in_axes"
+    steady = True
+
+    @property
+    def entries_in(self) -> Any:
+        return self.in_axes
+
+    def check(self) -> None:
+        if self.unexpected not in POLICIES:
+            raise errors.unknown_mapping_policy(self.unexpected, POLICIES)
+        size = self.axis_size
+        if size is not None and not (isinstance(size, int | np.integer) and size > 0):
+            raise errors.bad_axis_size("axis_size", size)
+        for filter, _ in (*self.state_in, *self.state_out):
+            to_predicate(filter)
+        self.carrier.check(self.transform)
+
+    def ground(
+        self, args: tuple[Any, ...], leaves: Sequence[Any], traced: bool
+    ) -> tuple["ByAxis", Hashable]:
+        return self, None
+
+    def resolve(
+        self,
+        name: str,
+        arguments: Arguments,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: Sequence[Any],
+        ground: Any,
+    ) -> tuple[dict[int, Place], Binding]:
+        axes = self._arriving(arguments, args, kwargs, leaves)
+        paths = {p: unit.path for unit in arguments.flat_units() for p in unit.positions}
+        mapped = [(paths[p], axis, leaves[p]) for p, axis in axes.items() if axis is not None]
+        count = count_lanes(name, mapped, self.axis_size)
+        binding = self.carrier.bind(
+            name, self.axis_name, count, self.axis_size, self.unexpected == "auto"
+        )
+        placements = {
+            p: self.carrier.at(self.axis_name, axis, np.ndim(leaves[p])) for p, axis in axes.items()
+        }
+        return placements, binding
+
+    def _arriving(
+        self,
+        arguments: Arguments,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: Sequence[Any],
+    ) -> dict[int, int | None]:
+        """The axis of every leaf that becomes an input, by its position."""
+        several = isinstance(self.in_axes, tuple | list)
+        pairs = [*args, *(kwargs[k] for k in sorted(kwargs))]
+        named = list(zip(arguments.names, pairs, strict=True))
+        said = iter(choose_axes(self.state_in, named, "state_in_axes"))
+        found: dict[int, int | None] = {}
+        for i, ((name, value), units) in enumerate(zip(named, arguments.units, strict=True)):
+            keyword = i >= arguments.positional
+            prefix = 0 if keyword else self.in_axes[i] if several else self.in_axes
+            what = f"in_axes[{i}]" if several else "in_axes"
+            axes = broadcast_axes(prefix, value, what, name)
+            nodes = jax.tree_util.tree_leaves(value, is_leaf=is_state)
+            for unit, axis, node in zip(units, axes, nodes, strict=True):
+                if unit.kind is not None:
+                    axis = self._entering(unit, node, next(said))
+                    own = len(values(node))
+                    found.update(
+                        (p, axis if k < own else None) for k, p in enumerate(unit.positions)
+                    )
+                elif unit.shaped or (unit.number and not unit.in_module and axis is not None):
+                    found[unit.positions[0]] = axis
+        return found
+
+    def _entering(self, unit: Unit, state: State, said: Any) -> int | None:
+        if said is UNSAID:
+            return 0 if unit.path in self.fed else None
+        axis: int | None = said
+        # One key for all lanes: each gets its own stream of it.
+        return None if state.always_replicated and _is_single(state) else axis
+
+    def key(self, arrays: Sequence[Any]) -> Hashable:
+        if self.unexpected == "auto" or self.carrier.shaped:
+            return tuple(map(np.shape, arrays))
+        return ()
+
+    def reconsidered(self, program: Any, arrays: Sequence[Any]) -> "ByAxis":
+        """With `'auto'`: these rules with the states that are to be fed per lane.
+
+        They are those that the function reads, to which lanes write different values, and that have a
+        lane axis already. To know them the function is traced once beforehand.
+        """
+        if self.unexpected != "auto":
+            return self
+        traced = jax.jit(program).trace(*program.layout.abstract(arrays))
+        back = traced.out_info[1]
+        read = compat.inputs_read(traced.jaxpr)
+        lanes = program.binding.count(program.declared.name, program.layout, arrays)
+        fed = {
+            path
+            for path, inputs in back.stacked
+            if any(read[k] for k in inputs)
+            and all(np.shape(arrays[k])[:1] == (lanes,) for k in inputs)
+        }
+        return dataclasses.replace(self, fed=frozenset(fed)) if fed else self
+
+    def alone(self) -> "ByAxis":
+        return dataclasses.replace(self, carrier=self.carrier.alone())
+
+    def entries(self, result: Any, root: str) -> list[Any]:
+        return broadcast_axes(self.out_axes, result, "out_axes", root)
+
+    def said(self, result: Any, root: str) -> list[Any]:
+        return choose_axes(self.state_out, roots(result, root), "state_out_axes")
+
+    def for_array(self, entry: Any, x: Any, path: str, wrong: Wrong) -> Place:
+        return self._at(entry, x, path, wrong)
+
+    def for_state(
+        self, state: State, entered: Entered | None, said: Any, path: str, wrong: Wrong
+    ) -> list[Place]:
+        leaves = values(state)
+        if entered is None:
+            if said is UNSAID:
+                return [self._shared() for _ in leaves]
+            return [self._at(said, x, path, wrong) for x in leaves]
+        into = [where.axis for where in entered.placements]
+        if all(axis is None for axis in into):
+            if said is UNSAID or (state.always_replicated and _is_single(state)):
+                return [self._shared() for _ in leaves]
+            return [self._at(said, x, path, wrong) for x in leaves]
+        if len(leaves) > len(into):
+            return [self._at(into[0], x, path, wrong) for x in leaves]
+        if said is not UNSAID and any(
+            said is None or _from_end(said, x) != _from_end(axis, x)
+            for x, axis in zip(leaves, into, strict=False)
+        ):
+            wrong.conflicts.append((path, state, into[0], said))
+        return list(entered.placements)
+
+    def beside(self) -> Place:
+        return self._shared()
+
+    def otherwise(self, said: Any, x: Any, path: str) -> Place | None:
+        """On axis 0, if the author let it: unless it is declared to be the same in all lanes."""
+        if said is not UNSAID or self.unexpected == "raise":
+            return None
+        return self.carrier.at(self.axis_name, 0, np.ndim(x) + 1)
+
+    def refuse(self, fun_name: str, wrong: Wrong) -> None:
+        if wrong.axes:
+            raise errors.no_such_out_axis(fun_name, wrong.axes)
+        if wrong.conflicts:
+            raise errors.lane_axis_conflict(fun_name, wrong.conflicts)
+        for declared_none in (True, False):
+            bad = [one for one in wrong.diverged if (one.said is None) is declared_none]
+            if bad:
+                raise errors.lanes_wrote(fun_name, bad, declared_none)
+        if wrong.varying:
+            raise errors.lanes_vary(fun_name, wrong.varying)
+        if wrong.stacked and self.unexpected == "warn":
+            paths = [path for path, _ in wrong.stacked]
+            warnings.warn(errors.lanes_stacked(fun_name, paths), stacklevel=2)
+
+    def _at(self, axis: int | None, x: Any, path: str, wrong: Wrong) -> Place:
+        ndim = np.ndim(x) + 1
+        if axis is not None and not fits(axis, ndim):
+            wrong.axes.append((path, axis, x))
+            return self._shared()
+        return self.carrier.at(self.axis_name, axis, ndim)
+
+    def _shared(self) -> Place:
+        return self.carrier.at(self.axis_name, None, 0)
+
+
+def _is_single(state: State) -> bool:
+    return all(not np.ndim(x) for x in values(state))
+
+
+def _from_end(axis: int | None, x: Any) -> int | None:
+    return None if axis is None else axis % (np.ndim(x) + 1)

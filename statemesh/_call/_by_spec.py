@@ -1,0 +1,209 @@
+"""Where leaves go by `PartitionSpec`: the rules of `shard_map`."""
+
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from .._arguments import Arguments
+from .._base import _compat as compat
+from .._base import _errors as errors
+from .._base._compat import tree_util
+from .._base._prefix import broadcast_specs
+from .._base._types import AnyMesh, AxisName, PerShard, Place, StateSpecs, is_spec, is_state
+from .._leave import Wrong, roots
+from .._match import Entered, values
+from .._model._filters import to_predicate
+from .._model._state import State
+from .._resolve._mesh import check_specs, manual_names, mesh_for_traced, resolve_mesh
+from .._resolve._specs import (
+    REPLICATED,
+    UNSAID,
+    choose_specs,
+    own_placements,
+    placement,
+)
+from ._binding import Binding, OnMesh
+
+
+@dataclasses.dataclass(frozen=True)
+class BySpec:
+    """What `shard_map` was told of specs and mesh."""
+
+    mesh: AnyMesh | None
+    in_specs: Any
+    out_specs: Any
+    state_in_specs: StateSpecs
+    state_out_specs: StateSpecs
+    check_vma: bool
+    axis_names: frozenset[AxisName]
+
+    what = "in_specs"
+
+    @property
+    def entries_in(self) -> Any:
+        return self.in_specs
+
+    @property
+    def steady(self) -> bool:
+        return self.in_specs is not compat.INFER
+
+    def check(self) -> None:
+        if self.in_specs is None:
+            raise errors.in_specs_none()
+        mesh = self.mesh
+        if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+            raise errors.not_a_mesh(mesh)
+        for what in ("in_specs", "out_specs"):
+            for path, spec in _flat_specs(getattr(self, what)):
+                if isinstance(spec, PerShard):
+                    raise errors.per_shard_for_array(what + jax.tree_util.keystr(path), spec)
+        for what in ("state_in_specs", "state_out_specs"):
+            given = getattr(self, what)
+            if isinstance(given, Mapping):
+                for filter in given:
+                    to_predicate(filter)
+        if mesh is not None:
+            if mesh.empty:
+                raise errors.empty_mesh(mesh)
+            self._check_specs(mesh, manual_names(mesh, self.axis_names))
+
+    def _check_specs(self, mesh: Mesh | AbstractMesh, names: Sequence[AxisName]) -> None:
+        """Refuse specs that do not fit the mesh."""
+        named = [("out_specs", self.out_specs)]
+        if self.in_specs is not compat.INFER:
+            named.insert(0, ("in_specs", self.in_specs))
+        for what in ("state_in_specs", "state_out_specs"):
+            given = getattr(self, what)
+            if isinstance(given, Mapping):
+                named += [(f"{what}[{errors.filter_str(f)}]", spec) for f, spec in given.items()]
+            else:
+                named.append((what, given))
+        check_specs(named, mesh, names)
+
+    def ground(
+        self, args: tuple[Any, ...], leaves: Sequence[Any], traced: bool
+    ) -> tuple["BySpec", Hashable]:
+        mesh = resolve_mesh(self.mesh, traced)
+        if traced:
+            mesh = mesh_for_traced(mesh, leaves)
+        if self.steady:
+            return self, (mesh, ())
+        inferred = _inferred(mesh, args)
+        told = dataclasses.replace(self, in_specs=inferred)
+        return told, (mesh, tuple(tree_util.tree_leaves(inferred)))
+
+    def resolve(
+        self,
+        name: str,
+        arguments: Arguments,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: Sequence[Any],
+        ground: Any,
+    ) -> tuple[dict[int, Place], Binding]:
+        mesh = ground[0]
+        names = manual_names(mesh, self.axis_names)
+        if not names:
+            raise errors.no_axes_left(mesh)
+        self._check_specs(mesh, names)
+        placements = self._arriving(arguments, args, kwargs)
+        paths = {p: unit.path for unit in arguments.flat_units() for p in unit.positions}
+        named = [(f"the spec of {paths[p]}", where.spec) for p, where in placements.items()]
+        check_specs(named, mesh, names)
+        return placements, OnMesh(mesh, names, self.check_vma)
+
+    def _arriving(
+        self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[int, Place]:
+        several = isinstance(self.in_specs, tuple | list)
+        values = [*args, *(kwargs[k] for k in sorted(kwargs))]
+        named = list(zip(arguments.names, values, strict=True))
+        said = iter(choose_specs(self.state_in_specs, named, "state_in_specs"))
+        placements: dict[int, Place] = {}
+        for i, ((name, value), units) in enumerate(zip(named, arguments.units, strict=True)):
+            keyword = i >= arguments.positional
+            prefix = None if keyword else self.in_specs[i] if several else self.in_specs
+            what = f"in_specs[{i}]" if several else "in_specs"
+            specs = broadcast_specs(prefix, value, what, name)
+            nodes = jax.tree_util.tree_leaves(value, is_leaf=is_state)
+            for unit, spec, node in zip(units, specs, nodes, strict=True):
+                if unit.kind is not None:
+                    chosen = next(said)
+                    own = own_placements(node, node.spec if chosen is UNSAID else chosen, unit.path)
+                    own += [REPLICATED] * (len(unit.positions) - len(own))
+                    placements.update(zip(unit.positions, own, strict=True))
+                elif unit.shaped or (unit.number and not unit.in_module and spec is not None):
+                    placements[unit.positions[0]] = placement(spec)
+        return placements
+
+    def key(self, arrays: Sequence[Any]) -> Hashable:
+        """Nothing: whatever the shapes, the specs are the same."""
+        return ()
+
+    def reconsidered(self, program: Any, arrays: Sequence[Any]) -> "BySpec":
+        """The same: no spec depends on what the function does."""
+        return self
+
+    def alone(self) -> "BySpec":
+        mesh = resolve_mesh(self.mesh, traced=False)
+        if isinstance(mesh, AbstractMesh):
+            raise errors.abstract_mesh_outside_trace(mesh)
+        return dataclasses.replace(self, mesh=compat.one_device_mesh(mesh))
+
+    def entries(self, result: Any, root: str) -> list[Any]:
+        return broadcast_specs(self.out_specs, result, "out_specs", root)
+
+    def said(self, result: Any, root: str) -> list[Any]:
+        return choose_specs(self.state_out_specs, roots(result, root), "state_out_specs")
+
+    def for_array(self, entry: Any, x: Any, path: str, wrong: Wrong) -> Place:
+        if entry is None:
+            raise errors.none_for_array(path, x)
+        return placement(entry)
+
+    def for_state(
+        self, state: State, entered: Entered | None, said: Any, path: str, wrong: Wrong
+    ) -> list[Place]:
+        if said is not UNSAID:
+            return [*own_placements(state, said, path)]
+        if entered is not None and len(values(state)) <= len(entered.placements):
+            return list(entered.placements)
+        return [*own_placements(state, state.spec, path)]
+
+    def beside(self) -> Place:
+        return REPLICATED
+
+    def otherwise(self, said: Any, x: Any, path: str) -> Place | None:
+        """Nowhere: a spec is asked for."""
+        return None
+
+    def refuse(self, fun_name: str, wrong: Wrong) -> None:
+        if wrong.diverged:
+            raise errors.diverged(fun_name, wrong.diverged)
+        if wrong.rank:
+            raise errors.out_rank(fun_name, wrong.rank)
+        if wrong.varying:
+            raise errors.out_varies(fun_name, wrong.varying)
+
+
+def _flat_specs(specs: Any) -> list[tuple[Any, Any]]:
+    if specs is compat.INFER:
+        return []
+    return jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)[0]
+
+
+def _inferred(mesh: Mesh | AbstractMesh, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The specs that the types of the arguments carry, as Explicit axes make them."""
+    if not compat.has_only_explicit_axes(mesh):
+        raise errors.cannot_infer(mesh)
+    return tuple(jax.tree.map(_spec_of, arg, is_leaf=is_state) for arg in args)
+
+
+def _spec_of(x: Any) -> PartitionSpec:
+    if compat.is_explicitly_typed(x):
+        spec: PartitionSpec = jax.typeof(x).sharding.spec
+        return spec
+    return PartitionSpec()

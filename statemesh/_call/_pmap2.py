@@ -1,0 +1,96 @@
+"""`pmap2`: signature, docstring, and one call of the engine."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from .._base._paths import fun_name
+from .._base._types import MISSING, UNNAMED, AxisName, Fun
+from .._resolve._lanes import as_pairs
+from ._by_axis import ByAxis
+from ._carriers import Devices
+from ._declared import Declared
+from ._mapping import StatefulMapping
+from ._static import Boxes, argnums
+
+
+def pmap2(
+    fn: Fun = MISSING,
+    axis_name: AxisName | None = None,
+    *,
+    in_axes: Any = 0,
+    out_axes: Any = 0,
+    static_broadcasted_argnums: int | Iterable[int] = (),
+    devices: Sequence[jax.Device] | None = None,
+    backend: str | None = None,
+    axis_size: int | None = None,
+    donate_argnums: int | Iterable[int] = (),
+    global_arg_shapes: Sequence[tuple[int, ...] | None] | None = None,
+    state_in_axes: Any = None,
+    state_out_axes: Any = None,
+    unexpected_out_state_mapping: str = "raise",
+) -> Any:
+    """Map a stateful function over lanes, each on a device of its own.
+
+    The same function gives the same results under `vmap2`, on one device.
+
+    **Arguments:**
+
+    - `fn`: a pure function over one lane. Left out, a decorator is returned.
+    - `axis_name`: what collectives call the lanes.
+    - `in_axes`: the axis of each positional argument that is mapped over: an int (negative ones count
+        from the end), `None` for what all lanes share, a prefix tree of these, or a tuple with one
+        entry for each positional argument. Keyword arguments are mapped over axis 0.
+    - `out_axes`: where the lanes go in the arrays of the result; `None` where all lanes agree, which
+        is checked.
+    - `static_broadcasted_argnums`: positions of arguments that are constants of the program. They must
+        be hashable; another value compiles another program.
+    - `devices`: the devices, in the order of the lanes; the first of them if there are fewer lanes.
+    - `backend`: the platform whose devices are meant, such as `'cpu'`.
+    - `axis_size`: how many lanes there are. Where nothing is mapped it defaults to the number of
+        devices.
+    - `donate_argnums`: positions of arguments whose memory results may take, states included.
+    - `global_arg_shapes`: for each positional argument the shape that the parts of all processes
+        have together (`None`: not said). It is checked.
+    - `state_in_axes`, `state_out_axes`, `unexpected_out_state_mapping`: as for `vmap2`.
+
+    **Returns:** a function like `fn`, with `lower`, `place` and `unsharded`, which runs the lanes on one
+    device. With several processes each passes the lanes of its own devices and gets these back.
+
+    **Raises:** `BatchAxisError` for axes that do not fit the arguments, the states, the devices or one
+    another, and for unexpected writes. What `fn` raises comes through unchanged.
+
+    !!! example
+
+        ```python
+        >>> import jax, jax.numpy as jnp, statemesh as sm
+        >>> n = jax.device_count()
+        >>> step = sm.pmap2(lambda x: x / jax.lax.psum(x, "lanes"), "lanes")
+        >>> bool(jnp.allclose(step(jnp.ones(n)), 1 / n))
+        True
+
+        ```
+    """
+    donated, static = argnums(donate_argnums), argnums(static_broadcasted_argnums)
+    rules = ByAxis(
+        transform="pmap2",
+        carrier=Devices(None if devices is None else tuple(devices), backend),
+        in_axes=in_axes,
+        out_axes=out_axes,
+        axis_name=UNNAMED if axis_name is None else axis_name,
+        axis_size=axis_size,
+        state_in=as_pairs(state_in_axes, "state_in_axes"),
+        state_out=as_pairs(state_out_axes, "state_out_axes"),
+        unexpected=unexpected_out_state_mapping,
+        global_shapes=None if global_arg_shapes is None else tuple(global_arg_shapes),
+    )
+
+    def decorate(fn: Fun) -> StatefulMapping:
+        boxes = Boxes(fn, static) if static else None
+        fun = fn if boxes is None else boxes.opened
+        declared = Declared("pmap2", fun, fun_name(fn), rules, donated or "none")
+        declared.check()
+        return StatefulMapping(declared, boxes=boxes)
+
+    return decorate if fn is MISSING else decorate(fn)

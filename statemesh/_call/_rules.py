@@ -1,0 +1,54 @@
+"""What an author may declare, by spec or by axis: what the engine asks of it."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from .._arguments import Arguments
+from .._base._types import Place
+from .._leave import Rules as LeavingRules
+from ._binding import Binding
+
+
+@runtime_checkable
+class Rules(LeavingRules, Protocol):
+    """Where arguments and results go."""
+
+    @property
+    def what(self) -> str:
+        """`in_specs` or `in_axes`."""
+
+    @property
+    def entries_in(self) -> Any:
+        """One entry for each positional argument, or one for all."""
+
+    @property
+    def steady(self) -> bool:
+        """Whether calls with equal types and trees always find the same ground."""
+
+    def check(self) -> None:
+        """Refuse at construction whatever no call could make right."""
+
+    def ground(
+        self, args: tuple[Any, ...], leaves: Sequence[Any], traced: bool
+    ) -> tuple["Rules", Hashable]:
+        """These rules as they stand for one call, and what else its program depends on: a mesh."""
+
+    def resolve(
+        self,
+        name: str,
+        arguments: Arguments,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: Sequence[Any],
+        ground: Any,
+    ) -> tuple[dict[int, Place], Binding]:
+        """A placement for every leaf that becomes an input, by its position, and what binds the names."""
+
+    def key(self, arrays: Sequence[Any]) -> Hashable:
+        """What a program depends on of its inputs' shapes."""
+
+    def reconsidered(self, program: Any, arrays: Sequence[Any]) -> "Rules":
+        """These rules after a look at what the function does with inputs of these shapes."""
+
+    def alone(self) -> "Rules":
+        """The same on one device."""

@@ -1,0 +1,77 @@
+"""Arguments that are constants of the program."""
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from .._base import _errors as errors
+from .._base._paths import fun_name, positional_names
+from .._base._types import Fun
+
+
+@jax.tree_util.register_static
+class _Box:
+    """A value as a node without leaves: part of the arguments' structure, compared by value."""
+
+    __slots__ = ("kind", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.kind = type(value)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Box) and self.kind is other.kind and bool(self.value == other.value)
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.value))
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+class Boxes:
+    """Puts static arguments into boxes, and opens them for the function.
+
+    **Arguments:**
+
+    - `fun`: the function.
+    - `static`: positions of the static arguments.
+    """
+
+    def __init__(self, fun: Fun, static: Sequence[int]) -> None:
+        self.fun = fun
+        self.static = static
+        if not callable(fun):
+            raise errors.not_callable("pmap2", fun)
+
+        def opened(*args: Any, **kwargs: Any) -> Any:
+            return fun(*self.open(args), **kwargs)
+
+        self.opened: Fun = functools.update_wrapper(opened, fun)
+
+    def __call__(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments, the static ones in boxes."""
+        if bad := [i for i in self.static if not -len(args) <= i < len(args)]:
+            raise errors.bad_argnums("static_broadcasted_argnums", bad, len(args))
+        boxed = list(args)
+        for i in self.static:
+            boxed[i] = _Box(args[i])
+            try:
+                hash(boxed[i])
+            except TypeError:
+                path = positional_names(self.fun, len(args))[i]
+                raise errors.unhashable_static(fun_name(self.fun), path, args[i]) from None
+        return tuple(boxed)
+
+    def open(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments as they were."""
+        return tuple(x.value if isinstance(x, _Box) else x for x in args)
+
+
+def argnums(given: int | Iterable[int]) -> tuple[int, ...]:
+    """One position or several, as a tuple."""
+    return (given,) if isinstance(given, int) else tuple(given)

@@ -1,0 +1,237 @@
+"""`Map`: a module whose states have a lane axis, and whose methods run over the lanes."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from jax.tree_util import GetAttrKey
+
+from ._base import _errors as errors
+from ._base._types import UNNAMED, AxisName, KeyPath
+from ._call._by_axis import POLICIES
+from ._call._mapping import StatefulMapping
+from ._call._pmap2 import pmap2
+from ._call._vmap2 import vmap2
+from ._model._module import Module, field
+from ._new_states import create
+from ._resolve._lanes import Pairs
+
+
+M = TypeVar("M", bound=Module)
+
+BEHAVIORS = ("vmap", "pmap")
+
+
+class _Calls:
+    """What a `Map` was told, and its mapped methods.
+
+    It is static: two that were told the same are equal, and a copy of a `Map` goes on with what was
+    compiled for the first.
+    """
+
+    def __init__(
+        self, told: dict[str, Any], distributed: tuple[tuple[int, frozenset[KeyPath]], ...] = ()
+    ) -> None:
+        self.told = told
+        # The lane axes of the states that were created with one, and their paths in the `Map`.
+        self.distributed = distributed
+        self._mapped: dict[tuple[type[Module], str, int], StatefulMapping] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, _Calls)
+            and self.told == other.told
+            and self.distributed == other.distributed
+        )
+
+    def __hash__(self) -> int:
+        return hash((_Calls, self.distributed))
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.told.items())
+
+    def mapped(self, module: type[Module], name: str, args: int) -> StatefulMapping:
+        """The method called `name`, mapped for so many positional arguments."""
+        key = (module, name, args)
+        if key not in self._mapped:
+            self._mapped[key] = self._make(module, name, args)
+        return self._mapped[key]
+
+    def _make(self, module: type[Module], name: str, args: int) -> StatefulMapping:
+        def call(map: "Map[Any]", /, *args: Any, **kwargs: Any) -> Any:
+            result = getattr(map.module, name)(*args, **kwargs)
+            if type(result) is not tuple or len(result) != 2 or not isinstance(result[1], Module):
+                raise errors.not_a_pair(type(map.module).__name__, name, result)
+            out, module = result
+            return out, map.replace(module=module)
+
+        call.__name__ = call.__qualname__ = name
+        # Messages name the arguments as the method does.
+        signature = inspect.signature(getattr(module, name))
+        first, *others = signature.parameters.values()
+        call.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[first.replace(name="map", annotation=Map), *others]
+        )
+        axes = self.told["in_axes"]
+        several = list(axes) if isinstance(axes, tuple | list) else [axes] * args
+        transform: Any = {"vmap": vmap2, "pmap": pmap2}[self.told["behavior"]]
+        mapping: StatefulMapping = transform(
+            call,
+            in_axes=(None, *several),
+            out_axes=(self.told["out_axes"], None),
+            axis_name=self.told["axis_name"],
+            axis_size=self.told["init_map_size"],
+            state_in_axes=Pairs(
+                (functools.partial(_is_at, paths), axis) for axis, paths in self.distributed
+            ),
+            unexpected_out_state_mapping=self.told["unexpected_out_state_mapping"],
+        )
+        return mapping
+
+
+def _is_at(paths: frozenset[KeyPath], path: KeyPath, state: Any) -> bool:
+    return path in paths
+
+
+class Map(Module, Generic[M]):
+    """A module whose states have a lane axis, and whose methods run over the lanes.
+
+    **Arguments:**
+
+    - `module`: the module for one lane. Its methods return `(out, module)`.
+    - `init_map_size`: the number of lanes.
+    - `init_state_axes`: where new states get their lane axis: a filter (axis 0), or `{axis: filter}`.
+        Before it a `NonBatchState` gets none; after it all others get axis 0.
+    - `state_tag`: a tag that the states get when they are created.
+    - `in_axes`, `out_axes`: of the methods' arguments and results.
+    - `axis_name`: what collectives in the methods call the lanes.
+    - `behavior`: `'vmap'` runs the lanes on one device, `'pmap'` gives each a device.
+    - `unexpected_out_state_mapping`: as for `vmap2`.
+
+    **Raises:** `StatemeshError` for a size that is no positive int, an unknown behavior or policy.
+
+    !!! example
+
+        ```python
+        >>> import jax.numpy as jnp, statemesh as sm
+        >>> class Counter(sm.Module):
+        ...     count: sm.State | None = None
+        ...     def init_state(self):
+        ...         return self.replace(count=sm.ShortTermState(0))
+        ...     def update(self, x):
+        ...         return x + 1, self.replace(count=self.count.value + x)
+        >>> counters = sm.Map(Counter(), 3).init_all_states()
+        >>> out, counters = counters(jnp.arange(3))
+        >>> counters.module.count.value
+        Array([0, 1, 2], dtype=int32)
+
+        ```
+    """
+
+    module: M
+    calls: _Calls = field(static=True)
+
+    def __init__(
+        self,
+        module: M,
+        init_map_size: int,
+        *,
+        init_state_axes: Any = None,
+        state_tag: str | None = None,
+        in_axes: Any = 0,
+        out_axes: Any = 0,
+        axis_name: AxisName | None = None,
+        behavior: str = "vmap",
+        unexpected_out_state_mapping: str = "raise",
+    ) -> None:
+        if not isinstance(module, Module):
+            raise errors.not_a_module(module)
+        if type(init_map_size) is not int or init_map_size <= 0:
+            raise errors.bad_axis_size("init_map_size", init_map_size)
+        if behavior not in BEHAVIORS:
+            raise errors.unknown_behavior(behavior, BEHAVIORS)
+        if unexpected_out_state_mapping not in POLICIES:
+            raise errors.unknown_mapping_policy(unexpected_out_state_mapping, POLICIES)
+        self.module = module
+        self.calls = _Calls(
+            {
+                "init_map_size": init_map_size,
+                "init_state_axes": init_state_axes,
+                "state_tag": state_tag,
+                "in_axes": in_axes,
+                "out_axes": out_axes,
+                "axis_name": UNNAMED if axis_name is None else axis_name,
+                "behavior": behavior,
+                "unexpected_out_state_mapping": unexpected_out_state_mapping,
+            }
+        )
+
+    def init_all_states(self, **kwargs: Any) -> "Map[M]":
+        """Create the module's states with their lane axis.
+
+        **Arguments:**
+
+        - `kwargs`: arguments of the `init_state` methods.
+
+        **Returns:** the `Map` with its states made.
+        """
+        told = self.calls.told
+        module, axes = create(
+            told["behavior"],
+            self.module,
+            kwargs,
+            told["state_tag"],
+            told["init_map_size"],
+            told["init_state_axes"],
+            told["axis_name"],
+        )
+        by_axis: dict[int, set[KeyPath]] = {}
+        for path, axis in axes.items():
+            if axis is not None:
+                by_axis.setdefault(axis, set()).add((GetAttrKey("module"), *path))
+        distributed = tuple((axis, frozenset(paths)) for axis, paths in by_axis.items())
+        return self.replace(module=module, calls=_Calls(told, distributed))
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Any, "Map[M]"]:
+        """Run the module's `update` over the lanes.
+
+        **Arguments:**
+
+        - `args`, `kwargs`: its arguments: the positional ones mapped as `in_axes` says, the others over
+            axis 0.
+
+        **Returns:** `(out, map)`.
+
+        **Raises:** `BatchAxisError` for another number of lanes.
+        """
+        return self._run("update", *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, "Map[M]"]:
+        """As `update`."""
+        return self._run("update", *args, **kwargs)
+
+    def map(self, name: str) -> Callable[..., tuple[Any, "Map[M]"]]:
+        """Another method of the module, run over the lanes in the same way.
+
+        **Arguments:**
+
+        - `name`: the method's name. It returns `(out, module)`.
+
+        **Returns:** a function of the method's arguments that returns `(out, map)`.
+
+        **Raises:** `StructureError` when the module has no such method.
+        """
+        _check_method(self.module, name)
+        return functools.partial(self._run, name)
+
+    def _run(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, "Map[M]"]:
+        _check_method(self.module, name)
+        out, new = self.calls.mapped(type(self.module), name, len(args))(self, *args, **kwargs)
+        return out, new
+
+
+def _check_method(module: Module, name: str) -> None:
+    if not callable(getattr(type(module), name, None)):
+        names = [n for n, f in vars(type(module)).items() if callable(f) and not n.startswith("_")]
+        raise errors.unknown_method(type(module).__name__, name, names)

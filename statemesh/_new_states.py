@@ -1,0 +1,231 @@
+"""Modules whose states are created already distributed over lanes."""
+
+from typing import Any, TypeVar
+
+import jax
+
+from ._base import _errors as errors
+from ._base._compat import tree_util
+from ._base._paths import path_str
+from ._base._types import UNNAMED, AxisName, Filter, KeyPath, is_state
+from ._call._pmap2 import pmap2
+from ._call._vmap2 import vmap2
+from ._model import _filters as filters
+from ._model._kinds import NonBatchState
+from ._model._module import Module
+from ._model._state import State, origin
+from ._resolve._lanes import Pairs, as_pairs, choose_axes
+
+
+M = TypeVar("M", bound=Module)
+
+
+def new_states(before: Any, after: Any, filter: Filter = ...) -> dict[str, State]:
+    """The states that `after` has and `before` does not: what an initialisation created.
+
+    A state is new where `before` has none at its path, or one of another kind, with other metadata,
+    tree structure, shapes or dtypes.
+
+    **Arguments:**
+
+    - `before`, `after`: a tree, and the tree that was made from it.
+    - `filter`: which of the new states.
+
+    **Returns:** the new states by path, as `states` gives them.
+
+    **Raises:** `StructureError` for a filter that matches no state of `after`.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> sm.new_states({"a": sm.State(0)}, {"a": sm.State(0), "b": sm.State(1)})
+        {'b': State(int32[])}
+
+        ```
+    """
+    (matched,) = filters.first_matches([filter], [("after", after)], "filter")
+    found = zip(_by_path(after).items(), matched, strict=True)
+    olds = _by_path(before)
+    return {
+        path_str(path): state
+        for (path, state), hit in found
+        if hit is not None and not _continues(state, olds.get(path))
+    }
+
+
+def vmap2_new_states(
+    module: M,
+    init_kwargs: dict[str, Any],
+    state_tag: str | None = None,
+    axis_size: int | None = None,
+    state_out_axes: Any = None,
+    *,
+    axis_name: AxisName | None = None,
+) -> tuple[M, dict[int | None, list[State]]]:
+    """Create a module's states for each of several lanes, on one device.
+
+    `module.init_all_states(**init_kwargs)` runs once for all lanes. What it draws from a `RandomState`
+    of `module` or of `init_kwargs` differs between lanes.
+
+    **Arguments:**
+
+    - `module`: the module to initialise.
+    - `init_kwargs`: arguments of its `init_state` methods.
+    - `state_tag`: a tag that the new states get.
+    - `axis_size`: the number of lanes.
+    - `state_out_axes`: where new states get their lane axis: a filter (axis 0), or `{axis: filter}` of
+        which the first match counts. Before it a `NonBatchState` gets none; after it all others
+        get axis 0.
+    - `axis_name`: what collectives in `init_state` call the lanes.
+
+    **Returns:** the module, and its new states by their lane axis. A new `RandomState` holds a key for
+    each lane.
+
+    **Raises:** `BatchAxisError` without `axis_size`, and for a `NonBatchState` made of values that differ
+    between lanes; `StructureError` for a filter that matches no state.
+
+    !!! example
+
+        ```python
+        >>> import jax, statemesh as sm
+        >>> class Counter(sm.Module):
+        ...     count: sm.State | None = None
+        ...     def init_state(self):
+        ...         return self.replace(count=sm.ShortTermState(0))
+        >>> counter, made = sm.vmap2_new_states(Counter(), {}, axis_size=3)
+        >>> counter.count.value.shape, list(made)
+        ((3,), [0])
+
+        ```
+    """
+    after, axes = create(
+        "vmap", module, init_kwargs, state_tag, axis_size, state_out_axes, axis_name
+    )
+    return after, _by_axis(after, axes)
+
+
+def pmap2_new_states(
+    module: M,
+    init_kwargs: dict[str, Any],
+    state_tag: str | None = None,
+    axis_size: int | None = None,
+    state_out_axes: Any = None,
+    *,
+    axis_name: AxisName | None = None,
+) -> tuple[M, dict[int | None, list[State]]]:
+    """Create a module's states for each of several lanes, each on a device of its own.
+
+    Everything is as for `vmap2_new_states`, and equal to what it makes.
+
+    **Arguments:**
+
+    - `module`, `init_kwargs`, `state_tag`, `state_out_axes`, `axis_name`: as for `vmap2_new_states`.
+    - `axis_size`: the number of lanes; left out, the number of devices.
+
+    **Returns:** the module, and its new states by their lane axis.
+
+    **Raises:** as `vmap2_new_states`; and `BatchAxisError` for more lanes than devices.
+
+    !!! example
+
+        ```python
+        >>> import jax, statemesh as sm
+        >>> class Counter(sm.Module):
+        ...     count: sm.State | None = None
+        ...     def init_state(self):
+        ...         return self.replace(count=sm.ShortTermState(0))
+        >>> counter, made = sm.pmap2_new_states(Counter(), {})
+        >>> counter.count.value.shape == (jax.device_count(),)
+        True
+
+        ```
+    """
+    after, axes = create(
+        "pmap", module, init_kwargs, state_tag, axis_size, state_out_axes, axis_name
+    )
+    return after, _by_axis(after, axes)
+
+
+def create(
+    behavior: str,
+    module: M,
+    init_kwargs: dict[str, Any],
+    state_tag: str | None,
+    axis_size: int | None,
+    state_out_axes: Any,
+    axis_name: AxisName | None,
+) -> tuple[M, dict[KeyPath, int | None]]:
+    """The module with its states made by `'vmap'` or `'pmap'`, and the lane axis of each by path."""
+    if not isinstance(module, Module):
+        raise errors.not_a_module(module)
+    transform: Any = {"vmap": vmap2, "pmap": pmap2}[behavior]
+    creation = _Creation(state_tag, state_out_axes, axis_name)
+    mapped = transform(
+        creation.init,
+        in_axes=None,
+        out_axes=None,
+        axis_name=creation.axis_name,
+        axis_size=axis_size,
+        state_out_axes=creation.pairs,
+    )
+    after: M = mapped(module, init_kwargs)
+    return after, creation.axes
+
+
+def _by_axis(module: Module, axes: dict[KeyPath, int | None]) -> dict[int | None, list[State]]:
+    found = _by_path(module)
+    listed: dict[int | None, list[State]] = {}
+    for path, axis in axes.items():
+        listed.setdefault(axis, []).append(found[path])
+    return listed
+
+
+class _Creation:
+    """One initialisation over lanes: what it is told, and what it finds out while it is traced."""
+
+    def __init__(self, tag: str | None, state_out_axes: Any, axis_name: AxisName | None) -> None:
+        self.tag = tag
+        self.axis_name = UNNAMED if axis_name is None else axis_name
+        given = as_pairs(state_out_axes, "state_out_axes")
+        # With `Nothing` beside it the first filter may match no state.
+        shared = filters.Any(NonBatchState, filters.Nothing())
+        self.pairs = Pairs([(shared, None), *given, (..., 0)])
+        self.axes: dict[KeyPath, int | None] = {}
+
+    def init(self, module: Module, init_kwargs: dict[str, Any]) -> Module:
+        after = module.init_all_states(**init_kwargs)
+        olds = _by_path(module)
+        news = {p: s for p, s in _by_path(after).items() if not _continues(s, olds.get(p))}
+        axes = choose_axes(self.pairs, [("module", after)], "state_out_axes")
+        self.axes = {
+            path: axis for path, axis in zip(_by_path(after), axes, strict=True) if path in news
+        }
+
+        def made(path: Any, node: Any) -> Any:
+            if path not in news:
+                return node
+            # A stream that is made here alike in all lanes becomes each lane's own.
+            own = node.enter((self.axis_name,))
+            return own if self.tag is None else own.replace(tag=own.tag | {self.tag})
+
+        new: Module = jax.tree_util.tree_map_with_path(made, after, is_leaf=is_state)
+        return new
+
+
+def _by_path(tree: Any) -> dict[KeyPath, State]:
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]
+    return {path: node for path, node in flat if is_state(node)}
+
+
+def _continues(new: State, old: State | None) -> bool:
+    """Whether `new` is the old state, or was written from it."""
+    if old is None or type(new) is not type(old) or new._meta != old._meta:
+        return False
+    if tree_util.tree_structure(new.value) != tree_util.tree_structure(old.value):
+        return False
+    pairs = zip(jax.tree.leaves(new.value), jax.tree.leaves(old.value), strict=True)
+    if any(a.shape != b.shape or a.dtype != b.dtype for a, b in pairs):
+        return False
+    # Inside a mapped call states remember where they came from.
+    return origin(old) is None or origin(new) is origin(old)

@@ -1,0 +1,188 @@
+"""Step 2, lanes: which axis of each leaf is mapped over, and how many lanes that makes."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from .._base import _errors as errors
+from .._base._types import AxisName, Filter, is_axis, is_state
+from .._model._filters import first_matches
+from .._model._values import strong
+from ._layout import Layout
+from ._specs import UNSAID
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lane:
+    """The axis of one leaf that `vmap` takes away inside; `None` where all lanes share it.
+
+    **Attributes:**
+
+    - `axis_names`: the axis over which the leaf's parts are kept apart, if any.
+    """
+
+    axis: int | None
+    axis_names: frozenset[AxisName]
+
+    # What a placement on a mesh has beside.
+    spec: ClassVar[None] = None
+    axes: ClassVar[tuple[()]] = ()
+
+    def take(self, part: Any) -> Any:
+        """What the lane sees of its part: `vmap` has taken the axis away."""
+        return part
+
+    def put(self, value: Any) -> Any:
+        """The part that a lane's value becomes: `vmap` will add the axis."""
+        return value
+
+
+def fits(axis: int, ndim: int) -> bool:
+    """Whether an array of so many axes has this one."""
+    return -ndim <= axis < ndim
+
+
+def count_lanes(
+    name: str, mapped: Sequence[tuple[str, int, Any]], axis_size: int | None
+) -> int | None:
+    """How many lanes the mapped leaves make; `axis_size` where there are none.
+
+    **Arguments:**
+
+    - `mapped`: path, axis and array of each.
+
+    **Raises:** `BatchAxisError` for an axis that an array does not have, and where sizes disagree.
+    """
+    if bad := [(p, axis, x) for p, axis, x in mapped if not fits(axis, np.ndim(x))]:
+        raise errors.no_such_axis(name, bad)
+    sizes = {np.shape(x)[axis] for _, axis, x in mapped}
+    if axis_size is not None:
+        sizes.add(axis_size)
+    if len(sizes) > 1:
+        raise errors.lanes_disagree(name, mapped, axis_size)
+    return next(iter(sizes), None)
+
+
+class Pairs(tuple[tuple[Filter, int | None], ...]):
+    """Filters, each with its axis: the one form of `state_in_axes` and `state_out_axes`."""
+
+    __slots__ = ()
+
+
+def as_pairs(state_axes: Any, what: str) -> Pairs:
+    """`state_in_axes` or `state_out_axes`, as users write them, in their one form."""
+    if isinstance(state_axes, Pairs):
+        return state_axes
+    if state_axes is None:
+        return Pairs()
+    if not isinstance(state_axes, Mapping):
+        return Pairs([(state_axes, 0)])
+    for axis in state_axes:
+        if not is_axis(axis):
+            raise errors.not_an_axis(f"a key of {what}", axis)
+    return Pairs([(filter, axis) for axis, filter in state_axes.items()])
+
+
+def choose_axes(
+    pairs: Sequence[tuple[Filter, int | None]], roots: Sequence[tuple[str, Any]], what: str
+) -> list[Any]:
+    """The axis declared for each state of the roots, in order; `UNSAID` where none is."""
+    if not pairs:
+        trees = [jax.tree_util.tree_leaves(tree, is_leaf=is_state) for _, tree in roots]
+        return [UNSAID for tree in trees for node in tree if is_state(node)]
+    filters = [filter for filter, _ in pairs]
+    hits = [hit for found in first_matches(filters, roots, what) for hit in found]
+    return [UNSAID if hit is None else pairs[hit][1] for hit in hits]
+
+
+class LaneLayout:
+    """The inputs of a program that runs over lanes: wherever they lie, they are taken.
+
+    **Arguments:**
+
+    - `fun_name`: for messages.
+    - `paths`, `placements`, `kinds`: one for each input.
+    - `strengthen`: which inputs lose a weak type, so that what they become in the result is no news
+        to the compiler when it is fed back.
+    """
+
+    def __init__(
+        self,
+        fun_name: str,
+        paths: Sequence[str],
+        placements: Sequence[Lane],
+        kinds: Sequence[type],
+        strengthen: Sequence[bool],
+    ) -> None:
+        self.fun_name = fun_name
+        self.paths = paths
+        self.placements = placements
+        self.strengthen = [k for k, wanted in enumerate(strengthen) if wanted]
+        # Not arrays of JAX yet: they do not come back as they went in.
+        self.fresh = frozenset(k for k, t in enumerate(kinds) if not issubclass(t, jax.Array))
+
+    def check(self, arrays: Sequence[Any]) -> None:
+        """Axes and sizes are checked where lanes are counted."""
+
+    def check_alive(self, given: Sequence[Any]) -> None:
+        """Refuse arrays whose buffers were given up."""
+        gone = [p for p, x in zip(self.paths, given, strict=True) if _is_deleted(x)]
+        if gone:
+            raise errors.deleted(self.fun_name, gone)
+
+    def concrete(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Arrays as the program takes them, and as they come back when not written."""
+        weak = [k for k in self.strengthen if getattr(given[k], "weak_type", False)]
+        if not weak:
+            return given, given
+        ready = list(given)
+        for k in weak:
+            ready[k] = strong(given[k])
+        return ready, ready
+
+    def traced(self, given: Sequence[Any], recorded: bool) -> list[Any]:
+        """Inputs some of which are traced, as they are."""
+        del recorded
+        return list(given)
+
+    def abstract(self, given: Sequence[Any]) -> list[Any]:
+        """Shapes and dtypes, to lower the program with."""
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") else x for x in given]
+
+
+def _is_deleted(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
+
+
+class OtherShapes(Exception):
+    """Inputs of other shapes than those that a program was resolved for: another one is needed."""
+
+
+class _Fixed:
+    """A layout for inputs of the shapes that it first met."""
+
+    shapes: tuple[Any, ...] | None = None
+
+    def check_same(self, arrays: Sequence[Any]) -> None:
+        shapes = tuple(map(np.shape, arrays))
+        if self.shapes is None:
+            self.shapes = shapes
+        if self.shapes != shapes:
+            raise OtherShapes
+
+
+class FixedLayout(_Fixed, Layout):
+    """A `Layout` for inputs of one shape: of lanes that each have a device."""
+
+    def check(self, arrays: Sequence[Any]) -> None:
+        self.check_same(arrays)
+
+
+class FixedLaneLayout(_Fixed, LaneLayout):
+    """A `LaneLayout` for inputs of one shape."""
+
+    def check(self, arrays: Sequence[Any]) -> None:
+        self.check_same(arrays)
