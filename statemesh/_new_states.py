@@ -10,7 +10,7 @@ from ._base._paths import path_str
 from ._base._types import UNNAMED, AxisName, Filter, KeyPath, is_state
 from ._call._pmap2 import pmap2
 from ._call._vmap2 import vmap2
-from ._model import _filters as filters
+from ._model._filters import Perhaps, first_matches
 from ._model._kinds import NonBatchState
 from ._model._module import Module
 from ._model._state import State, origin
@@ -40,11 +40,11 @@ def new_states(before: Any, after: Any, filter: Filter = ...) -> dict[str, State
         ```python
         >>> import statemesh as sm
         >>> sm.new_states({"a": sm.State(0)}, {"a": sm.State(0), "b": sm.State(1)})
-        {'b': State(int32[])}
+        {"['b']": State(int32[])}
 
         ```
     """
-    (matched,) = filters.first_matches([filter], [("after", after)], "filter")
+    (matched,) = first_matches([filter], [("after", after)], "filter")
     found = zip(_by_path(after).items(), matched, strict=True)
     olds = _by_path(before)
     return {
@@ -188,9 +188,7 @@ class _Creation:
         self.tag = tag
         self.axis_name = UNNAMED if axis_name is None else axis_name
         given = as_pairs(state_out_axes, "state_out_axes")
-        # With `Nothing` beside it the first filter may match no state.
-        shared = filters.Any(NonBatchState, filters.Nothing())
-        self.pairs = Pairs([(shared, None), *given, (..., 0)])
+        self.pairs = Pairs([(Perhaps(NonBatchState), None), *given, (..., 0)])
         self.axes: dict[KeyPath, int | None] = {}
 
     def init(self, module: Module, init_kwargs: dict[str, Any]) -> Module:

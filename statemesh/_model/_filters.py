@@ -230,6 +230,19 @@ class Nothing(_Named):
         return "Nothing()"
 
 
+class Perhaps(_Combined):
+    """States that the filter matches, if there are any: it is no error if there are not."""
+
+    __slots__ = ()
+
+    def bind(self, tree: AnyType) -> Predicate:
+        (bound,) = self._bound(tree)
+        return bound
+
+    def __call__(self, path: KeyPath, state: AnyType) -> bool:
+        return self.filters[0](path, state)
+
+
 def to_predicate(filter: Filter, tree: AnyType = None) -> Predicate:
     """A filter of any form as a function `(path, state) -> bool`.
 
@@ -276,11 +289,11 @@ def first_matches(
 ) -> list[list[int | None]]:
     """For each state of each root, in order, the index of the first filter that matches it.
 
-    **Raises:** `StructureError` for a filter that matches no state of any root; `Everything`, `Nothing` and a
-    list that has `Nothing` in it may.
+    **Raises:** `StructureError` for a filter that matches no state of any root; `Everything`, `Nothing` and
+    `Perhaps` may.
     """
     named = [_named(f) for f in filters]
-    matched = [_may_be_idle(f) for f in named]
+    matched = [isinstance(f, Everything | Nothing | Perhaps) for f in named]
     found: list[list[int | None]] = []
     listed: list[tuple[str, AnyType]] = []
     for root, tree in roots:
@@ -298,9 +311,3 @@ def first_matches(
     if idle := [f for f, hit in zip(filters, matched, strict=True) if not hit]:
         raise errors.filter_matches_nothing(what, idle, listed)
     return found
-
-
-def _may_be_idle(f: Predicate) -> bool:
-    if isinstance(f, Any):
-        return any(isinstance(inner, Nothing) for inner in f.filters)
-    return isinstance(f, Everything | Nothing)
