@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import statemesh as sm
-from statemesh import _branching, _leave, _partition, _write_back
+from statemesh import _exit, _flow, _leave, _partition, _write_back
 from statemesh._call import _by_spec, _pipeline
 from statemesh._model import _filters, _random, _state
 from statemesh._resolve import _layout, _specs
@@ -119,21 +119,21 @@ MUTANTS = [
     ),
     Mutant(
         "reduced over the first axis only",
-        _leave.Exit,
+        _exit.Exit,
         "in_order",
         lambda right: lambda self, names: right(self, names)[:1],
     ),
     Mutant(
         "reduced over every axis",
-        _leave.Exit,
+        _exit.Exit,
         "in_order",
         lambda right: lambda self, names: self.axis_names if names else (),
     ),
     Mutant(
         "predicates passed over",
-        _branching,
-        "_through_cond",
-        lambda right: lambda branches, predicate, given: right(branches, frozenset(), given),
+        _flow._Walk,
+        "_cond",
+        lambda right: lambda self, branches, _, given: right(self, branches, frozenset(), given),
     ),
     Mutant("a written state forgotten", _leave, "_untouched", lambda right: lambda *args: True),
     Mutant("untouched arrays copied", _write_back.WriteBack, "__call__", copied),

@@ -5,92 +5,34 @@ Written states are merged by their own policies and checked; arrays are checked 
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from itertools import repeat
+from typing import Any
 
 import jax.numpy as jnp
 
 from ._arguments import inside_modules, is_shaped
 from ._base import _errors as errors
-from ._base._axes import varying_over
 from ._base._compat import tree_util
 from ._base._paths import path_str
 from ._base._types import NUMBERS, AxisName, Place, is_state
+from ._exit import Exit, Wrong
+from ._flow import NONE, Axes
 from ._match import Entered, leaves_of, match
 from ._model._state import State
 from ._model._values import strong
+from ._varying import Varying
 from ._write_back import Forwarded, Output, Static, WriteBack
-
-
-@runtime_checkable
-class Rules(Protocol):
-    """What the user declared of results: where arrays and written states go."""
-
-    def entries(self, result: Any, root: str) -> list[Any]:
-        """What is declared for each leaf of the result, a State counting as one."""
-
-    def said(self, result: Any, root: str) -> list[Any]:
-        """What is declared for each State of the result."""
-
-    def for_array(self, entry: Any, x: Any, path: str, wrong: "Wrong") -> Place:
-        """Where an array goes."""
-
-    def for_state(
-        self, state: State, entered: Entered | None, said: Any, path: str, wrong: "Wrong"
-    ) -> list[Place]:
-        """Where each leaf of a written state's value goes."""
-
-    def beside(self) -> Place:
-        """Where what a kind keeps beside its value goes: it is the same everywhere, like a key."""
-
-    def otherwise(self, said: Any, x: Any, path: str) -> Place | None:
-        """Where a leaf goes that differs where its place keeps one copy; `None` where that is wrong."""
-
-    def refuse(self, fun_name: str, wrong: "Wrong") -> None:
-        """Raise the error for what is wrong, if anything is."""
-
-
-@dataclasses.dataclass(slots=True)
-class Wrong:
-    """Every mistake found on the way out, and what was put elsewhere than declared."""
-
-    diverged: list[errors.Diverged] = dataclasses.field(default_factory=list)
-    varying: list[errors.Varying] = dataclasses.field(default_factory=list)
-    rank: list[errors.RankMismatch] = dataclasses.field(default_factory=list)
-    # Path, axis and array of what has no such axis; path, state, axis in and axis out.
-    axes: list[tuple[str, int, Any]] = dataclasses.field(default_factory=list)
-    conflicts: list[tuple[str, Any, int | None, int | None]] = dataclasses.field(
-        default_factory=list
-    )
-    # Path and inputs of the states that lanes wrote unexpectedly.
-    stacked: list[tuple[str, tuple[int, ...]]] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Exit:
-    """How results leave: what the user declared, and what the mapped axes are."""
-
-    fun_name: str
-    rules: Rules
-    axis_names: tuple[AxisName, ...]
-    # Whether it is known which values differ between instances.
-    check_vma: bool
-    # Paths of the arguments that hold one and the same State object.
-    tied: Sequence[Sequence[str]] = ()
-    # Whether written states' buffers are given up.
-    donating: bool = False
-
-    def in_order(self, axis_names: frozenset[AxisName]) -> tuple[AxisName, ...]:
-        return tuple(name for name in self.axis_names if name in axis_names)
 
 
 class _Leaving:
     """Collects the program's outputs, their specs, and every mistake on the way."""
 
-    def __init__(self, exit: Exit, known: dict[int, tuple[int, Place]]) -> None:
+    def __init__(self, exit: Exit, known: dict[int, tuple[int, Place]], varying: Varying) -> None:
         self.exit = exit
         self.rules = exit.rules
         # The arrays the function was given, by identity: returned as they are, they are forwarded.
         self.known = known
+        self.varying = varying
         self.outputs: list[Any] = []
         self.places: list[Place] = []
         self.rewritten: list[int] = []
@@ -99,27 +41,26 @@ class _Leaving:
         self.wrong = Wrong()
         # Over which axes each array seen may differ, by identity; beside it the array, lest another one
         # take its place.
-        self.seen: dict[int, tuple[Any, frozenset[AxisName]]] = {}
+        self.seen: dict[int, tuple[Any, Axes]] = {}
 
     def look(self, values: Iterable[Any]) -> None:
         """Find out over which axes these may differ, of all of them at once."""
-        if not self.exit.check_vma:
-            return
         new = {id(x): x for x in values if id(x) not in self.seen and is_shaped(x)}
-        over = varying_over(list(new.values()), self.exit.axis_names)
-        for x, axes in zip(new.values(), over, strict=True):
-            self.seen[id(x)] = x, axes
+        over = self.varying.of(list(new.values()))
+        for x, axes in zip(new.values(), over or repeat(None), strict=False):
+            self.seen[id(x)] = x, frozenset(self.exit.axis_names) if axes is None else axes
 
-    def unmerged(self, x: Any, where: Place) -> frozenset[AxisName]:
+    def unmerged(self, x: Any, where: Place) -> Axes:
         """The axes over which `x` may differ although `where` keeps one copy.
 
-        Without the check there is nothing to know it from: all axes that `where` leaves out.
+        Where nothing tells, all axes that `where` leaves out.
         """
-        over = frozenset(self.exit.axis_names) - where.axis_names
-        if not self.exit.check_vma or not over:
-            return over
         self.look([x])
-        return over & self.seen[id(x)][1] if id(x) in self.seen else frozenset()
+        return self.seen[id(x)][1] - where.axis_names if id(x) in self.seen else NONE
+
+    def wrongly_unmerged(self, x: Any, where: Place) -> Axes:
+        """The same where it is known; a mistake if there are any."""
+        return self.unmerged(x, where) if self.varying.tells else NONE
 
     def array(self, x: Any, where: Place, path: str) -> Output | Forwarded:
         """One array on its way out."""
@@ -136,14 +77,46 @@ class _Leaving:
         self.places.append(where)
         return Output(len(self.outputs) - 1)
 
-    def merge(self, state: State, entered: Entered | None, said: Any, path: str) -> "_Written":
-        """A written state with what the shards wrote merged by its policy."""
+    def writing(self, state: State, entered: Entered | None, said: Any, path: str) -> "_Written":
+        """A written state, and where its leaves go."""
         path = path if entered is None else entered.path
         self.written_paths.add(path)
         places = self.rules.for_state(state, entered, said, path, self.wrong)
-        merged = self.merged(state, None if entered is None else entered.old, places)
-        places += [self.rules.beside()] * (len(leaves_of(merged)) - len(places))
-        return _Written(merged, entered, said, path, places)
+        return _Written(state, entered, said, path, places)
+
+    def merge(self, writing: Sequence["_Written"]) -> list["_Written"]:
+        """Written states with what the instances wrote merged by their policies."""
+
+        def leave_all(*pairs: tuple[State, State | None]) -> list[State]:
+            return [_left(*pair, names) for pair, names in zip(pairs, over, strict=True)]
+
+        over = [self.axes_to_merge(one) for one in writing]
+        pairs = [(one.state, one.entered and one.entered.old) for one in writing]
+        merged: list[State] = self.varying.call(leave_all, pairs)
+        return [
+            dataclasses.replace(
+                one,
+                state=state,
+                places=[
+                    *one.places,
+                    *[self.rules.beside()] * (len(leaves_of(state)) - len(one.places)),
+                ],
+            )
+            for one, state in zip(writing, merged, strict=True)
+        ]
+
+    def axes_to_merge(self, one: "_Written") -> list[tuple[AxisName, ...]]:
+        """For each leaf the axes over which it is merged.
+
+        A named policy merges each leaf over those that it differs over itself, as it would in a State
+        of its own: what is the same everywhere is no sum of its copies. A function sees all leaves.
+        """
+        pairs = list(zip(leaves_of(one.state), one.places, strict=False))
+        axes = [self.unmerged(x, where) for x, where in pairs]
+        if not isinstance(one.state.reduce, str):
+            union = NONE.union(*axes)
+            axes = [union - where.axis_names for _, where in pairs]
+        return [self.exit.in_order(over) for over in axes]
 
     def state(self, one: "_Written") -> State:
         """One written state on its way out, `Output`s and `Forwarded`s in place of its arrays."""
@@ -151,24 +124,10 @@ class _Leaving:
             one.state, [self.written(one, k, x) for k, x in enumerate(leaves_of(one.state))]
         )
 
-    def merged(self, state: State, old: State | None, places: Sequence[Place]) -> State:
-        """The shards' writes as one state, each leaf merged over the axes that its place leaves out."""
-        pairs = zip(leaves_of(state), places, strict=False)
-        axes = frozenset[AxisName]().union(*(self.unmerged(x, p) for x, p in pairs))
-        over = [self.exit.in_order(axes - where.axis_names) for where in places]
-        done = {names: state.leave(old, names) for names in dict.fromkeys(over or [()])}
-        first, *others = done.values()
-        if not others:
-            return first
-        leaves = leaves_of(first)
-        for k, names in enumerate(over):
-            leaves[k] = leaves_of(done[names])[k]
-        return _filled(first, leaves)
-
     def written(self, one: "_Written", k: int, x: Any) -> Output | Forwarded:
         """One leaf of a written state."""
         where, entered = one.places[k], one.entered
-        if self.exit.check_vma and (still := self.unmerged(x, where)):
+        if still := self.wrongly_unmerged(x, where):
             elsewhere = self.rules.otherwise(one.said, x, one.path)
             if elsewhere is None:
                 axes = self.exit.in_order(still)
@@ -194,7 +153,7 @@ class _Leaving:
         source = self.array(x, where, path)
         if isinstance(source, Forwarded):
             return source
-        if self.exit.check_vma and (still := self.unmerged(x, where)):
+        if still := self.wrongly_unmerged(x, where):
             found = errors.Varying(path, x, self.exit.in_order(still), where.spec)
             self.wrong.varying.append(found)
         if in_module:
@@ -210,7 +169,7 @@ class _Leaving:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Written:
-    """A written state between the merge and the way out."""
+    """A written state on its way from the function to the outputs."""
 
     state: State
     entered: Entered | None
@@ -224,6 +183,7 @@ def leave(
     entered: Sequence[Entered],
     known: dict[int, tuple[int, Place]],
     exit: Exit,
+    varying: Varying,
 ) -> tuple[list[Any], WriteBack]:
     """Take one instance's result apart.
 
@@ -233,6 +193,7 @@ def leave(
     - `entered`: the states that it was given.
     - `known`: by `id`, each array that it was given: its index among the inputs, its placement.
     - `exit`: how results leave.
+    - `varying`: what is known of where values differ.
 
     **Returns:** the program's outputs, and how the result is put together again.
 
@@ -244,7 +205,7 @@ def leave(
     returned = [(keys, node) for keys, node in flat if is_state(node)]
     origins = iter(match(exit.fun_name, returned, entered, exit.donating))
     said = iter(exit.rules.said(result, root))
-    leaving = _Leaving(exit, known)
+    leaving = _Leaving(exit, known, varying)
     # Axes are looked up of all leaves together, before merging and after.
     leaving.look(x for _, node in flat for x in tree_util.tree_leaves(node))
     parts: list[Any] = []
@@ -257,13 +218,14 @@ def leave(
             old = origin.old._with_value(origin.old.value, node._meta)
             parts.append(_filled(old, [Forwarded(i) for i in origin.inputs]))
         else:
-            parts.append(leaving.merge(node, origin, declared, path_str(keys, root)))
-    written = [one for one in parts if isinstance(one, _Written)]
-    leaving.look(x for one in written for x in leaves_of(one.state))
+            parts.append(leaving.writing(node, origin, declared, path_str(keys, root)))
+    merged = leaving.merge([one for one in parts if isinstance(one, _Written)])
+    leaving.look(x for one in merged for x in leaves_of(one.state))
+    written = iter(merged)
     inside = inside_modules(result)
     for i, ((keys, node), entry, part) in enumerate(zip(flat, entries, parts, strict=True)):
         if isinstance(part, _Written):
-            parts[i] = leaving.state(part)
+            parts[i] = leaving.state(next(written))
         elif not is_state(node):
             parts[i] = leaving.leaf(node, entry, inside[i], path_str(keys, root))
     leaving.raise_errors()
@@ -282,6 +244,18 @@ def roots(result: Any, root: str) -> list[tuple[str, Any]]:
     if type(result) is tuple:
         return [(f"{root}[{i}]", part) for i, part in enumerate(result)]
     return [(root, result)]
+
+
+def _left(state: State, old: State | None, over: Sequence[tuple[AxisName, ...]]) -> State:
+    """The state as it leaves, each leaf merged over its own axes."""
+    done = {names: state.leave(old, names) for names in dict.fromkeys(over or [()])}
+    first, *others = done.values()
+    if not others:
+        return first
+    leaves = leaves_of(first)
+    for k, names in enumerate(over):
+        leaves[k] = leaves_of(done[names])[k]
+    return _filled(first, leaves)
 
 
 def _untouched(state: State, entered: Entered) -> bool:

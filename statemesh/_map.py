@@ -3,24 +3,23 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from jax.tree_util import GetAttrKey
 
 from ._base import _errors as errors
-from ._base._types import UNNAMED, AxisName, KeyPath
+from ._base._types import AxisName, KeyPath, Size
 from ._call._by_axis import POLICIES
 from ._call._mapping import StatefulMapping
-from ._call._pmap2 import pmap2
-from ._call._vmap2 import vmap2
 from ._model._module import Module, field
-from ._new_states import create
-from ._resolve._lanes import Pairs
+from ._new_states import TRANSFORMS, create
+from ._resolve._lanes import Pairs, is_size
 
 
-M = TypeVar("M", bound=Module)
-
-BEHAVIORS = ("vmap", "pmap")
+if TYPE_CHECKING:
+    M = TypeVar("M", bound=Module)
+else:
+    M = TypeVar("M")
 
 
 class _Calls:
@@ -31,7 +30,9 @@ class _Calls:
     """
 
     def __init__(
-        self, told: dict[str, Any], distributed: tuple[tuple[int, frozenset[KeyPath]], ...] = ()
+        self,
+        told: dict[str, Any],
+        distributed: tuple[tuple[int | None, frozenset[KeyPath]], ...] = (),
     ) -> None:
         self.told = told
         # The lane axes of the states that were created with one, and their paths in the `Map`.
@@ -75,7 +76,7 @@ class _Calls:
         )
         axes = self.told["in_axes"]
         several = list(axes) if isinstance(axes, tuple | list) else [axes] * args
-        transform: Any = {"vmap": vmap2, "pmap": pmap2}[self.told["behavior"]]
+        transform, _ = TRANSFORMS[self.told["behavior"]]
         mapping: StatefulMapping = transform(
             call,
             in_axes=(None, *several),
@@ -130,12 +131,12 @@ class Map(Module, Generic[M]):
     """
 
     module: M
-    calls: _Calls = field(static=True)
+    _calls: _Calls = field(static=True, repr=False)
 
     def __init__(
         self,
         module: M,
-        init_map_size: int,
+        init_map_size: Size,
         *,
         init_state_axes: Any = None,
         state_tag: str | None = None,
@@ -147,21 +148,21 @@ class Map(Module, Generic[M]):
     ) -> None:
         if not isinstance(module, Module):
             raise errors.not_a_module(module)
-        if type(init_map_size) is not int or init_map_size <= 0:
+        if not is_size(init_map_size):
             raise errors.bad_axis_size("init_map_size", init_map_size)
-        if behavior not in BEHAVIORS:
-            raise errors.unknown_behavior(behavior, BEHAVIORS)
+        if behavior not in TRANSFORMS:
+            raise errors.unknown_behavior(behavior, tuple(TRANSFORMS))
         if unexpected_out_state_mapping not in POLICIES:
             raise errors.unknown_mapping_policy(unexpected_out_state_mapping, POLICIES)
         self.module = module
-        self.calls = _Calls(
+        self._calls = _Calls(
             {
                 "init_map_size": init_map_size,
                 "init_state_axes": init_state_axes,
                 "state_tag": state_tag,
                 "in_axes": in_axes,
                 "out_axes": out_axes,
-                "axis_name": UNNAMED if axis_name is None else axis_name,
+                "axis_name": axis_name,
                 "behavior": behavior,
                 "unexpected_out_state_mapping": unexpected_out_state_mapping,
             }
@@ -176,7 +177,7 @@ class Map(Module, Generic[M]):
 
         **Returns:** the `Map` with its states made.
         """
-        told = self.calls.told
+        told = self._calls.told
         module, axes = create(
             told["behavior"],
             self.module,
@@ -186,12 +187,11 @@ class Map(Module, Generic[M]):
             told["init_state_axes"],
             told["axis_name"],
         )
-        by_axis: dict[int, set[KeyPath]] = {}
+        by_axis: dict[int | None, set[KeyPath]] = {}
         for path, axis in axes.items():
-            if axis is not None:
-                by_axis.setdefault(axis, set()).add((GetAttrKey("module"), *path))
+            by_axis.setdefault(axis, set()).add((GetAttrKey("module"), *path))
         distributed = tuple((axis, frozenset(paths)) for axis, paths in by_axis.items())
-        return self.replace(module=module, calls=_Calls(told, distributed))
+        return self.replace(module=module, _calls=_Calls(told, distributed))
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Any, "Map[M]"]:
         """Run the module's `update` over the lanes.
@@ -227,11 +227,15 @@ class Map(Module, Generic[M]):
 
     def _run(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, "Map[M]"]:
         _check_method(self.module, name)
-        out, new = self.calls.mapped(type(self.module), name, len(args))(self, *args, **kwargs)
+        axes = self._calls.told["in_axes"]
+        if isinstance(axes, tuple | list) and len(axes) != len(args):
+            raise errors.arity(name, "in_axes", len(axes), len(args))
+        out, new = self._calls.mapped(type(self.module), name, len(args))(self, *args, **kwargs)
         return out, new
 
 
 def _check_method(module: Module, name: str) -> None:
     if not callable(getattr(type(module), name, None)):
-        names = [n for n, f in vars(type(module)).items() if callable(f) and not n.startswith("_")]
+        own = [n for n in dir(type(module)) if not n.startswith("_") and not hasattr(Module, n)]
+        names = [n for n in own if callable(getattr(type(module), n))]
         raise errors.unknown_method(type(module).__name__, name, names)

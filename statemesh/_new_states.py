@@ -1,13 +1,14 @@
 """Modules whose states are created already distributed over lanes."""
 
-from typing import Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
 from ._base import _errors as errors
 from ._base._compat import tree_util
 from ._base._paths import path_str
-from ._base._types import UNNAMED, AxisName, Filter, KeyPath, is_state
+from ._base._types import UNNAMED, UNNAMED_DEVICES, AxisName, Filter, KeyPath, Size, is_state
 from ._call._pmap2 import pmap2
 from ._call._vmap2 import vmap2
 from ._model._filters import Perhaps, first_matches
@@ -17,7 +18,17 @@ from ._model._state import State, origin
 from ._resolve._lanes import Pairs, as_pairs, choose_axes
 
 
-M = TypeVar("M", bound=Module)
+if TYPE_CHECKING:
+    M = TypeVar("M", bound=Module)
+else:
+    # Checked by hand, with messages that teach.
+    M = TypeVar("M")
+
+# What maps, and what it calls lanes without a name.
+TRANSFORMS: dict[str, tuple[Any, AxisName]] = {
+    "vmap": (vmap2, UNNAMED),
+    "pmap": (pmap2, UNNAMED_DEVICES),
+}
 
 
 def new_states(before: Any, after: Any, filter: Filter = ...) -> dict[str, State]:
@@ -58,7 +69,7 @@ def vmap2_new_states(
     module: M,
     init_kwargs: dict[str, Any],
     state_tag: str | None = None,
-    axis_size: int | None = None,
+    axis_size: Size | None = None,
     state_out_axes: Any = None,
     *,
     axis_name: AxisName | None = None,
@@ -109,7 +120,7 @@ def pmap2_new_states(
     module: M,
     init_kwargs: dict[str, Any],
     state_tag: str | None = None,
-    axis_size: int | None = None,
+    axis_size: Size | None = None,
     state_out_axes: Any = None,
     *,
     axis_name: AxisName | None = None,
@@ -152,17 +163,24 @@ def create(
     module: M,
     init_kwargs: dict[str, Any],
     state_tag: str | None,
-    axis_size: int | None,
+    axis_size: Size | None,
     state_out_axes: Any,
     axis_name: AxisName | None,
 ) -> tuple[M, dict[KeyPath, int | None]]:
     """The module with its states made by `'vmap'` or `'pmap'`, and the lane axis of each by path."""
     if not isinstance(module, Module):
         raise errors.not_a_module(module)
-    transform: Any = {"vmap": vmap2, "pmap": pmap2}[behavior]
-    creation = _Creation(state_tag, state_out_axes, axis_name)
+    if behavior == "vmap" and axis_size is None:
+        raise errors.new_states_need_size()
+    transform, unnamed = TRANSFORMS[behavior]
+    creation = _Creation(state_tag, state_out_axes, unnamed if axis_name is None else axis_name)
+
+    def init(module: Module, init_kwargs: dict[str, Any]) -> Module:
+        return creation.init(module, init_kwargs)
+
+    init.__name__ = init.__qualname__ = f"{type(module).__name__}.init_all_states"
     mapped = transform(
-        creation.init,
+        init,
         in_axes=None,
         out_axes=None,
         axis_name=creation.axis_name,
@@ -184,18 +202,22 @@ def _by_axis(module: Module, axes: dict[KeyPath, int | None]) -> dict[int | None
 class _Creation:
     """One initialisation over lanes: what it is told, and what it finds out while it is traced."""
 
-    def __init__(self, tag: str | None, state_out_axes: Any, axis_name: AxisName | None) -> None:
+    def __init__(self, tag: str | None, state_out_axes: Any, axis_name: AxisName) -> None:
         self.tag = tag
-        self.axis_name = UNNAMED if axis_name is None else axis_name
+        self.axis_name = axis_name
         given = as_pairs(state_out_axes, "state_out_axes")
-        self.pairs = Pairs([(Perhaps(NonBatchState), None), *given, (..., 0)])
+        self.declared = Pairs([(Perhaps(NonBatchState), None), *given, (..., 0)])
+        # The lane axis of each new state: known as soon as the initialisation has been traced, which is
+        # before its results leave.
         self.axes: dict[KeyPath, int | None] = {}
+        axes = dict.fromkeys(axis for _, axis in self.declared)
+        self.pairs = Pairs([(Perhaps(partial(self._is_on, axis)), axis) for axis in axes])
 
     def init(self, module: Module, init_kwargs: dict[str, Any]) -> Module:
         after = module.init_all_states(**init_kwargs)
         olds = _by_path(module)
         news = {p: s for p, s in _by_path(after).items() if not _continues(s, olds.get(p))}
-        axes = choose_axes(self.pairs, [("module", after)], "state_out_axes")
+        axes = choose_axes(self.declared, [("module", after)], "state_out_axes")
         self.axes = {
             path: axis for path, axis in zip(_by_path(after), axes, strict=True) if path in news
         }
@@ -209,6 +231,9 @@ class _Creation:
 
         new: Module = jax.tree_util.tree_map_with_path(made, after, is_leaf=is_state)
         return new
+
+    def _is_on(self, axis: int | None, path: KeyPath, state: State) -> bool:
+        return path in self.axes and self.axes[path] == axis
 
 
 def _by_path(tree: Any) -> dict[KeyPath, State]:

@@ -72,3 +72,22 @@ def compiles() -> Iterator[Count]:
         yield seen
     finally:
         seen.times = _compiles.times - before
+
+
+def without_names(hlo: str | None) -> list[str]:
+    """The computations of a program, without metadata, every name replaced by its rank of appearance."""
+    assert hlo is not None
+    # The module's name comes first, then tables of files and frames.
+    hlo = hlo[re.search(r"^(%|ENTRY)", hlo, re.M).start() :]  # type: ignore[union-attr]
+    hlo = re.sub(r", metadata=\{[^}]*\}", "", hlo)
+    order: dict[str, str] = {}
+
+    def rank(found: re.Match[str]) -> str:
+        return order.setdefault(found.group(0), f"%{len(order)}")
+
+    hlo = re.sub(r"%[\w.\-]+", rank, hlo)
+    # Parameters have names of their own in the heads of computations.
+    hlo = re.sub(r"(?<=[( ])[\w.\-]+: (?=[\w(])", "", hlo)
+    lines = [re.sub(r"^(ENTRY )?%\d+ ", r"\1", line) for line in hlo.splitlines() if line.strip()]
+    assert any(line.startswith("ENTRY") for line in lines)
+    return lines

@@ -43,7 +43,7 @@ def test_types_say_what_varies() -> None:
 
 
 def test_types_do_not_say_that_a_cond_varies_with_its_predicate() -> None:
-    # Where this fails, `_branching.py` and the docs' warnings can go.
+    # Where this fails, `hidden_axes` and the docs' warnings can go.
     def body(x: Any, y: Any) -> Any:
         chosen = jax.lax.cond(x[0] > 3, lambda y: y + 1, lambda y: y, y)
         assert compat.varying(x[0] > 3) == {"x"}

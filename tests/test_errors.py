@@ -915,7 +915,7 @@ def branches_that_write_differently() -> Any:
 @mistake(
     sm.StatemeshError,
     """\
-m['rng']: RandomState holds keys of shape (8,), and a shard draws from one. Hold one key, from which every shard gets a stream of its own; or give each shard its key: RandomState(keys, spec=sm.PerShard('axis')).""",
+m['rng']: RandomState holds keys of shape (8,), and a shard or lane draws from one. Hold one key, from which each gets a stream of its own; or give each its key: RandomState(keys, spec=sm.PerShard('axis')) for shard_map, state_in_axes=sm.RandomState for pmap2 and vmap2.""",
 )
 def several_keys_for_every_shard() -> Any:
     keys = sm.RandomState(jax.random.split(jax.random.key(0), 8))

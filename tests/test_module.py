@@ -26,7 +26,7 @@ class Norm(sm.Module):
         assert self.mean is not None
         return self.scale * (x - self.mean.value)
 
-    def init_state(self, *, size: int, dtype: Any = np.float32) -> "Norm":  # type: ignore[override]
+    def init_state(self, *, size: int, dtype: Any = np.float32) -> "Norm":
         return self.replace(mean=sm.BatchState(np.zeros(size, dtype), name=self.name))
 
 
@@ -51,7 +51,7 @@ class Net(sm.Module):
     plain: Plain
     total: sm.State | None = None
 
-    def init_state(self, *, size: int) -> "Net":  # type: ignore[override]
+    def init_state(self, *, size: int) -> "Net":
         # The inner modules have their states already.
         widths = [norm.mean.value.size for norm in self.norms if norm.mean is not None]
         return self.replace(total=sm.State(sum(widths) + size))
@@ -188,7 +188,7 @@ def test_init_all_states_calls_each_module_once() -> None:
         name: str
         inner: Any = None
 
-        def init_state(self) -> "Named":  # type: ignore[override]
+        def init_state(self) -> "Named":
             calls.append(self.name)
             return self
 
@@ -198,7 +198,7 @@ def test_init_all_states_calls_each_module_once() -> None:
 
 def test_init_arguments_that_nobody_takes_are_refused() -> None:
     class Sized(sm.Module):
-        def init_state(self, *, size: int) -> "Sized":  # type: ignore[override]
+        def init_state(self, *, size: int) -> "Sized":
             return self
 
     with pytest.raises(TypeError, match="'width'"):

@@ -1,6 +1,5 @@
 """One trace for each signature, no compile after the first, no layer under an outer trace, no cost."""
 
-import re
 import threading
 from typing import Any
 
@@ -12,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import compiles, counted, make_mesh
+from tests.helpers import compiles, counted, make_mesh, without_names
 
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -232,25 +231,6 @@ def test_compiled_program_is_the_hand_written_one(name: str, kind: str) -> None:
     by_hand = jax.jit(jax.shard_map(hand, mesh=mesh, in_specs=in_specs, out_specs=hand_out))
     theirs = by_hand.lower(*placed).compile().as_text()
     assert without_names(mine) == without_names(theirs)
-
-
-def without_names(hlo: str | None) -> list[str]:
-    """The program without metadata, and with every name replaced by its rank of appearance."""
-    assert hlo is not None
-    hlo = re.sub(r", metadata=\{[^}]*\}", "", hlo)
-    hlo = hlo[hlo.index("\n") :]
-    hlo = hlo.split("\nFileNames")[0]
-    order: dict[str, str] = {}
-
-    def rank(found: re.Match[str]) -> str:
-        return order.setdefault(found.group(0), f"%{len(order)}")
-
-    lines = re.sub(r"%[\w.\-]+", rank, hlo).splitlines()
-    return [
-        re.sub(r"^(ENTRY )?%\d+ ", r"\1", re.sub(r"\b(Arg_|param_|p)\d[\w.]*", "arg", line))
-        for line in lines
-        if line.strip()
-    ]
 
 
 def test_different_statics_are_different_programs() -> None:

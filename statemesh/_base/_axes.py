@@ -14,6 +14,7 @@ from jax.custom_batching import custom_vmap
 from . import _compat as compat
 from ._compat import tree_util
 from ._types import AxisName
+from ._untyped import run_untyped
 
 
 Axes = frozenset[AxisName]
@@ -65,34 +66,45 @@ def all_varying(value: Any, axis_names: Sequence[AxisName]) -> Any:
 
 
 def call_policy(
-    policy: Callable[..., Any], before: Any, value: Any, axis_names: tuple[AxisName, ...]
+    policy: Callable[..., Any],
+    before: Any,
+    value: Any,
+    axis_names: tuple[AxisName, ...],
+    conform: Callable[[Any], Any],
 ) -> Any:
-    """What a user's policy makes of `value`; its collectives may be over lanes anywhere.
+    """What a user's policy makes of `value`, in its form; its collectives may be over lanes anywhere.
 
-    Inside a checked `shard_map` JAX cannot type a collective over lanes. There the policy is traced in a
-    thread of its own, which knows the axis and no check, and what it does is replayed.
+    Inside a checked `shard_map` JAX cannot type a collective over lanes. There the policy is mapped over all
+    lanes where nothing is checked, and what comes of it is put in around the lanes.
     """
-    meshes, lanes = _apart(axis_names)
+    _, lanes = _apart(axis_names)
     if not lanes or not compat.inside_checked_shard_map():
-        return policy(before, all_varying(value, axis_names), axis_names)
+        return conform(policy(before, all_varying(value, axis_names), axis_names))
+    (name,) = lanes
     leaves, treedef = tree_util.tree_flatten((before, value))
-    sizes = [(name, jax.lax.axis_size(name)) for name in (*lanes, *meshes)]
-    structures: list[Any] = []
+    structure = tree_util.tree_structure(value)
+    own = len(leaves) - structure.num_leaves
 
-    def flat(*leaves: Any) -> Any:
-        out, structure = tree_util.tree_flatten(policy(*treedef.unflatten(leaves), axis_names))
-        structures.append(structure)
-        return out
+    @custom_vmap
+    def merged(leaves: Any, lane: Any) -> Any:
+        return list(leaves[own:])
 
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-    replay = compat.traced_apart(flat, types, sizes)
-    # What was traced without types does not make its operands vary alike.
-    union = Axes().union(*map(compat.varying, leaves))
-    alike = [
-        jax.lax.pcast(x, still, to="varying") if (still := tuple(union - compat.varying(x))) else x
-        for x in leaves
-    ]
-    return structures[0].unflatten(replay(*alike))
+    def rule(count: int, batched: Any, leaves: Any, lane: Any) -> Any:
+        out_axes: list[int | None] = []
+
+        def inside(*leaves: Any) -> Any:
+            result = conform(policy(*treedef.unflatten(leaves), axis_names))
+            found = tree_util.tree_leaves(result)
+            out_axes[:] = [0 if hit else None for hit in _batched(found, name)]
+            return found
+
+        in_axes = tuple(0 if hit else None for hit in batched[0])
+        over = jax.vmap(inside, in_axes, out_axes, axis_name=name, axis_size=count)
+        outputs = run_untyped(over, leaves)
+        return outputs, [axis is not None for axis in out_axes]
+
+    merged.def_vmap(rule)
+    return structure.unflatten(merged(leaves, jax.lax.axis_index(name)))
 
 
 def _apart(axis_names: Sequence[AxisName]) -> tuple[tuple[AxisName, ...], tuple[AxisName, ...]]:

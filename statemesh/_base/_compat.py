@@ -3,21 +3,22 @@
 import importlib
 import inspect
 import os
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ._types import AxisName
+from ._types import AxisName, flat_names
 
 
 # `jax.shard_map`'s own default for `in_specs`; it is exported under no public name.
 INFER: Any = inspect.signature(jax.shard_map).parameters["in_specs"].default
 
 # Where JAX keeps what its trace is doing; its stubs do not export these names.
-_core: Any = importlib.import_module("jax.extend.core")
+core: Any = importlib.import_module("jax.extend.core")
 # The stubs of `PyTreeDef` cannot be found, so that a checker would allow none of its methods.
 tree_util: Any = jax.tree_util
 _NOWHERE: frozenset[AxisName] = frozenset()
@@ -41,7 +42,7 @@ def varying_type(aval: Any) -> frozenset[AxisName]:
 
 def is_literal(atom: Any) -> bool:
     """Whether an operand in a jaxpr is a constant written out."""
-    return isinstance(atom, _core.Literal)
+    return isinstance(atom, core.Literal)
 
 
 def shard_map_body(jaxpr: Any) -> Any:
@@ -59,22 +60,53 @@ def control_flow(eqn: Any) -> tuple[Any, ...] | None:
     params = eqn.params
     match eqn.primitive.name:
         case "cond":
-            return "cond", [_open(branch) for branch in params["branches"]]
+            return "cond", [open_jaxpr(branch) for branch in params["branches"]]
         case "while":
-            cond, body = _open(params["cond_jaxpr"]), _open(params["body_jaxpr"])
+            cond, body = open_jaxpr(params["cond_jaxpr"]), open_jaxpr(params["body_jaxpr"])
             return "while", cond, body, params["cond_nconsts"], params["body_nconsts"]
         case "scan":
-            body = _open(params["jaxpr"])
+            body = open_jaxpr(params["jaxpr"])
             # What is scanned over or stacked has an axis more outside.
             carry = _as_inside(eqn.outvars, body.outvars)
             return "scan", body, _as_inside(eqn.invars, body.invars) - carry, carry
-    called = [_open(j) for name in ("jaxpr", "call_jaxpr") if (j := params.get(name)) is not None]
+    called = [
+        open_jaxpr(j) for name in ("jaxpr", "call_jaxpr") if (j := params.get(name)) is not None
+    ]
     if len(called) == 1 and len(called[0].invars) == len(eqn.invars):
         return "call", called[0]
     return None
 
 
-def _open(jaxpr: Any) -> Any:
+def collective(eqn: Any) -> tuple[frozenset[AxisName], frozenset[AxisName]]:
+    """The axes over which an equation makes its results equal, and those over which it makes them differ.
+
+    One that JAX adds under another name is taken to make them differ.
+    """
+    names = frozenset(
+        name
+        for key in ("axes", "axis_name")
+        for name in flat_names(eqn.params.get(key))
+        if not isinstance(name, int)
+    )
+    joins = eqn.primitive.name in _JOINING and eqn.params.get("axis_index_groups") is None
+    return (names, _NOWHERE) if joins else (_NOWHERE, names)
+
+
+_JOINING = ("psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
+
+
+def run_jaxpr(closed: Any, arrays: list[Any]) -> list[Any]:
+    """What a traced program makes of arrays; what is a constant of it as an array too."""
+    made = core.jaxpr_as_fun(closed)(*arrays)
+    avals = closed.out_avals
+    return [
+        x if isinstance(x, jax.Array) else jax.numpy.asarray(x, aval.dtype)
+        for x, aval in zip(made, avals, strict=True)
+    ]
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """A jaxpr without the constants that it may be closed over."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
@@ -85,18 +117,18 @@ def _as_inside(outer: Any, inner: Any) -> int:
 
 def under_jit() -> bool:
     """Whether operations are being recorded into a jaxpr now."""
-    return bool(_core.unsafe_am_i_under_a_jit_DO_NOT_USE())
+    return bool(core.unsafe_am_i_under_a_jit_DO_NOT_USE())
 
 
 # Whether anything is being traced or transformed, as the quickest question there is:
 # `current_trace(()) is TOP_LEVEL`.
-current_trace: Any = _core.find_top_trace
+current_trace: Any = core.find_top_trace
 TOP_LEVEL: Any = current_trace(())
 
 
 def bound_axis_names() -> tuple[AxisName, ...]:
     """The axis names that collectives may use here."""
-    return tuple(_core.unsafe_get_axis_names_DO_NOT_USE())
+    return tuple(core.unsafe_get_axis_names_DO_NOT_USE())
 
 
 def context_mesh() -> AbstractMesh | None:
@@ -120,29 +152,6 @@ def inside_checked_shard_map() -> bool:
     """Whether the types of an enclosing `shard_map` say what varies."""
     taken = manual_axes(jax.sharding.get_abstract_mesh())
     return any(varying(jax.lax.axis_index(name)) for name in taken)
-
-
-def traced_apart(
-    fun: Callable[..., Any], types: Sequence[Any], sizes: Sequence[tuple[AxisName, int]]
-) -> Callable[..., Any]:
-    """`fun`, traced where no mesh and no check is known, only the axes of these sizes."""
-    x64 = bool(jax.config.jax_enable_x64)
-    found: list[Any] = []
-
-    def trace() -> None:
-        try:
-            with jax.enable_x64(x64):
-                found.append(jax.make_jaxpr(fun, axis_env=list(sizes))(*types))
-        except BaseException as error:
-            found.append(error)
-
-    thread = threading.Thread(target=trace)
-    thread.start()
-    thread.join()
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    replay: Callable[..., Any] = _core.jaxpr_as_fun(found[0])
-    return replay
 
 
 def has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
@@ -171,7 +180,8 @@ def auto_twin(mesh: Mesh) -> Mesh:
 
 def one_device_mesh(mesh: Mesh) -> Mesh:
     """A mesh with the same axis names, every one of size 1."""
-    devices = mesh.devices.reshape(-1)[:1].reshape((1,) * len(mesh.axis_names))
+    # One of this process: it could not read what lies on others.
+    devices = np.array(mesh.local_devices[:1]).reshape((1,) * len(mesh.axis_names))
     return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 
@@ -244,11 +254,40 @@ def raised_by_jax(error: BaseException) -> bool:
     return traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_JAX)
 
 
+def in_collective_over(error: BaseException, name: AxisName) -> bool:
+    """Whether a collective of JAX over `name`, alone or with others, raised it."""
+    if not raised_by_jax(error):
+        return False
+    found = False
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if frame.f_code.co_filename.startswith(_JAX):
+            found = found or name in flat_names(frame.f_locals.get("axis_name"))
+        traceback = traceback.tb_next
+    return found
+
+
+def explicit_around(values: Iterable[Any]) -> bool:
+    """Whether Explicit axes type what is around: by the mesh that is set, or some of these values."""
+    mesh = context_mesh()
+    return (mesh is not None and has_explicit_axes(mesh)) or any(map(is_explicitly_typed, values))
+
+
+def in_mesh(mesh: Mesh | AbstractMesh, traced: bool) -> AbstractContextManager[Any]:
+    """Another mesh than the one that is set; while something is traced, its types only."""
+    if traced or isinstance(mesh, AbstractMesh):
+        abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
+        context: AbstractContextManager[Any] = jax.sharding.use_abstract_mesh(abstract)
+        return context
+    return jax.set_mesh(mesh)
+
+
 def inputs_read(jaxpr: Any) -> list[bool]:
     """Which inputs of a traced program some equation uses: inside a `shard_map`, what a shard uses."""
     used = set()
     for eqn in jaxpr.eqns:
-        inner = _open(eqn.params["jaxpr"]) if eqn.primitive.name == "shard_map" else None
+        inner = open_jaxpr(eqn.params["jaxpr"]) if eqn.primitive.name == "shard_map" else None
         read = [True] * len(eqn.invars) if inner is None else inputs_read(inner)
         used |= {id(v) for v, hit in zip(eqn.invars, read, strict=True) if hit}
-    return [id(v) in used for v in _open(jaxpr).invars]
+    return [id(v) in used for v in open_jaxpr(jaxpr).invars]

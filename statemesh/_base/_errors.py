@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ._paths import describe, path_str
-from ._types import UNNAMED, AxisName, KeyPath, PerShard, is_state, spec_axes
+from ._types import UNNAMED, UNNAMED_DEVICES, AxisName, KeyPath, PerShard, is_state, spec_axes
 
 
 class StatemeshError(ValueError):
@@ -44,7 +44,7 @@ class Diverged:
     path: str
     state: Any
     axis_names: tuple[AxisName, ...]
-    spec: PartitionSpec
+    spec: PartitionSpec | None
     # What `state_out_specs` or `state_out_axes` says of it.
     said: Any
 
@@ -56,7 +56,7 @@ class Varying:
     path: str
     value: Any
     axis_names: tuple[AxisName, ...]
-    spec: PartitionSpec
+    spec: PartitionSpec | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class RankMismatch:
 
     path: str
     value: Any
-    spec: PartitionSpec
+    spec: PartitionSpec | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,9 +179,10 @@ def not_a_key(key: Any) -> TypeError:
 
 def several_keys(keys: Any) -> StatemeshError:
     return StatemeshError(
-        f"RandomState holds keys of shape {keys.shape}, and a shard draws from one. Hold one key, from which "
-        "every shard gets a stream of its own; or give each shard its key: "
-        "RandomState(keys, spec=sm.PerShard('axis'))."
+        f"RandomState holds keys of shape {keys.shape}, and a shard or lane draws from one. Hold one key, "
+        "from which each gets a stream of its own; or give each its key: "
+        "RandomState(keys, spec=sm.PerShard('axis')) for shard_map, state_in_axes=sm.RandomState for pmap2 "
+        "and vmap2."
     )
 
 
@@ -719,6 +720,26 @@ def nothing_to_infer(name: str) -> BatchAxisError:
     )
 
 
+def no_lanes(name: str, mapped: Sequence[tuple[str, int, Any]]) -> BatchAxisError:
+    items = [f"{path}: {describe(x)} has 0 on axis {axis}" for path, axis, x in mapped[:3]]
+    return BatchAxisError(
+        f"{name}: there are no lanes:\n{_lines(items)}\nMap over an axis of size 1 or more."
+    )
+
+
+def bad_axis_name(name: Any) -> TypeError:
+    return TypeError(
+        f"axis_name={name!r} of type {type(name).__name__} cannot be hashed. Use a string."
+    )
+
+
+def bad_devices(transform: str, devices: Sequence[Any]) -> StatemeshError:
+    return StatemeshError(
+        f"{transform}: devices={devices!r} must be different jax.Devices, one at least, as in "
+        "devices=jax.devices()[:4]."
+    )
+
+
 def too_many_lanes(name: str, lanes: int, devices: int) -> BatchAxisError:
     return BatchAxisError(
         f"{name}: {_plural(lanes, 'lane')} on {_plural(devices, 'device')}; pmap2 gives every lane a device "
@@ -763,7 +784,8 @@ def global_shape(
     ]
     return BatchAxisError(
         f"{name}: arguments do not fit global_arg_shapes:\n{_lines(items)}\n"
-        "A global shape has the lanes of all processes on the mapped axis."
+        "A global shape is that of one array, with the lanes of all processes on the mapped axis; give None "
+        "for any other argument."
     )
 
 
@@ -789,7 +811,8 @@ def lanes_wrote(name: str, bad: Sequence[Diverged], declared_none: bool) -> Batc
             f"{name}: lanes wrote different values to states that state_out_axes declares to be the same in "
             f"all (axis None):\n{_lines(items)}\n"
             f"Reduce the value, as with {_pmean('value', axis)}; or declare how writes are merged, "
-            "State(value, reduce='mean'); or give the states an axis: state_out_axes={0: filter}."
+            "State(value, reduce='mean'); or give the states an axis: state_out_axes={0: filter}. A "
+            "NonBatchState never has one: make it of another kind."
         )
     return BatchAxisError(
         f"{name}: lanes wrote different values to states without a declared axis:\n{_lines(items)}\n"
@@ -805,7 +828,7 @@ def lanes_wrote(name: str, bad: Sequence[Diverged], declared_none: bool) -> Batc
 def _pmean(value: str, axis: AxisName) -> str:
     """Code that reduces over lanes; those without a name are given one."""
     named = "jax.lax.pmean({}, {!r})"
-    if axis == UNNAMED:
+    if axis in (UNNAMED, UNNAMED_DEVICES):
         return named.format(value, "lanes") + " with axis_name='lanes'"
     return named.format(value, axis)
 
@@ -840,20 +863,36 @@ def pmap2_inside(name: str, taken: Sequence[AxisName]) -> BatchAxisError:
     )
 
 
-def lane_collective(name: str, axis: AxisName) -> StatemeshError:
+def own_mesh_among_explicit(name: str) -> BatchAxisError:
+    return BatchAxisError(
+        f"{name}: pmap2 runs on a mesh of its own, and its results cannot be mixed with arrays that Explicit "
+        "mesh axes type. While something is traced, call it outside of `jax.set_mesh` and on arrays that do "
+        "not lie on such a mesh; or use shard_map, which runs on the mesh that there is."
+    )
+
+
+def lane_collective(name: str, axis: AxisName, taken: Sequence[AxisName]) -> StatemeshError:
+    own = ", ".join(map(repr, taken))
+    mesh = repr(taken[0]) if len(taken) == 1 else f"({own})"
     return StatemeshError(
-        f"{name}: JAX cannot run a collective over lanes ({axis!r}) inside a checked shard_map. Write "
-        "instead:\n"
-        "  1. for a state: State(value, reduce='mean'), or 'sum', 'max', 'min', or a function: statemesh "
-        "merges the lanes' writes itself;\n"
-        "  2. for a result: return it with out_axes=0 and reduce it after vmap2, as with "
-        "jnp.sum(result, 0);\n"
-        "  3. for a value that lanes go on with: split the function there, or work on all lanes at once, "
-        "without vmap2."
+        f"{name}: inside a checked shard_map a function whose collectives run over its lanes ({axis!r}) "
+        f"cannot use mesh axes ({own}) too. Write instead:\n"
+        f"  1. what runs over the mesh before vmap2, or after it: jax.lax.psum(out, {mesh}) of what it "
+        "returned;\n"
+        "  2. for a state: State(value, reduce='mean'), or 'sum', 'max', 'min', or a function: statemesh "
+        "merges the lanes' writes, and the function may use mesh axes;\n"
+        "  3. for a result: return it with out_axes=0 and reduce it after vmap2, as with "
+        f"jax.lax.psum(jnp.sum(out, 0), {mesh})."
     )
 
 
 # Modules over lanes
+
+
+def new_states_need_size() -> BatchAxisError:
+    return BatchAxisError(
+        "vmap2_new_states needs axis_size=..., the number of lanes: nothing else says it."
+    )
 
 
 def not_a_module(module: Any) -> TypeError:
@@ -877,4 +916,43 @@ def not_a_pair(module: str, name: str, result: Any) -> StructureError:
     return StructureError(
         f"Map: {module}.{name} returned {_node(result)}, not `(out, module)`. Return the result and the "
         "module with what was written: `return out, self.replace(state=...)`, or `return out, self`."
+    )
+
+
+# Several processes
+
+
+def not_shapes(given: Any) -> TypeError:
+    return TypeError(
+        f"global_arg_shapes={given!r} is not a shape (a tuple of ints) or None for each positional argument."
+    )
+
+
+def global_shapes_count(name: str, entries: int, args: int) -> BatchAxisError:
+    return BatchAxisError(
+        f"{name} was called with {_plural(args, 'positional argument')}, but global_arg_shapes has {entries} "
+        f"{'entry' if entries == 1 else 'entries'}. It has one for each positional argument: its shape, or "
+        "None where nothing is said."
+    )
+
+
+def no_own_devices(name: str, devices: int) -> BatchAxisError:
+    return BatchAxisError(
+        f"{name}: none of the {_plural(devices, 'device')} is this process's. Only processes that have "
+        "devices among them can make the call."
+    )
+
+
+def processes_traced(name: str) -> BatchAxisError:
+    return BatchAxisError(
+        f"{name}: pmap2 over the devices of several processes is being traced, as by jit, grad, vmap or scan "
+        "around it. It takes and gives this process's lanes, which are there only while it runs. Call it by "
+        "itself, and transform the function that it maps; or use shard_map."
+    )
+
+
+def processes_alone() -> BatchAxisError:
+    return BatchAxisError(
+        "unsharded: each of several processes has only its own lanes. Gather them, as with "
+        "jax.experimental.multihost_utils.process_allgather, and call vmap2."
     )

@@ -1,6 +1,6 @@
 """The small values that every step speaks of: placements, and the mark of a removed leaf."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import jax
@@ -15,15 +15,18 @@ if TYPE_CHECKING:
     Fun: TypeAlias = Callable[..., Any]
     AnyMesh: TypeAlias = Mesh | AbstractMesh
     Donate: TypeAlias = Literal["none", "states", "all"]
+    Size: TypeAlias = int
+    DeviceList: TypeAlias = Sequence[jax.Device]
 else:
     # Checked by hand when a call is declared, with messages that teach.
-    Fun = AnyMesh = Donate = Any
+    Fun = AnyMesh = Donate = Size = DeviceList = Any
 SpecTree: TypeAlias = Any
 StateSpecs: TypeAlias = SpecTree | Mapping[Filter, SpecTree] | None
 
 
 UNNAMED: AxisName = "<lanes>"
-"""What an axis of lanes is called that the user gave no name."""
+UNNAMED_DEVICES: AxisName = "<devices>"
+"""What an axis of lanes is called that the user gave no name, in a `vmap` and on devices."""
 
 
 class _Missing:

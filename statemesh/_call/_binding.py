@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -10,9 +11,12 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._types import AxisName
+from .._base._untyped import MeshCollective, run_untyped
 from .._resolve._lanes import FixedLaneLayout, FixedLayout, Lane, LaneLayout, count_lanes
 from .._resolve._layout import Layout
+from .._resolve._processes import LanesOfProcesses, OwnParts, SpreadLayout, spans_processes
 from .._resolve._specs import Placement
+from .._varying import Followed, Told, Untold, Varying
 
 
 @runtime_checkable
@@ -35,6 +39,9 @@ class Inputs(Protocol):
     def abstract(self, given: Sequence[Any]) -> list[Any]: ...
 
 
+# The program's arrays as callers have them, each with its place.
+Outside = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+
 # One instance: what it gets of each input; its outputs, and where each of them goes.
 Run = Callable[..., tuple[list[Any], Sequence[Any]]]
 
@@ -44,9 +51,11 @@ class Binding(Protocol):
     """What the three mapped calls differ in once it is known where every leaf goes."""
 
     axis_names: tuple[AxisName, ...]
-    # Whether it is known which values differ between instances.
+    # Whether JAX types what varies.
     check_vma: bool
     sizes: Mapping[AxisName, int]
+    # Where callers have other arrays than the program: a part of each.
+    outside: Outside | None
 
     def layout(
         self,
@@ -58,8 +67,14 @@ class Binding(Protocol):
         alias: bool,
     ) -> Inputs: ...
 
+    def varying(self) -> Varying:
+        """How it is known in one run which values differ between instances."""
+
+    def context(self, traced: bool) -> AbstractContextManager[Any]:
+        """Where the call must run when another mesh is set than its own."""
+
     def count(self, name: str, inputs: Inputs, arrays: Sequence[Any]) -> int | None:
-        """How many instances there are."""
+        """How many instances there are: of this process."""
 
     def call(self, run: Run, name: str, inputs: Inputs, arrays: Sequence[Any]) -> list[Any]:
         """Every instance's run; the outputs as they are outside."""
@@ -75,6 +90,8 @@ class OnMesh:
     - `check_vma`: whether types say what varies.
     - `fixed`: whether the program is for inputs of one shape only.
     """
+
+    outside: Outside | None = None
 
     def __init__(
         self,
@@ -98,8 +115,15 @@ class OnMesh:
         strengthen: Sequence[bool],
         alias: bool,
     ) -> Inputs:
-        kind = FixedLayout if self.fixed else Layout
+        spread = spans_processes(self.mesh)
+        kind = FixedLayout if self.fixed else SpreadLayout if spread else Layout
         return kind(name, self.mesh, self.axis_names, paths, placements, kinds, strengthen, alias)
+
+    def varying(self) -> Varying:
+        return Told(self.axis_names) if self.check_vma else Untold()
+
+    def context(self, traced: bool) -> AbstractContextManager[Any]:
+        return compat.in_mesh(self.mesh, traced)
 
     def count(self, name: str, inputs: Inputs, arrays: Sequence[Any]) -> int:
         return math.prod(self.sizes[name] for name in self.axis_names)
@@ -126,6 +150,53 @@ class OnMesh:
         return outputs
 
 
+class OnDevices(OnMesh):
+    """Instances that each have one device: lanes, which differ in nothing else from those of a `vmap`.
+
+    **Arguments:**
+
+    - `mesh`: the mesh, of one axis.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh, mesh.axis_names, check_vma=False, fixed=True)
+
+    def varying(self) -> Varying:
+        return Followed()
+
+
+class OnProcesses(OnDevices):
+    """Instances on the devices of several processes, each of which has the parts of its own.
+
+    **Arguments:**
+
+    - `mesh`: the mesh, of one axis.
+    - `own`: the part of it that is this process's.
+    """
+
+    def __init__(self, mesh: Mesh, own: Mesh) -> None:
+        super().__init__(mesh)
+        self.whole = mesh
+        self.own = own
+        self.outside = OwnParts(mesh, own)
+
+    def layout(
+        self,
+        name: str,
+        paths: Sequence[str],
+        placements: Sequence[Placement],
+        kinds: Sequence[type],
+        strengthen: Sequence[bool],
+        alias: bool,
+    ) -> Inputs:
+        return LanesOfProcesses(
+            name, self.whole, self.own, self.axis_names, paths, placements, kinds, strengthen, alias
+        )
+
+    def count(self, name: str, inputs: Inputs, arrays: Sequence[Any]) -> int:
+        return self.own.size
+
+
 class OverLanes:
     """Instances as the lanes of one `jax.vmap`.
 
@@ -137,7 +208,8 @@ class OverLanes:
     - `fixed`: whether the program is for inputs of one shape only.
     """
 
-    check_vma = True
+    check_vma = False
+    outside: Outside | None = None
 
     def __init__(
         self, axis_name: AxisName, axis_size: int | None, spmd_axis_name: Any, fixed: bool
@@ -160,6 +232,12 @@ class OverLanes:
         del alias
         kind = FixedLaneLayout if self.fixed else LaneLayout
         return kind(name, paths, placements, kinds, strengthen)
+
+    def varying(self) -> Varying:
+        return Told(self.axis_names)
+
+    def context(self, traced: bool) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def count(self, name: str, inputs: Inputs, arrays: Sequence[Any]) -> int | None:
         triples = zip(inputs.paths, inputs.placements, arrays, strict=True)
@@ -185,12 +263,19 @@ class OverLanes:
             spmd_axis_name=self.spmd_axis_name,
         )
         try:
-            outputs: list[Any] = mapped(*arrays)
-        except AssertionError as error:
-            # JAX gives up without a word where a collective over lanes meets the types of a mesh.
-            if error.args or not compat.raised_by_jax(error):
+            return self._mapped(mapped, arrays)
+        except MeshCollective as error:
+            lanes = self.axis_names[0]
+            raise errors.lane_collective(name, lanes, error.axis_names) from error
+
+    def _mapped(self, mapped: Callable[..., list[Any]], arrays: Sequence[Any]) -> list[Any]:
+        try:
+            return mapped(*arrays)
+        except (AssertionError, ValueError) as error:
+            # JAX gives up where a collective over lanes meets the types of a mesh, in no words or in some
+            # that say nothing of lanes. Where no types are, it runs.
+            if not compat.in_collective_over(error, self.axis_names[0]):
                 raise
             if not compat.inside_checked_shard_map():
                 raise
-            raise errors.lane_collective(name, self.axis_names[0]) from error
-        return outputs
+            return run_untyped(mapped, arrays)

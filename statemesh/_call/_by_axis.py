@@ -12,12 +12,14 @@ from .._arguments import Arguments, Unit
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._prefix import broadcast_axes
-from .._base._types import AxisName, Filter, Place, is_state
-from .._leave import Wrong, roots
+from .._base._types import Filter, Place, Size, is_state
+from .._exit import Wrong
+from .._leave import roots
 from .._match import Entered, values
 from .._model._filters import to_predicate
 from .._model._state import State
-from .._resolve._lanes import choose_axes, count_lanes, fits
+from .._resolve._lanes import choose_axes, fits, is_size
+from .._resolve._processes import check_global_shapes
 from .._resolve._specs import UNSAID
 from ._binding import Binding
 from ._carriers import Carrier
@@ -36,22 +38,28 @@ class ByAxis:
     - `state_in`, `state_out`: filters, each with its axis.
     - `unexpected`: what becomes of an undeclared state to which lanes wrote different values.
     - `fed`: paths of undeclared states that are fed per lane all the same.
+    - `shared`: paths of states that are declared to enter without a lane axis.
     """
 
     transform: str
     carrier: Carrier
     in_axes: Any
     out_axes: Any
-    axis_name: AxisName
-    axis_size: int | None
+    axis_name: Any
+    axis_size: Size | None
     state_in: Sequence[tuple[Filter, int | None]]
     state_out: Sequence[tuple[Filter, int | None]]
     unexpected: str = "raise"
     fed: frozenset[str] = frozenset()
+    shared: frozenset[str] = frozenset()
     global_shapes: tuple[tuple[int, ...] | None, ...] | None = None
 
     what = "in_axes"
     steady = True
+
+    @property
+    def has_own_mesh(self) -> bool:
+        return self.carrier.has_mesh
 
     @property
     def entries_in(self) -> Any:
@@ -61,8 +69,10 @@ class ByAxis:
         if self.unexpected not in POLICIES:
             raise errors.unknown_mapping_policy(self.unexpected, POLICIES)
         size = self.axis_size
-        if size is not None and not (isinstance(size, int | np.integer) and size > 0):
+        if size is not None and not is_size(size):
             raise errors.bad_axis_size("axis_size", size)
+        if not isinstance(self.axis_name, Hashable):
+            raise errors.bad_axis_name(self.axis_name)
         for filter, _ in (*self.state_in, *self.state_out):
             to_predicate(filter)
         self.carrier.check(self.transform)
@@ -80,18 +90,20 @@ class ByAxis:
         kwargs: dict[str, Any],
         leaves: Sequence[Any],
         ground: Any,
-    ) -> tuple[dict[int, Place], Binding]:
-        axes = self._arriving(arguments, args, kwargs, leaves)
+    ) -> tuple[dict[int, Place], Binding, "ByAxis"]:
+        axes, shared = self._arriving(arguments, args, kwargs, leaves)
         paths = {p: unit.path for unit in arguments.flat_units() for p in unit.positions}
         mapped = [(paths[p], axis, leaves[p]) for p, axis in axes.items() if axis is not None]
-        count = count_lanes(name, mapped, self.axis_size)
         binding = self.carrier.bind(
-            name, self.axis_name, count, self.axis_size, self.unexpected == "auto"
+            name, self.axis_name, mapped, self.axis_size, self.unexpected == "auto"
         )
+        if self.global_shapes is not None:
+            lanes = binding.sizes[self.axis_name]
+            check_global_shapes(name, self.global_shapes, arguments, args, axes, lanes)
         placements = {
             p: self.carrier.at(self.axis_name, axis, np.ndim(leaves[p])) for p, axis in axes.items()
         }
-        return placements, binding
+        return placements, binding, dataclasses.replace(self, shared=shared)
 
     def _arriving(
         self,
@@ -99,13 +111,17 @@ class ByAxis:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         leaves: Sequence[Any],
-    ) -> dict[int, int | None]:
-        """The axis of every leaf that becomes an input, by its position."""
+    ) -> tuple[dict[int, int | None], frozenset[str]]:
+        """The axis of every leaf that becomes an input, by its position.
+
+        And the paths of the states that are declared to have none.
+        """
         several = isinstance(self.in_axes, tuple | list)
         pairs = [*args, *(kwargs[k] for k in sorted(kwargs))]
         named = list(zip(arguments.names, pairs, strict=True))
         said = iter(choose_axes(self.state_in, named, "state_in_axes"))
         found: dict[int, int | None] = {}
+        shared: set[str] = set()
         for i, ((name, value), units) in enumerate(zip(named, arguments.units, strict=True)):
             keyword = i >= arguments.positional
             prefix = 0 if keyword else self.in_axes[i] if several else self.in_axes
@@ -114,14 +130,17 @@ class ByAxis:
             nodes = jax.tree_util.tree_leaves(value, is_leaf=is_state)
             for unit, axis, node in zip(units, axes, nodes, strict=True):
                 if unit.kind is not None:
-                    axis = self._entering(unit, node, next(said))
+                    declared = next(said)
+                    if declared is None:
+                        shared.add(unit.path)
+                    axis = self._entering(unit, node, declared)
                     own = len(values(node))
                     found.update(
                         (p, axis if k < own else None) for k, p in enumerate(unit.positions)
                     )
                 elif unit.shaped or (unit.number and not unit.in_module and axis is not None):
                     found[unit.positions[0]] = axis
-        return found
+        return found, frozenset(shared)
 
     def _entering(self, unit: Unit, state: State, said: Any) -> int | None:
         if said is UNSAID:
@@ -131,7 +150,7 @@ class ByAxis:
         return None if state.always_replicated and _is_single(state) else axis
 
     def key(self, arrays: Sequence[Any]) -> Hashable:
-        if self.unexpected == "auto" or self.carrier.shaped:
+        if self.unexpected == "auto" or self.carrier.has_mesh:
             return tuple(map(np.shape, arrays))
         return ()
 
@@ -156,7 +175,7 @@ class ByAxis:
         return dataclasses.replace(self, fed=frozenset(fed)) if fed else self
 
     def alone(self) -> "ByAxis":
-        return dataclasses.replace(self, carrier=self.carrier.alone())
+        return dataclasses.replace(self, carrier=self.carrier.alone(), global_shapes=None)
 
     def entries(self, result: Any, root: str) -> list[Any]:
         return broadcast_axes(self.out_axes, result, "out_axes", root)
@@ -187,14 +206,18 @@ class ByAxis:
             for x, axis in zip(leaves, into, strict=False)
         ):
             wrong.conflicts.append((path, state, into[0], said))
-        return list(entered.placements)
+        places = list(entered.placements)
+        for k, x in enumerate(leaves):
+            if into[k] is not None:
+                places[k] = self._at(into[k], x, path, wrong)
+        return places
 
     def beside(self) -> Place:
         return self._shared()
 
     def otherwise(self, said: Any, x: Any, path: str) -> Place | None:
         """On axis 0, if the author let it: unless it is declared to be the same in all lanes."""
-        if said is not UNSAID or self.unexpected == "raise":
+        if said is not UNSAID or path in self.shared or self.unexpected == "raise":
             return None
         return self.carrier.at(self.axis_name, 0, np.ndim(x) + 1)
 
@@ -203,10 +226,13 @@ class ByAxis:
             raise errors.no_such_out_axis(fun_name, wrong.axes)
         if wrong.conflicts:
             raise errors.lane_axis_conflict(fun_name, wrong.conflicts)
-        for declared_none in (True, False):
-            bad = [one for one in wrong.diverged if (one.said is None) is declared_none]
-            if bad:
-                raise errors.lanes_wrote(fun_name, bad, declared_none)
+        declared: list[errors.Diverged] = []
+        others: list[errors.Diverged] = []
+        for one in wrong.diverged:
+            at_none = one.said is None or (one.said is UNSAID and one.path in self.shared)
+            (declared if at_none else others).append(one)
+        if declared or others:
+            raise errors.lanes_wrote(fun_name, declared or others, declared_none=bool(declared))
         if wrong.varying:
             raise errors.lanes_vary(fun_name, wrong.varying)
         if wrong.stacked and self.unexpected == "warn":

@@ -13,7 +13,8 @@ from .._base import _errors as errors
 from .._base._compat import tree_util
 from .._base._prefix import broadcast_specs
 from .._base._types import AnyMesh, AxisName, PerShard, Place, StateSpecs, is_spec, is_state
-from .._leave import Wrong, roots
+from .._exit import Wrong
+from .._leave import roots
 from .._match import Entered, values
 from .._model._filters import to_predicate
 from .._model._state import State
@@ -41,6 +42,7 @@ class BySpec:
     axis_names: frozenset[AxisName]
 
     what = "in_specs"
+    has_own_mesh = False
 
     @property
     def entries_in(self) -> Any:
@@ -103,7 +105,7 @@ class BySpec:
         kwargs: dict[str, Any],
         leaves: Sequence[Any],
         ground: Any,
-    ) -> tuple[dict[int, Place], Binding]:
+    ) -> tuple[dict[int, Place], Binding, "BySpec"]:
         mesh = ground[0]
         names = manual_names(mesh, self.axis_names)
         if not names:
@@ -113,7 +115,7 @@ class BySpec:
         paths = {p: unit.path for unit in arguments.flat_units() for p in unit.positions}
         named = [(f"the spec of {paths[p]}", where.spec) for p, where in placements.items()]
         check_specs(named, mesh, names)
-        return placements, OnMesh(mesh, names, self.check_vma)
+        return placements, OnMesh(mesh, names, self.check_vma), self
 
     def _arriving(
         self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]

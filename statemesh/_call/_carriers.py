@@ -11,17 +11,22 @@ from jax.sharding import Mesh, PartitionSpec
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._types import AxisName, Place
-from .._resolve._lanes import Lane
+from .._resolve._lanes import Lane, count_lanes
+from .._resolve._processes import own_devices
 from .._resolve._specs import Placement
-from ._binding import Binding, OnMesh, OverLanes
+from ._binding import Binding, OnDevices, OnProcesses, OverLanes
+
+
+# Path, axis and array of each leaf that is mapped.
+Mapped = Sequence[tuple[str, int, Any]]
 
 
 @runtime_checkable
 class Carrier(Protocol):
     """What `pmap2` and `vmap2` differ in."""
 
-    # Whether a program depends on the shapes of its inputs.
-    shaped: bool
+    # Whether the lanes have a mesh. Then a program depends on the shapes of its inputs: they say its size.
+    has_mesh: bool
 
     def check(self, transform: str) -> None:
         """Refuse at construction whatever no call could make right."""
@@ -30,9 +35,9 @@ class Carrier(Protocol):
         """The placement of a leaf that has its lanes on this one of its `ndim` axes."""
 
     def bind(
-        self, name: str, axis_name: AxisName, count: int | None, asked: int | None, fixed: bool
+        self, name: str, axis_name: AxisName, mapped: Mapped, asked: int | None, fixed: bool
     ) -> Binding:
-        """What binds the axis name to `count` lanes.
+        """What binds the axis name to the lanes of what is mapped.
 
         `asked` is their number where no input says it or the author did; `fixed`: for inputs of these
         shapes only.
@@ -48,7 +53,7 @@ class Lanes:
 
     spmd_axis_name: Any = None
 
-    shaped = False
+    has_mesh = False
 
     def check(self, transform: str) -> None:
         """There is nothing that could be wrong."""
@@ -57,9 +62,9 @@ class Lanes:
         return Lane(axis, frozenset() if axis is None else frozenset([axis_name]))
 
     def bind(
-        self, name: str, axis_name: AxisName, count: int | None, asked: int | None, fixed: bool
+        self, name: str, axis_name: AxisName, mapped: Mapped, asked: int | None, fixed: bool
     ) -> Binding:
-        if count is None:
+        if count_lanes(name, mapped, asked) is None:
             raise errors.nothing_to_infer(name)
         if axis_name in compat.manual_axes(jax.sharding.get_abstract_mesh()):
             raise errors.lane_name_taken(name, axis_name)
@@ -82,10 +87,16 @@ class Devices:
     devices: Sequence[jax.Device] | None = None
     backend: str | None = None
 
-    shaped = True
+    has_mesh = True
 
     def check(self, transform: str) -> None:
-        devices, backend = self.devices or (), self.backend
+        devices, backend = self.devices, self.backend
+        if devices is None:
+            return
+        if not devices or len(set(devices)) < len(devices):
+            raise errors.bad_devices(transform, devices)
+        if not all(isinstance(device, jax.Device) for device in devices):
+            raise errors.bad_devices(transform, devices)
         if backend is not None and any(device.platform != backend for device in devices):
             raise errors.no_such_backend(transform, backend, devices)
 
@@ -96,16 +107,33 @@ class Devices:
         return Placement(PartitionSpec(*[None] * axis, axis_name), axis=axis)
 
     def bind(
-        self, name: str, axis_name: AxisName, count: int | None, asked: int | None, fixed: bool
+        self, name: str, axis_name: AxisName, mapped: Mapped, asked: int | None, fixed: bool
     ) -> Binding:
         if taken := compat.manual_axes(jax.sharding.get_abstract_mesh()):
             raise errors.pmap2_inside(name, sorted(taken, key=str))
-        found = jax.devices(self.backend) if self.devices is None else list(self.devices)
+        found = self._found()
+        several = len(own_devices(found)) < len(found)
+        # With several processes each passes a part of the lanes: only the author can say them all.
+        count = asked if several else count_lanes(name, mapped, asked)
         lanes = len(found) if count is None else count
         if lanes > len(found):
             raise errors.too_many_lanes(name, lanes, len(found))
         mesh = Mesh(np.array(found[:lanes]), (axis_name,))
-        return OnMesh(mesh, (axis_name,), check_vma=True, fixed=True)
+        if not several:
+            return OnDevices(mesh)
+        mine = own_devices(found[:lanes])
+        if not mine:
+            raise errors.no_own_devices(name, lanes)
+        passed = count_lanes(name, mapped, None)
+        if passed is not None and passed != len(mine):
+            raise errors.process_lanes(name, passed, len(mine))
+        return OnProcesses(mesh, Mesh(np.array(mine), (axis_name,)))
 
     def alone(self) -> Lanes:
+        found = self._found()
+        if len(own_devices(found)) < len(found):
+            raise errors.processes_alone()
         return Lanes()
+
+    def _found(self) -> list[jax.Device]:
+        return jax.devices(self.backend) if self.devices is None else list(self.devices)

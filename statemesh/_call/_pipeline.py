@@ -6,6 +6,7 @@ out, runs the program (steps 3 and 4 were traced into it) and writes back.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from operator import is_
 from typing import Any
 
@@ -16,9 +17,10 @@ from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._compat import tree_util
 from .._base._types import AxisName
-from .._branching import hidden_axes
+from .._flow import hidden_axes
 from .._resolve._lanes import OtherShapes
 from .._write_back import WriteBack
+from ._binding import Outside
 from ._declared import Declared
 from ._donate import DonatingProgram
 from ._program import Program
@@ -53,11 +55,15 @@ class Signature:
         self.plain = jax.jit(program)
         # Without JAX's check there are no types that a branch could escape.
         self.branches_seen = not (program.binding.check_vma and declared.jit)
-        self.compiled: Callable[..., tuple[list[Any], WriteBack]] = self.plain
+        self.lowers: Any = self.plain
         if declared.donate != "none":
-            self.compiled = DonatingProgram(program, declared.donate)
+            self.lowers = DonatingProgram(program, declared.donate)
+        self.compiled: Callable[..., tuple[list[Any], WriteBack]] = self.lowers
         if not declared.jit:
             self.compiled = program
+        outside = program.binding.outside
+        if outside is not None:
+            self.compiled = _brought_out(self.compiled, outside)
 
     def same_statics(self, leaves: Sequence[Any]) -> bool:
         return all(map(is_, self.program.static_leaves(leaves), self.statics))
@@ -129,21 +135,29 @@ class Pipeline:
         recorded = compat.under_jit()
         eager = _trace(()) is compat.TOP_LEVEL and not any(map(compat.is_tracer, leaves))
         signature = self._signature(leaves, treedef, args, kwargs, traced=not eager)
+        other_mesh = compat.context_mesh() is not None and self.declared.rules.has_own_mesh
+        around = (
+            signature.program.binding.context(traced=not eager) if other_mesh else nullcontext()
+        )
         if eager:
             ready, shown = signature.concrete(signature.inputs(leaves))
-            signature.check_branches(ready)
-            outputs, back = signature.compiled(*ready)
+            with around:
+                signature.check_branches(ready)
+                outputs, back = signature.compiled(*ready)
             self._keep(signature)
-            if self.declared.rules.steady:
+            if self.declared.rules.steady and not other_mesh:
                 self._last = signature
             return back(outputs, shown)
         program = signature.program
+        if self.declared.rules.has_own_mesh and compat.explicit_around(leaves):
+            raise errors.own_mesh_among_explicit(self.declared.name)
         given = program.layout.traced(program.arrays(leaves), recorded)
         # Where nothing is recorded (an eager `grad` or `vmap`) the compiled program is transformed;
         # where a jaxpr is, no layer of ours goes into it.
         call = program if recorded or not self.declared.jit else signature.plain
         try:
-            outputs, back = call(*given)
+            with around:
+                outputs, back = call(*given)
         except jax.errors.UnexpectedTracerError as error:
             raise errors.old_tracer(self.declared.name, program.tracer_paths(given)) from error
         self._keep(signature)
@@ -195,16 +209,16 @@ class Pipeline:
         leaves, treedef = tree_util.tree_flatten((args, kwargs))
         signature = self._signature(leaves, treedef, args, kwargs, traced=False)
         inputs = signature.program.layout.abstract(signature.program.arrays(leaves))
-        compiled = signature.compiled
-        if isinstance(compiled, DonatingProgram):
-            return compiled.lower(*inputs)
-        return signature.plain.lower(*inputs)
+        lowered: jax.stages.Lowered = signature.lowers.lower(*inputs)
+        return lowered
 
     def place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments, laid out as the call wants them."""
         leaves, treedef = tree_util.tree_flatten((args, kwargs))
         program = self._signature(leaves, treedef, args, kwargs, traced=False).program
         ready, _ = program.layout.concrete(program.arrays(leaves))
+        if program.binding.outside is not None:
+            ready = program.binding.outside(ready, program.layout.placements)
         for position, x in zip(program.inputs, ready, strict=True):
             leaves[position] = x
         placed: tuple[Any, ...] = treedef.unflatten(leaves)[0]
@@ -215,6 +229,16 @@ class Pipeline:
         return Pipeline(
             dataclasses.replace(self.declared, rules=self.declared.rules.alone(), donate="none")
         )
+
+
+def _brought_out(
+    compiled: Callable[..., tuple[list[Any], WriteBack]], outside: Outside
+) -> Callable[..., tuple[list[Any], WriteBack]]:
+    def call(*arrays: Any) -> tuple[list[Any], WriteBack]:
+        outputs, back = compiled(*arrays)
+        return outside(outputs, back.places), back
+
+    return call
 
 
 def _tokens(program: Program, leaves: Sequence[Any]) -> tuple[Any, ...]:

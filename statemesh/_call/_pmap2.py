@@ -1,13 +1,12 @@
 """`pmap2`: signature, docstring, and one call of the engine."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
-import jax
-
 from .._base._paths import fun_name
-from .._base._types import MISSING, UNNAMED, AxisName, Fun
+from .._base._types import MISSING, UNNAMED_DEVICES, AxisName, DeviceList, Fun, Size
 from .._resolve._lanes import as_pairs
+from .._resolve._processes import as_shapes
 from ._by_axis import ByAxis
 from ._carriers import Devices
 from ._declared import Declared
@@ -22,11 +21,11 @@ def pmap2(
     in_axes: Any = 0,
     out_axes: Any = 0,
     static_broadcasted_argnums: int | Iterable[int] = (),
-    devices: Sequence[jax.Device] | None = None,
+    devices: DeviceList | None = None,
     backend: str | None = None,
-    axis_size: int | None = None,
+    axis_size: Size | None = None,
     donate_argnums: int | Iterable[int] = (),
-    global_arg_shapes: Sequence[tuple[int, ...] | None] | None = None,
+    global_arg_shapes: Any = None,
     state_in_axes: Any = None,
     state_out_axes: Any = None,
     unexpected_out_state_mapping: str = "raise",
@@ -48,8 +47,8 @@ def pmap2(
         be hashable; another value compiles another program.
     - `devices`: the devices, in the order of the lanes; the first of them if there are fewer lanes.
     - `backend`: the platform whose devices are meant, such as `'cpu'`.
-    - `axis_size`: how many lanes there are. Where nothing is mapped it defaults to the number of
-        devices.
+    - `axis_size`: how many lanes there are, in all processes. Where nothing is mapped it defaults to
+        the number of devices.
     - `donate_argnums`: positions of arguments whose memory results may take, states included.
     - `global_arg_shapes`: for each positional argument the shape that the parts of all processes
         have together (`None`: not said). It is checked.
@@ -78,12 +77,12 @@ def pmap2(
         carrier=Devices(None if devices is None else tuple(devices), backend),
         in_axes=in_axes,
         out_axes=out_axes,
-        axis_name=UNNAMED if axis_name is None else axis_name,
+        axis_name=UNNAMED_DEVICES if axis_name is None else axis_name,
         axis_size=axis_size,
         state_in=as_pairs(state_in_axes, "state_in_axes"),
         state_out=as_pairs(state_out_axes, "state_out_axes"),
         unexpected=unexpected_out_state_mapping,
-        global_shapes=None if global_arg_shapes is None else tuple(global_arg_shapes),
+        global_shapes=as_shapes(global_arg_shapes),
     )
 
     def decorate(fn: Fun) -> StatefulMapping:

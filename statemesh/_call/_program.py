@@ -5,8 +5,9 @@ from typing import Any
 
 from .._arguments import Arguments
 from .._base import _compat as compat
+from .._base import _errors as errors
 from .._base._types import Place
-from .._leave import Exit
+from .._exit import Exit
 from .._write_back import WriteBack
 from ._declared import Declared
 from ._pure import Instance
@@ -36,12 +37,17 @@ class Program:
     ) -> None:
         self.declared = declared
         rules = declared.rules
+        if isinstance(declared.donate, tuple):
+            bad = [i for i in declared.donate if not -len(args) <= i < len(args)]
+            if bad:
+                raise errors.bad_argnums("donate_argnums", bad, len(args))
         arguments = Arguments(declared.fun, args, kwargs)
-        resolved, self.binding = rules.resolve(
+        resolved, self.binding, rules = rules.resolve(
             declared.name, arguments, args, kwargs, leaves, ground
         )
         self.inputs = sorted(resolved)
         self.units = arguments.units
+        self.positional = arguments.positional
         paths = {p: unit.path for unit in arguments.flat_units() for p in unit.positions}
         placements = [resolved[p] for p in self.inputs]
         kinds = [type(leaves[p]) for p in self.inputs]
@@ -73,7 +79,6 @@ class Program:
                 declared.name,
                 rules,
                 self.binding.axis_names,
-                self.binding.check_vma,
                 arguments.tied,
                 declared.donate != "none",
             ),
@@ -95,7 +100,9 @@ class Program:
             return sorted(set(back.rewritten))
         if how == "all":
             return range(len(self.inputs))
-        positions = {p for i in how for unit in self.units[i] for p in unit.positions}
+        # Keyword arguments come after the positional ones, and have no number.
+        given = self.units[: self.positional]
+        positions = {p for i in how for unit in given[i] for p in unit.positions}
         return [k for k, p in enumerate(self.inputs) if p in positions]
 
     def tracer_paths(self, arrays: Sequence[Any]) -> list[str]:
@@ -108,7 +115,7 @@ class Program:
         found: list[WriteBack] = []
 
         def run(*parts: Any) -> tuple[list[Any], Sequence[Place]]:
-            outputs, back = self.instance(parts)
+            outputs, back = self.instance(parts, self.binding.varying())
             found[:] = [back]
             return outputs, back.places
 

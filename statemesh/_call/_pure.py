@@ -9,9 +9,11 @@ from .._arguments import Arguments, Unit
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._types import AxisName, Place
-from .._leave import Exit, leave
+from .._exit import Exit
+from .._leave import leave
 from .._match import Entered, leaves_of
-from .._model._state import mark_origin
+from .._model._state import State, mark_origin
+from .._varying import Varying
 from .._write_back import WriteBack
 
 
@@ -51,7 +53,7 @@ class Instance:
         self.sizes = sizes
         self.input_at = {position: k for k, position in enumerate(inputs)}
 
-    def __call__(self, shards: Sequence[Any]) -> tuple[list[Any], WriteBack]:
+    def __call__(self, shards: Sequence[Any], varying: Varying) -> tuple[list[Any], WriteBack]:
         """The program's outputs, and how the result is put together."""
         leaves = list(self.template)
         known: dict[int, tuple[int, Place]] = {}
@@ -60,36 +62,55 @@ class Instance:
             leaves[position] = where.take(shard)
             if k not in self.fresh:
                 known[id(leaves[position])] = (k, where)
-        entered: list[Entered] = []
+        varying.start(
+            [leaves[position] for position in self.inputs],
+            [where.axis_names for where in self.placements],
+        )
+        entered = iter(entering := self._entered(leaves, varying))
         units: list[Any] = []
         for unit in self.arguments.flat_units():
-            own = [leaves[position] for position in unit.positions]
             if unit.kind is None:
-                units += own
+                units += [leaves[position] for position in unit.positions]
             else:
-                entered.append(self._enter(unit, own))
-                units.append(entered[-1].seen)
-        args, kwargs = self.arguments.unit_def.unflatten(units)
+                units.append(next(entered).seen)
         try:
-            result = self.fun(*args, **kwargs)
+            result = varying.call(self._run, units)
         except (TypeError, ValueError) as error:
-            if (text := self._hint(error, entered, leaves)) is None:
+            if (text := self._hint(error, entering, leaves)) is None:
                 raise
             raise type(error)(text) from error
-        return leave(result, entered, known, self.exit)
+        return leave(result, entering, known, self.exit, varying)
 
-    def _enter(self, unit: Unit, own: list[Any]) -> Entered:
-        inputs = tuple(self.input_at[position] for position in unit.positions)
-        placements = tuple(self.placements[k] for k in inputs)
+    def _run(self, *units: Any) -> Any:
+        args, kwargs = self.arguments.unit_def.unflatten(units)
+        return self.fun(*args, **kwargs)
+
+    def _entered(self, leaves: Sequence[Any], varying: Varying) -> list[Entered]:
+        """The states of the arguments as the function sees them."""
+        units = self.arguments.states()
+        olds = [unit.treedef.unflatten([leaves[p] for p in unit.positions]) for unit in units]
+        inputs = [tuple(self.input_at[p] for p in unit.positions) for unit in units]
+        places = [tuple(self.placements[k] for k in ks) for ks in inputs]
+
+        def enter_all(*olds: State) -> list[State]:
+            return [self._enter(*one) for one in zip(units, olds, places, strict=True)]
+
+        seen = varying.call(enter_all, olds)
+        entered: list[Entered] = []
+        for one in zip(units, olds, seen, places, inputs, strict=True):
+            unit, old, new, placements, ks = one
+            mark = object()
+            new = mark_origin(new, mark)
+            entered.append(Entered(mark, unit.path, unit.keys, old, new, placements, ks))
+        return entered
+
+    def _enter(self, unit: Unit, old: State, placements: Sequence[Place]) -> State:
         apart = frozenset[AxisName]().union(*(where.axis_names for where in placements))
-        old = unit.treedef.unflatten(own)
-        mark = object()
         same = tuple(name for name in self.exit.axis_names if name not in apart)
         try:
-            seen = mark_origin(old.enter(same), mark)
+            return old.enter(same)
         except errors.StatemeshError as error:
             raise type(error)(f"{unit.path}: {error}") from None
-        return Entered(mark, unit.path, unit.keys, old, seen, placements, inputs)
 
     def _hint(
         self, error: Exception, entered: Sequence[Entered], leaves: Sequence[Any]

@@ -5,7 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from .._arguments import Arguments
 from .._base._types import Place
-from .._leave import Rules as LeavingRules
+from .._exit import Rules as LeavingRules
 from ._binding import Binding
 
 
@@ -25,6 +25,10 @@ class Rules(LeavingRules, Protocol):
     def steady(self) -> bool:
         """Whether calls with equal types and trees always find the same ground."""
 
+    @property
+    def has_own_mesh(self) -> bool:
+        """Whether calls run on a mesh of their own, whichever one is set."""
+
     def check(self) -> None:
         """Refuse at construction whatever no call could make right."""
 
@@ -41,8 +45,9 @@ class Rules(LeavingRules, Protocol):
         kwargs: dict[str, Any],
         leaves: Sequence[Any],
         ground: Any,
-    ) -> tuple[dict[int, Place], Binding]:
-        """A placement for every leaf that becomes an input, by its position, and what binds the names."""
+    ) -> tuple[dict[int, Place], Binding, "Rules"]:
+        """A placement for every leaf that becomes an input, by its position; what binds the names; and
+        these rules with what they found out of the arguments."""
 
     def key(self, arrays: Sequence[Any]) -> Hashable:
         """What a program depends on of its inputs' shapes."""

@@ -62,16 +62,17 @@ class Module(eqx.Module):
             object.__setattr__(new, name, value)
         return new
 
-    def init_state(self: M, **kwargs: Any) -> M:
+    def init_state(self: M, *args: Any, **kwargs: Any) -> M:
         """Make this module's own states; override it in modules that have any.
 
         **Arguments:**
 
-        - `kwargs`: whatever the module needs to know, named in its own signature.
+        - `args`, `kwargs`: whatever the module needs to know, named in its own signature; it is given
+            by name.
 
         **Returns:** the module with its states made.
         """
-        del kwargs
+        del args, kwargs
         return self
 
     def init_all_states(self: M, **kwargs: Any) -> M:
@@ -97,7 +98,14 @@ class Module(eqx.Module):
 
 def _init_all(module: M, kwargs: dict[str, Any], used: set[str]) -> M:
     def inner(node: Any) -> Any:
-        return _init_all(node, kwargs, used) if isinstance(node, Module) else node
+        if not isinstance(node, Module):
+            return node
+        if type(node).init_all_states is Module.init_all_states:
+            return _init_all(node, kwargs, used)
+        # It has its own way: it is told what the modules in it take.
+        taken = {name: value for name, value in kwargs.items() if _takes(node, name)}
+        used.update(taken)
+        return node.init_all_states(**taken)
 
     # States stay the objects they are: inside a mapped call they remember where they came from.
     children: M = jax.tree.map(
@@ -106,6 +114,18 @@ def _init_all(module: M, kwargs: dict[str, Any], used: set[str]) -> M:
         is_leaf=lambda n: is_state(n) or (isinstance(n, Module) and n is not module),
     )
     return _init_one(children, kwargs, used)
+
+
+def _takes(module: Module, name: str) -> bool:
+    """Whether an `init_state` of the module, or of one in it, takes an argument."""
+    if type(module).init_state is not Module.init_state:
+        parameters = inspect.signature(module.init_state).parameters
+        if name in parameters or any(
+            p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
+        ):
+            return True
+    inside = jax.tree.leaves(module, is_leaf=lambda n: isinstance(n, Module) and n is not module)
+    return any(isinstance(node, Module) and _takes(node, name) for node in inside)
 
 
 def _init_one(module: M, kwargs: dict[str, Any], used: set[str]) -> M:

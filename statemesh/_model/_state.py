@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -209,9 +210,9 @@ class State(StateNode):
             return self
         before = None if old is None else old.value
         if callable(reduce):
-            merged = call_policy(reduce, before, self.value, axis_names)
             label = f"what reduce={getattr(reduce, '__name__', reduce)} returned"
-            return self._with_value(conform(self.value, merged, label))
+            fit = partial(conform, self.value, label=label)
+            return self._with_value(call_policy(reduce, before, self.value, axis_names, fit))
         return self._with_value(reduced(self.value, before, reduce, axis_names))
 
     def _with_value(self: S, value: Any, meta: Meta | None = None) -> S:

@@ -49,27 +49,17 @@ def conform(old_value: Any, value: Any, label: str) -> Any:
 
 
 def reduced(value: Any, before: Any, how: str, axis_names: tuple[AxisName, ...]) -> Any:
-    """The shards' values merged; `before` is what they came from (`None`: nothing).
-
-    A leaf that is the same everywhere is no sum of its copies: each leaf is merged over those axes
-    that it varies over itself, as it would be in a State of its own.
-    """
+    """The instances' values merged; `before` is what they came from (`None`: nothing)."""
     leaves, treedef = tree_util.tree_flatten(value)
-    varying = axes.varying_over(leaves, axis_names)
-    if not any(varying):
-        # Without JAX's check no type says anything.
-        varying = [frozenset(axis_names)] * len(leaves)
-    olds = [jnp.zeros_like(x) for x in leaves] if before is None else tree_util.tree_leaves(before)
-    merged = [
-        _reduced(new, old, how, tuple(name for name in axis_names if name in over))
-        for new, old, over in zip(leaves, olds, varying, strict=True)
-    ]
+    # Zeros that are the same everywhere, whatever they are like.
+    olds = [jnp.zeros(x.shape, x.dtype) for x in leaves]
+    olds = olds if before is None else tree_util.tree_leaves(before)
+    merged = [_reduced(new, old, how, axis_names) for new, old in zip(leaves, olds, strict=True)]
     return treedef.unflatten(merged)
 
 
 def _reduced(new: Any, old: Any, how: str, over: tuple[AxisName, ...]) -> Any:
-    if not over:
-        return new
+    new = axes.all_varying(new, over)
     match how:
         case "mean":
             return axes.pmean(new, over)

@@ -40,6 +40,11 @@ class Lane:
         return value
 
 
+def is_size(size: object) -> bool:
+    """Whether there can be so many lanes."""
+    return isinstance(size, int | np.integer) and not isinstance(size, bool) and int(size) > 0
+
+
 def fits(axis: int, ndim: int) -> bool:
     """Whether an array of so many axes has this one."""
     return -ndim <= axis < ndim
@@ -63,6 +68,8 @@ def count_lanes(
         sizes.add(axis_size)
     if len(sizes) > 1:
         raise errors.lanes_disagree(name, mapped, axis_size)
+    if 0 in sizes:
+        raise errors.no_lanes(name, mapped)
     return next(iter(sizes), None)
 
 

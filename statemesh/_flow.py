@@ -1,0 +1,134 @@
+"""Over which mapped axes the values of a traced program may differ.
+
+JAX's types say it inside a checked `shard_map`, but for one thing: a `cond`, or a loop, whose predicate
+differs between shards gives results that do, and JAX types them by what its branches return alone. Where
+nothing is typed, all of it is followed from the arguments on.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ._base import _compat as compat
+from ._base._types import AxisName
+
+
+Axes = frozenset[AxisName]
+NONE: Axes = frozenset()
+
+
+def hidden_axes(jaxpr: Any, given: Sequence[Axes]) -> list[Axes]:
+    """For each result of a typed jaxpr, the axes over which it may differ beyond those of its type.
+
+    **Arguments:**
+
+    - `jaxpr`: the program of one shard.
+    - `given`: the same of its arguments.
+    """
+    return _Walk(_typed, _untouched_by_types).through(jaxpr, given)
+
+
+def all_axes(jaxpr: Any, given: Sequence[Axes]) -> list[Axes]:
+    """For each result of a jaxpr without types, the axes over which it may differ.
+
+    **Arguments:**
+
+    - `jaxpr`: the program of one instance.
+    - `given`: the same of its arguments.
+    """
+    return _Walk(lambda var: NONE, _by_collectives).through(jaxpr, given)
+
+
+def _untouched_by_types(eqn: Any, seen: Axes) -> Axes:
+    # What a collective reduces over, its operand was typed to vary over, and its result is not.
+    typed = NONE.union(*map(_typed, eqn.invars))
+    return seen - (typed - NONE.union(*map(_typed, eqn.outvars)))
+
+
+def _by_collectives(eqn: Any, seen: Axes) -> Axes:
+    joined, spread = compat.collective(eqn)
+    return (seen - joined) | spread
+
+
+def _typed(var: Any) -> Axes:
+    return compat.varying_type(var.aval)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Walk:
+    """A walk along a jaxpr.
+
+    **Arguments:**
+
+    - `typed`: the axes that a variable's type tells, which are not followed.
+    - `plain`: what a plain equation makes of all axes of its operands.
+    """
+
+    typed: Callable[[Any], Axes]
+    plain: Callable[[Any, Axes], Axes]
+
+    def through(self, jaxpr: Any, given: Sequence[Axes]) -> list[Axes]:
+        known: dict[Any, Axes] = dict(zip(jaxpr.invars, given, strict=True))
+        for eqn in jaxpr.eqns:
+            found = self._equation(eqn, [_known(known, var) for var in eqn.invars])
+            for var, axes in zip(eqn.outvars, found, strict=True):
+                known[var] = axes - self.typed(var)
+        return [_known(known, var) for var in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, given: list[Axes]) -> Sequence[Axes]:
+        match compat.control_flow(eqn):
+            case ("cond", branches):
+                return self._cond(branches, given[0] | self.typed(eqn.invars[0]), given[1:])
+            case ("while", cond, body, cond_consts, body_consts):
+                return self._while(cond, body, cond_consts, body_consts, given)
+            case ("scan", body, consts, carry):
+                return self._scan(body, consts, carry, given)
+            case ("call", jaxpr):
+                return self.through(jaxpr, given)
+        return [self.plain(eqn, NONE.union(*given))] * len(eqn.outvars)
+
+    def _cond(self, branches: Sequence[Any], predicate: Axes, given: list[Axes]) -> list[Axes]:
+        results = zip(*(self.through(branch, given) for branch in branches), strict=True)
+        chosen = [
+            predicate if len(set(sources)) > 1 or None in sources else NONE
+            for sources in zip(*map(_sources, branches), strict=True)
+        ]
+        return [NONE.union(axes, *each) for axes, each in zip(chosen, results, strict=True)]
+
+    def _while(
+        self, cond: Any, body: Any, cond_consts: int, body_consts: int, given: list[Axes]
+    ) -> list[Axes]:
+        first = cond_consts + body_consts
+        carry = given[first:]
+        kept = [source == body_consts + i for i, source in enumerate(_sources(body))]
+        while True:
+            (stop,) = self.through(cond, [*given[:cond_consts], *carry])
+            stop |= self.typed(cond.outvars[0])
+            after = self.through(body, [*given[cond_consts:first], *carry])
+            grown = [
+                old if same else old | new | stop
+                for old, new, same in zip(carry, after, kept, strict=True)
+            ]
+            if grown == carry:
+                return carry
+            carry = grown
+
+    def _scan(self, body: Any, consts: int, carries: int, given: list[Axes]) -> list[Axes]:
+        carry = given[consts : consts + carries]
+        while True:
+            after = self.through(body, [*given[:consts], *carry, *given[consts + carries :]])
+            grown = [old | new for old, new in zip(carry, after[:carries], strict=True)]
+            if grown == carry:
+                return [*carry, *after[carries:]]
+            carry = grown
+
+
+def _known(known: Mapping[Any, Axes], atom: Any) -> Axes:
+    # A literal cannot be a key.
+    return NONE if compat.is_literal(atom) else known.get(atom, NONE)
+
+
+def _sources(jaxpr: Any) -> list[int | None]:
+    """For each result the argument that it is, if it is one as it came in."""
+    numbers = {var: i for i, var in enumerate(jaxpr.invars)}
+    return [None if compat.is_literal(v) else numbers.get(v) for v in jaxpr.outvars]

@@ -1,0 +1,238 @@
+"""Step 2 with several processes: each has a part of every array on its own devices."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from .._arguments import Arguments
+from .._base import _compat as compat
+from .._base import _errors as errors
+from .._base._types import AxisName, Place
+from ._lanes import FixedLayout, fits
+from ._layout import Layout
+from ._specs import Placement
+
+
+def own_devices(devices: Sequence[jax.Device]) -> list[jax.Device]:
+    """Those of this process."""
+    return [device for device in devices if device.process_index == device.client.process_index()]
+
+
+def spans_processes(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether other processes have devices of the mesh."""
+    return isinstance(mesh, Mesh) and bool(mesh.is_multi_process)
+
+
+class SpreadLayout(Layout):
+    """A `Layout` on the devices of several processes.
+
+    Every process passes the same arrays. `jax.device_put` compares those of the host between processes
+    and lays them out; keys, and arrays that lie on devices of this process, it refuses.
+    """
+
+    def _moved(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        self.check_alive(given)
+        mine = [k for k in self.on_device if self._is_refused(given[k])]
+        if mine:
+            self.check(given)
+            given = list(given)
+            for k in mine:
+                given[k] = self._spread(given[k], self.targets[k])
+        return super()._moved(given)
+
+    def _traced(self, x: Any, target: NamedSharding, recorded: bool) -> Any:
+        if not recorded and not compat.is_tracer(x) and self._is_refused(x):
+            return self._spread(x, target)
+        return super()._traced(x, target, recorded)
+
+    def _is_refused(self, x: Any) -> bool:
+        if not isinstance(x, jax.Array) or not x.is_fully_addressable:
+            return False
+        return bool(x.committed) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+    def _spread(self, x: jax.Array, target: NamedSharding) -> jax.Array:
+        """The parts of `x` that belong on devices of this process, as its share of the whole."""
+        indices = target.addressable_devices_indices_map(x.shape)
+        parts = jax.device_put(
+            [x[index] for index in indices.values()], [*indices], may_alias=self.alias
+        )
+        return jax.make_array_from_single_device_arrays(x.shape, target, parts, dtype=x.dtype)
+
+
+class _OwnParts(FixedLayout):
+    """The inputs of this process, laid out on its own devices."""
+
+    def _moved(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        self.check_alive(given)
+        whole = [k for k in self.on_device if not given[k].is_fully_addressable]
+        if whole:
+            given = list(given)
+            for k in whole:
+                # What all processes have alike, as a `shard_map` returns it.
+                if given[k].is_fully_replicated:
+                    given[k] = _rewrapped(given[k], given[k].shape, self.targets[k])
+        return super()._moved(given)
+
+
+class LanesOfProcesses(FixedLayout):
+    """A layout for lanes on the devices of several processes.
+
+    Every process passes the lanes of its own devices, and whole what all lanes share.
+
+    **Arguments:**
+
+    - `own`: the part of the mesh that is this process's.
+    """
+
+    def __init__(
+        self,
+        fun_name: str,
+        mesh: Mesh,
+        own: Mesh,
+        axis_names: Sequence[AxisName],
+        paths: Sequence[str],
+        placements: Sequence[Placement],
+        kinds: Sequence[type],
+        strengthen: Sequence[bool],
+        alias: bool,
+    ) -> None:
+        super().__init__(fun_name, mesh, axis_names, paths, placements, kinds, strengthen, alias)
+        self.own = _OwnParts(fun_name, own, axis_names, paths, placements, kinds, strengthen, alias)
+        self.sizes = mesh.size, own.size
+
+    def concrete(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        ready, shown = self.own.concrete(given)
+        # An array that stands in two places has to be one array there too.
+        made: dict[tuple[int, Placement], Any] = {}
+        for x, where, target in zip(ready, self.placements, self.targets, strict=True):
+            key = id(x), where
+            if key not in made:
+                made[key] = x if target is None else self._whole(x, where, target)
+        return [made[id(x), where] for x, where in zip(ready, self.placements, strict=True)], shown
+
+    def check_alive(self, given: Sequence[Any]) -> None:
+        self.own.check_alive(given)
+
+    def traced(self, given: Sequence[Any], recorded: bool) -> list[Any]:
+        raise errors.processes_traced(self.fun_name)
+
+    def abstract(self, given: Sequence[Any]) -> list[Any]:
+        parts = self.own.abstract(given)
+        lanes, here = self.sizes
+        return [
+            x
+            if target is None
+            else jax.ShapeDtypeStruct(
+                _resized(x.shape, where, here, lanes), x.dtype, sharding=target
+            )
+            for x, where, target in zip(parts, self.placements, self.targets, strict=True)
+        ]
+
+    def _whole(self, x: jax.Array, where: Placement, target: NamedSharding) -> jax.Array:
+        lanes, here = self.sizes
+        return _rewrapped(x, _resized(x.shape, where, here, lanes), target)
+
+
+class OwnParts:
+    """What a program computes on the devices of several processes, as this one's callers have it.
+
+    **Arguments:**
+
+    - `mesh`, `own`: the mesh, and the part of it that is this process's.
+    """
+
+    def __init__(self, mesh: Mesh, own: Mesh) -> None:
+        self.sizes = mesh.size, own.size
+        self.own = own
+        # The same objects every time: a layout knows again the ones that it saw before.
+        self.targets: dict[Place, NamedSharding] = {}
+
+    def __call__(self, arrays: Sequence[Any], places: Sequence[Place]) -> list[Any]:
+        return [self._part(x, where) for x, where in zip(arrays, places, strict=True)]
+
+    def _part(self, x: Any, where: Place) -> Any:
+        if not isinstance(x, jax.Array):
+            return x
+        if where not in self.targets:
+            self.targets[where] = NamedSharding(self.own, where.spec)
+        lanes, here = self.sizes
+        return _rewrapped(x, _resized(x.shape, where, lanes, here), self.targets[where])
+
+
+def _resized(shape: tuple[int, ...], where: Place, before: int, after: int) -> tuple[int, ...]:
+    """The shape with so many lanes `after` where there were as many `before`."""
+    if where.axis is None:
+        return shape
+    size = shape[where.axis] * after // before
+    return (*shape[: where.axis], size, *shape[where.axis + 1 :])
+
+
+def _rewrapped(x: jax.Array, shape: tuple[int, ...], target: NamedSharding) -> jax.Array:
+    """The buffers of `x` as another array: nothing is copied."""
+    parts = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(shape, target, parts)
+
+
+def as_shapes(given: Any) -> tuple[tuple[int, ...] | None, ...] | None:
+    """`global_arg_shapes`, as users write them, in their one form."""
+    if given is None:
+        return None
+    try:
+        return tuple(
+            None if shape is None else tuple(map(operator.index, shape)) for shape in given
+        )
+    except TypeError:
+        raise errors.not_shapes(given) from None
+
+
+def check_global_shapes(
+    name: str,
+    shapes: Sequence[tuple[int, ...] | None],
+    arguments: Arguments,
+    args: Sequence[Any],
+    axes: Mapping[int, int | None],
+    lanes: int,
+) -> None:
+    """Refuse arguments that are not this process's part of the global shapes.
+
+    **Arguments:**
+
+    - `shapes`: one for each positional argument; `None` where nothing is said.
+    - `axes`: the mapped axis of every leaf, by its position.
+    - `lanes`: how many there are in all processes.
+    """
+    if len(shapes) != len(args):
+        raise errors.global_shapes_count(name, len(shapes), len(args))
+    bad: list[tuple[str, Any, tuple[int, ...], tuple[int, ...]]] = []
+    for i, (shape, value) in enumerate(zip(shapes, args, strict=True)):
+        if shape is None:
+            continue
+        positions = [p for unit in arguments.units[i] for p in unit.positions]
+        part = shape
+        if len(positions) == 1 and positions[0] in axes:
+            (leaf,) = jax.tree.leaves(value)
+            part = _own_part(shape, np.shape(leaf), axes[positions[0]], lanes)
+            if part == np.shape(leaf):
+                continue
+        bad.append((arguments.names[i], value, shape, part))
+    if bad:
+        raise errors.global_shape(name, bad)
+
+
+def _own_part(
+    whole: tuple[int, ...], shape: tuple[int, ...], axis: int | None, lanes: int
+) -> tuple[int, ...]:
+    """What this process has of an array with so many lanes in all, if it passes an array of this shape."""
+    if axis is None or not fits(axis, len(whole)):
+        return whole
+    at = axis % len(whole)
+    # Rounded so that a wrong number of lanes never has the right part.
+    share, rest = divmod(whole[at] * shape[axis], lanes)
+    if rest and whole[at] > lanes:
+        share += 1
+    return (*whole[:at], share, *whole[at + 1 :])

@@ -1,0 +1,139 @@
+"""What `pmap2` and `vmap2` cost beside the same programs written by hand.
+
+    python tests/benchmarks/lanes.py [--states 1 10 100 1000] [--lanes 8] [--size 16] [--rounds 1]
+
+`pmap2` stands beside `jax.jit(jax.shard_map(...))` and `jax.pmap`, `vmap2` beside `jax.jit(jax.vmap(...))`;
+each of these once over a flat list of arrays, the least that a call can cost, and once over the same tree of
+states. All are called in turn in one run, each result waited for before the next call, with the order
+changing every time; medians are compared. `--size` is the length of each state in each lane: what a call
+computes grows with it, what statemesh adds does not.
+"""
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from tests.benchmarks.steady_state import timed
+
+
+def by_hand(*arrays: jax.Array) -> Any:
+    """One lane: the result, and every buffer with the input added."""
+    *buffers, x = arrays
+    return (x * 2, *(b + x for b in buffers))
+
+
+def step(states: list[sm.State], x: jax.Array) -> Any:
+    """The same of states."""
+    return x * 2, [s.set(s.value + x) for s in states]
+
+
+def fed_back(call: Callable[..., Any], arrays: list[Any], x: Any) -> Callable[[], Any]:
+    """A hand-written program that goes on with what it returned."""
+
+    def again() -> Any:
+        nonlocal arrays
+        result, *arrays = call(*arrays, x)
+        return result
+
+    return again
+
+
+def states_fed_back(call: Callable[..., Any], states: Any, x: Any) -> Callable[[], Any]:
+    """The same of a program over states."""
+
+    def again() -> Any:
+        nonlocal states
+        result, states = call(states, x)
+        return result
+
+    return again
+
+
+def on_devices(count: int, lanes: int, size: int) -> dict[str, Callable[[], Any]]:
+    mesh = Mesh(np.array(jax.devices()[:lanes]), ("i",))
+    sharding = NamedSharding(mesh, P("i"))
+    flat, x = arrays(count, lanes, size)
+    flat, x = jax.device_put((flat, x), sharding)
+
+    def shard(*parts: jax.Array) -> Any:
+        return [out[None] for out in by_hand(*(part[0] for part in parts))]
+
+    def shard_of_states(states: list[sm.State], x: jax.Array) -> Any:
+        inner = jax.tree.map(lambda part: part[0], (states, x))
+        return jax.tree.map(lambda out: out[None], step(*inner))
+
+    specs: Any = {"mesh": mesh, "in_specs": P("i"), "out_specs": P("i")}
+    states = [sm.State(array) for array in flat]
+    return {
+        "flat": fed_back(jax.jit(jax.shard_map(shard, **specs)), flat, x),
+        "tree": states_fed_back(jax.jit(jax.shard_map(shard_of_states, **specs)), states, x),
+        "ours": states_fed_back(sm.pmap2(step, "i", state_in_axes=sm.State), states, x),
+        "jax.pmap": fed_back(jax.pmap(by_hand, devices=jax.devices()[:lanes]), flat, x),
+    }
+
+
+def in_lanes(count: int, lanes: int, size: int) -> dict[str, Callable[[], Any]]:
+    flat, x = arrays(count, lanes, size)
+    states = [sm.State(array) for array in flat]
+    return {
+        "flat": fed_back(jax.jit(jax.vmap(by_hand)), flat, x),
+        "tree": states_fed_back(jax.jit(jax.vmap(step)), states, x),
+        "ours": states_fed_back(sm.vmap2(step, state_in_axes=sm.State), states, x),
+    }
+
+
+def arrays(count: int, lanes: int, size: int) -> tuple[list[Any], Any]:
+    return [jnp.zeros((lanes, size)) for _ in range(count)], jnp.ones((lanes, size))
+
+
+def measure(calls: dict[str, Callable[[], Any]], count: int) -> dict[str, float]:
+    """Median microseconds of a call on the wall."""
+    names = list(calls)
+    for call in [*calls.values()] * 3:
+        timed(call)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(max(60, 6000 // (count + 10))):
+        k = i % len(names)
+        for name in (*names[k:], *names[:k]) if i % 2 else (*names[k::-1], *names[:k:-1]):
+            times[name].append(timed(calls[name])[0])
+    return {name: statistics.median(column) * 1e6 for name, column in times.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--states", type=int, nargs="+", default=[1, 10, 100, 1000])
+    parser.add_argument("--lanes", type=int, default=8)
+    parser.add_argument("--size", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=1)
+    options = parser.parse_args(argv)
+    print(
+        f"JAX {jax.__version__}, {os.cpu_count()} cores; medians, microseconds; "
+        f"{options.lanes} lanes, {options.size} entries each\n"
+    )
+    print("| call | states | flat | tree | jax.pmap | ours | to flat | to tree | to jax.pmap |")
+    print("| " + "--- | " * 9)
+    for _ in range(options.rounds):
+        for name, programs in (("pmap2", on_devices), ("vmap2", in_lanes)):
+            for count in options.states:
+                found = measure(programs(count, options.lanes, options.size), count)
+                ours = found["ours"]
+                others = [found.get(other) for other in ("flat", "tree", "jax.pmap")]
+                times = [*others, ours, *(other and ours / other for other in others)]
+                shown = ["" if t is None else f"{t:.2f}" if t < 10 else f"{t:.0f}" for t in times]
+                print(f"| {name} | {count} | {' | '.join(shown)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,341 @@
+"""What each of several processes runs; `tests/test_processes.py` starts them.
+
+`python -m tests.process_steps TASKS PROCESS COUNT PORT TIMEOUT OUT` runs tasks as one of so many processes
+and saves what it found. Run in one process on all devices, the same tasks are the reference.
+"""
+
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from tests.helpers import compiles, counted
+
+
+LANES, CALLS = 8, 4
+
+Found = tuple[dict[str, Any], dict[str, Any]]
+
+
+def held(tree: Any, under: str) -> dict[str, Any]:
+    """What each device of this process has of every array of a tree, in the order of the devices."""
+    found = {}
+    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        shards = sorted(x.addressable_shards, key=lambda shard: shard.device.id)
+        found[under + jax.tree_util.keystr(path)] = np.stack([s.data for s in shards])
+    return found
+
+
+def shapes(tree: Any) -> list[tuple[int, ...]]:
+    return [x.shape for x in jax.tree.leaves(tree)]
+
+
+def buffers(tree: Any) -> list[int]:
+    """Where the memory of every array of a tree begins, on each device."""
+    return [
+        shard.data.unsafe_buffer_pointer()
+        for x in jax.tree.leaves(tree)
+        for shard in x.addressable_shards
+    ]
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """What a call that is refused says."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def own_lanes(devices: Sequence[jax.Device] | None = None) -> list[int]:
+    """The lanes of this process's devices."""
+    chosen = jax.devices() if devices is None else devices
+    mine = jax.process_index()
+    return [i for i, device in enumerate(chosen) if device.process_index == mine]
+
+
+def state_by_lanes(own: Sequence[int]) -> dict[str, sm.State]:
+    """States of every sort; of those with a lane axis the lanes `own`."""
+    own = list(own)
+    rows = np.arange(LANES * 3, dtype=np.int32).reshape(LANES, 3)
+    keys = jax.random.split(jax.random.key(7), LANES)
+    return {
+        "rows": sm.ShortTermState(jnp.asarray(rows[own]), tag="lanes"),
+        "columns": sm.ShortTermState(rows.T[:, own] * 0.5, tag="columns"),
+        "count": sm.State(5, reduce="sum"),
+        "mean": sm.State(np.zeros(2, np.float32), reduce="mean"),
+        "weights": sm.ParamState(np.linspace(0, 1, 3, dtype=np.float32)),
+        "rng": sm.RandomState(jax.random.key(0)),
+        "streams": sm.RandomState(keys[np.array(own)], tag="lanes"),
+    }
+
+
+def lane_step(states: dict[str, Any], x: Any, scale: Any, *, shift: Any) -> Any:
+    key, rng = states["rng"].split()
+    other, streams = states["streams"].split()
+    drawn = jax.random.bits(key, (2,), "uint32")
+    everyone = jax.lax.psum(x, "lanes")
+    out = {
+        "drawn": drawn,
+        "own": jax.random.bits(other, (2,), "uint32"),
+        "total": everyone,
+        "x": x * 2 + shift,
+        "scaled": states["weights"].value * scale,
+    }
+    moments = jnp.stack([x.sum(), (x * x).sum()]).astype(jnp.float32)
+    return out, {
+        **states,
+        "rows": states["rows"].set(states["rows"].value + x),
+        "columns": states["columns"].set(states["columns"].value / 3 + x),
+        "count": states["count"].set(states["count"].value + x[0]),
+        "mean": states["mean"].set(states["mean"].value * 0.5 + moments / 7),
+        "rng": rng,
+        "streams": streams,
+    }
+
+
+def lane_data(own: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    data = np.arange(3 * LANES, dtype=np.int32).reshape(3, LANES)
+    return data[:, list(own)], np.arange(10, 10 + LANES, dtype=np.int32)[list(own)]
+
+
+def lanes() -> Found:
+    """A `pmap2` step, called several times with what the last call gave."""
+    own = own_lanes()
+    body, count = counted(lane_step)
+    step = sm.pmap2(
+        body,
+        "lanes",
+        in_axes=(None, -1, None),
+        out_axes=({"drawn": 0, "own": 0, "total": None, "x": 1, "scaled": 0}, None),
+        state_in_axes={0: "lanes", 1: "columns"},
+        global_arg_shapes=(None, (3, LANES), None),
+    )
+    x, shift = lane_data(own)
+    states = state_by_lanes(own)
+    arrays: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
+    with compiles() as made:
+        for call in range(CALLS):
+            out, new = jax.block_until_ready(step(states, x, 2.5, shift=shift))
+            arrays |= held((out, new), f"lanes{call}")
+            if call == 0:
+                first = made.times
+                new_weights = new["weights"].value
+            states = new
+        facts["compiled again"] = made.times - first
+    facts["traces"] = count.times
+    facts["untouched"] = new["weights"].value is new_weights
+    facts["local"] = all(leaf.is_fully_addressable for leaf in jax.tree.leaves((out, new)))
+    facts["shapes"] = shapes((out, {k: state.value for k, state in new.items()}))
+    placed = step.place(states, x, 2.5, shift=shift)[0]
+    facts["placed"] = buffers(placed) == buffers(states)
+    facts["lowered"] = (
+        f"tensor<{3}x{LANES}xi32>" in step.lower(states, x, 2.5, shift=shift).as_text()
+    )
+    return arrays, facts
+
+
+def shard_step(states: dict[str, Any], x: Any) -> Any:
+    keys, rng = states["rng"].rows(x.shape[0], ("data", "model"))
+    drawn = jax.vmap(lambda key: jax.random.bits(key, (), "uint32"))(keys)
+    key, rng = rng.split()
+    everyone = jax.lax.psum(x.sum(), ("data", "model"))
+    out = drawn, jax.random.bits(key, (1,), "uint32"), everyone
+    return out, {
+        **states,
+        "cache": states["cache"].set(states["cache"].value + x),
+        "count": states["count"].set(states["count"].value + x.sum()),
+        "mean": states["mean"].set(states["mean"].value * 0.5 + x.mean()),
+        "ticks": states["ticks"].set(states["ticks"].value + x.max()),
+        "rng": rng,
+    }
+
+
+def shards() -> Found:
+    """A `shard_map` step on a mesh of all devices; every process passes the same host arrays."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
+    body, count = counted(shard_step)
+    rows = P(("data", "model"))
+    step = sm.shard_map(body, mesh, in_specs=(P(), rows), out_specs=((rows, rows, P()), P()))
+    x = np.arange(2 * LANES, dtype=np.int32) ** 2
+    states: dict[str, sm.State] = {
+        "cache": sm.ShortTermState(np.arange(2 * LANES, dtype=np.int32), spec=rows),
+        "count": sm.State(np.int32(3), reduce="sum"),
+        "mean": sm.State(np.float32(0), reduce="mean"),
+        "ticks": sm.State(np.arange(LANES), spec=sm.PerShard("data", "model")),
+        "weights": sm.ParamState(jnp.linspace(0, 1, 3)),
+        "rng": sm.RandomState(jax.random.key(3)),
+    }
+    arrays: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
+    with compiles() as made:
+        for call in range(CALLS):
+            out, new = jax.block_until_ready(step(states, x))
+            arrays |= held((out, new), f"shards{call}")
+            if call == 0:
+                first = made.times
+                new_weights = new["weights"].value
+            states = new
+        facts["compiled again"] = made.times - first
+    facts["traces"] = count.times
+    facts["untouched"] = new["weights"].value is new_weights
+    return arrays, facts
+
+
+def others() -> Found:
+    """Other ways to call: other devices, donation, new states, and from one mapped call to the other."""
+    devices = jax.devices()
+    mixed = [devices[i] for i in (6, 1, 4, 3, 0)]
+    arrays: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
+
+    index = sm.pmap2(lambda x: (jax.lax.axis_index("i"), x), "i", devices=mixed)
+    x = np.arange(5, dtype=np.int32) * 10
+    arrays |= held(index(x[own_lanes(mixed)]), "mixed")
+
+    give = sm.pmap2(lambda s, x: s.set(s.value + x), in_axes=0, state_in_axes=..., donate_argnums=0)
+    x = np.arange(LANES, dtype=np.int32)[own_lanes()]
+    (state, _) = give.place(sm.State(x), x)
+    after = give(state, x)
+    arrays |= held(after, "donated")
+    facts["donated"] = state.value.is_deleted()
+
+    both = sm.pmap2(lambda a, b: (a + 1, b * 2), donate_argnums=0)
+    twice = give.place(sm.State(x), x)[1]
+    arrays |= held(both(twice, twice), "given twice")
+    facts["kept where it is only read"] = not twice.is_deleted()
+
+    fed = sm.pmap2(
+        lambda s, x: (x, s.set(s.value + x)), unexpected_out_state_mapping="auto", in_axes=(None, 0)
+    )
+    arrays |= held(fed(sm.State(x * 3), x), "fed")
+
+    module, by_axis = sm.pmap2_new_states(Layer(sm.RandomState(jax.random.key(1))), {"size": 4})
+    arrays |= held(module, "made")
+    facts["axes"] = sorted(map(str, by_axis))
+    layers = sm.Map(
+        Layer(sm.RandomState(jax.random.key(2))), LANES, behavior="pmap", axis_name="i"
+    ).init_all_states(size=4)
+    out, layers = layers(np.arange(4 * LANES, dtype=np.int32).reshape(LANES, 4)[own_lanes()])
+    arrays |= held((out, layers), "map")
+
+    mesh = Mesh(np.array(devices), ("i",))
+    draw = sm.shard_map(
+        lambda rng: rng.split()[1], mesh, in_specs=P(), out_specs=P(), donate="states"
+    )
+    key = jax.random.key(5)
+    arrays |= held(draw(draw(sm.RandomState(key))), "redrawn")
+    facts["copied"] = not key.is_deleted()
+
+    # The same arrays whole in every process: what one mapped call gives the other one takes.
+    whole = sm.shard_map(lambda s: s.set(s.value * 2), mesh, in_specs=P(), out_specs=P())
+    lane = sm.pmap2(lambda s, x: (s.value + x, s.set(s.value + 1)), in_axes=(None, 0))
+    doubled = whole(sm.ParamState(np.arange(3, dtype=np.int32)))
+    out, state = lane(doubled, x)
+    arrays |= held((out, state, whole(state)), "handed over")
+    return arrays, facts
+
+
+class Layer(sm.Module):
+    rng: sm.RandomState
+    weight: sm.State | None = None
+    total: sm.State | None = None
+
+    def init_state(self, size: int) -> "Layer":
+        key, rng = self.rng.split()
+        bits = jax.random.bits(key, (size,), "uint32").astype(jnp.int32) % 100
+        return self.replace(
+            weight=sm.ParamState(bits), total=sm.NonBatchState(0, reduce="sum"), rng=rng
+        )
+
+    def update(self, x: Any) -> tuple[Any, "Layer"]:
+        assert self.weight is not None and self.total is not None
+        y = self.weight.value * x
+        return y, self.replace(total=self.total.value + y.sum())
+
+
+def refusals() -> Found:
+    """Calls that several processes are refused, before anything is sent between them."""
+    here = len(own_lanes())
+    double = sm.pmap2(lambda x: x * 2, "i")
+    shaped = sm.pmap2(lambda x: x * 2, "i", global_arg_shapes=((here, 3),))
+    theirs = [d for d in jax.devices() if d.process_index != jax.process_index()]
+    x = jnp.ones(here)
+    said = {
+        "too few": refusal(lambda: double(jnp.ones(here - 1))),
+        "all": refusal(lambda: double(np.ones(2 * here))),
+        "too many": refusal(lambda: sm.pmap2(lambda: 0, axis_size=2 * here + 1)()),
+        "shape": refusal(lambda: shaped(jnp.ones((here, 3)))),
+        "not ours": refusal(lambda: sm.pmap2(lambda x: x * 2, devices=theirs)(x)),
+        "jit": refusal(lambda: jax.jit(double)(x)),
+        "grad": refusal(lambda: jax.grad(lambda x: double(x).sum())(x)),
+        "unsharded": refusal(lambda: double.unsharded(x)),
+    }
+    gone = jax.device_put(x)
+    gone.delete()
+    said["deleted"] = refusal(lambda: double(gone))
+    return {}, said
+
+
+def loses(how: str) -> Found:
+    """One process ends in the middle of its steps; the other goes on as if nothing had happened."""
+    step = sm.pmap2(lambda x: jax.lax.psum(x, "i"), "i")
+    x = np.ones(len(own_lanes()), np.float32)
+    for call in range(1000):
+        if call == 2 and how == f"process {jax.process_index()} is killed":
+            os._exit(17)
+        if call == 2 and how == f"process {jax.process_index()} raises":
+            raise RuntimeError("this process gives up")
+        jax.block_until_ready(step(x))
+    raise AssertionError("nobody missed the lost process")
+
+
+TASKS: dict[str, Callable[[], Found]] = {
+    task.__name__: task for task in (lanes, shards, others, refusals)
+}
+
+
+def run(names: str) -> Found:
+    """Several tasks, one after the other."""
+    arrays: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
+    for name in names.split(","):
+        found, said = TASKS[name]() if name in TASKS else loses(name)
+        arrays |= found
+        facts[name] = said
+    return arrays, facts
+
+
+def main(names: str, process: str, count: str, port: str, timeout: str, out: str) -> None:
+    # A process that is gone is missed after so many seconds, whatever the others wait for.
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}",
+        int(count),
+        int(process),
+        initialization_timeout=60,
+        heartbeat_timeout_seconds=int(timeout),
+        shutdown_timeout_seconds=int(timeout),
+        coordinator_bind_address=f"127.0.0.1:{port}",
+    )
+    arrays, facts = run(names)
+    path = pathlib.Path(out)
+    np.savez(path.with_suffix(".npz"), **arrays)
+    path.with_suffix(".json").write_text(json.dumps(facts))
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,294 @@
+"""`Map`: a module over lanes, created, called and called again."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statemesh as sm
+from tests.helpers import compiles
+
+
+N = 4
+X = np.arange(N * 2, dtype=np.float32).reshape(N, 2)
+
+
+@pytest.fixture(params=["vmap", "pmap"])
+def behavior(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def structure(tree: Any) -> Any:
+    return jax.tree.structure(tree)
+
+
+def equal(result: Any, expected: Any) -> None:
+    np.testing.assert_array_equal(np.asarray(result), np.asarray(expected))
+
+
+class Counter(sm.Module):
+    """A running sum for each lane, beside one table for all."""
+
+    total: Any = None
+    table: Any = None
+    given: sm.State = sm.State(1.0)
+    act: Any = jnp.abs
+
+    def init_state(self, size: int = 2) -> "Counter":
+        return self.replace(
+            total=sm.ShortTermState(jnp.zeros(size)), table=sm.NonBatchState(jnp.arange(3.0))
+        )
+
+    def update(self, x: Any, *, scale: Any = None) -> Any:
+        assert self.total.value.shape == (2,)
+        scale = 1.0 if scale is None else scale
+        total = self.total.value + self.act(x) * scale
+        return total * self.given.value, self.replace(total=total)
+
+    def peek(self, by: Any) -> Any:
+        return self.total.value * by, self
+
+    def reset(self) -> Any:
+        return None, self.replace(total=self.total.value * 0)
+
+    def mean(self, x: Any) -> Any:
+        return jax.lax.pmean(x, "lanes"), self
+
+    def rewrite_table(self, x: Any) -> Any:
+        return x, self.replace(table=self.table.value + x[0])
+
+    def alone(self, x: Any) -> Any:
+        return x
+
+    def rewrite_given(self, x: Any) -> Any:
+        return x, self.replace(given=self.given.value + x[0])
+
+
+def test_created_called_and_called_again(behavior: str) -> None:
+    counters = sm.Map(Counter(), N, behavior=behavior).init_all_states()
+    assert isinstance(counters, sm.Module)
+    assert counters.module.total.value.shape == (N, 2)
+    assert counters.module.table.value.shape == (3,)
+    total = np.zeros((N, 2), np.float32)
+    for call in (counters.update, None, None):
+        out, counters = (counters if call is None else call)(-X)
+        total = total + X
+        equal(out, total)
+        equal(counters.module.total.value, total)
+        assert counters.module.table.value.shape == (3,)
+
+
+def test_the_map_given_is_not_changed(behavior: str) -> None:
+    empty = sm.Map(Counter(), N, behavior=behavior)
+    made = empty.init_all_states()
+    made(X)
+    assert empty.module.total is None
+    equal(made.module.total.value, np.zeros((N, 2)))
+
+
+def test_arguments_of_init_state(behavior: str) -> None:
+    counters = sm.Map(Counter(), N, behavior=behavior).init_all_states(size=5)
+    assert counters.module.total.value.shape == (N, 5)
+
+
+def test_keyword_arguments_are_mapped_over_axis_0(behavior: str) -> None:
+    counters = sm.Map(Counter(), N, behavior=behavior, in_axes=1).init_all_states()
+    out, _ = counters(X.T, scale=np.arange(N))
+    equal(out, X * np.arange(N)[:, None])
+
+
+def test_other_methods_inherit_the_axes(behavior: str) -> None:
+    counters = sm.Map(
+        Counter(), N, behavior=behavior, in_axes=-1, out_axes=1, axis_name="lanes"
+    ).init_all_states()
+    out, counters = counters(X.T)
+    equal(out, X.T)
+    out, counters = counters.map("peek")(np.arange(N))
+    equal(out, (X * np.arange(N)[:, None]).T)
+    out, counters = counters.map("mean")(X.T)
+    np.testing.assert_allclose(out, np.tile(X.mean(0)[:, None], (1, N)))
+    out, counters = counters.map("reset")()
+    assert out is None
+    equal(counters.module.total.value, np.zeros((N, 2)))
+
+
+def test_an_entry_for_each_argument(behavior: str) -> None:
+    class Affine(sm.Module):
+        w: Any = None
+
+        def init_state(self) -> "Affine":
+            return self.replace(w=sm.ParamState(2.0))
+
+        def update(self, x: Any, y: Any) -> Any:
+            return {"x": x * self.w.value + y, "n": 1}, self
+
+    made = sm.Map(Affine(), N, in_axes=(0, None), behavior=behavior).init_all_states()
+    out, _ = made(X, np.float32(3))
+    equal(out["x"], X * 2 + 3)
+    equal(out["n"], np.ones(N))
+
+
+def test_axes_and_tag_of_new_states(behavior: str) -> None:
+    made = sm.Map(
+        Counter(),
+        N,
+        behavior=behavior,
+        init_state_axes={-1: sm.ShortTermState},
+        state_tag="fresh",
+    ).init_all_states()
+    assert made.module.total.value.shape == (2, N)
+    assert made.module.total.tag == made.module.table.tag == {"fresh"}
+    assert made.module.given.tag == frozenset()
+    for k in (1, 2):
+        out, made = made(X)
+        equal(out, k * X)
+        equal(made.module.total.value, k * X.T)
+
+
+def test_what_was_there_before_is_shared_and_may_be_merged(behavior: str) -> None:
+    module = Counter(given=sm.State(0.0, reduce="sum"))
+    made = sm.Map(module, N, behavior=behavior).init_all_states()
+    _, made = made.map("rewrite_given")(X)
+    assert made.module.given.value.shape == ()
+    assert float(made.module.given.value) == X[:, 0].sum()
+
+
+@pytest.mark.parametrize("policy", ["raise", "warn", "ignore", "auto"])
+def test_unexpected_writes_follow_the_policy(behavior: str, policy: str) -> None:
+    made = sm.Map(
+        Counter(), N, behavior=behavior, unexpected_out_state_mapping=policy
+    ).init_all_states()
+    call = made.map("rewrite_given")
+    if policy == "raise":
+        with pytest.raises(sm.BatchAxisError, match=r"map\.module\.given"):
+            call(X)
+    elif policy == "warn":
+        with pytest.warns(UserWarning, match=r"map\.module\.given"):
+            _, made = call(X)
+    else:
+        _, made = call(X)
+        equal(made.module.given.value, 1 + X[:, 0])
+
+
+@pytest.mark.parametrize("policy", ["raise", "ignore"])
+def test_a_non_batch_state_stays_one(behavior: str, policy: str) -> None:
+    made = sm.Map(
+        Counter(), N, behavior=behavior, unexpected_out_state_mapping=policy
+    ).init_all_states()
+    with pytest.raises(sm.BatchAxisError, match=r"map\.module\.table"):
+        made.map("rewrite_table")(X)
+
+
+def test_ten_calls_trace_once_and_compile_nothing_more(behavior: str) -> None:
+    runs = []
+
+    class Traced(Counter):
+        rng: sm.RandomState = sm.RandomState(jax.random.key(0))
+
+        def update(self, x: Any, *, scale: Any = None) -> Any:
+            runs.append("update")
+            key, rng = self.rng.split()
+            out, new = super().update(x, scale=scale)
+            return (out, key), new.replace(rng=rng)
+
+        def init_state(self, size: int = 2) -> Any:
+            runs.append("init")
+            return super().init_state(size)
+
+    made = sm.Map(Traced(), N, behavior=behavior).init_all_states()
+    out, made = made(X)
+    jax.block_until_ready(out)
+    assert runs == ["init", "update"]
+    with compiles() as seen:
+        for _ in range(9):
+            out, made = made.update(X)
+            jax.block_until_ready((out, made.module.total.value))
+    assert runs == ["init", "update"]
+    assert seen.times == 0
+    equal(made.module.total.value, 10 * X)
+
+
+def test_two_maps_told_the_same_are_alike(behavior: str) -> None:
+    one, other = (sm.Map(Counter(), N, behavior=behavior).init_all_states() for _ in range(2))
+    assert structure(one) == structure(other)
+    third = sm.Map(Counter(), N, behavior=behavior, out_axes=1).init_all_states()
+    assert structure(one) != structure(third)
+
+    def add(a: Any, b: Any) -> Any:
+        return a + b if isinstance(a, jax.Array) else a
+
+    summed = jax.tree.map(add, one(X)[1], other(X)[1])
+    equal(summed.module.total.value, 2 * X)
+
+
+def test_under_jit_grad_and_scan(behavior: str) -> None:
+    made = sm.Map(Counter(), N, behavior=behavior).init_all_states()
+    arrays, static = sm.partition(made, ...)
+
+    def scanned(arrays: Any, x: Any) -> Any:
+        def body(arrays: Any, x: Any) -> Any:
+            out, new = sm.combine(arrays, static)(x)
+            return sm.partition(new, ...)[0], out
+
+        return jax.lax.scan(body, arrays, jnp.stack([x, x, x]))
+
+    after, outs = jax.jit(scanned)(arrays, X)
+    equal(outs, np.stack([X, 2 * X, 3 * X]))
+    equal(sm.combine(after, static).module.total.value, 3 * X)
+    slope = jax.grad(lambda x: jnp.sum(scanned(arrays, x)[1]))(jnp.asarray(X + 1))
+    equal(slope, np.full((N, 2), 6))
+
+
+def test_pmap_and_vmap_agree_on_random_numbers() -> None:
+    class Noise(sm.Module):
+        own: Any = None
+        shared: sm.RandomState = sm.RandomState(jax.random.key(2))
+
+        def init_state(self) -> "Noise":
+            return self.replace(own=sm.RandomState(jax.random.key(1)))
+
+        def update(self, x: Any) -> Any:
+            (a, own), (b, shared) = self.own.split(), self.shared.split()
+            return jnp.stack([a, b]), self.replace(own=own, shared=shared)
+
+    drawn = []
+    for behavior in ("vmap", "pmap"):
+        made = sm.Map(Noise(), N, behavior=behavior).init_all_states()
+        first, made = made(X)
+        second, made = made(X)
+        assert made.module.own.key.shape == (N,)
+        assert made.module.shared.key.shape == ()
+        keys = np.concatenate([jax.random.key_data(k).reshape(-1, 2) for k in (first, second)])
+        assert len(np.unique(keys, axis=0)) == 4 * N
+        drawn.append(keys)
+    equal(*drawn)
+
+
+def test_pmap_gives_every_lane_a_device() -> None:
+    made = sm.Map(Counter(), 8, behavior="pmap").init_all_states()
+    out, made = made(np.ones((8, 2), np.float32))
+    assert len(out.devices()) == len(made.module.total.value.devices()) == 8
+
+
+def test_a_map_in_a_module_creates_its_states_with_the_rest(behavior: str) -> None:
+    class Outer(sm.Module):
+        counters: sm.Map[Counter]
+        scale: Any = None
+
+        def init_state(self) -> "Outer":
+            return self.replace(scale=sm.ParamState(2.0))
+
+    outer = Outer(sm.Map(Counter(), N, behavior=behavior)).init_all_states()
+    assert outer.counters.module.total is not None
+    assert outer.counters.module.total.value.shape == (N, 2)
+    out, _ = outer.counters(X)
+    equal(out, X)
+
+
+def test_fields_may_be_replaced(behavior: str) -> None:
+    made = sm.Map(Counter(), N, behavior=behavior).init_all_states()
+    again = made.replace(module=made.module.replace(total=made.module.total.value + 1))
+    equal(again(X)[0], X + 1)
+    assert repr(made).startswith("Map(\n  module=Counter(")

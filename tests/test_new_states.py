@@ -1,0 +1,337 @@
+"""`new_states`, `vmap2_new_states`, `pmap2_new_states`: what an initialisation creates, and on which axis."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statemesh as sm
+from tests.helpers import compiles, counted
+
+
+N = 4
+CREATE: dict[str, Any] = {"vmap": sm.vmap2_new_states, "pmap": sm.pmap2_new_states}
+
+
+@pytest.fixture(params=CREATE)
+def create(request: pytest.FixtureRequest) -> Any:
+    return CREATE[request.param]
+
+
+def equal(result: Any, expected: Any) -> None:
+    np.testing.assert_array_equal(np.asarray(result), np.asarray(expected))
+
+
+def words(keys: Any) -> Any:
+    return np.asarray(jax.random.key_data(keys))
+
+
+class Linear(sm.Module):
+    rng: sm.RandomState
+    w: Any = None
+    b: Any = None
+
+    def init_state(self, size: int) -> "Linear":
+        key, rng = self.rng.split()
+        # As random as anything drawn from the key, and quick to compile.
+        w = jax.random.key_data(key) + jnp.arange(size, dtype=np.uint32)[:, None]
+        return self.replace(rng=rng, w=sm.ParamState(w), b=sm.ParamState(jnp.zeros(size)))
+
+
+class Norm(sm.Module):
+    mean: Any = None
+    table: Any = None
+    steps: Any = None
+
+    def init_state(self) -> "Norm":
+        return self.replace(
+            mean=sm.BatchState(jnp.zeros((2, 3)), tag="stats"),
+            table=sm.NonBatchState(jnp.arange(3.0)),
+            steps=sm.ShortTermState(0),
+        )
+
+
+class Net(sm.Module):
+    linear: Linear
+    norms: list[Norm]
+    given: sm.State
+    act: Any = jnp.tanh
+
+
+def net(seed: int = 0) -> Net:
+    return Net(
+        Linear(sm.RandomState(jax.random.key(seed))), [Norm(), Norm()], sm.State(jnp.arange(5))
+    )
+
+
+@functools.cache
+def created(create: Any, lanes: int = N) -> Any:
+    return create(net(), {"size": 3}, axis_size=lanes)
+
+
+def shapes(module: Any) -> dict[str, Any]:
+    return {path: state.value.shape for path, state in sm.states(module).items()}
+
+
+def test_every_state_gets_its_lanes(create: Any) -> None:
+    after, made = created(create)
+    assert {p.removeprefix("."): s for p, s in shapes(after).items()} == {
+        "linear.rng": (),
+        "linear.w": (N, 3, 2),
+        "linear.b": (N, 3),
+        "norms[0].mean": (N, 2, 3),
+        "norms[0].table": (3,),
+        "norms[0].steps": (N,),
+        "norms[1].mean": (N, 2, 3),
+        "norms[1].table": (3,),
+        "norms[1].steps": (N,),
+        "given": (5,),
+    }
+    equal(after.given.value, np.arange(5))
+    assert after.act is jnp.tanh
+    assert {axis: len(states) for axis, states in made.items()} == {0: 6, None: 2}
+    # What is listed are the very states of the module.
+    there = {id(state) for state in sm.states(after).values()}
+    assert all(id(state) in there for states in made.values() for state in states)
+    assert after.norms[1].table in made[None]
+    equal(after.norms[0].table.value, np.arange(3))
+
+
+def test_the_module_given_is_not_changed(create: Any) -> None:
+    before = net()
+    create(before, {"size": 3}, axis_size=N)
+    assert before.linear.w is None
+    equal(words(before.linear.rng.key), words(jax.random.key(0)))
+
+
+def test_random_values_differ_between_lanes_and_zeros_do_not(create: Any) -> None:
+    after, _ = created(create)
+    w = np.asarray(after.linear.w.value)
+    assert len(np.unique(w)) == w.size
+    equal(after.linear.b.value, np.zeros((N, 3)))
+    # The given stream went on by one draw, the same for any number of lanes.
+    equal(words(after.linear.rng.key), words(net().linear.rng.split()[1].key))
+
+
+def test_both_transforms_create_the_same() -> None:
+    one, _ = created(sm.vmap2_new_states, 8)
+    other, _ = created(sm.pmap2_new_states, 8)
+    structures: Any = [jax.tree.structure(m) for m in (one, other)]
+    assert structures[0] == structures[1]
+    for (path, a), b in zip(sm.states(one).items(), sm.states(other).values(), strict=True):
+        if isinstance(a, sm.RandomState):
+            equal(words(a.key), words(b.value))
+        else:
+            np.testing.assert_array_equal(a.value, b.value, err_msg=path)
+
+
+def test_the_first_lanes_of_more_are_the_same(create: Any) -> None:
+    few, _ = created(create, 2)
+    many, _ = created(create)
+    equal(few.linear.w.value, many.linear.w.value[:2])
+
+
+def test_pmap_gives_every_lane_a_device() -> None:
+    after, _ = sm.pmap2_new_states(net(), {"size": 3})
+    w = after.linear.w.value
+    assert w.shape == (8, 3, 2)
+    assert {s.device.id: s.index[0].start for s in w.addressable_shards} == {i: i for i in range(8)}
+    assert len(after.norms[0].table.value.devices()) == 8
+    assert after.norms[0].table.value.sharding.is_fully_replicated
+
+
+def test_axes_in_order_the_first_match_counts(create: Any) -> None:
+    axes = {1: "stats", -1: [sm.ParamState, sm.BatchState], None: sm.ShortTermState}
+    after, made = create(net(), {"size": 3}, axis_size=N, state_out_axes=axes)
+    assert after.norms[0].mean.value.shape == (2, N, 3)
+    assert after.linear.w.value.shape == (3, 2, N)
+    assert after.linear.b.value.shape == (3, N)
+    assert after.norms[0].steps.value.shape == ()
+    assert {axis: len(states) for axis, states in made.items()} == {1: 2, -1: 2, None: 4}
+
+
+def test_one_filter_means_axis_0_and_non_batch_states_go_before_it(create: Any) -> None:
+    after, made = create(net(), {"size": 3}, axis_size=N, state_out_axes=...)
+    assert after.norms[0].table.value.shape == (3,)
+    assert after.norms[0].mean.value.shape == (N, 2, 3)
+    assert sorted(made, key=str) == [0, None]
+
+
+def test_new_states_get_the_tag_beside_their_own(create: Any) -> None:
+    after, _ = create(net(), {"size": 3}, "fresh", N)
+    tags = {p.removeprefix("."): state.tag for p, state in sm.states(after).items()}
+    assert tags["given"] == tags["linear.rng"] == frozenset()
+    assert tags["norms[0].mean"] == {"stats", "fresh"}
+    assert tags["norms[0].table"] == tags["linear.w"] == {"fresh"}
+
+
+def test_a_random_state_made_inside_holds_a_key_for_each_lane(create: Any) -> None:
+    class Dropout(sm.Module):
+        rng: Any = None
+
+        def init_state(self, seed: int) -> "Dropout":
+            return self.replace(rng=sm.RandomState(jax.random.key(seed)))
+
+    after, made = create(Dropout(), {"seed": 7}, axis_size=N)
+    assert after.rng.key.shape == (N,)
+    assert len(np.unique(words(after.rng.key), axis=0)) == N
+    assert made == {0: [after.rng]}
+    # They work as the keys of lanes.
+    call = sm.vmap2(
+        lambda m, x: m.rng.split()[0] if x is None else m.rng.split(),
+        in_axes=(None, 0),
+        out_axes=(0, None),
+        state_in_axes={0: sm.RandomState},
+    )
+    keys, rng = call(after, np.zeros(N))
+    each = [sm.RandomState(key).split() for key in after.rng.key]
+    equal(words(keys), np.stack([words(key) for key, _ in each]))
+    equal(words(rng.key), np.stack([words(own.key) for _, own in each]))
+
+
+def test_a_random_state_among_the_arguments(create: Any) -> None:
+    class Noise(sm.Module):
+        value: Any = None
+
+        def init_state(self, rng: sm.RandomState) -> "Noise":
+            return self.replace(value=sm.State(jax.random.key_data(rng.split()[0])[0]))
+
+    after, _ = create(Noise(), {"rng": sm.RandomState(jax.random.key(1))}, axis_size=N)
+    assert len(np.unique(after.value.value)) == N
+
+
+def test_init_runs_once(create: Any) -> None:
+    runs = []
+
+    class Counter(sm.Module):
+        count: Any = None
+
+        def init_state(self) -> "Counter":
+            runs.append("init")
+            return self.replace(count=sm.ShortTermState(0))
+
+        def init_all_states(self, **kwargs: Any) -> "Counter":
+            runs.append("all")
+            return super().init_all_states(**kwargs)
+
+    after, _ = create(Counter(), {}, axis_size=N)
+    assert runs == ["all", "init"]
+    equal(after.count.value, np.zeros(N))
+
+
+def test_collectives_and_lane_numbers_in_init_state(create: Any) -> None:
+    class Ranked(sm.Module):
+        rank: Any = None
+        lanes: Any = None
+
+        def init_state(self) -> "Ranked":
+            return self.replace(
+                rank=sm.State(jax.lax.axis_index("i")),
+                lanes=sm.NonBatchState(jax.lax.psum(jnp.ones(()), "i")),
+            )
+
+    after, made = create(Ranked(), {}, axis_size=N, axis_name="i")
+    equal(after.rank.value, np.arange(N))
+    assert float(after.lanes.value) == N
+    assert made == {0: [after.rank], None: [after.lanes]}
+
+
+def test_a_state_made_anew_is_new_even_if_it_looks_like_the_old_one(create: Any) -> None:
+    class Reset(sm.Module):
+        count: sm.State
+
+        def init_state(self) -> "Reset":
+            return self.replace(count=sm.State(0))
+
+    after, made = create(Reset(sm.State(3)), {}, axis_size=N)
+    equal(after.count.value, np.zeros(N))
+    assert made == {0: [after.count]}
+
+
+def test_a_state_that_was_written_alike_stays_as_it_is(create: Any) -> None:
+    class Bump(sm.Module):
+        count: sm.State
+        fresh: Any = None
+
+        def init_state(self) -> "Bump":
+            return self.replace(
+                count=self.count.value + 1, fresh=sm.ShortTermState(self.count.value)
+            )
+
+    after, made = create(Bump(sm.State(3)), {}, axis_size=N)
+    assert int(after.count.value) == 4
+    equal(after.fresh.value, np.full(N, 3))
+    assert made == {0: [after.fresh]}
+
+
+def test_under_jit(create: Any) -> None:
+    body, count = counted(lambda: create(net(), {"size": 3}, axis_size=N)[0].linear.w)
+    w = jax.jit(body)()
+    assert w.value.shape == (N, 3, 2)
+    assert count.times == 1
+    equal(w.value, created(create)[0].linear.w.value)
+
+
+def test_created_states_go_straight_into_a_call_and_are_not_moved() -> None:
+    created, _ = sm.pmap2_new_states(net(), {"size": 3}, "fresh")
+
+    def fun(m: Net, x: Any) -> Any:
+        return m.linear.w.value.sum(0) * x, m.replace(
+            linear=m.linear.replace(w=m.linear.w.value + 1)
+        )
+
+    call = sm.pmap2(
+        fun,
+        in_axes=(None, 0),
+        out_axes=(0, None),
+        state_in_axes={None: sm.NonBatchState, 0: "fresh"},
+    )
+    x = np.ones((8, 2), np.uint32)
+    placed = call.place(created, x)[0]
+    assert placed.linear.w.value is created.linear.w.value
+    assert placed.norms[0].table.value is created.norms[0].table.value
+    y, after = call(created, x)
+    equal(y, np.asarray(created.linear.w.value).sum(1, dtype=np.uint32))
+    with compiles() as seen:
+        jax.block_until_ready(call(after, x))
+    assert seen.times == 0
+
+
+# new_states
+
+
+def test_new_states_lists_what_came_into_being() -> None:
+    before = net()
+    after = before.init_all_states(size=3)
+    found = sm.new_states(before, after)
+    assert [path.removeprefix(".") for path in found] == [
+        "linear.w", "linear.b",
+        "norms[0].mean", "norms[0].table", "norms[0].steps",
+        "norms[1].mean", "norms[1].table", "norms[1].steps",
+    ]  # fmt: skip
+    assert found == {p: s for p, s in sm.states(after).items() if p in found}
+
+
+def test_new_states_takes_a_filter() -> None:
+    after = net().init_all_states(size=3)
+    assert len(sm.new_states(net(), after, sm.NonBatchState)) == 2
+    assert len(sm.new_states(net(), after, filter=["stats", sm.ParamState])) == 4
+    assert sm.new_states(after, after) == {}
+    with pytest.raises(sm.StructureError, match="no state matches 'nobody'"):
+        sm.new_states(net(), after, "nobody")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        sm.ParamState(0), sm.State(0, tag="t"), sm.State(0, name="n"), sm.State(0.0), sm.State([0]),
+        sm.State(jnp.zeros(1, int)), sm.State(0, reduce="sum"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_state_of_another_make_is_new(changed: sm.State) -> None:
+    assert sm.new_states({"a": sm.State(0)}, {"a": changed}) == {"['a']": changed}
+    assert sm.new_states({"a": sm.State(0)}, {"a": sm.State(5)}) == {}
