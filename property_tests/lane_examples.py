@@ -27,7 +27,7 @@ from .programs import (
     Unary,
     Write,
 )
-from .streams import ROWS, SPLIT
+from .streams import SPLIT
 
 
 THREE = MeshShape((3,))
@@ -208,7 +208,7 @@ def unexpected() -> None:
 
 
 def streams() -> None:
-    check_lane_streams("vmap2", 3, 2, (ROWS,), 3)
+    check_lane_streams("vmap2", 3, 2, (SPLIT,), 3)
     check_lane_streams("pmap2", 3, 2, (), 3)
 
 

@@ -23,6 +23,9 @@ from .test_mutants import (
 )
 
 
+pytestmark = pytest.mark.slow
+
+
 def with_axis(change: Callable[[int], int]) -> Callable[[Any], Any]:
     """A carrier that finds the lanes on another axis."""
 

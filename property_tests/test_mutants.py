@@ -17,6 +17,9 @@ from statemesh._resolve import _layout, _specs
 from .examples import CHECKS
 
 
+pytestmark = pytest.mark.slow
+
+
 # What a check may fail with: its own assertions, or what a broken engine runs into.
 FAILURES = (AssertionError, ValueError, TypeError, AttributeError, pytest.fail.Exception)
 

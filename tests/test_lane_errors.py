@@ -578,7 +578,9 @@ def test_new_states_of_no_positive_size(create: Any) -> None:
 
 @pytest.mark.parametrize("create", [sm.vmap2_new_states, sm.pmap2_new_states])
 def test_a_non_batch_state_made_of_values_that_differ(create: Any) -> None:
-    with pytest.raises(sm.BatchAxisError, match=r"all_states\(\.\.\.\)\.count: NonBatchState\(float32\[3\]\)"):
+    with pytest.raises(
+        sm.BatchAxisError, match=r"all_states\(\.\.\.\)\.count: NonBatchState\(float32\[3\]\)"
+    ):
         create(Counter(), {"kind": sm.NonBatchState}, axis_size=2, axis_name="i")
 
 

@@ -25,6 +25,9 @@ from tests import process_steps
 from tests.process_steps import CALLS, LANES
 
 
+pytestmark = pytest.mark.slow
+
+
 ROOT = pathlib.Path(__file__).parent.parent
 COUNT = 2
 # Far more than anything here takes.

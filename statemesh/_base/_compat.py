@@ -284,9 +284,14 @@ def in_mesh(mesh: Mesh | AbstractMesh, traced: bool) -> AbstractContextManager[A
 
 
 def inputs_read(jaxpr: Any) -> list[bool]:
-    """Which inputs of a traced program some equation uses: inside a `shard_map`, what a shard uses."""
-    used = set()
-    for eqn in jaxpr.eqns:
+    """Which inputs of a traced program its results, or its effects, come of.
+
+    Inside a `shard_map`, what a shard uses.
+    """
+    used = {id(v) for v in open_jaxpr(jaxpr).outvars}
+    for eqn in reversed(jaxpr.eqns):
+        if not eqn.effects and not any(id(v) in used for v in eqn.outvars):
+            continue
         inner = open_jaxpr(eqn.params["jaxpr"]) if eqn.primitive.name == "shard_map" else None
         read = [True] * len(eqn.invars) if inner is None else inputs_read(inner)
         used |= {id(v) for v, hit in zip(eqn.invars, read, strict=True) if hit}

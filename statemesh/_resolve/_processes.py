@@ -20,7 +20,8 @@ from ._specs import Placement
 
 def own_devices(devices: Sequence[jax.Device]) -> list[jax.Device]:
     """Those of this process."""
-    return [device for device in devices if device.process_index == device.client.process_index()]
+    mine = jax.process_index(devices[0].platform) if devices else 0
+    return [device for device in devices if device.process_index == mine]
 
 
 def spans_processes(mesh: Mesh | AbstractMesh) -> bool:
