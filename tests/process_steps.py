@@ -179,7 +179,7 @@ def shards() -> Found:
         "weights": sm.ParamState(jnp.linspace(0, 1, 3)),
         "rng": sm.RandomState(jax.random.key(3)),
     }
-    arrays: dict[str, Any] = {}
+    arrays: dict[str, Any] = held(sm.place(states, mesh), "placed")
     facts: dict[str, Any] = {}
     with compiles() as made:
         for call in range(CALLS):

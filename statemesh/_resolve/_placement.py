@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
@@ -87,6 +88,29 @@ def traced_onto(x: Any, target: NamedSharding) -> Any:
     return compat.reshard(x, target)
 
 
+def onto(x: Any, target: NamedSharding, alias: bool = True) -> jax.Array:
+    """`x` on the mesh of `target`, whose devices may be those of several processes.
+
+    Every process has the same `x` then. `alias`: whether the result may share memory with it.
+    """
+    if not (target.mesh.is_multi_process and is_own(x)):
+        put: jax.Array = jax.device_put(x, target, may_alias=alias)
+        return put
+    indices = target.addressable_devices_indices_map(x.shape)
+    parts = jax.device_put([x[index] for index in indices.values()], [*indices], may_alias=alias)
+    return jax.make_array_from_single_device_arrays(x.shape, target, parts, dtype=x.dtype)
+
+
+def is_own(x: Any) -> bool:
+    """Whether `jax.device_put` refuses to put `x` onto devices of other processes.
+
+    It takes what is of the host, but no keys, and nothing that lies on devices of this process.
+    """
+    if not isinstance(x, jax.Array) or not x.is_fully_addressable:
+        return False
+    return bool(x.committed) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 def place(tree: Any, mesh: Mesh, specs: Any = None, *, state_specs: StateSpecs = None) -> Any:
     """Put a tree onto a mesh the way a mapped call wants it.
 
@@ -143,7 +167,7 @@ def place(tree: Any, mesh: Mesh, specs: Any = None, *, state_specs: StateSpecs =
     targets = [NamedSharding(mesh, where.spec) for where in wheres]
     for i, x, target in zip(chosen_at, arrays, targets, strict=True):
         if not isinstance(x, jax.Array):
-            leaves[i] = jax.device_put(x, target)
+            leaves[i] = onto(x, target)
         elif x.sharding != target:
-            leaves[i] = jax.device_put(strong(x), target)
+            leaves[i] = onto(strong(x), target)
     return tree_util.tree_structure(tree).unflatten(leaves)

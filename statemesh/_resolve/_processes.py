@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
@@ -15,6 +14,7 @@ from .._base import _errors as errors
 from .._base._types import AxisName, Place
 from ._lanes import FixedLayout, fits
 from ._layout import Layout
+from ._placement import is_own, onto
 from ._specs import Placement
 
 
@@ -38,31 +38,18 @@ class SpreadLayout(Layout):
 
     def _moved(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         self.check_alive(given)
-        mine = [k for k in self.on_device if self._is_refused(given[k])]
+        mine = [k for k in self.on_device if is_own(given[k])]
         if mine:
             self.check(given)
             given = list(given)
             for k in mine:
-                given[k] = self._spread(given[k], self.targets[k])
+                given[k] = onto(given[k], self.targets[k], self.alias)
         return super()._moved(given)
 
     def _traced(self, x: Any, target: NamedSharding, recorded: bool) -> Any:
-        if not recorded and not compat.is_tracer(x) and self._is_refused(x):
-            return self._spread(x, target)
+        if not recorded and not compat.is_tracer(x) and is_own(x):
+            return onto(x, target, self.alias)
         return super()._traced(x, target, recorded)
-
-    def _is_refused(self, x: Any) -> bool:
-        if not isinstance(x, jax.Array) or not x.is_fully_addressable:
-            return False
-        return bool(x.committed) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-    def _spread(self, x: jax.Array, target: NamedSharding) -> jax.Array:
-        """The parts of `x` that belong on devices of this process, as its share of the whole."""
-        indices = target.addressable_devices_indices_map(x.shape)
-        parts = jax.device_put(
-            [x[index] for index in indices.values()], [*indices], may_alias=self.alias
-        )
-        return jax.make_array_from_single_device_arrays(x.shape, target, parts, dtype=x.dtype)
 
 
 class _OwnParts(FixedLayout):
