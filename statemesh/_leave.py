@@ -55,8 +55,22 @@ class _Leaving:
 
         Where nothing tells, all axes that `where` leaves out.
         """
+        if not self.may_be_unmerged(where):
+            return NONE
         self.look([x])
         return self.seen[id(x)][1] - where.axis_names if id(x) in self.seen else NONE
+
+    def may_be_unmerged(self, where: Place) -> bool:
+        return not where.axis_names.issuperset(self.exit.axis_names)
+
+    def look_at_states(self, writing: Sequence["_Written"]) -> None:
+        """Find out over which axes the leaves of written states differ that may be left unmerged."""
+        self.look(
+            x
+            for one in writing
+            for x, where in zip(leaves_of(one.state), one.places, strict=False)
+            if self.may_be_unmerged(where)
+        )
 
     def wrongly_unmerged(self, x: Any, where: Place) -> Axes:
         """The same where it is known; a mistake if there are any."""
@@ -90,20 +104,18 @@ class _Leaving:
         def leave_all(*pairs: tuple[State, State | None]) -> list[State]:
             return [_left(*pair, names) for pair, names in zip(pairs, over, strict=True)]
 
+        # Of all leaves together, before merging and after: to look at one costs as much.
+        self.look_at_states(writing)
         over = [self.axes_to_merge(one) for one in writing]
         pairs = [(one.state, one.entered and one.entered.old) for one in writing]
         merged: list[State] = self.varying.call(leave_all, pairs)
-        return [
-            dataclasses.replace(
-                one,
-                state=state,
-                places=[
-                    *one.places,
-                    *[self.rules.beside()] * (len(leaves_of(state)) - len(one.places)),
-                ],
-            )
-            for one, state in zip(writing, merged, strict=True)
-        ]
+        written: list[_Written] = []
+        for one, state in zip(writing, merged, strict=True):
+            beside = len(leaves_of(state)) - len(one.places)
+            places = [*one.places, *[self.rules.beside()] * beside]
+            written.append(dataclasses.replace(one, state=state, places=places))
+        self.look_at_states(written)
+        return written
 
     def axes_to_merge(self, one: "_Written") -> list[tuple[AxisName, ...]]:
         """For each leaf the axes over which it is merged.
@@ -206,8 +218,6 @@ def leave(
     origins = iter(match(exit.fun_name, returned, entered, exit.donating))
     said = iter(exit.rules.said(result, root))
     leaving = _Leaving(exit, known, varying)
-    # Axes are looked up of all leaves together, before merging and after.
-    leaving.look(x for _, node in flat for x in tree_util.tree_leaves(node))
     parts: list[Any] = []
     for keys, node in flat:
         if not is_state(node):
@@ -219,9 +229,7 @@ def leave(
             parts.append(_filled(old, [Forwarded(i) for i in origin.inputs]))
         else:
             parts.append(leaving.writing(node, origin, declared, path_str(keys, root)))
-    merged = leaving.merge([one for one in parts if isinstance(one, _Written)])
-    leaving.look(x for one in merged for x in leaves_of(one.state))
-    written = iter(merged)
+    written = iter(leaving.merge([one for one in parts if isinstance(one, _Written)]))
     inside = inside_modules(result)
     for i, ((keys, node), entry, part) in enumerate(zip(flat, entries, parts, strict=True)):
         if isinstance(part, _Written):

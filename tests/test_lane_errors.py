@@ -701,6 +701,38 @@ def map_with_too_many_arguments() -> Any:
     return counters()(X, X)
 
 
+@mistake(
+    sm.BatchAxisError,
+    """\
+<lambda>: there are no lanes:
+  - x: float32[0,2] has 0 on axis 0
+Map over an axis of size 1 or more.""",
+)
+def pmap2_of_no_lanes() -> Any:
+    return sm.pmap2(lambda x: x)(jnp.ones((0, 2)))
+
+
+@mistake(
+    sm.StatemeshError,
+    "pmap2: devices=(0, 1) must be different jax.Devices, one at least, as in devices=jax.devices()[:4].",
+)
+def devices_that_are_numbers() -> Any:
+    return sm.pmap2(lambda x: x, devices=[0, 1])
+
+
+@mistake(
+    sm.StatemeshError,
+    "pmap2: devices=() must be different jax.Devices, one at least, as in devices=jax.devices()[:4].",
+)
+def no_devices() -> Any:
+    return sm.pmap2(lambda x: x, devices=[])
+
+
+@with_both(TypeError, "axis_name=['i'] of type list cannot be hashed. Use a string.")
+def axis_name_that_cannot_be_hashed(lanes: Any) -> Any:
+    return lanes(lambda x: x, axis_name=["i"])
+
+
 @pytest.mark.parametrize(("make", "error", "text"), CASES)
 def test_the_text_is_exactly(
     make: Callable[[], Any], error: type[BaseException], text: str
@@ -709,3 +741,12 @@ def test_the_text_is_exactly(
         make()
     assert type(raised.value) is error
     assert str(raised.value).split("\n-----")[0] == text
+
+
+def test_one_device_twice() -> None:
+    with pytest.raises(sm.StatemeshError, match=r"must be different jax\.Devices"):
+        sm.pmap2(lambda x: x, devices=[jax.devices()[0]] * 2)
+
+
+def test_vmap2_of_no_lanes_is_as_under_vmap() -> None:
+    assert sm.vmap2(lambda x: x.sum())(jnp.ones((0, 2))).shape == (0,)

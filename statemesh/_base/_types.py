@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     AnyMesh: TypeAlias = Mesh | AbstractMesh
     Donate: TypeAlias = Literal["none", "states", "all"]
     Size: TypeAlias = int
+    LaneName: TypeAlias = Hashable
     DeviceList: TypeAlias = Sequence[jax.Device]
 else:
     # Checked by hand when a call is declared, with messages that teach.
-    Fun = AnyMesh = Donate = Size = DeviceList = Any
+    Fun = AnyMesh = Donate = Size = LaneName = DeviceList = Any
 SpecTree: TypeAlias = Any
 StateSpecs: TypeAlias = SpecTree | Mapping[Filter, SpecTree] | None
 

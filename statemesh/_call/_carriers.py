@@ -10,7 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from .._base import _compat as compat
 from .._base import _errors as errors
-from .._base._types import AxisName, Place
+from .._base._types import AxisName, DeviceList, Place
 from .._resolve._lanes import Lane, count_lanes
 from .._resolve._processes import own_devices
 from .._resolve._specs import Placement
@@ -84,7 +84,7 @@ class Devices:
     - `backend`: of which platform; `None` for the default one.
     """
 
-    devices: Sequence[jax.Device] | None = None
+    devices: DeviceList | None = None
     backend: str | None = None
 
     has_mesh = True
@@ -116,6 +116,8 @@ class Devices:
         # With several processes each passes a part of the lanes: only the author can say them all.
         count = asked if several else count_lanes(name, mapped, asked)
         lanes = len(found) if count is None else count
+        if lanes == 0:
+            raise errors.no_lanes(name, mapped)
         if lanes > len(found):
             raise errors.too_many_lanes(name, lanes, len(found))
         mesh = Mesh(np.array(found[:lanes]), (axis_name,))

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .._base._paths import fun_name
-from .._base._types import MISSING, UNNAMED_DEVICES, AxisName, DeviceList, Fun, Size
+from .._base._types import MISSING, UNNAMED_DEVICES, DeviceList, Fun, LaneName, Size
 from .._resolve._lanes import as_pairs
 from .._resolve._processes import as_shapes
 from ._by_axis import ByAxis
@@ -16,7 +16,7 @@ from ._static import Boxes, argnums
 
 def pmap2(
     fn: Fun = MISSING,
-    axis_name: AxisName | None = None,
+    axis_name: LaneName | None = None,
     *,
     in_axes: Any = 0,
     out_axes: Any = 0,

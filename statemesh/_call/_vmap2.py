@@ -3,7 +3,7 @@
 from typing import Any
 
 from .._base._paths import fun_name
-from .._base._types import MISSING, UNNAMED, AxisName, Fun, Size
+from .._base._types import MISSING, UNNAMED, AxisName, Fun, LaneName, Size
 from .._resolve._lanes import as_pairs
 from ._by_axis import ByAxis
 from ._carriers import Lanes
@@ -16,7 +16,7 @@ def vmap2(
     *,
     in_axes: Any = 0,
     out_axes: Any = 0,
-    axis_name: AxisName | None = None,
+    axis_name: LaneName | None = None,
     axis_size: Size | None = None,
     spmd_axis_name: AxisName | tuple[AxisName, ...] | None = None,
     state_in_axes: Any = None,

@@ -68,8 +68,6 @@ def count_lanes(
         sizes.add(axis_size)
     if len(sizes) > 1:
         raise errors.lanes_disagree(name, mapped, axis_size)
-    if 0 in sizes:
-        raise errors.no_lanes(name, mapped)
     return next(iter(sizes), None)
 
 
