@@ -31,6 +31,9 @@ import pytest
 import statemesh as sm
 
 
+pytestmark = pytest.mark.slow
+
+
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "pages").glob("*.md"))]
 FAQ = ROOT / "docs" / "pages" / "faq.md"
