@@ -97,7 +97,7 @@ def _traced_untyped(fun: Callable[..., Any], args: Sequence[Any]) -> Any:
     taken = compat.manual_axes(jax.sharding.get_abstract_mesh())
     sizes = [(name, jax.lax.axis_size(name)) for name in taken]
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args]
-    x64 = bool(jax.config.jax_enable_x64)
+    x64 = jax.dtypes.canonicalize_dtype("float64") == "float64"
     found: list[Any] = []
 
     def trace() -> None:
