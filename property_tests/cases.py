@@ -77,7 +77,7 @@ def cases(draw: st.DrawFn, *, portable: bool = False, smooth: bool = False) -> C
     mesh = draw(meshes())
     side = draw(st.integers(1, 2).flatmap(lambda rank: sides(rank=rank)))
     layout = draw(specs(axes=mesh.axis_names, rank=len(side)))
-    maker = _Maker(draw, mesh, side, layout, portable, smooth)
+    maker = Maker(draw, mesh, side, layout, portable, smooth)
     inputs = tuple(maker.leaf() for _ in range(draw(st.integers(1, 2))))
     palette = draw(st.lists(st.sampled_from([*KINDS, "array"]), min_size=1, max_size=2))
     slots = tuple(maker.slot(palette) for _ in range(draw(st.integers(1, 4))))
@@ -101,7 +101,7 @@ def cases(draw: st.DrawFn, *, portable: bool = False, smooth: bool = False) -> C
 
 
 @dataclasses.dataclass
-class _Maker:
+class Maker:
     draw: st.DrawFn
     mesh: MeshShape
     side: tuple[int, ...]

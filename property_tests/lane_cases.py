@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 from hypothesis import strategies as st
 
-from .cases import Known, _Maker
+from .cases import Known, Maker
 from .programs import (
     FLOAT,
     INT,
@@ -149,7 +149,7 @@ def lane_cases(draw: st.DrawFn, *, nested: bool = False, smooth: bool = False) -
 
 
 @dataclasses.dataclass
-class _LaneMaker(_Maker):
+class _LaneMaker(Maker):
     arrays: Axis = None
     mapping: str = "raise"
     out_axes: list[Axis] = dataclasses.field(default_factory=list)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 import statemesh as sm
 
 from .lane_cases import Axis, LaneCase
-from .mapped import _body, arrays_of, mesh_of, model_of, partition_spec
+from .mapped import arrays_of, mesh_of, model_of, partition_spec, run_body
 from .programs import Case, Spec
 from .trees import Setting
 
@@ -38,7 +38,7 @@ def mapping_of(lane: LaneCase, transform: str) -> sm.StatefulMapping:
 
 def _program(case: Case, model: Any, setting: Setting, *inputs: Any, **last: Any) -> Any:
     several = inputs[0].values() if inputs and isinstance(inputs[0], dict) else inputs
-    return _body(case, model, setting, *several, *last.values())
+    return run_body(case, model, setting, *several, *last.values())
 
 
 def passed(lane: LaneCase, inputs: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -86,7 +86,7 @@ def mapping_of(case: Case) -> sm.StatefulMapping:
     """The program under `shard_map`, not yet called."""
     declared = {f"s{k}": slot_spec(s) for k, s in enumerate(case.slots) if s.declared}
     mapping: sm.StatefulMapping = sm.shard_map(
-        functools.partial(_body, case),
+        functools.partial(run_body, case),
         mesh_of(case.mesh),
         (None, None, *(partition_spec(leaf.spec) for leaf in case.inputs)),
         (tuple(partition_spec(output.spec) for output in case.outputs), PartitionSpec()),
@@ -101,7 +101,7 @@ def mapping(case: Case) -> sm.StatefulMapping:
     return mapping_of(case)
 
 
-def _body(case: Case, model: Any, setting: Setting, *inputs: Any) -> tuple[tuple[Any, ...], Any]:
+def run_body(case: Case, model: Any, setting: Setting, *inputs: Any) -> tuple[tuple[Any, ...], Any]:
     if case.forget:
         model = jax.tree.map(lambda leaf: leaf, model)
     old = arrays_of(case, model)

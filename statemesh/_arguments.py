@@ -1,7 +1,7 @@
 """Step 1 for a call: its arguments as states, other arrays, and static leaves."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -49,7 +49,6 @@ class Arguments:
         self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.names = [*positional_names(fun, len(args)), *sorted(kwargs)]
-        values = [*args, *(kwargs[name] for name in sorted(kwargs))]
         self.treedef: Any = jax.tree_util.tree_structure((args, kwargs))
         self.unit_def: Any = jax.tree_util.tree_structure((args, kwargs), is_leaf=is_state)
         self.positional = len(args)
@@ -57,9 +56,39 @@ class Arguments:
         self.count = 0
         # Paths at which one argument holds the very same State object.
         self.tied: list[list[str]] = []
-        for name, value in zip(self.names, values, strict=True):
+        for name, value in self.named(args, kwargs):
             self.units.append(tuple(self._split(name, value)))
             self.tied += _tied(value, self.units[-1])
+
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+        """Each argument with its name, keyword arguments last and by name."""
+        values = [*args, *(kwargs[name] for name in sorted(kwargs))]
+        return list(zip(self.names, values, strict=True))
+
+    def with_entries(
+        self,
+        named: Sequence[tuple[str, Any]],
+        entries: Any,
+        what: str,
+        keyword_entry: Any,
+        broadcast: Callable[[Any, Any, str, str], list[Any]],
+    ) -> Iterator[tuple[Unit, Any, Any]]:
+        """Each unit, the State or leaf that it is, and its entry in `in_specs` or `in_axes`.
+
+        **Arguments:**
+
+        - `named`: the arguments, as `named` gives them.
+        - `entries`, `what`: one for each positional argument, or one for all; what messages call them.
+        - `keyword_entry`: that of a keyword argument.
+        - `broadcast`: makes one for each unit of a prefix tree.
+        """
+        several = isinstance(entries, tuple | list)
+        for i, ((name, value), units) in enumerate(zip(named, self.units, strict=True)):
+            keyword = i >= self.positional
+            prefix = keyword_entry if keyword else entries[i] if several else entries
+            found = broadcast(prefix, value, f"{what}[{i}]" if several else what, name)
+            nodes = jax.tree_util.tree_leaves(value, is_leaf=is_state)
+            yield from zip(units, nodes, found, strict=True)
 
     def _split(self, name: str, value: Any) -> list[Unit]:
         inside = inside_modules(value)

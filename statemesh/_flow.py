@@ -10,11 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ._base import _compat as compat
-from ._base._types import AxisName
-
-
-Axes = frozenset[AxisName]
-NONE: Axes = frozenset()
+from ._base._types import NO_AXES, Axes
 
 
 def hidden_axes(jaxpr: Any, given: Sequence[Axes]) -> list[Axes]:
@@ -36,13 +32,13 @@ def all_axes(jaxpr: Any, given: Sequence[Axes]) -> list[Axes]:
     - `jaxpr`: the program of one instance.
     - `given`: the same of its arguments.
     """
-    return _Walk(lambda var: NONE, _by_collectives).through(jaxpr, given)
+    return _Walk(lambda var: NO_AXES, _by_collectives).through(jaxpr, given)
 
 
 def _untouched_by_types(eqn: Any, seen: Axes) -> Axes:
     # What a collective reduces over, its operand was typed to vary over, and its result is not.
-    typed = NONE.union(*map(_typed, eqn.invars))
-    return seen - (typed - NONE.union(*map(_typed, eqn.outvars)))
+    typed = NO_AXES.union(*map(_typed, eqn.invars))
+    return seen - (typed - NO_AXES.union(*map(_typed, eqn.outvars)))
 
 
 def _by_collectives(eqn: Any, seen: Axes) -> Axes:
@@ -85,15 +81,15 @@ class _Walk:
                 return self._scan(body, consts, carry, given)
             case ("call", jaxpr):
                 return self.through(jaxpr, given)
-        return [self.plain(eqn, NONE.union(*given))] * len(eqn.outvars)
+        return [self.plain(eqn, NO_AXES.union(*given))] * len(eqn.outvars)
 
     def _cond(self, branches: Sequence[Any], predicate: Axes, given: list[Axes]) -> list[Axes]:
         results = zip(*(self.through(branch, given) for branch in branches), strict=True)
         chosen = [
-            predicate if len(set(sources)) > 1 or None in sources else NONE
+            predicate if len(set(sources)) > 1 or None in sources else NO_AXES
             for sources in zip(*map(_sources, branches), strict=True)
         ]
-        return [NONE.union(axes, *each) for axes, each in zip(chosen, results, strict=True)]
+        return [NO_AXES.union(axes, *each) for axes, each in zip(chosen, results, strict=True)]
 
     def _while(
         self, cond: Any, body: Any, cond_consts: int, body_consts: int, given: list[Axes]
@@ -125,7 +121,7 @@ class _Walk:
 
 def _known(known: Mapping[Any, Axes], atom: Any) -> Axes:
     # A literal cannot be a key.
-    return NONE if compat.is_literal(atom) else known.get(atom, NONE)
+    return NO_AXES if compat.is_literal(atom) else known.get(atom, NO_AXES)
 
 
 def _sources(jaxpr: Any) -> list[int | None]:

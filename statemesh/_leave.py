@@ -14,9 +14,8 @@ from ._arguments import inside_modules, is_shaped
 from ._base import _errors as errors
 from ._base._compat import tree_util
 from ._base._paths import path_str
-from ._base._types import NUMBERS, AxisName, Place, is_state
+from ._base._types import NO_AXES, NUMBERS, Axes, AxisName, Place, is_state
 from ._exit import Exit, Wrong
-from ._flow import NONE, Axes
 from ._match import Entered, leaves_of, match
 from ._model._state import State
 from ._model._values import strong
@@ -56,9 +55,9 @@ class _Leaving:
         Where nothing tells, all axes that `where` leaves out.
         """
         if not self.may_be_unmerged(where):
-            return NONE
+            return NO_AXES
         self.look([x])
-        return self.seen[id(x)][1] - where.axis_names if id(x) in self.seen else NONE
+        return self.seen[id(x)][1] - where.axis_names if id(x) in self.seen else NO_AXES
 
     def may_be_unmerged(self, where: Place) -> bool:
         return not where.axis_names.issuperset(self.exit.axis_names)
@@ -74,7 +73,7 @@ class _Leaving:
 
     def wrongly_unmerged(self, x: Any, where: Place) -> Axes:
         """The same where it is known; a mistake if there are any."""
-        return self.unmerged(x, where) if self.varying.tells else NONE
+        return self.unmerged(x, where) if self.varying.tells else NO_AXES
 
     def array(self, x: Any, where: Place, path: str) -> Output | Forwarded:
         """One array on its way out."""
@@ -126,7 +125,7 @@ class _Leaving:
         pairs = list(zip(leaves_of(one.state), one.places, strict=False))
         axes = [self.unmerged(x, where) for x, where in pairs]
         if not isinstance(one.state.reduce, str):
-            union = NONE.union(*axes)
+            union = NO_AXES.union(*axes)
             axes = [union - where.axis_names for _, where in pairs]
         return [self.exit.in_order(over) for over in axes]
 

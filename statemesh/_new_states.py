@@ -56,13 +56,9 @@ def new_states(before: Any, after: Any, filter: Filter = ...) -> dict[str, State
         ```
     """
     (matched,) = first_matches([filter], [("after", after)], "filter")
-    found = zip(_by_path(after).items(), matched, strict=True)
-    olds = _by_path(before)
-    return {
-        path_str(path): state
-        for (path, state), hit in found
-        if hit is not None and not _continues(state, olds.get(path))
-    }
+    chosen = {path for path, hit in zip(_by_path(after), matched, strict=True) if hit is not None}
+    made = _created(before, after)
+    return {path_str(path): state for path, state in made.items() if path in chosen}
 
 
 def vmap2_new_states(
@@ -215,8 +211,7 @@ class _Creation:
 
     def init(self, module: Module, init_kwargs: dict[str, Any]) -> Module:
         after = module.init_all_states(**init_kwargs)
-        olds = _by_path(module)
-        news = {p: s for p, s in _by_path(after).items() if not _continues(s, olds.get(p))}
+        news = _created(module, after)
         axes = choose_axes(self.declared, [("module", after)], "state_out_axes")
         self.axes = {
             path: axis for path, axis in zip(_by_path(after), axes, strict=True) if path in news
@@ -239,6 +234,12 @@ class _Creation:
 def _by_path(tree: Any) -> dict[KeyPath, State]:
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]
     return {path: node for path, node in flat if is_state(node)}
+
+
+def _created(before: Any, after: Any) -> dict[KeyPath, State]:
+    """The states of `after` that continue none of `before`, by path."""
+    olds = _by_path(before)
+    return {p: state for p, state in _by_path(after).items() if not _continues(state, olds.get(p))}
 
 
 def _continues(new: State, old: State | None) -> bool:

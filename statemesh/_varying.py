@@ -8,8 +8,8 @@ import jax
 from ._base import _compat as compat
 from ._base._axes import varying_over
 from ._base._compat import tree_util
-from ._base._types import AxisName, is_state
-from ._flow import NONE, Axes, all_axes
+from ._base._types import NO_AXES, Axes, AxisName, is_state
+from ._flow import all_axes
 from ._model._state import mark_origin, origin
 
 
@@ -111,7 +111,7 @@ class Followed:
         return self._axes(values)
 
     def _axes(self, values: Sequence[Any]) -> list[Axes]:
-        return [self.known[id(x)][1] if id(x) in self.known else NONE for x in values]
+        return [self.known[id(x)][1] if id(x) in self.known else NO_AXES for x in values]
 
     def _note(self, arrays: Sequence[Any], axes: Sequence[Axes]) -> None:
         for x, over in zip(arrays, axes, strict=True):

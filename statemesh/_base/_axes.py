@@ -13,11 +13,8 @@ from jax.custom_batching import custom_vmap
 
 from . import _compat as compat
 from ._compat import tree_util
-from ._types import AxisName
+from ._types import Axes, AxisName
 from ._untyped import run_untyped
-
-
-Axes = frozenset[AxisName]
 
 
 def varying_over(values: Sequence[Any], axis_names: Sequence[AxisName]) -> list[Axes]:
@@ -58,9 +55,7 @@ def all_varying(value: Any, axis_names: Sequence[AxisName]) -> Any:
     meshes, _ = _apart(axis_names)
 
     def one(x: Any) -> Any:
-        still = tuple(name for name in meshes if name not in compat.varying(x))
-        some = 0 < len(still) < len(meshes)
-        return jax.lax.pcast(x, still, to="varying") if some else x
+        return compat.vary(x, meshes) if compat.varying(x).intersection(meshes) else x
 
     return jax.tree.map(one, value)
 

@@ -5,13 +5,15 @@ import inspect
 import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from traceback import walk_tb
+from types import FrameType
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ._types import AxisName, flat_names
+from ._types import NO_AXES, Axes, AxisName, flat_names
 
 
 # `jax.shard_map`'s own default for `in_specs`; it is exported under no public name.
@@ -21,7 +23,6 @@ INFER: Any = inspect.signature(jax.shard_map).parameters["in_specs"].default
 core: Any = importlib.import_module("jax.extend.core")
 # The stubs of `PyTreeDef` cannot be found, so that a checker would allow none of its methods.
 tree_util: Any = jax.tree_util
-_NOWHERE: frozenset[AxisName] = frozenset()
 
 
 # Whether a compiled call refuses a buffer that was given up. In older releases it crashes the process if
@@ -29,15 +30,21 @@ _NOWHERE: frozenset[AxisName] = frozenset()
 REFUSES_DELETED: bool = hasattr(jax, "get_mesh")
 
 
-def varying(x: Any) -> frozenset[AxisName]:
+def varying(x: Any) -> Axes:
     """The mesh axes over which the type of `x` says that it may differ."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
-def varying_type(aval: Any) -> frozenset[AxisName]:
+def vary(x: Any, axis_names: Iterable[AxisName]) -> Any:
+    """`x` typed as varying over these mesh axes at least."""
+    still = tuple(name for name in axis_names if name not in varying(x))
+    return jax.lax.pcast(x, still, to="varying") if still else x
+
+
+def varying_type(aval: Any) -> Axes:
     """The same of a variable's type in a jaxpr; a token's says nothing."""
     mark = getattr(aval, "manual_axis_type", None)
-    return _NOWHERE if mark is None else frozenset(mark.varying)
+    return NO_AXES if mark is None else frozenset(mark.varying)
 
 
 def is_literal(atom: Any) -> bool:
@@ -77,7 +84,7 @@ def control_flow(eqn: Any) -> tuple[Any, ...] | None:
     return None
 
 
-def collective(eqn: Any) -> tuple[frozenset[AxisName], frozenset[AxisName]]:
+def collective(eqn: Any) -> tuple[Axes, Axes]:
     """The axes over which an equation makes its results equal, and those over which it makes them differ.
 
     One that JAX adds under another name is taken to make them differ.
@@ -89,7 +96,7 @@ def collective(eqn: Any) -> tuple[frozenset[AxisName], frozenset[AxisName]]:
         if not isinstance(name, int)
     )
     joins = eqn.primitive.name in _JOINING and eqn.params.get("axis_index_groups") is None
-    return (names, _NOWHERE) if joins else (_NOWHERE, names)
+    return (names, NO_AXES) if joins else (NO_AXES, names)
 
 
 _JOINING = ("psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
@@ -143,9 +150,9 @@ def concrete_context_mesh() -> Mesh | None:
     return None if mesh.empty else mesh
 
 
-def manual_axes(mesh: Mesh | AbstractMesh | None) -> frozenset[AxisName]:
+def manual_axes(mesh: Mesh | AbstractMesh | None) -> Axes:
     """The axes of `mesh` that an enclosing `shard_map` has already taken."""
-    return frozenset(mesh.manual_axes) if isinstance(mesh, AbstractMesh) else _NOWHERE
+    return frozenset(mesh.manual_axes) if isinstance(mesh, AbstractMesh) else NO_AXES
 
 
 def inside_checked_shard_map() -> bool:
@@ -248,24 +255,21 @@ _JAX = os.path.dirname(jax.__file__) + os.sep
 
 def raised_by_jax(error: BaseException) -> bool:
     """Whether it was raised in JAX's own code."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_JAX)
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return bool(frames) and _is_of_jax(frames[-1])
 
 
 def in_collective_over(error: BaseException, name: AxisName) -> bool:
     """Whether a collective of JAX over `name`, alone or with others, raised it."""
-    if not raised_by_jax(error):
-        return False
-    found = False
-    traceback = error.__traceback__
-    while traceback is not None:
-        frame = traceback.tb_frame
-        if frame.f_code.co_filename.startswith(_JAX):
-            found = found or name in flat_names(frame.f_locals.get("axis_name"))
-        traceback = traceback.tb_next
-    return found
+    return raised_by_jax(error) and any(
+        name in flat_names(frame.f_locals.get("axis_name"))
+        for frame, _ in walk_tb(error.__traceback__)
+        if _is_of_jax(frame)
+    )
+
+
+def _is_of_jax(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_JAX)
 
 
 def explicit_around(values: Iterable[Any]) -> bool:

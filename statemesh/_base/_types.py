@@ -8,6 +8,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 
 AxisName: TypeAlias = Hashable
+Axes: TypeAlias = frozenset[AxisName]
+NO_AXES: Axes = frozenset()
 KeyPath: TypeAlias = tuple[Any, ...]
 Reduce: TypeAlias = str | Callable[..., Any] | None
 Filter: TypeAlias = Any

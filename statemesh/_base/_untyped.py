@@ -13,10 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from . import _compat as compat
-from ._types import AxisName
-
-
-NOWHERE: frozenset[AxisName] = frozenset()
+from ._types import NO_AXES, Axes, AxisName
 
 
 class MeshCollective(Exception):
@@ -43,7 +40,7 @@ def run_untyped(fun: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
     # What it closes over becomes an argument, so that gradients reach it.
     count = len(closed.consts)
     args = [*map(jnp.asarray, closed.consts), *args]
-    axes = NOWHERE.union(*map(compat.varying, args))
+    axes = NO_AXES.union(*map(compat.varying, args))
 
     def whole(*args: Any) -> list[Any]:
         opened = compat.core.ClosedJaxpr(closed.jaxpr, args[:count])
@@ -75,21 +72,21 @@ def run_untyped(fun: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
         return tuple(found.get(k) for k in range(len(args)))
 
     run.defvjp(forward, backward)
-    return run(*[_vary(x, axes) for x in args])
+    return run(*[compat.vary(x, axes) for x in args])
 
 
-def _bound_untyped(
-    fun: Callable[..., Any], args: Sequence[Any], axes: frozenset[AxisName]
-) -> list[Any]:
+def _bound_untyped(fun: Callable[..., Any], args: Sequence[Any], axes: Axes) -> list[Any]:
     """A call of `jit` as it was traced elsewhere: what it does inside is not typed again here."""
     closed = _traced_untyped(jax.jit(fun), args)
     (call,) = closed.jaxpr.eqns
     known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     known |= dict(zip(closed.jaxpr.invars, args, strict=True))
     given = [x.val if compat.is_literal(x) else known[x] for x in call.invars]
-    made = call.primitive.bind(*[_vary(x, axes) for x in given], **call.params)
+    made = call.primitive.bind(*[compat.vary(x, axes) for x in given], **call.params)
     known |= dict(zip(call.outvars, made, strict=True))
-    return [_vary(x.val if compat.is_literal(x) else known[x], axes) for x in closed.jaxpr.outvars]
+    return [
+        compat.vary(x.val if compat.is_literal(x) else known[x], axes) for x in closed.jaxpr.outvars
+    ]
 
 
 def _traced_untyped(fun: Callable[..., Any], args: Sequence[Any]) -> Any:
@@ -115,13 +112,11 @@ def _traced_untyped(fun: Callable[..., Any], args: Sequence[Any]) -> Any:
     return found[0]
 
 
-def _names_used(jaxpr: Any) -> set[Any]:
-    """The axis names in a jaxpr, and whatever else stands in the parameters of their names."""
-    found: set[Any] = set()
+def _names_used(jaxpr: Any) -> set[AxisName]:
+    """The axis names in a jaxpr."""
+    found: set[AxisName] = set()
     for eqn in jaxpr.eqns:
-        for name in ("axes", "axis_name", "axis_index_groups"):
-            values = eqn.params.get(name)
-            found |= set(values if isinstance(values, tuple) else (values,)) if values else set()
+        found.update(*compat.collective(eqn))
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
             if _is_jaxpr(value):
                 found |= _names_used(compat.open_jaxpr(value))
@@ -130,9 +125,3 @@ def _names_used(jaxpr: Any) -> set[Any]:
 
 def _is_jaxpr(value: Any) -> bool:
     return hasattr(value, "eqns")
-
-
-def _vary(x: Any, axes: frozenset[AxisName]) -> Any:
-    """`x` typed as varying over these axes at least."""
-    still = tuple(axes - compat.varying(x))
-    return jax.lax.pcast(x, still, to="varying") if still else x

@@ -88,7 +88,6 @@ class OnMesh:
     - `mesh`: the mesh.
     - `axis_names`: the axes that are mapped over.
     - `check_vma`: whether types say what varies.
-    - `fixed`: whether the program is for inputs of one shape only.
     """
 
     outside: Outside | None = None
@@ -98,10 +97,8 @@ class OnMesh:
         mesh: Mesh | AbstractMesh,
         axis_names: tuple[AxisName, ...],
         check_vma: bool,
-        fixed: bool = False,
     ) -> None:
         self.mesh = mesh
-        self.fixed = fixed
         self.axis_names = axis_names
         self.check_vma = check_vma
         self.sizes: Mapping[AxisName, int] = mesh.shape
@@ -115,15 +112,18 @@ class OnMesh:
         strengthen: Sequence[bool],
         alias: bool,
     ) -> Inputs:
-        spread = spans_processes(self.mesh)
-        kind = FixedLayout if self.fixed else SpreadLayout if spread else Layout
-        return kind(name, self.mesh, self.axis_names, paths, placements, kinds, strengthen, alias)
+        return self._layout_type()(
+            name, self.mesh, self.axis_names, paths, placements, kinds, strengthen, alias
+        )
+
+    def _layout_type(self) -> type[Layout]:
+        return SpreadLayout if spans_processes(self.mesh) else Layout
 
     def varying(self) -> Varying:
         return Told(self.axis_names) if self.check_vma else Untold()
 
     def context(self, traced: bool) -> AbstractContextManager[Any]:
-        return compat.in_mesh(self.mesh, traced)
+        return nullcontext()
 
     def count(self, name: str, inputs: Inputs, arrays: Sequence[Any]) -> int:
         return math.prod(self.sizes[name] for name in self.axis_names)
@@ -159,10 +159,16 @@ class OnDevices(OnMesh):
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        super().__init__(mesh, mesh.axis_names, check_vma=False, fixed=True)
+        super().__init__(mesh, mesh.axis_names, check_vma=False)
+
+    def _layout_type(self) -> type[Layout]:
+        return FixedLayout
 
     def varying(self) -> Varying:
         return Followed()
+
+    def context(self, traced: bool) -> AbstractContextManager[Any]:
+        return compat.in_mesh(self.mesh, traced)
 
 
 class OnProcesses(OnDevices):

@@ -12,7 +12,7 @@ from .._arguments import Arguments, Unit
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._prefix import broadcast_axes
-from .._base._types import Filter, Place, Size, is_state
+from .._base._types import Filter, Place, Size
 from .._exit import Wrong
 from .._leave import roots
 from .._match import Entered, values
@@ -116,30 +116,21 @@ class ByAxis:
 
         And the paths of the states that are declared to have none.
         """
-        several = isinstance(self.in_axes, tuple | list)
-        pairs = [*args, *(kwargs[k] for k in sorted(kwargs))]
-        named = list(zip(arguments.names, pairs, strict=True))
+        named = arguments.named(args, kwargs)
         said = iter(choose_axes(self.state_in, named, "state_in_axes"))
         found: dict[int, int | None] = {}
         shared: set[str] = set()
-        for i, ((name, value), units) in enumerate(zip(named, arguments.units, strict=True)):
-            keyword = i >= arguments.positional
-            prefix = 0 if keyword else self.in_axes[i] if several else self.in_axes
-            what = f"in_axes[{i}]" if several else "in_axes"
-            axes = broadcast_axes(prefix, value, what, name)
-            nodes = jax.tree_util.tree_leaves(value, is_leaf=is_state)
-            for unit, axis, node in zip(units, axes, nodes, strict=True):
-                if unit.kind is not None:
-                    declared = next(said)
-                    if declared is None:
-                        shared.add(unit.path)
-                    axis = self._entering(unit, node, declared)
-                    own = len(values(node))
-                    found.update(
-                        (p, axis if k < own else None) for k, p in enumerate(unit.positions)
-                    )
-                elif unit.shaped or (unit.number and not unit.in_module and axis is not None):
-                    found[unit.positions[0]] = axis
+        each = arguments.with_entries(named, self.in_axes, self.what, 0, broadcast_axes)
+        for unit, node, axis in each:
+            if unit.kind is not None:
+                declared = next(said)
+                if declared is None:
+                    shared.add(unit.path)
+                axis = self._entering(unit, node, declared)
+                own = len(values(node))
+                found.update((p, axis if k < own else None) for k, p in enumerate(unit.positions))
+            elif unit.shaped or (unit.number and not unit.in_module and axis is not None):
+                found[unit.positions[0]] = axis
         return found, frozenset(shared)
 
     def _entering(self, unit: Unit, state: State, said: Any) -> int | None:

@@ -120,25 +120,18 @@ class BySpec:
     def _arriving(
         self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[int, Place]:
-        several = isinstance(self.in_specs, tuple | list)
-        values = [*args, *(kwargs[k] for k in sorted(kwargs))]
-        named = list(zip(arguments.names, values, strict=True))
+        named = arguments.named(args, kwargs)
         said = iter(choose_specs(self.state_in_specs, named, "state_in_specs"))
         placements: dict[int, Place] = {}
-        for i, ((name, value), units) in enumerate(zip(named, arguments.units, strict=True)):
-            keyword = i >= arguments.positional
-            prefix = None if keyword else self.in_specs[i] if several else self.in_specs
-            what = f"in_specs[{i}]" if several else "in_specs"
-            specs = broadcast_specs(prefix, value, what, name)
-            nodes = jax.tree_util.tree_leaves(value, is_leaf=is_state)
-            for unit, spec, node in zip(units, specs, nodes, strict=True):
-                if unit.kind is not None:
-                    chosen = next(said)
-                    own = own_placements(node, node.spec if chosen is UNSAID else chosen, unit.path)
-                    own += [REPLICATED] * (len(unit.positions) - len(own))
-                    placements.update(zip(unit.positions, own, strict=True))
-                elif unit.shaped or (unit.number and not unit.in_module and spec is not None):
-                    placements[unit.positions[0]] = placement(spec)
+        each = arguments.with_entries(named, self.in_specs, self.what, None, broadcast_specs)
+        for unit, node, spec in each:
+            if unit.kind is not None:
+                chosen = next(said)
+                own = own_placements(node, node.spec if chosen is UNSAID else chosen, unit.path)
+                own += [REPLICATED] * (len(unit.positions) - len(own))
+                placements.update(zip(unit.positions, own, strict=True))
+            elif unit.shaped or (unit.number and not unit.in_module and spec is not None):
+                placements[unit.positions[0]] = placement(spec)
         return placements
 
     def key(self, arrays: Sequence[Any]) -> Hashable:

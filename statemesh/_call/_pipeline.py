@@ -16,7 +16,7 @@ from .._arguments import check_arity
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._compat import tree_util
-from .._base._types import AxisName
+from .._base._types import NO_AXES
 from .._flow import hidden_axes
 from .._resolve._lanes import OtherShapes
 from .._write_back import WriteBack
@@ -79,7 +79,7 @@ class Signature:
         body = compat.shard_map_body(traced.jaxpr)
         if body is not None:
             back: WriteBack = traced.out_info[1]
-            hidden = hidden_axes(body, [frozenset[AxisName]()] * len(body.invars))
+            hidden = hidden_axes(body, [NO_AXES] * len(body.invars))
             found = [
                 (path, axes, back.places[i].spec)
                 for i, path in back.written

@@ -46,8 +46,6 @@ class Program:
             declared.name, arguments, args, kwargs, leaves, ground
         )
         self.inputs = sorted(resolved)
-        self.units = arguments.units
-        self.positional = arguments.positional
         paths = {p: unit.path for unit in arguments.flat_units() for p in unit.positions}
         placements = [resolved[p] for p in self.inputs]
         kinds = [type(leaves[p]) for p in self.inputs]
@@ -101,7 +99,8 @@ class Program:
         if how == "all":
             return range(len(self.inputs))
         # Keyword arguments come after the positional ones, and have no number.
-        given = self.units[: self.positional]
+        arguments = self.instance.arguments
+        given = arguments.units[: arguments.positional]
         positions = {p for i in how for unit in given[i] for p in unit.positions}
         return [k for k, p in enumerate(self.inputs) if p in positions]
 

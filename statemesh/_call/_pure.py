@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 from .._arguments import Arguments, Unit
 from .._base import _compat as compat
 from .._base import _errors as errors
-from .._base._types import AxisName, Place
+from .._base._types import NO_AXES, AxisName, Place
 from .._exit import Exit
 from .._leave import leave
 from .._match import Entered, leaves_of
@@ -105,7 +105,7 @@ class Instance:
         return entered
 
     def _enter(self, unit: Unit, old: State, placements: Sequence[Place]) -> State:
-        apart = frozenset[AxisName]().union(*(where.axis_names for where in placements))
+        apart = NO_AXES.union(*(where.axis_names for where in placements))
         same = tuple(name for name in self.exit.axis_names if name not in apart)
         try:
             return old.enter(same)

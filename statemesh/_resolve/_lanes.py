@@ -171,7 +171,7 @@ class _Fixed:
 
     shapes: tuple[Any, ...] | None = None
 
-    def check_same(self, arrays: Sequence[Any]) -> None:
+    def check(self, arrays: Sequence[Any]) -> None:
         shapes = tuple(map(np.shape, arrays))
         if self.shapes is None:
             self.shapes = shapes
@@ -182,12 +182,6 @@ class _Fixed:
 class FixedLayout(_Fixed, Layout):
     """A `Layout` for inputs of one shape: of lanes that each have a device."""
 
-    def check(self, arrays: Sequence[Any]) -> None:
-        self.check_same(arrays)
-
 
 class FixedLaneLayout(_Fixed, LaneLayout):
     """A `LaneLayout` for inputs of one shape."""
-
-    def check(self, arrays: Sequence[Any]) -> None:
-        self.check_same(arrays)
