@@ -5,6 +5,7 @@ lane axis fail inside a checked `shard_map`. The rule of a `custom_vmap` knows t
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -45,6 +46,29 @@ def pmax(x: Any, axis_names: Sequence[AxisName]) -> Any:
 def pmin(x: Any, axis_names: Sequence[AxisName]) -> Any:
     """`jax.lax.pmin`."""
     return _collective(x, axis_names, jax.lax.pmin, lambda x: jnp.min(x, 0))
+
+
+def total(value: Any, axis_names: Sequence[AxisName]) -> Any:
+    """The sum of every array of a tree over mesh axes and lanes, in code that may be differentiated.
+
+    It is `jax.lax.psum`, but for lanes inside a checked `shard_map`, where JAX's fails. There the result is
+    the same in all lanes without being known to be; `known_same` makes it known.
+    """
+    meshes, lanes = _apart(axis_names)
+    if not lanes or not compat.inside_checked_shard_map():
+        return jax.lax.psum(all_varying(value, axis_names), axis_names) if axis_names else value
+    for name in lanes:
+        value = jax.tree.map(partial(_lane_total, name), value)
+    return jax.lax.psum(all_varying(value, meshes), meshes) if meshes else value
+
+
+def known_same(value: Any, axis_names: Sequence[AxisName]) -> Any:
+    """What `total` made the same everywhere, known to be; it has no gradient."""
+    value = jax.lax.stop_gradient(value)
+    _, lanes = _apart(axis_names)
+    for name in lanes if compat.inside_checked_shard_map() else ():
+        value = jax.tree.map(partial(_lane_first, name), value)
+    return value
 
 
 def all_varying(value: Any, axis_names: Sequence[AxisName]) -> Any:
@@ -132,6 +156,47 @@ def _batched(values: Sequence[Any], name: AxisName) -> list[bool]:
 
 def _without_gradient(x: Any) -> Any:
     return jax.lax.stop_gradient(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
+
+
+def _lane_total(name: AxisName, x: Any) -> Any:
+    """The sum over lanes, one copy for each of them.
+
+    With copies a cotangent is always one lane's own, whichever of `vmap` and `grad` is the inner one, and
+    the sum of all lanes' is right for both. The one sum that `psum` gives would need another rule for each.
+    """
+
+    @custom_vmap
+    def summed(x: Any, lane: Any) -> Any:
+        return x
+
+    def rule(count: int, batched: Any, x: Any, lane: Any) -> Any:
+        if not batched[1]:  # Another axis than this one, further in.
+            return summed(x, lane), batched[0]
+        whole = x if batched[0] else jnp.broadcast_to(x, (count, *x.shape))
+        return jnp.broadcast_to(jnp.sum(whole, 0, dtype=x.dtype), whole.shape), True
+
+    summed.def_vmap(rule)
+
+    @jax.custom_vjp
+    def run(x: Any) -> Any:
+        return summed(x, jax.lax.axis_index(name))
+
+    run.defvjp(lambda x: (run(x), None), lambda _, cotangent: (run(cotangent),))
+    return run(x)
+
+
+def _lane_first(name: AxisName, x: Any) -> Any:
+    @custom_vmap
+    def first(x: Any, lane: Any) -> Any:
+        return x
+
+    def rule(count: int, batched: Any, x: Any, lane: Any) -> Any:
+        if not batched[1]:
+            return first(x, lane), batched[0]
+        return (x[0] if batched[0] else x), False
+
+    first.def_vmap(rule)
+    return first(x, jax.lax.axis_index(name))
 
 
 def _collective(
