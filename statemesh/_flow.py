@@ -7,9 +7,10 @@ nothing is typed, all of it is followed from the arguments on.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from ._base import _compat as compat
+from ._base._reduction import Pending
 from ._base._types import NO_AXES, Axes
 
 
@@ -35,6 +36,54 @@ def all_axes(jaxpr: Any, given: Sequence[Axes]) -> list[Axes]:
     return _Walk(lambda var: NO_AXES, _by_collectives).through(jaxpr, given)
 
 
+def settled(closed: Any, given: Sequence[Axes]) -> Any:
+    """A closed jaxpr without types in which all that was `Pending` is decided.
+
+    **Arguments:**
+
+    - `closed`: the program of one instance.
+    - `given`: the axes over which its arguments may differ.
+    """
+    return compat.with_open(closed, _settled(compat.open_jaxpr(closed), given))
+
+
+def _settled(jaxpr: Any, given: Sequence[Axes]) -> Any:
+    if not _has_pending(jaxpr):
+        return jaxpr
+    walk = _Walk(lambda var: NO_AXES, _by_collectives)
+    known: dict[Any, Axes] = dict(zip(jaxpr.invars, given, strict=True))
+    eqns = []
+    for eqn in jaxpr.eqns:
+        operands = [_known(known, var) for var in eqn.invars]
+        results, bodies = walk.equation(eqn, operands)
+        known.update(zip(eqn.outvars, results, strict=True))
+        eqns.append(_settled_equation(eqn, operands, bodies))
+    return compat.with_equations(jaxpr, eqns)
+
+
+def _settled_equation(eqn: Any, operands: Sequence[Axes], bodies: Sequence[Any]) -> Any:
+    pending = _pending(eqn)
+    if pending is not None:
+        return compat.calling(pending.decided(operands), eqn)
+    new = {id(body): _settled(body, given) for body, given in bodies}
+    if compat.with_own_derivative(eqn) and any(map(_pending, bodies[0][0].eqns)):
+        # What has been decided has the derivatives of what it is.
+        (body,) = new.values()
+        return compat.calling(compat.runs(body), eqn)
+    return compat.with_jaxprs(eqn, new)
+
+
+def _pending(eqn: Any) -> Pending | None:
+    return getattr(compat.rule_of(eqn), "pending", None)
+
+
+def _has_pending(jaxpr: Any) -> bool:
+    return any(
+        _pending(eqn) is not None or any(map(_has_pending, compat.jaxprs_of(eqn)))
+        for eqn in jaxpr.eqns
+    )
+
+
 def _untouched_by_types(eqn: Any, seen: Axes) -> Axes:
     # What a collective reduces over, its operand was typed to vary over, and its result is not.
     typed = NO_AXES.union(*map(_typed, eqn.invars))
@@ -48,6 +97,10 @@ def _by_collectives(eqn: Any, seen: Axes) -> Axes:
 
 def _typed(var: Any) -> Axes:
     return compat.varying_type(var.aval)
+
+
+# A jaxpr, and the axes over which its arguments may differ.
+_Body: TypeAlias = tuple[Any, list[Axes]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,22 +119,26 @@ class _Walk:
     def through(self, jaxpr: Any, given: Sequence[Axes]) -> list[Axes]:
         known: dict[Any, Axes] = dict(zip(jaxpr.invars, given, strict=True))
         for eqn in jaxpr.eqns:
-            found = self._equation(eqn, [_known(known, var) for var in eqn.invars])
+            found, _ = self.equation(eqn, [_known(known, var) for var in eqn.invars])
             for var, axes in zip(eqn.outvars, found, strict=True):
                 known[var] = axes - self.typed(var)
         return [_known(known, var) for var in jaxpr.outvars]
 
-    def _equation(self, eqn: Any, given: list[Axes]) -> Sequence[Axes]:
+    def equation(self, eqn: Any, given: list[Axes]) -> tuple[Sequence[Axes], list[_Body]]:
+        """What it makes of the axes of its operands; and the jaxprs that it runs, with those of theirs."""
+        if (pending := _pending(eqn)) is not None:
+            return pending.results_differ(given), []
         match compat.control_flow(eqn):
             case ("cond", branches):
-                return self._cond(branches, given[0] | self.typed(eqn.invars[0]), given[1:])
+                found = self._cond(branches, given[0] | self.typed(eqn.invars[0]), given[1:])
+                return found, [(branch, given[1:]) for branch in branches]
             case ("while", cond, body, cond_consts, body_consts):
                 return self._while(cond, body, cond_consts, body_consts, given)
             case ("scan", body, consts, carry):
                 return self._scan(body, consts, carry, given)
             case ("call", jaxpr):
-                return self.through(jaxpr, given)
-        return [self.plain(eqn, NO_AXES.union(*given))] * len(eqn.outvars)
+                return self.through(jaxpr, given), [(jaxpr, given)]
+        return [self.plain(eqn, NO_AXES.union(*given))] * len(eqn.outvars), []
 
     def _cond(self, branches: Sequence[Any], predicate: Axes, given: list[Axes]) -> list[Axes]:
         results = zip(*(self.through(branch, given) for branch in branches), strict=True)
@@ -93,29 +150,34 @@ class _Walk:
 
     def _while(
         self, cond: Any, body: Any, cond_consts: int, body_consts: int, given: list[Axes]
-    ) -> list[Axes]:
+    ) -> tuple[list[Axes], list[_Body]]:
         first = cond_consts + body_consts
         carry = given[first:]
         kept = [source == body_consts + i for i, source in enumerate(_sources(body))]
         while True:
-            (stop,) = self.through(cond, [*given[:cond_consts], *carry])
+            of_cond = [*given[:cond_consts], *carry]
+            of_body = [*given[cond_consts:first], *carry]
+            (stop,) = self.through(cond, of_cond)
             stop |= self.typed(cond.outvars[0])
-            after = self.through(body, [*given[cond_consts:first], *carry])
+            after = self.through(body, of_body)
             grown = [
                 old if same else old | new | stop
                 for old, new, same in zip(carry, after, kept, strict=True)
             ]
             if grown == carry:
-                return carry
+                return carry, [(cond, of_cond), (body, of_body)]
             carry = grown
 
-    def _scan(self, body: Any, consts: int, carries: int, given: list[Axes]) -> list[Axes]:
+    def _scan(
+        self, body: Any, consts: int, carries: int, given: list[Axes]
+    ) -> tuple[list[Axes], list[_Body]]:
         carry = given[consts : consts + carries]
         while True:
-            after = self.through(body, [*given[:consts], *carry, *given[consts + carries :]])
+            of_body = [*given[:consts], *carry, *given[consts + carries :]]
+            after = self.through(body, of_body)
             grown = [old | new for old, new in zip(carry, after[:carries], strict=True)]
             if grown == carry:
-                return [*carry, *after[carries:]]
+                return [*carry, *after[carries:]], [(body, of_body)]
             carry = grown
 
 

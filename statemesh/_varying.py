@@ -8,9 +8,9 @@ import jax
 from ._base import _compat as compat
 from ._base._axes import varying_over
 from ._base._compat import tree_util
-from ._base._types import NO_AXES, Axes, AxisName, is_state
-from ._flow import all_axes
-from ._model._state import mark_origin, origin
+from ._base._types import NO_AXES, Axes, AxisName
+from ._flow import all_axes, settled
+from ._model._state import origins, with_origins
 
 
 @runtime_checkable
@@ -53,21 +53,6 @@ class Told:
         return varying_over(values, self.axis_names)
 
 
-class Untold:
-    """By nothing: the author turned JAX's check off."""
-
-    tells = False
-
-    def start(self, arrays: Sequence[Any], axes: Sequence[Axes]) -> None:
-        """Nothing is made of it."""
-
-    def call(self, fun: Callable[..., Any], operands: Sequence[Any]) -> Any:
-        return fun(*operands)
-
-    def of(self, values: Sequence[Any]) -> list[Axes] | None:
-        return None
-
-
 class Followed:
     """By following the program: each function is traced to a jaxpr first, which is walked, then put in.
 
@@ -87,25 +72,26 @@ class Followed:
     def call(self, fun: Callable[..., Any], operands: Sequence[Any]) -> Any:
         flat, treedef = tree_util.tree_flatten(operands)
         arrays_at = [i for i, x in enumerate(flat) if isinstance(x, jax.Array)]
-        marks = _origins(operands)
+        marks = origins(operands)
         results: list[tuple[list[Any], Any, list[object]]] = []
 
         def traced(*arrays: Any) -> list[Any]:
             for i, x in zip(arrays_at, arrays, strict=True):
                 flat[i] = x
-            result = fun(*_marked(treedef.unflatten(flat), marks))
+            result = fun(*with_origins(treedef.unflatten(flat), marks))
             leaves, structure = tree_util.tree_flatten(result)
-            results[:] = [(leaves, structure, _origins(result))]
+            results[:] = [(leaves, structure, origins(result))]
             return [x for x in leaves if isinstance(x, jax.Array)]
 
         given = [flat[i] for i in arrays_at]
-        closed = jax.make_jaxpr(traced)(*given)
+        axes = self._axes(given)
+        closed = settled(compat.trace_followed(traced, given), axes)
         made = compat.run_jaxpr(closed, given)
-        self._note(made, all_axes(closed.jaxpr, self._axes(given)))
+        self._note(made, all_axes(compat.open_jaxpr(closed), axes))
         ((leaves, structure, marks),) = results
         outputs = iter(made)
         leaves = [next(outputs) if isinstance(x, jax.Array) else x for x in leaves]
-        return _marked(structure.unflatten(leaves), marks)
+        return with_origins(structure.unflatten(leaves), marks)
 
     def of(self, values: Sequence[Any]) -> list[Axes] | None:
         return self._axes(values)
@@ -118,19 +104,16 @@ class Followed:
             self.known[id(x)] = x, over
 
 
-def _origins(tree: Any) -> list[object]:
-    nodes = tree_util.tree_leaves(tree, is_leaf=is_state)
-    return [origin(node) for node in nodes if is_state(node)]
+class Untold(Followed):
+    """By nothing: the author turned JAX's check off, and is believed.
 
+    The program is followed all the same, where there is one: a gradient inside depends on it.
+    """
 
-def _marked(tree: Any, marks: Sequence[object]) -> Any:
-    """`tree` with its states remembering where they came from, as flattening them made them forget."""
-    left = iter(marks)
+    tells = False
 
-    def one(node: Any) -> Any:
-        if not is_state(node):
-            return node
-        mark = next(left)
-        return node if mark is None else mark_origin(node, mark)
+    def call(self, fun: Callable[..., Any], operands: Sequence[Any]) -> Any:
+        return super().call(fun, operands) if compat.under_jit() else fun(*operands)
 
-    return jax.tree.map(one, tree, is_leaf=is_state)
+    def of(self, values: Sequence[Any]) -> list[Axes] | None:
+        return None

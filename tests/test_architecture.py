@@ -18,10 +18,13 @@ LAYERS = [
     "_match",
     "_write_back",
     "_flow",
+    "_twice",
     "_varying",
     "_exit",
     "_leave",
     "_call",
+    "_trainable",
+    "_grad",
     "_new_states",
     "_map",
 ]
@@ -29,7 +32,11 @@ DOORS = {"__init__", "filters", "legacy"}
 
 # Files near 300 lines, and the ones that have a reason to be longer.
 LONGEST = 320
-LONGER = {"_base/_errors.py": 960}  # every wording in one place
+LONGER = {
+    "_base/_errors.py": 1200,  # every wording in one place
+    "_base/_compat.py": 420,  # all that is known of JAX beyond its stable surface
+    "_model/_state.py": 340,
+}
 
 
 def modules() -> dict[str, pathlib.Path]:

@@ -13,14 +13,41 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from . import _compat as compat
+from . import _errors as errors
 from ._compat import tree_util
-from ._types import Axes, AxisName
+from ._types import Axes, AxisName, flat_names
 from ._untyped import run_untyped
+
+
+def bound_names(what: str, axis_name: Any) -> tuple[AxisName, ...]:
+    """The axes that `axis_name` (one, several or `None`) means here: none outside any mapped call.
+
+    **Raises:** `StatemeshError` for a name that is not bound inside a mapped call.
+    """
+    names, bound = flat_names(axis_name), compat.bound_axis_names()
+    if bound and (unbound := [name for name in names if name not in bound]):
+        raise errors.unbound_axis(what, unbound, bound)
+    return names if bound else ()
+
+
+def shard_index(what: str, axis_name: Any) -> Any:
+    """This shard's place along the axes, major to minor; 0 outside any mapped call."""
+    names = bound_names(what, axis_name)
+    return jax.lax.axis_index(names if len(names) > 1 else names[0]) if names else 0
+
+
+def meshes_and_lanes(
+    axis_names: Sequence[AxisName],
+) -> tuple[tuple[AxisName, ...], tuple[AxisName, ...]]:
+    """The mesh axes among the names, and the lanes."""
+    taken = compat.manual_axes(jax.sharding.get_abstract_mesh())
+    meshes = tuple(name for name in axis_names if name in taken)
+    return meshes, tuple(name for name in axis_names if name not in taken)
 
 
 def varying_over(values: Sequence[Any], axis_names: Sequence[AxisName]) -> list[Axes]:
     """For each array the axes among `axis_names` over which it may differ."""
-    meshes, lanes = _apart(axis_names)
+    meshes, lanes = meshes_and_lanes(axis_names)
     found = [compat.varying(x) & frozenset(meshes) for x in values]
     for name in lanes:
         batched = _batched(values, name)
@@ -54,7 +81,7 @@ def total(value: Any, axis_names: Sequence[AxisName]) -> Any:
     It is `jax.lax.psum`, but for lanes inside a checked `shard_map`, where JAX's fails. There the result is
     the same in all lanes without being known to be; `known_same` makes it known.
     """
-    meshes, lanes = _apart(axis_names)
+    meshes, lanes = meshes_and_lanes(axis_names)
     if not lanes or not compat.inside_checked_shard_map():
         return jax.lax.psum(all_varying(value, axis_names), axis_names) if axis_names else value
     for name in lanes:
@@ -65,7 +92,7 @@ def total(value: Any, axis_names: Sequence[AxisName]) -> Any:
 def known_same(value: Any, axis_names: Sequence[AxisName]) -> Any:
     """What `total` made the same everywhere, known to be; it has no gradient."""
     value = jax.lax.stop_gradient(value)
-    _, lanes = _apart(axis_names)
+    _, lanes = meshes_and_lanes(axis_names)
     for name in lanes if compat.inside_checked_shard_map() else ():
         value = jax.tree.map(partial(_lane_first, name), value)
     return value
@@ -76,7 +103,7 @@ def all_varying(value: Any, axis_names: Sequence[AxisName]) -> Any:
 
     JAX reduces a leaf over mesh axes only if it varies over all of them or none.
     """
-    meshes, _ = _apart(axis_names)
+    meshes, _ = meshes_and_lanes(axis_names)
 
     def one(x: Any) -> Any:
         return compat.vary(x, meshes) if compat.varying(x).intersection(meshes) else x
@@ -96,7 +123,7 @@ def call_policy(
     Inside a checked `shard_map` JAX cannot type a collective over lanes. There the policy is mapped over all
     lanes where nothing is checked, and what comes of it is put in around the lanes.
     """
-    _, lanes = _apart(axis_names)
+    _, lanes = meshes_and_lanes(axis_names)
     if not lanes or not compat.inside_checked_shard_map():
         return conform(policy(before, all_varying(value, axis_names), axis_names))
     (name,) = lanes
@@ -124,13 +151,6 @@ def call_policy(
 
     merged.def_vmap(rule)
     return structure.unflatten(merged(leaves, jax.lax.axis_index(name)))
-
-
-def _apart(axis_names: Sequence[AxisName]) -> tuple[tuple[AxisName, ...], tuple[AxisName, ...]]:
-    """The mesh axes among the names, and the lanes."""
-    taken = compat.manual_axes(jax.sharding.get_abstract_mesh())
-    meshes = tuple(name for name in axis_names if name in taken)
-    return meshes, tuple(name for name in axis_names if name not in taken)
 
 
 def _batched(values: Sequence[Any], name: AxisName) -> list[bool]:
@@ -205,7 +225,7 @@ def _collective(
     over_mesh: Callable[..., Any],
     over_lanes: Callable[[Any], Any],
 ) -> Any:
-    meshes, lanes = _apart(axis_names)
+    meshes, lanes = meshes_and_lanes(axis_names)
     for name in lanes:
 
         @custom_vmap

@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from traceback import walk_tb
 from types import FrameType
@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ._types import NO_AXES, Axes, AxisName, flat_names
@@ -102,6 +103,35 @@ def collective(eqn: Any) -> tuple[Axes, Axes]:
 _JOINING = ("psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
 
 
+def is_sum(eqn: Any) -> bool:
+    """Whether an equation sums over mapped axes."""
+    return eqn.primitive.name in ("psum", "psum2", "psum_invariant")
+
+
+def name_given(eqn: Any) -> str | None:
+    """The name that `jax.ad_checkpoint.checkpoint_name` gives a value by this equation."""
+    name: str | None = eqn.params.get("name") if eqn.primitive.name == "name" else None
+    return name
+
+
+def is_scaling(eqn: Any) -> bool:
+    """Whether an equation makes of a value the same times a number, in another dtype, shape or type."""
+    return eqn.primitive.name in ("mul", "div", "neg", "convert_element_type", "reshape", *_VARYING)
+
+
+def is_division_by_number(eqn: Any) -> bool:
+    """Whether an equation divides by a constant that is written out."""
+    return eqn.primitive.name == "div" and is_literal(eqn.invars[1])
+
+
+def made_varying(eqn: Any) -> Axes:
+    """The axes over which an equation types its operand as varying, leaving it as it is."""
+    return frozenset(eqn.params.get("axes", ())) if eqn.primitive.name in _VARYING else NO_AXES
+
+
+_VARYING = ("pvary", "pcast")
+
+
 def run_jaxpr(closed: Any, arrays: list[Any]) -> list[Any]:
     """What a traced program makes of arrays; what is a constant of it as an array too."""
     made = core.jaxpr_as_fun(closed)(*arrays)
@@ -115,6 +145,66 @@ def run_jaxpr(closed: Any, arrays: list[Any]) -> list[Any]:
 def open_jaxpr(jaxpr: Any) -> Any:
     """A jaxpr without the constants that it may be closed over."""
     return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def rule_of(eqn: Any) -> Any:
+    """The rule of a call of a `custom_vmap` function, `None` for any other equation."""
+    return eqn.params["rule"] if eqn.primitive.name == "custom_vmap_call" else None
+
+
+def jaxprs_of(eqn: Any) -> list[Any]:
+    """The jaxprs that an equation runs."""
+    values = [v if isinstance(v, tuple) else (v,) for v in eqn.params.values()]
+    return [open_jaxpr(x) for some in values for x in some if hasattr(x, "eqns")]
+
+
+def runs(jaxpr: Any) -> Callable[..., list[Any]]:
+    """An open jaxpr as a function of arrays."""
+    run: Callable[..., list[Any]] = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))
+    return run
+
+
+def with_own_derivative(eqn: Any) -> bool:
+    """Whether an equation runs a jaxpr that has a derivative of its own."""
+    return eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call")
+
+
+def with_jaxprs(eqn: Any, new: Mapping[int, Any]) -> Any:
+    """An equation that runs other jaxprs, each found by the `id` of the one whose place it takes."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(one, value)) if any(hasattr(v, "eqns") for v in value) else value
+        if not hasattr(value, "eqns"):
+            return value
+        opened = open_jaxpr(value)
+        found = new.get(id(opened), opened)
+        return found if opened is value else value.replace(jaxpr=found)
+
+    return eqn.replace(params={name: one(value) for name, value in eqn.params.items()})
+
+
+def with_equations(jaxpr: Any, eqns: Sequence[Any]) -> Any:
+    """A jaxpr with other equations."""
+    effects = set(jaxpr.effects).union(*(eqn.effects for eqn in eqns))
+    return jaxpr.replace(eqns=list(eqns), effects=effects)
+
+
+def with_open(closed: Any, jaxpr: Any) -> Any:
+    """A closed jaxpr with another one inside."""
+    return jaxpr if open_jaxpr(closed) is closed else closed.replace(jaxpr=jaxpr)
+
+
+def calling(fun: Callable[..., list[Any]], eqn: Any) -> Any:
+    """An equation that runs `fun` on the operands of `eqn`, in its place."""
+
+    def named(*operands: Any) -> list[Any]:
+        # An operand returned as it came in would be no result of the call; a name makes it one.
+        return [checkpoint_name(x, "settled") for x in fun(*operands)]
+
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    (call,) = open_jaxpr(jax.make_jaxpr(jax.jit(named))(*avals)).eqns
+    return call.replace(invars=list(eqn.invars), outvars=list(eqn.outvars))
 
 
 def _as_inside(outer: Any, inner: Any) -> int:
@@ -133,9 +223,23 @@ current_trace: Any = core.find_top_trace
 TOP_LEVEL: Any = current_trace(())
 
 
+# An axis that is bound, beside the true ones, wherever a program is traced that is followed afterwards.
+_FOLLOWED: AxisName = "<followed>"
+
+
+def trace_followed(fun: Callable[..., Any], arrays: list[Any]) -> Any:
+    """The jaxpr of `fun`; all that is called while it is traced is told so by `is_followed`."""
+    return jax.make_jaxpr(fun, axis_env=[(_FOLLOWED, 1)])(*arrays)
+
+
+def is_followed() -> bool:
+    """Whether the program that is being traced will be followed from its arguments on."""
+    return _FOLLOWED in core.unsafe_get_axis_names_DO_NOT_USE()
+
+
 def bound_axis_names() -> tuple[AxisName, ...]:
     """The axis names that collectives may use here."""
-    return tuple(core.unsafe_get_axis_names_DO_NOT_USE())
+    return tuple(n for n in core.unsafe_get_axis_names_DO_NOT_USE() if n != _FOLLOWED)
 
 
 def context_mesh() -> AbstractMesh | None:

@@ -546,6 +546,100 @@ def unbound_axis(
     )
 
 
+# Gradients
+
+
+def unknown_reduction(reduce: Any) -> StatemeshError:
+    return StatemeshError(f"value_and_grad: reduce={reduce!r} is unknown. Write 'mean' or 'sum'.")
+
+
+def cannot_differentiate(bad: Sequence[tuple[str, Any]]) -> StructureError:
+    items = [f"{path}: {describe_unit(unit)}" for path, unit in bad]
+    return StructureError(
+        f"value_and_grad: wrt picks what holds no floating or complex numbers:\n{_lines(items)}\n"
+        "Leave it out: `wrt=sm.filters.All(wrt, sm.ParamState)` keeps the parameters among what a filter "
+        "picks."
+    )
+
+
+def nothing_to_differentiate(wrt: Any, units: Sequence[tuple[str, Any]]) -> StructureError:
+    items = [f"{path}: {describe_unit(unit)}" for path, unit in units]
+    picks = (
+        "the model has no ParamState of floating or complex numbers, and no such array outside a State"
+        if wrt is None
+        else f"wrt={filter_str(wrt)} picks nothing in the model"
+    )
+    has = f"It has:\n{_lines(items)}" if items else "It has no states and no arrays."
+    return StructureError(f"value_and_grad: {picks}. {has}")
+
+
+def describe_unit(unit: Any) -> str:
+    return repr(unit) if is_state(unit) else describe(unit)
+
+
+def not_loss_and_model(name: str, returned: Any, has_aux: bool) -> StructureError:
+    wanted = "((loss, aux), model)" if has_aux else "(loss, model)"
+    kind = type(returned).__name__
+    if isinstance(returned, tuple):
+        kind = f"a tuple of {', '.join(type(x).__name__ for x in returned)}" if returned else "()"
+    text = f"value_and_grad: {name} must return {wanted}, but returned {kind}."
+    if not has_aux:
+        text += (
+            " Where it writes no state, return the model as it came in; where it returns more, say "
+            "`has_aux=True` and return ((loss, aux), model)."
+        )
+    return StructureError(text)
+
+
+def not_a_loss(name: str, loss: Any) -> StructureError:
+    return StructureError(
+        f"value_and_grad: the loss that {name} returns must be one real floating number, but is "
+        f"{describe(loss)}. Reduce it: `loss.mean()`."
+    )
+
+
+def loss_differs(name: str, axes: Sequence[AxisName], params: Sequence[str]) -> StatemeshError:
+    axis = axes[0] if len(axes) == 1 else tuple(axes)
+    return StatemeshError(
+        f"value_and_grad: the loss that {name} returns differs over {_names(axes)}, which axis_name does not "
+        f"name, while one copy is kept there of:\n{_lines(params)}\n"
+        "JAX would sum their gradients over the shards. Write one of:\n"
+        f"{_lines(_loss_mends(axis))}"
+    )
+
+
+def _loss_mends(axis: Any) -> list[str]:
+    return [
+        f"`axis_name={axis!r}` (with the other axes that are meant), for the mean of the shards' losses",
+        f"`jax.lax.psum(..., {axis!r})` in the function, where each shard has computed a part of one result",
+    ]
+
+
+def loss_counted_twice(axes: Iterable[AxisName]) -> StatemeshError:
+    return StatemeshError(
+        f"value_and_grad: with reduce='sum' the loss is to be summed over {_names(axes)}, but it is the same "
+        "there on every shard: the sum would count it once for each. Where the function has reduced it "
+        "already, write reduce='mean', which takes such a loss as it is, or leave the axis out of axis_name."
+    )
+
+
+def gradient_unfollowed(axes: Sequence[AxisName]) -> StatemeshError:
+    return StatemeshError(
+        f"value_and_grad: nothing tells here over which of {_names(axes)} the parameters are split, on which "
+        "their gradients depend: this is a map that does not check what varies, run by JAX alone or with "
+        "jit=False. Write `statemesh.shard_map` (without jit=False), or leave check_vma as it is."
+    )
+
+
+def reduced_twice(name: str, bad: Sequence[tuple[str, AxisName]]) -> StatemeshError:
+    items = [f"the {what}: over {axis!r}" for what, axis in bad]
+    return StatemeshError(
+        f"{name}: a sum over shards is taken of gradients that value_and_grad has already reduced there, "
+        f"which makes them as many times too large as there are shards:\n{_lines(items)}\n"
+        "Leave `jax.lax.psum` out; value_and_grad has reduced them once."
+    )
+
+
 # Results
 
 
@@ -955,4 +1049,98 @@ def processes_alone() -> BatchAxisError:
     return BatchAxisError(
         "unsharded: each of several processes has only its own lanes. Gather them, as with "
         "jax.experimental.multihost_utils.process_allgather, and call vmap2."
+    )
+
+
+# Layers
+
+
+def bad_setting(layer: str, argument: str, value: Any, wanted: str) -> StatemeshError:
+    return StatemeshError(f"{layer}: {argument}={value!r}, but it must be {wanted}.")
+
+
+def inference_is_traced(layer: str) -> TypeError:
+    return TypeError(
+        f"{layer}: `inference` is traced here, where it has to be True or False. jax.jit, scan and grad trace "
+        "the Python numbers in a model that they are given. Give them its arrays alone: `arrays, rest = "
+        "equinox.partition(model, equinox.is_array)`, or use equinox.filter_jit."
+    )
+
+
+def not_floating(layer: str, x: Any) -> TypeError:
+    return TypeError(
+        f"{layer}: x is {describe(x)}, but must hold floating numbers: `x.astype(jnp.float32)`."
+    )
+
+
+def no_such_array_axis(layer: str, argument: str, axis: int, x: Any) -> StatemeshError:
+    return StatemeshError(f"{layer}: {argument}={axis}, but x is {describe(x)} and has no such axis.")
+
+
+def wrong_channels(layer: str, x: Any, axis: int, size: int) -> StatemeshError:
+    return StatemeshError(
+        f"{layer}: x is {describe(x)} with {_plural(x.shape[axis], 'channel')} on axis {axis}, but the layer "
+        f"holds {size}. Make it for as many, or say with channel_axis where the channels are."
+    )
+
+
+def no_rows(layer: str, x: Any) -> StatemeshError:
+    return StatemeshError(
+        f"{layer}: x is {describe(x)}, and nothing has no mean. Give every shard a row at least: where rows "
+        "do not divide evenly, pad them, and say with `where` which of them count."
+    )
+
+
+def row_alone(layer: str, x: Any) -> StatemeshError:
+    return StatemeshError(
+        f"{layer}: x is {describe(x)}, a row alone, of which there are no statistics. Give the layer all rows "
+        "at once; or name the axis that they are mapped over, in the layer and in the map: axis_name='rows'."
+    )
+
+
+def bad_mask(layer: str, mask: Any, x: Any, axis: int) -> StatemeshError:
+    return StatemeshError(
+        f"{layer}: where is {describe(mask)}, but must be bool and have the leading axes of x, which is "
+        f"{describe(x)} with its channels on axis {axis}."
+    )
+
+
+def values_differ(layer: str, bad: Sequence[tuple[KeyPath, Any, Any]]) -> StructureError:
+    items = [
+        f"values{path_str(path, ' ')[1:]} is {describe(new)}, in the example {describe(old)}"
+        for path, old, new in bad
+    ]
+    return StructureError(f"{layer}: values must be of the shapes of the example:\n{_lines(items)}")
+
+
+def another_structure(layer: str, what: str, old: Any, new: Any) -> StructureError:
+    return StructureError(
+        f"{layer}: {what} has another tree structure than the one that the layer was made with.\n"
+        f"  made with: {old}\n  now:       {new}"
+    )
+
+
+def no_hidden_value(layer: str) -> StatemeshError:
+    return StatemeshError(
+        f"{layer} has no hidden value yet. Make it with `init_state(batch_size)`, or those of a whole model "
+        "with `model.init_all_states(batch_size=...)`."
+    )
+
+
+def wrong_shape(layer: str, what: str, x: Any, wanted: str, why: str) -> StatemeshError:
+    return StatemeshError(f"{layer}: {what} is {describe(x)}, but must be {wanted}: {why}.")
+
+
+def too_many_tokens(layer: str, tokens: int, capacity: int) -> StatemeshError:
+    return StatemeshError(
+        f"{layer}: {_plural(tokens, 'token')} at once do not fit into a capacity of {capacity}: some would "
+        "overwrite each other. Write them in several calls."
+    )
+
+
+def slots_unnamed(layer: str, local: int, shards: int, capacity: int) -> StatemeshError:
+    return StatemeshError(
+        f"{layer}: this shard holds {_plural(local, 'slot')}, and axis_name says that there are "
+        f"{_plural(shards, 'shard')}, which makes {local * shards} of {capacity}. Name the mesh axes that "
+        "split the slots, and no others: KVCache(..., spec=P('data'), axis_name='data')."
     )

@@ -19,6 +19,7 @@ from .._base._compat import tree_util
 from .._base._types import NO_AXES
 from .._flow import hidden_axes
 from .._resolve._lanes import OtherShapes
+from .._twice import summed_twice
 from .._write_back import WriteBack
 from ._binding import Outside
 from ._declared import Declared
@@ -53,8 +54,8 @@ class Signature:
         # Where the pipeline keeps it once a call has gone through.
         self.key: tuple[Any, tuple[Any, ...]] = (None, ())
         self.plain = jax.jit(program)
-        # Without JAX's check there are no types that a branch could escape.
-        self.branches_seen = not (program.binding.check_vma and declared.jit)
+        # Without JAX's check there are no types that something could escape.
+        self.program_seen = not (program.binding.check_vma and declared.jit)
         self.lowers: Any = self.plain
         if declared.donate != "none":
             self.lowers = DonatingProgram(program, declared.donate)
@@ -68,16 +69,20 @@ class Signature:
     def same_statics(self, leaves: Sequence[Any]) -> bool:
         return all(map(is_, self.program.static_leaves(leaves), self.statics))
 
-    def check_branches(self, arrays: Sequence[Any]) -> None:
-        """Refuse, once, writes that a branch makes differ between shards unseen by JAX's types.
+    def check_program(self, arrays: Sequence[Any]) -> None:
+        """Refuse, once, what the traced program shows and JAX's types let through.
+
+        Writes that a branch makes differ between shards; gradients that are summed a second time.
 
         JAX remembers the trace, so that the call that follows does not trace again.
         """
-        if self.branches_seen:
+        if self.program_seen:
             return
         traced = self.plain.trace(*arrays)
         body = compat.shard_map_body(traced.jaxpr)
         if body is not None:
+            if again := summed_twice(body):
+                raise errors.reduced_twice(self.program.declared.name, again)
             back: WriteBack = traced.out_info[1]
             hidden = hidden_axes(body, [NO_AXES] * len(body.invars))
             found = [
@@ -91,7 +96,7 @@ class Signature:
             ]
             if found:
                 raise errors.diverged_in_branch(self.program.declared.name, found)
-        self.branches_seen = True
+        self.program_seen = True
 
 
 class Pipeline:
@@ -142,7 +147,7 @@ class Pipeline:
         if eager:
             ready, shown = signature.concrete(signature.inputs(leaves))
             with around:
-                signature.check_branches(ready)
+                signature.check_program(ready)
                 outputs, back = signature.compiled(*ready)
             self._keep(signature)
             if self.declared.rules.steady and not other_mesh:

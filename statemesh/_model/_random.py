@@ -6,10 +6,9 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .._base import _compat as compat
 from .._base import _errors as errors
-from .._base._axes import all_varying, pmax
-from .._base._types import AxisName, flat_names
+from .._base._axes import all_varying, pmax, shard_index
+from .._base._types import AxisName
 from ._state import Meta, State, origin, set_meta, set_value
 from ._values import conform
 
@@ -129,9 +128,9 @@ class RandomState(State):
 
             ```
         """
-        names = flat_names(axis_name)
+        shard = shard_index("RandomState.rows", axis_name)
         _, drawn = _advance(self._shared[-1] if self._shared else self.value)
-        rows = _shard_index(names, mapped=bool(self._shared)) * n + jnp.arange(n)
+        rows = shard * n + jnp.arange(n)
         keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(drawn, rows)
         rest, _ = _advance(self.value)
         return keys, self._advanced(rest)
@@ -207,15 +206,3 @@ def _agreed(axis_names: tuple[AxisName, ...], key: Any, before: Any) -> Any:
     common = jax.random.wrap_key_data(largest, impl=jax.random.key_impl(key))
     apart = jax.random.fold_in(before, _UNEVEN_DRAWS)
     return jnp.where(jnp.all(largest == smallest), common, apart)
-
-
-def _shard_index(names: tuple[AxisName, ...], mapped: bool) -> Any:
-    """This shard's place along `names`, major to minor; 0 outside any mapped call."""
-    if not names:
-        return 0
-    bound = compat.bound_axis_names()
-    if not mapped and not bound:
-        return 0
-    if unbound := [name for name in names if name not in bound]:
-        raise errors.unbound_axis("RandomState.rows", unbound, bound)
-    return jax.lax.axis_index(names if len(names) > 1 else names[0])

@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec
 
 from .._base import _errors as errors
 from .._base._axes import call_policy
+from .._base._compat import tree_util
 from .._base._paths import describe
-from .._base._types import AxisName, Reduce, SpecTree, StateNode, is_spec
+from .._base._types import AxisName, Reduce, SpecTree, StateNode, is_spec, is_state
 from ._values import REDUCTIONS, arrays, check_reducible, conform, reduced
 
 
@@ -298,6 +299,25 @@ def mark_origin(state: State, mark: object) -> State:
     new = state._with_value(state.value)
     _set_origin(new, mark)
     return new
+
+
+def origins(tree: Any) -> list[object]:
+    """The marks of a tree's states, which flattening it makes them forget."""
+    nodes = tree_util.tree_leaves(tree, is_leaf=is_state)
+    return [origin(node) for node in nodes if is_state(node)]
+
+
+def with_origins(tree: Any, marks: Sequence[object]) -> Any:
+    """`tree` with its states remembering these marks."""
+    left = iter(marks)
+
+    def one(node: Any) -> Any:
+        if not is_state(node):
+            return node
+        mark = next(left)
+        return node if mark is None else mark_origin(node, mark)
+
+    return jax.tree.map(one, tree, is_leaf=is_state)
 
 
 def _checked_meta(

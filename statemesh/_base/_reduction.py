@@ -1,0 +1,185 @@
+"""A loss and its gradients, reduced over mapped axes exactly once.
+
+Which sum is the right one depends on where values differ. JAX's types tell it inside a checked `shard_map`;
+in lanes `vmap` knows; where nothing is checked it comes of following the program. So in the latter two what
+is to be done is written down, as a `Pending`, and decided by who knows.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from . import _errors as errors
+from ._types import NO_AXES, Axes, AxisName
+
+
+# How the name begins that a reduced gradient is given in the program.
+GRADIENT = "gradient of "
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is done to one array: summed over some axes, divided by the sizes of some."""
+
+    sum: Axes
+    divide: Axes
+
+    def of_lanes(self, x: Any, count: int, batched: bool) -> Any:
+        """The same for all lanes of one `vmap` at once, their axis the first of `x` if it is `batched`."""
+        if self.sum and batched:
+            x = jnp.sum(x, 0, dtype=x.dtype)
+        elif self.sum and self.divide:
+            return x
+        elif self.sum:
+            x = x * count
+        return x / count if self.divide else x
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """How the losses of all instances are one loss.
+
+    **Attributes:**
+
+    - `named`: the axes over which it is taken together.
+    - `mean`: whether it is the mean of them; else their sum.
+    """
+
+    named: Axes
+    mean: bool
+
+    def of_loss(self, loss: Axes, axes: Axes) -> Plan:
+        """What is done to the loss, which differs over some of `axes`."""
+        if not self.mean and (same := (self.named & axes) - loss):
+            raise errors.loss_counted_twice(same)
+        over = self.named & axes & loss
+        return Plan(over, over if self.mean else NO_AXES)
+
+    def typed(self, param: Axes, loss: Axes, axes: Axes) -> Plan:
+        """What is done to the gradient where JAX counts a loss once over the axes over which it is the same.
+
+        **Arguments:**
+
+        - `param`, `loss`: where these differ. The parameters were typed as varying over all named axes.
+        - `axes`: the axes whose values are typed.
+        """
+        over = self.named & axes
+        return Plan(over - param, over & loss if self.mean else NO_AXES)
+
+    def untyped(self, param: Axes, loss: Axes, axes: Axes) -> Plan:
+        """What is done to the gradient where JAX takes that of the sum of all instances' losses.
+
+        A loss that is the same on all `n` of them is in that sum `n` times.
+        """
+        same = axes - loss
+        over = self.named & axes & loss
+        return Plan((over | same) - param, same | (over if self.mean else NO_AXES))
+
+
+def reduce_on_mesh(
+    values: Sequence[Any], plans: Sequence[Plan], axis_names: Sequence[AxisName]
+) -> list[Any]:
+    """Arrays as planned, those over the same axes in one collective."""
+    results = list(values)
+    for over in dict.fromkeys(plan.sum for plan in plans if plan.sum):
+        at = [k for k, plan in enumerate(plans) if plan.sum == over]
+        names = tuple(name for name in axis_names if name in over)
+        for k, x in zip(at, jax.lax.psum([values[k] for k in at], names), strict=True):
+            results[k] = x
+    sizes = [math.prod(map(jax.lax.axis_size, plan.divide)) for plan in plans]
+    return [x if n == 1 else x / n for x, n in zip(results, sizes, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """A reduction that is decided where it is known which values differ.
+
+    Its operands are a mark of the lanes, keys (the parameters, then the loss) and as many values (the
+    gradients, then the loss).
+
+    **Attributes:**
+
+    - `reduction`: what is to be done.
+    - `axis_names`: over which axes: one axis of lanes, or those of a mesh.
+    """
+
+    reduction: Reduction
+    axis_names: tuple[AxisName, ...]
+
+    def plans(self, keys: Sequence[Axes]) -> list[Plan]:
+        axes = frozenset(self.axis_names)
+        *params, loss = keys
+        plans = [self.reduction.untyped(param, loss, axes) for param in params]
+        return [*plans, self.reduction.of_loss(loss, axes)]
+
+    def results_differ(self, operands: Sequence[Axes]) -> list[Axes]:
+        """Over which axes its results differ, given the same of its operands."""
+        keys, values = _halves(operands[1:])
+        return [x - plan.sum for x, plan in zip(values, self.plans(keys), strict=True)]
+
+    def decided(self, operands: Sequence[Axes]) -> Callable[..., list[Any]]:
+        """What it is on a mesh, given over which axes its operands differ."""
+        plans = self.plans(_halves(operands[1:])[0])
+        return lambda *operands: reduce_on_mesh(_halves(operands[1:])[1], plans, self.axis_names)
+
+    def decided_for_lanes(
+        self, keys: Sequence[bool], count: int, values: Sequence[Any], batched: Sequence[bool]
+    ) -> tuple[list[Any], list[bool]]:
+        """What it is in lanes, given which operands are batched; and which results are."""
+        over = frozenset(self.axis_names)
+        plans = self.plans([over if hit else NO_AXES for hit in keys])
+        results = [
+            plan.of_lanes(x, count, hit)
+            for plan, x, hit in zip(plans, values, batched, strict=True)
+        ]
+        return results, [hit and not plan.sum for plan, hit in zip(plans, batched, strict=True)]
+
+    def __call__(self, keys: Sequence[Any], values: Sequence[Any], lanes: bool) -> list[Any]:
+        """Write it down here.
+
+        **Arguments:**
+
+        - `keys`, `values`: its operands but for the mark.
+        - `lanes`: whether its one axis is one of lanes.
+        """
+
+        @custom_vmap
+        def reduced(*operands: Any) -> list[Any]:
+            return list(_halves(operands[1:])[1])
+
+        def rule(count: int, batched: Any, *operands: Any) -> Any:
+            keys, values = _halves(batched[1:])
+            if lanes and batched[0]:
+                return self.decided_for_lanes(keys, count, _halves(operands[1:])[1], values)
+            # Another axis than this one, further in: entry by entry.
+            return reduced(*operands), list(values)
+
+        # By this who follows the program finds it.
+        rule.pending = self  # type: ignore[attr-defined]
+        reduced.def_vmap(rule)
+
+        @jax.custom_jvp
+        def run(*operands: Any) -> list[Any]:
+            # The lane's own number is batched over it, so that these lanes are told from others.
+            mark = jax.lax.axis_index(self.axis_names[0]) if lanes else 0
+            made: list[Any] = reduced(mark, *operands)
+            return made
+
+        @run.defjvp
+        def _(primals: Any, tangents: Any) -> Any:
+            # It is linear in the values, and the keys only say where they differ.
+            keys = _halves(primals)[0]
+            return run(*primals), run(*keys, *_halves(tangents)[1])
+
+        made: list[Any] = run(*keys, *values)
+        return made
+
+
+def _halves(operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    half = len(operands) // 2
+    return operands[:half], operands[half:]

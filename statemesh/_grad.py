@@ -1,0 +1,233 @@
+"""Gradients of functions of a model, reduced across shards exactly once."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from ._base import _compat as compat
+from ._base import _errors as errors
+from ._base._axes import bound_names, meshes_and_lanes
+from ._base._compat import tree_util
+from ._base._paths import fun_name, positional_names
+from ._base._reduction import GRADIENT, Pending, Reduction, reduce_on_mesh
+from ._base._types import Axes, AxisName, Filter, Fun
+from ._model._state import origins, with_origins
+from ._trainable import Parts
+
+
+def value_and_grad(
+    fun: Fun,
+    *,
+    wrt: Filter = None,
+    axis_name: Any = None,
+    reduce: Literal["mean", "sum"] = "mean",
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """A function that evaluates a loss, the new model, and the gradient of the loss, reduced exactly once.
+
+    Inside a mapped call every shard has a loss of its own, of its rows. With `axis_name` the loss that is
+    returned, and whose gradient is taken, is the mean (or sum) of the shards' over those axes. The numbers
+    are the same with `check_vma` on and off, in lanes, and unsharded.
+
+    A parameter that is the same on all shards gets the whole gradient. One that is split over an axis, of
+    `axis_name` or not, keeps its own part of the gradient there. Over mesh axes that are not in `axis_name`
+    the loss must be the same on all shards, as where each has a part of the parameters and `jax.lax.psum`
+    has joined what they made. Lanes that are not in `axis_name` each have the gradient of their own loss.
+
+    **Arguments:**
+
+    - `fun`: `fun(model, *args, **kwargs) -> (loss, model)`, the loss a real scalar of floating dtype.
+    - `wrt`: what to differentiate: a filter of states, to which arrays outside any State are shown as well.
+        Left out: every `ParamState` and every array of floats (or complex numbers) outside any State.
+    - `axis_name`: the mesh axes or lanes, one name or several, over which the loss is taken together. Outside
+        any mapped call they mean one shard.
+    - `reduce`: `'mean'` or `'sum'` of the shards' losses. A loss that is the same on all shards over an axis,
+        because `fun` reduced it, is taken as it is by `'mean'`; `'sum'` refuses to count it again.
+    - `has_aux`: whether `fun` returns `((loss, aux), model)`.
+
+    **Returns:** a function of the same arguments that returns `((loss, model), grads)`, with `has_aux`
+    `(((loss, aux), model), grads)`. `grads` has the model's structure: in place of a state or array that was
+    differentiated its gradient, of the same shapes and dtypes, in place of everything else `None`. So
+    `equinox.apply_updates` and Optax take it; see `trainable`.
+
+    **Raises:** `StructureError` where there is nothing to differentiate, where `wrt` picks what cannot be,
+    or where `fun` does not return a scalar loss and a model; `StatemeshError` for an axis name that is not
+    bound inside a mapped call, and for a loss that differs over a mesh axis that is not in `axis_name`.
+
+    !!! example
+
+        ```python
+        >>> import equinox as eqx, jax, jax.numpy as jnp, statemesh as sm
+        >>> model = {"w": sm.ParamState(jnp.ones(3)), "steps": sm.State(0)}
+        >>> def loss_fn(model, x):
+        ...     loss = ((x @ model["w"].value) ** 2).mean()
+        ...     return loss, {**model, "steps": model["steps"].set(model["steps"].value + 1)}
+        >>> step = sm.value_and_grad(loss_fn, axis_name="data")
+        >>> (loss, model), grads = step(model, jnp.eye(3))
+        >>> grads
+        {'steps': None, 'w': ParamState(float32[3])}
+        >>> updates = jax.tree.map(lambda g: -0.1 * g, grads)
+        >>> eqx.apply_updates(model, updates)["w"].value
+        Array([0.93333334, 0.93333334, 0.93333334], dtype=float32)
+
+        ```
+
+    Where types say what varies (`shard_map` with `check_vma`), the parameters are made varying over
+    `axis_name` while `fun` runs, so that JAX does not sum their gradient by itself. A state that `fun` writes
+    from parameters alone varies then too, and needs `reduce='mean'`.
+    """
+    if reduce not in ("mean", "sum"):
+        raise errors.unknown_reduction(reduce)
+    name = fun_name(fun)
+
+    def value_and_grads(model: Any, /, *args: Any, **kwargs: Any) -> Any:
+        scope = _Scope(axis_name, reduce == "mean")
+        parts = Parts(model, wrt, positional_names(fun, 1)[0])
+        # What comes back as it went in is left out of the results, of which JAX would make other arrays.
+        given = {id(x): x for x in tree_util.tree_leaves((model, args, kwargs))}
+        results: list[tuple[list[Any], Any, list[object], list[int]]] = []
+
+        def local(params: list[Any]) -> Any:
+            loss, rest = _taken_apart(fun(parts.model(params), *args, **kwargs), has_aux, name)
+            leaves, structure = tree_util.tree_flatten(rest)
+            same = given | {id(x): old for x, old in zip(params, parts.params, strict=True)}
+            leaves = [same.get(id(x), x) for x in leaves]
+            new = [
+                i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and id(x) not in given
+            ]
+            results[:] = [(leaves, structure, origins(rest), new)]
+            return loss, [leaves[i] for i in new]
+
+        with _mesh_of(parts.params):
+            differentiated = jax.value_and_grad(local, has_aux=True)
+            (loss, made), grads = differentiated(scope.cast(parts.params))
+            loss, grads = scope.reduced(name, loss, parts, grads)
+        leaves, structure, marks, new = results[-1]
+        for i, x in zip(new, made, strict=True):
+            leaves[i] = x
+        aux, model = with_origins(structure.unflatten(leaves), marks)
+        return ((loss, aux) if has_aux else loss, model), parts.tree(grads)
+
+    value_and_grads.__name__ = value_and_grads.__qualname__ = f"value_and_grad_of_{name}"
+    return value_and_grads
+
+
+def grad(
+    fun: Fun,
+    *,
+    wrt: Filter = None,
+    axis_name: Any = None,
+    reduce: Literal["mean", "sum"] = "mean",
+    has_aux: bool = False,
+) -> Callable[..., Any]:
+    """As `value_and_grad`, without the loss.
+
+    **Arguments:** those of `value_and_grad`.
+
+    **Returns:** a function of the arguments of `fun` that returns `(grads, model)`, with `has_aux`
+    `((grads, aux), model)`.
+
+    !!! example
+
+        ```python
+        >>> import jax.numpy as jnp, statemesh as sm
+        >>> def loss_fn(w, x):
+        ...     return ((x * w) ** 2).mean(), w
+        >>> grads, _ = sm.grad(loss_fn)(jnp.ones(2), jnp.arange(2.0))
+        >>> grads
+        Array([0., 1.], dtype=float32)
+
+        ```
+    """
+    both = value_and_grad(fun, wrt=wrt, axis_name=axis_name, reduce=reduce, has_aux=has_aux)
+
+    def grads_of(model: Any, /, *args: Any, **kwargs: Any) -> Any:
+        (value, model), grads = both(model, *args, **kwargs)
+        return (grads, value[1]) if has_aux else grads, model
+
+    grads_of.__name__ = grads_of.__qualname__ = f"grad_of_{fun_name(fun)}"
+    return grads_of
+
+
+def _taken_apart(returned: Any, has_aux: bool, name: str) -> tuple[Any, tuple[Any, Any]]:
+    """The loss, and auxiliary values (`None` if there are none) with the model."""
+    if not _is_pair(returned) or (has_aux and not _is_pair(returned[0])):
+        raise errors.not_loss_and_model(name, returned, has_aux)
+    value, model = returned
+    loss, aux = value if has_aux else (value, None)
+    if not isinstance(loss, jax.Array | np.ndarray | np.generic | float):
+        raise errors.not_a_loss(name, loss)
+    loss = jnp.asarray(loss)
+    if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+        raise errors.not_a_loss(name, loss)
+    return loss, (aux, model)
+
+
+def _is_pair(x: Any) -> bool:
+    return isinstance(x, tuple) and len(x) == 2
+
+
+class _Scope:
+    """The axes that are mapped over here, by who knows over which of them a value differs."""
+
+    def __init__(self, axis_name: Any, mean: bool) -> None:
+        self.reduction = Reduction(frozenset(bound_names("value_and_grad", axis_name)), mean)
+        meshes, self.lanes = meshes_and_lanes(compat.bound_axis_names())
+        checked = compat.inside_checked_shard_map()
+        nothing: tuple[AxisName, ...] = ()
+        self.typed = meshes if checked else nothing
+        self.untyped = nothing if checked else meshes
+        if self.untyped and not compat.is_followed():
+            raise errors.gradient_unfollowed(self.untyped)
+
+    def cast(self, params: Sequence[Any]) -> list[Any]:
+        """Parameters of which JAX gives each shard its own gradient."""
+        over = [name for name in self.typed if name in self.reduction.named]
+        return [compat.vary(x, over) for x in params] if over else list(params)
+
+    def reduced(
+        self, name: str, loss: Any, parts: Parts, grads: Sequence[Any]
+    ) -> tuple[Any, list[Any]]:
+        """The loss and its gradients, reduced over all axes."""
+        values = [*grads, loss]
+        keys = [*parts.params, loss]
+        for axes, lanes in [*(((lane,), True) for lane in self.lanes), (self.untyped, False)]:
+            if axes:
+                values = Pending(self.reduction, axes)(keys, values, lanes)
+        if self.typed:
+            values = self._typed(name, loss, parts, values)
+        *grads, loss = values
+        return loss, list(grads)
+
+    def _typed(self, name: str, loss: Any, parts: Parts, values: Sequence[Any]) -> list[Any]:
+        axes = frozenset(self.typed)
+        own = [compat.varying(x) for x in parts.params]
+        over = compat.varying(loss)
+        if apart := (over & axes) - self.reduction.named:
+            shared = [p for p, axes in zip(parts.paths, own, strict=True) if apart - axes]
+            if shared:
+                raise errors.loss_differs(name, _in_order(apart, self.typed), shared)
+        plans = [self.reduction.typed(param, over, axes) for param in own]
+        values = reduce_on_mesh(values, [*plans, self.reduction.of_loss(over, axes)], self.typed)
+        *grads, loss = values
+        # By its name a gradient that is reduced a second time is found in the traced program.
+        names = [GRADIENT + path for path in parts.paths]
+        return [*map(checkpoint_name, grads, names), loss]
+
+
+def _in_order(axes: Axes, names: Sequence[AxisName]) -> tuple[AxisName, ...]:
+    return tuple(name for name in names if name in axes)
+
+
+def _mesh_of(params: Sequence[Any]) -> Any:
+    """The mesh by whose Explicit axes parameters are typed, where no mesh is set: JAX cannot make their
+    gradients outside of it."""
+    if compat.current_trace(()) is not compat.TOP_LEVEL or compat.context_mesh() is not None:
+        return nullcontext()
+    meshes = [x.sharding.mesh for x in params if compat.is_explicitly_typed(x)]
+    return compat.in_mesh(meshes[0], traced=False) if meshes else nullcontext()

@@ -1,0 +1,109 @@
+"""Which leaves of a model are differentiated, and trees of what belongs to them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._base import _errors as errors
+from ._base._compat import tree_util
+from ._base._paths import path_str
+from ._base._types import Filter, is_state
+from ._model._filters import to_predicate
+from ._model._kinds import ParamState
+from ._model._state import origins, with_origins
+
+
+def trainable(model: Any, wrt: Filter = None) -> Any:
+    """The part of a model that `value_and_grad` differentiates, in the structure of its `grads`.
+
+    It is what an optimizer is initialised with. Its states keep their kinds and specs, and so do those in
+    the optimizer's slots: they lie where the parameters lie.
+
+    **Arguments:**
+
+    - `model`: any pytree.
+    - `wrt`: as for `value_and_grad`.
+
+    **Returns:** the model with `None` in place of everything else.
+
+    **Raises:** `StructureError` where there is nothing to differentiate, or where `wrt` picks what cannot be.
+
+    !!! example
+
+        ```python
+        >>> import jax.numpy as jnp, statemesh as sm
+        >>> sm.trainable({"w": sm.ParamState(jnp.ones(3)), "steps": sm.State(0)})
+        {'steps': None, 'w': ParamState(float32[3])}
+
+        ```
+    """
+    parts = Parts(model, wrt, "model")
+    return parts.tree(parts.params)
+
+
+class Parts:
+    """A model's leaves, and which of them are differentiated."""
+
+    def __init__(self, model: Any, wrt: Filter, root: str) -> None:
+        self.leaves, self.treedef = tree_util.tree_flatten(model)
+        self.marks = origins(model)
+        units, self.unit_def = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
+        hit = _is_trained if wrt is None else to_predicate(wrt, model)
+        # Of each unit, a State or an array outside any, its own structure and the leaves to differentiate.
+        self.units: list[tuple[Any, list[int | None]]] = []
+        self.paths: list[str] = []
+        impossible: list[tuple[str, Any]] = []
+        start = 0
+        for path, unit in units:
+            own, treedef = tree_util.tree_flatten(unit)
+            chosen: list[int | None] = [None] * len(own)
+            if (is_state(unit) or _is_array(unit)) and hit(path, unit):
+                chosen = [start + k if _is_inexact(x) else None for k, x in enumerate(own)]
+                if wrt is not None and not any(k is not None for k in chosen):
+                    impossible.append((path_str(path, root), unit))
+            self.units.append((treedef, chosen))
+            self.paths += [path_str(path, root) for k in chosen if k is not None]
+            start += len(own)
+        if impossible:
+            raise errors.cannot_differentiate(impossible)
+        self.positions = [k for _, chosen in self.units for k in chosen if k is not None]
+        if not self.positions:
+            shown = [(path_str(path, root), unit) for path, unit in units if _is_shown(unit)]
+            raise errors.nothing_to_differentiate(wrt, shown)
+        self.params = [self.leaves[k] for k in self.positions]
+
+    def model(self, params: Sequence[Any]) -> Any:
+        """The model with other arrays in place of those that are differentiated."""
+        leaves = list(self.leaves)
+        for k, x in zip(self.positions, params, strict=True):
+            leaves[k] = x
+        return with_origins(self.treedef.unflatten(leaves), self.marks)
+
+    def tree(self, values: Sequence[Any]) -> Any:
+        """These in place of what is differentiated, `None` elsewhere."""
+        left = iter(values)
+        units = []
+        for treedef, chosen in self.units:
+            here = [None if k is None else next(left) for k in chosen]
+            some = any(k is not None for k in chosen)
+            units.append(treedef.unflatten(here) if some else None)
+        return self.unit_def.unflatten(units)
+
+
+def _is_trained(path: Any, unit: Any) -> bool:
+    return isinstance(unit, ParamState) or (_is_array(unit) and _is_inexact(unit))
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray)
+
+
+def _is_inexact(x: Any) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _is_shown(unit: Any) -> bool:
+    return is_state(unit) or _is_array(unit)
