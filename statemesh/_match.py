@@ -1,7 +1,7 @@
 """Which entering state each returned state was made from."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from ._base import _errors as errors
@@ -45,19 +45,22 @@ def match(
     """
     by_mark = {id(one.mark): i for i, one in enumerate(entered)}
     by_arrays = {_arrays(one.seen): i for i, one in enumerate(entered) if values(one.seen)}
+    forms: list[Hashable] = [_form(one.seen) for one in entered]
     found: list[int | None] = []
     for _, state in returned:
         i = by_mark.get(id(origin(state)))
         if i is None and (same := by_arrays.get(_arrays(state))) is not None:
-            i = same if _fits(state, entered[same].seen) else None
+            i = same if _form(state) == forms[same] else None
         found.append(i)
     # For the others, how far their paths agree with those of the states that they may continue.
+    alike: dict[Hashable, list[int]] = {}
+    for i, form in enumerate(forms):
+        alike.setdefault(form, []).append(i)
+    # Steps as numbers, the last one first: of a large model very many pairs are compared.
+    numbers: dict[Any, int] = {}
+    ends = [_numbered(one.keys, numbers) for one in entered]
     scores = {
-        k: {
-            i: _common_end(keys, one.keys)
-            for i, one in enumerate(entered)
-            if _fits(state, one.seen)
-        }
+        k: _scores(_numbered(keys, numbers), alike.get(_form(state), ()), ends)
         for k, (keys, state) in enumerate(returned)
         if found[k] is None
     }
@@ -101,23 +104,29 @@ def _differ(a: Entered, b: Entered) -> bool:
     return a.old.reduce is not None or a.placements != b.placements
 
 
-def _fits(state: State, seen: State) -> bool:
-    if type(state) is not type(seen) or state._meta != seen._meta:
-        return False
-    if tree_util.tree_structure(state.value) != tree_util.tree_structure(seen.value):
-        return False
-    pairs = zip(values(state), values(seen), strict=True)
-    return all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
+def _form(state: State) -> Hashable:
+    """What a state must have in common with one that it continues."""
+    shapes = tuple((x.shape, x.dtype) for x in values(state))
+    return type(state), state._meta, tree_util.tree_structure(state.value), shapes
 
 
-def _common_end(a: KeyPath, entered: KeyPath) -> int:
-    """How many last steps of two paths agree; one more where that is all of the entering path."""
-    count = 0
-    for x, y in zip(reversed(a), reversed(entered), strict=False):
-        if x != y:
-            break
-        count += 1
-    return 2 * count + (count == len(entered))
+def _numbered(keys: KeyPath, numbers: dict[Any, int]) -> tuple[int, ...]:
+    return tuple(numbers.setdefault(key, len(numbers)) for key in reversed(keys))
+
+
+def _scores(
+    path: tuple[int, ...], candidates: Sequence[int], ends: Sequence[tuple[int, ...]]
+) -> dict[int, int]:
+    """How many last steps agree with each candidate's path, twice; one more where these are all it has."""
+    scores = {}
+    for i in candidates:
+        end, count = ends[i], 0
+        for x, y in zip(path, end, strict=False):
+            if x != y:
+                break
+            count += 1
+        scores[i] = 2 * count + (count == len(end))
+    return scores
 
 
 def values(state: State) -> list[Any]:

@@ -1074,7 +1074,9 @@ def not_floating(layer: str, x: Any) -> TypeError:
 
 
 def no_such_array_axis(layer: str, argument: str, axis: int, x: Any) -> StatemeshError:
-    return StatemeshError(f"{layer}: {argument}={axis}, but x is {describe(x)} and has no such axis.")
+    return StatemeshError(
+        f"{layer}: {argument}={axis}, but x is {describe(x)} and has no such axis."
+    )
 
 
 def wrong_channels(layer: str, x: Any, axis: int, size: int) -> StatemeshError:

@@ -31,12 +31,8 @@ class Plan:
 
     def of_lanes(self, x: Any, count: int, batched: bool) -> Any:
         """The same for all lanes of one `vmap` at once, their axis the first of `x` if it is `batched`."""
-        if self.sum and batched:
-            x = jnp.sum(x, 0, dtype=x.dtype)
-        elif self.sum and self.divide:
-            return x
-        elif self.sum:
-            x = x * count
+        if self.sum:
+            x = jnp.sum(x, 0, dtype=x.dtype) if batched else x * count
         return x / count if self.divide else x
 
 
@@ -71,12 +67,13 @@ class Reduction:
         over = self.named & axes
         return Plan(over - param, over & loss if self.mean else NO_AXES)
 
-    def untyped(self, param: Axes, loss: Axes, axes: Axes) -> Plan:
+    def untyped(self, param: Axes, loss: Axes, gradient: Axes, axes: Axes) -> Plan:
         """What is done to the gradient where JAX takes that of the sum of all instances' losses.
 
-        A loss that is the same on all `n` of them is in that sum `n` times.
+        A loss that is the same on all `n` of them is in that sum `n` times. Where the gradient is the same
+        too, the mean of all changes nothing.
         """
-        same = axes - loss
+        same = (axes - loss) & (param | gradient)
         over = self.named & axes & loss
         return Plan((over | same) - param, same | (over if self.mean else NO_AXES))
 
@@ -111,33 +108,35 @@ class Pending:
     reduction: Reduction
     axis_names: tuple[AxisName, ...]
 
-    def plans(self, keys: Sequence[Axes]) -> list[Plan]:
+    def plans(self, operands: Sequence[Axes]) -> list[Plan]:
+        """What is done to each value, given over which axes the operands differ."""
         axes = frozenset(self.axis_names)
-        *params, loss = keys
-        plans = [self.reduction.untyped(param, loss, axes) for param in params]
+        (*params, loss), (*grads, _) = _halves(operands[1:])
+        plans = [
+            self.reduction.untyped(param, loss, gradient, axes)
+            for param, gradient in zip(params, grads, strict=True)
+        ]
         return [*plans, self.reduction.of_loss(loss, axes)]
 
     def results_differ(self, operands: Sequence[Axes]) -> list[Axes]:
         """Over which axes its results differ, given the same of its operands."""
-        keys, values = _halves(operands[1:])
-        return [x - plan.sum for x, plan in zip(values, self.plans(keys), strict=True)]
+        values = _halves(operands[1:])[1]
+        return [x - plan.sum for x, plan in zip(values, self.plans(operands), strict=True)]
 
     def decided(self, operands: Sequence[Axes]) -> Callable[..., list[Any]]:
         """What it is on a mesh, given over which axes its operands differ."""
-        plans = self.plans(_halves(operands[1:])[0])
+        plans = self.plans(operands)
         return lambda *operands: reduce_on_mesh(_halves(operands[1:])[1], plans, self.axis_names)
 
     def decided_for_lanes(
-        self, keys: Sequence[bool], count: int, values: Sequence[Any], batched: Sequence[bool]
+        self, batched: Sequence[bool], count: int, values: Sequence[Any]
     ) -> tuple[list[Any], list[bool]]:
-        """What it is in lanes, given which operands are batched; and which results are."""
+        """What it makes of the values in lanes, given which operands are batched; and which results are."""
         over = frozenset(self.axis_names)
-        plans = self.plans([over if hit else NO_AXES for hit in keys])
-        results = [
-            plan.of_lanes(x, count, hit)
-            for plan, x, hit in zip(plans, values, batched, strict=True)
-        ]
-        return results, [hit and not plan.sum for plan, hit in zip(plans, batched, strict=True)]
+        plans = self.plans([over if hit else NO_AXES for hit in batched])
+        triples = list(zip(plans, values, _halves(batched[1:])[1], strict=True))
+        results = [plan.of_lanes(x, count, hit) for plan, x, hit in triples]
+        return results, [hit and not plan.sum for plan, _, hit in triples]
 
     def __call__(self, keys: Sequence[Any], values: Sequence[Any], lanes: bool) -> list[Any]:
         """Write it down here.
@@ -153,11 +152,10 @@ class Pending:
             return list(_halves(operands[1:])[1])
 
         def rule(count: int, batched: Any, *operands: Any) -> Any:
-            keys, values = _halves(batched[1:])
             if lanes and batched[0]:
-                return self.decided_for_lanes(keys, count, _halves(operands[1:])[1], values)
+                return self.decided_for_lanes(batched, count, _halves(operands[1:])[1])
             # Another axis than this one, further in: entry by entry.
-            return reduced(*operands), list(values)
+            return reduced(*operands), list(_halves(batched[1:])[1])
 
         # By this who follows the program finds it.
         rule.pending = self  # type: ignore[attr-defined]

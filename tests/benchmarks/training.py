@@ -1,0 +1,138 @@
+"""What a data-parallel training step costs beside the same step written by hand.
+
+    python tests/benchmarks/training.py [--devices 8 1] [--layers 1 10 100] [--rounds 1]
+
+A perceptron of equally wide layers, trained by gradient descent. The two steps are called in turn in one
+run, each result waited for before the next call, with the order changing every time, and medians are
+compared. Printed are the time of a call on the wall, that of the first call (trace and compile), and how
+many all-reduces the compiled programs have.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+
+
+WIDTH, ROWS, RATE = 16, 64, 0.01
+
+
+class Layer(sm.Module):
+    weight: sm.ParamState
+    bias: sm.ParamState
+
+
+class Perceptron(sm.Module):
+    layers: list[Layer]
+
+
+def forward(weights: Sequence[tuple[jax.Array, jax.Array]], x: jax.Array) -> jax.Array:
+    for weight, bias in weights:
+        x = jnp.tanh(x @ weight + bias)
+    return x
+
+
+def step_by_hand(params: Any, x: jax.Array, y: jax.Array) -> Any:
+    own = jax.lax.pcast(params, "data", to="varying")
+    loss, grads = jax.value_and_grad(lambda p: ((forward(p, x) - y) ** 2).mean())(own)
+    loss, grads = jax.lax.pmean((loss, grads), "data")
+    return loss, jax.tree.map(lambda p, g: p + -RATE * g, params, grads)
+
+
+def loss_fn(model: Perceptron, x: jax.Array, y: jax.Array) -> Any:
+    weights = [(layer.weight.value, layer.bias.value) for layer in model.layers]
+    return ((forward(weights, x) - y) ** 2).mean(), model
+
+
+def step(model: Perceptron, x: jax.Array, y: jax.Array) -> Any:
+    (loss, model), grads = sm.value_and_grad(loss_fn, axis_name="data")(model, x, y)
+    return loss, eqx.apply_updates(model, jax.tree.map(lambda g: -RATE * g, grads))
+
+
+def programs(mesh: Mesh, count: int) -> tuple[Any, Any, tuple[Any, ...], tuple[Any, ...]]:
+    """The step by hand and ours, with their arguments."""
+    split = P("data")
+    hand = jax.jit(
+        jax.shard_map(step_by_hand, mesh=mesh, in_specs=(P(), split, split), out_specs=P())
+    )
+    mine = sm.shard_map(step, mesh, (None, split, split), P())
+    numbers = np.random.default_rng(0)
+    params = [
+        (numbers.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 4, np.zeros(WIDTH, np.float32))
+        for _ in range(count)
+    ]
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    x, y = jax.device_put(
+        numbers.normal(size=(2, ROWS, WIDTH)).astype(np.float32),
+        NamedSharding(mesh, P(None, "data")),
+    )
+    model = Perceptron([Layer(*map(sm.ParamState, pair)) for pair in params])
+    return hand, mine, (params, x, y), mine.place(model, x, y)
+
+
+def timed(call: Callable[..., Any], args: tuple[Any, ...]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    loss, after = call(*args)
+    jax.block_until_ready(loss)
+    return time.perf_counter() - start, (after, *args[1:])
+
+
+def measure(mesh: Mesh, count: int) -> None:
+    firsts: tuple[list[float], ...] = ([], [])
+    reduces: list[int] = []
+    for i in range(3):
+        hand, mine, *args = programs(mesh, count)
+        for k in (0, 1) if i % 2 else (1, 0):
+            firsts[k].append(timed((hand, mine)[k], args[k])[0])
+    for k, call in enumerate((hand, mine)):
+        text = call.lower(*args[k]).compile().as_text() or ""
+        reduces.append(text.count(" all-reduce("))
+    times: tuple[list[float], ...] = ([], [])
+    for i in range(max(60, 3000 // (count + 10))):
+        for k in (0, 1) if i % 2 else (1, 0):
+            seconds, args[k] = timed((hand, mine)[k], args[k])
+            times[k].append(seconds)
+    wall = [statistics.median(column[5:]) * 1e6 for column in times]
+    first = [statistics.median(column) for column in firsts]
+    print(
+        f"| {mesh.size} | {count} | {wall[0]:.0f} | {wall[1]:.0f} | {wall[1] / wall[0]:.3f} "
+        f"| {first[0]:.2f} | {first[1]:.2f} | {first[1] / first[0]:.2f} | {reduces[0]} | {reduces[1]} |",
+        flush=True,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--devices", type=int, nargs="+", default=[8, 1])
+    parser.add_argument("--layers", type=int, nargs="+", default=[1, 10, 100])
+    parser.add_argument("--rounds", type=int, default=1)
+    options = parser.parse_args(argv)
+    print(
+        f"JAX {jax.__version__}, {os.cpu_count()} cores; medians, microseconds (first: seconds)\n"
+    )
+    print("| devices | layers | hand | ours | ratio | first hand | ours | ratio ", end="")
+    print("| all-reduces hand | ours |")
+    print("| " + "--- | " * 10)
+    for _ in range(options.rounds):
+        for devices in options.devices:
+            mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+            for count in options.layers:
+                measure(mesh, count)
+
+
+if __name__ == "__main__":
+    main()

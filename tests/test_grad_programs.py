@@ -1,0 +1,98 @@
+"""The programs that training steps compile to are those that one would write by hand."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from tests.helpers import make_mesh, without_names
+
+
+RATE = 0.01
+LANES = 8
+
+
+def forward(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+    for weight in weights:
+        x = jnp.tanh(x @ weight)
+    return (x**2).mean()
+
+
+def loss_fn(model: list[sm.ParamState], x: jax.Array) -> Any:
+    return forward([w.value for w in model], x), model
+
+
+def step(model: list[sm.ParamState], x: jax.Array) -> Any:
+    (loss, model), grads = sm.value_and_grad(loss_fn, axis_name="x")(model, x)
+    return loss, eqx.apply_updates(model, jax.tree.map(lambda g: -RATE * g, grads))
+
+
+def by_hand(weights: list[jax.Array], x: jax.Array) -> Any:
+    loss, grads = jax.value_and_grad(forward)(weights, x)
+    loss, grads = jax.lax.pmean((loss, grads), "x")
+    return loss, jax.tree.map(lambda w, g: w + -RATE * g, weights, grads)
+
+
+def by_hand_checked(weights: list[jax.Array], x: jax.Array) -> Any:
+    own = jax.lax.pcast(weights, "x", to="varying")
+    loss, grads = jax.value_and_grad(forward)(own, x)
+    loss, grads = jax.lax.pmean((loss, grads), "x")
+    return loss, jax.tree.map(lambda w, g: w + -RATE * g, weights, grads)
+
+
+def arguments(count: int) -> tuple[list[jax.Array], list[sm.ParamState], jax.Array]:
+    weights = [jnp.full((4, 4), 0.1 * (k + 1)) for k in range(count)]
+    return weights, list(map(sm.ParamState, weights)), jnp.ones((LANES, 4))
+
+
+def compiled(lowered: Any) -> str:
+    text: str = lowered.compile().as_text()
+    return text
+
+
+@pytest.mark.parametrize("count", [1, 12])
+@pytest.mark.parametrize("check", [True, False])
+def test_sharded_step_is_the_hand_written_one(count: int, check: bool) -> None:
+    weights, model, x = arguments(count)
+    mesh, hand = make_mesh(), by_hand_checked if check else by_hand
+    specs = (P(), P("x"))
+    theirs = jax.jit(jax.shard_map(hand, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check))
+    mine = sm.shard_map(step, mesh, (None, P("x")), P(), check_vma=check)
+    ours = compiled(mine.lower(model, x))
+    assert without_names(ours) == without_names(compiled(theirs.lower(weights, x)))
+    # The loss and all gradients together.
+    assert ours.count(" all-reduce(") == 1
+
+
+def test_step_in_lanes_is_the_hand_written_one() -> None:
+    weights, model, x = arguments(3)
+    theirs = jax.jit(jax.vmap(by_hand, in_axes=(None, 0), out_axes=None, axis_name="x"))
+    mine = sm.vmap2(step, in_axes=(None, 0), out_axes=None, axis_name="x")
+    ours, hand = mine.lower(model, x[:, None]), theirs.lower(weights, x[:, None])
+    assert without_names(compiled(ours)) == without_names(compiled(hand))
+
+
+def test_step_on_devices_is_the_hand_written_one() -> None:
+    weights, model, x = arguments(3)
+    specs = (P(), P("x"))
+    theirs = jax.jit(
+        jax.shard_map(by_hand, mesh=make_mesh(), in_specs=specs, out_specs=P(), check_vma=False)
+    )
+    mine = sm.pmap2(step, in_axes=(None, 0), out_axes=None, axis_name="x")
+    ours, hand = mine.lower(model, x[:, None]), theirs.lower(weights, x)
+    assert compiled(ours).count(" all-reduce(") == compiled(hand).count(" all-reduce(") == 1
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_axes_over_which_nothing_differs_cost_nothing(check: bool) -> None:
+    # Over "y" every shard has the same rows and the same parameters.
+    weights, model, x = arguments(2)
+    hand, mesh, specs = by_hand_checked if check else by_hand, make_mesh("4x2"), (P(), P("x"))
+    theirs = jax.jit(jax.shard_map(hand, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check))
+    mine = sm.shard_map(step, mesh, (None, P("x")), P(), check_vma=check)
+    ours, others = compiled(mine.lower(model, x)), compiled(theirs.lower(weights, x))
+    assert without_names(ours) == without_names(others)
