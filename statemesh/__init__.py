@@ -2,6 +2,7 @@
 
 from . import filters as filters
 from . import legacy as legacy
+from . import nn as nn
 from ._base._errors import BatchAxisError as BatchAxisError
 from ._base._errors import DivergedStateError as DivergedStateError
 from ._base._errors import SpecError as SpecError

@@ -27,6 +27,7 @@ LAYERS = [
     "_grad",
     "_new_states",
     "_map",
+    "nn",
 ]
 DOORS = {"__init__", "filters", "legacy"}
 

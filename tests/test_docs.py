@@ -161,7 +161,8 @@ def test_api_page_has_every_public_name() -> None:
         r"^::: statemesh\.(\S+)$", (ROOT / "docs" / "pages" / "api.md").read_text(), re.M
     )
     filters = [f"filters.{name}" for name in public(sm.filters)]
-    assert sorted(shown) == sorted([*public(sm), *filters, "legacy.shard_map"])
+    layers = [f"nn.{name}" for name in public(sm.nn)]
+    assert sorted(shown) == sorted([*public(sm), *filters, *layers, "legacy.shard_map"])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -44,7 +44,7 @@ def test_digits_sharded_and_unsharded_agree(tmp_path: Path, options: tuple[str, 
     assert sharded == unsharded
     assert all(rate > 0 for rate in _numbers(done.stdout, "steps per second"))
     assert "dropout masks: bit-identical, sharded and unsharded" in done.stdout
-    assert _numbers(done.stdout, "RNG key") == [0.0]
+    assert _numbers(done.stdout, "RNG keys") == [0.0]
     for label in ("parameters", "running statistics", "optimizer slots", "loss of each step"):
         (apart,) = _numbers(done.stdout, label)
         # In float32 the example prints what it finds; only NaN would be wrong.

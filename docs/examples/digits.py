@@ -20,6 +20,7 @@ os.environ["XLA_FLAGS"] = (
     f"--xla_force_host_platform_device_count=8 {os.environ.get('XLA_FLAGS', '')}"
 )
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import matplotlib
@@ -36,34 +37,6 @@ import statemesh as sm
 
 
 BATCH, HELD_OUT, WIDTHS = 96, 360, (64, 256, 128)
-KEEP = 0.8  # the share of activations that dropout lets through
-MEMORY = 0.95  # what the running statistics keep of their past at each step
-
-
-def pool(moments: dict[str, Any], axis_names: Any) -> dict[str, Any]:
-    """Count, mean and sum of squared deviations (M2) of all shards' rows together."""
-    count = jax.lax.psum(moments["count"], axis_names)
-    mean = jax.lax.psum(moments["count"] * moments["mean"], axis_names) / count
-    apart = moments["count"] * (moments["mean"] - mean) ** 2
-    return {"count": count, "mean": mean, "m2": jax.lax.psum(moments["m2"] + apart, axis_names)}
-
-
-def add_batch(old: Any, new: Any, axis_names: tuple[Any, ...]) -> dict[str, Any]:
-    """The running statistics' write policy: each shard writes the moments of its own rows, and what
-    leaves is those of all shards, joined to a fading past.
-
-    Counts weigh throughout: a mean of the shards' variances would miss how far their means differ.
-    """
-    batch, kept = pool(new, axis_names), MEMORY * old["count"]
-    count, apart = kept + batch["count"], batch["mean"] - old["mean"]
-    m2 = MEMORY * old["m2"] + batch["m2"] + apart**2 * kept * batch["count"] / count
-    return {"count": count, "mean": old["mean"] + apart * batch["count"] / count, "m2": m2}
-
-
-def dropout_mask(rng: sm.RandomState, shape: tuple[int, ...]) -> tuple[jax.Array, sm.RandomState]:
-    # One key for each row of the global batch: the same mask on any number of devices.
-    keys, rng = rng.rows(shape[0], "data")
-    return jax.vmap(lambda key: jax.random.bernoulli(key, KEEP, shape[1:]))(keys), rng
 
 
 class Block(sm.Module):
@@ -71,33 +44,22 @@ class Block(sm.Module):
 
     # No bias before the normalisation: it would cancel, and its gradient be nothing but rounding.
     weight: sm.ParamState
-    scale: sm.ParamState
-    shift: sm.ParamState
-    running: sm.BatchState
+    norm: sm.nn.BatchNorm
+    dropout: sm.nn.Dropout
 
     def __init__(self, key: jax.Array, n_in: int, n_out: int) -> None:
-        self.weight = sm.ParamState(jax.random.normal(key, (n_in, n_out)) * (2 / n_in) ** 0.5)
-        self.scale = sm.ParamState(jnp.ones(n_out))
-        self.shift = sm.ParamState(jnp.zeros(n_out))
-        moments = {"count": 0.0, "mean": jnp.zeros(n_out), "m2": jnp.zeros(n_out)}
-        self.running = sm.BatchState(moments, reduce=add_batch)
+        ours, theirs = jax.random.split(key)
+        self.weight = sm.ParamState(jax.random.normal(ours, (n_in, n_out)) * (2 / n_in) ** 0.5)
+        # By the global batch, not by this shard's rows; one mask for each global row: so sharding
+        # changes nothing.
+        self.norm = sm.nn.BatchNorm(n_out, axis_name="data", momentum=0.95)
+        self.dropout = sm.nn.Dropout(0.2, theirs, axis_name="data")
 
-    def train(self, x: jax.Array, rng: sm.RandomState) -> tuple[jax.Array, "Block", sm.RandomState]:
-        x = x @ self.weight.value
-        mean = x.mean(axis=0)
-        own = {"count": float(len(x)), "mean": mean, "m2": ((x - mean) ** 2).sum(axis=0)}
-        # Normalised by the global batch, not by this shard's rows: so sharding changes nothing.
-        y = self.normalised(x, pool(own, "data"))
-        mask, rng = dropout_mask(rng, y.shape)
-        return jnp.where(mask, y / KEEP, 0), self.replace(running=own), rng
-
-    def predict(self, x: jax.Array) -> jax.Array:
-        return self.normalised(x @ self.weight.value, self.running.value)
-
-    def normalised(self, x: jax.Array, moments: dict[str, Any]) -> jax.Array:
-        x = (x - moments["mean"]) / jnp.sqrt(moments["m2"] / moments["count"] + 1e-5)
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, "Block"]:
+        x, norm = self.norm(x @ self.weight.value)
         # Smooth: where ReLU has its kink, rounding decides which way a gradient goes.
-        return jax.nn.silu(self.scale.value * x + self.shift.value)
+        x, dropout = self.dropout(jax.nn.silu(x))
+        return x, self.replace(norm=norm, dropout=dropout)
 
 
 class Classifier(sm.Module):
@@ -106,79 +68,60 @@ class Classifier(sm.Module):
     blocks: tuple[Block, ...]
     weight: sm.ParamState
     bias: sm.ParamState
-    rng: sm.RandomState
 
     def __init__(self, key: jax.Array) -> None:
-        stream, last, *keys = jax.random.split(key, len(WIDTHS) + 1)
+        last, *keys = jax.random.split(key, len(WIDTHS))
         self.blocks = tuple(map(Block, keys, WIDTHS[:-1], WIDTHS[1:]))
         self.weight = sm.ParamState(jax.random.normal(last, (WIDTHS[-1], 10)) * WIDTHS[-1] ** -0.5)
         self.bias = sm.ParamState(jnp.zeros(10))
-        self.rng = sm.RandomState(stream)
 
-    def train(self, x: jax.Array) -> tuple[jax.Array, "Classifier"]:
-        blocks, rng = [], self.rng
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, "Classifier"]:
+        blocks = []
         for block in self.blocks:
-            x, block, rng = block.train(x, rng)
+            x, block = block(x)
             blocks.append(block)
-        return x @ self.weight.value + self.bias.value, self.replace(blocks=tuple(blocks), rng=rng)
-
-    def predict(self, x: jax.Array) -> jax.Array:
-        for block in self.blocks:
-            x = block.predict(x)
-        logits: jax.Array = x @ self.weight.value + self.bias.value
-        return logits
+        return x @ self.weight.value + self.bias.value, self.replace(blocks=tuple(blocks))
 
 
 class Training(sm.Module):
     """All that a step changes, and the optimizer, which is static."""
 
     model: Classifier
-    slots: sm.LongTermState
+    slots: optax.OptState
     row_loss: sm.HiddenState
     optimizer: optax.GradientTransformation
 
     def __init__(self, key: jax.Array, steps: int) -> None:
         self.model = Classifier(key)
         self.optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, steps))
-        params, _ = sm.partition(self.model, sm.ParamState)
-        self.slots = sm.LongTermState(self.optimizer.init(jax.tree.leaves(params)))
+        self.slots = self.optimizer.init(sm.trainable(self.model))
         # The loss of each row of the latest batch lies where the row lies.
         self.row_loss = sm.HiddenState(jnp.zeros(BATCH), spec=P("data"))
 
 
-def loss_fn(params: Any, rest: Any, images: jax.Array, digits: jax.Array) -> tuple[jax.Array, Any]:
-    model: Classifier = sm.combine(params, rest)
-    logits, model = model.train(images)
-    losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(logits, digits)
-    return losses.mean(), (model, losses)
+def loss_fn(model: Classifier, images: jax.Array, digits: jax.Array) -> Any:
+    logits, model = model(images)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, digits)
+    return (losses.mean(), losses), model
 
 
 def step(training: Training, images: jax.Array, digits: jax.Array) -> tuple[jax.Array, Training]:
-    params, rest = sm.partition(training.model, sm.ParamState)
-    # Made varying, the parameters get this shard's own gradient, so that it is reduced once, here.
-    own = jax.lax.pcast(params, "data", to="varying")
-    grads, (model, losses) = jax.grad(loss_fn, has_aux=True)(own, rest, images, digits)
-    grads = jax.tree.leaves(jax.lax.pmean(grads, "data"))
-
-    leaves, treedef = jax.tree.flatten(params)
-    updates, slots = training.optimizer.update(grads, training.slots.value, leaves)
-    params = jax.tree.unflatten(treedef, optax.apply_updates(leaves, updates))
-    model = sm.combine(params, sm.partition(model, sm.ParamState)[1])
-    training = training.replace(model=model, slots=slots, row_loss=losses)
-    return jax.lax.pmean(losses.mean(), "data"), training
+    gradient = sm.value_and_grad(loss_fn, axis_name="data", has_aux=True)
+    ((loss, losses), model), grads = gradient(training.model, images, digits)
+    updates, slots = training.optimizer.update(grads, training.slots)
+    model = eqx.apply_updates(model, updates)
+    return loss, training.replace(model=model, slots=slots, row_loss=losses)
 
 
 def predict(model: Classifier, images: jax.Array) -> jax.Array:
-    return jnp.argmax(model.predict(images), axis=-1)
+    logits, _ = eqx.nn.inference_mode(model)(images)
+    return jnp.argmax(logits, axis=-1)
 
 
-def masks(rng: sm.RandomState, images: jax.Array) -> list[jax.Array]:
+def masks(model: Classifier, images: jax.Array) -> list[jax.Array]:
     """The dropout masks that a step would draw for these images."""
-    drawn = []
-    for width in WIDTHS[1:]:
-        mask, rng = dropout_mask(rng, (len(images), width))
-        drawn.append(mask)
-    return drawn
+    ones = [jnp.ones((len(images), width)) for width in WIDTHS[1:]]
+    return [block.dropout(x)[0] > 0 for block, x in zip(model.blocks, ones, strict=True)]
 
 
 class Run(NamedTuple):
@@ -190,9 +133,11 @@ class Run(NamedTuple):
 
     def compared(self) -> dict[str, Any]:
         return {
-            "parameters": sm.states(self.training, sm.ParamState),
+            "parameters": sm.states(self.training.model, sm.ParamState),
             "running statistics": sm.states(self.training, sm.BatchState),
-            "RNG key": jax.random.key_data(self.training.model.rng.key),
+            "RNG keys": [
+                jax.random.key_data(block.dropout.rng.key) for block in self.training.model.blocks
+            ],
             "optimizer slots": self.training.slots,
             "loss of each last row": self.training.row_loss,
             "loss of each step": self.losses,
@@ -206,7 +151,7 @@ def run(mesh: Mesh, training: Training, data: list[Any], steps: int, seed: int) 
     masks_on = sm.shard_map(masks, mesh, in_specs=(None, P("data")), out_specs=P("data"))
 
     train_images, test_images, train_digits, _ = data
-    drawn = masks_on(training.model.rng, train_images[:BATCH])
+    drawn = masks_on(training.model, train_images[:BATCH])
     losses: list[float] = []
     started, shuffle = 0.0, np.random.default_rng(seed)
     bar = tqdm(range(steps), f"mesh of {mesh.size}", unit="step", mininterval=0.5)
@@ -220,7 +165,7 @@ def run(mesh: Mesh, training: Training, data: list[Any], steps: int, seed: int) 
         losses.append(float(loss))
         bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
     per_second = (steps - 1) / (time.perf_counter() - started)
-    drawn += masks_on(training.model.rng, train_images[:BATCH])
+    drawn += masks_on(training.model, train_images[:BATCH])
     predicted = np.asarray(predict_on(training.model, test_images))
     return Run(training, losses, predicted, jax.device_get(drawn), per_second)
 
@@ -247,7 +192,7 @@ def compare(many: Run, one: Run, digits: Any, x64: bool) -> list[str]:
     for name, value in many.compared().items():
         apart = difference(value, one.compared()[name])
         print(f"{name:24}{apart:12.1e}")
-        limit = 0.0 if name == "RNG key" else 1e-9 if x64 else np.inf
+        limit = 0.0 if name == "RNG keys" else 1e-9 if x64 else np.inf
         if not apart <= limit:  # This way round, NaN is a problem too.
             problems.append(f"{name}: relative difference {apart:.1e} is above {limit:.0e}")
     same = all(map(np.array_equal, many.masks, one.masks))

@@ -1061,9 +1061,9 @@ def bad_setting(layer: str, argument: str, value: Any, wanted: str) -> Statemesh
 
 def inference_is_traced(layer: str) -> TypeError:
     return TypeError(
-        f"{layer}: `inference` is traced here, where it has to be True or False. jax.jit, scan and grad trace "
-        "the Python numbers in a model that they are given. Give them its arrays alone: `arrays, rest = "
-        "equinox.partition(model, equinox.is_array)`, or use equinox.filter_jit."
+        f"{layer}: `inference` is traced here, where it has to be True or False. jax.jit, scan and grad "
+        "trace the Python numbers in a model that they are given. Give them its arrays alone: `arrays, rest "
+        "= equinox.partition(model, equinox.is_array)`, or use equinox.filter_jit."
     )
 
 
@@ -1095,8 +1095,9 @@ def no_rows(layer: str, x: Any) -> StatemeshError:
 
 def row_alone(layer: str, x: Any) -> StatemeshError:
     return StatemeshError(
-        f"{layer}: x is {describe(x)}, a row alone, of which there are no statistics. Give the layer all rows "
-        "at once; or name the axis that they are mapped over, in the layer and in the map: axis_name='rows'."
+        f"{layer}: x is {describe(x)}, a row alone, of which there are no statistics. Give the layer all "
+        "rows at once; or name the axis that they are mapped over, in the layer and in the map: "
+        "axis_name='rows'."
     )
 
 
@@ -1107,18 +1108,14 @@ def bad_mask(layer: str, mask: Any, x: Any, axis: int) -> StatemeshError:
     )
 
 
-def values_differ(layer: str, bad: Sequence[tuple[KeyPath, Any, Any]]) -> StructureError:
+def values_differ(layer: str, what: str, bad: Sequence[tuple[str, Any, Any]]) -> StructureError:
     items = [
-        f"values{path_str(path, ' ')[1:]} is {describe(new)}, in the example {describe(old)}"
+        f"{path}: {'nothing' if old is None else describe(old)} then, "
+        f"{'nothing' if new is None else describe(new)} now"
         for path, old, new in bad
     ]
-    return StructureError(f"{layer}: values must be of the shapes of the example:\n{_lines(items)}")
-
-
-def another_structure(layer: str, what: str, old: Any, new: Any) -> StructureError:
     return StructureError(
-        f"{layer}: {what} has another tree structure than the one that the layer was made with.\n"
-        f"  made with: {old}\n  now:       {new}"
+        f"{layer}: {what} must hold arrays of the shapes that the layer was made with:\n{_lines(items)}"
     )
 
 
@@ -1142,7 +1139,7 @@ def too_many_tokens(layer: str, tokens: int, capacity: int) -> StatemeshError:
 
 def slots_unnamed(layer: str, local: int, shards: int, capacity: int) -> StatemeshError:
     return StatemeshError(
-        f"{layer}: this shard holds {_plural(local, 'slot')}, and axis_name says that there are "
-        f"{_plural(shards, 'shard')}, which makes {local * shards} of {capacity}. Name the mesh axes that "
-        "split the slots, and no others: KVCache(..., spec=P('data'), axis_name='data')."
+        f"{layer}: {_plural(local, 'slot')} in each of {_plural(shards, 'shard')} (by axis_name) make "
+        f"{local * shards}, and the capacity is {capacity}. Name the mesh axes that split the slots, and no "
+        "others: KVCache(..., spec=P('data'), axis_name='data')."
     )

@@ -68,7 +68,7 @@ class RandomState(State):
         tag: Any = None,
         spec: Any = None,
         value: Any = None,
-        _shared: tuple[Any, ...] = (),
+        _shared: Any = (),
         _meta: Meta | None = None,
     ) -> None:
         if _meta is None:

@@ -1,0 +1,76 @@
+"""Running statistics of any batches, split in any way, are those of all rows that counted."""
+
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from tests.helpers import SHAPES, make_mesh
+
+
+SIZE, ROWS = 2, 8
+MESHES = ("1", "2", "4", "8", "2x2", "4x2", "2x2x2")
+
+
+@cache
+def mapped(name: str, lanes: bool, explicit: bool, check_vma: bool) -> tuple[Any, Any]:
+    """A way to run the layer on `ROWS` rows of a few places each: on a mesh, its rows at once or in lanes."""
+    mesh = make_mesh(name, AxisType.Explicit if explicit else AxisType.Auto)
+    names = SHAPES[name][1]
+
+    def forward(layer: Any, x: Any, where: Any) -> Any:
+        return layer(x, where)
+
+    def in_lanes(layer: Any, x: Any, where: Any) -> Any:
+        return sm.vmap2(forward, in_axes=(None, 0, 0), axis_name="rows")(layer, x, where)
+
+    specs = (None, P(names), P(names))
+    fun = in_lanes if lanes else forward
+    call = sm.shard_map(fun, mesh, specs, (P(names), P()), check_vma=check_vma)
+    return (*names, "rows") if lanes else names, call
+
+
+ways = st.builds(mapped, st.sampled_from(MESHES), st.booleans(), st.booleans(), st.booleans())
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[Any, Any]:
+    """Rows of four places, around any mean and of any spread; which places count."""
+    seed, mean = draw(st.integers(0, 99)), draw(st.floats(-300, 300, width=32))
+    spread = draw(st.floats(0.125, 30, width=32))
+    x = np.random.default_rng(seed).normal(mean, spread, (ROWS, 4, SIZE)).astype(np.float32)
+    places = st.lists(st.booleans(), min_size=4, max_size=4)
+    rows = draw(st.lists(places, min_size=ROWS, max_size=ROWS))
+    return x, np.array(rows, bool)
+
+
+@given(way=ways, given=st.lists(batches(), min_size=1, max_size=5))
+def test_whatever_is_split_how(way: tuple[Any, Any], given: list[tuple[Any, Any]]) -> None:
+    axis_name, call = way
+    layer = sm.nn.BatchNorm(SIZE, axis_name=axis_name, momentum=None)
+    seen = np.zeros((0, SIZE))
+    for x, where in given:
+        y, layer = jax.block_until_ready(call(layer, x, where))
+        mine = x[where].astype(np.float64)
+        seen = np.concatenate([seen, mine])
+        if len(mine):
+            size = np.abs(mine).max() / np.sqrt(mine.var(0).min() + 1e-5)
+            wanted = (mine - mine.mean(0)) / np.sqrt(mine.var(0) + 1e-5)
+            np.testing.assert_allclose(
+                np.asarray(y)[where], wanted, rtol=1e-5, atol=4e-6 * (1 + size)
+            )
+    running = layer.running.value
+    assert running["count"] == len(seen)
+    if len(seen):
+        largest = np.abs(seen).max()
+        np.testing.assert_allclose(running["mean"], seen.mean(0), atol=4e-6 * largest)
+        # Rounding in means moves the sum of squares by its square, and by as much again in each merge.
+        m2 = len(seen) * seen.var(0)
+        atol = len(seen) * (4e-6 * largest) ** 2
+        np.testing.assert_allclose(running["m2"], m2, rtol=2e-5, atol=atol)

@@ -1,0 +1,195 @@
+"""`Average` of metrics, and `EMA` of weights."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._base import _errors as errors
+from .._base._axes import bound_names, known_same, total
+from .._base._types import AxisName, Filter, is_state
+from .._model._kinds import LongTermState, ShortTermState
+from .._model._module import Module, field
+from .._trainable import trainable
+from ._checks import check_alike
+
+
+class Average(Module):
+    """The weighted mean of all values that it is given, such as a loss over an epoch.
+
+    **Arguments:**
+
+    - `example`: a pytree of the shapes and dtypes of the values: arrays, numbers or
+        `jax.ShapeDtypeStruct`s. Means are at least float32.
+    - `axis_name`: the mesh axes and lanes, one name or several, over which each shard gives values of its
+        own. Outside any mapped call they mean one shard.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> average = sm.nn.Average({"loss": 0.0})
+        >>> mean, average = average({"loss": 1.0}, weight=10)
+        >>> mean, average = average({"loss": 4.0}, weight=5)
+        >>> mean
+        {'loss': Array(2., dtype=float32)}
+
+        ```
+    """
+
+    running: ShortTermState
+    axis_name: AxisName = field(static=True)
+
+    def __init__(self, example: Any, *, axis_name: AxisName = None) -> None:
+        shapes = jax.eval_shape(lambda: jax.tree.map(jnp.zeros_like, example))
+        means = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x.dtype)), shapes)
+        self.running = ShortTermState({"weight": 0.0, "mean": means})
+        self.axis_name = axis_name
+
+    def __call__(self, values: Any, weight: Any = 1.0) -> tuple[Any, "Average"]:
+        """Add values.
+
+        **Arguments:**
+
+        - `values`: a pytree like the example: this shard's, such as means over its rows.
+        - `weight`: how much they count, a number that is not negative: for means over rows the number of
+            these. With 0 they do not count whatever they are.
+
+        **Returns:** `(mean, layer)`: the mean of all values so far, of all shards; 0 while nothing counts.
+
+        **Raises:** `StructureError` for values that are not like the example.
+        """
+        old = self.running.value
+        values = self._checked(values, jnp.shape(weight))
+        names = bound_names("Average", self.axis_name)
+        weight = jnp.asarray(weight, old["weight"].dtype)
+        sums = jax.tree.map(lambda x: jnp.where(weight > 0, weight * x, 0), values)
+        weight, sums = total((weight, sums), names)
+        whole = old["weight"] + weight
+        divisor = jnp.where(whole > 0, whole, 1)
+        mean = jax.tree.map(
+            lambda mean, sum: (mean + (sum - weight * mean) / divisor).astype(mean.dtype),
+            old["mean"],
+            sums,
+        )
+        running = known_same({"weight": whole, "mean": mean}, names)
+        return running["mean"], self.replace(running=running)
+
+    def reset(self) -> "Average":
+        """The layer as it was made, with nothing in it."""
+        return self.replace(running=jax.tree.map(jnp.zeros_like, self.running.value))
+
+    def _checked(self, values: Any, weight_shape: tuple[int, ...]) -> Any:
+        """The values as arrays of the dtypes of the means."""
+        if weight_shape:
+            raise errors.bad_setting(
+                "Average", "weight.shape", weight_shape, "that of a number, ()"
+            )
+        means = self.running.value["mean"]
+        check_alike("Average", "values", means, values)
+        return jax.tree.map(lambda mean, x: jnp.asarray(x, mean.dtype), means, values)
+
+
+class EMA(Module):
+    """The exponential moving average of a model's weights, after Polyak: smoother than the latest ones.
+
+    Each array is averaged in a state of its own, with the spec of the parameter that it averages, so that
+    it lies on a mesh where the parameter lies. Averages are at least float32.
+
+    **Arguments:**
+
+    - `model`: any pytree; averages start from the values in it.
+    - `decay`: what is kept of the averages at each call; above 0 and below 1.
+    - `debias`: whether the model that the layer is made with does not count. As Adam corrects its moments
+        for the zeros that they start from, the average is then that of the models given to calls alone.
+    - `wrt`: which arrays are averaged, as for `value_and_grad`: left out, every `ParamState` and every
+        inexact array outside any State.
+
+    **Raises:** `StatemeshError` for a `decay` outside its range; `StructureError` where there is nothing to
+    average.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> ema = sm.nn.EMA({"w": sm.ParamState(0.0)}, decay=0.75)
+        >>> averaged, ema = ema({"w": sm.ParamState(4.0)})
+        >>> averaged["w"].value
+        Array(1., dtype=float32)
+
+        ```
+
+    Source of the correction: Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015, section 3.
+    """
+
+    averages: Any
+    count: LongTermState | None
+    decay: float = field(static=True)
+    wrt: Filter = field(static=True)
+
+    def __init__(
+        self, model: Any, *, decay: float = 0.999, debias: bool = False, wrt: Filter = None
+    ) -> None:
+        if not 0 < decay < 1:
+            raise errors.bad_setting("EMA", "decay", decay, "above 0 and below 1")
+        self.averages = jax.tree.map(_average_of, trainable(model, wrt), is_leaf=is_state)
+        self.count = LongTermState(0) if debias else None
+        self.decay = decay
+        self.wrt = wrt
+
+    def __call__(self, model: Any) -> tuple[Any, "EMA"]:
+        """Add the weights of a model.
+
+        **Arguments:**
+
+        - `model`: a pytree of the structure that the layer was made with.
+
+        **Returns:** `(averaged, layer)`: the model with the averages in place of what is averaged, in the
+        dtypes of the model.
+
+        **Raises:** `StructureError` for a model of another structure.
+        """
+        new = trainable(model, self.wrt)
+        bare = (jax.tree.map(_bare, tree, is_leaf=is_state) for tree in (self.averages, new))
+        check_alike("EMA", "model", *bare)
+        count, rate = self.count, jnp.asarray(1 - self.decay)
+        if count is not None:
+            count = count.set(count.value + 1)
+            # 1 - decay**count, without losing digits to a decay close to 1.
+            rate = rate / -jnp.expm1(count.value * math.log(self.decay))
+
+        def step(average: LongTermState, unit: Any) -> LongTermState:
+            moved = lambda old, x: (old + (x.astype(old.dtype) - old) * rate).astype(old.dtype)
+            return average.set(jax.tree.map(moved, average.value, _bare(unit)))
+
+        averages = jax.tree.map(step, self.averages, new, is_leaf=is_state)
+        averaged = jax.tree.map(_put, averages, model, is_leaf=_is_place)
+        return averaged, self.replace(averages=averages, count=count)
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _bare(unit: Any) -> Any:
+    return unit.value if is_state(unit) else unit
+
+
+def _average_of(unit: Any) -> LongTermState:
+    value = jax.tree.map(lambda x: jnp.array(x, _wide(x.dtype)), _bare(unit))
+    return LongTermState(value, spec=unit.spec) if is_state(unit) else LongTermState(value)
+
+
+def _is_place(node: Any) -> bool:
+    return node is None or is_state(node)
+
+
+def _put(average: LongTermState | None, unit: Any) -> Any:
+    """What stands in the averaged model where this is averaged."""
+    if average is None:
+        return unit
+    # Within a state, None stands for an integer.
+    cast = lambda mean, x: x if mean is None else mean.astype(x.dtype)
+    value = jax.tree.map(cast, average.value, _bare(unit), is_leaf=lambda node: node is None)
+    return unit.set(value) if is_state(unit) else value

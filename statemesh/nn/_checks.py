@@ -1,0 +1,37 @@
+"""What several layers ask of what they are given."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._base import _compat as compat
+from .._base import _errors as errors
+from .._base._compat import tree_util
+from .._base._paths import path_str
+
+
+def check_floating(layer: str, x: jax.Array) -> None:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise errors.not_floating(layer, x)
+
+
+def check_alike(layer: str, what: str, old: Any, new: Any) -> None:
+    """Refuse `new`, which the user calls `what`, unless it has the arrays and shapes of `old`."""
+    then, now = (
+        {path_str(path, what): leaf for path, leaf in tree_util.tree_flatten_with_path(tree)[0]}
+        for tree in (old, new)
+    )
+    if bad := [
+        (path, then.get(path), now.get(path))
+        for path in {**then, **now}
+        if path not in then or path not in now or jnp.shape(then[path]) != jnp.shape(now[path])
+    ]:
+        raise errors.values_differ(layer, what, bad)
+
+
+def in_inference(layer: Any) -> bool:
+    """Whether the layer is; it decides what is computed, so it cannot be traced."""
+    if compat.is_tracer(layer.inference):
+        raise errors.inference_is_traced(type(layer).__name__)
+    return bool(layer.inference)

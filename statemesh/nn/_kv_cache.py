@@ -1,0 +1,141 @@
+"""`KVCache`: a ring buffer of keys and values for attention."""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from .._base import _errors as errors
+from .._base._axes import bound_names, shard_index
+from .._base._types import AxisName
+from .._model._kinds import ShortTermState
+from .._model._module import Module, field
+
+
+K = TypeVar("K", bound="KVCache")
+
+
+class KVCache(Module):
+    """The keys and values of a sequence's latest tokens, to attend to.
+
+    A ring: the token at position `p` is written to slot `p % capacity`, over the one that stood there. It is
+    the cache of one sequence; `vmap2` makes it one of several.
+
+    On a mesh `spec` may split heads, each shard being given the keys and values of its own. It may split
+    slots too, along axes that `axis_name` names: each shard is given all tokens, writes those whose slots it
+    holds, and attends to these; what the shards make of that is then joined, as by a softmax over all.
+
+    **Arguments:**
+
+    - `capacity`: the number of slots.
+    - `heads`: the number of heads.
+    - `dim`: the size of a key, and of a value.
+    - `dtype`: that of the cache, by default JAX's own; what is written is cast to it.
+    - `spec`: the placement of keys and values, of shape `(capacity, heads, dim)`.
+    - `axis_name`: the mesh axes, one name or several and major to minor, that split the slots. Outside any
+        mapped call they mean one shard.
+
+    !!! example
+
+        ```python
+        >>> import jax.numpy as jnp, statemesh as sm
+        >>> cache = sm.nn.KVCache(capacity=4, heads=1, dim=2)
+        >>> tokens = jnp.ones((3, 1, 2))
+        >>> (keys, values, mask), cache = cache(tokens, tokens)
+        >>> mask.astype(int)
+        Array([[1, 0, 0, 0],
+               [1, 1, 0, 0],
+               [1, 1, 1, 0]], dtype=int32)
+
+        ```
+    """
+
+    slots: ShortTermState
+    position: ShortTermState
+    capacity: int = field(static=True)
+    axis_name: AxisName = field(static=True)
+
+    def __init__(
+        self,
+        capacity: int,
+        heads: int,
+        dim: int,
+        *,
+        dtype: Any = None,
+        spec: PartitionSpec | None = None,
+        axis_name: AxisName = None,
+    ) -> None:
+        shape = (capacity, heads, dim)
+        empty = {"keys": jnp.zeros(shape, dtype), "values": jnp.zeros(shape, dtype)}
+        self.slots = ShortTermState(empty, spec=spec)
+        self.position = ShortTermState(0)
+        self.capacity = capacity
+        self.axis_name = axis_name
+
+    def __call__(self: K, keys: Any, values: Any) -> tuple[tuple[Any, Any, Any], K]:
+        """Write tokens, and give back what they may attend to.
+
+        **Arguments:**
+
+        - `keys`, `values`: of shape `(tokens, heads, dim)`, those of the next tokens in order.
+
+        **Returns:** `((keys, values, mask), cache)`: all slots, `(capacity, heads, dim)` each, of which this
+        shard holds its own; and of shape `(tokens, capacity)`, whether a token may attend to a slot: one
+        that holds it or an earlier token. An earlier one that a later one of the same call has overwritten
+        is gone: write several at once while there is room, and one at a time from then on.
+
+        **Raises:** `StatemeshError` for other shapes, more tokens than slots, and slots that are split over
+        other axes than `axis_name` says.
+        """
+        old, start = self.slots.value, self.position.value
+        keys, values = self._checked("keys", keys), self._checked("values", values)
+        tokens, mine = len(keys), self._own_slots()
+        if len(values) != tokens:
+            why = f"keys hold {tokens}"
+            raise errors.wrong_shape("KVCache", "values", values, f"{tokens} tokens", why)
+        if tokens > self.capacity:
+            raise errors.too_many_tokens("KVCache", tokens, self.capacity)
+        positions = start + jnp.arange(tokens)
+        # Slots of other shards become one past the end, which `drop` leaves out.
+        at = positions % self.capacity - mine[0]
+        at = jnp.where((at >= 0) & (at < len(mine)), at, len(mine))
+        new = {
+            "keys": old["keys"].at[at].set(keys, mode="drop"),
+            "values": old["values"].at[at].set(values, mode="drop"),
+        }
+        # The latest position that fell to each slot; negative where none has yet.
+        last = positions[-1] - (positions[-1] - mine) % self.capacity
+        mask = (last >= 0) & (last <= positions[:, None])
+        cache = self.replace(slots=new, position=start + tokens)
+        return (new["keys"], new["values"], mask), cache
+
+    def reset(self: K) -> K:
+        """The cache as it was made, empty."""
+        slots, position = jax.tree.map(jnp.zeros_like, (self.slots.value, self.position.value))
+        return self.replace(slots=slots, position=position)
+
+    def init_state(self: K) -> K:
+        """As `reset`, in new states: so `vmap2_new_states` makes a cache for each of several sequences."""
+        empty = self.reset()
+        made = [ShortTermState(old.value, spec=old.spec) for old in (empty.slots, empty.position)]
+        return self.replace(slots=made[0], position=made[1])
+
+    def _checked(self, what: str, x: Any) -> jax.Array:
+        x, buffer = jnp.asarray(x), self.slots.value[what]
+        if x.ndim != 3 or x.shape[1:] != buffer.shape[1:] or not len(x):
+            heads, dim = buffer.shape[1:]
+            why = "one token at least, in the heads and the size of the cache"
+            raise errors.wrong_shape("KVCache", what, x, f"(tokens, {heads}, {dim})", why)
+        written: jax.Array = x.astype(buffer.dtype)
+        return written
+
+    def _own_slots(self) -> jax.Array:
+        """The numbers of the slots that this shard holds."""
+        names = bound_names("KVCache", self.axis_name)
+        local = len(self.slots.value["keys"])
+        shards = int(jax.lax.psum(1, names)) if names else 1
+        if local * shards != self.capacity:
+            raise errors.slots_unnamed("KVCache", local, shards, self.capacity)
+        own: jax.Array = shard_index("KVCache", self.axis_name) * local + jnp.arange(local)
+        return own

@@ -1,0 +1,333 @@
+"""`nn.Average` of metrics and `nn.EMA` of weights, held against NumPy and Optax."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from tests.helpers import compiles, counted, make_mesh
+
+
+# Average
+
+ROWS, STEPS = 24, 5
+
+
+def metrics(x: Any, counted: Any) -> tuple[Any, Any]:
+    """The means over the rows that count, and how many these are."""
+    rows = counted.sum()
+    masked = jnp.where(counted[:, None], x, 0)
+    share = jnp.maximum(rows, 1)
+    return {"loss": masked.sum() / share, "each": [masked.sum(0) / share]}, rows
+
+
+def average(**options: Any) -> Any:
+    return sm.nn.Average({"loss": 0.0, "each": [jnp.zeros(3)]}, **options)
+
+
+def add(layer: Any, x: Any, counted: Any) -> Any:
+    return layer(*metrics(x, counted))
+
+
+def sharded(name: str, *kind: AxisType, check_vma: bool = True) -> Any:
+    spec = P(("x", "y")) if name == "4x2" else P("x")
+    mesh = make_mesh(name, *kind)
+    return sm.shard_map(add, mesh, (None, spec, spec), (P(), P()), check_vma=check_vma)
+
+
+def lanes(layer: Any, x: Any, counted: Any) -> Any:
+    parts = [a.reshape(4, -1, *a.shape[1:]) for a in (x, counted)]
+    mapped = sm.vmap2(add, in_axes=(None, 0, 0), out_axes=None, axis_name="b")
+    return mapped(layer, *parts)
+
+
+def lanes_of_shards(layer: Any, x: Any, counted: Any) -> Any:
+    """The rows of each shard in two lanes."""
+    parts = [a.reshape(2, -1, *a.shape[1:]) for a in (x, counted)]
+    mapped = sm.vmap2(add, in_axes=(None, 0, 0), out_axes=None, axis_name="b")
+    return mapped(layer, *parts)
+
+
+WAYS: dict[str, tuple[Any, Any]] = {
+    "unsharded": ("x", eqx.filter_jit(add)),
+    "1": ("x", sharded("1")),
+    "2, unchecked": ("x", sharded("2", check_vma=False)),
+    "8": ("x", sharded("8", AxisType.Explicit)),
+    "4x2": (("x", "y"), sharded("4x2")),
+    "lanes": ("b", eqx.filter_jit(lanes)),
+    "lanes in shards": (
+        ("x", "b"),
+        sm.shard_map(lanes_of_shards, make_mesh("4"), (None, P("x"), P("x")), (P(), P())),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(WAYS))
+def test_the_average_is_that_of_all_rows_that_count(name: str) -> None:
+    axis_name, run = WAYS[name]
+    numbers = np.random.default_rng(0)
+    layer, kept = average(axis_name=axis_name), []
+    for step in range(STEPS):
+        x = numbers.normal(step, 1, (ROWS, 3)).astype(np.float32)
+        # With eight shards of three rows some have none that counts.
+        counted = numbers.permutation(ROWS) < 3 * step + 1
+        kept += list(x[counted].astype(np.float64))
+        mean, layer = jax.block_until_ready(run(layer, x, counted))
+        np.testing.assert_allclose(mean["each"][0], np.mean(kept, 0), rtol=1e-5)
+        np.testing.assert_allclose(mean["loss"], np.mean(np.sum(kept, 1)), rtol=1e-5)
+    assert layer.running.value["weight"] == len(kept)
+
+
+def test_without_weights_all_values_count_the_same() -> None:
+    layer = sm.nn.Average(0.0)
+    for i in range(4):
+        mean, layer = layer(i**2)
+        np.testing.assert_allclose(mean, np.mean(np.arange(i + 1.0) ** 2), rtol=1e-6)
+    empty = layer.reset()
+    assert empty.running.value["weight"] == 0
+    mean, _ = empty(7.0)
+    assert mean == 7
+    mean, _ = sm.vmap2(lambda layer, x: layer(x), in_axes=(None, 0), out_axes=None, axis_name="b")(
+        sm.nn.Average(0.0, axis_name="b"), np.arange(8.0, dtype=np.float32)
+    )
+    assert mean == 3.5
+
+
+def test_a_weight_of_nothing_leaves_out_whatever_the_value_is() -> None:
+    mean, layer = sm.nn.Average(0.0)(np.nan, weight=0)
+    assert mean == 0
+    mean, layer = layer(2.0, weight=0.25)
+    mean, layer = layer(np.inf, weight=0)
+    assert mean == 2
+
+
+def test_means_are_wide_enough() -> None:
+    example = {
+        "hits": jax.ShapeDtypeStruct((2,), np.int32),
+        "low": jnp.zeros((), jnp.bfloat16),
+        "wave": jnp.zeros((), np.complex64),
+    }
+    values = {"hits": np.array([1, 2]), "low": jnp.bfloat16(0.5), "wave": np.complex64(1j)}
+    layer = sm.nn.Average(example)
+    mean, layer = layer(values)
+    mean, layer = layer(jax.tree.map(lambda x: 2 * x, values))
+    assert {k: x.dtype for k, x in mean.items()} == {
+        "hits": np.float32,
+        "low": np.float32,
+        "wave": np.complex64,
+    }
+    np.testing.assert_allclose(mean["hits"], [1.5, 3])
+    np.testing.assert_allclose([mean["low"], mean["wave"]], [0.75, 1.5j])
+
+
+def test_an_average_in_a_scan_and_under_jit() -> None:
+    def body(layer: Any, x: Any) -> Any:
+        mean, layer = layer(x, weight=x)
+        return layer, mean
+
+    values = np.arange(1, 5, dtype=np.float32)
+    layer, means = jax.jit(lambda layer: jax.lax.scan(body, layer, values))(sm.nn.Average(0.0))
+    want = np.cumsum(values**2) / np.cumsum(values)
+    np.testing.assert_allclose(means, want, rtol=1e-6)
+    assert layer.running.value["weight"] == 10
+
+
+def test_an_average_is_traced_once_and_compiled_once() -> None:
+    fun, traces = counted(add)
+    call = sm.shard_map(fun, make_mesh(), (None, P("x"), P("x")), (P(), P()))
+    x, all_of_them = np.ones((ROWS, 3), np.float32), np.ones(ROWS, bool)
+    _, layer = jax.block_until_ready(call(average(axis_name="x"), x, all_of_them))
+    with compiles() as compiled:
+        _, layer = jax.block_until_ready(call(layer, x, all_of_them))
+    call(layer.reset(), x, all_of_them)
+    assert (traces.times, compiled.times) == (1, 0)
+
+
+def test_shards_with_averages_of_their_own_are_an_error() -> None:
+    x, all_of_them = np.ones((ROWS, 3), np.float32), np.ones(ROWS, bool)
+    fun = lambda *args: add(*args)[1]
+    with pytest.raises(sm.DivergedStateError, match=r"running"):
+        sm.shard_map(fun, make_mesh(), (None, P("x"), P("x")), P())(average(), x, all_of_them)
+
+
+# EMA
+
+
+class Net(sm.Module):
+    w: sm.ParamState
+    bias: jax.Array
+    seen: sm.BatchState
+    steps: jax.Array
+    act: Callable[..., Any] = jax.nn.relu
+
+
+def net(t: float = 0.0, **options: Any) -> Net:
+    w = {"a": np.float32(1 + t) * np.arange(8, dtype=np.float32), "b": t * np.ones((8, 2))}
+    return Net(
+        sm.ParamState(jax.tree.map(lambda x: jnp.asarray(x, np.float32), w), **options),
+        jnp.sin(jnp.arange(3.0) + t),
+        sm.BatchState(float(t)),
+        jnp.asarray(int(t)),
+    )
+
+
+def update(ema: Any, model: Any) -> Any:
+    return ema(model)
+
+
+@pytest.mark.parametrize("debias", [False, True])
+def test_averages_of_weights_are_those_of_optax(debias: bool) -> None:
+    ema: Any = sm.nn.EMA(net(), decay=0.9, debias=debias)
+    of_optax = optax.ema(0.9, debias=debias)
+    trained = sm.trainable(net())
+    slots = of_optax.init(trained)
+    if not debias:
+        slots = slots._replace(ema=trained)
+    run = eqx.filter_jit(update)
+    for t in range(1, 6):
+        averaged, ema = run(ema, net(t))
+        want, slots = of_optax.update(sm.trainable(net(t)), slots)
+        got = sm.trainable(averaged)
+        assert isinstance(averaged, Net)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_the_correction_is_exact_for_a_decay_close_to_1() -> None:
+    averaged, _ = sm.nn.EMA(net(), decay=1 - 1e-7, debias=True)(net(2))
+    np.testing.assert_allclose(averaged.w.value["a"], net(2).w.value["a"], rtol=1e-6)
+
+
+def test_everything_else_is_that_of_the_latest_model() -> None:
+    model = net(3)
+    averaged, _ = sm.nn.EMA(net(), decay=0.5)(model)
+    assert averaged.seen is model.seen
+    assert averaged.steps is model.steps
+    assert averaged.act is model.act
+    np.testing.assert_allclose(averaged.w.value["b"], 1.5)
+
+    only, _ = sm.nn.EMA(net(), decay=0.5, wrt=sm.BatchState)(model)
+    assert only.w is model.w and only.bias is model.bias
+    assert only.seen.value == 1.5
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_averages_lie_where_the_parameters_lie(kind: AxisType, check_vma: bool) -> None:
+    spec = {"a": P("x"), "b": P("y", None)}
+    mesh = make_mesh("4x2", kind)
+    # The model comes back too, beside its average.
+    fun = lambda ema, model: (*ema(model), model)
+    call = sm.shard_map(fun, mesh, P(), P(), check_vma=check_vma)
+    ema = plain = sm.nn.EMA(net(spec=spec), decay=0.75)
+    for t in (1, 2):
+        averaged, ema, same = jax.block_until_ready(call(ema, net(t, spec=spec)))
+        want, plain = plain(net(t, spec=spec))
+        np.testing.assert_array_equal(same.w.value["a"], net(t).w.value["a"])
+        pairs = zip(jax.tree.leaves((averaged, ema)), jax.tree.leaves((want, plain)), strict=True)
+        for a, b in pairs:
+            if eqx.is_array(b):
+                np.testing.assert_allclose(a, b, rtol=1e-6)
+    for value in (ema.averages.w.value, averaged.w.value):
+        assert value["a"].sharding.spec == P("x") and value["b"].sharding.spec[0] == "y"
+
+
+def test_averages_are_wider_than_low_precision_parameters() -> None:
+    """In bfloat16 a step of a thousandth would be lost."""
+    ema = sm.nn.EMA(sm.ParamState(jnp.ones(2, jnp.bfloat16)), decay=0.999)
+    for _ in range(4):
+        averaged, ema = ema(sm.ParamState(jnp.full(2, 2.0, jnp.bfloat16)))
+    assert averaged.value.dtype == jnp.bfloat16
+    np.testing.assert_allclose(ema.averages.value, 2 - 0.999**4, rtol=1e-6)
+
+
+def test_an_ema_of_complex_weights() -> None:
+    averaged, _ = sm.nn.EMA(jnp.zeros(2, np.complex64), decay=0.5)(
+        jnp.full(2, 2 + 4j, np.complex64)
+    )
+    np.testing.assert_allclose(averaged, 1 + 2j)
+
+
+def test_averages_are_not_trained_and_share_no_buffer_with_the_model() -> None:
+    model = net()
+    ema = sm.nn.EMA(model)
+    both = sm.trainable({"ema": ema, "model": model})
+    assert jax.tree.leaves(both["ema"]) == []
+    call = sm.shard_map(update, make_mesh(), P(), P(), donate="states")
+    arguments = call.place(ema, model)
+    call(*arguments)
+
+
+def test_an_ema_in_a_scan_and_under_jit() -> None:
+    def body(ema: Any, x: Any) -> Any:
+        averaged, ema = ema({"w": sm.ParamState(x)})
+        return ema, averaged["w"].value
+
+    ema = sm.nn.EMA({"w": sm.ParamState(0.0)}, decay=0.5, debias=True)
+    run = jax.jit(lambda ema, xs: jax.lax.scan(body, ema, xs))
+    ema, got = run(ema, jnp.array([1.0, 2.0, 4.0]))
+    np.testing.assert_allclose(got, [1, 5 / 3, 3], rtol=1e-6)
+    assert ema.count.value == 3
+
+
+def test_there_must_be_something_to_average() -> None:
+    with pytest.raises(sm.StructureError, match=r"model\['steps'\]: State\(int32\[\]\)"):
+        sm.nn.EMA({"steps": sm.State(0)})
+
+
+MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (
+        lambda: average()({"loss": np.zeros(2), "each": [np.zeros((3, 1))]}),
+        sm.StructureError,
+        "Average: values must hold arrays of the shapes that the layer was made with:\n"
+        "  - values['each'][0]: float32[3] then, float64[3,1] now\n"
+        "  - values['loss']: float32[] then, float64[2] now",
+    ),
+    (
+        lambda: sm.nn.Average({"loss": 0.0})(1.0),
+        sm.StructureError,
+        "Average: values must hold arrays of the shapes that the layer was made with:\n"
+        "  - values['loss']: float32[] then, nothing now\n"
+        "  - values: nothing then, 1.0 now",
+    ),
+    (
+        lambda: sm.nn.Average(0.0)(1.0, weight=np.ones(2)),
+        sm.StatemeshError,
+        "Average: weight.shape=(2,), but it must be that of a number, ().",
+    ),
+    (
+        lambda: sm.vmap2(sm.nn.Average(0.0, axis_name="x"), axis_name="b")(np.ones(2)),
+        sm.StatemeshError,
+        "Average: no axis is called 'x' here; the axes mapped over are 'b'.",
+    ),
+    (
+        lambda: sm.nn.EMA(jnp.ones(2), decay=1.0),
+        sm.StatemeshError,
+        "EMA: decay=1.0, but it must be above 0 and below 1.",
+    ),
+    (
+        lambda: sm.nn.EMA(net())(net().replace(bias=jnp.ones(2), w=net().w.replace(value=1.0))),
+        sm.StructureError,
+        "EMA: model must hold arrays of the shapes that the layer was made with:\n"
+        "  - model.w['a']: float32[8] then, nothing now\n"
+        "  - model.w['b']: float32[8,2] then, nothing now\n"
+        "  - model.bias: float32[3] then, float32[2] now\n"
+        "  - model.w: nothing then, float32[] now",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "text"), MISTAKES)
+def test_the_text_is_exactly(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as raised:
+        call()
+    assert type(raised.value) is error
+    assert str(raised.value) == text

@@ -1,0 +1,490 @@
+"""`nn.BatchNorm`: what it keeps of all batches, on any mesh and in lanes, held against NumPy's float64;
+its outputs, held against two other libraries'."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from tests.helpers import compiles, counted, make_mesh
+
+
+SIZE = 3
+
+
+def norm(**options: Any) -> Any:
+    return sm.nn.BatchNorm(SIZE, **options)
+
+
+def forward(layer: Any, x: Any, where: Any = None) -> Any:
+    return layer(x, where)
+
+
+plainly = eqx.filter_jit(forward)
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way to give a batch to the layer: what the layer names, and the call."""
+
+    axis_name: Any
+    run: Callable[..., Any]
+
+
+def sharded(name: str, kind: AxisType = AxisType.Auto, check_vma: bool = True) -> Way:
+    names = ("x", "y") if name == "4x2" else ("x",)
+    specs = (None, P(names), P(names))
+    mesh = make_mesh(name, kind)
+    return Way(names, sm.shard_map(forward, mesh, specs, (P(names), P()), check_vma=check_vma))
+
+
+def rows_as_lanes(layer: Any, x: Any, where: Any) -> Any:
+    """Each row by itself."""
+    return sm.vmap2(forward, in_axes=(None, 0, 0), axis_name="rows")(layer, x, where)
+
+
+def rows_as_lanes_of_shards(check_vma: bool) -> Way:
+    specs = (None, P("x"), P("x"))
+    mapped = sm.shard_map(rows_as_lanes, make_mesh("4"), specs, (P("x"), P()), check_vma=check_vma)
+    return Way(("x", "rows"), mapped)
+
+
+def on_devices(layer: Any, x: Any, where: Any) -> Any:
+    parts = [a.reshape(8, -1, *a.shape[1:]) for a in (x, where)]
+    mapped = sm.pmap2(forward, in_axes=(None, 0, 0), axis_name="devices")
+    y, layer = mapped(layer, *parts)
+    return y.reshape(x.shape), layer
+
+
+WAYS = {
+    "unsharded": Way("data", plainly),
+    "vmap2": Way("rows", eqx.filter_jit(rows_as_lanes)),
+    "pmap2": Way("devices", eqx.filter_jit(on_devices)),
+    "vmap2 in shards": rows_as_lanes_of_shards(True),
+    "vmap2 in shards, unchecked": rows_as_lanes_of_shards(False),
+    **{f"mesh of {name}": sharded(name) for name in ("1", "2", "4", "8", "4x2")},
+    **{f"mesh of {name}, unchecked": sharded(name, check_vma=False) for name in ("2", "8", "4x2")},
+    "Explicit mesh of 8": sharded("8", AxisType.Explicit),
+    "Explicit mesh of 4x2, unchecked": sharded("4x2", AxisType.Explicit, check_vma=False),
+}
+some_ways = pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(WAYS[name], id=name)
+        for name in ("mesh of 4x2", "Explicit mesh of 4x2, unchecked", "vmap2", "vmap2 in shards")
+    ],
+)
+
+
+def uneven_batches() -> list[tuple[Any, Any]]:
+    """20 batches of 8 or 24 rows, of which 1 to all count, around means that are far from 0 and wander."""
+    numbers = np.random.default_rng(0)
+    batches = []
+    for i in range(20):
+        rows = 24 if i % 3 else 8
+        x = numbers.normal(100 + 5 * np.sin(i), 1 + i / 10, (rows, SIZE)).astype(np.float32)
+        counted = numbers.permutation(rows) < numbers.integers(1, rows + 1)
+        # What does not count may be anything.
+        batches.append((np.where(counted[:, None], x, np.float32(np.nan)), counted))
+    assert len({int(c.sum()) for _, c in batches}) > 10
+    return batches
+
+
+BATCHES = uneven_batches()
+
+
+def assert_moments(running: Any, rows: Any) -> None:
+    """Those of all the rows together."""
+    rows = np.asarray(rows, np.float64).reshape(-1, SIZE)
+    assert running["count"] == len(rows)
+    np.testing.assert_allclose(running["mean"], rows.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(running["m2"] / len(rows), rows.var(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, id=name) for name, way in WAYS.items()])
+def test_running_statistics_are_those_of_all_rows_ever_seen(way: Way) -> None:
+    layer = norm(axis_name=way.axis_name, momentum=None)
+    for x, where in BATCHES:
+        y, layer = jax.block_until_ready(way.run(layer, x, where))
+        mine = np.asarray(x[where], np.float64)
+        wanted = (mine - mine.mean(0)) / np.sqrt(mine.var(0) + 1e-5)
+        np.testing.assert_allclose(np.asarray(y)[where], wanted, atol=1e-4)
+    assert_moments(layer.running.value, np.concatenate([x[where] for x, where in BATCHES]))
+
+
+@pytest.mark.parametrize("name", ["mesh of 8", "Explicit mesh of 4x2, unchecked", "pmap2"])
+def test_one_row_for_each_shard(name: str) -> None:
+    way = WAYS[name]
+    x = np.sin(np.arange(8 * SIZE, dtype=np.float32)).reshape(8, SIZE)
+    y, layer = way.run(norm(axis_name=way.axis_name), x, np.ones(8, bool))
+    assert_moments(layer.running.value, x)
+    np.testing.assert_allclose(y, (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5), atol=1e-5)
+
+
+def test_a_batch_of_one_row_comes_out_as_the_shift() -> None:
+    layer = norm()
+    layer = layer.replace(shift=jnp.arange(3.0))
+    y, layer = layer(np.full((1, SIZE), 7.0, np.float32))
+    np.testing.assert_array_equal(y, [[0, 1, 2]])
+    assert_moments(layer.running.value, np.full((1, SIZE), 7.0))
+
+
+@some_ways
+def test_its_gradient_is_that_of_the_formula(way: Way) -> None:
+    """Taken outside the call, to the parameters and to every row."""
+    layer = norm(axis_name=way.axis_name)
+    x, where = np.nan_to_num(BATCHES[1][0] - 100), BATCHES[1][1]
+    weights = np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape)
+
+    def loss(scale: Any, shift: Any, x: Any) -> Any:
+        y, _ = way.run(layer.replace(scale=scale, shift=shift), x, where)
+        return (jnp.sin(y) * weights).sum()
+
+    def plain(scale: Any, shift: Any, x: Any) -> Any:
+        mean, variance = x[where].mean(0), x[where].var(0)
+        y = (x - mean) / jnp.sqrt(variance + 1e-5) * scale + shift
+        return (jnp.sin(y) * weights).sum()
+
+    at = jnp.array([0.5, 1.0, 2.0]), jnp.array([0.0, 0.3, -0.2]), jnp.asarray(x)
+    got, want = (jax.jit(jax.grad(fun, argnums=(0, 1, 2)))(*at) for fun in (loss, plain))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", ["8", "4x2"])
+def test_its_gradient_by_value_and_grad_inside(name: str, check_vma: bool) -> None:
+    names = ("x", "y") if name == "4x2" else "x"
+    x = np.nan_to_num(BATCHES[1][0] - 100)
+
+    def loss_fn(layer: Any, x: Any) -> Any:
+        y, layer = layer(x)
+        return jnp.sin(y).mean(), layer
+
+    def step(layer: Any, x: Any) -> Any:
+        return sm.value_and_grad(loss_fn, axis_name=names)(layer, x)
+
+    layer = norm(axis_name=names, momentum=None)
+    layer = layer.replace(scale=jnp.array([0.5, 1.0, 2.0]))
+    call = sm.shard_map(step, make_mesh(name), (None, P(names)), P(), check_vma=check_vma)
+    (loss, new), grads = jax.block_until_ready(call(layer, x))
+    (plain_loss, plain), plain_grads = eqx.filter_jit(step)(layer, x)
+    np.testing.assert_allclose(loss, plain_loss, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(plain_grads), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    assert grads.running is None
+    assert_moments(new.running.value, x)
+
+
+# Beside other libraries
+
+
+def images() -> Any:
+    return np.random.default_rng(1).normal(5, 2, (8, 4, SIZE)).astype(np.float32)
+
+
+class Equinox:
+    """Equinox's layer, with the rows as lanes and the channels last."""
+
+    def __init__(self, momentum: float) -> None:
+        make = eqx.nn.make_with_state(eqx.nn.BatchNorm)
+        self.layer, self.state = make(SIZE, "rows", momentum=momentum, mode="batch")
+
+    def __call__(self, x: Any, inference: bool = False) -> Any:
+        one = lambda x, state: self.layer(x, state, inference=inference)
+        over: Any = jax.vmap(one, in_axes=(0, None), out_axes=(0, None), axis_name="rows")
+        y, self.state = jax.jit(over)(jnp.moveaxis(x, -1, 1), self.state)
+        return jnp.moveaxis(y, 1, -1)
+
+
+def of_flax(momentum: float = 0.99) -> Any:
+    # Its faster variance, a mean of squares less a squared mean, is right to fewer digits.
+    return nnx.BatchNorm(SIZE, momentum=momentum, use_fast_variance=False, rngs=nnx.Rngs(0))
+
+
+def test_training_outputs_are_those_of_equinox_and_flax() -> None:
+    ours, _ = norm()(images())
+    np.testing.assert_allclose(ours, Equinox(0.9)(images()), atol=1e-5)
+    np.testing.assert_allclose(ours, of_flax()(images()), atol=1e-5)
+
+
+def test_inference_outputs_are_theirs_where_nothing_is_kept_of_the_past() -> None:
+    """Otherwise theirs come of means of variances, and of where these started."""
+    ours, equinox, flax = norm(momentum=0.0), Equinox(0.0), of_flax(0.0)
+    for x in (3 * images(), images()):
+        _, ours = plainly(ours, x)
+        equinox(x), flax(x)
+    x = images() + 1
+    y, _ = eqx.nn.inference_mode(ours)(x)
+    np.testing.assert_allclose(y, equinox(x, inference=True), atol=1e-5)
+    np.testing.assert_allclose(y, flax(x, use_running_average=True), atol=1e-5)
+
+
+def test_running_means_are_those_of_equinox_in_batches_of_one_size() -> None:
+    """A count that fades is what its correction for a start at 0 comes to."""
+    ours, equinox = norm(momentum=0.8), Equinox(0.8)
+    for i in range(5):
+        _, ours = plainly(ours, images() * i)
+        equinox(images() * i)
+    index: Any = equinox.layer.batch_state_index
+    mean, _ = equinox.state.get(index)
+    np.testing.assert_allclose(ours.running.value["mean"], mean / (1 - 0.8**5), rtol=1e-5)
+
+
+# What can be set
+
+
+def test_momentum_multiplies_the_weight_of_every_row_of_the_past() -> None:
+    layer, rows, weights = norm(momentum=0.7), [], np.zeros(0)
+    for x, where in BATCHES[:6]:
+        _, layer = plainly(layer, x, where)
+        rows += list(x[where].astype(np.float64))
+        weights = np.concatenate([0.7 * weights, np.ones(where.sum())])
+    mean = np.average(rows, axis=0, weights=weights)
+    variance = np.average((rows - mean) ** 2, axis=0, weights=weights)
+    running = layer.running.value
+    np.testing.assert_allclose(running["count"], weights.sum(), rtol=1e-6)
+    np.testing.assert_allclose(running["mean"], mean, rtol=1e-6)
+    np.testing.assert_allclose(running["m2"] / running["count"], variance, rtol=1e-5)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -2])
+def test_channels_may_be_on_any_axis(axis: int) -> None:
+    x = images()
+    want, layer = plainly(norm(), x)
+    got, moved = plainly(norm(channel_axis=axis), np.moveaxis(x, -1, axis))
+    np.testing.assert_allclose(np.moveaxis(np.asarray(got), axis, -1), want, rtol=1e-6)
+    assert_moments(moved.running.value, x)
+
+
+def test_a_mask_has_the_leading_axes() -> None:
+    x = images()
+    positions = np.arange(32).reshape(8, 4) % 5 > 1
+    for where in (positions, positions[:, 0]):
+        spoilt = np.where(where[(...,) + (None,) * (3 - where.ndim)], x, np.float32(np.inf))
+        _, layer = plainly(norm(), spoilt, where)
+        assert_moments(layer.running.value, x[where])
+
+
+def test_nothing_that_counts_changes_nothing() -> None:
+    x, none = images(), np.zeros(8, bool)
+    layer = norm(momentum=0.5)
+    y, empty = plainly(layer, x, none)
+    np.testing.assert_allclose(y, x, rtol=1e-5)
+    for start in (empty, plainly(layer, x, ~none)[1]):
+        _, after = plainly(start, x, none)
+        for a, b in zip(*map(jax.tree.leaves, (after.running, start.running)), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_inference_uses_the_running_statistics_and_leaves_the_layer_as_it_is() -> None:
+    x = images()
+    layer = eqx.nn.inference_mode(norm())
+    y, same = layer(x)
+    assert same is layer
+    np.testing.assert_allclose(y, x, rtol=1e-5)  # mean 0 and variance 1, until there are others
+
+    _, seen = eqx.nn.inference_mode(layer, value=False)(x)
+    seen = eqx.nn.inference_mode(seen.replace(scale=jnp.full(3, 2.0), shift=jnp.ones(3)))
+    y, same = seen(x[:1] + 1)
+    assert same is seen
+    flat = x.reshape(-1, SIZE)
+    np.testing.assert_allclose(
+        y, (x[:1] + 1 - flat.mean(0)) / flat.std(0) * 2 + 1, rtol=1e-4, atol=1e-5
+    )
+    call = sm.shard_map(forward, make_mesh(), (None, P("x")), (P("x"), P()))
+    seen, x = call.place(seen, x + 1)
+    on_mesh, same = call(seen, x)
+    np.testing.assert_allclose(on_mesh[:1], y, rtol=1e-6)
+    assert same.running.value["mean"] is seen.running.value["mean"]
+
+
+def test_without_affine_there_are_no_parameters() -> None:
+    layer = norm(affine=False)
+    assert sm.states(layer).keys() == {"running"}
+    np.testing.assert_array_equal(layer(images())[0], norm()(images())[0])
+
+
+def test_channels_may_be_split_over_the_mesh() -> None:
+    mesh, x = make_mesh("4x2"), np.tile(images(), 2)
+    specs = (None, P("x", None, "y"))
+    layer = sm.nn.BatchNorm(2 * SIZE, axis_name="x", spec=P("y"))
+    y, new = sm.shard_map(forward, mesh, specs, (specs[1], P()))(layer, x)
+    assert new.running.value["mean"].sharding.spec == P("y")
+    plain, whole = plainly(layer, x)
+    np.testing.assert_allclose(y, plain, atol=1e-5)
+    for a, b in zip(*map(jax.tree.leaves, (new.running, whole.running)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_low_precision_in_and_out_and_statistics_of_float32(dtype: Any) -> None:
+    # Of 40 values of about 3000 the sum is no float16, and of their squares not one.
+    x = jnp.asarray(3000 + 100 * images().reshape(-1, 1)[:40] * np.ones(SIZE), dtype)
+    y, layer = plainly(norm(dtype=dtype), x)
+    assert y.dtype == dtype and layer.scale.value.dtype == dtype
+    running = layer.running.value
+    assert {a.dtype for a in running.values()} == {jnp.dtype(jnp.float32)}
+    assert_moments(running, x)
+    exact = np.asarray(x, np.float64)
+    np.testing.assert_allclose(
+        np.asarray(y, np.float64), (exact - exact.mean(0)) / exact.std(0), atol=2e-2
+    )
+
+
+def test_float64() -> None:
+    with jax.enable_x64(True):
+        x = 1e8 + images().astype(np.float64)
+        y, layer = plainly(norm(), x)
+        assert y.dtype == np.float64
+        flat = x.reshape(-1, SIZE)
+        np.testing.assert_allclose(layer.running.value["m2"] / 32, flat.var(0), rtol=1e-8)
+        narrow = norm(dtype=jnp.float32)
+        y, after = plainly(narrow, x)
+        assert y.dtype == np.float64
+        assert {a.dtype for a in after.running.value.values()} == {np.dtype(np.float32)}
+
+
+# How it is traced
+
+
+def test_it_is_traced_once_and_compiled_once() -> None:
+    fun, traces = counted(forward)
+    call = sm.shard_map(fun, make_mesh(), (None, P("x")), (P("x"), P()))
+    _, layer = jax.block_until_ready(call(norm(axis_name="x"), images()))
+    with compiles() as compiled:
+        for _ in range(3):
+            _, layer = jax.block_until_ready(call(layer, images()))
+    assert (traces.times, compiled.times) == (1, 0)
+
+
+def test_it_can_be_donated() -> None:
+    call = sm.shard_map(forward, make_mesh(), (None, P("x")), (P("x"), P()), donate="states")
+    layer, x = call.place(norm(axis_name="x"), images())
+    for _ in range(2):
+        _, layer = jax.block_until_ready(call(layer, x))
+    assert layer.running.value["count"] > 32
+
+
+def test_in_a_scan() -> None:
+    batches = np.stack([images() * i for i in range(4)])
+    layer = norm(momentum=None)
+    arrays, rest = eqx.partition(layer, eqx.is_array)
+
+    def body(arrays: Any, x: Any) -> Any:
+        y, layer = eqx.combine(arrays, rest)(x)
+        return eqx.filter(layer, eqx.is_array), y
+
+    arrays, _ = jax.lax.scan(body, arrays, batches)
+    assert_moments(arrays.running.value, batches)
+
+
+# What is refused
+
+
+def test_shards_that_write_their_own_statistics_are_an_error_that_says_what_was_named() -> None:
+    x = images()
+    for axis_name, over in ((None, "'x', 'y'"), ("x", "'y'")):
+        layer = norm(axis_name=axis_name)
+        spec = P(("x", "y"))
+        call = sm.shard_map(forward, make_mesh("4x2"), (None, spec), (spec, P()))
+        with pytest.raises(sm.DivergedStateError) as raised:
+            call(layer, x)
+        text = str(raised.value)
+        assert "layer.running" in text and f"varies over {over} but" in text
+        assert f"BatchNorm(axis_name={axis_name!r})" in text
+    with pytest.raises(sm.BatchAxisError, match=r"BatchNorm\(axis_name=None\)"):
+        sm.vmap2(forward, in_axes=(None, 0))(norm(), x)
+
+
+X = np.ones((8, SIZE), np.float32)
+
+
+def of_no_rows() -> Any:
+    call = sm.shard_map(forward, make_mesh(), (None, P("x")), (P("x"), P()))
+    return call(norm(axis_name="x"), X[:0])
+
+
+MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (
+        of_no_rows,
+        sm.StatemeshError,
+        "BatchNorm: x is float32[0,3], and nothing has no mean. Give every shard a row at least: where "
+        "rows do not divide evenly, pad them, and say with `where` which of them count.",
+    ),
+    (
+        lambda: norm()(X[:, :2]),
+        sm.StatemeshError,
+        "BatchNorm: x is float32[8,2] with 2 channels on axis -1, but the layer holds 3. Make it for as "
+        "many, or say with channel_axis where the channels are.",
+    ),
+    (
+        lambda: norm(channel_axis=2)(X),
+        sm.StatemeshError,
+        "BatchNorm: channel_axis=2, but x is float32[8,3] and has no such axis.",
+    ),
+    (
+        lambda: norm()(X[0]),
+        sm.StatemeshError,
+        "BatchNorm: x is float32[3], a row alone, of which there are no statistics. Give the layer all "
+        "rows at once; or name the axis that they are mapped over, in the layer and in the map: "
+        "axis_name='rows'.",
+    ),
+    (
+        lambda: norm()(X.astype(int)),
+        TypeError,
+        "BatchNorm: x is int32[8,3], but must hold floating numbers: `x.astype(jnp.float32)`.",
+    ),
+    (
+        lambda: norm()(X, X[:, 0]),
+        sm.StatemeshError,
+        "BatchNorm: where is float32[8], but must be bool and have the leading axes of x, which is "
+        "float32[8,3] with its channels on axis -1.",
+    ),
+    (
+        lambda: norm()(X, X > 0),
+        sm.StatemeshError,
+        "BatchNorm: where is bool[8,3], but must be bool and have the leading axes of x, which is "
+        "float32[8,3] with its channels on axis -1.",
+    ),
+    (
+        lambda: norm()(X, X[:4, 0] > 0),
+        sm.StatemeshError,
+        "BatchNorm: where is bool[4], but must be bool and have the leading axes of x, which is "
+        "float32[8,3] with its channels on axis -1.",
+    ),
+    (
+        lambda: norm(momentum=1.5),
+        sm.StatemeshError,
+        "BatchNorm: momentum=1.5, but it must be None or from 0 to 1.",
+    ),
+    (
+        lambda: sm.vmap2(forward, in_axes=(None, 0), axis_name="rows")(norm(axis_name="data"), X),
+        sm.StatemeshError,
+        "BatchNorm: no axis is called 'data' here; the axes mapped over are 'rows'.",
+    ),
+    (
+        lambda: jax.jit(forward)(norm(), X),
+        TypeError,
+        "BatchNorm: `inference` is traced here, where it has to be True or False. jax.jit, scan and grad "
+        "trace the Python numbers in a model that they are given. Give them its arrays alone: `arrays, "
+        "rest = equinox.partition(model, equinox.is_array)`, or use equinox.filter_jit.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "text"), MISTAKES)
+def test_the_text_is_exactly(call: Callable[[], Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as raised:
+        call()
+    assert type(raised.value) is error
+    assert str(raised.value) == text

@@ -1,0 +1,175 @@
+"""`nn.GRUCell`: Equinox's cell and its hidden value, held against Equinox alone in a Python loop."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from tests.helpers import compiles, counted, make_mesh
+
+
+ROWS, STEPS, INPUT, HIDDEN = 8, 4, 3, 5
+KEY = jax.random.key(0)
+X: Any = np.sin(np.arange(STEPS * ROWS * INPUT, dtype=np.float32)).reshape(STEPS, ROWS, INPUT)
+
+
+def make(**options: Any) -> Any:
+    return sm.nn.GRUCell(INPUT, HIDDEN, key=KEY, **options)
+
+
+def cell(**options: Any) -> Any:
+    return make(**options).init_state(ROWS)
+
+
+def by_equinox() -> Any:
+    """The hidden values, of shape (steps, rows, hidden)."""
+    plain: Any = eqx.filter_jit(eqx.nn.GRUCell(INPUT, HIDDEN, key=KEY))
+    hidden = np.zeros((ROWS, HIDDEN), np.float32)
+    steps = []
+    for x in X:
+        hidden = np.stack([plain(row, h) for row, h in zip(x, hidden, strict=True)])
+        steps.append(hidden)
+    return np.stack(steps)
+
+
+WANTED = by_equinox()
+
+
+def forward(cell: Any, x: Any) -> Any:
+    return cell(x)
+
+
+def scanned(cell: Any, xs: Any) -> Any:
+    def body(cell: Any, x: Any) -> Any:
+        y, cell = cell(x)
+        return cell, y
+
+    cell, ys = jax.lax.scan(body, cell, xs)
+    return ys, cell
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", ["4", "4x2"])
+def test_steps_on_a_mesh(name: str, check_vma: bool) -> None:
+    spec = P(("x", "y")) if name == "4x2" else P("x")
+    kind = AxisType.Explicit if name == "4" else AxisType.Auto
+    mesh = make_mesh(name, kind)
+    call = sm.shard_map(forward, mesh, (None, spec), (spec, P()), check_vma=check_vma)
+    here = cell(spec=spec)
+    for x, want in zip(X, WANTED, strict=True):
+        y, here = jax.block_until_ready(call(here, x))
+        np.testing.assert_allclose(y, want, atol=1e-6)
+        np.testing.assert_array_equal(here.hidden.value, y)
+    assert here.hidden.value.addressable_shards[0].data.shape == (ROWS // mesh.size, HIDDEN)
+
+
+def test_a_scan_unsharded_and_on_a_mesh() -> None:
+    ys, after = jax.jit(scanned)(cell(), X)
+    np.testing.assert_allclose(ys, WANTED, atol=1e-6)
+    spec = P(None, "x")
+    call = sm.shard_map(scanned, make_mesh(), (None, spec), (spec, P()))
+    ys, on_mesh = call(cell(spec=P("x")), X)
+    np.testing.assert_allclose(ys, WANTED, atol=1e-6)
+    np.testing.assert_allclose(on_mesh.hidden.value, after.hidden.value, atol=1e-6)
+
+
+@pytest.mark.parametrize("mapped", [sm.vmap2, sm.pmap2])
+def test_each_row_in_a_lane_of_its_own(mapped: Any) -> None:
+    over = {0: sm.HiddenState}
+    # The weights are arrays outside of States, for which out_axes speaks.
+    call = mapped(forward, in_axes=(None, 0), out_axes=(0, None), state_in_axes=over)
+    here = cell()
+    for x, want in zip(X[:2], WANTED, strict=False):
+        y, here = jax.block_until_ready(call(here, x))
+        np.testing.assert_allclose(y, want, atol=1e-6)
+    made, states = sm.vmap2_new_states(make(), {}, axis_size=ROWS)
+    assert made.hidden.value.shape == (ROWS, HIDDEN) and list(states) == [0]
+
+
+def test_the_hidden_value_starts_at_0_and_is_reset_to_it() -> None:
+    y, after = cell()(X[0])
+    again, _ = after.reset()(X[0])
+    np.testing.assert_array_equal(again, y)
+    assert not after.reset().hidden.value.any()
+    assert make().reset().hidden is None
+
+
+def test_all_cells_of_a_model_are_initialised_together() -> None:
+    class Stack(sm.Module):
+        cells: list[Any]
+
+    stack = Stack([make(), make()]).init_all_states(batch_size=4)
+    assert [s.value.shape for s in sm.states(stack).values()] == [(4, HIDDEN)] * 2
+
+
+def test_its_weights_are_parameters_and_get_a_gradient_through_time() -> None:
+    def loss_fn(cell: Any, xs: Any) -> Any:
+        ys, cell = scanned(cell, xs)
+        return (ys**2).mean(), cell
+
+    def plain(cell: Any) -> Any:
+        hidden, ys = jnp.zeros((ROWS, HIDDEN)), []
+        for x in X:
+            hidden = jax.vmap(cell)(x, hidden)
+            ys.append(hidden)
+        return (jnp.stack(ys) ** 2).mean()
+
+    want = eqx.filter_jit(eqx.filter_grad(plain))(eqx.nn.GRUCell(INPUT, HIDDEN, key=KEY))
+    step = sm.grad(loss_fn, axis_name="x")
+    call = sm.shard_map(step, make_mesh(), (None, P(None, "x")), (P(), P()))
+    grads, _ = call(cell(spec=P("x")), X)
+    assert grads.hidden is None
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_the_hidden_value_has_the_dtype_of_the_weights() -> None:
+    for dtype, of_x in ((jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16)):
+        y, after = eqx.filter_jit(forward)(cell(dtype=dtype), X[0].astype(of_x))
+        assert y.dtype == after.hidden.value.dtype == dtype
+
+
+def test_without_a_bias() -> None:
+    y, _ = cell(use_bias=False)(np.zeros((ROWS, INPUT), np.float32))
+    assert not y.any()
+
+
+def test_it_is_traced_once_and_compiled_once() -> None:
+    fun, traces = counted(forward)
+    call = sm.shard_map(fun, make_mesh(), (None, P("x")), (P("x"), P()))
+    _, here = jax.block_until_ready(call(cell(spec=P("x")), X[0]))
+    with compiles() as compiled:
+        _, here = jax.block_until_ready(call(here, X[1]))
+    call(here.reset(), X[2])
+    assert (traces.times, compiled.times) == (1, 0)
+
+
+MISTAKES: list[tuple[Callable[[], Any], str]] = [
+    (
+        lambda: make()(X[0]),
+        "GRUCell has no hidden value yet. Make it with `init_state(batch_size)`, or those of a whole model "
+        "with `model.init_all_states(batch_size=...)`.",
+    ),
+    (
+        lambda: cell()(X[0, :4]),
+        "GRUCell: x is float32[4,3], but must be of shape (8, 3): the hidden value is of shape (8, 5).",
+    ),
+    (
+        lambda: cell()(X[0, :, :2]),
+        "GRUCell: x is float32[8,2], but must be of shape (8, 3): the hidden value is of shape (8, 5).",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), MISTAKES)
+def test_the_text_is_exactly(call: Callable[[], Any], text: str) -> None:
+    with pytest.raises(sm.StatemeshError) as raised:
+        call()
+    assert str(raised.value) == text

@@ -1,0 +1,232 @@
+"""`nn.KVCache`: a ring of keys and values, held against attention over all tokens in NumPy."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from tests.helpers import compiles, counted, make_mesh
+
+
+HEADS, DIM, CAPACITY, TOKENS = 2, 4, 8, 19
+
+NUMBERS = np.random.default_rng(0)
+Q, K, V = NUMBERS.normal(size=(3, TOKENS, HEADS, DIM)).astype(np.float32)
+
+
+@eqx.filter_jit
+def write(cache: Any, keys: Any, values: Any) -> Any:
+    return cache(keys, values)
+
+
+def cache(**options: Any) -> Any:
+    return sm.nn.KVCache(CAPACITY, HEADS, DIM, **options)
+
+
+def wanted(capacity: int = CAPACITY) -> Any:
+    """Of each token, its attention to the latest `capacity` tokens."""
+    out = np.zeros((TOKENS, HEADS, DIM))
+    for t in range(TOKENS):
+        seen = slice(max(0, t + 1 - capacity), t + 1)
+        scores = np.einsum("hd,thd->ht", Q[t], K[seen], dtype=np.float64)
+        weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+        out[t] = np.einsum("ht,thd->hd", weights, V[seen])
+    return out
+
+
+WANTED = wanted()
+
+
+def decode(cache: Any, q: Any, k: Any, v: Any) -> Any:
+    """Attention of the next tokens, of which this shard may hold some heads."""
+    (keys, values, mask), cache = cache(k, v)
+    scores = jnp.where(mask[:, None], jnp.einsum("qhd,thd->qht", q, keys), -jnp.inf)
+    return jnp.einsum("qht,thd->qhd", jax.nn.softmax(scores), values), cache
+
+
+def decode_among_slots(cache: Any, q: Any, k: Any, v: Any) -> Any:
+    """The same where each shard holds some slots: a softmax over all shards'."""
+    (keys, values, mask), cache = cache(k, v)
+    scores = jnp.where(mask[:, None], jnp.einsum("qhd,thd->qht", q, keys), -jnp.inf)
+    weights = jnp.exp(scores - jax.lax.pmax(scores.max(-1, keepdims=True), "x"))
+    both = jnp.einsum("qht,thd->qhd", weights, values), weights.sum(-1)
+    out, whole = jax.lax.psum(both, "x")
+    return out / whole[..., None], cache
+
+
+def run(call: Any, cache: Any, sizes: list[int]) -> Any:
+    """Decode all tokens, so many at a time."""
+    out, start = [], 0
+    for n in sizes:
+        part = slice(start, start + n)
+        y, cache = jax.block_until_ready(call(cache, Q[part], K[part], V[part]))
+        out.append(np.asarray(y))
+        start += n
+    assert start == TOKENS
+    return np.concatenate(out), cache
+
+
+def held(cache: Any) -> tuple[int, ...]:
+    """The shape of what one device holds of the keys."""
+    shape: tuple[int, ...] = cache.slots.value["keys"].addressable_shards[0].data.shape
+    return shape
+
+
+# Several at once, then one at a time around the ring more than twice.
+SIZES = [5, *[1] * (TOKENS - 5)]
+
+
+def test_decoding_attends_to_the_latest_tokens() -> None:
+    out, after = run(eqx.filter_jit(decode), cache(), [5, 3, *[1] * (TOKENS - 8)])
+    np.testing.assert_allclose(out, WANTED, atol=1e-5)
+    assert after.position.value == TOKENS
+
+
+def test_heads_may_be_split_over_the_mesh() -> None:
+    spec = P(None, "x")
+    mesh = make_mesh("2", AxisType.Explicit)
+    call = sm.shard_map(decode, mesh, (None, *[spec] * 3), (spec, P()))
+    out, after = run(call, cache(spec=spec), SIZES)
+    np.testing.assert_allclose(out, WANTED, atol=1e-5)
+    assert held(after) == (CAPACITY, HEADS // 2, DIM)
+
+
+def test_slots_may_be_split_over_the_mesh() -> None:
+    call = sm.shard_map(decode_among_slots, make_mesh(), (None, *[P()] * 3), P())
+    out, after = run(call, cache(spec=P("x"), axis_name="x"), SIZES)
+    np.testing.assert_allclose(out, WANTED, atol=1e-5)
+    assert held(after) == (1, HEADS, DIM)
+
+
+def test_slots_and_heads_may_be_split() -> None:
+    heads = P(None, "y")
+    specs = (None, *[heads] * 3), (heads, P())
+    call = sm.shard_map(decode_among_slots, make_mesh("4x2"), *specs, check_vma=False)
+    out, _ = run(call, cache(spec=P("x", "y"), axis_name="x"), SIZES)
+    np.testing.assert_allclose(out, WANTED, atol=1e-5)
+
+
+def test_sequences_of_their_own_lengths_in_lanes() -> None:
+    """One that is three tokens ahead of the other."""
+    made, _ = sm.vmap2_new_states(cache(), {}, axis_size=2)
+    one = eqx.filter_jit(decode)
+    _, ahead = one(cache(), Q[:3], K[:3], V[:3])
+    stacked = jax.tree.map(lambda a, b: jnp.stack([a, b]), ahead, cache())
+    over = {0: sm.ShortTermState}
+    call = sm.vmap2(decode, in_axes=(None, 0, 0, 0), state_in_axes=over)
+    assert repr(sm.states(made)) == repr(sm.states(stacked))
+    for t in range(TOKENS - 3):
+        rows = [np.stack([x[t + 3 : t + 4], x[t : t + 1]]) for x in (Q, K, V)]
+        y, stacked = call(stacked, *rows)
+        np.testing.assert_allclose(y[:, 0], WANTED[[t + 3, t]], atol=1e-5)
+    np.testing.assert_array_equal(stacked.position.value, [TOKENS, TOKENS - 3])
+
+
+def test_in_a_scan() -> None:
+    def body(cache: Any, token: Any) -> Any:
+        y, cache = decode(cache, *(x[None] for x in token))
+        return cache, y[0]
+
+    after, out = jax.jit(lambda cache: jax.lax.scan(body, cache, (Q, K, V)))(cache())
+    np.testing.assert_allclose(out, WANTED, atol=1e-5)
+    assert after.position.value == TOKENS
+
+
+def test_slots_are_a_ring() -> None:
+    here, start = cache(), 0
+    for n in (8, 5, 5):
+        (keys, values, mask), here = write(here, K[start : start + n], V[start : start + n])
+        start += n
+        for slot in range(CAPACITY):
+            token = max(t for t in range(start) if t % CAPACITY == slot)
+            np.testing.assert_array_equal(keys[slot], K[token])
+            np.testing.assert_array_equal(values[slot], V[token])
+            np.testing.assert_array_equal(mask[:, slot], token <= np.arange(start - n, start))
+
+
+def test_reset_empties_it() -> None:
+    _, used = write(cache(), K[:5], V[:5])
+    _, _, mask = write(used.reset(), K[:1], V[:1])[0]
+    np.testing.assert_array_equal(mask, [[True] + [False] * 7])
+    same = zip(*map(jax.tree.leaves, (used.reset(), cache())), strict=True)
+    assert all((a == b).all() for a, b in same)
+
+
+def test_it_is_traced_once_and_compiled_once_wherever_it_writes() -> None:
+    fun, traces = counted(decode_among_slots)
+    call = sm.shard_map(fun, make_mesh(), (None, *[P()] * 3), P())
+    token = Q[:1], K[:1], V[:1]
+    _, here = jax.block_until_ready(call(cache(spec=P("x"), axis_name="x"), *token))
+    with compiles() as compiled:
+        for _ in range(CAPACITY + 1):
+            _, here = jax.block_until_ready(call(here, *token))
+    call(here.reset(), *token)
+    assert (traces.times, compiled.times) == (1, 0)
+
+
+def test_what_is_written_takes_the_dtype_of_the_cache() -> None:
+    (keys, values, _), after = write(cache(dtype=jnp.bfloat16), K[:2], V[:2])
+    assert keys.dtype == values.dtype == after.slots.value["keys"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(keys[:2], K[:2].astype(jnp.bfloat16))
+
+
+def on_mesh(spec: P, axis_name: Any) -> Any:
+    fun = lambda cache, k: cache(k, k)[1]
+    call = sm.shard_map(fun, make_mesh("4x2"), (None, P()), P())
+    return lambda: call(cache(spec=spec, axis_name=axis_name), K[:1])
+
+
+MISTAKES: list[tuple[Callable[[], Any], str]] = [
+    (
+        lambda: cache()(K[0], V[0]),
+        "KVCache: keys is float32[2,4], but must be (tokens, 2, 4): one token at least, in the heads and the "
+        "size of the cache.",
+    ),
+    (
+        lambda: cache()(K[:1], V[:1, :, :2]),
+        "KVCache: values is float32[1,2,2], but must be (tokens, 2, 4): one token at least, in the heads and "
+        "the size of the cache.",
+    ),
+    (
+        lambda: cache()(K[:0], V[:0]),
+        "KVCache: keys is float32[0,2,4], but must be (tokens, 2, 4): one token at least, in the heads and "
+        "the size of the cache.",
+    ),
+    (
+        lambda: cache()(K[:2], V[:1]),
+        "KVCache: values is float32[1,2,4], but must be 2 tokens: keys hold 2.",
+    ),
+    (
+        lambda: cache()(K[:9], V[:9]),
+        "KVCache: 9 tokens at once do not fit into a capacity of 8: some would overwrite each other. Write "
+        "them in several calls.",
+    ),
+    (
+        on_mesh(P("x"), None),
+        "KVCache: 2 slots in each of 1 shard (by axis_name) make 2, and the capacity is 8. Name the mesh "
+        "axes that split the slots, and no others: KVCache(..., spec=P('data'), axis_name='data').",
+    ),
+    (
+        on_mesh(P("x"), ("x", "y")),
+        "KVCache: 2 slots in each of 8 shards (by axis_name) make 16, and the capacity is 8. Name the mesh "
+        "axes that split the slots, and no others: KVCache(..., spec=P('data'), axis_name='data').",
+    ),
+    (
+        on_mesh(P("x"), "z"),
+        "KVCache: no axis is called 'z' here; the axes mapped over are 'x', 'y'.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), MISTAKES)
+def test_the_text_is_exactly(call: Callable[[], Any], text: str) -> None:
+    with pytest.raises(sm.StatemeshError) as raised:
+        call()
+    assert str(raised.value) == text
