@@ -36,6 +36,37 @@ def all_axes(jaxpr: Any, given: Sequence[Axes]) -> list[Axes]:
     return _Walk(lambda var: NO_AXES, _by_collectives).through(jaxpr, given)
 
 
+def forwarded(jaxpr: Any) -> list[int | None]:
+    """For each result of a jaxpr the argument whose value it is, if it is one unchanged."""
+    known: dict[Any, int | None] = {var: i for i, var in enumerate(jaxpr.invars)}
+
+    def source(atom: Any) -> int | None:
+        return None if compat.is_literal(atom) else known.get(atom)
+
+    for eqn in jaxpr.eqns:
+        for var, k in zip(eqn.outvars, _forwarding(eqn), strict=True):
+            known[var] = None if k is None else source(eqn.invars[k])
+    return [source(var) for var in jaxpr.outvars]
+
+
+def _forwarding(eqn: Any) -> list[int | None]:
+    """For each result of an equation the operand that it is, if it is one unchanged."""
+    if compat.made_varying(eqn):
+        return [0]
+    match compat.control_flow(eqn):
+        case ("call", jaxpr):
+            return forwarded(jaxpr)
+        case ("cond", branches):
+            first, *others = map(forwarded, branches)
+            same = [k if all(k == o[i] for o in others) else None for i, k in enumerate(first)]
+            return [None if k is None else 1 + k for k in same]
+        case ("scan", body, consts, carry):
+            own = range(consts, consts + carry)
+            kept = [k if k == mine else None for k, mine in zip(forwarded(body), own, strict=False)]
+            return [*kept, *[None] * (len(eqn.outvars) - carry)]
+    return [None] * len(eqn.outvars)
+
+
 def settled(closed: Any, given: Sequence[Axes]) -> Any:
     """A closed jaxpr without types in which all that was `Pending` is decided.
 

@@ -16,6 +16,7 @@ from ._base._compat import tree_util
 from ._base._paths import fun_name, positional_names
 from ._base._reduction import GRADIENT, Pending, Reduction, reduce_on_mesh
 from ._base._types import Axes, AxisName, Filter, Fun
+from ._flow import forwarded
 from ._model._state import origins, with_origins
 from ._trainable import Parts
 
@@ -87,7 +88,7 @@ def value_and_grad(
 
     def value_and_grads(model: Any, /, *args: Any, **kwargs: Any) -> Any:
         scope = _Scope(axis_name, reduce == "mean")
-        parts = Parts(model, wrt, positional_names(fun, 1)[0])
+        parts = Parts("value_and_grad", model, wrt, positional_names(fun, 1)[0])
         # What comes back as it went in is left out of the results, of which JAX would make other arrays.
         given = {id(x): x for x in tree_util.tree_leaves((model, args, kwargs))}
         results: list[tuple[list[Any], Any, list[object], list[int]]] = []
@@ -105,9 +106,11 @@ def value_and_grad(
 
         with _mesh_of(parts.params):
             differentiated = jax.value_and_grad(local, has_aux=True)
-            (loss, made), grads = differentiated(scope.cast(parts.params))
+            params = scope.cast(parts.params)
+            (loss, made), grads = differentiated(params)
             loss, grads = scope.reduced(name, loss, parts, grads)
         leaves, structure, marks, new = results[-1]
+        made = scope.restored(made, parts.params, lambda: jax.make_jaxpr(local)(params))
         for i, x in zip(new, made, strict=True):
             leaves[i] = x
         aux, model = with_origins(structure.unflatten(leaves), marks)
@@ -189,6 +192,28 @@ class _Scope:
         """Parameters of which JAX gives each shard its own gradient."""
         over = [name for name in self.typed if name in self.reduction.named]
         return [compat.vary(x, over) for x in params] if over else list(params)
+
+    def restored(
+        self, made: Sequence[Any], params: Sequence[Any], trace: Callable[[], Any]
+    ) -> list[Any]:
+        """What the function made, with the parameters in place of what is one of them, as it was cast.
+
+        A parameter that passes through `jax.jit` or `jax.checkpoint` comes back as another array. Whether
+        it is the same, only a program of the function tells, for which it is traced again.
+
+        **Arguments:**
+
+        - `made`: arrays in the results, after the loss.
+        - `params`: the parameters, not cast.
+        - `trace`: the program that makes the loss and these arrays of the parameters.
+        """
+        cast = self.reduction.named & frozenset(self.typed)
+        forms = {(x.shape, x.dtype) for x in params if cast - compat.varying(x)}
+        if not any((x.shape, x.dtype) in forms and cast <= compat.varying(x) for x in made):
+            return list(made)
+        sources = forwarded(compat.open_jaxpr(trace()))[1:]
+        pairs = zip(made, sources, strict=True)
+        return [x if k is None else params[k] for x, k in pairs]
 
     def reduced(
         self, name: str, loss: Any, parts: Parts, grads: Sequence[Any]

@@ -40,14 +40,14 @@ def trainable(model: Any, wrt: Filter = None) -> Any:
 
         ```
     """
-    parts = Parts(model, wrt, "model")
+    parts = Parts("trainable", model, wrt, "model")
     return parts.tree(parts.params)
 
 
 class Parts:
     """A model's leaves, and which of them are differentiated."""
 
-    def __init__(self, model: Any, wrt: Filter, root: str) -> None:
+    def __init__(self, what: str, model: Any, wrt: Filter, root: str) -> None:
         self.leaves, self.treedef = tree_util.tree_flatten(model)
         self.marks = origins(model)
         units, self.unit_def = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
@@ -68,11 +68,11 @@ class Parts:
             self.paths += [path_str(path, root) for k in chosen if k is not None]
             start += len(own)
         if impossible:
-            raise errors.cannot_differentiate(impossible)
+            raise errors.cannot_differentiate(what, impossible)
         self.positions = [k for _, chosen in self.units for k in chosen if k is not None]
         if not self.positions:
             shown = [(path_str(path, root), unit) for path, unit in units if _is_shown(unit)]
-            raise errors.nothing_to_differentiate(wrt, shown)
+            raise errors.nothing_to_differentiate(what, wrt, shown)
         self.params = [self.leaves[k] for k in self.positions]
 
     def model(self, params: Sequence[Any]) -> Any:

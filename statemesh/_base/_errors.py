@@ -110,7 +110,8 @@ def mesh_str(mesh: Any) -> str:
 
 
 def _lines(items: Iterable[str]) -> str:
-    return "\n".join(f"  - {item}" for item in items)
+    """A list, without what it says already: leaves of one state are often alike."""
+    return "\n".join(f"  - {item}" for item in dict.fromkeys(items))
 
 
 def _names(names: Iterable[object]) -> str:
@@ -553,16 +554,18 @@ def unknown_reduction(reduce: Any) -> StatemeshError:
     return StatemeshError(f"value_and_grad: reduce={reduce!r} is unknown. Write 'mean' or 'sum'.")
 
 
-def cannot_differentiate(bad: Sequence[tuple[str, Any]]) -> StructureError:
+def cannot_differentiate(what: str, bad: Sequence[tuple[str, Any]]) -> StructureError:
     items = [f"{path}: {describe_unit(unit)}" for path, unit in bad]
     return StructureError(
-        f"value_and_grad: wrt picks what holds no floating or complex numbers:\n{_lines(items)}\n"
+        f"{what}: wrt picks what holds no floating or complex numbers:\n{_lines(items)}\n"
         "Leave it out: `wrt=sm.filters.All(wrt, sm.ParamState)` keeps the parameters among what a filter "
         "picks."
     )
 
 
-def nothing_to_differentiate(wrt: Any, units: Sequence[tuple[str, Any]]) -> StructureError:
+def nothing_to_differentiate(
+    what: str, wrt: Any, units: Sequence[tuple[str, Any]]
+) -> StructureError:
     items = [f"{path}: {describe_unit(unit)}" for path, unit in units]
     picks = (
         "the model has no ParamState of floating or complex numbers, and no such array outside a State"
@@ -570,7 +573,7 @@ def nothing_to_differentiate(wrt: Any, units: Sequence[tuple[str, Any]]) -> Stru
         else f"wrt={filter_str(wrt)} picks nothing in the model"
     )
     has = f"It has:\n{_lines(items)}" if items else "It has no states and no arrays."
-    return StructureError(f"value_and_grad: {picks}. {has}")
+    return StructureError(f"{what}: {picks}. {has}")
 
 
 def describe_unit(unit: Any) -> str:
