@@ -67,19 +67,20 @@ def _forwarding(eqn: Any) -> list[int | None]:
     return [None] * len(eqn.outvars)
 
 
-def settled(closed: Any, given: Sequence[Axes]) -> Any:
-    """A closed jaxpr without types in which all that was `Pending` is decided.
+def settled(closed: Any, given: Sequence[Axes], own: Axes) -> Any:
+    """A closed jaxpr without types in which what was `Pending` is decided.
 
     **Arguments:**
 
     - `closed`: the program of one instance.
     - `given`: the axes over which its arguments may differ.
+    - `own`: the axes that are followed. What is pending over others waits for who knows of them.
     """
-    return compat.with_open(closed, _settled(compat.open_jaxpr(closed), given))
+    return compat.with_open(closed, _settled(compat.open_jaxpr(closed), given, own))
 
 
-def _settled(jaxpr: Any, given: Sequence[Axes]) -> Any:
-    if not _has_pending(jaxpr):
+def _settled(jaxpr: Any, given: Sequence[Axes], own: Axes) -> Any:
+    if not _has_pending(jaxpr, own):
         return jaxpr
     walk = _Walk(lambda var: NO_AXES, _by_collectives)
     known: dict[Any, Axes] = dict(zip(jaxpr.invars, given, strict=True))
@@ -88,16 +89,18 @@ def _settled(jaxpr: Any, given: Sequence[Axes]) -> Any:
         operands = [_known(known, var) for var in eqn.invars]
         results, bodies = walk.equation(eqn, operands)
         known.update(zip(eqn.outvars, results, strict=True))
-        eqns.append(_settled_equation(eqn, operands, bodies))
+        eqns.append(_settled_equation(eqn, operands, bodies, own))
     return compat.with_equations(jaxpr, eqns)
 
 
-def _settled_equation(eqn: Any, operands: Sequence[Axes], bodies: Sequence[Any]) -> Any:
+def _settled_equation(
+    eqn: Any, operands: Sequence[Axes], bodies: Sequence["_Body"], own: Axes
+) -> Any:
     pending = _pending(eqn)
     if pending is not None:
-        return compat.calling(pending.decided(operands), eqn)
-    new = {id(body): _settled(body, given) for body, given in bodies}
-    if compat.with_own_derivative(eqn) and any(map(_pending, bodies[0][0].eqns)):
+        return compat.calling(pending.decided(operands), eqn) if pending.is_over(own) else eqn
+    new = {id(body): _settled(body, given, own) for body, given in bodies}
+    if compat.with_own_derivative(eqn) and any(_is_own(e, own) for e in bodies[0][0].eqns):
         # What has been decided has the derivatives of what it is.
         (body,) = new.values()
         return compat.calling(compat.runs(body), eqn)
@@ -108,9 +111,14 @@ def _pending(eqn: Any) -> Pending | None:
     return getattr(compat.rule_of(eqn), "pending", None)
 
 
-def _has_pending(jaxpr: Any) -> bool:
+def _is_own(eqn: Any, own: Axes) -> bool:
+    pending = _pending(eqn)
+    return pending is not None and pending.is_over(own)
+
+
+def _has_pending(jaxpr: Any, own: Axes) -> bool:
     return any(
-        _pending(eqn) is not None or any(map(_has_pending, compat.jaxprs_of(eqn)))
+        _is_own(eqn, own) or any(_has_pending(inner, own) for inner in compat.jaxprs_of(eqn))
         for eqn in jaxpr.eqns
     )
 

@@ -1,8 +1,9 @@
 """Gradients of functions of a model, reduced across shards exactly once."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from ._base._axes import bound_names, meshes_and_lanes
 from ._base._compat import tree_util
 from ._base._paths import fun_name, positional_names
 from ._base._reduction import GRADIENT, Pending, Reduction, reduce_on_mesh
-from ._base._types import Axes, AxisName, Filter, Fun
+from ._base._types import NO_AXES, Axes, AxisName, Filter, Fun, ReduceLoss
 from ._flow import forwarded
 from ._model._state import origins, with_origins
 from ._trainable import Parts
@@ -26,7 +27,7 @@ def value_and_grad(
     *,
     wrt: Filter = None,
     axis_name: Any = None,
-    reduce: Literal["mean", "sum"] = "mean",
+    reduce: ReduceLoss = "mean",
     has_aux: bool = False,
 ) -> Callable[..., Any]:
     """A function that evaluates a loss, the new model, and the gradient of the loss, reduced exactly once.
@@ -87,8 +88,8 @@ def value_and_grad(
     name = fun_name(fun)
 
     def value_and_grads(model: Any, /, *args: Any, **kwargs: Any) -> Any:
-        scope = _Scope(axis_name, reduce == "mean")
         parts = Parts("value_and_grad", model, wrt, positional_names(fun, 1)[0])
+        scope = _Scope(name, axis_name, reduce == "mean", parts)
         # What comes back as it went in is left out of the results, of which JAX would make other arrays.
         given = {id(x): x for x in tree_util.tree_leaves((model, args, kwargs))}
         results: list[tuple[list[Any], Any, list[object], list[int]]] = []
@@ -104,13 +105,13 @@ def value_and_grad(
             results[:] = [(leaves, structure, origins(rest), new)]
             return loss, [leaves[i] for i in new]
 
-        with _mesh_of(parts.params):
+        with _mesh_of(given.values()), scope.casting():
             differentiated = jax.value_and_grad(local, has_aux=True)
             params = scope.cast(parts.params)
             (loss, made), grads = differentiated(params)
-            loss, grads = scope.reduced(name, loss, parts, grads)
+            loss, grads = scope.reduced(loss, grads)
         leaves, structure, marks, new = results[-1]
-        made = scope.restored(made, parts.params, lambda: jax.make_jaxpr(local)(params))
+        made = scope.restored(made, lambda: jax.make_jaxpr(local)(params))
         for i, x in zip(new, made, strict=True):
             leaves[i] = x
         aux, model = with_origins(structure.unflatten(leaves), marks)
@@ -125,7 +126,7 @@ def grad(
     *,
     wrt: Filter = None,
     axis_name: Any = None,
-    reduce: Literal["mean", "sum"] = "mean",
+    reduce: ReduceLoss = "mean",
     has_aux: bool = False,
 ) -> Callable[..., Any]:
     """As `value_and_grad`, without the loss.
@@ -175,27 +176,42 @@ def _is_pair(x: Any) -> bool:
     return isinstance(x, tuple) and len(x) == 2
 
 
+# The axes over which an enclosing `value_and_grad` has made its parameters varying.
+_cast: ContextVar[Axes] = ContextVar("cast", default=NO_AXES)
+
+
 class _Scope:
     """The axes that are mapped over here, by who knows over which of them a value differs."""
 
-    def __init__(self, axis_name: Any, mean: bool) -> None:
-        self.reduction = Reduction(frozenset(bound_names("value_and_grad", axis_name)), mean)
+    def __init__(self, name: str, axis_name: Any, mean: bool, parts: Parts) -> None:
+        self.params = parts.params
+        named = frozenset(bound_names("value_and_grad", axis_name))
+        self.reduction = Reduction(named, mean, name, tuple(parts.paths))
         meshes, self.lanes = meshes_and_lanes(compat.bound_axis_names())
-        checked = compat.inside_checked_shard_map()
-        nothing: tuple[AxisName, ...] = ()
-        self.typed = meshes if checked else nothing
-        self.untyped = nothing if checked else meshes
-        if self.untyped and not compat.is_followed():
-            raise errors.gradient_unfollowed(self.untyped)
+        self.typed = tuple(n for n in meshes if compat.varying(jax.lax.axis_index(n)))
+        self.followed = compat.followed()
+        known = {*self.typed, *(n for mark in self.followed for n in mark.axis_names)}
+        if unknown := [n for n in meshes if n not in known or (self.typed and self.followed)]:
+            raise errors.gradient_unfollowed(unknown)
+        self.cast_over = named & frozenset(self.typed)
+        if twice := self.cast_over & _cast.get():
+            raise errors.gradient_in_gradient(_in_order(twice, self.typed))
+
+    @contextmanager
+    def casting(self) -> Iterator[None]:
+        """While the function runs: its parameters are no more what says over which axes they are split."""
+        token = _cast.set(_cast.get() | self.cast_over)
+        try:
+            yield
+        finally:
+            _cast.reset(token)
 
     def cast(self, params: Sequence[Any]) -> list[Any]:
         """Parameters of which JAX gives each shard its own gradient."""
-        over = [name for name in self.typed if name in self.reduction.named]
+        over = _in_order(self.cast_over, self.typed)
         return [compat.vary(x, over) for x in params] if over else list(params)
 
-    def restored(
-        self, made: Sequence[Any], params: Sequence[Any], trace: Callable[[], Any]
-    ) -> list[Any]:
+    def restored(self, made: Sequence[Any], trace: Callable[[], Any]) -> list[Any]:
         """What the function made, with the parameters in place of what is one of them, as it was cast.
 
         A parameter that passes through `jax.jit` or `jax.checkpoint` comes back as another array. Whether
@@ -204,44 +220,38 @@ class _Scope:
         **Arguments:**
 
         - `made`: arrays in the results, after the loss.
-        - `params`: the parameters, not cast.
         - `trace`: the program that makes the loss and these arrays of the parameters.
         """
-        cast = self.reduction.named & frozenset(self.typed)
-        forms = {(x.shape, x.dtype) for x in params if cast - compat.varying(x)}
+        cast = self.cast_over
+        forms = {(x.shape, x.dtype) for x in self.params if cast - compat.varying(x)}
         if not any((x.shape, x.dtype) in forms and cast <= compat.varying(x) for x in made):
             return list(made)
         sources = forwarded(compat.open_jaxpr(trace()))[1:]
         pairs = zip(made, sources, strict=True)
-        return [x if k is None else params[k] for x, k in pairs]
+        return [x if k is None else self.params[k] for x, k in pairs]
 
-    def reduced(
-        self, name: str, loss: Any, parts: Parts, grads: Sequence[Any]
-    ) -> tuple[Any, list[Any]]:
+    def reduced(self, loss: Any, grads: Sequence[Any]) -> tuple[Any, list[Any]]:
         """The loss and its gradients, reduced over all axes."""
-        values = [*grads, loss]
-        keys = [*parts.params, loss]
-        for axes, lanes in [*(((lane,), True) for lane in self.lanes), (self.untyped, False)]:
-            if axes:
-                values = Pending(self.reduction, axes)(keys, values, lanes)
+        keys, values = [*self.params, loss], [*grads, loss]
+        for lane in self.lanes:
+            values = Pending(self.reduction, (lane,), lanes=True)(keys, values, vmapped=True)
+        for mark in self.followed:
+            pending = Pending(self.reduction, mark.axis_names, mark.lanes)
+            values = pending(keys, values, vmapped=False)
         if self.typed:
-            values = self._typed(name, loss, parts, values)
+            values = self._typed(loss, values)
         *grads, loss = values
         return loss, list(grads)
 
-    def _typed(self, name: str, loss: Any, parts: Parts, values: Sequence[Any]) -> list[Any]:
+    def _typed(self, loss: Any, values: Sequence[Any]) -> list[Any]:
         axes = frozenset(self.typed)
-        own = [compat.varying(x) for x in parts.params]
-        over = compat.varying(loss)
-        if apart := (over & axes) - self.reduction.named:
-            shared = [p for p, axes in zip(parts.paths, own, strict=True) if apart - axes]
-            if shared:
-                raise errors.loss_differs(name, _in_order(apart, self.typed), shared)
+        own, over = [compat.varying(x) for x in self.params], compat.varying(loss)
+        self.reduction.check(over, own, self.typed)
         plans = [self.reduction.typed(param, over, axes) for param in own]
         values = reduce_on_mesh(values, [*plans, self.reduction.of_loss(over, axes)], self.typed)
         *grads, loss = values
         # By its name a gradient that is reduced a second time is found in the traced program.
-        names = [GRADIENT + path for path in parts.paths]
+        names = [GRADIENT + path for path in self.reduction.params]
         return [*map(checkpoint_name, grads, names), loss]
 
 
@@ -249,10 +259,11 @@ def _in_order(axes: Axes, names: Sequence[AxisName]) -> tuple[AxisName, ...]:
     return tuple(name for name in names if name in axes)
 
 
-def _mesh_of(params: Sequence[Any]) -> Any:
-    """The mesh by whose Explicit axes parameters are typed, where no mesh is set: JAX cannot make their
-    gradients outside of it."""
+def _mesh_of(values: Iterable[Any]) -> Any:
+    """The mesh by whose Explicit axes arrays are typed, where no mesh is set: JAX cannot make gradients
+    outside of it."""
     if compat.current_trace(()) is not compat.TOP_LEVEL or compat.context_mesh() is not None:
         return nullcontext()
-    meshes = [x.sharding.mesh for x in params if compat.is_explicitly_typed(x)]
-    return compat.in_mesh(meshes[0], traced=False) if meshes else nullcontext()
+    typed = (x.sharding.mesh for x in values if compat.is_explicitly_typed(x))
+    mesh = next(typed, None)
+    return nullcontext() if mesh is None else compat.in_mesh(mesh, traced=False)

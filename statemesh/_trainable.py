@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._arguments import inside_modules
 from ._base import _errors as errors
 from ._base._compat import tree_util
 from ._base._paths import path_str
@@ -57,10 +58,12 @@ class Parts:
         self.paths: list[str] = []
         impossible: list[tuple[str, Any]] = []
         start = 0
-        for path, unit in units:
+        for (path, unit), inside in zip(units, inside_modules(model), strict=True):
             own, treedef = tree_util.tree_flatten(unit)
             chosen: list[int | None] = [None] * len(own)
-            if (is_state(unit) or _is_array(unit)) and hit(path, unit):
+            if (is_state(unit) or _is_array(unit) or (not inside and _is_number(unit))) and hit(
+                path, unit
+            ):
                 chosen = [start + k if _is_inexact(x) else None for k, x in enumerate(own)]
                 if wrt is not None and not any(k is not None for k in chosen):
                     impossible.append((path_str(path, root), unit))
@@ -94,15 +97,20 @@ class Parts:
 
 
 def _is_trained(path: Any, unit: Any) -> bool:
-    return isinstance(unit, ParamState) or (_is_array(unit) and _is_inexact(unit))
+    return isinstance(unit, ParamState) or (not is_state(unit) and _is_inexact(unit))
 
 
 def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray)
+    return isinstance(x, jax.Array | np.ndarray | np.generic)
+
+
+def _is_number(x: Any) -> bool:
+    """Whether it is one that a mapped call makes an array of, outside a Module."""
+    return type(x) in (float, complex)
 
 
 def _is_inexact(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+    return _is_number(x) or bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def _is_shown(unit: Any) -> bool:

@@ -58,11 +58,17 @@ class Followed:
 
     So a gradient that is taken inside is that of the one lane, as under `vmap`: where JAX types what
     varies, it sums the gradient of what all lanes share over them.
+
+    **Arguments:**
+
+    - `axis_names`: the axes that are followed.
     """
 
     tells = True
+    lanes = True
 
-    def __init__(self) -> None:
+    def __init__(self, axis_names: tuple[AxisName, ...]) -> None:
+        self.mark = compat.Followed(axis_names, self.lanes)
         # By identity; beside it the array, lest another one take its place.
         self.known: dict[int, tuple[Any, Axes]] = {}
 
@@ -84,8 +90,8 @@ class Followed:
             return [x for x in leaves if isinstance(x, jax.Array)]
 
         given = [flat[i] for i in arrays_at]
-        axes = self._axes(given)
-        closed = settled(compat.trace_followed(traced, given), axes)
+        axes, own = self._axes(given), frozenset(self.mark.axis_names)
+        closed = settled(compat.trace_followed(traced, given, self.mark), axes, own)
         made = compat.run_jaxpr(closed, given)
         self._note(made, all_axes(compat.open_jaxpr(closed), axes))
         ((leaves, structure, marks),) = results
@@ -111,6 +117,7 @@ class Untold(Followed):
     """
 
     tells = False
+    lanes = False
 
     def call(self, fun: Callable[..., Any], operands: Sequence[Any]) -> Any:
         return super().call(fun, operands) if compat.under_jit() else fun(*operands)

@@ -13,16 +13,18 @@ pytestmark = pytest.mark.slow
 
 
 ROOT = Path(__file__).parent.parent
-EXAMPLE = ROOT / "docs" / "examples" / "digits.py"
+EXAMPLES = ROOT / "docs" / "examples"
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def _run(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run the example that its picture is named after."""
     # Without the devices of this suite: the example sets up its own.
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_ENABLE_X64")}
     paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     environment |= {"PYTHONPATH": os.pathsep.join(paths), "MPLBACKEND": "Agg"}
-    command = [sys.executable, str(EXAMPLE), "--out", str(out), *options]
+    script = EXAMPLES / out.with_suffix(".py").name
+    command = [sys.executable, str(script), "--out", str(out), *options]
     return subprocess.run(
         command, capture_output=True, text=True, cwd=out.parent, env=environment, check=False
     )
@@ -59,3 +61,39 @@ def test_digits_fails_when_it_has_not_learned(tmp_path: Path) -> None:
     done = _run(tmp_path / "digits.png", "--steps", "2")
     assert done.returncode == 1
     assert "is below 0.97" in done.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--x64",)], ids=["float32", "float64"])
+def test_text_sharded_over_two_axes_and_unsharded_agree(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    picture = tmp_path / "text.png"
+    done = _run(picture, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    sharded, unsharded = _numbers(done.stdout, "held-out loss")
+    (counted,) = _numbers(done.stdout, "characters")
+    (counted_pairs,) = _numbers(done.stdout, "pairs of characters")
+    assert max(sharded, unsharded) < counted_pairs < counted
+    assert sharded == pytest.approx(unsharded, rel=1e-2)
+    assert all(rate > 0 for rate in _numbers(done.stdout, "steps per second"))
+    assert "dropout masks: bit-identical, sharded and unsharded" in done.stdout
+    assert _numbers(done.stdout, "RNG keys") == [0.0]
+    for label in ("parameters", "optimizer slots", "means and reaches", "losses"):
+        (apart,) = _numbers(done.stdout, label)
+        assert apart <= (1e-9 if options else float("inf")), label
+    assert "mesh of 4x2: 100%" in done.stderr
+    assert "mesh of 1x1: 100%" in done.stderr
+    assert picture.read_bytes().startswith(PNG)
+
+
+@pytest.mark.parametrize("mesh", ["8x1", "2x4"])
+def test_text_agrees_on_other_meshes_and_fails_when_it_has_not_learned(
+    tmp_path: Path, mesh: str
+) -> None:
+    done = _run(tmp_path / "text.png", "--x64", "--steps", "2", "--mesh", mesh)
+    assert done.returncode == 1
+    assert f"mesh of {mesh}: 100%" in done.stderr
+    # It is all that is wrong.
+    (problem,) = [x for x in done.stderr.splitlines() if x and not x.startswith("mesh of")]
+    assert re.fullmatch(r"held-out loss .* is not below .*, of pairs", problem)

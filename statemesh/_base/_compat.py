@@ -1,5 +1,6 @@
 """What statemesh needs to know of JAX beyond its stable surface, each found by feature."""
 
+import dataclasses
 import importlib
 import inspect
 import os
@@ -94,7 +95,7 @@ def collective(eqn: Any) -> tuple[Axes, Axes]:
         name
         for key in ("axes", "axis_name")
         for name in flat_names(eqn.params.get(key))
-        if not isinstance(name, int)
+        if not isinstance(name, int | np.integer)
     )
     joins = eqn.primitive.name in _JOINING and eqn.params.get("axis_index_groups") is None
     return (names, NO_AXES) if joins else (NO_AXES, names)
@@ -114,14 +115,20 @@ def name_given(eqn: Any) -> str | None:
     return name
 
 
-def is_scaling(eqn: Any) -> bool:
-    """Whether an equation makes of a value the same times a number, in another dtype, shape or type."""
-    return eqn.primitive.name in ("mul", "div", "neg", "convert_element_type", "reshape", *_VARYING)
-
-
-def is_division_by_number(eqn: Any) -> bool:
-    """Whether an equation divides by a constant that is written out."""
-    return eqn.primitive.name == "div" and is_literal(eqn.invars[1])
+def scaling(eqn: Any) -> float | None:
+    """What an equation multiplies its one operand with, if it does no more: a number written out, or 1
+    where it only changes the dtype, shape or type."""
+    name, literals = eqn.primitive.name, [v for v in eqn.invars if is_literal(v)]
+    if name in ("convert_element_type", "reshape", "broadcast_in_dim", "squeeze", *_VARYING):
+        return 1.0
+    if name == "neg":
+        return -1.0
+    if name in ("mul", "div") and len(literals) == 1 and np.ndim(literals[0].val) == 0:
+        number = float(np.real(literals[0].val))
+        if name == "mul":
+            return number
+        return 1 / number if literals[0] is eqn.invars[1] and number else None
+    return None
 
 
 def made_varying(eqn: Any) -> Axes:
@@ -223,23 +230,33 @@ current_trace: Any = core.find_top_trace
 TOP_LEVEL: Any = current_trace(())
 
 
-# An axis that is bound, beside the true ones, wherever a program is traced that is followed afterwards.
-_FOLLOWED: AxisName = "<followed>"
+@dataclasses.dataclass(frozen=True)
+class Followed:
+    """A program that is traced to be followed from its arguments on, over these axes.
+
+    While it is traced, this is bound as the name of an axis, beside the true ones.
+    """
+
+    axis_names: tuple[AxisName, ...]
+    # Whether its axes are lanes, each of which may have a loss of its own.
+    lanes: bool
 
 
-def trace_followed(fun: Callable[..., Any], arrays: list[Any]) -> Any:
-    """The jaxpr of `fun`; all that is called while it is traced is told so by `is_followed`."""
-    return jax.make_jaxpr(fun, axis_env=[(_FOLLOWED, 1)])(*arrays)
+def trace_followed(fun: Callable[..., Any], arrays: list[Any], mark: Followed) -> Any:
+    """The jaxpr of `fun`; all that is called while it is traced is told so by `followed`."""
+    return jax.make_jaxpr(fun, axis_env=[(mark, 1)])(*arrays)
 
 
-def is_followed() -> bool:
-    """Whether the program that is being traced will be followed from its arguments on."""
-    return _FOLLOWED in core.unsafe_get_axis_names_DO_NOT_USE()
+def followed() -> tuple[Followed, ...]:
+    """Those that are being traced, the outermost first."""
+    names = core.unsafe_get_axis_names_DO_NOT_USE()
+    return tuple(name for name in names if isinstance(name, Followed))
 
 
 def bound_axis_names() -> tuple[AxisName, ...]:
     """The axis names that collectives may use here."""
-    return tuple(n for n in core.unsafe_get_axis_names_DO_NOT_USE() if n != _FOLLOWED)
+    names = core.unsafe_get_axis_names_DO_NOT_USE()
+    return tuple(name for name in names if not isinstance(name, Followed))
 
 
 def context_mesh() -> AbstractMesh | None:

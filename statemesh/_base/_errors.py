@@ -558,8 +558,8 @@ def cannot_differentiate(what: str, bad: Sequence[tuple[str, Any]]) -> Structure
     items = [f"{path}: {describe_unit(unit)}" for path, unit in bad]
     return StructureError(
         f"{what}: wrt picks what holds no floating or complex numbers:\n{_lines(items)}\n"
-        "Leave it out: `wrt=sm.filters.All(wrt, sm.ParamState)` keeps the parameters among what a filter "
-        "picks."
+        "Let it pick parameters, as `wrt=sm.ParamState` does; several filters are joined by "
+        "sm.filters.All, Any and Not."
     )
 
 
@@ -582,9 +582,9 @@ def describe_unit(unit: Any) -> str:
 
 def not_loss_and_model(name: str, returned: Any, has_aux: bool) -> StructureError:
     wanted = "((loss, aux), model)" if has_aux else "(loss, model)"
-    kind = type(returned).__name__
+    kind = _kind_of(returned)
     if isinstance(returned, tuple):
-        kind = f"a tuple of {', '.join(type(x).__name__ for x in returned)}" if returned else "()"
+        kind = f"a tuple of {', '.join(map(_kind_of, returned))}" if returned else "()"
     text = f"value_and_grad: {name} must return {wanted}, but returned {kind}."
     if not has_aux:
         text += (
@@ -592,6 +592,10 @@ def not_loss_and_model(name: str, returned: Any, has_aux: bool) -> StructureErro
             "`has_aux=True` and return ((loss, aux), model)."
         )
     return StructureError(text)
+
+
+def _kind_of(value: Any) -> str:
+    return describe(value) if isinstance(value, jax.Array) else type(value).__name__
 
 
 def not_a_loss(name: str, loss: Any) -> StructureError:
@@ -631,6 +635,14 @@ def gradient_unfollowed(axes: Sequence[AxisName]) -> StatemeshError:
         f"value_and_grad: nothing tells here over which of {_names(axes)} the parameters are split, on which "
         "their gradients depend: this is a map that does not check what varies, run by JAX alone or with "
         "jit=False. Write `statemesh.shard_map` (without jit=False), or leave check_vma as it is."
+    )
+
+
+def gradient_in_gradient(axes: Sequence[AxisName]) -> StatemeshError:
+    return StatemeshError(
+        f"value_and_grad: inside the loss of another value_and_grad over {_names(axes)} it cannot reduce over "
+        "the same axes: there each shard has parameters of its own, of which nothing tells that they are "
+        "equal. Leave axis_name out inside, for the gradient of this shard's own loss."
     )
 
 

@@ -44,15 +44,30 @@ class Reduction:
 
     - `named`: the axes over which it is taken together.
     - `mean`: whether it is the mean of them; else their sum.
+    - `name`, `params`: what messages call the function, and each parameter.
     """
 
     named: Axes
     mean: bool
+    name: str
+    params: tuple[str, ...]
+
+    def check(self, loss: Axes, params: Sequence[Axes], axes: Sequence[AxisName]) -> None:
+        """Refuse a loss that differs over an axis that is not named, where one copy of a parameter is kept.
+
+        **Arguments:**
+
+        - `loss`, `params`: where these differ.
+        - `axes`: those of a mesh. Lanes may each have a loss of their own.
+        """
+        apart = (loss & frozenset(axes)) - self.named
+        if shared := [p for p, axes in zip(self.params, params, strict=True) if apart - axes]:
+            raise errors.loss_differs(self.name, [a for a in axes if a in apart], shared)
 
     def of_loss(self, loss: Axes, axes: Axes) -> Plan:
         """What is done to the loss, which differs over some of `axes`."""
         if not self.mean and (same := (self.named & axes) - loss):
-            raise errors.loss_counted_twice(same)
+            raise errors.loss_counted_twice(sorted(same, key=str))
         over = self.named & axes & loss
         return Plan(over, over if self.mean else NO_AXES)
 
@@ -103,15 +118,22 @@ class Pending:
 
     - `reduction`: what is to be done.
     - `axis_names`: over which axes: one axis of lanes, or those of a mesh.
+    - `lanes`: whether these are lanes, in a `vmap` or on devices.
     """
 
     reduction: Reduction
     axis_names: tuple[AxisName, ...]
+    lanes: bool
+
+    def is_over(self, axes: Axes) -> bool:
+        return axes.issuperset(self.axis_names)
 
     def plans(self, operands: Sequence[Axes]) -> list[Plan]:
         """What is done to each value, given over which axes the operands differ."""
         axes = frozenset(self.axis_names)
         (*params, loss), (*grads, _) = _halves(operands[1:])
+        if not self.lanes:
+            self.reduction.check(loss, params, self.axis_names)
         plans = [
             self.reduction.untyped(param, loss, gradient, axes)
             for param, gradient in zip(params, grads, strict=True)
@@ -119,9 +141,12 @@ class Pending:
         return [*plans, self.reduction.of_loss(loss, axes)]
 
     def results_differ(self, operands: Sequence[Axes]) -> list[Axes]:
-        """Over which axes its results differ, given the same of its operands."""
-        values = _halves(operands[1:])[1]
-        return [x - plan.sum for x, plan in zip(values, self.plans(operands), strict=True)]
+        """Over which axes its results may differ, given the same of its operands."""
+        (*params, loss), (*grads, value) = _halves(operands[1:])
+        axes = frozenset(self.axis_names)
+        joined = (self.reduction.named & axes) | (axes - loss)
+        pairs = zip(params, grads, strict=True)
+        return [*(x - (joined - param) for param, x in pairs), value - joined]
 
     def decided(self, operands: Sequence[Axes]) -> Callable[..., list[Any]]:
         """What it is on a mesh, given over which axes its operands differ."""
@@ -138,13 +163,13 @@ class Pending:
         results = [plan.of_lanes(x, count, hit) for plan, x, hit in triples]
         return results, [hit and not plan.sum for plan, _, hit in triples]
 
-    def __call__(self, keys: Sequence[Any], values: Sequence[Any], lanes: bool) -> list[Any]:
+    def __call__(self, keys: Sequence[Any], values: Sequence[Any], vmapped: bool) -> list[Any]:
         """Write it down here.
 
         **Arguments:**
 
         - `keys`, `values`: its operands but for the mark.
-        - `lanes`: whether its one axis is one of lanes.
+        - `vmapped`: whether its one axis is one of a `vmap`.
         """
 
         @custom_vmap
@@ -152,7 +177,7 @@ class Pending:
             return list(_halves(operands[1:])[1])
 
         def rule(count: int, batched: Any, *operands: Any) -> Any:
-            if lanes and batched[0]:
+            if vmapped and batched[0]:
                 return self.decided_for_lanes(batched, count, _halves(operands[1:])[1])
             # Another axis than this one, further in: entry by entry.
             return reduced(*operands), list(_halves(batched[1:])[1])
@@ -164,7 +189,7 @@ class Pending:
         @jax.custom_jvp
         def run(*operands: Any) -> list[Any]:
             # The lane's own number is batched over it, so that these lanes are told from others.
-            mark = jax.lax.axis_index(self.axis_names[0]) if lanes else 0
+            mark = jax.lax.axis_index(self.axis_names[0]) if vmapped else 0
             made: list[Any] = reduced(mark, *operands)
             return made
 

@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     Fun: TypeAlias = Callable[..., Any]
     AnyMesh: TypeAlias = Mesh | AbstractMesh
     Donate: TypeAlias = Literal["none", "states", "all"]
+    ReduceLoss: TypeAlias = Literal["mean", "sum"]
     Size: TypeAlias = int
     LaneName: TypeAlias = Hashable
     DeviceList: TypeAlias = Sequence[jax.Device]
 else:
     # Checked by hand when a call is declared, with messages that teach.
-    Fun = AnyMesh = Donate = Size = LaneName = DeviceList = Any
+    Fun = AnyMesh = Donate = ReduceLoss = Size = LaneName = DeviceList = Any
 SpecTree: TypeAlias = Any
 StateSpecs: TypeAlias = SpecTree | Mapping[Filter, SpecTree] | None
 

@@ -120,7 +120,7 @@ class OnMesh:
         return SpreadLayout if spans_processes(self.mesh) else Layout
 
     def varying(self) -> Varying:
-        return Told(self.axis_names) if self.check_vma else Untold()
+        return Told(self.axis_names) if self.check_vma else Untold(self.axis_names)
 
     def context(self, traced: bool) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -165,7 +165,7 @@ class OnDevices(OnMesh):
         return FixedLayout
 
     def varying(self) -> Varying:
-        return Followed()
+        return Followed(self.axis_names)
 
     def context(self, traced: bool) -> AbstractContextManager[Any]:
         return compat.in_mesh(self.mesh, traced)

@@ -81,7 +81,7 @@ class Signature:
         traced = self.plain.trace(*arrays)
         body = compat.shard_map_body(traced.jaxpr)
         if body is not None:
-            if again := summed_twice(body):
+            if again := summed_twice(body, self.program.binding.sizes):
                 raise errors.reduced_twice(self.program.declared.name, again)
             back: WriteBack = traced.out_info[1]
             hidden = hidden_axes(body, [NO_AXES] * len(body.invars))

@@ -59,7 +59,7 @@ class WithTag(_Named):
 
     def __call__(self, path: KeyPath, state: AnyType) -> bool:
         del path
-        return self.tag in state.tag
+        return self.tag in getattr(state, "tag", ())
 
     def __repr__(self) -> str:
         return f"WithTag({self.tag!r})"

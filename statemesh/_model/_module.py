@@ -58,7 +58,7 @@ class Module(eqx.Module):
                 continue
             value, old = fields[name], getattr(self, name, None)
             if isinstance(old, State) and not isinstance(value, State):
-                value = old.set(value)
+                value = old._set(value, f"{type(self).__name__}.{name}")
             object.__setattr__(new, name, value)
         return new
 

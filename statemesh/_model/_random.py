@@ -135,9 +135,9 @@ class RandomState(State):
         rest, _ = _advance(self.value)
         return keys, self._advanced(rest)
 
-    def set(self: R, value: Any) -> R:
-        """A new state with `value` as its key, drawn from since: the common stream moves on too."""
-        return self._advanced(conform(self.value, value, self.name or type(self).__name__))
+    def _set(self: R, value: Any, label: str) -> R:
+        """With a new key it has been drawn from: the common stream moves on too."""
+        return self._advanced(conform(self.value, value, label))
 
     def replace(self: R, **changes: Any) -> R:
         """As for `State`. A new key is taken for one drawn, as by `set`."""

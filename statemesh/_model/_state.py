@@ -159,7 +159,11 @@ class State(StateNode):
 
         **Raises:** `StructureError` naming everything that differs.
         """
-        return self._with_value(conform(self.value, value, self.name or type(self).__name__))
+        return self._set(value, self.name or type(self).__name__)
+
+    def _set(self: S, value: Any, label: str) -> S:
+        """`set`, whose errors call this state by `label`."""
+        return self._with_value(conform(self.value, value, label))
 
     def replace(self: S, **changes: Any) -> S:
         """A new State with any of `value`, `name`, `tag`, `spec`, `reduce` changed, unchecked

@@ -1,0 +1,329 @@
+"""A character transformer, trained tensor-parallel x data-parallel and then, the same, on one device.
+
+    python docs/examples/text.py [--mesh 4x2] [--x64] [--steps N] [--seed N] [--out PATH.png]
+
+Each layer is written once, for its shard: the rows of the batch are split over the mesh axis "data",
+attention heads and hidden units over "model". Every State says itself where it lies, so that `step`
+runs on a mesh of any shape. Exits with 1 where the two trainings disagree.
+"""
+
+import argparse
+import importlib.resources
+import math
+import os
+import re
+import sys
+import time
+from typing import Any, NamedTuple
+
+
+# Eight simulated devices on machines that have only a CPU; other platforms pass the flag by. It has
+# to be there before JAX starts. A number of devices that XLA_FLAGS already says comes last and wins.
+os.environ["XLA_FLAGS"] = (
+    f"--xla_force_host_platform_device_count=8 {os.environ.get('XLA_FLAGS', '')}"
+)
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+import statemesh as sm
+
+
+BATCH, CONTEXT = 32, 32  # rows of a batch, characters that the model sees of the text at once
+WIDTH, HEADS, HIDDEN, BLOCKS = 64, 8, 256, 1
+OPTIMIZER = optax.adamw(6e-3)
+
+
+def matrix(key: jax.Array, shape: tuple[int, ...], spec: P) -> sm.ParamState:
+    return sm.ParamState(jax.random.normal(key, shape) * WIDTH**-0.5, spec=spec)
+
+
+class Attention(sm.Module):
+    """Causal attention of the heads that a shard holds."""
+
+    qkv: sm.ParamState
+    out: sm.ParamState
+    reach: sm.HiddenState
+
+    def __init__(self, key: jax.Array) -> None:
+        into, back = jax.random.split(key)
+        size = WIDTH // HEADS
+        self.qkv = matrix(into, (WIDTH, 3, HEADS, size), P(None, None, "model"))
+        self.out = matrix(back, (HEADS, size, WIDTH), P("model"))
+        # How far back each head looked in each row of the latest batch: split over both axes.
+        self.reach = sm.HiddenState(jnp.zeros((BATCH, HEADS)), spec=P("data", "model"))
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, "Attention"]:
+        q, k, v = jnp.einsum("btw,wchs->cbhts", x, self.qkv.value)
+        scores = jnp.einsum("bhts,bhus->bhtu", q, k) * q.shape[-1] ** -0.5
+        distance = jnp.arange(x.shape[1])[:, None] - jnp.arange(x.shape[1])
+        weights = jax.nn.softmax(jnp.where(distance >= 0, scores, -jnp.inf))
+        y = jnp.einsum("bhtu,bhus,hsw->btw", weights, v, self.out.value)
+        reach = (weights * distance).sum(axis=-1).mean(axis=-1)
+        # Each shard has the sum over its own heads: together they are the sum over all.
+        return jax.lax.psum(y, "model"), self.replace(reach=reach)
+
+
+class MLP(sm.Module):
+    """Two linear maps, and between them the hidden units that a shard holds."""
+
+    up: sm.ParamState
+    down: sm.ParamState
+    mean: sm.BatchState
+
+    def __init__(self, key: jax.Array) -> None:
+        into, back = jax.random.split(key)
+        self.up = matrix(into, (WIDTH, HIDDEN), P(None, "model"))
+        self.down = matrix(back, (HIDDEN, WIDTH), P("model", None))
+        # Each unit's running mean: split over "model", and the mean of the shards' along "data".
+        self.mean = sm.BatchState(jnp.zeros(HIDDEN), spec=P("model"), reduce="mean")
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, "MLP"]:
+        units = jax.nn.silu(x @ self.up.value)
+        mean = 0.95 * self.mean.value + 0.05 * units.mean(axis=(0, 1))
+        return jax.lax.psum(units @ self.down.value, "model"), self.replace(mean=mean)
+
+
+class Residual(sm.Module):
+    """A layer on normalised inputs, whose output is added to them."""
+
+    norm: eqx.nn.LayerNorm
+    layer: Attention | MLP
+    dropout: sm.nn.Dropout
+
+    def __init__(self, layer: Attention | MLP, key: jax.Array) -> None:
+        self.norm = eqx.nn.LayerNorm(WIDTH)
+        self.layer = layer
+        # One mask for each row of the global batch: the same on a mesh of any shape.
+        self.dropout = sm.nn.Dropout(0.1, key, axis_name="data")
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, "Residual"]:
+        y, layer = self.layer(jax.vmap(jax.vmap(self.norm))(x))
+        y, dropout = self.dropout(y)
+        return x + y, self.replace(layer=layer, dropout=dropout)
+
+
+class Transformer(sm.Module):
+    """Equinox's layers have no State: their arrays are parameters too, the same on all shards."""
+
+    characters: eqx.nn.Embedding
+    positions: eqx.nn.Embedding
+    layers: tuple[Residual, ...]
+    norm: eqx.nn.LayerNorm
+    logits: eqx.nn.Linear
+
+    def __init__(self, key: jax.Array, characters: int) -> None:
+        keys = iter(jax.random.split(key, 3 + 4 * BLOCKS))
+        self.characters = eqx.nn.Embedding(characters, WIDTH, key=next(keys))
+        self.positions = eqx.nn.Embedding(CONTEXT, WIDTH, key=next(keys))
+        self.logits = eqx.nn.Linear(WIDTH, characters, key=next(keys))
+        self.norm = eqx.nn.LayerNorm(WIDTH)
+        kinds = BLOCKS * (Attention, MLP)
+        self.layers = tuple(Residual(kind(next(keys)), next(keys)) for kind in kinds)
+
+    def __call__(self, text: jax.Array) -> tuple[jax.Array, "Transformer"]:
+        x = jax.vmap(jax.vmap(self.characters))(text) + self.positions.weight[: text.shape[1]]
+        layers = []
+        for layer in self.layers:
+            x, layer = layer(x)
+            layers.append(layer)
+        logits = jax.vmap(jax.vmap(lambda one: self.logits(self.norm(one))))(x)
+        return logits, self.replace(layers=tuple(layers))
+
+
+def loss_fn(model: Transformer, text: jax.Array) -> tuple[jax.Array, Transformer]:
+    """How badly each character is predicted from those before it."""
+    logits, model = model(text[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean(), model
+
+
+def step(model: Transformer, slots: Any, text: jax.Array) -> tuple[jax.Array, Transformer, Any]:
+    # The gradients are reduced over "data", once; over "model" each shard keeps those of its part.
+    (loss, model), grads = sm.value_and_grad(loss_fn, axis_name="data")(model, text)
+    updates, slots = OPTIMIZER.update(grads, slots, sm.trainable(model))
+    return loss, eqx.apply_updates(model, updates), slots
+
+
+def evaluate(model: Transformer, text: jax.Array) -> Any:
+    loss, _ = loss_fn(eqx.nn.inference_mode(model), text)
+    return jax.lax.pmean(loss, "data")
+
+
+def masks(model: Transformer, text: jax.Array) -> list[jax.Array]:
+    """What dropout would keep of this text in a step."""
+    ones = jnp.ones((*text.shape, WIDTH))
+    return [layer.dropout(ones)[0] > 0 for layer in model.layers]
+
+
+class Run(NamedTuple):
+    model: Transformer
+    slots: Any
+    losses: list[float]
+    held_out: float
+    masks: list[Any]
+    steps_per_second: float
+
+    def compared(self) -> dict[str, Any]:
+        keys = [rng.value for rng in sm.states(self.model, sm.RandomState).values()]
+        return {
+            "parameters": sm.trainable(self.model),
+            "optimizer slots": self.slots,
+            "means and reaches": sm.states(self.model, (sm.BatchState, sm.HiddenState)),
+            "RNG keys": list(map(jax.random.key_data, keys)),
+            "losses": [*self.losses, self.held_out],
+        }
+
+
+def run(mesh: Mesh, model: Transformer, data: Any, steps: int, seed: int) -> Run:
+    """Train on a mesh, of one device or of many: nothing else differs."""
+    train, unseen = data
+    step_on = sm.shard_map(step, mesh, in_specs=(None, None, P("data")), out_specs=P())
+    evaluate_on = sm.shard_map(evaluate, mesh, in_specs=(None, P("data")), out_specs=P())
+    masks_on = sm.shard_map(masks, mesh, in_specs=(None, P("data")), out_specs=P("data"))
+
+    # Each slot lies where its parameter lies.
+    slots = OPTIMIZER.init(sm.trainable(model))
+    losses: list[float] = []
+    started, random = 0.0, np.random.default_rng(seed)
+    bar = tqdm(range(steps), "mesh of {data}x{model}".format(**mesh.shape), unit="step")
+    for _ in bar:
+        starts = random.integers(len(train) - CONTEXT, size=(BATCH, 1))
+        loss, model, slots = step_on(model, slots, train[starts + np.arange(CONTEXT + 1)])
+        # With older JAX versions simulated devices block each other unless each step is awaited.
+        jax.block_until_ready((model, slots))
+        if not losses:
+            started = time.perf_counter()  # From here on, everything is compiled.
+        losses.append(float(loss))
+        bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
+    per_second = (steps - 1) / (time.perf_counter() - started)
+    held_out = float(np.mean([float(evaluate_on(model, text)) for text in unseen]))
+    drawn = jax.device_get(masks_on(model, unseen[0]))
+    return Run(model, slots, losses, held_out, drawn, per_second)
+
+
+def read_text() -> tuple[int, Any]:
+    """The descriptions of scikit-learn's data sets: how many characters there are, the text to train
+    on as an array of their numbers, and batches of rows that are held out."""
+    folder = importlib.resources.files("sklearn") / "datasets" / "descr"
+    names = sorted(file.name for file in folder.iterdir() if file.name.endswith(".rst"))
+    text = "".join((folder / name).read_text("utf-8") for name in names)
+    characters, numbers = np.unique(list(text), return_inverse=True)
+    size = CONTEXT + 1
+    rows = numbers[: len(numbers) // size * size].astype(np.int32).reshape(-1, size)
+    # Every tenth row is held out, so that there is something of each description in both.
+    train, unseen = np.delete(rows, np.s_[::10], axis=0).ravel(), rows[::10]
+    unseen = unseen[: len(unseen) // BATCH * BATCH].reshape(-1, BATCH, size)
+    return len(characters), (train, unseen)
+
+
+def by_counting(characters: int, train: Any, unseen: Any) -> list[float]:
+    """The held-out loss of frequencies counted in `train`: of characters, and of pairs of them."""
+    pairs = np.full((characters, characters), 0.1)  # so that no pair is impossible
+    np.add.at(pairs, (train[:-1], train[1:]), 1)
+    single, following = pairs.sum(axis=0) / pairs.sum(), pairs / pairs.sum(axis=1, keepdims=True)
+    likely = single[unseen[..., 1:]], following[unseen[..., :-1], unseen[..., 1:]]
+    return [float(-np.log(p).mean()) for p in likely]
+
+
+def difference(a: Any, b: Any) -> float:
+    """The largest |a - b| in any array, relative to the largest |b| in it (or to 1 if that is 0)."""
+    worst = []
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        worst.append(np.abs(x - y).max() / (np.abs(y).max() or 1.0))
+    return float(np.max(worst))
+
+
+def compare(many: Run, one: Run, counted: list[float], x64: bool) -> list[str]:
+    """Print two runs side by side, and say what is not as it must be."""
+    problems = []
+    print(f"\n{'':24}{'sharded':>12}{'unsharded':>12}")
+    print(f"{'held-out loss':24}{many.held_out:12.4f}{one.held_out:12.4f}")
+    print(f"{'steps per second':24}{many.steps_per_second:12.1f}{one.steps_per_second:12.1f}")
+    if jax.default_backend() == "cpu":
+        print("(simulated devices share one machine's cores: more of them are not faster)")
+    print("\nin nats per character; what counting the same text reaches:")
+    print(f"{'characters':24}{counted[0]:12.4f}\n{'pairs of characters':24}{counted[1]:12.4f}")
+    print(f"\nlargest relative difference in float{64 if x64 else 32}")
+    for name, value in many.compared().items():
+        apart = difference(value, one.compared()[name])
+        print(f"{name:24}{apart:12.1e}")
+        limit = 0.0 if name == "RNG keys" else 1e-9 if x64 else np.inf
+        if not apart <= limit:  # This way round, NaN is a problem too.
+            problems.append(f"{name}: relative difference {apart:.1e} is above {limit:.0e}")
+    same = all(map(np.array_equal, many.masks, one.masks))
+    print(f"dropout masks: {'bit-identical' if same else 'different'}, sharded and unsharded")
+    if not same:
+        problems.append("the dropout masks differ")
+    if not (worse := max(many.held_out, one.held_out)) < counted[1]:
+        problems.append(f"held-out loss {worse:.4f} is not below {counted[1]:.4f}, of pairs")
+    return problems
+
+
+def held(x: jax.Array, device: jax.Device) -> str:
+    """Which part of an array lies on one device: a range for each axis that is split."""
+    index = x.sharding.devices_indices_map(x.shape)[device]
+    ranges = [(part.indices(n)[:2], n) for part, n in zip(index, x.shape, strict=True)]
+    return ", ".join(":" if (a, b) == (0, n) else f"{a}:{b}" for (a, b), n in ranges)
+
+
+def draw(many: Run, one: Run, mesh: Mesh, path: str) -> None:
+    """Both loss curves on one axis, and what each device holds of the first block."""
+    figure = Figure(figsize=(15, 5.5), layout="constrained")
+    curves, grid = figure.subplots(1, 2, width_ratios=(4, 7))
+    curves.plot(one.losses, color="tab:orange", lw=4, alpha=0.5, label="unsharded")
+    curves.plot(many.losses, color="black", lw=0.8, label="sharded")
+    curves.set(title="Training loss", xlabel="step", ylabel="nats per character")
+    curves.legend()
+
+    names, texts, shades = [], [], []
+    for name, state in sm.states(many).items():
+        if re.search(r"(model|mu)\.layers\[[01]\]", name):
+            names.append(f"{name}  ({type(state).__name__})")
+            row = [held(state.value, device) for device in mesh.devices.flat]
+            parts = list(dict.fromkeys(row))
+            texts.append(row if len(parts) > 1 else ["all"] * len(row))
+            shades.append([(len(parts) > 1) * (1 + parts.index(text) / len(parts)) for text in row])
+    grid.imshow(shades, cmap="Oranges", vmax=4, aspect="auto")
+    for (i, j), text in np.ndenumerate(texts):
+        grid.text(j, i, text, ha="center", va="center", fontsize=8)
+    grid.set_yticks(range(len(names)), names, fontsize=8)
+    places = [f"data {i}\nmodel {j}" for i, j in np.ndindex(mesh.devices.shape)]
+    grid.set_xticks(range(len(places)), places, fontsize=8)
+    grid.set_title("What each device holds of the first block and of its slots")
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train on eight devices, and the same on one.")
+    parser.add_argument("--mesh", default="4x2", help="parts of the batch x parts of the model")
+    parser.add_argument("--x64", action="store_true", help="float64; all must agree to 1e-9")
+    parser.add_argument("--steps", type=int, default=300, help="training steps")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, batches, dropout")
+    parser.add_argument("--out", default="text.png", help="where the picture goes")
+    options = parser.parse_args()
+    jax.config.update("jax_enable_x64", options.x64)
+
+    characters, data = read_text()
+    model = Transformer(jax.random.key(options.seed), characters)
+    shape, names = tuple(map(int, options.mesh.split("x"))), ("data", "model")
+    mesh = jax.make_mesh(shape, names, devices=jax.devices()[: math.prod(shape)])
+    single = jax.make_mesh((1, 1), names, devices=jax.devices()[:1])
+    many = run(mesh, model, data, options.steps, options.seed)
+    one = run(single, model, data, options.steps, options.seed)
+    problems = compare(many, one, by_counting(characters, *data), options.x64)
+    draw(many, one, mesh, options.out)
+    print(f"\nloss curves and layout of the states: {options.out}")
+    if problems:
+        sys.exit("\n".join(problems))
+
+
+if __name__ == "__main__":
+    main()

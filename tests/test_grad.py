@@ -1,0 +1,317 @@
+"""`value_and_grad`: what is differentiated, over what it is reduced, and what comes back.
+
+The reference is `plain`, made of JAX and Equinox alone, which sees all rows at once.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from tests.helpers import compiles, counted, make_mesh
+
+
+SHARDS = 4
+X = np.sin(np.arange(24, dtype=np.float32)).reshape(8, 3)
+
+
+def plain(
+    fun: Callable[..., Any], *, axis_name: Any = None, reduce: str = "mean", has_aux: bool = False
+) -> Callable[..., Any]:
+    """What `value_and_grad` is to give for the parameters that it takes by default."""
+    del axis_name, reduce
+
+    def wanted(node: Any) -> Any:
+        taken = isinstance(node, sm.ParamState) or not sm.is_state(node)
+        return jax.tree.map(lambda x: taken and eqx.is_inexact_array(x), node)
+
+    @eqx.filter_jit
+    def run(model: Any, *args: Any) -> Any:
+        mask = jax.tree.map(wanted, model, is_leaf=sm.is_state)
+        params, rest = eqx.partition(model, mask)
+
+        def loss(params: Any) -> Any:
+            value, new = fun(eqx.combine(params, rest), *args)
+            return value[0] if has_aux else value, (value, new)
+
+        (_, result), grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return result, grads
+
+    return run
+
+
+def on_mesh(check: bool) -> Callable[..., Any]:
+    def run(fun: Callable[..., Any], model: Any, x: Any) -> Any:
+        mesh = make_mesh(str(SHARDS))
+        return sm.shard_map(fun, mesh, (P(), P("x")), P(), check_vma=check)(model, x)
+
+    return run
+
+
+def in_lanes(transform: Any) -> Callable[..., Any]:
+    def run(fun: Callable[..., Any], model: Any, x: Any) -> Any:
+        mapped = transform(fun, in_axes=(None, 0), out_axes=None, axis_name="x")
+        return mapped(model, x.reshape(SHARDS, -1, *x.shape[1:]))
+
+    return run
+
+
+WAYS = {
+    "check": on_mesh(True),
+    "no check": on_mesh(False),
+    "vmap2": in_lanes(sm.vmap2),
+    "pmap2": in_lanes(sm.pmap2),
+}
+
+
+def check(result: Any, expected: Any, rtol: float = 2e-5) -> None:
+    pairs = zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True)
+    for a, b in pairs:
+        if not eqx.is_array(a):
+            assert a == b
+        elif jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            assert (jax.random.key_data(a) == jax.random.key_data(b)).all()
+        else:
+            assert a.dtype == b.dtype
+            tolerance = 0.0 if jnp.issubdtype(a.dtype, jnp.integer) else rtol
+            if a.dtype in (jnp.bfloat16, jnp.float16):
+                tolerance = 1e-2
+            wide = np.complex128 if jnp.iscomplexobj(a) else np.float64
+            one, other = np.asarray(a).astype(wide), np.asarray(b).astype(wide)
+            np.testing.assert_allclose(one, other, rtol=tolerance, atol=0.1 * tolerance)
+
+
+class Net(sm.Module):
+    """One leaf of every sort."""
+
+    w: sm.ParamState
+    unused: sm.ParamState
+    mean: sm.BatchState
+    steps: sm.State
+    rng: sm.RandomState
+    bias: jax.Array
+    table: jax.Array
+    act: Callable[[Any], Any]
+    rate: float = 0.5
+    name: str = "net"
+    nothing: None = None
+
+    def apply(self, x: Any) -> Any:
+        return self.act(x @ self.w.value + self.bias) * self.rate + self.table[1]
+
+
+def make_net() -> Net:
+    return Net(
+        sm.ParamState(jnp.array([0.3, -0.6, 0.9])),
+        sm.ParamState({"a": jnp.ones(2), "n": jnp.arange(2)}),
+        sm.BatchState(jnp.ones(3), reduce="mean"),
+        sm.State(0),
+        sm.RandomState(jax.random.key(3)),
+        jnp.array(0.2),
+        jnp.arange(3),
+        jnp.tanh,
+    )
+
+
+def net_loss(net: Net, x: Any) -> Any:
+    """Reads and writes states of every kind."""
+    keys, rng = net.rng.rows(len(x), "x")
+    noise = jax.vmap(lambda key: jax.random.uniform(key, (3,)))(keys)
+    loss = jnp.mean(net.apply(x + 0.1 * noise - net.mean.value) ** 2)
+    mean = 0.9 * net.mean.value + 0.1 * x.mean(axis=0)
+    return loss, net.replace(mean=mean, steps=net.steps.value + 1, rng=rng)
+
+
+def still_loss(net: Net, x: Any) -> Any:
+    """Without random numbers."""
+    return jnp.mean(net.apply(x) ** 2), net.replace(mean=x.mean(axis=0))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_everything_is_as_unsharded(way: str) -> None:
+    got = WAYS[way](sm.value_and_grad(net_loss, axis_name="x"), make_net(), X)
+    check(got, plain(net_loss)(make_net(), X))
+    assert got[1].rng is None
+
+
+def test_outside_any_mapped_call_an_axis_name_means_one_shard() -> None:
+    got = sm.value_and_grad(still_loss, axis_name=("x", "nowhere"))(make_net(), X)
+    check(got, plain(still_loss)(make_net(), X))
+
+
+def test_grads_have_the_structure_of_the_model_and_none_elsewhere() -> None:
+    _, grads = sm.value_and_grad(still_loss)(make_net(), X)
+    assert isinstance(grads, Net)
+    assert isinstance(grads.w, sm.ParamState)
+    assert grads.unused.value["a"].tolist() == [0, 0]
+    assert grads.unused.value["n"] is None
+    for field in ("mean", "steps", "rng", "table", "act", "rate", "name", "nothing"):
+        assert getattr(grads, field) is None
+    stepped = eqx.apply_updates(make_net(), jax.tree.map(lambda g: -g, grads))
+    np.testing.assert_allclose(stepped.bias, 0.2 - grads.bias)
+    assert stepped.act is jnp.tanh
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_low_precision_and_complex_parameters_keep_their_dtypes(way: str) -> None:
+    model = {
+        "half": sm.ParamState(jnp.asarray([0.5, -0.25, 1], jnp.bfloat16)),
+        "short": sm.ParamState(jnp.asarray(0.75, jnp.float16)),
+        "complex": sm.ParamState(jnp.asarray([1 + 2j, 0.5j, -1], jnp.complex64)),
+    }
+
+    def loss(model: Any, x: Any) -> Any:
+        y = x @ model["complex"].value + x @ model["half"].value.astype(x.dtype)
+        # Slopes of low precision are rounded where they are summed: few bits are needed here.
+        return jnp.mean(jnp.abs(y * model["short"].value.astype(x.dtype)) ** 2), model
+
+    x = np.sign(X) / 2
+    got = WAYS[way](sm.value_and_grad(loss, axis_name="x"), model, x)
+    check(got, plain(loss)(model, x))
+
+
+def test_a_loss_of_low_precision_stays_so() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.mean((x * w).astype(jnp.bfloat16)), w
+
+    (value, _), grads = WAYS["check"](sm.value_and_grad(loss, axis_name="x"), jnp.ones(3), X)
+    assert value.dtype == jnp.bfloat16
+    assert grads.dtype == jnp.float32
+
+
+def test_grad_is_value_and_grad_without_the_loss() -> None:
+    (_, new), grads = sm.value_and_grad(still_loss)(make_net(), X)
+    check(sm.grad(still_loss)(make_net(), X), (grads, new))
+
+
+WRT: dict[str, tuple[Any, set[str]]] = {
+    "left out": (None, {"w", "frozen", "plain"}),
+    "type": (sm.ParamState, {"w", "frozen"}),
+    "tag": ("slow", {"frozen", "mean"}),
+    "list": (["slow", sm.ParamState], {"w", "frozen", "mean"}),
+    "function": (lambda path, node: "plain" in str(path), {"plain"}),
+    "Where": (sm.filters.Where(lambda m: (m["w"], m["plain"])), {"w", "plain"}),
+    "PathContains": (sm.filters.PathContains("mean"), {"mean"}),
+    "Not": (sm.filters.Not(sm.filters.Any(sm.BatchState, sm.filters.OfType(jax.Array))), {"w", "frozen"}),
+    "All": (sm.filters.All(sm.ParamState, sm.filters.Not("slow")), {"w"}),
+}  # fmt: skip
+
+
+def wrt_model() -> dict[str, Any]:
+    return {
+        "w": sm.ParamState(2.0),
+        "frozen": sm.ParamState(3.0, tag="slow"),
+        "mean": sm.BatchState(5.0, tag="slow"),
+        "plain": jnp.asarray(7.0),
+    }
+
+
+@pytest.mark.parametrize("form", WRT)
+def test_wrt_in_every_form(form: str) -> None:
+    def loss(model: Any, x: Any) -> Any:
+        values = [model["w"].value, model["frozen"].value, model["mean"].value, model["plain"]]
+        return x * jnp.prod(jnp.stack(values)), model
+
+    wrt, names = WRT[form]
+    _, grads = sm.value_and_grad(loss, wrt=wrt)(wrt_model(), jnp.asarray(2.0))
+    numbers = {"w": 2, "frozen": 3, "mean": 5, "plain": 7}
+    found = {name: leaf for name in numbers for leaf in jax.tree.leaves(grads[name])}
+    assert {name: float(slope) for name, slope in found.items()} == {
+        name: 420 / numbers[name] for name in names
+    }
+
+
+def test_what_was_not_written_comes_back_as_it_was() -> None:
+    net = make_net()
+    (_, new), _ = sm.value_and_grad(still_loss)(net, X)
+    assert new.w.value is net.w.value
+    assert new.unused.value["a"] is net.unused.value["a"]
+    assert new.bias is net.bias and new.table is net.table
+    assert new.mean.value is not net.mean.value
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_what_was_not_written_is_no_output_of_the_program(check_vma: bool) -> None:
+    step = sm.value_and_grad(still_loss, axis_name="x")
+    call = sm.shard_map(step, make_mesh("4"), (P(), P("x")), P(), check_vma=check_vma)
+    net, x = call.place(make_net(), X)
+    (_, new), _ = call(net, x)
+    assert new.w.value is net.w.value
+    assert new.unused.value["a"] is net.unused.value["a"]
+    assert new.bias is net.bias and new.table is net.table
+    # The loss and the mean; the gradients of w, unused and bias.
+    shapes = sorted(x.shape for x in jax.tree.leaves(call.lower(net, x).out_info))
+    assert shapes == [(), (), (2,), (3,), (3,)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ten_steps_trace_once(way: str) -> None:
+    fun, count = counted(lambda w, x: (jnp.mean((x @ w.value - 1) ** 2), w))
+
+    def step(w: Any, x: Any) -> Any:
+        (loss, w), grads = sm.value_and_grad(fun, axis_name="x")(w, x)
+        return loss, eqx.apply_updates(w, jax.tree.map(lambda g: -0.1 * g, grads))
+
+    if way in ("check", "no check"):
+        call = sm.shard_map(step, make_mesh("4"), (P(), P("x")), P(), check_vma=way == "check")
+        x: Any = X
+    else:
+        transform = sm.vmap2 if way == "vmap2" else sm.pmap2
+        call = transform(step, in_axes=(None, 0), out_axes=None, axis_name="x")
+        x = X.reshape(SHARDS, 2, 3)
+    losses = []
+    w = sm.ParamState(jnp.ones(3))
+    for _ in range(10):
+        with compiles() as seen:
+            loss, w = jax.block_until_ready(call(w, x))
+        losses.append(loss)
+    assert (count.times, seen.times) == (1, 0)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_states_are_merged_with_their_own_old_values_wherever_they_are_put(way: str) -> None:
+    def loss(model: Any, x: Any) -> Any:
+        a, b = (model[k].set(model[k].value + jnp.sum(x > 0)) for k in "ab")
+        return jnp.mean(x * model["w"]), {"w": model["w"], "a": b, "b": a}
+
+    model = {"w": jnp.ones(3), "a": sm.State(100, reduce="sum"), "b": sm.State(7, reduce="sum")}
+    (_, new), _ = WAYS[way](sm.value_and_grad(loss, axis_name="x"), model, X)
+    count = int(np.sum(X > 0))
+    assert (int(new["a"].value), int(new["b"].value)) == (7 + count, 100 + count)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_slope_that_is_the_same_everywhere_counts_once_for_each_loss(way: str) -> None:
+    def slopes(model: Any, x: Any) -> list[Any]:
+        def loss(model: Any, x: Any) -> Any:
+            return jnp.mean(x @ model["w"]) + model["r"] ** 2, model
+
+        return [
+            sm.grad(loss, axis_name="x", reduce=reduce)(model, x)[0]["r"]
+            for reduce in ("mean", "sum")
+        ]
+
+    model = {"w": jnp.ones(3), "r": jnp.asarray(1.5)}
+    assert list(map(float, WAYS[way](slopes, model, X))) == [3.0, 3.0 * SHARDS]
+
+
+def test_what_is_written_from_parameters_alone_needs_a_policy() -> None:
+    def loss(model: Any, x: Any) -> Any:
+        new = {**model, "copy": model["copy"].set(2 * model["w"].value)}
+        return jnp.mean(x * model["w"].value), new
+
+    def run(way: str, reduce: Any) -> Any:
+        model = {"w": sm.ParamState(3.0), "copy": sm.State(0.0, reduce=reduce)}
+        (_, new), _ = WAYS[way](sm.value_and_grad(loss, axis_name="x"), model, X)
+        return float(new["copy"].value)
+
+    assert run("check", "mean") == run("vmap2", None) == run("pmap2", None) == 6.0
+    with pytest.raises(sm.DivergedStateError, match=r"model\['copy'\]: .* varies over 'x'"):
+        run("check", None)

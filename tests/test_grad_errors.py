@@ -1,0 +1,362 @@
+"""Every mistake with gradients that is refused, with its exact text."""
+
+# ruff: noqa: E501
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from tests.helpers import make_mesh
+
+
+X = np.arange(8, dtype=np.float32)
+CASES: list[Any] = []
+
+
+def mistake(error: type[BaseException], text: str) -> Callable[[Callable[[], Any]], Any]:
+    """A mistake, the error that it must raise, and all that the error says."""
+
+    def add(make: Callable[[], Any]) -> Any:
+        CASES.append(pytest.param(make, error, text, id=make.__name__))
+        return make
+
+    return add
+
+
+def net() -> dict[str, Any]:
+    return {
+        "w": sm.ParamState(1.0),
+        "steps": sm.State(0),
+        "rng": sm.RandomState(jax.random.key(0)),
+        "table": jnp.arange(3),
+    }
+
+
+def fit(net: Any, x: Any) -> Any:
+    return jnp.mean((x * net["w"].value - 1) ** 2), net
+
+
+def agreed(net: Any, x: Any) -> Any:
+    return jax.lax.pmean(fit(net, x)[0], "x"), net
+
+
+def on_mesh(fun: Any, name: str = "4", axes: Any = "x", **kwargs: Any) -> Any:
+    return sm.shard_map(fun, make_mesh(name), (P(), P(axes)), P(), **kwargs)(net(), X)
+
+
+def lanes(transform: Any, fun: Any) -> Any:
+    mapped = transform(fun, in_axes=(None, 0), out_axes=None, axis_name="x")
+    return mapped(net(), X.reshape(4, 2))
+
+
+# What it is asked for
+
+
+@mistake(sm.StatemeshError, "value_and_grad: reduce='max' is unknown. Write 'mean' or 'sum'.")
+def reduce_that_is_unknown() -> Any:
+    # Past the annotations, which the suites check at run time.
+    return inspect.unwrap(sm.value_and_grad)(fit, reduce="max")
+
+
+@mistake(
+    TypeError,
+    "5 is not a filter. Use a type, a tag (string), `...`, None, a function `(path, state) -> bool`, a list of filters, or a class of statemesh.filters.",
+)
+def wrt_that_is_no_filter() -> Any:
+    return sm.grad(fit, wrt=5)(net(), X)
+
+
+@mistake(
+    sm.StructureError,
+    """\
+value_and_grad: wrt picks what holds no floating or complex numbers:
+  - net['rng']: RandomState(key<fry>[])
+  - net['steps']: State(int32[])
+  - net['table']: int32[3]
+Let it pick parameters, as `wrt=sm.ParamState` does; several filters are joined by sm.filters.All, Any and Not.""",
+)
+def wrt_everything() -> Any:
+    return sm.grad(fit, wrt=...)(net(), X)
+
+
+@mistake(
+    sm.StructureError,
+    """\
+value_and_grad: wrt=BatchState picks nothing in the model. It has:
+  - net['rng']: RandomState(key<fry>[])
+  - net['steps']: State(int32[])
+  - net['table']: int32[3]
+  - net['w']: ParamState(float32[])""",
+)
+def wrt_that_picks_nothing() -> Any:
+    return sm.grad(fit, wrt=sm.BatchState)(net(), X)
+
+
+@mistake(
+    sm.StructureError,
+    """\
+value_and_grad: the model has no ParamState of floating or complex numbers, and no such array outside a State. It has:
+  - net['count']: ParamState(int32[])
+  - net['mean']: BatchState(float32[])""",
+)
+def model_without_parameters() -> Any:
+    return sm.grad(fit)({"count": sm.ParamState(1), "mean": sm.BatchState(0.0), "k": 5}, X)
+
+
+@mistake(
+    sm.StructureError,
+    "value_and_grad: the model has no ParamState of floating or complex numbers, and no such array outside a State. It has no states and no arrays.",
+)
+def model_without_arrays() -> Any:
+    return sm.grad(lambda model, x: (model, x))({"k": 5, "act": jnp.tanh}, X)
+
+
+# What the function returns
+
+
+def returning(make: Callable[..., Any], has_aux: bool = False) -> Any:
+    def wrong(net: Any, x: Any) -> Any:
+        return make(fit(net, x)[0], net, x)
+
+    return sm.value_and_grad(wrong, has_aux=has_aux)(net(), X)
+
+
+WHERE = "Where it writes no state, return the model as it came in; where it returns more, say `has_aux=True` and return ((loss, aux), model)."
+
+
+@mistake(
+    sm.StructureError,
+    f"value_and_grad: wrong must return (loss, model), but returned NoneType. {WHERE}",
+)
+def nothing_returned() -> Any:
+    return returning(lambda loss, net, x: None)
+
+
+@mistake(
+    sm.StructureError,
+    f"value_and_grad: wrong must return (loss, model), but returned list. {WHERE}",
+)
+def a_list_returned() -> Any:
+    return returning(lambda loss, net, x: [loss, net])
+
+
+@mistake(
+    sm.StructureError,
+    f"value_and_grad: wrong must return (loss, model), but returned a tuple of float, dict, int. {WHERE}",
+)
+def three_returned() -> Any:
+    return returning(lambda loss, net, x: (1.0, net, 3))
+
+
+@mistake(
+    sm.StructureError, f"value_and_grad: wrong must return (loss, model), but returned (). {WHERE}"
+)
+def an_empty_tuple_returned() -> Any:
+    return returning(lambda loss, net, x: ())
+
+
+@mistake(
+    sm.StructureError,
+    "value_and_grad: wrong must return ((loss, aux), model), but returned a tuple of float, dict.",
+)
+def aux_missing() -> Any:
+    return returning(lambda loss, net, x: (1.0, net), has_aux=True)
+
+
+@mistake(
+    sm.StructureError,
+    "value_and_grad: the loss that wrong returns must be one real floating number, but is float32[8]. Reduce it: `loss.mean()`.",
+)
+def loss_of_each_row() -> Any:
+    return returning(lambda loss, net, x: (x * net["w"].value, net))
+
+
+@mistake(
+    sm.StructureError,
+    "value_and_grad: the loss that wrong returns must be one real floating number, but is float32[1]. Reduce it: `loss.mean()`.",
+)
+def loss_with_an_axis_of_one() -> Any:
+    return returning(lambda loss, net, x: ((loss[None], x), net), has_aux=True)
+
+
+@mistake(
+    sm.StructureError,
+    "value_and_grad: the loss that wrong returns must be one real floating number, but is int32[]. Reduce it: `loss.mean()`.",
+)
+def integer_loss() -> Any:
+    return returning(lambda loss, net, x: (net["steps"].value, net))
+
+
+@mistake(
+    sm.StructureError,
+    "value_and_grad: the loss that wrong returns must be one real floating number, but is complex64[]. Reduce it: `loss.mean()`.",
+)
+def complex_loss() -> Any:
+    return returning(lambda loss, net, x: (loss + 0j, net))
+
+
+@mistake(
+    sm.StructureError,
+    "value_and_grad: the loss that wrong returns must be one real floating number, but is None. Reduce it: `loss.mean()`.",
+)
+def no_loss() -> Any:
+    return returning(lambda loss, net, x: (None, net))
+
+
+# Where it stands
+
+
+@mistake(
+    sm.StatemeshError,
+    "value_and_grad: no axis is called 'y', 'z' here; the axes mapped over are 'x'.",
+)
+def axes_that_are_not_bound() -> Any:
+    return on_mesh(sm.value_and_grad(fit, axis_name=("x", "y", "z")))
+
+
+@mistake(
+    sm.StatemeshError,
+    "value_and_grad: no axis is called 'y' here; the axes mapped over are 'x'.",
+)
+def axis_that_is_not_bound_in_lanes() -> Any:
+    return lanes(sm.pmap2, sm.value_and_grad(fit, axis_name="y"))
+
+
+@mistake(
+    sm.StatemeshError,
+    """\
+value_and_grad: the loss that fit returns differs over 'x', which axis_name does not name, while one copy is kept there of:
+  - net['w']
+JAX would sum their gradients over the shards. Write one of:
+  - `axis_name='x'` (with the other axes that are meant), for the mean of the shards' losses
+  - `jax.lax.psum(..., 'x')` in the function, where each shard has computed a part of one result""",
+)
+def axis_forgotten() -> Any:
+    return on_mesh(sm.value_and_grad(fit))
+
+
+@mistake(
+    sm.StatemeshError,
+    """\
+value_and_grad: the loss that fit returns differs over 'x', 'y', which axis_name does not name, while one copy is kept there of:
+  - net['w']
+JAX would sum their gradients over the shards. Write one of:
+  - `axis_name=('x', 'y')` (with the other axes that are meant), for the mean of the shards' losses
+  - `jax.lax.psum(..., ('x', 'y'))` in the function, where each shard has computed a part of one result""",
+)
+def two_axes_forgotten() -> Any:
+    return on_mesh(sm.value_and_grad(fit), "4x2", ("x", "y"))
+
+
+COUNTED_TWICE = "value_and_grad: with reduce='sum' the loss is to be summed over 'x', but it is the same there on every shard: the sum would count it once for each. Where the function has reduced it already, write reduce='mean', which takes such a loss as it is, or leave the axis out of axis_name."
+SUM_OF_AGREED = sm.value_and_grad(agreed, axis_name="x", reduce="sum")
+
+
+@mistake(sm.StatemeshError, COUNTED_TWICE)
+def sum_of_one_loss() -> Any:
+    return on_mesh(SUM_OF_AGREED)
+
+
+@mistake(sm.StatemeshError, COUNTED_TWICE)
+def sum_of_one_loss_unchecked() -> Any:
+    return on_mesh(SUM_OF_AGREED, check_vma=False)
+
+
+@mistake(sm.StatemeshError, COUNTED_TWICE)
+def sum_of_one_loss_in_vmap2() -> Any:
+    return lanes(sm.vmap2, SUM_OF_AGREED)
+
+
+@mistake(sm.StatemeshError, COUNTED_TWICE)
+def sum_of_one_loss_in_pmap2() -> Any:
+    return lanes(sm.pmap2, SUM_OF_AGREED)
+
+
+UNFOLLOWED = "value_and_grad: nothing tells here over which of 'x' the parameters are split, on which their gradients depend: this is a map that does not check what varies, run by JAX alone or with jit=False. Write `statemesh.shard_map` (without jit=False), or leave check_vma as it is."
+
+
+@mistake(sm.StatemeshError, UNFOLLOWED)
+def unchecked_map_of_jax() -> Any:
+    step = sm.value_and_grad(fit, axis_name="x")
+    mapped = jax.shard_map(
+        step, mesh=make_mesh("4"), in_specs=(P(), P("x")), out_specs=P(), check_vma=False
+    )
+    return jax.jit(mapped)(net(), X)
+
+
+@mistake(sm.StatemeshError, UNFOLLOWED)
+def pmap_of_jax() -> Any:
+    step = sm.value_and_grad(fit, axis_name="x")
+    return jax.pmap(step, axis_name="x", in_axes=(None, 0))(net(), X.reshape(4, 2))
+
+
+@mistake(sm.StatemeshError, UNFOLLOWED)
+def unchecked_without_jit() -> Any:
+    return on_mesh(sm.value_and_grad(fit, axis_name="x"), check_vma=False, jit=False)
+
+
+# Sums of gradients that are sums already
+
+
+@mistake(
+    sm.StatemeshError,
+    """\
+again: a sum over shards is taken of gradients that value_and_grad has already reduced there, which makes them as many times too large as there are shards:
+  - the gradient of net['b']: over 'x'
+  - the gradient of net['w']: over 'x'
+Leave `jax.lax.psum` out; value_and_grad has reduced them once.""",
+)
+def gradients_summed_again() -> Any:
+    def again(net: Any, x: Any) -> Any:
+        return jax.lax.psum(sm.grad(fit, axis_name="x")({**net, "b": jnp.ones(2)}, x)[0], "x")
+
+    return on_mesh(again)
+
+
+@mistake(
+    sm.StatemeshError,
+    """\
+again: a sum over shards is taken of gradients that value_and_grad has already reduced there, which makes them as many times too large as there are shards:
+  - the gradient of net['w']: over 'y'
+Leave `jax.lax.psum` out; value_and_grad has reduced them once.""",
+)
+def gradient_summed_where_it_is_the_same() -> Any:
+    def again(net: Any, x: Any) -> Any:
+        return jax.lax.psum(sm.grad(fit, axis_name="x")(net, x)[0]["w"].value, "y")
+
+    return on_mesh(again, "4x2")
+
+
+@pytest.mark.parametrize(("make", "error", "text"), CASES)
+def test_the_text_is_exactly(
+    make: Callable[[], Any], error: type[BaseException], text: str
+) -> None:
+    with pytest.raises(error) as raised:
+        make()
+    assert type(raised.value) is error
+    assert str(raised.value).split("\n-----")[0] == text
+
+
+def test_an_axis_forgotten_is_found_where_nothing_is_checked() -> None:
+    with pytest.raises(sm.StatemeshError, match="differs over 'x'"):
+        on_mesh(sm.value_and_grad(fit), check_vma=False)
+
+
+def test_a_sum_of_one_loss_is_found_where_it_comes_of_parameters_alone() -> None:
+    # Not where types are checked: there the parameters are made varying, and the loss is with them.
+    step = sm.value_and_grad(lambda net, x: (net["w"].value ** 2, net), axis_name="x", reduce="sum")
+    with pytest.raises(sm.StatemeshError, match="the sum would count it once for each"):
+        on_mesh(step, check_vma=False)
+
+
+def test_a_loss_returned_alone_is_called_by_its_type() -> None:
+    with pytest.raises(sm.StructureError) as raised:
+        returning(lambda loss, net, x: loss)
+    assert "Tracer" not in str(raised.value)

@@ -1,0 +1,128 @@
+"""`value_and_grad` of parameters that are split, one for each shard, or the same on all."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from tests.helpers import make_mesh
+from tests.test_grad import SHARDS, Net, X, check, make_net, plain, still_loss
+
+
+def split_loss(model: Any, x: Any, joined: Callable[[Any], Any]) -> Any:
+    """Of hidden units that may lie on several shards."""
+    hidden = jnp.tanh(model["gain"].value * x @ model["up"].value + model["bias"].value)
+    y = joined(hidden @ model["down"].value) + model["last"].value
+    return jnp.mean((y - 1) ** 2), model
+
+
+def split_model() -> dict[str, sm.ParamState]:
+    return {
+        "gain": sm.ParamState(jnp.array([0.5, 1.0, 2.0])),
+        "up": sm.ParamState(np.cos(np.arange(12.0)).reshape(3, 4), spec=P(None, "y")),
+        "bias": sm.ParamState(np.linspace(-1, 1, 4), spec=P("y")),
+        "down": sm.ParamState(np.sin(np.arange(4.0)), spec=P("y")),
+        "last": sm.ParamState(0.5),
+    }
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", ["2x2", "4x2"])
+def test_units_split_over_one_axis_and_rows_over_the_other(name: str, check_vma: bool) -> None:
+    def by_both(model: Any, x: Any) -> Any:
+        def loss(model: Any, x: Any) -> Any:
+            return split_loss(model, x, lambda y: jax.lax.psum(y, "y"))
+
+        mean = sm.value_and_grad(loss, axis_name="x")(model, x)
+        total = sm.value_and_grad(loss, axis_name="x", reduce="sum")(model, x)
+        return mean, total
+
+    mesh = make_mesh(name)
+    mapped = sm.shard_map(by_both, mesh, (P(), P("x")), P(), check_vma=check_vma)
+    mean, total = mapped(split_model(), X)
+    wanted = plain(split_loss)(split_model(), X, lambda y: y)
+    check(mean, wanted)
+    (loss, _), grads = total
+    shards = mesh.shape["x"]
+    check((loss / shards, jax.tree.map(lambda g: g / shards, grads)), (wanted[0][0], wanted[1]))
+    assert grads["up"].value.sharding.spec == P(None, "y")
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_parameters_gathered_from_all_shards(check_vma: bool) -> None:
+    def loss(model: Any, x: Any, gather: Callable[[Any], Any]) -> Any:
+        return jnp.mean((x @ gather(model["w"].value) + model["b"].value) ** 2), model
+
+    def gather(w: Any) -> Any:
+        return jax.lax.all_gather(w, "x", tiled=True)
+
+    def step(model: Any, x: Any) -> Any:
+        return sm.value_and_grad(loss, axis_name="x")(model, x, gather)
+
+    w = np.linspace(-1, 1, 16, dtype=np.float32)
+    model = {"w": sm.ParamState(w, spec=P("x")), "b": sm.ParamState(0.5)}
+    x = np.cos(np.arange(128, dtype=np.float32)).reshape(8, 16)
+    got = sm.shard_map(step, make_mesh("4"), (P(), P("x")), P(), check_vma=check_vma)(model, x)
+    check(got, plain(loss)(model, x, lambda w: w))
+    assert {s.data.shape for s in got[1]["w"].value.addressable_shards} == {(4,)}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_rows_split_over_several_axes(check_vma: bool) -> None:
+    step = sm.value_and_grad(still_loss, axis_name=("x", "z"))
+    specs = (P(), P(("z", "x")))
+    got = sm.shard_map(step, make_mesh("2x2x2"), specs, P(), check_vma=check_vma)(make_net(), X)
+    check(got, plain(still_loss)(make_net(), X))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_one_parameter_per_shard(check_vma: bool) -> None:
+    own = np.linspace(-1, 1, SHARDS, dtype=np.float32)
+    model = {"w": sm.ParamState(0.3), "own": sm.ParamState(own, spec=sm.PerShard("x"))}
+
+    def loss(model: Any, x: Any) -> Any:
+        return jnp.mean((x * model["w"].value - model["own"].value) ** 2), model
+
+    step = sm.value_and_grad(loss, axis_name="x")
+    specs = (P(), P("x"))
+    (value, _), grads = sm.shard_map(step, make_mesh("4"), specs, P(), check_vma=check_vma)(
+        model, X
+    )
+    apart = X.astype(np.float64).reshape(SHARDS, -1) * 0.3 - own[:, None]
+    np.testing.assert_allclose(value, np.mean(apart**2), rtol=1e-5)
+    np.testing.assert_allclose(grads["own"].value, -2 * apart.sum(1) / X.size, rtol=1e-5)
+    assert grads["own"].spec == sm.PerShard("x")
+
+
+def test_lanes_that_are_not_named_have_their_own_gradients() -> None:
+    step = sm.grad(lambda w, x: (jnp.sum(w * x**2), w))
+    for transform in (sm.vmap2, sm.pmap2):
+        grads, _ = transform(step, in_axes=(None, 0), out_axes=(0, None))(jnp.ones(3), X)
+        np.testing.assert_allclose(grads, X**2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["check", "no check"])
+def test_aux_comes_back_by_its_own_spec(way: str) -> None:
+    def loss(net: Net, x: Any) -> Any:
+        y = net.apply(x)
+        return (jnp.mean(y**2), {"rows": y, "kind": "text", "w": net.w}), net
+
+    def mapped(fun: Any, mean: Any) -> Any:
+        aux = {"rows": P("x"), "kind": None, "w": P()}
+        specs = (((P(), aux), P()), P()) if mean else ((P(), aux), P())
+        mesh = make_mesh("4")
+        return sm.shard_map(fun, mesh, (P(), P("x")), specs, check_vma=way == "check")
+
+    net = make_net()
+    both = sm.value_and_grad(loss, axis_name="x", has_aux=True)
+    wanted = plain(loss, has_aux=True)(net, X)
+    check(mapped(both, True)(net, X), wanted)
+    only = sm.grad(loss, axis_name="x", has_aux=True)
+    (grads, aux), new = mapped(only, False)(net, X)
+    ((_, aux_wanted), new_wanted), grads_wanted = wanted
+    check((grads, aux, new), (grads_wanted, aux_wanted, new_wanted))

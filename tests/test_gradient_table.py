@@ -1,0 +1,250 @@
+"""What gradients JAX gives inside mapped calls, cell by cell, and beside it the one that statemesh gives.
+
+The rows are eight, split over 1, 2, 4 or 8 shards. What is right is worked out in NumPy, in float64.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from tests.helpers import make_mesh
+
+
+ROWS = 8
+SIZES = [1, 2, 4, 8]
+X = np.sin(np.arange(16.0)).reshape(ROWS, 2)
+T = np.cos(3 * np.arange(8.0))
+W = np.array([0.7, -1.3])
+B = np.linspace(-0.5, 0.5, ROWS)
+
+
+def narrow(x: Any) -> Any:
+    return np.asarray(x, np.float32)
+
+
+# JAX alone: `w` is the same on all shards, the rows are split.
+
+
+def loss(w: Any, x: Any, t: Any) -> Any:
+    return jnp.mean((x @ w - t) ** 2)
+
+
+def local_slopes(n: int) -> Any:
+    """The gradient of each shard's own loss, of shape `(n, 2)`."""
+    residuals, rows = (X @ W - T).reshape(n, -1, 1), X.reshape(n, -1, 2)
+    return 2 * (residuals * rows).mean(axis=1)
+
+
+BODIES: dict[str, Callable[..., Any]] = {
+    "grad(loss)": lambda *args: jax.grad(loss)(*args),
+    "psum(grad(loss))": lambda *args: jax.lax.psum(jax.grad(loss)(*args), "x"),
+    "grad(psum(loss))": lambda *args: jax.grad(lambda *a: jax.lax.psum(loss(*a), "x"))(*args),
+    "pcast, grad(loss)": lambda w, x, t: jax.grad(loss)(jax.lax.pcast(w, "x", to="varying"), x, t),
+}
+
+
+def summed(slopes: Any) -> Any:
+    return np.broadcast_to(slopes.sum(0), slopes.shape)
+
+
+def local(slopes: Any) -> Any:
+    return slopes
+
+
+def n_times_summed(slopes: Any) -> Any:
+    return len(slopes) * summed(slopes)
+
+
+def n_times_local(slopes: Any) -> Any:
+    return len(slopes) * slopes
+
+
+TABLE = {
+    ("grad(loss)", "check"): summed,
+    ("grad(loss)", "no check"): local,
+    ("grad(loss)", "vmap"): local,
+    ("psum(grad(loss))", "check"): n_times_summed,
+    ("psum(grad(loss))", "no check"): summed,
+    ("psum(grad(loss))", "vmap"): summed,
+    ("grad(psum(loss))", "check"): summed,
+    ("grad(psum(loss))", "no check"): n_times_local,
+    ("grad(psum(loss))", "vmap"): n_times_local,
+    ("pcast, grad(loss)", "check"): local,
+    ("pcast, grad(loss)", "no check"): local,
+}
+
+
+@functools.cache
+def of_jax(mode: str, n: int) -> dict[str, Any]:
+    """What every body gives, on every shard."""
+    if mode == "vmap":
+        bodies = {name: body for name, body in BODIES.items() if "pcast" not in name}
+        lanes = jax.vmap(
+            lambda *args: {name: body(*args) for name, body in bodies.items()},
+            in_axes=(None, 0, 0),
+            axis_name="x",
+        )
+        found: dict[str, Any] = jax.jit(lanes)(
+            narrow(W), narrow(X).reshape(n, -1, 2), narrow(T).reshape(n, -1)
+        )
+        return found
+
+    def shard(*args: Any) -> Any:
+        return {name: body(*args)[None] for name, body in BODIES.items()}
+
+    mapped = jax.shard_map(
+        shard,
+        mesh=make_mesh(str(n)),
+        in_specs=(P(), P("x"), P("x")),
+        out_specs=P("x"),
+        check_vma=mode == "check",
+    )
+    shards: dict[str, Any] = jax.jit(mapped)(narrow(W), narrow(X), narrow(T))
+    return shards
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize(("body", "mode"), list(TABLE))
+def test_jax(body: str, mode: str, n: int) -> None:
+    wanted = TABLE[body, mode](local_slopes(n))
+    np.testing.assert_allclose(of_jax(mode, n)[body], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_cells_of_jax_are_different_numbers() -> None:
+    cells = (summed, local, n_times_summed, n_times_local)
+    a, b, c, d = (cell(local_slopes(4)) for cell in cells)
+    for one, other in [(a, b), (a, c), (a, d), (b, c), (b, d), (c, d)]:
+        assert not np.allclose(one, other, rtol=1e-2)
+
+
+def kept(body: str, check: bool) -> Any:
+    """What leaves of four shards where the spec says that all have the same."""
+    mapped = jax.shard_map(
+        BODIES[body],
+        mesh=make_mesh("4"),
+        in_specs=(P(), P("x"), P("x")),
+        out_specs=P(),
+        check_vma=check,
+    )
+    return jax.jit(mapped)(narrow(W), narrow(X), narrow(T))
+
+
+def test_jax_unchecked_keeps_the_first_shards_gradient() -> None:
+    wanted = n_times_local(local_slopes(4))[0]
+    np.testing.assert_allclose(kept("grad(psum(loss))", check=False), wanted, rtol=1e-5)
+
+
+def test_jax_checked_lets_a_gradient_summed_too_often_pass() -> None:
+    wanted = n_times_summed(local_slopes(4))[0]
+    np.testing.assert_allclose(kept("psum(grad(loss))", check=True), wanted, rtol=1e-5)
+
+
+def test_jax_checked_refuses_what_was_not_summed() -> None:
+    with pytest.raises(ValueError, match="out_specs which require replication"):
+        kept("pcast, grad(loss)", check=True)
+
+
+def test_jax_refuses_pcast_in_lanes() -> None:
+    lanes = jax.vmap(BODIES["pcast, grad(loss)"], in_axes=(None, 0, 0), axis_name="x")
+    with pytest.raises(ValueError, match=r"pvary should be called under jax\.shard_map"):
+        lanes(narrow(W), narrow(X).reshape(4, 2, 2), narrow(T).reshape(4, 2))
+
+
+# statemesh: `w` is the same on all shards, `b` has an entry for each row and is split as they are.
+
+
+def residuals(model: Any, x: Any, t: Any) -> Any:
+    return x @ model["w"].value + model["b"].value - t
+
+
+def total(model: Any, x: Any, t: Any) -> Any:
+    return jnp.sum(residuals(model, x, t) ** 2)
+
+
+STYLES: dict[str, tuple[Callable[..., Any], str]] = {
+    "each shard's own": (lambda *args: jnp.mean(residuals(*args) ** 2), "mean"),
+    "each shard's part": (lambda *args: total(*args) / ROWS, "sum"),
+    "made one by pmean": (
+        lambda *args: jax.lax.pmean(jnp.mean(residuals(*args) ** 2), "x"),
+        "mean",
+    ),
+    "made one by psum": (lambda *args: jax.lax.psum(total(*args), "x") / ROWS, "mean"),
+}
+ALONE = ["each shard's own", "each shard's part"]
+MODES = ["check", "no check", "vmap2", "pmap2"]
+
+
+def by_style(model: Any, x: Any, t: Any, styles: Any = STYLES) -> dict[str, Any]:
+    """Of each style the loss and the gradients."""
+    results = {}
+    for style in styles:
+        fun, reduce = STYLES[style]
+        step = sm.value_and_grad(
+            lambda model, x, t, fun=fun: (fun(model, x, t), model),
+            axis_name="x",
+            reduce=reduce,  # type: ignore[arg-type]
+        )
+        (value, _), grads = step(model, x, t)
+        results[style] = value, grads
+    return results
+
+
+def model_of(*shape: int) -> dict[str, Any]:
+    b = sm.ParamState(narrow(B).reshape(*shape, -1), tag="rows", spec=P("x"))
+    return {"w": sm.ParamState(narrow(W)), "b": b}
+
+
+def on_mesh(n: int, check: bool) -> sm.StatefulMapping:
+    mapped: sm.StatefulMapping = sm.shard_map(
+        by_style, make_mesh(str(n)), (P(), P("x"), P("x")), P(), check_vma=check
+    )
+    return mapped
+
+
+@functools.cache
+def of_statemesh(mode: str, n: int) -> dict[str, Any]:
+    if mode in ("check", "no check"):
+        found: dict[str, Any] = on_mesh(n, mode == "check")(model_of(), narrow(X), narrow(T))
+        return found
+    lanes = sm.vmap2 if mode == "vmap2" else sm.pmap2
+    mapped = lanes(
+        by_style, in_axes=(None, 0, 0), out_axes=None, axis_name="x", state_in_axes={0: "rows"}
+    )
+    by_lane: dict[str, Any] = mapped(
+        model_of(n), narrow(X).reshape(n, -1, 2), narrow(T).reshape(n, -1)
+    )
+    return by_lane
+
+
+def assert_right(value: Any, grads: Any) -> None:
+    apart = X @ W + B - T
+    np.testing.assert_allclose(value, np.mean(apart**2), rtol=1e-5)
+    np.testing.assert_allclose(grads["w"].value, 2 / ROWS * apart @ X, rtol=1e-5, atol=1e-6)
+    flat = np.reshape(grads["b"].value, ROWS)
+    np.testing.assert_allclose(flat, 2 / ROWS * apart, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("style", list(STYLES))
+def test_statemesh(style: str, mode: str, n: int) -> None:
+    assert_right(*of_statemesh(mode, n)[style])
+
+
+@pytest.mark.parametrize("style", ALONE)
+def test_statemesh_outside_any_mapped_call(style: str) -> None:
+    assert_right(*by_style(model_of(), narrow(X), narrow(T), ALONE)[style])
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_statemesh_on_a_mesh_of_one_device(check: bool) -> None:
+    found = on_mesh(8, check).unsharded(model_of(), narrow(X), narrow(T))
+    for style in STYLES:
+        assert_right(*found[style])

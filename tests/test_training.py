@@ -1,0 +1,166 @@
+"""Ten training steps give the same parameters and slots on every mesh as without one.
+
+Three optimizers train side by side in one program. The reference is a loop of JAX and Optax alone.
+"""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from tests.helpers import make_mesh
+
+
+STEPS, ROWS, HIDDEN = 10, 16, 8
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.3),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "adam": optax.adam(0.05),
+}
+SPECS = {"up": P(None, "y"), "bias": P("y"), "down": P("y", None), "last": P()}
+
+
+def weights() -> dict[str, Any]:
+    draw = np.random.default_rng(0)
+    shapes = {"up": (3, HIDDEN), "bias": (HIDDEN,), "down": (HIDDEN, 2), "last": (2,)}
+    return {k: jnp.asarray(0.5 * draw.normal(size=s), jnp.float32) for k, s in shapes.items()}
+
+
+def batch(step: int) -> tuple[Any, Any]:
+    x = np.random.default_rng(1 + step).normal(size=(ROWS, 3)).astype(np.float32)
+    return x, np.stack([np.sin(2 * x[:, 0]), x[:, 1] * x[:, 2]], axis=1)
+
+
+def fit(w: Any, x: Any, y: Any, axis: str | None) -> Any:
+    """The loss of a network whose hidden units may be split over `axis`."""
+    out = jnp.tanh(x @ w["up"] + w["bias"]) @ w["down"]
+    out = jax.lax.psum(out, axis) if axis else out
+    return jnp.mean((out + w["last"] - y) ** 2)
+
+
+class Net(sm.Module):
+    up: sm.ParamState
+    bias: sm.ParamState
+    down: sm.ParamState
+    last: sm.ParamState
+    steps: sm.State
+
+
+def make_net(split: bool) -> Net:
+    states = {k: sm.ParamState(w, spec=SPECS[k] if split else None) for k, w in weights().items()}
+    return Net(**states, steps=sm.State(0))
+
+
+def make_runs(split: bool) -> dict[str, Any]:
+    nets = {k: make_net(split) for k in OPTIMIZERS}
+    return {k: (net, OPTIMIZERS[k].init(sm.trainable(net))) for k, net in nets.items()}
+
+
+def make_step(split: bool) -> Any:
+    def loss_fn(net: Net, x: Any, y: Any) -> Any:
+        w = {k: getattr(net, k).value for k in SPECS}
+        return fit(w, x, y, "y" if split else None), net.replace(steps=net.steps.value + 1)
+
+    def step(runs: dict[str, Any], x: Any, y: Any) -> Any:
+        losses, after = {}, {}
+        for k, (net, slots) in runs.items():
+            (losses[k], net), grads = sm.value_and_grad(loss_fn, axis_name="x")(net, x, y)
+            updates, slots = OPTIMIZERS[k].update(grads, slots, sm.trainable(net))
+            after[k] = eqx.apply_updates(net, updates), slots
+        return losses, after
+
+    return step
+
+
+def trained(step: Any, runs: Any) -> tuple[list[Any], Any]:
+    losses = []
+    for k in range(STEPS):
+        # On JAX 0.10 simulated devices block each other unless each step is awaited.
+        loss, runs = jax.block_until_ready(step(runs, *batch(k)))
+        losses.append(loss)
+    return losses, runs
+
+
+@functools.cache
+def by_hand() -> tuple[list[Any], Any]:
+    @jax.jit
+    def step(runs: Any, x: Any, y: Any) -> Any:
+        losses, after = {}, {}
+        for k, (w, slots) in runs.items():
+            losses[k], grads = jax.value_and_grad(fit)(w, x, y, None)
+            updates, slots = OPTIMIZERS[k].update(grads, slots, w)
+            after[k] = optax.apply_updates(w, updates), slots
+        return losses, after
+
+    return trained(step, {k: (weights(), o.init(weights())) for k, o in OPTIMIZERS.items()})
+
+
+@functools.cache
+def by_statemesh(where: str, check_vma: bool) -> tuple[list[Any], Any]:
+    split = where == "4x2"
+    step = make_step(split)
+    if where == "unsharded":
+        return trained(jax.jit(step), make_runs(split))
+    rows = P("x")
+    call = sm.shard_map(step, make_mesh(where), (P(), rows, rows), P(), check_vma=check_vma)
+    return trained(call, make_runs(split))
+
+
+def by_name(tree: Any) -> Any:
+    """A model or an optimizer's slots, with dictionaries of arrays in place of models."""
+
+    def one(node: Any) -> Any:
+        return {k: getattr(node, k).value for k in SPECS} if isinstance(node, Net) else node
+
+    return jax.tree.map(one, tree, is_leaf=lambda node: isinstance(node, Net))
+
+
+def check(got: Any, wanted: Any) -> None:
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("where", "check_vma"),
+    [
+        ("unsharded", True),
+        *((where, True) for where in ("1", "2", "4", "8", "4x2")),
+        ("8", False),
+        ("4x2", False),
+    ],
+)
+def test_parameters_and_slots_are_the_same(where: str, check_vma: bool, optimizer: str) -> None:
+    losses, runs = by_statemesh(where, check_vma)
+    wanted_losses, wanted = by_hand()
+    check([loss[optimizer] for loss in losses], [loss[optimizer] for loss in wanted_losses])
+    net, slots = runs[optimizer]
+    w, wanted_slots = wanted[optimizer]
+    check(by_name(net), w)
+    check(by_name(slots), wanted_slots)
+    assert int(net.steps.value) == STEPS
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_training_gets_somewhere(optimizer: str) -> None:
+    losses, runs = by_hand()
+    assert losses[-1][optimizer] < 0.8 * losses[0][optimizer]
+    start, (w, _) = weights(), runs[optimizer]
+    for k, before in start.items():
+        assert not np.allclose(w[k], before, rtol=1e-2)
+
+
+def test_parts_of_the_parameters_and_slots_stay_where_they_are() -> None:
+    parts = {"up": (3, HIDDEN // 2), "bias": (HIDDEN // 2,), "down": (HIDDEN // 2, 2), "last": (2,)}
+    _, runs = by_statemesh("4x2", True)
+    (_, (trace, *_)), (_, (moments, *_)) = runs["momentum"], runs["adam"]
+    for node in (runs["adam"][0], trace.trace, moments.mu, moments.nu):
+        for k, x in by_name(node).items():
+            assert {shard.data.shape for shard in x.addressable_shards} == {parts[k]}
