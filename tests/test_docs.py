@@ -4,7 +4,8 @@ What the fences of `README.md` and of the pages in `docs/pages` mean:
 
 - `python`: run. The fences of a page share one namespace, top to bottom.
 - `pycon`: a session of `>>>` lines, run as a doctest in the same namespace.
-- `py`: code for another library, shown beside ours and not run; `sh` and `text` are not run either.
+- `py`: code for another library shown beside ours, or a part of an example; not run. `sh` and `text` are not
+  run either.
 
 On the FAQ page the fences before the first section are run in front of each section. A section's heading
 is a part of an error's text: the first `python` fence under it must raise an error that says it, of the
