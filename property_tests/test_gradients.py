@@ -1,5 +1,6 @@
 """Gradients of random smooth programs, taken outside the mapped call."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -7,6 +8,7 @@ from .cases import cases, values
 from .gradients import check_gradient
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_sharded_gradients_are_unsharded_gradients(data: st.DataObject) -> None:
     case = data.draw(cases(portable=True, smooth=True), "case")

@@ -1,5 +1,6 @@
 """Random models, meshes and programs: `shard_map` gives what the loop over coordinates gives."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ def test_sharded_is_the_reference(data: st.DataObject) -> None:
     check_program(case, data.draw(values(case=case), "values"), home=home)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_inside_jit(data: st.DataObject) -> None:
     case = data.draw(cases(), "case")

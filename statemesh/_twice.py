@@ -69,7 +69,8 @@ class _Search:
             case ("call", body) | ("scan", body, _, _):
                 return self.through(body, operands)
             case ("cond", branches):
-                return [self.through(branch, operands[1:]) for branch in branches][0]
+                first, *_ = [self.through(branch, operands[1:]) for branch in branches]
+                return first
         for inner in compat.jaxprs_of(eqn):
             self.through(inner, [None] * len(inner.invars))
         factor, ones = compat.scaling(eqn), [one for one in operands if one is not None]

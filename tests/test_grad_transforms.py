@@ -147,8 +147,10 @@ def penalised(vag: Any, model: Any, x: Any) -> Any:
 def test_one_in_the_loss_of_another_is_refused_over_the_same_axis() -> None:
     with pytest.raises(sm.StatemeshError, match="Leave axis_name out inside") as raised:
         WAYS["check"](lambda *args: penalised(sm.value_and_grad, *args), make_model(), X)
-    assert str(raised.value).startswith(
-        "value_and_grad: inside the loss of another value_and_grad over 'x' it cannot reduce over the same axes"
+    assert str(raised.value) == (
+        "value_and_grad: inside the loss of another value_and_grad over 'x' it cannot reduce over the same "
+        "axes: there each shard has parameters of its own, of which nothing tells that they are equal. Leave "
+        "axis_name out inside, for the gradient of this shard's own loss."
     )
 
 
@@ -272,6 +274,7 @@ def test_outside_any_mapped_call_where_only_the_rows_are_laid_out() -> None:
 
 
 # Maps in maps.
+
 
 def lanes(fun: Callable[..., Any], name: str) -> Any:
     return sm.vmap2(fun, in_axes=(None, 0), out_axes=None, axis_name=name)

@@ -1,0 +1,32 @@
+"""Gradients of random losses inside mapped calls: reduced exactly once, whatever is split over what."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from .loss_calls import HOW
+from .loss_cases import loss_cases, loss_values
+from .loss_checks import check_loss
+
+
+def check(data: st.DataObject, over: str) -> None:
+    loss = data.draw(loss_cases(over=over), "loss")
+    how = data.draw(st.sampled_from(HOW[over]), "how")
+    jit = data.draw(st.sampled_from([False, False, True]), "inside jit")
+    check_loss(loss, data.draw(loss_values(loss=loss), "values"), how, jit=jit)
+
+
+@given(st.data())
+def test_on_meshes(data: st.DataObject) -> None:
+    check(data, "mesh")
+
+
+@given(st.data())
+def test_in_lanes(data: st.DataObject) -> None:
+    check(data, "lanes")
+
+
+@pytest.mark.slow
+@given(st.data())
+def test_in_lanes_on_meshes(data: st.DataObject) -> None:
+    check(data, "both")
