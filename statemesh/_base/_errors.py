@@ -641,8 +641,8 @@ def gradient_unfollowed(axes: Sequence[AxisName]) -> StatemeshError:
 def gradient_in_gradient(axes: Sequence[AxisName]) -> StatemeshError:
     return StatemeshError(
         f"value_and_grad: inside the loss of another value_and_grad over {_names(axes)} it cannot reduce "
-        "over the same axes: there each shard has parameters of its own, of which nothing tells that they are "
-        "equal. Leave axis_name out inside, for the gradient of this shard's own loss."
+        "over the same axes: there each shard has parameters of its own, of which nothing tells that they "
+        "are equal. Leave axis_name out inside, for the gradient of this shard's own loss."
     )
 
 
