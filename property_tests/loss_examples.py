@@ -55,8 +55,6 @@ def loss_of(
 
 
 def values_for(loss: LossCase) -> LossValues:
-    """Numbers of which no two are equal."""
-
     def filled(leaf: Leaf, start: float) -> Array:
         numbers = np.cos(start + np.arange(np.prod(leaf.shape))).reshape(leaf.shape)
         return np.asarray(
@@ -278,6 +276,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "mixed, checked": loss(MIXED, "checked"),
     "sum, unchecked": loss(SUM, "unchecked"),
     "sum, checked": loss(SUM, "checked"),
+    "lanes' descent, pmap2": loss(LANES_DESCENT, "pmap2"),
+    "own, checked": loss(OWN, "checked"),
     "lanes, vmap2": loss(LANES, "vmap2"),
     "lanes, pmap2": loss(LANES, "pmap2"),
     "lanes' sum, vmap2": loss(LANES_SUM, "vmap2"),
@@ -290,12 +290,10 @@ CHECKS: dict[str, Callable[[], None]] = {
     "lanes apart, pmap2": loss(APART, "pmap2"),
     "lanes on shards, checked": loss(BOTH, "checked"),
     "lanes on shards, unchecked": loss(BOTH, "unchecked"),
-    "own, checked": loss(OWN, "checked"),
     "own, unchecked": loss(OWN, "unchecked"),
     "shared, checked": loss(SHARED, "checked"),
     "shared, unchecked": loss(SHARED, "unchecked"),
     "descent, checked": loss(DESCENT, "checked"),
     "descent, unchecked": loss(DESCENT, "unchecked"),
     "lanes' descent, vmap2": loss(LANES_DESCENT, "vmap2"),
-    "lanes' descent, pmap2": loss(LANES_DESCENT, "pmap2"),
 }

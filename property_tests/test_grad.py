@@ -1,12 +1,16 @@
 """Gradients of random losses inside mapped calls: reduced exactly once, whatever is split over what."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from .loss_calls import HOW
 from .loss_cases import loss_cases, loss_values
 from .loss_checks import check_loss
+
+
+# Each example compiles a program of its own.
+fewer = settings(max_examples=settings().max_examples * 3 // 5)
 
 
 def check(data: st.DataObject, over: str) -> None:
@@ -21,12 +25,14 @@ def test_on_meshes(data: st.DataObject) -> None:
     check(data, "mesh")
 
 
+@fewer
 @given(st.data())
 def test_in_lanes(data: st.DataObject) -> None:
     check(data, "lanes")
 
 
 @pytest.mark.slow
+@fewer
 @given(st.data())
 def test_in_lanes_on_meshes(data: st.DataObject) -> None:
     check(data, "both")

@@ -1,5 +1,6 @@
 """Gradients of functions of a model, reduced across shards exactly once."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -109,9 +110,11 @@ def value_and_grad(
             differentiated = jax.value_and_grad(local, has_aux=True)
             params = scope.cast(parts.params)
             (loss, made), grads = differentiated(params)
-            loss, grads = scope.reduced(loss, grads)
         leaves, structure, marks, new = results[-1]
-        made = scope.restored(made, lambda: jax.make_jaxpr(local)(params))
+        # Of use in few cases, and made only there.
+        program = functools.cache(lambda: compat.open_jaxpr(jax.make_jaxpr(local)(params)))
+        made = scope.restored(made, program)
+        loss, grads = scope.reduced(loss, grads, program)
         for i, x in zip(new, made, strict=True):
             leaves[i] = x
         aux, model = with_origins(structure.unflatten(leaves), marks)
@@ -211,7 +214,7 @@ class _Scope:
         over = _in_order(self.cast_over, self.typed)
         return [compat.vary(x, over) for x in params] if over else list(params)
 
-    def restored(self, made: Sequence[Any], trace: Callable[[], Any]) -> list[Any]:
+    def restored(self, made: Sequence[Any], program: Callable[[], Any]) -> list[Any]:
         """What the function made, with the parameters in place of what is one of them, as it was cast.
 
         A parameter that passes through `jax.jit` or `jax.checkpoint` comes back as another array. Whether
@@ -220,17 +223,19 @@ class _Scope:
         **Arguments:**
 
         - `made`: arrays in the results, after the loss.
-        - `trace`: the program that makes the loss and these arrays of the parameters.
+        - `program`: what makes the loss and these arrays of the parameters.
         """
         cast = self.cast_over
         forms = {(x.shape, x.dtype) for x in self.params if cast - compat.varying(x)}
         if not any((x.shape, x.dtype) in forms and cast <= compat.varying(x) for x in made):
             return list(made)
-        sources = forwarded(compat.open_jaxpr(trace()))[1:]
+        sources = forwarded(program())[1:]
         pairs = zip(made, sources, strict=True)
         return [x if k is None else self.params[k] for x, k in pairs]
 
-    def reduced(self, loss: Any, grads: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def reduced(
+        self, loss: Any, grads: Sequence[Any], program: Callable[[], Any]
+    ) -> tuple[Any, list[Any]]:
         """The loss and its gradients, reduced over all axes."""
         keys, values = [*self.params, loss], [*grads, loss]
         for lane in self.lanes:
@@ -239,14 +244,19 @@ class _Scope:
             pending = Pending(self.reduction, mark.axis_names, mark.lanes)
             values = pending(keys, values, vmapped=False)
         if self.typed:
-            values = self._typed(loss, values)
+            values = self._typed(loss, values, program)
         *grads, loss = values
         return loss, list(grads)
 
-    def _typed(self, loss: Any, values: Sequence[Any]) -> list[Any]:
+    def _typed(self, loss: Any, values: Sequence[Any], program: Callable[[], Any]) -> list[Any]:
         axes = frozenset(self.typed)
         own, over = [compat.varying(x) for x in self.params], compat.varying(loss)
         self.reduction.check(over, own, self.typed)
+        # Each shard has a loss and parameters of its own there, unless they exchange something: then JAX
+        # gives the gradient of the sum of all shards' losses.
+        apart = (over & axes) - self.reduction.named
+        if apart and (shared := apart & compat.exchanged_over(program())):
+            raise errors.loss_typed_apart(self.reduction.name, _in_order(shared, self.typed))
         plans = [self.reduction.typed(param, over, axes) for param in own]
         values = reduce_on_mesh(values, [*plans, self.reduction.of_loss(over, axes)], self.typed)
         *grads, loss = values

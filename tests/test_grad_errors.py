@@ -302,6 +302,52 @@ def unchecked_without_jit() -> Any:
     return on_mesh(sm.value_and_grad(fit, axis_name="x"), check_vma=False, jit=False)
 
 
+@mistake(
+    sm.StatemeshError,
+    """\
+value_and_grad: the loss that gathered returns is typed as differing over 'y', which axis_name does not name, and comes of what the shards exchange there. JAX would sum the gradients of all their losses. Write one of:
+  - `axis_name='y'` (with the other axes that are meant), for the mean of the shards' losses
+  - `jax.lax.psum(..., 'y')` in the function, where each shard has computed a part of one result""",
+)
+def parameters_gathered_over_an_axis_not_named() -> Any:
+    return of_gathered("x", True)
+
+
+def gathered(model: Any, x: Any) -> Any:
+    return jnp.mean((x * jax.lax.all_gather(model["w"].value, "y", tiled=True)) ** 2), model
+
+
+def of_gathered(axis_name: Any, check_vma: bool) -> Any:
+    """The gradient of a loss of parameters that are all split over "y"."""
+
+    def step(model: Any, x: Any) -> Any:
+        return sm.grad(gathered, axis_name=axis_name)(model, x)[0]["w"].value
+
+    mapped = sm.shard_map(step, make_mesh("2x2"), (P(), P("x")), P("y"), check_vma=check_vma)
+    return mapped({"w": sm.ParamState(jnp.ones(4), spec=P("y"))}, jnp.ones((4, 4)))
+
+
+@pytest.mark.parametrize(
+    ("axis_name", "check_vma"), [("x", False), (("x", "y"), False), (("x", "y"), True)]
+)
+def test_parameters_gathered_have_the_gradient_of_one_loss(axis_name: Any, check_vma: bool) -> None:
+    # Of the mean of 16 squares, 4 of them of each parameter.
+    assert of_gathered(axis_name, check_vma).tolist() == [0.5] * 4
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shards_that_exchange_nothing_have_losses_of_their_own(check_vma: bool) -> None:
+    def own(model: Any, x: Any) -> Any:
+        return jnp.sum(x) * jnp.sum(model["w"].value ** 2), model
+
+    def step(model: Any, x: Any) -> Any:
+        return sm.grad(own)(model, x)[0]["w"].value
+
+    model = {"w": sm.ParamState(jnp.arange(4.0), spec=P("x"))}
+    mapped = sm.shard_map(step, make_mesh("2"), (P(), P()), P("x"), check_vma=check_vma)
+    assert mapped(model, jnp.ones(3)).tolist() == [0, 6, 12, 18]
+
+
 # Sums of gradients that are sums already
 
 

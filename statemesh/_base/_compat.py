@@ -131,6 +131,16 @@ def scaling(eqn: Any) -> float | None:
     return None
 
 
+def exchanged_over(jaxpr: Any) -> Axes:
+    """The axes over which a program's instances get anything from each other."""
+    found = NO_AXES
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name not in ("axis_index", *_VARYING):
+            found |= NO_AXES.union(*collective(eqn))
+        found = found.union(*map(exchanged_over, jaxprs_of(eqn)))
+    return found
+
+
 def made_varying(eqn: Any) -> Axes:
     """The axes over which an equation types its operand as varying, leaving it as it is."""
     return frozenset(eqn.params.get("axes", ())) if eqn.primitive.name in _VARYING else NO_AXES

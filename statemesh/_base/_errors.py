@@ -615,6 +615,15 @@ def loss_differs(name: str, axes: Sequence[AxisName], params: Sequence[str]) -> 
     )
 
 
+def loss_typed_apart(name: str, axes: Sequence[AxisName]) -> StatemeshError:
+    axis = axes[0] if len(axes) == 1 else tuple(axes)
+    return StatemeshError(
+        f"value_and_grad: the loss that {name} returns is typed as differing over {_names(axes)}, which "
+        "axis_name does not name, and comes of what the shards exchange there. JAX would sum the gradients "
+        f"of all their losses. Write one of:\n{_lines(_loss_mends(axis))}"
+    )
+
+
 def _loss_mends(axis: Any) -> list[str]:
     return [
         f"`axis_name={axis!r}` (with the other axes that are meant), for the mean of the shards' losses",
