@@ -195,8 +195,8 @@ MUTANTS = [
     Mutant(
         "rows numbered on each shard",
         _random,
-        "_shard_index",
-        lambda right: lambda names, mapped: 0,
+        "shard_index",
+        lambda right: lambda what, axis_name: 0,
     ),
     Mutant(
         "key left unadvanced",

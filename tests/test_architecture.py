@@ -28,6 +28,7 @@ LAYERS = [
     "_new_states",
     "_map",
     "nn",
+    "testing",
 ]
 DOORS = {"__init__", "filters", "legacy"}
 
@@ -108,11 +109,26 @@ def test_private_jax_is_nowhere() -> None:
 
 
 def test_only_one_file_knows_unstable_jax() -> None:
+    """And one of `testing`, which is to share nothing with what it tests."""
     for name, path in modules().items():
         if name != "_base/_compat.py":
             text = path.read_text()
-            assert "jax.extend" not in text, name
+            assert "jax.extend" not in text or name == "testing/_replay.py", name
             assert "__version__" not in text or name == "__init__.py", name
+
+
+@pytest.mark.parametrize("name", [name for name in modules() if part(name) == "testing"])
+def test_testing_knows_what_users_know(name: str) -> None:
+    """Of statemesh it imports the door, and its own siblings."""
+    for node in ast.walk(ast.parse(modules()[name].read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "statemesh":
+                    assert (alias.name, alias.asname) == ("statemesh", "sm")
+        if isinstance(node, ast.ImportFrom):
+            assert node.level <= 1 and (node.module or "").split(".")[0] != "statemesh"
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":
+            assert not node.attr.startswith("_") or node.attr.startswith("__")
 
 
 def test_the_door_names_everything() -> None:
