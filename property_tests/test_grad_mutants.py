@@ -124,7 +124,7 @@ MUTANTS = [
         "no reduction at all",
         _grad._Scope,
         "reduced",
-        lambda right: lambda self, loss, grads: (loss, list(grads)),
+        lambda right: lambda self, loss, grads, program: (loss, list(grads)),
     ),
     Mutant(
         "reduced twice",
