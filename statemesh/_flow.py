@@ -117,10 +117,7 @@ def _is_own(eqn: Any, own: Axes) -> bool:
 
 
 def _has_pending(jaxpr: Any, own: Axes) -> bool:
-    return any(
-        _is_own(eqn, own) or any(_has_pending(inner, own) for inner in compat.jaxprs_of(eqn))
-        for eqn in jaxpr.eqns
-    )
+    return any(_is_own(eqn, own) for eqn in compat.equations(jaxpr))
 
 
 def _untouched_by_types(eqn: Any, seen: Axes) -> Axes:

@@ -61,9 +61,8 @@ class Parts:
         for (path, unit), inside in zip(units, inside_modules(model), strict=True):
             own, treedef = tree_util.tree_flatten(unit)
             chosen: list[int | None] = [None] * len(own)
-            if (is_state(unit) or _is_array(unit) or (not inside and _is_number(unit))) and hit(
-                path, unit
-            ):
+            offered = _is_shown(unit) or (_is_number(unit) and not inside)
+            if offered and hit(path, unit):
                 chosen = [start + k if _is_inexact(x) else None for k, x in enumerate(own)]
                 if wrt is not None and not any(k is not None for k in chosen):
                     impossible.append((path_str(path, root), unit))

@@ -68,7 +68,7 @@ class Followed:
     lanes = True
 
     def __init__(self, axis_names: tuple[AxisName, ...]) -> None:
-        self.mark = compat.Followed(axis_names, self.lanes)
+        self.mark = compat.FollowedAxes(axis_names, self.lanes)
         # By identity; beside it the array, lest another one take its place.
         self.known: dict[int, tuple[Any, Axes]] = {}
 

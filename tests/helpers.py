@@ -4,10 +4,11 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import AxisType, Mesh
 
 
@@ -32,6 +33,35 @@ def make_mesh(name: str = "8", kind: AxisType = AxisType.Auto) -> Mesh:
 def label(parameter: Any) -> str:
     """The name of a test's parameter, the same in every process."""
     return re.sub(" at 0x[0-9a-f]+", "", repr(parameter))
+
+
+Making: TypeAlias = Callable[..., Any]
+
+
+def mistakes_in(
+    cases: list[Any],
+) -> Callable[[type[BaseException], str], Callable[[Making], Making]]:
+    """A decorator that gathers mistakes: what makes one, the error that it must raise, and all it says."""
+
+    def mistake(error: type[BaseException], text: str) -> Callable[[Making], Making]:
+        def add(make: Making) -> Making:
+            cases.append(pytest.param(make, error, text, id=make.__name__))
+            return make
+
+        return add
+
+    return mistake
+
+
+def assert_says(
+    make: Callable[[], Any], error: type[BaseException], text: str, until: str | None = None
+) -> None:
+    """It raises this very error, whose text is exactly this, up to where JAX has added something."""
+    with pytest.raises(error) as raised:
+        make()
+    assert type(raised.value) is error
+    said = str(raised.value)
+    assert (said if until is None else said.split(until)[0]) == text
 
 
 @dataclasses.dataclass

@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import compiles, counted, make_mesh
+from tests.helpers import assert_says, compiles, counted, make_mesh
 
 
 SIZE = 3
@@ -484,7 +484,4 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("call", "error", "text"), MISTAKES)
 def test_the_text_is_exactly(call: Callable[[], Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error) as raised:
-        call()
-    assert type(raised.value) is error
-    assert str(raised.value) == text
+    assert_says(call, error, text)

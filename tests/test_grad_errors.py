@@ -13,21 +13,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import make_mesh
+from tests.helpers import assert_says, make_mesh, mistakes_in
 
 
 X = np.arange(8, dtype=np.float32)
 CASES: list[Any] = []
-
-
-def mistake(error: type[BaseException], text: str) -> Callable[[Callable[[], Any]], Any]:
-    """A mistake, the error that it must raise, and all that the error says."""
-
-    def add(make: Callable[[], Any]) -> Any:
-        CASES.append(pytest.param(make, error, text, id=make.__name__))
-        return make
-
-    return add
+mistake = mistakes_in(CASES)
 
 
 def net() -> dict[str, Any]:
@@ -384,10 +375,7 @@ def gradient_summed_where_it_is_the_same() -> Any:
 def test_the_text_is_exactly(
     make: Callable[[], Any], error: type[BaseException], text: str
 ) -> None:
-    with pytest.raises(error) as raised:
-        make()
-    assert type(raised.value) is error
-    assert str(raised.value).split("\n-----")[0] == text
+    assert_says(make, error, text, until="\n-----")
 
 
 def test_an_axis_forgotten_is_found_where_nothing_is_checked() -> None:

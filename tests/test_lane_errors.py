@@ -12,22 +12,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import make_mesh
+from tests.helpers import assert_says, make_mesh, mistakes_in
 
 
 X = np.arange(8, dtype=np.float32).reshape(4, 2)
 CASES: list[Any] = []
+mistake = mistakes_in(CASES)
 TRANSFORMS: dict[str, Any] = {"vmap2": sm.vmap2, "pmap2": sm.pmap2}
-
-
-def mistake(error: type[BaseException], text: str) -> Callable[[Callable[[], Any]], Any]:
-    """A mistake, the error that it must raise, and all that the error says."""
-
-    def add(make: Callable[[], Any]) -> Any:
-        CASES.append(pytest.param(make, error, text, id=make.__name__))
-        return make
-
-    return add
 
 
 def with_both(
@@ -737,10 +728,7 @@ def axis_name_that_cannot_be_hashed(lanes: Any) -> Any:
 def test_the_text_is_exactly(
     make: Callable[[], Any], error: type[BaseException], text: str
 ) -> None:
-    with pytest.raises(error) as raised:
-        make()
-    assert type(raised.value) is error
-    assert str(raised.value).split("\n-----")[0] == text
+    assert_says(make, error, text, until="\n-----")
 
 
 def test_one_device_twice() -> None:

@@ -178,6 +178,32 @@ def _without_gradient(x: Any) -> Any:
     return jax.lax.stop_gradient(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
 
+def _in_lanes(name: AxisName, x: Any, done: Callable[[int, bool, Any], tuple[Any, bool]]) -> Any:
+    """What `done` makes of the lanes called `name` all at once.
+
+    It gets how many there are, whether `x` is batched over them, and `x`; and says whether its result is.
+    """
+
+    @custom_vmap
+    def run(x: Any, lane: Any) -> Any:
+        return x
+
+    def rule(count: int, batched: Any, x: Any, lane: Any) -> Any:
+        if batched[1]:
+            return done(count, batched[0], x)
+        # Another axis than this one, further in: entry by entry.
+        return run(x, lane), batched[0]
+
+    run.def_vmap(rule)
+    # The lane's own number is batched over it, so that these lanes are told from others.
+    return run(x, jax.lax.axis_index(name))
+
+
+def _whole(count: int, batched: bool, x: Any) -> Any:
+    """The values of all lanes, whether they differ or not."""
+    return x if batched else jnp.broadcast_to(x, (count, *x.shape))
+
+
 def _lane_total(name: AxisName, x: Any) -> Any:
     """The sum over lanes, one copy for each of them.
 
@@ -185,38 +211,20 @@ def _lane_total(name: AxisName, x: Any) -> Any:
     the sum of all lanes' is right for both. The one sum that `psum` gives would need another rule for each.
     """
 
-    @custom_vmap
-    def summed(x: Any, lane: Any) -> Any:
-        return x
-
-    def rule(count: int, batched: Any, x: Any, lane: Any) -> Any:
-        if not batched[1]:  # Another axis than this one, further in.
-            return summed(x, lane), batched[0]
-        whole = x if batched[0] else jnp.broadcast_to(x, (count, *x.shape))
-        return jnp.broadcast_to(jnp.sum(whole, 0, dtype=x.dtype), whole.shape), True
-
-    summed.def_vmap(rule)
+    def copies(count: int, batched: bool, x: Any) -> tuple[Any, bool]:
+        whole = _whole(count, batched, x)
+        return jnp.broadcast_to(jnp.sum(whole, 0, dtype=whole.dtype), whole.shape), True
 
     @jax.custom_vjp
     def run(x: Any) -> Any:
-        return summed(x, jax.lax.axis_index(name))
+        return _in_lanes(name, x, copies)
 
     run.defvjp(lambda x: (run(x), None), lambda _, cotangent: (run(cotangent),))
     return run(x)
 
 
 def _lane_first(name: AxisName, x: Any) -> Any:
-    @custom_vmap
-    def first(x: Any, lane: Any) -> Any:
-        return x
-
-    def rule(count: int, batched: Any, x: Any, lane: Any) -> Any:
-        if not batched[1]:
-            return first(x, lane), batched[0]
-        return (x[0] if batched[0] else x), False
-
-    first.def_vmap(rule)
-    return first(x, jax.lax.axis_index(name))
+    return _in_lanes(name, x, lambda _, batched, x: (x[0] if batched else x, False))
 
 
 def _collective(
@@ -227,15 +235,5 @@ def _collective(
 ) -> Any:
     meshes, lanes = meshes_and_lanes(axis_names)
     for name in lanes:
-
-        @custom_vmap
-        def reduced(x: Any, lane: Any) -> Any:
-            return x
-
-        def rule(count: int, batched: Any, x: Any, lane: Any) -> Any:
-            whole = x if batched[0] else jnp.broadcast_to(x, (count, *x.shape))
-            return over_lanes(whole), False
-
-        reduced.def_vmap(rule)
-        x = reduced(x, jax.lax.axis_index(name))
+        x = _in_lanes(name, x, lambda *lane: (over_lanes(_whole(*lane)), False))
     return over_mesh(x, meshes) if meshes else x

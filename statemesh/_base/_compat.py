@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from traceback import walk_tb
 from types import FrameType
@@ -101,12 +101,13 @@ def collective(eqn: Any) -> tuple[Axes, Axes]:
     return (names, NO_AXES) if joins else (NO_AXES, names)
 
 
-_JOINING = ("psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
+_SUMS = ("psum", "psum2", "psum_invariant")
+_JOINING = (*_SUMS, "pmax", "pmin", "all_gather", "all_gather_invariant")
 
 
 def is_sum(eqn: Any) -> bool:
     """Whether an equation sums over mapped axes."""
-    return eqn.primitive.name in ("psum", "psum2", "psum_invariant")
+    return eqn.primitive.name in _SUMS
 
 
 def name_given(eqn: Any) -> str | None:
@@ -131,14 +132,16 @@ def scaling(eqn: Any) -> float | None:
     return None
 
 
+def names_used(jaxpr: Any) -> Axes:
+    """The axis names in a jaxpr."""
+    return NO_AXES.union(*(axes for eqn in equations(jaxpr) for axes in collective(eqn)))
+
+
 def exchanged_over(jaxpr: Any) -> Axes:
     """The axes over which a program's instances get anything from each other."""
-    found = NO_AXES
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name not in ("axis_index", *_VARYING):
-            found |= NO_AXES.union(*collective(eqn))
-        found = found.union(*map(exchanged_over, jaxprs_of(eqn)))
-    return found
+    silent = ("axis_index", *_VARYING)
+    exchanging = (eqn for eqn in equations(jaxpr) if eqn.primitive.name not in silent)
+    return NO_AXES.union(*(axes for eqn in exchanging for axes in collective(eqn)))
 
 
 def made_varying(eqn: Any) -> Axes:
@@ -171,8 +174,20 @@ def rule_of(eqn: Any) -> Any:
 
 def jaxprs_of(eqn: Any) -> list[Any]:
     """The jaxprs that an equation runs."""
-    values = [v if isinstance(v, tuple) else (v,) for v in eqn.params.values()]
-    return [open_jaxpr(x) for some in values for x in some if hasattr(x, "eqns")]
+    values = jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr)
+    return [open_jaxpr(value) for value in values if _is_jaxpr(value)]
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a jaxpr, and of those that it runs."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jaxprs_of(eqn):
+            yield from equations(inner)
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns")
 
 
 def runs(jaxpr: Any) -> Callable[..., list[Any]]:
@@ -191,8 +206,8 @@ def with_jaxprs(eqn: Any, new: Mapping[int, Any]) -> Any:
 
     def one(value: Any) -> Any:
         if isinstance(value, tuple):
-            return tuple(map(one, value)) if any(hasattr(v, "eqns") for v in value) else value
-        if not hasattr(value, "eqns"):
+            return tuple(map(one, value)) if any(map(_is_jaxpr, value)) else value
+        if not _is_jaxpr(value):
             return value
         opened = open_jaxpr(value)
         found = new.get(id(opened), opened)
@@ -241,7 +256,7 @@ TOP_LEVEL: Any = current_trace(())
 
 
 @dataclasses.dataclass(frozen=True)
-class Followed:
+class FollowedAxes:
     """A program that is traced to be followed from its arguments on, over these axes.
 
     While it is traced, this is bound as the name of an axis, beside the true ones.
@@ -252,21 +267,21 @@ class Followed:
     lanes: bool
 
 
-def trace_followed(fun: Callable[..., Any], arrays: list[Any], mark: Followed) -> Any:
+def trace_followed(fun: Callable[..., Any], arrays: list[Any], mark: FollowedAxes) -> Any:
     """The jaxpr of `fun`; all that is called while it is traced is told so by `followed`."""
     return jax.make_jaxpr(fun, axis_env=[(mark, 1)])(*arrays)
 
 
-def followed() -> tuple[Followed, ...]:
+def followed() -> tuple[FollowedAxes, ...]:
     """Those that are being traced, the outermost first."""
     names = core.unsafe_get_axis_names_DO_NOT_USE()
-    return tuple(name for name in names if isinstance(name, Followed))
+    return tuple(name for name in names if isinstance(name, FollowedAxes))
 
 
 def bound_axis_names() -> tuple[AxisName, ...]:
     """The axis names that collectives may use here."""
     names = core.unsafe_get_axis_names_DO_NOT_USE()
-    return tuple(name for name in names if not isinstance(name, Followed))
+    return tuple(name for name in names if not isinstance(name, FollowedAxes))
 
 
 def context_mesh() -> AbstractMesh | None:

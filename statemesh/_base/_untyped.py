@@ -35,7 +35,7 @@ def run_untyped(fun: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
     args = [jnp.asarray(x) for x in args]
     closed = _traced_untyped(fun, args)
     taken = compat.manual_axes(jax.sharding.get_abstract_mesh())
-    if used := taken & _names_used(closed.jaxpr):
+    if used := taken & compat.names_used(closed.jaxpr):
         raise MeshCollective(tuple(used))
     # What it closes over becomes an argument, so that gradients reach it.
     count = len(closed.consts)
@@ -110,18 +110,3 @@ def _traced_untyped(fun: Callable[..., Any], args: Sequence[Any]) -> Any:
     if isinstance(found[0], BaseException):
         raise found[0]
     return found[0]
-
-
-def _names_used(jaxpr: Any) -> set[AxisName]:
-    """The axis names in a jaxpr."""
-    found: set[AxisName] = set()
-    for eqn in jaxpr.eqns:
-        found.update(*compat.collective(eqn))
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(value):
-                found |= _names_used(compat.open_jaxpr(value))
-    return found
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return hasattr(value, "eqns")
