@@ -1,15 +1,16 @@
-"""Filters beside plain predicates that say what each should match."""
+"""Filters beside what they should match, said without `statemesh.filters`."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from hypothesis import strategies as st
 
 import statemesh as sm
+from statemesh.testing import filters
 
-from .strategies import TAGS
-from .trees import KINDS, Path, at, walk
+from .trees import Layer, Pair, Path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,63 +27,82 @@ class Pick:
 
 
 def picks(*, tree: Any) -> st.SearchStrategy[Pick]:
-    """Filters of every form, with what there is in `tree` to find."""
-    steps = sorted({str(step) for path, _ in walk(tree) for _, step in path})
-    nodes = sorted({path[:n] for path, _ in walk(tree) for n in range(len(path) + 1)})
-    simple = [
-        st.sampled_from([..., True, sm.filters.Everything()]).map(_everything),
-        st.sampled_from([None, False, sm.filters.Nothing()]).map(_nothing),
-        st.sampled_from([*KINDS.values(), sm.RandomState]).flatmap(_of_type),
-        st.sampled_from(TAGS).flatmap(_with_tag),
-        st.sampled_from([2, 3]).map(_deep),
-    ]
-    if steps:
-        simple.append(st.sampled_from(steps).map(_path_contains))
-    simple.append(st.sampled_from(nodes or [()]).map(_where))
-    return st.recursive(st.one_of(simple), _combined, max_leaves=4)
+    """Filters of every form, made of what there is in `tree` to find, and of what there is elsewhere."""
+    drawn = st.one_of(filters(tree=tree), filters(tree=_elsewhere()))
+    return st.recursive(drawn.map(plain), _combined, max_leaves=4)
 
 
-def _everything(filter: Any) -> Pick:
-    return Pick(filter, lambda path, state: True, True)
+def _elsewhere() -> Any:
+    """A tree whose kinds, tags and paths others have in part."""
+    pair = Pair(sm.ParamState(0.0, tag="a"), [sm.HiddenState(0.0), sm.BatchState(0.0, name="n")])
+    layer = Layer([{"a": sm.NonBatchState(0.0, tag=("a", "b")), "b": sm.LongTermState(0.0)}, pair])
+    return Pair(layer, [(sm.ShortTermState(0.0, tag="b"), sm.RandomState(jax.random.key(0)))])
 
 
-def _nothing(filter: Any) -> Pick:
-    return Pick(filter, lambda path, state: False, True)
+def plain(filter: Any) -> Pick:
+    """A filter, interpreted in the plainest way."""
+    idle = filter in (..., True, None, False, sm.filters.Everything(), sm.filters.Nothing())
+    return Pick(filter, lambda path, state: matches(filter, path, state), idle)
 
 
-def _of_type(kind: type[sm.State]) -> st.SearchStrategy[Pick]:
-    def matches(path: Path, state: sm.State) -> bool:
-        return kind in type(state).__mro__
+def matches(filter: Any, path: Path, state: sm.State) -> bool:
+    """Whether a filter matches a state that stands at a path."""
+    if filter is ... or filter is True:
+        return True
+    if filter is None or filter is False:
+        return False
+    if isinstance(filter, str):
+        return filter in state.tag
+    if isinstance(filter, list | tuple):
+        return any(matches(part, path, state) for part in filter)
+    if isinstance(filter, type) and issubclass(filter, sm.State):
+        return filter in type(state).__mro__
+    if type(filter).__module__ != type(sm.filters.Everything()).__module__:
+        return bool(filter(path, state))
+    match type(filter).__name__:
+        case "Everything":
+            return True
+        case "Nothing":
+            return False
+        case "OfType":
+            return filter.type in type(state).__mro__
+        case "WithTag":
+            return filter.tag in state.tag
+        case "PathContains":
+            return str(filter.key) in [str(step) for _, step in path]
+        case "Where":
+            return _under(filter.where(Trail()), path)
+        case "Any":
+            return any(matches(part, path, state) for part in filter.filters)
+        case "All":
+            return all(matches(part, path, state) for part in filter.filters)
+        case "Not":
+            return not matches(filter.filters[0], path, state)
+        case name:
+            raise TypeError(name)
 
-    return st.sampled_from([Pick(kind, matches), Pick(sm.filters.OfType(kind), matches)])
+
+class Trail:
+    """What `where` picks of a tree, written down step by step."""
+
+    def __init__(self, *steps: tuple[bool, Any]) -> None:
+        self.__steps = steps
+
+    def __getattr__(self, name: str) -> "Trail":
+        return Trail(*self.__steps, (True, name))
+
+    def __getitem__(self, key: Any) -> "Trail":
+        return Trail(*self.__steps, (False, key))
+
+    def __len__(self) -> int:
+        return len(self.__steps)
+
+    def leads_to(self, path: Path) -> bool:
+        return self.__steps == tuple((kind == "attribute", step) for kind, step in path)
 
 
-def _with_tag(tag: str) -> st.SearchStrategy[Pick]:
-    def matches(path: Path, state: sm.State) -> bool:
-        return tag in state.tag
-
-    return st.sampled_from([Pick(tag, matches), Pick(sm.filters.WithTag(tag), matches)])
-
-
-def _deep(depth: int) -> Pick:
-    def deep(path: Any, state: sm.State) -> bool:
-        return len(path) >= depth
-
-    return Pick(deep, deep)
-
-
-def _path_contains(step: str) -> Pick:
-    def matches(path: Path, state: sm.State) -> bool:
-        return step in [str(own) for _, own in path]
-
-    return Pick(sm.filters.PathContains(step), matches)
-
-
-def _where(node: Path) -> Pick:
-    def matches(path: Path, state: sm.State) -> bool:
-        return path[: len(node)] == node
-
-    return Pick(sm.filters.Where(lambda tree: at(tree, node)), matches)
+def _under(trail: Trail, path: Path) -> bool:
+    return trail.leads_to(path[: len(trail)])
 
 
 def _combined(inner: st.SearchStrategy[Pick]) -> st.SearchStrategy[Pick]:

@@ -1,42 +1,45 @@
-"""What is drawn: meshes, specs, shapes, arrays, model trees and filters. Each shrinks to the simplest.
+"""What cases are made of, as plain data: drawn by `statemesh.testing`, and said without JAX.
 
 Shapes come from a small set, since each costs a compile; values are free.
 """
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-import statemesh as sm
+from statemesh.testing import _arrays, _strategies, _trees
 
-from .programs import FLOAT, INT, Axes, Branch, MeshShape, Spec
+from .programs import FLOAT, Axes, Branch, MeshShape, Spec
 from .reference import Array
-from .trees import FORMS, KINDS, grow
+from .trees import FORMS
 
 
-LINES = ((1,), (2,), (4,), (8,))
-GRIDS = ((2, 2), (4, 2), (2, 2, 2))
 STATICS = ("relu", "", None)
 
 
-def meshes(*, grids: bool = True) -> st.SearchStrategy[MeshShape]:
+def meshes() -> st.SearchStrategy[MeshShape]:
     """Meshes of one to eight devices, of Auto axes or Explicit ones."""
-    sizes = st.sampled_from(LINES + GRIDS if grids else LINES)
-    return st.builds(MeshShape, sizes, explicit=st.booleans())
+    return _strategies.meshes().map(_plain_mesh)
 
 
-@st.composite
-def specs(draw: st.DrawFn, *, axes: Axes, rank: int) -> Spec:
+def _plain_mesh(mesh: Mesh) -> MeshShape:
+    return MeshShape(tuple(mesh.shape.values()), mesh.axis_types[0] == AxisType.Explicit)
+
+
+def specs(*, axes: Axes, rank: int) -> st.SearchStrategy[Spec]:
     """Which of an array's axes are split over which of these mesh axes, several on one included."""
-    split: list[list[str]] = [[] for _ in range(rank)]
-    for name in draw(st.permutations(axes)):
-        where = draw(st.integers(-1, rank - 1))
-        if where >= 0:
-            split[where].append(name)
-    return tuple(map(tuple, split))
+    # Axes of size one divide everything: the arrays are made afterwards.
+    mesh = AbstractMesh((1,) * len(axes), axes)
+    return _strategies.specs(shape=(1,) * rank, mesh=mesh).map(lambda spec: plain_spec(spec, rank))
+
+
+def plain_spec(spec: PartitionSpec, rank: int) -> Spec:
+    """A spec with an entry for each axis of an array, and each a tuple."""
+    entries = [() if e is None else e if isinstance(e, tuple) else (e,) for e in spec]
+    return (*entries, *[()] * (rank - len(entries)))
 
 
 @st.composite
@@ -50,7 +53,8 @@ def all_split(draw: st.DrawFn, *, axes: Axes, rank: int) -> Spec:
 
 def sides(*, rank: int) -> st.SearchStrategy[tuple[int, ...]]:
     """The shape of one shard's part; a spec dilates it by the mesh."""
-    return st.tuples(*[st.integers(1, 3)] * rank)
+    alone = AbstractMesh((1,), ("x",))
+    return _strategies.shapes(spec=PartitionSpec(), mesh=alone, min_rank=rank, max_rank=rank)
 
 
 def dilated(side: tuple[int, ...], spec: Spec, mesh: MeshShape) -> tuple[int, ...]:
@@ -58,17 +62,10 @@ def dilated(side: tuple[int, ...], spec: Spec, mesh: MeshShape) -> tuple[int, ..
     return tuple(n * mesh.size(axes) for n, axes in zip(side, spec, strict=True))
 
 
-@st.composite
-def arrays(draw: st.DrawFn, *, shape: tuple[int, ...], dtype: str = FLOAT) -> Array:
-    """Arrays filled with a few drawn numbers in turn, finite and none of them subnormal.
-
-    Up to seven, a number that divides no power of two: then parts on different shards differ.
-    """
-    numbers: st.SearchStrategy[Any] = st.integers(-50, 50)
-    if dtype == FLOAT:
-        numbers = st.floats(-4, 4, width=32, allow_subnormal=False)
-    few = draw(st.lists(numbers, min_size=1, max_size=7))
-    return np.resize(np.array(few, {FLOAT: np.float32, INT: np.int32}[dtype]), shape)
+def arrays(*, shape: tuple[int, ...], dtype: str = FLOAT) -> st.SearchStrategy[Array]:
+    """Arrays of floats from -4 to 4, or integers from -50 to 50."""
+    most = 4 if dtype == FLOAT else 50
+    return _arrays.arrays(shape=shape, dtype=dtype, min_value=-most, max_value=most)
 
 
 @st.composite
@@ -85,37 +82,28 @@ def templates(draw: st.DrawFn, *, count: int) -> Branch:
     return Branch(draw(st.sampled_from(FORMS)), tuple(parts))
 
 
-TAGS = ("a", "b")
-
-
-@st.composite
-def states(draw: st.DrawFn, *, random: bool = True) -> sm.State:
-    """States of any kind, random streams too if wanted, with any metadata."""
-    tag = draw(st.sampled_from([None, "a", "b", ("a", "b")]))
-    name = draw(st.sampled_from([None, "n"]))
-    kind = draw(st.sampled_from([*KINDS, *(["RandomState"] if random else [])]))
-    if kind == "RandomState":
-        return sm.RandomState(jax.random.key(draw(st.integers(0, 3))), name=name, tag=tag)
-    shape = draw(st.sampled_from([(), (2,), (2, 1)]))
-    value: Any = draw(arrays(shape=shape, dtype=draw(st.sampled_from([FLOAT, INT]))))
-    value = draw(st.sampled_from([value, {"a": value, "b": (value, 1.0)}]))
-    return KINDS[kind](value, name=name, tag=tag, reduce=draw(st.sampled_from([None, "sum"])))
-
-
 def leaves() -> st.SearchStrategy[Any]:
-    """Leaves that are no State: arrays, numbers, and what is not even an array."""
+    """Leaves that are no State: arrays, numbers, and what is not even an array, nor hashable."""
     return st.one_of(
-        st.sampled_from([None, "relu", 1, 0.5, True]),
-        st.sampled_from([jnp.tanh, np.float32, jnp.float32, slice(None)]),
-        st.builds(jnp.asarray, arrays(shape=(2,))),
+        st.sampled_from([None, "relu", 1, 0.5, True, jnp.tanh, np.float32, jnp.float32]),
+        st.builds(slice, st.none()),
+        st.builds(set),
+        arrays(shape=(2,)).map(jnp.asarray),
         arrays(shape=(2,)),
     )
 
 
-@st.composite
-def trees(draw: st.DrawFn, *, min_states: int = 0) -> Any:
-    """Trees of modules, dictionaries, lists and tuples with States and other leaves."""
-    units = draw(st.lists(states(), min_size=min_states, max_size=5))
-    units += draw(st.lists(leaves(), max_size=3))
-    template = draw(templates(count=len(units)))
-    return grow(template, lambda k: units[k])
+def trees(*, min_states: int = 0) -> st.SearchStrategy[Any]:
+    """Trees of modules, dictionaries, lists and tuples with States and other leaves; some stand twice."""
+    modules = st.one_of(
+        *[
+            _trees.modules(leaves=leaves(), min_states=min_states, shared=shared)
+            for shared in (False, True)
+        ]
+    )
+    return st.one_of(
+        modules,
+        st.tuples(modules),
+        st.dictionaries(st.sampled_from("ab"), modules, min_size=1),
+        st.lists(modules, min_size=min(min_states, 1), max_size=2),
+    )

@@ -235,11 +235,6 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_the_engine_as_it_is_passes(name: str) -> None:
-    CHECKS[name]()
-
-
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_broken_engine_is_found_out(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant.live(monkeypatch)

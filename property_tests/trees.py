@@ -5,26 +5,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 
 import statemesh as sm
+from statemesh.testing._trees import Layer as Layer
+from statemesh.testing._trees import Pair as Pair
 
 from .programs import Branch
-
-
-class Pair(sm.Module):
-    """A module of two parts, with a static field."""
-
-    left: Any
-    right: Any
-    label: str = sm.field(static=True, default="pair")
-
-
-class Layer(sm.Module):
-    """A module with a static leaf that is a function, and a list of parts."""
-
-    parts: list[Any]
-    activation: Callable[..., Any] = jnp.tanh
 
 
 class Setting(sm.Module):

@@ -1,11 +1,11 @@
 """Both suites run on 8 simulated devices, with every annotation of the package checked at run time."""
 
-from tests.devices import set_devices
-
-
-set_devices()
-
-from jaxtyping import install_import_hook  # noqa: E402
+from jaxtyping import install_import_hook
 
 
 install_import_hook("statemesh", "beartype.beartype")
+
+from statemesh.testing import set_devices  # noqa: E402
+
+
+set_devices(8)

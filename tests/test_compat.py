@@ -141,8 +141,8 @@ def test_control_flow_is_recognized() -> None:
 
 
 DELETED = """
-from tests.devices import set_devices
-set_devices()
+from statemesh.testing import set_devices
+set_devices(8)
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 mesh = Mesh(np.array(jax.devices()), ("x",))

@@ -30,6 +30,7 @@ import jax
 import pytest
 
 import statemesh as sm
+from statemesh import testing
 
 
 pytestmark = pytest.mark.slow
@@ -163,7 +164,8 @@ def test_api_page_has_every_public_name() -> None:
     )
     filters = [f"filters.{name}" for name in public(sm.filters)]
     layers = [f"nn.{name}" for name in public(sm.nn)]
-    assert sorted(shown) == sorted([*public(sm), *filters, *layers, "legacy.shard_map"])
+    checks = [f"testing.{name}" for name in public(testing)]
+    assert sorted(shown) == sorted([*public(sm), *filters, *layers, *checks, "legacy.shard_map"])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -115,6 +115,13 @@ def test_states_policies_and_random_streams_are_those_of_the_call(
     assert_close(emulate(call, first[1], X[::-1]), second)
 
 
+def test_strings_of_numpy_are_static() -> None:
+    call = sm.shard_map(lambda t, x: (2 * x, t), abstract(x=4), (None, P("x")), (P("x"), P()))
+    out, tree = emulate(call, {"name": np.str_("net")}, np.arange(8.0))
+    np.testing.assert_array_equal(out, 2 * np.arange(8.0))
+    assert tree["name"] == "net"
+
+
 def test_what_was_not_written_is_what_went_in() -> None:
     given = model()
     specs: Any = {"in_specs": (None, P("x")), "out_specs": P()}

@@ -99,7 +99,7 @@ class StatefulMapping:
 
         **Returns:** what the call returns, on one device.
         """
-        return self._pipeline.on_one_device()(self._all(args), kwargs)
+        return self._pipeline.on_one_device(self._all(args), kwargs)
 
     def __repr__(self) -> str:
         return f"<statemesh mapping of {self.__qualname__}>"

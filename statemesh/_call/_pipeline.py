@@ -5,6 +5,7 @@ out, runs the program (steps 3 and 4 were traced into it) and writes back.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from operator import is_
@@ -229,8 +230,9 @@ class Pipeline:
         placed: tuple[Any, ...] = treedef.unflatten(leaves)[0]
         return placed
 
+    @functools.cached_property
     def on_one_device(self) -> "Pipeline":
-        """The same call on a mesh of one device."""
+        """The same call on a mesh of one device, which keeps what it has compiled too."""
         return Pipeline(
             dataclasses.replace(self.declared, rules=self.declared.rules.alone(), donate="none")
         )

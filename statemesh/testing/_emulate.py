@@ -63,7 +63,7 @@ def emulate(mapped: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         ```
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
-    at = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray | np.generic)]
+    at = [i for i, x in enumerate(leaves) if _is_array(x)]
     with jax.sharding.use_abstract_mesh(NO_MESH):
         arrays = [as_array(leaves[i]) for i in at]
     key = _signature(treedef, leaves, at, arrays)
@@ -74,6 +74,13 @@ def emulate(mapped: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not traced.program.holds_tracers:
             kept[key] = traced
     return traced(arrays)
+
+
+def _is_array(x: Any) -> bool:
+    """NumPy has strings and objects too, which are static."""
+    return isinstance(x, jax.Array) or (
+        isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "USOMm"
+    )
 
 
 # What was traced, for as long as there is the function that it was traced from.

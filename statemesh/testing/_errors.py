@@ -124,3 +124,138 @@ def loop_size(name: str, path: str, spec: Any, dim: int, size: int, count: int) 
     return sm.SpecError(
         f"{name}: {path} has size {size} on axis {dim}, which {spec_str(spec)} shares among {count} shards."
     )
+
+
+def too_few_devices(count: int, found: int) -> sm.StatemeshError:
+    return sm.StatemeshError(
+        f"set_devices({count}): JAX has started already, with {found} {_plural('device', found)}. Call it in "
+        "the first lines of conftest.py, before anything asks JAX for its devices or makes an array; in a "
+        f"shell, `export XLA_FLAGS=--xla_force_host_platform_device_count={count}` does the same."
+    )
+
+
+def not_a_mesh(given: Any) -> TypeError:
+    return TypeError(
+        f"meshes: {given!r} is a {type(given).__name__}. Give a list of jax.sharding.Mesh, or of the sizes "
+        'of their axes: meshes=[{"x": 2}, {"x": 4, "y": 2}].'
+    )
+
+
+def no_meshes() -> ValueError:
+    return ValueError('meshes: there is none. Give at least one: meshes=[{"x": 2}].')
+
+
+def mesh_too_large(sizes: Any, count: int, found: int) -> sm.StatemeshError:
+    return sm.StatemeshError(
+        f"meshes: {axes_str(sizes)} needs {count} devices, and JAX has {found}. Simulate them: "
+        f"statemesh.testing.set_devices({count}) in the first lines of conftest.py; or see what one device "
+        "says with statemesh.testing.emulate."
+    )
+
+
+def not_arguments(args: Any) -> TypeError:
+    return TypeError(
+        f"args: a {type(args).__name__}. Give the arguments of the function in a tuple: args=(model, x)."
+    )
+
+
+def steps_too_few(steps: int) -> ValueError:
+    return ValueError(f"steps: {steps}. Give the number of calls in a row, at least 1.")
+
+
+def other_leaves(name: str, got: Sequence[str], want: Sequence[str]) -> AssertionError:
+    only = [path for path in got if path not in want] + [path for path in want if path not in got]
+    return AssertionError(
+        f"{name}: {len(got)} arrays come back from the sharded call, {len(want)} from the one that it is "
+        f"compared with; these from one of them only: {', '.join(only[:8])}"
+    )
+
+
+def axes_str(sizes: Mapping[Hashable, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def _plural(noun: str, count: int) -> str:
+    return noun if count == 1 else f"{noun}s"
+
+
+def note_where(name: str, where: str) -> str:
+    return f"While assert_equivalent called `{name}` {where}."
+
+
+NOTE_GRADIENT = "Give gradients=False where a function has none."
+
+
+def no_axis_names() -> sm.StatemeshError:
+    return sm.StatemeshError(
+        "meshes: axis_names is empty. Name an axis, or leave it out for axes called 'x', 'y' and 'z'."
+    )
+
+
+def no_devices(most: int) -> sm.StatemeshError:
+    return sm.StatemeshError(
+        f"meshes: max_devices={most}, and a mesh has at least one device. Give a positive number, or leave "
+        "it out for all devices."
+    )
+
+
+def too_many_devices(most: int, count: int) -> sm.StatemeshError:
+    return sm.StatemeshError(
+        f"meshes: max_devices={most}, and JAX has {count} device{'s' * (count != 1)}. Call "
+        f"statemesh.testing.set_devices({most}) before JAX starts, as in conftest.py, or allow fewer."
+    )
+
+
+def unknown_axes(spec: Any, unknown: Sequence[Hashable], names: Sequence[Hashable]) -> sm.SpecError:
+    return sm.SpecError(
+        f"shapes: {spec_str(spec)} names {_names(unknown)}, and the mesh has the axes {_names(names)}."
+    )
+
+
+def rank_too_low(spec: Any, rank: int) -> sm.SpecError:
+    return sm.SpecError(
+        f"shapes: min_rank={rank}, and {spec_str(spec)} has {len(tuple(spec))} entries, one for each axis of "
+        "an array."
+    )
+
+
+def no_shapes(min_rank: int, max_rank: int, max_side: int) -> sm.StatemeshError:
+    return sm.StatemeshError(
+        f"shapes: there are none of rank {min_rank} to {max_rank} with sides from 1 to {max_side}. Give a "
+        "max_rank that is no less than min_rank, and a positive max_side."
+    )
+
+
+def unknown_dtype(dtype: Any) -> sm.StatemeshError:
+    return sm.StatemeshError(f"arrays: JAX has no arrays of dtype {dtype}.")
+
+
+def wide_dtype(dtype: Any, kept: Any) -> sm.StatemeshError:
+    return sm.StatemeshError(
+        f"arrays: without jax_enable_x64, JAX makes {kept} of dtype {dtype}. Ask for {kept}, or set "
+        "jax.config.update('jax_enable_x64', True)."
+    )
+
+
+def no_numbers(dtype: Any, least: int | float, most: int | float) -> sm.StatemeshError:
+    return sm.StatemeshError(
+        f"arrays: dtype {dtype} has no number from {least} to {most} that is finite and not subnormal."
+    )
+
+
+def program_devices(count: int, found: int) -> sm.StatemeshError:
+    return sm.StatemeshError(
+        f"programs: a mesh of {count} devices, and JAX has {found}. Give a smaller one, or have JAX simulate "
+        f"more: statemesh.testing.set_devices({count}) before it starts, as in conftest.py."
+    )
+
+
+def program_mesh(given: Any) -> TypeError:
+    return TypeError(
+        f"programs: mesh={given!r} is neither a jax.sharding.Mesh nor a strategy of meshes, as "
+        "statemesh.testing.meshes() is."
+    )
+
+
+def program_steps(count: int) -> sm.StatemeshError:
+    return sm.StatemeshError(f"programs: max_steps={count} leaves no step; give one at least.")

@@ -191,6 +191,14 @@ def collectives_in(eqn: Any) -> list[str]:
     return sorted({one.primitive.name for one in _collectives(eqn)})
 
 
+def draws(closed: Any) -> bool:
+    """Whether a program draws random numbers."""
+    return any(eqn.primitive.name in _DRAWS for eqn in _all_equations(closed.jaxpr))
+
+
+_DRAWS = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
+
+
 def as_function(closed: Any) -> Callable[..., list[Any]]:
     """A traced program as a function of its constants and its inputs."""
     count = len(closed.consts)

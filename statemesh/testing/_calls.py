@@ -1,0 +1,121 @@
+"""A function on a mesh, kept with what it has compiled."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+import statemesh as sm
+
+from . import _errors as errors
+from ._run import Call, gradient
+
+
+def mesh_of(given: Any) -> Mesh:
+    """A mesh, or the one that has these sizes."""
+    if isinstance(given, Mesh):
+        return given
+    if not isinstance(given, Mapping):
+        raise errors.not_a_mesh(given)
+    sizes = tuple(given.values())
+    devices = jax.devices()
+    count = int(np.prod(sizes))
+    if count > len(devices):
+        raise errors.mesh_too_large(given, count, len(devices))
+    shaped = np.array(devices[:count]).reshape(sizes)
+    return Mesh(shaped, tuple(given), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """A function on a mesh."""
+
+    mesh: Mesh
+    mapped: sm.StatefulMapping
+    jitted: Call
+
+    @property
+    def where(self) -> str:
+        return f"on mesh {errors.axes_str(dict(self.mesh.shape))}"
+
+    def gradient(self, *args: Any) -> Any:
+        """That of a call."""
+        # JAX makes a gradient of zeros, typed by Explicit axes, only where their mesh is set.
+        typed = AxisType.Explicit in self.mesh.axis_types
+        with jax.set_mesh(self.mesh) if typed else contextlib.nullcontext():
+            # Placed first: what comes back untouched has its part of the gradient where it lies.
+            return gradient(self.mapped, self.mapped.place(*args))
+
+
+def calls_of(fun: Callable[..., Any], mesh: Mesh, specs: tuple[Any, ...]) -> Calls:
+    """A function on a mesh, the same object for the same ones: it has what was compiled."""
+    leaves, structure = jax.tree.flatten(specs, is_leaf=lambda x: x is None)
+    key = fun, mesh, tuple(leaves), structure
+    return _kept_calls(*key) if isinstance(key, Hashable) and _has_hash(key) else _made_calls(*key)
+
+
+def _has_hash(x: Any) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+def _made_calls(
+    fun: Callable[..., Any], mesh: Mesh, leaves: tuple[Any, ...], structure: Any
+) -> Calls:
+    ins, outs, state_ins, state_outs, check_vma = structure.unflatten(leaves)
+    mapped: sm.StatefulMapping = sm.shard_map(
+        fun,
+        mesh,
+        ins,
+        outs,
+        state_in_specs=state_ins,
+        state_out_specs=state_outs,
+        check_vma=check_vma,
+    )
+    return Calls(mesh, mapped, within_jit(mapped))
+
+
+# Those of the last functions: with them goes what was compiled.
+_kept_calls = functools.lru_cache(maxsize=64)(_made_calls)
+
+
+def within_jit(call: Call) -> Call:
+    """The call as a part of a bigger compiled one."""
+    kept: list[Any] = []
+
+    def whole(arrays: Any, statics: Any) -> Any:
+        result, rest = eqx.partition(call(*eqx.combine(arrays, statics)), eqx.is_array)
+        kept[:] = [rest]
+        return result
+
+    def run(*args: Any) -> Any:
+        arrays, statics = eqx.partition(args, eqx.is_array)
+        result = compiled(arrays, _Statics(statics))
+        return eqx.combine(result, kept[0])
+
+    compiled = jax.jit(lambda arrays, statics: whole(arrays, statics.tree), static_argnums=1)
+    return run
+
+
+class _Statics:
+    """What is no array in a tree, as something that can be hashed; by identity where it cannot."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+        leaves, structure = jax.tree.flatten(tree)
+        self.key = structure, tuple((type(x), x if _has_hash(x) else id(x)) for x in leaves)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Statics) and self.key == other.key
