@@ -314,6 +314,14 @@ def test_many_values_cost_the_compiles_of_one() -> None:
     assert first.times <= 5 + 2 * 3 + 6
 
 
+def test_models_of_several_kinds_are_not_mixed_up() -> None:
+    def scaled(w: Any, x: Any) -> Any:
+        return x * w.value, w
+
+    for kind in (sm.State, sm.BatchState, sm.State):
+        check(scaled, kind(np.float32(2)), X, gradients=False)
+
+
 def test_functions_that_cannot_be_hashed_are_compared_too() -> None:
     class Add:
         __hash__ = None  # type: ignore[assignment]

@@ -90,22 +90,21 @@ _kept_calls = functools.lru_cache(maxsize=64)(_made_calls)
 
 def within_jit(call: Call) -> Call:
     """The call as a part of a bigger compiled one."""
-    kept: list[Any] = []
 
-    def whole(arrays: Any, statics: Any) -> Any:
-        result, rest = eqx.partition(call(*eqx.combine(arrays, statics)), eqx.is_array)
-        kept[:] = [rest]
-        return result
+    @functools.partial(jax.jit, static_argnums=1)
+    def whole(arrays: Any, statics: _Statics) -> Any:
+        result, rest = eqx.partition(call(*eqx.combine(arrays, statics.tree)), eqx.is_array)
+        return result, _Statics(rest)
 
     def run(*args: Any) -> Any:
         arrays, statics = eqx.partition(args, eqx.is_array)
-        result = compiled(arrays, _Statics(statics))
-        return eqx.combine(result, kept[0])
+        result, rest = whole(arrays, _Statics(statics))
+        return eqx.combine(result, rest.tree)
 
-    compiled = jax.jit(lambda arrays, statics: whole(arrays, statics.tree), static_argnums=1)
     return run
 
 
+@jax.tree_util.register_static
 class _Statics:
     """What is no array in a tree, as something that can be hashed; by identity where it cannot."""
 

@@ -53,9 +53,10 @@ def programs(
     !!! example
 
         ```python
-        >>> from hypothesis import find
+        >>> from hypothesis import Phase, find, settings
         >>> from statemesh.testing import programs
-        >>> program = find(programs(), lambda program: True)
+        >>> simplest = settings(phases=[Phase.generate, Phase.shrink])
+        >>> program = find(programs(), lambda program: True, settings=simplest)
         >>> print(program.code.definitions.strip())
         def step(model, x):
             return model["s0"].value, model
