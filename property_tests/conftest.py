@@ -3,9 +3,13 @@
 `HYPOTHESIS_PROFILE=deep` draws many examples, and `CI` set to anything draws the same ones every time.
 """
 
+import os
+
 from jaxtyping import install_import_hook
 
 
+# Programs here run a few times each: that they compile quickly is worth more than that they are quick.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 install_import_hook("statemesh", "beartype.beartype")
 
 from statemesh.testing import load_profile, set_devices  # noqa: E402

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
@@ -50,6 +51,7 @@ def batches(draw: st.DrawFn) -> tuple[Any, Any]:
     return x, np.array(rows, bool)
 
 
+@pytest.mark.slow
 @given(way=ways, given=st.lists(batches(), min_size=1, max_size=5))
 def test_whatever_is_split_how(way: tuple[Any, Any], given: list[tuple[Any, Any]]) -> None:
     axis_name, call = way

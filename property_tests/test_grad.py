@@ -25,6 +25,7 @@ def test_on_meshes(data: st.DataObject) -> None:
     check(data, "mesh")
 
 
+@pytest.mark.slow
 @fewer
 @given(st.data())
 def test_in_lanes(data: st.DataObject) -> None:

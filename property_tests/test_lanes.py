@@ -1,5 +1,6 @@
 """Random functions, axes, trees and policies: `pmap2` is `vmap2` is the loop over lanes."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,6 +50,7 @@ def test_lanes_on_shards(data: st.DataObject) -> None:
     check_lanes(lane, data.draw(values(case=lane.case, calls=2), "values"), "vmap2", how=how)
 
 
+@pytest.mark.slow
 @few
 @given(st.data())
 def test_gradients_are_those_of_the_loop(data: st.DataObject) -> None:

@@ -1,5 +1,6 @@
 """Random streams on random meshes."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,6 +25,7 @@ def some(mesh: MeshShape, least: int) -> st.SearchStrategy[tuple[str, ...]]:
     )
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_streams_are_those_of_the_unsharded_run(data: st.DataObject) -> None:
     mesh = data.draw(meshes(), "mesh")

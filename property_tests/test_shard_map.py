@@ -24,6 +24,7 @@ def test_inside_jit(data: st.DataObject) -> None:
     check_program(case, data.draw(values(case=case, calls=2), "values"), how="jit", home=home)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_sharded_is_unsharded(data: st.DataObject) -> None:
     case = data.draw(cases(portable=True), "case")

@@ -31,6 +31,7 @@ def mesh_of(code: Code) -> dict[str, int]:
     return {"data": 2, "model": 2} if "model" in str(code.in_specs) else {"data": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_code_passes(name: str) -> None:
     code = RIGHT[name]

@@ -1,6 +1,7 @@
 """The code's own shape: which part may import which, and how long a file may be."""
 
 import ast
+import functools
 import pathlib
 
 import pytest
@@ -41,6 +42,7 @@ LONGER = {
 }
 
 
+@functools.cache
 def modules() -> dict[str, pathlib.Path]:
     return {str(path.relative_to(ROOT)): path for path in sorted(ROOT.rglob("*.py"))}
 
@@ -49,6 +51,7 @@ def part(name: str) -> str:
     return name.split("/")[0].removesuffix(".py")
 
 
+@functools.cache
 def imported(path: pathlib.Path) -> set[str]:
     """The modules of statemesh that a file imports, as paths below the package."""
     found = set()

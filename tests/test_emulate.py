@@ -198,6 +198,7 @@ def test_a_write_that_a_branch_makes_differ_is_found() -> None:
         emulate(call, sm.State(0.0), jnp.arange(8.0))
 
 
+@pytest.mark.slow
 def test_layers_with_state() -> None:
     """Batch norm, dropout, and a gradient that is reduced once."""
 
@@ -418,6 +419,7 @@ def loss(w: Any, rng: Any, x: Any) -> Any:
 LOSS: Any = {"in_specs": (None, None, P("x")), "out_specs": P()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [True, False])
 def test_gradients_of_the_call(check: bool) -> None:
     rng = sm.RandomState(jax.random.key(1))

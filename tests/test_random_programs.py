@@ -151,12 +151,14 @@ LOCAL: dict[str, tuple[str, int]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", PORTABLE)
 def test_programs_reach(feature: str) -> None:
     pattern, least = PORTABLE[feature]
     assert sum(re.search(pattern, text) is not None for text in texts(True)) >= least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", LOCAL)
 def test_programs_that_are_not_portable_reach_more(feature: str) -> None:
     pattern, least = LOCAL[feature]
@@ -228,6 +230,7 @@ def printed(result: Any) -> str:
     return "".join(f"{jax.tree_util.keystr(path)} {leaf!s}\n" for path, leaf in leaves)
 
 
+@pytest.mark.slow
 def test_its_repr_runs_by_itself(program: Program, tmp_path: Any) -> None:
     """In a new process, without anything set for it."""
     path = tmp_path / "pasted.py"

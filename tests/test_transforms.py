@@ -1,6 +1,7 @@
 """A mapped call inside and around JAX's transformations, on every mesh, by every way of setting it."""
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,9 +53,15 @@ def check(result: Any, expected: Any) -> None:
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
-@pytest.fixture(
-    params=[(n, k, s) for n in SHAPES for k in KINDS for s in ("free", "set_mesh")], ids=str
-)
+# On every mesh by every way of setting it; where it has to be quick on this only.
+QUICK = ("2x2",)
+SETTINGS = [
+    pytest.param(each, marks=[] if each[0] in QUICK else pytest.mark.slow, id=str(each))
+    for each in itertools.product(SHAPES, KINDS, ("free", "set_mesh"))
+]
+
+
+@pytest.fixture(params=SETTINGS)
 def setting(request: pytest.FixtureRequest) -> Any:
     name, kind, how = request.param
     mesh = make_mesh(name, KINDS[kind])
