@@ -30,6 +30,8 @@ from ._model._state import State as State
 from ._new_states import new_states as new_states
 from ._new_states import pmap2_new_states as pmap2_new_states
 from ._new_states import vmap2_new_states as vmap2_new_states
+from ._packed._pack import pack as pack
+from ._packed._packed import Packed as Packed
 from ._partition import combine as combine
 from ._partition import partition as partition
 from ._partition import states as states

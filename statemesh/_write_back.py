@@ -57,6 +57,7 @@ class WriteBack:
         "_statics",
         "_treedef",
         "places",
+        "result",
         "rewritten",
         "sources",
         "stacked",
@@ -71,6 +72,7 @@ class WriteBack:
         written: Sequence[tuple[int, str]],
         stacked: Sequence[tuple[str, tuple[int, ...]]],
     ) -> None:
+        self.result = result
         self.sources = tree_util.tree_leaves(result, is_leaf=_is_source)
         self.places = tuple(places)
         self.rewritten = tuple(rewritten)

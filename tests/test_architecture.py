@@ -18,6 +18,7 @@ LAYERS = [
     "_resolve",
     "_match",
     "_write_back",
+    "_packed",
     "_flow",
     "_twice",
     "_varying",

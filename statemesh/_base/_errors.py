@@ -6,7 +6,7 @@ and the mesh, lists all that is wrong at once, and says how to mend it.
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -1167,3 +1167,27 @@ def slots_unnamed(layer: str, local: int, shards: int, capacity: int) -> Stateme
         f"{local * shards}, and the capacity is {capacity}. Name the mesh axes that split the slots, and no "
         "others: KVCache(..., spec=P('data'), axis_name='data')."
     )
+
+
+def packed_for_other_sizes(
+    name: str, packed: Mapping[AxisName, int], sizes: Mapping[AxisName, int]
+) -> SpecError:
+    return SpecError(
+        f"{name}: a model is packed for a mesh with {_sizes_str(packed)}, and this call is on "
+        f"{_sizes_str(sizes)}. Pack it for the mesh that it goes to: statemesh.pack(packed.unpack(), mesh)."
+    )
+
+
+def packed_otherwise(name: str, found: Sequence[tuple[str, Any, Any]]) -> SpecError:
+    lines = "\n".join(
+        f"  - {path}: packed to lie by {spec_str(packed)}, this call wants {spec_str(wanted)}"
+        for path, packed, wanted in found[:20]
+    )
+    return SpecError(
+        f"{name}: states that are packed to lie otherwise than this call places them:\n{lines}\n"
+        "Give statemesh.pack the same specs: pack(model, mesh, state_specs=...) as in state_in_specs."
+    )
+
+
+def _sizes_str(sizes: Mapping[AxisName, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items()) or "no axes"

@@ -10,6 +10,7 @@ from .._base._types import Place
 from .._exit import Exit
 from .._write_back import WriteBack
 from ._declared import Declared
+from ._packing import Packing, Repacking
 from ._pure import Instance
 
 
@@ -41,38 +42,41 @@ class Program:
             bad = [i for i in declared.donate if not -len(args) <= i < len(args)]
             if bad:
                 raise errors.bad_argnums("donate_argnums", bad, len(args))
-        arguments = Arguments(declared.fun, args, kwargs)
-        resolved, self.binding, rules = rules.resolve(
-            declared.name, arguments, args, kwargs, leaves, ground
+        packing = Packing(args, kwargs, leaves)
+        arguments = Arguments(declared.fun, packing.args, packing.kwargs)
+        placed, self.binding, rules = rules.resolve(
+            declared.name, arguments, packing.args, packing.kwargs, packing.leaves, ground
         )
-        self.inputs = sorted(resolved)
-        paths = {p: unit.path for unit in arguments.flat_units() for p in unit.positions}
-        placements = [resolved[p] for p in self.inputs]
-        kinds = [type(leaves[p]) for p in self.inputs]
-        chosen = frozenset(self.inputs)
-        self.statics_at = [i for i in range(len(leaves)) if i not in chosen]
+        packing.check(declared.name, _paths(arguments), placed, self.binding.sizes)
+        inputs = packing.inputs(placed)
+        self.inputs = sorted(inputs)
+        self.given = given = Arguments(declared.fun, args, kwargs)
+        paths = _paths(given)
+        self.statics_at = [i for i in range(len(leaves)) if i not in inputs]
         self.statics = [leaves[i] for i in self.statics_at]
         keeps_weak = {
             p
-            for unit in arguments.flat_units()
+            for unit in given.flat_units()
             if unit.kind is None and not unit.in_module
             for p in unit.positions
         }
         self.layout = self.binding.layout(
             declared.name,
             [paths[p] for p in self.inputs],
-            placements,
-            kinds,
+            [inputs[p] for p in self.inputs],
+            [type(leaves[p]) for p in self.inputs],
             [p not in keeps_weak for p in self.inputs],
             alias=declared.donate == "none",
         )
+        self.repacking = Repacking(packing, placed, {p: k for k, p in enumerate(self.inputs)})
+        unpacked = enumerate(self.repacking.inputs)
         self.instance = Instance(
             declared.fun,
             arguments,
-            [None if i in chosen else leaf for i, leaf in enumerate(leaves)],
-            self.inputs,
-            placements,
-            self.layout.fresh,
+            [None if i in placed else leaf for i, leaf in enumerate(packing.leaves)],
+            sorted(placed),
+            self.repacking.places,
+            frozenset(k for k, source in unpacked if source in self.layout.fresh),
             Exit(
                 declared.name,
                 rules,
@@ -99,8 +103,7 @@ class Program:
         if how == "all":
             return range(len(self.inputs))
         # Keyword arguments come after the positional ones, and have no number.
-        arguments = self.instance.arguments
-        given = arguments.units[: arguments.positional]
+        given = self.given.units[: self.given.positional]
         positions = {p for i in how for unit in given[i] for p in unit.positions}
         return [k for k, p in enumerate(self.inputs) if p in positions]
 
@@ -114,9 +117,15 @@ class Program:
         found: list[WriteBack] = []
 
         def run(*parts: Any) -> tuple[list[Any], Sequence[Place]]:
-            outputs, back = self.instance(parts, self.binding.varying())
+            own = self.repacking.split(parts)
+            outputs, back = self.instance(own, self.binding.varying())
+            outputs, back = self.repacking.join(own, outputs, back)
             found[:] = [back]
             return outputs, back.places
 
         outputs = self.binding.call(run, self.declared.name, self.layout, arrays)
         return outputs, found[0]
+
+
+def _paths(arguments: Arguments) -> dict[int, str]:
+    return {p: unit.path for unit in arguments.flat_units() for p in unit.positions}

@@ -1,0 +1,1 @@
+"""Many states in few arrays."""

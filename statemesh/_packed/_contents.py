@@ -1,0 +1,160 @@
+"""What is where in the buffers of a packed model."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from .._base._types import AxisName
+from .._resolve._specs import Placement
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one array of a state is.
+
+    **Attributes:**
+
+    - `path`: of its state.
+    - `shape`: of the whole array.
+    - `where`: its placement.
+    - `start`: where each shard's part begins in a shard's part of the buffer.
+    - `part`: the shape of a shard's part.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    where: Placement
+    start: int
+    part: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.part)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """What one buffer is made of: arrays of one dtype whose parts are kept apart over the same axes.
+
+    **Attributes:**
+
+    - `names`: these axes, in the order of the mesh.
+    - `counts`: their sizes.
+    """
+
+    dtype: Any
+    names: tuple[AxisName, ...]
+    counts: tuple[int, ...]
+    slots: tuple[Slot, ...]
+
+    @property
+    def where(self) -> Placement:
+        """The buffer's placement: shard after shard."""
+        return Placement(PartitionSpec(self.names) if self.names else PartitionSpec())
+
+    @cached_property
+    def size(self) -> int:
+        """The length of a shard's part."""
+        return sum(slot.size for slot in self.slots)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (math.prod(self.counts) * self.size,)
+
+    def split(self, part: Any) -> list[Any]:
+        """The arrays' parts, of a shard's part of the buffer."""
+        # One equation for all of them, where indexing would make three for each.
+        pieces = jax.lax.split(part, [slot.size for slot in self.slots])
+        pairs = zip(pieces, self.slots, strict=True)
+        return [jax.lax.reshape(piece, slot.part) for piece, slot in pairs]
+
+    def gathered(self, arrays: Sequence[Any], np: Any = np) -> Any:
+        """The buffer, of the whole arrays."""
+        rows = [self._rows(x, slot, np) for x, slot in zip(arrays, self.slots, strict=True)]
+        return np.concatenate(rows, axis=1).reshape(self.shape)
+
+    def array(self, buffer: Any, slot: Slot) -> Any:
+        """One whole array, of the buffer."""
+        rows = buffer.reshape(-1, self.size)[:, slot.start : slot.start + slot.size]
+        return self._whole(rows, slot)
+
+    def _rows(self, x: Any, slot: Slot, np: Any) -> Any:
+        """A whole array as a row for each shard."""
+        sizes, order, _ = self._folds(slot)
+        return np.transpose(np.reshape(x, sizes), order).reshape(math.prod(self.counts), -1)
+
+    def _whole(self, rows: Any, slot: Slot) -> Any:
+        sizes, order, back = self._folds(slot)
+        return rows.reshape([sizes[k] for k in order]).transpose(back).reshape(slot.shape)
+
+    def _folds(self, slot: Slot) -> tuple[list[int], list[int], list[int]]:
+        """An array's axes with each split in the mesh axes that split it and what is left.
+
+        **Returns:** their sizes; the order that brings the mesh axes to the front, as the buffer has them;
+        and the order that brings them back.
+        """
+        count = dict(zip(self.names, self.counts, strict=True))
+        sizes: list[int] = []
+        at: dict[AxisName, int] = {}
+        rest: list[int] = []
+        for dim, size in enumerate(slot.part):
+            for name in slot.where.axes[dim] if dim < len(slot.where.axes) else ():
+                at[name] = len(sizes)
+                sizes.append(count[name])
+            rest.append(len(sizes))
+            sizes.append(size)
+        order = [*(at[name] for name in self.names), *rest]
+        return sizes, order, [order.index(k) for k in range(len(order))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """What is where in a packed model.
+
+    **Attributes:**
+
+    - `root`: the model's type.
+    - `unit_def`: its structure, a State being one leaf.
+    - `states`: for each unit of it the structure of a packed State and where its arrays are, as numbers of
+        groups and slots; `None` for what is left beside.
+    - `sizes`: those of the mesh's axes for which it is packed.
+    """
+
+    root: type
+    unit_def: Any
+    states: tuple[tuple[Any, tuple[tuple[int, int], ...]] | None, ...]
+    groups: tuple[Group, ...]
+    sizes: tuple[tuple[AxisName, int], ...]
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.unit_def, self.groups, self.sizes))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        # Compared at every call, and nearly always the very same.
+        if self is other:
+            return True
+        return (
+            isinstance(other, Contents)
+            and self._hash == other._hash
+            and (self.unit_def, self.states, self.groups, self.sizes)
+            == (other.unit_def, other.states, other.groups, other.sizes)
+        )
+
+    def model(self, arrays: Sequence[Sequence[Any]], beside: Sequence[Any]) -> Any:
+        """The model, of the arrays of each group and of what is beside."""
+        rest = iter(beside)
+        units = [
+            next(rest) if one is None else one[0].unflatten([arrays[g][k] for g, k in one[1]])
+            for one in self.states
+        ]
+        return self.unit_def.unflatten(units)

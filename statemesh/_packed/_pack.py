@@ -1,0 +1,133 @@
+"""`pack`: put a model's states into a few buffers."""
+
+import math
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding
+
+from .._base import _compat as compat
+from .._base._compat import tree_util
+from .._base._paths import path_str
+from .._base._types import AnyMesh, AxisName, StateSpecs, is_state
+from .._model._state import State
+from .._resolve._mesh import check_specs, manual_names
+from .._resolve._placement import check_shapes
+from .._resolve._specs import UNSAID, Placement, choose_specs, own_placements
+from ._contents import Contents, Group, Slot
+from ._packed import Packed
+
+
+# One object for all packed models that have the same contents, so that calls compare them by identity.
+_known: "weakref.WeakValueDictionary[Hashable, Contents]" = weakref.WeakValueDictionary()
+
+
+def pack(model: Any, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Packed:
+    """Put the arrays of a model's states into a few buffers, laid out on a mesh.
+
+    **Arguments:**
+
+    - `model`: any pytree with States.
+    - `mesh`: the mesh of the calls that it is for.
+    - `state_specs`: where the States go: one spec, or `{filter: spec}`, as in `state_in_specs` of these
+        calls. A state that it does not mention goes by its own `spec`, else it is replicated.
+
+    **Returns:** a `Packed`, which goes where the model went. A `RandomState`, arrays outside of States and
+    static leaves are left as they are, `beside` the buffers.
+
+    **Raises:** `SpecError` for specs that do not fit the states or the mesh.
+
+    States of one buffer are written together: where a call writes one of them the buffer is new, and is what
+    `donate='states'` gives up. Calls that place a state otherwise than it was packed refuse it.
+
+    !!! example
+
+        ```python
+        >>> import jax, numpy as np, statemesh as sm
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = jax.make_mesh((1,), ("x",))
+        >>> model = {f"s{k}": sm.State(np.float32(k), reduce="mean") for k in range(1000)}
+        >>> packed = sm.pack(model, mesh)
+        >>> packed
+        Packed(1000 states in 1 arrays, 0 beside)
+        >>> def step(model, x):
+        ...     return x, jax.tree.map(lambda value: 2 * value, model)
+        >>> step = sm.shard_map(step, mesh, in_specs=(None, P("x")), out_specs=(P("x"), P()))
+        >>> _, packed = step(packed, np.ones(4))
+        >>> float(packed.states["['s7']"].value), float(packed.unpack()["s7"].value)
+        (14.0, 14.0)
+
+        ```
+    """
+    names = manual_names(mesh, ())
+    flat, unit_def = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
+    said = iter(choose_specs(state_specs, [("model", model)], "state_specs"))
+    found: dict[tuple[Any, frozenset[AxisName]], list[tuple[Slot, Any]]] = {}
+    at: list[tuple[Any, list[tuple[tuple[Any, frozenset[AxisName]], int]]] | None] = []
+    rest: list[Any] = []
+    named: list[tuple[str, Any]] = []
+    for keys, node in flat:
+        chosen = next(said) if is_state(node) else UNSAID
+        if not is_state(node) or node.always_replicated or not _is_packable(node):
+            rest.append(node)
+            at.append(None)
+            continue
+        path, label = path_str(keys), path_str(keys, "model")
+        arrays, structure = tree_util.tree_flatten(node)
+        wheres = own_placements(node, node.spec if chosen is UNSAID else chosen, label)
+        named += [(f"the spec of {label}", where.spec) for where in wheres]
+        check_specs(named[-len(wheres) :], mesh, names)
+        check_shapes([label] * len(arrays), arrays, wheres, mesh, "pack")
+        places = []
+        for x, where in zip(arrays, wheres, strict=True):
+            key = _dtype_of(x), where.axis_names
+            own = found.setdefault(key, [])
+            start = own[-1][0].start + own[-1][0].size if own else 0
+            part = _part(np.shape(x), where, mesh)
+            own.append((Slot(path, np.shape(x), where, start, part), x))
+            places.append((key, len(own) - 1))
+        at.append((structure, places))
+    number = {key: g for g, key in enumerate(found)}
+    groups = []
+    for (dtype, axes), own in found.items():
+        ordered = tuple(name for name in names if name in axes)
+        counts = tuple(mesh.shape[name] for name in ordered)
+        groups.append(Group(dtype, ordered, counts, tuple(slot for slot, _ in own)))
+    states = tuple(one and (one[0], tuple((number[key], k) for key, k in one[1])) for one in at)
+    contents = Contents(type(model), unit_def, states, tuple(groups), tuple(mesh.shape.items()))
+    contents = _known.setdefault(contents, contents)
+    arrays_of = [[x for _, x in own] for own in found.values()]
+    buffers = [_buffer(g, own, mesh) for g, own in zip(contents.groups, arrays_of, strict=True)]
+    return Packed(buffers, rest, contents)
+
+
+def _is_packable(state: State) -> bool:
+    """Whether its arrays are of numbers, which lie side by side."""
+    leaves = tree_util.tree_leaves(state)
+    return bool(leaves) and all(
+        hasattr(x, "dtype") and not jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in leaves
+    )
+
+
+def _dtype_of(x: Any) -> Any:
+    return jax.dtypes.canonicalize_dtype(x.dtype)
+
+
+def _part(shape: tuple[int, ...], where: Placement, mesh: AnyMesh) -> tuple[int, ...]:
+    counts = [math.prod(mesh.shape[name] for name in names) for names in where.axes]
+    counts += [1] * (len(shape) - len(counts))
+    return tuple(size // count for size, count in zip(shape, counts, strict=True))
+
+
+def _buffer(group: Group, arrays: Sequence[Any], mesh: AnyMesh) -> Any:
+    if any(map(compat.is_tracer, arrays)):
+        return group.gathered([jnp.asarray(x) for x in arrays], jnp)
+    host = [np.asarray(x).astype(group.dtype) for x in jax.device_get(list(arrays))]
+    buffer = group.gathered(host)
+    if isinstance(mesh, AbstractMesh):
+        return jnp.asarray(buffer)
+    return jax.device_put(buffer, NamedSharding(mesh, group.where.spec))

@@ -1,0 +1,255 @@
+"""`pack`: a model in few arrays, which every call takes and gives back."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from tests.helpers import compiles, counted, make_mesh
+
+
+jnp: Any = jax.numpy
+X = np.arange(8, dtype=np.float32)
+
+
+def moments(old: Any, new: Any, axis_names: Any) -> Any:
+    return old + jax.lax.pmax(new, axis_names)
+
+
+class Net(sm.Module):
+    w: sm.ParamState
+    rows: sm.State
+    both: sm.State
+    mean: sm.BatchState
+    most: sm.State
+    count: sm.State
+    local: sm.State
+    half: sm.State
+    rng: sm.RandomState
+    plain: Any
+    act: Any = sm.field(static=True, default=np.tanh)
+
+
+def make_net() -> Net:
+    ordered = {"u": P(("y", "x")), "v": P()}
+    return Net(
+        w=sm.ParamState(np.arange(8, dtype=np.float32).reshape(4, 2), spec=P(None, "y")),
+        rows=sm.State(np.arange(16, dtype=np.float32).reshape(2, 8), spec=P("y", "x")),
+        both=sm.State({"u": np.arange(8, dtype=np.int32), "v": np.float32(2)}, spec=ordered),
+        mean=sm.BatchState(np.float32(3), reduce="mean"),
+        most=sm.State(np.float32(1), reduce=moments),
+        count=sm.State(0, reduce="sum"),
+        local=sm.State(np.arange(4, dtype=np.int32), spec=sm.PerShard("x")),
+        half=sm.State(np.ones(3, np.float16)),
+        rng=sm.RandomState(jax.random.key(1)),
+        plain=jnp.arange(3.0),
+    )
+
+
+def step(net: Net, x: Any) -> Any:
+    keys, rng = net.rng.rows(len(x), "x")
+    noise = jax.vmap(jax.random.uniform)(keys)
+    u, v = net.both.value["u"], net.both.value["v"]
+    return x + noise, net.replace(
+        w=net.w.value * 2,
+        rows=net.rows.value + 1,
+        both={"u": u * 3, "v": v},
+        mean=net.mean.value + x.mean(),
+        most=x.max(),
+        count=net.count.value + (x > 2).sum(),
+        local=net.local.value + jax.lax.axis_index("x"),
+        rng=rng,
+        plain=net.plain + 1,
+    )
+
+
+def mapped(kind: AxisType = AxisType.Auto, **options: Any) -> Any:
+    mesh = make_mesh("4x2", kind)
+    return sm.shard_map(step, mesh, (None, P("x")), (P("x"), P()), **options)
+
+
+def packed_net(kind: AxisType = AxisType.Auto) -> sm.Packed:
+    return sm.pack(make_net(), make_mesh("4x2", kind))
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Equal in structure, and bit for bit."""
+    structure: Any = jax.tree.structure
+    assert structure(a) == structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        if hasattr(x, "dtype"):
+            assert (x.dtype, x.shape) == (y.dtype, y.shape)
+            np.testing.assert_array_equal(x, y)
+        else:
+            assert x is y
+
+
+def test_it_comes_back_bit_for_bit() -> None:
+    assert_same(packed_net().unpack(), make_net())
+
+
+def test_there_is_one_buffer_for_each_dtype_and_set_of_mesh_axes() -> None:
+    packed = packed_net()
+    laid = {(str(b.dtype), b.sharding.spec): b.shape for b in packed.buffers}
+    assert laid == {
+        ("float32", P("y")): (8,),
+        ("float32", P(("x", "y"))): (16,),
+        ("float32", P()): (3,),
+        ("int32", P(("x", "y"))): (8,),
+        ("int32", P()): (1,),
+        ("int32", P("x")): (4,),
+        ("float16", P()): (3,),
+    }
+    assert set(packed.beside) == {"rng", "plain"}
+    assert repr(packed) == "Packed(8 states in 7 arrays, 2 beside)"
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("options", [{}, {"check_vma": False}, {"donate": "states"}], ids=str)
+def test_calls_give_what_they_give_unpacked(kind: AxisType, options: Any) -> None:
+    call = mapped(kind, **options)
+    plain, packed = sm.place(make_net(), make_mesh("4x2", kind)), packed_net(kind)
+    for k in range(3):
+        y, plain = call(plain, X + k)
+        z, packed = call(packed, X + k)
+        np.testing.assert_array_equal(y, z)
+        assert isinstance(packed, sm.Packed)
+        assert_same(packed.unpack(), plain)
+
+
+def test_inside_jit_and_in_a_scan() -> None:
+    call = mapped()
+    first = jax.jit(lambda packed: call(packed, X)[1])(packed_net())
+    assert_same(first.unpack(), call(make_net(), X)[1])
+
+    def body(packed: Any, x: Any) -> Any:
+        y, packed = call(packed, x)
+        return packed, y
+
+    start = jax.tree.map(jnp.asarray, packed_net())
+    last, ys = jax.lax.scan(body, start, np.stack([X, X + 1]))
+    plain = make_net()
+    for x, y in zip([X, X + 1], ys, strict=True):
+        out, plain = call(plain, x)
+        np.testing.assert_array_equal(out, y)
+    assert_same(last.unpack(), plain)
+
+
+def test_gradients_outside_are_those_of_the_model() -> None:
+    def fun(model: Any, x: Any) -> Any:
+        return (x * model["w"].value.sum()).sum()[None], model
+
+    mesh = make_mesh("4")
+    call = sm.shard_map(fun, mesh, (None, P("x")), (P("x"), P()))
+    model = {"w": sm.ParamState(np.arange(8, dtype=np.float32), spec=P("x"))}
+    grads = jax.grad(lambda packed: call(packed, X)[0].sum())(sm.pack(model, mesh))
+    plain = jax.grad(lambda model: call(model, X)[0].sum())(sm.place(model, mesh))
+    assert_same(grads.unpack(), plain)
+
+
+def test_gradients_inside_see_the_model() -> None:
+    def loss(net: Any, x: Any) -> Any:
+        return ((x * net["w"].value) ** 2).mean(), net
+
+    def train(net: Any, x: Any) -> Any:
+        (value, net), grads = sm.value_and_grad(loss, axis_name="x")(net, x)
+        return value, {"w": net["w"].set(net["w"].value - 0.1 * grads["w"].value)}
+
+    mesh = make_mesh("4")
+    call = sm.shard_map(train, mesh, (None, P("x")), (P(), P()))
+    model = {"w": sm.ParamState(np.float32(2))}
+    value, packed = call(sm.pack(model, mesh), X)
+    wanted, plain = call(model, X)
+    assert float(value) == float(wanted)
+    assert_same(packed.unpack(), plain)
+
+
+def test_a_buffer_in_which_nothing_was_written_is_the_one_that_went_in() -> None:
+    packed = packed_net()
+    _, new = mapped(donate="states")(packed, X)
+    at = [str(b.dtype) for b in packed.buffers].index("float16")
+    assert new.buffers[at] is packed.buffers[at]
+    assert [b.is_deleted() for b in packed.buffers] == [k != at for k in range(7)]
+
+
+def test_states_that_leave_the_model_are_states() -> None:
+    def out(model: Any, x: Any) -> Any:
+        return x, model["a"], {"b": model["b"].set(model["b"].value + 1)}
+
+    mesh = make_mesh("4")
+    model = {"a": sm.State(np.float32(1)), "b": sm.State(np.float32(2))}
+    call = sm.shard_map(out, mesh, (None, P("x")), (P("x"), P(), P()))
+    _, a, rest = call(sm.pack(model, mesh), X)
+    assert (type(a), float(a.value)) == (sm.State, 1.0)
+    assert float(rest["b"].value) == 3.0
+
+
+def test_one_state_is_read_without_the_others() -> None:
+    packed = packed_net()
+    assert list(packed.states) == [*sm.states(make_net(), sm.filters.Not(sm.RandomState))]
+    np.testing.assert_array_equal(packed.states["rows"].value, make_net().rows.value)
+    np.testing.assert_array_equal(packed.states["local"].value, make_net().local.value)
+    assert packed.states["mean"].reduce == "mean"
+
+
+def test_it_is_traced_and_compiled_once() -> None:
+    fun, count = counted(step)
+    call = sm.shard_map(fun, make_mesh("4x2"), (None, P("x")), (P("x"), P()))
+    _, packed = call(packed_net(), X)
+    with compiles() as seen:
+        for _ in range(3):
+            _, packed = call(packed, X)
+        call(packed_net(), X)
+    assert (count.times, seen.times) == (1, 0)
+
+
+def test_lanes_take_what_is_whole() -> None:
+    def fun(model: Any, x: Any) -> Any:
+        return x * model["w"].value, model["n"].set(model["n"].value + 1)
+
+    model = {"w": sm.ParamState(np.float32(2)), "n": sm.State(0)}
+    packed = sm.pack(model, make_mesh("4"))
+    for lanes in (sm.vmap2, sm.pmap2):
+        y, n = lanes(fun)(packed, X)
+        np.testing.assert_array_equal(y, 2 * X)
+        assert int(n.value) == 1
+
+
+def test_on_another_mesh_it_is_refused() -> None:
+    call = sm.shard_map(step, make_mesh("2x2"), (None, P("x")), (P("x"), P()))
+    with pytest.raises(sm.SpecError) as raised:
+        call(packed_net(), X)
+    assert str(raised.value) == (
+        "step: a model is packed for a mesh with x=4, y=2, and this call is on x=2, y=2. Pack it for the "
+        "mesh that it goes to: statemesh.pack(packed.unpack(), mesh)."
+    )
+
+
+def test_states_placed_otherwise_are_refused() -> None:
+    call = sm.shard_map(
+        lambda model, x: (x, model),
+        make_mesh("4"),
+        (None, P("x")),
+        (P("x"), P()),
+        state_in_specs=P("x"),
+    )
+    with pytest.raises(sm.SpecError) as raised:
+        call(sm.pack({"w": sm.State(X)}, make_mesh("4")), X)
+    assert str(raised.value) == (
+        "<lambda>: states that are packed to lie otherwise than this call places them:\n"
+        "  - model['w']: packed to lie by P(), this call wants P('x')\n"
+        "Give statemesh.pack the same specs: pack(model, mesh, state_specs=...) as in state_in_specs."
+    )
+    _, packed = call(sm.pack({"w": sm.State(X)}, make_mesh("4"), state_specs=P("x")), X)
+    np.testing.assert_array_equal(packed.unpack()["w"].value, X)
+
+
+def test_sizes_that_the_mesh_does_not_divide_are_refused() -> None:
+    with pytest.raises(sm.SpecError, match=r"model\['w'\]"):
+        sm.pack({"w": sm.State(np.ones(3), spec=P("x"))}, make_mesh("4"))
