@@ -1,0 +1,72 @@
+"""Whatever the model and the program, a packed model is the model."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import statemesh as sm
+from statemesh.testing import Program, meshes, modules, programs, states
+
+
+jnp: Any = jax.numpy
+few = settings(max_examples=max(settings().max_examples // 4, 1))
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Equal in structure, and bit for bit."""
+    structure: Any = jax.tree.structure
+    assert structure(a) == structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        if isinstance(x, jax.Array | np.ndarray):
+            assert x.dtype == y.dtype
+            np.testing.assert_array_equal(x, y)
+        else:
+            assert x is y
+
+
+@given(st.data())
+def test_it_comes_back_bit_for_bit(data: st.DataObject) -> None:
+    mesh = data.draw(meshes(), "mesh")
+    model = data.draw(modules(states=states(mesh=mesh)), "model")
+    packed = sm.pack(model, mesh)
+    assert_same(packed.unpack(), model)
+    assert {*packed.states, *packed.beside} >= {*sm.states(model, ...)}
+    for path, state in sm.states(model, ...).items():
+        if path in packed.states:
+            assert_same(packed.states[path], state)
+
+
+@few
+@given(programs())
+def test_programs_give_the_same(program: Program) -> None:
+    check(program)
+
+
+@few
+@given(programs(portable=False))
+def test_programs_of_shards_give_the_same(program: Program) -> None:
+    check(program)
+
+
+def check(program: Program) -> None:
+    """Two calls in a row; floats may be rounded otherwise where the compiler fuses otherwise."""
+    model, *inputs = program.args
+    plain, packed = model, sm.pack(model, program.mesh)
+    for _ in range(2):
+        out, plain = program.mapped(plain, *inputs)
+        found, packed = program.mapped(packed, *inputs)
+        new = packed.unpack() if isinstance(packed, sm.Packed) else packed
+        structure: Any = jax.tree.structure
+        assert structure((found, new)) == structure((out, plain))
+        pairs = zip(jax.tree.leaves((found, new)), jax.tree.leaves((out, plain)), strict=True)
+        for x, y in pairs:
+            if jnp.issubdtype(x.dtype, jnp.inexact):
+                size = float(np.abs(np.asarray(y, np.float64)).max(initial=1.0))
+                np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * size)
+            else:
+                assert_same(x, y)
