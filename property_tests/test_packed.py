@@ -9,24 +9,11 @@ from hypothesis import strategies as st
 
 import statemesh as sm
 from statemesh.testing import Program, meshes, modules, programs, states
+from tests.helpers import assert_same
 
 
 jnp: Any = jax.numpy
 few = settings(max_examples=max(settings().max_examples // 4, 1))
-
-
-def assert_same(a: Any, b: Any) -> None:
-    """Equal in structure, and bit for bit."""
-    structure: Any = jax.tree.structure
-    assert structure(a) == structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x, y = jax.random.key_data(x), jax.random.key_data(y)
-        if isinstance(x, jax.Array | np.ndarray):
-            assert x.dtype == y.dtype
-            np.testing.assert_array_equal(x, y)
-        else:
-            assert x is y
 
 
 @given(st.data())

@@ -12,6 +12,8 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 
+jnp: Any = jax.numpy
+
 SHAPES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "1": ((1,), ("x",)),
     "2": ((2,), ("x",)),
@@ -23,11 +25,27 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
 }
 
 
-def make_mesh(name: str = "8", kind: AxisType = AxisType.Auto) -> Mesh:
-    """One of the meshes of `SHAPES`, with all axes of one type."""
+def make_mesh(name: str = "8", *kinds: AxisType) -> Mesh:
+    """One of the meshes of `SHAPES`, its axes of these types, the last one for all that follow."""
     shape, axes = SHAPES[name]
     devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
-    return Mesh(devices, axes, axis_types=(kind,) * len(axes))
+    kinds = kinds or (AxisType.Auto,)
+    types = tuple(kinds[min(k, len(kinds) - 1)] for k in range(len(axes)))
+    return Mesh(devices, axes, axis_types=types)
+
+
+def assert_same(a: Any, b: Any) -> None:
+    """Equal in structure, and bit for bit."""
+    structure: Any = jax.tree.structure
+    assert structure(a) == structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        if isinstance(x, jax.Array | np.ndarray | np.generic):
+            assert (x.dtype, x.shape) == (y.dtype, y.shape)
+            np.testing.assert_array_equal(x, y)
+        else:
+            assert x is y
 
 
 def label(parameter: Any) -> str:

@@ -9,10 +9,16 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import compiles, counted, make_mesh
+from tests.helpers import assert_same, compiles, counted, make_mesh
 
 
 jnp: Any = jax.numpy
+KINDS = [
+    (AxisType.Auto,),
+    (AxisType.Explicit,),
+    (AxisType.Explicit, AxisType.Auto),
+    (AxisType.Auto, AxisType.Explicit),
+]
 X = np.arange(8, dtype=np.float32)
 
 
@@ -74,20 +80,6 @@ def mapped(kind: AxisType = AxisType.Auto, **options: Any) -> Any:
 
 def packed_net(kind: AxisType = AxisType.Auto) -> sm.Packed:
     return sm.pack(make_net(), make_mesh("4x2", kind))
-
-
-def assert_same(a: Any, b: Any) -> None:
-    """Equal in structure, and bit for bit."""
-    structure: Any = jax.tree.structure
-    assert structure(a) == structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x, y = jax.random.key_data(x), jax.random.key_data(y)
-        if hasattr(x, "dtype"):
-            assert (x.dtype, x.shape) == (y.dtype, y.shape)
-            np.testing.assert_array_equal(x, y)
-        else:
-            assert x is y
 
 
 def test_it_comes_back_bit_for_bit() -> None:
@@ -198,6 +190,26 @@ def test_one_state_is_read_without_the_others() -> None:
     assert packed.states["mean"].reduce == "mean"
 
 
+@pytest.mark.parametrize("kinds", KINDS, ids=str)
+def test_it_is_made_and_read_inside_jit_on_axes_of_every_type(kinds: Any) -> None:
+    mesh = make_mesh("4x2", *kinds)
+    plain = sm.place(make_net(), mesh)
+    packed = jax.jit(lambda net: sm.pack(net, mesh))(plain)
+    assert_same(packed.unpack(), plain)
+    assert_same(jax.jit(sm.Packed.unpack)(packed), plain)
+    for path, state in packed.states.items():
+        assert_same(state, sm.states(plain)[path])
+
+
+def test_every_state_that_does_not_fit_is_listed() -> None:
+    model = {"v": sm.State(np.ones((4, 2)), spec=P("x")), "w": sm.State(np.ones(3), spec=P("x"))}
+    model["u"] = sm.State(np.ones(5), spec=P("x"))
+    with pytest.raises(sm.SpecError) as raised:
+        sm.pack(model, make_mesh("4"))
+    assert "model['u']" in str(raised.value) and "model['w']" in str(raised.value)
+    assert "model['v']" not in str(raised.value)
+
+
 def test_it_is_traced_and_compiled_once() -> None:
     fun, count = counted(step)
     call = sm.shard_map(fun, make_mesh("4x2"), (None, P("x")), (P("x"), P()))
@@ -248,8 +260,3 @@ def test_states_placed_otherwise_are_refused() -> None:
     )
     _, packed = call(sm.pack({"w": sm.State(X)}, make_mesh("4"), state_specs=P("x")), X)
     np.testing.assert_array_equal(packed.unpack()["w"].value, X)
-
-
-def test_sizes_that_the_mesh_does_not_divide_are_refused() -> None:
-    with pytest.raises(sm.SpecError, match=r"model\['w'\]"):
-        sm.pack({"w": sm.State(np.ones(3), spec=P("x"))}, make_mesh("4"))

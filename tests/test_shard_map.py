@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 from typing import Any
 
 import equinox as eqx
@@ -427,6 +428,22 @@ def test_inputs_are_placed_from_anywhere(kind: AxisType, name: str) -> None:
             np.testing.assert_array_equal(y, 2 * X)
             assert y.sharding == NamedSharding(mesh, P("x"))
             assert after.value.sharding == NamedSharding(mesh, P("x"))
+
+
+@pytest.mark.parametrize(
+    "kinds", [*itertools.product((AxisType.Auto, AxisType.Explicit), repeat=2)], ids=str
+)
+def test_inside_jit_values_are_laid_out_on_axes_of_every_type(kinds: Any) -> None:
+    mesh = make_mesh("4x2", *kinds)
+    call = sm.shard_map(lambda s, x: (x + s.value, s), mesh, (P(), P("x")), (P("x"), P()))
+    state = sm.place(sm.State(X, spec=P("x")), mesh)
+    for given in (X, *(jax.device_put(X, NamedSharding(mesh, P(n))) for n in (None, "x", "y"))):
+        y, after = jax.jit(call)(state, given)
+        np.testing.assert_array_equal(y, 2 * X)
+        np.testing.assert_array_equal(after.value, X)
+    wide = sm.shard_map(lambda x: x, mesh, P(("x", "y")), P(("x", "y")))
+    for given in (X, jax.device_put(X, NamedSharding(mesh, P(("y", "x"))))):
+        np.testing.assert_array_equal(jax.jit(wide)(given), X)
 
 
 def test_closed_over_states_are_constants() -> None:

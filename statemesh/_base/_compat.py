@@ -15,7 +15,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ._types import NO_AXES, Axes, AxisName, flat_names
+from ._types import NO_AXES, Axes, AxisName, flat_names, spec_axes
 
 
 # `jax.shard_map`'s own default for `in_specs`; it is exported under no public name.
@@ -341,6 +341,17 @@ def one_device_mesh(mesh: Mesh) -> Mesh:
 def reshard(x: Any, sharding: NamedSharding) -> Any:
     """Lay a traced value out, in its type, on Explicit axes."""
     return jax.sharding.reshard(x, sharding)
+
+
+def explicit_part(sharding: NamedSharding) -> NamedSharding:
+    """What a type says of a sharding: its Explicit axes."""
+    mesh = sharding.mesh
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    kept = (
+        tuple(name for name in names if kinds[name] == AxisType.Explicit)
+        for names in spec_axes(sharding.spec)
+    )
+    return NamedSharding(mesh, PartitionSpec(*(names or None for names in kept)))
 
 
 def is_tracer(x: Any) -> bool:

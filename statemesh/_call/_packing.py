@@ -75,7 +75,7 @@ class Packing:
         for position, where in placed.items():
             at = self.origins[position]
             apart = at.group is not None and at.group.names
-            found[at.position] = at.group.where if at.group is not None and apart else where
+            found[at.position] = at.group.where if apart else where
         return found
 
 
@@ -235,17 +235,17 @@ class _Joining:
         """Where a buffer comes from: from where it came, if nothing in it was written."""
         if (source := self._whole(group, sources)) is not None:
             return Forwarded(source)
-        pieces: list[Any] = []
+        parts: list[Any] = []
         paths: list[str] = []
         for source in sources:
             match source:
                 case Output(index):
-                    pieces.append(_flat(self.given[index]))
+                    parts.append(self.given[index])
                     paths += self.paths.get(index, [])
                 case Forwarded(index):
-                    pieces.append(_flat(self.own[index]))
+                    parts.append(self.own[index])
         where = group.where if group.names else self._place(sources[0])
-        return self.emit(_joined(pieces), where, paths)
+        return self.emit(group.join(parts), where, paths)
 
     def _place(self, source: Output | Forwarded) -> Place:
         places = self.given_places if isinstance(source, Output) else self.repacking.places
@@ -280,27 +280,3 @@ class _Joining:
         number = len(self.outputs) - 1
         self.written += [(number, path) for path in paths]
         return Output(number)
-
-
-def _joined(pieces: Sequence[Any]) -> Any:
-    """Arrays one after the other.
-
-    A few at a time first: the compiler puts what computes them and a concatenation into one loop, of which
-    the code grows with their number faster than many small ones do (1,000 compile in a third of the time,
-    and run no slower). The barrier keeps it from making one again of all.
-    """
-    some = [
-        jax.lax.concatenate(pieces[k : k + _TOGETHER], 0) for k in range(0, len(pieces), _TOGETHER)
-    ]
-    return some[0] if len(some) == 1 else jax.lax.concatenate(_kept_apart(some), 0)
-
-
-_TOGETHER = 8
-
-
-def _kept_apart(arrays: list[Any]) -> list[Any]:
-    return list(jax.lax.optimization_barrier(tuple(arrays)))
-
-
-def _flat(x: Any) -> Any:
-    return jax.lax.reshape(x, (x.size,))

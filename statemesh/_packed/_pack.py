@@ -14,9 +14,8 @@ from .._base import _compat as compat
 from .._base._compat import tree_util
 from .._base._paths import path_str
 from .._base._types import AnyMesh, AxisName, StateSpecs, is_state
-from .._model._state import State
-from .._resolve._mesh import check_specs, manual_names
-from .._resolve._placement import check_shapes
+from .._resolve._mesh import check_specs, manual_names, mesh_for_traced
+from .._resolve._placement import check_shapes, traced_onto
 from .._resolve._specs import UNSAID, Placement, choose_specs, own_placements
 from ._contents import Contents, Group, Slot
 from ._packed import Packed
@@ -65,30 +64,24 @@ def pack(model: Any, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Packed
     """
     names = manual_names(mesh, ())
     flat, unit_def = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
-    said = iter(choose_specs(state_specs, [("model", model)], "state_specs"))
+    wheres = _placements(model, flat, state_specs)
+    _check(flat, wheres, mesh, names)
     found: dict[tuple[Any, frozenset[AxisName]], list[tuple[Slot, Any]]] = {}
     at: list[tuple[Any, list[tuple[tuple[Any, frozenset[AxisName]], int]]] | None] = []
     rest: list[Any] = []
-    named: list[tuple[str, Any]] = []
-    for keys, node in flat:
-        chosen = next(said) if is_state(node) else UNSAID
-        if not is_state(node) or node.always_replicated or not _is_packable(node):
+    for (keys, node), own_wheres in zip(flat, wheres, strict=True):
+        if own_wheres is None:
             rest.append(node)
             at.append(None)
             continue
-        path, label = path_str(keys), path_str(keys, "model")
         arrays, structure = tree_util.tree_flatten(node)
-        wheres = own_placements(node, node.spec if chosen is UNSAID else chosen, label)
-        named += [(f"the spec of {label}", where.spec) for where in wheres]
-        check_specs(named[-len(wheres) :], mesh, names)
-        check_shapes([label] * len(arrays), arrays, wheres, mesh, "pack")
         places = []
-        for x, where in zip(arrays, wheres, strict=True):
+        for x, where in zip(arrays, own_wheres, strict=True):
             key = _dtype_of(x), where.axis_names
             own = found.setdefault(key, [])
             start = own[-1][0].start + own[-1][0].size if own else 0
             part = _part(np.shape(x), where, mesh)
-            own.append((Slot(path, np.shape(x), where, start, part), x))
+            own.append((Slot(path_str(keys), np.shape(x), where, start, part), x))
             places.append((key, len(own) - 1))
         at.append((structure, places))
     number = {key: g for g, key in enumerate(found)}
@@ -105,9 +98,43 @@ def pack(model: Any, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Packed
     return Packed(buffers, rest, contents)
 
 
-def _is_packable(state: State) -> bool:
-    """Whether its arrays are of numbers, which lie side by side."""
-    leaves = tree_util.tree_leaves(state)
+def _placements(
+    model: Any, flat: Sequence[tuple[Any, Any]], state_specs: StateSpecs
+) -> list[Sequence[Placement] | None]:
+    """For each unit of the model where its arrays go, or `None` for what is left beside."""
+    said = iter(choose_specs(state_specs, [("model", model)], "state_specs"))
+    found: list[Sequence[Placement] | None] = []
+    for keys, node in flat:
+        chosen = next(said) if is_state(node) else UNSAID
+        if not _is_packable(node):
+            found.append(None)
+            continue
+        spec = node.spec if chosen is UNSAID else chosen
+        found.append(own_placements(node, spec, path_str(keys, "model")))
+    return found
+
+
+def _check(
+    flat: Sequence[tuple[Any, Any]],
+    wheres: Sequence[Sequence[Placement] | None],
+    mesh: AnyMesh,
+    names: Sequence[AxisName],
+) -> None:
+    every = [
+        (path_str(keys, "model"), x, where)
+        for (keys, node), own in zip(flat, wheres, strict=True)
+        for x, where in zip(tree_util.tree_leaves(node), own or (), strict=own is not None)
+    ]
+    check_specs([(f"the spec of {path}", where.spec) for path, _, where in every], mesh, names)
+    paths, arrays, placements = zip(*every, strict=True) if every else ((), (), ())
+    check_shapes(paths, arrays, placements, mesh, "pack")
+
+
+def _is_packable(node: Any) -> bool:
+    """Whether it is a State with arrays of numbers, which lie side by side."""
+    if not is_state(node) or node.always_replicated:
+        return False
+    leaves = tree_util.tree_leaves(node)
     return bool(leaves) and all(
         hasattr(x, "dtype") and not jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in leaves
     )
@@ -125,9 +152,17 @@ def _part(shape: tuple[int, ...], where: Placement, mesh: AnyMesh) -> tuple[int,
 
 def _buffer(group: Group, arrays: Sequence[Any], mesh: AnyMesh) -> Any:
     if any(map(compat.is_tracer, arrays)):
-        return group.gathered([jnp.asarray(x) for x in arrays], jnp)
+        return _traced_buffer(group, [jnp.asarray(x) for x in arrays], mesh)
     host = [np.asarray(x).astype(group.dtype) for x in jax.device_get(list(arrays))]
     buffer = group.gathered(host)
     if isinstance(mesh, AbstractMesh):
         return jnp.asarray(buffer)
     return jax.device_put(buffer, NamedSharding(mesh, group.where.spec))
+
+
+def _traced_buffer(group: Group, arrays: Sequence[Any], mesh: AnyMesh) -> Any:
+    mesh = mesh_for_traced(mesh, arrays)
+    specs = [slot.where.spec for slot in group.slots]
+    laid = [traced_onto(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+    # Each shard joins its own parts: Explicit axes do not let dimensions be split and merged over them.
+    return jax.shard_map(group.join, mesh=mesh, in_specs=(specs,), out_specs=group.where.spec)(laid)

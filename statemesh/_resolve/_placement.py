@@ -82,10 +82,10 @@ def traced_onto(x: Any, target: NamedSharding) -> Any:
         return compat.off_explicit_axes(x, target.mesh) if typed else x
     if not isinstance(x, jax.Array | np.ndarray | np.generic):
         return x
-    here = jax.typeof(x).sharding
-    if typed and spec_axes(here.spec) == spec_axes(target.spec):
+    told = compat.explicit_part(target)
+    if typed and spec_axes(jax.typeof(x).sharding.spec) == spec_axes(told.spec):
         return x
-    return compat.reshard(x, target)
+    return compat.reshard(x, told)
 
 
 def onto(x: Any, target: NamedSharding, alias: bool = True) -> jax.Array:
