@@ -115,6 +115,10 @@ class Arguments:
     def flat_units(self) -> list[Unit]:
         return [unit for units in self.units for unit in units]
 
+    def paths(self) -> dict[int, str]:
+        """That of each leaf, by position."""
+        return {p: unit.path for unit in self.flat_units() for p in unit.positions}
+
     def states(self) -> list[Unit]:
         return [unit for unit in self.flat_units() if unit.kind is not None]
 

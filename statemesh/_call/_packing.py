@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from .._arguments import Arguments
 from .._base import _errors as errors
 from .._base._compat import tree_util
 from .._base._types import Place, is_state
@@ -28,38 +29,48 @@ class Packing:
 
     **Arguments:**
 
+    - `fun`: what the arguments are for.
     - `args`, `kwargs`, `leaves`: the arguments, and their leaves.
 
     **Attributes:**
 
-    - `args`, `kwargs`, `leaves`: the same unpacked; of arrays in buffers there are the shapes.
-    - `origins`: for each of these leaves what it is.
+    - `given`: the structure of the arguments.
+    - `args`, `kwargs`, `leaves`, `arguments`: the same and their structure unpacked; of arrays in buffers
+        there are the shapes.
+    - `origins`: for each of these leaves what it is, if anything is packed.
     - `contents`: what is packed.
     """
 
     def __init__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
+        self,
+        fun: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: Sequence[Any],
     ) -> None:
         self.args, self.kwargs, self.leaves = args, kwargs, leaves
-        self.origins = [_At(position) for position in range(len(leaves))]
+        self.given = self.arguments = Arguments(fun, args, kwargs)
+        self.origins: list[_At] = []
         nodes = tree_util.tree_leaves((args, kwargs), is_leaf=_is_packed)
         self.contents = list(dict.fromkeys(n._contents for n in nodes if _is_packed(n)))
         if not self.contents:
             return
-        marked = tree_util.tree_structure((args, kwargs)).unflatten(self.origins)
+        marked = self.given.treedef.unflatten(map(_At, range(len(leaves))))
         self.origins = tree_util.tree_leaves(_unpacked(marked, _marks))
         self.args, self.kwargs = _unpacked((args, kwargs), _shapes)
         self.leaves = tree_util.tree_leaves((self.args, self.kwargs))
+        self.arguments = Arguments(fun, self.args, self.kwargs)
 
-    def check(
-        self, name: str, paths: Mapping[int, str], placed: Mapping[int, Place], sizes: Any
-    ) -> None:
+    def check(self, name: str, placed: Mapping[int, Place], sizes: Any) -> None:
         """Refuse what was packed for other sizes of the mesh's axes, or to lie otherwise."""
+        if not self.contents:
+            return
         for contents in self.contents:
             packed = dict(contents.sizes)
             used = {axis for group in contents.groups for axis in group.names}
             if any(sizes.get(axis) != packed[axis] for axis in used):
                 raise errors.packed_for_other_sizes(name, packed, dict(sizes))
+        paths = self.arguments.paths()
         wrong = [
             (paths[position], at.group.slots[at.slot].where.spec, where.spec)
             for position, where in placed.items()
@@ -69,13 +80,15 @@ class Packing:
         if wrong:
             raise errors.packed_otherwise(name, wrong)
 
-    def inputs(self, placed: Mapping[int, Place]) -> dict[int, Place]:
+    def inputs(self, placed: Mapping[int, Place]) -> Mapping[int, Place]:
         """Where each leaf goes that is an input in truth: buffers in the place of their arrays."""
+        if not self.contents:
+            return placed
         found: dict[int, Place] = {}
         for position, where in placed.items():
             at = self.origins[position]
-            apart = at.group is not None and at.group.names
-            found[at.position] = at.group.where if apart else where
+            group = at.group
+            found[at.position] = group.where if group is not None and group.names else where
         return found
 
 
@@ -120,9 +133,9 @@ class Repacking:
         self, packing: Packing, placed: Mapping[int, Place], number: Mapping[int, int]
     ) -> None:
         self.contents = packing.contents
-        self.origins = [packing.origins[position] for position in sorted(placed)]
         self.places = [placed[position] for position in sorted(placed)]
-        self.inputs = [number[at.position] for at in self.origins]
+        self.origins = [packing.origins[p] for p in sorted(placed) if self.contents]
+        self.inputs = [number[at.position] for at in self.origins] or list(range(len(placed)))
 
     def split(self, parts: Sequence[Any]) -> Sequence[Any]:
         """The parts of the unpacked inputs."""
@@ -175,12 +188,16 @@ class _Joining:
         self.written: list[tuple[int, str]] = []
 
     def tree(self, result: Any) -> Any:
+        found: dict[int, Contents] = {}
+
         def fits(node: Any) -> bool:
-            return self._fitting(node) is not None
+            if (contents := self._fitting(node)) is not None:
+                found[id(node)] = contents
+            return id(node) in found
 
         def one(node: Any) -> Any:
-            found = self._fitting(node)
-            return self.leaf(node) if found is None else self.packed(node, found)
+            contents = found.get(id(node))
+            return self.leaf(node) if contents is None else self.packed(node, contents)
 
         return tree_util.tree_map(one, result, is_leaf=fits)
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .._arguments import Arguments
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._types import Place
@@ -42,16 +41,16 @@ class Program:
             bad = [i for i in declared.donate if not -len(args) <= i < len(args)]
             if bad:
                 raise errors.bad_argnums("donate_argnums", bad, len(args))
-        packing = Packing(args, kwargs, leaves)
-        arguments = Arguments(declared.fun, packing.args, packing.kwargs)
+        packing = Packing(declared.fun, args, kwargs, leaves)
+        arguments = packing.arguments
         placed, self.binding, rules = rules.resolve(
             declared.name, arguments, packing.args, packing.kwargs, packing.leaves, ground
         )
-        packing.check(declared.name, _paths(arguments), placed, self.binding.sizes)
+        packing.check(declared.name, placed, self.binding.sizes)
         inputs = packing.inputs(placed)
         self.inputs = sorted(inputs)
-        self.given = given = Arguments(declared.fun, args, kwargs)
-        paths = _paths(given)
+        self.given = given = packing.given
+        paths = given.paths()
         self.statics_at = [i for i in range(len(leaves)) if i not in inputs]
         self.statics = [leaves[i] for i in self.statics_at]
         keeps_weak = {
@@ -125,7 +124,3 @@ class Program:
 
         outputs = self.binding.call(run, self.declared.name, self.layout, arrays)
         return outputs, found[0]
-
-
-def _paths(arguments: Arguments) -> dict[int, str]:
-    return {p: unit.path for unit in arguments.flat_units() for p in unit.positions}

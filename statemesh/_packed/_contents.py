@@ -103,7 +103,7 @@ class Group:
         if compat.is_explicitly_typed(buffer):
             # JAX does not split and merge dimensions over Explicit axes: each shard takes its own.
             mesh = (jax.typeof(buffer) if compat.is_tracer(buffer) else buffer).sharding.mesh
-            taken = jax.shard_map(
+            taken: Any = jax.shard_map(
                 lambda part: part[here].reshape(slot.part),
                 mesh=mesh,
                 in_specs=self.where.spec,

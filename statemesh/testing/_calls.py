@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -15,6 +15,7 @@ import statemesh as sm
 
 from . import _errors as errors
 from ._run import Call, gradient
+from ._tokens import has_hash, token
 
 
 def mesh_of(given: Any) -> Mesh:
@@ -57,15 +58,7 @@ def calls_of(fun: Callable[..., Any], mesh: Mesh, specs: tuple[Any, ...]) -> Cal
     """A function on a mesh, the same object for the same ones: it has what was compiled."""
     leaves, structure = jax.tree.flatten(specs, is_leaf=lambda x: x is None)
     key = fun, mesh, tuple(leaves), structure
-    return _kept_calls(*key) if isinstance(key, Hashable) and _has_hash(key) else _made_calls(*key)
-
-
-def _has_hash(x: Any) -> bool:
-    try:
-        hash(x)
-    except TypeError:
-        return False
-    return True
+    return _kept_calls(*key) if has_hash(key) else _made_calls(*key)
 
 
 def _made_calls(
@@ -111,7 +104,7 @@ class _Statics:
     def __init__(self, tree: Any) -> None:
         self.tree = tree
         leaves, structure = jax.tree.flatten(tree)
-        self.key = structure, tuple((type(x), x if _has_hash(x) else id(x)) for x in leaves)
+        self.key = structure, tuple(map(token, leaves))
 
     def __hash__(self) -> int:
         return hash(self.key)

@@ -1,8 +1,9 @@
 """What `assert_equivalent` compares with what."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import equinox as eqx
@@ -16,7 +17,7 @@ from ._emulate import emulate
 from ._guess import guess
 from ._probe import Probe
 from ._replay import draws
-from ._run import Call, as_results, carried, gradient, in_a_row, moving
+from ._run import Call, carried, fed_back, gradient, in_a_row, moving
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +57,8 @@ class Check:
         self.tolerance = Tolerance(terms_of(args), tolerance)
         self.failed: list[str] = []
         self.agreed: list[str] = []
-        first = self._tried(meshes[0].where, meshes[0].mapped)
-        self.carry = carried(args, first)
+        with self._noting(meshes[0].where):
+            self.carry = carried(args, jax.block_until_ready(meshes[0].mapped(*self.args)))
         # Where results depend on the mesh, each has a reference of its own.
         self.portable = unsharded is not False
         self.references = [
@@ -75,27 +76,29 @@ class Check:
             what, call = "the function on one device", one.mapped.unsharded
         else:
             what, call = "the unsharded function", unsharded
-        self._tried(f"for {what}", call)
-        rows = [self._row(call, args) for args in (self.args, nudged(self.args))]
+        with self._noting(f"for {what}"):
+            rows = [self._row(call, args) for args in (self.args, nudged(self.args))]
         return Reference(what, call, *rows)
 
     def _row(self, call: Call, args: tuple[Any, ...] | None = None) -> list[Any]:
         return in_a_row(call, self.args if args is None else args, self.steps, self.carry)
 
-    def _tried(self, where: str, call: Call, note: str | None = None) -> Any:
+    @contextlib.contextmanager
+    def _noting(self, where: str, *notes: str) -> Iterator[None]:
+        """Say in an error of the function's own where it was called."""
         try:
-            return jax.block_until_ready(call(*self.args))
+            yield
         except Exception as error:
-            error.add_note(errors.note_where(self.name, where))
-            if note:
+            for note in (errors.note_where(self.name, where), *notes):
                 error.add_note(note)
             raise
 
     def calls(self) -> None:
         """Compare the calls on every mesh, and on the last the ways to make them."""
         for one, reference in zip(self.meshes, self.references, strict=True):
-            self._tried(one.where, one.mapped)
-            self._compared(one.where, self._row(one.mapped), one, reference)
+            with self._noting(one.where):
+                results = self._row(one.mapped)
+            self._compared(one.where, results, one, reference)
         if self.failed:
             return
         placed = one.mapped.place(*self.args)
@@ -121,8 +124,7 @@ class Check:
                 lines = _lines(found, self._probe(given, one, reference))
                 self._fail(f"{where}, {at}", reference, lines)
                 return
-            new = as_results(want)
-            given = (*new[len(new) - self.carry :], *self.args[self.carry :])
+            given = fed_back(self.args, want, self.carry)
         self.agreed.append(where)
 
     def _wrong(self, given: tuple[Any, ...], got: Any, want: Any, near: Any) -> list[Finding]:
@@ -149,13 +151,14 @@ class Check:
             where = f"the gradient {one.where}"
             got = one.gradient
             want = lambda *args, call=reference.call: gradient(call, args)
-            self._tried(f"for {where}", got, errors.NOTE_GRADIENT)
 
             def compared(args: tuple[Any, ...], got: Call = got, want: Call = want) -> Any:
                 of = got(*args), want(*args), want(*nudged(args))
                 return *of[:2], compare("args", *of, {}, self.tolerance)
 
-            if found := compared(self.args)[2]:
+            with self._noting(f"for {where}", errors.NOTE_GRADIENT):
+                found = compared(self.args)[2]
+            if found:
                 probe = Probe(self.args, one.mapped.place, compared, lambda args: False)
                 lines = _lines(found, probe)
                 # Of values as simple as Hypothesis leaves them the results can be right by chance.

@@ -11,6 +11,7 @@ import numpy as np
 import statemesh as sm
 
 from ._program import NO_MESH, Program, as_array, type_of
+from ._tokens import token
 
 
 def emulate(mapped: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -100,16 +101,10 @@ def _signature(
 ) -> Hashable:
     """What the traced program depends on, beside the function."""
     chosen = frozenset(at)
-    statics = tuple(_token(x) for i, x in enumerate(leaves) if i not in chosen)
+    statics = tuple(token(x) for i, x in enumerate(leaves) if i not in chosen)
     types = tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in arrays)
     wide = jax.dtypes.canonicalize_dtype("float64") == "float64"
     return treedef, tuple(at), statics, types, wide, jax.sharding.get_abstract_mesh()
-
-
-def _token(x: Any) -> Hashable:
-    if isinstance(x, float):  # nan is not equal to itself, and -0.0 is to 0.0
-        return type(x), x.hex()
-    return type(x), (x if isinstance(x, Hashable) else id(x))
 
 
 # What `pmap2` says where there are fewer devices than lanes.

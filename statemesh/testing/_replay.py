@@ -14,6 +14,7 @@ from ._collectives import RULES, collective, names_of
 from ._control import Frame, Gaps, Step, cond, one_by_one, scan, while_
 from ._promises import Promise, gap
 from ._stacked import Scope, Stacked, as_names, names_of_spec
+from ._tokens import has_hash
 
 
 core: Any = importlib.import_module("jax.extend.core")
@@ -274,15 +275,7 @@ def _axes_named(eqn: Any) -> set[Hashable]:
     values = [value for key, value in eqn.params.items() if "axes" in key or "axis" in key]
     # Numbers are axes of arrays.
     named = [one for value in values for one in as_names(value) if not isinstance(one, int)]
-    return {one for one in named if _has_hash(one)}
-
-
-def _has_hash(x: Any) -> bool:
-    try:
-        hash(x)
-    except TypeError:
-        return False
-    return True
+    return {one for one in named if has_hash(one)}
 
 
 def _not_replayed(eqn: Any) -> str:

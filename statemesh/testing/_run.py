@@ -70,16 +70,13 @@ def _through_file(x: Any) -> Any:
     file = io.BytesIO()
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     data = np.asarray(jax.random.key_data(x) if is_key else x)
-    np.save(
-        file, data.reshape(-1).view(np.uint8)
-    )  # Of bfloat16 and the like NumPy's format knows nothing.
+    # As bytes: of bfloat16 and the like NumPy's format knows nothing.
+    np.save(file, data.reshape(-1).view(np.uint8))
     file.seek(0)
     loaded = np.load(file).view(data.dtype).reshape(data.shape)
-    return (
-        jax.random.wrap_key_data(loaded, impl=jax.random.key_impl(x))
-        if is_key
-        else jnp.asarray(loaded)
-    )
+    if is_key:
+        return jax.random.wrap_key_data(loaded, impl=jax.random.key_impl(x))
+    return jnp.asarray(loaded)
 
 
 def gradient(call: Call, args: Sequence[Any]) -> Any:
