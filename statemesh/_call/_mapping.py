@@ -52,7 +52,9 @@ class StatefulMapping:
             self.__signature__ = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._pipeline(self._all(args), kwargs)
+        if self._bound or self._boxes is not None:
+            args = self._all(args)
+        return self._pipeline(args, kwargs)
 
     def _all(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         args = self._bound + args

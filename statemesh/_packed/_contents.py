@@ -92,10 +92,11 @@ class Group:
             return pieces[0]
         return jax.lax.concatenate(list(jax.lax.optimization_barrier(tuple(pieces))), 0)
 
-    def gathered(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
-        """The buffer, of the whole arrays."""
-        rows = [self._rows(x, slot) for x, slot in zip(arrays, self.slots, strict=True)]
-        return np.concatenate(rows, axis=1).reshape(self.shape)
+    def gathered(self, arrays: Sequence[np.ndarray], start: int) -> np.ndarray:
+        """The part of the buffer that starts here, a shard's, of the whole arrays."""
+        shard = np.unravel_index(start // max(self.size, 1), self.counts) if self.names else ()
+        parts = [self._part(x, slot, shard) for x, slot in zip(arrays, self.slots, strict=True)]
+        return np.concatenate(parts, dtype=self.dtype)
 
     def array(self, buffer: Any, slot: Slot) -> Any:
         """One whole array, of the buffer."""
@@ -113,10 +114,11 @@ class Group:
         rows = buffer.reshape(-1, self.size)[:, here]
         return self._whole(rows, slot)
 
-    def _rows(self, x: np.ndarray, slot: Slot) -> np.ndarray:
-        """A whole array as a row for each shard."""
+    def _part(self, x: np.ndarray, slot: Slot, shard: tuple[Any, ...]) -> np.ndarray:
+        """A shard's part of a whole array, flat. No more than that is copied."""
         sizes, order, _ = self._folds(slot)
-        return np.transpose(np.reshape(x, sizes), order).reshape(math.prod(self.counts), -1)
+        part: np.ndarray = np.transpose(np.reshape(x, sizes), order)[shard]
+        return part.reshape(-1)
 
     def _whole(self, rows: Any, slot: Slot) -> Any:
         sizes, order, back = self._folds(slot)

@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -153,11 +153,18 @@ def _part(shape: tuple[int, ...], where: Placement, mesh: AnyMesh) -> tuple[int,
 def _buffer(group: Group, arrays: Sequence[Any], mesh: AnyMesh) -> Any:
     if any(map(compat.is_tracer, arrays)):
         return _traced_buffer(group, [jnp.asarray(x) for x in arrays], mesh)
-    host = [np.asarray(x).astype(group.dtype) for x in jax.device_get(list(arrays))]
-    buffer = group.gathered(host)
+    host = [np.asarray(x) for x in jax.device_get(list(arrays))]
     if isinstance(mesh, AbstractMesh):
-        return jnp.asarray(buffer)
-    return jax.device_put(buffer, NamedSharding(mesh, group.where.spec))
+        starts = range(0, group.shape[0], max(group.size, 1))
+        return jnp.asarray(np.concatenate([group.gathered(host, start) for start in starts]))
+    where = NamedSharding(mesh, group.where.spec)
+    # Shard by shard, so that the host has no second copy of all.
+    indices: Mapping[Any, Any] = where.addressable_devices_indices_map(group.shape)
+    parts = [
+        jax.device_put(group.gathered(host, index[0].start or 0), device)
+        for device, index in indices.items()
+    ]
+    return jax.make_array_from_single_device_arrays(group.shape, where, parts, dtype=group.dtype)
 
 
 def _traced_buffer(group: Group, arrays: Sequence[Any], mesh: AnyMesh) -> Any:

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.benchmarks.steady_state import timed
+from tests.benchmarks.timing import timed
 
 
 def by_hand(*arrays: jax.Array) -> Any:

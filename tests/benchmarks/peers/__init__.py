@@ -1,0 +1,1 @@
+"""The same programs written with statemesh, by hand, and with other libraries, timed side by side."""

@@ -1,0 +1,72 @@
+"""What a call with states costs: with statemesh, by hand, and with other libraries.
+
+    python -m tests.benchmarks.peers run results.json [--kinds sharded reduced] [--states 1 10 100 1000]
+    python -m tests.benchmarks.peers show results.json more.json [--write docs/pages]
+
+`run` starts each peer in a process of its own and lets them call in turn, each result waited for before the
+next call. `show` prints the table of the first file, with the range of the ratios over all files; with
+`--write` it puts the table and a picture into the documentation.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+import jax
+
+from ._case import Kind
+from ._peers import PEERS
+from ._run import Row, measure
+from ._table import picture, put, read, table
+
+
+def run(options: argparse.Namespace) -> None:
+    rows: list[Row] = []
+    for kind in options.kinds:
+        for devices in options.devices:
+            for states in (100,) if kind == "deep" else options.states:
+                if kind == "training" and states % 2:
+                    continue
+                found = measure(
+                    *(kind, devices, states, options.peers),
+                    *(options.rounds, options.seconds, options.limit),
+                )
+                rows += found
+                print("\n".join(table([found])), flush=True)
+                about = f"JAX {jax.__version__}, Python {sys.version.split()[0]}, {os.cpu_count()} cores"
+                saved = {"about": about, "rows": [vars(row) for row in rows]}
+                options.file[0].write_text(json.dumps(saved, indent=1))
+
+
+def show(options: argparse.Namespace) -> None:
+    about, runs = read(options.file)
+    lines = [f"{about}; medians, microseconds (first and second call: milliseconds).", ""]
+    lines += table(runs)
+    print("\n".join(lines))
+    if options.write is not None:
+        put(options.write / "benchmarks.md", lines)
+        picture(runs[0], options.write / "assets" / "benchmarks.svg")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=["run", "show"])
+    parser.add_argument("file", type=Path, nargs="+")
+    parser.add_argument("--kinds", nargs="+", choices=get_args(Kind), default=get_args(Kind))
+    parser.add_argument("--devices", type=int, nargs="+", default=[8, 1])
+    parser.add_argument("--states", type=int, nargs="+", default=[1, 10, 100, 1000, 10000])
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=[*PEERS])
+    parser.add_argument("--rounds", type=int, default=14)
+    parser.add_argument("--seconds", type=float, default=0.1)
+    parser.add_argument("--limit", type=float, default=120.0)
+    parser.add_argument("--write", type=Path)
+    options = parser.parse_args(argv)
+    {"run": run, "show": show}[options.what](options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Peers in turn, each in a process of its own."""
+
+import dataclasses
+import json
+import os
+import select
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ._peers import FLOOR
+
+
+@dataclasses.dataclass
+class Row:
+    """What was measured of one peer, in seconds and bytes; `None` where there is nothing to say.
+
+    **Attributes:**
+
+    - `wall`: of a call, until its result is there.
+    - `host`: processor time of the calling thread until the call returns.
+    - `first`, `second`: on the wall, the first with trace and compile.
+    - `traces`, `compiles`: for each call after these.
+    - `peak`, `moved`: bytes that a device holds and moves, by XLA's account of the program.
+    - `refused`: why there is nothing.
+    """
+
+    peer: str
+    kind: str
+    devices: int
+    states: int
+    wall: float | None = None
+    host: float | None = None
+    first: float | None = None
+    second: float | None = None
+    traces: float | None = None
+    compiles: float | None = None
+    peak: float | None = None
+    moved: float | None = None
+    refused: str | None = None
+
+
+class Worker:
+    """A peer's process.
+
+    **Arguments:**
+
+    - `row`: of whom it is, and where what it finds is put.
+    - `limit`: seconds after which an answer is waited for no longer.
+    """
+
+    def __init__(self, row: Row, limit: float) -> None:
+        self.row, self.limit = row, limit
+        flags = f"--xla_force_host_platform_device_count={row.devices}"
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-W", "ignore", "-m", f"{__package__}._worker"),
+                *(row.peer, row.kind, str(row.devices), str(row.states)),
+            ],
+            env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.times: list[tuple[float, float]] = []
+        self.state: list[float] = []
+        found = self.answer()
+        if found is not None:
+            row.first, row.second, self.state = found["first"], found["second"], found["state"]
+
+    @property
+    def alive(self) -> bool:
+        return self.row.refused is None
+
+    def answer(self) -> dict[str, Any] | None:
+        """What it says next; if that is nothing, it is ended."""
+        assert self.process.stdout is not None
+        there, _, _ = select.select([self.process.stdout], [], [], self.limit)
+        line = self.process.stdout.readline() if there else ""
+        found: dict[str, Any] = (
+            json.loads(line)
+            if line
+            else {"refused": "it ended" if there else f"took over {self.limit:.0f} s"}
+        )
+        if "refused" in found:
+            self.row.refused = found["refused"]
+            self.end()
+            return None
+        return found
+
+    def tell(self, command: str) -> dict[str, Any] | None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def call(self, seconds: float) -> None:
+        if (found := self.tell(f"calls {seconds}")) is not None:
+            self.times += found["times"]
+
+    def conclude(self, with_sizes: bool) -> None:
+        """Put medians in the row, and what it counted; end it."""
+        walls, hosts = zip(*self.times, strict=True)
+        self.row.wall, self.row.host = statistics.median(walls), statistics.median(hosts)
+        if (found := self.tell("sizes" if with_sizes else "counts")) is not None:
+            for name, value in found.items():
+                setattr(self.row, name, value)
+        self.end()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def measure(
+    kind: str,
+    devices: int,
+    states: int,
+    peers: Sequence[str],
+    rounds: int,
+    seconds: float,
+    limit: float,
+) -> list[Row]:
+    """One program by all peers.
+
+    **Arguments:**
+
+    - `rounds`: how often each has its turn, the order moving on by one every time.
+    - `seconds`: how long a turn lasts; one call is made at least.
+    - `limit`: after how many seconds a peer is given up.
+
+    **Raises:** `AssertionError` where peers compute different states.
+    """
+    rows = [Row(peer, kind, devices, states) for peer in peers]
+    workers = [worker for row in rows if (worker := Worker(row, limit)).alive]
+    by_name = {worker.row.peer: worker.state for worker in workers}
+    for worker in workers:
+        np.testing.assert_allclose(
+            worker.state, by_name.get(FLOOR, worker.state), rtol=1e-4, err_msg=worker.row.peer
+        )
+    for turn in range(rounds):
+        k = turn % max(len(workers), 1)
+        for worker in workers[k:] + workers[:k]:
+            if worker.alive:
+                worker.call(seconds)
+    for worker in workers:
+        if worker.alive:
+            worker.conclude(with_sizes=states <= 1000)
+    return rows

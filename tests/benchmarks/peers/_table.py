@@ -1,0 +1,97 @@
+"""What was measured, as a table and as a picture."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from ._peers import FLOOR
+from ._run import Row
+
+
+BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+HEAD = (
+    "| program | devices | states | | wall | to hand | host | to hand | first | second | traces | compiles "
+    "| held | moved |"
+)
+
+
+def read(files: Sequence[Path]) -> tuple[str, list[list[Row]]]:
+    """The machine, and the rows of each run."""
+    saved = [json.loads(file.read_text()) for file in files]
+    return saved[0]["about"], [[Row(**row) for row in one["rows"]] for one in saved]
+
+
+def table(runs: Sequence[Sequence[Row]]) -> list[str]:
+    """Lines of Markdown: the first run, its ratios with their range over all runs."""
+    lines = [HEAD, "|" + " --- |" * HEAD.count(" |")]
+    for row in runs[0]:
+        place = f"| {row.kind} | {row.devices} | {row.states} | {row.peer} |"
+        if row.wall is None or row.host is None:
+            lines.append(f"{place} {row.refused} |" + " |" * 9)
+            continue
+        shown = [
+            f"{1e6 * row.wall:.0f}",
+            _range([_ratio(row, rows, "wall") for rows in runs]),
+            f"{1e6 * row.host:.0f}",
+            _range([_ratio(row, rows, "host") for rows in runs]),
+            f"{1e3 * (row.first or 0):.0f}",
+            f"{1e3 * (row.second or 0):.1f}",
+            f"{row.traces:.3g}",
+            f"{row.compiles:.3g}",
+            "" if row.peak is None else f"{row.peak:.0f}",
+            "" if row.moved is None else f"{row.moved:.0f}",
+        ]
+        lines.append(f"{place} {' | '.join(shown)} |")
+    return lines
+
+
+def _ratio(row: Row, rows: Sequence[Row], what: str) -> float | None:
+    """Of a peer's figure in one run to that by hand in the same run."""
+    alike = {one.peer: one for one in rows if _case(one) == _case(row)}
+    if row.peer not in alike or FLOOR not in alike:
+        return None
+    own, floor = getattr(alike[row.peer], what), getattr(alike[FLOOR], what)
+    return own / floor if own and floor else None
+
+
+def _case(row: Row) -> tuple[str, int, int]:
+    return row.kind, row.devices, row.states
+
+
+def _range(ratios: Sequence[float | None]) -> str:
+    found = [ratio for ratio in ratios if ratio is not None]
+    if not found:
+        return ""
+    low, high = f"{min(found):.2f}", f"{max(found):.2f}"
+    return f"{found[0]:.2f}" + (f" ({low} to {high})" if len(found) > 1 else "")
+
+
+def put(page: Path, lines: Sequence[str]) -> None:
+    """The table in its place in a page."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text("\n".join([before + BEGIN, "", *lines, "", END + after]))
+
+
+def picture(rows: Sequence[Row], file: Path) -> None:
+    """A call's time on the wall by the number of states, split over the most devices."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    most = max(row.devices for row in rows)
+    chosen = [row for row in rows if (row.kind, row.devices) == ("sharded", most)]
+    for peer in dict.fromkeys(row.peer for row in chosen):
+        points = [(row.states, 1e3 * row.wall) for row in chosen if row.peer == peer and row.wall]
+        if points:
+            style = "-o" if "statemesh" in peer else "--o" if peer == FLOOR else ":."
+            axes.loglog(*zip(*points, strict=True), style, label=peer, linewidth=1.5, markersize=4)
+    axes.set_xlabel("states, each split over the devices")
+    axes.set_ylabel("milliseconds a call")
+    axes.set_title(f"A call that writes every state, on {most} devices")
+    axes.grid(visible=True, which="major", alpha=0.3)
+    axes.legend(fontsize=8)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file)

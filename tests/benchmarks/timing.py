@@ -1,0 +1,16 @@
+"""How long a call takes."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds until the result is there, and of the thread until the call returns."""
+    wall, thread = time.perf_counter(), time.thread_time()
+    result = call()
+    thread = time.thread_time() - thread
+    jax.block_until_ready(result)
+    return time.perf_counter() - wall, thread

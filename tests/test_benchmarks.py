@@ -1,0 +1,85 @@
+"""The compared programs compute the same, and what measures them runs and writes down what it found."""
+
+import functools
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import numpy as np
+import pytest
+
+from tests.benchmarks.peers._case import Case, Kind
+from tests.benchmarks.peers._peers import FLOOR, PEERS, maker
+from tests.benchmarks.peers._run import Row, measure
+from tests.benchmarks.peers._table import picture, put, table
+
+
+# brainstate is no dependency of the tests; `measure` compares what it computes when it is timed.
+TESTED = [peer for peer in PEERS if "brainstate" not in peer and peer != FLOOR]
+
+
+@functools.cache
+def by_hand(kind: Kind) -> np.ndarray:
+    return after_two_steps(FLOOR, kind)
+
+
+def after_two_steps(peer: str, kind: Kind) -> np.ndarray:
+    made = maker(peer)(Case(kind, 2, 4))
+    for _ in range(2):
+        jax.block_until_ready(made.step())
+    return np.asarray(made.state())
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize("peer", TESTED)
+def test_peers_compute_what_is_computed_by_hand(peer: str, kind: Kind) -> None:
+    start = Case(kind, 2, 4).initial()[0]
+    assert not np.allclose(by_hand(kind), start)
+    np.testing.assert_allclose(after_two_steps(peer, kind), by_hand(kind), rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    return measure("sharded", 2, 3, [FLOOR, "statemesh, donating"], 2, 0.01, 100.0)
+
+
+@pytest.mark.slow
+def test_they_are_timed_in_processes_of_their_own(rows: list[Row]) -> None:
+    assert [row.peer for row in rows] == [FLOOR, "statemesh, donating"]
+    for row in rows:
+        assert row.refused is None
+        assert (row.traces, row.compiles) == (0, 0)
+        for seconds in (row.wall, row.host, row.first, row.second):
+            assert seconds is not None and seconds > 0
+
+
+@pytest.mark.slow
+def test_a_peer_that_fails_is_left_out_with_its_reason() -> None:
+    (row,) = measure("sharded", 2, 0, ["statemesh"], 1, 0.01, 100.0)
+    assert row.wall is None and row.refused is not None and "Error" in row.refused
+
+
+def made_up(peer: str, wall: float, **more: Any) -> Row:
+    return Row(peer, "sharded", 8, 10, wall, wall / 10, 1.0, 0.5, 0.0, 0.0, **more)
+
+
+def test_the_table_has_the_first_run_and_the_range_of_the_ratios() -> None:
+    runs = [[made_up(FLOOR, 2e-4), made_up("statemesh", 3e-4 + k * 1e-4)] for k in (0, 1)]
+    runs[0].append(Row("brainstate", "sharded", 8, 10, refused="took over 5 s"))
+    *_, floor, ours, refused = table(runs)
+    assert floor.startswith("| sharded | 8 | 10 | by hand | 200 | 1.00 (1.00 to 1.00) | 20 |")
+    assert ours.startswith("| sharded | 8 | 10 | statemesh | 300 | 1.50 (1.50 to 2.00) | 30 | 1.50")
+    assert "took over 5 s" in refused
+    assert len({line.count("|") for line in table(runs)}) == 1
+
+
+def test_a_page_gets_the_table_and_keeps_the_rest(tmp_path: Path) -> None:
+    page = tmp_path / "benchmarks.md"
+    page.write_text("before\n<!-- table: begin -->\nold\n<!-- table: end -->\nafter\n")
+    put(page, ["new"])
+    put(page, ["newer"])
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n")
+    assert "newer" in text and "old" not in text and text.count("<!-- table") == 2
+    picture([made_up(FLOOR, 2e-4), made_up("statemesh", 3e-4)], tmp_path / "assets" / "a.svg")
+    assert "statemesh" in (tmp_path / "assets" / "a.svg").read_text()
