@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._resolve._lanes import OtherShapes
 from .._write_back import WriteBack
 from ._program import Program
 
@@ -22,11 +23,22 @@ class DonatingProgram:
         self.program = program
         self.how = how
         self._compiled: dict[Any, tuple[Any, tuple[int, ...]]] = {}
+        # What the last call was made with, tried first.
+        self._last: tuple[Any, tuple[int, ...]] = (_refuse, ())
 
     def __call__(self, *arrays: Any) -> tuple[list[Any], WriteBack]:
-        compiled, donated = self._for(arrays)
-        outputs: tuple[list[Any], WriteBack] = compiled(*_apart(arrays, donated))
+        compiled, donated = self._last
+        try:
+            outputs: tuple[list[Any], WriteBack] = compiled(*_apart(arrays, donated))
+        except OtherShapes:
+            compiled, donated = self._last = self._for(arrays)
+            outputs = compiled(*_apart(arrays, donated))
         return outputs
+
+    def trace(self, *arrays: Any) -> jax.stages.Traced:
+        compiled, _ = self._for(arrays)
+        traced: jax.stages.Traced = compiled.trace(*arrays)
+        return traced
 
     def lower(self, *arrays: Any) -> jax.stages.Lowered:
         compiled, _ = self._for(arrays)
@@ -34,11 +46,12 @@ class DonatingProgram:
         return lowered
 
     def _for(self, arrays: Sequence[Any]) -> tuple[Any, tuple[int, ...]]:
-        key = tuple((x.shape, x.dtype) if hasattr(x, "shape") else type(x) for x in arrays)
+        key = _shapes(arrays)
         if key not in self._compiled:
-            traced = jax.jit(self.program).trace(*arrays)
+            one = _OfShapes(self.program, key)
+            traced = jax.jit(one).trace(*arrays)
             donated = self._given_up(arrays, *traced.out_info)
-            self._compiled[key] = (jax.jit(self.program, donate_argnums=donated), donated)
+            self._compiled[key] = (jax.jit(one, donate_argnums=donated), donated)
         return self._compiled[key]
 
     def _given_up(
@@ -60,6 +73,32 @@ class DonatingProgram:
                 room[like] -= 1
                 given.append(k)
         return tuple(given)
+
+
+class _OfShapes:
+    """A program that is traced for these shapes only.
+
+    What is donated depends on shapes. To compare them at every call would cost as much as the rest of it;
+    but `jax.jit` traces anew where they differ.
+    """
+
+    def __init__(self, program: Program, shapes: tuple[Any, ...]) -> None:
+        self.program = program
+        self.shapes = shapes
+        self.__name__ = self.__qualname__ = program.__name__
+
+    def __call__(self, *arrays: Any) -> tuple[list[Any], WriteBack]:
+        if _shapes(arrays) != self.shapes:
+            raise OtherShapes
+        return self.program(*arrays)
+
+
+def _refuse(*arrays: Any) -> Any:
+    raise OtherShapes
+
+
+def _shapes(arrays: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple((jnp.shape(x), jnp.result_type(x)) for x in arrays)
 
 
 def _apart(arrays: Sequence[Any], donated: Sequence[int]) -> Sequence[Any]:

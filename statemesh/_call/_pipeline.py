@@ -79,7 +79,7 @@ class Signature:
         """
         if self.program_seen:
             return
-        traced = self.plain.trace(*arrays)
+        traced = self.lowers.trace(*arrays)
         body = compat.shard_map_body(traced.jaxpr)
         if body is not None:
             if again := summed_twice(body, self.program.binding.sizes):
