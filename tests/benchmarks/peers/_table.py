@@ -21,10 +21,18 @@ def read(files: Sequence[Path]) -> tuple[str, list[list[Row]]]:
     return saved[0]["about"], [[Row(**row) for row in one["rows"]] for one in saved]
 
 
+def firsts(runs: Sequence[Sequence[Row]]) -> list[Row]:
+    """Each program by each peer, from the first run that has it."""
+    found: dict[tuple[str, int, int, str], Row] = {}
+    for row in (row for rows in runs for row in rows):
+        found.setdefault((*_case(row), row.peer), row)
+    return list(found.values())
+
+
 def table(runs: Sequence[Sequence[Row]]) -> list[str]:
-    """Lines of Markdown: the first run, its ratios with their range over all runs."""
+    """Lines of Markdown: of each program the first run, its ratios with their range over all runs."""
     lines = [HEAD, "|" + " --- |" * HEAD.count(" |")]
-    for row in runs[0]:
+    for row in firsts(runs):
         place = f"| {row.kind} | {row.devices} | {row.states} | {row.peer} |"
         if row.wall is None or row.host is None:
             lines.append(f"{place} {row.refused} |" + " |" * 9)
@@ -63,7 +71,7 @@ def _range(ratios: Sequence[float | None]) -> str:
     if not found:
         return ""
     low, high = f"{min(found):.2f}", f"{max(found):.2f}"
-    return f"{found[0]:.2f}" + (f" ({low} to {high})" if len(found) > 1 else "")
+    return f"{found[0]:.2f}" + (f" ({low}-{high})" if len(found) > 1 else "")
 
 
 def put(page: Path, lines: Sequence[str]) -> None:
