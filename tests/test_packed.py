@@ -221,6 +221,36 @@ def test_it_is_traced_and_compiled_once() -> None:
     assert (count.times, seen.times) == (1, 0)
 
 
+def test_the_compiler_puts_unpacking_and_packing_into_what_is_between() -> None:
+    mesh, count, size = make_mesh("8"), 64, 512
+    model = {f"s{k}": sm.State(np.ones(size, np.float32), spec=P("x")) for k in range(count)}
+    fun = lambda model: jax.tree.map(lambda value: 0.9 * value + 1, model)
+    call = sm.shard_map(fun, mesh, (P(),), P())
+    plain, packed = (
+        call.lower(model).compile() for model in (sm.place(model, mesh), sm.pack(model, mesh))
+    )
+    held: Any = packed.memory_analysis()
+    # Pieces that were not written into the buffer at once would be there beside it.
+    assert held.temp_size_in_bytes < held.output_size_in_bytes / 20
+    cost, of_packed = plain.cost_analysis(), packed.cost_analysis()
+    assert cost is not None and of_packed is not None
+    # Once more than without: the buffer is filled with zeros first.
+    assert of_packed["bytes accessed"] < 1.6 * cost["bytes accessed"]
+    assert of_packed["flops"] <= cost["flops"]
+
+
+def test_a_donated_state_is_in_memory_once() -> None:
+    mesh = make_mesh("8")
+    model = sm.State(np.ones(2**20, np.float32), spec=P("x"))
+    call = sm.shard_map(
+        lambda state, x: state.set(state.value + x), mesh, (P(), P()), P(), donate="states"
+    )
+    for given in (sm.place(model, mesh), sm.pack(model, mesh)):
+        held: Any = call.lower(given, np.float32(1)).compile().memory_analysis()
+        assert held.alias_size_in_bytes >= 2**22 // 8
+        assert held.temp_size_in_bytes < 2**12
+
+
 def test_lanes_take_what_is_whole() -> None:
     def fun(model: Any, x: Any) -> Any:
         return x * model["w"].value, model["n"].set(model["n"].value + 1)
