@@ -12,8 +12,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
-# The length of a state in the programs that are no training, of its 8 shards 2 each.
-SIZE = 16
 # A perceptron's layers, and the batch that it is trained with.
 WIDTH, ROWS, RATE = 16, 64, 0.01
 
@@ -36,6 +34,11 @@ class Case:
     devices: int
     states: int
 
+    @property
+    def size(self) -> int:
+        """The length of a state where there is no training."""
+        return max(16, self.devices)
+
     @functools.cached_property
     def mesh(self) -> Mesh:
         return Mesh(np.array(jax.devices()[: self.devices]), ("x",))
@@ -55,12 +58,12 @@ class Case:
         if self.kind == "training":
             x, y = np.random.default_rng(1).normal(size=(2, ROWS, WIDTH)).astype(np.float32)
             return jax.device_put(x, self.split), jax.device_put(y, self.split)
-        return (jax.device_put(np.ones(SIZE, np.float32), self.split),)
+        return (jax.device_put(np.ones(self.size, np.float32), self.split),)
 
     def initial(self) -> list[np.ndarray]:
         """Every state's first value; in training a weight and a bias in turn."""
         if self.kind != "training":
-            return [np.full(SIZE, k % 7, np.float32) for k in range(self.states)]
+            return [np.full(self.size, k % 7, np.float32) for k in range(self.states)]
         numbers = np.random.default_rng(0)
         shapes = [(WIDTH, WIDTH), (WIDTH,)] * (self.states // 2)
         return [numbers.normal(size=shape).astype(np.float32) / 4 for shape in shapes]
