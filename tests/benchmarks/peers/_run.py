@@ -82,6 +82,8 @@ class Worker:
         assert self.process.stdout is not None
         there, _, _ = select.select([self.process.stdout], [], [], self.limit)
         line = self.process.stdout.readline() if there else ""
+        while line and not line.startswith("{"):  # What a library prints is no answer.
+            line = self.process.stdout.readline()
         found: dict[str, Any] = (
             json.loads(line)
             if line

@@ -88,7 +88,7 @@ def picture(rows: Sequence[Row], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
     most = max(row.devices for row in rows)
     chosen = [row for row in rows if (row.kind, row.devices) == ("sharded", most)]
     for peer in dict.fromkeys(row.peer for row in chosen):
@@ -100,6 +100,6 @@ def picture(rows: Sequence[Row], file: Path) -> None:
     axes.set_ylabel("milliseconds a call")
     axes.set_title(f"A call that writes every state, on {most} devices")
     axes.grid(visible=True, which="major", alpha=0.3)
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside right center", fontsize=8)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file)
