@@ -1,5 +1,6 @@
 """The compared programs compute the same, and what measures them runs and writes down what it found."""
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any, get_args
@@ -81,5 +82,9 @@ def test_a_page_gets_the_table_and_keeps_the_rest(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n")
     assert "newer" in text and "old" not in text and text.count("<!-- table") == 2
-    picture([made_up(FLOOR, 2e-4), made_up("statemesh", 3e-4)], tmp_path / "assets" / "a.svg")
-    assert "statemesh" in (tmp_path / "assets" / "a.svg").read_text()
+    # One more number of devices, with fewer sizes, is not what is drawn.
+    sizes = [dataclasses.replace(made_up("statemesh", 3e-4), states=k) for k in (1, 10)]
+    wide = dataclasses.replace(made_up("statemesh", 3e-4), devices=64)
+    picture([made_up(FLOOR, 2e-4), *sizes, wide], tmp_path / "assets" / "a.svg")
+    drawn = (tmp_path / "assets" / "a.svg").read_text()
+    assert "statemesh" in drawn and "on 8 devices" in drawn

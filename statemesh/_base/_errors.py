@@ -1179,12 +1179,12 @@ def packed_for_other_sizes(
 
 
 def packed_otherwise(name: str, found: Sequence[tuple[str, Any, Any]]) -> SpecError:
-    lines = "\n".join(
-        f"  - {path}: packed to lie by {spec_str(packed)}, this call wants {spec_str(wanted)}"
-        for path, packed, wanted in found[:20]
+    lines = (
+        f"{path}: packed to lie by {spec_str(packed)}, this call wants {spec_str(wanted)}"
+        for path, packed, wanted in found
     )
     return SpecError(
-        f"{name}: states that are packed to lie otherwise than this call places them:\n{lines}\n"
+        f"{name}: states that are packed to lie otherwise than this call places them:\n{_lines(lines)}\n"
         "Give statemesh.pack the same specs: pack(model, mesh, state_specs=...) as in state_in_specs."
     )
 

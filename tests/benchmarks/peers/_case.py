@@ -91,6 +91,36 @@ class Made:
     lower: Callable[[], Any] | None = None
 
 
+def mapped(case: Case, program: Callable[..., Any]) -> Any:
+    """`jax.shard_map` of what takes a tree of all states and gives the result and a new one."""
+    return jax.shard_map(
+        program,
+        mesh=case.mesh,
+        in_specs=(case.state_spec, *[case.split.spec] * len(case.inputs)),
+        out_specs=(result_spec(case), case.state_spec),
+    )
+
+
+def fed_back(
+    case: Case, call: Any, model: Any, first: Callable[[Any], Any], lower: bool = True
+) -> Made:
+    """A call that gives the result and a new model, which goes into the next one.
+
+    **Arguments:**
+
+    - `first`: the value of a model's first state.
+    - `lower`: whether the call has a `lower` like that of `jax.jit`.
+    """
+
+    def step() -> Any:
+        nonlocal model
+        result, model = call(model, *case.inputs)
+        return result
+
+    shown = (lambda: call.lower(model, *case.inputs)) if lower else None
+    return Made(step, lambda: first(model), shown)
+
+
 def moved(kind: Kind, value: jax.Array, x: jax.Array) -> jax.Array:
     """A state's new value on one device, before a mean over devices is taken."""
     return 0.9 * value + 0.1 * x.mean() if kind == "reduced" else value + x

@@ -6,7 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from ._case import Case, Made, by_hand, result_spec
+from ._case import Case, Made, by_hand, fed_back, mapped
 
 
 class Unit(eqx.Module):
@@ -56,22 +56,8 @@ def _made(case: Case, jit: Callable[..., Any], lower: bool) -> Made:
         result, new = by_hand(case, model.values(), *inputs)
         return result, model.with_values(new)
 
-    call = jit(
-        jax.shard_map(
-            program,
-            mesh=case.mesh,
-            in_specs=(case.state_spec, *[case.split.spec] * len(case.inputs)),
-            out_specs=(result_spec(case), case.state_spec),
-        )
-    )
-
-    def step() -> Any:
-        nonlocal model
-        result, model = call(model, *case.inputs)
-        return result
-
-    shown = (lambda: call.lower(model, *case.inputs)) if lower else None
-    return Made(step, lambda: model.values()[0], shown)
+    call = jit(mapped(case, program))
+    return fed_back(case, call, model, lambda model: model.values()[0], lower)
 
 
 def under_jit(case: Case) -> Made:

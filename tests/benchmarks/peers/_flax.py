@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from ._case import Case, Made, by_hand, result_spec
+from ._case import Case, Made, by_hand, fed_back, mapped, result_spec
 
 
 class Unit(nnx.Module):
@@ -97,21 +97,7 @@ def split_and_merge(case: Case) -> Made:
         result = _step(case, model, *inputs)
         return result, nnx.state(model)
 
-    call = jax.jit(
-        jax.shard_map(
-            program,
-            mesh=case.mesh,
-            in_specs=(case.state_spec, *[case.split.spec] * len(case.inputs)),
-            out_specs=(result_spec(case), case.state_spec),
-        )
-    )
-
-    def step() -> Any:
-        nonlocal state
-        result, state = call(state, *case.inputs)
-        return result
-
-    def first() -> Any:
+    def first(state: Any) -> Any:
         return nnx.merge(graphdef, state).variables()[0][...]
 
-    return Made(step, first, lambda: call.lower(state, *case.inputs))
+    return fed_back(case, jax.jit(mapped(case, program)), state, first)

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 
-from ._case import RATE, Case, Made, loss, moved, result_spec
+from ._case import RATE, Case, Made, fed_back, loss, moved, result_spec
 
 
 class Unit(sm.Module):
@@ -88,13 +88,7 @@ def make(case: Case, donate: Literal["none", "states"] = "none", pack: bool = Fa
         donate=donate,
     )
     model = sm.pack(_model(case), case.mesh) if pack else _model(case)
-
-    def step() -> Any:
-        nonlocal model
-        result, model = call(model, *case.inputs)
-        return result
-
-    return Made(step, lambda: _first(model), lambda: call.lower(model, *case.inputs))
+    return fed_back(case, call, model, _first)
 
 
 donating = functools.partial(make, donate="states")

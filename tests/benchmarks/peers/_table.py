@@ -1,6 +1,7 @@
 """What was measured, as a table and as a picture."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -82,15 +83,17 @@ def put(page: Path, lines: Sequence[str]) -> None:
 
 
 def picture(rows: Sequence[Row], file: Path) -> None:
-    """A call's time on the wall by the number of states, split over the most devices."""
+    """A call's time on the wall by the number of states, on the devices measured with most such numbers."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    most = max(row.devices for row in rows)
-    chosen = [row for row in rows if (row.kind, row.devices) == ("sharded", most)]
+    split = [row for row in rows if row.kind == "sharded"]
+    sizes = Counter(devices for devices, _ in {(row.devices, row.states) for row in split})
+    most = max(sizes, key=lambda devices: (sizes[devices], devices))
+    chosen = [row for row in split if row.devices == most]
     for peer in dict.fromkeys(row.peer for row in chosen):
         points = [(row.states, 1e3 * row.wall) for row in chosen if row.peer == peer and row.wall]
         if points:
