@@ -14,7 +14,8 @@ from ._base._paths import path_str, positional_names
 from ._base._types import NUMBERS, KeyPath, is_state
 
 
-_SHAPED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+# References are no arrays to JAX, traced or not.
+_SHAPED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, jax.Ref, jax.core.Tracer)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

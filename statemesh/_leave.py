@@ -85,7 +85,7 @@ class _Leaving:
     def emit(self, x: Any, where: Place, path: str) -> Output:
         x = where.put(jnp.asarray(x))
         if x.ndim < len(where.axes):
-            self.wrong.rank.append(errors.RankMismatch(path, x, where.spec))
+            self.wrong.rank.append(errors.RankMismatch(path, x, where.written))
         self.outputs.append(x)
         self.places.append(where)
         return Output(len(self.outputs) - 1)

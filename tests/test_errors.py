@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
@@ -365,15 +365,6 @@ def no_out_specs() -> Any:
 @mistake(
     TypeError,
     """\
-in_specs=None says nothing. Write in_specs=P() for replicated arguments, or one entry for each positional argument: in_specs=(None, P('x')).""",
-)
-def in_specs_none() -> Any:
-    return sm.shard_map(step, make_mesh(), None, P())
-
-
-@mistake(
-    TypeError,
-    """\
 in_specs[1] is 'x' of type str, not a spec. Use P('axis'), P(), None, or for a state sm.PerShard('axis').""",
 )
 def text_for_a_spec() -> Any:
@@ -419,7 +410,7 @@ def devices_for_a_mesh() -> Any:
 @mistake(
     sm.SpecError,
     """\
-the mesh Mesh() has no devices. Make one with `jax.make_mesh((jax.device_count(),), ('x',))`.""",
+shard_map requires a non-empty mesh, but Mesh() has no devices. Make one with `jax.make_mesh((jax.device_count(),), ('x',))`.""",
 )
 def empty_mesh() -> Any:
     return sm.shard_map(step, Mesh(np.empty((), dtype=object), ()), P(), P())
@@ -429,8 +420,8 @@ def empty_mesh() -> Any:
     sm.SpecError,
     """\
 specs name axes that there are not:
-  - in_specs[1] = P('x', 'model') names 'model'
-  - out_specs = P(('y', 'data')) names 'data'
+  - in_specs[1] refers to 'model': P('x', 'model')
+  - out_specs refers to 'data': P(('y', 'data'))
 The axes to map over are 'x', 'y' of Mesh(x=4, y=2).""",
 )
 def unknown_axis() -> Any:
@@ -441,8 +432,8 @@ def unknown_axis() -> Any:
     sm.SpecError,
     """\
 specs name axes that there are not:
-  - state_in_specs[ParamState] = P('z') names 'z'
-  - state_in_specs[...] = PerShard('w') names 'w'
+  - state_in_specs[ParamState] refers to 'z': P('z')
+  - state_in_specs[...] refers to 'w': PerShard('w')
 The axes to map over are 'x' of Mesh(x=8).""",
 )
 def unknown_axis_for_states() -> Any:
@@ -453,7 +444,7 @@ def unknown_axis_for_states() -> Any:
     sm.SpecError,
     """\
 specs name axes that there are not:
-  - the spec of model = P('model') names 'model'
+  - the spec of model refers to 'model': P('model')
 The axes to map over are 'x' of Mesh(x=8).""",
 )
 def unknown_axis_in_a_states_own_spec() -> Any:
@@ -464,7 +455,7 @@ def unknown_axis_in_a_states_own_spec() -> Any:
     sm.SpecError,
     """\
 specs name axes that there are not:
-  - in_specs[1] = P('x', 'y') names 'y'
+  - in_specs[1] refers to 'y': P('x', 'y')
 The axes to map over are 'x' of Mesh(x=4, y=2); 'y' is not mapped over.""",
 )
 def axis_that_is_left_to_the_compiler() -> Any:
@@ -505,7 +496,7 @@ def legacy_auto_of_all_axes() -> Any:
 @mistake(
     sm.SpecError,
     """\
-no mesh: shard_map was given none, and none is set. Pass `mesh=...`, or call inside `with jax.set_mesh(mesh):`.""",
+no mesh: shard_map was given none, and none is set. The context mesh cannot be empty where `mesh` is left out. Pass `mesh=...`, or call inside `with jax.set_mesh(mesh):`.""",
 )
 def no_mesh() -> Any:
     return sm.shard_map(step, None, (P(), P("x")), (P("x"), P()))(net(), X)
@@ -524,10 +515,21 @@ def another_mesh_than_the_one_that_is_set() -> Any:
 @mistake(
     sm.SpecError,
     """\
-Mesh(x=8) is an AbstractMesh, which has no devices to run on. Call under `jax.jit` with arguments that lie on devices, or pass a `jax.sharding.Mesh`.""",
+Mesh(x=8) is an AbstractMesh, which has no devices to run on. Please pass `jax.Array`s with a `NamedSharding` as input to `shard_map` when passing `AbstractMesh` to the mesh argument, or pass a `jax.sharding.Mesh`.""",
 )
 def abstract_mesh_outside_a_trace() -> Any:
     return call(mesh=make_mesh().abstract_mesh)(net(), X)
+
+
+@mistake(
+    sm.SpecError,
+    """\
+Mesh shape of the input float32[8], which lies on Mesh(x=4), does not match the mesh shape passed to shard_map: Mesh(x=8), an AbstractMesh, whose devices are to be those of the arguments.""",
+)
+def abstract_mesh_that_arguments_do_not_lie_on() -> Any:
+    x = jax.device_put(np.ones(8), NamedSharding(make_mesh("4"), P("x")))
+    mesh = make_mesh().abstract_mesh
+    return sm.shard_map(lambda x: x, mesh, P("x"), P("x"))(x)
 
 
 @mistake(
@@ -570,7 +572,7 @@ def keyword_that_is_not_accepted() -> Any:
     sm.SpecError,
     """\
 specs must be a tree prefix of what they place:
-  - in_specs[0] is a dict with keys ['a', 'b'], but model is a dict with keys ['a']
+  - shard_map in_specs[0] is a dict with keys ['a', 'b'], but model is a dict with keys ['a']
 One spec stands for a whole subtree: P() or P('axis') in its place fits anything.""",
 )
 def specs_that_are_no_prefix() -> Any:
@@ -581,7 +583,7 @@ def specs_that_are_no_prefix() -> Any:
     sm.SpecError,
     """\
 specs must be a tree prefix of what they place:
-  - in_specs[0]['s'] = {'k': P('x',)} reaches into the State model['s']; States are placed by `state_in_specs`, `state_out_specs` or their own `spec`
+  - shard_map in_specs[0]['s'] = {'k': P('x',)} reaches into the State model['s']; States are placed by `state_in_specs`, `state_out_specs` or their own `spec`
 One spec stands for a whole subtree: P() or P('axis') in its place fits anything.""",
 )
 def specs_that_reach_into_a_state() -> Any:
@@ -592,7 +594,7 @@ def specs_that_reach_into_a_state() -> Any:
     sm.SpecError,
     """\
 specs must be a tree prefix of what they place:
-  - in_specs is a dict with keys ['model', 'x'], but model is a Net
+  - shard_map in_specs is a dict with keys ['model', 'x'], but model is a Net
 One spec stands for a whole subtree: P() or P('axis') in its place fits anything.""",
 )
 def one_dictionary_for_several_arguments() -> Any:
@@ -616,7 +618,7 @@ def spec_of_a_state_that_is_no_prefix_of_its_value() -> Any:
 step: arrays do not fit their specs on Mesh(x=4):
   - model.w: float32[6,2] with spec P('x'): axis 0 has size 6, not divisible by 'x' of size 4 (6 % 4 = 2)
   - x: float32[6,3] with spec P('x'): axis 0 has size 6, not divisible by 'x' of size 4 (6 % 4 = 2)
-Pad the array, choose another spec, or use P() to replicate it.""",
+Pad the array, choose another spec, or, to replicate it, consider using an in_specs entry of `P()`.""",
 )
 def size_six_on_four_shards() -> Any:
     return call(mesh=make_mesh("4"), state_in_specs={sm.ParamState: P("x")})(
@@ -629,7 +631,7 @@ def size_six_on_four_shards() -> Any:
     """\
 step: arrays do not fit their specs on Mesh(x=4, y=2):
   - x: float64[12] with spec P(('x', 'y')): axis 0 has size 12, not divisible by 'x', 'y' of size 4 * 2 = 8 (12 % 8 = 4)
-Pad the array, choose another spec, or use P() to replicate it.""",
+Pad the array, choose another spec, or, to replicate it, consider using an in_specs entry of `P()`.""",
 )
 def size_that_two_axes_do_not_divide() -> Any:
     return call(mesh=make_mesh("4x2"), in_specs=(P(), P(("x", "y"))))(net(), np.zeros(12))
@@ -639,9 +641,9 @@ def size_that_two_axes_do_not_divide() -> Any:
     sm.SpecError,
     """\
 step: arrays do not fit their specs on Mesh(x=8):
-  - model.mean: float32[] with spec P('x') has 0 axes, but the spec has 1
-  - model.count: int32[] with spec P('x') has 0 axes, but the spec has 1
-Pad the array, choose another spec, or use P() to replicate it.""",
+  - model.mean: float32[], which has rank 0, with spec P('x'), which has length 1
+  - model.count: int32[], which has rank 0, with spec P('x'), which has length 1
+Pad the array, choose another spec, or, to replicate it, consider using an in_specs entry of `P()`.""",
 )
 def spec_of_a_scalar() -> Any:
     return call(state_in_specs=P("x"))(net(), X)
@@ -651,8 +653,8 @@ def spec_of_a_scalar() -> Any:
     sm.SpecError,
     """\
 step: arrays do not fit their specs on Mesh(x=4, y=2):
-  - x: float32[16] with spec P('x', 'y') has 1 axis, but the spec has 2
-Pad the array, choose another spec, or use P() to replicate it.""",
+  - x: float32[16], which has rank 1, with spec P('x', 'y'), which has length 2
+Pad the array, choose another spec, or, to replicate it, consider using an in_specs entry of `P()`.""",
 )
 def spec_longer_than_the_array() -> Any:
     return call(mesh=make_mesh("4x2"), in_specs=(P(), P("x", "y")))(net(), X)
@@ -663,7 +665,7 @@ def spec_longer_than_the_array() -> Any:
     """\
 step: arrays do not fit their specs on Mesh(x=8):
   - model: float32[4,3] with spec P('x') (PerShard): axis 0 has size 4, one entry per shard is 8
-Pad the array, choose another spec, or use P() to replicate it.""",
+Pad the array, choose another spec, or, to replicate it, consider using an in_specs entry of `P()`.""",
 )
 def per_shard_of_another_size() -> Any:
     return call()(sm.State(np.zeros((4, 3)), spec=sm.PerShard("x")), X)
@@ -674,7 +676,7 @@ def per_shard_of_another_size() -> Any:
     """\
 step: arrays do not fit their specs on Mesh(x=8):
   - model: float32[] with spec P('x') (PerShard) is a scalar; it needs a leading axis of one entry per shard
-Pad the array, choose another spec, or use P() to replicate it.""",
+Pad the array, choose another spec, or, to replicate it, consider using an in_specs entry of `P()`.""",
 )
 def per_shard_of_a_scalar() -> Any:
     return call()(sm.State(0.0, spec=sm.PerShard("x")), X)
@@ -821,7 +823,7 @@ def sum_of_a_boolean() -> Any:
 @mistake(
     sm.SpecError,
     """\
-<lambda>: out_specs say that results are the same on every shard, but:
+<lambda>: out_specs require replication, but results were statically inferred to vary:
   - <lambda>(...)[0]['loss']: float32[] varies over 'x' but its out_spec is P()
   - <lambda>(...)[0]['y']: float32[2] varies over 'x' but its out_spec is P()
 Reduce it, as with jax.lax.psum(value, 'x'), or name 'x' in out_specs to join the shards' parts.""",
@@ -833,8 +835,8 @@ def result_that_varies() -> Any:
 @mistake(
     sm.SpecError,
     """\
-<lambda>: results have fewer axes than their specs:
-  - <lambda>(...)[0]: float32[] has 0 axes, but its spec is P('x')
+<lambda>: results have fewer axes than their specs have entries:
+  - <lambda>(...)[0]: float32[], which has rank 0, with spec P('x'), which has length 1
 Keep an axis, as with jnp.sum(x, keepdims=True) or x[None], or use P() for a value that is the same on every shard.""",
 )
 def result_with_too_few_axes() -> Any:
@@ -845,7 +847,7 @@ def result_with_too_few_axes() -> Any:
     sm.SpecError,
     """\
 specs must be a tree prefix of what they place:
-  - out_specs is a tuple of 2 elements, but <lambda>(...) is a tuple of 3 elements
+  - shard_map out_specs is a tuple of 2 elements, but <lambda>(...) is a tuple of 3 elements
 One spec stands for a whole subtree: P() or P('axis') in its place fits anything.""",
 )
 def out_specs_that_are_no_prefix() -> Any:

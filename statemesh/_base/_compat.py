@@ -15,7 +15,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ._types import NO_AXES, Axes, AxisName, flat_names, spec_axes
+from ._types import NO_AXES, Axes, AxisName, flat_names, only
 
 
 # `jax.shard_map`'s own default for `in_specs`; it is exported under no public name.
@@ -301,6 +301,22 @@ def manual_axes(mesh: Mesh | AbstractMesh | None) -> Axes:
     return frozenset(mesh.manual_axes) if isinstance(mesh, AbstractMesh) else NO_AXES
 
 
+def left_by_vmap(mesh: Mesh | AbstractMesh, names: Sequence[AxisName]) -> tuple[AxisName, ...]:
+    """Those of a mesh's axes over which no `vmap` around spreads its lanes, so that they can be mapped over.
+
+    With an operand that is split over Explicit axes a `vmap` takes these; which, JAX tells only inside a map.
+    """
+    found: list[AxisName] = []
+
+    def look() -> Any:
+        taken = manual_axes(jax.sharding.get_abstract_mesh())
+        found.extend(name for name in names if name in taken)
+        return jax.numpy.zeros(())
+
+    jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=(), out_specs=PartitionSpec()))
+    return tuple(found)
+
+
 def inside_checked_shard_map() -> bool:
     """Whether the types of an enclosing `shard_map` say what varies."""
     taken = manual_axes(jax.sharding.get_abstract_mesh())
@@ -311,8 +327,9 @@ def has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
     return any(kind == AxisType.Explicit for kind in mesh.axis_types)
 
 
-def has_only_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
-    return all(kind == AxisType.Explicit for kind in mesh.axis_types)
+def are_explicit(mesh: Mesh | AbstractMesh, names: Iterable[AxisName]) -> bool:
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return all(kinds[name] == AxisType.Explicit for name in names)
 
 
 def is_explicitly_typed(x: Any) -> bool:
@@ -346,12 +363,9 @@ def reshard(x: Any, sharding: NamedSharding) -> Any:
 def explicit_part(sharding: NamedSharding) -> NamedSharding:
     """What a type says of a sharding: its Explicit axes."""
     mesh = sharding.mesh
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    kept = (
-        tuple(name for name in names if kinds[name] == AxisType.Explicit)
-        for names in spec_axes(sharding.spec)
-    )
-    return NamedSharding(mesh, PartitionSpec(*(names or None for names in kept)))
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = frozenset(name for name, kind in pairs if kind == AxisType.Explicit)
+    return NamedSharding(mesh, only(sharding.spec, explicit))
 
 
 def is_tracer(x: Any) -> bool:

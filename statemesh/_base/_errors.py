@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ._paths import describe, path_str
-from ._types import UNNAMED, UNNAMED_DEVICES, AxisName, KeyPath, PerShard, is_state, spec_axes
+from ._types import UNNAMED, UNNAMED_DEVICES, AxisName, KeyPath, PerShard, is_state, written_axes
 
 
 class StatemeshError(ValueError):
@@ -65,7 +65,7 @@ class RankMismatch:
 
     path: str
     value: Any
-    spec: PartitionSpec | None
+    spec: PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +93,9 @@ class WholeState:
 def spec_str(spec: Any) -> str:
     """A spec as one types it."""
     if isinstance(spec, PartitionSpec):
-        return f"P({', '.join(map(repr, tuple(spec)))})"
+        beside = {"unreduced": spec.unreduced, "reduced": spec.reduced}
+        named = [f"{key}={set(names)!r}" for key, names in beside.items() if names]
+        return f"P({', '.join([*map(repr, spec.partitions), *named])})"
     return repr(spec)
 
 
@@ -302,13 +304,6 @@ def out_specs_required() -> TypeError:
     )
 
 
-def in_specs_none() -> TypeError:
-    return TypeError(
-        "in_specs=None says nothing. Write in_specs=P() for replicated arguments, or one entry for each "
-        "positional argument: in_specs=(None, P('x'))."
-    )
-
-
 def unknown_donate(donate: Any, known: Sequence[str]) -> StatemeshError:
     return StatemeshError(f"donate={donate!r} is not known. Use {_names(known)}.")
 
@@ -322,15 +317,15 @@ def not_a_mesh(mesh: Any) -> TypeError:
 
 def empty_mesh(mesh: Any) -> SpecError:
     return SpecError(
-        f"the mesh {mesh} has no devices. Make one with "
+        f"shard_map requires a non-empty mesh, but {mesh} has no devices. Make one with "
         "`jax.make_mesh((jax.device_count(),), ('x',))`."
     )
 
 
 def no_mesh() -> SpecError:
     return SpecError(
-        "no mesh: shard_map was given none, and none is set. Pass `mesh=...`, or call inside "
-        "`with jax.set_mesh(mesh):`."
+        "no mesh: shard_map was given none, and none is set. The context mesh cannot be empty where `mesh` "
+        "is left out. Pass `mesh=...`, or call inside `with jax.set_mesh(mesh):`."
     )
 
 
@@ -348,8 +343,17 @@ def _axis_types(mesh: Any) -> str:
 
 def abstract_mesh_outside_trace(mesh: Any) -> SpecError:
     return SpecError(
-        f"{mesh_str(mesh)} is an AbstractMesh, which has no devices to run on. Call under `jax.jit` with "
-        "arguments that lie on devices, or pass a `jax.sharding.Mesh`."
+        f"{mesh_str(mesh)} is an AbstractMesh, which has no devices to run on. Please pass `jax.Array`s with "
+        "a `NamedSharding` as input to `shard_map` when passing `AbstractMesh` to the mesh argument, or pass "
+        "a `jax.sharding.Mesh`."
+    )
+
+
+def other_mesh_of_input(x: Any, there: Any, mesh: Any) -> SpecError:
+    return SpecError(
+        f"Mesh shape of the input {describe(x)}, which lies on {mesh_str(there)}, does not match the mesh "
+        f"shape passed to shard_map: {mesh_str(mesh)}, an AbstractMesh, whose devices are to be those of "
+        "the arguments."
     )
 
 
@@ -405,7 +409,7 @@ def per_shard_for_array(where: str, spec: PerShard) -> SpecError:
 def unknown_axes(
     unknown: Sequence[tuple[str, Any, Sequence[AxisName]]], mesh: Any, names: Sequence[AxisName]
 ) -> SpecError:
-    items = [f"{where} = {spec_str(spec)} names {_names(bad)}" for where, spec, bad in unknown]
+    items = [f"{where} refers to {_names(bad)}: {spec_str(spec)}" for where, spec, bad in unknown]
     left = [name for name in mesh.axis_names if name not in names]
     there = f"The axes to map over are {_names(names)} of {mesh_str(mesh)}"
     also = f"; {_names(left)} is not mapped over" if left else ""
@@ -484,17 +488,18 @@ def shapes(name: str, bad: Sequence[ShapeMismatch], mesh: Any) -> SpecError:
     return SpecError(
         f"{name}: arrays do not fit their specs on {mesh_str(mesh)}:\n"
         + _lines(_shape_line(one, mesh) for one in bad)
-        + "\nPad the array, choose another spec, or use P() to replicate it."
+        + "\nPad the array, choose another spec, or, to replicate it, consider using an in_specs entry of "
+        "`P()`."
     )
 
 
 def _shape_line(one: ShapeMismatch, mesh: Any) -> str:
     shown = f"{one.path}: {describe(one.value)} with spec {spec_str(one.spec)}"
-    axes = spec_axes(one.spec)
+    axes = written_axes(one.spec)
     if one.dim is None:
         if one.per_shard:
             return f"{shown} (PerShard) is a scalar; it needs a leading axis of one entry per shard"
-        return f"{shown} has {_axes(one.value)}, but the spec has {len(axes)}"
+        return _rank_line(one.path, one.value, one.spec)
     size, names = np.shape(one.value)[one.dim], axes[one.dim]
     sizes = [mesh.shape[name] for name in names if name in mesh.shape]
     parts = int(np.prod(sizes, dtype=int))
@@ -506,6 +511,13 @@ def _shape_line(one: ShapeMismatch, mesh: Any) -> str:
     return (
         f"{shown}: axis {one.dim} has size {size}, not divisible by {_names(names)} of size {product} "
         f"({size} % {parts} = {size % parts})"
+    )
+
+
+def _rank_line(path: str, value: Any, spec: PartitionSpec) -> str:
+    return (
+        f"{path}: {describe(value)}, which has rank {np.ndim(value)}, with spec {spec_str(spec)}, which has "
+        f"length {len(spec.partitions)}"
     )
 
 
@@ -731,19 +743,17 @@ def out_varies(name: str, bad: Sequence[Varying]) -> SpecError:
     axes = bad[0].axis_names
     axis = axes[0] if len(axes) == 1 else axes
     return SpecError(
-        f"{name}: out_specs say that results are the same on every shard, but:\n{_lines(items)}\n"
+        f"{name}: out_specs require replication, but results were statically inferred to vary:\n"
+        f"{_lines(items)}\n"
         f"Reduce it, as with jax.lax.psum(value, {axis!r}), or name {_names(axes)} in out_specs to join the "
         "shards' parts."
     )
 
 
 def out_rank(name: str, bad: Sequence[RankMismatch]) -> SpecError:
-    items = [
-        f"{one.path}: {describe(one.value)} has {_axes(one.value)}, but its spec is {spec_str(one.spec)}"
-        for one in bad
-    ]
+    items = [_rank_line(one.path, one.value, one.spec) for one in bad]
     return SpecError(
-        f"{name}: results have fewer axes than their specs:\n{_lines(items)}\n"
+        f"{name}: results have fewer axes than their specs have entries:\n{_lines(items)}\n"
         "Keep an axis, as with jnp.sum(x, keepdims=True) or x[None], or use P() for a value that is the "
         "same on every shard."
     )

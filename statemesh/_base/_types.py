@@ -150,11 +150,15 @@ class Place(Protocol):
 
     - `axis`: the array axis, if any, that instances see the leaf without.
     - `axis_names`: the mapped axes over which its parts are kept apart.
-    - `axes`: the mapped axes that split each array axis.
+    - `axes`: the mapped axes that split each array axis, one entry for each of the spec's.
+    - `spec`, `written`: the spec in its shortest spelling, and as it was written.
     """
 
     @property
     def spec(self) -> Any: ...
+
+    @property
+    def written(self) -> Any: ...
 
     @property
     def axis(self) -> int | None: ...
@@ -184,15 +188,29 @@ def is_axis(node: object) -> bool:
 
 def spec_axes(spec: PartitionSpec) -> tuple[tuple[AxisName, ...], ...]:
     """The mesh axes of each array axis, trailing unsharded axes dropped."""
-    entries = [() if e is None else e if isinstance(e, tuple) else (e,) for e in tuple(spec)]
+    entries = list(written_axes(spec))
     while entries and not entries[-1]:
         entries.pop()
     return tuple(entries)
 
 
+def written_axes(spec: PartitionSpec) -> tuple[tuple[AxisName, ...], ...]:
+    """The mesh axes of each array axis that `spec` has an entry for."""
+    return tuple(() if e is None else e if isinstance(e, tuple) else (e,) for e in spec.partitions)
+
+
 def mentioned(spec: PartitionSpec) -> frozenset[AxisName]:
-    """Every mesh axis that `spec` names."""
-    return frozenset(name for names in spec_axes(spec) for name in names)
+    """Every mesh axis over which `spec` keeps parts apart, or sums that are still to be added up."""
+    return frozenset(name for names in spec_axes(spec) for name in names) | spec.unreduced
+
+
+def only(spec: PartitionSpec, names: Axes) -> PartitionSpec:
+    """What `spec` says of these mesh axes, in its shortest spelling."""
+    entries = [tuple(name for name in axis if name in names) for axis in spec_axes(spec)]
+    unreduced, reduced = spec.unreduced & names, spec.reduced & names
+    if unreduced == spec.unreduced:  # Their kind, which newer releases know of, stays.
+        return canonical(spec.update(partitions=tuple(entries), reduced=reduced))
+    return canonical(PartitionSpec(*entries, unreduced=unreduced, reduced=reduced))
 
 
 def canonical(spec: PartitionSpec) -> PartitionSpec:
@@ -200,14 +218,8 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
     entries = [
         None if not names else names[0] if len(names) == 1 else names for names in spec_axes(spec)
     ]
-    if not mentioned_beyond_entries(spec):
-        return PartitionSpec(*entries)
-    return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
-
-
-def mentioned_beyond_entries(spec: PartitionSpec) -> bool:
-    """Whether `spec` also carries `unreduced` or `reduced` axes."""
-    return bool(spec.unreduced or spec.reduced)
+    shortest: PartitionSpec = spec.update(partitions=tuple(entries))
+    return shortest
 
 
 def flat_names(names: AxisName | None) -> tuple[AxisName, ...]:

@@ -12,13 +12,19 @@ from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._compat import tree_util
 from .._base._prefix import broadcast_specs
-from .._base._types import AnyMesh, AxisName, PerShard, Place, StateSpecs, is_spec, is_state
+from .._base._types import AnyMesh, AxisName, PerShard, Place, StateSpecs, is_spec, is_state, only
 from .._exit import Wrong
 from .._leave import roots
 from .._match import Entered, values
 from .._model._filters import to_predicate
 from .._model._state import State
-from .._resolve._mesh import check_specs, manual_names, mesh_for_traced, resolve_mesh
+from .._resolve._mesh import (
+    check_specs,
+    manual_names,
+    mesh_for_traced,
+    mesh_of_arrays,
+    resolve_mesh,
+)
 from .._resolve._specs import (
     REPLICATED,
     UNSAID,
@@ -50,11 +56,9 @@ class BySpec:
 
     @property
     def steady(self) -> bool:
-        return self.in_specs is not compat.INFER
+        return not (self.in_specs is compat.INFER or isinstance(self.mesh, AbstractMesh))
 
     def check(self) -> None:
-        if self.in_specs is None:
-            raise errors.in_specs_none()
         mesh = self.mesh
         if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
             raise errors.not_a_mesh(mesh)
@@ -91,11 +95,16 @@ class BySpec:
         mesh = resolve_mesh(self.mesh, traced)
         if traced:
             mesh = mesh_for_traced(mesh, leaves)
-        if self.steady:
-            return self, (mesh, ())
-        inferred = _inferred(mesh, args)
+        elif isinstance(mesh, AbstractMesh):
+            mesh = mesh_of_arrays(mesh, leaves)
+        names = manual_names(mesh, self.axis_names)
+        if traced and names and not self.axis_names and compat.has_explicit_axes(mesh):
+            names = compat.left_by_vmap(mesh, names)
+        if self.in_specs is not compat.INFER:
+            return self, (mesh, names, ())
+        inferred = _inferred(mesh, names, args)
         told = dataclasses.replace(self, in_specs=inferred)
-        return told, (mesh, tuple(tree_util.tree_leaves(inferred)))
+        return told, (mesh, names, tuple(tree_util.tree_leaves(inferred)))
 
     def resolve(
         self,
@@ -106,8 +115,7 @@ class BySpec:
         leaves: Sequence[Any],
         ground: Any,
     ) -> tuple[dict[int, Place], Binding, "BySpec"]:
-        mesh = ground[0]
-        names = manual_names(mesh, self.axis_names)
+        mesh, names, _ = ground
         if not names:
             raise errors.no_axes_left(mesh)
         self._check_specs(mesh, names)
@@ -115,7 +123,7 @@ class BySpec:
         paths = {p: unit.path for unit in arguments.flat_units() for p in unit.positions}
         named = [(f"the spec of {paths[p]}", where.spec) for p, where in placements.items()]
         check_specs(named, mesh, names)
-        return placements, OnMesh(mesh, names, self.check_vma), self
+        return placements, OnMesh(mesh, names, self.check_vma, self.axis_names), self
 
     def _arriving(
         self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -123,7 +131,8 @@ class BySpec:
         named = arguments.named(args, kwargs)
         said = iter(choose_specs(self.state_in_specs, named, "state_in_specs"))
         placements: dict[int, Place] = {}
-        each = arguments.with_entries(named, self.in_specs, self.what, None, broadcast_specs)
+        what = f"shard_map {self.what}"
+        each = arguments.with_entries(named, self.in_specs, what, None, broadcast_specs)
         for unit, node, spec in each:
             if unit.kind is not None:
                 chosen = next(said)
@@ -149,7 +158,7 @@ class BySpec:
         return dataclasses.replace(self, mesh=compat.one_device_mesh(mesh))
 
     def entries(self, result: Any, root: str) -> list[Any]:
-        return broadcast_specs(self.out_specs, result, "out_specs", root)
+        return broadcast_specs(self.out_specs, result, "shard_map out_specs", root)
 
     def said(self, result: Any, root: str) -> list[Any]:
         return choose_specs(self.state_out_specs, roots(result, root), "state_out_specs")
@@ -190,15 +199,16 @@ def _flat_specs(specs: Any) -> list[tuple[Any, Any]]:
     return jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)[0]
 
 
-def _inferred(mesh: Mesh | AbstractMesh, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _inferred(
+    mesh: Mesh | AbstractMesh, names: Sequence[AxisName], args: tuple[Any, ...]
+) -> tuple[Any, ...]:
     """The specs that the types of the arguments carry, as Explicit axes make them."""
-    if not compat.has_only_explicit_axes(mesh):
+    if not compat.are_explicit(mesh, names):
         raise errors.cannot_infer(mesh)
-    return tuple(jax.tree.map(_spec_of, arg, is_leaf=is_state) for arg in args)
 
+    def spec_of(x: Any) -> PartitionSpec:
+        if not compat.is_explicitly_typed(x):
+            return PartitionSpec()
+        return only(jax.typeof(x).sharding.spec, frozenset(names))
 
-def _spec_of(x: Any) -> PartitionSpec:
-    if compat.is_explicitly_typed(x):
-        spec: PartitionSpec = jax.typeof(x).sharding.spec
-        return spec
-    return PartitionSpec()
+    return tuple(jax.tree.map(spec_of, arg, is_leaf=is_state) for arg in args)

@@ -175,7 +175,7 @@ class Pipeline:
         treedef: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        traced: bool,
+        traced: bool = False,
     ) -> Signature:
         declared = self.declared
         rules = declared.rules
@@ -192,11 +192,11 @@ class Pipeline:
             if signature is not None:
                 signature.context = context
                 return signature
-        program = Program(declared, args, kwargs, leaves, ground)
+        program = Program(declared, args, kwargs, leaves, ground, traced)
         again = rules.reconsidered(program, program.arrays(leaves))
         if again is not rules:
             declared = dataclasses.replace(declared, rules=again)
-            program = Program(declared, args, kwargs, leaves, ground)
+            program = Program(declared, args, kwargs, leaves, ground, traced)
         signature = Signature(declared, program, leaves, treedef)
         signature.context = context
         signature.key = (key, _tokens(program, leaves))
@@ -213,7 +213,7 @@ class Pipeline:
     def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
         """The program for these arguments (or `ShapeDtypeStruct`s), lowered."""
         leaves, treedef = tree_util.tree_flatten((args, kwargs))
-        signature = self._signature(leaves, treedef, args, kwargs, traced=False)
+        signature = self._signature(leaves, treedef, args, kwargs)
         inputs = signature.program.layout.abstract(signature.program.arrays(leaves))
         lowered: jax.stages.Lowered = signature.lowers.lower(*inputs)
         return lowered
@@ -221,7 +221,7 @@ class Pipeline:
     def place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments, laid out as the call wants them."""
         leaves, treedef = tree_util.tree_flatten((args, kwargs))
-        program = self._signature(leaves, treedef, args, kwargs, traced=False).program
+        program = self._signature(leaves, treedef, args, kwargs).program
         ready, _ = program.layout.concrete(program.arrays(leaves))
         if program.binding.outside is not None:
             ready = program.binding.outside(ready, program.layout.placements)
@@ -261,6 +261,6 @@ def _token(leaf: Any) -> Any:
         return kind, leaf.hex()
     try:
         hash(leaf)
-    except TypeError:
+    except Exception:  # Whatever a user's own `__hash__` raises.
         return kind, id(leaf)
     return kind, leaf

@@ -25,6 +25,8 @@ class Program:
     - `args`, `kwargs`: the arguments of the first such call. Their arrays are not kept.
     - `leaves`: the leaves of `(args, kwargs)`.
     - `ground`: what the rules found the call to stand on.
+    - `traced`: whether the call is being recorded or transformed. A jaxpr without states is to be the one
+        that JAX's own map leaves, where what comes back as it went in is a result too.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class Program:
         kwargs: dict[str, Any],
         leaves: Sequence[Any],
         ground: Any,
+        traced: bool,
     ) -> None:
         self.declared = declared
         rules = declared.rules
@@ -68,14 +71,15 @@ class Program:
             alias=declared.donate == "none",
         )
         self.repacking = Repacking(packing, placed, {p: k for k, p in enumerate(self.inputs)})
-        unpacked = enumerate(self.repacking.inputs)
+        unpacked = list(enumerate(self.repacking.inputs))
+        forwards = not traced or bool(arguments.states())
         self.instance = Instance(
             declared.fun,
             arguments,
             [None if i in placed else leaf for i, leaf in enumerate(packing.leaves)],
             sorted(placed),
             self.repacking.places,
-            frozenset(k for k, source in unpacked if source in self.layout.fresh),
+            frozenset(k for k, source in unpacked if not forwards or source in self.layout.fresh),
             Exit(
                 declared.name,
                 rules,

@@ -27,7 +27,7 @@ class Instance:
     - `template`: the arguments' leaves with the static ones filled in.
     - `inputs`: where in `template` each of the program's inputs goes.
     - `placements`: one for each input.
-    - `fresh`: which inputs are new arrays inside, made from something else.
+    - `fresh`: which inputs are new arrays inside, so that none of them comes back as it went in.
     - `exit`: how results leave.
     - `sizes`: of the mesh's axes.
     """
@@ -151,7 +151,7 @@ def _whole_beside_part(
     whole: Any, part: Any, spec: PartitionSpec, sizes: Mapping[AxisName, int]
 ) -> bool:
     """Whether some axis of `whole` is as long as a split axis of `part` was before the split."""
-    for size, names in zip(part.shape, tuple(spec), strict=False):
+    for size, names in zip(part.shape, spec.partitions, strict=False):
         if names is None:
             continue
         several = names if isinstance(names, tuple) else (names,)

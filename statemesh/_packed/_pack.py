@@ -171,7 +171,8 @@ def _traced_buffer(group: Group, arrays: Sequence[Any], mesh: AnyMesh) -> Any:
     mesh = mesh_for_traced(mesh, arrays)
     specs = [slot.where.spec for slot in group.slots]
     laid = [
-        traced_onto(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
+        traced_onto(x, NamedSharding(mesh, spec), frozenset(mesh.axis_names))
+        for x, spec in zip(arrays, specs, strict=True)
     ]
     # Each shard joins its own parts: Explicit axes do not let dimensions be split and merged over them.
     return jax.shard_map(group.join, mesh=mesh, in_specs=(specs,), out_specs=group.where.spec)(laid)

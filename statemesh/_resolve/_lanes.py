@@ -29,6 +29,7 @@ class Lane:
 
     # What a placement on a mesh has beside.
     spec: ClassVar[None] = None
+    written: ClassVar[None] = None
     axes: ClassVar[tuple[()]] = ()
 
     def take(self, part: Any) -> Any:

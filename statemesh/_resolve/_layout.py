@@ -53,9 +53,9 @@ class Layout:
         self.placements = placements
         self.strengthen = strengthen
         self.alias = alias
-        # NumPy arrays have no sharding to compare; Python numbers need none.
+        # NumPy arrays have no sharding to compare; Python numbers need none; references stay where they are.
         self.hosted = [k for k, t in enumerate(kinds) if issubclass(t, np.ndarray | np.generic)]
-        beside = {*self.hosted, *(k for k, t in enumerate(kinds) if t in NUMBERS)}
+        beside = {*self.hosted, *(k for k, t in enumerate(kinds) if t in (*NUMBERS, jax.Ref))}
         self.on_device = [k for k in range(len(kinds)) if k not in beside]
         self.fresh = frozenset(k for k, t in enumerate(kinds) if t in NUMBERS)
         self.only_arrays = len(self.on_device) == len(placements)
@@ -127,7 +127,7 @@ class Layout:
         if compat.is_tracer(x) and not recorded:
             x = compat.onto_devices(x, target.mesh)
         if compat.is_tracer(x) or recorded:
-            return traced_onto(x, target)
+            return traced_onto(x, target, self.axis_names)
         if isinstance(x, jax.Array) and lies_right(x, target, self.axis_names):
             return x
         return jax.device_put(x, target)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._base import _compat as compat
 from .._base import _errors as errors
@@ -19,7 +19,7 @@ def resolve_mesh(given: Mesh | AbstractMesh | None, traced: bool) -> Mesh | Abst
     - `given`: the mesh that the user named, if any.
     - `traced`: whether the call is being recorded or transformed rather than run.
 
-    **Raises:** `SpecError` when there is no mesh, or the two differ, or there are no devices to run on.
+    **Raises:** `SpecError` when there is no mesh, or the two differ.
     """
     context = compat.context_mesh()
     if given is None:
@@ -33,9 +33,25 @@ def resolve_mesh(given: Mesh | AbstractMesh | None, traced: bool) -> Mesh | Abst
         mesh = context
     else:
         raise errors.mesh_differs_from_context(given, context)
-    if isinstance(mesh, AbstractMesh) and not traced:
-        raise errors.abstract_mesh_outside_trace(mesh)
     return mesh
+
+
+def mesh_of_arrays(mesh: AbstractMesh, leaves: Sequence[Any]) -> Mesh:
+    """The devices of an abstract mesh: those on which the arguments of a call lie.
+
+    **Raises:** `SpecError` when none lies on such a mesh, or one on another.
+    """
+    found: list[Mesh] = []
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
+            there = leaf.sharding.mesh
+            if there.abstract_mesh != mesh:
+                raise errors.other_mesh_of_input(leaf, there, mesh)
+            if isinstance(there, Mesh):
+                found.append(there)
+    if not found:
+        raise errors.abstract_mesh_outside_trace(mesh)
+    return found[0]
 
 
 def mesh_for_traced(mesh: Mesh | AbstractMesh, leaves: Sequence[Any]) -> Mesh | AbstractMesh:

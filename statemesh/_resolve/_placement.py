@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._arguments import is_shaped
 from .._base import _compat as compat
@@ -15,7 +16,7 @@ from .._base import _errors as errors
 from .._base._compat import tree_util
 from .._base._paths import path_str
 from .._base._prefix import broadcast_specs
-from .._base._types import AxisName, StateSpecs, is_state, spec_axes
+from .._base._types import AxisName, StateSpecs, canonical, is_state, only, spec_axes
 from .._model._values import strong
 from ._mesh import check_specs, manual_names
 from ._specs import UNSAID, Placement, choose_specs, own_placements, placement
@@ -38,13 +39,15 @@ def check_shapes(
             continue
         shape = np.shape(leaf)
         if len(where.axes) > len(shape):
-            bad.append(errors.ShapeMismatch(path, leaf, where.spec, None, where.axis is not None))
+            bad.append(
+                errors.ShapeMismatch(path, leaf, where.written, None, where.axis is not None)
+            )
             continue
         for dim, names in enumerate(where.axes):
             parts = math.prod(mesh.shape[n] for n in names if n in mesh.shape)
             wrong = shape[dim] != parts if where.axis == dim else shape[dim] % parts
             if wrong:
-                found = errors.ShapeMismatch(path, leaf, where.spec, dim, where.axis is not None)
+                found = errors.ShapeMismatch(path, leaf, where.written, dim, where.axis is not None)
                 bad.append(found)
     if bad:
         raise errors.shapes(fun_name, bad, mesh)
@@ -53,29 +56,27 @@ def check_shapes(
 def lies_right(x: jax.Array, target: NamedSharding, names: frozenset[AxisName]) -> bool:
     """Whether `x` need not be moved.
 
-    On axes that the call leaves to the compiler an array may lie as it likes; on Explicit axes its
-    type has to agree too.
+    On axes that the call does not map over an array may lie as it likes; on Explicit axes its type
+    has to agree too.
     """
     here = x.sharding
     if here == target:
         return True
     mesh = target.mesh
-    if compat.has_explicit_axes(mesh) or compat.is_explicitly_typed(x):
-        return False
     if names < frozenset(mesh.axis_names):
         if not isinstance(here, NamedSharding) or here.mesh != mesh:
             return False
-        ours = [tuple(n for n in axis if n in names) for axis in spec_axes(here.spec)]
-        while ours and not ours[-1]:
-            ours.pop()
-        return tuple(ours) == spec_axes(target.spec)
+        return only(here.spec, names) == target.spec
+    if compat.has_explicit_axes(mesh) or compat.is_explicitly_typed(x):
+        return False
     return here.is_equivalent_to(target, x.ndim)
 
 
-def traced_onto(x: Any, target: NamedSharding) -> Any:
+def traced_onto(x: Any, target: NamedSharding, names: frozenset[AxisName]) -> Any:
     """A traced value laid out, where the mesh's axes are Explicit and its type says otherwise.
 
-    On Auto axes there is nothing to do: the compiler lays it out.
+    On Auto axes there is nothing to do: the compiler lays it out. On those that the call does not map over
+    it stays as it lies.
     """
     typed = compat.is_explicitly_typed(x)
     if not compat.has_explicit_axes(target.mesh):
@@ -83,9 +84,20 @@ def traced_onto(x: Any, target: NamedSharding) -> Any:
     if not isinstance(x, jax.Array | np.ndarray | np.generic):
         return x
     told = compat.explicit_part(target)
-    if typed and spec_axes(jax.typeof(x).sharding.spec) == spec_axes(told.spec):
-        return x
+    if typed:
+        here = jax.typeof(x).sharding.spec
+        if only(here, names) == only(told.spec, names):
+            return x
+        told = told.update(
+            spec=_beside(told.spec, only(here, frozenset(target.mesh.axis_names) - names))
+        )
     return compat.reshard(x, told)
+
+
+def _beside(spec: PartitionSpec, other: PartitionSpec) -> PartitionSpec:
+    """A spec that splits each axis as one does, and its parts as another does."""
+    pairs = zip_longest(spec_axes(spec), spec_axes(other), fillvalue=())
+    return canonical(spec.update(partitions=tuple(a + b for a, b in pairs)))
 
 
 def onto(x: Any, target: NamedSharding, alias: bool = True) -> jax.Array:

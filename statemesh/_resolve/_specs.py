@@ -8,7 +8,15 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .._base._prefix import broadcast_specs
-from .._base._types import AxisName, PerShard, StateSpecs, canonical, is_state, mentioned, spec_axes
+from .._base._types import (
+    AxisName,
+    PerShard,
+    StateSpecs,
+    canonical,
+    is_state,
+    mentioned,
+    written_axes,
+)
 from .._model._filters import first_matches
 from .._model._state import State
 
@@ -19,17 +27,21 @@ class Placement:
 
     **Attributes:**
 
-    - `axes`: the mesh axes that split each array axis.
+    - `written`: the spec as the user wrote it. One with more entries than an array has axes is a mistake,
+        whatever the entries.
+    - `axes`: the mesh axes that split each array axis, one entry for each of the spec's.
     - `axis_names`: all of these: the axes over which the leaf's parts are kept apart.
     """
 
-    spec: PartitionSpec
+    spec: PartitionSpec = dataclasses.field(init=False)
+    written: PartitionSpec = dataclasses.field(compare=False)
     axis: int | None = None
     axes: tuple[tuple[AxisName, ...], ...] = dataclasses.field(init=False, compare=False)
     axis_names: frozenset[AxisName] = dataclasses.field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "axes", spec_axes(self.spec))
+        object.__setattr__(self, "spec", canonical(self.written))
+        object.__setattr__(self, "axes", written_axes(self.written))
         object.__setattr__(self, "axis_names", mentioned(self.spec))
 
     def take(self, shard: Any) -> Any:
@@ -49,8 +61,8 @@ def placement(spec: PartitionSpec | PerShard | None) -> Placement:
     if spec is None:
         return REPLICATED
     if isinstance(spec, PerShard):
-        return Placement(canonical(PartitionSpec(spec.axis_names)), axis=0)
-    return Placement(canonical(spec))
+        return Placement(PartitionSpec(spec.axis_names), axis=0)
+    return Placement(spec)
 
 
 def own_placements(state: State, spec: Any, path: str) -> list[Placement]:

@@ -1,0 +1,125 @@
+"""What a test file of JAX sees in the place of `jax.shard_map` and `jax.pmap`."""
+
+import builtins
+import functools
+import importlib
+import types
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import statemesh as sm
+
+
+def _broken(mapping: Callable[..., Any]) -> Callable[..., Any]:
+    """A map whose results are wrong: twice what they should be."""
+
+    def twice(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x + x, tree)
+
+    def mapped(fun: Any, *args: Any, **kwargs: Any) -> Any:
+        return mapping(lambda *a, **k: twice(fun(*a, **k)), *args, **kwargs)
+
+    return mapped
+
+
+def _by_one_name(mapping: Callable[..., Any]) -> Callable[..., Any]:
+    """`jax.shard_map` has no name for the function."""
+
+    def mapped(*fun: Any, **kwargs: Any) -> Any:
+        return mapping(*fun, **kwargs)
+
+    return mapped
+
+
+# By the name of a variant: what stands for `shard_map`, and for `pmap`.
+VARIANTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "jax": (jax.shard_map, jax.pmap),
+    "statemesh": (_by_one_name(sm.shard_map), sm.pmap2),
+    "not compiled": (_by_one_name(functools.partial(sm.shard_map, jit=False)), sm.pmap2),
+    "broken": (_by_one_name(_broken(sm.shard_map)), _broken(sm.pmap2)),
+}
+
+
+class Counted:
+    """A mapping function that counts what is made with it, and how often that is called.
+
+    **Attributes:**
+
+    - `count`: by "made" and "called".
+    """
+
+    def __init__(self, mapping: Callable[..., Any]) -> None:
+        self.mapping = mapping
+        self.count: Counter[str] = Counter()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.count["made"] += 1
+        made = self.mapping(*args, **kwargs)
+        if not args or not callable(args[0]):  # A decorator is made, which makes the mapping.
+            return lambda fun: self._counted(made(fun))
+        return self._counted(made)
+
+    def _counted(self, made: Any) -> Any:
+        return _Counting(made, self.count)
+
+
+class _Counting:
+    """A mapped function whose calls are counted, and which is itself in all else."""
+
+    def __init__(self, made: Any, count: Counter[str]) -> None:
+        self.__dict__.update(_made=made, _count=count)
+        functools.update_wrapper(self, made)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._count["called"] += 1
+        return self._made(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made, name)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
+
+class _Seen(types.ModuleType):
+    """A module with other functions under some of its names."""
+
+    def __init__(self, module: types.ModuleType, instead: Mapping[str, Any]) -> None:
+        super().__init__(module.__name__)
+        self.__dict__.update(_module=module, **instead)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def load(file: Path, variant: str) -> tuple[types.ModuleType, dict[str, Counted]]:
+    """The module of a test file that sees other functions than JAX has, and these.
+
+    Only that file's imports are changed: JAX's own modules go on with what they have.
+    """
+    shard_map, pmap = map(Counted, VARIANTS[variant])
+    instead = {"shard_map": shard_map, "pmap": pmap}
+    homes = {"jax": instead, "jax._src.shard_map": {"shard_map": shard_map}}
+
+    def importing(
+        name: str,
+        globals: Mapping[str, Any] | None = None,
+        locals: Mapping[str, Any] | None = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> Any:
+        module = importlib.__import__(name, globals, locals, fromlist or (), level)
+        if name == "jax._src.shard_map" and fromlist:
+            return _Seen(module, homes[name])
+        return _Seen(module, instead) if module is jax else module
+
+    module = types.ModuleType(file.stem)
+    module.__dict__.update(
+        __file__=str(file), __builtins__={**vars(builtins), "__import__": importing}
+    )
+    exec(compile(file.read_text(), str(file), "exec"), module.__dict__)
+    return module, instead
