@@ -67,7 +67,7 @@ jtu.request_cpu_devices(8)
 
 class Test(unittest.TestCase):
     def test_both(self):
-        mesh = jax.make_mesh((8,), ("x",))
+        mesh = jax.sharding.Mesh(jax.devices(), ("x",))
         x = jax.numpy.arange(8.0)
         for over in (jax.shard_map, shard_map):
             @over(mesh=mesh, in_specs=P("x"), out_specs=P("x"))

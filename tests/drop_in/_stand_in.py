@@ -20,8 +20,11 @@ def _broken(mapping: Callable[..., Any]) -> Callable[..., Any]:
     def twice(tree: Any) -> Any:
         return jax.tree.map(lambda x: x + x, tree)
 
-    def mapped(fun: Any, *args: Any, **kwargs: Any) -> Any:
-        return mapping(lambda *a, **k: twice(fun(*a, **k)), *args, **kwargs)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        if not args:
+            return functools.partial(mapped, **kwargs)
+        fun, *others = args
+        return mapping(lambda *a, **k: twice(fun(*a, **k)), *others, **kwargs)
 
     return mapped
 
