@@ -3,9 +3,9 @@
     python -m tests.drop_in run ~/jax/tests/shard_map_test.py results.json [--with statemesh]
     python -m tests.drop_in compare jax.json results.json
 
-The files are those of JAX's repository, of the release that is installed; the extra `dev` is needed. `--with` is
-one of: jax, the real functions; statemesh; not compiled (`jit=False`); broken, which is to fail hundreds. `compare`
-lists what passes in the first results and not in the second.
+The files are those of JAX's repository, of the release that is installed; the extra `dev` is needed.
+`--with` is one of: jax, the real functions; statemesh; not compiled (`jit=False`); broken, which is to
+fail hundreds. `compare` lists what passes in the first results and not in the second.
 """
 
 import argparse
