@@ -246,7 +246,7 @@ def test_what_was_not_written_is_no_output_of_the_program(check_vma: bool) -> No
     assert new.unused.value["a"] is net.unused.value["a"]
     assert new.bias is net.bias and new.table is net.table
     # The loss and the mean; the gradients of w, unused and bias.
-    shapes = sorted(x.shape for x in jax.tree.leaves(call.lower(net, x).out_info))
+    shapes = sorted(x.shape for x in jax.tree.leaves(call.lower(net, x).program.out_info))
     assert shapes == [(), (), (2,), (3,), (3,)]
 
 

@@ -75,7 +75,7 @@ def test_an_untouched_state_is_no_output(transform: Any) -> None:
     mapped = transform(read, in_axes=(None, 0), state_in_axes=sm.State)
     states = [sm.State(jnp.arange(8.0)), sm.State(jnp.zeros((8, 2)))]
     lowered = mapped.lower(states, jnp.ones(8))
-    assert len(jax.tree.leaves(lowered.out_info)) == 1
+    assert len(jax.tree.leaves(lowered.program.out_info)) == 1
     states, x = mapped.place(states, jnp.ones(8))
     _, after = mapped(states, x)
     assert all(a.value is b.value for a, b in zip(after, states, strict=True))

@@ -223,7 +223,7 @@ def test_what_is_not_written_comes_back_as_the_same_array(lanes: Any) -> None:
         assert model[name].value is placed[0][name].value
     assert model["array"] is placed[0]["array"]
     # Nor is it an output of the program.
-    (output,) = jax.tree.leaves(call.lower(*args).out_info)
+    (output,) = jax.tree.leaves(call.lower(*args).program.out_info)
     assert output.shape == X.shape
 
 
@@ -458,7 +458,11 @@ def test_lower_gives_the_program_from_shapes_alone(lanes: Any) -> None:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (model(), X))
     lowered = call.lower(*shapes)
     assert count.times == 1
-    assert sorted(x.shape for x in jax.tree.leaves(lowered.out_info)) == [(), (N, 3), (N, 3)]
+    assert sorted(x.shape for x in jax.tree.leaves(lowered.program.out_info)) == [
+        (),
+        (N, 3),
+        (N, 3),
+    ]
     assert lowered.compile().as_text()
 
 

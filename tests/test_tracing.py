@@ -131,7 +131,7 @@ def test_untouched_states_are_the_arrays_that_went_in(kind: str, name: str) -> N
     _, *after = call(*placed)
     for new, old in zip(after, placed, strict=False):
         assert new.value is old.value
-    (output,) = jax.tree.leaves(call.lower(*args).out_info)
+    (output,) = jax.tree.leaves(call.lower(*args).program.out_info)
     assert output.shape == (8, 3)
 
 

@@ -424,6 +424,21 @@ def axis_twice(twice: Sequence[tuple[str, Any, Sequence[AxisName]]]) -> SpecErro
 # Calls
 
 
+def other_structure(name: str, lowered: Any, given: Any) -> TypeError:
+    return TypeError(
+        f"{name}: Function compiled with input pytree does not match the input pytree it was called with. "
+        f"It was compiled for {lowered}, and called with {given}."
+    )
+
+
+def other_statics(name: str, differ: Sequence[tuple[Any, Any]]) -> TypeError:
+    items = [f"{was!r}, and called with {now!r}" for was, now in differ]
+    return TypeError(
+        f"{name} was compiled for arguments that are no arrays, and called with others:\n{_lines(items)}\n"
+        "Lower it for these, or call the function itself, which compiles anew."
+    )
+
+
 def arity(name: str, what: str, entries: int, args: int) -> StatemeshError:
     kind, left = (
         (SpecError, "is not sharded") if what == "in_specs" else (BatchAxisError, "all lanes share")

@@ -3,11 +3,10 @@
 import inspect
 from typing import Any
 
-import jax
-
 from .._base._paths import fun_name
 from ._declared import Declared
 from ._pipeline import Pipeline
+from ._stages import Lowered
 from ._static import Boxes
 
 
@@ -65,16 +64,18 @@ class StatefulMapping:
             return self
         return StatefulMapping(self._pipeline.declared, self._pipeline, (instance,), self._boxes)
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Lower the call without running it.
 
         **Arguments:**
 
         - `args`, `kwargs`: the arguments, or `jax.ShapeDtypeStruct`s in place of arrays.
 
-        **Returns:** a `jax.stages.Lowered` of the program over the arguments' array leaves.
+        **Returns:** what `jax.jit(...).lower` gives: `args_info` and `out_info` by the call's own arguments
+        and result, `as_text()`, and `compile()`, which gives a function of the call's arguments. Its
+        `program` is the `jax.stages.Lowered` of a function of the arguments' arrays.
         """
-        return self._pipeline.lower(self._all(args), kwargs)
+        return self._pipeline.lower(args, kwargs, self._all)
 
     def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Lay arguments out as the call wants them, so that no call has to move them.

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from .._arguments import check_arity
+from .._arguments import check_arity, is_shaped
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._compat import tree_util
@@ -25,7 +25,8 @@ from .._write_back import WriteBack
 from ._binding import Outside
 from ._declared import Declared
 from ._donate import DonatingProgram
-from ._program import Program
+from ._program import Program, static_token
+from ._stages import Lowered
 
 
 # Programs kept for one mapped call. Static leaves that are compared by identity can make a new
@@ -210,13 +211,19 @@ class Pipeline:
             alike.pop(next(iter(alike)))
         alike[statics] = signature
 
-    def lower(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> jax.stages.Lowered:
-        """The program for these arguments (or `ShapeDtypeStruct`s), lowered."""
+    def lower(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        complete: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+    ) -> Lowered:
+        """The call of these arguments, or of others with their shapes and dtypes, lowered."""
+        args, kwargs = jax.tree.map(_described, (complete(args), kwargs))
         leaves, treedef = tree_util.tree_flatten((args, kwargs))
         signature = self._signature(leaves, treedef, args, kwargs)
-        inputs = signature.program.layout.abstract(signature.program.arrays(leaves))
-        lowered: jax.stages.Lowered = signature.lowers.lower(*inputs)
-        return lowered
+        program = signature.program
+        inputs = program.layout.abstract(program.arrays(leaves))
+        return Lowered(signature.lowers.lower(*inputs), program, treedef, complete)
 
     def place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments, laid out as the call wants them."""
@@ -248,19 +255,17 @@ def _brought_out(
     return call
 
 
+def _described(leaf: Any) -> Any:
+    """A leaf that has only a shape and a dtype in the form that JAX has for that."""
+    if is_shaped(leaf) or isinstance(leaf, type):
+        return leaf
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return leaf
+
+
 def _tokens(program: Program, leaves: Sequence[Any]) -> tuple[Any, ...]:
     """What a program depends on beside types: of the inputs, what the rules say, and the static leaves, by
     value where they can be hashed, else by identity."""
     shapes = program.declared.rules.key(program.arrays(leaves))
-    return shapes, *(_token(leaves[i]) for i in program.statics_at)
-
-
-def _token(leaf: Any) -> Any:
-    kind = type(leaf)
-    if isinstance(leaf, float):  # nan is not equal to itself, and -0.0 is to 0.0
-        return kind, leaf.hex()
-    try:
-        hash(leaf)
-    except Exception:  # Whatever a user's own `__hash__` raises.
-        return kind, id(leaf)
-    return kind, leaf
+    return shapes, *map(static_token, program.static_leaves(leaves))

@@ -128,3 +128,15 @@ class Program:
 
         outputs = self.binding.call(run, self.declared.name, self.layout, arrays)
         return outputs, found[0]
+
+
+def static_token(leaf: Any) -> Any:
+    """What a static leaf is compared by: its type and value, or its identity if it cannot be hashed."""
+    kind = type(leaf)
+    if isinstance(leaf, float):  # nan is not equal to itself, and -0.0 is to 0.0
+        return kind, leaf.hex()
+    try:
+        hash(leaf)
+    except Exception:  # Whatever a user's own `__hash__` raises.
+        return kind, id(leaf)
+    return kind, leaf

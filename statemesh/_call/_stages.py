@@ -1,0 +1,106 @@
+"""A mapped call that does not run yet: lowered, and compiled."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._base import _errors as errors
+from .._base._compat import tree_util
+from ._program import Program, static_token
+
+
+class Stage:
+    """What there is of a call before it runs, by its own arguments and result.
+
+    All else is that of the `jax.stages.Lowered` or `Compiled` in `program`.
+
+    **Attributes:**
+
+    - `program`: what was lowered: a function of the arguments' arrays. What comes back as it went in is no
+        output of it.
+    - `in_tree`: the structure of `(args, kwargs)`.
+    """
+
+    def __init__(
+        self,
+        program: Any,
+        call: Program,
+        treedef: Any,
+        complete: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+    ) -> None:
+        # `complete`: what the mapped call makes of positional arguments, as with a bound method's object.
+        self.program = program
+        self._complete = complete
+        self.in_tree = treedef
+        self._call = call
+
+    @property
+    def args_info(self) -> Any:
+        """The arguments, as `(args, kwargs)`, with a `jax.stages.ArgInfo` for each array."""
+        return self._with_inputs(tree_util.tree_leaves(self.program.args_info))
+
+    @property
+    def out_info(self) -> Any:
+        """The result, with a `jax.ShapeDtypeStruct` for each array."""
+        outputs, back = self.program.out_info
+        inputs = tree_util.tree_leaves(self.program.args_info)
+        return back(outputs, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs])
+
+    @property
+    def out_tree(self) -> Any:
+        """The structure of the result."""
+        return tree_util.tree_structure(self.out_info)
+
+    def _with_inputs(self, inputs: Sequence[Any]) -> Any:
+        call = self._call
+        leaves = dict(zip(call.statics_at, call.statics, strict=True))
+        leaves |= dict(zip(call.inputs, inputs, strict=True))
+        return self.in_tree.unflatten([leaves[position] for position in range(len(leaves))])
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "program":  # Not there yet: while it is copied.
+            raise AttributeError(name)
+        return getattr(self.program, name)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._call.declared.name}>"
+
+
+class Lowered(Stage):
+    """A call, lowered."""
+
+    def compile(self, *args: Any, **kwargs: Any) -> "Compiled":
+        """Compile it.
+
+        **Arguments:**
+
+        - `args`, `kwargs`: those of `jax.stages.Lowered.compile`.
+
+        **Returns:** a function of the call's arguments.
+        """
+        compiled = self.program.compile(*args, **kwargs)
+        return Compiled(compiled, self._call, self.in_tree, self._complete)
+
+
+class Compiled(Stage):
+    """A call, compiled for arguments like these: called as the function is."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call, layout = self._call, self._call.layout
+        leaves, treedef = tree_util.tree_flatten((self._complete(args), kwargs))
+        if treedef != self.in_tree:
+            raise errors.other_structure(call.declared.name, self.in_tree, treedef)
+        pairs = zip(call.statics, call.static_leaves(leaves), strict=True)
+        if differ := [(a, b) for a, b in pairs if static_token(a) != static_token(b)]:
+            raise errors.other_statics(call.declared.name, differ)
+        given = [
+            x if isinstance(x, jax.Array) or k in layout.fresh else jnp.asarray(x)
+            for k, x in enumerate(call.arrays(leaves))
+        ]
+        ready, shown = layout.concrete(given)
+        outputs, back = self.program(*ready)
+        if call.binding.outside is not None:
+            outputs = call.binding.outside(outputs, back.places)
+        return back(outputs, shown)

@@ -1,0 +1,126 @@
+"""`lower` and what it gives: the call by its own arguments and result, before it runs."""
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+
+from .helpers import assert_same, assert_says, make_mesh
+
+
+jnp: Any = jax.numpy
+structure: Any = jax.tree.structure
+X = np.arange(16, dtype=np.float32)
+
+
+class Net(sm.Module):
+    w: sm.ParamState
+    count: sm.State
+    activation: Callable[[Any], Any]
+
+
+def net() -> Net:
+    return Net(sm.ParamState(jnp.float32(2)), sm.State(0), jnp.tanh)
+
+
+def step(net: Net, x: jax.Array, *, by: Any = 1) -> Any:
+    return net.activation(x * net.w.value * by), net.replace(count=net.count.value + 1)
+
+
+def mapped(**options: Any) -> Any:
+    return sm.shard_map(step, make_mesh(), (None, P("x")), (P("x"), P()), **options)
+
+
+@pytest.mark.parametrize("donate", ["none", "states"])
+def test_what_is_compiled_is_called_as_the_function_is(donate: Any) -> None:
+    call = mapped(donate=donate)
+    compiled = call.lower(net(), X).compile()
+    y, after = compiled(net(), X)
+    assert_same((y, after), call(net(), X))
+    # What came out goes in again.
+    _, again = compiled(after, y)
+    assert int(again.count.value) == 2
+
+
+def test_keyword_arguments_from_the_host() -> None:
+    compiled = mapped().lower(net(), X, by=np.float32(2)).compile()
+    np.testing.assert_allclose(compiled(net(), X, by=np.float32(3))[0], np.tanh(6 * X), rtol=1e-6)
+
+
+def test_what_goes_in_and_what_comes_out() -> None:
+    lowered = mapped(donate="states").lower(net(), X)
+    ((model, x), kwargs) = lowered.args_info
+    assert kwargs == {} and x.shape == (16,) and not x.donated
+    assert model.activation is jnp.tanh and model.count.value.donated and not model.w.value.donated
+    y, after = lowered.out_info
+    assert (y.shape, y.dtype, after.w.value.shape) == ((16,), np.float32, ())
+    assert structure((y, after)) == lowered.out_tree == structure((X, net()))
+    assert structure(((net(), X), {})) == lowered.in_tree == lowered.compile().in_tree
+    # The parameter comes back as it went in.
+    assert len(jax.tree.leaves(lowered.program.out_info)) == 2
+
+
+def test_it_says_all_that_jax_says() -> None:
+    lowered = copy.copy(mapped().lower(net(), X))
+    compiled = lowered.compile()
+    assert "stablehlo" in lowered.as_text() and "HloModule" in compiled.as_text()
+    assert compiled.memory_analysis().argument_size_in_bytes > 0
+    assert repr(lowered) == "<Lowered step>" and repr(compiled) == "<Compiled step>"
+
+
+def test_from_anything_with_a_shape_and_a_dtype() -> None:
+    shape: Any = SimpleNamespace(shape=(16,), dtype=np.dtype(np.float32))
+    assert mapped().lower(net(), shape).out_info[0].shape == (16,)
+
+
+def test_in_lanes() -> None:
+    call = sm.vmap2(step, in_axes=(None, 0), out_axes=(0, None))
+    assert_same(call.lower(net(), X).compile()(net(), X), call(net(), X))
+
+
+def test_on_devices_with_a_static_argument() -> None:
+    call = sm.pmap2(lambda x, n: x * n, static_broadcasted_argnums=1)
+    lanes = X[:8]
+    compiled = call.lower(lanes, 3).compile()
+    assert_same(compiled(lanes, 3), call(lanes, 3))
+
+
+def test_of_a_bound_method() -> None:
+    class Layer(sm.Module):
+        w: jax.Array
+
+        @sm.shard_map(mesh=make_mesh(), in_specs=(P(), P("x")), out_specs=P("x"))
+        def twice(self, x: jax.Array) -> Any:
+            return 2 * self.w * x
+
+    layer = Layer(jnp.float32(3))
+    np.testing.assert_array_equal(layer.twice.lower(X).compile()(X), 6 * X)
+
+
+def test_other_arguments_are_refused() -> None:
+    def double(x: Any, how: Any) -> Any:
+        return 2 * x
+
+    compiled = sm.shard_map(double, make_mesh(), (P("x"), None), P("x")).lower(X, "fast").compile()
+    assert_says(
+        lambda: compiled([X], "fast"),
+        TypeError,
+        "double: Function compiled with input pytree does not match the input pytree it was called with. It "
+        "was compiled for PyTreeDef(((*, *), {})), and called with PyTreeDef((([*], *), {})).",
+    )
+    assert_says(
+        lambda: compiled(X, "slow"),
+        TypeError,
+        "double was compiled for arguments that are no arrays, and called with others:\n"
+        "  - 'fast', and called with 'slow'\n"
+        "Lower it for these, or call the function itself, which compiles anew.",
+    )
+    with pytest.raises(TypeError, match="Argument types differ"):
+        compiled(X[:8], "fast")
