@@ -135,7 +135,7 @@ def devices_of_another_backend() -> Any:
 @with_both(
     sm.BatchAxisError,
     """\
-step was called with 2 positional arguments, but in_axes has 1 entry. in_axes has one entry for each positional argument (None for one that all lanes share); keyword arguments have none.""",
+step was called with 2 positional arguments, but in_axes has 1 entry. in_axes has one entry for each positional argument (None for one that all lanes share); each argument passed by keyword is mapped over axis 0.""",
 )
 def entries_for_fewer_arguments(lanes: Any) -> Any:
     return lanes(step, in_axes=(0,))(sm.State(0.0), X)
@@ -465,9 +465,9 @@ def donated_arguments_that_are_not_there() -> Any:
 
 
 @mistake(
-    TypeError,
+    sm.BatchAxisError,
     """\
-fun: how is [1] of type list, which cannot be hashed, and stands in static_broadcasted_argnums. A static argument is part of the program's signature; give None in in_axes for an array that all lanes share.""",
+fun: how is [1] of type list, which cannot be hashed, and stands in static_broadcasted_argnums. Non-hashable static arguments are not supported, for they are a part of the program's signature; give None in in_axes for an array that all lanes share.""",
 )
 def static_argument_that_cannot_be_hashed() -> Any:
     def fun(x: Any, how: Any) -> Any:
@@ -677,7 +677,7 @@ def map_of_more_lanes_than_devices() -> Any:
 @mistake(
     sm.BatchAxisError,
     """\
-update was called with 1 positional argument, but in_axes has 2 entries. in_axes has one entry for each positional argument (None for one that all lanes share); keyword arguments have none.""",
+update was called with 1 positional argument, but in_axes has 2 entries. in_axes has one entry for each positional argument (None for one that all lanes share); each argument passed by keyword is mapped over axis 0.""",
 )
 def map_with_axes_for_other_arguments() -> Any:
     return counters(in_axes=(0, None))(X)

@@ -440,13 +440,17 @@ def other_statics(name: str, differ: Sequence[tuple[Any, Any]]) -> TypeError:
 
 
 def arity(name: str, what: str, entries: int, args: int) -> StatemeshError:
-    kind, left = (
-        (SpecError, "is not sharded") if what == "in_specs" else (BatchAxisError, "all lanes share")
+    kind, left, keywords = (
+        BatchAxisError,
+        "all lanes share",
+        "each argument passed by keyword is mapped over axis 0",
     )
+    if what == "in_specs":
+        kind, left, keywords = SpecError, "is not sharded", "keyword arguments have none"
     return kind(
         f"{name} was called with {_plural(args, 'positional argument')}, but {what} has "
         f"{entries} {'entry' if entries == 1 else 'entries'}. {what} has one entry for each positional "
-        f"argument (None for one that {left}); keyword arguments have none."
+        f"argument (None for one that {left}); {keywords}."
     )
 
 
@@ -910,11 +914,11 @@ def bad_argnums(what: str, bad: Sequence[Any], args: int) -> StatemeshError:
     )
 
 
-def unhashable_static(name: str, path: str, value: Any) -> TypeError:
-    return TypeError(
+def unhashable_static(name: str, path: str, value: Any) -> BatchAxisError:
+    return BatchAxisError(
         f"{name}: {path} is {describe(value)} of type {type(value).__name__}, which cannot be hashed, and "
-        "stands in static_broadcasted_argnums. A static argument is part of the program's signature; give "
-        "None in in_axes for an array that all lanes share."
+        "stands in static_broadcasted_argnums. Non-hashable static arguments are not supported, for they are "
+        "a part of the program's signature; give None in in_axes for an array that all lanes share."
     )
 
 
