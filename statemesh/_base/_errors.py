@@ -440,13 +440,12 @@ def other_statics(name: str, differ: Sequence[tuple[Any, Any]]) -> TypeError:
 
 
 def arity(name: str, what: str, entries: int, args: int) -> StatemeshError:
-    kind, left, keywords = (
-        BatchAxisError,
-        "all lanes share",
-        "each argument passed by keyword is mapped over axis 0",
-    )
+    kind: type[StatemeshError]
     if what == "in_specs":
         kind, left, keywords = SpecError, "is not sharded", "keyword arguments have none"
+    else:
+        kind, left = BatchAxisError, "all lanes share"
+        keywords = "each argument passed by keyword is mapped over axis 0"
     return kind(
         f"{name} was called with {_plural(args, 'positional argument')}, but {what} has "
         f"{entries} {'entry' if entries == 1 else 'entries'}. {what} has one entry for each positional "
