@@ -1,4 +1,4 @@
-"""`shard_map` where `jax.shard_map` stood: the same results, and with a State beside the arrays too."""
+"""`shard_map` and `pmap2` where `jax.shard_map` and `jax.pmap` stood; the same with a State beside the arrays."""
 
 import functools
 from pathlib import Path
@@ -11,7 +11,7 @@ import pytest
 import statemesh as sm
 
 from .drop_in.__main__ import run
-from .drop_in_cases import CASES, beside_a_state
+from .drop_in_cases import CASES, LANES, beside_a_state, lanes_beside_a_state
 
 
 structure: Any = jax.tree.structure
@@ -44,6 +44,21 @@ def test_with_a_state_beside(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_not_compiled(name: str) -> None:
     close(CASES[name](functools.partial(sm.shard_map, jit=False)), expected(name))
+
+
+@functools.cache
+def expected_of_lanes(name: str) -> Any:
+    return LANES[name](jax.pmap)
+
+
+@pytest.mark.parametrize("name", LANES)
+def test_lanes_as_with_jax(name: str) -> None:
+    close(LANES[name](sm.pmap2), expected_of_lanes(name))
+
+
+@pytest.mark.parametrize("name", LANES)
+def test_lanes_with_a_state_beside(name: str) -> None:
+    close(LANES[name](lanes_beside_a_state), expected_of_lanes(name))
 
 
 def close(found: Any, wanted: Any) -> None:

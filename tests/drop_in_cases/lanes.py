@@ -1,0 +1,209 @@
+"""Code written for `jax.pmap`."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+import statemesh as sm
+
+from ._case import Counter, Map, jnp, numbers
+
+
+LANES: dict[str, Any] = {}
+
+
+def case(run: Any) -> Any:
+    """What a user's code computes with a given `pmap`."""
+    LANES[run.__name__] = run
+    return run
+
+
+def lanes_beside_a_state(fun: Any, axis_name: Any = None, **options: Any) -> Any:
+    """`pmap2` of the same function with a state that counts its calls, an argument and a result more."""
+
+    def step(model: Counter, *args: Any, **kwargs: Any) -> Any:
+        return fun(*args, **kwargs), model.replace(count=model.count.value + 1)
+
+    in_axes = options.pop("in_axes", 0)
+    options["in_axes"] = (None, *in_axes) if isinstance(in_axes, tuple) else in_axes
+    options["out_axes"] = (options.pop("out_axes", 0), 0)
+    for name in ("static_broadcasted_argnums", "donate_argnums"):
+        if name in options:
+            options[name] = tuple(k + 1 for k in np.atleast_1d(options[name]).tolist())
+    mapped = sm.pmap2(step, axis_name, **options)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result, model = mapped(Counter(sm.State(0)), *args, **kwargs)
+        if not isinstance(model.count.value, jax.core.Tracer):
+            assert model.count.value == 1
+        return result
+
+    return functools.update_wrapper(call, fun)
+
+
+@case
+def a_share_of_the_sum(pmap: Map) -> Any:
+    return pmap(lambda x: x / lax.psum(x, "i"), axis_name="i")(numbers(8, 3) + 1)
+
+
+@case
+def trees_and_axes(pmap: Map) -> Any:
+    def fun(tree: Any, y: Any) -> Any:
+        return {"a": tree["a"] + y, "b": tree["b"] * lax.axis_index("i")}
+
+    mapped = pmap(fun, "i", in_axes=({"a": 1, "b": 0}, None), out_axes={"a": 1, "b": 0})
+    return mapped({"a": numbers(3, 8), "b": numbers(8, 2)}, numbers(3))
+
+
+@case
+def keyword_arguments(pmap: Map) -> Any:
+    return pmap(lambda x, y: x + y)(numbers(8), y=numbers(8, 2).sum(axis=1))
+
+
+@case
+def an_argument_that_is_static(pmap: Map) -> Any:
+    mapped = pmap(lambda x, n: x.reshape(n, -1), static_broadcasted_argnums=1)
+    return mapped(numbers(8, 6), 2)
+
+
+@case
+def arguments_given_up(pmap: Map) -> Any:
+    return pmap(lambda x, y: x + y, donate_argnums=(0,))(numbers(8, 2), numbers(8, 2))
+
+
+@case
+def a_size_that_is_given(pmap: Map) -> Any:
+    return pmap(lambda x: x + lax.axis_index("i"), "i", axis_size=4)(numbers(4, 3))
+
+
+@case
+def devices_in_another_order(pmap: Map) -> Any:
+    devices = jax.devices()[:4][::-1]
+    return pmap(lambda x: x - lax.pmean(x, "i"), "i", devices=devices)(numbers(4, 2))
+
+
+@case
+def devices_of_a_platform(pmap: Map) -> Any:
+    return pmap(lambda x: x + 1, backend="cpu")(numbers(8))
+
+
+@case
+def fewer_lanes_than_devices(pmap: Map) -> Any:
+    return pmap(lambda x: lax.all_gather(x, "i"), "i")(numbers(3, 2))
+
+
+@case
+def collectives(pmap: Map) -> Any:
+    def fun(x: Any) -> Any:
+        around = lax.ppermute(x, "i", [(k, (k + 1) % 8) for k in range(8)])
+        return around, lax.pmax(x, "i"), lax.all_to_all(x, "i", 0, 0), lax.psum_scatter(x, "i")
+
+    return pmap(fun, "i")(numbers(8, 8))
+
+
+@case
+def a_gradient_outside(pmap: Map) -> Any:
+    mapped = pmap(lambda w, x: jnp.sin(x * w), in_axes=(None, 0))
+    return jax.grad(lambda w, x: mapped(w, x).sum(), (0, 1))(numbers(3), numbers(8, 3))
+
+
+@case
+def a_gradient_inside(pmap: Map) -> Any:
+    def fun(w: Any, x: Any) -> Any:
+        return lax.pmean(jax.grad(lambda w: ((x * w) ** 2).sum())(w), "i")
+
+    return pmap(fun, "i", in_axes=(None, 0))(numbers(3), numbers(8, 3))
+
+
+@case
+def forward(pmap: Map) -> Any:
+    x = numbers(8, 2)
+    return jax.jvp(pmap(lambda x: jnp.cos(x) * lax.psum(x, "i"), "i"), (x,), (x,))
+
+
+@case
+def inside_jit(pmap: Map) -> Any:
+    mapped = pmap(lambda x: x - lax.pmean(x, "i"), "i")
+    return jax.jit(lambda x: mapped(2 * x).sum(axis=0))(numbers(8, 2))
+
+
+@case
+def a_vmap_around(pmap: Map) -> Any:
+    return jax.vmap(pmap(lambda x: x - lax.pmean(x, "i"), "i"))(numbers(3, 8))
+
+
+@case
+def a_vmap_inside(pmap: Map) -> Any:
+    inner = jax.vmap(lambda x: x - lax.psum(x, "i") * lax.pmean(x, "j"), axis_name="j")
+    return pmap(inner, "i")(numbers(8, 3))
+
+
+@case
+def a_scan_and_a_cond(pmap: Map) -> Any:
+    def fun(x: Any) -> Any:
+        total, parts = lax.scan(lambda c, x: (c + x, c * x), jnp.zeros(()), x)
+        return lax.cond(lax.axis_index("i") > 1, lambda: parts + total, lambda: parts)
+
+    return pmap(fun, "i")(numbers(8, 3))
+
+
+@case
+def derivatives_of_its_own(pmap: Map) -> Any:
+    @jax.custom_vjp
+    def double(x: Any) -> Any:
+        return 2 * x
+
+    double.defvjp(lambda x: (2 * x, x), lambda x, g: (g * x,))
+    return jax.grad(lambda x: pmap(double)(x).sum())(numbers(8))
+
+
+@case
+def remat(pmap: Map) -> Any:
+    mapped = pmap(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x))))
+    return jax.grad(lambda x: mapped(x).sum())(numbers(8))
+
+
+@case
+def random_keys(pmap: Map) -> Any:
+    keys = jax.random.split(jax.random.key(0), 8)
+    return pmap(lambda key: jax.random.normal(key, (2,)))(keys)
+
+
+@case
+def zero_size_arrays(pmap: Map) -> Any:
+    return pmap(lambda x, y: (x, y + x.sum()))(jnp.zeros((8, 0)), numbers(8))
+
+
+@case
+def a_callback(pmap: Map) -> Any:
+    def fun(x: Any) -> Any:
+        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(lambda x: np.asarray(x) + 1, shape, x)
+
+    return pmap(fun)(numbers(8, 2))
+
+
+@case
+def a_closed_over_array(pmap: Map) -> Any:
+    w = numbers(3)
+    return pmap(lambda x: x * w)(numbers(8, 3))
+
+
+@case
+def a_partial(pmap: Map) -> Any:
+    return pmap(functools.partial(jnp.add, numbers(2)))(numbers(8, 2))
+
+
+@case
+def shapes_only(pmap: Map) -> Any:
+    made = jax.eval_shape(pmap(lambda x: x.astype(int)), jax.ShapeDtypeStruct((8, 2), np.float32))
+    return np.zeros(made.shape, made.dtype)
+
+
+@case
+def in_double_precision(pmap: Map) -> Any:
+    with jax.enable_x64(True):
+        return np.asarray(pmap(lambda x: x / 3)(np.arange(8.0)))
