@@ -1,4 +1,4 @@
-"""`shard_map` and `pmap2` where `jax.shard_map` and `jax.pmap` stood; the same with a State beside the arrays."""
+"""`shard_map`, `pmap2` where JAX had `shard_map`, `pmap`; the same with a State beside the arrays."""
 
 import functools
 from pathlib import Path
