@@ -323,13 +323,14 @@ def inside_checked_shard_map() -> bool:
     return any(varying(jax.lax.axis_index(name)) for name in taken)
 
 
+def explicit_axes(mesh: Mesh | AbstractMesh) -> Axes:
+    """The axes of `mesh` that are a part of the types of what lies on it."""
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in pairs if kind == AxisType.Explicit)
+
+
 def has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
-    return any(kind == AxisType.Explicit for kind in mesh.axis_types)
-
-
-def are_explicit(mesh: Mesh | AbstractMesh, names: Iterable[AxisName]) -> bool:
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return all(kinds[name] == AxisType.Explicit for name in names)
+    return bool(explicit_axes(mesh))
 
 
 def is_explicitly_typed(x: Any) -> bool:
@@ -363,9 +364,7 @@ def reshard(x: Any, sharding: NamedSharding) -> Any:
 def explicit_part(sharding: NamedSharding) -> NamedSharding:
     """What a type says of a sharding: its Explicit axes."""
     mesh = sharding.mesh
-    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = frozenset(name for name, kind in pairs if kind == AxisType.Explicit)
-    return NamedSharding(mesh, only(sharding.spec, explicit))
+    return NamedSharding(mesh, only(sharding.spec, explicit_axes(mesh)))
 
 
 def is_tracer(x: Any) -> bool:

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._base import _compat as compat
 from .._base import _errors as errors
-from .._base._types import NO_AXES, AxisName
+from .._base._types import AxisName
 from .._base._untyped import MeshCollective, run_untyped
 from .._resolve._lanes import FixedLaneLayout, FixedLayout, Lane, LaneLayout, count_lanes
 from .._resolve._layout import Layout
@@ -88,8 +88,6 @@ class OnMesh:
     - `mesh`: the mesh.
     - `axis_names`: the axes that are mapped over.
     - `check_vma`: whether types say what varies.
-    - `asked`: the axes that the user named. Where they named none, JAX takes those that are left, without
-        those over which a `vmap` around the call spreads its lanes.
     """
 
     outside: Outside | None = None
@@ -99,10 +97,8 @@ class OnMesh:
         mesh: Mesh | AbstractMesh,
         axis_names: tuple[AxisName, ...],
         check_vma: bool,
-        asked: frozenset[AxisName],
     ) -> None:
         self.mesh = mesh
-        self.asked = asked
         self.axis_names = axis_names
         self.check_vma = check_vma
         self.sizes: Mapping[AxisName, int] = mesh.shape
@@ -148,7 +144,7 @@ class OnMesh:
             mesh=self.mesh,
             in_specs=tuple(where.spec for where in inputs.placements),
             out_specs=out_specs,
-            axis_names=self.asked,
+            axis_names=set(self.axis_names),
             check_vma=self.check_vma,
         )(*arrays)
         return outputs
@@ -163,7 +159,7 @@ class OnDevices(OnMesh):
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        super().__init__(mesh, mesh.axis_names, check_vma=False, asked=NO_AXES)
+        super().__init__(mesh, mesh.axis_names, check_vma=False)
 
     def _layout_type(self) -> type[Layout]:
         return FixedLayout

@@ -123,7 +123,7 @@ class BySpec:
         paths = {p: unit.path for unit in arguments.flat_units() for p in unit.positions}
         named = [(f"the spec of {paths[p]}", where.spec) for p, where in placements.items()]
         check_specs(named, mesh, names)
-        return placements, OnMesh(mesh, names, self.check_vma, self.axis_names), self
+        return placements, OnMesh(mesh, names, self.check_vma), self
 
     def _arriving(
         self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -203,7 +203,7 @@ def _inferred(
     mesh: Mesh | AbstractMesh, names: Sequence[AxisName], args: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """The specs that the types of the arguments carry, as Explicit axes make them."""
-    if not compat.are_explicit(mesh, names):
+    if not compat.explicit_axes(mesh).issuperset(names):
         raise errors.cannot_infer(mesh)
 
     def spec_of(x: Any) -> PartitionSpec:

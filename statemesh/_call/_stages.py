@@ -1,6 +1,6 @@
 """A mapped call that does not run yet: lowered, and compiled."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,7 +39,10 @@ class Stage:
     @property
     def args_info(self) -> Any:
         """The arguments, as `(args, kwargs)`, with a `jax.stages.ArgInfo` for each array."""
-        return self._with_inputs(tree_util.tree_leaves(self.program.args_info))
+        call, inputs = self._call, tree_util.tree_leaves(self.program.args_info)
+        leaves = dict(zip(call.statics_at, call.statics, strict=True))
+        leaves |= dict(zip(call.inputs, inputs, strict=True))
+        return self.in_tree.unflatten([leaves[position] for position in range(len(leaves))])
 
     @property
     def out_info(self) -> Any:
@@ -52,12 +55,6 @@ class Stage:
     def out_tree(self) -> Any:
         """The structure of the result."""
         return tree_util.tree_structure(self.out_info)
-
-    def _with_inputs(self, inputs: Sequence[Any]) -> Any:
-        call = self._call
-        leaves = dict(zip(call.statics_at, call.statics, strict=True))
-        leaves |= dict(zip(call.inputs, inputs, strict=True))
-        return self.in_tree.unflatten([leaves[position] for position in range(len(leaves))])
 
     def __getattr__(self, name: str) -> Any:
         if name == "program":  # Not there yet: while it is copied.

@@ -5,7 +5,7 @@
 
 The files are those of JAX's repository, of the release that is installed; the extra `dev` is needed.
 `--with` is one of: jax, the real functions; statemesh; not compiled (`jit=False`); broken, which is to
-fail hundreds. `compare` lists what passes in the first results and not in the second.
+fail many. `compare` lists what passes in the first results and not in the second.
 """
 
 import argparse

@@ -29,21 +29,12 @@ def _broken(mapping: Callable[..., Any]) -> Callable[..., Any]:
     return mapped
 
 
-def _by_one_name(mapping: Callable[..., Any]) -> Callable[..., Any]:
-    """`jax.shard_map` has no name for the function."""
-
-    def mapped(*fun: Any, **kwargs: Any) -> Any:
-        return mapping(*fun, **kwargs)
-
-    return mapped
-
-
 # By the name of a variant: what stands for `shard_map`, and for `pmap`.
 VARIANTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "jax": (jax.shard_map, jax.pmap),
-    "statemesh": (_by_one_name(sm.shard_map), sm.pmap2),
-    "not compiled": (_by_one_name(functools.partial(sm.shard_map, jit=False)), sm.pmap2),
-    "broken": (_by_one_name(_broken(sm.shard_map)), _broken(sm.pmap2)),
+    "statemesh": (sm.shard_map, sm.pmap2),
+    "not compiled": (functools.partial(sm.shard_map, jit=False), sm.pmap2),
+    "broken": (_broken(sm.shard_map), _broken(sm.pmap2)),
 }
 
 

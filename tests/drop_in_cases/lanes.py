@@ -9,7 +9,15 @@ from jax import lax
 
 import statemesh as sm
 
-from ._case import Counter, Map, jnp, numbers
+from ._case import (
+    Map,
+    counted,
+    double,
+    jnp,
+    numbers,
+    plus_one_on_the_host,
+    scan_and_cond,
+)
 
 
 LANES: dict[str, Any] = {}
@@ -24,24 +32,13 @@ def case(run: Any) -> Any:
 def lanes_beside_a_state(fun: Any, axis_name: Any = None, **options: Any) -> Any:
     """`pmap2` of the same function with a state that counts its calls, an argument and a result more."""
 
-    def step(model: Counter, *args: Any, **kwargs: Any) -> Any:
-        return fun(*args, **kwargs), model.replace(count=model.count.value + 1)
-
     in_axes = options.pop("in_axes", 0)
     options["in_axes"] = (None, *in_axes) if isinstance(in_axes, tuple) else in_axes
     options["out_axes"] = (options.pop("out_axes", 0), 0)
     for name in ("static_broadcasted_argnums", "donate_argnums"):
         if name in options:
             options[name] = tuple(k + 1 for k in np.atleast_1d(options[name]).tolist())
-    mapped = sm.pmap2(step, axis_name, **options)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result, model = mapped(Counter(sm.State(0)), *args, **kwargs)
-        if not isinstance(model.count.value, jax.core.Tracer):
-            assert model.count.value == 1
-        return result
-
-    return functools.update_wrapper(call, fun)
+    return counted(functools.partial(sm.pmap2, axis_name=axis_name, **options), fun)
 
 
 @case
@@ -143,20 +140,11 @@ def a_vmap_inside(pmap: Map) -> Any:
 
 @case
 def a_scan_and_a_cond(pmap: Map) -> Any:
-    def fun(x: Any) -> Any:
-        total, parts = lax.scan(lambda c, x: (c + x, c * x), jnp.zeros(()), x)
-        return lax.cond(lax.axis_index("i") > 1, lambda: parts + total, lambda: parts)
-
-    return pmap(fun, "i")(numbers(8, 3))
+    return pmap(functools.partial(scan_and_cond, "i"), "i")(numbers(8, 3))
 
 
 @case
 def derivatives_of_its_own(pmap: Map) -> Any:
-    @jax.custom_vjp
-    def double(x: Any) -> Any:
-        return 2 * x
-
-    double.defvjp(lambda x: (2 * x, x), lambda x, g: (g * x,))
     return jax.grad(lambda x: pmap(double)(x).sum())(numbers(8))
 
 
@@ -179,11 +167,7 @@ def zero_size_arrays(pmap: Map) -> Any:
 
 @case
 def a_callback(pmap: Map) -> Any:
-    def fun(x: Any) -> Any:
-        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return jax.pure_callback(lambda x: np.asarray(x) + 1, shape, x)
-
-    return pmap(fun)(numbers(8, 2))
+    return pmap(plus_one_on_the_host)(numbers(8, 2))
 
 
 @case

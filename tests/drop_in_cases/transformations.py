@@ -1,7 +1,6 @@
 """Transformations around a map and inside it, and the settings of JAX."""
 
-import contextlib
-from collections.abc import Iterator
+import functools
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..helpers import make_mesh
-from ._case import Map, case, jnp, numbers
+from ._case import Map, case, double, jnp, numbers, plus_one_on_the_host, scan_and_cond
 
 
 @case
@@ -100,11 +99,6 @@ def a_custom_jvp(shard_map: Map) -> Any:
 
 @case
 def a_custom_vjp(shard_map: Map) -> Any:
-    @jax.custom_vjp
-    def double(x: Any) -> Any:
-        return 2 * x
-
-    double.defvjp(lambda x: (2 * x, x), lambda x, g: (g * x,))
     mapped = shard_map(double, mesh=make_mesh(), in_specs=(P("x"),), out_specs=P("x"))
     return jax.grad(lambda x: mapped(x).sum())(numbers(8))
 
@@ -126,13 +120,9 @@ def remat_inside(shard_map: Map) -> Any:
 
 @case
 def a_callback(shard_map: Map) -> Any:
-    def fun(x: Any) -> Any:
-        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return jax.pure_callback(lambda x: np.asarray(x) + 1, shape, x)
-
-    return jax.jit(shard_map(fun, mesh=make_mesh(), in_specs=(P("x"),), out_specs=P("x")))(
-        numbers(8)
-    )
+    return jax.jit(
+        shard_map(plus_one_on_the_host, mesh=make_mesh(), in_specs=(P("x"),), out_specs=P("x"))
+    )(numbers(8))
 
 
 @case
@@ -152,10 +142,7 @@ def an_effect(shard_map: Map) -> Any:
 
 @case
 def a_scan_and_a_cond(shard_map: Map) -> Any:
-    def fun(x: Any) -> Any:
-        total, parts = lax.scan(lambda c, x: (c + x, c * x), jnp.zeros_like(x[0]), x)
-        return lax.cond(lax.axis_index("x") > 1, lambda: parts + total, lambda: parts)
-
+    fun = functools.partial(scan_and_cond, "x")
     return shard_map(fun, mesh=make_mesh("4"), in_specs=(P("x"),), out_specs=P("x"))(numbers(8, 2))
 
 
@@ -201,16 +188,10 @@ def without_jit(shard_map: Map) -> Any:
         return mapped(numbers(4))
 
 
-@contextlib.contextmanager
-def debugging_nans() -> Iterator[None]:
-    with jax.debug_nans(True):
-        yield
-
-
 @case
 def nans_are_found(shard_map: Map) -> Any:
     mapped = shard_map(jnp.log, mesh=make_mesh("2"), in_specs=(P("x"),), out_specs=P("x"))
-    with debugging_nans():
+    with jax.debug_nans(True):
         fine = mapped(numbers(4) + 1)
         with pytest.raises(FloatingPointError):
             jax.block_until_ready(mapped(-numbers(4)))
