@@ -150,15 +150,7 @@ def inside_modules(value: Any) -> list[bool]:
     return inside
 
 
-def check_arity(
-    fun: Callable[..., Any],
-    name: str,
-    what: str,
-    entries: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> None:
-    """Refuse a call whose arguments do not fit `fun`, or the entries of `in_specs` or `in_axes`."""
-    if isinstance(entries, tuple | list) and len(entries) != len(args):
-        raise errors.arity(name, what, len(entries), len(args))
-    errors.check_signature(fun, name, args, kwargs)
+def check_arity(name: str, what: str, entries: Any, positional: int) -> None:
+    """Refuse a call with more or fewer arguments than `in_specs` or `in_axes` has entries."""
+    if isinstance(entries, tuple | list) and len(entries) != positional:
+        raise errors.arity(name, what, len(entries), positional)

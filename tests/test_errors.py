@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
@@ -413,7 +413,7 @@ def devices_for_a_mesh() -> Any:
 shard_map requires a non-empty mesh, but Mesh() has no devices. Make one with `jax.make_mesh((jax.device_count(),), ('x',))`.""",
 )
 def empty_mesh() -> Any:
-    return sm.shard_map(step, Mesh(np.empty((), dtype=object), ()), P(), P())
+    return sm.shard_map(step, Mesh(np.empty((), dtype=object), ()), P(), P())(net(), X)
 
 
 @mistake(
@@ -615,7 +615,7 @@ def spec_of_a_state_that_is_no_prefix_of_its_value() -> Any:
 @mistake(
     sm.SpecError,
     """\
-step: arrays do not fit their specs on Mesh(x=4):
+shard_map applied to the function 'step': arrays do not fit their specs on Mesh(x=4):
   - model.w: float32[6,2] with spec P('x'): axis 0 has size 6, not divisible by 'x' of size 4 (6 % 4 = 2)
   - x: float32[6,3] with spec P('x'): axis 0 has size 6, not divisible by 'x' of size 4 (6 % 4 = 2)
 Pad the array, choose another spec, or, to replicate it, consider using an in_specs entry of `P()`.""",
@@ -629,7 +629,7 @@ def size_six_on_four_shards() -> Any:
 @mistake(
     sm.SpecError,
     """\
-step: arrays do not fit their specs on Mesh(x=4, y=2):
+shard_map applied to the function 'step': arrays do not fit their specs on Mesh(x=4, y=2):
   - x: float64[12] with spec P(('x', 'y')): axis 0 has size 12, not divisible by 'x', 'y' of size 4 * 2 = 8 (12 % 8 = 4)
 Pad the array, choose another spec, or, to replicate it, consider using an in_specs entry of `P()`.""",
 )
@@ -640,7 +640,7 @@ def size_that_two_axes_do_not_divide() -> Any:
 @mistake(
     sm.SpecError,
     """\
-step: arrays do not fit their specs on Mesh(x=8):
+shard_map applied to the function 'step': arrays do not fit their specs on Mesh(x=8):
   - model.mean: float32[], which has rank 0, with spec P('x'), which has length 1
   - model.count: int32[], which has rank 0, with spec P('x'), which has length 1
 Pad the array, choose another spec, or, to replicate it, consider using an in_specs entry of `P()`.""",
@@ -652,7 +652,7 @@ def spec_of_a_scalar() -> Any:
 @mistake(
     sm.SpecError,
     """\
-step: arrays do not fit their specs on Mesh(x=4, y=2):
+shard_map applied to the function 'step': arrays do not fit their specs on Mesh(x=4, y=2):
   - x: float32[16], which has rank 1, with spec P('x', 'y'), which has length 2
 Pad the array, choose another spec, or, to replicate it, consider using an in_specs entry of `P()`.""",
 )
@@ -663,7 +663,7 @@ def spec_longer_than_the_array() -> Any:
 @mistake(
     sm.SpecError,
     """\
-step: arrays do not fit their specs on Mesh(x=8):
+shard_map applied to the function 'step': arrays do not fit their specs on Mesh(x=8):
   - model: float32[4,3] with spec P('x') (PerShard): axis 0 has size 4, one entry per shard is 8
 Pad the array, choose another spec, or, to replicate it, consider using an in_specs entry of `P()`.""",
 )
@@ -674,7 +674,7 @@ def per_shard_of_another_size() -> Any:
 @mistake(
     sm.SpecError,
     """\
-step: arrays do not fit their specs on Mesh(x=8):
+shard_map applied to the function 'step': arrays do not fit their specs on Mesh(x=8):
   - model: float32[] with spec P('x') (PerShard) is a scalar; it needs a leading axis of one entry per shard
 Pad the array, choose another spec, or, to replicate it, consider using an in_specs entry of `P()`.""",
 )
@@ -701,6 +701,29 @@ def axis_taken_by_an_outer_call() -> Any:
     mesh = make_mesh("4x2")
     inner = call(mesh=mesh, axis_names={"x"})
     return call(lambda m, x: (inner(m, x)[0], m), mesh=mesh, axis_names={"x"})(net(), X)
+
+
+@mistake(
+    sm.SpecError,
+    """\
+shard_map was given Mesh(x=4, y=2) to map over all of it, but an enclosing shard_map already maps over 'x': the context mesh, which has these taken, should match the mesh passed to shard_map. Leave `mesh` out, or name the axes that are meant: axis_names={'y'}.""",
+)
+def mesh_partly_taken_by_an_outer_call() -> Any:
+    mesh = make_mesh("4x2")
+    inner = sm.shard_map(lambda x: x, mesh, P("y"), P("y"))
+    return sm.shard_map(inner, mesh, P("x"), P("x"), axis_names={"x"})(X)
+
+
+@mistake(
+    sm.SpecError,
+    """\
+an operand of the jax.vmap around is split over 'x' of Mesh(x=4, y=2), so that its lanes are spread over that axis: jax.shard_map requires axis_names to be a subset of the others. Leave `axis_names` out to map over those, or lay the operand out otherwise.""",
+)
+def axis_taken_by_vmap() -> Any:
+    mesh = make_mesh("4x2", AxisType.Explicit)
+    split = jax.device_put(X, NamedSharding(mesh, P("x")))
+    mapped = sm.shard_map(lambda x: x, mesh, P(), P(), axis_names={"x"})
+    return jax.jit(jax.vmap(mapped))(split)
 
 
 @mistake(

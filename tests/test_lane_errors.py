@@ -705,7 +705,7 @@ def pmap2_of_no_lanes() -> Any:
 
 @mistake(
     sm.StatemeshError,
-    "pmap2: devices=(0, 1) must be different jax.Devices, one at least, as in devices=jax.devices()[:4].",
+    "pmap2: devices=(0, 1) must be different jax.Devices, as in devices=jax.devices()[:4].",
 )
 def devices_that_are_numbers() -> Any:
     return sm.pmap2(lambda x: x, devices=[0, 1])
@@ -713,7 +713,8 @@ def devices_that_are_numbers() -> Any:
 
 @mistake(
     sm.StatemeshError,
-    "pmap2: devices=() must be different jax.Devices, one at least, as in devices=jax.devices()[:4].",
+    "pmap2: devices=() has none, but the 'devices' argument to pmap must be non-empty, or None. Leave it out, "
+    "or pass some, as in devices=jax.devices()[:4].",
 )
 def no_devices() -> Any:
     return sm.pmap2(lambda x: x, devices=[])

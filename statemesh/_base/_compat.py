@@ -32,6 +32,12 @@ tree_util: Any = jax.tree_util
 REFUSES_DELETED: bool = hasattr(jax, "get_mesh")
 
 
+# What `jax.jit` is to be told of `inline` so that a jaxpr that is made of its call has what it runs, no call.
+# Releases that have no such name would inline it in the backward pass of an eager `jax.vjp` too, and run that
+# one operation after the other.
+INLINED: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else False
+
+
 def varying(x: Any) -> Axes:
     """The mesh axes over which the type of `x` says that it may differ."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
@@ -333,11 +339,26 @@ def has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
     return bool(explicit_axes(mesh))
 
 
+def type_of(x: Any) -> Any:
+    """The type of an array, or of the one that a reference refers to; `None` for anything else."""
+    if not isinstance(x, jax.Array | jax.Ref | jax.core.Tracer):
+        return None
+    kind = jax.typeof(x)
+    return getattr(kind, "inner_aval", kind)
+
+
 def is_explicitly_typed(x: Any) -> bool:
     """Whether the type of `x` carries a sharding, as on Explicit mesh axes."""
-    aval = jax.typeof(x) if isinstance(x, jax.Array) else None
-    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    mesh = getattr(getattr(type_of(x), "sharding", None), "mesh", None)
     return mesh is not None and not mesh.empty and has_explicit_axes(mesh)
+
+
+def unless_explicit(info: jax.stages.ArgInfo) -> jax.stages.ArgInfo:
+    """What is known of an argument, without its sharding where that is no part of its type."""
+    kind: Any = info._aval
+    if has_explicit_axes(kind.sharding.mesh):
+        return info
+    return dataclasses.replace(info, _aval=kind.update(sharding=None))
 
 
 def auto_twin(mesh: Mesh) -> Mesh:

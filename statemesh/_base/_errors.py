@@ -364,6 +364,23 @@ def unknown_axis_names(unknown: Sequence[AxisName], mesh: Any) -> SpecError:
     )
 
 
+def mesh_partly_taken(given: Any, taken: Iterable[AxisName]) -> SpecError:
+    left = [name for name in given.axis_names if name not in frozenset(taken)]
+    return SpecError(
+        f"shard_map was given {mesh_str(given)} to map over all of it, but an enclosing shard_map already "
+        f"maps over {_names(taken)}: the context mesh, which has these taken, should match the mesh passed "
+        f"to shard_map. Leave `mesh` out, or name the axes that are meant: axis_names={{{_names(left)}}}."
+    )
+
+
+def axis_of_vmap(taken: Sequence[AxisName], mesh: Any) -> SpecError:
+    return SpecError(
+        f"an operand of the jax.vmap around is split over {_names(taken)} of {mesh_str(mesh)}, so that its "
+        "lanes are spread over that axis: jax.shard_map requires axis_names to be a subset of the others. "
+        "Leave `axis_names` out to map over those, or lay the operand out otherwise."
+    )
+
+
 def axis_taken(again: Sequence[AxisName], mesh: Any) -> SpecError:
     return SpecError(
         f"axis_names has {_names(again)}, which an enclosing shard_map already maps over on "
@@ -454,7 +471,7 @@ def arity(name: str, what: str, entries: int, args: int) -> StatemeshError:
 
 
 def check_signature(
-    fun: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]
+    fun: Callable[..., Any], name: str, positional: int, keywords: Iterable[str]
 ) -> None:
     """Refuse arguments that `fun` does not take, in the words of Python."""
     try:
@@ -462,7 +479,7 @@ def check_signature(
     except (TypeError, ValueError):
         return
     try:
-        signature.bind(*args, **kwargs)
+        signature.bind(*[None] * positional, **dict.fromkeys(keywords))
     except TypeError as error:
         raise TypeError(f"{name}{signature} cannot be called like this: {error}.") from None
 
@@ -502,9 +519,9 @@ def _node(node: Any) -> str:
     return f"a {type(node).__name__}"
 
 
-def shapes(name: str, bad: Sequence[ShapeMismatch], mesh: Any) -> SpecError:
+def shapes(what: str, bad: Sequence[ShapeMismatch], mesh: Any) -> SpecError:
     return SpecError(
-        f"{name}: arrays do not fit their specs on {mesh_str(mesh)}:\n"
+        f"{what}: arrays do not fit their specs on {mesh_str(mesh)}:\n"
         + _lines(_shape_line(one, mesh) for one in bad)
         + "\nPad the array, choose another spec, or, to replicate it, consider using an in_specs entry of "
         "`P()`."
@@ -879,9 +896,16 @@ def bad_axis_name(name: Any) -> TypeError:
     )
 
 
+def no_devices(transform: str, devices: Sequence[Any]) -> StatemeshError:
+    return StatemeshError(
+        f"{transform}: devices={devices!r} has none, but the 'devices' argument to pmap must be non-empty, "
+        "or None. Leave it out, or pass some, as in devices=jax.devices()[:4]."
+    )
+
+
 def bad_devices(transform: str, devices: Sequence[Any]) -> StatemeshError:
     return StatemeshError(
-        f"{transform}: devices={devices!r} must be different jax.Devices, one at least, as in "
+        f"{transform}: devices={devices!r} must be different jax.Devices, as in "
         "devices=jax.devices()[:4]."
     )
 

@@ -135,14 +135,14 @@ class OnMesh:
 
         def instance(*shards: Any) -> list[Any]:
             outputs, places = run(*shards)
-            out_specs[:] = [where.spec for where in places]
+            out_specs[:] = [where.written for where in places]
             return outputs
 
         instance.__name__ = instance.__qualname__ = name
         outputs: list[Any] = jax.shard_map(
             instance,
             mesh=self.mesh,
-            in_specs=tuple(where.spec for where in inputs.placements),
+            in_specs=tuple(where.written for where in inputs.placements),
             out_specs=out_specs,
             axis_names=set(self.axis_names),
             check_vma=self.check_vma,

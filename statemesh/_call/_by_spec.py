@@ -12,7 +12,17 @@ from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._compat import tree_util
 from .._base._prefix import broadcast_specs
-from .._base._types import AnyMesh, AxisName, PerShard, Place, StateSpecs, is_spec, is_state, only
+from .._base._types import (
+    AnyMesh,
+    AxisName,
+    PerShard,
+    Place,
+    StateSpecs,
+    is_spec,
+    is_state,
+    mentioned,
+    only,
+)
 from .._exit import Wrong
 from .._leave import roots
 from .._match import Entered, values
@@ -71,9 +81,8 @@ class BySpec:
             if isinstance(given, Mapping):
                 for filter in given:
                     to_predicate(filter)
-        if mesh is not None:
-            if mesh.empty:
-                raise errors.empty_mesh(mesh)
+        # Code that is not called may have been made where there are no devices.
+        if mesh is not None and not mesh.empty:
             self._check_specs(mesh, manual_names(mesh, self.axis_names))
 
     def _check_specs(self, mesh: Mesh | AbstractMesh, names: Sequence[AxisName]) -> None:
@@ -92,14 +101,17 @@ class BySpec:
     def ground(
         self, args: tuple[Any, ...], leaves: Sequence[Any], traced: bool
     ) -> tuple["BySpec", Hashable]:
-        mesh = resolve_mesh(self.mesh, traced)
+        mesh = resolve_mesh(self.mesh, self.axis_names, traced)
         if traced:
             mesh = mesh_for_traced(mesh, leaves)
         elif isinstance(mesh, AbstractMesh):
             mesh = mesh_of_arrays(mesh, leaves)
         names = manual_names(mesh, self.axis_names)
-        if traced and names and not self.axis_names and compat.has_explicit_axes(mesh):
-            names = compat.left_by_vmap(mesh, names)
+        if traced and names and compat.has_explicit_axes(mesh):
+            left = compat.left_by_vmap(mesh, names)
+            if self.axis_names and left != names:
+                raise errors.axis_of_vmap([name for name in names if name not in left], mesh)
+            names = left
         if self.in_specs is not compat.INFER:
             return self, (mesh, names, ())
         inferred = _inferred(mesh, names, args)
@@ -152,7 +164,7 @@ class BySpec:
         return self
 
     def alone(self) -> "BySpec":
-        mesh = resolve_mesh(self.mesh, traced=False)
+        mesh = resolve_mesh(self.mesh, self.axis_names, traced=False)
         if isinstance(mesh, AbstractMesh):
             raise errors.abstract_mesh_outside_trace(mesh)
         return dataclasses.replace(self, mesh=compat.one_device_mesh(mesh))
@@ -206,9 +218,12 @@ def _inferred(
     if not compat.explicit_axes(mesh).issuperset(names):
         raise errors.cannot_infer(mesh)
 
+    wanted = frozenset(names)
+
     def spec_of(x: Any) -> PartitionSpec:
         if not compat.is_explicitly_typed(x):
             return PartitionSpec()
-        return only(jax.typeof(x).sharding.spec, frozenset(names))
+        spec = compat.type_of(x).sharding.spec
+        return spec if mentioned(spec) | spec.reduced <= wanted else only(spec, wanted)
 
     return tuple(jax.tree.map(spec_of, arg, is_leaf=is_state) for arg in args)

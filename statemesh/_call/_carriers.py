@@ -93,7 +93,9 @@ class Devices:
         devices, backend = self.devices, self.backend
         if devices is None:
             return
-        if not devices or len(set(devices)) < len(devices):
+        if not devices:
+            raise errors.no_devices(transform, devices)
+        if len(set(devices)) < len(devices):
             raise errors.bad_devices(transform, devices)
         if not all(isinstance(device, jax.Device) for device in devices):
             raise errors.bad_devices(transform, devices)

@@ -87,10 +87,10 @@ class _OfShapes:
         self.shapes = shapes
         self.__name__ = self.__qualname__ = program.__name__
 
-    def __call__(self, *arrays: Any) -> tuple[list[Any], WriteBack]:
-        if _shapes(arrays) != self.shapes:
+    def __call__(self, *flat_args: Any) -> tuple[list[Any], WriteBack]:
+        if _shapes(flat_args) != self.shapes:
             raise OtherShapes
-        return self.program(*arrays)
+        return self.program(*flat_args)
 
 
 def _refuse(*arrays: Any) -> Any:

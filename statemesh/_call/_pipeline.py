@@ -55,7 +55,8 @@ class Signature:
         self.context: Any = None
         # Where the pipeline keeps it once a call has gone through.
         self.key: tuple[Any, tuple[Any, ...]] = (None, ())
-        self.plain = jax.jit(program)
+        # The backward pass of an eager `jax.vjp` may be recorded, with no layer of ours in the jaxpr.
+        self.plain = jax.jit(program, inline=compat.INLINED)
         # Without JAX's check there are no types that something could escape.
         self.program_seen = not (program.binding.check_vma and declared.jit)
         self.lowers: Any = self.plain
@@ -180,7 +181,7 @@ class Pipeline:
     ) -> Signature:
         declared = self.declared
         rules = declared.rules
-        check_arity(declared.fun, declared.name, rules.what, rules.entries_in, args, kwargs)
+        check_arity(declared.name, rules.what, rules.entries_in, len(args))
         rules, ground = rules.ground(args, leaves, traced)
         if rules is not declared.rules:
             declared = dataclasses.replace(declared, rules=rules)

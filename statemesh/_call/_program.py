@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from .._arguments import Arguments
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._types import Place
@@ -46,9 +47,14 @@ class Program:
                 raise errors.bad_argnums("donate_argnums", bad, len(args))
         packing = Packing(declared.fun, args, kwargs, leaves)
         arguments = packing.arguments
-        placed, self.binding, rules = rules.resolve(
-            declared.name, arguments, packing.args, packing.kwargs, packing.leaves, ground
-        )
+        try:
+            placed, self.binding, rules = rules.resolve(
+                declared.name, arguments, packing.args, packing.kwargs, packing.leaves, ground
+            )
+        except errors.StatemeshError:
+            # Of no arguments it cannot be said how many lanes they have; that one is missing can.
+            self._check_signature(arguments)
+            raise
         packing.check(declared.name, placed, self.binding.sizes)
         inputs = packing.inputs(placed)
         self.inputs = sorted(inputs)
@@ -91,6 +97,10 @@ class Program:
         )
         self.__name__ = self.__qualname__ = declared.name
 
+    def _check_signature(self, given: Arguments) -> None:
+        declared, keywords = self.declared, given.names[given.positional :]
+        errors.check_signature(declared.fun, declared.name, given.positional, keywords)
+
     def arrays(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The program's inputs among all leaves."""
         return [leaves[i] for i in self.inputs]
@@ -115,8 +125,9 @@ class Program:
         pairs = zip(self.layout.paths, arrays, strict=True)
         return [path for path, x in pairs if compat.is_tracer(x)]
 
-    def __call__(self, *arrays: Any) -> tuple[list[Any], WriteBack]:
-        self.layout.check(arrays)
+    def __call__(self, *flat_args: Any) -> tuple[list[Any], WriteBack]:
+        self.layout.check(flat_args)
+        self._check_signature(self.given)
         found: list[WriteBack] = []
 
         def run(*parts: Any) -> tuple[list[Any], Sequence[Place]]:
@@ -126,7 +137,7 @@ class Program:
             found[:] = [back]
             return outputs, back.places
 
-        outputs = self.binding.call(run, self.declared.name, self.layout, arrays)
+        outputs = self.binding.call(run, self.declared.name, self.layout, flat_args)
         return outputs, found[0]
 
 

@@ -68,7 +68,8 @@ class Layout:
 
     def check(self, arrays: Sequence[Any]) -> None:
         """Refuse arrays that do not fit their specs."""
-        check_shapes(self.paths, arrays, self.placements, self.mesh, self.fun_name)
+        what = f"shard_map applied to the function {self.fun_name!r}"
+        check_shapes(self.paths, arrays, self.placements, self.mesh, what)
 
     def concrete(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """Concrete arrays as the program takes them, and as they come back when not written.

@@ -8,28 +8,35 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._base import _compat as compat
 from .._base import _errors as errors
-from .._base._types import AxisName, PerShard, is_spec, spec_axes
+from .._base._types import Axes, AxisName, PerShard, is_spec, spec_axes
 
 
-def resolve_mesh(given: Mesh | AbstractMesh | None, traced: bool) -> Mesh | AbstractMesh:
+def resolve_mesh(
+    given: Mesh | AbstractMesh | None, axis_names: Axes, traced: bool
+) -> Mesh | AbstractMesh:
     """The mesh that was given, or the one of the context.
 
     **Arguments:**
 
     - `given`: the mesh that the user named, if any.
+    - `axis_names`: the axes that the user named; empty for all.
     - `traced`: whether the call is being recorded or transformed rather than run.
 
     **Raises:** `SpecError` when there is no mesh, or the two differ.
     """
     context = compat.context_mesh()
+    if given is not None and given.empty:
+        raise errors.empty_mesh(given)
     if given is None:
         if context is None:
             raise errors.no_mesh()
         mesh = context if traced else compat.concrete_context_mesh() or context
     elif context is None or given.abstract_mesh == context:
         mesh = given
-    elif compat.manual_axes(context) and dict(given.shape) == dict(context.shape):
+    elif (taken := compat.manual_axes(context)) and dict(given.shape) == dict(context.shape):
         # Inside another mapped call: the context says which axes that one has taken.
+        if not axis_names and taken < frozenset(context.axis_names):
+            raise errors.mesh_partly_taken(given, taken)
         mesh = context
     else:
         raise errors.mesh_differs_from_context(given, context)

@@ -27,9 +27,11 @@ def check_shapes(
     leaves: Sequence[Any],
     placements: Sequence[Placement],
     mesh: Mesh | AbstractMesh,
-    fun_name: str,
+    what: str,
 ) -> None:
     """Refuse arrays whose rank or sizes do not fit their specs.
+
+    `what` says in the error what they were given to.
 
     **Raises:** `SpecError` listing every such array with the arithmetic.
     """
@@ -50,7 +52,7 @@ def check_shapes(
                 found = errors.ShapeMismatch(path, leaf, where.written, dim, where.axis is not None)
                 bad.append(found)
     if bad:
-        raise errors.shapes(fun_name, bad, mesh)
+        raise errors.shapes(what, bad, mesh)
 
 
 def lies_right(x: jax.Array, target: NamedSharding, names: frozenset[AxisName]) -> bool:
@@ -78,11 +80,11 @@ def traced_onto(x: Any, target: NamedSharding, names: frozenset[AxisName]) -> An
     On Auto axes there is nothing to do: the compiler lays it out. On those that the call does not map over
     it stays as it lies.
     """
+    if not isinstance(x, jax.Array | np.ndarray | np.generic):
+        return x
     typed = compat.is_explicitly_typed(x)
     if not compat.has_explicit_axes(target.mesh):
         return compat.off_explicit_axes(x, target.mesh) if typed else x
-    if not isinstance(x, jax.Array | np.ndarray | np.generic):
-        return x
     told = compat.explicit_part(target)
     if typed:
         here = jax.typeof(x).sharding.spec

@@ -29,7 +29,7 @@ def run(file: Path, variant: str, processes: int, only: str) -> dict[str, Any]:
                 *(sys.executable, "-W", "ignore", "-m", f"{__package__}._worker"),
                 *(str(file), variant, str(part), str(processes), only),
             ],
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"},
             stdout=subprocess.PIPE,
             text=True,
         )
