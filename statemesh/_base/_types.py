@@ -206,20 +206,28 @@ def mentioned(spec: PartitionSpec) -> frozenset[AxisName]:
 
 def only(spec: PartitionSpec, names: Axes) -> PartitionSpec:
     """What `spec` says of these mesh axes, in its shortest spelling."""
-    entries = [tuple(name for name in axis if name in names) for axis in spec_axes(spec)]
+    return canonical(restricted(spec, names))
+
+
+def restricted(spec: PartitionSpec, names: Axes) -> PartitionSpec:
+    """What `spec` says of these mesh axes, with as many entries."""
+    kept = [tuple(name for name in axis if name in names) for axis in written_axes(spec)]
+    entries = tuple(_shortest(axis) for axis in kept)
     unreduced, reduced = spec.unreduced & names, spec.reduced & names
     if unreduced == spec.unreduced:  # Their kind, which newer releases know of, stays.
-        return canonical(spec.update(partitions=tuple(entries), reduced=reduced))
-    return canonical(PartitionSpec(*entries, unreduced=unreduced, reduced=reduced))
+        whole: PartitionSpec = spec.update(partitions=entries, reduced=reduced)
+        return whole
+    return PartitionSpec(*entries, unreduced=unreduced, reduced=reduced)
 
 
 def canonical(spec: PartitionSpec) -> PartitionSpec:
     """The shortest spelling of `spec`, the one that compiled outputs carry."""
-    entries = [
-        None if not names else names[0] if len(names) == 1 else names for names in spec_axes(spec)
-    ]
-    shortest: PartitionSpec = spec.update(partitions=tuple(entries))
+    shortest: PartitionSpec = spec.update(partitions=tuple(map(_shortest, spec_axes(spec))))
     return shortest
+
+
+def _shortest(names: tuple[AxisName, ...]) -> Any:
+    return None if not names else names[0] if len(names) == 1 else names
 
 
 def flat_names(names: AxisName | None) -> tuple[AxisName, ...]:

@@ -20,8 +20,7 @@ from .._base._types import (
     StateSpecs,
     is_spec,
     is_state,
-    mentioned,
-    only,
+    restricted,
 )
 from .._exit import Wrong
 from .._leave import roots
@@ -223,7 +222,6 @@ def _inferred(
     def spec_of(x: Any) -> PartitionSpec:
         if not compat.is_explicitly_typed(x):
             return PartitionSpec()
-        spec = compat.type_of(x).sharding.spec
-        return spec if mentioned(spec) | spec.reduced <= wanted else only(spec, wanted)
+        return restricted(compat.type_of(x).sharding.spec, wanted)
 
     return tuple(jax.tree.map(spec_of, arg, is_leaf=is_state) for arg in args)

@@ -26,7 +26,7 @@ class Program:
     - `args`, `kwargs`: the arguments of the first such call. Their arrays are not kept.
     - `leaves`: the leaves of `(args, kwargs)`.
     - `ground`: what the rules found the call to stand on.
-    - `traced`: whether the call is being recorded or transformed. A jaxpr without states is to be the one
+    - `traced`: whether the call is being recorded or transformed. Its jaxpr is to be, but for states, the one
         that JAX's own map leaves, where what comes back as it went in is a result too.
     """
 
@@ -77,15 +77,19 @@ class Program:
             alias=declared.donate == "none",
         )
         self.repacking = Repacking(packing, placed, {p: k for k, p in enumerate(self.inputs)})
-        unpacked = list(enumerate(self.repacking.inputs))
-        forwards = not traced or bool(arguments.states())
+        unpacked = list(enumerate(zip(sorted(placed), self.repacking.inputs, strict=True)))
+        in_states = {p for unit in arguments.states() for p in unit.positions}
         self.instance = Instance(
             declared.fun,
             arguments,
             [None if i in placed else leaf for i, leaf in enumerate(packing.leaves)],
             sorted(placed),
             self.repacking.places,
-            frozenset(k for k, source in unpacked if not forwards or source in self.layout.fresh),
+            frozenset(
+                k
+                for k, (position, source) in unpacked
+                if source in self.layout.fresh or (traced and position not in in_states)
+            ),
             Exit(
                 declared.name,
                 rules,

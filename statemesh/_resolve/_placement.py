@@ -93,6 +93,8 @@ def traced_onto(x: Any, target: NamedSharding, names: frozenset[AxisName]) -> An
         told = told.update(
             spec=_beside(told.spec, only(here, frozenset(target.mesh.axis_names) - names))
         )
+    elif told.spec == PartitionSpec():
+        return x
     return compat.reshard(x, told)
 
 

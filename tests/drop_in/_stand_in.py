@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import statemesh as sm
 
 
 def _broken(mapping: Callable[..., Any]) -> Callable[..., Any]:
-    """A map whose results are wrong: twice what they should be."""
+    """A map whose results are wrong: each stands there twice."""
 
     def twice(tree: Any) -> Any:
-        return jax.tree.map(lambda x: x + x, tree)
+        return jax.tree.map(lambda x: jnp.concatenate([jnp.atleast_1d(x)] * 2), tree)
 
     def mapped(*args: Any, **kwargs: Any) -> Any:
         if not args:

@@ -1,0 +1,142 @@
+"""Under an outer trace a mapped call leaves the jaxpr that `jax.shard_map` leaves."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+
+from .drop_in_cases import CASES
+
+
+jnp: Any = jax.numpy
+Map = Callable[..., Any]
+
+
+def recorded(mapped: Map, around: Map, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The jaxpr of a call with a transformation around it, or the class of what is raised."""
+    arrays, others = eqx.partition((args, kwargs), eqx.is_array)
+
+    def call(*leaves: Any) -> Any:
+        args, kwargs = eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), leaves), others)
+        return mapped(*args, **kwargs)
+
+    try:
+        return str(jax.make_jaxpr(around(call))(*jax.tree.leaves(arrays)))
+    except Exception as error:
+        return (ValueError if isinstance(error, sm.StatemeshError) else type(error)).__name__
+
+
+def pulled_back(fun: Map) -> Map:
+    def call(*args: Any) -> Any:
+        out, pull = jax.vjp(fun, *args)
+        return pull(jax.tree.map(jnp.ones_like, out))
+
+    return call
+
+
+def lanes(fun: Map) -> Map:
+    def call(*args: Any) -> Any:
+        return jax.vmap(fun)(*(jnp.stack([x, x]) for x in args))
+
+    return call
+
+
+# What is tested on one Python only: the least likely to differ.
+SLOW = ("jit", "remat")
+AROUND: dict[str, Map] = {
+    "nothing": lambda fun: fun,
+    "jit": jax.jit,
+    "vjp": pulled_back,
+    "vmap": lanes,
+    "remat": jax.checkpoint,
+}
+
+
+def comparing(
+    mine: Map, theirs: Map, around: Map, found: list[tuple[str, str]], *before: Any
+) -> Map:
+    """`jax.shard_map`, at each call of which two jaxprs are noted: one map's and the other's.
+
+    Both get the arguments `before` those of the call.
+    """
+
+    def mapping(fun: Any = None, *args: Any, **options: Any) -> Any:
+        if fun is None:
+            return functools.partial(mapping, *args, **options)
+        pair = [made(fun, *args, **options) for made in (mine, theirs)]
+        run = jax.shard_map(fun, *args, **options)
+
+        @functools.wraps(fun)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            one, other = (recorded(mapped, around, (*before, *args), kwargs) for mapped in pair)
+            found.append((one, other))
+            return run(*args, **kwargs)
+
+        return call
+
+    return mapping
+
+
+@pytest.mark.parametrize(
+    "around", [pytest.param(a, marks=pytest.mark.slow if a in SLOW else ()) for a in AROUND]
+)
+@pytest.mark.parametrize("name", CASES)
+def test_the_jaxpr_is_that_of_jax(name: str, around: str) -> None:
+    found: list[tuple[str, str]] = []
+    CASES[name](comparing(sm.shard_map, jax.shard_map, AROUND[around], found))
+    for mine, theirs in found:
+        assert mine == theirs
+    assert found
+
+
+def with_a_state(fun: Map, **options: Any) -> Map:
+    """A map that adds one to a state, given and got as its value."""
+
+    def step(count: sm.State, *args: Any) -> Any:
+        return fun(*args), count.set(count.value + 1)
+
+    def call(count: Any, *args: Any) -> Any:
+        mapped = sm.shard_map(step, **with_one_more(options, len(args)))
+        result, state = mapped(sm.State(count), *args)
+        return result, state.value
+
+    return call
+
+
+def with_an_array(fun: Map, **options: Any) -> Map:
+    """The same by hand."""
+
+    def step(count: Any, *args: Any) -> Any:
+        return fun(*args), count + 1
+
+    def call(count: Any, *args: Any) -> Any:
+        return jax.shard_map(step, **with_one_more(options, len(args)))(count, *args)
+
+    return call
+
+
+def with_one_more(options: dict[str, Any], count: int) -> dict[str, Any]:
+    """The options of a map that has one argument more, the first, and one result more, the last."""
+    options = {**options, "out_specs": (options["out_specs"], P())}
+    if "in_specs" in options:
+        given = options["in_specs"]
+        options["in_specs"] = (P(), *(given if isinstance(given, tuple) else [given] * count))
+    return options
+
+
+@pytest.mark.parametrize(
+    "around", [pytest.param(a, marks=pytest.mark.slow if a in SLOW else ()) for a in AROUND]
+)
+@pytest.mark.parametrize("name", CASES)
+def test_a_state_adds_an_input_and_an_output(name: str, around: str) -> None:
+    found: list[tuple[str, str]] = []
+    CASES[name](comparing(with_a_state, with_an_array, AROUND[around], found, jnp.float32(0)))
+    for mine, theirs in found:
+        assert mine == theirs
+    assert found
