@@ -46,4 +46,5 @@ def shard_map(
     names = frozenset(mesh.axis_names)
     if not auto <= names or (auto and auto == names):
         raise errors.bad_auto(auto, mesh)
-    return _shard_map(f, mesh, in_specs, out_specs, check_vma=check_rep, axis_names=names - auto)
+    mapped = names - auto if auto else ()
+    return _shard_map(f, mesh, in_specs, out_specs, check_vma=check_rep, axis_names=mapped)

@@ -119,6 +119,42 @@ def test_typed_by_explicit_axes(explicit: bool) -> None:
     assert not compat.has_explicit_axes(compat.auto_twin(mesh))
 
 
+def test_references_are_typed_as_what_they_refer_to() -> None:
+    mesh, specs = make_mesh("8", AxisType.Explicit), list[Any]()
+    with jax.set_mesh(mesh):
+        ref = jax.new_ref(jax.device_put(np.ones(8, np.float32), NamedSharding(mesh, P("x"))))
+        assert compat.type_of(ref).sharding.spec == P("x")
+        jax.jit(lambda ref: specs.append(compat.type_of(ref).sharding.spec))(ref)
+    assert specs == [P("x")]
+    assert compat.type_of("x") is None
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_arguments_are_told_with_their_sharding_if_it_is_in_their_type(kind: Any) -> None:
+    split = NamedSharding(make_mesh("8", kind), P("x"))
+    lowered = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((8,), np.float32, sharding=split))
+    plain = jax.jit(lambda x: x).lower(np.ones(8, np.float32))
+    told = compat.unless_explicit(lowered.args_info[0][0])
+    assert (told == plain.args_info[0][0]) == (kind == AxisType.Auto)
+
+
+def test_what_an_eager_vmap_traces() -> None:
+    found: list[bool] = []
+
+    def look(x: Any) -> Any:
+        found.append(compat.is_batched(x))
+        return x
+
+    x = jnp.ones((2, 3))
+    jax.vmap(look)(x)
+    jax.vmap(lambda x: jax.vjp(look, x)[1](x))(x)
+    jax.vmap(lambda x: jax.jvp(look, (x,), (x,)))(x)
+    jax.vjp(look, x)
+    jax.jit(look)(x)
+    look(x)
+    assert found == [True, True, True, False, False, False]
+
+
 def test_control_flow_is_recognized() -> None:
     def body(c: Any, x: jax.Array) -> Any:
         c = jax.lax.cond(c > 0, lambda c: c + 1, lambda c: c, c)

@@ -11,6 +11,7 @@ import pytest
 import statemesh as sm
 
 from .drop_in.__main__ import run
+from .drop_in._stand_in import by_older_names
 from .drop_in_cases import CASES, LANES, beside_a_state, lanes_beside_a_state
 
 
@@ -44,6 +45,11 @@ def test_with_a_state_beside(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_not_compiled(name: str) -> None:
     close(CASES[name](functools.partial(sm.shard_map, jit=False)), expected(name))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_by_older_names(name: str) -> None:
+    close(CASES[name](by_older_names), expected(name))
 
 
 @functools.cache

@@ -47,14 +47,11 @@ def lanes(fun: Map) -> Map:
     return call
 
 
-# What is tested on one Python only: the least likely to differ.
-SLOW = ("jit", "remat")
 AROUND: dict[str, Map] = {
     "nothing": lambda fun: fun,
     "jit": jax.jit,
     "vjp": pulled_back,
     "vmap": lanes,
-    "remat": jax.checkpoint,
 }
 
 
@@ -83,9 +80,7 @@ def comparing(
     return mapping
 
 
-@pytest.mark.parametrize(
-    "around", [pytest.param(a, marks=pytest.mark.slow if a in SLOW else ()) for a in AROUND]
-)
+@pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("name", CASES)
 def test_the_jaxpr_is_that_of_jax(name: str, around: str) -> None:
     found: list[tuple[str, str]] = []
@@ -130,9 +125,8 @@ def with_one_more(options: dict[str, Any], count: int) -> dict[str, Any]:
     return options
 
 
-@pytest.mark.parametrize(
-    "around", [pytest.param(a, marks=pytest.mark.slow if a in SLOW else ()) for a in AROUND]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("name", CASES)
 def test_a_state_adds_an_input_and_an_output(name: str, around: str) -> None:
     found: list[tuple[str, str]] = []

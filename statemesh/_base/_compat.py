@@ -392,6 +392,15 @@ def is_tracer(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer)
 
 
+def is_batched(x: Any) -> bool:
+    """Whether an eager `vmap` traces a value, with or without an eager derivative in it."""
+    while is_tracer(x):
+        if hasattr(x, "batch_dim"):
+            return True
+        x = getattr(x, "primal", None)
+    return False
+
+
 def onto_devices(x: Any, mesh: Mesh | AbstractMesh) -> Any:
     """A value that an eager `grad` or `vmap` traces, on the devices of `mesh`.
 

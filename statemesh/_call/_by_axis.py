@@ -56,6 +56,7 @@ class ByAxis:
 
     what = "in_axes"
     steady = True
+    takes_set_mesh = False
 
     @property
     def has_own_mesh(self) -> bool:

@@ -67,6 +67,10 @@ class BySpec:
     def steady(self) -> bool:
         return not (self.in_specs is compat.INFER or isinstance(self.mesh, AbstractMesh))
 
+    @property
+    def takes_set_mesh(self) -> bool:
+        return self.mesh is None
+
     def check(self) -> None:
         mesh = self.mesh
         if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):

@@ -37,6 +37,7 @@ _KEPT = 256
 # Bound once: an attribute less to look up at every call.
 _flatten = tree_util.default_registry.flatten
 _context = jax.sharding.get_abstract_mesh
+_set_mesh = jax.sharding.get_mesh
 _trace = compat.current_trace
 
 
@@ -53,6 +54,8 @@ class Signature:
         self.types = list(map(type, leaves))
         self.treedef = treedef
         self.context: Any = None
+        # The mesh that was set, with its devices, where the call takes that one.
+        self.set_mesh: Any = None
         # Where the pipeline keeps it once a call has gone through.
         self.key: tuple[Any, tuple[Any, ...]] = (None, ())
         # The backward pass of an eager `jax.vjp` may be recorded, with no layer of ours in the jaxpr.
@@ -123,6 +126,7 @@ class Pipeline:
             or last.treedef != treedef
             or last.context is not _context()
             or _trace(()) is not compat.TOP_LEVEL
+            or (last.set_mesh is not None and last.set_mesh is not _set_mesh())
             or (last.statics and not last.same_statics(leaves))
         ):
             return self._other(leaves, treedef, args, kwargs)
@@ -155,6 +159,7 @@ class Pipeline:
             self._keep(signature)
             if self.declared.rules.steady and not other_mesh:
                 self._last = signature
+                signature.set_mesh = _set_mesh() if self.declared.rules.takes_set_mesh else None
             return back(outputs, shown)
         program = signature.program
         if self.declared.rules.has_own_mesh and compat.explicit_around(leaves):

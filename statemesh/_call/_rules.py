@@ -29,6 +29,10 @@ class Rules(LeavingRules, Protocol):
     def has_own_mesh(self) -> bool:
         """Whether calls run on a mesh of their own, whichever one is set."""
 
+    @property
+    def takes_set_mesh(self) -> bool:
+        """Whether calls run on the mesh that is set, if any."""
+
     def check(self) -> None:
         """Refuse at construction whatever no call could make right."""
 

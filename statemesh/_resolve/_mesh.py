@@ -66,13 +66,15 @@ def mesh_for_traced(mesh: Mesh | AbstractMesh, leaves: Sequence[Any]) -> Mesh | 
 
     On Explicit axes a sharding is part of every value's type. Where nothing says that the values
     around the call are typed so (no mesh in context, no such argument), Auto axes let the result
-    mix with them, be carried by a scan, and be differentiated outside.
+    mix with them, be carried by a scan, and be differentiated outside. In a `jax.vmap` that is not
+    recorded they stay as they are: its lanes may be spread over them.
     """
     if isinstance(mesh, AbstractMesh) or not compat.has_explicit_axes(mesh):
         return mesh
     if compat.context_mesh() is not None:
         return mesh
-    if compat.under_jit() and any(map(compat.is_explicitly_typed, leaves)):
+    recorded = compat.under_jit() or any(map(compat.is_batched, leaves))
+    if recorded and any(map(compat.is_explicitly_typed, leaves)):
         return mesh
     return compat.auto_twin(mesh)
 

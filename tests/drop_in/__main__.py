@@ -4,8 +4,9 @@
     python -m tests.drop_in compare jax.json results.json
 
 The files are those of JAX's repository, of the release that is installed; the extra `dev` is needed.
-`--with` is one of: jax, the real functions; statemesh; not compiled (`jit=False`); broken, which is to
-fail many. `compare` lists what passes in the first results and not in the second.
+`--with` is one of: jax, the real functions; statemesh; not compiled (`jit=False`); older names
+(`statemesh.legacy`); broken, which is to fail many. `compare` lists what passes in the first results and
+not in the second.
 """
 
 import argparse

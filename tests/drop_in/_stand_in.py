@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 import statemesh as sm
+import statemesh.legacy
 
 
 def _broken(mapping: Callable[..., Any]) -> Callable[..., Any]:
@@ -30,11 +31,30 @@ def _broken(mapping: Callable[..., Any]) -> Callable[..., Any]:
     return mapped
 
 
+def by_older_names(fun: Any = None, mesh: Any = None, in_specs: Any = ..., **options: Any) -> Any:
+    """The older function, called by its names with what code says to `jax.shard_map`.
+
+    It has no words for a decorator without a mesh or specs; that goes to the newer one.
+    """
+    if fun is None:
+        return functools.partial(by_older_names, mesh=mesh, in_specs=in_specs, **options)
+    names = options.get("axis_names") or ()
+    if mesh is None or in_specs is ... or not set(names) <= set(mesh.axis_names):
+        given = {} if in_specs is ... else {"in_specs": in_specs}
+        return sm.shard_map(fun, mesh, **given, **options)
+    auto = frozenset(mesh.axis_names) - frozenset(names) if names else frozenset()
+    check_rep = options.get("check_vma", True)
+    return sm.legacy.shard_map(
+        fun, mesh, in_specs, options["out_specs"], check_rep=check_rep, auto=auto
+    )
+
+
 # By the name of a variant: what stands for `shard_map`, and for `pmap`.
 VARIANTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "jax": (jax.shard_map, jax.pmap),
     "statemesh": (sm.shard_map, sm.pmap2),
     "not compiled": (functools.partial(sm.shard_map, jit=False), sm.pmap2),
+    "older names": (by_older_names, sm.pmap2),
     "broken": (_broken(sm.shard_map), _broken(sm.pmap2)),
 }
 

@@ -38,7 +38,15 @@ def a_vmap_over_an_explicit_axis(shard_map: Map) -> Any:
     mesh = make_mesh("2x2", AxisType.Explicit)
     x = jax.device_put(numbers(4, 4), NamedSharding(mesh, P("x", "y")))
     mapped = shard_map(lambda x: 2 * x, mesh=mesh, in_specs=(P("y"),), out_specs=P("y"))
-    return jax.jit(jax.vmap(mapped))(x)
+    return jax.jit(jax.vmap(mapped))(x), jax.vmap(mapped)(x)
+
+
+@case
+def a_derivative_in_a_vmap_over_an_explicit_axis(shard_map: Map) -> Any:
+    mesh = make_mesh("2x2", AxisType.Explicit)
+    x = jax.device_put(numbers(4, 4), NamedSharding(mesh, P(None, "y")))
+    mapped = shard_map(lambda x: x * x, mesh=mesh, in_specs=(P("y"),), out_specs=P("y"))
+    return jax.vmap(lambda x: jax.vjp(mapped, x)[1](x))(x)
 
 
 @case

@@ -1,0 +1,154 @@
+"""What JAX's own tests look at least: names, meshes that change, arguments that lie elsewhere, donation."""
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from statemesh import legacy
+from statemesh._base import _compat as compat
+
+from .helpers import counted, make_mesh
+
+
+jnp: Any = jax.numpy
+X = np.arange(16, dtype=np.float32).reshape(8, 2)
+
+
+def centered(x: Any) -> Any:
+    """The rows without their mean over the mesh axis."""
+    return x - lax.pmean(x.mean(0), "x")
+
+
+MAPPED: dict[str, Callable[[Any], Any]] = {
+    "shard_map": lambda fun: sm.shard_map(fun, make_mesh(), (P("x"),), P("x")),
+    "legacy": lambda fun: legacy.shard_map(fun, make_mesh(), (P("x"),), P("x")),
+    "pmap2": lambda fun: sm.pmap2(fun, "x"),
+}
+
+
+@pytest.mark.parametrize("kind", MAPPED)
+def test_it_has_the_names_of_what_it_maps(kind: str) -> None:
+    mapped = MAPPED[kind](centered)
+    assert (mapped.__name__, mapped.__qualname__) == ("centered", "centered")
+    assert mapped.__wrapped__ is centered
+    again = functools.wraps(mapped)(lambda x: mapped(x))
+    assert again.__name__ == "centered"
+
+
+# Meshes
+
+
+def test_without_a_mesh_it_is_that_of_the_context_at_each_call() -> None:
+    fun, count = counted(centered)
+    mapped = sm.shard_map(fun, in_specs=(P("x"),), out_specs=P("x"))
+    meshes = [make_mesh("8"), make_mesh("2"), Mesh(jax.devices()[::-1], ("x",)), make_mesh("8")]
+    for mesh in meshes:
+        with jax.set_mesh(mesh):
+            found = mapped(X)
+            under_jit = jax.jit(lambda x: mapped(x))(X)
+        assert found.sharding.mesh == mesh
+        assert found.sharding.device_set == set(mesh.devices.flat)
+        np.testing.assert_array_equal(found, X - X.mean(0))
+        np.testing.assert_array_equal(under_jit, X - X.mean(0))
+    assert count.times == 7
+    with pytest.raises(sm.SpecError, match="no mesh"):
+        mapped(X)
+    assert count.times == 7
+
+
+def test_a_mesh_of_no_devices_is_refused_at_the_call_only() -> None:
+    mapped = sm.shard_map(centered, Mesh(np.empty((), object), ()), (P("x"),), P("x"))
+    with pytest.raises(sm.SpecError, match="non-empty mesh"):
+        mapped(X)
+
+
+def test_a_mesh_that_is_partly_taken_is_meant_where_its_axes_are_named() -> None:
+    mesh = make_mesh("4x2")
+    inner = sm.shard_map(
+        lambda x: lax.psum(x, "y"), mesh, (P(None, "y"),), P(None, None), axis_names={"y"}
+    )
+    outer = sm.shard_map(inner, mesh, (P("x"),), P("x"), axis_names={"x"})
+    np.testing.assert_array_equal(jax.jit(outer)(X), X.sum(1, keepdims=True))
+
+
+# Arguments
+
+
+def elsewhere() -> dict[str, Any]:
+    mesh = make_mesh("8", AxisType.Explicit)
+    return {
+        "numpy": X,
+        "on one device": jnp.asarray(X),
+        "committed to another": jax.device_put(X, jax.devices()[3]),
+        "replicated": jax.device_put(X, NamedSharding(make_mesh(), P())),
+        "on devices in another order": jax.device_put(
+            X, NamedSharding(Mesh(jax.devices()[::-1], ("x",)), P("x"))
+        ),
+        "on fewer devices": jax.device_put(X, NamedSharding(make_mesh("2"), P("x"))),
+        "on a mesh of other axes": jax.device_put(X, NamedSharding(make_mesh("4x2"), P("y", None))),
+        "on an Explicit mesh": jax.device_put(X, NamedSharding(mesh, P("x"))),
+    }
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("context", [False, True], ids=["no context", "context"])
+@pytest.mark.parametrize("where", elsewhere())
+def test_arguments_are_taken_from_wherever_they_lie(where: str, context: bool, kind: Any) -> None:
+    mesh, x = make_mesh("8", kind), elsewhere()[where]
+    mapped = sm.shard_map(centered, mesh, (P("x"),), P("x"))
+    with jax.set_mesh(mesh) if context else nullcontext():
+        found = mapped(x)
+    np.testing.assert_array_equal(found, X - X.mean(0))
+    assert found.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), 2)
+    np.testing.assert_array_equal(x, X)  # It is still there, where it was.
+
+
+@pytest.mark.parametrize("where", elsewhere())
+def test_a_donated_argument_that_had_to_move_is_spared(where: str) -> None:
+    x = elsewhere()[where]
+    mapped = sm.shard_map(centered, make_mesh(), (P("x"),), P("x"), donate="all")
+    np.testing.assert_array_equal(mapped(x), X - X.mean(0))
+    if isinstance(x, jax.Array):
+        there = x.sharding == NamedSharding(make_mesh(), P("x"))
+        assert x.is_deleted() == there
+    placed = mapped.place(X)[0]
+    np.testing.assert_array_equal(mapped(placed), X - X.mean(0))
+    assert placed.is_deleted()
+    with pytest.raises(sm.StatemeshError, match=r"given up .*\n  - x"):
+        mapped(placed)
+
+
+def test_donation_by_an_outer_jit() -> None:
+    mapped = sm.shard_map(centered, make_mesh(), (P("x"),), P("x"))
+    placed = mapped.place(X)[0]
+    np.testing.assert_array_equal(jax.jit(mapped, donate_argnums=0)(placed), X - X.mean(0))
+    assert placed.is_deleted()
+
+
+# What is kept of an eager transformation
+
+
+def test_a_backward_pass_that_is_recorded_has_no_layer_of_ours() -> None:
+    mapped = sm.shard_map(centered, make_mesh(), (P("x"),), P("x"))
+    _, pull = jax.vjp(mapped, X)
+    names = [e.primitive.name for e in jax.make_jaxpr(pull)(X).eqns]
+    assert names == ["shard_map" if compat.INLINED else "jit"]
+
+
+@pytest.mark.parametrize("kind", ["shard_map", "legacy"])
+def test_an_eager_backward_pass_is_compiled_once(kind: str) -> None:
+    fun, count = counted(centered)
+    mapped = MAPPED[kind](fun)
+    for times in range(3):
+        out, pull = jax.vjp(mapped, times * X)
+        np.testing.assert_allclose(pull(jnp.ones_like(out))[0], np.zeros_like(X), atol=1e-6)
+    assert count.times == 1
