@@ -120,6 +120,10 @@ class Arguments:
         """That of each leaf, by position."""
         return {p: unit.path for unit in self.flat_units() for p in unit.positions}
 
+    def with_states(self) -> list[tuple[Unit, ...]]:
+        """The arguments that have a State in them."""
+        return [units for units in self.units if any(unit.kind is not None for unit in units)]
+
     def states(self) -> list[Unit]:
         return [unit for unit in self.flat_units() if unit.kind is not None]
 

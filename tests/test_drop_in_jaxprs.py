@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import statemesh as sm
 
 from .drop_in_cases import CASES
+from .helpers import make_mesh
 
 
 jnp: Any = jax.numpy
@@ -88,6 +89,17 @@ def test_the_jaxpr_is_that_of_jax(name: str, around: str) -> None:
     for mine, theirs in found:
         assert mine == theirs
     assert found
+
+
+def test_what_a_model_gives_back_untouched_is_no_output() -> None:
+    def step(model: Any, x: Any) -> Any:
+        return x * model["w"], {**model, "count": model["count"].set(model["count"].value + 1)}
+
+    specs = (P(), P("x")), (P("x"), P())
+    mapped = sm.shard_map(step, make_mesh(), *specs)
+    model = {"w": jnp.ones(3), "count": sm.State(0.0), "idle": sm.State(jnp.ones(2))}
+    (eqn,) = jax.make_jaxpr(mapped)(model, jnp.ones((8, 3))).eqns
+    assert [v.aval.shape for v in eqn.outvars] == [(8, 3), ()]
 
 
 def with_a_state(fun: Map, **options: Any) -> Map:

@@ -26,8 +26,8 @@ class Program:
     - `args`, `kwargs`: the arguments of the first such call. Their arrays are not kept.
     - `leaves`: the leaves of `(args, kwargs)`.
     - `ground`: what the rules found the call to stand on.
-    - `traced`: whether the call is being recorded or transformed. Its jaxpr is to be, but for states, the one
-        that JAX's own map leaves, where what comes back as it went in is a result too.
+    - `traced`: whether the call is being recorded or transformed. Its jaxpr is to be the one that JAX's own
+        map leaves, where what comes back as it went in is a result too; but for arguments with states.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Program:
         )
         self.repacking = Repacking(packing, placed, {p: k for k, p in enumerate(self.inputs)})
         unpacked = list(enumerate(zip(sorted(placed), self.repacking.inputs, strict=True)))
-        in_states = {p for unit in arguments.states() for p in unit.positions}
+        in_models = {p for units in arguments.with_states() for u in units for p in u.positions}
         self.instance = Instance(
             declared.fun,
             arguments,
@@ -88,7 +88,7 @@ class Program:
             frozenset(
                 k
                 for k, (position, source) in unpacked
-                if source in self.layout.fresh or (traced and position not in in_states)
+                if source in self.layout.fresh or (traced and position not in in_models)
             ),
             Exit(
                 declared.name,
