@@ -98,6 +98,7 @@ def test_what_a_model_gives_back_untouched_is_no_output() -> None:
     specs = (P(), P("x")), (P("x"), P())
     mapped = sm.shard_map(step, make_mesh(), *specs)
     model = {"w": jnp.ones(3), "count": sm.State(0.0), "idle": sm.State(jnp.ones(2))}
+    eqn: Any
     (eqn,) = jax.make_jaxpr(mapped)(model, jnp.ones((8, 3))).eqns
     assert [v.aval.shape for v in eqn.outvars] == [(8, 3), ()]
 
