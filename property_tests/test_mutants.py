@@ -75,11 +75,12 @@ def of_another_shard(right: Any) -> Any:
 def axes_backwards(right: Any) -> Any:
     """Axes that split one array axis together, minor to major."""
 
-    def canonical(spec: PartitionSpec) -> PartitionSpec:
-        entries = [e[::-1] if isinstance(e, tuple) else e for e in right(spec)]
-        return PartitionSpec(*entries)
+    def post_init(self: Any) -> None:
+        entries = [e[::-1] if isinstance(e, tuple) else e for e in self.written.partitions]
+        object.__setattr__(self, "written", PartitionSpec(*entries))
+        right(self)
 
-    return canonical
+    return post_init
 
 
 def first_arguments_kept(right: Any) -> Any:
@@ -171,7 +172,7 @@ MUTANTS = [
         "placement",
         lambda right: lambda spec: _specs.REPLICATED,
     ),
-    Mutant("axes of a spec backwards", _specs, "canonical", axes_backwards),
+    Mutant("axes of a spec backwards", _specs.Placement, "__post_init__", axes_backwards),
     Mutant("another shard's entry", _specs.Placement, "take", of_another_shard),
     Mutant("arguments of the first call", _layout.Layout, "concrete", first_arguments_kept),
     Mutant(
