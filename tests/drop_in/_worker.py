@@ -1,6 +1,7 @@
 """A part of a test file's tests, in a process of its own."""
 
 import json
+import re
 import sys
 import traceback
 import unittest
@@ -12,6 +13,11 @@ from absl import flags
 from ._stand_in import load
 
 
+def name(test: Any) -> str:
+    """A test's name, the same in every process."""
+    return re.sub(" at 0x[0-9a-f]+", "", str(test.id()))
+
+
 class _Result(unittest.TestResult):
     """What became of each test: a word, and what was raised."""
 
@@ -21,10 +27,10 @@ class _Result(unittest.TestResult):
 
     def startTest(self, test: Any) -> None:
         super().startTest(test)
-        self.found[test.id()] = ("passed", "")
+        self.found[name(test)] = ("passed", "")
 
     def _failed(self, test: Any, error: Any) -> None:
-        self.found[test.id()] = ("failed", "".join(traceback.format_exception(*error))[-6000:])
+        self.found[name(test)] = ("failed", "".join(traceback.format_exception(*error))[-6000:])
 
     def addFailure(self, test: Any, err: Any) -> None:
         self._failed(test, err)
@@ -37,7 +43,7 @@ class _Result(unittest.TestResult):
             self._failed(test, err)
 
     def addSkip(self, test: Any, reason: str) -> None:
-        self.found[test.id()] = ("skipped", reason)
+        self.found[name(test)] = ("skipped", reason)
 
 
 def _tests(suite: Any) -> list[Any]:
@@ -52,8 +58,8 @@ def main(file: str, variant: str, part: str, parts: str, only: str) -> None:
     flags.FLAGS(["tests"])
     tests = _tests(unittest.defaultTestLoader.loadTestsFromModule(module))
     result = _Result()
-    for test in sorted(tests, key=lambda test: str(test.id()))[int(part) :: int(parts)]:
-        if only in test.id():
+    for test in sorted(tests, key=name)[int(part) :: int(parts)]:
+        if only in name(test):
             test.run(result)
     counts = {name: dict(one.count) for name, one in instead.items()}
     print("\n" + json.dumps({"found": result.found, "counts": counts}), flush=True)
