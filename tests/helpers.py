@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 
 jnp: Any = jax.numpy
@@ -32,6 +33,25 @@ def make_mesh(name: str = "8", *kinds: AxisType) -> Mesh:
     kinds = kinds or (AxisType.Auto,)
     types = tuple(kinds[min(k, len(kinds) - 1)] for k in range(len(axes)))
     return Mesh(devices, axes, axis_types=types)
+
+
+def elsewhere(x: np.ndarray) -> dict[str, Any]:
+    """`x`, whose rows are divisible by 8, in all the places from which a call takes it."""
+
+    def on(mesh: Mesh, spec: P) -> Any:
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    return {
+        "numpy": x,
+        "on one device": jnp.asarray(x),
+        "committed to another": jax.device_put(x, jax.devices()[3]),
+        "replicated": on(make_mesh(), P(None, None)),
+        "on devices in another order": on(Mesh(jax.devices()[::-1], ("x",)), P("x")),
+        "on fewer devices": on(make_mesh("2"), P("x")),
+        "on a mesh of other axes": on(make_mesh("4x2"), P("y", None)),
+        "on an Explicit mesh": on(make_mesh("8", AxisType.Explicit), P("x")),
+        "on an Explicit mesh of other axes": on(make_mesh("4x2", AxisType.Explicit), P("x")),
+    }
 
 
 def assert_same(a: Any, b: Any) -> None:

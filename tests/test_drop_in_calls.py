@@ -16,7 +16,7 @@ import statemesh as sm
 from statemesh import legacy
 from statemesh._base import _compat as compat
 
-from .helpers import counted, make_mesh
+from .helpers import counted, elsewhere, make_mesh
 
 
 jnp: Any = jax.numpy
@@ -83,27 +83,11 @@ def test_a_mesh_that_is_partly_taken_is_meant_where_its_axes_are_named() -> None
 # Arguments
 
 
-def elsewhere() -> dict[str, Any]:
-    mesh = make_mesh("8", AxisType.Explicit)
-    return {
-        "numpy": X,
-        "on one device": jnp.asarray(X),
-        "committed to another": jax.device_put(X, jax.devices()[3]),
-        "replicated": jax.device_put(X, NamedSharding(make_mesh(), P())),
-        "on devices in another order": jax.device_put(
-            X, NamedSharding(Mesh(jax.devices()[::-1], ("x",)), P("x"))
-        ),
-        "on fewer devices": jax.device_put(X, NamedSharding(make_mesh("2"), P("x"))),
-        "on a mesh of other axes": jax.device_put(X, NamedSharding(make_mesh("4x2"), P("y", None))),
-        "on an Explicit mesh": jax.device_put(X, NamedSharding(mesh, P("x"))),
-    }
-
-
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("context", [False, True], ids=["no context", "context"])
-@pytest.mark.parametrize("where", elsewhere())
+@pytest.mark.parametrize("where", elsewhere(X))
 def test_arguments_are_taken_from_wherever_they_lie(where: str, context: bool, kind: Any) -> None:
-    mesh, x = make_mesh("8", kind), elsewhere()[where]
+    mesh, x = make_mesh("8", kind), elsewhere(X)[where]
     mapped = sm.shard_map(centered, mesh, (P("x"),), P("x"))
     with jax.set_mesh(mesh) if context else nullcontext():
         found = mapped(x)
@@ -112,9 +96,9 @@ def test_arguments_are_taken_from_wherever_they_lie(where: str, context: bool, k
     np.testing.assert_array_equal(x, X)  # It is still there, where it was.
 
 
-@pytest.mark.parametrize("where", elsewhere())
+@pytest.mark.parametrize("where", elsewhere(X))
 def test_a_donated_argument_that_had_to_move_is_spared(where: str) -> None:
-    x = elsewhere()[where]
+    x = elsewhere(X)[where]
     mapped = sm.shard_map(centered, make_mesh(), (P("x"),), P("x"), donate="all")
     np.testing.assert_array_equal(mapped(x), X - X.mean(0))
     if isinstance(x, jax.Array):

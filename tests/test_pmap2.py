@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import compiles, counted, make_mesh
+from tests.helpers import compiles, counted, elsewhere, make_mesh
 
 
 X = np.arange(8 * 3, dtype=np.float32).reshape(8, 3)
@@ -101,21 +101,10 @@ def test_what_all_lanes_share_is_on_every_device() -> None:
         np.testing.assert_allclose(copy, X.mean(0), rtol=1e-6)
 
 
-def elsewhere() -> dict[str, Any]:
-    device, mesh = jax.devices()[3], make_mesh("4x2", AxisType.Explicit)
-    return {
-        "numpy": X,
-        "on one device": jnp.asarray(X),
-        "committed": jax.device_put(X, device),
-        "on an Explicit mesh": jax.device_put(X, NamedSharding(mesh, P("x"))),
-        "on an Auto mesh": jax.device_put(X, NamedSharding(make_mesh(), P(None, None))),
-    }
-
-
-@pytest.mark.parametrize("where", list(elsewhere()))
+@pytest.mark.parametrize("where", elsewhere(X))
 @pytest.mark.parametrize("context", [None, AxisType.Auto, AxisType.Explicit], ids=str)
 def test_arrays_are_taken_from_wherever_they_lie(where: str, context: Any) -> None:
-    x = elsewhere()[where]
+    x = elsewhere(X)[where]
     call = sm.pmap2(accumulate, devices=jax.devices()[::-1], **SUMS)
     if context is not None:
         with jax.set_mesh(make_mesh("8", context)):

@@ -73,8 +73,8 @@ def mesh_for_traced(mesh: Mesh | AbstractMesh, leaves: Sequence[Any]) -> Mesh | 
         return mesh
     if compat.context_mesh() is not None:
         return mesh
-    recorded = compat.under_jit() or any(map(compat.is_batched, leaves))
-    if recorded and any(map(compat.is_explicitly_typed, leaves)):
+    typed = any(map(compat.is_explicitly_typed, leaves))
+    if typed and (compat.under_jit() or any(map(compat.is_batched, leaves))):
         return mesh
     return compat.auto_twin(mesh)
 
