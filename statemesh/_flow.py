@@ -127,6 +127,8 @@ def _untouched_by_types(eqn: Any, seen: Axes) -> Axes:
 
 
 def _by_collectives(eqn: Any, seen: Axes) -> Axes:
+    if compat.made_varying(eqn):  # In a program with types: the value stays as it is.
+        return seen
     joined, spread = compat.collective(eqn)
     return (seen - joined) | spread
 

@@ -19,7 +19,7 @@ from ._base._paths import fun_name, positional_names
 from ._base._reduction import GRADIENT, Pending, Reduction, reduce_on_mesh
 from ._base._types import NO_AXES, Axes, AxisName, Filter, Fun, ReduceLoss
 from ._flow import forwarded
-from ._model._state import origins, with_origins
+from ._model._origin import origins, with_origins
 from ._trainable import Parts
 
 

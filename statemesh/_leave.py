@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ._arguments import inside_modules, is_shaped
 from ._base import _errors as errors
+from ._base._axes import one_copy
 from ._base._compat import tree_util
 from ._base._paths import path_str
 from ._base._types import NO_AXES, NUMBERS, Axes, AxisName, Place, is_state
@@ -103,6 +104,7 @@ class _Leaving:
         def leave_all(*pairs: tuple[State, State | None]) -> list[State]:
             return [_left(*pair, names) for pair, names in zip(pairs, over, strict=True)]
 
+        writing = [self.counted_once(one) for one in writing]
         # Of all leaves together, before merging and after: to look at one costs as much.
         self.look_at_states(writing)
         over = [self.axes_to_merge(one) for one in writing]
@@ -115,6 +117,16 @@ class _Leaving:
             written.append(dataclasses.replace(one, state=state, places=places))
         self.look_at_states(written)
         return written
+
+    def counted_once(self, one: "_Written") -> "_Written":
+        """With one copy for all of each value that is the same everywhere, whatever its type says."""
+        if not one.state.needs_old:
+            return one
+        leaves = leaves_of(one.state)
+        for k, (x, where) in enumerate(zip(leaves, one.places, strict=False)):
+            if same := self.exit.in_order(self.varying.same(x) - where.axis_names):
+                leaves[k] = one_copy(x, same)
+        return dataclasses.replace(one, state=_filled(one.state, leaves))
 
     def axes_to_merge(self, one: "_Written") -> list[tuple[AxisName, ...]]:
         """For each leaf the axes over which it is merged.

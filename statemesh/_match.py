@@ -6,9 +6,11 @@ from typing import Any
 
 from ._base import _errors as errors
 from ._base._compat import tree_util
+from ._base._links import Links
 from ._base._paths import path_str
 from ._base._types import KeyPath, Place
-from ._model._state import State, origin
+from ._model._origin import Unknown, origin
+from ._model._state import State
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,13 +46,18 @@ def match(
     policy, to where the state goes, or to whose buffers are given up when `donating`.
     """
     by_mark = {id(one.mark): i for i, one in enumerate(entered)}
+    # What the program shows of those of which it does not show one.
+    shown: dict[int, list[int]] = {}
     by_arrays = {_arrays(one.seen): i for i, one in enumerate(entered) if values(one.seen)}
     forms: list[Hashable] = [_form(one.seen) for one in entered]
     found: list[int | None] = []
-    for _, state in returned:
-        i = by_mark.get(id(origin(state)))
+    for k, (_, state) in enumerate(returned):
+        mark = origin(state)
+        i = by_mark.get(id(mark))
         if i is None and (same := by_arrays.get(_arrays(state))) is not None:
             i = same if _form(state) == forms[same] else None
+        if i is None and isinstance(mark, Unknown):
+            shown[k] = [by_mark[id(one)] for one in mark.marks if id(one) in by_mark]
         found.append(i)
     # For the others, how far their paths agree with those of the states that they may continue.
     alike: dict[Hashable, list[int]] = {}
@@ -60,7 +67,7 @@ def match(
     numbers: dict[Any, int] = {}
     ends = [_numbered(one.keys, numbers) for one in entered]
     scores = {
-        k: _scores(_numbered(keys, numbers), alike.get(_form(state), ()), ends)
+        k: _scores(_numbered(keys, numbers), shown.get(k) or alike.get(_form(state), []), ends)
         for k, (keys, state) in enumerate(returned)
         if found[k] is None
     }
@@ -70,8 +77,14 @@ def match(
     for k, fits in scores.items():
         if (i := found[k]) is None:
             continue
-        left = [j for j, score in fits.items() if score >= fits[i] and j not in taken]
-        if any(donating or _differ(entered[i], entered[j]) for j in left):
+        if k in shown:
+            # Its path is no more than a guess.
+            left = [j for j in fits if j != i and (shown[k] or j not in taken)]
+            unlike = any(_leave_apart(entered[i], entered[j]) for j in left)
+        else:
+            left = [j for j, score in fits.items() if score >= fits[i] and j not in taken]
+            unlike = any(donating or _differ(entered[i], entered[j]) for j in left)
+        if unlike:
             path = path_str(returned[k][0], f"{fun_name}(...)")
             unsure.append((path, [entered[j].path for j in sorted([i, *left])]))
     if unsure:
@@ -102,6 +115,24 @@ def _arrays(state: State) -> tuple[int, ...]:
 
 def _differ(a: Entered, b: Entered) -> bool:
     return a.old.reduce is not None or a.placements != b.placements
+
+
+def _leave_apart(a: Entered, b: Entered) -> bool:
+    """Whether it makes a difference to a written state which of two it continues."""
+    return a.old.needs_old or b.old.needs_old or a.placements != b.placements
+
+
+def links_for(entered: Sequence[Entered]) -> Links | None:
+    """Links for the states that are alike in all but where they came from, where that makes a difference."""
+    alike: dict[Hashable, list[Entered]] = {}
+    for one in entered:
+        alike.setdefault(_form(one.seen), []).append(one)
+    followed = [
+        (type(first.seen), first.seen._meta)
+        for first, *others in alike.values()
+        if any(_leave_apart(first, one) for one in others)
+    ]
+    return Links(frozenset(followed)) if followed else None
 
 
 def _form(state: State) -> Hashable:

@@ -14,7 +14,8 @@ from ._call._vmap2 import vmap2
 from ._model._filters import Perhaps, first_matches
 from ._model._kinds import NonBatchState
 from ._model._module import Module
-from ._model._state import State, origin
+from ._model._origin import origin
+from ._model._state import State
 from ._resolve._lanes import Pairs, as_pairs, choose_axes
 
 

@@ -14,7 +14,7 @@ from ._base._paths import path_str
 from ._base._types import Filter, is_state
 from ._model._filters import to_predicate
 from ._model._kinds import ParamState
-from ._model._state import origins, with_origins
+from ._model._origin import origins, with_origins
 
 
 def trainable(model: Any, wrt: Filter = None) -> Any:

@@ -1,16 +1,18 @@
 """How it is known, while an instance is traced, over which axes a value may differ between instances."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 
 from ._base import _compat as compat
-from ._base._axes import varying_over
+from ._base._axes import meshes_and_lanes, varying_over
 from ._base._compat import tree_util
+from ._base._links import Links
 from ._base._types import NO_AXES, Axes, AxisName
 from ._flow import all_axes, settled
-from ._model._state import origins, with_origins
+from ._traced import Traced, trace
 
 
 @runtime_checkable
@@ -24,10 +26,39 @@ class Varying(Protocol):
         """The instance's inputs, and over which axes each is kept apart."""
 
     def call(self, fun: Callable[..., Any], operands: Sequence[Any]) -> Any:
-        """What `fun` makes of trees; all that is run inside an instance is run by this."""
+        """What `fun` makes of trees; all that is run inside an instance is run by this or by `run`."""
+
+    def run(
+        self, fun: Callable[..., Any], operands: Sequence[Any], links: Links | None, counted: bool
+    ) -> Any:
+        """The same of the user's function.
+
+        **Arguments:**
+
+        - `links`: for the states in it, if it is to be known which of them its results continue.
+        - `counted`: whether some state's policy depends on how many instances have the same value.
+        """
 
     def of(self, values: Sequence[Any]) -> list[Axes] | None:
         """The axes over which each array may differ; `None` where nothing tells."""
+
+    def same(self, x: Any) -> Axes:
+        """The axes over which an array is the same although its type says that it may differ."""
+
+
+class _Known:
+    """Axes by the identity of arrays."""
+
+    def __init__(self) -> None:
+        # Beside the axes the array, lest another one take its place.
+        self._axes: dict[int, tuple[Any, Axes]] = {}
+
+    def note(self, arrays: Sequence[Any], axes: Sequence[Axes]) -> None:
+        for x, over in zip(arrays, axes, strict=True):
+            self._axes[id(x)] = x, over
+
+    def of(self, x: Any) -> Axes | None:
+        return self._axes[id(x)][1] if id(x) in self._axes else None
 
 
 class Told:
@@ -42,6 +73,8 @@ class Told:
 
     def __init__(self, axis_names: tuple[AxisName, ...]) -> None:
         self.axis_names = axis_names
+        # What the program shows beside the types: after an `all_gather`, say, all have the same.
+        self.shown = _Known()
 
     def start(self, arrays: Sequence[Any], axes: Sequence[Axes]) -> None:
         """JAX knows."""
@@ -49,8 +82,32 @@ class Told:
     def call(self, fun: Callable[..., Any], operands: Sequence[Any]) -> Any:
         return fun(*operands)
 
+    def run(
+        self, fun: Callable[..., Any], operands: Sequence[Any], links: Links | None, counted: bool
+    ) -> Any:
+        # In lanes the types say no more than the program.
+        meshes, _ = meshes_and_lanes(self.axis_names)
+        if links is None and not (counted and meshes):
+            return fun(*operands)
+        if not compat.under_jit():
+            return _run_eagerly(fun, operands, None, links, self._note)
+        program = trace(fun, operands, None, links)
+        made = compat.run_jaxpr(program.closed, program.given)
+        self._note(program, made)
+        return program.result(made)
+
+    def _note(self, program: Traced, made: Sequence[Any]) -> None:
+        given = [compat.varying(x) for x in program.given]
+        self.shown.note(made, all_axes(compat.open_jaxpr(program.closed), given))
+
     def of(self, values: Sequence[Any]) -> list[Axes] | None:
         return varying_over(values, self.axis_names)
+
+    def same(self, x: Any) -> Axes:
+        shown = self.shown.of(x)
+        if shown is None:
+            return NO_AXES
+        return (compat.varying(x) & frozenset(self.axis_names)) - shown
 
 
 class Followed:
@@ -69,45 +126,36 @@ class Followed:
 
     def __init__(self, axis_names: tuple[AxisName, ...]) -> None:
         self.mark = compat.FollowedAxes(axis_names, self.lanes)
-        # By identity; beside it the array, lest another one take its place.
-        self.known: dict[int, tuple[Any, Axes]] = {}
+        self.known = _Known()
 
     def start(self, arrays: Sequence[Any], axes: Sequence[Axes]) -> None:
-        self._note(arrays, axes)
+        self.known.note(arrays, axes)
 
     def call(self, fun: Callable[..., Any], operands: Sequence[Any]) -> Any:
-        flat, treedef = tree_util.tree_flatten(operands)
-        arrays_at = [i for i, x in enumerate(flat) if isinstance(x, jax.Array)]
-        marks = origins(operands)
-        results: list[tuple[list[Any], Any, list[object]]] = []
+        return self.run(fun, operands, None, False)
 
-        def traced(*arrays: Any) -> list[Any]:
-            for i, x in zip(arrays_at, arrays, strict=True):
-                flat[i] = x
-            result = fun(*with_origins(treedef.unflatten(flat), marks))
-            leaves, structure = tree_util.tree_flatten(result)
-            results[:] = [(leaves, structure, origins(result))]
-            return [x for x in leaves if isinstance(x, jax.Array)]
+    def run(
+        self, fun: Callable[..., Any], operands: Sequence[Any], links: Links | None, counted: bool
+    ) -> Any:
+        program = trace(fun, operands, self.mark, links)
+        axes, own = self._axes(program.given), frozenset(self.mark.axis_names)
+        closed = settled(program.closed, axes, own)
+        made = compat.run_jaxpr(closed, program.given)
+        self._note(dataclasses.replace(program, closed=closed), made)
+        return program.result(made)
 
-        given = [flat[i] for i in arrays_at]
-        axes, own = self._axes(given), frozenset(self.mark.axis_names)
-        closed = settled(compat.trace_followed(traced, given, self.mark), axes, own)
-        made = compat.run_jaxpr(closed, given)
-        self._note(made, all_axes(compat.open_jaxpr(closed), axes))
-        ((leaves, structure, marks),) = results
-        outputs = iter(made)
-        leaves = [next(outputs) if isinstance(x, jax.Array) else x for x in leaves]
-        return with_origins(structure.unflatten(leaves), marks)
+    def _note(self, program: Traced, made: Sequence[Any]) -> None:
+        axes = self._axes(program.given)
+        self.known.note(made, all_axes(compat.open_jaxpr(program.closed), axes))
 
     def of(self, values: Sequence[Any]) -> list[Axes] | None:
         return self._axes(values)
 
-    def _axes(self, values: Sequence[Any]) -> list[Axes]:
-        return [self.known[id(x)][1] if id(x) in self.known else NO_AXES for x in values]
+    def same(self, x: Any) -> Axes:
+        return NO_AXES
 
-    def _note(self, arrays: Sequence[Any], axes: Sequence[Axes]) -> None:
-        for x, over in zip(arrays, axes, strict=True):
-            self.known[id(x)] = x, over
+    def _axes(self, values: Sequence[Any]) -> list[Axes]:
+        return [self.known.of(x) or NO_AXES for x in values]
 
 
 class Untold(Followed):
@@ -119,8 +167,35 @@ class Untold(Followed):
     tells = False
     lanes = False
 
-    def call(self, fun: Callable[..., Any], operands: Sequence[Any]) -> Any:
-        return super().call(fun, operands) if compat.under_jit() else fun(*operands)
+    def run(
+        self, fun: Callable[..., Any], operands: Sequence[Any], links: Links | None, counted: bool
+    ) -> Any:
+        if compat.under_jit():
+            return super().run(fun, operands, links, counted)
+        if links is None and not counted:
+            return fun(*operands)
+        return _run_eagerly(fun, operands, self.mark, links, self._note)
 
     def of(self, values: Sequence[Any]) -> list[Axes] | None:
-        return None
+        known = [self.known.of(x) for x in values]
+        return [frozenset(self.mark.axis_names) if axes is None else axes for axes in known]
+
+
+def _run_eagerly(
+    fun: Callable[..., Any],
+    operands: Sequence[Any],
+    mark: compat.FollowedAxes | None,
+    links: Links | None,
+    note: Callable[[Traced, Sequence[Any]], None],
+) -> Any:
+    """The function itself runs, and is traced only for what its program shows."""
+    result = fun(*operands)
+    try:
+        program = trace(fun, operands, mark, links)
+    except compat.NEEDS_VALUES:
+        # It goes by the values of its arguments, and has no program.
+        return result
+    made = [x for x in tree_util.tree_leaves(result) if isinstance(x, jax.Array)]
+    if len(made) == len(program.closed.out_avals):
+        note(program, made)
+    return program.remembered(result)

@@ -87,7 +87,7 @@ class WriteBack:
         plain = [i for i, unit in enumerate(units) if is_state(unit)]
         rest = [i for i, unit in enumerate(units) if not is_state(unit)]
         self._kinds = [type(units[i]) for i in plain]
-        self._metas = [units[i]._meta for i in plain]
+        self._metas = [units[i]._meta.plain for i in plain]
         self._statics = [s.value for s in self.sources if isinstance(s, Static)]
         statics = iter(range(-len(self._statics), 0))
         sources = [self._place(unit.value if is_state(unit) else unit, statics) for unit in units]

@@ -902,14 +902,45 @@ def whole_state_beside_split_data() -> Any:
 @mistake(
     sm.StructureError,
     """\
-<lambda>: these states are alike in all but where they came from, and passing through `scan`, `cond` or `jax.tree.map` made them forget that:
-  - <lambda>(...)[1].mean may be teacher.mean or student.mean
-Return the other one too; or tell them apart by a name or tag; or write the values into the states that came in: `state.set(new.value)`.""",
+choose: these states are alike in all but where they came from, and it cannot be known which one each of them continues:
+  - choose(...)[1].mean may be teacher.mean or student.mean
+It is lost where the branches of a `cond` return different states, and where a loop exchanges them. Tell them apart by a name or tag: State(value, name='a'); or write the values into the states that came in, after that: `state.set(new.value)`.""",
 )
-def one_of_two_models_returned_without_its_origin() -> Any:
-    fun = lambda teacher, student, x: (x, jax.tree.map(lambda leaf: leaf + 1, student))
+def one_of_two_models_returned_by_a_cond() -> Any:
+    def choose(teacher: Net, student: Net, x: Any) -> Any:
+        return x, jax.lax.cond(jax.lax.pmax(x.sum(), "x") > 0, lambda: teacher, lambda: student)
+
     model = net().replace(mean=sm.BatchState(0.0, reduce="sum"))
-    return call(fun, in_specs=(P(), P(), P("x")))(model, model, X)
+    return call(choose, in_specs=(P(), P(), P("x")))(model, model, X)
+
+
+@mistake(
+    sm.DivergedStateError,
+    """\
+<lambda>: the policies of these states leave values that differ between shards, of which one copy is kept:
+  - s: State(float32[2], reduce='sum') varies over 'x' but leaves with P(): adds the increments to the old value, which entered split over 'x'
+Mend it:
+  - let it leave as it entered; or say what the shards' values become, as in reduce=lambda old, new, axis_names: jax.lax.psum(new, axis_names)""",
+)
+def a_sum_with_an_old_value_that_differs() -> Any:
+    mapped = call(lambda s, x: (x, s.set(s.value + x)), state_in_specs=P("x"), state_out_specs=P())
+    return mapped(sm.State(X, reduce="sum"), X)
+
+
+@mistake(
+    sm.DivergedStateError,
+    """\
+<lambda>: the policies of these states leave values that differ between shards, of which one copy is kept:
+  - s: State(float32[], reduce=keep) varies over 'x' but leaves with P(): returned by keep, which is to return the same on every shard
+Mend it:
+  - reduce it in keep, as with jax.lax.psum(value, 'x') or jax.lax.all_gather(value, 'x', to='invarying')""",
+)
+def a_function_whose_result_differs() -> Any:
+    def keep(old: Any, new: Any, axis_names: Any) -> Any:
+        return new
+
+    mapped = call(lambda s, x: (x, s.set(s.value + x.sum())))
+    return mapped(sm.State(0.0, reduce=keep), X)
 
 
 @mistake(

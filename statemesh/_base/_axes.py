@@ -98,6 +98,12 @@ def known_same(value: Any, axis_names: Sequence[AxisName]) -> Any:
     return value
 
 
+def one_copy(x: Any, axis_names: Sequence[AxisName]) -> Any:
+    """What is the same on all shards over these mesh axes, typed so: the first shard's."""
+    first = jax.lax.axis_index(tuple(axis_names)) == 0
+    return jax.lax.psum(jnp.where(first, x, jnp.zeros_like(x)), tuple(axis_names))
+
+
 def all_varying(value: Any, axis_names: Sequence[AxisName]) -> Any:
     """`value` with the leaves that vary over some of the mesh axes typed as varying over all.
 

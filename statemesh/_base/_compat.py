@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from traceback import walk_tb
@@ -138,6 +139,11 @@ def scaling(eqn: Any) -> float | None:
     return None
 
 
+def forwards(eqn: Any) -> bool:
+    """Whether an equation's one result is its one operand, but for its dtype, shape or type."""
+    return eqn.primitive.name in ("name", "copy", "copy_p") or scaling(eqn) == 1
+
+
 def names_used(jaxpr: Any) -> Axes:
     """The axis names in a jaxpr."""
     return NO_AXES.union(*(axes for eqn in equations(jaxpr) for axes in collective(eqn)))
@@ -261,6 +267,15 @@ current_trace: Any = core.find_top_trace
 TOP_LEVEL: Any = current_trace(())
 
 
+# What tracing a function raises that goes by the values of its arguments.
+NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class FollowedAxes:
     """A program that is traced to be followed from its arguments on, over these axes.
@@ -273,9 +288,20 @@ class FollowedAxes:
     lanes: bool
 
 
-def trace_followed(fun: Callable[..., Any], arrays: list[Any], mark: FollowedAxes) -> Any:
-    """The jaxpr of `fun`; all that is called while it is traced is told so by `followed`."""
-    return jax.make_jaxpr(fun, axis_env=[(mark, 1)])(*arrays)
+@dataclasses.dataclass(frozen=True)
+class FollowedStates:
+    """A program that is traced with the links of states in it.
+
+    It is bound as `FollowedAxes` are. JAX knows what it has traced by the names that are bound: so what was
+    traced without links is not taken.
+    """
+
+
+def trace_marked(
+    fun: Callable[..., Any], arrays: list[Any], marks: Sequence[FollowedAxes | FollowedStates]
+) -> Any:
+    """The jaxpr of `fun`; all that is called while it is traced can ask for the marks."""
+    return jax.make_jaxpr(fun, axis_env=[(mark, 1) for mark in marks])(*arrays)
 
 
 def followed() -> tuple[FollowedAxes, ...]:
@@ -287,7 +313,7 @@ def followed() -> tuple[FollowedAxes, ...]:
 def bound_axis_names() -> tuple[AxisName, ...]:
     """The axis names that collectives may use here."""
     names = core.unsafe_get_axis_names_DO_NOT_USE()
-    return tuple(name for name in names if not isinstance(name, FollowedAxes))
+    return tuple(name for name in names if not isinstance(name, FollowedAxes | FollowedStates))
 
 
 def context_mesh() -> AbstractMesh | None:
@@ -457,6 +483,14 @@ def raised_by_jax(error: BaseException) -> bool:
     """Whether it was raised in JAX's own code."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     return bool(frames) and _is_of_jax(frames[-1])
+
+
+def typed_apart(error: BaseException) -> list[str]:
+    """What has two types in a loop or in branches, by the paths in JAX's error about what varies."""
+    text = str(error)
+    if "to='varying'" not in text:
+        return []
+    return re.findall(r"(?:component|path) (\S+?)(?:\.value)? has type", text)
 
 
 def in_collective_over(error: BaseException, name: AxisName) -> bool:

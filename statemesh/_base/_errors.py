@@ -570,6 +570,17 @@ def with_hint(text: str, hints: Sequence[WholeState]) -> str:
     )
 
 
+def with_type_hint(text: str, states: Sequence[tuple[str, Any, tuple[AxisName, ...]]]) -> str:
+    items = [f"{path}: {state!r} is the same over {_names(axes)}" for path, state, axes in states]
+    path, _, axes = states[0]
+    return (
+        f"{text}\n\nHint: a state that enters the same on every shard is written differently by shards in a "
+        f"loop or a branch, for which both must have one type:\n{_lines(items)}\n"
+        "Type it as differing before the loop or branch, and its policy merges it when it leaves:\n"
+        f"    {path}.set(jax.lax.pcast({path}.value, {axes!r}, to='varying'))"
+    )
+
+
 def deleted(name: str, paths: Sequence[str]) -> StatemeshError:
     return StatemeshError(
         f"{name}: these arguments were given up to an earlier call that donates its arguments:\n"
@@ -715,6 +726,8 @@ def reduced_twice(name: str, bad: Sequence[tuple[str, AxisName]]) -> StatemeshEr
 
 
 def diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError:
+    if declared := [one for one in bad if one.state.needs_old]:
+        return _merged_apart(name, declared)
     items = [
         f"{one.path}: {one.state!r} varies over {_names(one.axis_names)} but leaves with "
         f"{spec_str(one.spec)}, which keeps one copy"
@@ -731,6 +744,35 @@ def diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError:
         "function;\n"
         f"  3. keep one value per shard: State(value, spec=sm.PerShard({own})), or a spec that names "
         f"{own}, as in state_out_specs."
+    )
+
+
+def _merged_apart(name: str, bad: Sequence[Diverged]) -> DivergedStateError:
+    """The policy was declared and followed, and what it gave differs."""
+    items, mends = [], []
+    for one in bad:
+        axes = _names(one.axis_names)
+        axis = one.axis_names[0] if len(one.axis_names) == 1 else one.axis_names
+        if one.state.reduce == "sum":
+            reason = f"adds the increments to the old value, which entered split over {axes}"
+            mend = (
+                "let it leave as it entered; or say what the shards' values become, as in "
+                "reduce=lambda old, new, axis_names: jax.lax.psum(new, axis_names)"
+            )
+        else:
+            own = getattr(one.state.reduce, "__name__", None) or f"{type(one.state).__name__}.leave"
+            reason = f"returned by {own}, which is to return the same on every shard"
+            mend = (
+                f"reduce it in {own}, as with jax.lax.psum(value, {axis!r}) or "
+                f"jax.lax.all_gather(value, {axis!r}, to='invarying')"
+            )
+        items.append(
+            f"{one.path}: {one.state!r} varies over {axes} but leaves with {spec_str(one.spec)}: {reason}"
+        )
+        mends.append(mend)
+    return DivergedStateError(
+        f"{name}: the policies of these states leave values that differ between shards, of which one copy is "
+        f"kept:\n{_lines(items)}\nMend it:\n{_lines(list(dict.fromkeys(mends)))}"
     )
 
 
@@ -762,10 +804,11 @@ def diverged_in_branch(
 def unsure_origin(name: str, unsure: Sequence[tuple[str, Sequence[str]]]) -> StructureError:
     items = [f"{path} may be {' or '.join(several)}" for path, several in unsure]
     return StructureError(
-        f"{name}: these states are alike in all but where they came from, and passing through `scan`, `cond` "
-        f"or `jax.tree.map` made them forget that:\n{_lines(items)}\n"
-        "Return the other one too; or tell them apart by a name or tag; or write the values into the "
-        "states that came in: `state.set(new.value)`."
+        f"{name}: these states are alike in all but where they came from, and it cannot be known which one "
+        f"each of them continues:\n{_lines(items)}\n"
+        "It is lost where the branches of a `cond` return different states, and where a loop exchanges them. "
+        "Tell them apart by a name or tag: State(value, name='a'); or write the values into the states that "
+        "came in, after that: `state.set(new.value)`."
     )
 
 

@@ -1,5 +1,6 @@
 """Step 3: a user's function over trees as a pure function over one shard's arrays."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,8 +12,9 @@ from .._base import _errors as errors
 from .._base._types import NO_AXES, AxisName, Place
 from .._exit import Exit
 from .._leave import leave
-from .._match import Entered, leaves_of
-from .._model._state import State, mark_origin
+from .._match import Entered, leaves_of, links_for
+from .._model._origin import mark_origin
+from .._model._state import State
 from .._varying import Varying
 from .._write_back import WriteBack
 
@@ -66,7 +68,8 @@ class Instance:
             [leaves[position] for position in self.inputs],
             [where.axis_names for where in self.placements],
         )
-        entered = iter(entering := self._entered(leaves, varying))
+        entering = self._entered(leaves, varying)
+        entered = iter(entering)
         units: list[Any] = []
         for unit in self.arguments.flat_units():
             if unit.kind is None:
@@ -74,7 +77,12 @@ class Instance:
             else:
                 units.append(next(entered).seen)
         try:
-            result = varying.call(self._run, units)
+            result = varying.run(
+                self._run,
+                units,
+                links_for(entering),
+                any(one.old.needs_old for one in entering),
+            )
         except (TypeError, ValueError) as error:
             if (text := self._hint(error, entering, leaves)) is None:
                 raise
@@ -105,10 +113,8 @@ class Instance:
         return entered
 
     def _enter(self, unit: Unit, old: State, placements: Sequence[Place]) -> State:
-        apart = NO_AXES.union(*(where.axis_names for where in placements))
-        same = tuple(name for name in self.exit.axis_names if name not in apart)
         try:
-            return old.enter(same)
+            return old.enter(self._same_over(placements))
         except errors.StatemeshError as error:
             raise type(error)(f"{unit.path}: {error}") from None
 
@@ -118,10 +124,12 @@ class Instance:
         """The text of `error` with a hint, where a whole state met a part of an array.
 
         Only for errors that JAX raised about shapes, and only when the sizes say that a state was
-        left whole where data was split.
+        left whole where data was split; and for those about the types of what a loop carries.
         """
         if type(error) not in (TypeError, ValueError) or not compat.raised_by_jax(error):
             return None
+        if components := compat.typed_apart(error):
+            return self._type_hint(str(error), components, entered)
         split = [
             (unit.path, leaves[position], where.spec)
             for unit in self.arguments.flat_units()
@@ -137,9 +145,32 @@ class Instance:
         ]
         return errors.with_hint(str(error), hints) if hints else None
 
+    def _type_hint(
+        self, text: str, components: Sequence[str], entered: Sequence[Entered]
+    ) -> str | None:
+        """With a hint, where what JAX names may be states whose policies would merge what shards write."""
+        merged = [
+            (one, self._same_over(one.placements)) for one in entered if one.old.reduce is not None
+        ]
+        merged = [(one, axes) for one, axes in merged if axes]
+        # JAX names them as the inner function does, so that only the ends of the paths agree.
+        ends = tuple(end for end in map(_last_step, components) if end)
+        named = [(one, axes) for one, axes in merged if ends and one.path.endswith(ends)]
+        states = [(one.path, one.old, axes) for one, axes in named or merged]
+        return errors.with_type_hint(text, states) if states else None
+
+    def _same_over(self, placements: Sequence[Place]) -> tuple[AxisName, ...]:
+        """The mapped axes over which a state arrives the same."""
+        apart = NO_AXES.union(*(where.axis_names for where in placements))
+        return tuple(name for name in self.exit.axis_names if name not in apart)
+
     def _placement_at(self, position: int) -> Place | None:
         k = self.input_at.get(position)
         return None if k is None else self.placements[k]
+
+
+def _last_step(path: str) -> str:
+    return "".join(re.findall(r"\.\w+$|\[[^\]]*\]$", path))
 
 
 def _whole(one: Entered) -> list[Any]:

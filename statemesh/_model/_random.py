@@ -9,7 +9,9 @@ import jax.numpy as jnp
 from .._base import _errors as errors
 from .._base._axes import all_varying, pmax, shard_index
 from .._base._types import AxisName
-from ._state import Meta, State, origin, set_meta, set_value
+from ._meta import Meta
+from ._origin import origin
+from ._state import State, set_rebuilt
 from ._values import conform
 
 
@@ -77,14 +79,18 @@ class RandomState(State):
                 raise errors.not_a_key(key)
             super().__init__(key, name=name, tag=tag, spec=spec)
         else:
-            set_value(self, value)
-            set_meta(self, _meta)
+            set_rebuilt(self, value, _meta)
         _set_shared(self, _shared)
 
     @property
     def key(self) -> Any:
         """The key that the next draw comes from: this shard's own inside a mapped call."""
         return self.value
+
+    @property
+    def needs_old(self) -> bool:
+        """No: the stream that leaves comes with it."""
+        return False
 
     def split(self: R, num: int | None = None) -> tuple[Any, R]:
         """Draw a key, or several.

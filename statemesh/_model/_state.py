@@ -10,40 +10,11 @@ from jax.sharding import PartitionSpec
 
 from .._base import _errors as errors
 from .._base._axes import call_policy
-from .._base._compat import tree_util
+from .._base._links import active as active_links
 from .._base._paths import describe
-from .._base._types import AxisName, Reduce, SpecTree, StateNode, is_spec, is_state
+from .._base._types import AxisName, Reduce, SpecTree, StateNode, is_spec
+from ._meta import Meta
 from ._values import REDUCTIONS, arrays, check_reducible, conform, reduced
-
-
-class Meta:
-    """The static part of a State, kept in one object so that comparing two models is quick."""
-
-    __slots__ = ("name", "reduce", "spec", "tag")
-
-    name: str | None
-    tag: frozenset[str]
-    spec: SpecTree
-    reduce: Reduce
-
-    def __init__(
-        self, name: str | None, tag: frozenset[str], spec: SpecTree, reduce: Reduce
-    ) -> None:
-        self.name, self.tag, self.spec, self.reduce = name, tag, spec, reduce
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, Meta)
-            and self.name == other.name
-            and self.tag == other.tag
-            and self.spec == other.spec
-            and self.reduce == other.reduce
-        )
-
-    def __hash__(self) -> int:
-        # A spec may be a tree of specs, which need not be hashable; equal specs have equal leaves.
-        specs = tuple(jax.tree_util.tree_leaves(self.spec, is_leaf=is_spec))
-        return hash((self.name, self.tag, specs, self.reduce))
 
 
 _PLAIN = Meta(None, frozenset(), None, None)
@@ -117,8 +88,10 @@ class State(StateNode):
             value = arrays(value)
             _meta = _checked_meta(type(self), name, tag, spec, reduce)
             check_reducible(value, reduce)
-        set_value(self, value)
-        set_meta(self, _meta)
+            set_value(self, value)
+            set_meta(self, _meta)
+        else:
+            set_rebuilt(self, value, _meta)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -224,12 +197,23 @@ class State(StateNode):
         new = object.__new__(type(self))
         for child in self.children[1:]:
             object.__setattr__(new, child, getattr(self, child))
+        meta = self._meta if meta is None else meta
+        links = active_links()
+        if links is not None and (type(self), self._meta) in links.followed:
+            value, token = links.written(value, self.value)
+            meta = meta.with_token(token)
         set_value(new, value)
-        set_meta(new, self._meta if meta is None else meta)
+        set_meta(new, meta)
         origin = getattr(self, "_origin", None)
         if origin is not None:
-            _set_origin(new, origin)
+            set_origin(new, origin)
         return new
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether what `leave` writes back depends on the value that came in."""
+        own_way = type(self).leave is not State.leave
+        return own_way or callable(self.reduce) or self.reduce == "sum"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Copying and pickling would assign to the slots.
@@ -255,8 +239,20 @@ class State(StateNode):
 # The slots' own setters are several times quicker than `object.__setattr__`.
 set_value: Callable[[State, Any], None] = State.__dict__["value"].__set__
 set_meta: Callable[[State, Meta], None] = State.__dict__["_meta"].__set__
-_set_origin: Callable[[State, object], None] = State.__dict__["_origin"].__set__
+set_origin: Callable[[State, object], None] = State.__dict__["_origin"].__set__
 _FIELDS = ("value", "name", "tag", "spec", "reduce")
+
+
+def set_rebuilt(state: State, value: Any, meta: Meta) -> None:
+    """What JAX rebuilds a State of."""
+    links = active_links()
+    if links is None:
+        meta = meta if meta.token is None else meta.plain
+    elif (type(state), meta) in links.followed:
+        value, token = links.rebuilt(value, meta.token)
+        meta = meta.with_token(token)
+    set_value(state, value)
+    set_meta(state, meta)
 
 
 def _register(cls: type[State]) -> None:
@@ -272,11 +268,6 @@ def _remade(cls: type[S], children: Sequence[Any], meta: Meta) -> S:
         object.__setattr__(new, name, child)
     set_meta(new, meta)
     return new
-
-
-def origin(state: State) -> object:
-    """The mark that `mark_origin` left, if it has not been lost."""
-    return getattr(state, "_origin", None)
 
 
 def is_plain(kind: type[State]) -> bool:
@@ -296,32 +287,6 @@ def rebuild_plain(
     any(map(set_value, made, values))
     any(map(set_meta, made, metas))
     return made
-
-
-def mark_origin(state: State, mark: object) -> State:
-    """A copy of `state` that remembers `mark` through `set` and `replace`."""
-    new = state._with_value(state.value)
-    _set_origin(new, mark)
-    return new
-
-
-def origins(tree: Any) -> list[object]:
-    """The marks of a tree's states, which flattening it makes them forget."""
-    nodes = tree_util.tree_leaves(tree, is_leaf=is_state)
-    return [origin(node) for node in nodes if is_state(node)]
-
-
-def with_origins(tree: Any, marks: Sequence[object]) -> Any:
-    """`tree` with its states remembering these marks."""
-    left = iter(marks)
-
-    def one(node: Any) -> Any:
-        if not is_state(node):
-            return node
-        mark = next(left)
-        return node if mark is None else mark_origin(node, mark)
-
-    return jax.tree.map(one, tree, is_leaf=is_state)
 
 
 def _checked_meta(

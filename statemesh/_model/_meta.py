@@ -1,0 +1,54 @@
+"""The static part of a State."""
+
+from typing import Any
+
+import jax
+
+from .._base._types import Reduce, SpecTree, is_spec
+
+
+class Meta:
+    """The static part of a State, kept in one object so that comparing two models is quick."""
+
+    __slots__ = ("_plain", "name", "reduce", "spec", "tag", "token")
+
+    name: str | None
+    tag: frozenset[str]
+    spec: SpecTree
+    reduce: Reduce
+    # By which `Links` know the State again; two that differ by it are equal.
+    token: object
+    _plain: "Meta | None"
+
+    def __init__(
+        self, name: str | None, tag: frozenset[str], spec: SpecTree, reduce: Reduce
+    ) -> None:
+        self.name, self.tag, self.spec, self.reduce = name, tag, spec, reduce
+        self.token, self._plain = None, None
+
+    @property
+    def plain(self) -> "Meta":
+        """The same without a token."""
+        return self if self._plain is None else self._plain
+
+    def with_token(self, token: object) -> "Meta":
+        new = Meta(self.name, self.tag, self.spec, self.reduce)
+        new.token, new._plain = token, self.plain
+        return new
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Meta, (self.name, self.tag, self.spec, self.reduce)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Meta)
+            and self.name == other.name
+            and self.tag == other.tag
+            and self.spec == other.spec
+            and self.reduce == other.reduce
+        )
+
+    def __hash__(self) -> int:
+        # A spec may be a tree of specs, which need not be hashable; equal specs have equal leaves.
+        specs = tuple(jax.tree_util.tree_leaves(self.spec, is_leaf=is_spec))
+        return hash((self.name, self.tag, specs, self.reduce))

@@ -1,0 +1,59 @@
+"""Which entering state a State was made from, as far as it is known."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from .._base._compat import tree_util
+from .._base._types import is_state
+from ._state import State, set_origin
+
+
+def origin(state: State) -> object:
+    """The mark that `mark_origin` left, if it has not been lost."""
+    return getattr(state, "_origin", None)
+
+
+class Unknown:
+    """The mark of a state of which it is not known which of several it continues.
+
+    **Arguments:**
+
+    - `marks`: of those that the program shows; none where it shows nothing.
+    """
+
+    __slots__ = ("marks",)
+
+    def __init__(self, marks: tuple[object, ...]) -> None:
+        self.marks = marks
+
+
+def mark_origin(state: State, mark: object) -> State:
+    """A copy of `state` that remembers `mark` through `set` and `replace`."""
+    new = state._with_value(state.value)
+    set_origin(new, mark)
+    return new
+
+
+def states_of(tree: Any) -> list[State]:
+    """The states of a tree."""
+    return [node for node in tree_util.tree_leaves(tree, is_leaf=is_state) if is_state(node)]
+
+
+def origins(tree: Any) -> list[object]:
+    """The marks of a tree's states, which flattening it makes them forget."""
+    return list(map(origin, states_of(tree)))
+
+
+def with_origins(tree: Any, marks: Sequence[object]) -> Any:
+    """`tree` with its states remembering these marks."""
+    left = iter(marks)
+
+    def one(node: Any) -> Any:
+        if not is_state(node):
+            return node
+        mark = next(left)
+        return node if mark is None else mark_origin(node, mark)
+
+    return jax.tree.map(one, tree, is_leaf=is_state)

@@ -1,0 +1,114 @@
+"""A function of trees that is traced to a jaxpr before it runs, so that its program can be followed."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+
+from ._base import _compat as compat
+from ._base._compat import tree_util
+from ._base._links import Links
+from ._base._types import is_state
+from ._model._origin import Unknown, origin, origins, states_of, with_origins
+from ._origins import continued
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """The program of a function of trees.
+
+    **Attributes:**
+
+    - `closed`: its jaxpr: of the arrays among the leaves of the operands, to those of the result.
+    - `given`: these arrays of the operands.
+    - `leaves`, `treedef`, `marks`: the leaves of the result, its structure, and what its states continue.
+    """
+
+    closed: Any
+    given: list[Any]
+    leaves: list[Any]
+    treedef: Any
+    marks: list[object]
+
+    def result(self, made: Sequence[Any]) -> Any:
+        """The function's result, of arrays that its program has made."""
+        outputs = iter(made)
+        leaves = [next(outputs) if isinstance(x, jax.Array) else x for x in self.leaves]
+        return with_origins(self.treedef.unflatten(leaves), self.marks)
+
+    def remembered(self, result: Any) -> Any:
+        """The result of another run of the function, its states remembering what they continue."""
+        found = origins(result)
+        if len(found) != len(self.marks):
+            return result
+        pairs = zip(found, self.marks, strict=True)
+        return with_origins(result, [new if old is None else old for old, new in pairs])
+
+
+def trace(
+    fun: Callable[..., Any],
+    operands: Sequence[Any],
+    mark: compat.FollowedAxes | None,
+    links: Links | None,
+) -> Traced:
+    """Trace a function.
+
+    **Arguments:**
+
+    - `mark`: of the axes that are followed in its program.
+    - `links`: for the states in it, if it is to be known which of them its results continue.
+    """
+    flat, treedef = tree_util.tree_flatten(operands)
+    arrays_at = [i for i, x in enumerate(flat) if isinstance(x, jax.Array)]
+    given = [flat[i] for i in arrays_at]
+    marks = origins(operands)
+    results: list[tuple[list[Any], Any, list[object], list[bool]]] = []
+
+    def traced(*arrays: Any) -> list[Any]:
+        inside = list(flat)
+        for i, x in zip(arrays_at, arrays, strict=True):
+            inside[i] = x
+        with nullcontext() if links is None else links.made():
+            result = fun(*with_origins(treedef.unflatten(inside), marks))
+        leaves, structure = tree_util.tree_flatten(result)
+        rebuilt = [node._meta.token is not None for node in states_of(result)]
+        results[:] = [(leaves, structure, origins(result), rebuilt)]
+        return [x for x in leaves if isinstance(x, jax.Array)]
+
+    bound: list[compat.FollowedAxes | compat.FollowedStates] = [] if mark is None else [mark]
+    if links is not None:
+        bound.append(compat.FollowedStates())
+    closed = compat.trace_marked(traced, given, bound)
+    ((leaves, structure, found, rebuilt),) = results
+    program = Traced(closed, given, leaves, structure, found)
+    if links is None or None not in found:
+        return program
+    return dataclasses.replace(program, marks=_recovered(program, operands, rebuilt))
+
+
+def _recovered(program: Traced, operands: Sequence[Any], rebuilt: Sequence[bool]) -> list[object]:
+    """The marks of the result's states; what JAX made them forget as the program's links show it."""
+    marks_at: list[object] = []
+    for node in tree_util.tree_leaves(operands, is_leaf=is_state):
+        arrays = [x for x in tree_util.tree_leaves(node) if isinstance(x, jax.Array)]
+        marks_at += [origin(node) if is_state(node) else None] * len(arrays)
+    sources = iter(continued(compat.open_jaxpr(program.closed)))
+    result = program.treedef.unflatten(program.leaves)
+    marks = iter(zip(program.marks, rebuilt, strict=True))
+    found: list[object] = []
+    for node in tree_util.tree_leaves(result, is_leaf=is_state):
+        arrays = [x for x in tree_util.tree_leaves(node) if isinstance(x, jax.Array)]
+        of = frozenset[int]().union(*(next(sources) for _ in arrays))
+        if not is_state(node):
+            continue
+        mark, by_jax = next(marks)
+        if mark is None:
+            several = dict.fromkeys(marks_at[i] for i in sorted(of) if marks_at[i] is not None)
+            if len(several) == 1:
+                (mark,) = several
+            elif several or by_jax:
+                mark = Unknown(tuple(several))
+        found.append(mark)
+    return found
