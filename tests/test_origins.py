@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import counted, label, make_mesh
+from tests.helpers import counted, label, make_mesh, without_names
 
 
 X = np.arange(8, dtype=np.float32)
@@ -230,6 +230,20 @@ def test_it_is_traced_once_and_leaves_nothing_behind(how: str) -> None:
     assert count.times == 1
     assert jax.tree.structure(m) == structure
     assert all(state._meta.token is None for state in m.values())
+
+
+@pytest.mark.parametrize("fun", [jax.checkpoint(swap), in_scan], ids=label)
+def test_the_compiled_program_is_the_same(fun: Any) -> None:
+    """States with names of their own need no links."""
+    named = {k: s.replace(name=k) for k, s in model().items()}
+
+    def same_names(m: Any, x: Any) -> Any:
+        return {k: m[k].set(s.value) for k, s in fun({"a": m["b"], "b": m["a"]}, x).items()}
+
+    programs = [
+        mappings(same_names)["checked"].lower(m, X).compile().as_text() for m in (model(), named)
+    ]
+    assert without_names(programs[0]) == without_names(programs[1])
 
 
 def test_a_new_state_is_one() -> None:
