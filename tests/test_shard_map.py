@@ -3,6 +3,7 @@
 import functools
 import inspect
 import itertools
+import unittest.mock
 from typing import Any
 
 import equinox as eqx
@@ -539,3 +540,10 @@ def test_disable_jit() -> None:
     )
     with jax.disable_jit():
         assert int(call(sm.State(1), X)[1].value) == 2
+
+
+def test_what_has_every_attribute_is_a_function_too() -> None:
+    fun = unittest.mock.Mock(return_value=jnp.ones(()))
+    mapped = sm.shard_map(fun, make_mesh(), P("x"), P())
+    assert float(mapped(np.ones(8, np.float32))) == 1
+    assert mapped.__name__ == "Mock"

@@ -5,6 +5,7 @@ import io
 import operator
 import pickle
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -363,3 +364,38 @@ def test_is_state() -> None:
     assert sm.is_state(sm.RandomState(jax.random.key(0)))
     for other in (jnp.ones(2), None, sm.State, make_net(), [sm.State(0)], sm.PerShard("x")):
         assert not sm.is_state(other)
+
+
+@pytest.mark.parametrize(
+    ("use", "what"),
+    [
+        (lambda s: s == 3, "=="),
+        (lambda s: s == s.value, "=="),
+        (lambda s: np.ones(()) == s, "a function of arrays"),
+        (lambda s: bool(s), "bool()"),
+        (lambda s: float(s), "float()"),
+        (lambda s: s * 2, "*"),
+        (lambda s: 2 - s, "-"),
+        (lambda s: s[0], "[...]"),
+        (lambda s: s < 2, "<"),
+        (lambda s: np.asarray(s), "a function of arrays"),
+        (lambda s: np.sin(s), "a function of arrays"),
+        (lambda s: jnp.sin(s), "a function of arrays"),
+        (lambda s: jnp.ones(2) + s, "a function of arrays"),
+    ],
+)
+def test_a_state_is_no_array(use: Callable[[Any], Any], what: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        use(sm.BatchState(1.0))
+    assert str(raised.value) == (
+        f"a BatchState holds an array and is not one itself: apply {what} to `state.value`. A new value is "
+        "written with `state.set(value)`."
+    )
+
+
+def test_states_are_compared_by_identity() -> None:
+    state = sm.State(1.0)
+    assert state == state
+    assert state != sm.State(1.0)
+    assert state != "name"
+    assert state in {state: 1}

@@ -127,6 +127,13 @@ def _plural(count: int, noun: str) -> str:
 # States
 
 
+def state_is_no_array(kind: str, what: str) -> TypeError:
+    return TypeError(
+        f"a {kind} holds an array and is not one itself: apply {what} to `state.value`. A new value is "
+        "written with `state.set(value)`."
+    )
+
+
 def immutable_state(kind: str, attribute: str) -> AttributeError:
     return AttributeError(
         f"{kind} is immutable; cannot assign to `{attribute}`. Write `new = state.set(value)`, or "

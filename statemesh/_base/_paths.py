@@ -1,9 +1,11 @@
 """Key paths, spelled as the user would type them."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
@@ -69,7 +71,7 @@ def positional_names(fun: Callable[..., Any], count: int) -> list[str]:
 
 def fun_name(fun: Any) -> str:
     """A name for messages and for the compiled program."""
-    while hasattr(fun, "func"):  # functools.partial
+    while isinstance(fun, functools.partial | eqx.Partial):
         fun = fun.func
     return getattr(fun, "__name__", type(fun).__name__)
 

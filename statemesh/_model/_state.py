@@ -14,6 +14,7 @@ from .._base._links import active as active_links
 from .._base._paths import describe
 from .._base._types import AxisName, Reduce, SpecTree, StateNode, is_spec
 from ._meta import Meta
+from ._no_array import NoArray
 from ._values import REDUCTIONS, arrays, check_reducible, conform, reduced
 
 
@@ -23,7 +24,7 @@ _PLAIN = Meta(None, frozenset(), None, None)
 S = TypeVar("S", bound="State")
 
 
-class State(StateNode):
+class State(NoArray, StateNode):
     """One piece of state: an immutable leaf of a module tree.
 
     A State is a pytree node whose children are its value's leaves; the rest is static. It is never

@@ -1,0 +1,64 @@
+"""What a State refuses: it holds an array, and is none."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._base import _errors as errors
+
+
+class NoArray:
+    """Refuses, with words, what is asked of arrays."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, jax.Array | np.ndarray | np.generic | int | float | complex):
+            raise errors.state_is_no_array(type(self).__name__, "==")
+        return self is other
+
+    __hash__ = object.__hash__
+
+
+def _refusing(what: str) -> Any:
+    def refuse(self: NoArray, *others: Any, **options: Any) -> Any:
+        raise errors.state_is_no_array(type(self).__name__, what)
+
+    return refuse
+
+
+_OPERATORS = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "truediv": "/",
+    "floordiv": "//",
+    "mod": "%",
+    "pow": "**",
+    "matmul": "@",
+    "and": "&",
+    "or": "|",
+    "xor": "^",
+    "lshift": "<<",
+    "rshift": ">>",
+}
+
+for _name, _sign in _OPERATORS.items():
+    setattr(NoArray, f"__{_name}__", _refusing(_sign))
+    setattr(NoArray, f"__r{_name}__", _refusing(_sign))
+for _name, _sign in {
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "neg": "-",
+    "invert": "~",
+    "getitem": "[...]",
+}.items():
+    setattr(NoArray, f"__{_name}__", _refusing(_sign))
+for _name in ("bool", "int", "float", "complex", "index", "abs"):
+    setattr(NoArray, f"__{_name}__", _refusing(f"{_name}()"))
+# What NumPy's functions and those of `jax.numpy` ask for.
+for _name in ("array", "array_ufunc", "jax_array"):
+    setattr(NoArray, f"__{_name}__", _refusing("a function of arrays"))
