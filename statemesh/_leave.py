@@ -267,7 +267,10 @@ def roots(result: Any, root: str) -> list[tuple[str, Any]]:
 
 def _left(state: State, old: State | None, over: Sequence[tuple[AxisName, ...]]) -> State:
     """The state as it leaves, each leaf merged over its own axes."""
-    done = {names: state.leave(old, names) for names in dict.fromkeys(over or [()])}
+    done = {
+        names: checked_state(state.leave(old, names), state, "leave")
+        for names in dict.fromkeys(over or [()])
+    }
     first, *others = done.values()
     if not others:
         return first
@@ -275,6 +278,14 @@ def _left(state: State, old: State | None, over: Sequence[tuple[AxisName, ...]])
     for k, names in enumerate(over):
         leaves[k] = leaves_of(done[names])[k]
     return _filled(first, leaves)
+
+
+def checked_state(made: object, state: State, method: str) -> State:
+    """What `enter` or `leave` of a kind made of a state, if it is one."""
+    if not isinstance(made, State):
+        name = f"{type(state).__name__}.{method}"
+        raise errors.method_returned(name, made, "a State", "return self.set(value)")
+    return made
 
 
 def _untouched(state: State, entered: Entered) -> bool:

@@ -242,3 +242,56 @@ def test_a_kind_that_merges_nothing_is_found_out() -> None:
     call = sm.shard_map(count, make_mesh(), (None, P("x")), P())
     with pytest.raises(sm.DivergedStateError, match="Careless"):
         call(Careless(0.0, reduce="sum"), np.arange(8, dtype=np.float32))
+
+
+class Forgetful(sm.State):
+    """Its methods forget to return."""
+
+    __slots__ = ()
+
+    def leave(self, old: Any, axis_names: Any) -> Any:
+        self.set(self.value + 1)
+
+
+class Dazed(sm.State):
+    __slots__ = ()
+
+    def enter(self, axis_names: Any) -> Any:
+        return self.value, axis_names
+
+
+class Unmade(sm.Module):
+    def init_state(self) -> Any:
+        self.replace()
+
+
+@pytest.mark.parametrize(
+    ("use", "text"),
+    [
+        (
+            lambda call: call(Forgetful(1.0)),
+            "Forgetful.leave returned None. It is to return a State, as in `return self.set(value)`; was a "
+            "`return` forgotten?",
+        ),
+        (
+            lambda call: call(Dazed(1.0)),
+            "Dazed.enter returned tuple: (float32[], ('x',)). It is to return a State, as in "
+            "`return self.set(value)`; was a `return` forgotten?",
+        ),
+        (
+            lambda call: Unmade().init_all_states(),
+            "Unmade.init_state returned None. It is to return the module with its states, as in "
+            "`return self.replace(mean=BatchState(0.0))`; was a `return` forgotten?",
+        ),
+    ],
+    ids=["leave", "enter", "init_state"],
+)
+def test_a_forgotten_return_is_named(use: Any, text: str) -> None:
+    def call(state: sm.State) -> Any:
+        fun = lambda s, x: s.set(s.value + x.sum())
+        mapped = sm.shard_map(fun, make_mesh(), (P(), P("x")), P())
+        return mapped(state, np.ones(8, np.float32))
+
+    with pytest.raises(TypeError) as raised:
+        use(call)
+    assert str(raised.value) == text

@@ -203,6 +203,13 @@ def kind_overrides_init(kind: str) -> TypeError:
     )
 
 
+def method_returned(method: str, returned: Any, expected: str, example: str) -> TypeError:
+    shown = "None" if returned is None else f"{type(returned).__name__}: {describe(returned)}"
+    return TypeError(
+        f"{method} returned {shown}. It is to return {expected}, as in `{example}`; was a `return` forgotten?"
+    )
+
+
 def unknown_state_fields(kind: str, unknown: Sequence[str], known: Sequence[str]) -> StructureError:
     return StructureError(f"{kind}.replace got {_names(unknown)}; a State has {_names(known)}.")
 

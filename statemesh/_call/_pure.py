@@ -11,7 +11,7 @@ from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._types import NO_AXES, AxisName, Place
 from .._exit import Exit
-from .._leave import leave
+from .._leave import checked_state, leave
 from .._match import Entered, leaves_of, links_for
 from .._model._origin import mark_origin
 from .._model._state import State
@@ -114,9 +114,10 @@ class Instance:
 
     def _enter(self, unit: Unit, old: State, placements: Sequence[Place]) -> State:
         try:
-            return old.enter(self._same_over(placements))
+            seen: object = old.enter(self._same_over(placements))
         except errors.StatemeshError as error:
             raise type(error)(f"{unit.path}: {error}") from None
+        return checked_state(seen, old, "enter")
 
     def _hint(
         self, error: Exception, entered: Sequence[Entered], leaves: Sequence[Any]

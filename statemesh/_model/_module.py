@@ -105,7 +105,7 @@ def _init_all(module: M, kwargs: dict[str, Any], used: set[str]) -> M:
         # It has its own way: it is told what the modules in it take.
         taken = {name: value for name, value in kwargs.items() if _takes(node, name)}
         used.update(taken)
-        return node.init_all_states(**taken)
+        return _returned(node, "init_all_states", node.init_all_states(**taken))
 
     # States stay the objects they are: inside a mapped call they remember where they came from.
     children: M = jax.tree.map(
@@ -137,5 +137,15 @@ def _init_one(module: M, kwargs: dict[str, Any], used: set[str]) -> M:
     else:
         taken = {p.name: kwargs[p.name] for p in parameters if p.name in kwargs}
     used.update(taken)
-    made: M = module.init_state(**taken)
-    return made
+    return _returned(module, "init_state", module.init_state(**taken))
+
+
+def _returned(module: M, method: str, made: Any) -> M:
+    """What a method that makes states returned, if it is a module."""
+    if not isinstance(made, Module):
+        name = f"{type(module).__name__}.{method}"
+        raise errors.method_returned(
+            name, made, "the module with its states", "return self.replace(mean=BatchState(0.0))"
+        )
+    new: M = made  # type: ignore[assignment]
+    return new
