@@ -191,10 +191,11 @@ def several_keys(keys: Any) -> StatemeshError:
 
 def drawn_in_lanes(what: str, impl: Any) -> StatemeshError:
     return StatemeshError(
-        f"{what}: each lane has a key of its own, of the implementation {str(impl)!r}, and jax.vmap draws the "
-        "numbers of all lanes from the first one's. They would depend on the number of lanes, and differ from "
-        "those of shard_map and pmap2. Make the key with `jax.random.key(seed, impl='threefry2x32')`, or draw "
-        "with `RandomState.rows`, whose keys are threefry keys."
+        f"{what}: each lane has a key of its own, of the implementation {impl!r}. Of several such keys "
+        "jax.vmap may use the first one only: the numbers would depend on how many lanes there are, and "
+        "differ from those of shard_map and pmap2. Make the key with "
+        "`jax.random.key(seed, impl='threefry2x32')`, or draw with `RandomState.rows`, whose keys are "
+        "threefry keys."
     )
 
 

@@ -1,9 +1,9 @@
 """Keys of every implementation: how one becomes several, the same on a mesh, in lanes and without either.
 
-What `jax.random` promises of threefry keys it does not promise of others. Under `jax.vmap` it draws from the first
-of several `rbg` keys, splits the first of several `unsafe_rbg` keys, and folds numbers into these in no order; and
-it has no `philox` program for several devices. Keys of all these are taken for seeds of threefry, which makes the
-new keys.
+What `jax.random` promises of threefry keys it does not promise of others. Under `jax.vmap` it draws from the
+first of several `rbg` keys, splits the first of several `unsafe_rbg` keys, and folds numbers into these in no
+order; and it has no `philox` program for several devices. Keys of all these are taken for seeds of threefry,
+which makes the new keys.
 """
 
 from typing import Any
