@@ -12,7 +12,7 @@ import statemesh as sm
 from .lane_cases import Axis
 from .programs import Axes, MeshShape
 from .reference import Array
-from .streams import Draws, bits, check_per_shard, check_streams, draw_all
+from .streams import THREEFRY, Draws, bits, check_per_shard, check_streams, draw_all
 
 
 LANES = "x"
@@ -48,25 +48,32 @@ def _flat(several: Sequence[Any]) -> list[Any]:
 
 
 def check_lane_streams(
-    transform: str, count: int, fewer: int, draws: Draws, seed: int, *, jit: bool = False
+    transform: str,
+    count: int,
+    fewer: int,
+    draws: Draws,
+    seed: int,
+    *,
+    jit: bool = False,
+    impl: str = THREEFRY,
 ) -> None:
     """Rows and the key that is left are those of the run without lanes, and no two lanes get one key.
 
     The first lanes draw the same where there are `fewer`, and on devices or not.
     """
     lanes: Any = Lanes(transform, count, draws)
-    check_streams(MeshShape((count,)), (LANES,), draws, seed, jit=jit, mapped=lanes)
-    first, left = _drawn(lanes, fewer, seed)
+    check_streams(MeshShape((count,)), (LANES,), draws, seed, jit=jit, impl=impl, mapped=lanes)
+    first, left = _drawn(lanes, fewer, seed, impl)
     for other in (Lanes(transform, fewer, draws), Lanes("vmap2", count, draws)):
-        again, key = _drawn(other, fewer, seed)
+        again, key = _drawn(other, fewer, seed, impl)
         np.testing.assert_array_equal(key, left)
         for a, b in zip(again, first, strict=True):
             np.testing.assert_array_equal(a, b)
 
 
-def _drawn(lanes: Lanes, first: int, seed: int) -> tuple[list[Array], Array]:
+def _drawn(lanes: Lanes, first: int, seed: int, impl: str) -> tuple[list[Array], Array]:
     """The bits that the first lanes draw, and those of the key that is left."""
-    rng = sm.RandomState(jax.random.key(seed))
+    rng = sm.RandomState(jax.random.key(seed, impl=impl))
     by_row, by_lane, rng = lanes(rng, np.zeros(2 * lanes.count, np.float32))
     drawn = [np.asarray(keys)[: 2 * first] for keys in by_row]
     return drawn + [np.asarray(keys)[:first] for keys in by_lane], bits(rng.key)

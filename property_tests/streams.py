@@ -1,7 +1,7 @@
 """What random streams promise on any mesh, as plain checks."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,20 +15,48 @@ from .programs import Axes, MeshShape
 from .reference import Array
 
 
-# `rows` draws one key per row, `split` one key, a number that many.
-ROWS, SPLIT = "rows", "split"
+# `rows` draws one key per row, `split` one key, a number that many; `set` goes on from a key made of the old.
+ROWS, SPLIT, SET = "rows", "split", "set"
 Draws = tuple[str | int, ...]
+
+THREEFRY = "threefry2x32"
+# What can be done with a key of each implementation on a mesh. Of philox JAX has no program for several
+# devices, so that nothing may be drawn from, or folded into, a key itself.
+ON_MESHES: dict[str, Draws] = {
+    THREEFRY: (ROWS, SPLIT, SET, 2),
+    "threefry4x32": (ROWS, SPLIT, SET, 2),
+    "rbg": (ROWS, SPLIT, SET, 2),
+    "unsafe_rbg": (ROWS, SPLIT, SET, 2),
+    "philox2x32": (ROWS, SPLIT, 2),
+    "philox4x32": (ROWS, SPLIT, 2),
+}
+# The same in lanes: of rbg `vmap` draws from the first lane's key.
+IN_LANES = ON_MESHES | {"rbg": (ROWS,), "unsafe_rbg": (ROWS,)}
+
+Numbers = Callable[[Any], Any]
+
+
+def all_at_once(keys: Any) -> Any:
+    """Two numbers from each key."""
+    return jax.vmap(lambda key: jax.random.bits(key, (2,)))(keys)
+
+
+def one_by_one(keys: Any) -> Any:
+    """The same from each key apart."""
+    return np.stack([jax.random.bits(key, (2,)) for key in keys])
 
 
 def draw_all(
-    draws: Draws, axes: Axes, rng: sm.RandomState, x: Any
+    draws: Draws, axes: Axes, rng: sm.RandomState, x: Any, numbers: Numbers = all_at_once
 ) -> tuple[list[Any], list[Any], sm.RandomState]:
-    """The bits of the keys drawn: one entry per row for `rows`, one per shard for the rest."""
+    """For `rows` the numbers of each row, for the rest the bits of the keys drawn, one entry per shard."""
     by_row, by_shard = [], []
     for draw in draws:
         if draw == ROWS:
             keys, rng = rng.rows(x.shape[0], axes or None)
-            by_row.append(jax.random.key_data(keys))
+            by_row.append(numbers(keys))
+        elif draw == SET:
+            rng = rng.set(jax.random.fold_in(rng.key, 7))
         else:
             keys, rng = rng.split(None if isinstance(draw, str) else draw)
             by_shard.append(jax.random.key_data(keys).reshape(1, -1))
@@ -64,26 +92,28 @@ def check_streams(
     seed: int,
     *,
     jit: bool = False,
+    impl: str = THREEFRY,
     mapped: sm.StatefulMapping | None = None,
 ) -> None:
-    """Calls in a row: rows and the key that is left are those of the unsharded run, bit by bit, and
+    """Calls in a row: numbers by row and the key that is left are those of the unsharded run, bit by bit, and
     no two shards, draws or calls get one key."""
     mapped = mapping(mesh, axes, draws) if mapped is None else mapped
     x = np.zeros(3 * mesh.size(axes), np.float32)
-    plain = sm.RandomState(jax.random.key(seed))
+    plain = sm.RandomState(jax.random.key(seed, impl=impl))
     rng = mapped.place(plain, x)[0]
     call = jax.jit(mapped) if jit else mapped
     seen: list[Array] = []
     for _ in range(2):
         before = rng
         by_row, by_shard, rng = jax.block_until_ready(call(rng, x))
-        want_rows, want_first, plain = draw_all(draws, axes, plain, x)
+        want_rows, want_first, plain = draw_all(draws, axes, plain, x, one_by_one)
         assert_same_bits(by_row, want_rows)
         assert_same_bits([np.asarray(keys)[:1] for keys in by_shard], want_first)
         np.testing.assert_array_equal(bits(rng.key), bits(plain.key))
         if not draws and not jit:
             assert rng.key is before.key
-        seen += [np.asarray(keys).reshape(-1, 2) for keys in (*by_row, *by_shard)]
+        seen += [np.asarray(numbers).reshape(-1, 2) for numbers in by_row]
+        seen += [np.asarray(keys).reshape(-1, len(bits(rng.key))) for keys in by_shard]
     assert_distinct([*seen, bits(rng.key)[None]])
 
 
@@ -93,11 +123,12 @@ def check_per_shard(
     draws: Draws,
     seed: int,
     *,
+    impl: str = THREEFRY,
     mapped: sm.StatefulMapping | None = None,
 ) -> None:
     """With a key per shard of `axes`, each draws as the unsharded run of that key does."""
     mapped = mapping(mesh, (), draws, axes) if mapped is None else mapped
-    keys = jax.random.split(jax.random.key(seed), mesh.size(axes))
+    keys = jax.random.split(jax.random.key(seed, impl=impl), mesh.size(axes))
     x = np.zeros(2, np.float32)
     _, by_shard, rng = jax.block_until_ready(mapped(sm.RandomState(keys), x))
     after = bits(rng.key)
@@ -108,7 +139,8 @@ def check_per_shard(
         np.testing.assert_array_equal(after[entry], bits(plain.key))
         if mesh.index(at, tuple(rest)) == 0:
             assert_same_bits([np.asarray(drawn)[number : number + 1] for drawn in by_shard], want)
-    assert_distinct([np.asarray(drawn).reshape(-1, 2) for drawn in by_shard])
+    words = len(bits(keys[0]))
+    assert_distinct([np.asarray(drawn).reshape(-1, words) for drawn in by_shard])
 
 
 def assert_same_bits(got: Sequence[Any], want: Sequence[Any]) -> None:
@@ -118,6 +150,6 @@ def assert_same_bits(got: Sequence[Any], want: Sequence[Any]) -> None:
 
 
 def assert_distinct(keys: Sequence[Array]) -> None:
-    """No key twice."""
-    every = np.concatenate(keys) if keys else np.zeros((0, 2))
-    assert len(np.unique(every, axis=0)) == len(every)
+    """No key, and no numbers of one, twice."""
+    every = [row.tobytes() for rows in keys for row in rows]
+    assert len(set(every)) == len(every)

@@ -11,7 +11,7 @@ from .lane_mapped import TRANSFORMS
 from .lane_streams import check_key_per_lane, check_lane_streams
 from .programs import INT
 from .strategies import arrays
-from .streams import ROWS, SPLIT, Draws
+from .streams import IN_LANES, SPLIT, Draws
 from .test_random import draws, seeds
 
 
@@ -94,16 +94,17 @@ def test_unexpected_writes(transform: str, mapping: str, read: bool, data: st.Da
 @given(
     transform=transforms,
     count=counts,
-    draws=draws(ROWS, SPLIT, 2, most=2),
+    impl=st.sampled_from(list(IN_LANES)),
     seed=seeds,
     jit=st.booleans(),
     data=st.data(),
 )
 def test_streams_are_those_of_the_run_without_lanes(
-    transform: str, count: int, draws: Draws, seed: int, jit: bool, data: st.DataObject
+    transform: str, count: int, impl: str, seed: int, jit: bool, data: st.DataObject
 ) -> None:
     fewer = data.draw(st.integers(1, count), "fewer")
-    check_lane_streams(transform, count, fewer, draws, seed, jit=jit)
+    drawn = data.draw(draws(*IN_LANES[impl], most=2), "draws")
+    check_lane_streams(transform, count, fewer, drawn, seed, jit=jit, impl=impl)
 
 
 @fewest

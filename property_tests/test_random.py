@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from .programs import MeshShape
 from .strategies import meshes
-from .streams import ROWS, SPLIT, Draws, check_per_shard, check_streams
+from .streams import ON_MESHES, SPLIT, Draws, check_per_shard, check_streams
 
 
 seeds = st.integers(0, 2**31 - 1)
@@ -30,18 +30,19 @@ def some(mesh: MeshShape, least: int) -> st.SearchStrategy[tuple[str, ...]]:
 def test_streams_are_those_of_the_unsharded_run(data: st.DataObject) -> None:
     mesh = data.draw(meshes(), "mesh")
     axes = data.draw(some(mesh, 0), "axes of the rows")
-    drawn, jit = (
-        data.draw(draws(ROWS, SPLIT, 2, most=3), "draws"),
-        data.draw(st.booleans(), "inside jit"),
-    )
+    impl = data.draw(st.sampled_from(list(ON_MESHES)), "implementation")
+    drawn = data.draw(draws(*ON_MESHES[impl], most=3), "draws")
+    jit = data.draw(st.booleans(), "inside jit")
     for seed in data.draw(st.lists(seeds, min_size=1, max_size=3), "seeds"):
-        check_streams(mesh, axes, drawn, seed, jit=jit)
+        check_streams(mesh, axes, drawn, seed, jit=jit, impl=impl)
 
 
 @given(st.data())
 def test_a_key_per_shard(data: st.DataObject) -> None:
     mesh = data.draw(meshes(), "mesh")
     axes = data.draw(some(mesh, 1), "axes of the keys")
-    drawn = data.draw(draws(SPLIT, 2, most=2), "draws")
+    impl = data.draw(st.sampled_from(list(ON_MESHES)), "implementation")
+    kinds = [draw for draw in ON_MESHES[impl] if draw in (SPLIT, 2)]
+    drawn = data.draw(draws(*kinds, most=2), "draws")
     for seed in data.draw(st.lists(seeds, min_size=1, max_size=3), "seeds"):
-        check_per_shard(mesh, axes, drawn, seed)
+        check_per_shard(mesh, axes, drawn, seed, impl=impl)

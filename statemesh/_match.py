@@ -126,7 +126,9 @@ def links_for(entered: Sequence[Entered]) -> Links | None:
     """Links for the states that are alike in all but where they came from, where that makes a difference."""
     alike: dict[Hashable, list[Entered]] = {}
     for one in entered:
-        alike.setdefault(_form(one.seen), []).append(one)
+        # A key carries its stream along, and asks whether it went through a transformation.
+        if not one.old.always_replicated:
+            alike.setdefault(_form(one.seen), []).append(one)
     followed = [
         (type(first.seen), first.seen._meta)
         for first, *others in alike.values()

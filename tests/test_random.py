@@ -82,9 +82,8 @@ def test_a_key_is_never_split_over_a_mesh() -> None:
     assert make_rng(spec=sm.PerShard("x")).spec == sm.PerShard("x")
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_draws_outside(impl: str) -> None:
-    rng = sm.RandomState(jax.random.key(0, impl=impl), tag="t", name="n")
+def test_draws_outside() -> None:
+    rng = make_rng(tag="t", name="n")
     key, after = rng.split()
     keys, last = after.split(4)
     rows, end = last.rows(5)
@@ -279,18 +278,134 @@ def test_draws_of_some_shards_only_are_not_drawn_again(draws: Any, check_vma: bo
     assert distinct(*held)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_a_new_key_set_inside(check_vma: bool) -> None:
-    def own(rng: sm.RandomState, key: jax.Array) -> Any:
-        drawn, _ = rng.split()
-        rng = rng.set(drawn)
-        other, _ = rng.split()
-        return jnp.stack([drawn, other])[None], rng
+def after_fold_in(rng: sm.RandomState) -> sm.RandomState:
+    return rng.set(jax.random.fold_in(rng.key, 7))
 
-    call = sm.shard_map(own, make_mesh(), (P(), P()), (P("x"), P()), check_vma=check_vma)
-    keys, rng = call(make_rng(), jax.random.key(7))
-    again, after = call(rng, jax.random.key(7))
-    assert distinct(keys, rng.key, again, after.key, make_rng().key)
+
+def after_split(rng: sm.RandomState) -> sm.RandomState:
+    return rng.replace(value=jax.random.split(rng.key, 3)[2])
+
+
+def in_jit(rng: sm.RandomState) -> sm.RandomState:
+    return jax.jit(after_fold_in)(rng)
+
+
+def in_scan(rng: sm.RandomState) -> sm.RandomState:
+    return jax.lax.scan(lambda rng, _: (after_fold_in(rng), None), rng, length=2)[0]
+
+
+@pytest.mark.parametrize(
+    ("write", "options"),
+    [
+        (after_fold_in, {}),
+        (after_fold_in, {"check_vma": False}),
+        (after_fold_in, {"jit": False}),
+        (after_split, {}),
+        (in_jit, {}),
+        (in_scan, {}),
+        (in_scan, {"check_vma": False}),
+    ],
+)
+def test_a_new_key_set_inside_is_that_of_the_unsharded_run(
+    write: Any, options: dict[str, bool]
+) -> None:
+    def own(rng: sm.RandomState) -> Any:
+        rng = write(rng)
+        key, rng = rng.split()
+        return key[None], rng
+
+    plain, drawn = make_rng(), []
+    call, rng = sm.shard_map(own, make_mesh(), P(), (P("x"), P()), **options), make_rng()
+    for _ in range(2):
+        first, plain = own(plain)
+        keys, rng = call(rng)
+        jax.block_until_ready(rng)
+        np.testing.assert_array_equal(data(rng.key), data(plain.key))
+        np.testing.assert_array_equal(data(keys[:1]), data(first))
+        drawn += [keys, rng.key]
+    assert distinct(*drawn)
+
+
+def test_rows_after_a_new_key_are_those_of_the_unsharded_run() -> None:
+    def fun(rng: sm.RandomState, x: jax.Array) -> Any:
+        rng = after_fold_in(rng.split()[1])
+        rows, rng = rng.rows(len(x), ("x", "y"))
+        more, rng = after_split(rng).rows(len(x), ("x", "y"))
+        return rows, more, rng
+
+    def inner(rng: sm.RandomState, x: jax.Array) -> Any:
+        specs = ((P(), P("y")), (P("y"), P("y"), P()))
+        return sm.shard_map(fun, make_mesh("4x2"), *specs, axis_names={"y"})(rng, x)
+
+    expected = [data(keys) for keys in fun(make_rng(), jnp.ones(16))[:2]]
+    *_, plain = fun(make_rng(), jnp.ones(16))
+    every = P(("x", "y"))
+    for call in (
+        sm.shard_map(fun, make_mesh("4x2"), (P(), every), (every, every, P())),
+        sm.shard_map(
+            inner, make_mesh("4x2"), (P(), P("x")), (P("x"), P("x"), P()), axis_names={"x"}
+        ),
+    ):
+        *rows, after = call(make_rng(), X)
+        for got, want in zip(rows, expected, strict=True):
+            np.testing.assert_array_equal(data(got), want)
+        np.testing.assert_array_equal(data(after.key), data(plain.key))
+
+
+@pytest.mark.parametrize("to", [sm.vmap2, sm.pmap2])
+def test_rows_of_lanes_after_a_new_key(to: Any) -> None:
+    def fun(rng: sm.RandomState, x: jax.Array) -> Any:
+        return after_fold_in(rng).rows(len(x), "x")
+
+    rows, after = to(fun, axis_name="x", in_axes=(None, 0))(make_rng(), jnp.ones((8, 2)))
+    want, plain = fun(make_rng(), jnp.ones(16))
+    np.testing.assert_array_equal(data(rows), data(want))
+    np.testing.assert_array_equal(data(after.key), data(plain.key))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("of", [0, 3])
+def test_a_key_that_only_some_shards_go_on_from_is_not_drawn_from_again(
+    of: int, check_vma: bool
+) -> None:
+    def fun(rng: sm.RandomState) -> Any:
+        key, after = rng.split()
+        stays = jax.lax.axis_index("x") == of
+        return key[None], rng.set(jnp.where(stays, rng.key, after.key))
+
+    call = sm.shard_map(fun, make_mesh(), P(), (P("x"), P()), check_vma=check_vma)
+    rng, drawn = make_rng(), []
+    for _ in range(3):
+        keys, rng = call(rng)
+        jax.block_until_ready(rng)
+        drawn += [keys[:of], keys[of + 1 :]]
+    assert distinct(*drawn)
+
+
+def test_a_key_set_to_itself_on_all_shards_stays() -> None:
+    call = sm.shard_map(lambda rng: rng.set(rng.key), make_mesh(), P(), P())
+    np.testing.assert_array_equal(data(call(make_rng(3)).key), data(make_rng(3).key))
+
+
+def test_a_key_of_another_implementation_put_in_by_replace() -> None:
+    def fun(rng: sm.RandomState) -> sm.RandomState:
+        number = jax.random.key_data(rng.key)[1]
+        new = jax.random.wrap_key_data(jnp.stack([number] * 4), impl="rbg")
+        return rng.replace(value=new)
+
+    for call in (sm.shard_map(fun, make_mesh(), P(), P()), jax.jit(fun)):
+        after = call(make_rng(5))
+        assert after.key.dtype == jax.random.key(0, impl="rbg").dtype
+        np.testing.assert_array_equal(jax.random.key_data(after.key), [5] * 4)
+
+
+def test_several_keys_put_in_by_replace_are_refused_inside() -> None:
+    def fun(rng: sm.RandomState) -> sm.RandomState:
+        return rng.replace(value=rng.split(4)[0])
+
+    assert fun(make_rng()).key.shape == (4,)
+    with pytest.raises(sm.StatemeshError, match=r"holds keys of shape \(4,\)"):
+        sm.shard_map(fun, make_mesh(), P(), P())(make_rng())
 
 
 def test_a_new_key_that_all_shards_agree_on_is_kept() -> None:

@@ -104,6 +104,28 @@ def one_copy(x: Any, axis_names: Sequence[AxisName]) -> Any:
     return jax.lax.psum(jnp.where(first, x, jnp.zeros_like(x)), tuple(axis_names))
 
 
+def first_of(x: Any, axis_names: Sequence[AxisName]) -> Any:
+    """What the first shard has of unsigned numbers, for all of them."""
+    first = jax.lax.axis_index(tuple(axis_names)) == 0
+    return pmax(all_varying(jnp.where(first, x, 0), axis_names), axis_names)
+
+
+def refuse_in_lanes(x: Any, error: Callable[[], Exception]) -> Any:
+    """`x`, where it does not differ between lanes; in code that has no name for them too.
+
+    **Raises:** what `error` returns where it does differ.
+    """
+
+    def look(_: int, batched: bool, x: Any) -> tuple[Any, bool]:
+        if batched:
+            raise error()
+        return x, False
+
+    for name in meshes_and_lanes(compat.bound_axis_names())[1]:
+        x = _in_lanes(name, x, look)
+    return x
+
+
 def all_varying(value: Any, axis_names: Sequence[AxisName]) -> Any:
     """`value` with the leaves that vary over some of the mesh axes typed as varying over all.
 

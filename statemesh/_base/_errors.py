@@ -196,6 +196,16 @@ def several_keys(keys: Any) -> StatemeshError:
     )
 
 
+def drawn_in_lanes(what: str, impl: Any) -> StatemeshError:
+    return StatemeshError(
+        f"{what}: each lane has a key of its own, of the implementation {impl!r}. Of several such keys "
+        "jax.vmap may use the first one only: the numbers would depend on how many lanes there are, and "
+        "differ from those of shard_map and pmap2. Make the key with "
+        "`jax.random.key(seed, impl='threefry2x32')`, or draw with `RandomState.rows`, whose keys are "
+        "threefry keys."
+    )
+
+
 def kind_overrides_init(kind: str) -> TypeError:
     return TypeError(
         f"{kind} overrides __init__, which JAX calls whenever it rebuilds a state. Override `enter` and "

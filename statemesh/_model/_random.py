@@ -1,24 +1,25 @@
 """`RandomState`: random streams that do not depend on the number of shards."""
 
-from functools import partial
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._base import _errors as errors
-from .._base._axes import all_varying, pmax, shard_index
+from .._base._axes import shard_index
 from .._base._types import AxisName
+from . import _keys as keys
+from ._lines import Line, known, left, synchronized
 from ._meta import Meta
 from ._origin import origin
 from ._state import State, set_rebuilt
 from ._values import conform
 
 
-# A folded key equals one of `split`'s keys when the number folded in is a small one. These numbers
-# keep the streams below away from every key that a user may split off.
+# A folded key equals one of `split`'s keys when the number folded in is a small one. This number
+# keeps the streams of shards away from every key that a user may split off.
 _SHARD_STREAMS = 0x5EED5EED
-_UNEVEN_DRAWS = 0x0DD0DD0D
 
 
 R = TypeVar("R", bound="RandomState")
@@ -30,12 +31,12 @@ class RandomState(State):
     Inside a mapped call each shard draws from a stream of its own; the first shard's is the one
     that the same code draws from outside, so that a run on one device equals a run without a mesh.
     What is written back is the stream as the draws left it: the same key however many shards drew,
-    and the very key that went in when none did. Its key is always replicated, unless it is placed
-    `PerShard`.
+    and the very key that went in when none did. Where a new key was set inside, it is the first
+    shard's. Its key is always replicated, unless it is placed `PerShard`.
 
     **Arguments:**
 
-    - `key`: a typed key, as `jax.random.key(seed)` makes.
+    - `key`: a typed key, as `jax.random.key(seed)` makes, of any implementation.
     - `name`, `tag`, `spec`: as for `State`. A `spec` can only be `PerShard`.
 
     **Raises:** `TypeError` when `key` is not a typed key.
@@ -54,10 +55,9 @@ class RandomState(State):
 
     __slots__ = ("_shared",)
 
-    # Inside a mapped call: the stream that its shards have in common, advanced in step with the
-    # shard's own; it is what leaves. With nested calls there is one for each, the innermost first.
-    # `rows` draws from the last. Outside: empty.
-    _shared: tuple[Any, ...]
+    # Inside a mapped call: what its shards have in common, which is what leaves. With nested calls
+    # there is one line for each, the innermost first. `rows` draws from the last. Outside: empty.
+    _shared: tuple[Line, ...]
 
     children = ("value", "_shared")
     always_replicated = True
@@ -75,7 +75,7 @@ class RandomState(State):
     ) -> None:
         if _meta is None:
             key = value if key is None else key
-            if not _is_key(key):
+            if not keys.is_key(key):
                 raise errors.not_a_key(key)
             super().__init__(key, name=name, tag=tag, spec=spec)
         else:
@@ -84,8 +84,11 @@ class RandomState(State):
 
     @property
     def key(self) -> Any:
-        """The key that the next draw comes from: this shard's own inside a mapped call."""
-        return self.value
+        """The key that the next draw comes from: this shard's own inside a mapped call.
+
+        **Raises:** `StatemeshError` in lanes, as `split` does.
+        """
+        return keys.drawable(self.value, "RandomState.key")
 
     @property
     def needs_old(self) -> bool:
@@ -100,10 +103,12 @@ class RandomState(State):
         - `num`: how many keys; left out, one key without an axis.
 
         **Returns:** `(key, rng)`: a key, or keys of shape `(num,)`, and the advanced `RandomState`.
+
+        **Raises:** `StatemeshError` in lanes, for a key of an implementation whose numbers `jax.vmap`
+        draws from the first lane's key, as it does those of `rbg` and `unsafe_rbg`.
         """
-        rest, drawn = _advance(self.value)
-        keys = drawn if num is None else jax.random.split(drawn, num)
-        return keys, self._advanced(rest)
+        rest, drawn = keys.advance(keys.drawable(self.value, "RandomState.split"))
+        return (drawn if num is None else keys.several(drawn, num)), self._advanced(rest)
 
     def rows(
         self: R, n: int, axis_name: AxisName | tuple[AxisName, ...] | None = None
@@ -111,7 +116,8 @@ class RandomState(State):
         """Draw one key for each row of a global array that is sharded over `axis_name`.
 
         Row `i` of the global array gets the same key on any number of shards, and unsharded, so
-        masks and noise made from them are bit-identical.
+        masks and noise made from them are bit-identical. They are threefry keys, whatever the state's
+        own key is: of these `jax.vmap` draws what each of them gives.
 
         **Arguments:**
 
@@ -135,24 +141,24 @@ class RandomState(State):
             ```
         """
         shard = shard_index("RandomState.rows", axis_name)
-        _, drawn = _advance(self._shared[-1] if self._shared else self.value)
-        rows = shard * n + jnp.arange(n)
-        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(drawn, rows)
-        rest, _ = _advance(self.value)
-        return keys, self._advanced(rest)
+        stream = self._rebuilt(self.value, synchronized(self.value, self._shared))
+        _, drawn = keys.advance(stream._shared[-1].key if stream._shared else self.value)
+        rest, _ = keys.advance(self.value)
+        return keys.for_rows(drawn, shard * n + jnp.arange(n)), stream._advanced(rest)
 
     def _set(self: R, value: Any, label: str) -> R:
-        """With a new key it has been drawn from: the common stream moves on too."""
-        return self._advanced(conform(self.value, value, label))
+        return self._with_new(conform(self.value, value, label))
 
     def replace(self: R, **changes: Any) -> R:
-        """As for `State`. A new key is taken for one drawn, as by `set`."""
+        """As for `State`. Inside a mapped call a new key is a single one."""
         new = super().replace(**changes)
         if "value" not in changes:
             return new
-        if not _is_key(new.value):
+        if not keys.is_key(new.value):
             raise errors.not_a_key(new.value)
-        return new._rebuilt(new.value, self._advanced(self.value)._shared)
+        if self._shared and new.value.shape:
+            raise errors.several_keys(new.value)
+        return new._with_new(new.value)
 
     def enter(self, axis_names: tuple[AxisName, ...]) -> "RandomState":
         """This stream as one shard sees it: its place on `axis_names` folded into the key."""
@@ -162,25 +168,32 @@ class RandomState(State):
             return self
         shard = jax.lax.axis_index(axis_names)
         # Each nested call has its own line: the first shard's key is the same in both.
-        streams = jax.random.fold_in(self.value, _SHARD_STREAMS + len(self._shared))
-        own = jnp.where(shard == 0, self.value, jax.random.fold_in(streams, shard))
-        return self._rebuilt(own, (self.value, *self._shared))
+        streams = keys.folded(self.value, _SHARD_STREAMS + len(self._shared))
+        own = jnp.where(shard == 0, self.value, keys.folded(streams, shard))
+        return self._rebuilt(own, (Line(self.value, np.False_, axis_names), *self._shared))
 
     def leave(self, old: State | None, axis_names: tuple[AxisName, ...]) -> State:
         """The stream as the draws left it, the same for every shard."""
-        if not axis_names or not self._shared or not isinstance(old, RandomState):
-            outside = old._shared if isinstance(old, RandomState) else ()
-            return self._rebuilt(self.value, outside)
-        shared = self._shared
-        if origin(self) is None:
+        if not self._shared or not isinstance(old, RandomState):
+            return self._rebuilt(self.value, old._shared if isinstance(old, RandomState) else ())
+        if not axis_names:
+            return self._rebuilt(self.value, tuple(line.written() for line in old._shared))
+        line, *outer = self._shared
+        if origin(self) is None or not known(line.was_set, False):
             # It went through a `cond`, a `scan`, a `where`: shards may have drawn different numbers
-            # of times, which types do not always tell.
-            before = (old.value, *old._shared)
-            shared = tuple(map(partial(_agreed, axis_names), shared, before))
-        return self._rebuilt(shared[0], shared[1:])
+            # of times, which types do not always tell. Or a key was set: the first shard's counts.
+            entered = old.enter(line.axis_names)
+            lines = entered._shared[1:]
+            key, lines = left(self.value, self._shared, entered.value, old.value, lines, axis_names)
+            return self._rebuilt(key, lines)
+        return self._rebuilt(line.key, tuple(outer))
 
     def _advanced(self: R, value: Any) -> R:
-        return self._rebuilt(value, tuple(_advance(key)[0] for key in self._shared))
+        return self._rebuilt(value, tuple(line.drawn() for line in self._shared))
+
+    def _with_new(self: R, value: Any) -> R:
+        """With another key. It may come of one that was drawn: the lines move on too."""
+        return self._rebuilt(value, tuple(line.drawn().written() for line in self._shared))
 
     def _rebuilt(self: R, value: Any, shared: tuple[Any, ...]) -> R:
         new = self._with_value(value)
@@ -189,26 +202,3 @@ class RandomState(State):
 
 
 _set_shared = RandomState.__dict__["_shared"].__set__
-
-
-def _is_key(key: Any) -> bool:
-    return isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-
-
-def _advance(key: Any) -> tuple[Any, Any]:
-    rest, drawn = jax.random.split(key)
-    return rest, drawn
-
-
-def _agreed(axis_names: tuple[AxisName, ...], key: Any, before: Any) -> Any:
-    """`key` where all shards have the same, else a key off the line of `before`.
-
-    Then nothing is drawn twice, whatever each shard drew.
-    """
-    data = jax.random.key_data(key)
-    # The largest word and the smallest, in one reduction.
-    both = pmax(all_varying(jnp.stack([data, ~data]), axis_names), axis_names)
-    largest, smallest = both[0], ~both[1]
-    common = jax.random.wrap_key_data(largest, impl=jax.random.key_impl(key))
-    apart = jax.random.fold_in(before, _UNEVEN_DRAWS)
-    return jnp.where(jnp.all(largest == smallest), common, apart)

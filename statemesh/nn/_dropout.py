@@ -21,7 +21,7 @@ class Dropout(Module):
     **Arguments:**
 
     - `rate`: the probability that an entry is set to 0; at least 0 and below 1.
-    - `key`: a typed key, as `jax.random.key(seed)` makes.
+    - `key`: a typed key, as `jax.random.key(seed)` makes, of any implementation.
     - `axis_name`: the mesh axes and lanes, one name or several and major to minor, that the rows are split
         over. Outside any mapped call they mean one shard. No other axis of `x` may be split: its parts would
         get the same mask.

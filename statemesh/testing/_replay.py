@@ -37,7 +37,10 @@ _IDENTITIES = (
 _LAYOUTS = ("sharding", "out_sharding")
 
 # Equations whose rule for `vmap` does not do what shards do: they draw other numbers, or ask Python once.
-_ALONE = ("random_bits", "rng_bit_generator", "pure_callback", "io_callback", "ffi_call")
+_ALONE = (
+    *("random_bits", "random_split", "random_fold_in", "rng_bit_generator", "pure_callback"),
+    *("io_callback", "ffi_call"),
+)
 _SAFE_KEYS = ("fry", "threefry2x32")
 
 
@@ -291,8 +294,8 @@ def _not_replayed(eqn: Any) -> str:
 
 
 def _draws_safely(eqn: Any) -> bool:
-    """Whether random numbers are the same however many keys are drawn from at once."""
-    if eqn.primitive.name != "random_bits":
+    """Whether random numbers, and new keys, are the same however many keys they come of at once."""
+    if eqn.primitive.name not in ("random_bits", "random_split", "random_fold_in"):
         return False
     dtype = eqn.invars[0].aval.dtype
     return any(name in str(dtype) for name in _SAFE_KEYS)
