@@ -18,7 +18,7 @@ from ._base._compat import tree_util
 from ._base._paths import fun_name, positional_names
 from ._base._reduction import GRADIENT, Pending, Reduction, reduce_on_mesh
 from ._base._types import NO_AXES, Axes, AxisName, Filter, Fun, ReduceLoss
-from ._flow import forwarded
+from ._flow import crossed, forwarded
 from ._model._state import origins, with_origins
 from ._trainable import Parts
 
@@ -107,14 +107,14 @@ def value_and_grad(
             return loss, [leaves[i] for i in new]
 
         with _mesh_of(given.values()), scope.casting():
-            differentiated = jax.value_and_grad(local, has_aux=True)
             params = scope.cast(parts.params)
-            (loss, made), grads = differentiated(params)
+            loss, pull, made = jax.vjp(local, params, has_aux=True)
+            grads, crossed = scope.pulled(pull, loss)
         leaves, structure, marks, new = results[-1]
         # Of use in few cases, and made only there.
         program = functools.cache(lambda: compat.open_jaxpr(jax.make_jaxpr(local)(params)))
         made = scope.restored(made, program)
-        loss, grads = scope.reduced(loss, grads, program)
+        loss, grads = scope.reduced(loss, grads, crossed, program)
         for i, x in zip(new, made, strict=True):
             leaves[i] = x
         aux, model = with_origins(structure.unflatten(leaves), marks)
@@ -179,8 +179,8 @@ def _is_pair(x: Any) -> bool:
     return isinstance(x, tuple) and len(x) == 2
 
 
-# The axes over which an enclosing `value_and_grad` has made its parameters varying.
-_cast: ContextVar[Axes] = ContextVar("cast", default=NO_AXES)
+# The axes over which each `value_and_grad` around takes losses together, the outermost first.
+_around: ContextVar[tuple[Axes, ...]] = ContextVar("around", default=())
 
 
 class _Scope:
@@ -193,21 +193,29 @@ class _Scope:
         meshes, self.lanes = meshes_and_lanes(compat.bound_axis_names())
         self.typed = tuple(n for n in meshes if compat.varying(jax.lax.axis_index(n)))
         self.followed = compat.followed()
-        known = {*self.typed, *(n for mark in self.followed for n in mark.axis_names)}
-        if unknown := [n for n in meshes if n not in known or (self.typed and self.followed)]:
+        followed = [name for mark in self.followed for name in mark.axis_names]
+        unknown = [name for name in meshes if name not in (*self.typed, *followed)]
+        if followed and (self.typed or unknown):
+            checked = [name for name in self.typed if name not in followed]
+            raise errors.gradient_in_mixed_maps(unknown or followed, followed, checked)
+        if unknown:
             raise errors.gradient_unfollowed(unknown)
-        self.cast_over = named & frozenset(self.typed)
-        if twice := self.cast_over & _cast.get():
+        self.inside = bool(_around.get())
+        around = NO_AXES.union(*_around.get())
+        if twice := named & around & frozenset(self.typed):
             raise errors.gradient_in_gradient(_in_order(twice, self.typed))
+        # In the loss of one shard each shard has parameters of its own.
+        self.own = around - named
+        self.cast_over = (named | around) & frozenset(self.typed)
 
     @contextmanager
     def casting(self) -> Iterator[None]:
         """While the function runs: its parameters are no more what says over which axes they are split."""
-        token = _cast.set(_cast.get() | self.cast_over)
+        token = _around.set((*_around.get(), self.reduction.named))
         try:
             yield
         finally:
-            _cast.reset(token)
+            _around.reset(token)
 
     def cast(self, params: Sequence[Any]) -> list[Any]:
         """Parameters of which JAX gives each shard its own gradient."""
@@ -233,30 +241,73 @@ class _Scope:
         pairs = zip(made, sources, strict=True)
         return [x if k is None else self.params[k] for x, k in pairs]
 
+    def pulled(self, pull: Callable[..., Any], loss: Any) -> tuple[list[Any], Callable[[], Axes]]:
+        """What JAX gives as the gradients, and the axes over which some of it comes of others' losses.
+
+        JAX gives the gradient of the sum of all instances' losses. It is that of an instance's own loss
+        where no cotangent passes from one to another on its way back.
+        """
+        one = compat.vary(jnp.ones((), loss.dtype), compat.varying(loss))
+        if not self.lanes and not self.followed:
+            (grads,) = pull(one)
+            return grads, functools.cache(
+                lambda: crossed(compat.open_jaxpr(jax.make_jaxpr(pull)(one)))
+            )
+        closed = jax.make_jaxpr(pull)(one)
+        return compat.run_jaxpr(closed, [one]), functools.cache(
+            lambda: crossed(compat.open_jaxpr(closed))
+        )
+
     def reduced(
-        self, loss: Any, grads: Sequence[Any], program: Callable[[], Any]
+        self,
+        loss: Any,
+        grads: Sequence[Any],
+        crossed: Callable[[], Axes],
+        program: Callable[[], Any],
     ) -> tuple[Any, list[Any]]:
         """The loss and its gradients, reduced over all axes."""
         keys, values = [*self.params, loss], [*grads, loss]
-        for lane in self.lanes:
-            values = Pending(self.reduction, (lane,), lanes=True)(keys, values, vmapped=True)
-        for mark in self.followed:
-            pending = Pending(self.reduction, mark.axis_names, mark.lanes)
-            values = pending(keys, values, vmapped=False)
+        for axis_names, lanes, vmapped in self._written_down():
+            over = crossed()
+            if inside := self.own & over:
+                raise errors.loss_exchanged_inside(self.reduction.name, sorted(inside, key=str))
+            own = self.own if not lanes else self.own | (frozenset(axis_names) - over)
+            if left := tuple(n for n in axis_names if n in self.reduction.named or n not in own):
+                pending = Pending(self.reduction, left, lanes, over)
+                values = pending(keys, values, vmapped, self.inside)
         if self.typed:
-            values = self._typed(loss, values, program)
+            values = self._typed(loss, values, crossed, program)
         *grads, loss = values
         return loss, list(grads)
 
-    def _typed(self, loss: Any, values: Sequence[Any], program: Callable[[], Any]) -> list[Any]:
-        axes = frozenset(self.typed)
-        own, over = [compat.varying(x) for x in self.params], compat.varying(loss)
+    def _written_down(self) -> Iterator[tuple[tuple[AxisName, ...], bool, bool]]:
+        """Axes over which nothing tells here what differs, whether they are lanes, and of a `vmap`."""
+        for lane in self.lanes:
+            yield (lane,), True, True
+        for mark in self.followed:
+            yield mark.axis_names, mark.lanes, False
+
+    def _typed(
+        self,
+        loss: Any,
+        values: Sequence[Any],
+        crossed: Callable[[], Axes],
+        program: Callable[[], Any],
+    ) -> list[Any]:
+        axes, over = frozenset(self.typed), compat.varying(loss)
+        own = [compat.varying(x) | (self.own & axes) for x in self.params]
         self.reduction.check(over, own, self.typed)
-        # Each shard has a loss and parameters of its own there, unless they exchange something: then JAX
-        # gives the gradient of the sum of all shards' losses.
+        # Each shard has a loss and parameters of its own there.
         apart = (over & axes) - self.reduction.named
-        if apart and (shared := apart & compat.exchanged_over(program())):
+        if apart and (shared := apart & crossed()):
+            if inside := shared & self.own:
+                raise errors.loss_exchanged_inside(
+                    self.reduction.name, _in_order(inside, self.typed)
+                )
             raise errors.loss_typed_apart(self.reduction.name, _in_order(shared, self.typed))
+        # Of a loss that has been made one of all shards', types have JAX pass each its cotangent in silence.
+        if (one := (self.own & axes) - over) and (inside := one & compat.exchanged_over(program())):
+            raise errors.loss_exchanged_inside(self.reduction.name, _in_order(inside, self.typed))
         plans = [self.reduction.typed(param, over, axes) for param in own]
         values = reduce_on_mesh(values, [*plans, self.reduction.of_loss(over, axes)], self.typed)
         *grads, loss = values

@@ -671,6 +671,15 @@ def loss_typed_apart(name: str, axes: Sequence[AxisName]) -> StatemeshError:
     )
 
 
+def loss_exchanged(name: str, axes: Sequence[AxisName]) -> StatemeshError:
+    axis = axes[0] if len(axes) == 1 else tuple(axes)
+    return StatemeshError(
+        f"value_and_grad: the loss that {name} returns differs over {_names(axes)}, which axis_name does not "
+        "name, and comes of what is exchanged there. JAX would sum the gradients of all their losses. Write "
+        f"one of:\n{_lines(_loss_mends(axis))}"
+    )
+
+
 def _loss_mends(axis: Any) -> list[str]:
     return [
         f"`axis_name={axis!r}` (with the other axes that are meant), for the mean of the shards' losses",
@@ -694,11 +703,39 @@ def gradient_unfollowed(axes: Sequence[AxisName]) -> StatemeshError:
     )
 
 
+def gradient_in_mixed_maps(
+    apart: Sequence[AxisName], unchecked: Sequence[AxisName], checked: Sequence[AxisName]
+) -> StatemeshError:
+    if checked:
+        maps = (
+            f"the map over {_names(checked)} checks what varies, and stands inside the map over "
+            f"{_names(unchecked)}, which does not (check_vma=False)"
+        )
+    else:
+        maps = (
+            f"the map over {_names(unchecked)} does not check what varies (check_vma=False), and stands inside "
+            f"the map over {_names(apart)}, which does, or which JAX runs alone"
+        )
+    return StatemeshError(
+        f"value_and_grad: nothing tells here over which of {_names(apart)} the parameters are split, on which "
+        f"their gradients depend: {maps}. Write `statemesh.shard_map` for both, and leave check_vma as it is."
+    )
+
+
 def gradient_in_gradient(axes: Sequence[AxisName]) -> StatemeshError:
     return StatemeshError(
         f"value_and_grad: inside the loss of another value_and_grad over {_names(axes)} it cannot reduce "
         "over the same axes: there each shard has parameters of its own, of which nothing tells that they "
         "are equal. Leave axis_name out inside, for the gradient of this shard's own loss."
+    )
+
+
+def loss_exchanged_inside(name: str, axes: Sequence[AxisName]) -> StatemeshError:
+    return StatemeshError(
+        f"value_and_grad: inside the loss of another value_and_grad over {_names(axes)}, the loss that {name} "
+        "returns comes of what is exchanged over the same axes: there each shard has parameters of its own, of "
+        "which nothing tells that they are equal. Let it return this shard's own loss, without a collective "
+        f"over {_names(axes)}."
     )
 
 
