@@ -200,7 +200,6 @@ class _Scope:
             raise errors.gradient_in_mixed_maps(unknown or followed, followed, checked)
         if unknown:
             raise errors.gradient_unfollowed(unknown)
-        self.inside = bool(_around.get())
         around = NO_AXES.union(*_around.get())
         if twice := named & around & frozenset(self.typed):
             raise errors.gradient_in_gradient(_in_order(twice, self.typed))
@@ -274,7 +273,7 @@ class _Scope:
             own = self.own if not lanes else self.own | (frozenset(axis_names) - over)
             if left := tuple(n for n in axis_names if n in self.reduction.named or n not in own):
                 pending = Pending(self.reduction, left, lanes, over)
-                values = pending(keys, values, vmapped, self.inside)
+                values = pending(keys, values, vmapped, reverse=len(_around.get()))
         if self.typed:
             values = self._typed(loss, values, crossed, program)
         *grads, loss = values

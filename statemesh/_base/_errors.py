@@ -706,19 +706,14 @@ def gradient_unfollowed(axes: Sequence[AxisName]) -> StatemeshError:
 def gradient_in_mixed_maps(
     apart: Sequence[AxisName], unchecked: Sequence[AxisName], checked: Sequence[AxisName]
 ) -> StatemeshError:
-    if checked:
-        maps = (
-            f"the map over {_names(checked)} checks what varies, and stands inside the map over "
-            f"{_names(unchecked)}, which does not (check_vma=False)"
-        )
-    else:
-        maps = (
-            f"the map over {_names(unchecked)} does not check what varies (check_vma=False), and stands inside "
-            f"the map over {_names(apart)}, which does, or which JAX runs alone"
-        )
+    inner, outer = (
+        ("checks", "does not") if checked else ("does not check", "does, or is run by JAX alone")
+    )
     return StatemeshError(
-        f"value_and_grad: nothing tells here over which of {_names(apart)} the parameters are split, on which "
-        f"their gradients depend: {maps}. Write `statemesh.shard_map` for both, and leave check_vma as it is."
+        f"value_and_grad: nothing tells here over which of {_names(apart)} the parameters are split, on "
+        f"which their gradients depend: the map over {_names(checked or unchecked)} {inner} what varies, and "
+        f"stands inside the map over {_names(apart)}, which {outer}. Write `statemesh.shard_map` for both, "
+        "and leave check_vma as it is."
     )
 
 
@@ -732,10 +727,10 @@ def gradient_in_gradient(axes: Sequence[AxisName]) -> StatemeshError:
 
 def loss_exchanged_inside(name: str, axes: Sequence[AxisName]) -> StatemeshError:
     return StatemeshError(
-        f"value_and_grad: inside the loss of another value_and_grad over {_names(axes)}, the loss that {name} "
-        "returns comes of what is exchanged over the same axes: there each shard has parameters of its own, of "
-        "which nothing tells that they are equal. Let it return this shard's own loss, without a collective "
-        f"over {_names(axes)}."
+        f"value_and_grad: inside the loss of another value_and_grad over {_names(axes)}, the loss that "
+        f"{name} returns comes of what is exchanged over the same axes. There each shard has parameters of "
+        "its own, of which nothing tells that they are equal. Let it return this shard's own loss, without "
+        f"a collective over {_names(axes)}."
     )
 
 

@@ -185,7 +185,7 @@ class Pending:
         return results, [hit and not plan.sum for plan, _, hit in triples]
 
     def __call__(
-        self, keys: Sequence[Any], values: Sequence[Any], vmapped: bool, reverse: bool
+        self, keys: Sequence[Any], values: Sequence[Any], vmapped: bool, reverse: int
     ) -> list[Any]:
         """Write it down here.
 
@@ -193,7 +193,7 @@ class Pending:
 
         - `keys`, `values`: its operands but for the mark.
         - `vmapped`: whether its one axis is one of a `vmap`.
-        - `reverse`: whether it is differentiated in reverse mode; else in forward mode.
+        - `reverse`: how often it is differentiated in reverse mode, before anything is in forward mode.
         """
 
         @custom_vmap
@@ -216,15 +216,16 @@ class Pending:
             made: list[Any] = reduced(mark, *operands)
             return made
 
-        # It is linear in the values, and the keys only say where they differ.
         made: list[Any]
         if reverse and self.reduced_over:
-            made = self._in_reverse(run, vmapped)(*keys, *values)
+            made = self._in_reverse(run, vmapped, reverse - 1)(*keys, *values)
         else:
             made = self._in_forward(run)(*keys, *values)
         return made
 
     def _in_forward(self, run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        """It is linear in the values, and the keys only say where they differ."""
+
         @jax.custom_jvp
         def forward(*operands: Any) -> list[Any]:
             return run(*operands)
@@ -238,20 +239,24 @@ class Pending:
 
         return forward
 
-    def _in_reverse(self, run: Callable[..., list[Any]], vmapped: bool) -> Callable[..., list[Any]]:
-        back = dataclasses.replace(self, backward=True)
+    def _in_reverse(
+        self, run: Callable[..., list[Any]], vmapped: bool, still: int
+    ) -> Callable[..., list[Any]]:
+        """The same with a transpose, which JAX has none of for what is pending."""
+        transpose = dataclasses.replace(self, backward=True)
 
         @jax.custom_vjp
         def reverse(*operands: Any) -> list[Any]:
             return run(*operands)
 
-        def forward(*operands: Any) -> Any:
-            return reverse(*operands), _halves(operands)[0]
+        def there(*operands: Any) -> Any:
+            keys, values = _halves(operands)
+            return self(keys, values, vmapped, still), keys
 
-        def backward(keys: Any, cotangents: Any) -> Any:
-            return (*(None for _ in keys), *back(keys, cotangents, vmapped, reverse=True))
+        def back(keys: Any, cotangents: Any) -> Any:
+            return (*(None for _ in keys), *transpose(keys, cotangents, vmapped, still))
 
-        reverse.defvjp(forward, backward)
+        reverse.defvjp(there, back)
         return reverse
 
 
