@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import pytest
 
-from statemesh import _flow, _grad, _trainable
+from statemesh import _flow, _grad, _scope, _trainable
 from statemesh._base import _compat, _reduction
 from statemesh._base._types import NO_AXES
 from statemesh._call import _pipeline
@@ -122,9 +122,9 @@ def lanes_summed_once(right: Any) -> Any:
 MUTANTS = [
     Mutant(
         "no reduction at all",
-        _grad._Scope,
+        _scope.Scope,
         "reduced",
-        lambda right: lambda self, loss, grads, program: (loss, list(grads)),
+        lambda right: lambda self, loss, grads, *rest: (loss, list(grads)),
     ),
     Mutant(
         "reduced twice",
@@ -134,7 +134,7 @@ MUTANTS = [
     ),
     Mutant(
         "reduced twice where types tell",
-        _grad,
+        _scope,
         "reduce_on_mesh",
         lambda right: lambda values, *how: right(right(values, *how), *how),
     ),
@@ -142,7 +142,7 @@ MUTANTS = [
     Mutant("the sum for the mean, unchecked", Reduction, "untyped", never_divided),
     Mutant("the mean for the sum, checked", Reduction, "typed", always_divided),
     Mutant("the mean for the sum, unchecked", Reduction, "untyped", always_divided),
-    Mutant("not cast to varying", _grad._Scope, "cast", lambda right: lambda self, x: list(x)),
+    Mutant("not cast to varying", _scope.Scope, "cast", lambda right: lambda self, x: list(x)),
     Mutant("split parameters reduced, checked", Reduction, "typed", taken_for_whole),
     Mutant("split parameters reduced, unchecked", Reduction, "untyped", taken_for_whole),
     Mutant("whole parameters not reduced, checked", Reduction, "typed", taken_for_split),
@@ -167,7 +167,7 @@ MUTANTS = [
     Mutant("one loss's gradients not summed", Reduction, "untyped", same_not_summed),
     Mutant(
         "reduced over the first axis only",
-        _grad,
+        _scope,
         "reduce_on_mesh",
         lambda right: lambda values, plans, names: right(values, plans, names[:1]),
     ),
@@ -224,7 +224,7 @@ MUTANTS = [
         "collective",
         lambda right: lambda eqn: (NO_AXES, NO_AXES.union(*right(eqn))),
     ),
-    Mutant("gradients conjugated", _grad._Scope, "reduced", conjugated),
+    Mutant("gradients conjugated", _scope.Scope, "reduced", conjugated),
     Mutant(
         "wrt passed over",
         _trainable,

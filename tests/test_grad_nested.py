@@ -222,6 +222,26 @@ def test_derivatives_around_gradients_of_gradients(way: str) -> None:
     check(of_both_modes(WAYS[way], sm.value_and_grad), wanted_of_both_modes(), 1e-3)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_map_in_the_loss_of_one_outside(way: str) -> None:
+    def inside(vag: Any) -> Any:
+        def run(w: Any, x: Any) -> Any:
+            (loss, _), grads = vag(fit, axis_name="x")(w, x)
+            return loss, grads
+
+        return run
+
+    def around(run: Any) -> Any:
+        def loss(w: Any) -> Any:
+            value, slopes = run(w)
+            return value + slopes @ jnp.array([1.0, -2.0, 3.0]), w
+
+        return loss
+
+    found = sm.grad(around(lambda w: WAYS[way](inside(sm.value_and_grad), w, X)))(W)[0]
+    check(found, jax.grad(lambda w: around(lambda w: inside(plain)(w, X))(w)[0])(W))
+
+
 # Losses that differ over an axis that is not named.
 
 
