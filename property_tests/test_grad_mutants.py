@@ -12,7 +12,7 @@ from statemesh._base import _compat, _reduction
 from statemesh._base._types import NO_AXES
 from statemesh._call import _pipeline
 
-from .loss_examples import CHECKS
+from . import loss_examples, nested_examples
 from .test_mutants import Mutant
 
 
@@ -119,7 +119,60 @@ def lanes_summed_once(right: Any) -> Any:
     return lambda self, x, count, batched: right(self, x, count if batched else 1, batched)
 
 
+def with_scope(change: Callable[[Any], None]) -> Callable[[Any], Any]:
+    """A scope in which something is changed after it was made."""
+
+    def broken(right: Any) -> Any:
+        def init(self: Any, *args: Any) -> None:
+            right(self, *args)
+            change(self)
+
+        return init
+
+    return broken
+
+
+def nothing_own(scope: Any) -> None:
+    scope.own = NO_AXES
+
+
+def within_every_map(scope: Any) -> None:
+    scope.entry = scope.entry[0], frozenset(["x", "y"])
+
+
+CHECKS = loss_examples.CHECKS | nested_examples.CHECKS
+
 MUTANTS = [
+    Mutant("nothing crosses", _scope, "crossed", lambda right: lambda jaxpr: NO_AXES),
+    Mutant(
+        "all that is followed crosses",
+        _scope,
+        "crossed",
+        lambda right: lambda jaxpr: frozenset(["x", "y"]),
+    ),
+    Mutant(
+        "what is stopped crosses",
+        _scope,
+        "crossed",
+        lambda right: lambda jaxpr: right(jaxpr) | _compat.exchanged_over(jaxpr),
+    ),
+    Mutant("inside a loss nothing is own", _scope.Scope, "__init__", with_scope(nothing_own)),
+    Mutant(
+        "derivatives around maps as in them",
+        _scope.Scope,
+        "__init__",
+        with_scope(within_every_map),
+    ),
+    Mutant(
+        "nothing transposed",
+        Pending,
+        "__call__",
+        lambda right: (
+            lambda self, keys, values, *how, **given: (
+                list(values) if self.backward else right(self, keys, values, *how, **given)
+            )
+        ),
+    ),
     Mutant(
         "no reduction at all",
         _scope.Scope,

@@ -36,7 +36,11 @@ def value_and_grad(
     A parameter that is the same on all shards gets the whole gradient. One that is split over an axis, of
     `axis_name` or not, keeps its own part of the gradient there. Over mesh axes that are not in `axis_name`
     the loss must be the same on all shards, as where each has a part of the parameters and `jax.lax.psum`
-    has joined what they made. Lanes that are not in `axis_name` each have the gradient of their own loss.
+    has joined what they made. Lanes that are not in `axis_name` each have the gradient of their own loss, and
+    so have shards with parameters of their own, as long as no gradient passes from one to another.
+
+    The loss may have gradients in it, to any order. In the loss of one that names an axis another one that
+    does not has the gradient of this shard's own loss.
 
     **Arguments:**
 
@@ -56,7 +60,8 @@ def value_and_grad(
 
     **Raises:** `StructureError` where there is nothing to differentiate, where `wrt` picks what cannot be,
     or where `fun` does not return a scalar loss and a model; `StatemeshError` for an axis name that is not
-    bound inside a mapped call, and for a loss that differs over a mesh axis that is not in `axis_name`.
+    bound inside a mapped call, and for a loss that differs over a mesh axis that is not in `axis_name`, or
+    comes there of what gradients pass through from one to another.
 
     !!! example
 

@@ -19,7 +19,7 @@ from ._flow import crossed, forwarded
 from ._trainable import Parts
 
 
-# For each `value_and_grad` around: the axes over which it takes losses together, and all that are mapped there.
+# Of each `value_and_grad` around the axes over which it takes losses together, and all that are mapped there.
 _around: ContextVar[tuple[tuple[Axes, Axes], ...]] = ContextVar("around", default=())
 
 

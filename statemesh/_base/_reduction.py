@@ -196,6 +196,18 @@ class Pending:
         - `reverse`: how often it is differentiated in reverse mode, before anything is in forward mode.
         """
 
+        # The lane's own number is batched over it, so that these lanes are told from others. It is made out
+        # here: of what is made inside, JAX makes another operand, and takes one residual for the next.
+        mark = jax.lax.axis_index(self.axis_names[0]) if vmapped else 0
+        return self._derived(vmapped, reverse)(mark, *keys, *values)
+
+    def _derived(self, vmapped: bool, reverse: int) -> Callable[..., list[Any]]:
+        run = self._pending(vmapped)
+        if reverse and self.reduced_over:
+            return self._in_reverse(run, vmapped, reverse - 1)
+        return self._in_forward(run)
+
+    def _pending(self, vmapped: bool) -> Callable[..., list[Any]]:
         @custom_vmap
         def reduced(*operands: Any) -> list[Any]:
             return list(_halves(operands[1:])[1])
@@ -209,19 +221,8 @@ class Pending:
         # By this who follows the program finds it.
         rule.pending = self  # type: ignore[attr-defined]
         reduced.def_vmap(rule)
-
-        def run(*operands: Any) -> list[Any]:
-            # The lane's own number is batched over it, so that these lanes are told from others.
-            mark = jax.lax.axis_index(self.axis_names[0]) if vmapped else 0
-            made: list[Any] = reduced(mark, *operands)
-            return made
-
-        made: list[Any]
-        if reverse and self.reduced_over:
-            made = self._in_reverse(run, vmapped, reverse - 1)(*keys, *values)
-        else:
-            made = self._in_forward(run)(*keys, *values)
-        return made
+        run: Callable[..., list[Any]] = reduced
+        return run
 
     def _in_forward(self, run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         """It is linear in the values, and the keys only say where they differ."""
@@ -232,9 +233,10 @@ class Pending:
 
         @forward.defjvp
         def _(primals: Any, tangents: Any) -> Any:
-            along = _halves(tangents)[1]
+            mark, *operands = primals
+            along = _halves(tangents[1:])[1]
             # Where nothing is reduced, derivatives of any order and mode are those of the values.
-            made = forward(*_halves(primals)[0], *along) if self.reduced_over else list(along)
+            made = forward(mark, *_halves(operands)[0], *along) if self.reduced_over else [*along]
             return forward(*primals), made
 
         return forward
@@ -243,18 +245,17 @@ class Pending:
         self, run: Callable[..., list[Any]], vmapped: bool, still: int
     ) -> Callable[..., list[Any]]:
         """The same with a transpose, which JAX has none of for what is pending."""
-        transpose = dataclasses.replace(self, backward=True)
+        transposed = dataclasses.replace(self, backward=True)
 
         @jax.custom_vjp
         def reverse(*operands: Any) -> list[Any]:
             return run(*operands)
 
-        def there(*operands: Any) -> Any:
-            keys, values = _halves(operands)
-            return self(keys, values, vmapped, still), keys
+        def there(mark: Any, *operands: Any) -> Any:
+            return self._derived(vmapped, still)(mark, *operands), (mark, *_halves(operands)[0])
 
         def back(keys: Any, cotangents: Any) -> Any:
-            return (*(None for _ in keys), *transpose(keys, cotangents, vmapped, still))
+            return (*(None for _ in keys), *transposed._derived(vmapped, still)(*keys, *cotangents))
 
         reverse.defvjp(there, back)
         return reverse
