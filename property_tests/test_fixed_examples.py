@@ -2,12 +2,12 @@
 
 import pytest
 
-from . import examples, lane_examples, loss_examples
+from . import examples, lane_examples, loss_examples, nested_examples
 
 
 ALL = {
     f"{group.__name__.rpartition('.')[2]}: {name}": check
-    for group in (examples, lane_examples, loss_examples)
+    for group in (examples, lane_examples, loss_examples, nested_examples)
     for name, check in group.CHECKS.items()
 }
 

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import pytest
 
-from statemesh import _flow, _grad, _trainable
+from statemesh import _flow, _grad, _scope, _trainable
 from statemesh._base import _compat, _reduction
 from statemesh._base._types import NO_AXES
 from statemesh._call import _pipeline
 
-from .loss_examples import CHECKS
+from . import loss_examples, nested_examples
 from .test_mutants import Mutant
 
 
@@ -119,12 +119,65 @@ def lanes_summed_once(right: Any) -> Any:
     return lambda self, x, count, batched: right(self, x, count if batched else 1, batched)
 
 
+def with_scope(change: Callable[[Any], None]) -> Callable[[Any], Any]:
+    """A scope in which something is changed after it was made."""
+
+    def broken(right: Any) -> Any:
+        def init(self: Any, *args: Any) -> None:
+            right(self, *args)
+            change(self)
+
+        return init
+
+    return broken
+
+
+def nothing_own(scope: Any) -> None:
+    scope.own = NO_AXES
+
+
+def within_every_map(scope: Any) -> None:
+    scope.entry = scope.entry[0], frozenset(["x", "y"])
+
+
+CHECKS = loss_examples.CHECKS | nested_examples.CHECKS
+
 MUTANTS = [
+    Mutant("nothing crosses", _scope, "crossed", lambda right: lambda jaxpr: NO_AXES),
+    Mutant(
+        "all that is followed crosses",
+        _scope,
+        "crossed",
+        lambda right: lambda jaxpr: frozenset(["x", "y"]),
+    ),
+    Mutant(
+        "what is stopped crosses",
+        _scope,
+        "crossed",
+        lambda right: lambda jaxpr: right(jaxpr) | _compat.exchanged_over(jaxpr),
+    ),
+    Mutant("inside a loss nothing is own", _scope.Scope, "__init__", with_scope(nothing_own)),
+    Mutant(
+        "derivatives around maps as in them",
+        _scope.Scope,
+        "__init__",
+        with_scope(within_every_map),
+    ),
+    Mutant(
+        "nothing transposed",
+        Pending,
+        "__call__",
+        lambda right: (
+            lambda self, keys, values, *how, **given: (
+                list(values) if self.backward else right(self, keys, values, *how, **given)
+            )
+        ),
+    ),
     Mutant(
         "no reduction at all",
-        _grad._Scope,
+        _scope.Scope,
         "reduced",
-        lambda right: lambda self, loss, grads, program: (loss, list(grads)),
+        lambda right: lambda self, loss, grads, *rest: (loss, list(grads)),
     ),
     Mutant(
         "reduced twice",
@@ -134,7 +187,7 @@ MUTANTS = [
     ),
     Mutant(
         "reduced twice where types tell",
-        _grad,
+        _scope,
         "reduce_on_mesh",
         lambda right: lambda values, *how: right(right(values, *how), *how),
     ),
@@ -142,7 +195,7 @@ MUTANTS = [
     Mutant("the sum for the mean, unchecked", Reduction, "untyped", never_divided),
     Mutant("the mean for the sum, checked", Reduction, "typed", always_divided),
     Mutant("the mean for the sum, unchecked", Reduction, "untyped", always_divided),
-    Mutant("not cast to varying", _grad._Scope, "cast", lambda right: lambda self, x: list(x)),
+    Mutant("not cast to varying", _scope.Scope, "cast", lambda right: lambda self, x: list(x)),
     Mutant("split parameters reduced, checked", Reduction, "typed", taken_for_whole),
     Mutant("split parameters reduced, unchecked", Reduction, "untyped", taken_for_whole),
     Mutant("whole parameters not reduced, checked", Reduction, "typed", taken_for_split),
@@ -167,7 +220,7 @@ MUTANTS = [
     Mutant("one loss's gradients not summed", Reduction, "untyped", same_not_summed),
     Mutant(
         "reduced over the first axis only",
-        _grad,
+        _scope,
         "reduce_on_mesh",
         lambda right: lambda values, plans, names: right(values, plans, names[:1]),
     ),
@@ -224,7 +277,7 @@ MUTANTS = [
         "collective",
         lambda right: lambda eqn: (NO_AXES, NO_AXES.union(*right(eqn))),
     ),
-    Mutant("gradients conjugated", _grad._Scope, "reduced", conjugated),
+    Mutant("gradients conjugated", _scope.Scope, "reduced", conjugated),
     Mutant(
         "wrt passed over",
         _trainable,

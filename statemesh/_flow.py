@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from ._base import _compat as compat
 from ._base._reduction import Pending
-from ._base._types import NO_AXES, Axes
+from ._base._types import NO_AXES, Axes, AxisName
 
 
 def hidden_axes(jaxpr: Any, given: Sequence[Axes]) -> list[Axes]:
@@ -33,7 +33,7 @@ def all_axes(jaxpr: Any, given: Sequence[Axes]) -> list[Axes]:
     - `jaxpr`: the program of one instance.
     - `given`: the same of its arguments.
     """
-    return _Walk(lambda var: NO_AXES, _by_collectives).through(jaxpr, given)
+    return _Walk(_no_types, _by_collectives).through(jaxpr, given)
 
 
 def forwarded(jaxpr: Any) -> list[int | None]:
@@ -67,6 +67,27 @@ def _forwarding(eqn: Any) -> list[int | None]:
     return [None] * len(eqn.outvars)
 
 
+def crossed(jaxpr: Any) -> Axes:
+    """The axes over which what comes of a jaxpr's arguments passes from one instance to another."""
+    found: set[AxisName] = set()
+
+    def plain(eqn: Any, seen: Axes) -> Axes:
+        found.update(compat.exchanged_by(eqn) if seen else ())
+        return seen
+
+    def pending(one: Pending, seen: Sequence[Axes]) -> Sequence[Axes]:
+        found.update(one.reduced_over if any(seen) else ())
+        return seen[-(len(seen) // 2) :]
+
+    # Any axis will do to tell what comes of them.
+    _Walk(_no_types, plain, pending).through(jaxpr, [frozenset([""])] * len(jaxpr.invars))
+    return frozenset(found)
+
+
+def _no_types(var: Any) -> Axes:
+    return NO_AXES
+
+
 def settled(closed: Any, given: Sequence[Axes], own: Axes) -> Any:
     """A closed jaxpr without types in which what was `Pending` is decided.
 
@@ -82,7 +103,7 @@ def settled(closed: Any, given: Sequence[Axes], own: Axes) -> Any:
 def _settled(jaxpr: Any, given: Sequence[Axes], own: Axes) -> Any:
     if not _has_pending(jaxpr, own):
         return jaxpr
-    walk = _Walk(lambda var: NO_AXES, _by_collectives)
+    walk = _Walk(_no_types, _by_collectives)
     known: dict[Any, Axes] = dict(zip(jaxpr.invars, given, strict=True))
     eqns = []
     for eqn in jaxpr.eqns:
@@ -149,10 +170,12 @@ class _Walk:
 
     - `typed`: the axes that a variable's type tells, which are not followed.
     - `plain`: what a plain equation makes of all axes of its operands.
+    - `pending`: what a reduction that is pending makes of those of its operands.
     """
 
     typed: Callable[[Any], Axes]
     plain: Callable[[Any, Axes], Axes]
+    pending: Callable[[Pending, Sequence[Axes]], Sequence[Axes]] = Pending.results_differ
 
     def through(self, jaxpr: Any, given: Sequence[Axes]) -> list[Axes]:
         known: dict[Any, Axes] = dict(zip(jaxpr.invars, given, strict=True))
@@ -165,7 +188,7 @@ class _Walk:
     def equation(self, eqn: Any, given: list[Axes]) -> tuple[Sequence[Axes], list[_Body]]:
         """What it makes of the axes of its operands; and the jaxprs that it runs, with those of theirs."""
         if (pending := _pending(eqn)) is not None:
-            return pending.results_differ(given), []
+            return self.pending(pending, given), []
         match compat.control_flow(eqn):
             case ("cond", branches):
                 found = self._cond(branches, given[0] | self.typed(eqn.invars[0]), given[1:])

@@ -1,25 +1,21 @@
 """Gradients of functions of a model, reduced across shards exactly once."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 
 from ._base import _compat as compat
 from ._base import _errors as errors
-from ._base._axes import bound_names, meshes_and_lanes
 from ._base._compat import tree_util
 from ._base._paths import fun_name, positional_names
-from ._base._reduction import GRADIENT, Pending, Reduction, reduce_on_mesh
-from ._base._types import NO_AXES, Axes, AxisName, Filter, Fun, ReduceLoss
-from ._flow import forwarded
+from ._base._types import Filter, Fun, ReduceLoss
 from ._model._origin import origins, with_origins
+from ._scope import Scope
 from ._trainable import Parts
 
 
@@ -40,7 +36,11 @@ def value_and_grad(
     A parameter that is the same on all shards gets the whole gradient. One that is split over an axis, of
     `axis_name` or not, keeps its own part of the gradient there. Over mesh axes that are not in `axis_name`
     the loss must be the same on all shards, as where each has a part of the parameters and `jax.lax.psum`
-    has joined what they made. Lanes that are not in `axis_name` each have the gradient of their own loss.
+    has joined what they made. Lanes that are not in `axis_name` each have the gradient of their own loss, and
+    so have shards with parameters of their own, as long as no gradient passes from one to another.
+
+    The loss may have gradients in it, to any order. In the loss of one that names an axis another one that
+    does not has the gradient of this shard's own loss.
 
     **Arguments:**
 
@@ -60,7 +60,8 @@ def value_and_grad(
 
     **Raises:** `StructureError` where there is nothing to differentiate, where `wrt` picks what cannot be,
     or where `fun` does not return a scalar loss and a model; `StatemeshError` for an axis name that is not
-    bound inside a mapped call, and for a loss that differs over a mesh axis that is not in `axis_name`.
+    bound inside a mapped call, and for a loss that differs over a mesh axis that is not in `axis_name`, or
+    comes there of what gradients pass through from one to another.
 
     !!! example
 
@@ -90,7 +91,7 @@ def value_and_grad(
 
     def value_and_grads(model: Any, /, *args: Any, **kwargs: Any) -> Any:
         parts = Parts("value_and_grad", model, wrt, positional_names(fun, 1)[0])
-        scope = _Scope(name, axis_name, reduce == "mean", parts)
+        scope = Scope(name, axis_name, reduce == "mean", parts)
         # What comes back as it went in is left out of the results, of which JAX would make other arrays.
         given = {id(x): x for x in tree_util.tree_leaves((model, args, kwargs))}
         results: list[tuple[list[Any], Any, list[object], list[int]]] = []
@@ -107,14 +108,14 @@ def value_and_grad(
             return loss, [leaves[i] for i in new]
 
         with _mesh_of(given.values()), scope.casting():
-            differentiated = jax.value_and_grad(local, has_aux=True)
             params = scope.cast(parts.params)
-            (loss, made), grads = differentiated(params)
+            loss, pull, made = jax.vjp(local, params, has_aux=True)
+            grads, crossed = scope.pulled(pull, loss)
         leaves, structure, marks, new = results[-1]
         # Of use in few cases, and made only there.
         program = functools.cache(lambda: compat.open_jaxpr(jax.make_jaxpr(local)(params)))
         made = scope.restored(made, program)
-        loss, grads = scope.reduced(loss, grads, program)
+        loss, grads = scope.reduced(loss, grads, crossed, program)
         for i, x in zip(new, made, strict=True):
             leaves[i] = x
         aux, model = with_origins(structure.unflatten(leaves), marks)
@@ -177,96 +178,6 @@ def _taken_apart(returned: Any, has_aux: bool, name: str) -> tuple[Any, tuple[An
 
 def _is_pair(x: Any) -> bool:
     return isinstance(x, tuple) and len(x) == 2
-
-
-# The axes over which an enclosing `value_and_grad` has made its parameters varying.
-_cast: ContextVar[Axes] = ContextVar("cast", default=NO_AXES)
-
-
-class _Scope:
-    """The axes that are mapped over here, by who knows over which of them a value differs."""
-
-    def __init__(self, name: str, axis_name: Any, mean: bool, parts: Parts) -> None:
-        self.params = parts.params
-        named = frozenset(bound_names("value_and_grad", axis_name))
-        self.reduction = Reduction(named, mean, name, tuple(parts.paths))
-        meshes, self.lanes = meshes_and_lanes(compat.bound_axis_names())
-        self.typed = tuple(n for n in meshes if compat.varying(jax.lax.axis_index(n)))
-        self.followed = compat.followed()
-        known = {*self.typed, *(n for mark in self.followed for n in mark.axis_names)}
-        if unknown := [n for n in meshes if n not in known or (self.typed and self.followed)]:
-            raise errors.gradient_unfollowed(unknown)
-        self.cast_over = named & frozenset(self.typed)
-        if twice := self.cast_over & _cast.get():
-            raise errors.gradient_in_gradient(_in_order(twice, self.typed))
-
-    @contextmanager
-    def casting(self) -> Iterator[None]:
-        """While the function runs: its parameters are no more what says over which axes they are split."""
-        token = _cast.set(_cast.get() | self.cast_over)
-        try:
-            yield
-        finally:
-            _cast.reset(token)
-
-    def cast(self, params: Sequence[Any]) -> list[Any]:
-        """Parameters of which JAX gives each shard its own gradient."""
-        over = _in_order(self.cast_over, self.typed)
-        return [compat.vary(x, over) for x in params] if over else list(params)
-
-    def restored(self, made: Sequence[Any], program: Callable[[], Any]) -> list[Any]:
-        """What the function made, with the parameters in place of what is one of them, as it was cast.
-
-        A parameter that passes through `jax.jit` or `jax.checkpoint` comes back as another array. Whether
-        it is the same, only a program of the function tells, for which it is traced again.
-
-        **Arguments:**
-
-        - `made`: arrays in the results, after the loss.
-        - `program`: what makes the loss and these arrays of the parameters.
-        """
-        cast = self.cast_over
-        forms = {(x.shape, x.dtype) for x in self.params if cast - compat.varying(x)}
-        if not any((x.shape, x.dtype) in forms and cast <= compat.varying(x) for x in made):
-            return list(made)
-        sources = forwarded(program())[1:]
-        pairs = zip(made, sources, strict=True)
-        return [x if k is None else self.params[k] for x, k in pairs]
-
-    def reduced(
-        self, loss: Any, grads: Sequence[Any], program: Callable[[], Any]
-    ) -> tuple[Any, list[Any]]:
-        """The loss and its gradients, reduced over all axes."""
-        keys, values = [*self.params, loss], [*grads, loss]
-        for lane in self.lanes:
-            values = Pending(self.reduction, (lane,), lanes=True)(keys, values, vmapped=True)
-        for mark in self.followed:
-            pending = Pending(self.reduction, mark.axis_names, mark.lanes)
-            values = pending(keys, values, vmapped=False)
-        if self.typed:
-            values = self._typed(loss, values, program)
-        *grads, loss = values
-        return loss, list(grads)
-
-    def _typed(self, loss: Any, values: Sequence[Any], program: Callable[[], Any]) -> list[Any]:
-        axes = frozenset(self.typed)
-        own, over = [compat.varying(x) for x in self.params], compat.varying(loss)
-        self.reduction.check(over, own, self.typed)
-        # Each shard has a loss and parameters of its own there, unless they exchange something: then JAX
-        # gives the gradient of the sum of all shards' losses.
-        apart = (over & axes) - self.reduction.named
-        if apart and (shared := apart & compat.exchanged_over(program())):
-            raise errors.loss_typed_apart(self.reduction.name, _in_order(shared, self.typed))
-        plans = [self.reduction.typed(param, over, axes) for param in own]
-        values = reduce_on_mesh(values, [*plans, self.reduction.of_loss(over, axes)], self.typed)
-        *grads, loss = values
-        # By its name a gradient that is reduced a second time is found in the traced program.
-        names = [GRADIENT + path for path in self.reduction.params]
-        return [*map(checkpoint_name, grads, names), loss]
-
-
-def _in_order(axes: Axes, names: Sequence[AxisName]) -> tuple[AxisName, ...]:
-    return tuple(name for name in names if name in axes)
 
 
 def _mesh_of(values: Iterable[Any]) -> Any:

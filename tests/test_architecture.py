@@ -28,6 +28,7 @@ LAYERS = [
     "_leave",
     "_call",
     "_trainable",
+    "_scope",
     "_grad",
     "_new_states",
     "_map",

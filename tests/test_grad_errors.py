@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
+from statemesh._base._axes import total
 from tests.helpers import assert_says, make_mesh, mistakes_in
 
 
@@ -295,6 +296,83 @@ def unchecked_without_jit() -> Any:
 
 @mistake(
     sm.StatemeshError,
+    "value_and_grad: nothing tells here over which of 'x' the parameters are split, on which their gradients depend: the map over 'y' does not check what varies, and stands inside the map over 'x', which does, or is run by JAX alone. Write `statemesh.shard_map` for both, and leave check_vma as it is.",
+)
+def unchecked_map_in_a_checked_one() -> Any:
+    return nested(outer=True, inner=False)
+
+
+@mistake(
+    sm.StatemeshError,
+    "value_and_grad: nothing tells here over which of 'x' the parameters are split, on which their gradients depend: the map over 'y' checks what varies, and stands inside the map over 'x', which does not. Write `statemesh.shard_map` for both, and leave check_vma as it is.",
+)
+def checked_map_in_an_unchecked_one() -> Any:
+    return nested(outer=False, inner=True)
+
+
+def nested(outer: bool, inner: bool) -> Any:
+    def shard(net: Any, x: Any) -> Any:
+        step = sm.value_and_grad(fit, axis_name=("x", "y"))
+        specs, names = (P(), P("y")), {"y"}
+        return sm.shard_map(step, make_mesh("4x2"), specs, P(), axis_names=names, check_vma=inner)(
+            net, x
+        )
+
+    return on_mesh(shard, "4x2", axis_names={"x"}, check_vma=outer)
+
+
+EXCHANGED = """\
+value_and_grad: the loss that exchanged returns differs over 'x', which axis_name does not name, and comes of what is exchanged there. JAX would sum the gradients of all their losses. Write one of:
+  - `axis_name='x'` (with the other axes that are meant), for the mean of the shards' losses
+  - `jax.lax.psum(..., 'x')` in the function, where each shard has computed a part of one result"""
+
+
+def exchanged(w: Any) -> Any:
+    """A loss for each shard, of the parameters of all."""
+    return jnp.sum(w) * jax.lax.psum(jnp.sum(w), "x"), w
+
+
+def each_exchanged(w: Any) -> Any:
+    return sm.grad(exchanged)(w)[0]
+
+
+@mistake(sm.StatemeshError, EXCHANGED)
+def exchanged_in_vmap2() -> Any:
+    return sm.vmap2(each_exchanged, axis_name="x")(X)
+
+
+@mistake(sm.StatemeshError, EXCHANGED)
+def exchanged_in_pmap2() -> Any:
+    return sm.pmap2(each_exchanged, axis_name="x")(X)
+
+
+@mistake(sm.StatemeshError, EXCHANGED)
+def exchanged_unchecked() -> Any:
+    return sm.shard_map(each_exchanged, make_mesh("4"), P("x"), P("x"), check_vma=False)(X)
+
+
+@mistake(sm.StatemeshError, EXCHANGED.replace("'x'", "'lanes'"))
+def exchanged_between_lanes_in_a_checked_shard_map() -> Any:
+    # JAX has no collective for it; that of the layers is none in the program.
+    def exchanged(w: Any) -> Any:
+        return jnp.sum(w) * total(jnp.sum(w), ("lanes",)), w
+
+    lanes = sm.vmap2(lambda w: sm.grad(exchanged)(w)[0], axis_name="lanes")
+    return sm.shard_map(lanes, make_mesh("4"), P("x"), P("x"))(X)
+
+
+TYPED = EXCHANGED.replace("differs", "is typed as differing").replace(
+    "what is exchanged", "what the shards exchange"
+)
+
+
+@mistake(sm.StatemeshError, TYPED)
+def exchanged_and_checked() -> Any:
+    return sm.shard_map(each_exchanged, make_mesh("4"), P("x"), P("x"))(X)
+
+
+@mistake(
+    sm.StatemeshError,
     """\
 value_and_grad: the loss that gathered returns is typed as differing over 'y', which axis_name does not name, and comes of what the shards exchange there. JAX would sum the gradients of all their losses. Write one of:
   - `axis_name='y'` (with the other axes that are meant), for the mean of the shards' losses
@@ -337,6 +415,37 @@ def test_shards_that_exchange_nothing_have_losses_of_their_own(check_vma: bool) 
     model = {"w": sm.ParamState(jnp.arange(4.0), spec=P("x"))}
     mapped = sm.shard_map(step, make_mesh("2"), (P(), P()), P("x"), check_vma=check_vma)
     assert mapped(model, jnp.ones(3)).tolist() == [0, 6, 12, 18]
+
+
+REDUCED_INSIDE = "value_and_grad: inside the loss of another value_and_grad over 'x', the loss that agreed returns comes of what is exchanged over the same axes. There each shard has parameters of its own, of which nothing tells that they are equal. Let it return this shard's own loss, without a collective over 'x'."
+
+
+def steeper(net: Any, x: Any) -> Any:
+    grads, _ = sm.grad(agreed)(net, x)
+    return fit({**net, "w": net["w"].set(net["w"].value - grads["w"].value)}, x)
+
+
+STEEPER = sm.value_and_grad(steeper, axis_name="x")
+
+
+@mistake(sm.StatemeshError, REDUCED_INSIDE)
+def one_loss_in_the_loss_of_each_shard() -> Any:
+    return on_mesh(STEEPER)
+
+
+@mistake(sm.StatemeshError, REDUCED_INSIDE)
+def one_loss_in_the_loss_of_each_shard_unchecked() -> Any:
+    return on_mesh(STEEPER, check_vma=False)
+
+
+@mistake(sm.StatemeshError, REDUCED_INSIDE)
+def one_loss_in_the_loss_of_each_lane() -> Any:
+    return lanes(sm.vmap2, STEEPER)
+
+
+@mistake(sm.StatemeshError, REDUCED_INSIDE)
+def one_loss_in_the_loss_of_each_device() -> Any:
+    return lanes(sm.pmap2, STEEPER)
 
 
 # Sums of gradients that are sums already

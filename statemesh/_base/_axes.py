@@ -222,6 +222,7 @@ def _in_lanes(name: AxisName, x: Any, done: Callable[[int, bool, Any], tuple[Any
         # Another axis than this one, further in: entry by entry.
         return run(x, lane), batched[0]
 
+    rule.exchanged_over = frozenset([name])  # type: ignore[attr-defined]
     run.def_vmap(rule)
     # The lane's own number is batched over it, so that these lanes are told from others.
     return run(x, jax.lax.axis_index(name))

@@ -151,9 +151,16 @@ def names_used(jaxpr: Any) -> Axes:
 
 def exchanged_over(jaxpr: Any) -> Axes:
     """The axes over which a program's instances get anything from each other."""
-    silent = ("axis_index", *_VARYING)
-    exchanging = (eqn for eqn in equations(jaxpr) if eqn.primitive.name not in silent)
-    return NO_AXES.union(*(axes for eqn in exchanging for axes in collective(eqn)))
+    return NO_AXES.union(*map(exchanged_by, jaxpr.eqns))
+
+
+def exchanged_by(eqn: Any) -> Axes:
+    """The same of an equation, and of the jaxprs that it runs."""
+    if eqn.primitive.name in ("axis_index", *_VARYING):
+        return NO_AXES
+    # By its rule a function may exchange what its jaxpr does not tell.
+    by_rule: Axes = getattr(rule_of(eqn), "exchanged_over", NO_AXES)
+    return by_rule.union(*collective(eqn), *map(exchanged_over, jaxprs_of(eqn)))
 
 
 def made_varying(eqn: Any) -> Axes:

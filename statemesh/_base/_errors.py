@@ -706,6 +706,15 @@ def loss_typed_apart(name: str, axes: Sequence[AxisName]) -> StatemeshError:
     )
 
 
+def loss_exchanged(name: str, axes: Sequence[AxisName]) -> StatemeshError:
+    axis = axes[0] if len(axes) == 1 else tuple(axes)
+    return StatemeshError(
+        f"value_and_grad: the loss that {name} returns differs over {_names(axes)}, which axis_name does not "
+        "name, and comes of what is exchanged there. JAX would sum the gradients of all their losses. Write "
+        f"one of:\n{_lines(_loss_mends(axis))}"
+    )
+
+
 def _loss_mends(axis: Any) -> list[str]:
     return [
         f"`axis_name={axis!r}` (with the other axes that are meant), for the mean of the shards' losses",
@@ -729,11 +738,34 @@ def gradient_unfollowed(axes: Sequence[AxisName]) -> StatemeshError:
     )
 
 
+def gradient_in_mixed_maps(
+    apart: Sequence[AxisName], unchecked: Sequence[AxisName], checked: Sequence[AxisName]
+) -> StatemeshError:
+    inner, outer = (
+        ("checks", "does not") if checked else ("does not check", "does, or is run by JAX alone")
+    )
+    return StatemeshError(
+        f"value_and_grad: nothing tells here over which of {_names(apart)} the parameters are split, on "
+        f"which their gradients depend: the map over {_names(checked or unchecked)} {inner} what varies, and "
+        f"stands inside the map over {_names(apart)}, which {outer}. Write `statemesh.shard_map` for both, "
+        "and leave check_vma as it is."
+    )
+
+
 def gradient_in_gradient(axes: Sequence[AxisName]) -> StatemeshError:
     return StatemeshError(
         f"value_and_grad: inside the loss of another value_and_grad over {_names(axes)} it cannot reduce "
         "over the same axes: there each shard has parameters of its own, of which nothing tells that they "
         "are equal. Leave axis_name out inside, for the gradient of this shard's own loss."
+    )
+
+
+def loss_exchanged_inside(name: str, axes: Sequence[AxisName]) -> StatemeshError:
+    return StatemeshError(
+        f"value_and_grad: inside the loss of another value_and_grad over {_names(axes)}, the loss that "
+        f"{name} returns comes of what is exchanged over the same axes. There each shard has parameters of "
+        "its own, of which nothing tells that they are equal. Let it return this shard's own loss, without "
+        f"a collective over {_names(axes)}."
     )
 
 

@@ -87,6 +87,11 @@ class Reduction:
 
         A loss that is the same on all `n` of them is in that sum `n` times. Where the gradient is the same
         too, the mean of all changes nothing.
+
+        **Arguments:**
+
+        - `param`, `loss`, `gradient`: where these differ.
+        - `axes`: those that are named, and those over which some of the gradient comes of others' losses.
         """
         same = (axes - loss) & (param | gradient)
         over = self.named & axes & loss
@@ -119,14 +124,24 @@ class Pending:
     - `reduction`: what is to be done.
     - `axis_names`: over which axes: one axis of lanes, or those of a mesh.
     - `lanes`: whether these are lanes, in a `vmap` or on devices.
+    - `crossed`: the axes over which some of the gradient comes of other instances' losses.
+    - `backward`: whether the values are cotangents of its results. It is its own transpose, but that
+        cotangents differ where gradients are the same.
     """
 
     reduction: Reduction
     axis_names: tuple[AxisName, ...]
     lanes: bool
+    crossed: Axes
+    backward: bool = False
 
     def is_over(self, axes: Axes) -> bool:
         return axes.issuperset(self.axis_names)
+
+    @property
+    def reduced_over(self) -> Axes:
+        """The axes over which anything may be reduced; over others the loss is looked at, no more."""
+        return frozenset(self.axis_names) & (self.reduction.named | self.crossed)
 
     def plans(self, operands: Sequence[Axes]) -> list[Plan]:
         """What is done to each value, given over which axes the operands differ."""
@@ -134,8 +149,14 @@ class Pending:
         (*params, loss), (*grads, _) = _halves(operands[1:])
         if not self.lanes:
             self.reduction.check(loss, params, self.axis_names)
+        if apart := (loss & axes & self.crossed) - self.reduction.named:
+            raise errors.loss_exchanged(
+                self.reduction.name, [a for a in self.axis_names if a in apart]
+            )
+        if self.backward:
+            grads = [axes] * len(grads)
         plans = [
-            self.reduction.untyped(param, loss, gradient, axes)
+            self.reduction.untyped(param, loss, gradient, self.reduced_over)
             for param, gradient in zip(params, grads, strict=True)
         ]
         return [*plans, self.reduction.of_loss(loss, axes)]
@@ -144,7 +165,7 @@ class Pending:
         """Over which axes its results may differ, given the same of its operands."""
         (*params, loss), (*grads, value) = _halves(operands[1:])
         axes = frozenset(self.axis_names)
-        joined = (self.reduction.named & axes) | (axes - loss)
+        joined = (self.reduction.named & axes) | (self.reduced_over - loss)
         pairs = zip(params, grads, strict=True)
         return [*(x - (joined - param) for param, x in pairs), value - joined]
 
@@ -163,15 +184,30 @@ class Pending:
         results = [plan.of_lanes(x, count, hit) for plan, x, hit in triples]
         return results, [hit and not plan.sum for plan, _, hit in triples]
 
-    def __call__(self, keys: Sequence[Any], values: Sequence[Any], vmapped: bool) -> list[Any]:
+    def __call__(
+        self, keys: Sequence[Any], values: Sequence[Any], vmapped: bool, reverse: int
+    ) -> list[Any]:
         """Write it down here.
 
         **Arguments:**
 
         - `keys`, `values`: its operands but for the mark.
         - `vmapped`: whether its one axis is one of a `vmap`.
+        - `reverse`: how often it is differentiated in reverse mode, before anything is in forward mode.
         """
 
+        # The lane's own number is batched over it, so that these lanes are told from others. It is made out
+        # here: of what is made inside, JAX makes another operand, and takes one residual for the next.
+        mark = jax.lax.axis_index(self.axis_names[0]) if vmapped else 0
+        return self._derived(vmapped, reverse)(mark, *keys, *values)
+
+    def _derived(self, vmapped: bool, reverse: int) -> Callable[..., list[Any]]:
+        run = self._pending(vmapped)
+        if reverse and self.reduced_over:
+            return self._in_reverse(run, vmapped, reverse - 1)
+        return self._in_forward(run)
+
+    def _pending(self, vmapped: bool) -> Callable[..., list[Any]]:
         @custom_vmap
         def reduced(*operands: Any) -> list[Any]:
             return list(_halves(operands[1:])[1])
@@ -185,22 +221,44 @@ class Pending:
         # By this who follows the program finds it.
         rule.pending = self  # type: ignore[attr-defined]
         reduced.def_vmap(rule)
+        run: Callable[..., list[Any]] = reduced
+        return run
+
+    def _in_forward(self, run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        """It is linear in the values, and the keys only say where they differ."""
 
         @jax.custom_jvp
-        def run(*operands: Any) -> list[Any]:
-            # The lane's own number is batched over it, so that these lanes are told from others.
-            mark = jax.lax.axis_index(self.axis_names[0]) if vmapped else 0
-            made: list[Any] = reduced(mark, *operands)
-            return made
+        def forward(*operands: Any) -> list[Any]:
+            return run(*operands)
 
-        @run.defjvp
+        @forward.defjvp
         def _(primals: Any, tangents: Any) -> Any:
-            # It is linear in the values, and the keys only say where they differ.
-            keys = _halves(primals)[0]
-            return run(*primals), run(*keys, *_halves(tangents)[1])
+            mark, *operands = primals
+            along = _halves(tangents[1:])[1]
+            # Where nothing is reduced, derivatives of any order and mode are those of the values.
+            made = forward(mark, *_halves(operands)[0], *along) if self.reduced_over else [*along]
+            return forward(*primals), made
 
-        made: list[Any] = run(*keys, *values)
-        return made
+        return forward
+
+    def _in_reverse(
+        self, run: Callable[..., list[Any]], vmapped: bool, still: int
+    ) -> Callable[..., list[Any]]:
+        """The same with a transpose, which JAX has none of for what is pending."""
+        transposed = dataclasses.replace(self, backward=True)
+
+        @jax.custom_vjp
+        def reverse(*operands: Any) -> list[Any]:
+            return run(*operands)
+
+        def there(mark: Any, *operands: Any) -> Any:
+            return self._derived(vmapped, still)(mark, *operands), (mark, *_halves(operands)[0])
+
+        def back(keys: Any, cotangents: Any) -> Any:
+            return (*(None for _ in keys), *transposed._derived(vmapped, still)(*keys, *cotangents))
+
+        reverse.defvjp(there, back)
+        return reverse
 
 
 def _halves(operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:

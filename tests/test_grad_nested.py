@@ -1,0 +1,283 @@
+"""Gradients in the losses of gradients, and losses that shards have to themselves, in every kind of map.
+
+The reference is `plain`, which sees the rows of one shard at a time.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from tests.helpers import make_mesh
+from tests.test_grad import SHARDS, WAYS, X, check, plain
+
+
+W = jnp.array([0.3, -0.6, 0.9])
+RATE = 0.2
+
+
+def fit(w: Any, x: Any) -> Any:
+    return jnp.mean((jnp.sin(x @ w) - 0.5) ** 2), w
+
+
+def fit_again(w: Any, x: Any) -> Any:
+    return jnp.mean(jnp.cos(x @ w)), w
+
+
+def shards() -> list[Any]:
+    return np.split(X, SHARDS)
+
+
+def mean_of(fun: Callable[..., Any]) -> Any:
+    """Of what `fun` makes of each shard's rows."""
+    found = [fun(rows) for rows in shards()]
+    return jax.tree.map(lambda *each: jnp.mean(jnp.stack(each), 0), *found)
+
+
+# Tasks: the loss is that of parameters after steps of this shard's own.
+
+
+def adapted(vag: Any, w: Any, x: Any) -> Any:
+    _, grads = vag(fit)(w, x)
+    return w - RATE * grads
+
+
+def after_one(vag: Any, w: Any, x: Any) -> Any:
+    return fit_again(adapted(vag, w, x), x)[0], w
+
+
+def after_some(vag: Any, w: Any, x: Any) -> Any:
+    def step(w: Any, _: Any) -> Any:
+        return adapted(vag, w, x), None
+
+    return fit_again(jax.lax.scan(jax.checkpoint(step), w, None, 3)[0], x)[0], w
+
+
+def of_third_order(vag: Any, w: Any, x: Any) -> Any:
+    _, grads = vag(functools.partial(after_one, vag))(w, x)
+    return fit(w - RATE * grads, x)[0], w
+
+
+def from_zeros(vag: Any, w: Any, x: Any) -> Any:
+    """Steps of what is not differentiated outside, and the same on all shards before the first."""
+
+    def biased(bias: Any, x: Any) -> Any:
+        return jnp.mean((jnp.sin(x @ w) + bias - 0.5) ** 2), bias
+
+    bias = jnp.zeros(())
+    _, grads = vag(biased)(bias, x)
+    return biased(bias - RATE * grads, x)[0], w
+
+
+TASKS = (after_one, after_some, of_third_order, from_zeros)
+
+
+def all_tasks(vag: Any, axis_name: Any, w: Any, x: Any, tasks: Any = TASKS) -> Any:
+    losses = [functools.partial(task, vag) for task in tasks]
+    found = [vag(loss, axis_name=axis_name)(w, x) for loss in losses]
+    return [(loss, grads) for (loss, _), grads in found]
+
+
+@functools.cache
+def wanted_tasks() -> list[Any]:
+    return [all_tasks(plain, None, W, rows) for rows in shards()]
+
+
+@functools.cache
+def found_tasks(way: str) -> Any:
+    return WAYS[way](lambda w, x: all_tasks(sm.value_and_grad, "x", w, x), W, X)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("task", TASKS)
+def test_tasks(task: Any, way: str) -> None:
+    k = TASKS.index(task)
+    each = [shard[k] for shard in wanted_tasks()]
+    check(found_tasks(way)[k], jax.tree.map(lambda *x: jnp.mean(jnp.stack(x), 0), *each), 1e-4)
+
+
+@pytest.mark.parametrize("transform", [sm.vmap2, sm.pmap2])
+def test_tasks_of_lanes_of_which_each_has_parameters_of_its_own(transform: Any) -> None:
+    def lane(w: Any, x: Any) -> Any:
+        return all_tasks(sm.value_and_grad, None, w, x)
+
+    # The parameters are shared, their gradients are not.
+    found = transform(lane, in_axes=(None, 0), axis_name="x")(W, np.stack(shards()))
+    for k, wanted in enumerate(wanted_tasks()):
+        check(jax.tree.map(lambda x, k=k: x[k], found), wanted, 1e-4)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_tasks_of_shards_of_which_each_has_parameters_of_its_own(check_vma: bool) -> None:
+    def shard(w: Any, x: Any) -> Any:
+        # Without the last: what is the same on all shards has no gradient of one shard's loss.
+        found = all_tasks(sm.value_and_grad, None, w[0], x, TASKS[:-1])
+        return jax.tree.map(lambda x: x[None], found)
+
+    mapped = sm.shard_map(shard, make_mesh("4"), (P("x"), P("x")), P("x"), check_vma=check_vma)
+    found = mapped(jnp.stack([W] * SHARDS), X)
+    for k, wanted in enumerate(wanted_tasks()):
+        check(jax.tree.map(lambda x, k=k: x[k], found), wanted[:-1], 1e-4)
+
+
+# Tensor parallel: every gradient, the inner ones too, is of what the shards over "y" have made together.
+
+
+WIDE = jnp.cos(jnp.arange(4.0)), np.sin(np.arange(32, dtype=np.float32)).reshape(8, 4)
+
+
+def partly(w: Any, x: Any) -> Any:
+    return jnp.mean((jnp.sin(jax.lax.psum(x @ w, "y")) - 0.5) ** 2), w
+
+
+def wholly(w: Any, x: Any) -> Any:
+    return jnp.mean((jnp.sin(x @ w) - 0.5) ** 2), w
+
+
+def of_third_order_in_parts(vag: Any, loss: Any, axis_name: Any, w: Any, x: Any) -> Any:
+    def after(inner: Any) -> Any:
+        return lambda w, x: loss(w - RATE * vag(inner)(w, x)[1], x)
+
+    (value, _), grads = vag(after(after(loss)), axis_name=axis_name)(w, x)
+    return value, grads
+
+
+@functools.cache
+def wanted_in_parts() -> Any:
+    w, x = WIDE
+    each = [of_third_order_in_parts(plain, wholly, None, w, rows) for rows in np.split(x, SHARDS)]
+    return jax.tree.map(lambda *x: jnp.mean(jnp.stack(x), 0), *each)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_what_shards_make_together_in_gradients_of_gradients(check_vma: bool) -> None:
+    step = functools.partial(of_third_order_in_parts, sm.value_and_grad, partly, "x")
+    specs, out_specs = (P("y"), P("x", "y")), (P(), P("y"))
+    mapped = sm.shard_map(step, make_mesh("4x2"), specs, out_specs, check_vma=check_vma)
+    check(mapped(*WIDE), wanted_in_parts(), 1e-4)
+
+
+@pytest.mark.parametrize("transform", [sm.vmap2, sm.pmap2])
+def test_what_lanes_make_together_in_gradients_of_gradients(transform: Any) -> None:
+    step = functools.partial(of_third_order_in_parts, sm.value_and_grad, partly, "x")
+    rows = sm.vmap2(step, in_axes=(None, 0), out_axes=None, axis_name="x")
+    lanes = transform(rows, in_axes=(0, 2), out_axes=(None, 0), axis_name="y")
+    w, x = WIDE
+    loss, grads = lanes(w.reshape(2, 2), x.reshape(4, 2, 2, 2))
+    check((loss, grads.reshape(4)), wanted_in_parts(), 1e-4)
+
+
+def penalised(vag: Any, w: Any, x: Any) -> Any:
+    """A loss with the length of the gradient of all rows' in it."""
+
+    def loss(w: Any, x: Any) -> Any:
+        (loss, _), grads = vag(fit, axis_name="x")(w, x)
+        return loss + jnp.sum(grads**2), w
+
+    return vag(loss, axis_name="x")(w, x)
+
+
+@pytest.mark.parametrize("way", ["no check", "vmap2", "pmap2"])
+def test_one_reduced_over_an_axis_in_the_loss_of_one_reduced_over_it(way: str) -> None:
+    # Where types tell, they tell of parameters that are cast, not whether they are equal: refused there.
+    found = WAYS[way](functools.partial(penalised, sm.value_and_grad), W, X)
+    check(found, penalised(plain, W, X), 1e-4)
+
+
+# Around.
+
+
+def of_both_modes(run: Callable[..., Any], vag: Any) -> Any:
+    """Derivatives around the map, and in forward mode inside, of a step with a gradient in its loss."""
+
+    def inside(w: Any, x: Any) -> Any:
+        def slopes(w: Any) -> Any:
+            return vag(functools.partial(after_one, vag), axis_name="x")(w, x)[1]
+
+        return jax.jvp(slopes, (w,), (jnp.ones_like(w),))
+
+    def around(w: Any) -> Any:
+        value, along = run(inside, w, X)
+        return value @ jnp.array([1.0, -2.0, 3.0]) + along @ value
+
+    return jax.value_and_grad(around)(W)
+
+
+@functools.cache
+def wanted_of_both_modes() -> Any:
+    def run(fun: Any, w: Any, x: Any) -> Any:
+        return mean_of(lambda rows: fun(w, rows))
+
+    return jax.jit(lambda: of_both_modes(run, plain))()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_derivatives_around_gradients_of_gradients(way: str) -> None:
+    check(of_both_modes(WAYS[way], sm.value_and_grad), wanted_of_both_modes(), 1e-3)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_map_in_the_loss_of_one_outside(way: str) -> None:
+    def inside(vag: Any) -> Any:
+        def run(w: Any, x: Any) -> Any:
+            (loss, _), grads = vag(fit, axis_name="x")(w, x)
+            return loss, grads
+
+        return run
+
+    def around(run: Any) -> Any:
+        def loss(w: Any) -> Any:
+            value, slopes = run(w)
+            return value + slopes @ jnp.array([1.0, -2.0, 3.0]), w
+
+        return loss
+
+    found = sm.grad(around(lambda w: WAYS[way](inside(sm.value_and_grad), w, X)))(W)[0]
+    check(found, jax.grad(lambda w: around(lambda w: inside(plain)(w, X))(w)[0])(W))
+
+
+# Losses that differ over an axis that is not named.
+
+
+def centred(w: Any, x: Any) -> Any:
+    """Of the rows that all shards have, and of parameters through which no gradient goes."""
+    mean = jax.lax.pmean(jnp.mean(x, 0), "x")
+    scale = jax.lax.psum(jax.lax.stop_gradient(w), "x")
+    return jnp.mean(((x - mean) @ (w * scale) - 0.5) ** 2), w
+
+
+def centred_here(w: Any, x: Any, scale: Any) -> Any:
+    return jnp.mean(((x - X.mean(0)) @ (w * scale) - 0.5) ** 2), w
+
+
+EACH = np.stack([W + k for k in range(SHARDS)])
+
+
+@pytest.mark.parametrize("way", ["check", "no check", "vmap2", "pmap2"])
+@pytest.mark.parametrize("rematted", [False, True])
+def test_what_shards_exchange_without_a_gradient_leaves_each_its_own(
+    way: str, rematted: bool
+) -> None:
+    loss = jax.checkpoint(centred) if rematted else centred
+
+    def step(w: Any, x: Any) -> Any:
+        (value, _), grads = sm.value_and_grad(loss)(w.reshape(3), x)
+        return value[None], grads[None]
+
+    if way in ("vmap2", "pmap2"):
+        transform = sm.vmap2 if way == "vmap2" else sm.pmap2
+        found = transform(step, axis_name="x")(EACH, np.stack(shards()))
+        found = jax.tree.map(lambda x: x[:, 0], found)
+    else:
+        found = sm.shard_map(step, make_mesh("4"), P("x"), P("x"), check_vma=way == "check")(
+            EACH, X
+        )
+    for k, rows in enumerate(shards()):
+        (value, _), grads = plain(centred_here)(jnp.asarray(EACH[k]), rows, EACH.sum(0))
+        check(jax.tree.map(lambda x, k=k: x[k], found), (value, grads), 1e-4)
