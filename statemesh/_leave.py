@@ -26,11 +26,19 @@ from ._write_back import Forwarded, Output, Static, WriteBack
 class _Leaving:
     """Collects the program's outputs, their specs, and every mistake on the way."""
 
-    def __init__(self, exit: Exit, known: dict[int, tuple[int, Place]], varying: Varying) -> None:
+    def __init__(
+        self,
+        exit: Exit,
+        known: dict[int, tuple[int, Place]],
+        staying: dict[int, Place],
+        varying: Varying,
+    ) -> None:
         self.exit = exit
         self.rules = exit.rules
         # The arrays the function was given, by identity: returned as they are, they are forwarded.
         self.known = known
+        # Those in Modules that go where they came from, whatever is declared.
+        self.staying = staying
         self.varying = varying
         self.outputs: list[Any] = []
         self.places: list[Place] = []
@@ -160,7 +168,8 @@ class _Leaving:
         """One leaf outside any State."""
         if not is_shaped(x) and (type(x) not in NUMBERS or in_module):
             return Static(x)
-        where = self.rules.for_array(entry, x, path, self.wrong)
+        stays = self.staying.get(id(x)) if in_module else None
+        where = stays or self.rules.for_array(entry, x, path, self.wrong)
         source = self.array(x, where, path)
         if isinstance(source, Forwarded):
             return source
@@ -193,6 +202,7 @@ def leave(
     result: Any,
     entered: Sequence[Entered],
     known: dict[int, tuple[int, Place]],
+    staying: dict[int, Place],
     exit: Exit,
     varying: Varying,
 ) -> tuple[list[Any], WriteBack]:
@@ -203,6 +213,7 @@ def leave(
     - `result`: what the function returned.
     - `entered`: the states that it was given.
     - `known`: by `id`, each array that it was given: its index among the inputs, its placement.
+    - `staying`: by `id`, the placements of those in Modules that leave as they came when not written.
     - `exit`: how results leave.
     - `varying`: what is known of where values differ.
 
@@ -216,7 +227,7 @@ def leave(
     returned = [(keys, node) for keys, node in flat if is_state(node)]
     origins = iter(match(exit.fun_name, returned, entered, exit.donating))
     said = iter(exit.rules.said(result, root))
-    leaving = _Leaving(exit, known, varying)
+    leaving = _Leaving(exit, known, staying, varying)
     parts: list[Any] = []
     for keys, node in flat:
         if not is_state(node):

@@ -150,15 +150,29 @@ class RandomState(State):
 
     def enter(self, axis_names: tuple[AxisName, ...]) -> "RandomState":
         """This stream as one shard sees it: its place on `axis_names` folded into the key."""
-        if self.value.shape:
-            raise errors.several_keys(self.value)
         if not axis_names:
             return self
+        if self.value.shape:
+            raise errors.several_keys(self.value)
+        return self._streamed(axis_names)
+
+    def _made(self, axis_names: tuple[AxisName, ...]) -> "State":
+        # What was made over lanes inside has a key for each of these.
+        return self._streamed(axis_names) if self.value.shape else self.enter(axis_names)
+
+    def _streamed(self: R, axis_names: tuple[AxisName, ...]) -> R:
+        """With the shard's place folded into each key."""
         shard = jax.lax.axis_index(axis_names)
         # Each nested call has its own line: the first shard's key is the same in both.
-        streams = jax.random.fold_in(self.value, _SHARD_STREAMS + len(self._shared))
-        own = jnp.where(shard == 0, self.value, jax.random.fold_in(streams, shard))
-        return self._rebuilt(own, (self.value, *self._shared))
+        line = _SHARD_STREAMS + len(self._shared) + self.value.ndim
+
+        def own(key: Any) -> Any:
+            streams = jax.random.fold_in(key, line)
+            return jnp.where(shard == 0, key, jax.random.fold_in(streams, shard))
+
+        for _ in range(self.value.ndim):
+            own = jax.vmap(own)
+        return self._rebuilt(own(self.value), (self.value, *self._shared))
 
     def leave(self, old: State | None, axis_names: tuple[AxisName, ...]) -> State:
         """The stream as the draws left it, the same for every shard."""
