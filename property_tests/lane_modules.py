@@ -21,7 +21,7 @@ from .reference import Array
 KINDS = ("array", "weak", "numpy", "number", "layer", "state")
 WAYS = ("read", "each", "alike")
 # How the function makes the model that it returns; what stands around the call.
-RETURNS = ("replace", "tree_at", "gradient")
+RETURNS = ("replace", "tree_at", "gradient", "jit", "checkpoint", "loop")
 AROUND = ("eager", "jit", "scan", "unsharded")
 SHAPES = ((), (2,), (2, 3))
 ROUNDS = 3
@@ -112,14 +112,18 @@ def check_fed_back(case: FedBack, transform: str, start: int = 1) -> None:
             lambda model, _: (mapped(model, plain, x)[1], None), model, None, length=ROUNDS
         )
         for _ in range(ROUNDS):
-            world = [_after(item, old, x, case) for item, old in zip(case.items, world, strict=True)]
+            world = [
+                _after(item, old, x, case) for item, old in zip(case.items, world, strict=True)
+            ]
         _check_items(case, model, world)
         return
     call = {"jit": eqx.filter_jit(mapped), "unsharded": mapped.unsharded}.get(case.around, mapped)
     for number in range(ROUNDS):
         before = model
         out, model, copies = call(before, plain, x)
-        wanted = [sum(_of_lane(o, i, w, case) for o, w in _pairs(case, world)) for i in range(case.count)]
+        wanted = [
+            sum(_of_lane(o, i, w, case) for o, w in _pairs(case, world)) for i in range(case.count)
+        ]
         np.testing.assert_array_equal(np.asarray(out), np.asarray(wanted, np.float32) * x)
         # Not in a Module: as `jax.vmap` has it.
         np.testing.assert_array_equal(np.asarray(copies), np.stack([plain] * case.count, case.axis))
@@ -158,7 +162,7 @@ def _of_lane(item: Item, i: int, whole: Array, case: FedBack) -> float:
 def _after(item: Item, old: Array, x: Array, case: FedBack) -> Array:
     """The value after one call."""
     if item.kind == "state":
-        return old + x.sum()
+        return np.asarray(old + x.sum())
     if item.way == "each":
         lanes = np.moveaxis(old, case.axis, 0)
         return np.stack([one + x[i] for i, one in enumerate(lanes)], case.axis)
@@ -208,8 +212,25 @@ def _call(case: FedBack, model: Bag, plain: Any, x: Any) -> Any:
     if case.returns == "gradient":
         (out, model), _ = sm.value_and_grad(loss)(model, x)
     else:
-        out, model = loss(model, x)
+        out, model = _around(case.returns, loss)(model, x)
     return out, model, plain
+
+
+def _around(what: str, loss: Any) -> Any:
+    """`loss` inside a transformation, through which the model comes out."""
+
+    def loop(model: Bag, x: Any) -> Any:
+        arrays, rest = eqx.partition(model, eqx.is_array)
+
+        def once(arrays: Any, _: None) -> Any:
+            out, new = loss(eqx.combine(arrays, rest), x)
+            return eqx.filter(new, eqx.is_array), out
+
+        arrays, (out,) = jax.lax.scan(once, arrays, None, length=1)
+        return out, eqx.combine(arrays, rest)
+
+    wrapped: dict[str, Any] = {"jit": eqx.filter_jit, "checkpoint": eqx.filter_checkpoint}
+    return loop if what == "loop" else wrapped.get(what, lambda fun: fun)(loss)
 
 
 def _check_items(case: FedBack, model: Bag, world: Sequence[Array]) -> None:

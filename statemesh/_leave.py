@@ -16,6 +16,7 @@ from ._base._compat import tree_util
 from ._base._paths import path_str
 from ._base._types import NO_AXES, NUMBERS, Axes, AxisName, Place, is_state
 from ._exit import Exit, Wrong
+from ._flow import sources
 from ._match import Entered, leaves_of, match
 from ._model._state import State
 from ._model._values import strong
@@ -39,6 +40,8 @@ class _Leaving:
         self.known = known
         # Those in Modules that go where they came from, whatever is declared.
         self.staying = staying
+        # What is known of equations through which these may have gone.
+        self.forwarding: dict[int, tuple[Any, list[int | None]]] = {}
         self.varying = varying
         self.outputs: list[Any] = []
         self.places: list[Place] = []
@@ -168,8 +171,11 @@ class _Leaving:
         """One leaf outside any State."""
         if not is_shaped(x) and (type(x) not in NUMBERS or in_module):
             return Static(x)
-        stays = self.staying.get(id(x)) if in_module else None
-        where = stays or self.rules.for_array(entry, x, path, self.wrong)
+        stayed = self.stayed(x) if in_module else None
+        if stayed is None:
+            where = self.rules.for_array(entry, x, path, self.wrong)
+        else:
+            x, where = stayed
         source = self.array(x, where, path)
         if isinstance(source, Forwarded):
             return source
@@ -179,6 +185,13 @@ class _Leaving:
         if in_module:
             self.outputs[source.index] = strong(self.outputs[source.index])
         return source
+
+    def stayed(self, x: Any) -> tuple[Any, Place] | None:
+        """What `x` was when it came in, and where it goes again, of an array that leaves as it came."""
+        if not self.staying:
+            return None
+        found = (y for y in sources(x, self.forwarding) if id(y) in self.staying)
+        return next(((y, self.staying[id(y)]) for y in found), None)
 
     def raise_errors(self) -> None:
         tied = [paths for paths in self.exit.tied if self.written_paths & set(paths)]

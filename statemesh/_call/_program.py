@@ -27,8 +27,8 @@ class Program:
     - `leaves`: the leaves of `(args, kwargs)`.
     - `ground`: what the rules found the call to stand on.
     - `traced`: whether the call is being recorded or transformed. Its jaxpr is to be the one that JAX's own
-        map leaves, where what comes back as it went in is a result too; but for arguments with states, and for
-        what leaves as it came whatever is declared.
+        map leaves, where what comes back as it went in is a result too; but for arguments with states, and
+        for what leaves as it came whatever is declared.
     """
 
     def __init__(

@@ -94,7 +94,10 @@ class RandomState(State):
         - `num`: how many keys; left out, one key without an axis.
 
         **Returns:** `(key, rng)`: a key, or keys of shape `(num,)`, and the advanced `RandomState`.
+
+        **Raises:** `StatemeshError` for a `RandomState` that holds several keys.
         """
+        self._check_single()
         rest, drawn = _advance(self.value)
         keys = drawn if num is None else jax.random.split(drawn, num)
         return keys, self._advanced(rest)
@@ -116,7 +119,8 @@ class RandomState(State):
 
         **Returns:** `(keys, rng)`: keys of shape `(n,)`, and the advanced `RandomState`.
 
-        **Raises:** `StatemeshError` for an axis name that is not bound inside a mapped call.
+        **Raises:** `StatemeshError` for an axis name that is not bound inside a mapped call, and for a
+        `RandomState` that holds several keys.
 
         !!! example
 
@@ -128,6 +132,7 @@ class RandomState(State):
 
             ```
         """
+        self._check_single()
         shard = shard_index("RandomState.rows", axis_name)
         _, drawn = _advance(self._shared[-1] if self._shared else self.value)
         rows = shard * n + jnp.arange(n)
@@ -152,13 +157,16 @@ class RandomState(State):
         """This stream as one shard sees it: its place on `axis_names` folded into the key."""
         if not axis_names:
             return self
-        if self.value.shape:
-            raise errors.several_keys(self.value)
+        self._check_single()
         return self._streamed(axis_names)
 
     def _made(self, axis_names: tuple[AxisName, ...]) -> "State":
         # What was made over lanes inside has a key for each of these.
         return self._streamed(axis_names) if self.value.shape else self.enter(axis_names)
+
+    def _check_single(self) -> None:
+        if self.value.shape:
+            raise errors.several_keys(self.value)
 
     def _streamed(self: R, axis_names: tuple[AxisName, ...]) -> R:
         """With the shard's place folded into each key."""
