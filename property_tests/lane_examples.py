@@ -10,6 +10,7 @@ import numpy as np
 from .examples import COUNT, SCALAR, case_of, values_for
 from .lane_cases import MISTAKES, LaneCase, Stacked, mistaken
 from .lane_checks import check_lane_gradient, check_lanes, check_refused, check_unexpected
+from .lane_modules import AROUND, KINDS, RETURNS, FedBack, Item, check_fed_back, check_nested_maps
 from .lane_streams import check_key_per_lane, check_lane_streams
 from .programs import (
     FLOAT,
@@ -207,6 +208,20 @@ def unexpected() -> None:
             check_unexpected(transform, mapping, np.ones(2, np.int32), calls, read=read)
 
 
+def modules() -> None:
+    """Everything that may stand in a Module: read, written per lane, and written alike."""
+    read = tuple(Item(kind, "read", (2,) * (kind == "layer")) for kind in KINDS)
+    written = (Item("array", "each", (2,)), Item("numpy", "each", ()))
+    alike = (Item("array", "alike", (2,)),)
+    for transform in ("vmap2", "pmap2"):
+        check_fed_back(FedBack(3, (*read, *written, *alike), -1, "replace", "eager"), transform)
+    for returns, around in (
+        *((one, "eager") for one in RETURNS),
+        *((RETURNS[0], a) for a in AROUND),
+    ):
+        check_fed_back(FedBack(2, (*read, *written), 0, returns, around), "vmap2")
+
+
 def streams() -> None:
     check_lane_streams("vmap2", 3, 2, (SPLIT,), 3)
     check_lane_streams("pmap2", 3, 2, (), 3)
@@ -223,5 +238,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "unsharded": lanes(BRIEF, "pmap2", how="unsharded"),
     "gradient": gradient,
     "streams": streams,
+    "modules": modules,
+    "maps in maps": lambda: check_nested_maps((2, 3), (1, 2), (0, -1), 3, "pmap"),
     "keys per lane": lambda: check_key_per_lane("pmap2", 3, (SPLIT,), 3, -1),
 }

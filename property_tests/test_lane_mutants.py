@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import statemesh as sm
+from statemesh import _flow
 from statemesh._base import _axes, _compat
 from statemesh._call import _by_axis, _carriers
 from statemesh._model import _state
@@ -79,6 +80,24 @@ MUTANTS = [
     ),
     Mutant("vmap2 counts negative axes from the start", _carriers.Lanes, "at", from_the_start),
     Mutant("pmap2 counts negative axes from the start", _carriers.Devices, "at", from_the_start),
+    Mutant(
+        "arrays of Modules follow out_axes always",
+        _by_axis.ByAxis,
+        "leaves_as_it_came",
+        lambda right: lambda self, where: False,
+    ),
+    Mutant(
+        "what is written in Modules is taken for what came in",
+        _flow,
+        "_forwarding",
+        lambda right: lambda eqn, *_, **__: [0] * len(eqn.outvars),
+    ),
+    Mutant(
+        "one key for what all lanes make",
+        sm.RandomState,
+        "_made",
+        lambda right: lambda self, axes: self,
+    ),
     Mutant(
         "order of devices ignored",
         _carriers.Devices,

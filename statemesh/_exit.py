@@ -23,6 +23,10 @@ class Rules(Protocol):
     def for_array(self, entry: Any, x: Any, path: str, wrong: "Wrong") -> Place:
         """Where an array goes."""
 
+    def leaves_as_it_came(self, where: Place) -> bool:
+        """Whether an array in a Module that entered so goes there again when it is not written, whatever
+        is declared."""
+
     def for_state(
         self, state: State, entered: Entered | None, said: Any, path: str, wrong: "Wrong"
     ) -> list[Place]:

@@ -6,7 +6,7 @@ nothing is typed, all of it is followed from the arguments on.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ._base import _compat as compat
@@ -36,33 +36,62 @@ def all_axes(jaxpr: Any, given: Sequence[Axes]) -> list[Axes]:
     return _Walk(_no_types, _by_collectives).through(jaxpr, given)
 
 
-def forwarded(jaxpr: Any) -> list[int | None]:
-    """For each result of a jaxpr the argument whose value it is, if it is one unchanged."""
+def forwarded(jaxpr: Any, *, own_derivatives: bool = True) -> list[int | None]:
+    """For each result of a jaxpr the argument whose value it is, if it is one unchanged.
+
+    `own_derivatives`: through functions with a derivative of their own too, whose value may be that of the
+    argument while its gradient is not.
+    """
     known: dict[Any, int | None] = {var: i for i, var in enumerate(jaxpr.invars)}
 
     def source(atom: Any) -> int | None:
         return None if compat.is_literal(atom) else known.get(atom)
 
     for eqn in jaxpr.eqns:
-        for var, k in zip(eqn.outvars, _forwarding(eqn), strict=True):
+        for var, k in zip(eqn.outvars, _forwarding(eqn, own_derivatives), strict=True):
             known[var] = None if k is None else source(eqn.invars[k])
     return [source(var) for var in jaxpr.outvars]
 
 
-def _forwarding(eqn: Any) -> list[int | None]:
+def sources(x: Any, seen: dict[int, tuple[Any, list[int | None]]]) -> Iterator[Any]:
+    """A value that is being traced, and all that it was, unchanged, before it came out of whatever runs other
+    jaxprs: a `jit`, a `checkpoint`, a loop that carried it along.
+
+    **Arguments:**
+
+    - `x`: the value; of any other thing there is no more than itself.
+    - `seen`: what earlier calls found of equations: empty at first.
+    """
+    yield x
+    while (made := compat.made_by(x)) is not None:
+        eqn, result = made
+        if id(eqn) not in seen:
+            seen[id(eqn)] = eqn, _forwarding(eqn, own_derivatives=False)
+        operand = seen[id(eqn)][1][result]
+        if operand is None:
+            return
+        yield (x := eqn.invars[operand])
+
+
+def _forwarding(eqn: Any, own_derivatives: bool) -> list[int | None]:
     """For each result of an equation the operand that it is, if it is one unchanged."""
     if compat.made_varying(eqn):
         return [0]
+    if not own_derivatives and compat.with_own_derivative(eqn):
+        return [None] * len(eqn.outvars)
     match compat.control_flow(eqn):
         case ("call", jaxpr):
-            return forwarded(jaxpr)
+            return forwarded(jaxpr, own_derivatives=own_derivatives)
         case ("cond", branches):
-            first, *others = map(forwarded, branches)
+            first, *others = (
+                forwarded(branch, own_derivatives=own_derivatives) for branch in branches
+            )
             same = [k if all(k == o[i] for o in others) else None for i, k in enumerate(first)]
             return [None if k is None else 1 + k for k in same]
         case ("scan", body, consts, carry):
             own = range(consts, consts + carry)
-            kept = [k if k == mine else None for k, mine in zip(forwarded(body), own, strict=False)]
+            pairs = zip(forwarded(body, own_derivatives=own_derivatives), own, strict=False)
+            kept = [k if k == mine else None for k, mine in pairs]
             return [*kept, *[None] * (len(eqn.outvars) - carry)]
     return [None] * len(eqn.outvars)
 

@@ -17,6 +17,7 @@ from ._base._compat import tree_util
 from ._base._paths import path_str
 from ._base._types import NO_AXES, NUMBERS, Axes, AxisName, Place, is_state
 from ._exit import Exit, Wrong
+from ._flow import sources
 from ._match import Entered, leaves_of, match
 from ._model._state import State
 from ._model._values import strong
@@ -27,11 +28,21 @@ from ._write_back import Forwarded, Output, Static, WriteBack
 class _Leaving:
     """Collects the program's outputs, their specs, and every mistake on the way."""
 
-    def __init__(self, exit: Exit, known: dict[int, tuple[int, Place]], varying: Varying) -> None:
+    def __init__(
+        self,
+        exit: Exit,
+        known: dict[int, tuple[int, Place]],
+        staying: dict[int, Place],
+        varying: Varying,
+    ) -> None:
         self.exit = exit
         self.rules = exit.rules
         # The arrays the function was given, by identity: returned as they are, they are forwarded.
         self.known = known
+        # Those in Modules that go where they came from, whatever is declared.
+        self.staying = staying
+        # What is known of equations through which these may have gone.
+        self.forwarding: dict[int, tuple[Any, list[int | None]]] = {}
         self.varying = varying
         self.outputs: list[Any] = []
         self.places: list[Place] = []
@@ -172,7 +183,11 @@ class _Leaving:
         """One leaf outside any State."""
         if not is_shaped(x) and (type(x) not in NUMBERS or in_module):
             return Static(x)
-        where = self.rules.for_array(entry, x, path, self.wrong)
+        stayed = self.stayed(x) if in_module else None
+        if stayed is None:
+            where = self.rules.for_array(entry, x, path, self.wrong)
+        else:
+            x, where = stayed
         source = self.array(x, where, path)
         if isinstance(source, Forwarded):
             return source
@@ -182,6 +197,13 @@ class _Leaving:
         if in_module:
             self.outputs[source.index] = strong(self.outputs[source.index])
         return source
+
+    def stayed(self, x: Any) -> tuple[Any, Place] | None:
+        """What `x` was when it came in, and where it goes again, of an array that leaves as it came."""
+        if not self.staying:
+            return None
+        found = (y for y in sources(x, self.forwarding) if id(y) in self.staying)
+        return next(((y, self.staying[id(y)]) for y in found), None)
 
     def raise_errors(self) -> None:
         tied = [paths for paths in self.exit.tied if self.written_paths & set(paths)]
@@ -205,6 +227,7 @@ def leave(
     result: Any,
     entered: Sequence[Entered],
     known: dict[int, tuple[int, Place]],
+    staying: dict[int, Place],
     exit: Exit,
     varying: Varying,
 ) -> tuple[list[Any], WriteBack]:
@@ -215,6 +238,7 @@ def leave(
     - `result`: what the function returned.
     - `entered`: the states that it was given.
     - `known`: by `id`, each array that it was given: its index among the inputs, its placement.
+    - `staying`: by `id`, the placements of those in Modules that leave as they came when not written.
     - `exit`: how results leave.
     - `varying`: what is known of where values differ.
 
@@ -228,7 +252,7 @@ def leave(
     returned = [(keys, node) for keys, node in flat if is_state(node)]
     origins = iter(match(exit.fun_name, returned, entered, exit.donating))
     said = iter(exit.rules.said(result, root))
-    leaving = _Leaving(exit, known, varying)
+    leaving = _Leaving(exit, known, staying, varying)
     parts: list[Any] = []
     for keys, node in flat:
         if not is_state(node):

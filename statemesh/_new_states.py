@@ -222,7 +222,7 @@ class _Creation:
             if path not in news:
                 return node
             # A stream that is made here alike in all lanes becomes each lane's own.
-            own = node.enter((self.axis_name,))
+            own = node._made((self.axis_name,))
             return own if self.tag is None else own.replace(tag=own.tag | {self.tag})
 
         new: Module = jax.tree_util.tree_map_with_path(made, after, is_leaf=is_state)

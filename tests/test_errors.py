@@ -970,6 +970,15 @@ def several_keys_for_every_shard() -> Any:
 
 
 @mistake(
+    sm.StatemeshError,
+    """\
+RandomState holds keys of shape (8,), and a shard or lane draws from one. Hold one key, from which each gets a stream of its own; or give each its key: RandomState(keys, spec=sm.PerShard('axis')) for shard_map, state_in_axes=sm.RandomState for pmap2 and vmap2.""",
+)
+def a_draw_from_several_keys() -> Any:
+    return sm.RandomState(jax.random.split(jax.random.key(0), 8)).rows(2)
+
+
+@mistake(
     TypeError,
     """\
 RandomState needs a typed key, got int32[]. Write `sm.RandomState(jax.random.key(0))`; a raw key becomes a typed one with `jax.random.wrap_key_data(raw)`.""",

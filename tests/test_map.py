@@ -292,3 +292,43 @@ def test_fields_may_be_replaced(behavior: str) -> None:
     again = made.replace(module=made.module.replace(total=made.module.total.value + 1))
     equal(again(X)[0], X + 1)
     assert repr(made).startswith("Map(\n  module=Counter(")
+
+
+class Noisy(sm.Module):
+    """Makes its own stream, and draws from it."""
+
+    rng: Any = None
+
+    def init_state(self) -> "Noisy":
+        return self.replace(rng=sm.RandomState(jax.random.key(3)))
+
+    def update(self, x: Any) -> Any:
+        key, rng = self.rng.split()
+        return x + jax.random.uniform(key), self.replace(rng=rng)
+
+
+def test_streams_made_in_nested_maps(behavior: str) -> None:
+    inner = sm.Map(Noisy(), 3, init_state_axes={-1: sm.RandomState})
+    maps = sm.Map(sm.Map(inner, 2), N, behavior=behavior).init_all_states()
+    keys = maps.module.module.module.rng.key
+    assert keys.shape == (N, 2, 3)
+    assert keys[0, 0, 0] == jax.random.key(3)
+    alone = [Noisy(sm.RandomState(key)) for key in keys.ravel()]
+    drawn = []
+    for _ in range(2):
+        out, maps = maps(np.zeros((N, 2, 3), np.float32))
+        pairs = [module.update(np.float32(0)) for module in alone]
+        alone = [module for _, module in pairs]
+        np.testing.assert_allclose(np.ravel(out), [x for x, _ in pairs], rtol=1e-6)
+        drawn.append(np.ravel(out))
+    assert len(np.unique(np.concatenate(drawn))) == 2 * N * 2 * 3
+
+
+def test_a_map_among_the_new_states_of_lanes() -> None:
+    maps, made = sm.vmap2_new_states(sm.Map(Noisy(), 3), {}, axis_size=N, state_out_axes={1: ...})
+    assert maps.module.rng.key.shape == (3, N)
+    assert made == {1: [maps.module.rng]}
+    # Fewer lanes have the same keys, in Maps too.
+    fewer = sm.Map(sm.Map(Noisy(), 2), 2).init_all_states().module.module.rng.key
+    first = maps.module.rng.key[:2, :2].T
+    equal(jax.random.key_data(fewer), jax.random.key_data(first))

@@ -93,6 +93,18 @@ def control_flow(eqn: Any) -> tuple[Any, ...] | None:
     return None
 
 
+def made_by(x: Any) -> tuple[Any, int] | None:
+    """The equation that a value which is being traced is a result of, and which one.
+
+    Its operands are values that are traced too. `None` where that is not known.
+    """
+    eqn, var = getattr(x, "parent", None), getattr(x, "val", None)
+    for i, result in enumerate(getattr(eqn, "outvars", ())):
+        if result is var:
+            return eqn, i
+    return None
+
+
 def collective(eqn: Any) -> tuple[Axes, Axes]:
     """The axes over which an equation makes its results equal, and those over which it makes them differ.
 

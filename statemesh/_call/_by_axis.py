@@ -178,6 +178,10 @@ class ByAxis:
     def for_array(self, entry: Any, x: Any, path: str, wrong: Wrong) -> Place:
         return self._at(entry, x, path, wrong)
 
+    def leaves_as_it_came(self, where: Place) -> bool:
+        """What all lanes share: with an axis more at each call, no model could be fed back."""
+        return where.axis is None
+
     def for_state(
         self, state: State, entered: Entered | None, said: Any, path: str, wrong: Wrong
     ) -> list[Place]:

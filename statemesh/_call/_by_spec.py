@@ -183,6 +183,10 @@ class BySpec:
             raise errors.none_for_array(path, x)
         return placement(entry)
 
+    def leaves_as_it_came(self, where: Place) -> bool:
+        """Never: of arrays a spec says what it says to JAX."""
+        return False
+
     def for_state(
         self, state: State, entered: Entered | None, said: Any, path: str, wrong: Wrong
     ) -> list[Place]:

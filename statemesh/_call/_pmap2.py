@@ -42,7 +42,8 @@ def pmap2(
         from the end), `None` for what all lanes share, a prefix tree of these, or a tuple with one
         entry for each positional argument. Keyword arguments are mapped over axis 0.
     - `out_axes`: where the lanes go in the arrays of the result; `None` where all lanes agree, which
-        is checked.
+        is checked. In a Module, what has axis `None` in `in_axes` and is not written leaves as it
+        came, whatever is said here.
     - `static_broadcasted_argnums`: positions of arguments that are constants of the program. They must
         be hashable; another value compiles another program.
     - `devices`: the devices, in the order of the lanes; the first of them if there are fewer lanes.

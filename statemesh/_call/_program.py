@@ -27,7 +27,8 @@ class Program:
     - `leaves`: the leaves of `(args, kwargs)`.
     - `ground`: what the rules found the call to stand on.
     - `traced`: whether the call is being recorded or transformed. Its jaxpr is to be the one that JAX's own
-        map leaves, where what comes back as it went in is a result too; but for arguments with states.
+        map leaves, where what comes back as it went in is a result too; but for arguments with states, and
+        for what leaves as it came whatever is declared.
     """
 
     def __init__(
@@ -79,6 +80,12 @@ class Program:
         self.repacking = Repacking(packing, placed, {p: k for k, p in enumerate(self.inputs)})
         unpacked = list(enumerate(zip(sorted(placed), self.repacking.inputs, strict=True)))
         in_models = {p for units in arguments.with_states() for u in units for p in u.positions}
+        staying = {
+            unit.positions[0]
+            for unit in arguments.flat_units()
+            if unit.kind is None and unit.in_module and unit.positions[0] in placed
+            if rules.leaves_as_it_came(placed[unit.positions[0]])
+        }
         self.instance = Instance(
             declared.fun,
             arguments,
@@ -88,8 +95,10 @@ class Program:
             frozenset(
                 k
                 for k, (position, source) in unpacked
-                if source in self.layout.fresh or (traced and position not in in_models)
+                if source in self.layout.fresh
+                or (traced and position not in in_models and position not in staying)
             ),
+            frozenset(k for k, (position, _) in unpacked if position in staying),
             Exit(
                 declared.name,
                 rules,

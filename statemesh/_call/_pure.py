@@ -30,6 +30,7 @@ class Instance:
     - `inputs`: where in `template` each of the program's inputs goes.
     - `placements`: one for each input.
     - `fresh`: which inputs are new arrays inside, so that none of them comes back as it went in.
+    - `staying`: which inputs stand in Modules and have their placement again when they are not written.
     - `exit`: how results leave.
     - `sizes`: of the mesh's axes.
     """
@@ -42,6 +43,7 @@ class Instance:
         inputs: Sequence[int],
         placements: Sequence[Place],
         fresh: frozenset[int],
+        staying: frozenset[int],
         exit: Exit,
         sizes: Mapping[AxisName, int],
     ) -> None:
@@ -51,6 +53,7 @@ class Instance:
         self.inputs = inputs
         self.placements = placements
         self.fresh = fresh
+        self.staying = staying
         self.exit = exit
         self.sizes = sizes
         self.input_at = {position: k for k, position in enumerate(inputs)}
@@ -59,11 +62,14 @@ class Instance:
         """The program's outputs, and how the result is put together."""
         leaves = list(self.template)
         known: dict[int, tuple[int, Place]] = {}
+        staying: dict[int, Place] = {}
         for k, (position, shard) in enumerate(zip(self.inputs, shards, strict=True)):
             where = self.placements[k]
             leaves[position] = where.take(shard)
             if k not in self.fresh:
                 known[id(leaves[position])] = (k, where)
+            if k in self.staying:
+                staying[id(leaves[position])] = where
         varying.start(
             [leaves[position] for position in self.inputs],
             [where.axis_names for where in self.placements],
@@ -87,7 +93,7 @@ class Instance:
             if (text := self._hint(error, entering, leaves)) is None:
                 raise
             raise type(error)(text) from error
-        return leave(result, entering, known, self.exit, varying)
+        return leave(result, entering, known, staying, self.exit, varying)
 
     def _run(self, *units: Any) -> Any:
         args, kwargs = self.arguments.unit_def.unflatten(units)

@@ -36,7 +36,8 @@ def vmap2(
         from the end), `None` for what all lanes share, a prefix tree of these, or a tuple with one
         entry for each positional argument. Keyword arguments are mapped over axis 0.
     - `out_axes`: where the lanes go in the arrays of the result; `None` where all lanes agree, which
-        is checked.
+        is checked. In a Module, what has axis `None` in `in_axes` and is not written leaves as it
+        came, whatever is said here.
     - `axis_name`: what collectives call the lanes.
     - `axis_size`: how many lanes there are. It is needed only where nothing is mapped.
     - `spmd_axis_name`: mesh axes over which the compiler is to spread the lanes, as for `jax.vmap`.

@@ -104,9 +104,11 @@ class RandomState(State):
 
         **Returns:** `(key, rng)`: a key, or keys of shape `(num,)`, and the advanced `RandomState`.
 
-        **Raises:** `StatemeshError` in lanes, for a key of an implementation whose numbers `jax.vmap`
-        draws from the first lane's key, as it does those of `rbg` and `unsafe_rbg`.
+        **Raises:** `StatemeshError` for a `RandomState` that holds several keys; and in lanes, for a key of
+        an implementation whose numbers `jax.vmap` draws from the first lane's key, as it does those of `rbg`
+        and `unsafe_rbg`.
         """
+        self._check_single()
         rest, drawn = keys.advance(keys.drawable(self.value, "RandomState.split"))
         return (drawn if num is None else keys.several(drawn, num)), self._advanced(rest)
 
@@ -128,7 +130,8 @@ class RandomState(State):
 
         **Returns:** `(keys, rng)`: keys of shape `(n,)`, and the advanced `RandomState`.
 
-        **Raises:** `StatemeshError` for an axis name that is not bound inside a mapped call.
+        **Raises:** `StatemeshError` for an axis name that is not bound inside a mapped call, and for a
+        `RandomState` that holds several keys.
 
         !!! example
 
@@ -140,6 +143,7 @@ class RandomState(State):
 
             ```
         """
+        self._check_single()
         shard = shard_index("RandomState.rows", axis_name)
         stream = self._rebuilt(self.value, synchronized(self.value, self._shared))
         _, drawn = keys.advance(stream._shared[-1].key if stream._shared else self.value)
@@ -162,15 +166,33 @@ class RandomState(State):
 
     def enter(self, axis_names: tuple[AxisName, ...]) -> "RandomState":
         """This stream as one shard sees it: its place on `axis_names` folded into the key."""
-        if self.value.shape:
-            raise errors.several_keys(self.value)
         if not axis_names:
             return self
+        self._check_single()
+        return self._streamed(axis_names)
+
+    def _made(self, axis_names: tuple[AxisName, ...]) -> "State":
+        # What was made over lanes inside has a key for each of these.
+        return self._streamed(axis_names) if self.value.shape else self.enter(axis_names)
+
+    def _check_single(self) -> None:
+        if self.value.shape:
+            raise errors.several_keys(self.value)
+
+    def _streamed(self: R, axis_names: tuple[AxisName, ...]) -> R:
+        """With the shard's place folded into each key."""
         shard = jax.lax.axis_index(axis_names)
         # Each nested call has its own line: the first shard's key is the same in both.
-        streams = keys.folded(self.value, _SHARD_STREAMS + len(self._shared))
-        own = jnp.where(shard == 0, self.value, keys.folded(streams, shard))
-        return self._rebuilt(own, (Line(self.value, np.False_, axis_names), *self._shared))
+        line = _SHARD_STREAMS + len(self._shared) + self.value.ndim
+
+        def own(key: Any) -> Any:
+            return jnp.where(shard == 0, key, keys.folded(keys.folded(key, line), shard))
+
+        for _ in range(self.value.ndim):
+            own = jax.vmap(own)
+        return self._rebuilt(
+            own(self.value), (Line(self.value, np.False_, axis_names), *self._shared)
+        )
 
     def leave(self, old: State | None, axis_names: tuple[AxisName, ...]) -> State:
         """The stream as the draws left it, the same for every shard."""

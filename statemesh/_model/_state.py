@@ -168,6 +168,10 @@ class State(NoArray, StateNode):
         del axis_names
         return self
 
+    def _made(self, axis_names: tuple[AxisName, ...]) -> "State":
+        """This state, made inside a mapped call alike on every shard, as one shard's own."""
+        return self.enter(axis_names)
+
     def leave(self, old: "State | None", axis_names: tuple[AxisName, ...]) -> "State":
         """What is written back of this state, which a shard wrote.
 

@@ -127,8 +127,9 @@ class LaneLayout:
         self.paths = paths
         self.placements = placements
         self.strengthen = [k for k, wanted in enumerate(strengthen) if wanted]
-        # Not arrays of JAX yet: they do not come back as they went in.
-        self.fresh = frozenset(k for k, t in enumerate(kinds) if not issubclass(t, jax.Array))
+        # Not arrays of JAX yet: they do not come back as they went in. A tracer is one, by another type.
+        of_jax = (jax.Array, jax.core.Tracer)
+        self.fresh = frozenset(k for k, t in enumerate(kinds) if not issubclass(t, of_jax))
 
     def check(self, arrays: Sequence[Any]) -> None:
         """Axes and sizes are checked where lanes are counted."""

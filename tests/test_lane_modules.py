@@ -1,0 +1,190 @@
+"""Plain arrays and Python numbers in Modules that go through lanes again and again."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import statemesh as sm
+
+
+N = 4
+X = np.arange(N, dtype=np.float32)
+
+
+@pytest.fixture(params=["vmap2", "pmap2"])
+def lanes(request: pytest.FixtureRequest) -> Any:
+    return getattr(sm, request.param)
+
+
+class Cell(sm.Module):
+    gain: Any
+    tau: float
+    table: np.ndarray
+    total: sm.State
+    linear: eqx.nn.Linear
+
+    def __call__(self, x: Any) -> Any:
+        assert isinstance(self.tau, float)
+        y = self.linear(jnp.stack([x, self.gain])) * self.tau + self.table
+        return y, self.replace(total=self.total.value + x)
+
+
+class Gain(eqx.Module):
+    """Neither a Module of ours nor one with a State in it."""
+
+    gain: Any
+    tau: Any
+
+
+def cell() -> Cell:
+    linear = eqx.nn.Linear(2, 3, key=jax.random.key(0))
+    return Cell(jnp.asarray(2.0), 1.5, np.ones(3, np.float32), sm.State(0.0, reduce="sum"), linear)
+
+
+def shapes(tree: Any) -> list[Any]:
+    return [np.shape(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def scaled(model: Gain, x: Any) -> Any:
+    return model.gain * model.tau * x, model
+
+
+def test_a_model_comes_back_as_it_came(lanes: Any) -> None:
+    f = lanes(lambda model, x: model(x), in_axes=(None, 0))
+    model, wanted = cell(), np.stack([cell()(x)[0] for x in X])
+    for number in range(3):
+        before = model
+        y, model = f(before, X)
+        alike, unsharded = f.unsharded(before, X)
+        np.testing.assert_allclose(y, wanted, rtol=1e-6)
+        np.testing.assert_allclose(alike, wanted, rtol=1e-6)
+        assert shapes(model) == shapes(unsharded) == shapes(cell())
+        assert type(model.tau) is float
+        assert float(model.total.value) == float(unsharded.total.value) == (number + 1) * X.sum()
+        if number:
+            assert model.linear.weight is before.linear.weight
+            assert model.gain is before.gain and model.table is before.table
+    np.testing.assert_array_equal(np.asarray(model.table), np.ones(3))
+
+
+def test_what_was_not_written_is_no_output_of_the_program(lanes: Any) -> None:
+    f = lanes(lambda model, x: model(x), in_axes=(None, 0))
+    model = f(cell(), X)[1]
+    results = jax.tree.leaves(f.lower(model, X).program.out_info)
+    assert sorted(x.shape for x in results) == [(), (N, 3)]
+
+
+def test_what_is_written_follows_out_axes(lanes: Any) -> None:
+    def write(model: Gain, plain: Any, x: Any) -> Any:
+        return eqx.tree_at(lambda m: m.gain, model, model.gain + x), plain
+
+    def write_alike(model: Gain, plain: Any, x: Any) -> Any:
+        return eqx.tree_at(lambda m: m.gain, model, model.gain + 1), plain
+
+    plain = np.arange(2.0, dtype=np.float32)
+    for fun, wanted in ((write, 2 + X), (write_alike, np.full(N, 3.0))):
+        f = lanes(fun, in_axes=(None, None, 0), out_axes=-1)
+        model, copies = f(Gain(jnp.full(2, 2.0), jnp.ones(3)), plain, X)
+        np.testing.assert_array_equal(np.asarray(model.gain), np.tile(wanted, (2, 1)))
+        assert model.tau.shape == (3,)
+        # Not in a Module: as under `jax.vmap`.
+        np.testing.assert_array_equal(np.asarray(copies), np.tile(plain[:, None], N))
+
+
+def test_an_array_that_comes_into_a_module_inside_is_written(lanes: Any) -> None:
+    f = lanes(lambda gain, x: Gain(gain, 1.0), in_axes=(None, 0))
+    model = f(jnp.asarray(2.0), X)
+    assert model.gain.shape == (N,) and type(model.tau) is float
+
+
+def test_in_a_loop_around_the_call(lanes: Any) -> None:
+    f = lanes(scaled, in_axes=(None, 0))
+    # The number is a weakly typed array there, and stays one.
+    start = Gain(jnp.ones(3), 1.5)
+    model, _ = jax.lax.scan(lambda m, _: (f(m, X)[1], None), start, None, length=3)
+    assert shapes(model) == [(3,), ()]
+    model = jax.jit(lambda m: f(f(jax.jit(lambda m: m)(m), X)[1], X)[1])(start)
+    assert shapes(model) == [(3,), ()] and model.tau.weak_type
+
+
+AROUND: dict[str, Any] = {
+    "jit": jax.jit(scaled),
+    "two jits": jax.jit(jax.jit(scaled)),
+    "checkpoint": jax.checkpoint(scaled),
+    "scan": lambda m, x: jax.lax.scan(lambda m, _: scaled(m, x)[::-1], m, None, length=2)[::-1],
+    "jit of a scan": jax.jit(
+        lambda m, x: jax.lax.scan(lambda m, _: scaled(m, x)[::-1], m, None, length=2)[::-1]
+    ),
+    "cond": lambda m, x: jax.lax.cond(x > 1, scaled, lambda m, x: (m.gain, m), m, x),
+    "value_and_grad": lambda m, x: sm.value_and_grad(scaled)(m, x)[0],
+    "value_and_grad in a checkpoint": jax.checkpoint(
+        lambda m, x: sm.value_and_grad(scaled)(m, x)[0]
+    ),
+    "tree.map": lambda m, x: jax.tree.map(lambda leaf: leaf, scaled(m, x)),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_through_transformations_inside(lanes: Any, around: str) -> None:
+    f = lanes(AROUND[around], in_axes=(None, 0))
+    model = Gain(jnp.float32(2.0), jnp.float32(1.5))
+    for number in range(3):
+        before = model
+        _, model = f(before, X)
+        assert shapes(model) == [(), ()]
+        assert number == 0 or model.gain is before.gain
+    assert [float(model.gain), float(model.tau)] == [2.0, 1.5]
+
+
+def test_a_derivative_of_its_own_is_not_passed_by(lanes: Any) -> None:
+    @jax.custom_vjp
+    def reverse(x: Any) -> Any:
+        return x
+
+    reverse.defvjp(lambda x: (x, None), lambda _, g: (-g,))
+
+    def reversing(model: Gain, x: Any) -> Any:
+        return x, jax.tree.map(reverse, model)
+
+    for fun in (reversing, jax.jit(reversing)):
+        f = lanes(fun, in_axes=(None, 0), out_axes=(0, None))
+        gain = jax.grad(lambda w, f: f(Gain(w, 1.5), X)[1].gain)(2.0, jax.tree_util.Partial(f))
+        assert float(gain) == -1
+
+
+def test_a_donated_model_keeps_what_comes_back() -> None:
+    f = sm.pmap2(lambda model, x: model(x), in_axes=(None, 0), donate_argnums=0)
+    model = f.place(cell(), X)[0]
+    for _ in range(3):
+        _, model = f(model, X)
+        assert shapes(model) == shapes(cell())
+    assert float(model.linear.weight.sum()) == float(cell().linear.weight.sum())
+
+
+def test_nested_lanes(lanes: Any) -> None:
+    inner = sm.vmap2(lambda model, x: model(x), in_axes=(None, 0))
+    f, model = lanes(inner, in_axes=(None, 0)), cell()
+    for _ in range(3):
+        y, model = f(model, np.ones((2, N), np.float32))
+        assert y.shape == (2, N, 3) and shapes(model) == shapes(cell())
+    assert float(model.total.value) == 3 * 2 * N
+
+
+def test_packed(lanes: Any) -> None:
+    f = lanes(lambda model, x: model(x), in_axes=(None, 0))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:N]), ("i",))
+    packed = sm.pack(cell(), mesh)
+    for _ in range(3):
+        _, packed = f(packed, X)
+    assert shapes(packed.unpack()) == shapes(cell())
+
+
+def test_an_untouched_state_is_no_output_under_a_trace_either(lanes: Any) -> None:
+    state = sm.ParamState(jnp.ones(3))
+    f = lanes(lambda state, x: (x, state), in_axes=(None, 0))
+    jaxpr = jax.make_jaxpr(lambda state, x: f(state, x))(state, X).jaxpr
+    assert jaxpr.outvars[1] is jaxpr.invars[0]
