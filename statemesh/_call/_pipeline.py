@@ -168,7 +168,7 @@ class Pipeline:
             return back(outputs, program.layout.returned(inputs, shown, back.forwarded()))
         if self.declared.rules.has_own_mesh and compat.explicit_around(leaves):
             raise errors.own_mesh_among_explicit(self.declared.name)
-        given = program.layout.traced(inputs, recorded)
+        given: Sequence[Any] = program.layout.traced(inputs, recorded)
         # Where nothing is recorded (an eager `grad` or `vmap`) the compiled program is transformed;
         # where a jaxpr is, no layer of ours goes into it.
         call = program if recorded or not self.declared.jit else signature.plain
@@ -245,7 +245,8 @@ class Pipeline:
         ready, shown = program.layout.concrete(given)
         if program.binding.outside is not None:
             ready = shown
-        ready = program.layout.returned(given, ready, range(len(given)))
+        moved = [k for k, x in enumerate(given) if shown[k] is not x]
+        ready = program.layout.returned(given, ready, moved)
         for position, x in zip(program.inputs, ready, strict=True):
             leaves[position] = x
         placed: tuple[Any, ...] = treedef.unflatten(leaves)[0]

@@ -1,6 +1,5 @@
 """Step 2, memory: which arrays share some, and what is done so that none is given up twice."""
 
-import math
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -30,7 +29,8 @@ def apart(x: Any, target: Sharding) -> Any:
         if compat.is_tracer(x) or not _may_share(x, target):
             return x
         return copied(x)
-    if isinstance(x, np.ndarray) and any(d.platform == "cpu" for d in target.device_set):
+    devices: set[Any] = target.device_set
+    if isinstance(x, np.ndarray) and any(device.platform == "cpu" for device in devices):
         return np.array(x)
     return x
 
@@ -144,8 +144,3 @@ def memory(x: Any) -> frozenset[tuple[Any, int]]:
     return frozenset(
         (part.device, part.data.unsafe_buffer_pointer()) for part in x.addressable_shards
     )
-
-
-def part_size(shape: Sequence[int], dtype: Any, parts: int) -> int:
-    """The bytes of an array that a device holds if it is split into so many parts."""
-    return math.prod(shape) // parts * int(dtype.itemsize)

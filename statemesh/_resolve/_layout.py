@@ -142,7 +142,7 @@ class Layout:
             return
         for k in set(self.on_device).difference(moved):
             alike = spared.get(self.part_size(k, ready[k]), ())
-            if alike and not memory(ready[k]).isdisjoint(*map(memory, alike)):
+            if alike and not memory(ready[k]).isdisjoint(frozenset().union(*map(memory, alike))):
                 ready[k] = copied(ready[k])
 
     def part_size(self, k: int, x: Any) -> int:
@@ -150,7 +150,8 @@ class Layout:
         target = self.targets[k]
         if target is None:
             return 0
-        return math.prod(target.shard_shape(np.shape(x))) * int(x.dtype.itemsize)
+        size: int = math.prod(target.shard_shape(np.shape(x))) * x.dtype.itemsize
+        return size
 
     def returned(
         self, given: Sequence[Any], shown: Sequence[Any], forwarded: Iterable[int]
@@ -182,7 +183,7 @@ class Layout:
             return True
         if not isinstance(here, NamedSharding) or here.mesh != target.mesh:
             return False
-        return only(here.spec, self.axis_names) == target.spec
+        return bool(only(here.spec, self.axis_names) == target.spec)
 
     def traced(self, given: Sequence[Any], recorded: bool) -> list[Any]:
         """Inputs some of which are traced: tracers are never put anywhere, concrete arrays are,

@@ -141,8 +141,8 @@ def place(tree: Any, mesh: Mesh, specs: Any = None, *, state_specs: StateSpecs =
         mention goes by its own `spec`, else it is replicated.
 
     **Returns:** the tree, its arrays on the mesh. Arrays that already lie right are not touched, and
-    leaves that are not arrays stay as they are. Other arrays are copied, so that one may be donated
-    without the other.
+    leaves that are not arrays stay as they are. What is moved shares no memory with what it was moved
+    from, so that one may be donated without the other.
 
     **Raises:** `SpecError` for specs that do not fit the tree, its arrays or the mesh.
 
@@ -187,5 +187,6 @@ def place(tree: Any, mesh: Mesh, specs: Any = None, *, state_specs: StateSpecs =
         if not isinstance(x, jax.Array):
             leaves[i] = onto(apart(x, target), target)
         elif x.sharding != target:
-            leaves[i] = onto(apart(strong(x), target), target)
+            same = x.sharding.is_equivalent_to(target, x.ndim)
+            leaves[i] = onto(strong(x) if same else apart(strong(x), target), target)
     return tree_util.tree_structure(tree).unflatten(leaves)
