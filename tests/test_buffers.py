@@ -3,7 +3,6 @@ is what somebody fills anew."""
 
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -238,7 +237,7 @@ def test_what_jax_would_share_is_copied() -> None:
     assert not np.shares_memory(apart(host, on(make_mesh())), host)
 
 
-def moving_calls() -> dict[str, Callable[..., Any]]:
+def moving_calls() -> dict[str, Any]:
     def fun(s: Any, x: Any) -> Any:
         return s.set(s.value + 1), x * 2
 
@@ -297,8 +296,8 @@ def test_what_a_call_moved_and_gave_back_may_be_donated() -> None:
     equal(give(state).value, X + 1)
     assert state.value.is_deleted()
     equal(x, X)
-    for place in (lambda s: sm.place(s, make_mesh()), lambda s: keep.place(s)[0]):
-        state = place(sm.State(x))
+    (by_call,) = keep.place(sm.State(x))
+    for state in (sm.place(sm.State(x), make_mesh()), by_call):
         give(state)
         assert state.value.is_deleted()
         equal(x, X)
