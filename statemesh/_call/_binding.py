@@ -1,7 +1,7 @@
 """Step 3, what binds the axis names: the devices of a mesh, or the lanes of a `vmap`."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
@@ -34,6 +34,12 @@ class Inputs(Protocol):
 
     def concrete(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]: ...
 
+    def returned(
+        self, given: Sequence[Any], shown: Sequence[Any], forwarded: Iterable[int]
+    ) -> Sequence[Any]: ...
+
+    def part_size(self, k: int, x: Any) -> int: ...
+
     def traced(self, given: Sequence[Any], recorded: bool) -> list[Any]: ...
 
     def abstract(self, given: Sequence[Any]) -> list[Any]: ...
@@ -64,7 +70,8 @@ class Binding(Protocol):
         placements: Sequence[Any],
         kinds: Sequence[type],
         strengthen: Sequence[bool],
-        alias: bool,
+        stateful: Sequence[bool],
+        donating: bool,
     ) -> Inputs: ...
 
     def varying(self) -> Varying:
@@ -110,11 +117,11 @@ class OnMesh:
         placements: Sequence[Placement],
         kinds: Sequence[type],
         strengthen: Sequence[bool],
-        alias: bool,
+        stateful: Sequence[bool],
+        donating: bool,
     ) -> Inputs:
-        return self._layout_type()(
-            name, self.mesh, self.axis_names, paths, placements, kinds, strengthen, alias
-        )
+        inputs = paths, placements, kinds, strengthen, stateful, donating
+        return self._layout_type()(name, self.mesh, self.axis_names, *inputs)
 
     def _layout_type(self) -> type[Layout]:
         return SpreadLayout if spans_processes(self.mesh) else Layout
@@ -193,11 +200,11 @@ class OnProcesses(OnDevices):
         placements: Sequence[Placement],
         kinds: Sequence[type],
         strengthen: Sequence[bool],
-        alias: bool,
+        stateful: Sequence[bool],
+        donating: bool,
     ) -> Inputs:
-        return LanesOfProcesses(
-            name, self.whole, self.own, self.axis_names, paths, placements, kinds, strengthen, alias
-        )
+        inputs = paths, placements, kinds, strengthen, stateful, donating
+        return LanesOfProcesses(name, self.whole, self.own, self.axis_names, *inputs)
 
     def count(self, name: str, inputs: Inputs, arrays: Sequence[Any]) -> int:
         return self.own.size
@@ -233,9 +240,10 @@ class OverLanes:
         placements: Sequence[Lane],
         kinds: Sequence[type],
         strengthen: Sequence[bool],
-        alias: bool,
+        stateful: Sequence[bool],
+        donating: bool,
     ) -> Inputs:
-        del alias
+        del stateful, donating
         kind = FixedLaneLayout if self.fixed else LaneLayout
         return kind(name, paths, placements, kinds, strengthen)
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._resolve._buffers import Spared
 from .._resolve._lanes import OtherShapes
 from .._write_back import WriteBack
 from ._program import Program
@@ -22,17 +23,18 @@ class DonatingProgram:
     def __init__(self, program: Program, how: Any) -> None:
         self.program = program
         self.how = how
-        self._compiled: dict[Any, tuple[Any, tuple[int, ...]]] = {}
+        self._compiled: dict[Any, tuple[Any, Spared]] = {}
         # What the last call was made with, tried first.
-        self._last: tuple[Any, tuple[int, ...]] = (_refuse, ())
+        self._last: tuple[Any, Spared] = (_refuse, Spared((), ()))
 
     def __call__(self, *arrays: Any) -> tuple[list[Any], WriteBack]:
-        compiled, donated = self._last
+        compiled, spared = self._last
         try:
-            outputs: tuple[list[Any], WriteBack] = compiled(*_apart(arrays, donated))
+            outputs: tuple[list[Any], WriteBack] = compiled(*spared(arrays))
         except OtherShapes:
-            compiled, donated = self._last = self._for(arrays)
-            outputs = compiled(*_apart(arrays, donated))
+            compiled, spared = self._last = self._for(arrays)
+            outputs = compiled(*spared(arrays))
+        spared.keep(outputs[0])
         return outputs
 
     def trace(self, *arrays: Any) -> jax.stages.Traced:
@@ -45,13 +47,14 @@ class DonatingProgram:
         lowered: jax.stages.Lowered = compiled.lower(*arrays)
         return lowered
 
-    def _for(self, arrays: Sequence[Any]) -> tuple[Any, tuple[int, ...]]:
+    def _for(self, arrays: Sequence[Any]) -> tuple[Any, Spared]:
         key = _shapes(arrays)
         if key not in self._compiled:
             one = _OfShapes(self.program, key)
             traced = jax.jit(one).trace(*arrays)
             donated = self._given_up(arrays, *traced.out_info)
-            self._compiled[key] = (jax.jit(one, donate_argnums=donated), donated)
+            spared = spared_by(self.program, arrays, donated)
+            self._compiled[key] = (jax.jit(one, donate_argnums=donated), spared)
         return self._compiled[key]
 
     def _given_up(
@@ -101,10 +104,7 @@ def _shapes(arrays: Sequence[Any]) -> tuple[Any, ...]:
     return tuple((jnp.shape(x), jnp.result_type(x)) for x in arrays)
 
 
-def _apart(arrays: Sequence[Any], donated: Sequence[int]) -> Sequence[Any]:
-    """The arrays, with a copy of each donated one that also stands elsewhere among them."""
-    if len(set(map(id, arrays))) == len(arrays):
-        return arrays
-    times = Counter(map(id, arrays))
-    given = set(donated)
-    return [jnp.copy(x) if k in given and times[id(x)] > 1 else x for k, x in enumerate(arrays)]
+def spared_by(program: Program, arrays: Sequence[Any], donated: Sequence[int]) -> Spared:
+    """What keeps inputs like these from being given up twice."""
+    sizes = [program.layout.part_size(k, x) for k, x in enumerate(arrays)]
+    return Spared(donated, sizes)

@@ -130,15 +130,18 @@ class Pipeline:
             or (last.statics and not last.same_statics(leaves))
         ):
             return self._other(leaves, treedef, args, kwargs)
+        given = last.inputs(leaves) if last.statics else leaves
         try:
-            ready, shown = last.concrete(last.inputs(leaves) if last.statics else leaves)
+            ready, shown = last.concrete(given)
             outputs, back = last.compiled(*ready)
         except OtherShapes:
             return self._other(leaves, treedef, args, kwargs)
         except (RuntimeError, ValueError):
             # To look beforehand would cost more than all of the checks above.
-            last.program.layout.check_alive(last.program.arrays(leaves))
+            last.program.layout.check_alive(given)
             raise
+        if shown is not given:
+            shown = last.program.layout.returned(given, shown, back.forwarded())
         return back(outputs, shown)
 
     def _other(
@@ -151,8 +154,10 @@ class Pipeline:
         around = (
             signature.program.binding.context(traced=not eager) if other_mesh else nullcontext()
         )
+        program = signature.program
+        inputs = program.arrays(leaves)
         if eager:
-            ready, shown = signature.concrete(signature.inputs(leaves))
+            ready, shown = signature.concrete(inputs)
             with around:
                 signature.check_program(ready)
                 outputs, back = signature.compiled(*ready)
@@ -160,11 +165,10 @@ class Pipeline:
             if self.declared.rules.steady and not other_mesh:
                 self._last = signature
                 signature.set_mesh = _set_mesh() if self.declared.rules.takes_set_mesh else None
-            return back(outputs, shown)
-        program = signature.program
+            return back(outputs, program.layout.returned(inputs, shown, back.forwarded()))
         if self.declared.rules.has_own_mesh and compat.explicit_around(leaves):
             raise errors.own_mesh_among_explicit(self.declared.name)
-        given = program.layout.traced(program.arrays(leaves), recorded)
+        given: Sequence[Any] = program.layout.traced(inputs, recorded)
         # Where nothing is recorded (an eager `grad` or `vmap`) the compiled program is transformed;
         # where a jaxpr is, no layer of ours goes into it.
         call = program if recorded or not self.declared.jit else signature.plain
@@ -174,6 +178,8 @@ class Pipeline:
         except jax.errors.UnexpectedTracerError as error:
             raise errors.old_tracer(self.declared.name, program.tracer_paths(given)) from error
         self._keep(signature)
+        if not recorded:
+            given = program.layout.returned(inputs, given, back.forwarded())
         return back(outputs, given)
 
     def _signature(
@@ -235,9 +241,12 @@ class Pipeline:
         """The arguments, laid out as the call wants them."""
         leaves, treedef = tree_util.tree_flatten((args, kwargs))
         program = self._signature(leaves, treedef, args, kwargs).program
-        ready, _ = program.layout.concrete(program.arrays(leaves))
+        given = program.arrays(leaves)
+        ready, shown = program.layout.concrete(given)
         if program.binding.outside is not None:
-            ready = program.binding.outside(ready, program.layout.placements)
+            ready = shown
+        moved = [k for k, x in enumerate(given) if shown[k] is not x]
+        ready = program.layout.returned(given, ready, moved)
         for position, x in zip(program.inputs, ready, strict=True):
             leaves[position] = x
         placed: tuple[Any, ...] = treedef.unflatten(leaves)[0]

@@ -69,13 +69,17 @@ class Program:
             if unit.kind is None and not unit.in_module
             for p in unit.positions
         }
+        stateful = {
+            p for unit in given.flat_units() if unit.kind is not None for p in unit.positions
+        }
         self.layout = self.binding.layout(
             declared.name,
             [paths[p] for p in self.inputs],
             [inputs[p] for p in self.inputs],
             [type(leaves[p]) for p in self.inputs],
             [p not in keeps_weak for p in self.inputs],
-            alias=declared.donate == "none",
+            [p in stateful for p in self.inputs],
+            donating=declared.donate != "none",
         )
         self.repacking = Repacking(packing, placed, {p: k for k, p in enumerate(self.inputs)})
         unpacked = list(enumerate(zip(sorted(placed), self.repacking.inputs, strict=True)))

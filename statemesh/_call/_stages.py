@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._compat import tree_util
+from ._donate import spared_by
 from ._program import Program, static_token
 
 
@@ -86,6 +87,18 @@ class Lowered(Stage):
 class Compiled(Stage):
     """A call, compiled for arguments like these: called as the function is."""
 
+    def __init__(
+        self,
+        program: Any,
+        call: Program,
+        treedef: Any,
+        complete: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+    ) -> None:
+        super().__init__(program, call, treedef, complete)
+        inputs = tree_util.tree_leaves(program.args_info)
+        donated = [k for k, info in enumerate(inputs) if info.donated]
+        self._spared = spared_by(call, inputs, donated)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call, layout = self._call, self._call.layout
         leaves, treedef = tree_util.tree_flatten((self._complete(args), kwargs))
@@ -99,7 +112,8 @@ class Compiled(Stage):
             for k, x in enumerate(call.arrays(leaves))
         ]
         ready, shown = layout.concrete(given)
-        outputs, back = self.program(*ready)
+        outputs, back = self.program(*self._spared(ready))
+        self._spared.keep(outputs)
         if call.binding.outside is not None:
             outputs = call.binding.outside(outputs, back.places)
-        return back(outputs, shown)
+        return back(outputs, layout.returned(given, shown, back.forwarded()))

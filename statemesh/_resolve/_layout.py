@@ -1,6 +1,7 @@
 """Step 2 at every call: the program's inputs, laid out as it takes them."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from operator import methodcaller
 from typing import Any
 
@@ -10,9 +11,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._base import _compat as compat
 from .._base import _errors as errors
-from .._base._types import NUMBERS, AxisName
+from .._base._types import NUMBERS, AxisName, only
 from .._model._values import strong
-from ._placement import check_shapes, lies_right, traced_onto
+from ._buffers import MADE, apart, copied, memory
+from ._placement import check_shapes, lies_right, onto, traced_onto
 from ._specs import Placement
 
 
@@ -31,8 +33,9 @@ class Layout:
     - `kinds`: the type of each input.
     - `strengthen`: which inputs lose a weak type, so that what they become in the result is no news
         to the compiler when it is fed back.
-    - `alias`: whether a copy may share memory with what it was made from. Not where inputs are
-        donated: their owner would lose them.
+    - `stateful`: which inputs are leaves of States.
+    - `donating`: whether some inputs are given up. What had to be moved shares no memory then with what it
+        was moved from: its owner would lose it.
     """
 
     def __init__(
@@ -44,7 +47,8 @@ class Layout:
         placements: Sequence[Placement],
         kinds: Sequence[type],
         strengthen: Sequence[bool],
-        alias: bool,
+        stateful: Sequence[bool],
+        donating: bool,
     ) -> None:
         self.fun_name = fun_name
         self.mesh = mesh
@@ -52,12 +56,14 @@ class Layout:
         self.paths = paths
         self.placements = placements
         self.strengthen = strengthen
-        self.alias = alias
+        self.stateful = stateful
+        self.donating = donating
         # NumPy arrays have no sharding to compare; Python numbers need none; references stay where they are.
         self.hosted = [k for k, t in enumerate(kinds) if issubclass(t, np.ndarray | np.generic)]
         beside = {*self.hosted, *(k for k, t in enumerate(kinds) if t in (*NUMBERS, jax.Ref))}
         self.on_device = [k for k in range(len(kinds)) if k not in beside]
-        self.fresh = frozenset(k for k, t in enumerate(kinds) if t in NUMBERS)
+        # NumPy's memory is its owner's, who may fill it anew.
+        self.fresh = frozenset({*self.hosted, *(k for k, t in enumerate(kinds) if t in NUMBERS)})
         self.only_arrays = len(self.on_device) == len(placements)
         self.targets: list[Any] = [None] * len(placements)
         for k in [*self.hosted, *self.on_device]:
@@ -109,12 +115,75 @@ class Layout:
         kept = {k for k in wrong if k not in self.hosted and self._lies_right(ready[k], k)}
         moving = [k for k in wrong if k not in kept or self._goes_by_another_name(ready[k], k)]
         targets = [self.targets[k] for k in moving]
-        moved = jax.device_put([ready[k] for k in moving], targets, may_alias=self.alias)
+        sources = [ready[k] for k in moving]
+        if self.donating:
+            # What is of the host is not given up.
+            sources = [
+                apart(x, target) if isinstance(x, jax.Array) else x
+                for x, target in zip(sources, targets, strict=True)
+            ]
+        moved = jax.device_put(sources, targets)
         for k, x in zip(moving, moved, strict=True):
             ready[k] = x
             if k not in kept:
                 shown[k] = x
+        if self.donating:
+            self._spare([given[k] for k in moving if k not in self.hosted], ready, moving)
+            MADE.add(moved)
         return ready, shown
+
+    def _spare(self, originals: Sequence[Any], ready: list[Any], moved: Iterable[int]) -> None:
+        """Copy what was not moved but shares memory with an original that was, lest that be given up."""
+        spared: dict[int, list[jax.Array]] = {}
+        for x in originals:
+            size = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            spared.setdefault(size, []).append(x)
+        if not spared:
+            return
+        for k in set(self.on_device).difference(moved):
+            alike = spared.get(self.part_size(k, ready[k]), ())
+            if alike and not memory(ready[k]).isdisjoint(frozenset().union(*map(memory, alike))):
+                ready[k] = copied(ready[k])
+
+    def part_size(self, k: int, x: Any) -> int:
+        """The bytes of an input that a device holds; 0 of what is no array."""
+        target = self.targets[k]
+        if target is None:
+            return 0
+        size: int = math.prod(target.shard_shape(np.shape(x))) * x.dtype.itemsize
+        return size
+
+    def returned(
+        self, given: Sequence[Any], shown: Sequence[Any], forwarded: Iterable[int]
+    ) -> Sequence[Any]:
+        """What comes back as it went in, in memory of its own where it had to be moved.
+
+        An array outside a State had to be where its sharding is not that of its placement, whatever it is
+        called.
+        """
+        found = list(shown)
+        for k in forwarded:
+            x, target = given[k], self.targets[k]
+            if target is None or compat.is_tracer(shown[k]):
+                continue
+            if shown[k] is not x:
+                if not (self.donating and isinstance(x, jax.Array)):
+                    source = apart(x, target)
+                    found[k] = shown[k] if source is x else self._put(source, k)
+            elif not (self.stateful[k] or self._is_laid_out(x, k)):
+                found[k] = self._put(apart(x, target), k)
+        return found
+
+    def _put(self, x: Any, k: int) -> jax.Array:
+        return onto(strong(x) if self.strengthen[k] else x, self.targets[k])
+
+    def _is_laid_out(self, x: jax.Array, k: int) -> bool:
+        here, target = x.sharding, self.targets[k]
+        if here is self.seen[k] or here == target:
+            return True
+        if not isinstance(here, NamedSharding) or here.mesh != target.mesh:
+            return False
+        return bool(only(here.spec, self.axis_names) == target.spec)
 
     def traced(self, given: Sequence[Any], recorded: bool) -> list[Any]:
         """Inputs some of which are traced: tracers are never put anywhere, concrete arrays are,
@@ -131,7 +200,7 @@ class Layout:
             return traced_onto(x, target, self.axis_names)
         if isinstance(x, jax.Array) and lies_right(x, target, self.axis_names):
             return x
-        return jax.device_put(x, target)
+        return onto(x, target)
 
     def abstract(self, given: Sequence[Any]) -> list[Any]:
         """Shapes and dtypes on the mesh, to lower the program with."""

@@ -18,6 +18,7 @@ from .._base._paths import path_str
 from .._base._prefix import broadcast_specs
 from .._base._types import AxisName, StateSpecs, canonical, is_state, only, spec_axes
 from .._model._values import strong
+from ._buffers import apart
 from ._mesh import check_specs, manual_names
 from ._specs import UNSAID, Placement, choose_specs, own_placements, placement
 
@@ -104,16 +105,16 @@ def _beside(spec: PartitionSpec, other: PartitionSpec) -> PartitionSpec:
     return canonical(spec.update(partitions=tuple(a + b for a, b in pairs)))
 
 
-def onto(x: Any, target: NamedSharding, alias: bool = True) -> jax.Array:
+def onto(x: Any, target: NamedSharding) -> jax.Array:
     """`x` on the mesh of `target`, whose devices may be those of several processes.
 
-    Every process has the same `x` then. `alias`: whether the result may share memory with it.
+    Every process has the same `x` then.
     """
     if not (target.mesh.is_multi_process and is_own(x)):
-        put: jax.Array = jax.device_put(x, target, may_alias=alias)
+        put: jax.Array = jax.device_put(x, target)
         return put
     indices = target.addressable_devices_indices_map(x.shape)
-    parts = jax.device_put([x[index] for index in indices.values()], [*indices], may_alias=alias)
+    parts = jax.device_put([x[index] for index in indices.values()], [*indices])
     return jax.make_array_from_single_device_arrays(x.shape, target, parts, dtype=x.dtype)
 
 
@@ -140,7 +141,8 @@ def place(tree: Any, mesh: Mesh, specs: Any = None, *, state_specs: StateSpecs =
         mention goes by its own `spec`, else it is replicated.
 
     **Returns:** the tree, its arrays on the mesh. Arrays that already lie right are not touched, and
-    leaves that are not arrays stay as they are.
+    leaves that are not arrays stay as they are. What is moved shares no memory with what it was moved
+    from, so that one may be donated without the other.
 
     **Raises:** `SpecError` for specs that do not fit the tree, its arrays or the mesh.
 
@@ -183,7 +185,8 @@ def place(tree: Any, mesh: Mesh, specs: Any = None, *, state_specs: StateSpecs =
     targets = [NamedSharding(mesh, where.spec) for where in wheres]
     for i, x, target in zip(chosen_at, arrays, targets, strict=True):
         if not isinstance(x, jax.Array):
-            leaves[i] = onto(x, target)
+            leaves[i] = onto(apart(x, target), target)
         elif x.sharding != target:
-            leaves[i] = onto(strong(x), target)
+            same = x.sharding.is_equivalent_to(target, x.ndim)
+            leaves[i] = onto(strong(x) if same else apart(strong(x), target), target)
     return tree_util.tree_structure(tree).unflatten(leaves)

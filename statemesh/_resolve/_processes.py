@@ -1,7 +1,7 @@
 """Step 2 with several processes: each has a part of every array on its own devices."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from .._arguments import Arguments
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._types import AxisName, Place
+from ._buffers import apart
 from ._lanes import FixedLayout, fits
 from ._layout import Layout
 from ._placement import is_own, onto
@@ -43,12 +44,13 @@ class SpreadLayout(Layout):
             self.check(given)
             given = list(given)
             for k in mine:
-                given[k] = onto(given[k], self.targets[k], self.alias)
+                target = self.targets[k]
+                given[k] = onto(apart(given[k], target) if self.donating else given[k], target)
         return super()._moved(given)
 
     def _traced(self, x: Any, target: NamedSharding, recorded: bool) -> Any:
         if not recorded and not compat.is_tracer(x) and is_own(x):
-            return onto(x, target, self.alias)
+            return onto(x, target)
         return super()._traced(x, target, recorded)
 
 
@@ -87,10 +89,12 @@ class LanesOfProcesses(FixedLayout):
         placements: Sequence[Placement],
         kinds: Sequence[type],
         strengthen: Sequence[bool],
-        alias: bool,
+        stateful: Sequence[bool],
+        donating: bool,
     ) -> None:
-        super().__init__(fun_name, mesh, axis_names, paths, placements, kinds, strengthen, alias)
-        self.own = _OwnParts(fun_name, own, axis_names, paths, placements, kinds, strengthen, alias)
+        inputs = axis_names, paths, placements, kinds, strengthen, stateful, donating
+        super().__init__(fun_name, mesh, *inputs)
+        self.own = _OwnParts(fun_name, own, *inputs)
         self.sizes = mesh.size, own.size
 
     def concrete(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -105,6 +109,11 @@ class LanesOfProcesses(FixedLayout):
 
     def check_alive(self, given: Sequence[Any]) -> None:
         self.own.check_alive(given)
+
+    def returned(
+        self, given: Sequence[Any], shown: Sequence[Any], forwarded: Iterable[int]
+    ) -> Sequence[Any]:
+        return self.own.returned(given, shown, forwarded)
 
     def traced(self, given: Sequence[Any], recorded: bool) -> list[Any]:
         raise errors.processes_traced(self.fun_name)

@@ -1,0 +1,184 @@
+"""Whatever shares memory with whatever: results are right, and nothing is lost that is not given up by name.
+
+Leaves of a model are made from few sources, in all the ways in which arrays come to share memory. What a
+leaf holds is known without JAX: its source's number, and one more for each time that it was written.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from statemesh._resolve._buffers import Spared
+from tests.helpers import make_mesh
+
+
+jnp: Any = jax.numpy
+few = settings(max_examples=max(settings().max_examples // 4, 1))
+
+# How a leaf comes from its source. Of the first ones the call, or `sm.place`, has to move something.
+MOVED = ("host", "another device", "placed", "numpy")
+LAID = ("put", "again", "view")
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One leaf of a model."""
+
+    source: int
+    how: str
+    state: bool
+    split: bool
+    written: bool
+
+
+MODELS = st.lists(
+    st.builds(
+        Leaf,
+        source=st.integers(0, 1),
+        how=st.sampled_from(MOVED + LAID),
+        state=st.booleans(),
+        split=st.booleans(),
+        written=st.booleans(),
+    ),
+    min_size=2,
+    max_size=5,
+)
+
+
+class Sources:
+    """What leaves are made of: arrays that the caller holds on to."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.host = [jnp.full(8, float(k)) for k in range(2)]
+        self.elsewhere = [jax.device_put(x, jax.devices()[1]) for x in self.host]
+        self.numpy = [aligned(np.full(8, k, np.float32)) for k in range(2)]
+        self.laid: dict[tuple[int, bool], Any] = {}
+
+    def array(self, leaf: Leaf) -> Any:
+        k, there = leaf.source, NamedSharding(self.mesh, spec_of(leaf))
+        match leaf.how:
+            case "host":
+                return self.host[k]
+            case "another device":
+                return self.elsewhere[k]
+            case "placed":
+                return sm.place(self.host[k], self.mesh, spec_of(leaf))
+            case "numpy":
+                return self.numpy[k]
+            case "put":
+                return jax.device_put(self.host[k], there)
+        # A source of its own, which no other way leads to.
+        own = self.laid.setdefault((k, leaf.split), jax.device_put(np.full(8, float(k)), there))
+        if leaf.how == "again":
+            return own
+        parts = [shard.data for shard in own.addressable_shards]
+        return jax.make_array_from_single_device_arrays((8,), there, parts)
+
+
+def aligned(x: np.ndarray) -> np.ndarray:
+    """`x` where JAX takes it for the memory of an array of its own on a CPU."""
+    held = np.zeros(x.nbytes + 64, np.uint8)
+    start = -held.ctypes.data % 64
+    there: np.ndarray = held[start : start + x.nbytes].view(x.dtype)
+    there[:] = x
+    return there
+
+
+def spec_of(leaf: Leaf) -> P:
+    return P("x") if leaf.split else P()
+
+
+def parts_of(x: Any) -> set[Any]:
+    if not isinstance(x, jax.Array) or x.is_deleted():
+        return set()
+    return {(shard.device, shard.data.unsafe_buffer_pointer()) for shard in x.addressable_shards}
+
+
+@contextmanager
+def nothing_given_up_twice() -> Iterator[None]:
+    """Fails before JAX does, which may end the process."""
+    right = Spared.__call__
+
+    def checked(self: Spared, arrays: Sequence[Any]) -> Sequence[Any]:
+        ready = right(self, arrays)
+        parts = [parts_of(x) for x in ready]
+        for k in self.donated:
+            assert not any(parts[k] & parts[j] for j in range(len(parts)) if j != k)
+        return ready
+
+    with mock.patch.object(Spared, "__call__", checked):
+        yield
+
+
+def is_one(x: Any, number: float) -> bool:
+    return not (isinstance(x, jax.Array) and x.is_deleted()) and bool((np.array(x) == number).all())
+
+
+@few
+@given(MODELS, st.sampled_from(["1", "2", "8", "2x2"]), st.sampled_from(["none", "states", "all"]))
+def test_shared_memory(leaves: list[Leaf], name: str, donate: Any) -> None:
+    mesh = make_mesh(name)
+    sources = Sources(mesh)
+    given = [sources.array(leaf) for leaf in leaves]
+    model = [
+        sm.State(x, spec=spec_of(leaf)) if leaf.state else x
+        for leaf, x in zip(leaves, given, strict=True)
+    ]
+    # A state takes no array of NumPy as it is.
+    given = [m.value if isinstance(m, sm.State) else m for m in model]
+    specs = [spec_of(leaf) for leaf in leaves]
+
+    def fun(model: list[Any]) -> list[Any]:
+        return [
+            jax.tree.map(lambda x: x + 1, m) if leaf.written else m
+            for leaf, m in zip(leaves, model, strict=True)
+        ]
+
+    call = sm.shard_map(fun, mesh, (specs,), specs, donate=donate)
+    with nothing_given_up_twice():
+        first = call(model)
+        jax.block_until_ready(first)
+        check_held(leaves, given, sources, mesh, donate)
+        for x in sources.numpy:
+            x[:] = -1
+        check_results(leaves, first, 1)
+        second = call(first)
+        check_results(leaves, second, 2)
+    left = [(leaf, m) for leaf, m in zip(leaves, first, strict=True) if not leaf.written]
+    for leaf, m in left:
+        check_results([leaf], [m], 1)
+
+
+def check_results(leaves: Sequence[Leaf], results: Sequence[Any], times: int) -> None:
+    """Every result is what its leaf holds after so many calls."""
+    for leaf, m in zip(leaves, results, strict=True):
+        assert is_one(m.value if leaf.state else m, leaf.source + times * leaf.written)
+
+
+def check_held(
+    leaves: Sequence[Leaf], given: Sequence[Any], sources: Sources, mesh: Mesh, donate: str
+) -> None:
+    """What was passed is there, but for what is given up; so is what it was moved from."""
+    for leaf, x in zip(leaves, given, strict=True):
+        laid = isinstance(x, jax.Array) and x.sharding == NamedSharding(mesh, spec_of(leaf))
+        wanted = donate == "all" or (donate == "states" and leaf.state)
+        assert (leaf.written and laid and wanted) or is_one(x, leaf.source)
+    # On one device it is the same layout by another name.
+    by_name = ("put", "placed") if mesh.size == 1 else ("put",)
+    put = {leaf.source for leaf in leaves if leaf.how in by_name}
+    for k in range(2):
+        assert is_one(sources.elsewhere[k], k)
+        assert is_one(sources.numpy[k], k)
+        # What the caller put there himself, JAX may have left where it was.
+        assert k in put or is_one(sources.host[k], k)

@@ -1,0 +1,146 @@
+"""Step 2, memory: which arrays share some, and what is done so that none is given up twice."""
+
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from itertools import repeat
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from .._base import _compat as compat
+
+
+def copied(x: jax.Array) -> jax.Array:
+    """`x` in memory of its own, on the devices where it lies."""
+    copy: jax.Array = jax.device_put(x, x.sharding, may_alias=False)
+    return copy
+
+
+def apart(x: Any, target: Sharding) -> Any:
+    """`x`, or a copy of it where JAX would lay it out as `target` in the memory that `x` has already.
+
+    `jax.device_put` takes a part that lies on one of the devices for the part to be put there, and on the
+    host's own device the memory of a NumPy array.
+    """
+    if isinstance(x, jax.Array):
+        if compat.is_tracer(x) or not _may_share(x, target):
+            return x
+        return copied(x)
+    devices: set[Any] = target.device_set
+    if isinstance(x, np.ndarray) and any(device.platform == "cpu" for device in devices):
+        return np.array(x)
+    return x
+
+
+def _may_share(x: jax.Array, target: Sharding) -> bool:
+    if x.sharding.device_set.isdisjoint(target.device_set):
+        return False
+    return x.sharding.shard_shape(x.shape) == target.shard_shape(x.shape)
+
+
+# What can be looked up by `id` although nobody has made it.
+_NOBODY: tuple[Any, int] = (lambda: None, 0)
+
+
+class Made:
+    """The arrays that programs have made, each with the number of its making: no two share memory.
+
+    They are known as long as somebody else holds them.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[Any, int]] = {}
+        self._most = 1024
+        self.number = 0
+
+    def add(self, arrays: Sequence[Any]) -> None:
+        self.number += 1
+        self._entries.update(
+            zip(map(id, arrays), zip(map(weakref.ref, arrays), repeat(self.number)), strict=False)
+        )
+        if len(self._entries) > self._most:
+            # Most of them have died, or there are that many.
+            for key, (ref, _) in list(self._entries.items()):
+                if ref() is None:
+                    self._entries.pop(key, None)
+            self._most = max(1024, 2 * len(self._entries))
+
+    def numbers(self, arrays: Sequence[Any]) -> list[int]:
+        """When each was made; 0 for what something else has made."""
+        entries = self._entries
+        found = [entries.get(id(x), _NOBODY) for x in arrays]
+        return [number if ref() is x else 0 for (ref, number), x in zip(found, arrays, strict=True)]
+
+
+MADE = Made()
+
+
+class Spared:
+    """A program's inputs at each call, in memory of their own where they are given up.
+
+    Two arrays may share memory without being one object: what was moved and what it was moved from, an
+    array and a part of it, a key and its data. To give up one would take it away from the other.
+
+    **Arguments:**
+
+    - `donated`: which inputs the program gives up.
+    - `sizes`: of the part of each input that a device holds, in bytes. Only where these are equal can two
+        inputs share memory.
+    """
+
+    def __init__(self, donated: Sequence[int], sizes: Sequence[int]) -> None:
+        self.donated = frozenset(donated)
+        count = Counter(sizes)
+        wanted = {sizes[k] for k in donated if sizes[k] and count[sizes[k]] > 1}
+        self.compared = [k for k, size in enumerate(sizes) if size in wanted]
+        # What no program made and none took, found apart from all others, and the last number by then.
+        self._apart: tuple[list[Any], int] = [], 0
+
+    def __call__(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """The arrays, with a copy of each donated one that shares memory with another."""
+        if not self.compared or self._known([arrays[k] for k in self.compared]):
+            return arrays
+        lies = {k: memory(arrays[k]) for k in self.compared}
+        times = Counter(part for parts in lies.values() for part in parts)
+        shared = {k for k, parts in lies.items() if any(times[part] > 1 for part in parts)}
+        if shared:
+            return [copied(x) if k in shared & self.donated else x for k, x in enumerate(arrays)]
+        compared = [arrays[k] for k in self.compared]
+        own = zip(self.compared, compared, MADE.numbers(compared), strict=True)
+        left = [weakref.ref(x) for k, x, n in own if not n and k not in self.donated]
+        self._apart = left, MADE.number
+        return arrays
+
+    def _known(self, compared: Sequence[Any]) -> bool:
+        """Whether nothing has to be looked up: that would wait for what is being computed.
+
+        So it is where programs made all of these, or the others are those of last time and all that
+        programs made was made since.
+        """
+        if len(set(map(id, compared))) < len(compared):
+            return False
+        numbers = MADE.numbers(compared)
+        if all(numbers):
+            return True
+        others = [x for x, n in zip(compared, numbers, strict=True) if not n]
+        left, before = self._apart
+        if len(others) != len(left) or any(0 < n <= before for n in numbers):
+            return False
+        return all(ref() is x for ref, x in zip(left, others, strict=True))
+
+    def keep(self, outputs: Sequence[Any]) -> None:
+        """Remember what the program has made."""
+        if self.compared:
+            MADE.add(outputs)
+
+
+def memory(x: Any) -> frozenset[tuple[Any, int]]:
+    """Where each part of `x` begins, with its device."""
+    if not isinstance(x, jax.Array) or x.is_deleted():
+        return frozenset()
+    return frozenset(
+        (part.device, part.data.unsafe_buffer_pointer()) for part in x.addressable_shards
+    )
