@@ -195,7 +195,7 @@ def step(case: NestedCase, model: Any, x: Any) -> Any:
 
         return stepped
 
-    loss = base
+    loss: Callable[..., Any] = base
     for _ in range(case.order):
         loss = after(loss)
     over = "x" if case.named else None
@@ -221,7 +221,8 @@ def mapped(case: NestedCase) -> Callable[..., Any]:
     transform = sm.pmap2 if case.how == "pmap2" else sm.vmap2
     lanes: Any = transform(run, in_axes=(axes, 0), axis_name="x", axis_size=case.shards)
     if case.how == "pmap2":
-        return lanes
+        on_devices: Callable[..., Any] = lanes
+        return on_devices
     if case.how == "vmap2":
         return _cut(
             case,
@@ -236,8 +237,8 @@ def mapped(case: NestedCase) -> Callable[..., Any]:
     outputs = P(), {"weights": P(None, "y"), "scale": P(), "shift": P()}
     checked = case.how == "vmap2 in checked"
     mesh = jax.sharding.Mesh(np.array(jax.devices()[: case.parts]), ("y",))
-    specs = parts, P(None, None, "y")
-    on_shards: Callable[..., Any] = sm.shard_map(lanes, mesh, specs, outputs, check_vma=checked)
+    each = parts, P(None, None, "y")
+    on_shards: Callable[..., Any] = sm.shard_map(lanes, mesh, each, outputs, check_vma=checked)
     return on_shards
 
 
