@@ -20,18 +20,25 @@ from ._match import Entered, leaves_of, match
 from ._model._state import State
 from ._model._values import strong
 from ._varying import Varying
-from ._write_back import Forwarded, Output, Static, WriteBack
+from ._write_back import Forwarded, Given, Output, Static, WriteBack
 
 
 class _Leaving:
     """Collects the program's outputs, their specs, and every mistake on the way."""
 
-    def __init__(self, exit: Exit, known: dict[int, tuple[int, Place]], varying: Varying) -> None:
+    def __init__(
+        self,
+        exit: Exit,
+        known: dict[int, tuple[int, Place]],
+        varying: Varying,
+        given: Sequence[Any],
+    ) -> None:
         self.exit = exit
         self.rules = exit.rules
         # The arrays the function was given, by identity: returned as they are, they are forwarded.
         self.known = known
         self.varying = varying
+        self.given = {id(x): Given(k, x) for k, x in enumerate(given)}
         self.outputs: list[Any] = []
         self.places: list[Place] = []
         self.rewritten: list[int] = []
@@ -159,7 +166,7 @@ class _Leaving:
     def leaf(self, x: Any, entry: Any, in_module: bool, path: str) -> Any:
         """One leaf outside any State."""
         if not is_shaped(x) and (type(x) not in NUMBERS or in_module):
-            return Static(x)
+            return self.given.get(id(x), Static(x))
         where = self.rules.for_array(entry, x, path, self.wrong)
         source = self.array(x, where, path)
         if isinstance(source, Forwarded):
@@ -195,6 +202,7 @@ def leave(
     known: dict[int, tuple[int, Place]],
     exit: Exit,
     varying: Varying,
+    given: Sequence[Any] = (),
 ) -> tuple[list[Any], WriteBack]:
     """Take one instance's result apart.
 
@@ -205,6 +213,7 @@ def leave(
     - `known`: by `id`, each array that it was given: its index among the inputs, its placement.
     - `exit`: how results leave.
     - `varying`: what is known of where values differ.
+    - `given`: the leaves of its arguments that are no arrays and may be other objects at the next call.
 
     **Returns:** the program's outputs, and how the result is put together again.
 
@@ -216,7 +225,7 @@ def leave(
     returned = [(keys, node) for keys, node in flat if is_state(node)]
     origins = iter(match(exit.fun_name, returned, entered, exit.donating))
     said = iter(exit.rules.said(result, root))
-    leaving = _Leaving(exit, known, varying)
+    leaving = _Leaving(exit, known, varying, given)
     parts: list[Any] = []
     for keys, node in flat:
         if not is_state(node):

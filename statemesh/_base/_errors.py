@@ -448,11 +448,28 @@ def other_structure(name: str, lowered: Any, given: Any) -> TypeError:
     )
 
 
-def other_statics(name: str, differ: Sequence[tuple[Any, Any]]) -> TypeError:
-    items = [f"{was!r}, and called with {now!r}" for was, now in differ]
+def other_statics(name: str, differ: Sequence[tuple[str, Any]]) -> TypeError:
+    items = [f"{was}, and called with {now!r}" for was, now in differ]
     return TypeError(
         f"{name} was compiled for arguments that are no arrays, and called with others:\n{_lines(items)}\n"
         "Lower it for these, or call the function itself, which compiles anew."
+    )
+
+
+def unknowable_statics(name: str, bad: Sequence[tuple[str, Any, Any]]) -> StructureError:
+    items = [
+        f"{path}: {_short(value)} of type {type(value).__name__}"
+        + (
+            ""
+            if part is value
+            else f", in which there is {_short(part)} of type {type(part).__name__}"
+        )
+        for path, value, part in bad
+    ]
+    return StructureError(
+        f"{name}: arguments that are no arrays can neither be hashed nor be compared by what is in them, so "
+        f"that a change of them would not be seen:\n{_lines(items)}\n"
+        "Pass the values that are used of it, in arrays or in a @dataclass(frozen=True)."
     )
 
 

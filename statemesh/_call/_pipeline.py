@@ -8,7 +8,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from operator import is_
 from typing import Any
 
 import jax
@@ -25,12 +24,12 @@ from .._write_back import WriteBack
 from ._binding import Outside
 from ._declared import Declared
 from ._donate import DonatingProgram
-from ._program import Program, static_token
+from ._program import Program
 from ._stages import Lowered
 
 
-# Programs kept for one mapped call. Static leaves that are compared by identity can make a new
-# signature at every call; the oldest programs go first.
+# Programs kept for one mapped call. Static leaves can make a new signature at every call; the oldest
+# programs go first.
 _KEPT = 256
 
 
@@ -51,6 +50,7 @@ class Signature:
         self.inputs = program.arrays
         self.concrete = program.layout.concrete
         self.statics = program.statics
+        self.changing = program.changing
         self.types = list(map(type, leaves))
         self.treedef = treedef
         self.context: Any = None
@@ -73,7 +73,7 @@ class Signature:
             self.compiled = _brought_out(self.compiled, outside)
 
     def same_statics(self, leaves: Sequence[Any]) -> bool:
-        return all(map(is_, self.program.static_leaves(leaves), self.statics))
+        return self.program.same_statics(leaves)
 
     def check_program(self, arrays: Sequence[Any]) -> None:
         """Refuse, once, what the traced program shows and JAX's types let through.
@@ -130,6 +130,7 @@ class Pipeline:
             or (last.statics and not last.same_statics(leaves))
         ):
             return self._other(leaves, treedef, args, kwargs)
+        given = last.program.hold(leaves) if last.changing else ()
         try:
             ready, shown = last.concrete(last.inputs(leaves) if last.statics else leaves)
             outputs, back = last.compiled(*ready)
@@ -139,7 +140,7 @@ class Pipeline:
             # To look beforehand would cost more than all of the checks above.
             last.program.layout.check_alive(last.program.arrays(leaves))
             raise
-        return back(outputs, shown)
+        return back(outputs, shown, given)
 
     def _other(
         self, leaves: list[Any], treedef: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -147,6 +148,7 @@ class Pipeline:
         recorded = compat.under_jit()
         eager = _trace(()) is compat.TOP_LEVEL and not any(map(compat.is_tracer, leaves))
         signature = self._signature(leaves, treedef, args, kwargs, traced=not eager)
+        held = signature.program.hold(leaves)
         other_mesh = compat.context_mesh() is not None and self.declared.rules.has_own_mesh
         around = (
             signature.program.binding.context(traced=not eager) if other_mesh else nullcontext()
@@ -160,7 +162,7 @@ class Pipeline:
             if self.declared.rules.steady and not other_mesh:
                 self._last = signature
                 signature.set_mesh = _set_mesh() if self.declared.rules.takes_set_mesh else None
-            return back(outputs, shown)
+            return back(outputs, shown, held)
         program = signature.program
         if self.declared.rules.has_own_mesh and compat.explicit_around(leaves):
             raise errors.own_mesh_among_explicit(self.declared.name)
@@ -174,7 +176,7 @@ class Pipeline:
         except jax.errors.UnexpectedTracerError as error:
             raise errors.old_tracer(self.declared.name, program.tracer_paths(given)) from error
         self._keep(signature)
-        return back(outputs, given)
+        return back(outputs, given, held)
 
     def _signature(
         self,
@@ -228,6 +230,7 @@ class Pipeline:
         leaves, treedef = tree_util.tree_flatten((args, kwargs))
         signature = self._signature(leaves, treedef, args, kwargs)
         program = signature.program
+        program.hold(leaves)
         inputs = program.layout.abstract(program.arrays(leaves))
         return Lowered(signature.lowers.lower(*inputs), program, treedef, complete)
 
@@ -271,7 +274,6 @@ def _described(leaf: Any) -> Any:
 
 
 def _tokens(program: Program, leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """What a program depends on beside types: of the inputs, what the rules say, and the static leaves, by
-    value where they can be hashed, else by identity."""
+    """What a program depends on beside types: of the inputs, what the rules say, and the static leaves."""
     shapes = program.declared.rules.key(program.arrays(leaves))
-    return shapes, *map(static_token, program.static_leaves(leaves))
+    return shapes, *program.tokens_of(leaves)
