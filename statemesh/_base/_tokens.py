@@ -128,10 +128,16 @@ def _token(value: Any, above: Mapping[int, int]) -> Hashable:
         same = _Same(value)
     except Exception:  # Whatever a user's own `__hash__` raises.
         return kind, *_content(value, _inside(value, above))
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+    parameters = getattr(kind, "__dataclass_params__", None)
+    if parameters is None or not parameters.eq:
         return kind, same
-    # Fields that are equal may differ still: 1 and 1.0, 0.0 and -0.0.
-    return kind, same, *_compared_fields(value, _inside(value, above))
+    try:
+        # Fields that are equal may differ still: 1 and 1.0, 0.0 and -0.0. Where they may be set anew, what was
+        # equal once is not so for ever.
+        compared = _compared_fields if parameters.frozen else _content
+        return kind, same if parameters.frozen else None, *compared(value, _inside(value, above))
+    except Unknowable:  # A part that its hash leaves out.
+        return kind, same
 
 
 def _inside(value: Any, above: Mapping[int, int]) -> Mapping[int, int]:
@@ -156,18 +162,13 @@ def _tokens(values: Any, inside: Mapping[int, int]) -> tuple[Hashable, ...]:
 
 
 def _compared_fields(value: Any, inside: Mapping[int, int]) -> Sequence[Hashable]:
-    """Of a dataclass that goes by the values of its fields, those that count."""
-    if not type(value).__dataclass_params__.eq:
-        return ()
+    """Of a dataclass those fields that count when two are compared."""
     names = [field.name for field in dataclasses.fields(value) if field.compare]
-    try:
-        return _tokens([getattr(value, name, None) for name in names], inside)
-    except Unknowable:  # A part that its hash leaves out.
-        return ()
+    return _tokens([getattr(value, name, None) for name in names], inside)
 
 
 def _content(value: Any, inside: Mapping[int, int]) -> Sequence[Hashable]:
-    """What an object that cannot be hashed is made of."""
+    """What an object is made of."""
     kind = type(value)
     if kind is list:
         return _tokens(value, inside)
