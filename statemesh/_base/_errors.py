@@ -1138,6 +1138,17 @@ def processes_traced(name: str) -> BatchAxisError:
     )
 
 
+def processes_disagree(name: str, bad: Sequence[tuple[str, Any]]) -> StructureError:
+    items = [f"{path}: {describe(value)} in this one" for path, value in bad]
+    what = _lines(items or ["the structure of the arguments, or where their arrays lie"])
+    return StructureError(
+        f"{name}: the processes passed different values where all of them have to pass the same:\n{what}\n"
+        "Make them from the same seed or file in every process, or send one process's array or seed to all: "
+        "jax.experimental.multihost_utils.broadcast_one_to_all(x). Where each process has a part of the "
+        "data, make one array of the parts: jax.make_array_from_process_local_data(sharding, part)."
+    )
+
+
 def processes_alone() -> BatchAxisError:
     return BatchAxisError(
         "unsharded: each of several processes has only its own lanes. Gather them, as with "

@@ -19,7 +19,7 @@ class Unknowable(Exception):
         self.value = value
 
 
-class _Same:
+class Same:
     """A value that can be hashed, equal to others of its type that say so.
 
     The hash is that of the moment: an object that is changed, and its hash with it, is another value.
@@ -35,7 +35,7 @@ class _Same:
         return self.hash
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Same) or self.hash != other.hash:
+        if not isinstance(other, Same) or self.hash != other.hash:
             return False
         mine, theirs = self.value, other.value
         if mine is theirs:
@@ -48,7 +48,7 @@ class _Same:
             return False
 
 
-class _SameArray:
+class SameArray:
     """An array in a static value, equal to others of the same content."""
 
     __slots__ = ("key", "value")
@@ -61,7 +61,7 @@ class _SameArray:
         return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _SameArray) or self.key != other.key:
+        if not isinstance(other, SameArray) or self.key != other.key:
             return False
         if self.value is other.value:
             return True
@@ -117,7 +117,7 @@ def _token(value: Any, above: Mapping[int, int]) -> Hashable:
     if isinstance(value, jax.Array):
         # A tracer is nothing but itself.
         traced = isinstance(value, jax.core.Tracer)
-        return kind, _ByIdentity(value) if traced else _SameArray(value)
+        return kind, _ByIdentity(value) if traced else SameArray(value)
     if id(value) in above:
         return kind, above[id(value)]
     if kind is tuple:
@@ -125,15 +125,15 @@ def _token(value: Any, above: Mapping[int, int]) -> Hashable:
     if kind is slice:
         return kind, _tokens([value.start, value.stop, value.step], above)
     try:
-        same = _Same(value)
+        same = Same(value)
     except Exception:  # Whatever a user's own `__hash__` raises.
         return kind, *_content(value, _inside(value, above))
     parameters = getattr(kind, "__dataclass_params__", None)
     if parameters is None or not parameters.eq:
         return kind, same
     try:
-        # Fields that are equal may differ still: 1 and 1.0, 0.0 and -0.0. Where they may be set anew, what was
-        # equal once is not so for ever.
+        # Fields that are equal may differ still: 1 and 1.0, 0.0 and -0.0. Where they may be set anew, the
+        # object that is kept may have been changed since.
         compared = _compared_fields if parameters.frozen else _content
         return kind, same if parameters.frozen else None, *compared(value, _inside(value, above))
     except Unknowable:  # A part that its hash leaves out.

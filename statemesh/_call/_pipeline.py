@@ -53,6 +53,8 @@ class Signature:
         self.changing = program.changing
         self.types = list(map(type, leaves))
         self.treedef = treedef
+        # Whether other processes, if there are any, were found to have the same.
+        self.agreed = False
         self.context: Any = None
         # The mesh that was set, with its devices, where the call takes that one.
         self.set_mesh: Any = None
@@ -153,6 +155,9 @@ class Pipeline:
         around = (
             signature.program.binding.context(traced=not eager) if other_mesh else nullcontext()
         )
+        if not (recorded or signature.agreed):
+            signature.program.agree(leaves)
+            signature.agreed = True
         if eager:
             ready, shown = signature.concrete(signature.inputs(leaves))
             with around:

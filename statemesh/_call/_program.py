@@ -11,6 +11,7 @@ from .._base import _errors as errors
 from .._base._tokens import Unknowable, may_change, token
 from .._base._types import Place
 from .._exit import Exit
+from .._resolve._agreement import Passed, static_passed, structure_passed
 from .._write_back import WriteBack
 from ._declared import Declared
 from ._packing import Packing, Repacking
@@ -167,6 +168,16 @@ class Program:
         for position, leaf in zip(self.instance.changing, changing, strict=True):
             self.instance.template[position] = leaf
         return changing
+
+    def agree(self, leaves: Sequence[Any]) -> None:
+        """Refuse arguments that other processes have otherwise, where they all have to have the same."""
+
+        def passed() -> list[Passed]:
+            paths = self.given.paths()
+            statics = [static_passed(paths[i], leaves[i]) for i in self.statics_at]
+            return [structure_passed(self.given.treedef, [*paths.values()]), *statics]
+
+        self.layout.agree(self.arrays(leaves), passed)
 
     def given_up(self, how: Any, back: WriteBack) -> Sequence[int]:
         """The inputs whose memory `how` gives up: of written states, of all, or of some arguments."""

@@ -45,6 +45,11 @@ class Meta:
         specs = tuple(jax.tree_util.tree_leaves(self.spec, is_leaf=is_spec))
         return hash((self.name, self.tag, specs, self.reduce))
 
+    def __repr__(self) -> str:
+        # Where JAX prints structures that differ.
+        tag = sorted(self.tag)
+        return f"name={self.name!r}, tag={tag}, spec={self.spec!r}, reduce={self.reduce!r}"
+
 
 _PLAIN = Meta(None, frozenset(), None, None)
 
