@@ -362,9 +362,9 @@ def alike() -> Found:
     asked: list[Any] = []
     gathered = _agreement._gathered
 
-    def counted_gathered(*args: Any) -> Any:
-        asked.append(args)
-        return gathered(*args)
+    def counted_gathered(mesh: Mesh, row: bytes) -> list[bytes]:
+        asked.append(row)
+        return gathered(mesh, row)
 
     _agreement._gathered = counted_gathered
     for _ in range(3):
