@@ -22,7 +22,7 @@ from ._match import Entered, leaves_of, match
 from ._model._state import State
 from ._model._values import strong
 from ._varying import Varying
-from ._write_back import Forwarded, Output, Static, WriteBack
+from ._write_back import Forwarded, Given, Output, Static, WriteBack
 
 
 class _Leaving:
@@ -34,6 +34,7 @@ class _Leaving:
         known: dict[int, tuple[int, Place]],
         staying: dict[int, Place],
         varying: Varying,
+        given: Sequence[Any],
     ) -> None:
         self.exit = exit
         self.rules = exit.rules
@@ -44,6 +45,7 @@ class _Leaving:
         # What is known of equations through which these may have gone.
         self.forwarding: dict[int, tuple[Any, list[int | None]]] = {}
         self.varying = varying
+        self.given = {id(x): Given(k, x) for k, x in enumerate(given)}
         self.outputs: list[Any] = []
         self.places: list[Place] = []
         self.rewritten: list[int] = []
@@ -182,7 +184,7 @@ class _Leaving:
     def leaf(self, x: Any, entry: Any, in_module: bool, path: str) -> Any:
         """One leaf outside any State."""
         if not is_shaped(x) and (type(x) not in NUMBERS or in_module):
-            return Static(x)
+            return self.given.get(id(x), Static(x))
         stayed = self.stayed(x) if in_module else None
         if stayed is None:
             where = self.rules.for_array(entry, x, path, self.wrong)
@@ -230,6 +232,7 @@ def leave(
     staying: dict[int, Place],
     exit: Exit,
     varying: Varying,
+    given: Sequence[Any] = (),
 ) -> tuple[list[Any], WriteBack]:
     """Take one instance's result apart.
 
@@ -241,6 +244,7 @@ def leave(
     - `staying`: by `id`, the placements of those in Modules that leave as they came when not written.
     - `exit`: how results leave.
     - `varying`: what is known of where values differ.
+    - `given`: the leaves of its arguments that are no arrays and may be other objects at the next call.
 
     **Returns:** the program's outputs, and how the result is put together again.
 
@@ -252,7 +256,7 @@ def leave(
     returned = [(keys, node) for keys, node in flat if is_state(node)]
     origins = iter(match(exit.fun_name, returned, entered, exit.donating))
     said = iter(exit.rules.said(result, root))
-    leaving = _Leaving(exit, known, staying, varying)
+    leaving = _Leaving(exit, known, staying, varying, given)
     parts: list[Any] = []
     for keys, node in flat:
         if not is_state(node):

@@ -33,6 +33,18 @@ class Static:
     value: Any
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Given:
+    """A leaf that is no array and comes back as the object that went in.
+
+    `index` counts those of the call that may be another object of the same content each time. `value` is the
+    one that was there while tracing.
+    """
+
+    index: int
+    value: Any
+
+
 @jax.tree_util.register_static
 class WriteBack:
     """What tracing found out about the result: its tree, and where each of its leaves comes from.
@@ -42,7 +54,7 @@ class WriteBack:
 
     **Arguments:**
 
-    - `result`: the result's tree with `Output`, `Forwarded` and `Static` as leaves.
+    - `result`: the result's tree with `Output`, `Forwarded`, `Static` and `Given` as leaves.
     - `places`: where each of the program's outputs goes.
     - `rewritten`: the inputs that leaves of written states came from, for donation.
     - `written`: the outputs that are leaves of written states, with the states' paths.
@@ -50,6 +62,7 @@ class WriteBack:
     """
 
     __slots__ = (
+        "_given",
         "_kinds",
         "_metas",
         "_order",
@@ -88,7 +101,9 @@ class WriteBack:
         rest = [i for i, unit in enumerate(units) if not is_state(unit)]
         self._kinds = [type(units[i]) for i in plain]
         self._metas = [units[i]._meta.plain for i in plain]
-        self._statics = [s.value for s in self.sources if isinstance(s, Static)]
+        constant = [s for s in self.sources if isinstance(s, Static | Given)]
+        self._statics = [s.value for s in constant]
+        self._given = [(i, s.index) for i, s in enumerate(constant) if isinstance(s, Given)]
         statics = iter(range(-len(self._statics), 0))
         sources = [self._place(unit.value if is_state(unit) else unit, statics) for unit in units]
         self._pick = _picker([sources[i] for i in (*plain, *rest)])
@@ -108,15 +123,25 @@ class WriteBack:
         """Which inputs come back as they are."""
         return frozenset(s.index for s in self.sources if isinstance(s, Forwarded))
 
-    def __call__(self, outputs: Sequence[Any], arguments: Sequence[Any]) -> Any:
-        """The result's tree."""
-        picked = self._pick([*outputs, *arguments, *self._statics])
+    def __call__(
+        self, outputs: Sequence[Any], arguments: Sequence[Any], given: Sequence[Any] = ()
+    ) -> Any:
+        """The result's tree.
+
+        `given`: the leaves that `Given` stands for; left out, those that were there while tracing.
+        """
+        statics = self._statics
+        if given and self._given:
+            statics = list(statics)
+            for i, k in self._given:
+                statics[i] = given[k]
+        picked = self._pick([*outputs, *arguments, *statics])
         made = rebuild_plain(self._kinds, self._metas, picked)
         return self._treedef.unflatten(self._order([*made, *picked[len(made) :]]))
 
 
 def _is_source(node: object) -> bool:
-    return isinstance(node, Output | Forwarded | Static)
+    return isinstance(node, Output | Forwarded | Static | Given)
 
 
 def _is_plain(node: object) -> bool:

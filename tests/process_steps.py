@@ -4,6 +4,8 @@
 and saves what it found. Run in one process on all devices, the same tasks are the reference.
 """
 
+import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -18,6 +20,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
+from statemesh._resolve import _agreement
 from tests.helpers import compiles, counted
 
 
@@ -290,6 +293,89 @@ def refusals() -> Found:
     return {}, said
 
 
+AT_LEAST_3 = functools.partial(max, 3)
+
+
+@dataclasses.dataclass
+class Config:
+    """Something that cannot be hashed."""
+
+    rate: float
+    words: frozenset[str] = frozenset({"one", "two", "three", "four"})
+    act: Any = jax.nn.relu
+    more: Any = AT_LEAST_3
+
+
+def alike() -> Found:
+    """What every process has to pass alike, each of them something else, and what is alike."""
+    mesh = Mesh(np.array(jax.devices()), ("i",))
+    rows = P("i")
+    own = jax.process_index()
+    local = jax.local_devices()[0]
+
+    def here(x: Any) -> Any:
+        return jax.device_put(np.float32(x), local)
+
+    def step(states: Any, x: Any, config: Any, key: Any) -> Any:
+        count = states["count"].set(states["count"].value + x.sum())
+        return x * config.rate, {**states, "count": count}
+
+    def states(count: Any, seed: int = 0, tag: str = "t") -> Any:
+        both = {"one", "two", "three", tag}
+        return {
+            "count": sm.State(count, reduce="sum", tag=both),
+            "rng": sm.RandomState(jax.random.key(seed)),
+        }
+
+    call = sm.shard_map(step, mesh, (P(), rows, None, P()), (rows, P()))
+    x, config, key = np.arange(LANES, dtype=np.float32), Config(2.0), jax.random.key(1)
+    facts: dict[str, Any] = {
+        what: refusal(functools.partial(call, *given))
+        for what, given in {
+            "committed": (states(here(own)), x, config, key),
+            "key": (states(1.0, seed=own), x, config, key),
+            "several": (states(np.float32(own), seed=own), x + own, config, key),
+            "static": (states(1.0), x, Config(2.0 + own), key),
+            "within": (states(1.0), x, Config(2.0, more=functools.partial(max, own)), key),
+            "function": (states(1.0), x, Config(2.0, act=[jnp.tanh, jnp.sin][own]), key),
+            "structure": (states(1.0, tag=f"of {own}"), x, config, key),
+            "leaves": (states(1.0), x, config, [key] * (own + 1)),
+            "more": (states(1.0), x, [config] * (own + 1), key),
+        }.items()
+    }
+    double = sm.shard_map(lambda x, n: x * n, mesh, (rows, P()), rows)
+    facts["number"] = refusal(lambda: double(x, float(own)))
+    facts["grad"] = refusal(lambda: jax.grad(lambda x: double(x, here(own)).sum())(jnp.ones(LANES)))
+    facts["place"] = refusal(lambda: sm.place(states(1.0, seed=own), mesh))
+    facts["pack"] = refusal(lambda: sm.pack(states(here(own)), mesh))
+    lanes = np.ones(len(own_lanes()), np.float32)
+    shared = sm.pmap2(lambda s, x: x * s.value, in_axes=(None, 0))
+    facts["shared"] = refusal(lambda: shared(sm.State(here(own)), lanes))
+    facts["argument"] = refusal(
+        lambda: sm.pmap2(lambda x, n: x * n, static_broadcasted_argnums=1)(lanes, own)
+    )
+    arrays = held(call(states(here(3.0), seed=4), x, config, key), "alike")
+    arrays |= held(shared(sm.State(here(4.0)), lanes), "alike too")
+    # What lies right is not compared again, nor are static leaves.
+    ready = call.place(states(here(3.0), seed=4), x, config, key)
+    call(*ready)
+    asked: list[Any] = []
+    gathered = _agreement._gathered
+
+    def counted_gathered(mesh: Mesh, row: bytes) -> list[bytes]:
+        asked.append(row)
+        return gathered(mesh, row)
+
+    _agreement._gathered = counted_gathered
+    for _ in range(3):
+        _, after = call(*ready)
+        ready = (after, *ready[1:])
+        shared(sm.State(here(4.0)), lanes)
+    _agreement._gathered = gathered
+    facts["asked in steady calls"] = len(asked)
+    return arrays, facts
+
+
 def loses(how: str) -> Found:
     """One process ends in the middle of its steps; the other goes on as if nothing had happened."""
     step = sm.pmap2(lambda x: jax.lax.psum(x, "i"), "i")
@@ -304,7 +390,7 @@ def loses(how: str) -> Found:
 
 
 TASKS: dict[str, Callable[[], Found]] = {
-    task.__name__: task for task in (lanes, shards, others, refusals)
+    task.__name__: task for task in (lanes, shards, others, refusals, alike)
 }
 
 

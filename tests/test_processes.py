@@ -94,7 +94,7 @@ def ended(started: Sequence[subprocess.Popen[bytes]], outs: Sequence[pathlib.Pat
 def together(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each of two processes found: arrays as its devices hold them, and facts."""
     folder = tmp_path_factory.mktemp("processes") / "together"
-    with processes("lanes,shards,others,refusals", 60, folder) as (started, outs):
+    with processes("lanes,shards,others,refusals,alike", 60, folder) as (started, outs):
         for code, said in ended(started, outs):
             assert code == 0, said
     return [
@@ -106,7 +106,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 @pytest.fixture(scope="module")
 def alone() -> process_steps.Found:
     """What one process finds on all devices."""
-    return process_steps.run("lanes,shards,others")
+    return process_steps.run("lanes,shards,others,alike")
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,8 @@ def alone() -> process_steps.Found:
         "made",
         "map",
         "handed over",
+        "alike",
+        "alike too",
     ],
 )
 def test_several_processes_find_what_one_does(task: str, together: Any, alone: Any) -> None:
@@ -241,6 +243,56 @@ REFUSED = {
 def test_what_several_processes_are_refused(what: str, together: Any) -> None:
     for _, facts in together:
         assert facts["refusals"][what] == REFUSED[what]
+
+
+DIFFERENT = (
+    "StructureError: {}: the processes passed different values where all of them have to pass the same:\n"
+    "{}\n"
+    "Make them from the same seed or file in every process, or send one process's array or seed to all: "
+    "jax.experimental.multihost_utils.broadcast_one_to_all(x). Where each process has a part of the data, "
+    "make one array of the parts: jax.make_array_from_process_local_data(sharding, part)."
+)
+KEY = "states['rng']: key<fry>[]"
+# What names the call, and what it says is different. `?` is the number of the process.
+DISAGREED = {
+    "committed": ("step", ["states['count']: float32[]"]),
+    "key": ("step", [KEY]),
+    "several": ("step", ["states['count']: float32[]", KEY, "x: float32[8]"]),
+    "more": ("step", ["the structure of the arguments, or where their arrays lie"]),
+    "number": ("<lambda>", ["n: ?.0"]),
+    "grad": ("<lambda>", ["n: float32[]"]),
+    "place": ("place", ["tree['rng']: key<fry>[]"]),
+    "pack": ("pack", ["model['count']: float32[]"]),
+    "shared": ("<lambda>", ["s: float32[]"]),
+    "argument": (
+        "<lambda>",
+        ["the structure of the arguments: PyTreeDef(((*, CustomNode(_Box[?], [])), {}))"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", list(DISAGREED))
+def test_what_every_process_has_to_pass_alike_is_compared(what: str, together: Any) -> None:
+    name, bad = DISAGREED[what]
+    for process, (_, facts) in enumerate(together):
+        lines = [line if "or where" in line else f"{line} in this one" for line in bad]
+        text = "\n".join(f"  - {line}" for line in lines).replace("?", str(process))
+        assert facts["alike"][what] == DIFFERENT.format(name, text)
+
+
+@pytest.mark.parametrize("what", ["static", "within", "function", "structure", "leaves"])
+def test_static_leaves_of_all_processes_are_compared(what: str, together: Any) -> None:
+    path = (
+        "the structure of the arguments: " if what in ("structure", "leaves") else "config: Config("
+    )
+    for _, facts in together:
+        text = facts["alike"][what]
+        assert text.startswith(DIFFERENT.split("{}\n")[0].format("step") + f"  - {path}"), text
+        assert text.count("  - ") == 1
+
+
+def test_nothing_is_compared_again_that_lies_right(together: Any) -> None:
+    assert all(facts["alike"]["asked in steady calls"] == 0 for _, facts in together)
 
 
 def test_a_lost_process_ends_the_others(tmp_path: pathlib.Path) -> None:

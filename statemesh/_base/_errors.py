@@ -472,11 +472,28 @@ def other_structure(name: str, lowered: Any, given: Any) -> TypeError:
     )
 
 
-def other_statics(name: str, differ: Sequence[tuple[Any, Any]]) -> TypeError:
-    items = [f"{was!r}, and called with {now!r}" for was, now in differ]
+def other_statics(name: str, differ: Sequence[tuple[str, Any]]) -> TypeError:
+    items = [f"{was}, and called with {now!r}" for was, now in differ]
     return TypeError(
         f"{name} was compiled for arguments that are no arrays, and called with others:\n{_lines(items)}\n"
         "Lower it for these, or call the function itself, which compiles anew."
+    )
+
+
+def unknowable_statics(name: str, bad: Sequence[tuple[str, Any, Any]]) -> StructureError:
+    items = [
+        f"{path}: {_short(value)} of type {type(value).__name__}"
+        + (
+            ""
+            if part is value
+            else f", in which there is {_short(part)} of type {type(part).__name__}"
+        )
+        for path, value, part in bad
+    ]
+    return StructureError(
+        f"{name}: arguments that are no arrays can neither be hashed nor be compared by what is in them, so "
+        f"that a change of them would not be seen:\n{_lines(items)}\n"
+        "Pass the values that are used of it, in arrays or in a @dataclass(frozen=True)."
     )
 
 
@@ -1217,6 +1234,17 @@ def processes_traced(name: str) -> BatchAxisError:
         f"{name}: pmap2 over the devices of several processes is being traced, as by jit, grad, vmap or scan "
         "around it. It takes and gives this process's lanes, which are there only while it runs. Call it by "
         "itself, and transform the function that it maps; or use shard_map."
+    )
+
+
+def processes_disagree(name: str, bad: Sequence[tuple[str, Any]]) -> StructureError:
+    items = [f"{path}: {describe(value)} in this one" for path, value in bad]
+    what = _lines(items or ["the structure of the arguments, or where their arrays lie"])
+    return StructureError(
+        f"{name}: the processes passed different values where all of them have to pass the same:\n{what}\n"
+        "Make them from the same seed or file in every process, or send one process's array or seed to all: "
+        "jax.experimental.multihost_utils.broadcast_one_to_all(x). Where each process has a part of the "
+        "data, make one array of the parts: jax.make_array_from_process_local_data(sharding, part)."
     )
 
 

@@ -12,6 +12,7 @@ from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._types import AxisName
 from .._base._untyped import MeshCollective, run_untyped
+from .._resolve._agreement import Passed
 from .._resolve._lanes import FixedLaneLayout, FixedLayout, Lane, LaneLayout, count_lanes
 from .._resolve._layout import Layout
 from .._resolve._processes import LanesOfProcesses, OwnParts, SpreadLayout, spans_processes
@@ -31,6 +32,8 @@ class Inputs(Protocol):
     def check(self, arrays: Sequence[Any]) -> None: ...
 
     def check_alive(self, given: Sequence[Any]) -> None: ...
+
+    def agree(self, given: Sequence[Any], passed: Callable[[], list[Passed]]) -> None: ...
 
     def concrete(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]: ...
 

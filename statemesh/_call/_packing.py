@@ -37,7 +37,8 @@ class Packing:
     - `given`: the structure of the arguments.
     - `args`, `kwargs`, `leaves`, `arguments`: the same and their structure unpacked; of arrays in buffers
         there are the shapes.
-    - `origins`: for each of these leaves what it is, if anything is packed.
+    - `positions`: for each of these leaves the leaf of the arguments that it is, or is in.
+    - `origins`: for each of them what it is, if anything is packed.
     - `contents`: what is packed.
     """
 
@@ -51,12 +52,14 @@ class Packing:
         self.args, self.kwargs, self.leaves = args, kwargs, leaves
         self.given = self.arguments = Arguments(fun, args, kwargs)
         self.origins: list[_At] = []
+        self.positions: Sequence[int] = range(len(leaves))
         nodes = tree_util.tree_leaves((args, kwargs), is_leaf=_is_packed)
         self.contents = list(dict.fromkeys(n._contents for n in nodes if _is_packed(n)))
         if not self.contents:
             return
         marked = self.given.treedef.unflatten(map(_At, range(len(leaves))))
         self.origins = tree_util.tree_leaves(_unpacked(marked, _marks))
+        self.positions = [at.position for at in self.origins]
         self.args, self.kwargs = _unpacked((args, kwargs), _shapes)
         self.leaves = tree_util.tree_leaves((self.args, self.kwargs))
         self.arguments = Arguments(fun, self.args, self.kwargs)

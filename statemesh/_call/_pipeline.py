@@ -8,7 +8,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from operator import is_
 from typing import Any
 
 import jax
@@ -25,12 +24,12 @@ from .._write_back import WriteBack
 from ._binding import Outside
 from ._declared import Declared
 from ._donate import DonatingProgram
-from ._program import Program, static_token
+from ._program import Program
 from ._stages import Lowered
 
 
-# Programs kept for one mapped call. Static leaves that are compared by identity can make a new
-# signature at every call; the oldest programs go first.
+# Programs kept for one mapped call. Static leaves can make a new signature at every call; the oldest
+# programs go first.
 _KEPT = 256
 
 
@@ -51,8 +50,11 @@ class Signature:
         self.inputs = program.arrays
         self.concrete = program.layout.concrete
         self.statics = program.statics
+        self.changing = program.changing
         self.types = list(map(type, leaves))
         self.treedef = treedef
+        # Whether other processes, if there are any, were found to have the same.
+        self.agreed = False
         self.context: Any = None
         # The mesh that was set, with its devices, where the call takes that one.
         self.set_mesh: Any = None
@@ -73,7 +75,7 @@ class Signature:
             self.compiled = _brought_out(self.compiled, outside)
 
     def same_statics(self, leaves: Sequence[Any]) -> bool:
-        return all(map(is_, self.program.static_leaves(leaves), self.statics))
+        return self.program.same_statics(leaves)
 
     def check_program(self, arrays: Sequence[Any]) -> None:
         """Refuse, once, what the traced program shows and JAX's types let through.
@@ -131,6 +133,7 @@ class Pipeline:
         ):
             return self._other(leaves, treedef, args, kwargs)
         given = last.inputs(leaves) if last.statics else leaves
+        held = last.program.hold(leaves) if last.changing else ()
         try:
             ready, shown = last.concrete(given)
             outputs, back = last.compiled(*ready)
@@ -142,7 +145,7 @@ class Pipeline:
             raise
         if shown is not given:
             shown = last.program.layout.returned(given, shown, back.forwarded())
-        return back(outputs, shown)
+        return back(outputs, shown, held)
 
     def _other(
         self, leaves: list[Any], treedef: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -150,12 +153,16 @@ class Pipeline:
         recorded = compat.under_jit()
         eager = _trace(()) is compat.TOP_LEVEL and not any(map(compat.is_tracer, leaves))
         signature = self._signature(leaves, treedef, args, kwargs, traced=not eager)
+        held = signature.program.hold(leaves)
         other_mesh = compat.context_mesh() is not None and self.declared.rules.has_own_mesh
         around = (
             signature.program.binding.context(traced=not eager) if other_mesh else nullcontext()
         )
         program = signature.program
         inputs = program.arrays(leaves)
+        if not (recorded or signature.agreed):
+            program.agree(leaves)
+            signature.agreed = True
         if eager:
             ready, shown = signature.concrete(inputs)
             with around:
@@ -165,7 +172,8 @@ class Pipeline:
             if self.declared.rules.steady and not other_mesh:
                 self._last = signature
                 signature.set_mesh = _set_mesh() if self.declared.rules.takes_set_mesh else None
-            return back(outputs, program.layout.returned(inputs, shown, back.forwarded()))
+            shown = program.layout.returned(inputs, shown, back.forwarded())
+            return back(outputs, shown, held)
         if self.declared.rules.has_own_mesh and compat.explicit_around(leaves):
             raise errors.own_mesh_among_explicit(self.declared.name)
         given: Sequence[Any] = program.layout.traced(inputs, recorded)
@@ -180,7 +188,7 @@ class Pipeline:
         self._keep(signature)
         if not recorded:
             given = program.layout.returned(inputs, given, back.forwarded())
-        return back(outputs, given)
+        return back(outputs, given, held)
 
     def _signature(
         self,
@@ -234,6 +242,7 @@ class Pipeline:
         leaves, treedef = tree_util.tree_flatten((args, kwargs))
         signature = self._signature(leaves, treedef, args, kwargs)
         program = signature.program
+        program.hold(leaves)
         inputs = program.layout.abstract(program.arrays(leaves))
         return Lowered(signature.lowers.lower(*inputs), program, treedef, complete)
 
@@ -280,7 +289,6 @@ def _described(leaf: Any) -> Any:
 
 
 def _tokens(program: Program, leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """What a program depends on beside types: of the inputs, what the rules say, and the static leaves, by
-    value where they can be hashed, else by identity."""
+    """What a program depends on beside types: of the inputs, what the rules say, and the static leaves."""
     shapes = program.declared.rules.key(program.arrays(leaves))
-    return shapes, *map(static_token, program.static_leaves(leaves))
+    return shapes, *program.tokens_of(leaves)

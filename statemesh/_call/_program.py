@@ -1,13 +1,17 @@
 """Steps 1, 2 and 3 put together for one signature: a pure function over arrays."""
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 from .._arguments import Arguments
 from .._base import _compat as compat
 from .._base import _errors as errors
+from .._base._tokens import Unknowable, may_change, token
 from .._base._types import Place
 from .._exit import Exit
+from .._resolve._agreement import Passed, static_passed, structure_passed
 from .._write_back import WriteBack
 from ._declared import Declared
 from ._packing import Packing, Repacking
@@ -63,6 +67,12 @@ class Program:
         paths = given.paths()
         self.statics_at = [i for i in range(len(leaves)) if i not in inputs]
         self.statics = [leaves[i] for i in self.statics_at]
+        # Objects that may have been changed since are compared at every call, by what is in them.
+        self.changing = [i for i in self.statics_at if may_change(leaves[i])]
+        self.fixed_at = [i for i in self.statics_at if i not in self.changing]
+        self.fixed = [leaves[i] for i in self.fixed_at]
+        self.tokens = self.tokens_of(leaves)
+        self.changing_tokens = self._tokens_at(self.changing, leaves)
         keeps_weak = {
             p
             for unit in given.flat_units()
@@ -94,6 +104,7 @@ class Program:
             declared.fun,
             arguments,
             [None if i in placed else leaf for i, leaf in enumerate(packing.leaves)],
+            [packing.positions.index(i) for i in self.changing],
             sorted(placed),
             self.repacking.places,
             frozenset(
@@ -122,9 +133,64 @@ class Program:
         """The program's inputs among all leaves."""
         return [leaves[i] for i in self.inputs]
 
-    def static_leaves(self, leaves: Sequence[Any]) -> Iterable[Any]:
-        """The leaves that are not inputs."""
-        return map(leaves.__getitem__, self.statics_at)
+    def tokens_of(self, leaves: Sequence[Any]) -> list[Any]:
+        """What the static leaves are compared by.
+
+        **Raises:** `StructureError` for one that can be compared by nothing.
+        """
+        return self._tokens_at(self.statics_at, leaves)
+
+    def _tokens_at(self, positions: Sequence[int], leaves: Sequence[Any]) -> list[Any]:
+        try:
+            return [token(leaves[position]) for position in positions]
+        except Unknowable as error:
+            raise self._unknowable(leaves) from error
+
+    def _unknowable(self, leaves: Sequence[Any]) -> errors.StatemeshError:
+        paths, bad = self.given.paths(), []
+        for position in self.statics_at:
+            try:
+                token(leaves[position])
+            except Unknowable as error:
+                bad.append((paths[position], leaves[position], error.value))
+        return errors.unknowable_statics(self.declared.name, bad)
+
+    def same_statics(self, leaves: Sequence[Any]) -> bool:
+        """Whether the static leaves are those of this program, and have not been changed."""
+        if not all(map(is_, map(leaves.__getitem__, self.fixed_at), self.fixed)):
+            return False
+        return not self.changing or self._tokens_at(self.changing, leaves) == self.changing_tokens
+
+    @functools.cached_property
+    def texts(self) -> dict[int, str]:
+        """The static leaves as they are now, by position, for messages."""
+        return {i: repr(leaf) for i, leaf in zip(self.statics_at, self.statics, strict=True)}
+
+    def changing_of(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The static leaves that may be other objects at each call."""
+        return [leaves[position] for position in self.changing]
+
+    def hold(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Let the function have the objects of this call if it is traced again.
+
+        They have the content of those of an earlier call, which their owner may have changed since.
+
+        **Returns:** these objects.
+        """
+        changing = self.changing_of(leaves)
+        for position, leaf in zip(self.instance.changing, changing, strict=True):
+            self.instance.template[position] = leaf
+        return changing
+
+    def agree(self, leaves: Sequence[Any]) -> None:
+        """Refuse arguments that other processes have otherwise, where they all have to have the same."""
+
+        def passed() -> list[Passed]:
+            paths = self.given.paths()
+            statics = [static_passed(paths[i], leaves[i]) for i in self.statics_at]
+            return [structure_passed(self.given.treedef, [*paths.values()]), *statics]
+
+        self.layout.agree(self.arrays(leaves), passed)
 
     def given_up(self, how: Any, back: WriteBack) -> Sequence[int]:
         """The inputs whose memory `how` gives up: of written states, of all, or of some arguments."""
@@ -156,15 +222,3 @@ class Program:
 
         outputs = self.binding.call(run, self.declared.name, self.layout, flat_args)
         return outputs, found[0]
-
-
-def static_token(leaf: Any) -> Any:
-    """What a static leaf is compared by: its type and value, or its identity if it cannot be hashed."""
-    kind = type(leaf)
-    if isinstance(leaf, float):  # nan is not equal to itself, and -0.0 is to 0.0
-        return kind, leaf.hex()
-    try:
-        hash(leaf)
-    except Exception:  # Whatever a user's own `__hash__` raises.
-        return kind, id(leaf)
-    return kind, leaf

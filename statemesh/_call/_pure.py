@@ -27,6 +27,7 @@ class Instance:
     - `fun`: the user's function.
     - `arguments`: their structure.
     - `template`: the arguments' leaves with the static ones filled in.
+    - `changing`: where in `template` the objects are that may be others at the next call.
     - `inputs`: where in `template` each of the program's inputs goes.
     - `placements`: one for each input.
     - `fresh`: which inputs are new arrays inside, so that none of them comes back as it went in.
@@ -39,7 +40,8 @@ class Instance:
         self,
         fun: Callable[..., Any],
         arguments: Arguments,
-        template: Sequence[Any],
+        template: list[Any],
+        changing: Sequence[int],
         inputs: Sequence[int],
         placements: Sequence[Place],
         fresh: frozenset[int],
@@ -50,6 +52,7 @@ class Instance:
         self.fun = fun
         self.arguments = arguments
         self.template = template
+        self.changing = changing
         self.inputs = inputs
         self.placements = placements
         self.fresh = fresh
@@ -93,7 +96,8 @@ class Instance:
             if (text := self._hint(error, entering, leaves)) is None:
                 raise
             raise type(error)(text) from error
-        return leave(result, entering, known, staying, self.exit, varying)
+        given = [leaves[position] for position in self.changing]
+        return leave(result, entering, known, staying, self.exit, varying, given)
 
     def _run(self, *units: Any) -> Any:
         args, kwargs = self.arguments.unit_def.unflatten(units)

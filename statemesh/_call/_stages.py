@@ -10,7 +10,7 @@ from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._compat import tree_util
 from ._donate import spared_by
-from ._program import Program, static_token
+from ._program import Program
 
 
 class Stage:
@@ -37,6 +37,8 @@ class Stage:
         self._complete = complete
         self.in_tree = treedef
         self._call = call
+        # What is static may be changed before it is compared.
+        self._texts = call.texts
 
     @property
     def args_info(self) -> Any:
@@ -104,9 +106,10 @@ class Compiled(Stage):
         leaves, treedef = tree_util.tree_flatten((self._complete(args), kwargs))
         if treedef != self.in_tree:
             raise errors.other_structure(call.declared.name, self.in_tree, treedef)
-        pairs = zip(call.statics, call.static_leaves(leaves), strict=True)
-        if differ := [(a, b) for a, b in pairs if static_token(a) != static_token(b)]:
-            raise errors.other_statics(call.declared.name, differ)
+        triples = zip(call.tokens, call.tokens_of(leaves), call.statics_at, strict=True)
+        if differ := [position for then, now, position in triples if then != now]:
+            pairs = [(self._texts[position], leaves[position]) for position in differ]
+            raise errors.other_statics(call.declared.name, pairs)
         given = [
             x if isinstance(x, jax.Array) or k in layout.fresh else jnp.asarray(x)
             for k, x in enumerate(call.arrays(leaves))
@@ -116,4 +119,5 @@ class Compiled(Stage):
         self._spared.keep(outputs)
         if call.binding.outside is not None:
             outputs = call.binding.outside(outputs, back.places)
-        return back(outputs, layout.returned(given, shown, back.forwarded()))
+        shown = layout.returned(given, shown, back.forwarded())
+        return back(outputs, shown, call.changing_of(leaves))

@@ -8,6 +8,7 @@ import jax
 
 from .._base import _errors as errors
 from .._base._paths import fun_name, positional_names
+from .._base._tokens import token
 from .._base._types import Fun
 
 
@@ -15,19 +16,17 @@ from .._base._types import Fun
 class _Box:
     """A value as a node without leaves: part of the arguments' structure, compared by value."""
 
-    __slots__ = ("kind", "value")
+    __slots__ = ("token", "value")
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        self.kind = type(value)
+        self.token = token(value)
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Box) and self.kind is other.kind and bool(self.value == other.value)
-        )
+        return isinstance(other, _Box) and self.token == other.token
 
     def __hash__(self) -> int:
-        return hash((self.kind, self.value))
+        return hash(self.token)
 
     def __repr__(self) -> str:
         return repr(self.value)
@@ -59,12 +58,12 @@ class Boxes:
             raise errors.bad_argnums("static_broadcasted_argnums", bad, len(args))
         boxed = list(args)
         for i in self.static:
-            boxed[i] = _Box(args[i])
             try:
-                hash(boxed[i])
+                hash(args[i])
             except TypeError:
                 path = positional_names(self.fun, len(args))[i]
                 raise errors.unhashable_static(fun_name(self.fun), path, args[i]) from None
+            boxed[i] = _Box(args[i])
         return tuple(boxed)
 
     def open(self, args: tuple[Any, ...]) -> tuple[Any, ...]:

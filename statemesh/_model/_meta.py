@@ -52,3 +52,8 @@ class Meta:
         # A spec may be a tree of specs, which need not be hashable; equal specs have equal leaves.
         specs = tuple(jax.tree_util.tree_leaves(self.spec, is_leaf=is_spec))
         return hash((self.name, self.tag, specs, self.reduce))
+
+    def __repr__(self) -> str:
+        # Where JAX prints structures that differ.
+        tag = sorted(self.tag)
+        return f"name={self.name!r}, tag={tag}, spec={self.spec!r}, reduce={self.reduce!r}"

@@ -8,14 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._base import _compat as compat
 from .._base._compat import tree_util
 from .._base._paths import path_str
 from .._base._types import AnyMesh, AxisName, StateSpecs, is_state
+from .._resolve._agreement import array_passed, check_alike
 from .._resolve._mesh import check_specs, manual_names, mesh_for_traced
-from .._resolve._placement import check_shapes, traced_onto
+from .._resolve._placement import check_shapes, is_own, traced_onto
 from .._resolve._specs import UNSAID, Placement, choose_specs, own_placements
 from ._contents import Contents, Group, Slot
 from ._packed import Packed
@@ -69,6 +70,7 @@ def pack(model: Any, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Packed
     found: dict[tuple[Any, frozenset[AxisName]], list[tuple[Slot, Any]]] = {}
     at: list[tuple[Any, list[tuple[tuple[Any, frozenset[AxisName]], int]]] | None] = []
     rest: list[Any] = []
+    packed: list[tuple[str, Any]] = []
     for (keys, node), own_wheres in zip(flat, wheres, strict=True):
         if own_wheres is None:
             rest.append(node)
@@ -83,6 +85,7 @@ def pack(model: Any, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Packed
             part = _part(np.shape(x), where, mesh)
             own.append((Slot(path_str(keys), np.shape(x), where, start, part), x))
             places.append((key, len(own) - 1))
+            packed.append((path_str(keys, "model"), x))
         at.append((structure, places))
     number = {key: g for g, key in enumerate(found)}
     groups = []
@@ -93,6 +96,8 @@ def pack(model: Any, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Packed
     states = tuple(one and (one[0], tuple((number[key], k) for key, k in one[1])) for one in at)
     contents = Contents(type(model), unit_def, states, tuple(groups), tuple(mesh.shape.items()))
     contents = _known.setdefault(contents, contents)
+    if isinstance(mesh, Mesh) and mesh.is_multi_process:
+        check_alike("pack", mesh, [array_passed(path, x) for path, x in packed if is_own(x)])
     arrays_of = [[x for _, x in own] for own in found.values()]
     buffers = [_buffer(g, own, mesh) for g, own in zip(contents.groups, arrays_of, strict=True)]
     return Packed(buffers, rest, contents)

@@ -1,7 +1,7 @@
 """Step 2, lanes: which axis of each leaf is mapped over, and how many lanes that makes."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -11,6 +11,7 @@ from .._base import _errors as errors
 from .._base._types import AxisName, Filter, is_axis, is_state
 from .._model._filters import first_matches
 from .._model._values import strong
+from ._agreement import Passed
 from ._layout import Layout
 from ._specs import UNSAID
 
@@ -133,6 +134,9 @@ class LaneLayout:
 
     def check(self, arrays: Sequence[Any]) -> None:
         """Axes and sizes are checked where lanes are counted."""
+
+    def agree(self, given: Sequence[Any], passed: Callable[[], list[Passed]]) -> None:
+        """There are no other processes."""
 
     def check_alive(self, given: Sequence[Any]) -> None:
         """Refuse arrays whose buffers were given up."""

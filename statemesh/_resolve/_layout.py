@@ -1,7 +1,7 @@
 """Step 2 at every call: the program's inputs, laid out as it takes them."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import methodcaller
 from typing import Any
 
@@ -13,6 +13,7 @@ from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._types import NUMBERS, AxisName, only
 from .._model._values import strong
+from ._agreement import Passed
 from ._buffers import MADE, apart, copied, memory
 from ._placement import check_shapes, lies_right, onto, traced_onto
 from ._specs import Placement
@@ -77,6 +78,12 @@ class Layout:
         what = f"shard_map applied to the function {self.fun_name!r}"
         check_shapes(self.paths, arrays, self.placements, self.mesh, what)
 
+    def agree(self, given: Sequence[Any], passed: Callable[[], list[Passed]]) -> None:
+        """Refuse, before the first call, what other processes have otherwise; here there are none.
+
+        `passed`: gives what is no input.
+        """
+
     def concrete(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """Concrete arrays as the program takes them, and as they come back when not written.
 
@@ -108,7 +115,7 @@ class Layout:
                 self.seen[k] = ready[k].sharding
             else:
                 wrong.append(k)
-        wrong += self.hosted
+        wrong += [k for k in self.hosted if not isinstance(given[k], jax.Array)]
         if not wrong:
             return ready, shown
         self.check(given)

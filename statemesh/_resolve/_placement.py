@@ -6,7 +6,6 @@ from itertools import zip_longest
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -18,6 +17,7 @@ from .._base._paths import path_str
 from .._base._prefix import broadcast_specs
 from .._base._types import AxisName, StateSpecs, canonical, is_state, only, spec_axes
 from .._model._values import strong
+from ._agreement import array_passed, check_alike
 from ._buffers import apart
 from ._mesh import check_specs, manual_names
 from ._specs import UNSAID, Placement, choose_specs, own_placements, placement
@@ -113,19 +113,18 @@ def onto(x: Any, target: NamedSharding) -> jax.Array:
     if not (target.mesh.is_multi_process and is_own(x)):
         put: jax.Array = jax.device_put(x, target)
         return put
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x, jax.dtypes.canonicalize_dtype(np.result_type(x)))
     indices = target.addressable_devices_indices_map(x.shape)
     parts = jax.device_put([x[index] for index in indices.values()], [*indices])
     return jax.make_array_from_single_device_arrays(x.shape, target, parts, dtype=x.dtype)
 
 
 def is_own(x: Any) -> bool:
-    """Whether `jax.device_put` refuses to put `x` onto devices of other processes.
-
-    It takes what is of the host, but no keys, and nothing that lies on devices of this process.
-    """
-    if not isinstance(x, jax.Array) or not x.is_fully_addressable:
+    """Whether every process has an `x` of its own: of the host, or on devices of its own."""
+    if compat.is_tracer(x):
         return False
-    return bool(x.committed) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 def place(tree: Any, mesh: Mesh, specs: Any = None, *, state_specs: StateSpecs = None) -> Any:
@@ -183,6 +182,9 @@ def place(tree: Any, mesh: Mesh, specs: Any = None, *, state_specs: StateSpecs =
     check_specs(named, mesh, names)
     check_shapes([paths[i] for i in chosen_at], arrays, wheres, mesh, "place")
     targets = [NamedSharding(mesh, where.spec) for where in wheres]
+    if mesh.is_multi_process:
+        pairs = zip(chosen_at, arrays, strict=True)
+        check_alike("place", mesh, [array_passed(paths[i], x) for i, x in pairs if is_own(x)])
     for i, x, target in zip(chosen_at, arrays, targets, strict=True):
         if not isinstance(x, jax.Array):
             leaves[i] = onto(apart(x, target), target)

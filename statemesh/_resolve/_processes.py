@@ -1,7 +1,7 @@
 """Step 2 with several processes: each has a part of every array on its own devices."""
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,9 +9,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._arguments import Arguments
-from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._types import AxisName, Place
+from .._model._values import strong
+from ._agreement import Passed, array_passed, check_alike, static_passed
 from ._buffers import apart
 from ._lanes import FixedLayout, fits
 from ._layout import Layout
@@ -33,25 +34,45 @@ def spans_processes(mesh: Mesh | AbstractMesh) -> bool:
 class SpreadLayout(Layout):
     """A `Layout` on the devices of several processes.
 
-    Every process passes the same arrays. `jax.device_put` compares those of the host between processes
-    and lays them out; keys, and arrays that lie on devices of this process, it refuses.
+    Every process passes the same arrays, which is checked of those that have to be moved.
     """
+
+    mesh: Mesh
+
+    def agree(self, given: Sequence[Any], passed: Callable[[], list[Passed]]) -> None:
+        numbers = [static_passed(self.paths[k], given[k]) for k in sorted(self.fresh)]
+        check_alike(self.fun_name, self.mesh, [*passed(), *numbers])
 
     def _moved(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         self.check_alive(given)
-        mine = [k for k in self.on_device if is_own(given[k])]
+        mine = [k for k in sorted([*self.hosted, *self.on_device]) if is_own(given[k])]
         if mine:
+            self._check_alike([(k, given[k]) for k in mine])
             self.check(given)
             given = list(given)
             for k in mine:
+                x = strong(given[k]) if self.strengthen[k] and k not in self.hosted else given[k]
                 target = self.targets[k]
-                given[k] = onto(apart(given[k], target) if self.donating else given[k], target)
+                given[k] = onto(apart(x, target) if self.donating else x, target)
         return super()._moved(given)
 
+    def traced(self, given: Sequence[Any], recorded: bool) -> list[Any]:
+        if not recorded:
+            pairs = zip(given, self.targets, strict=True)
+            self._check_alike(
+                [(k, x) for k, (x, t) in enumerate(pairs) if t is not None and is_own(x)]
+            )
+        return super().traced(given, recorded)
+
     def _traced(self, x: Any, target: NamedSharding, recorded: bool) -> Any:
-        if not recorded and not compat.is_tracer(x) and is_own(x):
+        if not recorded and is_own(x):
             return onto(x, target)
         return super()._traced(x, target, recorded)
+
+    def _check_alike(self, mine: Sequence[tuple[int, Any]]) -> None:
+        if mine:
+            passed = [array_passed(self.paths[k], x) for k, x in mine]
+            check_alike(self.fun_name, self.mesh, passed)
 
 
 class _OwnParts(FixedLayout):
@@ -96,6 +117,7 @@ class LanesOfProcesses(FixedLayout):
         super().__init__(fun_name, mesh, *inputs)
         self.own = _OwnParts(fun_name, own, *inputs)
         self.sizes = mesh.size, own.size
+        self.whole = mesh
 
     def concrete(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         ready, shown = self.own.concrete(given)
@@ -106,6 +128,15 @@ class LanesOfProcesses(FixedLayout):
             if key not in made:
                 made[key] = x if target is None else self._whole(x, where, target)
         return [made[id(x), where] for x, where in zip(ready, self.placements, strict=True)], shown
+
+    def agree(self, given: Sequence[Any], passed: Callable[[], list[Passed]]) -> None:
+        triples = zip(self.paths, given, self.placements, strict=True)
+        shared = [
+            array_passed(path, x)
+            for path, x, where in triples
+            if where.axis is None and hasattr(x, "dtype") and is_own(x)
+        ]
+        check_alike(self.fun_name, self.whole, [*passed(), *shared])
 
     def check_alive(self, given: Sequence[Any]) -> None:
         self.own.check_alive(given)

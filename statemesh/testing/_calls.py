@@ -99,12 +99,13 @@ def within_jit(call: Call) -> Call:
 
 @jax.tree_util.register_static
 class _Statics:
-    """What is no array in a tree, as something that can be hashed; by identity where it cannot."""
+    """What is no array in a tree, as something that can be hashed."""
 
     def __init__(self, tree: Any) -> None:
         self.tree = tree
         leaves, structure = jax.tree.flatten(tree)
-        self.key = structure, tuple(map(token, leaves))
+        # What cannot be known is never the same.
+        self.key = structure, tuple(token(x) or object() for x in leaves)
 
     def __hash__(self) -> int:
         return hash(self.key)

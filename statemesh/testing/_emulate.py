@@ -69,10 +69,10 @@ def emulate(mapped: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         arrays = [as_array(leaves[i]) for i in at]
     key = _signature(treedef, leaves, at, arrays)
     kept = _kept_for(mapped)
-    traced = kept.get(key)
+    traced = None if key is None else kept.get(key)
     if traced is None:
         traced = _Traced(mapped, treedef, leaves, at, arrays)
-        if not traced.program.holds_tracers:
+        if not (key is None or traced.program.holds_tracers):
             kept[key] = traced
     return traced(arrays)
 
@@ -98,10 +98,12 @@ def _kept_for(mapped: Callable[..., Any]) -> dict[Any, "_Traced"]:
 
 def _signature(
     treedef: Any, leaves: Sequence[Any], at: Sequence[int], arrays: Sequence[Any]
-) -> Hashable:
-    """What the traced program depends on, beside the function."""
+) -> Hashable | None:
+    """What the traced program depends on, beside the function; `None` where that cannot be known."""
     chosen = frozenset(at)
     statics = tuple(token(x) for i, x in enumerate(leaves) if i not in chosen)
+    if None in statics:
+        return None
     types = tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in arrays)
     wide = jax.dtypes.canonicalize_dtype("float64") == "float64"
     return treedef, tuple(at), statics, types, wide, jax.sharding.get_abstract_mesh()
@@ -122,7 +124,6 @@ class _Traced:
         at: Sequence[int],
         arrays: Sequence[Any],
     ) -> None:
-        # The static leaves are kept: some of them are known by their identity.
         self.statics = [None if i in at else x for i, x in enumerate(leaves)]
         self.results: tuple[Any, list[Any], list[str]] = (None, [], [])
         self.name = getattr(mapped, "__name__", type(mapped).__name__)

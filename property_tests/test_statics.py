@@ -1,0 +1,148 @@
+"""Objects that are no arrays, changed between calls: no call ever computes with what was there before."""
+
+import collections
+import copy
+import dataclasses
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
+
+import statemesh as sm
+
+
+@dataclasses.dataclass
+class Config:
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    value: list[Any]
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class Hashed:
+    value: Any
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    value: Any
+
+
+class Words(dict[str, Any]):
+    """A dictionary that is no node of a tree."""
+
+
+# How a number is held: the object, what changes it, and what reads it.
+Holder = tuple[Callable[[Any], Any], Callable[[Any, Any], None], Callable[[Any], Any]]
+
+
+def by_attribute(kind: Any) -> Holder:
+    return kind, lambda o, v: setattr(o, "value", v), lambda o: o.value
+
+
+def by_key(kind: Any, key: Any) -> Holder:
+    return kind, lambda o, v: o.__setitem__(key, v), lambda o: o[key]
+
+
+HOLDERS: dict[str, Holder] = {
+    "dataclass": by_attribute(Config),
+    "hashed": by_attribute(Hashed),
+    "slots": by_attribute(Slots),
+    "namespace": by_attribute(lambda v: types.SimpleNamespace(value=v)),
+    "words": by_key(lambda v: Words(value=v), "value"),
+    "deque": by_key(lambda v: collections.deque([v]), 0),
+    "list": (
+        lambda v: Frozen([v]),
+        lambda o, v: o.value.__setitem__(0, v),
+        lambda o: o.value[0],
+    ),
+    "set": (
+        lambda v: Config({v}),
+        lambda o, v: setattr(o, "value", {v}),
+        lambda o: next(iter(o.value)),
+    ),
+    "objects": (
+        lambda v: Config(np.array([v, None], object)),
+        lambda o, v: o.value.__setitem__(0, v),
+        lambda o: o.value[0],
+    ),
+}
+# Around that one: which are to be found under all of them.
+AROUND: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "nothing": (lambda o: o, lambda o: o),
+    "dataclass": (Config, lambda o: o.value),
+    "tuple": (lambda o: Config((1, o)), lambda o: o.value[1]),
+    "dictionary": (lambda o: Slots({"a": [o]}), lambda o: o.value["a"][0]),
+}
+NUMBERS = [0.0, -0.0, 1, 1.0, True, 2, -3.5]
+MESH = Mesh(np.array(jax.devices()[:2]), ("x",))
+MAPS: dict[str, Callable[[Any], Any]] = {
+    "shard_map": lambda f: sm.shard_map(
+        f, MESH, (None, PartitionSpec("x")), (PartitionSpec("x"), None)
+    ),
+    "vmap2": lambda f: sm.vmap2(f, in_axes=(None, 0), out_axes=(0, None)),
+    "pmap2": lambda f: sm.pmap2(f, in_axes=(None, 0), out_axes=(0, None)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What is done before a call: what is written, whether to a copy, and how many columns `x` has."""
+
+    number: Any
+    copied: bool
+    columns: int
+
+
+changes = st.builds(Change, st.sampled_from(NUMBERS), st.booleans(), st.sampled_from([1, 2]))
+
+
+def sort_of(number: Any) -> str:
+    return f"{type(number).__name__} {number!r}"
+
+
+@given(
+    st.sampled_from(list(HOLDERS)),
+    st.sampled_from(list(AROUND)),
+    st.sampled_from(list(MAPS)),
+    st.lists(changes, min_size=2, max_size=5),
+)
+def test_a_call_computes_with_what_is_there_now(
+    held: str, around: str, how: str, steps: list[Change]
+) -> None:
+    make, write, read = HOLDERS[held]
+    wrap, unwrap = AROUND[around]
+    traces: list[None] = []
+
+    def scaled(config: Any, x: Any) -> Any:
+        traces.append(None)
+        return x * read(unwrap(config)), config
+
+    call = MAPS[how](scaled)
+    config = wrap(make(steps[0].number))
+    seen: set[tuple[str, int]] = set()
+    for step in steps:
+        if step.copied:
+            # The first one says something else from now on.
+            write(unwrap(config), 100)
+            config = copy.deepcopy(config)
+        write(unwrap(config), step.number)
+        x = np.arange(1, 2 * step.columns + 1, dtype=np.int32).reshape(2, step.columns)
+        out, same = call(config, x)
+        assert same is config
+        expected = (
+            x * np.float32(step.number) if isinstance(step.number, float) else x * step.number
+        )
+        np.testing.assert_array_equal(out, expected)
+        np.testing.assert_array_equal(np.signbit(out), np.signbit(expected))
+        assert np.issubdtype(out.dtype, np.floating) == isinstance(step.number, float)
+        seen.add((sort_of(step.number), step.columns))
+    assert len(traces) == len(seen)

@@ -1,0 +1,238 @@
+"""What a static value is known by: something that is equal for equal values, and stays what it is."""
+
+import dataclasses
+import enum
+import types
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Unknowable(Exception):
+    """A value that can neither be hashed nor taken apart."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(type(value).__name__)
+        self.value = value
+
+
+class Same:
+    """A value that can be hashed, equal to others of its type that say so.
+
+    The hash is that of the moment: an object that is changed, and its hash with it, is another value.
+    """
+
+    __slots__ = ("hash", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.hash = hash(value)
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Same) or self.hash != other.hash:
+            return False
+        mine, theirs = self.value, other.value
+        if mine is theirs:
+            return True
+        if type(mine) is not type(theirs):
+            return False
+        try:
+            return bool(mine == theirs)
+        except Exception:  # Whatever a user's own `__eq__` raises, or the truth of what it returns.
+            return False
+
+
+class SameArray:
+    """An array in a static value, equal to others of the same content."""
+
+    __slots__ = ("key", "value")
+
+    def __init__(self, value: jax.Array) -> None:
+        self.value = value
+        self.key = value.shape, value.dtype, getattr(value, "weak_type", False), value.sharding
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SameArray) or self.key != other.key:
+            return False
+        if self.value is other.value:
+            return True
+        try:
+            return self._bytes() == other._bytes()
+        except RuntimeError:  # It is deleted, or on other processes' devices.
+            return False
+
+    def _bytes(self) -> bytes:
+        x = self.value
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        return np.asarray(x).tobytes()
+
+
+def token(value: Any) -> Hashable:
+    """What a static value is compared by.
+
+    Numbers and what can be hashed go by type and value; all else by what it is made of: attributes, items,
+    and whatever pickling would keep of it.
+
+    **Raises:** `Unknowable` for what can be taken apart by none of these.
+    """
+    return _token(value, {})
+
+
+def may_change(value: Any) -> bool:
+    """Whether a value may be another one later although it is the same object.
+
+    Not what is hashed in C, by value or by identity; nor what is frozen. Whatever else can be hashed by its
+    value may have another hash by then; what cannot be hashed is made to be changed.
+    """
+    kind = type(value)
+    try:
+        hash(value)
+    except Exception:  # Whatever a user's own `__hash__` raises.
+        return True
+    if isinstance(kind.__hash__, types.WrapperDescriptorType) or isinstance(value, enum.Enum):
+        return False
+    parameters = getattr(kind, "__dataclass_params__", None)
+    return parameters is None or not parameters.frozen
+
+
+def _token(value: Any, above: Mapping[int, int]) -> Hashable:
+    # `above`: the objects that this one is a part of, by `id`, numbered from the outside.
+    kind: Any = type(value)
+    if isinstance(value, float):  # nan is not equal to itself, and -0.0 is to 0.0
+        return kind, value.hex()
+    if isinstance(value, complex):
+        return kind, value.real.hex(), value.imag.hex()
+    if isinstance(value, np.generic) and not value.dtype.hasobject:
+        return kind, value.dtype, value.tobytes()
+    if isinstance(value, jax.Array):
+        # A tracer is nothing but itself.
+        traced = isinstance(value, jax.core.Tracer)
+        return kind, _ByIdentity(value) if traced else SameArray(value)
+    if id(value) in above:
+        return kind, above[id(value)]
+    if kind is tuple:
+        return kind, _tokens(value, _inside(value, above))
+    if kind is slice:
+        return kind, _tokens([value.start, value.stop, value.step], above)
+    try:
+        same = Same(value)
+    except Exception:  # Whatever a user's own `__hash__` raises.
+        return kind, *_content(value, _inside(value, above))
+    parameters = getattr(kind, "__dataclass_params__", None)
+    if parameters is None or not parameters.eq:
+        return kind, same
+    try:
+        # Fields that are equal may differ still: 1 and 1.0, 0.0 and -0.0. Where they may be set anew, the
+        # object that is kept may have been changed since.
+        compared = _compared_fields if parameters.frozen else _content
+        return kind, same if parameters.frozen else None, *compared(value, _inside(value, above))
+    except Unknowable:  # A part that its hash leaves out.
+        return kind, same
+
+
+def _inside(value: Any, above: Mapping[int, int]) -> Mapping[int, int]:
+    return {**above, id(value): len(above)}
+
+
+class _ByIdentity:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByIdentity) and self.value is other.value
+
+
+def _tokens(values: Any, inside: Mapping[int, int]) -> tuple[Hashable, ...]:
+    return tuple([_token(value, inside) for value in values])
+
+
+def _compared_fields(value: Any, inside: Mapping[int, int]) -> Sequence[Hashable]:
+    """Of a dataclass those fields that count when two are compared."""
+    names = [field.name for field in dataclasses.fields(value) if field.compare]
+    return _tokens([getattr(value, name, None) for name in names], inside)
+
+
+def _content(value: Any, inside: Mapping[int, int]) -> Sequence[Hashable]:
+    """What an object is made of."""
+    kind = type(value)
+    if kind is list:
+        return _tokens(value, inside)
+    if kind is dict:
+        return _tokens([part for item in value.items() for part in item], inside)
+    if kind is types.MappingProxyType:
+        return _content(dict(value), inside)
+    if kind in (set, frozenset):
+        return (frozenset(_tokens(value, inside)),)
+    if kind is np.ndarray and not value.dtype.hasobject:
+        return value.dtype, value.shape, value.tobytes()
+    return _taken_apart(value, inside)
+
+
+def _taken_apart(value: Any, inside: Mapping[int, int]) -> Sequence[Hashable]:
+    """An object as `copy` sees it, and where its class has a say in that, all its attributes too."""
+    kind = type(value)
+    parts: list[Hashable] = []
+    try:
+        reduced = value.__reduce_ex__(4)
+    except Exception:  # It cannot be copied: whatever its class, or a part in C, raises.
+        reduced = None
+    if isinstance(reduced, str):
+        parts.append((reduced, _ByIdentity(value)))
+    elif reduced is not None:
+        made, state, *items = (*reduced, None, None, None)[:5][1:]
+        parts += [_token(reduced[0], inside), _tokens(made, inside), _state(state, inside)]
+        parts += [None if one is None else _tokens(one, inside) for one in items]
+    own_ways = any(
+        getattr(kind, name) is not getattr(object, name)
+        for name in ("__reduce_ex__", "__reduce__", "__getstate__")
+    )
+    if reduced is None or own_ways:
+        attributes = _attributes(value)
+        if reduced is None and attributes is None:
+            raise Unknowable(value)
+        parts.append(_state(attributes, inside))
+    return parts
+
+
+def _state(state: Any, inside: Mapping[int, int]) -> Hashable:
+    """Attributes, in whatever order they were set."""
+    if type(state) is dict:
+        return frozenset([_tokens(item, inside) for item in state.items()])
+    if type(state) is tuple:
+        return tuple([_state(part, inside) for part in state])
+    return _token(state, inside)
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """What is in an object's `__dict__` and slots; `None` if it has neither."""
+    slots = {
+        name: slot
+        for cls in type(value).__mro__
+        for name, slot in vars(cls).items()
+        if isinstance(slot, types.MemberDescriptorType)
+    }
+    found: dict[str, Any] = {}
+    for name, slot in slots.items():
+        try:
+            found[name] = slot.__get__(value)
+        except AttributeError:  # Nothing is in it.
+            continue
+    try:
+        return {**found, **vars(value)}
+    except TypeError:
+        return found if slots else None

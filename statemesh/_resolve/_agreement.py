@@ -1,0 +1,89 @@
+"""Step 2 with several processes: whether what all of them have to pass alike is alike."""
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from .._base import _digests as digests
+from .._base import _errors as errors
+
+
+_NO_MESH = AbstractMesh((), ())
+
+# A path, the value, and its digest.
+Passed = tuple[str, Any, bytes]
+
+
+def array_passed(path: str, x: Any) -> Passed:
+    return path, x, digests.of_array(x)
+
+
+def static_passed(path: str, value: Any) -> Passed:
+    return path, value, digests.of_static(value)
+
+
+def structure_passed(treedef: Any, paths: Sequence[str]) -> Passed:
+    """The structure of arguments, by the words with which it is printed.
+
+    Not their order: sets of strings have another one in each process. Nor where objects lie in memory.
+    """
+    words = sorted(re.findall(r"\w+|[^\w\s]", re.sub(r" at 0x[0-9a-f]+", "", str(treedef))))
+    return "the structure of the arguments", treedef, digests.digest("\n".join([*paths, *words]))
+
+
+def check_alike(name: str, mesh: Mesh, passed: Sequence[Passed]) -> None:
+    """Refuse what this process has otherwise than another one that has devices of the mesh.
+
+    All of them have to call this at the same time. They exchange a few bytes if everything is alike, whatever
+    its size, and a few more for each value if not.
+
+    **Raises:** `StructureError` in all processes, naming what differs.
+    """
+    if not _over(mesh)[1].addressable_devices:
+        return
+    whole = digests.digest(b"".join(one for _, _, one in passed))
+    rows = _gathered(mesh, whole + len(passed).to_bytes(digests.SIZE, "little"))
+    if _is_one(rows):
+        return
+    if not _is_one([row[digests.SIZE :] for row in rows]):
+        raise errors.processes_disagree(name, [])
+    rows = _gathered(mesh, b"".join(one for _, _, one in passed))
+    bad = [
+        (path, value)
+        for k, (path, value, _) in enumerate(passed)
+        if not _is_one([row[k * digests.SIZE :][: digests.SIZE] for row in rows])
+    ]
+    raise errors.processes_disagree(name, bad)
+
+
+def _is_one(rows: Sequence[bytes]) -> bool:
+    return len(set(rows)) == 1
+
+
+def _gathered(mesh: Mesh, row: bytes) -> list[bytes]:
+    """The bytes that each device of the mesh has from its process."""
+    size, parts, join = _over(mesh)
+    data = np.frombuffer(row, np.uint8)[None]
+    here = parts.addressable_devices_indices_map((size, len(row)))
+    own = [jax.device_put(data, device) for device in here]
+    given = jax.make_array_from_single_device_arrays((size, len(row)), parts, own)
+    # Whatever mesh is set, and inside of transformations.
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
+        found = np.asarray(join(given).addressable_data(0))
+    return [one.tobytes() for one in found]
+
+
+@functools.lru_cache(maxsize=16)
+def _over(mesh: Mesh) -> tuple[int, NamedSharding, Callable[..., Any]]:
+    flat = Mesh(mesh.devices.reshape(-1), ("devices",))
+    parts, whole = (NamedSharding(flat, PartitionSpec(*axes)) for axes in (("devices",), ()))
+    return flat.size, parts, jax.jit(_same, out_shardings=whole)
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x
