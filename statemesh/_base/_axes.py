@@ -16,7 +16,7 @@ from jax.custom_batching import custom_vmap
 from . import _compat as compat
 from . import _errors as errors
 from ._compat import tree_util
-from ._extremes import largest, smallest
+from ._extremes import largest, largest_entry, smallest, smallest_entry
 from ._types import Axes, AxisName, flat_names
 from ._untyped import run_untyped
 from ._wide import after_sum, before_sum
@@ -71,12 +71,12 @@ def psum(x: Any, axis_names: Sequence[AxisName]) -> Any:
 
 def pmax(x: Any, axis_names: Sequence[AxisName]) -> Any:
     """The largest; NaN if there is one."""
-    return _collective(x, axis_names, largest, lambda x: jnp.max(x, 0))
+    return _collective(x, axis_names, largest, largest_entry)
 
 
 def pmin(x: Any, axis_names: Sequence[AxisName]) -> Any:
     """The smallest; NaN if there is one."""
-    return _collective(x, axis_names, smallest, lambda x: jnp.min(x, 0))
+    return _collective(x, axis_names, smallest, smallest_entry)
 
 
 def total(value: Any, axis_names: Sequence[AxisName]) -> Any:

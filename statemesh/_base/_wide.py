@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 def is_narrow(dtype: Any) -> bool:
     """Whether a dtype is one of floats with fewer digits than float32."""
-    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits < 32
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize < 4
 
 
 def widened(x: Any) -> Any:
