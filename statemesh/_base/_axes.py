@@ -4,6 +4,7 @@ JAX types what varies over a mesh axis, and says nothing of what is batched by `
 lane axis fail inside a checked `shard_map`. The rule of a `custom_vmap` knows the one and can do the other.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,8 +16,10 @@ from jax.custom_batching import custom_vmap
 from . import _compat as compat
 from . import _errors as errors
 from ._compat import tree_util
+from ._extremes import largest, largest_entry, smallest, smallest_entry
 from ._types import Axes, AxisName, flat_names
 from ._untyped import run_untyped
+from ._wide import after_sum, before_sum
 
 
 def bound_names(what: str, axis_name: Any) -> tuple[AxisName, ...]:
@@ -56,8 +59,9 @@ def varying_over(values: Sequence[Any], axis_names: Sequence[AxisName]) -> list[
 
 
 def pmean(x: Any, axis_names: Sequence[AxisName]) -> Any:
-    """`jax.lax.pmean`."""
-    return _collective(x, axis_names, jax.lax.pmean, lambda x: jnp.mean(x, 0))
+    """The mean, of narrow floats taken in float32."""
+    count = math.prod(map(jax.lax.axis_size, axis_names))
+    return after_sum(psum(before_sum(x, count), axis_names), x.dtype, count)
 
 
 def psum(x: Any, axis_names: Sequence[AxisName]) -> Any:
@@ -66,13 +70,13 @@ def psum(x: Any, axis_names: Sequence[AxisName]) -> Any:
 
 
 def pmax(x: Any, axis_names: Sequence[AxisName]) -> Any:
-    """`jax.lax.pmax`."""
-    return _collective(x, axis_names, jax.lax.pmax, lambda x: jnp.max(x, 0))
+    """The largest; NaN if there is one."""
+    return _collective(x, axis_names, largest, largest_entry)
 
 
 def pmin(x: Any, axis_names: Sequence[AxisName]) -> Any:
-    """`jax.lax.pmin`."""
-    return _collective(x, axis_names, jax.lax.pmin, lambda x: jnp.min(x, 0))
+    """The smallest; NaN if there is one."""
+    return _collective(x, axis_names, smallest, smallest_entry)
 
 
 def total(value: Any, axis_names: Sequence[AxisName]) -> Any:

@@ -16,6 +16,7 @@ from jax.custom_batching import custom_vmap
 
 from . import _errors as errors
 from ._types import NO_AXES, Axes, AxisName
+from ._wide import after_sum, before_sum
 
 
 # How the name begins that a reduced gradient is given in the program.
@@ -31,9 +32,11 @@ class Plan:
 
     def of_lanes(self, x: Any, count: int, batched: bool) -> Any:
         """The same for all lanes of one `vmap` at once, their axis the first of `x` if it is `batched`."""
+        divisor = count if self.divide else 1
+        part = before_sum(x, divisor)
         if self.sum:
-            x = jnp.sum(x, 0, dtype=x.dtype) if batched else x * count
-        return x / count if self.divide else x
+            part = jnp.sum(part, 0, dtype=part.dtype) if batched else part * count
+        return after_sum(part, x.dtype, divisor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,15 +104,16 @@ class Reduction:
 def reduce_on_mesh(
     values: Sequence[Any], plans: Sequence[Plan], axis_names: Sequence[AxisName]
 ) -> list[Any]:
-    """Arrays as planned, those over the same axes in one collective."""
-    results = list(values)
+    """Arrays as planned, those over the same axes in one collective, narrow floats in float32."""
+    sizes = [math.prod(map(jax.lax.axis_size, plan.divide)) for plan in plans]
+    parts = list(map(before_sum, values, sizes))
     for over in dict.fromkeys(plan.sum for plan in plans if plan.sum):
         at = [k for k, plan in enumerate(plans) if plan.sum == over]
         names = tuple(name for name in axis_names if name in over)
-        for k, x in zip(at, jax.lax.psum([values[k] for k in at], names), strict=True):
-            results[k] = x
-    sizes = [math.prod(map(jax.lax.axis_size, plan.divide)) for plan in plans]
-    return [x if n == 1 else x / n for x, n in zip(results, sizes, strict=True)]
+        for k, x in zip(at, jax.lax.psum([parts[k] for k in at], names), strict=True):
+            parts[k] = x
+    triples = zip(parts, values, sizes, strict=True)
+    return [after_sum(part, x.dtype, n) for part, x, n in triples]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from .._base import _axes as axes
 from .._base import _errors as errors
 from .._base._compat import tree_util
 from .._base._types import AxisName, is_state
+from .._base._wide import widened
 
 
 REDUCTIONS = ("mean", "max", "min", "sum")
@@ -68,7 +69,8 @@ def _reduced(new: Any, old: Any, how: str, over: tuple[AxisName, ...]) -> Any:
         case "min":
             return axes.pmin(new, over)
         case _:
-            return old + axes.psum(new - old, over)
+            wide = widened(old)
+            return (wide + axes.psum(widened(new) - wide, over)).astype(old.dtype)
 
 
 def check_reducible(value: Any, how: Any) -> None:

@@ -206,7 +206,8 @@ def _array_joined(
 
 
 def _merged(reduce: str, new: Any, old: Any) -> Any:
-    wide = new.astype(np.float64) if np.issubdtype(new.dtype, np.floating) else new
+    # NumPy does not count bfloat16 among its floats.
+    wide = new.astype(np.float64) if jnp.issubdtype(new.dtype, jnp.floating) else new
     match reduce:
         case "mean":
             return wide.mean(0)

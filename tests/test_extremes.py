@@ -1,0 +1,154 @@
+"""The largest and the smallest over shards: their derivatives, NaN and signed zeros, and what they cost."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from tests.helpers import make_mesh
+
+
+N = 4
+# Two shards share the largest value.
+X = np.array([1, 3, 3, -2], np.float32)
+HOWS = ("max", "min")
+Fun = Callable[[Any, Any, Any], Any]
+
+
+def on_mesh(fun: Fun, **options: Any) -> Fun:
+    return sm.shard_map(fun, make_mesh(str(N)), (P(), P(), P("x")), (P(), P("x")), **options)
+
+
+def in_lanes(fun: Fun, by: Any = sm.vmap2) -> Fun:
+    def one(states: Any, w: Any, x: Any) -> Any:
+        return fun(states, w, x[None])
+
+    mapped: Fun = by(one, in_axes=(None, None, 0))
+    return mapped
+
+
+WAYS: dict[str, Callable[[Fun], Fun]] = {
+    "mesh": on_mesh,
+    "unchecked": lambda fun: on_mesh(fun, check_vma=False),
+    "pmap2": lambda fun: in_lanes(fun, sm.pmap2),
+    "vmap2": in_lanes,
+    "vmap2 on a mesh": lambda fun: sm.shard_map(in_lanes(fun), make_mesh("2"), P(), P()),
+}
+
+
+def step(states: Any, w: Any, x: Any) -> Any:
+    y = jnp.sin(w * x)
+    return {k: s.set(y.sum().astype(s.value.dtype)) for k, s in states.items()}, y
+
+
+@pytest.fixture(params=WAYS)
+def mapped(request: Any) -> Fun:
+    return WAYS[request.param](step)
+
+
+def test_a_state_has_the_derivative_of_an_array_s_extreme(mapped: Fun) -> None:
+    def ours(w: Any, x: Any) -> Any:
+        states, _ = mapped({how: sm.State(0.0, reduce=how) for how in HOWS}, w, x)
+        return states["max"].value ** 2 + 3 * states["min"].value ** 2
+
+    def plain(w: Any, x: Any) -> Any:
+        y = jnp.sin(w * x)
+        return jnp.max(y) ** 2 + 3 * jnp.min(y) ** 2
+
+    def derivatives(loss: Any) -> list[Any]:
+        w = 0.7
+        return [
+            jax.value_and_grad(loss, (0, 1))(w, X),
+            jax.jvp(loss, (w, X), (1.0, np.ones_like(X))),
+            jax.jit(jax.jacfwd(jax.grad(jax.checkpoint(loss), 1)))(w, X),
+        ]
+
+    pairs = zip(*map(jax.tree.leaves, map(derivatives, (ours, plain))), strict=True)
+    for got, wanted in pairs:
+        np.testing.assert_allclose(got, wanted, rtol=2e-6, atol=1e-6)
+
+
+def test_a_loss_that_ignores_the_states(mapped: Fun) -> None:
+    starts = (0.0, np.float16(0), 0)
+
+    @jax.jit
+    @jax.grad
+    def slope(w: Any) -> Any:
+        states = {(k, how): sm.State(x, reduce=how) for k, x in enumerate(starts) for how in HOWS}
+        _, losses = jax.lax.scan(lambda s, _: mapped(s, w, X), states, None, length=2)
+        return losses.sum()
+
+    np.testing.assert_allclose(slope(0.7), 2 * (X * np.cos(0.7 * X)).sum(), rtol=1e-5)
+
+
+def test_what_is_nan_shares_the_derivative(mapped: Fun) -> None:
+    x = np.array([1, np.nan, 3, np.nan], np.float32)
+
+    def both(x: Any) -> Any:
+        states, _ = mapped({how: sm.State(0.0, reduce=how) for how in HOWS}, 1.0, x)
+        return states["max"].value + states["min"].value
+
+    # That of the sine at NaN is NaN.
+    np.testing.assert_array_equal(jax.jit(jax.grad(both))(x), [0, np.nan, 0, np.nan])
+
+
+def test_eager_and_nested_gradients() -> None:
+    def inner(states: Any, w: Any, x: Any) -> Any:
+        # The gradient inside of one map, around another that merges over its lanes.
+        def loss(w: Any, x: Any) -> Any:
+            new, y = in_lanes(step)(states, w, x)
+            return new["max"].value + y.sum(), w
+
+        grads, _ = sm.grad(loss, axis_name="x")(w, x)
+        return states, grads[None]
+
+    x = np.concatenate([X, X])
+    states = {"max": sm.State(0.0, reduce="max")}
+    # Each shard has two rows.
+    wanted = (x * np.cos(0.7 * x)).reshape(4, 2)
+    best = np.sin(0.7 * x).reshape(4, 2).argmax(1)
+    wanted = wanted.sum(1) + wanted[np.arange(4), best]
+    for options in ({}, {"check_vma": False}, {"jit": False}):
+        _, grads = on_mesh(inner, **options)(states, 0.7, x)
+        np.testing.assert_allclose(grads, np.full(4, wanted.mean()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fnuz"])
+def test_nan_on_any_shard_is_nan(how: str, dtype: Any) -> None:
+    x = np.tile(X, (N, 1))
+    np.fill_diagonal(x, np.nan)
+    found = extreme_of(how, jnp.asarray(np.c_[x, X], dtype))
+    assert found.dtype == dtype
+    wanted = [np.nan] * N + [getattr(X, how)()]
+    np.testing.assert_array_equal(found.astype(np.float32), wanted)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_zeros_of_both_signs(how: str) -> None:
+    found = extreme_of(how, jnp.array([[0.0, -0.0], [-0.0, 0.0], [0.0, -0.0], [0.0, -0.0]]))
+    np.testing.assert_array_equal(found, [0, 0])
+    np.testing.assert_array_equal(np.signbit(found), how == "min")
+
+
+def extreme_of(how: str, x: Any) -> Any:
+    def fun(state: Any, x: Any) -> Any:
+        return state.set(x[0])
+
+    call = sm.shard_map(fun, make_mesh(str(N)), (P(), P("x")), P())
+    return np.asarray(call(sm.State(jnp.zeros_like(x[0]), reduce=how), x).value)
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("start", [0.0, np.float16(0), 0])
+def test_one_reduction_of_as_many_bits(how: str, start: Any) -> None:
+    call: Any = on_mesh(step)
+    text = call.lower({"s": sm.State(start, reduce=how)}, 0.7, X).compile().as_text()
+    (reduction,) = [line for line in text.splitlines() if " all-reduce(" in line]
+    # XLA's own reductions of 16 bits are of 32 too.
+    assert "s32[]" in reduction
