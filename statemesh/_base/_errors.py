@@ -1184,6 +1184,13 @@ def bad_mask(layer: str, mask: Any, x: Any, axis: int) -> StatemeshError:
     )
 
 
+def count_wanted(layer: str) -> StatemeshError:
+    return StatemeshError(
+        f"{layer}: with momentum=None values count the same whenever they were seen, so with_statistics has "
+        "to know of how many these are: `with_statistics(mean, var, count=...)`."
+    )
+
+
 def values_differ(layer: str, what: str, bad: Sequence[tuple[str, Any, Any]]) -> StructureError:
     items = [
         f"{path}: {'nothing' if old is None else describe(old)} then, "
