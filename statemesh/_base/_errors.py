@@ -623,6 +623,23 @@ def nothing_to_differentiate(
     return StructureError(f"{what}: {picks}. {has}")
 
 
+def picks_part_of_buffer(
+    what: str, wrt: Any, torn: Sequence[Sequence[Sequence[str]]]
+) -> StructureError:
+    lines = [f"picked: {_some(picked)}; not picked: {_some(left)}" for picked, left in torn]
+    return StructureError(
+        f"{what}: wrt={filter_str(wrt)} picks some of the states that are packed in one buffer, and a buffer "
+        f"has one gradient:\n{_lines(lines)}\n"
+        "Take the gradient inside the mapped call, which sees the model, or give this call the model "
+        "itself: `packed.unpack()`."
+    )
+
+
+def _some(paths: Sequence[str]) -> str:
+    more = [f"{len(paths) - 3} more"] if len(paths) > 3 else []
+    return ", ".join([*paths[:3], *more])
+
+
 def describe_unit(unit: Any) -> str:
     return repr(unit) if is_state(unit) else describe(unit)
 

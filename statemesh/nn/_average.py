@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from .._base import _errors as errors
 from .._base._axes import bound_names, known_same, total
-from .._base._types import AxisName, Filter, is_state
+from .._base._types import AxisName, Filter, is_state, unpacked
 from .._model._kinds import LongTermState, ShortTermState
 from .._model._module import Module, field
+from .._packed._pack import packed_as
 from .._trainable import trainable
 from ._checks import check_alike, moved
 
@@ -101,7 +102,8 @@ class EMA(Module):
 
     **Arguments:**
 
-    - `model`: any pytree; averages start from the values in it, with `debias` from zeros.
+    - `model`: any pytree; averages start from the values in it, with `debias` from zeros. Of a `Packed` they
+        are those of its model, and are packed where the layer is: `pack(ema, mesh)`.
     - `decay`: what is kept of the averages at each call; above 0 and below 1.
     - `debias`: whether the model that the layer is made with does not count. As Adam corrects its moments
         for the zeros that they start from, the average is then that of the models given to calls alone.
@@ -137,7 +139,7 @@ class EMA(Module):
             raise errors.bad_setting("EMA", "decay", decay, "above 0 and below 1")
         first = _from_zero if debias else _from_value
         self.averages = jax.tree.map(
-            lambda unit: _average_of(unit, first), trainable(model, wrt), is_leaf=is_state
+            lambda unit: _average_of(unit, first), trainable(unpacked(model), wrt), is_leaf=is_state
         )
         self.count = LongTermState(0) if debias else None
         self.decay = decay
@@ -155,6 +157,7 @@ class EMA(Module):
 
         **Raises:** `StructureError` for a model of another structure.
         """
+        given, model = model, unpacked(model)
         new = trainable(model, self.wrt)
         bare = (jax.tree.map(_bare, tree, is_leaf=is_state) for tree in (self.averages, new))
         check_alike("EMA", "model", *bare)
@@ -170,7 +173,7 @@ class EMA(Module):
 
         averages = jax.tree.map(step, self.averages, new, is_leaf=is_state)
         averaged = jax.tree.map(_put, averages, model, is_leaf=_is_place)
-        return averaged, self.replace(averages=averages, count=count)
+        return packed_as(averaged, given), self.replace(averages=averages, count=count)
 
 
 def _wide(dtype: Any) -> Any:
