@@ -52,27 +52,46 @@ def batches(draw: st.DrawFn) -> tuple[Any, Any]:
 
 
 @pytest.mark.slow
-@given(way=ways, given=st.lists(batches(), min_size=1, max_size=5))
-def test_whatever_is_split_how(way: tuple[Any, Any], given: list[tuple[Any, Any]]) -> None:
+@given(
+    way=ways,
+    given=st.lists(batches(), min_size=1, max_size=5),
+    momentum=st.sampled_from([None, 0.0, 0.5, 0.99]),
+    start=st.none() | st.sampled_from([0.0, 1e8, np.nan, np.inf]),
+)
+def test_whatever_is_split_how(
+    way: tuple[Any, Any],
+    given: list[tuple[Any, Any]],
+    momentum: float | None,
+    start: float | None,
+) -> None:
     axis_name, call = way
-    layer = sm.nn.BatchNorm(SIZE, axis_name=axis_name, momentum=None)
+    layer = sm.nn.BatchNorm(SIZE, axis_name=axis_name, momentum=momentum)
+    mean, var = np.zeros(SIZE), np.ones(SIZE)
+    if start is not None:
+        mean, var = np.full((2, SIZE), np.float32(start), np.float64)
+        layer = layer.with_statistics(mean, var, count=0)
     seen = np.zeros((0, SIZE))
     for x, where in given:
         y, layer = jax.block_until_ready(call(layer, x, where))
         mine = x[where].astype(np.float64)
+        if not len(mine):
+            continue
         seen = np.concatenate([seen, mine])
-        if len(mine):
-            size = np.abs(mine).max() / np.sqrt(mine.var(0).min() + 1e-5)
-            wanted = (mine - mine.mean(0)) / np.sqrt(mine.var(0) + 1e-5)
-            np.testing.assert_allclose(
-                np.asarray(y)[where], wanted, rtol=1e-5, atol=4e-6 * (1 + size)
-            )
+        size = np.abs(mine).max() / np.sqrt(mine.var(0).min() + 1e-5)
+        wanted = (mine - mine.mean(0)) / np.sqrt(mine.var(0) + 1e-5)
+        np.testing.assert_allclose(np.asarray(y)[where], wanted, rtol=1e-5, atol=4e-6 * (1 + size))
+        if momentum is None:
+            mean, var = seen.mean(0), seen.var(0)
+        else:
+            mean = _moved(mean, mine.mean(0), momentum)
+            var = _moved(var, mine.var(0), momentum)
     running = layer.running.value
     assert running["count"] == len(seen)
-    if len(seen):
-        largest = np.abs(seen).max()
-        np.testing.assert_allclose(running["mean"], seen.mean(0), atol=4e-6 * largest)
-        # Rounding in means moves the sum of squares by its square, and by as much again in each merge.
-        m2 = len(seen) * seen.var(0)
-        atol = len(seen) * (4e-6 * largest) ** 2
-        np.testing.assert_allclose(running["m2"], m2, rtol=2e-5, atol=atol)
+    largest = np.abs(np.append(seen, mean[np.isfinite(mean)])).max(initial=0)
+    np.testing.assert_allclose(running["mean"], mean, rtol=1e-5, atol=4e-6 * largest)
+    # Rounding in means moves the variance by its square, and by as much again in each merge.
+    np.testing.assert_allclose(running["var"], var, rtol=2e-5, atol=(4e-6 * largest) ** 2)
+
+
+def _moved(old: Any, new: Any, momentum: float) -> Any:
+    return momentum * old + (1 - momentum) * new if momentum else new

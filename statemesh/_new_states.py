@@ -8,7 +8,16 @@ import jax
 from ._base import _errors as errors
 from ._base._compat import tree_util
 from ._base._paths import path_str
-from ._base._types import UNNAMED, UNNAMED_DEVICES, AxisName, Filter, KeyPath, Size, is_state
+from ._base._types import (
+    UNNAMED,
+    UNNAMED_DEVICES,
+    AxisName,
+    Filter,
+    KeyPath,
+    Size,
+    is_state,
+    unpacked,
+)
 from ._call._pmap2 import pmap2
 from ._call._vmap2 import vmap2
 from ._model._filters import Perhaps, first_matches
@@ -56,6 +65,7 @@ def new_states(before: Any, after: Any, filter: Filter = ...) -> dict[str, State
 
         ```
     """
+    before, after = unpacked(before), unpacked(after)
     (matched,) = first_matches([filter], [("after", after)], "filter")
     chosen = {path for path, hit in zip(_by_path(after), matched, strict=True) if hit is not None}
     made = _created(before, after)

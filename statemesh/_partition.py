@@ -5,7 +5,7 @@ from typing import Any
 from ._base import _errors as errors
 from ._base._compat import tree_util
 from ._base._paths import path_str
-from ._base._types import REMOVED, Filter, is_removed, is_state
+from ._base._types import REMOVED, Filter, is_removed, is_state, unpacked
 from ._model._filters import first_matches
 from ._model._state import State
 
@@ -15,7 +15,7 @@ def partition(tree: Any, *filters: Filter) -> tuple[Any, ...]:
 
     **Arguments:**
 
-    - `tree`: any pytree.
+    - `tree`: any pytree. A `Packed` in it counts as its model, which is what `combine` makes of the parts.
     - `filters`: which states go where; the first filter that matches takes the state. Left out,
         `...`: all of them.
 
@@ -38,6 +38,7 @@ def partition(tree: Any, *filters: Filter) -> tuple[Any, ...]:
         ```
     """
     filters = filters or (...,)
+    tree = unpacked(tree)
     (found,) = first_matches(filters, [("tree", tree)], "partition")
     choice = iter(found)
     leaves, treedef = tree_util.tree_flatten(tree, is_leaf=_is_unit)
@@ -98,7 +99,7 @@ def states(tree: Any, filter: Filter = ...) -> dict[str, State]:
 
     **Arguments:**
 
-    - `tree`: any pytree.
+    - `tree`: any pytree. A `Packed` in it counts as its model.
     - `filter`: which of its states.
 
     **Returns:** a dictionary from path, as one would type it after the tree's name, to state.
@@ -114,6 +115,7 @@ def states(tree: Any, filter: Filter = ...) -> dict[str, State]:
 
         ```
     """
+    tree = unpacked(tree)
     (found,) = first_matches((filter,), [("tree", tree)], "states")
     flat = tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]
     own = [(path_str(path), leaf) for path, leaf in flat if is_state(leaf)]

@@ -15,13 +15,14 @@ from ._base._types import Filter, is_state
 from ._model._filters import to_predicate
 from ._model._kinds import ParamState
 from ._model._origin import origins, with_origins
+from ._packed._packed import members, shapes_of, with_models
 
 
 def trainable(model: Any, wrt: Filter = None) -> Any:
     """The part of a model that `value_and_grad` differentiates, in the structure of its `grads`.
 
     It is what an optimizer is initialised with. Its states keep their kinds and specs, and so do those in
-    the optimizer's slots: they lie where the parameters lie.
+    the optimizer's slots: they lie where the parameters lie. Of a `Packed` it is a `Packed`.
 
     **Arguments:**
 
@@ -51,30 +52,33 @@ class Parts:
     def __init__(self, what: str, model: Any, wrt: Filter, root: str) -> None:
         self.leaves, self.treedef = tree_util.tree_flatten(model)
         self.marks = origins(model)
+        # Filters see the states that are packed; what is differentiated are the buffers that they lie in.
+        shown, hits = _picked(what, with_models(model, shapes_of), wrt, root)
         units, self.unit_def = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
-        hit = _is_trained if wrt is None else to_predicate(wrt, model)
         # Of each unit, a State or an array outside any, its own structure and the leaves to differentiate.
         self.units: list[tuple[Any, list[int | None]]] = []
         self.paths: list[str] = []
-        impossible: list[tuple[str, Any]] = []
+        torn: list[tuple[list[str], ...]] = []
         start = 0
-        for (path, unit), inside in zip(units, inside_modules(model), strict=True):
+        for (path, unit), made_of in zip(units, members(model), strict=True):
             own, treedef = tree_util.tree_flatten(unit)
             chosen: list[int | None] = [None] * len(own)
-            offered = _is_shown(unit) or (_is_number(unit) and not inside)
-            if offered and hit(path, unit):
+            if any(hits[k] for k in made_of):
                 chosen = [start + k if _is_inexact(x) else None for k, x in enumerate(own)]
-                if wrt is not None and not any(k is not None for k in chosen):
-                    impossible.append((path_str(path, root), unit))
             self.units.append((treedef, chosen))
-            self.paths += [path_str(path, root) for k in chosen if k is not None]
+            some = [k for k in chosen if k is not None]
+            if some and not all(hits[k] for k in made_of):
+                apart = ([shown[k][0] for k in made_of if hits[k] is hit] for hit in (True, False))
+                torn.append(tuple(apart))
+            name = shown[made_of[0]][0] if len(made_of) == 1 else path_str(path, root)
+            self.paths += [name] * len(some)
             start += len(own)
-        if impossible:
-            raise errors.cannot_differentiate(what, impossible)
+        if torn:
+            raise errors.picks_part_of_buffer(what, wrt, torn)
         self.positions = [k for _, chosen in self.units for k in chosen if k is not None]
         if not self.positions:
-            shown = [(path_str(path, root), unit) for path, unit in units if _is_shown(unit)]
-            raise errors.nothing_to_differentiate(what, wrt, shown)
+            there = [(path, unit) for path, unit in shown if _is_shown(unit)]
+            raise errors.nothing_to_differentiate(what, wrt, there)
         self.params = [self.leaves[k] for k in self.positions]
 
     def model(self, params: Sequence[Any]) -> Any:
@@ -93,6 +97,27 @@ class Parts:
             some = any(k is not None for k in chosen)
             units.append(treedef.unflatten(here) if some else None)
         return self.unit_def.unflatten(units)
+
+
+def _picked(
+    what: str, model: Any, wrt: Filter, root: str
+) -> tuple[list[tuple[str, Any]], list[bool]]:
+    """The units of a model by path, and which of them are differentiated."""
+    hit = _is_trained if wrt is None else to_predicate(wrt, model)
+    units, hits = [], []
+    flat, _ = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
+    for (path, unit), inside in zip(flat, inside_modules(model), strict=True):
+        offered = _is_shown(unit) or (_is_number(unit) and not inside)
+        units.append((path_str(path, root), unit))
+        hits.append(bool(offered and hit(path, unit)))
+    impossible = [
+        unit
+        for unit, picked in zip(units, hits, strict=True)
+        if picked and not any(map(_is_inexact, tree_util.tree_leaves(unit[1])))
+    ]
+    if impossible and wrt is not None:
+        raise errors.cannot_differentiate(what, impossible)
+    return units, hits
 
 
 def _is_trained(path: Any, unit: Any) -> bool:

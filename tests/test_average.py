@@ -201,6 +201,35 @@ def test_averages_of_weights_are_those_of_optax(debias: bool) -> None:
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("start", [1e8, np.nan, np.inf])
+def test_with_debias_the_first_model_does_not_count(start: float) -> None:
+    model: Any = lambda x: {"w": sm.ParamState(np.float32(x)), "plain": np.full(2, x, np.float32)}
+    ema = sm.nn.EMA(model(start), decay=0.75, debias=True)
+    for k, want in enumerate([3.0, (0.75 * 3 + 5) / 1.75]):
+        averaged, ema = ema(model(3 + 2 * k))
+        np.testing.assert_allclose(averaged["w"].value, want, rtol=1e-6)
+        np.testing.assert_allclose(averaged["plain"], [want, want], rtol=1e-6)
+
+
+def test_an_average_with_what_is_infinite_or_far_away_is_that_of_the_formula() -> None:
+    values = np.array([np.inf, 3e38, -3e38, -np.inf, np.nan, 1], np.float32)
+    old, new = map(np.ravel, np.meshgrid(values, values))
+    averaged, _ = sm.nn.EMA(old, decay=0.5)(new)
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(averaged, 0.5 * old + 0.5 * new)
+    mean, layer = sm.nn.Average(np.zeros(36, np.float32))(old)
+    mean, _ = layer(new)
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(mean, 0.5 * old + 0.5 * new)
+
+
+def test_a_number_outside_a_module_is_averaged_as_an_array_is() -> None:
+    averaged, _ = sm.nn.EMA({"rate": 1.0, "w": np.ones(2)}, decay=0.5)(
+        {"rate": 2.0, "w": np.ones(2)}
+    )
+    assert averaged["rate"] == 1.5
+
+
 def test_the_correction_is_exact_for_a_decay_close_to_1() -> None:
     averaged, _ = sm.nn.EMA(net(), decay=1 - 1e-7, debias=True)(net(2))
     np.testing.assert_allclose(averaged.w.value["a"], net(2).w.value["a"], rtol=1e-6)

@@ -22,7 +22,8 @@ SIZE = 3
 
 
 def norm(**options: Any) -> Any:
-    return sm.nn.BatchNorm(SIZE, **options)
+    """One that keeps the statistics of all values, if nothing else is given."""
+    return sm.nn.BatchNorm(SIZE, **{"momentum": None, **options})
 
 
 def forward(layer: Any, x: Any, where: Any = None) -> Any:
@@ -107,7 +108,7 @@ def assert_moments(running: Any, rows: Any) -> None:
     rows = np.asarray(rows, np.float64).reshape(-1, SIZE)
     assert running["count"] == len(rows)
     np.testing.assert_allclose(running["mean"], rows.mean(0), rtol=1e-6)
-    np.testing.assert_allclose(running["m2"] / len(rows), rows.var(0), rtol=1e-5)
+    np.testing.assert_allclose(running["var"], rows.var(0), rtol=1e-5)
 
 
 @pytest.mark.parametrize("way", [pytest.param(way, id=name) for name, way in WAYS.items()])
@@ -211,6 +212,11 @@ def of_flax(momentum: float = 0.99) -> Any:
     return nnx.BatchNorm(SIZE, momentum=momentum, use_fast_variance=False, rngs=nnx.Rngs(0))
 
 
+def assert_statistics(layer: Any, mean: Any, var: Any, rtol: float = 1e-5) -> None:
+    np.testing.assert_allclose(layer.running.value["mean"], mean, rtol=rtol)
+    np.testing.assert_allclose(layer.running.value["var"], var, rtol=rtol)
+
+
 def test_training_outputs_are_those_of_equinox_and_flax() -> None:
     ours, _ = norm()(images())
     np.testing.assert_allclose(ours, Equinox(0.9)(images()), atol=1e-5)
@@ -218,7 +224,6 @@ def test_training_outputs_are_those_of_equinox_and_flax() -> None:
 
 
 def test_inference_outputs_are_theirs_where_nothing_is_kept_of_the_past() -> None:
-    """Otherwise theirs come of means of variances, and of where these started."""
     ours, equinox, flax = norm(momentum=0.0), Equinox(0.0), of_flax(0.0)
     for x in (3 * images(), images()):
         _, ours = plainly(ours, x)
@@ -229,32 +234,83 @@ def test_inference_outputs_are_theirs_where_nothing_is_kept_of_the_past() -> Non
     np.testing.assert_allclose(y, flax(x, use_running_average=True), atol=1e-5)
 
 
-def test_running_means_are_those_of_equinox_in_batches_of_one_size() -> None:
-    """A count that fades is what its correction for a start at 0 comes to."""
+@pytest.mark.parametrize(
+    "name", ["unsharded", "vmap2 in shards", "mesh of 8", "mesh of 4x2, unchecked"]
+)
+def test_ten_batches_leave_the_statistics_and_outputs_of_flax(name: str) -> None:
+    """By its default momentum, with batches of two sizes that are far from mean 0 and variance 1."""
+    way, flax = WAYS[name], of_flax()
+    ours = sm.nn.BatchNorm(SIZE, axis_name=way.axis_name)
+    wanted: Any = np.zeros(SIZE), np.ones(SIZE)
+    for i in range(10):
+        x = np.random.default_rng(i).normal(3 + i, 1 + i, (8 * (1 + i % 2), SIZE)).astype("float32")
+        _, ours = jax.block_until_ready(way.run(ours, x, np.ones(len(x), bool)))
+        flax(x)
+        of_batch = x.mean(0, np.float64), x.var(0, np.float64)
+        wanted = [0.99 * old + 0.01 * new for old, new in zip(wanted, of_batch, strict=True)]
+    assert_statistics(ours, *wanted)
+    assert_statistics(ours, flax.mean[...], flax.var[...])
+    x = images()
+    y, _ = eqx.nn.inference_mode(ours)(x)
+    np.testing.assert_allclose(y, flax(x, use_running_average=True), atol=1e-4)
+
+
+def test_statistics_are_those_that_equinox_keeps() -> None:
+    """Those that its mode "batch" keeps; in inference it corrects them for where they started."""
     ours, equinox = norm(momentum=0.8), Equinox(0.8)
     for i in range(5):
         _, ours = plainly(ours, images() * i)
         equinox(images() * i)
     index: Any = equinox.layer.batch_state_index
-    mean, _ = equinox.state.get(index)
-    np.testing.assert_allclose(ours.running.value["mean"], mean / (1 - 0.8**5), rtol=1e-5)
+    assert_statistics(ours, *equinox.state.get(index))
+
+
+def test_statistics_go_in_from_other_libraries_and_out_to_them() -> None:
+    ours, flax = norm(momentum=0.9), of_flax(0.9)
+    for i in range(3):
+        flax(images() * i)
+    mean, var = flax.mean[...], flax.var[...]
+    ours = ours.with_statistics(np.asarray(mean, np.float64), var)
+    np.testing.assert_array_equal(ours.statistics, (mean, var))
+    assert ours.statistics[1] is not var and ours.running.value["count"] == 0
+    x = images() + 1
+    y, _ = eqx.nn.inference_mode(ours)(x)
+    np.testing.assert_allclose(y, flax(x, use_running_average=True), atol=1e-5)
+    _, ours = plainly(ours, x)
+    flax(x)
+    assert_statistics(ours, flax.mean[...], flax.var[...])
+
+
+def test_statistics_of_some_values_go_in_to_be_merged_with_others() -> None:
+    first, second = BATCHES[0][0][BATCHES[0][1]], images()
+    given = norm().with_statistics(first.mean(0), first.var(0), count=len(first))
+    _, merged = plainly(given, second)
+    assert_moments(merged.running.value, np.concatenate([first, second.reshape(-1, SIZE)]))
 
 
 # What can be set
 
 
-def test_momentum_multiplies_the_weight_of_every_row_of_the_past() -> None:
-    layer, rows, weights = norm(momentum=0.7), [], np.zeros(0)
+@some_ways
+def test_momentum_moves_them_by_the_rows_that_count(way: Way) -> None:
+    layer = norm(axis_name=way.axis_name, momentum=0.7)
+    mean, var, count = np.zeros(SIZE), np.ones(SIZE), 0
     for x, where in BATCHES[:6]:
-        _, layer = plainly(layer, x, where)
-        rows += list(x[where].astype(np.float64))
-        weights = np.concatenate([0.7 * weights, np.ones(where.sum())])
-    mean = np.average(rows, axis=0, weights=weights)
-    variance = np.average((rows - mean) ** 2, axis=0, weights=weights)
-    running = layer.running.value
-    np.testing.assert_allclose(running["count"], weights.sum(), rtol=1e-6)
-    np.testing.assert_allclose(running["mean"], mean, rtol=1e-6)
-    np.testing.assert_allclose(running["m2"] / running["count"], variance, rtol=1e-5)
+        _, layer = jax.block_until_ready(way.run(layer, x, where))
+        rows = x[where].astype(np.float64)
+        mean, var = 0.7 * mean + 0.3 * rows.mean(0), 0.7 * var + 0.3 * rows.var(0)
+        count += len(rows)
+    assert_statistics(layer, mean, var)
+    assert layer.running.value["count"] == count
+
+
+@pytest.mark.parametrize("start", [1e8, np.nan, np.inf])
+@pytest.mark.parametrize("momentum", [0.0, None])
+def test_what_counts_for_nothing_leaves_no_trace(momentum: Any, start: float) -> None:
+    x, one = images(), np.full(SIZE, start, np.float32)
+    layer = norm(momentum=momentum).with_statistics(one, one, count=0)
+    _, layer = plainly(layer, x * 1e-4)
+    assert_moments(layer.running.value, x * 1e-4)
 
 
 @pytest.mark.parametrize("axis", [0, 1, -2])
@@ -280,7 +336,7 @@ def test_nothing_that_counts_changes_nothing() -> None:
     layer = norm(momentum=0.5)
     y, empty = plainly(layer, x, none)
     np.testing.assert_allclose(y, x, rtol=1e-5)
-    for start in (empty, plainly(layer, x, ~none)[1]):
+    for start in (layer, empty, plainly(layer, x, ~none)[1]):
         _, after = plainly(start, x, none)
         for a, b in zip(*map(jax.tree.leaves, (after.running, start.running)), strict=True):
             np.testing.assert_array_equal(a, b)
@@ -347,7 +403,7 @@ def test_float64() -> None:
         y, layer = plainly(norm(), x)
         assert y.dtype == np.float64
         flat = x.reshape(-1, SIZE)
-        np.testing.assert_allclose(layer.running.value["m2"] / 32, flat.var(0), rtol=1e-8)
+        np.testing.assert_allclose(layer.running.value["var"], flat.var(0), rtol=1e-8)
         narrow = norm(dtype=jnp.float32)
         y, after = plainly(narrow, x)
         assert y.dtype == np.float64
@@ -372,7 +428,7 @@ def test_it_can_be_donated() -> None:
     layer, x = call.place(norm(axis_name="x"), images())
     for _ in range(2):
         _, layer = jax.block_until_ready(call(layer, x))
-    assert layer.running.value["count"] > 32
+    assert layer.running.value["count"] == 64
 
 
 def test_in_a_scan() -> None:
@@ -466,6 +522,17 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: norm(momentum=1.5),
         sm.StatemeshError,
         "BatchNorm: momentum=1.5, but it must be None or from 0 to 1.",
+    ),
+    (
+        lambda: norm(momentum=0.9).with_statistics(np.zeros(SIZE), 1.0),
+        sm.StatemeshError,
+        "BatchNorm: var is float32[], but must be of shape (3,): one number for each channel.",
+    ),
+    (
+        lambda: norm().with_statistics(np.zeros(SIZE), np.ones(SIZE)),
+        sm.StatemeshError,
+        "BatchNorm: with momentum=None values count the same whenever they were seen, so with_statistics "
+        "has to know of how many these are: `with_statistics(mean, var, count=...)`.",
     ),
     (
         lambda: sm.vmap2(forward, in_axes=(None, 0), axis_name="rows")(norm(axis_name="data"), X),

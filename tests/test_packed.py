@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -160,6 +162,187 @@ def test_gradients_inside_see_the_model() -> None:
     wanted, plain = call(model, X)
     assert float(value) == float(wanted)
     assert_same(packed.unpack(), plain)
+
+
+def trained_net() -> Any:
+    """Parameters and other states of one dtype, whole and split, and a state in which not all is trained."""
+    return {
+        "w": sm.ParamState(np.arange(1, 3, dtype=np.float32), tag="first"),
+        "v": sm.ParamState(
+            {"a": np.ones((8, 2), np.float32), "n": np.int32(3)}, spec={"a": P("x"), "n": P()}
+        ),
+        "mean": sm.BatchState(np.arange(5, 7, dtype=np.float32)),
+        "rows": sm.State(np.arange(8, dtype=np.float32), spec=P("x")),
+        "count": sm.State(0, reduce="sum"),
+        "plain": jnp.ones(3),
+        "rng": sm.RandomState(jax.random.key(0)),
+        "act": np.tanh,
+    }
+
+
+def loss_of(net: Any, x: Any) -> Any:
+    w = net["w"].value.sum() * net["plain"].sum() + jax.lax.psum(net["v"].value["a"].sum(), "x")
+    count = net["count"].set(net["count"].value + x.sum().astype(int))
+    out = x * w + net["mean"].value.sum() + net["rows"].value
+    return out**2, {**net, "count": count, "mean": net["mean"].set(net["mean"].value + 1)}
+
+
+def in_two_forms(kind: AxisType = AxisType.Auto) -> Any:
+    mesh = make_mesh("4", kind)
+    net = trained_net()
+    call = sm.shard_map(loss_of, mesh, (None, P("x")), (P("x"), P()))
+
+    def loss(net: Any, x: Any) -> Any:
+        out, net = call(net, x)
+        return out.mean(), net
+
+    return loss, sm.pack(net, mesh), sm.place(net, mesh)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_outside_a_map_what_is_trained_is_what_is_trained_of_the_model(kind: AxisType) -> None:
+    loss, packed, plain = in_two_forms(kind)
+    (value, new), grads = sm.value_and_grad(loss)(packed, X)
+    (wanted, plain_new), plain_grads = sm.value_and_grad(loss)(plain, X)
+    np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    assert isinstance(grads, sm.Packed) and isinstance(new, sm.Packed)
+    assert repr(grads) == "Packed(2 states in 2 arrays, 1 beside)"
+    structure: Any = jax.tree.structure
+    assert structure(grads) == structure(sm.trainable(packed))
+    assert_same(sm.trainable(packed).unpack(), sm.trainable(plain))
+    assert list(grads.states) == ["['v']", "['w']"] and list(grads.beside) == ["['plain']"]
+    assert_same(grads.unpack(), plain_grads)
+    assert_same(new.unpack(), plain_new)
+
+
+@pytest.mark.parametrize("optimizer", [optax.sgd(0.01), optax.adamw(0.01, weight_decay=0.5)])
+def test_an_optimizer_outside_moves_parameters_and_nothing_else(optimizer: Any) -> None:
+    loss, *nets = in_two_forms()
+    results = []
+    for net in nets:
+        slots = optimizer.init(sm.trainable(net))
+        for k in range(3):
+            (_, net), grads = sm.value_and_grad(loss)(net, X + k)
+            updates, slots = optimizer.update(grads, slots, net)
+            net = eqx.apply_updates(net, updates)
+        results.append(net)
+    packed, plain = results
+    np.testing.assert_array_equal(packed.states["['mean']"].value, [8, 9])
+    np.testing.assert_array_equal(packed.states["['rows']"].value, X)
+    assert int(packed.states["['count']"].value) == 28 + 36 + 44
+    for path, state in sm.states(plain, sm.ParamState).items():
+        for a, b in zip(*map(jax.tree.leaves, (packed.states[path], state)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
+    np.testing.assert_allclose(packed.beside["['plain']"], plain["plain"], rtol=1e-5)
+
+
+def test_slots_of_a_packed_model_are_packed_and_stay_so_in_calls() -> None:
+    optimizer = optax.adam(0.1)
+
+    def train(net: Any, slots: Any, x: Any) -> Any:
+        def loss(net: Any, x: Any) -> Any:
+            out, net = loss_of(net, x)
+            return out.mean(), net
+
+        (value, net), grads = sm.value_and_grad(loss, axis_name="x")(net, x)
+        updates, slots = optimizer.update(grads, slots)
+        return value, (eqx.apply_updates(net, updates), slots)
+
+    _, packed, plain = in_two_forms()
+    fun, count = counted(train)
+    call = sm.shard_map(fun, make_mesh("4"), (None, P(), P("x")), P())
+    slots, plain_slots = (optimizer.init(sm.trainable(net)) for net in (packed, plain))
+    for _ in range(3):
+        _, (packed, slots) = call(packed, slots, X)
+    assert count.times == 1
+    for _ in range(3):
+        _, (plain, plain_slots) = call(plain, plain_slots, X)
+    assert isinstance(slots[0].mu, sm.Packed)
+    assert list(slots[0].mu.states) == ["['v']", "['w']"]
+    wanted = plain, plain_slots[0].nu
+    for a, b in zip((packed.unpack(), slots[0].nu.unpack()), wanted, strict=True):
+        structure: Any = jax.tree.structure
+        assert structure(a) == structure(b)
+        for x, y in zip(
+            jax.tree.leaves(sm.trainable(a)), jax.tree.leaves(sm.trainable(b)), strict=True
+        ):
+            np.testing.assert_allclose(x, y, rtol=1e-5)
+
+
+def test_outside_a_map_filters_see_its_states() -> None:
+    _, packed, plain = in_two_forms()
+    assert_same(sm.states(packed), sm.states(plain))
+    assert_same(sm.states([packed], sm.BatchState), sm.states([plain], sm.BatchState))
+    parts = sm.partition(packed, sm.ParamState, sm.filters.Where(lambda net: net["mean"]))
+    assert_same(
+        parts, sm.partition(plain, sm.ParamState, sm.filters.Where(lambda net: net["mean"]))
+    )
+    assert_same(sm.combine(*parts), plain)
+    assert sm.new_states({}, packed).keys() == sm.states(plain).keys()
+    for wrt in (sm.ParamState, lambda path, node: isinstance(node, jax.Array)):
+        assert_same(sm.trainable(packed, wrt).unpack(), sm.trainable(plain, wrt))
+    with pytest.raises(sm.StructureError, match=r"packed\['count'\]: State"):
+        sm.value_and_grad(lambda packed: (packed, packed), wrt=sm.State)(packed)
+
+
+def test_a_part_of_what_is_packed_together_has_no_gradient() -> None:
+    more = {"nets": [trained_net()["w"] for _ in range(6)], "w": trained_net()["w"]}
+    packed = sm.pack(more, make_mesh("4"))
+    with pytest.raises(sm.StructureError) as raised:
+        sm.trainable(packed, sm.filters.PathContains("nets"))
+    assert str(raised.value) == (
+        "trainable: wrt=PathContains('nets') picks some of the states that are packed in one buffer, and a "
+        "buffer has one gradient:\n"
+        "  - picked: model['nets'][0], model['nets'][1], model['nets'][2], 3 more; not picked: model['w']\n"
+        "Take the gradient inside the mapped call, which sees the model, or give this call the model "
+        "itself: `packed.unpack()`."
+    )
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_averages_of_a_packed_model_are_those_of_the_model(kind: AxisType) -> None:
+    _, packed, plain = in_two_forms(kind)
+    double: Any = lambda net: jax.tree.map(lambda x: 2 * x if eqx.is_inexact_array(x) else x, net)
+    later, plain_later = double(packed), double(plain)
+    ema, plain_ema = (sm.nn.EMA(net, decay=0.75, wrt=WRT) for net in (packed, plain))
+    average: Any = lambda ema, net: ema(net)
+    for run in (average, eqx.filter_jit(average)):
+        averaged, ema = run(ema, later)
+        wanted, plain_ema = run(plain_ema, plain_later)
+        assert isinstance(averaged, sm.Packed)
+        assert_same(averaged.unpack(), wanted)
+        assert_same(ema.averages, plain_ema.averages)
+
+
+WRT = sm.filters.Any(sm.BatchState, sm.filters.WithTag("first"))
+
+
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x")], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_states_that_are_all_empty_come_back(spec: P, kind: AxisType) -> None:
+    mesh = make_mesh("4", kind)
+    model = {
+        "a": sm.State(np.zeros((0, 4), np.float32), spec=spec),
+        "b": sm.State(np.zeros((4, 0), np.float32), spec=spec),
+    }
+    packed = sm.pack(model, mesh)
+    assert_same(packed.unpack(), model)
+    assert_same(jax.jit(lambda model: sm.pack(model, mesh).unpack())(sm.place(model, mesh)), model)
+    assert_same(sm.pack(model, mesh.abstract_mesh).unpack(), model)
+    fun = lambda model, x: (x, jax.tree.map(lambda value: value + 1, model))
+    _, packed = sm.shard_map(fun, mesh, (None, P("x")), (P("x"), P()))(packed, X)
+    assert isinstance(packed, sm.Packed)
+    assert_same(packed.unpack(), model)
+
+
+def test_buffers_may_be_given_another_dtype_and_stay_where_they_are_placed() -> None:
+    _, packed, plain = in_two_forms()
+    half = jax.tree.map(lambda x: x.astype(jnp.float16) if eqx.is_inexact_array(x) else x, packed)
+    fun = lambda net: net["v"].value["a"].sum(keepdims=True)
+    call = sm.shard_map(fun, make_mesh("4"), (None,), P("x"))
+    assert call(half).dtype == np.float16
+    placed = sm.place([packed], make_mesh("4"))[0]
+    assert all(a is b for a, b in zip(placed.buffers, packed.buffers, strict=True))
 
 
 def test_a_buffer_in_which_nothing_was_written_is_the_one_that_went_in() -> None:

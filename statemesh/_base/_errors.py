@@ -675,6 +675,23 @@ def nothing_to_differentiate(
     return StructureError(f"{what}: {picks}. {has}")
 
 
+def picks_part_of_buffer(
+    what: str, wrt: Any, torn: Sequence[Sequence[Sequence[str]]]
+) -> StructureError:
+    lines = [f"picked: {_some(picked)}; not picked: {_some(left)}" for picked, left in torn]
+    return StructureError(
+        f"{what}: wrt={filter_str(wrt)} picks some of the states that are packed in one buffer, and a buffer "
+        f"has one gradient:\n{_lines(lines)}\n"
+        "Take the gradient inside the mapped call, which sees the model, or give this call the model "
+        "itself: `packed.unpack()`."
+    )
+
+
+def _some(paths: Sequence[str]) -> str:
+    more = [f"{len(paths) - 3} more"] if len(paths) > 3 else []
+    return ", ".join([*paths[:3], *more])
+
+
 def describe_unit(unit: Any) -> str:
     return repr(unit) if is_state(unit) else describe(unit)
 
@@ -1308,6 +1325,13 @@ def bad_mask(layer: str, mask: Any, x: Any, axis: int) -> StatemeshError:
     return StatemeshError(
         f"{layer}: where is {describe(mask)}, but must be bool and have the leading axes of x, which is "
         f"{describe(x)} with its channels on axis {axis}."
+    )
+
+
+def count_wanted(layer: str) -> StatemeshError:
+    return StatemeshError(
+        f"{layer}: with momentum=None values count the same whenever they were seen, so with_statistics has "
+        "to know of how many these are: `with_statistics(mean, var, count=...)`."
     )
 
 

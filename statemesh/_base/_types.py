@@ -115,6 +115,33 @@ def is_state(node: object) -> bool:
     return isinstance(node, StateNode)
 
 
+class PackedNode:
+    """What every Packed is: the name by which the lower layers know one."""
+
+    __slots__ = ()
+
+    buffers: tuple[Any, ...]
+
+    def unpack(self) -> Any:
+        raise NotImplementedError
+
+
+def is_packed(node: object) -> bool:
+    return isinstance(node, PackedNode)
+
+
+def is_state_or_packed(node: object) -> bool:
+    return isinstance(node, StateNode | PackedNode)
+
+
+def unpacked(tree: Any) -> Any:
+    """The tree with models in the place of what is packed; the very tree where nothing is."""
+    if not any(map(is_packed, jax.tree.leaves(tree, is_leaf=is_state_or_packed))):
+        return tree
+    one = lambda node: node.unpack() if isinstance(node, PackedNode) else node
+    return jax.tree.map(one, tree, is_leaf=is_state_or_packed)
+
+
 @jax.tree_util.register_static
 class Removed:
     """What stands where `partition` took a leaf away.

@@ -4,14 +4,12 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from .._arguments import Arguments
 from .._base import _errors as errors
 from .._base._compat import tree_util
-from .._base._types import Place, is_state
-from .._packed._contents import Contents, Group
-from .._packed._packed import Packed
+from .._base._types import Place, is_packed, is_state, is_state_or_packed
+from .._packed._contents import Contents, Form, Group
+from .._packed._packed import Packed, shapes_of, with_models
 from .._write_back import Forwarded, Output, WriteBack
 
 
@@ -39,7 +37,7 @@ class Packing:
         there are the shapes.
     - `positions`: for each of these leaves the leaf of the arguments that it is, or is in.
     - `origins`: for each of them what it is, if anything is packed.
-    - `contents`: what is packed.
+    - `forms`: of what is packed.
     """
 
     def __init__(
@@ -53,24 +51,24 @@ class Packing:
         self.given = self.arguments = Arguments(fun, args, kwargs)
         self.origins: list[_At] = []
         self.positions: Sequence[int] = range(len(leaves))
-        nodes = tree_util.tree_leaves((args, kwargs), is_leaf=_is_packed)
-        self.contents = list(dict.fromkeys(n._contents for n in nodes if _is_packed(n)))
-        if not self.contents:
+        nodes = tree_util.tree_leaves((args, kwargs), is_leaf=is_state_or_packed)
+        self.forms = list(dict.fromkeys(n._form for n in nodes if is_packed(n)))
+        if not self.forms:
             return
         marked = self.given.treedef.unflatten(map(_At, range(len(leaves))))
-        self.origins = tree_util.tree_leaves(_unpacked(marked, _marks))
+        self.origins = tree_util.tree_leaves(with_models(marked, _marks))
         self.positions = [at.position for at in self.origins]
-        self.args, self.kwargs = _unpacked((args, kwargs), _shapes)
+        self.args, self.kwargs = with_models((args, kwargs), shapes_of)
         self.leaves = tree_util.tree_leaves((self.args, self.kwargs))
         self.arguments = Arguments(fun, self.args, self.kwargs)
 
     def check(self, name: str, placed: Mapping[int, Place], sizes: Any) -> None:
         """Refuse what was packed for other sizes of the mesh's axes, or to lie otherwise."""
-        if not self.contents:
+        if not self.forms:
             return
-        for contents in self.contents:
-            packed = dict(contents.sizes)
-            used = {axis for group in contents.groups for axis in group.names}
+        for form in self.forms:
+            packed = dict(form.contents.sizes)
+            used = {axis for group in form.part.groups for axis in group.names}
             if any(sizes.get(axis) != packed[axis] for axis in used):
                 raise errors.packed_for_other_sizes(name, packed, dict(sizes))
         paths = self.arguments.paths()
@@ -85,7 +83,7 @@ class Packing:
 
     def inputs(self, placed: Mapping[int, Place]) -> Mapping[int, Place]:
         """Where each leaf goes that is an input in truth: buffers in the place of their arrays."""
-        if not self.contents:
+        if not self.forms:
             return placed
         found: dict[int, Place] = {}
         for position, where in placed.items():
@@ -95,26 +93,8 @@ class Packing:
         return found
 
 
-def _is_packed(node: object) -> bool:
-    return isinstance(node, Packed)
-
-
-def _unpacked(tree: Any, arrays_of: Callable[[Group, Any], list[Any]]) -> Any:
-    def one(node: Any) -> Any:
-        if not isinstance(node, Packed):
-            return node
-        pairs = zip(node._contents.groups, node.buffers, strict=True)
-        return node._contents.model([arrays_of(*pair) for pair in pairs], node._rest)
-
-    return tree_util.tree_map(one, tree, is_leaf=_is_packed)
-
-
 def _marks(group: Group, at: _At) -> list[_At]:
     return [_At(at.position, group, k) for k in range(len(group.slots))]
-
-
-def _shapes(group: Group, buffer: Any) -> list[Any]:
-    return [jax.ShapeDtypeStruct(slot.shape, group.dtype) for slot in group.slots]
 
 
 def _lies(packed: Place, wanted: Place) -> bool:
@@ -135,14 +115,14 @@ class Repacking:
     def __init__(
         self, packing: Packing, placed: Mapping[int, Place], number: Mapping[int, int]
     ) -> None:
-        self.contents = packing.contents
+        self.forms = packing.forms
         self.places = [placed[position] for position in sorted(placed)]
-        self.origins = [packing.origins[p] for p in sorted(placed) if self.contents]
+        self.origins = [packing.origins[p] for p in sorted(placed) if self.forms]
         self.inputs = [number[at.position] for at in self.origins] or list(range(len(placed)))
 
     def split(self, parts: Sequence[Any]) -> Sequence[Any]:
         """The parts of the unpacked inputs."""
-        if not self.contents:
+        if not self.forms:
             return parts
         kept: dict[int, list[Any]] = {}
         found: list[Any] = []
@@ -162,7 +142,7 @@ class Repacking:
         - `own`: the parts of the unpacked inputs.
         - `outputs`, `back`: what the function's result became.
         """
-        if not self.contents:
+        if not self.forms:
             return outputs, back
         joining = _Joining(self, own, outputs, back)
         result = joining.tree(back.result)
@@ -191,25 +171,25 @@ class _Joining:
         self.written: list[tuple[int, str]] = []
 
     def tree(self, result: Any) -> Any:
-        found: dict[int, Contents] = {}
+        found: dict[int, Form] = {}
 
         def fits(node: Any) -> bool:
-            if (contents := self._fitting(node)) is not None:
-                found[id(node)] = contents
+            if (form := self._fitting(node)) is not None:
+                found[id(node)] = form
             return id(node) in found
 
         def one(node: Any) -> Any:
-            contents = found.get(id(node))
-            return self.leaf(node) if contents is None else self.packed(node, contents)
+            form = found.get(id(node))
+            return self.leaf(node) if form is None else self.packed(node, form)
 
         return tree_util.tree_map(one, result, is_leaf=fits)
 
-    def _fitting(self, node: Any) -> Contents | None:
+    def _fitting(self, node: Any) -> Form | None:
         """As what a node of the result may be packed: that which came in with this structure."""
-        contents: Contents
-        for contents in self.repacking.contents:
-            if type(node) is contents.root and self._fits(node, contents):
-                return contents
+        form: Form
+        for form in self.repacking.forms:
+            if type(node) is form.contents.root and self._fits(node, form.part):
+                return form
         return None
 
     def _fits(self, node: Any, contents: Contents) -> bool:
@@ -238,18 +218,11 @@ class _Joining:
                 return False
         return (x.shape, x.dtype) == (slot.part, group.dtype) and _lies(slot.where, where)
 
-    def packed(self, node: Any, contents: Contents) -> Packed:
-        units = tree_util.tree_leaves(node, is_leaf=is_state)
-        sources: list[list[Any]] = [[None] * len(group.slots) for group in contents.groups]
-        rest: list[Any] = []
-        for unit, one in zip(units, contents.states, strict=True):
-            if one is None:
-                rest.append(tree_util.tree_map(self.leaf, unit))
-                continue
-            for (g, k), leaf in zip(one[1], tree_util.tree_leaves(unit), strict=True):
-                sources[g][k] = leaf
-        pairs = zip(contents.groups, sources, strict=True)
-        return Packed([self.buffer(*pair) for pair in pairs], rest, contents)
+    def packed(self, node: Any, form: Form) -> Packed:
+        sources, units = form.part.arrays(node)
+        rest = [tree_util.tree_map(self.leaf, unit) for unit in units]
+        pairs = zip(form.part.groups, sources, strict=True)
+        return Packed.of([self.buffer(*pair) for pair in pairs], rest, form)
 
     def buffer(self, group: Group, sources: Sequence[Any]) -> Output | Forwarded:
         """Where a buffer comes from: from where it came, if nothing in it was written."""

@@ -9,7 +9,7 @@ import jax
 
 from .._base import _errors as errors
 from .._base._paths import key_name, path_str
-from .._base._types import Filter, KeyPath, is_state
+from .._base._types import Filter, KeyPath, is_state, unpacked
 
 
 Predicate: TypeAlias = Callable[[KeyPath, AnyType], bool]
@@ -101,7 +101,7 @@ class Where(_Named):
 
     def _picked(self, tree: AnyType) -> frozenset[KeyPath]:
         marked = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: _Spot(path), tree, is_leaf=is_state
+            lambda path, leaf: _Spot(path), unpacked(tree), is_leaf=is_state
         )
         try:
             found = self.where(marked)

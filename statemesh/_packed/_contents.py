@@ -12,7 +12,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._base import _compat as compat
-from .._base._types import AxisName
+from .._base._compat import tree_util
+from .._base._types import AxisName, is_state
 from .._resolve._specs import Placement
 
 
@@ -46,6 +47,8 @@ class Slot:
 @dataclasses.dataclass(frozen=True)
 class Group:
     """What one buffer is made of: arrays of one dtype whose parts are kept apart over the same axes.
+
+    They are either all in a `ParamState` or all in none, so that of a buffer all is trained or nothing.
 
     **Attributes:**
 
@@ -117,14 +120,24 @@ class Group:
                 out_specs=slot.where.spec,
             )
             return taken(buffer)
-        rows = buffer.reshape(-1, self.size)[:, here]
+        rows = buffer.reshape(math.prod(self.counts), self.size)[:, here]
         return self._whole(rows, slot)
+
+    def buffer(self, arrays: Sequence[Any]) -> Any:
+        """The buffer, of whole arrays."""
+        rows = [self._rows(x, slot) for x, slot in zip(arrays, self.slots, strict=True)]
+        return jnp.concatenate(rows, axis=1, dtype=self.dtype).reshape(-1)
 
     def _part(self, x: np.ndarray, slot: Slot, shard: tuple[Any, ...]) -> np.ndarray:
         """A shard's part of a whole array, flat. No more than that is copied."""
         sizes, order, _ = self._folds(slot)
         part: np.ndarray = np.transpose(np.reshape(x, sizes), order)[shard]
         return part.reshape(-1)
+
+    def _rows(self, x: Any, slot: Slot) -> Any:
+        """All shards' parts of a whole array, each flat."""
+        sizes, order, _ = self._folds(slot)
+        return x.reshape(sizes).transpose(order).reshape(math.prod(self.counts), slot.size)
 
     def _whole(self, rows: Any, slot: Slot) -> Any:
         sizes, order, back = self._folds(slot)
@@ -196,3 +209,70 @@ class Contents:
             for one in self.states
         ]
         return self.unit_def.unflatten(units)
+
+    def arrays(self, model: Any) -> tuple[list[list[Any]], list[Any]]:
+        """Of a model of this structure the arrays of each group, and what is beside."""
+        found: list[list[Any]] = [[None] * len(group.slots) for group in self.groups]
+        rest: list[Any] = []
+        units = tree_util.tree_leaves(model, is_leaf=is_state)
+        for unit, one in zip(units, self.states, strict=True):
+            if one is None:
+                rest.append(unit)
+                continue
+            for (g, k), leaf in zip(one[1], tree_util.tree_leaves(unit), strict=True):
+                found[g][k] = leaf
+        return found, rest
+
+    def members(self) -> list[list[int]]:
+        """For each group the numbers of the units that have an array in it."""
+        found: list[list[int]] = [[] for _ in self.groups]
+        for number, one in enumerate(self.states):
+            for g in dict.fromkeys(g for g, _ in one[1]) if one else ():
+                found[g].append(number)
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How much of a packed model there is: as in gradients, where `None` stands for what is not trained.
+
+    **Attributes:**
+
+    - `contents`: of the whole.
+    - `groups`, `beside`: for each buffer, and for each thing beside, whether it is there.
+    """
+
+    contents: Contents
+    groups: tuple[bool, ...]
+    beside: tuple[bool, ...]
+
+    @cached_property
+    def part(self) -> Contents:
+        """What is where in that which there is."""
+        if all(self.groups) and all(self.beside):
+            return self.contents
+        whole = self.contents
+        number = {g: k for k, g in enumerate(np.flatnonzero(self.groups).tolist())}
+        rest = iter(self.beside)
+        marks: list[Any] = []
+        states: list[Any] = []
+        for one in whole.states:
+            if one is None:
+                kept: Any = None
+                there = next(rest)
+            else:
+                structure, places = one
+                own = [_LEAF if g in number else None for g, _ in places]
+                kept = (
+                    tree_util.tree_structure(structure.unflatten(own)),
+                    tuple((number[g], k) for g, k in places if g in number),
+                )
+                there = any(own)
+            marks.append(_LEAF if there else None)
+            states += [kept] if there else []
+        unit_def = tree_util.tree_structure(whole.unit_def.unflatten(marks))
+        groups = tuple(whole.groups[g] for g in number)
+        return Contents(whole.root, unit_def, tuple(states), groups, whole.sizes)
+
+
+_LEAF = object()

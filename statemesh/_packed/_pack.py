@@ -3,7 +3,8 @@
 import math
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from operator import is_
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from .._base import _compat as compat
 from .._base._compat import tree_util
 from .._base._paths import path_str
-from .._base._types import AnyMesh, AxisName, StateSpecs, is_state
+from .._base._types import AnyMesh, AxisName, StateSpecs, is_state, is_state_or_packed, unpacked
+from .._model._kinds import ParamState
 from .._resolve._agreement import array_passed, check_alike
 from .._resolve._mesh import check_specs, manual_names, mesh_for_traced
 from .._resolve._placement import check_shapes, is_own, traced_onto
@@ -23,6 +25,7 @@ from ._packed import Packed
 
 
 # One object for all packed models that have the same contents, so that calls compare them by identity.
+_Key: TypeAlias = tuple[Any, frozenset[AxisName], bool]
 _known: "weakref.WeakValueDictionary[Hashable, Contents]" = weakref.WeakValueDictionary()
 
 
@@ -64,11 +67,12 @@ def pack(model: Any, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Packed
         ```
     """
     names = manual_names(mesh, ())
+    model = unpacked(model)
     flat, unit_def = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
     wheres = _placements(model, flat, state_specs)
     _check(flat, wheres, mesh, names)
-    found: dict[tuple[Any, frozenset[AxisName]], list[tuple[Slot, Any]]] = {}
-    at: list[tuple[Any, list[tuple[tuple[Any, frozenset[AxisName]], int]]] | None] = []
+    found: dict[_Key, list[tuple[Slot, Any]]] = {}
+    at: list[tuple[Any, list[tuple[_Key, int]]] | None] = []
     rest: list[Any] = []
     packed: list[tuple[str, Any]] = []
     for (keys, node), own_wheres in zip(flat, wheres, strict=True):
@@ -79,7 +83,7 @@ def pack(model: Any, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Packed
         arrays, structure = tree_util.tree_flatten(node)
         places = []
         for x, where in zip(arrays, own_wheres, strict=True):
-            key = _dtype_of(x), where.axis_names
+            key = _dtype_of(x), where.axis_names, isinstance(node, ParamState)
             own = found.setdefault(key, [])
             start = own[-1][0].start + own[-1][0].size if own else 0
             part = _part(np.shape(x), where, mesh)
@@ -89,7 +93,7 @@ def pack(model: Any, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Packed
         at.append((structure, places))
     number = {key: g for g, key in enumerate(found)}
     groups = []
-    for (dtype, axes), own in found.items():
+    for (dtype, axes, _), own in found.items():
         ordered = tuple(name for name in names if name in axes)
         counts = tuple(mesh.shape[name] for name in ordered)
         groups.append(Group(dtype, ordered, counts, tuple(slot for slot, _ in own)))
@@ -101,6 +105,44 @@ def pack(model: Any, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Packed
     arrays_of = [[x for _, x in own] for own in found.values()]
     buffers = [_buffer(g, own, mesh) for g, own in zip(contents.groups, arrays_of, strict=True)]
     return Packed(buffers, rest, contents)
+
+
+def packed_as(tree: Any, like: Any) -> Any:
+    """A tree with its models packed as those of another tree, which has its structure where unpacked.
+
+    A buffer of which no array is another one stays that of the other tree.
+    """
+    old = unpacked(like)
+    if old is like:
+        return tree
+    leaves, structure = tree_util.tree_flatten(like, is_leaf=is_state_or_packed)
+    parts = zip(leaves, structure.flatten_up_to(tree), structure.flatten_up_to(old), strict=True)
+    return structure.unflatten(
+        [_repacked(x, new, old) if isinstance(x, Packed) else new for x, new, old in parts]
+    )
+
+
+def _repacked(packed: Packed, new: Any, old: Any) -> Packed:
+    contents, present, _ = packed._present()
+    arrays, rest = contents.arrays(new)
+    before, _ = contents.arrays(old)
+    buffers = []
+    for group, buffer, own, then in zip(contents.groups, present, arrays, before, strict=True):
+        if all(map(is_, own, then)):
+            buffers.append(buffer)
+            continue
+        mesh = _mesh_of(buffer)
+        buffers.append(group.buffer(own) if mesh is None else _buffer(group, own, mesh))
+    return Packed.of(buffers, rest, packed._form)
+
+
+def _mesh_of(buffer: Any) -> AnyMesh | None:
+    """The mesh that a buffer lies on, where that is known: not of what is traced on Auto axes."""
+    if compat.is_explicitly_typed(buffer) and compat.is_tracer(buffer):
+        mesh: AnyMesh = jax.typeof(buffer).sharding.mesh
+        return mesh
+    sharding = None if compat.is_tracer(buffer) else getattr(buffer, "sharding", None)
+    return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
 
 def _placements(
@@ -160,7 +202,7 @@ def _buffer(group: Group, arrays: Sequence[Any], mesh: AnyMesh) -> Any:
         return _traced_buffer(group, [jnp.asarray(x) for x in arrays], mesh)
     host = [np.asarray(x) for x in jax.device_get(list(arrays))]
     if isinstance(mesh, AbstractMesh):
-        starts = range(0, group.shape[0], max(group.size, 1))
+        starts = (shard * group.size for shard in range(math.prod(group.counts)))
         return jnp.asarray(np.concatenate([group.gathered(host, start) for start in starts]))
     where = NamedSharding(mesh, group.where.spec)
     # Shard by shard, so that the host has no second copy of all.

@@ -1,6 +1,6 @@
 """`Packed`: a model whose states lie in a few buffers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,17 +10,21 @@ from jax.sharding import NamedSharding
 from .._base import _compat as compat
 from .._base._compat import tree_util
 from .._base._paths import path_str
+from .._base._types import PackedNode, is_packed, is_state_or_packed
 from .._model._state import State
-from ._contents import Contents, Slot
+from ._contents import Contents, Form, Group, Slot
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Packed:
+class Packed(PackedNode):
     """A model whose states' arrays lie in a few buffers, one for each dtype and set of mesh axes.
+
+    Parameters have buffers of their own.
 
     `pack` makes one. It stands wherever a mapped call takes the model: the function sees the model, and the
     call returns a `Packed` where the function returns one of the same structure. A call costs by the array,
-    so that a thousand small states cost little more than one.
+    so that a thousand small states cost little more than one. To `states`, `partition`, filters and
+    `value_and_grad` it is its model; gradients are a `Packed` too, with `None` for what is not trained.
 
     **Attributes:**
 
@@ -37,20 +41,37 @@ class Packed:
         self._rest = tuple(rest)
         self._contents = contents
 
+    @classmethod
+    def of(cls, buffers: Sequence[Any], rest: Sequence[Any], form: Form) -> "Packed":
+        """One of this form, of the buffers that it has and what is beside."""
+        own, other = iter(buffers), iter(rest)
+        return cls(
+            [next(own) if there else None for there in form.groups],
+            [next(other) if there else None for there in form.beside],
+            form.contents,
+        )
+
     def unpack(self) -> Any:
         """The model, bit for bit as it was packed or as calls have left it.
 
         **Returns:** the model. Its arrays lie on the mesh as their placements say.
         """
-        groups = self._contents.groups
-        arrays = [
-            [group.array(buffer, slot) for slot in group.slots]
-            for group, buffer in zip(groups, map(_on_host, self.buffers), strict=True)
-        ]
-        for group, buffer, own in zip(groups, self.buffers, arrays, strict=True):
-            if isinstance(buffer, jax.Array) and not compat.is_tracer(buffer):
-                own[:] = jax.device_put(own, [_target(buffer, slot) for slot in group.slots])
-        return self._contents.model(arrays, self._rest)
+        return self._model(_arrays)
+
+    def _model(self, arrays_of: Callable[[Group, Any], list[Any]]) -> Any:
+        contents, buffers, rest = self._present()
+        pairs = zip(contents.groups, buffers, strict=True)
+        return contents.model([arrays_of(*pair) for pair in pairs], rest)
+
+    @property
+    def _form(self) -> Form:
+        there = [tuple(x is not None for x in some) for some in (self.buffers, self._rest)]
+        return Form(self._contents, *there)
+
+    def _present(self) -> tuple[Contents, list[Any], list[Any]]:
+        """What there is: its contents, its buffers and what is beside."""
+        buffers, rest = ([x for x in some if x is not None] for some in (self.buffers, self._rest))
+        return self._form.part, buffers, rest
 
     @property
     def states(self) -> "Mapping[str, State]":
@@ -58,12 +79,14 @@ class Packed:
 
     @property
     def beside(self) -> dict[str, Any]:
-        paths = _unit_paths(self._contents.unit_def)
-        left = [path for path, one in zip(paths, self._contents.states, strict=True) if one is None]
-        return dict(zip(left, self._rest, strict=True))
+        contents, _, rest = self._present()
+        paths = _unit_paths(contents.unit_def)
+        left = [path for path, one in zip(paths, contents.states, strict=True) if one is None]
+        return dict(zip(left, rest, strict=True))
 
     def __repr__(self) -> str:
-        return f"Packed({len(self.states)} states in {len(self.buffers)} arrays, {len(self._rest)} beside)"
+        _, buffers, rest = self._present()
+        return f"Packed({len(self.states)} states in {len(buffers)} arrays, {len(rest)} beside)"
 
     def tree_flatten_with_keys(self) -> tuple[Any, Contents]:
         kids = jax.tree_util.GetAttrKey("buffers"), self.buffers
@@ -85,15 +108,15 @@ class _States(Mapping[str, State]):
     """The packed states by path, each made where it is looked up."""
 
     def __init__(self, packed: Packed) -> None:
-        self._packed = packed
-        contents = packed._contents
+        contents, self._buffers, _ = packed._present()
+        self._groups = contents.groups
         paths = _unit_paths(contents.unit_def)
         pairs = zip(paths, contents.states, strict=True)
         self._at = {path: one for path, one in pairs if one is not None}
 
     def __getitem__(self, path: str) -> State:
         structure, places = self._at[path]
-        groups, buffers = self._packed._contents.groups, self._packed.buffers
+        groups, buffers = self._groups, self._buffers
         arrays = [groups[g].array(buffers[g], groups[g].slots[k]) for g, k in places]
         found: State = structure.unflatten(arrays)
         return found
@@ -103,6 +126,46 @@ class _States(Mapping[str, State]):
 
     def __len__(self) -> int:
         return len(self._at)
+
+
+def with_models(tree: Any, arrays_of: Callable[[Group, Any], list[Any]]) -> Any:
+    """A tree with models in the place of what is packed, of what `arrays_of` makes of each buffer."""
+    if not any(map(is_packed, tree_util.tree_leaves(tree, is_leaf=is_state_or_packed))):
+        return tree
+    one = lambda node: node._model(arrays_of) if isinstance(node, Packed) else node
+    return tree_util.tree_map(one, tree, is_leaf=is_state_or_packed)
+
+
+def shapes_of(group: Group, buffer: Any) -> list[Any]:
+    """Of the arrays in a buffer their shapes and dtypes."""
+    return [jax.ShapeDtypeStruct(slot.shape, buffer.dtype) for slot in group.slots]
+
+
+def members(tree: Any) -> list[list[int]]:
+    """For each unit of a tree the numbers of the units that it is made of where models are unpacked.
+
+    A unit is a State or a leaf outside any; a buffer is made of all States that have an array in it.
+    """
+    found: list[list[int]] = []
+    start = 0
+    for node in tree_util.tree_leaves(tree, is_leaf=is_state_or_packed):
+        if not isinstance(node, Packed):
+            found.append([start])
+            start += 1
+            continue
+        contents = node._form.part
+        beside = [[number] for number, one in enumerate(contents.states) if one is None]
+        found += [[start + number for number in own] for own in contents.members() + beside]
+        start += len(contents.states)
+    return found
+
+
+def _arrays(group: Group, buffer: Any) -> list[Any]:
+    source = _on_host(buffer)
+    arrays = [group.array(source, slot) for slot in group.slots]
+    if isinstance(buffer, jax.Array) and not compat.is_tracer(buffer):
+        return list(jax.device_put(arrays, [_target(buffer, slot) for slot in group.slots]))
+    return arrays
 
 
 def _unit_paths(unit_def: Any) -> list[str]:

@@ -15,7 +15,16 @@ from .._base import _errors as errors
 from .._base._compat import tree_util
 from .._base._paths import path_str
 from .._base._prefix import broadcast_specs
-from .._base._types import AxisName, StateSpecs, canonical, is_state, only, spec_axes
+from .._base._types import (
+    AxisName,
+    StateSpecs,
+    canonical,
+    is_packed,
+    is_state,
+    is_state_or_packed,
+    only,
+    spec_axes,
+)
 from .._model._values import strong
 from ._agreement import array_passed, check_alike
 from ._buffers import apart
@@ -132,7 +141,7 @@ def place(tree: Any, mesh: Mesh, specs: Any = None, *, state_specs: StateSpecs =
 
     **Arguments:**
 
-    - `tree`: any pytree.
+    - `tree`: any pytree. The buffers of a `Packed` in it lie right already, and stay.
     - `mesh`: the mesh.
     - `specs`: a spec, or a prefix tree of specs, for the arrays outside States; left out, they are
         replicated.
@@ -161,6 +170,8 @@ def place(tree: Any, mesh: Mesh, specs: Any = None, *, state_specs: StateSpecs =
     check_specs([("specs", specs)], mesh, names)
     flat, _ = tree_util.tree_flatten_with_path(tree, is_leaf=is_state)
     said = iter(choose_specs(state_specs, [("tree", tree)], "state_specs"))
+    nodes = tree_util.tree_leaves(tree, is_leaf=is_state_or_packed)
+    packed = {id(buffer) for node in nodes if is_packed(node) for buffer in node.buffers}
     paths: list[str] = []
     leaves: list[Any] = []
     placements: list[Placement | None] = []
@@ -172,7 +183,8 @@ def place(tree: Any, mesh: Mesh, specs: Any = None, *, state_specs: StateSpecs =
             wheres = own_placements(node, node.spec if chosen is UNSAID else chosen, path)
             placements += wheres
         else:
-            placements += [placement(spec) if is_shaped(node) else None] * len(own)
+            moves = is_shaped(node) and id(node) not in packed
+            placements += [placement(spec) if moves else None] * len(own)
         leaves += own
         paths += [path] * len(own)
     chosen_at = [i for i, where in enumerate(placements) if where is not None]

@@ -1,6 +1,7 @@
 """`Average` of metrics, and `EMA` of weights."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,11 +9,12 @@ import jax.numpy as jnp
 
 from .._base import _errors as errors
 from .._base._axes import bound_names, known_same, total
-from .._base._types import AxisName, Filter, is_state
+from .._base._types import AxisName, Filter, is_state, unpacked
 from .._model._kinds import LongTermState, ShortTermState
 from .._model._module import Module, field
+from .._packed._pack import packed_as
 from .._trainable import trainable
-from ._checks import check_alike
+from ._checks import check_alike, moved
 
 
 class Average(Module):
@@ -67,9 +69,10 @@ class Average(Module):
         sums = jax.tree.map(lambda x: jnp.where(weight > 0, weight * x, 0), values)
         weight, sums = total((weight, sums), names)
         whole = old["weight"] + weight
-        divisor = jnp.where(whole > 0, whole, 1)
+        rate = weight / jnp.where(whole > 0, whole, 1)
+        divisor = jnp.where(weight > 0, weight, 1)
         mean = jax.tree.map(
-            lambda mean, sum: (mean + (sum - weight * mean) / divisor).astype(mean.dtype),
+            lambda mean, sum: moved(mean, sum / divisor, rate).astype(mean.dtype),
             old["mean"],
             sums,
         )
@@ -99,7 +102,8 @@ class EMA(Module):
 
     **Arguments:**
 
-    - `model`: any pytree; averages start from the values in it.
+    - `model`: any pytree; averages start from the values in it, with `debias` from zeros. Of a `Packed` they
+        are those of its model, and are packed where the layer is: `pack(ema, mesh)`.
     - `decay`: what is kept of the averages at each call; above 0 and below 1.
     - `debias`: whether the model that the layer is made with does not count. As Adam corrects its moments
         for the zeros that they start from, the average is then that of the models given to calls alone.
@@ -133,7 +137,10 @@ class EMA(Module):
     ) -> None:
         if not 0 < decay < 1:
             raise errors.bad_setting("EMA", "decay", decay, "above 0 and below 1")
-        self.averages = jax.tree.map(_average_of, trainable(model, wrt), is_leaf=is_state)
+        first = _from_zero if debias else _from_value
+        self.averages = jax.tree.map(
+            lambda unit: _average_of(unit, first), trainable(unpacked(model), wrt), is_leaf=is_state
+        )
         self.count = LongTermState(0) if debias else None
         self.decay = decay
         self.wrt = wrt
@@ -150,6 +157,7 @@ class EMA(Module):
 
         **Raises:** `StructureError` for a model of another structure.
         """
+        given, model = model, unpacked(model)
         new = trainable(model, self.wrt)
         bare = (jax.tree.map(_bare, tree, is_leaf=is_state) for tree in (self.averages, new))
         check_alike("EMA", "model", *bare)
@@ -160,12 +168,12 @@ class EMA(Module):
             rate = rate / -jnp.expm1(count.value * math.log(self.decay))
 
         def step(average: LongTermState, unit: Any) -> LongTermState:
-            moved = lambda old, x: (old + (x.astype(old.dtype) - old) * rate).astype(old.dtype)
-            return average.set(jax.tree.map(moved, average.value, _bare(unit)))
+            one = lambda old, x: moved(old, jnp.asarray(x, old.dtype), rate).astype(old.dtype)
+            return average.set(jax.tree.map(one, average.value, _bare(unit)))
 
         averages = jax.tree.map(step, self.averages, new, is_leaf=is_state)
         averaged = jax.tree.map(_put, averages, model, is_leaf=_is_place)
-        return averaged, self.replace(averages=averages, count=count)
+        return packed_as(averaged, given), self.replace(averages=averages, count=count)
 
 
 def _wide(dtype: Any) -> Any:
@@ -176,8 +184,16 @@ def _bare(unit: Any) -> Any:
     return unit.value if is_state(unit) else unit
 
 
-def _average_of(unit: Any) -> LongTermState:
-    value = jax.tree.map(lambda x: jnp.array(x, _wide(x.dtype)), _bare(unit))
+def _from_value(x: Any) -> jax.Array:
+    return jnp.array(x, _wide(jnp.result_type(x)))
+
+
+def _from_zero(x: Any) -> jax.Array:
+    return jnp.zeros_like(x, _wide(jnp.result_type(x)))
+
+
+def _average_of(unit: Any, first: Callable[[Any], jax.Array]) -> LongTermState:
+    value = jax.tree.map(first, _bare(unit))
     return LongTermState(value, spec=unit.spec) if is_state(unit) else LongTermState(value)
 
 
@@ -190,6 +206,6 @@ def _put(average: LongTermState | None, unit: Any) -> Any:
     if average is None:
         return unit
     # Within a state, None stands for an integer.
-    cast = lambda mean, x: x if mean is None else mean.astype(x.dtype)
+    cast = lambda mean, x: x if mean is None else mean.astype(jnp.result_type(x))
     value = jax.tree.map(cast, average.value, _bare(unit), is_leaf=lambda node: node is None)
     return unit.set(value) if is_state(unit) else value

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._base import _errors as errors
@@ -11,7 +12,7 @@ from .._base._axes import bound_names, known_same, total
 from .._base._types import AxisName
 from .._model._kinds import BatchState, ParamState
 from .._model._module import Module, field
-from ._checks import check_floating, in_inference
+from ._checks import check_floating, in_inference, moved
 
 
 class BatchNorm(Module):
@@ -21,9 +22,13 @@ class BatchNorm(Module):
     channels, and over the axes called `axis_name`, mesh axes and lanes in any mix. So it takes a batch at
     once, and the rows of a shard, and one row alone in a `vmap2` that names its axis, and gives the same.
 
-    `running` gathers the statistics of all batches for inference: how many values each channel had, their
-    mean, and the sum of their squared deviations from it (M2). These three can be merged without loss,
-    whatever the sizes of batches and shards, which means of variances cannot.
+    `running` keeps the statistics for inference: `count`, how many values each channel had so far, and
+    their running `mean` and biased `var`. Those of one batch are merged over shards as count, mean and M2
+    (the sum of squared deviations), without loss; a mean of the shards' variances is none of the batch.
+
+    With a `momentum` each batch moves them as in Flax, from mean 0 and variance 1 on:
+    `mean = momentum * mean + (1 - momentum) * batch_mean`, and the variance alike. With `momentum=None` they
+    are the mean and variance of all values ever seen, exactly, whatever the sizes of the batches.
 
     **Arguments:**
 
@@ -32,8 +37,8 @@ class BatchNorm(Module):
         call they mean one shard. All shards write the same statistics only if all axes are named that split
         the rows; if not, the mapped call raises `DivergedStateError`.
     - `channel_axis`: the axis of the channels, as the layer sees `x`.
-    - `momentum`: how much the past counts: its count is multiplied by `momentum` whenever a batch is added.
-        `None`: fully, so that all values ever seen count the same.
+    - `momentum`: what is kept of the running mean and variance at each batch (PyTorch gives what is not kept:
+        its `momentum=0.1` is 0.9 here). `None`: all values ever seen count the same.
     - `eps`: what is added to the variance.
     - `affine`: whether there are a `scale` and a `shift`, the parameters; else both are `None`.
     - `spec`: the placement of whatever has one entry for each channel, where a mesh axis splits these.
@@ -52,8 +57,10 @@ class BatchNorm(Module):
         >>> y.round(2)
         Array([[-1., -1.],
                [ 1.,  1.]], dtype=float32)
-        >>> norm.running.value["mean"]
-        Array([1., 3.], dtype=float32)
+        >>> mean, var = norm.statistics
+        >>> mean.round(2), var.round(2)
+        (Array([0.01, 0.03], dtype=float32), Array([1.  , 1.03], dtype=float32))
+        >>> norm = norm.with_statistics([1.0, 3.0], [1.0, 4.0])
 
         ```
 
@@ -88,10 +95,10 @@ class BatchNorm(Module):
         ones = jnp.ones(size, dtype)
         wide = jnp.promote_types(ones.dtype, jnp.float32)
         # An array for each: one in two places could not be donated.
-        count, mean, m2 = (jnp.zeros(shape, wide) for shape in ((), size, size))
+        count, mean, var = jnp.zeros((), wide), jnp.zeros(size, wide), jnp.ones(size, wide)
         self.running = BatchState(
-            {"count": count, "mean": mean, "m2": m2},
-            spec=spec and {"count": PartitionSpec(), "mean": spec, "m2": spec},
+            {"count": count, "mean": mean, "var": var},
+            spec=spec and {"count": PartitionSpec(), "mean": spec, "var": spec},
             # In an error about shards that wrote different statistics this is what to look at.
             name=f"BatchNorm(axis_name={axis_name!r})",
         )
@@ -115,7 +122,7 @@ class BatchNorm(Module):
             `shift`. Inference has no use for it.
 
         **Returns:** `(y, layer)`: `y` in the shape and dtype of `x`, and the layer with its `running`
-        statistics. In inference before there are any, they are taken to be mean 0 and variance 1.
+        statistics. In inference before there are any, they are mean 0 and variance 1.
 
         **Raises:** `StatemeshError` for another number of channels, for no rows, for a row alone where no
         axis is mapped over, for a mask that does not fit, and for an axis name that is not bound inside a
@@ -131,6 +138,38 @@ class BatchNorm(Module):
         seen = known_same(batch, names)
         return self._normalised(x, batch), self.replace(running=self._with(seen))
 
+    @property
+    def statistics(self) -> tuple[jax.Array, jax.Array]:
+        """The running mean and the running, biased variance of each channel, as other libraries keep them."""
+        return self.running.value["mean"], self.running.value["var"]
+
+    def with_statistics(self, mean: Any, var: Any, *, count: Any = None) -> "BatchNorm":
+        """The layer with other running statistics, such as those of a model of another library.
+
+        **Arguments:**
+
+        - `mean`, `var`: a number for each channel.
+        - `count`: of how many values they are. Only `momentum=None` weighs by it, and must have it; left
+            out, it stays as it is.
+
+        **Returns:** the layer.
+
+        **Raises:** `StatemeshError` for other shapes than those of the channels, and for no `count` where
+        it is needed.
+        """
+        old = self.running.value
+        if count is None and self.momentum is None:
+            raise errors.count_wanted("BatchNorm")
+        given = {"count": old["count"] if count is None else count, "mean": mean, "var": var}
+        for name, x in given.items():
+            if np.shape(x) != old[name].shape:
+                wanted = f"of shape {old[name].shape}"
+                why = "one for all" if name == "count" else "one number for each channel"
+                raise errors.wrong_shape("BatchNorm", name, jnp.asarray(x), wanted, why)
+        # Copies: a layer that is donated takes nothing of the caller's with it.
+        made = {name: jnp.array(x, old[name].dtype) for name, x in given.items()}
+        return self.replace(running=made)
+
     def _check(self, x: jax.Array) -> None:
         check_floating("BatchNorm", x)
         axis, size = self.channel_axis, len(self.running.value["mean"])
@@ -140,7 +179,7 @@ class BatchNorm(Module):
             raise errors.wrong_channels("BatchNorm", x, axis, size)
 
     def _of_batch(self, x: jax.Array, where: Any, names: tuple[AxisName, ...]) -> dict[str, Any]:
-        """Count, mean and M2 of the global batch."""
+        """Count, mean and biased variance of the global batch."""
         if not x.size:
             raise errors.no_rows("BatchNorm", x)
         if x.ndim == 1 and not names:
@@ -161,22 +200,33 @@ class BatchNorm(Module):
         # In a second pass: the mean of squares less the square of the mean would lose all digits where
         # the mean is large.
         apart = jnp.where(counts, x - self._along(mean, x), 0)
-        return {"count": count, "mean": mean, "m2": total((apart**2).sum(others), names)}
+        m2 = total((apart**2).sum(others), names)
+        return {
+            "count": count,
+            "mean": mean,
+            "var": jnp.where(count > 0, m2 / jnp.maximum(count, 1), 1),
+        }
 
     def _with(self, new: dict[str, Any]) -> dict[str, Any]:
         """The running statistics with those of one more batch."""
         old = self.running.value
-        fading = 1 if self.momentum is None else jnp.where(new["count"] > 0, self.momentum, 1)
-        kept = fading * old["count"]
-        count = kept + new["count"]
-        part, apart = new["count"] / jnp.maximum(count, 1), new["mean"] - old["mean"]
-        m2 = fading * old["m2"] + new["m2"] + apart**2 * kept * part
-        made = {"count": count, "mean": old["mean"] + apart * part, "m2": m2}
+        count = old["count"] + new["count"]
+        if self.momentum is None:
+            rate = new["count"] / jnp.maximum(count, 1)
+        else:
+            rate = jnp.where(new["count"] > 0, 1 - self.momentum, 0)
+        made = {
+            "count": count,
+            **{name: moved(old[name], new[name], rate) for name in ("mean", "var")},
+        }
+        if self.momentum is None:
+            # Merged as count, mean and M2 are: two variances miss how far the means lie apart.
+            between = (new["mean"] - old["mean"]) ** 2 * rate * (1 - rate)
+            made["var"] = made["var"] + jnp.where(rate < 1, between, 0)
         return {name: x.astype(old[name].dtype) for name, x in made.items()}
 
     def _normalised(self, x: jax.Array, by: dict[str, Any]) -> jax.Array:
-        variance = jnp.where(by["count"] > 0, by["m2"] / jnp.maximum(by["count"], 1), 1)
-        y = (x - self._along(by["mean"], x)) * self._along(jax.lax.rsqrt(variance + self.eps), x)
+        y = (x - self._along(by["mean"], x)) * self._along(jax.lax.rsqrt(by["var"] + self.eps), x)
         if self.scale is not None and self.shift is not None:
             y = y * self._along(self.scale.value, x) + self._along(self.shift.value, x)
         return y.astype(x.dtype)

@@ -1,4 +1,4 @@
-"""What several layers ask of what they are given."""
+"""What several layers ask of what they are given, and how a running value moves."""
 
 from typing import Any
 
@@ -35,3 +35,15 @@ def in_inference(layer: Any) -> bool:
     if compat.is_tracer(layer.inference):
         raise errors.inference_is_traced(type(layer).__name__)
     return bool(layer.inference)
+
+
+def moved(old: Any, new: Any, rate: Any) -> Any:
+    """A running value, moved by `rate` of the way to a new one.
+
+    At a rate of 1 nothing of the old value is left, neither its rounding nor a NaN, and at 0 nothing of the
+    new one.
+    """
+    way = new - old
+    # The way is no number where one of them is infinite, or where they lie too far apart for the dtype.
+    step = jnp.where(jnp.isfinite(way), old + way * rate, old * (1 - rate) + new * rate)
+    return jnp.where(rate == 1, new, jnp.where(rate == 0, old, step))
