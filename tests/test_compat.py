@@ -202,7 +202,7 @@ def test_deleted_buffers_are_refused_or_crash() -> None:
 
 
 def test_a_traced_value_knows_what_made_it() -> None:
-    found = []
+    found: list[Any] = []
 
     def body(x: Any) -> Any:
         y, z = jax.jit(lambda x: (x + 1, x))(x)
