@@ -199,3 +199,17 @@ def test_deleted_buffers_are_refused_or_crash() -> None:
     )
     assert (ended.returncode == 0) == compat.REFUSES_DELETED
     assert ("refused:" in ended.stdout) == compat.REFUSES_DELETED
+
+
+def test_a_traced_value_knows_what_made_it() -> None:
+    found: list[Any] = []
+
+    def body(x: Any) -> Any:
+        y, z = jax.jit(lambda x: (x + 1, x))(x)
+        found.extend([compat.made_by(x), compat.made_by(z)])
+        assert compat.made_by(z)[0].invars[0] is x  # type: ignore[index]
+        return y + z
+
+    jax.make_jaxpr(body)(1.0)
+    assert found[0] is None and found[1][1] == 1
+    assert compat.made_by(jnp.ones(2)) is compat.made_by(1.0) is None

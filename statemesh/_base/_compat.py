@@ -94,15 +94,10 @@ def control_flow(eqn: Any) -> tuple[Any, ...] | None:
 
 
 def made_by(x: Any) -> tuple[Any, int] | None:
-    """The equation that a value which is being traced is a result of, and which one.
-
-    Its operands are values that are traced too. `None` where that is not known.
-    """
+    """Of a value that is being traced: the equation, over others, that made it, and which result it is."""
     eqn, var = getattr(x, "parent", None), getattr(x, "val", None)
-    for i, result in enumerate(getattr(eqn, "outvars", ())):
-        if result is var:
-            return eqn, i
-    return None
+    outvars = getattr(eqn, "outvars", ())
+    return next(((eqn, i) for i, result in enumerate(outvars) if result is var), None)
 
 
 def collective(eqn: Any) -> tuple[Axes, Axes]:
