@@ -133,6 +133,15 @@ def draw(m):
 after = sm.shard_map(draw, mesh, (None,), P(), donate="states")(m)
 np.testing.assert_array_equal(after["data"].value, before)
 np.testing.assert_array_equal(m["data"].value, before)
+
+# What JAX took for the memory of the host is not given up: nothing of ours looks at it.
+held = np.zeros(96, np.uint8)
+start = -held.ctypes.data % 64
+host = held[start : start + 32].view(np.float32)
+two = jax.device_put(host, rep), jax.device_put(host, rep)
+raised = jax.jit(lambda x, y: (x + 1, y + 2), donate_argnums=(0, 1))(*two)
+np.testing.assert_array_equal(raised, [np.full(8, 1.0), np.full(8, 2.0)])
+np.testing.assert_array_equal(host, np.zeros(8))
 print("all of them")
 """
 

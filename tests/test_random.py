@@ -287,7 +287,8 @@ def after_split(rng: sm.RandomState) -> sm.RandomState:
 
 
 def in_jit(rng: sm.RandomState) -> sm.RandomState:
-    return jax.jit(after_fold_in)(rng)
+    after: sm.RandomState = jax.jit(after_fold_in)(rng)
+    return after
 
 
 def in_scan(rng: sm.RandomState) -> sm.RandomState:
@@ -307,7 +308,7 @@ def in_scan(rng: sm.RandomState) -> sm.RandomState:
     ],
 )
 def test_a_new_key_set_inside_is_that_of_the_unsharded_run(
-    write: Any, options: dict[str, bool]
+    write: Any, options: dict[str, Any]
 ) -> None:
     def own(rng: sm.RandomState) -> Any:
         rng = write(rng)

@@ -124,7 +124,7 @@ class Layout:
         targets = [self.targets[k] for k in moving]
         sources = [ready[k] for k in moving]
         if self.donating:
-            # What is of the host is not given up.
+            # The memory of the host JAX does not give up, whatever it is told.
             sources = [
                 apart(x, target) if isinstance(x, jax.Array) else x
                 for x, target in zip(sources, targets, strict=True)
