@@ -17,23 +17,34 @@ from ._values import REDUCTIONS, arrays, check_reducible, conform, reduced
 
 
 class Meta:
-    """The static part of a State, kept in one object so that comparing two models is quick."""
+    """The static part of a State, kept in one object so that comparing two models is quick.
 
-    __slots__ = ("name", "reduce", "spec", "tag")
+    The kind is in it too: JAX holds two trees for equal whose nodes are dataclasses of different types.
+    """
 
+    __slots__ = ("kind", "name", "reduce", "spec", "tag")
+
+    kind: type
     name: str | None
     tag: frozenset[str]
     spec: SpecTree
     reduce: Reduce
 
     def __init__(
-        self, name: str | None, tag: frozenset[str], spec: SpecTree, reduce: Reduce
+        self,
+        kind: type,
+        name: str | None,
+        tag: frozenset[str],
+        spec: SpecTree,
+        reduce: Reduce,
     ) -> None:
+        self.kind = kind
         self.name, self.tag, self.spec, self.reduce = name, tag, spec, reduce
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
             isinstance(other, Meta)
+            and self.kind is other.kind
             and self.name == other.name
             and self.tag == other.tag
             and self.spec == other.spec
@@ -43,10 +54,11 @@ class Meta:
     def __hash__(self) -> int:
         # A spec may be a tree of specs, which need not be hashable; equal specs have equal leaves.
         specs = tuple(jax.tree_util.tree_leaves(self.spec, is_leaf=is_spec))
-        return hash((self.name, self.tag, specs, self.reduce))
+        return hash((self.kind, self.name, self.tag, specs, self.reduce))
 
 
-_PLAIN = Meta(None, frozenset(), None, None)
+_PLAIN: dict[type, Meta] = {}
+"""For each kind the static part of its states that were given nothing but a value."""
 
 
 S = TypeVar("S", bound="State")
@@ -260,6 +272,7 @@ _FIELDS = ("value", "name", "tag", "spec", "reduce")
 
 
 def _register(cls: type[State]) -> None:
+    _PLAIN[cls] = Meta(cls, None, frozenset(), None, None)
     jax.tree_util.register_dataclass(cls, data_fields=list(cls.children), meta_fields=["_meta"])
 
 
@@ -340,5 +353,5 @@ def _checked_meta(
         if cls.always_replicated and isinstance(leaf, PartitionSpec) and tuple(leaf):
             raise errors.always_replicated(cls.__name__, leaf)
     if name is None and not tags and spec is None and reduce is None:
-        return _PLAIN
-    return Meta(name, tags, spec, reduce)
+        return _PLAIN[cls]
+    return Meta(cls, name, tags, spec, reduce)
