@@ -1,5 +1,6 @@
 """The kinds of state, and kinds that other authors write."""
 
+import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -295,3 +296,31 @@ def test_a_forgotten_return_is_named(use: Any, text: str) -> None:
     with pytest.raises(TypeError) as raised:
         use(call)
     assert str(raised.value) == text
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Left:
+    x: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Right:
+    x: Any
+
+
+def test_models_that_differ_in_a_type_alone_are_two() -> None:
+    """JAX holds trees of different dataclasses for equal."""
+    assert structure(Left(1)) == structure(Right(1))
+    kinds = sm.ParamState, sm.BatchState, sm.State
+    assert len({structure(kind(1.0)) for kind in kinds}) == 3
+    assert structure(sm.BatchState(1.0)) != structure(sm.ParamState(1.0))
+    mesh = make_mesh("2")
+    call = sm.shard_map(lambda node: jax.tree.map(jnp.negative, node), mesh, P(), P())
+    makes: list[Any] = [*kinds, Left, Right, *kinds]
+    for make in makes:
+        assert type(call(make(np.float32(1)))) is make
+    for kind in kinds:
+        packed = sm.pack({"s": kind(1.0)}, mesh)
+        assert type(packed.unpack()["s"]) is kind

@@ -55,6 +55,8 @@ class Signature:
         self.treedef = treedef
         # Whether other processes, if there are any, were found to have the same.
         self.agreed = False
+        # JAX holds trees of different dataclasses for equal, but their hashes differ.
+        self.hash = hash(treedef)
         self.context: Any = None
         # The mesh that was set, with its devices, where the call takes that one.
         self.set_mesh: Any = None
@@ -126,6 +128,7 @@ class Pipeline:
             last is None
             or last.types != list(map(type, leaves))
             or last.treedef != treedef
+            or last.hash != hash(treedef)
             or last.context is not _context()
             or _trace(()) is not compat.TOP_LEVEL
             or (last.set_mesh is not None and last.set_mesh is not _set_mesh())

@@ -8,10 +8,14 @@ from .._base._types import Reduce, SpecTree, is_spec
 
 
 class Meta:
-    """The static part of a State, kept in one object so that comparing two models is quick."""
+    """The static part of a State, kept in one object so that comparing two models is quick.
 
-    __slots__ = ("_plain", "name", "reduce", "spec", "tag", "token")
+    The kind is in it too: JAX holds two trees for equal whose nodes are dataclasses of different types.
+    """
 
+    __slots__ = ("_plain", "kind", "name", "reduce", "spec", "tag", "token")
+
+    kind: type
     name: str | None
     tag: frozenset[str]
     spec: SpecTree
@@ -21,8 +25,14 @@ class Meta:
     _plain: "Meta | None"
 
     def __init__(
-        self, name: str | None, tag: frozenset[str], spec: SpecTree, reduce: Reduce
+        self,
+        kind: type,
+        name: str | None,
+        tag: frozenset[str],
+        spec: SpecTree,
+        reduce: Reduce,
     ) -> None:
+        self.kind = kind
         self.name, self.tag, self.spec, self.reduce = name, tag, spec, reduce
         self.token, self._plain = None, None
 
@@ -32,16 +42,17 @@ class Meta:
         return self if self._plain is None else self._plain
 
     def with_token(self, token: object) -> "Meta":
-        new = Meta(self.name, self.tag, self.spec, self.reduce)
+        new = Meta(self.kind, self.name, self.tag, self.spec, self.reduce)
         new.token, new._plain = token, self.plain
         return new
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Meta, (self.name, self.tag, self.spec, self.reduce)
+        return Meta, (self.kind, self.name, self.tag, self.spec, self.reduce)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
             isinstance(other, Meta)
+            and self.kind is other.kind
             and self.name == other.name
             and self.tag == other.tag
             and self.spec == other.spec
@@ -51,7 +62,7 @@ class Meta:
     def __hash__(self) -> int:
         # A spec may be a tree of specs, which need not be hashable; equal specs have equal leaves.
         specs = tuple(jax.tree_util.tree_leaves(self.spec, is_leaf=is_spec))
-        return hash((self.name, self.tag, specs, self.reduce))
+        return hash((self.kind, self.name, self.tag, specs, self.reduce))
 
     def __repr__(self) -> str:
         # Where JAX prints structures that differ.

@@ -18,7 +18,8 @@ from ._no_array import NoArray
 from ._values import REDUCTIONS, arrays, check_reducible, conform, reduced
 
 
-_PLAIN = Meta(None, frozenset(), None, None)
+_PLAIN: dict[type, Meta] = {}
+"""For each kind the static part of its states that were given nothing but a value."""
 
 
 S = TypeVar("S", bound="State")
@@ -261,6 +262,7 @@ def set_rebuilt(state: State, value: Any, meta: Meta) -> None:
 
 
 def _register(cls: type[State]) -> None:
+    _PLAIN[cls] = Meta(cls, None, frozenset(), None, None)
     jax.tree_util.register_dataclass(cls, data_fields=list(cls.children), meta_fields=["_meta"])
 
 
@@ -310,5 +312,5 @@ def _checked_meta(
         if cls.always_replicated and isinstance(leaf, PartitionSpec) and tuple(leaf):
             raise errors.always_replicated(cls.__name__, leaf)
     if name is None and not tags and spec is None and reduce is None:
-        return _PLAIN
-    return Meta(name, tags, spec, reduce)
+        return _PLAIN[cls]
+    return Meta(cls, name, tags, spec, reduce)
