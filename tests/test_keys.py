@@ -24,7 +24,7 @@ PHILOX = ("philox2x32", "philox4x32")
 THREEFRY = ("threefry2x32", "threefry4x32")
 OTHERS = (*FIRST_ONLY, *PHILOX)
 X: Any = np.ones((16, 3), np.float32)
-BOTH = [sm.vmap2, sm.pmap2]
+BOTH: list[Any] = [sm.vmap2, sm.pmap2]
 
 
 def make_rng(impl: str, seed: int = 1) -> sm.RandomState:

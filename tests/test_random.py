@@ -291,7 +291,8 @@ def in_jit(rng: sm.RandomState) -> sm.RandomState:
 
 
 def in_scan(rng: sm.RandomState) -> sm.RandomState:
-    return jax.lax.scan(lambda rng, _: (after_fold_in(rng), None), rng, length=2)[0]
+    after, _ = jax.lax.scan(lambda rng, _: (after_fold_in(rng), None), rng, length=2)
+    return after
 
 
 @pytest.mark.parametrize(
@@ -307,7 +308,7 @@ def in_scan(rng: sm.RandomState) -> sm.RandomState:
     ],
 )
 def test_a_new_key_set_inside_is_that_of_the_unsharded_run(
-    write: Any, options: dict[str, bool]
+    write: Any, options: dict[str, Any]
 ) -> None:
     def own(rng: sm.RandomState) -> Any:
         rng = write(rng)
