@@ -287,7 +287,8 @@ def after_split(rng: sm.RandomState) -> sm.RandomState:
 
 
 def in_jit(rng: sm.RandomState) -> sm.RandomState:
-    return jax.jit(after_fold_in)(rng)
+    after: sm.RandomState = jax.jit(after_fold_in)(rng)
+    return after
 
 
 def in_scan(rng: sm.RandomState) -> sm.RandomState:
