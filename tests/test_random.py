@@ -292,7 +292,8 @@ def in_jit(rng: sm.RandomState) -> sm.RandomState:
 
 
 def in_scan(rng: sm.RandomState) -> sm.RandomState:
-    return jax.lax.scan(lambda rng, _: (after_fold_in(rng), None), rng, length=2)[0]
+    after, _ = jax.lax.scan(lambda rng, _: (after_fold_in(rng), None), rng, length=2)
+    return after
 
 
 @pytest.mark.parametrize(
