@@ -42,6 +42,21 @@ def test_rows_of_all_shards_count_once() -> None:
     check_moves(dataclasses.replace(SWAP, states=still, sources=(0, 1)), NUMBERS, "shard_map")
 
 
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("size", [1, 2])
+def test_two_arrays_beside_them(size: int, home: str) -> None:
+    """One as it came, one written."""
+    case = dataclasses.replace(
+        SWAP,
+        mesh=MeshShape((size,)),
+        tree=Branch("dict", (0, 2, 1, 3)),
+        arrays=(Write(None), Write("whole")),
+        sources=(0, 1, 2, 3),
+    )
+    pair = np.arange(2, dtype=np.float32)
+    check_arrays(case, dataclasses.replace(NUMBERS, arrays=[pair, pair]), home)
+
+
 @given(st.data())
 def test_states_that_change_places(data: st.DataObject) -> None:
     check_drawn(data, moves())

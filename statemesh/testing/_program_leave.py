@@ -31,15 +31,44 @@ def _output(maker: Maker) -> tuple[str, str]:
 
 
 def written(maker: Maker) -> None:
-    """Write most of the model's states."""
+    """Write most of the model's states; those that are alike may change places."""
     news = {id(slot): _new(maker, slot) for slot in maker.tree.slots if slot is not maker.rng}
+    continued = _continued(maker)
     for slot in maker.tree.slots:
         if slot is maker.rng:
             maker.lines.append(maker.tree.write(slot.path, "rng"))
-        elif new := news[id(slot)]:
-            if slot.kind != "array":
-                new = f"{maker.tree.read(slot.path)}.set({new})"
+            continue
+        source = continued.get(id(slot), slot)
+        new = news[id(source)]
+        if slot.kind != "array":
+            whole = maker.tree.read(source.path)
+            new = f"{whole}.set({new})" if new else "" if source is slot else whole
+        if new:
             maker.lines.append(maker.tree.write(slot.path, new))
+    if continued and maker.tree.name == "new":
+        maker.lines += maker.among(_PASSED)
+
+
+# A model on its way out, and what knows its states by their places only.
+_PASSED: list[list[str]] = [
+    [],
+    ["new = jax.tree.map(lambda leaf: leaf, new)"],
+    ["new = jax.jit(lambda new: new)(new)"],
+    ["new = jax.checkpoint(lambda new: new)(new)"],
+    ["new = lax.cond(len(x) > 0, lambda new: new, lambda new: new, new)"],
+]
+
+
+def _continued(maker: Maker) -> dict[int, Slot]:
+    """For each state that changes places, by identity, the one that is there afterwards."""
+    found: dict[int, Slot] = {}
+    left = [slot for slot in maker.tree.slots if slot.kind != "array" and slot.dtype in KEPT]
+    while left:
+        alike = [slot for slot in left if slot.is_like(left[0])]
+        left = [slot for slot in left if not slot.is_like(left[0])]
+        if len(alike) > 1 and maker.flip():
+            found |= dict(zip(map(id, alike), [*alike[1:], alike[0]], strict=True))
+    return found
 
 
 def _new(maker: Maker, slot: Slot) -> str:

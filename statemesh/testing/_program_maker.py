@@ -1,5 +1,6 @@
 """A random program while it is being drawn."""
 
+import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
@@ -169,6 +170,12 @@ class Maker:
             if not self.portable and not split and not slot.moments and self.flip():
                 slot.per_shard = self.some(self.layout.all_axes)
         return self.placed(slot, "w" if len(dims) == 2 and dims not in ELEMENTWISE else "s")
+
+    def twin(self) -> Slot | None:
+        """A State of which there is one like it, if there is any."""
+        held = [slot for slot in self.tree.slots if slot.kind != "array" and slot.dtype in KEPT]
+        found = [slot for slot in held if slot.dims in ELEMENTWISE]
+        return self.placed(dataclasses.replace(self.among(found)), "s") if found else None
 
     def placed(self, slot: Slot, letter: str) -> Slot:
         """Put a slot in the model: mostly at its top, else in a dictionary or a list inside."""

@@ -109,6 +109,11 @@ class Slot:
     is_written: bool = False
     values: list[Numbers] = dataclasses.field(default_factory=list)
 
+    def is_like(self, other: "Slot") -> bool:
+        """Whether nothing but paths and values tells the two apart."""
+        own = (self.kind, self.dims, self.dtype, self.reduce, self.per_shard)
+        return own == (other.kind, other.dims, other.dtype, other.reduce, other.per_shard)
+
     def leaves(self, layout: Layout) -> list[Leaf]:
         outer = (layout.count(self.per_shard),) if self.per_shard else ()
         shape = (*outer, *(() if self.dtype == "key" else layout.shape(self.dims)))

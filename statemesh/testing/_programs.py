@@ -31,8 +31,9 @@ def programs(
 
     Their `repr` is Python source that runs by itself, to be pasted into a report. They are made of
     arithmetic, products with parameters that are whole or split, reductions and gathers over mesh axes,
-    states of every policy, branches and loops, `jax.checkpoint`, `jax.jit`, and random numbers. Integers stay
-    far from their largest and floats within a few units. Shrinks to a function without steps on one device.
+    states of every policy, some of which change places, branches and loops, `jax.checkpoint`, `jax.jit`, and
+    random numbers. Integers stay far from their largest and floats within a few units. Shrinks to a function
+    without steps on one device.
 
     **Arguments:**
 
@@ -94,6 +95,8 @@ def _programs(
         if draw(st.integers(0, 9)) == 0:
             break
         draw(st.sampled_from(_possible(maker, random)))(maker)
+    if maker.flip(out_of=3) and (twin := maker.twin()):
+        maker.read(twin)
     returned, out_specs = outputs(maker)
     written(maker)
     code = _code(maker, mesh, [value for value, _ in inputs], returned, out_specs)
