@@ -21,7 +21,7 @@ from .mapped import mesh_of
 from .programs import MeshShape
 
 
-WIDTH, ROWS, STEPS, RATE = 4, 3, 2, 0.3
+WIDTH, ROWS, STEPS, RATE = 4, 3, 2, 0.05
 NAMES = ("weights", "scale", "shift")
 HOW = ("checked", "unchecked", "vmap2", "pmap2", "vmap2 in checked", "vmap2 in unchecked")
 

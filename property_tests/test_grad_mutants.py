@@ -166,10 +166,12 @@ MUTANTS = [
     Mutant(
         "nothing transposed",
         Pending,
-        "__call__",
+        "_derived",
         lambda right: (
-            lambda self, keys, values, *how, **given: (
-                list(values) if self.backward else right(self, keys, values, *how, **given)
+            lambda self, *how: (
+                (lambda mark, *operands: list(_reduction._halves(operands)[1]))
+                if self.backward
+                else right(self, *how)
             )
         ),
     ),

@@ -183,6 +183,10 @@ def _by_collectives(eqn: Any, seen: Axes) -> Axes:
     return (seen - joined) | spread
 
 
+def _by_pending(one: Pending, given: Sequence[Axes]) -> Sequence[Axes]:
+    return one.results_differ(given)
+
+
 def _typed(var: Any) -> Axes:
     return compat.varying_type(var.aval)
 
@@ -204,7 +208,7 @@ class _Walk:
 
     typed: Callable[[Any], Axes]
     plain: Callable[[Any, Axes], Axes]
-    pending: Callable[[Pending, Sequence[Axes]], Sequence[Axes]] = Pending.results_differ
+    pending: Callable[[Pending, Sequence[Axes]], Sequence[Axes]] = _by_pending
 
     def through(self, jaxpr: Any, given: Sequence[Axes]) -> list[Axes]:
         known: dict[Any, Axes] = dict(zip(jaxpr.invars, given, strict=True))
