@@ -123,12 +123,11 @@ class Layout:
         moving = [k for k in wrong if k not in kept or self._goes_by_another_name(ready[k], k)]
         targets = [self.targets[k] for k in moving]
         sources = [ready[k] for k in moving]
-        if self.donating:
-            # The memory of the host JAX does not give up, whatever it is told.
-            sources = [
-                apart(x, target) if isinstance(x, jax.Array) else x
-                for x, target in zip(sources, targets, strict=True)
-            ]
+        # The owner of NumPy's memory may fill it anew while the program still reads it.
+        sources = [
+            apart(x, target) if self.donating or k in self.hosted else x
+            for k, x, target in zip(moving, sources, targets, strict=True)
+        ]
         moved = jax.device_put(sources, targets)
         for k, x in zip(moving, moved, strict=True):
             ready[k] = x
@@ -174,7 +173,7 @@ class Layout:
             if target is None or compat.is_tracer(shown[k]):
                 continue
             if shown[k] is not x:
-                if not (self.donating and isinstance(x, jax.Array)):
+                if isinstance(x, jax.Array) and not self.donating:
                     source = apart(x, target)
                     found[k] = shown[k] if source is x else self._put(source, k)
             elif not (self.stateful[k] or self._is_laid_out(x, k)):
@@ -207,7 +206,7 @@ class Layout:
             return traced_onto(x, target, self.axis_names)
         if isinstance(x, jax.Array) and lies_right(x, target, self.axis_names):
             return x
-        return onto(x, target)
+        return onto(x if isinstance(x, jax.Array) else apart(x, target), target)
 
     def abstract(self, given: Sequence[Any]) -> list[Any]:
         """Shapes and dtypes on the mesh, to lower the program with."""
@@ -217,7 +216,7 @@ class Layout:
         ]
 
     def _lies_right(self, x: jax.Array, k: int) -> bool:
-        return lies_right(x, self.targets[k], self.axis_names)
+        return self._is_laid_out(x, k) or lies_right(x, self.targets[k], self.axis_names)
 
     def _goes_by_another_name(self, x: jax.Array, k: int) -> bool:
         return bool(x.sharding.is_equivalent_to(self.targets[k], x.ndim))
