@@ -21,6 +21,7 @@ from ._flow import sources
 from ._match import Entered, leaves_of, match
 from ._model._state import State
 from ._model._values import strong
+from ._policies import Written, filled, left
 from ._varying import Varying
 from ._write_back import Forwarded, Given, Output, Static, WriteBack
 
@@ -76,7 +77,7 @@ class _Leaving:
     def may_be_unmerged(self, where: Place) -> bool:
         return not where.axis_names.issuperset(self.exit.axis_names)
 
-    def look_at_states(self, writing: Sequence["_Written"]) -> None:
+    def look_at_states(self, writing: Sequence[Written]) -> None:
         """Find out over which axes the leaves of written states differ that may be left unmerged."""
         self.look(
             x
@@ -104,18 +105,18 @@ class _Leaving:
         self.places.append(where)
         return Output(len(self.outputs) - 1)
 
-    def writing(self, state: State, entered: Entered | None, said: Any, path: str) -> "_Written":
+    def writing(self, state: State, entered: Entered | None, said: Any, path: str) -> Written:
         """A written state, and where its leaves go."""
         path = path if entered is None else entered.path
         self.written_paths.add(path)
         places = self.rules.for_state(state, entered, said, path, self.wrong)
-        return _Written(state, entered, said, path, places)
+        return Written(state, entered, said, path, places)
 
-    def merge(self, writing: Sequence["_Written"]) -> list["_Written"]:
+    def merge(self, writing: Sequence[Written]) -> list[Written]:
         """Written states with what the instances wrote merged by their policies."""
 
         def leave_all(*pairs: tuple[State, State | None]) -> list[State]:
-            return [_left(*pair, names) for pair, names in zip(pairs, over, strict=True)]
+            return [left(*pair, names) for pair, names in zip(pairs, over, strict=True)]
 
         writing = [self.counted_once(one) for one in writing]
         # Of all leaves together, before merging and after: to look at one costs as much.
@@ -123,7 +124,7 @@ class _Leaving:
         over = [self.axes_to_merge(one) for one in writing]
         pairs = [(one.state, one.entered and one.entered.old) for one in writing]
         merged: list[State] = self.varying.call(leave_all, pairs)
-        written: list[_Written] = []
+        written: list[Written] = []
         for one, state in zip(writing, merged, strict=True):
             beside = len(leaves_of(state)) - len(one.places)
             places = [*one.places, *[self.rules.beside()] * beside]
@@ -131,7 +132,7 @@ class _Leaving:
         self.look_at_states(written)
         return written
 
-    def counted_once(self, one: "_Written") -> "_Written":
+    def counted_once(self, one: Written) -> Written:
         """With one copy for all of each value that is the same everywhere, whatever its type says."""
         if not one.state.needs_old:
             return one
@@ -139,9 +140,9 @@ class _Leaving:
         for k, (x, where) in enumerate(zip(leaves, one.places, strict=False)):
             if same := self.exit.in_order(self.varying.same(x) - where.axis_names):
                 leaves[k] = one_copy(x, same)
-        return dataclasses.replace(one, state=_filled(one.state, leaves))
+        return dataclasses.replace(one, state=filled(one.state, leaves))
 
-    def axes_to_merge(self, one: "_Written") -> list[tuple[AxisName, ...]]:
+    def axes_to_merge(self, one: Written) -> list[tuple[AxisName, ...]]:
         """For each leaf the axes over which it is merged.
 
         A named policy merges each leaf over those that it differs over itself, as it would in a State
@@ -154,13 +155,13 @@ class _Leaving:
             axes = [union - where.axis_names for _, where in pairs]
         return [self.exit.in_order(over) for over in axes]
 
-    def state(self, one: "_Written") -> State:
+    def state(self, one: Written) -> State:
         """One written state on its way out, `Output`s and `Forwarded`s in place of its arrays."""
-        return _filled(
+        return filled(
             one.state, [self.written(one, k, x) for k, x in enumerate(leaves_of(one.state))]
         )
 
-    def written(self, one: "_Written", k: int, x: Any) -> Output | Forwarded:
+    def written(self, one: Written, k: int, x: Any) -> Output | Forwarded:
         """One leaf of a written state."""
         where, entered = one.places[k], one.entered
         if still := self.wrongly_unmerged(x, where):
@@ -214,17 +215,6 @@ class _Leaving:
         self.rules.refuse(self.exit.fun_name, self.wrong)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Written:
-    """A written state on its way from the function to the outputs."""
-
-    state: State
-    entered: Entered | None
-    said: Any
-    path: str
-    places: list[Place]
-
-
 def leave(
     result: Any,
     entered: Sequence[Entered],
@@ -265,13 +255,13 @@ def leave(
         origin, declared = next(origins), next(said)
         if origin is not None and _untouched(node, origin):
             old = origin.old._with_value(origin.old.value, node._meta)
-            parts.append(_filled(old, [Forwarded(i) for i in origin.inputs]))
+            parts.append(filled(old, [Forwarded(i) for i in origin.inputs]))
         else:
             parts.append(leaving.writing(node, origin, declared, path_str(keys, root)))
-    written = iter(leaving.merge([one for one in parts if isinstance(one, _Written)]))
+    written = iter(leaving.merge([one for one in parts if isinstance(one, Written)]))
     inside = inside_modules(result)
     for i, ((keys, node), entry, part) in enumerate(zip(flat, entries, parts, strict=True)):
-        if isinstance(part, _Written):
+        if isinstance(part, Written):
             parts[i] = leaving.state(next(written))
         elif not is_state(node):
             parts[i] = leaving.leaf(node, entry, inside[i], path_str(keys, root))
@@ -293,34 +283,6 @@ def roots(result: Any, root: str) -> list[tuple[str, Any]]:
     return [(root, result)]
 
 
-def _left(state: State, old: State | None, over: Sequence[tuple[AxisName, ...]]) -> State:
-    """The state as it leaves, each leaf merged over its own axes."""
-    done = {
-        names: checked_state(state.leave(old, names), state, "leave")
-        for names in dict.fromkeys(over or [()])
-    }
-    first, *others = done.values()
-    if not others:
-        return first
-    leaves = leaves_of(first)
-    for k, names in enumerate(over):
-        leaves[k] = leaves_of(done[names])[k]
-    return _filled(first, leaves)
-
-
-def checked_state(made: object, state: State, method: str) -> State:
-    """What `enter` or `leave` of a kind made of a state, if it is one."""
-    if not isinstance(made, State):
-        name = f"{type(state).__name__}.{method}"
-        raise errors.method_returned(name, made, "a State", "return self.set(value)")
-    return made
-
-
 def _untouched(state: State, entered: Entered) -> bool:
     mine, theirs = leaves_of(state), leaves_of(entered.seen)
     return len(mine) == len(theirs) and all(a is b for a, b in zip(mine, theirs, strict=True))
-
-
-def _filled(state: State, leaves: list[Any]) -> State:
-    filled: State = tree_util.tree_structure(state).unflatten(leaves)
-    return filled

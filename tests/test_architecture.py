@@ -25,6 +25,7 @@ LAYERS = [
     "_traced",
     "_varying",
     "_exit",
+    "_policies",
     "_leave",
     "_call",
     "_trainable",

@@ -11,10 +11,11 @@ from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._types import NO_AXES, AxisName, Place
 from .._exit import Exit
-from .._leave import checked_state, leave
+from .._leave import leave
 from .._match import Entered, leaves_of, links_for
 from .._model._origin import mark_origin
 from .._model._state import State
+from .._policies import checked_state
 from .._varying import Varying
 from .._write_back import WriteBack
 

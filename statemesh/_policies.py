@@ -1,0 +1,50 @@
+"""Step 4: written states on their way out, each merged by its own policy."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from ._base import _errors as errors
+from ._base._compat import tree_util
+from ._base._types import AxisName, Place
+from ._match import Entered, leaves_of
+from ._model._state import State
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Written:
+    """A written state on its way from the function to the outputs."""
+
+    state: State
+    entered: Entered | None
+    said: Any
+    path: str
+    places: list[Place]
+
+
+def left(state: State, old: State | None, over: Sequence[tuple[AxisName, ...]]) -> State:
+    """The state as it leaves, each leaf merged over its own axes."""
+    done = {
+        names: checked_state(state.leave(old, names), state, "leave")
+        for names in dict.fromkeys(over or [()])
+    }
+    first, *others = done.values()
+    if not others:
+        return first
+    leaves = leaves_of(first)
+    for k, names in enumerate(over):
+        leaves[k] = leaves_of(done[names])[k]
+    return filled(first, leaves)
+
+
+def checked_state(made: object, state: State, method: str) -> State:
+    """What `enter` or `leave` of a kind made of a state, if it is one."""
+    if not isinstance(made, State):
+        name = f"{type(state).__name__}.{method}"
+        raise errors.method_returned(name, made, "a State", "return self.set(value)")
+    return made
+
+
+def filled(state: State, leaves: list[Any]) -> State:
+    filled: State = tree_util.tree_structure(state).unflatten(leaves)
+    return filled
