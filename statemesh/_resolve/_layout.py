@@ -189,6 +189,8 @@ class Layout:
             return True
         if not isinstance(here, NamedSharding) or here.mesh != target.mesh:
             return False
+        if here.memory_kind != target.memory_kind:
+            return False
         return bool(only(here.spec, self.axis_names) == target.spec)
 
     def traced(self, given: Sequence[Any], recorded: bool) -> list[Any]:
