@@ -52,6 +52,13 @@ class _Calls:
     def __repr__(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.told.items())
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Calls":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without what was compiled.
+        return _Calls, (self.told, self.distributed)
+
     def mapped(self, module: type[Module], name: str, args: int) -> StatefulMapping:
         """The method called `name`, mapped for so many positional arguments."""
         key = (module, name, args)

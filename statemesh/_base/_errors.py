@@ -1043,6 +1043,14 @@ def bad_devices(transform: str, devices: Sequence[Any]) -> StatemeshError:
     )
 
 
+def devices_not_here(platform: str, missing: Sequence[int], there: Sequence[int]) -> StatemeshError:
+    return StatemeshError(
+        f"This was pickled with {platform} devices of the numbers {list(missing)}, and this process has "
+        f"{list(there)}. Make the mesh here and map the function over it, or leave the mesh out and "
+        "set it by jax.set_mesh(mesh)."
+    )
+
+
 def too_many_lanes(name: str, lanes: int, devices: int) -> BatchAxisError:
     return BatchAxisError(
         f"{name}: {_plural(lanes, 'lane')} on {_plural(devices, 'device')}; pmap2 gives every lane a device "

@@ -12,6 +12,7 @@ from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._compat import tree_util
 from .._base._prefix import broadcast_specs
+from .._base._stored import by_fields
 from .._base._types import (
     AnyMesh,
     AxisName,
@@ -70,6 +71,9 @@ class BySpec:
     @property
     def takes_set_mesh(self) -> bool:
         return self.mesh is None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return by_fields(self)
 
     def check(self) -> None:
         mesh = self.mesh

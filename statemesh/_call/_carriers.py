@@ -10,6 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from .._base import _compat as compat
 from .._base import _errors as errors
+from .._base._stored import by_fields
 from .._base._types import AxisName, DeviceList, Place
 from .._resolve._lanes import Lane, count_lanes
 from .._resolve._processes import own_devices
@@ -88,6 +89,9 @@ class Devices:
     backend: str | None = None
 
     has_mesh = True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return by_fields(self)
 
     def check(self, transform: str) -> None:
         devices, backend = self.devices, self.backend

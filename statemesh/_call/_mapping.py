@@ -1,6 +1,12 @@
 """What the mapped calls return."""
 
+import copy
+import dataclasses
+import importlib
 import inspect
+import sys
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from .._base._paths import fun_name
@@ -62,7 +68,37 @@ class StatefulMapping:
     def __get__(self, instance: Any, owner: type | None = None) -> "StatefulMapping":
         if instance is None:
             return self
-        return StatefulMapping(self._pipeline.declared, self._pipeline, (instance,), self._boxes)
+        return self._with((instance,))
+
+    def _with(self, bound: tuple[Any, ...]) -> "StatefulMapping":
+        return StatefulMapping(self._pipeline.declared, self._pipeline, bound, self._boxes)
+
+    # What was compiled is shared by copies, and is no part of what is pickled.
+
+    def __copy__(self) -> "StatefulMapping":
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StatefulMapping":
+        return self._with(copy.deepcopy(self._bound, memo)) if self._bound else self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fun = self.__wrapped__
+        place = getattr(fun, "__module__", None), self.__qualname__
+        # `__main__` is another module in another process.
+        if place[0] != "__main__" and self._is_at(*place):
+            return _named, (*place, self._bound)
+        declared = self._pipeline.declared
+        if self._boxes is None:
+            return StatefulMapping, (declared, None, self._bound)
+        declared = dataclasses.replace(declared, fun=self._boxes.fun)
+        return _boxed, (declared, self._bound, self._boxes.static)
+
+    def _is_at(self, module: Any, qualname: str) -> bool:
+        try:
+            found = attrgetter(qualname)(sys.modules[module])
+        except (KeyError, AttributeError):
+            return False
+        return isinstance(found, StatefulMapping) and found._pipeline is self._pipeline
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Lower the call without running it.
@@ -106,3 +142,14 @@ class StatefulMapping:
 
     def __repr__(self) -> str:
         return f"<statemesh mapping of {self.__qualname__}>"
+
+
+def _named(module: str, qualname: str, bound: tuple[Any, ...]) -> StatefulMapping:
+    found: StatefulMapping = attrgetter(qualname)(importlib.import_module(module))
+    return found._with(bound) if bound else found
+
+
+def _boxed(declared: Declared, bound: tuple[Any, ...], static: Sequence[int]) -> StatefulMapping:
+    boxes = Boxes(declared.fun, static)
+    declared = dataclasses.replace(declared, fun=boxes.opened)
+    return StatefulMapping(declared, None, bound, boxes)

@@ -136,6 +136,10 @@ class _Combined(_Named):
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{type(self).__name__} is immutable; cannot set {name!r}")
 
+    def __reduce__(self) -> tuple[AnyType, ...]:
+        # Copying and pickling would assign to the slot.
+        return type(self), self.filters
+
     def _bound(self, tree: AnyType) -> list[Predicate]:
         return [_bind(f, tree) for f in self.filters]
 
