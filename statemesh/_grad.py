@@ -11,9 +11,11 @@ import numpy as np
 
 from ._base import _compat as compat
 from ._base import _errors as errors
+from ._base._checks import check_function, check_names
 from ._base._compat import tree_util
 from ._base._paths import fun_name, positional_names
 from ._base._types import Filter, Fun, ReduceLoss
+from ._model._filters import to_predicate
 from ._model._origin import origins, with_origins
 from ._scope import Scope
 from ._trainable import Parts
@@ -87,6 +89,9 @@ def value_and_grad(
     """
     if reduce not in ("mean", "sum"):
         raise errors.unknown_reduction(reduce)
+    check_function("value_and_grad", fun)
+    check_names("value_and_grad", axis_name)
+    to_predicate(wrt)
     name = fun_name(fun)
 
     def value_and_grads(model: Any, /, *args: Any, **kwargs: Any) -> Any:

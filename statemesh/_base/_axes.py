@@ -15,6 +15,7 @@ from jax.custom_batching import custom_vmap
 
 from . import _compat as compat
 from . import _errors as errors
+from ._checks import check_names
 from ._compat import tree_util
 from ._extremes import largest, largest_entry, smallest, smallest_entry
 from ._types import Axes, AxisName, flat_names
@@ -25,8 +26,10 @@ from ._wide import after_sum, before_sum
 def bound_names(what: str, axis_name: Any) -> tuple[AxisName, ...]:
     """The axes that `axis_name` (one, several or `None`) means here: none outside any mapped call.
 
-    **Raises:** `StatemeshError` for a name that is not bound inside a mapped call.
+    **Raises:** `StatemeshError` for a name that is not bound inside a mapped call; `TypeError` for what is no
+    name.
     """
+    check_names(what, axis_name)
     names, bound = flat_names(axis_name), compat.bound_axis_names()
     if bound and (unbound := [name for name in names if name not in bound]):
         raise errors.unbound_axis(what, unbound, bound)

@@ -312,12 +312,64 @@ def _short(value: Any) -> str:
 # What is declared
 
 
-def not_callable(transform: str, fun: Any) -> TypeError:
-    call = "shard_map(fun, mesh, in_specs, out_specs)"
-    call = call if transform == "shard_map" else f"{transform}(fn, in_axes=0)"
+# What arguments have to be, by name. The same argument of another function is the same.
+_WANTED = {
+    "auto": "the names of mesh axes that are not mapped over, as in auto={'model'}",
+    "axis_name": "a string, as in axis_name='data'; no number, for those are axes of arrays, and no tuple, "
+    "for those are several names",
+    "axis_name of several": "a string, or a tuple of several, as in axis_name=('data', 'model')",
+    "axis_names": "the name of a mesh axis, or several, as in axis_names={'data'}; leave it out for all",
+    "backend": "the name of a platform, as in backend='cpu'",
+    "devices": "jax.Devices in the order of the lanes, as in devices=jax.devices()[:4]",
+    "donate_argnums": "the position of an argument, or several, numbered from 0, as in donate_argnums=(0,)",
+    "init_kwargs": "a dictionary of arguments by name, as in init_kwargs={'batch_size': 4}, or {} for none",
+    "key": "the name of a field, the key of a dictionary or an index, as in PathContains('encoder')",
+    "map": "the name of a method, as in map('update')",
+    "n": "an int, 0 or more: the number of rows that this shard holds, as in rows(x.shape[0], 'data')",
+    "name": "a string, as in name='mean'",
+    "num": "an int, 0 or more: the number of keys, as in split(2)",
+    "spmd_axis_name": "the name of a mesh axis, or a tuple of several, as in spmd_axis_name='data'",
+    "state_tag": "a string, as in state_tag='new'",
+    "static_broadcasted_argnums": "the position of an argument, or several, numbered from 0, as in "
+    "static_broadcasted_argnums=(0,)",
+    "tag": "a string or several, as in tag='slow' or tag=('slow', 'encoder')",
+    "tag of a filter": "a string, as in WithTag('slow'); for several write [WithTag('a'), WithTag('b')]",
+    "type": "a class, as in OfType(sm.ParamState)",
+    "where": "a function of the tree, as in Where(lambda model: model.encoder)",
+}
+
+
+def wrong_argument(what: str, argument: str, given: Any) -> TypeError:
+    """An argument that cannot be meant; `argument` as `_WANTED` lists it."""
+    name, text = argument.partition(" of ")[0], _short(given)
     return TypeError(
-        f"{transform} maps a function, got {fun!r} of type {type(fun).__name__}. The function comes first: "
-        f"`{call}`."
+        f"{what}: {name} is {text} of type {type(given).__name__}, but must be {_WANTED[argument]}."
+    )
+
+
+def wrong_count(what: str, argument: str, given: Any) -> StatemeshError:
+    return StatemeshError(f"{what}: {argument} is {given}, but must be {_WANTED[argument]}.")
+
+
+_CALLS = {
+    "shard_map": "shard_map(fun, mesh, in_specs, out_specs)",
+    "value_and_grad": "value_and_grad(loss_fn, axis_name='data')",
+}
+
+
+def not_callable(transform: str, fun: Any) -> TypeError:
+    takes = "takes" if transform == "value_and_grad" else "maps"
+    return TypeError(
+        f"{transform} {takes} a function, got {fun!r} of type {type(fun).__name__}. The function comes "
+        f"first: `{_CALLS.get(transform, f'{transform}(fn, in_axes=0)')}`."
+    )
+
+
+def not_a_plain_function(transform: str, name: str, kind: str) -> TypeError:
+    return TypeError(
+        f"{transform}: {name} is {kind}, whose call gives no values yet, but something that is still to "
+        "run. JAX traces a function once, from its arguments to what it returns: write `def` without "
+        "`async`, and `return` the values without `yield`."
     )
 
 

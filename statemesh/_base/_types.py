@@ -1,6 +1,6 @@
 """The small values that every step speaks of: placements, and the mark of a removed leaf."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import jax
@@ -21,9 +21,15 @@ if TYPE_CHECKING:
     Size: TypeAlias = int
     LaneName: TypeAlias = Hashable
     DeviceList: TypeAlias = Sequence[jax.Device]
+    Positions: TypeAlias = int | Iterable[int]
+    AxisNames: TypeAlias = str | Iterable[AxisName]
+    SeveralAxes: TypeAlias = AxisName | tuple[AxisName, ...] | None
+    Text: TypeAlias = str | None
+    Keywords: TypeAlias = dict[str, Any]
 else:
     # Checked by hand when a call is declared, with messages that teach.
     Fun = AnyMesh = Donate = ReduceLoss = Size = LaneName = DeviceList = Any
+    Positions = AxisNames = SeveralAxes = Text = Keywords = Any
 SpecTree: TypeAlias = Any
 StateSpecs: TypeAlias = SpecTree | Mapping[Filter, SpecTree] | None
 

@@ -11,6 +11,7 @@ import numpy as np
 from .._arguments import Arguments, Unit
 from .._base import _compat as compat
 from .._base import _errors as errors
+from .._base._checks import check_lane_name
 from .._base._prefix import broadcast_axes
 from .._base._types import Filter, Place, Size
 from .._exit import Wrong
@@ -72,8 +73,7 @@ class ByAxis:
         size = self.axis_size
         if size is not None and not is_size(size):
             raise errors.bad_axis_size("axis_size", size)
-        if not isinstance(self.axis_name, Hashable):
-            raise errors.bad_axis_name(self.axis_name)
+        check_lane_name(self.transform, self.axis_name)
         for filter, _ in (*self.state_in, *self.state_out):
             to_predicate(filter)
         self.carrier.check(self.transform)

@@ -1,7 +1,7 @@
 """What carries lanes: each a device of its own, or all of them one `vmap`."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -10,8 +10,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from .._base import _compat as compat
 from .._base import _errors as errors
+from .._base._checks import check_text
 from .._base._stored import by_fields
-from .._base._types import AxisName, DeviceList, Place
+from .._base._types import AxisName, DeviceList, Place, Text
 from .._resolve._lanes import Lane, count_lanes
 from .._resolve._processes import own_devices
 from .._resolve._specs import Placement
@@ -57,7 +58,8 @@ class Lanes:
     has_mesh = False
 
     def check(self, transform: str) -> None:
-        """There is nothing that could be wrong."""
+        if self.spmd_axis_name is not None and not isinstance(self.spmd_axis_name, Hashable):
+            raise errors.wrong_argument(transform, "spmd_axis_name", self.spmd_axis_name)
 
     def at(self, axis_name: AxisName, axis: int | None, ndim: int) -> Place:
         return Lane(axis, frozenset() if axis is None else frozenset([axis_name]))
@@ -86,7 +88,7 @@ class Devices:
     """
 
     devices: DeviceList | None = None
-    backend: str | None = None
+    backend: Text = None
 
     has_mesh = True
 
@@ -95,6 +97,7 @@ class Devices:
 
     def check(self, transform: str) -> None:
         devices, backend = self.devices, self.backend
+        check_text(transform, "backend", backend)
         if devices is None:
             return
         if not devices:

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from .._base import _errors as errors
+from .._base._checks import check_function
 from .._base._types import Fun
 from ._rules import Rules
 
@@ -31,8 +31,5 @@ class Declared:
 
     def check(self) -> None:
         """Refuse at construction whatever no call could make right."""
-        if not callable(self.fun):
-            raise errors.not_callable(self.transform, self.fun)
-        if isinstance(self.donate, str) and self.donate not in DONATE:
-            raise errors.unknown_donate(self.donate, DONATE)
+        check_function(self.transform, self.fun)
         self.rules.check()

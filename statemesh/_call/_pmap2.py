@@ -3,15 +3,26 @@
 from collections.abc import Iterable
 from typing import Any
 
+from .._base import _errors as errors
+from .._base._checks import positions
 from .._base._paths import fun_name
-from .._base._types import MISSING, UNNAMED_DEVICES, DeviceList, Fun, LaneName, Size
+from .._base._types import (
+    MISSING,
+    UNNAMED_DEVICES,
+    DeviceList,
+    Fun,
+    LaneName,
+    Positions,
+    Size,
+    Text,
+)
 from .._resolve._lanes import as_pairs
 from .._resolve._processes import as_shapes
 from ._by_axis import ByAxis
 from ._carriers import Devices
 from ._declared import Declared
 from ._mapping import StatefulMapping
-from ._static import Boxes, argnums
+from ._static import Boxes
 
 
 def pmap2(
@@ -20,11 +31,11 @@ def pmap2(
     *,
     in_axes: Any = 0,
     out_axes: Any = 0,
-    static_broadcasted_argnums: int | Iterable[int] = (),
+    static_broadcasted_argnums: Positions = (),
     devices: DeviceList | None = None,
-    backend: str | None = None,
+    backend: Text = None,
     axis_size: Size | None = None,
-    donate_argnums: int | Iterable[int] = (),
+    donate_argnums: Positions = (),
     global_arg_shapes: Any = None,
     state_in_axes: Any = None,
     state_out_axes: Any = None,
@@ -72,7 +83,10 @@ def pmap2(
 
         ```
     """
-    donated, static = argnums(donate_argnums), argnums(static_broadcasted_argnums)
+    donated = positions("pmap2", "donate_argnums", donate_argnums)
+    static = positions("pmap2", "static_broadcasted_argnums", static_broadcasted_argnums)
+    if not isinstance(devices, Iterable | None):
+        raise errors.wrong_argument("pmap2", "devices", devices)
     rules = ByAxis(
         transform="pmap2",
         carrier=Devices(None if devices is None else tuple(devices), backend),

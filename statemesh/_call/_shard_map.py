@@ -1,14 +1,15 @@
 """`shard_map`: signature, docstring, and one call of the engine."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, overload
 
 from .._base import _compat as compat
 from .._base import _errors as errors
+from .._base._checks import axis_names as as_names
 from .._base._paths import fun_name
-from .._base._types import AnyMesh, AxisName, Donate, Fun, StateSpecs
+from .._base._types import AnyMesh, AxisNames, Donate, Fun, StateSpecs
 from ._by_spec import BySpec
-from ._declared import Declared
+from ._declared import DONATE, Declared
 from ._mapping import StatefulMapping
 
 
@@ -30,7 +31,7 @@ def shard_map(
     state_in_specs: StateSpecs = ...,
     state_out_specs: StateSpecs = ...,
     check_vma: bool = ...,
-    axis_names: str | Iterable[AxisName] = ...,
+    axis_names: AxisNames = ...,
     donate: Donate = ...,
     jit: bool = ...,
 ) -> StatefulMapping: ...
@@ -46,7 +47,7 @@ def shard_map(
     state_in_specs: StateSpecs = ...,
     state_out_specs: StateSpecs = ...,
     check_vma: bool = ...,
-    axis_names: str | Iterable[AxisName] = ...,
+    axis_names: AxisNames = ...,
     donate: Donate = ...,
     jit: bool = ...,
 ) -> Callable[[Fun], StatefulMapping]: ...
@@ -61,7 +62,7 @@ def shard_map(
     state_in_specs: StateSpecs = None,
     state_out_specs: StateSpecs = None,
     check_vma: bool = True,
-    axis_names: str | Iterable[AxisName] = frozenset(),
+    axis_names: AxisNames = frozenset(),
     donate: Donate = "none",
     jit: bool = True,
 ) -> StatefulMapping | Callable[[Fun], StatefulMapping]:
@@ -114,6 +115,9 @@ def shard_map(
     """
     if out_specs is _REQUIRED:
         raise errors.out_specs_required()
+    if not (isinstance(donate, str) and donate in DONATE):
+        raise errors.unknown_donate(donate, DONATE)
+    names = as_names("shard_map", axis_names)
 
     def decorate(fun: Fun) -> StatefulMapping:
         rules = BySpec(
@@ -123,7 +127,7 @@ def shard_map(
             state_in_specs=state_in_specs,
             state_out_specs=state_out_specs,
             check_vma=check_vma,
-            axis_names=frozenset([axis_names] if isinstance(axis_names, str) else axis_names),
+            axis_names=names,
         )
         declared = Declared("shard_map", fun, fun_name(fun), rules, donate, jit)
         declared.check()

@@ -1,12 +1,13 @@
 """Arguments that are constants of the program."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from .._base import _errors as errors
+from .._base._checks import check_function
 from .._base._paths import fun_name, positional_names
 from .._base._tokens import token
 from .._base._types import Fun
@@ -44,8 +45,7 @@ class Boxes:
     def __init__(self, fun: Fun, static: Sequence[int]) -> None:
         self.fun = fun
         self.static = static
-        if not callable(fun):
-            raise errors.not_callable("pmap2", fun)
+        check_function("pmap2", fun)
 
         def opened(*args: Any, **kwargs: Any) -> Any:
             return fun(*self.open(args), **kwargs)
@@ -69,8 +69,3 @@ class Boxes:
     def open(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments as they were."""
         return tuple(x.value if isinstance(x, _Box) else x for x in args)
-
-
-def argnums(given: int | Iterable[int]) -> tuple[int, ...]:
-    """One position or several, as a tuple."""
-    return (given,) if isinstance(given, int) else tuple(given)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from .._base._paths import fun_name
-from .._base._types import MISSING, UNNAMED, AxisName, Fun, LaneName, Size
+from .._base._types import MISSING, UNNAMED, Fun, LaneName, SeveralAxes, Size
 from .._resolve._lanes import as_pairs
 from ._by_axis import ByAxis
 from ._carriers import Lanes
@@ -18,7 +18,7 @@ def vmap2(
     out_axes: Any = 0,
     axis_name: LaneName | None = None,
     axis_size: Size | None = None,
-    spmd_axis_name: AxisName | tuple[AxisName, ...] | None = None,
+    spmd_axis_name: SeveralAxes = None,
     state_in_axes: Any = None,
     state_out_axes: Any = None,
     unexpected_out_state_mapping: str = "raise",

@@ -8,7 +8,7 @@ import numpy as np
 
 from .._base import _errors as errors
 from .._base._axes import shard_index
-from .._base._types import AxisName
+from .._base._types import AxisName, SeveralAxes
 from . import _keys as keys
 from ._lines import Line, known, left, synchronized
 from ._meta import Meta
@@ -112,9 +112,7 @@ class RandomState(State):
         rest, drawn = keys.advance(keys.drawable(self.value, "RandomState.split"))
         return (drawn if num is None else keys.several(drawn, num)), self._advanced(rest)
 
-    def rows(
-        self: R, n: int, axis_name: AxisName | tuple[AxisName, ...] | None = None
-    ) -> tuple[Any, R]:
+    def rows(self: R, n: int, axis_name: SeveralAxes = None) -> tuple[Any, R]:
         """Draw one key for each row of a global array that is sharded over `axis_name`.
 
         Row `i` of the global array gets the same key on any number of shards, and unsharded, so

@@ -1,0 +1,87 @@
+"""What several functions refuse of their arguments, before anything is called."""
+
+import functools
+import inspect
+import operator
+from collections.abc import Hashable, Iterable
+from numbers import Number
+from typing import Any
+
+import equinox as eqx
+
+from . import _errors as errors
+from ._paths import fun_name
+from ._types import AxisName
+
+
+_KINDS = (
+    (inspect.iscoroutinefunction, "an async function"),
+    (inspect.isasyncgenfunction, "an async generator function"),
+    (inspect.isgeneratorfunction, "a generator function"),
+)
+
+
+def check_function(transform: str, fun: Any) -> None:
+    """Refuse what cannot be traced: no function, or one that does not run when it is called."""
+    if not callable(fun):
+        raise errors.not_callable(transform, fun)
+    while isinstance(fun, functools.partial | eqx.Partial):
+        fun = fun.func
+    for is_kind, kind in _KINDS:
+        if is_kind(fun) or is_kind(type(fun).__call__):
+            raise errors.not_a_plain_function(transform, fun_name(fun), kind)
+
+
+def positions(what: str, argument: str, given: Any) -> tuple[int, ...]:
+    """One position of an argument or several, as a tuple."""
+    try:
+        several = tuple(given) if isinstance(given, Iterable) else (given,)
+        if not any(isinstance(one, bool) for one in several):
+            return tuple(map(operator.index, several))
+    except TypeError:
+        pass
+    raise errors.wrong_argument(what, argument, given)
+
+
+def check_lane_name(what: str, name: Any) -> None:
+    """Refuse what collectives would take for something else than the name of one axis."""
+    if not isinstance(name, Hashable):
+        raise errors.bad_axis_name(name)
+    if not is_axis_name(name):
+        raise errors.wrong_argument(what, "axis_name", name)
+
+
+def check_names(what: str, names: Any) -> None:
+    """Refuse what is neither an axis name, nor a tuple of several, nor `None`."""
+    several = names if isinstance(names, tuple) else () if names is None else (names,)
+    if not all(map(is_axis_name, several)):
+        raise errors.wrong_argument(what, "axis_name of several", names)
+
+
+def is_axis_name(name: Any) -> bool:
+    """Whether collectives can know an axis by it: numbers are axes of arrays to them."""
+    if isinstance(name, Number | tuple) or not isinstance(name, Hashable):
+        return False
+    return name is not None and name != ""
+
+
+def axis_names(what: str, given: Any) -> frozenset[AxisName]:
+    """The names of mesh axes, given as one or several, as a set."""
+    try:
+        return frozenset([given] if isinstance(given, str) else given)
+    except TypeError:
+        raise errors.wrong_argument(what, "axis_names", given) from None
+
+
+def check_count(what: str, argument: str, given: Any) -> None:
+    """Refuse what is no number of things."""
+    if isinstance(given, bool) or not hasattr(type(given), "__index__"):
+        raise errors.wrong_argument(what, argument, given)
+    if operator.index(given) < 0:
+        raise errors.wrong_count(what, argument, given)
+
+
+def check_text(what: str, argument: str, given: Any) -> None:
+    """Refuse what is neither a string nor `None`."""
+    if given is not None and not isinstance(given, str):
+        raise errors.wrong_argument(what, argument, given)

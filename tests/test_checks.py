@@ -1,0 +1,160 @@
+"""Arguments that cannot be meant are refused before anything is called, in words that name them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from tests.helpers import assert_says, make_mesh
+
+
+POSITIONS = (
+    "pmap2: {name} is {given} of type {type}, but must be the position of an argument, or several, numbered "
+    "from 0, as in {name}=(0,)."
+)
+NAMES = (
+    "shard_map: axis_names is {given} of type {type}, but must be the name of a mesh axis, or several, as in "
+    "axis_names={{'data'}}; leave it out for all."
+)
+DEVICES = (
+    "pmap2: devices is {given} of type {type}, but must be jax.Devices in the order of the lanes, as in "
+    "devices=jax.devices()[:4]."
+)
+BACKEND = "pmap2: backend is {given} of type {type}, but must be the name of a platform, as in backend='cpu'."
+SPMD = (
+    "vmap2: spmd_axis_name is {given} of type {type}, but must be the name of a mesh axis, or a tuple of "
+    "several, as in spmd_axis_name='data'."
+)
+LANES = (
+    "{transform}: axis_name is {given} of type {type}, but must be a string, as in axis_name='data'; no "
+    "number, for those are axes of arrays, and no tuple, for those are several names."
+)
+SEVERAL = (
+    "{what}: axis_name is {given} of type {type}, but must be a string, or a tuple of several, as in "
+    "axis_name=('data', 'model')."
+)
+KINDS = (
+    "{transform}: {name} is {kind}, whose call gives no values yet, but something that is still to run. JAX "
+    "traces a function once, from its arguments to what it returns: write `def` without `async`, and "
+    "`return` the values without `yield`."
+)
+
+
+def same(x: Any) -> Any:
+    return x
+
+
+def sharded(fun: Any = same, **kwargs: Any) -> Any:
+    return sm.shard_map(fun, make_mesh(), P("x"), P("x"), **kwargs)
+
+
+def check(make: Callable[[], Any], text: str, given: Any, **words: Any) -> None:
+    shown = text.format(given=repr(given), type=type(given).__name__, **words)
+    assert_says(make, TypeError, shown)
+
+
+@pytest.mark.parametrize(
+    "given", [None, "n", "donated", 1.0, [1.0], True, [False], [None], (0, "x")]
+)
+@pytest.mark.parametrize("name", ["donate_argnums", "static_broadcasted_argnums"])
+def test_positions(name: str, given: Any) -> None:
+    check(lambda: sm.pmap2(same, **{name: given}), POSITIONS, given, name=name)
+
+
+@pytest.mark.parametrize("given", [0, {0}, [-1], np.int32(0), np.array([0]), range(1)])
+def test_positions_in_every_form(given: Any) -> None:
+    mapped = sm.pmap2(same, static_broadcasted_argnums=given, axis_size=2)
+    np.testing.assert_array_equal(mapped(3), [3, 3])
+
+
+@pytest.mark.parametrize("given", [None, 3, 0, 1.5, ["x", ["y"]]])
+def test_names_of_mesh_axes(given: Any) -> None:
+    check(lambda: sharded(axis_names=given), NAMES, given)
+
+
+def test_what_carries_lanes() -> None:
+    check(lambda: sm.pmap2(same, devices=3), DEVICES, 3)  # type: ignore[arg-type]
+    check(lambda: sm.pmap2(same, devices=jax.devices()[0]), DEVICES, jax.devices()[0])
+    check(lambda: sm.pmap2(same, backend=3), BACKEND, 3)  # type: ignore[arg-type]
+    check(lambda: sm.vmap2(same, spmd_axis_name=["x"]), SPMD, ["x"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", ["", 0, False, 3, 1.5, (), ("a",), ("a", "b")])
+@pytest.mark.parametrize("transform", ["vmap2", "pmap2"])
+def test_names_of_lanes(transform: str, given: Any) -> None:
+    check(lambda: getattr(sm, transform)(same, axis_name=given), LANES, given, transform=transform)
+
+
+def test_any_other_object_names_lanes() -> None:
+    name = object()
+    psum = lambda x: jax.lax.psum(x, name)
+    np.testing.assert_array_equal(sm.vmap2(psum, axis_name=name)(np.ones(3)), [3, 3, 3])
+
+
+@pytest.mark.parametrize("given", ["", 0, False, ["a"], {}, ("a", 0)])
+def test_names_of_several_axes(given: Any) -> None:
+    loss = lambda model: (model.sum(), model)
+    check(lambda: sm.value_and_grad(loss, axis_name=given), SEVERAL, given, what="value_and_grad")
+    rng = sm.RandomState(jax.random.key(0))
+    check(lambda: rng.rows(3, given), SEVERAL, given, what="RandomState.rows")
+
+
+@pytest.mark.parametrize("given", [True, False, None, ["states"], {}, 3, (0,)])
+def test_donate(given: Any) -> None:
+    text = f"donate={given!r} is not known. Use 'none', 'states', 'all'."
+    assert_says(lambda: sharded(donate=given), sm.StatemeshError, text)
+
+
+async def coroutine(x: Any) -> Any:
+    return x
+
+
+async def stream(x: Any) -> Any:
+    yield x
+
+
+def generator(x: Any) -> Any:
+    yield x
+
+
+class Late:
+    __name__ = "Late"
+
+    async def __call__(self, x: Any) -> Any:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("fun", "name", "kind"),
+    [
+        (coroutine, "coroutine", "an async function"),
+        (stream, "stream", "an async generator function"),
+        (generator, "generator", "a generator function"),
+        (functools.partial(coroutine), "coroutine", "an async function"),
+        (Late(), "Late", "an async function"),
+    ],
+)
+def test_functions_that_do_not_run_when_they_are_called(fun: Any, name: str, kind: str) -> None:
+    static = functools.partial(sm.pmap2, static_broadcasted_argnums=0)
+    for transform, make in {
+        "shard_map": sharded,
+        "pmap2": static,
+        "vmap2": sm.vmap2,
+        "value_and_grad": sm.grad,
+    }.items():
+        text = KINDS.format(transform=transform, name=name, kind=kind)
+        assert_says(functools.partial(make, fun), TypeError, text)
+
+
+@pytest.mark.parametrize("given", [3, None, "loss"])
+def test_a_loss_that_is_no_function(given: Any) -> None:
+    text = (
+        f"value_and_grad takes a function, got {given!r} of type {type(given).__name__}. The function comes "
+        "first: `value_and_grad(loss_fn, axis_name='data')`."
+    )
+    assert_says(lambda: sm.value_and_grad(given), TypeError, text)
