@@ -1,6 +1,9 @@
 """One trace for each signature, no compile after the first, no layer under an outer trace, no cost."""
 
+import copy
+import sys
 import threading
+import types
 from typing import Any
 
 import jax
@@ -11,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
+from statemesh._call import _pipeline
 from tests.helpers import compiles, counted, make_mesh, without_names
 
 
@@ -325,3 +329,51 @@ def test_mesh_is_kept_alive_by_nothing_of_the_first_call() -> None:
 
 def test_mesh_type() -> None:
     assert isinstance(make_mesh(), Mesh)
+
+
+def test_other_threads_at_every_step_of_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Between any two steps of what finds and keeps programs, another thread keeps one more.
+    monkeypatch.setattr(_pipeline, "_KEPT", 20)
+    mapped = sm.shard_map(lambda x, label: x, make_mesh(), (P("x"), None), P("x"))
+    x = np.ones(8, np.float32)
+    mapped(x, "one")
+    pipeline = mapped._pipeline
+    ((key, alike),) = pipeline._programs.items()
+    known = pipeline._last
+    assert known is not None
+    others = 0
+    watched = "_signature", "_keep"
+
+    def other(frame: types.FrameType, event: str, argument: Any) -> Any:
+        nonlocal others
+        code = frame.f_code
+        if code.co_filename != _pipeline.__file__ or code.co_name not in watched:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            others += 1
+            signature = copy.copy(known)
+            signature.key = key, (f"other {others}",)
+            keep(signature)
+        return other
+
+    keep = pipeline._keep
+    sys.settrace(other)
+    try:
+        for label in ("two", "one"):
+            mapped(x, label)
+    finally:
+        sys.settrace(None)
+    assert others > 40
+    mapped(x, "three")
+    assert len(alike) == 20
+
+
+def test_programs_in_use_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_pipeline, "_KEPT", 3)
+    fun, count = counted(lambda x, label: x)
+    mapped = sm.shard_map(fun, make_mesh(), (P("x"), None), P("x"))
+    x = np.ones(8, np.float32)
+    for label in ("one", "two", "three", *["two", "three"] * 3, "one", "four", "one", "three"):
+        mapped(x, label)
+    assert count.times == 4

@@ -28,8 +28,8 @@ from ._program import Program
 from ._stages import Lowered
 
 
-# Programs kept for one mapped call. Static leaves can make a new signature at every call; the oldest
-# programs go first.
+# Programs kept for one mapped call. Static leaves can make a new signature at every call; those whose last
+# use is longest ago go first.
 _KEPT = 256
 
 
@@ -210,8 +210,8 @@ class Pipeline:
         context = jax.sharding.get_abstract_mesh()
         key = (treedef, tuple(map(type, leaves)), context, traced, ground)
         alike = self._programs.get(key, {})
-        known = next(iter(alike.values()), None)
-        if known is not None:
+        # A list, made in one step: other threads put signatures in and take some out meanwhile.
+        for known in [*alike.values()][:1]:
             signature = alike.get(_tokens(known.program, leaves))
             if signature is not None:
                 signature.context = context
@@ -230,8 +230,11 @@ class Pipeline:
         # Only now: what is refused while tracing may depend on objects that are no part of the key.
         key, statics = signature.key
         alike = self._programs.setdefault(key, {})
+        # Other threads do the same meanwhile: so each step is one that cannot fail.
+        alike.pop(statics, None)
         if len(alike) >= _KEPT:
-            alike.pop(next(iter(alike)))
+            for oldest in [*alike][: len(alike) - _KEPT + 1]:
+                alike.pop(oldest, None)
         alike[statics] = signature
 
     def lower(
