@@ -14,6 +14,12 @@ KeyPath: TypeAlias = tuple[Any, ...]
 Reduce: TypeAlias = str | Callable[..., Any] | None
 Filter: TypeAlias = Any
 if TYPE_CHECKING:
+    # With defaults, which `typing` has from Python 3.13 on.
+    from typing_extensions import ParamSpec, TypeVar
+
+    Params = ParamSpec("Params", default=...)
+    Result = TypeVar("Result", default=Any, covariant=True)
+    Value = TypeVar("Value", default=Any, covariant=True)
     Fun: TypeAlias = Callable[..., Any]
     AnyMesh: TypeAlias = Mesh | AbstractMesh
     Donate: TypeAlias = Literal["none", "states", "all"]
@@ -22,6 +28,11 @@ if TYPE_CHECKING:
     LaneName: TypeAlias = Hashable
     DeviceList: TypeAlias = Sequence[jax.Device]
 else:
+    from typing import ParamSpec, TypeVar
+
+    Params = ParamSpec("Params")
+    Result = TypeVar("Result", covariant=True)
+    Value = TypeVar("Value", covariant=True)
     # Checked by hand when a call is declared, with messages that teach.
     Fun = AnyMesh = Donate = ReduceLoss = Size = LaneName = DeviceList = Any
 SpecTree: TypeAlias = Any
@@ -33,12 +44,12 @@ UNNAMED_DEVICES: AxisName = "<devices>"
 """What an axis of lanes is called that the user gave no name, in a `vmap` and on devices."""
 
 
-class _Missing:
+class Missing:
     def __repr__(self) -> str:
         return "Missing"
 
 
-MISSING: Any = _Missing()
+MISSING: Any = Missing()
 """Stands for a function that is still to come: a decorator is wanted."""
 
 

@@ -6,10 +6,10 @@ from typing import Any, overload
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._paths import fun_name
-from .._base._types import AnyMesh, AxisName, Donate, Fun, StateSpecs
+from .._base._types import AnyMesh, AxisName, Donate, Fun, Params, Result, StateSpecs
 from ._by_spec import BySpec
 from ._declared import Declared
-from ._mapping import StatefulMapping
+from ._mapping import Decorator, StatefulMapping
 
 
 class _Required:
@@ -22,7 +22,7 @@ _REQUIRED: Any = _Required()
 
 @overload
 def shard_map(
-    fun: Fun,
+    fun: Callable[Params, Result],
     mesh: AnyMesh | None = ...,
     in_specs: Any = ...,
     out_specs: Any = ...,
@@ -33,7 +33,7 @@ def shard_map(
     axis_names: str | Iterable[AxisName] = ...,
     donate: Donate = ...,
     jit: bool = ...,
-) -> StatefulMapping: ...
+) -> StatefulMapping[Params, Result]: ...
 
 
 @overload
@@ -49,7 +49,7 @@ def shard_map(
     axis_names: str | Iterable[AxisName] = ...,
     donate: Donate = ...,
     jit: bool = ...,
-) -> Callable[[Fun], StatefulMapping]: ...
+) -> Decorator: ...
 
 
 def shard_map(
@@ -64,7 +64,7 @@ def shard_map(
     axis_names: str | Iterable[AxisName] = frozenset(),
     donate: Donate = "none",
     jit: bool = True,
-) -> StatefulMapping | Callable[[Fun], StatefulMapping]:
+) -> Any:
     """Map a stateful function over shards of its arguments.
 
     It means what `jax.shard_map` means for every array that is not in a `State`. States may stand

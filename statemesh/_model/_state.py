@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec
@@ -12,7 +12,7 @@ from .._base import _errors as errors
 from .._base._axes import call_policy
 from .._base._links import active as active_links
 from .._base._paths import describe
-from .._base._types import AxisName, Reduce, SpecTree, StateNode, is_spec
+from .._base._types import AxisName, Reduce, SpecTree, StateNode, Value, is_spec
 from ._meta import Meta
 from ._no_array import NoArray
 from ._values import REDUCTIONS, arrays, check_reducible, conform, reduced
@@ -21,10 +21,10 @@ from ._values import REDUCTIONS, arrays, check_reducible, conform, reduced
 _PLAIN = Meta(None, frozenset(), None, None)
 
 
-S = TypeVar("S", bound="State")
+S = TypeVar("S", bound="State[Any]")
 
 
-class State(NoArray, StateNode):
+class State(NoArray, StateNode, Generic[Value]):
     """One piece of state: an immutable leaf of a module tree.
 
     A State is a pytree node whose children are its value's leaves; the rest is static. It is never
@@ -61,7 +61,7 @@ class State(NoArray, StateNode):
 
     __slots__ = ("_meta", "_origin", "value")
 
-    value: Any
+    value: Value
     _meta: Meta
     # Which entering state this one was made from, where that is known. It is no part of the pytree:
     # it gets lost in `jax.tree.map`, `jit` and `scan`, and two models never differ by it.
@@ -172,7 +172,7 @@ class State(NoArray, StateNode):
         """This state, made inside a mapped call alike on every shard, as one shard's own."""
         return self.enter(axis_names)
 
-    def leave(self, old: "State | None", axis_names: tuple[AxisName, ...]) -> "State":
+    def leave(self: S, old: "S | None", axis_names: tuple[AxisName, ...]) -> "State":
         """What is written back of this state, which a shard wrote.
 
         Called inside the mapped call; collectives over `axis_names` may be used. What it returns
