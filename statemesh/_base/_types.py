@@ -113,6 +113,9 @@ class StateNode:
 
     __slots__ = ()
 
+    def _one_line(self) -> str:
+        raise NotImplementedError
+
 
 def is_state(node: object) -> bool:
     """Whether `node` is a `State` (of any kind).

@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec
 from .._base import _errors as errors
 from .._base._axes import call_policy
 from .._base._links import active as active_links
-from .._base._paths import describe
-from .._base._types import AxisName, Reduce, SpecTree, StateNode, Value, is_spec
+from .._base._types import AxisName, Reduce, SpecTree, Value, is_spec
 from ._meta import Meta
 from ._no_array import NoArray
+from ._shown import Shown
 from ._values import REDUCTIONS, arrays, check_reducible, conform, reduced
 
 
@@ -24,7 +24,7 @@ _PLAIN = Meta(None, frozenset(), None, None)
 S = TypeVar("S", bound="State[Any]")
 
 
-class State(NoArray, StateNode, Generic[Value]):
+class State(NoArray, Shown, Generic[Value]):
     """One piece of state: an immutable leaf of a module tree.
 
     A State is a pytree node whose children are its value's leaves; the rest is static. It is never
@@ -230,15 +230,6 @@ class State(NoArray, StateNode, Generic[Value]):
 
     def __delattr__(self, name: str) -> None:
         raise errors.immutable_state(type(self).__name__, name)
-
-    def __repr__(self) -> str:
-        shown = [describe(self.value)]
-        for field in ("name", "spec", "reduce"):
-            if (found := getattr(self, field)) is not None:
-                shown.append(f"{field}={getattr(found, '__name__', None) or repr(found)}")
-        if self.tag:
-            shown.append(f"tag={sorted(self.tag)!r}")
-        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 # The slots' own setters are several times quicker than `object.__setattr__`.

@@ -75,7 +75,7 @@ def states(
         >>> import statemesh as sm
         >>> from statemesh.testing import states
         >>> find(states(kinds=[sm.ParamState, sm.BatchState]), lambda state: state.reduce == "mean")
-        ParamState(float32[], reduce='mean')
+        ParamState(float32(0.0), reduce='mean')
 
         ```
     """
@@ -184,7 +184,7 @@ def modules(
         >>> from hypothesis import find
         >>> from statemesh.testing import modules
         >>> find(modules(min_states=2), lambda module: True)
-        Pair(left=State(float32[]), right=[State(float32[])])
+        Pair(left=State(float32(0.0)), right=[State(float32(0.0))])
 
         ```
     """
