@@ -61,7 +61,7 @@ def new_states(before: Any, after: Any, filter: Filter = ...) -> dict[str, State
         ```python
         >>> import statemesh as sm
         >>> sm.new_states({"a": sm.State(0)}, {"a": sm.State(0), "b": sm.State(1)})
-        {"['b']": State(int32[])}
+        {"['b']": State(int32(1))}
 
         ```
     """

@@ -70,7 +70,7 @@ def combine(*trees: Any) -> Any:
         ```python
         >>> import statemesh as sm
         >>> sm.combine(*sm.partition((sm.State(1), "rest")))
-        (State(int32[]), 'rest')
+        (State(int32(1)), 'rest')
 
         ```
     """
@@ -111,7 +111,7 @@ def states(tree: Any, filter: Filter = ...) -> dict[str, State]:
         ```python
         >>> import statemesh as sm
         >>> sm.states({"bn": [sm.BatchState(0.0)], "w": sm.ParamState(1.0)}, sm.BatchState)
-        {"['bn'][0]": BatchState(float32[])}
+        {"['bn'][0]": BatchState(float32(0.0))}
 
         ```
     """

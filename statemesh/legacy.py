@@ -1,21 +1,22 @@
 """The signature of `jax.experimental.shard_map`, for code that was written for it."""
 
+from collections.abc import Callable
 from typing import Any
 
 from ._base import _errors as errors
-from ._base._types import AnyMesh, AxisName, Fun
+from ._base._types import AnyMesh, AxisName, Params, Result
 from ._call._mapping import StatefulMapping
 from ._call._shard_map import shard_map as _shard_map
 
 
 def shard_map(
-    f: Fun,
+    f: Callable[Params, Result],
     mesh: AnyMesh,
     in_specs: Any,
     out_specs: Any,
     check_rep: bool = True,
     auto: frozenset[AxisName] = frozenset(),
-) -> StatefulMapping:
+) -> StatefulMapping[Params, Result]:
     """`statemesh.shard_map` by the names of `jax.experimental.shard_map`.
 
     **Arguments:**

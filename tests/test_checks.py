@@ -78,10 +78,10 @@ def test_names_of_mesh_axes(given: Any) -> None:
 
 
 def test_what_carries_lanes() -> None:
-    check(lambda: sm.pmap2(same, devices=3), DEVICES, 3)  # type: ignore[arg-type]
+    check(lambda: sm.pmap2(same, devices=3), DEVICES, 3)  # type: ignore[call-overload]
     check(lambda: sm.pmap2(same, devices=jax.devices()[0]), DEVICES, jax.devices()[0])
-    check(lambda: sm.pmap2(same, backend=3), BACKEND, 3)  # type: ignore[arg-type]
-    check(lambda: sm.vmap2(same, spmd_axis_name=["x"]), SPMD, ["x"])  # type: ignore[arg-type]
+    check(lambda: sm.pmap2(same, backend=3), BACKEND, 3)  # type: ignore[call-overload]
+    check(lambda: sm.vmap2(same, spmd_axis_name=["x"]), SPMD, ["x"])  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("given", ["", 0, False, 3, 1.5, (), ("a",), ("a", "b")])
@@ -141,12 +141,13 @@ class Late:
 )
 def test_functions_that_do_not_run_when_they_are_called(fun: Any, name: str, kind: str) -> None:
     static = functools.partial(sm.pmap2, static_broadcasted_argnums=0)
-    for transform, make in {
+    makes: dict[str, Any] = {
         "shard_map": sharded,
         "pmap2": static,
         "vmap2": sm.vmap2,
         "value_and_grad": sm.grad,
-    }.items():
+    }
+    for transform, make in makes.items():
         text = KINDS.format(transform=transform, name=name, kind=kind)
         assert_says(functools.partial(make, fun), TypeError, text)
 

@@ -189,7 +189,7 @@ def by_style(model: Any, x: Any, t: Any, styles: Any = STYLES) -> dict[str, Any]
         step = sm.value_and_grad(
             lambda model, x, t, fun=fun: (fun(model, x, t), model),
             axis_name="x",
-            reduce=reduce,  # type: ignore[arg-type]
+            reduce=reduce,
         )
         (value, _), grads = step(model, x, t)
         results[style] = value, grads

@@ -66,7 +66,7 @@ class Watched(sm.State):
 seen: list[tuple[Any, ...]] = []
 
 
-def count(total: sm.State, rows: jax.Array) -> sm.State:
+def count(total: Any, rows: jax.Array) -> Any:
     return total.set(total.value + rows.sum())
 
 

@@ -284,11 +284,11 @@ def test_transformations_take_and_return_states() -> None:
 
 
 def test_repr() -> None:
-    assert repr(sm.State(1)) == "State(int32[])"
+    assert repr(sm.State(1)) == "State(int32(1))"
     shown = repr(sm.BatchState({"a": np.ones((2, 3))}, name="n", reduce=merge, tag=("z", "b")))
     assert shown == "BatchState({'a': float32[2,3]}, name='n', reduce=merge, tag=['b', 'z'])"
     assert "PerShard('x')" in repr(sm.State(1, spec=sm.PerShard("x")))
-    assert "count=State(int32[], reduce='sum')" in repr(make_net())
+    assert "count=State(int32(0), reduce='sum')" in repr(make_net())
     jax.jit(lambda s: repr(s) and s)(sm.State(1))
 
 

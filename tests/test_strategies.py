@@ -241,7 +241,7 @@ def test_modules_of_given_states_and_leaves() -> None:
         states=st.just(sm.State(1.0, name="mine")), leaves=st.just({1}), min_states=1, max_states=1
     )
     module = first(asked, lambda module: "{1}" in repr(module))
-    assert repr(module) == "Pair(left=State(float32[], name='mine'), right=[{1}])"
+    assert repr(module) == "Pair(left=State(float32(1.0), name='mine'), right=[{1}])"
 
 
 def test_a_mapped_call_takes_leaves_that_cannot_be_hashed() -> None:

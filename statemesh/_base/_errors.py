@@ -274,7 +274,7 @@ def where_needs_tree() -> TypeError:
 def filter_matches_nothing(
     what: str, idle: Sequence[Any], states: Sequence[tuple[str, Any]]
 ) -> StructureError:
-    there = _lines(f"{path}: {state!r}" for path, state in states) or "  (none)"
+    there = _lines(f"{path}: {describe(state)}" for path, state in states) or "  (none)"
     return StructureError(
         f"{what}: no state matches {', '.join(map(filter_str, idle))}. The states there are:\n{there}"
     )
@@ -305,7 +305,7 @@ def combine_disagrees(
 
 
 def _short(value: Any) -> str:
-    text = repr(value) if is_state(value) else describe(value)
+    text = describe(value)
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
@@ -664,7 +664,9 @@ def with_hint(text: str, hints: Sequence[WholeState]) -> str:
 
 
 def with_type_hint(text: str, states: Sequence[tuple[str, Any, tuple[AxisName, ...]]]) -> str:
-    items = [f"{path}: {state!r} is the same over {_names(axes)}" for path, state, axes in states]
+    items = [
+        f"{path}: {describe(state)} is the same over {_names(axes)}" for path, state, axes in states
+    ]
     path, _, axes = states[0]
     return (
         f"{text}\n\nHint: a state that enters the same on every shard is written differently by shards in a "
@@ -745,7 +747,7 @@ def _some(paths: Sequence[str]) -> str:
 
 
 def describe_unit(unit: Any) -> str:
-    return repr(unit) if is_state(unit) else describe(unit)
+    return describe(unit)
 
 
 def not_loss_and_model(name: str, returned: Any, has_aux: bool) -> StructureError:
@@ -871,7 +873,7 @@ def diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError:
     if declared := [one for one in bad if one.state.needs_old]:
         return _merged_apart(name, declared)
     items = [
-        f"{one.path}: {one.state!r} varies over {_names(one.axis_names)} but leaves with "
+        f"{one.path}: {describe(one.state)} varies over {_names(one.axis_names)} but leaves with "
         f"{spec_str(one.spec)}, which keeps one copy"
         for one in bad
     ]
@@ -909,7 +911,8 @@ def _merged_apart(name: str, bad: Sequence[Diverged]) -> DivergedStateError:
                 f"jax.lax.all_gather(value, {axis!r}, to='invarying')"
             )
         items.append(
-            f"{one.path}: {one.state!r} varies over {axes} but leaves with {spec_str(one.spec)}: {reason}"
+            f"{one.path}: {describe(one.state)} varies over {axes} but leaves with "
+            f"{spec_str(one.spec)}: {reason}"
         )
         mends.append(mend)
     return DivergedStateError(
@@ -1156,7 +1159,7 @@ def lane_axis_conflict(
     name: str, bad: Sequence[tuple[str, Any, int | None, int | None]]
 ) -> BatchAxisError:
     items = [
-        f"{path}: {state!r} enters on axis {into} but leaves on axis {out}"
+        f"{path}: {describe(state)} enters on axis {into} but leaves on axis {out}"
         for path, state, into, out in bad
     ]
     return BatchAxisError(
@@ -1167,7 +1170,7 @@ def lane_axis_conflict(
 
 
 def lanes_wrote(name: str, bad: Sequence[Diverged], declared_none: bool) -> BatchAxisError:
-    items = [f"{one.path}: {one.state!r}" for one in bad]
+    items = [f"{one.path}: {describe(one.state)}" for one in bad]
     axis = bad[0].axis_names[0]
     if declared_none:
         return BatchAxisError(

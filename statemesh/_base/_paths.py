@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-from ._types import KeyPath
+from ._types import KeyPath, StateNode
 
 
 def key_str(key: Any) -> str:
@@ -77,12 +77,15 @@ def fun_name(fun: Any) -> str:
 
 
 def describe(value: Any) -> str:
-    """A value in a message: dtype and shape for arrays, `repr` for the rest."""
+    """A value in a message: dtype and shape for arrays, `repr` for the rest.
+
+    It reads no array, which might not be computed yet.
+    """
     leaves, treedef = jax.tree_util.tree_flatten(value)
     if jax.tree_util.treedef_is_leaf(treedef) and leaves:
         return describe_leaf(leaves[0])
     shown = jax.tree_util.tree_unflatten(treedef, [_Bare(describe_leaf(x)) for x in leaves])
-    return repr(shown)
+    return shown._one_line() if isinstance(shown, StateNode) else repr(shown)
 
 
 class _Bare:

@@ -14,6 +14,12 @@ KeyPath: TypeAlias = tuple[Any, ...]
 Reduce: TypeAlias = str | Callable[..., Any] | None
 Filter: TypeAlias = Any
 if TYPE_CHECKING:
+    # With defaults, which `typing` has from Python 3.13 on.
+    from typing_extensions import ParamSpec, TypeVar
+
+    Params = ParamSpec("Params", default=...)
+    Result = TypeVar("Result", default=Any, covariant=True)
+    Value = TypeVar("Value", default=Any, covariant=True)
     Fun: TypeAlias = Callable[..., Any]
     AnyMesh: TypeAlias = Mesh | AbstractMesh
     Donate: TypeAlias = Literal["none", "states", "all"]
@@ -27,6 +33,11 @@ if TYPE_CHECKING:
     Text: TypeAlias = str | None
     Keywords: TypeAlias = dict[str, Any]
 else:
+    from typing import ParamSpec, TypeVar
+
+    Params = ParamSpec("Params")
+    Result = TypeVar("Result", covariant=True)
+    Value = TypeVar("Value", covariant=True)
     # Checked by hand when a call is declared, with messages that teach.
     Fun = AnyMesh = Donate = ReduceLoss = Size = LaneName = DeviceList = Any
     Positions = AxisNames = SeveralAxes = Text = Keywords = Any
@@ -39,12 +50,12 @@ UNNAMED_DEVICES: AxisName = "<devices>"
 """What an axis of lanes is called that the user gave no name, in a `vmap` and on devices."""
 
 
-class _Missing:
+class Missing:
     def __repr__(self) -> str:
         return "Missing"
 
 
-MISSING: Any = _Missing()
+MISSING: Any = Missing()
 """Stands for a function that is still to come: a decorator is wanted."""
 
 
@@ -107,6 +118,9 @@ class StateNode:
     """What every State is: the name by which the lower layers know one."""
 
     __slots__ = ()
+
+    def _one_line(self) -> str:
+        raise NotImplementedError
 
 
 def is_state(node: object) -> bool:

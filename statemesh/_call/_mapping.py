@@ -5,29 +5,38 @@ import dataclasses
 import importlib
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, overload
 
 from .._base._paths import fun_name
+from .._base._types import Params, Result
 from ._declared import Declared
 from ._pipeline import Pipeline
 from ._stages import Lowered
 from ._static import Boxes
 
 
-class StatefulMapping:
+Others = ParamSpec("Others")
+if TYPE_CHECKING:
+    from typing import Self
+else:
+    Self = Any  # What checks annotations at run time knows it only in a class that it checks whole.
+
+
+class StatefulMapping(Generic[Params, Result]):
     """A mapped function: called like the function it was made from.
 
     `shard_map`, `pmap2` and `vmap2` return one. It compiles at the first call with each new signature and
     is a method when it stands in a class.
     """
 
-    # Attributes in a `__dict__` would be copied by `jax.jit` onto what it returns, and be found there.
+    # `jax.jit` and `functools.wraps` copy what is in a `__dict__` onto what they return: there are only the
+    # attributes of the user's function, as in its own, and what a class has a text of its own for.
     __slots__ = (
+        "__dict__",
         "__name__",
         "__qualname__",
-        "__signature__",
         "__weakref__",
         "__wrapped__",
         "_bound",
@@ -47,28 +56,42 @@ class StatefulMapping:
         self.__wrapped__ = fun
         self.__name__ = fun_name(fun)
         self.__qualname__ = getattr(fun, "__qualname__", self.__name__)
+        self.__dict__ |= _attributes(fun)
         self._pipeline = Pipeline(declared) if pipeline is None else pipeline
         self._bound = bound
-        try:
-            signature = inspect.signature(fun)
-            parameters = list(signature.parameters.values())[len(bound) :]
-            self.__signature__: inspect.Signature | None = signature.replace(parameters=parameters)
-        except (TypeError, ValueError):
-            self.__signature__ = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @property
+    def __signature__(self) -> inspect.Signature | None:
+        try:
+            signature = inspect.signature(self.__wrapped__)
+        except (TypeError, ValueError):
+            return None
+        parameters = list(signature.parameters.values())[len(self._bound) :]
+        return signature.replace(parameters=parameters)
+
+    def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> Result:
+        given: tuple[Any, ...] = args
         if self._bound or self._boxes is not None:
-            args = self._all(args)
-        return self._pipeline(args, kwargs)
+            given = self._all(args)
+        result: Result = self._pipeline(given, kwargs)
+        return result
 
     def _all(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         args = self._bound + args
         return args if self._boxes is None else self._boxes(args)
 
-    def __get__(self, instance: Any, owner: type | None = None) -> "StatefulMapping":
-        if instance is None:
-            return self
-        return self._with((instance,))
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Self: ...
+
+    @overload
+    def __get__(
+        self: "StatefulMapping[Concatenate[Any, Others], Result]",
+        instance: object,
+        owner: type | None = None,
+    ) -> "StatefulMapping[Others, Result]": ...
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else self._with((instance,))
 
     def _with(self, bound: tuple[Any, ...]) -> "StatefulMapping":
         return StatefulMapping(self._pipeline.declared, self._pipeline, bound, self._boxes)
@@ -113,7 +136,7 @@ class StatefulMapping:
         """
         return self._pipeline.lower(args, kwargs, self._all)
 
-    def place(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def place(self, *args: Params.args, **kwargs: Params.kwargs) -> tuple[Any, ...]:
         """Lay arguments out as the call wants them, so that no call has to move them.
 
         **Arguments:**
@@ -127,7 +150,7 @@ class StatefulMapping:
             placed = self._boxes.open(placed)
         return placed[len(self._bound) :]
 
-    def unsharded(self, *args: Any, **kwargs: Any) -> Any:
+    def unsharded(self, *args: Params.args, **kwargs: Params.kwargs) -> Result:
         """Call the same function on one device: the reference that nobody has to write.
 
         What `shard_map` maps runs on a mesh of one device, what `pmap2` maps as by `vmap2`.
@@ -138,10 +161,33 @@ class StatefulMapping:
 
         **Returns:** what the call returns, on one device.
         """
-        return self._pipeline.on_one_device(self._all(args), kwargs)
+        result: Result = self._pipeline.on_one_device(self._all(args), kwargs)
+        return result
 
     def __repr__(self) -> str:
         return f"<statemesh mapping of {self.__qualname__}>"
+
+
+if TYPE_CHECKING:
+
+    class Decorator(Protocol):
+        """What a mapping without a function is."""
+
+        def __call__(self, fun: Callable[Params, Result], /) -> StatefulMapping[Params, Result]: ...
+else:
+    Decorator = Any
+
+
+def _attributes(fun: Any) -> dict[str, Any]:
+    """What `functools.wraps` would copy of a function, but for what a mapping has of its own."""
+    own = getattr(fun, "__dict__", {})
+    if not inspect.isroutine(fun) and "__wrapped__" not in own:
+        return {}
+    found = {k: v for k, v in own.items() if not hasattr(StatefulMapping, k)}
+    for name in ("__module__", "__doc__", "__annotations__", "__type_params__"):
+        if hasattr(fun, name):
+            found[name] = getattr(fun, name)
+    return found
 
 
 def _named(module: str, qualname: str, bound: tuple[Any, ...]) -> StatefulMapping:

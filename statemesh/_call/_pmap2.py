@@ -1,7 +1,7 @@
 """`pmap2`: signature, docstring, and one call of the engine."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, overload
 
 from .._base import _errors as errors
 from .._base._checks import positions
@@ -12,7 +12,10 @@ from .._base._types import (
     DeviceList,
     Fun,
     LaneName,
+    Missing,
+    Params,
     Positions,
+    Result,
     Size,
     Text,
 )
@@ -21,12 +24,50 @@ from .._resolve._processes import as_shapes
 from ._by_axis import ByAxis
 from ._carriers import Devices
 from ._declared import Declared
-from ._mapping import StatefulMapping
+from ._mapping import Decorator, StatefulMapping
 from ._static import Boxes
 
 
+@overload
 def pmap2(
-    fn: Fun = MISSING,
+    fn: Callable[Params, Result],
+    axis_name: LaneName | None = ...,
+    *,
+    in_axes: Any = ...,
+    out_axes: Any = ...,
+    static_broadcasted_argnums: Positions = ...,
+    devices: DeviceList | None = ...,
+    backend: Text = ...,
+    axis_size: Size | None = ...,
+    donate_argnums: Positions = ...,
+    global_arg_shapes: Any = ...,
+    state_in_axes: Any = ...,
+    state_out_axes: Any = ...,
+    unexpected_out_state_mapping: str = ...,
+) -> StatefulMapping[Params, Result]: ...
+
+
+@overload
+def pmap2(
+    fn: Missing = ...,
+    axis_name: LaneName | None = ...,
+    *,
+    in_axes: Any = ...,
+    out_axes: Any = ...,
+    static_broadcasted_argnums: Positions = ...,
+    devices: DeviceList | None = ...,
+    backend: Text = ...,
+    axis_size: Size | None = ...,
+    donate_argnums: Positions = ...,
+    global_arg_shapes: Any = ...,
+    state_in_axes: Any = ...,
+    state_out_axes: Any = ...,
+    unexpected_out_state_mapping: str = ...,
+) -> Decorator: ...
+
+
+def pmap2(
+    fn: Any = MISSING,
     axis_name: LaneName | None = None,
     *,
     in_axes: Any = 0,

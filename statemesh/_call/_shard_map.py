@@ -7,10 +7,10 @@ from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._checks import axis_names as as_names
 from .._base._paths import fun_name
-from .._base._types import AnyMesh, AxisNames, Donate, Fun, StateSpecs
+from .._base._types import AnyMesh, AxisNames, Donate, Fun, Params, Result, StateSpecs
 from ._by_spec import BySpec
 from ._declared import DONATE, Declared
-from ._mapping import StatefulMapping
+from ._mapping import Decorator, StatefulMapping
 
 
 class _Required:
@@ -23,7 +23,7 @@ _REQUIRED: Any = _Required()
 
 @overload
 def shard_map(
-    fun: Fun,
+    fun: Callable[Params, Result],
     mesh: AnyMesh | None = ...,
     in_specs: Any = ...,
     out_specs: Any = ...,
@@ -34,7 +34,7 @@ def shard_map(
     axis_names: AxisNames = ...,
     donate: Donate = ...,
     jit: bool = ...,
-) -> StatefulMapping: ...
+) -> StatefulMapping[Params, Result]: ...
 
 
 @overload
@@ -50,7 +50,7 @@ def shard_map(
     axis_names: AxisNames = ...,
     donate: Donate = ...,
     jit: bool = ...,
-) -> Callable[[Fun], StatefulMapping]: ...
+) -> Decorator: ...
 
 
 def shard_map(
@@ -65,7 +65,7 @@ def shard_map(
     axis_names: AxisNames = frozenset(),
     donate: Donate = "none",
     jit: bool = True,
-) -> StatefulMapping | Callable[[Fun], StatefulMapping]:
+) -> Any:
     """Map a stateful function over shards of its arguments.
 
     It means what `jax.shard_map` means for every array that is not in a `State`. States may stand

@@ -1,18 +1,59 @@
 """`vmap2`: signature, docstring, and one call of the engine."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, overload
 
 from .._base._paths import fun_name
-from .._base._types import MISSING, UNNAMED, Fun, LaneName, SeveralAxes, Size
+from .._base._types import (
+    MISSING,
+    UNNAMED,
+    Fun,
+    LaneName,
+    Missing,
+    Params,
+    Result,
+    SeveralAxes,
+    Size,
+)
 from .._resolve._lanes import as_pairs
 from ._by_axis import ByAxis
 from ._carriers import Lanes
 from ._declared import Declared
-from ._mapping import StatefulMapping
+from ._mapping import Decorator, StatefulMapping
+
+
+@overload
+def vmap2(
+    fn: Callable[Params, Result],
+    *,
+    in_axes: Any = ...,
+    out_axes: Any = ...,
+    axis_name: LaneName | None = ...,
+    axis_size: Size | None = ...,
+    spmd_axis_name: SeveralAxes = ...,
+    state_in_axes: Any = ...,
+    state_out_axes: Any = ...,
+    unexpected_out_state_mapping: str = ...,
+) -> StatefulMapping[Params, Result]: ...
+
+
+@overload
+def vmap2(
+    fn: Missing = ...,
+    *,
+    in_axes: Any = ...,
+    out_axes: Any = ...,
+    axis_name: LaneName | None = ...,
+    axis_size: Size | None = ...,
+    spmd_axis_name: SeveralAxes = ...,
+    state_in_axes: Any = ...,
+    state_out_axes: Any = ...,
+    unexpected_out_state_mapping: str = ...,
+) -> Decorator: ...
 
 
 def vmap2(
-    fn: Fun = MISSING,
+    fn: Any = MISSING,
     *,
     in_axes: Any = 0,
     out_axes: Any = 0,

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec
@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec
 from .._base import _errors as errors
 from .._base._axes import call_policy
 from .._base._links import active as active_links
-from .._base._paths import describe
-from .._base._types import AxisName, Reduce, SpecTree, StateNode, is_spec
+from .._base._types import AxisName, Reduce, SpecTree, Value, is_spec
 from ._meta import Meta
 from ._no_array import NoArray
+from ._shown import Shown
 from ._values import REDUCTIONS, arrays, check_reducible, conform, reduced
 
 
@@ -22,10 +22,10 @@ _PLAIN: dict[type, Meta] = {}
 """For each kind the static part of its states that were given nothing but a value."""
 
 
-S = TypeVar("S", bound="State")
+S = TypeVar("S", bound="State[Any]")
 
 
-class State(NoArray, StateNode):
+class State(NoArray, Shown, Generic[Value]):
     """One piece of state: an immutable leaf of a module tree.
 
     A State is a pytree node whose children are its value's leaves; the rest is static. It is never
@@ -62,7 +62,7 @@ class State(NoArray, StateNode):
 
     __slots__ = ("_meta", "_origin", "value")
 
-    value: Any
+    value: Value
     _meta: Meta
     # Which entering state this one was made from, where that is known. It is no part of the pytree:
     # it gets lost in `jax.tree.map`, `jit` and `scan`, and two models never differ by it.
@@ -173,7 +173,7 @@ class State(NoArray, StateNode):
         """This state, made inside a mapped call alike on every shard, as one shard's own."""
         return self.enter(axis_names)
 
-    def leave(self, old: "State | None", axis_names: tuple[AxisName, ...]) -> "State":
+    def leave(self: S, old: "S | None", axis_names: tuple[AxisName, ...]) -> "State":
         """What is written back of this state, which a shard wrote.
 
         Called inside the mapped call; collectives over `axis_names` may be used. What it returns
@@ -231,15 +231,6 @@ class State(NoArray, StateNode):
 
     def __delattr__(self, name: str) -> None:
         raise errors.immutable_state(type(self).__name__, name)
-
-    def __repr__(self) -> str:
-        shown = [describe(self.value)]
-        for field in ("name", "spec", "reduce"):
-            if (found := getattr(self, field)) is not None:
-                shown.append(f"{field}={getattr(found, '__name__', None) or repr(found)}")
-        if self.tag:
-            shown.append(f"tag={sorted(self.tag)!r}")
-        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 # The slots' own setters are several times quicker than `object.__setattr__`.

@@ -75,7 +75,7 @@ def states(
         >>> import statemesh as sm
         >>> from statemesh.testing import states
         >>> find(states(kinds=[sm.ParamState, sm.BatchState]), lambda state: state.reduce == "mean")
-        ParamState(float32[], reduce='mean')
+        ParamState(float32(0.0), reduce='mean')
 
         ```
     """
@@ -95,7 +95,7 @@ def _states(
     reduces: tuple[Any, ...],
     mesh: AnyMesh | None,
 ) -> sm.State:
-    kind = draw(st.sampled_from(kinds))
+    kind: Any = draw(st.sampled_from(kinds))
     known: dict[str, Any] = {"name": draw(st.sampled_from([None, "n"]))}
     known["tag"] = draw(st.lists(st.sampled_from(tags), unique=True, max_size=2)) if tags else None
     if issubclass(kind, sm.RandomState):
@@ -103,7 +103,9 @@ def _states(
         # Of as many choices as other states are made of: Hypothesis takes fewer for simpler.
         bits = draw(st.tuples(*[st.booleans()] * 8))
         key = jax.random.key(sum(2**n for n, bit in enumerate(bits) if bit))
-        return kind(key if spec is None else jax.random.split(key, count), spec=spec, **known)
+        key = key if spec is None else jax.random.split(key, count)
+        stream: sm.State = kind(key, spec=spec, **known)
+        return stream
     template = draw(st.sampled_from([0, {"a": 0, "b": (0, 0)}, [0, None]]))
     leaves, treedef = tree_util.tree_flatten(template)
     values, places = [], []
@@ -113,12 +115,13 @@ def _states(
         places.append(spec)
     same = all(spec == places[0] for spec in places)
     reduce = draw(st.sampled_from(reduces))
-    return kind(
+    state: sm.State = kind(
         treedef.unflatten(values),
         spec=places[0] if same else treedef.unflatten(places),
         reduce=reduce if all(_suits(reduce, x.dtype) for x in values) else None,
         **known,
     )
+    return state
 
 
 tree_util: Any = jax.tree_util  # Of its `PyTreeDef` the stubs know nothing.
@@ -181,7 +184,7 @@ def modules(
         >>> from hypothesis import find
         >>> from statemesh.testing import modules
         >>> find(modules(min_states=2), lambda module: True)
-        Pair(left=State(float32[]), right=[State(float32[])])
+        Pair(left=State(float32(0.0)), right=[State(float32(0.0))])
 
         ```
     """
