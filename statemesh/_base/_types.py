@@ -25,11 +25,14 @@ if TYPE_CHECKING:
     AxisNames: TypeAlias = str | Iterable[AxisName]
     SeveralAxes: TypeAlias = AxisName | tuple[AxisName, ...] | None
     Text: TypeAlias = str | None
+    Name: TypeAlias = str
+    Tags: TypeAlias = str | Iterable[str] | None
+    Class: TypeAlias = type
     Keywords: TypeAlias = dict[str, Any]
 else:
     # Checked by hand when a call is declared, with messages that teach.
     Fun = AnyMesh = Donate = ReduceLoss = Size = LaneName = DeviceList = Any
-    Positions = AxisNames = SeveralAxes = Text = Keywords = Any
+    Positions = AxisNames = SeveralAxes = Text = Name = Tags = Class = Keywords = Any
 SpecTree: TypeAlias = Any
 StateSpecs: TypeAlias = SpecTree | Mapping[Filter, SpecTree] | None
 
