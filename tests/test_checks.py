@@ -169,6 +169,9 @@ TEXTS = {
     "PathContains": "the name of a field, the key of a dictionary or an index, as in PathContains('encoder')",
     "Where": "a function of the tree, as in Where(lambda model: model.encoder)",
     "n": "an int, 0 or more: the number of rows that this shard holds, as in rows(x.shape[0], 'data')",
+    "map": "the name of a method, as in map('update')",
+    "init_kwargs": "a dictionary of arguments by name, as in init_kwargs={'batch_size': 4}, or {} for none",
+    "state_tag": "a string, as in state_tag='new'",
     "num": "an int, 0 or more: the number of keys, as in split(2)",
 }
 
@@ -256,3 +259,48 @@ def test_numbers_that_do_not_fit(
         "that holds it, as in State(jnp.float32(0))."
     )
     assert_says(make, sm.StructureError, text)
+
+
+class Counter(sm.Module):
+    count: sm.State | None = None
+    inner: "Counter | None" = None
+
+    def init_state(self) -> "Counter":
+        return self.replace(count=sm.State(0.0))
+
+
+@pytest.mark.parametrize("make", [sm.vmap2_new_states, sm.pmap2_new_states])
+def test_what_creates_states(make: Any) -> None:
+    kwargs: list[Any] = [None, 3, ["a"], {3: 1}]
+    for given in kwargs:
+        one = lambda given: make(Counter(), given, axis_size=2)
+        refused(one, given, make.__name__, "init_kwargs", "init_kwargs")
+    tags: list[Any] = [3, ["a"], b"a"]
+    for given in tags:
+        one = lambda given: make(Counter(), {}, given, axis_size=2)
+        refused(one, given, make.__name__, "state_tag", "state_tag")
+
+
+def test_map() -> None:
+    refused(lambda name: sm.Map(Counter(), 2).map(name), 3, "Map", "map", "map")
+    refused(lambda tag: sm.Map(Counter(), 2, state_tag=tag), 3, "Map", "state_tag", "state_tag")
+    check(lambda: sm.Map(Counter(), 2, axis_name=0), LANES, 0, transform="Map")
+    behavior: Any = ["vmap"]
+    text = "behavior=['vmap'] is not known. Use 'vmap', 'pmap'."
+    assert_says(lambda: sm.Map(Counter(), 2, behavior=behavior), sm.StatemeshError, text)
+    text = (
+        "a key of init_state_axes is 'a' of type str, not an axis. Use an int (negative ones count from the "
+        "end), or None for what all lanes share."
+    )
+    assert_says(lambda: sm.Map(Counter(), 2, init_state_axes={"a": ...}), TypeError, text)
+    there = "The states there are:\n  - module.count: State(float32[])"
+    text = f"init_state_axes: no state matches 'slow'. {there}"
+    made = sm.Map(Counter(), 2, init_state_axes="slow")
+    assert_says(lambda: made.init_all_states(), sm.StructureError, text)
+
+
+def test_states_of_modules_that_are_nested_deeply() -> None:
+    model = Counter()
+    for _ in range(400):
+        model = Counter(inner=model)
+    assert len(jax.tree.leaves(model.init_all_states())) == 401
