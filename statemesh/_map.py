@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from jax.tree_util import GetAttrKey
 
 from ._base import _errors as errors
-from ._base._types import AxisName, KeyPath, Size
+from ._base._checks import check_lane_name, check_text
+from ._base._types import KeyPath, LaneName, Name, Size, Text
 from ._call._by_axis import POLICIES
 from ._call._mapping import StatefulMapping
+from ._model._filters import to_predicate
 from ._model._module import Module, field
 from ._new_states import TRANSFORMS, create
-from ._resolve._lanes import Pairs, is_size
+from ._resolve._lanes import Pairs, as_pairs, is_size
 
 
 if TYPE_CHECKING:
@@ -146,21 +148,26 @@ class Map(Module, Generic[M]):
         init_map_size: Size,
         *,
         init_state_axes: Any = None,
-        state_tag: str | None = None,
+        state_tag: Text = None,
         in_axes: Any = 0,
         out_axes: Any = 0,
-        axis_name: AxisName | None = None,
-        behavior: str = "vmap",
+        axis_name: LaneName | None = None,
+        behavior: Name = "vmap",
         unexpected_out_state_mapping: str = "raise",
     ) -> None:
         if not isinstance(module, Module):
             raise errors.not_a_module(module)
         if not is_size(init_map_size):
             raise errors.bad_axis_size("init_map_size", init_map_size)
-        if behavior not in TRANSFORMS:
+        if not isinstance(behavior, str) or behavior not in TRANSFORMS:
             raise errors.unknown_behavior(behavior, tuple(TRANSFORMS))
         if unexpected_out_state_mapping not in POLICIES:
             raise errors.unknown_mapping_policy(unexpected_out_state_mapping, POLICIES)
+        check_text("Map", "state_tag", state_tag)
+        if axis_name is not None:
+            check_lane_name("Map", axis_name)
+        for filter, _ in as_pairs(init_state_axes, "init_state_axes"):
+            to_predicate(filter)
         self.module = module
         self._calls = _Calls(
             {
@@ -193,6 +200,7 @@ class Map(Module, Generic[M]):
             told["init_map_size"],
             told["init_state_axes"],
             told["axis_name"],
+            "init_state_axes",
         )
         by_axis: dict[int | None, set[KeyPath]] = {}
         for path, axis in axes.items():
@@ -218,7 +226,7 @@ class Map(Module, Generic[M]):
         """As `update`."""
         return self._run("update", *args, **kwargs)
 
-    def map(self, name: str) -> Callable[..., tuple[Any, "Map[M]"]]:
+    def map(self, name: Name) -> Callable[..., tuple[Any, "Map[M]"]]:
         """Another method of the module, run over the lanes in the same way.
 
         **Arguments:**
@@ -232,7 +240,7 @@ class Map(Module, Generic[M]):
         _check_method(self.module, name)
         return functools.partial(self._run, name)
 
-    def _run(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, "Map[M]"]:
+    def _run(self, name: Name, *args: Any, **kwargs: Any) -> tuple[Any, "Map[M]"]:
         _check_method(self.module, name)
         axes = self._calls.told["in_axes"]
         if isinstance(axes, tuple | list) and len(axes) != len(args):
@@ -241,7 +249,9 @@ class Map(Module, Generic[M]):
         return out, new
 
 
-def _check_method(module: Module, name: str) -> None:
+def _check_method(module: Module, name: Name) -> None:
+    if not isinstance(name, str):
+        raise errors.wrong_argument("Map", "map", name)
     if not callable(getattr(type(module), name, None)):
         own = [n for n in dir(type(module)) if not n.startswith("_") and not hasattr(Module, n)]
         names = [n for n in own if callable(getattr(type(module), n))]

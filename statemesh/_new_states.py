@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 
 from ._base import _errors as errors
+from ._base._checks import check_text
 from ._base._compat import tree_util
 from ._base._paths import path_str
 from ._base._types import (
@@ -14,7 +15,10 @@ from ._base._types import (
     AxisName,
     Filter,
     KeyPath,
+    Keywords,
+    LaneName,
     Size,
+    Text,
     is_state,
     unpacked,
 )
@@ -74,12 +78,12 @@ def new_states(before: Any, after: Any, filter: Filter = ...) -> dict[str, State
 
 def vmap2_new_states(
     module: M,
-    init_kwargs: dict[str, Any],
-    state_tag: str | None = None,
+    init_kwargs: Keywords,
+    state_tag: Text = None,
     axis_size: Size | None = None,
     state_out_axes: Any = None,
     *,
-    axis_name: AxisName | None = None,
+    axis_name: LaneName | None = None,
 ) -> tuple[M, dict[int | None, list[State]]]:
     """Create a module's states for each of several lanes, on one device.
 
@@ -125,12 +129,12 @@ def vmap2_new_states(
 
 def pmap2_new_states(
     module: M,
-    init_kwargs: dict[str, Any],
-    state_tag: str | None = None,
+    init_kwargs: Keywords,
+    state_tag: Text = None,
     axis_size: Size | None = None,
     state_out_axes: Any = None,
     *,
-    axis_name: AxisName | None = None,
+    axis_name: LaneName | None = None,
 ) -> tuple[M, dict[int | None, list[State]]]:
     """Create a module's states for each of several lanes, each on a device of its own.
 
@@ -168,19 +172,29 @@ def pmap2_new_states(
 def create(
     behavior: str,
     module: M,
-    init_kwargs: dict[str, Any],
-    state_tag: str | None,
+    init_kwargs: Keywords,
+    state_tag: Text,
     axis_size: Size | None,
     state_out_axes: Any,
-    axis_name: AxisName | None,
+    axis_name: LaneName | None,
+    what: str = "state_out_axes",
 ) -> tuple[M, dict[KeyPath, int | None]]:
-    """The module with its states made by `'vmap'` or `'pmap'`, and the lane axis of each by path."""
+    """The module with its states made by `'vmap'` or `'pmap'`, and the lane axis of each by path.
+
+    `what` is what the user calls `state_out_axes`.
+    """
     if not isinstance(module, Module):
         raise errors.not_a_module(module)
     if behavior == "vmap" and axis_size is None:
         raise errors.new_states_need_size()
+    by = f"{behavior}2_new_states"
+    if not (isinstance(init_kwargs, dict) and all(isinstance(name, str) for name in init_kwargs)):
+        raise errors.wrong_argument(by, "init_kwargs", init_kwargs)
+    check_text(by, "state_tag", state_tag)
     transform, unnamed = TRANSFORMS[behavior]
-    creation = _Creation(state_tag, state_out_axes, unnamed if axis_name is None else axis_name)
+    creation = _Creation(
+        state_tag, state_out_axes, what, unnamed if axis_name is None else axis_name
+    )
 
     def init(module: Module, init_kwargs: dict[str, Any]) -> Module:
         return creation.init(module, init_kwargs)
@@ -209,10 +223,13 @@ def _by_axis(module: Module, axes: dict[KeyPath, int | None]) -> dict[int | None
 class _Creation:
     """One initialisation over lanes: what it is told, and what it finds out while it is traced."""
 
-    def __init__(self, tag: str | None, state_out_axes: Any, axis_name: AxisName) -> None:
+    def __init__(
+        self, tag: str | None, state_out_axes: Any, what: str, axis_name: AxisName
+    ) -> None:
         self.tag = tag
+        self.what = what
         self.axis_name = axis_name
-        given = as_pairs(state_out_axes, "state_out_axes")
+        given = as_pairs(state_out_axes, what)
         self.declared = Pairs([(Perhaps(NonBatchState), None), *given, (..., 0)])
         # The lane axis of each new state: known as soon as the initialisation has been traced, which is
         # before its results leave.
@@ -223,7 +240,7 @@ class _Creation:
     def init(self, module: Module, init_kwargs: dict[str, Any]) -> Module:
         after = module.init_all_states(**init_kwargs)
         news = _created(module, after)
-        axes = choose_axes(self.declared, [("module", after)], "state_out_axes")
+        axes = choose_axes(self.declared, [("module", after)], self.what)
         self.axes = {
             path: axis for path, axis in zip(_by_path(after), axes, strict=True) if path in news
         }

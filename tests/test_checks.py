@@ -159,3 +159,148 @@ def test_a_loss_that_is_no_function(given: Any) -> None:
         "first: `value_and_grad(loss_fn, axis_name='data')`."
     )
     assert_says(lambda: sm.value_and_grad(given), TypeError, text)
+
+
+TEXTS = {
+    "name": "a string, as in name='mean'",
+    "tag": "a string or several, as in tag='slow' or tag=('slow', 'encoder')",
+    "WithTag": "a string, as in WithTag('slow'); for several write [WithTag('a'), WithTag('b')]",
+    "OfType": "a class, as in OfType(sm.ParamState)",
+    "PathContains": "the name of a field, the key of a dictionary or an index, as in PathContains('encoder')",
+    "Where": "a function of the tree, as in Where(lambda model: model.encoder)",
+    "n": "an int, 0 or more: the number of rows that this shard holds, as in rows(x.shape[0], 'data')",
+    "map": "the name of a method, as in map('update')",
+    "init_kwargs": "a dictionary of arguments by name, as in init_kwargs={'batch_size': 4}, or {} for none",
+    "state_tag": "a string, as in state_tag='new'",
+    "num": "an int, 0 or more: the number of keys, as in split(2)",
+}
+
+
+def refused(make: Callable[[Any], Any], given: Any, what: str, argument: str, wanted: str) -> None:
+    kind, shown = type(given).__name__, repr(given)
+    text = f"{what}: {argument} is {shown} of type {kind}, but must be {TEXTS[wanted]}."
+    assert_says(lambda: make(given), TypeError, text)
+
+
+@pytest.mark.parametrize("given", [3, 1.5, [3], b"a", ("a", 3), ["a", ["b"]], object])
+def test_tags(given: Any) -> None:
+    refused(lambda tag: sm.BatchState(1.0, tag=tag), given, "BatchState", "tag", "tag")
+    refused(lambda tag: sm.State(1.0).replace(tag=tag), given, "State", "tag", "tag")
+
+
+@pytest.mark.parametrize("given", [3, ["a"], b"a"])
+def test_names_of_states(given: Any) -> None:
+    refused(lambda name: sm.State(1.0, name=name), given, "State", "name", "name")
+    refused(lambda name: sm.State(1.0).replace(name=name), given, "State", "name", "name")
+
+
+@pytest.mark.parametrize(
+    ("filter", "argument", "given"),
+    [
+        ("OfType", "type", "State"),
+        ("OfType", "type", (3,)),
+        ("WithTag", "tag", ["a"]),
+        ("WithTag", "tag", None),
+        ("PathContains", "key", ["a"]),
+        ("Where", "where", "encoder"),
+        ("Where", "where", None),
+    ],
+)
+def test_named_filters(filter: str, argument: str, given: Any) -> None:
+    refused(getattr(sm.filters, filter), given, filter, argument, filter)
+
+
+@pytest.mark.parametrize("given", [3.5, "a", True, [3]])
+def test_counts(given: Any) -> None:
+    rng = sm.RandomState(jax.random.key(0))
+    refused(rng.rows, given, "RandomState.rows", "n", "n")
+    refused(rng.split, given, "RandomState.split", "num", "num")
+
+
+def test_counts_below_zero() -> None:
+    rng = sm.RandomState(jax.random.key(0))
+    text = f"RandomState.rows: n is -3, but must be {TEXTS['n']}."
+    assert_says(lambda: rng.rows(-3, "x"), sm.StatemeshError, text)
+    text = f"RandomState.split: num is -1, but must be {TEXTS['num']}."
+    assert_says(lambda: rng.split(-1), sm.StatemeshError, text)
+    two: Any = np.int64(2)
+    assert rng.rows(two)[0].shape == rng.split(two)[0].shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("make", "label", "value", "dtype", "least", "most"),
+    [
+        (lambda: sm.State(2**70), "State: value", 2**70, "int32", -(2**31), 2**31 - 1),
+        (
+            lambda: sm.State([1, -(2**31) - 1]),
+            "State: value[1]",
+            -(2**31) - 1,
+            "int32",
+            -(2**31),
+            2**31 - 1,
+        ),
+        (lambda: sm.State(np.int8(3)).set(300), "State: value", 300, "int8", -128, 127),
+        (lambda: sm.State(np.uint8(3), name="n").set(-1), "n: value", -1, "uint8", 0, 255),
+        (
+            lambda: sm.State(3).replace(value=2**31),
+            "State: value",
+            2**31,
+            "int32",
+            -(2**31),
+            2**31 - 1,
+        ),
+    ],
+)
+def test_numbers_that_do_not_fit(
+    make: Callable[[], Any], label: str, value: int, dtype: str, least: int, most: int
+) -> None:
+    text = (
+        f"{label} is {value}, which does not fit into {dtype} ({least} to {most}). Give the state a dtype "
+        "that holds it, as in State(jnp.float32(0))."
+    )
+    assert_says(make, sm.StructureError, text)
+
+
+class Counter(sm.Module):
+    count: sm.State | None = None
+    inner: "Counter | None" = None
+
+    def init_state(self) -> "Counter":
+        return self.replace(count=sm.State(0.0))
+
+
+@pytest.mark.parametrize("make", [sm.vmap2_new_states, sm.pmap2_new_states])
+def test_what_creates_states(make: Any) -> None:
+    kwargs: list[Any] = [None, 3, ["a"], {3: 1}]
+    for given in kwargs:
+        one = lambda given: make(Counter(), given, axis_size=2)
+        refused(one, given, make.__name__, "init_kwargs", "init_kwargs")
+    tags: list[Any] = [3, ["a"], b"a"]
+    for given in tags:
+        one = lambda given: make(Counter(), {}, given, axis_size=2)
+        refused(one, given, make.__name__, "state_tag", "state_tag")
+
+
+def test_map() -> None:
+    refused(lambda name: sm.Map(Counter(), 2).map(name), 3, "Map", "map", "map")
+    refused(lambda tag: sm.Map(Counter(), 2, state_tag=tag), 3, "Map", "state_tag", "state_tag")
+    check(lambda: sm.Map(Counter(), 2, axis_name=0), LANES, 0, transform="Map")
+    behavior: Any = ["vmap"]
+    text = "behavior=['vmap'] is not known. Use 'vmap', 'pmap'."
+    assert_says(lambda: sm.Map(Counter(), 2, behavior=behavior), sm.StatemeshError, text)
+    text = (
+        "a key of init_state_axes is 'a' of type str, not an axis. Use an int (negative ones count from the "
+        "end), or None for what all lanes share."
+    )
+    assert_says(lambda: sm.Map(Counter(), 2, init_state_axes={"a": ...}), TypeError, text)
+    there = "The states there are:\n  - module.count: State(float32[])"
+    text = f"init_state_axes: no state matches 'slow'. {there}"
+    made = sm.Map(Counter(), 2, init_state_axes="slow")
+    assert_says(lambda: made.init_all_states(), sm.StructureError, text)
+
+
+def test_states_of_modules_that_are_nested_deeply() -> None:
+    model = Counter()
+    for _ in range(400):
+        model = Counter(inner=model)
+    assert len(jax.tree.leaves(model.init_all_states())) == 401

@@ -73,15 +73,26 @@ def axis_names(what: str, given: Any) -> frozenset[AxisName]:
         raise errors.wrong_argument(what, "axis_names", given) from None
 
 
-def check_count(what: str, argument: str, given: Any) -> None:
-    """Refuse what is no number of things."""
+def count(what: str, argument: str, given: Any) -> int:
+    """A number of things, as an int."""
     if isinstance(given, bool) or not hasattr(type(given), "__index__"):
         raise errors.wrong_argument(what, argument, given)
     if operator.index(given) < 0:
         raise errors.wrong_count(what, argument, given)
+    return operator.index(given)
 
 
 def check_text(what: str, argument: str, given: Any) -> None:
     """Refuse what is neither a string nor `None`."""
     if given is not None and not isinstance(given, str):
         raise errors.wrong_argument(what, argument, given)
+
+
+def tags(what: str, given: Any) -> frozenset[str]:
+    """One tag or several, as a set; none of `None`."""
+    if given is None or isinstance(given, str):
+        return frozenset() if given is None else frozenset([given])
+    found = tuple(given) if isinstance(given, Iterable) else (None,)
+    if not all(isinstance(tag, str) for tag in found):
+        raise errors.wrong_argument(what, "tag", given)
+    return frozenset(found)

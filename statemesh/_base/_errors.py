@@ -242,6 +242,15 @@ def set_differs(label: str, differ: Sequence[tuple[KeyPath, Any, Any]]) -> Struc
     )
 
 
+def number_too_large(label: str, path: KeyPath, value: Any, dtype: Any) -> StructureError:
+    finfo: Any = jax.numpy.finfo
+    info: Any = np.iinfo(dtype) if np.issubdtype(dtype, np.integer) else finfo(dtype)
+    return StructureError(
+        f"{label}: value{path_str(path, ' ')[1:]} is {describe(value)}, which does not fit into {dtype} "
+        f"({info.min} to {info.max}). Give the state a dtype that holds it, as in State(jnp.float32(0))."
+    )
+
+
 # Modules, filters, partition
 
 

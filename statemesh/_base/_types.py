@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     AxisNames: TypeAlias = str | Iterable[AxisName]
     SeveralAxes: TypeAlias = AxisName | tuple[AxisName, ...] | None
     Text: TypeAlias = str | None
+    Name: TypeAlias = str
+    Tags: TypeAlias = str | Iterable[str] | None
+    Class: TypeAlias = type
     Keywords: TypeAlias = dict[str, Any]
 else:
     from typing import ParamSpec, TypeVar
@@ -40,7 +43,7 @@ else:
     Value = TypeVar("Value", covariant=True)
     # Checked by hand when a call is declared, with messages that teach.
     Fun = AnyMesh = Donate = ReduceLoss = Size = LaneName = DeviceList = Any
-    Positions = AxisNames = SeveralAxes = Text = Keywords = Any
+    Positions = AxisNames = SeveralAxes = Text = Name = Tags = Class = Keywords = Any
 SpecTree: TypeAlias = Any
 StateSpecs: TypeAlias = SpecTree | Mapping[Filter, SpecTree] | None
 

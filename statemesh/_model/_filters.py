@@ -9,7 +9,7 @@ import jax
 
 from .._base import _errors as errors
 from .._base._paths import key_name, path_str
-from .._base._types import Filter, KeyPath, is_state, unpacked
+from .._base._types import Class, Filter, Fun, KeyPath, LaneName, Name, is_state, unpacked
 
 
 Predicate: TypeAlias = Callable[[KeyPath, AnyType], bool]
@@ -36,7 +36,11 @@ class OfType(_Named):
     - `type`: a subclass of `State`, compared by `isinstance`.
     """
 
-    type: type
+    type: Class
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.type, type):
+            raise errors.wrong_argument("OfType", "type", self.type)
 
     def __call__(self, path: KeyPath, state: AnyType) -> bool:
         del path
@@ -55,7 +59,11 @@ class WithTag(_Named):
     - `tag`: one of the strings given to the state as `tag`.
     """
 
-    tag: str
+    tag: Name
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tag, str):
+            raise errors.wrong_argument("WithTag", "tag of a filter", self.tag)
 
     def __call__(self, path: KeyPath, state: AnyType) -> bool:
         del path
@@ -74,7 +82,11 @@ class PathContains(_Named):
     - `key`: an attribute's name, a dictionary's key or an index.
     """
 
-    key: Hashable
+    key: LaneName
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.key, Hashable):
+            raise errors.wrong_argument("PathContains", "key", self.key)
 
     def __call__(self, path: KeyPath, state: AnyType) -> bool:
         del state
@@ -93,7 +105,11 @@ class Where(_Named):
     - `where`: a function of the tree that returns a node of it, or several.
     """
 
-    where: Callable[[AnyType], AnyType]
+    where: Fun
+
+    def __post_init__(self) -> None:
+        if not callable(self.where):
+            raise errors.wrong_argument("Where", "where", self.where)
 
     def bind(self, tree: AnyType) -> Predicate:
         picked = self._picked(tree)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from functools import partial
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -96,36 +97,62 @@ class Module(eqx.Module):
         return new
 
 
-def _init_all(module: M, kwargs: dict[str, Any], used: set[str]) -> M:
-    def inner(node: Any) -> Any:
-        if not isinstance(node, Module):
-            return node
-        if type(node).init_all_states is Module.init_all_states:
-            return _init_all(node, kwargs, used)
-        # It has its own way: it is told what the modules in it take.
-        taken = {name: value for name, value in kwargs.items() if _takes(node, name)}
-        used.update(taken)
-        return _returned(node, "init_all_states", node.init_all_states(**taken))
+class _Level:
+    """A module on the way down to those in it: what it holds, and what became of that so far."""
 
-    # States stay the objects they are: inside a mapped call they remember where they came from.
-    children: M = jax.tree.map(
-        inner,
-        module,
-        is_leaf=lambda n: is_state(n) or (isinstance(n, Module) and n is not module),
-    )
-    return _init_one(children, kwargs, used)
+    def __init__(self, module: Module) -> None:
+        # States stay the objects they are: inside a mapped call they remember where they came from.
+        self.structure: Any
+        held, self.structure = jax.tree.flatten(module, is_leaf=partial(_is_held, module))
+        self.held = iter(held)
+        self.made: list[Any] = []
+
+
+def _is_held(module: Module, node: Any) -> bool:
+    return is_state(node) or (isinstance(node, Module) and node is not module)
+
+
+def _init_all(module: M, kwargs: dict[str, Any], used: set[str]) -> M:
+    # Without recursion: modules may be nested as deeply as JAX can take them.
+    levels = [_Level(module)]
+    while True:
+        level = levels[-1]
+        node = next(level.held, _END)
+        if node is _END:
+            levels.pop()
+            new: Any = _init_one(level.structure.unflatten(level.made), kwargs, used)
+            if not levels:
+                made: M = new
+                return made
+            levels[-1].made.append(new)
+        elif not isinstance(node, Module):
+            level.made.append(node)
+        elif type(node).init_all_states is Module.init_all_states:
+            levels.append(_Level(node))
+        else:
+            # It has its own way: it is told what the modules in it take.
+            taken = {name: value for name, value in kwargs.items() if _takes(node, name)}
+            used.update(taken)
+            level.made.append(_returned(node, "init_all_states", node.init_all_states(**taken)))
+
+
+_END = object()
 
 
 def _takes(module: Module, name: str) -> bool:
     """Whether an `init_state` of the module, or of one in it, takes an argument."""
-    if type(module).init_state is not Module.init_state:
-        parameters = inspect.signature(module.init_state).parameters
-        if name in parameters or any(
-            p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
-        ):
-            return True
-    inside = jax.tree.leaves(module, is_leaf=lambda n: isinstance(n, Module) and n is not module)
-    return any(isinstance(node, Module) and _takes(node, name) for node in inside)
+    left = [module]
+    while left:
+        one = left.pop()
+        if type(one).init_state is not Module.init_state:
+            parameters = inspect.signature(one.init_state).parameters
+            if name in parameters or any(
+                p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
+            ):
+                return True
+        held = jax.tree.leaves(one, is_leaf=partial(_is_held, one))
+        left += [node for node in held if isinstance(node, Module)]
+    return False
 
 
 def _init_one(module: M, kwargs: dict[str, Any], used: set[str]) -> M:

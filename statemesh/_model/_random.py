@@ -8,7 +8,8 @@ import numpy as np
 
 from .._base import _errors as errors
 from .._base._axes import shard_index
-from .._base._types import AxisName, SeveralAxes
+from .._base._checks import count
+from .._base._types import AxisName, SeveralAxes, Size
 from . import _keys as keys
 from ._lines import Line, known, left, synchronized
 from ._meta import Meta
@@ -95,7 +96,7 @@ class RandomState(State):
         """No: the stream that leaves comes with it."""
         return False
 
-    def split(self: R, num: int | None = None) -> tuple[Any, R]:
+    def split(self: R, num: Size | None = None) -> tuple[Any, R]:
         """Draw a key, or several.
 
         **Arguments:**
@@ -109,10 +110,12 @@ class RandomState(State):
         and `unsafe_rbg`.
         """
         self._check_single()
+        if num is not None:
+            num = count("RandomState.split", "num", num)
         rest, drawn = keys.advance(keys.drawable(self.value, "RandomState.split"))
         return (drawn if num is None else keys.several(drawn, num)), self._advanced(rest)
 
-    def rows(self: R, n: int, axis_name: SeveralAxes = None) -> tuple[Any, R]:
+    def rows(self: R, n: Size, axis_name: SeveralAxes = None) -> tuple[Any, R]:
         """Draw one key for each row of a global array that is sharded over `axis_name`.
 
         Row `i` of the global array gets the same key on any number of shards, and unsharded, so
@@ -142,6 +145,7 @@ class RandomState(State):
             ```
         """
         self._check_single()
+        n = count("RandomState.rows", "n", n)
         shard = shard_index("RandomState.rows", axis_name)
         stream = self._rebuilt(self.value, synchronized(self.value, self._shared))
         _, drawn = keys.advance(stream._shared[-1].key if stream._shared else self.value)

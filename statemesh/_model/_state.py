@@ -1,7 +1,7 @@
 """`State`: an immutable pytree node for one piece of state."""
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -10,8 +10,10 @@ from jax.sharding import PartitionSpec
 
 from .._base import _errors as errors
 from .._base._axes import call_policy
+from .._base._checks import check_text
+from .._base._checks import tags as as_tags
 from .._base._links import active as active_links
-from .._base._types import AxisName, Reduce, SpecTree, Value, is_spec
+from .._base._types import AxisName, Reduce, SpecTree, Tags, Text, Value, is_spec
 from ._meta import Meta
 from ._no_array import NoArray
 from ._shown import Shown
@@ -78,8 +80,8 @@ class State(NoArray, Shown, Generic[Value]):
         self,
         value: Any,
         *,
-        name: str | None = None,
-        tag: str | Iterable[str] | None = None,
+        name: Text = None,
+        tag: Tags = None,
         spec: SpecTree = None,
         reduce: Reduce = None,
         _meta: Meta | None = None,
@@ -289,12 +291,13 @@ def rebuild_plain(
 
 def _checked_meta(
     cls: type[State],
-    name: str | None,
-    tag: str | Iterable[str] | None,
+    name: Text,
+    tag: Tags,
     spec: SpecTree,
     reduce: Reduce,
 ) -> Meta:
-    tags = frozenset([tag] if isinstance(tag, str) else tag or ())
+    check_text(cls.__name__, "name", name)
+    tags = as_tags(cls.__name__, tag)
     if not (reduce is None or callable(reduce) or reduce in REDUCTIONS):
         raise errors.unknown_reduce(reduce, REDUCTIONS)
     for leaf in jax.tree_util.tree_leaves(spec, is_leaf=is_spec):

@@ -30,7 +30,14 @@ def arrays(value: Any) -> Any:
     leaves, treedef = tree_util.tree_flatten_with_path(value, is_leaf=is_state)
     if bad := [(path, leaf) for path, leaf in leaves if not _is_arraylike(leaf)]:
         raise errors.bad_state_value(bad)
-    return tree_util.tree_unflatten(treedef, [strong(leaf) for _, leaf in leaves])
+    return tree_util.tree_unflatten(treedef, [_made(leaf, path) for path, leaf in leaves])
+
+
+def _made(leaf: Any, path: Any) -> Any:
+    try:
+        return strong(leaf)
+    except OverflowError:
+        raise errors.number_too_large("State", path, leaf, jnp.result_type(int)) from None
 
 
 def conform(old_value: Any, value: Any, label: str) -> Any:
@@ -43,7 +50,8 @@ def conform(old_value: Any, value: Any, label: str) -> Any:
         raise errors.bad_state_value(bad)
     if old_def != new_def:
         raise errors.set_structure(label, old_def, new_def)
-    pairs = [(path, a, _in_dtype_of(a, b)) for (path, a), (_, b) in zip(old, new, strict=True)]
+    both = zip(old, new, strict=True)
+    pairs = [(path, a, _conformed(label, path, a, b)) for (path, a), (_, b) in both]
     if differ := [p for p in pairs if p[1].shape != p[2].shape or p[1].dtype != p[2].dtype]:
         raise errors.set_differs(label, differ)
     return tree_util.tree_unflatten(old_def, [after for _, _, after in pairs])
@@ -108,6 +116,13 @@ def _is_arraylike(leaf: Any) -> bool:
     if isinstance(leaf, np.ndarray | np.generic):
         return bool(jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_)
     return isinstance(leaf, jax.Array | bool | int | float | complex)
+
+
+def _conformed(label: str, path: Any, before: Any, after: Any) -> Any:
+    try:
+        return _in_dtype_of(before, after)
+    except OverflowError:
+        raise errors.number_too_large(label, path, after, before.dtype) from None
 
 
 def _in_dtype_of(before: Any, after: Any) -> Any:
