@@ -337,8 +337,17 @@ def context_mesh() -> AbstractMesh | None:
 
 
 def concrete_context_mesh() -> Mesh | None:
-    """The mesh of `jax.set_mesh` with its devices, if there is one."""
-    mesh = jax.sharding.get_mesh()
+    """The mesh of `jax.set_mesh` with its devices, if there is one; not while a jaxpr is recorded."""
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:
+        # In an eager transformation JAX does not say it, but lays an array out on it.
+        with jax.ensure_compile_time_eval():
+            try:
+                there = jax.device_put(np.zeros(()), PartitionSpec()).sharding
+            except ValueError:  # None is set, or its types only.
+                return None
+        mesh = there.mesh
     return None if mesh.empty else mesh
 
 
@@ -439,6 +448,14 @@ def is_batched(x: Any) -> bool:
             return True
         x = getattr(x, "primal", None)
     return False
+
+
+def concrete_value(x: Any) -> Any:
+    """The array beneath what eager transformations trace, with all lanes of a `vmap`; no array where none
+    is known."""
+    while is_tracer(x):
+        x = getattr(x, "primal", getattr(x, "val", None))
+    return x
 
 
 def onto_devices(x: Any, mesh: Mesh | AbstractMesh) -> Any:

@@ -104,11 +104,13 @@ class BySpec:
     def ground(
         self, args: tuple[Any, ...], leaves: Sequence[Any], traced: bool
     ) -> tuple["BySpec", Hashable]:
-        mesh = resolve_mesh(self.mesh, self.axis_names, traced)
+        recorded = compat.under_jit()
+        mesh = resolve_mesh(self.mesh, self.axis_names, recorded)
+        # The mesh of a mapped call around has no devices; nor needs it any.
+        if isinstance(mesh, AbstractMesh) and not (recorded or compat.manual_axes(mesh)):
+            mesh = mesh_of_arrays(mesh, leaves)
         if traced:
             mesh = mesh_for_traced(mesh, leaves)
-        elif isinstance(mesh, AbstractMesh):
-            mesh = mesh_of_arrays(mesh, leaves)
         names = manual_names(mesh, self.axis_names)
         if traced and names and compat.has_explicit_axes(mesh):
             left = compat.left_by_vmap(mesh, names)
@@ -167,7 +169,7 @@ class BySpec:
         return self
 
     def alone(self) -> "BySpec":
-        mesh = resolve_mesh(self.mesh, self.axis_names, traced=False)
+        mesh = resolve_mesh(self.mesh, self.axis_names, compat.under_jit())
         if isinstance(mesh, AbstractMesh):
             raise errors.abstract_mesh_outside_trace(mesh)
         return dataclasses.replace(self, mesh=compat.one_device_mesh(mesh))
