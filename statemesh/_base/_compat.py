@@ -419,10 +419,11 @@ def auto_twin(mesh: Mesh) -> Mesh:
     )
 
 
-def one_device_mesh(mesh: Mesh) -> Mesh:
+def one_device_mesh(mesh: Mesh | AbstractMesh) -> Mesh:
     """A mesh with the same axis names, every one of size 1."""
     # One of this process: it could not read what lies on others.
-    devices = np.array(mesh.local_devices[:1]).reshape((1,) * len(mesh.axis_names))
+    local = mesh.local_devices if isinstance(mesh, Mesh) else jax.local_devices()
+    devices = np.array(local[:1]).reshape((1,) * len(mesh.axis_names))
     return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 

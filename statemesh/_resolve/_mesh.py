@@ -49,6 +49,25 @@ def resolve_mesh(
     return mesh if there is None or there.abstract_mesh != mesh else there
 
 
+def one_device_mesh(given: Mesh | AbstractMesh | None, traced: bool) -> Mesh:
+    """A mesh of one device with the names of the one that was given, or else of the context's.
+
+    **Raises:** `SpecError` when there is no mesh, inside a mapped call, or where JAX takes no other mesh than
+    the one that is set.
+    """
+    context = compat.context_mesh()
+    if given is not None and given.empty:
+        raise errors.empty_mesh(given)
+    mesh = context if given is None else given
+    if mesh is None:
+        raise errors.no_mesh()
+    if taken := compat.manual_axes(context):
+        raise errors.unsharded_inside(sorted(taken, key=str))
+    if traced and context is not None and context.size > 1:
+        raise errors.unsharded_traced(context)
+    return compat.one_device_mesh(mesh)
+
+
 def mesh_of_arrays(mesh: AbstractMesh, leaves: Sequence[Any]) -> Mesh:
     """The devices of an abstract mesh: those on which the arguments of a call lie.
 
