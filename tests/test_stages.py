@@ -1,5 +1,6 @@
 """`lower` and what it gives: the call by its own arguments and result, before it runs."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -8,9 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
+from statemesh._base._errors import mesh_str
 
 from .helpers import assert_same, assert_says, make_mesh
 
@@ -124,3 +127,47 @@ def test_other_arguments_are_refused() -> None:
     )
     with pytest.raises(TypeError, match="Argument types differ"):
         compiled(X[:8], "fast")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("given", [True, False])
+def test_unsharded_where_a_mesh_is_set(kind: AxisType, given: bool) -> None:
+    mapped = sm.shard_map(
+        lambda s, x: (jax.lax.psum(x * s.value, "x"), s.set(s.value + jax.lax.axis_size("x"))),
+        make_mesh("8", kind) if given else None,
+        (P(), P("x")),
+        (P(), P()),
+    )
+    x = np.arange(8, dtype=np.float32)
+    for name in ("8", "4x2", "8"):
+        with jax.set_mesh(make_mesh(name, kind)):
+            for _ in range(2):
+                y, s = mapped.unsharded(sm.State(2.0), x)
+            np.testing.assert_array_equal(y, 2 * x)
+            assert (float(s.value), len(y.sharding.device_set)) == (3, 1)
+            grad = jax.grad(lambda x: mapped.unsharded(sm.State(2.0), x)[0].sum())
+            for traced in (grad, jax.jit(grad)):
+                with pytest.raises(sm.SpecError) as caught:
+                    traced(x)
+                assert str(caught.value) == (
+                    f"`unsharded` runs on a mesh of one device, but {mesh_str(make_mesh(name))} is set, and "
+                    "JAX takes no other one while something is traced. Where shard_map was given a mesh, "
+                    "call it outside of `jax.set_mesh`; where it was given none, inside `with "
+                    "jax.set_mesh(mesh):` of a mesh of one device."
+                )
+    with contextlib.nullcontext() if given else jax.set_mesh(make_mesh("1", kind)):
+        np.testing.assert_array_equal(grad(x), np.full(8, 2.0))
+        np.testing.assert_array_equal(jax.jit(grad)(x), np.full(8, 2.0))
+
+
+def test_unsharded_of_a_mesh_without_devices() -> None:
+    mesh = make_mesh()
+    mapped = sm.shard_map(lambda x: x + 1, mesh.abstract_mesh, P("x"), P("x"))
+    np.testing.assert_array_equal(mapped.unsharded(np.zeros(8)), np.ones(8))
+    outer = sm.shard_map(mapped.unsharded, mesh, P("x"), P("x"))
+    with pytest.raises(sm.SpecError) as caught:
+        outer(np.zeros(8))
+    assert str(caught.value) == (
+        "`unsharded` runs on a mesh of one device, so it cannot be called inside another mapped call, which "
+        "has taken 'x'. Call it outside of that one."
+    )

@@ -2,14 +2,14 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
@@ -222,3 +222,52 @@ def test_arrays_on_other_devices_inside_eager_transformations(kind: str) -> None
         assert slope.devices() == {jax.devices()[6]}
     lanes = jax.vmap(lambda k: call(model, k * data())[0])(jnp.arange(1.0, 3.0))
     check(lanes[1], step(make_model(), jnp.asarray(2 * data()))[0])
+
+
+@contextlib.contextmanager
+def _set_in(way: str) -> Iterator[tuple[Any, jax.sharding.Sharding | None]]:
+    # What `shard_map` is given as a mesh, and where an array has to lie for its devices to be known.
+    kind = AxisType.Explicit if "Explicit" in way else AxisType.Auto
+    mesh = make_mesh("8", kind)
+    if way == "abstract":
+        yield mesh.abstract_mesh, NamedSharding(mesh, P("x"))
+    elif way == "abstract set":
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            yield None, NamedSharding(mesh, P("x"))
+    else:
+        with jax.set_mesh(mesh):
+            yield mesh.abstract_mesh if "abstract" in way else None, None
+
+
+@pytest.mark.parametrize(
+    "way", ["set", "set Explicit", "set, abstract given", "abstract", "abstract set"]
+)
+def test_eager_transformations_find_the_devices(way: str) -> None:
+    def loss(w: Any, scale: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+        total = jax.lax.psum((w.sum() * scale.value * x).sum(), "x")
+        return total, scale.set(scale.value + 1)
+
+    w, x = np.ones(2, np.float32), np.arange(8, dtype=np.float32)
+    with _set_in(way) as (mesh, lies):
+        mapped = sm.shard_map(loss, mesh, (P(), P(), P("x")), (P(), P()))
+        if lies is not None:
+            x = jax.device_put(x, lies)
+        scale = sm.State(np.float32(3))
+
+        def total(w: Any) -> jax.Array:
+            result: jax.Array = mapped(w, scale, x)[0]
+            return result
+
+        np.testing.assert_array_equal(jax.grad(total)(w), [84, 84])
+        np.testing.assert_array_equal(jax.vjp(total, w)[1](np.float32(1))[0], [84, 84])
+        np.testing.assert_array_equal(jax.jvp(total, (w,), (w,))[1], 168)
+        np.testing.assert_array_equal(jax.linearize(total, w)[1](w), 168)
+        lanes = np.arange(6, dtype=np.float32).reshape(3, 2)
+        expected = lanes.sum(axis=1) * 84
+        np.testing.assert_array_equal(jax.vmap(total)(lanes), expected)
+        np.testing.assert_array_equal(jax.vmap(total, axis_name="lanes")(lanes), expected)
+        np.testing.assert_array_equal(jax.vmap(jax.grad(total))(lanes), np.full((3, 2), 84))
+        by_x = jax.vmap(lambda k: jax.grad(lambda x: mapped(w, scale, x * k)[0])(x))(w)
+        np.testing.assert_array_equal(by_x, np.full((2, 8), 6))
+        after = jax.vjp(lambda w: mapped(w, scale, x), w)[0][1]
+        assert float(after.value) == 4

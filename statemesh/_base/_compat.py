@@ -337,8 +337,17 @@ def context_mesh() -> AbstractMesh | None:
 
 
 def concrete_context_mesh() -> Mesh | None:
-    """The mesh of `jax.set_mesh` with its devices, if there is one."""
-    mesh = jax.sharding.get_mesh()
+    """The mesh of `jax.set_mesh` with its devices, if there is one; not while a jaxpr is recorded."""
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:
+        # In an eager transformation JAX does not say it, but lays an array out on it.
+        with jax.ensure_compile_time_eval():
+            try:
+                there = jax.device_put(np.zeros(()), PartitionSpec()).sharding
+            except ValueError:  # None is set, or its types only.
+                return None
+        mesh = there.mesh
     return None if mesh.empty else mesh
 
 
@@ -410,10 +419,11 @@ def auto_twin(mesh: Mesh) -> Mesh:
     )
 
 
-def one_device_mesh(mesh: Mesh) -> Mesh:
+def one_device_mesh(mesh: Mesh | AbstractMesh) -> Mesh:
     """A mesh with the same axis names, every one of size 1."""
     # One of this process: it could not read what lies on others.
-    devices = np.array(mesh.local_devices[:1]).reshape((1,) * len(mesh.axis_names))
+    local = mesh.local_devices if isinstance(mesh, Mesh) else jax.local_devices()
+    devices = np.array(local[:1]).reshape((1,) * len(mesh.axis_names))
     return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 
@@ -439,6 +449,14 @@ def is_batched(x: Any) -> bool:
             return True
         x = getattr(x, "primal", None)
     return False
+
+
+def concrete_value(x: Any) -> Any:
+    """The array beneath what eager transformations trace, with all lanes of a `vmap`; no array where none
+    is known."""
+    while is_tracer(x):
+        x = getattr(x, "primal", getattr(x, "val", None))
+    return x
 
 
 def onto_devices(x: Any, mesh: Mesh | AbstractMesh) -> Any:

@@ -426,6 +426,22 @@ def _axis_types(mesh: Any) -> str:
     return f"with axis types ({', '.join(kind.name for kind in mesh.axis_types)})"
 
 
+def unsharded_inside(taken: Sequence[AxisName]) -> SpecError:
+    names = ", ".join(map(repr, taken))
+    return SpecError(
+        "`unsharded` runs on a mesh of one device, so it cannot be called inside another mapped call, which "
+        f"has taken {names}. Call it outside of that one."
+    )
+
+
+def unsharded_traced(mesh: Any) -> SpecError:
+    return SpecError(
+        f"`unsharded` runs on a mesh of one device, but {mesh_str(mesh)} is set, and JAX takes no other one "
+        "while something is traced. Where shard_map was given a mesh, call it outside of `jax.set_mesh`; "
+        "where it was given none, inside `with jax.set_mesh(mesh):` of a mesh of one device."
+    )
+
+
 def abstract_mesh_outside_trace(mesh: Any) -> SpecError:
     return SpecError(
         f"{mesh_str(mesh)} is an AbstractMesh, which has no devices to run on. Please pass `jax.Array`s with "

@@ -160,7 +160,14 @@ class OnMesh:
         return outputs
 
 
-class OnDevices(OnMesh):
+class OnOwnMesh(OnMesh):
+    """Instances on a mesh that is theirs, whichever one is set."""
+
+    def context(self, traced: bool) -> AbstractContextManager[Any]:
+        return compat.in_mesh(self.mesh, traced)
+
+
+class OnDevices(OnOwnMesh):
     """Instances that each have one device: lanes, which differ in nothing else from those of a `vmap`.
 
     **Arguments:**
@@ -176,9 +183,6 @@ class OnDevices(OnMesh):
 
     def varying(self) -> Varying:
         return Followed(self.axis_names)
-
-    def context(self, traced: bool) -> AbstractContextManager[Any]:
-        return compat.in_mesh(self.mesh, traced)
 
 
 class OnProcesses(OnDevices):

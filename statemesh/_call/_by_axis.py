@@ -78,6 +78,10 @@ class ByAxis:
             to_predicate(filter)
         self.carrier.check(self.transform)
 
+    def check_traced(self, name: str, leaves: Sequence[Any]) -> None:
+        if self.has_own_mesh and compat.explicit_around(leaves):
+            raise errors.own_mesh_among_explicit(name)
+
     def ground(
         self, args: tuple[Any, ...], leaves: Sequence[Any], traced: bool
     ) -> tuple["ByAxis", Hashable]:

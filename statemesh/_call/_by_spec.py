@@ -33,6 +33,7 @@ from .._resolve._mesh import (
     manual_names,
     mesh_for_traced,
     mesh_of_arrays,
+    one_device_mesh,
     resolve_mesh,
 )
 from .._resolve._specs import (
@@ -42,12 +43,12 @@ from .._resolve._specs import (
     own_placements,
     placement,
 )
-from ._binding import Binding, OnMesh
+from ._binding import Binding, OnMesh, OnOwnMesh
 
 
 @dataclasses.dataclass(frozen=True)
 class BySpec:
-    """What `shard_map` was told of specs and mesh."""
+    """What `shard_map` was told of specs and mesh; `one_device`: in place of the mesh, one of its names."""
 
     mesh: AnyMesh | None
     in_specs: Any
@@ -56,9 +57,9 @@ class BySpec:
     state_out_specs: StateSpecs
     check_vma: bool
     axis_names: frozenset[AxisName]
+    one_device: bool = False
 
     what = "in_specs"
-    has_own_mesh = False
 
     @property
     def entries_in(self) -> Any:
@@ -67,6 +68,10 @@ class BySpec:
     @property
     def steady(self) -> bool:
         return not (self.in_specs is compat.INFER or isinstance(self.mesh, AbstractMesh))
+
+    @property
+    def has_own_mesh(self) -> bool:
+        return self.one_device
 
     @property
     def takes_set_mesh(self) -> bool:
@@ -108,11 +113,9 @@ class BySpec:
     def ground(
         self, args: tuple[Any, ...], leaves: Sequence[Any], traced: bool
     ) -> tuple["BySpec", Hashable]:
-        mesh = resolve_mesh(self.mesh, self.axis_names, traced)
+        mesh = self._mesh(leaves, traced)
         if traced:
             mesh = mesh_for_traced(mesh, leaves)
-        elif isinstance(mesh, AbstractMesh):
-            mesh = mesh_of_arrays(mesh, leaves)
         names = manual_names(mesh, self.axis_names)
         if traced and names and compat.has_explicit_axes(mesh):
             left = compat.left_by_vmap(mesh, names)
@@ -124,6 +127,19 @@ class BySpec:
         inferred = _inferred(mesh, names, args)
         told = dataclasses.replace(self, in_specs=inferred)
         return told, (mesh, names, tuple(tree_util.tree_leaves(inferred)))
+
+    def check_traced(self, name: str, leaves: Sequence[Any]) -> None:
+        """Nothing: what does not fit the mesh was refused when that was found."""
+
+    def _mesh(self, leaves: Sequence[Any], traced: bool) -> Mesh | AbstractMesh:
+        if self.one_device:
+            return one_device_mesh(self.mesh, traced)
+        recorded = compat.under_jit()
+        mesh = resolve_mesh(self.mesh, self.axis_names, recorded)
+        # The mesh of a mapped call around has no devices; nor needs it any.
+        if isinstance(mesh, AbstractMesh) and not (recorded or compat.manual_axes(mesh)):
+            mesh = mesh_of_arrays(mesh, leaves)
+        return mesh
 
     def resolve(
         self,
@@ -142,7 +158,8 @@ class BySpec:
         paths = {p: unit.path for unit in arguments.flat_units() for p in unit.positions}
         named = [(f"the spec of {paths[p]}", where.spec) for p, where in placements.items()]
         check_specs(named, mesh, names)
-        return placements, OnMesh(mesh, names, self.check_vma), self
+        binding = OnOwnMesh if self.one_device else OnMesh
+        return placements, binding(mesh, names, self.check_vma), self
 
     def _arriving(
         self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -171,10 +188,7 @@ class BySpec:
         return self
 
     def alone(self) -> "BySpec":
-        mesh = resolve_mesh(self.mesh, self.axis_names, traced=False)
-        if isinstance(mesh, AbstractMesh):
-            raise errors.abstract_mesh_outside_trace(mesh)
-        return dataclasses.replace(self, mesh=compat.one_device_mesh(mesh))
+        return dataclasses.replace(self, one_device=True)
 
     def entries(self, result: Any, root: str) -> list[Any]:
         return broadcast_specs(self.out_specs, result, "shard_map out_specs", root)

@@ -177,8 +177,7 @@ class Pipeline:
                 signature.set_mesh = _set_mesh() if self.declared.rules.takes_set_mesh else None
             shown = program.layout.returned(inputs, shown, back.forwarded())
             return back(outputs, shown, held)
-        if self.declared.rules.has_own_mesh and compat.explicit_around(leaves):
-            raise errors.own_mesh_among_explicit(self.declared.name)
+        self.declared.rules.check_traced(self.declared.name, leaves)
         given: Sequence[Any] = program.layout.traced(inputs, recorded)
         # Where nothing is recorded (an eager `grad` or `vmap`) the compiled program is transformed;
         # where a jaxpr is, no layer of ours goes into it.

@@ -41,6 +41,9 @@ class Rules(LeavingRules, Protocol):
     ) -> tuple["Rules", Hashable]:
         """These rules as they stand for one call, and what else its program depends on: a mesh."""
 
+    def check_traced(self, name: str, leaves: Sequence[Any]) -> None:
+        """Refuse arguments that cannot be used here while something is traced."""
+
     def resolve(
         self,
         name: str,

@@ -12,7 +12,7 @@ from .._base._types import Axes, AxisName, PerShard, is_spec, spec_axes
 
 
 def resolve_mesh(
-    given: Mesh | AbstractMesh | None, axis_names: Axes, traced: bool
+    given: Mesh | AbstractMesh | None, axis_names: Axes, recorded: bool
 ) -> Mesh | AbstractMesh:
     """The mesh that was given, or the one of the context.
 
@@ -20,17 +20,19 @@ def resolve_mesh(
 
     - `given`: the mesh that the user named, if any.
     - `axis_names`: the axes that the user named; empty for all.
-    - `traced`: whether the call is being recorded or transformed rather than run.
+    - `recorded`: whether the call is recorded into a jaxpr rather than run. What runs, if only in an eager
+        transformation, needs devices: those of the mesh that is set.
 
     **Raises:** `SpecError` when there is no mesh, or the two differ.
     """
     context = compat.context_mesh()
+    mesh: Mesh | AbstractMesh
     if given is not None and given.empty:
         raise errors.empty_mesh(given)
     if given is None:
         if context is None:
             raise errors.no_mesh()
-        mesh = context if traced else compat.concrete_context_mesh() or context
+        mesh = context
     elif context is None or given.abstract_mesh == context:
         mesh = given
     elif (taken := compat.manual_axes(context)) and dict(given.shape) == dict(context.shape):
@@ -40,16 +42,41 @@ def resolve_mesh(
         mesh = context
     else:
         raise errors.mesh_differs_from_context(given, context)
-    return mesh
+    if recorded or isinstance(mesh, Mesh):
+        return mesh
+    there = compat.concrete_context_mesh()
+    # Inside another mapped call what is set knows nothing of the axes that this one has taken.
+    return mesh if there is None or there.abstract_mesh != mesh else there
+
+
+def one_device_mesh(given: Mesh | AbstractMesh | None, traced: bool) -> Mesh:
+    """A mesh of one device with the names of the one that was given, or else of the context's.
+
+    **Raises:** `SpecError` when there is no mesh, inside a mapped call, or where JAX takes no other mesh than
+    the one that is set.
+    """
+    context = compat.context_mesh()
+    if given is not None and given.empty:
+        raise errors.empty_mesh(given)
+    mesh = context if given is None else given
+    if mesh is None:
+        raise errors.no_mesh()
+    if taken := compat.manual_axes(context):
+        raise errors.unsharded_inside(sorted(taken, key=str))
+    if traced and context is not None and context.size > 1:
+        raise errors.unsharded_traced(context)
+    return compat.one_device_mesh(mesh)
 
 
 def mesh_of_arrays(mesh: AbstractMesh, leaves: Sequence[Any]) -> Mesh:
     """The devices of an abstract mesh: those on which the arguments of a call lie.
 
+    Of one that an eager transformation traces, its concrete value.
+
     **Raises:** `SpecError` when none lies on such a mesh, or one on another.
     """
     found: list[Mesh] = []
-    for leaf in leaves:
+    for leaf in map(compat.concrete_value, leaves):
         if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
             there = leaf.sharding.mesh
             if there.abstract_mesh != mesh:
