@@ -12,6 +12,7 @@ ROOT = pathlib.Path(__file__).parent.parent / "statemesh"
 # The order of the flow. A part may import those before it, never those after it.
 LAYERS = [
     "_base",
+    "_collectives",
     "_model",
     "_partition",
     "_arguments",

@@ -646,6 +646,13 @@ def unbound_axis(
     )
 
 
+def axis_by_position(what: str, axis: int) -> TypeError:
+    return TypeError(
+        f"{what}: axis_name={axis} is the position of an array's axis, not the name of a mapped one. Give "
+        "the name, such as 'data'; over an array's own axis there are jnp.sum, jnp.mean, jnp.max and jnp.min."
+    )
+
+
 # Gradients
 
 
