@@ -43,7 +43,7 @@ def test_outside_any_map_there_is_one_shard(name: str, axis_name: Any) -> None:
     tree = {"a": jnp.array([1.0, 2.0]), "b": [np.array([[3, 4]]), jnp.array([True])]}
     got = jax.jit(lambda tree: ours(tree, axis_name))(tree)
     theirs = getattr(jax.lax, "all_gather" if name not in dir(jax.lax) else name)
-    dtypes = jax.vmap(lambda x: theirs(x, "i"), axis_name="i", out_axes=None)
+    dtypes: Any = jax.vmap(lambda x: theirs(x, "i"), axis_name="i", out_axes=None)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(tree), strict=True):
         np.testing.assert_array_equal(x, on_all(jnp.asarray(y)[None]))
         assert x.dtype == jax.eval_shape(dtypes, jnp.asarray(y)[None]).dtype
@@ -115,8 +115,8 @@ def test_gradients_over_lanes_among_types(name: str, axis_name: Any) -> None:
     def loss(x: jax.Array) -> Any:
         return jnp.sin(ours(jnp.sin(x), axis_name)).sum() * (2 + jnp.cos(x)).sum()
 
-    within = lambda x: jax.vmap(jax.grad(loss), axis_name="b")(x)
-    around = lambda x: jax.grad(lambda x: jax.vmap(loss, axis_name="b")(x).sum())(x)
+    within: Any = lambda x: jax.vmap(jax.grad(loss), axis_name="b")(x)
+    around: Any = lambda x: jax.grad(lambda x: jax.vmap(loss, axis_name="b")(x).sum())(x)
     for gradient in (within, around):
         if gradient is around and axis_name != "b":
             continue  # With types the gradient of one shard's loss is another thing.

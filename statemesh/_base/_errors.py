@@ -857,7 +857,7 @@ def _merged_apart(name: str, bad: Sequence[Diverged]) -> DivergedStateError:
                 "reduce=lambda old, new, axis_names: jax.lax.psum(new, axis_names)"
             )
         else:
-            own = getattr(one.state.reduce, "__name__", None) or f"{type(one.state).__name__}.leave"
+            own = _policy_of(one.state)
             reason = f"returned by {own}, which is to return the same on every shard"
             mend = (
                 f"reduce it in {own}, as with jax.lax.psum(value, {axis!r}) or "
@@ -871,6 +871,11 @@ def _merged_apart(name: str, bad: Sequence[Diverged]) -> DivergedStateError:
         f"{name}: the policies of these states leave values that differ between shards, of which one copy is "
         f"kept:\n{_lines(items)}\nMend it:\n{_lines(list(dict.fromkeys(mends)))}"
     )
+
+
+def _policy_of(state: Any) -> str:
+    """What merges the writes to a state, by the name that its author gave it."""
+    return getattr(state.reduce, "__name__", None) or f"{type(state).__name__}.leave"
 
 
 def tied(name: str, groups: Sequence[Sequence[str]]) -> StructureError:
@@ -1114,8 +1119,10 @@ def lane_axis_conflict(
 
 
 def lanes_wrote(name: str, bad: Sequence[Diverged], declared_none: bool) -> BatchAxisError:
-    items = [f"{one.path}: {one.state!r}" for one in bad]
     axis = bad[0].axis_names[0]
+    if merged := [one for one in bad if one.state.needs_old]:
+        return _lanes_merged_apart(name, merged, axis)
+    items = [f"{one.path}: {one.state!r}" for one in bad]
     if declared_none:
         return BatchAxisError(
             f"{name}: lanes wrote different values to states that state_out_axes declares to be the same in "
@@ -1133,6 +1140,27 @@ def lanes_wrote(name: str, bad: Sequence[Diverged], declared_none: bool) -> Batc
         "function;\n"
         f"  3. reduce the value before it is set, as with {_pmean('value', axis)}."
     )
+
+
+def _lanes_merged_apart(name: str, bad: Sequence[Diverged], axis: AxisName) -> BatchAxisError:
+    """The policy was followed, and what it gave differs."""
+    items, mends = [], []
+    for one in bad:
+        own = _policy_of(one.state)
+        items.append(
+            f"{one.path}: {one.state!r}: returned by {own}, which is to return the same in every lane"
+        )
+        mends.append(f"reduce it in {own}, as with jax.lax.psum(value, axis_names)")
+    return BatchAxisError(
+        f"{name}: the policies of these states leave values that differ between lanes ({_lanes_str(axis)}), "
+        f"of which one copy is kept:\n{_lines(items)}\nMend it:\n{_lines(list(dict.fromkeys(mends)))}\n"
+        "Or keep one value per lane: state_out_axes={0: filter}, and state_in_axes={0: filter} from the next "
+        "call on."
+    )
+
+
+def _lanes_str(axis: AxisName) -> str:
+    return "without a name" if axis in (UNNAMED, UNNAMED_DEVICES) else repr(axis)
 
 
 def _pmean(value: str, axis: AxisName) -> str:
