@@ -16,6 +16,7 @@ LAYERS = [
     "_model",
     "_partition",
     "_arguments",
+    "_scan",
     "_resolve",
     "_match",
     "_write_back",

@@ -242,6 +242,34 @@ def set_differs(label: str, differ: Sequence[tuple[KeyPath, Any, Any]]) -> Struc
     )
 
 
+# Loops
+
+
+def not_carry_and_result(name: str, returned: Any) -> TypeError:
+    return TypeError(
+        f"scan: {name} must return (carry, y), but returned {_kind_of(returned)}. Write `return carry, None` "
+        "where nothing is to be stacked."
+    )
+
+
+def carry_structure(name: str, gone: Sequence[str], added: Sequence[str]) -> StructureError:
+    items = [f"{path} is missing" for path in gone] + [f"{path} is new" for path in added]
+    return StructureError(
+        f"scan: {name} returned a carry of another structure than it was given:\n{_lines(items)}\n"
+        "Make before the loop whatever is carried through it."
+    )
+
+
+def carry_changed(name: str, bad: Sequence[tuple[str, Any, Any]]) -> StructureError:
+    items = [f"{path}: was {describe(old)}, is {describe(new)}" for path, old, new in bad]
+    return StructureError(
+        f"scan: {name} returned a carry with other states, or with other leaves that are no arrays, than it "
+        f"was given:\n{_lines(items)}\n"
+        "A loop carries one form through all steps. Write states with `state.set(...)`; make an array of a "
+        "number that changes, before the loop: `jnp.asarray(...)`."
+    )
+
+
 # Modules, filters, partition
 
 
