@@ -12,9 +12,11 @@ ROOT = pathlib.Path(__file__).parent.parent / "statemesh"
 # The order of the flow. A part may import those before it, never those after it.
 LAYERS = [
     "_base",
+    "_collectives",
     "_model",
     "_partition",
     "_arguments",
+    "_scan",
     "_resolve",
     "_match",
     "_write_back",

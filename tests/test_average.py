@@ -307,6 +307,22 @@ def test_an_ema_in_a_scan_and_under_jit() -> None:
     assert ema.count.value == 3
 
 
+@pytest.mark.parametrize("debias", [False, True])
+def test_the_averaged_copy_without_an_update(debias: bool) -> None:
+    first = {"w": sm.ParamState(jnp.array(1.0, jnp.bfloat16)), "n": 3}
+    ema = sm.nn.EMA(first, decay=0.75, debias=debias)
+    latest = {"w": sm.ParamState(jnp.array(5.0, jnp.bfloat16)), "n": 4}
+    # Before anything counts there are no averages, but for the model that the layer was made with.
+    start = ema.averaged(latest)
+    assert start["w"].value == (5 if debias else 1) and start["n"] == 4
+    wanted, ema = ema(latest)
+    mean = ema.averaged({"w": sm.ParamState(jnp.array(-1.0, jnp.bfloat16)), "n": 5})
+    assert mean["w"].value == wanted["w"].value and mean["w"].value.dtype == jnp.bfloat16
+    assert mean["n"] == 5
+    with pytest.raises(sm.StructureError, match="EMA"):
+        ema.averaged({"w": sm.ParamState(jnp.zeros(2))})
+
+
 def test_there_must_be_something_to_average() -> None:
     with pytest.raises(sm.StructureError, match=r"model\['steps'\]: State\(int32\[\]\)"):
         sm.nn.EMA({"steps": sm.State(0)})

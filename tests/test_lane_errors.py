@@ -380,6 +380,45 @@ def writes_that_differ_between_lanes_without_a_name(lanes: Any) -> Any:
     return lanes(update, in_axes=(None, 0))(net().replace(w=sm.ParamState(X[0])), X)
 
 
+class Doubled(sm.State):
+    def leave(self, old: Any, axis_names: Any) -> Any:
+        return self.set(2 * self.value)
+
+
+def last(old: Any, new: Any, axis_names: Any) -> Any:
+    return new
+
+
+MERGED_APART = """\
+step: the policies of these states leave values that differ between lanes (%s), of which one copy is kept:
+  - s: Doubled(float32[]): returned by Doubled.leave, which is to return the same in every lane
+Mend it:
+  - reduce it in Doubled.leave, as with jax.lax.psum(value, axis_names)
+Or keep one value per lane: state_out_axes={0: filter}, and state_in_axes={0: filter} from the next call on."""
+
+
+@with_both(sm.BatchAxisError, MERGED_APART % "'i'")
+def leave_that_returns_another_value_in_each_lane(lanes: Any) -> Any:
+    return lanes(step, axis_name="i", in_axes=(None, 0))(Doubled(0.0), X[:, 0])
+
+
+@with_both(sm.BatchAxisError, MERGED_APART % "without a name")
+def leave_that_differs_in_lanes_declared_to_be_the_same(lanes: Any) -> Any:
+    mapped = lanes(step, in_axes=(None, 0), state_out_axes={None: ...})
+    return mapped(Doubled(0.0), X[:, 0])
+
+
+@with_both(
+    sm.BatchAxisError,
+    (MERGED_APART % "'i'")
+    .replace("Doubled.leave", "last")
+    .replace("Doubled(float32[])", "State(float32[], reduce=last)"),
+)
+def policy_that_returns_another_value_in_each_lane(lanes: Any) -> Any:
+    mapped = lanes(step, axis_name="i", in_axes=(None, 0))
+    return mapped(sm.State(0.0, reduce=last), X[:, 0])
+
+
 @with_both(
     sm.BatchAxisError,
     """\

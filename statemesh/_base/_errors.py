@@ -251,6 +251,34 @@ def number_too_large(label: str, path: KeyPath, value: Any, dtype: Any) -> Struc
     )
 
 
+# Loops
+
+
+def not_carry_and_result(name: str, returned: Any) -> TypeError:
+    return TypeError(
+        f"scan: {name} must return (carry, y), but returned {_kind_of(returned)}. Write `return carry, None` "
+        "where nothing is to be stacked."
+    )
+
+
+def carry_structure(name: str, gone: Sequence[str], added: Sequence[str]) -> StructureError:
+    items = [f"{path} is missing" for path in gone] + [f"{path} is new" for path in added]
+    return StructureError(
+        f"scan: {name} returned a carry of another structure than it was given:\n{_lines(items)}\n"
+        "Make before the loop whatever is carried through it."
+    )
+
+
+def carry_changed(name: str, bad: Sequence[tuple[str, Any, Any]]) -> StructureError:
+    items = [f"{path}: was {describe(old)}, is {describe(new)}" for path, old, new in bad]
+    return StructureError(
+        f"scan: {name} returned a carry with other states, or with other leaves that are no arrays, than it "
+        f"was given:\n{_lines(items)}\n"
+        "A loop carries one form through all steps. Write states with `state.set(...)`; make an array of a "
+        "number that changes, before the loop: `jnp.asarray(...)`."
+    )
+
+
 # Modules, filters, partition
 
 
@@ -725,6 +753,13 @@ def unbound_axis(
     )
 
 
+def axis_by_position(what: str, axis: int) -> TypeError:
+    return TypeError(
+        f"{what}: axis_name={axis} is the position of an array's axis, not the name of a mapped one. Give "
+        "the name, such as 'data'; over an array's own axis there are jnp.sum, jnp.mean, jnp.max and jnp.min."
+    )
+
+
 # Gradients
 
 
@@ -929,7 +964,7 @@ def _merged_apart(name: str, bad: Sequence[Diverged]) -> DivergedStateError:
                 "reduce=lambda old, new, axis_names: jax.lax.psum(new, axis_names)"
             )
         else:
-            own = getattr(one.state.reduce, "__name__", None) or f"{type(one.state).__name__}.leave"
+            own = _policy_of(one.state)
             reason = f"returned by {own}, which is to return the same on every shard"
             mend = (
                 f"reduce it in {own}, as with jax.lax.psum(value, {axis!r}) or "
@@ -944,6 +979,11 @@ def _merged_apart(name: str, bad: Sequence[Diverged]) -> DivergedStateError:
         f"{name}: the policies of these states leave values that differ between shards, of which one copy is "
         f"kept:\n{_lines(items)}\nMend it:\n{_lines(list(dict.fromkeys(mends)))}"
     )
+
+
+def _policy_of(state: Any) -> str:
+    """What merges the writes to a state, by the name that its author gave it."""
+    return getattr(state.reduce, "__name__", None) or f"{type(state).__name__}.leave"
 
 
 def tied(name: str, groups: Sequence[Sequence[str]]) -> StructureError:
@@ -1195,8 +1235,10 @@ def lane_axis_conflict(
 
 
 def lanes_wrote(name: str, bad: Sequence[Diverged], declared_none: bool) -> BatchAxisError:
-    items = [f"{one.path}: {describe(one.state)}" for one in bad]
     axis = bad[0].axis_names[0]
+    if merged := [one for one in bad if one.state.needs_old]:
+        return _lanes_merged_apart(name, merged, axis)
+    items = [f"{one.path}: {describe(one.state)}" for one in bad]
     if declared_none:
         return BatchAxisError(
             f"{name}: lanes wrote different values to states that state_out_axes declares to be the same in "
@@ -1214,6 +1256,27 @@ def lanes_wrote(name: str, bad: Sequence[Diverged], declared_none: bool) -> Batc
         "function;\n"
         f"  3. reduce the value before it is set, as with {_pmean('value', axis)}."
     )
+
+
+def _lanes_merged_apart(name: str, bad: Sequence[Diverged], axis: AxisName) -> BatchAxisError:
+    """The policy was followed, and what it gave differs."""
+    items, mends = [], []
+    for one in bad:
+        own = _policy_of(one.state)
+        items.append(
+            f"{one.path}: {describe(one.state)}: returned by {own}, which is to return the same in every lane"
+        )
+        mends.append(f"reduce it in {own}, as with jax.lax.psum(value, axis_names)")
+    return BatchAxisError(
+        f"{name}: the policies of these states leave values that differ between lanes ({_lanes_str(axis)}), "
+        f"of which one copy is kept:\n{_lines(items)}\nMend it:\n{_lines(list(dict.fromkeys(mends)))}\n"
+        "Or keep one value per lane: state_out_axes={0: filter}, and state_in_axes={0: filter} from the next "
+        "call on."
+    )
+
+
+def _lanes_str(axis: AxisName) -> str:
+    return "without a name" if axis in (UNNAMED, UNNAMED_DEVICES) else repr(axis)
 
 
 def _pmean(value: str, axis: AxisName) -> str:

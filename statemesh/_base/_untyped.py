@@ -5,8 +5,10 @@ of a `vmap`. A jaxpr that was traced elsewhere is not typed again when a call of
 its results need their types.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -22,6 +24,25 @@ class MeshCollective(Exception):
     def __init__(self, axis_names: tuple[AxisName, ...]) -> None:
         super().__init__(axis_names)
         self.axis_names = axis_names
+
+
+# The lanes of which a collective that fails here makes the function be traced again, where nothing is typed.
+_retraced: ContextVar[frozenset[AxisName]] = ContextVar("_retraced", default=frozenset())
+
+
+@contextlib.contextmanager
+def retracing(name: AxisName) -> Iterator[None]:
+    """While it is open, whoever opened it traces again what fails in a collective over these lanes."""
+    before = _retraced.set(_retraced.get() | {name})
+    try:
+        yield
+    finally:
+        _retraced.reset(before)
+
+
+def left_to_retrace(axis_names: Sequence[AxisName]) -> bool:
+    """Whether JAX's collective over these axes may fail here, because it will be traced where it runs."""
+    return _retraced.get().issuperset(axis_names)
 
 
 def run_untyped(fun: Callable[..., Any], args: Sequence[Any]) -> list[Any]:

@@ -157,10 +157,7 @@ class EMA(Module):
 
         **Raises:** `StructureError` for a model of another structure.
         """
-        given, model = model, unpacked(model)
-        new = trainable(model, self.wrt)
-        bare = (jax.tree.map(_bare, tree, is_leaf=is_state) for tree in (self.averages, new))
-        check_alike("EMA", "model", *bare)
+        given, model, new = self._taken(model)
         count, rate = self.count, jnp.asarray(1 - self.decay)
         if count is not None:
             count = count.set(count.value + 1)
@@ -174,6 +171,49 @@ class EMA(Module):
         averages = jax.tree.map(step, self.averages, new, is_leaf=is_state)
         averaged = jax.tree.map(_put, averages, model, is_leaf=_is_place)
         return packed_as(averaged, given), self.replace(averages=averages, count=count)
+
+    def averaged(self, model: Any) -> Any:
+        """A model with the averages so far in place of its weights, which do not count: to evaluate it.
+
+        **Arguments:**
+
+        - `model`: a pytree of the structure that the layer was made with.
+
+        **Returns:** the model with the averages, in the dtypes of the model; itself where `debias` is on and
+        no model has been added.
+
+        **Raises:** `StructureError` for a model of another structure.
+
+        !!! example
+
+            ```python
+            >>> import statemesh as sm
+            >>> ema = sm.nn.EMA({"w": sm.ParamState(0.0)}, decay=0.75)
+            >>> _, ema = ema({"w": sm.ParamState(4.0)})
+            >>> ema.averaged({"w": sm.ParamState(9.0)})["w"].value
+            Array(1., dtype=float32)
+
+            ```
+        """
+        given, model, new = self._taken(model)
+        averages = self.averages
+        if self.count is not None:
+            empty = self.count.value == 0
+
+            def filled(average: LongTermState, unit: Any) -> LongTermState:
+                one = lambda old, x: jnp.where(empty, jnp.asarray(x, old.dtype), old)
+                return average.set(jax.tree.map(one, average.value, _bare(unit)))
+
+            averages = jax.tree.map(filled, averages, new, is_leaf=is_state)
+        return packed_as(jax.tree.map(_put, averages, model, is_leaf=_is_place), given)
+
+    def _taken(self, model: Any) -> tuple[Any, Any, Any]:
+        """The model as it was given, unpacked, and what is averaged of it."""
+        given, model = model, unpacked(model)
+        new = trainable(model, self.wrt)
+        bare = (jax.tree.map(_bare, tree, is_leaf=is_state) for tree in (self.averages, new))
+        check_alike("EMA", "model", *bare)
+        return given, model, new
 
 
 def _wide(dtype: Any) -> Any:

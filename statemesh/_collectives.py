@@ -1,0 +1,280 @@
+"""Collectives for code that runs sharded and unsharded: outside any mapped call an axis means one shard."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._base import _axes
+from ._base import _compat as compat
+from ._base import _errors as errors
+from ._base._axes import all_varying, bound_names, meshes_and_lanes, shard_index, total
+from ._base._types import AxisName, flat_names
+from ._base._untyped import left_to_retrace
+
+
+def axis_index(axis_name: AxisName) -> Any:
+    """This shard's number along an axis; 0 outside any mapped call.
+
+    **Arguments:**
+
+    - `axis_name`: a mesh axis or the lanes of that name, or a tuple of several, major to minor; `None` for
+        none.
+
+    **Raises:** `StatemeshError` for a name that is not bound inside a mapped call.
+
+    !!! example
+
+        ```python
+        >>> import jax.numpy as jnp, statemesh as sm
+        >>> def number(x):
+        ...     return sm.axis_index("rows") + x
+        >>> int(number(0))
+        0
+        >>> sm.vmap2(number, axis_name="rows")(jnp.zeros(3, int))
+        Array([0, 1, 2], dtype=int32)
+
+        ```
+    """
+    _check_names("axis_index", axis_name)
+    return jnp.asarray(shard_index("axis_index", axis_name), jnp.int32)
+
+
+def axis_size(axis_name: AxisName) -> int:
+    """How many shards there are along an axis; 1 outside any mapped call.
+
+    **Arguments:**
+
+    - `axis_name`: as for `axis_index`.
+
+    **Raises:** `StatemeshError` for a name that is not bound inside a mapped call.
+
+    !!! example
+
+        ```python
+        >>> import jax.numpy as jnp, statemesh as sm
+        >>> def share(x):
+        ...     return x / sm.axis_size("rows")
+        >>> share(6.0)
+        6.0
+        >>> sm.vmap2(share, axis_name="rows")(jnp.array([6.0, 9.0, 3.0]))
+        Array([2., 3., 1.], dtype=float32)
+
+        ```
+    """
+    return math.prod(map(jax.lax.axis_size, _names("axis_size", axis_name)))
+
+
+def psum(x: Any, axis_name: AxisName) -> Any:
+    """The sum over an axis of every array of a tree; outside any mapped call that of one shard.
+
+    Its value and its gradient are those of `jax.lax.psum`.
+
+    **Arguments:**
+
+    - `x`: a pytree of arrays.
+    - `axis_name`: as for `axis_index`; mesh axes and lanes may stand together.
+
+    **Raises:** `StatemeshError` for a name that is not bound inside a mapped call.
+
+    !!! example
+
+        ```python
+        >>> import jax.numpy as jnp, statemesh as sm
+        >>> def share(x):
+        ...     return x / sm.psum(x, "rows")
+        >>> share(jnp.float32(5))
+        Array(1., dtype=float32)
+        >>> sm.vmap2(share, axis_name="rows")(jnp.array([1.0, 3.0]))
+        Array([0.25, 0.75], dtype=float32)
+
+        ```
+    """
+    return _over(x, _names("psum", axis_name), jax.lax.psum, total)
+
+
+def pmean(x: Any, axis_name: AxisName) -> Any:
+    """The mean over an axis of every array of a tree; outside any mapped call that of one shard.
+
+    Its value and its gradient are those of `jax.lax.pmean`.
+
+    **Arguments:**
+
+    - `x`: a pytree of arrays.
+    - `axis_name`: as for `axis_index`; mesh axes and lanes may stand together.
+
+    **Raises:** `StatemeshError` for a name that is not bound inside a mapped call.
+
+    !!! example
+
+        ```python
+        >>> import jax.numpy as jnp, statemesh as sm
+        >>> def centred(x):
+        ...     return x - sm.pmean(x.mean(), "rows")
+        >>> centred(jnp.array([1.0, 3.0]))
+        Array([-1.,  1.], dtype=float32)
+        >>> sm.vmap2(centred, axis_name="rows")(jnp.array([[1.0], [3.0]]))[:, 0]
+        Array([-1.,  1.], dtype=float32)
+
+        ```
+    """
+    return _over(x, _names("pmean", axis_name), jax.lax.pmean, _mean)
+
+
+def pmax(x: Any, axis_name: AxisName) -> Any:
+    """The largest over an axis of every array of a tree: NaN if there is one, on any device.
+
+    **Arguments:**
+
+    - `x`: a pytree of arrays.
+    - `axis_name`: as for `axis_index`; mesh axes and lanes may stand together.
+
+    **Raises:** `StatemeshError` for a name that is not bound inside a mapped call.
+
+    !!! example
+
+        ```python
+        >>> import jax.numpy as jnp, statemesh as sm
+        >>> def scaled(x):
+        ...     return x / sm.pmax(jnp.abs(x), "rows")
+        >>> sm.vmap2(scaled, axis_name="rows")(jnp.array([1.0, -4.0]))
+        Array([ 0.25, -1.  ], dtype=float32)
+
+        ```
+    """
+    return _extreme(x, _names("pmax", axis_name), _axes.pmax)
+
+
+def pmin(x: Any, axis_name: AxisName) -> Any:
+    """The smallest over an axis of every array of a tree: NaN if there is one, on any device.
+
+    **Arguments:**
+
+    - `x`: a pytree of arrays.
+    - `axis_name`: as for `axis_index`; mesh axes and lanes may stand together.
+
+    **Raises:** `StatemeshError` for a name that is not bound inside a mapped call.
+
+    !!! example
+
+        ```python
+        >>> import jax.numpy as jnp, statemesh as sm
+        >>> def above(x):
+        ...     return x - sm.pmin(x, "rows")
+        >>> sm.vmap2(above, axis_name="rows")(jnp.array([3.0, 5.0]))
+        Array([0., 2.], dtype=float32)
+
+        ```
+    """
+    return _extreme(x, _names("pmin", axis_name), _axes.pmin)
+
+
+def all_gather(x: Any, axis_name: AxisName, *, axis: int = 0, tiled: bool = False) -> Any:
+    """The values of all shards, in their order; outside any mapped call those of one shard.
+
+    Its value and its gradient are those of `jax.lax.all_gather`.
+
+    **Arguments:**
+
+    - `x`: a pytree of arrays.
+    - `axis_name`: as for `axis_index`; mesh axes and lanes may stand together.
+    - `axis`: where in each array the shards go.
+    - `tiled`: whether they are joined along that axis. Left out, the axis is a new one.
+
+    **Raises:** `StatemeshError` for a name that is not bound inside a mapped call.
+
+    !!! example
+
+        ```python
+        >>> import jax.numpy as jnp, statemesh as sm
+        >>> def rank(x):
+        ...     return jnp.sum(sm.all_gather(x, "rows") < x)
+        >>> int(rank(jnp.float32(7)))
+        0
+        >>> sm.vmap2(rank, axis_name="rows")(jnp.array([5.0, 9.0, 1.0]))
+        Array([1, 2, 0], dtype=int32)
+
+        ```
+    """
+    names = _names("all_gather", axis_name)
+    one_by_one = partial(_gathered, axis=axis, tiled=tiled)
+    at_once = partial(jax.lax.all_gather, axis=axis, tiled=tiled)
+    # JAX cannot gather over lanes and anything else at once.
+    several = len(names) > 1 and meshes_and_lanes(names)[1]
+    return _over(x, names, one_by_one if several else at_once, one_by_one)
+
+
+# What one shard is called outside any mapped call.
+_ONE = "one shard"
+
+
+def _check_names(what: str, axis_name: Any) -> None:
+    for name in flat_names(axis_name):
+        if isinstance(name, int):
+            raise errors.axis_by_position(what, name)
+
+
+def _names(what: str, axis_name: Any) -> tuple[AxisName, ...]:
+    _check_names(what, axis_name)
+    return bound_names(what, axis_name)
+
+
+def _over(
+    x: Any,
+    names: tuple[AxisName, ...],
+    of_jax: Callable[[Any, Any], Any],
+    anywhere: Callable[[Any, tuple[AxisName, ...]], Any],
+) -> Any:
+    """A collective of JAX's, or where that fails the same put together of what does not."""
+    if not names:
+        # One shard is one lane: so dtypes, shapes and gradients are what JAX makes them.
+        one: Any = jax.vmap(lambda: of_jax(x, _ONE), axis_name=_ONE, axis_size=1, out_axes=None)
+        return one()
+    if _jax_can(names):
+        return of_jax(all_varying(jax.tree.map(_array, x), names), names)
+    return anywhere(jax.tree.map(jnp.asarray, x), names)
+
+
+def _jax_can(names: tuple[AxisName, ...]) -> bool:
+    """Whether JAX's collective over these axes runs here, or where the function will be traced again."""
+    lanes = meshes_and_lanes(names)[1]
+    return not lanes or not compat.inside_checked_shard_map() or left_to_retrace(names)
+
+
+def _array(x: Any) -> Any:
+    # The sum of a number is one too, known while tracing.
+    return x if isinstance(x, int | float | complex) else jnp.asarray(x)
+
+
+def _mean(x: Any, names: Sequence[AxisName]) -> Any:
+    count = math.prod(map(jax.lax.axis_size, names))
+    return jax.tree.map(lambda x: x / count, total(x, names))
+
+
+def _extreme(x: Any, names: tuple[AxisName, ...], over: Callable[..., Any]) -> Any:
+    x = jax.tree.map(jnp.asarray, x)
+    return jax.tree.map(lambda x: over(all_varying(x, names), names), x) if names else x
+
+
+def _gathered(x: Any, names: Sequence[AxisName], axis: int, tiled: bool) -> Any:
+    def one(x: Any) -> Any:
+        own = x.shape
+        for name in reversed(names):
+            x = _stacked(x, name)
+        whole = x.reshape(-1, *own)
+        if not tiled:
+            return jnp.moveaxis(whole, 0, axis)
+        return jnp.concatenate(list(whole), axis)
+
+    return jax.tree.map(one, x)
+
+
+def _stacked(x: Any, name: AxisName) -> Any:
+    """The shards of one axis, which may be lanes."""
+    if _jax_can((name,)):
+        return jax.lax.all_gather(all_varying(x, [name]), name)
+    room = jnp.zeros((jax.lax.axis_size(name), *x.shape), x.dtype)
+    return total(room.at[jax.lax.axis_index(name)].set(x), (name,))

@@ -1,0 +1,154 @@
+"""`scan` over models: leaves that are no arrays stay outside of the loop."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._arguments import inside_modules, is_shaped
+from ._base import _errors as errors
+from ._base._compat import tree_util
+from ._base._paths import fun_name, path_str, positional_names
+from ._base._types import NUMBERS, REMOVED, is_removed, is_state
+
+
+def scan(
+    f: Callable[[Any, Any], tuple[Any, Any]],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    *,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+) -> tuple[Any, Any]:
+    """`jax.lax.scan`, for models: what is carried may have leaves that are no arrays.
+
+    Functions, strings and the like, and numbers in Modules, are the same at every step and come back as they
+    are, in `init`, in `xs` and in what is stacked. States must leave a step in the form in which they entered
+    it.
+
+    **Arguments:**
+
+    - `f`: one step, `(carry, x) -> (carry, y)`.
+    - `init`: the carry at first: a model, a state, any pytree.
+    - `xs`: a pytree of arrays whose leading axis is scanned over; `None` for none.
+    - `length`: how many steps there are, where `xs` does not say it.
+    - `reverse`, `unroll`: as for `jax.lax.scan`.
+
+    **Returns:** the last carry, and every `y` stacked.
+
+    **Raises:** `StructureError` for a step that changes a state's shape, dtype or structure, or what is no
+    array, by its path. What `f` and JAX raise comes through unchanged.
+
+    !!! example
+
+        ```python
+        >>> import jax, jax.numpy as jnp, statemesh as sm
+        >>> class Cell(sm.Module):
+        ...     hidden: sm.HiddenState
+        ...     activation: object
+        ...     def __call__(self, x):
+        ...         hidden = self.activation(self.hidden.value + x)
+        ...         return hidden, self.replace(hidden=hidden)
+        >>> def step(cell, x):
+        ...     y, cell = cell(x)
+        ...     return cell, y
+        >>> cell = Cell(sm.HiddenState(0.0), jax.nn.relu)
+        >>> cell, ys = sm.scan(step, cell, jnp.array([1.0, -3.0, 2.0]))
+        >>> ys, cell.hidden.value
+        (Array([1., 0., 2.], dtype=float32), Array(2., dtype=float32))
+
+        ```
+    """
+    if not callable(f):
+        raise errors.not_callable("scan", f)
+    first, fixed = _parted(init)
+    rows, fixed_rows = _parted(xs)
+    fixed_ys: list[Any] = []
+
+    @functools.wraps(f)
+    def step(carry: Any, x: Any) -> tuple[Any, Any]:
+        returned = f(_joined(carry, fixed), _joined(x, fixed_rows))
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise errors.not_carry_and_result(fun_name(f), returned)
+        _check(f, init, returned[0])
+        y, other = _parted(returned[1])
+        fixed_ys[:] = [other]
+        return _parted(returned[0])[0], y
+
+    last, ys = jax.lax.scan(step, first, rows, length, reverse=reverse, unroll=unroll)
+    return _joined(last, fixed), _joined(ys, fixed_ys[0]) if fixed_ys else ys
+
+
+def _parted(tree: Any) -> tuple[Any, Any]:
+    """A tree with its states and arrays, and one with the rest. States stay the objects that they are."""
+    leaves, treedef = tree_util.tree_flatten(tree, is_leaf=is_state)
+    inside = inside_modules(tree)
+    arrays = [_is_carried(leaf, hit) for leaf, hit in zip(leaves, inside, strict=True)]
+    pairs = list(zip(leaves, arrays, strict=True))
+    return (
+        treedef.unflatten([x if hit else REMOVED for x, hit in pairs]),
+        treedef.unflatten([REMOVED if hit else x for x, hit in pairs]),
+    )
+
+
+def _is_carried(leaf: Any, in_module: bool) -> bool:
+    return is_state(leaf) or is_shaped(leaf) or (type(leaf) in NUMBERS and not in_module)
+
+
+def _joined(arrays: Any, fixed: Any) -> Any:
+    leaves, treedef = tree_util.tree_flatten(arrays, is_leaf=_is_unit)
+    others = tree_util.tree_leaves(fixed, is_leaf=_is_unit)
+    pairs = zip(leaves, others, strict=True)
+    return treedef.unflatten([y if is_removed(x) else x for x, y in pairs])
+
+
+def _is_unit(node: Any) -> bool:
+    return is_state(node) or is_removed(node)
+
+
+def _check(f: Callable[..., Any], before: Any, after: Any) -> None:
+    """Refuse a step that changes what a loop cannot, before JAX says it of leaves that nobody typed."""
+    (root,) = positional_names(f, 1)
+    old, old_tree = tree_util.tree_flatten_with_path(before, is_leaf=is_state)
+    new, new_tree = tree_util.tree_flatten_with_path(after, is_leaf=is_state)
+    if [keys for keys, _ in old] != [keys for keys, _ in new]:
+        known, found = dict(map(_named(root), old)), dict(map(_named(root), new))
+        raise errors.carry_structure(
+            fun_name(f),
+            [path for path in known if path not in found],
+            [path for path in found if path not in known],
+        )
+    inside = inside_modules(before)
+    bad = [
+        (path_str(keys, root), x, y)
+        for (keys, x), (_, y), hit in zip(old, new, inside, strict=True)
+        if not _goes_on(x, y, hit)
+    ]
+    if bad:
+        raise errors.carry_changed(fun_name(f), bad)
+
+
+def _named(root: str) -> Callable[[Any], tuple[str, Any]]:
+    return lambda pair: (path_str(pair[0], root), pair[1])
+
+
+def _goes_on(old: Any, new: Any, in_module: bool) -> bool:
+    """Whether `new` may stand where `old` stood. Of plain arrays JAX says what differs."""
+    if is_state(old):
+        return is_state(new) and _form(old) == _form(new)
+    if _is_carried(old, in_module):
+        return not is_state(new) and _is_carried(new, in_module)
+    if old is new:
+        return True
+    try:
+        return type(old) is type(new) and bool(old == new)
+    except Exception:
+        return False
+
+
+def _form(state: Any) -> Any:
+    leaves, treedef = tree_util.tree_flatten(state)
+    return treedef, [(jnp.shape(x), jnp.result_type(x)) for x in leaves]

@@ -1,0 +1,165 @@
+"""The collectives that need no mapped call: one shard outside, JAX's own inside, lanes among types."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from tests.helpers import assert_says, make_mesh
+
+
+LANES, SHARDS = 3, 4
+DATA = np.sin(np.arange(LANES * SHARDS * 2, dtype=np.float32)).reshape(LANES, -1)
+COLUMNS = P(None, "x")
+
+# Ours, and what it is on all shards' values, stacked along a first axis.
+OURS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]] = {
+    "psum": (sm.psum, lambda x: x.sum(0)),
+    "pmean": (sm.pmean, lambda x: x.mean(0)),
+    "pmax": (sm.pmax, lambda x: x.max(0)),
+    "pmin": (sm.pmin, lambda x: x.min(0)),
+    "all_gather": (sm.all_gather, lambda x: x),
+    "new axis at the end": (
+        lambda x, name: sm.all_gather(x, name, axis=-1),
+        lambda x: jnp.moveaxis(x, 0, -1),
+    ),
+    "tiled": (
+        lambda x, name: sm.all_gather(x, name, tiled=True),
+        lambda x: x.reshape(-1, *x.shape[2:]),
+    ),
+}
+NAMES = list(OURS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("axis_name", ["x", ("y", "x"), None])
+def test_outside_any_map_there_is_one_shard(name: str, axis_name: Any) -> None:
+    ours, on_all = OURS[name]
+    tree = {"a": jnp.array([1.0, 2.0]), "b": [np.array([[3, 4]]), jnp.array([True])]}
+    got = jax.jit(lambda tree: ours(tree, axis_name))(tree)
+    theirs = getattr(jax.lax, "all_gather" if name not in dir(jax.lax) else name)
+    dtypes: Any = jax.vmap(lambda x: theirs(x, "i"), axis_name="i", out_axes=None)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(tree), strict=True):
+        np.testing.assert_array_equal(x, on_all(jnp.asarray(y)[None]))
+        assert x.dtype == jax.eval_shape(dtypes, jnp.asarray(y)[None]).dtype
+    assert sm.axis_index(axis_name) == 0 and sm.axis_size(axis_name) == 1
+    grad = jax.grad(lambda x: (ours(x, axis_name) ** 2).sum())(jnp.array([1.0, 2.0]))
+    np.testing.assert_allclose(grad, [2, 4])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_over_a_mesh(name: str, check_vma: bool) -> None:
+    ours, on_all = OURS[name]
+
+    def shard(x: jax.Array) -> Any:
+        index = sm.axis_index(("x", "y")) + 0 * sm.axis_size(("x", "y"))
+        return ours(x, ("x", "y"))[None], index[None]
+
+    spec = P(("x", "y"))
+    call = sm.shard_map(shard, make_mesh("4x2"), spec, spec, check_vma=check_vma)
+    x = np.sin(np.arange(24, dtype=np.float32)).reshape(8, 3)
+    got, index = call(x)
+    for one in np.asarray(got):
+        np.testing.assert_allclose(one, on_all(jnp.asarray(x)[:, None]), rtol=1e-5)
+    np.testing.assert_array_equal(index, np.arange(8))
+
+
+def over_mesh(fun: Callable[..., Any], out: Any = COLUMNS) -> Any:
+    return sm.shard_map(fun, make_mesh("4"), COLUMNS, out)
+
+
+@pytest.mark.parametrize("map_lanes", [jax.vmap, sm.vmap2])
+@pytest.mark.parametrize("name", NAMES)
+def test_over_lanes_inside_a_checked_shard_map(name: str, map_lanes: Any) -> None:
+    ours, on_all = OURS[name]
+    got = over_mesh(lambda x: map_lanes(lambda x: ours(x, "b").sum() + x, axis_name="b")(x))(DATA)
+    parts = np.split(DATA, SHARDS, axis=1)
+    wanted = [on_all(jnp.asarray(part)).sum() + part for part in parts]
+    np.testing.assert_allclose(got, np.concatenate(wanted, 1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("map_lanes", [jax.vmap, sm.vmap2])
+@pytest.mark.parametrize("name", NAMES)
+def test_over_lanes_and_a_mesh_at_once(name: str, map_lanes: Any) -> None:
+    ours, on_all = OURS[name]
+
+    def lane(x: jax.Array) -> Any:
+        return ours(x, ("b", "x"))[None]
+
+    # One after the other too: each alone could not be traced without types.
+    def apart(x: jax.Array) -> Any:
+        return sm.psum(sm.psum(x, "x"), "b")
+
+    def both(x: jax.Array) -> Any:
+        return map_lanes(lambda x: (lane(x), apart(x)), axis_name="b")(x)
+
+    got, sums = over_mesh(both, (P(None, "x"), P()))(DATA)
+    rows = jnp.stack(np.split(DATA, SHARDS, axis=1), 1).reshape(-1, 2)
+    for one in np.asarray(got).reshape(LANES * SHARDS, *np.asarray(got).shape[2:]):
+        np.testing.assert_allclose(one, on_all(rows), rtol=1e-5)
+    np.testing.assert_allclose(sums, np.tile(rows.sum(0), (LANES, 1)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["psum", "pmean", "all_gather", "tiled"])
+@pytest.mark.parametrize("axis_name", ["b", ("b", "x")])
+def test_gradients_over_lanes_among_types(name: str, axis_name: Any) -> None:
+    """As in two nested maps without types, taken within lanes and around them."""
+    ours, _ = OURS[name]
+
+    def loss(x: jax.Array) -> Any:
+        return jnp.sin(ours(jnp.sin(x), axis_name)).sum() * (2 + jnp.cos(x)).sum()
+
+    within: Any = lambda x: jax.vmap(jax.grad(loss), axis_name="b")(x)
+    around: Any = lambda x: jax.grad(lambda x: jax.vmap(loss, axis_name="b")(x).sum())(x)
+    for gradient in (within, around):
+        if gradient is around and axis_name != "b":
+            continue  # With types the gradient of one shard's loss is another thing.
+        got = over_mesh(gradient)(DATA)
+        parts = jnp.stack(np.split(DATA, SHARDS, axis=1))
+        wanted = jax.vmap(gradient, axis_name="x")(parts)
+        np.testing.assert_allclose(got, jnp.concatenate(list(wanted), 1), rtol=1e-4, atol=1e-5)
+
+
+def test_a_state_of_lanes_takes_what_is_the_same() -> None:
+    def lane(mean: sm.State, x: jax.Array) -> Any:
+        here = sm.pmean(x, "b")
+        return x - here, mean.set(here)
+
+    def shard(mean: sm.State, x: jax.Array) -> Any:
+        out, mean = sm.vmap2(lane, in_axes=(None, 0), axis_name="b")(mean, x)
+        return out, mean.set(sm.pmean(mean.value, "x"))
+
+    call = sm.shard_map(shard, make_mesh("4"), (None, COLUMNS), (COLUMNS, P()))
+    _, mean = call(sm.State(jnp.zeros(2)), DATA)
+    np.testing.assert_allclose(
+        mean.value, np.mean(np.split(DATA, SHARDS, 1), (0, 1)), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_nan_is_the_extreme_on_a_mesh_too() -> None:
+    x = np.array([1.0, np.nan, 3.0, 4.0], np.float32)
+    call = sm.shard_map(lambda x: (sm.pmax(x, "x"), sm.pmin(x, "x")), make_mesh("4"), P("x"), P())
+    assert all(np.isnan(one).all() for one in call(x))
+
+
+@pytest.mark.parametrize("name", [*NAMES[:5], "axis_index", "axis_size"])
+def test_mistakes(name: str) -> None:
+    fun = getattr(sm, name)
+    given = () if name.startswith("axis") else (1.0,)
+    assert_says(
+        lambda: sm.vmap2(lambda x: fun(*given, "y"), axis_name="x")(jnp.ones(2)),
+        sm.StatemeshError,
+        f"{name}: no axis is called 'y' here; the axes mapped over are 'x'.",
+    )
+    assert_says(
+        lambda: fun(*given, 0),
+        TypeError,
+        f"{name}: axis_name=0 is the position of an array's axis, not the name of a mapped one. Give the "
+        "name, such as 'data'; over an array's own axis there are jnp.sum, jnp.mean, jnp.max and jnp.min.",
+    )
