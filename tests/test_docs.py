@@ -14,10 +14,12 @@ type that the section names, and the fences after that must run.
 Every example in a docstring of the package is a doctest.
 """
 
+import ast
 import dataclasses
 import doctest
 import importlib
 import itertools
+import os
 import pathlib
 import pkgutil
 import re
@@ -117,6 +119,8 @@ def docstrings(module: str) -> Iterator[doctest.DocTest]:
 def namespace(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The names of a page: those of a module, because classes look theirs up."""
     assert jax.device_count() == 8
+    # Pages set it, too late for this process; others that it starts go by it.
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     module = types.ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)
     return vars(module)
@@ -166,6 +170,50 @@ def test_api_page_has_every_public_name() -> None:
     layers = [f"nn.{name}" for name in public(sm.nn)]
     checks = [f"testing.{name}" for name in public(testing)]
     assert sorted(shown) == sorted([*public(sm), *filters, *layers, *checks, "legacy.shard_map"])
+
+
+def code(page: pathlib.Path) -> list[str]:
+    """The `python` fences of a page."""
+    found = fences(page.name, page.read_text())
+    return [fence.source for fence in found if fence.kind == "python"]
+
+
+# These run on any number of devices, or say themselves how to get more.
+ANY_NUMBER = {"README.md", "index.md", "drop-in.md", "packing.md", "testing.md"}
+EIGHT = """\
+import os
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"  # before JAX starts
+"""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_pages_get_their_devices(page: pathlib.Path) -> None:
+    shown = code(page)
+    if shown and page.name not in ANY_NUMBER:
+        assert shown[0].startswith(EIGHT)
+
+
+OURS = {"equinox", "jax", "jaxtyping", "numpy", "statemesh"}
+# Whoever reads a page that imports another package finds there what installs it.
+INSTALLED_BY = {
+    "flax": "pip install flax",
+    "hypothesis": "pip install 'statemesh[testing]'",
+    "optax": "pip install optax",
+}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_pages_name_the_packages_that_they_need(page: pathlib.Path) -> None:
+    needed = set()
+    for node in itertools.chain(*(ast.walk(ast.parse(source)) for source in code(page))):
+        if isinstance(node, ast.Import):
+            needed |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            needed.add((node.module or "").split(".")[0])
+    others = needed - OURS - sys.stdlib_module_names
+    text = page.read_text()
+    assert [name for name in sorted(others) if INSTALLED_BY[name] not in text] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
