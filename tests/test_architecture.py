@@ -43,8 +43,8 @@ DOORS = {"__init__", "filters", "legacy"}
 # Files near 300 lines, and the ones that have a reason to be longer.
 LONGEST = 320
 LONGER = {
-    "_base/_errors.py": 1500,  # every wording in one place
-    "_base/_compat.py": 600,  # all that is known of JAX beyond its stable surface
+    "_base/_errors.py": 1600,  # every wording in one place
+    "_base/_compat.py": 620,  # all that is known of JAX beyond its stable surface
     "_model/_state.py": 350,
 }
 
