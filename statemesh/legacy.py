@@ -2,8 +2,11 @@
 
 from typing import Any
 
+from jax.sharding import AbstractMesh, Mesh
+
 from ._base import _errors as errors
-from ._base._types import AnyMesh, AxisName, Fun
+from ._base._checks import axis_names as as_names
+from ._base._types import AnyMesh, AxisNames, Fun
 from ._call._mapping import StatefulMapping
 from ._call._shard_map import shard_map as _shard_map
 
@@ -14,7 +17,7 @@ def shard_map(
     in_specs: Any,
     out_specs: Any,
     check_rep: bool = True,
-    auto: frozenset[AxisName] = frozenset(),
+    auto: AxisNames = frozenset(),
 ) -> StatefulMapping:
     """`statemesh.shard_map` by the names of `jax.experimental.shard_map`.
 
@@ -42,7 +45,9 @@ def shard_map(
 
         ```
     """
-    auto = frozenset(auto)
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise errors.not_a_mesh(mesh)
+    auto = as_names("shard_map", auto, "auto")
     names = frozenset(mesh.axis_names)
     if not auto <= names or (auto and auto == names):
         raise errors.bad_auto(auto, mesh)

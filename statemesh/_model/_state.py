@@ -198,7 +198,8 @@ class State(NoArray, StateNode):
             label = f"what reduce={getattr(reduce, '__name__', reduce)} returned"
             fit = partial(conform, self.value, label=label)
             return self._with_value(call_policy(reduce, before, self.value, axis_names, fit))
-        return self._with_value(reduced(self.value, before, reduce, axis_names))
+        label = self.name or type(self).__name__
+        return self._with_value(reduced(self.value, before, reduce, axis_names, label))
 
     def _with_value(self: S, value: Any, meta: Meta | None = None) -> S:
         new = object.__new__(type(self))
