@@ -107,6 +107,8 @@ def test_names_of_several_axes(given: Any) -> None:
     check(lambda: sm.value_and_grad(loss, axis_name=given), SEVERAL, given, what="value_and_grad")
     rng = sm.RandomState(jax.random.key(0))
     check(lambda: rng.rows(3, given), SEVERAL, given, what="RandomState.rows")
+    check(lambda: sm.nn.BatchNorm(2, axis_name=given), SEVERAL, given, what="BatchNorm")
+    check(lambda: sm.nn.Dropout(0.5, rng.key, axis_name=given), SEVERAL, given, what="Dropout")
 
 
 @pytest.mark.parametrize("given", [True, False, None, ["states"], {}, 3, (0,)])

@@ -133,7 +133,8 @@ class State(NoArray, StateNode):
 
         **Returns:** a State of the same kind with the same metadata.
 
-        **Raises:** `StructureError` naming everything that differs.
+        **Raises:** `StructureError` naming everything that differs, and for a number that does not fit into
+        the dtype.
         """
         return self._set(value, self.name or type(self).__name__)
 

@@ -51,7 +51,8 @@ def pack(model: Any, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Packed
     **Returns:** a `Packed`, which goes where the model went. A `RandomState`, arrays outside of States and
     static leaves are left as they are, `beside` the buffers.
 
-    **Raises:** `SpecError` for specs that do not fit the states or the mesh.
+    **Raises:** `SpecError` for specs that do not fit the states or the mesh; `TypeError` for a model that is
+    packed already.
 
     States of one buffer are written together: where a call writes one of them the buffer is new, and is what
     `donate='states'` gives up. Calls that place a state otherwise than it was packed refuse it.

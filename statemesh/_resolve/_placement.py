@@ -174,7 +174,8 @@ def place(tree: Any, mesh: AnyMesh, specs: Any = None, *, state_specs: StateSpec
     leaves that are not arrays stay as they are. What is moved shares no memory with what it was moved
     from, so that one may be donated without the other.
 
-    **Raises:** `SpecError` for specs that do not fit the tree, its arrays or the mesh.
+    **Raises:** `SpecError` for specs that do not fit the tree, its arrays or the mesh, and for a mesh without
+    devices; `TypeError` for arrays that are traced: there a mapped call lays its arguments out itself.
 
     !!! example
 
