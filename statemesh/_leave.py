@@ -174,7 +174,8 @@ class _Leaving:
             else:
                 where = elsewhere
                 self.wrong.stacked.append((one.path, () if entered is None else entered.inputs))
-        if entered is not None and where == entered.placements[k]:
+        # Where `replace` has changed the structure there may be more leaves than came in.
+        if entered is not None and where in entered.placements[k : k + 1]:
             if x is leaves_of(entered.seen)[k]:
                 return Forwarded(entered.inputs[k])
             self.rewritten.append(entered.inputs[k])

@@ -3,8 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+from jax.sharding import AbstractMesh, Mesh
+
 from ._base import _errors as errors
-from ._base._types import AnyMesh, AxisName, Params, Result
+from ._base._checks import axis_names as as_names
+from ._base._types import AnyMesh, AxisNames, Params, Result
 from ._call._mapping import StatefulMapping
 from ._call._shard_map import shard_map as _shard_map
 
@@ -15,7 +18,7 @@ def shard_map(
     in_specs: Any,
     out_specs: Any,
     check_rep: bool = True,
-    auto: frozenset[AxisName] = frozenset(),
+    auto: AxisNames = frozenset(),
 ) -> StatefulMapping[Params, Result]:
     """`statemesh.shard_map` by the names of `jax.experimental.shard_map`.
 
@@ -43,7 +46,9 @@ def shard_map(
 
         ```
     """
-    auto = frozenset(auto)
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise errors.not_a_mesh(mesh)
+    auto = as_names("shard_map", auto, "auto")
     names = frozenset(mesh.axis_names)
     if not auto <= names or (auto and auto == names):
         raise errors.bad_auto(auto, mesh)

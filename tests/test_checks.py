@@ -1,15 +1,20 @@
 """Arguments that cannot be meant are refused before anything is called, in words that name them."""
 
+import copy
 import functools
+import pickle
 from collections.abc import Callable
+from operator import getitem
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
+from statemesh import legacy
 from tests.helpers import assert_says, make_mesh
 
 
@@ -102,6 +107,8 @@ def test_names_of_several_axes(given: Any) -> None:
     check(lambda: sm.value_and_grad(loss, axis_name=given), SEVERAL, given, what="value_and_grad")
     rng = sm.RandomState(jax.random.key(0))
     check(lambda: rng.rows(3, given), SEVERAL, given, what="RandomState.rows")
+    check(lambda: sm.nn.BatchNorm(2, axis_name=given), SEVERAL, given, what="BatchNorm")
+    check(lambda: sm.nn.Dropout(0.5, rng.key, axis_name=given), SEVERAL, given, what="Dropout")
 
 
 @pytest.mark.parametrize("given", [True, False, None, ["states"], {}, 3, (0,)])
@@ -304,3 +311,201 @@ def test_states_of_modules_that_are_nested_deeply() -> None:
     for _ in range(400):
         model = Counter(inner=model)
     assert len(jax.tree.leaves(model.init_all_states())) == 401
+
+
+def abstract(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype)
+
+
+def deleted() -> jax.Array:
+    x = jax.numpy.ones(8) + 1
+    x.delete()
+    return x
+
+
+X = np.ones(8, np.float32)
+
+
+def test_meshes() -> None:
+    mesh: Any
+    wanted = "Make one with `jax.make_mesh((jax.device_count(),), ('x',))`."
+    for mesh in (None, "x"):
+        text = f"mesh must be a jax.sharding.Mesh, got {mesh!r} of type {type(mesh).__name__}. {wanted}"
+        for make in (
+            lambda mesh: sm.place(X, mesh),
+            lambda mesh: sm.pack(sm.State(X), mesh),
+            lambda mesh: legacy.shard_map(same, mesh, P("x"), P("x")),
+        ):
+            assert_says(functools.partial(make, mesh), TypeError, text)
+    empty = Mesh(np.array([]), ("x",))
+    for what in ("place", "pack"):
+        text = f"{what} requires a non-empty mesh, but {empty} has no devices. {wanted}"
+        one: Any = functools.partial(getattr(sm, what), sm.State(X), empty)
+        assert_says(one, sm.SpecError, text)
+    text = (
+        "shard_map: auto is None of type NoneType, but must be the names of mesh axes that are not mapped "
+        "over, as in auto={'model'}."
+    )
+    auto: Any = None
+    call = lambda: legacy.shard_map(same, make_mesh(), P("x"), P("x"), auto=auto)
+    assert_says(call, TypeError, text)
+    said = r"but must be a jax.sharding.Mesh, whose devices arrays are put on\.$"
+    with pytest.raises(TypeError, match=said):
+        sm.place(X, make_mesh().abstract_mesh)
+
+
+def test_axes_that_are_left_open() -> None:
+    text = """\
+specs name axes that there are not:
+  - {where} refers to UNCONSTRAINED: P(UNCONSTRAINED)
+The axes to map over are 'x' of Mesh(x=8). A call that is mapped has to know how each axis is split: write None for one that is not."""  # noqa: E501
+    spec = P(P.UNCONSTRAINED)
+    make = lambda: sm.shard_map(same, make_mesh(), spec, P("x"))
+    assert_says(make, sm.SpecError, text.format(where="in_specs"))
+    assert_says(lambda: sm.place(X, make_mesh(), spec), sm.SpecError, text.format(where="specs"))
+    held = sm.shard_map(same, make_mesh(), None, P())
+    state = sm.State(X, spec=spec)
+    assert_says(lambda: held(state), sm.SpecError, text.format(where="the spec of x"))
+
+
+def test_placing_what_is_traced() -> None:
+    text = """\
+{what}: these arrays are traced, as by jit, grad or vmap around, and lie nowhere yet:
+  - {path}
+Place them before, outside of it. Where they are traced a mapped call lays its arguments out itself."""
+    place = lambda x: sm.place({"w": sm.State(x)}, make_mesh())["w"].value.sum()
+    for transform in (jax.jit, jax.grad, jax.vmap):
+        shown = text.format(what="place", path="tree['w']")
+        x = X[None] if transform is jax.vmap else X
+        assert_says(functools.partial(transform(place), x), TypeError, shown)
+    shown = text.format(what="same.place", path="x")
+    assert_says(lambda: jax.jit(sharded().place)(X), TypeError, shown)
+
+
+def test_shapes_without_values() -> None:
+    text = """\
+{what}: these are shapes without values (jax.ShapeDtypeStruct), which is not a valid JAX type to compute with:
+  - {path}
+Pass arrays. For shapes there are `mapped.lower(...)` and `jax.eval_shape(mapped, ...)`."""
+    for mapped in (sharded(), sm.pmap2(same), sm.vmap2(same)):
+        shown = text.format(what="same", path="x")
+        for call in (mapped, mapped.place, mapped.unsharded):
+            assert_says(functools.partial(call, abstract(X)), TypeError, shown)
+    mesh, model = make_mesh(), {"w": sm.State(X)}
+    bare = jax.eval_shape(lambda: model)
+    shown = text.format(what="place", path="tree['w']")
+    assert_says(lambda: sm.place(bare, mesh), TypeError, shown)
+    assert_says(lambda: sm.pack(bare, mesh), TypeError, text.format(what="pack", path="model['w']"))
+
+
+def test_arrays_that_were_given_up() -> None:
+    text = """\
+{what}: these arguments were given up to an earlier call that donates its arguments:
+  - {path}
+Go on with what that call returned, as in `out, model = step(model, x)`."""
+    gone = deleted()
+    shown = text.format(what="same", path="x")
+    for mapped in (sharded(), sm.vmap2(same)):
+        held = functools.partial(mapped, gone)
+        inside = lambda x, held=held: jax.jit(held)()
+        for call in (mapped, mapped.place, mapped.unsharded, inside):
+            assert_says(functools.partial(call, gone), sm.StatemeshError, shown)
+    shown = text.format(what="place", path="tree")
+    assert_says(lambda: sm.place(gone, make_mesh()), sm.StatemeshError, shown)
+
+
+def test_packed_models() -> None:
+    mesh = make_mesh()
+    packed = sm.pack({"a": sm.State(np.ones(4)), "b": sm.State(1.0)}, mesh)
+    text = (
+        "pack: model is Packed(2 states in 1 arrays, 0 beside) of type Packed, but must be the model that it "
+        "was made of, as in pack(packed.unpack(), mesh)."
+    )
+    assert_says(lambda: sm.pack(packed, mesh), TypeError, text)
+    text = (
+        "Packed is immutable; cannot assign to `buffers`. Its values change in a mapped call, by "
+        "`jax.tree.map`, or in the model: `packed.unpack()`."
+    )
+    assert_says(lambda: setattr(packed, "buffers", ()), AttributeError, text)
+    assert_says(lambda: delattr(packed, "buffers"), AttributeError, text)
+    for again in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
+        np.testing.assert_array_equal(again.unpack()["a"].value, np.ones(4))
+    text = (
+        "Packed: the buffer with ['a'], ['b'] is {shape}, but was packed with shape (5,), by which states "
+        "are found in it. Change shapes in the model, and pack that one anew."
+    )
+    step = sm.shard_map(lambda model: model, mesh, None, None)
+    step(packed)
+    changes: list[Callable[[Any], Any]] = [
+        lambda x: x.reshape(-1, 1),
+        lambda x: x[:2],
+        lambda x: np.stack([x, x]),
+    ]
+    for change in changes:
+        other = jax.tree.map(change, packed)
+        (buffer,) = other.buffers
+        shown = text.format(shape=f"float32[{','.join(map(str, buffer.shape))}]")
+        assert_says(other.unpack, sm.StructureError, shown)
+        assert_says(functools.partial(getitem, other.states, "['b']"), sm.StructureError, shown)
+        assert_says(functools.partial(step, other), sm.StructureError, shown)
+        repr(other)
+
+
+@pytest.mark.parametrize("what", ["state_in_specs", "state_out_specs"])
+@pytest.mark.parametrize("filter", [sm.RandomState, sm.filters.OfType(sm.RandomState)])
+def test_specs_of_keys(what: str, filter: Any) -> None:
+    text = (
+        f"RandomState in {what} cannot be placed with spec=P('x'): its key is the same on every shard, and "
+        "every shard draws its own numbers from it. Leave `spec` out, or use sm.PerShard('axis') for keys "
+        "that are really independent."
+    )
+    specs: dict[str, Any] = {what: {filter: P("x")}}
+    assert_says(lambda: sharded(**specs), sm.SpecError, text)
+    for spec in (P(), sm.PerShard("x")):
+        sharded(**{what: {filter: spec}})
+
+
+def written(change: Callable[[Any], Any], state: sm.State, **kwargs: Any) -> Any:
+    """What becomes of a state whose value is replaced in a mapped call."""
+    step = lambda state, x: state.replace(value=change(state.value + x.sum()))
+    return sm.shard_map(step, make_mesh(), (None, P("x")), None, **kwargs)(state, X)
+
+
+def test_a_state_whose_structure_is_replaced_leaves_the_way_it_entered() -> None:
+    new = written(lambda value: (value, {"b": 2 * value}), sm.State(1.0, reduce="mean"))
+    assert jax.tree.map(float, new.value) == (2.0, {"b": 4.0})
+    state = sm.State(np.arange(16.0, dtype=np.float32))
+    new = written(lambda value: (value, value), state, state_in_specs=P("x"), donate="states")
+    for x in new.value:
+        np.testing.assert_array_equal(x, np.arange(16) + 1)
+        assert x.sharding.spec == P("x")
+    step = sm.vmap2(
+        lambda s, x: s.replace(value=(s.value, x)), in_axes=(None, 0), state_in_axes=...
+    )
+    first, second = step(sm.State(X), 3 * X).value
+    np.testing.assert_array_equal([first, second], [X, 3 * X])
+
+
+def test_a_sum_needs_the_structure_of_the_old_value() -> None:
+    text = """\
+n: reduce='sum' adds the shards' increments to the old value, and the new value has another tree structure.
+  old: PyTreeDef(*)
+  new: PyTreeDef((*, *))
+Keep the structure, or merge by a function: reduce=lambda old, new, axis_names: jax.lax.psum(new, axis_names)."""  # noqa: E501
+    state = sm.State(1.0, reduce="sum", name="n")
+    step = lambda s, x: s.replace(value=(s.value, s.value + x.sum()))
+    for mapped in (
+        sm.shard_map(step, make_mesh(), (None, P("x")), None),
+        sm.vmap2(step, in_axes=(None, 0)),
+    ):
+        assert_says(functools.partial(mapped, state, X), sm.StructureError, text)
+
+
+def test_leaves_with_specs_of_their_own_are_not_mixed_up() -> None:
+    state = sm.State({"a": X, "b": X}, spec={"a": P("x"), "b": P()})
+    step = sm.shard_map(lambda s: s.replace(value=s.value["b"]), make_mesh(), None, None)
+    text = """\
+specs must be a tree prefix of what they place:
+  - the spec of s is a dict with keys ['a', 'b'], but s.value is float32[8]
+One spec stands for a whole subtree: P() or P('axis') in its place fits anything."""
+    assert_says(lambda: step(state), sm.SpecError, text)

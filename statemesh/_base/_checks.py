@@ -3,7 +3,7 @@
 import functools
 import inspect
 import operator
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from numbers import Number
 from typing import Any
 
@@ -65,12 +65,12 @@ def is_axis_name(name: Any) -> bool:
     return name is not None and name != ""
 
 
-def axis_names(what: str, given: Any) -> frozenset[AxisName]:
+def axis_names(what: str, given: Any, argument: str = "axis_names") -> frozenset[AxisName]:
     """The names of mesh axes, given as one or several, as a set."""
     try:
         return frozenset([given] if isinstance(given, str) else given)
     except TypeError:
-        raise errors.wrong_argument(what, "axis_names", given) from None
+        raise errors.wrong_argument(what, argument, given) from None
 
 
 def count(what: str, argument: str, given: Any) -> int:
@@ -96,3 +96,20 @@ def tags(what: str, given: Any) -> frozenset[str]:
     if not all(isinstance(tag, str) for tag in found):
         raise errors.wrong_argument(what, "tag", given)
     return frozenset(found)
+
+
+_FILTERS: dict[str, tuple[str, str, Callable[[Any], bool]]] = {
+    "OfType": ("type", "type", lambda given: isinstance(given, type)),
+    "WithTag": ("tag", "tag of a filter", lambda given: isinstance(given, str)),
+    "PathContains": ("key", "key", lambda given: isinstance(given, Hashable)),
+    "Where": ("where", "where", callable),
+}
+
+
+def check_filter(filter: Any) -> None:
+    """Refuse a named filter of something else than it takes."""
+    name = type(filter).__name__
+    if name in _FILTERS:
+        field, argument, fits = _FILTERS[name]
+        if not fits(given := getattr(filter, field)):
+            raise errors.wrong_argument(name, argument, given)

@@ -251,6 +251,14 @@ def number_too_large(label: str, path: KeyPath, value: Any, dtype: Any) -> Struc
     )
 
 
+def no_old_value(label: str, old: Any, new: Any) -> StructureError:
+    return StructureError(
+        f"{label}: reduce='sum' adds the shards' increments to the old value, and the new value has another "
+        f"tree structure.\n  old: {old}\n  new: {new}\nKeep the structure, or merge by a function: "
+        "reduce=lambda old, new, axis_names: jax.lax.psum(new, axis_names)."
+    )
+
+
 # Loops
 
 
@@ -361,6 +369,8 @@ _WANTED = {
     "donate_argnums": "the position of an argument, or several, numbered from 0, as in donate_argnums=(0,)",
     "init_kwargs": "a dictionary of arguments by name, as in init_kwargs={'batch_size': 4}, or {} for none",
     "key": "the name of a field, the key of a dictionary or an index, as in PathContains('encoder')",
+    "mesh": "a jax.sharding.Mesh, whose devices arrays are put on",
+    "model": "the model that it was made of, as in pack(packed.unpack(), mesh)",
     "map": "the name of a method, as in map('update')",
     "n": "an int, 0 or more: the number of rows that this shard holds, as in rows(x.shape[0], 'data')",
     "name": "a string, as in name='mean'",
@@ -428,10 +438,26 @@ def not_a_mesh(mesh: Any) -> TypeError:
     )
 
 
-def empty_mesh(mesh: Any) -> SpecError:
+def empty_mesh(mesh: Any, what: str = "shard_map") -> SpecError:
     return SpecError(
-        f"shard_map requires a non-empty mesh, but {mesh} has no devices. Make one with "
+        f"{what} requires a non-empty mesh, but {mesh} has no devices. Make one with "
         "`jax.make_mesh((jax.device_count(),), ('x',))`."
+    )
+
+
+def place_traced(name: str, paths: Sequence[str]) -> TypeError:
+    return TypeError(
+        f"{name}: these arrays are traced, as by jit, grad or vmap around, and lie nowhere yet:\n"
+        f"{_lines(paths)}\nPlace them before, outside of it. Where they are traced a mapped call lays its "
+        "arguments out itself."
+    )
+
+
+def shapes_given(name: str, paths: Sequence[str]) -> TypeError:
+    return TypeError(
+        f"{name}: these are shapes without values (jax.ShapeDtypeStruct), which is not a valid JAX type to "
+        f"compute with:\n{_lines(paths)}\nPass arrays. For shapes there are `mapped.lower(...)` and "
+        "`jax.eval_shape(mapped, ...)`."
     )
 
 
@@ -559,6 +585,8 @@ def unknown_axes(
     left = [name for name in mesh.axis_names if name not in names]
     there = f"The axes to map over are {_names(names)} of {mesh_str(mesh)}"
     also = f"; {_names(left)} is not mapped over" if left else ""
+    if any(PartitionSpec.UNCONSTRAINED in bad for _, _, bad in unknown):
+        also += ". A call that is mapped has to know how each axis is split: write None for one that is not"
     return SpecError(f"specs name axes that there are not:\n{_lines(items)}\n{there}{also}.")
 
 
@@ -1520,6 +1548,20 @@ def slots_unnamed(layer: str, local: int, shards: int, capacity: int) -> Stateme
         f"{layer}: {_plural(local, 'slot')} in each of {_plural(shards, 'shard')} (by axis_name) make "
         f"{local * shards}, and the capacity is {capacity}. Name the mesh axes that split the slots, and no "
         "others: KVCache(..., spec=P('data'), axis_name='data')."
+    )
+
+
+def other_buffer(paths: Sequence[str], buffer: Any, shape: tuple[int, ...]) -> StructureError:
+    return StructureError(
+        f"Packed: the buffer with {_some(paths)} is {describe(buffer)}, but was packed with shape {shape}, "
+        "by which states are found in it. Change shapes in the model, and pack that one anew."
+    )
+
+
+def fixed_packed(attribute: str) -> AttributeError:
+    return AttributeError(
+        f"Packed is immutable; cannot assign to `{attribute}`. Its values change in a mapped call, by "
+        "`jax.tree.map`, or in the model: `packed.unpack()`."
     )
 
 

@@ -26,7 +26,6 @@ from .._base._types import (
 from .._exit import Wrong
 from .._leave import roots
 from .._match import Entered, values
-from .._model._filters import to_predicate
 from .._model._state import State
 from .._resolve._mesh import (
     check_specs,
@@ -39,6 +38,7 @@ from .._resolve._mesh import (
 from .._resolve._specs import (
     REPLICATED,
     UNSAID,
+    check_state_specs,
     choose_specs,
     own_placements,
     placement,
@@ -89,10 +89,7 @@ class BySpec:
                 if isinstance(spec, PerShard):
                     raise errors.per_shard_for_array(what + jax.tree_util.keystr(path), spec)
         for what in ("state_in_specs", "state_out_specs"):
-            given = getattr(self, what)
-            if isinstance(given, Mapping):
-                for filter in given:
-                    to_predicate(filter)
+            check_state_specs(getattr(self, what), what)
         # Code that is not called may have been made where there are no devices.
         if mesh is not None and not mesh.empty:
             self._check_specs(mesh, manual_names(mesh, self.axis_names))
@@ -210,8 +207,14 @@ class BySpec:
     ) -> list[Place]:
         if said is not UNSAID:
             return [*own_placements(state, said, path)]
-        if entered is not None and len(values(state)) <= len(entered.placements):
-            return list(entered.placements)
+        if entered is not None:
+            own = list(entered.placements)
+            structure = tree_util.tree_structure
+            if structure(state.value) == structure(entered.seen.value):
+                return own
+            # `replace` has changed the structure, and nothing says which leaf is which.
+            if len(set(own)) == 1:
+                return own * len(values(state))
         return [*own_placements(state, state.spec, path)]
 
     def beside(self) -> Place:

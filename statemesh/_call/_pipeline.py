@@ -12,13 +12,14 @@ from typing import Any
 
 import jax
 
-from .._arguments import check_arity, is_shaped
+from .._arguments import Arguments, check_arity, is_shaped
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._compat import tree_util
 from .._base._types import NO_AXES
 from .._flow import hidden_axes
 from .._resolve._lanes import OtherShapes
+from .._resolve._placement import check_valued, is_deleted
 from .._twice import summed_twice
 from .._write_back import WriteBack
 from ._binding import Outside
@@ -153,6 +154,7 @@ class Pipeline:
     def _other(
         self, leaves: list[Any], treedef: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        self._check_valued(leaves, args, kwargs)
         recorded = compat.under_jit()
         eager = _trace(()) is compat.TOP_LEVEL and not any(map(compat.is_tracer, leaves))
         signature = self._signature(leaves, treedef, args, kwargs, traced=not eager)
@@ -191,6 +193,14 @@ class Pipeline:
         if not recorded:
             given = program.layout.returned(inputs, given, back.forwarded())
         return back(outputs, given, held)
+
+    def _check_valued(
+        self, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Refuse what cannot be computed with: shapes without values, arrays whose memory was given up."""
+        if any(isinstance(x, jax.ShapeDtypeStruct) or is_deleted(x) for x in leaves):
+            paths = Arguments(self.declared.fun, args, kwargs).paths()
+            check_valued(self.declared.name, [(paths[k], x) for k, x in enumerate(leaves)])
 
     def _signature(
         self,
@@ -254,6 +264,10 @@ class Pipeline:
     def place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The arguments, laid out as the call wants them."""
         leaves, treedef = tree_util.tree_flatten((args, kwargs))
+        self._check_valued(leaves, args, kwargs)
+        if traced := [k for k, x in enumerate(leaves) if compat.is_tracer(x)]:
+            paths = Arguments(self.declared.fun, args, kwargs).paths()
+            raise errors.place_traced(f"{self.declared.name}.place", [paths[k] for k in traced])
         program = self._signature(leaves, treedef, args, kwargs).program
         given = program.arrays(leaves)
         ready, shown = program.layout.concrete(given)

@@ -1,13 +1,14 @@
 """Filters: which states are meant. Small frozen values, compared and hashed by what they say."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any as AnyType
 from typing import TypeAlias
 
 import jax
 
 from .._base import _errors as errors
+from .._base._checks import check_filter
 from .._base._paths import key_name, path_str
 from .._base._types import Class, Filter, Fun, KeyPath, LaneName, Name, is_state, unpacked
 
@@ -17,6 +18,9 @@ Predicate: TypeAlias = Callable[[KeyPath, AnyType], bool]
 
 class _Named:
     """What the named filters have in common."""
+
+    def __post_init__(self) -> None:
+        check_filter(self)
 
     def bind(self, tree: AnyType) -> "Predicate":
         """This filter as a predicate for the states of `tree`."""
@@ -38,10 +42,6 @@ class OfType(_Named):
 
     type: Class
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.type, type):
-            raise errors.wrong_argument("OfType", "type", self.type)
-
     def __call__(self, path: KeyPath, state: AnyType) -> bool:
         del path
         return isinstance(state, self.type)
@@ -60,10 +60,6 @@ class WithTag(_Named):
     """
 
     tag: Name
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.tag, str):
-            raise errors.wrong_argument("WithTag", "tag of a filter", self.tag)
 
     def __call__(self, path: KeyPath, state: AnyType) -> bool:
         del path
@@ -84,10 +80,6 @@ class PathContains(_Named):
 
     key: LaneName
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.key, Hashable):
-            raise errors.wrong_argument("PathContains", "key", self.key)
-
     def __call__(self, path: KeyPath, state: AnyType) -> bool:
         del state
         return any(key_name(step) == str(self.key) for step in path)
@@ -106,10 +98,6 @@ class Where(_Named):
     """
 
     where: Fun
-
-    def __post_init__(self) -> None:
-        if not callable(self.where):
-            raise errors.wrong_argument("Where", "where", self.where)
 
     def bind(self, tree: AnyType) -> Predicate:
         picked = self._picked(tree)

@@ -131,8 +131,8 @@ class RandomState(State):
 
         **Returns:** `(keys, rng)`: keys of shape `(n,)`, and the advanced `RandomState`.
 
-        **Raises:** `StatemeshError` for an axis name that is not bound inside a mapped call, and for a
-        `RandomState` that holds several keys.
+        **Raises:** `StatemeshError` for an axis name that is not bound inside a mapped call, for a
+        `RandomState` that holds several keys, and for a negative `n`; `TypeError` for an `n` that is no int.
 
         !!! example
 

@@ -134,7 +134,8 @@ class State(NoArray, Shown, Generic[Value]):
 
         **Returns:** a State of the same kind with the same metadata.
 
-        **Raises:** `StructureError` naming everything that differs.
+        **Raises:** `StructureError` naming everything that differs, and for a number that does not fit into
+        the dtype.
         """
         return self._set(value, self.name or type(self).__name__)
 
@@ -199,7 +200,8 @@ class State(NoArray, Shown, Generic[Value]):
             label = f"what reduce={getattr(reduce, '__name__', reduce)} returned"
             fit = partial(conform, self.value, label=label)
             return self._with_value(call_policy(reduce, before, self.value, axis_names, fit))
-        return self._with_value(reduced(self.value, before, reduce, axis_names))
+        label = self.name or type(self).__name__
+        return self._with_value(reduced(self.value, before, reduce, axis_names, label))
 
     def _with_value(self: S, value: Any, meta: Meta | None = None) -> S:
         new = object.__new__(type(self))

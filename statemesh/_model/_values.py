@@ -57,12 +57,15 @@ def conform(old_value: Any, value: Any, label: str) -> Any:
     return tree_util.tree_unflatten(old_def, [after for _, _, after in pairs])
 
 
-def reduced(value: Any, before: Any, how: str, axis_names: tuple[AxisName, ...]) -> Any:
+def reduced(value: Any, before: Any, how: str, axis_names: tuple[AxisName, ...], label: str) -> Any:
     """The instances' values merged; `before` is what they came from (`None`: nothing)."""
     leaves, treedef = tree_util.tree_flatten(value)
     # Zeros that are the same everywhere, whatever they are like.
     olds = [jnp.zeros(x.shape, x.dtype) for x in leaves]
-    olds = olds if before is None else tree_util.tree_leaves(before)
+    if how == "sum" and before is not None:
+        olds, structure = tree_util.tree_flatten(before)
+        if structure != treedef:
+            raise errors.no_old_value(label, structure, treedef)
     merged = [_reduced(new, old, how, axis_names) for new, old in zip(leaves, olds, strict=True)]
     return treedef.unflatten(merged)
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._base import _compat as compat
+from .._base import _errors as errors
 from .._base._compat import tree_util
 from .._base._types import AxisName, is_state
 from .._resolve._specs import Placement
@@ -77,10 +78,16 @@ class Group:
 
     def split(self, part: Any) -> list[Any]:
         """The arrays' parts, of a shard's part of the buffer."""
+        self.check(part, (self.size,))
         # One equation for all of them, where indexing would make three for each.
         pieces = jax.lax.split(part, [slot.size for slot in self.slots])
         pairs = zip(pieces, self.slots, strict=True)
         return [jax.lax.reshape(piece, slot.part) for piece, slot in pairs]
+
+    def check(self, buffer: Any, shape: tuple[int, ...]) -> None:
+        """Refuse a buffer, or a shard's part of one, in which the arrays cannot be found."""
+        if np.shape(buffer) != shape:
+            raise errors.other_buffer([slot.path for slot in self.slots], buffer, shape)
 
     def join(self, parts: Sequence[Any]) -> Any:
         """A shard's part of the buffer, of the arrays' parts.

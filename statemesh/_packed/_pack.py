@@ -12,14 +12,23 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._base import _compat as compat
+from .._base import _errors as errors
 from .._base._compat import tree_util
 from .._base._paths import path_str
-from .._base._types import AnyMesh, AxisName, StateSpecs, is_state, is_state_or_packed, unpacked
+from .._base._types import (
+    AnyMesh,
+    AxisName,
+    StateSpecs,
+    is_packed,
+    is_state,
+    is_state_or_packed,
+    unpacked,
+)
 from .._model._kinds import ParamState
 from .._resolve._agreement import array_passed, check_alike
-from .._resolve._mesh import check_specs, manual_names, mesh_for_traced
-from .._resolve._placement import check_shapes, is_own, traced_onto
-from .._resolve._specs import UNSAID, Placement, choose_specs, own_placements
+from .._resolve._mesh import check_mesh, check_specs, manual_names, mesh_for_traced
+from .._resolve._placement import check_shapes, check_valued, is_own, traced_onto
+from .._resolve._specs import UNSAID, Placement, check_state_specs, choose_specs, own_placements
 from ._contents import Contents, Group, Slot
 from ._packed import Packed
 
@@ -42,7 +51,8 @@ def pack(model: Any, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Packed
     **Returns:** a `Packed`, which goes where the model went. A `RandomState`, arrays outside of States and
     static leaves are left as they are, `beside` the buffers.
 
-    **Raises:** `SpecError` for specs that do not fit the states or the mesh.
+    **Raises:** `SpecError` for specs that do not fit the states or the mesh; `TypeError` for a model that is
+    packed already.
 
     States of one buffer are written together: where a call writes one of them the buffer is new, and is what
     `donate='states'` gives up. Calls that place a state otherwise than it was packed refuse it.
@@ -66,11 +76,15 @@ def pack(model: Any, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Packed
 
         ```
     """
+    check_mesh("pack", mesh)
+    if any(map(is_packed, tree_util.tree_leaves(model, is_leaf=is_state_or_packed))):
+        raise errors.wrong_argument("pack", "model", model)
+    check_state_specs(state_specs, "state_specs")
     names = manual_names(mesh, ())
-    model = unpacked(model)
     flat, unit_def = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
     wheres = _placements(model, flat, state_specs)
     _check(flat, wheres, mesh, names)
+    check_valued("pack", _packed_arrays(flat, wheres))
     found: dict[_Key, list[tuple[Slot, Any]]] = {}
     at: list[tuple[Any, list[tuple[_Key, int]]] | None] = []
     rest: list[Any] = []
@@ -167,14 +181,23 @@ def _check(
     mesh: AnyMesh,
     names: Sequence[AxisName],
 ) -> None:
-    every = [
-        (path_str(keys, "model"), x, where)
-        for (keys, node), own in zip(flat, wheres, strict=True)
-        for x, where in zip(tree_util.tree_leaves(node), own or (), strict=own is not None)
-    ]
+    places = [where for own in wheres for where in own or ()]
+    pairs = zip(_packed_arrays(flat, wheres), places, strict=True)
+    every = [(path, x, where) for (path, x), where in pairs]
     check_specs([(f"the spec of {path}", where.spec) for path, _, where in every], mesh, names)
     paths, arrays, placements = zip(*every, strict=True) if every else ((), (), ())
     check_shapes(paths, arrays, placements, mesh, "pack")
+
+
+def _packed_arrays(
+    flat: Sequence[tuple[Any, Any]], wheres: Sequence[Sequence[Placement] | None]
+) -> list[tuple[str, Any]]:
+    """The arrays that go into buffers, each with its path."""
+    return [
+        (path_str(keys, "model"), x)
+        for (keys, node), own in zip(flat, wheres, strict=True)
+        for x in (tree_util.tree_leaves(node) if own is not None else ())
+    ]
 
 
 def _is_packable(node: Any) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from .._base import _compat as compat
+from .._base import _errors as errors
 from .._base._compat import tree_util
 from .._base._paths import path_str
 from .._base._types import PackedNode, is_packed, is_state_or_packed
@@ -36,10 +37,20 @@ class Packed(PackedNode):
 
     __slots__ = ("__weakref__", "_contents", "_rest", "buffers")
 
+    _rest: tuple[Any, ...]
+    _contents: Contents
+
     def __init__(self, buffers: Sequence[Any], rest: Sequence[Any], contents: Contents) -> None:
-        self.buffers = tuple(buffers)
-        self._rest = tuple(rest)
-        self._contents = contents
+        _set(self, tuple(buffers), tuple(rest), contents)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise errors.fixed_packed(name)
+
+    def __delattr__(self, name: str) -> None:
+        raise errors.fixed_packed(name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Packed, (self.buffers, self._rest, self._contents)
 
     @classmethod
     def of(cls, buffers: Sequence[Any], rest: Sequence[Any], form: Form) -> "Packed":
@@ -74,7 +85,7 @@ class Packed(PackedNode):
         return self._form.part, buffers, rest
 
     @property
-    def states(self) -> "Mapping[str, State]":
+    def states(self) -> "_States":
         return _States(self)
 
     @property
@@ -85,8 +96,9 @@ class Packed(PackedNode):
         return dict(zip(left, rest, strict=True))
 
     def __repr__(self) -> str:
-        _, buffers, rest = self._present()
-        return f"Packed({len(self.states)} states in {len(buffers)} arrays, {len(rest)} beside)"
+        contents, buffers, rest = self._present()
+        packed = sum(one is not None for one in contents.states)
+        return f"Packed({packed} states in {len(buffers)} arrays, {len(rest)} beside)"
 
     def tree_flatten_with_keys(self) -> tuple[Any, Contents]:
         kids = jax.tree_util.GetAttrKey("buffers"), self.buffers
@@ -99,9 +111,14 @@ class Packed(PackedNode):
     @classmethod
     def tree_unflatten(cls, contents: Contents, children: Any) -> "Packed":
         new = object.__new__(cls)
-        new.buffers, new._rest = children
-        new._contents = contents
+        buffers, rest = children
+        _set(new, buffers, rest, contents)
         return new
+
+
+def _set(packed: Packed, buffers: Any, rest: Any, contents: Contents) -> None:
+    for name, value in (("buffers", buffers), ("_rest", rest), ("_contents", contents)):
+        object.__setattr__(packed, name, value)
 
 
 class _States(Mapping[str, State]):
@@ -117,6 +134,8 @@ class _States(Mapping[str, State]):
     def __getitem__(self, path: str) -> State:
         structure, places = self._at[path]
         groups, buffers = self._groups, self._buffers
+        for g in dict.fromkeys(g for g, _ in places):
+            groups[g].check(buffers[g], groups[g].shape)
         arrays = [groups[g].array(buffers[g], groups[g].slots[k]) for g, k in places]
         found: State = structure.unflatten(arrays)
         return found
@@ -161,6 +180,7 @@ def members(tree: Any) -> list[list[int]]:
 
 
 def _arrays(group: Group, buffer: Any) -> list[Any]:
+    group.check(buffer, group.shape)
     source = _on_host(buffer)
     arrays = [group.array(source, slot) for slot in group.slots]
     if isinstance(buffer, jax.Array) and not compat.is_tracer(buffer):

@@ -68,6 +68,14 @@ def one_device_mesh(given: Mesh | AbstractMesh | None, traced: bool) -> Mesh:
     return compat.one_device_mesh(mesh)
 
 
+def check_mesh(what: str, mesh: Any) -> None:
+    """Refuse what is no mesh, or one without devices."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise errors.not_a_mesh(mesh)
+    if mesh.empty:
+        raise errors.empty_mesh(mesh, what)
+
+
 def mesh_of_arrays(mesh: AbstractMesh, leaves: Sequence[Any]) -> Mesh:
     """The devices of an abstract mesh: those on which the arguments of a call lie.
 
@@ -153,6 +161,4 @@ def _names_in(spec: PartitionSpec | PerShard | None) -> list[AxisName]:
         return []
     if isinstance(spec, PerShard):
         return list(spec.axis_names)
-    return [
-        name for axis in spec_axes(spec) for name in axis if name is not PartitionSpec.UNCONSTRAINED
-    ]
+    return [name for axis in spec_axes(spec) for name in axis]

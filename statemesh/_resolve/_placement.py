@@ -16,6 +16,7 @@ from .._base._compat import tree_util
 from .._base._paths import path_str
 from .._base._prefix import broadcast_specs
 from .._base._types import (
+    AnyMesh,
     AxisName,
     StateSpecs,
     canonical,
@@ -28,8 +29,8 @@ from .._base._types import (
 from .._model._values import strong
 from ._agreement import array_passed, check_alike
 from ._buffers import apart
-from ._mesh import check_specs, manual_names
-from ._specs import UNSAID, Placement, choose_specs, own_placements, placement
+from ._mesh import check_mesh, check_specs, manual_names
+from ._specs import UNSAID, Placement, check_state_specs, choose_specs, own_placements, placement
 
 
 def check_shapes(
@@ -136,7 +137,28 @@ def is_own(x: Any) -> bool:
     return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
-def place(tree: Any, mesh: Mesh, specs: Any = None, *, state_specs: StateSpecs = None) -> Any:
+def check_concrete(what: str, paths: Sequence[str], arrays: Sequence[Any]) -> None:
+    """Refuse arrays that cannot be moved: traced ones, those given up, and shapes without values."""
+    found = list(zip(paths, arrays, strict=True))
+    if traced := [path for path, x in found if compat.is_tracer(x)]:
+        raise errors.place_traced(what, traced)
+    check_valued(what, found)
+
+
+def check_valued(what: str, found: Sequence[tuple[str, Any]]) -> None:
+    """Refuse what has a shape and no value."""
+    if bare := [path for path, x in found if isinstance(x, jax.ShapeDtypeStruct)]:
+        raise errors.shapes_given(what, bare)
+    if gone := [path for path, x in found if is_deleted(x)]:
+        raise errors.deleted(what, gone)
+
+
+def is_deleted(x: Any) -> bool:
+    """Whether it is an array whose memory was given up."""
+    return isinstance(x, jax.Array) and not compat.is_tracer(x) and x.is_deleted()
+
+
+def place(tree: Any, mesh: AnyMesh, specs: Any = None, *, state_specs: StateSpecs = None) -> Any:
     """Put a tree onto a mesh the way a mapped call wants it.
 
     **Arguments:**
@@ -152,7 +174,8 @@ def place(tree: Any, mesh: Mesh, specs: Any = None, *, state_specs: StateSpecs =
     leaves that are not arrays stay as they are. What is moved shares no memory with what it was moved
     from, so that one may be donated without the other.
 
-    **Raises:** `SpecError` for specs that do not fit the tree, its arrays or the mesh.
+    **Raises:** `SpecError` for specs that do not fit the tree, its arrays or the mesh, and for a mesh without
+    devices; `TypeError` for arrays that are traced: there a mapped call lays its arguments out itself.
 
     !!! example
 
@@ -166,6 +189,10 @@ def place(tree: Any, mesh: Mesh, specs: Any = None, *, state_specs: StateSpecs =
 
         ```
     """
+    check_mesh("place", mesh)
+    if isinstance(mesh, AbstractMesh):
+        raise errors.wrong_argument("place", "mesh", mesh)
+    check_state_specs(state_specs, "state_specs")
     names = manual_names(mesh, ())
     check_specs([("specs", specs)], mesh, names)
     flat, _ = tree_util.tree_flatten_with_path(tree, is_leaf=is_state)
@@ -193,6 +220,7 @@ def place(tree: Any, mesh: Mesh, specs: Any = None, *, state_specs: StateSpecs =
     named = [(f"the spec of {paths[i]}", w.spec) for i, w in zip(chosen_at, wheres, strict=True)]
     check_specs(named, mesh, names)
     check_shapes([paths[i] for i in chosen_at], arrays, wheres, mesh, "place")
+    check_concrete("place", [paths[i] for i in chosen_at], arrays)
     targets = [NamedSharding(mesh, where.spec) for where in wheres]
     if mesh.is_multi_process:
         pairs = zip(chosen_at, arrays, strict=True)

@@ -7,17 +7,19 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from .._base import _errors as errors
 from .._base._prefix import broadcast_specs
 from .._base._types import (
     AxisName,
     PerShard,
     StateSpecs,
     canonical,
+    is_spec,
     is_state,
     mentioned,
     written_axes,
 )
-from .._model._filters import first_matches
+from .._model._filters import OfType, first_matches, to_predicate
 from .._model._state import State
 
 
@@ -75,6 +77,17 @@ def _for_kind(state: State, spec: Any) -> Placement:
     if state.always_replicated and not isinstance(spec, PerShard):
         return REPLICATED
     return placement(spec)
+
+
+def check_state_specs(state_specs: StateSpecs, what: str) -> None:
+    """Refuse what is no filter, and specs for a kind that every shard has whole."""
+    for filter, spec in state_specs.items() if isinstance(state_specs, Mapping) else ():
+        kind = filter.type if isinstance(filter, OfType) else filter
+        to_predicate(filter)
+        if isinstance(kind, type) and getattr(kind, "always_replicated", False):
+            for one in jax.tree_util.tree_leaves(spec, is_leaf=is_spec):
+                if isinstance(one, PartitionSpec) and mentioned(one):
+                    raise errors.always_replicated(f"{kind.__name__} in {what}", one)
 
 
 def choose_specs(state_specs: StateSpecs, roots: Sequence[tuple[str, Any]], what: str) -> list[Any]:

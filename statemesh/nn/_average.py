@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from .._base import _errors as errors
 from .._base._axes import bound_names, known_same, total
-from .._base._types import AxisName, Filter, is_state, unpacked
+from .._base._checks import check_names
+from .._base._types import Filter, SeveralAxes, is_state, unpacked
 from .._model._kinds import LongTermState, ShortTermState
 from .._model._module import Module, field
 from .._packed._pack import packed_as
@@ -41,12 +42,13 @@ class Average(Module):
     """
 
     running: ShortTermState
-    axis_name: AxisName = field(static=True)
+    axis_name: SeveralAxes = field(static=True)
 
-    def __init__(self, example: Any, *, axis_name: AxisName = None) -> None:
+    def __init__(self, example: Any, *, axis_name: SeveralAxes = None) -> None:
         shapes = jax.eval_shape(lambda: jax.tree.map(jnp.zeros_like, example))
         means = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x.dtype)), shapes)
         self.running = ShortTermState({"weight": 0.0, "mean": means})
+        check_names("Average", axis_name)
         self.axis_name = axis_name
 
     def __call__(self, values: Any, weight: Any = 1.0) -> tuple[Any, "Average"]:

@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec
 
 from .._base import _errors as errors
 from .._base._axes import bound_names, known_same, total
-from .._base._types import AxisName
+from .._base._checks import check_names
+from .._base._types import AxisName, SeveralAxes
 from .._model._kinds import BatchState, ParamState
 from .._model._module import Module, field
 from ._checks import check_floating, in_inference, moved
@@ -72,7 +73,7 @@ class BatchNorm(Module):
     scale: ParamState | None
     shift: ParamState | None
     inference: bool
-    axis_name: AxisName = field(static=True)
+    axis_name: SeveralAxes = field(static=True)
     channel_axis: int = field(static=True)
     momentum: float | None = field(static=True)
     eps: float = field(static=True)
@@ -81,7 +82,7 @@ class BatchNorm(Module):
         self,
         size: int,
         *,
-        axis_name: AxisName = None,
+        axis_name: SeveralAxes = None,
         channel_axis: int = -1,
         momentum: float | None = 0.99,
         eps: float = 1e-5,
@@ -105,6 +106,7 @@ class BatchNorm(Module):
         self.scale = ParamState(ones, spec=spec) if affine else None
         self.shift = ParamState(jnp.zeros_like(ones), spec=spec) if affine else None
         self.inference = inference
+        check_names("BatchNorm", axis_name)
         self.axis_name = axis_name
         self.channel_axis = channel_axis
         self.momentum = momentum

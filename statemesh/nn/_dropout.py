@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from .._base import _errors as errors
-from .._base._types import AxisName
+from .._base._checks import check_names
+from .._base._types import SeveralAxes
 from .._model._module import Module, field
 from .._model._random import RandomState
 from ._checks import check_floating, in_inference
@@ -48,7 +49,7 @@ class Dropout(Module):
     rng: RandomState
     inference: bool
     rate: float = field(static=True)
-    axis_name: AxisName = field(static=True)
+    axis_name: SeveralAxes = field(static=True)
     row_axis: int | None = field(static=True)
 
     def __init__(
@@ -56,7 +57,7 @@ class Dropout(Module):
         rate: float,
         key: Any,
         *,
-        axis_name: AxisName = None,
+        axis_name: SeveralAxes = None,
         row_axis: int | None = 0,
         inference: bool = False,
     ) -> None:
@@ -65,6 +66,7 @@ class Dropout(Module):
         self.rng = RandomState(key)
         self.inference = inference
         self.rate = rate
+        check_names("Dropout", axis_name)
         self.axis_name = axis_name
         self.row_axis = row_axis
 

@@ -8,7 +8,8 @@ from jax.sharding import PartitionSpec
 
 from .._base import _errors as errors
 from .._base._axes import bound_names, shard_index
-from .._base._types import AxisName
+from .._base._checks import check_names
+from .._base._types import SeveralAxes
 from .._model._kinds import ShortTermState
 from .._model._module import Module, field
 
@@ -54,7 +55,7 @@ class KVCache(Module):
     slots: ShortTermState
     position: ShortTermState
     capacity: int = field(static=True)
-    axis_name: AxisName = field(static=True)
+    axis_name: SeveralAxes = field(static=True)
 
     def __init__(
         self,
@@ -64,13 +65,14 @@ class KVCache(Module):
         *,
         dtype: Any = None,
         spec: PartitionSpec | None = None,
-        axis_name: AxisName = None,
+        axis_name: SeveralAxes = None,
     ) -> None:
         shape = (capacity, heads, dim)
         empty = {"keys": jnp.zeros(shape, dtype), "values": jnp.zeros(shape, dtype)}
         self.slots = ShortTermState(empty, spec=spec)
         self.position = ShortTermState(0)
         self.capacity = capacity
+        check_names("KVCache", axis_name)
         self.axis_name = axis_name
 
     def __call__(self: K, keys: Any, values: Any) -> tuple[tuple[Any, Any, Any], K]:
