@@ -116,8 +116,8 @@ def _recovered(
     sources = iter(continued(compat.open_jaxpr(program.closed)))
     marks = iter(zip(program.marks, rebuilt, strict=True))
     found: list[object] = []
-    for stateful, arrays in nodes:
-        of = frozenset[int]().union(*(next(sources) for _ in range(arrays)))
+    for stateful, number in nodes:
+        of = frozenset[int]().union(*(next(sources) for _ in range(number)))
         if not stateful:
             continue
         mark, by_jax = next(marks)
