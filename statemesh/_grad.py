@@ -109,8 +109,12 @@ def value_and_grad(
             new = [
                 i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and id(x) not in given
             ]
+            made = [leaves[i] for i in new]
+            # JAX takes a tracer that is kept for a leak.
+            for i in new:
+                leaves[i] = None
             results[:] = [(leaves, structure, origins(rest), new)]
-            return loss, [leaves[i] for i in new]
+            return loss, made
 
         with _mesh_of(given.values()), scope.casting():
             params = scope.cast(parts.params)

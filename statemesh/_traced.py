@@ -15,6 +15,10 @@ from ._model._origin import Unknown, origin, origins, states_of, with_origins
 from ._origins import continued
 
 
+# Where an array stood among the leaves of a result: a tracer that is kept is a leak.
+_MADE = object()
+
+
 @dataclasses.dataclass(frozen=True)
 class Traced:
     """The program of a function of trees.
@@ -23,7 +27,8 @@ class Traced:
 
     - `closed`: its jaxpr: of the arrays among the leaves of the operands, to those of the result.
     - `given`: these arrays of the operands.
-    - `leaves`, `treedef`, `marks`: the leaves of the result, its structure, and what its states continue.
+    - `leaves`, `treedef`, `marks`: the leaves of the result, with a placeholder for each array, its
+        structure, and what its states continue.
     """
 
     closed: Any
@@ -35,7 +40,7 @@ class Traced:
     def result(self, made: Sequence[Any]) -> Any:
         """The function's result, of arrays that its program has made."""
         outputs = iter(made)
-        leaves = [next(outputs) if isinstance(x, jax.Array) else x for x in self.leaves]
+        leaves = [next(outputs) if x is _MADE else x for x in self.leaves]
         return with_origins(self.treedef.unflatten(leaves), self.marks)
 
     def remembered(self, result: Any) -> Any:
@@ -64,7 +69,7 @@ def trace(
     arrays_at = [i for i, x in enumerate(flat) if isinstance(x, jax.Array)]
     given = [flat[i] for i in arrays_at]
     marks = origins(operands)
-    results: list[tuple[list[Any], Any, list[object], list[bool]]] = []
+    results: list[tuple[list[Any], Any, list[object], list[bool], list[tuple[bool, int]]]] = []
 
     def traced(*arrays: Any) -> list[Any]:
         inside = list(flat)
@@ -74,34 +79,46 @@ def trace(
             result = fun(*with_origins(treedef.unflatten(inside), marks))
         leaves, structure = tree_util.tree_flatten(result)
         rebuilt = [node._meta.token is not None for node in states_of(result)]
-        results[:] = [(leaves, structure, origins(result), rebuilt)]
+        shown = [_MADE if isinstance(x, jax.Array) else x for x in leaves]
+        results[:] = [(shown, structure, origins(result), rebuilt, _arrays_of(result))]
         return [x for x in leaves if isinstance(x, jax.Array)]
 
     bound: list[compat.FollowedAxes | compat.FollowedStates] = [] if mark is None else [mark]
     if links is not None:
         bound.append(compat.FollowedStates())
     closed = compat.trace_marked(traced, given, bound)
-    ((leaves, structure, found, rebuilt),) = results
+    ((leaves, structure, found, rebuilt, nodes),) = results
     program = Traced(closed, given, leaves, structure, found)
     if links is None or None not in found:
         return program
-    return dataclasses.replace(program, marks=_recovered(program, operands, rebuilt))
+    return dataclasses.replace(program, marks=_recovered(program, operands, rebuilt, nodes))
 
 
-def _recovered(program: Traced, operands: Sequence[Any], rebuilt: Sequence[bool]) -> list[object]:
+def _arrays_of(tree: Any) -> list[tuple[bool, int]]:
+    """Of each State, and of each leaf outside of them: whether it is a State, and how many arrays it has."""
+    return [
+        (is_state(node), sum(isinstance(x, jax.Array) for x in tree_util.tree_leaves(node)))
+        for node in tree_util.tree_leaves(tree, is_leaf=is_state)
+    ]
+
+
+def _recovered(
+    program: Traced,
+    operands: Sequence[Any],
+    rebuilt: Sequence[bool],
+    nodes: Sequence[tuple[bool, int]],
+) -> list[object]:
     """The marks of the result's states; what JAX made them forget as the program's links show it."""
     marks_at: list[object] = []
     for node in tree_util.tree_leaves(operands, is_leaf=is_state):
         arrays = [x for x in tree_util.tree_leaves(node) if isinstance(x, jax.Array)]
         marks_at += [origin(node) if is_state(node) else None] * len(arrays)
     sources = iter(continued(compat.open_jaxpr(program.closed)))
-    result = program.treedef.unflatten(program.leaves)
     marks = iter(zip(program.marks, rebuilt, strict=True))
     found: list[object] = []
-    for node in tree_util.tree_leaves(result, is_leaf=is_state):
-        arrays = [x for x in tree_util.tree_leaves(node) if isinstance(x, jax.Array)]
-        of = frozenset[int]().union(*(next(sources) for _ in arrays))
-        if not is_state(node):
+    for stateful, number in nodes:
+        of = frozenset[int]().union(*(next(sources) for _ in range(number)))
+        if not stateful:
             continue
         mark, by_jax = next(marks)
         if mark is None:

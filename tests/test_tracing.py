@@ -377,3 +377,33 @@ def test_programs_in_use_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for label in ("one", "two", "three", *["two", "three"] * 3, "one", "four", "one", "three"):
         mapped(x, label)
     assert count.times == 4
+
+
+WAYS: dict[str, Any] = {
+    "checked": lambda fun, mesh: sm.shard_map(fun, mesh, (P(), P("x")), (P("x"), P())),
+    "unchecked": lambda fun, mesh: sm.shard_map(
+        fun, mesh, (P(), P("x")), (P("x"), P()), check_vma=False
+    ),
+    "pmap2": lambda fun, mesh: sm.pmap2(fun, "x", in_axes=(None, 0), out_axes=(0, None)),
+    "vmap2": lambda fun, mesh: sm.vmap2(fun, axis_name="x", in_axes=(None, 0), out_axes=(0, None)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_tracer_is_kept(way: str) -> None:
+    def train(model: Model, x: jax.Array) -> tuple[jax.Array, Model]:
+        def loss(model: Model) -> tuple[jax.Array, Model]:
+            key, rng = model.rng.split()
+            y = model.w.value * jax.random.uniform(key) * x.sum()
+            return y, model.replace(count=model.count.value + 1, rng=rng)
+
+        (_, model), grads = sm.value_and_grad(loss, axis_name="x")(model)
+        (model,) = jax.lax.scan(
+            lambda m, _: ((m[0].replace(w=m[0].w.value + 1),), 0), (model,), length=2
+        )[0]
+        return x * grads.w.value, model
+
+    x = np.ones(8, np.float32)
+    with jax.checking_leaks():
+        _, model = WAYS[way](train, make_mesh())(make_model(), x)
+    assert (float(model.w.value), int(model.count.value)) == (4, 1)

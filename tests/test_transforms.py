@@ -271,3 +271,27 @@ def test_eager_transformations_find_the_devices(way: str) -> None:
         np.testing.assert_array_equal(by_x, np.full((2, 8), 6))
         after = jax.vjp(lambda w: mapped(w, scale, x), w)[0][1]
         assert float(after.value) == 4
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_compile_time_eval_gives_arrays(given: bool) -> None:
+    mesh, x = make_mesh(), np.arange(8, dtype=np.float32)
+    mapped = sm.shard_map(
+        lambda s, x: (x * s.value, s.set(s.value + 1)),
+        mesh if given else None,
+        (P(), P("x")),
+        (P("x"), P()),
+    )
+
+    def outer(y: jax.Array) -> jax.Array:
+        with jax.ensure_compile_time_eval():
+            for _ in range(2):
+                z, s = mapped(sm.State(2.0), x)
+                assert isinstance(float(s.value), float)
+                np.testing.assert_array_equal(z, 2 * x)
+        inside, _ = mapped(sm.State(2.0), y)
+        return inside
+
+    with contextlib.nullcontext() if given else jax.set_mesh(mesh):
+        np.testing.assert_array_equal(jax.jit(outer)(x), 2 * x)
+        np.testing.assert_array_equal(mapped(sm.State(2.0), x)[0], 2 * x)

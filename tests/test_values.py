@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import label
+from tests.helpers import label, make_mesh
 
 
 def structure(tree: Any) -> Any:
@@ -277,3 +278,19 @@ def test_a_leaf_that_is_no_array_is_refused(leaf: Any) -> None:
     for make in makers:
         with pytest.raises(TypeError, match="array"):
             make(leaf)
+
+
+@pytest.mark.parametrize("x", [np.arange(8.0), np.arange(8), np.arange(8) * 1j])
+def test_one_numpy_array_with_x64_on_and_off(x: Any) -> None:
+    mesh = make_mesh()
+    calls = [
+        sm.shard_map(lambda x: x * 2, mesh, P("x"), P("x")),
+        sm.pmap2(lambda x: x * 2, "x"),
+    ]
+    for on in (True, False, True, False):
+        with jax.enable_x64(on):
+            expected = jax.dtypes.canonicalize_dtype(x.dtype)
+            for call in calls:
+                y = call(x)
+                assert y.dtype == expected
+                np.testing.assert_array_equal(y, x.astype(expected) * 2)

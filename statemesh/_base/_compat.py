@@ -281,6 +281,14 @@ current_trace: Any = core.find_top_trace
 TOP_LEVEL: Any = current_trace(())
 
 
+def runs_at_once() -> bool:
+    """Whether what is called on concrete arrays runs although something is traced.
+
+    So it is inside `jax.ensure_compile_time_eval`.
+    """
+    return bool(getattr(jax.config, "eager_constant_folding", False))
+
+
 # What tracing a function raises that goes by the values of its arguments.
 NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,

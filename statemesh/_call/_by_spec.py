@@ -131,7 +131,7 @@ class BySpec:
     def _mesh(self, leaves: Sequence[Any], traced: bool) -> Mesh | AbstractMesh:
         if self.one_device:
             return one_device_mesh(self.mesh, traced)
-        recorded = compat.under_jit()
+        recorded = traced and compat.under_jit()
         mesh = resolve_mesh(self.mesh, self.axis_names, recorded)
         # The mesh of a mapped call around has no devices; nor needs it any.
         if isinstance(mesh, AbstractMesh) and not (recorded or compat.manual_axes(mesh)):

@@ -155,8 +155,9 @@ class Pipeline:
         self, leaves: list[Any], treedef: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         self._check_valued(leaves, args, kwargs)
-        recorded = compat.under_jit()
-        eager = _trace(()) is compat.TOP_LEVEL and not any(map(compat.is_tracer, leaves))
+        top = _trace(()) is compat.TOP_LEVEL
+        eager = (top or compat.runs_at_once()) and not any(map(compat.is_tracer, leaves))
+        recorded = not eager and compat.under_jit()
         signature = self._signature(leaves, treedef, args, kwargs, traced=not eager)
         held = signature.program.hold(leaves)
         other_mesh = compat.context_mesh() is not None and self.declared.rules.has_own_mesh
@@ -174,7 +175,7 @@ class Pipeline:
                 signature.check_program(ready)
                 outputs, back = signature.compiled(*ready)
             self._keep(signature)
-            if self.declared.rules.steady and not other_mesh:
+            if self.declared.rules.steady and top and not other_mesh:
                 self._last = signature
                 signature.set_mesh = _set_mesh() if self.declared.rules.takes_set_mesh else None
             shown = program.layout.returned(inputs, shown, back.forwarded())

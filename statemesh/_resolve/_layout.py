@@ -22,6 +22,17 @@ from ._specs import Placement
 _is_deleted = methodcaller("is_deleted")
 
 
+def _as_wide_as_now(x: Any) -> Any:
+    """An array of the host in the dtype that it has for JAX, with x64 on or off.
+
+    Of several that it is to lay out at once JAX remembers the objects, but not which of the two it was.
+    """
+    if isinstance(x, jax.Array) or x.dtype.itemsize < 8 or x.dtype.kind not in "fiuc":
+        return x
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+    return x if dtype == x.dtype else np.asarray(x, dtype)
+
+
 class Layout:
     """Where the inputs of one program lie.
 
@@ -122,7 +133,7 @@ class Layout:
         kept = {k for k in wrong if k not in self.hosted and self._lies_right(ready[k], k)}
         moving = [k for k in wrong if k not in kept or self._goes_by_another_name(ready[k], k)]
         targets = [self.targets[k] for k in moving]
-        sources = [ready[k] for k in moving]
+        sources = [_as_wide_as_now(ready[k]) for k in moving]
         # The owner of NumPy's memory may fill it anew while the program still reads it.
         sources = [
             apart(x, target) if self.donating or k in self.hosted else x
