@@ -180,6 +180,8 @@ def _by_collectives(eqn: Any, seen: Axes) -> Axes:
     if compat.made_varying(eqn):  # In a program with types: the value stays as it is.
         return seen
     joined, spread = compat.collective(eqn)
+    if not seen & spread and compat.permutes_all(eqn):
+        return seen
     return (seen - joined) | spread
 
 

@@ -44,6 +44,28 @@ def test_arrays_enter_and_leave_on_their_axes(lanes: Any, into: int, out: int) -
     equal(result, np.stack([x * 10 + 1 for x in each], out))
 
 
+def test_what_goes_round_is_the_same_where_it_was_the_same(lanes: Any) -> None:
+    ring = [(i, (i + 1) % N) for i in range(N)]
+
+    def moved(x: jax.Array) -> Any:
+        return jax.lax.ppermute(x, "i", ring)
+
+    def mean(x: jax.Array) -> Any:
+        return moved(jax.lax.pmean(x, "i"))
+
+    close(lanes(mean, axis_name="i", out_axes=None)(X), X.mean(0))
+    with pytest.raises(sm.BatchAxisError, match="the same in all lanes"):
+        lanes(moved, axis_name="i", out_axes=None)(X)
+
+
+def test_lanes_that_get_nothing_differ() -> None:
+    def some(x: jax.Array) -> Any:
+        return jax.lax.ppermute(jax.lax.pmean(x, "i"), "i", [(0, 1), (1, 0)])
+
+    with pytest.raises(sm.BatchAxisError, match="the same in all lanes"):
+        sm.pmap2(some, "i", out_axes=None)(X)
+
+
 def test_axes_are_prefix_trees(lanes: Any) -> None:
     tree = {"a": X, "b": [X.T, np.float32(2)]}
 

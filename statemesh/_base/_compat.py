@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import inspect
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -113,6 +114,20 @@ def collective(eqn: Any) -> tuple[Axes, Axes]:
     )
     joins = eqn.primitive.name in _JOINING and eqn.params.get("axis_index_groups") is None
     return (names, NO_AXES) if joins else (NO_AXES, names)
+
+
+def permutes_all(eqn: Any) -> bool:
+    """Whether an equation gives each instance the value of one: all the same if they were so before.
+
+    An instance that gets nothing has zeros. How many there are is known where the axes are bound.
+    """
+    if eqn.primitive.name != "ppermute":
+        return False
+    try:
+        count = math.prod(map(jax.lax.axis_size, flat_names(eqn.params["axis_name"])))
+    except NameError:
+        return False
+    return len({to for _, to in eqn.params["perm"]}) == count
 
 
 _SUMS = ("psum", "psum2", "psum_invariant")
