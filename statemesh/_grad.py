@@ -12,6 +12,7 @@ import numpy as np
 from ._base import _compat as compat
 from ._base import _errors as errors
 from ._base._compat import tree_util
+from ._base._frames import without_own_frames
 from ._base._paths import fun_name, positional_names
 from ._base._types import Filter, Fun, ReduceLoss
 from ._model._origin import origins, with_origins
@@ -89,6 +90,7 @@ def value_and_grad(
         raise errors.unknown_reduction(reduce)
     name = fun_name(fun)
 
+    @without_own_frames
     def value_and_grads(model: Any, /, *args: Any, **kwargs: Any) -> Any:
         parts = Parts("value_and_grad", model, wrt, positional_names(fun, 1)[0])
         scope = Scope(name, axis_name, reduce == "mean", parts)
@@ -154,6 +156,7 @@ def grad(
     """
     both = value_and_grad(fun, wrt=wrt, axis_name=axis_name, reduce=reduce, has_aux=has_aux)
 
+    @without_own_frames
     def grads_of(model: Any, /, *args: Any, **kwargs: Any) -> Any:
         (value, model), grads = both(model, *args, **kwargs)
         return (grads, value[1]) if has_aux else grads, model

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from jax.tree_util import GetAttrKey
 
 from ._base import _errors as errors
+from ._base._frames import without_own_frames
 from ._base._types import AxisName, KeyPath, Size
 from ._call._by_axis import POLICIES
 from ._call._mapping import StatefulMapping
@@ -127,7 +128,8 @@ class Map(Module, Generic[M]):
         ...     count: sm.State | None = None
         ...     def init_state(self):
         ...         return self.replace(count=sm.ShortTermState(0))
-        ...     def update(self, x):
+        ...     @without_own_frames
+    def update(self, x):
         ...         return x + 1, self.replace(count=self.count.value + x)
         >>> counters = sm.Map(Counter(), 3).init_all_states()
         >>> out, counters = counters(jnp.arange(3))
@@ -175,6 +177,7 @@ class Map(Module, Generic[M]):
             }
         )
 
+    @without_own_frames
     def init_all_states(self, **kwargs: Any) -> "Map[M]":
         """Create the module's states with their lane axis.
 
@@ -200,6 +203,7 @@ class Map(Module, Generic[M]):
         distributed = tuple((axis, frozenset(paths)) for axis, paths in by_axis.items())
         return self.replace(module=module, _calls=_Calls(told, distributed))
 
+    @without_own_frames
     def update(self, *args: Any, **kwargs: Any) -> tuple[Any, "Map[M]"]:
         """Run the module's `update` over the lanes.
 
@@ -214,6 +218,7 @@ class Map(Module, Generic[M]):
         """
         return self._run("update", *args, **kwargs)
 
+    @without_own_frames
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, "Map[M]"]:
         """As `update`."""
         return self._run("update", *args, **kwargs)
@@ -232,6 +237,7 @@ class Map(Module, Generic[M]):
         _check_method(self.module, name)
         return functools.partial(self._run, name)
 
+    @without_own_frames
     def _run(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, "Map[M]"]:
         _check_method(self.module, name)
         axes = self._calls.told["in_axes"]

@@ -7,6 +7,7 @@ import jax
 
 from ._base import _errors as errors
 from ._base._compat import tree_util
+from ._base._frames import without_own_frames
 from ._base._paths import path_str
 from ._base._types import (
     UNNAMED,
@@ -72,6 +73,7 @@ def new_states(before: Any, after: Any, filter: Filter = ...) -> dict[str, State
     return {path_str(path): state for path, state in made.items() if path in chosen}
 
 
+@without_own_frames
 def vmap2_new_states(
     module: M,
     init_kwargs: dict[str, Any],
@@ -123,6 +125,7 @@ def vmap2_new_states(
     return after, _by_axis(after, axes)
 
 
+@without_own_frames
 def pmap2_new_states(
     module: M,
     init_kwargs: dict[str, Any],

@@ -13,6 +13,7 @@ from .._arguments import is_shaped
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._compat import tree_util
+from .._base._frames import without_own_frames
 from .._base._paths import path_str
 from .._base._prefix import broadcast_specs
 from .._base._types import (
@@ -136,6 +137,7 @@ def is_own(x: Any) -> bool:
     return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
+@without_own_frames
 def place(tree: Any, mesh: Mesh, specs: Any = None, *, state_specs: StateSpecs = None) -> Any:
     """Put a tree onto a mesh the way a mapped call wants it.
 
