@@ -1,16 +1,15 @@
 """The signature of `jax.experimental.shard_map`, for code that was written for it."""
 
-from collections.abc import Callable
 from typing import Any
 
 from ._base import _errors as errors
-from ._base._types import AnyMesh, AxisName, Params, Result
+from ._base._types import AnyMesh, AxisName, FunOf, Params, Result
 from ._call._mapping import StatefulMapping
 from ._call._shard_map import shard_map as _shard_map
 
 
 def shard_map(
-    f: Callable[Params, Result],
+    f: FunOf[Params, Result],
     mesh: AnyMesh,
     in_specs: Any,
     out_specs: Any,
