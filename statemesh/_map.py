@@ -128,8 +128,7 @@ class Map(Module, Generic[M]):
         ...     count: sm.State | None = None
         ...     def init_state(self):
         ...         return self.replace(count=sm.ShortTermState(0))
-        ...     @without_own_frames
-    def update(self, x):
+        ...     def update(self, x):
         ...         return x + 1, self.replace(count=self.count.value + x)
         >>> counters = sm.Map(Counter(), 3).init_all_states()
         >>> out, counters = counters(jnp.arange(3))
