@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,9 @@ from ._base import _compat as compat
 from ._base import _errors as errors
 from ._base._checks import check_function, check_names
 from ._base._compat import tree_util
+from ._base._frames import without_own_frames
 from ._base._paths import fun_name, positional_names
-from ._base._types import Filter, Fun, ReduceLoss
+from ._base._types import Filter, FunOf, Params, ReduceLoss, Result
 from ._model._filters import to_predicate
 from ._model._origin import origins, with_origins
 from ._scope import Scope
@@ -22,13 +23,13 @@ from ._trainable import Parts
 
 
 def value_and_grad(
-    fun: Fun,
+    fun: FunOf[Params, Result],
     *,
     wrt: Filter = None,
     axis_name: Any = None,
     reduce: ReduceLoss = "mean",
     has_aux: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[Params, tuple[Result, Any]]:
     """A function that evaluates a loss, the new model, and the gradient of the loss, reduced exactly once.
 
     Inside a mapped call every shard has a loss of its own, of its rows. With `axis_name` the loss that is
@@ -94,6 +95,7 @@ def value_and_grad(
     to_predicate(wrt)
     name = fun_name(fun)
 
+    @without_own_frames
     def value_and_grads(model: Any, /, *args: Any, **kwargs: Any) -> Any:
         parts = Parts("value_and_grad", model, wrt, positional_names(fun, 1)[0])
         scope = Scope(name, axis_name, reduce == "mean", parts)
@@ -131,17 +133,18 @@ def value_and_grad(
         return ((loss, aux) if has_aux else loss, model), parts.tree(grads)
 
     value_and_grads.__name__ = value_and_grads.__qualname__ = f"value_and_grad_of_{name}"
-    return value_and_grads
+    typed: Callable[Params, tuple[Result, Any]] = cast(Any, value_and_grads)
+    return typed
 
 
 def grad(
-    fun: Fun,
+    fun: FunOf[Params, Any],
     *,
     wrt: Filter = None,
     axis_name: Any = None,
     reduce: ReduceLoss = "mean",
     has_aux: bool = False,
-) -> Callable[..., Any]:
+) -> Callable[Params, tuple[Any, Any]]:
     """As `value_and_grad`, without the loss.
 
     **Arguments:** those of `value_and_grad`.
@@ -163,12 +166,14 @@ def grad(
     """
     both = value_and_grad(fun, wrt=wrt, axis_name=axis_name, reduce=reduce, has_aux=has_aux)
 
+    @without_own_frames
     def grads_of(model: Any, /, *args: Any, **kwargs: Any) -> Any:
         (value, model), grads = both(model, *args, **kwargs)
         return (grads, value[1]) if has_aux else grads, model
 
     grads_of.__name__ = grads_of.__qualname__ = f"grad_of_{fun_name(fun)}"
-    return grads_of
+    typed: Callable[Params, tuple[Any, Any]] = cast(Any, grads_of)
+    return typed
 
 
 def _taken_apart(returned: Any, has_aux: bool, name: str) -> tuple[Any, tuple[Any, Any]]:

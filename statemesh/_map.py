@@ -9,6 +9,7 @@ from jax.tree_util import GetAttrKey
 
 from ._base import _errors as errors
 from ._base._checks import check_lane_name, check_text
+from ._base._frames import without_own_frames
 from ._base._types import KeyPath, LaneName, Name, Size, Text
 from ._call._by_axis import POLICIES
 from ._call._mapping import StatefulMapping
@@ -182,6 +183,7 @@ class Map(Module, Generic[M]):
             }
         )
 
+    @without_own_frames
     def init_all_states(self, **kwargs: Any) -> "Map[M]":
         """Create the module's states with their lane axis.
 
@@ -208,6 +210,7 @@ class Map(Module, Generic[M]):
         distributed = tuple((axis, frozenset(paths)) for axis, paths in by_axis.items())
         return self.replace(module=module, _calls=_Calls(told, distributed))
 
+    @without_own_frames
     def update(self, *args: Any, **kwargs: Any) -> tuple[Any, "Map[M]"]:
         """Run the module's `update` over the lanes.
 
@@ -222,6 +225,7 @@ class Map(Module, Generic[M]):
         """
         return self._run("update", *args, **kwargs)
 
+    @without_own_frames
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, "Map[M]"]:
         """As `update`."""
         return self._run("update", *args, **kwargs)
@@ -240,6 +244,7 @@ class Map(Module, Generic[M]):
         _check_method(self.module, name)
         return functools.partial(self._run, name)
 
+    @without_own_frames
     def _run(self, name: Name, *args: Any, **kwargs: Any) -> tuple[Any, "Map[M]"]:
         _check_method(self.module, name)
         axes = self._calls.told["in_axes"]

@@ -8,6 +8,7 @@ import jax
 from ._base import _errors as errors
 from ._base._checks import check_text
 from ._base._compat import tree_util
+from ._base._frames import without_own_frames
 from ._base._paths import path_str
 from ._base._types import (
     UNNAMED,
@@ -76,6 +77,7 @@ def new_states(before: Any, after: Any, filter: Filter = ...) -> dict[str, State
     return {path_str(path): state for path, state in made.items() if path in chosen}
 
 
+@without_own_frames
 def vmap2_new_states(
     module: M,
     init_kwargs: Keywords,
@@ -127,6 +129,7 @@ def vmap2_new_states(
     return after, _by_axis(after, axes)
 
 
+@without_own_frames
 def pmap2_new_states(
     module: M,
     init_kwargs: Keywords,

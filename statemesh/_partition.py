@@ -31,7 +31,7 @@ def partition(tree: Any, *filters: Filter) -> tuple[Any, ...]:
         >>> tree = {"w": sm.ParamState([1.0]), "n": sm.State(0), "name": "net"}
         >>> params, rest = sm.partition(tree, sm.ParamState)
         >>> params
-        {'n': Removed, 'name': Removed, 'w': ParamState([float32[]])}
+        {'n': Removed, 'name': Removed, 'w': ParamState([float32(1.0)])}
         >>> sm.combine(params, rest)["name"]
         'net'
 

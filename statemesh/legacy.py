@@ -1,19 +1,18 @@
 """The signature of `jax.experimental.shard_map`, for code that was written for it."""
 
-from collections.abc import Callable
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
 from ._base import _errors as errors
 from ._base._checks import axis_names as as_names
-from ._base._types import AnyMesh, AxisNames, Params, Result
+from ._base._types import AnyMesh, AxisNames, FunOf, Params, Result
 from ._call._mapping import StatefulMapping
 from ._call._shard_map import shard_map as _shard_map
 
 
 def shard_map(
-    f: Callable[Params, Result],
+    f: FunOf[Params, Result],
     mesh: AnyMesh,
     in_specs: Any,
     out_specs: Any,

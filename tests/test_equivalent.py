@@ -237,7 +237,7 @@ def test_other_structures_are_told() -> None:
 def test_what_the_call_raises_comes_through_with_a_note() -> None:
     with pytest.raises(sm.SpecError, match="3") as raised:
         check(centered, counter(), X[:3], meshes=[{"x": 1}, {"x": 2}])
-    assert raised.value.__notes__ == ["While assert_equivalent called `centered` on mesh x=2."]
+    assert raised.value.__notes__[-1:] == ["While assert_equivalent called `centered` on mesh x=2."]
 
 
 def test_functions_without_a_gradient_are_told_of_the_argument() -> None:
@@ -246,7 +246,7 @@ def test_functions_without_a_gradient_are_told_of_the_argument() -> None:
 
     with pytest.raises(ValueError, match="everse-mode") as raised:
         check(loop, X)
-    assert raised.value.__notes__ == [
+    assert raised.value.__notes__[-1:] == [
         "While assert_equivalent called `loop` for the gradient on mesh x=2.",
         "Give gradients=False where a function has none.",
     ]

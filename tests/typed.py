@@ -89,6 +89,18 @@ def check_methods(layer: Layer, x: jax.Array) -> None:
     layer.each(x, scale="2")  # type: ignore[arg-type]
 
 
+def loss(layer: Layer, x: jax.Array) -> tuple[jax.Array, Layer]:
+    return x.sum(), layer
+
+
+def check_gradients(layer: Layer, x: jax.Array) -> None:
+    step = sm.value_and_grad(loss, axis_name="x")
+    assert_type(step(layer, x), tuple[tuple[jax.Array, Layer], Any])
+    assert_type(sm.grad(loss)(layer, x), tuple[Any, Any])
+    step(layer)  # type: ignore[call-arg]
+    sm.grad(loss)(x, layer)  # type: ignore[arg-type]
+
+
 class Tally(sm.State[Any]):
     __slots__ = ()
 

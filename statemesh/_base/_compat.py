@@ -6,6 +6,7 @@ import inspect
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from traceback import walk_tb
@@ -538,6 +539,15 @@ def raised_by_jax(error: BaseException) -> bool:
     """Whether it was raised in JAX's own code."""
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     return bool(frames) and _is_of_jax(frames[-1])
+
+
+def traceback_filtering() -> str:
+    """How JAX leaves its own frames out of tracebacks: `'off'`, `'tracebackhide'` or by removing them."""
+    mode: str | None = jax.config.jax_traceback_filtering
+    if mode in (None, "auto"):
+        ipython = sys.modules.get("IPython")
+        return "tracebackhide" if ipython and ipython.get_ipython() else "quiet_remove_frames"
+    return mode
 
 
 def typed_apart(error: BaseException) -> list[str]:

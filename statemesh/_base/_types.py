@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     Result = TypeVar("Result", default=Any, covariant=True)
     Value = TypeVar("Value", default=Any, covariant=True)
     Fun: TypeAlias = Callable[..., Any]
+    FunOf: TypeAlias = Callable[Params, Result]
     AnyMesh: TypeAlias = Mesh | AbstractMesh
     Donate: TypeAlias = Literal["none", "states", "all"]
     ReduceLoss: TypeAlias = Literal["mean", "sum"]
@@ -41,6 +42,13 @@ else:
     Params = ParamSpec("Params")
     Result = TypeVar("Result", covariant=True)
     Value = TypeVar("Value", covariant=True)
+
+    class FunOf:
+        """A function, with its types in brackets, which only a checker of types reads."""
+
+        def __class_getitem__(cls, of: Any) -> Any:
+            return Any
+
     # Checked by hand when a call is declared, with messages that teach.
     Fun = AnyMesh = Donate = ReduceLoss = Size = LaneName = DeviceList = Any
     Positions = AxisNames = SeveralAxes = Text = Name = Tags = Class = Keywords = Any

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, overload
 
+from .._base._frames import leave_out_own, without_own_frames
 from .._base._paths import fun_name
 from .._base._types import Params, Result
 from ._declared import Declared
@@ -71,9 +72,13 @@ class StatefulMapping(Generic[Params, Result]):
 
     def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> Result:
         given: tuple[Any, ...] = args
-        if self._bound or self._boxes is not None:
-            given = self._all(args)
-        result: Result = self._pipeline(given, kwargs)
+        try:
+            if self._bound or self._boxes is not None:
+                given = self._all(args)
+            result: Result = self._pipeline(given, kwargs)
+        except Exception as error:
+            leave_out_own(error)
+            raise
         return result
 
     def _all(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -123,6 +128,7 @@ class StatefulMapping(Generic[Params, Result]):
             return False
         return isinstance(found, StatefulMapping) and found._pipeline is self._pipeline
 
+    @without_own_frames
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Lower the call without running it.
 
@@ -136,6 +142,7 @@ class StatefulMapping(Generic[Params, Result]):
         """
         return self._pipeline.lower(args, kwargs, self._all)
 
+    @without_own_frames
     def place(self, *args: Params.args, **kwargs: Params.kwargs) -> tuple[Any, ...]:
         """Lay arguments out as the call wants them, so that no call has to move them.
 
@@ -150,6 +157,7 @@ class StatefulMapping(Generic[Params, Result]):
             placed = self._boxes.open(placed)
         return placed[len(self._bound) :]
 
+    @without_own_frames
     def unsharded(self, *args: Params.args, **kwargs: Params.kwargs) -> Result:
         """Call the same function on one device: the reference that nobody has to write.
 

@@ -9,6 +9,7 @@ import equinox as eqx
 import jax
 
 from .._base import _errors as errors
+from .._base._frames import without_own_frames
 from .._base._types import is_state
 from ._state import State
 
@@ -76,6 +77,7 @@ class Module(eqx.Module):
         del args, kwargs
         return self
 
+    @without_own_frames
     def init_all_states(self: M, **kwargs: Any) -> M:
         """Make the states of this module and of every module in it.
 

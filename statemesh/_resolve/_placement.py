@@ -13,6 +13,7 @@ from .._arguments import is_shaped
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._compat import tree_util
+from .._base._frames import without_own_frames
 from .._base._paths import path_str
 from .._base._prefix import broadcast_specs
 from .._base._types import (
@@ -158,6 +159,7 @@ def is_deleted(x: Any) -> bool:
     return isinstance(x, jax.Array) and not compat.is_tracer(x) and x.is_deleted()
 
 
+@without_own_frames
 def place(tree: Any, mesh: AnyMesh, specs: Any = None, *, state_specs: StateSpecs = None) -> Any:
     """Put a tree onto a mesh the way a mapped call wants it.
 

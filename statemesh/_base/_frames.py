@@ -1,0 +1,80 @@
+"""Tracebacks without the frames of this package, as JAX leaves out its own."""
+
+import functools
+import os
+from collections.abc import Callable
+from traceback import walk_tb
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from . import _compat as compat
+
+
+if TYPE_CHECKING:
+    F = TypeVar("F", bound=Callable[..., Any])
+else:
+    F = TypeVar("F")  # What checks annotations at run time would look at each call's type.
+
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_SETTING = "JAX_TRACEBACK_FILTERING"
+_NOTE = (
+    "--------------------\n"
+    "statemesh has left its own frames out of the traceback of this exception. "
+    f"Set {_SETTING}=off to include these."
+)
+
+
+def without_own_frames(fun: F) -> F:
+    """`fun`, whose errors come without frames of this package, where JAX leaves out its own."""
+
+    @functools.wraps(fun)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fun(*args, **kwargs)
+        except Exception as error:
+            leave_out_own(error)
+            raise
+
+    return call  # type: ignore[return-value]
+
+
+def leave_out_own(error: BaseException) -> None:
+    """Take our frames out of the traceback of an error that is being raised, and of those it comes of.
+
+    `jax.config.jax_traceback_filtering` says whether, as for JAX's own.
+    """
+    mode = compat.traceback_filtering()
+    if mode == "off":
+        return
+    seen: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None and not any(at is one for one in seen):
+        seen.append(at)
+        if mode == "tracebackhide":
+            for frame, _ in walk_tb(at.__traceback__):
+                if _is_own(frame):
+                    frame.f_locals["__tracebackhide__"] = True
+        else:
+            at.__traceback__ = _without_own(at.__traceback__)
+        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
+    # What is traced has a function of JAX's around it, which leaves a note of its own.
+    around = compat.current_trace(()) is not compat.TOP_LEVEL
+    notes = getattr(error, "__notes__", ())
+    if mode != "tracebackhide" and not around and not any(_SETTING in note for note in notes):
+        error.add_note(_NOTE)
+
+
+def _without_own(traceback: TracebackType | None) -> TracebackType | None:
+    kept = None
+    steps = []
+    while traceback is not None:
+        steps.append(traceback)
+        traceback = traceback.tb_next
+    for step in reversed(steps):
+        if not _is_own(step.tb_frame):
+            kept = TracebackType(kept, step.tb_frame, step.tb_lasti, step.tb_lineno)
+    return kept
+
+
+def _is_own(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_OWN)
