@@ -246,7 +246,7 @@ def test_functions_without_a_gradient_are_told_of_the_argument() -> None:
 
     with pytest.raises(ValueError, match="everse-mode") as raised:
         check(loop, X)
-    assert raised.value.__notes__[-1:] == [
+    assert raised.value.__notes__[-2:] == [
         "While assert_equivalent called `loop` for the gradient on mesh x=2.",
         "Give gradients=False where a function has none.",
     ]
