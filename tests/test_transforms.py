@@ -290,7 +290,8 @@ def test_compile_time_eval_gives_arrays(given: bool) -> None:
                 assert isinstance(float(s.value), float)
                 np.testing.assert_array_equal(z, 2 * x)
         inside, _ = mapped(sm.State(2.0), y)
-        return inside
+        found: jax.Array = inside
+        return found
 
     with contextlib.nullcontext() if given else jax.set_mesh(mesh):
         np.testing.assert_array_equal(jax.jit(outer)(x), 2 * x)
