@@ -11,6 +11,7 @@ from ._arguments import inside_modules, is_shaped
 from ._base import _errors as errors
 from ._base._compat import tree_util
 from ._base._paths import fun_name, path_str, positional_names
+from ._base._tokens import Unknowable, token
 from ._base._types import NUMBERS, REMOVED, is_removed, is_state
 
 
@@ -141,11 +142,9 @@ def _goes_on(old: Any, new: Any, in_module: bool) -> bool:
         return is_state(new) and _form(old) == _form(new)
     if _is_carried(old, in_module):
         return not is_state(new) and _is_carried(new, in_module)
-    if old is new:
-        return True
     try:
-        return type(old) is type(new) and bool(old == new)
-    except Exception:
+        return old is new or token(old) == token(new)
+    except Unknowable:
         return False
 
 
