@@ -349,7 +349,7 @@ def test_meshes() -> None:
     auto: Any = None
     call = lambda: legacy.shard_map(same, make_mesh(), P("x"), P("x"), auto=auto)
     assert_says(call, TypeError, text)
-    said = r"but must be a jax.sharding.Mesh, whose devices arrays are put on\.$"
+    said = r"but must be a jax.sharding.Mesh, whose devices arrays are put on\."
     with pytest.raises(TypeError, match=said):
         sm.place(X, make_mesh().abstract_mesh)
 
