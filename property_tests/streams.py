@@ -21,8 +21,8 @@ Draws = tuple[str | int, ...]
 
 THREEFRY = "threefry2x32"
 # What can be done with a key of each implementation on a mesh. Of philox JAX has no program for several
-# devices, so that nothing may be drawn from, or folded into, a key itself. `threefry4x32`, of which each program
-# takes long to compile, is in `tests/test_keys.py`.
+# devices, so that nothing may be drawn from, or folded into, a key itself. `threefry4x32`, of which each
+# program takes long to compile, is in `tests/test_keys.py`.
 ON_MESHES: dict[str, Draws] = {
     THREEFRY: (ROWS, SPLIT, SET, 2),
     "rbg": (ROWS, SPLIT, SET, 2),
