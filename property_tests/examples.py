@@ -255,6 +255,34 @@ def writes() -> None:
     check_replace(state, "new", "other", second)
 
 
+def exchanged() -> None:
+    """States that change places inside a transformation are merged with their own old values."""
+
+    @jax.checkpoint
+    def fun(pair: Any, x: jax.Array) -> Any:
+        first, second = pair
+        more = jax.tree.map(lambda value: value + 2 * x.sum(), first)
+        return second.set(second.value + x.sum()), more
+
+    pair = sm.State(1.0, reduce="sum"), sm.State(5.0, reduce="sum")
+    specs = (PartitionSpec(), PartitionSpec("x"))
+    call = sm.shard_map(fun, mesh_of(MeshShape((2,))), specs, PartitionSpec())
+    second, first = call(pair, np.arange(4, dtype=np.float32))
+    assert (float(first.value), float(second.value)) == (13.0, 11.0)
+
+
+def gathered() -> None:
+    """What every shard has alike counts once, though JAX's types do not say that it is alike."""
+
+    def fun(state: sm.State, x: jax.Array) -> Any:
+        return state.set(state.value + jax.lax.all_gather(x, "x").sum())
+
+    specs = (PartitionSpec(), PartitionSpec("x"))
+    call = sm.shard_map(fun, mesh_of(MeshShape((2,))), specs, PartitionSpec())
+    total = call(sm.State(1.0, reduce="sum"), np.arange(4, dtype=np.float32))
+    assert float(total.value) == 7.0
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "laws": laws,
     "writes": writes,
@@ -264,6 +292,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "alike": program(ALIKE),
     "portable inside jit": program(PORTABLE, "jit"),
     "portable unsharded": program(PORTABLE, "unsharded"),
+    "exchanged": exchanged,
+    "gathered": gathered,
     "gradient": gradient,
     "branches": branches,
     "streams": random_streams,

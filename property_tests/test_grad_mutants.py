@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import pytest
 
-from statemesh import _flow, _grad, _scope, _trainable
+from statemesh import _flow, _scope, _trainable
 from statemesh._base import _compat, _reduction
 from statemesh._base._types import NO_AXES
 from statemesh._call import _pipeline
@@ -258,18 +258,6 @@ MUTANTS = [
     ),
     Mutant("lanes that agree summed once", Plan, "of_lanes", lanes_summed_once),
     Mutant("any vmap taken for the lanes", _reduction, "custom_vmap", any_axis),
-    Mutant(
-        "origins forgotten on the way out",
-        _grad,
-        "with_origins",
-        lambda right: lambda tree, marks: tree,
-    ),
-    Mutant(
-        "origins forgotten on the way in",
-        _trainable,
-        "with_origins",
-        lambda right: lambda tree, marks: tree,
-    ),
     Mutant("parameters copied", _trainable.Parts, "__init__", copies_for_parameters),
     Mutant("types tell nothing", _compat, "varying", lambda right: lambda x: NO_AXES),
     Mutant("losses let differ", Reduction, "check", lambda right: lambda *args: None),

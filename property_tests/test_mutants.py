@@ -10,8 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import statemesh as sm
-from statemesh import _exit, _flow, _leave, _partition, _write_back
-from statemesh._call import _by_spec, _pipeline
+from statemesh import _exit, _flow, _leave, _partition, _traced, _varying, _write_back
+from statemesh._base._links import Links
+from statemesh._call import _by_spec, _pipeline, _pure
 from statemesh._model import _filters, _random, _state
 from statemesh._resolve import _layout, _specs
 
@@ -36,6 +37,10 @@ class Mutant:
 
     def live(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(self.owner, self.attribute, self.broken(getattr(self.owner, self.attribute)))
+
+
+def same_nowhere(right: Any) -> Any:
+    return lambda self, x: frozenset()
 
 
 def other_policy(wrong: dict[str, str]) -> Callable[[Any], Any]:
@@ -110,6 +115,20 @@ def last_match(right: Any) -> Any:
 
 
 MUTANTS = [
+    Mutant(
+        "links not followed",
+        _traced,
+        "continued",
+        lambda right: lambda jaxpr: [frozenset()] * len(jaxpr.outvars),
+    ),
+    Mutant("nothing linked", _pure, "links_for", lambda right: lambda entered: None),
+    Mutant(
+        "tokens of other traces believed",
+        Links,
+        "rebuilt",
+        lambda right: lambda self, value, token: (value, token),
+    ),
+    Mutant("a gathered value counted by every shard", _varying.Told, "same", same_nowhere),
     Mutant("mean is the first shard's value", _state, "reduced", one_shards_value),
     Mutant("sum is the mean", _state, "reduced", other_policy({"sum": "mean"})),
     Mutant("max is min", _state, "reduced", other_policy({"max": "min"})),
