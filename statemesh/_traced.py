@@ -12,6 +12,7 @@ from ._base._compat import tree_util
 from ._base._links import Links
 from ._base._types import is_state
 from ._model._origin import Unknown, origin, origins, states_of, with_origins
+from ._model._state import State
 from ._origins import continued
 
 
@@ -69,7 +70,9 @@ def trace(
     arrays_at = [i for i, x in enumerate(flat) if isinstance(x, jax.Array)]
     given = [flat[i] for i in arrays_at]
     marks = origins(operands)
-    results: list[tuple[list[Any], Any, list[object], list[bool], list[tuple[bool, int]]]] = []
+    results: list[
+        tuple[list[Any], Any, list[object], list[bool | None], list[tuple[bool, int]]]
+    ] = []
 
     def traced(*arrays: Any) -> list[Any]:
         inside = list(flat)
@@ -78,7 +81,7 @@ def trace(
         with nullcontext() if links is None else links.made():
             result = fun(*with_origins(treedef.unflatten(inside), marks))
         leaves, structure = tree_util.tree_flatten(result)
-        rebuilt = [node._meta.token is not None for node in states_of(result)]
+        rebuilt = [_rebuilt(node, links) for node in states_of(result)]
         shown = [_MADE if isinstance(x, jax.Array) else x for x in leaves]
         results[:] = [(shown, structure, origins(result), rebuilt, _arrays_of(result))]
         return [x for x in leaves if isinstance(x, jax.Array)]
@@ -94,6 +97,13 @@ def trace(
     return dataclasses.replace(program, marks=_recovered(program, operands, rebuilt, nodes))
 
 
+def _rebuilt(state: State, links: Links | None) -> bool | None:
+    """Whether JAX, not the user, has made it; `None` for one that is not followed."""
+    if links is None or (type(state), state._meta) not in links.followed:
+        return None
+    return state._meta.token is not None
+
+
 def _arrays_of(tree: Any) -> list[tuple[bool, int]]:
     """Of each State, and of each leaf outside of them: whether it is a State, and how many arrays it has."""
     return [
@@ -105,7 +115,7 @@ def _arrays_of(tree: Any) -> list[tuple[bool, int]]:
 def _recovered(
     program: Traced,
     operands: Sequence[Any],
-    rebuilt: Sequence[bool],
+    rebuilt: Sequence[bool | None],
     nodes: Sequence[tuple[bool, int]],
 ) -> list[object]:
     """The marks of the result's states; what JAX made them forget as the program's links show it."""
@@ -121,7 +131,7 @@ def _recovered(
         if not stateful:
             continue
         mark, by_jax = next(marks)
-        if mark is None:
+        if mark is None and by_jax is not None:
             several = dict.fromkeys(marks_at[i] for i in sorted(of) if marks_at[i] is not None)
             if len(several) == 1:
                 (mark,) = several

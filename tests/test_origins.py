@@ -219,6 +219,20 @@ def test_alike_states_leave_as_they_entered() -> None:
     np.testing.assert_array_equal(after["b"].value, X + 1)
 
 
+@pytest.mark.parametrize("how", ["checked", "unchecked"])
+def test_a_value_made_of_another_state_leaves_with_its_own(how: str) -> None:
+    """Others are alike and followed; this one is neither."""
+    m = model() | {"split": sm.BatchState(X, spec=P("x"))}
+
+    def fun(m: Any, x: Any) -> Any:
+        new = m["split"].set(jnp.broadcast_to(m["a"].value, m["split"].value.shape))
+        return jax.tree.map(lambda leaf: leaf, swap(m, x) | {"split": new})
+
+    after = call(fun, how, m)["split"].value
+    np.testing.assert_array_equal(after, np.ones(8))
+    assert after.sharding.spec == P("x")
+
+
 @pytest.mark.parametrize("how", ["checked", "unchecked", "lanes", "devices"])
 def test_it_is_traced_once_and_leaves_nothing_behind(how: str) -> None:
     fun, count = counted(jax.checkpoint(swap))

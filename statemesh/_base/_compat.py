@@ -163,8 +163,8 @@ def scaling(eqn: Any) -> float | None:
 
 
 def forwards(eqn: Any) -> bool:
-    """Whether an equation's one result is its one operand, but for its dtype, shape or type."""
-    return eqn.primitive.name in ("name", "copy", "copy_p") or scaling(eqn) == 1
+    """Whether an equation's one result is its one operand, but for its dtype or type."""
+    return eqn.primitive.name in ("name", "copy", "copy_p", "convert_element_type", *_VARYING)
 
 
 def names_used(jaxpr: Any) -> Axes:
