@@ -5,7 +5,6 @@ Written states are merged by their own policies and checked; arrays are checked 
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from itertools import repeat
 from typing import Any
 
 import jax.numpy as jnp
@@ -61,8 +60,8 @@ class _Leaving:
         """Find out over which axes these may differ, of all of them at once."""
         new = {id(x): x for x in values if id(x) not in self.seen and is_shaped(x)}
         over = self.varying.of(list(new.values()))
-        for x, axes in zip(new.values(), over or repeat(None), strict=False):
-            self.seen[id(x)] = x, frozenset(self.exit.axis_names) if axes is None else axes
+        for x, axes in zip(new.values(), over, strict=True):
+            self.seen[id(x)] = x, axes
 
     def unmerged(self, x: Any, where: Place) -> Axes:
         """The axes over which `x` may differ although `where` keeps one copy.

@@ -39,8 +39,8 @@ class Varying(Protocol):
         - `counted`: whether some state's policy depends on how many instances have the same value.
         """
 
-    def of(self, values: Sequence[Any]) -> list[Axes] | None:
-        """The axes over which each array may differ; `None` where nothing tells."""
+    def of(self, values: Sequence[Any]) -> list[Axes]:
+        """The axes over which each array may differ; all of them where nothing tells."""
 
     def same(self, x: Any) -> Axes:
         """The axes over which an array is the same although its type says that it may differ."""
@@ -100,7 +100,7 @@ class Told:
         given = [compat.varying(x) for x in program.given]
         self.shown.note(made, all_axes(compat.open_jaxpr(program.closed), given))
 
-    def of(self, values: Sequence[Any]) -> list[Axes] | None:
+    def of(self, values: Sequence[Any]) -> list[Axes]:
         return varying_over(values, self.axis_names)
 
     def same(self, x: Any) -> Axes:
@@ -148,7 +148,7 @@ class Followed:
         axes = self._axes(program.given)
         self.known.note(made, all_axes(compat.open_jaxpr(program.closed), axes))
 
-    def of(self, values: Sequence[Any]) -> list[Axes] | None:
+    def of(self, values: Sequence[Any]) -> list[Axes]:
         return self._axes(values)
 
     def same(self, x: Any) -> Axes:
@@ -176,7 +176,7 @@ class Untold(Followed):
             return fun(*operands)
         return _run_eagerly(fun, operands, self.mark, links, self._note)
 
-    def of(self, values: Sequence[Any]) -> list[Axes] | None:
+    def of(self, values: Sequence[Any]) -> list[Axes]:
         known = [self.known.of(x) for x in values]
         return [frozenset(self.mark.axis_names) if axes is None else axes for axes in known]
 

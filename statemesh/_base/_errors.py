@@ -1097,13 +1097,6 @@ def not_an_axis(where: str, axis: Any) -> TypeError:
     )
 
 
-def in_axes_none(transform: str) -> TypeError:
-    return TypeError(
-        f"{transform}: in_axes=None maps over nothing. Write one entry for each positional argument, as in "
-        "in_axes=(0, None); or give axis_size=... too."
-    )
-
-
 def unknown_mapping_policy(policy: Any, known: Sequence[str]) -> StatemeshError:
     return StatemeshError(
         f"unexpected_out_state_mapping={policy!r} is not known. Use {_names(known)}."
