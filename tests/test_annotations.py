@@ -17,7 +17,11 @@ def defined(kind: Any, start: int) -> Callable[[Any], Any]:
     return add
 
 
-def test_each_definition_is_checked_and_has_its_own_closure() -> None:
+def test_each_definition_is_checked_and_has_its_own_closure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Also where the environment turns the checks off.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", False)
     first, second, other = defined(int, 1), defined(int, 2), defined(float, 0)
     count = len(annotations._made)
     assert (first(1), second(1), other(0.5)) == (2, 3, 0.5)
