@@ -35,6 +35,15 @@ class Unit:
     number: bool
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of one call, as trees and as leaves."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: Sequence[Any]
+
+
 class Arguments:
     """The structure of a call's arguments, without their arrays.
 

@@ -11,7 +11,7 @@ from ._base import _errors as errors
 from ._base._checks import check_lane_name, check_text
 from ._base._frames import without_own_frames
 from ._base._types import KeyPath, LaneName, Name, Size, Text
-from ._call._by_axis import POLICIES
+from ._call._axis_rules import POLICIES
 from ._call._mapping import StatefulMapping
 from ._model._filters import to_predicate
 from ._model._module import Module, field

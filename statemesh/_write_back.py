@@ -55,7 +55,7 @@ class WriteBack:
     **Arguments:**
 
     - `result`: the result's tree with `Output`, `Forwarded`, `Static` and `Given` as leaves.
-    - `places`: where each of the program's outputs goes.
+    - `placements`: where each of the program's outputs goes.
     - `rewritten`: the inputs that leaves of written states came from, for donation.
     - `written`: the outputs that are leaves of written states, with the states' paths.
     - `stacked`: paths and inputs of states that lanes wrote without a declared axis.
@@ -69,7 +69,7 @@ class WriteBack:
         "_pick",
         "_statics",
         "_treedef",
-        "places",
+        "placements",
         "result",
         "rewritten",
         "sources",
@@ -80,14 +80,14 @@ class WriteBack:
     def __init__(
         self,
         result: Any,
-        places: Sequence[Place],
+        placements: Sequence[Place],
         rewritten: Sequence[int],
         written: Sequence[tuple[int, str]],
         stacked: Sequence[tuple[str, tuple[int, ...]]],
     ) -> None:
         self.result = result
         self.sources = tree_util.tree_leaves(result, is_leaf=_is_source)
-        self.places = tuple(places)
+        self.placements = tuple(placements)
         self.rewritten = tuple(rewritten)
         self.written = tuple(written)
         self.stacked = tuple(dict.fromkeys(stacked))
@@ -115,7 +115,7 @@ class WriteBack:
             case Output(index):
                 return index
             case Forwarded(index):
-                return len(self.places) + index
+                return len(self.placements) + index
             case _:
                 return next(statics)
 
@@ -148,11 +148,11 @@ def _is_plain(node: object) -> bool:
     return isinstance(node, State) and is_plain(type(node)) and _is_source(node.value)
 
 
-def _picker(places: list[int]) -> Any:
-    match places:
+def _picker(indices: list[int]) -> Any:
+    match indices:
         case []:
             return lambda table: ()
         case [one]:
             return lambda table: (table[one],)
         case _:
-            return itemgetter(*places)
+            return itemgetter(*indices)

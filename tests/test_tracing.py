@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from statemesh._call import _pipeline
+from statemesh._call import _cache
 from tests.helpers import compiles, counted, make_mesh, without_names
 
 
@@ -333,31 +333,32 @@ def test_mesh_type() -> None:
 
 def test_other_threads_at_every_step_of_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     # Between any two steps of what finds and keeps programs, another thread keeps one more.
-    monkeypatch.setattr(_pipeline, "_KEPT", 20)
+    monkeypatch.setattr(_cache, "_KEPT", 20)
     mapped = sm.shard_map(lambda x, label: x, make_mesh(), (P("x"), None), P("x"))
     x = np.ones(8, np.float32)
     mapped(x, "one")
     pipeline = mapped._pipeline
-    ((key, alike),) = pipeline._programs.items()
+    cache = pipeline._cache
+    (alike,) = cache._entries.values()
     known = pipeline._last
     assert known is not None
     others = 0
-    watched = "_signature", "_keep"
+    watched = "find", "keep"
 
     def other(frame: types.FrameType, event: str, argument: Any) -> Any:
         nonlocal others
         code = frame.f_code
-        if code.co_filename != _pipeline.__file__ or code.co_name not in watched:
+        if code.co_filename != _cache.__file__ or code.co_name not in watched:
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
             others += 1
-            signature = copy.copy(known)
-            signature.key = key, (f"other {others}",)
-            keep(signature)
+            entry = copy.copy(known)
+            entry.tokens = (f"other {others}",)
+            keep(entry)
         return other
 
-    keep = pipeline._keep
+    keep = cache.keep
     sys.settrace(other)
     try:
         for label in ("two", "one"):
@@ -370,7 +371,7 @@ def test_other_threads_at_every_step_of_the_bound(monkeypatch: pytest.MonkeyPatc
 
 
 def test_programs_in_use_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_pipeline, "_KEPT", 3)
+    monkeypatch.setattr(_cache, "_KEPT", 3)
     fun, count = counted(lambda x, label: x)
     mapped = sm.shard_map(fun, make_mesh(), (P("x"), None), P("x"))
     x = np.ones(8, np.float32)

@@ -64,14 +64,15 @@ class DonatingProgram:
         wanted = [k for k in self.program.given_up(self.how, back) if k not in kept]
         # A buffer can only become an output of its own size; of others JAX would complain.
         room = Counter(
-            (x.shape, x.dtype, where.spec) for x, where in zip(outputs, back.places, strict=True)
+            (x.shape, x.dtype, where.spec)
+            for x, where in zip(outputs, back.placements, strict=True)
         )
-        places = self.program.layout.placements
+        inputs = self.program.layout.inputs
         given: list[int] = []
         for k in wanted:
             if not hasattr(arrays[k], "shape"):
                 continue
-            like = (arrays[k].shape, arrays[k].dtype, places[k].spec)
+            like = (arrays[k].shape, arrays[k].dtype, inputs[k].placement.spec)
             if room[like] > 0:
                 room[like] -= 1
                 given.append(k)

@@ -15,7 +15,7 @@ from .._base._types import Params, Result
 from ._declared import Declared
 from ._pipeline import Pipeline
 from ._stages import Lowered
-from ._static import Boxes
+from ._static_arguments import Boxes
 
 
 Others = ParamSpec("Others")

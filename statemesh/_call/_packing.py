@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .._arguments import Arguments
+from .._arguments import Arguments, Call
 from .._base import _errors as errors
 from .._base._compat import tree_util
 from .._base._types import Place, is_packed, is_state, is_state_or_packed
@@ -28,42 +28,36 @@ class Packing:
     **Arguments:**
 
     - `fun`: what the arguments are for.
-    - `args`, `kwargs`, `leaves`: the arguments, and their leaves.
+    - `call`: the arguments.
 
     **Attributes:**
 
     - `given`: the structure of the arguments.
-    - `args`, `kwargs`, `leaves`, `arguments`: the same and their structure unpacked; of arrays in buffers
-        there are the shapes.
+    - `call`, `arguments`: the arguments unpacked, and their structure. In the place of an array in a buffer
+        stands its shape.
     - `positions`: for each of these leaves the leaf of the arguments that it is, or is in.
     - `origins`: for each of them what it is, if anything is packed.
     - `forms`: of what is packed.
     """
 
-    def __init__(
-        self,
-        fun: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        leaves: Sequence[Any],
-    ) -> None:
-        self.args, self.kwargs, self.leaves = args, kwargs, leaves
-        self.given = self.arguments = Arguments(fun, args, kwargs)
+    def __init__(self, fun: Callable[..., Any], call: Call) -> None:
+        self.call = call
+        self.given = self.arguments = Arguments(fun, call.args, call.kwargs)
         self.origins: list[_At] = []
-        self.positions: Sequence[int] = range(len(leaves))
-        nodes = tree_util.tree_leaves((args, kwargs), is_leaf=is_state_or_packed)
+        self.positions: Sequence[int] = range(len(call.leaves))
+        nodes = tree_util.tree_leaves((call.args, call.kwargs), is_leaf=is_state_or_packed)
         self.forms = list(dict.fromkeys(n._form for n in nodes if is_packed(n)))
         if not self.forms:
             return
-        marked = self.given.treedef.unflatten(map(_At, range(len(leaves))))
+        marked = self.given.treedef.unflatten(map(_At, range(len(call.leaves))))
         self.origins = tree_util.tree_leaves(with_models(marked, _marks))
         self.positions = [at.position for at in self.origins]
-        self.args, self.kwargs = with_models((args, kwargs), shapes_of)
-        self.leaves = tree_util.tree_leaves((self.args, self.kwargs))
-        self.arguments = Arguments(fun, self.args, self.kwargs)
+        args, kwargs = with_models((call.args, call.kwargs), shapes_of)
+        self.call = Call(args, kwargs, tree_util.tree_leaves((args, kwargs)))
+        self.arguments = Arguments(fun, args, kwargs)
 
     def check(self, name: str, placed: Mapping[int, Place], sizes: Any) -> None:
-        """Refuse what was packed for other sizes of the mesh's axes, or to lie otherwise."""
+        """Refuse what was packed for other sizes of the mesh's axes, or for other placements."""
         if not self.forms:
             return
         for form in self.forms:
@@ -72,14 +66,14 @@ class Packing:
             if any(sizes.get(axis) != packed[axis] for axis in used):
                 raise errors.packed_for_other_sizes(name, packed, dict(sizes))
         paths = self.arguments.paths()
-        wrong = [
+        moved = [
             (paths[position], at.group.slots[at.slot].where.spec, where.spec)
             for position, where in placed.items()
             if (at := self.origins[position]).group is not None
             and not _lies(at.group.slots[at.slot].where, where)
         ]
-        if wrong:
-            raise errors.packed_otherwise(name, wrong)
+        if moved:
+            raise errors.packed_otherwise(name, moved)
 
     def inputs(self, placed: Mapping[int, Place]) -> Mapping[int, Place]:
         """Where each leaf goes that is an input in truth: buffers in the place of their arrays."""
@@ -116,7 +110,7 @@ class Repacking:
         self, packing: Packing, placed: Mapping[int, Place], number: Mapping[int, int]
     ) -> None:
         self.forms = packing.forms
-        self.places = [placed[position] for position in sorted(placed)]
+        self.placements = [placed[position] for position in sorted(placed)]
         self.origins = [packing.origins[p] for p in sorted(placed) if self.forms]
         self.inputs = [number[at.position] for at in self.origins] or list(range(len(placed)))
 
@@ -148,7 +142,7 @@ class Repacking:
         result = joining.tree(back.result)
         return joining.outputs, WriteBack(
             result,
-            joining.places,
+            joining.placements,
             list(dict.fromkeys(self.inputs[k] for k in back.rewritten)),
             joining.written,
             [(path, tuple(self.inputs[k] for k in ks)) for path, ks in back.stacked],
@@ -162,12 +156,12 @@ class _Joining:
         self, repacking: Repacking, own: Sequence[Any], outputs: list[Any], back: WriteBack
     ) -> None:
         self.repacking, self.own = repacking, own
-        self.given, self.given_places = outputs, back.places
+        self.given, self.given_placements = outputs, back.placements
         self.paths: dict[int, list[str]] = {}
         for index, path in back.written:
             self.paths.setdefault(index, []).append(path)
         self.outputs: list[Any] = []
-        self.places: list[Place] = []
+        self.placements: list[Place] = []
         self.written: list[tuple[int, str]] = []
 
     def tree(self, result: Any) -> Any:
@@ -185,7 +179,7 @@ class _Joining:
         return tree_util.tree_map(one, result, is_leaf=fits)
 
     def _fitting(self, node: Any) -> Form | None:
-        """As what a node of the result may be packed: that which came in with this structure."""
+        """The form in which a node of the result can be packed: that of an argument with its structure."""
         form: Form
         for form in self.repacking.forms:
             if type(node) is form.contents.root and self._fits(node, form.part):
@@ -211,9 +205,9 @@ class _Joining:
         slot = group.slots[k]
         match source:
             case Output(index):
-                x, where = self.given[index], self.given_places[index]
+                x, where = self.given[index], self.given_placements[index]
             case Forwarded(index):
-                x, where = self.own[index], self.repacking.places[index]
+                x, where = self.own[index], self.repacking.placements[index]
             case _:
                 return False
         return (x.shape, x.dtype) == (slot.part, group.dtype) and _lies(slot.where, where)
@@ -241,8 +235,8 @@ class _Joining:
         return self.emit(group.join(parts), where, paths)
 
     def _place(self, source: Output | Forwarded) -> Place:
-        places = self.given_places if isinstance(source, Output) else self.repacking.places
-        return places[source.index]
+        made = isinstance(source, Output)
+        return (self.given_placements if made else self.repacking.placements)[source.index]
 
     def _whole(self, group: Group, sources: Sequence[Any]) -> int | None:
         """The number of the buffer that these are all of, in order."""
@@ -259,17 +253,17 @@ class _Joining:
         match source:
             case Output(index):
                 paths = self.paths.get(index, [])
-                return self.emit(self.given[index], self.given_places[index], paths)
+                return self.emit(self.given[index], self.given_placements[index], paths)
             case Forwarded(index) if self.repacking.origins[index].group is None:
                 return Forwarded(self.repacking.inputs[index])
             case Forwarded(index):
-                return self.emit(self.own[index], self.repacking.places[index], [])
+                return self.emit(self.own[index], self.repacking.placements[index], [])
             case _:
                 return source
 
     def emit(self, x: Any, where: Place, paths: Sequence[str]) -> Output:
         self.outputs.append(x)
-        self.places.append(where)
+        self.placements.append(where)
         number = len(self.outputs) - 1
         self.written += [(number, path) for path in paths]
         return Output(number)

@@ -21,11 +21,11 @@ from .._base._types import (
 )
 from .._resolve._lanes import as_pairs
 from .._resolve._processes import as_shapes
-from ._by_axis import ByAxis
-from ._carriers import Devices
+from ._axis_rules import AxisRules
 from ._declared import Declared
 from ._mapping import Decorator, StatefulMapping
-from ._static import Boxes
+from ._on_devices import Devices
+from ._static_arguments import Boxes
 
 
 @overload
@@ -128,7 +128,7 @@ def pmap2(
     static = positions("pmap2", "static_broadcasted_argnums", static_broadcasted_argnums)
     if not isinstance(devices, Iterable | None):
         raise errors.wrong_argument("pmap2", "devices", devices)
-    rules = ByAxis(
+    rules = AxisRules(
         transform="pmap2",
         carrier=Devices(None if devices is None else tuple(devices), backend),
         in_axes=in_axes,

@@ -1,21 +1,23 @@
-"""Steps 1, 2 and 3 put together for one signature: a pure function over arrays."""
+"""Steps 1, 2 and 3 put together for one call: a pure function over arrays."""
 
-import functools
-from collections.abc import Sequence
-from operator import is_
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._arguments import Arguments
+import jax
+import numpy as np
+
+from .._arguments import Arguments, Call
 from .._base import _compat as compat
 from .._base import _errors as errors
-from .._base._tokens import Unknowable, may_change, token
 from .._base._types import Place
-from .._exit import Exit
 from .._resolve._agreement import Passed, static_passed, structure_passed
+from .._resolve._inputs import Input
 from .._write_back import WriteBack
 from ._declared import Declared
 from ._packing import Packing, Repacking
-from ._pure import Instance
+from ._per_shard import PerShardInput, PerShardRun
+from ._rules import Context, Stacked
+from ._statics import Statics
 
 
 class Program:
@@ -27,103 +29,69 @@ class Program:
     **Arguments:**
 
     - `declared`: what the author declared.
-    - `args`, `kwargs`: the arguments of the first such call. Their arrays are not kept.
-    - `leaves`: the leaves of `(args, kwargs)`.
-    - `ground`: what the rules found the call to stand on.
-    - `traced`: whether the call is being recorded or transformed. Its jaxpr is to be the one that JAX's own
-        map leaves, where what comes back as it went in is a result too; but for arguments with states, and
-        for what leaves as it came whatever is declared.
+    - `call`: the arguments of the first such call. Their arrays are not kept.
+    - `context`: the rules as they stand for the call.
+    - `traced`: whether the call is being recorded or transformed. Its jaxpr is then the one that JAX's own
+        map leaves: what comes back as it went in is an output too. Arguments with states are excepted, and
+        what leaves as it came whatever is declared.
     """
 
-    def __init__(
-        self,
-        declared: Declared,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        leaves: Sequence[Any],
-        ground: Any,
-        traced: bool,
-    ) -> None:
+    def __init__(self, declared: Declared, call: Call, context: Context, traced: bool) -> None:
         self.declared = declared
-        rules = declared.rules
-        if isinstance(declared.donate, tuple):
-            bad = [i for i in declared.donate if not -len(args) <= i < len(args)]
-            if bad:
-                raise errors.bad_argnums("donate_argnums", bad, len(args))
-        packing = Packing(declared.fun, args, kwargs, leaves)
-        arguments = packing.arguments
+        self.__name__ = self.__qualname__ = declared.name
+        _check_argnums(declared.donate, len(call.args))
+        packing = Packing(declared.fun, call)
         try:
-            placed, self.binding, rules = rules.resolve(
-                declared.name, arguments, packing.args, packing.kwargs, packing.leaves, ground
-            )
+            self.resolved = context.resolve(declared.name, packing.arguments, packing.call)
         except errors.StatemeshError:
-            # Of no arguments it cannot be said how many lanes they have; that one is missing can.
-            self._check_signature(arguments)
+            # How many lanes no arguments have cannot be said; that one is missing can.
+            self._check_signature(packing.arguments)
             raise
-        packing.check(declared.name, placed, self.binding.sizes)
-        inputs = packing.inputs(placed)
-        self.inputs = sorted(inputs)
-        self.given = given = packing.given
-        paths = given.paths()
-        self.statics_at = [i for i in range(len(leaves)) if i not in inputs]
-        self.statics = [leaves[i] for i in self.statics_at]
-        # Objects that may have been changed since are compared at every call, by what is in them.
-        self.changing = [i for i in self.statics_at if may_change(leaves[i])]
-        self.fixed_at = [i for i in self.statics_at if i not in self.changing]
-        self.fixed = [leaves[i] for i in self.fixed_at]
-        self.tokens = self.tokens_of(leaves)
-        self.changing_tokens = self._tokens_at(self.changing, leaves)
-        keeps_weak = {
-            p
-            for unit in given.flat_units()
-            if unit.kind is None and not unit.in_module
-            for p in unit.positions
-        }
-        stateful = {
-            p for unit in given.flat_units() if unit.kind is not None for p in unit.positions
-        }
-        self.layout = self.binding.layout(
-            declared.name,
-            [paths[p] for p in self.inputs],
-            [inputs[p] for p in self.inputs],
-            [type(leaves[p]) for p in self.inputs],
-            [p not in keeps_weak for p in self.inputs],
-            [p in stateful for p in self.inputs],
-            donating=declared.donate != "none",
+        placements, self.binding = self.resolved.placements, self.resolved.binding
+        packing.check(declared.name, placements, self.binding.sizes)
+        self.given = packing.given
+        inputs = _inputs(packing.given, packing.inputs(placements), call.leaves)
+        self.positions = [one.position for one in inputs]
+        own = set(self.positions)
+        static_at = [i for i in range(len(call.leaves)) if i not in own]
+        self.statics = Statics(declared.name, self.given, static_at, call.leaves)
+        donating = declared.donate != "none"
+        self.layout = self.binding.layout(declared.name, inputs, donating)
+        self.repacking = Repacking(
+            packing, placements, {position: k for k, position in enumerate(self.positions)}
         )
-        self.repacking = Repacking(packing, placed, {p: k for k, p in enumerate(self.inputs)})
-        unpacked = list(enumerate(zip(sorted(placed), self.repacking.inputs, strict=True)))
+        self.run = PerShardRun(
+            declared.fun,
+            packing.arguments,
+            [None if i in placements else leaf for i, leaf in enumerate(packing.call.leaves)],
+            [packing.positions.index(i) for i in self.statics.changing],
+            self._per_shard_inputs(packing, traced),
+            self.resolved.leaving,
+            self.binding.sizes,
+            donating,
+        )
+
+    def _per_shard_inputs(self, packing: Packing, traced: bool) -> list[PerShardInput]:
+        arguments, resolved = packing.arguments, self.resolved
         in_models = {p for units in arguments.with_states() for u in units for p in u.positions}
-        staying = {
+        stays = {
             unit.positions[0]
             for unit in arguments.flat_units()
-            if unit.kind is None and unit.in_module and unit.positions[0] in placed
-            if rules.leaves_as_it_came(placed[unit.positions[0]])
+            if unit.kind is None and unit.in_module and unit.positions[0] in resolved.placements
+            if resolved.leaving.stays(resolved.placements[unit.positions[0]])
         }
-        self.instance = Instance(
-            declared.fun,
-            arguments,
-            [None if i in placed else leaf for i, leaf in enumerate(packing.leaves)],
-            [packing.positions.index(i) for i in self.changing],
-            sorted(placed),
-            self.repacking.places,
-            frozenset(
-                k
-                for k, (position, source) in unpacked
-                if source in self.layout.fresh
-                or (traced and position not in in_models and position not in staying)
-            ),
-            frozenset(k for k, (position, _) in unpacked if position in staying),
-            Exit(
-                declared.name,
-                rules,
-                self.binding.axis_names,
-                arguments.tied,
-                declared.donate != "none",
-            ),
-            self.binding.sizes,
-        )
-        self.__name__ = self.__qualname__ = declared.name
+        return [
+            PerShardInput(
+                position,
+                resolved.placements[position],
+                source in self.layout.fresh
+                or (traced and position not in in_models and position not in stays),
+                position in stays,
+            )
+            for position, source in zip(
+                sorted(resolved.placements), self.repacking.inputs, strict=True
+            )
+        ]
 
     def _check_signature(self, given: Arguments) -> None:
         declared, keywords = self.declared, given.names[given.positional :]
@@ -131,44 +99,7 @@ class Program:
 
     def arrays(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The program's inputs among all leaves."""
-        return [leaves[i] for i in self.inputs]
-
-    def tokens_of(self, leaves: Sequence[Any]) -> list[Any]:
-        """What the static leaves are compared by.
-
-        **Raises:** `StructureError` for one that can be compared by nothing.
-        """
-        return self._tokens_at(self.statics_at, leaves)
-
-    def _tokens_at(self, positions: Sequence[int], leaves: Sequence[Any]) -> list[Any]:
-        try:
-            return [token(leaves[position]) for position in positions]
-        except Unknowable as error:
-            raise self._unknowable(leaves) from error
-
-    def _unknowable(self, leaves: Sequence[Any]) -> errors.StatemeshError:
-        paths, bad = self.given.paths(), []
-        for position in self.statics_at:
-            try:
-                token(leaves[position])
-            except Unknowable as error:
-                bad.append((paths[position], leaves[position], error.value))
-        return errors.unknowable_statics(self.declared.name, bad)
-
-    def same_statics(self, leaves: Sequence[Any]) -> bool:
-        """Whether the static leaves are those of this program, and have not been changed."""
-        if not all(map(is_, map(leaves.__getitem__, self.fixed_at), self.fixed)):
-            return False
-        return not self.changing or self._tokens_at(self.changing, leaves) == self.changing_tokens
-
-    @functools.cached_property
-    def texts(self) -> dict[int, str]:
-        """The static leaves as they are now, by position, for messages."""
-        return {i: repr(leaf) for i, leaf in zip(self.statics_at, self.statics, strict=True)}
-
-    def changing_of(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """The static leaves that may be other objects at each call."""
-        return [leaves[position] for position in self.changing]
+        return [leaves[i] for i in self.positions]
 
     def hold(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Let the function have the objects of this call if it is traced again.
@@ -177,36 +108,50 @@ class Program:
 
         **Returns:** these objects.
         """
-        changing = self.changing_of(leaves)
-        for position, leaf in zip(self.instance.changing, changing, strict=True):
-            self.instance.template[position] = leaf
+        changing = self.statics.changing_of(leaves)
+        self.run.hold(changing)
         return changing
 
     def agree(self, leaves: Sequence[Any]) -> None:
-        """Refuse arguments that other processes have otherwise, where they all have to have the same."""
+        """Refuse what another process passes differently, where all of them have to pass the same."""
 
         def passed() -> list[Passed]:
             paths = self.given.paths()
-            statics = [static_passed(paths[i], leaves[i]) for i in self.statics_at]
+            statics = [static_passed(paths[i], leaves[i]) for i in self.statics.positions]
             return [structure_passed(self.given.treedef, [*paths.values()]), *statics]
 
         self.layout.agree(self.arrays(leaves), passed)
+
+    def stacked(self, leaves: Sequence[Any]) -> tuple[list[Stacked], int | None]:
+        """The states that lanes write although nobody declared it, and the number of lanes.
+
+        The function is traced to find them.
+        """
+        arrays = self.arrays(leaves)
+        traced = jax.jit(self).trace(*self.layout.abstract(arrays))
+        back: WriteBack = traced.out_info[1]
+        read = compat.inputs_read(traced.jaxpr)
+        stacked = [
+            Stacked(path, [np.shape(arrays[k]) for k in inputs], any(read[k] for k in inputs))
+            for path, inputs in back.stacked
+        ]
+        return stacked, self.binding.count(self.declared.name, self.layout, arrays)
 
     def given_up(self, how: Any, back: WriteBack) -> Sequence[int]:
         """The inputs whose memory `how` gives up: of written states, of all, or of some arguments."""
         if how == "states":
             return sorted(set(back.rewritten))
         if how == "all":
-            return range(len(self.inputs))
+            return range(len(self.positions))
         # Keyword arguments come after the positional ones, and have no number.
         given = self.given.units[: self.given.positional]
         positions = {p for i in how for unit in given[i] for p in unit.positions}
-        return [k for k, p in enumerate(self.inputs) if p in positions]
+        return [k for k, p in enumerate(self.positions) if p in positions]
 
     def tracer_paths(self, arrays: Sequence[Any]) -> list[str]:
-        """Which inputs are being traced."""
-        pairs = zip(self.layout.paths, arrays, strict=True)
-        return [path for path, x in pairs if compat.is_tracer(x)]
+        """The paths of the inputs that are being traced."""
+        pairs = zip(self.layout.inputs, arrays, strict=True)
+        return [one.path for one, x in pairs if compat.is_tracer(x)]
 
     def __call__(self, *flat_args: Any) -> tuple[list[Any], WriteBack]:
         self.layout.check(flat_args)
@@ -215,10 +160,35 @@ class Program:
 
         def run(*parts: Any) -> tuple[list[Any], Sequence[Place]]:
             own = self.repacking.split(parts)
-            outputs, back = self.instance(own, self.binding.varying())
+            outputs, back = self.run(own, self.binding.varying())
             outputs, back = self.repacking.join(own, outputs, back)
             found[:] = [back]
-            return outputs, back.places
+            return outputs, back.placements
 
         outputs = self.binding.call(run, self.declared.name, self.layout, flat_args)
         return outputs, found[0]
+
+
+def _check_argnums(donate: Any, count: int) -> None:
+    if isinstance(donate, tuple) and (bad := [i for i in donate if not -count <= i < count]):
+        raise errors.bad_argnums("donate_argnums", bad, count)
+
+
+def _inputs(
+    arguments: Arguments, placements: Mapping[int, Place], leaves: Sequence[Any]
+) -> list[Input]:
+    """A record of each input, in the order of their positions."""
+    return [
+        Input(
+            position,
+            unit.path,
+            placements[position],
+            type(leaves[position]),
+            # An array outside states and Modules keeps its weak type, as under JAX's own maps.
+            strong=unit.kind is not None or unit.in_module,
+            stateful=unit.kind is not None,
+        )
+        for unit in arguments.flat_units()
+        for position in unit.positions
+        if position in placements
+    ]

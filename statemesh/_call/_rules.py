@@ -1,17 +1,71 @@
-"""What an author may declare, by spec or by axis: what the engine asks of it."""
+"""Step 2 for a call: from what the author declared to a placement for every leaf."""
 
-from collections.abc import Hashable, Sequence
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from .._arguments import Arguments
+from .._arguments import Arguments, Call
 from .._base._types import Place
-from .._exit import Rules as LeavingRules
+from .._leave._rules import LeavingRules
 from ._binding import Binding
 
 
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+    """What the rules say of one call, all of it.
+
+    **Attributes:**
+
+    - `placements`: that of every leaf that becomes an input, by the leaf's position.
+    - `binding`: what binds the axis names.
+    - `leaving`: where results go.
+    - `by_shape`: whether a call with other shapes resolves differently, and needs another program.
+    """
+
+    placements: Mapping[int, Place]
+    binding: Binding
+    leaving: LeavingRules
+    by_shape: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacked:
+    """A state that the function wrote differently in each lane, although nobody declared it so.
+
+    **Attributes:**
+
+    - `path`: its path in the arguments.
+    - `shapes`: those of its leaves.
+    - `read`: whether the function reads it.
+    """
+
+    path: str
+    shapes: Sequence[tuple[int, ...]]
+    read: bool
+
+
 @runtime_checkable
-class Rules(LeavingRules, Protocol):
-    """Where arguments and results go."""
+class Context(Protocol):
+    """The rules as they stand for one call: on its mesh, with its inferred specs."""
+
+    @property
+    def key(self) -> Hashable:
+        """What a program depends on beside the arguments' structure, types and static leaves."""
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether resolving needs to know what the function writes."""
+
+    def resolve(self, name: str, arguments: Arguments, call: Call) -> Resolved:
+        """Give every leaf its placement, and bind the axis names."""
+
+    def after(self, stacked: Sequence[Stacked], lanes: int | None) -> "Context | None":
+        """The context once it is known what the function wrote; `None` if it stays the same."""
+
+
+@runtime_checkable
+class Rules(Protocol):
+    """What the author declared, by spec or by axis."""
 
     @property
     def what(self) -> str:
@@ -22,8 +76,8 @@ class Rules(LeavingRules, Protocol):
         """One entry for each positional argument, or one for all."""
 
     @property
-    def steady(self) -> bool:
-        """Whether calls with equal types and trees always find the same ground."""
+    def cacheable(self) -> bool:
+        """Whether calls with equal types and trees always have the same context."""
 
     @property
     def has_own_mesh(self) -> bool:
@@ -36,31 +90,11 @@ class Rules(LeavingRules, Protocol):
     def check(self) -> None:
         """Refuse at construction whatever no call could make right."""
 
-    def ground(
-        self, args: tuple[Any, ...], leaves: Sequence[Any], traced: bool
-    ) -> tuple["Rules", Hashable]:
-        """These rules as they stand for one call, and what else its program depends on: a mesh."""
-
     def check_traced(self, name: str, leaves: Sequence[Any]) -> None:
         """Refuse arguments that cannot be used here while something is traced."""
 
-    def resolve(
-        self,
-        name: str,
-        arguments: Arguments,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        leaves: Sequence[Any],
-        ground: Any,
-    ) -> tuple[dict[int, Place], Binding, "Rules"]:
-        """A placement for every leaf that becomes an input, by its position; what binds the names; and
-        these rules with what they found out of the arguments."""
+    def context(self, call: Call, traced: bool) -> Context:
+        """The rules as they stand for this call."""
 
-    def key(self, arrays: Sequence[Any]) -> Hashable:
-        """What a program depends on of its inputs' shapes."""
-
-    def reconsidered(self, program: Any, arrays: Sequence[Any]) -> "Rules":
-        """These rules after a look at what the function does with inputs of these shapes."""
-
-    def alone(self) -> "Rules":
-        """The same on one device."""
+    def on_one_device(self) -> "Rules":
+        """The rules of the same call on one device."""

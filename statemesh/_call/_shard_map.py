@@ -8,9 +8,9 @@ from .._base import _errors as errors
 from .._base._checks import axis_names as as_names
 from .._base._paths import fun_name
 from .._base._types import AnyMesh, AxisNames, Donate, Fun, Params, Result, StateSpecs
-from ._by_spec import BySpec
 from ._declared import DONATE, Declared
 from ._mapping import Decorator, StatefulMapping
+from ._spec_rules import SpecRules
 
 
 class _Required:
@@ -120,7 +120,7 @@ def shard_map(
     names = as_names("shard_map", axis_names)
 
     def decorate(fun: Fun) -> StatefulMapping:
-        rules = BySpec(
+        rules = SpecRules(
             mesh=mesh,
             in_specs=in_specs,
             out_specs=out_specs,

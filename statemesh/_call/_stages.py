@@ -38,15 +38,15 @@ class Stage:
         self.in_tree = treedef
         self._call = call
         # What is static may be changed before it is compared.
-        self._texts = call.texts
+        self._texts = call.statics.texts
 
     @property
     def args_info(self) -> Any:
         """The arguments, as `(args, kwargs)`, with a `jax.stages.ArgInfo` for each array."""
         call, inputs = self._call, tree_util.tree_leaves(self.program.args_info)
         inputs = list(map(compat.unless_explicit, inputs))
-        leaves = dict(zip(call.statics_at, call.statics, strict=True))
-        leaves |= dict(zip(call.inputs, inputs, strict=True))
+        leaves = dict(zip(call.statics.positions, call.statics.values, strict=True))
+        leaves |= dict(zip(call.positions, inputs, strict=True))
         return self.in_tree.unflatten([leaves[position] for position in range(len(leaves))])
 
     @property
@@ -106,7 +106,8 @@ class Compiled(Stage):
         leaves, treedef = tree_util.tree_flatten((self._complete(args), kwargs))
         if treedef != self.in_tree:
             raise errors.other_structure(call.declared.name, self.in_tree, treedef)
-        triples = zip(call.tokens, call.tokens_of(leaves), call.statics_at, strict=True)
+        statics = call.statics
+        triples = zip(statics.tokens, statics.tokens_of(leaves), statics.positions, strict=True)
         if differ := [position for then, now, position in triples if then != now]:
             pairs = [(self._texts[position], leaves[position]) for position in differ]
             raise errors.other_statics(call.declared.name, pairs)
@@ -118,6 +119,6 @@ class Compiled(Stage):
         outputs, back = self.program(*self._spared(ready))
         self._spared.keep(outputs)
         if call.binding.outside is not None:
-            outputs = call.binding.outside(outputs, back.places)
+            outputs = call.binding.outside(outputs, back.placements)
         shown = layout.returned(given, shown, back.forwarded())
-        return back(outputs, shown, call.changing_of(leaves))
+        return back(outputs, shown, statics.changing_of(leaves))

@@ -16,10 +16,10 @@ from .._base._types import (
     Size,
 )
 from .._resolve._lanes import as_pairs
-from ._by_axis import ByAxis
-from ._carriers import Lanes
+from ._axis_rules import AxisRules
 from ._declared import Declared
 from ._mapping import Decorator, StatefulMapping
+from ._over_lanes import Lanes
 
 
 @overload
@@ -111,7 +111,7 @@ def vmap2(
 
         ```
     """
-    rules = ByAxis(
+    rules = AxisRules(
         transform="vmap2",
         carrier=Lanes(spmd_axis_name),
         in_axes=in_axes,

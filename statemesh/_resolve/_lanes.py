@@ -12,7 +12,9 @@ from .._base._types import AxisName, Filter, is_axis, is_state
 from .._model._filters import first_matches
 from .._model._values import strong
 from ._agreement import Passed
-from ._layout import Layout
+from ._inputs import Input
+from ._layout import MeshLayout
+from ._placement import is_deleted
 from ._specs import UNSAID
 
 
@@ -111,26 +113,18 @@ class LaneLayout:
     **Arguments:**
 
     - `fun_name`: for messages.
-    - `paths`, `placements`, `kinds`: one for each input.
-    - `strengthen`: which inputs lose a weak type, so that what they become in the result is no news
-        to the compiler when it is fed back.
+    - `inputs`: the inputs.
     """
 
-    def __init__(
-        self,
-        fun_name: str,
-        paths: Sequence[str],
-        placements: Sequence[Lane],
-        kinds: Sequence[type],
-        strengthen: Sequence[bool],
-    ) -> None:
+    def __init__(self, fun_name: str, inputs: Sequence[Input]) -> None:
         self.fun_name = fun_name
-        self.paths = paths
-        self.placements = placements
-        self.strengthen = [k for k, wanted in enumerate(strengthen) if wanted]
+        self.inputs = inputs
+        self.made_strong = [k for k, one in enumerate(inputs) if one.strong]
         # Not arrays of JAX yet: they do not come back as they went in. A tracer is one, by another type.
         of_jax = (jax.Array, jax.core.Tracer)
-        self.fresh = frozenset(k for k, t in enumerate(kinds) if not issubclass(t, of_jax))
+        self.fresh = frozenset(
+            k for k, one in enumerate(inputs) if not issubclass(one.kind, of_jax)
+        )
 
     def check(self, arrays: Sequence[Any]) -> None:
         """Axes and sizes are checked where lanes are counted."""
@@ -140,13 +134,13 @@ class LaneLayout:
 
     def check_alive(self, given: Sequence[Any]) -> None:
         """Refuse arrays whose buffers were given up."""
-        gone = [p for p, x in zip(self.paths, given, strict=True) if _is_deleted(x)]
+        gone = [one.path for one, x in zip(self.inputs, given, strict=True) if is_deleted(x)]
         if gone:
             raise errors.deleted(self.fun_name, gone)
 
     def concrete(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """Arrays as the program takes them, and as they come back when not written."""
-        weak = [k for k in self.strengthen if getattr(given[k], "weak_type", False)]
+        weak = [k for k in self.made_strong if getattr(given[k], "weak_type", False)]
         if not weak:
             return given, given
         ready = list(given)
@@ -175,10 +169,6 @@ class LaneLayout:
         return [jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") else x for x in given]
 
 
-def _is_deleted(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
-
-
 class OtherShapes(Exception):
     """Inputs of other shapes than those that a program was resolved for: another one is needed."""
 
@@ -196,8 +186,8 @@ class _Fixed:
             raise OtherShapes
 
 
-class FixedLayout(_Fixed, Layout):
-    """A `Layout` for inputs of one shape: of lanes that each have a device."""
+class FixedMeshLayout(_Fixed, MeshLayout):
+    """A `MeshLayout` for inputs of one shape: of lanes that each have a device."""
 
 
 class FixedLaneLayout(_Fixed, LaneLayout):

@@ -15,8 +15,8 @@ from .._base._types import NUMBERS, AxisName, only
 from .._model._values import strong
 from ._agreement import Passed
 from ._buffers import MADE, apart, copied, memory
+from ._inputs import Input
 from ._placement import check_shapes, lies_right, onto, traced_onto
-from ._specs import Placement
 
 
 _is_deleted = methodcaller("is_deleted")
@@ -33,20 +33,16 @@ def _as_wide_as_now(x: Any) -> Any:
     return x if dtype == x.dtype else np.asarray(x, dtype)
 
 
-class Layout:
-    """Where the inputs of one program lie.
+class MeshLayout:
+    """Where the inputs of one program lie on a mesh.
 
     **Arguments:**
 
     - `fun_name`: for messages.
     - `mesh`: the mesh.
     - `axis_names`: the mesh axes that the call maps over.
-    - `paths`, `placements`: one for each input.
-    - `kinds`: the type of each input.
-    - `strengthen`: which inputs lose a weak type, so that what they become in the result is no news
-        to the compiler when it is fed back.
-    - `stateful`: which inputs are leaves of States.
-    - `donating`: whether some inputs are given up. What had to be moved shares no memory then with what it
+    - `inputs`: the inputs.
+    - `donating`: whether some inputs are given up. What had to be moved then shares no memory with what it
         was moved from: its owner would lose it.
     """
 
@@ -55,31 +51,25 @@ class Layout:
         fun_name: str,
         mesh: Mesh | AbstractMesh,
         axis_names: Sequence[AxisName],
-        paths: Sequence[str],
-        placements: Sequence[Placement],
-        kinds: Sequence[type],
-        strengthen: Sequence[bool],
-        stateful: Sequence[bool],
+        inputs: Sequence[Input],
         donating: bool,
     ) -> None:
         self.fun_name = fun_name
         self.mesh = mesh
         self.axis_names = frozenset(axis_names)
-        self.paths = paths
-        self.placements = placements
-        self.strengthen = strengthen
-        self.stateful = stateful
+        self.inputs = inputs
         self.donating = donating
+        kinds = [one.kind for one in inputs]
         # NumPy arrays have no sharding to compare; Python numbers need none; references stay where they are.
         self.hosted = [k for k, t in enumerate(kinds) if issubclass(t, np.ndarray | np.generic)]
-        beside = {*self.hosted, *(k for k, t in enumerate(kinds) if t in (*NUMBERS, jax.Ref))}
-        self.on_device = [k for k in range(len(kinds)) if k not in beside]
+        others = {*self.hosted, *(k for k, t in enumerate(kinds) if t in (*NUMBERS, jax.Ref))}
+        self.on_device = [k for k in range(len(kinds)) if k not in others]
         # NumPy's memory is its owner's, who may fill it anew.
         self.fresh = frozenset({*self.hosted, *(k for k, t in enumerate(kinds) if t in NUMBERS)})
-        self.only_arrays = len(self.on_device) == len(placements)
-        self.targets: list[Any] = [None] * len(placements)
+        self.only_arrays = len(self.on_device) == len(inputs)
+        self.targets: list[Any] = [None] * len(inputs)
         for k in [*self.hosted, *self.on_device]:
-            self.targets[k] = NamedSharding(mesh, placements[k].spec)
+            self.targets[k] = NamedSharding(mesh, inputs[k].placement.spec)
         # The sharding objects that were found right before: what comes out of the program and is fed
         # back carries the very same ones, so that a comparison of identities is enough.
         self.seen = list(self.targets)
@@ -87,7 +77,9 @@ class Layout:
     def check(self, arrays: Sequence[Any]) -> None:
         """Refuse arrays that do not fit their specs."""
         what = f"shard_map applied to the function {self.fun_name!r}"
-        check_shapes(self.paths, arrays, self.placements, self.mesh, what)
+        paths = [one.path for one in self.inputs]
+        placements = [one.placement for one in self.inputs]
+        check_shapes(paths, arrays, placements, self.mesh, what)
 
     def agree(self, given: Sequence[Any], passed: Callable[[], list[Passed]]) -> None:
         """Refuse, before the first call, what other processes have otherwise; here there are none.
@@ -112,26 +104,26 @@ class Layout:
     def check_alive(self, given: Sequence[Any]) -> None:
         """Refuse arrays whose buffers were given up."""
         if gone := [k for k in self.on_device if given[k].is_deleted()]:
-            raise errors.deleted(self.fun_name, [self.paths[k] for k in gone])
+            raise errors.deleted(self.fun_name, [self.inputs[k].path for k in gone])
 
     def _moved(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         self.check_alive(given)
         stale = [k for k in self.on_device if given[k].sharding is not self.seen[k]]
         ready, shown = list(given), list(given)
-        wrong: list[int] = []
+        misplaced: list[int] = []
         for k in stale:
-            if self.strengthen[k]:
+            if self.inputs[k].strong:
                 ready[k] = shown[k] = strong(given[k])
             if ready[k].sharding == self.targets[k]:
                 self.seen[k] = ready[k].sharding
             else:
-                wrong.append(k)
-        wrong += [k for k in self.hosted if not isinstance(given[k], jax.Array)]
-        if not wrong:
+                misplaced.append(k)
+        misplaced += [k for k in self.hosted if not isinstance(given[k], jax.Array)]
+        if not misplaced:
             return ready, shown
         self.check(given)
-        kept = {k for k in wrong if k not in self.hosted and self._lies_right(ready[k], k)}
-        moving = [k for k in wrong if k not in kept or self._goes_by_another_name(ready[k], k)]
+        kept = {k for k in misplaced if k not in self.hosted and self._lies_right(ready[k], k)}
+        moving = [k for k in misplaced if k not in kept or self._goes_by_another_name(ready[k], k)]
         targets = [self.targets[k] for k in moving]
         sources = [_as_wide_as_now(ready[k]) for k in moving]
         # The owner of NumPy's memory may fill it anew while the program still reads it.
@@ -187,12 +179,12 @@ class Layout:
                 if isinstance(x, jax.Array) and not self.donating:
                     source = apart(x, target)
                     found[k] = shown[k] if source is x else self._put(source, k)
-            elif not (self.stateful[k] or self._is_laid_out(x, k)):
+            elif not (self.inputs[k].stateful or self._is_laid_out(x, k)):
                 found[k] = self._put(apart(x, target), k)
         return found
 
     def _put(self, x: Any, k: int) -> jax.Array:
-        return onto(strong(x) if self.strengthen[k] else x, self.targets[k])
+        return onto(strong(x) if self.inputs[k].strong else x, self.targets[k])
 
     def _is_laid_out(self, x: jax.Array, k: int) -> bool:
         here, target = x.sharding, self.targets[k]

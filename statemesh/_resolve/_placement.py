@@ -19,6 +19,7 @@ from .._base._prefix import broadcast_specs
 from .._base._types import (
     AnyMesh,
     AxisName,
+    Place,
     StateSpecs,
     canonical,
     is_packed,
@@ -37,7 +38,7 @@ from ._specs import UNSAID, Placement, check_state_specs, choose_specs, own_plac
 def check_shapes(
     paths: Sequence[str],
     leaves: Sequence[Any],
-    placements: Sequence[Placement],
+    placements: Sequence[Place],
     mesh: Mesh | AbstractMesh,
     what: str,
 ) -> None:

@@ -14,10 +14,10 @@ from .._base._types import AxisName, Place
 from .._model._values import strong
 from ._agreement import Passed, array_passed, check_alike, static_passed
 from ._buffers import apart
-from ._lanes import FixedLayout, fits
-from ._layout import Layout
+from ._inputs import Input
+from ._lanes import FixedMeshLayout, fits
+from ._layout import MeshLayout
 from ._placement import is_own, onto
-from ._specs import Placement
 
 
 def own_devices(devices: Sequence[jax.Device]) -> list[jax.Device]:
@@ -31,8 +31,8 @@ def spans_processes(mesh: Mesh | AbstractMesh) -> bool:
     return isinstance(mesh, Mesh) and bool(mesh.is_multi_process)
 
 
-class SpreadLayout(Layout):
-    """A `Layout` on the devices of several processes.
+class SpreadLayout(MeshLayout):
+    """A `MeshLayout` on the devices of several processes.
 
     Every process passes the same arrays, which is checked of those that have to be moved.
     """
@@ -42,7 +42,7 @@ class SpreadLayout(Layout):
     def agree(self, given: Sequence[Any], passed: Callable[[], list[Passed]]) -> None:
         # NumPy's arrays are compared where they are moved, with the others.
         fresh = sorted(self.fresh.difference(self.hosted))
-        numbers = [static_passed(self.paths[k], given[k]) for k in fresh]
+        numbers = [static_passed(self.inputs[k].path, given[k]) for k in fresh]
         check_alike(self.fun_name, self.mesh, [*passed(), *numbers])
 
     def _moved(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -53,7 +53,9 @@ class SpreadLayout(Layout):
             self.check(given)
             given = list(given)
             for k in mine:
-                x = strong(given[k]) if self.strengthen[k] and k not in self.hosted else given[k]
+                x = given[k]
+                if self.inputs[k].strong and k not in self.hosted:
+                    x = strong(x)
                 target = self.targets[k]
                 given[k] = onto(apart(x, target) if self.donating else x, target)
         return super()._moved(given)
@@ -73,11 +75,11 @@ class SpreadLayout(Layout):
 
     def _check_alike(self, mine: Sequence[tuple[int, Any]]) -> None:
         if mine:
-            passed = [array_passed(self.paths[k], x) for k, x in mine]
+            passed = [array_passed(self.inputs[k].path, x) for k, x in mine]
             check_alike(self.fun_name, self.mesh, passed)
 
 
-class _OwnParts(FixedLayout):
+class _OwnLayout(FixedMeshLayout):
     """The inputs of this process, laid out on its own devices."""
 
     def _moved(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -92,7 +94,7 @@ class _OwnParts(FixedLayout):
         return super()._moved(given)
 
 
-class LanesOfProcesses(FixedLayout):
+class LanesOfProcesses(FixedMeshLayout):
     """A layout for lanes on the devices of several processes.
 
     Every process passes the lanes of its own devices, and whole what all lanes share.
@@ -108,35 +110,29 @@ class LanesOfProcesses(FixedLayout):
         mesh: Mesh,
         own: Mesh,
         axis_names: Sequence[AxisName],
-        paths: Sequence[str],
-        placements: Sequence[Placement],
-        kinds: Sequence[type],
-        strengthen: Sequence[bool],
-        stateful: Sequence[bool],
+        inputs: Sequence[Input],
         donating: bool,
     ) -> None:
-        inputs = axis_names, paths, placements, kinds, strengthen, stateful, donating
-        super().__init__(fun_name, mesh, *inputs)
-        self.own = _OwnParts(fun_name, own, *inputs)
+        super().__init__(fun_name, mesh, axis_names, inputs, donating)
+        self.own = _OwnLayout(fun_name, own, axis_names, inputs, donating)
         self.sizes = mesh.size, own.size
         self.whole = mesh
 
     def concrete(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         ready, shown = self.own.concrete(given)
         # An array that stands in two places has to be one array there too.
-        made: dict[tuple[int, Placement], Any] = {}
-        for x, where, target in zip(ready, self.placements, self.targets, strict=True):
-            key = id(x), where
+        made: dict[tuple[int, Place], Any] = {}
+        keys = [(id(x), one.placement) for x, one in zip(ready, self.inputs, strict=True)]
+        for key, x, target in zip(keys, ready, self.targets, strict=True):
             if key not in made:
-                made[key] = x if target is None else self._whole(x, where, target)
-        return [made[id(x), where] for x, where in zip(ready, self.placements, strict=True)], shown
+                made[key] = x if target is None else self._whole(x, key[1], target)
+        return [made[key] for key in keys], shown
 
     def agree(self, given: Sequence[Any], passed: Callable[[], list[Passed]]) -> None:
-        triples = zip(self.paths, given, self.placements, strict=True)
         shared = [
-            array_passed(path, x)
-            for path, x, where in triples
-            if where.axis is None and hasattr(x, "dtype") and is_own(x)
+            array_passed(one.path, x)
+            for one, x in zip(self.inputs, given, strict=True)
+            if one.placement.axis is None and hasattr(x, "dtype") and is_own(x)
         ]
         check_alike(self.fun_name, self.whole, [*passed(), *shared])
 
@@ -158,12 +154,12 @@ class LanesOfProcesses(FixedLayout):
             x
             if target is None
             else jax.ShapeDtypeStruct(
-                _resized(x.shape, where, here, lanes), x.dtype, sharding=target
+                _resized(x.shape, one.placement, here, lanes), x.dtype, sharding=target
             )
-            for x, where, target in zip(parts, self.placements, self.targets, strict=True)
+            for x, one, target in zip(parts, self.inputs, self.targets, strict=True)
         ]
 
-    def _whole(self, x: jax.Array, where: Placement, target: NamedSharding) -> jax.Array:
+    def _whole(self, x: jax.Array, where: Place, target: NamedSharding) -> jax.Array:
         lanes, here = self.sizes
         return _rewrapped(x, _resized(x.shape, where, here, lanes), target)
 

@@ -1,4 +1,4 @@
-"""Where leaves go by `PartitionSpec`: the rules of `shard_map`."""
+"""Step 2 for `shard_map`: leaves enter by `PartitionSpec`."""
 
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from .._arguments import Arguments
+from .._arguments import Arguments, Call
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._compat import tree_util
@@ -23,10 +23,7 @@ from .._base._types import (
     is_state,
     restricted,
 )
-from .._exit import Wrong
-from .._leave import roots
-from .._match import Entered, values
-from .._model._state import State
+from .._leave._spec_rules import LeaveBySpec
 from .._resolve._mesh import (
     check_specs,
     manual_names,
@@ -43,12 +40,18 @@ from .._resolve._specs import (
     own_placements,
     placement,
 )
-from ._binding import Binding, OnMesh, OnOwnMesh
+from ._on_mesh import OnMesh, OnOwnMesh
+from ._rules import Resolved, Stacked
 
 
 @dataclasses.dataclass(frozen=True)
-class BySpec:
-    """What `shard_map` was told of specs and mesh; `one_device`: in place of the mesh, one of its names."""
+class SpecRules:
+    """The mesh and the specs of a `shard_map`.
+
+    **Attributes:**
+
+    - `one_device`: whether calls run on a mesh of one device, which has the names of the other's axes.
+    """
 
     mesh: AnyMesh | None
     in_specs: Any
@@ -66,7 +69,7 @@ class BySpec:
         return self.in_specs
 
     @property
-    def steady(self) -> bool:
+    def cacheable(self) -> bool:
         return not (self.in_specs is compat.INFER or isinstance(self.mesh, AbstractMesh))
 
     @property
@@ -92,9 +95,9 @@ class BySpec:
             check_state_specs(getattr(self, what), what)
         # Code that is not called may have been made where there are no devices.
         if mesh is not None and not mesh.empty:
-            self._check_specs(mesh, manual_names(mesh, self.axis_names))
+            self.check_specs(mesh, manual_names(mesh, self.axis_names))
 
-    def _check_specs(self, mesh: Mesh | AbstractMesh, names: Sequence[AxisName]) -> None:
+    def check_specs(self, mesh: Mesh | AbstractMesh, names: Sequence[AxisName]) -> None:
         """Refuse specs that do not fit the mesh."""
         named = [("out_specs", self.out_specs)]
         if self.in_specs is not compat.INFER:
@@ -107,9 +110,8 @@ class BySpec:
                 named.append((what, given))
         check_specs(named, mesh, names)
 
-    def ground(
-        self, args: tuple[Any, ...], leaves: Sequence[Any], traced: bool
-    ) -> tuple["BySpec", Hashable]:
+    def context(self, call: Call, traced: bool) -> "SpecContext":
+        leaves = call.leaves
         mesh = self._mesh(leaves, traced)
         if traced:
             mesh = mesh_for_traced(mesh, leaves)
@@ -120,13 +122,15 @@ class BySpec:
                 raise errors.axis_of_vmap([name for name in names if name not in left], mesh)
             names = left
         if self.in_specs is not compat.INFER:
-            return self, (mesh, names, ())
-        inferred = _inferred(mesh, names, args)
-        told = dataclasses.replace(self, in_specs=inferred)
-        return told, (mesh, names, tuple(tree_util.tree_leaves(inferred)))
+            return SpecContext(self, mesh, names, self.in_specs, ())
+        inferred = _inferred(mesh, names, call.args)
+        return SpecContext(self, mesh, names, inferred, tuple(tree_util.tree_leaves(inferred)))
 
     def check_traced(self, name: str, leaves: Sequence[Any]) -> None:
-        """Nothing: what does not fit the mesh was refused when that was found."""
+        """Nothing: the context already refused arguments that do not fit the mesh."""
+
+    def on_one_device(self) -> "SpecRules":
+        return dataclasses.replace(self, one_device=True)
 
     def _mesh(self, leaves: Sequence[Any], traced: bool) -> Mesh | AbstractMesh:
         if self.one_device:
@@ -138,99 +142,62 @@ class BySpec:
             mesh = mesh_of_arrays(mesh, leaves)
         return mesh
 
-    def resolve(
-        self,
-        name: str,
-        arguments: Arguments,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        leaves: Sequence[Any],
-        ground: Any,
-    ) -> tuple[dict[int, Place], Binding, "BySpec"]:
-        mesh, names, _ = ground
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SpecContext:
+    """The specs of one call, and its mesh.
+
+    **Attributes:**
+
+    - `rules`: what the author declared.
+    - `names`: the mesh axes that the call maps over.
+    - `in_specs`: the declared ones, or those that the arguments' types carry.
+    - `inferred`: the latter.
+    """
+
+    rules: SpecRules
+    mesh: Mesh | AbstractMesh
+    names: tuple[AxisName, ...]
+    in_specs: Any
+    inferred: tuple[PartitionSpec, ...]
+
+    looks_ahead = False
+
+    @property
+    def key(self) -> Hashable:
+        return self.mesh, self.names, self.inferred
+
+    def after(self, stacked: Sequence[Stacked], lanes: int | None) -> None:
+        """No spec depends on what the function writes."""
+
+    def resolve(self, name: str, arguments: Arguments, call: Call) -> Resolved:
+        rules, mesh, names = self.rules, self.mesh, self.names
         if not names:
             raise errors.no_axes_left(mesh)
-        self._check_specs(mesh, names)
-        placements = self._arriving(arguments, args, kwargs)
-        paths = {p: unit.path for unit in arguments.flat_units() for p in unit.positions}
+        rules.check_specs(mesh, names)
+        placements = self._placements(arguments, call)
+        paths = arguments.paths()
         named = [(f"the spec of {paths[p]}", where.spec) for p, where in placements.items()]
         check_specs(named, mesh, names)
-        binding = OnOwnMesh if self.one_device else OnMesh
-        return placements, binding(mesh, names, self.check_vma), self
+        binding = OnOwnMesh if rules.one_device else OnMesh
+        leaving = LeaveBySpec(name, names, rules.out_specs, rules.state_out_specs)
+        return Resolved(placements, binding(mesh, names, rules.check_vma), leaving, by_shape=False)
 
-    def _arriving(
-        self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[int, Place]:
-        named = arguments.named(args, kwargs)
-        said = iter(choose_specs(self.state_in_specs, named, "state_in_specs"))
+    def _placements(self, arguments: Arguments, call: Call) -> dict[int, Place]:
+        named = arguments.named(call.args, call.kwargs)
+        declared = iter(choose_specs(self.rules.state_in_specs, named, "state_in_specs"))
         placements: dict[int, Place] = {}
-        what = f"shard_map {self.what}"
+        what = "shard_map in_specs"
         each = arguments.with_entries(named, self.in_specs, what, None, broadcast_specs)
         for unit, node, spec in each:
             if unit.kind is not None:
-                chosen = next(said)
+                chosen = next(declared)
                 own = own_placements(node, node.spec if chosen is UNSAID else chosen, unit.path)
                 own += [REPLICATED] * (len(unit.positions) - len(own))
                 placements.update(zip(unit.positions, own, strict=True))
             elif unit.shaped or (unit.number and not unit.in_module and spec is not None):
                 placements[unit.positions[0]] = placement(spec)
         return placements
-
-    def key(self, arrays: Sequence[Any]) -> Hashable:
-        """Nothing: whatever the shapes, the specs are the same."""
-        return ()
-
-    def reconsidered(self, program: Any, arrays: Sequence[Any]) -> "BySpec":
-        """The same: no spec depends on what the function does."""
-        return self
-
-    def alone(self) -> "BySpec":
-        return dataclasses.replace(self, one_device=True)
-
-    def entries(self, result: Any, root: str) -> list[Any]:
-        return broadcast_specs(self.out_specs, result, "shard_map out_specs", root)
-
-    def said(self, result: Any, root: str) -> list[Any]:
-        return choose_specs(self.state_out_specs, roots(result, root), "state_out_specs")
-
-    def for_array(self, entry: Any, x: Any, path: str, wrong: Wrong) -> Place:
-        if entry is None:
-            raise errors.none_for_array(path, x)
-        return placement(entry)
-
-    def leaves_as_it_came(self, where: Place) -> bool:
-        """Never: of arrays a spec says what it says to JAX."""
-        return False
-
-    def for_state(
-        self, state: State, entered: Entered | None, said: Any, path: str, wrong: Wrong
-    ) -> list[Place]:
-        if said is not UNSAID:
-            return [*own_placements(state, said, path)]
-        if entered is not None:
-            own = list(entered.placements)
-            structure = tree_util.tree_structure
-            if structure(state.value) == structure(entered.seen.value):
-                return own
-            # `replace` has changed the structure, and nothing says which leaf is which.
-            if len(set(own)) == 1:
-                return own * len(values(state))
-        return [*own_placements(state, state.spec, path)]
-
-    def beside(self) -> Place:
-        return REPLICATED
-
-    def otherwise(self, said: Any, x: Any, path: str) -> Place | None:
-        """Nowhere: a spec is asked for."""
-        return None
-
-    def refuse(self, fun_name: str, wrong: Wrong) -> None:
-        if wrong.diverged:
-            raise errors.diverged(fun_name, wrong.diverged)
-        if wrong.rank:
-            raise errors.out_rank(fun_name, wrong.rank)
-        if wrong.varying:
-            raise errors.out_varies(fun_name, wrong.varying)
 
 
 def _flat_specs(specs: Any) -> list[tuple[Any, Any]]:

@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from ._base import _errors as errors
-from ._base._compat import tree_util
-from ._base._links import Links
-from ._base._paths import path_str
-from ._base._types import KeyPath, Place
-from ._model._origin import Unknown, origin
-from ._model._state import State
+from .._base import _errors as errors
+from .._base._compat import tree_util
+from .._base._links import Links
+from .._base._paths import path_str
+from .._base._types import KeyPath, Place
+from .._model._origin import Unknown, origin
+from .._model._state import State
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Entered:
     inputs: tuple[int, ...]
 
 
-def match(
+def find_origins(
     fun_name: str,
     returned: Sequence[tuple[KeyPath, State]],
     entered: Sequence[Entered],
@@ -72,7 +72,7 @@ def match(
         if found[k] is None
     }
     taken = {i for i in found if i is not None}
-    _match_by_path(scores, found, taken)
+    _fill_by_path(scores, found, taken)
     unsure: list[tuple[str, list[str]]] = []
     for k, fits in scores.items():
         if (i := found[k]) is None:
@@ -92,7 +92,7 @@ def match(
     return [None if i is None else entered[i] for i in found]
 
 
-def _match_by_path(
+def _fill_by_path(
     scores: Mapping[int, Mapping[int, int]], found: list[int | None], taken: set[int]
 ) -> None:
     """Fill in what is not found yet, the surest first and each entering state once."""

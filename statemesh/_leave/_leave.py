@@ -4,25 +4,41 @@ Written states are merged by their own policies and checked; arrays are checked 
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from ._arguments import inside_modules, is_shaped
-from ._base import _errors as errors
-from ._base._axes import one_copy
-from ._base._compat import tree_util
-from ._base._paths import path_str
-from ._base._types import NO_AXES, NUMBERS, Axes, AxisName, Place, is_state
-from ._exit import Exit, Wrong
-from ._flow import sources
-from ._match import Entered, leaves_of, match
-from ._model._state import State
-from ._model._values import strong
+from .._arguments import inside_modules, is_shaped
+from .._base import _errors as errors
+from .._base._axes import one_copy
+from .._base._compat import tree_util
+from .._base._paths import path_str
+from .._base._types import NO_AXES, NUMBERS, Axes, AxisName, Place, is_state
+from .._flow import sources
+from .._model._state import State
+from .._model._values import strong
+from .._varying import Varying
+from .._write_back import Forwarded, Given, Output, Static, WriteBack
+from ._origins import Entered, find_origins, leaves_of
 from ._policies import Written, filled, left
-from ._varying import Varying
-from ._write_back import Forwarded, Given, Output, Static, WriteBack
+from ._rules import LeavingRules, Mistakes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Arrived:
+    """An array that the function was given.
+
+    **Attributes:**
+
+    - `placement`: where it came from.
+    - `index`: its number among the program's inputs, if it may come back as it went in.
+    - `stays`: whether it stands in a Module and leaves with its placement again when it is not written.
+    """
+
+    placement: Place
+    index: int | None
+    stays: bool
 
 
 class _Leaving:
@@ -30,30 +46,27 @@ class _Leaving:
 
     def __init__(
         self,
-        exit: Exit,
-        known: dict[int, tuple[int, Place]],
-        staying: dict[int, Place],
+        rules: LeavingRules,
+        arrived: Mapping[int, Arrived],
         varying: Varying,
         given: Sequence[Any],
     ) -> None:
-        self.exit = exit
-        self.rules = exit.rules
-        # The arrays the function was given, by identity: returned as they are, they are forwarded.
-        self.known = known
-        # Those in Modules that go where they came from, whatever is declared.
-        self.staying = staying
+        self.rules = rules
+        # By identity: an array that the function returns as it was given is forwarded.
+        self.arrived = arrived
+        self.any_stays = any(one.stays for one in arrived.values())
         # What is known of equations through which these may have gone.
         self.forwarding: dict[int, tuple[Any, list[int | None]]] = {}
         self.varying = varying
         self.given = {id(x): Given(k, x) for k, x in enumerate(given)}
         self.outputs: list[Any] = []
-        self.places: list[Place] = []
+        self.placements: list[Place] = []
         self.rewritten: list[int] = []
         self.written_at: list[tuple[int, str]] = []
         self.written_paths: set[str] = set()
-        self.wrong = Wrong()
-        # Over which axes each array seen may differ, by identity; beside it the array, lest another one
-        # take its place.
+        self.mistakes = Mistakes()
+        # The axes over which each array may differ, by identity. The array is kept with them: another one
+        # could get its identity.
         self.seen: dict[int, tuple[Any, Axes]] = {}
 
     def look(self, values: Iterable[Any]) -> None:
@@ -74,14 +87,14 @@ class _Leaving:
         return self.seen[id(x)][1] - where.axis_names if id(x) in self.seen else NO_AXES
 
     def may_be_unmerged(self, where: Place) -> bool:
-        return not where.axis_names.issuperset(self.exit.axis_names)
+        return not where.axis_names.issuperset(self.rules.axis_names)
 
     def look_at_states(self, writing: Sequence[Written]) -> None:
         """Find out over which axes the leaves of written states differ that may be left unmerged."""
         self.look(
             x
             for one in writing
-            for x, where in zip(leaves_of(one.state), one.places, strict=False)
+            for x, where in zip(leaves_of(one.state), one.placements, strict=False)
             if self.may_be_unmerged(where)
         )
 
@@ -91,25 +104,25 @@ class _Leaving:
 
     def array(self, x: Any, where: Place, path: str) -> Output | Forwarded:
         """One array on its way out."""
-        index, came_from = self.known.get(id(x), (None, None))
-        if index is not None and came_from == where:
-            return Forwarded(index)
+        came = self.arrived.get(id(x))
+        if came is not None and came.index is not None and came.placement == where:
+            return Forwarded(came.index)
         return self.emit(x, where, path)
 
     def emit(self, x: Any, where: Place, path: str) -> Output:
         x = where.put(jnp.asarray(x))
         if x.ndim < len(where.axes):
-            self.wrong.rank.append(errors.RankMismatch(path, x, where.written))
+            self.mistakes.rank.append(errors.RankMismatch(path, x, where.written))
         self.outputs.append(x)
-        self.places.append(where)
+        self.placements.append(where)
         return Output(len(self.outputs) - 1)
 
-    def writing(self, state: State, entered: Entered | None, said: Any, path: str) -> Written:
+    def writing(self, state: State, entered: Entered | None, declared: Any, path: str) -> Written:
         """A written state, and where its leaves go."""
         path = path if entered is None else entered.path
         self.written_paths.add(path)
-        places = self.rules.for_state(state, entered, said, path, self.wrong)
-        return Written(state, entered, said, path, places)
+        placements = self.rules.for_state(state, entered, declared, path, self.mistakes)
+        return Written(state, entered, declared, path, placements)
 
     def merge(self, writing: Sequence[Written]) -> list[Written]:
         """Written states with what the instances wrote merged by their policies."""
@@ -125,9 +138,9 @@ class _Leaving:
         merged: list[State] = self.varying.call(leave_all, pairs)
         written: list[Written] = []
         for one, state in zip(writing, merged, strict=True):
-            beside = len(leaves_of(state)) - len(one.places)
-            places = [*one.places, *[self.rules.beside()] * beside]
-            written.append(dataclasses.replace(one, state=state, places=places))
+            auxiliary = len(leaves_of(state)) - len(one.placements)
+            placements = [*one.placements, *[self.rules.auxiliary()] * auxiliary]
+            written.append(dataclasses.replace(one, state=state, placements=placements))
         self.look_at_states(written)
         return written
 
@@ -136,8 +149,8 @@ class _Leaving:
         if not one.state.needs_old:
             return one
         leaves = leaves_of(one.state)
-        for k, (x, where) in enumerate(zip(leaves, one.places, strict=False)):
-            if same := self.exit.in_order(self.varying.same(x) - where.axis_names):
+        for k, (x, where) in enumerate(zip(leaves, one.placements, strict=False)):
+            if same := self.rules.in_order(self.varying.same(x) - where.axis_names):
                 leaves[k] = one_copy(x, same)
         return dataclasses.replace(one, state=filled(one.state, leaves))
 
@@ -147,12 +160,12 @@ class _Leaving:
         A named policy merges each leaf over those that it differs over itself, as it would in a State
         of its own: what is the same everywhere is no sum of its copies. A function sees all leaves.
         """
-        pairs = list(zip(leaves_of(one.state), one.places, strict=False))
+        pairs = list(zip(leaves_of(one.state), one.placements, strict=False))
         axes = [self.unmerged(x, where) for x, where in pairs]
         if not isinstance(one.state.reduce, str):
             union = NO_AXES.union(*axes)
             axes = [union - where.axis_names for _, where in pairs]
-        return [self.exit.in_order(over) for over in axes]
+        return [self.rules.in_order(over) for over in axes]
 
     def state(self, one: Written) -> State:
         """One written state on its way out, `Output`s and `Forwarded`s in place of its arrays."""
@@ -162,17 +175,17 @@ class _Leaving:
 
     def written(self, one: Written, k: int, x: Any) -> Output | Forwarded:
         """One leaf of a written state."""
-        where, entered = one.places[k], one.entered
+        where, entered = one.placements[k], one.entered
         if still := self.wrongly_unmerged(x, where):
-            elsewhere = self.rules.otherwise(one.said, x, one.path)
+            elsewhere = self.rules.fallback(one.declared, x, one.path)
             if elsewhere is None:
-                axes = self.exit.in_order(still)
-                self.wrong.diverged.append(
-                    errors.Diverged(one.path, one.state, axes, where.spec, one.said)
+                axes = self.rules.in_order(still)
+                self.mistakes.diverged.append(
+                    errors.Diverged(one.path, one.state, axes, where.spec, one.declared)
                 )
             else:
                 where = elsewhere
-                self.wrong.stacked.append((one.path, () if entered is None else entered.inputs))
+                self.mistakes.stacked.append((one.path, () if entered is None else entered.inputs))
         # Where `replace` has changed the structure there may be more leaves than came in.
         if entered is not None and where in entered.placements[k : k + 1]:
             if x is leaves_of(entered.seen)[k]:
@@ -188,41 +201,39 @@ class _Leaving:
             return self.given.get(id(x), Static(x))
         stayed = self.stayed(x) if in_module else None
         if stayed is None:
-            where = self.rules.for_array(entry, x, path, self.wrong)
+            where = self.rules.for_array(entry, x, path, self.mistakes)
         else:
             x, where = stayed
         source = self.array(x, where, path)
         if isinstance(source, Forwarded):
             return source
         if still := self.wrongly_unmerged(x, where):
-            found = errors.Varying(path, x, self.exit.in_order(still), where.spec)
-            self.wrong.varying.append(found)
+            found = errors.Varying(path, x, self.rules.in_order(still), where.spec)
+            self.mistakes.varying.append(found)
         if in_module:
             self.outputs[source.index] = strong(self.outputs[source.index])
         return source
 
     def stayed(self, x: Any) -> tuple[Any, Place] | None:
-        """What `x` was when it came in, and where it goes again, of an array that leaves as it came."""
-        if not self.staying:
+        """The array that `x` was when it came in, and its placement, if it leaves as it came."""
+        if not self.any_stays:
             return None
-        found = (y for y in sources(x, self.forwarding) if id(y) in self.staying)
-        return next(((y, self.staying[id(y)]) for y in found), None)
-
-    def raise_errors(self) -> None:
-        tied = [paths for paths in self.exit.tied if self.written_paths & set(paths)]
-        if tied:
-            raise errors.tied(self.exit.fun_name, tied)
-        self.rules.refuse(self.exit.fun_name, self.wrong)
+        for source in sources(x, self.forwarding):
+            came = self.arrived.get(id(source))
+            if came is not None and came.stays:
+                return source, came.placement
+        return None
 
 
 def leave(
     result: Any,
     entered: Sequence[Entered],
-    known: dict[int, tuple[int, Place]],
-    staying: dict[int, Place],
-    exit: Exit,
+    arrived: Mapping[int, Arrived],
+    rules: LeavingRules,
     varying: Varying,
-    given: Sequence[Any] = (),
+    given: Sequence[Any],
+    tied: Sequence[Sequence[str]],
+    donating: bool,
 ) -> tuple[list[Any], WriteBack]:
     """Take one instance's result apart.
 
@@ -230,34 +241,35 @@ def leave(
 
     - `result`: what the function returned.
     - `entered`: the states that it was given.
-    - `known`: by `id`, each array that it was given: its index among the inputs, its placement.
-    - `staying`: by `id`, the placements of those in Modules that leave as they came when not written.
-    - `exit`: how results leave.
-    - `varying`: what is known of where values differ.
+    - `arrived`: the arrays that it was given, by identity.
+    - `rules`: where results go.
+    - `varying`: over which axes values differ between instances.
     - `given`: the leaves of its arguments that are no arrays and may be other objects at the next call.
+    - `tied`: the paths at which one argument holds the very same State.
+    - `donating`: whether the memory of written states is given up.
 
     **Returns:** the program's outputs, and how the result is put together again.
 
     **Raises:** `StatemeshError`s for every bad leaf at once.
     """
     flat, treedef = tree_util.tree_flatten_with_path(result, is_leaf=is_state)
-    root = f"{exit.fun_name}(...)"
-    entries = exit.rules.entries(result, root)
+    root = f"{rules.fun_name}(...)"
+    entries = rules.entries(result, root)
     returned = [(keys, node) for keys, node in flat if is_state(node)]
-    origins = iter(match(exit.fun_name, returned, entered, exit.donating))
-    said = iter(exit.rules.said(result, root))
-    leaving = _Leaving(exit, known, staying, varying, given)
+    origins = iter(find_origins(rules.fun_name, returned, entered, donating))
+    declared = iter(rules.declared(result, root))
+    leaving = _Leaving(rules, arrived, varying, given)
     parts: list[Any] = []
     for keys, node in flat:
         if not is_state(node):
             parts.append(node)
             continue
-        origin, declared = next(origins), next(said)
+        origin, own = next(origins), next(declared)
         if origin is not None and _untouched(node, origin):
             old = origin.old._with_value(origin.old.value, node._meta)
             parts.append(filled(old, [Forwarded(i) for i in origin.inputs]))
         else:
-            parts.append(leaving.writing(node, origin, declared, path_str(keys, root)))
+            parts.append(leaving.writing(node, origin, own, path_str(keys, root)))
     written = iter(leaving.merge([one for one in parts if isinstance(one, Written)]))
     inside = inside_modules(result)
     for i, ((keys, node), entry, part) in enumerate(zip(flat, entries, parts, strict=True)):
@@ -265,22 +277,17 @@ def leave(
             parts[i] = leaving.state(next(written))
         elif not is_state(node):
             parts[i] = leaving.leaf(node, entry, inside[i], path_str(keys, root))
-    leaving.raise_errors()
+    if bad := [paths for paths in tied if leaving.written_paths & set(paths)]:
+        raise errors.tied(rules.fun_name, bad)
+    rules.refuse(leaving.mistakes)
     back = WriteBack(
         treedef.unflatten(parts),
-        leaving.places,
+        leaving.placements,
         leaving.rewritten,
         leaving.written_at,
-        leaving.wrong.stacked,
+        leaving.mistakes.stacked,
     )
     return leaving.outputs, back
-
-
-def roots(result: Any, root: str) -> list[tuple[str, Any]]:
-    """The parts of a result, each with its path, as filters see them."""
-    if type(result) is tuple:
-        return [(f"{root}[{i}]", part) for i, part in enumerate(result)]
-    return [(root, result)]
 
 
 def _untouched(state: State, entered: Entered) -> bool:

@@ -1,5 +1,6 @@
 """Step 3: a user's function over trees as a pure function over one shard's arrays."""
 
+import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,31 +11,47 @@ from .._arguments import Arguments, Unit
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._types import NO_AXES, AxisName, Place
-from .._exit import Exit
-from .._leave import leave
-from .._match import Entered, leaves_of, links_for
+from .._leave._leave import Arrived, leave
+from .._leave._origins import Entered, leaves_of, links_for
+from .._leave._policies import checked_state
+from .._leave._rules import LeavingRules
 from .._model._origin import mark_origin
 from .._model._state import State
-from .._policies import checked_state
 from .._varying import Varying
 from .._write_back import WriteBack
 
 
-class Instance:
+@dataclasses.dataclass(frozen=True, slots=True)
+class PerShardInput:
+    """An array that every instance gets its part of.
+
+    **Attributes:**
+
+    - `position`: its position among the leaves of the arguments.
+    - `placement`: where it lies.
+    - `fresh`: whether it is a new array inside, which never comes back as it went in.
+    - `stays`: whether it stands in a Module and leaves with its placement again when it is not written.
+    """
+
+    position: int
+    placement: Place
+    fresh: bool
+    stays: bool
+
+
+class PerShardRun:
     """One per-shard run of a function: states enter, the function is called, results leave.
 
     **Arguments:**
 
     - `fun`: the user's function.
-    - `arguments`: their structure.
-    - `template`: the arguments' leaves with the static ones filled in.
-    - `changing`: where in `template` the objects are that may be others at the next call.
-    - `inputs`: where in `template` each of the program's inputs goes.
-    - `placements`: one for each input.
-    - `fresh`: which inputs are new arrays inside, so that none of them comes back as it went in.
-    - `staying`: which inputs stand in Modules and have their placement again when they are not written.
-    - `exit`: how results leave.
-    - `sizes`: of the mesh's axes.
+    - `arguments`: the structure of its arguments.
+    - `template`: the leaves of the arguments, the static ones filled in.
+    - `changing`: where in `template` the objects stand that may be others at the next call.
+    - `inputs`: one for each array that an instance gets.
+    - `leaving`: where results go.
+    - `sizes`: the sizes of the mesh's axes.
+    - `donating`: whether the memory of written states is given up.
     """
 
     def __init__(
@@ -43,40 +60,38 @@ class Instance:
         arguments: Arguments,
         template: list[Any],
         changing: Sequence[int],
-        inputs: Sequence[int],
-        placements: Sequence[Place],
-        fresh: frozenset[int],
-        staying: frozenset[int],
-        exit: Exit,
+        inputs: Sequence[PerShardInput],
+        leaving: LeavingRules,
         sizes: Mapping[AxisName, int],
+        donating: bool,
     ) -> None:
         self.fun = fun
         self.arguments = arguments
         self.template = template
         self.changing = changing
         self.inputs = inputs
-        self.placements = placements
-        self.fresh = fresh
-        self.staying = staying
-        self.exit = exit
+        self.leaving = leaving
         self.sizes = sizes
-        self.input_at = {position: k for k, position in enumerate(inputs)}
+        self.donating = donating
+        self.input_at = {one.position: k for k, one in enumerate(inputs)}
+
+    def hold(self, changing: Sequence[Any]) -> None:
+        """Replace the objects that may be others at each call."""
+        for position, leaf in zip(self.changing, changing, strict=True):
+            self.template[position] = leaf
 
     def __call__(self, shards: Sequence[Any], varying: Varying) -> tuple[list[Any], WriteBack]:
         """The program's outputs, and how the result is put together."""
         leaves = list(self.template)
-        known: dict[int, tuple[int, Place]] = {}
-        staying: dict[int, Place] = {}
-        for k, (position, shard) in enumerate(zip(self.inputs, shards, strict=True)):
-            where = self.placements[k]
-            leaves[position] = where.take(shard)
-            if k not in self.fresh:
-                known[id(leaves[position])] = (k, where)
-            if k in self.staying:
-                staying[id(leaves[position])] = where
+        arrived: dict[int, Arrived] = {}
+        for k, (one, shard) in enumerate(zip(self.inputs, shards, strict=True)):
+            x = leaves[one.position] = one.placement.take(shard)
+            # One array may be given twice. In a Module it stays, whatever it is elsewhere.
+            if (one.stays or not one.fresh) and not (id(x) in arrived and arrived[id(x)].stays):
+                arrived[id(x)] = Arrived(one.placement, None if one.fresh else k, one.stays)
         varying.start(
-            [leaves[position] for position in self.inputs],
-            [where.axis_names for where in self.placements],
+            [leaves[one.position] for one in self.inputs],
+            [one.placement.axis_names for one in self.inputs],
         )
         entering = self._entered(leaves, varying)
         entered = iter(entering)
@@ -98,7 +113,8 @@ class Instance:
                 raise
             raise type(error)(text) from error
         given = [leaves[position] for position in self.changing]
-        return leave(result, entering, known, staying, self.exit, varying, given)
+        tied, donating = self.arguments.tied, self.donating
+        return leave(result, entering, arrived, self.leaving, varying, given, tied, donating)
 
     def _run(self, *units: Any) -> Any:
         args, kwargs = self.arguments.unit_def.unflatten(units)
@@ -109,18 +125,17 @@ class Instance:
         units = self.arguments.states()
         olds = [unit.treedef.unflatten([leaves[p] for p in unit.positions]) for unit in units]
         inputs = [tuple(self.input_at[p] for p in unit.positions) for unit in units]
-        places = [tuple(self.placements[k] for k in ks) for ks in inputs]
+        placements = [tuple(self.inputs[k].placement for k in ks) for ks in inputs]
 
         def enter_all(*olds: State) -> list[State]:
-            return [self._enter(*one) for one in zip(units, olds, places, strict=True)]
+            return [self._enter(*one) for one in zip(units, olds, placements, strict=True)]
 
         seen = varying.call(enter_all, olds)
         entered: list[Entered] = []
-        for one in zip(units, olds, seen, places, inputs, strict=True):
-            unit, old, new, placements, ks = one
+        for unit, old, new, own, ks in zip(units, olds, seen, placements, inputs, strict=True):
             mark = object()
             new = mark_origin(new, mark)
-            entered.append(Entered(mark, unit.path, unit.keys, old, new, placements, ks))
+            entered.append(Entered(mark, unit.path, unit.keys, old, new, own, ks))
         return entered
 
     def _enter(self, unit: Unit, old: State, placements: Sequence[Place]) -> State:
@@ -153,7 +168,7 @@ class Instance:
             errors.WholeState(one.path, one.old, path, part, spec)
             for one in entered
             for path, part, spec in split
-            if any(_whole_beside_part(x, part, spec, self.sizes) for x in _whole(one))
+            if any(_whole_met_part(x, part, spec, self.sizes) for x in _whole(one))
         ]
         return errors.with_hint(str(error), hints) if hints else None
 
@@ -174,11 +189,11 @@ class Instance:
     def _same_over(self, placements: Sequence[Place]) -> tuple[AxisName, ...]:
         """The mapped axes over which a state arrives the same."""
         apart = NO_AXES.union(*(where.axis_names for where in placements))
-        return tuple(name for name in self.exit.axis_names if name not in apart)
+        return tuple(name for name in self.leaving.axis_names if name not in apart)
 
     def _placement_at(self, position: int) -> Place | None:
         k = self.input_at.get(position)
-        return None if k is None else self.placements[k]
+        return None if k is None else self.inputs[k].placement
 
 
 def _last_step(path: str) -> str:
@@ -190,7 +205,7 @@ def _whole(one: Entered) -> list[Any]:
     return [x for x, where in pairs if not where.axis_names]
 
 
-def _whole_beside_part(
+def _whole_met_part(
     whole: Any, part: Any, spec: PartitionSpec, sizes: Mapping[AxisName, int]
 ) -> bool:
     """Whether some axis of `whole` is as long as a split axis of `part` was before the split."""

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from ._base import _errors as errors
-from ._base._compat import tree_util
-from ._base._types import AxisName, Place
-from ._match import Entered, leaves_of
-from ._model._state import State
+from .._base import _errors as errors
+from .._base._compat import tree_util
+from .._base._types import AxisName, Place
+from .._model._state import State
+from ._origins import Entered, leaves_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -17,9 +17,9 @@ class Written:
 
     state: State
     entered: Entered | None
-    said: Any
+    declared: Any
     path: str
-    places: list[Place]
+    placements: list[Place]
 
 
 def left(state: State, old: State | None, over: Sequence[tuple[AxisName, ...]]) -> State:

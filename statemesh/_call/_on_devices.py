@@ -1,8 +1,8 @@
-"""What carries lanes: each a device of its own, or all of them one `vmap`."""
+"""Step 3 for `pmap2`: every lane runs on a device of its own."""
 
 import dataclasses
-from collections.abc import Hashable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,68 +13,15 @@ from .._base import _errors as errors
 from .._base._checks import check_text
 from .._base._stored import by_fields
 from .._base._types import AxisName, DeviceList, Place, Text
-from .._resolve._lanes import Lane, count_lanes
-from .._resolve._processes import own_devices
+from .._resolve._inputs import Input
+from .._resolve._lanes import FixedMeshLayout, count_lanes
+from .._resolve._layout import MeshLayout
+from .._resolve._processes import LanesOfProcesses, OwnParts, own_devices
 from .._resolve._specs import Placement
-from ._binding import Binding, OnDevices, OnProcesses, OverLanes
-
-
-# Path, axis and array of each leaf that is mapped.
-Mapped = Sequence[tuple[str, int, Any]]
-
-
-@runtime_checkable
-class Carrier(Protocol):
-    """What `pmap2` and `vmap2` differ in."""
-
-    # Whether the lanes have a mesh. Then a program depends on the shapes of its inputs: they say its size.
-    has_mesh: bool
-
-    def check(self, transform: str) -> None:
-        """Refuse at construction whatever no call could make right."""
-
-    def at(self, axis_name: AxisName, axis: int | None, ndim: int) -> Place:
-        """The placement of a leaf that has its lanes on this one of its `ndim` axes."""
-
-    def bind(
-        self, name: str, axis_name: AxisName, mapped: Mapped, asked: int | None, fixed: bool
-    ) -> Binding:
-        """What binds the axis name to the lanes of what is mapped.
-
-        `asked` is their number where no input says it or the author did; `fixed`: for inputs of these
-        shapes only.
-        """
-
-    def alone(self) -> "Carrier":
-        """The same on one device."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Lanes:
-    """One `vmap` carries all lanes."""
-
-    spmd_axis_name: Any = None
-
-    has_mesh = False
-
-    def check(self, transform: str) -> None:
-        if self.spmd_axis_name is not None and not isinstance(self.spmd_axis_name, Hashable):
-            raise errors.wrong_argument(transform, "spmd_axis_name", self.spmd_axis_name)
-
-    def at(self, axis_name: AxisName, axis: int | None, ndim: int) -> Place:
-        return Lane(axis, frozenset() if axis is None else frozenset([axis_name]))
-
-    def bind(
-        self, name: str, axis_name: AxisName, mapped: Mapped, asked: int | None, fixed: bool
-    ) -> Binding:
-        if count_lanes(name, mapped, asked) is None:
-            raise errors.nothing_to_infer(name)
-        if axis_name in compat.manual_axes(jax.sharding.get_abstract_mesh()):
-            raise errors.lane_name_taken(name, axis_name)
-        return OverLanes(axis_name, asked, self.spmd_axis_name, fixed)
-
-    def alone(self) -> "Lanes":
-        return self
+from .._varying import Followed, Varying
+from ._binding import Binding, Layout, Mapped
+from ._on_mesh import OnOwnMesh
+from ._over_lanes import Lanes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +56,7 @@ class Devices:
         if backend is not None and any(device.platform != backend for device in devices):
             raise errors.no_such_backend(transform, backend, devices)
 
-    def at(self, axis_name: AxisName, axis: int | None, ndim: int) -> Place:
+    def placement(self, axis_name: AxisName, axis: int | None, ndim: int) -> Place:
         if axis is None:
             return Placement(PartitionSpec())
         axis %= ndim
@@ -140,7 +87,7 @@ class Devices:
             raise errors.process_lanes(name, passed, len(mine))
         return OnProcesses(mesh, Mesh(np.array(mine), (axis_name,)))
 
-    def alone(self) -> Lanes:
+    def on_one_device(self) -> Lanes:
         found = self._found()
         if len(own_devices(found)) < len(found):
             raise errors.processes_alone()
@@ -148,3 +95,43 @@ class Devices:
 
     def _found(self) -> list[jax.Device]:
         return jax.devices(self.backend) if self.devices is None else list(self.devices)
+
+
+class OnDevices(OnOwnMesh):
+    """Instances that each have one device: lanes, which differ in nothing else from those of a `vmap`.
+
+    **Arguments:**
+
+    - `mesh`: the mesh, of one axis.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh, mesh.axis_names, check_vma=False)
+
+    def _layout_type(self) -> type[MeshLayout]:
+        return FixedMeshLayout
+
+    def varying(self) -> Varying:
+        return Followed(self.axis_names)
+
+
+class OnProcesses(OnDevices):
+    """Instances on the devices of several processes, each of which has the parts of its own.
+
+    **Arguments:**
+
+    - `mesh`: the mesh, of one axis.
+    - `own`: the part of it that is this process's.
+    """
+
+    def __init__(self, mesh: Mesh, own: Mesh) -> None:
+        super().__init__(mesh)
+        self.whole = mesh
+        self.own = own
+        self.outside = OwnParts(mesh, own)
+
+    def layout(self, name: str, inputs: Sequence[Input], donating: bool) -> Layout:
+        return LanesOfProcesses(name, self.whole, self.own, self.axis_names, inputs, donating)
+
+    def count(self, name: str, layout: Layout, arrays: Sequence[Any]) -> int:
+        return self.own.size

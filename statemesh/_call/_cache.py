@@ -1,0 +1,138 @@
+"""The programs that a mapped call has compiled, and what a call must look like to be run by one of them."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._base import _compat as compat
+from .._base import _errors as errors
+from .._base._types import NO_AXES
+from .._flow import hidden_axes
+from .._twice import summed_twice
+from .._write_back import WriteBack
+from ._binding import Outside
+from ._declared import Declared
+from ._donate import DonatingProgram
+from ._program import Program
+
+
+# Programs kept for one tree structure. Static leaves can make a new key at every call; the programs whose
+# last use is longest ago go first.
+_KEPT = 256
+
+Compiled = Callable[..., tuple[list[Any], WriteBack]]
+
+
+class CompiledEntry:
+    """One compiled program, and what a call must look like to be run by it."""
+
+    def __init__(
+        self,
+        declared: Declared,
+        program: Program,
+        leaves: Sequence[Any],
+        treedef: Any,
+        key: Hashable,
+    ) -> None:
+        self.program = program
+        self.key = key
+        self.tokens = _tokens(program, leaves)
+        self.inputs = program.arrays
+        self.concrete = program.layout.concrete
+        self.statics = program.statics.values
+        self.same_statics = program.statics.same
+        self.changing = program.statics.changing
+        self.types = list(map(type, leaves))
+        self.treedef = treedef
+        # JAX holds trees of different dataclasses for equal, but their hashes differ.
+        self.hash = hash(treedef)
+        self.context: Any = None
+        # The mesh that was set, with its devices, where the call takes that one.
+        self.set_mesh: Any = None
+        # Whether other processes, if there are any, were found to pass the same.
+        self.agreed = False
+        # The backward pass of an eager `jax.vjp` may be recorded. No layer of ours goes into its jaxpr.
+        self.plain = jax.jit(program, inline=compat.INLINED)
+        # Without JAX's check there are no types that a mistake could escape.
+        self.program_checked = not (program.binding.check_vma and declared.jit)
+        self.lowers: Any = self.plain
+        if declared.donate != "none":
+            self.lowers = DonatingProgram(program, declared.donate)
+        self.compiled: Compiled = self.lowers if declared.jit else program
+        if program.binding.outside is not None:
+            self.compiled = _brought_out(self.compiled, program.binding.outside)
+
+    def check_program(self, arrays: Sequence[Any]) -> None:
+        """Refuse, once, what the traced program shows and JAX's types let through.
+
+        These are writes in a branch that differ between shards, and gradients that are summed a second time.
+        JAX remembers the trace, so that the call that follows does not trace again.
+        """
+        if self.program_checked:
+            return
+        traced = self.lowers.trace(*arrays)
+        body = compat.shard_map_body(traced.jaxpr)
+        if body is not None:
+            if again := summed_twice(body, self.program.binding.sizes):
+                raise errors.reduced_twice(self.program.declared.name, again)
+            self._check_branches(body, traced.out_info[1])
+        self.program_checked = True
+
+    def _check_branches(self, body: Any, back: WriteBack) -> None:
+        leaving = self.program.resolved.leaving
+        hidden = hidden_axes(body, [NO_AXES] * len(body.invars))
+        found = [
+            (path, axes, back.placements[i].spec)
+            for i, path in back.written
+            if (axes := leaving.in_order(hidden[i] - back.placements[i].axis_names))
+        ]
+        if found:
+            raise errors.diverged_in_branch(self.program.declared.name, found)
+
+
+def _brought_out(compiled: Compiled, outside: Outside) -> Compiled:
+    def call(*arrays: Any) -> tuple[list[Any], WriteBack]:
+        outputs, back = compiled(*arrays)
+        return outside(outputs, back.placements), back
+
+    return call
+
+
+class Cache:
+    """Compiled entries by the tree, the types and the mesh of a call, then by its static leaves.
+
+    The first settle which leaves are static.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[Hashable, dict[tuple[Any, ...], CompiledEntry]] = {}
+
+    def find(self, key: Hashable, leaves: Sequence[Any]) -> CompiledEntry | None:
+        """The entry for a call with these leaves, if there is one."""
+        alike = self._entries.get(key, {})
+        # The list is made in one step, because other threads put entries in and take some out meanwhile.
+        for known in [*alike.values()][:1]:
+            return alike.get(_tokens(known.program, leaves))
+        return None
+
+    def keep(self, entry: CompiledEntry) -> None:
+        """Keep an entry whose call went through.
+
+        Not before: what is refused while tracing may depend on objects that are no part of the key.
+        """
+        alike = self._entries.setdefault(entry.key, {})
+        # Other threads do the same meanwhile, so each of these steps is one that cannot fail.
+        alike.pop(entry.tokens, None)
+        if len(alike) >= _KEPT:
+            for oldest in [*alike][: len(alike) - _KEPT + 1]:
+                alike.pop(oldest, None)
+        alike[entry.tokens] = entry
+
+
+def _tokens(program: Program, leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """What a program depends on besides types: the static leaves, and shapes where the rules say so."""
+    by_shape = program.resolved.by_shape
+    shapes = tuple(map(np.shape, program.arrays(leaves))) if by_shape else ()
+    return shapes, *program.statics.tokens_of(leaves)

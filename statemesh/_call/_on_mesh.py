@@ -1,0 +1,84 @@
+"""Step 3 for `shard_map`: instances on the devices of a mesh."""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from .._base import _compat as compat
+from .._base._types import AxisName
+from .._resolve._inputs import Input
+from .._resolve._layout import MeshLayout
+from .._resolve._processes import SpreadLayout, spans_processes
+from .._varying import Told, Untold, Varying
+from ._binding import Layout, Outside, Run
+
+
+class OnMesh:
+    """Instances on the devices of a mesh.
+
+    **Arguments:**
+
+    - `mesh`: the mesh.
+    - `axis_names`: the axes that are mapped over.
+    - `check_vma`: whether types say what varies.
+    """
+
+    outside: Outside | None = None
+
+    def __init__(
+        self,
+        mesh: Mesh | AbstractMesh,
+        axis_names: tuple[AxisName, ...],
+        check_vma: bool,
+    ) -> None:
+        self.mesh = mesh
+        self.axis_names = axis_names
+        self.check_vma = check_vma
+        self.sizes: Mapping[AxisName, int] = mesh.shape
+
+    def layout(self, name: str, inputs: Sequence[Input], donating: bool) -> Layout:
+        return self._layout_type()(name, self.mesh, self.axis_names, inputs, donating)
+
+    def _layout_type(self) -> type[MeshLayout]:
+        return SpreadLayout if spans_processes(self.mesh) else MeshLayout
+
+    def varying(self) -> Varying:
+        return Told(self.axis_names) if self.check_vma else Untold(self.axis_names)
+
+    def context(self, traced: bool) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def count(self, name: str, layout: Layout, arrays: Sequence[Any]) -> int:
+        return math.prod(self.sizes[name] for name in self.axis_names)
+
+    def call(self, run: Run, name: str, layout: Layout, arrays: Sequence[Any]) -> list[Any]:
+        # `shard_map` lays the out specs over the result after it has traced the function. So the
+        # list may be filled while tracing, and no second trace is needed to learn the structure.
+        out_specs: list[PartitionSpec] = []
+
+        def instance(*shards: Any) -> list[Any]:
+            outputs, placements = run(*shards)
+            out_specs[:] = [where.written for where in placements]
+            return outputs
+
+        instance.__name__ = instance.__qualname__ = name
+        outputs: list[Any] = jax.shard_map(
+            instance,
+            mesh=self.mesh,
+            in_specs=tuple(one.placement.written for one in layout.inputs),
+            out_specs=out_specs,
+            axis_names=set(self.axis_names),
+            check_vma=self.check_vma,
+        )(*arrays)
+        return outputs
+
+
+class OnOwnMesh(OnMesh):
+    """Instances on a mesh that is theirs, whichever one is set."""
+
+    def context(self, traced: bool) -> AbstractContextManager[Any]:
+        return compat.in_mesh(self.mesh, traced)

@@ -1,0 +1,128 @@
+"""Step 3 for `vmap2`: all lanes run in one `jax.vmap`."""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+
+from .._base import _compat as compat
+from .._base import _errors as errors
+from .._base._types import AxisName, Place
+from .._base._untyped import MeshCollective, retracing, run_untyped
+from .._resolve._inputs import Input
+from .._resolve._lanes import FixedLaneLayout, Lane, LaneLayout, count_lanes
+from .._varying import Told, Varying
+from ._binding import Binding, Layout, Mapped, Outside, Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Lanes:
+    """One `vmap` carries all lanes."""
+
+    spmd_axis_name: Any = None
+
+    has_mesh = False
+
+    def check(self, transform: str) -> None:
+        if self.spmd_axis_name is not None and not isinstance(self.spmd_axis_name, Hashable):
+            raise errors.wrong_argument(transform, "spmd_axis_name", self.spmd_axis_name)
+
+    def placement(self, axis_name: AxisName, axis: int | None, ndim: int) -> Place:
+        return Lane(axis, frozenset() if axis is None else frozenset([axis_name]))
+
+    def bind(
+        self, name: str, axis_name: AxisName, mapped: Mapped, asked: int | None, fixed: bool
+    ) -> Binding:
+        if count_lanes(name, mapped, asked) is None:
+            raise errors.nothing_to_infer(name)
+        if axis_name in compat.manual_axes(jax.sharding.get_abstract_mesh()):
+            raise errors.lane_name_taken(name, axis_name)
+        return OverLanes(axis_name, asked, self.spmd_axis_name, fixed)
+
+    def on_one_device(self) -> "Lanes":
+        return self
+
+
+class OverLanes:
+    """Instances as the lanes of one `jax.vmap`.
+
+    **Arguments:**
+
+    - `axis_name`: what collectives call the lanes.
+    - `axis_size`: how many there are to be; `None` where the inputs alone say it.
+    - `spmd_axis_name`: the mesh axes over which the compiler is to spread them, as for `jax.vmap`.
+    - `fixed`: whether the program is for inputs of one shape only.
+    """
+
+    check_vma = False
+    outside: Outside | None = None
+
+    def __init__(
+        self, axis_name: AxisName, axis_size: int | None, spmd_axis_name: Any, fixed: bool
+    ) -> None:
+        self.fixed = fixed
+        self.axis_names: tuple[AxisName, ...] = (axis_name,)
+        self.axis_size = axis_size
+        self.spmd_axis_name = spmd_axis_name
+        self.sizes: Mapping[AxisName, int] = {}
+
+    def layout(self, name: str, inputs: Sequence[Input], donating: bool) -> Layout:
+        return (FixedLaneLayout if self.fixed else LaneLayout)(name, inputs)
+
+    def varying(self) -> Varying:
+        return Told(self.axis_names)
+
+    def context(self, traced: bool) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def count(self, name: str, layout: Layout, arrays: Sequence[Any]) -> int | None:
+        mapped = [
+            (one.path, one.placement.axis, x)
+            for one, x in zip(layout.inputs, arrays, strict=True)
+            if one.placement.axis is not None
+        ]
+        return count_lanes(name, mapped, self.axis_size)
+
+    def call(self, run: Run, name: str, layout: Layout, arrays: Sequence[Any]) -> list[Any]:
+        # Filled while tracing, as the out specs of a `shard_map` are.
+        out_axes: list[int | None] = []
+
+        def lane(*parts: Any) -> list[Any]:
+            outputs, placements = run(*parts)
+            out_axes[:] = [where.axis for where in placements]
+            return outputs
+
+        lane.__name__ = lane.__qualname__ = name
+        mapped = jax.vmap(
+            lane,
+            in_axes=tuple(one.placement.axis for one in layout.inputs),
+            out_axes=out_axes,
+            axis_name=self.axis_names[0],
+            axis_size=self.count(name, layout, arrays),
+            spmd_axis_name=self.spmd_axis_name,
+        )
+        try:
+            return self._mapped(mapped, arrays)
+        except MeshCollective as error:
+            try:
+                # Our own collectives run among types too, but what they give is not known to be the same.
+                return mapped(*arrays)
+            except (AssertionError, ValueError) as again:
+                lanes = self.axis_names[0]
+                if not compat.in_collective_over(again, lanes):
+                    raise
+                raise errors.lane_collective(name, lanes, error.axis_names) from error
+
+    def _mapped(self, mapped: Callable[..., list[Any]], arrays: Sequence[Any]) -> list[Any]:
+        typed = compat.inside_checked_shard_map()
+        try:
+            with retracing(self.axis_names[0]) if typed else nullcontext():
+                return mapped(*arrays)
+        except (AssertionError, ValueError) as error:
+            # JAX gives up where a collective over lanes meets the types of a mesh, in no words or in some
+            # that say nothing of lanes. Where no types are, it runs.
+            if not typed or not compat.in_collective_over(error, self.axis_names[0]):
+                raise
+            return run_untyped(mapped, arrays)

@@ -1,0 +1,66 @@
+"""Step 4 for `shard_map`: results leave by `PartitionSpec`."""
+
+import dataclasses
+from typing import Any
+
+from .._base import _errors as errors
+from .._base._compat import tree_util
+from .._base._prefix import broadcast_specs
+from .._base._types import Place, StateSpecs
+from .._model._state import State
+from .._resolve._specs import REPLICATED, UNSAID, choose_specs, own_placements, placement
+from ._origins import Entered, values
+from ._rules import LeavingRules, Mistakes, roots
+
+
+@dataclasses.dataclass(frozen=True)
+class LeaveBySpec(LeavingRules):
+    """`out_specs` and `state_out_specs`."""
+
+    out_specs: Any
+    state_out_specs: StateSpecs
+
+    def entries(self, result: Any, root: str) -> list[Any]:
+        return broadcast_specs(self.out_specs, result, "shard_map out_specs", root)
+
+    def declared(self, result: Any, root: str) -> list[Any]:
+        return choose_specs(self.state_out_specs, roots(result, root), "state_out_specs")
+
+    def for_array(self, entry: Any, x: Any, path: str, mistakes: Mistakes) -> Place:
+        if entry is None:
+            raise errors.none_for_array(path, x)
+        return placement(entry)
+
+    def stays(self, where: Place) -> bool:
+        """Never: a spec of an array means to statemesh what it means to JAX."""
+        return False
+
+    def for_state(
+        self, state: State, entered: Entered | None, declared: Any, path: str, mistakes: Mistakes
+    ) -> list[Place]:
+        if declared is not UNSAID:
+            return [*own_placements(state, declared, path)]
+        if entered is not None:
+            own = list(entered.placements)
+            structure = tree_util.tree_structure
+            if structure(state.value) == structure(entered.seen.value):
+                return own
+            # `replace` has changed the structure, and nothing says which leaf is which.
+            if len(set(own)) == 1:
+                return own * len(values(state))
+        return [*own_placements(state, state.spec, path)]
+
+    def auxiliary(self) -> Place:
+        return REPLICATED
+
+    def fallback(self, declared: Any, x: Any, path: str) -> Place | None:
+        """None: the author has to write a spec."""
+        return None
+
+    def refuse(self, mistakes: Mistakes) -> None:
+        if mistakes.diverged:
+            raise errors.diverged(self.fun_name, mistakes.diverged)
+        if mistakes.rank:
+            raise errors.out_rank(self.fun_name, mistakes.rank)
+        if mistakes.varying:
+            raise errors.out_varies(self.fun_name, mistakes.varying)

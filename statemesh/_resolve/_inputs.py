@@ -1,0 +1,28 @@
+"""Step 2: what is known of each input of a program."""
+
+import dataclasses
+
+from .._base._types import Place
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Input:
+    """A leaf of the arguments that is an input of the program.
+
+    **Attributes:**
+
+    - `position`: its position among the leaves.
+    - `path`: its path, for messages.
+    - `placement`: where it lies.
+    - `kind`: its type.
+    - `strong`: whether it loses a weak type. What it becomes in the result is then no news to the compiler
+        when it is fed back.
+    - `stateful`: whether it is a leaf of a State.
+    """
+
+    position: int
+    path: str
+    placement: Place
+    kind: type
+    strong: bool
+    stateful: bool
