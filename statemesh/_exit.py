@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from ._base import _errors as errors
+from ._base import errors
 from ._base._types import AxisName, Place
 from ._match import Entered
 from ._model._state import State

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._base import _compat as compat
-from .._base import _errors as errors
+from .._base import errors
 from .._base._types import AxisName
 from .._base._untyped import MeshCollective, retracing, run_untyped
 from .._resolve._agreement import Passed

@@ -14,7 +14,7 @@ import jax
 
 from .._arguments import Arguments, check_arity, is_shaped
 from .._base import _compat as compat
-from .._base import _errors as errors
+from .._base import errors
 from .._base._compat import tree_util
 from .._base._types import NO_AXES
 from .._flow import hidden_axes

@@ -7,7 +7,7 @@ from typing import Any
 
 from .._arguments import Arguments
 from .._base import _compat as compat
-from .._base import _errors as errors
+from .._base import errors
 from .._base._tokens import Unknowable, may_change, token
 from .._base._types import Place
 from .._exit import Exit
