@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import statemesh as sm
-from statemesh import _exit, _flow, _leave, _partition, _traced, _varying, _write_back
+from statemesh import _flow, _leave, _partition, _traced, _varying, _write_back
 from statemesh._base._links import Links
 from statemesh._call import _by_spec, _pipeline, _pure
 from statemesh._model import _filters, _random, _state

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._base import _errors as errors
+from ._base import errors
 from ._base._paths import path_str, positional_names
 from ._base._types import NUMBERS, KeyPath, is_state
 

@@ -8,9 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._base import _axes
+from ._base import _axes, errors
 from ._base import _compat as compat
-from ._base import _errors as errors
 from ._base._axes import all_varying, bound_names, meshes_and_lanes, shard_index, total
 from ._base._types import AxisName, flat_names
 from ._base._untyped import left_to_retrace

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._base import _compat as compat
-from ._base import _errors as errors
+from ._base import errors
 from ._base._checks import check_function, check_names
 from ._base._compat import tree_util
 from ._base._frames import without_own_frames

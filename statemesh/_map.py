@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from jax.tree_util import GetAttrKey
 
-from ._base import _errors as errors
+from ._base import errors
 from ._base._checks import check_lane_name, check_text
 from ._base._frames import without_own_frames
 from ._base._types import KeyPath, LaneName, Name, Size, Text

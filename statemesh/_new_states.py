@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
-from ._base import _errors as errors
+from ._base import errors
 from ._base._checks import check_text
 from ._base._compat import tree_util
 from ._base._frames import without_own_frames

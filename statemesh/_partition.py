@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ._base import _errors as errors
+from ._base import errors
 from ._base._compat import tree_util
 from ._base._paths import path_str
 from ._base._types import REMOVED, Filter, is_removed, is_state, unpacked

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ._arguments import inside_modules, is_shaped
-from ._base import _errors as errors
+from ._base import errors
 from ._base._compat import tree_util
 from ._base._paths import fun_name, path_str, positional_names
 from ._base._tokens import Unknowable, token

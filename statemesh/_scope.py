@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ._base import _compat as compat
-from ._base import _errors as errors
+from ._base import errors
 from ._base._axes import bound_names, meshes_and_lanes
 from ._base._reduction import GRADIENT, Pending, Reduction, reduce_on_mesh
 from ._base._types import NO_AXES, Axes, AxisName

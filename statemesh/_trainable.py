@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._arguments import inside_modules
-from ._base import _errors as errors
+from ._base import errors
 from ._base._compat import tree_util
 from ._base._paths import path_str
 from ._base._types import Filter, is_state

@@ -4,7 +4,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from ._base import _errors as errors
+from ._base import errors
 from ._base._checks import axis_names as as_names
 from ._base._types import AnyMesh, AxisNames, FunOf, Params, Result
 from ._call._mapping import StatefulMapping

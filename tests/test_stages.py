@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from statemesh._base._errors import mesh_str
+from statemesh._base.errors import mesh_str
 
 from .helpers import assert_same, assert_says, make_mesh
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from . import _compat as compat
-from . import _errors as errors
+from . import errors
 from ._checks import check_names
 from ._compat import tree_util
 from ._extremes import largest, largest_entry, smallest, smallest_entry

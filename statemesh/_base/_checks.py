@@ -9,7 +9,7 @@ from typing import Any
 
 import equinox as eqx
 
-from . import _errors as errors
+from . import errors
 from ._paths import fun_name
 from ._types import AxisName
 

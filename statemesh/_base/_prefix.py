@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from . import _errors as errors
+from . import errors
 from ._paths import path_str
 from ._types import is_axis, is_spec, is_state
 

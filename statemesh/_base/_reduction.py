@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from . import _errors as errors
+from . import errors
 from ._types import NO_AXES, Axes, AxisName
 from ._wide import after_sum, before_sum
 

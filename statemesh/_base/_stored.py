@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from . import _errors as errors
+from . import errors
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from .._arguments import Arguments, Call, Unit
 from .._base import _compat as compat
-from .._base import _errors as errors
+from .._base import errors
 from .._base._checks import check_lane_name
 from .._base._prefix import broadcast_axes
 from .._base._types import Filter, Size

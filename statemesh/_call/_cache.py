@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from .._base import _compat as compat
-from .._base import _errors as errors
+from .._base import errors
 from .._base._types import NO_AXES
 from .._flow import hidden_axes
 from .._twice import summed_twice

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from .._base import _compat as compat
-from .._base import _errors as errors
+from .._base import errors
 from .._base._checks import check_text
 from .._base._stored import by_fields
 from .._base._types import AxisName, DeviceList, Place, Text

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from .._base import _compat as compat
-from .._base import _errors as errors
+from .._base import errors
 from .._base._types import AxisName, Place
 from .._base._untyped import MeshCollective, retracing, run_untyped
 from .._resolve._inputs import Input

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .._arguments import Arguments, Call
-from .._base import _errors as errors
+from .._base import errors
 from .._base._compat import tree_util
 from .._base._types import Place, is_packed, is_state, is_state_or_packed
 from .._packed._contents import Contents, Form, Group

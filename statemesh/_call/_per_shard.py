@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from .._arguments import Arguments, Unit
 from .._base import _compat as compat
-from .._base import _errors as errors
+from .._base import errors
 from .._base._types import NO_AXES, AxisName, Place
 from .._leave._leave import Arrived, leave
 from .._leave._origins import Entered, leaves_of, links_for

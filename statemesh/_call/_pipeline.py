@@ -14,7 +14,7 @@ import jax
 
 from .._arguments import Arguments, Call, check_arity, is_shaped
 from .._base import _compat as compat
-from .._base import _errors as errors
+from .._base import errors
 from .._base._compat import tree_util
 from .._resolve._lanes import OtherShapes
 from .._resolve._placement import check_valued, is_deleted

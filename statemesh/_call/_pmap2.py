@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any, overload
 
-from .._base import _errors as errors
+from .._base import errors
 from .._base._checks import positions
 from .._base._paths import fun_name
 from .._base._types import (

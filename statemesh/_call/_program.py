@@ -8,7 +8,7 @@ import numpy as np
 
 from .._arguments import Arguments, Call
 from .._base import _compat as compat
-from .._base import _errors as errors
+from .._base import errors
 from .._base._types import Place
 from .._resolve._agreement import Passed, static_passed, structure_passed
 from .._resolve._inputs import Input

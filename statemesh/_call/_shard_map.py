@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, overload
 
 from .._base import _compat as compat
-from .._base import _errors as errors
+from .._base import errors
 from .._base._checks import axis_names as as_names
 from .._base._paths import fun_name
 from .._base._types import AnyMesh, AxisNames, Donate, Fun, Params, Result, StateSpecs

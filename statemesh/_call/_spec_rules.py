@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._arguments import Arguments, Call
 from .._base import _compat as compat
-from .._base import _errors as errors
+from .._base import errors
 from .._base._compat import tree_util
 from .._base._prefix import broadcast_specs
 from .._base._stored import by_fields

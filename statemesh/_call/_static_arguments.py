@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from .._base import _errors as errors
+from .._base import errors
 from .._base._checks import check_function
 from .._base._paths import fun_name, positional_names
 from .._base._tokens import token

@@ -6,7 +6,7 @@ from operator import is_
 from typing import Any
 
 from .._arguments import Arguments
-from .._base import _errors as errors
+from .._base import errors
 from .._base._tokens import Unknowable, may_change, token
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .._base import _errors as errors
+from .._base import errors
 from .._base._prefix import broadcast_axes
 from .._base._types import Filter, Place
 from .._model._state import State

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._arguments import inside_modules, is_shaped
-from .._base import _errors as errors
+from .._base import errors
 from .._base._axes import one_copy
 from .._base._compat import tree_util
 from .._base._paths import path_str

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
-from .._base import _errors as errors
+from .._base import errors
 from .._base._compat import tree_util
 from .._base._links import Links
 from .._base._paths import path_str

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from .._base import _errors as errors
+from .._base import errors
 from .._base._types import Axes, AxisName, Place
 from .._model._state import State
 from ._origins import Entered

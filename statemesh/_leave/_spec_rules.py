@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from .._base import _errors as errors
+from .._base import errors
 from .._base._compat import tree_util
 from .._base._prefix import broadcast_specs
 from .._base._types import Place, StateSpecs

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import jax
 
-from .._base import _errors as errors
+from .._base import errors
 from .._base._checks import check_filter
 from .._base._paths import key_name, path_str
 from .._base._types import Class, Filter, Fun, KeyPath, LaneName, Name, is_state, unpacked

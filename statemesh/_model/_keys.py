@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._base import _errors as errors
+from .._base import errors
 from .._base._axes import refuse_in_lanes
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 
-from .._base import _errors as errors
+from .._base import errors
 from .._base._frames import without_own_frames
 from .._base._types import is_state
 from ._state import State

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._base import _errors as errors
+from .._base import errors
 
 
 class NoArray:

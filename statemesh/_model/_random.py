@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._base import _errors as errors
+from .._base import errors
 from .._base._axes import shard_index
 from .._base._checks import count
 from .._base._types import AxisName, SeveralAxes, Size

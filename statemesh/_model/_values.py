@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._base import _axes as axes
-from .._base import _errors as errors
+from .._base import errors
 from .._base._compat import tree_util
 from .._base._types import AxisName, is_state
 from .._base._wide import widened

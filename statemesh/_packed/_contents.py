@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._base import _compat as compat
-from .._base import _errors as errors
+from .._base import errors
 from .._base._compat import tree_util
 from .._base._types import AxisName, is_state
 from .._resolve._specs import Placement

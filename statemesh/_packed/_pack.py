@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._base import _compat as compat
-from .._base import _errors as errors
+from .._base import errors
 from .._base._compat import tree_util
 from .._base._paths import path_str
 from .._base._types import (

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from .._base import _compat as compat
-from .._base import _errors as errors
+from .._base import errors
 from .._base._compat import tree_util
 from .._base._paths import path_str
 from .._base._types import PackedNode, is_packed, is_state_or_packed

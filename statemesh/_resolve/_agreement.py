@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._base import _digests as digests
-from .._base import _errors as errors
+from .._base import errors
 
 
 _NO_MESH = AbstractMesh((), ())

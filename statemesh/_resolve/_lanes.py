@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from .._base import _errors as errors
+from .._base import errors
 from .._base._types import AxisName, Filter, is_axis, is_state
 from .._model._filters import first_matches
 from .._model._values import strong

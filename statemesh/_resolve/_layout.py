@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._base import _compat as compat
-from .._base import _errors as errors
+from .._base import errors
 from .._base._types import NUMBERS, AxisName, only
 from .._model._values import strong
 from ._agreement import Passed

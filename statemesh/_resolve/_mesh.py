@@ -7,7 +7,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._base import _compat as compat
-from .._base import _errors as errors
+from .._base import errors
 from .._base._types import Axes, AxisName, PerShard, is_spec, spec_axes
 
 

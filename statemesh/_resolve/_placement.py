@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._arguments import is_shaped
 from .._base import _compat as compat
-from .._base import _errors as errors
+from .._base import errors
 from .._base._compat import tree_util
 from .._base._frames import without_own_frames
 from .._base._paths import path_str

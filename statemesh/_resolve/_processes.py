@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._arguments import Arguments
-from .._base import _errors as errors
+from .._base import errors
 from .._base._types import AxisName, Place
 from .._model._values import strong
 from ._agreement import Passed, array_passed, check_alike, static_passed

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from .._base import _errors as errors
+from .._base import errors
 from .._base._prefix import broadcast_specs
 from .._base._types import (
     AxisName,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .._base import _errors as errors
+from .._base import errors
 from .._base._axes import bound_names, known_same, total
 from .._base._checks import check_names
 from .._base._types import AxisName, SeveralAxes

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from .._base import _compat as compat
-from .._base import _errors as errors
+from .._base import errors
 from .._base._compat import tree_util
 from .._base._paths import path_str
 

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .._base import _errors as errors
+from .._base import errors
 from .._base._types import SpecTree
 from .._model._kinds import HiddenState
 from .._model._module import Module, field

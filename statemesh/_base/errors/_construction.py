@@ -1,0 +1,126 @@
+"""Errors that are raised when a mapping is made."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ._classes import StatemeshError
+from ._text import quoted, shortened
+
+
+# What arguments have to be, by name. The same argument of another function is the same.
+_WANTED = {
+    "auto": "the names of mesh axes that are not mapped over, as in auto={'model'}",
+    "axis_name": "a string, as in axis_name='data'; no number, for those are axes of arrays, and no tuple, "
+    "for those are several names",
+    "axis_name of several": "a string, or a tuple of several, as in axis_name=('data', 'model')",
+    "axis_names": "the name of a mesh axis, or several, as in axis_names={'data'}; leave it out for all",
+    "backend": "the name of a platform, as in backend='cpu'",
+    "devices": "jax.Devices in the order of the lanes, as in devices=jax.devices()[:4]",
+    "donate_argnums": "the position of an argument, or several, numbered from 0, as in donate_argnums=(0,)",
+    "init_kwargs": "a dictionary of arguments by name, as in init_kwargs={'batch_size': 4}, or {} for none",
+    "key": "the name of a field, the key of a dictionary or an index, as in PathContains('encoder')",
+    "mesh": "a jax.sharding.Mesh, whose devices arrays are put on",
+    "model": "the model that it was made of, as in pack(packed.unpack(), mesh)",
+    "map": "the name of a method, as in map('update')",
+    "n": "an int, 0 or more: the number of rows that this shard holds, as in rows(x.shape[0], 'data')",
+    "name": "a string, as in name='mean'",
+    "num": "an int, 0 or more: the number of keys, as in split(2)",
+    "spmd_axis_name": "the name of a mesh axis, or a tuple of several, as in spmd_axis_name='data'",
+    "state_tag": "a string, as in state_tag='new'",
+    "static_broadcasted_argnums": "the position of an argument, or several, numbered from 0, as in "
+    "static_broadcasted_argnums=(0,)",
+    "tag": "a string or several, as in tag='slow' or tag=('slow', 'encoder')",
+    "tag of a filter": "a string, as in WithTag('slow'); for several write [WithTag('a'), WithTag('b')]",
+    "type": "a class, as in OfType(sm.ParamState)",
+    "where": "a function of the tree, as in Where(lambda model: model.encoder)",
+}
+
+
+def wrong_argument(what: str, argument: str, given: Any) -> TypeError:
+    """An argument that cannot be meant; `argument` as `_WANTED` lists it."""
+    name, text = argument.partition(" of ")[0], shortened(given)
+    return TypeError(
+        f"{what}: {name} is {text} of type {type(given).__name__}, but must be {_WANTED[argument]}."
+    )
+
+
+def wrong_count(what: str, argument: str, given: Any) -> StatemeshError:
+    return StatemeshError(f"{what}: {argument} is {given}, but must be {_WANTED[argument]}.")
+
+
+_CALLS = {
+    "shard_map": "shard_map(fun, mesh, in_specs, out_specs)",
+    "value_and_grad": "value_and_grad(loss_fn, axis_name='data')",
+}
+
+
+def not_callable(transform: str, fun: Any) -> TypeError:
+    takes = "takes" if transform == "value_and_grad" else "maps"
+    return TypeError(
+        f"{transform} {takes} a function, got {fun!r} of type {type(fun).__name__}. The function comes "
+        f"first: `{_CALLS.get(transform, f'{transform}(fn, in_axes=0)')}`."
+    )
+
+
+def not_a_plain_function(transform: str, name: str, kind: str) -> TypeError:
+    return TypeError(
+        f"{transform}: {name} is {kind}, whose call gives no values yet, but something that is still to "
+        "run. JAX traces a function once, from its arguments to what it returns: write `def` without "
+        "`async`, and `return` the values without `yield`."
+    )
+
+
+def out_specs_required() -> TypeError:
+    return TypeError(
+        "shard_map needs out_specs: `shard_map(fun, mesh, in_specs, out_specs)`, with P() for what is "
+        "the same on every shard."
+    )
+
+
+def unknown_donate(donate: Any, known: Sequence[str]) -> StatemeshError:
+    return StatemeshError(f"donate={donate!r} is not known. Use {quoted(known)}.")
+
+
+def not_an_axis(where: str, axis: Any) -> TypeError:
+    return TypeError(
+        f"{where} is {axis!r} of type {type(axis).__name__}, not an axis. Use an int (negative ones count "
+        "from the end), or None for what all lanes share."
+    )
+
+
+def unknown_mapping_policy(policy: Any, known: Sequence[str]) -> StatemeshError:
+    return StatemeshError(
+        f"unexpected_out_state_mapping={policy!r} is not known. Use {quoted(known)}."
+    )
+
+
+def bad_axis_size(what: str, size: Any) -> StatemeshError:
+    return StatemeshError(f"{what}={size!r} is not a positive int.")
+
+
+def bad_axis_name(name: Any) -> TypeError:
+    return TypeError(
+        f"axis_name={name!r} of type {type(name).__name__} cannot be hashed. Use a string."
+    )
+
+
+def no_devices(transform: str, devices: Sequence[Any]) -> StatemeshError:
+    return StatemeshError(
+        f"{transform}: devices={devices!r} has none, but the 'devices' argument to pmap must be non-empty, "
+        "or None. Leave it out, or pass some, as in devices=jax.devices()[:4]."
+    )
+
+
+def bad_devices(transform: str, devices: Sequence[Any]) -> StatemeshError:
+    return StatemeshError(
+        f"{transform}: devices={devices!r} must be different jax.Devices, as in "
+        "devices=jax.devices()[:4]."
+    )
+
+
+def devices_not_here(platform: str, missing: Sequence[int], there: Sequence[int]) -> StatemeshError:
+    return StatemeshError(
+        f"This was pickled with {platform} devices of the numbers {list(missing)}, and this process has "
+        f"{list(there)}. Make the mesh here and map the function over it, or leave the mesh out and "
+        "set it by jax.set_mesh(mesh)."
+    )
