@@ -6,16 +6,11 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from ._base import errors
+from ._base._arrays import is_shaped as is_shaped
 from ._base._paths import path_str, positional_names
 from ._base._types import NUMBERS, KeyPath, is_state
-
-
-# References are no arrays to JAX, traced or not.
-_SHAPED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, jax.Ref, jax.core.Tracer)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,13 +138,6 @@ def _tied(value: Any, units: Sequence[Unit]) -> list[list[str]]:
         if is_state(node):
             paths.setdefault(id(node), []).append(unit.path)
     return [several for several in paths.values() if len(several) > 1]
-
-
-def is_shaped(leaf: Any) -> bool:
-    """Whether a leaf is an array."""
-    if isinstance(leaf, np.ndarray | np.generic):
-        return bool(jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_)
-    return isinstance(leaf, _SHAPED)
 
 
 def inside_modules(value: Any) -> list[bool]:

@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ._arguments import inside_modules
 from ._base import errors
+from ._base._arrays import is_array
 from ._base._compat import tree_util
 from ._base._paths import path_str
 from ._base._types import Filter, is_state
@@ -124,10 +123,6 @@ def _is_trained(path: Any, unit: Any) -> bool:
     return isinstance(unit, ParamState) or (not is_state(unit) and _is_inexact(unit))
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray | np.generic)
-
-
 def _is_number(x: Any) -> bool:
     """Whether it is one that a mapped call makes an array of, outside a Module."""
     return type(x) in (float, complex)
@@ -138,4 +133,4 @@ def _is_inexact(x: Any) -> bool:
 
 
 def _is_shown(unit: Any) -> bool:
-    return is_state(unit) or _is_array(unit)
+    return is_state(unit) or is_array(unit)

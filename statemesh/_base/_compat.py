@@ -11,14 +11,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from traceback import walk_tb
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Jaxpr as Jaxpr
+from jax.extend.core import JaxprEqn, Literal, Var
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ._types import NO_AXES, Axes, AxisName, flat_names, only
+
+
+Equation: TypeAlias = JaxprEqn
+Operand: TypeAlias = Var | Literal
+"""What an equation of a jaxpr reads."""
+if TYPE_CHECKING:
+    # Newer releases of JAX have one class for both kinds of jaxpr, and export it under one name only.
+    ClosedJaxpr: TypeAlias = Jaxpr
+else:
+    from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 
 
 # `jax.shard_map`'s own default for `in_specs`; it is exported under no public name.

@@ -7,9 +7,9 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from ._arrays import is_key
 from ._tokens import Same, SameArray, token
 
 
@@ -27,7 +27,7 @@ def digest(text: str | bytes) -> bytes:
 def of_array(x: Any) -> bytes:
     """That of an array which this process has whole."""
     kind = str(x.dtype)
-    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         x = jax.random.key_data(x)
     host = np.ascontiguousarray(x)
     found = hashlib.blake2b(f"{kind}{host.shape}".encode(), digest_size=SIZE)

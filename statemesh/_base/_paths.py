@@ -7,43 +7,13 @@ from typing import Any
 
 import equinox as eqx
 import jax
-from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from ._types import KeyPath, StateNode
 
 
-def key_str(key: Any) -> str:
-    """One step of a path: `.name`, `[0]` or `['key']`."""
-    match key:
-        case GetAttrKey(name=name):
-            return f".{name}"
-        case SequenceKey(idx=idx):
-            return f"[{idx}]"
-        case DictKey(key=value):
-            return f"[{value!r}]"
-        case FlattenedIndexKey(key=value):
-            return f"[{value!r}]"
-        case _:
-            return str(key)
-
-
-def key_name(key: Any) -> str:
-    """One step of a path as a bare word: `name`, `0` or `key`."""
-    match key:
-        case GetAttrKey(name=name):
-            return str(name)
-        case SequenceKey(idx=idx):
-            return str(idx)
-        case DictKey(key=value) | FlattenedIndexKey(key=value):
-            return str(value)
-        case _:
-            return str(key)
-
-
 def path_str(path: KeyPath, root: str = "") -> str:
     """`root` followed by `path`; without a root the leading dot goes."""
-    text = root + "".join(map(key_str, path))
-    return text.removeprefix(".")
+    return (root + jax.tree_util.keystr(path)).removeprefix(".")
 
 
 def positional_names(fun: Callable[..., Any], count: int) -> list[str]:

@@ -7,8 +7,9 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+
+from ._arrays import is_key
 
 
 class Unknowable(Exception):
@@ -72,7 +73,7 @@ class SameArray:
 
     def _bytes(self) -> bytes:
         x = self.value
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if is_key(x):
             x = jax.random.key_data(x)
         return np.asarray(x).tobytes()
 

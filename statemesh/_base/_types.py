@@ -4,13 +4,26 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import jax
+import numpy as np
+from jax import Array as Array
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import Sharding as Sharding
+from jax.tree_util import PyTreeDef as PyTreeDef
+from jax.typing import ArrayLike as ArrayLike
+from jax.typing import DTypeLike as DTypeLike
+from jaxtyping import PyTree as PyTree
 
 
 AxisName: TypeAlias = Hashable
 Axes: TypeAlias = frozenset[AxisName]
 NO_AXES: Axes = frozenset()
-KeyPath: TypeAlias = tuple[Any, ...]
+Key: TypeAlias = Any
+"""One step of a path, as JAX or the class of a user's own node makes it."""
+KeyPath: TypeAlias = tuple[Key, ...]
+Leaf: TypeAlias = Any
+"""A leaf of a tree: an array, or any object that JAX does not take apart."""
+ShapedArray: TypeAlias = Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+"""An array of JAX's or NumPy's, traced or not, or one of which only the shape and dtype are known."""
 Reduce: TypeAlias = str | Callable[..., Any] | None
 Filter: TypeAlias = Any
 if TYPE_CHECKING:

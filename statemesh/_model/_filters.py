@@ -6,10 +6,11 @@ from typing import Any as AnyType
 from typing import TypeAlias
 
 import jax
+from jax.tree_util import keystr
 
 from .._base import errors
 from .._base._checks import check_filter
-from .._base._paths import key_name, path_str
+from .._base._paths import path_str
 from .._base._types import Class, Filter, Fun, KeyPath, LaneName, Name, is_state, unpacked
 
 
@@ -82,7 +83,7 @@ class PathContains(_Named):
 
     def __call__(self, path: KeyPath, state: AnyType) -> bool:
         del state
-        return any(key_name(step) == str(self.key) for step in path)
+        return any(keystr((step,), simple=True) == str(self.key) for step in path)
 
     def __repr__(self) -> str:
         return f"PathContains({self.key!r})"

@@ -20,11 +20,6 @@ _THREEFRY = frozenset({"threefry2x32", "threefry4x32"})
 _KEY_BY_KEY = _THREEFRY | {"philox2x32", "philox4x32"}
 
 
-def is_key(key: Any) -> bool:
-    """Whether it is a typed key, or several."""
-    return isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-
-
 def advance(key: Any) -> tuple[Any, Any]:
     """The key that is left after a draw, and the one drawn."""
     rest, drawn = jax.random.split(_seed(key))

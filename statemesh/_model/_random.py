@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._base import errors
+from .._base._arrays import is_key
 from .._base._axes import shard_index
 from .._base._checks import count
 from .._base._types import AxisName, SeveralAxes, Size
@@ -76,7 +77,7 @@ class RandomState(State):
     ) -> None:
         if _meta is None:
             key = value if key is None else key
-            if not keys.is_key(key):
+            if not is_key(key):
                 raise errors.not_a_key(key)
             super().__init__(key, name=name, tag=tag, spec=spec)
         else:
@@ -160,7 +161,7 @@ class RandomState(State):
         new = super().replace(**changes)
         if "value" not in changes:
             return new
-        if not keys.is_key(new.value):
+        if not is_key(new.value):
             raise errors.not_a_key(new.value)
         if self._shared and new.value.shape:
             raise errors.several_keys(new.value)

@@ -5,10 +5,10 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .._base import _compat as compat
+from .._base._arrays import is_key
 from .._base._paths import describe_leaf
 from .._base._types import StateNode
 
@@ -85,7 +85,7 @@ def _is_known(leaf: Any) -> bool:
         isinstance(leaf, jax.Array)
         and leaf.shape == ()
         and not compat.is_tracer(leaf)
-        and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        and not is_key(leaf)
         and not leaf.is_deleted()
         and (leaf.is_fully_addressable or leaf.is_fully_replicated)
     )

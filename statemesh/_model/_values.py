@@ -8,6 +8,7 @@ import numpy as np
 
 from .._base import _axes as axes
 from .._base import errors
+from .._base._arrays import is_array_or_number, is_key
 from .._base._compat import tree_util
 from .._base._types import AxisName, is_state
 from .._base._wide import widened
@@ -28,7 +29,7 @@ def strong(x: Any) -> Any:
 def arrays(value: Any) -> Any:
     """`value` with its numbers made arrays, or an error that lists what cannot be one."""
     leaves, treedef = tree_util.tree_flatten_with_path(value, is_leaf=is_state)
-    if bad := [(path, leaf) for path, leaf in leaves if not _is_arraylike(leaf)]:
+    if bad := [(path, leaf) for path, leaf in leaves if not is_array_or_number(leaf)]:
         raise errors.bad_state_value(bad)
     return tree_util.tree_unflatten(treedef, [_made(leaf, path) for path, leaf in leaves])
 
@@ -46,7 +47,7 @@ def conform(old_value: Any, value: Any, label: str) -> Any:
         return value
     old, old_def = tree_util.tree_flatten_with_path(old_value)
     new, new_def = tree_util.tree_flatten_with_path(value, is_leaf=is_state)
-    if bad := [(path, leaf) for path, leaf in new if not _is_arraylike(leaf)]:
+    if bad := [(path, leaf) for path, leaf in new if not is_array_or_number(leaf)]:
         raise errors.bad_state_value(bad)
     if old_def != new_def:
         raise errors.set_structure(label, old_def, new_def)
@@ -115,12 +116,6 @@ def _is_alike(old: Any, new: Any) -> bool:
     )
 
 
-def _is_arraylike(leaf: Any) -> bool:
-    if isinstance(leaf, np.ndarray | np.generic):
-        return bool(jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_)
-    return isinstance(leaf, jax.Array | bool | int | float | complex)
-
-
 def _conformed(label: str, path: Any, before: Any, after: Any) -> Any:
     try:
         return _in_dtype_of(before, after)
@@ -130,7 +125,7 @@ def _conformed(label: str, path: Any, before: Any, after: Any) -> Any:
 
 def _in_dtype_of(before: Any, after: Any) -> Any:
     """`after` in the dtype of `before` where it is a scalar or a weak array that fits it."""
-    if jnp.issubdtype(before.dtype, jax.dtypes.prng_key) or not _gives_way(after):
+    if is_key(before) or not _gives_way(after):
         return strong(after)
     fits = jnp.result_type(before, after) == before.dtype
     if not fits and isinstance(after, int | float) and np.isfinite(after):
