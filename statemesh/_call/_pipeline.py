@@ -7,7 +7,7 @@ out, runs the program (steps 3 and 4 were traced into it) and writes back.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import jax
@@ -171,9 +171,15 @@ class Pipeline:
             signature.agreed = True
         if eager:
             ready, shown = signature.concrete(inputs)
+            # What a function prints, and where it stops, is to be seen in its run: it is traced after that.
+            disabled = jax.config.jax_disable_jit
             with around:
-                signature.check_program(ready)
+                if not disabled:
+                    signature.check_program(ready)
                 outputs, back = signature.compiled(*ready)
+                if disabled:
+                    with jax.disable_jit(False), suppress(*compat.NEEDS_VALUES):
+                        signature.check_program(ready)
             self._keep(signature)
             if self.declared.rules.steady and top and not other_mesh:
                 self._last = signature
