@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -9,6 +10,7 @@ import jax
 from ._base import _compat as compat
 from ._base._axes import meshes_and_lanes, varying_over
 from ._base._compat import tree_util
+from ._base.errors import StatemeshError
 from ._base._links import Links
 from ._base._types import NO_AXES, Axes, AxisName
 from ._flow import all_axes, settled
@@ -96,7 +98,9 @@ class Told:
         self._note(program, made)
         return program.result(made)
 
-    def _note(self, program: Traced, made: Sequence[Any]) -> None:
+    def _note(self, program: Traced | None, made: Sequence[Any]) -> None:
+        if program is None:
+            return
         given = [compat.varying(x) for x in program.given]
         self.shown.note(made, all_axes(compat.open_jaxpr(program.closed), given))
 
@@ -137,14 +141,36 @@ class Followed:
     def run(
         self, fun: Callable[..., Any], operands: Sequence[Any], links: Links | None, counted: bool
     ) -> Any:
-        program = trace(fun, operands, self.mark, links)
-        axes, own = self._axes(program.given), frozenset(self.mark.axis_names)
-        closed = settled(program.closed, axes, own)
+        if compat.under_jit():
+            return self._run_traced(fun, operands, links)
+        try:
+            return self._run_eagerly(fun, operands, links, counted)
+        except StatemeshError:
+            # `value_and_grad` needs the program, which a call has but for `jax.disable_jit()`.
+            if not jax.config.jax_disable_jit:
+                raise
+        return self._run_traced(fun, operands, links)
+
+    def _run_traced(
+        self, fun: Callable[..., Any], operands: Sequence[Any], links: Links | None
+    ) -> Any:
+        with _jit_enabled():
+            program = trace(fun, operands, self.mark, links)
+            axes, own = self._axes(program.given), frozenset(self.mark.axis_names)
+            closed = settled(program.closed, axes, own)
         made = compat.run_jaxpr(closed, program.given)
         self._note(dataclasses.replace(program, closed=closed), made)
         return program.result(made)
 
-    def _note(self, program: Traced, made: Sequence[Any]) -> None:
+    def _run_eagerly(
+        self, fun: Callable[..., Any], operands: Sequence[Any], links: Links | None, counted: bool
+    ) -> Any:
+        return _run_eagerly(fun, operands, self.mark, links, self._note)
+
+    def _note(self, program: Traced | None, made: Sequence[Any]) -> None:
+        if program is None:
+            self.known.note(made, [frozenset(self.mark.axis_names)] * len(made))
+            return
         axes = self._axes(program.given)
         self.known.note(made, all_axes(compat.open_jaxpr(program.closed), axes))
 
@@ -167,18 +193,21 @@ class Untold(Followed):
     tells = False
     lanes = False
 
-    def run(
+    def _run_eagerly(
         self, fun: Callable[..., Any], operands: Sequence[Any], links: Links | None, counted: bool
     ) -> Any:
-        if compat.under_jit():
-            return super().run(fun, operands, links, counted)
         if links is None and not counted:
             return fun(*operands)
-        return _run_eagerly(fun, operands, self.mark, links, self._note)
+        return super()._run_eagerly(fun, operands, links, counted)
 
     def of(self, values: Sequence[Any]) -> list[Axes]:
         known = [self.known.of(x) for x in values]
         return [frozenset(self.mark.axis_names) if axes is None else axes for axes in known]
+
+
+def _jit_enabled() -> AbstractContextManager[Any]:
+    """Under `jax.disable_jit()` a program would lack the calls that are looked for in it."""
+    return jax.disable_jit(False) if jax.config.jax_disable_jit else nullcontext()
 
 
 def _run_eagerly(
@@ -186,16 +215,20 @@ def _run_eagerly(
     operands: Sequence[Any],
     mark: compat.FollowedAxes | None,
     links: Links | None,
-    note: Callable[[Traced, Sequence[Any]], None],
+    note: Callable[[Traced | None, Sequence[Any]], None],
 ) -> Any:
-    """The function itself runs, and is traced only for what its program shows."""
+    """The function itself runs, and is traced only for what its program shows.
+
+    `note` gets the program, `None` where there is none, and the arrays of the result.
+    """
     result = fun(*operands)
-    try:
-        program = trace(fun, operands, mark, links)
-    except compat.NEEDS_VALUES:
-        # It goes by the values of its arguments, and has no program.
-        return result
     made = [x for x in tree_util.tree_leaves(result) if isinstance(x, jax.Array)]
-    if len(made) == len(program.closed.out_avals):
-        note(program, made)
+    try:
+        with _jit_enabled():
+            program = trace(fun, operands, mark, links)
+    except compat.NEEDS_VALUES:
+        # It goes by the values of its arguments.
+        note(None, made)
+        return result
+    note(program if len(made) == len(program.closed.out_avals) else None, made)
     return program.remembered(result)

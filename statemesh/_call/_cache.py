@@ -1,6 +1,7 @@
 """The programs that a mapped call has compiled, and what a call must look like to be run by one of them."""
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -63,6 +64,17 @@ class CompiledEntry:
         self.compiled: Compiled = self.lowers if declared.jit else program
         if program.binding.outside is not None:
             self.compiled = _brought_out(self.compiled, program.binding.outside)
+
+    def checked_run(self, arrays: Sequence[Any]) -> tuple[list[Any], WriteBack]:
+        """Run the program, which is checked once before."""
+        if not jax.config.jax_disable_jit:
+            self.check_program(arrays)
+            return self.compiled(*arrays)
+        # What the function prints and where it stops belong to its run, so that the trace comes after it.
+        result = self.compiled(*arrays)
+        with jax.disable_jit(False), suppress(*compat.NEEDS_VALUES):
+            self.check_program(arrays)
+        return result
 
     def check_program(self, arrays: Sequence[Any]) -> None:
         """Refuse, once, what the traced program shows and JAX's types let through.

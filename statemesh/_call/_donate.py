@@ -32,6 +32,8 @@ class DonatingProgram:
         try:
             outputs: tuple[list[Any], WriteBack] = compiled(*spared(arrays))
         except OtherShapes:
+            if jax.config.jax_disable_jit:
+                return self.program(*arrays)
             compiled, spared = self._last = self._for(arrays)
             outputs = compiled(*spared(arrays))
         spared.keep(outputs[0])

@@ -91,8 +91,7 @@ class Pipeline:
         if eager:
             ready, shown = entry.concrete(inputs)
             with around:
-                entry.check_program(ready)
-                outputs, back = entry.compiled(*ready)
+                outputs, back = entry.checked_run(ready)
             if rules.cacheable and top and not other_mesh:
                 self._last = entry
                 entry.set_mesh = _set_mesh() if rules.takes_set_mesh else None
