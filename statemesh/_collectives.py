@@ -13,7 +13,6 @@ from ._base import _compat as compat
 from ._base import _errors as errors
 from ._base._axes import all_varying, bound_names, meshes_and_lanes, shard_index, total
 from ._base._types import AxisName, flat_names
-from ._base._untyped import left_to_retrace
 
 
 def axis_index(axis_name: AxisName) -> Any:
@@ -239,9 +238,8 @@ def _over(
 
 
 def _jax_can(names: tuple[AxisName, ...]) -> bool:
-    """Whether JAX's collective over these axes runs here, or where the function will be traced again."""
-    lanes = meshes_and_lanes(names)[1]
-    return not lanes or not compat.inside_checked_shard_map() or left_to_retrace(names)
+    """Whether JAX's collective over these axes runs here."""
+    return not meshes_and_lanes(names)[1] or not compat.inside_checked_shard_map()
 
 
 def _array(x: Any) -> Any:

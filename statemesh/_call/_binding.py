@@ -11,7 +11,6 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._types import AxisName
-from .._base._untyped import MeshCollective, retracing, run_untyped
 from .._resolve._agreement import Passed
 from .._resolve._lanes import FixedLaneLayout, FixedLayout, Lane, LaneLayout, count_lanes
 from .._resolve._layout import Layout
@@ -284,25 +283,12 @@ class OverLanes:
             spmd_axis_name=self.spmd_axis_name,
         )
         try:
-            return self._mapped(mapped, arrays)
-        except MeshCollective as error:
-            try:
-                # Our own collectives run among types too, but what they give is not known to be the same.
-                return mapped(*arrays)
-            except (AssertionError, ValueError) as again:
-                lanes = self.axis_names[0]
-                if not compat.in_collective_over(again, lanes):
-                    raise
-                raise errors.lane_collective(name, lanes, error.axis_names) from error
-
-    def _mapped(self, mapped: Callable[..., list[Any]], arrays: Sequence[Any]) -> list[Any]:
-        typed = compat.inside_checked_shard_map()
-        try:
-            with retracing(self.axis_names[0]) if typed else nullcontext():
-                return mapped(*arrays)
+            outputs: list[Any] = mapped(*arrays)
         except (AssertionError, ValueError) as error:
             # JAX gives up where a collective over lanes meets the types of a mesh, in no words or in some
-            # that say nothing of lanes. Where no types are, it runs.
-            if not typed or not compat.in_collective_over(error, self.axis_names[0]):
+            # that say nothing of lanes.
+            lanes = self.axis_names[0]
+            if not compat.inside_checked_shard_map() or not compat.in_collective_over(error, lanes):
                 raise
-            return run_untyped(mapped, arrays)
+            raise errors.lane_collective(name, lanes) from error
+        return outputs
