@@ -13,14 +13,14 @@ from typing import Any
 import jax
 
 from .._arguments import Arguments, check_arity, is_shaped
+from .._axes._dataflow import hidden_axes
+from .._axes._summed_twice import summed_twice
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._compat import tree_util
 from .._base._types import NO_AXES
-from .._flow import hidden_axes
 from .._resolve._lanes import OtherShapes
 from .._resolve._placement import check_valued, is_deleted
-from .._twice import summed_twice
 from .._write_back import WriteBack
 from ._binding import Outside
 from ._declared import Declared

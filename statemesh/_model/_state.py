@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 import jax
 from jax.sharding import PartitionSpec
 
+from .._axes._mesh_and_lanes import call_policy
 from .._base import _errors as errors
-from .._base._axes import call_policy
 from .._base._checks import check_text
 from .._base._checks import tags as as_tags
 from .._base._links import active as active_links

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from . import _compat as compat
-from . import _errors as errors
-from ._checks import check_names
+from .._base import _compat as compat
+from .._base import _errors as errors
+from .._base._checks import check_names
+from .._base._types import Axes, AxisName, flat_names
 from ._extremes import largest, largest_entry, smallest, smallest_entry
-from ._types import Axes, AxisName, flat_names
 from ._wide import after_sum, before_sum
 
 
