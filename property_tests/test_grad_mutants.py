@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import pytest
 
-from statemesh import _flow, _scope, _trainable
-from statemesh._base import _compat, _reduction
+from statemesh import _scope, _trainable
+from statemesh._axes import _dataflow, _reduction
+from statemesh._base import _compat
 from statemesh._base._types import NO_AXES
 from statemesh._call import _pipeline
 
@@ -232,10 +233,10 @@ MUTANTS = [
         "reduce_on_mesh",
         lambda right: lambda values, plans, names: right(values, plans, names[:1]),
     ),
-    Mutant("left pending in scans", _flow, "_settled_equation", left_in_scans),
+    Mutant("left pending in scans", _dataflow, "_settled_equation", left_in_scans),
     Mutant(
         "left pending everywhere",
-        _flow,
+        _dataflow,
         "_has_pending",
         lambda right: lambda *args: False,
     ),

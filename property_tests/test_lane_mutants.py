@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import statemesh as sm
-from statemesh import _flow
-from statemesh._base import _axes, _compat
+from statemesh._axes import _dataflow, _mesh_and_lanes
+from statemesh._base import _compat
 from statemesh._call import _by_axis, _carriers
 from statemesh._model import _state
 from statemesh._resolve import _lanes, _specs
@@ -88,7 +88,7 @@ MUTANTS = [
     ),
     Mutant(
         "what is written in Modules is taken for what came in",
-        _flow,
+        _dataflow,
         "_forwarding",
         lambda right: lambda eqn, *_, **__: [0] * len(eqn.outvars),
     ),
@@ -124,13 +124,13 @@ MUTANTS = [
     Mutant("functions as policies dropped", _state, "call_policy", lambda right: lambda *a: a[2]),
     Mutant(
         "nothing differs between lanes",
-        _axes,
+        _mesh_and_lanes,
         "_batched",
         lambda right: lambda values, name: [False] * len(values),
     ),
     Mutant(
         "everything differs between lanes",
-        _axes,
+        _mesh_and_lanes,
         "_batched",
         lambda right: lambda values, name: [True] * len(values),
     ),

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import statemesh as sm
-from statemesh import _flow, _leave, _partition, _traced, _varying, _write_back
+from statemesh import _leave, _partition, _traced, _varying, _write_back
+from statemesh._axes import _dataflow
 from statemesh._base._links import Links
 from statemesh._call import _by_spec, _pipeline, _pure
 from statemesh._model import _filters, _random, _state
@@ -155,7 +156,7 @@ MUTANTS = [
     ),
     Mutant(
         "predicates passed over",
-        _flow._Walk,
+        _dataflow._Walk,
         "_cond",
         lambda right: lambda self, branches, _, given: right(self, branches, frozenset(), given),
     ),
@@ -262,7 +263,7 @@ def fails(check: Callable[[], None]) -> bool:
 STEPS = {
     "partition": ("_partition", "_model._filters", "_model._random", "_arguments"),
     "resolve": ("_resolve", "_call._by_spec", "_call._by_axis"),
-    "call": ("_call._pipeline", "_call._pure", "_flow", "_varying", "_base"),
+    "call": ("_call._pipeline", "_call._pure", "_axes", "_varying", "_base"),
     "leave": ("_leave", "_exit", "_model._state"),
     "write back": ("_write_back",),
 }

@@ -3,6 +3,13 @@
 from . import filters as filters
 from . import legacy as legacy
 from . import nn as nn
+from ._axes._collectives import all_gather as all_gather
+from ._axes._collectives import axis_index as axis_index
+from ._axes._collectives import axis_size as axis_size
+from ._axes._collectives import pmax as pmax
+from ._axes._collectives import pmean as pmean
+from ._axes._collectives import pmin as pmin
+from ._axes._collectives import psum as psum
 from ._base._types import PerShard as PerShard
 from ._base._types import is_state as is_state
 from ._base.errors import BatchAxisError as BatchAxisError
@@ -14,13 +21,6 @@ from ._call._mapping import StatefulMapping as StatefulMapping
 from ._call._pmap2 import pmap2 as pmap2
 from ._call._shard_map import shard_map as shard_map
 from ._call._vmap2 import vmap2 as vmap2
-from ._collectives import all_gather as all_gather
-from ._collectives import axis_index as axis_index
-from ._collectives import axis_size as axis_size
-from ._collectives import pmax as pmax
-from ._collectives import pmean as pmean
-from ._collectives import pmin as pmin
-from ._collectives import psum as psum
 from ._grad import grad as grad
 from ._grad import value_and_grad as value_and_grad
 from ._map import Map as Map

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from ._axes._dataflow import crossed, forwarded
+from ._axes._mesh_and_lanes import bound_names, meshes_and_lanes
+from ._axes._reduction import GRADIENT, Pending, Reduction, reduce_on_mesh
 from ._base import _compat as compat
 from ._base import errors
-from ._base._axes import bound_names, meshes_and_lanes
-from ._base._reduction import GRADIENT, Pending, Reduction, reduce_on_mesh
 from ._base._types import NO_AXES, Axes, AxisName
-from ._flow import crossed, forwarded
 from ._trainable import Parts
 
 

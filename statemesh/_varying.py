@@ -7,13 +7,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
+from ._axes._dataflow import all_axes, settled
+from ._axes._mesh_and_lanes import meshes_and_lanes, varying_over
 from ._base import _compat as compat
-from ._base._axes import meshes_and_lanes, varying_over
 from ._base._compat import tree_util
-from ._base.errors import StatemeshError
 from ._base._links import Links
 from ._base._types import NO_AXES, Axes, AxisName
-from ._flow import all_axes, settled
+from ._base.errors import StatemeshError
 from ._traced import Traced, trace
 
 

@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parent.parent / "statemesh"
 # The order of the flow. A part may import those before it, never those after it.
 LAYERS = [
     "_base",
-    "_collectives",
+    "_axes",
     "_model",
     "_partition",
     "_arguments",
@@ -20,8 +20,6 @@ LAYERS = [
     "_resolve",
     "_write_back",
     "_packed",
-    "_flow",
-    "_twice",
     "_origins",
     "_traced",
     "_varying",

@@ -136,7 +136,7 @@ def test_a_state_of_lanes_takes_what_is_the_same() -> None:
         return out, mean.set(sm.pmean(mean.value, "x"))
 
     call = sm.shard_map(shard, make_mesh("4"), (None, COLUMNS), (COLUMNS, P()))
-    _, mean = call(sm.State(jnp.zeros(2)), DATA)
+    _, mean = call(sm.State(jnp.zeros(2), reduce="mean"), DATA)
     np.testing.assert_allclose(
         mean.value, np.mean(np.split(DATA, SHARDS, 1), (0, 1)), rtol=1e-5, atol=1e-6
     )

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from statemesh._base._axes import total
+from statemesh._axes._mesh_and_lanes import total
 from tests.helpers import assert_says, make_mesh, mistakes_in
 
 

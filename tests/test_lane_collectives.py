@@ -1,4 +1,4 @@
-"""Collectives over lanes inside a `shard_map`, where JAX's own types have no word for them."""
+"""Collectives over lanes inside a `shard_map`: JAX's own types have no word for them where it checks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import make_mesh
+from tests.helpers import assert_says, make_mesh
 
 
 LANES, SHARDS, WIDTH = 3, 4, 2
@@ -40,23 +40,60 @@ COLLECTIVES: dict[str, Callable[[Any], Any]] = {
     "ppermute": lambda x: jax.lax.ppermute(x, "b", [(0, 1), (1, 2), (2, 0)]),
     "psum_scatter": lambda x: jax.lax.psum_scatter(jnp.stack([x, 2 * x, 3 * x]), "b"),
     "all_to_all": lambda x: jax.lax.all_to_all(jnp.stack([x, 2 * x, 3 * x]), "b", 0, 0).sum(0),
-    "axis_index": lambda x: x * jax.lax.axis_index("b"),
+    "in jit": lambda x: jax.jit(lambda x: jax.lax.psum(x, "b"))(x),
+    "in scan": lambda x: jax.lax.scan(
+        lambda c, _: (jax.lax.pmean(c, "b"), None), x, None, length=2
+    )[0],
+    "its gradient": jax.grad(lambda x: jax.lax.pmean(jnp.sin(x), "b").sum()),
+}
+
+INSTEAD = (
+    "step: inside a checked shard_map JAX has no collectives over the lanes of a vmap ('b'). Write instead:\n"
+    "  1. statemesh's own, which run over lanes there: sm.psum(x, 'b'), or sm.pmean, sm.pmax, sm.pmin, "
+    "sm.all_gather;\n"
+    "  2. for a state: State(value, reduce='mean'), or 'sum', 'max', 'min': statemesh merges the lanes' "
+    "writes;\n"
+    "  3. for a result: return it with out_axes=0 and reduce its lane axis after vmap2, as with "
+    "jnp.sum(out, axis=0)."
+)
+
+
+@pytest.mark.parametrize("name", list(COLLECTIVES))
+def test_a_collective_of_jax_runs_unchecked(name: str) -> None:
+    fun = COLLECTIVES[name]
+    got = over_mesh(lambda x: sm.vmap2(fun, axis_name="b")(x), check_vma=False)(DATA)
+    # Nothing runs over the mesh, so that all shards together are one `vmap`.
+    wanted = jax.vmap(fun, axis_name="b")(DATA)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+BOTH: dict[str, Callable[[Any], Any]] = {
+    "both at once": lambda x: jax.lax.psum(x, ("b", "x")),
+    "one after another": lambda x: jax.lax.psum(jax.lax.pmean(x, "x"), "b"),
 }
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("name", list(COLLECTIVES))
-def test_a_users_collective(name: str, check_vma: bool) -> None:
-    fun = COLLECTIVES[name]
-    got = over_mesh(lambda x: sm.vmap2(fun, axis_name="b")(x), check_vma)(DATA)
-    # Nothing runs over the mesh, so that all shards together are one `vmap`.
-    np.testing.assert_allclose(got, jax.vmap(fun, axis_name="b")(DATA), rtol=1e-6)
+@pytest.mark.parametrize("name", [*COLLECTIVES, *BOTH])
+def test_it_is_refused_where_types_are_checked(name: str) -> None:
+    def step(x: jax.Array) -> Any:
+        return (COLLECTIVES | BOTH)[name](x)
+
+    call = over_mesh(lambda x: sm.vmap2(step, axis_name="b")(x))
+    assert_says(lambda: call(DATA), sm.StatemeshError, INSTEAD)
+
+
+def test_lanes_know_their_number_and_how_many_they_are() -> None:
+    def lane(x: jax.Array) -> Any:
+        return x * jax.lax.axis_index("b") / jax.lax.psum(1, "b")
+
+    got = over_mesh(lambda x: sm.vmap2(lane, axis_name="b")(x))(DATA)
+    np.testing.assert_allclose(got, DATA * np.arange(LANES)[:, None] / LANES, rtol=1e-6)
 
 
 def normalise(mean: sm.State, rng: sm.RandomState, x: jax.Array) -> Any:
     """What a layer does that knows its lanes by name."""
-    here = jax.lax.pmean(x, "b")
-    spread = jax.lax.pmean((x - here) ** 2, "b")
+    here = sm.pmean(x, "b")
+    spread = sm.pmean((x - here) ** 2, "b")
     key, rng = rng.split()
     noise = jax.random.uniform(key)
     return (x - here) / jnp.sqrt(spread + 1e-3), noise, mean.set(0.5 * mean.value + here), rng
@@ -81,7 +118,7 @@ def layer() -> Any:
 
 def test_a_layer_that_names_its_lanes() -> None:
     rng = sm.RandomState(jax.random.key(0))
-    out, noise, mean, after = layer()(sm.State(jnp.ones(WIDTH)), rng, DATA)
+    out, noise, mean, after = layer()(sm.State(jnp.ones(WIDTH), reduce="mean"), rng, DATA)
     np.testing.assert_allclose(out, normalised(DATA), rtol=1e-4, atol=1e-5)
     wanted = 0.5 + np.mean([part.mean(0) for part in parts()], 0)
     np.testing.assert_allclose(mean.value, wanted, rtol=1e-5)
@@ -94,7 +131,8 @@ def test_a_layer_that_names_its_lanes() -> None:
 def test_its_gradient_from_outside(jit: bool) -> None:
     weights = np.cos(np.arange(DATA.size, dtype=np.float32)).reshape(DATA.shape)
     call, rng = layer(), sm.RandomState(jax.random.key(0))
-    got = jax.grad(lambda x: (call(sm.State(jnp.ones(WIDTH)), rng, x)[0] * weights).sum())
+    mean = sm.State(jnp.ones(WIDTH), reduce="mean")
+    got = jax.grad(lambda x: (call(mean, rng, x)[0] * weights).sum())
     want = jax.grad(lambda x: (normalised(x) * weights).sum())
     got = jax.jit(got) if jit else got
     np.testing.assert_allclose(got(DATA), want(DATA), atol=1e-5)
@@ -102,10 +140,7 @@ def test_its_gradient_from_outside(jit: bool) -> None:
 
 def closing_over(x: jax.Array) -> Any:
     """A collective of lanes that close over a value of the shard."""
-    mapped = sm.vmap2(
-        lambda row: jax.lax.psum(jnp.sin(row) * x[0], "b"), out_axes=None, axis_name="b"
-    )
-    return mapped(x)
+    return sm.vmap2(lambda row: sm.psum(jnp.sin(row) * x[0], "b"), axis_name="b")(x)[0]
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -155,61 +190,47 @@ def alone(start: Any, x: Any) -> Any:
     return after["mean"] * 2 + after["spread"] ** 2
 
 
-def test_a_policy_that_is_a_function() -> None:
+@pytest.mark.parametrize("jit", [True, False])
+def test_a_policy_that_is_a_function_runs_unchecked(jit: bool) -> None:
     start = jnp.array([1.0, 2.0])
-    call = over_mesh(lambda x: by_policy(start, x), out=P("x"))
+    call = sm.shard_map(by_policy, make_mesh("4"), (P(), COLUMNS), P("x"), check_vma=False, jit=jit)
     wanted = np.concatenate([alone(start, part) for part in parts()])
-    np.testing.assert_allclose(call(DATA), wanted, rtol=1e-5)
+    np.testing.assert_allclose(call(start, DATA), wanted, rtol=1e-5)
 
 
-def test_the_gradient_of_a_policy_that_is_a_function() -> None:
-    start = jnp.array([1.0, 2.0])
+def test_it_is_refused_for_lanes_where_types_are_checked() -> None:
     call = sm.shard_map(by_policy, make_mesh("4"), (P(), COLUMNS), P("x"))
-    got = jax.grad(lambda s, x: call(s, x).sum(), argnums=(0, 1))(start, DATA)
-
-    def loss(start: jax.Array, x: jax.Array) -> Any:
-        return sum(alone(start, part).sum() for part in jnp.split(x, SHARDS, axis=1))
-
-    want = jax.grad(loss, argnums=(0, 1))(start, jnp.asarray(DATA))
-    for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        lambda x: jax.lax.psum(x, ("b", "x")),
-        lambda x: jax.lax.psum(jax.lax.pmean(x, "x"), "b"),
-        lambda x: jax.lax.psum(x * jax.lax.axis_index("x"), "b"),
-    ],
-    ids=["both at once", "one after another", "axis_index"],
-)
-def test_lanes_and_mesh_in_one_function(body: Callable[[Any], Any]) -> None:
-    def step(x: jax.Array) -> Any:
-        return body(x)
-
-    text = (
-        "step: inside a checked shard_map a function whose collectives run over its lanes ('b') cannot "
-        "use mesh axes ('x') too. Write instead:\n"
-        "  1. what runs over the mesh before vmap2, or after it: jax.lax.psum(out, 'x') of what it "
-        "returned;\n"
-        "  2. for a state: State(value, reduce='mean'), or 'sum', 'max', 'min', or a function: statemesh "
-        "merges the lanes' writes, and the function may use mesh axes;\n"
-        "  3. for a result: return it with out_axes=0 and reduce it after vmap2, as with "
-        "jax.lax.psum(jnp.sum(out, 0), 'x')."
+    assert_says(
+        lambda: call(jnp.array([1.0, 2.0]), DATA),
+        sm.StatemeshError,
+        "State: inside a checked shard_map the function reduce=moments cannot merge what the lanes of vmap2 "
+        "('b') wrote, because JAX has no collectives over lanes there. Write instead:\n"
+        "  1. a named policy: reduce='mean', or 'sum', 'max', 'min';\n"
+        "  2. one value for each lane, with state_out_axes={0: ...}, and merge them after vmap2, as with "
+        "jnp.mean(state.value, axis=0).",
     )
-    call = over_mesh(lambda x: sm.vmap2(step, out_axes=None, axis_name="b")(x), out=P())
-    with pytest.raises(sm.StatemeshError) as raised:
-        call(DATA)
-    assert str(raised.value) == text
+
+
+def merged_after(start: jax.Array, x: jax.Array) -> Any:
+    """One value for each lane, merged after `vmap2`."""
+    value = {"mean": start, "spread": jnp.full(WIDTH, 0.5)}
+    mapped = sm.vmap2(written, in_axes=(None, 0), state_out_axes={0: ...})
+    after = moments_alone(value, mapped(sm.State(value), x).value)
+    return after["mean"] * 2 + after["spread"] ** 2
+
+
+def test_what_the_message_of_policies_says_to_write() -> None:
+    start = jnp.array([1.0, 2.0])
+    call = sm.shard_map(merged_after, make_mesh("4"), (P(), COLUMNS), P("x"))
+    wanted = np.concatenate([alone(start, part) for part in parts()])
+    np.testing.assert_allclose(call(start, DATA), wanted, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
     "mended",
     [
-        lambda x: jax.lax.psum(
-            sm.vmap2(lambda x: jax.lax.psum(x, "b"), out_axes=None, axis_name="b")(x), "x"
-        ),
+        lambda x: jax.lax.psum(sm.vmap2(lambda x: sm.psum(x, "b"), axis_name="b")(x)[0], "x"),
+        lambda x: sm.vmap2(lambda x: sm.psum(x, ("b", "x")), axis_name="b")(x)[0],
         lambda x: jax.lax.psum(jnp.sum(sm.vmap2(lambda x: x)(x), 0), "x"),
         lambda x: (
             sm.vmap2(lambda s, x: s.set(jax.lax.psum(x, "x")), in_axes=(None, 0), axis_name="b")(
@@ -228,20 +249,21 @@ def test_what_a_user_gets_wrong_stays_their_error() -> None:
 
     with pytest.raises(AssertionError):
         over_mesh(lambda x: sm.vmap2(fails, axis_name="b")(x))(DATA)
-    with pytest.raises(NameError, match="nope"):
-        over_mesh(lambda x: sm.vmap2(lambda x: jax.lax.psum(x, "nope"), axis_name="b")(x))(DATA)
+    with pytest.raises(sm.StatemeshError, match="no axis is called 'nope' here"):
+        over_mesh(lambda x: sm.vmap2(lambda x: sm.psum(x, "nope"), axis_name="b")(x))(DATA)
+    with pytest.raises(TypeError, match="cannot reshape"):
+        over_mesh(lambda x: sm.vmap2(lambda x: x.reshape(77), axis_name="b")(x))(DATA)
 
 
-def test_equinox_batch_norm_names_its_lanes() -> None:
+def test_a_layer_of_equinox_that_names_its_lanes_is_refused() -> None:
     norm = eqx.nn.BatchNorm(WIDTH, axis_name="b", mode="batch")
     state = eqx.nn.State(norm)
 
-    def call(x: jax.Array) -> Any:
-        def lane(state: eqx.nn.State, row: jax.Array) -> Any:
-            return norm(row, state, inference=False)
+    def step(state: eqx.nn.State, row: jax.Array) -> Any:
+        return norm(row, state, inference=False)
 
-        mapped = sm.vmap2(lane, in_axes=(None, 0), out_axes=(0, None), axis_name="b")
+    def call(x: jax.Array) -> Any:
+        mapped = sm.vmap2(step, in_axes=(None, 0), out_axes=(0, None), axis_name="b")
         return mapped(state, x)[0]
 
-    wanted = [call(jnp.asarray(part)) for part in parts()]
-    np.testing.assert_allclose(over_mesh(call)(DATA), np.concatenate(wanted, 1), rtol=1e-5)
+    assert_says(lambda: over_mesh(call)(DATA), sm.StatemeshError, INSTEAD)

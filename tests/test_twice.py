@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
+from statemesh._axes._summed_twice import summed_twice
 from statemesh._base import _compat as compat
-from statemesh._twice import summed_twice
 from tests.helpers import make_mesh
 
 

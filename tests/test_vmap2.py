@@ -235,10 +235,10 @@ def test_lanes_of_shards_draw_different_numbers() -> None:
 
 
 REFUSED = """\
-lane: inside a checked shard_map a function whose collectives run over its lanes ('lane') cannot use mesh axes ('x') too. Write instead:
-  1. what runs over the mesh before vmap2, or after it: jax.lax.psum(out, 'x') of what it returned;
-  2. for a state: State(value, reduce='mean'), or 'sum', 'max', 'min', or a function: statemesh merges the lanes' writes, and the function may use mesh axes;
-  3. for a result: return it with out_axes=0 and reduce it after vmap2, as with jax.lax.psum(jnp.sum(out, 0), 'x')."""  # noqa: E501
+lane: inside a checked shard_map JAX has no collectives over the lanes of a vmap ('lane'). Write instead:
+  1. statemesh's own, which run over lanes there: sm.psum(x, 'lane'), or sm.pmean, sm.pmax, sm.pmin, sm.all_gather;
+  2. for a state: State(value, reduce='mean'), or 'sum', 'max', 'min': statemesh merges the lanes' writes;
+  3. for a result: return it with out_axes=0 and reduce its lane axis after vmap2, as with jnp.sum(out, axis=0)."""  # noqa: E501
 
 
 def test_a_collective_over_lanes_and_mesh_inside_a_checked_shard_map_is_refused() -> None:
@@ -256,7 +256,7 @@ def test_a_collective_over_lanes_and_mesh_inside_a_checked_shard_map_is_refused(
 ALLOWS: dict[str, Any] = {
     "axis_index": (lambda x: jax.lax.axis_index("lane") + x, X + np.arange(N)),
     "axis_size": (lambda x: jax.lax.axis_size("lane") * x, X * N),
-    "over the lanes": (lambda x: jax.lax.pmax(x, "lane"), np.tile(X.max(1)[:, None], (1, N))),
+    "over the lanes": (lambda x: sm.pmax(x, "lane"), np.tile(X.max(1)[:, None], (1, N))),
     "over the mesh": (lambda x: jax.lax.psum(x, "x"), np.tile(X.sum(0), (8, 1))),
 }
 

@@ -179,11 +179,6 @@ def forwards(eqn: Any) -> bool:
     return eqn.primitive.name in ("name", "copy", "copy_p", "convert_element_type", *_VARYING)
 
 
-def names_used(jaxpr: Any) -> Axes:
-    """The axis names in a jaxpr."""
-    return NO_AXES.union(*(axes for eqn in equations(jaxpr) for axes in collective(eqn)))
-
-
 def exchanged_over(jaxpr: Any) -> Axes:
     """The axes over which a program's instances get anything from each other."""
     return NO_AXES.union(*map(exchanged_by, jaxpr.eqns))
@@ -572,11 +567,13 @@ def typed_apart(error: BaseException) -> list[str]:
 
 def in_collective_over(error: BaseException, name: AxisName) -> bool:
     """Whether a collective of JAX over `name`, alone or with others, raised it."""
-    return raised_by_jax(error) and any(
-        name in flat_names(frame.f_locals.get("axis_name"))
-        for frame, _ in walk_tb(error.__traceback__)
-        if _is_of_jax(frame)
-    )
+    for frame in reversed([frame for frame, _ in walk_tb(error.__traceback__)]):
+        if not _is_of_jax(frame):
+            # Further out there is the `vmap` itself, which has that name too.
+            return False
+        if name in flat_names(frame.f_locals.get("axis_name")):
+            return True
+    return False
 
 
 def _is_of_jax(frame: FrameType) -> bool:

@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._axes._dataflow import hidden_axes
+from .._axes._summed_twice import summed_twice
 from .._base import _compat as compat
 from .._base import errors
 from .._base._types import NO_AXES
-from .._flow import hidden_axes
-from .._twice import summed_twice
 from .._write_back import WriteBack
 from ._binding import Outside
 from ._declared import Declared

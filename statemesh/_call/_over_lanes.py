@@ -1,7 +1,7 @@
 """Step 3 for `vmap2`: all lanes run in one `jax.vmap`."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,7 +10,6 @@ import jax
 from .._base import _compat as compat
 from .._base import errors
 from .._base._types import AxisName, Place
-from .._base._untyped import MeshCollective, retracing, run_untyped
 from .._resolve._inputs import Input
 from .._resolve._lanes import FixedLaneLayout, Lane, LaneLayout, count_lanes
 from .._varying import Told, Varying
@@ -104,25 +103,12 @@ class OverLanes:
             spmd_axis_name=self.spmd_axis_name,
         )
         try:
-            return self._mapped(mapped, arrays)
-        except MeshCollective as error:
-            try:
-                # Our own collectives run among types too, but what they give is not known to be the same.
-                return mapped(*arrays)
-            except (AssertionError, ValueError) as again:
-                lanes = self.axis_names[0]
-                if not compat.in_collective_over(again, lanes):
-                    raise
-                raise errors.lane_collective(name, lanes, error.axis_names) from error
-
-    def _mapped(self, mapped: Callable[..., list[Any]], arrays: Sequence[Any]) -> list[Any]:
-        typed = compat.inside_checked_shard_map()
-        try:
-            with retracing(self.axis_names[0]) if typed else nullcontext():
-                return mapped(*arrays)
+            outputs: list[Any] = mapped(*arrays)
         except (AssertionError, ValueError) as error:
             # JAX gives up where a collective over lanes meets the types of a mesh, in no words or in some
-            # that say nothing of lanes. Where no types are, it runs.
-            if not typed or not compat.in_collective_over(error, self.axis_names[0]):
+            # that say nothing of lanes.
+            lanes = self.axis_names[0]
+            if not compat.inside_checked_shard_map() or not compat.in_collective_over(error, lanes):
                 raise
-            return run_untyped(mapped, arrays)
+            raise errors.lane_collective(name, lanes) from error
+        return outputs

@@ -10,12 +10,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._arguments import inside_modules, is_shaped
+from .._axes._dataflow import sources
+from .._axes._mesh_and_lanes import one_copy
 from .._base import errors
-from .._base._axes import one_copy
 from .._base._compat import tree_util
 from .._base._paths import path_str
 from .._base._types import NO_AXES, NUMBERS, Axes, AxisName, Place, is_state
-from .._flow import sources
 from .._model._state import State
 from .._model._values import strong
 from .._varying import Varying

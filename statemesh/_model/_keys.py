@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._axes._mesh_and_lanes import refuse_in_lanes
 from .._base import errors
-from .._base._axes import refuse_in_lanes
 
 
 _THREEFRY = frozenset({"threefry2x32", "threefry4x32"})

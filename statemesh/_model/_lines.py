@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._base._axes import all_varying, first_of, pmax
+from .._axes._mesh_and_lanes import all_varying, first_of, pmax
 from .._base._types import AxisName
 from . import _keys as keys
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._axes._mesh_and_lanes import shard_index
 from .._base import errors
 from .._base._arrays import is_key
-from .._base._axes import shard_index
 from .._base._checks import count
 from .._base._types import AxisName, SeveralAxes, Size
 from . import _keys as keys

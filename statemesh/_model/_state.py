@@ -2,14 +2,13 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec
 
+from .._axes._mesh_and_lanes import call_policy
 from .._base import errors
-from .._base._axes import call_policy
 from .._base._checks import check_text
 from .._base._checks import tags as as_tags
 from .._base._links import active as active_links
@@ -196,11 +195,11 @@ class State(NoArray, Shown, Generic[Value]):
         if not axis_names or reduce is None:
             return self
         before = None if old is None else old.value
-        if callable(reduce):
-            label = f"what reduce={getattr(reduce, '__name__', reduce)} returned"
-            fit = partial(conform, self.value, label=label)
-            return self._with_value(call_policy(reduce, before, self.value, axis_names, fit))
         label = self.name or type(self).__name__
+        if callable(reduce):
+            merged = call_policy(reduce, before, self.value, axis_names, label)
+            made = f"what reduce={getattr(reduce, '__name__', reduce)} returned"
+            return self._with_value(conform(self.value, merged, label=made))
         return self._with_value(reduced(self.value, before, reduce, axis_names, label))
 
     def _with_value(self: S, value: Any, meta: Meta | None = None) -> S:

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._base import _axes as axes
+from .._axes import _mesh_and_lanes as axes
+from .._axes._wide import widened
 from .._base import errors
 from .._base._arrays import is_array_or_number, is_key
 from .._base._compat import tree_util
 from .._base._types import AxisName, is_state
-from .._base._wide import widened
 
 
 REDUCTIONS = ("mean", "max", "min", "sum")

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._axes._mesh_and_lanes import bound_names, known_same, total
 from .._base import errors
-from .._base._axes import bound_names, known_same, total
 from .._base._checks import check_names
 from .._base._types import Filter, SeveralAxes, is_state, unpacked
 from .._model._kinds import LongTermState, ShortTermState

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from .._axes._mesh_and_lanes import bound_names, known_same, total
 from .._base import errors
-from .._base._axes import bound_names, known_same, total
 from .._base._checks import check_names
 from .._base._types import AxisName, SeveralAxes
 from .._model._kinds import BatchState, ParamState

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from .._axes._mesh_and_lanes import bound_names, shard_index
 from .._base import errors
-from .._base._axes import bound_names, shard_index
 from .._base._checks import check_names
 from .._base._types import SeveralAxes
 from .._model._kinds import ShortTermState

@@ -66,6 +66,7 @@ from ._lanes import no_such_out_axis as no_such_out_axis
 from ._lanes import nothing_to_infer as nothing_to_infer
 from ._lanes import own_mesh_among_explicit as own_mesh_among_explicit
 from ._lanes import pmap2_inside as pmap2_inside
+from ._lanes import policy_over_lanes as policy_over_lanes
 from ._lanes import process_lanes as process_lanes
 from ._lanes import too_many_lanes as too_many_lanes
 from ._lanes import unhashable_static as unhashable_static

@@ -214,16 +214,25 @@ def own_mesh_among_explicit(name: str) -> BatchAxisError:
     )
 
 
-def lane_collective(name: str, axis: AxisName, taken: Sequence[AxisName]) -> StatemeshError:
-    own = ", ".join(map(repr, taken))
-    mesh = repr(taken[0]) if len(taken) == 1 else f"({own})"
+def lane_collective(name: str, axis: AxisName) -> StatemeshError:
     return StatemeshError(
-        f"{name}: inside a checked shard_map a function whose collectives run over its lanes ({axis!r}) "
-        f"cannot use mesh axes ({own}) too. Write instead:\n"
-        f"  1. what runs over the mesh before vmap2, or after it: jax.lax.psum(out, {mesh}) of what it "
-        "returned;\n"
-        "  2. for a state: State(value, reduce='mean'), or 'sum', 'max', 'min', or a function: statemesh "
-        "merges the lanes' writes, and the function may use mesh axes;\n"
-        "  3. for a result: return it with out_axes=0 and reduce it after vmap2, as with "
-        f"jax.lax.psum(jnp.sum(out, 0), {mesh})."
+        f"{name}: inside a checked shard_map JAX has no collectives over the lanes of a vmap ({axis!r}). "
+        "Write instead:\n"
+        f"  1. statemesh's own, which run over lanes there: sm.psum(x, {axis!r}), or sm.pmean, sm.pmax, "
+        "sm.pmin, sm.all_gather;\n"
+        "  2. for a state: State(value, reduce='mean'), or 'sum', 'max', 'min': statemesh merges the lanes' "
+        "writes;\n"
+        "  3. for a result: return it with out_axes=0 and reduce its lane axis after vmap2, as with "
+        "jnp.sum(out, axis=0)."
+    )
+
+
+def policy_over_lanes(label: str, policy: Any, axis: AxisName) -> StatemeshError:
+    name = getattr(policy, "__name__", repr(policy))
+    return StatemeshError(
+        f"{label}: inside a checked shard_map the function reduce={name} cannot merge what the lanes of "
+        f"vmap2 ({axis!r}) wrote, because JAX has no collectives over lanes there. Write instead:\n"
+        "  1. a named policy: reduce='mean', or 'sum', 'max', 'min';\n"
+        "  2. one value for each lane, with state_out_axes={0: ...}, and merge them after vmap2, as with "
+        "jnp.mean(state.value, axis=0)."
     )

@@ -9,9 +9,9 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from ._base import _compat as compat
-from ._base._reduction import Pending
-from ._base._types import NO_AXES, Axes, AxisName
+from .._base import _compat as compat
+from .._base._types import NO_AXES, Axes, AxisName
+from ._reduction import Pending
 
 
 def hidden_axes(jaxpr: Any, given: Sequence[Axes]) -> list[Axes]:

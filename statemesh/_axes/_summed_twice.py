@@ -5,9 +5,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ._base import _compat as compat
-from ._base._reduction import GRADIENT
-from ._base._types import NO_AXES, Axes, AxisName
+from .._base import _compat as compat
+from .._base._types import NO_AXES, Axes, AxisName
+from ._reduction import GRADIENT
 
 
 @dataclasses.dataclass(frozen=True)

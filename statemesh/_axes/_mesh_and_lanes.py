@@ -13,13 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from . import _compat as compat
-from . import errors
-from ._checks import check_names
-from ._compat import tree_util
+from .._base import _compat as compat
+from .._base import errors
+from .._base._checks import check_names
+from .._base._types import Axes, AxisName, flat_names
 from ._extremes import largest, largest_entry, smallest, smallest_entry
-from ._types import Axes, AxisName, flat_names
-from ._untyped import run_untyped
 from ._wide import after_sum, before_sum
 
 
@@ -151,41 +149,21 @@ def call_policy(
     before: Any,
     value: Any,
     axis_names: tuple[AxisName, ...],
-    conform: Callable[[Any], Any],
+    label: str,
 ) -> Any:
-    """What a user's policy makes of `value`, in its form; its collectives may be over lanes anywhere.
+    """What a user's policy makes of `value`.
 
-    Inside a checked `shard_map` JAX cannot type a collective over lanes. There the policy is mapped over all
-    lanes where nothing is checked, and what comes of it is put in around the lanes.
+    **Arguments:**
+
+    - `label`: what the message calls the state.
+
+    **Raises:** `StatemeshError` for lanes inside a checked `shard_map`: JAX has no collectives over them
+    there, and those of statemesh give each lane a copy of which JAX does not know that it is the same.
     """
     _, lanes = meshes_and_lanes(axis_names)
-    if not lanes or not compat.inside_checked_shard_map():
-        return conform(policy(before, all_varying(value, axis_names), axis_names))
-    (name,) = lanes
-    leaves, treedef = tree_util.tree_flatten((before, value))
-    structure = tree_util.tree_structure(value)
-    own = len(leaves) - structure.num_leaves
-
-    @custom_vmap
-    def merged(leaves: Any, lane: Any) -> Any:
-        return list(leaves[own:])
-
-    def rule(count: int, batched: Any, leaves: Any, lane: Any) -> Any:
-        out_axes: list[int | None] = []
-
-        def inside(*leaves: Any) -> Any:
-            result = conform(policy(*treedef.unflatten(leaves), axis_names))
-            found = tree_util.tree_leaves(result)
-            out_axes[:] = [0 if hit else None for hit in _batched(found, name)]
-            return found
-
-        in_axes = tuple(0 if hit else None for hit in batched[0])
-        over = jax.vmap(inside, in_axes, out_axes, axis_name=name, axis_size=count)
-        outputs = run_untyped(over, leaves)
-        return outputs, [axis is not None for axis in out_axes]
-
-    merged.def_vmap(rule)
-    return structure.unflatten(merged(leaves, jax.lax.axis_index(name)))
+    if lanes and compat.inside_checked_shard_map():
+        raise errors.policy_over_lanes(label, policy, lanes[0])
+    return policy(before, all_varying(value, axis_names), axis_names)
 
 
 def _batched(values: Sequence[Any], name: AxisName) -> list[bool]:

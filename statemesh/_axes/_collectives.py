@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._base import _axes, errors
-from ._base import _compat as compat
-from ._base._axes import all_varying, bound_names, meshes_and_lanes, shard_index, total
-from ._base._types import AxisName, flat_names
-from ._base._untyped import left_to_retrace
+from .._base import _compat as compat
+from .._base import errors
+from .._base._types import AxisName, flat_names
+from . import _mesh_and_lanes
+from ._mesh_and_lanes import all_varying, bound_names, meshes_and_lanes, shard_index, total
 
 
 def axis_index(axis_name: AxisName) -> Any:
@@ -144,7 +144,7 @@ def pmax(x: Any, axis_name: AxisName) -> Any:
 
         ```
     """
-    return _extreme(x, _names("pmax", axis_name), _axes.pmax)
+    return _extreme(x, _names("pmax", axis_name), _mesh_and_lanes.pmax)
 
 
 def pmin(x: Any, axis_name: AxisName) -> Any:
@@ -168,7 +168,7 @@ def pmin(x: Any, axis_name: AxisName) -> Any:
 
         ```
     """
-    return _extreme(x, _names("pmin", axis_name), _axes.pmin)
+    return _extreme(x, _names("pmin", axis_name), _mesh_and_lanes.pmin)
 
 
 def all_gather(x: Any, axis_name: AxisName, *, axis: int = 0, tiled: bool = False) -> Any:
@@ -238,9 +238,8 @@ def _over(
 
 
 def _jax_can(names: tuple[AxisName, ...]) -> bool:
-    """Whether JAX's collective over these axes runs here, or where the function will be traced again."""
-    lanes = meshes_and_lanes(names)[1]
-    return not lanes or not compat.inside_checked_shard_map() or left_to_retrace(names)
+    """Whether JAX's collective over these axes runs here."""
+    return not meshes_and_lanes(names)[1] or not compat.inside_checked_shard_map()
 
 
 def _array(x: Any) -> Any:

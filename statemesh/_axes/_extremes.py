@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._types import AxisName
+from .._base._types import AxisName
 from ._wide import widened
 
 

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from . import errors
-from ._types import NO_AXES, Axes, AxisName
+from .._base import errors
+from .._base._types import NO_AXES, Axes, AxisName
 from ._wide import after_sum, before_sum
 
 
