@@ -7,7 +7,6 @@ from ._emulate import emulate as emulate
 from ._equivalent import assert_equivalent as assert_equivalent
 from ._filters import filters as filters
 from ._given import given_meshes as given_meshes
-from ._loop import loop as loop
 from ._profiles import load_profile as load_profile
 from ._programs import Program as Program
 from ._programs import programs as programs

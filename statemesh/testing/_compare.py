@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Hashable
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
@@ -13,9 +13,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from . import _errors as errors
-from ._part import Place, place_str
 
 
+# Where a shard is on the mesh: its index along each axis, by the name of the axis.
+Coordinates: TypeAlias = dict[Hashable, int]
 _finfo: Any = jnp.finfo  # NumPy's own does not know bfloat16, and this one is not annotated.
 
 
@@ -38,7 +39,7 @@ class Leaf:
         return _numbers(self.array)
 
     @cached_property
-    def parts(self) -> list[tuple[Place, tuple[slice, ...]]]:
+    def parts(self) -> list[tuple[Coordinates, tuple[slice, ...]]]:
         """For each shard, where it is and what it has; none for what lies on no mesh."""
         sharding = getattr(self.array, "sharding", None)
         if not isinstance(sharding, NamedSharding):
@@ -56,12 +57,12 @@ class Leaf:
             return None
         by_device = {shard.device: shard.data for shard in self.array.addressable_shards}
         devices = self.array.sharding.mesh.devices
-        first: dict[str, tuple[Place, Any]] = {}
-        for (place, index), device in zip(self.parts, devices.flat, strict=True):
+        first: dict[str, tuple[Coordinates, Any]] = {}
+        for (at, index), device in zip(self.parts, devices.flat, strict=True):
             data = _numbers(by_device[device])
-            other, known = first.setdefault(str(index), (place, data))
+            other, known = first.setdefault(str(index), (at, data))
             if not np.array_equal(known, data, equal_nan=data.dtype.kind in "fc"):
-                return place_str(other), place_str(place)
+                return errors.axes_str(other), errors.axes_str(at)
         return None
 
 
@@ -116,8 +117,8 @@ class Finding:
     def shards(self) -> list[str]:
         """The shards that have the number that is off the most."""
         at = self.worst
-        has = [place for place, index in self.got.parts if _covers(index, at, self.want.shape)]
-        return [place_str(place) for place in has]
+        has = [shard for shard, index in self.got.parts if _covers(index, at, self.want.shape)]
+        return [errors.axes_str(shard) for shard in has]
 
     @cached_property
     def sizes(self) -> dict[Hashable, int]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from . import _errors as errors
 from . import _report as report
 from ._compare import Finding
-from ._part import place_str
 from ._probe import Probe
 
 
@@ -155,5 +155,5 @@ def _edges(finding: Finding) -> str | None:
 
 def _some_right(finding: Finding) -> str | None:
     wrong = finding.wrong()
-    right = [place_str(place) for place, index in finding.got.parts if not wrong[index].any()]
+    right = [errors.axes_str(at) for at, index in finding.got.parts if not wrong[index].any()]
     return report.guess_some(right[0]) if len(right) == 1 and finding.split else None

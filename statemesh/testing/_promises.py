@@ -1,14 +1,14 @@
 """Results that are promised to be the same on several shards, and what they differ by."""
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._errors import Unequal
+from ._errors import Unequal, axes_str
 from ._stacked import Stacked
 
 
@@ -50,7 +50,7 @@ class Promise:
             axis_names=stack.left,
             amount=amount,
             index=index[len(stack.axes) :],
-            shards=(_place(first), _place(other)),
+            shards=(axes_str(first), axes_str(other)),
         )
 
 
@@ -63,10 +63,6 @@ class _Stack:
     sizes: tuple[int, ...]
     shape: tuple[int, ...]
     left: tuple[Hashable, ...]
-
-
-def _place(shard: Mapping[Hashable, int]) -> str:
-    return ", ".join(f"{name}={at}" for name, at in shard.items())
 
 
 def gap(value: Stacked, left: Sequence[Hashable]) -> tuple[Any, Any]:
