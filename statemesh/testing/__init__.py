@@ -8,8 +8,6 @@ from ._equivalent import assert_equivalent as assert_equivalent
 from ._filters import filters as filters
 from ._given import given_meshes as given_meshes
 from ._profiles import load_profile as load_profile
-from ._programs import Program as Program
-from ._programs import programs as programs
 from ._strategies import meshes as meshes
 from ._strategies import shapes as shapes
 from ._strategies import specs as specs

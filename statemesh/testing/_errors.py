@@ -193,21 +193,3 @@ def no_numbers(dtype: Any, least: int | float, most: int | float) -> sm.Statemes
     return sm.StatemeshError(
         f"arrays: dtype {dtype} has no number from {least} to {most} that is finite and not subnormal."
     )
-
-
-def program_devices(count: int, found: int) -> sm.StatemeshError:
-    return sm.StatemeshError(
-        f"programs: a mesh of {count} devices, and JAX has {found}. Give a smaller one, or have JAX simulate "
-        f"more: statemesh.testing.set_devices({count}) before it starts, as in conftest.py."
-    )
-
-
-def program_mesh(given: Any) -> TypeError:
-    return TypeError(
-        f"programs: mesh={given!r} is neither a jax.sharding.Mesh nor a strategy of meshes, as "
-        "statemesh.testing.meshes() is."
-    )
-
-
-def program_steps(count: int) -> sm.StatemeshError:
-    return sm.StatemeshError(f"programs: max_steps={count} leaves no step; give one at least.")

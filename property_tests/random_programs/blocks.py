@@ -2,10 +2,10 @@
 
 import re
 
-from ._program_maker import Maker
-from ._program_steps import predicate
-from ._program_values import FLOAT, INT, KEPT, Slot, Value, joined
-from ._source import axes_text
+from .maker import Maker
+from .source import axes_text
+from .steps import predicate
+from .values import FLOAT, INT, KEPT, Slot, Value, joined
 
 
 def inner(maker: Maker, value: Value, *, together: bool = True) -> str:

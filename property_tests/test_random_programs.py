@@ -5,9 +5,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from statemesh.testing import Program, assert_equivalent, meshes, programs
+from statemesh.testing import assert_equivalent, meshes
 
-from .program_runs import plain
+from .random_programs import Program, programs
+from .random_programs.runs import plain
 
 
 # Every example compiles several programs.

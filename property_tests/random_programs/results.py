@@ -5,9 +5,9 @@ from collections.abc import Hashable
 
 from hypothesis import strategies as st
 
-from ._program_maker import ELEMENTWISE, Maker
-from ._program_values import FLOAT, INT, KEPT, Slot, Value
-from ._source import spec_text
+from .maker import ELEMENTWISE, Maker
+from .source import spec_text
+from .values import FLOAT, INT, KEPT, Slot, Value
 
 
 def outputs(maker: Maker) -> tuple[str, str]:

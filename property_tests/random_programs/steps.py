@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from ._program_maker import Maker
-from ._program_values import FLOAT, INT, KEPT, LARGEST, Axes, Dims, Slot, Value, joined
-from ._source import Number, axes_text
+from .maker import Maker
+from .source import Number, axes_text
+from .values import FLOAT, INT, KEPT, LARGEST, Axes, Dims, Slot, Value, joined
 
 
 # An expression of `a`, and of the bound of `a` the bound of what comes of it.

@@ -6,7 +6,8 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 
-from ._program_values import (
+from .source import Leaf, Number, Numbers, axes_text
+from .values import (
     FLOAT,
     INT,
     KEPT,
@@ -19,8 +20,6 @@ from ._program_values import (
     Value,
     joined,
 )
-from ._source import Leaf, Number, Numbers, axes_text
-from ._strategies import Draw
 
 
 T = TypeVar("T")
@@ -61,7 +60,7 @@ class Maker:
 
     def __init__(
         self,
-        draw: Draw,
+        draw: st.DrawFn,
         layout: Layout,
         *,
         style: str = "dict",

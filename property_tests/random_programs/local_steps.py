@@ -2,10 +2,10 @@
 
 from collections.abc import Hashable
 
-from ._program_blocks import DRAWS, inner, keys, made, stream
-from ._program_maker import Maker
-from ._program_values import FLOAT, INT, LARGEST, Value
-from ._source import Number, axes_text
+from .blocks import DRAWS, inner, keys, made, stream
+from .maker import Maker
+from .source import Number, axes_text
+from .values import FLOAT, INT, LARGEST, Value
 
 
 def apart(maker: Maker) -> tuple[Value, Hashable]:

@@ -13,12 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import statemesh as sm
 
-from . import _errors as errors
-from ._program_text import laid_out
+from .wrapping import laid_out
 
 
 Number: TypeAlias = int | float
@@ -266,15 +265,9 @@ def spec_text(entries: Iterable[tuple[Hashable, ...]]) -> str:
     return f"P({', '.join(texts)})"
 
 
-def mesh_text(mesh: Mesh | AbstractMesh) -> str:
-    """A mesh as one makes it, of devices by their order."""
-    there = jax.devices()
-    if mesh.size > len(there):
-        raise errors.program_devices(mesh.size, len(there))
-    order = list(range(mesh.size))
-    if isinstance(mesh, Mesh):
-        ranks = {device: rank for rank, device in enumerate(there)}
-        order = [ranks[device] for device in mesh.devices.flat]
+def mesh_text(mesh: Mesh) -> str:
+    """The expression that makes a mesh, with its devices in their order."""
+    order = [jax.devices().index(device) for device in mesh.devices.flat]
     if order == list(range(mesh.size)):
         devices = f"jax.devices()[:{mesh.size}]"
     else:

@@ -1,4 +1,4 @@
-"""`programs`: what is drawn, that its source runs by itself, and what is shared between programs."""
+"""The generator of random programs: what it draws, that its source runs by itself, what programs share."""
 
 import dataclasses
 import functools
@@ -18,13 +18,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, find, given, seed, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AxisType, Mesh
 
 import statemesh as sm
-from statemesh.testing._programs import programs
-from statemesh.testing._source import Program
+from tests.helpers import compiles, make_mesh
 
-from .helpers import assert_says, compiles, make_mesh
+from .random_programs import Program, programs
 
 
 # To explain what was found `find` varies it, and returns the last variation.
@@ -312,11 +311,6 @@ def test_a_given_mesh(kind: AxisType) -> None:
         assert program.mesh == mesh
 
 
-def test_an_abstract_mesh_is_made_of_the_devices_there_are() -> None:
-    mesh = AbstractMesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    assert find(programs(mesh=mesh), lambda program: True, settings=FIND).mesh == make_mesh("4x2")
-
-
 def test_what_is_asked_for() -> None:
     plain = drawn(programs(random=False, max_steps=2), 40)
     assert not any("RandomState" in program.source for program in plain)
@@ -326,40 +320,3 @@ def test_what_is_asked_for() -> None:
             assert program.smooth and program.portable is portable
             for leaf in jax.tree.leaves(program.args):
                 assert leaf.dtype == np.float32 or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-TOO_MANY = (
-    "programs: a mesh of 64 devices, and JAX has 8. Give a smaller one, or have JAX simulate more: "
-    "statemesh.testing.set_devices(64) before it starts, as in conftest.py."
-)
-
-
-def test_more_devices_than_there_are() -> None:
-    mesh = AbstractMesh((4, 16), ("x", "y"))
-    assert_says(
-        lambda: programs(mesh=mesh),
-        sm.StatemeshError,
-        TOO_MANY,
-    )
-    assert_says(
-        lambda: find(programs(mesh=st.just(mesh)), lambda program: True),
-        sm.StatemeshError,
-        TOO_MANY,
-    )
-
-
-def test_what_is_no_mesh() -> None:
-    assert_says(
-        lambda: programs(mesh={"x": 2}),
-        TypeError,
-        "programs: mesh={'x': 2} is neither a jax.sharding.Mesh nor a strategy of meshes, as "
-        "statemesh.testing.meshes() is.",
-    )
-
-
-def test_no_steps() -> None:
-    assert_says(
-        lambda: programs(max_steps=0),
-        sm.StatemeshError,
-        "programs: max_steps=0 leaves no step; give one at least.",
-    )

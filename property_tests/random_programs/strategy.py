@@ -1,27 +1,24 @@
-"""`programs`: random pure functions of shards, with states, a mesh and arguments."""
+"""The strategy for random programs: pure functions of shards, with states, a mesh and arguments."""
 
 from collections.abc import Callable
-from typing import Any
 
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
-from . import _errors as errors
-from . import _program_blocks as blocks
-from . import _program_local as local
-from . import _program_steps as steps
-from ._program_leave import outputs, written
-from ._program_maker import POLICIES, Maker
-from ._program_text import laid_out
-from ._program_values import FLOAT, INT, KEPT, Layout, Value
-from ._source import Code, Leaf, Numbers, mesh_text
-from ._source import Program as Program
-from ._strategies import Draw, meshes
+from statemesh.testing import meshes
+
+from . import blocks, steps
+from . import local_steps as local
+from .maker import POLICIES, Maker
+from .results import outputs, written
+from .source import Code, Leaf, Numbers, Program, mesh_text
+from .values import FLOAT, INT, KEPT, Layout, Value
+from .wrapping import laid_out
 
 
 def programs(
     *,
-    mesh: Any = None,
+    mesh: Mesh | None = None,
     portable: bool = True,
     smooth: bool = False,
     random: bool = True,
@@ -29,58 +26,38 @@ def programs(
 ) -> st.SearchStrategy[Program]:
     """Random functions of shards that read and write states, each with a mesh and arguments.
 
-    Their `repr` is Python source that runs by itself, to be pasted into a report. They are made of
-    arithmetic, products with parameters that are whole or split, reductions and gathers over mesh axes,
-    states of every policy, some of which change places, branches and loops, `jax.checkpoint`, `jax.jit`, and
-    random numbers. Integers stay far from their largest and floats within a few units. Shrinks to a function
-    without steps on one device.
+    The `repr` of a program is Python source that runs by itself, to be pasted into a report. Programs are
+    made of arithmetic, products with parameters that are whole or split, reductions and gathers over mesh
+    axes, states of every policy, some of which change places, branches and loops, `jax.checkpoint`,
+    `jax.jit`, and random numbers. Integers stay far from their largest and floats within a few units.
+    Shrinks to a function without steps on one device.
 
     **Arguments:**
 
-    - `mesh`: a mesh, or a strategy of meshes. Left out, meshes of some of the devices that there are.
+    - `mesh`: the mesh of all programs. Left out, meshes of some of the devices that there are.
     - `portable`: whether a program means the same on any mesh whose axes have these names and whose sizes
-        divide its arrays, and unsharded. Otherwise it may use what depends on the shards: reductions of a
-        shard's own part, `axis_index`, permutations, exchanges, `PerShard` states, keys for each shard.
+        divide its arrays, and unsharded. A program that is not portable may use what depends on the shards:
+        reductions of a shard's own part, `axis_index`, permutations, exchanges, `PerShard` states, keys for
+        each shard.
     - `smooth`: only floats and differentiable functions, so that gradients can be compared.
-    - `random`: whether it may draw random numbers.
-    - `max_steps`: how many steps a program has at most, its reads and writes not counted.
-
-    **Returns:** a strategy of `Program`, which has `fun`, `args`, `mesh`, `in_specs`, `out_specs`, `mapped`
-    (the function over the mesh), `source`, `portable` and `smooth`. `code` is all but the values: programs of
-    equal code share what was compiled.
-
-    **Raises:** `StatemeshError` for a mesh of more devices than there are, and for `max_steps` below one.
-
-    !!! example
-
-        ```python
-        >>> from hypothesis import Phase, find, settings
-        >>> from statemesh.testing import programs
-        >>> simplest = settings(phases=[Phase.generate, Phase.shrink])
-        >>> program = find(programs(), lambda program: True, settings=simplest)
-        >>> print(program.code.definitions.strip())
-        def step(model, x):
-            return model["s0"].value, model
-
-        ```
+    - `random`: whether a program may draw random numbers.
+    - `max_steps`: how many steps a program has at most, not counting its reads and writes.
     """
-    if max_steps < 1:
-        raise errors.program_steps(max_steps)
-    if mesh is None:
-        mesh = meshes()
-    if isinstance(mesh, Mesh | AbstractMesh):
-        mesh_text(mesh)
-        mesh = st.just(mesh)
-    if not isinstance(mesh, st.SearchStrategy):
-        raise errors.program_mesh(mesh)
-    return _programs(mesh, portable, smooth, random, max_steps)
+    return _programs(
+        meshes() if mesh is None else st.just(mesh), portable, smooth, random, max_steps
+    )
 
 
 @st.composite
 def _programs(
-    draw: Draw, mesh: Any, portable: bool, smooth: bool, random: bool, most: int
+    draw: st.DrawFn,
+    meshes: st.SearchStrategy[Mesh],
+    portable: bool,
+    smooth: bool,
+    random: bool,
+    most: int,
 ) -> Program:
-    mesh = draw(mesh)
+    mesh = draw(meshes)
     maker = Maker(
         draw,
         draw(_layouts(mesh)),
@@ -105,7 +82,7 @@ def _programs(
 
 
 @st.composite
-def _layouts(draw: Draw, mesh: Any) -> Layout:
+def _layouts(draw: st.DrawFn, mesh: Mesh) -> Layout:
     names = draw(st.permutations(mesh.axis_names))
     # Mostly rows are split, and by more than one axis if there are more.
     rows = min(len(names), draw(st.sampled_from((1, 1, 2, 0))))
@@ -185,7 +162,7 @@ def _local(maker: Maker, random: bool) -> list[Step]:
     return found
 
 
-def _code(maker: Maker, mesh: Any, inputs: list[Value], returned: str, out_specs: str) -> Code:
+def _code(maker: Maker, mesh: Mesh, inputs: list[Value], returned: str, out_specs: str) -> Code:
     model, leaves = maker.tree.text(maker.layout)
     arguments = [("model", model)]
     for value in inputs:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeAlias
 
-from ._source import Leaf, Number, Numbers, axes_text, spec_text
+from .source import Leaf, Number, Numbers, axes_text, spec_text
 
 
 Axes: TypeAlias = tuple[Hashable, ...]

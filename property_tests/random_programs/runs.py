@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from statemesh.testing import Program, emulate
-from statemesh.testing._source import executed
+from statemesh.testing import emulate
+
+from .source import Program, executed
 
 
 # Small programs of which each is run a few times: how fast they are does not matter.
