@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ._strategies import meshes
+from ._meshes import meshes
 
 
 def given_meshes(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from . import _errors as errors
+from .. import _errors as errors
 
 
 # Where a shard is on the mesh: its index along each axis, by the name of the axis.

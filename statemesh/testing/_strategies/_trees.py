@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import statemesh as sm
 
 from ._arrays import arrays
-from ._strategies import AnyMesh, Draw, Shape, factor, specs
+from ._meshes import AnyMesh, Draw, Shape, factor, specs
 
 
 KINDS: tuple[type[sm.State], ...] = (

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
-from . import _errors as errors
-from ._calls import calls_of, mesh_of
+from .. import _errors as errors
 from ._check import Check
+from ._mapped_call import mapped_call, mesh_of
 
 
 def assert_equivalent(
@@ -94,7 +94,7 @@ def assert_equivalent(
     if not found:
         raise errors.no_meshes()
     specs = (in_specs, out_specs, state_in_specs, state_out_specs, check_vma)
-    calls = [calls_of(fun, mesh, specs) for mesh in found]
+    calls = [mapped_call(fun, mesh, specs) for mesh in found]
     name = getattr(fun, "__name__", type(fun).__name__)
     check = Check(name, tuple(args), calls, unsharded, steps, tolerance)
     check.calls()

@@ -5,7 +5,7 @@ from collections.abc import Hashable
 from typing import Any
 
 
-def has_hash(x: Any) -> bool:
+def is_hashable(x: Any) -> bool:
     try:
         hash(x)
     except TypeError:
@@ -32,7 +32,7 @@ class _Equal:
             return False
 
 
-def token(x: Any) -> Hashable | None:
+def static_key(x: Any) -> Hashable | None:
     """Something that is equal for equal values of one type.
 
     What has no hash is known by what pickling keeps of it. What cannot be pickled either may be another value
@@ -40,7 +40,7 @@ def token(x: Any) -> Hashable | None:
     """
     if isinstance(x, float):  # nan is not equal to itself, and -0.0 is to 0.0
         return type(x), x.hex()
-    if has_hash(x):
+    if is_hashable(x):
         return _Equal(x)
     try:
         return type(x), pickle.dumps(x)

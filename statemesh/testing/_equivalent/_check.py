@@ -9,14 +9,14 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 
-from . import _errors as errors
+from .. import _errors as errors
+from .._emulate._emulate import emulate
+from .._emulate._jaxprs import draws
 from . import _report as report
-from ._calls import Calls
 from ._compare import Finding, Tolerance, as_arrays, compare, leaves_of, nudged, terms_of
-from ._emulate import emulate
 from ._guess import guess
+from ._mapped_call import MappedCall
 from ._probe import Probe
-from ._replay import draws
 from ._run import Call, carried, fed_back, gradient, in_a_row, moving
 
 
@@ -48,7 +48,7 @@ class Check:
         self,
         name: str,
         args: tuple[Any, ...],
-        meshes: Sequence[Calls],
+        meshes: Sequence[MappedCall],
         unsharded: Callable[..., Any] | Literal[False] | None,
         steps: int,
         tolerance: float | None,
@@ -67,7 +67,7 @@ class Check:
         self.references *= len(meshes) if self.portable else 1
 
     def _reference(
-        self, one: Calls, unsharded: Callable[..., Any] | Literal[False] | None
+        self, one: MappedCall, unsharded: Callable[..., Any] | Literal[False] | None
     ) -> Reference:
         call: Call
         if unsharded is False:
@@ -114,7 +114,9 @@ class Check:
             moved = moving(source, one.mapped, self.args, self.steps, self.carry)
             self._compared(f"saved {where} and placed {one.where}", moved, one, reference)
 
-    def _compared(self, where: str, results: list[Any], one: Calls, reference: Reference) -> None:
+    def _compared(
+        self, where: str, results: list[Any], one: MappedCall, reference: Reference
+    ) -> None:
         given = self.args
         rows = zip(results, reference.results, reference.nudged, strict=True)
         for step, (got, want, near) in enumerate(rows):
@@ -134,7 +136,7 @@ class Check:
         before = dict(zip(range(count - len(old), count), old, strict=True))
         return compare(f"{self.name}(...)", got, want, near, before, self.tolerance)
 
-    def _probe(self, given: tuple[Any, ...], one: Calls, reference: Reference) -> Probe:
+    def _probe(self, given: tuple[Any, ...], one: MappedCall, reference: Reference) -> Probe:
         def compared(args: tuple[Any, ...]) -> tuple[Any, Any, list[Finding]]:
             got, want = one.mapped(*args), reference.call(*args)
             near = reference.call(*nudged(args))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _errors as errors
+from .. import _errors as errors
 from . import _report as report
 from ._compare import Finding
 from ._probe import Probe

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from . import _errors as errors
-from ._strategies import Draw
+from .. import _errors as errors
+from ._meshes import Draw
 
 
 Array: TypeAlias = npt.NDArray[Any]

@@ -1,4 +1,4 @@
-"""Results that are promised to be the same on several shards, and what they differ by."""
+"""Results that are promised to be the same on several shards, and by how much they differ."""
 
 import dataclasses
 from collections.abc import Hashable, Sequence
@@ -7,42 +7,48 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from ._errors import Unequal, axes_str
-from ._stacked import Stacked
+from .._errors import Unequal, axes_str
+from ._jaxprs import Equation
+from ._stacked import Axes, Stacked
 
 
 @dataclasses.dataclass(eq=False)
 class Promise:
-    """A result of a `shard_map` whose out spec leaves some mesh axis out; or a predicate of control flow.
+    """A result that must be the same on several shards.
+
+    That is a result of a `shard_map` whose out spec leaves a mesh axis out, or a predicate of control flow
+    with collectives inside.
 
     **Attributes:**
 
-    - `eqn`, `index`: the equation, and which of its results.
-    - `spec`: the out spec, `None` for a predicate.
-    - `stacks`: how it has been stacked, each time that it was replayed.
+    - `eqn`, `index`: the equation, and the number of its result.
+    - `spec`: the out spec; `None` for a predicate.
+    - `stacks`: the ways in which the result has been stacked. There are several where an equation is replayed
+        several times.
     """
 
-    eqn: Any
+    eqn: Equation
     index: int
-    spec: Any = None
+    spec: PartitionSpec | None = None
     stacks: list["_Stack"] = dataclasses.field(default_factory=list)
 
-    def seen(self, value: Stacked, left: Sequence[Hashable]) -> int:
-        """Note how it is stacked; the number of the note."""
+    def stack_number(self, value: Stacked, left: Sequence[Hashable]) -> int:
+        """The number in `stacks` of the way in which a result is stacked."""
         sizes = value.x.shape[: len(value.axes)]
         stack = _Stack(value.axes, sizes, value.shape, tuple(left))
         if stack not in self.stacks:
             self.stacks.append(stack)
         return self.stacks.index(stack)
 
-    def broken(self, path: str, amount: float, where: tuple[int, int]) -> Unequal:
-        """The gap that was found, as it is told."""
+    def unequal(self, path: str, amount: float, where: tuple[int, int]) -> Unequal:
+        """The difference that was found, as errors describe it."""
         stack = self.stacks[where[0]]
         index = tuple(map(int, np.unravel_index(where[1], (*stack.sizes, *stack.shape))))
         other = dict(zip(stack.axes, index, strict=False))
         first = {name: 0 if name in stack.left else at for name, at in other.items()}
-        aval = self.eqn.outvars[self.index].aval
+        aval: Any = self.eqn.outvars[self.index].aval
         return Unequal(
             path=path,
             what=f"{aval.dtype}[{','.join(map(str, aval.shape))}]",
@@ -56,19 +62,26 @@ class Promise:
 
 @dataclasses.dataclass(frozen=True)
 class _Stack:
-    """The axes over which shards may have different values, those of them along which they must not, and what
-    shape that gives."""
+    """One way in which a result is stacked.
 
-    axes: tuple[Hashable, ...]
+    **Attributes:**
+
+    - `axes`, `sizes`: the mesh axes along which it is stacked, and their sizes.
+    - `shape`: the shape of the value of one shard.
+    - `left`: those of `axes` along which all shards must have the same value.
+    """
+
+    axes: Axes
     sizes: tuple[int, ...]
     shape: tuple[int, ...]
-    left: tuple[Hashable, ...]
+    left: Axes
 
 
-def gap(value: Stacked, left: Sequence[Hashable]) -> tuple[Any, Any]:
-    """By how much shards differ along the axes `left`, and where in the stacked array they do most.
+def largest_difference(value: Stacked, left: Sequence[Hashable]) -> tuple[jax.Array, jax.Array]:
+    """By how much shards differ along the axes `left`, and where in the stacked array they differ most.
 
-    What rounding alone may do is no difference: shards that compute the same do not always round the same.
+    Differences that rounding explains do not count: equal computations on two shards may
+    round differently.
     """
     x = value.x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -88,6 +101,6 @@ def gap(value: Stacked, left: Sequence[Hashable]) -> tuple[Any, Any]:
     else:
         wide = x.astype(jnp.float32)
         apart = jnp.where(same, 0, jnp.maximum(jnp.abs(wide - wide[at]), 1))
-    # The words of a key are no axis of the value.
+    # The data of a key has an axis that the key does not have.
     apart = apart.astype(jnp.float32).max(tuple(range(x.ndim - own, x.ndim)))
     return jnp.max(apart), jnp.argmax(apart).astype(jnp.int32)

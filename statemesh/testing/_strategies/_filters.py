@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import statemesh as sm
 
-from ._strategies import Draw
+from ._meshes import Draw
 from ._trees import KINDS
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from . import _errors as errors
+from .. import _errors as errors
 
 
 Shape: TypeAlias = tuple[int, ...]

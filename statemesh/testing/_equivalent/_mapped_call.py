@@ -13,9 +13,9 @@ from jax.sharding import AxisType, Mesh
 
 import statemesh as sm
 
-from . import _errors as errors
+from .. import _errors as errors
+from .._static_keys import is_hashable, static_key
 from ._run import Call, gradient
-from ._tokens import has_hash, token
 
 
 def mesh_of(given: Any) -> Mesh:
@@ -34,7 +34,7 @@ def mesh_of(given: Any) -> Mesh:
 
 
 @dataclasses.dataclass(frozen=True)
-class Calls:
+class MappedCall:
     """A function on a mesh."""
 
     mesh: Mesh
@@ -54,16 +54,16 @@ class Calls:
             return gradient(self.mapped, self.mapped.place(*args))
 
 
-def calls_of(fun: Callable[..., Any], mesh: Mesh, specs: tuple[Any, ...]) -> Calls:
+def mapped_call(fun: Callable[..., Any], mesh: Mesh, specs: tuple[Any, ...]) -> MappedCall:
     """A function on a mesh, the same object for the same ones: it has what was compiled."""
     leaves, structure = jax.tree.flatten(specs, is_leaf=lambda x: x is None)
     key = fun, mesh, tuple(leaves), structure
-    return _kept_calls(*key) if has_hash(key) else _made_calls(*key)
+    return _cached_call(*key) if is_hashable(key) else _new_call(*key)
 
 
-def _made_calls(
+def _new_call(
     fun: Callable[..., Any], mesh: Mesh, leaves: tuple[Any, ...], structure: Any
-) -> Calls:
+) -> MappedCall:
     ins, outs, state_ins, state_outs, check_vma = structure.unflatten(leaves)
     mapped: sm.StatefulMapping = sm.shard_map(
         fun,
@@ -74,11 +74,11 @@ def _made_calls(
         state_out_specs=state_outs,
         check_vma=check_vma,
     )
-    return Calls(mesh, mapped, within_jit(mapped))
+    return MappedCall(mesh, mapped, within_jit(mapped))
 
 
 # Those of the last functions: with them goes what was compiled.
-_kept_calls = functools.lru_cache(maxsize=64)(_made_calls)
+_cached_call = functools.lru_cache(maxsize=64)(_new_call)
 
 
 def within_jit(call: Call) -> Call:
@@ -105,7 +105,7 @@ class _Statics:
         self.tree = tree
         leaves, structure = jax.tree.flatten(tree)
         # What cannot be known is never the same.
-        self.key = structure, tuple(token(x) or object() for x in leaves)
+        self.key = structure, tuple(static_key(x) or object() for x in leaves)
 
     def __hash__(self) -> int:
         return hash(self.key)
