@@ -26,9 +26,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from jax.sharding import AxisType, Mesh  # noqa: E402
 
-from statemesh.testing import Program, programs  # noqa: E402
-
-from .program_runs import Difference, check_all  # noqa: E402
+from .random_programs import Program, programs  # noqa: E402
+from .random_programs.runs import Difference, check_all  # noqa: E402
 
 
 BATCH = 40

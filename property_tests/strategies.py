@@ -1,4 +1,4 @@
-"""What cases are made of, as plain data: drawn by `statemesh.testing`, and said without JAX.
+"""What cases are made of, as plain data: drawn by `statemesh.testing`, and written without JAX.
 
 Shapes come from a small set, since each costs a compile; values are free.
 """
@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from statemesh.testing import _arrays, _strategies, _trees
+from statemesh import testing
 
 from .programs import FLOAT, Axes, Branch, MeshShape, Spec
 from .reference import Array
@@ -22,7 +22,7 @@ STATICS = ("relu", "", None)
 
 def meshes() -> st.SearchStrategy[MeshShape]:
     """Meshes of one to eight devices, of Auto axes or Explicit ones."""
-    return _strategies.meshes().map(_plain_mesh)
+    return testing.meshes().map(_plain_mesh)
 
 
 def _plain_mesh(mesh: Mesh) -> MeshShape:
@@ -33,7 +33,7 @@ def specs(*, axes: Axes, rank: int) -> st.SearchStrategy[Spec]:
     """Which of an array's axes are split over which of these mesh axes, several on one included."""
     # Axes of size one divide everything: the arrays are made afterwards.
     mesh = AbstractMesh((1,) * len(axes), axes)
-    return _strategies.specs(shape=(1,) * rank, mesh=mesh).map(lambda spec: plain_spec(spec, rank))
+    return testing.specs(shape=(1,) * rank, mesh=mesh).map(lambda spec: plain_spec(spec, rank))
 
 
 def plain_spec(spec: PartitionSpec, rank: int) -> Spec:
@@ -54,7 +54,7 @@ def all_split(draw: st.DrawFn, *, axes: Axes, rank: int) -> Spec:
 def sides(*, rank: int) -> st.SearchStrategy[tuple[int, ...]]:
     """The shape of one shard's part; a spec dilates it by the mesh."""
     alone = AbstractMesh((1,), ("x",))
-    return _strategies.shapes(spec=PartitionSpec(), mesh=alone, min_rank=rank, max_rank=rank)
+    return testing.shapes(spec=PartitionSpec(), mesh=alone, min_rank=rank, max_rank=rank)
 
 
 def dilated(side: tuple[int, ...], spec: Spec, mesh: MeshShape) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ def dilated(side: tuple[int, ...], spec: Spec, mesh: MeshShape) -> tuple[int, ..
 def arrays(*, shape: tuple[int, ...], dtype: str = FLOAT) -> st.SearchStrategy[Array]:
     """Arrays of floats from -4 to 4, or integers from -50 to 50."""
     most = 4 if dtype == FLOAT else 50
-    return _arrays.arrays(shape=shape, dtype=dtype, min_value=-most, max_value=most)
+    return testing.arrays(shape=shape, dtype=dtype, min_value=-most, max_value=most)
 
 
 @st.composite
@@ -97,7 +97,7 @@ def trees(*, min_states: int = 0) -> st.SearchStrategy[Any]:
     """Trees of modules, dictionaries, lists and tuples with States and other leaves; some stand twice."""
     modules = st.one_of(
         *[
-            _trees.modules(leaves=leaves(), min_states=min_states, shared=shared)
+            testing.modules(leaves=leaves(), min_states=min_states, shared=shared)
             for shared in (False, True)
         ]
     )

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import statemesh as sm
 from statemesh.testing import arrays, states
-from statemesh.testing._trees import KINDS
+from statemesh.testing._strategies._trees import KINDS
 
 from .laws import (
     check_filter,

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import statemesh as sm
-from statemesh.testing import Program, meshes, modules, programs, states
+from statemesh.testing import meshes, modules, states
 from tests.helpers import assert_same
+
+from .random_programs import Program, programs
 
 
 jnp: Any = jax.numpy

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh.testing import arrays, filters, meshes, modules, shapes, specs, states
-from statemesh.testing._trees import KINDS, Layer
+from statemesh.testing._strategies._trees import KINDS, Layer
 
 from .picks import matches
 from .strategies import meshes as plain_meshes

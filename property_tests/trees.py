@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 import jax
 
 import statemesh as sm
-from statemesh.testing._trees import Layer as Layer
-from statemesh.testing._trees import Pair as Pair
+from statemesh.testing._strategies._trees import Layer as Layer
+from statemesh.testing._strategies._trees import Pair as Pair
 
 from .programs import Branch
 

@@ -227,6 +227,79 @@ def test_layers_with_state() -> None:
         assert_close(emulate(sm.shard_map(train, abstract(x=4), **specs), net, X), expected)
 
 
+# The same on devices
+
+
+def real_and_emulated(
+    fun: Callable[..., Any], check: bool = True, **specs: Any
+) -> list[Callable[..., Any]]:
+    real = sm.shard_map(fun, make_mesh("4x2"), check_vma=check, **specs)
+    other = sm.shard_map(fun, abstract(x=4, y=2), check_vma=check, **specs)
+    return [real, lambda *args: emulate(other, *args)]
+
+
+@pytest.mark.parametrize(
+    ("into", "out"),
+    [
+        (P("x", "y"), P("x", "y")),
+        (P("y", "x"), P("y", "x")),
+        (P(("x", "y")), P(("x", "y"))),
+        (P(("y", "x")), P(None, ("y", "x"))),
+        (P(None, "y"), P("x", "y")),
+        (P("x"), P("x")),
+        (P(), P("x", "y")),
+        (None, P()),
+    ],
+)
+def test_arrays_are_cut_and_joined_as_on_devices(into: P | None, out: P) -> None:
+    def shard(x: Any) -> Any:
+        return jnp.cumsum(x, 0)
+
+    real, emulated = real_and_emulated(shard, check=False, in_specs=(into,), out_specs=out)
+    x = jnp.sin(jnp.arange(64.0)).reshape(16, 4)
+    assert_close(emulated(x), real(x))
+
+
+def test_states_that_are_merged_over_some_axes() -> None:
+    """A split state that is merged over the other axis, a tree of values, and states made inside."""
+
+    def shard(given: Any, x: Any) -> Any:
+        part, low = given
+        least = {"a": x[:2, 0], "b": jnp.floor(9 * x[0, 0]).astype(jnp.int32)}
+        new = sm.State(x.sum(), reduce="sum"), sm.State(x.max()[None], spec=P(("x", "y")))
+        return new, (part.set(part.value + x.sum()), low.set(least))
+
+    given = (
+        sm.State(jnp.arange(8.0), spec=P("x"), reduce="sum"),
+        sm.State({"a": jnp.zeros(2), "b": jnp.zeros((), jnp.int32)}, reduce="min"),
+    )
+    real, emulated = real_and_emulated(shard, in_specs=(None, P("x", "y")), out_specs=P())
+    x = jnp.sin(jnp.arange(64.0)).reshape(16, 4)
+    first = real(given, x)
+    assert_close(emulated(given, x), first)
+    assert_close(emulated(first[1], -x), real(first[1], -x))
+
+
+def test_every_result_that_differs_is_named() -> None:
+    def shard(s: Any, x: Any) -> Any:
+        return s.set(x[0]), {"whole": x, "by_row": x}
+
+    specs = (P(), {"whole": P(), "by_row": P("x")})
+    _, emulated = real_and_emulated(
+        shard, check=False, in_specs=(None, P(("x", "y"))), out_specs=specs
+    )
+    with pytest.raises(sm.StatemeshError) as caught:
+        emulated(sm.State(0), jnp.arange(16))
+    assert str(caught.value).splitlines()[1:-1] == [
+        "  - shard(...)[0].value: int32[] with out spec P() is one copy for all shards along 'x', 'y', but "
+        "differs by 14 between x=0, y=0 and x=3, y=1",
+        "  - shard(...)[1]['by_row']: int32[8] with out spec P('x') is one copy for all shards along 'y', "
+        "but differs by 2 at [0] between x=0, y=0 and x=0, y=1",
+        "  - shard(...)[1]['whole']: int32[2] with out spec P() is one copy for all shards along 'x', 'y', "
+        "but differs by 14 at [0] between x=0, y=0 and x=3, y=1",
+    ]
+
+
 # Lanes
 
 
@@ -400,14 +473,6 @@ def test_static_arguments_tell_signatures_apart() -> None:
 
 
 # Transformations
-
-
-def real_and_emulated(
-    fun: Callable[..., Any], check: bool = True, **specs: Any
-) -> list[Callable[..., Any]]:
-    real = sm.shard_map(fun, make_mesh("4x2"), check_vma=check, **specs)
-    other = sm.shard_map(fun, abstract(x=4, y=2), check_vma=check, **specs)
-    return [real, lambda *args: emulate(other, *args)]
 
 
 def loss(w: Any, rng: Any, x: Any) -> Any:

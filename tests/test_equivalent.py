@@ -15,7 +15,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from statemesh.testing import _calls, _run, assert_equivalent, load_profile, set_devices
+from statemesh.testing import assert_equivalent, load_profile, set_devices
+from statemesh.testing._equivalent import _mapped_call, _run
 
 from .helpers import compiles, counted, make_mesh
 
@@ -174,9 +175,9 @@ def test_later_calls_are_compared() -> None:
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Nothing kept of what is broken on purpose."""
-    _calls._kept_calls.cache_clear()
+    _mapped_call._cached_call.cache_clear()
     yield
-    _calls._kept_calls.cache_clear()
+    _mapped_call._cached_call.cache_clear()
 
 
 def one_more(x: Any) -> Any:
@@ -195,7 +196,7 @@ def test_a_model_that_does_not_survive_is_found(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("fresh")
 def test_what_goes_wrong_inside_jit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = lambda call: lambda *args: jax.tree.map(one_more, call(*args))
-    monkeypatch.setattr(_calls, "within_jit", broken)
+    monkeypatch.setattr(_mapped_call, "within_jit", broken)
     said = report(centered, counter(), X)
     assert "Inside jit on mesh x=2, call 1 of 3, beside the function on one device:" in said
     assert "It agrees on mesh x=2, emulated on mesh x=2, saved unsharded" in said

@@ -1,18 +1,15 @@
-"""To test sharded code: the same results on every mesh, and what the program gives on one device."""
+"""Tests of sharded code: compare its results between meshes, with one device, and with an emulated mesh."""
 
 from . import _hypothesis as _hypothesis
-from ._arrays import arrays as arrays
 from ._devices import set_devices as set_devices
-from ._emulate import emulate as emulate
-from ._equivalent import assert_equivalent as assert_equivalent
-from ._filters import filters as filters
-from ._given import given_meshes as given_meshes
-from ._loop import loop as loop
+from ._emulate._emulate import emulate as emulate
+from ._equivalent._assert_equivalent import assert_equivalent as assert_equivalent
 from ._profiles import load_profile as load_profile
-from ._programs import Program as Program
-from ._programs import programs as programs
-from ._strategies import meshes as meshes
-from ._strategies import shapes as shapes
-from ._strategies import specs as specs
-from ._trees import modules as modules
-from ._trees import states as states
+from ._strategies._arrays import arrays as arrays
+from ._strategies._filters import filters as filters
+from ._strategies._given import given_meshes as given_meshes
+from ._strategies._meshes import meshes as meshes
+from ._strategies._meshes import shapes as shapes
+from ._strategies._meshes import specs as specs
+from ._strategies._trees import modules as modules
+from ._strategies._trees import states as states

@@ -78,54 +78,6 @@ def uneven(name: str, found: Sequence[tuple[str, Sequence[str], Unequal]]) -> sm
     )
 
 
-def loop_arity(name: str, specs: int, args: int) -> TypeError:
-    return TypeError(
-        f"{name}: in_specs has {specs} entries for {args} positional arguments. Give one entry for each, or "
-        "one spec for all."
-    )
-
-
-def loop_collective(name: str, error: Exception) -> sm.StatemeshError:
-    return sm.StatemeshError(
-        f"{name}: a loop runs one shard after the other, without collectives ({error}). Use "
-        "statemesh.testing.emulate, which has them."
-    )
-
-
-def loop_state(name: str, path: str, state: Any) -> sm.StatemeshError:
-    kind = type(state).__name__
-    what = (
-        "a function as its `reduce`"
-        if callable(state.reduce)
-        else "an `enter` or `leave` of its own"
-    )
-    return sm.StatemeshError(
-        f"{name}: {path} is a {kind} with {what}, which may use collectives, and a loop has none. Use "
-        "statemesh.testing.emulate."
-    )
-
-
-def loop_axes(
-    name: str, path: str, spec: Any, unknown: Sequence[str], sizes: Mapping[Hashable, int]
-) -> sm.SpecError:
-    return sm.SpecError(
-        f"{name}: {path} is placed by {spec_str(spec)}, and there is no {_names(unknown)} among the axes "
-        f"{_names(sizes)}."
-    )
-
-
-def loop_rank(name: str, path: str, spec: Any, shape: Sequence[int]) -> sm.SpecError:
-    return sm.SpecError(
-        f"{name}: {path} of shape {tuple(shape)} has fewer axes than {spec_str(spec)} has entries."
-    )
-
-
-def loop_size(name: str, path: str, spec: Any, dim: int, size: int, count: int) -> sm.SpecError:
-    return sm.SpecError(
-        f"{name}: {path} has size {size} on axis {dim}, which {spec_str(spec)} shares among {count} shards."
-    )
-
-
 def too_few_devices(count: int, found: int) -> sm.StatemeshError:
     return sm.StatemeshError(
         f"set_devices({count}): JAX has started already, with {found} {_plural('device', found)}. Call it in "
@@ -241,21 +193,3 @@ def no_numbers(dtype: Any, least: int | float, most: int | float) -> sm.Statemes
     return sm.StatemeshError(
         f"arrays: dtype {dtype} has no number from {least} to {most} that is finite and not subnormal."
     )
-
-
-def program_devices(count: int, found: int) -> sm.StatemeshError:
-    return sm.StatemeshError(
-        f"programs: a mesh of {count} devices, and JAX has {found}. Give a smaller one, or have JAX simulate "
-        f"more: statemesh.testing.set_devices({count}) before it starts, as in conftest.py."
-    )
-
-
-def program_mesh(given: Any) -> TypeError:
-    return TypeError(
-        f"programs: mesh={given!r} is neither a jax.sharding.Mesh nor a strategy of meshes, as "
-        "statemesh.testing.meshes() is."
-    )
-
-
-def program_steps(count: int) -> sm.StatemeshError:
-    return sm.StatemeshError(f"programs: max_steps={count} leaves no step; give one at least.")

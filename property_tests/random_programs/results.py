@@ -1,0 +1,153 @@
+"""What a random program returns: its outputs, and the states that it writes."""
+
+import dataclasses
+from collections.abc import Hashable
+
+from hypothesis import strategies as st
+
+from .maker import ELEMENTWISE, Maker
+from .source import spec_text
+from .values import FLOAT, INT, KEPT, Slot, Value
+
+
+def outputs(maker: Maker) -> tuple[str, str]:
+    """What is returned beside the model, and its spec."""
+    found = [_output(maker) for _ in range(maker.draw(st.integers(1, 2)))]
+    texts, specs = [text for text, _ in found], [spec for _, spec in found]
+    if len(found) == 1:
+        return texts[0], specs[0]
+    return f"({', '.join(texts)})", f"({', '.join(specs)})"
+
+
+def _output(maker: Maker) -> tuple[str, str]:
+    value = maker.pool[-1] if not maker.flip() else maker.pick()
+    if maker.portable:
+        return value.text, maker.layout.spec(value.dims)
+    text = value.text if value.dims or not value.varies else f"{value.text}[None]"
+    entries: list[list[Hashable]] = [[] for _ in range(len(value.dims) or 1)]
+    for name in maker.draw(st.permutations(maker.layout.ordered(value.varies))):
+        maker.among(entries).append(name)
+    return text, spec_text(tuple(names) for names in entries)
+
+
+def written(maker: Maker) -> None:
+    """Write most of the model's states; those that are alike may change places."""
+    news = {id(slot): _new(maker, slot) for slot in maker.tree.slots if slot is not maker.rng}
+    continued = _continued(maker)
+    for slot in maker.tree.slots:
+        if slot is maker.rng:
+            maker.lines.append(maker.tree.write(slot.path, "rng"))
+            continue
+        source = continued.get(id(slot), slot)
+        new = news[id(source)]
+        if slot.kind != "array":
+            whole = maker.tree.read(source.path)
+            new = f"{whole}.set({new})" if new else "" if source is slot else whole
+        if new:
+            maker.lines.append(maker.tree.write(slot.path, new))
+    if continued and maker.tree.name == "new":
+        maker.lines += maker.among(_PASSED)
+
+
+# A model on its way out, and what knows its states by their places only.
+_PASSED: list[list[str]] = [
+    [],
+    ["new = jax.tree.map(lambda leaf: leaf, new)"],
+    ["new = jax.jit(lambda new: new)(new)"],
+    ["new = jax.checkpoint(lambda new: new)(new)"],
+    ["new = lax.cond(len(x) > 0, lambda new: new, lambda new: new, new)"],
+]
+
+
+def _continued(maker: Maker) -> dict[int, Slot]:
+    """For each state that changes places, by identity, the one that is there afterwards."""
+    found: dict[int, Slot] = {}
+    left = [slot for slot in maker.tree.slots if slot.kind != "array" and slot.dtype in KEPT]
+    while left:
+        alike = [slot for slot in left if slot.is_like(left[0])]
+        left = [slot for slot in left if not slot.is_like(left[0])]
+        if len(alike) > 1 and maker.flip():
+            found |= dict(zip(map(id, alike), [*alike[1:], alike[0]], strict=True))
+    return found
+
+
+def _new(maker: Maker, slot: Slot) -> str:
+    """What a slot's new value is, or nothing."""
+    if not slot.is_written:
+        return ""
+    if slot.moments:
+        return _moments(maker, slot)
+    # A matrix is written along its last axis.
+    keep = slot.dims if slot.dims in ELEMENTWISE else slot.dims[-1]
+    value = _small(maker, _candidate(maker, slot.dtype))
+    if slot.reduce in ("sum", "total"):
+        value = maker.reduced(value, keep, "sum", collect=False)
+        if slot.reduce == "sum":
+            return f"{maker.old(slot)} + {value.on(slot.dims)}"
+    elif slot.reduce is None:
+        reduced = maker.reduced(value, keep, maker.reduction(value.dtype))
+        value = _small(maker, _alike(maker, slot, reduced))
+    else:
+        # By hand now and then, which leaves nothing to the policy.
+        collect = maker.flip(out_of=4)
+        value = maker.reduced(value, keep, slot.reduce, collect=collect)
+    return _with_old(maker, slot, value)
+
+
+def _alike(maker: Maker, slot: Slot, value: Value) -> Value:
+    """The same on all shards that have one copy of the slot."""
+    left = maker.layout.ordered(value.varies - slot.axes(maker.layout))
+    if not left:
+        return value
+    op = "mean" if value.dtype == FLOAT else "max"
+    return dataclasses.replace(value, text=maker.collected(op, value.text, left))
+
+
+def _with_old(maker: Maker, slot: Slot, value: Value) -> str:
+    """The value, or what it makes of the old one."""
+    old, new = maker.old(slot), value.on(slot.dims)
+    if maker.flip():
+        if slot.reduce in ("max", "min"):
+            return f"jnp.{slot.reduce}imum({old}, {new})"
+        if slot.reduce != "total":
+            return (
+                f"0.9 * {old} + 0.1 * {new}"
+                if slot.dtype == FLOAT
+                else f"({old} + {new}) % 101 - 50"
+            )
+    if value.dims == slot.dims:
+        return value.text
+    return f"jnp.broadcast_to({new}, {old}.shape)"
+
+
+def _candidate(maker: Maker, dtype: str) -> Value:
+    found = maker.having(lambda value: value.dtype == dtype)
+    if dtype == INT:
+        return maker.among([Value("jnp.int32(1)", "", INT, frozenset(), 1, True), *found])
+    if not found:
+        whole = maker.pick()
+        return dataclasses.replace(
+            whole, text=maker.temporary(f"{whole.text} * 0.05"), dtype=FLOAT, bound=whole.bound / 20
+        )
+    return maker.among(found + found[-2:] * (len(found) // 2))
+
+
+def _small(maker: Maker, value: Value) -> Value:
+    """What may be kept from call to call."""
+    if value.bound <= KEPT[value.dtype]:
+        return value
+    text, bound = maker.damped(value.text, value.dtype)
+    return dataclasses.replace(value, text=maker.temporary(text), bound=bound)
+
+
+def _moments(maker: Maker, slot: Slot) -> str:
+    """The moments of rows, where there are such."""
+    rows = ("rw",) if slot.dims else ("r", "rw", "rh")
+    found = maker.having(lambda value: value.dtype == FLOAT and value.dims in rows)
+    if not found:
+        return ""
+    value = maker.reduced(_small(maker, maker.among(found)), "r" + slot.dims, "mean")
+    text = value.text if value.text.isidentifier() else maker.temporary(value.text)
+    mean = maker.temporary(f"{text}.mean(axis=0)")
+    apart = f"jnp.square({text} - {mean}).sum(axis=0)"
+    return f'{{"n": jnp.float32(len(x)), "mean": {mean}, "m2": {apart}}}'

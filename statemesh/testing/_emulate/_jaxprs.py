@@ -1,0 +1,100 @@
+"""What the replay asks of jaxprs. The one file of `testing` that knows `jax.extend`."""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, TypeAlias, TypeGuard
+
+import jax
+from jax.extend import core
+
+from .._static_keys import is_hashable
+from ._stacked import as_names
+
+
+Equation: TypeAlias = core.JaxprEqn
+# With its constants or without: newer versions of JAX make `ClosedJaxpr` and `Jaxpr` one class.
+Jaxpr: TypeAlias = Any
+
+# The parameters in which a call keeps the jaxpr that it runs.
+_CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "callee")
+
+# Equations that say where a value lies, or what its type is.
+_IDENTITIES = (
+    *("pvary", "pcast", "reshard", "sharding_constraint", "mesh_cast", "device_put"),
+    "layout_constraint",
+)
+_DRAWS = ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform")
+
+
+def opened(jaxpr: Jaxpr) -> Jaxpr:
+    """The jaxpr without its constants."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def is_literal(atom: core.Var | core.Literal) -> TypeGuard[core.Literal]:
+    return isinstance(atom, core.Literal)
+
+
+def is_identity(eqn: Equation) -> bool:
+    """Whether an equation hands its operands on as they are."""
+    return eqn.primitive.name in _IDENTITIES
+
+
+def called(eqn: Equation) -> Jaxpr:
+    """The jaxpr that a call runs."""
+    return next(eqn.params[key] for key in _CALLED if hasattr(eqn.params.get(key), "eqns"))
+
+
+def nested_equations(eqn: Equation) -> Iterator[Equation]:
+    """All equations in the jaxprs that an equation runs."""
+    for value in eqn.params.values():
+        for one in value if isinstance(value, tuple) else (value,):
+            if hasattr(one, "eqns"):
+                yield from all_equations(opened(one))
+
+
+def all_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
+    """The equations of a jaxpr and of all jaxprs inside it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        yield from nested_equations(eqn)
+
+
+def names_of(eqn: Equation) -> tuple[Hashable, ...]:
+    """The axis names over which an equation is a collective."""
+    given = eqn.params.get("axes", eqn.params.get("axis_name"))
+    return tuple(name for name in as_names(given) if not isinstance(name, int))
+
+
+def new_axes(eqn: Equation) -> Mapping[Hashable, int]:
+    """The axes that a `shard_map` maps over, with their sizes, in the order of its mesh."""
+    mesh, new = eqn.params["mesh"], eqn.params["newly_manual_axes"]
+    return {name: mesh.shape[name] for name in mesh.axis_names if name in new}
+
+
+def axes_named(eqn: Equation) -> set[Hashable]:
+    """Whatever may be the name of a mesh axis among the parameters of an equation."""
+    values = [value for key, value in eqn.params.items() if "axes" in key or "axis" in key]
+    # An integer counts the axes of an array.
+    named = [one for value in values for one in as_names(value) if not isinstance(one, int)]
+    return {one for one in named if is_hashable(one)}
+
+
+def draws(jaxpr: Jaxpr) -> bool:
+    """Whether a program draws random numbers."""
+    return any(eqn.primitive.name in _DRAWS for eqn in all_equations(opened(jaxpr)))
+
+
+def as_function(closed: Jaxpr) -> Callable[..., list[jax.Array]]:
+    """A traced program as a function of its constants and its inputs."""
+    count = len(closed.consts)
+    # The stubs of older versions do not name this class.
+    make: Any = core
+    run: Callable[..., Any] = core.jaxpr_as_fun
+
+    def whole(*arrays: Any) -> list[jax.Array]:
+        found: list[jax.Array] = run(make.ClosedJaxpr(closed.jaxpr, arrays[:count]))(
+            *arrays[count:]
+        )
+        return found
+
+    return whole

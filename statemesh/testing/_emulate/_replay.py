@@ -1,0 +1,228 @@
+"""A traced program, replayed equation by equation over stacked shards."""
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import _errors as errors
+from ._collectives import RULES, collective
+from ._control_flow import Differences, Frame, Step, cond, one_by_one, scan, while_
+from ._jaxprs import (
+    Equation,
+    Jaxpr,
+    all_equations,
+    axes_named,
+    called,
+    is_identity,
+    is_literal,
+    names_of,
+    nested_equations,
+    new_axes,
+    opened,
+)
+from ._promises import Promise, largest_difference
+from ._stacked import Axes, Scope, Stacked, names_of_spec
+
+
+_CONTROL_FLOW: Mapping[str, Step] = {"cond": cond, "while": while_, "scan": scan}
+
+# Equations that run one jaxpr once. Their custom rules for derivatives and for `vmap` are not needed here:
+# JAX differentiates the traced program, never its replay.
+_CALLS = (
+    *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "composite"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call"),
+)
+
+# Parameters that say where a value lies on a mesh.
+_LAYOUTS = ("sharding", "out_sharding")
+
+# Equations whose rule for `vmap` does not do what shards do: it draws other numbers, or calls back only once.
+_SHARD_BY_SHARD = (
+    *("random_bits", "random_split", "random_fold_in", "rng_bit_generator", "pure_callback"),
+    *("io_callback", "ffi_call"),
+)
+_SAFE_KEYS = ("fry", "threefry2x32")
+
+
+class Replay:
+    """A traced program as a function that runs on one device.
+
+    **Arguments:**
+
+    - `name`: the name of the program in messages.
+    - `jaxpr`: the program. Its constants are its first inputs.
+    """
+
+    def __init__(self, name: str, jaxpr: Jaxpr) -> None:
+        self.name = name
+        self.jaxpr = jaxpr
+        self.promises: list[Promise] = list(_promises(jaxpr))
+        self._promise_numbers = {(id(p.eqn), p.index): i for i, p in enumerate(self.promises)}
+        count = len(self.promises)
+        self.no_differences: Differences = (
+            np.zeros(count, np.float32),
+            np.zeros((count, 2), np.int32),
+        )
+        self._axes: dict[Any, list[Axes]] = {}
+
+    def __call__(self, *arrays: Any) -> tuple[list[jax.Array], Differences]:
+        frame = Frame(Scope(), self.no_differences)
+        made = self._run(self.jaxpr, [Stacked(x) for x in arrays], frame)
+        return [value.x for value in made], frame.differences
+
+    def run(self, jaxpr: Jaxpr, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
+        """Replay a jaxpr, with constants or without, that is a part of the program."""
+        consts = [Stacked(x) for x in getattr(jaxpr, "consts", ())]
+        return self._run(opened(jaxpr), [*consts, *values], frame)
+
+    def axes(self, jaxpr: Jaxpr, values: Sequence[Stacked], scope: Scope) -> list[Axes]:
+        """The axes along which the results of a jaxpr are stacked."""
+        stacks = tuple(value.axes for value in values)
+        key = (id(jaxpr), stacks, tuple(scope.sizes), tuple(scope.indices))
+        if key not in self._axes:
+
+            def probe(*xs: Any) -> None:
+                given = [Stacked(x, axes) for x, axes in zip(xs, stacks, strict=True)]
+                made = self.run(jaxpr, given, Frame(scope, self.no_differences))
+                self._axes[key] = [value.axes for value in made]
+
+            jax.eval_shape(probe, *[value.x for value in values])
+        return self._axes[key]
+
+    def _run(self, jaxpr: Jaxpr, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
+        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
+
+        def value_of(atom: Any) -> Stacked:
+            if is_literal(atom):
+                # As a NumPy array, which has no mesh: the literal may carry the mesh of where it was traced.
+                aval: Any = atom.aval
+                return Stacked(np.asarray(atom.val, aval.dtype))
+            found: Stacked = known[atom]
+            return found
+
+        for eqn in jaxpr.eqns:
+            made = self._equation(eqn, [value_of(atom) for atom in eqn.invars], frame)
+            known.update(zip(eqn.outvars, made, strict=True))
+        return [value_of(atom) for atom in jaxpr.outvars]
+
+    def _equation(self, eqn: Equation, values: list[Stacked], frame: Frame) -> list[Stacked]:
+        name, scope = eqn.primitive.name, frame.scope
+        if is_identity(eqn):
+            return values
+        if name in _CALLS:
+            return self.run(called(eqn), values, frame)
+        if name in _CONTROL_FLOW:
+            return _CONTROL_FLOW[name](self, eqn, values, frame)
+        if name == "shard_map":
+            return self._shard_map(eqn, values, frame)
+        used = axes_named(eqn) & {*scope.sizes, *scope.indices}
+        if name == "axis_index" and used:
+            return [_axis_index(eqn.params["axis_name"], scope)]
+        if used:
+            self._check_collective(eqn, used, scope)
+            return [collective(eqn, value, scope) for value in values]
+        if why := _not_replayed(eqn):
+            raise errors.not_replayed(self.name, name, why)
+        over = scope.union(values)
+        if over and name in _SHARD_BY_SHARD and not _draws_safely(eqn):
+            return one_by_one(_plain, over, self, eqn, values, frame)
+        try:
+            return _plain(self, eqn, values, frame)
+        except NotImplementedError:
+            if not over:
+                raise
+            # The primitive has no rule for `vmap`.
+            return one_by_one(_plain, over, self, eqn, values, frame)
+        except NameError as error:
+            # A collective that has no rule in `RULES`: outside of a map its axis is not bound.
+            raise errors.not_replayed(self.name, name) from error
+
+    def _check_collective(self, eqn: Equation, used: set[Hashable], scope: Scope) -> None:
+        name = eqn.primitive.name
+        known = name in RULES and used == {*names_of(eqn)} <= {*scope.sizes}
+        if not known or len(eqn.invars) != len(eqn.outvars):
+            raise errors.not_replayed(self.name, name)
+
+    def _shard_map(self, eqn: Equation, values: list[Stacked], frame: Frame) -> list[Stacked]:
+        params, scope = eqn.params, frame.scope
+        sizes = new_axes(eqn)
+        for spec in (*params["in_specs"], *params["out_specs"]):
+            if again := [name for name in names_of_spec(spec) if name not in sizes]:
+                # JAX makes such specs for the gradient of nested calls, and cannot compile them.
+                why = f"one inside another names {again[0]!r}, which the outer one maps over"
+                raise errors.not_replayed(self.name, "shard_map", why)
+        inside = Scope({**scope.sizes, **sizes}, scope.indices)
+        split = [inside.split(v, spec) for v, spec in zip(values, params["in_specs"], strict=True)]
+        inner = Frame(inside, frame.differences)
+        made = self.run(params["jaxpr"], split, inner)
+        for k, (value, spec) in enumerate(zip(made, params["out_specs"], strict=True)):
+            left = [
+                name for name in value.axes if name in sizes and name not in names_of_spec(spec)
+            ]
+            made[k] = self.one_copy(eqn, k, value, left, inner)
+        frame.differences = inner.differences
+        return [inside.joined(v, spec) for v, spec in zip(made, params["out_specs"], strict=True)]
+
+    def one_copy(
+        self, eqn: Equation, index: int, value: Stacked, left: Sequence[Hashable], frame: Frame
+    ) -> Stacked:
+        """Keep one copy along the axes `left`, and note by how much the others differ."""
+        if not left:
+            return value
+        number = self._promise_numbers[id(eqn), index]
+        amount, position = largest_difference(value, left)
+        here = np.arange(len(self.promises)) == number
+        where = jnp.stack([self.promises[number].stack_number(value, left), position])
+        frame.note(jnp.where(here, amount, 0), jnp.where(here[:, None], where, 0))
+        first = tuple(0 if name in left else slice(None) for name in value.axes)
+        return Stacked(value.x[first], tuple(name for name in value.axes if name not in left))
+
+
+def _plain(replay: Any, eqn: Equation, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
+    del replay
+    # On one device a layout on a mesh means nothing.
+    params = {key: None if key in _LAYOUTS else value for key, value in eqn.params.items()}
+    bind = partial(eqn.primitive.bind, **params)
+    several = eqn.primitive.multiple_results
+    return frame.scope.over_axes(lambda *xs: bind(*xs) if several else [bind(*xs)], values)
+
+
+def _axis_index(name: Hashable, scope: Scope) -> Stacked:
+    if name in scope.indices:
+        return Stacked(scope.indices[name])
+    return Stacked(jnp.arange(scope.sizes[name], dtype=jnp.int32), (name,))
+
+
+def _promises(jaxpr: Jaxpr) -> Iterator[Promise]:
+    """Each result of a `shard_map` of which one copy is kept for several shards, and each predicate."""
+    for eqn in {id(eqn): eqn for eqn in all_equations(jaxpr)}.values():
+        name = eqn.primitive.name
+        if name in ("cond", "while"):
+            yield Promise(eqn, 0)
+        if name == "shard_map":
+            for k, spec in enumerate(eqn.params["out_specs"]):
+                if {*new_axes(eqn)} - {*names_of_spec(spec)}:
+                    yield Promise(eqn, k, spec)
+
+
+def _not_replayed(eqn: Equation) -> str:
+    """Why an equation that is no collective cannot be replayed; an empty string if it can."""
+    if any(hasattr(var.aval, "inner_aval") for var in (*eqn.invars, *eqn.outvars)):
+        return "it reads or writes a reference"
+    for one in nested_equations(eqn):
+        name = one.primitive.name
+        if name in RULES or name in ("shard_map", "axis_index"):
+            return f"it runs `{name}` inside"
+    return ""
+
+
+def _draws_safely(eqn: Equation) -> bool:
+    """Whether the rule for `vmap` gives each key the random numbers, or the new keys, that it gives alone."""
+    if eqn.primitive.name not in ("random_bits", "random_split", "random_fold_in"):
+        return False
+    key: Any = eqn.invars[0].aval
+    return any(name in str(key.dtype) for name in _SAFE_KEYS)

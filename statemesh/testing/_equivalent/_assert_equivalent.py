@@ -1,0 +1,103 @@
+"""`assert_equivalent`: the same results on every mesh."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+from .. import _errors as errors
+from ._check import Check
+from ._mapped_call import mapped_call, mesh_of
+
+
+def assert_equivalent(
+    fun: Callable[..., Any],
+    args: Any,
+    *,
+    meshes: Iterable[Any],
+    in_specs: Any,
+    out_specs: Any,
+    state_in_specs: Any = None,
+    state_out_specs: Any = None,
+    check_vma: bool = True,
+    unsharded: Callable[..., Any] | Literal[False] | None = None,
+    steps: int = 3,
+    gradients: bool = True,
+    tolerance: float | None = None,
+) -> None:
+    """Fail unless a function of shards gives on every mesh what it gives unsharded.
+
+    Called in a row on each mesh, its new models fed back, and compared after every call; on the last of the
+    meshes also inside `jax.jit`, replayed by `emulate`, and with the model saved halfway and placed on
+    the mesh before it.
+
+    **Arguments:**
+
+    - `fun`, `in_specs`, `out_specs`, `state_in_specs`, `state_out_specs`, `check_vma`: as for `shard_map`.
+        What was compiled is kept for the last functions: define yours outside of the test, and many values
+        cost one compile.
+    - `args`: the arguments of the first call, in a tuple. The last results that have the structure and shapes
+        of the first arguments, and are more than one bare array, are fed back.
+    - `meshes`: each a `jax.sharding.Mesh` or the sizes of its axes, `{name: size}`.
+    - `unsharded`: what gives the right results, a plain function of the same arguments; without it, `fun` on
+        a mesh of one device. A mistake that one shard makes as well (a new state that is not returned) only a
+        function finds. `False` for a function whose results depend on the mesh: each mesh is compared with
+        its emulation only.
+    - `steps`: how many calls.
+    - `gradients`: whether derivatives are compared too: those of a weighted sum of all results, by all
+        inexact arrays of the arguments.
+    - `tolerance`: how far floats may be apart, relative to the largest of the array (or to one); without it,
+        what rounding explains, by dtype, length of reductions and how ill-conditioned a result is. All
+        other numbers are equal.
+
+    **Raises:** `AssertionError` that names every array that is off, by how much, where and on which mesh and
+    shard, with a guess at the cause. What `fun` or the call raise comes through, with a note that says
+    where. `StatemeshError` for meshes of more devices than there are.
+
+    With n meshes there are n + 3 compiles for the calls, and 2 (n + 1) for the gradients.
+
+    !!! example
+
+        ```python
+        >>> import jax, numpy as np, statemesh as sm
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from statemesh.testing import assert_equivalent
+        >>> def centered(mean, x):
+        ...     now = jax.lax.pmean(x.mean(0), "data")
+        ...     return x - now, mean.set(0.9 * mean.value + 0.1 * now)
+        >>> model, x = sm.State(np.zeros(2)), np.sin(np.arange(16.0)).reshape(8, 2)
+        >>> assert_equivalent(
+        ...     centered, (model, x), meshes=[{"data": 2}, {"data": 4}],
+        ...     in_specs=(None, P("data")), out_specs=(P("data"), P()),
+        ... )
+
+        ```
+
+        Where it fails:
+
+        ```python
+        >>> def centered(x):
+        ...     return x - x.mean(0)
+        >>> try:
+        ...     assert_equivalent(
+        ...         centered, (x,), meshes=[{"data": 2}], in_specs=P("data"), out_specs=P("data")
+        ...     )
+        ... except AssertionError as error:
+        ...     print(str(error).splitlines()[2])
+        On mesh data=2, call 1 of 3, beside the function on one device:
+
+        ```
+    """
+    if not isinstance(args, tuple | list):
+        raise errors.not_arguments(args)
+    if steps < 1:
+        raise errors.steps_too_few(steps)
+    found = [mesh_of(mesh) for mesh in meshes]
+    if not found:
+        raise errors.no_meshes()
+    specs = (in_specs, out_specs, state_in_specs, state_out_specs, check_vma)
+    calls = [mapped_call(fun, mesh, specs) for mesh in found]
+    name = getattr(fun, "__name__", type(fun).__name__)
+    check = Check(name, tuple(args), calls, unsharded, steps, tolerance)
+    check.calls()
+    if gradients:
+        check.gradients()
+    check.conclude()

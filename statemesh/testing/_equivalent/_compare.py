@@ -1,0 +1,249 @@
+"""Whether results agree, leaf by leaf, and where they do not."""
+
+import dataclasses
+import math
+from collections.abc import Hashable
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from .. import _errors as errors
+
+
+# Where a shard is on the mesh: its index along each axis, by the name of the axis.
+Coordinates: TypeAlias = dict[Hashable, int]
+_finfo: Any = jnp.finfo  # NumPy's own does not know bfloat16, and this one is not annotated.
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """An array of a result.
+
+    **Attributes:**
+
+    - `path`: as the user would type it.
+    - `array`: as it was returned.
+    """
+
+    path: str
+    array: Any
+
+    @cached_property
+    def value(self) -> Any:
+        """Its numbers, those of a key among them."""
+        return _numbers(self.array)
+
+    @cached_property
+    def parts(self) -> list[tuple[Coordinates, tuple[slice, ...]]]:
+        """For each shard, where it is and what it has; none for what lies on no mesh."""
+        sharding = getattr(self.array, "sharding", None)
+        if not isinstance(sharding, NamedSharding):
+            return []
+        has = sharding.devices_indices_map(self.array.shape)
+        return [
+            (dict(zip(sharding.mesh.axis_names, at, strict=True)), has[device])
+            for at, device in np.ndenumerate(sharding.mesh.devices)
+        ]
+
+    @cached_property
+    def torn(self) -> tuple[str, str] | None:
+        """Two shards that have different copies of what is to be one value."""
+        if not self.parts:
+            return None
+        by_device = {shard.device: shard.data for shard in self.array.addressable_shards}
+        devices = self.array.sharding.mesh.devices
+        first: dict[str, tuple[Coordinates, Any]] = {}
+        for (at, index), device in zip(self.parts, devices.flat, strict=True):
+            data = _numbers(by_device[device])
+            other, known = first.setdefault(str(index), (at, data))
+            if not np.array_equal(known, data, equal_nan=data.dtype.kind in "fc"):
+                return errors.axes_str(other), errors.axes_str(at)
+        return None
+
+
+def leaves_of(name: str, result: Any) -> list[Leaf]:
+    """The arrays of a result."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(result)
+    return [Leaf(name + jax.tree_util.keystr(keys), x) for keys, x in flat if eqx.is_array_like(x)]
+
+
+def _numbers(x: Any) -> Any:
+    if jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    found = np.asarray(x)
+    if jnp.issubdtype(found.dtype, jnp.floating):
+        return found.astype(np.float64)  # Of bfloat16 and the like NumPy cannot subtract all.
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A leaf that is not what it should be.
+
+    **Attributes:**
+
+    - `got`: the leaf.
+    - `want`: what it should be.
+    - `before`: what stood there before the call, if it is part of what is fed back.
+    - `allowed`: how far apart rounding may have brought them.
+    """
+
+    number: int
+    got: Leaf
+    want: Any
+    before: Any
+    allowed: float
+
+    @property
+    def same_shape(self) -> bool:
+        return bool(self.got.value.shape == self.want.shape)
+
+    @cached_property
+    def apart(self) -> Any:
+        """How far each number is off."""
+        return differences(self.got.value, self.want)
+
+    @cached_property
+    def worst(self) -> tuple[int, ...]:
+        """Where it is off the most."""
+        return tuple(map(int, np.unravel_index(int(np.argmax(self.apart)), self.want.shape)))
+
+    @cached_property
+    def shards(self) -> list[str]:
+        """The shards that have the number that is off the most."""
+        at = self.worst
+        has = [shard for shard, index in self.got.parts if _covers(index, at, self.want.shape)]
+        return [errors.axes_str(shard) for shard in has]
+
+    @cached_property
+    def sizes(self) -> dict[Hashable, int]:
+        """The sizes of the mesh's axes."""
+        sharding = getattr(self.got.array, "sharding", None)
+        return dict(sharding.mesh.shape) if isinstance(sharding, NamedSharding) else {}
+
+    @cached_property
+    def split(self) -> dict[int, int]:
+        """In how many parts each axis of the array is split, where it is."""
+        shape = self.got.value.shape
+        steps = [
+            _size(index[d], shape[d]) for _, index in self.got.parts[:1] for d in range(len(index))
+        ]
+        counts = {d: shape[d] // step for d, step in enumerate(steps) if step}
+        return {d: count for d, count in counts.items() if count > 1}
+
+    def wrong(self) -> Any:
+        """Which numbers are off by more than rounding."""
+        return self.apart > self.allowed
+
+
+def _covers(index: tuple[slice, ...], at: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    return all(k in range(*s.indices(n)) for s, k, n in zip(index, at, shape, strict=False))
+
+
+def _size(part: slice, whole: int) -> int:
+    return len(range(*part.indices(whole)))
+
+
+def differences(got: Any, want: Any) -> Any:
+    """How far apart numbers are; infinitely far where only one is a number."""
+    if got.dtype.kind in "biu" or want.dtype.kind == "b":
+        return np.abs(got.astype(np.float64) - want.astype(np.float64))
+    with np.errstate(invalid="ignore"):
+        apart = np.abs(got - want)
+    equal = (got == want) | ((got != got) & (want != want))
+    return np.where(equal, 0.0, np.where(np.isnan(apart), np.inf, apart))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """How far apart rounding may bring two ways to compute the same.
+
+    The unit roundoff of a leaf's dtype, times its largest number and the square root of how many are summed
+    (errors of either sign partly cancel; Higham, Accuracy and Stability of Numerical Algorithms, ch. 4.2),
+    and beside it by how much the reference moves where its arguments are off by one roundoff each: so what
+    cancels, and is small for that, is not held to more digits than it has.
+    """
+
+    terms: int
+    given: float | None = None
+
+    def of(self, leaf: Leaf, want: Any, nudged: Any) -> float:
+        if not jnp.issubdtype(leaf.array.dtype, jnp.inexact):
+            return 0.0
+        finite = np.abs(np.where(np.isfinite(want), want, 0.0))
+        largest = float(finite.max(initial=0.0))
+        if self.given is not None:
+            return self.given * max(largest, 1.0)
+        eps = float(_finfo(leaf.array.dtype).eps)
+        moved = np.abs(np.where(np.isfinite(nudged) & np.isfinite(want), nudged - want, 0.0))
+        spread = 4 * math.sqrt(self.terms)
+        tiny = float(_finfo(leaf.array.dtype).tiny)  # XLA may flush what is smaller to zero.
+        return spread * (eps * largest + float(moved.max(initial=0.0))) + tiny
+
+
+def compare(
+    name: str,
+    got: Any,
+    want: Any,
+    nudged: Any,
+    before: dict[int, Any],
+    tolerance: Tolerance,
+) -> list[Finding]:
+    """The leaves of a result that are not those wanted.
+
+    **Arguments:**
+
+    - `nudged`: what was wanted, of arguments that are off by rounding.
+    - `before`: of leaves that are fed back, by their number, what stood there.
+    """
+    leaves, wanted, moved = (leaves_of(name, tree) for tree in (got, want, nudged))
+    if len(leaves) != len(wanted):
+        raise errors.other_leaves(name, [x.path for x in leaves], [x.path for x in wanted])
+    found = []
+    for number, (leaf, goal, near) in enumerate(zip(leaves, wanted, moved, strict=True)):
+        leaf = dataclasses.replace(leaf, array=jnp.asarray(leaf.array))
+        allowed = tolerance.of(leaf, goal.value, near.value)
+        one = Finding(number, leaf, goal.value, before.get(number), allowed)
+        if not one.same_shape or one.wrong().any() or (leaf.torn and not allowed):
+            found.append(one)
+    return found
+
+
+def nudged(args: Any) -> Any:
+    """Arguments whose inexact numbers are off by rounding, this way and that."""
+    random = np.random.default_rng(0)
+
+    def off(x: Any) -> Any:
+        if not eqx.is_inexact_array(x):
+            return x
+        eps, signs = float(_finfo(x.dtype).eps), random.choice([-1.0, 1.0], x.shape)
+        value = np.asarray(x)
+        wide = value.astype(
+            np.result_type(value.dtype.type if value.dtype.kind == "c" else np.float64)
+        )
+        least = np.abs(wide).max(initial=0.0)
+        moved = wide + eps * signs * np.maximum(np.abs(wide), least / 8)
+        return jnp.asarray(moved.astype(value.dtype))
+
+    return jax.tree.map(off, args)
+
+
+def as_arrays(args: Any) -> Any:
+    """Arguments as what is fed back is: JAX arrays of strong types. Else both would be traced."""
+    return jax.tree.map(_as_array, args)
+
+
+def _as_array(x: Any) -> Any:
+    if isinstance(x, np.ndarray | np.generic):
+        return jnp.asarray(x)
+    return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
+
+
+def terms_of(args: Any) -> int:
+    """How many numbers the longest reduction of an argument is of."""
+    return max([1, *(np.size(x) for x in jax.tree.leaves(args) if eqx.is_array(x))])

@@ -1,0 +1,114 @@
+"""A function on a mesh, kept with what it has compiled."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+import statemesh as sm
+
+from .. import _errors as errors
+from .._static_keys import is_hashable, static_key
+from ._run import Call, gradient
+
+
+def mesh_of(given: Any) -> Mesh:
+    """A mesh, or the one that has these sizes."""
+    if isinstance(given, Mesh):
+        return given
+    if not isinstance(given, Mapping):
+        raise errors.not_a_mesh(given)
+    sizes = tuple(given.values())
+    devices = jax.devices()
+    count = int(np.prod(sizes))
+    if count > len(devices):
+        raise errors.mesh_too_large(given, count, len(devices))
+    shaped = np.array(devices[:count]).reshape(sizes)
+    return Mesh(shaped, tuple(given), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+@dataclasses.dataclass(frozen=True)
+class MappedCall:
+    """A function on a mesh."""
+
+    mesh: Mesh
+    mapped: sm.StatefulMapping
+    jitted: Call
+
+    @property
+    def where(self) -> str:
+        return f"on mesh {errors.axes_str(dict(self.mesh.shape))}"
+
+    def gradient(self, *args: Any) -> Any:
+        """That of a call."""
+        # JAX makes a gradient of zeros, typed by Explicit axes, only where their mesh is set.
+        typed = AxisType.Explicit in self.mesh.axis_types
+        with jax.set_mesh(self.mesh) if typed else contextlib.nullcontext():
+            # Placed first: what comes back untouched has its part of the gradient where it lies.
+            return gradient(self.mapped, self.mapped.place(*args))
+
+
+def mapped_call(fun: Callable[..., Any], mesh: Mesh, specs: tuple[Any, ...]) -> MappedCall:
+    """A function on a mesh, the same object for the same ones: it has what was compiled."""
+    leaves, structure = jax.tree.flatten(specs, is_leaf=lambda x: x is None)
+    key = fun, mesh, tuple(leaves), structure
+    return _cached_call(*key) if is_hashable(key) else _new_call(*key)
+
+
+def _new_call(
+    fun: Callable[..., Any], mesh: Mesh, leaves: tuple[Any, ...], structure: Any
+) -> MappedCall:
+    ins, outs, state_ins, state_outs, check_vma = structure.unflatten(leaves)
+    mapped: sm.StatefulMapping = sm.shard_map(
+        fun,
+        mesh,
+        ins,
+        outs,
+        state_in_specs=state_ins,
+        state_out_specs=state_outs,
+        check_vma=check_vma,
+    )
+    return MappedCall(mesh, mapped, within_jit(mapped))
+
+
+# Those of the last functions: with them goes what was compiled.
+_cached_call = functools.lru_cache(maxsize=64)(_new_call)
+
+
+def within_jit(call: Call) -> Call:
+    """The call as a part of a bigger compiled one."""
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def whole(arrays: Any, statics: _Statics) -> Any:
+        result, rest = eqx.partition(call(*eqx.combine(arrays, statics.tree)), eqx.is_array)
+        return result, _Statics(rest)
+
+    def run(*args: Any) -> Any:
+        arrays, statics = eqx.partition(args, eqx.is_array)
+        result, rest = whole(arrays, _Statics(statics))
+        return eqx.combine(result, rest.tree)
+
+    return run
+
+
+@jax.tree_util.register_static
+class _Statics:
+    """What is no array in a tree, as something that can be hashed."""
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+        leaves, structure = jax.tree.flatten(tree)
+        # What cannot be known is never the same.
+        self.key = structure, tuple(static_key(x) or object() for x in leaves)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Statics) and self.key == other.key

@@ -1,0 +1,140 @@
+"""A strategy for arrays of every dtype that JAX has."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+
+from .. import _errors as errors
+from ._meshes import Draw
+
+
+Array: TypeAlias = npt.NDArray[Any]
+# It divides no power of two, so that what different shards hold of an array filled with so many numbers in
+# turn differs.
+FEW = 7
+finfo: Any = jnp.finfo  # The stubs know nothing of those of JAX.
+iinfo: Any = jnp.iinfo
+
+
+def arrays(
+    *,
+    shape: int | Sequence[int] | st.SearchStrategy[Any],
+    dtype: Any = np.float32,
+    min_value: int | float = -4,
+    max_value: int | float = 4,
+) -> st.SearchStrategy[Array]:
+    """NumPy arrays, filled with up to seven drawn numbers in turn.
+
+    Seven divides no power of two, so that parts on different shards differ. Floats are finite, and none of
+    them is subnormal, since XLA takes these for zero. Shrinks to zeros.
+
+    **Arguments:**
+
+    - `shape`: of the arrays, or a strategy of shapes.
+    - `dtype`: of booleans, integers, floats (`jnp.bfloat16` too) or complex numbers; or a strategy of dtypes.
+    - `min_value`, `max_value`: the smallest and the largest number, as far as the dtype can hold them; of
+        complex numbers those of each part. Of no meaning for booleans.
+
+    **Returns:** a strategy of `numpy.ndarray`.
+
+    **Raises:** `StatemeshError`, when an array is drawn, for a dtype that JAX does not have, as it has none
+    of 64 bits unless `jax_enable_x64` is set, and where the dtype has no number from `min_value` to
+    `max_value`.
+
+    !!! example
+
+        ```python
+        >>> from hypothesis import find
+        >>> from statemesh.testing import arrays
+        >>> find(arrays(shape=(2, 3), dtype="int8"), lambda x: x.sum() > 0)
+        array([[1, 1, 1],
+               [1, 1, 1]], dtype=int8)
+
+        ```
+    """
+    return _arrays(shape, dtype, min_value, max_value)
+
+
+@st.composite
+def _arrays(draw: Draw, shape: Any, dtype: Any, least: int | float, most: int | float) -> Array:
+    shape = draw(shape) if isinstance(shape, st.SearchStrategy) else shape
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    dtype = _known(draw(dtype) if isinstance(dtype, st.SearchStrategy) else dtype)
+    count = max(1, min(FEW, math.prod(shape)))
+    few = draw(st.lists(_numbers(dtype, least, most), min_size=1, max_size=count))
+    return np.resize(np.array(few, dtype), shape)
+
+
+def _known(dtype: Any) -> Any:
+    """A dtype that JAX has, or an error."""
+    found = np.dtype(dtype)
+    is_number = found == np.bool_ or jnp.issubdtype(found, np.number)
+    if not is_number or found.itemsize > (16 if found.kind == "c" else 8):
+        raise errors.unknown_dtype(found)
+    kept = jax.dtypes.canonicalize_dtype(found)
+    if kept != found:
+        raise errors.wide_dtype(found, kept)
+    return found
+
+
+@functools.cache
+def _numbers(dtype: Any, least: int | float, most: int | float) -> st.SearchStrategy[Any]:
+    """Python's numbers from `least` to `most`, all of which the dtype holds."""
+    if dtype == np.bool_:
+        return st.booleans()
+    if jnp.issubdtype(dtype, np.complexfloating):
+        part = _floats(np.empty(0, dtype).real.dtype, least, most)
+        return st.builds(complex, part, part)
+    return (_floats if jnp.issubdtype(dtype, np.floating) else _integers)(dtype, least, most)
+
+
+def _integers(dtype: Any, least: int | float, most: int | float) -> st.SearchStrategy[int]:
+    info = iinfo(dtype)
+    if not max(least, info.min) <= min(most, info.max):
+        raise errors.no_numbers(dtype, least, most)
+    low, high = math.ceil(max(least, info.min)), math.floor(min(most, info.max))
+    if low > high:
+        raise errors.no_numbers(dtype, least, most)
+    return st.integers(low, high)
+
+
+def _floats(dtype: Any, least: int | float, most: int | float) -> st.SearchStrategy[float]:
+    low, high = _at_least(dtype, least), -_at_least(dtype, -most)
+    if not low <= high:
+        raise errors.no_numbers(dtype, least, most)
+    tiny = float(finfo(dtype).tiny)
+
+    def held(x: float) -> float:
+        """The nearest number that the dtype has; it lies between the same bounds, which it has too."""
+        near = float(np.asarray(x).astype(dtype))
+        return math.copysign(0.0, near) if abs(near) < tiny else near
+
+    width: Any = 64 if dtype == np.float64 else 32
+    any_float = st.floats(low, high, width=width, allow_subnormal=False).map(held)
+    # They would hardly come up by themselves.
+    rare = [x for x in (-0.0, tiny, -tiny, low, high) if low <= x <= high]
+    if low == 0 and math.copysign(1, low) > 0:
+        rare.remove(-0.0)
+    return st.one_of(any_float, any_float, any_float, st.sampled_from(rare))
+
+
+def _at_least(dtype: Any, bound: int | float) -> float:
+    """The smallest of a dtype's finite numbers, subnormal ones left out, that is no less than a bound."""
+    info = finfo(dtype)
+    largest, tiny = float(info.max), float(info.tiny)
+    if not bound <= largest:
+        return math.inf
+    near = np.asarray(max(bound, -largest)).astype(dtype)
+    if float(near) < bound:
+        near = np.nextafter(near, np.asarray(largest).astype(dtype))
+    found = float(near)
+    if 0 < found < tiny:
+        return tiny
+    return -0.0 if -tiny < found < 0 else found

@@ -1,0 +1,223 @@
+"""A strategy for filters: each is built around a state that it is to match."""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from functools import reduce
+from typing import Any, TypeAlias
+
+import jax
+from hypothesis import strategies as st
+
+import statemesh as sm
+
+from ._meshes import Draw
+from ._trees import KINDS
+
+
+def filters(*, tree: Any) -> st.SearchStrategy[Any]:
+    """Filters of every form, nested up to three deep, made of what there is in a tree to find.
+
+    Each matches a state of the tree, except now and then one that says outright that it matches none: `None`,
+    `False` or `Nothing()`. Of a tree without states they are drawn from these and `...`, `True` and
+    `Everything()`. Shrinks to `...`.
+
+    **Arguments:**
+
+    - `tree`: whose states, tags and paths filters speak of; a module, or any other pytree.
+
+    **Returns:** a strategy of filters. Functions, and what `Where` holds, print as the code that they run.
+
+    !!! example
+
+        ```python
+        >>> from hypothesis import find
+        >>> import statemesh as sm
+        >>> from statemesh.testing import filters
+        >>> tree = {"w": sm.ParamState(1.0), "n": [sm.State(0, tag="count")]}
+        >>> find(filters(tree=tree), lambda filter: isinstance(filter, str))
+        'count'
+
+        ```
+    """
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=sm.is_state)[0]
+    found = [Found(tuple(path), unit) for path, unit in flat if sm.is_state(unit)]
+    return _filters(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A state of the tree, and the path at which it stands."""
+
+    path: tuple[Any, ...]
+    state: sm.State
+
+    @property
+    def kinds(self) -> list[type]:
+        return [kind for kind in type(self.state).__mro__ if issubclass(kind, sm.State)]
+
+    @property
+    def names(self) -> list[Hashable]:
+        """What the steps of its path are called."""
+        return [_name(step) for step in self.path]
+
+    @property
+    def nodes(self) -> list[tuple[Any, ...]]:
+        """The paths of the nodes that it stands under, and its own, as far as they can be typed."""
+        typed = range(len(self.path) + 1)
+        return [self.path[:n] for n in typed if all(map(_is_typed, self.path[:n]))]
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """A function that prints as what it runs, and is equal to others that run the same."""
+
+    source: str
+    run: Callable[..., Any] = dataclasses.field(compare=False)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.run(*args)
+
+    def __repr__(self) -> str:
+        return self.source
+
+
+# What draws one filter.
+Form: TypeAlias = Callable[[], Any]
+
+EVERYTHING = (..., True, sm.filters.Everything())
+NOTHING = (None, False, sm.filters.Nothing())
+
+
+@st.composite
+def _filters(draw: Draw, found: Sequence[Found]) -> Any:
+    if not found:
+        return draw(st.sampled_from(EVERYTHING + NOTHING))
+    # Now and then one that says outright what it matches, `...` before all: it is the simplest.
+    kind = draw(st.integers(0, 15))
+    if kind in (0, 15):
+        return draw(st.sampled_from(NOTHING if kind else EVERYTHING))
+    return _Maker(draw, found).hit(draw(st.sampled_from(found)), draw(st.integers(0, 3)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Maker:
+    """Draws filters that match a state, and filters that do not."""
+
+    draw: Draw
+    found: Sequence[Found]
+
+    def one_of(self, of: Sequence[Any]) -> Any:
+        return self.draw(st.sampled_from(of))
+
+    def hit(self, one: Found, deep: int) -> Any:
+        """A filter that matches a state."""
+        forms: list[Form] = [
+            lambda: self.one_of(EVERYTHING),
+            lambda: self.of_type(one.kinds),
+            lambda: self.one_of(_functions(one)),
+            lambda: _where(self.one_of(one.nodes)),
+        ]
+        if one.state.tag:
+            forms.append(lambda: self.with_tag(one.state.tag))
+        if one.path:
+            forms.append(lambda: sm.filters.PathContains(self.one_of(one.names)))
+        if deep and self.draw(st.booleans()):
+            forms = [
+                lambda: self.any_of(self.mixed(self.hit, one, deep)),
+                lambda: sm.filters.All(*self.several(self.hit, one, deep)),
+                lambda: sm.filters.Not(self.miss(one, deep - 1)),
+            ]
+        return self.one_of(forms)()
+
+    def miss(self, one: Found, deep: int) -> Any:
+        """A filter that does not match a state, but, where there are such, others."""
+        kinds = {kind for other in self.found for kind in other.kinds}.union(KINDS) - {*one.kinds}
+        tags = {tag for other in self.found for tag in other.state.tag} - one.state.tag
+        names = {str(name): name for other in self.found for name in other.names}
+        for name in one.names:
+            names.pop(str(name), None)
+        nodes = [node for other in self.found for node in other.nodes if node not in one.nodes]
+        forms: list[Form] = [
+            lambda: self.one_of(NOTHING),
+            lambda: self.of_type(sorted(kinds, key=lambda kind: kind.__qualname__)),
+            lambda: _as_deep_as(len(one.path) + 1),
+        ]
+        if tags:
+            forms.append(lambda: self.with_tag(tags))
+        if names:
+            forms.append(lambda: sm.filters.PathContains(self.one_of(list(names.values()))))
+        if nodes:
+            forms.append(lambda: _where(self.one_of(nodes)))
+        if deep and self.draw(st.booleans()):
+            forms = [
+                lambda: self.any_of(self.several(self.miss, one, deep)),
+                lambda: sm.filters.All(*self.mixed(self.miss, one, deep)),
+                lambda: sm.filters.Not(self.hit(one, deep - 1)),
+            ]
+        return self.one_of(forms)()
+
+    def of_type(self, kinds: Sequence[type]) -> Any:
+        kind = self.one_of(kinds)
+        return self.one_of([kind, sm.filters.OfType(kind)])
+
+    def with_tag(self, tags: Any) -> Any:
+        tag = self.one_of(sorted(tags))
+        return self.one_of([tag, sm.filters.WithTag(tag)])
+
+    def any_of(self, parts: list[Any]) -> Any:
+        return self.one_of([list, tuple, lambda parts: sm.filters.Any(*parts)])(parts)
+
+    def several(self, form: Callable[..., Any], one: Found, deep: int) -> list[Any]:
+        """Up to three filters of a form; none only of those that match nothing."""
+        least = 1 if form == self.hit else 0
+        return [form(one, deep - 1) for _ in range(self.draw(st.integers(least, 3)))]
+
+    def mixed(self, form: Callable[..., Any], one: Found, deep: int) -> list[Any]:
+        """A filter of a form, and any others before and after it."""
+        parts = [form(one, deep - 1)]
+        for _ in range(self.draw(st.integers(0, 2))):
+            other = self.one_of([self.hit, self.miss])(one, deep - 1)
+            parts.insert(self.draw(st.integers(0, len(parts))), other)
+        return parts
+
+
+def _functions(one: Found) -> list[Code]:
+    """Functions that match a state."""
+    name, kind = one.state.name, type(one.state)
+    return [
+        _as_deep_as(len(one.path)),
+        Code(f"lambda path, state: state.name == {name!r}", lambda path, state: state.name == name),
+        Code(
+            f"lambda path, state: type(state) is {kind.__name__}",
+            lambda path, state: type(state) is kind,
+        ),
+    ]
+
+
+def _as_deep_as(depth: int) -> Code:
+    source = f"lambda path, state: len(path) >= {depth}"
+    return Code(source, lambda path, state: len(path) >= depth)
+
+
+def _where(path: Sequence[Any]) -> sm.filters.Where:
+    source = f"lambda tree: tree{jax.tree_util.keystr(tuple(path))}"
+    return sm.filters.Where(Code(source, lambda tree: reduce(_child, path, tree)))
+
+
+def _child(node: Any, step: Any) -> Any:
+    if isinstance(step, jax.tree_util.GetAttrKey):
+        return getattr(node, step.name)
+    return node[_name(step)]
+
+
+def _is_typed(step: Any) -> bool:
+    """Whether a step can be taken in Python: not where a node numbers its leaves."""
+    return not isinstance(step, jax.tree_util.FlattenedIndexKey)
+
+
+def _name(step: Any) -> Any:
+    """What a step of a path is called: an attribute's name, a key, an index."""
+    for field in ("name", "key", "idx"):
+        if hasattr(step, field):
+            return getattr(step, field)
+    return str(step)

@@ -1,0 +1,259 @@
+"""Strategies for states, and for the module trees that they stand in."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+
+import statemesh as sm
+
+from ._arrays import arrays
+from ._meshes import AnyMesh, Draw, Shape, factor, specs
+
+
+KINDS: tuple[type[sm.State], ...] = (
+    sm.State,
+    sm.ShortTermState,
+    sm.HiddenState,
+    sm.NonBatchState,
+    sm.LongTermState,
+    sm.ParamState,
+    sm.BatchState,
+    sm.RandomState,
+)
+
+
+class Pair(sm.Module):
+    """Two parts and a static field, as `modules` draws them."""
+
+    left: Any
+    right: Any
+    label: str = sm.field(static=True, default="pair")
+
+
+class Layer(sm.Module):
+    """Some parts, and a static leaf that is a function, as `modules` draws them."""
+
+    parts: list[Any]
+    activation: Callable[..., Any] = jnp.tanh
+
+
+def states(
+    *,
+    kinds: Sequence[type[sm.State]] | None = None,
+    shapes: st.SearchStrategy[Shape] | None = None,
+    dtypes: st.SearchStrategy[Any] | None = None,
+    tags: Sequence[str] = ("a", "b"),
+    reduces: Sequence[Any] = (None, "sum", "mean", "max", "min"),
+    mesh: AnyMesh | None = None,
+) -> st.SearchStrategy[sm.State]:
+    """States with any metadata, whose values are arrays or small trees of them.
+
+    Shrinks to the first of `kinds` with a zero, and without metadata.
+
+    **Arguments:**
+
+    - `kinds`: the kinds to draw from, your own subclasses too; one of a `RandomState` gets a key. Left out:
+        all that there are in statemesh.
+    - `shapes`: of what one shard holds of an array. Left out: a few small ones.
+    - `dtypes`: of the arrays. Left out: floats, integers, booleans and complex numbers.
+    - `tags`: those that a state may carry, none, one or two at once.
+    - `reduces`: the policies to draw from. Where one has no meaning for a state's dtypes, it is `None`.
+    - `mesh`: with a mesh, states are placed: whole, by a spec that divides them, or by `PerShard`; arrays are
+        as large as they then have to be. Left out, they have no spec.
+
+    **Returns:** a strategy of `State`s.
+
+    !!! example
+
+        ```python
+        >>> from hypothesis import find
+        >>> import statemesh as sm
+        >>> from statemesh.testing import states
+        >>> find(states(kinds=[sm.ParamState, sm.BatchState]), lambda state: state.reduce == "mean")
+        ParamState(float32(0.0), reduce='mean')
+
+        ```
+    """
+    shapes = st.sampled_from([(), (2,), (2, 1)]) if shapes is None else shapes
+    if dtypes is None:
+        dtypes = st.sampled_from([np.float32, np.int32, np.bool_, jnp.bfloat16, np.complex64])
+    return _states(tuple(kinds or KINDS), shapes, dtypes, tuple(tags), tuple(reduces), mesh)
+
+
+@st.composite
+def _states(
+    draw: Draw,
+    kinds: tuple[type[sm.State], ...],
+    shapes: st.SearchStrategy[Shape],
+    dtypes: st.SearchStrategy[Any],
+    tags: tuple[str, ...],
+    reduces: tuple[Any, ...],
+    mesh: AnyMesh | None,
+) -> sm.State:
+    kind: Any = draw(st.sampled_from(kinds))
+    known: dict[str, Any] = {"name": draw(st.sampled_from([None, "n"]))}
+    known["tag"] = draw(st.lists(st.sampled_from(tags), unique=True, max_size=2)) if tags else None
+    if issubclass(kind, sm.RandomState):
+        spec, (count,) = draw(_placed((1,), mesh, True))
+        # Of as many choices as other states are made of: Hypothesis takes fewer for simpler.
+        bits = draw(st.tuples(*[st.booleans()] * 8))
+        key = jax.random.key(sum(2**n for n, bit in enumerate(bits) if bit))
+        key = key if spec is None else jax.random.split(key, count)
+        stream: sm.State = kind(key, spec=spec, **known)
+        return stream
+    template = draw(st.sampled_from([0, {"a": 0, "b": (0, 0)}, [0, None]]))
+    leaves, treedef = tree_util.tree_flatten(template)
+    values, places = [], []
+    for _ in leaves:
+        spec, shape = draw(_placed(draw(shapes), mesh, kind.always_replicated))
+        values.append(draw(arrays(shape=shape, dtype=dtypes)))
+        places.append(spec)
+    same = all(spec == places[0] for spec in places)
+    reduce = draw(st.sampled_from(reduces))
+    state: sm.State = kind(
+        treedef.unflatten(values),
+        spec=places[0] if same else treedef.unflatten(places),
+        reduce=reduce if all(_suits(reduce, x.dtype) for x in values) else None,
+        **known,
+    )
+    return state
+
+
+tree_util: Any = jax.tree_util  # Of its `PyTreeDef` the stubs know nothing.
+
+
+@st.composite
+def _placed(draw: Draw, shape: Shape, mesh: AnyMesh | None, replicated: bool) -> tuple[Any, Shape]:
+    """A placement, and the shape of an array of which one shard then holds an array of this shape."""
+    ways = ["whole", "split", "apart"]
+    way = "whole" if mesh is None else draw(st.sampled_from(ways[::2] if replicated else ways))
+    if mesh is None or way == "whole":
+        return None, shape
+    if way == "apart":
+        names = draw(st.permutations(mesh.axis_names))[: draw(st.integers(1, len(mesh.axis_names)))]
+        count = math.prod(mesh.shape[name] for name in names)
+        return sm.PerShard(*names), (count, *(shape[1:] if replicated else shape))
+    # What divides this divides whatever has as many axes.
+    spec = draw(specs(shape=[math.prod(mesh.shape.values())] * len(shape), mesh=mesh))
+    spread = [factor(entry, spec, mesh) for entry in spec]
+    return spec, tuple(n * k for n, k in zip(shape, spread + [1] * len(shape), strict=False))
+
+
+def _suits(how: Any, dtype: Any) -> bool:
+    """Whether a policy has a meaning for a dtype."""
+    allowed = {
+        "mean": (np.inexact,),
+        "sum": (np.number,),
+        "max": (np.integer, np.floating),
+        "min": (np.integer, np.floating),
+    }.get(how if isinstance(how, str) else "")
+    return allowed is None or any(jnp.issubdtype(dtype, kind) for kind in allowed)
+
+
+def modules(
+    *,
+    states: st.SearchStrategy[Any] | None = None,
+    leaves: st.SearchStrategy[Any] | None = None,
+    min_states: int = 0,
+    max_states: int = 5,
+    shared: bool = False,
+) -> st.SearchStrategy[sm.Module]:
+    """Modules that hold states and other leaves in modules, dictionaries, lists and tuples, a few deep.
+
+    Shrinks to a module that holds `min_states` of the simplest states and nothing else.
+
+    **Arguments:**
+
+    - `states`: a strategy of states. Left out: `states()`.
+    - `leaves`: a strategy of what else the tree holds. Left out: arrays and static leaves, all of them
+        hashable: numbers, strings, `None`, functions, dtypes.
+    - `min_states`, `max_states`: how many states are drawn.
+    - `shared`: whether one of the tree's states, or of the modules in it, is to stand in two places, the very
+        same object. For JAX these are two; a mapped call refuses to write a State that stands twice.
+
+    **Returns:** a strategy of `Module`s.
+
+    !!! example
+
+        ```python
+        >>> from hypothesis import find
+        >>> from statemesh.testing import modules
+        >>> find(modules(min_states=2), lambda module: True)
+        Pair(left=State(float32(0.0)), right=[State(float32(0.0))])
+
+        ```
+    """
+    return _modules(
+        _of_any_kind() if states is None else states, leaves, min_states, max_states, shared
+    )
+
+
+# In `modules` the name stands for an argument.
+_of_any_kind = states
+
+
+@st.composite
+def _modules(
+    draw: Draw,
+    states: st.SearchStrategy[Any],
+    leaves: st.SearchStrategy[Any] | None,
+    least: int,
+    most: int,
+    shared: bool,
+) -> sm.Module:
+    units = draw(st.lists(states, min_size=least, max_size=most))
+    if units and len(units) < most and draw(st.integers(0, 7)) == 7:
+        # Another one with nothing to be told apart by but its path.
+        units.append(tree_util.tree_map(lambda x: x, units[0]))
+    units += draw(st.lists(_leaves() if leaves is None else leaves, max_size=3))
+    parts = draw(st.permutations(units))
+    while len(parts) > 4:
+        parts = [*parts[3:], _node(draw, parts[:3])]
+    # Now and then a level more, so that paths of different lengths end alike.
+    if len(parts) > 1 and draw(st.booleans()):
+        cut = draw(st.integers(1, len(parts)))
+        parts = [_node(draw, parts[:cut]), *parts[cut:]]
+    if shared:
+        # In two places on one level, or on different ones.
+        found = [node for node in _nodes(parts) if sm.is_state(node) or isinstance(node, sm.Module)]
+        twice = draw(st.sampled_from(found)) if found else Layer([])
+        parts = [*parts, twice, *([] if found else [twice])]
+    root: Callable[[list[Any]], sm.Module] = draw(st.sampled_from(MODULES))
+    return root(parts)
+
+
+def _node(draw: Draw, parts: list[Any]) -> Any:
+    form: Any = draw(st.sampled_from([list, tuple, _dictionary, *MODULES]))
+    return form(parts)
+
+
+def _dictionary(parts: list[Any]) -> dict[str, Any]:
+    # Put in backwards: a dictionary's own order is not the order of its leaves.
+    return {"abcd"[i]: parts[i] for i in reversed(range(len(parts)))}
+
+
+def _pair(parts: list[Any]) -> Pair:
+    return Pair(parts[0] if parts else None, parts[1:])
+
+
+MODULES: tuple[Callable[[list[Any]], sm.Module], ...] = (_pair, Layer)
+
+
+def _nodes(tree: Any) -> list[Any]:
+    """All nodes of a tree that stand under others."""
+    children = tree_util.tree_leaves(tree, is_leaf=lambda node: node is not tree)
+    return [*children, *(node for child in children if child is not tree for node in _nodes(child))]
+
+
+def _leaves() -> st.SearchStrategy[Any]:
+    array = arrays(shape=(2,))
+    return st.one_of(
+        st.sampled_from([None, "relu", 1, 0.5, True, jnp.tanh, np.float32, jnp.float32]),
+        array,
+        array.map(jnp.asarray),
+    )
