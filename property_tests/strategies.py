@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from statemesh.testing import _arrays, _strategies, _trees
 
+from .plain.reference import Array
 from .programs import FLOAT, Axes, Branch, MeshShape, Spec
-from .reference import Array
 from .trees import FORMS
 
 

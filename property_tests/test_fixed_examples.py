@@ -2,13 +2,22 @@
 
 import pytest
 
-from . import examples, lane_examples, loss_examples, nested_examples
+from .lanes import examples as lane_examples
+from .losses import examples as loss_examples
+from .losses import nested_examples
+from .plain import examples
 
 
+GROUPS = {
+    "examples": examples,
+    "lane_examples": lane_examples,
+    "loss_examples": loss_examples,
+    "nested_examples": nested_examples,
+}
 ALL = {
-    f"{group.__name__.rpartition('.')[2]}: {name}": check
-    for group in (examples, lane_examples, loss_examples, nested_examples)
-    for name, check in group.CHECKS.items()
+    f"{group}: {name}": check
+    for group, module in GROUPS.items()
+    for name, check in module.CHECKS.items()
 }
 
 
