@@ -1,0 +1,64 @@
+"""The checks that the property tests are made of fail on an engine that is broken on purpose."""
+
+import pkgutil
+from collections.abc import Callable
+
+import pytest
+
+from .base.mutants import Mutant
+from .lanes import mutants as lanes
+from .losses import mutants as losses
+from .plain import mutants as plain
+from .test_fixed_examples import CHECKS
+
+
+pytestmark = pytest.mark.slow
+
+MUTANTS = {"plain": plain.MUTANTS, "lanes": lanes.MUTANTS, "losses": losses.MUTANTS}
+# What a check may fail with. A mutant of the losses that cannot run (a `TypeError`) shows nothing.
+FAILURES = (AssertionError, ValueError, pytest.fail.Exception)
+CANNOT_RUN = {"plain": (TypeError, AttributeError), "lanes": (TypeError, AttributeError)}
+# Which parts of the engine belong to which step of a call.
+STEPS = {
+    "partition": ("_partition", "_model._filters", "_model._random", "_arguments"),
+    "resolve": ("_resolve", "_call._by_spec", "_call._by_axis"),
+    "call": ("_call._pipeline", "_call._pure", "_flow", "_varying", "_base"),
+    "leave": ("_leave", "_exit", "_model._state"),
+    "write back": ("_write_back",),
+}
+
+
+@pytest.mark.parametrize(
+    ("design", "mutant"),
+    [
+        pytest.param(design, mutant, id=f"{design}: {mutant.name}")
+        for design, mutants in MUTANTS.items()
+        for mutant in mutants
+    ],
+)
+def test_a_broken_engine_is_noticed(
+    design: str, mutant: Mutant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant.apply(monkeypatch)
+    failures = (*FAILURES, *CANNOT_RUN.get(design, ()))
+    assert any(fails(check, failures) for check in CHECKS[design].values())
+
+
+def fails(check: Callable[[], None], failures: tuple[type[BaseException], ...]) -> bool:
+    try:
+        check()
+    except failures:
+        return True
+    return False
+
+
+def step_of(mutant: Mutant) -> str | None:
+    owner = pkgutil.resolve_name(mutant.owner)
+    module = getattr(owner, "__module__", mutant.owner).removeprefix("statemesh.")
+    return next((step for step, parts in STEPS.items() if module.startswith(parts)), None)
+
+
+def test_every_step_is_broken() -> None:
+    steps = [step_of(mutant) for mutant in plain.MUTANTS]
+    assert set(STEPS) <= set(steps)
+    assert len([step for step in steps if step]) >= 25
