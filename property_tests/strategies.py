@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from statemesh.testing import _arrays, _strategies, _trees
 
-from .plain.reference import Array
+from .base.arrays import Array
 from .programs import FLOAT, Axes, Branch, MeshShape, Spec
 from .trees import FORMS
 

@@ -4,16 +4,18 @@ from typing import Any
 
 import jax
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import statemesh as sm
 from statemesh.testing import Program, meshes, modules, programs, states
 from tests.helpers import assert_same
 
+from .base.settings import fewer
+
 
 jnp: Any = jax.numpy
-few = settings(max_examples=max(settings().max_examples // 4, 1))
+few = fewer(1 / 4)
 
 
 @given(st.data())

@@ -13,11 +13,11 @@ import pytest
 
 import statemesh as sm
 
+from ..base.arrays import Array, Global, widen
+from ..base.checks import assert_close, assert_kept, assert_near, at_home, input_shardings, jitted
+from ..base.models import arrays_of, model_of
 from ..plain.cases import Values
-from ..plain.checks import assert_close, assert_kept, at_home, jitted
-from ..plain.gradients import assert_near, assert_slope, loss_of
-from ..plain.mapped import arrays_of, model_of
-from ..plain.reference import Array, Global, widen
+from ..plain.gradients import assert_slope, loss_of
 from ..trees import Setting, structure
 from . import reference
 from .cases import Axis, LaneCase
@@ -51,7 +51,7 @@ def check_lanes(
     model = model_of(case, slots_with_axes(lane, values.slots))
     world = [[Global(widen(x)) for x in leaves] for leaves in values.slots]
     for number, (gain, inputs) in enumerate(values.calls):
-        given = at_home(home, case, with_axes(inputs, lane.inputs))
+        given = at_home(home, with_axes(inputs, lane.inputs), input_shardings(case))
         args, kwargs = passed(lane, given)
         if how == "eager" and number == 0:
             model = mapped.place(model, Setting(gain), *args, **kwargs)[0]

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec
 
 import statemesh as sm
 
-from ..plain.mapped import arrays_of, mesh_of, model_of, partition_spec, run_body
+from ..base.models import arrays_of, mesh_of, model_of, partition_spec
+from ..plain.mapped import run_body
 from ..programs import Case, Spec
 from ..trees import Setting
 from .cases import Axis, LaneCase

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import statemesh as sm
 
-from ..plain.reference import Array
+from ..base.arrays import Array
 from .cases import COUNTS, Axis
 
 

@@ -6,8 +6,8 @@ Nothing here knows JAX or statemesh.
 import dataclasses
 from collections.abc import Sequence
 
+from ..base.arrays import Array, Global
 from ..plain import reference
-from ..plain.reference import Array, Global
 from ..programs import Binary, Case, Output, Read, Step
 from .cases import LaneCase
 

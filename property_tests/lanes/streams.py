@@ -9,7 +9,7 @@ import numpy as np
 
 import statemesh as sm
 
-from ..plain.reference import Array
+from ..base.arrays import Array
 from ..plain.streams import THREEFRY, Draws, bits, check_per_shard, check_streams, draw_all
 from ..programs import Axes, MeshShape
 from .cases import Axis

@@ -1,9 +1,10 @@
 """Random functions, axes, trees and policies: `pmap2` is `vmap2` is the loop over lanes."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from ..base.settings import fewer
 from ..plain.cases import values
 from ..plain.streams import IN_LANES, SPLIT, Draws
 from ..plain.test_random import draws, seeds
@@ -16,10 +17,9 @@ from .streams import check_key_per_lane, check_lane_streams
 
 
 # Every example compiles several programs.
-examples: int = settings().max_examples
-few = settings(max_examples=max(examples // 4, 1))
+few = fewer(1 / 4)
 # To compile a random stream, or a gradient on a mesh, takes seconds.
-fewest = settings(max_examples=max(examples // 6, 1))
+fewest = fewer(1 / 6)
 transforms = st.sampled_from(TRANSFORMS[:2])
 counts = st.sampled_from(COUNTS)
 

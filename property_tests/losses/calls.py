@@ -10,11 +10,19 @@ from jax.sharding import PartitionSpec
 
 import statemesh as sm
 
-from ..plain.mapped import mesh_of, model_of, partition_spec
-from ..plain.reference import Array
+from ..base.arrays import Array
+from ..base.models import (
+    SlotNumber,
+    mesh_of,
+    model_of,
+    partition_spec,
+    positions_of,
+    units_of,
+    with_units,
+)
 from ..programs import Axes, MeshShape, Spec
 from ..trees import grow
-from .mapped import Mark, beside, gradient, is_unit, places
+from .mapped import beside, gradient
 from .reference import LossCase
 
 
@@ -82,7 +90,7 @@ def loss_model(loss: LossCase, slots: Sequence[Array]) -> Any:
 def results(loss: LossCase) -> tuple[Form, list[Form], list[Form], list[Form]]:
     """How the loss, the rows' losses and the gradients leave, and what is the same everywhere."""
     lead: Spec = ((),) if loss.around in ("scan", "vmap") else ()
-    trained = [leaf for leaf, hit in zip(loss.params, loss.trained, strict=True) if hit]
+    trained = [loss.params[k] for k in loss.chosen]
     return (
         form(loss, lead, beside(loss, ())),
         [form(loss, (*lead, loss.rows), beside(loss, loss.rows))] if loss.aux else [],
@@ -151,8 +159,7 @@ def _each(outputs: tuple[Any, ...], what: str) -> Any:
 def _of_arrays(loss: LossCase, each: Sequence[Any]) -> Any:
     """A tree of the model's structure with these in place of its arrays outside States."""
     kinds = [slot.kind for slot in loss.case.slots]
-    at = {place: k for k, place in enumerate(places(loss)) if kinds[k] == "array"}
-    units, treedef = jax.tree.flatten(grow(loss.case.tree, Mark), is_leaf=is_unit)
-    return jax.tree.unflatten(
-        treedef, [each[at[i]] if i in at else None for i in range(len(units))]
-    )
+    positions = enumerate(positions_of(loss.case))
+    arrays = {at: each[k] for k, at in positions if kinds[k] == "array"}
+    tree = grow(loss.case.tree, SlotNumber)
+    return with_units(tree, dict.fromkeys(range(len(units_of(tree)))) | arrays)

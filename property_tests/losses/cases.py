@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 from hypothesis import strategies as st
 
-from ..plain.reference import Array
+from ..base.arrays import Array
 from ..programs import FLOAT, INT, Axes, Case, Leaf, MeshShape, Slot, Spec
 from ..strategies import arrays, meshes, specs, templates
 from .reference import TIMES, WIDTH, Layer, LossCase

@@ -9,9 +9,9 @@ import numpy as np
 
 import statemesh as sm
 
-from ..plain.checks import jitted
-from ..plain.mapped import arrays_of
-from ..plain.reference import EPS, Array
+from ..base.arrays import EPS, Array, wide_dtype, widen
+from ..base.checks import jitted
+from ..base.models import arrays_of
 from . import reference
 from .calls import Form, cut, joined, loss_model, mapping, results
 from .cases import LossValues
@@ -42,7 +42,7 @@ def check_loss(
     total, rows, found, same = jax.tree.map(
         lambda at, x: joined(at, np.asarray(x)), results(loss), result, is_leaf=_is_form
     )
-    chosen = [k for k, trained in enumerate(loss.trained) if trained]
+    chosen = loss.chosen
     whole = [g for k, g in zip(chosen, found, strict=True) if not loss.params[k].axes]
     for once, copies in zip(same, [] if loss.apart else [total, *whole], strict=True):
         np.testing.assert_array_equal(copies, np.broadcast_to(once, copies.shape))
@@ -55,7 +55,10 @@ def check_loss(
         }
         new = {k: g.reshape(-1, *params[k].shape)[0] for k, g in got.items()}
         if loss.around == "scan":
-            got = {k: np.conj((params[k] - g.astype(wide(g))) / rate(loss)) for k, g in got.items()}
+            got = {
+                k: np.conj((params[k] - g.astype(wide_dtype(g))) / rate(loss))
+                for k, g in got.items()
+            }
         check_gradient(loss, params, here, values.flag, _at(loss, (), total, entry), got)
         each, _, features = reference.forward(
             loss, list(map(widen, params)), widen(here), values.flag
@@ -114,7 +117,7 @@ def _check_slope(
         if params[k].dtype == np.complex64:
             d = d + 1j * np.cos(d)
         g = copies.reshape(-1, *d.shape)[0]
-        along += float(np.sum((g.astype(wide(g)) * d).real))
+        along += float(np.sum((g.astype(wide_dtype(g)) * d).real))
         allowed += 4 * error[k] * float(np.linalg.norm(d))
         ahead[k], behind[k] = ahead[k] + STEP * d, behind[k] - STEP * d
     ends = [reference.value(loss, end, widen(x), flag, lane) for end in (ahead, behind)]
@@ -134,7 +137,7 @@ def _plain_gradient(
         return reference.value(loss, every, jnp.asarray(x), flag, lane, jnp)
 
     found = jax.grad(value)({k: jnp.asarray(params[k]) for k in chosen})
-    return {k: np.asarray(g).astype(wide(g)) for k, g in found.items()}
+    return {k: np.asarray(g).astype(wide_dtype(g)) for k, g in found.items()}
 
 
 def _of_lane(loss: LossCase, k: int, g: Array, lane: int | None) -> Array:
@@ -183,14 +186,6 @@ def _error(loss: LossCase, k: int, scale: float) -> float:
     # Parameters after a step tell the gradient no better than they are rounded.
     rounded = 2 * ROUNDING[dtype] / rate(loss) if loss.around == "scan" else 0.0
     return PRECISION[dtype] * scale + rounded
-
-
-def widen(x: Array) -> Array:
-    return np.asarray(x).astype(wide(x))
-
-
-def wide(x: Any) -> type[Any]:
-    return np.complex128 if np.issubdtype(x.dtype, np.complexfloating) else np.float64
 
 
 def _is_form(x: Any) -> bool:

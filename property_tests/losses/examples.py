@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec
 
 import statemesh as sm
 
-from ..plain.mapped import mesh_of
-from ..plain.reference import Array
+from ..base.arrays import Array
+from ..base.models import mesh_of
 from ..programs import INT, Axes, Branch, Case, Leaf, MeshShape, Slot, Spec
 from .calls import mapping_of
 from .cases import LossValues

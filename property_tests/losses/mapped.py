@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import statemesh as sm
 
-from ..plain.mapped import arrays_of
+from ..base.models import SlotNumber, arrays_of, is_unit, positions_of, units_of, with_units
 from ..programs import Axes, Leaf
 from ..trees import grow, structure
 from .reference import TIMES, Layer, LossCase, dense, penalty_of, rate, real, row_losses
@@ -42,12 +42,11 @@ def _written(loss: LossCase, model: Any, x: Any) -> Any:
         # What is carried has one type.
         for name in loss.mesh.axis_names:
             mean = jax.lax.pmean(mean, name)
-    units, treedef = jax.tree.flatten(model, is_leaf=is_unit)
-    *_, running, counter = places(loss)
+    units, (*_, running, counter) = units_of(model), positions_of(loss.case)
+    new = {counter: units[counter].set(units[counter].value + 1)}
     if writes_mean(loss):
-        units[running] = units[running].set(mean)
-    units[counter] = units[counter].set(units[counter].value + 1)
-    return jax.tree.unflatten(treedef, units)
+        new[running] = units[running].set(mean)
+    return with_units(model, new)
 
 
 def writes_mean(loss: LossCase) -> bool:
@@ -213,18 +212,17 @@ def _wrt(loss: LossCase) -> Any:
     """By nothing where all is trained, by tags where they are enough, else by paths."""
     if all(loss.trained):
         return None
-    chosen = [k for k, trained in enumerate(loss.trained) if trained]
+    chosen = loss.chosen
     if all(loss.case.slots[k].declared for k in chosen):
         return [f"s{k}" for k in chosen]
-    marks = jax.tree_util.tree_flatten_with_path(grow(loss.case.tree, Mark))[0]
-    paths = [path for path, mark in marks if isinstance(mark, Mark) and mark.slot in chosen]
+    tree = jax.tree_util.tree_flatten_with_path(grow(loss.case.tree, SlotNumber))[0]
+    paths = [path for path, unit in tree if isinstance(unit, SlotNumber) and unit.slot in chosen]
     return lambda path, unit: path in paths
 
 
 def _trained_arrays(loss: LossCase, model: Any) -> dict[int, Any]:
-    units, at = _units(model), places(loss)
-    chosen = [k for k, trained in enumerate(loss.trained) if trained]
-    return {k: jax.tree.leaves(units[at[k]])[0] for k in chosen}
+    units, at = units_of(model), positions_of(loss.case)
+    return {k: jax.tree.leaves(units[at[k]])[0] for k in loss.chosen}
 
 
 def _copies(loss: LossCase, total: Any, rows: Any, found: dict[int, Any]) -> Any:
@@ -248,36 +246,13 @@ def beside(loss: LossCase, axes: Axes) -> Axes:
 
 def _assert_alike(loss: LossCase, model: Any, grads: Any) -> None:
     """Gradients have the model's structure, with `None` for all that is not trained."""
-    assert _outline(model) == _outline(grads)
-    trained = {places(loss)[k] for k, trained in enumerate(loss.trained) if trained}
-    for i, (before, after) in enumerate(zip(_units(model), _units(grads), strict=True)):
+    outline: Any = functools.partial(jax.tree.structure, is_leaf=is_unit)
+    assert outline(model) == outline(grads)
+    trained = {positions_of(loss.case)[k] for k in loss.chosen}
+    for i, (before, after) in enumerate(zip(units_of(model), units_of(grads), strict=True)):
         if i not in trained:
             assert after is None
             continue
         assert structure(before) == structure(after)
         (x,), (g,) = jax.tree.leaves(before), jax.tree.leaves(after)
         assert (x.shape, x.dtype) == (g.shape, g.dtype)
-
-
-def places(loss: LossCase) -> list[int]:
-    """For each slot, which of the model's units it is."""
-    marks = enumerate(_units(grow(loss.case.tree, Mark)))
-    found = {mark.slot: i for i, mark in marks if isinstance(mark, Mark)}
-    return [found[k] for k in range(len(found))]
-
-
-class Mark:
-    def __init__(self, slot: int) -> None:
-        self.slot = slot
-
-
-def _outline(tree: Any) -> Any:
-    return jax.tree.structure(tree, is_leaf=is_unit)
-
-
-def _units(tree: Any) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=is_unit)
-
-
-def is_unit(x: Any) -> bool:
-    return x is None or sm.is_state(x)

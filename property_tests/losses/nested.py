@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 
-from ..plain.mapped import mesh_of
+from ..base.models import mesh_of
 from ..programs import MeshShape
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..plain.reference import Array
+from ..base.arrays import Array
 from ..programs import Axes, Case, Leaf, MeshShape
 
 
@@ -97,6 +97,11 @@ class LossCase:
     def count(self) -> int:
         """How many rows there are."""
         return self.case.inputs[0].shape[-2]
+
+    @property
+    def chosen(self) -> list[int]:
+        """The numbers of the trained parameters."""
+        return [k for k, trained in enumerate(self.trained) if trained]
 
     @property
     def alone(self) -> Axes:

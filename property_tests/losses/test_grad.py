@@ -1,16 +1,17 @@
 """Gradients of random losses inside mapped calls: reduced exactly once, whatever is split over what."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from ..base.settings import fewer
 from .calls import HOW
 from .cases import loss_cases, loss_values
 from .checks import check_loss
 
 
 # Each example compiles a program of its own.
-fewer = settings(max_examples=settings().max_examples * 3 // 5)
+few = fewer(3 / 5)
 
 
 def check(data: st.DataObject, over: str) -> None:
@@ -26,14 +27,14 @@ def test_on_meshes(data: st.DataObject) -> None:
 
 
 @pytest.mark.slow
-@fewer
+@few
 @given(st.data())
 def test_in_lanes(data: st.DataObject) -> None:
     check(data, "lanes")
 
 
 @pytest.mark.slow
-@fewer
+@few
 @given(st.data())
 def test_in_lanes_on_meshes(data: st.DataObject) -> None:
     check(data, "both")

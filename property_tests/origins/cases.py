@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from hypothesis import strategies as st
 
-from ..plain.reference import Array
+from ..base.arrays import Array
 from ..programs import Axes, Branch, MeshShape
 from ..strategies import templates
 from ..trees import KINDS, grow, typed, walk

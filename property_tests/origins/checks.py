@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import statemesh as sm
 
-from ..plain.mapped import mesh_of
-from ..plain.reference import Array
+from ..base.checks import at_home
+from ..base.models import mesh_of
 from ..programs import MeshShape
 from ..trees import structure
 from . import reference
@@ -59,9 +59,6 @@ def check_moves(moves: Moves, given: Given, how: str) -> None:
     assert how == "jit" or len(traces) == once, "traced again"
 
 
-HOMES = ("host", "device", "another", "placed")
-
-
 def check_arrays(moves: Moves, given: Given, home: str) -> None:
     """Arrays outside States come back as the out spec says, and nothing done to what went in changes them.
 
@@ -72,13 +69,7 @@ def check_arrays(moves: Moves, given: Given, home: str) -> None:
     mapped = mapped_of(moves, "shard_map", [])
     spec = PartitionSpec(moves.split) if moves.parted else PartitionSpec()
     sharding = NamedSharding(mesh_of(moves.mesh), spec)
-    homes: dict[str, Any] = {
-        "host": _aligned,
-        "device": lambda x: jnp.array(x),
-        "another": lambda x: jax.device_put(x, jax.devices()[3]),
-        "placed": lambda x: jax.device_put(x, sharding),
-    }
-    gone = [homes[home](x) for x in given.arrays]
+    gone = at_home(home, given.arrays, [sharding] * len(given.arrays))
     x, on = given.calls[0]
     _, model = mapped(model_of(moves, given.states, gone), x, on)
     states, arrays = reference.run(moves, given.states, given.arrays, x, on)
@@ -100,15 +91,6 @@ def check_arrays(moves: Moves, given: Given, home: str) -> None:
     for k, want in enumerate((*states, *arrays)):
         got = parts[k].value if k < count else parts[k]
         np.testing.assert_array_equal(got, want, moves.paths[k])
-
-
-def _aligned(x: Array) -> Array:
-    """A copy that JAX may take without copying it again."""
-    room = np.empty(x.nbytes + 64, np.uint8)
-    start = -room.ctypes.data % 64
-    copy = room[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
-    copy[...] = x
-    return copy
 
 
 def names_two(moves: Moves, text: str) -> bool:

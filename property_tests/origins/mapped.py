@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 import statemesh as sm
 
-from ..plain.mapped import added_range, mesh_of
+from ..base.models import added_range, mesh_of
 from ..programs import Axes
 from ..trees import KINDS, at, grow, walk
 from .cases import LANES, Moves, Sources, Write

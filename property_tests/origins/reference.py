@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..plain.reference import Array
+from ..base.arrays import Array
 from ..programs import Coordinate, MeshShape
 from .cases import Moves, Sources, Write
 

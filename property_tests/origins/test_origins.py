@@ -5,17 +5,18 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from ..base.checks import HOMES
+from ..base.settings import fewer
 from ..programs import Branch, MeshShape
 from .cases import HOWS, LANES, STYLES, WRAPS, Given, Moves, Write, given_to, moves
-from .checks import HOMES, check_arrays, check_moves
+from .checks import check_arrays, check_moves
 
 
 # Every example compiles a program or two.
-examples: int = settings().max_examples
-few = settings(max_examples=max(examples // 2, 1))
+few = fewer(1 / 2)
 
 # `{"a": m["b"].set(m["b"].value + x.sum()), "b": m["a"].set(m["a"].value + x.sum())}` on 1 and 2.
 SWAP = Moves(MeshShape((4,)), ("x",), Branch("dict", (0, 1)), (Write(), Write()), (1, 0))

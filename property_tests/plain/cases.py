@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from hypothesis import strategies as st
 
+from ..base.arrays import Array
 from ..programs import (
     FLOAT,
     INT,
@@ -28,7 +29,6 @@ from ..programs import (
 )
 from ..strategies import all_split, arrays, dilated, meshes, sides, specs, templates
 from ..trees import KINDS
-from .reference import Array
 
 
 # Integers stay well inside 32 bits, where NumPy and XLA mean the same.

@@ -1,41 +1,20 @@
 """Programs held against the reference, as plain checks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import statemesh as sm
 
+from ..base.arrays import Global, widen
+from ..base.checks import assert_close, assert_kept, at_home, input_shardings, jitted
+from ..base.models import arrays_of, mesh_of, model_of, partition_spec
 from ..programs import Case, Leaf
 from ..trees import Setting, structure
 from . import reference
 from .cases import Values
-from .mapped import arrays_of, mapping, mesh_of, model_of, partition_spec
-from .reference import EPS, Array, Global
-
-
-HOMES = ("host", "device", "another", "placed")
-
-
-def at_home(home: str, case: Case, inputs: Sequence[Array]) -> list[Any]:
-    """Inputs as a caller may hold them."""
-    match home:
-        case "host":
-            return list(inputs)
-        case "device":
-            return [jnp.asarray(x) for x in inputs]
-        case "another":
-            return [jax.device_put(x, jax.devices()[3]) for x in inputs]
-        case _:
-            mesh = mesh_of(case.mesh)
-            specs = [partition_spec(leaf.spec) for leaf in case.inputs]
-            pairs = zip(inputs, specs, strict=True)
-            return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in pairs]
+from .mapped import mapping
 
 
 def check_program(
@@ -65,9 +44,9 @@ def check_program(
         case _:
             call = mapped
     model = model_of(case, values.slots)
-    world = [[Global(reference.widen(x)) for x in leaves] for leaves in values.slots]
+    world = [[Global(widen(x)) for x in leaves] for leaves in values.slots]
     for number, (gain, inputs) in enumerate(values.calls):
-        given = at_home(home, case, inputs)
+        given = at_home(home, inputs, input_shardings(case))
         if how == "eager" and number == 0:
             model = mapped.place(model, Setting(gain), *given)[0]
         before = model
@@ -84,39 +63,6 @@ def check_program(
             assert_kept(case, before, model)
 
 
-def jitted(mapped: sm.StatefulMapping) -> Callable[..., Any]:
-    """The mapped program as part of a bigger compiled one."""
-
-    def call(*args: Any) -> Any:
-        arrays, statics = eqx.partition(args, eqx.is_array)
-        kept: list[Any] = []
-
-        @jax.jit
-        def compiled(arrays: Any) -> Any:
-            result, rest = eqx.partition(mapped(*eqx.combine(arrays, statics)), eqx.is_array)
-            kept[:] = [rest]
-            return result
-
-        result = compiled(arrays)
-        return eqx.combine(result, kept[0])
-
-    return call
-
-
-def assert_close(got: Any, want: Global, what: str) -> None:
-    """Integers are equal; floats are as far apart as the reference's own bound says, no further."""
-    x = np.asarray(got)
-    assert x.shape == want.value.shape, what
-    if np.issubdtype(want.value.dtype, np.integer):
-        assert x.dtype == np.int32, what
-        np.testing.assert_array_equal(x, want.value, what)
-        return
-    assert x.dtype == np.float32, what
-    # XLA may flush a result that is too small to be normal.
-    least = float(np.finfo(np.float32).tiny)
-    np.testing.assert_allclose(x, want.value, rtol=EPS, atol=want.error + least, err_msg=what)
-
-
 def assert_laid_out(case: Case, model: Any) -> None:
     """Every state lies on the mesh as its placement says."""
     for slot, arrays in zip(case.slots, arrays_of(case, model), strict=True):
@@ -127,12 +73,3 @@ def assert_laid_out(case: Case, model: Any) -> None:
 def _sharding(case: Case, leaf: Leaf) -> NamedSharding:
     spec = PartitionSpec(leaf.per_shard) if leaf.per_shard else partition_spec(leaf.spec)
     return NamedSharding(mesh_of(case.mesh), spec)
-
-
-def assert_kept(case: Case, before: Any, after: Any) -> None:
-    """What was not written is the array that went in."""
-    written = case.written()
-    pairs = zip(arrays_of(case, before), arrays_of(case, after), strict=True)
-    for k, (old, new) in enumerate(pairs):
-        if k not in written:
-            assert all(a is b for a, b in zip(old, new, strict=True)), f"s{k} was copied"

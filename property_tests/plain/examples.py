@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec
 
 import statemesh as sm
 
+from ..base.arrays import Array
+from ..base.models import mesh_of
 from ..picks import Pick, all_of, any_of, negated
 from ..programs import (
     FLOAT,
@@ -41,8 +43,7 @@ from .cases import Values
 from .checks import check_program
 from .gradients import check_gradient
 from .laws import check_filter, check_partition, check_permutation, check_replace, check_set
-from .mapped import mapping_of, mesh_of
-from .reference import Array
+from .mapped import mapping_of
 
 
 XY = (("x", "y"),)

@@ -9,13 +9,14 @@ import numpy as np
 
 import statemesh as sm
 
+from ..base.arrays import Array, Global, widen
+from ..base.checks import assert_near, at_home, input_shardings
+from ..base.models import arrays_of, model_of
 from ..programs import Case
-from ..trees import Setting, structure
+from ..trees import Setting
 from . import reference
 from .cases import Values
-from .checks import at_home
-from .mapped import arrays_of, mapping, model_of
-from .reference import EPS, Array, Global
+from .mapped import mapping
 
 
 def loss_of(case: Case, call: Callable[..., Any], gain: float) -> Callable[..., Any]:
@@ -49,7 +50,9 @@ def check_gradient(
         slots = [[jnp.asarray(x) for x in arrays] for arrays in values.slots]
         gradient = jax.grad(loss_of(case, mapped, gain), argnums=(0, 1))
         gradient = jax.jit(gradient) if jit else gradient
-        got = gradient(slots, [jnp.asarray(x) for x in at_home(home, case, inputs)])
+        got = gradient(
+            slots, [jnp.asarray(x) for x in at_home(home, inputs, input_shardings(case))]
+        )
         plain = jax.grad(loss_of(case, mapped.unsharded, gain), argnums=(0, 1))
         assert_near(got, plain(slots, [jnp.asarray(x) for x in inputs]))
         assert_slope(case, gain, values.slots, inputs, got)
@@ -65,7 +68,7 @@ def assert_slope(
 
     def loss(sign: int) -> float:
         pairs = zip(start, direction, strict=True)
-        moved = [reference.widen(x) + sign * step * d for x, d in pairs]
+        moved = [widen(x) + sign * step * d for x, d in pairs]
         slots, inputs = jax.tree.unflatten(treedef, moved)
         outputs, after = reference.run(case, gain, [[Global(x) for x in s] for s in slots], inputs)
         return sum(
@@ -78,13 +81,3 @@ def assert_slope(
     size = 1.0 + sum(float(np.sum(np.abs(g * d))) for g, d in zip(slopes, direction, strict=True))
     wanted = (loss(1) - loss(-1)) / (2 * step)
     np.testing.assert_allclose(along, wanted, rtol=0, atol=1e-4 * size)
-
-
-def assert_near(got: Any, want: Any) -> None:
-    """Equal up to rounding, once for each of the entries that are summed on the way back."""
-    assert structure(got) == structure(want)
-    wanted = [np.asarray(x) for x in jax.tree.leaves(want)]
-    largest = max([1.0, *(float(np.max(np.abs(x))) for x in wanted)])
-    terms = sum(x.size for x in wanted)
-    for a, b in zip(jax.tree.leaves(got), wanted, strict=True):
-        np.testing.assert_allclose(np.asarray(a), b, rtol=0, atol=64 * EPS * terms * largest)

@@ -9,6 +9,7 @@ import pytest
 
 import statemesh as sm
 
+from ..base.checks import assert_equal
 from ..picks import Pick
 from ..trees import Path, same, structure, typed, walk
 
@@ -136,9 +137,3 @@ def check_replace(state: sm.State, name: str, tag: str, value: Any) -> None:
     for field in ("value", "name", "new"):
         with pytest.raises(AttributeError):
             setattr(state, field, 1)
-
-
-def assert_equal(got: Any, want: Any) -> None:
-    assert structure(got) == structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

@@ -1,16 +1,25 @@
 """Programs run by statemesh: a model with its states, and a body in `jax.numpy`."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import statemesh as sm
 
+from ..base.models import (
+    arrays_of,
+    mesh_of,
+    partition_spec,
+    positions_of,
+    slot_spec,
+    slot_value,
+    units_of,
+    with_units,
+)
 from ..programs import (
     Binary,
     Case,
@@ -19,67 +28,10 @@ from ..programs import (
     Gain,
     Index,
     Input,
-    MeshShape,
     Read,
-    Slot,
-    Spec,
     Unary,
 )
-from ..trees import KINDS, Setting, grow
-from .reference import Array
-
-
-@functools.cache
-def mesh_of(shape: MeshShape) -> Mesh:
-    devices = np.array(jax.devices()[: int(np.prod(shape.sizes))]).reshape(shape.sizes)
-    kind = AxisType.Explicit if shape.explicit else AxisType.Auto
-    return Mesh(devices, shape.axis_names, axis_types=(kind,) * len(shape.sizes))
-
-
-def partition_spec(spec: Spec) -> PartitionSpec:
-    return PartitionSpec(*(None if not a else a[0] if len(a) == 1 else a for a in spec))
-
-
-def slot_spec(slot: Slot) -> Any:
-    """The spec of a state: one for all leaves where they agree, else a tree of them."""
-    specs = [
-        sm.PerShard(*leaf.per_shard) if leaf.per_shard else partition_spec(leaf.spec)
-        for leaf in slot.leaves
-    ]
-    return specs[0] if all(s == specs[0] for s in specs) else dict(zip("ab", specs, strict=True))
-
-
-def added_range(old: Any, new: Any, axis_names: Any) -> Any:
-    """A write policy of the user's own: the range of the new values is added to the old one."""
-    return old + jax.lax.pmax(new, axis_names) - jax.lax.pmin(new, axis_names)
-
-
-def model_of(case: Case, values: Sequence[Sequence[Array]]) -> Any:
-    """The model with these values in its slots."""
-
-    def filled(k: int) -> Any:
-        slot = case.slots[k]
-        arrays = [jnp.asarray(x) for x in values[k]]
-        if slot.kind == "array":
-            return arrays[0]
-        return KINDS[slot.kind](
-            arrays[0] if len(arrays) == 1 else dict(zip("ab", arrays, strict=True)),
-            # Only where it is needed: the others have nothing to be told apart by but their paths.
-            tag=f"s{k}" if slot.declared else None,
-            spec=None if slot.declared else slot_spec(slot),
-            reduce=added_range if slot.reduce == "range" else slot.reduce,
-        )
-
-    return grow(case.tree, filled)
-
-
-def arrays_of(case: Case, model: Any) -> list[list[Any]]:
-    """The arrays in a model's slots."""
-    units = _units(model)
-    found: dict[int, list[Any]] = {}
-    for k, place in _places(case).items():
-        found[k] = jax.tree.leaves(units[place])
-    return [found[k] for k in range(len(case.slots))]
+from ..trees import Setting
 
 
 def mapping_of(case: Case) -> sm.StatefulMapping:
@@ -139,29 +91,13 @@ def _written(case: Case, model: Any, old: list[list[Any]], values: list[Any]) ->
         before, value = old[write.slot][write.leaf], values[write.step]
         value = jnp.broadcast_to(value, before.shape) if before.ndim else value.reshape(())
         new.setdefault(write.slot, list(old[write.slot]))[write.leaf] = value
-    places = _places(case)
-    units, treedef = jax.tree.flatten(model, is_leaf=sm.is_state)
+    units, positions = units_of(model), positions_of(case)
+    changed = {}
     for k, arrays in new.items():
-        unit = units[places[k]]
-        value = arrays[0] if len(arrays) == 1 else dict(zip("ab", arrays, strict=True))
-        units[places[k]] = unit.set(value) if sm.is_state(unit) else value
-    written = jax.tree.unflatten(treedef, units)
+        unit, value = units[positions[k]], slot_value(arrays)
+        changed[positions[k]] = unit.set(value) if sm.is_state(unit) else value
+    written = with_units(model, changed)
     return jax.tree.map(lambda leaf: leaf, written) if case.forget else written
-
-
-def _units(model: Any) -> list[Any]:
-    return jax.tree.leaves(model, is_leaf=sm.is_state)
-
-
-def _places(case: Case) -> dict[int, int]:
-    """For each slot, which of the model's units it is."""
-    marked = grow(case.tree, _Mark)
-    return {u.slot: i for i, u in enumerate(jax.tree.leaves(marked)) if isinstance(u, _Mark)}
-
-
-class _Mark:
-    def __init__(self, slot: int) -> None:
-        self.slot = slot
 
 
 _UNARY: dict[str, Callable[[Any], Any]] = {

@@ -7,11 +7,11 @@ single precision may have lost on the way: rounding once per operation, and once
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from ..base.arrays import EPS, Array, Global, widen
 from ..programs import (
     Axes,
     Binary,
@@ -31,18 +31,8 @@ from ..programs import (
 )
 
 
-Array: TypeAlias = npt.NDArray[Any]
-EPS = float(np.finfo(np.float32).eps)
 # XLA's tanh is good to a few units in the last place, of results no larger than one.
 TANH = 8 * EPS
-
-
-@dataclasses.dataclass(frozen=True)
-class Global:
-    """An array of the outside, and how far single precision may be from it."""
-
-    value: Array
-    error: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +45,6 @@ class Shards:
 
     def is_float(self) -> bool:
         return all(x.dtype == np.float64 for x in self.at.values())
-
-
-def widen(value: npt.ArrayLike) -> Array:
-    """The types that the reference computes in."""
-    x = np.asarray(value)
-    return x.astype(np.float64 if np.issubdtype(x.dtype, np.floating) else np.int64)
 
 
 def run(

@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec
 
 import statemesh as sm
 
+from ..base.arrays import Array
+from ..base.models import mesh_of
 from ..programs import Axes, MeshShape
-from .mapped import mesh_of
-from .reference import Array
 
 
 # `rows` draws one key per row, `split` one key, a number that many; `set` goes on from a key made of the old.

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ..base.checks import HOMES
 from .cases import cases, values
-from .checks import HOMES, check_program
+from .checks import check_program
 
 
 @given(st.data())
