@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from statemesh import testing
 
+from .base.arrays import Array
 from .programs import FLOAT, Axes, Branch, MeshShape, Spec
-from .reference import Array
 from .trees import FORMS
 
 

@@ -4,18 +4,19 @@ from typing import Any
 
 import jax
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import statemesh as sm
 from statemesh.testing import meshes, modules, states
 from tests.helpers import assert_same
 
+from .base.settings import fewer
 from .random_programs import Program, programs
 
 
 jnp: Any = jax.numpy
-few = settings(max_examples=max(settings().max_examples // 4, 1))
+few = fewer(1 / 4)
 
 
 @given(st.data())

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import numpy as np
 import optax
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
@@ -14,9 +14,11 @@ import statemesh as sm
 from statemesh.testing import meshes
 from tests.helpers import assert_same
 
+from .base.settings import fewer
+
 
 jnp: Any = jax.numpy
-few = settings(max_examples=max(settings().max_examples // 4, 1))
+few = fewer(1 / 4)
 
 KINDS = (sm.ParamState, sm.BatchState, sm.State, sm.HiddenState)
 SHAPES = ((), (3,), (8,), (0,), (8, 2), (0, 3), (8, 0))

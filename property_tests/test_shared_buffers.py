@@ -21,6 +21,8 @@ import statemesh as sm
 from statemesh._resolve._buffers import Spared
 from tests.helpers import make_mesh
 
+from .base.arrays import aligned
+
 
 jnp: Any = jax.numpy
 
@@ -87,15 +89,6 @@ class Sources:
             return own
         parts = [shard.data for shard in own.addressable_shards]
         return jax.make_array_from_single_device_arrays((8,), there, parts)
-
-
-def aligned(x: np.ndarray) -> np.ndarray:
-    """`x` where JAX takes it for the memory of an array of its own on a CPU."""
-    held = np.zeros(x.nbytes + 64, np.uint8)
-    start = -held.ctypes.data % 64
-    there: np.ndarray = held[start : start + x.nbytes].view(x.dtype)
-    there[:] = x
-    return there
 
 
 def spec_of(leaf: Leaf) -> P:

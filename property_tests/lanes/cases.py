@@ -1,0 +1,295 @@
+"""Programs over lanes: which axis of each array has the lanes, and how states get theirs."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+from hypothesis import strategies as st
+
+from ..plain.cases import Known, Maker
+from ..programs import (
+    FLOAT,
+    INT,
+    Axes,
+    Branch,
+    Case,
+    Index,
+    Input,
+    Leaf,
+    MeshShape,
+    Output,
+    Slot,
+    Write,
+)
+from ..strategies import templates
+from ..trees import KINDS
+
+
+Axis: TypeAlias = int | None
+COUNTS = (1, 2, 3, 4, 8)
+SIDES = ((1,), (3,), (2, 3), (3, 1))
+STACKING = ("warn", "ignore")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacked:
+    """A leaf of a written state that all lanes share on the way in, with an axis for them on the way out.
+
+    With `declared`, `state_out_axes` says so; else it is what becomes of an unexpected write.
+    """
+
+    slot: int
+    leaf: int
+    axis: int
+    declared: bool
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class LaneCase:
+    """A program over the last axis of a mesh, which stands for the lanes.
+
+    In `case` an array that differs between lanes has them on axis 0, as one entry per shard, and an
+    output has its lanes' values one after the other. Here it is said where they really are.
+
+    **Attributes:**
+
+    - `inputs`, `slots`, `outputs`: the axis of the lanes of each; `None` where they share it. All
+        arrays of the model outside States have the same one.
+    - `opened`: states that `state_out_axes` names, each with its axis.
+    - `stacked`: the leaves of these states, and of those that lanes write unexpectedly.
+    - `mapping`: `unexpected_out_state_mapping`.
+    - `form`: how inputs are passed: `'each'` by itself, in a `'tree'`, the last by `'keyword'`.
+    - `brief`: whether axes are said as shortly as they can be.
+    """
+
+    case: Case
+    inputs: tuple[Axis, ...]
+    slots: tuple[Axis, ...]
+    outputs: tuple[Axis, ...]
+    opened: tuple[tuple[int, Axis], ...] = ()
+    stacked: tuple[Stacked, ...] = ()
+    mapping: str = "raise"
+    form: str = "each"
+    brief: bool = False
+
+    @property
+    def lanes(self) -> str:
+        """The name of the lanes' axis."""
+        return self.case.mesh.axis_names[-1]
+
+    @property
+    def count(self) -> int:
+        return self.case.mesh.sizes[-1]
+
+    @property
+    def outer(self) -> MeshShape | None:
+        """The mesh whose shards the lanes run on, if any."""
+        mesh = self.case.mesh
+        return MeshShape(mesh.sizes[:-1], mesh.explicit) if len(mesh.sizes) > 1 else None
+
+    @property
+    def arrays(self) -> Axis:
+        """Where the model's arrays outside States have their lanes."""
+        pairs = zip(self.case.slots, self.slots, strict=True)
+        return next((axis for slot, axis in pairs if slot.kind == "array"), None)
+
+    def __repr__(self) -> str:
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[1:]}
+        said = ", ".join(f"{name}={value}" for name, value in given.items() if value)
+        return f"{self.case}\n  lanes over {self.lanes}: {said}"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))
+
+
+@st.composite
+def lane_cases(draw: st.DrawFn, *, nested: bool = False, smooth: bool = False) -> LaneCase:
+    """Models, numbers of lanes, axes and programs.
+
+    `nested`: the lanes run on each of two shards, over which leaves may be split too. `smooth`: floats,
+    and functions with derivatives.
+    """
+    count = draw(st.sampled_from(COUNTS[: 3 if nested else None]))
+    mesh = MeshShape((2, count), draw(st.booleans())) if nested else MeshShape((count,))
+    side = draw(st.sampled_from(SIDES))
+    maker = _LaneMaker(draw, mesh, side, ((),) * len(side), False, smooth)
+    # Axes that every array has, of whatever rank.
+    maker.arrays = draw(st.sampled_from([None, 0, -1]))
+    maker.mapping = draw(st.sampled_from(["raise", *STACKING]))
+    inputs = tuple(maker.leaf(per_shard=draw(st.booleans())) for _ in range(maker.some(2)))
+    palette = draw(st.lists(st.sampled_from([*KINDS, "array"]), min_size=1, max_size=2))
+    slots = tuple(maker.slot(palette) for _ in range(maker.some(3)))
+    maker.read(inputs, slots)
+    for _ in range(maker.some(4)):
+        maker.operate()
+    outputs = tuple(maker.output() for _ in range(maker.some(2)))
+    writes = tuple(write for k, slot in enumerate(slots) for write in maker.writes(k, slot))
+    case = Case(
+        mesh,
+        len(side),
+        inputs,
+        slots,
+        draw(templates(count=len(slots))),
+        tuple(maker.steps),
+        writes,
+        outputs,
+        forget=draw(st.booleans()),
+    )
+    return LaneCase(
+        case,
+        tuple(maker.axis(leaf) for leaf in inputs),
+        tuple(maker.arrays if slot.kind == "array" else maker.axis(*slot.leaves) for slot in slots),
+        tuple(maker.out_axes),
+        tuple(maker.opened.items()),
+        tuple(maker.stacked),
+        maker.mapping,
+        draw(st.sampled_from(["each", "tree", "keyword"])),
+        draw(st.booleans()),
+    )
+
+
+@dataclasses.dataclass
+class _LaneMaker(Maker):
+    arrays: Axis = None
+    mapping: str = "raise"
+    out_axes: list[Axis] = dataclasses.field(default_factory=list)
+    opened: dict[int, Axis] = dataclasses.field(default_factory=dict)
+    stacked: list[Stacked] = dataclasses.field(default_factory=list)
+
+    @property
+    def lanes(self) -> str:
+        return self.mesh.axis_names[-1]
+
+    @property
+    def nested(self) -> bool:
+        return len(self.mesh.sizes) > 1
+
+    def some(self, most: int) -> int:
+        return self.draw(st.integers(1, most))
+
+    def beside(self, rank: int) -> int:
+        """Where an axis may stand beside so many others, from the front or from the end."""
+        return self.draw(st.integers(-(rank + 1), rank))
+
+    def axis(self, *leaves: Leaf) -> Axis:
+        """An axis for the lanes of all these."""
+        apart = self.lanes in leaves[0].per_shard
+        return self.beside(min(len(leaf.shape) for leaf in leaves)) if apart else None
+
+    def some_axes(self, of: Iterable[str] = ()) -> Axes:
+        # On the shards of a mesh JAX reduces over the mesh only: lanes are left to policies.
+        return self.mesh.axis_names[:1]
+
+    def leaf(self, *, whole: bool = False, per_shard: bool = False) -> Leaf:
+        """A leaf that all lanes share or, with `per_shard`, one entry for each lane."""
+        leaf = super().leaf(whole=True)
+        split = self.draw(st.integers(-1, len(leaf.shape) - 1)) if self.nested and not whole else -1
+        if split >= 0:
+            shape, spec = list(leaf.shape), list[Axes]([()] * len(leaf.shape))
+            shape[split] *= self.mesh.sizes[0]
+            spec[split] = self.mesh.axis_names[:1]
+            leaf = dataclasses.replace(leaf, shape=tuple(shape), spec=tuple(spec))
+        return dataclasses.replace(leaf, per_shard=(self.lanes,) if per_shard else ())
+
+    def slot(self, palette: Sequence[str]) -> Slot:
+        slot = super().slot(palette)
+        is_array = slot.kind == "array"
+        apart = self.arrays is not None if is_array else self.draw(st.booleans())
+        leaves = tuple(
+            dataclasses.replace(leaf, per_shard=(self.lanes,) if apart else ())
+            for leaf in slot.leaves
+        )
+        reduce = slot.reduce
+        if self.nested and not apart and not is_array:
+            # Without a policy there is no way out of the lanes. A range of ranges is another one.
+            on_shards = any(not leaf.axes for leaf in leaves)
+            reduce = "sum" if reduce is None or (reduce == "range" and on_shards) else reduce
+        return Slot(slot.kind, leaves, reduce, declared=not is_array)
+
+    def read(self, inputs: Sequence[Leaf], slots: Sequence[Slot]) -> None:
+        super().read(inputs, slots)
+        if self.nested and not self.smooth:
+            rank, bound = len(self.side), self.mesh.sizes[-1]
+            known = Known((False,) * rank, INT, frozenset([self.lanes]), bound)
+            self.pool.append(self.add(Index((self.lanes,)), known))
+
+    def output(self) -> Output:
+        at = self.draw(st.sampled_from(self.pool))
+        varies = self.known[at].axes
+        apart = self.lanes in varies or self.draw(st.booleans())
+        self.out_axes.append(self.beside(len(self.side)) if apart else None)
+        names: Axes = (self.lanes,) if apart else ()
+        names += tuple(name for name in self.mesh.axis_names[:-1] if name in varies)
+        return Output(at, (names,) if names else ())
+
+    def writes(self, k: int, slot: Slot) -> list[Write]:
+        if self.lanes in slot.leaves[0].per_shard:
+            return super().writes(k, slot)
+        if self.nested:
+            return super().writes(k, slot) if slot.reduce else []
+        if slot.kind == "array":
+            return super().writes(k, slot)
+        unexpected = self.mapping in STACKING and slot.reduce is None
+        match self.choose("merged", "opened", "shared", *["unexpected"] * unexpected):
+            case "opened":
+                self.opened[k] = axis = self.beside(min(len(leaf.shape) for leaf in slot.leaves))
+                writes = self.unmerged(k, slot)
+                leaves = range(len(slot.leaves)) if writes else ()
+                self.stacked += [Stacked(k, n, axis, True) for n in leaves]
+            case "unexpected":
+                writes = self.unmerged(k, slot)
+                self.stacked += [
+                    Stacked(k, write.leaf, 0, False)
+                    for write in writes
+                    if self.lanes in self.known[write.step].axes
+                ]
+            case "shared":
+                self.opened[k] = None
+                writes = super().writes(k, slot)
+            case _:
+                writes = super().writes(k, slot)
+        return writes
+
+    def unmerged(self, k: int, slot: Slot) -> list[Write]:
+        """Writes that may differ between lanes, as if there were a policy to merge them."""
+        writes = super().writes(k, dataclasses.replace(slot, reduce="sum"))
+        # What is written as it was read is not written at all.
+        return [write for write in writes if write.step != self.raw[k, write.leaf]]
+
+
+# What a call is to refuse: lanes that differ where one value is to be.
+MISTAKES = ("output", "write", "none", "conflict")
+
+
+def mistaken(lane: LaneCase, mistake: str) -> LaneCase:
+    """The same program with one more input, and it goes where it must not."""
+    case = lane.case
+    k, shape = len(case.slots), (1,) * case.rank
+    case = dataclasses.replace(
+        case,
+        inputs=(*case.inputs, Leaf(shape, FLOAT, per_shard=(lane.lanes,))),
+        steps=(*case.steps, Input(len(case.inputs))),
+    )
+    lane = dataclasses.replace(lane, inputs=(*lane.inputs, -1))
+    step = len(case.steps) - 1
+    if mistake == "output":
+        case = dataclasses.replace(case, outputs=(*case.outputs, Output(step, ())))
+        return dataclasses.replace(lane, case=case, outputs=(*lane.outputs, None))
+    apart = mistake == "conflict"
+    case = dataclasses.replace(
+        case,
+        slots=(
+            *case.slots,
+            Slot("State", (Leaf(shape, FLOAT, (), (lane.lanes,) * apart),), None, True),
+        ),
+        tree=Branch("tuple", (k, case.tree)),
+        writes=(*case.writes, Write(k, 0, step)),
+    )
+    opened: dict[str, tuple[tuple[int, Axis], ...]] = {"none": ((k, None),), "conflict": ((k, 1),)}
+    return dataclasses.replace(
+        lane,
+        case=case,
+        slots=(*lane.slots, 0 if apart else None),
+        opened=(*lane.opened, *opened.get(mistake, ())),
+        mapping="raise" if mistake == "write" else lane.mapping,
+    )

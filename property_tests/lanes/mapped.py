@@ -1,0 +1,194 @@
+"""Programs over lanes as `vmap2` and `pmap2` run them."""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+import statemesh as sm
+
+from ..base.models import arrays_of, mesh_of, model_of, partition_spec
+from ..plain.mapped import run_body
+from ..programs import Case, Spec
+from ..trees import Setting
+from .cases import Axis, LaneCase
+
+
+TRANSFORMS = ("vmap2", "pmap2", "pmap2 backwards")
+
+
+def mapping_of(lane: LaneCase, transform: str) -> sm.StatefulMapping:
+    """The program, not yet called; on the shards of a mesh, if it has one."""
+    name, _, backwards = transform.partition(" ")
+    given: dict[str, Any] = {"devices": jax.devices()[::-1]} if backwards else {}
+    inner: sm.StatefulMapping = getattr(sm, name)(
+        functools.partial(_program, lane.case),
+        axis_name=lane.lanes,
+        axis_size=_size(lane, name),
+        unexpected_out_state_mapping=lane.mapping,
+        **_axes(lane),
+        **_state_axes(lane),
+        **given,
+    )
+    return inner if lane.outer is None else _on_shards(lane, inner)
+
+
+def _program(case: Case, model: Any, setting: Setting, *inputs: Any, **last: Any) -> Any:
+    several = inputs[0].values() if inputs and isinstance(inputs[0], dict) else inputs
+    return run_body(case, model, setting, *several, *last.values())
+
+
+def passed(lane: LaneCase, inputs: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """The inputs in the form in which they are passed."""
+    if lane.form == "tree":
+        return [{f"x{i}": x for i, x in enumerate(inputs)}], {}
+    if _by_keyword(lane):
+        return list(inputs[:-1]), {"last": inputs[-1]}
+    return list(inputs), {}
+
+
+def _by_keyword(lane: LaneCase) -> bool:
+    return lane.form == "keyword" and lane.inputs[-1] == 0 and lane.outer is None
+
+
+def _axes(lane: LaneCase) -> dict[str, Any]:
+    own: Any = lane.inputs[:-1] if _by_keyword(lane) else lane.inputs
+    outside = {lane.arrays} if any(slot.kind == "array" for slot in lane.case.slots) else set()
+    brief = {}
+    for what, axes in (("in_axes", own), ("out_axes", lane.outputs)):
+        every = outside | set(axes)
+        if lane.brief and len(every) == 1:
+            brief[what] = every.pop()
+    if lane.form == "tree":
+        own = ({f"x{i}": axis for i, axis in enumerate(own)},)
+    return {"in_axes": (lane.arrays, None, *own), "out_axes": (lane.outputs, lane.arrays)} | brief
+
+
+def _state_axes(lane: LaneCase) -> dict[str, Any]:
+    slots = [k for k, slot in enumerate(lane.case.slots) if slot.kind != "array"]
+    apart = [(k, lane.slots[k]) for k in slots if lane.slots[k] is not None]
+    if lane.brief:
+        return {
+            "state_in_axes": _short(_filters(apart)),
+            "state_out_axes": _short(_filters(lane.opened)),
+        }
+    # What goes in by an axis leaves by it, said or not. The first match counts; the rest is the same in
+    # all lanes, unless they are let write as they like.
+    enter = _filters(apart)
+    if all(s.declared for s in lane.stacked):
+        enter[None] = ...
+    leave = dict(apart) | dict(lane.opened)
+    return {"state_in_axes": enter, "state_out_axes": _filters(leave.items())}
+
+
+def _short(tags: dict[Axis, Any]) -> Any:
+    return tags[0] if list(tags) == [0] else tags or None
+
+
+def _filters(pairs: Iterable[tuple[int, Axis]]) -> dict[Axis, Any]:
+    tags: dict[Axis, Any] = {}
+    for k, axis in pairs:
+        tags.setdefault(axis, []).append(f"s{k}")
+    return tags
+
+
+def _size(lane: LaneCase, transform: str) -> int | None:
+    inferred = any(axis is not None for axis in (*lane.inputs, *lane.slots))
+    inferred |= transform == "pmap2" and lane.count == jax.device_count()
+    return None if lane.brief and inferred else lane.count
+
+
+def _on_shards(lane: LaneCase, inner: sm.StatefulMapping) -> sm.StatefulMapping:
+    assert lane.outer is not None
+
+    def spec(own: Spec, axis: Axis, rank: int) -> PartitionSpec:
+        entries = [tuple(name for name in names if name != lane.lanes) for names in own]
+        entries += [()] * (rank - len(entries))
+        if axis is not None:
+            entries.insert(axis % (rank + 1), ())
+        return partition_spec(tuple(entries))
+
+    case = lane.case
+    inputs: Any = tuple(
+        spec(leaf.spec, axis, len(leaf.shape))
+        for leaf, axis in zip(case.inputs, lane.inputs, strict=True)
+    )
+    if lane.form == "tree":
+        inputs = ({f"x{i}": one for i, one in enumerate(inputs)},)
+    outputs = tuple(
+        spec(output.spec, axis, case.rank)
+        for output, axis in zip(case.outputs, lane.outputs, strict=True)
+    )
+    states = {}
+    for k, slot in enumerate(case.slots):
+        if slot.kind != "array":
+            specs = [spec(leaf.spec, lane.slots[k], len(leaf.shape)) for leaf in slot.leaves]
+            states[f"s{k}"] = specs[0] if len(specs) == 1 else dict(zip("ab", specs, strict=True))
+    mapped: sm.StatefulMapping = sm.shard_map(
+        inner,
+        mesh_of(lane.outer),
+        (None, None, *inputs),
+        (outputs, PartitionSpec()),
+        state_in_specs=states or None,
+    )
+    return mapped
+
+
+def with_axes(values: Sequence[Any], axes: Sequence[Axis]) -> list[Any]:
+    """Arrays with lanes on axis 0 as a call takes them."""
+    return [_moved(x, 0, axis) for x, axis in zip(values, axes, strict=True)]
+
+
+def slots_with_axes(lane: LaneCase, values: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    return [
+        [_moved(x, 0, axis) for x in leaves]
+        for leaves, axis in zip(values, lane.slots, strict=True)
+    ]
+
+
+def lanes_first(lane: LaneCase, outputs: Sequence[Any]) -> list[Any]:
+    """Outputs with each lane's value after the other's."""
+    first = [_moved(x, axis, 0) for x, axis in zip(outputs, lane.outputs, strict=True)]
+    return [
+        x if axis is None else x.reshape(-1, *x.shape[2:])
+        for x, axis in zip(first, lane.outputs, strict=True)
+    ]
+
+
+def slots_lanes_first(lane: LaneCase, slots: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """The model's arrays with lanes on axis 0, of a call's result."""
+    stacked = {(s.slot, s.leaf): s.axis for s in lane.stacked}
+    return [
+        [_moved(x, stacked.get((k, n), axis), 0) for n, x in enumerate(leaves)]
+        for k, (leaves, axis) in enumerate(zip(slots, lane.slots, strict=True))
+    ]
+
+
+def as_in_the_reference(lane: LaneCase, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` over arrays as the reference has them, what is stacked among the outputs."""
+    case = lane.case
+
+    def same(model: Any, setting: Setting, *inputs: Any) -> tuple[list[Any], Any]:
+        before = arrays_of(case, model)
+        args, kwargs = passed(lane, with_axes(inputs, lane.inputs))
+        model = model_of(case, slots_with_axes(lane, before))
+        outputs, model = call(model, setting, *args, **kwargs)
+        outputs, after = lanes_first(lane, outputs), slots_lanes_first(lane, arrays_of(case, model))
+        for s in lane.stacked:
+            x = after[s.slot][s.leaf]
+            sides = x.shape[1:] or (1,) * case.rank
+            outputs.append(x.reshape(-1, *sides[1:]))
+            after[s.slot][s.leaf] = before[s.slot][s.leaf]
+        return outputs, model_of(case, after)
+
+    return same
+
+
+def _moved(x: Any, source: Axis, to: Axis) -> Any:
+    if source is None or to is None:
+        return x
+    return (np if isinstance(x, np.ndarray) else jnp).moveaxis(x, source, to)

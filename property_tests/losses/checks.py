@@ -1,0 +1,192 @@
+"""Losses and their gradients held against those of whole arrays, as plain checks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import statemesh as sm
+
+from ..base.arrays import EPS, Array, wide_dtype, widen
+from ..base.checks import jitted
+from ..base.models import arrays_of
+from . import reference
+from .calls import Form, cut, joined, loss_model, mapping, results
+from .cases import LossValues
+from .mapped import beside, writes_mean
+from .reference import TIMES, WIDTH, LossCase, largest, rate
+
+
+# How far a gradient may be off that is as large as a loss may get, by the dtype of its parameter.
+PRECISION = {"float32": 3e-5, "complex64": 3e-5, "bfloat16": 3e-2}
+ROUNDING = {"float32": EPS, "complex64": EPS, "bfloat16": 2.0**-8}
+STEP = 1e-6
+
+
+def check_loss(
+    loss: LossCase,
+    values: LossValues,
+    how: str,
+    *,
+    jit: bool = False,
+    mapped: sm.StatefulMapping | None = None,
+) -> None:
+    """The loss, its gradient and the new model are those of the function of whole arrays."""
+    call: Any = mapping(loss, how) if mapped is None else mapped
+    slots = [*values.params, np.zeros(WIDTH, np.float32), np.zeros((), np.int32)]
+    args = loss_model(loss, slots), cut(loss, loss.case.inputs[0].spec, values.x)
+    before = args[0] if jit else call.place(*args, np.float32(values.flag))[0]
+    result, after = (jitted(call) if jit else call)(before, args[1], np.float32(values.flag))
+    total, rows, found, same = jax.tree.map(
+        lambda at, x: joined(at, np.asarray(x)), results(loss), result, is_leaf=_is_form
+    )
+    chosen = loss.chosen
+    whole = [g for k, g in zip(chosen, found, strict=True) if not loss.params[k].axes]
+    for once, copies in zip(same, [] if loss.apart else [total, *whole], strict=True):
+        np.testing.assert_array_equal(copies, np.broadcast_to(once, copies.shape))
+    params, features = list(values.params), values.x
+    x = -values.x if loss.around == "cond" and values.flag < 0 else values.x
+    for entry in _entries(loss):
+        here = x[entry] if loss.around == "vmap" else x
+        got = {
+            k: _at(loss, loss.params[k].axes, g, entry) for k, g in zip(chosen, found, strict=True)
+        }
+        new = {k: g.reshape(-1, *params[k].shape)[0] for k, g in got.items()}
+        if loss.around == "scan":
+            got = {
+                k: np.conj((params[k] - g.astype(wide_dtype(g))) / rate(loss))
+                for k, g in got.items()
+            }
+        check_gradient(loss, params, here, values.flag, _at(loss, (), total, entry), got)
+        each, _, features = reference.forward(
+            loss, list(map(widen, params)), widen(here), values.flag
+        )
+        for some in rows:
+            some = _at(loss, loss.rows, some, entry)
+            np.testing.assert_allclose(
+                some, np.broadcast_to(each, some.shape), rtol=1e-4, atol=1e-4
+            )
+        if loss.around == "scan":
+            params = [new.get(k, old) for k, old in enumerate(params)]
+    _check_model(loss, before, after, [*params, features.mean(0)], exact=not jit)
+
+
+def check_gradient(
+    loss: LossCase,
+    params: Sequence[Array],
+    x: Array,
+    flag: float,
+    total: Array,
+    found: dict[int, Array],
+) -> None:
+    """Copies of a loss, and of its gradients, are what JAX says of whole arrays, and the slope of NumPy's."""
+    for lane in range(loss.mesh.sizes[-1]) if loss.apart else [None]:
+        here = total if lane is None else total[..., lane]
+        scale = largest(loss)
+        want = reference.value(loss, list(map(widen, params)), widen(x), flag, lane)
+        np.testing.assert_allclose(
+            here, np.broadcast_to(want, here.shape), rtol=1e-4, atol=1e-5 * scale
+        )
+        plain = _plain_gradient(loss, params, x, flag, lane, sorted(found))
+        got = {k: _of_lane(loss, k, g, lane) for k, g in found.items()}
+        scale = max([scale, *(float(np.max(np.abs(g))) for g in plain.values())])
+        error = {k: _error(loss, k, scale) for k in found}
+        for k, g in got.items():
+            np.testing.assert_allclose(
+                g, np.broadcast_to(plain[k], g.shape), rtol=0, atol=error[k], err_msg=f"s{k}"
+            )
+        _check_slope(loss, params, x, flag, lane, got, error)
+
+
+def _check_slope(
+    loss: LossCase,
+    params: Sequence[Array],
+    x: Array,
+    flag: float,
+    lane: int | None,
+    found: dict[int, Array],
+    error: dict[int, float],
+) -> None:
+    """In one direction, which the gradient of a complex number is multiplied by."""
+    along = allowed = 0.0
+    ahead, behind = ([*map(widen, params)] for _ in range(2))
+    for k, copies in found.items():
+        d = np.sin(1.0 + np.arange(params[k].size)).reshape(params[k].shape)
+        if params[k].dtype == np.complex64:
+            d = d + 1j * np.cos(d)
+        g = copies.reshape(-1, *d.shape)[0]
+        along += float(np.sum((g.astype(wide_dtype(g)) * d).real))
+        allowed += 4 * error[k] * float(np.linalg.norm(d))
+        ahead[k], behind[k] = ahead[k] + STEP * d, behind[k] - STEP * d
+    ends = [reference.value(loss, end, widen(x), flag, lane) for end in (ahead, behind)]
+    np.testing.assert_allclose(along, (ends[0] - ends[1]) / (2 * STEP), rtol=0, atol=allowed)
+
+
+def _plain_gradient(
+    loss: LossCase,
+    params: Sequence[Array],
+    x: Array,
+    flag: float,
+    lane: int | None,
+    chosen: Sequence[int],
+) -> dict[int, Array]:
+    def value(own: dict[int, Any]) -> Any:
+        every = [own.get(k, jnp.asarray(w)) for k, w in enumerate(params)]
+        return reference.value(loss, every, jnp.asarray(x), flag, lane, jnp)
+
+    found = jax.grad(value)({k: jnp.asarray(params[k]) for k in chosen})
+    return {k: np.asarray(g).astype(wide_dtype(g)) for k, g in found.items()}
+
+
+def _of_lane(loss: LossCase, k: int, g: Array, lane: int | None) -> Array:
+    """Of the copies of a gradient those of one lane, zero where another lane's parameters are."""
+    if lane is None:
+        return g
+    leaf = loss.params[k]
+    if loss.lane not in leaf.axes:
+        copies: Array = np.take(g, lane, axis=len(beside(loss, tuple(leaf.axes))) - 1)
+        return copies
+    axis = next(i for i, names in enumerate(leaf.spec) if loss.lane in names)
+    axis -= len(leaf.shape)
+    size = g.shape[axis] // loss.mesh.sizes[-1]
+    mine = np.arange(g.shape[axis]) // size == lane
+    own: Array = g * np.expand_dims(mine, tuple(range(axis + 1, 0)))
+    return own
+
+
+def _check_model(
+    loss: LossCase, before: Any, after: Any, wanted: Sequence[Array], exact: bool
+) -> None:
+    old, new = arrays_of(loss.case, before), arrays_of(loss.case, after)
+    times = {"scan": TIMES, "vmap": 0}.get(loss.around, 1)
+    assert int(new[-1][0]) == times
+    if writes_mean(loss):
+        np.testing.assert_allclose(np.asarray(new[-2][0]), wanted[-1], rtol=1e-4, atol=1e-4)
+    for k, leaf in enumerate(loss.params):
+        ((a,), (b,)) = old[k], new[k]
+        np.testing.assert_array_equal(np.asarray(b), cut(loss, leaf.spec, wanted[k]))
+        # What was not written is the very array that went in.
+        assert not exact or loss.around not in ("plain", "vmap") or a is b, f"s{k} was copied"
+
+
+def _entries(loss: LossCase) -> range:
+    return range({"scan": TIMES, "vmap": 2}.get(loss.around, 1))
+
+
+def _at(loss: LossCase, axes: Any, x: Array, entry: int) -> Array:
+    """Of copies, each one's entry."""
+    lead = loss.around in ("scan", "vmap")
+    return np.take(x, entry, axis=len(beside(loss, tuple(axes)))) if lead else x
+
+
+def _error(loss: LossCase, k: int, scale: float) -> float:
+    dtype = loss.params[k].dtype
+    # Parameters after a step tell the gradient no better than they are rounded.
+    rounded = 2 * ROUNDING[dtype] / rate(loss) if loss.around == "scan" else 0.0
+    return PRECISION[dtype] * scale + rounded
+
+
+def _is_form(x: Any) -> bool:
+    return isinstance(x, Form)

@@ -1,0 +1,258 @@
+"""Losses as functions of one shard, and their gradients by statemesh."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+import statemesh as sm
+
+from ..base.models import SlotNumber, arrays_of, is_unit, positions_of, units_of, with_units
+from ..programs import Axes, Leaf
+from ..trees import grow, structure
+from .reference import TIMES, Layer, LossCase, dense, penalty_of, rate, real, row_losses
+
+
+def loss_fn(loss: LossCase, model: Any, x: Any, flag: Any) -> Any:
+    """The loss of one shard, as a user would write it."""
+    arrays = arrays_of(loss.case, model)
+    params = [arrays[k][0] for k in range(len(loss.trained))]
+    penalty: Any = 0.0
+    for layer in loss.layers:
+        w = None if layer.param is None else params[layer.param]
+        if layer.op == "penalty" and layer.param is not None:
+            penalty = penalty + _penalty(loss.params[layer.param], w)
+        elif layer.op != "idle":
+            x = _controlled(loss, layer, x, w, flag)
+    rows = row_losses(x, jnp)
+    total = getattr(jnp, loss.local)(rows) + penalty
+    if loss.own:
+        total = _REDUCE[loss.own_op](total, loss.own)
+    if loss.around != "vmap":
+        model = _written(loss, model, x)
+    return ((total, rows) if loss.aux else total), model
+
+
+def _written(loss: LossCase, model: Any, x: Any) -> Any:
+    mean = x.mean(axis=0)
+    if loss.around == "scan" and writes_mean(loss):
+        # What is carried has one type.
+        for name in loss.mesh.axis_names:
+            mean = jax.lax.pmean(mean, name)
+    units, (*_, running, counter) = units_of(model), positions_of(loss.case)
+    new = {counter: units[counter].set(units[counter].value + 1)}
+    if writes_mean(loss):
+        new[running] = units[running].set(mean)
+    return with_units(model, new)
+
+
+def writes_mean(loss: LossCase) -> bool:
+    """Whether the running mean is written: a scan would need a collective, which there may not be."""
+    return loss.around != "vmap" and not (loss.quiet and loss.around == "scan")
+
+
+def _controlled(loss: LossCase, layer: Layer, x: Any, w: Any, flag: Any) -> Any:
+    if w is None:
+        return _through(loss, layer, x, None)
+
+    def one(x: Any, w: Any) -> Any:
+        return _through(loss, layer, x, w)
+
+    match layer.control:
+        case "scan":
+            return _scanned(lambda x, _: one(x, w), x, jnp.arange(TIMES))
+        case "layers":
+            return _scanned(one, x, w)
+        case "cond":
+            return jax.lax.cond(flag > 0, one, lambda x, w: 0.5 * one(x, w), x, w)
+        case "remat":
+            return jax.checkpoint(one)(x, w)
+        case "jit":
+            return jax.jit(one)(x, w)
+    return one(x, w)
+
+
+def _scanned(one: Callable[..., Any], x: Any, each: Any) -> Any:
+    """A scan, the carried value typed from the start as it is typed in the end."""
+    over = _varying(x) | _varying(one(x, each[0]))
+
+    def body(x: Any, each: Any) -> Any:
+        return _vary(one(x, each), over), None
+
+    return jax.lax.scan(body, _vary(x, over), each)[0]
+
+
+def _varying(x: Any) -> frozenset[str]:
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def _vary(x: Any, over: frozenset[str]) -> Any:
+    missing = tuple(over - _varying(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _through(loss: LossCase, layer: Layer, x: Any, w: Any) -> Any:
+    if layer.param is None:
+        match layer.op:
+            case "center":
+                mean = x.mean(axis=0)
+                return x - (jax.lax.pmean(mean, loss.rows) if loss.rows else mean)
+            case "softplus":
+                return jax.nn.softplus(x)
+            case op:
+                return getattr(jnp, op)(x)
+    leaf = loss.params[layer.param]
+    match layer.op:
+        case "rows":
+            return x + real(w if w.shape[0] == len(x) else _own(w, loss.rows, 0, len(x)))
+        case "block":
+            return x + real(w)
+        case "dense":
+            return _dense(layer, leaf, x, w)
+    (axes,) = leaf.spec[-1:]
+    (part,) = layer.parts
+    w = real(w if part or not axes else jax.lax.all_gather(w, axes, tiled=True))
+    if part:
+        x = _own(x, axes, 1, len(w))
+    x = x * w if layer.op == "scale" else x + w
+    return jax.lax.all_gather(x, axes, axis=1, tiled=True) if part else x
+
+
+def _dense(layer: Layer, leaf: Leaf, x: Any, w: Any) -> Any:
+    (inner, outer), (by_inner, by_outer) = leaf.spec[-2:], layer.parts
+    if inner and not by_inner:
+        w = jax.lax.all_gather(w, inner, axis=0, tiled=True)
+    if outer and not by_outer:
+        w = jax.lax.all_gather(w, outer, axis=1, tiled=True)
+    if by_inner:
+        x = _own(x, inner, 1, len(w))
+    x = dense(x, real(w))
+    x = jnp.tanh(jax.lax.psum(x, inner) if by_inner else x)
+    return jax.lax.all_gather(x, outer, axis=1, tiled=True) if by_outer else x
+
+
+def _penalty(leaf: Leaf, w: Any) -> Any:
+    axes = tuple(name for names in leaf.spec for name in names)
+    part = penalty_of(real(w))
+    return jax.lax.psum(part, axes) if axes else part
+
+
+def _own(x: Any, axes: Axes, axis: int, size: int) -> Any:
+    """This shard's part of what is whole."""
+    place: Any = 0
+    for name in axes:
+        place = place * jax.lax.axis_size(name) + jax.lax.axis_index(name)
+    return jax.lax.dynamic_slice_in_dim(x, place * size, size, axis)
+
+
+_REDUCE: dict[str, Callable[..., Any]] = {"mean": jax.lax.pmean, "sum": jax.lax.psum}
+
+
+def gradient(loss: LossCase, typed: bool, model: Any, x: Any, flag: Any) -> Any:
+    """On one shard: the loss, auxiliary values, gradients (or parameters after some steps), and the model.
+
+    All arrays have an axis of size one for each mesh axis over which they are to be the same. Those that are
+    the same everywhere come once more, without.
+    """
+    both = sm.value_and_grad(functools.partial(loss_fn, loss), **_options(loss))
+
+    def once(model: Any, x: Any) -> Any:
+        (value, new), grads = both(model, x, flag)
+        _assert_alike(loss, model, grads)
+        if loss.around == "scan":
+            new = eqx.apply_updates(new, jax.tree.map(lambda g: -rate(loss) * jnp.conj(g), grads))
+        found = _trained_arrays(loss, new if loss.around == "scan" else grads)
+        for k, g in found.items():
+            # Where types tell, they tell that it is the same on all shards.
+            assert not typed or _varying(g) == loss.params[k].axes - {loss.lane}
+        total, rows = value if loss.aux else (value, ())
+        return (total, rows, found), new
+
+    arrays, static = eqx.partition(model, eqx.is_array)
+
+    def pure(arrays: Any, x: Any) -> Any:
+        result, new = once(eqx.combine(arrays, static), x)
+        return result, eqx.filter(new, eqx.is_array)
+
+    match loss.around:
+        case "plain":
+            result, model = once(model, x)
+            return _copies(loss, *result), model
+        case "vmap":
+            return _copies(loss, *jax.vmap(lambda x: once(model, x)[0])(x)), model
+        case "jit":
+            result, arrays = jax.jit(pure)(arrays, x)
+        case "remat":
+            result, arrays = jax.checkpoint(pure)(arrays, x)
+        case "cond":
+            result, arrays = jax.lax.cond(
+                flag > 0, pure, lambda arrays, x: pure(arrays, -x), arrays, x
+            )
+        case _:
+
+            def step(arrays: Any, _: Any) -> Any:
+                result, arrays = pure(arrays, x)
+                return arrays, result
+
+            arrays, (total, rows, found) = jax.lax.scan(step, arrays, None, TIMES)
+            result = total, rows, found
+    return _copies(loss, *result), eqx.combine(arrays, static)
+
+
+def _options(loss: LossCase) -> dict[str, Any]:
+    names: Any = loss.named[0] if len(loss.named) == 1 else loss.named or None
+    own = {"wrt": _wrt(loss), "axis_name": names, "has_aux": loss.aux}
+    return own | {"reduce": loss.reduce}
+
+
+def _wrt(loss: LossCase) -> Any:
+    """By nothing where all is trained, by tags where they are enough, else by paths."""
+    if all(loss.trained):
+        return None
+    chosen = loss.chosen
+    if all(loss.case.slots[k].declared for k in chosen):
+        return [f"s{k}" for k in chosen]
+    tree = jax.tree_util.tree_flatten_with_path(grow(loss.case.tree, SlotNumber))[0]
+    paths = [path for path, unit in tree if isinstance(unit, SlotNumber) and unit.slot in chosen]
+    return lambda path, unit: path in paths
+
+
+def _trained_arrays(loss: LossCase, model: Any) -> dict[int, Any]:
+    units, at = units_of(model), positions_of(loss.case)
+    return {k: jax.tree.leaves(units[at[k]])[0] for k in loss.chosen}
+
+
+def _copies(loss: LossCase, total: Any, rows: Any, found: dict[int, Any]) -> Any:
+    def spread(x: Any, over: Axes) -> Any:
+        inside = [name for name in beside(loss, over) if name != loss.lane]
+        return x.reshape((1,) * len(inside) + x.shape)
+
+    whole = [g for k, g in found.items() if not loss.params[k].axes]
+    return (
+        spread(total, ()),
+        [spread(rows, loss.rows)] if loss.aux else [],
+        [spread(g, tuple(loss.params[k].axes)) for k, g in found.items()],
+        [] if loss.apart else [total, *whole],
+    )
+
+
+def beside(loss: LossCase, axes: Axes) -> Axes:
+    """The mesh axes over which something that is split over `axes` is the same."""
+    return tuple(name for name in loss.mesh.axis_names if name not in axes)
+
+
+def _assert_alike(loss: LossCase, model: Any, grads: Any) -> None:
+    """Gradients have the model's structure, with `None` for all that is not trained."""
+    outline: Any = functools.partial(jax.tree.structure, is_leaf=is_unit)
+    assert outline(model) == outline(grads)
+    trained = {positions_of(loss.case)[k] for k in loss.chosen}
+    for i, (before, after) in enumerate(zip(units_of(model), units_of(grads), strict=True)):
+        if i not in trained:
+            assert after is None
+            continue
+        assert structure(before) == structure(after)
+        (x,), (g,) = jax.tree.leaves(before), jax.tree.leaves(after)
+        assert (x.shape, x.dtype) == (g.shape, g.dtype)

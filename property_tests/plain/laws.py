@@ -1,0 +1,139 @@
+"""The laws of trees and states, as plain checks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import statemesh as sm
+
+from ..base.checks import assert_equal
+from ..picks import Pick
+from ..trees import Path, same, structure, typed, walk
+
+
+def owners(tree: Any, picks: Sequence[Pick]) -> list[tuple[Path, Any, int]]:
+    """Each unit of a tree with its path and the number of the part that it belongs in."""
+    owned = []
+    for path, unit in walk(tree):
+        hits = [k for k, pick in enumerate(picks) if sm.is_state(unit) and pick.matches(path, unit)]
+        owned.append((path, unit, min(hits, default=len(picks))))
+    return owned
+
+
+def is_idle(tree: Any, pick: Pick) -> bool:
+    """Whether a filter matches nothing where it should match something."""
+    found = [pick.matches(path, unit) for path, unit in walk(tree) if sm.is_state(unit)]
+    return not pick.may_be_idle and not any(found)
+
+
+def check_partition(tree: Any, picks: Sequence[Pick]) -> None:
+    """What `partition` and `combine` promise about any tree and any filters."""
+    filters = [pick.filter for pick in picks]
+    if any(is_idle(tree, pick) for pick in picks):
+        with pytest.raises(sm.StructureError):
+            sm.partition(tree, *filters)
+        return
+    parts = sm.partition(tree, *filters)
+    # Without filters: all states, and the rest.
+    shown = picks or [Pick(..., lambda path, state: True, True)]
+    assert len(parts) == len(shown) + 1
+    assert same(sm.combine(*parts), tree)
+    assert same(sm.combine(*reversed(parts)), tree)
+    expected = owners(tree, shown)
+    for k, part in enumerate(parts):
+        want = [(path, unit) for path, unit, owner in expected if owner == k]
+        assert_units(part, want)
+        assert_unmoved(part, shown, k)
+
+
+def assert_units(part: Any, want: Sequence[tuple[Path, Any]]) -> None:
+    """The part holds these units at these places, and only these."""
+    got = [(path, unit) for path, unit in walk(part) if repr(unit) != "Removed"]
+    assert [path for path, _ in got] == [path for path, _ in want]
+    for (_, unit), (_, wanted) in zip(got, want, strict=True):
+        # A part is built anew around the very leaves of the tree.
+        assert type(unit) is type(wanted)
+        assert same(unit, wanted)
+    assert len(jax.tree.leaves(part)) == sum(len(jax.tree.leaves(unit)) for _, unit in want)
+
+
+def assert_unmoved(part: Any, picks: Sequence[Pick], k: int) -> None:
+    """Partitioning a part by the filters again moves nothing."""
+    awake = [i for i, pick in enumerate(picks) if not is_idle(part, pick)]
+    if not awake:
+        return
+    again = sm.partition(part, *[picks[i].filter for i in awake])
+    own = awake.index(k) if k in awake else len(awake)
+    for i, piece in enumerate(again):
+        assert same(piece, part) if i == own else jax.tree.leaves(piece) == []
+
+
+def check_permutation(tree: Any, picks: Sequence[Pick], order: Sequence[int]) -> None:
+    """Disjoint filters in another order give the same parts in that order."""
+    filters = [pick.filter for pick in picks]
+    parts = sm.partition(tree, *filters)
+    permuted = sm.partition(tree, *[filters[k] for k in order])
+    for k, part in zip(order, permuted, strict=False):
+        assert same(part, parts[k])
+    assert same(permuted[-1], parts[-1])
+
+
+def check_filter(tree: Any, pick: Pick) -> None:
+    """A filter matches what its plain predicate says, and `states` lists just that."""
+    predicate = sm.filters.to_predicate(pick.filter, tree)
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=sm.is_state)[0]
+    units = list(walk(tree))
+    assert len(flat) == len(units)
+    for (keys, unit), (path, again) in zip(flat, units, strict=True):
+        assert unit is again
+        if sm.is_state(unit):
+            assert bool(predicate(keys, unit)) == pick.matches(path, unit), (typed(path), unit)
+    if is_idle(tree, pick):
+        with pytest.raises(sm.StructureError):
+            sm.states(tree, pick.filter)
+        return
+    want = {
+        typed(path): unit for path, unit in units if sm.is_state(unit) and pick.matches(path, unit)
+    }
+    listed = sm.states(tree, pick.filter)
+    assert list(listed) == list(want)
+    assert all(listed[path] is want[path] for path in want)
+
+
+def check_set(state: sm.State, first: Any, second: Any) -> None:
+    """`set` writes the value and nothing else, and the last of two writes counts."""
+    shown, leaves = repr(state), jax.tree.leaves(state)
+    one = state.set(first)
+    assert_equal(one.value, first)
+    assert type(one) is type(state)
+    assert structure(one) == structure(state)
+    for field in ("name", "tag", "spec", "reduce"):
+        assert getattr(one, field) == getattr(state, field)
+    for new, old in zip(jax.tree.leaves(one), leaves, strict=True):
+        assert (new.shape, new.dtype, new.weak_type) == (old.shape, old.dtype, False)
+    assert_equal(one.set(second).value, state.set(second).value)
+    # What was written to is as it was.
+    assert repr(state) == shown
+    assert all(a is b for a, b in zip(jax.tree.leaves(state), leaves, strict=True))
+    with pytest.raises(sm.StructureError):
+        state.set((first, first))
+    with pytest.raises(sm.StructureError):
+        state.set(jax.tree.map(lambda x: np.stack([x, x]), first))
+
+
+def check_replace(state: sm.State, name: str, tag: str, value: Any) -> None:
+    """`replace` changes what it names and keeps the rest."""
+    renamed = state.replace(name=name, tag=tag)
+    assert (renamed.name, renamed.tag) == (name, frozenset([tag]))
+    assert (renamed.spec, renamed.reduce) == (state.spec, state.reduce)
+    assert same(renamed.value, state.value)
+    assert same(renamed.replace(name=state.name, tag=state.tag), state)
+    changed = state.replace(value=value)
+    assert_equal(changed.value, value)
+    assert (changed.name, changed.tag, changed.reduce) == (state.name, state.tag, state.reduce)
+    for field in ("value", "name", "new"):
+        with pytest.raises(AttributeError):
+            setattr(state, field, 1)

@@ -1,0 +1,245 @@
+"""What a program means: a loop over the coordinates of a mesh, in NumPy.
+
+Nothing here knows JAX or statemesh. All shards run in step, so that a reduction over shards is a loop
+over the shards of a group. Floats are computed in double precision, and each carries a bound for what
+single precision may have lost on the way: rounding once per operation, and once per term of a sum.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..base.arrays import EPS, Array, Global, widen
+from ..programs import (
+    Axes,
+    Binary,
+    Case,
+    Collect,
+    Coordinate,
+    Fold,
+    Gain,
+    Index,
+    Input,
+    Leaf,
+    MeshShape,
+    Read,
+    Slot,
+    Spec,
+    Unary,
+)
+
+
+# XLA's tanh is good to a few units in the last place, of results no larger than one.
+TANH = 8 * EPS
+
+
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """One value on every shard, the mesh axes over which it may differ, and its error."""
+
+    at: dict[Coordinate, Array]
+    axes: frozenset[str]
+    error: float = 0.0
+
+    def is_float(self) -> bool:
+        return all(x.dtype == np.float64 for x in self.at.values())
+
+
+def run(
+    case: Case, gain: float, slots: Sequence[Sequence[Global]], inputs: Sequence[Array]
+) -> tuple[list[Global], list[list[Global]]]:
+    """One call: the outputs and the model's new values."""
+    mesh = case.mesh
+    arguments = [
+        cut(Global(widen(x)), leaf, mesh) for x, leaf in zip(inputs, case.inputs, strict=True)
+    ]
+    old = [
+        [cut(value, leaf, mesh) for value, leaf in zip(values, slot.leaves, strict=True)]
+        for values, slot in zip(slots, case.slots, strict=True)
+    ]
+    values: list[Shards] = []
+    for step in case.steps:
+        match step:
+            case Input(index):
+                value = _each(arguments[index], _lifted(case.rank))
+            case Read(slot, leaf):
+                value = _each(old[slot][leaf], _lifted(case.rank))
+            case Gain():
+                number = np.full((1,) * case.rank, gain, np.float64)
+                value = Shards(dict.fromkeys(mesh.coordinates(), number), frozenset())
+            case Index(axes):
+                value = _index(mesh, axes, case.rank)
+            case Unary(op, arg):
+                value = _unary(op, values[arg])
+            case Binary(op, left, right):
+                value = _binary(op, values[left], values[right])
+            case Fold(op, arg, axis):
+                value = _fold(op, values[arg], axis)
+            case Collect(op, arg, axes):
+                value = _collect(op, values[arg], axes, mesh)
+        values.append(value)
+    new = [list(leaves) for leaves in old]
+    for write in case.writes:
+        before = old[write.slot][write.leaf]
+        new[write.slot][write.leaf] = _shaped_like(values[write.step], before)
+    written = case.written()
+    after = [
+        _leave(slot, old[i], new[i], mesh) if i in written else list(slots[i])
+        for i, slot in enumerate(case.slots)
+    ]
+    results = []
+    for output in case.outputs:
+        value = values[output.step]
+        results.append(join(value, output.spec, (), mesh))
+    return results, after
+
+
+def cut(whole: Global, leaf: Leaf, mesh: MeshShape) -> Shards:
+    """What each shard sees of an array."""
+    parts = {}
+    for at in mesh.coordinates():
+        part = whole.value
+        if leaf.per_shard:
+            part = part[mesh.index(at, leaf.per_shard)]
+        for axis, axes in enumerate(leaf.spec):
+            part = np.split(part, mesh.size(axes), axis)[mesh.index(at, axes)]
+        parts[at] = part
+    return Shards(parts, leaf.axes, whole.error)
+
+
+def join(shards: Shards, spec: Spec, per_shard: Axes, mesh: MeshShape) -> Global:
+    """The array that the shards' parts make up; parts that should be copies have to be."""
+    whole = None
+    for at, part in shards.at.items():
+        if whole is None:
+            shape = [n * mesh.size(axes) for n, axes in zip(part.shape, spec, strict=False)]
+            shape += part.shape[len(spec) :]
+            whole = np.zeros([mesh.size(per_shard), *shape] if per_shard else shape, part.dtype)
+            filled = np.zeros(whole.shape, bool)
+        place: list[Any] = [mesh.index(at, per_shard)] if per_shard else []
+        for n, axes in zip(part.shape, spec, strict=False):
+            start = n * mesh.index(at, axes)
+            place.append(slice(start, start + n))
+        where = tuple(place)
+        assert np.array_equal(whole[where][filled[where]], part[filled[where]]), "copies differ"
+        whole[where] = part
+        filled[where] = True
+    assert whole is not None
+    assert filled.all()
+    return Global(whole, shards.error)
+
+
+def _leave(
+    slot: Slot, old: Sequence[Shards], new: Sequence[Shards], mesh: MeshShape
+) -> list[Global]:
+    """A written state: each leaf merged over the axes that its placement does not mention."""
+    after = []
+    for leaf, before, value in zip(slot.leaves, old, new, strict=True):
+        over = tuple(name for name in mesh.axis_names if name in value.axes - leaf.axes)
+        if over and slot.reduce is not None:
+            value = _merge(slot.reduce, before, value, over, mesh)
+        assert value.axes <= leaf.axes, f"{slot} is written differently over {over}"
+        after.append(join(value, leaf.spec, leaf.per_shard, mesh))
+    return after
+
+
+def _merge(reduce: str, old: Shards, new: Shards, over: Axes, mesh: MeshShape) -> Shards:
+    match reduce:
+        case "sum":
+            return _binary("add", old, _collect("sum", _binary("sub", new, old), over, mesh))
+        case "range":
+            top, bottom = (_collect(op, new, over, mesh) for op in ("max", "min"))
+            return _binary("add", old, _binary("sub", top, bottom))
+        case _:
+            return _collect(reduce, new, over, mesh)
+
+
+def _lifted(rank: int) -> Callable[[Array], Array]:
+    return lambda x: x if x.ndim else x.reshape((1,) * rank)
+
+
+def _index(mesh: MeshShape, axes: Axes, rank: int) -> Shards:
+    places = {at: np.full((1,) * rank, mesh.index(at, axes), np.int64) for at in mesh.coordinates()}
+    return Shards(places, frozenset(axes))
+
+
+def _each(value: Shards, fun: Callable[[Array], Array], error: float | None = None) -> Shards:
+    at = {c: fun(x) for c, x in value.at.items()}
+    return Shards(at, value.axes, value.error if error is None else error)
+
+
+def _largest(at: dict[Coordinate, Array]) -> float:
+    return max(float(np.max(np.abs(x))) for x in at.values())
+
+
+def _unary(op: str, value: Shards) -> Shards:
+    match op:
+        case "neg":
+            return _each(value, np.negative)
+        case "abs":
+            return _each(value, np.abs)
+        case "half":
+            return _each(value, lambda x: x * 0.5)
+        case "wrap":
+            return _each(value, lambda x: x % 101 - 50)
+        case "float":
+            return _each(value, lambda x: x.astype(np.float64), EPS * _largest(value.at))
+        case _:
+            assert op == "tanh"
+            return _each(value, np.tanh, value.error + TANH)
+
+
+def _binary(op: str, left: Shards, right: Shards) -> Shards:
+    fun: Callable[[Array, Array], Array]
+    error = left.error + right.error
+    match op:
+        case "max":
+            fun = np.maximum
+        case "min":
+            fun = np.minimum
+        case "gate":
+            fun = lambda a, b: np.tanh(a) * np.tanh(b)
+            error += 3 * TANH
+        case _:
+            fun = {"add": np.add, "sub": np.subtract}[op]
+    at = {c: fun(left.at[c], right.at[c]) for c in left.at}
+    if op in ("add", "sub") and left.is_float():
+        error += EPS * _largest(at)
+    return Shards(at, left.axes | right.axes, error)
+
+
+def _summed(op: str, value: Shards, terms: int, sizes: dict[Coordinate, Array]) -> float:
+    """The error of a sum or mean; `sizes` are the sums of the terms' absolute values."""
+    if not value.is_float() or op in ("max", "min"):
+        return value.error
+    error = terms * value.error + terms * EPS * _largest(sizes)
+    return error / terms if op == "mean" else error
+
+
+def _fold(op: str, value: Shards, axis: int) -> Shards:
+    fun = getattr(np, op)
+    at = {c: np.asarray(fun(x, axis=axis, keepdims=True)) for c, x in value.at.items()}
+    sizes = {c: np.abs(x).sum(axis) for c, x in value.at.items()}
+    terms = max(x.shape[axis] for x in value.at.values())
+    return Shards(at, value.axes, _summed(op, value, terms, sizes))
+
+
+def _collect(op: str, value: Shards, axes: Axes, mesh: MeshShape) -> Shards:
+    fun = getattr(np, op)
+    at, sizes = {}, {}
+    for c in mesh.coordinates():
+        group = np.stack([value.at[member] for member in mesh.group(c, axes)])
+        at[c] = np.asarray(fun(group, axis=0))
+        sizes[c] = np.abs(group).sum(0)
+    terms = mesh.size(axes)
+    return Shards(at, value.axes - frozenset(axes), _summed(op, value, terms, sizes))
+
+
+def _shaped_like(value: Shards, old: Shards) -> Shards:
+    at = {}
+    for c, x in value.at.items():
+        shape = old.at[c].shape
+        at[c] = np.broadcast_to(x, shape) if shape else x.reshape(())
+    return Shards(at, value.axes, value.error)

@@ -1,0 +1,155 @@
+"""What random streams promise on any mesh, as plain checks."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+import statemesh as sm
+
+from ..base.arrays import Array
+from ..base.models import mesh_of
+from ..programs import Axes, MeshShape
+
+
+# `rows` draws one key per row, `split` one key, a number that many; `set` goes on from a key made of the old.
+ROWS, SPLIT, SET = "rows", "split", "set"
+Draws = tuple[str | int, ...]
+
+THREEFRY = "threefry2x32"
+# What can be done with a key of each implementation on a mesh. Of philox JAX has no program for several
+# devices, so that nothing may be drawn from, or folded into, a key itself. `threefry4x32`, of which each
+# program takes long to compile, is in `tests/test_keys.py`.
+ON_MESHES: dict[str, Draws] = {
+    THREEFRY: (ROWS, SPLIT, SET, 2),
+    "rbg": (ROWS, SPLIT, SET, 2),
+    "unsafe_rbg": (ROWS, SPLIT, SET, 2),
+    "philox2x32": (ROWS, SPLIT, 2),
+    "philox4x32": (ROWS, SPLIT, 2),
+}
+# The same in lanes: of rbg `vmap` draws from the first lane's key.
+IN_LANES = ON_MESHES | {"rbg": (ROWS,), "unsafe_rbg": (ROWS,)}
+
+Numbers = Callable[[Any], Any]
+
+
+def all_at_once(keys: Any) -> Any:
+    """Two numbers from each key."""
+    return jax.vmap(lambda key: jax.random.bits(key, (2,)))(keys)
+
+
+def one_by_one(keys: Any) -> Any:
+    """The same from each key apart."""
+    return np.stack([jax.random.bits(key, (2,)) for key in keys])
+
+
+def draw_all(
+    draws: Draws, axes: Axes, rng: sm.RandomState, x: Any, numbers: Numbers = all_at_once
+) -> tuple[list[Any], list[Any], sm.RandomState]:
+    """For `rows` the numbers of each row, for the rest the bits of the keys drawn, one entry per shard."""
+    by_row, by_shard = [], []
+    for draw in draws:
+        if draw == ROWS:
+            keys, rng = rng.rows(x.shape[0], axes or None)
+            by_row.append(numbers(keys))
+        elif draw == SET:
+            rng = rng.set(jax.random.fold_in(rng.key, 7))
+        else:
+            keys, rng = rng.split(None if isinstance(draw, str) else draw)
+            by_shard.append(jax.random.key_data(keys).reshape(1, -1))
+    return by_row, by_shard, rng
+
+
+def mapping_of(
+    mesh: MeshShape, axes: Axes, draws: Draws, per_shard: Axes = ()
+) -> sm.StatefulMapping:
+    """`draw_all` on a mesh, its rows sharded over `axes`."""
+    rows = PartitionSpec(axes)
+    mapping: sm.StatefulMapping = sm.shard_map(
+        functools.partial(draw_all, draws, axes),
+        mesh_of(mesh),
+        (None, rows),
+        (rows, PartitionSpec(mesh.axis_names), None),
+        state_in_specs={sm.RandomState: sm.PerShard(*per_shard)} if per_shard else None,
+    )
+    return mapping
+
+
+mapping = functools.cache(mapping_of)
+
+
+def bits(keys: Any) -> Array:
+    return np.asarray(jax.random.key_data(keys))
+
+
+def check_streams(
+    mesh: MeshShape,
+    axes: Axes,
+    draws: Draws,
+    seed: int,
+    *,
+    jit: bool = False,
+    impl: str = THREEFRY,
+    mapped: sm.StatefulMapping | None = None,
+) -> None:
+    """Calls in a row: numbers by row and the key that is left are those of the unsharded run, bit by bit, and
+    no two shards, draws or calls get one key."""
+    mapped = mapping(mesh, axes, draws) if mapped is None else mapped
+    x = np.zeros(3 * mesh.size(axes), np.float32)
+    plain = sm.RandomState(jax.random.key(seed, impl=impl))
+    rng = mapped.place(plain, x)[0]
+    call = jax.jit(mapped) if jit else mapped
+    seen: list[Array] = []
+    for _ in range(2):
+        before = rng
+        by_row, by_shard, rng = jax.block_until_ready(call(rng, x))
+        want_rows, want_first, plain = draw_all(draws, axes, plain, x, one_by_one)
+        assert_same_bits(by_row, want_rows)
+        assert_same_bits([np.asarray(keys)[:1] for keys in by_shard], want_first)
+        np.testing.assert_array_equal(bits(rng.key), bits(plain.key))
+        if not draws and not jit:
+            assert rng.key is before.key
+        seen += [np.asarray(numbers).reshape(-1, 2) for numbers in by_row]
+        seen += [np.asarray(keys).reshape(-1, len(bits(rng.key))) for keys in by_shard]
+    assert_distinct([*seen, bits(rng.key)[None]])
+
+
+def check_per_shard(
+    mesh: MeshShape,
+    axes: Axes,
+    draws: Draws,
+    seed: int,
+    *,
+    impl: str = THREEFRY,
+    mapped: sm.StatefulMapping | None = None,
+) -> None:
+    """With a key per shard of `axes`, each draws as the unsharded run of that key does."""
+    mapped = mapping(mesh, (), draws, axes) if mapped is None else mapped
+    keys = jax.random.split(jax.random.key(seed, impl=impl), mesh.size(axes))
+    x = np.zeros(2, np.float32)
+    _, by_shard, rng = jax.block_until_ready(mapped(sm.RandomState(keys), x))
+    after = bits(rng.key)
+    rest = [name for name in mesh.axis_names if name not in axes]
+    for number, at in enumerate(mesh.coordinates()):
+        entry = mesh.index(at, axes)
+        _, want, plain = draw_all(draws, (), sm.RandomState(keys[entry]), x)
+        np.testing.assert_array_equal(after[entry], bits(plain.key))
+        if mesh.index(at, tuple(rest)) == 0:
+            assert_same_bits([np.asarray(drawn)[number : number + 1] for drawn in by_shard], want)
+    words = len(bits(keys[0]))
+    assert_distinct([np.asarray(drawn).reshape(-1, words) for drawn in by_shard])
+
+
+def assert_same_bits(got: Sequence[Any], want: Sequence[Any]) -> None:
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def assert_distinct(keys: Sequence[Array]) -> None:
+    """No key, and no numbers of one, twice."""
+    every = [row.tobytes() for rows in keys for row in rows]
+    assert len(set(every)) == len(every)

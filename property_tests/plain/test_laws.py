@@ -1,0 +1,130 @@
+"""Laws of trees and states: partition, combine, filters, `set` and `replace`."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+import statemesh as sm
+from statemesh.testing import arrays, states
+from statemesh.testing._strategies._trees import KINDS
+
+from ..picks import Pick, all_of, negated, picks
+from ..strategies import trees
+from ..trees import same, structure, walk
+from .laws import (
+    check_filter,
+    check_partition,
+    check_permutation,
+    check_replace,
+    check_set,
+    is_idle,
+)
+
+
+@given(st.data())
+def test_partition_and_combine(data: st.DataObject) -> None:
+    tree = data.draw(trees(), "tree")
+    check_partition(tree, data.draw(st.lists(picks(tree=tree), max_size=3), "filters"))
+
+
+@given(st.data())
+def test_filters_are_their_predicates(data: st.DataObject) -> None:
+    tree = data.draw(trees(min_states=1), "tree")
+    # A tree costs more than a filter.
+    for pick in data.draw(st.lists(picks(tree=tree), min_size=1, max_size=8), "filters"):
+        check_filter(tree, pick)
+
+
+@given(st.data())
+def test_disjoint_filters_may_be_permuted(data: st.DataObject) -> None:
+    tree = data.draw(trees(min_states=2), "tree")
+    drawn = data.draw(st.lists(picks(tree=tree), min_size=2, max_size=4), "filters")
+    # Each without what those before it take; those that are then idle are left out.
+    disjoint: list[Pick] = []
+    for pick in drawn:
+        alone = all_of([pick, *map(negated, disjoint)])
+        if not is_idle(tree, alone):
+            disjoint.append(alone)
+    order = data.draw(st.permutations(range(len(disjoint))), "order")
+    # Without any filter `partition` takes all states.
+    if disjoint:
+        check_permutation(tree, disjoint, order)
+
+
+@given(st.data())
+def test_de_morgan(data: st.DataObject) -> None:
+    tree = data.draw(trees(min_states=1), "tree")
+    f, g = (data.draw(picks(tree=tree), name).filter for name in "fg")
+    filters = sm.filters
+    pairs = [
+        (filters.Not(filters.Any(f, g)), filters.All(filters.Not(f), filters.Not(g))),
+        (filters.Not(filters.All(f, g)), filters.Any(filters.Not(f), filters.Not(g))),
+        (filters.Not(filters.Not(f)), f),
+        (filters.Any(f, [f, g]), filters.Any(g, f)),
+        (filters.All(f, ...), f),
+        (filters.Any(f, None), f),
+    ]
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=sm.is_state)[0]
+    for left, right in pairs:
+        a, b = (filters.to_predicate(side, tree) for side in (left, right))
+        assert all(bool(a(*unit)) == bool(b(*unit)) for unit in flat if sm.is_state(unit[1]))
+
+
+@given(st.data())
+def test_named_filters_are_values(data: st.DataObject) -> None:
+    # Not `Where` and functions, which are compared by identity.
+    one = st.sampled_from([sm.ParamState, "a", ..., None, sm.filters.PathContains("a")])
+    two = data.draw(st.lists(one, min_size=1, max_size=3), "filters")
+    for combined in (sm.filters.Any, sm.filters.All):
+        assert combined(*two) == combined(*two)
+        assert hash(combined(*two)) == hash(combined(*two))
+        assert repr(combined(*two)) == repr(combined(*two))
+    assert sm.filters.Any(*two) != sm.filters.All(*two)
+    assert sm.filters.Not(two[0]) == sm.filters.Not(two[0])
+
+
+plain_kinds = [kind for kind in KINDS if kind is not sm.RandomState]
+
+
+def added(old: Any, new: Any, axis_names: Any) -> Any:
+    return jax.tree.map(np.add, old, new)
+
+
+def values(like: Any) -> st.SearchStrategy[Any]:
+    """Values of the structure, shapes and dtypes of another."""
+    leaves, treedef = jax.tree.flatten(like)
+    drawn = [arrays(shape=x.shape, dtype=x.dtype) for x in leaves]
+    return st.tuples(*drawn).map(lambda new: jax.tree.unflatten(treedef, new))
+
+
+@given(st.data())
+def test_set_and_replace(data: st.DataObject) -> None:
+    state = data.draw(states(kinds=plain_kinds, reduces=(None, "sum", added)), "state")
+    first, second = (data.draw(values(state.value), name) for name in ("first", "second"))
+    check_set(state, first, second)
+    name, tag = (data.draw(st.sampled_from("abc"), what) for what in ("name", "tag"))
+    check_replace(state, name, tag, second)
+
+
+@given(trees())
+def test_models_of_equal_structure_have_equal_treedefs(tree: Any) -> None:
+    again = jax.tree.map(lambda leaf: leaf, tree)
+    assert structure(again) == structure(tree)
+    assert hash(structure(again)) == hash(structure(tree))
+    assert same(again, tree)
+
+
+@given(trees())
+def test_tree_map_keeps_kinds_and_metadata(tree: Any) -> None:
+    numbered = jax.tree.map(lambda leaf: object(), tree)
+    pairs = zip(walk(numbered), walk(tree), strict=True)
+    for (path, new), (before, old) in pairs:
+        assert path == before
+        if sm.is_state(old):
+            assert type(new) is type(old)
+            for field in ("name", "tag", "spec", "reduce"):
+                assert getattr(new, field) == getattr(old, field)
+            assert structure(new) == structure(old)

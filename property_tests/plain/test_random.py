@@ -1,0 +1,48 @@
+"""Random streams on random meshes."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ..programs import MeshShape
+from ..strategies import meshes
+from .streams import ON_MESHES, SPLIT, Draws, check_per_shard, check_streams
+
+
+seeds = st.integers(0, 2**31 - 1)
+
+
+def draws(*of: str | int, most: int) -> st.SearchStrategy[Draws]:
+    """A few draws in a row, of these kinds."""
+    return st.lists(st.sampled_from(of), max_size=most).map(tuple)
+
+
+def some(mesh: MeshShape, least: int) -> st.SearchStrategy[tuple[str, ...]]:
+    """Some of a mesh's axes in any order."""
+    ordered = st.permutations(mesh.axis_names)
+    return ordered.flatmap(
+        lambda names: st.integers(least, len(names)).map(lambda n: tuple(names[:n]))
+    )
+
+
+@pytest.mark.slow
+@given(st.data())
+def test_streams_are_those_of_the_unsharded_run(data: st.DataObject) -> None:
+    mesh = data.draw(meshes(), "mesh")
+    axes = data.draw(some(mesh, 0), "axes of the rows")
+    impl = data.draw(st.sampled_from(list(ON_MESHES)), "implementation")
+    drawn = data.draw(draws(*ON_MESHES[impl], most=3), "draws")
+    jit = data.draw(st.booleans(), "inside jit")
+    for seed in data.draw(st.lists(seeds, min_size=1, max_size=3), "seeds"):
+        check_streams(mesh, axes, drawn, seed, jit=jit, impl=impl)
+
+
+@given(st.data())
+def test_a_key_per_shard(data: st.DataObject) -> None:
+    mesh = data.draw(meshes(), "mesh")
+    axes = data.draw(some(mesh, 1), "axes of the keys")
+    impl = data.draw(st.sampled_from(list(ON_MESHES)), "implementation")
+    kinds = [draw for draw in ON_MESHES[impl] if draw in (SPLIT, 2)]
+    drawn = data.draw(draws(*kinds, most=2), "draws")
+    for seed in data.draw(st.lists(seeds, min_size=1, max_size=3), "seeds"):
+        check_per_shard(mesh, axes, drawn, seed, impl=impl)

@@ -1,0 +1,34 @@
+"""Random models, meshes and programs: `shard_map` gives what the loop over coordinates gives."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ..base.checks import HOMES
+from .cases import cases, values
+from .checks import check_program
+
+
+@given(st.data())
+def test_sharded_is_the_reference(data: st.DataObject) -> None:
+    case = data.draw(cases(), "case")
+    home = data.draw(st.sampled_from(HOMES), "home")
+    check_program(case, data.draw(values(case=case), "values"), home=home)
+
+
+@pytest.mark.slow
+@given(st.data())
+def test_inside_jit(data: st.DataObject) -> None:
+    case = data.draw(cases(), "case")
+    # An array committed to another device `jax.jit` itself refuses.
+    home = data.draw(st.sampled_from(HOMES).filter("another".__ne__), "home")
+    check_program(case, data.draw(values(case=case, calls=2), "values"), how="jit", home=home)
+
+
+@pytest.mark.slow
+@given(st.data())
+def test_sharded_is_unsharded(data: st.DataObject) -> None:
+    case = data.draw(cases(portable=True), "case")
+    run = data.draw(values(case=case, calls=2), "values")
+    check_program(case, run)
+    check_program(case, run, how="unsharded")
