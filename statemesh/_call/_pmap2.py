@@ -25,6 +25,7 @@ from ._by_axis import ByAxis
 from ._carriers import Devices
 from ._declared import Declared
 from ._mapping import Decorator, StatefulMapping
+from ._shared import shared_pipeline
 from ._static import Boxes
 
 
@@ -146,6 +147,8 @@ def pmap2(
         fun = fn if boxes is None else boxes.opened
         declared = Declared("pmap2", fun, fun_name(fn), rules, donated or "none")
         declared.check()
-        return StatefulMapping(declared, boxes=boxes)
+        # What is static is opened by a function of this mapping's own.
+        pipeline = shared_pipeline(declared) if boxes is None else None
+        return StatefulMapping(declared, pipeline, boxes=boxes)
 
     return decorate if fn is MISSING else decorate(fn)
