@@ -6,7 +6,7 @@ import gc
 import pickle
 import threading
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +68,21 @@ def test_equal_values_of_other_types_are_other_values() -> None:
         sm.pmap2(fun, in_axes=False)(X)
     with pytest.raises(TypeError):
         sm.pmap2(fun, in_axes=(False,))(X)
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def test_a_pair_and_a_tuple_are_other_values() -> None:
+    def fun(pair: Any) -> Any:
+        return pair[0] + pair[1]
+
+    sm.pmap2(fun, in_axes=((0, 0),))((X, X))
+    sm.pmap2(fun, in_axes=(Pair(0, 0),))(Pair(X, X))
+    with pytest.raises(ValueError, match="in_axes"):
+        sm.pmap2(fun, in_axes=((0, 0),))(Pair(X, X))
 
 
 def test_function_is_not_kept_alive() -> None:

@@ -69,7 +69,7 @@ def _key(value: Any) -> Hashable:
     if isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, tuple | frozenset):
-        return tuple(map(_key, value))
+        return type(value), *map(_key, value)
     if isinstance(value, ByAxis | Devices):
         return tuple(_key(getattr(value, field.name)) for field in dataclasses.fields(value))
     raise TypeError(value)
