@@ -117,15 +117,16 @@ def test_what_may_change_or_keep_it_alive_is_not_shared() -> None:
         {"state_in_axes": {0: [sm.BatchState]}},
         {"static_broadcasted_argnums": 0},
     ):
-        one, other = (sm.pmap2(fun, **declared) for _ in range(2))  # type: ignore[arg-type]
+        one, other = (sm.pmap2(fun, **declared) for _ in range(2))
         assert one._pipeline is not other._pipeline
 
     class Layer(sm.Module):
         def __call__(self, x: Any) -> Any:
             return x
 
-    for other in (Layer(), functools.partial(fun), Layer().__call__, jnp.sin):
-        assert sm.pmap2(other)._pipeline is not sm.pmap2(other)._pipeline
+    callables: list[Any] = [Layer(), functools.partial(fun), Layer().__call__, jnp.sin]
+    for each in callables:
+        assert sm.pmap2(each)._pipeline is not sm.pmap2(each)._pipeline
 
 
 def test_new_code_is_another_function() -> None:
@@ -181,9 +182,7 @@ def test_copies_and_pickles() -> None:
 
 
 def test_mistakes_are_told_every_time() -> None:
-    def fun(x: Any, y: Any) -> Any:
-        return x
-
+    fun: Any = lambda x, y: x
     for _ in range(2):
         with pytest.raises(TypeError, match="'y'"):
             sm.pmap2(fun)(X)
