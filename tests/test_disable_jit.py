@@ -102,7 +102,7 @@ def test_gradients(name: str) -> None:
 
 
 def test_gradient_of_a_map() -> None:
-    def total(w: jax.Array) -> jax.Array:
+    def total(w: Any) -> Any:
         return sm.pmap2(lambda w, x: lax.psum(w * x, "x"), "x", in_axes=(None, 0))(w, X).sum()
 
     expected = jax.grad(total)(2.0)

@@ -96,6 +96,7 @@ def mapped(devices: Any) -> list[Any]:
     return [
         (sm.shard_map(lambda n, x: (x + n.value, n), MESH, *specs), (count, X)),
         (sm.shard_map(lambda n, x: (x + n.value, n), None, *specs), (count, X)),
+        (sm.shard_map(lambda n, x: (x + n.value, n), MESH.abstract_mesh, *specs), (count, X)),
         (sm.pmap2(lambda x: x + 1, **lanes), (X,)),
         (sm.vmap2(lambda x: x + 1), (X,)),
         (static, (X, 1)),
@@ -103,7 +104,7 @@ def mapped(devices: Any) -> list[Any]:
 
 
 def test_a_mapped_function_of_no_module_by_value() -> None:
-    # The second needs a mesh that is set.
+    # The second and third need a mesh that is set.
     with jax.set_mesh(MESH):
         for fun, args in mapped(jax.devices()[::-1]):
             want = jax.tree.leaves(fun(*args))
@@ -116,7 +117,7 @@ def test_a_mapped_function_of_no_module_by_value() -> None:
 
 
 def test_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = [cloudpickle.dumps(mapped(jax.devices())[k][0]) for k in (0, 2)]
+    stored = [cloudpickle.dumps(mapped(jax.devices())[k][0]) for k in (0, 3)]
     few = jax.devices()[:6]
     monkeypatch.setattr(jax, "devices", lambda platform: few)
     for data in stored:

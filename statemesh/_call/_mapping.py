@@ -42,6 +42,7 @@ class StatefulMapping(Generic[Params, Result]):
         "__wrapped__",
         "_bound",
         "_boxes",
+        "_declared",
         "_pipeline",
     )
 
@@ -53,6 +54,7 @@ class StatefulMapping(Generic[Params, Result]):
         boxes: Boxes | None = None,
     ) -> None:
         fun = declared.fun if boxes is None else boxes.fun
+        self._declared = declared
         self._boxes = boxes
         self.__wrapped__ = fun
         self.__name__ = fun_name(fun)
@@ -99,7 +101,7 @@ class StatefulMapping(Generic[Params, Result]):
         return self if instance is None else self._with((instance,))
 
     def _with(self, bound: tuple[Any, ...]) -> "StatefulMapping":
-        return StatefulMapping(self._pipeline.declared, self._pipeline, bound, self._boxes)
+        return StatefulMapping(self._declared, self._pipeline, bound, self._boxes)
 
     # What was compiled is shared by copies, and is no part of what is pickled.
 
@@ -115,10 +117,9 @@ class StatefulMapping(Generic[Params, Result]):
         # `__main__` is another module in another process.
         if place[0] != "__main__" and self._is_at(*place):
             return _named, (*place, self._bound)
-        declared = self._pipeline.declared
         if self._boxes is None:
-            return StatefulMapping, (declared, None, self._bound)
-        declared = dataclasses.replace(declared, fun=self._boxes.fun)
+            return StatefulMapping, (self._declared, None, self._bound)
+        declared = dataclasses.replace(self._declared, fun=self._boxes.fun)
         return _boxed, (declared, self._bound, self._boxes.static)
 
     def _is_at(self, module: Any, qualname: str) -> bool:

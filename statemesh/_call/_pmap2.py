@@ -25,6 +25,7 @@ from ._axis_rules import AxisRules
 from ._declared import Declared
 from ._mapping import Decorator, StatefulMapping
 from ._on_devices import Devices
+from ._shared import shared_pipeline
 from ._static_arguments import Boxes
 
 
@@ -108,7 +109,8 @@ def pmap2(
     - `state_in_axes`, `state_out_axes`, `unexpected_out_state_mapping`: as for `vmap2`.
 
     **Returns:** a function like `fn`, with `lower`, `place` and `unsharded`, which runs the lanes on one
-    device. With several processes each passes the lanes of its own devices and gets these back.
+    device. With several processes each passes the lanes of its own devices and gets these back. The same
+    function, mapped again with equal arguments, runs what was compiled before.
 
     **Raises:** `BatchAxisError` for axes that do not fit the arguments, the states, the devices or one
     another, and for unexpected writes. What `fn` raises comes through unchanged.
@@ -146,6 +148,8 @@ def pmap2(
         fun = fn if boxes is None else boxes.opened
         declared = Declared("pmap2", fun, fun_name(fn), rules, donated or "none")
         declared.check()
-        return StatefulMapping(declared, boxes=boxes)
+        # What is static is opened by a function of this mapping's own.
+        pipeline = shared_pipeline(declared) if boxes is None else None
+        return StatefulMapping(declared, pipeline, boxes=boxes)
 
     return decorate if fn is MISSING else decorate(fn)

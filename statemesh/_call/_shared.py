@@ -1,0 +1,75 @@
+"""What was compiled for a function, shared by the mappings of it that are declared alike."""
+
+import dataclasses
+import types
+import weakref
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+
+from ._axis_rules import AxisRules
+from ._declared import Declared
+from ._on_devices import Devices
+from ._pipeline import Pipeline
+
+
+# Pipelines kept for one function: the oldest go first.
+_KEPT = 16
+
+_pipelines: "weakref.WeakKeyDictionary[Any, dict[Hashable, Pipeline]]" = weakref.WeakKeyDictionary()
+
+# What is compared by value, cannot be changed, and keeps no function alive.
+_PLAIN = (int, str, type, types.NoneType, types.EllipsisType, types.CodeType, jax.Device)
+
+
+def shared_pipeline(declared: Declared) -> Pipeline:
+    """The pipeline of an equal declaration of the same function, or a new one.
+
+    A function is the same if it is the same object, as under `jax.jit`, and has the same code. What is
+    declared with objects that may change, or that may keep the function alive, has a pipeline of its own.
+    """
+    fun = declared.fun
+    if not isinstance(fun, types.FunctionType):
+        return Pipeline(declared)
+    try:
+        key = _key((fun.__code__, declared.name, declared.rules, declared.donate))
+    except TypeError:
+        return Pipeline(declared)
+    alike = _pipelines.setdefault(fun, {})
+    found = alike.get(key)
+    if found is not None:
+        return found
+    # Other threads do the same meanwhile: so each step is one that cannot fail.
+    if len(alike) >= _KEPT:
+        for oldest in [*alike][: len(alike) - _KEPT + 1]:
+            alike.pop(oldest, None)
+    return alike.setdefault(key, Pipeline(dataclasses.replace(declared, fun=_Weak(fun))))
+
+
+class _Weak:
+    """A function that is called, and not kept alive: its mappings do that."""
+
+    def __init__(self, fun: types.FunctionType) -> None:
+        self._fun = weakref.ref(fun)
+
+    @property
+    def __wrapped__(self) -> Any:
+        return self._fun()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)
+
+
+def _key(value: Any) -> Hashable:
+    """What is equal for equal values of the same types.
+
+    **Raises:** `TypeError` for what is not plain.
+    """
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, tuple | frozenset):
+        return type(value), *map(_key, value)
+    if isinstance(value, AxisRules | Devices):
+        return tuple(_key(getattr(value, field.name)) for field in dataclasses.fields(value))
+    raise TypeError(value)
