@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from statemesh import _scope, _trainable
-from statemesh._axes import _dataflow, _reduction
+from statemesh._axes import _differing, _reduction
 from statemesh._base import _compat
 from statemesh._base._types import NO_AXES
 from statemesh._call import _pipeline
@@ -233,10 +233,10 @@ MUTANTS = [
         "reduce_on_mesh",
         lambda right: lambda values, plans, names: right(values, plans, names[:1]),
     ),
-    Mutant("left pending in scans", _dataflow, "_settled_equation", left_in_scans),
+    Mutant("left pending in scans", _differing, "_settled_equation", left_in_scans),
     Mutant(
         "left pending everywhere",
-        _dataflow,
+        _differing,
         "_has_pending",
         lambda right: lambda *args: False,
     ),

@@ -88,9 +88,9 @@ MUTANTS = [
     ),
     Mutant(
         "what is written in Modules is taken for what came in",
-        _dataflow,
-        "_forwarding",
-        lambda right: lambda eqn, *_, **__: [0] * len(eqn.outvars),
+        _dataflow._Forwarded,
+        "equation",
+        lambda right: lambda self, eqn, given: ([0] * len(eqn.outvars), []),
     ),
     Mutant(
         "one key for what all lanes make",

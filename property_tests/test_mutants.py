@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 import statemesh as sm
 from statemesh import _exit, _leave, _partition, _traced, _varying, _write_back
-from statemesh._axes import _dataflow
+from statemesh._axes import _differing
 from statemesh._base._links import Links
 from statemesh._call import _by_spec, _pipeline, _pure
 from statemesh._model import _filters, _random, _state
@@ -156,9 +156,9 @@ MUTANTS = [
     ),
     Mutant(
         "predicates passed over",
-        _dataflow._Walk,
-        "_cond",
-        lambda right: lambda self, branches, _, given: right(self, branches, frozenset(), given),
+        _differing.Differing,
+        "chosen",
+        lambda right: lambda self, predicate, of_predicate, results, same: results,
     ),
     Mutant("a written state forgotten", _leave, "_untouched", lambda right: lambda *args: True),
     Mutant("untouched arrays copied", _write_back.WriteBack, "__call__", copied),

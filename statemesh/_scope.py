@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from ._axes._dataflow import crossed, forwarded
+from ._axes._dataflow import forwarded
+from ._axes._differing import crossed
 from ._axes._mesh_and_lanes import bound_names, meshes_and_lanes
 from ._axes._reduction import GRADIENT, Pending, Reduction, reduce_on_mesh
 from ._base import _compat as compat

@@ -13,12 +13,11 @@ from typing import Any
 import jax
 
 from .._arguments import Arguments, check_arity, is_shaped
-from .._axes._dataflow import hidden_axes
+from .._axes._differing import hidden_axes
 from .._axes._summed_twice import summed_twice
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._compat import tree_util
-from .._base._types import NO_AXES
 from .._resolve._lanes import OtherShapes
 from .._resolve._placement import check_valued, is_deleted
 from .._write_back import WriteBack
@@ -95,7 +94,7 @@ class Signature:
             if again := summed_twice(body, self.program.binding.sizes):
                 raise errors.reduced_twice(self.program.declared.name, again)
             back: WriteBack = traced.out_info[1]
-            hidden = hidden_axes(body, [NO_AXES] * len(body.invars))
+            hidden = hidden_axes(body)
             found = [
                 (path, axes, back.places[i].spec)
                 for i, path in back.written
