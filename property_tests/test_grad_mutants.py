@@ -275,7 +275,7 @@ MUTANTS = [
         "to_predicate",
         lambda right: lambda *args: _trainable._is_trained,
     ),
-    Mutant("summed again unseen", _pipeline, "summed_twice", lambda right: lambda *args: []),
+    Mutant("summed again unseen", _pipeline, "check_sums", lambda right: lambda *args: None),
 ]
 
 

@@ -16,8 +16,8 @@ class Dataflow(Generic[Fact]):
     """What is known of the results of a jaxpr, given what is known of its arguments.
 
     The walk knows how the operands of `cond`, `while`, `scan` and calls map to the arguments of the jaxprs
-    that these run, and repeats a loop until what is known of its carry no longer changes. A subclass says what
-    the facts are.
+    that these run, and repeats a loop until what is known of its carry no longer changes. A subclass says
+    what the facts are.
     """
 
     # Of literals and constants.

@@ -14,7 +14,8 @@ import jax
 
 from .._arguments import Arguments, check_arity, is_shaped
 from .._axes._differing import hidden_axes
-from .._axes._summed_twice import summed_twice
+from .._axes._equations import shard_map_equation, shard_map_recorded
+from .._axes._summed_twice import check_sums
 from .._base import _compat as compat
 from .._base import _errors as errors
 from .._base._compat import tree_util
@@ -64,8 +65,8 @@ class Signature:
         self.key: tuple[Any, tuple[Any, ...]] = (None, ())
         # The backward pass of an eager `jax.vjp` may be recorded, with no layer of ours in the jaxpr.
         self.plain = jax.jit(program, inline=compat.INLINED)
-        # Without JAX's check there are no types that something could escape.
-        self.program_seen = not (program.binding.check_vma and declared.jit)
+        # A function that runs eagerly may have no program, and that of a `vmap` shows no sums over lanes.
+        self.program_seen = not (declared.jit and program.binding.sizes)
         self.lowers: Any = self.plain
         if declared.donate != "none":
             self.lowers = DonatingProgram(program, declared.donate)
@@ -82,17 +83,17 @@ class Signature:
     def check_program(self, arrays: Sequence[Any]) -> None:
         """Refuse, once, what the traced program shows and JAX's types let through.
 
-        Writes that a branch makes differ between shards; gradients that are summed a second time.
+        Gradients that are summed a second time; where types are checked, writes that a branch makes differ
+        between shards.
 
         JAX remembers the trace, so that the call that follows does not trace again.
         """
         if self.program_seen:
             return
         traced = self.lowers.trace(*arrays)
+        check_sums(self.program.declared.name, shard_map_equation(traced.jaxpr))
         body = compat.shard_map_body(traced.jaxpr)
-        if body is not None:
-            if again := summed_twice(body, self.program.binding.sizes):
-                raise errors.reduced_twice(self.program.declared.name, again)
+        if body is not None and self.program.binding.check_vma:
             back: WriteBack = traced.out_info[1]
             hidden = hidden_axes(body)
             found = [
@@ -186,7 +187,13 @@ class Pipeline:
         call = program if recorded or not self.declared.jit else signature.plain
         try:
             with around:
+                if not (recorded or signature.program_seen):
+                    traced = signature.plain.trace(*given)
+                    check_sums(self.declared.name, shard_map_equation(traced.jaxpr))
                 outputs, back = call(*given)
+                if recorded and not signature.program_seen:
+                    check_sums(self.declared.name, shard_map_recorded(outputs))
+                signature.program_seen = True
         except jax.errors.UnexpectedTracerError as error:
             raise errors.old_tracer(self.declared.name, program.tracer_paths(given)) from error
         self._keep(signature)
