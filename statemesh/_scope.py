@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from ._axes._dataflow import crossed, forwarded
+from ._axes._dataflow import forwarded
+from ._axes._differing import crossed
 from ._axes._mesh_and_lanes import bound_names, meshes_and_lanes
-from ._axes._reduction import GRADIENT, Pending, Reduction, reduce_on_mesh
+from ._axes._reduction import Pending, Reduction, reduce_on_mesh
 from ._base import _compat as compat
 from ._base import errors
 from ._base._types import NO_AXES, Axes, AxisName
@@ -152,11 +152,8 @@ class Scope:
         if (one := (self.own & axes) - over) and (inside := one & compat.exchanged_over(program())):
             raise errors.loss_exchanged_inside(self.reduction.name, _in_order(inside, self.typed))
         plans = [self.reduction.typed(param, over, axes) for param in own]
-        values = reduce_on_mesh(values, [*plans, self.reduction.of_loss(over, axes)], self.typed)
-        *grads, loss = values
-        # By its name a gradient that is reduced a second time is found in the traced program.
-        names = [GRADIENT + path for path in self.reduction.params]
-        return [*map(checkpoint_name, grads, names), loss]
+        plans.append(self.reduction.of_loss(over, axes))
+        return self.reduction.with_names(reduce_on_mesh(values, plans, self.typed))
 
 
 def _in_order(axes: Axes, names: Sequence[AxisName]) -> tuple[AxisName, ...]:

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from ._axes._dataflow import all_axes, settled
+from ._axes._differing import all_axes, settled
 from ._axes._mesh_and_lanes import meshes_and_lanes, varying_over
 from ._base import _compat as compat
 from ._base._compat import tree_util

@@ -94,9 +94,9 @@ MUTANTS = [
     axes_mutant("arrays of Modules follow out_axes always", "stays", always(False)),
     Mutant(
         "what is written in Modules is taken for what came in",
-        "statemesh._axes._dataflow",
-        "_forwarding",
-        lambda right: lambda eqn, *_, **__: [0] * len(eqn.outvars),
+        "statemesh._axes._dataflow._Forwarded",
+        "equation",
+        lambda right: lambda self, eqn, given: ([0] * len(eqn.outvars), []),
     ),
     Mutant("one key for what all lanes make", "statemesh.RandomState", "_made", unchanged),
     Mutant(

@@ -124,7 +124,7 @@ def copies_for_parameters(parts: Any) -> None:
 
 SCOPE_MODULE, REDUCTIONS = "statemesh._scope", "statemesh._axes._reduction"
 SCOPE, PENDING = f"{SCOPE_MODULE}.Scope", f"{REDUCTIONS}.Pending"
-TRAINABLE, FLOW = "statemesh._trainable", "statemesh._axes._dataflow"
+TRAINABLE, FLOW = "statemesh._trainable", "statemesh._axes._differing"
 COMPAT = "statemesh._base._compat"
 
 
@@ -274,5 +274,5 @@ MUTANTS = [
         "to_predicate",
         lambda right: lambda *args: engine("_trainable._is_trained"),
     ),
-    Mutant("summed again unseen", "statemesh._call._cache", "summed_twice", always([])),
+    Mutant("summed again unseen", "statemesh._call._cache", "check_sums", always(None)),
 ]

@@ -79,9 +79,9 @@ MUTANTS = [
     ),
     Mutant(
         "predicates ignored",
-        "statemesh._axes._dataflow._Walk",
-        "_cond",
-        lambda right: lambda self, branches, _, given: right(self, branches, frozenset(), given),
+        "statemesh._axes._differing.Differing",
+        "chosen",
+        lambda right: lambda self, predicate, of_predicate, results, same: results,
     ),
     Mutant("a written state forgotten", "statemesh._leave._leave", "_untouched", always(True)),
     Mutant("untouched arrays copied", "statemesh._write_back.WriteBack", "__call__", copied),

@@ -1,59 +1,178 @@
-"""Over which mapped axes the values of a traced program may differ.
+"""One walk along a jaxpr and all jaxprs that it runs; each analysis says what an equation makes of facts."""
 
-JAX's types say it inside a checked `shard_map`, but for one thing: a `cond`, or a loop, whose predicate
-differs between shards gives results that do, and JAX types them by what its branches return alone. Where
-nothing is typed, all of it is followed from the arguments on.
-"""
-
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from .._base import _compat as compat
-from .._base._types import NO_AXES, Axes, AxisName
-from ._reduction import Pending
 
 
-def hidden_axes(jaxpr: Any, given: Sequence[Axes]) -> list[Axes]:
-    """For each result of a typed jaxpr, the axes over which it may differ beyond those of its type.
+Fact = TypeVar("Fact")
+
+# An inner jaxpr, and what is known of its arguments.
+Body: TypeAlias = tuple[Any, Sequence[Fact]]
+
+
+class Dataflow(Generic[Fact]):
+    """What is known of the results of a jaxpr, given what is known of its arguments.
+
+    The walk knows how the operands of `cond`, `while`, `scan` and calls map to the arguments of the jaxprs
+    that these run, and repeats a loop until what is known of its carry no longer changes. A subclass says
+    what the facts are.
+    """
+
+    # Of literals and constants.
+    nothing: Fact
+
+    def join(self, facts: Iterable[Fact]) -> Fact:
+        """What is known of a value that may be any of several."""
+        raise NotImplementedError
+
+    def plain(self, eqn: Any, given: Sequence[Fact]) -> Sequence[Fact]:
+        """The facts of the results of an equation that runs no other jaxpr."""
+        raise NotImplementedError
+
+    def own_rule(self, eqn: Any, given: Sequence[Fact]) -> Sequence[Fact] | None:
+        """The same of any equation, before the jaxprs that it runs are looked at; `None` to look at them."""
+        return None
+
+    def chosen(
+        self, predicate: Any, of_predicate: Fact, results: list[Fact], same: Sequence[bool]
+    ) -> list[Fact]:
+        """The results of a `cond` or of a round of a `while`, given what is known of its predicate.
+
+        **Arguments:**
+
+        - `same`: for each result whether it is the same argument whatever the predicate is.
+        """
+        return results
+
+    def result(self, var: Any, fact: Fact) -> Fact:
+        """What is kept of a fact about a variable."""
+        return fact
+
+    def part(self, whole: Fact) -> Fact:
+        """Of one entry of what a `scan` goes through."""
+        return whole
+
+    def stacked(self, part: Fact) -> Fact:
+        """Of what a `scan` makes of the results of its steps."""
+        return part
+
+    def through(self, jaxpr: Any, given: Sequence[Fact]) -> list[Fact]:
+        """The facts of a jaxpr's results."""
+        known = dict(zip(jaxpr.invars, given, strict=True))
+        for eqn in jaxpr.eqns:
+            found, _ = self.equation(eqn, [self.fact(known, atom) for atom in eqn.invars])
+            for var, fact in zip(eqn.outvars, found, strict=True):
+                known[var] = self.result(var, fact)
+        return [self.fact(known, atom) for atom in jaxpr.outvars]
+
+    def fact(self, known: dict[Any, Fact], atom: Any) -> Fact:
+        # A literal cannot be a key.
+        return self.nothing if compat.is_literal(atom) else known.get(atom, self.nothing)
+
+    def equation(
+        self, eqn: Any, given: Sequence[Fact]
+    ) -> tuple[Sequence[Fact], Sequence[Body[Fact]]]:
+        """The facts of an equation's results; and the jaxprs that it runs, with those of their arguments."""
+        if (found := self.own_rule(eqn, given)) is not None:
+            return found, []
+        match compat.control_flow(eqn):
+            case ("call", jaxpr):
+                return self.through(jaxpr, given), [(jaxpr, given)]
+            case ("cond", branches):
+                return self._cond(eqn.invars[0], branches, given[0], given[1:])
+            case ("while", cond, body, cond_consts, body_consts):
+                return self._while(cond, body, cond_consts, body_consts, given)
+            case ("scan", body, consts, carry):
+                return self._scan(body, consts, carry, given)
+        return self.plain(eqn, given), []
+
+    def _cond(
+        self, predicate: Any, branches: Sequence[Any], of_predicate: Fact, given: Sequence[Fact]
+    ) -> tuple[list[Fact], list[Body[Fact]]]:
+        results = zip(*(self.through(branch, given) for branch in branches), strict=True)
+        returned = zip(*map(arguments_returned, branches), strict=True)
+        same = [None not in numbers and len(set(numbers)) == 1 for numbers in returned]
+        joined = [self.join(each) for each in results]
+        found = self.chosen(predicate, of_predicate, joined, same)
+        return found, [(branch, given) for branch in branches]
+
+    def _while(
+        self, cond: Any, body: Any, cond_consts: int, body_consts: int, given: Sequence[Fact]
+    ) -> tuple[list[Fact], list[Body[Fact]]]:
+        first = cond_consts + body_consts
+        carry = list(given[first:])
+        same = [k == body_consts + i for i, k in enumerate(arguments_returned(body))]
+        while True:
+            of_cond = [*given[:cond_consts], *carry]
+            of_body = [*given[cond_consts:first], *carry]
+            (stop,) = self.through(cond, of_cond)
+            after = self.chosen(cond.outvars[0], stop, self.through(body, of_body), same)
+            grown = [self.join(pair) for pair in zip(carry, after, strict=True)]
+            if grown == carry:
+                return carry, [(cond, of_cond), (body, of_body)]
+            carry = grown
+
+    def _scan(
+        self, body: Any, consts: int, carries: int, given: Sequence[Fact]
+    ) -> tuple[list[Fact], list[Body[Fact]]]:
+        carry = list(given[consts : consts + carries])
+        parts = list(map(self.part, given[consts + carries :]))
+        while True:
+            of_body = [*given[:consts], *carry, *parts]
+            after = self.through(body, of_body)
+            grown = [self.join(pair) for pair in zip(carry, after[:carries], strict=True)]
+            if grown == carry:
+                return [*carry, *map(self.stacked, after[carries:])], [(body, of_body)]
+            carry = grown
+
+
+def arguments_returned(jaxpr: Any) -> list[int | None]:
+    """For each result of a jaxpr the number of the argument that it is, if no equation made it."""
+    numbers = {var: i for i, var in enumerate(jaxpr.invars)}
+    return [None if compat.is_literal(v) else numbers.get(v) for v in jaxpr.outvars]
+
+
+class _Forwarded(Dataflow[int | None]):
+    """The number of the argument that a value is, unchanged.
 
     **Arguments:**
 
-    - `jaxpr`: the program of one shard.
-    - `given`: the same of its arguments.
+    - `own_derivatives`: whether to look through functions with a derivative of their own too, whose value may
+        be that of an argument while its gradient is not.
     """
-    return _Walk(_typed, _untouched_by_types).through(jaxpr, given)
+
+    nothing = None
+
+    def __init__(self, own_derivatives: bool) -> None:
+        self.own_derivatives = own_derivatives
+
+    def join(self, facts: Iterable[int | None]) -> int | None:
+        first, *others = set(facts)
+        return None if others else first
+
+    def plain(self, eqn: Any, given: Sequence[int | None]) -> Sequence[int | None]:
+        return given if compat.made_varying(eqn) else [None] * len(eqn.outvars)
+
+    def own_rule(self, eqn: Any, given: Sequence[int | None]) -> Sequence[int | None] | None:
+        if self.own_derivatives or not compat.with_own_derivative(eqn):
+            return None
+        return [None] * len(eqn.outvars)
+
+    def part(self, whole: int | None) -> int | None:
+        return None
+
+    def stacked(self, part: int | None) -> int | None:
+        return None
 
 
-def all_axes(jaxpr: Any, given: Sequence[Axes]) -> list[Axes]:
-    """For each result of a jaxpr without types, the axes over which it may differ.
-
-    **Arguments:**
-
-    - `jaxpr`: the program of one instance.
-    - `given`: the same of its arguments.
-    """
-    return _Walk(_no_types, _by_collectives).through(jaxpr, given)
+def forwarded(jaxpr: Any) -> list[int | None]:
+    """For each result of a jaxpr the number of the argument whose value it is, if it is one unchanged."""
+    return _Forwarded(own_derivatives=True).through(jaxpr, range(len(jaxpr.invars)))
 
 
-def forwarded(jaxpr: Any, *, own_derivatives: bool = True) -> list[int | None]:
-    """For each result of a jaxpr the argument whose value it is, if it is one unchanged.
-
-    `own_derivatives`: through functions with a derivative of their own too, whose value may be that of the
-    argument while its gradient is not.
-    """
-    known: dict[Any, int | None] = {var: i for i, var in enumerate(jaxpr.invars)}
-
-    def source(atom: Any) -> int | None:
-        return None if compat.is_literal(atom) else known.get(atom)
-
-    for eqn in jaxpr.eqns:
-        for var, k in zip(eqn.outvars, _forwarding(eqn, own_derivatives), strict=True):
-            known[var] = None if k is None else source(eqn.invars[k])
-    return [source(var) for var in jaxpr.outvars]
-
-
-def sources(x: Any, seen: dict[int, tuple[Any, list[int | None]]]) -> Iterator[Any]:
+def sources(x: Any, seen: dict[int, tuple[Any, Sequence[int | None]]]) -> Iterator[Any]:
     """A value that is being traced, and all that it was, unchanged, before it came out of whatever runs other
     jaxprs: a `jit`, a `checkpoint`, a loop that carried it along.
 
@@ -66,223 +185,9 @@ def sources(x: Any, seen: dict[int, tuple[Any, list[int | None]]]) -> Iterator[A
     while (made := compat.made_by(x)) is not None:
         eqn, result = made
         if id(eqn) not in seen:
-            seen[id(eqn)] = eqn, _forwarding(eqn, own_derivatives=False)
+            walk = _Forwarded(own_derivatives=False)
+            seen[id(eqn)] = eqn, walk.equation(eqn, range(len(eqn.invars)))[0]
         operand = seen[id(eqn)][1][result]
         if operand is None:
             return
         yield (x := eqn.invars[operand])
-
-
-def _forwarding(eqn: Any, own_derivatives: bool) -> list[int | None]:
-    """For each result of an equation the operand that it is, if it is one unchanged."""
-    if compat.made_varying(eqn):
-        return [0]
-    if not own_derivatives and compat.with_own_derivative(eqn):
-        return [None] * len(eqn.outvars)
-    match compat.control_flow(eqn):
-        case ("call", jaxpr):
-            return forwarded(jaxpr, own_derivatives=own_derivatives)
-        case ("cond", branches):
-            first, *others = (
-                forwarded(branch, own_derivatives=own_derivatives) for branch in branches
-            )
-            same = [k if all(k == o[i] for o in others) else None for i, k in enumerate(first)]
-            return [None if k is None else 1 + k for k in same]
-        case ("scan", body, consts, carry):
-            own = range(consts, consts + carry)
-            pairs = zip(forwarded(body, own_derivatives=own_derivatives), own, strict=False)
-            kept = [k if k == mine else None for k, mine in pairs]
-            return [*kept, *[None] * (len(eqn.outvars) - carry)]
-    return [None] * len(eqn.outvars)
-
-
-def crossed(jaxpr: Any) -> Axes:
-    """The axes over which what comes of a jaxpr's arguments passes from one instance to another."""
-    found: set[AxisName] = set()
-
-    def plain(eqn: Any, seen: Axes) -> Axes:
-        found.update(compat.exchanged_by(eqn) if seen else ())
-        return seen
-
-    def pending(one: Pending, seen: Sequence[Axes]) -> Sequence[Axes]:
-        found.update(one.reduced_over if any(seen) else ())
-        return seen[-(len(seen) // 2) :]
-
-    # Any axis will do to tell what comes of them.
-    _Walk(_no_types, plain, pending).through(jaxpr, [frozenset([""])] * len(jaxpr.invars))
-    return frozenset(found)
-
-
-def _no_types(var: Any) -> Axes:
-    return NO_AXES
-
-
-def settled(closed: Any, given: Sequence[Axes], own: Axes) -> Any:
-    """A closed jaxpr without types in which what was `Pending` is decided.
-
-    **Arguments:**
-
-    - `closed`: the program of one instance.
-    - `given`: the axes over which its arguments may differ.
-    - `own`: the axes that are followed. What is pending over others waits for who knows of them.
-    """
-    return compat.with_open(closed, _settled(compat.open_jaxpr(closed), given, own))
-
-
-def _settled(jaxpr: Any, given: Sequence[Axes], own: Axes) -> Any:
-    if not _has_pending(jaxpr, own):
-        return jaxpr
-    walk = _Walk(_no_types, _by_collectives)
-    known: dict[Any, Axes] = dict(zip(jaxpr.invars, given, strict=True))
-    eqns = []
-    for eqn in jaxpr.eqns:
-        operands = [_known(known, var) for var in eqn.invars]
-        results, bodies = walk.equation(eqn, operands)
-        known.update(zip(eqn.outvars, results, strict=True))
-        eqns.append(_settled_equation(eqn, operands, bodies, own))
-    return compat.with_equations(jaxpr, eqns)
-
-
-def _settled_equation(
-    eqn: Any, operands: Sequence[Axes], bodies: Sequence["_Body"], own: Axes
-) -> Any:
-    pending = _pending(eqn)
-    if pending is not None:
-        return compat.calling(pending.decided(operands), eqn) if pending.is_over(own) else eqn
-    new = {id(body): _settled(body, given, own) for body, given in bodies}
-    if compat.with_own_derivative(eqn) and any(_is_own(e, own) for e in bodies[0][0].eqns):
-        # What has been decided has the derivatives of what it is.
-        (body,) = new.values()
-        return compat.calling(compat.runs(body), eqn)
-    return compat.with_jaxprs(eqn, new)
-
-
-def _pending(eqn: Any) -> Pending | None:
-    return getattr(compat.rule_of(eqn), "pending", None)
-
-
-def _is_own(eqn: Any, own: Axes) -> bool:
-    pending = _pending(eqn)
-    return pending is not None and pending.is_over(own)
-
-
-def _has_pending(jaxpr: Any, own: Axes) -> bool:
-    return any(_is_own(eqn, own) for eqn in compat.equations(jaxpr))
-
-
-def _untouched_by_types(eqn: Any, seen: Axes) -> Axes:
-    # What a collective reduces over, its operand was typed to vary over, and its result is not.
-    typed = NO_AXES.union(*map(_typed, eqn.invars))
-    return seen - (typed - NO_AXES.union(*map(_typed, eqn.outvars)))
-
-
-def _by_collectives(eqn: Any, seen: Axes) -> Axes:
-    if compat.made_varying(eqn):  # In a program with types: the value stays as it is.
-        return seen
-    joined, spread = compat.collective(eqn)
-    if not seen & spread and compat.permutes_all(eqn):
-        return seen
-    return (seen - joined) | spread
-
-
-def _by_pending(one: Pending, given: Sequence[Axes]) -> Sequence[Axes]:
-    return one.results_differ(given)
-
-
-def _typed(var: Any) -> Axes:
-    return compat.varying_type(var.aval)
-
-
-# A jaxpr, and the axes over which its arguments may differ.
-_Body: TypeAlias = tuple[Any, list[Axes]]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Walk:
-    """A walk along a jaxpr.
-
-    **Arguments:**
-
-    - `typed`: the axes that a variable's type tells, which are not followed.
-    - `plain`: what a plain equation makes of all axes of its operands.
-    - `pending`: what a reduction that is pending makes of those of its operands.
-    """
-
-    typed: Callable[[Any], Axes]
-    plain: Callable[[Any, Axes], Axes]
-    pending: Callable[[Pending, Sequence[Axes]], Sequence[Axes]] = _by_pending
-
-    def through(self, jaxpr: Any, given: Sequence[Axes]) -> list[Axes]:
-        known: dict[Any, Axes] = dict(zip(jaxpr.invars, given, strict=True))
-        for eqn in jaxpr.eqns:
-            found, _ = self.equation(eqn, [_known(known, var) for var in eqn.invars])
-            for var, axes in zip(eqn.outvars, found, strict=True):
-                known[var] = axes - self.typed(var)
-        return [_known(known, var) for var in jaxpr.outvars]
-
-    def equation(self, eqn: Any, given: list[Axes]) -> tuple[Sequence[Axes], list[_Body]]:
-        """What it makes of the axes of its operands; and the jaxprs that it runs, with those of theirs."""
-        if (pending := _pending(eqn)) is not None:
-            return self.pending(pending, given), []
-        match compat.control_flow(eqn):
-            case ("cond", branches):
-                found = self._cond(branches, given[0] | self.typed(eqn.invars[0]), given[1:])
-                return found, [(branch, given[1:]) for branch in branches]
-            case ("while", cond, body, cond_consts, body_consts):
-                return self._while(cond, body, cond_consts, body_consts, given)
-            case ("scan", body, consts, carry):
-                return self._scan(body, consts, carry, given)
-            case ("call", jaxpr):
-                return self.through(jaxpr, given), [(jaxpr, given)]
-        return [self.plain(eqn, NO_AXES.union(*given))] * len(eqn.outvars), []
-
-    def _cond(self, branches: Sequence[Any], predicate: Axes, given: list[Axes]) -> list[Axes]:
-        results = zip(*(self.through(branch, given) for branch in branches), strict=True)
-        chosen = [
-            predicate if len(set(sources)) > 1 or None in sources else NO_AXES
-            for sources in zip(*map(_sources, branches), strict=True)
-        ]
-        return [NO_AXES.union(axes, *each) for axes, each in zip(chosen, results, strict=True)]
-
-    def _while(
-        self, cond: Any, body: Any, cond_consts: int, body_consts: int, given: list[Axes]
-    ) -> tuple[list[Axes], list[_Body]]:
-        first = cond_consts + body_consts
-        carry = given[first:]
-        kept = [source == body_consts + i for i, source in enumerate(_sources(body))]
-        while True:
-            of_cond = [*given[:cond_consts], *carry]
-            of_body = [*given[cond_consts:first], *carry]
-            (stop,) = self.through(cond, of_cond)
-            stop |= self.typed(cond.outvars[0])
-            after = self.through(body, of_body)
-            grown = [
-                old if same else old | new | stop
-                for old, new, same in zip(carry, after, kept, strict=True)
-            ]
-            if grown == carry:
-                return carry, [(cond, of_cond), (body, of_body)]
-            carry = grown
-
-    def _scan(
-        self, body: Any, consts: int, carries: int, given: list[Axes]
-    ) -> tuple[list[Axes], list[_Body]]:
-        carry = given[consts : consts + carries]
-        while True:
-            of_body = [*given[:consts], *carry, *given[consts + carries :]]
-            after = self.through(body, of_body)
-            grown = [old | new for old, new in zip(carry, after[:carries], strict=True)]
-            if grown == carry:
-                return [*carry, *after[carries:]], [(body, of_body)]
-            carry = grown
-
-
-def _known(known: Mapping[Any, Axes], atom: Any) -> Axes:
-    # A literal cannot be a key.
-    return NO_AXES if compat.is_literal(atom) else known.get(atom, NO_AXES)
-
-
-def _sources(jaxpr: Any) -> list[int | None]:
-    """For each result the argument that it is, if it is one as it came in."""
-    numbers = {var: i for i, var in enumerate(jaxpr.invars)}
-    return [None if compat.is_literal(v) else numbers.get(v) for v in jaxpr.outvars]

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
 from .._base import errors
@@ -21,6 +22,8 @@ from ._wide import after_sum, before_sum
 
 # How the name begins that a reduced gradient is given in the program.
 GRADIENT = "gradient of "
+# What is given to what statemesh itself sums: a cotangent of a reduced gradient may look like one.
+SUMMAND = "summed by statemesh"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +70,15 @@ class Reduction:
         if shared := [p for p, axes in zip(self.params, params, strict=True) if apart - axes]:
             raise errors.loss_differs(self.name, [a for a in axes if a in apart], shared)
 
+    def with_names(self, values: Sequence[Any]) -> list[Any]:
+        """Reduced gradients, then the loss; each gradient by the name of its parameter.
+
+        By this name a gradient that is summed a second time is found in the traced program.
+        """
+        *grads, loss = values
+        names = [GRADIENT + path for path in self.params]
+        return [*map(checkpoint_name, grads, names), loss]
+
     def of_loss(self, loss: Axes, axes: Axes) -> Plan:
         """What is done to the loss, which differs over some of `axes`."""
         if not self.mean and (same := (self.named & axes) - loss):
@@ -110,7 +122,8 @@ def reduce_on_mesh(
     for over in dict.fromkeys(plan.sum for plan in plans if plan.sum):
         at = [k for k, plan in enumerate(plans) if plan.sum == over]
         names = tuple(name for name in axis_names if name in over)
-        for k, x in zip(at, jax.lax.psum([parts[k] for k in at], names), strict=True):
+        summands = [checkpoint_name(parts[k], SUMMAND) for k in at]
+        for k, x in zip(at, jax.lax.psum(summands, names), strict=True):
             parts[k] = x
     triples = zip(parts, values, sizes, strict=True)
     return [after_sum(part, x.dtype, n) for part, x, n in triples]
@@ -176,7 +189,16 @@ class Pending:
     def decided(self, operands: Sequence[Axes]) -> Callable[..., list[Any]]:
         """What it is on a mesh, given over which axes its operands differ."""
         plans = self.plans(operands)
-        return lambda *operands: reduce_on_mesh(_halves(operands[1:])[1], plans, self.axis_names)
+        # Lanes that are not named may each have a gradient of their own, to be summed as their author likes.
+        is_last = not self.backward and (
+            not self.lanes or self.reduction.named.issuperset(self.axis_names)
+        )
+
+        def reduced(*operands: Any) -> list[Any]:
+            values = reduce_on_mesh(_halves(operands[1:])[1], plans, self.axis_names)
+            return self.reduction.with_names(values) if is_last else values
+
+        return reduced
 
     def decided_for_lanes(
         self, batched: Sequence[bool], count: int, values: Sequence[Any]

@@ -1,104 +1,151 @@
-"""Gradients that are summed over shards a second time, found in a program whose values are typed."""
+"""Gradients that are summed over shards a second time, found in a traced program.
+
+`value_and_grad` names each gradient that it has reduced. From there on the walk follows it through whatever
+only scales it by a constant. A sum over an axis along which it is the same makes it too large, unless it is
+divided by the number of shards, before or after: then it is a mean, which changes nothing.
+"""
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from .._base import _compat as compat
+from .._base import errors
 from .._base._types import NO_AXES, Axes, AxisName
-from ._reduction import GRADIENT
+from ._dataflow import Dataflow
+from ._differing import Differing
+from ._equations import divisor, sizes_mapped, split_over
+from ._reduction import GRADIENT, SUMMAND
 
 
 @dataclasses.dataclass(frozen=True)
 class _Gradient:
-    """A value that is a reduced gradient, up to a constant factor."""
+    """A reduced gradient up to a constant factor, or a sum of such over shards.
+
+    **Attributes:**
+
+    - `name`: the one that `value_and_grad` has given it.
+    - `differs`: the axes over which it may differ.
+    - `divisors`: the whole numbers by which it has been divided, and their products.
+    - `summed`: the axes over which it has been summed again.
+    - `used`: whether anything else was made of that sum, so that no division can still make it a mean.
+    """
 
     name: str
-    factor: float = 1.0
-    # The axes over which it was typed as varying anew.
-    axes: Axes = NO_AXES
+    differs: Axes
+    divisors: frozenset[int] = frozenset()
+    summed: Axes = NO_AXES
+    used: bool = False
 
 
-def summed_twice(jaxpr: Any, sizes: Mapping[AxisName, int]) -> list[tuple[str, AxisName]]:
-    """The gradients of which a sum is taken over an axis where `value_and_grad` has made them the same.
+_Gradients: TypeAlias = frozenset[_Gradient]
+_NONE: _Gradients = frozenset()
 
-    Each by its name, with the axis. A sum that is divided by the number of shards is a mean: it changes
-    nothing, and is let through.
+
+def check_sums(name: str, mapped: Any) -> None:
+    """Refuse a program of one shard that sums a gradient a second time.
 
     **Arguments:**
 
-    - `jaxpr`: what one shard runs.
-    - `sizes`: of the mesh axes.
+    - `name`: what the message calls the function.
+    - `mapped`: the equation of its `shard_map`; `None` if there is none.
+
+    **Raises:** `StatemeshError` that names each such gradient.
     """
-    search = _Search(sizes)
-    search.through(jaxpr, [None] * len(jaxpr.invars))
-    return list(dict.fromkeys(search.found))
+    if mapped is not None and (found := summed_twice(mapped)):
+        raise errors.reduced_twice(name, found)
 
 
-class _Search:
-    def __init__(self, sizes: Mapping[AxisName, int]) -> None:
+def summed_twice(mapped: Any) -> list[tuple[str, AxisName]]:
+    """The gradients of which the results hold a sum over an axis along which they were the same.
+
+    Each by its name, with the axis.
+
+    **Arguments:**
+
+    - `mapped`: the equation of a `shard_map`.
+    """
+    body = compat.open_jaxpr(mapped.params["jaxpr"])
+    if not any(map(_is_named, compat.equations(body))):
+        return []
+    named = _Named()
+    named.through(body, split_over(mapped))
+    walk = _Sums(named.found, sizes_mapped(mapped))
+    results = walk.join(walk.through(body, [_NONE] * len(body.invars)))
+    return sorted({(one.name, axis) for one in results for axis in one.summed}, key=str)
+
+
+class _Named(Differing):
+    """It remembers over which axes the named gradients differ."""
+
+    def __init__(self) -> None:
+        self.found: dict[Any, Axes] = {}
+
+    def result(self, var: Any, fact: Axes) -> Axes:
+        # One variable stands for several values where a jaxpr is run by several equations.
+        self.found[var] = self.found.get(var, NO_AXES) | fact
+        return fact
+
+
+class _Sums(Dataflow[_Gradients]):
+    """The gradients that a value may be, and the sums that have gone into it.
+
+    **Arguments:**
+
+    - `differ`: the axes over which variables may differ.
+    - `sizes`: of the axes that are mapped over.
+    """
+
+    nothing = _NONE
+
+    def __init__(self, differ: Mapping[Any, Axes], sizes: Mapping[AxisName, int]) -> None:
+        self.differ = differ
         self.sizes = sizes
-        self.found: list[tuple[str, AxisName]] = []
+        self.total = math.prod(sizes.values())
 
-    def through(self, jaxpr: Any, given: Sequence[_Gradient | None]) -> list[_Gradient | None]:
-        """Which results are gradients, given which arguments are."""
-        known: dict[Any, _Gradient | None] = dict(zip(jaxpr.invars, given, strict=True))
+    def join(self, facts: Iterable[_Gradients]) -> _Gradients:
+        return _NONE.union(*facts)
 
-        def gradient(atom: Any) -> _Gradient | None:
-            return None if compat.is_literal(atom) else known.get(atom)
+    def plain(self, eqn: Any, given: Sequence[_Gradients]) -> Sequence[_Gradients]:
+        if _is_named(eqn):
+            var = eqn.outvars[0]
+            return [frozenset([_Gradient(eqn.params["name"], self.differ[var])])]
+        if compat.is_sum(eqn):
+            over = frozenset(self.sizes) & compat.collective(eqn)[0]
+            return [self._summed(each, over) for each in given]
+        by = divisor(eqn)
+        if by is None or compat.name_given(eqn) == SUMMAND:
+            inner = [self.through(j, [_NONE] * len(j.invars)) for j in compat.jaxprs_of(eqn)]
+            made = self.join([*given, *map(self.join, inner)])
+            used = frozenset(dataclasses.replace(one, used=True) for one in made if one.summed)
+            return [used] * len(eqn.outvars)
+        return [self._divided(self.join(given), by)]
 
-        for eqn in jaxpr.eqns:
-            operands = [gradient(atom) for atom in eqn.invars]
-            if compat.is_sum(eqn):
-                for one, total in zip(operands, eqn.outvars, strict=False):
-                    if one is not None:
-                        self._look(one, compat.collective(eqn)[0], jaxpr, total)
-            else:
-                known.update(zip(eqn.outvars, self._results(eqn, operands), strict=True))
-        return [gradient(atom) for atom in jaxpr.outvars]
+    def _summed(self, given: _Gradients, over: Axes) -> _Gradients:
+        found = set()
+        for one in given:
+            again = over - one.differs
+            if one.summed:
+                found.add(dataclasses.replace(one, used=True))
+            elif not self._is_mean(one.divisors, again):
+                found.add(dataclasses.replace(one, summed=again))
+        return frozenset(found)
 
-    def _results(
-        self, eqn: Any, operands: Sequence[_Gradient | None]
-    ) -> Sequence[_Gradient | None]:
-        name = compat.name_given(eqn) or ""
-        if name.startswith(GRADIENT):
-            return [_Gradient(name)]
-        nothing: list[_Gradient | None] = [None] * len(eqn.outvars)
-        match compat.control_flow(eqn):
-            case ("call", body) | ("scan", body, _, _):
-                return self.through(body, operands)
-            case ("cond", branches):
-                first, *_ = [self.through(branch, operands[1:]) for branch in branches]
-                return first
-        for inner in compat.jaxprs_of(eqn):
-            self.through(inner, [None] * len(inner.invars))
-        factor, ones = compat.scaling(eqn), [one for one in operands if one is not None]
-        if factor is None or not ones:
-            return nothing
-        axes = ones[0].axes | compat.made_varying(eqn)
-        return [dataclasses.replace(ones[0], factor=ones[0].factor * factor, axes=axes)]
+    def _divided(self, given: _Gradients, by: int) -> _Gradients:
+        found = set()
+        for one in given:
+            products = {by * other for other in one.divisors | {1}}
+            # No other number can ever be the one that makes a mean; so a loop does not go on for ever.
+            kept = one.divisors | {k for k in products if k > 1 and self.total % k == 0}
+            if one.used or not (one.summed and self._is_mean(kept, one.summed)):
+                found.add(dataclasses.replace(one, divisors=kept))
+        return frozenset(found)
 
-    def _look(self, one: _Gradient, over: Axes, jaxpr: Any, total: Any) -> None:
-        again = sorted(one.axes & over, key=str)
-        count = math.prod(self.sizes[axis] for axis in again) * one.factor
-        if again and not _is_one(count) and not self._is_mean(jaxpr, total, count):
-            self.found += [(one.name, axis) for axis in again]
-
-    def _is_mean(self, jaxpr: Any, total: Any, count: float) -> bool:
-        """Whether `count` times a gradient becomes that gradient wherever it is used."""
-        users = [eqn for eqn in jaxpr.eqns if any(v is total for v in eqn.invars)]
-        factors = [compat.scaling(eqn) for eqn in users]
-        return bool(users) and all(
-            factor is not None
-            and (
-                _is_one(count * factor)
-                or (factor == 1 and self._is_mean(jaxpr, eqn.outvars[0], count))
-            )
-            for eqn, factor in zip(users, factors, strict=True)
-        )
+    def _is_mean(self, divisors: frozenset[int], axes: Axes) -> bool:
+        count = math.prod(self.sizes[axis] for axis in axes)
+        return count == 1 or count in divisors
 
 
-def _is_one(factor: float) -> bool:
-    # Numbers in a program are rounded, to as few digits as bfloat16 has.
-    return math.isclose(abs(factor), 1, rel_tol=1e-2)
+def _is_named(eqn: Any) -> bool:
+    return (compat.name_given(eqn) or "").startswith(GRADIENT)

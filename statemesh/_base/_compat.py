@@ -158,22 +158,6 @@ def name_given(eqn: Any) -> str | None:
     return name
 
 
-def scaling(eqn: Any) -> float | None:
-    """What an equation multiplies its one operand with, if it does no more: a number written out, or 1
-    where it only changes the dtype, shape or type."""
-    name, literals = eqn.primitive.name, [v for v in eqn.invars if is_literal(v)]
-    if name in ("convert_element_type", "reshape", "broadcast_in_dim", "squeeze", *_VARYING):
-        return 1.0
-    if name == "neg":
-        return -1.0
-    if name in ("mul", "div") and len(literals) == 1 and np.ndim(literals[0].val) == 0:
-        number = float(np.real(literals[0].val))
-        if name == "mul":
-            return number
-        return 1 / number if literals[0] is eqn.invars[1] and number else None
-    return None
-
-
 def forwards(eqn: Any) -> bool:
     """Whether an equation's one result is its one operand, but for its dtype or type."""
     return eqn.primitive.name in ("name", "copy", "copy_p", "convert_element_type", *_VARYING)

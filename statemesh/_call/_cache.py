@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._axes._dataflow import hidden_axes
-from .._axes._summed_twice import summed_twice
+from .._axes._differing import hidden_axes
+from .._axes._equations import shard_map_equation, shard_map_recorded
+from .._axes._summed_twice import check_sums
 from .._base import _compat as compat
 from .._base import errors
-from .._base._types import NO_AXES
 from .._write_back import WriteBack
 from ._binding import Outside
 from ._declared import Declared
@@ -56,8 +56,8 @@ class CompiledEntry:
         self.agreed = False
         # The backward pass of an eager `jax.vjp` may be recorded. No layer of ours goes into its jaxpr.
         self.plain = jax.jit(program, inline=compat.INLINED)
-        # Without JAX's check there are no types that a mistake could escape.
-        self.program_checked = not (program.binding.check_vma and declared.jit)
+        # A function that runs eagerly may have no program, and that of a `vmap` shows no sums over lanes.
+        self.program_checked = not (declared.jit and program.binding.sizes)
         self.lowers: Any = self.plain
         if declared.donate != "none":
             self.lowers = DonatingProgram(program, declared.donate)
@@ -79,22 +79,41 @@ class CompiledEntry:
     def check_program(self, arrays: Sequence[Any]) -> None:
         """Refuse, once, what the traced program shows and JAX's types let through.
 
-        These are writes in a branch that differ between shards, and gradients that are summed a second time.
+        These are gradients that are summed a second time and, where JAX checks types, writes in a branch
+        that differ between shards.
         JAX remembers the trace, so that the call that follows does not trace again.
         """
         if self.program_checked:
             return
         traced = self.lowers.trace(*arrays)
+        check_sums(self.program.declared.name, shard_map_equation(traced.jaxpr))
         body = compat.shard_map_body(traced.jaxpr)
-        if body is not None:
-            if again := summed_twice(body, self.program.binding.sizes):
-                raise errors.reduced_twice(self.program.declared.name, again)
+        if body is not None and self.program.binding.check_vma:
             self._check_branches(body, traced.out_info[1])
         self.program_checked = True
 
+    def traced_run(self, given: Sequence[Any], recorded: bool) -> tuple[Sequence[Any], WriteBack]:
+        """Run the program on traced inputs, and check it once.
+
+        Where nothing is recorded (an eager `grad` or `vmap`) the compiled program is transformed. Where a
+        jaxpr is, no layer of ours goes into it.
+        """
+        run = self.program if recorded or not self.program.declared.jit else self.plain
+        if self.program_checked:
+            return run(*given)
+        if recorded:
+            outputs, back = run(*given)
+            equation = shard_map_recorded(outputs)
+        else:
+            equation = shard_map_equation(self.plain.trace(*given).jaxpr)
+            outputs, back = run(*given)
+        check_sums(self.program.declared.name, equation)
+        self.program_checked = True
+        return outputs, back
+
     def _check_branches(self, body: Any, back: WriteBack) -> None:
         leaving = self.program.resolved.leaving
-        hidden = hidden_axes(body, [NO_AXES] * len(body.invars))
+        hidden = hidden_axes(body)
         found = [
             (path, axes, back.placements[i].spec)
             for i, path in back.written

@@ -100,12 +100,9 @@ class Pipeline:
             return back(outputs, shown, held)
         rules.check_traced(self.declared.name, leaves)
         given: Sequence[Any] = program.layout.traced(inputs, recorded)
-        # Where nothing is recorded (an eager `grad` or `vmap`) the compiled program is transformed;
-        # where a jaxpr is, no layer of ours goes into it.
-        run = program if recorded or not self.declared.jit else entry.plain
         try:
             with around:
-                outputs, back = run(*given)
+                outputs, back = entry.traced_run(given, recorded)
         except jax.errors.UnexpectedTracerError as error:
             raise errors.old_tracer(self.declared.name, program.tracer_paths(given)) from error
         self._cache.keep(entry)
