@@ -189,10 +189,9 @@ def test_lanes_and_mesh_in_one_function(body: Callable[[Any], Any]) -> None:
         return body(x)
 
     text = (
-        "step: inside a checked shard_map a function whose collectives run over its lanes ('b') cannot "
-        "use mesh axes ('x') too. Write instead:\n"
-        "  1. what runs over the mesh before vmap2, or after it: jax.lax.psum(out, 'x') of what it "
-        "returned;\n"
+        "step: inside a checked shard_map, a function with collectives over its lanes ('b') cannot use "
+        "mesh axes ('x') too. Write one of these instead:\n"
+        "  1. use the mesh before or after vmap2, as in jax.lax.psum(out, 'x') of what it returned;\n"
         "  2. for a state: State(value, reduce='mean'), or 'sum', 'max', 'min', or a function: statemesh "
         "merges the lanes' writes, and the function may use mesh axes;\n"
         "  3. for a result: return it with out_axes=0 and reduce it after vmap2, as with "

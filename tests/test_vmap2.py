@@ -235,8 +235,8 @@ def test_lanes_of_shards_draw_different_numbers() -> None:
 
 
 REFUSED = """\
-lane: inside a checked shard_map a function whose collectives run over its lanes ('lane') cannot use mesh axes ('x') too. Write instead:
-  1. what runs over the mesh before vmap2, or after it: jax.lax.psum(out, 'x') of what it returned;
+lane: inside a checked shard_map, a function with collectives over its lanes ('lane') cannot use mesh axes ('x') too. Write one of these instead:
+  1. use the mesh before or after vmap2, as in jax.lax.psum(out, 'x') of what it returned;
   2. for a state: State(value, reduce='mean'), or 'sum', 'max', 'min', or a function: statemesh merges the lanes' writes, and the function may use mesh axes;
   3. for a result: return it with out_axes=0 and reduce it after vmap2, as with jax.lax.psum(jnp.sum(out, 0), 'x')."""  # noqa: E501
 

@@ -69,7 +69,7 @@ class ByAxis:
 
     def check(self) -> None:
         if self.unexpected not in POLICIES:
-            raise errors.unknown_mapping_policy(self.unexpected, POLICIES)
+            raise errors.unknown_choice("unexpected_out_state_mapping", self.unexpected, POLICIES)
         size = self.axis_size
         if size is not None and not is_size(size):
             raise errors.bad_axis_size("axis_size", size)
@@ -229,10 +229,10 @@ class ByAxis:
         declared: list[errors.Diverged] = []
         others: list[errors.Diverged] = []
         for one in wrong.diverged:
-            at_none = one.said is None or (one.said is UNSAID and one.path in self.shared)
+            at_none = one.declared is None or (one.declared is UNSAID and one.path in self.shared)
             (declared if at_none else others).append(one)
         if declared or others:
-            raise errors.lanes_wrote(fun_name, declared or others, declared_none=bool(declared))
+            raise errors.lanes_diverged(fun_name, declared or others, declared_none=bool(declared))
         if wrong.varying:
             raise errors.lanes_vary(fun_name, wrong.varying)
         if wrong.stacked and self.unexpected == "warn":

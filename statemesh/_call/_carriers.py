@@ -59,7 +59,7 @@ class Lanes:
 
     def check(self, transform: str) -> None:
         if self.spmd_axis_name is not None and not isinstance(self.spmd_axis_name, Hashable):
-            raise errors.wrong_argument(transform, "spmd_axis_name", self.spmd_axis_name)
+            raise errors.invalid_argument(transform, "spmd_axis_name", self.spmd_axis_name)
 
     def at(self, axis_name: AxisName, axis: int | None, ndim: int) -> Place:
         return Lane(axis, frozenset() if axis is None else frozenset([axis_name]))
@@ -143,7 +143,7 @@ class Devices:
     def alone(self) -> Lanes:
         found = self._found()
         if len(own_devices(found)) < len(found):
-            raise errors.processes_alone()
+            raise errors.unsharded_by_one_process()
         return Lanes()
 
     def _found(self) -> list[jax.Device]:
