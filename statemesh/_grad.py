@@ -89,7 +89,7 @@ def value_and_grad(
     from parameters alone varies then too, and needs `reduce='mean'`.
     """
     if reduce not in ("mean", "sum"):
-        raise errors.unknown_reduction(reduce)
+        raise errors.unknown_choice("value_and_grad: reduce", reduce, ("mean", "sum"))
     check_function("value_and_grad", fun)
     check_names("value_and_grad", axis_name)
     to_predicate(wrt)

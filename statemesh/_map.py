@@ -161,9 +161,11 @@ class Map(Module, Generic[M]):
         if not is_size(init_map_size):
             raise errors.bad_axis_size("init_map_size", init_map_size)
         if not isinstance(behavior, str) or behavior not in TRANSFORMS:
-            raise errors.unknown_behavior(behavior, tuple(TRANSFORMS))
+            raise errors.unknown_choice("behavior", behavior, tuple(TRANSFORMS))
         if unexpected_out_state_mapping not in POLICIES:
-            raise errors.unknown_mapping_policy(unexpected_out_state_mapping, POLICIES)
+            raise errors.unknown_choice(
+                "unexpected_out_state_mapping", unexpected_out_state_mapping, POLICIES
+            )
         check_text("Map", "state_tag", state_tag)
         if axis_name is not None:
             check_lane_name("Map", axis_name)
@@ -256,7 +258,7 @@ class Map(Module, Generic[M]):
 
 def _check_method(module: Module, name: Name) -> None:
     if not isinstance(name, str):
-        raise errors.wrong_argument("Map", "map", name)
+        raise errors.invalid_argument("Map", "map", name)
     if not callable(getattr(type(module), name, None)):
         own = [n for n in dir(type(module)) if not n.startswith("_") and not hasattr(Module, n)]
         names = [n for n in own if callable(getattr(type(module), n))]

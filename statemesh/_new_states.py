@@ -192,7 +192,7 @@ def create(
         raise errors.new_states_need_size()
     by = f"{behavior}2_new_states"
     if not (isinstance(init_kwargs, dict) and all(isinstance(name, str) for name in init_kwargs)):
-        raise errors.wrong_argument(by, "init_kwargs", init_kwargs)
+        raise errors.invalid_argument(by, "init_kwargs", init_kwargs)
     check_text(by, "state_tag", state_tag)
     transform, unnamed = TRANSFORMS[behavior]
     creation = _Creation(

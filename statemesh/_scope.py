@@ -41,7 +41,7 @@ class Scope:
             checked = [name for name in self.typed if name not in followed]
             raise errors.gradient_in_mixed_maps(unknown or followed, followed, checked)
         if unknown:
-            raise errors.gradient_unfollowed(unknown)
+            raise errors.gradient_unchecked(unknown)
         around = NO_AXES.union(*(names for names, _ in _around.get()))
         if twice := named & around & frozenset(self.typed):
             raise errors.gradient_in_gradient(_in_order(twice, self.typed))
@@ -147,7 +147,7 @@ class Scope:
                 raise errors.loss_exchanged_inside(
                     self.reduction.name, _in_order(inside, self.typed)
                 )
-            raise errors.loss_typed_apart(self.reduction.name, _in_order(shared, self.typed))
+            raise errors.loss_exchanged(self.reduction.name, _in_order(shared, self.typed))
         # Of a loss that has been made one of all shards', types have JAX pass each its cotangent in silence.
         if (one := (self.own & axes) - over) and (inside := one & compat.exchanged_over(program())):
             raise errors.loss_exchanged_inside(self.reduction.name, _in_order(inside, self.typed))

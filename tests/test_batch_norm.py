@@ -474,14 +474,14 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         of_no_rows,
         sm.StatemeshError,
-        "BatchNorm: x is float32[0,3], and nothing has no mean. Give every shard a row at least: where "
-        "rows do not divide evenly, pad them, and say with `where` which of them count.",
+        "BatchNorm: x is float32[0,3], and no rows have no mean. Give every shard at least one row: if "
+        "rows do not divide evenly, pad them, and mark with `where` which of them count.",
     ),
     (
         lambda: norm()(X[:, :2]),
         sm.StatemeshError,
-        "BatchNorm: x is float32[8,2] with 2 channels on axis -1, but the layer holds 3. Make it for as "
-        "many, or say with channel_axis where the channels are.",
+        "BatchNorm: x is float32[8,2] with 2 channels on axis -1, but the layer holds 3. Make the layer "
+        "for as many, or name the axis of the channels by channel_axis.",
     ),
     (
         lambda: norm(channel_axis=2)(X),
@@ -491,9 +491,8 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: norm()(X[0]),
         sm.StatemeshError,
-        "BatchNorm: x is float32[3], a row alone, of which there are no statistics. Give the layer all "
-        "rows at once; or name the axis that they are mapped over, in the layer and in the map: "
-        "axis_name='rows'.",
+        "BatchNorm: x is float32[3], a single row, which has no statistics. Give the layer all rows at "
+        "once; or name the axis that they are mapped over, in the layer and in the map: axis_name='rows'.",
     ),
     (
         lambda: norm()(X.astype(int)),
@@ -531,8 +530,8 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: norm().with_statistics(np.zeros(SIZE), np.ones(SIZE)),
         sm.StatemeshError,
-        "BatchNorm: with momentum=None values count the same whenever they were seen, so with_statistics "
-        "has to know of how many these are: `with_statistics(mean, var, count=...)`.",
+        "BatchNorm: with momentum=None all values count the same, whenever they were seen, so "
+        "with_statistics must know how many values these are of: `with_statistics(mean, var, count=...)`.",
     ),
     (
         lambda: sm.vmap2(forward, in_axes=(None, 0), axis_name="rows")(norm(axis_name="data"), X),
@@ -542,9 +541,9 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: jax.jit(forward)(norm(), X),
         TypeError,
-        "BatchNorm: `inference` is traced here, where it has to be True or False. jax.jit, scan and grad "
-        "trace the Python numbers in a model that they are given. Give them its arrays alone: `arrays, "
-        "rest = equinox.partition(model, equinox.is_array)`, or use equinox.filter_jit.",
+        "BatchNorm: `inference` is traced here, but must be True or False. jax.jit, scan and grad trace "
+        "the Python numbers in a model. Give them only its arrays: `arrays, rest = "
+        "equinox.partition(model, equinox.is_array)`, or use equinox.filter_jit.",
     ),
 ]
 

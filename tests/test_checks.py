@@ -36,16 +36,16 @@ SPMD = (
     "several, as in spmd_axis_name='data'."
 )
 LANES = (
-    "{transform}: axis_name is {given} of type {type}, but must be a string, as in axis_name='data'; no "
-    "number, for those are axes of arrays, and no tuple, for those are several names."
+    "{transform}: axis_name is {given} of type {type}, but must be a string, as in axis_name='data'; a "
+    "number is the position of an array's axis, and a tuple is several names."
 )
 SEVERAL = (
     "{what}: axis_name is {given} of type {type}, but must be a string, or a tuple of several, as in "
     "axis_name=('data', 'model')."
 )
 KINDS = (
-    "{transform}: {name} is {kind}, whose call gives no values yet, but something that is still to run. JAX "
-    "traces a function once, from its arguments to what it returns: write `def` without `async`, and "
+    "{transform}: {name} is {kind}: a call of it gives no values, only something that is still to run. "
+    "JAX traces a function once, from its arguments to its results: write `def` without `async`, and "
     "`return` the values without `yield`."
 )
 
@@ -113,7 +113,7 @@ def test_names_of_several_axes(given: Any) -> None:
 
 @pytest.mark.parametrize("given", [True, False, None, ["states"], {}, 3, (0,)])
 def test_donate(given: Any) -> None:
-    text = f"donate={given!r} is not known. Use 'none', 'states', 'all'."
+    text = f"donate={given!r} is not known. Use one of 'none', 'states', 'all'."
     assert_says(lambda: sharded(donate=given), sm.StatemeshError, text)
 
 
@@ -293,14 +293,14 @@ def test_map() -> None:
     refused(lambda tag: sm.Map(Counter(), 2, state_tag=tag), 3, "Map", "state_tag", "state_tag")
     check(lambda: sm.Map(Counter(), 2, axis_name=0), LANES, 0, transform="Map")
     behavior: Any = ["vmap"]
-    text = "behavior=['vmap'] is not known. Use 'vmap', 'pmap'."
+    text = "behavior=['vmap'] is not known. Use one of 'vmap', 'pmap'."
     assert_says(lambda: sm.Map(Counter(), 2, behavior=behavior), sm.StatemeshError, text)
     text = (
         "a key of init_state_axes is 'a' of type str, not an axis. Use an int (negative ones count from the "
         "end), or None for what all lanes share."
     )
     assert_says(lambda: sm.Map(Counter(), 2, init_state_axes={"a": ...}), TypeError, text)
-    there = "The states there are:\n  - module.count: State(float32[])"
+    there = "The states are:\n  - module.count: State(float32[])"
     text = f"init_state_axes: no state matches 'slow'. {there}"
     made = sm.Map(Counter(), 2, init_state_axes="slow")
     assert_says(lambda: made.init_all_states(), sm.StructureError, text)
@@ -349,16 +349,16 @@ def test_meshes() -> None:
     auto: Any = None
     call = lambda: legacy.shard_map(same, make_mesh(), P("x"), P("x"), auto=auto)
     assert_says(call, TypeError, text)
-    said = r"but must be a jax.sharding.Mesh, whose devices arrays are put on\."
+    said = r"but must be a jax.sharding.Mesh, which has devices to put arrays on\."
     with pytest.raises(TypeError, match=said):
         sm.place(X, make_mesh().abstract_mesh)
 
 
 def test_axes_that_are_left_open() -> None:
     text = """\
-specs name axes that there are not:
+specs name axes the mesh does not have:
   - {where} refers to UNCONSTRAINED: P(UNCONSTRAINED)
-The axes to map over are 'x' of Mesh(x=8). A call that is mapped has to know how each axis is split: write None for one that is not."""  # noqa: E501
+The axes to map over are 'x' of Mesh(x=8). A mapped call must know how each axis is split: write None for one that is not split."""  # noqa: E501
     spec = P(P.UNCONSTRAINED)
     make = lambda: sm.shard_map(same, make_mesh(), spec, P("x"))
     assert_says(make, sm.SpecError, text.format(where="in_specs"))
@@ -370,9 +370,9 @@ The axes to map over are 'x' of Mesh(x=8). A call that is mapped has to know how
 
 def test_placing_what_is_traced() -> None:
     text = """\
-{what}: these arrays are traced, as by jit, grad or vmap around, and lie nowhere yet:
+{what}: these arrays are traced, as inside jit, grad or vmap, and cannot be placed:
   - {path}
-Place them before, outside of it. Where they are traced a mapped call lays its arguments out itself."""
+Place them before, outside the traced function. Inside it, a mapped call lays out its arguments itself."""
     place = lambda x: sm.place({"w": sm.State(x)}, make_mesh())["w"].value.sum()
     for transform in (jax.jit, jax.grad, jax.vmap):
         shown = text.format(what="place", path="tree['w']")
@@ -384,7 +384,7 @@ Place them before, outside of it. Where they are traced a mapped call lays its a
 
 def test_shapes_without_values() -> None:
     text = """\
-{what}: these are shapes without values (jax.ShapeDtypeStruct), which is not a valid JAX type to compute with:
+{what}: these arguments are shapes without values (jax.ShapeDtypeStruct):
   - {path}
 Pass arrays. For shapes there are `mapped.lower(...)` and `jax.eval_shape(mapped, ...)`."""
     for mapped in (sharded(), sm.pmap2(same), sm.vmap2(same)):
@@ -418,8 +418,8 @@ def test_packed_models() -> None:
     mesh = make_mesh()
     packed = sm.pack({"a": sm.State(np.ones(4)), "b": sm.State(1.0)}, mesh)
     text = (
-        "pack: model is Packed(2 states in 1 arrays, 0 beside) of type Packed, but must be the model that it "
-        "was made of, as in pack(packed.unpack(), mesh)."
+        "pack: model is Packed(2 states in 1 arrays, 0 beside) of type Packed, but must be a model that "
+        "is not packed yet, as in pack(packed.unpack(), mesh)."
     )
     assert_says(lambda: sm.pack(packed, mesh), TypeError, text)
     text = (
@@ -431,8 +431,8 @@ def test_packed_models() -> None:
     for again in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
         np.testing.assert_array_equal(again.unpack()["a"].value, np.ones(4))
     text = (
-        "Packed: the buffer with ['a'], ['b'] is {shape}, but was packed with shape (5,), by which states "
-        "are found in it. Change shapes in the model, and pack that one anew."
+        "Packed: the buffer with ['a'], ['b'] is {shape}, but was packed with shape (5,), in which the "
+        "states have their positions. Change shapes in the model, and pack the model anew."
     )
     step = sm.shard_map(lambda model: model, mesh, None, None)
     step(packed)
@@ -455,9 +455,8 @@ def test_packed_models() -> None:
 @pytest.mark.parametrize("filter", [sm.RandomState, sm.filters.OfType(sm.RandomState)])
 def test_specs_of_keys(what: str, filter: Any) -> None:
     text = (
-        f"RandomState in {what} cannot be placed with spec=P('x'): its key is the same on every shard, and "
-        "every shard draws its own numbers from it. Leave `spec` out, or use sm.PerShard('axis') for keys "
-        "that are really independent."
+        f"RandomState in {what} cannot be placed with spec=P('x'): every shard holds the same key and "
+        "draws its own numbers from it. Leave `spec` out, or use sm.PerShard('axis') for independent keys."
     )
     specs: dict[str, Any] = {what: {filter: P("x")}}
     assert_says(lambda: sharded(**specs), sm.SpecError, text)
@@ -488,10 +487,10 @@ def test_a_state_whose_structure_is_replaced_leaves_the_way_it_entered() -> None
 
 def test_a_sum_needs_the_structure_of_the_old_value() -> None:
     text = """\
-n: reduce='sum' adds the shards' increments to the old value, and the new value has another tree structure.
+n: reduce='sum' adds the shards' increments to the old value, but the new value has a different tree structure.
   old: PyTreeDef(*)
   new: PyTreeDef((*, *))
-Keep the structure, or merge by a function: reduce=lambda old, new, axis_names: jax.lax.psum(new, axis_names)."""  # noqa: E501
+Keep the structure, or merge with a function: reduce=lambda old, new, axis_names: jax.lax.psum(new, axis_names)."""  # noqa: E501
     state = sm.State(1.0, reduce="sum", name="n")
     step = lambda s, x: s.replace(value=(s.value, s.value + x.sum()))
     for mapped in (

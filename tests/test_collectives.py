@@ -161,5 +161,6 @@ def test_mistakes(name: str) -> None:
         lambda: fun(*given, 0),
         TypeError,
         f"{name}: axis_name=0 is the position of an array's axis, not the name of a mapped one. Give the "
-        "name, such as 'data'; over an array's own axis there are jnp.sum, jnp.mean, jnp.max and jnp.min.",
+        "name, such as 'data'. To reduce over an array's own axis, use jnp.sum, jnp.mean, jnp.max or "
+        "jnp.min.",
     )

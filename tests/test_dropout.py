@@ -157,8 +157,8 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: sm.nn.Dropout(0.5, 0),
         TypeError,
-        "RandomState needs a typed key, got 0. Write `sm.RandomState(jax.random.key(0))`; a raw key "
-        "becomes a typed one with `jax.random.wrap_key_data(raw)`.",
+        "RandomState needs a typed key, got 0. Write `sm.RandomState(jax.random.key(0))`; "
+        "`jax.random.wrap_key_data(raw)` makes a typed key of a raw one.",
     ),
     (
         lambda: dropout(row_axis=2)(X),

@@ -68,7 +68,7 @@ def state_in_state() -> Any:
 a State's value is a pytree of arrays, but:
   - value['a'] is 'text' (str)
   - value['c'] is <class 'object'> (type)
-Keep what is no array in a field of the Module that holds the State.""",
+Keep values that are not arrays in a field of the Module that holds the State.""",
 )
 def state_of_text() -> Any:
     return sm.State({"a": "text", "b": None, "c": object})
@@ -104,10 +104,10 @@ def assigning_to_a_state() -> None:
 @mistake(
     sm.StructureError,
     """\
-stats: the new value differs in shape or dtype.
+stats: the new value has a different shape or dtype:
   - value['mean']: was float32[3], is float32[4]
   - value['n']: was int32[], is float32[]
-Cast or reshape it, or use `state.replace(value=...)` to change it on purpose.""",
+Cast or reshape it; to change it on purpose, use `state.replace(value=...)`.""",
 )
 def wrong_dtype_and_shape_written() -> Any:
     state = sm.BatchState({"mean": jnp.zeros(3), "n": jnp.int32(0)}, name="stats")
@@ -117,9 +117,9 @@ def wrong_dtype_and_shape_written() -> Any:
 @mistake(
     sm.StructureError,
     """\
-State: the new value differs in shape or dtype.
+State: the new value has a different shape or dtype:
   - value: was int32[], is float32[]
-Cast or reshape it, or use `state.replace(value=...)` to change it on purpose.""",
+Cast or reshape it; to change it on purpose, use `state.replace(value=...)`.""",
 )
 def fraction_written_to_an_integer() -> Any:
     return sm.State(3).set(1.5)
@@ -128,10 +128,10 @@ def fraction_written_to_an_integer() -> Any:
 @mistake(
     sm.StructureError,
     """\
-pair: the new value has another tree structure.
+pair: the new value has a different tree structure.
   old: PyTreeDef((*, *))
   new: PyTreeDef([*, *])
-Use `state.replace(value=...)` to change the structure on purpose.""",
+To change the structure on purpose, use `state.replace(value=...)`.""",
 )
 def structure_changed() -> Any:
     return sm.State((1, 2), name="pair").set([1, 2])
@@ -151,7 +151,7 @@ def state_written_into_a_state() -> Any:
 @mistake(
     sm.StructureError,
     """\
-State.replace got 'values'; a State has 'value', 'name', 'tag', 'spec', 'reduce'.""",
+State.replace got 'values'; the fields of State are 'value', 'name', 'tag', 'spec', 'reduce'.""",
 )
 def unknown_state_field() -> Any:
     return sm.State(1.0).replace(values=2.0)
@@ -173,7 +173,7 @@ def kind_with_a_constructor() -> Any:
 @mistake(
     TypeError,
     """\
-RandomState needs a typed key, got uint32[2]. Write `sm.RandomState(jax.random.key(0))`; a raw key becomes a typed one with `jax.random.wrap_key_data(raw)`.""",
+RandomState needs a typed key, got uint32[2]. Write `sm.RandomState(jax.random.key(0))`; `jax.random.wrap_key_data(raw)` makes a typed key of a raw one.""",
 )
 def raw_key() -> Any:
     return sm.RandomState(jax.random.PRNGKey(0))
@@ -182,7 +182,7 @@ def raw_key() -> Any:
 @mistake(
     TypeError,
     """\
-RandomState needs a typed key, got 0. Write `sm.RandomState(jax.random.key(0))`; a raw key becomes a typed one with `jax.random.wrap_key_data(raw)`.""",
+RandomState needs a typed key, got 0. Write `sm.RandomState(jax.random.key(0))`; `jax.random.wrap_key_data(raw)` makes a typed key of a raw one.""",
 )
 def seed_for_a_key() -> Any:
     return sm.RandomState(0)
@@ -191,7 +191,7 @@ def seed_for_a_key() -> Any:
 @mistake(
     sm.SpecError,
     """\
-RandomState cannot be placed with spec=P('x'): its key is the same on every shard, and every shard draws its own numbers from it. Leave `spec` out, or use sm.PerShard('axis') for keys that are really independent.""",
+RandomState cannot be placed with spec=P('x'): every shard holds the same key and draws its own numbers from it. Leave `spec` out, or use sm.PerShard('axis') for independent keys.""",
 )
 def sharded_key() -> Any:
     return sm.RandomState(jax.random.key(0), spec=P("x"))
@@ -225,7 +225,7 @@ def unknown_module_field() -> Any:
 @mistake(
     TypeError,
     """\
-Net.init_all_states got 'size', which no `init_state` in it takes. Name the argument in the signature of the `init_state` that needs it.""",
+Net.init_all_states got 'size', which no `init_state` in it takes. Add the argument to the signature of the `init_state` that needs it.""",
 )
 def init_argument_that_nobody_takes() -> Any:
     return net().init_all_states(size=3)
@@ -252,7 +252,7 @@ def not_a_filter_in_a_mapping() -> Any:
 @mistake(
     sm.StructureError,
     """\
-partition: no state matches 'cache'. The states there are:
+partition: no state matches 'cache'. The states are:
   - tree.w: ParamState(float32[16])
   - tree.mean: BatchState(float32[])
   - tree.count: State(int32[])""",
@@ -264,7 +264,7 @@ def filter_that_matches_nothing() -> Any:
 @mistake(
     sm.StructureError,
     """\
-state_in_specs: no state matches RandomState, 'cache'. The states there are:
+state_in_specs: no state matches RandomState, 'cache'. The states are:
   - model.w: ParamState(float32[16])
   - model.mean: BatchState(float32[])
   - model.count: State(int32[])""",
@@ -276,7 +276,7 @@ def filter_that_matches_nothing_in_a_call() -> Any:
 @mistake(
     sm.StructureError,
     """\
-state_out_specs: no state matches PathContains('cache'). The states there are:
+state_out_specs: no state matches PathContains('cache'). The states are:
   - step(...)[1].w: ParamState(float32[16])
   - step(...)[1].mean: BatchState(float32[])
   - step(...)[1].count: State(int32[])""",
@@ -288,7 +288,7 @@ def filter_that_matches_nothing_in_the_result() -> Any:
 @mistake(
     TypeError,
     """\
-Where picks by position and needs the tree: write `to_predicate(filter, tree)`.""",
+Where picks states by position, for which it needs the tree: write `to_predicate(filter, tree)`.""",
 )
 def where_without_a_tree() -> Any:
     predicate = sm.filters.to_predicate(sm.filters.Where(lambda m: m.w))
@@ -307,7 +307,7 @@ def combining_nothing() -> Any:
 @mistake(
     sm.StructureError,
     """\
-combine: each leaf must be in exactly one tree.
+combine: each leaf must be in exactly one tree:
   - `w` is in 2 trees: ParamState(float32[16]), ParamState(float32[16])""",
 )
 def combining_overlapping_parts() -> Any:
@@ -318,7 +318,7 @@ def combining_overlapping_parts() -> Any:
 @mistake(
     sm.StructureError,
     """\
-combine: each leaf must be in exactly one tree.
+combine: each leaf must be in exactly one tree:
   - `['net'][0].count` is in none of the trees""",
 )
 def combining_too_few_parts() -> Any:
@@ -329,10 +329,10 @@ def combining_too_few_parts() -> Any:
 @mistake(
     sm.StructureError,
     """\
-combine: trees 0 and 1 differ in structure at `['net']`.
+combine: trees 0 and 1 have different structures at `['net']`.
   tree 0: [Net(w=ParamState(float32[16]), mean=Removed, count=Removed), Removed]
   tree 1: [State(int32[]), 1, 2]
-Parts of one `partition` have one structure; was a part changed by more than `set`?""",
+All parts of one `partition` have the same structure. Did anything but `set` change a part?""",
 )
 def combining_different_trees() -> Any:
     params, rest = sm.partition({"net": [net(), 1]}, sm.ParamState)
@@ -356,7 +356,7 @@ def mapping_no_function() -> Any:
 @mistake(
     TypeError,
     """\
-shard_map needs out_specs: `shard_map(fun, mesh, in_specs, out_specs)`, with P() for what is the same on every shard.""",
+shard_map needs out_specs: `shard_map(fun, mesh, in_specs, out_specs)`, with P() for results that are the same on every shard.""",
 )
 def no_out_specs() -> Any:
     return sm.shard_map(step, make_mesh(), P())
@@ -383,7 +383,7 @@ def text_for_a_state_spec() -> Any:
 @mistake(
     sm.SpecError,
     """\
-in_specs[1] is PerShard('x'), which places States only. Use P('x') for an array; for a State write state_in_specs={...: PerShard('x')} or State(value, spec=PerShard('x')).""",
+in_specs[1] is PerShard('x'), which can only place States. Use P('x') for an array; for a State write state_in_specs={...: PerShard('x')} or State(value, spec=PerShard('x')).""",
 )
 def per_shard_for_an_array() -> Any:
     return call(in_specs=(P(), sm.PerShard("x")))
@@ -392,7 +392,7 @@ def per_shard_for_an_array() -> Any:
 @mistake(
     sm.StatemeshError,
     """\
-donate='everything' is not known. Use 'none', 'states', 'all'.""",
+donate='everything' is not known. Use one of 'none', 'states', 'all'.""",
 )
 def unknown_donation() -> Any:
     return call(donate="everything")
@@ -419,7 +419,7 @@ def empty_mesh() -> Any:
 @mistake(
     sm.SpecError,
     """\
-specs name axes that there are not:
+specs name axes the mesh does not have:
   - in_specs[1] refers to 'model': P('x', 'model')
   - out_specs refers to 'data': P(('y', 'data'))
 The axes to map over are 'x', 'y' of Mesh(x=4, y=2).""",
@@ -431,7 +431,7 @@ def unknown_axis() -> Any:
 @mistake(
     sm.SpecError,
     """\
-specs name axes that there are not:
+specs name axes the mesh does not have:
   - state_in_specs[ParamState] refers to 'z': P('z')
   - state_in_specs[...] refers to 'w': PerShard('w')
 The axes to map over are 'x' of Mesh(x=8).""",
@@ -443,7 +443,7 @@ def unknown_axis_for_states() -> Any:
 @mistake(
     sm.SpecError,
     """\
-specs name axes that there are not:
+specs name axes the mesh does not have:
   - the spec of model refers to 'model': P('model')
 The axes to map over are 'x' of Mesh(x=8).""",
 )
@@ -454,7 +454,7 @@ def unknown_axis_in_a_states_own_spec() -> Any:
 @mistake(
     sm.SpecError,
     """\
-specs name axes that there are not:
+specs name axes that the call does not map over:
   - in_specs[1] refers to 'y': P('x', 'y')
 The axes to map over are 'x' of Mesh(x=4, y=2); 'y' is not mapped over.""",
 )
@@ -465,7 +465,7 @@ def axis_that_is_left_to_the_compiler() -> Any:
 @mistake(
     sm.SpecError,
     """\
-a mesh axis can split one array axis only:
+a mesh axis can split only one axis of an array:
   - in_specs[1] = P('x', 'x') has 'x' twice""",
 )
 def axis_twice_in_a_spec() -> Any:
@@ -484,7 +484,7 @@ def axis_names_that_the_mesh_lacks() -> Any:
 @mistake(
     sm.SpecError,
     """\
-auto=['x'] must be some, not all, of the axes of Mesh(x=8).""",
+auto=['x'] must be some, but not all, of the axes of Mesh(x=8).""",
 )
 def legacy_auto_of_all_axes() -> Any:
     return legacy.shard_map(lambda x: x, make_mesh(), P(), P(), auto=frozenset({"x"}))
@@ -496,7 +496,7 @@ def legacy_auto_of_all_axes() -> Any:
 @mistake(
     sm.SpecError,
     """\
-no mesh: shard_map was given none, and none is set. The context mesh cannot be empty where `mesh` is left out. Pass `mesh=...`, or call inside `with jax.set_mesh(mesh):`.""",
+no mesh: shard_map was given none, and none is set. Pass `mesh=...`, or call inside `with jax.set_mesh(mesh):`.""",
 )
 def no_mesh() -> Any:
     return sm.shard_map(step, None, (P(), P("x")), (P("x"), P()))(net(), X)
@@ -505,7 +505,7 @@ def no_mesh() -> Any:
 @mistake(
     sm.SpecError,
     """\
-shard_map was given Mesh(x=8) with axis types (Auto), but the mesh that is set is Mesh(x=4, y=2) with axis types (Auto, Auto). Leave `mesh` out to use the one that is set, or call outside of `jax.set_mesh`.""",
+shard_map was given Mesh(x=8) with axis types (Auto), but the mesh that is set is Mesh(x=4, y=2) with axis types (Auto, Auto). Leave `mesh` out to use the mesh that is set, or call outside `jax.set_mesh`.""",
 )
 def another_mesh_than_the_one_that_is_set() -> Any:
     with jax.set_mesh(make_mesh("4x2")):
@@ -515,7 +515,7 @@ def another_mesh_than_the_one_that_is_set() -> Any:
 @mistake(
     sm.SpecError,
     """\
-Mesh(x=8) is an AbstractMesh, which has no devices to run on. Please pass `jax.Array`s with a `NamedSharding` as input to `shard_map` when passing `AbstractMesh` to the mesh argument, or pass a `jax.sharding.Mesh`.""",
+Mesh(x=8) is an AbstractMesh, which has no devices to run on. Pass arrays that lie on a mesh with these axes, as jax.device_put(x, NamedSharding(mesh, P())) puts them, or give shard_map a jax.sharding.Mesh.""",
 )
 def abstract_mesh_outside_a_trace() -> Any:
     return call(mesh=make_mesh().abstract_mesh)(net(), X)
@@ -524,7 +524,7 @@ def abstract_mesh_outside_a_trace() -> Any:
 @mistake(
     sm.SpecError,
     """\
-Mesh shape of the input float32[8], which lies on Mesh(x=4), does not match the mesh shape passed to shard_map: Mesh(x=8), an AbstractMesh, whose devices are to be those of the arguments.""",
+an argument, float32[8], lies on Mesh(x=4), but shard_map was given the AbstractMesh Mesh(x=8), which takes its devices from the arguments. Put the arguments on a mesh with these axes, or give shard_map the mesh that they lie on.""",
 )
 def abstract_mesh_that_arguments_do_not_lie_on() -> Any:
     x = jax.device_put(np.ones(8), NamedSharding(make_mesh("4"), P("x")))
@@ -618,7 +618,7 @@ def spec_of_a_state_that_is_no_prefix_of_its_value() -> Any:
 shard_map applied to the function 'step': arrays do not fit their specs on Mesh(x=4):
   - model.w: float32[6,2] with spec P('x'): axis 0 has size 6, not divisible by 'x' of size 4 (6 % 4 = 2)
   - x: float32[6,3] with spec P('x'): axis 0 has size 6, not divisible by 'x' of size 4 (6 % 4 = 2)
-Pad the array, choose another spec, or, to replicate it, consider using an in_specs entry of `P()`.""",
+Pad the array, choose another spec, or write P() to replicate it.""",
 )
 def size_six_on_four_shards() -> Any:
     return call(mesh=make_mesh("4"), state_in_specs={sm.ParamState: P("x")})(
@@ -631,7 +631,7 @@ def size_six_on_four_shards() -> Any:
     """\
 shard_map applied to the function 'step': arrays do not fit their specs on Mesh(x=4, y=2):
   - x: float64[12] with spec P(('x', 'y')): axis 0 has size 12, not divisible by 'x', 'y' of size 4 * 2 = 8 (12 % 8 = 4)
-Pad the array, choose another spec, or, to replicate it, consider using an in_specs entry of `P()`.""",
+Pad the array, choose another spec, or write P() to replicate it.""",
 )
 def size_that_two_axes_do_not_divide() -> Any:
     return call(mesh=make_mesh("4x2"), in_specs=(P(), P(("x", "y"))))(net(), np.zeros(12))
@@ -641,9 +641,9 @@ def size_that_two_axes_do_not_divide() -> Any:
     sm.SpecError,
     """\
 shard_map applied to the function 'step': arrays do not fit their specs on Mesh(x=8):
-  - model.mean: float32[], which has rank 0, with spec P('x'), which has length 1
-  - model.count: int32[], which has rank 0, with spec P('x'), which has length 1
-Pad the array, choose another spec, or, to replicate it, consider using an in_specs entry of `P()`.""",
+  - model.mean: float32[] has rank 0, but its spec P('x') has 1 entry
+  - model.count: int32[] has rank 0, but its spec P('x') has 1 entry
+Pad the array, choose another spec, or write P() to replicate it.""",
 )
 def spec_of_a_scalar() -> Any:
     return call(state_in_specs=P("x"))(net(), X)
@@ -653,8 +653,8 @@ def spec_of_a_scalar() -> Any:
     sm.SpecError,
     """\
 shard_map applied to the function 'step': arrays do not fit their specs on Mesh(x=4, y=2):
-  - x: float32[16], which has rank 1, with spec P('x', 'y'), which has length 2
-Pad the array, choose another spec, or, to replicate it, consider using an in_specs entry of `P()`.""",
+  - x: float32[16] has rank 1, but its spec P('x', 'y') has 2 entries
+Pad the array, choose another spec, or write P() to replicate it.""",
 )
 def spec_longer_than_the_array() -> Any:
     return call(mesh=make_mesh("4x2"), in_specs=(P(), P("x", "y")))(net(), X)
@@ -664,8 +664,8 @@ def spec_longer_than_the_array() -> Any:
     sm.SpecError,
     """\
 shard_map applied to the function 'step': arrays do not fit their specs on Mesh(x=8):
-  - model: float32[4,3] with spec P('x') (PerShard): axis 0 has size 4, one entry per shard is 8
-Pad the array, choose another spec, or, to replicate it, consider using an in_specs entry of `P()`.""",
+  - model: float32[4,3] with spec P('x') (PerShard): axis 0 has size 4, but needs one entry per shard, 8
+Pad the array, choose another spec, or write P() to replicate it.""",
 )
 def per_shard_of_another_size() -> Any:
     return call()(sm.State(np.zeros((4, 3)), spec=sm.PerShard("x")), X)
@@ -675,8 +675,8 @@ def per_shard_of_another_size() -> Any:
     sm.SpecError,
     """\
 shard_map applied to the function 'step': arrays do not fit their specs on Mesh(x=8):
-  - model: float32[] with spec P('x') (PerShard) is a scalar; it needs a leading axis of one entry per shard
-Pad the array, choose another spec, or, to replicate it, consider using an in_specs entry of `P()`.""",
+  - model: float32[] with spec P('x') (PerShard) is a scalar; it needs a leading axis with one entry per shard
+Pad the array, choose another spec, or write P() to replicate it.""",
 )
 def per_shard_of_a_scalar() -> Any:
     return call()(sm.State(0.0, spec=sm.PerShard("x")), X)
@@ -685,7 +685,7 @@ def per_shard_of_a_scalar() -> Any:
 @mistake(
     sm.SpecError,
     """\
-an enclosing shard_map already maps over every axis of Mesh(x=8). Give the outer one `axis_names`, so that some are left.""",
+an enclosing shard_map already maps over every axis of Mesh(x=8). Give the outer one `axis_names` that leave some axes free.""",
 )
 def axes_all_taken_by_an_outer_call() -> Any:
     mesh = make_mesh()
@@ -706,7 +706,7 @@ def axis_taken_by_an_outer_call() -> Any:
 @mistake(
     sm.SpecError,
     """\
-shard_map was given Mesh(x=4, y=2) to map over all of it, but an enclosing shard_map already maps over 'x': the context mesh, which has these taken, should match the mesh passed to shard_map. Leave `mesh` out, or name the axes that are meant: axis_names={'y'}.""",
+shard_map was given Mesh(x=4, y=2) to map over all its axes, but an enclosing shard_map already maps over 'x'. Leave `mesh` out, or name the axes that are left: axis_names={'y'}.""",
 )
 def mesh_partly_taken_by_an_outer_call() -> Any:
     mesh = make_mesh("4x2")
@@ -717,7 +717,7 @@ def mesh_partly_taken_by_an_outer_call() -> Any:
 @mistake(
     sm.SpecError,
     """\
-an operand of the jax.vmap around is split over 'x' of Mesh(x=4, y=2), so that its lanes are spread over that axis: jax.shard_map requires axis_names to be a subset of the others. Leave `axis_names` out to map over those, or lay the operand out otherwise.""",
+an enclosing jax.vmap maps over an array that is split over 'x' of Mesh(x=4, y=2), so its lanes use up that mesh axis. Leave `axis_names` out to map over the other axes, or split the array differently.""",
 )
 def axis_taken_by_vmap() -> Any:
     mesh = make_mesh("4x2", AxisType.Explicit)
@@ -743,11 +743,11 @@ def donated_model_used_again() -> Any:
 @mistake(
     jax.errors.UnexpectedTracerError,
     """\
-step: a traced value outlived its trace. Among the arguments these are traced:
+step: a traced value outlived its trace. These arguments are traced:
   - model.w
   - model.mean
   - model.count
-Return values from the traced function instead of keeping them: a model that was written inside `jax.jit` or `jax.grad` leaves it as a result.""",
+Return values from the traced function instead of keeping them: a model that is written inside `jax.jit` or `jax.grad` leaves it as a result.""",
 )
 def tracer_kept_from_an_old_trace() -> Any:
     kept = []
@@ -770,7 +770,7 @@ def writes(**new: Callable[[jax.Array], Any]) -> Any:
     """\
 <lambda>: a state that stands in several places was written:
   - m[0].mean and m[0].count are one State object
-Each place is a state of its own as soon as one is written. Keep it in one place; tie what must be in two with `equinox.nn.Shared`, or put copies in: `state.replace()`.""",
+As soon as one is written, each place has a state of its own. Keep the state in one place; tie what must be in two with `equinox.nn.Shared`, or put copies in: `state.replace()`.""",
 )
 def one_state_in_two_places_written() -> Any:
     one = sm.State(0.0)
@@ -781,7 +781,7 @@ def one_state_in_two_places_written() -> Any:
 @mistake(
     sm.DivergedStateError,
     """\
-fun: shards wrote different values to states of which one copy is kept:
+fun: shards wrote different values to states that keep one copy:
   - model.mean: BatchState(float32[]) varies over 'x' but leaves with P(), which keeps one copy
 Mend it in one of three ways:
   1. reduce the value yourself: state.set(jax.lax.pmean(value, 'x'));
@@ -795,7 +795,7 @@ def diverging_write() -> Any:
 @mistake(
     sm.DivergedStateError,
     """\
-fun: shards wrote different values to states of which one copy is kept:
+fun: shards wrote different values to states that keep one copy:
   - model.mean: BatchState(float32[]) varies over 'x', 'y' but leaves with P(), which keeps one copy
   - model.count: State(int32[]) varies over 'y' but leaves with P(), which keeps one copy
 Mend it in one of three ways:
@@ -814,7 +814,7 @@ def several_diverging_writes() -> Any:
 @mistake(
     sm.DivergedStateError,
     """\
-<lambda>: shards wrote different values to states of which one copy is kept:
+<lambda>: shards wrote different values to states that keep one copy:
   - <lambda>(...)[1]['made']: HiddenState(float32[2], name='h') varies over 'x' but leaves with P(), which keeps one copy
 Mend it in one of three ways:
   1. reduce the value yourself: state.set(jax.lax.pmean(value, 'x'));
@@ -837,7 +837,7 @@ def mean_of_an_integer() -> Any:
 @mistake(
     sm.StatemeshError,
     """\
-reduce='sum' cannot merge values of dtype bool. Use reduce='max' or 'min' for an integer in place of it, or a function `(old, new, axis_names) -> value`.""",
+reduce='sum' cannot merge values of dtype bool. Use an integer with reduce='max' or 'min' instead, or a function `(old, new, axis_names) -> value`.""",
 )
 def sum_of_a_boolean() -> Any:
     return sm.State(0).replace(value=True, reduce="sum")
@@ -846,7 +846,7 @@ def sum_of_a_boolean() -> Any:
 @mistake(
     sm.SpecError,
     """\
-<lambda>: out_specs require replication, but results were statically inferred to vary:
+<lambda>: out_specs require replication, but these results vary:
   - <lambda>(...)[0]['loss']: float32[] varies over 'x' but its out_spec is P()
   - <lambda>(...)[0]['y']: float32[2] varies over 'x' but its out_spec is P()
 Reduce it, as with jax.lax.psum(value, 'x'), or name 'x' in out_specs to join the shards' parts.""",
@@ -859,7 +859,7 @@ def result_that_varies() -> Any:
     sm.SpecError,
     """\
 <lambda>: results have fewer axes than their specs have entries:
-  - <lambda>(...)[0]: float32[], which has rank 0, with spec P('x'), which has length 1
+  - <lambda>(...)[0]: float32[] has rank 0, but its spec P('x') has 1 entry
 Keep an axis, as with jnp.sum(x, keepdims=True) or x[None], or use P() for a value that is the same on every shard.""",
 )
 def result_with_too_few_axes() -> Any:
@@ -880,7 +880,7 @@ def out_specs_that_are_no_prefix() -> Any:
 @mistake(
     sm.SpecError,
     """\
-step(...)[1]['w'] is float32[16], but its out_spec is None, which fits only what holds no array outside of States. Write P() or P('axis').""",
+step(...)[1]['w'] is float32[16], but its out_spec is None, which only fits results without arrays outside States. Write P() or P('axis').""",
 )
 def none_for_a_result_that_is_an_array() -> Any:
     return call(out_specs=(P("x"), None))({"w": X}, X)
@@ -891,9 +891,9 @@ def none_for_a_result_that_is_an_array() -> Any:
     """\
 mul got incompatible shapes for broadcasting: (2,), (16,).
 
-Hint: a state that is replicated met data that is sharded:
-  - m.w (float32[16]) is whole on every shard, but x is float32[2] there, split by P('x')
-If the state is to be split like the data, write state_in_specs=P('x') (or {filter: P('x')}), or give the state its own spec=P('x').""",
+Hint: a replicated state met sharded data:
+  - m.w (float32[16]) is whole on every shard, but x, split by P('x'), is float32[2] there
+To split the state like the data, write state_in_specs=P('x') (or {filter: P('x')}), or give the state its own spec=P('x').""",
 )
 def whole_state_beside_split_data() -> Any:
     return call(lambda m, x: (x * m.w.value, m))(net(), X)
@@ -902,9 +902,9 @@ def whole_state_beside_split_data() -> Any:
 @mistake(
     sm.StructureError,
     """\
-choose: these states are alike in all but where they came from, and it cannot be known which one each of them continues:
+choose: these states differ only in where they came from, and nothing shows which of them each result continues:
   - choose(...)[1].mean may be teacher.mean or student.mean
-It is lost where the branches of a `cond` return different states, and where a loop exchanges them. Tell them apart by a name or tag: State(value, name='a'); or write the values into the states that came in, after that: `state.set(new.value)`.""",
+That is lost if the branches of a `cond` return different states, or if a loop exchanges them. Distinguish them by a name or tag: State(value, name='a'); or write the values into the states that came in, after the `cond` or loop: `state.set(new.value)`.""",
 )
 def one_of_two_models_returned_by_a_cond() -> Any:
     def choose(teacher: Net, student: Net, x: Any) -> Any:
@@ -917,10 +917,10 @@ def one_of_two_models_returned_by_a_cond() -> Any:
 @mistake(
     sm.DivergedStateError,
     """\
-<lambda>: the policies of these states leave values that differ between shards, of which one copy is kept:
-  - s: State(float32[2], reduce='sum') varies over 'x' but leaves with P(): adds the increments to the old value, which entered split over 'x'
+<lambda>: the policies of these states gave values that differ between shards, but one copy is kept:
+  - s: State(float32[2], reduce='sum') varies over 'x' but leaves with P(): reduce='sum' adds the increments to the old value, which entered split over 'x'
 Mend it:
-  - let it leave as it entered; or say what the shards' values become, as in reduce=lambda old, new, axis_names: jax.lax.psum(new, axis_names)""",
+  - let it leave as it entered; or write what the shards' values become, as in reduce=lambda old, new, axis_names: jax.lax.psum(new, axis_names)""",
 )
 def a_sum_with_an_old_value_that_differs() -> Any:
     mapped = call(lambda s, x: (x, s.set(s.value + x)), state_in_specs=P("x"), state_out_specs=P())
@@ -930,8 +930,8 @@ def a_sum_with_an_old_value_that_differs() -> Any:
 @mistake(
     sm.DivergedStateError,
     """\
-<lambda>: the policies of these states leave values that differ between shards, of which one copy is kept:
-  - s: State(float32[], reduce=keep) varies over 'x' but leaves with P(): returned by keep, which is to return the same on every shard
+<lambda>: the policies of these states gave values that differ between shards, but one copy is kept:
+  - s: State(float32[], reduce=keep) varies over 'x' but leaves with P(): keep returned it, but must return the same value on every shard
 Mend it:
   - reduce it in keep, as with jax.lax.psum(value, 'x') or jax.lax.all_gather(value, 'x', to='invarying')""",
 )
@@ -946,7 +946,7 @@ def a_function_whose_result_differs() -> Any:
 @mistake(
     sm.DivergedStateError,
     """\
-<lambda>: shards that take different branches write different values to states of which one copy is kept:
+<lambda>: shards that take different branches write different values to states that keep one copy:
   - m.mean may differ over 'x', but its spec is P()
   - m.count may differ over 'x', but its spec is P()
 JAX's types do not follow a `cond` or `while` whose predicate differs between shards. Choose with `jnp.where(predicate, new, old)` instead; or make the predicate the same on all shards, as with jax.lax.pmax(predicate, axis).""",
@@ -962,7 +962,7 @@ def branches_that_write_differently() -> Any:
 @mistake(
     sm.StatemeshError,
     """\
-m['rng']: RandomState holds keys of shape (8,), and a shard or lane draws from one. Hold one key, from which each gets a stream of its own; or give each its key: RandomState(keys, spec=sm.PerShard('axis')) for shard_map, state_in_axes=sm.RandomState for pmap2 and vmap2.""",
+m['rng']: RandomState holds keys of shape (8,), but a shard or lane draws from one key. Hold one key; each shard or lane then gets a stream of its own. Or give each its own key: RandomState(keys, spec=sm.PerShard('axis')) for shard_map, state_in_axes=sm.RandomState for pmap2 and vmap2.""",
 )
 def several_keys_for_every_shard() -> Any:
     keys = sm.RandomState(jax.random.split(jax.random.key(0), 8))
@@ -972,7 +972,7 @@ def several_keys_for_every_shard() -> Any:
 @mistake(
     sm.StatemeshError,
     """\
-RandomState holds keys of shape (8,), and a shard or lane draws from one. Hold one key, from which each gets a stream of its own; or give each its key: RandomState(keys, spec=sm.PerShard('axis')) for shard_map, state_in_axes=sm.RandomState for pmap2 and vmap2.""",
+RandomState holds keys of shape (8,), but a shard or lane draws from one key. Hold one key; each shard or lane then gets a stream of its own. Or give each its own key: RandomState(keys, spec=sm.PerShard('axis')) for shard_map, state_in_axes=sm.RandomState for pmap2 and vmap2.""",
 )
 def a_draw_from_several_keys() -> Any:
     return sm.RandomState(jax.random.split(jax.random.key(0), 8)).rows(2)
@@ -981,7 +981,7 @@ def a_draw_from_several_keys() -> Any:
 @mistake(
     TypeError,
     """\
-RandomState needs a typed key, got int32[]. Write `sm.RandomState(jax.random.key(0))`; a raw key becomes a typed one with `jax.random.wrap_key_data(raw)`.""",
+RandomState needs a typed key, got int32[]. Write `sm.RandomState(jax.random.key(0))`; `jax.random.wrap_key_data(raw)` makes a typed key of a raw one.""",
 )
 def number_for_a_key() -> Any:
     return sm.RandomState(jax.random.key(0)).replace(value=3)

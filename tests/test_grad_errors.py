@@ -51,7 +51,7 @@ def lanes(transform: Any, fun: Any) -> Any:
 # What it is asked for
 
 
-@mistake(sm.StatemeshError, "value_and_grad: reduce='max' is unknown. Write 'mean' or 'sum'.")
+@mistake(sm.StatemeshError, "value_and_grad: reduce='max' is not known. Use one of 'mean', 'sum'.")
 def reduce_that_is_unknown() -> Any:
     # Past the annotations, which the suites check at run time.
     return inspect.unwrap(sm.value_and_grad)(fit, reduce="max")
@@ -68,11 +68,11 @@ def wrt_that_is_no_filter() -> Any:
 @mistake(
     sm.StructureError,
     """\
-value_and_grad: wrt picks what holds no floating or complex numbers:
+value_and_grad: wrt picks values that hold no floating or complex numbers:
   - net['rng']: RandomState(key<fry>[])
   - net['steps']: State(int32[])
   - net['table']: int32[3]
-Let it pick parameters, as `wrt=sm.ParamState` does; several filters are joined by sm.filters.All, Any and Not.""",
+Let it pick parameters, as `wrt=sm.ParamState` does; sm.filters.All, Any and Not join several filters.""",
 )
 def wrt_everything() -> Any:
     return sm.grad(fit, wrt=...)(net(), X)
@@ -120,7 +120,7 @@ def returning(make: Callable[..., Any], has_aux: bool = False) -> Any:
     return sm.value_and_grad(wrong, has_aux=has_aux)(net(), X)
 
 
-WHERE = "Where it writes no state, return the model as it came in; where it returns more, say `has_aux=True` and return ((loss, aux), model)."
+WHERE = "If it writes no state, return the model as it came in; if it returns more, pass `has_aux=True` and return ((loss, aux), model)."
 
 
 @mistake(
@@ -224,11 +224,11 @@ def axis_that_is_not_bound_in_lanes() -> Any:
 @mistake(
     sm.StatemeshError,
     """\
-value_and_grad: the loss that fit returns differs over 'x', which axis_name does not name, while one copy is kept there of:
+value_and_grad: the loss that fit returns differs over 'x', which axis_name does not name, but all shards there share one copy of:
   - net['w']
 JAX would sum their gradients over the shards. Write one of:
-  - `axis_name='x'` (with the other axes that are meant), for the mean of the shards' losses
-  - `jax.lax.psum(..., 'x')` in the function, where each shard has computed a part of one result""",
+  - `axis_name='x'` (and any other axes to reduce over), for the mean of the shards' losses
+  - `jax.lax.psum(..., 'x')` in the function, if each shard computes a part of one result""",
 )
 def axis_forgotten() -> Any:
     return on_mesh(sm.value_and_grad(fit))
@@ -237,17 +237,17 @@ def axis_forgotten() -> Any:
 @mistake(
     sm.StatemeshError,
     """\
-value_and_grad: the loss that fit returns differs over 'x', 'y', which axis_name does not name, while one copy is kept there of:
+value_and_grad: the loss that fit returns differs over 'x', 'y', which axis_name does not name, but all shards there share one copy of:
   - net['w']
 JAX would sum their gradients over the shards. Write one of:
-  - `axis_name=('x', 'y')` (with the other axes that are meant), for the mean of the shards' losses
-  - `jax.lax.psum(..., ('x', 'y'))` in the function, where each shard has computed a part of one result""",
+  - `axis_name=('x', 'y')` (and any other axes to reduce over), for the mean of the shards' losses
+  - `jax.lax.psum(..., ('x', 'y'))` in the function, if each shard computes a part of one result""",
 )
 def two_axes_forgotten() -> Any:
     return on_mesh(sm.value_and_grad(fit), "4x2", ("x", "y"))
 
 
-COUNTED_TWICE = "value_and_grad: with reduce='sum' the loss is to be summed over 'x', but it is the same there on every shard: the sum would count it once for each. Where the function has reduced it already, write reduce='mean', which takes such a loss as it is, or leave the axis out of axis_name."
+COUNTED_TWICE = "value_and_grad: reduce='sum' is to sum the loss over 'x', but it is the same there on every shard: the sum would count it once for each shard. If the function has reduced it already, write reduce='mean', which leaves such a loss as it is, or leave the axis out of axis_name."
 SUM_OF_AGREED = sm.value_and_grad(agreed, axis_name="x", reduce="sum")
 
 
@@ -271,10 +271,10 @@ def sum_of_one_loss_in_pmap2() -> Any:
     return lanes(sm.pmap2, SUM_OF_AGREED)
 
 
-UNFOLLOWED = "value_and_grad: nothing tells here over which of 'x' the parameters are split, on which their gradients depend: this is a map that does not check what varies, run by JAX alone or with jit=False. Write `statemesh.shard_map` (without jit=False), or leave check_vma as it is."
+UNCHECKED = "value_and_grad cannot know over which of 'x' the parameters are split, on which their gradients depend: this map does not check what varies, and is run by JAX itself or with jit=False. Use `statemesh.shard_map` (without jit=False), or leave check_vma as it is."
 
 
-@mistake(sm.StatemeshError, UNFOLLOWED)
+@mistake(sm.StatemeshError, UNCHECKED)
 def unchecked_map_of_jax() -> Any:
     step = sm.value_and_grad(fit, axis_name="x")
     mapped = jax.shard_map(
@@ -283,20 +283,20 @@ def unchecked_map_of_jax() -> Any:
     return jax.jit(mapped)(net(), X)
 
 
-@mistake(sm.StatemeshError, UNFOLLOWED)
+@mistake(sm.StatemeshError, UNCHECKED)
 def pmap_of_jax() -> Any:
     step = sm.value_and_grad(fit, axis_name="x")
     return jax.pmap(step, axis_name="x", in_axes=(None, 0))(net(), X.reshape(4, 2))
 
 
-@mistake(sm.StatemeshError, UNFOLLOWED)
+@mistake(sm.StatemeshError, UNCHECKED)
 def unchecked_without_jit() -> Any:
     return on_mesh(sm.value_and_grad(fit, axis_name="x"), check_vma=False, jit=False)
 
 
 @mistake(
     sm.StatemeshError,
-    "value_and_grad: nothing tells here over which of 'x' the parameters are split, on which their gradients depend: the map over 'y' does not check what varies, and stands inside the map over 'x', which does, or is run by JAX alone. Write `statemesh.shard_map` for both, and leave check_vma as it is.",
+    "value_and_grad cannot know over which of 'x' the parameters are split, on which their gradients depend: the map over 'y' does not check what varies, and stands inside the map over 'x', which does, or is run by JAX itself. Use `statemesh.shard_map` for both, and leave check_vma as it is.",
 )
 def unchecked_map_in_a_checked_one() -> Any:
     return nested(outer=True, inner=False)
@@ -304,7 +304,7 @@ def unchecked_map_in_a_checked_one() -> Any:
 
 @mistake(
     sm.StatemeshError,
-    "value_and_grad: nothing tells here over which of 'x' the parameters are split, on which their gradients depend: the map over 'y' checks what varies, and stands inside the map over 'x', which does not. Write `statemesh.shard_map` for both, and leave check_vma as it is.",
+    "value_and_grad cannot know over which of 'x' the parameters are split, on which their gradients depend: the map over 'y' checks what varies, and stands inside the map over 'x', which does not. Use `statemesh.shard_map` for both, and leave check_vma as it is.",
 )
 def checked_map_in_an_unchecked_one() -> Any:
     return nested(outer=False, inner=True)
@@ -322,9 +322,9 @@ def nested(outer: bool, inner: bool) -> Any:
 
 
 EXCHANGED = """\
-value_and_grad: the loss that exchanged returns differs over 'x', which axis_name does not name, and comes of what is exchanged there. JAX would sum the gradients of all their losses. Write one of:
-  - `axis_name='x'` (with the other axes that are meant), for the mean of the shards' losses
-  - `jax.lax.psum(..., 'x')` in the function, where each shard has computed a part of one result"""
+value_and_grad: the loss that exchanged returns varies over 'x', which axis_name does not name, and depends on what the shards exchange there. JAX would sum the gradients of all shards' losses. Write one of:
+  - `axis_name='x'` (and any other axes to reduce over), for the mean of the shards' losses
+  - `jax.lax.psum(..., 'x')` in the function, if each shard computes a part of one result"""
 
 
 def exchanged(w: Any) -> Any:
@@ -361,12 +361,7 @@ def exchanged_between_lanes_in_a_checked_shard_map() -> Any:
     return sm.shard_map(lanes, make_mesh("4"), P("x"), P("x"))(X)
 
 
-TYPED = EXCHANGED.replace("differs", "is typed as differing").replace(
-    "what is exchanged", "what the shards exchange"
-)
-
-
-@mistake(sm.StatemeshError, TYPED)
+@mistake(sm.StatemeshError, EXCHANGED)
 def exchanged_and_checked() -> Any:
     return sm.shard_map(each_exchanged, make_mesh("4"), P("x"), P("x"))(X)
 
@@ -374,9 +369,9 @@ def exchanged_and_checked() -> Any:
 @mistake(
     sm.StatemeshError,
     """\
-value_and_grad: the loss that gathered returns is typed as differing over 'y', which axis_name does not name, and comes of what the shards exchange there. JAX would sum the gradients of all their losses. Write one of:
-  - `axis_name='y'` (with the other axes that are meant), for the mean of the shards' losses
-  - `jax.lax.psum(..., 'y')` in the function, where each shard has computed a part of one result""",
+value_and_grad: the loss that gathered returns varies over 'y', which axis_name does not name, and depends on what the shards exchange there. JAX would sum the gradients of all shards' losses. Write one of:
+  - `axis_name='y'` (and any other axes to reduce over), for the mean of the shards' losses
+  - `jax.lax.psum(..., 'y')` in the function, if each shard computes a part of one result""",
 )
 def parameters_gathered_over_an_axis_not_named() -> Any:
     return of_gathered("x", True)
@@ -417,7 +412,7 @@ def test_shards_that_exchange_nothing_have_losses_of_their_own(check_vma: bool) 
     assert mapped(model, jnp.ones(3)).tolist() == [0, 6, 12, 18]
 
 
-REDUCED_INSIDE = "value_and_grad: inside the loss of another value_and_grad over 'x', the loss that agreed returns comes of what is exchanged over the same axes. There each shard has parameters of its own, of which nothing tells that they are equal. Let it return this shard's own loss, without a collective over 'x'."
+REDUCED_INSIDE = "value_and_grad: inside the loss of another value_and_grad over 'x', the loss that agreed returns depends on what the shards exchange over the same axes. There each shard has its own parameters, which may differ. Return this shard's own loss, without a collective over 'x'."
 
 
 def steeper(net: Any, x: Any) -> Any:
@@ -454,7 +449,7 @@ def one_loss_in_the_loss_of_each_device() -> Any:
 @mistake(
     sm.StatemeshError,
     """\
-again: a sum over shards is taken of gradients that value_and_grad has already reduced there, which makes them as many times too large as there are shards:
+again: gradients that value_and_grad has already reduced over shards are summed over them again, which makes them too large by a factor of the number of shards:
   - the gradient of net['b']: over 'x'
   - the gradient of net['w']: over 'x'
 Leave `jax.lax.psum` out; value_and_grad has reduced them once.""",
@@ -469,7 +464,7 @@ def gradients_summed_again() -> Any:
 @mistake(
     sm.StatemeshError,
     """\
-again: a sum over shards is taken of gradients that value_and_grad has already reduced there, which makes them as many times too large as there are shards:
+again: gradients that value_and_grad has already reduced over shards are summed over them again, which makes them too large by a factor of the number of shards:
   - the gradient of net['w']: over 'y'
 Leave `jax.lax.psum` out; value_and_grad has reduced them once.""",
 )

@@ -148,9 +148,9 @@ def test_one_in_the_loss_of_another_is_refused_over_the_same_axis() -> None:
     with pytest.raises(sm.StatemeshError, match="Leave axis_name out inside") as raised:
         WAYS["check"](lambda *args: penalised(sm.value_and_grad, *args), make_model(), X)
     assert str(raised.value) == (
-        "value_and_grad: inside the loss of another value_and_grad over 'x' it cannot reduce over the same "
-        "axes: there each shard has parameters of its own, of which nothing tells that they are equal. Leave "
-        "axis_name out inside, for the gradient of this shard's own loss."
+        "value_and_grad: inside the loss of another value_and_grad over 'x', it cannot reduce over the "
+        "same axes: there each shard has its own parameters, which may differ. Leave axis_name out "
+        "inside, for the gradient of this shard's own loss."
     )
 
 

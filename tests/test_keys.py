@@ -119,9 +119,9 @@ def test_an_emulated_shard_makes_keys_as_a_device_does(impl: str) -> None:
 
 
 IN_LANES = """\
-RandomState.{}: each lane has a key of its own, of the implementation '{}'. Of several such keys \
-jax.vmap may use the first one only: the numbers would depend on how many lanes there are, and differ \
-from those of shard_map and pmap2. Make the key with `jax.random.key(seed, impl='threefry2x32')`, or \
+RandomState.{}: each lane has its own key, of the implementation '{}'. For such keys jax.vmap may use only \
+the first lane's key: the numbers would depend on the number of lanes, and differ from those of \
+shard_map and pmap2. Make the key with `jax.random.key(seed, impl='threefry2x32')`, or \
 draw with `RandomState.rows`, whose keys are threefry keys."""
 
 

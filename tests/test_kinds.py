@@ -271,18 +271,18 @@ class Unmade(sm.Module):
     [
         (
             lambda call: call(Forgetful(1.0)),
-            "Forgetful.leave returned None. It is to return a State, as in `return self.set(value)`; was a "
-            "`return` forgotten?",
+            "Forgetful.leave returned None. It must return a State, as in `return self.set(value)`. Is a "
+            "`return` missing?",
         ),
         (
             lambda call: call(Dazed(1.0)),
-            "Dazed.enter returned tuple: (float32[], ('x',)). It is to return a State, as in "
-            "`return self.set(value)`; was a `return` forgotten?",
+            "Dazed.enter returned tuple: (float32[], ('x',)). It must return a State, as in `return "
+            "self.set(value)`. Is a `return` missing?",
         ),
         (
             lambda call: Unmade().init_all_states(),
-            "Unmade.init_state returned None. It is to return the module with its states, as in "
-            "`return self.replace(mean=BatchState(0.0))`; was a `return` forgotten?",
+            "Unmade.init_state returned None. It must return the module with its states, as in `return "
+            "self.replace(mean=BatchState(0.0))`. Is a `return` missing?",
         ),
     ],
     ids=["leave", "enter", "init_state"],

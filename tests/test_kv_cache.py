@@ -205,18 +205,18 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
     ),
     (
         lambda: cache()(K[:9], V[:9]),
-        "KVCache: 9 tokens at once do not fit into a capacity of 8: some would overwrite each other. Write "
+        "KVCache: 9 tokens at once do not fit into a capacity of 8: some would overwrite others. Write "
         "them in several calls.",
     ),
     (
         on_mesh(P("x"), None),
-        "KVCache: 2 slots in each of 1 shard (by axis_name) make 2, and the capacity is 8. Name the mesh "
+        "KVCache: 2 slots in each of 1 shard (by axis_name) make 2, but the capacity is 8. Name the mesh "
         "axes that split the slots, and no others: KVCache(..., spec=P('data'), axis_name='data').",
     ),
     (
         on_mesh(P("x"), ("x", "y")),
-        "KVCache: 2 slots in each of 8 shards (by axis_name) make 16, and the capacity is 8. Name the mesh "
-        "axes that split the slots, and no others: KVCache(..., spec=P('data'), axis_name='data').",
+        "KVCache: 2 slots in each of 8 shards (by axis_name) make 16, but the capacity is 8. Name the "
+        "mesh axes that split the slots, and no others: KVCache(..., spec=P('data'), axis_name='data').",
     ),
     (
         on_mesh(P("x"), "z"),

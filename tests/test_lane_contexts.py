@@ -84,9 +84,9 @@ def test_a_trace_is_kept_where_a_mesh_is_set() -> None:
 
 
 TEXT = (
-    "step: pmap2 runs on a mesh of its own, and its results cannot be mixed with arrays that Explicit mesh "
-    "axes type. While something is traced, call it outside of `jax.set_mesh` and on arrays that do not lie "
-    "on such a mesh; or use shard_map, which runs on the mesh that there is."
+    "step: pmap2 runs on a mesh of its own, and JAX cannot mix its results with arrays on Explicit mesh "
+    "axes during a trace. Call it outside the trace; or call it outside `jax.set_mesh` and on arrays that "
+    "do not lie on such a mesh; or use shard_map, which runs on the mesh that is set."
 )
 
 

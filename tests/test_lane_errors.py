@@ -80,7 +80,7 @@ def decorated_nothing(lanes: Any) -> Any:
 @with_both(
     sm.StatemeshError,
     """\
-unexpected_out_state_mapping='stack' is not known. Use 'raise', 'warn', 'ignore', 'auto'.""",
+unexpected_out_state_mapping='stack' is not known. Use one of 'raise', 'warn', 'ignore', 'auto'.""",
 )
 def unknown_policy(lanes: Any) -> Any:
     return lanes(step, unexpected_out_state_mapping="stack")
@@ -123,7 +123,7 @@ def axis_in_place_of_the_filter(lanes: Any) -> Any:
 
 @mistake(
     sm.StatemeshError,
-    f"pmap2: devices={jax.devices()[:1]!r} are not of backend='tpu'. Give one of the two.",
+    f"pmap2: devices={jax.devices()[:1]!r} are not of backend='tpu'. Give only one of the two.",
 )
 def devices_of_another_backend() -> Any:
     return sm.pmap2(step, devices=jax.devices()[:1], backend="tpu")
@@ -208,7 +208,7 @@ def out_axes_no_prefix(lanes: Any) -> Any:
 <lambda>: arguments do not have the axes that they are mapped over:
   - x['a']: float32[4,2] has 2 axes, but is mapped over axis 2
   - x['b']: 3.0 has 0 axes, but is mapped over axis 2
-Name an axis that is there, or None for what all lanes share.""",
+Name an axis that they have, or None for what all lanes share.""",
 )
 def axis_that_arguments_do_not_have(lanes: Any) -> Any:
     return lanes(lambda x: x, in_axes=2)({"a": X, "b": 3.0})
@@ -220,7 +220,7 @@ def axis_that_arguments_do_not_have(lanes: Any) -> Any:
 update: arguments do not have the axes that they are mapped over:
   - model.w: float32[4,2] has 2 axes, but is mapped over axis -3
   - model.mean: float32[2] has 1 axis, but is mapped over axis -3
-Name an axis that is there, or None for what all lanes share.""",
+Name an axis that they have, or None for what all lanes share.""",
 )
 def axis_that_states_do_not_have(lanes: Any) -> Any:
     return lanes(update, in_axes=(None, 0), state_in_axes={-3: ...})(net(), X)
@@ -230,7 +230,7 @@ def axis_that_states_do_not_have(lanes: Any) -> Any:
     sm.BatchAxisError,
     """\
 <lambda>: results have too few axes for where their lanes should go:
-  - <lambda>(...)['y']: float32[2] in each lane has no place for lanes at axis 2
+  - <lambda>(...)['y']: float32[2] in each lane, with lanes to go on axis 2
 With the lanes a result has one axis more than in each lane; 0 always fits.""",
 )
 def axis_that_results_do_not_have(lanes: Any) -> Any:
@@ -241,7 +241,7 @@ def axis_that_results_do_not_have(lanes: Any) -> Any:
     sm.BatchAxisError,
     """\
 update: results have too few axes for where their lanes should go:
-  - model.mean: float32[2] in each lane has no place for lanes at axis -3
+  - model.mean: float32[2] in each lane, with lanes to go on axis -3
 With the lanes a result has one axis more than in each lane; 0 always fits.""",
 )
 def axis_that_written_states_do_not_have(lanes: Any) -> Any:
@@ -254,7 +254,7 @@ def axis_that_written_states_do_not_have(lanes: Any) -> Any:
     sm.BatchAxisError,
     """\
 fun: results have too few axes for where their lanes should go:
-  - s: float32[] in each lane has no place for lanes at axis 2
+  - s: float32[] in each lane, with lanes to go on axis 2
 With the lanes a result has one axis more than in each lane; 0 always fits.""",
 )
 def declared_state_that_lost_axes(lanes: Any) -> Any:
@@ -268,7 +268,7 @@ def declared_state_that_lost_axes(lanes: Any) -> Any:
 @with_both(
     sm.BatchAxisError,
     """\
-<lambda>: out_axes=None says that results are the same in all lanes, but:
+<lambda>: out_axes=None is for results that are the same in all lanes, but:
   - <lambda>(...)[1]: float32[2] differs between lanes
 Reduce it, as with jax.lax.pmean(value, 'i'), or give it an axis: out_axes=0.""",
 )
@@ -282,11 +282,11 @@ def result_that_is_not_the_same_in_all_lanes(lanes: Any) -> Any:
 @with_both(
     sm.BatchAxisError,
     """\
-<lambda>: it is not clear how many lanes there are:
+<lambda>: the number of lanes is not clear:
   - a['u']: float32[4,2] has 4 on axis 0
   - b: float32[4,2] has 2 on axis 1
   - axis_size=3
-All that is mapped must have one size; give None as the axis of what all lanes share.""",
+All mapped axes must have one size; give None as the axis of what all lanes share.""",
 )
 def sizes_that_conflict(lanes: Any) -> Any:
     return lanes(lambda a, b: a, in_axes=(0, 1), axis_size=3)({"u": X}, X)
@@ -295,10 +295,10 @@ def sizes_that_conflict(lanes: Any) -> Any:
 @with_both(
     sm.BatchAxisError,
     """\
-step: it is not clear how many lanes there are:
+step: the number of lanes is not clear:
   - s: float32[3] has 3 on axis 0
   - x: float32[4,2] has 4 on axis 0
-All that is mapped must have one size; give None as the axis of what all lanes share.""",
+All mapped axes must have one size; give None as the axis of what all lanes share.""",
 )
 def state_of_another_number_of_lanes(lanes: Any) -> Any:
     return lanes(step, in_axes=(None, 0), state_in_axes={0: ...})(
@@ -309,7 +309,7 @@ def state_of_another_number_of_lanes(lanes: Any) -> Any:
 @mistake(
     sm.BatchAxisError,
     """\
-step: nothing is mapped, so nothing says how many lanes there are. Give axis_size=..., or an axis in in_axes or state_in_axes.""",
+step: nothing is mapped, so nothing shows how many lanes there are. Give axis_size=..., or an axis in in_axes or state_in_axes.""",
 )
 def nothing_to_infer_from() -> Any:
     return sm.vmap2(step, in_axes=None)(sm.State(X), X)
@@ -318,7 +318,7 @@ def nothing_to_infer_from() -> Any:
 @mistake(
     sm.BatchAxisError,
     """\
-<lambda>: 9 lanes on 8 devices; pmap2 gives every lane a device of its own. Give it 8 at most, each with a part of the batch, as in x.reshape(8, -1, *x.shape[1:]); or use vmap2, or shard_map.""",
+<lambda>: 9 lanes on 8 devices; pmap2 gives every lane a device of its own. Use 8 at most, each with a part of the batch, as in x.reshape(8, -1, *x.shape[1:]); or use vmap2 or shard_map.""",
 )
 def more_lanes_than_devices() -> Any:
     return sm.pmap2(lambda x: x)(np.zeros((9, 2)))
@@ -327,7 +327,7 @@ def more_lanes_than_devices() -> Any:
 @mistake(
     sm.BatchAxisError,
     """\
-<lambda>: 4 lanes on 1 device; pmap2 gives every lane a device of its own. Give it 1 at most, each with a part of the batch, as in x.reshape(1, -1, *x.shape[1:]); or use vmap2, or shard_map.""",
+<lambda>: 4 lanes on 1 device; pmap2 gives every lane a device of its own. Use 1 at most, each with a part of the batch, as in x.reshape(1, -1, *x.shape[1:]); or use vmap2 or shard_map.""",
 )
 def more_lanes_than_devices_given() -> Any:
     return sm.pmap2(lambda: 1, devices=jax.devices()[:1], axis_size=4)()
@@ -341,7 +341,7 @@ def more_lanes_than_devices_given() -> Any:
     """\
 step: states enter on one axis and leave on another:
   - s: State(float32[2]) enters on axis 0 but leaves on axis 1
-The axis in state_in_axes is also the one it leaves on: leave it out of state_out_axes, or name the same one.""",
+A state leaves on the axis that state_in_axes gives it: leave it out of state_out_axes, or give it the same axis there.""",
 )
 def state_that_enters_and_leaves_on_other_axes(lanes: Any) -> Any:
     return lanes(step, in_axes=(None, 0), state_in_axes={0: ...}, state_out_axes={1: ...})(
@@ -354,7 +354,7 @@ def state_that_enters_and_leaves_on_other_axes(lanes: Any) -> Any:
     """\
 step: states enter on one axis and leave on another:
   - s: State(float32[2]) enters on axis 0 but leaves on axis None
-The axis in state_in_axes is also the one it leaves on: leave it out of state_out_axes, or name the same one.""",
+A state leaves on the axis that state_in_axes gives it: leave it out of state_out_axes, or give it the same axis there.""",
 )
 def state_that_enters_on_an_axis_and_leaves_on_none(lanes: Any) -> Any:
     return lanes(step, in_axes=(None, 0), state_in_axes={0: ...}, state_out_axes={None: ...})(
@@ -390,8 +390,8 @@ def last(old: Any, new: Any, axis_names: Any) -> Any:
 
 
 MERGED_APART = """\
-step: the policies of these states leave values that differ between lanes (%s), of which one copy is kept:
-  - s: Doubled(float32[]): returned by Doubled.leave, which is to return the same in every lane
+step: the policies of these states gave values that differ between lanes (%s), but one copy is kept:
+  - s: Doubled(float32[]): Doubled.leave returned it, but must return the same value in every lane
 Mend it:
   - reduce it in Doubled.leave, as with jax.lax.psum(value, axis_names)
 Or keep one value per lane: state_out_axes={0: filter}, and state_in_axes={0: filter} from the next call on."""
@@ -424,7 +424,7 @@ def policy_that_returns_another_value_in_each_lane(lanes: Any) -> Any:
     """\
 update: lanes wrote different values to states that state_out_axes declares to be the same in all (axis None):
   - model.mean: State(float32[2])
-Reduce the value, as with jax.lax.pmean(value, 'i'); or declare how writes are merged, State(value, reduce='mean'); or give the states an axis: state_out_axes={0: filter}. A NonBatchState never has one: make it of another kind.""",
+Reduce the value, as with jax.lax.pmean(value, 'i'); or declare how writes are merged, State(value, reduce='mean'); or give the states an axis: state_out_axes={0: filter}. A NonBatchState cannot have an axis: use another kind of state.""",
 )
 def axis_none_with_writes_that_differ(lanes: Any) -> Any:
     return lanes(
@@ -439,7 +439,7 @@ def axis_none_with_writes_that_differ(lanes: Any) -> Any:
 @with_both(
     sm.StructureError,
     """\
-state_in_axes: no state matches BatchState, 'nobody'. The states there are:
+state_in_axes: no state matches BatchState, 'nobody'. The states are:
   - model.w: ParamState(float32[4,2])
   - model.mean: State(float32[2])""",
 )
@@ -450,7 +450,7 @@ def filters_in_that_match_nothing(lanes: Any) -> Any:
 @with_both(
     sm.StructureError,
     """\
-state_out_axes: no state matches RandomState. The states there are:
+state_out_axes: no state matches RandomState. The states are:
   - step(...)[1]: State(float32[2])""",
 )
 def filter_out_that_matches_nothing(lanes: Any) -> Any:
@@ -462,7 +462,7 @@ def filter_out_that_matches_nothing(lanes: Any) -> Any:
     """\
 fun: a state that stands in several places was written:
   - m[0] and m[1] are one State object
-Each place is a state of its own as soon as one is written. Keep it in one place; tie what must be in two with `equinox.nn.Shared`, or put copies in: `state.replace()`.""",
+As soon as one is written, each place has a state of its own. Keep the state in one place; tie what must be in two with `equinox.nn.Shared`, or put copies in: `state.replace()`.""",
 )
 def one_state_in_two_places(lanes: Any) -> Any:
     def fun(m: Any, x: Any) -> Any:
@@ -506,7 +506,7 @@ def donated_arguments_that_are_not_there() -> Any:
 @mistake(
     sm.BatchAxisError,
     """\
-fun: how is [1] of type list, which cannot be hashed, and stands in static_broadcasted_argnums. Non-hashable static arguments are not supported, for they are a part of the program's signature; give None in in_axes for an array that all lanes share.""",
+fun: how is [1] of type list, which cannot be hashed, but static_broadcasted_argnums names it. Each value of a static argument has a compiled program of its own, found by its hash. Pass a value that can be hashed; or, for an array that all lanes share, give None in in_axes instead.""",
 )
 def static_argument_that_cannot_be_hashed() -> Any:
     def fun(x: Any, how: Any) -> Any:
@@ -525,7 +525,7 @@ def inside(fun: Callable[[Any], Any]) -> Any:
 @mistake(
     sm.BatchAxisError,
     """\
-lane: axis_name='x' is a mesh axis that an enclosing shard_map maps over. Call the lanes something else.""",
+lane: axis_name='x' is a mesh axis that an enclosing shard_map maps over. Give the lanes another name.""",
 )
 def name_of_a_mesh_axis() -> Any:
     def lane(x: Any) -> Any:
@@ -537,7 +537,7 @@ def name_of_a_mesh_axis() -> Any:
 @mistake(
     sm.BatchAxisError,
     """\
-lane: pmap2 takes whole devices, and an enclosing mapped call has them already (axes 'x'). Use vmap2 inside of it.""",
+lane: pmap2 gives each lane a device, but an enclosing mapped call uses the devices already (axes 'x'). Use vmap2 inside it.""",
 )
 def pmap2_inside_shard_map() -> Any:
     def lane(x: Any) -> Any:
@@ -549,7 +549,7 @@ def pmap2_inside_shard_map() -> Any:
 @mistake(
     sm.BatchAxisError,
     """\
-lane: pmap2 takes whole devices, and an enclosing mapped call has them already (axes 'i'). Use vmap2 inside of it.""",
+lane: pmap2 gives each lane a device, but an enclosing mapped call uses the devices already (axes 'i'). Use vmap2 inside it.""",
 )
 def pmap2_inside_pmap2() -> Any:
     def lane(x: Any) -> Any:
@@ -584,7 +584,7 @@ class Counter(sm.Module):
 @mistake(
     TypeError,
     """\
-states are created for a statemesh.Module, got {'a': State(float32[])} of type dict. Derive its class from sm.Module and make its states in `init_state(self, **kwargs)`.""",
+states are created for a statemesh.Module, got {'a': State(float32[])} of type dict. Derive its class from sm.Module and create its states in `init_state(self, **kwargs)`.""",
 )
 def new_states_of_a_dict() -> Any:
     return sm.vmap2_new_states({"a": sm.State(0.0)}, {}, axis_size=2)
@@ -593,7 +593,7 @@ def new_states_of_a_dict() -> Any:
 @mistake(
     sm.BatchAxisError,
     """\
-vmap2_new_states needs axis_size=..., the number of lanes: nothing else says it.""",
+vmap2_new_states needs axis_size=..., the number of lanes: nothing else shows it.""",
 )
 def new_states_without_a_size() -> Any:
     return sm.vmap2_new_states(Counter(), {})
@@ -619,7 +619,7 @@ def test_new_states_and_a_filter_that_matches_nothing(create: Any) -> None:
     with pytest.raises(sm.StructureError) as raised:
         create(Counter(), {}, None, 2, {1: sm.BatchState}, axis_name="i")
     assert str(raised.value) == (
-        "state_out_axes: no state matches BatchState. The states there are:\n"
+        "state_out_axes: no state matches BatchState. The states are:\n"
         "  - module.count: State(float32[3])"
     )
 
@@ -627,7 +627,7 @@ def test_new_states_and_a_filter_that_matches_nothing(create: Any) -> None:
 @mistake(
     TypeError,
     """\
-Counter.init_all_states got 'size', which no `init_state` in it takes. Name the argument in the signature of the `init_state` that needs it.""",
+Counter.init_all_states got 'size', which no `init_state` in it takes. Add the argument to the signature of the `init_state` that needs it.""",
 )
 def new_states_with_an_argument_that_nobody_takes() -> Any:
     return sm.vmap2_new_states(Counter(), {"size": 3}, axis_size=2, axis_name="i")
@@ -646,20 +646,20 @@ def test_a_map_of_no_positive_size(size: Any) -> None:
 @mistake(
     TypeError,
     """\
-states are created for a statemesh.Module, got <class 'tests.test_lane_errors.Counter'> of type _ModuleMeta. Derive its class from sm.Module and make its states in `init_state(self, **kwargs)`.""",
+states are created for a statemesh.Module, got <class 'tests.test_lane_errors.Counter'> of type _ModuleMeta. Derive its class from sm.Module and create its states in `init_state(self, **kwargs)`.""",
 )
 def map_of_a_class() -> Any:
     return sm.Map(Counter, 3)
 
 
-@mistake(sm.StatemeshError, """behavior='pmap2' is not known. Use 'vmap', 'pmap'.""")
+@mistake(sm.StatemeshError, """behavior='pmap2' is not known. Use one of 'vmap', 'pmap'.""")
 def map_of_unknown_behavior() -> Any:
     return sm.Map(Counter(), 3, behavior="pmap2")
 
 
 @mistake(
     sm.StatemeshError,
-    """unexpected_out_state_mapping='stack' is not known. Use 'raise', 'warn', 'ignore', 'auto'.""",
+    """unexpected_out_state_mapping='stack' is not known. Use one of 'raise', 'warn', 'ignore', 'auto'.""",
 )
 def map_of_unknown_policy() -> Any:
     return sm.Map(Counter(), 3, unexpected_out_state_mapping="stack")
@@ -681,11 +681,11 @@ def test_a_map_of_an_unknown_method(name: str) -> None:
 @mistake(
     sm.BatchAxisError,
     """\
-update: it is not clear how many lanes there are:
+update: the number of lanes is not clear:
   - map.module.count: float32[4,3] has 4 on axis 0
   - x: float32[3,2] has 3 on axis 0
   - axis_size=4
-All that is mapped must have one size; give None as the axis of what all lanes share.""",
+All mapped axes must have one size; give None as the axis of what all lanes share.""",
 )
 def map_with_another_number_of_lanes() -> Any:
     return counters()(X[:3])
@@ -699,15 +699,15 @@ def test_a_method_that_returns_no_pair(behavior: str, name: str, what: str) -> N
     with pytest.raises(sm.StructureError) as raised:
         counters(behavior=behavior).map(name)(X)
     assert str(raised.value) == (
-        f"Map: Counter.{name} returned {what}, not `(out, module)`. Return the result and the module "
-        "with what was written: `return out, self.replace(state=...)`, or `return out, self`."
+        f"Map: Counter.{name} returned {what}, not `(out, module)`. Return the result and the module with "
+        "its new states: `return out, self.replace(state=...)`, or `return out, self`."
     )
 
 
 @mistake(
     sm.BatchAxisError,
     """\
-Counter.init_all_states: 9 lanes on 8 devices; pmap2 gives every lane a device of its own. Give it 8 at most, each with a part of the batch, as in x.reshape(8, -1, *x.shape[1:]); or use vmap2, or shard_map.""",
+Counter.init_all_states: 9 lanes on 8 devices; pmap2 gives every lane a device of its own. Use 8 at most, each with a part of the batch, as in x.reshape(8, -1, *x.shape[1:]); or use vmap2 or shard_map.""",
 )
 def map_of_more_lanes_than_devices() -> Any:
     return sm.Map(Counter(), 9, behavior="pmap").init_all_states()
@@ -752,8 +752,7 @@ def devices_that_are_numbers() -> Any:
 
 @mistake(
     sm.StatemeshError,
-    "pmap2: devices=() has none, but the 'devices' argument to pmap must be non-empty, or None. Leave it out, "
-    "or pass some, as in devices=jax.devices()[:4].",
+    "pmap2: devices=() is empty. Leave it out, or pass some, as in devices=jax.devices()[:4].",
 )
 def no_devices() -> Any:
     return sm.pmap2(lambda x: x, devices=[])

@@ -288,10 +288,10 @@ def test_a_loop_over_a_state_of_another_type_names_it_and_the_mend() -> None:
     with pytest.raises(TypeError) as raised:
         call(loop, "checked", m)
     assert str(raised.value).split("\n\nHint: ")[1] == (
-        "a state that enters the same on every shard is written differently by shards in a loop or a branch, "
-        "for which both must have one type:\n"
+        "a loop or branch needs one type for what goes in and what comes out, but shards write different "
+        "values in it to states that enter the same on every shard:\n"
         "  - m['total']: State(float32[], reduce='sum') is the same over 'x'\n"
-        "Type it as differing before the loop or branch, and its policy merges it when it leaves:\n"
+        "Mark the value as varying before the loop or branch; its policy merges it when it leaves:\n"
         "    m['total'].set(jax.lax.pcast(m['total'].value, ('x',), to='varying'))"
     )
 

@@ -291,11 +291,12 @@ def test_a_part_of_what_is_packed_together_has_no_gradient() -> None:
     with pytest.raises(sm.StructureError) as raised:
         sm.trainable(packed, sm.filters.PathContains("nets"))
     assert str(raised.value) == (
-        "trainable: wrt=PathContains('nets') picks some of the states that are packed in one buffer, and a "
-        "buffer has one gradient:\n"
-        "  - picked: model['nets'][0], model['nets'][1], model['nets'][2], 3 more; not picked: model['w']\n"
-        "Take the gradient inside the mapped call, which sees the model, or give this call the model "
-        "itself: `packed.unpack()`."
+        "trainable: wrt=PathContains('nets') picks only some of the states that share a packed buffer, "
+        "and a buffer has one gradient:\n"
+        "  - picked: model['nets'][0], model['nets'][1], model['nets'][2], 3 more; not picked: "
+        "model['w']\n"
+        "Take the gradient inside the mapped call, which sees the model, or pass the model itself to this "
+        "call: `packed.unpack()`."
     )
 
 
@@ -451,8 +452,8 @@ def test_on_another_mesh_it_is_refused() -> None:
     with pytest.raises(sm.SpecError) as raised:
         call(packed_net(), X)
     assert str(raised.value) == (
-        "step: a model is packed for a mesh with x=4, y=2, and this call is on x=2, y=2. Pack it for the "
-        "mesh that it goes to: statemesh.pack(packed.unpack(), mesh)."
+        "step: a model is packed for a mesh with x=4, y=2, but this call is on x=2, y=2. Pack it for the "
+        "mesh of this call: statemesh.pack(packed.unpack(), mesh)."
     )
 
 
@@ -467,8 +468,8 @@ def test_states_placed_otherwise_are_refused() -> None:
     with pytest.raises(sm.SpecError) as raised:
         call(sm.pack({"w": sm.State(X)}, make_mesh("4")), X)
     assert str(raised.value) == (
-        "<lambda>: states that are packed to lie otherwise than this call places them:\n"
-        "  - model['w']: packed to lie by P(), this call wants P('x')\n"
+        "<lambda>: these states are packed with other specs than this call has for them:\n"
+        "  - model['w']: packed with P(), but this call has P('x')\n"
         "Give statemesh.pack the same specs: pack(model, mesh, state_specs=...) as in state_in_specs."
     )
     _, packed = call(sm.pack({"w": sm.State(X)}, make_mesh("4"), state_specs=P("x")), X)

@@ -124,7 +124,7 @@ def test_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(sm.StatemeshError) as info:
             cloudpickle.loads(data)
         assert str(info.value) == (
-            "This was pickled with cpu devices of the numbers [6, 7], and this process has [0, 1, 2, 3, "
-            "4, 5]. Make the mesh here and map the function over it, or leave the mesh out and set it by "
+            "This was pickled with cpu devices numbered [6, 7], but this process has [0, 1, 2, 3, 4, 5]. "
+            "Make the mesh here and map the function over it; or leave the mesh out, and set it with "
             "jax.set_mesh(mesh)."
         )

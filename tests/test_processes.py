@@ -201,30 +201,32 @@ def test_programs_are_lowered_for_the_lanes_of_all_processes(together: Any) -> N
 
 
 PASSED = (
-    "With several processes each passes one lane for each of its own devices, and gets these back."
+    "With several processes, each passes one lane for each of its own devices, and gets these lanes "
+    "back."
 )
 TRACED = (
-    "BatchAxisError: <lambda>: pmap2 over the devices of several processes is being traced, as by jit, "
-    "grad, vmap or scan around it. It takes and gives this process's lanes, which are there only while it "
-    "runs. Call it by itself, and transform the function that it maps; or use shard_map."
+    "BatchAxisError: <lambda>: pmap2 over the devices of several processes cannot be traced, as by jit, "
+    "grad, vmap or scan around it. It takes and gives this process's lanes, which exist only while it "
+    "runs. Call it outside of them, and transform the function that it maps; or use shard_map."
 )
 REFUSED = {
-    "too few": f"BatchAxisError: <lambda>: this process passed 3 lanes and has 4 devices. {PASSED}",
-    "all": f"BatchAxisError: <lambda>: this process passed 8 lanes and has 4 devices. {PASSED}",
+    "too few": f"BatchAxisError: <lambda>: this process passed 3 lanes, but has 4 devices. {PASSED}",
+    "all": f"BatchAxisError: <lambda>: this process passed 8 lanes, but has 4 devices. {PASSED}",
     "too many": (
-        "BatchAxisError: <lambda>: 9 lanes on 8 devices; pmap2 gives every lane a device of its own. Give it "
-        "8 at most, each with a part of the batch, as in x.reshape(8, -1, *x.shape[1:]); or use vmap2, or "
+        "BatchAxisError: <lambda>: 9 lanes on 8 devices; pmap2 gives every lane a device of its own. Use "
+        "8 at most, each with a part of the batch, as in x.reshape(8, -1, *x.shape[1:]); or use vmap2 or "
         "shard_map."
     ),
     "shape": (
         "BatchAxisError: <lambda>: arguments do not fit global_arg_shapes:\n"
-        "  - x: float32[4,3] here, global_arg_shapes says (4, 3), of which this process's part is (2, 3)\n"
-        "A global shape is that of one array, with the lanes of all processes on the mapped axis; give None "
-        "for any other argument."
+        "  - x: float32[4,3] here, but global_arg_shapes has (4, 3), of which this process's part is (2, "
+        "3)\n"
+        "A global shape is that of one array, with the lanes of all processes on the mapped axis; give "
+        "None for any other argument."
     ),
     "not ours": (
-        "BatchAxisError: <lambda>: none of the 4 devices is this process's. Only processes that have devices "
-        "among them can make the call."
+        "BatchAxisError: <lambda>: none of the 4 devices belongs to this process. Only processes that own "
+        "some of them can make the call."
     ),
     "jit": TRACED,
     "grad": TRACED,
@@ -246,10 +248,10 @@ def test_what_several_processes_are_refused(what: str, together: Any) -> None:
 
 
 DIFFERENT = (
-    "StructureError: {}: the processes passed different values where all of them have to pass the same:\n"
+    "StructureError: {}: all processes must pass the same values here, but they passed different ones:\n"
     "{}\n"
     "Make them from the same seed or file in every process, or send one process's array or seed to all: "
-    "jax.experimental.multihost_utils.broadcast_one_to_all(x). Where each process has a part of the data, "
+    "jax.experimental.multihost_utils.broadcast_one_to_all(x). If each process has a part of the data, "
     "make one array of the parts: jax.make_array_from_process_local_data(sharding, part)."
 )
 KEY = "states['rng']: key<fry>[]"
@@ -388,7 +390,7 @@ def test_all_arguments_that_are_not_of_their_global_shapes_are_named() -> None:
 def test_a_global_shape_of_another_rank_does_not_fit() -> None:
     told = sm.pmap2(lambda x: x, in_axes=1, global_arg_shapes=((LANES,),))
     with pytest.raises(
-        sm.BatchAxisError, match=r"float32\[3,8\] here, global_arg_shapes says \(8,\)"
+        sm.BatchAxisError, match=r"float32\[3,8\] here, but global_arg_shapes has \(8,\)"
     ):
         told(jnp.ones((3, LANES)))
 
@@ -398,8 +400,8 @@ def test_every_positional_argument_has_an_entry() -> None:
     with pytest.raises(sm.BatchAxisError) as caught:
         told(*[jnp.ones(LANES)] * 3)
     assert str(caught.value) == (
-        "step was called with 3 positional arguments, but global_arg_shapes has 1 entry. It has one for each "
-        "positional argument: its shape, or None where nothing is said."
+        "step was called with 3 positional arguments, but global_arg_shapes has 1 entry. It has one for "
+        "each positional argument: its global shape, or None."
     )
 
 

@@ -108,12 +108,12 @@ def test_what_a_step_may_not_change() -> None:
     assert_says(
         lambda: sm.scan(grown, net(), XS),
         sm.StructureError,
-        "scan: grown returned a carry with other states, or with other leaves that are no arrays, than it "
-        "was given:\n"
+        "scan: grown returned a carry with other states, or with other leaves that are not arrays, than "
+        "it was given:\n"
         "  - model.total: was State(float32[], reduce='sum'), is State(float32[3], reduce='sum')\n"
         "  - model.steps: was 3, is 4\n"
-        "A loop carries one form through all steps. Write states with `state.set(...)`; make an array of a "
-        "number that changes, before the loop: `jnp.asarray(...)`.",
+        "The carry must keep its form through all steps. Write states with `state.set(...)`. Make a "
+        "number that changes an array before the loop: `jnp.asarray(...)`.",
     )
 
     def other(model: Any, x: Any) -> Any:
@@ -122,10 +122,10 @@ def test_what_a_step_may_not_change() -> None:
     assert_says(
         lambda: sm.scan(other, {"a": sm.State(0.0), "b": 1.0}, XS),
         sm.StructureError,
-        "scan: other returned a carry of another structure than it was given:\n"
+        "scan: other returned a carry whose structure is not that of the carry it was given:\n"
         "  - model['b'] is missing\n"
         "  - model['c'] is new\n"
-        "Make before the loop whatever is carried through it.",
+        "Create everything that the loop carries before the loop.",
     )
     with pytest.raises(TypeError, match="must return \\(carry, y\\)"):
         sm.scan(lambda model, x: model, net(), XS)

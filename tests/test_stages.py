@@ -115,15 +115,17 @@ def test_other_arguments_are_refused() -> None:
     assert_says(
         lambda: compiled([X], "fast"),
         TypeError,
-        "double: Function compiled with input pytree does not match the input pytree it was called with. It "
-        "was compiled for PyTreeDef(((*, *), {})), and called with PyTreeDef((([*], *), {})).",
+        "double was compiled for arguments of one tree structure, and called with another.\n"
+        "  compiled for: PyTreeDef(((*, *), {}))\n"
+        "  called with: PyTreeDef((([*], *), {}))\n"
+        "Lower it for these arguments, or call the function itself, which compiles anew.",
     )
     assert_says(
         lambda: compiled(X, "slow"),
         TypeError,
-        "double was compiled for arguments that are no arrays, and called with others:\n"
+        "double was called with other values of arguments that are not arrays than it was compiled for:\n"
         "  - 'fast', and called with 'slow'\n"
-        "Lower it for these, or call the function itself, which compiles anew.",
+        "Lower it for these arguments, or call the function itself, which compiles anew.",
     )
     with pytest.raises(TypeError, match="Argument types differ"):
         compiled(X[:8], "fast")
@@ -150,10 +152,10 @@ def test_unsharded_where_a_mesh_is_set(kind: AxisType, given: bool) -> None:
                 with pytest.raises(sm.SpecError) as caught:
                     traced(x)
                 assert str(caught.value) == (
-                    f"`unsharded` runs on a mesh of one device, but {mesh_str(make_mesh(name))} is set, and "
-                    "JAX takes no other one while something is traced. Where shard_map was given a mesh, "
-                    "call it outside of `jax.set_mesh`; where it was given none, inside `with "
-                    "jax.set_mesh(mesh):` of a mesh of one device."
+                    f"`unsharded` runs on a mesh of one device, but {mesh_str(make_mesh(name))} is set, "
+                    "and JAX allows no other mesh during a trace. If shard_map was given a mesh, call "
+                    "`unsharded` outside `jax.set_mesh`; if it was given none, call it inside `with "
+                    "jax.set_mesh(mesh):` with a mesh of one device."
                 )
     with contextlib.nullcontext() if given else jax.set_mesh(make_mesh("1", kind)):
         np.testing.assert_array_equal(grad(x), np.full(8, 2.0))
@@ -168,6 +170,6 @@ def test_unsharded_of_a_mesh_without_devices() -> None:
     with pytest.raises(sm.SpecError) as caught:
         outer(np.zeros(8))
     assert str(caught.value) == (
-        "`unsharded` runs on a mesh of one device, so it cannot be called inside another mapped call, which "
-        "has taken 'x'. Call it outside of that one."
+        "`unsharded` runs on a mesh of one device, so it cannot be called inside another mapped call, "
+        "which maps over 'x' already. Call it outside that call."
     )

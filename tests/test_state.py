@@ -388,8 +388,8 @@ def test_a_state_is_no_array(use: Callable[[Any], Any], what: str) -> None:
     with pytest.raises(TypeError) as raised:
         use(sm.BatchState(1.0))
     assert str(raised.value) == (
-        f"a BatchState holds an array and is not one itself: apply {what} to `state.value`. A new value is "
-        "written with `state.set(value)`."
+        f"a BatchState holds an array and is not one itself: apply {what} to `state.value`. Write a new "
+        "value with `state.set(value)`."
     )
 
 

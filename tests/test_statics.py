@@ -229,11 +229,11 @@ def test_what_cannot_be_compared_by_anything_is_refused() -> None:
         call(Config(view), X)
     text = str(caught.value).replace(repr(view), "<view>")
     assert text == (
-        "scaled: arguments that are no arrays can neither be hashed nor be compared by what is in them, so "
-        "that a change of them would not be seen:\n"
-        "  - config: Config(rate=<view>, inner=None) of type Config, in which there is <view> of type "
+        "scaled: these arguments are not arrays, and can be neither hashed nor compared by their "
+        "contents, so a change in them would go unseen:\n"
+        "  - config: Config(rate=<view>, inner=None) of type Config, which holds <view> of type "
         "memoryview\n"
-        "Pass the values that are used of it, in arrays or in a @dataclass(frozen=True)."
+        "Pass the values that the function uses, as arrays or in a @dataclass(frozen=True)."
     )
 
 
@@ -244,9 +244,9 @@ def test_a_lowered_call_is_for_the_content_that_it_was_lowered_with() -> None:
     with pytest.raises(TypeError) as caught:
         compiled(config, X)
     assert str(caught.value) == (
-        "scaled was compiled for arguments that are no arrays, and called with others:\n"
+        "scaled was called with other values of arguments that are not arrays than it was compiled for:\n"
         "  - Config(rate=2.0, inner=None), and called with Config(rate=3.0, inner=None)\n"
-        "Lower it for these, or call the function itself, which compiles anew."
+        "Lower it for these arguments, or call the function itself, which compiles anew."
     )
     again = Config(2.0)
     out, same = compiled(again, X)

@@ -249,7 +249,7 @@ def losses_apart() -> None:
         return sm.grad(lambda w, x: ((w * x).mean(), w))(w, x)[0]
 
     specs = (PartitionSpec(), PartitionSpec("x"))
-    with pytest.raises(sm.StatemeshError, match="one copy is kept there of"):
+    with pytest.raises(sm.StatemeshError, match="all shards there share one copy of"):
         sm.shard_map(step, mesh_of(LINE), specs, PartitionSpec())(jnp.ones(()), np.ones(4))
 
 

@@ -40,7 +40,7 @@ def positions(what: str, argument: str, given: Any) -> tuple[int, ...]:
             return tuple(map(operator.index, several))
     except TypeError:
         pass
-    raise errors.wrong_argument(what, argument, given)
+    raise errors.invalid_argument(what, argument, given)
 
 
 def check_lane_name(what: str, name: Any) -> None:
@@ -48,14 +48,14 @@ def check_lane_name(what: str, name: Any) -> None:
     if not isinstance(name, Hashable):
         raise errors.bad_axis_name(name)
     if not is_axis_name(name):
-        raise errors.wrong_argument(what, "axis_name", name)
+        raise errors.invalid_argument(what, "axis_name", name)
 
 
 def check_names(what: str, names: Any) -> None:
     """Refuse what is neither an axis name, nor a tuple of several, nor `None`."""
     several = names if isinstance(names, tuple) else () if names is None else (names,)
     if not all(map(is_axis_name, several)):
-        raise errors.wrong_argument(what, "axis_name of several", names)
+        raise errors.invalid_argument(what, "axis_name of several", names)
 
 
 def is_axis_name(name: Any) -> bool:
@@ -70,22 +70,22 @@ def axis_names(what: str, given: Any, argument: str = "axis_names") -> frozenset
     try:
         return frozenset([given] if isinstance(given, str) else given)
     except TypeError:
-        raise errors.wrong_argument(what, argument, given) from None
+        raise errors.invalid_argument(what, argument, given) from None
 
 
 def count(what: str, argument: str, given: Any) -> int:
     """A number of things, as an int."""
     if isinstance(given, bool) or not hasattr(type(given), "__index__"):
-        raise errors.wrong_argument(what, argument, given)
+        raise errors.invalid_argument(what, argument, given)
     if operator.index(given) < 0:
-        raise errors.wrong_count(what, argument, given)
+        raise errors.invalid_count(what, argument, given)
     return operator.index(given)
 
 
 def check_text(what: str, argument: str, given: Any) -> None:
     """Refuse what is neither a string nor `None`."""
     if given is not None and not isinstance(given, str):
-        raise errors.wrong_argument(what, argument, given)
+        raise errors.invalid_argument(what, argument, given)
 
 
 def tags(what: str, given: Any) -> frozenset[str]:
@@ -94,7 +94,7 @@ def tags(what: str, given: Any) -> frozenset[str]:
         return frozenset() if given is None else frozenset([given])
     found = tuple(given) if isinstance(given, Iterable) else (None,)
     if not all(isinstance(tag, str) for tag in found):
-        raise errors.wrong_argument(what, "tag", given)
+        raise errors.invalid_argument(what, "tag", given)
     return frozenset(found)
 
 
@@ -112,4 +112,4 @@ def check_filter(filter: Any) -> None:
     if name in _FILTERS:
         field, argument, fits = _FILTERS[name]
         if not fits(given := getattr(filter, field)):
-            raise errors.wrong_argument(name, argument, given)
+            raise errors.invalid_argument(name, argument, given)

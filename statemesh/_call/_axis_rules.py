@@ -63,7 +63,7 @@ class AxisRules:
 
     def check(self) -> None:
         if self.unexpected not in POLICIES:
-            raise errors.unknown_mapping_policy(self.unexpected, POLICIES)
+            raise errors.unknown_choice("unexpected_out_state_mapping", self.unexpected, POLICIES)
         size = self.axis_size
         if size is not None and not is_size(size):
             raise errors.bad_axis_size("axis_size", size)

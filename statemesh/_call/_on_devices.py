@@ -90,7 +90,7 @@ class Devices:
     def on_one_device(self) -> Lanes:
         found = self._found()
         if len(own_devices(found)) < len(found):
-            raise errors.processes_alone()
+            raise errors.unsharded_by_one_process()
         return Lanes()
 
     def _found(self) -> list[jax.Device]:

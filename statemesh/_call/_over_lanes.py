@@ -26,7 +26,7 @@ class Lanes:
 
     def check(self, transform: str) -> None:
         if self.spmd_axis_name is not None and not isinstance(self.spmd_axis_name, Hashable):
-            raise errors.wrong_argument(transform, "spmd_axis_name", self.spmd_axis_name)
+            raise errors.invalid_argument(transform, "spmd_axis_name", self.spmd_axis_name)
 
     def placement(self, axis_name: AxisName, axis: int | None, ndim: int) -> Place:
         return Lane(axis, frozenset() if axis is None else frozenset([axis_name]))

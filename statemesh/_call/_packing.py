@@ -73,7 +73,7 @@ class Packing:
             and not _lies(at.group.slots[at.slot].where, where)
         ]
         if moved:
-            raise errors.packed_otherwise(name, moved)
+            raise errors.packed_with_other_specs(name, moved)
 
     def inputs(self, placed: Mapping[int, Place]) -> Mapping[int, Place]:
         """Where each leaf goes that is an input in truth: buffers in the place of their arrays."""

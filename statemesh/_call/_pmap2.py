@@ -129,7 +129,7 @@ def pmap2(
     donated = positions("pmap2", "donate_argnums", donate_argnums)
     static = positions("pmap2", "static_broadcasted_argnums", static_broadcasted_argnums)
     if not isinstance(devices, Iterable | None):
-        raise errors.wrong_argument("pmap2", "devices", devices)
+        raise errors.invalid_argument("pmap2", "devices", devices)
     rules = AxisRules(
         transform="pmap2",
         carrier=Devices(None if devices is None else tuple(devices), backend),

@@ -116,7 +116,7 @@ def shard_map(
     if out_specs is _REQUIRED:
         raise errors.out_specs_required()
     if not (isinstance(donate, str) and donate in DONATE):
-        raise errors.unknown_donate(donate, DONATE)
+        raise errors.unknown_choice("donate", donate, DONATE)
     names = as_names("shard_map", axis_names)
 
     def decorate(fun: Fun) -> StatefulMapping:

@@ -87,10 +87,12 @@ class LeaveByAxis(LeavingRules):
         to_none: list[errors.Diverged] = []
         undeclared: list[errors.Diverged] = []
         for one in mistakes.diverged:
-            at_none = one.said is None or (one.said is UNSAID and one.path in self.replicated)
+            at_none = one.declared is None or (
+                one.declared is UNSAID and one.path in self.replicated
+            )
             (to_none if at_none else undeclared).append(one)
         if found := to_none or undeclared:
-            raise errors.lanes_wrote(self.fun_name, found, declared_none=bool(to_none))
+            raise errors.lanes_diverged(self.fun_name, found, declared_none=bool(to_none))
         if mistakes.varying:
             raise errors.lanes_vary(self.fun_name, mistakes.varying)
         if mistakes.stacked and self.unexpected == "warn":

@@ -147,7 +147,7 @@ class State(NoArray, Shown, Generic[Value]):
         against the old ones."""
         unknown = [key for key in changes if key not in _FIELDS]
         if unknown:
-            raise errors.unknown_state_fields(type(self).__name__, unknown, _FIELDS)
+            raise errors.unknown_fields(type(self).__name__, unknown, _FIELDS)
         value = self.value
         if "value" in changes:
             value = arrays(changes.pop("value"))

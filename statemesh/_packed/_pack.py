@@ -78,7 +78,7 @@ def pack(model: Any, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Packed
     """
     check_mesh("pack", mesh)
     if any(map(is_packed, tree_util.tree_leaves(model, is_leaf=is_state_or_packed))):
-        raise errors.wrong_argument("pack", "model", model)
+        raise errors.invalid_argument("pack", "model", model)
     check_state_specs(state_specs, "state_specs")
     names = manual_names(mesh, ())
     flat, unit_def = tree_util.tree_flatten_with_path(model, is_leaf=is_state)

@@ -194,7 +194,7 @@ def place(tree: Any, mesh: AnyMesh, specs: Any = None, *, state_specs: StateSpec
     """
     check_mesh("place", mesh)
     if isinstance(mesh, AbstractMesh):
-        raise errors.wrong_argument("place", "mesh", mesh)
+        raise errors.invalid_argument("place", "mesh", mesh)
     check_state_specs(state_specs, "state_specs")
     names = manual_names(mesh, ())
     check_specs([("specs", specs)], mesh, names)

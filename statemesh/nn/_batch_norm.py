@@ -161,13 +161,13 @@ class BatchNorm(Module):
         """
         old = self.running.value
         if count is None and self.momentum is None:
-            raise errors.count_wanted("BatchNorm")
+            raise errors.count_required("BatchNorm")
         given = {"count": old["count"] if count is None else count, "mean": mean, "var": var}
         for name, x in given.items():
             if np.shape(x) != old[name].shape:
                 wanted = f"of shape {old[name].shape}"
                 why = "one for all" if name == "count" else "one number for each channel"
-                raise errors.wrong_shape("BatchNorm", name, jnp.asarray(x), wanted, why)
+                raise errors.bad_shape("BatchNorm", name, jnp.asarray(x), wanted, why)
         # Copies: a layer that is donated takes nothing of the caller's with it.
         made = {name: jnp.array(x, old[name].dtype) for name, x in given.items()}
         return self.replace(running=made)
@@ -178,14 +178,14 @@ class BatchNorm(Module):
         if not -x.ndim <= axis < x.ndim:
             raise errors.no_such_array_axis("BatchNorm", "channel_axis", axis, x)
         if x.shape[axis] != size:
-            raise errors.wrong_channels("BatchNorm", x, axis, size)
+            raise errors.channels_differ("BatchNorm", x, axis, size)
 
     def _of_batch(self, x: jax.Array, where: Any, names: tuple[AxisName, ...]) -> dict[str, Any]:
         """Count, mean and biased variance of the global batch."""
         if not x.size:
             raise errors.no_rows("BatchNorm", x)
         if x.ndim == 1 and not names:
-            raise errors.row_alone("BatchNorm", x)
+            raise errors.single_row("BatchNorm", x)
         axis = self.channel_axis % x.ndim
         others = tuple(i for i in range(x.ndim) if i != axis)
         counts = jnp.ones((), bool) if where is None else jnp.asarray(where)

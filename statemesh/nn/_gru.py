@@ -89,7 +89,7 @@ class GRUCell(Module):
         x, hidden = jnp.asarray(x), self.hidden.value
         if x.shape != (wanted := (*hidden.shape[:-1], self.cell.input_size)):
             why = f"the hidden value is of shape {hidden.shape}"
-            raise errors.wrong_shape("GRUCell", "x", x, f"of shape {wanted}", why)
+            raise errors.bad_shape("GRUCell", "x", x, f"of shape {wanted}", why)
         step: Any = self.cell
         for _ in hidden.shape[:-1]:
             step = jax.vmap(step)

@@ -95,7 +95,7 @@ class KVCache(Module):
         tokens, mine = len(keys), self._own_slots()
         if len(values) != tokens:
             why = f"keys hold {tokens}"
-            raise errors.wrong_shape("KVCache", "values", values, f"{tokens} tokens", why)
+            raise errors.bad_shape("KVCache", "values", values, f"{tokens} tokens", why)
         if tokens > self.capacity:
             raise errors.too_many_tokens("KVCache", tokens, self.capacity)
         positions = start + jnp.arange(tokens)
@@ -128,7 +128,7 @@ class KVCache(Module):
         if x.ndim != 3 or x.shape[1:] != buffer.shape[1:] or not len(x):
             heads, dim = buffer.shape[1:]
             why = "one token at least, in the heads and the size of the cache"
-            raise errors.wrong_shape("KVCache", what, x, f"(tokens, {heads}, {dim})", why)
+            raise errors.bad_shape("KVCache", what, x, f"(tokens, {heads}, {dim})", why)
         written: jax.Array = x.astype(buffer.dtype)
         return written
 

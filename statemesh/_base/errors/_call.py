@@ -1,4 +1,4 @@
-"""Errors of a call: its arguments, and what happens while the function is traced."""
+"""Errors of a call: of its arguments, and of the function while it is traced."""
 
 import dataclasses
 import inspect
@@ -7,83 +7,92 @@ from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
+from jax.tree_util import PyTreeDef
 
 from .._paths import describe
 from .._types import AxisName
 from ._classes import BatchAxisError, SpecError, StatemeshError, StructureError
-from ._text import bullets, counted, quoted, shortened, spec_str
+from ._text import counted, listed, quoted, shortened, spec_str
 
 
 @dataclasses.dataclass(frozen=True)
 class WholeState:
-    """A state left whole beside an array of which each shard holds a part."""
+    """A state that is whole on every shard, and an array of which each shard holds a part."""
 
     path: str
     state: Any
     part_path: str
-    part: Any
+    part: jax.Array
     spec: PartitionSpec
 
 
 def place_traced(name: str, paths: Sequence[str]) -> TypeError:
     return TypeError(
-        f"{name}: these arrays are traced, as by jit, grad or vmap around, and lie nowhere yet:\n"
-        f"{bullets(paths)}\nPlace them before, outside of it. Where they are traced a mapped call lays its "
-        "arguments out itself."
+        listed(
+            f"{name}: these arrays are traced, as inside jit, grad or vmap, and cannot be placed",
+            paths,
+            "Place them before, outside the traced function. Inside it, a mapped call lays out its "
+            "arguments itself.",
+        )
     )
 
 
 def shapes_given(name: str, paths: Sequence[str]) -> TypeError:
     return TypeError(
-        f"{name}: these are shapes without values (jax.ShapeDtypeStruct), which is not a valid JAX type to "
-        f"compute with:\n{bullets(paths)}\nPass arrays. For shapes there are `mapped.lower(...)` and "
-        "`jax.eval_shape(mapped, ...)`."
-    )
-
-
-def other_structure(name: str, lowered: Any, given: Any) -> TypeError:
-    return TypeError(
-        f"{name}: Function compiled with input pytree does not match the input pytree it was called with. "
-        f"It was compiled for {lowered}, and called with {given}."
-    )
-
-
-def other_statics(name: str, differ: Sequence[tuple[str, Any]]) -> TypeError:
-    items = [f"{was}, and called with {now!r}" for was, now in differ]
-    return TypeError(
-        f"{name} was compiled for arguments that are no arrays, and called with others:\n{bullets(items)}\n"
-        "Lower it for these, or call the function itself, which compiles anew."
-    )
-
-
-def unknowable_statics(name: str, bad: Sequence[tuple[str, Any, Any]]) -> StructureError:
-    items = [
-        f"{path}: {shortened(value)} of type {type(value).__name__}"
-        + (
-            ""
-            if part is value
-            else f", in which there is {shortened(part)} of type {type(part).__name__}"
+        listed(
+            f"{name}: these arguments are shapes without values (jax.ShapeDtypeStruct)",
+            paths,
+            "Pass arrays. For shapes there are `mapped.lower(...)` and `jax.eval_shape(mapped, ...)`.",
         )
-        for path, value, part in bad
-    ]
+    )
+
+
+def other_structure(name: str, lowered: PyTreeDef, given: PyTreeDef) -> TypeError:
+    return TypeError(
+        f"{name} was compiled for arguments of one tree structure, and called with another.\n"
+        f"  compiled for: {lowered}\n  called with: {given}\n"
+        "Lower it for these arguments, or call the function itself, which compiles anew."
+    )
+
+
+def other_statics(name: str, differ: Sequence[tuple[str, object]]) -> TypeError:
+    return TypeError(
+        listed(
+            f"{name} was called with other values of arguments that are not arrays than it was compiled for",
+            [f"{compiled}, and called with {given!r}" for compiled, given in differ],
+            "Lower it for these arguments, or call the function itself, which compiles anew.",
+        )
+    )
+
+
+def unknowable_statics(name: str, bad: Sequence[tuple[str, object, object]]) -> StructureError:
+    items = []
+    for path, value, part in bad:
+        item = f"{path}: {shortened(value)} of type {type(value).__name__}"
+        if part is not value:
+            item += f", which holds {shortened(part)} of type {type(part).__name__}"
+        items.append(item)
     return StructureError(
-        f"{name}: arguments that are no arrays can neither be hashed nor be compared by what is in them, so "
-        f"that a change of them would not be seen:\n{bullets(items)}\n"
-        "Pass the values that are used of it, in arrays or in a @dataclass(frozen=True)."
+        listed(
+            f"{name}: these arguments are not arrays, and can be neither hashed nor compared by their "
+            "contents, so a change in them would go unseen",
+            items,
+            "Pass the values that the function uses, as arrays or in a @dataclass(frozen=True).",
+        )
     )
 
 
 def arity(name: str, what: str, entries: int, args: int) -> StatemeshError:
     kind: type[StatemeshError]
     if what == "in_specs":
-        kind, left, keywords = SpecError, "is not sharded", "keyword arguments have none"
+        kind, none, keywords = SpecError, "is not sharded", "keyword arguments have none"
     else:
-        kind, left = BatchAxisError, "all lanes share"
+        kind, none = BatchAxisError, "all lanes share"
         keywords = "each argument passed by keyword is mapped over axis 0"
     return kind(
         f"{name} was called with {counted(args, 'positional argument')}, but {what} has "
-        f"{entries} {'entry' if entries == 1 else 'entries'}. {what} has one entry for each positional "
-        f"argument (None for one that {left}); {keywords}."
+        f"{counted(entries, 'entry', 'entries')}. {what} has one entry for each positional "
+        f"argument (None for one that {none}); {keywords}."
     )
 
 
@@ -103,43 +112,52 @@ def check_signature(
 
 def with_hint(text: str, hints: Sequence[WholeState]) -> str:
     items = [
-        f"{h.path} ({shortened(h.state.value)}) is whole on every shard, but {h.part_path} is "
-        f"{describe(h.part)} there, split by {spec_str(h.spec)}"
+        f"{h.path} ({shortened(h.state.value)}) is whole on every shard, but {h.part_path}, split by "
+        f"{spec_str(h.spec)}, is {describe(h.part)} there"
         for h in hints
     ]
     spec = spec_str(hints[0].spec)
-    return (
-        f"{text}\n\nHint: a state that is replicated met data that is sharded:\n{bullets(items)}\n"
-        f"If the state is to be split like the data, write state_in_specs={spec} (or "
-        f"{{filter: {spec}}}), or give the state its own spec={spec}."
+    mend = (
+        f"To split the state like the data, write state_in_specs={spec} (or {{filter: {spec}}}), or give the "
+        f"state its own spec={spec}."
     )
+    return f"{text}\n\n" + listed("Hint: a replicated state met sharded data", items, mend)
 
 
-def with_type_hint(text: str, states: Sequence[tuple[str, Any, tuple[AxisName, ...]]]) -> str:
+def with_type_hint(text: str, states: Sequence[tuple[str, object, tuple[AxisName, ...]]]) -> str:
     items = [
         f"{path}: {describe(state)} is the same over {quoted(axes)}" for path, state, axes in states
     ]
     path, _, axes = states[0]
-    return (
-        f"{text}\n\nHint: a state that enters the same on every shard is written differently by shards in a "
-        f"loop or a branch, for which both must have one type:\n{bullets(items)}\n"
-        "Type it as differing before the loop or branch, and its policy merges it when it leaves:\n"
+    head = (
+        "Hint: a loop or branch needs one type for what goes in and what comes out, but shards write "
+        "different values in it to states that enter the same on every shard"
+    )
+    mend = (
+        "Mark the value as varying before the loop or branch; its policy merges it when it leaves:\n"
         f"    {path}.set(jax.lax.pcast({path}.value, {axes!r}, to='varying'))"
     )
+    return f"{text}\n\n" + listed(head, items, mend)
 
 
 def deleted(name: str, paths: Sequence[str]) -> StatemeshError:
     return StatemeshError(
-        f"{name}: these arguments were given up to an earlier call that donates its arguments:\n"
-        f"{bullets(paths)}\nGo on with what that call returned, as in `out, model = step(model, x)`."
+        listed(
+            f"{name}: these arguments were given up to an earlier call that donates its arguments",
+            paths,
+            "Go on with what that call returned, as in `out, model = step(model, x)`.",
+        )
     )
 
 
 def old_tracer(name: str, paths: Sequence[str]) -> Exception:
     return jax.errors.UnexpectedTracerError(
-        f"{name}: a traced value outlived its trace. Among the arguments these are traced:\n"
-        f"{bullets(paths)}\nReturn values from the traced function instead of keeping them: a model that "
-        "was written inside `jax.jit` or `jax.grad` leaves it as a result."
+        listed(
+            f"{name}: a traced value outlived its trace. These arguments are traced",
+            paths,
+            "Return values from the traced function instead of keeping them: a model that is written inside "
+            "`jax.jit` or `jax.grad` leaves it as a result.",
+        )
     )
 
 
@@ -155,5 +173,6 @@ def unbound_axis(
 def axis_by_position(what: str, axis: int) -> TypeError:
     return TypeError(
         f"{what}: axis_name={axis} is the position of an array's axis, not the name of a mapped one. Give "
-        "the name, such as 'data'; over an array's own axis there are jnp.sum, jnp.mean, jnp.max and jnp.min."
+        "the name, such as 'data'. To reduce over an array's own axis, use jnp.sum, jnp.mean, jnp.max or "
+        "jnp.min."
     )

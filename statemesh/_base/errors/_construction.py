@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from ._classes import StatemeshError
-from ._text import quoted, shortened
+from ._text import quoted, shortened, typed_str
 
 
-# What arguments have to be, by name. The same argument of another function is the same.
-_WANTED = {
+# What an argument must be, by its name. "x of y" is the argument x of y, where y means something else by it.
+_EXPECTED = {
     "auto": "the names of mesh axes that are not mapped over, as in auto={'model'}",
-    "axis_name": "a string, as in axis_name='data'; no number, for those are axes of arrays, and no tuple, "
-    "for those are several names",
+    "axis_name": "a string, as in axis_name='data'; a number is the position of an array's axis, and a tuple "
+    "is several names",
     "axis_name of several": "a string, or a tuple of several, as in axis_name=('data', 'model')",
     "axis_names": "the name of a mesh axis, or several, as in axis_names={'data'}; leave it out for all",
     "backend": "the name of a platform, as in backend='cpu'",
@@ -19,9 +19,9 @@ _WANTED = {
     "donate_argnums": "the position of an argument, or several, numbered from 0, as in donate_argnums=(0,)",
     "init_kwargs": "a dictionary of arguments by name, as in init_kwargs={'batch_size': 4}, or {} for none",
     "key": "the name of a field, the key of a dictionary or an index, as in PathContains('encoder')",
-    "mesh": "a jax.sharding.Mesh, whose devices arrays are put on",
-    "model": "the model that it was made of, as in pack(packed.unpack(), mesh)",
     "map": "the name of a method, as in map('update')",
+    "mesh": "a jax.sharding.Mesh, which has devices to put arrays on",
+    "model": "a model that is not packed yet, as in pack(packed.unpack(), mesh)",
     "n": "an int, 0 or more: the number of rows that this shard holds, as in rows(x.shape[0], 'data')",
     "name": "a string, as in name='mean'",
     "num": "an int, 0 or more: the number of keys, as in split(2)",
@@ -36,16 +36,20 @@ _WANTED = {
 }
 
 
-def wrong_argument(what: str, argument: str, given: Any) -> TypeError:
-    """An argument that cannot be meant; `argument` as `_WANTED` lists it."""
-    name, text = argument.partition(" of ")[0], shortened(given)
+def invalid_argument(what: str, argument: str, given: object) -> TypeError:
+    """An argument of a type that it cannot have; `argument` as `_EXPECTED` lists it."""
+    name, kind = argument.partition(" of ")[0], type(given).__name__
     return TypeError(
-        f"{what}: {name} is {text} of type {type(given).__name__}, but must be {_WANTED[argument]}."
+        f"{what}: {name} is {shortened(given)} of type {kind}, but must be {_EXPECTED[argument]}."
     )
 
 
-def wrong_count(what: str, argument: str, given: Any) -> StatemeshError:
-    return StatemeshError(f"{what}: {argument} is {given}, but must be {_WANTED[argument]}.")
+def invalid_count(what: str, argument: str, given: int) -> StatemeshError:
+    return StatemeshError(f"{what}: {argument} is {given}, but must be {_EXPECTED[argument]}.")
+
+
+def unknown_choice(argument: str, given: object, known: Sequence[str]) -> StatemeshError:
+    return StatemeshError(f"{argument}={given!r} is not known. Use one of {quoted(known)}.")
 
 
 _CALLS = {
@@ -54,60 +58,48 @@ _CALLS = {
 }
 
 
-def not_callable(transform: str, fun: Any) -> TypeError:
+def not_callable(transform: str, fun: object) -> TypeError:
     takes = "takes" if transform == "value_and_grad" else "maps"
     return TypeError(
-        f"{transform} {takes} a function, got {fun!r} of type {type(fun).__name__}. The function comes "
+        f"{transform} {takes} a function, got {typed_str(fun)}. The function comes "
         f"first: `{_CALLS.get(transform, f'{transform}(fn, in_axes=0)')}`."
     )
 
 
 def not_a_plain_function(transform: str, name: str, kind: str) -> TypeError:
     return TypeError(
-        f"{transform}: {name} is {kind}, whose call gives no values yet, but something that is still to "
-        "run. JAX traces a function once, from its arguments to what it returns: write `def` without "
-        "`async`, and `return` the values without `yield`."
+        f"{transform}: {name} is {kind}: a call of it gives no values, only something that is still to run. "
+        "JAX traces a function once, from its arguments to its results: write `def` without `async`, and "
+        "`return` the values without `yield`."
     )
 
 
 def out_specs_required() -> TypeError:
     return TypeError(
-        "shard_map needs out_specs: `shard_map(fun, mesh, in_specs, out_specs)`, with P() for what is "
-        "the same on every shard."
+        "shard_map needs out_specs: `shard_map(fun, mesh, in_specs, out_specs)`, with P() for results that "
+        "are the same on every shard."
     )
 
 
-def unknown_donate(donate: Any, known: Sequence[str]) -> StatemeshError:
-    return StatemeshError(f"donate={donate!r} is not known. Use {quoted(known)}.")
-
-
-def not_an_axis(where: str, axis: Any) -> TypeError:
+def not_an_axis(where: str, axis: object) -> TypeError:
     return TypeError(
-        f"{where} is {axis!r} of type {type(axis).__name__}, not an axis. Use an int (negative ones count "
-        "from the end), or None for what all lanes share."
+        f"{where} is {typed_str(axis)}, not an axis. Use an int (negative ones count from the end), or None "
+        "for what all lanes share."
     )
 
 
-def unknown_mapping_policy(policy: Any, known: Sequence[str]) -> StatemeshError:
-    return StatemeshError(
-        f"unexpected_out_state_mapping={policy!r} is not known. Use {quoted(known)}."
-    )
-
-
-def bad_axis_size(what: str, size: Any) -> StatemeshError:
+def bad_axis_size(what: str, size: object) -> StatemeshError:
     return StatemeshError(f"{what}={size!r} is not a positive int.")
 
 
-def bad_axis_name(name: Any) -> TypeError:
-    return TypeError(
-        f"axis_name={name!r} of type {type(name).__name__} cannot be hashed. Use a string."
-    )
+def bad_axis_name(name: object) -> TypeError:
+    return TypeError(f"axis_name={typed_str(name)} cannot be hashed. Use a string.")
 
 
 def no_devices(transform: str, devices: Sequence[Any]) -> StatemeshError:
     return StatemeshError(
-        f"{transform}: devices={devices!r} has none, but the 'devices' argument to pmap must be non-empty, "
-        "or None. Leave it out, or pass some, as in devices=jax.devices()[:4]."
+        f"{transform}: devices={devices!r} is empty. Leave it out, or pass some, as in "
+        "devices=jax.devices()[:4]."
     )
 
 
@@ -118,9 +110,11 @@ def bad_devices(transform: str, devices: Sequence[Any]) -> StatemeshError:
     )
 
 
-def devices_not_here(platform: str, missing: Sequence[int], there: Sequence[int]) -> StatemeshError:
+def devices_not_here(
+    platform: str, missing: Sequence[int], present: Sequence[int]
+) -> StatemeshError:
     return StatemeshError(
-        f"This was pickled with {platform} devices of the numbers {list(missing)}, and this process has "
-        f"{list(there)}. Make the mesh here and map the function over it, or leave the mesh out and "
-        "set it by jax.set_mesh(mesh)."
+        f"This was pickled with {platform} devices numbered {list(missing)}, but this process has "
+        f"{list(present)}. Make the mesh here and map the function over it; or leave the mesh out, and set "
+        "it with jax.set_mesh(mesh)."
     )

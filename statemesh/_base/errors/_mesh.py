@@ -1,121 +1,120 @@
 """Errors of the mesh that a call runs on."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
 
 from .._paths import describe
 from .._types import AxisName
 from ._classes import SpecError
-from ._text import axis_types_str, mesh_str, quoted
+from ._text import mesh_str, mesh_with_types_str, quoted, typed_str
 
 
-def not_a_mesh(mesh: Any) -> TypeError:
-    return TypeError(
-        f"mesh must be a jax.sharding.Mesh, got {mesh!r} of type {type(mesh).__name__}. Make one with "
-        "`jax.make_mesh((jax.device_count(),), ('x',))`."
-    )
+_Mesh = Mesh | AbstractMesh
+_MAKE_ONE = "Make one with `jax.make_mesh((jax.device_count(),), ('x',))`."
 
 
-def empty_mesh(mesh: Any, what: str = "shard_map") -> SpecError:
-    return SpecError(
-        f"{what} requires a non-empty mesh, but {mesh} has no devices. Make one with "
-        "`jax.make_mesh((jax.device_count(),), ('x',))`."
-    )
+def not_a_mesh(mesh: object) -> TypeError:
+    return TypeError(f"mesh must be a jax.sharding.Mesh, got {typed_str(mesh)}. {_MAKE_ONE}")
+
+
+def empty_mesh(mesh: _Mesh, what: str = "shard_map") -> SpecError:
+    return SpecError(f"{what} requires a non-empty mesh, but {mesh} has no devices. {_MAKE_ONE}")
 
 
 def no_mesh() -> SpecError:
     return SpecError(
-        "no mesh: shard_map was given none, and none is set. The context mesh cannot be empty where `mesh` "
-        "is left out. Pass `mesh=...`, or call inside `with jax.set_mesh(mesh):`."
+        "no mesh: shard_map was given none, and none is set. Pass `mesh=...`, or call inside "
+        "`with jax.set_mesh(mesh):`."
     )
 
 
-def mesh_differs_from_context(given: Any, context: Any) -> SpecError:
+def mesh_differs_from_context(given: _Mesh, context: _Mesh) -> SpecError:
     return SpecError(
-        f"shard_map was given {mesh_str(given)} {axis_types_str(given)}, but the mesh that is set is "
-        f"{mesh_str(context)} {axis_types_str(context)}. Leave `mesh` out to use the one that is set, or "
-        "call outside of `jax.set_mesh`."
+        f"shard_map was given {mesh_with_types_str(given)}, but the mesh that is set is "
+        f"{mesh_with_types_str(context)}. Leave `mesh` out to use the mesh that is set, or call outside "
+        "`jax.set_mesh`."
     )
 
 
 def unsharded_inside(taken: Sequence[AxisName]) -> SpecError:
-    names = ", ".join(map(repr, taken))
     return SpecError(
         "`unsharded` runs on a mesh of one device, so it cannot be called inside another mapped call, which "
-        f"has taken {names}. Call it outside of that one."
+        f"maps over {quoted(taken)} already. Call it outside that call."
     )
 
 
-def unsharded_traced(mesh: Any) -> SpecError:
+def unsharded_traced(mesh: _Mesh) -> SpecError:
     return SpecError(
-        f"`unsharded` runs on a mesh of one device, but {mesh_str(mesh)} is set, and JAX takes no other one "
-        "while something is traced. Where shard_map was given a mesh, call it outside of `jax.set_mesh`; "
-        "where it was given none, inside `with jax.set_mesh(mesh):` of a mesh of one device."
+        f"`unsharded` runs on a mesh of one device, but {mesh_str(mesh)} is set, and JAX allows no other "
+        "mesh during a trace. If shard_map was given a mesh, call `unsharded` outside `jax.set_mesh`; if it "
+        "was given none, call it inside `with jax.set_mesh(mesh):` with a mesh of one device."
     )
 
 
-def abstract_mesh_outside_trace(mesh: Any) -> SpecError:
+def abstract_mesh_outside_trace(mesh: _Mesh) -> SpecError:
     return SpecError(
-        f"{mesh_str(mesh)} is an AbstractMesh, which has no devices to run on. Please pass `jax.Array`s with "
-        "a `NamedSharding` as input to `shard_map` when passing `AbstractMesh` to the mesh argument, or pass "
-        "a `jax.sharding.Mesh`."
+        f"{mesh_str(mesh)} is an AbstractMesh, which has no devices to run on. Pass arrays that lie on a "
+        "mesh with these axes, as jax.device_put(x, NamedSharding(mesh, P())) puts them, or give shard_map a "
+        "jax.sharding.Mesh."
     )
 
 
-def other_mesh_of_input(x: Any, there: Any, mesh: Any) -> SpecError:
+def other_mesh_of_input(x: object, found: _Mesh, mesh: _Mesh) -> SpecError:
     return SpecError(
-        f"Mesh shape of the input {describe(x)}, which lies on {mesh_str(there)}, does not match the mesh "
-        f"shape passed to shard_map: {mesh_str(mesh)}, an AbstractMesh, whose devices are to be those of "
-        "the arguments."
+        f"an argument, {describe(x)}, lies on {mesh_str(found)}, but shard_map was given the AbstractMesh "
+        f"{mesh_str(mesh)}, which takes its devices from the arguments. Put the arguments on a mesh with "
+        "these axes, or give shard_map the mesh that they lie on."
     )
 
 
-def unknown_axis_names(unknown: Sequence[AxisName], mesh: Any) -> SpecError:
+def unknown_axis_names(unknown: Sequence[AxisName], mesh: _Mesh) -> SpecError:
     return SpecError(
         f"axis_names has {quoted(unknown)}, but the axes of {mesh_str(mesh)} are "
         f"{quoted(mesh.axis_names)}."
     )
 
 
-def mesh_partly_taken(given: Any, taken: Iterable[AxisName]) -> SpecError:
-    left = [name for name in given.axis_names if name not in frozenset(taken)]
+def mesh_partly_taken(given: _Mesh, taken: Iterable[AxisName]) -> SpecError:
+    taken = list(taken)
+    left = [name for name in given.axis_names if name not in taken]
     return SpecError(
-        f"shard_map was given {mesh_str(given)} to map over all of it, but an enclosing shard_map already "
-        f"maps over {quoted(taken)}: the context mesh, which has these taken, should match the mesh passed "
-        f"to shard_map. Leave `mesh` out, or name the axes that are meant: axis_names={{{quoted(left)}}}."
+        f"shard_map was given {mesh_str(given)} to map over all its axes, but an enclosing shard_map already "
+        f"maps over {quoted(taken)}. Leave `mesh` out, or name the axes that are left: "
+        f"axis_names={{{quoted(left)}}}."
     )
 
 
-def axis_of_vmap(taken: Sequence[AxisName], mesh: Any) -> SpecError:
+def axis_of_vmap(taken: Sequence[AxisName], mesh: _Mesh) -> SpecError:
     return SpecError(
-        f"an operand of the jax.vmap around is split over {quoted(taken)} of {mesh_str(mesh)}, so that its "
-        "lanes are spread over that axis: jax.shard_map requires axis_names to be a subset of the others. "
-        "Leave `axis_names` out to map over those, or lay the operand out otherwise."
+        f"an enclosing jax.vmap maps over an array that is split over {quoted(taken)} of {mesh_str(mesh)}, "
+        "so its lanes use up that mesh axis. Leave `axis_names` out to map over the other axes, or split the "
+        "array differently."
     )
 
 
-def axis_taken(again: Sequence[AxisName], mesh: Any) -> SpecError:
+def axis_taken(again: Sequence[AxisName], mesh: _Mesh) -> SpecError:
     return SpecError(
         f"axis_names has {quoted(again)}, which an enclosing shard_map already maps over on "
         f"{mesh_str(mesh)}. Name other axes."
     )
 
 
-def no_axes_left(mesh: Any) -> SpecError:
+def no_axes_left(mesh: _Mesh) -> SpecError:
     return SpecError(
         f"an enclosing shard_map already maps over every axis of {mesh_str(mesh)}. Give the outer one "
-        "`axis_names`, so that some are left."
+        "`axis_names` that leave some axes free."
     )
 
 
-def bad_auto(auto: Iterable[AxisName], mesh: Any) -> SpecError:
+def bad_auto(auto: Iterable[AxisName], mesh: _Mesh) -> SpecError:
     return SpecError(
-        f"auto={sorted(map(str, auto))} must be some, not all, of the axes of {mesh_str(mesh)}."
+        f"auto={sorted(map(str, auto))} must be some, but not all, of the axes of {mesh_str(mesh)}."
     )
 
 
-def cannot_infer(mesh: Any) -> TypeError:
+def cannot_infer(mesh: _Mesh) -> TypeError:
     return TypeError(
-        f"in_specs can be left out only on a mesh of Explicit axes; this is {mesh_str(mesh)} "
-        f"{axis_types_str(mesh)}. Write in_specs=..., one entry for each positional argument."
+        f"in_specs can be left out only on a mesh of Explicit axes; this is {mesh_with_types_str(mesh)}. "
+        "Write in_specs=..., one entry for each positional argument."
     )

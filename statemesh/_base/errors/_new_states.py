@@ -1,38 +1,33 @@
 """Errors of new states and of `Map`."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from .._paths import describe
-from ._classes import BatchAxisError, StatemeshError, StructureError
+from ._classes import BatchAxisError, StructureError
 from ._text import node_str, quoted
 
 
 def new_states_need_size() -> BatchAxisError:
     return BatchAxisError(
-        "vmap2_new_states needs axis_size=..., the number of lanes: nothing else says it."
+        "vmap2_new_states needs axis_size=..., the number of lanes: nothing else shows it."
     )
 
 
-def not_a_module(module: Any) -> TypeError:
+def not_a_module(module: object) -> TypeError:
     return TypeError(
         f"states are created for a statemesh.Module, got {describe(module)} of type {type(module).__name__}. "
-        "Derive its class from sm.Module and make its states in `init_state(self, **kwargs)`."
+        "Derive its class from sm.Module and create its states in `init_state(self, **kwargs)`."
     )
 
 
-def unknown_behavior(behavior: Any, known: Sequence[str]) -> StatemeshError:
-    return StatemeshError(f"behavior={behavior!r} is not known. Use {quoted(known)}.")
-
-
-def unknown_method(module: str, name: Any, known: Sequence[str]) -> StructureError:
+def unknown_method(module: str, name: object, known: Sequence[str]) -> StructureError:
     return StructureError(
         f"{module} has no method {name!r}. Its methods are {quoted(known) or 'none'}."
     )
 
 
-def not_a_pair(module: str, name: str, result: Any) -> StructureError:
+def not_a_pair(module: str, name: str, result: object) -> StructureError:
     return StructureError(
         f"Map: {module}.{name} returned {node_str(result)}, not `(out, module)`. Return the result and the "
-        "module with what was written: `return out, self.replace(state=...)`, or `return out, self`."
+        "module with its new states: `return out, self.replace(state=...)`, or `return out, self`."
     )

@@ -1,28 +1,13 @@
 """Errors of `pmap2` with several processes."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from .._paths import describe
 from ._classes import BatchAxisError, StructureError
-from ._text import bullets, counted
+from ._text import counted, listed
 
 
-def global_shape(
-    name: str, bad: Sequence[tuple[str, Any, tuple[int, ...], tuple[int, ...]]]
-) -> BatchAxisError:
-    items = [
-        f"{path}: {describe(x)} here, global_arg_shapes says {given}, of which this process's part is {part}"
-        for path, x, given, part in bad
-    ]
-    return BatchAxisError(
-        f"{name}: arguments do not fit global_arg_shapes:\n{bullets(items)}\n"
-        "A global shape is that of one array, with the lanes of all processes on the mapped axis; give None "
-        "for any other argument."
-    )
-
-
-def not_shapes(given: Any) -> TypeError:
+def not_shapes(given: object) -> TypeError:
     return TypeError(
         f"global_arg_shapes={given!r} is not a shape (a tuple of ints) or None for each positional argument."
     )
@@ -30,39 +15,56 @@ def not_shapes(given: Any) -> TypeError:
 
 def global_shapes_count(name: str, entries: int, args: int) -> BatchAxisError:
     return BatchAxisError(
-        f"{name} was called with {counted(args, 'positional argument')}, but global_arg_shapes has {entries} "
-        f"{'entry' if entries == 1 else 'entries'}. It has one for each positional argument: its shape, or "
-        "None where nothing is said."
+        f"{name} was called with {counted(args, 'positional argument')}, but global_arg_shapes has "
+        f"{counted(entries, 'entry', 'entries')}. It has one for each positional argument: its global shape, "
+        "or None."
     )
+
+
+def global_shape(
+    name: str, bad: Sequence[tuple[str, object, tuple[int, ...], tuple[int, ...]]]
+) -> BatchAxisError:
+    items = [
+        f"{path}: {describe(x)} here, but global_arg_shapes has {given}, of which this process's part is "
+        f"{part}"
+        for path, x, given, part in bad
+    ]
+    mend = (
+        "A global shape is that of one array, with the lanes of all processes on the mapped axis; give None "
+        "for any other argument."
+    )
+    return BatchAxisError(listed(f"{name}: arguments do not fit global_arg_shapes", items, mend))
 
 
 def no_own_devices(name: str, devices: int) -> BatchAxisError:
     return BatchAxisError(
-        f"{name}: none of the {counted(devices, 'device')} is this process's. Only processes that have "
-        "devices among them can make the call."
+        f"{name}: none of the {counted(devices, 'device')} belongs to this process. Only processes that own "
+        "some of them can make the call."
     )
 
 
 def processes_traced(name: str) -> BatchAxisError:
     return BatchAxisError(
-        f"{name}: pmap2 over the devices of several processes is being traced, as by jit, grad, vmap or scan "
-        "around it. It takes and gives this process's lanes, which are there only while it runs. Call it by "
-        "itself, and transform the function that it maps; or use shard_map."
+        f"{name}: pmap2 over the devices of several processes cannot be traced, as by jit, grad, vmap or "
+        "scan around it. It takes and gives this process's lanes, which exist only while it runs. Call it "
+        "outside of them, and transform the function that it maps; or use shard_map."
     )
 
 
-def processes_disagree(name: str, bad: Sequence[tuple[str, Any]]) -> StructureError:
-    items = [f"{path}: {describe(value)} in this one" for path, value in bad]
-    what = bullets(items or ["the structure of the arguments, or where their arrays lie"])
+def processes_disagree(name: str, bad: Sequence[tuple[str, object]]) -> StructureError:
+    items = [f"{path}: {describe(value)} in this process" for path, value in bad]
     return StructureError(
-        f"{name}: the processes passed different values where all of them have to pass the same:\n{what}\n"
-        "Make them from the same seed or file in every process, or send one process's array or seed to all: "
-        "jax.experimental.multihost_utils.broadcast_one_to_all(x). Where each process has a part of the "
-        "data, make one array of the parts: jax.make_array_from_process_local_data(sharding, part)."
+        listed(
+            f"{name}: all processes must pass the same values here, but they passed different ones",
+            items or ["the structure of the arguments, or where their arrays lie"],
+            "Make them from the same seed or file in every process, or send one process's array or seed to "
+            "all: jax.experimental.multihost_utils.broadcast_one_to_all(x). If each process has a part of "
+            "the data, make one array of the parts: jax.make_array_from_process_local_data(sharding, part).",
+        )
     )
 
 
-def processes_alone() -> BatchAxisError:
+def unsharded_by_one_process() -> BatchAxisError:
     return BatchAxisError(
         "unsharded: each of several processes has only its own lanes. Gather them, as with "
         "jax.experimental.multihost_utils.process_allgather, and call vmap2."

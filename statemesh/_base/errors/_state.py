@@ -5,17 +5,18 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import PyTreeDef
 
 from .._paths import describe, path_str
 from .._types import KeyPath, is_state
 from ._classes import SpecError, StatemeshError, StructureError
-from ._text import bullets, quoted, spec_str
+from ._text import listed, quoted, spec_str
 
 
 def state_is_no_array(kind: str, what: str) -> TypeError:
     return TypeError(
-        f"a {kind} holds an array and is not one itself: apply {what} to `state.value`. A new value is "
-        "written with `state.set(value)`."
+        f"a {kind} holds an array and is not one itself: apply {what} to `state.value`. Write a new value "
+        "with `state.set(value)`."
     )
 
 
@@ -26,68 +27,68 @@ def immutable_state(kind: str, attribute: str) -> AttributeError:
     )
 
 
-def bad_state_value(bad: Sequence[tuple[KeyPath, Any]]) -> TypeError:
+def _value_path(path: KeyPath) -> str:
+    return "value" + path_str(path, " ")[1:]
+
+
+def bad_state_value(bad: Sequence[tuple[KeyPath, object]]) -> TypeError:
     items = [
-        f"value{path_str(path, ' ')[1:]} is {describe(leaf)} ({type(leaf).__name__})"
-        for path, leaf in bad
+        f"{_value_path(path)} is {describe(leaf)} ({type(leaf).__name__})" for path, leaf in bad
     ]
-    text = f"a State's value is a pytree of arrays, but:\n{bullets(items)}\n"
+    mend = "Keep values that are not arrays in a field of the Module that holds the State."
     if any(is_state(leaf) for _, leaf in bad):
-        return TypeError(
-            text
-            + "A State cannot hold a State. Put the inner value in: `State(inner.value)`; or keep "
-            "the two side by side in a Module."
+        mend = (
+            "A State cannot hold a State. Put the inner value in: `State(inner.value)`; or keep the two "
+            "side by side in a Module."
         )
-    return TypeError(text + "Keep what is no array in a field of the Module that holds the State.")
+    return TypeError(listed("a State's value is a pytree of arrays, but", items, mend))
 
 
-def unknown_reduce(reduce: Any, known: Sequence[str]) -> StatemeshError:
+def unknown_reduce(reduce: object, known: Sequence[str]) -> StatemeshError:
     return StatemeshError(
         f"reduce={reduce!r} is not a write policy. Use None, {quoted(known)}, or a function "
         "`(old, new, axis_names) -> value`."
     )
 
 
-def cannot_reduce(how: str, dtype: Any) -> StatemeshError:
+def cannot_reduce(how: str, dtype: np.dtype[Any]) -> StatemeshError:
     other = "a function `(old, new, axis_names) -> value`"
     mend = {
         "mean": f"Use reduce='sum', 'max' or 'min' for integers, or {other}.",
-        "sum": f"Use reduce='max' or 'min' for an integer in place of it, or {other}.",
+        "sum": f"Use an integer with reduce='max' or 'min' instead, or {other}.",
     }.get(how, f"Use {other}.")
     return StatemeshError(f"reduce={how!r} cannot merge values of dtype {dtype}. {mend}")
 
 
-def always_replicated(kind: str, spec: Any) -> SpecError:
+def always_replicated(kind: str, spec: object) -> SpecError:
     return SpecError(
-        f"{kind} cannot be placed with spec={spec_str(spec)}: its key is the same on every shard, and "
-        "every shard draws its own numbers from it. Leave `spec` out, or use "
-        "sm.PerShard('axis') for keys that are really independent."
+        f"{kind} cannot be placed with spec={spec_str(spec)}: every shard holds the same key and draws its "
+        "own numbers from it. Leave `spec` out, or use sm.PerShard('axis') for independent keys."
     )
 
 
-def not_a_key(key: Any) -> TypeError:
+def not_a_key(key: object) -> TypeError:
     return TypeError(
         f"RandomState needs a typed key, got {describe(key)}. Write `sm.RandomState(jax.random.key(0))`; "
-        "a raw key becomes a typed one with `jax.random.wrap_key_data(raw)`."
+        "`jax.random.wrap_key_data(raw)` makes a typed key of a raw one."
     )
 
 
-def several_keys(keys: Any) -> StatemeshError:
+def several_keys(keys: jax.Array) -> StatemeshError:
     return StatemeshError(
-        f"RandomState holds keys of shape {keys.shape}, and a shard or lane draws from one. Hold one key, "
-        "from which each gets a stream of its own; or give each its key: "
+        f"RandomState holds keys of shape {keys.shape}, but a shard or lane draws from one key. Hold one "
+        "key; each shard or lane then gets a stream of its own. Or give each its own key: "
         "RandomState(keys, spec=sm.PerShard('axis')) for shard_map, state_in_axes=sm.RandomState for pmap2 "
         "and vmap2."
     )
 
 
-def drawn_in_lanes(what: str, impl: Any) -> StatemeshError:
+def drawn_in_lanes(what: str, impl: object) -> StatemeshError:
     return StatemeshError(
-        f"{what}: each lane has a key of its own, of the implementation {impl!r}. Of several such keys "
-        "jax.vmap may use the first one only: the numbers would depend on how many lanes there are, and "
-        "differ from those of shard_map and pmap2. Make the key with "
-        "`jax.random.key(seed, impl='threefry2x32')`, or draw with `RandomState.rows`, whose keys are "
-        "threefry keys."
+        f"{what}: each lane has its own key, of the implementation {impl!r}. For such keys jax.vmap may use "
+        "only the first lane's key: the numbers would depend on the number of lanes, and differ from those "
+        "of shard_map and pmap2. Make the key with `jax.random.key(seed, impl='threefry2x32')`, or draw with "
+        "`RandomState.rows`, whose keys are threefry keys."
     )
 
 
@@ -98,47 +99,44 @@ def kind_overrides_init(kind: str) -> TypeError:
     )
 
 
-def method_returned(method: str, returned: Any, expected: str, example: str) -> TypeError:
+def method_returned(method: str, returned: object, expected: str, example: str) -> TypeError:
     shown = "None" if returned is None else f"{type(returned).__name__}: {describe(returned)}"
     return TypeError(
-        f"{method} returned {shown}. It is to return {expected}, as in `{example}`; was a `return` forgotten?"
+        f"{method} returned {shown}. It must return {expected}, as in `{example}`. Is a `return` missing?"
     )
 
 
-def unknown_state_fields(kind: str, unknown: Sequence[str], known: Sequence[str]) -> StructureError:
-    return StructureError(f"{kind}.replace got {quoted(unknown)}; a State has {quoted(known)}.")
-
-
-def set_structure(label: str, old: Any, new: Any) -> StructureError:
+def set_structure(label: str, old: PyTreeDef, new: PyTreeDef) -> StructureError:
     return StructureError(
-        f"{label}: the new value has another tree structure.\n  old: {old}\n  new: {new}\n"
-        "Use `state.replace(value=...)` to change the structure on purpose."
+        f"{label}: the new value has a different tree structure.\n  old: {old}\n  new: {new}\n"
+        "To change the structure on purpose, use `state.replace(value=...)`."
     )
 
 
-def set_differs(label: str, differ: Sequence[tuple[KeyPath, Any, Any]]) -> StructureError:
+def set_differs(label: str, differ: Sequence[tuple[KeyPath, object, object]]) -> StructureError:
     items = [
-        f"value{path_str(path, ' ')[1:]}: was {describe(old)}, is {describe(new)}"
-        for path, old, new in differ
+        f"{_value_path(path)}: was {describe(old)}, is {describe(new)}" for path, old, new in differ
     ]
+    mend = "Cast or reshape it; to change it on purpose, use `state.replace(value=...)`."
     return StructureError(
-        f"{label}: the new value differs in shape or dtype.\n{bullets(items)}\n"
-        "Cast or reshape it, or use `state.replace(value=...)` to change it on purpose."
+        listed(f"{label}: the new value has a different shape or dtype", items, mend)
     )
 
 
-def number_too_large(label: str, path: KeyPath, value: Any, dtype: Any) -> StructureError:
+def number_too_large(
+    label: str, path: KeyPath, value: object, dtype: np.dtype[Any]
+) -> StructureError:
     finfo: Any = jax.numpy.finfo
     info: Any = np.iinfo(dtype) if np.issubdtype(dtype, np.integer) else finfo(dtype)
     return StructureError(
-        f"{label}: value{path_str(path, ' ')[1:]} is {describe(value)}, which does not fit into {dtype} "
+        f"{label}: {_value_path(path)} is {describe(value)}, which does not fit into {dtype} "
         f"({info.min} to {info.max}). Give the state a dtype that holds it, as in State(jnp.float32(0))."
     )
 
 
-def no_old_value(label: str, old: Any, new: Any) -> StructureError:
+def no_old_value(label: str, old: PyTreeDef, new: PyTreeDef) -> StructureError:
     return StructureError(
-        f"{label}: reduce='sum' adds the shards' increments to the old value, and the new value has another "
-        f"tree structure.\n  old: {old}\n  new: {new}\nKeep the structure, or merge by a function: "
-        "reduce=lambda old, new, axis_names: jax.lax.psum(new, axis_names)."
+        f"{label}: reduce='sum' adds the shards' increments to the old value, but the new value has a "
+        f"different tree structure.\n  old: {old}\n  new: {new}\nKeep the structure, or merge with a "
+        "function: reduce=lambda old, new, axis_names: jax.lax.psum(new, axis_names)."
     )

@@ -4,65 +4,83 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._paths import describe
 from .._types import AxisName
 
 
-def spec_str(spec: Any) -> str:
-    """A spec as one types it."""
+def spec_str(spec: object) -> str:
+    """A spec as the user would type it."""
     if isinstance(spec, PartitionSpec):
-        beside = {"unreduced": spec.unreduced, "reduced": spec.reduced}
-        named = [f"{key}={set(names)!r}" for key, names in beside.items() if names]
+        marked = {"unreduced": spec.unreduced, "reduced": spec.reduced}
+        named = [f"{key}={set(names)!r}" for key, names in marked.items() if names]
         return f"P({', '.join([*map(repr, spec.partitions), *named])})"
     return repr(spec)
 
 
-def filter_str(filter: Any) -> str:
-    """A filter as one types it."""
+def filter_str(filter: object) -> str:
+    """A filter as the user would type it."""
     if filter is ...:
         return "..."
     return filter.__name__ if isinstance(filter, type) else repr(filter)
 
 
-def mesh_str(mesh: Any) -> str:
-    """A mesh by the sizes of its axes."""
-    return f"Mesh({', '.join(f'{name}={size}' for name, size in mesh.shape.items())})"
-
-
 def sizes_str(sizes: Mapping[AxisName, int]) -> str:
-    return ", ".join(f"{name}={size}" for name, size in sizes.items()) or "no axes"
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
 
 
-def axis_types_str(mesh: Any) -> str:
-    return f"with axis types ({', '.join(kind.name for kind in mesh.axis_types)})"
+def mesh_str(mesh: Mesh | AbstractMesh) -> str:
+    """A mesh by the sizes of its axes."""
+    return f"Mesh({sizes_str(mesh.shape)})"
 
 
-def bullets(items: Iterable[str]) -> str:
-    """A list, without what it says already: leaves of one state are often alike."""
-    return "\n".join(f"  - {item}" for item in dict.fromkeys(items))
+def mesh_with_types_str(mesh: Mesh | AbstractMesh) -> str:
+    return f"{mesh_str(mesh)} with axis types ({', '.join(t.name for t in mesh.axis_types)})"
+
+
+def listed(head: str, items: Iterable[str], mend: str = "") -> str:
+    """`head`, then each different item on its own line, then how to mend them."""
+    # Leaves of one state often give the same line.
+    lines = [f"  - {item}" for item in dict.fromkeys(items)]
+    return "\n".join([f"{head}:", *lines, *([mend] if mend else [])])
 
 
 def quoted(names: Iterable[object]) -> str:
     return ", ".join(map(repr, names))
 
 
-def counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")
+def axes_argument(axes: Sequence[AxisName]) -> AxisName:
+    """Axis names as collectives take them: one name by itself, several in a tuple."""
+    return axes[0] if len(axes) == 1 else tuple(axes)
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
 def first_paths(paths: Sequence[str]) -> str:
+    """The first three paths, and how many more there are."""
     more = [f"{len(paths) - 3} more"] if len(paths) > 3 else []
     return ", ".join([*paths[:3], *more])
 
 
-def shortened(value: Any) -> str:
+def shortened(value: object) -> str:
     text = describe(value)
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def node_str(node: Any) -> str:
+def typed_str(value: object) -> str:
+    return f"{value!r} of type {type(value).__name__}"
+
+
+def kind_str(value: object) -> str:
+    """An array by dtype and shape, anything else by its type."""
+    return describe(value) if isinstance(value, jax.Array) else type(value).__name__
+
+
+def node_str(node: object) -> str:
+    """One node of a tree, without what is below it."""
     if isinstance(node, dict):
         return f"a dict with keys {sorted(map(str, node))}"
     if isinstance(node, tuple | list):
@@ -72,10 +90,6 @@ def node_str(node: Any) -> str:
     return f"a {type(node).__name__}"
 
 
-def kind_str(value: Any) -> str:
-    return describe(value) if isinstance(value, jax.Array) else type(value).__name__
-
-
 def policy_name(state: Any) -> str:
-    """What merges the writes to a state, by the name that its author gave it."""
+    """The function or method that merges the writes to a state, by the name its author gave it."""
     return getattr(state.reduce, "__name__", None) or f"{type(state).__name__}.leave"
