@@ -1,6 +1,5 @@
 """The checks that the property tests are made of fail on an engine that is broken on purpose."""
 
-import pkgutil
 from collections.abc import Callable
 
 import pytest
@@ -53,8 +52,7 @@ def fails(check: Callable[[], None], failures: tuple[type[BaseException], ...]) 
 
 
 def step_of(mutant: Mutant) -> str | None:
-    owner = pkgutil.resolve_name(mutant.owner)
-    module = getattr(owner, "__module__", mutant.owner).removeprefix("statemesh.")
+    module = getattr(mutant.owner, "__module__", mutant.target).removeprefix("statemesh.")
     return next((step for step, parts in STEPS.items() if module.startswith(parts)), None)
 
 

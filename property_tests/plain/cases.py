@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 
 from hypothesis import strategies as st
 
-from ..base.arrays import Array
+from ..base.arrays import Array, Values
 from ..programs import (
     FLOAT,
     INT,
@@ -44,14 +44,6 @@ class Known:
     dtype: str
     axes: frozenset[str]
     bound: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Values:
-    """What a case is run on: its states, then for each call the gain and the inputs."""
-
-    slots: list[list[Array]]
-    calls: list[tuple[float, list[Array]]]
 
 
 @st.composite

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 import statemesh as sm
 
-from ..base.arrays import Array
+from ..base.arrays import Array, Values
 from ..base.models import mesh_of
 from ..picks import Pick, all_of, any_of, negated
 from ..programs import (
@@ -39,7 +39,6 @@ from ..programs import (
 )
 from ..trees import Layer, Pair
 from . import streams
-from .cases import Values
 from .checks import check_program
 from .gradients import check_gradient
 from .laws import check_filter, check_partition, check_permutation, check_replace, check_set

@@ -9,13 +9,12 @@ import numpy as np
 
 import statemesh as sm
 
-from ..base.arrays import Array, Global, widen
+from ..base.arrays import Array, Global, Values, widen
 from ..base.checks import assert_near, at_home, input_shardings
 from ..base.models import arrays_of, model_of
 from ..programs import Case
 from ..trees import Setting
 from . import reference
-from .cases import Values
 from .mapped import mapping
 
 
