@@ -1,4 +1,4 @@
-"""The checks that the property tests are made of fail on an engine that is broken on purpose."""
+"""The checks of the property tests fail on an engine that is broken on purpose."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from .test_fixed_examples import CHECKS
 pytestmark = pytest.mark.slow
 
 MUTANTS = {"plain": plain.MUTANTS, "lanes": lanes.MUTANTS, "losses": losses.MUTANTS}
-# What a check may fail with. A mutant of the losses that cannot run (a `TypeError`) shows nothing.
+# What a check may fail with. A mutant of the losses that cannot run (a `TypeError`) proves nothing.
 FAILURES = (AssertionError, ValueError, pytest.fail.Exception)
 CANNOT_RUN = {"plain": (TypeError, AttributeError), "lanes": (TypeError, AttributeError)}
 # Which parts of the engine belong to which step of a call.

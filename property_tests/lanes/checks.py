@@ -1,4 +1,4 @@
-"""Programs over lanes held against the loop over lanes, as plain checks."""
+"""Compares programs over lanes with the loop over lanes."""
 
 import contextlib
 import warnings
@@ -91,7 +91,7 @@ class _OverLanes(Comparison):
 
 def _warned(lane: LaneCase, number: int) -> contextlib.AbstractContextManager[Any]:
     """A first call warns of states that lanes wrote unexpectedly. Later calls may warn where they compile."""
-    if lane.mapping != "warn" or all(s.declared for s in lane.stacked):
+    if lane.unexpected != "warn" or all(s.declared for s in lane.stacked):
         return contextlib.nullcontext()
     return pytest.warns(UserWarning, match="state_out_axes") if number == 0 else _silent()
 
@@ -112,7 +112,7 @@ def assert_on_devices(x: Any, axis: Axis, devices: Sequence[jax.Device]) -> None
 
 
 def check_refused(lane: LaneCase, values: Values, transform: str) -> None:
-    """A call in which lanes differ where one value is to be."""
+    """A call in which lanes differ where one value has to be raises `BatchAxisError`."""
     (gain, inputs), *_ = values.calls
     model = model_of(lane.case, slots_with_axes(lane, values.slots))
     args, kwargs = passed(lane, with_axes(inputs, lane.inputs))
@@ -123,9 +123,9 @@ def check_refused(lane: LaneCase, values: Values, transform: str) -> None:
 def check_lane_gradient(
     lane: LaneCase, values: Values, transforms: Sequence[str], *, jit: bool = False
 ) -> None:
-    """Gradients around the call of a smooth program, with respect to all states and inputs.
+    """Compares the gradients around a smooth program with respect to all states and inputs.
 
-    They are the same however the lanes are mapped, and the slope of the loop over lanes.
+    All transforms give the same gradients, and the slope of the loop over lanes.
     """
     case, (gain, inputs) = unstacked(lane), values.calls[0]
     slots = [[jnp.asarray(x) for x in arrays] for arrays in values.slots]
@@ -143,10 +143,10 @@ def check_lane_gradient(
 def check_unexpected(
     transform: str, mapping: str, old: Array, calls: Sequence[Array], *, read: bool
 ) -> None:
-    """A state that nothing is declared of, written per lane call after call, under `'auto'` or `'ignore'`.
+    """Writes an undeclared state per lane, call after call, under `'auto'` or `'ignore'`.
 
-    Lanes are stacked on axis 0. Under `'auto'` a state that is `read` too and has a lane axis already is
-    fed per lane; under `'ignore'` it is not, and gets one more axis at each call.
+    Lanes are stacked on axis 0. Under `'auto'` a state that is also `read` and already has such an axis
+    enters per lane. Under `'ignore'` it does not, and gets one more axis at each call.
     """
 
     def write(state: sm.State, x: Any) -> Any:

@@ -13,7 +13,7 @@ NO_AXES: frozenset[str] = frozenset()
 
 
 def planned(change: Callable[..., dict[str, Any]]) -> Break:
-    """A plan for a gradient with other axes, made of the right one and of where things differ."""
+    """A reduction's plan with other axes. `change` gets the right plan and what differs over which axes."""
 
     def broken(right: Any) -> Any:
         def plan(self: Any, param: Any, loss: Any, *rest: Any) -> Any:
@@ -34,7 +34,7 @@ def taken_for_split(right: Any) -> Any:
 
 
 def with_operands(change: Callable[[list[Any], list[Any]], list[Any]]) -> Break:
-    """A reduction decided by other operands. Of the keys and the values, each time the last is the loss."""
+    """A reduction decided by other operands. The last key and the last value are those of the loss."""
 
     def broken(right: Any) -> Any:
         def plans(self: Any, operands: Any) -> Any:
@@ -54,7 +54,7 @@ def left_in_scans(right: Any) -> Any:
 
 
 def any_axis(right: Any) -> Any:
-    """A rule of lanes that takes every `vmap` for the one that they are."""
+    """A batching rule that takes every `vmap` for the one of the lanes."""
 
     def make(fun: Any) -> Any:
         made = right(fun)
@@ -74,7 +74,7 @@ def any_axis(right: Any) -> Any:
 
 
 def lanes_summed_once(right: Any) -> Any:
-    """A sum over lanes of what is the same in all of them."""
+    """Values that all lanes share are counted once in a sum over lanes."""
     return lambda self, x, count, batched: right(self, x, count if batched else 1, batched)
 
 
@@ -98,7 +98,7 @@ def loss_summed(plan: Any) -> Any:
 
 
 def after_init(change: Callable[[Any], None]) -> Break:
-    """An object in which something is changed after it was made."""
+    """Changes an object right after it was made."""
 
     def broken(right: Any) -> Any:
         def init(self: Any, *args: Any) -> None:
@@ -123,7 +123,7 @@ def copies_for_parameters(parts: Any) -> None:
 
 
 def both_ways(broken: dict[str, Break]) -> dict[str, dict[str, Break]]:
-    """Mutants of the plan that types give, and of the plan that is made without types."""
+    """Mutants of the plan made from JAX's types, and of the plan made without types."""
     return {
         f"_base._reduction.Reduction.{attribute}": {
             f"{name}, {how}": change for name, change in broken.items()
