@@ -1,6 +1,6 @@
-"""Property tests run on 8 simulated devices, few examples at a time unless asked for more.
+"""Property tests run on 8 simulated devices, and draw few examples of each test by default.
 
-`HYPOTHESIS_PROFILE=deep` draws many examples, and `CI` set to anything draws the same ones every time.
+`HYPOTHESIS_PROFILE=deep` draws many examples. Where `CI` is set, every run draws the same examples.
 """
 
 import os
@@ -10,7 +10,7 @@ from jaxtyping import install_import_hook
 import tests.annotations  # noqa: F401
 
 
-# Programs here run a few times each: that they compile quickly is worth more than that they are quick.
+# Programs here run a few times each, so that compiling them takes longer than running them.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 install_import_hook("statemesh", "tests.annotations.checked")
 

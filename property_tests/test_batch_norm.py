@@ -1,4 +1,4 @@
-"""Running statistics of any batches, split in any way, are those of all rows that counted."""
+"""Running statistics are those of all rows that count, however the batches are split."""
 
 from functools import cache
 from typing import Any
@@ -21,7 +21,7 @@ MESHES = ("1", "2", "4", "8", "2x2", "4x2", "2x2x2")
 
 @cache
 def mapped(name: str, lanes: bool, explicit: bool, check_vma: bool) -> tuple[Any, Any]:
-    """A way to run the layer on `ROWS` rows of a few places each: on a mesh, its rows at once or in lanes."""
+    """A call of the layer on `ROWS` rows of a few positions each on a mesh, all rows at once or in lanes."""
     mesh = make_mesh(name, AxisType.Explicit if explicit else AxisType.Auto)
     names = SHAPES[name][1]
 
@@ -42,7 +42,7 @@ ways = st.builds(mapped, st.sampled_from(MESHES), st.booleans(), st.booleans(), 
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[Any, Any]:
-    """Rows of four places, around any mean and of any spread; which places count."""
+    """Rows of four positions with any mean and spread, and which positions count."""
     seed, mean = draw(st.integers(0, 99)), draw(st.floats(-300, 300, width=32))
     spread = draw(st.floats(0.125, 30, width=32))
     x = np.random.default_rng(seed).normal(mean, spread, (ROWS, 4, SIZE)).astype(np.float32)
@@ -89,7 +89,7 @@ def test_whatever_is_split_how(
     assert running["count"] == len(seen)
     largest = np.abs(np.append(seen, mean[np.isfinite(mean)])).max(initial=0)
     np.testing.assert_allclose(running["mean"], mean, rtol=1e-5, atol=4e-6 * largest)
-    # Rounding in means moves the variance by its square, and by as much again in each merge.
+    # A rounding error in a mean changes the variance by its square, once more in each merge.
     np.testing.assert_allclose(running["var"], var, rtol=2e-5, atol=(4e-6 * largest) ** 2)
 
 

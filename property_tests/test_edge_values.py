@@ -1,4 +1,4 @@
-"""NaN, infinities, zeros of both signs and the largest of a dtype: what NumPy says, however it is mapped.
+"""NaN, infinities, zeros of both signs and the largest values of a dtype give what NumPy gives in every map.
 
 The reference is NumPy in double precision, rounded to the dtype once.
 """
@@ -30,7 +30,7 @@ POLICIES = [
     for name in (FLOATS if how == "mean" else DTYPES)
 ]
 WIDTH = 3
-# NumPy's own does not know bfloat16.
+# NumPy's own `finfo` does not know bfloat16.
 info: Callable[..., Any] = jnp.finfo
 FLOAT32 = float(np.finfo(np.float32).eps)
 Arrays: TypeAlias = dict[Any, Any]
@@ -39,7 +39,7 @@ Fun: TypeAlias = Callable[..., Any]
 
 @functools.cache
 def mapped(way: str, count: int, fun: Fun) -> Fun:
-    """A function of what is the same everywhere and of one row for each shard; so is its result."""
+    """A mapped function of replicated values and of one row for each shard. Its result is replicated."""
     if way in ("pmap2", "vmap2"):
 
         def one(same: Any, rows: Any) -> Any:
@@ -63,7 +63,7 @@ def write(states: Arrays, rows: Arrays) -> Arrays:
 
 @functools.cache
 def slopes_of(way: str, count: int) -> Any:
-    """Twice the derivatives of what largest and smallest rows are written, by all rows."""
+    """Twice the derivatives of the written states with respect to all rows."""
     call = mapped(way, count, write)
 
     def total(rows: Arrays) -> Any:
@@ -96,14 +96,14 @@ def differentiate(params: Arrays, rows: Arrays) -> Arrays:
 
 @st.composite
 def entries(draw: st.DrawFn, how: str, name: str, count: int) -> Any:
-    """A row for each shard, of a few values at the edges, so that some are drawn several times."""
+    """A row for each shard. It is drawn from few edge values, so that some values repeat."""
     dtype = DTYPES[name]
     if name in INTEGERS:
         ends = np.iinfo(dtype)
         pool = [0, 1, -1, 3, ends.min, ends.max]
     else:
         most = float(info(dtype).max)
-        # Where a sum of these is beyond float32 itself, the order of its terms would count.
+        # If a sum of these overflowed float32, the order of its terms would change the result.
         most /= 32 if name == "float32" or (how, name) == ("sum", "bfloat16") else 1
         finite = [0.0, -0.0, 1.0, -1.5, most, most, -most, most / 2]
         pool = draw(st.sampled_from([finite, [*finite, np.nan, np.inf, -np.inf]]))
@@ -122,7 +122,7 @@ def merged(how: str, x: Any, old: Any) -> Any:
             case "max" | "min":
                 found = getattr(wide, how)(0)
                 if is_float:
-                    # NumPy takes either zero. The positive one is the larger.
+                    # NumPy returns either zero. The positive zero counts as larger.
                     negative = (np.all if how == "max" else np.any)(np.signbit(wide), 0)
                     found = np.where(found == 0, np.where(negative, -0.0, 0.0), found)
             case _:
@@ -133,7 +133,7 @@ def merged(how: str, x: Any, old: Any) -> Any:
 
 
 def assert_equal(got: Any, wanted: Any, size: Any, what: Any) -> None:
-    """Equal, and floats that were summed as near as rounding in float32 and in the dtype explains."""
+    """Equal, or for sums of floats as close as rounding in float32 and in the dtype allows."""
     got = np.asarray(got)
     assert got.dtype == wanted.dtype, what
     a, b = got.astype(np.float64), wanted.astype(np.float64)

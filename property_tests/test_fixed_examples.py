@@ -1,4 +1,4 @@
-"""The property tests' checks on examples that do not change: no mutant of the engine passes them all."""
+"""The checks of the property tests on fixed examples. No mutant of the engine passes them all."""
 
 import pytest
 

@@ -1,6 +1,5 @@
-"""The checks that the property tests are made of fail on an engine that is broken on purpose."""
+"""The checks of the property tests fail on an engine that is broken on purpose."""
 
-import pkgutil
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +14,7 @@ from .test_fixed_examples import CHECKS
 pytestmark = pytest.mark.slow
 
 MUTANTS = {"plain": plain.MUTANTS, "lanes": lanes.MUTANTS, "losses": losses.MUTANTS}
-# What a check may fail with. A mutant of the losses that cannot run (a `TypeError`) shows nothing.
+# What a check may fail with. A mutant of the losses that cannot run (a `TypeError`) proves nothing.
 FAILURES = (AssertionError, ValueError, pytest.fail.Exception)
 CANNOT_RUN = {"plain": (TypeError, AttributeError), "lanes": (TypeError, AttributeError)}
 # Which parts of the engine belong to which step of a call.
@@ -53,8 +52,7 @@ def fails(check: Callable[[], None], failures: tuple[type[BaseException], ...]) 
 
 
 def step_of(mutant: Mutant) -> str | None:
-    owner = pkgutil.resolve_name(mutant.owner)
-    module = getattr(owner, "__module__", mutant.owner).removeprefix("statemesh.")
+    module = getattr(mutant.owner, "__module__", mutant.target).removeprefix("statemesh.")
     return next((step for step, parts in STEPS.items() if module.startswith(parts)), None)
 
 

@@ -1,4 +1,4 @@
-"""Whatever the model and the program, a packed model is the model."""
+"""A packed model behaves like the model itself, in random programs."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def test_programs_of_shards_give_the_same(program: Program) -> None:
 
 
 def check(program: Program) -> None:
-    """Two calls in a row; floats may be rounded otherwise where the compiler fuses otherwise."""
+    """Two calls in a row agree. Floats may be rounded differently where the compiler fuses differently."""
     model, *inputs = program.args
     plain, packed = model, sm.pack(model, program.mesh)
     mapped: Any = program.mapped

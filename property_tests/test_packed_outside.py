@@ -1,4 +1,4 @@
-"""Outside a mapped call a packed model is its model, whatever is in it: held against NumPy."""
+"""Outside a mapped call a packed model behaves like the model itself. NumPy computes the expected values."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def arrays(draw: st.DrawFn) -> Any:
 
 @st.composite
 def models(draw: st.DrawFn, mesh: Any) -> dict[str, Any]:
-    """States of every kind, some of several arrays or of none at all, and what stands outside of them."""
+    """States of every kind, of one, several or no arrays, and leaves outside States."""
 
     def state() -> Any:
         value = draw(st.dictionaries(st.sampled_from("ab"), arrays(), max_size=2))
@@ -84,7 +84,7 @@ def test_its_states_are_those_of_the_model(case: Any) -> None:
 
 
 def loss_of(net: Any, x: Any) -> Any:
-    """The sum of all that is of floats, times `x`; what is not trained is written."""
+    """The sum of all floats, times `x`. States that are not trained are written."""
     total = x
     for node in net.values():
         for leaf in jax.tree.leaves(node):
@@ -128,7 +128,7 @@ def test_a_step_outside_moves_what_is_trained_by_its_gradient(case: Any, x: int)
                 continue
             want = old
             if is_trained(model[name]) and old.dtype.kind == "f":
-                # Whole, it adds to the loss of every shard; split, each shard adds its own part.
+                # A whole array adds to the loss of every shard. Of a split one, each shard adds its own part.
                 split = isinstance(model[name], sm.State) and _is_split(model[name], mesh, old)
                 want = old - RATE * x * (1 if split else mesh.size)
             elif isinstance(model[name], sm.State) and not is_trained(model[name]):

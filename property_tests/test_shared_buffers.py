@@ -1,7 +1,7 @@
-"""Whatever shares memory with whatever: results are right, and nothing is lost that is not given up by name.
+"""Results are correct whichever leaves share memory, and a call deletes only what `donate` names.
 
-Leaves of a model are made from few sources, in all the ways in which arrays come to share memory. What a
-leaf holds is known without JAX: its source's number, and one more for each time that it was written.
+The leaves of a model come from few sources, in all the ways in which arrays can share memory. The expected
+value of a leaf is its source's number, plus one for each time that it was written.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from .base.arrays import aligned
 
 jnp: Any = jax.numpy
 
-# How a leaf comes from its source. Of the first ones the call, or `sm.place`, has to move something.
+# How a leaf is made from its source. For the first group the call, or `sm.place`, has to move data.
 MOVED = ("host", "another device", "placed", "numpy", "part")
 LAID = ("put", "again", "view")
 
@@ -57,7 +57,7 @@ MODELS = st.lists(
 
 
 class Sources:
-    """What leaves are made of: arrays that the caller holds on to."""
+    """The arrays that leaves are made from. The caller keeps references to them."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -79,7 +79,7 @@ class Sources:
                 return self.numpy[k]
             case "put":
                 return jax.device_put(self.host[k], there)
-        # A source of its own, which no other way leads to.
+        # These leaves have a source of their own, which no other way uses.
         split = leaf.split and leaf.how != "part"
         there = NamedSharding(self.mesh, P("x") if split else P())
         own = self.laid.setdefault((k, split), jax.device_put(jnp.full(8, float(k)), there))
@@ -130,7 +130,7 @@ def test_shared_memory(leaves: list[Leaf], name: str, donate: Any) -> None:
         sm.State(x, spec=spec_of(leaf)) if leaf.state else x
         for leaf, x in zip(leaves, given, strict=True)
     ]
-    # A state takes no array of NumPy as it is.
+    # A State converts NumPy arrays.
     given = [m.value if isinstance(m, sm.State) else m for m in model]
     specs = [spec_of(leaf) for leaf in leaves]
 
@@ -155,13 +155,13 @@ def test_shared_memory(leaves: list[Leaf], name: str, donate: Any) -> None:
     left = [(leaf, m) for leaf, m in zip(leaves, first, strict=True) if not leaf.written]
     for leaf, m in left:
         check_results([leaf], [m], 1)
-        # On one device JAX gives what a program has made any name of the same layout.
+        # On one device JAX may describe the same layout by another sharding.
         if not leaf.state and leaf.how != "numpy":
             assert m.sharding == NamedSharding(mesh, spec_of(leaf))
 
 
 def check_results(leaves: Sequence[Leaf], results: Sequence[Any], times: int) -> None:
-    """Every result is what its leaf holds after so many calls."""
+    """Every result is the expected value after this many calls."""
     for leaf, m in zip(leaves, results, strict=True):
         assert is_one(m.value if leaf.state else m, leaf.source + times * leaf.written)
 
@@ -169,18 +169,18 @@ def check_results(leaves: Sequence[Leaf], results: Sequence[Any], times: int) ->
 def check_held(
     leaves: Sequence[Leaf], given: Sequence[Any], sources: Sources, mesh: Mesh, donate: str
 ) -> None:
-    """What was passed is there, but for what is given up; so is what it was moved from."""
+    """Arguments still exist unless they were donated, and so do the arrays that they were moved from."""
     for leaf, x in zip(leaves, given, strict=True):
         laid = isinstance(x, jax.Array) and x.sharding == NamedSharding(mesh, spec_of(leaf))
         wanted = donate == "all" or (donate == "states" and leaf.state)
         assert (leaf.written and laid and wanted) or is_one(x, leaf.source)
-    # On one device it is the same layout by another name.
+    # On one device `placed` is the same layout under another name.
     by_name = ("put", "placed") if mesh.size == 1 else ("put",)
     put = {leaf.source for leaf in leaves if leaf.how in by_name}
     for k in range(2):
         assert is_one(sources.elsewhere[k], k)
         assert is_one(sources.numpy[k], k)
-        # What the caller put there himself, JAX may have left where it was.
+        # JAX may share memory between an array and its `device_put`.
         assert k in put or is_one(sources.host[k], k)
 
 
@@ -196,7 +196,7 @@ def test_what_came_back_as_it_went_in_may_be_given_up(leaves: list[Leaf], name: 
     )
     with nothing_given_up_twice():
         jax.block_until_ready(give(kept))
-    # All of it was moved, or laid out by `place`: but for that the caller still has what he had.
+    # The call moved everything except what `place` had laid out, so that the caller still has his arrays.
     for leaf, m in zip(leaves, model, strict=True):
         if leaf.how != "placed":
             assert is_one(m.value, leaf.source)

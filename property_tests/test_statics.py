@@ -1,4 +1,4 @@
-"""Objects that are no arrays, changed between calls: no call ever computes with what was there before."""
+"""Objects that are not arrays change between calls, and every call uses their current contents."""
 
 import collections
 import copy
@@ -37,10 +37,10 @@ class Slots:
 
 
 class Words(dict[str, Any]):
-    """A dictionary that is no node of a tree."""
+    """A dictionary that JAX takes for a leaf."""
 
 
-# How a number is held: the object, what changes it, and what reads it.
+# How an object holds a number: a function that makes it, one that changes it, one that reads it.
 Holder = tuple[Callable[[Any], Any], Callable[[Any, Any], None], Callable[[Any], Any]]
 
 
@@ -75,7 +75,7 @@ HOLDERS: dict[str, Holder] = {
         lambda o: o.value[0],
     ),
 }
-# Around that one: which are to be found under all of them.
+# Objects around that one, each with a function that finds it inside.
 AROUND: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "nothing": (lambda o: o, lambda o: o),
     "dataclass": (Config, lambda o: o.value),
@@ -95,7 +95,7 @@ MAPS: dict[str, Callable[[Any], Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What is done before a call: what is written, whether to a copy, and how many columns `x` has."""
+    """What happens before a call: a number is written, perhaps to a copy, and `x` has some columns."""
 
     number: Any
     copied: bool
@@ -131,7 +131,7 @@ def test_a_call_computes_with_what_is_there_now(
     seen: set[tuple[str, int]] = set()
     for step in steps:
         if step.copied:
-            # The first one says something else from now on.
+            # The original must differ from the copy from now on.
             write(unwrap(config), 100)
             config = copy.deepcopy(config)
         write(unwrap(config), step.number)

@@ -19,6 +19,14 @@ class Global:
     error: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class Values:
+    """What a case is run on: the values of its slots, then for each call the gain and the inputs."""
+
+    slots: list[list[Array]]
+    calls: list[tuple[float, list[Array]]]
+
+
 def wide_dtype(x: Any) -> type[Any]:
     """The dtype in which a reference computes with `x`."""
     if np.issubdtype(x.dtype, np.integer):

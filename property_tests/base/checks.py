@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-import statemesh as sm
-
 from ..programs import Case
 from ..trees import structure
 from .arrays import EPS, Array, Global, aligned
@@ -38,7 +36,7 @@ def input_shardings(case: Case) -> list[NamedSharding]:
     return [NamedSharding(mesh, partition_spec(leaf.spec)) for leaf in case.inputs]
 
 
-def jitted(mapped: sm.StatefulMapping) -> Callable[..., Any]:
+def jitted(mapped: Callable[..., Any]) -> Callable[..., Any]:
     """The mapped program as part of a bigger compiled one."""
 
     def call(*args: Any) -> Any:

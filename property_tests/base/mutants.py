@@ -15,22 +15,32 @@ Break: TypeAlias = Callable[[Any], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """One attribute of the engine and what breaks it.
-
-    **Attributes:**
-
-    - `owner`: the dotted name of the module or class that has the attribute. It is looked up when the mutant
-        is tried, so that a wrong name fails this mutant alone.
-    """
+    """A name, the dotted name of what is replaced, and what breaks it."""
 
     name: str
-    owner: str
-    attribute: str
+    target: str
     broken: Break
 
+    @property
+    def owner(self) -> Any:
+        """The module or class that has the target.
+
+        It is looked up when the mutant is tried, so that a wrong name fails this mutant alone.
+        """
+        return pkgutil.resolve_name(self.target.rpartition(".")[0])
+
     def apply(self, patch: pytest.MonkeyPatch) -> None:
-        owner = pkgutil.resolve_name(self.owner)
-        patch.setattr(owner, self.attribute, self.broken(getattr(owner, self.attribute)))
+        attribute = self.target.rpartition(".")[2]
+        patch.setattr(self.owner, attribute, self.broken(getattr(self.owner, attribute)))
+
+
+def mutants(targets: dict[str, dict[str, Break]]) -> list[Mutant]:
+    """The mutants of each target, by their names."""
+    return [
+        Mutant(name, f"statemesh.{target}", broken)
+        for target, breaks in targets.items()
+        for name, broken in breaks.items()
+    ]
 
 
 def engine(name: str) -> Any:
@@ -42,9 +52,9 @@ def always(value: Any) -> Break:
     return lambda right: lambda *args, **kwargs: value
 
 
-def unchanged(right: Any) -> Any:
-    """Returns the first argument."""
-    return lambda first, *rest: first
+def argument(number: int) -> Break:
+    """Returns one of the arguments."""
+    return lambda right: lambda *args: args[number]
 
 
 def with_result(change: Callable[[Any], Any]) -> Break:
@@ -54,9 +64,9 @@ def with_result(change: Callable[[Any], Any]) -> Break:
 def last_match(right: Any) -> Any:
     """The last filter that matches takes the state."""
 
-    def matches(filters: Any, roots: Any, what: str) -> Any:
+    def matches(filters: Any, roots: Any, option: str) -> Any:
         last = len(filters) - 1
-        found = right(filters[::-1], roots, what)
+        found = right(filters[::-1], roots, option)
         return [[None if i is None else last - i for i in first] for first in found]
 
     return matches
@@ -88,15 +98,21 @@ def _old_value_forgotten(right: Any) -> Any:
     return lambda self, old, axes: right(self, self, axes)
 
 
-STATES = "statemesh._model._state"
+unchanged = argument(0)
 # What shards and lanes have in common.
-POLICY_MUTANTS = [
-    Mutant("the mean is the first shard's value", STATES, "reduced", _first_value),
-    Mutant("sum is the mean", STATES, "reduced", _other_policy({"sum": "mean"})),
-    Mutant("max is min", STATES, "reduced", _other_policy({"max": "min"})),
-    Mutant("min is max", STATES, "reduced", _other_policy({"min": "max"})),
-    Mutant("policies have no gradient", STATES, "reduced", _without_gradient),
-    Mutant("leave skipped", "statemesh.State", "leave", unchanged),
-    Mutant("old value forgotten in leave", "statemesh.State", "leave", _old_value_forgotten),
-    Mutant("one key for all shards", "statemesh.RandomState", "enter", unchanged),
-]
+POLICY_MUTANTS = mutants(
+    {
+        "_model._state.reduced": {
+            "the mean is the first shard's value": _first_value,
+            "sum is the mean": _other_policy({"sum": "mean"}),
+            "max is min": _other_policy({"max": "min"}),
+            "min is max": _other_policy({"min": "max"}),
+            "policies have no gradient": _without_gradient,
+        },
+        "State.leave": {
+            "leave skipped": unchanged,
+            "old value forgotten in leave": _old_value_forgotten,
+        },
+        "RandomState.enter": {"one key for all shards": unchanged},
+    }
+)

@@ -1,4 +1,4 @@
-"""Programs over lanes: which axis of each array has the lanes, and how states get theirs."""
+"""Draws programs over lanes: which axis of each array has the lanes, and how states get theirs."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -33,9 +33,9 @@ STACKING = ("warn", "ignore")
 
 @dataclasses.dataclass(frozen=True)
 class Stacked:
-    """A leaf of a written state that all lanes share on the way in, with an axis for them on the way out.
+    """A leaf that all lanes share on the way in, and that leaves with an axis for the lanes.
 
-    With `declared`, `state_out_axes` says so; else it is what becomes of an unexpected write.
+    If `declared`, `state_out_axes` names this axis. Otherwise lanes wrote the state unexpectedly.
     """
 
     slot: int
@@ -48,27 +48,27 @@ class Stacked:
 class LaneCase:
     """A program over the last axis of a mesh, which stands for the lanes.
 
-    In `case` an array that differs between lanes has them on axis 0, as one entry per shard, and an
-    output has its lanes' values one after the other. Here it is said where they really are.
+    In `case` an array that differs between lanes has one entry per lane on axis 0, and an output has the
+    values of its lanes one after the other. The attributes here name the axes that the call really uses.
 
     **Attributes:**
 
-    - `inputs`, `slots`, `outputs`: the axis of the lanes of each; `None` where they share it. All
-        arrays of the model outside States have the same one.
-    - `opened`: states that `state_out_axes` names, each with its axis.
-    - `stacked`: the leaves of these states, and of those that lanes write unexpectedly.
-    - `mapping`: `unexpected_out_state_mapping`.
-    - `form`: how inputs are passed: `'each'` by itself, in a `'tree'`, the last by `'keyword'`.
-    - `brief`: whether axes are said as shortly as they can be.
+    - `inputs`, `slots`, `outputs`: the axis of the lanes of each, or `None` where all lanes share it. All
+        arrays of the model outside States have the same axis.
+    - `state_out_axes`: the states that the option of this name declares, each with its axis.
+    - `stacked`: the leaves of these states, and of states that lanes write unexpectedly.
+    - `unexpected`: the option `unexpected_out_state_mapping`.
+    - `form`: how inputs are passed: one by one (`'each'`), in a `'tree'`, or the last by `'keyword'`.
+    - `brief`: whether the options are as short as they can be.
     """
 
     case: Case
     inputs: tuple[Axis, ...]
     slots: tuple[Axis, ...]
     outputs: tuple[Axis, ...]
-    opened: tuple[tuple[int, Axis], ...] = ()
+    state_out_axes: tuple[tuple[int, Axis], ...] = ()
     stacked: tuple[Stacked, ...] = ()
-    mapping: str = "raise"
+    unexpected: str = "raise"
     form: str = "each"
     brief: bool = False
 
@@ -89,14 +89,14 @@ class LaneCase:
 
     @property
     def arrays(self) -> Axis:
-        """Where the model's arrays outside States have their lanes."""
+        """The axis of the lanes in the model's arrays outside States."""
         pairs = zip(self.case.slots, self.slots, strict=True)
         return next((axis for slot, axis in pairs if slot.kind == "array"), None)
 
     def __repr__(self) -> str:
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[1:]}
-        said = ", ".join(f"{name}={value}" for name, value in given.items() if value)
-        return f"{self.case}\n  lanes over {self.lanes}: {said}"
+        options = ", ".join(f"{name}={value}" for name, value in given.items() if value)
+        return f"{self.case}\n  lanes over {self.lanes}: {options}"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self))
@@ -106,16 +106,16 @@ class LaneCase:
 def lane_cases(draw: st.DrawFn, *, nested: bool = False, smooth: bool = False) -> LaneCase:
     """Models, numbers of lanes, axes and programs.
 
-    `nested`: the lanes run on each of two shards, over which leaves may be split too. `smooth`: floats,
-    and functions with derivatives.
+    If `nested`, the lanes run on each of two shards, and leaves may be split over these too. If `smooth`, the
+    program has floats and differentiable functions only.
     """
     count = draw(st.sampled_from(COUNTS[: 3 if nested else None]))
     mesh = MeshShape((2, count), draw(st.booleans())) if nested else MeshShape((count,))
     side = draw(st.sampled_from(SIDES))
     maker = _LaneMaker(draw, mesh, side, ((),) * len(side), False, smooth)
-    # Axes that every array has, of whatever rank.
+    # Arrays of every rank have these axes.
     maker.arrays = draw(st.sampled_from([None, 0, -1]))
-    maker.mapping = draw(st.sampled_from(["raise", *STACKING]))
+    maker.unexpected = draw(st.sampled_from(["raise", *STACKING]))
     inputs = tuple(maker.leaf(per_shard=draw(st.booleans())) for _ in range(maker.some(2)))
     palette = draw(st.lists(st.sampled_from([*KINDS, "array"]), min_size=1, max_size=2))
     slots = tuple(maker.slot(palette) for _ in range(maker.some(3)))
@@ -140,9 +140,9 @@ def lane_cases(draw: st.DrawFn, *, nested: bool = False, smooth: bool = False) -
         tuple(maker.axis(leaf) for leaf in inputs),
         tuple(maker.arrays if slot.kind == "array" else maker.axis(*slot.leaves) for slot in slots),
         tuple(maker.out_axes),
-        tuple(maker.opened.items()),
+        tuple(maker.state_out_axes.items()),
         tuple(maker.stacked),
-        maker.mapping,
+        maker.unexpected,
         draw(st.sampled_from(["each", "tree", "keyword"])),
         draw(st.booleans()),
     )
@@ -151,9 +151,9 @@ def lane_cases(draw: st.DrawFn, *, nested: bool = False, smooth: bool = False) -
 @dataclasses.dataclass
 class _LaneMaker(Maker):
     arrays: Axis = None
-    mapping: str = "raise"
+    unexpected: str = "raise"
     out_axes: list[Axis] = dataclasses.field(default_factory=list)
-    opened: dict[int, Axis] = dataclasses.field(default_factory=dict)
+    state_out_axes: dict[int, Axis] = dataclasses.field(default_factory=dict)
     stacked: list[Stacked] = dataclasses.field(default_factory=list)
 
     @property
@@ -167,21 +167,21 @@ class _LaneMaker(Maker):
     def some(self, most: int) -> int:
         return self.draw(st.integers(1, most))
 
-    def beside(self, rank: int) -> int:
-        """Where an axis may stand beside so many others, from the front or from the end."""
+    def new_axis(self, rank: int) -> int:
+        """An index for a new axis of an array of this rank, counted from the front or from the end."""
         return self.draw(st.integers(-(rank + 1), rank))
 
     def axis(self, *leaves: Leaf) -> Axis:
-        """An axis for the lanes of all these."""
-        apart = self.lanes in leaves[0].per_shard
-        return self.beside(min(len(leaf.shape) for leaf in leaves)) if apart else None
+        """One axis for the lanes of all these leaves."""
+        per_lane = self.lanes in leaves[0].per_shard
+        return self.new_axis(min(len(leaf.shape) for leaf in leaves)) if per_lane else None
 
     def some_axes(self, of: Iterable[str] = ()) -> Axes:
-        # On the shards of a mesh JAX reduces over the mesh only: lanes are left to policies.
+        # Inside a `shard_map` JAX reduces over mesh axes only, so that policies reduce over lanes.
         return self.mesh.axis_names[:1]
 
     def leaf(self, *, whole: bool = False, per_shard: bool = False) -> Leaf:
-        """A leaf that all lanes share or, with `per_shard`, one entry for each lane."""
+        """A leaf that all lanes share, or with `per_shard` one entry for each lane."""
         leaf = super().leaf(whole=True)
         split = self.draw(st.integers(-1, len(leaf.shape) - 1)) if self.nested and not whole else -1
         if split >= 0:
@@ -194,14 +194,14 @@ class _LaneMaker(Maker):
     def slot(self, palette: Sequence[str]) -> Slot:
         slot = super().slot(palette)
         is_array = slot.kind == "array"
-        apart = self.arrays is not None if is_array else self.draw(st.booleans())
+        per_lane = self.arrays is not None if is_array else self.draw(st.booleans())
         leaves = tuple(
-            dataclasses.replace(leaf, per_shard=(self.lanes,) if apart else ())
+            dataclasses.replace(leaf, per_shard=(self.lanes,) if per_lane else ())
             for leaf in slot.leaves
         )
         reduce = slot.reduce
-        if self.nested and not apart and not is_array:
-            # Without a policy there is no way out of the lanes. A range of ranges is another one.
+        if self.nested and not per_lane and not is_array:
+            # A value that differs between lanes needs a policy. A range of ranges is not the range of all.
             on_shards = any(not leaf.axes for leaf in leaves)
             reduce = "sum" if reduce is None or (reduce == "range" and on_shards) else reduce
         return Slot(slot.kind, leaves, reduce, declared=not is_array)
@@ -216,9 +216,9 @@ class _LaneMaker(Maker):
     def output(self) -> Output:
         at = self.draw(st.sampled_from(self.pool))
         varies = self.known[at].axes
-        apart = self.lanes in varies or self.draw(st.booleans())
-        self.out_axes.append(self.beside(len(self.side)) if apart else None)
-        names: Axes = (self.lanes,) if apart else ()
+        per_lane = self.lanes in varies or self.draw(st.booleans())
+        self.out_axes.append(self.new_axis(len(self.side)) if per_lane else None)
+        names: Axes = (self.lanes,) if per_lane else ()
         names += tuple(name for name in self.mesh.axis_names[:-1] if name in varies)
         return Output(at, (names,) if names else ())
 
@@ -229,10 +229,12 @@ class _LaneMaker(Maker):
             return super().writes(k, slot) if slot.reduce else []
         if slot.kind == "array":
             return super().writes(k, slot)
-        unexpected = self.mapping in STACKING and slot.reduce is None
-        match self.choose("merged", "opened", "shared", *["unexpected"] * unexpected):
-            case "opened":
-                self.opened[k] = axis = self.beside(min(len(leaf.shape) for leaf in slot.leaves))
+        stacks = self.unexpected in STACKING and slot.reduce is None
+        match self.choose("merged", "state_out_axes", "shared", *["unexpected"] * stacks):
+            case "state_out_axes":
+                self.state_out_axes[k] = axis = self.new_axis(
+                    min(len(leaf.shape) for leaf in slot.leaves)
+                )
                 writes = self.unmerged(k, slot)
                 leaves = range(len(slot.leaves)) if writes else ()
                 self.stacked += [Stacked(k, n, axis, True) for n in leaves]
@@ -244,7 +246,7 @@ class _LaneMaker(Maker):
                     if self.lanes in self.known[write.step].axes
                 ]
             case "shared":
-                self.opened[k] = None
+                self.state_out_axes[k] = None
                 writes = super().writes(k, slot)
             case _:
                 writes = super().writes(k, slot)
@@ -253,16 +255,16 @@ class _LaneMaker(Maker):
     def unmerged(self, k: int, slot: Slot) -> list[Write]:
         """Writes that may differ between lanes, as if there were a policy to merge them."""
         writes = super().writes(k, dataclasses.replace(slot, reduce="sum"))
-        # What is written as it was read is not written at all.
+        # A leaf that is returned as it was read does not count as written.
         return [write for write in writes if write.step != self.raw[k, write.leaf]]
 
 
-# What a call is to refuse: lanes that differ where one value is to be.
+# Mistakes that a call must refuse: lanes differ where one value has to be.
 MISTAKES = ("output", "write", "none", "conflict")
 
 
 def mistaken(lane: LaneCase, mistake: str) -> LaneCase:
-    """The same program with one more input, and it goes where it must not."""
+    """The same program with one more input, which goes where it must not go."""
     case = lane.case
     k, shape = len(case.slots), (1,) * case.rank
     case = dataclasses.replace(
@@ -275,21 +277,24 @@ def mistaken(lane: LaneCase, mistake: str) -> LaneCase:
     if mistake == "output":
         case = dataclasses.replace(case, outputs=(*case.outputs, Output(step, ())))
         return dataclasses.replace(lane, case=case, outputs=(*lane.outputs, None))
-    apart = mistake == "conflict"
+    per_lane = mistake == "conflict"
     case = dataclasses.replace(
         case,
         slots=(
             *case.slots,
-            Slot("State", (Leaf(shape, FLOAT, (), (lane.lanes,) * apart),), None, True),
+            Slot("State", (Leaf(shape, FLOAT, (), (lane.lanes,) * per_lane),), None, True),
         ),
         tree=Branch("tuple", (k, case.tree)),
         writes=(*case.writes, Write(k, 0, step)),
     )
-    opened: dict[str, tuple[tuple[int, Axis], ...]] = {"none": ((k, None),), "conflict": ((k, 1),)}
+    state_out_axes: dict[str, tuple[tuple[int, Axis], ...]] = {
+        "none": ((k, None),),
+        "conflict": ((k, 1),),
+    }
     return dataclasses.replace(
         lane,
         case=case,
-        slots=(*lane.slots, 0 if apart else None),
-        opened=(*lane.opened, *opened.get(mistake, ())),
-        mapping="raise" if mistake == "write" else lane.mapping,
+        slots=(*lane.slots, 0 if per_lane else None),
+        state_out_axes=(*lane.state_out_axes, *state_out_axes.get(mistake, ())),
+        unexpected="raise" if mistake == "write" else lane.unexpected,
     )

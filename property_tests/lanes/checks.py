@@ -1,7 +1,6 @@
-"""Programs over lanes held against the loop over lanes, as plain checks."""
+"""Compares programs over lanes with the loop over lanes."""
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,12 +12,12 @@ import pytest
 
 import statemesh as sm
 
-from ..base.arrays import Array, Global, widen
-from ..base.checks import assert_close, assert_kept, assert_near, at_home, input_shardings, jitted
+from ..base.arrays import Array, Global, Values, widen
+from ..base.checks import assert_near
 from ..base.models import arrays_of, model_of
-from ..plain.cases import Values
+from ..base.runs import Comparison, Results
 from ..plain.gradients import assert_slope, loss_of
-from ..trees import Setting, structure
+from ..trees import Setting
 from . import reference
 from .cases import Axis, LaneCase
 from .mapped import (
@@ -39,57 +38,60 @@ HOMES = ("host", "device", "another")
 def check_lanes(
     lane: LaneCase, values: Values, transform: str, *, how: str = "eager", home: str = "host"
 ) -> None:
-    """Calls in a row, the model fed back: results and states are what the loop over lanes says.
+    """Compares all calls with the loop over lanes."""
+    _OverLanes(lane, transform).check(values, how, home)
 
-    **Arguments:**
 
-    - `how`: `'eager'`, `'jit'` (the call stands inside `jax.jit`) or `'unsharded'`.
-    - `home`: where the inputs lie.
-    """
-    case, mapped = lane.case, mapping_of(lane, transform)
-    call: Any = mapped.unsharded if how == "unsharded" else mapped
-    model = model_of(case, slots_with_axes(lane, values.slots))
-    world = [[Global(widen(x)) for x in leaves] for leaves in values.slots]
-    for number, (gain, inputs) in enumerate(values.calls):
-        given = at_home(home, with_axes(inputs, lane.inputs), input_shardings(case))
-        args, kwargs = passed(lane, given)
-        if how == "eager" and number == 0:
-            model = mapped.place(model, Setting(gain), *args, **kwargs)[0]
-        this: Any = functools.partial(call, **kwargs)
-        before = model
-        with _warned(lane, number):
-            outputs, model = (jitted(this) if how == "jit" else this)(model, Setting(gain), *args)
-        wanted, world = reference.run(lane, gain, world, inputs)
-        results = zip(lanes_first(lane, list(map(np.asarray, outputs))), wanted, strict=True)
-        for i, (got, want) in enumerate(results):
-            assert_close(got, want, f"call {number}, out{i}")
-        assert structure(model) == structure(before)
-        slots = arrays_of(case, model)
-        apart = slots_lanes_first(lane, [list(map(np.asarray, leaves)) for leaves in slots])
-        for k, (leaves, wants) in enumerate(zip(apart, world, strict=True)):
-            for n, (got, want) in enumerate(zip(leaves, wants, strict=True)):
-                assert_close(got, want, f"call {number}, s{k}.{n}")
-        if how == "eager":
-            assert_kept(case, before, model)
-        if how == "eager" and transform.startswith("pmap2"):
-            devices = jax.devices()[:: -1 if "backwards" in transform else 1]
-            for x, axis in zip(outputs, lane.outputs, strict=True):
+class _OverLanes(Comparison):
+    def __init__(self, lane: LaneCase, transform: str) -> None:
+        super().__init__(lane.case, mapping_of(lane, transform))
+        self.lane = lane
+        self.transform = transform
+
+    def reference(self, gain: float, slots: list[list[Global]], inputs: Sequence[Array]) -> Results:
+        return reference.run(self.lane, gain, slots, inputs)
+
+    def model(self, slots: Sequence[Sequence[Array]]) -> Any:
+        return model_of(self.case, slots_with_axes(self.lane, slots))
+
+    def arguments(self, inputs: Sequence[Array], home: str) -> tuple[list[Any], dict[str, Any]]:
+        inputs = with_axes(inputs, self.lane.inputs)
+        return passed(self.lane, super().arguments(inputs, home)[0])
+
+    def outputs(self, outputs: Sequence[Any]) -> Sequence[Any]:
+        return lanes_first(self.lane, list(map(np.asarray, outputs)))
+
+    def slots(self, model: Any) -> Sequence[Sequence[Any]]:
+        arrays = [list(map(np.asarray, leaves)) for leaves in arrays_of(self.case, model)]
+        return slots_lanes_first(self.lane, arrays)
+
+    def warned(self, number: int) -> contextlib.AbstractContextManager[Any]:
+        return _warned(self.lane, number)
+
+    def check_layout(self, outputs: Sequence[Any], model: Any) -> None:
+        if not self.transform.startswith("pmap2"):
+            return
+        devices = jax.devices()[:: -1 if "backwards" in self.transform else 1]
+        for x, axis in zip(outputs, self.lane.outputs, strict=True):
+            assert_on_devices(x, axis, devices)
+        for leaves, axis in zip(arrays_of(self.case, model), self.lane.slots, strict=True):
+            for x in leaves:
                 assert_on_devices(x, axis, devices)
-            for leaves, axis in zip(slots, lane.slots, strict=True):
-                for x in leaves:
-                    assert_on_devices(x, axis, devices)
-        if lane.stacked:
-            # They have another shape now: they begin anew.
-            for s in lane.stacked:
-                slots[s.slot][s.leaf] = jnp.asarray(values.slots[s.slot][s.leaf])
-                world[s.slot][s.leaf] = Global(widen(values.slots[s.slot][s.leaf]))
-            model = model_of(case, slots)
+
+    def restarted(self, values: Values, model: Any, world: Any) -> tuple[Any, Any]:
+        if not self.lane.stacked:
+            return model, world
+        # Stacked states have another shape now, so that they start again.
+        slots = arrays_of(self.case, model)
+        for s in self.lane.stacked:
+            slots[s.slot][s.leaf] = jnp.asarray(values.slots[s.slot][s.leaf])
+            world[s.slot][s.leaf] = Global(widen(values.slots[s.slot][s.leaf]))
+        return model_of(self.case, slots), world
 
 
-def _warned(lane: LaneCase, number: int) -> Any:
-    """A first call warns of states that lanes wrote unexpectedly; later ones when they compile anew."""
-    unexpected = any(not s.declared for s in lane.stacked)
-    if lane.mapping != "warn" or not unexpected:
+def _warned(lane: LaneCase, number: int) -> contextlib.AbstractContextManager[Any]:
+    """A first call warns of states that lanes wrote unexpectedly. Later calls may warn where they compile."""
+    if lane.unexpected != "warn" or all(s.declared for s in lane.stacked):
         return contextlib.nullcontext()
     return pytest.warns(UserWarning, match="state_out_axes") if number == 0 else _silent()
 
@@ -110,7 +112,7 @@ def assert_on_devices(x: Any, axis: Axis, devices: Sequence[jax.Device]) -> None
 
 
 def check_refused(lane: LaneCase, values: Values, transform: str) -> None:
-    """A call in which lanes differ where one value is to be."""
+    """A call in which lanes differ where one value has to be raises `BatchAxisError`."""
     (gain, inputs), *_ = values.calls
     model = model_of(lane.case, slots_with_axes(lane, values.slots))
     args, kwargs = passed(lane, with_axes(inputs, lane.inputs))
@@ -121,9 +123,9 @@ def check_refused(lane: LaneCase, values: Values, transform: str) -> None:
 def check_lane_gradient(
     lane: LaneCase, values: Values, transforms: Sequence[str], *, jit: bool = False
 ) -> None:
-    """Gradients around the call of a smooth program, with respect to all states and inputs.
+    """Compares the gradients around a smooth program with respect to all states and inputs.
 
-    They are the same however the lanes are mapped, and the slope of the loop over lanes.
+    All transforms give the same gradients, and the slope of the loop over lanes.
     """
     case, (gain, inputs) = unstacked(lane), values.calls[0]
     slots = [[jnp.asarray(x) for x in arrays] for arrays in values.slots]
@@ -141,10 +143,10 @@ def check_lane_gradient(
 def check_unexpected(
     transform: str, mapping: str, old: Array, calls: Sequence[Array], *, read: bool
 ) -> None:
-    """A state that nothing is declared of, written per lane call after call, under `'auto'` or `'ignore'`.
+    """Writes an undeclared state per lane, call after call, under `'auto'` or `'ignore'`.
 
-    Lanes are stacked on axis 0. Under `'auto'` a state that is `read` too and has a lane axis already is
-    fed per lane; under `'ignore'` it is not, and gets one more axis at each call.
+    Lanes are stacked on axis 0. Under `'auto'` a state that is also `read` and already has such an axis
+    enters per lane. Under `'ignore'` it does not, and gets one more axis at each call.
     """
 
     def write(state: sm.State, x: Any) -> Any:

@@ -1,6 +1,6 @@
-"""A few fixed examples over lanes that between them touch every part of the engine, each a check to call.
+"""Fixed examples over lanes that together touch every part of the engine. Each is a check to call.
 
-Each makes its mapping anew, so that it runs the engine as it is at that moment.
+Each makes its mapping again, so that it runs the engine as a mutant has changed it.
 """
 
 from collections.abc import Callable
@@ -35,8 +35,8 @@ THREE = MeshShape((3,))
 X = ("x",)
 PAIR, PAIRS = Leaf((2,)), Leaf((2,), per_shard=X)
 
-# Every policy, on values that differ on every lane; a state and an array with lanes at their end; two
-# states without.
+# Every policy, on values that differ on every lane. A state and an array have lanes on their last axis, two
+# states have no policy.
 POLICIES = LaneCase(
     case_of(
         THREE,
@@ -80,10 +80,10 @@ POLICIES = LaneCase(
     inputs=(-1, None),
     slots=(*(None,) * 5, -1, None, None, -1),
     outputs=(-1, None, 0),
-    opened=((7, None),),
+    state_out_axes=((7, None),),
 )
 
-# All axes the same, and said once.
+# All axes are the same, and the options name them once.
 BRIEF = LaneCase(
     case_of(
         MeshShape((4,)),
@@ -99,7 +99,8 @@ BRIEF = LaneCase(
     brief=True,
 )
 
-# States that get their lanes on the way out: declared, of two leaves and one of them written; not declared.
+# States that get their lanes on the way out: declared ones, one with a leaf that is not written, and one
+# that is not declared.
 STACKED = LaneCase(
     case_of(
         THREE,
@@ -117,14 +118,14 @@ STACKED = LaneCase(
     inputs=(0,),
     slots=(None,) * 4,
     outputs=(1,),
-    opened=((0, 0), (1, -1), (2, 1)),
+    state_out_axes=((0, 0), (1, -1), (2, 1)),
     stacked=(
         Stacked(0, 0, 0, True),
         Stacked(0, 1, 0, True),
         Stacked(1, 0, -1, True),
         Stacked(3, 0, 0, False),
     ),
-    mapping="ignore",
+    unexpected="ignore",
 )
 
 SMOOTH = LaneCase(
@@ -209,7 +210,7 @@ def unexpected() -> None:
 
 
 def modules() -> None:
-    """Everything that may stand in a Module: read, written per lane, and written alike."""
+    """Everything that may be in a Module: read, written per lane, or written the same in all lanes."""
     read = tuple(Item(kind, "read", (2,) * (kind == "layer")) for kind in KINDS)
     written = (Item("array", "each", (2,)), Item("numpy", "each", ()))
     alike = (Item("array", "alike", (2,)),)

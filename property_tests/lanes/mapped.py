@@ -1,4 +1,4 @@
-"""Programs over lanes as `vmap2` and `pmap2` run them."""
+"""Runs programs over lanes with `vmap2` and `pmap2`."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -22,14 +22,14 @@ TRANSFORMS = ("vmap2", "pmap2", "pmap2 backwards")
 
 
 def mapping_of(lane: LaneCase, transform: str) -> sm.StatefulMapping:
-    """The program, not yet called; on the shards of a mesh, if it has one."""
+    """The program, not yet called. If it has a mesh, the lanes run on each of its shards."""
     name, _, backwards = transform.partition(" ")
     given: dict[str, Any] = {"devices": jax.devices()[::-1]} if backwards else {}
     inner: sm.StatefulMapping = getattr(sm, name)(
         functools.partial(_program, lane.case),
         axis_name=lane.lanes,
         axis_size=_size(lane, name),
-        unexpected_out_state_mapping=lane.mapping,
+        unexpected_out_state_mapping=lane.unexpected,
         **_axes(lane),
         **_state_axes(lane),
         **given,
@@ -70,18 +70,18 @@ def _axes(lane: LaneCase) -> dict[str, Any]:
 
 def _state_axes(lane: LaneCase) -> dict[str, Any]:
     slots = [k for k, slot in enumerate(lane.case.slots) if slot.kind != "array"]
-    apart = [(k, lane.slots[k]) for k in slots if lane.slots[k] is not None]
+    per_lane = [(k, lane.slots[k]) for k in slots if lane.slots[k] is not None]
     if lane.brief:
         return {
-            "state_in_axes": _short(_filters(apart)),
-            "state_out_axes": _short(_filters(lane.opened)),
+            "state_in_axes": _short(_filters(per_lane)),
+            "state_out_axes": _short(_filters(lane.state_out_axes)),
         }
-    # What goes in by an axis leaves by it, said or not. The first match counts; the rest is the same in
-    # all lanes, unless they are let write as they like.
-    enter = _filters(apart)
+    # A state that enters by an axis leaves by it, whether the option says so or not. Of several filters the
+    # first match counts. A last filter makes the rest the same in all lanes, unless unexpected writes stack.
+    enter = _filters(per_lane)
     if all(s.declared for s in lane.stacked):
         enter[None] = ...
-    leave = dict(apart) | dict(lane.opened)
+    leave = dict(per_lane) | dict(lane.state_out_axes)
     return {"state_in_axes": enter, "state_out_axes": _filters(leave.items())}
 
 
@@ -139,7 +139,7 @@ def _on_shards(lane: LaneCase, inner: sm.StatefulMapping) -> sm.StatefulMapping:
 
 
 def with_axes(values: Sequence[Any], axes: Sequence[Axis]) -> list[Any]:
-    """Arrays with lanes on axis 0 as a call takes them."""
+    """Arrays with lanes on axis 0, changed to the form that a call takes."""
     return [_moved(x, 0, axis) for x, axis in zip(values, axes, strict=True)]
 
 
@@ -151,7 +151,7 @@ def slots_with_axes(lane: LaneCase, values: Sequence[Sequence[Any]]) -> list[lis
 
 
 def lanes_first(lane: LaneCase, outputs: Sequence[Any]) -> list[Any]:
-    """Outputs with each lane's value after the other's."""
+    """Outputs with the values of the lanes one after the other."""
     first = [_moved(x, axis, 0) for x, axis in zip(outputs, lane.outputs, strict=True)]
     return [
         x if axis is None else x.reshape(-1, *x.shape[2:])
@@ -160,7 +160,7 @@ def lanes_first(lane: LaneCase, outputs: Sequence[Any]) -> list[Any]:
 
 
 def slots_lanes_first(lane: LaneCase, slots: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """The model's arrays with lanes on axis 0, of a call's result."""
+    """The arrays of a call's new model, with lanes on axis 0."""
     stacked = {(s.slot, s.leaf): s.axis for s in lane.stacked}
     return [
         [_moved(x, stacked.get((k, n), axis), 0) for n, x in enumerate(leaves)]
@@ -169,7 +169,7 @@ def slots_lanes_first(lane: LaneCase, slots: Sequence[Sequence[Any]]) -> list[li
 
 
 def as_in_the_reference(lane: LaneCase, call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call` over arrays as the reference has them, what is stacked among the outputs."""
+    """`call` on arrays in the reference's form. Stacked states are among its outputs."""
     case = lane.case
 
     def same(model: Any, setting: Setting, *inputs: Any) -> tuple[list[Any], Any]:

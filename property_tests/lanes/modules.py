@@ -1,4 +1,4 @@
-"""Modules with plain arrays and Python numbers beside states, fed back through lanes; and Maps in Maps."""
+"""Modules with states, plain arrays and numbers, passed through lanes again and again, and Maps in Maps."""
 
 import dataclasses
 import functools
@@ -17,10 +17,10 @@ from ..base.arrays import Array
 from .cases import COUNTS, Axis
 
 
-# What stands in a Module, and what one lane does with it.
+# The kinds of items in a Module, and what a lane does with them.
 KINDS = ("array", "weak", "numpy", "number", "layer", "state")
 WAYS = ("read", "each", "alike")
-# How the function makes the model that it returns; what stands around the call.
+# How the function makes the model that it returns, and what surrounds the call.
 RETURNS = ("replace", "tree_at", "gradient", "jit", "checkpoint", "loop")
 AROUND = ("eager", "jit", "scan", "unsharded")
 SHAPES = ((), (2,), (2, 3))
@@ -33,9 +33,10 @@ class Item:
 
     **Attributes:**
 
-    - `kind`: one of `KINDS`. A layer is one of Equinox's own, with an array and a number in it; a state
-        gets the sum of what lanes add.
-    - `way`: `'read'`, or written with another value in `'each'` lane, or with one value, `'alike'`.
+    - `kind`: one of `KINDS`. A layer is an Equinox module with an array and a number. A state adds up what
+        the lanes write.
+    - `way`: whether it is only `'read'`, written with another value in `'each'` lane, or with one value in
+        all lanes (`'alike'`).
     """
 
     kind: str
@@ -45,11 +46,11 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class FedBack:
-    """A model and how it goes through lanes.
+    """A model and how it passes through lanes.
 
     **Attributes:**
 
-    - `axis`: the one axis that `out_axes` says of the whole result.
+    - `axis`: `out_axes`, one axis for the whole result.
     - `returns`, `around`: one of `RETURNS`, one of `AROUND`.
     """
 
@@ -61,14 +62,14 @@ class FedBack:
 
 
 class Bag(sm.Module):
-    """Anything, and a parameter, so that there is something to differentiate."""
+    """Any items, and a parameter to differentiate."""
 
     items: Any
     weight: Any = None
 
 
 class Scaled(eqx.Module):
-    """No Module of ours, and no State in it."""
+    """An Equinox module without States."""
 
     weight: Any
     rate: Any
@@ -85,7 +86,7 @@ def items(draw: st.DrawFn, ways: Sequence[str]) -> Item:
 @st.composite
 def fed_back(draw: st.DrawFn) -> FedBack:
     around = draw(st.sampled_from(AROUND))
-    # What is copied to every lane has another shape then: no carry of a loop.
+    # A value that is copied to every lane changes its shape, which the carry of a loop may not.
     ways = [way for way in WAYS if around != "scan" or way != "alike"]
     several = draw(st.lists(items(ways), min_size=1, max_size=3))
     return FedBack(
@@ -98,7 +99,7 @@ def fed_back(draw: st.DrawFn) -> FedBack:
 
 
 def check_fed_back(case: FedBack, transform: str, start: int = 1) -> None:
-    """Some calls in a row, the model fed back: it is what the loop over lanes says, and never grows."""
+    """Checks that a model passed back call after call is what the loop over lanes gives, and never grows."""
     x = np.arange(1, case.count + 1, dtype=np.float32)
     plain = np.arange(2, dtype=np.float32)
     world = [_whole(item, start + k, case) for k, item in enumerate(case.items)]
@@ -125,14 +126,14 @@ def check_fed_back(case: FedBack, transform: str, start: int = 1) -> None:
             sum(_of_lane(o, i, w, case) for o, w in _pairs(case, world)) for i in range(case.count)
         ]
         np.testing.assert_array_equal(np.asarray(out), np.asarray(wanted, np.float32) * x)
-        # Not in a Module: as `jax.vmap` has it.
+        # Outside a Module the result is as in `jax.vmap`.
         np.testing.assert_array_equal(np.asarray(copies), np.stack([plain] * case.count, case.axis))
         world = [_after(item, old, x, case) for item, old in zip(case.items, world, strict=True)]
         _check_items(case, model, world)
         if number and case.around == "eager":
             _check_kept(case, before, model)
         if any(item.way == "alike" for item in case.items):
-            # They have lanes now: they begin anew.
+            # These have lanes now, so that they start again.
             world = [
                 np.take(now, 0, case.axis) if item.way == "alike" else now
                 for item, now in zip(case.items, world, strict=True)
@@ -150,7 +151,7 @@ def _pairs(case: FedBack, world: Sequence[Array]) -> list[tuple[Item, Array]]:
 
 
 def _whole(item: Item, value: int, case: FedBack) -> Array:
-    """The item's value, with lanes where it has any."""
+    """The item's value, with an axis for the lanes where they differ."""
     one = np.full(item.shape, value, np.float32)
     return np.stack([one + i for i in range(case.count)], case.axis) if item.way == "each" else one
 
@@ -179,7 +180,7 @@ def _model(case: FedBack, world: Sequence[Array]) -> Bag:
             case "numpy":
                 return value
             case "layer":
-                # A loop takes arrays only.
+                # The carry of a loop has arrays only.
                 return Scaled(jnp.asarray(value), 1.0, None if case.around == "scan" else jnp.abs)
             case "state":
                 return sm.State(value, reduce="sum")
@@ -217,7 +218,7 @@ def _call(case: FedBack, model: Bag, plain: Any, x: Any) -> Any:
 
 
 def _around(what: str, loss: Any) -> Any:
-    """`loss` inside a transformation, through which the model comes out."""
+    """`loss` inside a transformation, which also returns the model."""
 
     def loop(model: Bag, x: Any) -> Any:
         arrays, rest = eqx.partition(model, eqx.is_array)
@@ -252,7 +253,7 @@ def _check_kept(case: FedBack, before: Bag, after: Bag) -> None:
 
 
 class Noise(sm.Module):
-    """Makes its stream where its states are made, and draws one number in a call."""
+    """Makes its stream in `init_state`, and draws one number in a call."""
 
     rng: Any = None
     seen: Any = None
@@ -268,7 +269,7 @@ class Noise(sm.Module):
 
 
 def nested_noise(sizes: Sequence[int], axes: Sequence[Axis], seed: int, outermost: str) -> Any:
-    """Lanes of lanes of `Noise`, the innermost first."""
+    """Maps of Maps of `Noise`. The first size is that of the innermost."""
     made: Any = Noise()
     for i, (size, axis) in enumerate(zip(sizes, axes, strict=True)):
         behavior = outermost if i == len(sizes) - 1 else "vmap"
@@ -279,29 +280,28 @@ def nested_noise(sizes: Sequence[int], axes: Sequence[Axis], seed: int, outermos
 def check_nested_maps(
     sizes: Sequence[int], fewer: Sequence[int], axes: Sequence[Axis], seed: int, outermost: str
 ) -> None:
-    """Each lane of each Map has a stream of its own, and draws as `Noise` does with its key."""
+    """Checks that each lane of each Map has its own stream, and draws what `Noise` draws with that key."""
     maps = nested_noise(sizes, axes, seed, outermost)
     keys = _lanes_first(_innermost(maps).rng.key, axes)
     assert keys.shape == tuple(sizes[::-1])
     x = np.zeros(keys.shape, np.uint32)
     seen: list[Array] = [_bits(keys)]
-    alone = {at: sm.RandomState(keys[at]) for at in np.ndindex(keys.shape)}
+    separate = {at: sm.RandomState(keys[at]) for at in np.ndindex(keys.shape)}
     for number in range(2):
         out, maps = maps(x)
-        for at, rng in alone.items():
-            key, alone[at] = rng.split()
+        for at, rng in separate.items():
+            key, separate[at] = rng.split()
             assert np.asarray(out)[at] == np.asarray(jax.random.bits(key))
         module = _innermost(maps)
         left = _lanes_first(module.rng.key, axes)
         seen.append(_bits(left))
         np.testing.assert_array_equal(np.asarray(module.seen.value), number + 1)
-        for at, rng in alone.items():
+        for at, rng in separate.items():
             assert left[at] == rng.key
-    # No two lanes, and no two calls, have one key.
+    # No two lanes or calls share a key.
     every = np.concatenate(seen)
     assert len(np.unique(every, axis=0)) == len(every)
-    # The first lanes have the keys that they would have with fewer, whatever carries them; the first of all
-    # has that of the module without any.
+    # With fewer lanes, the first lanes have the same keys. The first of all has the key that was given.
     first = _innermost(nested_noise(fewer, axes, seed, "vmap")).rng.key
     same = keys[tuple(slice(size) for size in fewer[::-1])]
     np.testing.assert_array_equal(_bits(_lanes_first(first, axes)), _bits(same))
@@ -321,7 +321,7 @@ def _bits(keys: Any) -> Array:
 
 def _lanes_first(keys: Any, axes: Sequence[Axis]) -> Any:
     """Keys with the axis of the outermost lanes first."""
-    # The outermost lanes were put in last: they are taken out first.
+    # The outermost axis was inserted last, so that it is removed first.
     for i, axis in enumerate(axes[::-1]):
         assert axis is not None
         keys = jnp.moveaxis(keys, axis if axis < 0 else axis + i, i)

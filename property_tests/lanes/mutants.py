@@ -6,10 +6,11 @@ from typing import Any
 from ..base.mutants import (
     POLICY_MUTANTS,
     Break,
-    Mutant,
     always,
+    argument,
     engine,
     last_match,
+    mutants,
     unchanged,
     with_result,
 )
@@ -60,90 +61,65 @@ def stacked_last(right: Any) -> Any:
     return axis_of
 
 
-def axes_mutant(name: str, attribute: str, broken: Break) -> Mutant:
-    """A mutant of the rules by which results leave."""
-    return Mutant(name, "statemesh._leave._axis_rules.LeaveByAxis", attribute, broken)
-
-
-ENTERING, LEAVING = "statemesh._call._axis_rules", "statemesh._leave._axis_rules"
-MUTANTS = [
-    *POLICY_MUTANTS,
-    Mutant(
-        "lanes broadcast instead of mapped",
-        f"{ENTERING}.AxisContext",
-        "_axes",
-        with_result(lambda found: (dict.fromkeys(found[0]), found[1])),
-    ),
-    axes_mutant(
-        "output axis ignored",
-        "entries",
-        with_result(lambda axes: [axis and 0 for axis in axes]),
-    ),
-    Mutant(
-        "vmap2 counts negative axes from the start",
-        "statemesh._call._over_lanes.Lanes",
-        "placement",
-        from_the_start,
-    ),
-    Mutant(
-        "pmap2 counts negative axes from the start",
-        "statemesh._call._on_devices.Devices",
-        "placement",
-        from_the_start,
-    ),
-    axes_mutant("arrays of Modules follow out_axes always", "stays", always(False)),
-    Mutant(
-        "what is written in Modules is taken for what came in",
-        "statemesh._axes._dataflow._Forwarded",
-        "equation",
-        lambda right: lambda self, eqn, given: ([0] * len(eqn.outvars), []),
-    ),
-    Mutant("one key for what all lanes make", "statemesh.RandomState", "_made", unchanged),
-    Mutant(
-        "order of devices ignored",
-        "statemesh._call._on_devices.Devices",
-        "bind",
-        lambda right: lambda self, *args: right(dataclasses.replace(self, devices=None), *args),
-    ),
-    Mutant(
-        "functions as policies dropped",
-        "statemesh._model._state",
-        "call_policy",
-        lambda right: lambda *args: args[2],
-    ),
-    Mutant(
-        "nothing differs between lanes",
-        "statemesh._axes._mesh_and_lanes",
-        "_batched",
-        all_batched(False),
-    ),
-    Mutant(
-        "everything differs between lanes",
-        "statemesh._axes._mesh_and_lanes",
-        "_batched",
-        all_batched(True),
-    ),
-    axes_mutant("out_axes=None unchecked", "refuse", forgetting("varying")),
-    axes_mutant("state axes in conflict", "refuse", forgetting("conflicts")),
-    axes_mutant("diverged states unchecked", "refuse", forgetting("diverged")),
-    Mutant("state_in_axes ignored", ENTERING, "choose_axes", undeclared("state_in_axes")),
-    Mutant("state_out_axes ignored", LEAVING, "choose_axes", undeclared("state_out_axes")),
-    Mutant("state axes exchanged", ENTERING, "choose_axes", with_result(lambda axes: axes[::-1])),
-    Mutant("the last filter wins", "statemesh._resolve._lanes", "first_matches", last_match),
-    axes_mutant("unexpected writes stacked unasked", "fallback", stacked_unasked),
-    axes_mutant("what is declared shared is stacked", "fallback", stacked_though_shared),
-    axes_mutant("stacked on the last axis", "fallback", stacked_last),
-    Mutant("auto feeds nothing", f"{ENTERING}.AxisContext", "after", always(None)),
-    Mutant(
-        "auto feeds what is only written",
-        "statemesh._base._compat",
-        "inputs_read",
-        with_result(lambda read: [True] * len(read)),
-    ),
-    Mutant(
-        "a lane's key left",
-        "statemesh.RandomState",
-        "leave",
-        lambda right: lambda self, old, axes: right(self, old, ()),
-    ),
-]
+MUTANTS = POLICY_MUTANTS + mutants(
+    {
+        "_call._axis_rules.AxisContext._axes": {
+            "lanes broadcast instead of mapped": with_result(
+                lambda found: (dict.fromkeys(found[0]), found[1])
+            ),
+        },
+        "_leave._axis_rules.LeaveByAxis.entries": {
+            "output axis ignored": with_result(lambda axes: [axis and 0 for axis in axes]),
+        },
+        "_leave._axis_rules.LeaveByAxis.stays": {
+            "arrays of Modules follow out_axes always": always(False),
+        },
+        "_leave._axis_rules.LeaveByAxis.refuse": {
+            "out_axes=None unchecked": forgetting("varying"),
+            "state axes in conflict": forgetting("conflicts"),
+            "diverged states unchecked": forgetting("diverged"),
+        },
+        "_leave._axis_rules.LeaveByAxis.fallback": {
+            "unexpected writes stacked unasked": stacked_unasked,
+            "what is declared shared is stacked": stacked_though_shared,
+            "stacked on the last axis": stacked_last,
+        },
+        "_call._axis_rules.AxisContext.after": {"auto feeds nothing": always(None)},
+        "_leave._axis_rules.choose_axes": {
+            "state_out_axes ignored": undeclared("state_out_axes"),
+        },
+        "_call._axis_rules.choose_axes": {
+            "state_in_axes ignored": undeclared("state_in_axes"),
+            "state axes exchanged": with_result(lambda axes: axes[::-1]),
+        },
+        "_call._over_lanes.Lanes.placement": {
+            "vmap2 counts negative axes from the start": from_the_start
+        },
+        "_call._on_devices.Devices.placement": {
+            "pmap2 counts negative axes from the start": from_the_start
+        },
+        "_call._on_devices.Devices.bind": {
+            "order of devices ignored": lambda right: (
+                lambda self, *args: right(dataclasses.replace(self, devices=None), *args)
+            ),
+        },
+        "_axes._dataflow._Forwarded.equation": {
+            "what is written in Modules is taken for what came in": lambda right: (
+                lambda self, eqn, given: ([0] * len(eqn.outvars), [])
+            ),
+        },
+        "_axes._mesh_and_lanes._batched": {
+            "nothing differs between lanes": all_batched(False),
+            "everything differs between lanes": all_batched(True),
+        },
+        "_base._compat.inputs_read": {
+            "auto feeds what is only written": with_result(lambda read: [True] * len(read)),
+        },
+        "_resolve._lanes.first_matches": {"the last filter wins": last_match},
+        "_model._state.call_policy": {"functions as policies dropped": argument(2)},
+        "RandomState._made": {"one key for what all lanes make": unchanged},
+        "RandomState.leave": {
+            "a lane's key left": lambda right: lambda self, old, axes: right(self, old, ()),
+        },
+    }
+)

@@ -1,4 +1,4 @@
-"""What a program means over lanes: the loop over coordinates, in which stacked states are outputs.
+"""The reference of programs over lanes: the loop over coordinates, in which stacked states are outputs.
 
 Nothing here knows JAX or statemesh.
 """
@@ -13,12 +13,12 @@ from .cases import LaneCase
 
 
 def unstacked(lane: LaneCase) -> Case:
-    """The same program without stacked states: what they become is an output more for each leaf."""
+    """The same program with one more output in place of each stacked leaf."""
     case, steps, outputs = lane.case, list[Step](lane.case.steps), list(lane.case.outputs)
-    apart = {(s.slot, s.leaf) for s in lane.stacked}
+    stacked = {(s.slot, s.leaf) for s in lane.stacked}
     written = {(write.slot, write.leaf): write.step for write in case.writes}
     for slot, leaf in ((s.slot, s.leaf) for s in lane.stacked):
-        # Zeros of the leaf's shape, to which what is written is broadcast.
+        # Adding zeros of the leaf's shape broadcasts the written value to it.
         read = len(steps)
         step = written.get((slot, leaf), read)
         steps += [Read(slot, leaf), Binary("sub", read, read), Binary("add", step, read + 1)]
@@ -26,7 +26,7 @@ def unstacked(lane: LaneCase) -> Case:
     return dataclasses.replace(
         case,
         steps=tuple(steps),
-        writes=tuple(write for write in case.writes if (write.slot, write.leaf) not in apart),
+        writes=tuple(write for write in case.writes if (write.slot, write.leaf) not in stacked),
         outputs=tuple(outputs),
     )
 
@@ -34,7 +34,7 @@ def unstacked(lane: LaneCase) -> Case:
 def run(
     lane: LaneCase, gain: float, slots: Sequence[Sequence[Global]], inputs: Sequence[Array]
 ) -> tuple[list[Global], list[list[Global]]]:
-    """One call: the outputs and the model's new values, with lanes on axis 0 where they are apart."""
+    """One call: the outputs and the model's new values, with lanes on axis 0 where they differ."""
     results, after = reference.run(unstacked(lane), gain, slots, inputs)
     count = len(lane.case.outputs)
     for s, result in zip(lane.stacked, results[count:], strict=True):

@@ -1,4 +1,4 @@
-"""What random streams promise over lanes, as plain checks."""
+"""Checks what random streams promise over lanes."""
 
 import functools
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ LANES = "x"
 
 
 class Lanes:
-    """`draw_all` over lanes, its rows split between them, called as the checks of streams call it."""
+    """`draw_all` over lanes that share the rows, with the interface that the checks of streams expect."""
 
     def __init__(self, transform: str, count: int, draws: Draws, *, keys: Axis = None) -> None:
         self.count, self.keys = count, keys
@@ -57,9 +57,9 @@ def check_lane_streams(
     jit: bool = False,
     impl: str = THREEFRY,
 ) -> None:
-    """Rows and the key that is left are those of the run without lanes, and no two lanes get one key.
+    """Checks that rows and the remaining key are those of a run without lanes, and that no lanes share a key.
 
-    The first lanes draw the same where there are `fewer`, and on devices or not.
+    The first lanes draw the same if there are `fewer` lanes, and under `vmap2`.
     """
     lanes: Any = Lanes(transform, count, draws)
     check_streams(MeshShape((count,)), (LANES,), draws, seed, jit=jit, impl=impl, mapped=lanes)
@@ -72,7 +72,7 @@ def check_lane_streams(
 
 
 def _drawn(lanes: Lanes, first: int, seed: int, impl: str) -> tuple[list[Array], Array]:
-    """The bits that the first lanes draw, and those of the key that is left."""
+    """The bits that the first lanes draw, and the bits of the remaining key."""
     rng = sm.RandomState(jax.random.key(seed, impl=impl))
     by_row, by_lane, rng = lanes(rng, np.zeros(2 * lanes.count, np.float32))
     drawn = [np.asarray(keys)[: 2 * first] for keys in by_row]
@@ -80,6 +80,6 @@ def _drawn(lanes: Lanes, first: int, seed: int, impl: str) -> tuple[list[Array],
 
 
 def check_key_per_lane(transform: str, count: int, draws: Draws, seed: int, axis: int) -> None:
-    """With keys on an axis of their own, each lane draws as the run of its key does."""
+    """Checks that with one key per lane, each lane draws what a run with its key draws."""
     lanes: Any = Lanes(transform, count, draws, keys=axis)
     check_per_shard(MeshShape((count,)), (LANES,), draws, seed, mapped=lanes)

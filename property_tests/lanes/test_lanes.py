@@ -1,4 +1,4 @@
-"""Random functions, axes, trees and policies: `pmap2` is `vmap2` is the loop over lanes."""
+"""With random functions, axes, trees and policies `pmap2` gives what `vmap2` and the loop over lanes give."""
 
 import pytest
 from hypothesis import given
@@ -18,7 +18,7 @@ from .streams import check_key_per_lane, check_lane_streams
 
 # Every example compiles several programs.
 few = fewer(1 / 4)
-# To compile a random stream, or a gradient on a mesh, takes seconds.
+# Compiling a random stream, or a gradient on a mesh, takes seconds.
 fewest = fewer(1 / 6)
 transforms = st.sampled_from(TRANSFORMS[:2])
 counts = st.sampled_from(COUNTS)

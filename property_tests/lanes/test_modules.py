@@ -1,4 +1,4 @@
-"""Random Modules with plain arrays and numbers go through lanes again and again; Maps of Maps draw."""
+"""Random Modules pass through lanes again and again, and Maps of Maps draw random numbers."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""The gradients of losses in a mapped call: where each array lies, and which of its axes has the lanes."""
+"""Mapped calls of losses' gradients: the spec of each array, and which of its axes has the lanes."""
 
 import dataclasses
 import functools
@@ -22,8 +22,8 @@ from ..base.models import (
 )
 from ..programs import Axes, MeshShape, Spec
 from ..trees import grow
-from .mapped import beside, gradient
-from .reference import LossCase
+from .layers import LossCase
+from .mapped import gradient, unsplit_axes
 
 
 HOW = {
@@ -35,13 +35,13 @@ HOW = {
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How a mapped call has an array.
+    """The form in which a mapped call takes or returns an array.
 
     **Attributes:**
 
-    - `spec`: its spec, without lanes.
+    - `spec`: its spec, without the axis of the lanes.
     - `axis`: the axis of its lanes.
-    - `cut`: whether that axis comes of cutting one in two.
+    - `cut`: whether this axis was made by cutting another in two.
     """
 
     spec: Spec
@@ -54,7 +54,7 @@ class Form:
 
 
 def form(loss: LossCase, spec: Spec, copies: Axes = ()) -> Form:
-    """Of an array with this spec, and before that an axis for each of `copies`."""
+    """The form of an array with this spec, after a leading axis for each of `copies`."""
     entries: Spec = (*((name,) for name in copies), *spec)
     for k, names in enumerate(entries):
         if loss.lane in names:
@@ -65,7 +65,7 @@ def form(loss: LossCase, spec: Spec, copies: Axes = ()) -> Form:
 
 
 def cut(loss: LossCase, spec: Spec, x: Array) -> Array:
-    """An array with an axis for the lanes."""
+    """An array with an additional axis for the lanes."""
     at = form(loss, spec)
     if at.axis is None:
         return x
@@ -73,7 +73,7 @@ def cut(loss: LossCase, spec: Spec, x: Array) -> Array:
 
 
 def joined(at: Form, x: Array) -> Array:
-    """The same without."""
+    """An array without the additional axis for the lanes."""
     if not at.cut:
         return x
     assert at.axis is not None
@@ -81,21 +81,21 @@ def joined(at: Form, x: Array) -> Array:
 
 
 def loss_model(loss: LossCase, slots: Sequence[Array]) -> Any:
-    """The model as the call takes it."""
+    """The model in the form that the call takes."""
     leaves = [slot.leaves[0] for slot in loss.case.slots]
     arrays = [cut(loss, leaf.spec, x) for leaf, x in zip(leaves, slots, strict=True)]
     return model_of(loss.case, [[x] for x in arrays])
 
 
 def results(loss: LossCase) -> tuple[Form, list[Form], list[Form], list[Form]]:
-    """How the loss, the rows' losses and the gradients leave, and what is the same everywhere."""
+    """The forms of the loss, the rows' losses, the gradients, and what is the same everywhere."""
     lead: Spec = ((),) if loss.around in ("scan", "vmap") else ()
     trained = [loss.params[k] for k in loss.chosen]
     return (
-        form(loss, lead, beside(loss, ())),
-        [form(loss, (*lead, loss.rows), beside(loss, loss.rows))] if loss.aux else [],
-        [form(loss, (*lead, *leaf.spec), beside(loss, tuple(leaf.axes))) for leaf in trained],
-        [] if loss.apart else [Form(lead)] * (1 + sum(not leaf.axes for leaf in trained)),
+        form(loss, lead, unsplit_axes(loss, ())),
+        [form(loss, (*lead, loss.rows), unsplit_axes(loss, loss.rows))] if loss.aux else [],
+        [form(loss, (*lead, *leaf.spec), unsplit_axes(loss, tuple(leaf.axes))) for leaf in trained],
+        [] if loss.separate else [Form(lead)] * (1 + sum(not leaf.axes for leaf in trained)),
     )
 
 
@@ -146,7 +146,7 @@ def mapping_of(loss: LossCase, how: str) -> sm.StatefulMapping:
 
 @functools.cache
 def mapping(loss: LossCase, how: str) -> sm.StatefulMapping:
-    """The same, one for each loss: what it has compiled serves every example with it."""
+    """The same mapping for every example with this loss, so that it compiles once."""
     return mapping_of(loss, how)
 
 
@@ -157,7 +157,7 @@ def _each(outputs: tuple[Any, ...], what: str) -> Any:
 
 
 def _of_arrays(loss: LossCase, each: Sequence[Any]) -> Any:
-    """A tree of the model's structure with these in place of its arrays outside States."""
+    """A tree of the model's structure with these entries for arrays outside States, and `None` elsewhere."""
     kinds = [slot.kind for slot in loss.case.slots]
     positions = enumerate(positions_of(loss.case))
     arrays = {at: each[k] for k, at in positions if kinds[k] == "array"}

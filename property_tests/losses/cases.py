@@ -1,4 +1,4 @@
-"""Losses are built, not filtered: each layer fits the mesh, and the loss is defined on it."""
+"""Draws losses. None is filtered out, because each layer fits the mesh and the loss is defined there."""
 
 import dataclasses
 
@@ -8,19 +8,19 @@ from hypothesis import strategies as st
 from ..base.arrays import Array
 from ..programs import FLOAT, INT, Axes, Case, Leaf, MeshShape, Slot, Spec
 from ..strategies import arrays, meshes, specs, templates
-from .reference import TIMES, WIDTH, Layer, LossCase
+from .layers import TIMES, WIDTH, Layer, LossCase
 
 
 DTYPES = (FLOAT, FLOAT, FLOAT, "complex64", "bfloat16")
 CONTROLS = ("plain", "plain", "scan", "layers", "cond", "remat", "jit")
 AROUND = ("plain", "plain", "scan", "cond", "jit", "remat", "vmap")
-# At least two for each shard.
+# At least two rows for each shard.
 ROWS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class LossValues:
-    """What a loss is taken of."""
+    """What a loss is computed from."""
 
     params: list[Array]
     x: Array
@@ -53,10 +53,10 @@ def loss_cases(draw: st.DrawFn, *, over: str = "mesh") -> LossCase:
     else:
         mesh = MeshShape(draw(st.sampled_from([(2, 2), (4, 2)])), draw(st.booleans()))
         lane = mesh.axis_names[-1]
-    apart = lane is not None and draw(st.booleans())
+    separate = lane is not None and draw(st.booleans())
     # JAX has no collectives over lanes inside a checked `shard_map`.
-    quiet = apart or over == "both"
-    maker = _Maker(draw, mesh, lane, quiet, apart)
+    without_collectives = separate or over == "both"
+    maker = _Maker(draw, mesh, lane, without_collectives, separate)
     for number in range(draw(st.integers(1, 4))):
         maker.layer(first=number == 0)
     return maker.made()
@@ -64,29 +64,34 @@ def loss_cases(draw: st.DrawFn, *, over: str = "mesh") -> LossCase:
 
 class _Maker:
     def __init__(
-        self, draw: st.DrawFn, mesh: MeshShape, lane: str | None, quiet: bool, apart: bool
+        self,
+        draw: st.DrawFn,
+        mesh: MeshShape,
+        lane: str | None,
+        without_collectives: bool,
+        separate: bool,
     ) -> None:
         self.draw = draw
         self.mesh = mesh
         self.lane = lane
-        self.quiet = quiet
-        self.apart = apart
+        self.without_collectives = without_collectives
+        self.separate = separate
         names = draw(st.permutations(mesh.axis_names))
         rows = {name for name in names if draw(st.sampled_from([True, True, False]))}
         if lane is not None:
-            # Lanes come first, so that each has rows in one piece.
+            # The axis of lanes comes first, so that the rows of each lane are contiguous.
             names = [lane, *(name for name in names if name != lane)]
-            rows |= {lane} if apart else set()
+            rows |= {lane} if separate else set()
         self.rows: Axes = tuple(name for name in names if name in rows)
-        # Over these the function may reduce.
-        self.open = tuple(name for name in names if not (quiet and name == lane))
+        # The axes over which the function may reduce.
+        self.open = tuple(name for name in names if not (without_collectives and name == lane))
         self.layers: list[Layer] = []
         self.leaves: list[Leaf] = []
-        # The axes over which the features vary as JAX types them.
+        # The axes over which JAX's types say that the features vary.
         self.varies = set(self.rows)
 
     def layer(self, *, first: bool) -> None:
-        """One more layer. The first has a parameter."""
+        """Adds a layer. The first has a parameter."""
         ops = ["scale", "dense", "shift", "rows", "block"]
         if not first:
             ops += ["penalty", "tanh", "sin", "softplus", "idle"]
@@ -103,8 +108,8 @@ class _Maker:
             parts = tuple(self.part(axes) for axes in self.leaves[param].spec[len(lead) :])
             self.pass_on(param, len(lead), parts, keep=control in ("scan", "layers"))
         elif op == "rows":
-            # Inside a checked `shard_map` JAX cannot always tell a lane its number.
-            hidden = self.quiet and self.lane in self.rows
+            # Inside a checked `shard_map` a lane cannot always get its index from JAX.
+            hidden = self.without_collectives and self.lane in self.rows
             whole = self.draw(st.booleans()) and not hidden
             spec: Spec = ((), ()) if whole else (self.rows, ())
             param = self.add(Leaf((ROWS, 1), self.dtype(), spec))
@@ -113,7 +118,7 @@ class _Maker:
             leaf = Leaf((self.mesh.size(axes), WIDTH), self.dtype(), (axes, ()))
             param = self.add(leaf)
         elif op == "idle":
-            # Of complex ones the gradient would be a constant, whose sum over devices XLA dies of.
+            # A complex parameter would have a constant gradient, whose sum over devices crashes XLA.
             spec = self.draw(specs(axes=self.mesh.axis_names, rank=1))
             param = self.add(Leaf((WIDTH,), FLOAT, spec))
         elif op == "penalty":
@@ -128,7 +133,7 @@ class _Maker:
         return self.draw(st.sampled_from(DTYPES))
 
     def param(self, shape: tuple[int, ...], whole: int, axes: Axes) -> int:
-        """A parameter split over some of these axes; now and then one that there is already."""
+        """The number of a parameter split over some of these axes. Sometimes it exists already."""
         alike = [k for k, leaf in enumerate(self.leaves) if leaf.shape == shape]
         fitting = [k for k in alike if self.leaves[k].axes <= set(axes)]
         if fitting and self.draw(st.integers(0, 3)) == 3:
@@ -141,11 +146,11 @@ class _Maker:
         return len(self.leaves) - 1
 
     def part(self, axes: Axes) -> bool:
-        """Whether shards compute with parts: they must have the same rows."""
+        """Whether shards compute with parts, for which they must have the same rows."""
         return bool(axes) and not set(axes) & set(self.rows) and self.draw(st.booleans())
 
     def pass_on(self, param: int, lead: int, parts: tuple[bool, ...], *, keep: bool) -> None:
-        """What the layer's result varies over."""
+        """Updates the axes over which the features vary."""
         spec, before = self.leaves[param].spec[lead:], set(self.varies)
         for axes, part in zip(spec, parts, strict=True):
             self.varies |= set() if part else set(axes)
@@ -166,18 +171,18 @@ class _Maker:
 
     def made(self) -> LossCase:
         draw = self.draw
-        varies, alone = self.varies, {self.lane} if self.apart else set()
-        # What is left to `axis_name`, and what the function reduces itself.
+        varies, separate_axes = self.varies, {self.lane} if self.separate else set()
+        # The function reduces over some axes itself, and `axis_name` names the rest.
         own = set(self.some(varies & set(self.open)))
-        left = varies - own - alone
-        others = set(self.mesh.axis_names) - left - alone
+        left = varies - own - separate_axes
+        others = set(self.mesh.axis_names) - left - separate_axes
         named = left | set(self.some(others))
-        # A sum is one of losses that differ.
+        # Only losses that differ are summed.
         sums = named == left and left <= set(self.rows)
         reduce = draw(st.sampled_from(["mean", "sum"] if sums else ["mean"]))
         slots = tuple(map(self.slot, self.leaves))
         around = draw(st.sampled_from(AROUND))
-        if self.apart and around == "scan":
+        if self.separate and around == "scan":
             around = "plain"
         wanted = draw(st.integers(0, len(slots) - 1))
         trained = tuple(
@@ -211,8 +216,8 @@ class _Maker:
             reduce,
             trained,
             self.lane,
-            self.quiet,
-            self.apart,
+            self.without_collectives,
+            self.separate,
             around,
             draw(st.booleans()),
         )

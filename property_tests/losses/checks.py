@@ -1,4 +1,4 @@
-"""Losses and their gradients held against those of whole arrays, as plain checks."""
+"""Compares losses and their gradients with those of whole arrays."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +15,12 @@ from ..base.models import arrays_of
 from . import reference
 from .calls import Form, cut, joined, loss_model, mapping, results
 from .cases import LossValues
-from .mapped import beside, writes_mean
-from .reference import TIMES, WIDTH, LossCase, largest, rate
+from .layers import TIMES, WIDTH, LossCase
+from .mapped import unsplit_axes, writes_mean
+from .reference import largest, rate
 
 
-# How far a gradient may be off that is as large as a loss may get, by the dtype of its parameter.
+# The relative tolerance of a gradient, by the dtype of its parameter.
 PRECISION = {"float32": 3e-5, "complex64": 3e-5, "bfloat16": 3e-2}
 ROUNDING = {"float32": EPS, "complex64": EPS, "bfloat16": 2.0**-8}
 STEP = 1e-6
@@ -33,7 +34,7 @@ def check_loss(
     jit: bool = False,
     mapped: sm.StatefulMapping | None = None,
 ) -> None:
-    """The loss, its gradient and the new model are those of the function of whole arrays."""
+    """Compares the loss, its gradient and the new model with those of whole arrays."""
     call: Any = mapping(loss, how) if mapped is None else mapped
     slots = [*values.params, np.zeros(WIDTH, np.float32), np.zeros((), np.int32)]
     args = loss_model(loss, slots), cut(loss, loss.case.inputs[0].spec, values.x)
@@ -44,7 +45,7 @@ def check_loss(
     )
     chosen = loss.chosen
     whole = [g for k, g in zip(chosen, found, strict=True) if not loss.params[k].axes]
-    for once, copies in zip(same, [] if loss.apart else [total, *whole], strict=True):
+    for once, copies in zip(same, [] if loss.separate else [total, *whole], strict=True):
         np.testing.assert_array_equal(copies, np.broadcast_to(once, copies.shape))
     params, features = list(values.params), values.x
     x = -values.x if loss.around == "cond" and values.flag < 0 else values.x
@@ -81,8 +82,8 @@ def check_gradient(
     total: Array,
     found: dict[int, Array],
 ) -> None:
-    """Copies of a loss, and of its gradients, are what JAX says of whole arrays, and the slope of NumPy's."""
-    for lane in range(loss.mesh.sizes[-1]) if loss.apart else [None]:
+    """Compares copies of a loss and its gradients with JAX on whole arrays, and with the slope in NumPy."""
+    for lane in range(loss.mesh.sizes[-1]) if loss.separate else [None]:
         here = total if lane is None else total[..., lane]
         scale = largest(loss)
         want = reference.value(loss, list(map(widen, params)), widen(x), flag, lane)
@@ -109,7 +110,7 @@ def _check_slope(
     found: dict[int, Array],
     error: dict[int, float],
 ) -> None:
-    """In one direction, which the gradient of a complex number is multiplied by."""
+    """Compares the gradient in one direction. JAX's gradient of a complex number is multiplied by it."""
     along = allowed = 0.0
     ahead, behind = ([*map(widen, params)] for _ in range(2))
     for k, copies in found.items():
@@ -141,12 +142,12 @@ def _plain_gradient(
 
 
 def _of_lane(loss: LossCase, k: int, g: Array, lane: int | None) -> Array:
-    """Of the copies of a gradient those of one lane, zero where another lane's parameters are."""
+    """The copies of a gradient that one lane has, with zeros for the parameters of other lanes."""
     if lane is None:
         return g
     leaf = loss.params[k]
     if loss.lane not in leaf.axes:
-        copies: Array = np.take(g, lane, axis=len(beside(loss, tuple(leaf.axes))) - 1)
+        copies: Array = np.take(g, lane, axis=len(unsplit_axes(loss, tuple(leaf.axes))) - 1)
         return copies
     axis = next(i for i, names in enumerate(leaf.spec) if loss.lane in names)
     axis -= len(leaf.shape)
@@ -167,7 +168,7 @@ def _check_model(
     for k, leaf in enumerate(loss.params):
         ((a,), (b,)) = old[k], new[k]
         np.testing.assert_array_equal(np.asarray(b), cut(loss, leaf.spec, wanted[k]))
-        # What was not written is the very array that went in.
+        # A parameter that was not written is the very array that went in.
         assert not exact or loss.around not in ("plain", "vmap") or a is b, f"s{k} was copied"
 
 
@@ -176,14 +177,14 @@ def _entries(loss: LossCase) -> range:
 
 
 def _at(loss: LossCase, axes: Any, x: Array, entry: int) -> Array:
-    """Of copies, each one's entry."""
+    """One entry of each copy."""
     lead = loss.around in ("scan", "vmap")
-    return np.take(x, entry, axis=len(beside(loss, tuple(axes)))) if lead else x
+    return np.take(x, entry, axis=len(unsplit_axes(loss, tuple(axes)))) if lead else x
 
 
 def _error(loss: LossCase, k: int, scale: float) -> float:
     dtype = loss.params[k].dtype
-    # Parameters after a step tell the gradient no better than they are rounded.
+    # A gradient computed from parameters after a step has their rounding error.
     rounded = 2 * ROUNDING[dtype] / rate(loss) if loss.around == "scan" else 0.0
     return PRECISION[dtype] * scale + rounded
 

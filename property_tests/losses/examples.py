@@ -1,6 +1,6 @@
-"""A few fixed losses that between them touch every part of the gradient's reduction, each a check to call.
+"""Fixed losses that together touch every part of the gradient's reduction. Each is a check to call.
 
-Each makes its mapping anew, so that it runs the engine as it is at that moment.
+Each makes its mapping again, so that it runs the engine as a mutant has changed it.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from ..programs import INT, Axes, Branch, Case, Leaf, MeshShape, Slot, Spec
 from .calls import mapping_of
 from .cases import LossValues
 from .checks import check_loss
-from .reference import WIDTH, Layer, LossCase
+from .layers import WIDTH, Layer, LossCase
 
 
 ROWS = 8
@@ -37,7 +37,7 @@ def loss_of(
     arrays: tuple[int, ...] = (),
     **given: Any,
 ) -> LossCase:
-    """A loss all of whose parameters are trained unless said; those at `arrays` are outside States."""
+    """A loss whose parameters are all trained by default. Those at `arrays` are outside States."""
     slots = tuple(
         Slot("array" if k in arrays else "ParamState", (leaf,), None, k not in arrays)
         for k, leaf in enumerate(params)
@@ -73,7 +73,7 @@ def matrix(inner: Axes, outer: Axes) -> Leaf:
     return Leaf((WIDTH, WIDTH), spec=(inner, outer))
 
 
-# Data-parallel over x, parts of a matrix over y, one parameter that is gathered, one for each shard.
+# Rows split over x, parts of a matrix over y, a parameter that is gathered, and one for each shard.
 MIXED = loss_of(
     GRID,
     (
@@ -97,7 +97,7 @@ MIXED = loss_of(
     named=X,
     aux=True,
 )
-# The same loss everywhere over y, which `axis_name` names all the same.
+# The loss is the same everywhere over y, and `axis_name` names y nevertheless.
 SHARED = loss_of(
     GRID,
     (matrix((), Y), vector()),
@@ -105,7 +105,7 @@ SHARED = loss_of(
     X,
     named=("y", "x"),
 )
-# A sum, to which some parameters contribute the same on all shards.
+# A sum. To it some parameters contribute the same on all shards.
 SUM = loss_of(
     GRID,
     (vector(), vector("x"), vector()),
@@ -114,7 +114,7 @@ SUM = loss_of(
     named=("x", "y"),
     reduce="sum",
 )
-# The function reduces over x itself, and over y nothing has to be. Not all is trained.
+# The function reduces over x itself, and y needs no reduction. One parameter is not trained.
 OWN = loss_of(
     GRID,
     (vector(), matrix(Y, ()), vector()),
@@ -159,7 +159,7 @@ LANES_SUM = loss_of(
     reduce="sum",
     lane="x",
 )
-# Lanes that each compute a part of one loss.
+# Each lane computes a part of one loss.
 LANES_SHARED = loss_of(
     LINE,
     (matrix(X, ()), vector()),
@@ -185,8 +185,8 @@ APART = loss_of(
     (Layer("scale", 0, (False,)), Layer("block", 1)),
     X,
     lane="x",
-    quiet=True,
-    apart=True,
+    without_collectives=True,
+    separate=True,
 )
 BOTH = loss_of(
     GRID,
@@ -195,7 +195,7 @@ BOTH = loss_of(
     ("y", "x"),
     named=("x", "y"),
     lane="y",
-    quiet=True,
+    without_collectives=True,
 )
 
 
@@ -204,7 +204,7 @@ def loss(case: LossCase, how: str) -> Callable[[], None]:
 
 
 def moved_states() -> None:
-    """States that a loss returns in each other's places are still known by where they came from."""
+    """States that a loss returns in exchanged positions still merge with their own old values."""
 
     def loss_fn(model: Any, x: jax.Array) -> Any:
         w, (first, second) = model
@@ -220,7 +220,7 @@ def moved_states() -> None:
 
 
 def summed_again() -> None:
-    """A sum over shards of gradients that are reduced already is refused."""
+    """A sum over shards of gradients that are already reduced is refused."""
 
     def step(w: jax.Array, x: jax.Array) -> Any:
         grads, _ = sm.grad(lambda w, x: ((w * x).mean(), w), axis_name="x")(w, x)
@@ -232,7 +232,7 @@ def summed_again() -> None:
 
 
 def kept_apart() -> None:
-    """Gradients of what lanes have of their own are known to differ."""
+    """Gradients of parameters that each lane has for itself are known to differ."""
 
     def step(w: jax.Array, x: jax.Array) -> Any:
         return sm.grad(lambda w, x: ((w * x).mean(), w), axis_name="x")(w, x)[0]
@@ -243,7 +243,7 @@ def kept_apart() -> None:
 
 
 def losses_apart() -> None:
-    """A loss of which each shard has another one, over an axis that is not named, is refused."""
+    """Losses that differ over an axis which `axis_name` does not name are refused."""
 
     def step(w: jax.Array, x: jax.Array) -> Any:
         return sm.grad(lambda w, x: ((w * x).mean(), w))(w, x)[0]
@@ -254,7 +254,7 @@ def losses_apart() -> None:
 
 
 def gradient_of_gradient() -> None:
-    """A gradient at a point that is itself a gradient: what is split stays known to be."""
+    """A gradient at a point that is itself a gradient. What is split is still known to be split."""
 
     def step(w: jax.Array, x: jax.Array) -> Any:
         descend = sm.grad(lambda w, x: ((w**2 * x).mean(), w), axis_name="x")
@@ -269,8 +269,8 @@ def gradient_of_gradient() -> None:
 CHECKS: dict[str, Callable[[], None]] = {
     "moved states": moved_states,
     "summed again": summed_again,
-    "kept apart": kept_apart,
-    "losses apart": losses_apart,
+    "kept separate": kept_apart,
+    "losses separate": losses_apart,
     "gradient of gradient": gradient_of_gradient,
     "mixed, unchecked": loss(MIXED, "unchecked"),
     "mixed, checked": loss(MIXED, "checked"),
@@ -286,8 +286,8 @@ CHECKS: dict[str, Callable[[], None]] = {
     "lanes' parts, pmap2": loss(LANES_SHARED, "pmap2"),
     "lanes around vmap, vmap2": loss(LANES_INSIDE, "vmap2"),
     "lanes around vmap, pmap2": loss(LANES_INSIDE, "pmap2"),
-    "lanes apart, vmap2": loss(APART, "vmap2"),
-    "lanes apart, pmap2": loss(APART, "pmap2"),
+    "lanes separate, vmap2": loss(APART, "vmap2"),
+    "lanes separate, pmap2": loss(APART, "pmap2"),
     "lanes on shards, checked": loss(BOTH, "checked"),
     "lanes on shards, unchecked": loss(BOTH, "unchecked"),
     "own, unchecked": loss(OWN, "unchecked"),

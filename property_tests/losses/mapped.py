@@ -1,4 +1,4 @@
-"""Losses as functions of one shard, and their gradients by statemesh."""
+"""Losses as functions of one shard, and their gradients with statemesh."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,8 @@ import statemesh as sm
 from ..base.models import SlotNumber, arrays_of, is_unit, positions_of, units_of, with_units
 from ..programs import Axes, Leaf
 from ..trees import grow, structure
-from .reference import TIMES, Layer, LossCase, dense, penalty_of, rate, real, row_losses
+from .layers import TIMES, Layer, LossCase, dense, penalty_of, real, row_losses
+from .reference import rate
 
 
 def loss_fn(loss: LossCase, model: Any, x: Any, flag: Any) -> Any:
@@ -39,7 +40,7 @@ def loss_fn(loss: LossCase, model: Any, x: Any, flag: Any) -> Any:
 def _written(loss: LossCase, model: Any, x: Any) -> Any:
     mean = x.mean(axis=0)
     if loss.around == "scan" and writes_mean(loss):
-        # What is carried has one type.
+        # The carry of the scan must keep its type.
         for name in loss.mesh.axis_names:
             mean = jax.lax.pmean(mean, name)
     units, (*_, running, counter) = units_of(model), positions_of(loss.case)
@@ -50,8 +51,8 @@ def _written(loss: LossCase, model: Any, x: Any) -> Any:
 
 
 def writes_mean(loss: LossCase) -> bool:
-    """Whether the running mean is written: a scan would need a collective, which there may not be."""
-    return loss.around != "vmap" and not (loss.quiet and loss.around == "scan")
+    """Whether the running mean is written. In a scan this needs a collective, which may be excluded."""
+    return loss.around != "vmap" and not (loss.without_collectives and loss.around == "scan")
 
 
 def _controlled(loss: LossCase, layer: Layer, x: Any, w: Any, flag: Any) -> Any:
@@ -76,7 +77,7 @@ def _controlled(loss: LossCase, layer: Layer, x: Any, w: Any, flag: Any) -> Any:
 
 
 def _scanned(one: Callable[..., Any], x: Any, each: Any) -> Any:
-    """A scan, the carried value typed from the start as it is typed in the end."""
+    """A scan whose carry has from the start the type that it has in the end."""
     over = _varying(x) | _varying(one(x, each[0]))
 
     def body(x: Any, each: Any) -> Any:
@@ -141,11 +142,11 @@ def _penalty(leaf: Leaf, w: Any) -> Any:
 
 
 def _own(x: Any, axes: Axes, axis: int, size: int) -> Any:
-    """This shard's part of what is whole."""
-    place: Any = 0
+    """This shard's part of a whole array."""
+    index: Any = 0
     for name in axes:
-        place = place * jax.lax.axis_size(name) + jax.lax.axis_index(name)
-    return jax.lax.dynamic_slice_in_dim(x, place * size, size, axis)
+        index = index * jax.lax.axis_size(name) + jax.lax.axis_index(name)
+    return jax.lax.dynamic_slice_in_dim(x, index * size, size, axis)
 
 
 _REDUCE: dict[str, Callable[..., Any]] = {"mean": jax.lax.pmean, "sum": jax.lax.psum}
@@ -154,8 +155,8 @@ _REDUCE: dict[str, Callable[..., Any]] = {"mean": jax.lax.pmean, "sum": jax.lax.
 def gradient(loss: LossCase, typed: bool, model: Any, x: Any, flag: Any) -> Any:
     """On one shard: the loss, auxiliary values, gradients (or parameters after some steps), and the model.
 
-    All arrays have an axis of size one for each mesh axis over which they are to be the same. Those that are
-    the same everywhere come once more, without.
+    All arrays have an axis of size one for each mesh axis over which their copies should be equal. Arrays
+    that are the same everywhere are returned once more, without these axes.
     """
     both = sm.value_and_grad(functools.partial(loss_fn, loss), **_options(loss))
 
@@ -166,14 +167,14 @@ def gradient(loss: LossCase, typed: bool, model: Any, x: Any, flag: Any) -> Any:
             new = eqx.apply_updates(new, jax.tree.map(lambda g: -rate(loss) * jnp.conj(g), grads))
         found = _trained_arrays(loss, new if loss.around == "scan" else grads)
         for k, g in found.items():
-            # Where types tell, they tell that it is the same on all shards.
+            # JAX's types, where they are checked, say that the gradient is the same on all shards.
             assert not typed or _varying(g) == loss.params[k].axes - {loss.lane}
         total, rows = value if loss.aux else (value, ())
         return (total, rows, found), new
 
     arrays, static = eqx.partition(model, eqx.is_array)
 
-    def pure(arrays: Any, x: Any) -> Any:
+    def on_arrays(arrays: Any, x: Any) -> Any:
         result, new = once(eqx.combine(arrays, static), x)
         return result, eqx.filter(new, eqx.is_array)
 
@@ -184,17 +185,17 @@ def gradient(loss: LossCase, typed: bool, model: Any, x: Any, flag: Any) -> Any:
         case "vmap":
             return _copies(loss, *jax.vmap(lambda x: once(model, x)[0])(x)), model
         case "jit":
-            result, arrays = jax.jit(pure)(arrays, x)
+            result, arrays = jax.jit(on_arrays)(arrays, x)
         case "remat":
-            result, arrays = jax.checkpoint(pure)(arrays, x)
+            result, arrays = jax.checkpoint(on_arrays)(arrays, x)
         case "cond":
             result, arrays = jax.lax.cond(
-                flag > 0, pure, lambda arrays, x: pure(arrays, -x), arrays, x
+                flag > 0, on_arrays, lambda arrays, x: on_arrays(arrays, -x), arrays, x
             )
         case _:
 
             def step(arrays: Any, _: Any) -> Any:
-                result, arrays = pure(arrays, x)
+                result, arrays = on_arrays(arrays, x)
                 return arrays, result
 
             arrays, (total, rows, found) = jax.lax.scan(step, arrays, None, TIMES)
@@ -209,7 +210,7 @@ def _options(loss: LossCase) -> dict[str, Any]:
 
 
 def _wrt(loss: LossCase) -> Any:
-    """By nothing where all is trained, by tags where they are enough, else by paths."""
+    """The filter of the trained parameters: none for all of them, tags if they have any, else paths."""
     if all(loss.trained):
         return None
     chosen = loss.chosen
@@ -227,7 +228,7 @@ def _trained_arrays(loss: LossCase, model: Any) -> dict[int, Any]:
 
 def _copies(loss: LossCase, total: Any, rows: Any, found: dict[int, Any]) -> Any:
     def spread(x: Any, over: Axes) -> Any:
-        inside = [name for name in beside(loss, over) if name != loss.lane]
+        inside = [name for name in unsplit_axes(loss, over) if name != loss.lane]
         return x.reshape((1,) * len(inside) + x.shape)
 
     whole = [g for k, g in found.items() if not loss.params[k].axes]
@@ -235,17 +236,17 @@ def _copies(loss: LossCase, total: Any, rows: Any, found: dict[int, Any]) -> Any
         spread(total, ()),
         [spread(rows, loss.rows)] if loss.aux else [],
         [spread(g, tuple(loss.params[k].axes)) for k, g in found.items()],
-        [] if loss.apart else [total, *whole],
+        [] if loss.separate else [total, *whole],
     )
 
 
-def beside(loss: LossCase, axes: Axes) -> Axes:
-    """The mesh axes over which something that is split over `axes` is the same."""
+def unsplit_axes(loss: LossCase, axes: Axes) -> Axes:
+    """The mesh axes over which an array split over `axes` is the same."""
     return tuple(name for name in loss.mesh.axis_names if name not in axes)
 
 
 def _assert_alike(loss: LossCase, model: Any, grads: Any) -> None:
-    """Gradients have the model's structure, with `None` for all that is not trained."""
+    """Gradients have the model's structure, with `None` for everything that is not trained."""
     outline: Any = functools.partial(jax.tree.structure, is_leaf=is_unit)
     assert outline(model) == outline(grads)
     trained = {positions_of(loss.case)[k] for k in loss.chosen}

@@ -6,14 +6,14 @@ from typing import Any
 
 import jax
 
-from ..base.mutants import Break, Mutant, always, engine, with_result
+from ..base.mutants import Break, always, engine, mutants, with_result
 
 
 NO_AXES: frozenset[str] = frozenset()
 
 
 def planned(change: Callable[..., dict[str, Any]]) -> Break:
-    """A plan for a gradient with other axes, made of the right one and of where things differ."""
+    """A reduction's plan with other axes. `change` gets the right plan and what differs over which axes."""
 
     def broken(right: Any) -> Any:
         def plan(self: Any, param: Any, loss: Any, *rest: Any) -> Any:
@@ -34,7 +34,7 @@ def taken_for_split(right: Any) -> Any:
 
 
 def with_operands(change: Callable[[list[Any], list[Any]], list[Any]]) -> Break:
-    """A reduction decided by other operands. Of the keys and the values, each time the last is the loss."""
+    """A reduction decided by other operands. The last key and the last value are those of the loss."""
 
     def broken(right: Any) -> Any:
         def plans(self: Any, operands: Any) -> Any:
@@ -54,7 +54,7 @@ def left_in_scans(right: Any) -> Any:
 
 
 def any_axis(right: Any) -> Any:
-    """A rule of lanes that takes every `vmap` for the one that they are."""
+    """A batching rule that takes every `vmap` for the one of the lanes."""
 
     def make(fun: Any) -> Any:
         made = right(fun)
@@ -74,7 +74,7 @@ def any_axis(right: Any) -> Any:
 
 
 def lanes_summed_once(right: Any) -> Any:
-    """A sum over lanes of what is the same in all of them."""
+    """Values that all lanes share are counted once in a sum over lanes."""
     return lambda self, x, count, batched: right(self, x, count if batched else 1, batched)
 
 
@@ -98,7 +98,7 @@ def loss_summed(plan: Any) -> Any:
 
 
 def after_init(change: Callable[[Any], None]) -> Break:
-    """An object in which something is changed after it was made."""
+    """Changes an object right after it was made."""
 
     def broken(right: Any) -> Any:
         def init(self: Any, *args: Any) -> None:
@@ -122,157 +122,111 @@ def copies_for_parameters(parts: Any) -> None:
     parts.params = [x + 0 for x in parts.params]
 
 
-SCOPE_MODULE, REDUCTIONS = "statemesh._scope", "statemesh._axes._reduction"
-SCOPE, PENDING = f"{SCOPE_MODULE}.Scope", f"{REDUCTIONS}.Pending"
-TRAINABLE, FLOW = "statemesh._trainable", "statemesh._axes._differing"
-COMPAT = "statemesh._base._compat"
+def both_ways(broken: dict[str, Break]) -> dict[str, dict[str, Break]]:
+    """Mutants of the plan made from JAX's types, and of the plan made without types."""
+    return {
+        f"_axes._reduction.Reduction.{attribute}": {
+            f"{name}, {how}": change for name, change in broken.items()
+        }
+        for attribute, how in (("typed", "checked"), ("untyped", "unchecked"))
+    }
 
 
-def both_ways(name: str, broken: Break) -> list[Mutant]:
-    """A mutant of the plan that types give, and of the one that is made without them."""
-    owner = f"{REDUCTIONS}.Reduction"
-    return [
-        Mutant(f"{name}, checked", owner, "typed", broken),
-        Mutant(f"{name}, unchecked", owner, "untyped", broken),
-    ]
-
-
-MUTANTS = [
-    Mutant("nothing crosses", SCOPE_MODULE, "crossed", always(NO_AXES)),
-    Mutant("everything crosses", SCOPE_MODULE, "crossed", always(frozenset(["x", "y"]))),
-    Mutant(
-        "what is stopped crosses",
-        SCOPE_MODULE,
-        "crossed",
-        lambda right: lambda jaxpr: right(jaxpr) | engine("_base._compat.exchanged_over")(jaxpr),
-    ),
-    Mutant("inside a loss nothing is own", SCOPE, "__init__", after_init(nothing_own)),
-    Mutant("derivatives around maps as in them", SCOPE, "__init__", after_init(within_every_map)),
-    Mutant("nothing transposed", PENDING, "_derived", not_transposed),
-    Mutant(
-        "no reduction at all",
-        SCOPE,
-        "reduced",
-        lambda right: lambda self, loss, grads, *rest: (loss, list(grads)),
-    ),
-    Mutant(
-        "gradients conjugated",
-        SCOPE,
-        "reduced",
-        with_result(lambda found: (found[0], list(map(jax.numpy.conj, found[1])))),
-    ),
-    Mutant("not cast to varying", SCOPE, "cast", lambda right: lambda self, x: list(x)),
-    Mutant("reduced twice", REDUCTIONS, "reduce_on_mesh", reduced_twice),
-    Mutant("reduced twice where types tell", SCOPE_MODULE, "reduce_on_mesh", reduced_twice),
-    Mutant("reduced over the first axis only", SCOPE_MODULE, "reduce_on_mesh", first_axis_only),
-    Mutant(
-        "reduced over the first axis only, unchecked",
-        REDUCTIONS,
-        "reduce_on_mesh",
-        first_axis_only,
-    ),
-    *both_ways(
-        "the sum for the mean",
-        planned(lambda plan, param, loss: {"divide": NO_AXES}),
-    ),
-    *both_ways(
-        "the mean for the sum",
-        planned(lambda plan, param, loss: {"divide": plan.divide | plan.sum}),
-    ),
-    *both_ways("split parameters reduced", taken_for_whole),
-    *both_ways("whole parameters not reduced", taken_for_split),
-    *both_ways(
-        "split parameters not divided",
-        planned(lambda plan, param, loss: {"divide": plan.divide - param}),
-    ),
-    Mutant(
-        "one loss counted by every shard",
-        f"{REDUCTIONS}.Reduction",
-        "untyped",
-        planned(lambda plan, param, loss: {"divide": plan.divide & loss}),
-    ),
-    Mutant(
-        "one loss's gradients not summed",
-        f"{REDUCTIONS}.Reduction",
-        "untyped",
-        planned(lambda plan, param, loss: {"sum": plan.sum & loss}),
-    ),
-    Mutant(
-        "the loss not reduced",
-        f"{REDUCTIONS}.Reduction",
-        "of_loss",
-        with_result(lambda plan: type(plan)(NO_AXES, NO_AXES)),
-    ),
-    Mutant(
-        "the loss summed, not averaged",
-        f"{REDUCTIONS}.Reduction",
-        "of_loss",
-        with_result(loss_summed),
-    ),
-    Mutant("losses let differ", f"{REDUCTIONS}.Reduction", "check", always(None)),
-    Mutant("left pending in scans", FLOW, "_settled_equation", left_in_scans),
-    Mutant("left pending everywhere", FLOW, "_has_pending", always(False)),
-    Mutant(
-        "parameters and loss exchanged",
-        PENDING,
-        "plans",
-        with_operands(lambda keys, values: [keys[-1], *keys[:-1], *values]),
-    ),
-    Mutant(
-        "gradients followed, not parameters",
-        PENDING,
-        "plans",
-        with_operands(lambda keys, values: [*values, *values]),
-    ),
-    Mutant(
-        "another parameter's axes",
-        PENDING,
-        "plans",
-        with_operands(lambda keys, values: [*keys[-2::-1], keys[-1], *values]),
-    ),
-    Mutant(
-        "all parameters taken to differ",
-        PENDING,
-        "plans",
-        with_operands(
-            lambda keys, values: [NO_AXES.union(*keys, *values)] * len(keys) + list(values)
+PLANS = both_ways(
+    {
+        "the sum for the mean": planned(lambda plan, param, loss: {"divide": NO_AXES}),
+        "the mean for the sum": planned(
+            lambda plan, param, loss: {"divide": plan.divide | plan.sum}
         ),
+        "split parameters reduced": taken_for_whole,
+        "whole parameters not reduced": taken_for_split,
+        "split parameters not divided": planned(
+            lambda plan, param, loss: {"divide": plan.divide - param}
+        ),
+    }
+)
+PLANS["_axes._reduction.Reduction.untyped"] |= {
+    "one loss counted by every shard": planned(
+        lambda plan, param, loss: {"divide": plan.divide & loss}
     ),
-    Mutant(
-        "no parameter taken to differ",
-        PENDING,
-        "plans",
-        with_operands(lambda keys, values: [NO_AXES] * len(keys) + list(values)),
-    ),
-    Mutant(
-        "results that are the same taken to differ",
-        PENDING,
-        "results_differ",
-        lambda right: lambda self, given: [NO_AXES.union(*given)] * (len(given) // 2),
-    ),
-    Mutant(
-        "results that differ taken to be the same",
-        PENDING,
-        "results_differ",
-        lambda right: lambda self, given: [NO_AXES] * (len(given) // 2),
-    ),
-    Mutant("lanes that agree summed once", f"{REDUCTIONS}.Plan", "of_lanes", lanes_summed_once),
-    Mutant("any vmap taken for the lanes", REDUCTIONS, "custom_vmap", any_axis),
-    Mutant(
-        "parameters copied", f"{TRAINABLE}.Parts", "__init__", after_init(copies_for_parameters)
-    ),
-    Mutant("types tell nothing", COMPAT, "varying", always(NO_AXES)),
-    Mutant(
-        "no collective joins",
-        COMPAT,
-        "collective",
-        with_result(lambda found: (NO_AXES, NO_AXES.union(*found))),
-    ),
-    Mutant(
-        "wrt ignored",
-        TRAINABLE,
-        "to_predicate",
-        lambda right: lambda *args: engine("_trainable._is_trained"),
-    ),
-    Mutant("summed again unseen", "statemesh._call._cache", "check_sums", always(None)),
-]
+    "one loss's gradients not summed": planned(lambda plan, param, loss: {"sum": plan.sum & loss}),
+}
+MUTANTS = mutants(
+    {
+        "_scope.crossed": {
+            "nothing crosses": always(NO_AXES),
+            "everything crosses": always(frozenset(["x", "y"])),
+            "what is stopped crosses": lambda right: (
+                lambda jaxpr: right(jaxpr) | engine("_base._compat.exchanged_over")(jaxpr)
+            ),
+        },
+        "_scope.Scope.__init__": {
+            "inside a loss nothing is own": after_init(nothing_own),
+            "derivatives around maps as in them": after_init(within_every_map),
+        },
+        "_axes._reduction.Pending._derived": {"nothing transposed": not_transposed},
+        "_scope.Scope.reduced": {
+            "no reduction at all": lambda right: (
+                lambda self, loss, grads, *rest: (loss, list(grads))
+            ),
+            "gradients conjugated": with_result(
+                lambda found: (found[0], list(map(jax.numpy.conj, found[1])))
+            ),
+        },
+        "_axes._reduction.reduce_on_mesh": {
+            "reduced twice": reduced_twice,
+            "reduced over the first axis only, unchecked": first_axis_only,
+        },
+        "_scope.reduce_on_mesh": {
+            "reduced twice where types tell": reduced_twice,
+            "reduced over the first axis only": first_axis_only,
+        },
+        **PLANS,
+        "_scope.Scope.cast": {
+            "not cast to varying": lambda right: lambda self, x: list(x),
+        },
+        "_axes._reduction.Reduction.of_loss": {
+            "the loss not reduced": with_result(lambda plan: type(plan)(NO_AXES, NO_AXES)),
+            "the loss summed, not averaged": with_result(loss_summed),
+        },
+        "_axes._reduction.Reduction.check": {"losses let differ": always(None)},
+        "_axes._differing._settled_equation": {"left pending in scans": left_in_scans},
+        "_axes._differing._has_pending": {"left pending everywhere": always(False)},
+        "_axes._reduction.Pending.plans": {
+            "parameters and loss exchanged": with_operands(
+                lambda keys, values: [keys[-1], *keys[:-1], *values]
+            ),
+            "gradients followed, not parameters": with_operands(
+                lambda keys, values: [*values, *values]
+            ),
+            "another parameter's axes": with_operands(
+                lambda keys, values: [*keys[-2::-1], keys[-1], *values]
+            ),
+            "all parameters taken to differ": with_operands(
+                lambda keys, values: [NO_AXES.union(*keys, *values)] * len(keys) + list(values)
+            ),
+            "no parameter taken to differ": with_operands(
+                lambda keys, values: [NO_AXES] * len(keys) + list(values)
+            ),
+        },
+        "_axes._reduction.Pending.results_differ": {
+            "results that are the same taken to differ": lambda right: (
+                lambda self, given: [NO_AXES.union(*given)] * (len(given) // 2)
+            ),
+            "results that differ taken to be the same": lambda right: (
+                lambda self, given: [NO_AXES] * (len(given) // 2)
+            ),
+        },
+        "_axes._reduction.Plan.of_lanes": {"lanes that agree summed once": lanes_summed_once},
+        "_axes._reduction.custom_vmap": {"any vmap taken for the lanes": any_axis},
+        "_trainable.Parts.__init__": {"parameters copied": after_init(copies_for_parameters)},
+        "_trainable.to_predicate": {
+            "wrt ignored": with_result(lambda hit: engine("_trainable._is_trained")),
+        },
+        "_base._compat.varying": {"types tell nothing": always(NO_AXES)},
+        "_base._compat.collective": {
+            "no collective joins": with_result(lambda found: (NO_AXES, NO_AXES.union(*found))),
+        },
+        "_call._cache.check_sums": {"summed again unseen": always(None)},
+    }
+)

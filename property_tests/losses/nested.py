@@ -1,6 +1,6 @@
-"""Losses with steps along gradients in them, and losses that shards have to themselves.
+"""Losses that contain steps along gradients, and losses that each shard has for itself.
 
-The reference has the parameters of all shards at once, stacked. It knows JAX, but no maps and no collectives.
+The reference stacks the parameters of all shards. It uses JAX, but no maps and no collectives.
 """
 
 import dataclasses
@@ -32,15 +32,15 @@ class NestedCase:
 
     **Attributes:**
 
-    - `how`: the map over "x", and what it stands in.
+    - `how`: the map over "x", and what surrounds it.
     - `shards`, `parts`: the sizes of both axes.
-    - `own`: for each parameter, whether each shard has one of its own.
-    - `named`: whether the losses over "x" are taken together.
-    - `order`: how many gradients stand in the loss of another one.
-    - `scan`, `remat`: how steps along an inner gradient are made: several, recomputed.
+    - `own`: for each parameter, whether each shard has its own.
+    - `named`: whether `axis_name` names "x", so that its losses are averaged.
+    - `order`: how many gradients are nested in the loss.
+    - `scan`, `remat`: whether an inner gradient makes several steps, and whether they are recomputed.
     - `wave`: the function of the features.
-    - `exchange`: what the shards over "x" get of each other: `'none'`, their `'rows'`, parameters that are
-        `'stopped'` on their way back, or parameters `'through'` which gradients go.
+    - `exchange`: what the shards over "x" get from each other: `'none'`, their `'rows'`, parameters without
+        gradients (`'stopped'`), or parameters with gradients (`'through'`).
     """
 
     how: str
@@ -60,17 +60,17 @@ class NestedCase:
 
     @property
     def refused(self) -> str | None:
-        """What is said where there is no such gradient."""
+        """A part of the error where this gradient does not exist."""
         if self.exchange == "through" and self.named and self.order:
             return "inside the loss of another"
-        apart = self.exchange == "through" or (self.on_mesh and not all(self.own))
-        return r"differ(s|ing) over 'x'" if apart and not self.named else None
+        differ = self.exchange == "through" or (self.on_mesh and not all(self.own))
+        return r"differ(s|ing) over 'x'" if differ and not self.named else None
 
 
 @st.composite
 def nested_cases(draw: st.DrawFn) -> NestedCase:
     how = draw(st.sampled_from(HOW))
-    # In lanes on a checked mesh JAX has no collectives over them.
+    # JAX has no collectives over lanes inside a checked `shard_map`.
     some = ["none", "rows", "stopped", "through"] if how != "vmap2 in checked" else ["none"]
     named = draw(st.sampled_from([True, True, False]))
     each = not named and draw(st.sampled_from([True, True, False]))
@@ -90,7 +90,7 @@ def nested_cases(draw: st.DrawFn) -> NestedCase:
 
 
 def check_nested(case: NestedCase, seed: float = 0.0) -> None:
-    """The losses and gradients of all shards are those of the reference, or they are refused."""
+    """Compares losses and gradients of all shards with the reference, or expects the refusal."""
     stack, x = values_of(case, seed)
     model = {
         name: w if own else w[0] for own, (name, w) in zip(case.own, stack.items(), strict=True)
@@ -117,7 +117,7 @@ def values_of(case: NestedCase, seed: float) -> tuple[dict[str, Any], Any]:
     return stack, some(n, ROWS, WIDTH, start=4.0)
 
 
-# What is right.
+# The reference.
 
 
 def reference(case: NestedCase, stack: Any, x: Any) -> Any:
@@ -154,7 +154,7 @@ def reference(case: NestedCase, stack: Any, x: Any) -> Any:
     return mean, {k: g / case.shards for k, g in whole.items()}
 
 
-# The same by statemesh.
+# The same with statemesh.
 
 
 def base_of(case: NestedCase, model: Any, x: Any) -> Any:
@@ -188,7 +188,7 @@ def step(case: NestedCase, model: Any, x: Any) -> Any:
         def stepped(model: Any, x: Any) -> Any:
             if not case.scan:
                 return base(one(model, x), x)[0], model
-            # What is carried has one type: the first step is made before.
+            # The carry must keep its type, so that the first step comes before the scan.
             near = one(model, x)
             near, _ = jax.lax.scan(lambda m, _: (one(m, x), None), near, None, STEPS - 1)
             return base(near, x)[0], model
@@ -207,7 +207,7 @@ def mapped(case: NestedCase) -> Callable[..., Any]:
     run = functools.partial(step, case)
     own = dict(zip(NAMES, case.own, strict=True))
     if case.on_mesh:
-        # What each shard has one of has an axis for them, of size one inside.
+        # A parameter that each shard has for itself has a leading axis, of size one inside.
         lead = {name: ("x",) if own[name] else () for name in NAMES}
         specs = {name: P(*lead[name]) for name in NAMES} | {"weights": P(*lead["weights"], "y")}
         out = P("x"), {"weights": P("x", None, "y") if own["weights"] else P("x", "y")}
@@ -243,7 +243,7 @@ def mapped(case: NestedCase) -> Callable[..., Any]:
 
 
 def _cut(case: NestedCase, lanes: Callable[..., Any]) -> Callable[..., Any]:
-    """The same with the features in parts."""
+    """The same call with the features cut in parts."""
 
     def parts(x: Any) -> Any:
         return x.reshape(*x.shape[:-1], case.parts, -1)

@@ -1,4 +1,4 @@
-"""A few fixed losses with gradients in them, each a check to call."""
+"""Fixed losses that contain gradients. Each is a check to call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ def nested(how: str, **given: Any) -> Callable[[], None]:
 
 
 def map_in_a_loss() -> None:
-    """A derivative around a map, of a gradient that is reduced inside."""
+    """A derivative around a map that reduces a gradient inside."""
 
     def curve(w: Any, x: Any) -> Any:
         return jnp.mean(x * w**3), w

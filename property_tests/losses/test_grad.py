@@ -1,4 +1,4 @@
-"""Gradients of random losses inside mapped calls: reduced exactly once, whatever is split over what."""
+"""Gradients of random losses inside mapped calls are reduced exactly once, however arrays are split."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Gradients in losses, and losses that shards have to themselves, in every kind of map."""
+"""Gradients inside losses, and losses that each shard has for itself, in every kind of map."""
 
 import pytest
 from hypothesis import given

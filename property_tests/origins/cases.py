@@ -1,7 +1,6 @@
-"""Programs in which states change places, as plain data that reads like the code it stands for.
+"""Draws programs in which states change positions, as plain data that prints like the code it stands for.
 
-All states of a program are of one kind, shape, dtype and metadata: nothing but where they came from tells
-them apart. Nothing here knows JAX or statemesh.
+All states of a program have the same kind, shape, dtype and metadata. Only their origin distinguishes them.
 """
 
 import dataclasses
@@ -16,11 +15,11 @@ from ..strategies import templates
 from ..trees import KINDS, grow, typed, walk
 
 
-# How many rows a shard has. An odd number, so that a pair that changes places at every row has done so.
+# How many rows a shard has. With an odd number, a pair that is exchanged at every row ends up exchanged.
 ROWS = 3
 MESHES = ((2,), (1,), (4,), (2, 2))
 POLICIES = ("sum", "range", "mean", "max", None)
-# Of these policies the old value is a part.
+# The policies that use the old value.
 OF_THE_OLD = ("sum", "range")
 WRAPS = ("jit", "checkpoint", "cond", "scan", "gradient")
 STYLES = ("set", "replace", "map states", "map leaves")
@@ -32,14 +31,14 @@ Sources: TypeAlias = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Write:
-    """What stands at a place afterwards, after the place that it continues.
+    """What is written at a position, apart from the position that it continues.
 
     **Attributes:**
 
-    - `adds`: what of the rows is added: a shard's `'own'` sum, that of the `'whole'`, the same from
-        `'gathered'` rows, nothing (`''`). `None`: the leaf is returned as it is.
-    - `keeps`: whether the old value is a part of the new one.
-    - `reads`: a place whose value is added too.
+    - `adds`: which sum of rows is added: of a shard's `'own'` rows, of the `'whole'` array, the same from
+        `'gathered'` rows, or none (`''`). With `None` the leaf is returned as it is.
+    - `keeps`: whether the old value is added.
+    - `reads`: a position whose value is also added.
     - `bias`: a number that is added.
     """
 
@@ -51,19 +50,19 @@ class Write:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Moves:
-    """A program that writes states and arrays, in other places than they had.
+    """A program that writes states and arrays at other positions than they came from.
 
     **Attributes:**
 
     - `split`: the mesh axes that split the rows.
     - `tree`: containers that hold the numbers of all states, then of all arrays.
-    - `states`, `arrays`: what is written at each place.
-    - `sources`: the place that each place continues, for all of these.
-    - `other`: the same in the other branch of a `cond`.
-    - `wraps`: what stands around the function, the outermost first.
-    - `moved`: whether things change places `'inside'` of that, `'before'` or `'after'`.
+    - `states`, `arrays`: what is written at each position.
+    - `sources`: for each position of both, the position that it continues.
+    - `other`: the sources in the other branch of a `cond`.
+    - `wraps`: the transformations around the function, the outermost first.
+    - `moved`: whether leaves change positions `'inside'` of these, `'before'` or `'after'`.
     - `style`: how states are written.
-    - `parted`: whether arrays outside States are split as the rows are, instead of replicated.
+    - `split_arrays`: whether arrays outside States are split like the rows, instead of replicated.
     - `check`: what `check_vma` is.
     """
 
@@ -80,39 +79,35 @@ class Moves:
     shape: tuple[int, ...] = ()
     arrays: tuple[Write, ...] = ()
     other: Sources | None = None
-    parted: bool = False
+    split_arrays: bool = False
     check: bool = True
 
     @property
-    def places(self) -> tuple[Write, ...]:
+    def writes(self) -> tuple[Write, ...]:
         return (*self.states, *self.arrays)
 
     @property
     def still(self) -> Sources:
-        """Everything where it was."""
-        return tuple(range(len(self.places)))
+        """Sources that leave every leaf where it was."""
+        return tuple(range(len(self.writes)))
 
     @property
     def inner(self) -> tuple[Sources, Sources]:
-        """What the function does within all that is around it, and what it does in the other branch."""
+        """The sources inside of all wraps, and those of the other branch."""
         if self.moved != "inside":
             return self.still, self.still
         return self.sources, self.sources if self.other is None else self.other
 
     @property
-    def varies(self) -> bool:
-        return any(write.adds == "own" for write in self.places)
-
-    @property
     def paths(self) -> list[str]:
-        """For each place, its path as one would type it after the model's name."""
+        """For each position, its path as one would type it after the model's name."""
         found = {number: typed(path) for path, number in walk(grow(self.tree, int))}
         return [found[k] for k in self.still]
 
     def unknown(self) -> list[tuple[str, str]]:
-        """Pairs of states of which only a run can tell which one a written state continues.
+        """Pairs of states such that only a run can tell which of the two a written state continues.
 
-        Where the policy needs the old value, an error may name one of these instead.
+        Where the policy needs the old value, the call may fail with an error that names such a pair.
         """
         if self.policy not in OF_THE_OLD:
             return []
@@ -125,19 +120,19 @@ class Moves:
 
     def __repr__(self) -> str:
         paths = [f"m.{path}" if path[0] != "[" else f"m{path}" for path in self.paths]
-        flags = {"check_vma=False": not self.check, "arrays split": self.parted}
+        flags = {"check_vma=False": not self.check, "arrays split": self.split_arrays}
         lines = [
             f"Moves on {self.mesh}, rows over {self.split}"
             + "".join(f", {name}" for name, on in flags.items() if on),
             f"  {len(self.states)} of sm.{self.kind}(zeros({self.shape}), reduce={self.policy!r}) "
             f"and {len(self.arrays)} arrays in {self.tree}",
-            f"  {' of '.join((*self.wraps, 'step'))}; change places {self.moved}; by {self.style}",
+            f"  {' of '.join((*self.wraps, 'step'))}; positions change {self.moved}; by {self.style}",
         ]
         for name, way in (("step", self.sources), ("in the other branch", self.other)):
             lines += [f"  {name}:"] if way else []
             lines += [
                 f"    {path} = {_text(write, source, paths)}"
-                for path, write, source in zip(paths, self.places, way or (), strict=False)
+                for path, write, source in zip(paths, self.writes, way or (), strict=False)
             ]
         return "\n".join(lines)
 
@@ -159,7 +154,7 @@ def _text(write: Write, source: int, paths: list[str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """What a program runs on: its states, its arrays, and for each call the rows and which branch."""
+    """What a program runs on: its states, its arrays, and for each call the rows and the branch."""
 
     states: list[Array]
     arrays: list[Array]
@@ -175,14 +170,14 @@ def moves(
     most_arrays: int = 1,
     unknown: bool = False,
 ) -> Moves:
-    """Programs whose states change places.
+    """Programs whose states change positions.
 
     **Arguments:**
 
-    - `adds`: what of the rows may be added to states.
+    - `adds`: which sums of rows may be added to states.
     - `policies`: what `reduce` may be.
-    - `most_arrays`: how many arrays a model may hold outside States. If several, they may be split.
-    - `unknown`: where the branches of a `cond` do so in different ways, or the carry of a `scan`.
+    - `most_arrays`: the largest number of arrays outside States. If it is above one, they may be split.
+    - `unknown`: whether the branches of a `cond` exchange differently, or a `scan` exchanges in its carry.
     """
     mesh = MeshShape(draw(st.sampled_from(MESHES)), draw(st.booleans()))
     policy = draw(st.sampled_from(policies))
@@ -192,7 +187,7 @@ def moves(
         moved = "inside"
     elif moved == "inside" and "scan" in wraps:
         moved = "after"
-    # A policy that is not declared merges nothing; a scan's carry must be of one type all along.
+    # Without a policy nothing is merged, and the carry of a scan must keep its type.
     if policy is None:
         adds = tuple(a for a in adds if a != "own")
     elif "scan" in wraps and "own" in adds:
@@ -200,7 +195,7 @@ def moves(
     count = draw(st.integers(2, 4))
     states = tuple(_write(draw, adds, count) for _ in range(count))
     if "scan" in wraps:
-        # Of one term each: many rows would double two of them beyond what is exact.
+        # With one term each, floats stay exact over many rows. Two terms would double at every row.
         states = tuple(dataclasses.replace(w, keeps=w.reads is None) for w in states)
     whole = tuple(a for a in adds if a not in ("own", "gathered")) or ("whole",)
     arrays = tuple(
@@ -212,7 +207,7 @@ def moves(
     beyond = tuple(count + k for k in offset)
     names = mesh.axis_names
     split = names if len(names) == 1 else draw(st.sampled_from([names[:1], names[1:], names]))
-    # Unchecked every write counts as one that differs over all axes: here all of them do.
+    # With `check_vma=False` every write counts as varying over all axes, so that all of them have to vary.
     differ = split == names and policy is not None
     differ = differ and all(write.adds in ("own", None) for write in states)
     return Moves(
@@ -229,7 +224,7 @@ def moves(
         draw(st.sampled_from([(), (2,)])),
         arrays,
         (*ways[1], *beyond) if unknown and "cond" in wraps else None,
-        parted=most_arrays > 1 and draw(st.booleans()),
+        split_arrays=most_arrays > 1 and draw(st.booleans()),
         check=not (differ and draw(st.booleans())),
     )
 
@@ -253,7 +248,7 @@ def _write(draw: st.DrawFn, adds: tuple[str, ...], count: int) -> Write:
 
 @st.composite
 def _sources(draw: st.DrawFn, *, count: int) -> Sources:
-    """Mostly an order; now and then two places continue one state."""
+    """Mostly an order. Sometimes two positions continue the same state."""
     order = draw(_orders(count))
     if draw(st.integers(0, 4)) == 4:
         return (order[1], *order[1:])
@@ -261,7 +256,7 @@ def _sources(draw: st.DrawFn, *, count: int) -> Sources:
 
 
 def _orders(count: int) -> st.SearchStrategy[Sources]:
-    """Orders in which at least two have changed places, a pair of neighbours being the simplest."""
+    """Orders in which at least two positions are exchanged. The simplest exchanges the first two."""
     pair = (1, 0, *range(2, count))
     return st.just(pair) | st.permutations(range(count)).map(tuple).map(
         lambda order: pair if order == tuple(range(count)) else order
@@ -269,7 +264,7 @@ def _orders(count: int) -> st.SearchStrategy[Sources]:
 
 
 def _plain(tree: Branch) -> Branch:
-    """Without strings and functions, which JAX's transformations do not take."""
+    """The tree without strings and functions, which JAX's transformations refuse."""
     kept = [child for child in tree.children if not isinstance(child, str)]
     form = "pair" if tree.form == "layer" else tree.form
     return Branch(form, tuple(_plain(c) if isinstance(c, Branch) else c for c in kept))
@@ -277,7 +272,7 @@ def _plain(tree: Branch) -> Branch:
 
 @st.composite
 def given_to(draw: st.DrawFn, *, moves: Moves, calls: int = 2) -> Given:
-    """Small whole numbers as floats, of which sums and means over powers of two are exact."""
+    """Small whole numbers as floats, whose sums and means over powers of two are exact."""
 
     def filled(shape: tuple[int, ...], dtype: str = "float32") -> Array:
         size = int(np.prod(shape))
@@ -285,7 +280,7 @@ def given_to(draw: st.DrawFn, *, moves: Moves, calls: int = 2) -> Given:
         return np.array(draw(st.lists(one, min_size=size, max_size=size)), dtype).reshape(shape)
 
     count = moves.mesh.size(moves.split)
-    side = (count * 2,) if moves.parted else (2,)
+    side = (count * 2,) if moves.split_arrays else (2,)
     return Given(
         [filled(moves.shape) for _ in moves.states],
         [filled(side) for _ in moves.arrays],

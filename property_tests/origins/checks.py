@@ -1,4 +1,4 @@
-"""Programs whose states change places held against the loop over shards, as plain checks."""
+"""Compares programs whose states change positions with the loop over shards."""
 
 import dataclasses
 from typing import Any
@@ -20,13 +20,13 @@ from .mapped import mapped_of, model_of, parts_of
 
 
 def check_moves(moves: Moves, given: Given, how: str) -> None:
-    """Calls in a row, the model fed back: every state is what the reference says, and traced once.
+    """Makes calls in a row, each with the model of the call before. The program is traced once.
 
-    Where only a run can tell which state is continued, an error that names two of them is as good.
+    Where only a run can tell which state is continued, an error that names two of them is allowed.
 
     **Arguments:**
 
-    - `how`: `'shard_map'`, `'jit'` (that inside of `jax.jit`), `'vmap2'`, `'pmap2'`, `'packed'` or
+    - `how`: `'shard_map'`, `'jit'` (the same inside `jax.jit`), `'vmap2'`, `'pmap2'`, `'packed'` or
         `'unsharded'`.
     """
     traces: list[Any] = []
@@ -55,19 +55,19 @@ def check_moves(moves: Moves, given: Given, how: str) -> None:
         for k, want in enumerate((*states, *arrays)):
             got = parts[k].value if k < len(states) else parts[k]
             np.testing.assert_array_equal(got, want, f"call {number}: {moves.paths[k]}")
-    # To JAX's own `jit` an array on a mesh is another type than one that is not.
+    # For `jax.jit` an array on a mesh has another type than an array on one device.
     assert how == "jit" or len(traces) == once, "traced again"
 
 
 def check_arrays(moves: Moves, given: Given, home: str) -> None:
-    """Arrays outside States come back as the out spec says, and nothing done to what went in changes them.
+    """Arrays outside States have the layout of the out spec, and do not change with the arrays that went in.
 
     **Arguments:**
 
-    - `home`: where the arrays lie that go in.
+    - `home`: where the arrays lie that go in, one of `HOMES`.
     """
     mapped = mapped_of(moves, "shard_map", [])
-    spec = PartitionSpec(moves.split) if moves.parted else PartitionSpec()
+    spec = PartitionSpec(moves.split) if moves.split_arrays else PartitionSpec()
     sharding = NamedSharding(mesh_of(moves.mesh), spec)
     gone = at_home(home, given.arrays, [sharding] * len(given.arrays))
     x, on = given.calls[0]
@@ -81,7 +81,7 @@ def check_arrays(moves: Moves, given: Given, home: str) -> None:
         kept = moves.arrays[k].adds is None and moves.sources[count + k] == count + k
         if kept and home == "placed" and not moves.wraps and not moves.style.startswith("map"):
             assert new is old, f"{moves.paths[count + k]} was copied"
-    # Without waiting: a call has its own copy of what NumPy holds, as that of `jax.jit` has.
+    # There is no waiting here: like `jax.jit`, a call has its own copy of NumPy arrays.
     back = {id(x) for x in parts[count:]}
     for old in gone:
         if home == "host":
@@ -94,7 +94,7 @@ def check_arrays(moves: Moves, given: Given, home: str) -> None:
 
 
 def names_two(moves: Moves, text: str) -> bool:
-    """Whether an error names two states of which it cannot be known which one is continued."""
+    """Whether an error names two states of which only a run can tell which one is continued."""
     return any(a in text and b in text for a, b in moves.unknown())
 
 

@@ -1,4 +1,4 @@
-"""Programs whose states change places as statemesh runs them."""
+"""Runs programs whose states change positions with statemesh."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ Step = Callable[[Any, Any, Any], Any]
 
 
 def mapped_of(moves: Moves, how: str, traces: list[Any]) -> sm.StatefulMapping:
-    """The program, not yet called; `traces` gets longer each time that it is traced."""
+    """The program, not yet called. Each trace of it makes `traces` longer."""
     fun = functools.partial(_body, moves, how in LANES, traces)
     if how in LANES:
         return getattr(sm, how)(  # type: ignore[no-any-return]
@@ -31,7 +31,7 @@ def mapped_of(moves: Moves, how: str, traces: list[Any]) -> sm.StatefulMapping:
             axis_size=moves.mesh.sizes[0],
         )
     rows = PartitionSpec(moves.split)
-    model = rows if moves.parted else PartitionSpec()
+    model = rows if moves.split_arrays else PartitionSpec()
     mapped: sm.StatefulMapping = sm.shard_map(
         fun,
         mesh_of(moves.mesh),
@@ -43,7 +43,7 @@ def mapped_of(moves: Moves, how: str, traces: list[Any]) -> sm.StatefulMapping:
 
 
 def model_of(moves: Moves, states: Sequence[Any], arrays: Sequence[Any]) -> Any:
-    """The model with these arrays in its places."""
+    """The model with these arrays at its positions."""
     reduce: Any = added_range if moves.policy == "range" else moves.policy
     kind = KINDS[moves.kind]
     parts = [*(kind(x, reduce=reduce) for x in states), *arrays]
@@ -51,7 +51,7 @@ def model_of(moves: Moves, states: Sequence[Any], arrays: Sequence[Any]) -> Any:
 
 
 def parts_of(moves: Moves, model: Any) -> list[Any]:
-    """What a model has in its places."""
+    """What a model has at its positions."""
     paths = {number: path for path, number in walk(grow(moves.tree, int))}
     return [at(model, paths[k]) for k in moves.still]
 
@@ -93,7 +93,7 @@ def _wrapped(moves: Moves, lanes: bool, wraps: tuple[str, ...], way: Sources) ->
 
 
 def _scanned(moves: Moves, lanes: bool, inner: Step, model: Any, x: Any, on: Any) -> Any:
-    # What is carried is of one type from the first row on.
+    # The carry must have the same type from the first row on.
     typed = moves.check and not lanes
     typed = typed and any(write.adds in ("own", "gathered") for write in moves.states)
     axes = moves.split if typed else ()
@@ -105,7 +105,7 @@ def _scanned(moves: Moves, lanes: bool, inner: Step, model: Any, x: Any, on: Any
 
 
 def _varied(model: Any, axes: Axes) -> Any:
-    """The model, of which every state is typed as what varies over these axes."""
+    """The model with every state typed as varying over these axes."""
 
     def leaf(x: Any) -> Any:
         left = set(axes) - set(jax.typeof(x).manual_axis_type.varying)
@@ -129,7 +129,7 @@ def _step(moves: Moves, way: Sources, model: Any, x: Any, on: Any) -> Any:
     values = [_value(part) for part in parts]
     new = [
         _new(moves, write, values, values[source], x)
-        for write, source in zip(moves.places, way, strict=True)
+        for write, source in zip(moves.writes, way, strict=True)
     ]
     match moves.style:
         case "map states":
@@ -146,7 +146,7 @@ def _step(moves: Moves, way: Sources, model: Any, x: Any, on: Any) -> Any:
             write = _set
     written = [
         part if write_.adds is None else write(part, value) if sm.is_state(part) else value
-        for write_, part, value in zip(moves.places, old, new, strict=True)
+        for write_, part, value in zip(moves.writes, old, new, strict=True)
     ]
     return grow(moves.tree, written.__getitem__)
 

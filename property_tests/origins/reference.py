@@ -1,7 +1,7 @@
-"""What programs whose states change places mean: a loop over the shards, in NumPy.
+"""The reference of programs whose states change positions: a loop over the shards, in NumPy.
 
-A state that is written carries the number of the state that it was set from. When it leaves, the policy
-gets that state's old value, wherever the written one stands.
+A written state carries the number of the state that it was set from. When it leaves, the policy gets the old
+value of that state, at whatever position the written state is.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from .cases import Moves, Sources, Write
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """What every shard holds at a place, of which state, and the mesh axes over which it may differ."""
+    """The values of all shards at a position, the state they continue, and the axes over which they vary."""
 
     origin: int
     at: dict[Coordinate, Array]
@@ -29,17 +29,17 @@ Parts = dict[Coordinate, Array]
 def run(
     moves: Moves, states: Sequence[Array], arrays: Sequence[Array], x: Array, on: np.bool_
 ) -> tuple[list[Array], list[Array]]:
-    """One call: the states and the arrays afterwards, in the order of their places."""
+    """One call: the new states and arrays, in the order of their positions."""
     mesh, wide = moves.mesh, [np.asarray(value, np.float64) for value in (*states, *arrays)]
     shards = list(mesh.coordinates())
     each = len(x) // mesh.size(moves.split)
     parts = {c: x[_rows(mesh, moves, c, each)].astype(np.float64) for c in shards}
     held = []
     for k, whole in enumerate(wide):
-        apart = moves.parted and k >= len(states)
-        side = len(whole) // mesh.size(moves.split) if apart else 0
-        at = {c: whole[_rows(mesh, moves, c, side)] if apart else whole for c in shards}
-        held.append(Held(k, at, frozenset(moves.split if apart else ())))
+        split = moves.split_arrays and k >= len(states)
+        side = len(whole) // mesh.size(moves.split) if split else 0
+        at = {c: whole[_rows(mesh, moves, c, side)] if split else whole for c in shards}
+        held.append(Held(k, at, frozenset(moves.split if split else ())))
     if moves.moved == "before":
         held = [held[k] for k in moves.sources]
     held = _wrapped(moves, moves.wraps, moves.inner[0], held, parts, on)
@@ -66,7 +66,7 @@ def _wrapped(
     if not wraps:
         return [
             _written(moves, write, held, held[source], parts)
-            for write, source in zip(moves.places, way, strict=True)
+            for write, source in zip(moves.writes, way, strict=True)
         ]
     match wraps[0]:
         case "cond":
@@ -100,7 +100,7 @@ def _written(moves: Moves, write: Write, held: list[Held], old: Held, parts: Par
 
 
 def _merged(moves: Moves, old: Array, one: Held) -> Array:
-    """What is written back: one value, merged by the policy where shards may differ."""
+    """The one value that is written back, merged by the policy where shards may differ."""
     shards = list(one.at)
     if not one.axes:
         assert all(np.array_equal(one.at[c], one.at[shards[0]]) for c in shards)
@@ -120,7 +120,7 @@ def _merged(moves: Moves, old: Array, one: Held) -> Array:
 
 def _joined(moves: Moves, one: Held) -> Array:
     shards = list(one.at)
-    if not moves.parted:
+    if not moves.split_arrays:
         return one.at[shards[0]]
-    places = {moves.mesh.index(c, moves.split): one.at[c] for c in shards}
-    return np.concatenate([places[k] for k in sorted(places)])
+    parts = {moves.mesh.index(c, moves.split): one.at[c] for c in shards}
+    return np.concatenate([parts[k] for k in sorted(parts)])

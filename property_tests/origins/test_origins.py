@@ -1,5 +1,7 @@
-"""States that change places: a policy merges with the old value of the state that was written, wherever it
-went. And what stands beside them: arrays outside States, values that are the same on all shards."""
+"""A policy merges with the old value of the state that was written, at whatever position it is returned.
+
+Arrays outside States, and values that are the same on all shards, are also checked.
+"""
 
 import dataclasses
 
@@ -15,7 +17,7 @@ from .cases import HOWS, LANES, STYLES, WRAPS, Given, Moves, Write, given_to, mo
 from .checks import check_arrays, check_moves
 
 
-# Every example compiles a program or two.
+# Every example compiles one or two programs.
 few = fewer(1 / 2)
 
 # `{"a": m["b"].set(m["b"].value + x.sum()), "b": m["a"].set(m["a"].value + x.sum())}` on 1 and 2.
@@ -34,7 +36,7 @@ def test_two_states_that_change_places(wrap: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("style", STYLES[1:])
-def test_two_states_that_change_places_written_otherwise(style: str) -> None:
+def test_two_states_that_change_places_in_other_styles(style: str) -> None:
     check_moves(dataclasses.replace(SWAP, style=style), NUMBERS, "shard_map")
 
 
@@ -46,7 +48,7 @@ def test_rows_of_all_shards_count_once() -> None:
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("size", [1, 2])
 def test_two_arrays_beside_them(size: int, home: str) -> None:
-    """One as it came, one written."""
+    """One array is returned as it came, one is written."""
     case = dataclasses.replace(
         SWAP,
         mesh=MeshShape((size,)),

@@ -1,11 +1,11 @@
-"""Cases are built, not filtered: every step that is drawn fits the steps before it."""
+"""Draws programs over shards. No case is filtered out, because every step fits the steps before it."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
 
 from hypothesis import strategies as st
 
-from ..base.arrays import Array
+from ..base.arrays import Array, Values
 from ..programs import (
     FLOAT,
     INT,
@@ -31,14 +31,14 @@ from ..strategies import all_split, arrays, dilated, meshes, sides, specs, templ
 from ..trees import KINDS
 
 
-# Integers stay well inside 32 bits, where NumPy and XLA mean the same.
+# Integers stay well inside 32 bits, where NumPy and XLA agree.
 LARGEST = 2**24
 WRAPPED = 50
 
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """What is known of a step: which axes it has (the others have size one), and what varies."""
+    """What is known of a step: axes longer than one, the dtype, and the mesh axes over which it varies."""
 
     full: tuple[bool, ...]
     dtype: str
@@ -46,17 +46,9 @@ class Known:
     bound: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Values:
-    """What a case is run on: its states, then for each call the gain and the inputs."""
-
-    slots: list[list[Array]]
-    calls: list[tuple[float, list[Array]]]
-
-
 @st.composite
 def values(draw: st.DrawFn, *, case: Case, calls: int = 3) -> Values:
-    """Values for a case; a gain that changes compiles anew, so that only the last call's may."""
+    """Values for a case. A new gain compiles the program again, so that only the last call may have one."""
 
     def filled(leaf: Leaf) -> Array:
         return draw(arrays(shape=leaf.global_shape(case.mesh), dtype=leaf.dtype))
@@ -70,9 +62,9 @@ def values(draw: st.DrawFn, *, case: Case, calls: int = 3) -> Values:
 def cases(draw: st.DrawFn, *, portable: bool = False, smooth: bool = False) -> Case:
     """Models, meshes and programs.
 
-    `portable` programs mean the same on any number of shards: what is reduced over an array axis is
-    reduced over the mesh axes that split it too, by the program or by a state's policy. `smooth`
-    ones are made of floats and functions with derivatives.
+    A `portable` program computes the same on any number of shards: where it reduces over an array axis, the
+    program or a state's policy also reduces over the mesh axes that split it. A `smooth` program has floats
+    and differentiable functions only.
     """
     mesh = draw(meshes())
     side = draw(st.integers(1, 2).flatmap(lambda rank: sides(rank=rank)))
@@ -105,13 +97,13 @@ class Maker:
     draw: st.DrawFn
     mesh: MeshShape
     side: tuple[int, ...]
-    # How a portable program's arrays are split wherever they are not of size one.
+    # How the arrays of a portable program are split, on all axes that are not of size one.
     layout: Spec
     portable: bool
     smooth: bool
     steps: list[Step] = dataclasses.field(default_factory=list)
     known: list[Known] = dataclasses.field(default_factory=list)
-    # The steps that others may use.
+    # The steps that later steps may use.
     pool: list[int] = dataclasses.field(default_factory=list)
     raw: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
 
@@ -175,15 +167,15 @@ class Maker:
         self.pool.append(self.add(Gain(), scalar))
         if not self.portable and not self.smooth:
             axes = self.some_axes()
-            place = Known((False,) * rank, INT, frozenset(axes), self.mesh.size(axes))
-            self.pool.append(self.add(Index(axes), place))
+            index = Known((False,) * rank, INT, frozenset(axes), self.mesh.size(axes))
+            self.pool.append(self.add(Index(axes), index))
 
     def entering(self, leaf: Leaf) -> Known:
         local = leaf.local_shape(self.mesh) or (1,) * len(self.side)
         return Known(tuple(n > 1 for n in local), leaf.dtype, leaf.axes, WRAPPED)
 
     def operate(self) -> None:
-        """One more step (or the few that make up one operation)."""
+        """Adds one operation, which may take several steps."""
         kinds = ["unary", "binary", "binary", "fold"]
         kinds += [] if self.portable else ["collect"]
         at = self.draw(st.sampled_from(self.pool))
@@ -198,7 +190,7 @@ class Maker:
                 axis = self.draw(st.integers(0, len(self.side) - 1))
                 at = self.fold(self.reduction(at), at, axis, collect=self.portable)
             case _:
-                # JAX refuses a reduction over axes of which the value varies over some only.
+                # JAX refuses a reduction over an axis over which the value does not vary.
                 at = self.collect(self.reduction(at), at, self.some_axes(self.known[at].axes))
         self.pool.append(at)
 
@@ -236,7 +228,7 @@ class Maker:
         bound = known.bound * self.side[axis]
         folded = self.add(Fold(op, at, axis), dataclasses.replace(known, full=full, bound=bound))
         split = self.layout[axis]
-        # A part of size one is not `full` either, but may be one of many.
+        # A part of size one does not count as `full`, but the whole axis may still be longer.
         if collect and split and set(split) <= known.axes:
             return self.collect(op, folded, split)
         return folded
@@ -257,14 +249,14 @@ class Maker:
         return Output(at, self.draw(all_split(axes=names, rank=len(self.side))))
 
     def writes(self, k: int, slot: Slot) -> list[Write]:
-        """The writes of a state: mostly of all its leaves, now and then of none."""
+        """The writes of a state. Mostly all of its leaves are written, sometimes none."""
         if self.draw(st.integers(0, 2)) == 0:
             return []
         written = [n for n in range(len(slot.leaves)) if n == 0 or self.draw(st.booleans())]
         return [Write(k, n, self.fitted(k, n, slot)) for n in written]
 
     def fitted(self, k: int, n: int, slot: Slot) -> int:
-        """A step that may be written there."""
+        """A step whose value fits this leaf."""
         leaf, reduce = slot.leaves[n], slot.reduce
         pool = [at for at in self.pool if leaf.dtype in (FLOAT, self.known[at].dtype)]
         at = self.draw(st.sampled_from(pool))

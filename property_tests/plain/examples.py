@@ -1,6 +1,6 @@
-"""A few fixed examples that between them touch every part of the engine, each a check to call.
+"""Fixed examples that together touch every part of the engine. Each is a check to call.
 
-Each makes its mapping anew, so that it runs the engine as it is at that moment.
+Each makes its mapping again, so that it runs the engine as a mutant has changed it.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 import statemesh as sm
 
-from ..base.arrays import Array
+from ..base.arrays import Array, Values
 from ..base.models import mesh_of
 from ..picks import Pick, all_of, any_of, negated
 from ..programs import (
@@ -39,7 +39,6 @@ from ..programs import (
 )
 from ..trees import Layer, Pair
 from . import streams
-from .cases import Values
 from .checks import check_program
 from .gradients import check_gradient
 from .laws import check_filter, check_partition, check_permutation, check_replace, check_set
@@ -52,7 +51,7 @@ SCALAR, COUNT = Leaf(()), Leaf((), INT)
 
 
 def filled(leaf: Leaf, mesh: MeshShape, start: int) -> Array:
-    """Numbers of which no two are equal."""
+    """An array of different numbers."""
     shape = leaf.global_shape(mesh)
     numbers = start + np.arange(int(np.prod(shape))).reshape(shape)
     return numbers.astype(np.int32) if leaf.dtype == INT else (numbers / 8).astype(np.float32)
@@ -87,7 +86,7 @@ def case_of(
     return Case(mesh, 1, inputs, slots, tree, steps, writes, outputs, portable, forget)
 
 
-# Every policy, on a value that differs on every shard; one state is not written.
+# Every policy, on a value that differs on every shard. One state is not written.
 POLICIES = case_of(
     GRID,
     (Leaf((8,), FLOAT, XY),),
@@ -120,7 +119,7 @@ POLICIES = case_of(
     (Output(6, XY), Output(1, XY)),
 )
 
-# A counter for each shard, axes in another order than the mesh's, and what varies over one axis only.
+# A counter for each shard, axes in another order than the mesh has, and values that vary over one axis only.
 PLACES = case_of(
     GRID,
     (Leaf((8,), FLOAT, (("y", "x"),)), Leaf((4,), FLOAT, (("x",),))),
@@ -144,7 +143,7 @@ PLACES = case_of(
     (Output(8, (("y", "x"),)), Output(3, (("y", "x"),)), Output(7, (("x",),))),
 )
 
-# Placed by `state_in_specs`, two alike in all else; and a state of two arrays that lie differently.
+# Two states that differ only in what `state_in_specs` says, and a state of two arrays with different specs.
 DECLARED = case_of(
     GRID,
     (Leaf((4,), FLOAT, (("y",),)),),
@@ -166,7 +165,7 @@ DECLARED = case_of(
     (Output(0, (("y",),)),),
 )
 
-# Paths of different lengths that end alike, and states that have lost where they came from.
+# Paths of different lengths with the same end, and states whose origin `jax.tree.map` has removed.
 ALIKE = case_of(
     MeshShape((4,), explicit=True),
     (Leaf((8,), FLOAT, (("x",),)),),
@@ -178,7 +177,7 @@ ALIKE = case_of(
     forget=True,
 )
 
-# The same on any number of shards.
+# A program that computes the same on any number of shards.
 PORTABLE = case_of(
     MeshShape((8,)),
     (Leaf((16,), FLOAT, (("x",),)),),
@@ -207,7 +206,7 @@ def gradient() -> None:
 
 
 def branches() -> None:
-    """A write in a branch that some shards take is refused."""
+    """A write in a branch that only some shards take is refused."""
 
     def fun(state: sm.State, x: jax.Array) -> Any:
         add = lambda state: state.set(state.value + 1)
@@ -273,7 +272,7 @@ def exchanged() -> None:
 
 
 def gathered() -> None:
-    """What every shard has alike counts once, though JAX's types do not say that it is alike."""
+    """A value that all shards share counts once, even where JAX's types call it varying."""
 
     def fun(state: sm.State, x: jax.Array) -> Any:
         return state.set(state.value + jax.lax.all_gather(x, "x").sum())

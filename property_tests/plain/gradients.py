@@ -1,4 +1,4 @@
-"""Gradients taken outside a mapped call, held against the unsharded call's and the reference's slope."""
+"""Compares gradients around a mapped call with those of the unsharded call and with the reference's slope."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,18 +9,17 @@ import numpy as np
 
 import statemesh as sm
 
-from ..base.arrays import Array, Global, widen
+from ..base.arrays import Array, Global, Values, widen
 from ..base.checks import assert_near, at_home, input_shardings
 from ..base.models import arrays_of, model_of
 from ..programs import Case
 from ..trees import Setting
 from . import reference
-from .cases import Values
 from .mapped import mapping
 
 
 def loss_of(case: Case, call: Callable[..., Any], gain: float) -> Callable[..., Any]:
-    """A number that every entry of the outputs and of the new states has its own part in."""
+    """A loss to which every entry of the outputs and of the new states adds with its own weight."""
 
     def loss(slots: list[list[Any]], inputs: list[Any]) -> Any:
         outputs, model = call(model_of(case, slots), Setting(gain), *inputs)
@@ -44,7 +43,7 @@ def check_gradient(
     jit: bool = False,
     mapped: sm.StatefulMapping | None = None,
 ) -> None:
-    """Of a smooth portable program, with respect to all states and inputs."""
+    """Checks the gradients of a smooth portable program with respect to all states and inputs."""
     mapped = mapping(case) if mapped is None else mapped
     for gain, inputs in values.calls:
         slots = [[jnp.asarray(x) for x in arrays] for arrays in values.slots]
@@ -61,7 +60,7 @@ def check_gradient(
 def assert_slope(
     case: Case, gain: float, slots: Sequence[Sequence[Array]], inputs: Sequence[Array], got: Any
 ) -> None:
-    """In one direction, the gradient is what the reference's loss differs by."""
+    """Compares the gradient in one direction with the difference quotient of the reference's loss."""
     start, treedef = jax.tree.flatten((slots, list(inputs)))
     direction = [np.sin(1.0 + np.arange(x.size)).reshape(x.shape) for x in start]
     step = 1e-6

@@ -1,4 +1,4 @@
-"""The laws of trees and states, as plain checks."""
+"""Checks of the laws that trees and states obey."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,20 +24,20 @@ def owners(tree: Any, picks: Sequence[Pick]) -> list[tuple[Path, Any, int]]:
 
 
 def is_idle(tree: Any, pick: Pick) -> bool:
-    """Whether a filter matches nothing where it should match something."""
+    """Whether a filter that has to match something matches nothing."""
     found = [pick.matches(path, unit) for path, unit in walk(tree) if sm.is_state(unit)]
     return not pick.may_be_idle and not any(found)
 
 
 def check_partition(tree: Any, picks: Sequence[Pick]) -> None:
-    """What `partition` and `combine` promise about any tree and any filters."""
+    """Checks what `partition` and `combine` promise for every tree and all filters."""
     filters = [pick.filter for pick in picks]
     if any(is_idle(tree, pick) for pick in picks):
         with pytest.raises(sm.StructureError):
             sm.partition(tree, *filters)
         return
     parts = sm.partition(tree, *filters)
-    # Without filters: all states, and the rest.
+    # Without filters, `partition` returns all states, and the rest.
     shown = picks or [Pick(..., lambda path, state: True, True)]
     assert len(parts) == len(shown) + 1
     assert same(sm.combine(*parts), tree)
@@ -50,11 +50,11 @@ def check_partition(tree: Any, picks: Sequence[Pick]) -> None:
 
 
 def assert_units(part: Any, want: Sequence[tuple[Path, Any]]) -> None:
-    """The part holds these units at these places, and only these."""
+    """The part holds exactly these units, at these paths."""
     got = [(path, unit) for path, unit in walk(part) if repr(unit) != "Removed"]
     assert [path for path, _ in got] == [path for path, _ in want]
     for (_, unit), (_, wanted) in zip(got, want, strict=True):
-        # A part is built anew around the very leaves of the tree.
+        # A part has new containers around the very leaves of the tree.
         assert type(unit) is type(wanted)
         assert same(unit, wanted)
     assert len(jax.tree.leaves(part)) == sum(len(jax.tree.leaves(unit)) for _, unit in want)
@@ -115,7 +115,7 @@ def check_set(state: sm.State, first: Any, second: Any) -> None:
     for new, old in zip(jax.tree.leaves(one), leaves, strict=True):
         assert (new.shape, new.dtype, new.weak_type) == (old.shape, old.dtype, False)
     assert_equal(one.set(second).value, state.set(second).value)
-    # What was written to is as it was.
+    # The state that was written to has not changed.
     assert repr(state) == shown
     assert all(a is b for a, b in zip(jax.tree.leaves(state), leaves, strict=True))
     with pytest.raises(sm.StructureError):

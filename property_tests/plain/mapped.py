@@ -1,4 +1,4 @@
-"""Programs run by statemesh: a model with its states, and a body in `jax.numpy`."""
+"""Runs programs over shards with statemesh, their body in `jax.numpy`."""
 
 import functools
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def mapping_of(case: Case) -> sm.StatefulMapping:
 
 @functools.cache
 def mapping(case: Case) -> sm.StatefulMapping:
-    """The same, one for each case: what it has compiled serves every example with that case."""
+    """The same mapping for every example with this case, so that it compiles once."""
     return mapping_of(case)
 
 

@@ -5,7 +5,15 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from ..base.mutants import POLICY_MUTANTS, Mutant, always, engine, last_match, with_result
+from ..base.mutants import (
+    POLICY_MUTANTS,
+    always,
+    argument,
+    engine,
+    last_match,
+    mutants,
+    with_result,
+)
 
 
 def of_another_shard(right: Any) -> Any:
@@ -44,139 +52,84 @@ def copied(right: Any) -> Any:
     return lambda self, outputs, arguments: right(self, outputs, [*map(jax.numpy.copy, arguments)])
 
 
-MUTANTS = [
-    *POLICY_MUTANTS,
-    Mutant(
-        "links not followed",
-        "statemesh._traced",
-        "continued",
-        lambda right: lambda jaxpr: [frozenset()] * len(jaxpr.outvars),
-    ),
-    Mutant("nothing linked", "statemesh._call._per_shard", "links_for", always(None)),
-    Mutant(
-        "tokens of other traces believed",
-        "statemesh._base._links.Links",
-        "rebuilt",
-        lambda right: lambda self, value, token: (value, token),
-    ),
-    Mutant(
-        "a gathered value counted by every shard",
-        "statemesh._varying.Told",
-        "same",
-        always(frozenset()),
-    ),
-    Mutant(
-        "reduced over the first axis only",
-        "statemesh._leave._rules.LeavingRules",
-        "in_order",
-        with_result(lambda axes: axes[:1]),
-    ),
-    Mutant(
-        "reduced over every axis",
-        "statemesh._leave._rules.LeavingRules",
-        "in_order",
-        lambda right: lambda self, names: self.axis_names if names else (),
-    ),
-    Mutant(
-        "predicates ignored",
-        "statemesh._axes._differing.Differing",
-        "chosen",
-        lambda right: lambda self, predicate, of_predicate, results, same: results,
-    ),
-    Mutant("a written state forgotten", "statemesh._leave._leave", "_untouched", always(True)),
-    Mutant("untouched arrays copied", "statemesh._write_back.WriteBack", "__call__", copied),
-    Mutant(
-        "outputs in the wrong order",
-        "statemesh._write_back.WriteBack",
-        "__call__",
-        lambda right: lambda self, outputs, arguments: right(self, outputs[::-1], arguments),
-    ),
-    Mutant(
-        "states taken for one another",
-        "statemesh._leave._leave",
-        "find_origins",
-        with_result(lambda found: found[1:] + found[:1]),
-    ),
-    Mutant(
-        "placements of states exchanged",
-        "statemesh._call._spec_rules",
-        "choose_specs",
-        with_result(lambda specs: specs[::-1]),
-    ),
-    Mutant(
-        "state_in_specs ignored",
-        "statemesh._call._spec_rules",
-        "choose_specs",
-        with_result(lambda specs: [engine("_resolve._specs.UNSAID")] * len(specs)),
-    ),
-    Mutant(
-        "arrays replicated instead of sharded",
-        "statemesh._call._spec_rules",
-        "placement",
-        lambda right: lambda spec: engine("_resolve._specs.REPLICATED"),
-    ),
-    Mutant(
-        "axes of a spec backwards",
-        "statemesh._resolve._specs.Placement",
-        "__post_init__",
-        axes_backwards,
-    ),
-    Mutant(
-        "another shard's entry",
-        "statemesh._resolve._specs.Placement",
-        "take",
-        of_another_shard,
-    ),
-    Mutant(
-        "arguments of the first call",
-        "statemesh._resolve._layout.MeshLayout",
-        "concrete",
-        first_arguments_kept,
-    ),
-    Mutant(
-        "static leaves not compared",
-        "statemesh._call._statics.Statics",
-        "same",
-        always(True),
-    ),
-    Mutant("static leaves not a key", "statemesh._call._cache", "_tokens", always(())),
-    Mutant(
-        "common stream not advanced",
-        "statemesh.RandomState",
-        "_advanced",
-        lambda right: lambda self, value: self._rebuilt(value, self._shared),
-    ),
-    Mutant("rows numbered on each shard", "statemesh._model._random", "shard_index", always(0)),
-    Mutant(
-        "key left unadvanced",
-        "statemesh.RandomState",
-        "leave",
-        lambda right: lambda self, old, axes: old,
-    ),
-    Mutant(
-        "set without checks",
-        "statemesh._model._state",
-        "conform",
-        lambda right: lambda old, new, label: new,
-    ),
-    Mutant(
-        "set without metadata",
-        "statemesh.State",
-        "set",
-        lambda right: lambda self, value: type(self)(right(self, value).value),
-    ),
-    Mutant("the last filter wins", "statemesh._partition", "first_matches", last_match),
-    Mutant("combine keeps one part", "statemesh", "combine", lambda right: lambda *parts: parts[0]),
-    Mutant(
-        "All is Any",
-        "statemesh._model._filters.All",
-        "bind",
-        lambda right: engine("_model._filters.Any.bind"),
-    ),
-    Mutant(
-        "Not is nothing",
-        "statemesh._model._filters.Not",
-        "bind",
-        lambda right: lambda self, tree: engine("_model._filters._bind")(self.filters[0], tree),
-    ),
-]
+MUTANTS = POLICY_MUTANTS + mutants(
+    {
+        # Step 1: partition.
+        "_partition.first_matches": {"the last filter wins": last_match},
+        "combine": {"combine keeps one part": argument(0)},
+        "_model._filters.All.bind": {
+            "All is Any": lambda right: engine("_model._filters.Any.bind")
+        },
+        "_model._filters.Not.bind": {
+            "Not is nothing": lambda right: (
+                lambda self, tree: engine("_model._filters._bind")(self.filters[0], tree)
+            ),
+        },
+        "_model._random.shard_index": {"rows numbered on each shard": always(0)},
+        # Step 2: resolve.
+        "_call._spec_rules.choose_specs": {
+            "placements of states exchanged": with_result(lambda specs: specs[::-1]),
+            "state_in_specs ignored": with_result(
+                lambda specs: [engine("_resolve._specs.UNSAID")] * len(specs)
+            ),
+        },
+        "_call._spec_rules.placement": {
+            "arrays replicated instead of sharded": with_result(
+                lambda placement: engine("_resolve._specs.REPLICATED")
+            ),
+        },
+        "_resolve._specs.Placement.__post_init__": {"axes of a spec backwards": axes_backwards},
+        "_resolve._specs.Placement.take": {"another shard's entry": of_another_shard},
+        "_resolve._layout.MeshLayout.concrete": {
+            "arguments of the first call": first_arguments_kept
+        },
+        # Step 3: call.
+        "_call._statics.Statics.same": {"static leaves not compared": always(True)},
+        "_call._cache._tokens": {"static leaves not a key": always(())},
+        "_call._per_shard.links_for": {"nothing linked": always(None)},
+        "_base._links.Links.rebuilt": {
+            "tokens of other traces believed": lambda right: (
+                lambda self, value, token: (value, token)
+            ),
+        },
+        "_traced.continued": {
+            "links not followed": lambda right: lambda jaxpr: [frozenset()] * len(jaxpr.outvars),
+        },
+        "_varying.Told.same": {"a gathered value counted by every shard": always(frozenset())},
+        "_axes._differing.Differing.chosen": {
+            "predicates ignored": lambda right: (
+                lambda self, predicate, of_predicate, results, same: results
+            ),
+        },
+        # Step 4: leave.
+        "_leave._rules.LeavingRules.in_order": {
+            "reduced over the first axis only": with_result(lambda axes: axes[:1]),
+            "reduced over every axis": lambda right: (
+                lambda self, names: self.axis_names if names else ()
+            ),
+        },
+        "_leave._leave._untouched": {"a written state forgotten": always(True)},
+        "_leave._leave.find_origins": {
+            "states taken for one another": with_result(lambda found: found[1:] + found[:1]),
+        },
+        "RandomState._advanced": {
+            "common stream not advanced": lambda right: (
+                lambda self, value: self._rebuilt(value, self._shared)
+            ),
+        },
+        "RandomState.leave": {"key left unadvanced": argument(1)},
+        "_model._state.conform": {"set without checks": argument(1)},
+        "State.set": {
+            "set without metadata": lambda right: (
+                lambda self, value: type(self)(right(self, value).value)
+            ),
+        },
+        # Step 5: write back.
+        "_write_back.WriteBack.__call__": {
+            "untouched arrays copied": copied,
+            "outputs in the wrong order": lambda right: (
+                lambda self, outputs, arguments: right(self, outputs[::-1], arguments)
+            ),
+        },
+    }
+)

@@ -1,8 +1,8 @@
-"""What a program means: a loop over the coordinates of a mesh, in NumPy.
+"""The reference of programs over shards: a loop over the coordinates of a mesh, in NumPy.
 
-Nothing here knows JAX or statemesh. All shards run in step, so that a reduction over shards is a loop
-over the shards of a group. Floats are computed in double precision, and each carries a bound for what
-single precision may have lost on the way: rounding once per operation, and once per term of a sum.
+Nothing here knows JAX or statemesh. All shards take each step together, so that a reduction over shards is a
+loop over the shards of a group. Floats are in double precision. Each carries a bound on the error of single
+precision, which rounds once in each operation and once for each term of a sum.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ from ..programs import (
 )
 
 
-# XLA's tanh is good to a few units in the last place, of results no larger than one.
+# XLA's tanh is exact to a few units in the last place, and its results are at most one.
 TANH = 8 * EPS
 
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """One value on every shard, the mesh axes over which it may differ, and its error."""
+    """A value of every shard, the mesh axes over which it may differ, and its error."""
 
     at: dict[Coordinate, Array]
     axes: frozenset[str]
@@ -97,7 +97,7 @@ def run(
 
 
 def cut(whole: Global, leaf: Leaf, mesh: MeshShape) -> Shards:
-    """What each shard sees of an array."""
+    """The part of an array that each shard sees."""
     parts = {}
     for at in mesh.coordinates():
         part = whole.value
@@ -110,7 +110,7 @@ def cut(whole: Global, leaf: Leaf, mesh: MeshShape) -> Shards:
 
 
 def join(shards: Shards, spec: Spec, per_shard: Axes, mesh: MeshShape) -> Global:
-    """The array that the shards' parts make up; parts that should be copies have to be."""
+    """The array that the shards' parts form. Parts that should be copies have to be equal."""
     whole = None
     for at, part in shards.at.items():
         if whole is None:
@@ -134,7 +134,7 @@ def join(shards: Shards, spec: Spec, per_shard: Axes, mesh: MeshShape) -> Global
 def _leave(
     slot: Slot, old: Sequence[Shards], new: Sequence[Shards], mesh: MeshShape
 ) -> list[Global]:
-    """A written state: each leaf merged over the axes that its placement does not mention."""
+    """The leaves of a written state, each merged over the axes that its placement does not mention."""
     after = []
     for leaf, before, value in zip(slot.leaves, old, new, strict=True):
         over = tuple(name for name in mesh.axis_names if name in value.axes - leaf.axes)
@@ -161,8 +161,8 @@ def _lifted(rank: int) -> Callable[[Array], Array]:
 
 
 def _index(mesh: MeshShape, axes: Axes, rank: int) -> Shards:
-    places = {at: np.full((1,) * rank, mesh.index(at, axes), np.int64) for at in mesh.coordinates()}
-    return Shards(places, frozenset(axes))
+    parts = {at: np.full((1,) * rank, mesh.index(at, axes), np.int64) for at in mesh.coordinates()}
+    return Shards(parts, frozenset(axes))
 
 
 def _each(value: Shards, fun: Callable[[Array], Array], error: float | None = None) -> Shards:

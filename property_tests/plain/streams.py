@@ -1,4 +1,4 @@
-"""What random streams promise on any mesh, as plain checks."""
+"""Checks what random streams promise on every mesh."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,14 +15,14 @@ from ..base.models import mesh_of
 from ..programs import Axes, MeshShape
 
 
-# `rows` draws one key per row, `split` one key, a number that many; `set` goes on from a key made of the old.
+# `rows` draws one key per row, `split` one key, a number that many keys. `set` writes a new key.
 ROWS, SPLIT, SET = "rows", "split", "set"
 Draws = tuple[str | int, ...]
 
 THREEFRY = "threefry2x32"
-# What can be done with a key of each implementation on a mesh. Of philox JAX has no program for several
-# devices, so that nothing may be drawn from, or folded into, a key itself. `threefry4x32`, of which each
-# program takes long to compile, is in `tests/test_keys.py`.
+# The draws that work with each key implementation on a mesh. JAX has no philox program for several devices,
+# so that nothing may be folded into such a key. Programs of `threefry4x32` take long to compile, so that it
+# is in `tests/test_keys.py` instead.
 ON_MESHES: dict[str, Draws] = {
     THREEFRY: (ROWS, SPLIT, SET, 2),
     "rbg": (ROWS, SPLIT, SET, 2),
@@ -30,7 +30,7 @@ ON_MESHES: dict[str, Draws] = {
     "philox2x32": (ROWS, SPLIT, 2),
     "philox4x32": (ROWS, SPLIT, 2),
 }
-# The same in lanes: of rbg `vmap` draws from the first lane's key.
+# The same in lanes. With rbg keys `vmap` draws from the first lane's key.
 IN_LANES = ON_MESHES | {"rbg": (ROWS,), "unsafe_rbg": (ROWS,)}
 
 Numbers = Callable[[Any], Any]
@@ -42,14 +42,14 @@ def all_at_once(keys: Any) -> Any:
 
 
 def one_by_one(keys: Any) -> Any:
-    """The same from each key apart."""
+    """The same, one key after another."""
     return np.stack([jax.random.bits(key, (2,)) for key in keys])
 
 
 def draw_all(
     draws: Draws, axes: Axes, rng: sm.RandomState, x: Any, numbers: Numbers = all_at_once
 ) -> tuple[list[Any], list[Any], sm.RandomState]:
-    """For `rows` the numbers of each row, for the rest the bits of the keys drawn, one entry per shard."""
+    """Makes all draws. Returns the numbers of each row, and one entry per shard with the bits of its keys."""
     by_row, by_shard = [], []
     for draw in draws:
         if draw == ROWS:
@@ -95,8 +95,10 @@ def check_streams(
     impl: str = THREEFRY,
     mapped: sm.StatefulMapping | None = None,
 ) -> None:
-    """Calls in a row: numbers by row and the key that is left are those of the unsharded run, bit by bit, and
-    no two shards, draws or calls get one key."""
+    """Checks calls in a row against the unsharded run.
+
+    The numbers of each row and the remaining key agree bit by bit. No two shards, draws or calls share a key.
+    """
     mapped = mapping(mesh, axes, draws) if mapped is None else mapped
     x = np.zeros(3 * mesh.size(axes), np.float32)
     plain = sm.RandomState(jax.random.key(seed, impl=impl))
@@ -126,7 +128,7 @@ def check_per_shard(
     impl: str = THREEFRY,
     mapped: sm.StatefulMapping | None = None,
 ) -> None:
-    """With a key per shard of `axes`, each draws as the unsharded run of that key does."""
+    """Where each shard along `axes` has a key, it draws what an unsharded run draws from that key."""
     mapped = mapping(mesh, (), draws, axes) if mapped is None else mapped
     keys = jax.random.split(jax.random.key(seed, impl=impl), mesh.size(axes))
     x = np.zeros(2, np.float32)
@@ -150,6 +152,6 @@ def assert_same_bits(got: Sequence[Any], want: Sequence[Any]) -> None:
 
 
 def assert_distinct(keys: Sequence[Array]) -> None:
-    """No key, and no numbers of one, twice."""
+    """All keys, and all numbers drawn from them, are different."""
     every = [row.tobytes() for rows in keys for row in rows]
     assert len(set(every)) == len(every)

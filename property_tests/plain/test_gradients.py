@@ -1,4 +1,4 @@
-"""Gradients of random smooth programs, taken outside the mapped call."""
+"""Gradients around mapped calls of random smooth programs."""
 
 import pytest
 from hypothesis import given
@@ -13,8 +13,7 @@ from .gradients import check_gradient
 def test_sharded_gradients_are_unsharded_gradients(data: st.DataObject) -> None:
     case = data.draw(cases(portable=True, smooth=True), "case")
     jit = data.draw(st.booleans(), "inside jit")
-    # JAX cannot make a gradient that depends on no argument (a zero, a constant) typed by Explicit axes
-    # where no mesh is set.
+    # Where no mesh is set, JAX cannot type a constant gradient by Explicit axes.
     homes = ["host"] if case.mesh.explicit else ["host", "placed"]
     home = data.draw(st.sampled_from(homes), "home")
     check_gradient(case, data.draw(values(case=case, calls=1), "values"), home=home, jit=jit)

@@ -33,7 +33,7 @@ def test_partition_and_combine(data: st.DataObject) -> None:
 @given(st.data())
 def test_filters_are_their_predicates(data: st.DataObject) -> None:
     tree = data.draw(trees(min_states=1), "tree")
-    # A tree costs more than a filter.
+    # Drawing a tree takes longer than drawing a filter.
     for pick in data.draw(st.lists(picks(tree=tree), min_size=1, max_size=8), "filters"):
         check_filter(tree, pick)
 
@@ -42,12 +42,12 @@ def test_filters_are_their_predicates(data: st.DataObject) -> None:
 def test_disjoint_filters_may_be_permuted(data: st.DataObject) -> None:
     tree = data.draw(trees(min_states=2), "tree")
     drawn = data.draw(st.lists(picks(tree=tree), min_size=2, max_size=4), "filters")
-    # Each without what those before it take; those that are then idle are left out.
+    # Each filter leaves out what the filters before it match. Filters that then match nothing are dropped.
     disjoint: list[Pick] = []
     for pick in drawn:
-        alone = all_of([pick, *map(negated, disjoint)])
-        if not is_idle(tree, alone):
-            disjoint.append(alone)
+        only = all_of([pick, *map(negated, disjoint)])
+        if not is_idle(tree, only):
+            disjoint.append(only)
     order = data.draw(st.permutations(range(len(disjoint))), "order")
     # Without any filter `partition` takes all states.
     if disjoint:
@@ -75,7 +75,7 @@ def test_de_morgan(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_named_filters_are_values(data: st.DataObject) -> None:
-    # Not `Where` and functions, which are compared by identity.
+    # `Where` and functions are compared by identity, so that they are not drawn here.
     one = st.sampled_from([sm.ParamState, "a", ..., None, sm.filters.PathContains("a")])
     two = data.draw(st.lists(one, min_size=1, max_size=3), "filters")
     for combined in (sm.filters.Any, sm.filters.All):
@@ -94,7 +94,7 @@ def added(old: Any, new: Any, axis_names: Any) -> Any:
 
 
 def values(like: Any) -> st.SearchStrategy[Any]:
-    """Values of the structure, shapes and dtypes of another."""
+    """Values with the structure, shapes and dtypes of `like`."""
     leaves, treedef = jax.tree.flatten(like)
     drawn = [arrays(shape=x.shape, dtype=x.dtype) for x in leaves]
     return st.tuples(*drawn).map(lambda new: jax.tree.unflatten(treedef, new))

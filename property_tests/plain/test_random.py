@@ -13,12 +13,12 @@ seeds = st.integers(0, 2**31 - 1)
 
 
 def draws(*of: str | int, most: int) -> st.SearchStrategy[Draws]:
-    """A few draws in a row, of these kinds."""
+    """A few draws of these kinds, in a row."""
     return st.lists(st.sampled_from(of), max_size=most).map(tuple)
 
 
 def some(mesh: MeshShape, least: int) -> st.SearchStrategy[tuple[str, ...]]:
-    """Some of a mesh's axes in any order."""
+    """At least `least` axes of a mesh, in any order."""
     ordered = st.permutations(mesh.axis_names)
     return ordered.flatmap(
         lambda names: st.integers(least, len(names)).map(lambda n: tuple(names[:n]))

@@ -1,4 +1,4 @@
-"""Random models, meshes and programs: `shard_map` gives what the loop over coordinates gives."""
+"""With random models, meshes and programs `shard_map` gives what the loop over coordinates gives."""
 
 import pytest
 from hypothesis import given
@@ -20,7 +20,7 @@ def test_sharded_is_the_reference(data: st.DataObject) -> None:
 @given(st.data())
 def test_inside_jit(data: st.DataObject) -> None:
     case = data.draw(cases(), "case")
-    # An array committed to another device `jax.jit` itself refuses.
+    # `jax.jit` itself refuses an array that is committed to another device.
     home = data.draw(st.sampled_from(HOMES).filter("another".__ne__), "home")
     check_program(case, data.draw(values(case=case, calls=2), "values"), how="jit", home=home)
 
