@@ -1,4 +1,4 @@
-"""`RandomState`: streams of shards, the key that comes back, and rows that no mesh changes."""
+"""`RandomState`: the streams of shards, the key that comes back, and rows that are the same on any mesh."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def make_rng(seed: int = 0, **meta: Any) -> sm.RandomState:
 
 
 def draw(rng: sm.RandomState, x: jax.Array) -> Any:
-    """Each kind of draw, several times: what differs between shards has a leading axis."""
+    """Each kind of draw, several times. Draws that differ between shards have a leading axis."""
     first, rng = rng.split()
     some, rng = rng.split(3)
     rows, rng = rng.rows(len(x), "x")
@@ -52,7 +52,7 @@ def mapped(name: str = "8", kind: AxisType = AxisType.Auto, **options: Any) -> A
 
 
 def both(rng: sm.RandomState, index: Any) -> tuple[jax.Array, sm.RandomState]:
-    """One key for each shard, and the state that a shard goes on with."""
+    """One key for each shard, and the state with which a shard continues."""
     del index
     key, rng = rng.split()
     return key[None], rng
@@ -129,8 +129,8 @@ def test_an_axis_name_outside_means_one_shard() -> None:
 def test_a_call_on_every_mesh(name: str, kind: AxisType) -> None:
     own, rows, more, alike, rng = draw(make_rng(1), X)
     shards, got_rows, got_more, got_alike, after = mapped(name, kind)(make_rng(1), X)
-    # Rows are those of the unsharded run, the first shard draws what it draws, and so does the
-    # state that comes back; the other shards' keys are their own.
+    # The rows, the draws of the first shard and the state that comes back are those of the unsharded
+    # run. The other shards have their own keys.
     np.testing.assert_array_equal(data(got_rows), data(rows))
     np.testing.assert_array_equal(data(got_more), data(more))
     np.testing.assert_array_equal(data(got_alike), data(alike))

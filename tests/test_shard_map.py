@@ -1,4 +1,4 @@
-"""What `shard_map` promises about specs, states, static leaves, placement and its result."""
+"""The contract of `shard_map` for specs, states, static leaves, placement and its result."""
 
 import functools
 import inspect
@@ -490,7 +490,7 @@ def test_zero_arguments_and_empty_results() -> None:
     assert nothing.shape == (0, 3)
 
 
-# What goes wrong inside
+# Errors inside the function
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyError, ValueError, KeyboardInterrupt])

@@ -1,4 +1,4 @@
-"""One trace for each signature, no compile after the first, no layer under an outer trace, no cost."""
+"""A call traces and compiles once for each signature. It adds no layer to an outer trace and no cost."""
 
 import copy
 import sys
@@ -69,7 +69,7 @@ def test_ten_calls_trace_once(kind: str, name: str, how: str) -> None:
     call = mapped if how == "eager" else jax.jit(mapped, static_argnums=())
     model: Any = make_model()
     if how == "jit":
-        # Static leaves cannot pass through jax.jit: the arrays go in and come out, the rest stays.
+        # Static leaves cannot pass through jax.jit: only the arrays go in and come out.
         placed = mapped.place(model, np.ones(8, np.float32), 1.0)[0]
         arrays = jax.tree.leaves(placed)
         at = [i for i, leaf in enumerate(arrays) if isinstance(leaf, jax.Array)]
@@ -191,7 +191,7 @@ def test_eager_grad_is_compiled_once() -> None:
 
 
 def programs() -> dict[str, Any]:
-    """Three programs: as a mapped function over states, by hand over arrays, and arguments."""
+    """A mapped function over states, the same by hand over arrays, and their arguments."""
     n = 100
 
     def buffers(b: sm.State, x: jax.Array) -> Any:
@@ -332,7 +332,7 @@ def test_mesh_type() -> None:
 
 
 def test_other_threads_at_every_step_of_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Between any two steps of what finds and keeps programs, another thread keeps one more.
+    # Between any two steps of finding and keeping programs, another thread keeps one more program.
     monkeypatch.setattr(_pipeline, "_KEPT", 20)
     mapped = sm.shard_map(lambda x, label: x, make_mesh(), (P("x"), None), P("x"))
     x = np.ones(8, np.float32)

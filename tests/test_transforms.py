@@ -1,4 +1,4 @@
-"""A mapped call inside and around JAX's transformations, on every mesh, by every way of setting it."""
+"""A mapped call inside and around JAX's transformations, on every mesh, with every way to set the mesh."""
 
 import contextlib
 import itertools
@@ -53,7 +53,7 @@ def check(result: Any, expected: Any) -> None:
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
-# On every mesh by every way of setting it; where it has to be quick on this only.
+# Every mesh with every way to set it; quick tests use only this mesh.
 QUICK = ("2x2",)
 SETTINGS = [
     pytest.param(each, marks=[] if each[0] in QUICK else pytest.mark.slow, id=str(each))
@@ -226,7 +226,7 @@ def test_arrays_on_other_devices_inside_eager_transformations(kind: str) -> None
 
 @contextlib.contextmanager
 def _set_in(way: str) -> Iterator[tuple[Any, jax.sharding.Sharding | None]]:
-    # What `shard_map` is given as a mesh, and where an array has to lie for its devices to be known.
+    # The mesh that `shard_map` gets, and the placement of an array whose devices must be known.
     kind = AxisType.Explicit if "Explicit" in way else AxisType.Auto
     mesh = make_mesh("8", kind)
     if way == "abstract":
