@@ -586,13 +586,6 @@ def test_the_state_advances_once_a_call_whatever_the_number_of_lanes(lanes: Any,
         _, rng = draw(rng, None)
 
 
-def test_without_a_draw_the_key_stays(lanes: Any) -> None:
-    call = lanes(lambda rng, x: (x + 1, rng), in_axes=(None, 0), out_axes=(0, None))
-    rng, x = call.place(sm.RandomState(jax.random.key(0)), X)
-    _, after = call(rng, x)
-    assert after.key is rng.key
-
-
 def test_lanes_with_keys_of_their_own(lanes: Any) -> None:
     keys = jax.random.split(jax.random.key(5), N)
     call = lanes(draw, in_axes=(None, 0), out_axes=(0, None), state_in_axes={0: sm.RandomState})

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
@@ -107,13 +107,6 @@ def test_weak_and_strong_states_are_one_signature() -> None:
     for _ in range(3):
         _, state = call(state, jnp.ones(2))
     assert count.times == 1
-
-
-def test_outputs_keep_their_placement() -> None:
-    mesh = make_mesh()
-    call = sm.shard_map(lambda s, x: (x, s.set(s.value + x)), mesh, (P(), P("x")), (P("x"), P()))
-    _, state = call(sm.State(jnp.zeros(16), spec=P("x")), np.ones(16, np.float32))
-    assert state.value.sharding == NamedSharding(mesh, P("x"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -325,10 +318,6 @@ def test_mesh_is_kept_alive_by_nothing_of_the_first_call() -> None:
     del state
     gc.collect()
     assert array() is None
-
-
-def test_mesh_type() -> None:
-    assert isinstance(make_mesh(), Mesh)
 
 
 def test_other_threads_at_every_step_of_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,6 @@ def test_scan_cond_and_grad_inside() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_nested_over_other_axes(kind: str) -> None:
     mesh = make_mesh("4x2", KINDS[kind])
-    model = sm.State(jnp.zeros((4, 2)), spec=P("x"))
 
     def inner(state: sm.State, x: jax.Array) -> tuple[jax.Array, sm.State]:
         return x + jax.lax.psum(x, "y"), state.set(state.value + jax.lax.psum(x, "y"))
@@ -208,7 +207,6 @@ def test_nested_over_other_axes(kind: str) -> None:
     folded = np.asarray(x[:, :2] + x[:, 2:])
     np.testing.assert_allclose(after.value, folded)
     np.testing.assert_allclose(total, [np.sum(np.asarray(x)) + 2 * folded.sum()])
-    del model
 
 
 @pytest.mark.parametrize("kind", KINDS)
