@@ -1,8 +1,8 @@
-"""The checks of annotations at run time, made once for each annotated function.
+"""The run-time checks of annotations, made once for each annotated function.
 
-jaxtyping makes them anew each time that a `def` is executed, and many of the package's functions stand inside
-of others. What it gives to the type checker has a signature, but neither body nor closure: one is as good as
-another with the same one.
+jaxtyping makes the checks again each time that a `def` runs, and many functions of the package are nested in
+others. jaxtyping gives the type checker a function with a signature but without a body or a closure. So one
+such function can stand for every other with the same signature.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ _made: dict[Any, Callable[..., Any]] = {}
 
 
 def checked(stand_in: Callable[..., Any]) -> Callable[..., Any]:
-    """`beartype`, for functions as jaxtyping makes them: they stand for others, and have their signatures."""
+    """`beartype` for the functions that jaxtyping makes, each with the signature that it checks."""
     code = getattr(stand_in, "__code__", None)
-    # What stands in no function is defined once.
+    # A function that is not nested is defined once.
     if code is None or code.co_filename != "<string>" or "<locals>" not in stand_in.__qualname__:
         return beartype(stand_in)
     key = (

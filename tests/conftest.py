@@ -1,4 +1,4 @@
-"""Both suites run on 8 simulated devices, with every annotation of the package checked at run time."""
+"""Both suites run on 8 simulated devices, and every annotation of the package is checked at run time."""
 
 import os
 
@@ -7,7 +7,7 @@ from jaxtyping import install_import_hook
 import tests.annotations  # noqa: F401
 
 
-# Programs here run a few times each: that they compile quickly is worth more than that they are quick.
+# Each program runs only a few times here, so fast compilation matters more than fast programs.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 install_import_hook("statemesh", "tests.annotations.checked")
 

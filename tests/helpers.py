@@ -27,7 +27,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
 
 
 def make_mesh(name: str = "8", *kinds: AxisType) -> Mesh:
-    """One of the meshes of `SHAPES`, its axes of these types, the last one for all that follow."""
+    """One of the meshes of `SHAPES` with these axis types; the last type is for all remaining axes."""
     shape, axes = SHAPES[name]
     devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
     kinds = kinds or (AxisType.Auto,)
@@ -36,7 +36,7 @@ def make_mesh(name: str = "8", *kinds: AxisType) -> Mesh:
 
 
 def elsewhere(x: np.ndarray) -> dict[str, Any]:
-    """`x`, whose rows are divisible by 8, in all the places from which a call takes it."""
+    """`x`, whose number of rows is divisible by 8, in every place from which a call accepts it."""
 
     def on(mesh: Mesh, spec: P) -> Any:
         return jax.device_put(x, NamedSharding(mesh, spec))
@@ -55,7 +55,7 @@ def elsewhere(x: np.ndarray) -> dict[str, Any]:
 
 
 def assert_same(a: Any, b: Any) -> None:
-    """Equal in structure, and bit for bit."""
+    """Assert that two trees are equal in structure and bit for bit."""
     structure: Any = jax.tree.structure
     assert structure(a) == structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
@@ -79,7 +79,7 @@ Making: TypeAlias = Callable[..., Any]
 def mistakes_in(
     cases: list[Any],
 ) -> Callable[[type[BaseException], str], Callable[[Making], Making]]:
-    """A decorator that gathers mistakes: what makes one, the error that it must raise, and all it says."""
+    """A decorator that registers mistakes: a call, and the exact error that it must raise."""
 
     def mistake(error: type[BaseException], text: str) -> Callable[[Making], Making]:
         def add(make: Making) -> Making:
@@ -94,7 +94,7 @@ def mistakes_in(
 def assert_says(
     make: Callable[[], Any], error: type[BaseException], text: str, until: str | None = None
 ) -> None:
-    """It raises this very error, whose text is exactly this, up to where JAX has added something."""
+    """Assert that the call raises exactly this error type and text, up to the part that JAX adds."""
     with pytest.raises(error) as raised:
         make()
     assert type(raised.value) is error
@@ -104,13 +104,13 @@ def assert_says(
 
 @dataclasses.dataclass
 class Count:
-    """How often something happened."""
+    """A counter."""
 
     times: int = 0
 
 
 def counted(fun: Callable[..., Any]) -> tuple[Callable[..., Any], Count]:
-    """`fun`, and how often its body has run."""
+    """Wrap `fun` to count how often its body runs."""
     count = Count()
 
     def body(*args: Any, **kwargs: Any) -> Any:
@@ -134,7 +134,7 @@ jax.monitoring.register_event_duration_secs_listener(_listen)
 
 @contextlib.contextmanager
 def compiles() -> Iterator[Count]:
-    """Counts what XLA compiles while it is open, by JAX's own events."""
+    """Count XLA's compilations while the context is open, by JAX's own events."""
     before, seen = _compiles.times, Count()
     try:
         yield seen
@@ -143,7 +143,7 @@ def compiles() -> Iterator[Count]:
 
 
 def without_names(hlo: str | None) -> list[str]:
-    """The computations of a program, without metadata, every name replaced by its rank of appearance."""
+    """The computations of a program without metadata, with every name replaced by its order of appearance."""
     assert hlo is not None
     # The module's name comes first, then tables of files and frames.
     hlo = hlo[re.search(r"^(%|ENTRY)", hlo, re.M).start() :]  # type: ignore[union-attr]
@@ -154,7 +154,7 @@ def without_names(hlo: str | None) -> list[str]:
         return order.setdefault(found.group(0), f"%{len(order)}")
 
     hlo = re.sub(r"%[\w.\-]+", rank, hlo)
-    # Parameters have names of their own in the heads of computations.
+    # The heads of computations give parameters their own names.
     hlo = re.sub(r"(?<=[( ])[\w.\-]+: (?=[\w(])", "", hlo)
     lines = [re.sub(r"^(ENTRY )?%\d+ ", r"\1", line) for line in hlo.splitlines() if line.strip()]
     assert any(line.startswith("ENTRY") for line in lines)

@@ -1,7 +1,7 @@
-"""What each of several processes runs; `tests/test_processes.py` starts them.
+"""The tasks of the processes that `tests/test_processes.py` starts.
 
-`python -m tests.process_steps TASKS PROCESS COUNT PORT TIMEOUT OUT` runs tasks as one of so many processes
-and saves what it found. Run in one process on all devices, the same tasks are the reference.
+`python -m tests.process_steps TASKS PROCESS COUNT PORT TIMEOUT OUT` runs tasks as one of COUNT processes and
+saves the results. One process on all devices runs the same tasks as the reference.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ Found = tuple[dict[str, Any], dict[str, Any]]
 
 
 def held(tree: Any, under: str) -> dict[str, Any]:
-    """What each device of this process has of every array of a tree, in the order of the devices."""
+    """The part of every array of a tree on each device of this process, in the order of the devices."""
     found = {}
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -45,7 +45,7 @@ def shapes(tree: Any) -> list[tuple[int, ...]]:
 
 
 def buffers(tree: Any) -> list[int]:
-    """Where the memory of every array of a tree begins, on each device."""
+    """The start address of the memory of every array of a tree, on each device."""
     return [
         shard.data.unsafe_buffer_pointer()
         for x in jax.tree.leaves(tree)
@@ -54,7 +54,7 @@ def buffers(tree: Any) -> list[int]:
 
 
 def refusal(call: Callable[[], Any]) -> str:
-    """What a call that is refused says."""
+    """The message of a call that is refused."""
     try:
         call()
     except Exception as error:
@@ -70,7 +70,7 @@ def own_lanes(devices: Sequence[jax.Device] | None = None) -> list[int]:
 
 
 def state_by_lanes(own: Sequence[int]) -> dict[str, sm.State]:
-    """States of every sort; of those with a lane axis the lanes `own`."""
+    """States of every kind; those with a lane axis have the lanes `own`."""
     own = list(own)
     rows = np.arange(LANES * 3, dtype=np.int32).reshape(LANES, 3)
     keys = jax.random.split(jax.random.key(7), LANES)
@@ -115,7 +115,7 @@ def lane_data(own: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def lanes() -> Found:
-    """A `pmap2` step, called several times with what the last call gave."""
+    """A `pmap2` step, called several times with the results of the last call."""
     own = own_lanes()
     body, count = counted(lane_step)
     step = sm.pmap2(
@@ -199,7 +199,7 @@ def shards() -> Found:
 
 
 def others() -> Found:
-    """Other ways to call: other devices, donation, new states, and from one mapped call to the other."""
+    """Other calls: other devices, donation, new states, and results of one mapped call in another one."""
     devices = jax.devices()
     mixed = [devices[i] for i in (6, 1, 4, 3, 0)]
     arrays: dict[str, Any] = {}
@@ -243,7 +243,7 @@ def others() -> Found:
     arrays |= held(draw(draw(sm.RandomState(key))), "redrawn")
     facts["copied"] = not key.is_deleted()
 
-    # The same arrays whole in every process: what one mapped call gives the other one takes.
+    # The same arrays whole in every process: one mapped call takes what the other returns.
     whole = sm.shard_map(lambda s: s.set(s.value * 2), mesh, in_specs=P(), out_specs=P())
     lane = sm.pmap2(lambda s, x: (s.value + x, s.set(s.value + 1)), in_axes=(None, 0))
     doubled = whole(sm.ParamState(np.arange(3, dtype=np.int32)))
@@ -271,7 +271,7 @@ class Layer(sm.Module):
 
 
 def refusals() -> Found:
-    """Calls that several processes are refused, before anything is sent between them."""
+    """Calls that several processes refuse before they send anything to each other."""
     here = len(own_lanes())
     double = sm.pmap2(lambda x: x * 2, "i")
     shaped = sm.pmap2(lambda x: x * 2, "i", global_arg_shapes=((here, 3),))
@@ -298,7 +298,7 @@ AT_LEAST_3 = functools.partial(max, 3)
 
 @dataclasses.dataclass
 class Config:
-    """Something that cannot be hashed."""
+    """An object that cannot be hashed."""
 
     rate: float
     words: frozenset[str] = frozenset({"one", "two", "three", "four"})
@@ -307,7 +307,7 @@ class Config:
 
 
 def alike() -> Found:
-    """What every process has to pass alike, each of them something else, and what is alike."""
+    """Arguments that must be the same in every process: some differ, and some are the same."""
     mesh = Mesh(np.array(jax.devices()), ("i",))
     rows = P("i")
     own = jax.process_index()
@@ -356,7 +356,7 @@ def alike() -> Found:
     )
     arrays = held(call(states(here(3.0), seed=4), x, config, key), "alike")
     arrays |= held(shared(sm.State(here(4.0)), lanes), "alike too")
-    # What lies right is not compared again, nor are static leaves.
+    # Arguments already in place are not compared again, nor are static leaves.
     ready = call.place(states(here(3.0), seed=4), x, config, key)
     call(*ready)
     asked: list[Any] = []
@@ -377,7 +377,7 @@ def alike() -> Found:
 
 
 def loses(how: str) -> Found:
-    """One process ends in the middle of its steps; the other goes on as if nothing had happened."""
+    """One process ends in the middle of its steps, while the other continues."""
     step = sm.pmap2(lambda x: jax.lax.psum(x, "i"), "i")
     x = np.ones(len(own_lanes()), np.float32)
     for call in range(1000):
@@ -406,7 +406,7 @@ def run(names: str) -> Found:
 
 
 def main(names: str, process: str, count: str, port: str, timeout: str, out: str) -> None:
-    # A process that is gone is missed after so many seconds, whatever the others wait for.
+    # After so many seconds a lost process is noticed, whatever the others wait for.
     jax.distributed.initialize(
         f"127.0.0.1:{port}",
         int(count),

@@ -1,4 +1,4 @@
-"""Annotations are checked at each definition of a function, though the check is made once."""
+"""The checks of annotations are made once, but they apply at each definition of a function."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ def defined(kind: Any, start: int) -> Callable[[Any], Any]:
 def test_each_definition_is_checked_and_has_its_own_closure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Also where the environment turns the checks off.
+    # The checks also run if the environment turns them off.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", False)
     first, second, other = defined(int, 1), defined(int, 2), defined(float, 0)
     count = len(annotations._made)

@@ -1,4 +1,4 @@
-"""`nn.Average` of metrics and `nn.EMA` of weights, held against NumPy and Optax."""
+"""`nn.Average` of metrics and `nn.EMA` of weights, compared with NumPy and Optax."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +22,7 @@ ROWS, STEPS = 24, 5
 
 
 def metrics(x: Any, counted: Any) -> tuple[Any, Any]:
-    """The means over the rows that count, and how many these are."""
+    """The means over the rows that count, and the number of these rows."""
     rows = counted.sum()
     masked = jnp.where(counted[:, None], x, 0)
     share = jnp.maximum(rows, 1)
@@ -77,7 +77,7 @@ def test_the_average_is_that_of_all_rows_that_count(name: str) -> None:
     layer, kept = average(axis_name=axis_name), []
     for step in range(STEPS):
         x = numbers.normal(step, 1, (ROWS, 3)).astype(np.float32)
-        # With eight shards of three rows some have none that counts.
+        # With eight shards of three rows, some shards have no row that counts.
         counted = numbers.permutation(ROWS) < 3 * step + 1
         kept += list(x[counted].astype(np.float64))
         mean, layer = jax.block_until_ready(run(layer, x, counted))
@@ -253,7 +253,7 @@ def test_everything_else_is_that_of_the_latest_model() -> None:
 def test_averages_lie_where_the_parameters_lie(kind: AxisType, check_vma: bool) -> None:
     spec = {"a": P("x"), "b": P("y", None)}
     mesh = make_mesh("4x2", kind)
-    # The model comes back too, beside its average.
+    # The model comes back too, next to its average.
     fun = lambda ema, model: (*ema(model), model)
     call = sm.shard_map(fun, mesh, P(), P(), check_vma=check_vma)
     ema = plain = sm.nn.EMA(net(spec=spec), decay=0.75)
@@ -312,7 +312,7 @@ def test_the_averaged_copy_without_an_update(debias: bool) -> None:
     first = {"w": sm.ParamState(jnp.array(1.0, jnp.bfloat16)), "n": 3}
     ema = sm.nn.EMA(first, decay=0.75, debias=debias)
     latest = {"w": sm.ParamState(jnp.array(5.0, jnp.bfloat16)), "n": 4}
-    # Before anything counts there are no averages, but for the model that the layer was made with.
+    # Before anything counts, the average is empty or the model that the layer was made with.
     start = ema.averaged(latest)
     assert start["w"].value == (5 if debias else 1) and start["n"] == 4
     wanted, ema = ema(latest)

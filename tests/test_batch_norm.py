@@ -1,5 +1,5 @@
-"""`nn.BatchNorm`: what it keeps of all batches, on any mesh and in lanes, held against NumPy's float64;
-its outputs, held against two other libraries'."""
+"""`nn.BatchNorm` in any mesh and in lanes: its statistics are compared with NumPy's float64, and its outputs
+with those of two other libraries."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,7 +22,7 @@ SIZE = 3
 
 
 def norm(**options: Any) -> Any:
-    """One that keeps the statistics of all values, if nothing else is given."""
+    """A layer that by default keeps the statistics of all values."""
     return sm.nn.BatchNorm(SIZE, **{"momentum": None, **options})
 
 
@@ -35,7 +35,7 @@ plainly = eqx.filter_jit(forward)
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A way to give a batch to the layer: what the layer names, and the call."""
+    """A way to give a batch to the layer: the names of its axes, and the call."""
 
     axis_name: Any
     run: Callable[..., Any]
@@ -49,7 +49,7 @@ def sharded(name: str, kind: AxisType = AxisType.Auto, check_vma: bool = True) -
 
 
 def rows_as_lanes(layer: Any, x: Any, where: Any) -> Any:
-    """Each row by itself."""
+    """Each row is a lane."""
     return sm.vmap2(forward, in_axes=(None, 0, 0), axis_name="rows")(layer, x, where)
 
 
@@ -87,14 +87,14 @@ some_ways = pytest.mark.parametrize(
 
 
 def uneven_batches() -> list[tuple[Any, Any]]:
-    """20 batches of 8 or 24 rows, of which 1 to all count, around means that are far from 0 and wander."""
+    """20 batches of 8 or 24 rows, of which 1 to all count. Their means are far from 0 and wander."""
     numbers = np.random.default_rng(0)
     batches = []
     for i in range(20):
         rows = 24 if i % 3 else 8
         x = numbers.normal(100 + 5 * np.sin(i), 1 + i / 10, (rows, SIZE)).astype(np.float32)
         counted = numbers.permutation(rows) < numbers.integers(1, rows + 1)
-        # What does not count may be anything.
+        # Rows that do not count may hold anything.
         batches.append((np.where(counted[:, None], x, np.float32(np.nan)), counted))
     assert len({int(c.sum()) for _, c in batches}) > 10
     return batches
@@ -104,7 +104,7 @@ BATCHES = uneven_batches()
 
 
 def assert_moments(running: Any, rows: Any) -> None:
-    """Those of all the rows together."""
+    """The layer's statistics are those of all the rows together."""
     rows = np.asarray(rows, np.float64).reshape(-1, SIZE)
     assert running["count"] == len(rows)
     np.testing.assert_allclose(running["mean"], rows.mean(0), rtol=1e-6)
@@ -141,7 +141,7 @@ def test_a_batch_of_one_row_comes_out_as_the_shift() -> None:
 
 @some_ways
 def test_its_gradient_is_that_of_the_formula(way: Way) -> None:
-    """Taken outside the call, to the parameters and to every row."""
+    """The gradient is taken outside the call, with respect to the parameters and to every row."""
     layer = norm(axis_name=way.axis_name)
     x, where = np.nan_to_num(BATCHES[1][0] - 100), BATCHES[1][1]
     weights = np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape)
@@ -186,7 +186,7 @@ def test_its_gradient_by_value_and_grad_inside(name: str, check_vma: bool) -> No
     assert_moments(new.running.value, x)
 
 
-# Beside other libraries
+# Compared with other libraries
 
 
 def images() -> Any:
@@ -208,7 +208,7 @@ class Equinox:
 
 
 def of_flax(momentum: float = 0.99) -> Any:
-    # Its faster variance, a mean of squares less a squared mean, is right to fewer digits.
+    # Its faster variance, a mean of squares minus a squared mean, is less precise.
     return nnx.BatchNorm(SIZE, momentum=momentum, use_fast_variance=False, rngs=nnx.Rngs(0))
 
 
@@ -238,7 +238,7 @@ def test_inference_outputs_are_theirs_where_nothing_is_kept_of_the_past() -> Non
     "name", ["unsharded", "vmap2 in shards", "mesh of 8", "mesh of 4x2, unchecked"]
 )
 def test_ten_batches_leave_the_statistics_and_outputs_of_flax(name: str) -> None:
-    """By its default momentum, with batches of two sizes that are far from mean 0 and variance 1."""
+    """With the default momentum and batches of two sizes that are far from mean 0 and variance 1."""
     way, flax = WAYS[name], of_flax()
     ours = sm.nn.BatchNorm(SIZE, axis_name=way.axis_name)
     wanted: Any = np.zeros(SIZE), np.ones(SIZE)
@@ -256,7 +256,7 @@ def test_ten_batches_leave_the_statistics_and_outputs_of_flax(name: str) -> None
 
 
 def test_statistics_are_those_that_equinox_keeps() -> None:
-    """Those that its mode "batch" keeps; in inference it corrects them for where they started."""
+    """These are the statistics of its mode "batch". In inference it corrects them for their start."""
     ours, equinox = norm(momentum=0.8), Equinox(0.8)
     for i in range(5):
         _, ours = plainly(ours, images() * i)
@@ -288,7 +288,7 @@ def test_statistics_of_some_values_go_in_to_be_merged_with_others() -> None:
     assert_moments(merged.running.value, np.concatenate([first, second.reshape(-1, SIZE)]))
 
 
-# What can be set
+# Options
 
 
 @some_ways
@@ -347,7 +347,9 @@ def test_inference_uses_the_running_statistics_and_leaves_the_layer_as_it_is() -
     layer = eqx.nn.inference_mode(norm())
     y, same = layer(x)
     assert same is layer
-    np.testing.assert_allclose(y, x, rtol=1e-5)  # mean 0 and variance 1, until there are others
+    np.testing.assert_allclose(
+        y, x, rtol=1e-5
+    )  # mean 0 and variance 1, until there are other statistics
 
     _, seen = eqx.nn.inference_mode(layer, value=False)(x)
     seen = eqx.nn.inference_mode(seen.replace(scale=jnp.full(3, 2.0), shift=jnp.ones(3)))
@@ -384,7 +386,7 @@ def test_channels_may_be_split_over_the_mesh() -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_low_precision_in_and_out_and_statistics_of_float32(dtype: Any) -> None:
-    # Of 40 values of about 3000 the sum is no float16, and of their squares not one.
+    # The sum of 40 values of about 3000 overflows float16, and so does the square of one value.
     x = jnp.asarray(3000 + 100 * images().reshape(-1, 1)[:40] * np.ones(SIZE), dtype)
     y, layer = plainly(norm(dtype=dtype), x)
     assert y.dtype == dtype and layer.scale.value.dtype == dtype
@@ -410,7 +412,7 @@ def test_float64() -> None:
         assert {a.dtype for a in after.running.value.values()} == {np.dtype(np.float32)}
 
 
-# How it is traced
+# Tracing
 
 
 def test_it_is_traced_once_and_compiled_once() -> None:
@@ -444,7 +446,7 @@ def test_in_a_scan() -> None:
     assert_moments(arrays.running.value, batches)
 
 
-# What is refused
+# Refused calls
 
 
 def test_shards_that_write_their_own_statistics_are_an_error_that_says_what_was_named() -> None:

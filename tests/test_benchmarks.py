@@ -1,4 +1,4 @@
-"""The compared programs compute the same, and what measures them runs and writes down what it found."""
+"""The compared programs compute the same, and the code that measures them runs and writes its results."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from tests.benchmarks.peers._run import Row, measure
 from tests.benchmarks.peers._table import picture, put, table
 
 
-# brainstate is no dependency of the tests; `measure` compares what it computes when it is timed.
+# The tests do not depend on brainstate; `measure` compares its results when it times it.
 TESTED = [peer for peer in PEERS if "brainstate" not in peer and peer != FLOOR]
 
 
@@ -82,7 +82,7 @@ def test_a_page_gets_the_table_and_keeps_the_rest(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n")
     assert "newer" in text and "old" not in text and text.count("<!-- table") == 2
-    # One more number of devices, with fewer sizes, is not what is drawn.
+    # The picture leaves out another number of devices if it has fewer sizes.
     sizes = [dataclasses.replace(made_up("statemesh", 3e-4), states=k) for k in (1, 10)]
     wide = dataclasses.replace(made_up("statemesh", 3e-4), devices=64)
     picture([made_up(FLOOR, 2e-4), *sizes, wide], tmp_path / "assets" / "a.svg")

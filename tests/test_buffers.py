@@ -1,5 +1,5 @@
-"""Memory: what shares some is not given up twice, nothing that the caller still holds is lost, and no result
-is what somebody fills anew."""
+"""Memory: no shared buffer is donated twice, no array that the caller holds is lost, and no result shares
+memory that somebody fills again."""
 
 import subprocess
 import sys
@@ -35,14 +35,14 @@ def on(mesh: Mesh, spec: P = WHOLE) -> NamedSharding:
 
 
 def aligned(size: int) -> np.ndarray:
-    """An array of NumPy that JAX takes as it is for the memory of one of its own on a CPU."""
+    """A NumPy array whose memory JAX uses for its own array on a CPU."""
     held = np.zeros(size * 4 + 64, np.uint8)
     start = -held.ctypes.data % 64
     whole: np.ndarray = held[start : start + size * 4].view(np.float32)
     return whole
 
 
-# States that share memory. Where a buffer is given up twice JAX 0.10 ends the process.
+# States that share memory. If a buffer is donated twice, JAX 0.10 ends the process.
 
 
 SHARING = """
@@ -145,7 +145,7 @@ def test_states_that_share_memory_may_be_donated() -> None:
     assert ended.stdout == "all of them\n"
 
 
-# What keeps a program from being given a buffer twice
+# How a program avoids getting a buffer twice
 
 
 def test_what_shares_memory_is_copied_where_it_is_donated() -> None:
@@ -188,7 +188,7 @@ def test_memory_is_looked_up_only_of_what_no_program_made(monkeypatch: pytest.Mo
     looked.clear()
     for _ in range(3):
         model = call(model, x)
-    # `x` and whatever lies beside it was found apart from all others in the first call.
+    # The first call found that `x` shares no memory with the other arguments.
     assert looked == []
     model = call(model, copied(x))
     assert len(looked) == 3
@@ -201,7 +201,7 @@ def test_an_array_made_before_another_was_compared_is_looked_up() -> None:
     )
     fixed = jax.device_put(np.zeros(8, np.float32), on(make_mesh()))
     state = call(call(sm.State(X), fixed)[0], fixed)[0]
-    # Made by a program, and then looked at under another name.
+    # A program made this array, and another array is a view of it.
     parts = [shard.data for shard in state.value.addressable_shards]
     view = jax.make_array_from_single_device_arrays((8,), state.value.sharding, parts)
     after, same = call(state, view)
@@ -220,7 +220,7 @@ def test_what_was_made_is_forgotten() -> None:
     assert len(made._entries) < 2100
 
 
-# What had to be moved
+# Arguments that had to be moved
 
 
 def test_what_jax_would_share_is_copied() -> None:
@@ -323,7 +323,7 @@ def test_an_untouched_array_that_was_moved_is_one_of_its_own(call: Any) -> None:
     x.delete()
     equal(kept, X)
     equal(same, X)
-    # Where it lies as the out spec says it is the very array.
+    # If it is laid out as the out spec says, it is the very array.
     again, _ = call(kept, same)
     assert again is kept
 
@@ -332,7 +332,7 @@ def test_an_untouched_array_that_was_moved_is_one_of_its_own(call: Any) -> None:
 def test_an_array_of_numpy_may_be_filled_anew(call: Any) -> None:
     w, x = aligned(8), aligned(8)
     w[:] = x[:] = 1
-    # Not waited for: nothing may still read what is filled.
+    # The test does not wait: no computation may still read the memory that is filled.
     results = [call(w, x), call.place(w, x)]
     w[:] = x[:] = 2
     for y in jax.tree.leaves(results):
@@ -351,7 +351,7 @@ def test_an_untouched_array_has_the_layout_of_its_out_spec(name: str) -> None:
         for given in (X, jnp.asarray(X), jax.device_put(X, jax.devices()[0])):
             kept, _ = through(mesh, spec)(given, X)
             assert kept.sharding == on(mesh, spec)
-    # What lay in this way under another spec has that of the result too.
+    # An array that had the same layout under another spec gets the spec of the result.
     mine = jax.device_put(X, on(make_mesh("1"), P("x")))
     kept, _ = through(make_mesh("1"))(mine, X)
     assert kept.sharding == on(make_mesh("1"))

@@ -1,4 +1,4 @@
-"""Arguments that cannot be meant are refused before anything is called, in words that name them."""
+"""A call refuses arguments that cannot be meant, before it runs anything, with words that name them."""
 
 import copy
 import functools
@@ -465,7 +465,7 @@ def test_specs_of_keys(what: str, filter: Any) -> None:
 
 
 def written(change: Callable[[Any], Any], state: sm.State, **kwargs: Any) -> Any:
-    """What becomes of a state whose value is replaced in a mapped call."""
+    """The outcome for a state whose value is replaced in a mapped call."""
     step = lambda state, x: state.replace(value=change(state.value + x.sum()))
     return sm.shard_map(step, make_mesh(), (None, P("x")), None, **kwargs)(state, X)
 

@@ -1,4 +1,4 @@
-"""What statemesh relies on in JAX: a test fails here when JAX moves."""
+"""The behaviour of JAX that statemesh relies on. A test fails here if JAX changes it."""
 
 import subprocess
 import sys
@@ -43,7 +43,7 @@ def test_types_say_what_varies() -> None:
 
 
 def test_types_do_not_say_that_a_cond_varies_with_its_predicate() -> None:
-    # Where this fails, `hidden_axes` and the docs' warnings can go.
+    # If this fails, `hidden_axes` and the warnings in the docs can go.
     def body(x: Any, y: Any) -> Any:
         chosen = jax.lax.cond(x[0] > 3, lambda y: y + 1, lambda y: y, y)
         assert compat.varying(x[0] > 3) == {"x"}

@@ -1,17 +1,16 @@
-"""Everything that the documentation shows is run.
+"""The tests run all code that the documentation shows.
 
-What the fences of `README.md` and of the pages in `docs/pages` mean:
+The kind of a fence in `README.md` or in a page of `docs/pages` says whether the fence runs:
 
-- `python`: run. The fences of a page share one namespace, top to bottom.
-- `pycon`: a session of `>>>` lines, run as a doctest in the same namespace.
-- `py`: code for another library shown beside ours, or a part of an example; not run. `sh` and `text` are not
-  run either.
+- `python`: it runs. The fences of a page share one namespace, top to bottom.
+- `pycon`: it is a session of `>>>` lines, which runs as a doctest in the same namespace.
+- `py`, `sh` and `text`: it does not run. `py` shows code for another library, or a part of an example.
 
-On the FAQ page the fences before the first section are run in front of each section. A section's heading
-is a part of an error's text: the first `python` fence under it must raise an error that says it, of the
-type that the section names, and the fences after that must run.
+On the FAQ pages the fences before the first section run before each section. The heading of a section is a
+part of an error's text. The first `python` fence under it must raise an error that contains the heading and
+has the type that the section names. The later fences must run.
 
-Every example in a docstring of the package is a doctest.
+Every example in a docstring of the package runs as a doctest.
 """
 
 import ast
@@ -40,7 +39,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "pages").glob("*.md"))]
-FAQ = ROOT / "docs" / "pages" / "faq.md"
+FAQS = sorted((ROOT / "docs" / "pages").glob("faq*.md"))
 RUN = ("python", "pycon")
 MODULES = sorted(m.name for m in pkgutil.walk_packages(sm.__path__, "statemesh."))
 
@@ -50,7 +49,7 @@ _HEADING = re.compile(r"^## (?P<ticks>`*) ?(?P<text>.*?) ?(?P=ticks)$", re.M)
 
 @dataclasses.dataclass(frozen=True)
 class Fence:
-    """A fence that is run: where it stands, and what it says."""
+    """A fence that runs: its page, its line and its source."""
 
     page: str
     line: int
@@ -70,7 +69,7 @@ class Fence:
 
 
 def fences(page: str, text: str, first_line: int = 0) -> list[Fence]:
-    """The fences of a page that are run."""
+    """The fences of a page that run."""
     found = []
     for match in _FENCE.finditer(text):
         if match["kind"] in RUN:
@@ -82,30 +81,32 @@ def fences(page: str, text: str, first_line: int = 0) -> list[Fence]:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A section of the FAQ: the error's text, what stands under it, and its fences."""
+    """A section of a FAQ page: the error's text as its heading, the text below it, and its fences."""
 
+    setup: Sequence[Fence]
     heading: str
     text: str
     fences: Sequence[Fence]
 
 
 def sections(page: str, text: str) -> list[Section]:
-    """The sections of a page, each under a heading of the second level."""
+    """The sections of a page, each with a heading of the second level."""
     heads = list(_HEADING.finditer(text))
     ends = [head.start() for head in heads[1:]] + [len(text)]
+    setup = fences(page, text[: heads[0].start()])
     found = []
     for head, end in zip(heads, ends, strict=True):
         body = text[head.end() : end]
         line = text.count("\n", 0, head.end())
-        found.append(Section(head["text"], body, fences(page, body, line)))
+        found.append(Section(setup, head["text"], body, fences(page, body, line)))
     return found
 
 
 def check(test: doctest.DocTest) -> int:
-    """Run one doctest; how many examples it had."""
-    said: list[str] = []
-    result = doctest.DocTestRunner(verbose=False).run(test, out=said.append, clear_globs=False)
-    assert not result.failed, "".join(said)
+    """Run one doctest and return the number of its examples."""
+    report: list[str] = []
+    result = doctest.DocTestRunner(verbose=False).run(test, out=report.append, clear_globs=False)
+    assert not result.failed, "".join(report)
     return result.attempted
 
 
@@ -117,22 +118,22 @@ def docstrings(module: str) -> Iterator[doctest.DocTest]:
 
 @pytest.fixture
 def namespace(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The names of a page: those of a module, because classes look theirs up."""
+    """The namespace of a page. It is a module, because a class looks up the module that defines it."""
     assert jax.device_count() == 8
-    # Pages set it, too late for this process; others that it starts go by it.
+    # The pages set this variable. It is too late for this process, but processes that it starts use it.
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     module = types.ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)
     return vars(module)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p != FAQ], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if p not in FAQS], ids=lambda p: p.name)
 def test_page_runs(page: pathlib.Path, namespace: dict[str, Any]) -> None:
     for fence in fences(page.name, page.read_text()):
         fence.run(namespace)
 
 
-FAQ_SECTIONS = sections(FAQ.name, FAQ.read_text())
+FAQ_SECTIONS = [section for page in FAQS for section in sections(page.name, page.read_text())]
 
 
 def test_pages_show_code() -> None:
@@ -143,21 +144,20 @@ def test_pages_show_code() -> None:
 
 @pytest.mark.parametrize("section", FAQ_SECTIONS, ids=lambda section: section.heading)
 def test_faq_heading_is_what_the_error_says(section: Section, namespace: dict[str, Any]) -> None:
-    text = FAQ.read_text()
-    for fence in fences(FAQ.name, text[: text.index("\n## ")]):
+    for fence in section.setup:
         fence.run(namespace)
-    wrong, *mended = section.fences
+    mistake, *corrected = section.fences
     with pytest.raises(
         (ValueError, TypeError, AttributeError), match=re.escape(section.heading)
     ) as raised:
-        wrong.run(namespace)
+        mistake.run(namespace)
     assert f"`{raised.type.__name__}`" in section.text
-    for fence in mended:
+    for fence in corrected:
         fence.run(namespace)
 
 
 def public(module: types.ModuleType) -> list[str]:
-    """The names that a module offers, without those of modules."""
+    """The public names of a module, except submodules."""
     names = [name for name in vars(module) if not name.startswith("_")]
     return [name for name in names if not isinstance(getattr(module, name), types.ModuleType)]
 
@@ -178,7 +178,7 @@ def code(page: pathlib.Path) -> list[str]:
     return [fence.source for fence in found if fence.kind == "python"]
 
 
-# These run on any number of devices, or say themselves how to get more.
+# These pages run on any number of devices, or explain how to get more.
 ANY_NUMBER = {"README.md", "index.md", "drop-in.md", "packing.md", "testing.md"}
 EIGHT = """\
 import os
@@ -195,7 +195,7 @@ def test_pages_get_their_devices(page: pathlib.Path) -> None:
 
 
 OURS = {"equinox", "jax", "jaxtyping", "numpy", "statemesh"}
-# Whoever reads a page that imports another package finds there what installs it.
+# A page that imports another package must show the command that installs it.
 INSTALLED_BY = {
     "flax": "pip install flax",
     "hypothesis": "pip install 'statemesh[testing]'",

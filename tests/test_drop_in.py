@@ -1,4 +1,4 @@
-"""`shard_map`, `pmap2` where JAX had `shard_map`, `pmap`; the same with a State beside the arrays."""
+"""`shard_map` and `pmap2` in the place of JAX's functions, also with a State next to the arrays."""
 
 import functools
 from pathlib import Path
@@ -24,7 +24,7 @@ def expected(name: str) -> Any:
 
 
 def specs(tree: Any) -> list[Any]:
-    """Where its arrays lie."""
+    """The specs of its arrays."""
     return [
         x.sharding.is_fully_replicated for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)
     ]
@@ -74,7 +74,7 @@ def close(found: Any, wanted: Any) -> None:
         np.testing.assert_allclose(x, y, rtol=1e-6)
 
 
-# What a test file of JAX looks like to whoever stands in for JAX's functions.
+# A test file of JAX, as the code that replaces JAX's functions sees it.
 FILE = """
 import sys
 import unittest

@@ -1,4 +1,4 @@
-"""What JAX's own tests look at least: names, meshes that change, arguments that lie elsewhere, donation."""
+"""Features that JAX's own tests cover least: names, changing meshes, arguments elsewhere, donation."""
 
 import functools
 from collections.abc import Callable
@@ -93,7 +93,7 @@ def test_arguments_are_taken_from_wherever_they_lie(where: str, context: bool, k
         found = mapped(x)
     np.testing.assert_array_equal(found, X - X.mean(0))
     assert found.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), 2)
-    np.testing.assert_array_equal(x, X)  # It is still there, where it was.
+    np.testing.assert_array_equal(x, X)  # The original is still there, where it was.
 
 
 @pytest.mark.parametrize("where", elsewhere(X))
@@ -118,7 +118,7 @@ def test_donation_by_an_outer_jit() -> None:
     assert placed.is_deleted()
 
 
-# What is kept of an eager transformation
+# What an eager transformation keeps
 
 
 def test_a_backward_pass_that_is_recorded_has_no_layer_of_ours() -> None:

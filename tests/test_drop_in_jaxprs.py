@@ -20,7 +20,7 @@ Map = Callable[..., Any]
 
 
 def recorded(mapped: Map, around: Map, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The jaxpr of a call with a transformation around it, or the class of what JAX raises for that one."""
+    """The jaxpr of a call inside a transformation, or the class of the exception that JAX raises."""
     arrays, others = eqx.partition((args, kwargs), eqx.is_array)
 
     def call(*leaves: Any) -> Any:
@@ -60,9 +60,9 @@ AROUND: dict[str, Map] = {
 def comparing(
     mine: Map, theirs: Map, around: Map, found: list[tuple[str, str]], *before: Any
 ) -> Map:
-    """`jax.shard_map`, at each call of which two jaxprs are noted: one map's and the other's.
+    """A `jax.shard_map` that notes two jaxprs at each call: those of one map and of the other.
 
-    Both get the arguments `before` those of the call.
+    Both get the arguments `before` and then those of the call.
     """
 
     def mapping(fun: Any = None, *args: Any, **options: Any) -> Any:
@@ -105,7 +105,7 @@ def test_what_a_model_gives_back_untouched_is_no_output() -> None:
 
 
 def with_a_state(fun: Map, **options: Any) -> Map:
-    """A map that adds one to a state, given and got as its value."""
+    """A map with a state that counts by one; its value is an argument and a result."""
 
     def step(count: sm.State, *args: Any) -> Any:
         return fun(*args), count.set(count.value + 1)
@@ -119,7 +119,7 @@ def with_a_state(fun: Map, **options: Any) -> Map:
 
 
 def with_an_array(fun: Map, **options: Any) -> Map:
-    """The same by hand."""
+    """The same map by hand."""
 
     def step(count: Any, *args: Any) -> Any:
         return fun(*args), count + 1
@@ -131,7 +131,7 @@ def with_an_array(fun: Map, **options: Any) -> Map:
 
 
 def with_one_more(options: dict[str, Any], count: int) -> dict[str, Any]:
-    """The options of a map that has one argument more, the first, and one result more, the last."""
+    """The options for a map with an additional first argument and an additional last result."""
     options = {**options, "out_specs": (options["out_specs"], P())}
     if "in_specs" in options:
         given = options["in_specs"]

@@ -1,4 +1,4 @@
-"""`nn.Dropout`: one mask, however the rows are split."""
+"""`nn.Dropout`: the mask is the same, however the rows are split."""
 
 from collections.abc import Callable
 from typing import Any
@@ -77,7 +77,7 @@ def test_entries_are_dropped_at_the_rate_and_the_others_scaled_to_make_up() -> N
     ones = np.ones((100, 200), np.float32)
     y, _ = dropout()(ones)
     assert set(np.unique(y)) == {np.float32(0), np.float32(1) / np.float32(1 - RATE)}
-    # Five standard deviations of the share of 20,000 throws, and of 200 for each row.
+    # Five standard deviations of the share among 20,000 draws, and among 200 draws for each row.
     share = np.mean(np.asarray(y) == 0)
     assert abs(share - RATE) < 5 * (RATE * (1 - RATE) / y.size) ** 0.5
     by_row = np.mean(np.asarray(y) == 0, axis=1)

@@ -1,4 +1,4 @@
-"""The main job, run as its users run it."""
+"""The examples run as users run them."""
 
 import os
 import re
@@ -18,8 +18,8 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def _run(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run the example that its picture is named after."""
-    # Without the devices of this suite: the example sets up its own.
+    """Run the example with the name of the picture."""
+    # The devices of this suite are left out, because the example sets up its own.
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_ENABLE_X64")}
     paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     environment |= {"PYTHONPATH": os.pathsep.join(paths), "MPLBACKEND": "Agg"}
@@ -49,7 +49,7 @@ def test_digits_sharded_and_unsharded_agree(tmp_path: Path) -> None:
     for label in ("parameters", "running statistics", "optimizer slots", "loss of each step"):
         (apart,) = _numbers(done.stdout, label)
         assert apart <= 1e-9, label
-    # One progress bar for each run, on eight devices and on one.
+    # There is one progress bar for each run, on eight devices and on one.
     assert "mesh of 8: 100%" in done.stderr
     assert "mesh of 1: 100%" in done.stderr
     assert picture.read_bytes().startswith(PNG)
@@ -89,6 +89,6 @@ def test_text_agrees_on_other_meshes_and_fails_when_it_has_not_learned(
     done = _run(tmp_path / "text.png", *options, "--steps", "2", "--mesh", mesh)
     assert done.returncode == 1
     assert f"mesh of {mesh}: 100%" in done.stderr
-    # It is all that is wrong.
+    # The example reports nothing else.
     (problem,) = [x for x in done.stderr.splitlines() if x and not x.startswith("mesh of")]
     assert re.fullmatch(r"held-out loss .* is not below .*, of pairs", problem)

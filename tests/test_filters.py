@@ -1,4 +1,4 @@
-"""Filters: every form, the named ones as values, and which state each of them picks."""
+"""Filters: every form, the named classes as values, and the states that each filter picks."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Tracebacks lead from the user's call to the user's line, without frames of ours between them."""
+"""Tracebacks lead from the user's call to the user's line, without frames of ours in between."""
 
 import importlib
 import pathlib
@@ -66,7 +66,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 
 def frames(error: BaseException) -> list[str]:
-    """The files of a traceback, without what checks annotations in these tests."""
+    """The files of a traceback, without those that check annotations in these tests."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     return [f for f in files if not f.startswith("<@beartype") and "jaxtyping" not in f]
 
@@ -80,7 +80,7 @@ def test_the_users_frames_only(call: Callable[[], Any]) -> None:
     with pytest.raises(Mine) as info:
         call()
     assert not own(info.value)
-    # The last one is the user's line.
+    # The last frame is the user's line.
     assert traceback.extract_tb(info.value.__traceback__)[-1].name == "wrong"
     notes = "".join(info.value.__notes__)
     assert notes.count("JAX_TRACEBACK_FILTERING=off") == 1
@@ -138,7 +138,7 @@ def test_jax_is_asked_whether(mode: str, filtering: Callable[[str], None]) -> No
 
 
 def test_jax_decides_so_too(filtering: Callable[[str], None]) -> None:
-    """Where JAX goes by something else, what we go by has to change."""
+    """If JAX decides by another rule, our rule has to change."""
     path = str(pathlib.Path(importlib.import_module("jax").__file__ or "").parent)
     for mode in ("off", "quiet_remove_frames"):
         filtering(mode)

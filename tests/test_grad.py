@@ -1,6 +1,6 @@
-"""`value_and_grad`: what is differentiated, over what it is reduced, and what comes back.
+"""`value_and_grad`: the leaves that it differentiates, the axes over which it reduces, and its result.
 
-The reference is `plain`, made of JAX and Equinox alone, which sees all rows at once.
+The reference is `plain`, which uses only JAX and Equinox and sees all rows at once.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ X = np.sin(np.arange(24, dtype=np.float32)).reshape(8, 3)
 def plain(
     fun: Callable[..., Any], *, axis_name: Any = None, reduce: str = "mean", has_aux: bool = False
 ) -> Callable[..., Any]:
-    """What `value_and_grad` is to give for the parameters that it takes by default."""
+    """The expected result of `value_and_grad` for the parameters that it picks by default."""
     del axis_name, reduce
 
     def wanted(node: Any) -> Any:
@@ -88,7 +88,7 @@ def check(result: Any, expected: Any, rtol: float = 2e-5) -> None:
 
 
 class Net(sm.Module):
-    """One leaf of every sort."""
+    """One leaf of every kind."""
 
     w: sm.ParamState
     unused: sm.ParamState
@@ -120,7 +120,7 @@ def make_net() -> Net:
 
 
 def net_loss(net: Net, x: Any) -> Any:
-    """Reads and writes states of every kind."""
+    """A loss that reads and writes states of every kind."""
     keys, rng = net.rng.rows(len(x), "x")
     noise = jax.vmap(lambda key: jax.random.uniform(key, (3,)))(keys)
     loss = jnp.mean(net.apply(x + 0.1 * noise - net.mean.value) ** 2)
@@ -129,7 +129,7 @@ def net_loss(net: Net, x: Any) -> Any:
 
 
 def still_loss(net: Net, x: Any) -> Any:
-    """Without random numbers."""
+    """A loss without random numbers."""
     return jnp.mean(net.apply(x) ** 2), net.replace(mean=x.mean(axis=0))
 
 
@@ -168,7 +168,7 @@ def test_low_precision_and_complex_parameters_keep_their_dtypes(way: str) -> Non
 
     def loss(model: Any, x: Any) -> Any:
         y = x @ model["complex"].value + x @ model["half"].value.astype(x.dtype)
-        # Slopes of low precision are rounded where they are summed: few bits are needed here.
+        # Low-precision slopes are rounded when they are summed, so the values need few bits.
         return jnp.mean(jnp.abs(y * model["short"].value.astype(x.dtype)) ** 2), model
 
     x = np.sign(X) / 2

@@ -1,4 +1,4 @@
-"""Gradients in the losses of gradients, and losses that shards have to themselves, in every kind of map.
+"""Gradients in the losses of gradients, and losses of single shards, in every kind of map.
 
 The reference is `plain`, which sees the rows of one shard at a time.
 """
@@ -35,12 +35,12 @@ def shards() -> list[Any]:
 
 
 def mean_of(fun: Callable[..., Any]) -> Any:
-    """Of what `fun` makes of each shard's rows."""
+    """The mean of what `fun` makes of each shard's rows."""
     found = [fun(rows) for rows in shards()]
     return jax.tree.map(lambda *each: jnp.mean(jnp.stack(each), 0), *found)
 
 
-# Tasks: the loss is that of parameters after steps of this shard's own.
+# Tasks: the loss is taken at parameters after steps of this shard alone.
 
 
 def adapted(vag: Any, w: Any, x: Any) -> Any:
@@ -65,7 +65,7 @@ def of_third_order(vag: Any, w: Any, x: Any) -> Any:
 
 
 def from_zeros(vag: Any, w: Any, x: Any) -> Any:
-    """Steps of what is not differentiated outside, and the same on all shards before the first."""
+    """Steps on a parameter that all shards share at first and that is not differentiated outside."""
 
     def biased(bias: Any, x: Any) -> Any:
         return jnp.mean((jnp.sin(x @ w) + bias - 0.5) ** 2), bias
@@ -107,7 +107,7 @@ def test_tasks_of_lanes_of_which_each_has_parameters_of_its_own(transform: Any) 
     def lane(w: Any, x: Any) -> Any:
         return all_tasks(sm.value_and_grad, None, w, x)
 
-    # The parameters are shared, their gradients are not.
+    # The lanes share the parameters but not the gradients.
     found = transform(lane, in_axes=(None, 0), axis_name="x")(W, np.stack(shards()))
     for k, wanted in enumerate(wanted_tasks()):
         check(jax.tree.map(lambda x, k=k: x[k], found), wanted, 1e-4)
@@ -116,7 +116,7 @@ def test_tasks_of_lanes_of_which_each_has_parameters_of_its_own(transform: Any) 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_tasks_of_shards_of_which_each_has_parameters_of_its_own(check_vma: bool) -> None:
     def shard(w: Any, x: Any) -> Any:
-        # Without the last: what is the same on all shards has no gradient of one shard's loss.
+        # The last task is left out: values that all shards share have no gradient of one shard's loss.
         found = all_tasks(sm.value_and_grad, None, w[0], x, TASKS[:-1])
         return jax.tree.map(lambda x: x[None], found)
 
@@ -126,7 +126,7 @@ def test_tasks_of_shards_of_which_each_has_parameters_of_its_own(check_vma: bool
         check(jax.tree.map(lambda x, k=k: x[k], found), wanted[:-1], 1e-4)
 
 
-# Tensor parallel: every gradient, the inner ones too, is of what the shards over "y" have made together.
+# Tensor parallel: every gradient, also the inner ones, belongs to the result of all shards over "y".
 
 
 WIDE = jnp.cos(jnp.arange(4.0)), np.sin(np.arange(32, dtype=np.float32)).reshape(8, 4)
@@ -174,7 +174,7 @@ def test_what_lanes_make_together_in_gradients_of_gradients(transform: Any) -> N
 
 
 def penalised(vag: Any, w: Any, x: Any) -> Any:
-    """A loss with the length of the gradient of all rows' in it."""
+    """A loss that contains the length of the gradient over all rows."""
 
     def loss(w: Any, x: Any) -> Any:
         (loss, _), grads = vag(fit, axis_name="x")(w, x)
@@ -185,16 +185,16 @@ def penalised(vag: Any, w: Any, x: Any) -> Any:
 
 @pytest.mark.parametrize("way", ["no check", "vmap2", "pmap2"])
 def test_one_reduced_over_an_axis_in_the_loss_of_one_reduced_over_it(way: str) -> None:
-    # Where types tell, they tell of parameters that are cast, not whether they are equal: refused there.
+    # Types say that parameters are cast, not whether they are equal, so this is refused there.
     found = WAYS[way](functools.partial(penalised, sm.value_and_grad), W, X)
     check(found, penalised(plain, W, X), 1e-4)
 
 
-# Around.
+# Derivatives around the map.
 
 
 def of_both_modes(run: Callable[..., Any], vag: Any) -> Any:
-    """Derivatives around the map, and in forward mode inside, of a step with a gradient in its loss."""
+    """Derivatives around the map, and forward mode inside it, of a step with a gradient in its loss."""
 
     def inside(w: Any, x: Any) -> Any:
         def slopes(w: Any) -> Any:
@@ -246,7 +246,7 @@ def test_a_map_in_the_loss_of_one_outside(way: str) -> None:
 
 
 def centred(w: Any, x: Any) -> Any:
-    """Of the rows that all shards have, and of parameters through which no gradient goes."""
+    """A loss that subtracts the mean over all shards' rows, through which no gradient of a parameter goes."""
     mean = jax.lax.pmean(jnp.mean(x, 0), "x")
     scale = jax.lax.psum(jax.lax.stop_gradient(w), "x")
     return jnp.mean(((x - mean) @ (w * scale) - 0.5) ** 2), w

@@ -15,7 +15,7 @@ from tests.test_grad import SHARDS, Net, X, check, make_net, plain, still_loss
 
 
 def split_loss(model: Any, x: Any, joined: Callable[[Any], Any]) -> Any:
-    """Of hidden units that may lie on several shards."""
+    """The loss of hidden units that may be split over several shards."""
     hidden = jnp.tanh(model["gain"].value * x @ model["up"].value + model["bias"].value)
     y = joined(hidden @ model["down"].value) + model["last"].value
     return jnp.mean((y - 1) ** 2), model

@@ -1,4 +1,4 @@
-"""The programs that training steps compile to are those that one would write by hand."""
+"""Training steps compile to the programs that one would write by hand."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ def test_sharded_step_is_the_hand_written_one(count: int, check: bool) -> None:
     mine = sm.shard_map(step, mesh, (None, P("x")), P(), check_vma=check)
     ours = compiled(mine.lower(model, x))
     assert without_names(ours) == without_names(compiled(theirs.lower(weights, x)))
-    # The loss and all gradients together.
+    # One all-reduce carries the loss and all gradients.
     assert ours.count(" all-reduce(") == 1
 
 

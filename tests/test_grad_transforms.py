@@ -34,7 +34,7 @@ def loss_fn(model: Any, x: Any) -> Any:
     return jnp.mean((y - 0.5) ** 2), {**model, "n": model["n"].set(model["n"].value + 1)}
 
 
-# What may stand inside a mapped call, written for any `value_and_grad`.
+# Programs for the inside of a mapped call, written for any `value_and_grad`.
 
 
 def step(vag: Any, model: Any, x: Any) -> Any:
@@ -72,7 +72,7 @@ def vmap_of_models(vag: Any, model: Any, x: Any) -> Any:
 
 def vmap_of_rows(vag: Any, model: Any, x: Any) -> Any:
     """Each row of a shard by itself, together with the same row of the other shards."""
-    # The unsharded rows in the same groups.
+    # The reference has the unsharded rows in the same groups.
     groups = x.reshape(-1, 2, 3).swapaxes(0, 1)
     return jax.vmap(lambda m, rows: step(vag, m, rows), (None, 0))(model, groups)
 
@@ -91,7 +91,7 @@ PROGRAMS = (scan, cond, while_loop, remat, jit, vmap_of_models, vmap_of_rows, gr
 
 @functools.cache
 def all_inside(way: str) -> Any:
-    """What the programs give, in one mapped call."""
+    """The results of all programs, in one mapped call."""
     return WAYS[way](
         lambda *args: [program(sm.value_and_grad, *args) for program in PROGRAMS], make_model(), X
     )
@@ -135,7 +135,7 @@ def test_a_second_derivative_in_reverse_inside_where_types_tell() -> None:
 
 
 def penalised(vag: Any, model: Any, x: Any) -> Any:
-    """A loss that has the gradient of another in it."""
+    """A loss that contains the gradient of another loss."""
 
     def loss(model: Any, x: Any) -> Any:
         (loss, _), grads = vag(loss_fn, axis_name="x")(model, x)
@@ -177,7 +177,7 @@ def direct(fun: Callable[..., Any], model: Any, x: Any) -> Any:
 
 
 def around(w: Any, way: Callable[..., Any], vag: Any) -> Any:
-    """A number that the loss and the gradients have a part in."""
+    """A number to which the loss and the gradients contribute."""
 
     def inside(model: Any, x: Any) -> Any:
         (loss, _), grads = vag(loss_fn, axis_name="x")(model, x)
@@ -210,7 +210,7 @@ def test_scan_around(way: str) -> None:
     check(jax.lax.scan(once, make_model(), jnp.arange(1.0, 4.0)), wanted)
 
 
-# Meshes.
+# Meshes
 
 
 def some_axes(kind: str, check_vma: bool, names: set[str]) -> Any:
@@ -239,7 +239,7 @@ def test_without_jit() -> None:
     step = sm.value_and_grad(loss_fn, axis_name="x")
     call = sm.shard_map(step, mesh, (P(), P("x")), P(), jit=False)
     check(call(make_model(), X), unsharded())
-    # Inside a jit there is a program to follow.
+    # Inside a jit there is a program whose dataflow can be followed.
     call = sm.shard_map(step, mesh, (P(), P("x")), P(), jit=False, check_vma=False)
     check(jax.jit(call)(make_model(), X), unsharded())
 
@@ -273,7 +273,7 @@ def test_outside_any_mapped_call_where_only_the_rows_are_laid_out() -> None:
     check(got, unsharded())
 
 
-# Maps in maps.
+# Maps in maps
 
 
 def lanes(fun: Callable[..., Any], name: str) -> Any:

@@ -1,6 +1,6 @@
-"""What gradients JAX gives inside mapped calls, cell by cell, and beside it the one that statemesh gives.
+"""JAX's gradients inside mapped calls, cell by cell, and the gradient that statemesh gives in the same place.
 
-The rows are eight, split over 1, 2, 4 or 8 shards. What is right is worked out in NumPy, in float64.
+The eight rows are split over 1, 2, 4 or 8 shards. NumPy computes the right gradients in float64.
 """
 
 import functools
@@ -29,7 +29,7 @@ def narrow(x: Any) -> Any:
     return np.asarray(x, np.float32)
 
 
-# JAX alone: `w` is the same on all shards, the rows are split.
+# JAX alone: `w` is the same on all shards, and the rows are split.
 
 
 def loss(w: Any, x: Any, t: Any) -> Any:
@@ -83,7 +83,7 @@ TABLE = {
 
 @functools.cache
 def of_jax(mode: str, n: int) -> dict[str, Any]:
-    """What every body gives, on every shard."""
+    """The result of every body, on every shard."""
     if mode == "vmap":
         bodies = {name: body for name, body in BODIES.items() if "pcast" not in name}
         lanes = jax.vmap(
@@ -125,7 +125,7 @@ def test_the_cells_of_jax_are_different_numbers() -> None:
 
 
 def kept(body: str, check: bool) -> Any:
-    """What leaves of four shards where the spec says that all have the same."""
+    """The result of four shards if the spec says that they all agree."""
     mapped = jax.shard_map(
         BODIES[body],
         mesh=make_mesh("4"),
@@ -157,7 +157,7 @@ def test_jax_refuses_pcast_in_lanes() -> None:
         lanes(narrow(W), narrow(X).reshape(4, 2, 2), narrow(T).reshape(4, 2))
 
 
-# statemesh: `w` is the same on all shards, `b` has an entry for each row and is split as they are.
+# statemesh: `w` is the same on all shards. `b` has an entry for each row and is split like the rows.
 
 
 def residuals(model: Any, x: Any, t: Any) -> Any:
@@ -182,7 +182,7 @@ MODES = ["check", "no check", "vmap2", "pmap2"]
 
 
 def by_style(model: Any, x: Any, t: Any, styles: Any = STYLES) -> dict[str, Any]:
-    """Of each style the loss and the gradients."""
+    """The loss and the gradients of each style."""
     results = {}
     for style in styles:
         fun, reduce = STYLES[style]

@@ -1,4 +1,4 @@
-"""`nn.GRUCell`: Equinox's cell and its hidden value, held against Equinox alone in a Python loop."""
+"""`nn.GRUCell`: Equinox's cell with its hidden value, compared with Equinox in a Python loop."""
 
 from collections.abc import Callable
 from typing import Any
@@ -83,7 +83,7 @@ def test_a_scan_unsharded_and_on_a_mesh() -> None:
 @pytest.mark.parametrize("mapped", [sm.vmap2, sm.pmap2])
 def test_each_row_in_a_lane_of_its_own(mapped: Any) -> None:
     over = {0: sm.HiddenState}
-    # The weights are arrays outside of States, for which out_axes speaks.
+    # The weights are arrays outside States, so out_axes applies to them.
     call = mapped(forward, in_axes=(None, 0), out_axes=(0, None), state_in_axes=over)
     here = cell()
     for x, want in zip(X[:2], WANTED, strict=False):

@@ -1,4 +1,4 @@
-"""Keys of every implementation of JAX's: what is promised of streams holds of each, or is refused by name."""
+"""Keys of every implementation of JAX: the promises about streams hold for each, or the error names it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,9 +16,9 @@ from statemesh.testing import emulate
 from tests.helpers import make_mesh
 
 
-# Of several rbg keys `vmap` draws from the first.
+# From several rbg keys `vmap` draws with the first one.
 FIRST_ONLY = ("rbg", "unsafe_rbg")
-# JAX compiles what is drawn from these for one device only.
+# JAX compiles draws from these for one device only.
 PHILOX = ("philox2x32", "philox4x32")
 # The second takes seconds to compile; the property suite has it on meshes.
 THREEFRY = ("threefry2x32", "threefry4x32")
@@ -81,7 +81,7 @@ def test_streams_of_nested_calls_are_apart(impl: str) -> None:
     def outer(rng: sm.RandomState) -> Any:
         return sm.shard_map(one, mesh, P(), (P("y"), P()), axis_names={"y"})(rng)
 
-    # So many shards that two have the same places in another order, and some the same place twice.
+    # With so many shards, two have the same positions in another order, and some have equal positions.
     mesh, rng = AbstractMesh((4, 4), ("x", "y")), make_rng(impl)
     call = sm.shard_map(outer, mesh, P(), (P("x"), P()), axis_names={"x"})
     keys, after = emulate(call, rng)
@@ -143,7 +143,7 @@ def test_a_key_for_each_lane_that_vmap_cannot_draw_from_is_refused(impl: str) ->
             with pytest.raises(sm.StatemeshError) as caught:
                 call(rng, X[:8])
             assert str(caught.value) == IN_LANES.format(fun.__name__, impl)
-    # What all lanes share is drawn from as anywhere.
+    # Draws from a key that all lanes share are those of the unmapped call.
     shared = jax.random.bits(make_rng(impl).split()[0])
     got = sm.vmap2(lambda x: jax.random.bits(make_rng(impl).split()[0]))(X[:8])
     np.testing.assert_array_equal(got, [shared] * 8)

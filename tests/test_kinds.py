@@ -33,7 +33,7 @@ PLAIN = [kind for kind in ABOVE if kind is not sm.RandomState]
 
 
 class Tally(sm.LongTermState):
-    """A float total; inside a mapped call, what this shard adds to it."""
+    """A float total that holds this shard's addition inside a mapped call."""
 
     __slots__ = ()
 
@@ -46,11 +46,11 @@ class Tally(sm.LongTermState):
 
 
 class Small(Tally):
-    """A kind of the kind, without slots of its own."""
+    """A kind derived from another one, without slots of its own."""
 
 
 class Watched(sm.State):
-    """Writes down what the two methods are given."""
+    """A kind that records the arguments of its two methods."""
 
     __slots__ = ()
 
@@ -135,7 +135,7 @@ def test_an_outside_kind_in_shard_map(name: str, kind: AxisType) -> None:
     mesh = make_mesh(name, kind)
     call = sm.shard_map(count, mesh, (None, P(mesh.axis_names)), P())
     rows = np.ones(8, np.float32)
-    # From here on float32 has no odd numbers: a sum of increments found by subtraction stays.
+    # From here on float32 has no odd numbers, so increments found by subtraction would be lost.
     large = 2.0**24
     total: Any = Tally(large, tag="t")
     for calls in (1, 2, 3):
@@ -192,7 +192,7 @@ def test_what_the_methods_are_given() -> None:
     assert (type(after), float(after.value)) == (Watched, 1 + 8 * 1 + 28)
     assert entered == ("x", "y")
     ((_, merging, old),) = left
-    # `old` is the state before `enter`, so that the increment counts what `enter` added.
+    # `old` is the state before `enter`, so the increment includes what `enter` added.
     assert merging == ("x", "y")
     assert (type(old), old.reduce) == (Watched, "sum")
 
@@ -217,7 +217,7 @@ def test_what_the_methods_are_given() -> None:
 
 def test_a_kind_may_look_like_another_inside() -> None:
     class Sleeping(sm.HiddenState):
-        """Inside it is a plain state that no policy belongs to."""
+        """A kind whose inner state is a plain one without a policy."""
 
         def enter(self, axis_names: tuple[Any, ...]) -> sm.State:
             return sm.State(self.value * 2, reduce="max")
@@ -246,7 +246,7 @@ def test_a_kind_that_merges_nothing_is_found_out() -> None:
 
 
 class Forgetful(sm.State):
-    """Its methods forget to return."""
+    """A kind whose methods forget to return."""
 
     __slots__ = ()
 
@@ -311,7 +311,7 @@ class Right:
 
 
 def test_models_that_differ_in_a_type_alone_are_two() -> None:
-    """JAX holds trees of different dataclasses for equal."""
+    """JAX treats trees of different dataclasses as equal."""
     assert structure(Left(1)) == structure(Right(1))
     kinds = sm.ParamState, sm.BatchState, sm.State
     assert len({structure(kind(1.0)) for kind in kinds}) == 3

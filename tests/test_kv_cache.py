@@ -1,4 +1,4 @@
-"""`nn.KVCache`: a ring of keys and values, held against attention over all tokens in NumPy."""
+"""`nn.KVCache`: a ring of keys and values, compared with attention over all tokens in NumPy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +31,7 @@ def cache(**options: Any) -> Any:
 
 
 def wanted(capacity: int = CAPACITY) -> Any:
-    """Of each token, its attention to the latest `capacity` tokens."""
+    """For each token, its attention to the latest `capacity` tokens."""
     out = np.zeros((TOKENS, HEADS, DIM))
     for t in range(TOKENS):
         seen = slice(max(0, t + 1 - capacity), t + 1)
@@ -45,14 +45,14 @@ WANTED = wanted()
 
 
 def decode(cache: Any, q: Any, k: Any, v: Any) -> Any:
-    """Attention of the next tokens, of which this shard may hold some heads."""
+    """Attention of the next tokens; this shard may hold some of the heads."""
     (keys, values, mask), cache = cache(k, v)
     scores = jnp.where(mask[:, None], jnp.einsum("qhd,thd->qht", q, keys), -jnp.inf)
     return jnp.einsum("qht,thd->qhd", jax.nn.softmax(scores), values), cache
 
 
 def decode_among_slots(cache: Any, q: Any, k: Any, v: Any) -> Any:
-    """The same where each shard holds some slots: a softmax over all shards'."""
+    """The same if each shard holds some of the slots: a softmax over all shards' slots."""
     (keys, values, mask), cache = cache(k, v)
     scores = jnp.where(mask[:, None], jnp.einsum("qhd,thd->qht", q, keys), -jnp.inf)
     weights = jnp.exp(scores - jax.lax.pmax(scores.max(-1, keepdims=True), "x"))
@@ -62,7 +62,7 @@ def decode_among_slots(cache: Any, q: Any, k: Any, v: Any) -> Any:
 
 
 def run(call: Any, cache: Any, sizes: list[int]) -> Any:
-    """Decode all tokens, so many at a time."""
+    """Decode all tokens, in groups of this many."""
     out, start = [], 0
     for n in sizes:
         part = slice(start, start + n)
@@ -74,12 +74,12 @@ def run(call: Any, cache: Any, sizes: list[int]) -> Any:
 
 
 def held(cache: Any) -> tuple[int, ...]:
-    """The shape of what one device holds of the keys."""
+    """The shape of the keys that one device holds."""
     shape: tuple[int, ...] = cache.slots.value["keys"].addressable_shards[0].data.shape
     return shape
 
 
-# Several at once, then one at a time around the ring more than twice.
+# Several tokens at once, then one at a time, around the ring more than twice.
 SIZES = [5, *[1] * (TOKENS - 5)]
 
 
@@ -114,7 +114,7 @@ def test_slots_and_heads_may_be_split() -> None:
 
 
 def test_sequences_of_their_own_lengths_in_lanes() -> None:
-    """One that is three tokens ahead of the other."""
+    """One sequence is three tokens ahead of the other."""
     made, _ = sm.vmap2_new_states(cache(), {}, axis_size=2)
     one = eqx.filter_jit(decode)
     _, ahead = one(cache(), Q[:3], K[:3], V[:3])

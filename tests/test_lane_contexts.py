@@ -1,4 +1,4 @@
-"""`pmap2` and `vmap2` where another mesh is set, or arrays lie elsewhere."""
+"""`pmap2` and `vmap2` if another mesh is set, or if arrays are placed elsewhere."""
 
 import contextlib
 from typing import Any
@@ -36,7 +36,7 @@ def gradient(x: Any) -> Any:
 
 
 def where(home: str, mesh: Any) -> Any:
-    """The data as a caller may hold it."""
+    """The data in every place where a caller may hold it."""
     if home == "host":
         return DATA
     if home == "elsewhere":

@@ -34,7 +34,7 @@ class Cell(sm.Module):
 
 
 class Gain(eqx.Module):
-    """Neither a Module of ours nor one with a State in it."""
+    """A module that is not a statemesh Module and holds no State."""
 
     gain: Any
     tau: Any
@@ -91,7 +91,7 @@ def test_what_is_written_follows_out_axes(lanes: Any) -> None:
         model, copies = f(Gain(jnp.full(2, 2.0), jnp.ones(3)), plain, X)
         np.testing.assert_array_equal(np.asarray(model.gain), np.tile(wanted, (2, 1)))
         assert model.tau.shape == (3,)
-        # Not in a Module: as under `jax.vmap`.
+        # Outside a Module the result is that of `jax.vmap`.
         np.testing.assert_array_equal(np.asarray(copies), np.tile(plain[:, None], N))
 
 
@@ -103,7 +103,7 @@ def test_an_array_that_comes_into_a_module_inside_is_written(lanes: Any) -> None
 
 def test_in_a_loop_around_the_call(lanes: Any) -> None:
     f = lanes(scaled, in_axes=(None, 0))
-    # The number is a weakly typed array there, and stays one.
+    # The number becomes a weakly typed array in the loop and stays one.
     start = Gain(jnp.ones(3), 1.5)
     model, _ = jax.lax.scan(lambda m, _: (f(m, X)[1], None), start, None, length=3)
     assert shapes(model) == [(3,), ()]

@@ -1,4 +1,4 @@
-"""The programs that `vmap2` and `pmap2` compile are those that one would write by hand."""
+"""`vmap2` and `pmap2` compile to the programs that one would write by hand."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ def step(buffers: list[sm.State], weight: sm.State, x: jax.Array) -> Any:
 
 
 def by_policy(buffers: list[sm.State], weight: sm.State, x: jax.Array) -> Any:
-    """The same, the lanes' weights merged by the state's own policy."""
+    """The same step, in which the state's own policy merges the lanes' weights."""
     w = weight.value
     after = [b.set(b.value + x) for b in buffers]
     return x * w, after, weight.set(w + x.sum() * w)

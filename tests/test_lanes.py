@@ -1,4 +1,4 @@
-"""What `vmap2` and `pmap2` have in common: where arrays and states enter and leave, and what is merged."""
+"""The common behaviour of `vmap2` and `pmap2`: how arrays and states enter, leave and are merged."""
 
 import functools
 from collections.abc import Callable
@@ -134,7 +134,7 @@ def test_a_declared_state_enters_and_leaves_on_its_axis(lanes: Any, axis: int) -
 
 
 def test_axes_of_states_are_independent_of_in_axes(lanes: Any) -> None:
-    # in_axes=0 for the whole model: its states still enter as declared, here not at all.
+    # in_axes=0 for the whole model: its states still enter as declared, here whole.
     model = {"s": sm.State(np.arange(3.0)), "x": X}
     y, s = lanes(lambda m: (m["s"].value + m["x"], m["s"]))(model)
     equal(y, X + np.arange(3))
@@ -244,7 +244,7 @@ def test_what_is_not_written_comes_back_as_the_same_array(lanes: Any) -> None:
     for name in ("lane", "shared", "rng"):
         assert model[name].value is placed[0][name].value
     assert model["array"] is placed[0]["array"]
-    # Nor is it an output of the program.
+    # The state is not an output of the program either.
     (output,) = jax.tree.leaves(call.lower(*args).program.out_info)
     assert output.shape == X.shape
 
@@ -345,7 +345,7 @@ def test_a_declared_axis_goes_before_the_policy(lanes: Any) -> None:
     equal(call(sm.State(np.zeros(3, np.float32), reduce="sum"), X).value, X)
 
 
-# What is traced and compiled
+# Tracing and compiling
 
 
 def test_ten_calls_trace_once_and_compile_nothing_more(lanes: Any) -> None:
@@ -413,7 +413,7 @@ def mapped(lanes: Any) -> Any:
 
 
 def by_hand(m: Model, x: Any) -> tuple[Any, Model]:
-    """The same for all lanes at once, without any mapped call."""
+    """The same computation for all lanes at once, without a mapped call."""
     y = jnp.sin(x * m.w.value) * m.lane.value
     return y, m.replace(lane=m.lane.value + y, total=m.total.value + jnp.sum(y))
 
@@ -471,7 +471,7 @@ def test_an_outer_trace_runs_the_function_once(lanes: Any) -> None:
     assert count.times == 1
 
 
-# What a mapped call has beside
+# Methods of a mapped call
 
 
 def test_lower_gives_the_program_from_shapes_alone(lanes: Any) -> None:
@@ -550,7 +550,7 @@ def outside() -> Any:
 
 @functools.cache
 def drawn(lanes: Any, n: int) -> Any:
-    """Of a first call and of a second one: a key for each lane, and the state."""
+    """The draws of a first and a second call, each with a key for each lane, and the state."""
     call = lanes(draw, in_axes=(None, 0), out_axes=(0, None))
     first, rng = call(sm.RandomState(jax.random.key(3)), np.zeros(n))
     second, later = call(rng, np.zeros(n))
@@ -584,13 +584,6 @@ def test_the_state_advances_once_a_call_whatever_the_number_of_lanes(lanes: Any,
     for _, key in drawn(lanes, n):
         equal(key, words(rng.key))
         _, rng = draw(rng, None)
-
-
-def test_without_a_draw_the_key_stays(lanes: Any) -> None:
-    call = lanes(lambda rng, x: (x + 1, rng), in_axes=(None, 0), out_axes=(0, None))
-    rng, x = call.place(sm.RandomState(jax.random.key(0)), X)
-    _, after = call(rng, x)
-    assert after.key is rng.key
 
 
 def test_lanes_with_keys_of_their_own(lanes: Any) -> None:

@@ -26,13 +26,6 @@ def test_matrix_product() -> None:
     np.testing.assert_allclose(f(X, X.T[:4, :3]), X @ X.T[:4, :3])
 
 
-def test_abstract_mesh_under_a_trace() -> None:
-    mesh = make_mesh()
-    f = shard_map(lambda x: x * 2, mesh.abstract_mesh, P("x"), P("x"))
-    placed = jax.device_put(X, NamedSharding(mesh, P("x")))
-    np.testing.assert_array_equal(jax.jit(f)(placed), 2 * X)
-
-
 def test_prefix_specs_and_none() -> None:
     f = shard_map(
         lambda tree, n: ({"a": tree["a"] * n}, tree["b"].sum()[None]),

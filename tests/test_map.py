@@ -1,4 +1,4 @@
-"""`Map`: a module over lanes, created, called and called again."""
+"""`Map`: a module over lanes that is created, called and called again."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def equal(result: Any, expected: Any) -> None:
 
 
 class Counter(sm.Module):
-    """A running sum for each lane, beside one table for all."""
+    """A running sum for each lane, and one table for all lanes."""
 
     total: Any = None
     table: Any = None
@@ -295,7 +295,7 @@ def test_fields_may_be_replaced(behavior: str) -> None:
 
 
 class Noisy(sm.Module):
-    """Makes its own stream, and draws from it."""
+    """A module that makes its own stream and draws from it."""
 
     rng: Any = None
 
@@ -328,7 +328,7 @@ def test_a_map_among_the_new_states_of_lanes() -> None:
     maps, made = sm.vmap2_new_states(sm.Map(Noisy(), 3), {}, axis_size=N, state_out_axes={1: ...})
     assert maps.module.rng.key.shape == (3, N)
     assert made == {1: [maps.module.rng]}
-    # Fewer lanes have the same keys, in Maps too.
+    # Fewer lanes have the same keys, also in nested Maps.
     fewer = sm.Map(sm.Map(Noisy(), 2), 2).init_all_states().module.module.rng.key
     first = maps.module.rng.key[:2, :2].T
     equal(jax.random.key_data(fewer), jax.random.key_data(first))

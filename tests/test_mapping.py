@@ -1,4 +1,4 @@
-"""What a mapped function is, beside what it computes: its texts, signature and types."""
+"""A mapped function as an object: its texts, signature and types."""
 
 import functools
 import inspect

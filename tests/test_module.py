@@ -1,4 +1,4 @@
-"""`Module`: copies with changed fields, and the protocol by which states are made."""
+"""`Module`: copies with changed fields, and the protocol that makes states."""
 
 import operator
 from typing import Any
@@ -39,7 +39,7 @@ class Counter(sm.Module):
 
 
 class Plain(eqx.Module):
-    """Somebody else's module, with one of ours in it."""
+    """Somebody else's module that contains one of ours."""
 
     inner: Norm
     act: Any = operator.neg
@@ -52,7 +52,7 @@ class Net(sm.Module):
     total: sm.State | None = None
 
     def init_state(self, *, size: int) -> "Net":
-        # The inner modules have their states already.
+        # The inner modules already have their states.
         widths = [norm.mean.value.size for norm in self.norms if norm.mean is not None]
         return self.replace(total=sm.State(sum(widths) + size))
 
@@ -115,7 +115,7 @@ def test_replace_in_a_field_without_a_state_is_unchecked() -> None:
     net = make_net()
     changed: Any = net.replace(norms=3, table=[sm.State(0)])
     assert changed.norms == 3
-    # A list of states is no State.
+    # A list of states is not a State.
     assert changed.replace(table=1).table == 1
 
 
@@ -172,12 +172,12 @@ def test_init_all_states() -> None:
         assert norm.mean is not None
         assert (norm.mean.value.shape, norm.mean.value.dtype) == ((3,), np.float16)
         assert norm.mean.name == name
-    # `**kwargs` takes all, a signature only what it names; and outer modules come after inner ones.
+    # `**kwargs` takes all arguments, and a signature only those that it names. Outer modules come last.
     assert made.table["c"].made == ["dtype", "size"]
     assert int(made.table["c"].count.value) == 2
     assert made.total is not None and int(made.total.value) == 3 + 3 + 3
     assert (made.table["n"], made.plain.act) == (1, operator.neg)
-    # The module that was given is as it was.
+    # The module that was given has not changed.
     assert net.total is None and net.norms[0].mean is None
 
 

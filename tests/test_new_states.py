@@ -1,4 +1,4 @@
-"""`new_states`, `vmap2_new_states`, `pmap2_new_states`: what an initialisation creates, and on which axis."""
+"""`new_states`, `vmap2_new_states`, `pmap2_new_states`: the states that an init creates, by axis."""
 
 import functools
 from typing import Any
@@ -36,7 +36,7 @@ class Linear(sm.Module):
 
     def init_state(self, size: int) -> "Linear":
         key, rng = self.rng.split()
-        # As random as anything drawn from the key, and quick to compile.
+        # These values are as random as a draw from the key, and quick to compile.
         w = jax.random.key_data(key) + jnp.arange(size, dtype=np.uint32)[:, None]
         return self.replace(rng=rng, w=sm.ParamState(w), b=sm.ParamState(jnp.zeros(size)))
 
@@ -93,7 +93,7 @@ def test_every_state_gets_its_lanes(create: Any) -> None:
     equal(after.given.value, np.arange(5))
     assert after.act is jnp.tanh
     assert {axis: len(states) for axis, states in made.items()} == {0: 6, None: 2}
-    # What is listed are the very states of the module.
+    # The listed states are the very states of the module.
     there = {id(state) for state in sm.states(after).values()}
     assert all(id(state) in there for states in made.values() for state in states)
     assert after.norms[1].table in made[None]
@@ -112,7 +112,7 @@ def test_random_values_differ_between_lanes_and_zeros_do_not(create: Any) -> Non
     w = np.asarray(after.linear.w.value)
     assert len(np.unique(w)) == w.size
     equal(after.linear.b.value, np.zeros((N, 3)))
-    # The given stream went on by one draw, the same for any number of lanes.
+    # The given stream advanced by one draw, the same for any number of lanes.
     equal(words(after.linear.rng.key), words(net().linear.rng.split()[1].key))
 
 

@@ -165,7 +165,7 @@ def test_gradients_inside_see_the_model() -> None:
 
 
 def trained_net() -> Any:
-    """Parameters and other states of one dtype, whole and split, and a state in which not all is trained."""
+    """Parameters and other states of one dtype, whole and split, and a state that is only partly trained."""
     return {
         "w": sm.ParamState(np.arange(1, 3, dtype=np.float32), tag="first"),
         "v": sm.ParamState(
@@ -414,11 +414,11 @@ def test_the_compiler_puts_unpacking_and_packing_into_what_is_between() -> None:
         call.lower(model).compile() for model in (sm.place(model, mesh), sm.pack(model, mesh))
     )
     held: Any = packed.memory_analysis()
-    # Pieces that were not written into the buffer at once would be there beside it.
+    # Pieces that are not written into the buffer at once would need memory in addition to it.
     assert held.temp_size_in_bytes < held.output_size_in_bytes / 20
     cost, of_packed = plain.cost_analysis(), packed.cost_analysis()
     assert cost is not None and of_packed is not None
-    # Once more than without: the buffer is filled with zeros first.
+    # There is one more access than without packing: the buffer is first filled with zeros.
     assert of_packed["bytes accessed"] < 1.6 * cost["bytes accessed"]
     assert of_packed["flops"] <= cost["flops"]
 

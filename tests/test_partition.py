@@ -1,4 +1,4 @@
-"""Trees taken apart by their states, and put together again."""
+"""Trees split by their states, and joined again."""
 
 import io
 import operator
@@ -45,7 +45,7 @@ def nodes(tree: Any) -> list[Any]:
 
 
 def same(a: Any, b: Any) -> None:
-    """One structure, and the very same leaves."""
+    """The two trees have one structure and the very same leaves."""
     assert structure(a) == structure(b)
     assert all(map(operator.is_, jax.tree.leaves(a), jax.tree.leaves(b)))
 

@@ -1,4 +1,4 @@
-"""What can be copied, and what can be pickled."""
+"""Objects that can be copied, and objects that can be pickled."""
 
 import copy
 import operator
@@ -89,7 +89,7 @@ def test_a_mapped_function_of_a_module_is_pickled_by_its_name() -> None:
 
 
 def mapped(devices: Any) -> list[Any]:
-    """Mapped functions, and what they are called with."""
+    """Mapped functions with the arguments of their calls."""
     count, lanes = sm.State(1.0, reduce="mean"), {"axis_name": "i", "devices": devices}
     static = sm.pmap2(lambda x, n: x + n, static_broadcasted_argnums=1, **lanes)
     specs = (None, P("x")), (P("x"), P())
@@ -104,7 +104,7 @@ def mapped(devices: Any) -> list[Any]:
 
 
 def test_a_mapped_function_of_no_module_by_value() -> None:
-    # The second and third need a mesh that is set.
+    # The second function needs a mesh that is set.
     with jax.set_mesh(MESH):
         for fun, args in mapped(jax.devices()[::-1]):
             want = jax.tree.leaves(fun(*args))

@@ -1,4 +1,4 @@
-"""Trees laid out on a mesh: `place`, and `place` of a mapped call."""
+"""Trees laid out on a mesh: `place`, and the `place` of a mapped call."""
 
 import operator
 from typing import Any

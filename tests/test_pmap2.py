@@ -1,4 +1,4 @@
-"""`pmap2` alone: which device gets which lane, static and donated arguments, and what it compiles to."""
+"""`pmap2` only: the device of each lane, static and donated arguments, and the compiled program."""
 
 import functools
 import warnings
@@ -23,7 +23,7 @@ def equal(result: Any, expected: Any) -> None:
 
 
 def rows_on(array: jax.Array) -> dict[int, Any]:
-    """What each device holds, by its number."""
+    """The rows that each device holds, by the device's number."""
     return {shard.device.id: np.asarray(shard.data) for shard in array.addressable_shards}
 
 
@@ -208,7 +208,7 @@ def test_donation_gives_up_the_arguments_it_names(donate: Any) -> None:
     equal(after["n"].value, 2 * X)
     assert m["n"].value.is_deleted() == (0 in given)
     assert x.is_deleted() == (1 in given)
-    # What is only read is never given up.
+    # An argument that is only read is never donated.
     assert after["read"].value is m["read"].value
     assert after["w"] is m["w"]
     equal(after["w"], X)
@@ -228,7 +228,7 @@ def test_donation_spares_an_original_that_had_to_move() -> None:
     equal(state.value, X)
 
 
-# What it compiles to
+# The compiled program
 
 
 def test_jax_pmap_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,7 @@ def test_a_function_merges_leaves_that_vary_over_different_axes() -> None:
     state = sm.State({"x": 0.0, "y": 0.0}, reduce=merge)
     call = sm.shard_map(fun, make_mesh("4x2"), (P(), P("x"), P("y")), P())
     after = call(state, X, X).value
-    # What does not vary over an axis is there once for each shard along it.
+    # A value that does not vary over an axis counts once for each shard along it.
     assert float(after["x"]) == 2 * X.sum()
     np.testing.assert_allclose(after["y"], X.sum() ** 2, rtol=1e-6)
 

@@ -1,4 +1,4 @@
-"""Several processes: each with devices, lanes and parts of its own."""
+"""Several processes, each with its own devices, lanes and parts."""
 
 import contextlib
 import json
@@ -30,19 +30,19 @@ pytestmark = pytest.mark.slow
 
 ROOT = pathlib.Path(__file__).parent.parent
 COUNT = 2
-# Far more than anything here takes.
+# Far longer than anything here takes.
 PATIENCE = 120
 
 
 @contextlib.contextmanager
 def running(commands: Sequence[Sequence[str]], logs: Sequence[pathlib.Path]) -> Iterator[Any]:
-    """Processes, each in a group of its own; whatever is left over in the end is killed."""
+    """Processes, each in its own group. All that are left at the end are killed."""
     each = LANES // COUNT
     flags = f"--xla_force_host_platform_device_count={each}"
     started: list[subprocess.Popen[bytes]] = []
     try:
         for i, (command, log) in enumerate(zip(commands, logs, strict=True)):
-            # Nothing may depend on the order of a set.
+            # No result may depend on the order of a set.
             environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONHASHSEED": str(i + 1)}
             with log.open("wb") as out:
                 started.append(
@@ -65,7 +65,7 @@ def running(commands: Sequence[Sequence[str]], logs: Sequence[pathlib.Path]) -> 
 
 @contextlib.contextmanager
 def processes(tasks: str, timeout: int, folder: pathlib.Path) -> Iterator[Any]:
-    """Two processes that run these tasks together, and where they save what they found."""
+    """Two processes that run these tasks together, and the files with their results."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -81,7 +81,7 @@ def processes(tasks: str, timeout: int, folder: pathlib.Path) -> Iterator[Any]:
 
 
 def ended(started: Sequence[subprocess.Popen[bytes]], outs: Sequence[pathlib.Path]) -> list[Any]:
-    """The exit code and the output of each, all of which have to end in time."""
+    """The exit code and the output of each process, all of which must end in time."""
     deadline = time.monotonic() + PATIENCE
     found = []
     for process, out in zip(started, outs, strict=True):
@@ -92,7 +92,7 @@ def ended(started: Sequence[subprocess.Popen[bytes]], outs: Sequence[pathlib.Pat
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What each of two processes found: arrays as its devices hold them, and facts."""
+    """The results of each of two processes: arrays as its devices hold them, and facts."""
     folder = tmp_path_factory.mktemp("processes") / "together"
     with processes("lanes,shards,others,refusals,alike", 60, folder) as (started, outs):
         for code, said in ended(started, outs):
@@ -105,7 +105,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def alone() -> process_steps.Found:
-    """What one process finds on all devices."""
+    """The results of one process on all devices."""
     return process_steps.run("lanes,shards,others,alike")
 
 
@@ -130,7 +130,7 @@ def test_several_processes_find_what_one_does(task: str, together: Any, alone: A
     expected = {name: x for name, x in alone[0].items() if re.match(rf"{task}\d?\b", name)}
     assert expected
     for name, x in expected.items():
-        # Device by device: also what is alike everywhere.
+        # Device by device, also for values that are the same everywhere.
         got = np.concatenate([arrays[name] for arrays, _ in together])
         assert got.dtype == x.dtype, name
         if np.issubdtype(x.dtype, np.floating):
@@ -255,7 +255,7 @@ DIFFERENT = (
     "make one array of the parts: jax.make_array_from_process_local_data(sharding, part)."
 )
 KEY = "states['rng']: key<fry>[]"
-# What names the call, and what it says is different. `?` is the number of the process.
+# The name of the call, and the reported differences. `?` is the number of the process.
 DISAGREED = {
     "committed": ("step", ["states['count']: float32[]"]),
     "key": ("step", [KEY]),
@@ -298,7 +298,7 @@ def test_nothing_is_compared_again_that_lies_right(together: Any) -> None:
 
 
 def test_a_lost_process_ends_the_others(tmp_path: pathlib.Path) -> None:
-    """JAX ends them by itself, and says why: within its own timeout, whatever they wait for."""
+    """JAX ends them within its own timeout, with a reason, whatever they wait for."""
     ways = ["process 0 is killed", "process 1 is killed", "process 1 raises"]
     with contextlib.ExitStack() as stack:
         groups = [stack.enter_context(processes(way, 10, tmp_path / way)) for way in ways]
@@ -330,7 +330,7 @@ def test_whatever_is_left_over_is_killed(tmp_path: pathlib.Path) -> None:
         os.killpg(process.pid, 0)
 
 
-# Global shapes in one process: it has all lanes, so that they are the arguments' own.
+# Global shapes in one process, which has all lanes: they are the shapes of the arguments.
 
 
 def step(x: Any, y: Any, z: Any) -> Any:
@@ -416,7 +416,7 @@ def test_shapes_are_tuples_of_ints(given: Any) -> None:
 
 @pytest.mark.parametrize("lanes", [7, 9])
 def test_a_wrong_number_of_lanes_never_has_the_right_part(lanes: int) -> None:
-    # As in one of two processes with four devices each.
+    # The same as in one of two processes with four devices each.
     args = (np.ones((4, 3)),)
     arguments = Arguments(lambda x: x, args, {})
     check_global_shapes("f", [(8, 3)], arguments, args, {0: 0}, 8)

@@ -1,4 +1,4 @@
-"""What `shard_map` promises about specs, states, static leaves, placement and its result."""
+"""The contract of `shard_map` for specs, states, static leaves, placement and its result."""
 
 import functools
 import inspect
@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
+from statemesh import legacy
 from tests.helpers import make_mesh
 
 
@@ -203,38 +204,31 @@ def test_spec_of_a_state_may_be_a_prefix_tree() -> None:
 def test_written_states_leave_the_way_they_entered() -> None:
     mesh = make_mesh()
     call = sm.shard_map(
-        lambda a, b: (a.set(a.value + 1), b.set(b.value + 1)),
+        lambda *states: [s.set(s.value + 1) for s in states],
         mesh,
-        (P(), P()),
+        (P(), P(), P()),
         P(),
         state_in_specs={"split": P("x")},
     )
-    a, b = call(sm.State(X, tag="split"), sm.State(X))
-    assert a.value.sharding == NamedSharding(mesh, P("x"))
-    assert b.value.sharding == NamedSharding(mesh, P())
-    np.testing.assert_array_equal(a.value, b.value)
+    by_call, whole, own = call(sm.State(X, tag="split"), sm.State(X), sm.State(X, spec=P("x")))
+    for state, spec in ((by_call, P("x")), (whole, P()), (own, P("x"))):
+        assert state.value.sharding == NamedSharding(mesh, spec)
+        np.testing.assert_array_equal(state.value, X + 1)
 
 
 def test_state_out_specs_apply_to_written_states_only() -> None:
     def fun(read: sm.State, written: sm.State, rng: sm.RandomState) -> Any:
         _, rng = rng.split()
         mine = jax.lax.axis_index("x")
-        return read, written.set(jax.lax.dynamic_slice(written.value, (2 * mine,), (2,))), rng
+        part = jax.lax.dynamic_slice(written.value, (2 * mine,), (2,))
+        return read, written.replace(value=part), rng
 
-    fun = functools.partial(_replace_written, fun)
     call = sm.shard_map(fun, make_mesh(), (P(), P(), P()), P(), state_out_specs=P("x"))
     scalar = sm.State(5.0)
     read, written, rng = call(scalar, sm.State(X), sm.RandomState(jax.random.key(0)))
     assert read.value.shape == ()
     np.testing.assert_array_equal(written.value, X)
     assert rng.key.shape == ()
-
-
-def _replace_written(_: Any, read: sm.State, written: sm.State, rng: sm.RandomState) -> Any:
-    _, rng = rng.split()
-    mine = jax.lax.axis_index("x")
-    part = jax.lax.dynamic_slice(written.value, (2 * mine,), (2,))
-    return read, written.replace(value=part), rng
 
 
 def test_states_made_inside() -> None:
@@ -310,7 +304,6 @@ def test_per_shard_over_two_axes() -> None:
 
     call = sm.shard_map(fun, mesh, (P(),), P(), state_in_specs={...: sm.PerShard("x", "y")})
     np.testing.assert_array_equal(call(sm.State(np.zeros(8, np.int32))).value, np.arange(8))
-    assert sm.PerShard("x", "y") == sm.PerShard(("x", "y"))
 
 
 # Static leaves and numbers
@@ -475,9 +468,10 @@ def test_lower_takes_shapes() -> None:
     assert lowered.compile()(jax.device_put(X, NamedSharding(make_mesh(), P("x")))) is not None
 
 
-def test_abstract_mesh_under_a_trace() -> None:
+@pytest.mark.parametrize("mapping", [sm.shard_map, legacy.shard_map], ids=["newer", "legacy"])
+def test_abstract_mesh_under_a_trace(mapping: Any) -> None:
     mesh = make_mesh()
-    call = sm.shard_map(lambda x: x * 2, mesh.abstract_mesh, P("x"), P("x"))
+    call = mapping(lambda x: x * 2, mesh.abstract_mesh, P("x"), P("x"))
     placed = jax.device_put(X, NamedSharding(mesh, P("x")))
     np.testing.assert_array_equal(jax.jit(call)(placed), X * 2)
 
@@ -490,7 +484,7 @@ def test_zero_arguments_and_empty_results() -> None:
     assert nothing.shape == (0, 3)
 
 
-# What goes wrong inside
+# Errors inside the function
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyError, ValueError, KeyboardInterrupt])

@@ -78,7 +78,7 @@ def test_rich() -> None:
     )
 
 
-# It looks through all of NumPy, old names too.
+# treescope looks through all of NumPy, including deprecated names.
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 def test_treescope() -> None:
     treescope = pytest.importorskip("treescope")

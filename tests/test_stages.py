@@ -1,4 +1,4 @@
-"""`lower` and what it gives: the call by its own arguments and result, before it runs."""
+"""`lower` and its results: the call by its own arguments and result, before it runs."""
 
 import contextlib
 import copy
@@ -47,7 +47,7 @@ def test_what_is_compiled_is_called_as_the_function_is(donate: Any) -> None:
     compiled = call.lower(net(), X).compile()
     y, after = compiled(net(), X)
     assert_same((y, after), call(net(), X))
-    # What came out goes in again.
+    # The results go in again.
     _, again = compiled(after, y)
     assert int(again.count.value) == 2
 

@@ -52,7 +52,7 @@ def make_net(**meta: Any) -> Net:
 
 
 def same(a: Any, b: Any) -> None:
-    """Equal in structure, in kind, in metadata, and in every array to the bit."""
+    """The states are equal in structure, kind and metadata, and their arrays bit for bit."""
     assert structure(a) == structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         if isinstance(x, jax.Array):

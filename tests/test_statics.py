@@ -1,4 +1,4 @@
-"""What is no array: compared by what it is at that moment, and given back as the caller's own."""
+"""Static leaves: compared by their contents at the time of the call, and given back as the caller's own."""
 
 import argparse
 import collections
@@ -50,7 +50,7 @@ class Slots:
 
 
 class Secret:
-    """Something of which pickling keeps nothing."""
+    """An object of which pickling keeps nothing."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -138,7 +138,7 @@ def test_a_second_trace_sees_the_object_of_its_own_call(how: str) -> None:
     first, second = Config(2.0), Config(2.0)
     call(first, X)
     first.rate = 7.0
-    # The same program, traced again for another dtype: what it was made from says 7 by now.
+    # This is the same program, traced again for another dtype. The object that it was made from now says 7.
     out, same = call(second, X.astype(np.int32))
     np.testing.assert_array_equal(out, X * 2)
     assert same is second
@@ -159,7 +159,7 @@ def test_under_transformations_too() -> None:
     for rate in (2.0, 3.0):
         config.rate = rate
         np.testing.assert_array_equal(emulate(call, config, X)[0], X * rate)
-        # Something that cannot be pickled either.
+        # This cannot be pickled either.
         unknown = Config(rate, LOCK)
         np.testing.assert_array_equal(emulate(call, unknown, X)[0], X * rate)
         specs: dict[str, Any] = {"in_specs": (None, P("x")), "out_specs": P("x")}

@@ -1,4 +1,4 @@
-"""`trainable`: the part of a model that is differentiated, as an optimizer takes it."""
+"""`trainable`: the differentiated part of a model, in the form that an optimizer takes."""
 
 from typing import Any
 

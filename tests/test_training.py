@@ -1,6 +1,6 @@
 """Ten training steps give the same parameters and slots on every mesh as without one.
 
-Three optimizers train side by side in one program. The reference is a loop of JAX and Optax alone.
+One program trains with three optimizers. The reference is a loop of JAX and Optax alone.
 """
 
 import functools

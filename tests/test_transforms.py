@@ -1,4 +1,4 @@
-"""A mapped call inside and around JAX's transformations, on every mesh, by every way of setting it."""
+"""A mapped call inside and around JAX's transformations, on every mesh, with every way to set the mesh."""
 
 import contextlib
 import itertools
@@ -53,7 +53,7 @@ def check(result: Any, expected: Any) -> None:
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
-# On every mesh by every way of setting it; where it has to be quick on this only.
+# Every mesh with every way to set it; quick tests use only this mesh.
 QUICK = ("2x2",)
 SETTINGS = [
     pytest.param(each, marks=[] if each[0] in QUICK else pytest.mark.slow, id=str(each))
@@ -179,7 +179,6 @@ def test_scan_cond_and_grad_inside() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_nested_over_other_axes(kind: str) -> None:
     mesh = make_mesh("4x2", KINDS[kind])
-    model = sm.State(jnp.zeros((4, 2)), spec=P("x"))
 
     def inner(state: sm.State, x: jax.Array) -> tuple[jax.Array, sm.State]:
         return x + jax.lax.psum(x, "y"), state.set(state.value + jax.lax.psum(x, "y"))
@@ -208,7 +207,6 @@ def test_nested_over_other_axes(kind: str) -> None:
     folded = np.asarray(x[:, :2] + x[:, 2:])
     np.testing.assert_allclose(after.value, folded)
     np.testing.assert_allclose(total, [np.sum(np.asarray(x)) + 2 * folded.sum()])
-    del model
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -226,7 +224,7 @@ def test_arrays_on_other_devices_inside_eager_transformations(kind: str) -> None
 
 @contextlib.contextmanager
 def _set_in(way: str) -> Iterator[tuple[Any, jax.sharding.Sharding | None]]:
-    # What `shard_map` is given as a mesh, and where an array has to lie for its devices to be known.
+    # The mesh that `shard_map` gets, and the placement of an array whose devices must be known.
     kind = AxisType.Explicit if "Explicit" in way else AxisType.Auto
     mesh = make_mesh("8", kind)
     if way == "abstract":

@@ -1,4 +1,4 @@
-"""The documented examples of the system that statemesh re-imagines, with explicit state."""
+"""Documented examples of brainstate, with explicit state."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ def test_two_axes() -> None:
     np.testing.assert_array_equal(f(jnp.ones((n // 2, 2))), np.full((n // 2, 2), 2))
 
 
-# Mapped over devices, and over lanes
+# Over devices, and over lanes
 
 
 TRANSFORMS: dict[str, Any] = {"pmap2": sm.pmap2, "vmap2": sm.vmap2}

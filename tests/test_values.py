@@ -1,4 +1,4 @@
-"""What a State's value may be, and how what is written conforms to what was there."""
+"""The allowed values of a State, and how a written value conforms to the old one."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""`vmap2` alone: nested, inside and around `shard_map` and `pmap2`, and what it makes of lanes there."""
+"""`vmap2` only: nested, inside and around `shard_map` and `pmap2`."""
 
 from typing import Any
 
@@ -136,7 +136,7 @@ def test_jax_vmap_inside_and_around() -> None:
 
 
 def moments(old: Any, new: Any, axis_names: Any) -> Any:
-    """Counts and sums are added, the largest value is kept."""
+    """Counts and sums are added, and the largest value is kept."""
     added = jax.tree.map(
         lambda a, b: a + jax.lax.psum(b - a, axis_names),
         (old["n"], old["sum"]),

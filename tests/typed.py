@@ -1,6 +1,6 @@
-"""What a checker of types sees of mapped functions and states. mypy checks this file; it is never run.
+"""The types that a type checker sees for mapped functions and states. mypy checks this file; it never runs.
 
-`# type: ignore` stands where there has to be an error: strict mypy refuses one that is not needed.
+`# type: ignore` marks each expected error. Strict mypy reports a mark that is not needed.
 """
 
 from typing import Any, assert_type

@@ -1,10 +1,10 @@
-"""Hand-written digits, trained data-parallel on eight devices and then, the same, on one.
+"""Train a classifier of handwritten digits data-parallel on eight devices, and then on one device.
 
     python docs/examples/digits.py [--x64] [--steps N] [--seed N] [--out PATH.png]
 
-Everything that a training step changes is a State: parameters, running statistics, the random
-stream, the optimizer's slots. `step` is a pure function of them, written for one shard of the batch,
-and `shard_map` runs it on a mesh of any size. Exits with 1 where the two trainings disagree.
+Everything that a training step changes is a State: the parameters, the running statistics, the random
+stream and the optimizer's slots. `step` is a pure function of them, written for one shard of the batch,
+and `shard_map` runs it on a mesh of any size. The script exits with 1 if the two runs disagree.
 """
 
 import argparse
@@ -14,8 +14,8 @@ import time
 from typing import Any, NamedTuple
 
 
-# Eight simulated devices on machines that have only a CPU; other platforms pass the flag by. It has
-# to be there before JAX starts. A number of devices that XLA_FLAGS already says comes last and wins.
+# This simulates eight devices on a machine that has only a CPU; other platforms ignore the flag. It must
+# be set before JAX starts. If XLA_FLAGS already has a number of devices, that number comes last and wins.
 os.environ["XLA_FLAGS"] = (
     f"--xla_force_host_platform_device_count=8 {os.environ.get('XLA_FLAGS', '')}"
 )
@@ -42,7 +42,7 @@ BATCH, HELD_OUT, WIDTHS = 96, 360, (64, 256, 128)
 class Block(sm.Module):
     """A linear map, batch normalisation, SiLU and dropout."""
 
-    # No bias before the normalisation: it would cancel, and its gradient be nothing but rounding.
+    # There is no bias before the normalisation. It would cancel, and its gradient would be rounding error.
     weight: sm.ParamState
     norm: sm.nn.BatchNorm
     dropout: sm.nn.Dropout
@@ -50,14 +50,14 @@ class Block(sm.Module):
     def __init__(self, key: jax.Array, n_in: int, n_out: int) -> None:
         ours, theirs = jax.random.split(key)
         self.weight = sm.ParamState(jax.random.normal(ours, (n_in, n_out)) * (2 / n_in) ** 0.5)
-        # By the global batch, not by this shard's rows; one mask for each global row: so sharding
-        # changes nothing.
+        # The statistics are those of the global batch, not of this shard's rows, and each global row has
+        # its own mask. So sharding changes nothing.
         self.norm = sm.nn.BatchNorm(n_out, axis_name="data", momentum=0.95)
         self.dropout = sm.nn.Dropout(0.2, theirs, axis_name="data")
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, "Block"]:
         x, norm = self.norm(x @ self.weight.value)
-        # Smooth: where ReLU has its kink, rounding decides which way a gradient goes.
+        # SiLU is smooth. At the kink of ReLU, rounding would decide the gradient.
         x, dropout = self.dropout(jax.nn.silu(x))
         return x, self.replace(norm=norm, dropout=dropout)
 
@@ -84,7 +84,7 @@ class Classifier(sm.Module):
 
 
 class Training(sm.Module):
-    """All that a step changes, and the optimizer, which is static."""
+    """Everything that a step changes, and the optimizer, which is static."""
 
     model: Classifier
     slots: optax.OptState
@@ -95,7 +95,7 @@ class Training(sm.Module):
         self.model = Classifier(key)
         self.optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, steps))
         self.slots = self.optimizer.init(sm.trainable(self.model))
-        # The loss of each row of the latest batch lies where the row lies.
+        # The loss of each row of the latest batch is placed like the row.
         self.row_loss = sm.HiddenState(jnp.zeros(BATCH), spec=P("data"))
 
 
@@ -145,7 +145,7 @@ class Run(NamedTuple):
 
 
 def run(mesh: Mesh, training: Training, data: list[Any], steps: int, seed: int) -> Run:
-    """Train on a mesh, of one device or of many: nothing else differs."""
+    """Train on a mesh of one or of many devices. Only the mesh differs."""
     step_on = sm.shard_map(step, mesh, in_specs=(None, P("data"), P("data")), out_specs=P())
     predict_on = sm.shard_map(predict, mesh, in_specs=(None, P("data")), out_specs=P("data"))
     masks_on = sm.shard_map(masks, mesh, in_specs=(None, P("data")), out_specs=P("data"))
@@ -161,7 +161,7 @@ def run(mesh: Mesh, training: Training, data: list[Any], steps: int, seed: int) 
         # With older JAX versions simulated devices block each other unless each step is awaited.
         jax.block_until_ready(training)
         if not losses:
-            started = time.perf_counter()  # From here on, everything is compiled.
+            started = time.perf_counter()  # Everything is compiled now.
         losses.append(float(loss))
         bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
     per_second = (steps - 1) / (time.perf_counter() - started)
@@ -180,7 +180,7 @@ def difference(a: Any, b: Any) -> float:
 
 
 def compare(many: Run, one: Run, digits: Any, x64: bool) -> list[str]:
-    """Print two runs side by side, and say what is not as it must be."""
+    """Print two runs side by side and return the problems."""
     problems = []
     accuracies = [float(np.mean(run.predicted == digits)) for run in (many, one)]
     print(f"\n{'':24}{'sharded':>12}{'unsharded':>12}")
@@ -193,7 +193,7 @@ def compare(many: Run, one: Run, digits: Any, x64: bool) -> list[str]:
         apart = difference(value, one.compared()[name])
         print(f"{name:24}{apart:12.1e}")
         limit = 0.0 if name == "RNG keys" else 1e-9 if x64 else np.inf
-        if not apart <= limit:  # This way round, NaN is a problem too.
+        if not apart <= limit:  # Written so that NaN is a problem too.
             problems.append(f"{name}: relative difference {apart:.1e} is above {limit:.0e}")
     same = all(map(np.array_equal, many.masks, one.masks))
     print(f"dropout masks: {'bit-identical' if same else 'different'}, sharded and unsharded")
@@ -207,7 +207,7 @@ def compare(many: Run, one: Run, digits: Any, x64: bool) -> list[str]:
 
 
 def held(state: sm.State, device: jax.Device) -> str:
-    """Which part of its arrays a state keeps on one device, or "whole"."""
+    """The part of a state's arrays that one device holds, or "whole"."""
     parts = set()
     for x in jax.tree.leaves(state.value):
         index = x.sharding.devices_indices_map(x.shape)[device]
@@ -218,7 +218,7 @@ def held(state: sm.State, device: jax.Device) -> str:
 
 
 def draw(many: Run, one: Run, mesh: Mesh, path: str) -> None:
-    """Both loss curves on one axis, and what each device holds of every state."""
+    """Draw both loss curves, and the part of every state that each device holds."""
     figure = Figure(figsize=(14, 5.5), layout="constrained")
     curves, grid = figure.subplots(1, 2, width_ratios=(4, 6))
     curves.semilogy(one.losses, color="tab:orange", lw=4, alpha=0.5, label="unsharded")
@@ -246,23 +246,23 @@ def draw(many: Run, one: Run, mesh: Mesh, path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train on eight devices, and the same on one.")
-    parser.add_argument("--x64", action="store_true", help="float64; all must agree to 1e-9")
+    parser = argparse.ArgumentParser(description="Train on eight devices, and then on one.")
+    parser.add_argument("--x64", action="store_true", help="float64; all values agree to 1e-9")
     parser.add_argument("--steps", type=int, default=600, help="training steps")
     parser.add_argument("--seed", type=int, default=0, help="of split, weights, batches, dropout")
-    parser.add_argument("--out", default="digits.png", help="where the picture goes")
+    parser.add_argument("--out", default="digits.png", help="path of the picture")
     options = parser.parse_args()
     jax.config.update("jax_enable_x64", options.x64)
 
     digits = load_digits()
-    # From 0 to 1 and not centred: pixels that never see ink stay 0. Any other constant would act as
-    # a bias before the normalisation.
+    # The pixels go from 0 to 1 and are not centred, so pixels that never have ink stay 0. Any other
+    # constant would act as a bias before the normalisation.
     images = (digits.data / 16).astype(np.float64 if options.x64 else np.float32)
     labels, seed = digits.target.astype(np.int32), options.seed
     data = train_test_split(images, labels, test_size=HELD_OUT, stratify=labels, random_state=seed)
     training = Training(jax.random.key(seed), options.steps)
     devices = jax.devices()
-    size = max(n for n in (1, 2, 4, 8) if n <= len(devices))  # so that it divides the batch
+    size = max(n for n in (1, 2, 4, 8) if n <= len(devices))  # a size that divides the batch
     mesh = jax.make_mesh((size,), ("data",), devices=devices[:size])
     single = jax.make_mesh((1,), ("data",), devices=devices[:1])
 

@@ -1,10 +1,10 @@
-"""A character transformer, trained tensor-parallel x data-parallel and then, the same, on one device.
+"""Train a character transformer tensor-parallel x data-parallel, and then on one device.
 
     python docs/examples/text.py [--mesh 4x2] [--x64] [--steps N] [--seed N] [--out PATH.png]
 
-Each layer is written once, for its shard: the rows of the batch are split over the mesh axis "data",
-attention heads and hidden units over "model". Every State says itself where it lies, so that `step`
-runs on a mesh of any shape. Exits with 1 where the two trainings disagree.
+Each layer is written once, for its shard. The rows of the batch are split over the mesh axis "data", and
+attention heads and hidden units over "model". Every State has its own spec, so `step` runs on a mesh of
+any shape. The script exits with 1 if the two runs disagree.
 """
 
 import argparse
@@ -17,8 +17,8 @@ import time
 from typing import Any, NamedTuple
 
 
-# Eight simulated devices on machines that have only a CPU; other platforms pass the flag by. It has
-# to be there before JAX starts. A number of devices that XLA_FLAGS already says comes last and wins.
+# This simulates eight devices on a machine that has only a CPU; other platforms ignore the flag. It must
+# be set before JAX starts. If XLA_FLAGS already has a number of devices, that number comes last and wins.
 os.environ["XLA_FLAGS"] = (
     f"--xla_force_host_platform_device_count=8 {os.environ.get('XLA_FLAGS', '')}"
 )
@@ -36,7 +36,7 @@ from tqdm import tqdm
 import statemesh as sm
 
 
-BATCH, CONTEXT = 32, 32  # rows of a batch, characters that the model sees of the text at once
+BATCH, CONTEXT = 32, 32  # rows of a batch, characters in a row
 WIDTH, HEADS, HIDDEN, BLOCKS = 64, 8, 256, 1
 OPTIMIZER = optax.adamw(6e-3)
 
@@ -46,7 +46,7 @@ def matrix(key: jax.Array, shape: tuple[int, ...], spec: P) -> sm.ParamState:
 
 
 class Attention(sm.Module):
-    """Causal attention of the heads that a shard holds."""
+    """Causal attention with the heads that a shard holds."""
 
     qkv: sm.ParamState
     out: sm.ParamState
@@ -57,7 +57,7 @@ class Attention(sm.Module):
         size = WIDTH // HEADS
         self.qkv = matrix(into, (WIDTH, 3, HEADS, size), P(None, None, "model"))
         self.out = matrix(back, (HEADS, size, WIDTH), P("model"))
-        # How far back each head looked in each row of the latest batch: split over both axes.
+        # How far back each head looked in each row of the latest batch. It is split over both axes.
         self.reach = sm.HiddenState(jnp.zeros((BATCH, HEADS)), spec=P("data", "model"))
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, "Attention"]:
@@ -67,12 +67,12 @@ class Attention(sm.Module):
         weights = jax.nn.softmax(jnp.where(distance >= 0, scores, -jnp.inf))
         y = jnp.einsum("bhtu,bhus,hsw->btw", weights, v, self.out.value)
         reach = (weights * distance).sum(axis=-1).mean(axis=-1)
-        # Each shard has the sum over its own heads: together they are the sum over all.
+        # Each shard has the sum over its own heads. The psum makes it the sum over all heads.
         return jax.lax.psum(y, "model"), self.replace(reach=reach)
 
 
 class MLP(sm.Module):
-    """Two linear maps, and between them the hidden units that a shard holds."""
+    """Two linear maps with the hidden units that a shard holds between them."""
 
     up: sm.ParamState
     down: sm.ParamState
@@ -82,7 +82,7 @@ class MLP(sm.Module):
         into, back = jax.random.split(key)
         self.up = matrix(into, (WIDTH, HIDDEN), P(None, "model"))
         self.down = matrix(back, (HIDDEN, WIDTH), P("model", None))
-        # Each unit's running mean: split over "model", and the mean of the shards' along "data".
+        # Each unit's running mean. It is split over "model", and the shards along "data" are averaged.
         self.mean = sm.BatchState(jnp.zeros(HIDDEN), spec=P("model"), reduce="mean")
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, "MLP"]:
@@ -92,7 +92,7 @@ class MLP(sm.Module):
 
 
 class Residual(sm.Module):
-    """A layer on normalised inputs, whose output is added to them."""
+    """Normalise the input, apply the layer and add its output to the input."""
 
     norm: eqx.nn.LayerNorm
     layer: Attention | MLP
@@ -101,7 +101,7 @@ class Residual(sm.Module):
     def __init__(self, layer: Attention | MLP, key: jax.Array) -> None:
         self.norm = eqx.nn.LayerNorm(WIDTH)
         self.layer = layer
-        # One mask for each row of the global batch: the same on a mesh of any shape.
+        # Each row of the global batch has its own mask, which is the same on a mesh of any shape.
         self.dropout = sm.nn.Dropout(0.1, key, axis_name="data")
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, "Residual"]:
@@ -111,7 +111,7 @@ class Residual(sm.Module):
 
 
 class Transformer(sm.Module):
-    """Equinox's layers have no State: their arrays are parameters too, the same on all shards."""
+    """The model. The arrays of its Equinox layers are parameters too, replicated on all shards."""
 
     characters: eqx.nn.Embedding
     positions: eqx.nn.Embedding
@@ -139,13 +139,13 @@ class Transformer(sm.Module):
 
 
 def loss_fn(model: Transformer, text: jax.Array) -> tuple[jax.Array, Transformer]:
-    """How badly each character is predicted from those before it."""
+    """The cross-entropy of each character, predicted from the earlier ones."""
     logits, model = model(text[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean(), model
 
 
 def step(model: Transformer, slots: Any, text: jax.Array) -> tuple[jax.Array, Transformer, Any]:
-    # The gradients are reduced over "data", once; over "model" each shard keeps those of its part.
+    # The gradients are reduced over "data" once. Over "model" each shard keeps the gradients of its part.
     (loss, model), grads = sm.value_and_grad(loss_fn, axis_name="data")(model, text)
     updates, slots = OPTIMIZER.update(grads, slots, sm.trainable(model))
     return loss, eqx.apply_updates(model, updates), slots
@@ -157,7 +157,7 @@ def evaluate(model: Transformer, text: jax.Array) -> Any:
 
 
 def masks(model: Transformer, text: jax.Array) -> list[jax.Array]:
-    """What dropout would keep of this text in a step."""
+    """The dropout masks that a step would draw for this text."""
     ones = jnp.ones((*text.shape, WIDTH))
     return [layer.dropout(ones)[0] > 0 for layer in model.layers]
 
@@ -182,13 +182,13 @@ class Run(NamedTuple):
 
 
 def run(mesh: Mesh, model: Transformer, data: Any, steps: int, seed: int) -> Run:
-    """Train on a mesh, of one device or of many: nothing else differs."""
+    """Train on a mesh of one or of many devices. Only the mesh differs."""
     train, unseen = data
     step_on = sm.shard_map(step, mesh, in_specs=(None, None, P("data")), out_specs=P())
     evaluate_on = sm.shard_map(evaluate, mesh, in_specs=(None, P("data")), out_specs=P())
     masks_on = sm.shard_map(masks, mesh, in_specs=(None, P("data")), out_specs=P("data"))
 
-    # Each slot lies where its parameter lies.
+    # Each slot is placed like its parameter.
     slots = OPTIMIZER.init(sm.trainable(model))
     losses: list[float] = []
     started, random = 0.0, np.random.default_rng(seed)
@@ -199,7 +199,7 @@ def run(mesh: Mesh, model: Transformer, data: Any, steps: int, seed: int) -> Run
         # With older JAX versions simulated devices block each other unless each step is awaited.
         jax.block_until_ready((model, slots))
         if not losses:
-            started = time.perf_counter()  # From here on, everything is compiled.
+            started = time.perf_counter()  # Everything is compiled now.
         losses.append(float(loss))
         bar.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
     per_second = (steps - 1) / (time.perf_counter() - started)
@@ -209,23 +209,26 @@ def run(mesh: Mesh, model: Transformer, data: Any, steps: int, seed: int) -> Run
 
 
 def read_text() -> tuple[int, Any]:
-    """The descriptions of scikit-learn's data sets: how many characters there are, the text to train
-    on as an array of their numbers, and batches of rows that are held out."""
+    """Read the descriptions of scikit-learn's data sets.
+
+    Returns the number of distinct characters, the training text as an array of character numbers, and
+    batches of held-out rows.
+    """
     folder = importlib.resources.files("sklearn") / "datasets" / "descr"
     names = sorted(file.name for file in folder.iterdir() if file.name.endswith(".rst"))
     text = "".join((folder / name).read_text("utf-8") for name in names)
     characters, numbers = np.unique(list(text), return_inverse=True)
     size = CONTEXT + 1
     rows = numbers[: len(numbers) // size * size].astype(np.int32).reshape(-1, size)
-    # Every tenth row is held out, so that there is something of each description in both.
+    # Every tenth row is held out, so that both parts have text of each description.
     train, unseen = np.delete(rows, np.s_[::10], axis=0).ravel(), rows[::10]
     unseen = unseen[: len(unseen) // BATCH * BATCH].reshape(-1, BATCH, size)
     return len(characters), (train, unseen)
 
 
 def by_counting(characters: int, train: Any, unseen: Any) -> list[float]:
-    """The held-out loss of frequencies counted in `train`: of characters, and of pairs of them."""
-    pairs = np.full((characters, characters), 0.1)  # so that no pair is impossible
+    """The held-out losses of character and of pair frequencies counted in `train`."""
+    pairs = np.full((characters, characters), 0.1)  # no pair is impossible
     np.add.at(pairs, (train[:-1], train[1:]), 1)
     single, following = pairs.sum(axis=0) / pairs.sum(), pairs / pairs.sum(axis=1, keepdims=True)
     likely = single[unseen[..., 1:]], following[unseen[..., :-1], unseen[..., 1:]]
@@ -242,21 +245,21 @@ def difference(a: Any, b: Any) -> float:
 
 
 def compare(many: Run, one: Run, counted: list[float], x64: bool) -> list[str]:
-    """Print two runs side by side, and say what is not as it must be."""
+    """Print two runs side by side and return the problems."""
     problems = []
     print(f"\n{'':24}{'sharded':>12}{'unsharded':>12}")
     print(f"{'held-out loss':24}{many.held_out:12.4f}{one.held_out:12.4f}")
     print(f"{'steps per second':24}{many.steps_per_second:12.1f}{one.steps_per_second:12.1f}")
     if jax.default_backend() == "cpu":
         print("(simulated devices share one machine's cores: more of them are not faster)")
-    print("\nin nats per character; what counting the same text reaches:")
+    print("\nin nats per character; counting the same text reaches:")
     print(f"{'characters':24}{counted[0]:12.4f}\n{'pairs of characters':24}{counted[1]:12.4f}")
     print(f"\nlargest relative difference in float{64 if x64 else 32}")
     for name, value in many.compared().items():
         apart = difference(value, one.compared()[name])
         print(f"{name:24}{apart:12.1e}")
         limit = 0.0 if name == "RNG keys" else 1e-9 if x64 else np.inf
-        if not apart <= limit:  # This way round, NaN is a problem too.
+        if not apart <= limit:  # Written so that NaN is a problem too.
             problems.append(f"{name}: relative difference {apart:.1e} is above {limit:.0e}")
     same = all(map(np.array_equal, many.masks, one.masks))
     print(f"dropout masks: {'bit-identical' if same else 'different'}, sharded and unsharded")
@@ -268,14 +271,14 @@ def compare(many: Run, one: Run, counted: list[float], x64: bool) -> list[str]:
 
 
 def held(x: jax.Array, device: jax.Device) -> str:
-    """Which part of an array lies on one device: a range for each axis that is split."""
+    """The part of an array on one device, as a range for each split axis."""
     index = x.sharding.devices_indices_map(x.shape)[device]
     ranges = [(part.indices(n)[:2], n) for part, n in zip(index, x.shape, strict=True)]
     return ", ".join(":" if (a, b) == (0, n) else f"{a}:{b}" for (a, b), n in ranges)
 
 
 def draw(many: Run, one: Run, mesh: Mesh, path: str) -> None:
-    """Both loss curves on one axis, and what each device holds of the first block."""
+    """Draw both loss curves, and the part of the first block that each device holds."""
     figure = Figure(figsize=(15, 5.5), layout="constrained")
     curves, grid = figure.subplots(1, 2, width_ratios=(4, 7))
     curves.plot(one.losses, color="tab:orange", lw=4, alpha=0.5, label="unsharded")
@@ -302,12 +305,12 @@ def draw(many: Run, one: Run, mesh: Mesh, path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train on eight devices, and the same on one.")
+    parser = argparse.ArgumentParser(description="Train on eight devices, and then on one.")
     parser.add_argument("--mesh", default="4x2", help="parts of the batch x parts of the model")
-    parser.add_argument("--x64", action="store_true", help="float64; all must agree to 1e-9")
+    parser.add_argument("--x64", action="store_true", help="float64; all values agree to 1e-9")
     parser.add_argument("--steps", type=int, default=300, help="training steps")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, batches, dropout")
-    parser.add_argument("--out", default="text.png", help="where the picture goes")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, batches, dropout")
+    parser.add_argument("--out", default="text.png", help="path of the picture")
     options = parser.parse_args()
     jax.config.update("jax_enable_x64", options.x64)
 

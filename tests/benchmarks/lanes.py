@@ -1,12 +1,12 @@
-"""What `pmap2` and `vmap2` cost beside the same programs written by hand.
+"""The cost of `pmap2` and `vmap2`, compared with the same programs written by hand.
 
     python tests/benchmarks/lanes.py [--states 1 10 100 1000] [--lanes 8] [--size 16] [--rounds 1]
 
-`pmap2` stands beside `jax.jit(jax.shard_map(...))` and `jax.pmap`, `vmap2` beside `jax.jit(jax.vmap(...))`;
-each of these once over a flat list of arrays, the least that a call can cost, and once over the same tree of
-states. All are called in turn in one run, each result waited for before the next call, with the order
-changing every time; medians are compared. `--size` is the length of each state in each lane: what a call
-computes grows with it, what statemesh adds does not.
+`pmap2` is compared with `jax.jit(jax.shard_map(...))` and `jax.pmap`, and `vmap2` with
+`jax.jit(jax.vmap(...))`. Each of these runs over a flat list of arrays, which is the least that a call can
+cost, and over the same tree of states. One run calls all of them in turn, in an order that changes every
+time, and waits for each result. It compares medians. `--size` is the length of each state in each lane. The
+computation of a call grows with it, and the overhead of statemesh does not.
 """
 
 import argparse
@@ -35,12 +35,12 @@ def by_hand(*arrays: jax.Array) -> Any:
 
 
 def step(states: list[sm.State], x: jax.Array) -> Any:
-    """The same of states."""
+    """The same computation with states."""
     return x * 2, [s.set(s.value + x) for s in states]
 
 
 def fed_back(call: Callable[..., Any], arrays: list[Any], x: Any) -> Callable[[], Any]:
-    """A hand-written program that goes on with what it returned."""
+    """A hand-written program that continues with what it returned."""
 
     def again() -> Any:
         nonlocal arrays
@@ -51,7 +51,7 @@ def fed_back(call: Callable[..., Any], arrays: list[Any], x: Any) -> Callable[[]
 
 
 def states_fed_back(call: Callable[..., Any], states: Any, x: Any) -> Callable[[], Any]:
-    """The same of a program over states."""
+    """The same for a program over states."""
 
     def again() -> Any:
         nonlocal states
@@ -99,7 +99,7 @@ def arrays(count: int, lanes: int, size: int) -> tuple[list[Any], Any]:
 
 
 def measure(calls: dict[str, Callable[[], Any]], count: int) -> dict[str, float]:
-    """Median microseconds of a call on the wall."""
+    """The median wall time of a call, in microseconds."""
     names = list(calls)
     for call in [*calls.values()] * 3:
         timed(call)

@@ -1,9 +1,9 @@
-"""What a process holds while a big state is updated: by hand and with statemesh, donated or not, and packed.
+"""The memory of a process that updates a big state: by hand and with statemesh, donated or not, and packed.
 
     python tests/benchmarks/memory.py [--mebibytes 1024] [--devices 8]
 
-Each way runs in a process of its own, on Linux. Printed is how much more memory it had at its peak than
-before the state was made, in states: 1.00 is the state once.
+Each way runs in its own process, on Linux. The script prints the peak memory in excess of the memory before
+the state was made, in units of the state: 1.00 is the state once.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def step(state: Any, x: Any) -> Any:
 
 
 def made(way: str, mesh: Any, state: Any) -> tuple[Callable[..., Any], Any]:
-    """A call, and what it starts with."""
+    """A call and its first arguments."""
     import jax
     from jax.sharding import PartitionSpec as P
 
@@ -61,8 +61,8 @@ def run(way: str, mebibytes: int, devices: int) -> None:
     zeros = jax.jit(lambda: jnp.zeros(mebibytes * 2**18, jnp.float32), out_shardings=split)
     call, model = jax.block_until_ready(made(way, mesh, zeros()))
     making = resident("VmHWM")
-    gc.collect()  # With it JAX lets go of what it has copied from.
-    Path("/proc/self/clear_refs").write_text("5")  # The peak is counted from here.
+    gc.collect()  # This makes JAX release the originals of its copies.
+    Path("/proc/self/clear_refs").write_text("5")  # The peak is measured from here on.
     for _ in range(4):
         _, model = call(model, x)
         jax.block_until_ready(model)
@@ -71,7 +71,7 @@ def run(way: str, mebibytes: int, devices: int) -> None:
 
 
 def resident(what: str) -> float:
-    """Mebibytes of this process in memory: now, or at the most."""
+    """The mebibytes of this process in memory, now or at the peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(what)).split()[1]) / 1024
 

@@ -1,4 +1,4 @@
-"""How long a call takes."""
+"""The time of a call."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import jax
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds until the result is there, and of the thread until the call returns."""
+    """The seconds until the result is there, and the thread's seconds until the call returns."""
     wall, thread = time.perf_counter(), time.thread_time()
     result = call()
     thread = time.thread_time() - thread

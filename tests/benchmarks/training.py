@@ -1,11 +1,10 @@
-"""What a data-parallel training step costs beside the same step written by hand.
+"""The cost of a data-parallel training step, compared with the same step written by hand.
 
     python tests/benchmarks/training.py [--devices 8 1] [--layers 1 10 100] [--rounds 1]
 
-A perceptron of equally wide layers, trained by gradient descent. The two steps are called in turn in one
-run, each result waited for before the next call, with the order changing every time, and medians are
-compared. Printed are the time of a call on the wall, that of the first call (trace and compile), and how
-many all-reduces the compiled programs have.
+Gradient descent trains a perceptron of equally wide layers. One run calls the two steps in turn, in an order
+that changes every time, and waits for each result. It prints the median wall time of a call, the time of the
+first call (trace and compile), and the number of all-reduces in the compiled programs.
 """
 
 import argparse
@@ -64,7 +63,7 @@ def step(model: Perceptron, x: jax.Array, y: jax.Array) -> Any:
 
 
 def programs(mesh: Mesh, count: int) -> tuple[Any, Any, tuple[Any, ...], tuple[Any, ...]]:
-    """The step by hand and ours, with their arguments."""
+    """The step by hand and the step with statemesh, with their arguments."""
     split = P("data")
     hand = jax.jit(
         jax.shard_map(step_by_hand, mesh=mesh, in_specs=(P(), split, split), out_specs=P())

@@ -3,10 +3,10 @@
     python -m tests.drop_in run ~/jax/tests/shard_map_test.py results.json [--with statemesh]
     python -m tests.drop_in compare jax.json results.json
 
-The files are those of JAX's repository, of the release that is installed; the extra `dev` is needed.
-`--with` is one of: jax, the real functions; statemesh; not compiled (`jit=False`); older names
-(`statemesh.legacy`); broken, which is to fail many. `compare` lists what passes in the first results and
-not in the second.
+Take the files from JAX's repository, of the installed release. The extra `dev` is needed. `--with` is one of:
+`jax` (the real functions), `statemesh`, `not compiled` (`jit=False`), `older names` (`statemesh.legacy`), and
+`broken`, with which many tests must fail. `compare` lists the tests that pass in the first results but not in
+the second.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from ._stand_in import VARIANTS
 
 
 def run(file: Path, variant: str, processes: int, only: str) -> dict[str, Any]:
-    """What became of each test, and how often functions were made and called."""
+    """The outcome of each test, and how often functions were made and called."""
     workers = [
         subprocess.Popen(
             [
@@ -52,7 +52,7 @@ def summary(told: dict[str, Any]) -> str:
 
 
 def compare(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """The tests that passed in the first run and failed in the other, each with its error's last line."""
+    """The tests that passed in the first run and failed in the other, with the last line of each error."""
     passed = {name for name, (word, _) in one["found"].items() if word == "passed"}
     return [
         f"{name}: {text.strip().splitlines()[-1][:200]}"

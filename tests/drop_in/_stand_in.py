@@ -1,4 +1,4 @@
-"""What a test file of JAX sees in the place of `jax.shard_map` and `jax.pmap`."""
+"""The functions that a test file of JAX gets in the place of `jax.shard_map` and `jax.pmap`."""
 
 import builtins
 import functools
@@ -17,7 +17,7 @@ import statemesh.legacy
 
 
 def _broken(mapping: Callable[..., Any]) -> Callable[..., Any]:
-    """A map whose results are wrong: each stands there twice."""
+    """A map whose results are wrong, because each of them is doubled."""
 
     def twice(tree: Any) -> Any:
         return jax.tree.map(lambda x: jnp.concatenate([jnp.atleast_1d(x)] * 2), tree)
@@ -32,9 +32,9 @@ def _broken(mapping: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def by_older_names(fun: Any = None, mesh: Any = None, in_specs: Any = ..., **options: Any) -> Any:
-    """The older function, called by its names with what code says to `jax.shard_map`.
+    """The older function, called with the argument names of `jax.shard_map`.
 
-    It has no words for a decorator without a mesh or specs; that goes to the newer one.
+    It cannot express a decorator without a mesh or specs; such a call goes to the newer function.
     """
     if fun is None:
         return functools.partial(by_older_names, mesh=mesh, in_specs=in_specs, **options)
@@ -49,7 +49,7 @@ def by_older_names(fun: Any = None, mesh: Any = None, in_specs: Any = ..., **opt
     )
 
 
-# By the name of a variant: what stands for `shard_map`, and for `pmap`.
+# Variants by name: the functions in the place of `shard_map` and of `pmap`.
 VARIANTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "jax": (jax.shard_map, jax.pmap),
     "statemesh": (sm.shard_map, sm.pmap2),
@@ -60,7 +60,7 @@ VARIANTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 class Counted:
-    """A mapping function that counts what is made with it, and how often that is called.
+    """A mapping function that counts the mapped functions that it makes, and their calls.
 
     **Attributes:**
 
@@ -74,7 +74,7 @@ class Counted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.count["made"] += 1
         made = self.mapping(*args, **kwargs)
-        if not args or not callable(args[0]):  # A decorator is made, which makes the mapping.
+        if not args or not callable(args[0]):  # This makes a decorator, which makes the mapping.
             return lambda fun: self._counted(made(fun))
         return self._counted(made)
 
@@ -83,7 +83,7 @@ class Counted:
 
 
 class _Counting:
-    """A mapped function whose calls are counted, and which is itself in all else."""
+    """A mapped function whose calls are counted. It behaves like the function in everything else."""
 
     def __init__(self, made: Any, count: Counter[str]) -> None:
         self.__dict__.update(_made=made, _count=count)
@@ -112,9 +112,9 @@ class _Seen(types.ModuleType):
 
 
 def load(file: Path, variant: str) -> tuple[types.ModuleType, dict[str, Counted]]:
-    """The module of a test file that sees other functions than JAX has, and these.
+    """The module of a test file that sees replacements for these functions of JAX.
 
-    Only that file's imports are changed: JAX's own modules go on with what they have.
+    Only the imports of that file change: JAX's own modules keep their functions.
     """
     shard_map, pmap = map(Counted, VARIANTS[variant])
     instead = {"shard_map": shard_map, "pmap": pmap}

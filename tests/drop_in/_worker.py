@@ -1,4 +1,4 @@
-"""A part of a test file's tests, in a process of its own."""
+"""One part of a test file's tests, in its own process."""
 
 import json
 import re
@@ -14,12 +14,12 @@ from ._stand_in import load
 
 
 def name(test: Any) -> str:
-    """A test's name, the same in every process."""
+    """The name of a test, the same in every process."""
     return re.sub(" at 0x[0-9a-f]+", "", str(test.id()))
 
 
 class _Result(unittest.TestResult):
-    """What became of each test: a word, and what was raised."""
+    """The outcome of each test: a word, and the exception."""
 
     def __init__(self) -> None:
         super().__init__()

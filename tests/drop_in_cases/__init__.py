@@ -1,4 +1,4 @@
-"""Code written for `jax.shard_map` and `jax.pmap`, one function for each thing that these can do."""
+"""Code written for `jax.shard_map` and `jax.pmap`, with one function for each of their features."""
 
 from . import arguments as arguments
 from . import transformations as transformations

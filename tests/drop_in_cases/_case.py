@@ -1,4 +1,4 @@
-"""What a user's code computes with a given `shard_map`, and one that has a State beside."""
+"""User code that computes with a given `shard_map`, and the same code with an additional State."""
 
 import functools
 from collections.abc import Callable
@@ -19,7 +19,7 @@ CASES: dict[str, Callable[[Map], Any]] = {}
 
 
 def case(run: Callable[[Map], Any]) -> Callable[[Map], Any]:
-    """What a user's code computes with a given `shard_map`."""
+    """User code that computes with a given `shard_map`."""
     CASES[run.__name__] = run
     return run
 
@@ -46,7 +46,7 @@ def counted(mapping: Map, fun: Any) -> Any:
 
 
 def beside_a_state(fun: Any = None, **options: Any) -> Any:
-    """`shard_map` of the same function with a state that counts its calls, an argument and a result more."""
+    """`shard_map` of the same function with an additional state, which counts its calls."""
     if fun is None:
         return functools.partial(beside_a_state, **options)
 
@@ -63,7 +63,7 @@ def numbers(*shape: int, dtype: Any = np.float32) -> Any:
 
 @jax.custom_vjp
 def double(x: Any) -> Any:
-    """Its own derivative is not that of what it computes."""
+    """A function whose derivative is declared to differ from the true one."""
     return 2 * x
 
 

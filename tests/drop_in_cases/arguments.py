@@ -76,7 +76,7 @@ def no_spec_for_any_argument(shard_map: Map) -> Any:
 
 @case
 def a_single_spec_for_all(shard_map: Map) -> Any:
-    if shard_map is beside_a_state:  # There the model takes an entry.
+    if shard_map is beside_a_state:  # With a state, the model needs an entry.
         shard_map = sm.shard_map
     return shard_map(jnp.add, mesh=make_mesh(), in_specs=P("x"), out_specs=P("x"))(
         numbers(8), numbers(8)
@@ -150,7 +150,7 @@ def an_abstract_mesh_with_arrays_on_devices(shard_map: Map) -> Any:
 def a_mesh_of_the_context(shard_map: Map) -> Any:
     found = []
     for name in ("8", "4"):
-        # JAX's own keeps the mesh of its first call.
+        # JAX's own function keeps the mesh of its first call.
         mapped = shard_map(lambda x: lax.pmax(x, "x"), in_specs=(P("x"),), out_specs=P())
         with jax.set_mesh(make_mesh(name)):
             found.append(np.asarray(mapped(numbers(8))))

@@ -24,13 +24,13 @@ LANES: dict[str, Any] = {}
 
 
 def case(run: Any) -> Any:
-    """What a user's code computes with a given `pmap`."""
+    """User code that computes with a given `pmap`."""
     LANES[run.__name__] = run
     return run
 
 
 def lanes_beside_a_state(fun: Any, axis_name: Any = None, **options: Any) -> Any:
-    """`pmap2` of the same function with a state that counts its calls, an argument and a result more."""
+    """`pmap2` of the same function with an additional state, which counts its calls."""
 
     in_axes = options.pop("in_axes", 0)
     options["in_axes"] = (None, *in_axes) if isinstance(in_axes, tuple) else in_axes

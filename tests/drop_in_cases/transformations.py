@@ -1,4 +1,4 @@
-"""Transformations around a map and inside it, and the settings of JAX."""
+"""Transformations around a map and inside it, and JAX's settings."""
 
 import functools
 from typing import Any

@@ -1,11 +1,11 @@
-"""What a call with states costs: with statemesh, by hand, and with other libraries.
+"""The cost of a call with states: with statemesh, by hand, and with other libraries.
 
     python -m tests.benchmarks.peers run results.json [--kinds sharded reduced] [--states 1 10 100 1000]
     python -m tests.benchmarks.peers show results.json more.json [--write docs/pages]
 
-`run` starts each peer in a process of its own and lets them call in turn, each result waited for before the
-next call. `show` prints of each program the figures from the first file that has it, with the range of the
-ratios over all files; with `--write` it puts the table and a picture into the documentation.
+`run` starts each peer in its own process and calls them in turn, waiting for each result. `show` prints the
+numbers of each program from the first file that has it, with the range of the ratios over all files. With
+`--write` it puts the table and a picture into the documentation.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from ._run import Row, measure
 from ._table import firsts, picture, put, read, table
 
 
-# Of what is no flat list of states: modules one inside the other, and a weight and a bias for each layer.
+# These programs have no flat list of states: nested modules, and layers with a weight and a bias.
 SIZES = {"deep": 100, "training": 10}
 
 

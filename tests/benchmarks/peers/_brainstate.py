@@ -1,4 +1,4 @@
-"""brainstate: states that the mapped function closes over, called eagerly and under brainstate's own jit."""
+"""brainstate: the mapped function closes over the states, and runs eagerly and under brainstate's own jit."""
 
 import importlib
 from collections.abc import Callable
@@ -13,7 +13,7 @@ brainstate: Any = importlib.import_module("brainstate")
 
 
 class Unit(brainstate.nn.Module):  # type: ignore[misc]
-    """A state, and what is below it."""
+    """A module with a state and a child module."""
 
     def __init__(self, values: list[jax.Array]) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Unit(brainstate.nn.Module):  # type: ignore[misc]
 
 
 def _states(case: Case) -> Callable[[], list[Any]]:
-    """What finds the states, in a module where they are nested, as the function does that is mapped."""
+    """Find the states of nested modules, as the mapped function does."""
     if case.kind == "deep":
         found: Callable[[], list[Any]] = Unit(case.placed()).states
         return found
@@ -35,12 +35,12 @@ def _states(case: Case) -> Callable[[], list[Any]]:
 
 
 def _computed(case: Case, values: list[jax.Array], *inputs: jax.Array) -> Any:
-    """What one device computes: the result that is waited for, and the states."""
+    """The computation of one device: the result to wait for, and the states."""
     if case.kind != "training":
         return by_hand(case, values, *inputs)
 
-    # The function is traced once outside of `jax.shard_map` too, to find its states. There `by_hand`
-    # cannot mark the weights as varying, so it is the mean loss that is differentiated.
+    # The function is also traced once outside `jax.shard_map`, to find its states. There `by_hand`
+    # cannot mark the weights as varying, so this program differentiates the mean loss.
     def mean_loss(values: list[jax.Array]) -> Any:
         return jax.lax.pmean(loss(values, *inputs), "x")
 

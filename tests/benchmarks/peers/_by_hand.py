@@ -1,4 +1,4 @@
-"""Plain JAX: a flat tuple of arrays in and out, the least that a call can cost, with and without donation."""
+"""Plain JAX with flat tuples of arrays: the least that a call can cost, with and without donation."""
 
 import functools
 from typing import Any

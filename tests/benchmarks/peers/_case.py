@@ -1,4 +1,4 @@
-"""What all of the compared programs compute, and what each of them offers to the one who times it."""
+"""The computation of all compared programs, and the interface through which they are timed."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
-# A perceptron's layers, and the batch that it is trained with.
+# The layers of the perceptron, and its batch.
 WIDTH, ROWS, RATE = 16, 64, 0.01
 
 Kind: TypeAlias = Literal["sharded", "reduced", "deep", "training"]
@@ -20,14 +20,14 @@ Kind: TypeAlias = Literal["sharded", "reduced", "deep", "training"]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is computed, by how many devices, with how many states.
+    """A computation with its numbers of devices and states.
 
     **Attributes:**
 
-    - `kind`: "sharded" adds the input to every state, each device to its part; "reduced" moves every
-        state, of which each device has all, towards the mean of the input, and takes the mean over the
-        devices; "deep" is "sharded" with every state in a module of its own, one inside the other;
-        "training" is a data-parallel step of gradient descent, its states the weights and biases.
+    - `kind`: "sharded" adds the input to every state, each device to its part. "reduced" has every state on
+        every device, moves it towards the mean of the input, and takes the mean over the devices. "deep" is
+        "sharded" with every state in its own nested module. "training" is a data-parallel step of gradient
+        descent, whose states are the weights and biases.
     """
 
     kind: Kind
@@ -36,7 +36,7 @@ class Case:
 
     @property
     def size(self) -> int:
-        """The length of a state where there is no training."""
+        """The length of a state, except in training."""
         return max(16, self.devices)
 
     @functools.cached_property
@@ -49,19 +49,19 @@ class Case:
 
     @functools.cached_property
     def state_spec(self) -> P:
-        """Of every state."""
+        """The spec of every state."""
         return P("x") if self.kind in ("sharded", "deep") else P()
 
     @functools.cached_property
     def inputs(self) -> tuple[jax.Array, ...]:
-        """The arguments beside the states, split over the devices."""
+        """The arguments other than the states, split over the devices."""
         if self.kind == "training":
             x, y = np.random.default_rng(1).normal(size=(2, ROWS, WIDTH)).astype(np.float32)
             return jax.device_put(x, self.split), jax.device_put(y, self.split)
         return (jax.device_put(np.ones(self.size, np.float32), self.split),)
 
     def initial(self) -> list[np.ndarray]:
-        """Every state's first value; in training a weight and a bias in turn."""
+        """The first value of every state; in training a weight and a bias in turn."""
         if self.kind != "training":
             return [np.full(self.size, k % 7, np.float32) for k in range(self.states)]
         numbers = np.random.default_rng(0)
@@ -69,7 +69,7 @@ class Case:
         return [numbers.normal(size=shape).astype(np.float32) / 4 for shape in shapes]
 
     def placed(self) -> list[jax.Array]:
-        """The same on the mesh, each an array of its own."""
+        """The first values on the mesh, each in its own array."""
         sharding = NamedSharding(self.mesh, self.state_spec)
         return [jax.device_put(value, sharding) for value in self.initial()]
 
@@ -80,10 +80,11 @@ class Made:
 
     **Attributes:**
 
-    - `step`: one call, with the states that the call before left; gives an array to wait for. All that a
-        program computes is ready at once, and to look through a tree for arrays would be timed with the call.
+    - `step`: makes one call with the states that the previous call left, and returns an array to wait for.
+        The results of a program are ready at the same time, and a search for arrays in a tree would be timed
+        too.
     - `state`: the first state's value.
-    - `lower`: the lowered program, where the library shows it.
+    - `lower`: the lowered program, if the library shows it.
     """
 
     step: Callable[[], Any]
@@ -92,7 +93,7 @@ class Made:
 
 
 def mapped(case: Case, program: Callable[..., Any]) -> Any:
-    """`jax.shard_map` of what takes a tree of all states and gives the result and a new one."""
+    """`jax.shard_map` of a function that takes a tree of all states and returns the result and a new tree."""
     return jax.shard_map(
         program,
         mesh=case.mesh,
@@ -104,7 +105,7 @@ def mapped(case: Case, program: Callable[..., Any]) -> Any:
 def fed_back(
     case: Case, call: Any, model: Any, first: Callable[[Any], Any], lower: bool = True
 ) -> Made:
-    """A call that gives the result and a new model, which goes into the next one.
+    """A call that returns the result and a new model, which goes into the next call.
 
     **Arguments:**
 
@@ -122,12 +123,12 @@ def fed_back(
 
 
 def moved(kind: Kind, value: jax.Array, x: jax.Array) -> jax.Array:
-    """A state's new value on one device, before a mean over devices is taken."""
+    """The new value of a state on one device, before the mean over the devices."""
     return 0.9 * value + 0.1 * x.mean() if kind == "reduced" else value + x
 
 
 def loss(values: Sequence[jax.Array], x: jax.Array, y: jax.Array) -> jax.Array:
-    """Of the perceptron with these weights and biases, on one device's rows."""
+    """The loss of the perceptron with these weights and biases, on one device's rows."""
     hidden = x
     for weight, bias in zip(values[::2], values[1::2], strict=True):
         hidden = jnp.tanh(hidden @ weight + bias)
@@ -135,7 +136,7 @@ def loss(values: Sequence[jax.Array], x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def by_hand(case: Case, values: Sequence[jax.Array], *inputs: jax.Array) -> Any:
-    """What one device computes: the result that is waited for, and the states."""
+    """The computation of one device: the result to wait for, and the states."""
     if case.kind == "training":
         own = jax.lax.pcast(list(values), "x", to="varying")
         found = jax.value_and_grad(loss)(own, *inputs)
@@ -147,5 +148,5 @@ def by_hand(case: Case, values: Sequence[jax.Array], *inputs: jax.Array) -> Any:
 
 
 def result_spec(case: Case) -> P:
-    """Of the result that is waited for."""
+    """The spec of the result to wait for."""
     return P() if case.kind == "training" else P("x")

@@ -10,7 +10,7 @@ from ._case import Case, Made, by_hand, fed_back, mapped
 
 
 class Unit(eqx.Module):
-    """A state, and what is below it."""
+    """A module with a state and a child module."""
 
     value: jax.Array
     below: "Unit | None" = None

@@ -1,4 +1,4 @@
-"""Flax NNX: a module whose variables are written in place, and the same split from its structure."""
+"""Flax NNX: a module whose variables are written in place, and the same module split from its structure."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from ._case import Case, Made, by_hand, fed_back, mapped, result_spec
 
 
 class Unit(nnx.Module):
-    """A state, and what is below it."""
+    """A module with a state and a child module."""
 
     def __init__(self, values: Sequence[jax.Array]) -> None:
         self.state = nnx.Variable(values[0])
@@ -45,7 +45,7 @@ def _model(case: Case) -> Flat | Deep:
 
 
 def _step(case: Case, model: Flat | Deep, *inputs: jax.Array) -> Any:
-    """What one device does to its part of the model."""
+    """The update that one device makes to its part of the model."""
     variables = model.variables()
     result, new = by_hand(case, [variable[...] for variable in variables], *inputs)
     for variable, value in zip(variables, new, strict=True):
@@ -54,7 +54,7 @@ def _step(case: Case, model: Flat | Deep, *inputs: jax.Array) -> Any:
 
 
 def _mapped(case: Case) -> Any:
-    """Takes the module, and leaves the new values in it."""
+    """Take the module and write the new values into it."""
 
     def program(model: Flat | Deep, *inputs: jax.Array) -> Any:
         return _step(case, model, *inputs)
@@ -89,7 +89,7 @@ def cached(case: Case) -> Made:
 
 
 def split_and_merge(case: Case) -> Made:
-    """The module's structure is closed over, and its state is the tree that `jax.shard_map` maps."""
+    """`jax.shard_map` maps the module's state as a tree, and the function closes over its structure."""
     graphdef, state = nnx.split(_model(case))
 
     def program(state: Any, *inputs: jax.Array) -> Any:

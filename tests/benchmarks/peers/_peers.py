@@ -1,4 +1,4 @@
-"""Who is compared: by name, where each is made."""
+"""The compared peers by name, with the modules that make them."""
 
 import importlib
 from collections.abc import Callable
@@ -26,7 +26,7 @@ FLOOR = "by hand"
 
 
 def maker(name: str) -> Callable[[Case], Made]:
-    """What makes a peer's programs. Its library is imported now, and no other."""
+    """Make a peer's programs. This imports the library of the peer and no other."""
     module, _, attribute = PEERS[name].partition(":")
     found: Callable[[Case], Made] = getattr(
         importlib.import_module(f".{module}", __package__), attribute

@@ -1,4 +1,4 @@
-"""JAX's mutable arrays: a reference for each state, an argument of the mapped function, written in place."""
+"""JAX's mutable arrays: each state is a reference, an argument that the mapped function writes in place."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Peers in turn, each in a process of its own."""
+"""The peers run in turn, each in its own process."""
 
 import dataclasses
 import json
@@ -17,16 +17,16 @@ from ._peers import FLOOR
 
 @dataclasses.dataclass
 class Row:
-    """What was measured of one peer, in seconds and bytes; `None` where there is nothing to say.
+    """The measurements of one peer, in seconds and bytes, or `None` for a missing one.
 
     **Attributes:**
 
-    - `wall`: of a call, until its result is there.
-    - `host`: processor time of the calling thread until the call returns.
-    - `first`, `second`: on the wall, the first with trace and compile.
-    - `traces`, `compiles`: for each call after these.
-    - `peak`, `moved`: bytes that a device holds and moves, by XLA's account of the program.
-    - `refused`: why there is nothing.
+    - `wall`: the time of a call, until its result is there.
+    - `host`: the processor time of the calling thread until the call returns.
+    - `first`, `second`: the wall times of the first calls. The first one traces and compiles.
+    - `traces`, `compiles`: the numbers for each later call.
+    - `peak`, `moved`: the bytes that a device holds and moves, by XLA's account of the program.
+    - `refused`: the reason why nothing was measured.
     """
 
     peer: str
@@ -49,8 +49,8 @@ class Worker:
 
     **Arguments:**
 
-    - `row`: of whom it is, and where what it finds is put.
-    - `limit`: seconds after which an answer is waited for no longer.
+    - `row`: the peer's row, which gets the measurements.
+    - `limit`: the seconds to wait for an answer.
     """
 
     def __init__(self, row: Row, limit: float) -> None:
@@ -78,11 +78,11 @@ class Worker:
         return self.row.refused is None
 
     def answer(self) -> dict[str, Any] | None:
-        """What it says next; if that is nothing, it is ended."""
+        """The process's next answer. If there is none, the process is ended."""
         assert self.process.stdout is not None
         there, _, _ = select.select([self.process.stdout], [], [], self.limit)
         line = self.process.stdout.readline() if there else ""
-        while line and not line.startswith("{"):  # What a library prints is no answer.
+        while line and not line.startswith("{"):  # A line that the library prints is not an answer.
             line = self.process.stdout.readline()
         found: dict[str, Any] = (
             json.loads(line)
@@ -106,7 +106,7 @@ class Worker:
             self.times += found["times"]
 
     def conclude(self, with_sizes: bool) -> None:
-        """Put medians in the row, and what it counted; end it."""
+        """Put medians and counts into the row and end the process."""
         walls, hosts = zip(*self.times, strict=True)
         self.row.wall, self.row.host = statistics.median(walls), statistics.median(hosts)
         if (found := self.tell("sizes" if with_sizes else "counts")) is not None:
@@ -128,15 +128,15 @@ def measure(
     seconds: float,
     limit: float,
 ) -> list[Row]:
-    """One program by all peers.
+    """Measure one program with all peers.
 
     **Arguments:**
 
-    - `rounds`: how often each has its turn, the order moving on by one every time.
-    - `seconds`: how long a turn lasts; one call is made at least.
-    - `limit`: after how many seconds a peer is given up.
+    - `rounds`: the number of turns of each peer. The order rotates by one every round.
+    - `seconds`: the length of a turn, in which at least one call is made.
+    - `limit`: the number of seconds after which a peer is given up.
 
-    **Raises:** `AssertionError` where peers compute different states.
+    **Raises:** `AssertionError` if peers compute different states.
     """
     rows = [Row(peer, kind, devices, states) for peer in peers]
     workers = [worker for row in rows if (worker := Worker(row, limit)).alive]

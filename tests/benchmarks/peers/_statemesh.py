@@ -13,7 +13,7 @@ from ._case import RATE, Case, Made, fed_back, loss, moved, result_spec
 
 
 class Unit(sm.Module):
-    """A state, and what is below it."""
+    """A module with a state and a child module."""
 
     state: sm.State
     below: "Unit | None" = None

@@ -1,4 +1,4 @@
-"""What was measured, as a table and as a picture."""
+"""The measurements as a table and as a picture."""
 
 import json
 from collections import Counter
@@ -23,7 +23,7 @@ def read(files: Sequence[Path]) -> tuple[str, list[list[Row]]]:
 
 
 def firsts(runs: Sequence[Sequence[Row]]) -> list[Row]:
-    """Each program by each peer, from the first run that has it."""
+    """Each program with each peer, from the first run that has it."""
     found: dict[tuple[str, int, int, str], Row] = {}
     for row in (row for rows in runs for row in rows):
         found.setdefault((*_case(row), row.peer), row)
@@ -31,7 +31,7 @@ def firsts(runs: Sequence[Sequence[Row]]) -> list[Row]:
 
 
 def table(runs: Sequence[Sequence[Row]]) -> list[str]:
-    """Lines of Markdown: of each program the first run, its ratios with their range over all runs."""
+    """Lines of Markdown: the first run of each program, with the range of its ratios over all runs."""
     lines = [HEAD, "|" + " --- |" * HEAD.count(" |")]
     for row in firsts(runs):
         place = f"| {row.kind} | {row.devices} | {row.states} | {row.peer} |"
@@ -55,7 +55,7 @@ def table(runs: Sequence[Sequence[Row]]) -> list[str]:
 
 
 def _ratio(row: Row, rows: Sequence[Row], what: str) -> float | None:
-    """Of a peer's figure in one run to that by hand in the same run."""
+    """The ratio of a peer's number to the number by hand in the same run."""
     alike = {one.peer: one for one in rows if _case(one) == _case(row)}
     if row.peer not in alike or FLOOR not in alike:
         return None
@@ -76,14 +76,14 @@ def _range(ratios: Sequence[float | None]) -> str:
 
 
 def put(page: Path, lines: Sequence[str]) -> None:
-    """The table in its place in a page."""
+    """Put the table into its place in a page."""
     before, _, rest = page.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     page.write_text("\n".join([before + BEGIN, "", *lines, "", END + after]))
 
 
 def picture(rows: Sequence[Row], file: Path) -> None:
-    """A call's time on the wall by the number of states, on the devices measured with most such numbers."""
+    """Draw wall time by number of states, on the number of devices with the most such measurements."""
     import matplotlib
 
     matplotlib.use("Agg")

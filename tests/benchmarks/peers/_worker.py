@@ -1,6 +1,6 @@
-"""One peer in a process of its own: it makes its program, and then calls it when it is told to.
+"""One peer in its own process. It makes its program and calls it on command.
 
-It is told by lines on its standard input, and answers each with a line of JSON.
+It reads commands as lines from standard input and answers each with a line of JSON.
 """
 
 import json
@@ -28,7 +28,7 @@ def answer(**found: Any) -> None:
 
 
 def sizes(made: Made) -> dict[str, float]:
-    """What XLA says of the compiled program: the bytes that a device holds at once, and that it moves."""
+    """XLA's account of the compiled program: the bytes that a device holds at once and that it moves."""
     if made.lower is None:
         return {}
     compiled = made.lower().compile()
