@@ -95,12 +95,12 @@ def test_specs_of_states_are_those_of_the_call() -> None:
         check(add, sm.State(X), X)
 
 
-def test_results_that_depend_on_the_mesh_are_held_beside_their_emulation() -> None:
+def test_results_that_depend_on_the_mesh_are_compared_with_their_emulation() -> None:
     def where(seen: Any, x: Any) -> Any:
         return x + jax.lax.axis_index("x"), seen.set(seen.value + x.max())
 
     check(where, counter(), X, unsharded=False, meshes=[{"x": 2}, {"x": 4}])
-    assert "beside the function on one device" in report(where, counter(), X)
+    assert "compared with the function on one device" in report(where, counter(), X)
 
 
 def test_functions_of_numpy_are_references() -> None:
@@ -109,7 +109,7 @@ def test_functions_of_numpy_are_references() -> None:
         return wide - wide.mean(0), seen.set(seen.value + np.float32(wide.sum()))
 
     check(centered, counter(), X, unsharded=plain, gradients=False)
-    assert "beside the unsharded function" in report(
+    assert "compared with the unsharded function" in report(
         centered_here, counter(), X, unsharded=plain, gradients=False
     )
 
@@ -159,7 +159,9 @@ def test_gradients_are_compared() -> None:
     wrong = lambda x: same(x)
     check(wrong, X, gradients=False)
     said = report(wrong, X)
-    assert "The gradient on mesh x=2, beside the function on one device:\n  - args[0]: " in said
+    assert (
+        "The gradient on mesh x=2, compared with the function on one device:\n  - args[0]: " in said
+    )
     assert "2 times too much" in said
 
 
@@ -169,7 +171,7 @@ def test_later_calls_are_compared() -> None:
         return x, seen.set(seen.value + shards)
 
     check(late, sm.State(0), X, steps=3)
-    assert "On mesh x=2, call 4 of 4, beside" in report(late, sm.State(0), X, steps=4)
+    assert "On mesh x=2, call 4 of 4, compared with" in report(late, sm.State(0), X, steps=4)
 
 
 @pytest.fixture
@@ -188,9 +190,11 @@ def test_a_model_that_does_not_survive_is_found(monkeypatch: pytest.MonkeyPatch)
     right = _run.saved
     monkeypatch.setattr(_run, "saved", lambda tree: jax.tree.map(one_more, right(tree)))
     said = report(centered, counter(), X)
-    assert "Saved unsharded and placed on mesh x=2, call 2 of 3, beside the function" in said
+    assert "Saved unsharded and placed on mesh x=2, call 2 of 3, compared with the function" in said
     said = report(centered, counter(), X, meshes=[{"x": 1}, {"x": 4}, {"x": 2}])
-    assert "Saved on mesh x=4 and placed on mesh x=2, call 2 of 3, beside the function" in said
+    assert (
+        "Saved on mesh x=4 and placed on mesh x=2, call 2 of 3, compared with the function" in said
+    )
 
 
 @pytest.mark.usefixtures("fresh")
@@ -198,7 +202,7 @@ def test_what_goes_wrong_inside_jit_is_found(monkeypatch: pytest.MonkeyPatch) ->
     broken = lambda call: lambda *args: jax.tree.map(one_more, call(*args))
     monkeypatch.setattr(_mapped_call, "within_jit", broken)
     said = report(centered, counter(), X)
-    assert "Inside jit on mesh x=2, call 1 of 3, beside the function on one device:" in said
+    assert "Inside jit on mesh x=2, call 1 of 3, compared with the function on one device:" in said
     assert "It agrees on mesh x=2, emulated on mesh x=2, saved unsharded" in said
 
 
@@ -206,7 +210,7 @@ def test_all_wrong_leaves_and_all_meshes_are_told() -> None:
     assert (
         report(centered_here, counter(), np.arange(16, dtype=np.float32).reshape(8, 2), steps=1)
         == "centered_here: the calls do not agree.\n\n"
-        "On mesh x=2, beside the function on one device:\n"
+        "On mesh x=2, compared with the function on one device:\n"
         "  - centered_here(...)[0]: float32[8,2], off by 4 at [0, 0], where it is -3 and should be -7, on "
         "shard x=0 (4e-05 would be rounding).\n"
         "    Probably: right where all shards have the same rows: it depends on a statistic of the shard's "

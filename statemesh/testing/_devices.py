@@ -1,4 +1,4 @@
-"""Simulated devices, asked for before JAX starts."""
+"""Simulated devices, requested before JAX starts."""
 
 import os
 
@@ -8,18 +8,17 @@ from . import _errors as errors
 
 
 def set_devices(count: int = 8) -> None:
-    """Have JAX simulate this many devices on the CPU, or fail.
+    """Make JAX simulate this many devices on the CPU, or fail.
 
-    For the first lines of a `conftest.py`: JAX reads how many devices to simulate when it is first used, and
-    never again, so that a test file that asks for itself comes too late once any other has used JAX.
+    Call it in the first lines of `conftest.py`. JAX reads the number of simulated devices once, when it is
+    first used: a test file that asks later comes too late.
 
     **Arguments:**
 
-    - `count`: how many devices there must be. Where there are as many of another kind, or more, those
-        serve.
+    - `count`: the number of devices that there must be. Real devices serve too, if there are enough.
 
-    **Raises:** `StatemeshError` where there are fewer, because JAX has started before: tests that run on
-    fewer devices than they are written for would prove nothing.
+    **Raises:** `StatemeshError` where there are fewer, because JAX has started already: tests on fewer
+    devices than they are written for would prove nothing.
 
     !!! example
 

@@ -1,4 +1,4 @@
-"""Hypothesis is there, or it is said how to get it."""
+"""Import Hypothesis, or say how to install it."""
 
 try:
     import hypothesis as hypothesis

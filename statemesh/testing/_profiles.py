@@ -1,4 +1,4 @@
-"""How Hypothesis runs checks that compile."""
+"""Profiles of Hypothesis for tests that compile."""
 
 import os
 
@@ -6,13 +6,13 @@ from hypothesis import Phase, settings
 
 
 def load_profile(name: str | None = None) -> None:
-    """Let Hypothesis run checks that compile: without a deadline, the same examples each time in CI.
+    """Set Hypothesis up for tests that compile: no deadline, and in CI the same examples each time.
 
     **Arguments:**
 
-    - `name`: `'quick'`, 25 examples of each test, `'deep'`, 1,000, or a profile of yours; without it, what
-        the environment variable `HYPOTHESIS_PROFILE` says, else `'quick'`. In CI (where the variable `CI` is
-        set) the quick ones are drawn from a fixed seed.
+    - `name`: `'quick'` for 25 examples of each test, `'deep'` for 1,000, or a profile of yours. Left out, the
+        value of the environment variable `HYPOTHESIS_PROFILE`, or else `'quick'`. In CI (where the variable
+        `CI` is set) the examples of `'quick'` come from a fixed seed.
 
     !!! example
 
@@ -28,7 +28,7 @@ def load_profile(name: str | None = None) -> None:
 
         ```
     """
-    # To explain a failure costs as many compiles as to find it.
+    # Explaining a failure takes as many compiles as finding it.
     common = settings(
         deadline=None,
         print_blob=True,

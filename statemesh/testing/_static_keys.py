@@ -1,11 +1,11 @@
-"""What stands for a static value in the key of what is kept."""
+"""Hashable keys that stand for static values in the keys of caches."""
 
 import pickle
 from collections.abc import Hashable
 from typing import Any
 
 
-def is_hashable(x: Any) -> bool:
+def is_hashable(x: object) -> bool:
     try:
         hash(x)
     except TypeError:
@@ -13,8 +13,8 @@ def is_hashable(x: Any) -> bool:
     return True
 
 
-class _Equal:
-    """A value that is equal to what it says it is, and to itself whatever it says."""
+class _Key:
+    """A value with its own `__eq__`, except that it always equals itself."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -24,25 +24,25 @@ class _Equal:
         return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Equal) or self.key != other.key:
+        if not isinstance(other, _Key) or self.key != other.key:
             return False
         try:
             return self.value is other.value or bool(self.value == other.value)
-        except Exception:  # Whatever a user's own `__eq__` raises.
+        except Exception:  # An `__eq__` of the user's may raise anything.
             return False
 
 
 def static_key(x: Any) -> Hashable | None:
-    """Something that is equal for equal values of one type.
+    """A key that is equal for equal values of one type.
 
-    What has no hash is known by what pickling keeps of it. What cannot be pickled either may be another value
-    by the next time: for that there is `None`.
+    A value without a hash is known by its pickle. A value that cannot be pickled either may have changed by
+    the next call: its key is `None`.
     """
     if isinstance(x, float):  # nan is not equal to itself, and -0.0 is to 0.0
         return type(x), x.hex()
     if is_hashable(x):
-        return _Equal(x)
+        return _Key(x)
     try:
         return type(x), pickle.dumps(x)
-    except Exception:  # Whatever a part of it raises.
+    except Exception:  # Pickling may raise whatever a part of the value raises.
         return None

@@ -1,4 +1,4 @@
-"""`assert_equivalent`: the same results on every mesh."""
+"""`assert_equivalent`: a function gives the same results on every mesh."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -25,32 +25,32 @@ def assert_equivalent(
 ) -> None:
     """Fail unless a function of shards gives on every mesh what it gives unsharded.
 
-    Called in a row on each mesh, its new models fed back, and compared after every call; on the last of the
-    meshes also inside `jax.jit`, replayed by `emulate`, and with the model saved halfway and placed on
-    the mesh before it.
+    The function is called several times on each mesh. Each call gets the model that the call before returned,
+    and its results are compared. On the last mesh the function is also called inside `jax.jit`, replayed by
+    `emulate`, and run with a model that was saved halfway on the mesh before and placed on this one.
 
     **Arguments:**
 
     - `fun`, `in_specs`, `out_specs`, `state_in_specs`, `state_out_specs`, `check_vma`: as for `shard_map`.
-        What was compiled is kept for the last functions: define yours outside of the test, and many values
-        cost one compile.
-    - `args`: the arguments of the first call, in a tuple. The last results that have the structure and shapes
-        of the first arguments, and are more than one bare array, are fed back.
+        The programs of the last functions stay compiled: define your function outside of the test, and many
+        values cost one compile.
+    - `args`: the arguments of the first call, in a tuple. The last results replace the first arguments in the
+        next call where their structures and shapes agree and they are more than one bare array.
     - `meshes`: each a `jax.sharding.Mesh` or the sizes of its axes, `{name: size}`.
-    - `unsharded`: what gives the right results, a plain function of the same arguments; without it, `fun` on
-        a mesh of one device. A mistake that one shard makes as well (a new state that is not returned) only a
-        function finds. `False` for a function whose results depend on the mesh: each mesh is compared with
-        its emulation only.
-    - `steps`: how many calls.
-    - `gradients`: whether derivatives are compared too: those of a weighted sum of all results, by all
-        inexact arrays of the arguments.
-    - `tolerance`: how far floats may be apart, relative to the largest of the array (or to one); without it,
-        what rounding explains, by dtype, length of reductions and how ill-conditioned a result is. All
-        other numbers are equal.
+    - `unsharded`: a plain function of the same arguments that gives the right results. Left out, `fun` on a
+        mesh of one device. Only such a function finds a mistake that one shard makes too, such as a new state
+        that is not returned. `False` for a function whose results depend on the mesh: each mesh is then
+        compared with its emulation only.
+    - `steps`: the number of calls.
+    - `gradients`: whether the gradients of a weighted sum of all results are compared too, by all inexact
+        arrays of the arguments.
+    - `tolerance`: how far floats may differ, relative to the largest of the array (or to one). Left out, as
+        far as rounding explains by dtype, length of reductions and condition of a result. All other numbers
+        must be equal.
 
     **Raises:** `AssertionError` that names every array that is off, by how much, where and on which mesh and
-    shard, with a guess at the cause. What `fun` or the call raise comes through, with a note that says
-    where. `StatemeshError` for meshes of more devices than there are.
+    shard, with a guess at the cause. Errors of `fun` or of the call come through, with a note that says on
+    which mesh. `StatemeshError` for meshes of more devices than there are.
 
     With n meshes there are n + 3 compiles for the calls, and 2 (n + 1) for the gradients.
 
@@ -82,7 +82,7 @@ def assert_equivalent(
         ...     )
         ... except AssertionError as error:
         ...     print(str(error).splitlines()[2])
-        On mesh data=2, call 1 of 3, beside the function on one device:
+        On mesh data=2, call 1 of 3, compared with the function on one device:
 
         ```
     """

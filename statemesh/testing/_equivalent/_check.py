@@ -1,4 +1,4 @@
-"""What `assert_equivalent` compares with what."""
+"""The comparisons that `assert_equivalent` makes."""
 
 import contextlib
 import dataclasses
@@ -13,33 +13,41 @@ from .. import _errors as errors
 from .._emulate._emulate import emulate
 from .._emulate._jaxprs import draws
 from . import _report as report
-from ._compare import Finding, Tolerance, as_arrays, compare, leaves_of, nudged, terms_of
+from ._compare import (
+    Mismatch,
+    Tolerance,
+    as_arrays,
+    compare,
+    leaves_of,
+    longest_reduction,
+    perturbed,
+)
 from ._guess import guess
 from ._mapped_call import MappedCall
 from ._probe import Probe
-from ._run import Call, carried, fed_back, gradient, in_a_row, moving
+from ._run import Call, calls_with_a_move, carried, chained_calls, fed_back, gradient
 
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """What is right.
+    """The right results.
 
     **Attributes:**
 
-    - `what`: what messages call it.
-    - `call`: gives it.
-    - `results`: after each of the calls in a row.
-    - `nudged`: the same, of arguments that are off by rounding.
+    - `what`: the name of the reference in messages.
+    - `call`: the function that gives the results.
+    - `results`: the results of each of the calls.
+    - `perturbed`: the results for arguments that are off by rounding.
     """
 
     what: str
     call: Call
     results: list[Any]
-    nudged: list[Any]
+    perturbed: list[Any]
 
 
 class Check:
-    """A function, called in all ways that should give the same, and what was found.
+    """A function, called in all ways that should give the same results, and the failures found so far.
 
     **Arguments:** those of `assert_equivalent`.
     """
@@ -54,12 +62,12 @@ class Check:
         tolerance: float | None,
     ) -> None:
         self.name, self.args, self.meshes, self.steps = name, as_arrays(args), meshes, steps
-        self.tolerance = Tolerance(terms_of(args), tolerance)
+        self.tolerance = Tolerance(longest_reduction(args), tolerance)
         self.failed: list[str] = []
         self.agreed: list[str] = []
-        with self._noting(meshes[0].where):
+        with self._noting_where(meshes[0].where):
             self.carry = carried(args, jax.block_until_ready(meshes[0].mapped(*self.args)))
-        # Where results depend on the mesh, each has a reference of its own.
+        # Where results depend on the mesh, each mesh has a reference of its own.
         self.portable = unsharded is not False
         self.references = [
             self._reference(one, unsharded) for one in meshes[: 1 if self.portable else None]
@@ -76,16 +84,16 @@ class Check:
             what, call = "the function on one device", one.mapped.unsharded
         else:
             what, call = "the unsharded function", unsharded
-        with self._noting(f"for {what}"):
-            rows = [self._row(call, args) for args in (self.args, nudged(self.args))]
+        with self._noting_where(f"for {what}"):
+            rows = [self._results(call, args) for args in (self.args, perturbed(self.args))]
         return Reference(what, call, *rows)
 
-    def _row(self, call: Call, args: tuple[Any, ...] | None = None) -> list[Any]:
-        return in_a_row(call, self.args if args is None else args, self.steps, self.carry)
+    def _results(self, call: Call, args: tuple[Any, ...] | None = None) -> list[Any]:
+        return chained_calls(call, self.args if args is None else args, self.steps, self.carry)
 
     @contextlib.contextmanager
-    def _noting(self, where: str, *notes: str) -> Iterator[None]:
-        """Say in an error of the function's own where it was called."""
+    def _noting_where(self, where: str, *notes: str) -> Iterator[None]:
+        """Add a note to an error of the function that says where the function was called."""
         try:
             yield
         except Exception as error:
@@ -94,33 +102,33 @@ class Check:
             raise
 
     def calls(self) -> None:
-        """Compare the calls on every mesh, and on the last the ways to make them."""
+        """Compare the calls on every mesh; on the last mesh, the other ways to call."""
         for one, reference in zip(self.meshes, self.references, strict=True):
-            with self._noting(one.where):
-                results = self._row(one.mapped)
+            with self._noting_where(one.where):
+                results = self._results(one.mapped)
             self._compared(one.where, results, one, reference)
         if self.failed:
             return
         placed = one.mapped.place(*self.args)
-        self._compared(f"inside jit {one.where}", self._row(one.jitted, placed), one, reference)
+        self._compared(f"inside jit {one.where}", self._results(one.jitted, placed), one, reference)
         if not self.portable:
             return
-        replayed = self._row(functools.partial(emulate, one.mapped))
+        replayed = self._results(functools.partial(emulate, one.mapped))
         self._compared(f"emulated {one.where}", replayed, one, reference)
         if self.carry and self.steps > 1:
             source, where = reference.call, "unsharded"
             if len(self.meshes) > 1:
                 source, where = self.meshes[-2].mapped, self.meshes[-2].where
-            moved = moving(source, one.mapped, self.args, self.steps, self.carry)
+            moved = calls_with_a_move(source, one.mapped, self.args, self.steps, self.carry)
             self._compared(f"saved {where} and placed {one.where}", moved, one, reference)
 
     def _compared(
         self, where: str, results: list[Any], one: MappedCall, reference: Reference
     ) -> None:
         given = self.args
-        rows = zip(results, reference.results, reference.nudged, strict=True)
+        rows = zip(results, reference.results, reference.perturbed, strict=True)
         for step, (got, want, near) in enumerate(rows):
-            found = self._wrong(given, got, want, near)
+            found = self._mismatches(given, got, want, near)
             if found:
                 at = f"call {step + 1} of {self.steps}, " if self.steps > 1 else ""
                 lines = _lines(found, self._probe(given, one, reference))
@@ -129,18 +137,18 @@ class Check:
             given = fed_back(self.args, want, self.carry)
         self.agreed.append(where)
 
-    def _wrong(self, given: tuple[Any, ...], got: Any, want: Any, near: Any) -> list[Finding]:
-        # What the fed back leaves of the result were before the call.
+    def _mismatches(self, given: tuple[Any, ...], got: Any, want: Any, near: Any) -> list[Mismatch]:
+        # The values of the leaves that are fed back, as they were before the call.
         old = [leaf.value for leaf in leaves_of("", given[: self.carry])]
         count = len(leaves_of("", got))
         before = dict(zip(range(count - len(old), count), old, strict=True))
         return compare(f"{self.name}(...)", got, want, near, before, self.tolerance)
 
     def _probe(self, given: tuple[Any, ...], one: MappedCall, reference: Reference) -> Probe:
-        def compared(args: tuple[Any, ...]) -> tuple[Any, Any, list[Finding]]:
+        def compared(args: tuple[Any, ...]) -> tuple[Any, Any, list[Mismatch]]:
             got, want = one.mapped(*args), reference.call(*args)
-            near = reference.call(*nudged(args))
-            return got, want, self._wrong(args, got, want, near)
+            near = reference.call(*perturbed(args))
+            return got, want, self._mismatches(args, got, want, near)
 
         draws_in = lambda args: draws(eqx.filter_make_jaxpr(one.mapped)(*args)[0])
         return Probe(given, one.mapped.place, compared, draws_in)
@@ -155,17 +163,17 @@ class Check:
             want = lambda *args, call=reference.call: gradient(call, args)
 
             def compared(args: tuple[Any, ...], got: Call = got, want: Call = want) -> Any:
-                of = got(*args), want(*args), want(*nudged(args))
+                of = got(*args), want(*args), want(*perturbed(args))
                 return *of[:2], compare("args", *of, {}, self.tolerance)
 
-            with self._noting(f"for {where}", errors.NOTE_GRADIENT):
+            with self._noting_where(f"for {where}", errors.NOTE_GRADIENT):
                 found = compared(self.args)[2]
             if found:
                 probe = Probe(self.args, one.mapped.place, compared, lambda args: False)
                 lines = _lines(found, probe)
-                # Of values as simple as Hypothesis leaves them the results can be right by chance.
+                # For the simple values that Hypothesis shrinks to, the results can be right by chance.
                 other = self._probe(self.args, one, reference)
-                if results := list(other.findings.values()):
+                if results := list(other.mismatches.values()):
                     lines += [report.WITH_OTHER_VALUES, *_lines(results, other)]
                 self._fail(f"{where}, ", reference, lines)
             else:
@@ -179,24 +187,24 @@ class Check:
             raise report.not_equivalent(self.name, self.failed, self.agreed)
 
 
-def _lines(found: list[Finding], probe: Probe) -> list[str]:
-    return [_line(finding, guess(finding, probe)) for finding in found]
+def _lines(found: list[Mismatch], probe: Probe) -> list[str]:
+    return [_line(mismatch, guess(mismatch, probe)) for mismatch in found]
 
 
-def _line(finding: Finding, said: str | None) -> str:
-    got, want = finding.got.value, finding.want
-    what = f"{finding.got.array.dtype}[{','.join(map(str, got.shape))}]"
-    if not finding.same_shape:
+def _line(mismatch: Mismatch, cause: str | None) -> str:
+    got, want = mismatch.got.value, mismatch.want
+    what = f"{mismatch.got.array.dtype}[{','.join(map(str, got.shape))}]"
+    if not mismatch.same_shape:
         off = report.other_shape(got.shape, want.shape)
-        return report.wrong_leaf(finding.got.path, what, off, said)
-    at = finding.worst
-    off = report.off_by(float(finding.apart[at]), at, got[at].item(), want[at].item())
-    return report.wrong_leaf(finding.got.path, what, off + _where(finding), said)
+        return report.leaf_report(mismatch.got.path, what, off, cause)
+    at = mismatch.worst
+    off = report.off_by(float(mismatch.deviation[at]), at, got[at].item(), want[at].item())
+    return report.leaf_report(mismatch.got.path, what, off + _where(mismatch), cause)
 
 
-def _where(finding: Finding) -> str:
-    shards = finding.shards
+def _where(mismatch: Mismatch) -> str:
+    shards = mismatch.shards
     if not shards:
         return ""
-    everywhere = len(shards) == len(finding.got.parts)
-    return report.on_shards([] if everywhere else shards, finding.allowed)
+    everywhere = len(shards) == len(mismatch.got.parts)
+    return report.on_shards([] if everywhere else shards, mismatch.tolerance)

@@ -1,4 +1,4 @@
-"""Whether results agree, leaf by leaf, and where they do not."""
+"""Which leaves of a result differ from those of the reference, and where."""
 
 import dataclasses
 import math
@@ -26,8 +26,8 @@ class Leaf:
 
     **Attributes:**
 
-    - `path`: as the user would type it.
-    - `array`: as it was returned.
+    - `path`: the path as the user would type it.
+    - `array`: the array as it was returned.
     """
 
     path: str
@@ -35,12 +35,12 @@ class Leaf:
 
     @cached_property
     def value(self) -> Any:
-        """Its numbers, those of a key among them."""
+        """The numbers of the array, also where it holds keys."""
         return _numbers(self.array)
 
     @cached_property
     def parts(self) -> list[tuple[Coordinates, tuple[slice, ...]]]:
-        """For each shard, where it is and what it has; none for what lies on no mesh."""
+        """For each shard its coordinates and its part; empty for an array that lies on no mesh."""
         sharding = getattr(self.array, "sharding", None)
         if not isinstance(sharding, NamedSharding):
             return []
@@ -51,8 +51,8 @@ class Leaf:
         ]
 
     @cached_property
-    def torn(self) -> tuple[str, str] | None:
-        """Two shards that have different copies of what is to be one value."""
+    def unequal_copies(self) -> tuple[str, str] | None:
+        """Two shards that have different copies of one value."""
         if not self.parts:
             return None
         by_device = {shard.device: shard.data for shard in self.array.addressable_shards}
@@ -77,45 +77,46 @@ def _numbers(x: Any) -> Any:
         x = jax.random.key_data(x)
     found = np.asarray(x)
     if jnp.issubdtype(found.dtype, jnp.floating):
-        return found.astype(np.float64)  # Of bfloat16 and the like NumPy cannot subtract all.
+        return found.astype(np.float64)  # NumPy cannot subtract bfloat16 and the like.
     return found
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
-    """A leaf that is not what it should be.
+class Mismatch:
+    """A leaf that differs from the reference.
 
     **Attributes:**
 
+    - `number`: the number of the leaf in the result.
     - `got`: the leaf.
-    - `want`: what it should be.
-    - `before`: what stood there before the call, if it is part of what is fed back.
-    - `allowed`: how far apart rounding may have brought them.
+    - `want`: the value of the reference.
+    - `before`: the value before the call, if the leaf is fed back.
+    - `tolerance`: the largest difference that rounding explains.
     """
 
     number: int
     got: Leaf
     want: Any
     before: Any
-    allowed: float
+    tolerance: float
 
     @property
     def same_shape(self) -> bool:
         return bool(self.got.value.shape == self.want.shape)
 
     @cached_property
-    def apart(self) -> Any:
-        """How far each number is off."""
-        return differences(self.got.value, self.want)
+    def deviation(self) -> Any:
+        """The difference between each number and the reference."""
+        return deviations(self.got.value, self.want)
 
     @cached_property
     def worst(self) -> tuple[int, ...]:
-        """Where it is off the most."""
-        return tuple(map(int, np.unravel_index(int(np.argmax(self.apart)), self.want.shape)))
+        """The index of the largest difference."""
+        return tuple(map(int, np.unravel_index(int(np.argmax(self.deviation)), self.want.shape)))
 
     @cached_property
     def shards(self) -> list[str]:
-        """The shards that have the number that is off the most."""
+        """The shards that hold the number with the largest difference."""
         at = self.worst
         has = [shard for shard, index in self.got.parts if _covers(index, at, self.want.shape)]
         return [errors.axes_str(shard) for shard in has]
@@ -128,7 +129,7 @@ class Finding:
 
     @cached_property
     def split(self) -> dict[int, int]:
-        """In how many parts each axis of the array is split, where it is."""
+        """The number of parts of each axis of the array that is split."""
         shape = self.got.value.shape
         steps = [
             _size(index[d], shape[d]) for _, index in self.got.parts[:1] for d in range(len(index))
@@ -136,9 +137,9 @@ class Finding:
         counts = {d: shape[d] // step for d, step in enumerate(steps) if step}
         return {d: count for d, count in counts.items() if count > 1}
 
-    def wrong(self) -> Any:
-        """Which numbers are off by more than rounding."""
-        return self.apart > self.allowed
+    def off(self) -> Any:
+        """Which numbers differ by more than rounding."""
+        return self.deviation > self.tolerance
 
 
 def _covers(index: tuple[slice, ...], at: tuple[int, ...], shape: tuple[int, ...]) -> bool:
@@ -149,30 +150,31 @@ def _size(part: slice, whole: int) -> int:
     return len(range(*part.indices(whole)))
 
 
-def differences(got: Any, want: Any) -> Any:
-    """How far apart numbers are; infinitely far where only one is a number."""
+def deviations(got: Any, want: Any) -> Any:
+    """The differences between numbers; infinite where only one of the two is NaN."""
     if got.dtype.kind in "biu" or want.dtype.kind == "b":
         return np.abs(got.astype(np.float64) - want.astype(np.float64))
     with np.errstate(invalid="ignore"):
-        apart = np.abs(got - want)
+        difference = np.abs(got - want)
     equal = (got == want) | ((got != got) & (want != want))
-    return np.where(equal, 0.0, np.where(np.isnan(apart), np.inf, apart))
+    return np.where(equal, 0.0, np.where(np.isnan(difference), np.inf, difference))
 
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """How far apart rounding may bring two ways to compute the same.
+    """How far rounding may bring two computations of the same value apart.
 
-    The unit roundoff of a leaf's dtype, times its largest number and the square root of how many are summed
-    (errors of either sign partly cancel; Higham, Accuracy and Stability of Numerical Algorithms, ch. 4.2),
-    and beside it by how much the reference moves where its arguments are off by one roundoff each: so what
-    cancels, and is small for that, is not held to more digits than it has.
+    The first term is the unit roundoff of the dtype times the largest number of the leaf. The second is the
+    change of the reference when each argument is off by one roundoff: a result that is small because terms
+    cancel has fewer right digits. Both grow with the square root of the number of terms that are summed,
+    since errors of either sign partly cancel (Higham, Accuracy and Stability of Numerical Algorithms, ch.
+    4.2).
     """
 
     terms: int
     given: float | None = None
 
-    def of(self, leaf: Leaf, want: Any, nudged: Any) -> float:
+    def of(self, leaf: Leaf, want: Any, perturbed: Any) -> float:
         if not jnp.issubdtype(leaf.array.dtype, jnp.inexact):
             return 0.0
         finite = np.abs(np.where(np.isfinite(want), want, 0.0))
@@ -180,7 +182,7 @@ class Tolerance:
         if self.given is not None:
             return self.given * max(largest, 1.0)
         eps = float(_finfo(leaf.array.dtype).eps)
-        moved = np.abs(np.where(np.isfinite(nudged) & np.isfinite(want), nudged - want, 0.0))
+        moved = np.abs(np.where(np.isfinite(perturbed) & np.isfinite(want), perturbed - want, 0.0))
         spread = 4 * math.sqrt(self.terms)
         tiny = float(_finfo(leaf.array.dtype).tiny)  # XLA may flush what is smaller to zero.
         return spread * (eps * largest + float(moved.max(initial=0.0))) + tiny
@@ -190,32 +192,32 @@ def compare(
     name: str,
     got: Any,
     want: Any,
-    nudged: Any,
+    perturbed: Any,
     before: dict[int, Any],
     tolerance: Tolerance,
-) -> list[Finding]:
-    """The leaves of a result that are not those wanted.
+) -> list[Mismatch]:
+    """The leaves of a result that differ from those of the reference.
 
     **Arguments:**
 
-    - `nudged`: what was wanted, of arguments that are off by rounding.
-    - `before`: of leaves that are fed back, by their number, what stood there.
+    - `perturbed`: the results of the reference for arguments that are off by rounding.
+    - `before`: the values before the call of the leaves that are fed back, by number.
     """
-    leaves, wanted, moved = (leaves_of(name, tree) for tree in (got, want, nudged))
+    leaves, wanted, moved = (leaves_of(name, tree) for tree in (got, want, perturbed))
     if len(leaves) != len(wanted):
         raise errors.other_leaves(name, [x.path for x in leaves], [x.path for x in wanted])
     found = []
     for number, (leaf, goal, near) in enumerate(zip(leaves, wanted, moved, strict=True)):
         leaf = dataclasses.replace(leaf, array=jnp.asarray(leaf.array))
         allowed = tolerance.of(leaf, goal.value, near.value)
-        one = Finding(number, leaf, goal.value, before.get(number), allowed)
-        if not one.same_shape or one.wrong().any() or (leaf.torn and not allowed):
+        one = Mismatch(number, leaf, goal.value, before.get(number), allowed)
+        if not one.same_shape or one.off().any() or (leaf.unequal_copies and not allowed):
             found.append(one)
     return found
 
 
-def nudged(args: Any) -> Any:
-    """Arguments whose inexact numbers are off by rounding, this way and that."""
+def perturbed(args: Any) -> Any:
+    """Arguments whose inexact numbers are off by rounding, up or down."""
     random = np.random.default_rng(0)
 
     def off(x: Any) -> Any:
@@ -234,7 +236,7 @@ def nudged(args: Any) -> Any:
 
 
 def as_arrays(args: Any) -> Any:
-    """Arguments as what is fed back is: JAX arrays of strong types. Else both would be traced."""
+    """Arguments as JAX arrays of strong types, like the results that are fed back: so there is one trace."""
     return jax.tree.map(_as_array, args)
 
 
@@ -244,6 +246,6 @@ def _as_array(x: Any) -> Any:
     return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
 
 
-def terms_of(args: Any) -> int:
-    """How many numbers the longest reduction of an argument is of."""
+def longest_reduction(args: Any) -> int:
+    """The largest number of terms that a reduction of one argument can have."""
     return max([1, *(np.size(x) for x in jax.tree.leaves(args) if eqx.is_array(x))])

@@ -1,4 +1,4 @@
-"""A function on a mesh, kept with what it has compiled."""
+"""A function on a mesh, kept together with its compiled programs."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ from ._run import Call, gradient
 
 
 def mesh_of(given: Any) -> Mesh:
-    """A mesh, or the one that has these sizes."""
+    """The mesh itself, or a mesh with the given sizes."""
     if isinstance(given, Mesh):
         return given
     if not isinstance(given, Mapping):
@@ -46,16 +46,16 @@ class MappedCall:
         return f"on mesh {errors.axes_str(dict(self.mesh.shape))}"
 
     def gradient(self, *args: Any) -> Any:
-        """That of a call."""
-        # JAX makes a gradient of zeros, typed by Explicit axes, only where their mesh is set.
+        """The gradient of a call."""
+        # JAX can make zero gradients with Explicit axes in their type only where the mesh is set.
         typed = AxisType.Explicit in self.mesh.axis_types
         with jax.set_mesh(self.mesh) if typed else contextlib.nullcontext():
-            # Placed first: what comes back untouched has its part of the gradient where it lies.
+            # Placed first, because the gradient of an untouched argument lies where the argument lies.
             return gradient(self.mapped, self.mapped.place(*args))
 
 
 def mapped_call(fun: Callable[..., Any], mesh: Mesh, specs: tuple[Any, ...]) -> MappedCall:
-    """A function on a mesh, the same object for the same ones: it has what was compiled."""
+    """A function on a mesh. Equal arguments get the same object, whose programs are compiled already."""
     leaves, structure = jax.tree.flatten(specs, is_leaf=lambda x: x is None)
     key = fun, mesh, tuple(leaves), structure
     return _cached_call(*key) if is_hashable(key) else _new_call(*key)
@@ -77,12 +77,12 @@ def _new_call(
     return MappedCall(mesh, mapped, within_jit(mapped))
 
 
-# Those of the last functions: with them goes what was compiled.
+# The cache is bounded, because each entry keeps compiled programs alive.
 _cached_call = functools.lru_cache(maxsize=64)(_new_call)
 
 
 def within_jit(call: Call) -> Call:
-    """The call as a part of a bigger compiled one."""
+    """The call inside `jax.jit`."""
 
     @functools.partial(jax.jit, static_argnums=1)
     def whole(arrays: Any, statics: _Statics) -> Any:
@@ -99,12 +99,12 @@ def within_jit(call: Call) -> Call:
 
 @jax.tree_util.register_static
 class _Statics:
-    """What is no array in a tree, as something that can be hashed."""
+    """The leaves of a tree that are no arrays, made hashable."""
 
     def __init__(self, tree: Any) -> None:
         self.tree = tree
         leaves, structure = jax.tree.flatten(tree)
-        # What cannot be known is never the same.
+        # A leaf whose value cannot be known is never equal to another.
         self.key = structure, tuple(static_key(x) or object() for x in leaves)
 
     def __hash__(self) -> int:

@@ -1,4 +1,4 @@
-"""More calls, to tell what is wrong: with other values, and with the same on every shard."""
+"""Further calls that narrow the cause down: with generic values, and with the same values on every shard."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,23 +10,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._compare import Finding, Leaf, leaves_of
+from ._compare import Leaf, Mismatch, leaves_of
 
 
-# The results of a call, sharded and not, and what was fed in: arguments -> (got, want, wrong leaves).
-Compared = Callable[[tuple[Any, ...]], tuple[Any, Any, list[Finding]]]
+# From arguments to the results of the sharded call, those of the reference, and the mismatches.
+Compared = Callable[[tuple[Any, ...]], tuple[Any, Any, list[Mismatch]]]
 
 
 @dataclasses.dataclass
 class Probe:
-    """What a failing call does with other arguments, found out where it is asked for.
+    """What a failing call gives for other arguments. Nothing is called before it is needed.
 
     **Attributes:**
 
-    - `args`: of the failing call.
-    - `place`: lays arguments out on the mesh.
-    - `compared`: calls and compares.
-    - `draws_in`: whether a call draws random numbers.
+    - `args`: the arguments of the failing call.
+    - `place`: the function that places arguments on the mesh.
+    - `compared`: the function that calls and compares.
+    - `draws_in`: whether a call with these arguments draws random numbers.
     """
 
     args: tuple[Any, ...]
@@ -36,41 +36,40 @@ class Probe:
 
     @cached_property
     def generic_args(self) -> tuple[Any, ...]:
-        """Arguments as the failing ones are, but for their values.
+        """The failing arguments with other values.
 
-        Those that Hypothesis ends with are as simple as can be, zeros and ones, from which many a mistake
-        looks like another.
+        The values that Hypothesis shrinks to are zeros and ones, for which many mistakes look alike.
         """
         random = np.random.default_rng(1)
         return tuple(jax.tree.map(lambda x: _generic(random, x), self.args))
 
     @cached_property
-    def findings(self) -> dict[int, Finding]:
-        """The leaves that are wrong for generic arguments, by number."""
-        found = _tried(lambda: self.compared(self.generic_args)[2])
-        return {finding.number: finding for finding in found or ()}
+    def mismatches(self) -> dict[int, Mismatch]:
+        """The mismatches for generic arguments, by number of the leaf."""
+        found = _result_or_none(lambda: self.compared(self.generic_args)[2])
+        return {mismatch.number: mismatch for mismatch in found or ()}
 
     @cached_property
-    def twins(self) -> tuple[list[Any], list[Any]] | None:
-        """Each leaf of the results where every shard has what the first one has, sharded and not."""
+    def uniform_results(self) -> tuple[list[Any], list[Any]] | None:
+        """The leaves of both results where every shard gets the part of the first shard."""
 
         def called() -> tuple[list[Any], list[Any]]:
             placed = self.place(*self.generic_args)
-            got, want, _ = self.compared(tuple(jax.tree.map(_all_the_first, placed)))
+            got, want, _ = self.compared(tuple(jax.tree.map(_first_part_everywhere, placed)))
             of_both = [[leaf.value for leaf in leaves_of("", tree)] for tree in (got, want)]
             return of_both[0], of_both[1]
 
-        found: tuple[list[Any], list[Any]] | None = _tried(called)
+        found: tuple[list[Any], list[Any]] | None = _result_or_none(called)
         return found
 
     @cached_property
     def draws(self) -> bool:
         """Whether the function draws random numbers."""
-        return bool(_tried(lambda: self.draws_in(self.args)))
+        return bool(_result_or_none(lambda: self.draws_in(self.args)))
 
 
-def _tried(call: Callable[[], Any]) -> Any:
-    """What a call gives; nothing where it fails, since a guess is worth no error of its own."""
+def _result_or_none(call: Callable[[], Any]) -> Any:
+    """The result of a call; `None` where it fails, since a guess must not raise an error of its own."""
     try:
         return call()
     except Exception:
@@ -78,7 +77,7 @@ def _tried(call: Callable[[], Any]) -> Any:
 
 
 def _generic(random: np.random.Generator, x: Any) -> Any:
-    """Values in the range of those that there are, all different as far as that goes."""
+    """Random values in the range of the given ones."""
     if not eqx.is_array(x) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
     value = np.asarray(x)
@@ -93,12 +92,12 @@ def _generic(random: np.random.Generator, x: Any) -> Any:
         return jnp.asarray(made.astype(value.dtype))
     wide = np.where(np.isfinite(value.astype(np.float64)), value, 0.0).astype(np.float64)
     made = random.uniform(-1, 1, x.shape) * (np.abs(wide).max(initial=0.0) or 1.0)
-    # What is never negative, a variance or a count, may not be.
+    # Values that are never negative, such as variances and counts, stay so.
     return jnp.asarray((np.abs(made) if wide.min(initial=0.0) >= 0 else made).astype(value.dtype))
 
 
-def _all_the_first(x: Any) -> Any:
-    """What the first shard has, in the place of every shard's."""
+def _first_part_everywhere(x: Any) -> Any:
+    """The array with the part of the first shard in the place of every part."""
     if not eqx.is_array(x) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
     parts = Leaf("", x).parts

@@ -1,4 +1,4 @@
-"""What a failed check says: where results differ, and what is probably wrong."""
+"""The words of a failed check: where results differ, and the probable cause."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -13,19 +13,21 @@ def not_equivalent(name: str, failed: Sequence[str], agreed: Sequence[str]) -> A
 
 
 def failed_call(where: str, against: str, leaves: Sequence[str]) -> str:
-    head = f"{where[0].upper()}{where[1:]}beside {against}:"
+    head = f"{where[0].upper()}{where[1:]}compared with {against}:"
     return "\n".join([head, *leaves])
 
 
-def wrong_leaf(path: str, what: str, off: str, guess: str | None) -> str:
+def leaf_report(path: str, what: str, off: str, guess: str | None) -> str:
     probably = f"\n    Probably: {guess}" if guess else ""
     return f"  - {path}: {what}, {off}.{probably}"
 
 
-def on_shards(shards: Sequence[str], allowed: float) -> str:
-    """Where a number is, on all shards if none is named, and what rounding explains."""
+def on_shards(shards: Sequence[str], tolerance: float) -> str:
+    """The shards that hold a number, every shard if none is named; and what rounding explains."""
     there = f"shard {' and '.join(shards)}" if shards else "every shard"
-    return f", on {there} ({f'{allowed:.1g} would be rounding' if allowed else 'none is allowed'})"
+    return (
+        f", on {there} ({f'{tolerance:.1g} would be rounding' if tolerance else 'none is allowed'})"
+    )
 
 
 def off_by(amount: float, at: Sequence[int], got: Any, want: Any) -> str:
@@ -56,18 +58,18 @@ def guess_shorter(axis: int, times: int, names: Sequence[Sequence[Hashable]]) ->
     )
 
 
-def guess_torn(shards: Sequence[str]) -> str:
+def guess_unequal_copies(shards: Sequence[str]) -> str:
     return (
         f"an unreduced output: its spec keeps one copy for all shards, and {shards[0]} and {shards[1]} have "
         "different ones. Reduce it inside (jax.lax.psum, pmean), or name the axis in the out spec."
     )
 
 
-def guess_kept() -> str:
+def guess_unchanged() -> str:
     return "it came back as it went in: the new value is computed and not returned."
 
 
-def guess_times(times: int, more: bool, names: Sequence[Sequence[Hashable]], added: bool) -> str:
+def guess_factor(times: int, more: bool, names: Sequence[Sequence[Hashable]], added: bool) -> str:
     what = "what is added to it" if added else "it"
     if more:
         return (
@@ -87,7 +89,7 @@ def guess_shifted(by: int) -> str:
     )
 
 
-def guess_exchanged() -> str:
+def guess_permuted() -> str:
     return "the parts of the shards are right, but in another order: the axis names of a spec are exchanged."
 
 

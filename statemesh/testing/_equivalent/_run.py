@@ -1,4 +1,4 @@
-"""What is run to be compared: calls in a row, a model that moves to another mesh, gradients."""
+"""The runs that are compared: chained calls, a model that moves to another mesh, gradients."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 
-# A function of the arguments that gives the results first, then the new models.
+# A function that returns its outputs first, then the new models.
 Call: TypeAlias = Callable[..., Any]
 
 
 def carried(args: Sequence[Any], result: Any) -> int:
-    """How many of the first arguments come back as the last results."""
+    """The number of first arguments that come back as the last results."""
     results = as_results(result)
     for count in range(min(len(args), len(results)), 0, -1):
         pairs = zip(args[:count], results[len(results) - count :], strict=True)
@@ -29,7 +29,7 @@ def as_results(result: Any) -> tuple[Any, ...]:
 
 
 def _is_new(old: Any, new: Any) -> bool:
-    """Whether one tree may take the other's place. A bare array is not taken for a model."""
+    """Whether a tree may replace the old one. A bare array does not count as a model."""
     structure: Any = jax.tree.structure
     if structure(old) != structure(new) or structure(old) == structure(0):
         return False
@@ -37,11 +37,11 @@ def _is_new(old: Any, new: Any) -> bool:
     return all(np.shape(a) == np.shape(b) for a, b in pairs if eqx.is_array_like(b))
 
 
-def in_a_row(call: Call, args: Sequence[Any], steps: int, carry: int) -> list[Any]:
-    """The results of calls, each of which gets what the one before gave back."""
+def chained_calls(call: Call, args: Sequence[Any], steps: int, carry: int) -> list[Any]:
+    """The results of calls, each of which gets the models that the call before returned."""
     given, found = tuple(args), []
     for _ in range(steps):
-        # One at a time: with many calls under way collectives of older versions of JAX can lock up.
+        # One call at a time: in older versions of JAX the collectives of several running calls can lock up.
         result = jax.block_until_ready(call(*given))
         found.append(result)
         given = fed_back(given, result, carry)
@@ -53,12 +53,14 @@ def fed_back(args: Sequence[Any], result: Any, carry: int) -> tuple[Any, ...]:
     return (*results[len(results) - carry :], *args[carry:])
 
 
-def moving(first: Call, second: Call, args: Sequence[Any], steps: int, carry: int) -> list[Any]:
-    """The same, with what is fed back saved halfway, loaded, and used by another call."""
-    before = in_a_row(first, args, steps // 2, carry)
+def calls_with_a_move(
+    first: Call, second: Call, args: Sequence[Any], steps: int, carry: int
+) -> list[Any]:
+    """The same, but halfway the models are saved, loaded, and passed to another function."""
+    before = chained_calls(first, args, steps // 2, carry)
     given = fed_back(args, before[-1], carry)
     given = (*map(saved, given[:carry]), *args[carry:])
-    return before + in_a_row(second, given, steps - steps // 2, carry)
+    return before + chained_calls(second, given, steps - steps // 2, carry)
 
 
 def saved(tree: Any) -> Any:
@@ -70,7 +72,7 @@ def _through_file(x: Any) -> Any:
     file = io.BytesIO()
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     data = np.asarray(jax.random.key_data(x) if is_key else x)
-    # As bytes: of bfloat16 and the like NumPy's format knows nothing.
+    # As bytes: the format of NumPy does not know bfloat16 and the like.
     np.save(file, data.reshape(-1).view(np.uint8))
     file.seek(0)
     loaded = np.load(file).view(data.dtype).reshape(data.shape)
@@ -80,7 +82,7 @@ def _through_file(x: Any) -> Any:
 
 
 def gradient(call: Call, args: Sequence[Any]) -> Any:
-    """Of a number that every entry of the results has its own part in, by every inexact array."""
+    """The gradient, by every inexact array, of a sum that gives every entry of the results its own weight."""
     inexact, rest = eqx.partition(tuple(args), eqx.is_inexact_array)
 
     def results(inexact: Any) -> list[Any]:

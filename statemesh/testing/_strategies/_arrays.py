@@ -16,10 +16,10 @@ from ._meshes import Draw
 
 
 Array: TypeAlias = npt.NDArray[Any]
-# It divides no power of two, so that what different shards hold of an array filled with so many numbers in
-# turn differs.
-FEW = 7
-finfo: Any = jnp.finfo  # The stubs know nothing of those of JAX.
+# The period of the numbers in an array. It divides no power of two, so that the parts of shards differ.
+PERIOD = 7
+# The ones of JAX know bfloat16, but have no stubs.
+finfo: Any = jnp.finfo
 iinfo: Any = jnp.iinfo
 
 
@@ -30,23 +30,22 @@ def arrays(
     min_value: int | float = -4,
     max_value: int | float = 4,
 ) -> st.SearchStrategy[Array]:
-    """NumPy arrays, filled with up to seven drawn numbers in turn.
+    """NumPy arrays that repeat up to seven drawn numbers.
 
-    Seven divides no power of two, so that parts on different shards differ. Floats are finite, and none of
-    them is subnormal, since XLA takes these for zero. Shrinks to zeros.
+    Seven divides no power of two, so that the parts of different shards differ. Floats are finite and not
+    subnormal, since XLA takes subnormal numbers for zero. Shrinks to zeros.
 
     **Arguments:**
 
-    - `shape`: of the arrays, or a strategy of shapes.
-    - `dtype`: of booleans, integers, floats (`jnp.bfloat16` too) or complex numbers; or a strategy of dtypes.
-    - `min_value`, `max_value`: the smallest and the largest number, as far as the dtype can hold them; of
-        complex numbers those of each part. Of no meaning for booleans.
+    - `shape`: the shape of the arrays, or a strategy of shapes.
+    - `dtype`: a dtype of booleans, integers, floats (`jnp.bfloat16` too) or complex numbers, or a strategy.
+    - `min_value`, `max_value`: the smallest and the largest number, as far as the dtype can hold them. For
+        complex numbers they bound each part; for booleans they mean nothing.
 
     **Returns:** a strategy of `numpy.ndarray`.
 
-    **Raises:** `StatemeshError`, when an array is drawn, for a dtype that JAX does not have, as it has none
-    of 64 bits unless `jax_enable_x64` is set, and where the dtype has no number from `min_value` to
-    `max_value`.
+    **Raises:** `StatemeshError`, when an array is drawn, for a dtype that JAX does not have (64 bits need
+    `jax_enable_x64`), and where the dtype has no number from `min_value` to `max_value`.
 
     !!! example
 
@@ -66,14 +65,14 @@ def arrays(
 def _arrays(draw: Draw, shape: Any, dtype: Any, least: int | float, most: int | float) -> Array:
     shape = draw(shape) if isinstance(shape, st.SearchStrategy) else shape
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    dtype = _known(draw(dtype) if isinstance(dtype, st.SearchStrategy) else dtype)
-    count = max(1, min(FEW, math.prod(shape)))
+    dtype = _checked(draw(dtype) if isinstance(dtype, st.SearchStrategy) else dtype)
+    count = max(1, min(PERIOD, math.prod(shape)))
     few = draw(st.lists(_numbers(dtype, least, most), min_size=1, max_size=count))
     return np.resize(np.array(few, dtype), shape)
 
 
-def _known(dtype: Any) -> Any:
-    """A dtype that JAX has, or an error."""
+def _checked(dtype: Any) -> Any:
+    """The dtype, if JAX has it."""
     found = np.dtype(dtype)
     is_number = found == np.bool_ or jnp.issubdtype(found, np.number)
     if not is_number or found.itemsize > (16 if found.kind == "c" else 8):
@@ -86,7 +85,7 @@ def _known(dtype: Any) -> Any:
 
 @functools.cache
 def _numbers(dtype: Any, least: int | float, most: int | float) -> st.SearchStrategy[Any]:
-    """Python's numbers from `least` to `most`, all of which the dtype holds."""
+    """Python numbers from `least` to `most` that the dtype can hold exactly."""
     if dtype == np.bool_:
         return st.booleans()
     if jnp.issubdtype(dtype, np.complexfloating):
@@ -112,13 +111,13 @@ def _floats(dtype: Any, least: int | float, most: int | float) -> st.SearchStrat
     tiny = float(finfo(dtype).tiny)
 
     def held(x: float) -> float:
-        """The nearest number that the dtype has; it lies between the same bounds, which it has too."""
+        """The nearest number that the dtype has. The bounds are such numbers, so it lies between them too."""
         near = float(np.asarray(x).astype(dtype))
         return math.copysign(0.0, near) if abs(near) < tiny else near
 
     width: Any = 64 if dtype == np.float64 else 32
     any_float = st.floats(low, high, width=width, allow_subnormal=False).map(held)
-    # They would hardly come up by themselves.
+    # Random draws would hardly find these edge cases.
     rare = [x for x in (-0.0, tiny, -tiny, low, high) if low <= x <= high]
     if low == 0 and math.copysign(1, low) > 0:
         rare.remove(-0.0)
@@ -126,7 +125,7 @@ def _floats(dtype: Any, least: int | float, most: int | float) -> st.SearchStrat
 
 
 def _at_least(dtype: Any, bound: int | float) -> float:
-    """The smallest of a dtype's finite numbers, subnormal ones left out, that is no less than a bound."""
+    """The smallest finite number of a dtype that is at least `bound` and not subnormal."""
     info = finfo(dtype)
     largest, tiny = float(info.max), float(info.tiny)
     if not bound <= largest:

@@ -1,4 +1,4 @@
-"""A strategy for filters: each is built around a state that it is to match."""
+"""A strategy for filters: each is built around a state of a tree that it must match."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
@@ -15,17 +15,17 @@ from ._trees import KINDS
 
 
 def filters(*, tree: Any) -> st.SearchStrategy[Any]:
-    """Filters of every form, nested up to three deep, made of what there is in a tree to find.
+    """Filters of every form, nested up to three deep, for the states of a tree.
 
-    Each matches a state of the tree, except now and then one that says outright that it matches none: `None`,
-    `False` or `Nothing()`. Of a tree without states they are drawn from these and `...`, `True` and
-    `Everything()`. Shrinks to `...`.
+    Each filter matches a state of the tree. Only the explicit `None`, `False` and `Nothing()`, which are
+    drawn sometimes, match none. For a tree without states, filters are drawn from these and `...`, `True`
+    and `Everything()`. Shrinks to `...`.
 
     **Arguments:**
 
-    - `tree`: whose states, tags and paths filters speak of; a module, or any other pytree.
+    - `tree`: the pytree whose states, tags and paths the filters name.
 
-    **Returns:** a strategy of filters. Functions, and what `Where` holds, print as the code that they run.
+    **Returns:** a strategy of filters. Functions, also those inside `Where`, print as their source code.
 
     !!! example
 
@@ -40,13 +40,13 @@ def filters(*, tree: Any) -> st.SearchStrategy[Any]:
         ```
     """
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=sm.is_state)[0]
-    found = [Found(tuple(path), unit) for path, unit in flat if sm.is_state(unit)]
+    found = [PathAndState(tuple(path), unit) for path, unit in flat if sm.is_state(unit)]
     return _filters(found)
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    """A state of the tree, and the path at which it stands."""
+class PathAndState:
+    """A state of the tree, and its path."""
 
     path: tuple[Any, ...]
     state: sm.State
@@ -57,19 +57,19 @@ class Found:
 
     @property
     def names(self) -> list[Hashable]:
-        """What the steps of its path are called."""
+        """The names of the steps of the path."""
         return [_name(step) for step in self.path]
 
     @property
     def nodes(self) -> list[tuple[Any, ...]]:
-        """The paths of the nodes that it stands under, and its own, as far as they can be typed."""
-        typed = range(len(self.path) + 1)
-        return [self.path[:n] for n in typed if all(map(_is_typed, self.path[:n]))]
+        """The paths of the state and of the nodes above it, as far as Python code can take them."""
+        lengths = range(len(self.path) + 1)
+        return [self.path[:n] for n in lengths if all(map(_is_typed, self.path[:n]))]
 
 
 @dataclasses.dataclass(frozen=True)
-class Code:
-    """A function that prints as what it runs, and is equal to others that run the same."""
+class PrintableFunction:
+    """A function that prints as its source code, and equals other functions with the same source."""
 
     source: str
     run: Callable[..., Any] = dataclasses.field(compare=False)
@@ -81,7 +81,7 @@ class Code:
         return self.source
 
 
-# What draws one filter.
+# A function that draws one filter.
 Form: TypeAlias = Callable[[], Any]
 
 EVERYTHING = (..., True, sm.filters.Everything())
@@ -89,27 +89,27 @@ NOTHING = (None, False, sm.filters.Nothing())
 
 
 @st.composite
-def _filters(draw: Draw, found: Sequence[Found]) -> Any:
+def _filters(draw: Draw, found: Sequence[PathAndState]) -> Any:
     if not found:
         return draw(st.sampled_from(EVERYTHING + NOTHING))
-    # Now and then one that says outright what it matches, `...` before all: it is the simplest.
+    # Sometimes a filter that matches everything or nothing. `...` comes first, so that filters shrink to it.
     kind = draw(st.integers(0, 15))
     if kind in (0, 15):
         return draw(st.sampled_from(NOTHING if kind else EVERYTHING))
-    return _Maker(draw, found).hit(draw(st.sampled_from(found)), draw(st.integers(0, 3)))
+    return _FilterMaker(draw, found).matching(draw(st.sampled_from(found)), draw(st.integers(0, 3)))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Maker:
-    """Draws filters that match a state, and filters that do not."""
+class _FilterMaker:
+    """Draws filters that match a given state, and filters that do not."""
 
     draw: Draw
-    found: Sequence[Found]
+    found: Sequence[PathAndState]
 
     def one_of(self, of: Sequence[Any]) -> Any:
         return self.draw(st.sampled_from(of))
 
-    def hit(self, one: Found, deep: int) -> Any:
+    def matching(self, one: PathAndState, deep: int) -> Any:
         """A filter that matches a state."""
         forms: list[Form] = [
             lambda: self.one_of(EVERYTHING),
@@ -123,14 +123,14 @@ class _Maker:
             forms.append(lambda: sm.filters.PathContains(self.one_of(one.names)))
         if deep and self.draw(st.booleans()):
             forms = [
-                lambda: self.any_of(self.mixed(self.hit, one, deep)),
-                lambda: sm.filters.All(*self.several(self.hit, one, deep)),
-                lambda: sm.filters.Not(self.miss(one, deep - 1)),
+                lambda: self.any_of(self.mixed(self.matching, one, deep)),
+                lambda: sm.filters.All(*self.several(self.matching, one, deep)),
+                lambda: sm.filters.Not(self.not_matching(one, deep - 1)),
             ]
         return self.one_of(forms)()
 
-    def miss(self, one: Found, deep: int) -> Any:
-        """A filter that does not match a state, but, where there are such, others."""
+    def not_matching(self, one: PathAndState, deep: int) -> Any:
+        """A filter that does not match a state. It may match others of the tree."""
         kinds = {kind for other in self.found for kind in other.kinds}.union(KINDS) - {*one.kinds}
         tags = {tag for other in self.found for tag in other.state.tag} - one.state.tag
         names = {str(name): name for other in self.found for name in other.names}
@@ -150,9 +150,9 @@ class _Maker:
             forms.append(lambda: _where(self.one_of(nodes)))
         if deep and self.draw(st.booleans()):
             forms = [
-                lambda: self.any_of(self.several(self.miss, one, deep)),
-                lambda: sm.filters.All(*self.mixed(self.miss, one, deep)),
-                lambda: sm.filters.Not(self.hit(one, deep - 1)),
+                lambda: self.any_of(self.several(self.not_matching, one, deep)),
+                lambda: sm.filters.All(*self.mixed(self.not_matching, one, deep)),
+                lambda: sm.filters.Not(self.matching(one, deep - 1)),
             ]
         return self.one_of(forms)()
 
@@ -167,41 +167,43 @@ class _Maker:
     def any_of(self, parts: list[Any]) -> Any:
         return self.one_of([list, tuple, lambda parts: sm.filters.Any(*parts)])(parts)
 
-    def several(self, form: Callable[..., Any], one: Found, deep: int) -> list[Any]:
-        """Up to three filters of a form; none only of those that match nothing."""
-        least = 1 if form == self.hit else 0
+    def several(self, form: Callable[..., Any], one: PathAndState, deep: int) -> list[Any]:
+        """Up to three filters of a form; at least one of those that match."""
+        least = 1 if form == self.matching else 0
         return [form(one, deep - 1) for _ in range(self.draw(st.integers(least, 3)))]
 
-    def mixed(self, form: Callable[..., Any], one: Found, deep: int) -> list[Any]:
-        """A filter of a form, and any others before and after it."""
+    def mixed(self, form: Callable[..., Any], one: PathAndState, deep: int) -> list[Any]:
+        """A filter of a form, among filters of either form."""
         parts = [form(one, deep - 1)]
         for _ in range(self.draw(st.integers(0, 2))):
-            other = self.one_of([self.hit, self.miss])(one, deep - 1)
+            other = self.one_of([self.matching, self.not_matching])(one, deep - 1)
             parts.insert(self.draw(st.integers(0, len(parts))), other)
         return parts
 
 
-def _functions(one: Found) -> list[Code]:
+def _functions(one: PathAndState) -> list[PrintableFunction]:
     """Functions that match a state."""
     name, kind = one.state.name, type(one.state)
     return [
         _as_deep_as(len(one.path)),
-        Code(f"lambda path, state: state.name == {name!r}", lambda path, state: state.name == name),
-        Code(
+        PrintableFunction(
+            f"lambda path, state: state.name == {name!r}", lambda path, state: state.name == name
+        ),
+        PrintableFunction(
             f"lambda path, state: type(state) is {kind.__name__}",
             lambda path, state: type(state) is kind,
         ),
     ]
 
 
-def _as_deep_as(depth: int) -> Code:
+def _as_deep_as(depth: int) -> PrintableFunction:
     source = f"lambda path, state: len(path) >= {depth}"
-    return Code(source, lambda path, state: len(path) >= depth)
+    return PrintableFunction(source, lambda path, state: len(path) >= depth)
 
 
 def _where(path: Sequence[Any]) -> sm.filters.Where:
     source = f"lambda tree: tree{jax.tree_util.keystr(tuple(path))}"
-    return sm.filters.Where(Code(source, lambda tree: reduce(_child, path, tree)))
+    return sm.filters.Where(PrintableFunction(source, lambda tree: reduce(_child, path, tree)))
 
 
 def _child(node: Any, step: Any) -> Any:
@@ -211,12 +213,12 @@ def _child(node: Any, step: Any) -> Any:
 
 
 def _is_typed(step: Any) -> bool:
-    """Whether a step can be taken in Python: not where a node numbers its leaves."""
+    """Whether Python code can take a step: not where a node only numbers its children."""
     return not isinstance(step, jax.tree_util.FlattenedIndexKey)
 
 
 def _name(step: Any) -> Any:
-    """What a step of a path is called: an attribute's name, a key, an index."""
+    """The name of a step of a path: the name of an attribute, a key, an index."""
     for field in ("name", "key", "idx"):
         if hasattr(step, field):
             return getattr(step, field)

@@ -1,4 +1,4 @@
-"""`given_meshes`: a test for every mesh."""
+"""`given_meshes`: run a test on drawn meshes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,12 +12,12 @@ from ._meshes import meshes
 def given_meshes(
     *, axis_names: Sequence[str] | None = None, max_devices: int | None = None, **given_by: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """`hypothesis.given` for a test that gets a mesh, as its argument `mesh`.
+    """`hypothesis.given` for a test that takes a mesh as its argument `mesh`.
 
     **Arguments:**
 
     - `axis_names`, `max_devices`: as for `meshes`.
-    - `given_by`: strategies of the test's other arguments, by name.
+    - `given_by`: strategies for the other arguments of the test, by name.
 
     **Returns:** a decorator.
 

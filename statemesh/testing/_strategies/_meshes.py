@@ -1,4 +1,4 @@
-"""Strategies for meshes, for specs, and for the shapes that a spec divides. Each shrinks to the simplest."""
+"""Strategies for meshes, for specs, and for the shapes that a spec divides."""
 
 import math
 from collections.abc import Callable, Hashable, Sequence
@@ -14,7 +14,7 @@ from .. import _errors as errors
 
 Shape: TypeAlias = tuple[int, ...]
 AnyMesh: TypeAlias = Mesh | AbstractMesh
-# What a strategy draws with; the type of Hypothesis's own cannot be checked at run time.
+# The type of the first argument of a composite strategy. Hypothesis has it for type checkers only.
 if TYPE_CHECKING:
     Draw: TypeAlias = st.DrawFn
 else:
@@ -28,17 +28,17 @@ def meshes(
     max_devices: int | None = None,
     axis_types: Sequence[AxisType] = (AxisType.Auto, AxisType.Explicit),
 ) -> st.SearchStrategy[Mesh]:
-    """Meshes of some of the devices that there are.
+    """Meshes of some of the devices that JAX has.
 
-    Sizes of axes are powers of two, one among them. JAX is asked for its devices when a mesh is drawn, not
+    The sizes of axes are powers of two, including one. JAX is asked for its devices when a mesh is drawn, not
     before. Shrinks to a mesh of one device.
 
     **Arguments:**
 
-    - `axis_names`: the name of one axis, or of several in order. Left out, meshes have one to three axes,
-        called `'x'`, `'y'` and `'z'`.
-    - `max_devices`: how many devices a mesh may have. Left out: all.
-    - `axis_types`: one of them is drawn for all axes of a mesh; the first is the simplest.
+    - `axis_names`: the name of the axis, or the names of several in order. Left out, meshes have one to
+        three axes, called `'x'`, `'y'` and `'z'`.
+    - `max_devices`: the largest number of devices of a mesh. Left out: all.
+    - `axis_types`: the types to draw from, the simplest first. All axes of a mesh have the same type.
 
     **Returns:** a strategy of `jax.sharding.Mesh`.
 
@@ -76,7 +76,8 @@ def _meshes(
         raise errors.too_many_devices(most, len(devices))
     if names is None:
         names = NAMES[: draw(st.integers(1, len(NAMES)))]
-    # Sizes as powers of two: all of them together, then what each axis takes of it, the first one the rest.
+    # First the exponent of the number of devices is drawn. Then each axis takes a part of it, the first axis
+    # what is left.
     left = draw(st.integers(0, (most or len(devices)).bit_length() - 1))
     powers: list[int] = []
     for _ in names[1:]:
@@ -90,12 +91,12 @@ def _meshes(
 def specs(*, shape: Sequence[int], mesh: AnyMesh) -> st.SearchStrategy[PartitionSpec]:
     """Specs under which a mesh divides a shape.
 
-    Every mesh axis splits one of the array's axes or none; several may split the same one, in any order.
-    Entries of `None` at the end, which mean nothing, are written out now and then. Shrinks to `P()`.
+    Every mesh axis splits one axis of the array or none. Several mesh axes may split the same axis, in any
+    order. Some specs end in entries of `None`, which mean nothing. Shrinks to `P()`.
 
     **Arguments:**
 
-    - `shape`: of the array.
+    - `shape`: the shape of the array.
     - `mesh`: a `Mesh`, or an `AbstractMesh`.
 
     **Returns:** a strategy of `jax.sharding.PartitionSpec`.
@@ -117,7 +118,7 @@ def specs(*, shape: Sequence[int], mesh: AnyMesh) -> st.SearchStrategy[Partition
 
 @st.composite
 def _specs(draw: Draw, shape: Shape, mesh: AnyMesh) -> PartitionSpec:
-    # As many choices whatever is chosen: Hypothesis takes fewer for simpler.
+    # To Hypothesis fewer choices are simpler. So every spec is drawn in the same number of choices.
     where = st.integers(0, len(shape))
     left = list(shape)
     split: list[list[Hashable]] = [[] for _ in shape]
@@ -143,20 +144,21 @@ def shapes(
 ) -> st.SearchStrategy[Shape]:
     """Shapes that a spec divides.
 
-    The part of one shard is drawn, and the shape is as many of those as there are shards. There are few
-    different ones, since each costs a compile. Shrinks to the lowest rank and to parts of size one.
+    The shape of one shard's part is drawn, then multiplied by the number of shards along each axis. Few
+    different shapes are drawn, since each costs a compile. Shrinks to the lowest rank and to parts of size
+    one.
 
     **Arguments:**
 
-    - `spec`: how arrays of these shapes are split.
+    - `spec`: the spec that splits the arrays.
     - `mesh`: a `Mesh`, or an `AbstractMesh`.
-    - `min_rank`: the least number of axes. Left out: as many as `spec` has entries.
-    - `max_rank`: the largest number of axes. Left out: two, or `min_rank` if that is more.
+    - `min_rank`: the smallest number of axes. Left out: the number of entries of `spec`.
+    - `max_rank`: the largest number of axes. Left out: two, or `min_rank` if that is larger.
     - `max_side`: the largest size of an axis of one shard's part.
 
     **Returns:** a strategy of tuples of numbers.
 
-    **Raises:** `SpecError` for a spec with axes that the mesh does not have, or with more entries than
+    **Raises:** `SpecError` for a spec that names axes the mesh does not have, or has more entries than
     `min_rank`; `StatemeshError` where `max_rank` is less than `min_rank`, or `max_side` less than one.
 
     !!! example
@@ -171,7 +173,7 @@ def shapes(
 
         ```
     """
-    factors = [factor(names, spec, mesh) for names in spec]
+    factors = [split_count(names, spec, mesh) for names in spec]
     least = len(factors) if min_rank is None else min_rank
     most = max(least, 2) if max_rank is None else max_rank
     if least < len(factors):
@@ -189,8 +191,8 @@ def _shapes(draw: Draw, factors: Shape, least: int, most: int, side: int) -> Sha
     return tuple(n * count for n, count in zip(sides, spread, strict=True))
 
 
-def factor(entry: Any, spec: Any, mesh: AnyMesh) -> int:
-    """Into how many parts an entry of a spec splits an axis."""
+def split_count(entry: Any, spec: Any, mesh: AnyMesh) -> int:
+    """The number of parts into which an entry of a spec splits an axis."""
     names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
     if unknown := [name for name in names if name not in mesh.shape]:
         raise errors.unknown_axes(spec, unknown, mesh.axis_names)

@@ -1,4 +1,4 @@
-"""Strategies for states, and for the module trees that they stand in."""
+"""Strategies for states, and for module trees that hold states."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 import statemesh as sm
 
+from .._types import tree_util
 from ._arrays import arrays
-from ._meshes import AnyMesh, Draw, Shape, factor, specs
+from ._meshes import AnyMesh, Draw, Shape, specs, split_count
 
 
 KINDS: tuple[type[sm.State], ...] = (
@@ -36,7 +37,7 @@ class Pair(sm.Module):
 
 
 class Layer(sm.Module):
-    """Some parts, and a static leaf that is a function, as `modules` draws them."""
+    """A list of parts, and a static leaf that is a function, as `modules` draws them."""
 
     parts: list[Any]
     activation: Callable[..., Any] = jnp.tanh
@@ -51,20 +52,21 @@ def states(
     reduces: Sequence[Any] = (None, "sum", "mean", "max", "min"),
     mesh: AnyMesh | None = None,
 ) -> st.SearchStrategy[sm.State]:
-    """States with any metadata, whose values are arrays or small trees of them.
+    """States with any metadata, whose values are arrays or small trees of arrays.
 
-    Shrinks to the first of `kinds` with a zero, and without metadata.
+    Shrinks to a zero of the first of `kinds`, without metadata.
 
     **Arguments:**
 
-    - `kinds`: the kinds to draw from, your own subclasses too; one of a `RandomState` gets a key. Left out:
-        all that there are in statemesh.
-    - `shapes`: of what one shard holds of an array. Left out: a few small ones.
-    - `dtypes`: of the arrays. Left out: floats, integers, booleans and complex numbers.
-    - `tags`: those that a state may carry, none, one or two at once.
-    - `reduces`: the policies to draw from. Where one has no meaning for a state's dtypes, it is `None`.
-    - `mesh`: with a mesh, states are placed: whole, by a spec that divides them, or by `PerShard`; arrays are
-        as large as they then have to be. Left out, they have no spec.
+    - `kinds`: the kinds to draw from, which may be your own subclasses. A subclass of `RandomState` gets a
+        key. Left out: all kinds of statemesh.
+    - `shapes`: a strategy for the shape of one shard's part of an array. Left out: a few small shapes.
+    - `dtypes`: a strategy for the dtypes. Left out: floats, integers, booleans and complex numbers.
+    - `tags`: the tags to draw from. A state carries none, one or two.
+    - `reduces`: the policies to draw from. Where a policy has no meaning for the dtypes of a state, the state
+        has none.
+    - `mesh`: the mesh on which states are placed: replicated, by a spec, or by `PerShard`, with arrays of the
+        size that this takes. Left out, states have no spec.
 
     **Returns:** a strategy of `State`s.
 
@@ -100,7 +102,7 @@ def _states(
     known["tag"] = draw(st.lists(st.sampled_from(tags), unique=True, max_size=2)) if tags else None
     if issubclass(kind, sm.RandomState):
         spec, (count,) = draw(_placed((1,), mesh, True))
-        # Of as many choices as other states are made of: Hypothesis takes fewer for simpler.
+        # To Hypothesis fewer choices are simpler. So a key is drawn in as many choices as other states.
         bits = draw(st.tuples(*[st.booleans()] * 8))
         key = jax.random.key(sum(2**n for n, bit in enumerate(bits) if bit))
         key = key if spec is None else jax.random.split(key, count)
@@ -108,50 +110,47 @@ def _states(
         return stream
     template = draw(st.sampled_from([0, {"a": 0, "b": (0, 0)}, [0, None]]))
     leaves, treedef = tree_util.tree_flatten(template)
-    values, places = [], []
+    values, placements = [], []
     for _ in leaves:
         spec, shape = draw(_placed(draw(shapes), mesh, kind.always_replicated))
         values.append(draw(arrays(shape=shape, dtype=dtypes)))
-        places.append(spec)
-    same = all(spec == places[0] for spec in places)
+        placements.append(spec)
+    same = all(spec == placements[0] for spec in placements)
     reduce = draw(st.sampled_from(reduces))
     state: sm.State = kind(
         treedef.unflatten(values),
-        spec=places[0] if same else treedef.unflatten(places),
-        reduce=reduce if all(_suits(reduce, x.dtype) for x in values) else None,
+        spec=placements[0] if same else treedef.unflatten(placements),
+        reduce=reduce if all(_has_meaning(reduce, x.dtype) for x in values) else None,
         **known,
     )
     return state
 
 
-tree_util: Any = jax.tree_util  # Of its `PyTreeDef` the stubs know nothing.
-
-
 @st.composite
 def _placed(draw: Draw, shape: Shape, mesh: AnyMesh | None, replicated: bool) -> tuple[Any, Shape]:
-    """A placement, and the shape of an array of which one shard then holds an array of this shape."""
-    ways = ["whole", "split", "apart"]
-    way = "whole" if mesh is None else draw(st.sampled_from(ways[::2] if replicated else ways))
-    if mesh is None or way == "whole":
+    """A placement, and the shape of an array of which one shard then holds a part of the given shape."""
+    ways = ["replicated", "split", "per shard"]
+    way = "replicated" if mesh is None else draw(st.sampled_from(ways[::2] if replicated else ways))
+    if mesh is None or way == "replicated":
         return None, shape
-    if way == "apart":
+    if way == "per shard":
         names = draw(st.permutations(mesh.axis_names))[: draw(st.integers(1, len(mesh.axis_names)))]
         count = math.prod(mesh.shape[name] for name in names)
         return sm.PerShard(*names), (count, *(shape[1:] if replicated else shape))
-    # What divides this divides whatever has as many axes.
+    # A spec that divides this shape can be scaled to any shape of as many axes.
     spec = draw(specs(shape=[math.prod(mesh.shape.values())] * len(shape), mesh=mesh))
-    spread = [factor(entry, spec, mesh) for entry in spec]
+    spread = [split_count(entry, spec, mesh) for entry in spec]
     return spec, tuple(n * k for n, k in zip(shape, spread + [1] * len(shape), strict=False))
 
 
-def _suits(how: Any, dtype: Any) -> bool:
+def _has_meaning(reduce: Any, dtype: Any) -> bool:
     """Whether a policy has a meaning for a dtype."""
     allowed = {
         "mean": (np.inexact,),
         "sum": (np.number,),
         "max": (np.integer, np.floating),
         "min": (np.integer, np.floating),
-    }.get(how if isinstance(how, str) else "")
+    }.get(reduce if isinstance(reduce, str) else "")
     return allowed is None or any(jnp.issubdtype(dtype, kind) for kind in allowed)
 
 
@@ -163,18 +162,18 @@ def modules(
     max_states: int = 5,
     shared: bool = False,
 ) -> st.SearchStrategy[sm.Module]:
-    """Modules that hold states and other leaves in modules, dictionaries, lists and tuples, a few deep.
+    """Modules that hold states and other leaves in nested modules, dictionaries, lists and tuples.
 
     Shrinks to a module that holds `min_states` of the simplest states and nothing else.
 
     **Arguments:**
 
     - `states`: a strategy of states. Left out: `states()`.
-    - `leaves`: a strategy of what else the tree holds. Left out: arrays and static leaves, all of them
-        hashable: numbers, strings, `None`, functions, dtypes.
-    - `min_states`, `max_states`: how many states are drawn.
-    - `shared`: whether one of the tree's states, or of the modules in it, is to stand in two places, the very
-        same object. For JAX these are two; a mapped call refuses to write a State that stands twice.
+    - `leaves`: a strategy of the other leaves. Left out: arrays and hashable static leaves (numbers, strings,
+        `None`, functions, dtypes).
+    - `min_states`, `max_states`: the smallest and the largest number of states that are drawn.
+    - `shared`: whether one state or module is in the tree twice, as the very same object. To JAX these are
+        two nodes. A mapped call refuses to write a State that is in the tree twice.
 
     **Returns:** a strategy of `Module`s.
 
@@ -193,7 +192,7 @@ def modules(
     )
 
 
-# In `modules` the name stands for an argument.
+# In `modules` the name `states` is an argument.
 _of_any_kind = states
 
 
@@ -208,18 +207,18 @@ def _modules(
 ) -> sm.Module:
     units = draw(st.lists(states, min_size=least, max_size=most))
     if units and len(units) < most and draw(st.integers(0, 7)) == 7:
-        # Another one with nothing to be told apart by but its path.
+        # A copy that differs from the first only by its path.
         units.append(tree_util.tree_map(lambda x: x, units[0]))
     units += draw(st.lists(_leaves() if leaves is None else leaves, max_size=3))
     parts = draw(st.permutations(units))
     while len(parts) > 4:
         parts = [*parts[3:], _node(draw, parts[:3])]
-    # Now and then a level more, so that paths of different lengths end alike.
+    # Sometimes one level more, so that paths of different lengths end alike.
     if len(parts) > 1 and draw(st.booleans()):
         cut = draw(st.integers(1, len(parts)))
         parts = [_node(draw, parts[:cut]), *parts[cut:]]
     if shared:
-        # In two places on one level, or on different ones.
+        # The second place of the shared node may be on another level.
         found = [node for node in _nodes(parts) if sm.is_state(node) or isinstance(node, sm.Module)]
         twice = draw(st.sampled_from(found)) if found else Layer([])
         parts = [*parts, twice, *([] if found else [twice])]
@@ -233,7 +232,7 @@ def _node(draw: Draw, parts: list[Any]) -> Any:
 
 
 def _dictionary(parts: list[Any]) -> dict[str, Any]:
-    # Put in backwards: a dictionary's own order is not the order of its leaves.
+    # Filled backwards: the order of a dictionary is not the order of its leaves.
     return {"abcd"[i]: parts[i] for i in reversed(range(len(parts)))}
 
 
@@ -245,7 +244,7 @@ MODULES: tuple[Callable[[list[Any]], sm.Module], ...] = (_pair, Layer)
 
 
 def _nodes(tree: Any) -> list[Any]:
-    """All nodes of a tree that stand under others."""
+    """All nodes of a tree except its root."""
     children = tree_util.tree_leaves(tree, is_leaf=lambda node: node is not tree)
     return [*children, *(node for child in children if child is not tree for node in _nodes(child))]
 
