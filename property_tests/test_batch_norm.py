@@ -58,7 +58,7 @@ def batches(draw: st.DrawFn) -> tuple[Any, Any]:
     momentum=st.sampled_from([None, 0.0, 0.5, 0.99]),
     start=st.none() | st.sampled_from([0.0, 1e8, np.nan, np.inf]),
 )
-def test_whatever_is_split_how(
+def test_running_statistics_of_split_batches(
     way: tuple[Any, Any],
     given: list[tuple[Any, Any]],
     momentum: float | None,

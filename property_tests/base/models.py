@@ -56,7 +56,7 @@ def model_of(case: Case, values: Sequence[Sequence[Array]]) -> Any:
             return arrays[0]
         return KINDS[slot.kind](
             slot_value(arrays),
-            # Only states that a filter must name have a tag. Paths alone tell the others apart.
+            # Only states that a filter must name have a tag. Only their paths distinguish the others.
             tag=f"s{k}" if slot.declared else None,
             spec=None if slot.declared else slot_spec(slot),
             reduce=added_range if slot.reduce == "range" else slot.reduce,

@@ -109,13 +109,10 @@ def check_fed_back(case: FedBack, transform: str, start: int = 1) -> None:
         functools.partial(_call, case), in_axes=(axes, None, 0), out_axes=case.axis
     )
     if case.around == "scan":
-        model, _ = jax.lax.scan(
-            lambda model, _: (mapped(model, plain, x)[1], None), model, None, length=ROUNDS
-        )
+        once = lambda model, _: (mapped(model, plain, x)[1], None)
+        model, _ = jax.lax.scan(once, model, None, length=ROUNDS)
         for _ in range(ROUNDS):
-            world = [
-                _after(item, old, x, case) for item, old in zip(case.items, world, strict=True)
-            ]
+            world = _after_call(case, world, x)
         _check_items(case, model, world)
         return
     call = {"jit": eqx.filter_jit(mapped), "unsharded": mapped.unsharded}.get(case.around, mapped)
@@ -128,22 +125,17 @@ def check_fed_back(case: FedBack, transform: str, start: int = 1) -> None:
         np.testing.assert_array_equal(np.asarray(out), np.asarray(wanted, np.float32) * x)
         # Outside a Module the result is as in `jax.vmap`.
         np.testing.assert_array_equal(np.asarray(copies), np.stack([plain] * case.count, case.axis))
-        world = [_after(item, old, x, case) for item, old in zip(case.items, world, strict=True)]
+        world = _after_call(case, world, x)
         _check_items(case, model, world)
         if number and case.around == "eager":
             _check_kept(case, before, model)
-        if any(item.way == "alike" for item in case.items):
-            # These have lanes now, so that they start again.
-            world = [
-                np.take(now, 0, case.axis) if item.way == "alike" else now
-                for item, now in zip(case.items, world, strict=True)
-            ]
-            model = model.replace(
-                items=[
-                    jnp.asarray(now) if item.way == "alike" else old
-                    for item, now, old in zip(case.items, world, model.items, strict=True)
-                ]
-            )
+        things = list(model.items)
+        for k, item in enumerate(case.items):
+            if item.way == "alike":
+                # It has lanes now, so that it starts again.
+                world[k] = np.take(world[k], 0, case.axis)
+                things[k] = jnp.asarray(world[k])
+        model = model.replace(items=things)
 
 
 def _pairs(case: FedBack, world: Sequence[Array]) -> list[tuple[Item, Array]]:
@@ -158,6 +150,10 @@ def _whole(item: Item, value: int, case: FedBack) -> Array:
 
 def _of_lane(item: Item, i: int, whole: Array, case: FedBack) -> float:
     return float((np.take(whole, i, case.axis) if item.way == "each" else whole).sum())
+
+
+def _after_call(case: FedBack, world: Sequence[Array], x: Array) -> list[Array]:
+    return [_after(item, old, x, case) for item, old in _pairs(case, world)]
 
 
 def _after(item: Item, old: Array, x: Array, case: FedBack) -> Array:

@@ -33,13 +33,13 @@ class Lanes:
         )
 
     def __call__(self, rng: sm.RandomState, x: Any) -> Any:
-        by_row, by_shard, rng = self.mapped(rng, self._apart(x))
+        by_row, by_shard, rng = self.mapped(rng, self._split(x))
         return _flat(by_row), _flat(by_shard), rng
 
     def place(self, rng: sm.RandomState, x: Any) -> Any:
-        return self.mapped.place(rng, self._apart(x))
+        return self.mapped.place(rng, self._split(x))
 
-    def _apart(self, x: Any) -> Any:
+    def _split(self, x: Any) -> Any:
         return x if self.keys is not None else x.reshape(self.count, -1)
 
 

@@ -231,7 +231,7 @@ def summed_again() -> None:
         sm.shard_map(step, mesh_of(LINE), specs, PartitionSpec())(jnp.ones(()), np.ones(4))
 
 
-def kept_apart() -> None:
+def lanes_differ() -> None:
     """Gradients of parameters that each lane has for itself are known to differ."""
 
     def step(w: jax.Array, x: jax.Array) -> Any:
@@ -242,7 +242,7 @@ def kept_apart() -> None:
             transform(step, axis_name="x", out_axes=None)(jnp.ones(2), np.ones((2, 3)))
 
 
-def losses_apart() -> None:
+def losses_differ() -> None:
     """Losses that differ over an axis which `axis_name` does not name are refused."""
 
     def step(w: jax.Array, x: jax.Array) -> Any:
@@ -269,8 +269,8 @@ def gradient_of_gradient() -> None:
 CHECKS: dict[str, Callable[[], None]] = {
     "moved states": moved_states,
     "summed again": summed_again,
-    "kept separate": kept_apart,
-    "losses separate": losses_apart,
+    "lanes differ": lanes_differ,
+    "losses differ": losses_differ,
     "gradient of gradient": gradient_of_gradient,
     "mixed, unchecked": loss(MIXED, "unchecked"),
     "mixed, checked": loss(MIXED, "checked"),

@@ -34,8 +34,8 @@ def map_in_a_loss() -> None:
 PARTS: dict[str, Any] = {"parts": 2, "order": 2}
 CHECKS: dict[str, Callable[[], None]] = {
     "map in a loss": map_in_a_loss,
-    "apart, through, vmap2": nested("vmap2", named=False, order=0, exchange="through"),
-    "apart, stopped, pmap2": nested("pmap2", named=False, exchange="stopped", remat=True),
+    "separate, through, vmap2": nested("vmap2", named=False, order=0, exchange="through"),
+    "separate, stopped, pmap2": nested("pmap2", named=False, exchange="stopped", remat=True),
     "inside, through, unchecked": nested("unchecked", exchange="through"),
     "inside, through, checked": nested("checked", exchange="through"),
     "parts, unchecked": nested("unchecked", **PARTS, own=(True, False, True)),

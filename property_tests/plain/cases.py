@@ -125,8 +125,8 @@ class Maker:
             spec = self.draw(specs(axes=names, rank=rank))
         spec = tuple(axes if f else () for f, axes in zip(full, spec, strict=True))
         side = tuple(n if f else 1 for n, f in zip(self.side, full, strict=True))
-        apart = self.some_axes() if per_shard else ()
-        return Leaf(dilated(side, spec, self.mesh), dtype, spec, apart)
+        entries = self.some_axes() if per_shard else ()
+        return Leaf(dilated(side, spec, self.mesh), dtype, spec, entries)
 
     def some_axes(self, of: Iterable[str] = ()) -> Axes:
         names = self.draw(st.permutations(sorted(of) or self.mesh.axis_names))
@@ -138,8 +138,8 @@ class Maker:
             return Slot(kind, (self.leaf(whole=True),))
         leaves = []
         for _ in range(self.draw(st.sampled_from([1, 1, 2]))):
-            apart = not (self.portable or self.smooth) and self.draw(st.integers(0, 3)) == 3
-            leaves.append(self.leaf(per_shard=apart))
+            per_shard = not (self.portable or self.smooth) and self.draw(st.integers(0, 3)) == 3
+            leaves.append(self.leaf(per_shard=per_shard))
         policies: list[str | None] = [None, "sum"]
         if not self.smooth:
             policies += ["max", "min"]

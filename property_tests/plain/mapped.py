@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 import statemesh as sm
 
+from .. import programs
 from ..base.models import (
     arrays_of,
     mesh_of,
@@ -20,17 +21,7 @@ from ..base.models import (
     units_of,
     with_units,
 )
-from ..programs import (
-    Binary,
-    Case,
-    Collect,
-    Fold,
-    Gain,
-    Index,
-    Input,
-    Read,
-    Unary,
-)
+from ..programs import Case
 from ..trees import Setting
 
 
@@ -60,21 +51,21 @@ def run_body(case: Case, model: Any, setting: Setting, *inputs: Any) -> tuple[tu
     values: list[Any] = []
     for step in case.steps:
         match step:
-            case Input(index):
+            case programs.Input(index):
                 value = _lifted(inputs[index], case.rank)
-            case Read(slot, leaf):
+            case programs.Read(slot, leaf):
                 value = _lifted(old[slot][leaf], case.rank)
-            case Gain():
+            case programs.Gain():
                 value = jnp.full((1,) * case.rank, setting.gain, jnp.float32)
-            case Index(axes):
+            case programs.Index(axes):
                 value = jnp.full((1,) * case.rank, jax.lax.axis_index(axes), jnp.int32)
-            case Unary(op, arg):
+            case programs.Unary(op, arg):
                 value = _UNARY[op](values[arg])
-            case Binary(op, left, right):
+            case programs.Binary(op, left, right):
                 value = _BINARY[op](values[left], values[right])
-            case Fold(op, arg, axis):
+            case programs.Fold(op, arg, axis):
                 value = getattr(jnp, op)(values[arg], axis=axis, keepdims=True)
-            case Collect(op, arg, axes):
+            case programs.Collect(op, arg, axes):
                 value = getattr(jax.lax, f"p{op}")(values[arg], axes)
         values.append(value)
     model = _written(case, model, old, values)

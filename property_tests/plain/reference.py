@@ -11,24 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from .. import programs
 from ..base.arrays import EPS, Array, Global, widen
-from ..programs import (
-    Axes,
-    Binary,
-    Case,
-    Collect,
-    Coordinate,
-    Fold,
-    Gain,
-    Index,
-    Input,
-    Leaf,
-    MeshShape,
-    Read,
-    Slot,
-    Spec,
-    Unary,
-)
+from ..programs import Axes, Case, Coordinate, Leaf, MeshShape, Slot, Spec
 
 
 # XLA's tanh is exact to a few units in the last place, and its results are at most one.
@@ -62,22 +47,22 @@ def run(
     values: list[Shards] = []
     for step in case.steps:
         match step:
-            case Input(index):
+            case programs.Input(index):
                 value = _each(arguments[index], _lifted(case.rank))
-            case Read(slot, leaf):
+            case programs.Read(slot, leaf):
                 value = _each(old[slot][leaf], _lifted(case.rank))
-            case Gain():
+            case programs.Gain():
                 number = np.full((1,) * case.rank, gain, np.float64)
                 value = Shards(dict.fromkeys(mesh.coordinates(), number), frozenset())
-            case Index(axes):
+            case programs.Index(axes):
                 value = _index(mesh, axes, case.rank)
-            case Unary(op, arg):
+            case programs.Unary(op, arg):
                 value = _unary(op, values[arg])
-            case Binary(op, left, right):
+            case programs.Binary(op, left, right):
                 value = _binary(op, values[left], values[right])
-            case Fold(op, arg, axis):
+            case programs.Fold(op, arg, axis):
                 value = _fold(op, values[arg], axis)
-            case Collect(op, arg, axes):
+            case programs.Collect(op, arg, axes):
                 value = _collect(op, values[arg], axes, mesh)
         values.append(value)
     new = [list(leaves) for leaves in old]
