@@ -200,7 +200,10 @@ def test_programs_are_lowered_for_the_lanes_of_all_processes(together: Any) -> N
     assert all(facts["lanes"]["lowered"] for _, facts in together)
 
 
-PASSED = "With several processes, each passes one lane for each of its own devices, and gets these lanes back."
+PASSED = (
+    "With several processes, each passes one lane for each of its own devices, and gets these lanes "
+    "back."
+)
 TRACED = (
     "BatchAxisError: <lambda>: pmap2 over the devices of several processes cannot be traced, as by jit, "
     "grad, vmap or scan around it. It takes and gives this process's lanes, which exist only while it "
@@ -274,7 +277,7 @@ DISAGREED = {
 def test_what_every_process_has_to_pass_alike_is_compared(what: str, together: Any) -> None:
     name, bad = DISAGREED[what]
     for process, (_, facts) in enumerate(together):
-        lines = [line if "or where" in line else f"{line} in this one" for line in bad]
+        lines = [line if "or where" in line else f"{line} in this process" for line in bad]
         text = "\n".join(f"  - {line}" for line in lines).replace("?", str(process))
         assert facts["alike"][what] == DIFFERENT.format(name, text)
 
@@ -375,9 +378,9 @@ def test_all_arguments_that_are_not_of_their_global_shapes_are_named() -> None:
         told(jnp.ones((3, LANES)), jnp.ones(LANES), pair)
     assert str(caught.value) == (
         "step: arguments do not fit global_arg_shapes:\n"
-        "  - x: float32[3,8] here, global_arg_shapes says (3, 9), of which this process's part is (3, 9)\n"
-        "  - y: float32[8] here, global_arg_shapes says (7,), of which this process's part is (7,)\n"
-        "  - z: [float32[8], float32[8]] here, global_arg_shapes says (8,), of which this process's part is "
+        "  - x: float32[3,8] here, but global_arg_shapes has (3, 9), of which this process's part is (3, 9)\n"
+        "  - y: float32[8] here, but global_arg_shapes has (7,), of which this process's part is (7,)\n"
+        "  - z: [float32[8], float32[8]] here, but global_arg_shapes has (8,), of which this process's part is "
         "(8,)\n"
         "A global shape is that of one array, with the lanes of all processes on the mapped axis; give None "
         "for any other argument."

@@ -22,7 +22,7 @@ class WholeState:
     path: str
     state: Any
     part_path: str
-    part: jax.Array
+    part: object
     spec: PartitionSpec
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -17,7 +18,7 @@ class ShapeMismatch:
     """An argument that its spec does not fit: its rank (`dim` is `None`), or the size of one axis."""
 
     path: str
-    value: object
+    value: Any
     spec: PartitionSpec
     dim: int | None
     per_shard: bool
@@ -28,7 +29,7 @@ class RankMismatch:
     """A returned array with fewer axes than its spec has entries."""
 
     path: str
-    value: object
+    value: Any
     spec: PartitionSpec
 
 

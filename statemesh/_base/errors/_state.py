@@ -51,7 +51,7 @@ def unknown_reduce(reduce: object, known: Sequence[str]) -> StatemeshError:
     )
 
 
-def cannot_reduce(how: str, dtype: np.dtype[Any]) -> StatemeshError:
+def cannot_reduce(how: str, dtype: object) -> StatemeshError:
     other = "a function `(old, new, axis_names) -> value`"
     mend = {
         "mean": f"Use reduce='sum', 'max' or 'min' for integers, or {other}.",
@@ -123,9 +123,7 @@ def set_differs(label: str, differ: Sequence[tuple[KeyPath, object, object]]) ->
     )
 
 
-def number_too_large(
-    label: str, path: KeyPath, value: object, dtype: np.dtype[Any]
-) -> StructureError:
+def number_too_large(label: str, path: KeyPath, value: object, dtype: Any) -> StructureError:
     finfo: Any = jax.numpy.finfo
     info: Any = np.iinfo(dtype) if np.issubdtype(dtype, np.integer) else finfo(dtype)
     return StructureError(
