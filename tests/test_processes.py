@@ -380,8 +380,8 @@ def test_all_arguments_that_are_not_of_their_global_shapes_are_named() -> None:
         "step: arguments do not fit global_arg_shapes:\n"
         "  - x: float32[3,8] here, but global_arg_shapes has (3, 9), of which this process's part is (3, 9)\n"
         "  - y: float32[8] here, but global_arg_shapes has (7,), of which this process's part is (7,)\n"
-        "  - z: [float32[8], float32[8]] here, but global_arg_shapes has (8,), of which this process's part is "
-        "(8,)\n"
+        "  - z: [float32[8], float32[8]] here, but global_arg_shapes has (8,), of which this process's part "
+        "is (8,)\n"
         "A global shape is that of one array, with the lanes of all processes on the mapped axis; give None "
         "for any other argument."
     )
