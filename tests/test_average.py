@@ -333,15 +333,15 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: average()({"loss": np.zeros(2), "each": [np.zeros((3, 1))]}),
         sm.StructureError,
         "Average: values must hold arrays of the shapes that the layer was made with:\n"
-        "  - values['each'][0]: float32[3] then, float64[3,1] now\n"
-        "  - values['loss']: float32[] then, float64[2] now",
+        "  - values['each'][0]: was float32[3], is float64[3,1]\n"
+        "  - values['loss']: was float32[], is float64[2]",
     ),
     (
         lambda: sm.nn.Average({"loss": 0.0})(1.0),
         sm.StructureError,
         "Average: values must hold arrays of the shapes that the layer was made with:\n"
-        "  - values['loss']: float32[] then, nothing now\n"
-        "  - values: nothing then, 1.0 now",
+        "  - values['loss']: was float32[], is nothing\n"
+        "  - values: was nothing, is 1.0",
     ),
     (
         lambda: sm.nn.Average(0.0)(1.0, weight=np.ones(2)),
@@ -362,10 +362,10 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         lambda: sm.nn.EMA(net())(net().replace(bias=jnp.ones(2), w=net().w.replace(value=1.0))),
         sm.StructureError,
         "EMA: model must hold arrays of the shapes that the layer was made with:\n"
-        "  - model.w['a']: float32[8] then, nothing now\n"
-        "  - model.w['b']: float32[8,2] then, nothing now\n"
-        "  - model.bias: float32[3] then, float32[2] now\n"
-        "  - model.w: nothing then, float32[] now",
+        "  - model.w['a']: was float32[8], is nothing\n"
+        "  - model.w['b']: was float32[8,2], is nothing\n"
+        "  - model.bias: was float32[3], is float32[2]\n"
+        "  - model.w: was nothing, is float32[]",
     ),
 ]
 

@@ -285,7 +285,7 @@ def test_everything_and_nothing_may_match_nothing() -> None:
         part, rest = sm.partition(bare, filter)
         assert sm.states(part, filter) == {}
         assert rest == bare
-    with pytest.raises(sm.StructureError, match="none"):
+    with pytest.raises(sm.StructureError, match="There are no states"):
         sm.partition(bare, sm.State)
 
 

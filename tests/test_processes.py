@@ -277,7 +277,7 @@ DISAGREED = {
 def test_what_every_process_has_to_pass_alike_is_compared(what: str, together: Any) -> None:
     name, bad = DISAGREED[what]
     for process, (_, facts) in enumerate(together):
-        lines = [line if "or where" in line else f"{line} in this one" for line in bad]
+        lines = [line if "or where" in line else f"{line} in this process" for line in bad]
         text = "\n".join(f"  - {line}" for line in lines).replace("?", str(process))
         assert facts["alike"][what] == DIFFERENT.format(name, text)
 
@@ -378,10 +378,10 @@ def test_all_arguments_that_are_not_of_their_global_shapes_are_named() -> None:
         told(jnp.ones((3, LANES)), jnp.ones(LANES), pair)
     assert str(caught.value) == (
         "step: arguments do not fit global_arg_shapes:\n"
-        "  - x: float32[3,8] here, global_arg_shapes says (3, 9), of which this process's part is (3, 9)\n"
-        "  - y: float32[8] here, global_arg_shapes says (7,), of which this process's part is (7,)\n"
-        "  - z: [float32[8], float32[8]] here, global_arg_shapes says (8,), of which this process's part is "
-        "(8,)\n"
+        "  - x: float32[3,8] here, but global_arg_shapes has (3, 9), of which this process's part is (3, 9)\n"
+        "  - y: float32[8] here, but global_arg_shapes has (7,), of which this process's part is (7,)\n"
+        "  - z: [float32[8], float32[8]] here, but global_arg_shapes has (8,), of which this process's part "
+        "is (8,)\n"
         "A global shape is that of one array, with the lanes of all processes on the mapped axis; give None "
         "for any other argument."
     )

@@ -12,7 +12,7 @@ from jax.tree_util import PyTreeDef
 from .._paths import describe
 from .._types import AxisName
 from ._classes import BatchAxisError, SpecError, StatemeshError, StructureError
-from ._text import counted, listed, quoted, shortened, spec_str
+from ._text import counted, error_listing, listed, quoted, shortened, spec_str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,28 +22,26 @@ class WholeState:
     path: str
     state: Any
     part_path: str
-    part: jax.Array
+    part: object
     spec: PartitionSpec
 
 
 def place_traced(name: str, paths: Sequence[str]) -> TypeError:
-    return TypeError(
-        listed(
-            f"{name}: these arrays are traced, as inside jit, grad or vmap, and cannot be placed",
-            paths,
-            "Place them before, outside the traced function. Inside it, a mapped call lays out its "
-            "arguments itself.",
-        )
+    return error_listing(
+        TypeError,
+        f"{name}: these arrays are traced, as inside jit, grad or vmap, and cannot be placed",
+        paths,
+        "Place them before, outside the traced function. Inside it, a mapped call lays out its "
+        "arguments itself.",
     )
 
 
 def shapes_given(name: str, paths: Sequence[str]) -> TypeError:
-    return TypeError(
-        listed(
-            f"{name}: these arguments are shapes without values (jax.ShapeDtypeStruct)",
-            paths,
-            "Pass arrays. For shapes there are `mapped.lower(...)` and `jax.eval_shape(mapped, ...)`.",
-        )
+    return error_listing(
+        TypeError,
+        f"{name}: these arguments are shapes without values (jax.ShapeDtypeStruct)",
+        paths,
+        "Pass arrays. For shapes there are `mapped.lower(...)` and `jax.eval_shape(mapped, ...)`.",
     )
 
 
@@ -56,12 +54,11 @@ def other_structure(name: str, lowered: PyTreeDef, given: PyTreeDef) -> TypeErro
 
 
 def other_statics(name: str, differ: Sequence[tuple[str, object]]) -> TypeError:
-    return TypeError(
-        listed(
-            f"{name} was called with other values of arguments that are not arrays than it was compiled for",
-            [f"{compiled}, and called with {given!r}" for compiled, given in differ],
-            "Lower it for these arguments, or call the function itself, which compiles anew.",
-        )
+    return error_listing(
+        TypeError,
+        f"{name} was called with other values of arguments that are not arrays than it was compiled for",
+        [f"{compiled}, and called with {given!r}" for compiled, given in differ],
+        "Lower it for these arguments, or call the function itself, which compiles anew.",
     )
 
 
@@ -72,13 +69,12 @@ def unknowable_statics(name: str, bad: Sequence[tuple[str, object, object]]) -> 
         if part is not value:
             item += f", which holds {shortened(part)} of type {type(part).__name__}"
         items.append(item)
-    return StructureError(
-        listed(
-            f"{name}: these arguments are not arrays, and can be neither hashed nor compared by their "
-            "contents, so a change in them would go unseen",
-            items,
-            "Pass the values that the function uses, as arrays or in a @dataclass(frozen=True).",
-        )
+    return error_listing(
+        StructureError,
+        f"{name}: these arguments are not arrays, and can be neither hashed nor compared by their "
+        "contents, so a change in them would go unseen",
+        items,
+        "Pass the values that the function uses, as arrays or in a @dataclass(frozen=True).",
     )
 
 
@@ -141,23 +137,21 @@ def with_type_hint(text: str, states: Sequence[tuple[str, object, tuple[AxisName
 
 
 def deleted(name: str, paths: Sequence[str]) -> StatemeshError:
-    return StatemeshError(
-        listed(
-            f"{name}: these arguments were given up to an earlier call that donates its arguments",
-            paths,
-            "Go on with what that call returned, as in `out, model = step(model, x)`.",
-        )
+    return error_listing(
+        StatemeshError,
+        f"{name}: these arguments were given up to an earlier call that donates its arguments",
+        paths,
+        "Go on with what that call returned, as in `out, model = step(model, x)`.",
     )
 
 
 def old_tracer(name: str, paths: Sequence[str]) -> Exception:
-    return jax.errors.UnexpectedTracerError(
-        listed(
-            f"{name}: a traced value outlived its trace. These arguments are traced",
-            paths,
-            "Return values from the traced function instead of keeping them: a model that is written inside "
-            "`jax.jit` or `jax.grad` leaves it as a result.",
-        )
+    return error_listing(
+        jax.errors.UnexpectedTracerError,
+        f"{name}: a traced value outlived its trace. These arguments are traced",
+        paths,
+        "Return values from the traced function instead of keeping them: a model that is written inside "
+        "`jax.jit` or `jax.grad` leaves it as a result.",
     )
 
 

@@ -105,8 +105,7 @@ def no_devices(transform: str, devices: Sequence[Any]) -> StatemeshError:
 
 def bad_devices(transform: str, devices: Sequence[Any]) -> StatemeshError:
     return StatemeshError(
-        f"{transform}: devices={devices!r} must be different jax.Devices, as in "
-        "devices=jax.devices()[:4]."
+        f"{transform}: devices={devices!r} must be different jax.Devices, as in devices=jax.devices()[:4]."
     )
 
 

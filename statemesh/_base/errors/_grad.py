@@ -5,17 +5,16 @@ from collections.abc import Iterable, Sequence
 from .._paths import describe
 from .._types import AxisName
 from ._classes import StatemeshError, StructureError
-from ._text import axes_argument, filter_str, first_paths, kind_str, listed, quoted
+from ._text import axes_argument, error_listing, filter_str, first_paths, kind_str, listed, quoted
 
 
 def cannot_differentiate(what: str, bad: Sequence[tuple[str, object]]) -> StructureError:
-    return StructureError(
-        listed(
-            f"{what}: wrt picks values that hold no floating or complex numbers",
-            [f"{path}: {describe(value)}" for path, value in bad],
-            "Let it pick parameters, as `wrt=sm.ParamState` does; sm.filters.All, Any and Not join several "
-            "filters.",
-        )
+    return error_listing(
+        StructureError,
+        f"{what}: wrt picks values that hold no floating or complex numbers",
+        [f"{path}: {describe(value)}" for path, value in bad],
+        "Let it pick parameters, as `wrt=sm.ParamState` does; sm.filters.All, Any and Not join several "
+        "filters.",
     )
 
 
@@ -24,30 +23,26 @@ def nothing_to_differentiate(
 ) -> StructureError:
     picks = f"wrt={filter_str(wrt)} picks nothing in the model"
     if wrt is None:
-        picks = (
-            "the model has no ParamState of floating or complex numbers, and no such array outside a "
-            "State"
-        )
+        picks = "the model has no ParamState of floating or complex numbers, and no such array outside a State"
     if not values:
         return StructureError(f"{what}: {picks}. It has no states and no arrays.")
     items = [f"{path}: {describe(value)}" for path, value in values]
-    return StructureError(listed(f"{what}: {picks}. It has", items))
+    return error_listing(StructureError, f"{what}: {picks}. It has", items)
 
 
 def picks_part_of_buffer(
     what: str, wrt: object, split: Sequence[Sequence[Sequence[str]]]
 ) -> StructureError:
-    return StructureError(
-        listed(
-            f"{what}: wrt={filter_str(wrt)} picks only some of the states that share a packed buffer, and a "
-            "buffer has one gradient",
-            [
-                f"picked: {first_paths(picked)}; not picked: {first_paths(left)}"
-                for picked, left in split
-            ],
-            "Take the gradient inside the mapped call, which sees the model, or pass the model itself to "
-            "this call: `packed.unpack()`.",
-        )
+    return error_listing(
+        StructureError,
+        f"{what}: wrt={filter_str(wrt)} picks only some of the states that share a packed buffer, and a "
+        "buffer has one gradient",
+        [
+            f"picked: {first_paths(picked)}; not picked: {first_paths(left)}"
+            for picked, left in split
+        ],
+        "Take the gradient inside the mapped call, which sees the model, or pass the model itself to "
+        "this call: `packed.unpack()`.",
     )
 
 
@@ -67,31 +62,26 @@ def not_loss_and_model(name: str, returned: object, has_aux: bool) -> StructureE
 
 def not_a_loss(name: str, loss: object) -> StructureError:
     return StructureError(
-        f"{_loss(name)} must be one real floating number, but is "
-        f"{describe(loss)}. Reduce it: `loss.mean()`."
+        f"{_loss(name)} must be one real floating number, but is {describe(loss)}. Reduce it: `loss.mean()`."
     )
 
 
 def loss_differs(name: str, axes: Sequence[AxisName], params: Sequence[str]) -> StatemeshError:
-    return StatemeshError(
-        listed(
-            f"{_loss(name)} differs over {quoted(axes)}, which axis_name does not name, but all shards there "
-            "share one copy of",
-            params,
-            listed(
-                "JAX would sum their gradients over the shards. Write one of", _loss_mends(axes)
-            ),
-        )
+    return error_listing(
+        StatemeshError,
+        f"{_loss(name)} differs over {quoted(axes)}, which axis_name does not name, but all shards there "
+        "share one copy of",
+        params,
+        listed("JAX would sum their gradients over the shards. Write one of", _loss_mends(axes)),
     )
 
 
 def loss_exchanged(name: str, axes: Sequence[AxisName]) -> StatemeshError:
-    return StatemeshError(
-        listed(
-            f"{_loss(name)} varies over {quoted(axes)}, which axis_name does not name, and depends on what "
-            "the shards exchange there. JAX would sum the gradients of all shards' losses. Write one of",
-            _loss_mends(axes),
-        )
+    return error_listing(
+        StatemeshError,
+        f"{_loss(name)} varies over {quoted(axes)}, which axis_name does not name, and depends on what "
+        "the shards exchange there. JAX would sum the gradients of all shards' losses. Write one of",
+        _loss_mends(axes),
     )
 
 
@@ -160,11 +150,10 @@ def loss_exchanged_inside(name: str, axes: Sequence[AxisName]) -> StatemeshError
 
 
 def reduced_twice(name: str, bad: Sequence[tuple[str, AxisName]]) -> StatemeshError:
-    return StatemeshError(
-        listed(
-            f"{name}: gradients that value_and_grad has already reduced over shards are summed over them "
-            "again, which makes them too large by a factor of the number of shards",
-            [f"the {what}: over {axis!r}" for what, axis in bad],
-            "Leave `jax.lax.psum` out; value_and_grad has reduced them once.",
-        )
+    return error_listing(
+        StatemeshError,
+        f"{name}: gradients that value_and_grad has already reduced over shards are summed over them "
+        "again, which makes them too large by a factor of the number of shards",
+        [f"the {what}: over {axis!r}" for what, axis in bad],
+        "Leave `jax.lax.psum` out; value_and_grad has reduced them once.",
     )

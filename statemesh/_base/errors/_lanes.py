@@ -10,7 +10,7 @@ from .._paths import describe
 from .._types import UNNAMED, UNNAMED_DEVICES, AxisName
 from ._classes import BatchAxisError, StatemeshError
 from ._leave import Diverged, Varying
-from ._text import counted, listed, policy_name, quoted
+from ._text import counted, error_listing, listed, policy_name, quoted
 
 
 _AXIS_ON_BOTH_SIDES = (
@@ -24,8 +24,11 @@ def no_such_axis(name: str, bad: Sequence[tuple[str, int, Any]]) -> BatchAxisErr
         for path, axis, x in bad
     ]
     mend = "Name an axis that they have, or None for what all lanes share."
-    return BatchAxisError(
-        listed(f"{name}: arguments do not have the axes that they are mapped over", items, mend)
+    return error_listing(
+        BatchAxisError,
+        f"{name}: arguments do not have the axes that they are mapped over",
+        items,
+        mend,
     )
 
 
@@ -35,8 +38,11 @@ def no_such_out_axis(name: str, bad: Sequence[tuple[str, int, object]]) -> Batch
         for path, axis, x in bad
     ]
     mend = "With the lanes a result has one axis more than in each lane; 0 always fits."
-    return BatchAxisError(
-        listed(f"{name}: results have too few axes for where their lanes should go", items, mend)
+    return error_listing(
+        BatchAxisError,
+        f"{name}: results have too few axes for where their lanes should go",
+        items,
+        mend,
     )
 
 
@@ -56,7 +62,7 @@ def lanes_disagree(
     if axis_size is not None:
         items.append(f"axis_size={axis_size}")
     mend = "All mapped axes must have one size; give None as the axis of what all lanes share."
-    return BatchAxisError(listed(f"{name}: the number of lanes is not clear", items, mend))
+    return error_listing(BatchAxisError, f"{name}: the number of lanes is not clear", items, mend)
 
 
 def nothing_to_infer(name: str) -> BatchAxisError:
@@ -68,8 +74,8 @@ def nothing_to_infer(name: str) -> BatchAxisError:
 
 def no_lanes(name: str, mapped: Sequence[tuple[str, int, object]]) -> BatchAxisError:
     items = [f"{path}: {describe(x)} has 0 on axis {axis}" for path, axis, x in mapped[:3]]
-    return BatchAxisError(
-        listed(f"{name}: there are no lanes", items, "Map over an axis of size 1 or more.")
+    return error_listing(
+        BatchAxisError, f"{name}: there are no lanes", items, "Map over an axis of size 1 or more."
     )
 
 
@@ -120,8 +126,8 @@ def lane_axis_conflict(
         "A state leaves on the axis that state_in_axes gives it: leave it out of state_out_axes, or give it "
         "the same axis there."
     )
-    return BatchAxisError(
-        listed(f"{name}: states enter on one axis and leave on another", items, mend)
+    return error_listing(
+        BatchAxisError, f"{name}: states enter on one axis and leave on another", items, mend
     )
 
 
@@ -146,7 +152,9 @@ def lanes_diverged(name: str, bad: Sequence[Diverged], declared_none: bool) -> B
             "function;\n"
             f"  3. reduce the value before it is set, as with {_pmean('value', axis)}."
         )
-    return BatchAxisError(listed(f"{name}: lanes wrote different values to {head}", items, mend))
+    return error_listing(
+        BatchAxisError, f"{name}: lanes wrote different values to {head}", items, mend
+    )
 
 
 def _policies_diverged(name: str, bad: Sequence[Diverged], axis: AxisName) -> BatchAxisError:
@@ -166,7 +174,7 @@ def _policies_diverged(name: str, bad: Sequence[Diverged], axis: AxisName) -> Ba
         f"{name}: the policies of these states gave values that differ between lanes ({shown}), but one copy "
         "is kept"
     )
-    return BatchAxisError(listed(head, items, mend))
+    return error_listing(BatchAxisError, head, items, mend)
 
 
 def _pmean(value: str, axis: AxisName) -> str:
@@ -186,12 +194,11 @@ def lanes_stacked(name: str, paths: Sequence[str]) -> str:
 
 
 def lanes_vary(name: str, bad: Sequence[Varying]) -> BatchAxisError:
-    return BatchAxisError(
-        listed(
-            f"{name}: out_axes=None is for results that are the same in all lanes, but",
-            [f"{one.path}: {describe(one.value)} differs between lanes" for one in bad],
-            f"Reduce it, as with {_pmean('value', bad[0].axis_names[0])}, or give it an axis: out_axes=0.",
-        )
+    return error_listing(
+        BatchAxisError,
+        f"{name}: out_axes=None is for results that are the same in all lanes, but",
+        [f"{one.path}: {describe(one.value)} differs between lanes" for one in bad],
+        f"Reduce it, as with {_pmean('value', bad[0].axis_names[0])}, or give it an axis: out_axes=0.",
     )
 
 

@@ -6,7 +6,7 @@ import jax
 
 from .._paths import describe
 from ._classes import StatemeshError, StructureError
-from ._text import counted, listed
+from ._text import counted, error_listing
 
 
 def bad_setting(layer: str, argument: str, value: object, expected: str) -> StatemeshError:
@@ -76,10 +76,10 @@ def values_differ(
         f"is {'nothing' if new is None else describe(new)}"
         for path, old, new in bad
     ]
-    return StructureError(
-        listed(
-            f"{layer}: {what} must hold arrays of the shapes that the layer was made with", items
-        )
+    return error_listing(
+        StructureError,
+        f"{layer}: {what} must hold arrays of the shapes that the layer was made with",
+        items,
     )
 
 

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from .._paths import describe
 from .._types import AxisName
 from ._classes import DivergedStateError, SpecError, StructureError
-from ._text import axes_argument, listed, policy_name, quoted, spec_str
+from ._text import axes_argument, error_listing, listed, policy_name, quoted, spec_str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,17 +44,16 @@ def diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError:
         return _policies_diverged(name, merged)
     axes = bad[0].axis_names
     own = quoted(axes)
-    return DivergedStateError(
-        listed(
-            f"{name}: shards wrote different values to states that keep one copy",
-            [f"{one.item}, which keeps one copy" for one in bad],
-            "Mend it in one of three ways:\n"
-            f"  1. reduce the value yourself: state.set(jax.lax.pmean(value, {axes_argument(axes)!r}));\n"
-            "  2. declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a "
-            "function;\n"
-            f"  3. keep one value per shard: State(value, spec=sm.PerShard({own})), or a spec that names "
-            f"{own}, as in state_out_specs.",
-        )
+    return error_listing(
+        DivergedStateError,
+        f"{name}: shards wrote different values to states that keep one copy",
+        [f"{one.item}, which keeps one copy" for one in bad],
+        "Mend it in one of three ways:\n"
+        f"  1. reduce the value yourself: state.set(jax.lax.pmean(value, {axes_argument(axes)!r}));\n"
+        "  2. declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a "
+        "function;\n"
+        f"  3. keep one value per shard: State(value, spec=sm.PerShard({own})), or a spec that names "
+        f"{own}, as in state_out_specs.",
     )
 
 
@@ -81,66 +80,58 @@ def _policies_diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError
                 f"reduce it in {own}, as with jax.lax.psum(value, {axis!r}) or "
                 f"jax.lax.all_gather(value, {axis!r}, to='invarying')"
             )
-    head = (
-        f"{name}: the policies of these states gave values that differ between shards, but one copy is "
-        "kept"
-    )
-    return DivergedStateError(listed(head, items, listed("Mend it", mends)))
+    head = f"{name}: the policies of these states gave values that differ between shards, but one copy is kept"
+    return error_listing(DivergedStateError, head, items, listed("Mend it", mends))
 
 
 def tied(name: str, groups: Sequence[Sequence[str]]) -> StructureError:
-    return StructureError(
-        listed(
-            f"{name}: a state that stands in several places was written",
-            [f"{' and '.join(paths)} are one State object" for paths in groups],
-            "As soon as one is written, each place has a state of its own. Keep the state in one place; tie "
-            "what must be in two with `equinox.nn.Shared`, or put copies in: `state.replace()`.",
-        )
+    return error_listing(
+        StructureError,
+        f"{name}: a state that stands in several places was written",
+        [f"{' and '.join(paths)} are one State object" for paths in groups],
+        "As soon as one is written, each place has a state of its own. Keep the state in one place; tie "
+        "what must be in two with `equinox.nn.Shared`, or put copies in: `state.replace()`.",
     )
 
 
 def diverged_in_branch(
     name: str, found: Sequence[tuple[str, tuple[AxisName, ...], PartitionSpec]]
 ) -> DivergedStateError:
-    return DivergedStateError(
-        listed(
-            f"{name}: shards that take different branches write different values to states that keep "
-            "one copy",
-            [
-                f"{path} may differ over {quoted(axes)}, but its spec is {spec_str(spec)}"
-                for path, axes, spec in found
-            ],
-            "JAX's types do not follow a `cond` or `while` whose predicate differs between shards. Choose "
-            "with `jnp.where(predicate, new, old)` instead; or make the predicate the same on all shards, as "
-            "with jax.lax.pmax(predicate, axis).",
-        )
+    return error_listing(
+        DivergedStateError,
+        f"{name}: shards that take different branches write different values to states that keep one copy",
+        [
+            f"{path} may differ over {quoted(axes)}, but its spec is {spec_str(spec)}"
+            for path, axes, spec in found
+        ],
+        "JAX's types do not follow a `cond` or `while` whose predicate differs between shards. Choose "
+        "with `jnp.where(predicate, new, old)` instead; or make the predicate the same on all shards, as "
+        "with jax.lax.pmax(predicate, axis).",
     )
 
 
 def unsure_origin(name: str, unsure: Sequence[tuple[str, Sequence[str]]]) -> StructureError:
-    return StructureError(
-        listed(
-            f"{name}: these states differ only in where they came from, and nothing shows which of them each "
-            "result continues",
-            [f"{path} may be {' or '.join(several)}" for path, several in unsure],
-            "That is lost if the branches of a `cond` return different states, or if a loop exchanges them. "
-            "Distinguish them by a name or tag: State(value, name='a'); or write the values into the states "
-            "that came in, after the `cond` or loop: `state.set(new.value)`.",
-        )
+    return error_listing(
+        StructureError,
+        f"{name}: these states differ only in where they came from, and nothing shows which of them each "
+        "result continues",
+        [f"{path} may be {' or '.join(several)}" for path, several in unsure],
+        "That is lost if the branches of a `cond` return different states, or if a loop exchanges them. "
+        "Distinguish them by a name or tag: State(value, name='a'); or write the values into the states "
+        "that came in, after the `cond` or loop: `state.set(new.value)`.",
     )
 
 
 def out_varies(name: str, bad: Sequence[Varying]) -> SpecError:
     axes = bad[0].axis_names
-    return SpecError(
-        listed(
-            f"{name}: out_specs require replication, but these results vary",
-            [
-                f"{one.path}: {describe(one.value)} varies over {quoted(one.axis_names)} but its out_spec is "
-                f"{spec_str(one.spec)}"
-                for one in bad
-            ],
-            f"Reduce it, as with jax.lax.psum(value, {axes_argument(axes)!r}), or name {quoted(axes)} in "
-            "out_specs to join the shards' parts.",
-        )
+    return error_listing(
+        SpecError,
+        f"{name}: out_specs require replication, but these results vary",
+        [
+            f"{one.path}: {describe(one.value)} varies over {quoted(one.axis_names)} but its out_spec is "
+            f"{spec_str(one.spec)}"
+            for one in bad
+        ],
+        f"Reduce it, as with jax.lax.psum(value, {axes_argument(axes)!r}), or name {quoted(axes)} in "
+        "out_specs to join the shards' parts.",
     )

@@ -70,8 +70,7 @@ def other_mesh_of_input(x: object, found: _Mesh, mesh: _Mesh) -> SpecError:
 
 def unknown_axis_names(unknown: Sequence[AxisName], mesh: _Mesh) -> SpecError:
     return SpecError(
-        f"axis_names has {quoted(unknown)}, but the axes of {mesh_str(mesh)} are "
-        f"{quoted(mesh.axis_names)}."
+        f"axis_names has {quoted(unknown)}, but the axes of {mesh_str(mesh)} are {quoted(mesh.axis_names)}."
     )
 
 

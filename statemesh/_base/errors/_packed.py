@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from .._paths import describe
 from .._types import AxisName
 from ._classes import SpecError, StructureError
-from ._text import first_paths, listed, sizes_str, spec_str
+from ._text import error_listing, first_paths, sizes_str, spec_str
 
 
 def other_buffer(paths: Sequence[str], buffer: object, shape: tuple[int, ...]) -> StructureError:
@@ -34,13 +34,12 @@ def packed_for_other_sizes(
 
 
 def packed_with_other_specs(name: str, found: Sequence[tuple[str, object, object]]) -> SpecError:
-    return SpecError(
-        listed(
-            f"{name}: these states are packed with other specs than this call has for them",
-            [
-                f"{path}: packed with {spec_str(packed)}, but this call has {spec_str(needed)}"
-                for path, packed, needed in found
-            ],
-            "Give statemesh.pack the same specs: pack(model, mesh, state_specs=...) as in state_in_specs.",
-        )
+    return error_listing(
+        SpecError,
+        f"{name}: these states are packed with other specs than this call has for them",
+        [
+            f"{path}: packed with {spec_str(packed)}, but this call has {spec_str(needed)}"
+            for path, packed, needed in found
+        ],
+        "Give statemesh.pack the same specs: pack(model, mesh, state_specs=...) as in state_in_specs.",
     )

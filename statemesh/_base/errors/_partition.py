@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from .._paths import describe
 from ._classes import StructureError
-from ._text import filter_str, listed, quoted, shortened
+from ._text import error_listing, filter_str, quoted, shortened
 
 
 def unknown_fields(owner: str, unknown: Sequence[str], known: Sequence[str]) -> StructureError:
@@ -40,7 +40,7 @@ def filter_matches_nothing(
     if not states:
         return StructureError(f"{head}There are no states.")
     items = [f"{path}: {describe(state)}" for path, state in states]
-    return StructureError(listed(f"{head}The states are", items))
+    return error_listing(StructureError, f"{head}The states are", items)
 
 
 def combine_nothing() -> StructureError:
@@ -64,4 +64,4 @@ def combine_disagrees(
         for path, found in several
     ]
     items += [f"`{path}` is in none of the trees" for path in none]
-    return StructureError(listed("combine: each leaf must be in exactly one tree", items))
+    return error_listing(StructureError, "combine: each leaf must be in exactly one tree", items)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from .._paths import describe
 from ._classes import BatchAxisError, StructureError
-from ._text import counted, listed
+from ._text import counted, error_listing
 
 
 def not_shapes(given: object) -> TypeError:
@@ -33,7 +33,9 @@ def global_shape(
         "A global shape is that of one array, with the lanes of all processes on the mapped axis; give None "
         "for any other argument."
     )
-    return BatchAxisError(listed(f"{name}: arguments do not fit global_arg_shapes", items, mend))
+    return error_listing(
+        BatchAxisError, f"{name}: arguments do not fit global_arg_shapes", items, mend
+    )
 
 
 def no_own_devices(name: str, devices: int) -> BatchAxisError:
@@ -53,14 +55,13 @@ def processes_traced(name: str) -> BatchAxisError:
 
 def processes_disagree(name: str, bad: Sequence[tuple[str, object]]) -> StructureError:
     items = [f"{path}: {describe(value)} in this process" for path, value in bad]
-    return StructureError(
-        listed(
-            f"{name}: all processes must pass the same values here, but they passed different ones",
-            items or ["the structure of the arguments, or where their arrays lie"],
-            "Make them from the same seed or file in every process, or send one process's array or seed to "
-            "all: jax.experimental.multihost_utils.broadcast_one_to_all(x). If each process has a part of "
-            "the data, make one array of the parts: jax.make_array_from_process_local_data(sharding, part).",
-        )
+    return error_listing(
+        StructureError,
+        f"{name}: all processes must pass the same values here, but they passed different ones",
+        items or ["the structure of the arguments, or where their arrays lie"],
+        "Make them from the same seed or file in every process, or send one process's array or seed to "
+        "all: jax.experimental.multihost_utils.broadcast_one_to_all(x). If each process has a part of "
+        "the data, make one array of the parts: jax.make_array_from_process_local_data(sharding, part).",
     )
 
 

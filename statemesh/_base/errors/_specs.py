@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -9,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from .._paths import describe
 from .._types import AxisName, PerShard, is_state, written_axes
 from ._classes import BatchAxisError, SpecError
-from ._text import counted, listed, mesh_str, node_str, quoted, spec_str, typed_str
+from ._text import counted, error_listing, mesh_str, node_str, quoted, spec_str, typed_str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +18,7 @@ class ShapeMismatch:
     """An argument that its spec does not fit: its rank (`dim` is `None`), or the size of one axis."""
 
     path: str
-    value: object
+    value: Any
     spec: PartitionSpec
     dim: int | None
     per_shard: bool
@@ -28,7 +29,7 @@ class RankMismatch:
     """A returned array with fewer axes than its spec has entries."""
 
     path: str
-    value: object
+    value: Any
     spec: PartitionSpec
 
 
@@ -64,31 +65,29 @@ def unknown_axes(
             " A mapped call must know how each axis is split: write None for one that is not split."
         )
     items = [f"{where} refers to {quoted(own)}: {spec_str(spec)}" for where, spec, own in unknown]
-    return SpecError(listed(f"specs name axes {lacking}", items, mend))
+    return error_listing(SpecError, f"specs name axes {lacking}", items, mend)
 
 
 def axis_twice(twice: Sequence[tuple[str, object, Sequence[AxisName]]]) -> SpecError:
     items = [f"{where} = {spec_str(spec)} has {quoted(bad)} twice" for where, spec, bad in twice]
-    return SpecError(listed("a mesh axis can split only one axis of an array", items))
+    return error_listing(SpecError, "a mesh axis can split only one axis of an array", items)
 
 
 def prefix_mismatch(bad: Sequence[tuple[str, object, str, object]]) -> SpecError:
-    return SpecError(
-        listed(
-            "specs must be a tree prefix of what they place",
-            _prefix_items(bad, "placed by `state_in_specs`, `state_out_specs` or their own `spec`"),
-            "One spec stands for a whole subtree: P() or P('axis') in its place fits anything.",
-        )
+    return error_listing(
+        SpecError,
+        "specs must be a tree prefix of what they place",
+        _prefix_items(bad, "placed by `state_in_specs`, `state_out_specs` or their own `spec`"),
+        "One spec stands for a whole subtree: P() or P('axis') in its place fits anything.",
     )
 
 
 def axes_prefix_mismatch(bad: Sequence[tuple[str, object, str, object]]) -> BatchAxisError:
-    return BatchAxisError(
-        listed(
-            "axes must be a tree prefix of what they map",
-            _prefix_items(bad, "mapped by `state_in_axes` and `state_out_axes`"),
-            "One axis stands for a whole subtree: 0 or None in its place fits anything.",
-        )
+    return error_listing(
+        BatchAxisError,
+        "axes must be a tree prefix of what they map",
+        _prefix_items(bad, "mapped by `state_in_axes` and `state_out_axes`"),
+        "One axis stands for a whole subtree: 0 or None in its place fits anything.",
     )
 
 
@@ -102,12 +101,11 @@ def _prefix_items(bad: Sequence[tuple[str, object, str, object]], how: str) -> l
 
 
 def shapes(what: str, bad: Sequence[ShapeMismatch], mesh: Mesh | AbstractMesh) -> SpecError:
-    return SpecError(
-        listed(
-            f"{what}: arrays do not fit their specs on {mesh_str(mesh)}",
-            [_shape_item(one, mesh) for one in bad],
-            "Pad the array, choose another spec, or write P() to replicate it.",
-        )
+    return error_listing(
+        SpecError,
+        f"{what}: arrays do not fit their specs on {mesh_str(mesh)}",
+        [_shape_item(one, mesh) for one in bad],
+        "Pad the array, choose another spec, or write P() to replicate it.",
     )
 
 
@@ -140,13 +138,12 @@ def _rank_item(one: ShapeMismatch | RankMismatch) -> str:
 
 
 def out_rank(name: str, bad: Sequence[RankMismatch]) -> SpecError:
-    return SpecError(
-        listed(
-            f"{name}: results have fewer axes than their specs have entries",
-            map(_rank_item, bad),
-            "Keep an axis, as with jnp.sum(x, keepdims=True) or x[None], or use P() for a value that is "
-            "the same on every shard.",
-        )
+    return error_listing(
+        SpecError,
+        f"{name}: results have fewer axes than their specs have entries",
+        map(_rank_item, bad),
+        "Keep an axis, as with jnp.sum(x, keepdims=True) or x[None], or use P() for a value that is "
+        "the same on every shard.",
     )
 
 

@@ -10,7 +10,7 @@ from jax.tree_util import PyTreeDef
 from .._paths import describe, path_str
 from .._types import KeyPath, is_state
 from ._classes import SpecError, StatemeshError, StructureError
-from ._text import listed, quoted, spec_str
+from ._text import error_listing, quoted, spec_str
 
 
 def state_is_no_array(kind: str, what: str) -> TypeError:
@@ -41,7 +41,7 @@ def bad_state_value(bad: Sequence[tuple[KeyPath, object]]) -> TypeError:
             "A State cannot hold a State. Put the inner value in: `State(inner.value)`; or keep the two "
             "side by side in a Module."
         )
-    return TypeError(listed("a State's value is a pytree of arrays, but", items, mend))
+    return error_listing(TypeError, "a State's value is a pytree of arrays, but", items, mend)
 
 
 def unknown_reduce(reduce: object, known: Sequence[str]) -> StatemeshError:
@@ -51,7 +51,7 @@ def unknown_reduce(reduce: object, known: Sequence[str]) -> StatemeshError:
     )
 
 
-def cannot_reduce(how: str, dtype: np.dtype[Any]) -> StatemeshError:
+def cannot_reduce(how: str, dtype: object) -> StatemeshError:
     other = "a function `(old, new, axis_names) -> value`"
     mend = {
         "mean": f"Use reduce='sum', 'max' or 'min' for integers, or {other}.",
@@ -77,9 +77,8 @@ def not_a_key(key: object) -> TypeError:
 def several_keys(keys: jax.Array) -> StatemeshError:
     return StatemeshError(
         f"RandomState holds keys of shape {keys.shape}, but a shard or lane draws from one key. Hold one "
-        "key; each shard or lane then gets a stream of its own. Or give each its own key: "
-        "RandomState(keys, spec=sm.PerShard('axis')) for shard_map, state_in_axes=sm.RandomState for pmap2 "
-        "and vmap2."
+        "key; each shard or lane then gets a stream of its own. Or give each its own key: RandomState(keys, "
+        "spec=sm.PerShard('axis')) for shard_map, state_in_axes=sm.RandomState for pmap2 and vmap2."
     )
 
 
@@ -118,14 +117,12 @@ def set_differs(label: str, differ: Sequence[tuple[KeyPath, object, object]]) ->
         f"{_value_path(path)}: was {describe(old)}, is {describe(new)}" for path, old, new in differ
     ]
     mend = "Cast or reshape it; to change it on purpose, use `state.replace(value=...)`."
-    return StructureError(
-        listed(f"{label}: the new value has a different shape or dtype", items, mend)
+    return error_listing(
+        StructureError, f"{label}: the new value has a different shape or dtype", items, mend
     )
 
 
-def number_too_large(
-    label: str, path: KeyPath, value: object, dtype: np.dtype[Any]
-) -> StructureError:
+def number_too_large(label: str, path: KeyPath, value: object, dtype: Any) -> StructureError:
     finfo: Any = jax.numpy.finfo
     info: Any = np.iinfo(dtype) if np.issubdtype(dtype, np.integer) else finfo(dtype)
     return StructureError(

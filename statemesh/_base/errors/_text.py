@@ -1,13 +1,16 @@
 """How messages spell specs, meshes, names and lists."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._paths import describe
 from .._types import AxisName
+
+
+E = TypeVar("E", bound=Exception)
 
 
 def spec_str(spec: object) -> str:
@@ -44,6 +47,10 @@ def listed(head: str, items: Iterable[str], mend: str = "") -> str:
     # Leaves of one state often give the same line.
     lines = [f"  - {item}" for item in dict.fromkeys(items)]
     return "\n".join([f"{head}:", *lines, *([mend] if mend else [])])
+
+
+def error_listing(kind: type[E], head: str, items: Iterable[str], mend: str = "") -> E:
+    return kind(listed(head, items, mend))
 
 
 def quoted(names: Iterable[object]) -> str:
