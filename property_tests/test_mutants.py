@@ -129,7 +129,9 @@ MUTANTS = [
         "rebuilt",
         lambda right: lambda self, value, token: (value, token),
     ),
-    Mutant("a gathered value counted by every shard", _varying.Told, "same", same_nowhere),
+    Mutant(
+        "a gathered value counted by every shard", _varying.FromTypes, "same_over", same_nowhere
+    ),
     Mutant("mean is the first shard's value", _state, "reduced", one_shards_value),
     Mutant("sum is the mean", _state, "reduced", other_policy({"sum": "mean"})),
     Mutant("max is min", _state, "reduced", other_policy({"max": "min"})),

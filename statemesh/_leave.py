@@ -21,7 +21,7 @@ from ._match import Entered, leaves_of, match
 from ._model._state import State
 from ._model._values import strong
 from ._policies import Written, filled, left
-from ._varying import Varying
+from ._varying import VaryingAxes
 from ._write_back import Forwarded, Given, Output, Static, WriteBack
 
 
@@ -33,7 +33,7 @@ class _Leaving:
         exit: Exit,
         known: dict[int, tuple[int, Place]],
         staying: dict[int, Place],
-        varying: Varying,
+        varying: VaryingAxes,
         given: Sequence[Any],
     ) -> None:
         self.exit = exit
@@ -87,7 +87,7 @@ class _Leaving:
 
     def wrongly_unmerged(self, x: Any, where: Place) -> Axes:
         """The same where it is known; a mistake if there are any."""
-        return self.unmerged(x, where) if self.varying.tells else NO_AXES
+        return self.unmerged(x, where) if self.varying.is_known else NO_AXES
 
     def array(self, x: Any, where: Place, path: str) -> Output | Forwarded:
         """One array on its way out."""
@@ -137,7 +137,7 @@ class _Leaving:
             return one
         leaves = leaves_of(one.state)
         for k, (x, where) in enumerate(zip(leaves, one.places, strict=False)):
-            if same := self.exit.in_order(self.varying.same(x) - where.axis_names):
+            if same := self.exit.in_order(self.varying.same_over(x) - where.axis_names):
                 leaves[k] = one_copy(x, same)
         return dataclasses.replace(one, state=filled(one.state, leaves))
 
@@ -221,7 +221,7 @@ def leave(
     known: dict[int, tuple[int, Place]],
     staying: dict[int, Place],
     exit: Exit,
-    varying: Varying,
+    varying: VaryingAxes,
     given: Sequence[Any] = (),
 ) -> tuple[list[Any], WriteBack]:
     """Take one instance's result apart.

@@ -16,7 +16,7 @@ from .._resolve._lanes import FixedLaneLayout, FixedLayout, Lane, LaneLayout, co
 from .._resolve._layout import Layout
 from .._resolve._processes import LanesOfProcesses, OwnParts, SpreadLayout, spans_processes
 from .._resolve._specs import Placement
-from .._varying import Followed, Told, Untold, Varying
+from .._varying import FromDataflow, FromTypes, Unchecked, VaryingAxes
 
 
 @runtime_checkable
@@ -76,7 +76,7 @@ class Binding(Protocol):
         donating: bool,
     ) -> Inputs: ...
 
-    def varying(self) -> Varying:
+    def varying(self) -> VaryingAxes:
         """How it is known in one run which values differ between instances."""
 
     def context(self, traced: bool) -> AbstractContextManager[Any]:
@@ -128,8 +128,8 @@ class OnMesh:
     def _layout_type(self) -> type[Layout]:
         return SpreadLayout if spans_processes(self.mesh) else Layout
 
-    def varying(self) -> Varying:
-        return Told(self.axis_names) if self.check_vma else Untold(self.axis_names)
+    def varying(self) -> VaryingAxes:
+        return FromTypes(self.axis_names) if self.check_vma else Unchecked(self.axis_names)
 
     def context(self, traced: bool) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -180,8 +180,8 @@ class OnDevices(OnOwnMesh):
     def _layout_type(self) -> type[Layout]:
         return FixedLayout
 
-    def varying(self) -> Varying:
-        return Followed(self.axis_names)
+    def varying(self) -> VaryingAxes:
+        return FromDataflow(self.axis_names)
 
 
 class OnProcesses(OnDevices):
@@ -253,8 +253,8 @@ class OverLanes:
         kind = FixedLaneLayout if self.fixed else LaneLayout
         return kind(name, paths, placements, kinds, strengthen)
 
-    def varying(self) -> Varying:
-        return Told(self.axis_names)
+    def varying(self) -> VaryingAxes:
+        return FromTypes(self.axis_names)
 
     def context(self, traced: bool) -> AbstractContextManager[Any]:
         return nullcontext()

@@ -16,7 +16,7 @@ from .._match import Entered, leaves_of, links_for
 from .._model._origin import mark_origin
 from .._model._state import State
 from .._policies import checked_state
-from .._varying import Varying
+from .._varying import VaryingAxes
 from .._write_back import WriteBack
 
 
@@ -62,7 +62,7 @@ class Instance:
         self.sizes = sizes
         self.input_at = {position: k for k, position in enumerate(inputs)}
 
-    def __call__(self, shards: Sequence[Any], varying: Varying) -> tuple[list[Any], WriteBack]:
+    def __call__(self, shards: Sequence[Any], varying: VaryingAxes) -> tuple[list[Any], WriteBack]:
         """The program's outputs, and how the result is put together."""
         leaves = list(self.template)
         known: dict[int, tuple[int, Place]] = {}
@@ -104,7 +104,7 @@ class Instance:
         args, kwargs = self.arguments.unit_def.unflatten(units)
         return self.fun(*args, **kwargs)
 
-    def _entered(self, leaves: Sequence[Any], varying: Varying) -> list[Entered]:
+    def _entered(self, leaves: Sequence[Any], varying: VaryingAxes) -> list[Entered]:
         """The states of the arguments as the function sees them."""
         units = self.arguments.states()
         olds = [unit.treedef.unflatten([leaves[p] for p in unit.positions]) for unit in units]
