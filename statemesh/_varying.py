@@ -1,4 +1,9 @@
-"""How it is known, while an instance is traced, over which axes a value may differ between instances."""
+"""Over which axes a value may differ between instances, as it is learnt while one instance is traced.
+
+JAX's types say so inside a checked `shard_map`, and the batching of a `vmap` says so for its lanes
+(`FromTypes`). For the lanes of `pmap2` the program is traced and walked (`FromDataflow`). Where the author
+turned the check off, nothing is refused (`Unchecked`).
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -6,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+from jax import Array
 
 from ._axes._differing import all_axes, settled
 from ._axes._mesh_and_lanes import meshes_and_lanes, varying_over
@@ -18,68 +24,69 @@ from ._traced import Traced, trace
 
 
 @runtime_checkable
-class Varying(Protocol):
-    """Of one instance's run."""
+class VaryingAxes(Protocol):
+    """Over which axes the values of one instance may differ from those of the others."""
 
-    # Whether anything tells at all.
-    tells: bool
+    # Whether it is known, so that a value that differs where one copy is kept can be refused.
+    is_known: bool
 
     def start(self, arrays: Sequence[Any], axes: Sequence[Axes]) -> None:
-        """The instance's inputs, and over which axes each is kept apart."""
+        """Begin with the instance's inputs, and the axes over which each of them is split."""
 
     def call(self, fun: Callable[..., Any], operands: Sequence[Any]) -> Any:
-        """What `fun` makes of trees; all that is run inside an instance is run by this or by `run`."""
+        """What `fun` makes of trees. Whatever runs inside an instance is run by this or by `run`."""
 
     def run(
         self, fun: Callable[..., Any], operands: Sequence[Any], links: Links | None, counted: bool
     ) -> Any:
-        """The same of the user's function.
+        """What the user's function makes of trees.
 
         **Arguments:**
 
-        - `links`: for the states in it, if it is to be known which of them its results continue.
+        - `links`: for the states that the function is given, where it matters which of them its results
+            continue.
         - `counted`: whether some state's policy depends on how many instances have the same value.
         """
 
     def of(self, values: Sequence[Any]) -> list[Axes]:
-        """The axes over which each array may differ; all of them where nothing tells."""
+        """The axes over which each array may differ: all of them for an array of which nothing is known."""
 
-    def same(self, x: Any) -> Axes:
+    def same_over(self, x: Any) -> Axes:
         """The axes over which an array is the same although its type says that it may differ."""
 
 
-class _Known:
-    """Axes by the identity of arrays."""
+class _AxesOfArrays:
+    """The axes over which arrays may differ, by the identity of the arrays."""
 
     def __init__(self) -> None:
-        # Beside the axes the array, lest another one take its place.
-        self._axes: dict[int, tuple[Any, Axes]] = {}
+        # It holds the arrays too: the `id` of one that is gone may be given to another.
+        self._axes: dict[int, tuple[Array, Axes]] = {}
 
-    def note(self, arrays: Sequence[Any], axes: Sequence[Axes]) -> None:
+    def add(self, arrays: Sequence[Array], axes: Sequence[Axes]) -> None:
         for x, over in zip(arrays, axes, strict=True):
             self._axes[id(x)] = x, over
 
-    def of(self, x: Any) -> Axes | None:
+    def get(self, x: Array) -> Axes | None:
         return self._axes[id(x)][1] if id(x) in self._axes else None
 
 
-class Told:
-    """By JAX: by its types on a mesh, by what is batched in lanes.
+class FromTypes:
+    """Learnt from JAX: from its types on a mesh, in lanes from what a `vmap` batches.
 
     **Arguments:**
 
     - `axis_names`: the axes that are asked about.
     """
 
-    tells = True
+    is_known = True
 
     def __init__(self, axis_names: tuple[AxisName, ...]) -> None:
         self.axis_names = axis_names
-        # What the program shows beside the types: after an `all_gather`, say, all have the same.
-        self.shown = _Known()
+        # The program may show less than the types: after an `all_gather` all shards have the same.
+        self.shown = _AxesOfArrays()
 
     def start(self, arrays: Sequence[Any], axes: Sequence[Axes]) -> None:
-        """JAX knows."""
+        """Nothing is to be kept: the types say it."""
 
     def call(self, fun: Callable[..., Any], operands: Sequence[Any]) -> Any:
         return fun(*operands)
@@ -87,53 +94,53 @@ class Told:
     def run(
         self, fun: Callable[..., Any], operands: Sequence[Any], links: Links | None, counted: bool
     ) -> Any:
-        # In lanes the types say no more than the program.
+        # In lanes the program shows no more than what is batched.
         meshes, _ = meshes_and_lanes(self.axis_names)
         if links is None and not (counted and meshes):
             return fun(*operands)
         if not compat.under_jit():
-            return _run_eagerly(fun, operands, None, links, self._note)
+            return _run_eagerly(fun, operands, None, links, self._add_results)
         program = trace(fun, operands, None, links)
         made = compat.run_jaxpr(program.closed, program.given)
-        self._note(program, made)
+        self._add_results(program, made)
         return program.result(made)
 
-    def _note(self, program: Traced | None, made: Sequence[Any]) -> None:
+    def _add_results(self, program: Traced | None, made: Sequence[Any]) -> None:
         if program is None:
             return
         given = [compat.varying(x) for x in program.given]
-        self.shown.note(made, all_axes(compat.open_jaxpr(program.closed), given))
+        self.shown.add(made, all_axes(compat.open_jaxpr(program.closed), given))
 
     def of(self, values: Sequence[Any]) -> list[Axes]:
         return varying_over(values, self.axis_names)
 
-    def same(self, x: Any) -> Axes:
-        shown = self.shown.of(x)
+    def same_over(self, x: Any) -> Axes:
+        shown = self.shown.get(x)
         if shown is None:
             return NO_AXES
         return (compat.varying(x) & frozenset(self.axis_names)) - shown
 
 
-class Followed:
-    """By following the program: each function is traced to a jaxpr first, which is walked, then put in.
+class FromDataflow:
+    """Learnt from the program: each function is traced to a jaxpr first, which is walked and then run.
 
-    So a gradient that is taken inside is that of the one lane, as under `vmap`: where JAX types what
-    varies, it sums the gradient of what all lanes share over them.
+    So a gradient that is taken inside is that of the one lane, as under `vmap`. Where JAX types what varies,
+    it sums the gradient of what all lanes share over them.
 
     **Arguments:**
 
-    - `axis_names`: the axes that are followed.
+    - `axis_names`: the axes that are asked about.
     """
 
-    tells = True
+    is_known = True
     lanes = True
 
     def __init__(self, axis_names: tuple[AxisName, ...]) -> None:
         self.mark = compat.FollowedAxes(axis_names, self.lanes)
-        self.known = _Known()
+        self.known = _AxesOfArrays()
 
     def start(self, arrays: Sequence[Any], axes: Sequence[Axes]) -> None:
-        self.known.note(arrays, axes)
+        self.known.add(arrays, axes)
 
     def call(self, fun: Callable[..., Any], operands: Sequence[Any]) -> Any:
         return self.run(fun, operands, None, False)
@@ -159,38 +166,38 @@ class Followed:
             axes, own = self._axes(program.given), frozenset(self.mark.axis_names)
             closed = settled(program.closed, axes, own)
         made = compat.run_jaxpr(closed, program.given)
-        self._note(dataclasses.replace(program, closed=closed), made)
+        self._add_results(dataclasses.replace(program, closed=closed), made)
         return program.result(made)
 
     def _run_eagerly(
         self, fun: Callable[..., Any], operands: Sequence[Any], links: Links | None, counted: bool
     ) -> Any:
-        return _run_eagerly(fun, operands, self.mark, links, self._note)
+        return _run_eagerly(fun, operands, self.mark, links, self._add_results)
 
-    def _note(self, program: Traced | None, made: Sequence[Any]) -> None:
+    def _add_results(self, program: Traced | None, made: Sequence[Any]) -> None:
         if program is None:
-            self.known.note(made, [frozenset(self.mark.axis_names)] * len(made))
+            self.known.add(made, [frozenset(self.mark.axis_names)] * len(made))
             return
         axes = self._axes(program.given)
-        self.known.note(made, all_axes(compat.open_jaxpr(program.closed), axes))
+        self.known.add(made, all_axes(compat.open_jaxpr(program.closed), axes))
 
     def of(self, values: Sequence[Any]) -> list[Axes]:
         return self._axes(values)
 
-    def same(self, x: Any) -> Axes:
+    def same_over(self, x: Any) -> Axes:
         return NO_AXES
 
     def _axes(self, values: Sequence[Any]) -> list[Axes]:
-        return [self.known.of(x) or NO_AXES for x in values]
+        return [self.known.get(x) or NO_AXES for x in values]
 
 
-class Untold(Followed):
-    """By nothing: the author turned JAX's check off, and is believed.
+class Unchecked(FromDataflow):
+    """Learnt from nothing: the author turned JAX's check off, and nothing is refused.
 
-    The program is followed all the same, where there is one: a gradient inside depends on it.
+    The program is walked all the same, where there is one: gradients inside depend on it.
     """
 
-    tells = False
+    is_known = False
     lanes = False
 
     def _run_eagerly(
@@ -201,7 +208,7 @@ class Untold(Followed):
         return super()._run_eagerly(fun, operands, links, counted)
 
     def of(self, values: Sequence[Any]) -> list[Axes]:
-        known = [self.known.of(x) for x in values]
+        known = [self.known.get(x) for x in values]
         return [frozenset(self.mark.axis_names) if axes is None else axes for axes in known]
 
 
@@ -215,11 +222,11 @@ def _run_eagerly(
     operands: Sequence[Any],
     mark: compat.FollowedAxes | None,
     links: Links | None,
-    note: Callable[[Traced | None, Sequence[Any]], None],
+    add_results: Callable[[Traced | None, Sequence[Any]], None],
 ) -> Any:
-    """The function itself runs, and is traced only for what its program shows.
+    """What the function makes when it runs itself; it is traced only for what its program shows.
 
-    `note` gets the program, `None` where there is none, and the arrays of the result.
+    `add_results` gets the program, `None` where there is none, and the arrays of the result.
     """
     result = fun(*operands)
     made = [x for x in tree_util.tree_leaves(result) if isinstance(x, jax.Array)]
@@ -227,8 +234,8 @@ def _run_eagerly(
         with _jit_enabled():
             program = trace(fun, operands, mark, links)
     except compat.NEEDS_VALUES:
-        # It goes by the values of its arguments.
-        note(None, made)
+        # It branches on the values of its arguments.
+        add_results(None, made)
         return result
-    note(program if len(made) == len(program.closed.out_avals) else None, made)
+    add_results(program if len(made) == len(program.closed.out_avals) else None, made)
     return program.remembered(result)

@@ -144,7 +144,7 @@ def as_mean(w: Any, x: Any) -> Any:
     return jax.lax.pmean(slope(w, x), "x")
 
 
-def called(fun: Any, **options: Any) -> Callable[[Any, Any], Any]:
+def called(fun: Any, **options: Any) -> Any:
     return sm.shard_map(fun, make_mesh("4"), (P(), P("x")), P(), **options)
 
 
@@ -157,7 +157,7 @@ def by_gradient(call: Any) -> Any:
     return jax.grad(lambda w, x: call(w, x).sum())
 
 
-MODES: dict[str, Callable[[Any], Callable[[Any, Any], Any]]] = {
+MODES: dict[str, Callable[[Any], Any]] = {
     "checked": called,
     "unchecked": lambda fun: called(fun, check_vma=False),
     "checked, donating": lambda fun: called(fun, donate="all"),

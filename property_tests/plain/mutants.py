@@ -95,7 +95,9 @@ MUTANTS = POLICY_MUTANTS + mutants(
         "_traced.continued": {
             "links not followed": lambda right: lambda jaxpr: [frozenset()] * len(jaxpr.outvars),
         },
-        "_varying.Told.same": {"a gathered value counted by every shard": always(frozenset())},
+        "_varying.FromTypes.same_over": {
+            "a gathered value counted by every shard": always(frozenset())
+        },
         "_axes._differing.Differing.chosen": {
             "predicates ignored": lambda right: (
                 lambda self, predicate, of_predicate, results, same: results

@@ -172,7 +172,7 @@ def forwarded(jaxpr: Any) -> list[int | None]:
     return _Forwarded(own_derivatives=True).through(jaxpr, range(len(jaxpr.invars)))
 
 
-def sources(x: Any, seen: dict[int, tuple[Any, Sequence[int | None]]]) -> Iterator[Any]:
+def sources(x: Any, seen: dict[int, tuple[Any, list[int | None]]]) -> Iterator[Any]:
     """A value that is being traced, and all that it was, unchanged, before it came out of whatever runs other
     jaxprs: a `jit`, a `checkpoint`, a loop that carried it along.
 
@@ -186,7 +186,8 @@ def sources(x: Any, seen: dict[int, tuple[Any, Sequence[int | None]]]) -> Iterat
         eqn, result = made
         if id(eqn) not in seen:
             walk = _Forwarded(own_derivatives=False)
-            seen[id(eqn)] = eqn, walk.equation(eqn, range(len(eqn.invars)))[0]
+            operands, _ = walk.equation(eqn, range(len(eqn.invars)))
+            seen[id(eqn)] = eqn, list(operands)
         operand = seen[id(eqn)][1][result]
         if operand is None:
             return

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from .._base._types import AxisName, Place
 from .._resolve._agreement import Passed
 from .._resolve._inputs import Input
-from .._varying import Varying
+from .._varying import VaryingAxes
 
 
 @runtime_checkable
@@ -66,7 +66,7 @@ class Binding(Protocol):
     def layout(self, name: str, inputs: Sequence[Input], donating: bool) -> Layout:
         """How the inputs are laid out."""
 
-    def varying(self) -> Varying:
+    def varying(self) -> VaryingAxes:
         """How one run learns which values differ between instances."""
 
     def context(self, traced: bool) -> AbstractContextManager[Any]:

@@ -18,7 +18,7 @@ from .._resolve._lanes import FixedMeshLayout, count_lanes
 from .._resolve._layout import MeshLayout
 from .._resolve._processes import LanesOfProcesses, OwnParts, own_devices
 from .._resolve._specs import Placement
-from .._varying import Followed, Varying
+from .._varying import FromDataflow, VaryingAxes
 from ._binding import Binding, Layout, Mapped
 from ._on_mesh import OnOwnMesh
 from ._over_lanes import Lanes
@@ -111,8 +111,8 @@ class OnDevices(OnOwnMesh):
     def _layout_type(self) -> type[MeshLayout]:
         return FixedMeshLayout
 
-    def varying(self) -> Varying:
-        return Followed(self.axis_names)
+    def varying(self) -> VaryingAxes:
+        return FromDataflow(self.axis_names)
 
 
 class OnProcesses(OnDevices):

@@ -13,7 +13,7 @@ from .._base._types import AxisName
 from .._resolve._inputs import Input
 from .._resolve._layout import MeshLayout
 from .._resolve._processes import SpreadLayout, spans_processes
-from .._varying import Told, Untold, Varying
+from .._varying import FromTypes, Unchecked, VaryingAxes
 from ._binding import Layout, Outside, Run
 
 
@@ -46,8 +46,8 @@ class OnMesh:
     def _layout_type(self) -> type[MeshLayout]:
         return SpreadLayout if spans_processes(self.mesh) else MeshLayout
 
-    def varying(self) -> Varying:
-        return Told(self.axis_names) if self.check_vma else Untold(self.axis_names)
+    def varying(self) -> VaryingAxes:
+        return FromTypes(self.axis_names) if self.check_vma else Unchecked(self.axis_names)
 
     def context(self, traced: bool) -> AbstractContextManager[Any]:
         return nullcontext()

@@ -12,7 +12,7 @@ from .._base import errors
 from .._base._types import AxisName, Place
 from .._resolve._inputs import Input
 from .._resolve._lanes import FixedLaneLayout, Lane, LaneLayout, count_lanes
-from .._varying import Told, Varying
+from .._varying import FromTypes, VaryingAxes
 from ._binding import Binding, Layout, Mapped, Outside, Run
 
 
@@ -70,8 +70,8 @@ class OverLanes:
     def layout(self, name: str, inputs: Sequence[Input], donating: bool) -> Layout:
         return (FixedLaneLayout if self.fixed else LaneLayout)(name, inputs)
 
-    def varying(self) -> Varying:
-        return Told(self.axis_names)
+    def varying(self) -> VaryingAxes:
+        return FromTypes(self.axis_names)
 
     def context(self, traced: bool) -> AbstractContextManager[Any]:
         return nullcontext()

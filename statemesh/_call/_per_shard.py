@@ -17,7 +17,7 @@ from .._leave._policies import checked_state
 from .._leave._rules import LeavingRules
 from .._model._origin import mark_origin
 from .._model._state import State
-from .._varying import Varying
+from .._varying import VaryingAxes
 from .._write_back import WriteBack
 
 
@@ -80,7 +80,7 @@ class PerShardRun:
         for position, leaf in zip(self.changing, changing, strict=True):
             self.template[position] = leaf
 
-    def __call__(self, shards: Sequence[Any], varying: Varying) -> tuple[list[Any], WriteBack]:
+    def __call__(self, shards: Sequence[Any], varying: VaryingAxes) -> tuple[list[Any], WriteBack]:
         """The program's outputs, and how the result is put together."""
         leaves = list(self.template)
         arrived: dict[int, Arrived] = {}
@@ -120,7 +120,7 @@ class PerShardRun:
         args, kwargs = self.arguments.unit_def.unflatten(units)
         return self.fun(*args, **kwargs)
 
-    def _entered(self, leaves: Sequence[Any], varying: Varying) -> list[Entered]:
+    def _entered(self, leaves: Sequence[Any], varying: VaryingAxes) -> list[Entered]:
         """The states of the arguments as the function sees them."""
         units = self.arguments.states()
         olds = [unit.treedef.unflatten([leaves[p] for p in unit.positions]) for unit in units]

@@ -18,7 +18,7 @@ from .._base._paths import path_str
 from .._base._types import NO_AXES, NUMBERS, Axes, AxisName, Place, is_state
 from .._model._state import State
 from .._model._values import strong
-from .._varying import Varying
+from .._varying import VaryingAxes
 from .._write_back import Forwarded, Given, Output, Static, WriteBack
 from ._origins import Entered, find_origins, leaves_of
 from ._policies import Written, filled, left
@@ -48,7 +48,7 @@ class _Leaving:
         self,
         rules: LeavingRules,
         arrived: Mapping[int, Arrived],
-        varying: Varying,
+        varying: VaryingAxes,
         given: Sequence[Any],
     ) -> None:
         self.rules = rules
@@ -100,7 +100,7 @@ class _Leaving:
 
     def wrongly_unmerged(self, x: Any, where: Place) -> Axes:
         """The same where it is known; a mistake if there are any."""
-        return self.unmerged(x, where) if self.varying.tells else NO_AXES
+        return self.unmerged(x, where) if self.varying.is_known else NO_AXES
 
     def array(self, x: Any, where: Place, path: str) -> Output | Forwarded:
         """One array on its way out."""
@@ -150,7 +150,7 @@ class _Leaving:
             return one
         leaves = leaves_of(one.state)
         for k, (x, where) in enumerate(zip(leaves, one.placements, strict=False)):
-            if same := self.rules.in_order(self.varying.same(x) - where.axis_names):
+            if same := self.rules.in_order(self.varying.same_over(x) - where.axis_names):
                 leaves[k] = one_copy(x, same)
         return dataclasses.replace(one, state=filled(one.state, leaves))
 
@@ -230,7 +230,7 @@ def leave(
     entered: Sequence[Entered],
     arrived: Mapping[int, Arrived],
     rules: LeavingRules,
-    varying: Varying,
+    varying: VaryingAxes,
     given: Sequence[Any],
     tied: Sequence[Sequence[str]],
     donating: bool,
