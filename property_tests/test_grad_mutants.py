@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from statemesh import _flow, _scope, _trainable
-from statemesh._base import _compat, _reduction
+from statemesh._base import _compat, _jaxprs, _reduction
 from statemesh._base._types import NO_AXES
 from statemesh._call import _pipeline
 
@@ -154,7 +154,7 @@ MUTANTS = [
         "what is stopped crosses",
         _scope,
         "crossed",
-        lambda right: lambda jaxpr: right(jaxpr) | _compat.exchanged_over(jaxpr),
+        lambda right: lambda jaxpr: right(jaxpr) | _jaxprs.exchanged_over(jaxpr),
     ),
     Mutant("inside a loss nothing is own", _scope.Scope, "__init__", with_scope(nothing_own)),
     Mutant(
@@ -263,7 +263,7 @@ MUTANTS = [
     Mutant("losses let differ", Reduction, "check", lambda right: lambda *args: None),
     Mutant(
         "no collective joins",
-        _compat,
+        _jaxprs,
         "collective",
         lambda right: lambda eqn: (NO_AXES, NO_AXES.union(*right(eqn))),
     ),

@@ -8,7 +8,7 @@ import pytest
 
 import statemesh as sm
 from statemesh import _flow
-from statemesh._base import _axes, _compat
+from statemesh._base import _axes, _jaxprs
 from statemesh._call import _by_axis, _carriers
 from statemesh._model import _state
 from statemesh._resolve import _lanes, _specs
@@ -175,7 +175,7 @@ MUTANTS = [
     ),
     Mutant(
         "auto feeds what is only written",
-        _compat,
+        _jaxprs,
         "inputs_read",
         lambda right: lambda jaxpr: [True] * len(right(jaxpr)),
     ),

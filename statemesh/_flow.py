@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ._base import _compat as compat
+from ._base import _jaxprs as jaxprs
 from ._base._reduction import Pending
 from ._base._types import NO_AXES, Axes, AxisName
 
@@ -45,7 +46,7 @@ def forwarded(jaxpr: Any, *, own_derivatives: bool = True) -> list[int | None]:
     known: dict[Any, int | None] = {var: i for i, var in enumerate(jaxpr.invars)}
 
     def source(atom: Any) -> int | None:
-        return None if compat.is_literal(atom) else known.get(atom)
+        return None if jaxprs.is_literal(atom) else known.get(atom)
 
     for eqn in jaxpr.eqns:
         for var, k in zip(eqn.outvars, _forwarding(eqn, own_derivatives), strict=True):
@@ -75,11 +76,11 @@ def sources(x: Any, seen: dict[int, tuple[Any, list[int | None]]]) -> Iterator[A
 
 def _forwarding(eqn: Any, own_derivatives: bool) -> list[int | None]:
     """For each result of an equation the operand that it is, if it is one unchanged."""
-    if compat.made_varying(eqn):
+    if jaxprs.made_varying(eqn):
         return [0]
-    if not own_derivatives and compat.with_own_derivative(eqn):
+    if not own_derivatives and jaxprs.with_own_derivative(eqn):
         return [None] * len(eqn.outvars)
-    match compat.control_flow(eqn):
+    match jaxprs.control_flow(eqn):
         case ("call", jaxpr):
             return forwarded(jaxpr, own_derivatives=own_derivatives)
         case ("cond", branches):
@@ -101,7 +102,7 @@ def crossed(jaxpr: Any) -> Axes:
     found: set[AxisName] = set()
 
     def plain(eqn: Any, seen: Axes) -> Axes:
-        found.update(compat.exchanged_by(eqn) if seen else ())
+        found.update(jaxprs.exchanged_by(eqn) if seen else ())
         return seen
 
     def pending(one: Pending, seen: Sequence[Axes]) -> Sequence[Axes]:
@@ -126,7 +127,7 @@ def settled(closed: Any, given: Sequence[Axes], own: Axes) -> Any:
     - `given`: the axes over which its arguments may differ.
     - `own`: the axes that are followed. What is pending over others waits for who knows of them.
     """
-    return compat.with_open(closed, _settled(compat.open_jaxpr(closed), given, own))
+    return jaxprs.with_open(closed, _settled(jaxprs.open_jaxpr(closed), given, own))
 
 
 def _settled(jaxpr: Any, given: Sequence[Axes], own: Axes) -> Any:
@@ -140,7 +141,7 @@ def _settled(jaxpr: Any, given: Sequence[Axes], own: Axes) -> Any:
         results, bodies = walk.equation(eqn, operands)
         known.update(zip(eqn.outvars, results, strict=True))
         eqns.append(_settled_equation(eqn, operands, bodies, own))
-    return compat.with_equations(jaxpr, eqns)
+    return jaxprs.with_equations(jaxpr, eqns)
 
 
 def _settled_equation(
@@ -148,17 +149,17 @@ def _settled_equation(
 ) -> Any:
     pending = _pending(eqn)
     if pending is not None:
-        return compat.calling(pending.decided(operands), eqn) if pending.is_over(own) else eqn
+        return jaxprs.calling(pending.decided(operands), eqn) if pending.is_over(own) else eqn
     new = {id(body): _settled(body, given, own) for body, given in bodies}
-    if compat.with_own_derivative(eqn) and any(_is_own(e, own) for e in bodies[0][0].eqns):
+    if jaxprs.with_own_derivative(eqn) and any(_is_own(e, own) for e in bodies[0][0].eqns):
         # What has been decided has the derivatives of what it is.
         (body,) = new.values()
-        return compat.calling(compat.runs(body), eqn)
-    return compat.with_jaxprs(eqn, new)
+        return jaxprs.calling(jaxprs.runs(body), eqn)
+    return jaxprs.with_jaxprs(eqn, new)
 
 
 def _pending(eqn: Any) -> Pending | None:
-    return getattr(compat.rule_of(eqn), "pending", None)
+    return getattr(jaxprs.rule_of(eqn), "pending", None)
 
 
 def _is_own(eqn: Any, own: Axes) -> bool:
@@ -167,7 +168,7 @@ def _is_own(eqn: Any, own: Axes) -> bool:
 
 
 def _has_pending(jaxpr: Any, own: Axes) -> bool:
-    return any(_is_own(eqn, own) for eqn in compat.equations(jaxpr))
+    return any(_is_own(eqn, own) for eqn in jaxprs.equations(jaxpr))
 
 
 def _untouched_by_types(eqn: Any, seen: Axes) -> Axes:
@@ -177,10 +178,10 @@ def _untouched_by_types(eqn: Any, seen: Axes) -> Axes:
 
 
 def _by_collectives(eqn: Any, seen: Axes) -> Axes:
-    if compat.made_varying(eqn):  # In a program with types: the value stays as it is.
+    if jaxprs.made_varying(eqn):  # In a program with types: the value stays as it is.
         return seen
-    joined, spread = compat.collective(eqn)
-    if not seen & spread and compat.permutes_all(eqn):
+    joined, spread = jaxprs.collective(eqn)
+    if not seen & spread and jaxprs.permutes_all(eqn):
         return seen
     return (seen - joined) | spread
 
@@ -224,7 +225,7 @@ class _Walk:
         """What it makes of the axes of its operands; and the jaxprs that it runs, with those of theirs."""
         if (pending := _pending(eqn)) is not None:
             return self.pending(pending, given), []
-        match compat.control_flow(eqn):
+        match jaxprs.control_flow(eqn):
             case ("cond", branches):
                 found = self._cond(branches, given[0] | self.typed(eqn.invars[0]), given[1:])
                 return found, [(branch, given[1:]) for branch in branches]
@@ -279,10 +280,10 @@ class _Walk:
 
 def _known(known: Mapping[Any, Axes], atom: Any) -> Axes:
     # A literal cannot be a key.
-    return NO_AXES if compat.is_literal(atom) else known.get(atom, NO_AXES)
+    return NO_AXES if jaxprs.is_literal(atom) else known.get(atom, NO_AXES)
 
 
 def _sources(jaxpr: Any) -> list[int | None]:
     """For each result the argument that it is, if it is one as it came in."""
     numbers = {var: i for i, var in enumerate(jaxpr.invars)}
-    return [None if compat.is_literal(v) else numbers.get(v) for v in jaxpr.outvars]
+    return [None if jaxprs.is_literal(v) else numbers.get(v) for v in jaxpr.outvars]

@@ -11,6 +11,8 @@ import numpy as np
 
 from ._base import _compat as compat
 from ._base import _errors as errors
+from ._base import _explicit as explicit
+from ._base import _jaxprs as jaxprs
 from ._base._checks import check_function, check_names
 from ._base._compat import tree_util
 from ._base._frames import without_own_frames
@@ -124,7 +126,7 @@ def value_and_grad(
             grads, crossed = scope.pulled(pull, loss)
         leaves, structure, marks, new = results[-1]
         # Of use in few cases, and made only there.
-        program = functools.cache(lambda: compat.open_jaxpr(jax.make_jaxpr(local)(params)))
+        program = functools.cache(lambda: jaxprs.open_jaxpr(jax.make_jaxpr(local)(params)))
         made = scope.restored(made, program)
         loss, grads = scope.reduced(loss, grads, crossed, program)
         for i, x in zip(new, made, strict=True):
@@ -199,6 +201,6 @@ def _mesh_of(values: Iterable[Any]) -> Any:
     outside of it."""
     if compat.current_trace(()) is not compat.TOP_LEVEL or compat.context_mesh() is not None:
         return nullcontext()
-    typed = (x.sharding.mesh for x in values if compat.is_explicitly_typed(x))
+    typed = (x.sharding.mesh for x in values if explicit.is_explicitly_typed(x))
     mesh = next(typed, None)
     return nullcontext() if mesh is None else compat.in_mesh(mesh, traced=False)

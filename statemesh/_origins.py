@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
-from ._base import _compat as compat
+from ._base import _jaxprs as jaxprs
 from ._base._links import REBUILT, link_made
 
 
@@ -17,7 +17,7 @@ def continued(jaxpr: Any) -> list[Sources]:
     known: dict[Any, Sources] = {var: frozenset([i]) for i, var in enumerate(jaxpr.invars)}
 
     def sources(atom: Any) -> Sources:
-        return _NOTHING if compat.is_literal(atom) else known.get(atom, _NOTHING)
+        return _NOTHING if jaxprs.is_literal(atom) else known.get(atom, _NOTHING)
 
     for eqn in jaxpr.eqns:
         found = _results(eqn, [sources(atom) for atom in eqn.invars])
@@ -30,7 +30,7 @@ def _results(eqn: Any, operands: Sequence[Sources]) -> Sequence[Sources]:
         new, old = operands
         # A `cond` that returns one state or another is rebuilt as the one that its first branch returns.
         return [old | new if link == REBUILT else old]
-    match compat.control_flow(eqn):
+    match jaxprs.control_flow(eqn):
         case ("call", jaxpr):
             return _through(jaxpr, operands)
         case ("cond", branches):
@@ -43,10 +43,10 @@ def _results(eqn: Any, operands: Sequence[Sources]) -> Sequence[Sources]:
             last = consts + carries
             carry = _loop(body, operands[:consts], operands[consts:last], operands[last:])
             return [*carry, *[_NOTHING] * (len(eqn.outvars) - carries)]
-    inner = compat.jaxprs_of(eqn)
+    inner = jaxprs.jaxprs_of(eqn)
     if [(len(j.invars), len(j.outvars)) for j in inner] == [(len(operands), len(eqn.outvars))]:
         return _through(inner[0], operands)
-    if len(eqn.outvars) == 1 and compat.forwards(eqn):
+    if len(eqn.outvars) == 1 and jaxprs.forwards(eqn):
         return [_union(operands)]
     return [_NOTHING] * len(eqn.outvars)
 

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ._base import _compat as compat
 from ._base import _errors as errors
+from ._base import _jaxprs as jaxprs
 from ._base._axes import bound_names, meshes_and_lanes
 from ._base._reduction import GRADIENT, Pending, Reduction, reduce_on_mesh
 from ._base._types import NO_AXES, Axes, AxisName
@@ -92,11 +93,11 @@ class Scope:
         if not self.lanes and not self.followed:
             (grads,) = pull(one)
             return grads, functools.cache(
-                lambda: crossed(compat.open_jaxpr(jax.make_jaxpr(pull)(one)))
+                lambda: crossed(jaxprs.open_jaxpr(jax.make_jaxpr(pull)(one)))
             )
         closed = jax.make_jaxpr(pull)(one)
-        return compat.run_jaxpr(closed, [one]), functools.cache(
-            lambda: crossed(compat.open_jaxpr(closed))
+        return jaxprs.run_jaxpr(closed, [one]), functools.cache(
+            lambda: crossed(jaxprs.open_jaxpr(closed))
         )
 
     def reduced(
@@ -149,7 +150,7 @@ class Scope:
                 )
             raise errors.loss_typed_apart(self.reduction.name, _in_order(shared, self.typed))
         # Of a loss that has been made one of all shards', types have JAX pass each its cotangent in silence.
-        if (one := (self.own & axes) - over) and (inside := one & compat.exchanged_over(program())):
+        if (one := (self.own & axes) - over) and (inside := one & jaxprs.exchanged_over(program())):
             raise errors.loss_exchanged_inside(self.reduction.name, _in_order(inside, self.typed))
         plans = [self.reduction.typed(param, over, axes) for param in own]
         values = reduce_on_mesh(values, [*plans, self.reduction.of_loss(over, axes)], self.typed)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ._base import _compat as compat
+from ._base import _jaxprs as jaxprs
 from ._base._reduction import GRADIENT
 from ._base._types import NO_AXES, Axes, AxisName
 
@@ -46,14 +46,14 @@ class _Search:
         known: dict[Any, _Gradient | None] = dict(zip(jaxpr.invars, given, strict=True))
 
         def gradient(atom: Any) -> _Gradient | None:
-            return None if compat.is_literal(atom) else known.get(atom)
+            return None if jaxprs.is_literal(atom) else known.get(atom)
 
         for eqn in jaxpr.eqns:
             operands = [gradient(atom) for atom in eqn.invars]
-            if compat.is_sum(eqn):
+            if jaxprs.is_sum(eqn):
                 for one, total in zip(operands, eqn.outvars, strict=False):
                     if one is not None:
-                        self._look(one, compat.collective(eqn)[0], jaxpr, total)
+                        self._look(one, jaxprs.collective(eqn)[0], jaxpr, total)
             else:
                 known.update(zip(eqn.outvars, self._results(eqn, operands), strict=True))
         return [gradient(atom) for atom in jaxpr.outvars]
@@ -61,22 +61,22 @@ class _Search:
     def _results(
         self, eqn: Any, operands: Sequence[_Gradient | None]
     ) -> Sequence[_Gradient | None]:
-        name = compat.name_given(eqn) or ""
+        name = jaxprs.name_given(eqn) or ""
         if name.startswith(GRADIENT):
             return [_Gradient(name)]
         nothing: list[_Gradient | None] = [None] * len(eqn.outvars)
-        match compat.control_flow(eqn):
+        match jaxprs.control_flow(eqn):
             case ("call", body) | ("scan", body, _, _):
                 return self.through(body, operands)
             case ("cond", branches):
                 first, *_ = [self.through(branch, operands[1:]) for branch in branches]
                 return first
-        for inner in compat.jaxprs_of(eqn):
+        for inner in jaxprs.jaxprs_of(eqn):
             self.through(inner, [None] * len(inner.invars))
-        factor, ones = compat.scaling(eqn), [one for one in operands if one is not None]
+        factor, ones = jaxprs.scaling(eqn), [one for one in operands if one is not None]
         if factor is None or not ones:
             return nothing
-        axes = ones[0].axes | compat.made_varying(eqn)
+        axes = ones[0].axes | jaxprs.made_varying(eqn)
         return [dataclasses.replace(ones[0], factor=ones[0].factor * factor, axes=axes)]
 
     def _look(self, one: _Gradient, over: Axes, jaxpr: Any, total: Any) -> None:
@@ -88,7 +88,7 @@ class _Search:
     def _is_mean(self, jaxpr: Any, total: Any, count: float) -> bool:
         """Whether `count` times a gradient becomes that gradient wherever it is used."""
         users = [eqn for eqn in jaxpr.eqns if any(v is total for v in eqn.invars)]
-        factors = [compat.scaling(eqn) for eqn in users]
+        factors = [jaxprs.scaling(eqn) for eqn in users]
         return bool(users) and all(
             factor is not None
             and (

@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from ._base import _compat as compat
+from ._base import _jaxprs as jaxprs
 from ._base._axes import meshes_and_lanes, varying_over
 from ._base._compat import tree_util
 from ._base._links import Links
@@ -92,13 +93,13 @@ class Told:
         if not compat.under_jit():
             return _run_eagerly(fun, operands, None, links, self._note)
         program = trace(fun, operands, None, links)
-        made = compat.run_jaxpr(program.closed, program.given)
+        made = jaxprs.run_jaxpr(program.closed, program.given)
         self._note(program, made)
         return program.result(made)
 
     def _note(self, program: Traced, made: Sequence[Any]) -> None:
         given = [compat.varying(x) for x in program.given]
-        self.shown.note(made, all_axes(compat.open_jaxpr(program.closed), given))
+        self.shown.note(made, all_axes(jaxprs.open_jaxpr(program.closed), given))
 
     def of(self, values: Sequence[Any]) -> list[Axes]:
         return varying_over(values, self.axis_names)
@@ -140,13 +141,13 @@ class Followed:
         program = trace(fun, operands, self.mark, links)
         axes, own = self._axes(program.given), frozenset(self.mark.axis_names)
         closed = settled(program.closed, axes, own)
-        made = compat.run_jaxpr(closed, program.given)
+        made = jaxprs.run_jaxpr(closed, program.given)
         self._note(dataclasses.replace(program, closed=closed), made)
         return program.result(made)
 
     def _note(self, program: Traced, made: Sequence[Any]) -> None:
         axes = self._axes(program.given)
-        self.known.note(made, all_axes(compat.open_jaxpr(program.closed), axes))
+        self.known.note(made, all_axes(jaxprs.open_jaxpr(program.closed), axes))
 
     def of(self, values: Sequence[Any]) -> list[Axes]:
         return self._axes(values)

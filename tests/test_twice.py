@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from statemesh._base import _compat as compat
+from statemesh._base import _jaxprs as jaxprs
 from statemesh._twice import summed_twice
 from tests.helpers import make_mesh
 
@@ -31,7 +31,7 @@ def found(body: Callable[[Any, Any], Any], split: bool = False) -> list[tuple[st
     mapped = jax.shard_map(body, mesh=make_mesh("4x2"), in_specs=specs, out_specs=P(("x", "y")))
     x = np.ones((8, 2 if split else 4), np.float32)
     traced = jax.jit(mapped).trace(jnp.ones(4), x)
-    return summed_twice(compat.shard_map_body(traced.jaxpr), {"x": 4, "y": 2})
+    return summed_twice(jaxprs.shard_map_body(traced.jaxpr), {"x": 4, "y": 2})
 
 
 def in_scan(w: Any, x: Any) -> Any:

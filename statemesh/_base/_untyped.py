@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from . import _compat as compat
+from . import _jaxprs as jaxprs
 from ._types import NO_AXES, Axes, AxisName
 
 
@@ -56,7 +57,7 @@ def run_untyped(fun: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
     args = [jnp.asarray(x) for x in args]
     closed = _traced_untyped(fun, args)
     taken = compat.manual_axes(jax.sharding.get_abstract_mesh())
-    if used := taken & compat.names_used(closed.jaxpr):
+    if used := taken & jaxprs.names_used(closed.jaxpr):
         raise MeshCollective(tuple(used))
     # What it closes over becomes an argument, so that gradients reach it.
     count = len(closed.consts)
@@ -102,11 +103,11 @@ def _bound_untyped(fun: Callable[..., Any], args: Sequence[Any], axes: Axes) -> 
     (call,) = closed.jaxpr.eqns
     known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     known |= dict(zip(closed.jaxpr.invars, args, strict=True))
-    given = [x.val if compat.is_literal(x) else known[x] for x in call.invars]
+    given = [x.val if jaxprs.is_literal(x) else known[x] for x in call.invars]
     made = call.primitive.bind(*[compat.vary(x, axes) for x in given], **call.params)
     known |= dict(zip(call.outvars, made, strict=True))
     return [
-        compat.vary(x.val if compat.is_literal(x) else known[x], axes) for x in closed.jaxpr.outvars
+        compat.vary(x.val if jaxprs.is_literal(x) else known[x], axes) for x in closed.jaxpr.outvars
     ]
 
 

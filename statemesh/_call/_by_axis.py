@@ -9,8 +9,9 @@ import jax
 import numpy as np
 
 from .._arguments import Arguments, Unit
-from .._base import _compat as compat
 from .._base import _errors as errors
+from .._base import _explicit as explicit
+from .._base import _jaxprs as jaxprs
 from .._base._checks import check_lane_name
 from .._base._prefix import broadcast_axes
 from .._base._types import Filter, Place, Size
@@ -79,7 +80,7 @@ class ByAxis:
         self.carrier.check(self.transform)
 
     def check_traced(self, name: str, leaves: Sequence[Any]) -> None:
-        if self.has_own_mesh and compat.explicit_around(leaves):
+        if self.has_own_mesh and explicit.explicit_around(leaves):
             raise errors.own_mesh_among_explicit(name)
 
     def ground(
@@ -160,7 +161,7 @@ class ByAxis:
             return self
         traced = jax.jit(program).trace(*program.layout.abstract(arrays))
         back = traced.out_info[1]
-        read = compat.inputs_read(traced.jaxpr)
+        read = jaxprs.inputs_read(traced.jaxpr)
         lanes = program.binding.count(program.declared.name, program.layout, arrays)
         fed = {
             path

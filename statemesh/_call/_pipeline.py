@@ -15,6 +15,7 @@ import jax
 from .._arguments import Arguments, check_arity, is_shaped
 from .._base import _compat as compat
 from .._base import _errors as errors
+from .._base import _jaxprs as jaxprs
 from .._base._compat import tree_util
 from .._base._types import NO_AXES
 from .._flow import hidden_axes
@@ -90,7 +91,7 @@ class Signature:
         if self.program_seen:
             return
         traced = self.lowers.trace(*arrays)
-        body = compat.shard_map_body(traced.jaxpr)
+        body = jaxprs.shard_map_body(traced.jaxpr)
         if body is not None:
             if again := summed_twice(body, self.program.binding.sizes):
                 raise errors.reduced_twice(self.program.declared.name, again)

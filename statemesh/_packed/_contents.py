@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from .._base import _compat as compat
 from .._base import _errors as errors
+from .._base import _explicit as explicit
 from .._base._compat import tree_util
 from .._base._types import AxisName, is_state
 from .._resolve._specs import Placement
@@ -117,7 +118,7 @@ class Group:
     def array(self, buffer: Any, slot: Slot) -> Any:
         """One whole array, of the buffer."""
         here = slice(slot.start, slot.start + slot.size)
-        if compat.is_explicitly_typed(buffer):
+        if explicit.is_explicitly_typed(buffer):
             # JAX does not split and merge dimensions over Explicit axes: each shard takes its own.
             mesh = (jax.typeof(buffer) if compat.is_tracer(buffer) else buffer).sharding.mesh
             taken: Any = jax.shard_map(

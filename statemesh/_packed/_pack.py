@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._base import _compat as compat
 from .._base import _errors as errors
+from .._base import _explicit as explicit
 from .._base._compat import tree_util
 from .._base._paths import path_str
 from .._base._types import (
@@ -152,7 +153,7 @@ def _repacked(packed: Packed, new: Any, old: Any) -> Packed:
 
 def _mesh_of(buffer: Any) -> AnyMesh | None:
     """The mesh that a buffer lies on, where that is known: not of what is traced on Auto axes."""
-    if compat.is_explicitly_typed(buffer) and compat.is_tracer(buffer):
+    if explicit.is_explicitly_typed(buffer) and compat.is_tracer(buffer):
         mesh: AnyMesh = jax.typeof(buffer).sharding.mesh
         return mesh
     sharding = None if compat.is_tracer(buffer) else getattr(buffer, "sharding", None)
