@@ -3,19 +3,33 @@
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ._base import _compat as compat
+from ._base import _explicit as explicit
+from ._base import _jaxprs as jaxprs
 from ._base import errors
 from ._base._checks import check_function, check_names
 from ._base._compat import tree_util
 from ._base._frames import without_own_frames
 from ._base._paths import fun_name, positional_names
-from ._base._types import Filter, FunOf, Params, ReduceLoss, Result
+from ._base._types import (
+    Array,
+    Filter,
+    Fun,
+    FunOf,
+    Leaf,
+    Params,
+    PyTree,
+    PyTreeDef,
+    ReduceLoss,
+    Result,
+    SeveralAxes,
+)
 from ._model._filters import to_predicate
 from ._model._origin import origins, with_origins
 from ._scope import Scope
@@ -26,10 +40,10 @@ def value_and_grad(
     fun: FunOf[Params, Result],
     *,
     wrt: Filter = None,
-    axis_name: Any = None,
+    axis_name: SeveralAxes = None,
     reduce: ReduceLoss = "mean",
     has_aux: bool = False,
-) -> Callable[Params, tuple[Result, Any]]:
+) -> Callable[Params, tuple[Result, PyTree]]:
     """A function that evaluates a loss, the new model, and the gradient of the loss, reduced exactly once.
 
     Inside a mapped call every shard has a loss of its own, of its rows. With `axis_name` the loss that is
@@ -96,14 +110,14 @@ def value_and_grad(
     name = fun_name(fun)
 
     @without_own_frames
-    def value_and_grads(model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def value_and_grads(model: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         parts = Parts("value_and_grad", model, wrt, positional_names(fun, 1)[0])
         scope = Scope(name, axis_name, reduce == "mean", parts)
         # What comes back as it went in is left out of the results, of which JAX would make other arrays.
         given = {id(x): x for x in tree_util.tree_leaves((model, args, kwargs))}
-        results: list[tuple[list[Any], Any, list[object], list[int]]] = []
+        results: list[tuple[list[Leaf], PyTreeDef, list[object], list[int]]] = []
 
-        def local(params: list[Any]) -> Any:
+        def local(params: list[Leaf]) -> PyTree:
             loss, rest = _taken_apart(fun(parts.model(params), *args, **kwargs), has_aux, name)
             leaves, structure = tree_util.tree_flatten(rest)
             same = given | {id(x): old for x, old in zip(params, parts.params, strict=True)}
@@ -124,7 +138,7 @@ def value_and_grad(
             grads, crossed = scope.pulled(pull, loss)
         leaves, structure, marks, new = results[-1]
         # Of use in few cases, and made only there.
-        program = functools.cache(lambda: compat.open_jaxpr(jax.make_jaxpr(local)(params)))
+        program = functools.cache(lambda: jaxprs.open_jaxpr(jax.make_jaxpr(local)(params)))
         made = scope.restored(made, program)
         loss, grads = scope.reduced(loss, grads, crossed, program)
         for i, x in zip(new, made, strict=True):
@@ -133,18 +147,18 @@ def value_and_grad(
         return ((loss, aux) if has_aux else loss, model), parts.tree(grads)
 
     value_and_grads.__name__ = value_and_grads.__qualname__ = f"value_and_grad_of_{name}"
-    typed: Callable[Params, tuple[Result, Any]] = cast(Any, value_and_grads)
+    typed: Callable[Params, tuple[Result, PyTree]] = cast(Fun, value_and_grads)
     return typed
 
 
 def grad(
-    fun: FunOf[Params, Any],
+    fun: FunOf[Params, PyTree],
     *,
     wrt: Filter = None,
-    axis_name: Any = None,
+    axis_name: SeveralAxes = None,
     reduce: ReduceLoss = "mean",
     has_aux: bool = False,
-) -> Callable[Params, tuple[Any, Any]]:
+) -> Callable[Params, tuple[PyTree, PyTree]]:
     """As `value_and_grad`, without the loss.
 
     **Arguments:** those of `value_and_grad`.
@@ -167,16 +181,16 @@ def grad(
     both = value_and_grad(fun, wrt=wrt, axis_name=axis_name, reduce=reduce, has_aux=has_aux)
 
     @without_own_frames
-    def grads_of(model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def grads_of(model: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         (value, model), grads = both(model, *args, **kwargs)
         return (grads, value[1]) if has_aux else grads, model
 
     grads_of.__name__ = grads_of.__qualname__ = f"grad_of_{fun_name(fun)}"
-    typed: Callable[Params, tuple[Any, Any]] = cast(Any, grads_of)
+    typed: Callable[Params, tuple[PyTree, PyTree]] = cast(Fun, grads_of)
     return typed
 
 
-def _taken_apart(returned: Any, has_aux: bool, name: str) -> tuple[Any, tuple[Any, Any]]:
+def _taken_apart(returned: PyTree, has_aux: bool, name: str) -> tuple[Array, tuple[PyTree, PyTree]]:
     """The loss, and auxiliary values (`None` if there are none) with the model."""
     if not _is_pair(returned) or (has_aux and not _is_pair(returned[0])):
         raise errors.not_loss_and_model(name, returned, has_aux)
@@ -190,15 +204,15 @@ def _taken_apart(returned: Any, has_aux: bool, name: str) -> tuple[Any, tuple[An
     return loss, (aux, model)
 
 
-def _is_pair(x: Any) -> bool:
+def _is_pair(x: Leaf) -> bool:
     return isinstance(x, tuple) and len(x) == 2
 
 
-def _mesh_of(values: Iterable[Any]) -> Any:
+def _mesh_of(values: Iterable[Leaf]) -> PyTree:
     """The mesh by whose Explicit axes arrays are typed, where no mesh is set: JAX cannot make gradients
     outside of it."""
     if compat.current_trace(()) is not compat.TOP_LEVEL or compat.context_mesh() is not None:
         return nullcontext()
-    typed = (x.sharding.mesh for x in values if compat.is_explicitly_typed(x))
+    typed = (x.sharding.mesh for x in values if explicit.is_explicitly_typed(x))
     mesh = next(typed, None)
     return nullcontext() if mesh is None else compat.in_mesh(mesh, traced=False)

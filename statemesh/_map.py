@@ -3,14 +3,14 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from jax.tree_util import GetAttrKey
 
 from ._base import errors
 from ._base._checks import check_lane_name, check_text
 from ._base._frames import without_own_frames
-from ._base._types import KeyPath, LaneName, Name, Size, Text
+from ._base._types import KeyPath, LaneName, Name, PyTree, Size, Text
 from ._call._axis_rules import POLICIES
 from ._call._mapping import StatefulMapping
 from ._model._filters import to_predicate
@@ -34,7 +34,7 @@ class _Calls:
 
     def __init__(
         self,
-        told: dict[str, Any],
+        told: dict[str, PyTree],
         distributed: tuple[tuple[int | None, frozenset[KeyPath]], ...] = (),
     ) -> None:
         self.told = told
@@ -55,10 +55,10 @@ class _Calls:
     def __repr__(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.told.items())
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Calls":
+    def __deepcopy__(self, memo: dict[int, object]) -> "_Calls":
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # Without what was compiled.
         return _Calls, (self.told, self.distributed)
 
@@ -70,7 +70,7 @@ class _Calls:
         return self._mapped[key]
 
     def _make(self, module: type[Module], name: str, args: int) -> StatefulMapping:
-        def call(map: "Map[Any]", /, *args: Any, **kwargs: Any) -> Any:
+        def call(map: "Map[Module]", /, *args: PyTree, **kwargs: PyTree) -> PyTree:
             result = getattr(map.module, name)(*args, **kwargs)
             if type(result) is not tuple or len(result) != 2 or not isinstance(result[1], Module):
                 raise errors.not_a_pair(type(map.module).__name__, name, result)
@@ -101,7 +101,7 @@ class _Calls:
         return mapping
 
 
-def _is_at(paths: frozenset[KeyPath], path: KeyPath, state: Any) -> bool:
+def _is_at(paths: frozenset[KeyPath], path: KeyPath, state: PyTree) -> bool:
     return path in paths
 
 
@@ -148,10 +148,10 @@ class Map(Module, Generic[M]):
         module: M,
         init_map_size: Size,
         *,
-        init_state_axes: Any = None,
+        init_state_axes: PyTree = None,
         state_tag: Text = None,
-        in_axes: Any = 0,
-        out_axes: Any = 0,
+        in_axes: PyTree = 0,
+        out_axes: PyTree = 0,
         axis_name: LaneName | None = None,
         behavior: Name = "vmap",
         unexpected_out_state_mapping: str = "raise",
@@ -186,7 +186,7 @@ class Map(Module, Generic[M]):
         )
 
     @without_own_frames
-    def init_all_states(self, **kwargs: Any) -> "Map[M]":
+    def init_all_states(self, **kwargs: PyTree) -> "Map[M]":
         """Create the module's states with their lane axis.
 
         **Arguments:**
@@ -213,7 +213,7 @@ class Map(Module, Generic[M]):
         return self.replace(module=module, _calls=_Calls(told, distributed))
 
     @without_own_frames
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Any, "Map[M]"]:
+    def update(self, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, "Map[M]"]:
         """Run the module's `update` over the lanes.
 
         **Arguments:**
@@ -228,11 +228,11 @@ class Map(Module, Generic[M]):
         return self._run("update", *args, **kwargs)
 
     @without_own_frames
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, "Map[M]"]:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, "Map[M]"]:
         """As `update`."""
         return self._run("update", *args, **kwargs)
 
-    def map(self, name: Name) -> Callable[..., tuple[Any, "Map[M]"]]:
+    def map(self, name: Name) -> Callable[..., tuple[PyTree, "Map[M]"]]:
         """Another method of the module, run over the lanes in the same way.
 
         **Arguments:**
@@ -247,7 +247,7 @@ class Map(Module, Generic[M]):
         return functools.partial(self._run, name)
 
     @without_own_frames
-    def _run(self, name: Name, *args: Any, **kwargs: Any) -> tuple[Any, "Map[M]"]:
+    def _run(self, name: Name, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, "Map[M]"]:
         _check_method(self.module, name)
         axes = self._calls.told["in_axes"]
         if isinstance(axes, tuple | list) and len(axes) != len(args):

@@ -1,7 +1,7 @@
 """Modules whose states are created already distributed over lanes."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 
@@ -15,9 +15,11 @@ from ._base._types import (
     UNNAMED_DEVICES,
     AxisName,
     Filter,
+    Fun,
     KeyPath,
     Keywords,
     LaneName,
+    PyTree,
     Size,
     Text,
     is_state,
@@ -40,13 +42,13 @@ else:
     M = TypeVar("M")
 
 # What maps, and what it calls lanes without a name.
-TRANSFORMS: dict[str, tuple[Any, AxisName]] = {
+TRANSFORMS: dict[str, tuple[Fun, AxisName]] = {
     "vmap": (vmap2, UNNAMED),
     "pmap": (pmap2, UNNAMED_DEVICES),
 }
 
 
-def new_states(before: Any, after: Any, filter: Filter = ...) -> dict[str, State]:
+def new_states(before: PyTree, after: PyTree, filter: Filter = ...) -> dict[str, State]:
     """The states that `after` has and `before` does not: what an initialisation created.
 
     A state is new where `before` has none at its path, or one of another kind, with other metadata,
@@ -83,7 +85,7 @@ def vmap2_new_states(
     init_kwargs: Keywords,
     state_tag: Text = None,
     axis_size: Size | None = None,
-    state_out_axes: Any = None,
+    state_out_axes: PyTree = None,
     *,
     axis_name: LaneName | None = None,
 ) -> tuple[M, dict[int | None, list[State]]]:
@@ -135,7 +137,7 @@ def pmap2_new_states(
     init_kwargs: Keywords,
     state_tag: Text = None,
     axis_size: Size | None = None,
-    state_out_axes: Any = None,
+    state_out_axes: PyTree = None,
     *,
     axis_name: LaneName | None = None,
 ) -> tuple[M, dict[int | None, list[State]]]:
@@ -178,7 +180,7 @@ def create(
     init_kwargs: Keywords,
     state_tag: Text,
     axis_size: Size | None,
-    state_out_axes: Any,
+    state_out_axes: PyTree,
     axis_name: LaneName | None,
     what: str = "state_out_axes",
 ) -> tuple[M, dict[KeyPath, int | None]]:
@@ -199,7 +201,7 @@ def create(
         state_tag, state_out_axes, what, unnamed if axis_name is None else axis_name
     )
 
-    def init(module: Module, init_kwargs: dict[str, Any]) -> Module:
+    def init(module: Module, init_kwargs: dict[str, PyTree]) -> Module:
         return creation.init(module, init_kwargs)
 
     init.__name__ = init.__qualname__ = f"{type(module).__name__}.init_all_states"
@@ -227,7 +229,7 @@ class _Creation:
     """One initialisation over lanes: what it is told, and what it finds out while it is traced."""
 
     def __init__(
-        self, tag: str | None, state_out_axes: Any, what: str, axis_name: AxisName
+        self, tag: str | None, state_out_axes: PyTree, what: str, axis_name: AxisName
     ) -> None:
         self.tag = tag
         self.what = what
@@ -240,7 +242,7 @@ class _Creation:
         axes = dict.fromkeys(axis for _, axis in self.declared)
         self.pairs = Pairs([(Perhaps(partial(self._is_on, axis)), axis) for axis in axes])
 
-    def init(self, module: Module, init_kwargs: dict[str, Any]) -> Module:
+    def init(self, module: Module, init_kwargs: dict[str, PyTree]) -> Module:
         after = module.init_all_states(**init_kwargs)
         news = _created(module, after)
         axes = choose_axes(self.declared, [("module", after)], self.what)
@@ -248,7 +250,7 @@ class _Creation:
             path: axis for path, axis in zip(_by_path(after), axes, strict=True) if path in news
         }
 
-        def made(path: Any, node: Any) -> Any:
+        def made(path: KeyPath, node: PyTree) -> PyTree:
             if path not in news:
                 return node
             # A stream that is made here alike in all lanes becomes each lane's own.
@@ -262,12 +264,12 @@ class _Creation:
         return path in self.axes and self.axes[path] == axis
 
 
-def _by_path(tree: Any) -> dict[KeyPath, State]:
+def _by_path(tree: PyTree) -> dict[KeyPath, State]:
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]
     return {path: node for path, node in flat if is_state(node)}
 
 
-def _created(before: Any, after: Any) -> dict[KeyPath, State]:
+def _created(before: PyTree, after: PyTree) -> dict[KeyPath, State]:
     """The states of `after` that continue none of `before`, by path."""
     olds = _by_path(before)
     return {p: state for p, state in _by_path(after).items() if not _continues(state, olds.get(p))}

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 from ._axes._dataflow import Dataflow
-from ._base import _compat as compat
+from ._base import _jaxprs as jaxprs
 from ._base._links import REBUILT, link_made
 
 
@@ -29,10 +29,10 @@ class _Continued(Dataflow[Sources]):
         return [old | new if link == REBUILT else old]
 
     def plain(self, eqn: Any, given: Sequence[Sources]) -> Sequence[Sources]:
-        inner = compat.jaxprs_of(eqn)
+        inner = jaxprs.jaxprs_of(eqn)
         if [(len(j.invars), len(j.outvars)) for j in inner] == [(len(given), len(eqn.outvars))]:
             return self.through(inner[0], given)
-        if len(eqn.outvars) == 1 and compat.forwards(eqn):
+        if len(eqn.outvars) == 1 and jaxprs.forwards(eqn):
             return [self.join(given)]
         return [_NOTHING] * len(eqn.outvars)
 

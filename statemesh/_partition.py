@@ -1,16 +1,14 @@
 """Step 1: split trees into states and the rest, and join them again."""
 
-from typing import Any
-
 from ._base import errors
 from ._base._compat import tree_util
 from ._base._paths import path_str
-from ._base._types import REMOVED, Filter, is_removed, is_state, unpacked
+from ._base._types import REMOVED, Filter, Leaf, PyTree, is_removed, is_state, unpacked
 from ._model._filters import first_matches
 from ._model._state import State
 
 
-def partition(tree: Any, *filters: Filter) -> tuple[Any, ...]:
+def partition(tree: PyTree, *filters: Filter) -> tuple[Leaf, ...]:
     """Split a tree by its states.
 
     **Arguments:**
@@ -53,7 +51,7 @@ def partition(tree: Any, *filters: Filter) -> tuple[Any, ...]:
     )
 
 
-def combine(*trees: Any) -> Any:
+def combine(*trees: PyTree) -> PyTree:
     """Join what `partition` split.
 
     **Arguments:**
@@ -94,7 +92,7 @@ def combine(*trees: Any) -> Any:
     return flat[0][1].unflatten(joined)
 
 
-def states(tree: Any, filter: Filter = ...) -> dict[str, State]:
+def states(tree: PyTree, filter: Filter = ...) -> dict[str, State]:
     """List the states of a tree by path.
 
     **Arguments:**
@@ -122,11 +120,11 @@ def states(tree: Any, filter: Filter = ...) -> dict[str, State]:
     return {path: leaf for (path, leaf), hit in zip(own, found, strict=True) if hit is not None}
 
 
-def _is_unit(node: Any) -> bool:
+def _is_unit(node: PyTree) -> bool:
     return is_state(node) or is_removed(node)
 
 
-def _where_they_part(a: Any, b: Any, path: str = "") -> tuple[str, Any, Any]:
+def _where_they_part(a: PyTree, b: PyTree, path: str = "") -> tuple[str, PyTree, PyTree]:
     """The first path at which two trees have different nodes, and the nodes."""
     kids_a, def_a = tree_util.tree_flatten_with_path(
         a, is_leaf=lambda node: node is not a or _is_unit(node)

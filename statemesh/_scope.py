@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +13,10 @@ from ._axes._differing import crossed
 from ._axes._mesh_and_lanes import bound_names, meshes_and_lanes
 from ._axes._reduction import Pending, Reduction, reduce_on_mesh
 from ._base import _compat as compat
+from ._base import _jaxprs as jaxprs
 from ._base import errors
-from ._base._types import NO_AXES, Axes, AxisName
+from ._base._compat import Jaxpr
+from ._base._types import NO_AXES, Axes, AxisName, Leaf, PyTree, SeveralAxes
 from ._trainable import Parts
 
 
@@ -26,7 +27,7 @@ _around: ContextVar[tuple[tuple[Axes, Axes], ...]] = ContextVar("around", defaul
 class Scope:
     """The axes that are mapped over here, by who knows over which of them a value differs."""
 
-    def __init__(self, name: str, axis_name: Any, mean: bool, parts: Parts) -> None:
+    def __init__(self, name: str, axis_name: SeveralAxes, mean: bool, parts: Parts) -> None:
         self.params = parts.params
         named = frozenset(bound_names("value_and_grad", axis_name))
         self.reduction = Reduction(named, mean, name, tuple(parts.paths))
@@ -58,12 +59,12 @@ class Scope:
         finally:
             _around.reset(token)
 
-    def cast(self, params: Sequence[Any]) -> list[Any]:
+    def cast(self, params: Sequence[Leaf]) -> list[Leaf]:
         """Parameters of which JAX gives each shard its own gradient."""
         over = _in_order(self.cast_over, self.typed)
         return [compat.vary(x, over) for x in params] if over else list(params)
 
-    def restored(self, made: Sequence[Any], program: Callable[[], Any]) -> list[Any]:
+    def restored(self, made: Sequence[Leaf], program: Callable[[], Jaxpr]) -> list[Leaf]:
         """What the function made, with the parameters in place of what is one of them, as it was cast.
 
         A parameter that passes through `jax.jit` or `jax.checkpoint` comes back as another array. Whether
@@ -82,7 +83,9 @@ class Scope:
         pairs = zip(made, sources, strict=True)
         return [x if k is None else self.params[k] for x, k in pairs]
 
-    def pulled(self, pull: Callable[..., Any], loss: Any) -> tuple[list[Any], Callable[[], Axes]]:
+    def pulled(
+        self, pull: Callable[..., PyTree], loss: Leaf
+    ) -> tuple[list[Leaf], Callable[[], Axes]]:
         """What JAX gives as the gradients, and the axes over which some of it comes of others' losses.
 
         JAX gives the gradient of the sum of all instances' losses. It is that of an instance's own loss
@@ -92,20 +95,20 @@ class Scope:
         if not self.lanes and not self.followed:
             (grads,) = pull(one)
             return grads, functools.cache(
-                lambda: crossed(compat.open_jaxpr(jax.make_jaxpr(pull)(one)))
+                lambda: crossed(jaxprs.open_jaxpr(jax.make_jaxpr(pull)(one)))
             )
         closed = jax.make_jaxpr(pull)(one)
-        return compat.run_jaxpr(closed, [one]), functools.cache(
-            lambda: crossed(compat.open_jaxpr(closed))
+        return jaxprs.run_jaxpr(closed, [one]), functools.cache(
+            lambda: crossed(jaxprs.open_jaxpr(closed))
         )
 
     def reduced(
         self,
-        loss: Any,
-        grads: Sequence[Any],
+        loss: Leaf,
+        grads: Sequence[Leaf],
         crossed: Callable[[], Axes],
-        program: Callable[[], Any],
-    ) -> tuple[Any, list[Any]]:
+        program: Callable[[], Jaxpr],
+    ) -> tuple[Leaf, list[Leaf]]:
         """The loss and its gradients, reduced over all axes."""
         keys, values = [*self.params, loss], [*grads, loss]
         for axis_names, lanes, vmapped in self._written_down():
@@ -132,11 +135,11 @@ class Scope:
 
     def _typed(
         self,
-        loss: Any,
-        values: Sequence[Any],
+        loss: Leaf,
+        values: Sequence[Leaf],
         crossed: Callable[[], Axes],
-        program: Callable[[], Any],
-    ) -> list[Any]:
+        program: Callable[[], Jaxpr],
+    ) -> list[Leaf]:
         axes, over = frozenset(self.typed), compat.varying(loss)
         own = [compat.varying(x) | (self.own & axes) for x in self.params]
         self.reduction.check(over, own, self.typed)
@@ -149,7 +152,7 @@ class Scope:
                 )
             raise errors.loss_exchanged(self.reduction.name, _in_order(shared, self.typed))
         # Of a loss that has been made one of all shards', types have JAX pass each its cotangent in silence.
-        if (one := (self.own & axes) - over) and (inside := one & compat.exchanged_over(program())):
+        if (one := (self.own & axes) - over) and (inside := one & jaxprs.exchanged_over(program())):
             raise errors.loss_exchanged_inside(self.reduction.name, _in_order(inside, self.typed))
         plans = [self.reduction.typed(param, over, axes) for param in own]
         plans.append(self.reduction.of_loss(over, axes))

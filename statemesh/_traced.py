@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from ._base import _compat as compat
+from ._base import _jaxprs as jaxprs
 from ._base._compat import tree_util
 from ._base._links import Links
 from ._base._types import is_state
@@ -123,7 +124,7 @@ def _recovered(
     for node in tree_util.tree_leaves(operands, is_leaf=is_state):
         arrays = [x for x in tree_util.tree_leaves(node) if isinstance(x, jax.Array)]
         marks_at += [origin(node) if is_state(node) else None] * len(arrays)
-    sources = iter(continued(compat.open_jaxpr(program.closed)))
+    sources = iter(continued(jaxprs.open_jaxpr(program.closed)))
     marks = iter(zip(program.marks, rebuilt, strict=True))
     found: list[object] = []
     for stateful, number in nodes:

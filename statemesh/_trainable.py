@@ -1,7 +1,6 @@
 """Which leaves of a model are differentiated, and trees of what belongs to them."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -10,14 +9,14 @@ from ._base import errors
 from ._base._arrays import is_array
 from ._base._compat import tree_util
 from ._base._paths import path_str
-from ._base._types import Filter, is_state
+from ._base._types import Filter, KeyPath, Leaf, PyTree, PyTreeDef, is_state
 from ._model._filters import to_predicate
 from ._model._kinds import ParamState
 from ._model._origin import origins, with_origins
 from ._packed._packed import members, shapes_of, with_models
 
 
-def trainable(model: Any, wrt: Filter = None) -> Any:
+def trainable(model: PyTree, wrt: Filter = None) -> PyTree:
     """The part of a model that `value_and_grad` differentiates, in the structure of its `grads`.
 
     It is what an optimizer is initialised with. Its states keep their kinds and specs, and so do those in
@@ -48,14 +47,14 @@ def trainable(model: Any, wrt: Filter = None) -> Any:
 class Parts:
     """A model's leaves, and which of them are differentiated."""
 
-    def __init__(self, what: str, model: Any, wrt: Filter, root: str) -> None:
+    def __init__(self, what: str, model: PyTree, wrt: Filter, root: str) -> None:
         self.leaves, self.treedef = tree_util.tree_flatten(model)
         self.marks = origins(model)
         # Filters see the states that are packed; what is differentiated are the buffers that they lie in.
         shown, hits = _picked(what, with_models(model, shapes_of), wrt, root)
         units, self.unit_def = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
         # Of each unit, a State or an array outside any, its own structure and the leaves to differentiate.
-        self.units: list[tuple[Any, list[int | None]]] = []
+        self.units: list[tuple[PyTreeDef, list[int | None]]] = []
         self.paths: list[str] = []
         torn: list[tuple[list[str], ...]] = []
         start = 0
@@ -80,14 +79,14 @@ class Parts:
             raise errors.nothing_to_differentiate(what, wrt, there)
         self.params = [self.leaves[k] for k in self.positions]
 
-    def model(self, params: Sequence[Any]) -> Any:
+    def model(self, params: Sequence[Leaf]) -> PyTree:
         """The model with other arrays in place of those that are differentiated."""
         leaves = list(self.leaves)
         for k, x in zip(self.positions, params, strict=True):
             leaves[k] = x
         return with_origins(self.treedef.unflatten(leaves), self.marks)
 
-    def tree(self, values: Sequence[Any]) -> Any:
+    def tree(self, values: Sequence[Leaf]) -> PyTree:
         """These in place of what is differentiated, `None` elsewhere."""
         left = iter(values)
         units = []
@@ -99,8 +98,8 @@ class Parts:
 
 
 def _picked(
-    what: str, model: Any, wrt: Filter, root: str
-) -> tuple[list[tuple[str, Any]], list[bool]]:
+    what: str, model: PyTree, wrt: Filter, root: str
+) -> tuple[list[tuple[str, PyTree]], list[bool]]:
     """The units of a model by path, and which of them are differentiated."""
     hit = _is_trained if wrt is None else to_predicate(wrt, model)
     units, hits = [], []
@@ -119,18 +118,18 @@ def _picked(
     return units, hits
 
 
-def _is_trained(path: Any, unit: Any) -> bool:
+def _is_trained(path: KeyPath, unit: PyTree) -> bool:
     return isinstance(unit, ParamState) or (not is_state(unit) and _is_inexact(unit))
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: Leaf) -> bool:
     """Whether it is one that a mapped call makes an array of, outside a Module."""
     return type(x) in (float, complex)
 
 
-def _is_inexact(x: Any) -> bool:
+def _is_inexact(x: Leaf) -> bool:
     return _is_number(x) or bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _is_shown(unit: Any) -> bool:
+def _is_shown(unit: PyTree) -> bool:
     return is_state(unit) or is_array(unit)

@@ -16,6 +16,7 @@ from jax import Array
 from ._axes._differing import all_axes, settled
 from ._axes._mesh_and_lanes import meshes_and_lanes, varying_over
 from ._base import _compat as compat
+from ._base import _jaxprs as jaxprs
 from ._base._compat import tree_util
 from ._base._links import Links
 from ._base._types import NO_AXES, Axes, AxisName
@@ -101,7 +102,7 @@ class FromTypes:
         if not compat.under_jit():
             return _run_eagerly(fun, operands, None, links, self._add_results)
         program = trace(fun, operands, None, links)
-        made = compat.run_jaxpr(program.closed, program.given)
+        made = jaxprs.run_jaxpr(program.closed, program.given)
         self._add_results(program, made)
         return program.result(made)
 
@@ -109,7 +110,7 @@ class FromTypes:
         if program is None:
             return
         given = [compat.varying(x) for x in program.given]
-        self.shown.add(made, all_axes(compat.open_jaxpr(program.closed), given))
+        self.shown.add(made, all_axes(jaxprs.open_jaxpr(program.closed), given))
 
     def of(self, values: Sequence[Any]) -> list[Axes]:
         return varying_over(values, self.axis_names)
@@ -165,7 +166,7 @@ class FromDataflow:
             program = trace(fun, operands, self.mark, links)
             axes, own = self._axes(program.given), frozenset(self.mark.axis_names)
             closed = settled(program.closed, axes, own)
-        made = compat.run_jaxpr(closed, program.given)
+        made = jaxprs.run_jaxpr(closed, program.given)
         self._add_results(dataclasses.replace(program, closed=closed), made)
         return program.result(made)
 
@@ -179,7 +180,7 @@ class FromDataflow:
             self.known.add(made, [frozenset(self.mark.axis_names)] * len(made))
             return
         axes = self._axes(program.given)
-        self.known.add(made, all_axes(compat.open_jaxpr(program.closed), axes))
+        self.known.add(made, all_axes(jaxprs.open_jaxpr(program.closed), axes))
 
     def of(self, values: Sequence[Any]) -> list[Axes]:
         return self._axes(values)

@@ -1,12 +1,10 @@
 """The signature of `jax.experimental.shard_map`, for code that was written for it."""
 
-from typing import Any
-
 from jax.sharding import AbstractMesh, Mesh
 
 from ._base import errors
 from ._base._checks import axis_names as as_names
-from ._base._types import AnyMesh, AxisNames, FunOf, Params, Result
+from ._base._types import AnyMesh, AxisNames, FunOf, Params, Result, SpecTree
 from ._call._mapping import StatefulMapping
 from ._call._shard_map import shard_map as _shard_map
 
@@ -14,8 +12,8 @@ from ._call._shard_map import shard_map as _shard_map
 def shard_map(
     f: FunOf[Params, Result],
     mesh: AnyMesh,
-    in_specs: Any,
-    out_specs: Any,
+    in_specs: SpecTree,
+    out_specs: SpecTree,
     check_rep: bool = True,
     auto: AxisNames = frozenset(),
 ) -> StatefulMapping[Params, Result]:

@@ -12,6 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from statemesh._base import _compat as compat
+from statemesh._base import _explicit as explicit
+from statemesh._base import _jaxprs as jaxprs
 from tests.helpers import compiles, counted, make_mesh
 
 
@@ -110,23 +112,23 @@ def test_compile_events_are_counted() -> None:
     assert seen.times >= 1
 
 
-@pytest.mark.parametrize("explicit", [True, False])
-def test_typed_by_explicit_axes(explicit: bool) -> None:
-    mesh = make_mesh("8", AxisType.Explicit if explicit else AxisType.Auto)
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
+def test_typed_by_explicit_axes(kind: Any) -> None:
+    mesh = make_mesh("8", kind)
     x = jax.device_put(np.ones(8), NamedSharding(mesh, P("x")))
-    assert compat.is_explicitly_typed(x) == explicit
-    assert not compat.is_explicitly_typed(np.ones(8))
-    assert not compat.has_explicit_axes(compat.auto_twin(mesh))
+    assert explicit.is_explicitly_typed(x) == (kind == AxisType.Explicit)
+    assert not explicit.is_explicitly_typed(np.ones(8))
+    assert not explicit.has_explicit_axes(explicit.auto_twin(mesh))
 
 
 def test_references_are_typed_as_what_they_refer_to() -> None:
     mesh, specs = make_mesh("8", AxisType.Explicit), list[Any]()
     with jax.set_mesh(mesh):
         ref = jax.new_ref(jax.device_put(np.ones(8, np.float32), NamedSharding(mesh, P("x"))))
-        assert compat.type_of(ref).sharding.spec == P("x")
-        jax.jit(lambda ref: specs.append(compat.type_of(ref).sharding.spec))(ref)
+        assert explicit.type_of(ref).sharding.spec == P("x")
+        jax.jit(lambda ref: specs.append(explicit.type_of(ref).sharding.spec))(ref)
     assert specs == [P("x")]
-    assert compat.type_of("x") is None
+    assert explicit.type_of("x") is None
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -134,7 +136,7 @@ def test_arguments_are_told_with_their_sharding_if_it_is_in_their_type(kind: Any
     split = NamedSharding(make_mesh("8", kind), P("x"))
     lowered = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((8,), np.float32, sharding=split))
     plain = jax.jit(lambda x: x).lower(np.ones(8, np.float32))
-    told = compat.unless_explicit(lowered.args_info[0][0])
+    told = explicit.unless_explicit(lowered.args_info[0][0])
     assert (told == plain.args_info[0][0]) == (kind == AxisType.Auto)
 
 
@@ -166,7 +168,9 @@ def test_control_flow_is_recognized() -> None:
 
     mapped = jax.shard_map(body, mesh=make_mesh(), in_specs=(P(), P("x")), out_specs=P())
     traced = jax.jit(mapped).trace(jnp.float32(1), jnp.ones(8))
-    found = [compat.control_flow(eqn) for eqn in compat.shard_map_body(traced.jaxpr).eqns]
+    mapped_body = jaxprs.shard_map_body(traced.jaxpr)
+    assert mapped_body is not None
+    found = [jaxprs.control_flow(eqn) for eqn in mapped_body.eqns]
     kinds = {flow[0]: flow for flow in found if flow is not None}
     assert set(kinds) == {"cond", "while", "scan", "call"}
     assert len(kinds["cond"][1]) == 2

@@ -112,7 +112,7 @@ MUTANTS = POLICY_MUTANTS + mutants(
             "nothing differs between lanes": all_batched(False),
             "everything differs between lanes": all_batched(True),
         },
-        "_base._compat.inputs_read": {
+        "_base._jaxprs.inputs_read": {
             "auto feeds what is only written": with_result(lambda read: [True] * len(read)),
         },
         "_resolve._lanes.first_matches": {"the last filter wins": last_match},

@@ -157,7 +157,7 @@ MUTANTS = mutants(
             "nothing crosses": always(NO_AXES),
             "everything crosses": always(frozenset(["x", "y"])),
             "what is stopped crosses": lambda right: (
-                lambda jaxpr: right(jaxpr) | engine("_base._compat.exchanged_over")(jaxpr)
+                lambda jaxpr: right(jaxpr) | engine("_base._jaxprs.exchanged_over")(jaxpr)
             ),
         },
         "_scope.Scope.__init__": {
@@ -224,7 +224,7 @@ MUTANTS = mutants(
             "wrt ignored": with_result(lambda hit: engine("_trainable._is_trained")),
         },
         "_base._compat.varying": {"types tell nothing": always(NO_AXES)},
-        "_base._compat.collective": {
+        "_base._jaxprs.collective": {
             "no collective joins": with_result(lambda found: (NO_AXES, NO_AXES.union(*found))),
         },
         "_call._cache.check_sums": {"summed again unseen": always(None)},

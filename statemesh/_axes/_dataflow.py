@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from .._base import _compat as compat
+from .._base import _jaxprs as jaxprs
 
 
 Fact = TypeVar("Fact")
@@ -69,7 +70,7 @@ class Dataflow(Generic[Fact]):
 
     def fact(self, known: dict[Any, Fact], atom: Any) -> Fact:
         # A literal cannot be a key.
-        return self.nothing if compat.is_literal(atom) else known.get(atom, self.nothing)
+        return self.nothing if jaxprs.is_literal(atom) else known.get(atom, self.nothing)
 
     def equation(
         self, eqn: Any, given: Sequence[Fact]
@@ -77,7 +78,7 @@ class Dataflow(Generic[Fact]):
         """The facts of an equation's results; and the jaxprs that it runs, with those of their arguments."""
         if (found := self.own_rule(eqn, given)) is not None:
             return found, []
-        match compat.control_flow(eqn):
+        match jaxprs.control_flow(eqn):
             case ("call", jaxpr):
                 return self.through(jaxpr, given), [(jaxpr, given)]
             case ("cond", branches):
@@ -131,7 +132,7 @@ class Dataflow(Generic[Fact]):
 def arguments_returned(jaxpr: Any) -> list[int | None]:
     """For each result of a jaxpr the number of the argument that it is, if no equation made it."""
     numbers = {var: i for i, var in enumerate(jaxpr.invars)}
-    return [None if compat.is_literal(v) else numbers.get(v) for v in jaxpr.outvars]
+    return [None if jaxprs.is_literal(v) else numbers.get(v) for v in jaxpr.outvars]
 
 
 class _Forwarded(Dataflow[int | None]):
@@ -153,10 +154,10 @@ class _Forwarded(Dataflow[int | None]):
         return None if others else first
 
     def plain(self, eqn: Any, given: Sequence[int | None]) -> Sequence[int | None]:
-        return given if compat.made_varying(eqn) else [None] * len(eqn.outvars)
+        return given if jaxprs.made_varying(eqn) else [None] * len(eqn.outvars)
 
     def own_rule(self, eqn: Any, given: Sequence[int | None]) -> Sequence[int | None] | None:
-        if self.own_derivatives or not compat.with_own_derivative(eqn):
+        if self.own_derivatives or not jaxprs.with_own_derivative(eqn):
             return None
         return [None] * len(eqn.outvars)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .._base import _compat as compat
+from .._base import _jaxprs as jaxprs
 from .._base._types import NO_AXES, Axes, AxisName
 from ._dataflow import Body, Dataflow
 from ._reduction import Pending
@@ -27,10 +28,10 @@ class Differing(Dataflow[Axes]):
 
     def made(self, eqn: Any, given: Axes) -> Axes:
         """The same of a plain equation's results, given all axes of its operands."""
-        if compat.made_varying(eqn):  # In a program with types: the value stays as it is.
+        if jaxprs.made_varying(eqn):  # In a program with types: the value stays as it is.
             return given
-        joined, spread = compat.collective(eqn)
-        if not given & spread and compat.permutes_all(eqn):
+        joined, spread = jaxprs.collective(eqn)
+        if not given & spread and jaxprs.permutes_all(eqn):
             return given
         return (given - joined) | spread
 
@@ -69,7 +70,7 @@ class _Crossing(Differing):
         self.crossed: set[AxisName] = set()
 
     def made(self, eqn: Any, given: Axes) -> Axes:
-        self.crossed.update(compat.exchanged_by(eqn) if given else ())
+        self.crossed.update(jaxprs.exchanged_by(eqn) if given else ())
         return given
 
     def own_rule(self, eqn: Any, given: Sequence[Axes]) -> Sequence[Axes] | None:
@@ -111,7 +112,7 @@ def settled(closed: Any, given: Sequence[Axes], own: Axes) -> Any:
     - `given`: the axes over which its arguments may differ.
     - `own`: the axes that are followed. What is pending over others waits for who knows of them.
     """
-    return compat.with_open(closed, _settled(compat.open_jaxpr(closed), given, own))
+    return jaxprs.with_open(closed, _settled(jaxprs.open_jaxpr(closed), given, own))
 
 
 def _settled(jaxpr: Any, given: Sequence[Axes], own: Axes) -> Any:
@@ -125,7 +126,7 @@ def _settled(jaxpr: Any, given: Sequence[Axes], own: Axes) -> Any:
         results, bodies = walk.equation(eqn, operands)
         known.update(zip(eqn.outvars, results, strict=True))
         eqns.append(_settled_equation(eqn, operands, bodies, own))
-    return compat.with_equations(jaxpr, eqns)
+    return jaxprs.with_equations(jaxpr, eqns)
 
 
 def _settled_equation(
@@ -133,17 +134,17 @@ def _settled_equation(
 ) -> Any:
     pending = _pending(eqn)
     if pending is not None:
-        return compat.calling(pending.decided(operands), eqn) if pending.is_over(own) else eqn
+        return jaxprs.calling(pending.decided(operands), eqn) if pending.is_over(own) else eqn
     new = {id(body): _settled(body, given, own) for body, given in bodies}
-    if compat.with_own_derivative(eqn) and any(_is_own(e, own) for e in bodies[0][0].eqns):
+    if jaxprs.with_own_derivative(eqn) and any(_is_own(e, own) for e in bodies[0][0].eqns):
         # What has been decided has the derivatives of what it is.
         (body,) = new.values()
-        return compat.calling(compat.runs(body), eqn)
-    return compat.with_jaxprs(eqn, new)
+        return jaxprs.calling(jaxprs.runs(body), eqn)
+    return jaxprs.with_jaxprs(eqn, new)
 
 
 def _pending(eqn: Any) -> Pending | None:
-    return getattr(compat.rule_of(eqn), "pending", None)
+    return getattr(jaxprs.rule_of(eqn), "pending", None)
 
 
 def _is_own(eqn: Any, own: Axes) -> bool:
@@ -152,7 +153,7 @@ def _is_own(eqn: Any, own: Axes) -> bool:
 
 
 def _has_pending(jaxpr: Any, own: Axes) -> bool:
-    return any(_is_own(eqn, own) for eqn in compat.equations(jaxpr))
+    return any(_is_own(eqn, own) for eqn in jaxprs.equations(jaxpr))
 
 
 def _typed(atom: Any) -> Axes:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from .._base import _compat as compat
+from .._base import _jaxprs as jaxprs
 from .._base._types import Axes, AxisName, written_axes
 
 
@@ -57,7 +58,7 @@ def divisor(eqn: Any) -> int | None:
     1 where the constant is another one, or where the equation changes no more than the dtype, shape or type.
     `None` where it does anything else.
     """
-    name, literals = eqn.primitive.name, [v for v in eqn.invars if compat.is_literal(v)]
+    name, literals = eqn.primitive.name, [v for v in eqn.invars if jaxprs.is_literal(v)]
     if name in _UNSCALED:
         return 1
     if name not in ("mul", "div") or len(literals) != 1 or np.ndim(literals[0].val) != 0:

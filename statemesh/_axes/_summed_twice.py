@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from .._base import _compat as compat
+from .._base import _jaxprs as jaxprs
 from .._base import errors
 from .._base._types import NO_AXES, Axes, AxisName
 from ._dataflow import Dataflow
@@ -66,8 +66,8 @@ def summed_twice(mapped: Any) -> list[tuple[str, AxisName]]:
 
     - `mapped`: the equation of a `shard_map`.
     """
-    body = compat.open_jaxpr(mapped.params["jaxpr"])
-    if not any(map(_is_named, compat.equations(body))):
+    body = jaxprs.open_jaxpr(mapped.params["jaxpr"])
+    if not any(map(_is_named, jaxprs.equations(body))):
         return []
     named = _Named()
     named.through(body, split_over(mapped))
@@ -111,12 +111,12 @@ class _Sums(Dataflow[_Gradients]):
         if _is_named(eqn):
             var = eqn.outvars[0]
             return [frozenset([_Gradient(eqn.params["name"], self.differ[var])])]
-        if compat.is_sum(eqn):
-            over = frozenset(self.sizes) & compat.collective(eqn)[0]
+        if jaxprs.is_sum(eqn):
+            over = frozenset(self.sizes) & jaxprs.collective(eqn)[0]
             return [self._summed(each, over) for each in given]
         by = divisor(eqn)
-        if by is None or compat.name_given(eqn) == SUMMAND:
-            inner = [self.through(j, [_NONE] * len(j.invars)) for j in compat.jaxprs_of(eqn)]
+        if by is None or jaxprs.name_given(eqn) == SUMMAND:
+            inner = [self.through(j, [_NONE] * len(j.invars)) for j in jaxprs.jaxprs_of(eqn)]
             made = self.join([*given, *map(self.join, inner)])
             used = frozenset(dataclasses.replace(one, used=True) for one in made if one.summed)
             return [used] * len(eqn.outvars)
@@ -148,4 +148,4 @@ class _Sums(Dataflow[_Gradients]):
 
 
 def _is_named(eqn: Any) -> bool:
-    return (compat.name_given(eqn) or "").startswith(GRADIENT)
+    return (jaxprs.name_given(eqn) or "").startswith(GRADIENT)

@@ -5,13 +5,12 @@ import inspect
 import operator
 from collections.abc import Callable, Hashable, Iterable
 from numbers import Number
-from typing import Any
 
 import equinox as eqx
 
 from . import errors
 from ._paths import fun_name
-from ._types import AxisName
+from ._types import AxisName, AxisNames, Size
 
 
 _KINDS = (
@@ -21,7 +20,7 @@ _KINDS = (
 )
 
 
-def check_function(transform: str, fun: Any) -> None:
+def check_function(transform: str, fun: object) -> None:
     """Refuse what cannot be traced: no function, or one that does not run when it is called."""
     if not callable(fun):
         raise errors.not_callable(transform, fun)
@@ -32,7 +31,7 @@ def check_function(transform: str, fun: Any) -> None:
             raise errors.not_a_plain_function(transform, fun_name(fun), kind)
 
 
-def positions(what: str, argument: str, given: Any) -> tuple[int, ...]:
+def positions(what: str, argument: str, given: object) -> tuple[int, ...]:
     """One position of an argument or several, as a tuple."""
     try:
         several = tuple(given) if isinstance(given, Iterable) else (given,)
@@ -43,7 +42,7 @@ def positions(what: str, argument: str, given: Any) -> tuple[int, ...]:
     raise errors.invalid_argument(what, argument, given)
 
 
-def check_lane_name(what: str, name: Any) -> None:
+def check_lane_name(what: str, name: object) -> None:
     """Refuse what collectives would take for something else than the name of one axis."""
     if not isinstance(name, Hashable):
         raise errors.bad_axis_name(name)
@@ -51,21 +50,21 @@ def check_lane_name(what: str, name: Any) -> None:
         raise errors.invalid_argument(what, "axis_name", name)
 
 
-def check_names(what: str, names: Any) -> None:
+def check_names(what: str, names: object) -> None:
     """Refuse what is neither an axis name, nor a tuple of several, nor `None`."""
     several = names if isinstance(names, tuple) else () if names is None else (names,)
     if not all(map(is_axis_name, several)):
         raise errors.invalid_argument(what, "axis_name of several", names)
 
 
-def is_axis_name(name: Any) -> bool:
+def is_axis_name(name: object) -> bool:
     """Whether collectives can know an axis by it: numbers are axes of arrays to them."""
     if isinstance(name, Number | tuple) or not isinstance(name, Hashable):
         return False
     return name is not None and name != ""
 
 
-def axis_names(what: str, given: Any, argument: str = "axis_names") -> frozenset[AxisName]:
+def axis_names(what: str, given: AxisNames, argument: str = "axis_names") -> frozenset[AxisName]:
     """The names of mesh axes, given as one or several, as a set."""
     try:
         return frozenset([given] if isinstance(given, str) else given)
@@ -73,7 +72,7 @@ def axis_names(what: str, given: Any, argument: str = "axis_names") -> frozenset
         raise errors.invalid_argument(what, argument, given) from None
 
 
-def count(what: str, argument: str, given: Any) -> int:
+def count(what: str, argument: str, given: Size) -> int:
     """A number of things, as an int."""
     if isinstance(given, bool) or not hasattr(type(given), "__index__"):
         raise errors.invalid_argument(what, argument, given)
@@ -82,13 +81,13 @@ def count(what: str, argument: str, given: Any) -> int:
     return operator.index(given)
 
 
-def check_text(what: str, argument: str, given: Any) -> None:
+def check_text(what: str, argument: str, given: object) -> None:
     """Refuse what is neither a string nor `None`."""
     if given is not None and not isinstance(given, str):
         raise errors.invalid_argument(what, argument, given)
 
 
-def tags(what: str, given: Any) -> frozenset[str]:
+def tags(what: str, given: object) -> frozenset[str]:
     """One tag or several, as a set; none of `None`."""
     if given is None or isinstance(given, str):
         return frozenset() if given is None else frozenset([given])
@@ -98,7 +97,7 @@ def tags(what: str, given: Any) -> frozenset[str]:
     return frozenset(found)
 
 
-_FILTERS: dict[str, tuple[str, str, Callable[[Any], bool]]] = {
+_FILTERS: dict[str, tuple[str, str, Callable[[object], bool]]] = {
     "OfType": ("type", "type", lambda given: isinstance(given, type)),
     "WithTag": ("tag", "tag of a filter", lambda given: isinstance(given, str)),
     "PathContains": ("key", "key", lambda given: isinstance(given, Hashable)),
@@ -106,7 +105,7 @@ _FILTERS: dict[str, tuple[str, str, Callable[[Any], bool]]] = {
 }
 
 
-def check_filter(filter: Any) -> None:
+def check_filter(filter: object) -> None:
     """Refuse a named filter of something else than it takes."""
     name = type(filter).__name__
     if name in _FILTERS:

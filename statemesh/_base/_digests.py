@@ -4,13 +4,13 @@ import enum
 import functools
 import hashlib
 from collections.abc import Hashable
-from typing import Any
 
 import jax
 import numpy as np
 
 from ._arrays import is_key
 from ._tokens import Same, SameArray, token
+from ._types import Leaf
 
 
 SIZE = 16
@@ -24,7 +24,7 @@ def digest(text: str | bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=SIZE).digest()
 
 
-def of_array(x: Any) -> bytes:
+def of_array(x: Leaf) -> bytes:
     """That of an array which this process has whole."""
     kind = str(x.dtype)
     if is_key(x):
@@ -35,7 +35,7 @@ def of_array(x: Any) -> bytes:
     return found.digest()
 
 
-def of_static(value: Any) -> bytes:
+def of_static(value: object) -> bytes:
     """That of a static value.
 
     What has no name and no content that other processes could know, like an object of its own kind, counts by
@@ -65,7 +65,7 @@ def _type_text(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _named(value: Any) -> str:
+def _named(value: object) -> str:
     kind = _type_text(type(value))
     if isinstance(value, enum.Enum):
         return f"{kind}.{value.name}"

@@ -5,13 +5,14 @@ import os
 from collections.abc import Callable
 from traceback import walk_tb
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from . import _compat as compat
+from ._types import PyTree
 
 
 if TYPE_CHECKING:
-    F = TypeVar("F", bound=Callable[..., Any])
+    F = TypeVar("F", bound=Callable[..., PyTree])
 else:
     F = TypeVar("F")  # What checks annotations at run time would look at each call's type.
 
@@ -28,7 +29,7 @@ def without_own_frames(fun: F) -> F:
     """`fun`, whose errors come without frames of this package, where JAX leaves out its own."""
 
     @functools.wraps(fun)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
         try:
             return fun(*args, **kwargs)
         except Exception as error:

@@ -16,6 +16,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from . import _compat as compat
+from . import _jaxprs as jaxprs
 from ._compat import tree_util
 
 
@@ -100,7 +101,7 @@ _REBUILT = _link(REBUILT)
 
 def link_made(eqn: Any) -> str | None:
     """`WRITTEN` or `REBUILT` for an equation that ties its first operand to its second, else `None`."""
-    if not compat.with_own_derivative(eqn) or len(eqn.invars) != 2:
+    if not jaxprs.with_own_derivative(eqn) or len(eqn.invars) != 2:
         return None
-    names = [compat.name_given(e) for jaxpr in compat.jaxprs_of(eqn) for e in jaxpr.eqns]
+    names = [jaxprs.name_given(e) for jaxpr in jaxprs.jaxprs_of(eqn) for e in jaxpr.eqns]
     return next((name for name in names if name in (WRITTEN, REBUILT)), None)

@@ -3,12 +3,11 @@
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
 
-from ._types import KeyPath, StateNode
+from ._types import KeyPath, Leaf, PyTree, StateNode
 
 
 def path_str(path: KeyPath, root: str = "") -> str:
@@ -16,7 +15,7 @@ def path_str(path: KeyPath, root: str = "") -> str:
     return (root + jax.tree_util.keystr(path)).removeprefix(".")
 
 
-def positional_names(fun: Callable[..., Any], count: int) -> list[str]:
+def positional_names(fun: Callable[..., PyTree], count: int) -> list[str]:
     """What `fun` calls its first `count` positional arguments."""
     names: list[str] = []
     rest = "args"
@@ -39,14 +38,14 @@ def positional_names(fun: Callable[..., Any], count: int) -> list[str]:
     return (names + extra)[:count]
 
 
-def fun_name(fun: Any) -> str:
+def fun_name(fun: PyTree) -> str:
     """A name for messages and for the compiled program."""
     while isinstance(fun, functools.partial | eqx.Partial):
         fun = fun.func
     return getattr(fun, "__name__", type(fun).__name__)
 
 
-def describe(value: Any) -> str:
+def describe(value: PyTree) -> str:
     """A value in a message: dtype and shape for arrays, `repr` for the rest.
 
     It reads no array, which might not be computed yet.
@@ -68,7 +67,7 @@ class _Bare:
         return self.text
 
 
-def describe_leaf(leaf: Any) -> str:
+def describe_leaf(leaf: Leaf) -> str:
     """`float32[2,3]` for an array, `repr` for the rest."""
     dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
     if dtype is None or shape is None:

@@ -3,19 +3,19 @@
 import dataclasses
 import enum
 import types
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
 
 from ._arrays import is_key
+from ._types import Leaf
 
 
 class Unknowable(Exception):
     """A value that can neither be hashed nor taken apart."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         super().__init__(type(value).__name__)
         self.value = value
 
@@ -28,7 +28,7 @@ class Same:
 
     __slots__ = ("hash", "value")
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value = value
         self.hash = hash(value)
 
@@ -78,7 +78,7 @@ class SameArray:
         return np.asarray(x).tobytes()
 
 
-def token(value: Any) -> Hashable:
+def token(value: object) -> Hashable:
     """What a static value is compared by.
 
     Numbers and what can be hashed go by type and value; all else by what it is made of: attributes, items,
@@ -89,7 +89,7 @@ def token(value: Any) -> Hashable:
     return _token(value, {})
 
 
-def may_change(value: Any) -> bool:
+def may_change(value: object) -> bool:
     """Whether a value may be another one later although it is the same object.
 
     Not what is hashed in C, by value or by identity; nor what is frozen. Whatever else can be hashed by its
@@ -106,9 +106,9 @@ def may_change(value: Any) -> bool:
     return parameters is None or not parameters.frozen
 
 
-def _token(value: Any, above: Mapping[int, int]) -> Hashable:
+def _token(value: Leaf, above: Mapping[int, int]) -> Hashable:
     # `above`: the objects that this one is a part of, by `id`, numbered from the outside.
-    kind: Any = type(value)
+    kind: object = type(value)
     if isinstance(value, float):  # nan is not equal to itself, and -0.0 is to 0.0
         return kind, value.hex()
     if isinstance(value, complex):
@@ -141,14 +141,14 @@ def _token(value: Any, above: Mapping[int, int]) -> Hashable:
         return kind, same
 
 
-def _inside(value: Any, above: Mapping[int, int]) -> Mapping[int, int]:
+def _inside(value: object, above: Mapping[int, int]) -> Mapping[int, int]:
     return {**above, id(value): len(above)}
 
 
 class _ByIdentity:
     __slots__ = ("value",)
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value = value
 
     def __hash__(self) -> int:
@@ -158,17 +158,17 @@ class _ByIdentity:
         return isinstance(other, _ByIdentity) and self.value is other.value
 
 
-def _tokens(values: Any, inside: Mapping[int, int]) -> tuple[Hashable, ...]:
+def _tokens(values: Iterable[object], inside: Mapping[int, int]) -> tuple[Hashable, ...]:
     return tuple([_token(value, inside) for value in values])
 
 
-def _compared_fields(value: Any, inside: Mapping[int, int]) -> Sequence[Hashable]:
+def _compared_fields(value: Leaf, inside: Mapping[int, int]) -> Sequence[Hashable]:
     """Of a dataclass those fields that count when two are compared."""
     names = [field.name for field in dataclasses.fields(value) if field.compare]
     return _tokens([getattr(value, name, None) for name in names], inside)
 
 
-def _content(value: Any, inside: Mapping[int, int]) -> Sequence[Hashable]:
+def _content(value: Leaf, inside: Mapping[int, int]) -> Sequence[Hashable]:
     """What an object is made of."""
     kind = type(value)
     if kind is list:
@@ -184,7 +184,7 @@ def _content(value: Any, inside: Mapping[int, int]) -> Sequence[Hashable]:
     return _taken_apart(value, inside)
 
 
-def _taken_apart(value: Any, inside: Mapping[int, int]) -> Sequence[Hashable]:
+def _taken_apart(value: Leaf, inside: Mapping[int, int]) -> Sequence[Hashable]:
     """An object as `copy` sees it, and where its class has a say in that, all its attributes too."""
     kind = type(value)
     parts: list[Hashable] = []
@@ -210,7 +210,7 @@ def _taken_apart(value: Any, inside: Mapping[int, int]) -> Sequence[Hashable]:
     return parts
 
 
-def _state(state: Any, inside: Mapping[int, int]) -> Hashable:
+def _state(state: object, inside: Mapping[int, int]) -> Hashable:
     """Attributes, in whatever order they were set."""
     if type(state) is dict:
         return frozenset([_tokens(item, inside) for item in state.items()])
@@ -219,7 +219,7 @@ def _state(state: Any, inside: Mapping[int, int]) -> Hashable:
     return _token(state, inside)
 
 
-def _attributes(value: Any) -> dict[str, Any] | None:
+def _attributes(value: object) -> dict[str, object] | None:
     """What is in an object's `__dict__` and slots; `None` if it has neither."""
     slots = {
         name: slot
@@ -227,7 +227,7 @@ def _attributes(value: Any) -> dict[str, Any] | None:
         for name, slot in vars(cls).items()
         if isinstance(slot, types.MemberDescriptorType)
     }
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, slot in slots.items():
         try:
             found[name] = slot.__get__(value)

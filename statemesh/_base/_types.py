@@ -24,7 +24,7 @@ Leaf: TypeAlias = Any
 """A leaf of a tree: an array, or any object that JAX does not take apart."""
 ShapedArray: TypeAlias = Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
 """An array of JAX's or NumPy's, traced or not, or one of which only the shape and dtype are known."""
-Reduce: TypeAlias = str | Callable[..., Any] | None
+Reduce: TypeAlias = str | Callable[..., PyTree] | None
 Filter: TypeAlias = Any
 if TYPE_CHECKING:
     # With defaults, which `typing` has from Python 3.13 on.
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     Params = ParamSpec("Params", default=...)
     Result = TypeVar("Result", default=Any, covariant=True)
     Value = TypeVar("Value", default=Any, covariant=True)
-    Fun: TypeAlias = Callable[..., Any]
+    Fun: TypeAlias = Callable[..., PyTree]
     FunOf: TypeAlias = Callable[Params, Result]
     AnyMesh: TypeAlias = Mesh | AbstractMesh
     Donate: TypeAlias = Literal["none", "states", "all"]
@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     Name: TypeAlias = str
     Tags: TypeAlias = str | Iterable[str] | None
     Class: TypeAlias = type
-    Keywords: TypeAlias = dict[str, Any]
+    Keywords: TypeAlias = dict[str, PyTree]
+    Dtype: TypeAlias = DTypeLike
 else:
     from typing import ParamSpec, TypeVar
 
@@ -64,8 +65,8 @@ else:
 
     # Checked by hand when a call is declared, with messages that teach.
     Fun = AnyMesh = Donate = ReduceLoss = Size = LaneName = DeviceList = Any
-    Positions = AxisNames = SeveralAxes = Text = Name = Tags = Class = Keywords = Any
-SpecTree: TypeAlias = Any
+    Positions = AxisNames = SeveralAxes = Text = Name = Tags = Class = Keywords = Dtype = Any
+SpecTree: TypeAlias = PyTree
 StateSpecs: TypeAlias = SpecTree | Mapping[Filter, SpecTree] | None
 
 
@@ -125,7 +126,7 @@ class PerShard:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"PerShard is immutable; cannot set {name!r}")
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return PerShard, self.axis_names
 
     def __eq__(self, other: object) -> bool:
@@ -164,9 +165,9 @@ class PackedNode:
 
     __slots__ = ()
 
-    buffers: tuple[Any, ...]
+    buffers: tuple[Leaf, ...]
 
-    def unpack(self) -> Any:
+    def unpack(self) -> PyTree:
         raise NotImplementedError
 
 
@@ -178,7 +179,7 @@ def is_state_or_packed(node: object) -> bool:
     return isinstance(node, StateNode | PackedNode)
 
 
-def unpacked(tree: Any) -> Any:
+def unpacked(tree: PyTree) -> PyTree:
     """The tree with models in the place of what is packed; the very tree where nothing is."""
     if not any(map(is_packed, jax.tree.leaves(tree, is_leaf=is_state_or_packed))):
         return tree
@@ -226,10 +227,10 @@ class Place(Protocol):
     """
 
     @property
-    def spec(self) -> Any: ...
+    def spec(self) -> SpecTree: ...
 
     @property
-    def written(self) -> Any: ...
+    def written(self) -> SpecTree: ...
 
     @property
     def axis(self) -> int | None: ...
@@ -240,10 +241,10 @@ class Place(Protocol):
     @property
     def axes(self) -> tuple[tuple[AxisName, ...], ...]: ...
 
-    def take(self, part: Any) -> Any:
+    def take(self, part: Leaf) -> Leaf:
         """What an instance sees of its part."""
 
-    def put(self, value: Any) -> Any:
+    def put(self, value: Leaf) -> Leaf:
         """The part that an instance's value becomes."""
 
 
@@ -297,7 +298,7 @@ def canonical(spec: PartitionSpec) -> PartitionSpec:
     return shortest
 
 
-def _shortest(names: tuple[AxisName, ...]) -> Any:
+def _shortest(names: tuple[AxisName, ...]) -> AxisName | tuple[AxisName, ...] | None:
     return None if not names else names[0] if len(names) == 1 else names
 
 

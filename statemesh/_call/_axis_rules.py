@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .._arguments import Arguments, Call, Unit
-from .._base import _compat as compat
+from .._base import _explicit as explicit
 from .._base import errors
 from .._base._checks import check_lane_name
 from .._base._prefix import broadcast_axes
@@ -73,7 +73,7 @@ class AxisRules:
         self.carrier.check(self.transform)
 
     def check_traced(self, name: str, leaves: Sequence[Any]) -> None:
-        if self.has_own_mesh and compat.explicit_around(leaves):
+        if self.has_own_mesh and explicit.explicit_around(leaves):
             raise errors.own_mesh_among_explicit(name)
 
     def context(self, call: Call, traced: bool) -> "AxisContext":

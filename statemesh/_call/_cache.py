@@ -11,6 +11,7 @@ from .._axes._differing import hidden_axes
 from .._axes._equations import shard_map_equation, shard_map_recorded
 from .._axes._summed_twice import check_sums
 from .._base import _compat as compat
+from .._base import _jaxprs as jaxprs
 from .._base import errors
 from .._write_back import WriteBack
 from ._binding import Outside
@@ -87,12 +88,12 @@ class CompiledEntry:
             return
         traced = self.lowers.trace(*arrays)
         check_sums(self.program.declared.name, shard_map_equation(traced.jaxpr))
-        body = compat.shard_map_body(traced.jaxpr)
+        body = jaxprs.shard_map_body(traced.jaxpr)
         if body is not None and self.program.binding.check_vma:
             self._check_branches(body, traced.out_info[1])
         self.program_checked = True
 
-    def traced_run(self, given: Sequence[Any], recorded: bool) -> tuple[Sequence[Any], WriteBack]:
+    def traced_run(self, given: Sequence[Any], recorded: bool) -> tuple[list[Any], WriteBack]:
         """Run the program on traced inputs, and check it once.
 
         Where nothing is recorded (an eager `grad` or `vmap`) the compiled program is transformed. Where a

@@ -8,6 +8,7 @@ import numpy as np
 
 from .._arguments import Arguments, Call
 from .._base import _compat as compat
+from .._base import _jaxprs as jaxprs
 from .._base import errors
 from .._base._types import Place
 from .._resolve._agreement import Passed, static_passed, structure_passed
@@ -130,7 +131,7 @@ class Program:
         arrays = self.arrays(leaves)
         traced = jax.jit(self).trace(*self.layout.abstract(arrays))
         back: WriteBack = traced.out_info[1]
-        read = compat.inputs_read(traced.jaxpr)
+        read = jaxprs.inputs_read(traced.jaxpr)
         stacked = [
             Stacked(path, [np.shape(arrays[k]) for k in inputs], any(read[k] for k in inputs))
             for path, inputs in back.stacked

@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._arguments import Arguments, Call
 from .._base import _compat as compat
+from .._base import _explicit as explicit
 from .._base import errors
 from .._base._compat import tree_util
 from .._base._prefix import broadcast_specs
@@ -116,8 +117,8 @@ class SpecRules:
         if traced:
             mesh = mesh_for_traced(mesh, leaves)
         names = manual_names(mesh, self.axis_names)
-        if traced and names and compat.has_explicit_axes(mesh):
-            left = compat.left_by_vmap(mesh, names)
+        if traced and names and explicit.has_explicit_axes(mesh):
+            left = explicit.left_by_vmap(mesh, names)
             if self.axis_names and left != names:
                 raise errors.axis_of_vmap([name for name in names if name not in left], mesh)
             names = left
@@ -210,14 +211,14 @@ def _inferred(
     mesh: Mesh | AbstractMesh, names: Sequence[AxisName], args: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """The specs that the types of the arguments carry, as Explicit axes make them."""
-    if not compat.explicit_axes(mesh).issuperset(names):
+    if not explicit.explicit_axes(mesh).issuperset(names):
         raise errors.cannot_infer(mesh)
 
     wanted = frozenset(names)
 
     def spec_of(x: Any) -> PartitionSpec:
-        if not compat.is_explicitly_typed(x):
+        if not explicit.is_explicitly_typed(x):
             return PartitionSpec()
-        return restricted(compat.type_of(x).sharding.spec, wanted)
+        return restricted(explicit.type_of(x).sharding.spec, wanted)
 
     return tuple(jax.tree.map(spec_of, arg, is_leaf=is_state) for arg in args)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._base import _compat as compat
+from .._base import _explicit as explicit
 from .._base import errors
 from .._base._compat import tree_util
 from ._donate import spared_by
@@ -44,7 +44,7 @@ class Stage:
     def args_info(self) -> Any:
         """The arguments, as `(args, kwargs)`, with a `jax.stages.ArgInfo` for each array."""
         call, inputs = self._call, tree_util.tree_leaves(self.program.args_info)
-        inputs = list(map(compat.unless_explicit, inputs))
+        inputs = list(map(explicit.unless_explicit, inputs))
         leaves = dict(zip(call.statics.positions, call.statics.values, strict=True))
         leaves |= dict(zip(call.positions, inputs, strict=True))
         return self.in_tree.unflatten([leaves[position] for position in range(len(leaves))])

@@ -3,14 +3,13 @@
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .._axes._mesh_and_lanes import all_varying, first_of, pmax
-from .._base._types import AxisName
+from .._base._types import Array, AxisName, Leaf
 from . import _keys as keys
 
 
@@ -33,8 +32,8 @@ class Line:
     - `axis_names`: the axes that the shards are along.
     """
 
-    key: Any
-    was_set: Any
+    key: Leaf
+    was_set: Leaf
     axis_names: tuple[AxisName, ...]
 
     def drawn(self) -> "Line":
@@ -46,12 +45,12 @@ class Line:
         return dataclasses.replace(self, was_set=np.True_)
 
 
-def known(was_set: Any, value: bool) -> bool:
+def known(was_set: Leaf, value: bool) -> bool:
     """Whether it is sure to be `value`."""
     return isinstance(was_set, np.bool_) and bool(was_set) is value
 
 
-def synchronized(own: Any, lines: tuple[Line, ...]) -> tuple[Line, ...]:
+def synchronized(own: Array, lines: tuple[Line, ...]) -> tuple[Line, ...]:
     """The lines with the first shard's key, for all shards, where a key was set."""
     if not any(known(line.was_set, True) for line in lines):
         return lines
@@ -63,13 +62,13 @@ def synchronized(own: Any, lines: tuple[Line, ...]) -> tuple[Line, ...]:
 
 
 def left(
-    own: Any,
+    own: Array,
     lines: Sequence[Line],
-    entered: Any,
-    old: Any,
+    entered: Array,
+    old: Array,
     outer: Sequence[Line],
     axis_names: tuple[AxisName, ...],
-) -> tuple[Any, tuple[Line, ...]]:
+) -> tuple[Array, tuple[Line, ...]]:
     """What leaves shards that may not have drawn alike: the first shard's key, and the lines around.
 
     Where that might give a number twice it is a key off the line. It takes one reduction.
@@ -103,12 +102,12 @@ def left(
     return _unless(fit, key, old), tuple(around)
 
 
-def _equal(a: Any, b: Any) -> Any:
+def _equal(a: Array, b: Array) -> Array:
     if a.dtype != b.dtype:
         return jnp.zeros((), bool)
     return jnp.all(keys.words(a) == keys.words(b))
 
 
-def _unless(even: Any, key: Any, before: Any) -> Any:
+def _unless(even: Array, key: Array, before: Array) -> Array:
     """`key` where all is well, else a key off the line of `before`."""
     return jnp.where(even, key, keys.as_of(keys.folded(before, _UNEVEN_DRAWS), key))

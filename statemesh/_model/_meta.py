@@ -1,7 +1,5 @@
 """The static part of a State."""
 
-from typing import Any
-
 import jax
 
 from .._base._types import Reduce, SpecTree, is_spec
@@ -46,7 +44,7 @@ class Meta:
         new.token, new._plain = token, self.plain
         return new
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Meta, (self.kind, self.name, self.tag, self.spec, self.reduce)
 
     def __eq__(self, other: object) -> bool:

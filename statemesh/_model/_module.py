@@ -3,14 +3,14 @@
 import dataclasses
 import inspect
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import equinox as eqx
 import jax
 
 from .._base import errors
 from .._base._frames import without_own_frames
-from .._base._types import is_state
+from .._base._types import Leaf, PyTree, PyTreeDef, is_state
 from ._state import State
 
 
@@ -36,7 +36,7 @@ class Module(eqx.Module):
         ```
     """
 
-    def replace(self: M, **fields: Any) -> M:
+    def replace(self: M, **fields: PyTree) -> M:
         """A copy with some fields changed.
 
         **Arguments:**
@@ -64,7 +64,7 @@ class Module(eqx.Module):
             object.__setattr__(new, name, value)
         return new
 
-    def init_state(self: M, *args: Any, **kwargs: Any) -> M:
+    def init_state(self: M, *args: PyTree, **kwargs: PyTree) -> M:
         """Make this module's own states; override it in modules that have any.
 
         **Arguments:**
@@ -78,7 +78,7 @@ class Module(eqx.Module):
         return self
 
     @without_own_frames
-    def init_all_states(self: M, **kwargs: Any) -> M:
+    def init_all_states(self: M, **kwargs: PyTree) -> M:
         """Make the states of this module and of every module in it.
 
         Each module's `init_state` is called once, the inner ones first, with those of `kwargs` that
@@ -104,17 +104,17 @@ class _Level:
 
     def __init__(self, module: Module) -> None:
         # States stay the objects they are: inside a mapped call they remember where they came from.
-        self.structure: Any
+        self.structure: PyTreeDef
         held, self.structure = jax.tree.flatten(module, is_leaf=partial(_is_held, module))
         self.held = iter(held)
-        self.made: list[Any] = []
+        self.made: list[Leaf] = []
 
 
-def _is_held(module: Module, node: Any) -> bool:
+def _is_held(module: Module, node: PyTree) -> bool:
     return is_state(node) or (isinstance(node, Module) and node is not module)
 
 
-def _init_all(module: M, kwargs: dict[str, Any], used: set[str]) -> M:
+def _init_all(module: M, kwargs: dict[str, PyTree], used: set[str]) -> M:
     # Without recursion: modules may be nested as deeply as JAX can take them.
     levels = [_Level(module)]
     while True:
@@ -122,7 +122,7 @@ def _init_all(module: M, kwargs: dict[str, Any], used: set[str]) -> M:
         node = next(level.held, _END)
         if node is _END:
             levels.pop()
-            new: Any = _init_one(level.structure.unflatten(level.made), kwargs, used)
+            new: PyTree = _init_one(level.structure.unflatten(level.made), kwargs, used)
             if not levels:
                 made: M = new
                 return made
@@ -157,7 +157,7 @@ def _takes(module: Module, name: str) -> bool:
     return False
 
 
-def _init_one(module: M, kwargs: dict[str, Any], used: set[str]) -> M:
+def _init_one(module: M, kwargs: dict[str, PyTree], used: set[str]) -> M:
     if type(module).init_state is Module.init_state:
         return module
     parameters = inspect.signature(module.init_state).parameters.values()
@@ -169,7 +169,7 @@ def _init_one(module: M, kwargs: dict[str, Any], used: set[str]) -> M:
     return _returned(module, "init_state", module.init_state(**taken))
 
 
-def _returned(module: M, method: str, made: Any) -> M:
+def _returned(module: M, method: str, made: PyTree) -> M:
     """What a method that makes states returned, if it is a module."""
     if not isinstance(made, Module):
         name = f"{type(module).__name__}.{method}"

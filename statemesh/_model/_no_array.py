@@ -1,11 +1,10 @@
 """What a State refuses: it holds an array, and is none."""
 
-from typing import Any
-
 import jax
 import numpy as np
 
 from .._base import errors
+from .._base._types import PyTree
 
 
 class NoArray:
@@ -21,8 +20,8 @@ class NoArray:
     __hash__ = object.__hash__
 
 
-def _refusing(what: str) -> Any:
-    def refuse(self: NoArray, *others: Any, **options: Any) -> Any:
+def _refusing(what: str) -> PyTree:
+    def refuse(self: NoArray, *others: object, **options: object) -> PyTree:
         raise errors.state_is_no_array(type(self).__name__, what)
 
     return refuse

@@ -1,12 +1,11 @@
 """Which entering state a State was made from, as far as it is known."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
 from .._base._compat import tree_util
-from .._base._types import is_state
+from .._base._types import PyTree, is_state
 from ._state import State, set_origin
 
 
@@ -36,21 +35,21 @@ def mark_origin(state: State, mark: object) -> State:
     return new
 
 
-def states_of(tree: Any) -> list[State]:
+def states_of(tree: PyTree) -> list[State]:
     """The states of a tree."""
     return [node for node in tree_util.tree_leaves(tree, is_leaf=is_state) if is_state(node)]
 
 
-def origins(tree: Any) -> list[object]:
+def origins(tree: PyTree) -> list[object]:
     """The marks of a tree's states, which flattening it makes them forget."""
     return list(map(origin, states_of(tree)))
 
 
-def with_origins(tree: Any, marks: Sequence[object]) -> Any:
+def with_origins(tree: PyTree, marks: Sequence[object]) -> PyTree:
     """`tree` with its states remembering these marks."""
     left = iter(marks)
 
-    def one(node: Any) -> Any:
+    def one(node: PyTree) -> PyTree:
         if not is_state(node):
             return node
         mark = next(left)

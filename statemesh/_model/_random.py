@@ -1,6 +1,6 @@
 """`RandomState`: random streams that do not depend on the number of shards."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from .._axes._mesh_and_lanes import shard_index
 from .._base import errors
 from .._base._arrays import is_key
 from .._base._checks import count
-from .._base._types import AxisName, SeveralAxes, Size
+from .._base._types import Array, AxisName, Leaf, PyTree, SeveralAxes, Size, SpecTree, Tags
 from . import _keys as keys
 from ._lines import Line, known, left, synchronized
 from ._meta import Meta
@@ -66,13 +66,13 @@ class RandomState(State):
 
     def __init__(
         self,
-        key: Any = None,
+        key: Leaf = None,
         *,
         name: str | None = None,
-        tag: Any = None,
-        spec: Any = None,
-        value: Any = None,
-        _shared: Any = (),
+        tag: Tags = None,
+        spec: SpecTree = None,
+        value: PyTree = None,
+        _shared: PyTree = (),
         _meta: Meta | None = None,
     ) -> None:
         if _meta is None:
@@ -85,7 +85,7 @@ class RandomState(State):
         _set_shared(self, _shared)
 
     @property
-    def key(self) -> Any:
+    def key(self) -> PyTree:
         """The key that the next draw comes from: this shard's own inside a mapped call.
 
         **Raises:** `StatemeshError` in lanes, as `split` does.
@@ -97,7 +97,7 @@ class RandomState(State):
         """No: the stream that leaves comes with it."""
         return False
 
-    def split(self: R, num: Size | None = None) -> tuple[Any, R]:
+    def split(self: R, num: Size | None = None) -> tuple[Array, R]:
         """Draw a key, or several.
 
         **Arguments:**
@@ -116,7 +116,7 @@ class RandomState(State):
         rest, drawn = keys.advance(keys.drawable(self.value, "RandomState.split"))
         return (drawn if num is None else keys.several(drawn, num)), self._advanced(rest)
 
-    def rows(self: R, n: Size, axis_name: SeveralAxes = None) -> tuple[Any, R]:
+    def rows(self: R, n: Size, axis_name: SeveralAxes = None) -> tuple[Array, R]:
         """Draw one key for each row of a global array that is sharded over `axis_name`.
 
         Row `i` of the global array gets the same key on any number of shards, and unsharded, so
@@ -153,10 +153,10 @@ class RandomState(State):
         rest, _ = keys.advance(self.value)
         return keys.for_rows(drawn, shard * n + jnp.arange(n)), stream._advanced(rest)
 
-    def _set(self: R, value: Any, label: str) -> R:
+    def _set(self: R, value: PyTree, label: str) -> R:
         return self._with_new(conform(self.value, value, label))
 
-    def replace(self: R, **changes: Any) -> R:
+    def replace(self: R, **changes: PyTree) -> R:
         """As for `State`. Inside a mapped call a new key is a single one."""
         new = super().replace(**changes)
         if "value" not in changes:
@@ -188,7 +188,7 @@ class RandomState(State):
         # Each nested call has its own line: the first shard's key is the same in both.
         line = _SHARD_STREAMS + len(self._shared) + self.value.ndim
 
-        def own(key: Any) -> Any:
+        def own(key: Leaf) -> PyTree:
             return jnp.where(shard == 0, key, keys.folded(keys.folded(key, line), shard))
 
         for _ in range(self.value.ndim):
@@ -213,14 +213,14 @@ class RandomState(State):
             return self._rebuilt(key, lines)
         return self._rebuilt(line.key, tuple(outer))
 
-    def _advanced(self: R, value: Any) -> R:
+    def _advanced(self: R, value: PyTree) -> R:
         return self._rebuilt(value, tuple(line.drawn() for line in self._shared))
 
-    def _with_new(self: R, value: Any) -> R:
+    def _with_new(self: R, value: PyTree) -> R:
         """With another key. It may come of one that was drawn: the lines move on too."""
         return self._rebuilt(value, tuple(line.drawn().written() for line in self._shared))
 
-    def _rebuilt(self: R, value: Any, shared: tuple[Any, ...]) -> R:
+    def _rebuilt(self: R, value: PyTree, shared: tuple[Leaf, ...]) -> R:
         new = self._with_value(value)
         _set_shared(new, shared)
         return new

@@ -1,7 +1,7 @@
 """How a State is printed: by `repr`, Equinox, rich and treescope."""
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 from .._base import _compat as compat
 from .._base._arrays import is_key
 from .._base._paths import describe_leaf
-from .._base._types import StateNode
+from .._base._types import Leaf, PyTree, StateNode
 
 
 class Shown(StateNode):
@@ -22,7 +22,7 @@ class Shown(StateNode):
 
     __slots__ = ()
 
-    def _fields(self) -> dict[str, Any]:
+    def _fields(self) -> dict[str, PyTree]:
         """What it has beside its value."""
         found = {name: getattr(self, name) for name in ("name", "spec", "reduce")}
         found["tag"] = sorted(getattr(self, "tag", ())) or None
@@ -34,7 +34,7 @@ class Shown(StateNode):
     def _one_line(self) -> str:
         return eqx.tree_pformat(self, width=1_000_000)
 
-    def __pdoc__(self, **options: Any) -> Any:
+    def __pdoc__(self, **options: Leaf) -> PyTree:
         # What asks for it, as Equinox does, is there.
         import wadler_lindig as wl
 
@@ -56,11 +56,13 @@ class Shown(StateNode):
             options["indent"],
         )
 
-    def __rich_repr__(self) -> Any:
+    def __rich_repr__(self) -> PyTree:
         yield getattr(self, "value", None)
         yield from self._fields().items()
 
-    def __treescope_repr__(self, path: str | None, subtree_renderer: Any) -> Any:
+    def __treescope_repr__(
+        self, path: str | None, subtree_renderer: Callable[..., object]
+    ) -> PyTree:
         from treescope import repr_lib
 
         return repr_lib.render_object_constructor(
@@ -71,13 +73,15 @@ class Shown(StateNode):
         )
 
 
-def _short(text: Any, outer: Any, leaf: Any) -> Any:
+def _short(
+    text: Callable[[str], object], outer: Callable[..., object] | None, leaf: Leaf
+) -> PyTree:
     if getattr(leaf, "dtype", None) is None or getattr(leaf, "shape", None) is None:
         return None if outer is None else outer(leaf)
     return text(f"{leaf.dtype}({leaf.item()})" if _is_known(leaf) else describe_leaf(leaf))
 
 
-def _is_known(leaf: Any) -> bool:
+def _is_known(leaf: Leaf) -> bool:
     """Whether it is one number, and there to be read."""
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.shape == ()

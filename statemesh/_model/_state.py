@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec
@@ -12,7 +12,7 @@ from .._base import errors
 from .._base._checks import check_text
 from .._base._checks import tags as as_tags
 from .._base._links import active as active_links
-from .._base._types import AxisName, Reduce, SpecTree, Tags, Text, Value, is_spec
+from .._base._types import AxisName, Leaf, PyTree, Reduce, SpecTree, Tags, Text, Value, is_spec
 from ._meta import Meta
 from ._no_array import NoArray
 from ._shown import Shown
@@ -23,7 +23,7 @@ _PLAIN: dict[type, Meta] = {}
 """For each kind the static part of its states that were given nothing but a value."""
 
 
-S = TypeVar("S", bound="State[Any]")
+S = TypeVar("S", bound="State[PyTree]")
 
 
 class State(NoArray, Shown, Generic[Value]):
@@ -77,7 +77,7 @@ class State(NoArray, Shown, Generic[Value]):
 
     def __init__(
         self,
-        value: Any,
+        value: PyTree,
         *,
         name: Text = None,
         tag: Tags = None,
@@ -96,7 +96,7 @@ class State(NoArray, Shown, Generic[Value]):
         else:
             set_rebuilt(self, value, _meta)
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: PyTree) -> None:
         super().__init_subclass__(**kwargs)
         parameters = inspect.signature(cls.__init__).parameters
         if "_meta" not in parameters:
@@ -123,7 +123,7 @@ class State(NoArray, Shown, Generic[Value]):
         """The write policy."""
         return self._meta.reduce
 
-    def set(self: S, value: Any) -> S:
+    def set(self: S, value: PyTree) -> S:
         """A new State with `value` in place of the old one.
 
         **Arguments:**
@@ -138,11 +138,11 @@ class State(NoArray, Shown, Generic[Value]):
         """
         return self._set(value, self.name or type(self).__name__)
 
-    def _set(self: S, value: Any, label: str) -> S:
+    def _set(self: S, value: PyTree, label: str) -> S:
         """`set`, whose errors call this state by `label`."""
         return self._with_value(conform(self.value, value, label))
 
-    def replace(self: S, **changes: Any) -> S:
+    def replace(self: S, **changes: PyTree) -> S:
         """A new State with any of `value`, `name`, `tag`, `spec`, `reduce` changed, unchecked
         against the old ones."""
         unknown = [key for key in changes if key not in _FIELDS]
@@ -202,7 +202,7 @@ class State(NoArray, Shown, Generic[Value]):
             return self._with_value(conform(self.value, merged, label=made))
         return self._with_value(reduced(self.value, before, reduce, axis_names, label))
 
-    def _with_value(self: S, value: Any, meta: Meta | None = None) -> S:
+    def _with_value(self: S, value: PyTree, meta: Meta | None = None) -> S:
         new = object.__new__(type(self))
         for child in self.children[1:]:
             object.__setattr__(new, child, getattr(self, child))
@@ -224,7 +224,7 @@ class State(NoArray, Shown, Generic[Value]):
         own_way = type(self).leave is not State.leave
         return own_way or callable(self.reduce) or self.reduce == "sum"
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # Copying and pickling would assign to the slots.
         children = tuple(getattr(self, child) for child in self.children)
         return _remade, (type(self), children, self._meta)
@@ -237,13 +237,13 @@ class State(NoArray, Shown, Generic[Value]):
 
 
 # The slots' own setters are several times quicker than `object.__setattr__`.
-set_value: Callable[[State, Any], None] = State.__dict__["value"].__set__
+set_value: Callable[[State, PyTree], None] = State.__dict__["value"].__set__
 set_meta: Callable[[State, Meta], None] = State.__dict__["_meta"].__set__
 set_origin: Callable[[State, object], None] = State.__dict__["_origin"].__set__
 _FIELDS = ("value", "name", "tag", "spec", "reduce")
 
 
-def set_rebuilt(state: State, value: Any, meta: Meta) -> None:
+def set_rebuilt(state: State, value: PyTree, meta: Meta) -> None:
     """What JAX rebuilds a State of."""
     links = active_links()
     if links is None:
@@ -263,7 +263,7 @@ def _register(cls: type[State]) -> None:
 _register(State)
 
 
-def _remade(cls: type[S], children: Sequence[Any], meta: Meta) -> S:
+def _remade(cls: type[S], children: Sequence[Leaf], meta: Meta) -> S:
     new = object.__new__(cls)
     for name, child in zip(cls.children, children, strict=True):
         object.__setattr__(new, name, child)
@@ -277,7 +277,7 @@ def is_plain(kind: type[State]) -> bool:
 
 
 def rebuild_plain(
-    kinds: Sequence[type[State]], metas: Sequence[Meta], values: Sequence[Any]
+    kinds: Sequence[type[State]], metas: Sequence[Meta], values: Sequence[Leaf]
 ) -> list[State]:
     """Many plain states at once, a few times quicker than by their constructors.
 

@@ -1,7 +1,5 @@
 """The values of states: which are allowed, how a write conforms to them, how shards' are merged."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,13 +9,13 @@ from .._axes._wide import widened
 from .._base import errors
 from .._base._arrays import is_array_or_number, is_key
 from .._base._compat import tree_util
-from .._base._types import AxisName, is_state
+from .._base._types import AxisName, Dtype, KeyPath, Leaf, PyTree, Reduce, is_state
 
 
 REDUCTIONS = ("mean", "max", "min", "sum")
 
 
-def strong(x: Any) -> Any:
+def strong(x: Leaf) -> PyTree:
     """`x` as an array whose dtype does not give way in promotion."""
     if isinstance(x, jax.Array):
         # Keys have no weak type to speak of.
@@ -26,7 +24,7 @@ def strong(x: Any) -> Any:
     return jnp.array(x, dtype=jnp.result_type(x))
 
 
-def arrays(value: Any) -> Any:
+def arrays(value: PyTree) -> PyTree:
     """`value` with its numbers made arrays, or an error that lists what cannot be one."""
     leaves, treedef = tree_util.tree_flatten_with_path(value, is_leaf=is_state)
     if bad := [(path, leaf) for path, leaf in leaves if not is_array_or_number(leaf)]:
@@ -34,14 +32,14 @@ def arrays(value: Any) -> Any:
     return tree_util.tree_unflatten(treedef, [_made(leaf, path) for path, leaf in leaves])
 
 
-def _made(leaf: Any, path: Any) -> Any:
+def _made(leaf: Leaf, path: KeyPath) -> PyTree:
     try:
         return strong(leaf)
     except OverflowError:
         raise errors.number_too_large("State", path, leaf, jnp.result_type(int)) from None
 
 
-def conform(old_value: Any, value: Any, label: str) -> Any:
+def conform(old_value: PyTree, value: PyTree, label: str) -> PyTree:
     """`value` in the dtypes of the old value, or an error that names what differs."""
     if _is_alike(old_value, value):
         return value
@@ -58,7 +56,9 @@ def conform(old_value: Any, value: Any, label: str) -> Any:
     return tree_util.tree_unflatten(old_def, [after for _, _, after in pairs])
 
 
-def reduced(value: Any, before: Any, how: str, axis_names: tuple[AxisName, ...], label: str) -> Any:
+def reduced(
+    value: PyTree, before: PyTree, how: str, axis_names: tuple[AxisName, ...], label: str
+) -> PyTree:
     """The instances' values merged; `before` is what they came from (`None`: nothing)."""
     leaves, treedef = tree_util.tree_flatten(value)
     # Zeros that are the same everywhere, whatever they are like.
@@ -71,7 +71,7 @@ def reduced(value: Any, before: Any, how: str, axis_names: tuple[AxisName, ...],
     return treedef.unflatten(merged)
 
 
-def _reduced(new: Any, old: Any, how: str, over: tuple[AxisName, ...]) -> Any:
+def _reduced(new: PyTree, old: PyTree, how: str, over: tuple[AxisName, ...]) -> PyTree:
     new = axes.all_varying(new, over)
     match how:
         case "mean":
@@ -85,15 +85,15 @@ def _reduced(new: Any, old: Any, how: str, over: tuple[AxisName, ...]) -> Any:
             return (wide + axes.psum(widened(new) - wide, over)).astype(old.dtype)
 
 
-def check_reducible(value: Any, how: Any) -> None:
+def check_reducible(value: PyTree, how: Reduce) -> None:
     """Refuse a named policy that has no meaning for a dtype."""
     for leaf in jax.tree_util.tree_leaves(value):
         if isinstance(how, str):
             _check_dtype(leaf.dtype, how)
 
 
-def _check_dtype(dtype: Any, how: str) -> None:
-    allowed: tuple[Any, ...]
+def _check_dtype(dtype: Dtype, how: str) -> None:
+    allowed: tuple[Leaf, ...]
     match how:
         case "mean":
             allowed = (np.inexact,)
@@ -105,7 +105,7 @@ def _check_dtype(dtype: Any, how: str) -> None:
         raise errors.cannot_reduce(how, dtype)
 
 
-def _is_alike(old: Any, new: Any) -> bool:
+def _is_alike(old: PyTree, new: PyTree) -> bool:
     """Whether both are arrays of which the new one needs no change: the usual case, without trees."""
     return (
         isinstance(old, jax.Array)
@@ -116,14 +116,14 @@ def _is_alike(old: Any, new: Any) -> bool:
     )
 
 
-def _conformed(label: str, path: Any, before: Any, after: Any) -> Any:
+def _conformed(label: str, path: KeyPath, before: PyTree, after: PyTree) -> PyTree:
     try:
         return _in_dtype_of(before, after)
     except OverflowError:
         raise errors.number_too_large(label, path, after, before.dtype) from None
 
 
-def _in_dtype_of(before: Any, after: Any) -> Any:
+def _in_dtype_of(before: PyTree, after: PyTree) -> PyTree:
     """`after` in the dtype of `before` where it is a scalar or a weak array that fits it."""
     if is_key(before) or not _gives_way(after):
         return strong(after)
@@ -133,7 +133,7 @@ def _in_dtype_of(before: Any, after: Any) -> Any:
     return jnp.asarray(after, dtype=before.dtype) if fits else strong(after)
 
 
-def _gives_way(leaf: Any) -> bool:
+def _gives_way(leaf: Leaf) -> bool:
     if isinstance(leaf, jax.Array):
         return bool(getattr(leaf, "weak_type", False))
     return not isinstance(leaf, np.ndarray | np.generic)

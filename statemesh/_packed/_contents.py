@@ -2,9 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._base import _compat as compat
+from .._base import _explicit as explicit
 from .._base import errors
 from .._base._compat import tree_util
-from .._base._types import AxisName, is_state
+from .._base._types import AxisName, Dtype, Leaf, PyTree, PyTreeDef, is_state
 from .._resolve._specs import Placement
 
 
@@ -57,7 +57,7 @@ class Group:
     - `counts`: their sizes.
     """
 
-    dtype: Any
+    dtype: Dtype
     names: tuple[AxisName, ...]
     counts: tuple[int, ...]
     slots: tuple[Slot, ...]
@@ -76,7 +76,7 @@ class Group:
     def shape(self) -> tuple[int, ...]:
         return (math.prod(self.counts) * self.size,)
 
-    def split(self, part: Any) -> list[Any]:
+    def split(self, part: Leaf) -> list[Leaf]:
         """The arrays' parts, of a shard's part of the buffer."""
         self.check(part, (self.size,))
         # One equation for all of them, where indexing would make three for each.
@@ -84,12 +84,12 @@ class Group:
         pairs = zip(pieces, self.slots, strict=True)
         return [jax.lax.reshape(piece, slot.part) for piece, slot in pairs]
 
-    def check(self, buffer: Any, shape: tuple[int, ...]) -> None:
+    def check(self, buffer: Leaf, shape: tuple[int, ...]) -> None:
         """Refuse a buffer, or a shard's part of one, in which the arrays cannot be found."""
         if np.shape(buffer) != shape:
             raise errors.other_buffer([slot.path for slot in self.slots], buffer, shape)
 
-    def join(self, parts: Sequence[Any]) -> Any:
+    def join(self, parts: Sequence[Leaf]) -> PyTree:
         """A shard's part of the buffer, of the arrays' parts.
 
         A few at a time are written into it: the compiler puts what computes them and the writing into one
@@ -114,13 +114,13 @@ class Group:
         parts = [self._part(x, slot, shard) for x, slot in zip(arrays, self.slots, strict=True)]
         return np.concatenate(parts, dtype=self.dtype)
 
-    def array(self, buffer: Any, slot: Slot) -> Any:
+    def array(self, buffer: Leaf, slot: Slot) -> PyTree:
         """One whole array, of the buffer."""
         here = slice(slot.start, slot.start + slot.size)
-        if compat.is_explicitly_typed(buffer):
+        if explicit.is_explicitly_typed(buffer):
             # JAX does not split and merge dimensions over Explicit axes: each shard takes its own.
             mesh = (jax.typeof(buffer) if compat.is_tracer(buffer) else buffer).sharding.mesh
-            taken: Any = jax.shard_map(
+            taken: Callable[[Leaf], Leaf] = jax.shard_map(
                 lambda part: part[here].reshape(slot.part),
                 mesh=mesh,
                 in_specs=self.where.spec,
@@ -130,23 +130,23 @@ class Group:
         rows = buffer.reshape(math.prod(self.counts), self.size)[:, here]
         return self._whole(rows, slot)
 
-    def buffer(self, arrays: Sequence[Any]) -> Any:
+    def buffer(self, arrays: Sequence[Leaf]) -> PyTree:
         """The buffer, of whole arrays."""
         rows = [self._rows(x, slot) for x, slot in zip(arrays, self.slots, strict=True)]
         return jnp.concatenate(rows, axis=1, dtype=self.dtype).reshape(-1)
 
-    def _part(self, x: np.ndarray, slot: Slot, shard: tuple[Any, ...]) -> np.ndarray:
+    def _part(self, x: np.ndarray, slot: Slot, shard: tuple[Leaf, ...]) -> np.ndarray:
         """A shard's part of a whole array, flat. No more than that is copied."""
         sizes, order, _ = self._folds(slot)
         part: np.ndarray = np.transpose(np.reshape(x, sizes), order)[shard]
         return part.reshape(-1)
 
-    def _rows(self, x: Any, slot: Slot) -> Any:
+    def _rows(self, x: Leaf, slot: Slot) -> PyTree:
         """All shards' parts of a whole array, each flat."""
         sizes, order, _ = self._folds(slot)
         return x.reshape(sizes).transpose(order).reshape(math.prod(self.counts), slot.size)
 
-    def _whole(self, rows: Any, slot: Slot) -> Any:
+    def _whole(self, rows: Leaf, slot: Slot) -> PyTree:
         sizes, order, back = self._folds(slot)
         apart = rows.reshape([sizes[k] for k in order]).transpose(back)
         return apart.reshape(slot.shape)
@@ -185,8 +185,8 @@ class Contents:
     """
 
     root: type
-    unit_def: Any
-    states: tuple[tuple[Any, tuple[tuple[int, int], ...]] | None, ...]
+    unit_def: PyTreeDef
+    states: tuple[tuple[PyTreeDef, tuple[tuple[int, int], ...]] | None, ...]
     groups: tuple[Group, ...]
     sizes: tuple[tuple[AxisName, int], ...]
 
@@ -208,7 +208,7 @@ class Contents:
             == (other.unit_def, other.states, other.groups, other.sizes)
         )
 
-    def model(self, arrays: Sequence[Sequence[Any]], beside: Sequence[Any]) -> Any:
+    def model(self, arrays: Sequence[Sequence[Leaf]], beside: Sequence[Leaf]) -> PyTree:
         """The model, of the arrays of each group and of what is beside."""
         rest = iter(beside)
         units = [
@@ -217,10 +217,10 @@ class Contents:
         ]
         return self.unit_def.unflatten(units)
 
-    def arrays(self, model: Any) -> tuple[list[list[Any]], list[Any]]:
+    def arrays(self, model: PyTree) -> tuple[list[list[Leaf]], list[Leaf]]:
         """Of a model of this structure the arrays of each group, and what is beside."""
-        found: list[list[Any]] = [[None] * len(group.slots) for group in self.groups]
-        rest: list[Any] = []
+        found: list[list[Leaf]] = [[None] * len(group.slots) for group in self.groups]
+        rest: list[Leaf] = []
         units = tree_util.tree_leaves(model, is_leaf=is_state)
         for unit, one in zip(units, self.states, strict=True):
             if one is None:
@@ -261,11 +261,11 @@ class Form:
         whole = self.contents
         number = {g: k for k, g in enumerate(np.flatnonzero(self.groups).tolist())}
         rest = iter(self.beside)
-        marks: list[Any] = []
-        states: list[Any] = []
+        marks: list[Leaf] = []
+        states: list[Leaf] = []
         for one in whole.states:
             if one is None:
-                kept: Any = None
+                kept: tuple[PyTreeDef, tuple[tuple[int, int], ...]] | None = None
                 there = next(rest)
             else:
                 structure, places = one

@@ -4,7 +4,7 @@ import math
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from operator import is_
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,18 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._base import _compat as compat
+from .._base import _explicit as explicit
 from .._base import errors
 from .._base._compat import tree_util
 from .._base._paths import path_str
 from .._base._types import (
     AnyMesh,
     AxisName,
+    Dtype,
+    KeyPath,
+    Leaf,
+    PyTree,
+    PyTreeDef,
     StateSpecs,
     is_packed,
     is_state,
@@ -34,11 +40,11 @@ from ._packed import Packed
 
 
 # One object for all packed models that have the same contents, so that calls compare them by identity.
-_Key: TypeAlias = tuple[Any, frozenset[AxisName], bool]
+_Key: TypeAlias = tuple[Dtype, frozenset[AxisName], bool]
 _known: "weakref.WeakValueDictionary[Hashable, Contents]" = weakref.WeakValueDictionary()
 
 
-def pack(model: Any, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Packed:
+def pack(model: PyTree, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Packed:
     """Put the arrays of a model's states into a few buffers, laid out on a mesh.
 
     **Arguments:**
@@ -85,10 +91,10 @@ def pack(model: Any, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Packed
     wheres = _placements(model, flat, state_specs)
     _check(flat, wheres, mesh, names)
     check_valued("pack", _packed_arrays(flat, wheres))
-    found: dict[_Key, list[tuple[Slot, Any]]] = {}
-    at: list[tuple[Any, list[tuple[_Key, int]]] | None] = []
-    rest: list[Any] = []
-    packed: list[tuple[str, Any]] = []
+    found: dict[_Key, list[tuple[Slot, Leaf]]] = {}
+    at: list[tuple[PyTreeDef, list[tuple[_Key, int]]] | None] = []
+    rest: list[Leaf] = []
+    packed: list[tuple[str, PyTree]] = []
     for (keys, node), own_wheres in zip(flat, wheres, strict=True):
         if own_wheres is None:
             rest.append(node)
@@ -121,7 +127,7 @@ def pack(model: Any, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Packed
     return Packed(buffers, rest, contents)
 
 
-def packed_as(tree: Any, like: Any) -> Any:
+def packed_as(tree: PyTree, like: PyTree) -> PyTree:
     """A tree with its models packed as those of another tree, which has its structure where unpacked.
 
     A buffer of which no array is another one stays that of the other tree.
@@ -136,7 +142,7 @@ def packed_as(tree: Any, like: Any) -> Any:
     )
 
 
-def _repacked(packed: Packed, new: Any, old: Any) -> Packed:
+def _repacked(packed: Packed, new: PyTree, old: PyTree) -> Packed:
     contents, present, _ = packed._present()
     arrays, rest = contents.arrays(new)
     before, _ = contents.arrays(old)
@@ -150,9 +156,9 @@ def _repacked(packed: Packed, new: Any, old: Any) -> Packed:
     return Packed.of(buffers, rest, packed._form)
 
 
-def _mesh_of(buffer: Any) -> AnyMesh | None:
+def _mesh_of(buffer: Leaf) -> AnyMesh | None:
     """The mesh that a buffer lies on, where that is known: not of what is traced on Auto axes."""
-    if compat.is_explicitly_typed(buffer) and compat.is_tracer(buffer):
+    if explicit.is_explicitly_typed(buffer) and compat.is_tracer(buffer):
         mesh: AnyMesh = jax.typeof(buffer).sharding.mesh
         return mesh
     sharding = None if compat.is_tracer(buffer) else getattr(buffer, "sharding", None)
@@ -160,7 +166,7 @@ def _mesh_of(buffer: Any) -> AnyMesh | None:
 
 
 def _placements(
-    model: Any, flat: Sequence[tuple[Any, Any]], state_specs: StateSpecs
+    model: PyTree, flat: Sequence[tuple[KeyPath, PyTree]], state_specs: StateSpecs
 ) -> list[Sequence[Placement] | None]:
     """For each unit of the model where its arrays go, or `None` for what is left beside."""
     said = iter(choose_specs(state_specs, [("model", model)], "state_specs"))
@@ -176,7 +182,7 @@ def _placements(
 
 
 def _check(
-    flat: Sequence[tuple[Any, Any]],
+    flat: Sequence[tuple[KeyPath, PyTree]],
     wheres: Sequence[Sequence[Placement] | None],
     mesh: AnyMesh,
     names: Sequence[AxisName],
@@ -190,8 +196,8 @@ def _check(
 
 
 def _packed_arrays(
-    flat: Sequence[tuple[Any, Any]], wheres: Sequence[Sequence[Placement] | None]
-) -> list[tuple[str, Any]]:
+    flat: Sequence[tuple[KeyPath, PyTree]], wheres: Sequence[Sequence[Placement] | None]
+) -> list[tuple[str, PyTree]]:
     """The arrays that go into buffers, each with its path."""
     return [
         (path_str(keys, "model"), x)
@@ -200,7 +206,7 @@ def _packed_arrays(
     ]
 
 
-def _is_packable(node: Any) -> bool:
+def _is_packable(node: PyTree) -> bool:
     """Whether it is a State with arrays of numbers, which lie side by side."""
     if not is_state(node) or node.always_replicated:
         return False
@@ -210,7 +216,7 @@ def _is_packable(node: Any) -> bool:
     )
 
 
-def _dtype_of(x: Any) -> Any:
+def _dtype_of(x: Leaf) -> PyTree:
     return jax.dtypes.canonicalize_dtype(x.dtype)
 
 
@@ -220,7 +226,7 @@ def _part(shape: tuple[int, ...], where: Placement, mesh: AnyMesh) -> tuple[int,
     return tuple(size // count for size, count in zip(shape, counts, strict=True))
 
 
-def _buffer(group: Group, arrays: Sequence[Any], mesh: AnyMesh) -> Any:
+def _buffer(group: Group, arrays: Sequence[Leaf], mesh: AnyMesh) -> PyTree:
     if any(map(compat.is_tracer, arrays)):
         return _traced_buffer(group, [jnp.asarray(x) for x in arrays], mesh)
     host = [np.asarray(x) for x in jax.device_get(list(arrays))]
@@ -229,7 +235,7 @@ def _buffer(group: Group, arrays: Sequence[Any], mesh: AnyMesh) -> Any:
         return jnp.asarray(np.concatenate([group.gathered(host, start) for start in starts]))
     where = NamedSharding(mesh, group.where.spec)
     # Shard by shard, so that the host has no second copy of all.
-    indices: Mapping[Any, Any] = where.addressable_devices_indices_map(group.shape)
+    indices: Mapping[jax.Device, PyTree] = where.addressable_devices_indices_map(group.shape)
     parts = [
         jax.device_put(group.gathered(host, index[0].start or 0), device)
         for device, index in indices.items()
@@ -237,7 +243,7 @@ def _buffer(group: Group, arrays: Sequence[Any], mesh: AnyMesh) -> Any:
     return jax.make_array_from_single_device_arrays(group.shape, where, parts, dtype=group.dtype)
 
 
-def _traced_buffer(group: Group, arrays: Sequence[Any], mesh: AnyMesh) -> Any:
+def _traced_buffer(group: Group, arrays: Sequence[Leaf], mesh: AnyMesh) -> PyTree:
     mesh = mesh_for_traced(mesh, arrays)
     specs = [slot.where.spec for slot in group.slots]
     laid = [

@@ -1,7 +1,6 @@
 """`Packed`: a model whose states lie in a few buffers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -11,7 +10,7 @@ from .._base import _compat as compat
 from .._base import errors
 from .._base._compat import tree_util
 from .._base._paths import path_str
-from .._base._types import PackedNode, is_packed, is_state_or_packed
+from .._base._types import Leaf, PackedNode, PyTree, PyTreeDef, is_packed, is_state_or_packed
 from .._model._state import State
 from ._contents import Contents, Form, Group, Slot
 
@@ -37,10 +36,10 @@ class Packed(PackedNode):
 
     __slots__ = ("__weakref__", "_contents", "_rest", "buffers")
 
-    _rest: tuple[Any, ...]
+    _rest: tuple[Leaf, ...]
     _contents: Contents
 
-    def __init__(self, buffers: Sequence[Any], rest: Sequence[Any], contents: Contents) -> None:
+    def __init__(self, buffers: Sequence[Leaf], rest: Sequence[Leaf], contents: Contents) -> None:
         _set(self, tuple(buffers), tuple(rest), contents)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -49,11 +48,11 @@ class Packed(PackedNode):
     def __delattr__(self, name: str) -> None:
         raise errors.fixed_packed(name)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Packed, (self.buffers, self._rest, self._contents)
 
     @classmethod
-    def of(cls, buffers: Sequence[Any], rest: Sequence[Any], form: Form) -> "Packed":
+    def of(cls, buffers: Sequence[Leaf], rest: Sequence[Leaf], form: Form) -> "Packed":
         """One of this form, of the buffers that it has and what is beside."""
         own, other = iter(buffers), iter(rest)
         return cls(
@@ -62,14 +61,14 @@ class Packed(PackedNode):
             form.contents,
         )
 
-    def unpack(self) -> Any:
+    def unpack(self) -> PyTree:
         """The model, bit for bit as it was packed or as calls have left it.
 
         **Returns:** the model. Its arrays lie on the mesh as their placements say.
         """
         return self._model(_arrays)
 
-    def _model(self, arrays_of: Callable[[Group, Any], list[Any]]) -> Any:
+    def _model(self, arrays_of: Callable[[Group, Leaf], list[Leaf]]) -> PyTree:
         contents, buffers, rest = self._present()
         pairs = zip(contents.groups, buffers, strict=True)
         return contents.model([arrays_of(*pair) for pair in pairs], rest)
@@ -79,7 +78,7 @@ class Packed(PackedNode):
         there = [tuple(x is not None for x in some) for some in (self.buffers, self._rest)]
         return Form(self._contents, *there)
 
-    def _present(self) -> tuple[Contents, list[Any], list[Any]]:
+    def _present(self) -> tuple[Contents, list[Leaf], list[Leaf]]:
         """What there is: its contents, its buffers and what is beside."""
         buffers, rest = ([x for x in some if x is not None] for some in (self.buffers, self._rest))
         return self._form.part, buffers, rest
@@ -89,7 +88,7 @@ class Packed(PackedNode):
         return _States(self)
 
     @property
-    def beside(self) -> dict[str, Any]:
+    def beside(self) -> dict[str, PyTree]:
         contents, _, rest = self._present()
         paths = _unit_paths(contents.unit_def)
         left = [path for path, one in zip(paths, contents.states, strict=True) if one is None]
@@ -100,23 +99,23 @@ class Packed(PackedNode):
         packed = sum(one is not None for one in contents.states)
         return f"Packed({packed} states in {len(buffers)} arrays, {len(rest)} beside)"
 
-    def tree_flatten_with_keys(self) -> tuple[Any, Contents]:
+    def tree_flatten_with_keys(self) -> tuple[PyTree, Contents]:
         kids = jax.tree_util.GetAttrKey("buffers"), self.buffers
         rest = jax.tree_util.GetAttrKey("beside"), self._rest
         return (kids, rest), self._contents
 
-    def tree_flatten(self) -> tuple[Any, Contents]:
+    def tree_flatten(self) -> tuple[PyTree, Contents]:
         return (self.buffers, self._rest), self._contents
 
     @classmethod
-    def tree_unflatten(cls, contents: Contents, children: Any) -> "Packed":
+    def tree_unflatten(cls, contents: Contents, children: PyTree) -> "Packed":
         new = object.__new__(cls)
         buffers, rest = children
         _set(new, buffers, rest, contents)
         return new
 
 
-def _set(packed: Packed, buffers: Any, rest: Any, contents: Contents) -> None:
+def _set(packed: Packed, buffers: Sequence[Leaf], rest: PyTree, contents: Contents) -> None:
     for name, value in (("buffers", buffers), ("_rest", rest), ("_contents", contents)):
         object.__setattr__(packed, name, value)
 
@@ -147,7 +146,7 @@ class _States(Mapping[str, State]):
         return len(self._at)
 
 
-def with_models(tree: Any, arrays_of: Callable[[Group, Any], list[Any]]) -> Any:
+def with_models(tree: PyTree, arrays_of: Callable[[Group, Leaf], list[Leaf]]) -> PyTree:
     """A tree with models in the place of what is packed, of what `arrays_of` makes of each buffer."""
     if not any(map(is_packed, tree_util.tree_leaves(tree, is_leaf=is_state_or_packed))):
         return tree
@@ -155,12 +154,12 @@ def with_models(tree: Any, arrays_of: Callable[[Group, Any], list[Any]]) -> Any:
     return tree_util.tree_map(one, tree, is_leaf=is_state_or_packed)
 
 
-def shapes_of(group: Group, buffer: Any) -> list[Any]:
+def shapes_of(group: Group, buffer: Leaf) -> list[Leaf]:
     """Of the arrays in a buffer their shapes and dtypes."""
     return [jax.ShapeDtypeStruct(slot.shape, buffer.dtype) for slot in group.slots]
 
 
-def members(tree: Any) -> list[list[int]]:
+def members(tree: PyTree) -> list[list[int]]:
     """For each unit of a tree the numbers of the units that it is made of where models are unpacked.
 
     A unit is a State or a leaf outside any; a buffer is made of all States that have an array in it.
@@ -179,7 +178,7 @@ def members(tree: Any) -> list[list[int]]:
     return found
 
 
-def _arrays(group: Group, buffer: Any) -> list[Any]:
+def _arrays(group: Group, buffer: Leaf) -> list[Leaf]:
     group.check(buffer, group.shape)
     source = _on_host(buffer)
     arrays = [group.array(source, slot) for slot in group.slots]
@@ -188,7 +187,7 @@ def _arrays(group: Group, buffer: Any) -> list[Any]:
     return arrays
 
 
-def _unit_paths(unit_def: Any) -> list[str]:
+def _unit_paths(unit_def: PyTreeDef) -> list[str]:
     marked = unit_def.unflatten([_LEAF] * unit_def.num_leaves)
     flat, _ = tree_util.tree_flatten_with_path(marked)
     return [path_str(keys) for keys, _ in flat]
@@ -197,11 +196,11 @@ def _unit_paths(unit_def: Any) -> list[str]:
 _LEAF = object()
 
 
-def _on_host(buffer: Any) -> Any:
+def _on_host(buffer: Leaf) -> PyTree:
     return buffer if compat.is_tracer(buffer) else np.asarray(buffer)
 
 
-def _target(buffer: Any, slot: Slot) -> Any:
+def _target(buffer: Leaf, slot: Slot) -> PyTree:
     sharding = buffer.sharding
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, slot.where.spec)

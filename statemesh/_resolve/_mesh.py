@@ -7,6 +7,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._base import _compat as compat
+from .._base import _explicit as explicit
 from .._base import errors
 from .._base._types import Axes, AxisName, PerShard, is_spec, spec_axes
 
@@ -104,14 +105,14 @@ def mesh_for_traced(mesh: Mesh | AbstractMesh, leaves: Sequence[Any]) -> Mesh | 
     mix with them, be carried by a scan, and be differentiated outside. In a `jax.vmap` that is not
     recorded they stay as they are: its lanes may be spread over them.
     """
-    if isinstance(mesh, AbstractMesh) or not compat.has_explicit_axes(mesh):
+    if isinstance(mesh, AbstractMesh) or not explicit.has_explicit_axes(mesh):
         return mesh
     if compat.context_mesh() is not None:
         return mesh
-    typed = any(map(compat.is_explicitly_typed, leaves))
+    typed = any(map(explicit.is_explicitly_typed, leaves))
     if typed and (compat.under_jit() or any(map(compat.is_batched, leaves))):
         return mesh
-    return compat.auto_twin(mesh)
+    return explicit.auto_twin(mesh)
 
 
 def manual_names(mesh: Mesh | AbstractMesh, axis_names: Iterable[AxisName]) -> tuple[AxisName, ...]:

@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._arguments import is_shaped
 from .._base import _compat as compat
+from .._base import _explicit as explicit
 from .._base import errors
 from .._base._compat import tree_util
 from .._base._frames import without_own_frames
@@ -82,7 +83,7 @@ def lies_right(x: jax.Array, target: NamedSharding, names: frozenset[AxisName]) 
         if not isinstance(here, NamedSharding) or here.mesh != mesh:
             return False
         return only(here.spec, names) == target.spec
-    if compat.has_explicit_axes(mesh) or compat.is_explicitly_typed(x):
+    if explicit.has_explicit_axes(mesh) or explicit.is_explicitly_typed(x):
         return False
     return here.is_equivalent_to(target, x.ndim)
 
@@ -95,10 +96,10 @@ def traced_onto(x: Any, target: NamedSharding, names: frozenset[AxisName]) -> An
     """
     if not isinstance(x, jax.Array | np.ndarray | np.generic):
         return x
-    typed = compat.is_explicitly_typed(x)
-    if not compat.has_explicit_axes(target.mesh):
-        return compat.off_explicit_axes(x, target.mesh) if typed else x
-    told = compat.explicit_part(target)
+    typed = explicit.is_explicitly_typed(x)
+    if not explicit.has_explicit_axes(target.mesh):
+        return explicit.off_explicit_axes(x, target.mesh) if typed else x
+    told = explicit.explicit_part(target)
     if typed:
         here = jax.typeof(x).sharding.spec
         if only(here, names) == only(told.spec, names):
@@ -108,7 +109,7 @@ def traced_onto(x: Any, target: NamedSharding, names: frozenset[AxisName]) -> An
         )
     elif told.spec == PartitionSpec():
         return x
-    return compat.reshard(x, told)
+    return jax.sharding.reshard(x, told)
 
 
 def _beside(spec: PartitionSpec, other: PartitionSpec) -> PartitionSpec:

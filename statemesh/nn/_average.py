@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from .._axes._mesh_and_lanes import bound_names, known_same, total
 from .._base import errors
 from .._base._checks import check_names
-from .._base._types import Filter, SeveralAxes, is_state, unpacked
+from .._base._types import Dtype, Filter, Leaf, PyTree, SeveralAxes, is_state, unpacked
 from .._model._kinds import LongTermState, ShortTermState
 from .._model._module import Module, field
 from .._packed._pack import packed_as
@@ -44,14 +43,14 @@ class Average(Module):
     running: ShortTermState
     axis_name: SeveralAxes = field(static=True)
 
-    def __init__(self, example: Any, *, axis_name: SeveralAxes = None) -> None:
+    def __init__(self, example: PyTree, *, axis_name: SeveralAxes = None) -> None:
         shapes = jax.eval_shape(lambda: jax.tree.map(jnp.zeros_like, example))
         means = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x.dtype)), shapes)
         self.running = ShortTermState({"weight": 0.0, "mean": means})
         check_names("Average", axis_name)
         self.axis_name = axis_name
 
-    def __call__(self, values: Any, weight: Any = 1.0) -> tuple[Any, "Average"]:
+    def __call__(self, values: PyTree, weight: Leaf = 1.0) -> tuple[PyTree, "Average"]:
         """Add values.
 
         **Arguments:**
@@ -85,7 +84,7 @@ class Average(Module):
         """The layer as it was made, with nothing in it."""
         return self.replace(running=jax.tree.map(jnp.zeros_like, self.running.value))
 
-    def _checked(self, values: Any, weight_shape: tuple[int, ...]) -> Any:
+    def _checked(self, values: PyTree, weight_shape: tuple[int, ...]) -> PyTree:
         """The values as arrays of the dtypes of the means."""
         if weight_shape:
             raise errors.bad_setting(
@@ -129,13 +128,13 @@ class EMA(Module):
     Source of the correction: Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015, section 3.
     """
 
-    averages: Any
+    averages: PyTree
     count: LongTermState | None
     decay: float = field(static=True)
     wrt: Filter = field(static=True)
 
     def __init__(
-        self, model: Any, *, decay: float = 0.999, debias: bool = False, wrt: Filter = None
+        self, model: PyTree, *, decay: float = 0.999, debias: bool = False, wrt: Filter = None
     ) -> None:
         if not 0 < decay < 1:
             raise errors.bad_setting("EMA", "decay", decay, "above 0 and below 1")
@@ -147,7 +146,7 @@ class EMA(Module):
         self.decay = decay
         self.wrt = wrt
 
-    def __call__(self, model: Any) -> tuple[Any, "EMA"]:
+    def __call__(self, model: PyTree) -> tuple[PyTree, "EMA"]:
         """Add the weights of a model.
 
         **Arguments:**
@@ -166,7 +165,7 @@ class EMA(Module):
             # 1 - decay**count, without losing digits to a decay close to 1.
             rate = rate / -jnp.expm1(count.value * math.log(self.decay))
 
-        def step(average: LongTermState, unit: Any) -> LongTermState:
+        def step(average: LongTermState, unit: PyTree) -> LongTermState:
             one = lambda old, x: moved(old, jnp.asarray(x, old.dtype), rate).astype(old.dtype)
             return average.set(jax.tree.map(one, average.value, _bare(unit)))
 
@@ -174,7 +173,7 @@ class EMA(Module):
         averaged = jax.tree.map(_put, averages, model, is_leaf=_is_place)
         return packed_as(averaged, given), self.replace(averages=averages, count=count)
 
-    def averaged(self, model: Any) -> Any:
+    def averaged(self, model: PyTree) -> PyTree:
         """A model with the averages so far in place of its weights, which do not count: to evaluate it.
 
         **Arguments:**
@@ -202,14 +201,14 @@ class EMA(Module):
         if self.count is not None:
             empty = self.count.value == 0
 
-            def filled(average: LongTermState, unit: Any) -> LongTermState:
+            def filled(average: LongTermState, unit: PyTree) -> LongTermState:
                 one = lambda old, x: jnp.where(empty, jnp.asarray(x, old.dtype), old)
                 return average.set(jax.tree.map(one, average.value, _bare(unit)))
 
             averages = jax.tree.map(filled, averages, new, is_leaf=is_state)
         return packed_as(jax.tree.map(_put, averages, model, is_leaf=_is_place), given)
 
-    def _taken(self, model: Any) -> tuple[Any, Any, Any]:
+    def _taken(self, model: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         """The model as it was given, unpacked, and what is averaged of it."""
         given, model = model, unpacked(model)
         new = trainable(model, self.wrt)
@@ -218,32 +217,32 @@ class EMA(Module):
         return given, model, new
 
 
-def _wide(dtype: Any) -> Any:
+def _wide(dtype: Dtype) -> Dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def _bare(unit: Any) -> Any:
+def _bare(unit: PyTree) -> PyTree:
     return unit.value if is_state(unit) else unit
 
 
-def _from_value(x: Any) -> jax.Array:
+def _from_value(x: Leaf) -> jax.Array:
     return jnp.array(x, _wide(jnp.result_type(x)))
 
 
-def _from_zero(x: Any) -> jax.Array:
+def _from_zero(x: Leaf) -> jax.Array:
     return jnp.zeros_like(x, _wide(jnp.result_type(x)))
 
 
-def _average_of(unit: Any, first: Callable[[Any], jax.Array]) -> LongTermState:
+def _average_of(unit: PyTree, first: Callable[[Leaf], jax.Array]) -> LongTermState:
     value = jax.tree.map(first, _bare(unit))
     return LongTermState(value, spec=unit.spec) if is_state(unit) else LongTermState(value)
 
 
-def _is_place(node: Any) -> bool:
+def _is_place(node: PyTree) -> bool:
     return node is None or is_state(node)
 
 
-def _put(average: LongTermState | None, unit: Any) -> Any:
+def _put(average: LongTermState | None, unit: PyTree) -> PyTree:
     """What stands in the averaged model where this is averaged."""
     if average is None:
         return unit

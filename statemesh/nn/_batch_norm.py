@@ -1,7 +1,5 @@
 """`BatchNorm`: normalisation by the statistics of a global batch, and what it keeps of all batches."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,7 @@ from jax.sharding import PartitionSpec
 from .._axes._mesh_and_lanes import bound_names, known_same, total
 from .._base import errors
 from .._base._checks import check_names
-from .._base._types import AxisName, SeveralAxes
+from .._base._types import AxisName, Dtype, Leaf, PyTree, SeveralAxes
 from .._model._kinds import BatchState, ParamState
 from .._model._module import Module, field
 from ._checks import check_floating, in_inference, moved
@@ -88,7 +86,7 @@ class BatchNorm(Module):
         eps: float = 1e-5,
         affine: bool = True,
         spec: PartitionSpec | None = None,
-        dtype: Any = None,
+        dtype: Dtype | None = None,
         inference: bool = False,
     ) -> None:
         if momentum is not None and not 0 <= momentum <= 1:
@@ -112,7 +110,7 @@ class BatchNorm(Module):
         self.momentum = momentum
         self.eps = eps
 
-    def __call__(self, x: Any, where: Any = None) -> tuple[jax.Array, "BatchNorm"]:
+    def __call__(self, x: Leaf, where: Leaf = None) -> tuple[jax.Array, "BatchNorm"]:
         """Normalise `x`.
 
         **Arguments:**
@@ -145,7 +143,7 @@ class BatchNorm(Module):
         """The running mean and the running, biased variance of each channel, as other libraries keep them."""
         return self.running.value["mean"], self.running.value["var"]
 
-    def with_statistics(self, mean: Any, var: Any, *, count: Any = None) -> "BatchNorm":
+    def with_statistics(self, mean: Leaf, var: Leaf, *, count: Leaf = None) -> "BatchNorm":
         """The layer with other running statistics, such as those of a model of another library.
 
         **Arguments:**
@@ -180,7 +178,9 @@ class BatchNorm(Module):
         if x.shape[axis] != size:
             raise errors.channels_differ("BatchNorm", x, axis, size)
 
-    def _of_batch(self, x: jax.Array, where: Any, names: tuple[AxisName, ...]) -> dict[str, Any]:
+    def _of_batch(
+        self, x: jax.Array, where: Leaf, names: tuple[AxisName, ...]
+    ) -> dict[str, PyTree]:
         """Count, mean and biased variance of the global batch."""
         if not x.size:
             raise errors.no_rows("BatchNorm", x)
@@ -209,7 +209,7 @@ class BatchNorm(Module):
             "var": jnp.where(count > 0, m2 / jnp.maximum(count, 1), 1),
         }
 
-    def _with(self, new: dict[str, Any]) -> dict[str, Any]:
+    def _with(self, new: dict[str, PyTree]) -> dict[str, PyTree]:
         """The running statistics with those of one more batch."""
         old = self.running.value
         count = old["count"] + new["count"]
@@ -227,7 +227,7 @@ class BatchNorm(Module):
             made["var"] = made["var"] + jnp.where(rate < 1, between, 0)
         return {name: x.astype(old[name].dtype) for name, x in made.items()}
 
-    def _normalised(self, x: jax.Array, by: dict[str, Any]) -> jax.Array:
+    def _normalised(self, x: jax.Array, by: dict[str, PyTree]) -> jax.Array:
         y = (x - self._along(by["mean"], x)) * self._along(jax.lax.rsqrt(by["var"] + self.eps), x)
         if self.scale is not None and self.shift is not None:
             y = y * self._along(self.scale.value, x) + self._along(self.shift.value, x)

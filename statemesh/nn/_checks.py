@@ -1,7 +1,5 @@
 """What several layers ask of what they are given, and how a running value moves."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -9,6 +7,7 @@ from .._base import _compat as compat
 from .._base import errors
 from .._base._compat import tree_util
 from .._base._paths import path_str
+from .._base._types import Leaf, PyTree
 
 
 def check_floating(layer: str, x: jax.Array) -> None:
@@ -16,7 +15,7 @@ def check_floating(layer: str, x: jax.Array) -> None:
         raise errors.not_floating(layer, x)
 
 
-def check_alike(layer: str, what: str, old: Any, new: Any) -> None:
+def check_alike(layer: str, what: str, old: PyTree, new: PyTree) -> None:
     """Refuse `new`, which the user calls `what`, unless it has the arrays and shapes of `old`."""
     then, now = (
         {path_str(path, what): leaf for path, leaf in tree_util.tree_flatten_with_path(tree)[0]}
@@ -30,14 +29,14 @@ def check_alike(layer: str, what: str, old: Any, new: Any) -> None:
         raise errors.values_differ(layer, what, bad)
 
 
-def in_inference(layer: Any) -> bool:
+def in_inference(layer: PyTree) -> bool:
     """Whether the layer is; it decides what is computed, so it cannot be traced."""
     if compat.is_tracer(layer.inference):
         raise errors.inference_is_traced(type(layer).__name__)
     return bool(layer.inference)
 
 
-def moved(old: Any, new: Any, rate: Any) -> Any:
+def moved(old: PyTree, new: PyTree, rate: Leaf) -> PyTree:
     """A running value, moved by `rate` of the way to a new one.
 
     At a rate of 1 nothing of the old value is left, neither its rounding nor a NaN, and at 0 nothing of the

@@ -1,13 +1,13 @@
 """`Dropout`: masks that are the same on any number of devices."""
 
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from .._base import errors
 from .._base._checks import check_names
-from .._base._types import SeveralAxes
+from .._base._types import Array, Leaf, SeveralAxes
 from .._model._module import Module, field
 from .._model._random import RandomState
 from ._checks import check_floating, in_inference
@@ -55,7 +55,7 @@ class Dropout(Module):
     def __init__(
         self,
         rate: float,
-        key: Any,
+        key: Leaf,
         *,
         axis_name: SeveralAxes = None,
         row_axis: int | None = 0,
@@ -70,7 +70,7 @@ class Dropout(Module):
         self.axis_name = axis_name
         self.row_axis = row_axis
 
-    def __call__(self, x: Any) -> tuple[jax.Array, "Dropout"]:
+    def __call__(self, x: Leaf) -> tuple[jax.Array, "Dropout"]:
         """Drop entries of `x`.
 
         **Arguments:**
@@ -98,7 +98,7 @@ class Dropout(Module):
         if not -x.ndim <= axis < x.ndim:
             raise errors.no_such_array_axis("Dropout", "row_axis", axis, x)
         keys, rng = self.rng.rows(shape.pop(axis), self.axis_name)
-        draw: Any = jax.vmap(
+        draw: Callable[..., Array] = jax.vmap(
             lambda key: jax.random.bernoulli(key, 1 - self.rate, shape), out_axes=axis
         )
         return draw(keys), rng

@@ -1,13 +1,14 @@
 """`GRUCell`: Equinox's, with its hidden value as a state."""
 
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
 from .._base import errors
-from .._base._types import SpecTree
+from .._base._types import Array, Dtype, Leaf, SpecTree
 from .._model._kinds import HiddenState
 from .._model._module import Module, field
 
@@ -51,9 +52,9 @@ class GRUCell(Module):
         input_size: int,
         hidden_size: int,
         *,
-        key: Any,
+        key: Leaf,
         use_bias: bool = True,
-        dtype: Any = None,
+        dtype: Dtype | None = None,
         spec: SpecTree = None,
     ) -> None:
         self.cell = eqx.nn.GRUCell(input_size, hidden_size, use_bias, dtype, key=key)
@@ -73,7 +74,7 @@ class GRUCell(Module):
         zeros = jnp.zeros((*rows, self.cell.hidden_size), self.cell.weight_hh.dtype)
         return self.replace(hidden=HiddenState(zeros, spec=self.spec))
 
-    def __call__(self: G, x: Any) -> tuple[jax.Array, G]:
+    def __call__(self: G, x: Leaf) -> tuple[jax.Array, G]:
         """Take one step.
 
         **Arguments:**
@@ -90,7 +91,7 @@ class GRUCell(Module):
         if x.shape != (wanted := (*hidden.shape[:-1], self.cell.input_size)):
             why = f"the hidden value is of shape {hidden.shape}"
             raise errors.bad_shape("GRUCell", "x", x, f"of shape {wanted}", why)
-        step: Any = self.cell
+        step: Callable[..., Array] = self.cell
         for _ in hidden.shape[:-1]:
             step = jax.vmap(step)
         new = step(x, hidden).astype(hidden.dtype)

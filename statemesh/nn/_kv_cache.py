@@ -1,6 +1,6 @@
 """`KVCache`: a ring buffer of keys and values for attention."""
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from .._axes._mesh_and_lanes import bound_names, shard_index
 from .._base import errors
 from .._base._checks import check_names
-from .._base._types import SeveralAxes
+from .._base._types import Array, Dtype, Leaf, SeveralAxes
 from .._model._kinds import ShortTermState
 from .._model._module import Module, field
 
@@ -63,7 +63,7 @@ class KVCache(Module):
         heads: int,
         dim: int,
         *,
-        dtype: Any = None,
+        dtype: Dtype | None = None,
         spec: PartitionSpec | None = None,
         axis_name: SeveralAxes = None,
     ) -> None:
@@ -75,7 +75,7 @@ class KVCache(Module):
         check_names("KVCache", axis_name)
         self.axis_name = axis_name
 
-    def __call__(self: K, keys: Any, values: Any) -> tuple[tuple[Any, Any, Any], K]:
+    def __call__(self: K, keys: Leaf, values: Leaf) -> tuple[tuple[Array, Array, Array], K]:
         """Write tokens, and give back what they may attend to.
 
         **Arguments:**
@@ -123,7 +123,7 @@ class KVCache(Module):
         made = [ShortTermState(old.value, spec=old.spec) for old in (empty.slots, empty.position)]
         return self.replace(slots=made[0], position=made[1])
 
-    def _checked(self, what: str, x: Any) -> jax.Array:
+    def _checked(self, what: str, x: Leaf) -> jax.Array:
         x, buffer = jnp.asarray(x), self.slots.value[what]
         if x.ndim != 3 or x.shape[1:] != buffer.shape[1:] or not len(x):
             heads, dim = buffer.shape[1:]

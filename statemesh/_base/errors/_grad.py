@@ -23,7 +23,10 @@ def nothing_to_differentiate(
 ) -> StructureError:
     picks = f"wrt={filter_str(wrt)} picks nothing in the model"
     if wrt is None:
-        picks = "the model has no ParamState of floating or complex numbers, and no such array outside a State"
+        picks = (
+            "the model has no ParamState of floating or complex numbers, and no such array outside a "
+            "State"
+        )
     if not values:
         return StructureError(f"{what}: {picks}. It has no states and no arrays.")
     items = [f"{path}: {describe(value)}" for path, value in values]

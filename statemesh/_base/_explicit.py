@@ -1,0 +1,100 @@
+"""Explicit mesh axes: those whose layout JAX writes into the type of an array."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from . import _compat as compat
+from ._types import Array, Axes, AxisName, PyTree, ShapedArray, only
+
+
+def explicit_axes(mesh: Mesh | AbstractMesh) -> Axes:
+    """The Explicit axes of `mesh`."""
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in pairs if kind == AxisType.Explicit)
+
+
+def has_explicit_axes(mesh: Mesh | AbstractMesh) -> bool:
+    return bool(explicit_axes(mesh))
+
+
+def auto_twin(mesh: Mesh) -> Mesh:
+    """The same devices and axis names, with every axis `Auto`."""
+    kinds = (AxisType.Auto,) * len(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=kinds)
+
+
+def explicit_part(sharding: NamedSharding) -> NamedSharding:
+    """The part of a sharding that an array's type holds: that on Explicit axes."""
+    mesh = sharding.mesh
+    return NamedSharding(mesh, only(sharding.spec, explicit_axes(mesh)))
+
+
+# The result is `Any` because JAX's types of arrays, `ShapedArray` and its like, have no public name.
+def type_of(x: object) -> Any:
+    """The type of an array, or of the array that a reference refers to; `None` for anything else."""
+    if not isinstance(x, jax.Array | jax.Ref | jax.core.Tracer):
+        return None
+    kind = jax.typeof(x)
+    return getattr(kind, "inner_aval", kind)
+
+
+def is_explicitly_typed(x: object) -> bool:
+    """Whether the type of `x` holds a sharding over Explicit axes."""
+    mesh = getattr(getattr(type_of(x), "sharding", None), "mesh", None)
+    return mesh is not None and not mesh.empty and has_explicit_axes(mesh)
+
+
+def explicit_around(values: Iterable[object]) -> bool:
+    """Whether the mesh that is set has Explicit axes, or the type of one of these values has them."""
+    mesh = compat.context_mesh()
+    return (mesh is not None and has_explicit_axes(mesh)) or any(map(is_explicitly_typed, values))
+
+
+def unless_explicit(info: jax.stages.ArgInfo) -> jax.stages.ArgInfo:
+    """The description of an argument, without its sharding unless the sharding is a part of its type."""
+    kind: Any = info._aval
+    if has_explicit_axes(kind.sharding.mesh):
+        return info
+    return dataclasses.replace(info, _aval=kind.update(sharding=None))
+
+
+def left_by_vmap(mesh: Mesh | AbstractMesh, names: Sequence[AxisName]) -> tuple[AxisName, ...]:
+    """Those of `names` over which no surrounding `vmap` spreads its lanes, so that a map may use them.
+
+    A `vmap` whose operand is split over Explicit axes takes these axes for its lanes. JAX tells which ones it
+    has taken only inside a map, so we trace an empty one.
+    """
+    found: list[AxisName] = []
+
+    def look() -> Array:
+        taken = compat.manual_axes(jax.sharding.get_abstract_mesh())
+        found.extend(name for name in names if name in taken)
+        return jax.numpy.zeros(())
+
+    jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=(), out_specs=PartitionSpec()))
+    return tuple(found)
+
+
+def off_explicit_axes(x: ShapedArray, mesh: Mesh | AbstractMesh) -> Array:
+    """A traced value typed by Explicit axes, replicated on the Auto axes of `mesh`.
+
+    Its cotangent goes back to the layout of `x`, on a mesh that has devices. JAX by itself would use the
+    mesh in the type of `x`, which has no devices, and could not run that outside of `jit`.
+    """
+    here = jax.typeof(x).sharding
+    back: Mesh | AbstractMesh = here.mesh
+    if isinstance(mesh, Mesh):
+        back = Mesh(mesh.devices, mesh.axis_names, axis_types=here.mesh.axis_types)
+
+    def there(_: tuple[()], value: Array) -> PyTree:
+        return jax.sharding.reshard(value, NamedSharding(mesh, PartitionSpec()))
+
+    def again(_: tuple[()], cotangent: Array) -> PyTree:
+        return jax.sharding.reshard(cotangent, NamedSharding(back, here.spec))
+
+    moved: Array = jax.custom_derivatives.linear_call(there, again, (), x)
+    return moved
