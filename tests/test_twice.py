@@ -187,8 +187,8 @@ def test_it_is_refused_in_every_mode(mode: str) -> None:
     with pytest.raises(sm.StatemeshError) as raised:
         MODES[mode](step)(jnp.ones(4), ROWS)
     assert str(raised.value) == (
-        "step: a sum over shards is taken of gradients that value_and_grad has already reduced there, "
-        "which makes them as many times too large as there are shards:\n"
+        "step: gradients that value_and_grad has already reduced over shards are summed over them again, "
+        "which makes them too large by a factor of the number of shards:\n"
         "  - the gradient of w: over 'x'\n"
         "Leave `jax.lax.psum` out; value_and_grad has reduced them once."
     )
