@@ -37,7 +37,10 @@ def loss_of(
     arrays: tuple[int, ...] = (),
     **given: Any,
 ) -> LossCase:
-    """A loss whose parameters are all trained by default. Those at `arrays` are outside States."""
+    """A loss. By default all parameters are trained and `axis_names` are the axes of the rows.
+
+    The parameters at `arrays` are outside States.
+    """
     slots = tuple(
         Slot("array" if k in arrays else "ParamState", (leaf,), None, k not in arrays)
         for k, leaf in enumerate(params)
@@ -51,7 +54,7 @@ def loss_of(
     count = len(params)
     tree = Branch("dict", (Branch("layer", tuple(range(count))), "relu", count + 1, count))
     case = Case(mesh, 2, (leaf,), (*slots, running, counter), tree, (), (), ())
-    return LossCase(case, layers, rows, **{"trained": (True,) * count, **given})
+    return LossCase(case, layers, rows, **{"trained": (True,) * count, "axis_names": rows, **given})
 
 
 def values_for(loss: LossCase) -> LossValues:
@@ -84,106 +87,84 @@ MIXED = loss_of(
         vector(dtype="complex64"),
     ),
     (
-        Layer("scale", 4, (False,)),
+        Layer("scale", 4),
         Layer("dense", 0, (True, False), "remat"),
-        Layer("scale", 1, (False,)),
+        Layer("scale", 1),
         Layer("center"),
         Layer("block", 3),
-        Layer("shift", 2, (False,)),
+        Layer("shift", 2),
         Layer("penalty", 1),
     ),
     X,
     arrays=(2,),
-    named=X,
     aux=True,
 )
 # The loss is the same everywhere over y, and `axis_name` names y nevertheless.
 SHARED = loss_of(
     GRID,
     (matrix((), Y), vector()),
-    (Layer("dense", 0, (False, True)), Layer("scale", 1, (False,))),
+    (Layer("dense", 0, (False, True)), Layer("scale", 1)),
     X,
-    named=("y", "x"),
+    axis_names=("y", "x"),
 )
 # A sum. To it some parameters contribute the same on all shards.
 SUM = loss_of(
     GRID,
     (vector(), vector("x"), vector()),
-    (Layer("scale", 0, (False,)), Layer("penalty", 1), Layer("penalty", 2)),
+    (Layer("scale", 0), Layer("penalty", 1), Layer("penalty", 2)),
     ("x", "y"),
-    named=("x", "y"),
     reduce="sum",
 )
 # The function reduces over x itself, and y needs no reduction. One parameter is not trained.
 OWN = loss_of(
     GRID,
     (vector(), matrix(Y, ()), vector()),
-    (Layer("scale", 0, (False,)), Layer("dense", 1, (True, False)), Layer("shift", 2, (False,))),
+    (Layer("scale", 0), Layer("dense", 1, (True, False)), Layer("shift", 2)),
     X,
-    own=X,
-    named=X,
+    inner_axes=X,
     trained=(True, True, False),
 )
 DESCENT = loss_of(
     GRID,
     (matrix(Y, ()), vector("x"), vector()),
-    (
-        Layer("dense", 0, (True, False)),
-        Layer("shift", 1, (False,)),
-        Layer("scale", 2, (False,), "cond"),
-    ),
+    (Layer("dense", 0, (True, False)), Layer("shift", 1), Layer("scale", 2, (False,), "cond")),
     X,
-    named=X,
     around="scan",
 )
 LANES = loss_of(
     LINE,
     (vector("x"), vector(), Leaf((2, WIDTH), spec=(X, ()))),
-    (
-        Layer("shift", 0, (False,)),
-        Layer("scale", 1, (False,), "scan"),
-        Layer("block", 2),
-        Layer("center"),
-    ),
+    (Layer("shift", 0), Layer("scale", 1, (False,), "scan"), Layer("block", 2), Layer("center")),
     X,
-    named=X,
     lane="x",
     arrays=(1,),
 )
 LANES_SUM = loss_of(
-    LINE,
-    (vector(), vector()),
-    (Layer("scale", 0, (False,)), Layer("penalty", 1)),
-    X,
-    named=X,
-    reduce="sum",
-    lane="x",
+    LINE, (vector(), vector()), (Layer("scale", 0), Layer("penalty", 1)), X, reduce="sum", lane="x"
 )
 # Each lane computes a part of one loss.
 LANES_SHARED = loss_of(
     LINE,
     (matrix(X, ()), vector()),
-    (Layer("scale", 1, (False,)), Layer("dense", 0, (True, False))),
+    (Layer("scale", 1), Layer("dense", 0, (True, False))),
     (),
     lane="x",
 )
-LANES_INSIDE = loss_of(
-    LINE, (vector(),), (Layer("scale", 0, (False,)),), X, named=X, lane="x", around="vmap"
-)
+LANES_INSIDE = loss_of(LINE, (vector(),), (Layer("scale", 0),), X, lane="x", around="vmap")
 LANES_DESCENT = loss_of(
     LINE,
     (vector(), vector("x")),
-    (Layer("scale", 0, (False,)), Layer("shift", 1, (False,))),
+    (Layer("scale", 0), Layer("shift", 1)),
     X,
-    named=X,
     lane="x",
     around="scan",
 )
 APART = loss_of(
     LINE,
     (vector(), Leaf((2, WIDTH), spec=(X, ()))),
-    (Layer("scale", 0, (False,)), Layer("block", 1)),
+    (Layer("scale", 0), Layer("block", 1)),
     X,
+    axis_names=(),
     lane="x",
     without_collectives=True,
     separate=True,
@@ -191,9 +172,9 @@ APART = loss_of(
 BOTH = loss_of(
     GRID,
     (vector(), vector("x"), Leaf((2, WIDTH), spec=(Y, ()))),
-    (Layer("scale", 0, (False,)), Layer("shift", 1, (False,)), Layer("block", 2)),
+    (Layer("scale", 0), Layer("shift", 1), Layer("block", 2)),
     ("y", "x"),
-    named=("x", "y"),
+    axis_names=("x", "y"),
     lane="y",
     without_collectives=True,
 )

@@ -57,8 +57,8 @@ class LossCase:
     - `layers`: the loss.
     - `rows`: the mesh axes that split the rows, major to minor.
     - `local`: what a shard takes of its rows' losses: `'mean'` or `'sum'`.
-    - `own`, `own_op`: the axes over which the function reduces the loss itself, by `'mean'` or `'sum'`.
-    - `named`, `reduce`: `axis_name` and `reduce`, as given.
+    - `inner_axes`, `inner_reduce`: the axes over which the function itself reduces the loss, and how.
+    - `axis_names`, `reduce`: the options `axis_name` and `reduce`.
     - `trained`: which parameters are differentiated.
     - `lane`: the name of the mesh's last axis, if it stands for lanes.
     - `without_collectives`: whether the function has no collectives over lanes.
@@ -72,9 +72,9 @@ class LossCase:
     layers: tuple[Layer, ...]
     rows: Axes = ()
     local: str = "mean"
-    own: Axes = ()
-    own_op: str = "mean"
-    named: Axes = ()
+    inner_axes: Axes = ()
+    inner_reduce: str = "mean"
+    axis_names: Axes = ()
     reduce: str = "mean"
     trained: tuple[bool, ...] = ()
     lane: str | None = None

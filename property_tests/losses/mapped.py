@@ -30,8 +30,8 @@ def loss_fn(loss: LossCase, model: Any, x: Any, flag: Any) -> Any:
             x = _controlled(loss, layer, x, w, flag)
     rows = row_losses(x, jnp)
     total = getattr(jnp, loss.local)(rows) + penalty
-    if loss.own:
-        total = _REDUCE[loss.own_op](total, loss.own)
+    if loss.inner_axes:
+        total = _REDUCE[loss.inner_reduce](total, loss.inner_axes)
     if loss.around != "vmap":
         model = _written(loss, model, x)
     return ((total, rows) if loss.aux else total), model
@@ -114,7 +114,7 @@ def _through(loss: LossCase, layer: Layer, x: Any, w: Any) -> Any:
         case "dense":
             return _dense(layer, leaf, x, w)
     (axes,) = leaf.spec[-1:]
-    (part,) = layer.parts
+    part = any(layer.parts)
     w = real(w if part or not axes else jax.lax.all_gather(w, axes, tiled=True))
     if part:
         x = _own(x, axes, 1, len(w))
@@ -204,7 +204,7 @@ def gradient(loss: LossCase, typed: bool, model: Any, x: Any, flag: Any) -> Any:
 
 
 def _options(loss: LossCase) -> dict[str, Any]:
-    names: Any = loss.named[0] if len(loss.named) == 1 else loss.named or None
+    names: Any = loss.axis_names[0] if len(loss.axis_names) == 1 else loss.axis_names or None
     own = {"wrt": _wrt(loss), "axis_name": names, "has_aux": loss.aux}
     return own | {"reduce": loss.reduce}
 

@@ -25,19 +25,19 @@ class Weights:
 def weights(loss: LossCase) -> Weights:
     """What all reductions together count."""
     size = loss.mesh.size
-    shared = tuple(name for name in loss.own if name not in loss.rows)
+    shared = tuple(name for name in loss.inner_axes if name not in loss.rows)
     row, penalty = 1.0, 1.0
     if loss.local == "mean":
         row /= loss.count // size(loss.rows)
-    if loss.own_op == "mean":
-        row /= size(tuple(name for name in loss.own if name in loss.rows))
+    if loss.inner_reduce == "mean":
+        row /= size(tuple(name for name in loss.inner_axes if name in loss.rows))
     else:
         row *= size(shared)
-        penalty *= size(loss.own)
+        penalty *= size(loss.inner_axes)
     if loss.reduce == "mean":
-        row /= size(tuple(n for n in loss.rows if n not in (*loss.own, *loss.separate_axes)))
+        row /= size(tuple(n for n in loss.rows if n not in (*loss.inner_axes, *loss.separate_axes)))
     else:
-        penalty *= size(loss.named)
+        penalty *= size(loss.axis_names)
     return Weights(row, penalty)
 
 
