@@ -347,9 +347,8 @@ def test_inference_uses_the_running_statistics_and_leaves_the_layer_as_it_is() -
     layer = eqx.nn.inference_mode(norm())
     y, same = layer(x)
     assert same is layer
-    np.testing.assert_allclose(
-        y, x, rtol=1e-5
-    )  # mean 0 and variance 1, until there are other statistics
+    # The mean is 0 and the variance 1 until there are other statistics.
+    np.testing.assert_allclose(y, x, rtol=1e-5)
 
     _, seen = eqx.nn.inference_mode(layer, value=False)(x)
     seen = eqx.nn.inference_mode(seen.replace(scale=jnp.full(3, 2.0), shift=jnp.ones(3)))

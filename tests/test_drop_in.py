@@ -37,19 +37,17 @@ def test_as_with_jax(name: str) -> None:
     assert specs(found) == specs(expected(name))
 
 
+VARIANTS: dict[str, Any] = {
+    "with a State": beside_a_state,
+    "not compiled": functools.partial(sm.shard_map, jit=False),
+    "older names": by_older_names,
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", CASES)
-def test_with_a_state_beside(name: str) -> None:
-    close(CASES[name](beside_a_state), expected(name))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_not_compiled(name: str) -> None:
-    close(CASES[name](functools.partial(sm.shard_map, jit=False)), expected(name))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_by_older_names(name: str) -> None:
-    close(CASES[name](by_older_names), expected(name))
+def test_variants_compute_the_same(name: str, variant: str) -> None:
+    close(CASES[name](VARIANTS[variant]), expected(name))
 
 
 @functools.cache
@@ -57,14 +55,12 @@ def expected_of_lanes(name: str) -> Any:
     return LANES[name](jax.pmap)
 
 
+@pytest.mark.parametrize(
+    "mapping", [sm.pmap2, lanes_beside_a_state], ids=["arrays", "with a State"]
+)
 @pytest.mark.parametrize("name", LANES)
-def test_lanes_as_with_jax(name: str) -> None:
-    close(LANES[name](sm.pmap2), expected_of_lanes(name))
-
-
-@pytest.mark.parametrize("name", LANES)
-def test_lanes_with_a_state_beside(name: str) -> None:
-    close(LANES[name](lanes_beside_a_state), expected_of_lanes(name))
+def test_lanes_as_with_jax(name: str, mapping: Any) -> None:
+    close(LANES[name](mapping), expected_of_lanes(name))
 
 
 def close(found: Any, wanted: Any) -> None:

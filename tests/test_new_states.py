@@ -179,17 +179,6 @@ def test_a_random_state_made_inside_holds_a_key_for_each_lane(create: Any) -> No
     assert after.rng.key.shape == (N,)
     assert len(np.unique(words(after.rng.key), axis=0)) == N
     assert made == {0: [after.rng]}
-    # They work as the keys of lanes.
-    call = sm.vmap2(
-        lambda m, x: m.rng.split()[0] if x is None else m.rng.split(),
-        in_axes=(None, 0),
-        out_axes=(0, None),
-        state_in_axes={0: sm.RandomState},
-    )
-    keys, rng = call(after, np.zeros(N))
-    each = [sm.RandomState(key).split() for key in after.rng.key]
-    equal(words(keys), np.stack([words(key) for key, _ in each]))
-    equal(words(rng.key), np.stack([words(own.key) for _, own in each]))
 
 
 def test_a_random_state_among_the_arguments(create: Any) -> None:
