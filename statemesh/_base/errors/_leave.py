@@ -80,7 +80,10 @@ def _policies_diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError
                 f"reduce it in {own}, as with jax.lax.psum(value, {axis!r}) or "
                 f"jax.lax.all_gather(value, {axis!r}, to='invarying')"
             )
-    head = f"{name}: the policies of these states gave values that differ between shards, but one copy is kept"
+    head = (
+        f"{name}: the policies of these states gave values that differ between shards, but one copy is "
+        "kept"
+    )
     return error_listing(DivergedStateError, head, items, listed("Mend it", mends))
 
 
