@@ -94,7 +94,7 @@ def wrt_that_picks_nothing() -> Any:
 @mistake(
     sm.StructureError,
     """\
-value_and_grad: the model has no ParamState of floating or complex numbers, and no such array outside a State. It has:
+value_and_grad: the model has no ParamState of floating or complex numbers, and no such array outside States. It has:
   - net['count']: ParamState(int32[])
   - net['mean']: BatchState(float32[])""",
 )
@@ -104,7 +104,7 @@ def model_without_parameters() -> Any:
 
 @mistake(
     sm.StructureError,
-    "value_and_grad: the model has no ParamState of floating or complex numbers, and no such array outside a State. It has no states and no arrays.",
+    "value_and_grad: the model has no ParamState of floating or complex numbers, and no such array outside States. It has no states and no arrays.",
 )
 def model_without_arrays() -> Any:
     return sm.grad(lambda model, x: (model, x))({"k": 5, "act": jnp.tanh}, X)
@@ -114,10 +114,10 @@ def model_without_arrays() -> Any:
 
 
 def returning(make: Callable[..., Any], has_aux: bool = False) -> Any:
-    def wrong(net: Any, x: Any) -> Any:
+    def loss_fn(net: Any, x: Any) -> Any:
         return make(fit(net, x)[0], net, x)
 
-    return sm.value_and_grad(wrong, has_aux=has_aux)(net(), X)
+    return sm.value_and_grad(loss_fn, has_aux=has_aux)(net(), X)
 
 
 WHERE = "If it writes no state, return the model as it came in; if it returns more, pass `has_aux=True` and return ((loss, aux), model)."
@@ -125,7 +125,7 @@ WHERE = "If it writes no state, return the model as it came in; if it returns mo
 
 @mistake(
     sm.StructureError,
-    f"value_and_grad: wrong must return (loss, model), but returned NoneType. {WHERE}",
+    f"value_and_grad: loss_fn must return (loss, model), but returned NoneType. {WHERE}",
 )
 def nothing_returned() -> Any:
     return returning(lambda loss, net, x: None)
@@ -133,7 +133,7 @@ def nothing_returned() -> Any:
 
 @mistake(
     sm.StructureError,
-    f"value_and_grad: wrong must return (loss, model), but returned list. {WHERE}",
+    f"value_and_grad: loss_fn must return (loss, model), but returned list. {WHERE}",
 )
 def a_list_returned() -> Any:
     return returning(lambda loss, net, x: [loss, net])
@@ -141,14 +141,15 @@ def a_list_returned() -> Any:
 
 @mistake(
     sm.StructureError,
-    f"value_and_grad: wrong must return (loss, model), but returned a tuple of float, dict, int. {WHERE}",
+    f"value_and_grad: loss_fn must return (loss, model), but returned a tuple of float, dict, int. {WHERE}",
 )
 def three_returned() -> Any:
     return returning(lambda loss, net, x: (1.0, net, 3))
 
 
 @mistake(
-    sm.StructureError, f"value_and_grad: wrong must return (loss, model), but returned (). {WHERE}"
+    sm.StructureError,
+    f"value_and_grad: loss_fn must return (loss, model), but returned (). {WHERE}",
 )
 def an_empty_tuple_returned() -> Any:
     return returning(lambda loss, net, x: ())
@@ -156,7 +157,7 @@ def an_empty_tuple_returned() -> Any:
 
 @mistake(
     sm.StructureError,
-    "value_and_grad: wrong must return ((loss, aux), model), but returned a tuple of float, dict.",
+    "value_and_grad: loss_fn must return ((loss, aux), model), but returned a tuple of float, dict.",
 )
 def aux_missing() -> Any:
     return returning(lambda loss, net, x: (1.0, net), has_aux=True)
@@ -164,7 +165,7 @@ def aux_missing() -> Any:
 
 @mistake(
     sm.StructureError,
-    "value_and_grad: the loss that wrong returns must be one real floating number, but is float32[8]. Reduce it: `loss.mean()`.",
+    "value_and_grad: the loss that loss_fn returns must be one real floating number, but is float32[8]. Reduce it: `loss.mean()`.",
 )
 def loss_of_each_row() -> Any:
     return returning(lambda loss, net, x: (x * net["w"].value, net))
@@ -172,7 +173,7 @@ def loss_of_each_row() -> Any:
 
 @mistake(
     sm.StructureError,
-    "value_and_grad: the loss that wrong returns must be one real floating number, but is float32[1]. Reduce it: `loss.mean()`.",
+    "value_and_grad: the loss that loss_fn returns must be one real floating number, but is float32[1]. Reduce it: `loss.mean()`.",
 )
 def loss_with_an_axis_of_one() -> Any:
     return returning(lambda loss, net, x: ((loss[None], x), net), has_aux=True)
@@ -180,7 +181,7 @@ def loss_with_an_axis_of_one() -> Any:
 
 @mistake(
     sm.StructureError,
-    "value_and_grad: the loss that wrong returns must be one real floating number, but is int32[]. Reduce it: `loss.mean()`.",
+    "value_and_grad: the loss that loss_fn returns must be one real floating number, but is int32[]. Reduce it: `loss.mean()`.",
 )
 def integer_loss() -> Any:
     return returning(lambda loss, net, x: (net["steps"].value, net))
@@ -188,7 +189,7 @@ def integer_loss() -> Any:
 
 @mistake(
     sm.StructureError,
-    "value_and_grad: the loss that wrong returns must be one real floating number, but is complex64[]. Reduce it: `loss.mean()`.",
+    "value_and_grad: the loss that loss_fn returns must be one real floating number, but is complex64[]. Reduce it: `loss.mean()`.",
 )
 def complex_loss() -> Any:
     return returning(lambda loss, net, x: (loss + 0j, net))
@@ -196,7 +197,7 @@ def complex_loss() -> Any:
 
 @mistake(
     sm.StructureError,
-    "value_and_grad: the loss that wrong returns must be one real floating number, but is None. Reduce it: `loss.mean()`.",
+    "value_and_grad: the loss that loss_fn returns must be one real floating number, but is None. Reduce it: `loss.mean()`.",
 )
 def no_loss() -> Any:
     return returning(lambda loss, net, x: (None, net))
@@ -271,7 +272,7 @@ def sum_of_one_loss_in_pmap2() -> Any:
     return lanes(sm.pmap2, SUM_OF_AGREED)
 
 
-UNCHECKED = "value_and_grad cannot know over which of 'x' the parameters are split, on which their gradients depend: this map does not check what varies, and is run by JAX itself or with jit=False. Use `statemesh.shard_map` (without jit=False), or leave check_vma as it is."
+UNCHECKED = "value_and_grad cannot know over which of 'x' the parameters are split, on which their gradients depend: this map does not check what varies, and is run by JAX itself or with jit=False. Use `statemesh.shard_map` (without jit=False), or leave check_vma at its default."
 
 
 @mistake(sm.StatemeshError, UNCHECKED)
@@ -296,7 +297,7 @@ def unchecked_without_jit() -> Any:
 
 @mistake(
     sm.StatemeshError,
-    "value_and_grad cannot know over which of 'x' the parameters are split, on which their gradients depend: the map over 'y' does not check what varies, and stands inside the map over 'x', which does, or is run by JAX itself. Use `statemesh.shard_map` for both, and leave check_vma as it is.",
+    "value_and_grad cannot know over which of 'x' the parameters are split, on which their gradients depend: the map over 'y' does not check what varies, and stands inside the map over 'x', which does, or is run by JAX itself. Use `statemesh.shard_map` for both, and leave check_vma at its default.",
 )
 def unchecked_map_in_a_checked_one() -> Any:
     return nested(outer=True, inner=False)
@@ -304,7 +305,7 @@ def unchecked_map_in_a_checked_one() -> Any:
 
 @mistake(
     sm.StatemeshError,
-    "value_and_grad cannot know over which of 'x' the parameters are split, on which their gradients depend: the map over 'y' checks what varies, and stands inside the map over 'x', which does not. Use `statemesh.shard_map` for both, and leave check_vma as it is.",
+    "value_and_grad cannot know over which of 'x' the parameters are split, on which their gradients depend: the map over 'y' checks what varies, and stands inside the map over 'x', which does not. Use `statemesh.shard_map` for both, and leave check_vma at its default.",
 )
 def checked_map_in_an_unchecked_one() -> Any:
     return nested(outer=False, inner=True)

@@ -32,8 +32,8 @@ def with_both(
             def of(lanes: Any = lanes) -> Any:
                 return make(lanes)
 
-            said = text.replace("{transform}", name)
-            CASES.append(pytest.param(of, error, said, id=f"{make.__name__}-{name}"))
+            expected = text.replace("{transform}", name)
+            CASES.append(pytest.param(of, error, expected, id=f"{make.__name__}-{name}"))
         return make
 
     return add

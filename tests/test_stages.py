@@ -124,7 +124,7 @@ def test_other_arguments_are_refused() -> None:
         lambda: compiled(X, "slow"),
         TypeError,
         "double was called with other values of arguments that are not arrays than it was compiled for:\n"
-        "  - 'fast', and called with 'slow'\n"
+        "  - compiled for 'fast', called with 'slow'\n"
         "Lower it for these arguments, or call the function itself, which compiles anew.",
     )
     with pytest.raises(TypeError, match="Argument types differ"):

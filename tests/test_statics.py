@@ -245,7 +245,7 @@ def test_a_lowered_call_is_for_the_content_that_it_was_lowered_with() -> None:
         compiled(config, X)
     assert str(caught.value) == (
         "scaled was called with other values of arguments that are not arrays than it was compiled for:\n"
-        "  - Config(rate=2.0, inner=None), and called with Config(rate=3.0, inner=None)\n"
+        "  - compiled for Config(rate=2.0, inner=None), called with Config(rate=3.0, inner=None)\n"
         "Lower it for these arguments, or call the function itself, which compiles anew."
     )
     again = Config(2.0)

@@ -1,5 +1,5 @@
-"""The policies of `unexpected_out_state_mapping`: what becomes of states that lanes write without a declared
-axis, as a table."""
+"""The policies of `unexpected_out_state_mapping`, as a table: what happens to states without a declared axis
+that lanes write."""
 
 import warnings
 from collections.abc import Callable
@@ -83,8 +83,8 @@ def one_more(old: Any) -> Any:
 
 
 REFUSED: Any = None
-# What the state is afterwards, for each policy; where it depends on whether axis 0 of the state has the
-# size of the lanes: if it has, and if it has not.
+# The state afterwards, for each policy. A dictionary has one entry for a state whose axis 0 has the size of
+# the lanes, and one for a state whose axis 0 has another size.
 TABLE: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (read, {"raise": same, "warn": same, "ignore": same, "auto": same}),
     (

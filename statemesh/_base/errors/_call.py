@@ -57,7 +57,7 @@ def other_statics(name: str, differ: Sequence[tuple[str, object]]) -> TypeError:
     return error_listing(
         TypeError,
         f"{name} was called with other values of arguments that are not arrays than it was compiled for",
-        [f"{compiled}, and called with {given!r}" for compiled, given in differ],
+        [f"compiled for {compiled}, called with {given!r}" for compiled, given in differ],
         "Lower it for these arguments, or call the function itself, which compiles anew.",
     )
 

@@ -2,7 +2,7 @@
 
 
 class StatemeshError(ValueError):
-    """Anything that statemesh finds wrong."""
+    """Any mistake that statemesh refuses."""
 
 
 class SpecError(StatemeshError):
@@ -14,7 +14,7 @@ class BatchAxisError(StatemeshError):
 
 
 class DivergedStateError(StatemeshError):
-    """A state that shards wrote differently, although one copy of it is kept."""
+    """A state that keeps one copy, but to which shards wrote different values."""
 
 
 class StructureError(StatemeshError):

@@ -7,7 +7,7 @@ from ._classes import StatemeshError
 from ._text import quoted, shortened, typed_str
 
 
-# What an argument must be, by its name. "x of y" is the argument x of y, where y means something else by it.
+# What an argument must be, by its name. If a name means something else in another place, its key says where.
 _EXPECTED = {
     "auto": "the names of mesh axes that are not mapped over, as in auto={'model'}",
     "axis_name": "a string, as in axis_name='data'; a number is the position of an array's axis, and a tuple "

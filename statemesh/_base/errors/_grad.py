@@ -23,10 +23,7 @@ def nothing_to_differentiate(
 ) -> StructureError:
     picks = f"wrt={filter_str(wrt)} picks nothing in the model"
     if wrt is None:
-        picks = (
-            "the model has no ParamState of floating or complex numbers, and no such array outside a "
-            "State"
-        )
+        picks = "the model has no ParamState of floating or complex numbers, and no such array outside States"
     if not values:
         return StructureError(f"{what}: {picks}. It has no states and no arrays.")
     items = [f"{path}: {describe(value)}" for path, value in values]
@@ -111,7 +108,7 @@ def loss_counted_twice(axes: Iterable[AxisName]) -> StatemeshError:
 def gradient_unchecked(axes: Sequence[AxisName]) -> StatemeshError:
     return StatemeshError(
         f"{_split_unknown(axes)} this map does not check what varies, and is run by JAX itself or with "
-        "jit=False. Use `statemesh.shard_map` (without jit=False), or leave check_vma as it is."
+        "jit=False. Use `statemesh.shard_map` (without jit=False), or leave check_vma at its default."
     )
 
 
@@ -124,7 +121,7 @@ def gradient_in_mixed_maps(
     return StatemeshError(
         f"{_split_unknown(apart)} the map over {quoted(checked or unchecked)} {inner} what varies, and "
         f"stands inside the map over {quoted(apart)}, which {outer}. Use `statemesh.shard_map` for both, "
-        "and leave check_vma as it is."
+        "and leave check_vma at its default."
     )
 
 
