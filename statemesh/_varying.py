@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-from jax import Array
 
 from ._axes._differing import all_axes, settled
 from ._axes._mesh_and_lanes import meshes_and_lanes, varying_over
+from ._axes._wide import AnyArray
 from ._base import _compat as compat
 from ._base._compat import tree_util
 from ._base._links import Links
@@ -58,13 +58,13 @@ class _AxesOfArrays:
 
     def __init__(self) -> None:
         # It holds the arrays too: the `id` of one that is gone may be given to another.
-        self._axes: dict[int, tuple[Array, Axes]] = {}
+        self._axes: dict[int, tuple[AnyArray, Axes]] = {}
 
-    def add(self, arrays: Sequence[Array], axes: Sequence[Axes]) -> None:
+    def add(self, arrays: Sequence[AnyArray], axes: Sequence[Axes]) -> None:
         for x, over in zip(arrays, axes, strict=True):
             self._axes[id(x)] = x, over
 
-    def get(self, x: Array) -> Axes | None:
+    def get(self, x: AnyArray) -> Axes | None:
         return self._axes[id(x)][1] if id(x) in self._axes else None
 
 
@@ -193,7 +193,7 @@ def _run_eagerly(
     operands: Sequence[Any],
     mark: compat.FollowedAxes | None,
     links: Links | None,
-    add_results: Callable[[Traced, Sequence[Array]], None],
+    add_results: Callable[[Traced, Sequence[AnyArray]], None],
 ) -> Any:
     """What the function makes when it runs itself; it is traced only for what its program shows."""
     result = fun(*operands)
