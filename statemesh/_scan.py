@@ -1,4 +1,4 @@
-"""`scan` over models: leaves that are no arrays stay outside of the loop."""
+"""`jax.lax.scan` for models: leaves that are not arrays stay outside of the loop."""
 
 import functools
 from collections.abc import Callable
@@ -24,24 +24,24 @@ def scan(
     reverse: bool = False,
     unroll: int | bool = 1,
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan`, for models: what is carried may have leaves that are no arrays.
+    """`jax.lax.scan` for models: the carry may have leaves that are not arrays.
 
     Functions, strings and the like, and numbers in Modules, are the same at every step and come back as they
-    are, in `init`, in `xs` and in what is stacked. States must leave a step in the form in which they entered
-    it.
+    are, whether they stand in `init`, in `xs` or in a result `y`. A State must leave a step with the
+    structure, shapes and dtypes with which it entered.
 
     **Arguments:**
 
     - `f`: one step, `(carry, x) -> (carry, y)`.
-    - `init`: the carry at first: a model, a state, any pytree.
+    - `init`: the first carry: a model, a state, any pytree.
     - `xs`: a pytree of arrays whose leading axis is scanned over; `None` for none.
-    - `length`: how many steps there are, where `xs` does not say it.
+    - `length`: the number of steps, where `xs` does not give it.
     - `reverse`, `unroll`: as for `jax.lax.scan`.
 
     **Returns:** the last carry, and every `y` stacked.
 
-    **Raises:** `StructureError` for a step that changes a state's shape, dtype or structure, or what is no
-    array, by its path. What `f` and JAX raise comes through unchanged.
+    **Raises:** `StructureError` for a step that changes a state's shape, dtype or structure, or a leaf that
+    is not an array; it names the path. What `f` and JAX raise comes through unchanged.
 
     !!! example
 
@@ -84,7 +84,7 @@ def scan(
 
 
 def _parted(tree: Any) -> tuple[Any, Any]:
-    """A tree with its states and arrays, and one with the rest. States stay the objects that they are."""
+    """The tree with its states and arrays only, and the tree with the rest. States stay the same objects."""
     leaves, treedef = tree_util.tree_flatten(tree, is_leaf=is_state)
     inside = inside_modules(tree)
     arrays = [_is_carried(leaf, hit) for leaf, hit in zip(leaves, inside, strict=True)]
@@ -111,7 +111,10 @@ def _is_unit(node: Any) -> bool:
 
 
 def _check(f: Callable[..., Any], before: Any, after: Any) -> None:
-    """Refuse a step that changes what a loop cannot, before JAX says it of leaves that nobody typed."""
+    """Refuse a step that changes what a loop cannot change, by paths that the user knows.
+
+    JAX would refuse it too, by the paths of leaves inside a State.
+    """
     (root,) = positional_names(f, 1)
     old, old_tree = tree_util.tree_flatten_with_path(before, is_leaf=is_state)
     new, new_tree = tree_util.tree_flatten_with_path(after, is_leaf=is_state)
@@ -137,7 +140,7 @@ def _named(root: str) -> Callable[[Any], tuple[str, Any]]:
 
 
 def _goes_on(old: Any, new: Any, in_module: bool) -> bool:
-    """Whether `new` may stand where `old` stood. Of plain arrays JAX says what differs."""
+    """Whether `new` may take the place of `old` in the carry. For plain arrays JAX words the error well."""
     if is_state(old):
         return is_state(new) and _form(old) == _form(new)
     if _is_carried(old, in_module):

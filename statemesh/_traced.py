@@ -1,4 +1,4 @@
-"""A function of trees that is traced to a jaxpr before it runs, so that its program can be followed."""
+"""A function of trees, traced to a jaxpr so that its program can be walked before it runs."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import jax
+from jax import Array
 
 from ._base import _compat as compat
 from ._base import _jaxprs as jaxprs
@@ -17,8 +18,8 @@ from ._model._state import State
 from ._origins import continued
 
 
-# Where an array stood among the leaves of a result: a tracer that is kept is a leak.
-_MADE = object()
+# It takes the place of an array among the leaves of a result: JAX takes a tracer that is kept for a leak.
+_ARRAY = object()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,26 +28,28 @@ class Traced:
 
     **Attributes:**
 
-    - `closed`: its jaxpr: of the arrays among the leaves of the operands, to those of the result.
-    - `given`: these arrays of the operands.
-    - `leaves`, `treedef`, `marks`: the leaves of the result, with a placeholder for each array, its
-        structure, and what its states continue.
+    - `closed`: its jaxpr, from the arrays among the leaves of the operands to those among the leaves of the
+        result.
+    - `given`: the arrays among the leaves of the operands.
+    - `leaves`: the leaves of the result, with a placeholder for each array.
+    - `treedef`: the structure of the result.
+    - `marks`: for each state in the result a mark of the state that it continues.
     """
 
     closed: Any
-    given: list[Any]
+    given: list[Array]
     leaves: list[Any]
     treedef: Any
     marks: list[object]
 
-    def result(self, made: Sequence[Any]) -> Any:
-        """The function's result, of arrays that its program has made."""
+    def result(self, made: Sequence[Array]) -> Any:
+        """The function's result, from the arrays that its program has made."""
         outputs = iter(made)
-        leaves = [next(outputs) if x is _MADE else x for x in self.leaves]
+        leaves = [next(outputs) if x is _ARRAY else x for x in self.leaves]
         return with_origins(self.treedef.unflatten(leaves), self.marks)
 
     def remembered(self, result: Any) -> Any:
-        """The result of another run of the function, its states remembering what they continue."""
+        """The result of another run of the function, its states marked with what they continue."""
         found = origins(result)
         if len(found) != len(self.marks):
             return result
@@ -64,8 +67,8 @@ def trace(
 
     **Arguments:**
 
-    - `mark`: of the axes that are followed in its program.
-    - `links`: for the states in it, if it is to be known which of them its results continue.
+    - `mark`: names the axes along which the program will be walked; `None` for none.
+    - `links`: for the states that the function is given, where it matters which of them its results continue.
     """
     flat, treedef = tree_util.tree_flatten(operands)
     arrays_at = [i for i, x in enumerate(flat) if isinstance(x, jax.Array)]
@@ -75,7 +78,7 @@ def trace(
         tuple[list[Any], Any, list[object], list[bool | None], list[tuple[bool, int]]]
     ] = []
 
-    def traced(*arrays: Any) -> list[Any]:
+    def traced(*arrays: Array) -> list[Array]:
         inside = list(flat)
         for i, x in zip(arrays_at, arrays, strict=True):
             inside[i] = x
@@ -83,7 +86,7 @@ def trace(
             result = fun(*with_origins(treedef.unflatten(inside), marks))
         leaves, structure = tree_util.tree_flatten(result)
         rebuilt = [_rebuilt(node, links) for node in states_of(result)]
-        shown = [_MADE if isinstance(x, jax.Array) else x for x in leaves]
+        shown = [_ARRAY if isinstance(x, jax.Array) else x for x in leaves]
         results[:] = [(shown, structure, origins(result), rebuilt, _arrays_of(result))]
         return [x for x in leaves if isinstance(x, jax.Array)]
 
@@ -99,14 +102,14 @@ def trace(
 
 
 def _rebuilt(state: State, links: Links | None) -> bool | None:
-    """Whether JAX, not the user, has made it; `None` for one that is not followed."""
+    """Whether JAX, not the user, has made this State; `None` for one without links."""
     if links is None or (type(state), state._meta) not in links.followed:
         return None
     return state._meta.token is not None
 
 
 def _arrays_of(tree: Any) -> list[tuple[bool, int]]:
-    """Of each State, and of each leaf outside of them: whether it is a State, and how many arrays it has."""
+    """For each State, and each leaf outside of States: whether it is a State, and how many arrays it has."""
     return [
         (is_state(node), sum(isinstance(x, jax.Array) for x in tree_util.tree_leaves(node)))
         for node in tree_util.tree_leaves(tree, is_leaf=is_state)
@@ -119,7 +122,7 @@ def _recovered(
     rebuilt: Sequence[bool | None],
     nodes: Sequence[tuple[bool, int]],
 ) -> list[object]:
-    """The marks of the result's states; what JAX made them forget as the program's links show it."""
+    """The marks of the result's states. That of a State that JAX made is read off the program's links."""
     marks_at: list[object] = []
     for node in tree_util.tree_leaves(operands, is_leaf=is_state):
         arrays = [x for x in tree_util.tree_leaves(node) if isinstance(x, jax.Array)]

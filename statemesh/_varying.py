@@ -11,10 +11,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import jax
-from jax import Array
 
 from ._axes._differing import all_axes, settled
 from ._axes._mesh_and_lanes import meshes_and_lanes, varying_over
+from ._axes._wide import AnyArray
 from ._base import _compat as compat
 from ._base import _jaxprs as jaxprs
 from ._base._compat import tree_util
@@ -61,13 +61,13 @@ class _AxesOfArrays:
 
     def __init__(self) -> None:
         # It holds the arrays too: the `id` of one that is gone may be given to another.
-        self._axes: dict[int, tuple[Array, Axes]] = {}
+        self._axes: dict[int, tuple[AnyArray, Axes]] = {}
 
-    def add(self, arrays: Sequence[Array], axes: Sequence[Axes]) -> None:
+    def add(self, arrays: Sequence[AnyArray], axes: Sequence[Axes]) -> None:
         for x, over in zip(arrays, axes, strict=True):
             self._axes[id(x)] = x, over
 
-    def get(self, x: Array) -> Axes | None:
+    def get(self, x: AnyArray) -> Axes | None:
         return self._axes[id(x)][1] if id(x) in self._axes else None
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .._base import _compat as compat
 from .._base import errors
 from .._base._types import AxisName, flat_names
-from . import _mesh_and_lanes
+from . import _mesh_and_lanes as mesh_and_lanes
 from ._mesh_and_lanes import all_varying, bound_names, meshes_and_lanes, shard_index, total
 
 
@@ -45,11 +45,7 @@ def axis_index(axis_name: AxisName) -> Any:
 def axis_size(axis_name: AxisName) -> int:
     """How many shards there are along an axis; 1 outside any mapped call.
 
-    **Arguments:**
-
-    - `axis_name`: as for `axis_index`.
-
-    **Raises:** `StatemeshError` for a name that is not bound inside a mapped call.
+    Arguments and errors are those of `axis_index`.
 
     !!! example
 
@@ -98,14 +94,7 @@ def psum(x: Any, axis_name: AxisName) -> Any:
 def pmean(x: Any, axis_name: AxisName) -> Any:
     """The mean over an axis of every array of a tree; outside any mapped call that of one shard.
 
-    Its value and its gradient are those of `jax.lax.pmean`.
-
-    **Arguments:**
-
-    - `x`: a pytree of arrays.
-    - `axis_name`: as for `axis_index`; mesh axes and lanes may stand together.
-
-    **Raises:** `StatemeshError` for a name that is not bound inside a mapped call.
+    Its value and its gradient are those of `jax.lax.pmean`; arguments and errors are those of `psum`.
 
     !!! example
 
@@ -126,12 +115,7 @@ def pmean(x: Any, axis_name: AxisName) -> Any:
 def pmax(x: Any, axis_name: AxisName) -> Any:
     """The largest over an axis of every array of a tree: NaN if there is one, on any device.
 
-    **Arguments:**
-
-    - `x`: a pytree of arrays.
-    - `axis_name`: as for `axis_index`; mesh axes and lanes may stand together.
-
-    **Raises:** `StatemeshError` for a name that is not bound inside a mapped call.
+    Arguments and errors are those of `psum`.
 
     !!! example
 
@@ -144,18 +128,13 @@ def pmax(x: Any, axis_name: AxisName) -> Any:
 
         ```
     """
-    return _extreme(x, _names("pmax", axis_name), _mesh_and_lanes.pmax)
+    return _extreme(x, _names("pmax", axis_name), mesh_and_lanes.pmax)
 
 
 def pmin(x: Any, axis_name: AxisName) -> Any:
     """The smallest over an axis of every array of a tree: NaN if there is one, on any device.
 
-    **Arguments:**
-
-    - `x`: a pytree of arrays.
-    - `axis_name`: as for `axis_index`; mesh axes and lanes may stand together.
-
-    **Raises:** `StatemeshError` for a name that is not bound inside a mapped call.
+    Arguments and errors are those of `psum`.
 
     !!! example
 
@@ -168,7 +147,7 @@ def pmin(x: Any, axis_name: AxisName) -> Any:
 
         ```
     """
-    return _extreme(x, _names("pmin", axis_name), _mesh_and_lanes.pmin)
+    return _extreme(x, _names("pmin", axis_name), mesh_and_lanes.pmin)
 
 
 def all_gather(x: Any, axis_name: AxisName, *, axis: int = 0, tiled: bool = False) -> Any:
@@ -206,7 +185,7 @@ def all_gather(x: Any, axis_name: AxisName, *, axis: int = 0, tiled: bool = Fals
     return _over(x, names, one_by_one if several else at_once, one_by_one)
 
 
-# What one shard is called outside any mapped call.
+# The axis name of the one shard that there is outside any mapped call.
 _ONE = "one shard"
 
 
@@ -227,9 +206,9 @@ def _over(
     of_jax: Callable[[Any, Any], Any],
     anywhere: Callable[[Any, tuple[AxisName, ...]], Any],
 ) -> Any:
-    """A collective of JAX's, or where that fails the same put together of what does not."""
+    """A collective of JAX, or `anywhere` where JAX's fails: for lanes inside a checked `shard_map`."""
     if not names:
-        # One shard is one lane: so dtypes, shapes and gradients are what JAX makes them.
+        # A `vmap` of one lane, so that dtypes, shapes and gradients are those of JAX's collective.
         one: Any = jax.vmap(lambda: of_jax(x, _ONE), axis_name=_ONE, axis_size=1, out_axes=None)
         return one()
     if _jax_can(names):
@@ -243,7 +222,7 @@ def _jax_can(names: tuple[AxisName, ...]) -> bool:
 
 
 def _array(x: Any) -> Any:
-    # The sum of a number is one too, known while tracing.
+    # JAX sums a Python number while it traces, and gives a number.
     return x if isinstance(x, int | float | complex) else jnp.asarray(x)
 
 
@@ -271,7 +250,7 @@ def _gathered(x: Any, names: Sequence[AxisName], axis: int, tiled: bool) -> Any:
 
 
 def _stacked(x: Any, name: AxisName) -> Any:
-    """The shards of one axis, which may be lanes."""
+    """The arrays of all shards, or lanes, of one axis, stacked."""
     if _jax_can((name,)):
         return jax.lax.all_gather(all_varying(x, [name]), name)
     room = jnp.zeros((jax.lax.axis_size(name), *x.shape), x.dtype)

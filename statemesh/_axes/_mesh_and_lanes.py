@@ -1,7 +1,9 @@
-"""Mesh axes and lanes alike: over which of them values differ, and collectives over both.
+"""Over which mesh axes and lanes values differ, and collectives over both.
 
-JAX types what varies over a mesh axis, and says nothing of what is batched by `vmap`. Its collectives over a
-lane axis fail inside a checked `shard_map`. The rule of a `custom_vmap` knows the one and can do the other.
+JAX types what varies over a mesh axis; its types say nothing of what a `vmap` batches, and its collectives
+over lanes fail inside a checked `shard_map`. The rule of a `custom_vmap` is told what is batched, and gets
+the values of all lanes as one array. So it can tell what differs between lanes, and reduce over them
+anywhere.
 """
 
 import math
@@ -11,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.custom_batching import custom_vmap
 
 from .._base import _compat as compat
@@ -18,7 +21,7 @@ from .._base import errors
 from .._base._checks import check_names
 from .._base._types import Axes, AxisName, flat_names
 from ._extremes import largest, largest_entry, smallest, smallest_entry
-from ._wide import after_sum, before_sum
+from ._wide import AnyArray, after_sum, before_sum
 
 
 def bound_names(what: str, axis_name: Any) -> tuple[AxisName, ...]:
@@ -35,7 +38,7 @@ def bound_names(what: str, axis_name: Any) -> tuple[AxisName, ...]:
 
 
 def shard_index(what: str, axis_name: Any) -> Any:
-    """This shard's place along the axes, major to minor; 0 outside any mapped call."""
+    """This shard's number along the axes, major to minor; 0 outside any mapped call."""
     names = bound_names(what, axis_name)
     return jax.lax.axis_index(names if len(names) > 1 else names[0]) if names else 0
 
@@ -43,13 +46,13 @@ def shard_index(what: str, axis_name: Any) -> Any:
 def meshes_and_lanes(
     axis_names: Sequence[AxisName],
 ) -> tuple[tuple[AxisName, ...], tuple[AxisName, ...]]:
-    """The mesh axes among the names, and the lanes."""
+    """The names of mesh axes among these, and the names of lanes."""
     taken = compat.manual_axes(jax.sharding.get_abstract_mesh())
     meshes = tuple(name for name in axis_names if name in taken)
     return meshes, tuple(name for name in axis_names if name not in taken)
 
 
-def varying_over(values: Sequence[Any], axis_names: Sequence[AxisName]) -> list[Axes]:
+def varying_over(values: Sequence[AnyArray], axis_names: Sequence[AxisName]) -> list[Axes]:
     """For each array the axes among `axis_names` over which it may differ."""
     meshes, lanes = meshes_and_lanes(axis_names)
     found = [compat.varying(x) & frozenset(meshes) for x in values]
@@ -59,23 +62,23 @@ def varying_over(values: Sequence[Any], axis_names: Sequence[AxisName]) -> list[
     return found
 
 
-def pmean(x: Any, axis_names: Sequence[AxisName]) -> Any:
+def pmean(x: AnyArray, axis_names: Sequence[AxisName]) -> AnyArray:
     """The mean, of narrow floats taken in float32."""
     count = math.prod(map(jax.lax.axis_size, axis_names))
     return after_sum(psum(before_sum(x, count), axis_names), x.dtype, count)
 
 
-def psum(x: Any, axis_names: Sequence[AxisName]) -> Any:
+def psum(x: AnyArray, axis_names: Sequence[AxisName]) -> AnyArray:
     """`jax.lax.psum`."""
     return _collective(x, axis_names, jax.lax.psum, lambda x: jnp.sum(x, 0, dtype=x.dtype))
 
 
-def pmax(x: Any, axis_names: Sequence[AxisName]) -> Any:
+def pmax(x: AnyArray, axis_names: Sequence[AxisName]) -> AnyArray:
     """The largest; NaN if there is one."""
     return _collective(x, axis_names, largest, largest_entry)
 
 
-def pmin(x: Any, axis_names: Sequence[AxisName]) -> Any:
+def pmin(x: AnyArray, axis_names: Sequence[AxisName]) -> AnyArray:
     """The smallest; NaN if there is one."""
     return _collective(x, axis_names, smallest, smallest_entry)
 
@@ -83,8 +86,8 @@ def pmin(x: Any, axis_names: Sequence[AxisName]) -> Any:
 def total(value: Any, axis_names: Sequence[AxisName]) -> Any:
     """The sum of every array of a tree over mesh axes and lanes, in code that may be differentiated.
 
-    It is `jax.lax.psum`, but for lanes inside a checked `shard_map`, where JAX's fails. There the result is
-    the same in all lanes without being known to be; `known_same` makes it known.
+    It is `jax.lax.psum`, except for lanes inside a checked `shard_map`, where that fails. There each lane
+    gets a copy of the sum, and JAX does not know that the copies are equal; `known_same` tells it.
     """
     meshes, lanes = meshes_and_lanes(axis_names)
     if not lanes or not compat.inside_checked_shard_map():
@@ -95,7 +98,10 @@ def total(value: Any, axis_names: Sequence[AxisName]) -> Any:
 
 
 def known_same(value: Any, axis_names: Sequence[AxisName]) -> Any:
-    """What `total` made the same everywhere, known to be; it has no gradient."""
+    """What `total` made of each lane, as one value of which JAX knows that all lanes share it.
+
+    It has no gradient.
+    """
     value = jax.lax.stop_gradient(value)
     _, lanes = meshes_and_lanes(axis_names)
     for name in lanes if compat.inside_checked_shard_map() else ():
@@ -103,25 +109,26 @@ def known_same(value: Any, axis_names: Sequence[AxisName]) -> Any:
     return value
 
 
-def one_copy(x: Any, axis_names: Sequence[AxisName]) -> Any:
-    """What is the same on all shards over these mesh axes, typed so: the first shard's."""
+def one_copy(x: AnyArray, axis_names: Sequence[AxisName]) -> AnyArray:
+    """What is the same on all shards over these mesh axes, typed as the same: the first shard's copy."""
     first = jax.lax.axis_index(tuple(axis_names)) == 0
-    return jax.lax.psum(jnp.where(first, x, jnp.zeros_like(x)), tuple(axis_names))
+    copy: Array = jax.lax.psum(jnp.where(first, x, jnp.zeros_like(x)), tuple(axis_names))
+    return copy
 
 
-def first_of(x: Any, axis_names: Sequence[AxisName]) -> Any:
-    """What the first shard has of unsigned numbers, for all of them."""
+def first_of(x: AnyArray, axis_names: Sequence[AxisName]) -> AnyArray:
+    """The first shard's unsigned numbers, for all shards."""
     first = jax.lax.axis_index(tuple(axis_names)) == 0
     return pmax(all_varying(jnp.where(first, x, 0), axis_names), axis_names)
 
 
-def refuse_in_lanes(x: Any, error: Callable[[], Exception]) -> Any:
-    """`x`, where it does not differ between lanes; in code that has no name for them too.
+def refuse_in_lanes(x: AnyArray, error: Callable[[], Exception]) -> AnyArray:
+    """`x`, unless it differs between the lanes of any `vmap` around.
 
-    **Raises:** what `error` returns where it does differ.
+    **Raises:** what `error` returns, where it differs.
     """
 
-    def look(_: int, batched: bool, x: Any) -> tuple[Any, bool]:
+    def look(_: int, batched: bool, x: AnyArray) -> tuple[AnyArray, bool]:
         if batched:
             raise error()
         return x, False
@@ -132,13 +139,13 @@ def refuse_in_lanes(x: Any, error: Callable[[], Exception]) -> Any:
 
 
 def all_varying(value: Any, axis_names: Sequence[AxisName]) -> Any:
-    """`value` with the leaves that vary over some of the mesh axes typed as varying over all.
+    """`value` with the leaves that vary over some of the mesh axes typed as varying over all of them.
 
-    JAX reduces a leaf over mesh axes only if it varies over all of them or none.
+    JAX reduces a leaf over mesh axes only if it varies over all of them or over none.
     """
     meshes, _ = meshes_and_lanes(axis_names)
 
-    def one(x: Any) -> Any:
+    def one(x: AnyArray) -> AnyArray:
         return compat.vary(x, meshes) if compat.varying(x).intersection(meshes) else x
 
     return jax.tree.map(one, value)
@@ -151,7 +158,7 @@ def call_policy(
     axis_names: tuple[AxisName, ...],
     label: str,
 ) -> Any:
-    """What a user's policy makes of `value`.
+    """What a function that a user gave as a policy makes of `value`.
 
     **Arguments:**
 
@@ -166,87 +173,97 @@ def call_policy(
     return policy(before, all_varying(value, axis_names), axis_names)
 
 
-def _batched(values: Sequence[Any], name: AxisName) -> list[bool]:
+def _batched(values: Sequence[AnyArray], name: AxisName) -> list[bool]:
     """Which values differ between the lanes called `name`."""
     if not values:
         return []
     found: list[bool] = []
 
     @custom_vmap
-    def look(values: Any, lane: Any) -> Any:
+    def look(values: Sequence[AnyArray], lane: Array) -> AnyArray:
         return jnp.zeros(())
 
-    def rule(_: int, batched: Any, values: Any, lane: Any) -> Any:
+    def rule(
+        _: int, batched: Any, values: Sequence[AnyArray], lane: Array
+    ) -> tuple[AnyArray, bool]:
         found.extend(batched[0])
         return jnp.zeros(()), False
 
     look.def_vmap(rule)
-    # The lane's own number is batched over it, so that these lanes' rule comes first, whatever else
-    # the values are batched over.
+    # A lane's own number is batched over its `vmap`, whatever the values are batched over. So the rule is
+    # called for these lanes before those of any `vmap` further out.
     look([_without_gradient(x) for x in values], jax.lax.axis_index(name))
     return found
 
 
-def _without_gradient(x: Any) -> Any:
+def _without_gradient(x: AnyArray) -> AnyArray:
     return jax.lax.stop_gradient(x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
 
-def _in_lanes(name: AxisName, x: Any, done: Callable[[int, bool, Any], tuple[Any, bool]]) -> Any:
-    """What `done` makes of the lanes called `name` all at once.
+def _in_lanes(
+    name: AxisName, x: AnyArray, done: Callable[[int, bool, AnyArray], tuple[AnyArray, bool]]
+) -> AnyArray:
+    """What `done` makes of the lanes called `name`, of all of them at once.
 
-    It gets how many there are, whether `x` is batched over them, and `x`; and says whether its result is.
+    **Arguments:**
+
+    - `done`: it is given how many lanes there are, whether `x` is batched over them, and `x`. It returns its
+        result, and whether that is batched.
     """
 
     @custom_vmap
-    def run(x: Any, lane: Any) -> Any:
+    def run(x: AnyArray, lane: Array) -> AnyArray:
         return x
 
-    def rule(count: int, batched: Any, x: Any, lane: Any) -> Any:
+    def rule(
+        count: int, batched: Sequence[bool], x: AnyArray, lane: Array
+    ) -> tuple[AnyArray, bool]:
         if batched[1]:
             return done(count, batched[0], x)
-        # Another axis than this one, further in: entry by entry.
+        # A `vmap` further in, over another axis: each of its entries goes through these lanes by itself.
         return run(x, lane), batched[0]
 
     rule.exchanged_over = frozenset([name])  # type: ignore[attr-defined]
     run.def_vmap(rule)
-    # The lane's own number is batched over it, so that these lanes are told from others.
-    return run(x, jax.lax.axis_index(name))
+    # A lane's own number is batched over its `vmap` only: by this the rule knows these lanes from others.
+    made: AnyArray = run(x, jax.lax.axis_index(name))
+    return made
 
 
-def _whole(count: int, batched: bool, x: Any) -> Any:
-    """The values of all lanes, whether they differ or not."""
+def _whole(count: int, batched: bool, x: AnyArray) -> AnyArray:
+    """The values of all lanes along the first axis, whether they differ or not."""
     return x if batched else jnp.broadcast_to(x, (count, *x.shape))
 
 
-def _lane_total(name: AxisName, x: Any) -> Any:
+def _lane_total(name: AxisName, x: AnyArray) -> AnyArray:
     """The sum over lanes, one copy for each of them.
 
-    With copies a cotangent is always one lane's own, whichever of `vmap` and `grad` is the inner one, and
-    the sum of all lanes' is right for both. The one sum that `psum` gives would need another rule for each.
+    With copies, a cotangent belongs to one lane, whichever of `vmap` and `grad` is the inner one, and the sum
+    of all lanes' cotangents is right for both. A single sum for all lanes would need another rule for each.
     """
 
-    def copies(count: int, batched: bool, x: Any) -> tuple[Any, bool]:
+    def copies(count: int, batched: bool, x: AnyArray) -> tuple[AnyArray, bool]:
         whole = _whole(count, batched, x)
         return jnp.broadcast_to(jnp.sum(whole, 0, dtype=whole.dtype), whole.shape), True
 
     @jax.custom_vjp
-    def run(x: Any) -> Any:
+    def run(x: AnyArray) -> AnyArray:
         return _in_lanes(name, x, copies)
 
     run.defvjp(lambda x: (run(x), None), lambda _, cotangent: (run(cotangent),))
     return run(x)
 
 
-def _lane_first(name: AxisName, x: Any) -> Any:
+def _lane_first(name: AxisName, x: AnyArray) -> AnyArray:
     return _in_lanes(name, x, lambda _, batched, x: (x[0] if batched else x, False))
 
 
 def _collective(
-    x: Any,
+    x: AnyArray,
     axis_names: Sequence[AxisName],
-    over_mesh: Callable[..., Any],
-    over_lanes: Callable[[Any], Any],
-) -> Any:
+    over_mesh: Callable[..., AnyArray],
+    over_lanes: Callable[[AnyArray], AnyArray],
+) -> AnyArray:
     meshes, lanes = meshes_and_lanes(axis_names)
     for name in lanes:
         x = _in_lanes(name, x, lambda *lane: (over_lanes(_whole(*lane)), False))

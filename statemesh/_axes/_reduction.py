@@ -1,14 +1,14 @@
 """A loss and its gradients, reduced over mapped axes exactly once.
 
-Which sum is the right one depends on where values differ. JAX's types tell it inside a checked `shard_map`;
-in lanes `vmap` knows; where nothing is checked it comes of following the program. So in the latter two what
-is to be done is written down, as a `Pending`, and decided by who knows.
+Which sum is the right one depends on where values differ. Inside a checked `shard_map` JAX's types say so at
+once. For lanes only the rule of a `vmap` knows, and where nothing is checked only a walk along the finished
+program. In these two cases the reduction is written into the program as a `Pending`, and decided later.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,24 +17,33 @@ from jax.custom_batching import custom_vmap
 
 from .._base import errors
 from .._base._types import NO_AXES, Axes, AxisName
-from ._wide import after_sum, before_sum
+from ._wide import AnyArray, after_sum, before_sum
 
 
-# How the name begins that a reduced gradient is given in the program.
+Operand = TypeVar("Operand")
+
+# In the program each reduced gradient is given a name that begins so.
 GRADIENT = "gradient of "
-# What is given to what statemesh itself sums: a cotangent of a reduced gradient may look like one.
+# The name of what statemesh itself sums. A cotangent may be a reduced gradient up to a constant factor, and
+# its sum is right.
 SUMMAND = "summed by statemesh"
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is done to one array: summed over some axes, divided by the sizes of some."""
+    """How one array is reduced: the axes over which it is summed, and those by whose sizes it is divided."""
 
     sum: Axes
     divide: Axes
 
-    def of_lanes(self, x: Any, count: int, batched: bool) -> Any:
-        """The same for all lanes of one `vmap` at once, their axis the first of `x` if it is `batched`."""
+    def of_lanes(self, x: AnyArray, count: int, batched: bool) -> AnyArray:
+        """The array of all lanes of one `vmap`, reduced.
+
+        **Arguments:**
+
+        - `count`: how many lanes there are.
+        - `batched`: whether the first axis of `x` is that of the lanes; else all of them have the same `x`.
+        """
         divisor = count if self.divide else 1
         part = before_sum(x, divisor)
         if self.sum:
@@ -44,13 +53,13 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """How the losses of all instances are one loss.
+    """How the losses of all instances become one loss.
 
     **Attributes:**
 
-    - `named`: the axes over which it is taken together.
-    - `mean`: whether it is the mean of them; else their sum.
-    - `name`, `params`: what messages call the function, and each parameter.
+    - `named`: the axes over which the losses are taken together.
+    - `mean`: whether the one loss is their mean; else it is their sum.
+    - `name`, `params`: what messages call the function and each parameter.
     """
 
     named: Axes
@@ -59,18 +68,18 @@ class Reduction:
     params: tuple[str, ...]
 
     def check(self, loss: Axes, params: Sequence[Axes], axes: Sequence[AxisName]) -> None:
-        """Refuse a loss that differs over an axis that is not named, where one copy of a parameter is kept.
+        """Refuse a loss that differs over an axis that is not named, where a parameter is the same.
 
         **Arguments:**
 
-        - `loss`, `params`: where these differ.
-        - `axes`: those of a mesh. Lanes may each have a loss of their own.
+        - `loss`, `params`: the axes over which these differ.
+        - `axes`: the mesh axes. Lanes may each have a loss of their own.
         """
         apart = (loss & frozenset(axes)) - self.named
         if shared := [p for p, axes in zip(self.params, params, strict=True) if apart - axes]:
             raise errors.loss_differs(self.name, [a for a in axes if a in apart], shared)
 
-    def with_names(self, values: Sequence[Any]) -> list[Any]:
+    def with_names(self, values: Sequence[AnyArray]) -> list[AnyArray]:
         """Reduced gradients, then the loss; each gradient by the name of its parameter.
 
         By this name a gradient that is summed a second time is found in the traced program.
@@ -80,33 +89,36 @@ class Reduction:
         return [*map(checkpoint_name, grads, names), loss]
 
     def of_loss(self, loss: Axes, axes: Axes) -> Plan:
-        """What is done to the loss, which differs over some of `axes`."""
+        """How the loss is reduced over those of `axes` that are named, given where it differs."""
         if not self.mean and (same := (self.named & axes) - loss):
             raise errors.loss_counted_twice(sorted(same, key=str))
         over = self.named & axes & loss
         return Plan(over, over if self.mean else NO_AXES)
 
     def typed(self, param: Axes, loss: Axes, axes: Axes) -> Plan:
-        """What is done to the gradient where JAX counts a loss once over the axes over which it is the same.
+        """How a gradient is reduced where JAX counts a loss once over the axes along which it is the same.
 
         **Arguments:**
 
-        - `param`, `loss`: where these differ. The parameters were typed as varying over all named axes.
+        - `param`, `loss`: the axes over which these differ. The parameters were typed as varying over all
+        named
+            axes.
         - `axes`: the axes whose values are typed.
         """
         over = self.named & axes
         return Plan(over - param, over & loss if self.mean else NO_AXES)
 
     def untyped(self, param: Axes, loss: Axes, gradient: Axes, axes: Axes) -> Plan:
-        """What is done to the gradient where JAX takes that of the sum of all instances' losses.
+        """How a gradient is reduced where JAX takes that of the sum of all instances' losses.
 
-        A loss that is the same on all `n` of them is in that sum `n` times. Where the gradient is the same
-        too, the mean of all changes nothing.
+        A loss that is the same on all `n` instances counts `n` times in that sum. Where the gradient is the
+        same too, the mean over all instances changes nothing.
 
         **Arguments:**
 
-        - `param`, `loss`, `gradient`: where these differ.
-        - `axes`: those that are named, and those over which some of the gradient comes of others' losses.
+        - `param`, `loss`, `gradient`: the axes over which these differ.
+        - `axes`: the named axes, and those over which part of the gradient comes from other instances'
+        losses.
         """
         same = (axes - loss) & (param | gradient)
         over = self.named & axes & loss
@@ -114,9 +126,9 @@ class Reduction:
 
 
 def reduce_on_mesh(
-    values: Sequence[Any], plans: Sequence[Plan], axis_names: Sequence[AxisName]
-) -> list[Any]:
-    """Arrays as planned, those over the same axes in one collective, narrow floats in float32."""
+    values: Sequence[AnyArray], plans: Sequence[Plan], axis_names: Sequence[AxisName]
+) -> list[AnyArray]:
+    """Arrays reduced as planned: all those over the same axes in one collective, narrow floats in float32."""
     sizes = [math.prod(map(jax.lax.axis_size, plan.divide)) for plan in plans]
     parts = list(map(before_sum, values, sizes))
     for over in dict.fromkeys(plan.sum for plan in plans if plan.sum):
@@ -131,18 +143,19 @@ def reduce_on_mesh(
 
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """A reduction that is decided where it is known which values differ.
+    """A reduction in a program that is decided once it is known which values differ.
 
-    Its operands are a mark of the lanes, keys (the parameters, then the loss) and as many values (the
-    gradients, then the loss).
+    Its operands are a number that marks the lanes, then keys (the parameters and the loss), then as many
+    values (the gradients and the loss). What differs among the keys decides how the values are reduced.
 
     **Attributes:**
 
-    - `reduction`: what is to be done.
-    - `axis_names`: over which axes: one axis of lanes, or those of a mesh.
-    - `lanes`: whether these are lanes, in a `vmap` or on devices.
-    - `crossed`: the axes over which some of the gradient comes of other instances' losses.
-    - `backward`: whether the values are cotangents of its results. It is its own transpose, but that
+    - `reduction`: how losses become one.
+    - `axis_names`: the axes: one axis of lanes, or all those of a mesh.
+    - `lanes`: whether these are lanes, of a `vmap` or on devices.
+    - `crossed`: the axes over which part of the gradient comes from other instances' losses.
+    - `backward`: whether the values are cotangents of its results. A reduction is its own transpose, except
+    that
         cotangents differ where gradients are the same.
     """
 
@@ -157,11 +170,11 @@ class Pending:
 
     @property
     def reduced_over(self) -> Axes:
-        """The axes over which anything may be reduced; over others the loss is looked at, no more."""
+        """The axes over which anything may be reduced. Over the others the loss is only checked."""
         return frozenset(self.axis_names) & (self.reduction.named | self.crossed)
 
     def plans(self, operands: Sequence[Axes]) -> list[Plan]:
-        """What is done to each value, given over which axes the operands differ."""
+        """How each value is reduced, given over which axes the operands differ."""
         axes = frozenset(self.axis_names)
         (*params, loss), (*grads, _) = _halves(operands[1:])
         if not self.lanes:
@@ -179,31 +192,31 @@ class Pending:
         return [*plans, self.reduction.of_loss(loss, axes)]
 
     def results_differ(self, operands: Sequence[Axes]) -> list[Axes]:
-        """Over which axes its results may differ, given the same of its operands."""
+        """The axes over which each result may differ, given those over which the operands do."""
         (*params, loss), (*grads, value) = _halves(operands[1:])
         axes = frozenset(self.axis_names)
         joined = (self.reduction.named & axes) | (self.reduced_over - loss)
         pairs = zip(params, grads, strict=True)
         return [*(x - (joined - param) for param, x in pairs), value - joined]
 
-    def decided(self, operands: Sequence[Axes]) -> Callable[..., list[Any]]:
-        """What it is on a mesh, given over which axes its operands differ."""
+    def decided(self, operands: Sequence[Axes]) -> Callable[..., list[AnyArray]]:
+        """The function that it is on a mesh, given over which axes its operands differ."""
         plans = self.plans(operands)
-        # Lanes that are not named may each have a gradient of their own, to be summed as their author likes.
-        is_last = not self.backward and (
+        # The sum of gradients over lanes that are not named is the author's own affair.
+        is_reduced = not self.backward and (
             not self.lanes or self.reduction.named.issuperset(self.axis_names)
         )
 
-        def reduced(*operands: Any) -> list[Any]:
+        def reduced(*operands: AnyArray) -> list[AnyArray]:
             values = reduce_on_mesh(_halves(operands[1:])[1], plans, self.axis_names)
-            return self.reduction.with_names(values) if is_last else values
+            return self.reduction.with_names(values) if is_reduced else values
 
         return reduced
 
     def decided_for_lanes(
-        self, batched: Sequence[bool], count: int, values: Sequence[Any]
-    ) -> tuple[list[Any], list[bool]]:
-        """What it makes of the values in lanes, given which operands are batched; and which results are."""
+        self, batched: Sequence[bool], count: int, values: Sequence[AnyArray]
+    ) -> tuple[list[AnyArray], list[bool]]:
+        """The reduced values of all lanes, and which are batched, given which operands are batched."""
         over = frozenset(self.axis_names)
         plans = self.plans([over if hit else NO_AXES for hit in batched])
         triples = list(zip(plans, values, _halves(batched[1:])[1], strict=True))
@@ -211,50 +224,51 @@ class Pending:
         return results, [hit and not plan.sum for plan, _, hit in triples]
 
     def __call__(
-        self, keys: Sequence[Any], values: Sequence[Any], vmapped: bool, reverse: int
-    ) -> list[Any]:
-        """Write it down here.
+        self, keys: Sequence[AnyArray], values: Sequence[AnyArray], vmapped: bool, reverse: int
+    ) -> list[AnyArray]:
+        """Write it into the program that is being traced.
 
         **Arguments:**
 
-        - `keys`, `values`: its operands but for the mark.
-        - `vmapped`: whether its one axis is one of a `vmap`.
-        - `reverse`: how often it is differentiated in reverse mode, before anything is in forward mode.
+        - `keys`, `values`: its operands.
+        - `vmapped`: whether its one axis is that of a `vmap`.
+        - `reverse`: how often it will be differentiated in reverse mode before anything is in forward mode.
         """
 
-        # The lane's own number is batched over it, so that these lanes are told from others. It is made out
-        # here: of what is made inside, JAX makes another operand, and takes one residual for the next.
+        # A lane's own number is batched over its `vmap` only: by this the rule knows these lanes from others.
+        # It is made out here because JAX turns what is made inside into one more operand, and then takes one
+        # residual for the next.
         mark = jax.lax.axis_index(self.axis_names[0]) if vmapped else 0
         return self._derived(vmapped, reverse)(mark, *keys, *values)
 
-    def _derived(self, vmapped: bool, reverse: int) -> Callable[..., list[Any]]:
+    def _derived(self, vmapped: bool, reverse: int) -> Callable[..., list[AnyArray]]:
         run = self._pending(vmapped)
         if reverse and self.reduced_over:
             return self._in_reverse(run, vmapped, reverse - 1)
         return self._in_forward(run)
 
-    def _pending(self, vmapped: bool) -> Callable[..., list[Any]]:
+    def _pending(self, vmapped: bool) -> Callable[..., list[AnyArray]]:
         @custom_vmap
-        def reduced(*operands: Any) -> list[Any]:
+        def reduced(*operands: AnyArray) -> list[AnyArray]:
             return list(_halves(operands[1:])[1])
 
         def rule(count: int, batched: Any, *operands: Any) -> Any:
             if vmapped and batched[0]:
                 return self.decided_for_lanes(batched, count, _halves(operands[1:])[1])
-            # Another axis than this one, further in: entry by entry.
+            # A `vmap` further in, over another axis: each of its entries is reduced by itself.
             return reduced(*operands), list(_halves(batched[1:])[1])
 
-        # By this who follows the program finds it.
+        # By this attribute the walk along the program finds it.
         rule.pending = self  # type: ignore[attr-defined]
         reduced.def_vmap(rule)
-        run: Callable[..., list[Any]] = reduced
+        run: Callable[..., list[AnyArray]] = reduced
         return run
 
-    def _in_forward(self, run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-        """It is linear in the values, and the keys only say where they differ."""
+    def _in_forward(self, run: Callable[..., list[AnyArray]]) -> Callable[..., list[AnyArray]]:
+        """With a derivative in forward mode: it is linear in the values, and does not depend on the keys."""
 
         @jax.custom_jvp
-        def forward(*operands: Any) -> list[Any]:
+        def forward(*operands: AnyArray) -> list[AnyArray]:
             return run(*operands)
 
         @forward.defjvp
@@ -268,13 +282,13 @@ class Pending:
         return forward
 
     def _in_reverse(
-        self, run: Callable[..., list[Any]], vmapped: bool, still: int
-    ) -> Callable[..., list[Any]]:
-        """The same with a transpose, which JAX has none of for what is pending."""
+        self, run: Callable[..., list[AnyArray]], vmapped: bool, still: int
+    ) -> Callable[..., list[AnyArray]]:
+        """With a derivative in reverse mode too: JAX cannot transpose a `custom_vmap` function."""
         transposed = dataclasses.replace(self, backward=True)
 
         @jax.custom_vjp
-        def reverse(*operands: Any) -> list[Any]:
+        def reverse(*operands: AnyArray) -> list[AnyArray]:
             return run(*operands)
 
         def there(mark: Any, *operands: Any) -> Any:
@@ -287,6 +301,6 @@ class Pending:
         return reverse
 
 
-def _halves(operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+def _halves(operands: Sequence[Operand]) -> tuple[Sequence[Operand], Sequence[Operand]]:
     half = len(operands) // 2
     return operands[:half], operands[half:]

@@ -1,10 +1,10 @@
-"""Which value a state's value continues, written into a program while it is traced.
+"""Links in a traced program from each new value of a state to the old value that it continues.
 
-A State remembers where it came from until JAX takes it apart: `jit`, `scan`, `cond` and `jax.tree.map`
-build another State of its arrays. So while a function is traced, an equation that changes nothing ties each
-new value of a state to the old one, and the way back is read off the program. What `jax.tree.map` rebuilds
-is known by a token in the static part of the State. A token counts only in the trace in which it was made:
-what comes out of a `jit` carries the tokens of whatever state the `jit` was traced with.
+A State remembers where it came from until JAX takes it apart: `jit`, `scan`, `cond` and `jax.tree.map` build
+another State of its arrays. So while a function is traced, an equation that changes nothing ties each new
+value of a state to the old one, and the way back can be read off the program. A State that `jax.tree.map`
+rebuilds is recognised by a token in its static part. A token counts only in the trace in which it was made:
+what comes out of a `jit` carries the tokens of the state with which the `jit` was first traced.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -20,9 +20,9 @@ from . import _jaxprs as jaxprs
 from ._compat import tree_util
 
 
-# By `set` or `replace` the author says what the new value continues.
+# The user called `set` or `replace`, which says for certain what the new value continues.
 WRITTEN = "continues, as written"
-# Of what was rebuilt by `jax.tree.map` it is believed unless the program says otherwise.
+# JAX rebuilt the State, as in `jax.tree.map`. The program may show that its arrays continue another state.
 REBUILT = "continues, as rebuilt"
 
 
@@ -31,23 +31,23 @@ class Links:
 
     **Arguments:**
 
-    - `followed`: the kinds and metadata of the states that are followed.
+    - `followed`: the kinds and metadata of the states that are linked.
     """
 
     def __init__(self, followed: frozenset[Hashable]) -> None:
         self.followed = followed
-        # By token: the trace that it was made in, and the arrays of the State.
+        # For each token the trace in which it was made, and the arrays of the State.
         self._made: dict[object, tuple[Any, Sequence[Any]]] = {}
 
     @contextmanager
     def made(self) -> Iterator[None]:
-        """While it is open, every new State is linked to the one that it continues."""
+        """Within this context every new State is linked to the one that it continues."""
         mark = _active.set(self)
         try:
             yield
         finally:
             _active.reset(mark)
-            # Traces hold much memory, and tokens outlive them in the caches of JAX.
+            # JAX's caches keep tokens alive for longer than the trace, which holds much memory.
             self._made.clear()
 
     def written(self, value: Any, old: Any) -> tuple[Any, object]:
@@ -55,7 +55,7 @@ class Links:
         return self._linked(_WRITTEN, value, tree_util.tree_leaves(old), None)
 
     def rebuilt(self, value: Any, token: object) -> tuple[Any, object]:
-        """The value of a State that was rebuilt from its static part, with its token from now on."""
+        """The value of a State that JAX has rebuilt, and the State's new token."""
         trace, old = self._made.get(token, (None, ()))
         if trace is not compat.current_trace(()):
             old = ()
@@ -66,7 +66,7 @@ class Links:
     ) -> tuple[Any, object]:
         leaves, treedef = tree_util.tree_flatten(value)
         if not leaves or not all(isinstance(x, jax.Array) for x in leaves):
-            # JAX rebuilds nodes around placeholders too, and users around nothing.
+            # JAX also rebuilds nodes around placeholders, and a State may have no arrays at all.
             return value, token
         if old and any(x is not y for x, y in zip(leaves, old, strict=False)):
             before = [*old, *[old[0]] * len(leaves)]
@@ -82,7 +82,7 @@ active = _active.get
 
 
 def _link(name: str) -> Callable[[Any, Any], Any]:
-    # A function with a derivative of its own: no transformation drops the operand that it does not use.
+    # It has a derivative of its own, so that no transformation drops the operand that it does not use.
     @jax.custom_jvp
     def continues(new: Any, old: Any) -> Any:
         return checkpoint_name(new, name)
@@ -100,7 +100,7 @@ _REBUILT = _link(REBUILT)
 
 
 def link_made(eqn: Any) -> str | None:
-    """`WRITTEN` or `REBUILT` for an equation that ties its first operand to its second, else `None`."""
+    """`WRITTEN` or `REBUILT` for an equation that links its first operand to its second, else `None`."""
     if not jaxprs.with_own_derivative(eqn) or len(eqn.invars) != 2:
         return None
     names = [jaxprs.name_given(e) for jaxpr in jaxprs.jaxprs_of(eqn) for e in jaxpr.eqns]

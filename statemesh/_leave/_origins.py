@@ -1,4 +1,4 @@
-"""Which entering state each returned state was made from."""
+"""Which of the entering states each returned state continues."""
 
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
@@ -46,7 +46,7 @@ def find_origins(
     policy, to where the state goes, or to whose buffers are given up when `donating`.
     """
     by_mark = {id(one.mark): i for i, one in enumerate(entered)}
-    # What the program shows of those of which it does not show one.
+    # By returned state: the entering ones that it may continue, where the program shows several.
     shown: dict[int, list[int]] = {}
     by_arrays = {_arrays(one.seen): i for i, one in enumerate(entered) if values(one.seen)}
     forms: list[Hashable] = [_form(one.seen) for one in entered]
@@ -59,11 +59,11 @@ def find_origins(
         if i is None and isinstance(mark, Unknown):
             shown[k] = [by_mark[id(one)] for one in mark.marks if id(one) in by_mark]
         found.append(i)
-    # For the others, how far their paths agree with those of the states that they may continue.
+    # The others are compared by their paths with the states that they may continue.
     alike: dict[Hashable, list[int]] = {}
     for i, form in enumerate(forms):
         alike.setdefault(form, []).append(i)
-    # Steps as numbers, the last one first: of a large model very many pairs are compared.
+    # Steps of paths as numbers, the last one first: in a large model very many pairs are compared.
     numbers: dict[Any, int] = {}
     ends = [_numbered(one.keys, numbers) for one in entered]
     scores = {
@@ -78,7 +78,7 @@ def find_origins(
         if (i := found[k]) is None:
             continue
         if k in shown:
-            # Its path is no more than a guess.
+            # The program shows that it continues one of several; its path only guesses which.
             left = [j for j in fits if j != i and (shown[k] or j not in taken)]
             unlike = any(_leave_apart(entered[i], entered[j]) for j in left)
         else:
@@ -95,15 +95,15 @@ def find_origins(
 def _fill_by_path(
     scores: Mapping[int, Mapping[int, int]], found: list[int | None], taken: set[int]
 ) -> None:
-    """Fill in what is not found yet, the surest first and each entering state once."""
+    """Fill in what is not found yet: the pairs whose paths agree best first, each entering state once."""
     pairs = [(score, k, i) for k, fits in scores.items() for i, score in fits.items()]
     for score, k, i in sorted(pairs, key=lambda pair: (-pair[0], *pair[1:])):
-        # Without any common end only one that stands alone is sure.
+        # Paths without a common end are no evidence, unless there is only one candidate.
         if found[k] is None and i not in taken and (score > 0 or len(scores[k]) == 1):
             found[k] = i
             taken.add(i)
     for k, fits in scores.items():
-        # A state that was returned twice: a step of its path must say so.
+        # It may be a state that was returned twice, if at least the last step of its path agrees.
         best = max(fits, key=lambda i: fits[i], default=None)
         if found[k] is None and best is not None and fits[best] > 1:
             found[k] = best
@@ -123,10 +123,13 @@ def _leave_apart(a: Entered, b: Entered) -> bool:
 
 
 def links_for(entered: Sequence[Entered]) -> Links | None:
-    """Links for the states that are alike in all but where they came from, where that makes a difference."""
+    """Links for states that only their origin tells apart, where it makes a difference which is which.
+
+    `None` where there are no such states.
+    """
     alike: dict[Hashable, list[Entered]] = {}
     for one in entered:
-        # A key carries its stream along, and asks whether it went through a transformation.
+        # A random state needs no link: its key carries its stream along.
         if not one.old.always_replicated:
             alike.setdefault(_form(one.seen), []).append(one)
     followed = [
@@ -150,7 +153,7 @@ def _numbered(keys: KeyPath, numbers: dict[Any, int]) -> tuple[int, ...]:
 def _scores(
     path: tuple[int, ...], candidates: Sequence[int], ends: Sequence[tuple[int, ...]]
 ) -> dict[int, int]:
-    """How many last steps agree with each candidate's path, twice; one more where these are all it has."""
+    """For each candidate twice the number of last steps that agree, plus one if these are its whole path."""
     scores = {}
     for i in candidates:
         end, count = ends[i], 0
