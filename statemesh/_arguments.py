@@ -10,7 +10,7 @@ import jax
 from ._base import errors
 from ._base._arrays import is_shaped as is_shaped
 from ._base._paths import path_str, positional_names
-from ._base._types import NUMBERS, KeyPath, is_state
+from ._base._types import NUMBERS, Fun, KeyPath, Leaf, PyTree, PyTreeDef, is_state
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Unit:
     positions: tuple[int, ...]
     # For a State: its type and the structure that rebuilds it. None for other leaves.
     kind: type | None
-    treedef: Any
+    treedef: PyTreeDef
     # Whether the leaf stands in a Module, where Python numbers are static.
     in_module: bool
     # Whether a spec that covers this leaf leaves it static: it is neither array nor number.
@@ -34,9 +34,9 @@ class Unit:
 class Call:
     """The arguments of one call, as trees and as leaves."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    leaves: Sequence[Any]
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
+    leaves: Sequence[Leaf]
 
 
 class Arguments:
@@ -50,11 +50,9 @@ class Arguments:
 
     __slots__ = ("count", "names", "positional", "tied", "treedef", "unit_def", "units")
 
-    def __init__(
-        self, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def __init__(self, fun: Fun, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
         self.names = [*positional_names(fun, len(args)), *sorted(kwargs)]
-        self.treedef: Any = jax.tree_util.tree_structure((args, kwargs))
+        self.treedef: PyTreeDef = jax.tree_util.tree_structure((args, kwargs))
         self.unit_def: Any = jax.tree_util.tree_structure((args, kwargs), is_leaf=is_state)
         self.positional = len(args)
         self.units: list[tuple[Unit, ...]] = []
@@ -65,7 +63,7 @@ class Arguments:
             self.units.append(tuple(self._split(name, value)))
             self.tied += _tied(value, self.units[-1])
 
-    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    def named(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> list[tuple[str, Any]]:
         """Each argument with its name, keyword arguments last and by name."""
         values = [*args, *(kwargs[name] for name in sorted(kwargs))]
         return list(zip(self.names, values, strict=True))
@@ -76,7 +74,7 @@ class Arguments:
         entries: Any,
         what: str,
         keyword_entry: Any,
-        broadcast: Callable[[Any, Any, str, str], list[Any]],
+        broadcast: Callable[[Any, Any, str, str], list[Leaf]],
     ) -> Iterator[tuple[Unit, Any, Any]]:
         """Each unit, the State or leaf that it is, and its entry in `in_specs` or `in_axes`.
 
@@ -95,7 +93,7 @@ class Arguments:
             nodes = jax.tree_util.tree_leaves(value, is_leaf=is_state)
             yield from zip(units, nodes, found, strict=True)
 
-    def _split(self, name: str, value: Any) -> list[Unit]:
+    def _split(self, name: str, value: Leaf) -> list[Unit]:
         inside = inside_modules(value)
         units = []
         flat = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_state)[0]
@@ -132,7 +130,7 @@ class Arguments:
         return [unit for unit in self.flat_units() if unit.kind is not None]
 
 
-def _tied(value: Any, units: Sequence[Unit]) -> list[list[str]]:
+def _tied(value: Leaf, units: Sequence[Unit]) -> list[list[str]]:
     paths: dict[int, list[str]] = {}
     for node, unit in zip(jax.tree_util.tree_leaves(value, is_leaf=is_state), units, strict=True):
         if is_state(node):
@@ -140,7 +138,7 @@ def _tied(value: Any, units: Sequence[Unit]) -> list[list[str]]:
     return [several for several in paths.values() if len(several) > 1]
 
 
-def inside_modules(value: Any) -> list[bool]:
+def inside_modules(value: Leaf) -> list[bool]:
     """For each unit of `value` whether it stands in a Module."""
     inside: list[bool] = []
     for node in jax.tree_util.tree_leaves(

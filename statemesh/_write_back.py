@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from ._base._compat import tree_util
-from ._base._types import Place, is_state
+from ._base._types import Leaf, Placement, PyTree, is_state
 from ._model._state import State, is_plain, rebuild_plain
 
 
@@ -30,7 +30,7 @@ class Forwarded:
 class Static:
     """A leaf that is no array."""
 
-    value: Any
+    value: Leaf
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Given:
     """
 
     index: int
-    value: Any
+    value: Leaf
 
 
 @jax.tree_util.register_static
@@ -79,8 +79,8 @@ class WriteBack:
 
     def __init__(
         self,
-        result: Any,
-        placements: Sequence[Place],
+        result: PyTree,
+        placements: Sequence[Placement],
         rewritten: Sequence[int],
         written: Sequence[tuple[int, str]],
         stacked: Sequence[tuple[str, tuple[int, ...]]],
@@ -110,7 +110,7 @@ class WriteBack:
         made_at = {i: k for k, i in enumerate((*plain, *rest))}
         self._order = _picker([made_at[i] for i in range(len(units))])
 
-    def _place(self, source: Any, statics: Iterator[int]) -> int:
+    def _place(self, source: Leaf, statics: Iterator[int]) -> int:
         match source:
             case Output(index):
                 return index
@@ -124,7 +124,7 @@ class WriteBack:
         return frozenset(s.index for s in self.sources if isinstance(s, Forwarded))
 
     def __call__(
-        self, outputs: Sequence[Any], arguments: Sequence[Any], given: Sequence[Any] = ()
+        self, outputs: Sequence[Leaf], arguments: Sequence[Leaf], given: Sequence[Leaf] = ()
     ) -> Any:
         """The result's tree.
 

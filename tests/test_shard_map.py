@@ -398,7 +398,7 @@ def test_equinox_modules_and_results_that_are_no_arrays() -> None:
     assert text == "text" and none is None and layer.in_features == 4
 
 
-# Placement
+# SpecPlacement
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])

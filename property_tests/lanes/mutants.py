@@ -49,7 +49,7 @@ def stacked_unasked(right: Any) -> Any:
 
 def stacked_though_shared(right: Any) -> Any:
     return lambda self, declared, *args: stacked_unasked(right)(
-        self, engine("_resolve._specs.UNSAID"), *args
+        self, engine("_resolve._specs.UNDECLARED"), *args
     )
 
 

@@ -70,7 +70,7 @@ MUTANTS = POLICY_MUTANTS + mutants(
         "_call._spec_rules.choose_specs": {
             "placements of states exchanged": with_result(lambda specs: specs[::-1]),
             "state_in_specs ignored": with_result(
-                lambda specs: [engine("_resolve._specs.UNSAID")] * len(specs)
+                lambda specs: [engine("_resolve._specs.UNDECLARED")] * len(specs)
             ),
         },
         "_call._spec_rules.placement": {
@@ -78,8 +78,8 @@ MUTANTS = POLICY_MUTANTS + mutants(
                 lambda placement: engine("_resolve._specs.REPLICATED")
             ),
         },
-        "_resolve._specs.Placement.__post_init__": {"axes of a spec backwards": axes_backwards},
-        "_resolve._specs.Placement.take": {"another shard's entry": of_another_shard},
+        "_resolve._specs.SpecPlacement.__post_init__": {"axes of a spec backwards": axes_backwards},
+        "_resolve._specs.SpecPlacement.take": {"another shard's entry": of_another_shard},
         "_resolve._layout.MeshLayout.concrete": {
             "arguments of the first call": first_arguments_kept
         },

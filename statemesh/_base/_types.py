@@ -67,7 +67,9 @@ else:
     Fun = AnyMesh = Donate = ReduceLoss = Size = LaneName = DeviceList = Any
     Positions = AxisNames = SeveralAxes = Text = Name = Tags = Class = Keywords = Dtype = Any
 SpecTree: TypeAlias = PyTree
+AxisTree: TypeAlias = PyTree
 StateSpecs: TypeAlias = SpecTree | Mapping[Filter, SpecTree] | None
+StateAxes: TypeAlias = Filter | Mapping[int | None, Filter] | None
 
 
 UNNAMED: AxisName = "<lanes>"
@@ -215,7 +217,7 @@ def is_removed(node: object) -> bool:
 
 
 @runtime_checkable
-class Place(Protocol):
+class Placement(Protocol):
     """Where one leaf goes: on a mesh, or as one lane of several. Hashable.
 
     **Attributes:**

@@ -12,14 +12,14 @@ from .._base import _explicit as explicit
 from .._base import errors
 from .._base._checks import check_lane_name
 from .._base._prefix import broadcast_axes
-from .._base._types import Filter, Size
+from .._base._types import AxisTree, Filter, Leaf, Size
 from .._leave._axis_rules import LeaveByAxis, is_single
 from .._leave._origins import values
 from .._model._filters import to_predicate
 from .._model._state import State
 from .._resolve._lanes import choose_axes, is_size
 from .._resolve._processes import check_global_shapes
-from .._resolve._specs import UNSAID
+from .._resolve._specs import UNDECLARED
 from ._binding import Carrier
 from ._rules import Resolved, Stacked
 
@@ -40,8 +40,8 @@ class AxisRules:
 
     transform: str
     carrier: Carrier
-    in_axes: Any
-    out_axes: Any
+    in_axes: AxisTree
+    out_axes: AxisTree
     axis_name: Any
     axis_size: Size | None
     state_in: Sequence[tuple[Filter, int | None]]
@@ -72,7 +72,7 @@ class AxisRules:
             to_predicate(filter)
         self.carrier.check(self.transform)
 
-    def check_traced(self, name: str, leaves: Sequence[Any]) -> None:
+    def check_traced(self, name: str, leaves: Sequence[Leaf]) -> None:
         if self.has_own_mesh and explicit.explicit_around(leaves):
             raise errors.own_mesh_among_explicit(name)
 
@@ -162,7 +162,7 @@ class AxisContext:
         return found, frozenset(replicated)
 
     def _entering(self, unit: Unit, state: State, declared: Any) -> int | None:
-        if declared is UNSAID:
+        if declared is UNDECLARED:
             return 0 if unit.path in self.fed else None
         axis: int | None = declared
         # One key serves all lanes: each gets its own stream of it.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
-from .._base._types import AxisName, Place
+from .._base._types import AxisName, Leaf, Placement
 from .._resolve._agreement import Passed
 from .._resolve._inputs import Input
 from .._varying import VaryingAxes
@@ -18,38 +18,38 @@ class Layout(Protocol):
     # The inputs that are new arrays inside, made from something else.
     fresh: frozenset[int]
 
-    def check(self, arrays: Sequence[Any]) -> None:
+    def check(self, arrays: Sequence[Leaf]) -> None:
         """Refuse arrays that do not fit their placements."""
 
-    def check_alive(self, given: Sequence[Any]) -> None:
+    def check_alive(self, given: Sequence[Leaf]) -> None:
         """Refuse arrays whose memory was given up."""
 
-    def agree(self, given: Sequence[Any], passed: Callable[[], list[Passed]]) -> None:
+    def agree(self, given: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
         """Refuse, before the first call, what another process passes differently."""
 
-    def concrete(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def concrete(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         """Arrays as the program takes them, and as they come back when they are not written."""
 
     def returned(
-        self, given: Sequence[Any], shown: Sequence[Any], forwarded: Iterable[int]
-    ) -> Sequence[Any]:
+        self, given: Sequence[Leaf], shown: Sequence[Leaf], forwarded: Iterable[int]
+    ) -> Sequence[Leaf]:
         """What comes back as it went in, laid out as declared."""
 
-    def part_size(self, k: int, x: Any) -> int:
+    def part_size(self, k: int, x: Leaf) -> int:
         """The bytes of an input that a device holds."""
 
-    def traced(self, given: Sequence[Any], recorded: bool) -> list[Any]:
+    def traced(self, given: Sequence[Leaf], recorded: bool) -> list[Leaf]:
         """Inputs some of which are traced, as the program takes them."""
 
-    def abstract(self, given: Sequence[Any]) -> list[Any]:
+    def abstract(self, given: Sequence[Leaf]) -> list[Leaf]:
         """Shapes and dtypes, to lower the program with."""
 
 
 # Gives the program's outputs as this process has them, from them and their placements.
-Outside = Callable[[Sequence[Any], Sequence[Place]], list[Any]]
+Outside = Callable[[Sequence[Leaf], Sequence[Placement]], list[Leaf]]
 
 # One instance: from its part of each input to its outputs, and the placement of each of them.
-Run = Callable[..., tuple[list[Any], Sequence[Place]]]
+Run = Callable[..., tuple[list[Leaf], Sequence[Placement]]]
 
 
 @runtime_checkable
@@ -72,10 +72,10 @@ class Binding(Protocol):
     def context(self, traced: bool) -> AbstractContextManager[Any]:
         """The context to call in when another mesh is set than the binding's own."""
 
-    def count(self, name: str, layout: Layout, arrays: Sequence[Any]) -> int | None:
+    def count(self, name: str, layout: Layout, arrays: Sequence[Leaf]) -> int | None:
         """The number of instances in this process."""
 
-    def call(self, run: Run, name: str, layout: Layout, arrays: Sequence[Any]) -> list[Any]:
+    def call(self, run: Run, name: str, layout: Layout, arrays: Sequence[Leaf]) -> list[Leaf]:
         """Run every instance, and put its outputs together."""
 
 
@@ -93,7 +93,7 @@ class Carrier(Protocol):
     def check(self, transform: str) -> None:
         """Refuse at construction whatever no call could make right."""
 
-    def placement(self, axis_name: AxisName, axis: int | None, ndim: int) -> Place:
+    def placement(self, axis_name: AxisName, axis: int | None, ndim: int) -> Placement:
         """The placement of a leaf that has its lanes on this one of its `ndim` axes."""
 
     def bind(

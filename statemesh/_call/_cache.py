@@ -13,6 +13,7 @@ from .._axes._summed_twice import check_sums
 from .._base import _compat as compat
 from .._base import _jaxprs as jaxprs
 from .._base import errors
+from .._base._types import Leaf, PyTree, PyTreeDef
 from .._write_back import WriteBack
 from ._binding import Outside
 from ._declared import Declared
@@ -24,7 +25,7 @@ from ._program import Program
 # last use is longest ago go first.
 _KEPT = 256
 
-Compiled = Callable[..., tuple[list[Any], WriteBack]]
+Compiled = Callable[..., tuple[list[Leaf], WriteBack]]
 
 
 class CompiledEntry:
@@ -34,8 +35,8 @@ class CompiledEntry:
         self,
         declared: Declared,
         program: Program,
-        leaves: Sequence[Any],
-        treedef: Any,
+        leaves: Sequence[Leaf],
+        treedef: PyTreeDef,
         key: Hashable,
     ) -> None:
         self.program = program
@@ -66,7 +67,7 @@ class CompiledEntry:
         if program.binding.outside is not None:
             self.compiled = _brought_out(self.compiled, program.binding.outside)
 
-    def checked_run(self, arrays: Sequence[Any]) -> tuple[list[Any], WriteBack]:
+    def checked_run(self, arrays: Sequence[Leaf]) -> tuple[list[Leaf], WriteBack]:
         """Run the program, which is checked once before."""
         if not jax.config.jax_disable_jit:
             self.check_program(arrays)
@@ -77,7 +78,7 @@ class CompiledEntry:
             self.check_program(arrays)
         return result
 
-    def check_program(self, arrays: Sequence[Any]) -> None:
+    def check_program(self, arrays: Sequence[Leaf]) -> None:
         """Refuse, once, what the traced program shows and JAX's types let through.
 
         These are gradients that are summed a second time and, where JAX checks types, writes in a branch
@@ -93,7 +94,7 @@ class CompiledEntry:
             self._check_branches(body, traced.out_info[1])
         self.program_checked = True
 
-    def traced_run(self, given: Sequence[Any], recorded: bool) -> tuple[list[Any], WriteBack]:
+    def traced_run(self, given: Sequence[Leaf], recorded: bool) -> tuple[list[Leaf], WriteBack]:
         """Run the program on traced inputs, and check it once.
 
         Where nothing is recorded (an eager `grad` or `vmap`) the compiled program is transformed. Where a
@@ -125,7 +126,7 @@ class CompiledEntry:
 
 
 def _brought_out(compiled: Compiled, outside: Outside) -> Compiled:
-    def call(*arrays: Any) -> tuple[list[Any], WriteBack]:
+    def call(*arrays: Leaf) -> tuple[list[Leaf], WriteBack]:
         outputs, back = compiled(*arrays)
         return outside(outputs, back.placements), back
 
@@ -141,7 +142,7 @@ class Cache:
     def __init__(self) -> None:
         self._entries: dict[Hashable, dict[tuple[Any, ...], CompiledEntry]] = {}
 
-    def find(self, key: Hashable, leaves: Sequence[Any]) -> CompiledEntry | None:
+    def find(self, key: Hashable, leaves: Sequence[Leaf]) -> CompiledEntry | None:
         """The entry for a call with these leaves, if there is one."""
         alike = self._entries.get(key, {})
         # The list is made in one step, because other threads put entries in and take some out meanwhile.
@@ -163,7 +164,7 @@ class Cache:
         alike[entry.tokens] = entry
 
 
-def _tokens(program: Program, leaves: Sequence[Any]) -> tuple[Any, ...]:
+def _tokens(program: Program, leaves: Sequence[Leaf]) -> tuple[PyTree, ...]:
     """What a program depends on besides types: the static leaves, and shapes where the rules say so."""
     by_shape = program.resolved.by_shape
     shapes = tuple(map(np.shape, program.arrays(leaves))) if by_shape else ()

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._base._types import Leaf, PyTree
 from .._resolve._buffers import Spared
 from .._resolve._lanes import OtherShapes
 from .._write_back import WriteBack
@@ -27,10 +28,10 @@ class DonatingProgram:
         # What the last call was made with, tried first.
         self._last: tuple[Any, Spared] = (_refuse, Spared((), ()))
 
-    def __call__(self, *arrays: Any) -> tuple[list[Any], WriteBack]:
+    def __call__(self, *arrays: Leaf) -> tuple[list[Leaf], WriteBack]:
         compiled, spared = self._last
         try:
-            outputs: tuple[list[Any], WriteBack] = compiled(*spared(arrays))
+            outputs: tuple[list[Leaf], WriteBack] = compiled(*spared(arrays))
         except OtherShapes:
             if jax.config.jax_disable_jit:
                 return self.program(*arrays)
@@ -39,17 +40,17 @@ class DonatingProgram:
         spared.keep(outputs[0])
         return outputs
 
-    def trace(self, *arrays: Any) -> jax.stages.Traced:
+    def trace(self, *arrays: Leaf) -> jax.stages.Traced:
         compiled, _ = self._for(arrays)
         traced: jax.stages.Traced = compiled.trace(*arrays)
         return traced
 
-    def lower(self, *arrays: Any) -> jax.stages.Lowered:
+    def lower(self, *arrays: Leaf) -> jax.stages.Lowered:
         compiled, _ = self._for(arrays)
         lowered: jax.stages.Lowered = compiled.lower(*arrays)
         return lowered
 
-    def _for(self, arrays: Sequence[Any]) -> tuple[Any, Spared]:
+    def _for(self, arrays: Sequence[Leaf]) -> tuple[Any, Spared]:
         key = _shapes(arrays)
         if key not in self._compiled:
             one = _OfShapes(self.program, key)
@@ -60,7 +61,7 @@ class DonatingProgram:
         return self._compiled[key]
 
     def _given_up(
-        self, arrays: Sequence[Any], outputs: Sequence[Any], back: WriteBack
+        self, arrays: Sequence[Leaf], outputs: Sequence[Leaf], back: WriteBack
     ) -> tuple[int, ...]:
         kept = back.forwarded()
         wanted = [k for k in self.program.given_up(self.how, back) if k not in kept]
@@ -93,21 +94,21 @@ class _OfShapes:
         self.shapes = shapes
         self.__name__ = self.__qualname__ = program.__name__
 
-    def __call__(self, *flat_args: Any) -> tuple[list[Any], WriteBack]:
+    def __call__(self, *flat_args: Leaf) -> tuple[list[Leaf], WriteBack]:
         if _shapes(flat_args) != self.shapes:
             raise OtherShapes
         return self.program(*flat_args)
 
 
-def _refuse(*arrays: Any) -> Any:
+def _refuse(*arrays: Leaf) -> Any:
     raise OtherShapes
 
 
-def _shapes(arrays: Sequence[Any]) -> tuple[Any, ...]:
+def _shapes(arrays: Sequence[Leaf]) -> tuple[PyTree, ...]:
     return tuple((jnp.shape(x), jnp.result_type(x)) for x in arrays)
 
 
-def spared_by(program: Program, arrays: Sequence[Any], donated: Sequence[int]) -> Spared:
+def spared_by(program: Program, arrays: Sequence[Leaf], donated: Sequence[int]) -> Spared:
     """What keeps inputs like these from being given up twice."""
     sizes = [program.layout.part_size(k, x) for k, x in enumerate(arrays)]
     return Spared(donated, sizes)

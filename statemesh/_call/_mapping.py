@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 
 from .._base._frames import leave_out_own, without_own_frames
 from .._base._paths import fun_name
-from .._base._types import Params, Result
+from .._base._types import Fun, Params, PyTree, Result
 from ._declared import Declared
 from ._pipeline import Pipeline
 from ._stages import Lowered
@@ -50,7 +50,7 @@ class StatefulMapping(Generic[Params, Result]):
         self,
         declared: Declared,
         pipeline: Pipeline | None = None,
-        bound: tuple[Any, ...] = (),
+        bound: tuple[PyTree, ...] = (),
         boxes: Boxes | None = None,
     ) -> None:
         fun = declared.fun if boxes is None else boxes.fun
@@ -73,7 +73,7 @@ class StatefulMapping(Generic[Params, Result]):
         return signature.replace(parameters=parameters)
 
     def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> Result:
-        given: tuple[Any, ...] = args
+        given: tuple[PyTree, ...] = args
         try:
             if self._bound or self._boxes is not None:
                 given = self._all(args)
@@ -83,7 +83,7 @@ class StatefulMapping(Generic[Params, Result]):
             raise
         return result
 
-    def _all(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _all(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         args = self._bound + args
         return args if self._boxes is None else self._boxes(args)
 
@@ -100,7 +100,7 @@ class StatefulMapping(Generic[Params, Result]):
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else self._with((instance,))
 
-    def _with(self, bound: tuple[Any, ...]) -> "StatefulMapping":
+    def _with(self, bound: tuple[PyTree, ...]) -> "StatefulMapping":
         return StatefulMapping(self._declared, self._pipeline, bound, self._boxes)
 
     # What was compiled is shared by copies, and is no part of what is pickled.
@@ -111,7 +111,7 @@ class StatefulMapping(Generic[Params, Result]):
     def __deepcopy__(self, memo: dict[int, Any]) -> "StatefulMapping":
         return self._with(copy.deepcopy(self._bound, memo)) if self._bound else self
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[PyTree, ...]:
         fun = self.__wrapped__
         place = getattr(fun, "__module__", None), self.__qualname__
         # `__main__` is another module in another process.
@@ -130,7 +130,7 @@ class StatefulMapping(Generic[Params, Result]):
         return isinstance(found, StatefulMapping) and found._pipeline is self._pipeline
 
     @without_own_frames
-    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+    def lower(self, *args: PyTree, **kwargs: PyTree) -> Lowered:
         """Lower the call without running it.
 
         **Arguments:**
@@ -144,7 +144,7 @@ class StatefulMapping(Generic[Params, Result]):
         return self._pipeline.lower(args, kwargs, self._all)
 
     @without_own_frames
-    def place(self, *args: Params.args, **kwargs: Params.kwargs) -> tuple[Any, ...]:
+    def place(self, *args: Params.args, **kwargs: Params.kwargs) -> tuple[PyTree, ...]:
         """Lay arguments out as the call wants them, so that no call has to move them.
 
         **Arguments:**
@@ -187,7 +187,7 @@ else:
     Decorator = Any
 
 
-def _attributes(fun: Any) -> dict[str, Any]:
+def _attributes(fun: Fun) -> dict[str, Any]:
     """What `functools.wraps` would copy of a function, but for what a mapping has of its own."""
     own = getattr(fun, "__dict__", {})
     if not inspect.isroutine(fun) and "__wrapped__" not in own:
@@ -199,12 +199,12 @@ def _attributes(fun: Any) -> dict[str, Any]:
     return found
 
 
-def _named(module: str, qualname: str, bound: tuple[Any, ...]) -> StatefulMapping:
+def _named(module: str, qualname: str, bound: tuple[PyTree, ...]) -> StatefulMapping:
     found: StatefulMapping = attrgetter(qualname)(importlib.import_module(module))
     return found._with(bound) if bound else found
 
 
-def _boxed(declared: Declared, bound: tuple[Any, ...], static: Sequence[int]) -> StatefulMapping:
+def _boxed(declared: Declared, bound: tuple[PyTree, ...], static: Sequence[int]) -> StatefulMapping:
     boxes = Boxes(declared.fun, static)
     declared = dataclasses.replace(declared, fun=boxes.opened)
     return StatefulMapping(declared, None, bound, boxes)

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -12,12 +11,12 @@ from .._base import _compat as compat
 from .._base import errors
 from .._base._checks import check_text
 from .._base._stored import by_fields
-from .._base._types import AxisName, DeviceList, Place, Text
+from .._base._types import AxisName, DeviceList, Leaf, Placement, PyTree, Text
 from .._resolve._inputs import Input
 from .._resolve._lanes import FixedMeshLayout, count_lanes
 from .._resolve._layout import MeshLayout
 from .._resolve._processes import LanesOfProcesses, OwnParts, own_devices
-from .._resolve._specs import Placement
+from .._resolve._specs import SpecPlacement
 from .._varying import FromDataflow, VaryingAxes
 from ._binding import Binding, Layout, Mapped
 from ._on_mesh import OnOwnMesh
@@ -39,7 +38,7 @@ class Devices:
 
     has_mesh = True
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[PyTree, ...]:
         return by_fields(self)
 
     def check(self, transform: str) -> None:
@@ -56,11 +55,11 @@ class Devices:
         if backend is not None and any(device.platform != backend for device in devices):
             raise errors.no_such_backend(transform, backend, devices)
 
-    def placement(self, axis_name: AxisName, axis: int | None, ndim: int) -> Place:
+    def placement(self, axis_name: AxisName, axis: int | None, ndim: int) -> Placement:
         if axis is None:
-            return Placement(PartitionSpec())
+            return SpecPlacement(PartitionSpec())
         axis %= ndim
-        return Placement(PartitionSpec(*[None] * axis, axis_name), axis=axis)
+        return SpecPlacement(PartitionSpec(*[None] * axis, axis_name), axis=axis)
 
     def bind(
         self, name: str, axis_name: AxisName, mapped: Mapped, asked: int | None, fixed: bool
@@ -133,5 +132,5 @@ class OnProcesses(OnDevices):
     def layout(self, name: str, inputs: Sequence[Input], donating: bool) -> Layout:
         return LanesOfProcesses(name, self.whole, self.own, self.axis_names, inputs, donating)
 
-    def count(self, name: str, layout: Layout, arrays: Sequence[Any]) -> int:
+    def count(self, name: str, layout: Layout, arrays: Sequence[Leaf]) -> int:
         return self.own.size

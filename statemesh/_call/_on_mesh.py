@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._base import _compat as compat
-from .._base._types import AxisName
+from .._base._types import AxisName, Leaf
 from .._resolve._inputs import Input
 from .._resolve._layout import MeshLayout
 from .._resolve._processes import SpreadLayout, spans_processes
@@ -52,21 +52,21 @@ class OnMesh:
     def context(self, traced: bool) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def count(self, name: str, layout: Layout, arrays: Sequence[Any]) -> int:
+    def count(self, name: str, layout: Layout, arrays: Sequence[Leaf]) -> int:
         return math.prod(self.sizes[name] for name in self.axis_names)
 
-    def call(self, run: Run, name: str, layout: Layout, arrays: Sequence[Any]) -> list[Any]:
+    def call(self, run: Run, name: str, layout: Layout, arrays: Sequence[Leaf]) -> list[Leaf]:
         # `shard_map` lays the out specs over the result after it has traced the function. So the
         # list may be filled while tracing, and no second trace is needed to learn the structure.
         out_specs: list[PartitionSpec] = []
 
-        def instance(*shards: Any) -> list[Any]:
+        def instance(*shards: Leaf) -> list[Leaf]:
             outputs, placements = run(*shards)
             out_specs[:] = [where.written for where in placements]
             return outputs
 
         instance.__name__ = instance.__qualname__ = name
-        outputs: list[Any] = jax.shard_map(
+        outputs: list[Leaf] = jax.shard_map(
             instance,
             mesh=self.mesh,
             in_specs=tuple(one.placement.written for one in layout.inputs),

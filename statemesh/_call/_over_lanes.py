@@ -9,9 +9,9 @@ import jax
 
 from .._base import _compat as compat
 from .._base import errors
-from .._base._types import AxisName, Place
+from .._base._types import AxisName, Leaf, Placement
 from .._resolve._inputs import Input
-from .._resolve._lanes import FixedLaneLayout, Lane, LaneLayout, count_lanes
+from .._resolve._lanes import FixedLaneLayout, LaneLayout, LanePlacement, count_lanes
 from .._varying import FromTypes, VaryingAxes
 from ._binding import Binding, Layout, Mapped, Outside, Run
 
@@ -28,8 +28,8 @@ class Lanes:
         if self.spmd_axis_name is not None and not isinstance(self.spmd_axis_name, Hashable):
             raise errors.invalid_argument(transform, "spmd_axis_name", self.spmd_axis_name)
 
-    def placement(self, axis_name: AxisName, axis: int | None, ndim: int) -> Place:
-        return Lane(axis, frozenset() if axis is None else frozenset([axis_name]))
+    def placement(self, axis_name: AxisName, axis: int | None, ndim: int) -> Placement:
+        return LanePlacement(axis, frozenset() if axis is None else frozenset([axis_name]))
 
     def bind(
         self, name: str, axis_name: AxisName, mapped: Mapped, asked: int | None, fixed: bool
@@ -76,7 +76,7 @@ class OverLanes:
     def context(self, traced: bool) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def count(self, name: str, layout: Layout, arrays: Sequence[Any]) -> int | None:
+    def count(self, name: str, layout: Layout, arrays: Sequence[Leaf]) -> int | None:
         mapped = [
             (one.path, one.placement.axis, x)
             for one, x in zip(layout.inputs, arrays, strict=True)
@@ -84,11 +84,11 @@ class OverLanes:
         ]
         return count_lanes(name, mapped, self.axis_size)
 
-    def call(self, run: Run, name: str, layout: Layout, arrays: Sequence[Any]) -> list[Any]:
+    def call(self, run: Run, name: str, layout: Layout, arrays: Sequence[Leaf]) -> list[Leaf]:
         # Filled while tracing, as the out specs of a `shard_map` are.
         out_axes: list[int | None] = []
 
-        def lane(*parts: Any) -> list[Any]:
+        def lane(*parts: Leaf) -> list[Leaf]:
             outputs, placements = run(*parts)
             out_axes[:] = [where.axis for where in placements]
             return outputs
@@ -103,7 +103,7 @@ class OverLanes:
             spmd_axis_name=self.spmd_axis_name,
         )
         try:
-            outputs: list[Any] = mapped(*arrays)
+            outputs: list[Leaf] = mapped(*arrays)
         except (AssertionError, ValueError) as error:
             # JAX gives up where a collective over lanes meets the types of a mesh, in no words or in some
             # that say nothing of lanes.

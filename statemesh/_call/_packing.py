@@ -1,13 +1,13 @@
 """Between a call's packed arguments and the same call of the models themselves."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._arguments import Arguments, Call
 from .._base import errors
 from .._base._compat import tree_util
-from .._base._types import Place, is_packed, is_state, is_state_or_packed
+from .._base._types import Fun, Leaf, Placement, PyTree, is_packed, is_state, is_state_or_packed
 from .._packed._contents import Contents, Form, Group
 from .._packed._packed import Packed, shapes_of, with_models
 from .._write_back import Forwarded, Output, WriteBack
@@ -40,7 +40,7 @@ class Packing:
     - `forms`: of what is packed.
     """
 
-    def __init__(self, fun: Callable[..., Any], call: Call) -> None:
+    def __init__(self, fun: Fun, call: Call) -> None:
         self.call = call
         self.given = self.arguments = Arguments(fun, call.args, call.kwargs)
         self.origins: list[_At] = []
@@ -56,7 +56,7 @@ class Packing:
         self.call = Call(args, kwargs, tree_util.tree_leaves((args, kwargs)))
         self.arguments = Arguments(fun, args, kwargs)
 
-    def check(self, name: str, placed: Mapping[int, Place], sizes: Any) -> None:
+    def check(self, name: str, placed: Mapping[int, Placement], sizes: Any) -> None:
         """Refuse what was packed for other sizes of the mesh's axes, or for other placements."""
         if not self.forms:
             return
@@ -75,11 +75,11 @@ class Packing:
         if moved:
             raise errors.packed_with_other_specs(name, moved)
 
-    def inputs(self, placed: Mapping[int, Place]) -> Mapping[int, Place]:
+    def inputs(self, placed: Mapping[int, Placement]) -> Mapping[int, Placement]:
         """Where each leaf goes that is an input in truth: buffers in the place of their arrays."""
         if not self.forms:
             return placed
-        found: dict[int, Place] = {}
+        found: dict[int, Placement] = {}
         for position, where in placed.items():
             at = self.origins[position]
             group = at.group
@@ -91,7 +91,7 @@ def _marks(group: Group, at: _At) -> list[_At]:
     return [_At(at.position, group, k) for k in range(len(group.slots))]
 
 
-def _lies(packed: Place, wanted: Place) -> bool:
+def _lies(packed: Placement, wanted: Placement) -> bool:
     """Whether an array lies as it was packed to lie; whole is whole, in lanes too."""
     return packed == wanted or not (packed.axis_names or wanted.axis_names)
 
@@ -107,19 +107,19 @@ class Repacking:
     """
 
     def __init__(
-        self, packing: Packing, placed: Mapping[int, Place], number: Mapping[int, int]
+        self, packing: Packing, placed: Mapping[int, Placement], number: Mapping[int, int]
     ) -> None:
         self.forms = packing.forms
         self.placements = [placed[position] for position in sorted(placed)]
         self.origins = [packing.origins[p] for p in sorted(placed) if self.forms]
         self.inputs = [number[at.position] for at in self.origins] or list(range(len(placed)))
 
-    def split(self, parts: Sequence[Any]) -> Sequence[Any]:
+    def split(self, parts: Sequence[Leaf]) -> Sequence[Leaf]:
         """The parts of the unpacked inputs."""
         if not self.forms:
             return parts
-        kept: dict[int, list[Any]] = {}
-        found: list[Any] = []
+        kept: dict[int, list[Leaf]] = {}
+        found: list[Leaf] = []
         for at, k in zip(self.origins, self.inputs, strict=True):
             if at.group is not None and k not in kept:
                 kept[k] = at.group.split(parts[k])
@@ -127,8 +127,8 @@ class Repacking:
         return found
 
     def join(
-        self, own: Sequence[Any], outputs: list[Any], back: WriteBack
-    ) -> tuple[list[Any], WriteBack]:
+        self, own: Sequence[Leaf], outputs: list[Leaf], back: WriteBack
+    ) -> tuple[list[Leaf], WriteBack]:
         """The outputs, models that are as what came in in buffers again.
 
         **Arguments:**
@@ -153,32 +153,32 @@ class _Joining:
     """The outputs of one instance, gathered anew."""
 
     def __init__(
-        self, repacking: Repacking, own: Sequence[Any], outputs: list[Any], back: WriteBack
+        self, repacking: Repacking, own: Sequence[Leaf], outputs: list[Leaf], back: WriteBack
     ) -> None:
         self.repacking, self.own = repacking, own
         self.given, self.given_placements = outputs, back.placements
         self.paths: dict[int, list[str]] = {}
         for index, path in back.written:
             self.paths.setdefault(index, []).append(path)
-        self.outputs: list[Any] = []
-        self.placements: list[Place] = []
+        self.outputs: list[Leaf] = []
+        self.placements: list[Placement] = []
         self.written: list[tuple[int, str]] = []
 
-    def tree(self, result: Any) -> Any:
+    def tree(self, result: PyTree) -> Any:
         found: dict[int, Form] = {}
 
-        def fits(node: Any) -> bool:
+        def fits(node: PyTree) -> bool:
             if (form := self._fitting(node)) is not None:
                 found[id(node)] = form
             return id(node) in found
 
-        def one(node: Any) -> Any:
+        def one(node: PyTree) -> Any:
             form = found.get(id(node))
             return self.leaf(node) if form is None else self.packed(node, form)
 
         return tree_util.tree_map(one, result, is_leaf=fits)
 
-    def _fitting(self, node: Any) -> Form | None:
+    def _fitting(self, node: PyTree) -> Form | None:
         """The form in which a node of the result can be packed: that of an argument with its structure."""
         form: Form
         for form in self.repacking.forms:
@@ -186,7 +186,7 @@ class _Joining:
                 return form
         return None
 
-    def _fits(self, node: Any, contents: Contents) -> bool:
+    def _fits(self, node: PyTree, contents: Contents) -> bool:
         units, structure = tree_util.tree_flatten(node, is_leaf=is_state)
         if structure != contents.unit_def:
             return False
@@ -201,7 +201,7 @@ class _Joining:
                     return False
         return True
 
-    def _is_array_of(self, group: Group, k: int, source: Any) -> bool:
+    def _is_array_of(self, group: Group, k: int, source: Leaf) -> bool:
         slot = group.slots[k]
         match source:
             case Output(index):
@@ -212,17 +212,17 @@ class _Joining:
                 return False
         return (x.shape, x.dtype) == (slot.part, group.dtype) and _lies(slot.where, where)
 
-    def packed(self, node: Any, form: Form) -> Packed:
+    def packed(self, node: PyTree, form: Form) -> Packed:
         sources, units = form.part.arrays(node)
         rest = [tree_util.tree_map(self.leaf, unit) for unit in units]
         pairs = zip(form.part.groups, sources, strict=True)
         return Packed.of([self.buffer(*pair) for pair in pairs], rest, form)
 
-    def buffer(self, group: Group, sources: Sequence[Any]) -> Output | Forwarded:
+    def buffer(self, group: Group, sources: Sequence[Leaf]) -> Output | Forwarded:
         """Where a buffer comes from: from where it came, if nothing in it was written."""
         if (source := self._whole(group, sources)) is not None:
             return Forwarded(source)
-        parts: list[Any] = []
+        parts: list[Leaf] = []
         paths: list[str] = []
         for source in sources:
             match source:
@@ -234,11 +234,11 @@ class _Joining:
         where = group.where if group.names else self._place(sources[0])
         return self.emit(group.join(parts), where, paths)
 
-    def _place(self, source: Output | Forwarded) -> Place:
+    def _place(self, source: Output | Forwarded) -> Placement:
         made = isinstance(source, Output)
         return (self.given_placements if made else self.repacking.placements)[source.index]
 
-    def _whole(self, group: Group, sources: Sequence[Any]) -> int | None:
+    def _whole(self, group: Group, sources: Sequence[Leaf]) -> int | None:
         """The number of the buffer that these are all of, in order."""
         if not all(isinstance(source, Forwarded) for source in sources):
             return None
@@ -248,7 +248,7 @@ class _Joining:
         numbers = {self.repacking.inputs[source.index] for source in sources}
         return numbers.pop() if len(numbers) == 1 else None
 
-    def leaf(self, source: Any) -> Any:
+    def leaf(self, source: Leaf) -> Any:
         """A leaf of the result that is in no buffer."""
         match source:
             case Output(index):
@@ -261,7 +261,7 @@ class _Joining:
             case _:
                 return source
 
-    def emit(self, x: Any, where: Place, paths: Sequence[str]) -> Output:
+    def emit(self, x: Leaf, where: Placement, paths: Sequence[str]) -> Output:
         self.outputs.append(x)
         self.placements.append(where)
         number = len(self.outputs) - 1

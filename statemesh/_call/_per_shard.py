@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from .._arguments import Arguments, Unit
 from .._base import _compat as compat
 from .._base import errors
-from .._base._types import NO_AXES, AxisName, Place
+from .._base._types import NO_AXES, AxisName, Fun, Leaf, Placement
 from .._leave._leave import Arrived, leave
 from .._leave._origins import Entered, leaves_of, links_for
 from .._leave._policies import checked_state
@@ -34,7 +34,7 @@ class PerShardInput:
     """
 
     position: int
-    placement: Place
+    placement: Placement
     fresh: bool
     stays: bool
 
@@ -56,9 +56,9 @@ class PerShardRun:
 
     def __init__(
         self,
-        fun: Callable[..., Any],
+        fun: Fun,
         arguments: Arguments,
-        template: list[Any],
+        template: list[Leaf],
         changing: Sequence[int],
         inputs: Sequence[PerShardInput],
         leaving: LeavingRules,
@@ -75,12 +75,14 @@ class PerShardRun:
         self.donating = donating
         self.input_at = {one.position: k for k, one in enumerate(inputs)}
 
-    def hold(self, changing: Sequence[Any]) -> None:
+    def hold(self, changing: Sequence[Leaf]) -> None:
         """Replace the objects that may be others at each call."""
         for position, leaf in zip(self.changing, changing, strict=True):
             self.template[position] = leaf
 
-    def __call__(self, shards: Sequence[Any], varying: VaryingAxes) -> tuple[list[Any], WriteBack]:
+    def __call__(
+        self, shards: Sequence[Leaf], varying: VaryingAxes
+    ) -> tuple[list[Leaf], WriteBack]:
         """The program's outputs, and how the result is put together."""
         leaves = list(self.template)
         arrived: dict[int, Arrived] = {}
@@ -95,7 +97,7 @@ class PerShardRun:
         )
         entering = self._entered(leaves, varying)
         entered = iter(entering)
-        units: list[Any] = []
+        units: list[Leaf] = []
         for unit in self.arguments.flat_units():
             if unit.kind is None:
                 units += [leaves[position] for position in unit.positions]
@@ -116,11 +118,11 @@ class PerShardRun:
         tied, donating = self.arguments.tied, self.donating
         return leave(result, entering, arrived, self.leaving, varying, given, tied, donating)
 
-    def _run(self, *units: Any) -> Any:
+    def _run(self, *units: Leaf) -> Any:
         args, kwargs = self.arguments.unit_def.unflatten(units)
         return self.fun(*args, **kwargs)
 
-    def _entered(self, leaves: Sequence[Any], varying: VaryingAxes) -> list[Entered]:
+    def _entered(self, leaves: Sequence[Leaf], varying: VaryingAxes) -> list[Entered]:
         """The states of the arguments as the function sees them."""
         units = self.arguments.states()
         olds = [unit.treedef.unflatten([leaves[p] for p in unit.positions]) for unit in units]
@@ -138,7 +140,7 @@ class PerShardRun:
             entered.append(Entered(mark, unit.path, unit.keys, old, new, own, ks))
         return entered
 
-    def _enter(self, unit: Unit, old: State, placements: Sequence[Place]) -> State:
+    def _enter(self, unit: Unit, old: State, placements: Sequence[Placement]) -> State:
         try:
             seen: object = old.enter(self._same_over(placements))
         except errors.StatemeshError as error:
@@ -146,7 +148,7 @@ class PerShardRun:
         return checked_state(seen, old, "enter")
 
     def _hint(
-        self, error: Exception, entered: Sequence[Entered], leaves: Sequence[Any]
+        self, error: Exception, entered: Sequence[Entered], leaves: Sequence[Leaf]
     ) -> str | None:
         """The text of `error` with a hint, where a whole state met a part of an array.
 
@@ -186,12 +188,12 @@ class PerShardRun:
         states = [(one.path, one.old, axes) for one, axes in named or merged]
         return errors.with_type_hint(text, states) if states else None
 
-    def _same_over(self, placements: Sequence[Place]) -> tuple[AxisName, ...]:
+    def _same_over(self, placements: Sequence[Placement]) -> tuple[AxisName, ...]:
         """The mapped axes over which a state arrives the same."""
         apart = NO_AXES.union(*(where.axis_names for where in placements))
         return tuple(name for name in self.leaving.axis_names if name not in apart)
 
-    def _placement_at(self, position: int) -> Place | None:
+    def _placement_at(self, position: int) -> Placement | None:
         k = self.input_at.get(position)
         return None if k is None else self.inputs[k].placement
 
@@ -200,13 +202,13 @@ def _last_step(path: str) -> str:
     return "".join(re.findall(r"\.\w+$|\[[^\]]*\]$", path))
 
 
-def _whole(one: Entered) -> list[Any]:
+def _whole(one: Entered) -> list[Leaf]:
     pairs = zip(leaves_of(one.old), one.placements, strict=True)
     return [x for x, where in pairs if not where.axis_names]
 
 
 def _whole_met_part(
-    whole: Any, part: Any, spec: PartitionSpec, sizes: Mapping[AxisName, int]
+    whole: Leaf, part: Leaf, spec: PartitionSpec, sizes: Mapping[AxisName, int]
 ) -> bool:
     """Whether some axis of `whole` is as long as a split axis of `part` was before the split."""
     for size, names in zip(part.shape, spec.partitions, strict=False):

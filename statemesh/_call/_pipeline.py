@@ -16,6 +16,7 @@ from .._arguments import Arguments, Call, check_arity, is_shaped
 from .._base import _compat as compat
 from .._base import errors
 from .._base._compat import tree_util
+from .._base._types import Leaf, PyTree, PyTreeDef
 from .._resolve._lanes import OtherShapes
 from .._resolve._placement import check_valued, is_deleted
 from ._cache import Cache, CompiledEntry
@@ -41,7 +42,7 @@ class Pipeline:
         # The entry of the last eager call, tried first.
         self._last: CompiledEntry | None = None
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
         # What follows runs at every call, besides the compiled program's own dispatch: each line is
         # a check that cannot be left out, in the quickest form there is.
         leaves, treedef = _flatten((args, kwargs))
@@ -72,7 +73,7 @@ class Pipeline:
             shown = last.program.layout.returned(given, shown, back.forwarded())
         return back(outputs, shown, held)
 
-    def _first(self, call: Call, treedef: Any) -> Any:
+    def _first(self, call: Call, treedef: PyTreeDef) -> Any:
         """A call unlike the last one: the first of its kind, or one that is traced."""
         self._check_valued(call)
         leaves, rules = call.leaves, self.declared.rules
@@ -99,7 +100,7 @@ class Pipeline:
             shown = program.layout.returned(inputs, shown, back.forwarded())
             return back(outputs, shown, held)
         rules.check_traced(self.declared.name, leaves)
-        given: Sequence[Any] = program.layout.traced(inputs, recorded)
+        given: Sequence[Leaf] = program.layout.traced(inputs, recorded)
         try:
             with around:
                 outputs, back = entry.traced_run(given, recorded)
@@ -119,7 +120,7 @@ class Pipeline:
     def _paths(self, call: Call) -> dict[int, str]:
         return Arguments(self.declared.fun, call.args, call.kwargs).paths()
 
-    def _entry(self, call: Call, treedef: Any, traced: bool = False) -> CompiledEntry:
+    def _entry(self, call: Call, treedef: PyTreeDef, traced: bool = False) -> CompiledEntry:
         """The entry for a call: one that is there, or a new one."""
         declared, rules = self.declared, self.declared.rules
         check_arity(declared.name, rules.what, rules.entries_in, len(call.args))
@@ -143,9 +144,9 @@ class Pipeline:
 
     def lower(
         self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        complete: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        complete: Callable[[tuple[PyTree, ...]], tuple[PyTree, ...]],
     ) -> Lowered:
         """The call of these arguments, or of others with their shapes and dtypes, lowered."""
         args, kwargs = jax.tree.map(_described, (complete(args), kwargs))
@@ -156,7 +157,7 @@ class Pipeline:
         inputs = program.layout.abstract(program.arrays(leaves))
         return Lowered(entry.lowers.lower(*inputs), program, treedef, complete)
 
-    def place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    def place(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[PyTree, ...]:
         """The arguments, laid out as the call wants them."""
         leaves, treedef = tree_util.tree_flatten((args, kwargs))
         call = Call(args, kwargs, leaves)
@@ -183,7 +184,7 @@ class Pipeline:
         return Pipeline(dataclasses.replace(self.declared, rules=rules, donate="none"))
 
 
-def _described(leaf: Any) -> Any:
+def _described(leaf: Leaf) -> Any:
     """A leaf that has only a shape and a dtype in the form that JAX has for that."""
     if is_shaped(leaf) or isinstance(leaf, type):
         return leaf

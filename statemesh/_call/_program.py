@@ -10,7 +10,7 @@ from .._arguments import Arguments, Call
 from .._base import _compat as compat
 from .._base import _jaxprs as jaxprs
 from .._base import errors
-from .._base._types import Place
+from .._base._types import Leaf, Placement
 from .._resolve._agreement import Passed, static_passed, structure_passed
 from .._resolve._inputs import Input
 from .._write_back import WriteBack
@@ -98,11 +98,11 @@ class Program:
         declared, keywords = self.declared, given.names[given.positional :]
         errors.check_signature(declared.fun, declared.name, given.positional, keywords)
 
-    def arrays(self, leaves: Sequence[Any]) -> Sequence[Any]:
+    def arrays(self, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
         """The program's inputs among all leaves."""
         return [leaves[i] for i in self.positions]
 
-    def hold(self, leaves: Sequence[Any]) -> Sequence[Any]:
+    def hold(self, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
         """Let the function have the objects of this call if it is traced again.
 
         They have the content of those of an earlier call, which their owner may have changed since.
@@ -113,7 +113,7 @@ class Program:
         self.run.hold(changing)
         return changing
 
-    def agree(self, leaves: Sequence[Any]) -> None:
+    def agree(self, leaves: Sequence[Leaf]) -> None:
         """Refuse what another process passes differently, where all of them have to pass the same."""
 
         def passed() -> list[Passed]:
@@ -123,7 +123,7 @@ class Program:
 
         self.layout.agree(self.arrays(leaves), passed)
 
-    def stacked(self, leaves: Sequence[Any]) -> tuple[list[Stacked], int | None]:
+    def stacked(self, leaves: Sequence[Leaf]) -> tuple[list[Stacked], int | None]:
         """The states that lanes write although nobody declared it, and the number of lanes.
 
         The function is traced to find them.
@@ -149,17 +149,17 @@ class Program:
         positions = {p for i in how for unit in given[i] for p in unit.positions}
         return [k for k, p in enumerate(self.positions) if p in positions]
 
-    def tracer_paths(self, arrays: Sequence[Any]) -> list[str]:
+    def tracer_paths(self, arrays: Sequence[Leaf]) -> list[str]:
         """The paths of the inputs that are being traced."""
         pairs = zip(self.layout.inputs, arrays, strict=True)
         return [one.path for one, x in pairs if compat.is_tracer(x)]
 
-    def __call__(self, *flat_args: Any) -> tuple[list[Any], WriteBack]:
+    def __call__(self, *flat_args: Leaf) -> tuple[list[Leaf], WriteBack]:
         self.layout.check(flat_args)
         self._check_signature(self.given)
         found: list[WriteBack] = []
 
-        def run(*parts: Any) -> tuple[list[Any], Sequence[Place]]:
+        def run(*parts: Leaf) -> tuple[list[Leaf], Sequence[Placement]]:
             own = self.repacking.split(parts)
             outputs, back = self.run(own, self.binding.varying())
             outputs, back = self.repacking.join(own, outputs, back)
@@ -176,7 +176,7 @@ def _check_argnums(donate: Any, count: int) -> None:
 
 
 def _inputs(
-    arguments: Arguments, placements: Mapping[int, Place], leaves: Sequence[Any]
+    arguments: Arguments, placements: Mapping[int, Placement], leaves: Sequence[Leaf]
 ) -> list[Input]:
     """A record of each input, in the order of their positions."""
     return [

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from .._arguments import Arguments, Call
-from .._base._types import Place
+from .._base._types import Leaf, Placement
 from .._leave._rules import LeavingRules
 from ._binding import Binding
 
@@ -22,7 +22,7 @@ class Resolved:
     - `by_shape`: whether a call with other shapes resolves differently, and needs another program.
     """
 
-    placements: Mapping[int, Place]
+    placements: Mapping[int, Placement]
     binding: Binding
     leaving: LeavingRules
     by_shape: bool
@@ -90,7 +90,7 @@ class Rules(Protocol):
     def check(self) -> None:
         """Refuse at construction whatever no call could make right."""
 
-    def check_traced(self, name: str, leaves: Sequence[Any]) -> None:
+    def check_traced(self, name: str, leaves: Sequence[Leaf]) -> None:
         """Refuse arguments that cannot be used here while something is traced."""
 
     def context(self, call: Call, traced: bool) -> Context:

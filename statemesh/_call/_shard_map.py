@@ -7,7 +7,7 @@ from .._base import _compat as compat
 from .._base import errors
 from .._base._checks import axis_names as as_names
 from .._base._paths import fun_name
-from .._base._types import AnyMesh, AxisNames, Donate, Fun, Params, Result, StateSpecs
+from .._base._types import AnyMesh, AxisNames, Donate, Fun, Params, Result, SpecTree, StateSpecs
 from ._declared import DONATE, Declared
 from ._mapping import Decorator, StatefulMapping
 from ._spec_rules import SpecRules
@@ -25,8 +25,8 @@ _REQUIRED: Any = _Required()
 def shard_map(
     fun: Callable[Params, Result],
     mesh: AnyMesh | None = ...,
-    in_specs: Any = ...,
-    out_specs: Any = ...,
+    in_specs: SpecTree = ...,
+    out_specs: SpecTree = ...,
     *,
     state_in_specs: StateSpecs = ...,
     state_out_specs: StateSpecs = ...,
@@ -41,8 +41,8 @@ def shard_map(
 def shard_map(
     fun: None = None,
     mesh: AnyMesh | None = ...,
-    in_specs: Any = ...,
-    out_specs: Any = ...,
+    in_specs: SpecTree = ...,
+    out_specs: SpecTree = ...,
     *,
     state_in_specs: StateSpecs = ...,
     state_out_specs: StateSpecs = ...,
@@ -56,8 +56,8 @@ def shard_map(
 def shard_map(
     fun: Fun | None = None,
     mesh: AnyMesh | None = None,
-    in_specs: Any = compat.INFER,
-    out_specs: Any = _REQUIRED,
+    in_specs: SpecTree = compat.INFER,
+    out_specs: SpecTree = _REQUIRED,
     *,
     state_in_specs: StateSpecs = None,
     state_out_specs: StateSpecs = None,

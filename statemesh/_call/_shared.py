@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from .._base._types import Leaf, PyTree
 from ._axis_rules import AxisRules
 from ._declared import Declared
 from ._on_devices import Devices
@@ -57,11 +58,11 @@ class _Weak:
     def __wrapped__(self) -> Any:
         return self._fun()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         return self.__wrapped__(*args, **kwargs)
 
 
-def _key(value: Any) -> Hashable:
+def _key(value: Leaf) -> Hashable:
     """What is equal for equal values of the same types.
 
     **Raises:** `TypeError` for what is not plain.

@@ -17,8 +17,11 @@ from .._base._stored import by_fields
 from .._base._types import (
     AnyMesh,
     AxisName,
+    Leaf,
     PerShard,
-    Place,
+    Placement,
+    PyTree,
+    SpecTree,
     StateSpecs,
     is_spec,
     is_state,
@@ -35,7 +38,7 @@ from .._resolve._mesh import (
 )
 from .._resolve._specs import (
     REPLICATED,
-    UNSAID,
+    UNDECLARED,
     check_state_specs,
     choose_specs,
     own_placements,
@@ -55,8 +58,8 @@ class SpecRules:
     """
 
     mesh: AnyMesh | None
-    in_specs: Any
-    out_specs: Any
+    in_specs: SpecTree
+    out_specs: SpecTree
     state_in_specs: StateSpecs
     state_out_specs: StateSpecs
     check_vma: bool
@@ -81,7 +84,7 @@ class SpecRules:
     def takes_set_mesh(self) -> bool:
         return self.mesh is None
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[PyTree, ...]:
         return by_fields(self)
 
     def check(self) -> None:
@@ -127,13 +130,13 @@ class SpecRules:
         inferred = _inferred(mesh, names, call.args)
         return SpecContext(self, mesh, names, inferred, tuple(tree_util.tree_leaves(inferred)))
 
-    def check_traced(self, name: str, leaves: Sequence[Any]) -> None:
+    def check_traced(self, name: str, leaves: Sequence[Leaf]) -> None:
         """Nothing: the context already refused arguments that do not fit the mesh."""
 
     def on_one_device(self) -> "SpecRules":
         return dataclasses.replace(self, one_device=True)
 
-    def _mesh(self, leaves: Sequence[Any], traced: bool) -> Mesh | AbstractMesh:
+    def _mesh(self, leaves: Sequence[Leaf], traced: bool) -> Mesh | AbstractMesh:
         if self.one_device:
             return one_device_mesh(self.mesh, traced)
         recorded = traced and compat.under_jit()
@@ -159,7 +162,7 @@ class SpecContext:
     rules: SpecRules
     mesh: Mesh | AbstractMesh
     names: tuple[AxisName, ...]
-    in_specs: Any
+    in_specs: SpecTree
     inferred: tuple[PartitionSpec, ...]
 
     looks_ahead = False
@@ -184,16 +187,16 @@ class SpecContext:
         leaving = LeaveBySpec(name, names, rules.out_specs, rules.state_out_specs)
         return Resolved(placements, binding(mesh, names, rules.check_vma), leaving, by_shape=False)
 
-    def _placements(self, arguments: Arguments, call: Call) -> dict[int, Place]:
+    def _placements(self, arguments: Arguments, call: Call) -> dict[int, Placement]:
         named = arguments.named(call.args, call.kwargs)
         declared = iter(choose_specs(self.rules.state_in_specs, named, "state_in_specs"))
-        placements: dict[int, Place] = {}
+        placements: dict[int, Placement] = {}
         what = "shard_map in_specs"
         each = arguments.with_entries(named, self.in_specs, what, None, broadcast_specs)
         for unit, node, spec in each:
             if unit.kind is not None:
                 chosen = next(declared)
-                own = own_placements(node, node.spec if chosen is UNSAID else chosen, unit.path)
+                own = own_placements(node, node.spec if chosen is UNDECLARED else chosen, unit.path)
                 own += [REPLICATED] * (len(unit.positions) - len(own))
                 placements.update(zip(unit.positions, own, strict=True))
             elif unit.shaped or (unit.number and not unit.in_module and spec is not None):
@@ -201,22 +204,22 @@ class SpecContext:
         return placements
 
 
-def _flat_specs(specs: Any) -> list[tuple[Any, Any]]:
+def _flat_specs(specs: SpecTree) -> list[tuple[Any, Any]]:
     if specs is compat.INFER:
         return []
     return jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)[0]
 
 
 def _inferred(
-    mesh: Mesh | AbstractMesh, names: Sequence[AxisName], args: tuple[Any, ...]
-) -> tuple[Any, ...]:
+    mesh: Mesh | AbstractMesh, names: Sequence[AxisName], args: tuple[PyTree, ...]
+) -> tuple[PyTree, ...]:
     """The specs that the types of the arguments carry, as Explicit axes make them."""
     if not explicit.explicit_axes(mesh).issuperset(names):
         raise errors.cannot_infer(mesh)
 
     wanted = frozenset(names)
 
-    def spec_of(x: Any) -> PartitionSpec:
+    def spec_of(x: Leaf) -> PartitionSpec:
         if not explicit.is_explicitly_typed(x):
             return PartitionSpec()
         return restricted(explicit.type_of(x).sharding.spec, wanted)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from .._base import _explicit as explicit
 from .._base import errors
 from .._base._compat import tree_util
+from .._base._types import PyTree, PyTreeDef
 from ._donate import spared_by
 from ._program import Program
 
@@ -29,8 +30,8 @@ class Stage:
         self,
         program: Any,
         call: Program,
-        treedef: Any,
-        complete: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+        treedef: PyTreeDef,
+        complete: Callable[[tuple[PyTree, ...]], tuple[PyTree, ...]],
     ) -> None:
         # `complete`: what the mapped call makes of positional arguments, as with a bound method's object.
         self.program = program
@@ -73,7 +74,7 @@ class Stage:
 class Lowered(Stage):
     """A call, lowered."""
 
-    def compile(self, *args: Any, **kwargs: Any) -> "Compiled":
+    def compile(self, *args: PyTree, **kwargs: PyTree) -> "Compiled":
         """Compile it.
 
         **Arguments:**
@@ -93,15 +94,15 @@ class Compiled(Stage):
         self,
         program: Any,
         call: Program,
-        treedef: Any,
-        complete: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+        treedef: PyTreeDef,
+        complete: Callable[[tuple[PyTree, ...]], tuple[PyTree, ...]],
     ) -> None:
         super().__init__(program, call, treedef, complete)
         inputs = tree_util.tree_leaves(program.args_info)
         donated = [k for k, info in enumerate(inputs) if info.donated]
         self._spared = spared_by(call, inputs, donated)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         call, layout = self._call, self._call.layout
         leaves, treedef = tree_util.tree_flatten((self._complete(args), kwargs))
         if treedef != self.in_tree:

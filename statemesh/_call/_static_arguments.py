@@ -10,7 +10,7 @@ from .._base import errors
 from .._base._checks import check_function
 from .._base._paths import fun_name, positional_names
 from .._base._tokens import token
-from .._base._types import Fun
+from .._base._types import Fun, Leaf, PyTree
 
 
 @jax.tree_util.register_static
@@ -19,7 +19,7 @@ class _Box:
 
     __slots__ = ("token", "value")
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Leaf) -> None:
         self.value = value
         self.token = token(value)
 
@@ -47,12 +47,12 @@ class Boxes:
         self.static = static
         check_function("pmap2", fun)
 
-        def opened(*args: Any, **kwargs: Any) -> Any:
+        def opened(*args: PyTree, **kwargs: PyTree) -> Any:
             return fun(*self.open(args), **kwargs)
 
         self.opened: Fun = functools.update_wrapper(opened, fun)
 
-    def __call__(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def __call__(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         """The arguments, the static ones in boxes."""
         if bad := [i for i in self.static if not -len(args) <= i < len(args)]:
             raise errors.bad_argnums("static_broadcasted_argnums", bad, len(args))
@@ -66,6 +66,6 @@ class Boxes:
             boxed[i] = _Box(args[i])
         return tuple(boxed)
 
-    def open(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def open(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         """The arguments as they were."""
         return tuple(x.value if isinstance(x, _Box) else x for x in args)

@@ -3,11 +3,11 @@
 import functools
 from collections.abc import Sequence
 from operator import is_
-from typing import Any
 
 from .._arguments import Arguments
 from .._base import errors
 from .._base._tokens import Unknowable, may_change, token
+from .._base._types import Leaf
 
 
 class Statics:
@@ -22,7 +22,7 @@ class Statics:
     """
 
     def __init__(
-        self, name: str, arguments: Arguments, positions: Sequence[int], leaves: Sequence[Any]
+        self, name: str, arguments: Arguments, positions: Sequence[int], leaves: Sequence[Leaf]
     ) -> None:
         self.name = name
         self.arguments = arguments
@@ -35,20 +35,20 @@ class Statics:
         self.tokens = self.tokens_of(leaves)
         self.changing_tokens = self._tokens_at(self.changing, leaves)
 
-    def tokens_of(self, leaves: Sequence[Any]) -> list[Any]:
+    def tokens_of(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """What static leaves are compared by.
 
         **Raises:** `StructureError` for a leaf that nothing can be compared by.
         """
         return self._tokens_at(self.positions, leaves)
 
-    def _tokens_at(self, positions: Sequence[int], leaves: Sequence[Any]) -> list[Any]:
+    def _tokens_at(self, positions: Sequence[int], leaves: Sequence[Leaf]) -> list[Leaf]:
         try:
             return [token(leaves[position]) for position in positions]
         except Unknowable as error:
             raise self._unknowable(leaves) from error
 
-    def _unknowable(self, leaves: Sequence[Any]) -> errors.StatemeshError:
+    def _unknowable(self, leaves: Sequence[Leaf]) -> errors.StatemeshError:
         paths, bad = self.arguments.paths(), []
         for position in self.positions:
             try:
@@ -57,7 +57,7 @@ class Statics:
                 bad.append((paths[position], leaves[position], error.value))
         return errors.unknowable_statics(self.name, bad)
 
-    def same(self, leaves: Sequence[Any]) -> bool:
+    def same(self, leaves: Sequence[Leaf]) -> bool:
         """Whether a call has the same static leaves, and nobody has changed them."""
         if not all(map(is_, map(leaves.__getitem__, self.fixed_at), self.fixed)):
             return False
@@ -68,6 +68,6 @@ class Statics:
         """The static leaves as they are now, by position, for messages."""
         return {i: repr(leaf) for i, leaf in zip(self.positions, self.values, strict=True)}
 
-    def changing_of(self, leaves: Sequence[Any]) -> Sequence[Any]:
+    def changing_of(self, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
         """The static leaves that may be other objects at each call."""
         return [leaves[position] for position in self.changing]

@@ -7,6 +7,7 @@ from .._base._paths import fun_name
 from .._base._types import (
     MISSING,
     UNNAMED,
+    AxisTree,
     Fun,
     LaneName,
     Missing,
@@ -14,6 +15,7 @@ from .._base._types import (
     Result,
     SeveralAxes,
     Size,
+    StateAxes,
 )
 from .._resolve._lanes import as_pairs
 from ._axis_rules import AxisRules
@@ -26,13 +28,13 @@ from ._over_lanes import Lanes
 def vmap2(
     fn: Callable[Params, Result],
     *,
-    in_axes: Any = ...,
-    out_axes: Any = ...,
+    in_axes: AxisTree = ...,
+    out_axes: AxisTree = ...,
     axis_name: LaneName | None = ...,
     axis_size: Size | None = ...,
     spmd_axis_name: SeveralAxes = ...,
-    state_in_axes: Any = ...,
-    state_out_axes: Any = ...,
+    state_in_axes: StateAxes = ...,
+    state_out_axes: StateAxes = ...,
     unexpected_out_state_mapping: str = ...,
 ) -> StatefulMapping[Params, Result]: ...
 
@@ -41,13 +43,13 @@ def vmap2(
 def vmap2(
     fn: Missing = ...,
     *,
-    in_axes: Any = ...,
-    out_axes: Any = ...,
+    in_axes: AxisTree = ...,
+    out_axes: AxisTree = ...,
     axis_name: LaneName | None = ...,
     axis_size: Size | None = ...,
     spmd_axis_name: SeveralAxes = ...,
-    state_in_axes: Any = ...,
-    state_out_axes: Any = ...,
+    state_in_axes: StateAxes = ...,
+    state_out_axes: StateAxes = ...,
     unexpected_out_state_mapping: str = ...,
 ) -> Decorator: ...
 
@@ -55,13 +57,13 @@ def vmap2(
 def vmap2(
     fn: Any = MISSING,
     *,
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    in_axes: AxisTree = 0,
+    out_axes: AxisTree = 0,
     axis_name: LaneName | None = None,
     axis_size: Size | None = None,
     spmd_axis_name: SeveralAxes = None,
-    state_in_axes: Any = None,
-    state_out_axes: Any = None,
+    state_in_axes: StateAxes = None,
+    state_out_axes: StateAxes = None,
     unexpected_out_state_mapping: str = "raise",
 ) -> Any:
     """Map a stateful function over lanes: over an axis of its arguments, on one device.

@@ -9,10 +9,10 @@ import numpy as np
 
 from .._base import errors
 from .._base._prefix import broadcast_axes
-from .._base._types import Filter, Place
+from .._base._types import AxisTree, Filter, Leaf, Placement, PyTree
 from .._model._state import State
 from .._resolve._lanes import choose_axes, fits
-from .._resolve._specs import UNSAID
+from .._resolve._specs import UNDECLARED
 from ._origins import Entered, values
 from ._rules import LeavingRules, Mistakes, roots
 
@@ -28,38 +28,38 @@ class LeaveByAxis(LeavingRules):
     - `replicated`: the paths of states that are declared to enter without a lane axis.
     """
 
-    out_axes: Any
+    out_axes: AxisTree
     state_out_axes: Sequence[tuple[Filter, int | None]]
     unexpected: str
-    placement: Callable[[int | None, int], Place]
+    placement: Callable[[int | None, int], Placement]
     replicated: frozenset[str]
 
-    def entries(self, result: Any, root: str) -> list[Any]:
+    def entries(self, result: PyTree, root: str) -> list[Leaf]:
         return broadcast_axes(self.out_axes, result, "out_axes", root)
 
-    def declared(self, result: Any, root: str) -> list[Any]:
+    def declared(self, result: PyTree, root: str) -> list[Leaf]:
         return choose_axes(self.state_out_axes, roots(result, root), "state_out_axes")
 
-    def for_array(self, entry: Any, x: Any, path: str, mistakes: Mistakes) -> Place:
+    def for_array(self, entry: Leaf, x: Leaf, path: str, mistakes: Mistakes) -> Placement:
         return self._checked(entry, x, path, mistakes)
 
-    def stays(self, where: Place) -> bool:
+    def stays(self, where: Placement) -> bool:
         """What all lanes share stays: with one axis more at each call, no model could be fed back."""
         return where.axis is None
 
     def for_state(
         self, state: State, entered: Entered | None, declared: Any, path: str, mistakes: Mistakes
-    ) -> list[Place]:
+    ) -> list[Placement]:
         leaves = values(state)
         into = [] if entered is None else [where.axis for where in entered.placements]
         if entered is None or all(axis is None for axis in into):
             # One key serves all lanes, however many: it never has a lane axis.
             one_key = entered is not None and state.always_replicated and is_single(state)
-            axis = None if declared is UNSAID or one_key else declared
+            axis = None if declared is UNDECLARED or one_key else declared
             return [self._checked(axis, x, path, mistakes) for x in leaves]
         if len(leaves) > len(into):
             return [self._checked(into[0], x, path, mistakes) for x in leaves]
-        if declared is not UNSAID and any(
+        if declared is not UNDECLARED and any(
             declared is None or _from_start(declared, x) != _from_start(axis, x)
             for x, axis in zip(leaves, into, strict=False)
         ):
@@ -70,12 +70,12 @@ class LeaveByAxis(LeavingRules):
                 placements[k] = self._checked(into[k], x, path, mistakes)
         return placements
 
-    def auxiliary(self) -> Place:
+    def auxiliary(self) -> Placement:
         return self.placement(None, 0)
 
-    def fallback(self, declared: Any, x: Any, path: str) -> Place | None:
+    def fallback(self, declared: Any, x: Leaf, path: str) -> Placement | None:
         """Axis 0, where the author allows it and did not declare the state to be equal in all lanes."""
-        if declared is not UNSAID or path in self.replicated or self.unexpected == "raise":
+        if declared is not UNDECLARED or path in self.replicated or self.unexpected == "raise":
             return None
         return self.placement(0, np.ndim(x) + 1)
 
@@ -88,7 +88,7 @@ class LeaveByAxis(LeavingRules):
         undeclared: list[errors.Diverged] = []
         for one in mistakes.diverged:
             at_none = one.declared is None or (
-                one.declared is UNSAID and one.path in self.replicated
+                one.declared is UNDECLARED and one.path in self.replicated
             )
             (to_none if at_none else undeclared).append(one)
         if found := to_none or undeclared:
@@ -99,7 +99,7 @@ class LeaveByAxis(LeavingRules):
             paths = [path for path, _ in mistakes.stacked]
             warnings.warn(errors.lanes_stacked(self.fun_name, paths), stacklevel=2)
 
-    def _checked(self, axis: int | None, x: Any, path: str, mistakes: Mistakes) -> Place:
+    def _checked(self, axis: int | None, x: Leaf, path: str, mistakes: Mistakes) -> Placement:
         """The placement with the lanes on this axis; a mistake where the array has no such axis."""
         ndim = np.ndim(x) + 1
         if axis is not None and not fits(axis, ndim):
@@ -113,5 +113,5 @@ def is_single(state: State) -> bool:
     return all(not np.ndim(x) for x in values(state))
 
 
-def _from_start(axis: int | None, x: Any) -> int | None:
+def _from_start(axis: int | None, x: Leaf) -> int | None:
     return None if axis is None else axis % (np.ndim(x) + 1)

@@ -15,7 +15,7 @@ from .._axes._mesh_and_lanes import one_copy
 from .._base import errors
 from .._base._compat import tree_util
 from .._base._paths import path_str
-from .._base._types import NO_AXES, NUMBERS, Axes, AxisName, Place, is_state
+from .._base._types import NO_AXES, NUMBERS, Axes, AxisName, Leaf, Placement, PyTree, is_state
 from .._model._state import State
 from .._model._values import strong
 from .._varying import VaryingAxes
@@ -36,7 +36,7 @@ class Arrived:
     - `stays`: whether it stands in a Module and leaves with its placement again when it is not written.
     """
 
-    placement: Place
+    placement: Placement
     index: int | None
     stays: bool
 
@@ -49,7 +49,7 @@ class _Leaving:
         rules: LeavingRules,
         arrived: Mapping[int, Arrived],
         varying: VaryingAxes,
-        given: Sequence[Any],
+        given: Sequence[Leaf],
     ) -> None:
         self.rules = rules
         # By identity: an array that the function returns as it was given is forwarded.
@@ -59,8 +59,8 @@ class _Leaving:
         self.forwarding: dict[int, tuple[Any, list[int | None]]] = {}
         self.varying = varying
         self.given = {id(x): Given(k, x) for k, x in enumerate(given)}
-        self.outputs: list[Any] = []
-        self.placements: list[Place] = []
+        self.outputs: list[Leaf] = []
+        self.placements: list[Placement] = []
         self.rewritten: list[int] = []
         self.written_at: list[tuple[int, str]] = []
         self.written_paths: set[str] = set()
@@ -69,14 +69,14 @@ class _Leaving:
         # could get its identity.
         self.seen: dict[int, tuple[Any, Axes]] = {}
 
-    def look(self, values: Iterable[Any]) -> None:
+    def look(self, values: Iterable[Leaf]) -> None:
         """Find out over which axes these may differ, of all of them at once."""
         new = {id(x): x for x in values if id(x) not in self.seen and is_shaped(x)}
         over = self.varying.of(list(new.values()))
         for x, axes in zip(new.values(), over, strict=True):
             self.seen[id(x)] = x, axes
 
-    def unmerged(self, x: Any, where: Place) -> Axes:
+    def unmerged(self, x: Leaf, where: Placement) -> Axes:
         """The axes over which `x` may differ although `where` keeps one copy.
 
         Where nothing tells, all axes that `where` leaves out.
@@ -86,7 +86,7 @@ class _Leaving:
         self.look([x])
         return self.seen[id(x)][1] - where.axis_names if id(x) in self.seen else NO_AXES
 
-    def may_be_unmerged(self, where: Place) -> bool:
+    def may_be_unmerged(self, where: Placement) -> bool:
         return not where.axis_names.issuperset(self.rules.axis_names)
 
     def look_at_states(self, writing: Sequence[Written]) -> None:
@@ -98,18 +98,18 @@ class _Leaving:
             if self.may_be_unmerged(where)
         )
 
-    def wrongly_unmerged(self, x: Any, where: Place) -> Axes:
+    def wrongly_unmerged(self, x: Leaf, where: Placement) -> Axes:
         """The same where it is known; a mistake if there are any."""
         return self.unmerged(x, where) if self.varying.is_known else NO_AXES
 
-    def array(self, x: Any, where: Place, path: str) -> Output | Forwarded:
+    def array(self, x: Leaf, where: Placement, path: str) -> Output | Forwarded:
         """One array on its way out."""
         came = self.arrived.get(id(x))
         if came is not None and came.index is not None and came.placement == where:
             return Forwarded(came.index)
         return self.emit(x, where, path)
 
-    def emit(self, x: Any, where: Place, path: str) -> Output:
+    def emit(self, x: Leaf, where: Placement, path: str) -> Output:
         x = where.put(jnp.asarray(x))
         if x.ndim < len(where.axes):
             self.mistakes.rank.append(errors.RankMismatch(path, x, where.written))
@@ -173,7 +173,7 @@ class _Leaving:
             one.state, [self.written(one, k, x) for k, x in enumerate(leaves_of(one.state))]
         )
 
-    def written(self, one: Written, k: int, x: Any) -> Output | Forwarded:
+    def written(self, one: Written, k: int, x: Leaf) -> Output | Forwarded:
         """One leaf of a written state."""
         where, entered = one.placements[k], one.entered
         if still := self.wrongly_unmerged(x, where):
@@ -195,7 +195,7 @@ class _Leaving:
         self.written_at.append((output.index, one.path))
         return output
 
-    def leaf(self, x: Any, entry: Any, in_module: bool, path: str) -> Any:
+    def leaf(self, x: Leaf, entry: Leaf, in_module: bool, path: str) -> Any:
         """One leaf outside any State."""
         if not is_shaped(x) and (type(x) not in NUMBERS or in_module):
             return self.given.get(id(x), Static(x))
@@ -214,7 +214,7 @@ class _Leaving:
             self.outputs[source.index] = strong(self.outputs[source.index])
         return source
 
-    def stayed(self, x: Any) -> tuple[Any, Place] | None:
+    def stayed(self, x: Leaf) -> tuple[Any, Placement] | None:
         """The array that `x` was when it came in, and its placement, if it leaves as it came."""
         if not self.any_stays:
             return None
@@ -226,15 +226,15 @@ class _Leaving:
 
 
 def leave(
-    result: Any,
+    result: PyTree,
     entered: Sequence[Entered],
     arrived: Mapping[int, Arrived],
     rules: LeavingRules,
     varying: VaryingAxes,
-    given: Sequence[Any],
+    given: Sequence[Leaf],
     tied: Sequence[Sequence[str]],
     donating: bool,
-) -> tuple[list[Any], WriteBack]:
+) -> tuple[list[Leaf], WriteBack]:
     """Take one instance's result apart.
 
     **Arguments:**
@@ -259,7 +259,7 @@ def leave(
     origins = iter(find_origins(rules.fun_name, returned, entered, donating))
     declared = iter(rules.declared(result, root))
     leaving = _Leaving(rules, arrived, varying, given)
-    parts: list[Any] = []
+    parts: list[Leaf] = []
     for keys, node in flat:
         if not is_state(node):
             parts.append(node)

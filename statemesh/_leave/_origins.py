@@ -8,7 +8,7 @@ from .._base import errors
 from .._base._compat import tree_util
 from .._base._links import Links
 from .._base._paths import path_str
-from .._base._types import KeyPath, Place
+from .._base._types import KeyPath, Leaf, Placement
 from .._model._origin import Unknown, origin
 from .._model._state import State
 
@@ -24,7 +24,7 @@ class Entered:
     old: State
     seen: State
     # One placement, and one index among the program's inputs, for each of its leaves.
-    placements: tuple[Place, ...]
+    placements: tuple[Placement, ...]
     inputs: tuple[int, ...]
 
 
@@ -165,11 +165,11 @@ def _scores(
     return scores
 
 
-def values(state: State) -> list[Any]:
+def values(state: State) -> list[Leaf]:
     """The leaves of a state's value."""
     return list(tree_util.tree_leaves(state.value))
 
 
-def leaves_of(state: State) -> list[Any]:
+def leaves_of(state: State) -> list[Leaf]:
     """All leaves of a state: its value's, then those of whatever its kind keeps beside it."""
     return list(tree_util.tree_leaves(state))

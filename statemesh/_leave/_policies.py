@@ -6,7 +6,7 @@ from typing import Any
 
 from .._base import errors
 from .._base._compat import tree_util
-from .._base._types import AxisName, Place
+from .._base._types import AxisName, Leaf, Placement
 from .._model._state import State
 from ._origins import Entered, leaves_of
 
@@ -19,7 +19,7 @@ class Written:
     entered: Entered | None
     declared: Any
     path: str
-    placements: list[Place]
+    placements: list[Placement]
 
 
 def left(state: State, old: State | None, over: Sequence[tuple[AxisName, ...]]) -> State:
@@ -45,6 +45,6 @@ def checked_state(made: object, state: State, method: str) -> State:
     return made
 
 
-def filled(state: State, leaves: list[Any]) -> State:
+def filled(state: State, leaves: list[Leaf]) -> State:
     filled: State = tree_util.tree_structure(state).unflatten(leaves)
     return filled

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._base import errors
-from .._base._types import Axes, AxisName, Place
+from .._base._types import Axes, AxisName, Leaf, Placement, PyTree
 from .._model._state import State
 from ._origins import Entered
 
@@ -42,19 +42,19 @@ class LeavingRules(abc.ABC):
     axis_names: tuple[AxisName, ...]
 
     @abc.abstractmethod
-    def entries(self, result: Any, root: str) -> list[Any]:
+    def entries(self, result: PyTree, root: str) -> list[Leaf]:
         """The declared entry of each leaf of the result, a State counting as one leaf."""
 
     @abc.abstractmethod
-    def declared(self, result: Any, root: str) -> list[Any]:
+    def declared(self, result: PyTree, root: str) -> list[Leaf]:
         """What the author declared for each State of the result, or `UNDECLARED`."""
 
     @abc.abstractmethod
-    def for_array(self, entry: Any, x: Any, path: str, mistakes: Mistakes) -> Place:
+    def for_array(self, entry: Leaf, x: Leaf, path: str, mistakes: Mistakes) -> Placement:
         """The placement of an array outside a State."""
 
     @abc.abstractmethod
-    def stays(self, where: Place) -> bool:
+    def stays(self, where: Placement) -> bool:
         """Whether an array of a Module that entered with this placement also leaves with it.
 
         It does so only when the function did not write it, and then whatever is declared.
@@ -63,15 +63,15 @@ class LeavingRules(abc.ABC):
     @abc.abstractmethod
     def for_state(
         self, state: State, entered: Entered | None, declared: Any, path: str, mistakes: Mistakes
-    ) -> list[Place]:
+    ) -> list[Placement]:
         """The placement of each leaf of a written state's value."""
 
     @abc.abstractmethod
-    def auxiliary(self) -> Place:
+    def auxiliary(self) -> Placement:
         """The placement of what a kind keeps besides its value: one copy for all, like a key."""
 
     @abc.abstractmethod
-    def fallback(self, declared: Any, x: Any, path: str) -> Place | None:
+    def fallback(self, declared: Any, x: Leaf, path: str) -> Placement | None:
         """The placement of a leaf that varies although its own placement keeps one copy.
 
         `None` where such a leaf is a mistake.
@@ -86,7 +86,7 @@ class LeavingRules(abc.ABC):
         return tuple(name for name in self.axis_names if name in axis_names)
 
 
-def roots(result: Any, root: str) -> Sequence[tuple[str, Any]]:
+def roots(result: PyTree, root: str) -> Sequence[tuple[str, Any]]:
     """The parts of a result, each with its path, as filters see them."""
     if type(result) is tuple:
         return [(f"{root}[{i}]", part) for i, part in enumerate(result)]

@@ -6,9 +6,9 @@ from typing import Any
 from .._base import errors
 from .._base._compat import tree_util
 from .._base._prefix import broadcast_specs
-from .._base._types import Place, StateSpecs
+from .._base._types import Leaf, Placement, PyTree, SpecTree, StateSpecs
 from .._model._state import State
-from .._resolve._specs import REPLICATED, UNSAID, choose_specs, own_placements, placement
+from .._resolve._specs import REPLICATED, UNDECLARED, choose_specs, own_placements, placement
 from ._origins import Entered, values
 from ._rules import LeavingRules, Mistakes, roots
 
@@ -17,28 +17,28 @@ from ._rules import LeavingRules, Mistakes, roots
 class LeaveBySpec(LeavingRules):
     """`out_specs` and `state_out_specs`."""
 
-    out_specs: Any
+    out_specs: SpecTree
     state_out_specs: StateSpecs
 
-    def entries(self, result: Any, root: str) -> list[Any]:
+    def entries(self, result: PyTree, root: str) -> list[Leaf]:
         return broadcast_specs(self.out_specs, result, "shard_map out_specs", root)
 
-    def declared(self, result: Any, root: str) -> list[Any]:
+    def declared(self, result: PyTree, root: str) -> list[Leaf]:
         return choose_specs(self.state_out_specs, roots(result, root), "state_out_specs")
 
-    def for_array(self, entry: Any, x: Any, path: str, mistakes: Mistakes) -> Place:
+    def for_array(self, entry: Leaf, x: Leaf, path: str, mistakes: Mistakes) -> Placement:
         if entry is None:
             raise errors.none_for_array(path, x)
         return placement(entry)
 
-    def stays(self, where: Place) -> bool:
+    def stays(self, where: Placement) -> bool:
         """Never: a spec of an array means to statemesh what it means to JAX."""
         return False
 
     def for_state(
         self, state: State, entered: Entered | None, declared: Any, path: str, mistakes: Mistakes
-    ) -> list[Place]:
-        if declared is not UNSAID:
+    ) -> list[Placement]:
+        if declared is not UNDECLARED:
             return [*own_placements(state, declared, path)]
         if entered is not None:
             own = list(entered.placements)
@@ -50,10 +50,10 @@ class LeaveBySpec(LeavingRules):
                 return own * len(values(state))
         return [*own_placements(state, state.spec, path)]
 
-    def auxiliary(self) -> Place:
+    def auxiliary(self) -> Placement:
         return REPLICATED
 
-    def fallback(self, declared: Any, x: Any, path: str) -> Place | None:
+    def fallback(self, declared: Any, x: Leaf, path: str) -> Placement | None:
         """None: the author has to write a spec."""
         return None
 

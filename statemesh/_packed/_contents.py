@@ -15,7 +15,7 @@ from .._base import _explicit as explicit
 from .._base import errors
 from .._base._compat import tree_util
 from .._base._types import AxisName, Dtype, Leaf, PyTree, PyTreeDef, is_state
-from .._resolve._specs import Placement
+from .._resolve._specs import SpecPlacement
 
 
 _TOGETHER = 8
@@ -36,7 +36,7 @@ class Slot:
 
     path: str
     shape: tuple[int, ...]
-    where: Placement
+    where: SpecPlacement
     start: int
     part: tuple[int, ...]
 
@@ -63,9 +63,9 @@ class Group:
     slots: tuple[Slot, ...]
 
     @property
-    def where(self) -> Placement:
+    def where(self) -> SpecPlacement:
         """The buffer's placement: shard after shard."""
-        return Placement(PartitionSpec(self.names) if self.names else PartitionSpec())
+        return SpecPlacement(PartitionSpec(self.names) if self.names else PartitionSpec())
 
     @cached_property
     def size(self) -> int:

@@ -34,7 +34,13 @@ from .._model._kinds import ParamState
 from .._resolve._agreement import array_passed, check_alike
 from .._resolve._mesh import check_mesh, check_specs, manual_names, mesh_for_traced
 from .._resolve._placement import check_shapes, check_valued, is_own, traced_onto
-from .._resolve._specs import UNSAID, Placement, check_state_specs, choose_specs, own_placements
+from .._resolve._specs import (
+    UNDECLARED,
+    SpecPlacement,
+    check_state_specs,
+    choose_specs,
+    own_placements,
+)
 from ._contents import Contents, Group, Slot
 from ._packed import Packed
 
@@ -167,23 +173,23 @@ def _mesh_of(buffer: Leaf) -> AnyMesh | None:
 
 def _placements(
     model: PyTree, flat: Sequence[tuple[KeyPath, PyTree]], state_specs: StateSpecs
-) -> list[Sequence[Placement] | None]:
+) -> list[Sequence[SpecPlacement] | None]:
     """For each unit of the model where its arrays go, or `None` for what is left beside."""
     said = iter(choose_specs(state_specs, [("model", model)], "state_specs"))
-    found: list[Sequence[Placement] | None] = []
+    found: list[Sequence[SpecPlacement] | None] = []
     for keys, node in flat:
-        chosen = next(said) if is_state(node) else UNSAID
+        chosen = next(said) if is_state(node) else UNDECLARED
         if not _is_packable(node):
             found.append(None)
             continue
-        spec = node.spec if chosen is UNSAID else chosen
+        spec = node.spec if chosen is UNDECLARED else chosen
         found.append(own_placements(node, spec, path_str(keys, "model")))
     return found
 
 
 def _check(
     flat: Sequence[tuple[KeyPath, PyTree]],
-    wheres: Sequence[Sequence[Placement] | None],
+    wheres: Sequence[Sequence[SpecPlacement] | None],
     mesh: AnyMesh,
     names: Sequence[AxisName],
 ) -> None:
@@ -196,7 +202,7 @@ def _check(
 
 
 def _packed_arrays(
-    flat: Sequence[tuple[KeyPath, PyTree]], wheres: Sequence[Sequence[Placement] | None]
+    flat: Sequence[tuple[KeyPath, PyTree]], wheres: Sequence[Sequence[SpecPlacement] | None]
 ) -> list[tuple[str, PyTree]]:
     """The arrays that go into buffers, each with its path."""
     return [
@@ -220,7 +226,7 @@ def _dtype_of(x: Leaf) -> PyTree:
     return jax.dtypes.canonicalize_dtype(x.dtype)
 
 
-def _part(shape: tuple[int, ...], where: Placement, mesh: AnyMesh) -> tuple[int, ...]:
+def _part(shape: tuple[int, ...], where: SpecPlacement, mesh: AnyMesh) -> tuple[int, ...]:
     counts = [math.prod(mesh.shape[name] for name in names) for names in where.axes]
     counts += [1] * (len(shape) - len(counts))
     return tuple(size // count for size, count in zip(shape, counts, strict=True))

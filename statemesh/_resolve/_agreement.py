@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._base import _digests as digests
 from .._base import errors
+from .._base._types import Leaf, PyTreeDef
 
 
 _NO_MESH = AbstractMesh((), ())
@@ -19,15 +20,15 @@ _NO_MESH = AbstractMesh((), ())
 Passed = tuple[str, Any, bytes]
 
 
-def array_passed(path: str, x: Any) -> Passed:
+def array_passed(path: str, x: Leaf) -> Passed:
     return path, x, digests.of_array(x)
 
 
-def static_passed(path: str, value: Any) -> Passed:
+def static_passed(path: str, value: Leaf) -> Passed:
     return path, value, digests.of_static(value)
 
 
-def structure_passed(treedef: Any, paths: Sequence[str]) -> Passed:
+def structure_passed(treedef: PyTreeDef, paths: Sequence[str]) -> Passed:
     """The structure of arguments, by the words with which it is printed.
 
     Not their order: sets of strings have another one in each process. Nor where objects lie in memory.

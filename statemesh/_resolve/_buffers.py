@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from .._base import _compat as compat
+from .._base._types import Leaf
 
 
 def copied(x: jax.Array) -> jax.Array:
@@ -19,7 +20,7 @@ def copied(x: jax.Array) -> jax.Array:
     return copy
 
 
-def apart(x: Any, target: Sharding) -> Any:
+def apart(x: Leaf, target: Sharding) -> Any:
     """`x`, or a copy of it where JAX would lay it out as `target` in the memory that `x` has already.
 
     `jax.device_put` takes a part that lies on one of the devices for the part to be put there, and on the
@@ -56,7 +57,7 @@ class Made:
         self._most = 1024
         self.number = 0
 
-    def add(self, arrays: Sequence[Any]) -> None:
+    def add(self, arrays: Sequence[Leaf]) -> None:
         self.number += 1
         self._entries.update(
             zip(map(id, arrays), zip(map(weakref.ref, arrays), repeat(self.number)), strict=False)
@@ -68,7 +69,7 @@ class Made:
                     self._entries.pop(key, None)
             self._most = max(1024, 2 * len(self._entries))
 
-    def numbers(self, arrays: Sequence[Any]) -> list[int]:
+    def numbers(self, arrays: Sequence[Leaf]) -> list[int]:
         """When each was made; 0 for what something else has made."""
         entries = self._entries
         found = [entries.get(id(x), _NOBODY) for x in arrays]
@@ -97,9 +98,9 @@ class Spared:
         wanted = {sizes[k] for k in donated if sizes[k] and count[sizes[k]] > 1}
         self.compared = [k for k, size in enumerate(sizes) if size in wanted]
         # What no program made and none took, found apart from all others, and the last number by then.
-        self._apart: tuple[list[Any], int] = [], 0
+        self._apart: tuple[list[Leaf], int] = [], 0
 
-    def __call__(self, arrays: Sequence[Any]) -> Sequence[Any]:
+    def __call__(self, arrays: Sequence[Leaf]) -> Sequence[Leaf]:
         """The arrays, with a copy of each donated one that shares memory with another."""
         if not self.compared or self._known([arrays[k] for k in self.compared]):
             return arrays
@@ -114,7 +115,7 @@ class Spared:
         self._apart = left, MADE.number
         return arrays
 
-    def _known(self, compared: Sequence[Any]) -> bool:
+    def _known(self, compared: Sequence[Leaf]) -> bool:
         """Whether nothing has to be looked up: that would wait for what is being computed.
 
         So it is where programs made all of these, or the others are those of last time and all that
@@ -131,13 +132,13 @@ class Spared:
             return False
         return all(ref() is x for ref, x in zip(left, others, strict=True))
 
-    def keep(self, outputs: Sequence[Any]) -> None:
+    def keep(self, outputs: Sequence[Leaf]) -> None:
         """Remember what the program has made."""
         if self.compared:
             MADE.add(outputs)
 
 
-def memory(x: Any) -> frozenset[tuple[Any, int]]:
+def memory(x: Leaf) -> frozenset[tuple[Any, int]]:
     """Where each part of `x` begins, with its device."""
     if not isinstance(x, jax.Array) or x.is_deleted():
         return frozenset()

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from .._base._types import Place
+from .._base._types import Placement
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Input:
 
     position: int
     path: str
-    placement: Place
+    placement: Placement
     kind: type
     strong: bool
     stateful: bool

@@ -8,18 +8,18 @@ import jax
 import numpy as np
 
 from .._base import errors
-from .._base._types import AxisName, Filter, is_axis, is_state
+from .._base._types import AxisName, Filter, Leaf, StateAxes, is_axis, is_state
 from .._model._filters import first_matches
 from .._model._values import strong
 from ._agreement import Passed
 from ._inputs import Input
 from ._layout import MeshLayout
 from ._placement import is_deleted
-from ._specs import UNSAID
+from ._specs import UNDECLARED
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Lane:
+class LanePlacement:
     """The axis of one leaf that `vmap` takes away inside; `None` where all lanes share it.
 
     **Attributes:**
@@ -35,11 +35,11 @@ class Lane:
     written: ClassVar[None] = None
     axes: ClassVar[tuple[()]] = ()
 
-    def take(self, part: Any) -> Any:
+    def take(self, part: Leaf) -> Any:
         """What the lane sees of its part: `vmap` has taken the axis away."""
         return part
 
-    def put(self, value: Any) -> Any:
+    def put(self, value: Leaf) -> Any:
         """The part that a lane's value becomes: `vmap` will add the axis."""
         return value
 
@@ -81,7 +81,7 @@ class Pairs(tuple[tuple[Filter, int | None], ...]):
     __slots__ = ()
 
 
-def as_pairs(state_axes: Any, what: str) -> Pairs:
+def as_pairs(state_axes: StateAxes, what: str) -> Pairs:
     """`state_in_axes` or `state_out_axes`, as users write them, in their one form."""
     if isinstance(state_axes, Pairs):
         return state_axes
@@ -97,14 +97,14 @@ def as_pairs(state_axes: Any, what: str) -> Pairs:
 
 def choose_axes(
     pairs: Sequence[tuple[Filter, int | None]], roots: Sequence[tuple[str, Any]], what: str
-) -> list[Any]:
-    """The axis declared for each state of the roots, in order; `UNSAID` where none is."""
+) -> list[Leaf]:
+    """The axis declared for each state of the roots, in order; `UNDECLARED` where none is."""
     if not pairs:
         trees = [jax.tree_util.tree_leaves(tree, is_leaf=is_state) for _, tree in roots]
-        return [UNSAID for tree in trees for node in tree if is_state(node)]
+        return [UNDECLARED for tree in trees for node in tree if is_state(node)]
     filters = [filter for filter, _ in pairs]
     hits = [hit for found in first_matches(filters, roots, what) for hit in found]
-    return [UNSAID if hit is None else pairs[hit][1] for hit in hits]
+    return [UNDECLARED if hit is None else pairs[hit][1] for hit in hits]
 
 
 class LaneLayout:
@@ -126,19 +126,19 @@ class LaneLayout:
             k for k, one in enumerate(inputs) if not issubclass(one.kind, of_jax)
         )
 
-    def check(self, arrays: Sequence[Any]) -> None:
+    def check(self, arrays: Sequence[Leaf]) -> None:
         """Axes and sizes are checked where lanes are counted."""
 
-    def agree(self, given: Sequence[Any], passed: Callable[[], list[Passed]]) -> None:
+    def agree(self, given: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
         """There are no other processes."""
 
-    def check_alive(self, given: Sequence[Any]) -> None:
+    def check_alive(self, given: Sequence[Leaf]) -> None:
         """Refuse arrays whose buffers were given up."""
         gone = [one.path for one, x in zip(self.inputs, given, strict=True) if is_deleted(x)]
         if gone:
             raise errors.deleted(self.fun_name, gone)
 
-    def concrete(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def concrete(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         """Arrays as the program takes them, and as they come back when not written."""
         weak = [k for k in self.made_strong if getattr(given[k], "weak_type", False)]
         if not weak:
@@ -149,22 +149,22 @@ class LaneLayout:
         return ready, ready
 
     def returned(
-        self, given: Sequence[Any], shown: Sequence[Any], forwarded: Iterable[int]
-    ) -> Sequence[Any]:
+        self, given: Sequence[Leaf], shown: Sequence[Leaf], forwarded: Iterable[int]
+    ) -> Sequence[Leaf]:
         """What comes back as it went in: lanes have no layout that it could lack."""
         del given, forwarded
         return shown
 
-    def part_size(self, k: int, x: Any) -> int:
+    def part_size(self, k: int, x: Leaf) -> int:
         """The bytes of an input, none of which is given up here."""
         return 0
 
-    def traced(self, given: Sequence[Any], recorded: bool) -> list[Any]:
+    def traced(self, given: Sequence[Leaf], recorded: bool) -> list[Leaf]:
         """Inputs some of which are traced, as they are."""
         del recorded
         return list(given)
 
-    def abstract(self, given: Sequence[Any]) -> list[Any]:
+    def abstract(self, given: Sequence[Leaf]) -> list[Leaf]:
         """Shapes and dtypes, to lower the program with."""
         return [jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") else x for x in given]
 
@@ -178,7 +178,7 @@ class _Fixed:
 
     shapes: tuple[Any, ...] | None = None
 
-    def check(self, arrays: Sequence[Any]) -> None:
+    def check(self, arrays: Sequence[Leaf]) -> None:
         shapes = tuple(map(np.shape, arrays))
         if self.shapes is None:
             self.shapes = shapes

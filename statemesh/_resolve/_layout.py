@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._base import _compat as compat
 from .._base import errors
-from .._base._types import NUMBERS, AxisName, only
+from .._base._types import NUMBERS, AxisName, Leaf, only
 from .._model._values import strong
 from ._agreement import Passed
 from ._buffers import MADE, apart, copied, memory
@@ -22,7 +22,7 @@ from ._placement import check_shapes, lies_right, onto, traced_onto
 _is_deleted = methodcaller("is_deleted")
 
 
-def _as_wide_as_now(x: Any) -> Any:
+def _as_wide_as_now(x: Leaf) -> Any:
     """An array of the host in the dtype that it has for JAX, with x64 on or off.
 
     Of several that it is to lay out at once JAX remembers the objects, but not which of the two it was.
@@ -67,27 +67,27 @@ class MeshLayout:
         # NumPy's memory is its owner's, who may fill it anew.
         self.fresh = frozenset({*self.hosted, *(k for k, t in enumerate(kinds) if t in NUMBERS)})
         self.only_arrays = len(self.on_device) == len(inputs)
-        self.targets: list[Any] = [None] * len(inputs)
+        self.targets: list[Leaf] = [None] * len(inputs)
         for k in [*self.hosted, *self.on_device]:
             self.targets[k] = NamedSharding(mesh, inputs[k].placement.spec)
         # The sharding objects that were found right before: what comes out of the program and is fed
         # back carries the very same ones, so that a comparison of identities is enough.
         self.seen = list(self.targets)
 
-    def check(self, arrays: Sequence[Any]) -> None:
+    def check(self, arrays: Sequence[Leaf]) -> None:
         """Refuse arrays that do not fit their specs."""
         what = f"shard_map applied to the function {self.fun_name!r}"
         paths = [one.path for one in self.inputs]
         placements = [one.placement for one in self.inputs]
         check_shapes(paths, arrays, placements, self.mesh, what)
 
-    def agree(self, given: Sequence[Any], passed: Callable[[], list[Passed]]) -> None:
+    def agree(self, given: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
         """Refuse, before the first call, what other processes have otherwise; here there are none.
 
         `passed`: gives what is no input.
         """
 
-    def concrete(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def concrete(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         """Concrete arrays as the program takes them, and as they come back when not written.
 
         The two differ for an array that lies right under another name of the same layout: it comes
@@ -101,12 +101,12 @@ class MeshLayout:
             return given, given
         return self._moved(given)
 
-    def check_alive(self, given: Sequence[Any]) -> None:
+    def check_alive(self, given: Sequence[Leaf]) -> None:
         """Refuse arrays whose buffers were given up."""
         if gone := [k for k in self.on_device if given[k].is_deleted()]:
             raise errors.deleted(self.fun_name, [self.inputs[k].path for k in gone])
 
-    def _moved(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def _moved(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         self.check_alive(given)
         stale = [k for k in self.on_device if given[k].sharding is not self.seen[k]]
         ready, shown = list(given), list(given)
@@ -141,7 +141,7 @@ class MeshLayout:
             MADE.add(moved)
         return ready, shown
 
-    def _spare(self, originals: Sequence[Any], ready: list[Any], moved: Iterable[int]) -> None:
+    def _spare(self, originals: Sequence[Leaf], ready: list[Leaf], moved: Iterable[int]) -> None:
         """Copy what was not moved but shares memory with an original that was, lest that be given up."""
         spared: dict[int, list[jax.Array]] = {}
         for x in originals:
@@ -154,7 +154,7 @@ class MeshLayout:
             if alike and not memory(ready[k]).isdisjoint(frozenset().union(*map(memory, alike))):
                 ready[k] = copied(ready[k])
 
-    def part_size(self, k: int, x: Any) -> int:
+    def part_size(self, k: int, x: Leaf) -> int:
         """The bytes of an input that a device holds; 0 of what is no array."""
         target = self.targets[k]
         if target is None:
@@ -163,8 +163,8 @@ class MeshLayout:
         return size
 
     def returned(
-        self, given: Sequence[Any], shown: Sequence[Any], forwarded: Iterable[int]
-    ) -> Sequence[Any]:
+        self, given: Sequence[Leaf], shown: Sequence[Leaf], forwarded: Iterable[int]
+    ) -> Sequence[Leaf]:
         """What comes back as it went in, in memory of its own where it had to be moved.
 
         An array outside a State had to be where its sharding is not that of its placement, whatever it is
@@ -183,7 +183,7 @@ class MeshLayout:
                 found[k] = self._put(apart(x, target), k)
         return found
 
-    def _put(self, x: Any, k: int) -> jax.Array:
+    def _put(self, x: Leaf, k: int) -> jax.Array:
         return onto(strong(x) if self.inputs[k].strong else x, self.targets[k])
 
     def _is_laid_out(self, x: jax.Array, k: int) -> bool:
@@ -196,7 +196,7 @@ class MeshLayout:
             return False
         return bool(only(here.spec, self.axis_names) == target.spec)
 
-    def traced(self, given: Sequence[Any], recorded: bool) -> list[Any]:
+    def traced(self, given: Sequence[Leaf], recorded: bool) -> list[Leaf]:
         """Inputs some of which are traced: tracers are never put anywhere, concrete arrays are,
         except into a jaxpr, where they are constants that the compiler places."""
         return [
@@ -204,7 +204,7 @@ class MeshLayout:
             for x, t in zip(given, self.targets, strict=True)
         ]
 
-    def _traced(self, x: Any, target: NamedSharding, recorded: bool) -> Any:
+    def _traced(self, x: Leaf, target: NamedSharding, recorded: bool) -> Any:
         if compat.is_tracer(x) and not recorded:
             x = compat.onto_devices(x, target.mesh)
         if compat.is_tracer(x) or recorded:
@@ -213,7 +213,7 @@ class MeshLayout:
             return x
         return onto(x if isinstance(x, jax.Array) else apart(x, target), target)
 
-    def abstract(self, given: Sequence[Any]) -> list[Any]:
+    def abstract(self, given: Sequence[Leaf]) -> list[Leaf]:
         """Shapes and dtypes on the mesh, to lower the program with."""
         return [
             x if t is None else jax.ShapeDtypeStruct(np.shape(x), _dtype(x), sharding=t)
@@ -227,7 +227,7 @@ class MeshLayout:
         return bool(x.sharding.is_equivalent_to(self.targets[k], x.ndim))
 
 
-def _dtype(x: Any) -> Any:
+def _dtype(x: Leaf) -> Any:
     """The dtype that `x` has on a device: NumPy's float64 is float32 there, unless x64 is enabled."""
     return (
         jax.dtypes.canonicalize_dtype(x.dtype)

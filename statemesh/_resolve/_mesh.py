@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from .._base import _compat as compat
 from .._base import _explicit as explicit
 from .._base import errors
-from .._base._types import Axes, AxisName, PerShard, is_spec, spec_axes
+from .._base._types import Axes, AxisName, Leaf, PerShard, is_spec, spec_axes
 
 
 def resolve_mesh(
@@ -77,7 +77,7 @@ def check_mesh(what: str, mesh: Any) -> None:
         raise errors.empty_mesh(mesh, what)
 
 
-def mesh_of_arrays(mesh: AbstractMesh, leaves: Sequence[Any]) -> Mesh:
+def mesh_of_arrays(mesh: AbstractMesh, leaves: Sequence[Leaf]) -> Mesh:
     """The devices of an abstract mesh: those on which the arguments of a call lie.
 
     Of one that an eager transformation traces, its concrete value.
@@ -97,7 +97,7 @@ def mesh_of_arrays(mesh: AbstractMesh, leaves: Sequence[Any]) -> Mesh:
     return found[0]
 
 
-def mesh_for_traced(mesh: Mesh | AbstractMesh, leaves: Sequence[Any]) -> Mesh | AbstractMesh:
+def mesh_for_traced(mesh: Mesh | AbstractMesh, leaves: Sequence[Leaf]) -> Mesh | AbstractMesh:
     """The mesh whose axis types suit traced arguments.
 
     On Explicit axes a sharding is part of every value's type. Where nothing says that the values

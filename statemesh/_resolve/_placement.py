@@ -20,7 +20,10 @@ from .._base._prefix import broadcast_specs
 from .._base._types import (
     AnyMesh,
     AxisName,
-    Place,
+    Leaf,
+    Placement,
+    PyTree,
+    SpecTree,
     StateSpecs,
     canonical,
     is_packed,
@@ -33,13 +36,20 @@ from .._model._values import strong
 from ._agreement import array_passed, check_alike
 from ._buffers import apart
 from ._mesh import check_mesh, check_specs, manual_names
-from ._specs import UNSAID, Placement, check_state_specs, choose_specs, own_placements, placement
+from ._specs import (
+    UNDECLARED,
+    SpecPlacement,
+    check_state_specs,
+    choose_specs,
+    own_placements,
+    placement,
+)
 
 
 def check_shapes(
     paths: Sequence[str],
-    leaves: Sequence[Any],
-    placements: Sequence[Place],
+    leaves: Sequence[Leaf],
+    placements: Sequence[Placement],
     mesh: Mesh | AbstractMesh,
     what: str,
 ) -> None:
@@ -88,7 +98,7 @@ def lies_right(x: jax.Array, target: NamedSharding, names: frozenset[AxisName]) 
     return here.is_equivalent_to(target, x.ndim)
 
 
-def traced_onto(x: Any, target: NamedSharding, names: frozenset[AxisName]) -> Any:
+def traced_onto(x: Leaf, target: NamedSharding, names: frozenset[AxisName]) -> Any:
     """A traced value laid out, where the mesh's axes are Explicit and its type says otherwise.
 
     On Auto axes there is nothing to do: the compiler lays it out. On those that the call does not map over
@@ -118,7 +128,7 @@ def _beside(spec: PartitionSpec, other: PartitionSpec) -> PartitionSpec:
     return canonical(spec.update(partitions=tuple(a + b for a, b in pairs)))
 
 
-def onto(x: Any, target: NamedSharding) -> jax.Array:
+def onto(x: Leaf, target: NamedSharding) -> jax.Array:
     """`x` on the mesh of `target`, whose devices may be those of several processes.
 
     Every process has the same `x` then.
@@ -133,14 +143,14 @@ def onto(x: Any, target: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, target, parts, dtype=x.dtype)
 
 
-def is_own(x: Any) -> bool:
+def is_own(x: Leaf) -> bool:
     """Whether every process has an `x` of its own: of the host, or on devices of its own."""
     if compat.is_tracer(x):
         return False
     return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
-def check_concrete(what: str, paths: Sequence[str], arrays: Sequence[Any]) -> None:
+def check_concrete(what: str, paths: Sequence[str], arrays: Sequence[Leaf]) -> None:
     """Refuse arrays that cannot be moved: traced ones, those given up, and shapes without values."""
     found = list(zip(paths, arrays, strict=True))
     if traced := [path for path, x in found if compat.is_tracer(x)]:
@@ -156,13 +166,15 @@ def check_valued(what: str, found: Sequence[tuple[str, Any]]) -> None:
         raise errors.deleted(what, gone)
 
 
-def is_deleted(x: Any) -> bool:
+def is_deleted(x: Leaf) -> bool:
     """Whether it is an array whose memory was given up."""
     return isinstance(x, jax.Array) and not compat.is_tracer(x) and x.is_deleted()
 
 
 @without_own_frames
-def place(tree: Any, mesh: AnyMesh, specs: Any = None, *, state_specs: StateSpecs = None) -> Any:
+def place(
+    tree: PyTree, mesh: AnyMesh, specs: SpecTree = None, *, state_specs: StateSpecs = None
+) -> Any:
     """Put a tree onto a mesh the way a mapped call wants it.
 
     **Arguments:**
@@ -204,14 +216,14 @@ def place(tree: Any, mesh: AnyMesh, specs: Any = None, *, state_specs: StateSpec
     nodes = tree_util.tree_leaves(tree, is_leaf=is_state_or_packed)
     packed = {id(buffer) for node in nodes if is_packed(node) for buffer in node.buffers}
     paths: list[str] = []
-    leaves: list[Any] = []
-    placements: list[Placement | None] = []
+    leaves: list[Leaf] = []
+    placements: list[SpecPlacement | None] = []
     for (keys, node), spec in zip(flat, broadcast_specs(specs, tree, "specs", "tree"), strict=True):
         path = path_str(keys, "tree")
         own = tree_util.tree_leaves(node)
         if is_state(node):
             chosen = next(said)
-            wheres = own_placements(node, node.spec if chosen is UNSAID else chosen, path)
+            wheres = own_placements(node, node.spec if chosen is UNDECLARED else chosen, path)
             placements += wheres
         else:
             moves = is_shaped(node) and id(node) not in packed

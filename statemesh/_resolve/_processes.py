@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._arguments import Arguments
 from .._base import errors
-from .._base._types import AxisName, Place
+from .._base._types import AxisName, Leaf, Placement
 from .._model._values import strong
 from ._agreement import Passed, array_passed, check_alike, static_passed
 from ._buffers import apart
@@ -39,13 +39,13 @@ class SpreadLayout(MeshLayout):
 
     mesh: Mesh
 
-    def agree(self, given: Sequence[Any], passed: Callable[[], list[Passed]]) -> None:
+    def agree(self, given: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
         # NumPy's arrays are compared where they are moved, with the others.
         fresh = sorted(self.fresh.difference(self.hosted))
         numbers = [static_passed(self.inputs[k].path, given[k]) for k in fresh]
         check_alike(self.fun_name, self.mesh, [*passed(), *numbers])
 
-    def _moved(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def _moved(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         self.check_alive(given)
         mine = [k for k in sorted([*self.hosted, *self.on_device]) if is_own(given[k])]
         if mine:
@@ -60,7 +60,7 @@ class SpreadLayout(MeshLayout):
                 given[k] = onto(apart(x, target) if self.donating else x, target)
         return super()._moved(given)
 
-    def traced(self, given: Sequence[Any], recorded: bool) -> list[Any]:
+    def traced(self, given: Sequence[Leaf], recorded: bool) -> list[Leaf]:
         if not recorded:
             pairs = zip(given, self.targets, strict=True)
             self._check_alike(
@@ -68,7 +68,7 @@ class SpreadLayout(MeshLayout):
             )
         return super().traced(given, recorded)
 
-    def _traced(self, x: Any, target: NamedSharding, recorded: bool) -> Any:
+    def _traced(self, x: Leaf, target: NamedSharding, recorded: bool) -> Any:
         if not recorded and is_own(x):
             return onto(x, target)
         return super()._traced(x, target, recorded)
@@ -82,7 +82,7 @@ class SpreadLayout(MeshLayout):
 class _OwnLayout(FixedMeshLayout):
     """The inputs of this process, laid out on its own devices."""
 
-    def _moved(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def _moved(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         self.check_alive(given)
         whole = [k for k in self.on_device if not given[k].is_fully_addressable]
         if whole:
@@ -118,17 +118,17 @@ class LanesOfProcesses(FixedMeshLayout):
         self.sizes = mesh.size, own.size
         self.whole = mesh
 
-    def concrete(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def concrete(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         ready, shown = self.own.concrete(given)
         # An array that stands in two places has to be one array there too.
-        made: dict[tuple[int, Place], Any] = {}
+        made: dict[tuple[int, Placement], Any] = {}
         keys = [(id(x), one.placement) for x, one in zip(ready, self.inputs, strict=True)]
         for key, x, target in zip(keys, ready, self.targets, strict=True):
             if key not in made:
                 made[key] = x if target is None else self._whole(x, key[1], target)
         return [made[key] for key in keys], shown
 
-    def agree(self, given: Sequence[Any], passed: Callable[[], list[Passed]]) -> None:
+    def agree(self, given: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
         shared = [
             array_passed(one.path, x)
             for one, x in zip(self.inputs, given, strict=True)
@@ -136,18 +136,18 @@ class LanesOfProcesses(FixedMeshLayout):
         ]
         check_alike(self.fun_name, self.whole, [*passed(), *shared])
 
-    def check_alive(self, given: Sequence[Any]) -> None:
+    def check_alive(self, given: Sequence[Leaf]) -> None:
         self.own.check_alive(given)
 
     def returned(
-        self, given: Sequence[Any], shown: Sequence[Any], forwarded: Iterable[int]
-    ) -> Sequence[Any]:
+        self, given: Sequence[Leaf], shown: Sequence[Leaf], forwarded: Iterable[int]
+    ) -> Sequence[Leaf]:
         return self.own.returned(given, shown, forwarded)
 
-    def traced(self, given: Sequence[Any], recorded: bool) -> list[Any]:
+    def traced(self, given: Sequence[Leaf], recorded: bool) -> list[Leaf]:
         raise errors.processes_traced(self.fun_name)
 
-    def abstract(self, given: Sequence[Any]) -> list[Any]:
+    def abstract(self, given: Sequence[Leaf]) -> list[Leaf]:
         parts = self.own.abstract(given)
         lanes, here = self.sizes
         return [
@@ -159,7 +159,7 @@ class LanesOfProcesses(FixedMeshLayout):
             for x, one, target in zip(parts, self.inputs, self.targets, strict=True)
         ]
 
-    def _whole(self, x: jax.Array, where: Place, target: NamedSharding) -> jax.Array:
+    def _whole(self, x: jax.Array, where: Placement, target: NamedSharding) -> jax.Array:
         lanes, here = self.sizes
         return _rewrapped(x, _resized(x.shape, where, here, lanes), target)
 
@@ -176,12 +176,12 @@ class OwnParts:
         self.sizes = mesh.size, own.size
         self.own = own
         # The same objects every time: a layout knows again the ones that it saw before.
-        self.targets: dict[Place, NamedSharding] = {}
+        self.targets: dict[Placement, NamedSharding] = {}
 
-    def __call__(self, arrays: Sequence[Any], places: Sequence[Place]) -> list[Any]:
+    def __call__(self, arrays: Sequence[Leaf], places: Sequence[Placement]) -> list[Leaf]:
         return [self._part(x, where) for x, where in zip(arrays, places, strict=True)]
 
-    def _part(self, x: Any, where: Place) -> Any:
+    def _part(self, x: Leaf, where: Placement) -> Any:
         if not isinstance(x, jax.Array):
             return x
         if where not in self.targets:
@@ -190,7 +190,7 @@ class OwnParts:
         return _rewrapped(x, _resized(x.shape, where, lanes, here), self.targets[where])
 
 
-def _resized(shape: tuple[int, ...], where: Place, before: int, after: int) -> tuple[int, ...]:
+def _resized(shape: tuple[int, ...], where: Placement, before: int, after: int) -> tuple[int, ...]:
     """The shape with so many lanes `after` where there were as many `before`."""
     if where.axis is None:
         return shape
@@ -220,7 +220,7 @@ def check_global_shapes(
     name: str,
     shapes: Sequence[tuple[int, ...] | None],
     arguments: Arguments,
-    args: Sequence[Any],
+    args: Sequence[Leaf],
     axes: Mapping[int, int | None],
     lanes: int,
 ) -> None:

@@ -11,7 +11,9 @@ from .._base import errors
 from .._base._prefix import broadcast_specs
 from .._base._types import (
     AxisName,
+    Leaf,
     PerShard,
+    SpecTree,
     StateSpecs,
     canonical,
     is_spec,
@@ -24,7 +26,7 @@ from .._model._state import State
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Placement:
+class SpecPlacement:
     """Where one leaf lies on the mesh, and which array axis, if any, shards see it without.
 
     **Attributes:**
@@ -46,34 +48,34 @@ class Placement:
         object.__setattr__(self, "axes", written_axes(self.written))
         object.__setattr__(self, "axis_names", mentioned(self.spec))
 
-    def take(self, shard: Any) -> Any:
+    def take(self, shard: Leaf) -> Any:
         """What the shard sees of its part."""
         return shard if self.axis is None else jax.lax.squeeze(shard, (self.axis,))
 
-    def put(self, value: Any) -> Any:
+    def put(self, value: Leaf) -> Any:
         """The part that a shard's value becomes."""
         return value if self.axis is None else jax.lax.expand_dims(value, (self.axis,))
 
 
-REPLICATED = Placement(PartitionSpec())
+REPLICATED = SpecPlacement(PartitionSpec())
 
 
-def placement(spec: PartitionSpec | PerShard | None) -> Placement:
+def placement(spec: PartitionSpec | PerShard | None) -> SpecPlacement:
     """The placement that a spec asks for; `None` asks for none."""
     if spec is None:
         return REPLICATED
     if isinstance(spec, PerShard):
-        return Placement(PartitionSpec(spec.axis_names), axis=0)
-    return Placement(spec)
+        return SpecPlacement(PartitionSpec(spec.axis_names), axis=0)
+    return SpecPlacement(spec)
 
 
-def own_placements(state: State, spec: Any, path: str) -> list[Placement]:
+def own_placements(state: State, spec: SpecTree, path: str) -> list[SpecPlacement]:
     """One placement for each leaf of a state's value, from a spec or a prefix tree of specs."""
     specs = broadcast_specs(spec, state.value, f"the spec of {path}", f"{path}.value")
     return [_for_kind(state, one) for one in specs]
 
 
-def _for_kind(state: State, spec: Any) -> Placement:
+def _for_kind(state: State, spec: SpecTree) -> SpecPlacement:
     if state.always_replicated and not isinstance(spec, PerShard):
         return REPLICATED
     return placement(spec)
@@ -90,10 +92,12 @@ def check_state_specs(state_specs: StateSpecs, what: str) -> None:
                     raise errors.always_replicated(f"{kind.__name__} in {what}", one)
 
 
-def choose_specs(state_specs: StateSpecs, roots: Sequence[tuple[str, Any]], what: str) -> list[Any]:
+def choose_specs(
+    state_specs: StateSpecs, roots: Sequence[tuple[str, Any]], what: str
+) -> list[Leaf]:
     """What `state_in_specs` or `state_out_specs` says for each state of the roots, in order.
 
-    **Returns:** specs, with `UNSAID` for the states that it does not mention.
+    **Returns:** specs, with `UNDECLARED` for the states that it does not mention.
     """
     listed = [
         state
@@ -104,16 +108,16 @@ def choose_specs(state_specs: StateSpecs, roots: Sequence[tuple[str, Any]], what
     if isinstance(state_specs, Mapping):
         filters, specs = list(state_specs.keys()), list(state_specs.values())
         hits = [hit for found in first_matches(filters, roots, what) for hit in found]
-        return [UNSAID if hit is None else specs[hit] for hit in hits]
+        return [UNDECLARED if hit is None else specs[hit] for hit in hits]
     if state_specs is None:
-        return [UNSAID] * len(listed)
+        return [UNDECLARED] * len(listed)
     # One spec for all is meant for arrays that are there to be sharded, not for keys.
-    return [UNSAID if state.always_replicated else state_specs for state in listed]
+    return [UNDECLARED if state.always_replicated else state_specs for state in listed]
 
 
-class _Unsaid:
+class _Undeclared:
     def __repr__(self) -> str:
-        return "UNSAID"
+        return "UNDECLARED"
 
 
-UNSAID = _Unsaid()
+UNDECLARED = _Undeclared()
