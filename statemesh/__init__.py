@@ -42,7 +42,7 @@ from ._packed._packed import Packed as Packed
 from ._partition import combine as combine
 from ._partition import partition as partition
 from ._partition import states as states
-from ._resolve._placement import place as place
+from ._resolve._place import place as place
 from ._scan import scan as scan
 from ._trainable import trainable as trainable
 
