@@ -226,7 +226,7 @@ def test_meshes_that_agree_are_told() -> None:
 
 
 def test_other_structures_are_told() -> None:
-    with pytest.raises(AssertionError, match="3 arrays come back from the sharded call, 2 from"):
+    with pytest.raises(AssertionError, match="the sharded call returns 3 arrays, .* returns 2"):
         check(
             lambda seen, x: (x, x, seen),
             counter(),
@@ -271,7 +271,7 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"meshes": []},
         ValueError,
-        'meshes: there is none. Give at least one: meshes=[{"x": 2}].',
+        'meshes: the list is empty. Give at least one mesh: meshes=[{"x": 2}].',
     ),
     (
         {"meshes": [8]},
@@ -283,7 +283,8 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
         {"meshes": [{"x": 4, "y": 4}]},
         sm.StatemeshError,
         "meshes: x=4, y=4 needs 16 devices, and JAX has 8. Simulate them: statemesh.testing.set_devices(16) "
-        "in the first lines of conftest.py; or see what one device says with statemesh.testing.emulate.",
+        "in the first lines of conftest.py; or emulate the mesh on one device with "
+        "statemesh.testing.emulate.",
     ),
     ({"steps": 0}, ValueError, "steps: 0. Give the number of calls in a row, at least 1."),
 ]
