@@ -224,7 +224,7 @@ def _not_replayed(eqn: Equation) -> str:
 
 
 def _draws_safely(eqn: Equation) -> bool:
-    """Whether the rule for `vmap` gives each key the random numbers, or the new keys, that it gives alone."""
+    """Whether each key gives the same random numbers, or new keys, under `vmap` as by itself."""
     if eqn.primitive.name not in ("random_bits", "random_split", "random_fold_in"):
         return False
     key: Any = eqn.invars[0].aval

@@ -164,7 +164,7 @@ def _filled(cotangent: Any, aval: Any) -> jax.Array:
 
 
 def _on_one_device(x: Any) -> Any:
-    """The array, laid out so that it can be an operand beside any other array."""
+    """The array, laid out so that it can meet any other array in one operation."""
     if _is_typed(x):
         mesh = jax.typeof(x).sharding.mesh
         auto = AbstractMesh(mesh.axis_sizes, mesh.axis_names)

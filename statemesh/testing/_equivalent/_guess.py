@@ -146,16 +146,16 @@ def _by_probe(mismatch: Mismatch, probe: Probe) -> str | None:
 
 def _at_edges(mismatch: Mismatch) -> str | None:
     """Only the entries next to the part of another shard are off."""
-    wrong = mismatch.off()
+    off = mismatch.off()
     for d, count in mismatch.split.items():
-        size = wrong.shape[d] // count
-        rows = np.nonzero(wrong.any(tuple(k for k in range(wrong.ndim) if k != d)))[0] % size
+        size = off.shape[d] // count
+        rows = np.nonzero(off.any(tuple(k for k in range(off.ndim) if k != d)))[0] % size
         if size > 1 and rows.size and (np.all(rows == 0) or np.all(rows == size - 1)):
             return report.guess_edges(d)
     return None
 
 
 def _one_shard_right(mismatch: Mismatch) -> str | None:
-    wrong = mismatch.off()
-    right = [errors.axes_str(at) for at, index in mismatch.got.parts if not wrong[index].any()]
+    off = mismatch.off()
+    right = [errors.axes_str(at) for at, index in mismatch.got.parts if not off[index].any()]
     return report.guess_some(right[0]) if len(right) == 1 and mismatch.split else None
