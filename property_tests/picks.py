@@ -1,4 +1,4 @@
-"""Filters beside what they should match, said without `statemesh.filters`."""
+"""Filters, each with the states that it must match, computed without `statemesh.filters`."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What cases are made of, as plain data: drawn by `statemesh.testing`, and written without JAX.
+"""Strategies for the parts of cases, as plain data: drawn by `statemesh.testing`, and written without JAX.
 
 Shapes come from a small set, since each costs a compile; values are free.
 """
@@ -53,8 +53,8 @@ def all_split(draw: st.DrawFn, *, axes: Axes, rank: int) -> Spec:
 
 def sides(*, rank: int) -> st.SearchStrategy[tuple[int, ...]]:
     """The shape of one shard's part; a spec dilates it by the mesh."""
-    alone = AbstractMesh((1,), ("x",))
-    return testing.shapes(spec=PartitionSpec(), mesh=alone, min_rank=rank, max_rank=rank)
+    single = AbstractMesh((1,), ("x",))
+    return testing.shapes(spec=PartitionSpec(), mesh=single, min_rank=rank, max_rank=rank)
 
 
 def dilated(side: tuple[int, ...], spec: Spec, mesh: MeshShape) -> tuple[int, ...]:

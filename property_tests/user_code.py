@@ -1,4 +1,4 @@
-"""Code as users write it, each piece beside the mistakes that are made in it."""
+"""Code as users write it, each piece with the mistakes that are made in it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class Code:
     **Attributes:**
 
     - `model`: makes the model.
-    - `more`: what is given beside the specs.
+    - `more`: further arguments of `assert_equivalent`.
     """
 
     fun: Callable[..., Any]

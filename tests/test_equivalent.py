@@ -27,7 +27,7 @@ TWO: list[Any] = [{"x": 2}]
 
 
 def check(fun: Callable[..., Any], *args: Any, **more: Any) -> None:
-    """On two shards, of a model and rows, unless something else is said."""
+    """On two shards, of a model and rows, unless the test gives something else."""
     given: dict[str, Any] = {
         "meshes": TWO,
         "in_specs": (None, P("x")) if len(args) == 2 else P("x"),
@@ -158,11 +158,11 @@ def test_gradients_are_compared() -> None:
     same.defvjp(lambda x: (x, None), lambda _, g: (g * jax.lax.axis_size("x"),))
     wrong = lambda x: same(x)
     check(wrong, X, gradients=False)
-    said = report(wrong, X)
+    text = report(wrong, X)
     assert (
-        "The gradient on mesh x=2, compared with the function on one device:\n  - args[0]: " in said
+        "The gradient on mesh x=2, compared with the function on one device:\n  - args[0]: " in text
     )
-    assert "2 times too much" in said
+    assert "2 times too much" in text
 
 
 def test_later_calls_are_compared() -> None:
@@ -189,11 +189,11 @@ def one_more(x: Any) -> Any:
 def test_a_model_that_does_not_survive_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = _run.saved
     monkeypatch.setattr(_run, "saved", lambda tree: jax.tree.map(one_more, right(tree)))
-    said = report(centered, counter(), X)
-    assert "Saved unsharded and placed on mesh x=2, call 2 of 3, compared with the function" in said
-    said = report(centered, counter(), X, meshes=[{"x": 1}, {"x": 4}, {"x": 2}])
+    text = report(centered, counter(), X)
+    assert "Saved unsharded and placed on mesh x=2, call 2 of 3, compared with the function" in text
+    text = report(centered, counter(), X, meshes=[{"x": 1}, {"x": 4}, {"x": 2}])
     assert (
-        "Saved on mesh x=4 and placed on mesh x=2, call 2 of 3, compared with the function" in said
+        "Saved on mesh x=4 and placed on mesh x=2, call 2 of 3, compared with the function" in text
     )
 
 
@@ -201,9 +201,9 @@ def test_a_model_that_does_not_survive_is_found(monkeypatch: pytest.MonkeyPatch)
 def test_what_goes_wrong_inside_jit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = lambda call: lambda *args: jax.tree.map(one_more, call(*args))
     monkeypatch.setattr(_mapped_call, "within_jit", broken)
-    said = report(centered, counter(), X)
-    assert "Inside jit on mesh x=2, call 1 of 3, compared with the function on one device:" in said
-    assert "It agrees on mesh x=2, emulated on mesh x=2, saved unsharded" in said
+    text = report(centered, counter(), X)
+    assert "Inside jit on mesh x=2, call 1 of 3, compared with the function on one device:" in text
+    assert "It agrees on mesh x=2, emulated on mesh x=2, saved unsharded" in text
 
 
 def test_all_wrong_leaves_and_all_meshes_are_told() -> None:
@@ -220,13 +220,13 @@ def test_all_wrong_leaves_and_all_meshes_are_told() -> None:
 
 
 def test_meshes_that_agree_are_told() -> None:
-    said = report(centered_here, counter(), X, meshes=[{"x": 1}, {"x": 2}, {"x": 8}])
-    assert "On mesh x=2, call 1 of 3" in said and "On mesh x=8, call 1 of 3" in said
-    assert said.endswith("\n\nIt agrees on mesh x=1.")
+    text = report(centered_here, counter(), X, meshes=[{"x": 1}, {"x": 2}, {"x": 8}])
+    assert "On mesh x=2, call 1 of 3" in text and "On mesh x=8, call 1 of 3" in text
+    assert text.endswith("\n\nIt agrees on mesh x=1.")
 
 
 def test_other_structures_are_told() -> None:
-    with pytest.raises(AssertionError, match="3 arrays come back from the sharded call, 2 from"):
+    with pytest.raises(AssertionError, match="the sharded call returns 3 arrays, .* returns 2"):
         check(
             lambda seen, x: (x, x, seen),
             counter(),
@@ -271,7 +271,7 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"meshes": []},
         ValueError,
-        'meshes: there is none. Give at least one: meshes=[{"x": 2}].',
+        'meshes: the list is empty. Give at least one mesh: meshes=[{"x": 2}].',
     ),
     (
         {"meshes": [8]},
@@ -283,7 +283,8 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
         {"meshes": [{"x": 4, "y": 4}]},
         sm.StatemeshError,
         "meshes: x=4, y=4 needs 16 devices, and JAX has 8. Simulate them: statemesh.testing.set_devices(16) "
-        "in the first lines of conftest.py; or see what one device says with statemesh.testing.emulate.",
+        "in the first lines of conftest.py; or emulate the mesh on one device with "
+        "statemesh.testing.emulate.",
     ),
     ({"steps": 0}, ValueError, "steps: 0. Give the number of calls in a row, at least 1."),
 ]

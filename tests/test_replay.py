@@ -203,7 +203,7 @@ def test_references_are_refused() -> None:
 
     assert refusal(shard) == (
         "shard: `new_ref` cannot be replayed on one device: it reads or writes a reference. Run the call on "
-        "devices, be they simulated (XLA_FLAGS=--xla_force_host_platform_device_count=8)."
+        "devices; simulated ones will do (XLA_FLAGS=--xla_force_host_platform_device_count=8)."
     )
 
 
@@ -213,8 +213,8 @@ def test_unknown_collectives_are_refused_by_name() -> None:
         return jax.lax.ragged_all_to_all(x, x, 0 * one, one, 0 * one, one, axis_name="x")
 
     assert refusal(shard) == (
-        "shard: `ragged_all_to_all` cannot be replayed on one device. Run the call on devices, be they "
-        "simulated (XLA_FLAGS=--xla_force_host_platform_device_count=8)."
+        "shard: `ragged_all_to_all` cannot be replayed on one device. Run the call on devices; simulated "
+        "ones will do (XLA_FLAGS=--xla_force_host_platform_device_count=8)."
     )
 
 
@@ -227,7 +227,7 @@ def test_collectives_in_what_is_not_looked_into_are_refused() -> None:
 
     assert refusal(shard) == (
         "shard: `custom_linear_solve` cannot be replayed on one device: it runs `psum` inside. Run the call "
-        "on devices, be they simulated (XLA_FLAGS=--xla_force_host_platform_device_count=8)."
+        "on devices; simulated ones will do (XLA_FLAGS=--xla_force_host_platform_device_count=8)."
     )
 
 
@@ -248,7 +248,7 @@ def test_a_spec_inside_that_names_an_axis_of_the_outer_call_is_refused() -> None
         jax.grad(lambda x: emulate(call, x).sum())(X)
     assert str(caught.value) == (
         "the gradient of outer: `shard_map` cannot be replayed on one device: one inside another names 'x', "
-        "which the outer one maps over. Run the call on devices, be they simulated "
+        "which the outer one maps over. Run the call on devices; simulated ones will do "
         "(XLA_FLAGS=--xla_force_host_platform_device_count=8)."
     )
 

@@ -73,7 +73,7 @@ def rank_too_low() -> None:
 
 @mistake(
     sm.StatemeshError,
-    "shapes: there are none of rank 1 to 0 with sides from 1 to 3. Give a max_rank that is no less than "
+    "shapes: there is no shape of rank 1 to 0 with sides from 1 to 3. Give a max_rank that is no less than "
     "min_rank, and a positive max_side.",
 )
 def no_shape() -> None:

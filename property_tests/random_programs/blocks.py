@@ -1,4 +1,4 @@
-"""The steps of a random program that are control flow, or draw random numbers."""
+"""Steps of a random program that are control flow, or draw random numbers."""
 
 import re
 
@@ -9,15 +9,15 @@ from .values import FLOAT, INT, KEPT, Slot, Value, joined
 
 
 def inner(maker: Maker, value: Value, *, together: bool = True) -> str:
-    """What a branch or a loop does: an expression of `c`, as large as `value` at most, or in the end.
+    """The body of a branch or a loop: an expression of `c` that keeps the bound of `value` in every round.
 
     **Arguments:**
 
-    - `value`: what `c` is to begin with.
-    - `together`: whether all shards come here, so that there may be collectives.
+    - `value`: the first value of `c`.
+    - `together`: whether all shards run the body, so that it may contain collectives.
     """
     c = Value("c", value.dims, value.dtype, value.varies, value.bound)
-    kinds = ["alone", "alone"]
+    kinds = ["elementwise", "elementwise"]
     others = maker.having(
         lambda other: (
             maker.fitting(value, other)
@@ -67,7 +67,7 @@ def fori_loop(maker: Maker) -> None:
     a = maker.pick()
     count = str(maker.among((2, 3)))
     if not maker.smooth and maker.flip():
-        # A number that is not known when it is traced.
+        # A number of rounds that is not known when the loop is traced.
         count = f"{predicate(maker).text} % 4"
     made(maker, f"lax.fori_loop(0, {count}, lambda i, c: {inner(maker, a)}, {a.text})", a)
 
@@ -81,7 +81,7 @@ def while_loop(maker: Maker) -> None:
 
 
 def scan(maker: Maker) -> None:
-    """Over a few numbers, or over columns; what it carries, or what it stacks."""
+    """A scan over a few numbers, or over columns. The result is its last carry, or a stacked output."""
     a = maker.pick()
     columns = maker.having(
         lambda v: v.dims == a.dims + "w" and v.dtype == a.dtype and v.varies <= a.varies
@@ -114,7 +114,7 @@ def jit(maker: Maker) -> None:
 
 
 def vmap(maker: Maker) -> None:
-    """Row by row."""
+    """A function of one row, mapped over the rows."""
     a = maker.pick(lambda value: value.dims in ("r", "rw") and value.dtype == FLOAT)
     body = "c / (1 + jnp.sum(c**2))" if a.dims == "rw" else "jnp.sin(c) * c"
     maker.value(f"jax.vmap(lambda c: {body})({a.text})", a.dims, FLOAT, a.varies, a.bound)
@@ -135,7 +135,7 @@ def stream(maker: Maker) -> Slot:
 
 
 def keys(maker: Maker) -> str:
-    """A name for keys that are drawn next."""
+    """The name for the next keys that are drawn."""
     maker.drawn += 1
     return f"key{maker.drawn}"
 
@@ -149,7 +149,7 @@ DRAWS = (
 
 
 def rows(maker: Maker) -> None:
-    """Numbers for each row, the same on any mesh."""
+    """Random numbers for each row, the same on any mesh."""
     slot, axes = stream(maker), maker.layout.split["r"]
     several, name = keys(maker), axes_text(axes) if axes else ""
     maker.lines.append(f"{several}, rng = rng.rows({', '.join(filter(None, ['len(x)', name]))})")
@@ -161,7 +161,7 @@ def rows(maker: Maker) -> None:
 
 
 def first_draw(maker: Maker) -> None:
-    """A number that the first shard draws, and all shards get: it draws as the unsharded run does."""
+    """A number that the first shard draws, as the unsharded run does, and that all shards get."""
     stream(maker)
     one, axes = keys(maker), axes_text(maker.layout.all_axes)
     maker.lines.append(f"{one}, rng = rng.split()")
@@ -170,7 +170,7 @@ def first_draw(maker: Maker) -> None:
 
 
 def unused_draw(maker: Maker) -> None:
-    """The stream moves on, in a loop at times."""
+    """A draw that is not used, sometimes in a loop."""
     stream(maker)
     if maker.flip():
         maker.lines.append("rng = lax.fori_loop(0, 2, lambda i, rng: rng.split()[1], rng)")

@@ -1,4 +1,4 @@
-"""The steps of a random program whose results depend on how many shards there are."""
+"""Steps of a random program whose results depend on the number of shards."""
 
 from collections.abc import Hashable
 
@@ -8,14 +8,14 @@ from .source import Number, axes_text
 from .values import FLOAT, INT, LARGEST, Value
 
 
-def apart(maker: Maker) -> tuple[Value, Hashable]:
+def varying(maker: Maker) -> tuple[Value, Hashable]:
     """A value that varies, and one of the mesh axes over which it does."""
     a = maker.pick(lambda value: bool(value.varies))
     return a, maker.among(maker.layout.ordered(a.varies))
 
 
 def local_reduce(maker: Maker) -> None:
-    """Of the shard's own part."""
+    """A reduction of the shard's own part."""
     a = maker.pick(lambda value: value.dims != "")
     keep = maker.choose(*[a.dims.replace(d, "") for d in a.dims])
     reduced = maker.reduced(a, keep, maker.reduction(a.dtype), collect=False)
@@ -23,7 +23,7 @@ def local_reduce(maker: Maker) -> None:
 
 
 def collective(maker: Maker) -> None:
-    """Over some of the mesh axes over which a value varies."""
+    """A reduction over some of the mesh axes over which a value varies."""
     a = maker.pick(lambda value: bool(value.varies))
     axes = maker.some(maker.layout.ordered(a.varies))
     op = maker.reduction(a.dtype)
@@ -46,19 +46,19 @@ def axis_size(maker: Maker) -> None:
 
 
 def ppermute(maker: Maker) -> None:
-    a, name = apart(maker)
+    a, name = varying(maker)
     size = maker.layout.mesh[name]
     target = maker.among(("(k + 1)", "(k - 1)", "-k"))
     pairs = f"[(k, {target} % {size}) for k in range({size})]"
     if maker.flip(out_of=4):
-        # The others get zeros.
+        # The other shards get zeros.
         pairs = f"[({size - 1}, 0)]"
     text = f"lax.ppermute({a.text}, {axes_text([name])}, {pairs})"
     maker.value(text, a.dims, a.dtype, a.varies, a.bound)
 
 
 def psum_scatter(maker: Maker) -> None:
-    a, name = apart(maker)
+    a, name = varying(maker)
     size = maker.layout.mesh[name]
     parts = f"[{a.text} * (k + 1) for k in range({size})]"
     if a.dims and maker.flip():
@@ -69,7 +69,7 @@ def psum_scatter(maker: Maker) -> None:
 
 
 def all_to_all(maker: Maker) -> None:
-    a, name = apart(maker)
+    a, name = varying(maker)
     size = maker.layout.mesh[name]
     parts = f"[{a.text} * (k + 1) for k in range({size})]"
     names, at = axes_text([name]), maker.among(range(size))
@@ -82,8 +82,8 @@ def all_to_all(maker: Maker) -> None:
 
 
 def all_gather_stacked(maker: Maker) -> None:
-    """What one of the shards has, or the mean over them."""
-    a, name = apart(maker)
+    """The value of one shard, or the sum over all."""
+    a, name = varying(maker)
     which = maker.choose(f"[{maker.among(range(maker.layout.mesh[name]))}]", ".sum(axis=0)")
     bound = a.bound * (maker.layout.mesh[name] if "sum" in which else 1)
     text = f"lax.all_gather({a.text}, {axes_text([name])}){which}"
@@ -99,7 +99,7 @@ def _damped(
 
 
 def own_draw(maker: Maker) -> None:
-    """Numbers that each shard draws for itself."""
+    """Random numbers that each shard draws by itself."""
     stream(maker)
     one = keys(maker)
     maker.lines.append(f"{one}, rng = rng.split()")
@@ -112,7 +112,7 @@ def own_draw(maker: Maker) -> None:
 
 def local_cond(maker: Maker) -> None:
     """Each shard takes its own branch."""
-    a, name = apart(maker)
+    a, name = varying(maker)
     branches = (
         f"lambda c: {inner(maker, a, together=False)}, lambda c: {inner(maker, a, together=False)}"
     )
@@ -121,8 +121,8 @@ def local_cond(maker: Maker) -> None:
 
 
 def local_loop(maker: Maker) -> None:
-    """Each shard goes round as often as it likes."""
-    a, name = apart(maker)
+    """Each shard makes its own number of rounds."""
+    a, name = varying(maker)
     body = inner(maker, a, together=False)
     count = f"lax.axis_index({axes_text([name])}) % 3 + 1"
     made(maker, f"lax.fori_loop(0, {count}, lambda i, c: {body}, {a.text})", a)

@@ -23,7 +23,7 @@ from .values import (
 
 
 T = TypeVar("T")
-# Kinds that differ in nothing but their meaning.
+# Kinds that enter and leave in the same way.
 KINDS = (
     "State",
     "BatchState",
@@ -34,7 +34,7 @@ KINDS = (
     "LongTermState",
 )
 ELEMENTWISE = ("r", "rw", "", "w", "h", "rh")
-# Policies that are functions: their names, and what they are.
+# The source of the policies that are functions, by name.
 POLICIES = {
     "total": """\
 def total(old, new, axis_names):
@@ -49,13 +49,12 @@ def merge_moments(old, new, axis_names):
 
 
 class Maker:
-    """Draws a program, a step after the other; each uses what there is.
+    """Draws a program step by step. Each step uses the values of the steps before it.
 
     **Attributes:**
 
     - `pool`: the values that steps may use.
     - `lines`: the function's body.
-    - `unbounded`: slots that grow from call to call.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Maker:
         self.pool: list[Value] = []
         self.lines: list[str] = []
         self.rng: Slot | None = None
-        # Of the random stream how many keys were drawn so far.
+        # How often the random stream was drawn from so far.
         self.drawn = 0
 
     def choose(self, *of: str) -> str:
@@ -91,7 +90,7 @@ class Maker:
         return drawn == out_of - 1
 
     def some(self, names: Sequence[Hashable]) -> Axes:
-        """Some of these, one at least, in any order."""
+        """One or more of these names, in any order."""
         order = self.draw(st.permutations(list(names)))
         return tuple(order[: self.draw(st.integers(1, len(order)))])
 
@@ -99,7 +98,7 @@ class Maker:
         return [value for value in self.pool if where(value)]
 
     def pick(self, where: Callable[[Value], bool] = lambda value: True) -> Value:
-        """One of the values, of which there must be one; half of the time a late one."""
+        """One of the values that fit; there must be one. Half of the time it is a late one."""
         found = self.having(where)
         return self.among(found + found[-2:] * (len(found) // 2))
 
@@ -113,7 +112,7 @@ class Maker:
         *,
         exact: bool = False,
     ) -> Value:
-        """Give an expression a name, and the pool one value more."""
+        """Give an expression a name, and add it to the pool."""
         if bound > LARGEST[dtype]:
             text, bound = self.damped(text, dtype)
             exact = exact and dtype == INT
@@ -129,14 +128,14 @@ class Maker:
         return f"v{number}"
 
     def damped(self, text: str, dtype: str) -> tuple[str, Number]:
-        """The expression made small, and how small."""
+        """The expression made small, and its new bound."""
         if dtype == INT:
             text = f"({text})" if " " in text else text
             return f"{text} % 101 - 50", KEPT[INT]
         return f"jnp.{self.choose('tanh', 'sin')}({text})", 1.0
 
     def small(self, value: Value, most: Number) -> str:
-        """The value's text, made small where it may be larger."""
+        """The text of the value, made small where the value may be larger than `most`."""
         return value.text if value.bound <= most else self.damped(value.text, value.dtype)[0]
 
     def dtype(self) -> str:
@@ -156,7 +155,7 @@ class Maker:
         """A new State of the model, or an array."""
         split = self.layout.axes(dims)
         if kind is None:
-            # An array outside a State is replicated here.
+            # Here an array outside a State is always replicated.
             kind = self.choose(*KINDS, *(() if split else ("array",)))
         slot = Slot((), kind, dims, dtype)
         if kind != "array" and dims in ELEMENTWISE:
@@ -171,7 +170,7 @@ class Maker:
         return self.placed(slot, "w" if len(dims) == 2 and dims not in ELEMENTWISE else "s")
 
     def twin(self) -> Slot | None:
-        """A State of which there is one like it, if there is any."""
+        """A copy of a State of the model, if there is any."""
         held = [slot for slot in self.tree.slots if slot.kind != "array" and slot.dtype in KEPT]
         found = [slot for slot in held if slot.dims in ELEMENTWISE]
         return self.placed(dataclasses.replace(self.among(found)), "s") if found else None
@@ -186,13 +185,13 @@ class Maker:
                 slot.path = ("items", self.tree.count("items"))
             case _:
                 slot.path = (name,)
-        # What is drawn for it is drawn here, so that it goes when the step goes that wanted it.
+        # All choices for a slot are drawn here, so that they shrink away together with the step that uses it.
         slot.is_written = self.draw(st.integers(0, 2)) > 0
         slot.values = [self.numbers(leaf) for leaf in slot.leaves(self.layout)]
         return self.tree.add(slot)
 
     def numbers(self, leaf: Leaf) -> Numbers:
-        """Up to seven: seven divides no power of two, so that parts on different shards differ."""
+        """Up to seven numbers. Seven divides no power of two, so that the parts of shards differ."""
         if leaf.dtype == "key":
             return (self.draw(st.integers(0, 2**31 - 1)),)
         most = int(KEPT[leaf.dtype])
@@ -208,7 +207,7 @@ class Maker:
         return text if slot.kind == "array" else f"{text}.value"
 
     def read(self, slot: Slot) -> Value:
-        """What a slot holds, as a value of which the size is known."""
+        """The content of a slot, as a value with a known bound."""
         text = self.old(slot) + ('["mean"]' if slot.moments else "")
         bound, exact = KEPT[slot.dtype], slot.dtype == INT
         varies = slot.axes(self.layout)
@@ -228,7 +227,7 @@ class Maker:
         if not drop:
             return value
         dims = "".join(d for d in value.dims if d in keep)
-        # From the last axis on, so that the others keep their number.
+        # The last axis first, so that the numbers of the other axes stay valid.
         text = value.text
         for d in reversed(drop if dims else drop[:0]):
             text = f"{text}.{op}(axis={value.dims.index(d)})"
@@ -243,7 +242,7 @@ class Maker:
         return Value(text, dims, value.dtype, varies, bound, value.exact and op in ("max", "min"))
 
     def collected(self, op: str, text: str, axes: Axes) -> str:
-        """A reduction over shards, now and then over one mesh axis after the other."""
+        """A reduction over shards, sometimes over one mesh axis after the other."""
         if len(axes) > 1 and self.flip():
             for name in axes:
                 text = f"lax.p{op}({text}, {axes_text([name])})"

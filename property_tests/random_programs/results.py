@@ -1,4 +1,4 @@
-"""What a random program returns: its outputs, and the states that it writes."""
+"""The results of a random program: its outputs, and the states that it writes."""
 
 import dataclasses
 from collections.abc import Hashable
@@ -11,7 +11,7 @@ from .values import FLOAT, INT, KEPT, Slot, Value
 
 
 def outputs(maker: Maker) -> tuple[str, str]:
-    """What is returned beside the model, and its spec."""
+    """The expression of the outputs that are returned before the model, and their out specs."""
     found = [_output(maker) for _ in range(maker.draw(st.integers(1, 2)))]
     texts, specs = [text for text, _ in found], [spec for _, spec in found]
     if len(found) == 1:
@@ -31,7 +31,7 @@ def _output(maker: Maker) -> tuple[str, str]:
 
 
 def written(maker: Maker) -> None:
-    """Write most of the model's states; those that are alike may change places."""
+    """Write most of the states of the model. States that are alike may change places."""
     news = {id(slot): _new(maker, slot) for slot in maker.tree.slots if slot is not maker.rng}
     continued = _continued(maker)
     for slot in maker.tree.slots:
@@ -49,7 +49,7 @@ def written(maker: Maker) -> None:
         maker.lines += maker.among(_PASSED)
 
 
-# A model on its way out, and what knows its states by their places only.
+# Transformations that the new model may go through. They know states by their places only.
 _PASSED: list[list[str]] = [
     [],
     ["new = jax.tree.map(lambda leaf: leaf, new)"],
@@ -60,7 +60,7 @@ _PASSED: list[list[str]] = [
 
 
 def _continued(maker: Maker) -> dict[int, Slot]:
-    """For each state that changes places, by identity, the one that is there afterwards."""
+    """For each state that changes places, by identity, the state that takes its place."""
     found: dict[int, Slot] = {}
     left = [slot for slot in maker.tree.slots if slot.kind != "array" and slot.dtype in KEPT]
     while left:
@@ -72,7 +72,7 @@ def _continued(maker: Maker) -> dict[int, Slot]:
 
 
 def _new(maker: Maker, slot: Slot) -> str:
-    """What a slot's new value is, or nothing."""
+    """The expression of the new value of a slot; empty if it is not written."""
     if not slot.is_written:
         return ""
     if slot.moments:
@@ -88,14 +88,14 @@ def _new(maker: Maker, slot: Slot) -> str:
         reduced = maker.reduced(value, keep, maker.reduction(value.dtype))
         value = _small(maker, _alike(maker, slot, reduced))
     else:
-        # By hand now and then, which leaves nothing to the policy.
+        # Sometimes the program reduces over shards itself, and the policy has nothing to do.
         collect = maker.flip(out_of=4)
         value = maker.reduced(value, keep, slot.reduce, collect=collect)
     return _with_old(maker, slot, value)
 
 
 def _alike(maker: Maker, slot: Slot, value: Value) -> Value:
-    """The same on all shards that have one copy of the slot."""
+    """The value, reduced to be the same on all shards that share one copy of the slot."""
     left = maker.layout.ordered(value.varies - slot.axes(maker.layout))
     if not left:
         return value
@@ -104,7 +104,7 @@ def _alike(maker: Maker, slot: Slot, value: Value) -> Value:
 
 
 def _with_old(maker: Maker, slot: Slot, value: Value) -> str:
-    """The value, or what it makes of the old one."""
+    """The value, or a combination of the old value and the new."""
     old, new = maker.old(slot), value.on(slot.dims)
     if maker.flip():
         if slot.reduce in ("max", "min"):
@@ -133,7 +133,7 @@ def _candidate(maker: Maker, dtype: str) -> Value:
 
 
 def _small(maker: Maker, value: Value) -> Value:
-    """What may be kept from call to call."""
+    """The value, damped if it is too large to be kept from call to call."""
     if value.bound <= KEPT[value.dtype]:
         return value
     text, bound = maker.damped(value.text, value.dtype)
@@ -141,7 +141,7 @@ def _small(maker: Maker, value: Value) -> Value:
 
 
 def _moments(maker: Maker, slot: Slot) -> str:
-    """The moments of rows, where there are such."""
+    """The moments of the rows of a value; empty if no value has rows."""
     rows = ("rw",) if slot.dims else ("r", "rw", "rh")
     found = maker.having(lambda value: value.dtype == FLOAT and value.dims in rows)
     if not found:

@@ -1,4 +1,4 @@
-"""Random programs as Python source: what decides what is compiled apart from the values."""
+"""Random programs as Python source. Their values are kept apart from the code that is compiled."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from .wrapping import laid_out
 
 
 Number: TypeAlias = int | float
-# The numbers that an array is filled with in turn.
+# The numbers that an array repeats.
 Numbers: TypeAlias = tuple[Number, ...]
 
 _IMPORTS = (
@@ -33,7 +33,7 @@ _IMPORTS = (
     "",
     "import statemesh as sm",
 )
-# What these lines give, so that they need not be run for each program.
+# The names that these lines define, so that they need not be run for each program.
 _NAMES: dict[str, Any] = {
     "jax": jax,
     "jnp": jnp,
@@ -52,7 +52,7 @@ class Leaf:
 
     **Attributes:**
 
-    - `shape`: of the whole array.
+    - `shape`: the shape of the whole array.
     - `dtype`: `'float32'`, `'int32'`, or `'key'` for a random key.
     """
 
@@ -73,16 +73,16 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """All of a program but its values: all that decides what is compiled.
+    """A program without its values: all that decides what is compiled.
 
     **Attributes:**
 
-    - `definitions`: the function `step`, and what it needs.
+    - `definitions`: the function `step`, and the definitions that it needs.
     - `mesh`, `in_specs`, `out_specs`: expressions.
     - `arguments`: the name of each argument, and an expression in which `$v0` stands for the first leaf.
     - `leaves`: the arrays among the arguments.
-    - `portable`: it means the same on any mesh that divides its rows.
-    - `smooth`: of floats, and differentiable.
+    - `portable`: whether the program means the same on any mesh that divides its rows.
+    - `smooth`: whether it is made of floats and differentiable functions only.
     """
 
     definitions: str
@@ -99,13 +99,13 @@ class Code:
 class Program:
     """A random function of shards, with a mesh and arguments. `programs` draws them.
 
-    Its `repr` is Python source that runs by itself. Equal programs have the same source. Programs of which
-    `code` is equal have the same `fun` and `mapped`, so that what was compiled for one serves the other.
+    Its `repr` is Python source that runs by itself. Equal programs have the same source. Programs with equal
+    `code` have the same `fun` and `mapped`, so they share compiled programs.
 
     **Attributes:**
 
-    - `code`: all that decides what is compiled, the values left out.
-    - `values`: for each array of the arguments, the numbers that it is filled with in turn.
+    - `code`: the program without its values.
+    - `values`: for each array of the arguments, the numbers that it repeats.
     """
 
     code: Code
@@ -123,7 +123,7 @@ class Program:
 
     @property
     def fun(self) -> Callable[..., Any]:
-        """What one shard does: `(model, *inputs) -> (outputs, model)`."""
+        """The function of one shard: `(model, *inputs) -> (outputs, model)`."""
         fun: Callable[..., Any] = _namespace(self.code)["step"]
         return fun
 
@@ -196,7 +196,7 @@ class Program:
 
 
 def _imports(body: str) -> list[str]:
-    """The imports, without the names that are not used."""
+    """The imports that the body needs."""
     lines = [line for line in _IMPORTS if not line.endswith(("jnp", "lax")) or _used(line, body)]
     return [line if "AxisType." in body else line.replace("AxisType, ", "") for line in lines]
 
@@ -213,11 +213,11 @@ def _devices(count: int) -> list[str]:
 
 
 def executed(definitions: str, **names: Any) -> dict[str, Any]:
-    """What definitions define. Tracebacks and debuggers show their lines."""
+    """The names that the definitions define. Tracebacks and debuggers show their source lines."""
     source = "\n".join(_IMPORTS) + "\n\n\n" + definitions
     filename = f"<program {hashlib.sha1(source.encode()).hexdigest()[:10]}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-    # The lines of the imports are there to be seen only.
+    # The imports are in the shown source, but not executed again.
     blank = "\n" * (len(_IMPORTS) + 2)
     space: dict[str, Any] = {"__name__": filename, **_NAMES, **names}
     exec(compile(blank + definitions, filename, "exec"), space)

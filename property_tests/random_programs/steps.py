@@ -1,4 +1,4 @@
-"""The steps of a random program that mean the same on any mesh: arithmetic, reductions, gathers."""
+"""Steps of a random program that mean the same on any mesh: arithmetic, reductions, gathers."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,7 +7,7 @@ from .source import Number, axes_text
 from .values import FLOAT, INT, KEPT, LARGEST, Axes, Dims, Slot, Value, joined
 
 
-# An expression of `a`, and of the bound of `a` the bound of what comes of it.
+# An expression of `a`, and the bound of the result from the bound of `a`.
 SMOOTH: Sequence[tuple[str, Callable[[Number], Number]]] = (
     ("jnp.tanh({a})", lambda b: 1.0),
     ("{a} * 0.5", lambda b: b / 2),
@@ -19,7 +19,7 @@ SMOOTH: Sequence[tuple[str, Callable[[Number], Number]]] = (
     ("{a} / (1 + {a} ** 2)", lambda b: 0.5),
     ("jnp.exp(-jnp.square({a}))", lambda b: 1.0),
 )
-# Of what is exact these are.
+# Of exact operands these are exact.
 ROUGH: Sequence[tuple[str, Callable[[Number], Number]]] = (
     ("jnp.abs({a})", lambda b: b),
     ("jnp.maximum({a}, 0)", lambda b: b),
@@ -36,7 +36,7 @@ INTEGER: Sequence[tuple[str, Callable[[Number], Number]]] = (
     ("jnp.where({a} > 3, {a}, -{a})", lambda b: b),
     ("({a} > 0).astype(jnp.int32)", lambda b: 1),
 )
-# The same of two.
+# The same for two operands.
 PAIRS_SMOOTH: Sequence[tuple[str, Callable[[Number, Number], Number]]] = (
     ("{a} + {b}", lambda a, b: a + b),
     ("{a} - {b}", lambda a, b: a - b),
@@ -83,12 +83,12 @@ def binary(maker: Maker) -> None:
 
 def to_float(maker: Maker) -> None:
     a = maker.pick(lambda value: value.dtype == INT)
-    # Of a quarter there is no rounding.
+    # Multiples of a quarter are exact.
     maker.value(f"{a.text} % 13 * 0.25", a.dims, FLOAT, a.varies, 3.0, exact=True)
 
 
 def to_int(maker: Maker) -> None:
-    """Only of what has been rounded nowhere: elsewhere a step could turn on the last bit."""
+    """Only of exact floats: a rounded one could become another integer on another mesh."""
     a = maker.pick(lambda value: value.dtype == FLOAT and value.exact)
     text = maker.choose(
         f"({a.text} > 0.5).astype(jnp.int32)", f"jnp.round({a.text}).astype(jnp.int32)"
@@ -97,7 +97,7 @@ def to_int(maker: Maker) -> None:
 
 
 def read(maker: Maker) -> None:
-    """A State more to read."""
+    """Add a State to the model and read it."""
     maker.read(maker.slot(maker.dims(), maker.dtype()))
 
 
@@ -119,7 +119,7 @@ def matmul(maker: Maker) -> None:
     varies = a.varies | slot.axes(maker.layout)
     axes = maker.layout.split.get(a.dims[-1], ())
     if axes and to != "h":
-        # Each shard has multiplied its own units.
+        # Each shard has multiplied by its own units only.
         text, varies = maker.collected("sum", text, axes), varies - frozenset(axes)
     size = maker.layout.sizes[a.dims[-1]]
     maker.value(text, a.dims[:-1] + to, FLOAT, varies, a.bound * KEPT[FLOAT] * size)
@@ -141,7 +141,7 @@ def softmax(maker: Maker) -> None:
 
 
 def row_numbers(maker: Maker) -> None:
-    """Which rows of the whole array these are."""
+    """The numbers of the rows in the whole array."""
     maker.value(global_rows(maker), "r", INT, maker.layout.axes("r"), maker.layout.sizes["r"])
 
 
@@ -153,7 +153,7 @@ def global_rows(maker: Maker) -> str:
 
 
 def gathered(maker: Maker, value: Value) -> bool:
-    """Whether a value has an axis that shards may gather whole."""
+    """Whether a value has an axis that can be gathered."""
     return any(_axes(maker, value, d) for d in value.dims)
 
 
@@ -164,14 +164,14 @@ def _axes(maker: Maker, value: Value, d: str) -> Axes:
 
 
 def all_gather(maker: Maker) -> None:
-    """Rows of other shards, or what all rows are."""
+    """Rows of other shards, or a row that all shards get."""
     a = maker.pick(lambda value: gathered(maker, value))
     d = maker.choose(*[d for d in a.dims if _axes(maker, a, d)])
     axis, axes = a.dims.index(d), maker.layout.split[d]
     names = axes_text(axes)
     where = f", axis={axis}" if axis else ""
     if d == "r" and maker.flip():
-        # A row further on, from the next shard where this one ends.
+        # The next row, which the next shard holds where this shard ends.
         rows = f"({global_rows(maker)} + 1) % {maker.layout.sizes['r']}"
         text = f"lax.all_gather({a.text}, {names}, tiled=True)[{rows}]"
         maker.value(text, a.dims, a.dtype, a.varies, a.bound, exact=a.exact)
@@ -182,7 +182,7 @@ def all_gather(maker: Maker) -> None:
     if maker.flip():
         text = f'lax.all_gather({a.text}, {names}{where}, tiled=True, to="invarying"){index}'
     else:
-        # The same on all shards, as the types do not tell.
+        # The same on all shards, which the types do not know.
         op = "mean" if a.dtype == FLOAT else "max"
         text = maker.collected(
             op, f"lax.all_gather({a.text}, {names}{where}, tiled=True){index}", axes
@@ -191,7 +191,7 @@ def all_gather(maker: Maker) -> None:
 
 
 def predicate(maker: Maker) -> Value:
-    """An integer that is the same on all shards, and of which no digit is uncertain."""
+    """An integer that is the same on all shards, and free of rounding."""
     layout = maker.layout
     if not maker.smooth:
         integers = maker.having(lambda value: value.dtype == INT)
@@ -202,7 +202,7 @@ def predicate(maker: Maker) -> Value:
         left = layout.ordered(made.varies)
         text = maker.collected("max", made.text, left) if left else made.text
         return Value(text, "", INT, made.varies - frozenset(left), a.bound)
-    # There is no derivative of a maximum over shards.
+    # A maximum over shards has no derivative.
     text, axes = "jnp.round(lax.stop_gradient(x).max())", layout.split["r"]
     text = maker.collected("max", text, axes) if axes else text
     return Value(f"{text}.astype(jnp.int32)", "", INT, frozenset(), KEPT[FLOAT] + 1)

@@ -1,4 +1,4 @@
-"""What is known of the values in a random program, and what of its model."""
+"""What the generator knows of the values in a random program, and of its model."""
 
 import dataclasses
 import math
@@ -9,13 +9,13 @@ from .source import Leaf, Number, Numbers, axes_text, spec_text
 
 
 Axes: TypeAlias = tuple[Hashable, ...]
-# What an array has for axes: "r" its rows, "w" a few columns, "h" hidden units.
+# The axes of an array: "r" for rows, "w" for a few columns, "h" for hidden units.
 Dims: TypeAlias = str
 
 FLOAT, INT = "float32", "int32"
 # Floats stay within a few units, so that tolerances mean something; integers far inside 32 bits.
 LARGEST = {FLOAT: 16.0, INT: 2.0**20}
-# What is kept from call to call stays smaller.
+# States, which are kept from call to call, stay smaller.
 KEPT = {FLOAT: 4.0, INT: 50.0}
 
 
@@ -25,12 +25,13 @@ class Value:
 
     **Attributes:**
 
-    - `text`: a name, or what needs no parentheses.
+    - `text`: a name, or an expression that needs no parentheses.
     - `dims`: its axes.
-    - `dtype`: of floats or integers.
-    - `varies`: over which mesh axes JAX has it vary. In a portable program just those that split its axes.
-    - `bound`: no number is larger.
-    - `exact`: the same to the last bit on every mesh.
+    - `dtype`: `FLOAT` or `INT`.
+    - `varies`: the mesh axes over which it varies, by the types of JAX. In a portable program these are the
+        mesh axes that split its axes.
+    - `bound`: the largest possible absolute value.
+    - `exact`: whether it is the same to the last bit on every mesh.
     """
 
     text: str
@@ -41,24 +42,24 @@ class Value:
     exact: bool = False
 
     def on(self, dims: Dims) -> str:
-        """The expression, so that it broadcasts against arrays with these axes."""
+        """The expression, shaped so that it broadcasts against arrays with these axes."""
         return f"{self.text}[:, None]" if self.dims == "r" and len(dims) == 2 else self.text
 
 
 def joined(*dims: Dims) -> Dims:
-    """The axes of what comes of broadcasting."""
+    """The axes of the result of broadcasting."""
     return "".join(d for d in "rwh" if any(d in one for one in dims))
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Sizes, and which mesh axes split what.
+    """The sizes of axes, and the mesh axes that split them.
 
     **Attributes:**
 
-    - `mesh`: the sizes of the mesh's axes.
-    - `split`: for rows and hidden units the mesh axes, major to minor.
-    - `sizes`: of whole arrays.
+    - `mesh`: the sizes of the mesh axes.
+    - `split`: the mesh axes that split rows and hidden units, major to minor.
+    - `sizes`: the sizes of the axes of whole arrays.
     """
 
     mesh: Mapping[Hashable, int]
@@ -88,15 +89,15 @@ class Layout:
 
 @dataclasses.dataclass
 class Slot:
-    """A State of the model, or with `kind="array"` an array outside any.
+    """A State of the model, or with `kind="array"` an array outside any State.
 
     **Attributes:**
 
     - `path`: the keys that lead to it.
-    - `dims`, `dtype`: of what a shard has.
+    - `dims`, `dtype`: the axes and the dtype of the value of a shard.
     - `per_shard`: the mesh axes of a `PerShard` placement.
-    - `moments`: it holds a count, and a mean and a sum of squares of `dims`.
-    - `values`: what fills its arrays.
+    - `moments`: whether it holds a count, and a mean and a sum of squares with axes `dims`.
+    - `values`: the numbers that fill its arrays.
     """
 
     path: tuple[str | int, ...]
@@ -110,7 +111,7 @@ class Slot:
     values: list[Numbers] = dataclasses.field(default_factory=list)
 
     def is_like(self, other: "Slot") -> bool:
-        """Whether nothing but paths and values tells the two apart."""
+        """Whether the two differ in nothing but path and values."""
         own = (self.kind, self.dims, self.dtype, self.reduce, self.per_shard)
         return own == (other.kind, other.dims, other.dtype, other.reduce, other.per_shard)
 
@@ -121,11 +122,11 @@ class Slot:
         return [Leaf((), FLOAT), leaf, leaf] if self.moments else [leaf]
 
     def axes(self, layout: Layout) -> frozenset[Hashable]:
-        """The mesh axes along which it is kept apart."""
+        """The mesh axes along which shards hold different values."""
         return layout.axes(self.dims) | frozenset(self.per_shard)
 
     def text(self, layout: Layout, first: int) -> str:
-        """The expression that makes it, of leaves that are numbered on from `first`."""
+        """The expression that makes it from leaves whose numbers begin with `first`."""
         value = f"$v{first}"
         if self.kind == "array":
             return f"jnp.asarray({value})"
@@ -147,7 +148,7 @@ class Tree:
 
     def __init__(self, style: str) -> None:
         self.style = style
-        # Writes make a new model, and read the one that came in.
+        # The variable that holds the newest model: a write makes a new one from it.
         self.name = "model"
         self.slots: list[Slot] = []
 
@@ -156,17 +157,17 @@ class Tree:
         return slot
 
     def count(self, group: str) -> int:
-        """How many there are in a group of the model."""
+        """The number of slots in a group of the model."""
         return sum(slot.path[0] == group and len(slot.path) == 2 for slot in self.slots)
 
     def read(self, path: Sequence[str | int], of: str = "model") -> str:
-        """The expression for what is at a path."""
+        """The expression for the node at a path."""
         first, *rest = path
         text = f"{of}.{first}" if self.style == "module" else f'{of}["{first}"]'
         return text + "".join(f'["{key}"]' if isinstance(key, str) else f"[{key}]" for key in rest)
 
     def write(self, path: Sequence[str | int], new: str) -> str:
-        """The statement that puts something new at a path."""
+        """The statement that puts a new node at a path."""
         top, *rest = path
         before, self.name = self.name, "new"
         if rest and isinstance(rest[0], str):
@@ -179,7 +180,7 @@ class Tree:
         return f'new = {{**{before}, "{top}": {new}}}'
 
     def text(self, layout: Layout) -> tuple[str, list[Leaf]]:
-        """The expression that makes the model, and its arrays."""
+        """The expression that makes the model, and the arrays of the model."""
         leaves: list[Leaf] = []
         parts: dict[str, str | dict[str, str] | list[str]] = {}
         for slot in self.slots:
@@ -202,7 +203,7 @@ class Tree:
         return _container(texts), leaves
 
     def definition(self) -> list[str]:
-        """The module's class."""
+        """The source of the class of the module."""
         if self.style != "module":
             return []
         fields: dict[str, str] = {}

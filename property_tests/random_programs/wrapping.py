@@ -1,11 +1,11 @@
-"""Long lines of generated source, laid out as one would."""
+"""Wrapping of long lines of generated source."""
 
 WIDTH = 100
 _OPEN, _CLOSE = "([{", ")]}"
 
 
 def laid_out(line: str) -> list[str]:
-    """A line of source as several, where it is long: each part of its longest bracket on a line."""
+    """A line of source, split where it is too long: each item of its longest bracket on a line of its own."""
     if len(line) <= WIDTH:
         return [line]
     start, end = _longest(line)
@@ -19,7 +19,7 @@ def laid_out(line: str) -> list[str]:
 
 
 def _longest(line: str) -> tuple[int, int]:
-    """Where the longest of the outer brackets opens, and where it closes; `(0, 1)` without any."""
+    """The positions where the longest of the outer brackets opens and closes; `(0, 1)` if there is none."""
     found, depth, start = (0, 1), 0, 0
     for k, letter in enumerate(line):
         if letter in _OPEN:
@@ -33,7 +33,7 @@ def _longest(line: str) -> tuple[int, int]:
 
 
 def _parts(text: str) -> list[str]:
-    """What stands between commas, those of nested brackets and of the arguments of a lambda left out."""
+    """The items between commas, not counting commas in nested brackets and in the arguments of lambdas."""
     parts, depth, heads = [""], 0, 0
     for k, letter in enumerate(text):
         depth += (letter in _OPEN) - (letter in _CLOSE)

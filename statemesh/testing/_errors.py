@@ -1,10 +1,13 @@
-"""Every error that `statemesh.testing` raises, and every word that it says."""
+"""Every error that `statemesh.testing` raises, except the report of a failed check."""
 
 import dataclasses
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
+
+from jax.sharding import PartitionSpec
 
 import statemesh as sm
+
+from ._types import DType
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,18 +16,18 @@ class Unequal:
 
     **Attributes:**
 
-    - `path`: as the user would type it.
+    - `path`: the path of the result, as the user would type it.
     - `what`: its dtype and shape.
     - `spec`: its out spec.
     - `axis_names`: the axes that the spec leaves out.
     - `amount`: the largest difference.
-    - `index`: where in the array that is.
-    - `shards`: the two shards that differ there, each by its place on the axes.
+    - `index`: the index of the largest difference.
+    - `shards`: the coordinates of the two shards that differ there.
     """
 
     path: str
     what: str
-    spec: Any
+    spec: PartitionSpec | None
     axis_names: tuple[Hashable, ...]
     amount: float
     index: tuple[int, ...]
@@ -35,18 +38,18 @@ def _names(names: Iterable[object]) -> str:
     return ", ".join(map(repr, names))
 
 
-def spec_str(spec: Any) -> str:
+def spec_str(spec: Iterable[object]) -> str:
     """A spec as one types it."""
-    return repr(spec) if isinstance(spec, sm.PerShard) else f"P({_names(tuple(spec))})"
+    return f"P({_names(tuple(spec))})"
 
 
 def unequal(name: str, found: Sequence[Unequal]) -> sm.StatemeshError:
     def line(one: Unequal) -> str:
         at = f"at {list(one.index)} " if one.index else ""
+        spec, axes = spec_str(one.spec or ()), _names(one.axis_names)
         return (
-            f"  - {one.path}: {one.what} with out spec {spec_str(one.spec)} is one copy for all shards along "
-            f"{_names(one.axis_names)}, but differs by {one.amount:.6g} {at}between {one.shards[0]} and "
-            f"{one.shards[1]}"
+            f"  - {one.path}: {one.what} with out spec {spec} is one copy for all shards along {axes}, but "
+            f"differs by {one.amount:.6g} {at}between {one.shards[0]} and {one.shards[1]}"
         )
 
     lines = "\n".join(map(line, found))
@@ -60,7 +63,7 @@ def unequal(name: str, found: Sequence[Unequal]) -> sm.StatemeshError:
 def not_replayed(name: str, primitive: str, why: str = "") -> sm.StatemeshError:
     return sm.StatemeshError(
         f"{name}: `{primitive}` cannot be replayed on one device{why and f': {why}'}. Run the call on "
-        "devices, be they simulated (XLA_FLAGS=--xla_force_host_platform_device_count=8)."
+        "devices; simulated ones will do (XLA_FLAGS=--xla_force_host_platform_device_count=8)."
     )
 
 
@@ -86,7 +89,7 @@ def too_few_devices(count: int, found: int) -> sm.StatemeshError:
     )
 
 
-def not_a_mesh(given: Any) -> TypeError:
+def not_a_mesh(given: object) -> TypeError:
     return TypeError(
         f"meshes: {given!r} is a {type(given).__name__}. Give a list of jax.sharding.Mesh, or of the sizes "
         'of their axes: meshes=[{"x": 2}, {"x": 4, "y": 2}].'
@@ -94,18 +97,18 @@ def not_a_mesh(given: Any) -> TypeError:
 
 
 def no_meshes() -> ValueError:
-    return ValueError('meshes: there is none. Give at least one: meshes=[{"x": 2}].')
+    return ValueError('meshes: the list is empty. Give at least one mesh: meshes=[{"x": 2}].')
 
 
-def mesh_too_large(sizes: Any, count: int, found: int) -> sm.StatemeshError:
+def mesh_too_large(sizes: Mapping[Hashable, int], count: int, found: int) -> sm.StatemeshError:
     return sm.StatemeshError(
         f"meshes: {axes_str(sizes)} needs {count} devices, and JAX has {found}. Simulate them: "
-        f"statemesh.testing.set_devices({count}) in the first lines of conftest.py; or see what one device "
-        "says with statemesh.testing.emulate."
+        f"statemesh.testing.set_devices({count}) in the first lines of conftest.py; or emulate "
+        "the mesh on one device with statemesh.testing.emulate."
     )
 
 
-def not_arguments(args: Any) -> TypeError:
+def not_arguments(args: object) -> TypeError:
     return TypeError(
         f"args: a {type(args).__name__}. Give the arguments of the function in a tuple: args=(model, x)."
     )
@@ -118,8 +121,8 @@ def steps_too_few(steps: int) -> ValueError:
 def other_leaves(name: str, got: Sequence[str], want: Sequence[str]) -> AssertionError:
     only = [path for path in got if path not in want] + [path for path in want if path not in got]
     return AssertionError(
-        f"{name}: {len(got)} arrays come back from the sharded call, {len(want)} from the one that it is "
-        f"compared with; these from one of them only: {', '.join(only[:8])}"
+        f"{name}: the sharded call returns {len(got)} arrays, and the call that it is compared with returns "
+        f"{len(want)}. Only one of the two returns: {', '.join(only[:8])}"
     )
 
 
@@ -158,13 +161,15 @@ def too_many_devices(most: int, count: int) -> sm.StatemeshError:
     )
 
 
-def unknown_axes(spec: Any, unknown: Sequence[Hashable], names: Sequence[Hashable]) -> sm.SpecError:
+def unknown_axes(
+    spec: PartitionSpec, unknown: Sequence[Hashable], names: Sequence[Hashable]
+) -> sm.SpecError:
     return sm.SpecError(
         f"shapes: {spec_str(spec)} names {_names(unknown)}, and the mesh has the axes {_names(names)}."
     )
 
 
-def rank_too_low(spec: Any, rank: int) -> sm.SpecError:
+def rank_too_low(spec: PartitionSpec, rank: int) -> sm.SpecError:
     return sm.SpecError(
         f"shapes: min_rank={rank}, and {spec_str(spec)} has {len(tuple(spec))} entries, one for each axis of "
         "an array."
@@ -173,23 +178,23 @@ def rank_too_low(spec: Any, rank: int) -> sm.SpecError:
 
 def no_shapes(min_rank: int, max_rank: int, max_side: int) -> sm.StatemeshError:
     return sm.StatemeshError(
-        f"shapes: there are none of rank {min_rank} to {max_rank} with sides from 1 to {max_side}. Give a "
+        f"shapes: there is no shape of rank {min_rank} to {max_rank} with sides from 1 to {max_side}. Give a "
         "max_rank that is no less than min_rank, and a positive max_side."
     )
 
 
-def unknown_dtype(dtype: Any) -> sm.StatemeshError:
+def unknown_dtype(dtype: DType) -> sm.StatemeshError:
     return sm.StatemeshError(f"arrays: JAX has no arrays of dtype {dtype}.")
 
 
-def wide_dtype(dtype: Any, kept: Any) -> sm.StatemeshError:
+def wide_dtype(dtype: DType, kept: DType) -> sm.StatemeshError:
     return sm.StatemeshError(
         f"arrays: without jax_enable_x64, JAX makes {kept} of dtype {dtype}. Ask for {kept}, or set "
         "jax.config.update('jax_enable_x64', True)."
     )
 
 
-def no_numbers(dtype: Any, least: int | float, most: int | float) -> sm.StatemeshError:
+def no_numbers(dtype: DType, least: int | float, most: int | float) -> sm.StatemeshError:
     return sm.StatemeshError(
         f"arrays: dtype {dtype} has no number from {least} to {most} that is finite and not subnormal."
     )

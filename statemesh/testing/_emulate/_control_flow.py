@@ -6,6 +6,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import jax
 import jax.numpy as jnp
 
+from .._types import AnyLeaf, Fun
 from ._collectives import communicating_axes
 from ._jaxprs import Equation, Jaxpr, opened
 from ._stacked import Axes, Scope, Stacked
@@ -65,7 +66,7 @@ def cond(replay: Replays, eqn: Equation, values: Sequence[Stacked], frame: Frame
     found = [replay.axes(branch, operands, frame.scope) for branch in branches]
     axes = [frame.scope.in_order(set().union(*each)) for each in zip(*found, strict=True)]
 
-    def taken(jaxpr: Jaxpr) -> Callable[..., Any]:
+    def taken(jaxpr: Jaxpr) -> Fun:
         return lambda differences, *xs: _run(
             replay, jaxpr, xs, operands, axes, frame.scope, differences
         )
@@ -91,7 +92,7 @@ def while_(
         return one_by_one(while_, own_way, replay, eqn, values, frame)
     axes = [value.axes for value in carry]
 
-    def goes_on(xs: Sequence[Any], differences: Differences) -> tuple[Any, Differences]:
+    def goes_on(xs: Sequence[AnyLeaf], differences: Differences) -> tuple[Any, Differences]:
         inner = Frame(scope, differences)
         (go,) = replay.run(condition, [*of_cond, *_stacked(xs, axes)], inner)
         # Where shards do not agree, all stop: the difference is reported, and no loop runs for ever.
@@ -212,7 +213,7 @@ def _fixed_point(
 def _run(
     replay: Replays,
     jaxpr: Jaxpr,
-    xs: Sequence[Any],
+    xs: Sequence[AnyLeaf],
     like: Sequence[Stacked],
     axes: Sequence[Axes],
     scope: Scope,
@@ -225,7 +226,7 @@ def _run(
     return _arrays(spread), inner.differences
 
 
-def _stacked(xs: Sequence[Any], axes: Sequence[Axes]) -> list[Stacked]:
+def _stacked(xs: Sequence[AnyLeaf], axes: Sequence[Axes]) -> list[Stacked]:
     return [Stacked(x, names) for x, names in zip(xs, axes, strict=True)]
 
 
@@ -239,6 +240,6 @@ def _one_round(value: Stacked) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, value.x.dtype)
 
 
-def _with_equal_ranks(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+def _with_equal_ranks(outer: Sequence[AnyLeaf], inner: Sequence[AnyLeaf]) -> int:
     pairs = zip(outer, inner, strict=True)
     return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in pairs)

@@ -2,7 +2,7 @@
 
 import re
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -12,11 +12,11 @@ import numpy as np
 import statemesh as sm
 
 from .._static_keys import static_key
-from .._types import PyTreeDef, tree_util
+from .._types import AnyLeaf, Fun, PyTree, PyTreeDef, tree_util
 from ._traced_program import NO_MESH, TracedProgram, as_array, type_of
 
 
-def emulate(mapped: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def emulate(mapped: Fun, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
     """Call a mapped function with all of its shards on one device.
 
     `emulate` traces the call and replays the program with the values of all shards in one array: collectives,
@@ -77,30 +77,30 @@ def emulate(mapped: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return traced([x for x in leaves if _is_jax_array(x)])
 
 
-def _is_traced(x: Any) -> bool:
+def _is_traced(x: object) -> bool:
     """Whether an argument is traced: NumPy arrays of strings or objects are static."""
     return isinstance(x, jax.Array) or (
         isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "USOMm"
     )
 
 
-def _is_jax_array(x: Any) -> bool:
+def _is_jax_array(x: object) -> bool:
     return isinstance(x, jax.Array)
 
 
 # The traced calls of each function, for as long as the function lives.
-_caches: weakref.WeakKeyDictionary[Callable[..., Any], dict[Hashable, "_TracedCall"]]
+_caches: weakref.WeakKeyDictionary[Fun, dict[Hashable, "_TracedCall"]]
 _caches = weakref.WeakKeyDictionary()
 
 
-def _cache_of(mapped: Callable[..., Any]) -> dict[Hashable, "_TracedCall"]:
+def _cache_of(mapped: Fun) -> dict[Hashable, "_TracedCall"]:
     try:
         return _caches.setdefault(mapped, {})
     except TypeError:  # The function has no hash, or cannot be referred to weakly.
         return {}
 
 
-def _signature(treedef: PyTreeDef, leaves: Sequence[Any]) -> Hashable | None:
+def _signature(treedef: PyTreeDef, leaves: Sequence[AnyLeaf]) -> Hashable | None:
     """All that the traced program depends on except the function; `None` where that cannot be known."""
     keys = tuple(_type_key(x) if _is_jax_array(x) else static_key(x) for x in leaves)
     if None in keys:
@@ -120,14 +120,12 @@ _TOO_MANY_LANES = re.compile(r": \d+ lanes? on \d+ devices?;")
 class _TracedCall:
     """A call with one signature, traced."""
 
-    def __init__(
-        self, mapped: Callable[..., Any], treedef: PyTreeDef, leaves: Sequence[Any]
-    ) -> None:
+    def __init__(self, mapped: Fun, treedef: PyTreeDef, leaves: Sequence[AnyLeaf]) -> None:
         name = getattr(mapped, "__name__", type(mapped).__name__)
         arrays, statics = eqx.partition(leaves, _is_jax_array)
 
-        def trace(fun: Callable[..., Any]) -> Any:
-            def split(arrays: list[Any]) -> Any:
+        def trace(fun: Fun) -> Any:
+            def split(arrays: list[AnyLeaf]) -> tuple[PyTree, Fun]:
                 args, kwargs = treedef.unflatten(eqx.combine(arrays, statics))
                 result, rest = eqx.partition(fun(*args, **kwargs), _is_jax_array)
                 # Equinox takes strings of NumPy for arrays. In a function they are hidden from it.
@@ -147,5 +145,5 @@ class _TracedCall:
         paths = [f"{name}(...){jax.tree_util.keystr(path)}" for path, _ in flat]
         self.program = TracedProgram(name, closed, paths)
 
-    def __call__(self, arrays: Sequence[jax.Array]) -> Any:
+    def __call__(self, arrays: Sequence[jax.Array]) -> PyTree:
         return eqx.combine(self.treedef.unflatten(self.program(arrays)), self.statics)

@@ -7,12 +7,14 @@ import jax
 from jax.extend import core
 
 from .._static_keys import is_hashable
+from .._types import Fun
 from ._stacked import as_names
 
 
 Equation: TypeAlias = core.JaxprEqn
 # With its constants or without: newer versions of JAX make `ClosedJaxpr` and `Jaxpr` one class.
 Jaxpr: TypeAlias = Any
+Atom: TypeAlias = core.Var | core.Literal
 
 # The parameters in which a call keeps the jaxpr that it runs.
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "callee")
@@ -30,7 +32,7 @@ def opened(jaxpr: Jaxpr) -> Jaxpr:
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def is_literal(atom: core.Var | core.Literal) -> TypeGuard[core.Literal]:
+def is_literal(atom: Atom) -> TypeGuard[core.Literal]:
     return isinstance(atom, core.Literal)
 
 
@@ -89,7 +91,7 @@ def as_function(closed: Jaxpr) -> Callable[..., list[jax.Array]]:
     count = len(closed.consts)
     # The stubs of older versions do not name this class.
     make: Any = core
-    run: Callable[..., Any] = core.jaxpr_as_fun
+    run: Fun = core.jaxpr_as_fun
 
     def whole(*arrays: Any) -> list[jax.Array]:
         found: list[jax.Array] = run(make.ClosedJaxpr(closed.jaxpr, arrays[:count]))(

@@ -93,14 +93,14 @@ def largest_difference(value: Stacked, left: Sequence[Hashable]) -> tuple[jax.Ar
     first = x[at]
     same = (x == first) | ((x != x) & (first != first))
     if jnp.issubdtype(x.dtype, jnp.inexact):
-        apart = jnp.nan_to_num(jnp.abs(x - first), nan=jnp.inf, posinf=jnp.inf)
+        difference = jnp.nan_to_num(jnp.abs(x - first), nan=jnp.inf, posinf=jnp.inf)
         largest = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0))
         eps = float(jnp.finfo(x.dtype).eps)  # type: ignore[no-untyped-call]
         allowed = largest * (2 * eps if eps > 1e-6 else 64 * eps)
-        apart = jnp.where(same | (apart <= allowed), 0, apart)
+        difference = jnp.where(same | (difference <= allowed), 0, difference)
     else:
         wide = x.astype(jnp.float32)
-        apart = jnp.where(same, 0, jnp.maximum(jnp.abs(wide - wide[at]), 1))
+        difference = jnp.where(same, 0, jnp.maximum(jnp.abs(wide - wide[at]), 1))
     # The data of a key has an axis that the key does not have.
-    apart = apart.astype(jnp.float32).max(tuple(range(x.ndim - own, x.ndim)))
-    return jnp.max(apart), jnp.argmax(apart).astype(jnp.int32)
+    difference = difference.astype(jnp.float32).max(tuple(range(x.ndim - own, x.ndim)))
+    return jnp.max(difference), jnp.argmax(difference).astype(jnp.int32)

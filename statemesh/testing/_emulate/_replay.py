@@ -10,8 +10,9 @@ import numpy as np
 
 from .. import _errors as errors
 from ._collectives import RULES, collective
-from ._control_flow import Differences, Frame, Step, cond, one_by_one, scan, while_
+from ._control_flow import Differences, Frame, Replays, Step, cond, one_by_one, scan, while_
 from ._jaxprs import (
+    Atom,
     Equation,
     Jaxpr,
     all_equations,
@@ -96,7 +97,7 @@ class Replay:
     def _run(self, jaxpr: Jaxpr, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
         known = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
 
-        def value_of(atom: Any) -> Stacked:
+        def value_of(atom: Atom) -> Stacked:
             if is_literal(atom):
                 # As a NumPy array, which has no mesh: the literal may carry the mesh of where it was traced.
                 aval: Any = atom.aval
@@ -182,7 +183,9 @@ class Replay:
         return Stacked(value.x[first], tuple(name for name in value.axes if name not in left))
 
 
-def _plain(replay: Any, eqn: Equation, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
+def _plain(
+    replay: Replays, eqn: Equation, values: Sequence[Stacked], frame: Frame
+) -> list[Stacked]:
     del replay
     # On one device a layout on a mesh means nothing.
     params = {key: None if key in _LAYOUTS else value for key, value in eqn.params.items()}
@@ -221,7 +224,7 @@ def _not_replayed(eqn: Equation) -> str:
 
 
 def _draws_safely(eqn: Equation) -> bool:
-    """Whether the rule for `vmap` gives each key the random numbers, or the new keys, that it gives alone."""
+    """Whether each key gives the same random numbers, or new keys, under `vmap` as by itself."""
     if eqn.primitive.name not in ("random_bits", "random_split", "random_fold_in"):
         return False
     key: Any = eqn.invars[0].aval

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import Partial
 
 from .. import _errors as errors
+from .._types import Fun
 from ._collectives import nested_collectives
 from ._control_flow import Differences
 from ._jaxprs import Jaxpr, as_function, is_identity, is_literal
@@ -38,7 +39,7 @@ class TracedProgram:
         self.context = jax.sharding.get_abstract_mesh()
         self.replay = Replay(name, closed.jaxpr)
         self.compiled = jax.jit(self.replay)
-        self.gradients: dict[tuple[bool, ...], Callable[..., Any]] = {}
+        self.gradients: dict[tuple[bool, ...], Fun] = {}
         # A result that is an input is returned as the very array that came in.
         inputs = {var: i for i, var in enumerate([*closed.jaxpr.constvars, *closed.jaxpr.invars])}
         for eqn in closed.jaxpr.eqns:
@@ -109,7 +110,7 @@ class TracedProgram:
             unequal.append(promise.unequal(path, amount, at))
         raise errors.unequal(self.name, unequal)
 
-    def _gradient(self, wanted: tuple[bool, ...]) -> Callable[..., Any]:
+    def _gradient(self, wanted: tuple[bool, ...]) -> Fun:
         """The function from inputs and cotangents of results to the cotangents of the wanted inputs."""
         if wanted in self.gradients:
             return self.gradients[wanted]
@@ -163,7 +164,7 @@ def _filled(cotangent: Any, aval: Any) -> jax.Array:
 
 
 def _on_one_device(x: Any) -> Any:
-    """The array, laid out so that it can be an operand beside any other array."""
+    """The array, laid out so that it can meet any other array in one operation."""
     if _is_typed(x):
         mesh = jax.typeof(x).sharding.mesh
         auto = AbstractMesh(mesh.axis_sizes, mesh.axis_names)
@@ -176,7 +177,7 @@ def _on_one_device(x: Any) -> Any:
     return jnp.asarray(np.asarray(x))
 
 
-def _is_typed(x: Any) -> bool:
+def _is_typed(x: object) -> bool:
     """Whether the type of a traced value has a sharding over Explicit mesh axes."""
     if not isinstance(x, jax.core.Tracer):
         return False

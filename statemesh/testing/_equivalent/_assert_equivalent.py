@@ -1,24 +1,25 @@
 """`assert_equivalent`: a function gives the same results on every mesh."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from .. import _errors as errors
+from .._types import Fun, PyTree
 from ._check import Check
 from ._mapped_call import mapped_call, mesh_of
 
 
 def assert_equivalent(
-    fun: Callable[..., Any],
-    args: Any,
+    fun: Fun,
+    args: PyTree,
     *,
     meshes: Iterable[Any],
-    in_specs: Any,
-    out_specs: Any,
-    state_in_specs: Any = None,
-    state_out_specs: Any = None,
+    in_specs: PyTree,
+    out_specs: PyTree,
+    state_in_specs: PyTree = None,
+    state_out_specs: PyTree = None,
     check_vma: bool = True,
-    unsharded: Callable[..., Any] | Literal[False] | None = None,
+    unsharded: Fun | Literal[False] | None = None,
     steps: int = 3,
     gradients: bool = True,
     tolerance: float | None = None,

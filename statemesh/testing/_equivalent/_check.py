@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import equinox as eqx
@@ -12,6 +12,7 @@ import jax
 from .. import _errors as errors
 from .._emulate._emulate import emulate
 from .._emulate._jaxprs import draws
+from .._types import Fun, PyTree
 from . import _report as report
 from ._compare import (
     Mismatch,
@@ -42,8 +43,8 @@ class Reference:
 
     what: str
     call: Call
-    results: list[Any]
-    perturbed: list[Any]
+    results: list[PyTree]
+    perturbed: list[PyTree]
 
 
 class Check:
@@ -55,9 +56,9 @@ class Check:
     def __init__(
         self,
         name: str,
-        args: tuple[Any, ...],
+        args: tuple[PyTree, ...],
         meshes: Sequence[MappedCall],
-        unsharded: Callable[..., Any] | Literal[False] | None,
+        unsharded: Fun | Literal[False] | None,
         steps: int,
         tolerance: float | None,
     ) -> None:
@@ -74,9 +75,7 @@ class Check:
         ]
         self.references *= len(meshes) if self.portable else 1
 
-    def _reference(
-        self, one: MappedCall, unsharded: Callable[..., Any] | Literal[False] | None
-    ) -> Reference:
+    def _reference(self, one: MappedCall, unsharded: Fun | Literal[False] | None) -> Reference:
         call: Call
         if unsharded is False:
             what, call = "what emulate gives", functools.partial(emulate, one.mapped)
@@ -88,7 +87,7 @@ class Check:
             rows = [self._results(call, args) for args in (self.args, perturbed(self.args))]
         return Reference(what, call, *rows)
 
-    def _results(self, call: Call, args: tuple[Any, ...] | None = None) -> list[Any]:
+    def _results(self, call: Call, args: tuple[PyTree, ...] | None = None) -> list[PyTree]:
         return chained_calls(call, self.args if args is None else args, self.steps, self.carry)
 
     @contextlib.contextmanager
@@ -123,7 +122,7 @@ class Check:
             self._compared(f"saved {where} and placed {one.where}", moved, one, reference)
 
     def _compared(
-        self, where: str, results: list[Any], one: MappedCall, reference: Reference
+        self, where: str, results: list[PyTree], one: MappedCall, reference: Reference
     ) -> None:
         given = self.args
         rows = zip(results, reference.results, reference.perturbed, strict=True)
@@ -137,15 +136,17 @@ class Check:
             given = fed_back(self.args, want, self.carry)
         self.agreed.append(where)
 
-    def _mismatches(self, given: tuple[Any, ...], got: Any, want: Any, near: Any) -> list[Mismatch]:
+    def _mismatches(
+        self, given: tuple[PyTree, ...], got: PyTree, want: PyTree, near: PyTree
+    ) -> list[Mismatch]:
         # The values of the leaves that are fed back, as they were before the call.
         old = [leaf.value for leaf in leaves_of("", given[: self.carry])]
         count = len(leaves_of("", got))
         before = dict(zip(range(count - len(old), count), old, strict=True))
         return compare(f"{self.name}(...)", got, want, near, before, self.tolerance)
 
-    def _probe(self, given: tuple[Any, ...], one: MappedCall, reference: Reference) -> Probe:
-        def compared(args: tuple[Any, ...]) -> tuple[Any, Any, list[Mismatch]]:
+    def _probe(self, given: tuple[PyTree, ...], one: MappedCall, reference: Reference) -> Probe:
+        def compared(args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree, list[Mismatch]]:
             got, want = one.mapped(*args), reference.call(*args)
             near = reference.call(*perturbed(args))
             return got, want, self._mismatches(args, got, want, near)
@@ -162,7 +163,7 @@ class Check:
             got = one.gradient
             want = lambda *args, call=reference.call: gradient(call, args)
 
-            def compared(args: tuple[Any, ...], got: Call = got, want: Call = want) -> Any:
+            def compared(args: tuple[PyTree, ...], got: Call = got, want: Call = want) -> Any:
                 of = got(*args), want(*args), want(*perturbed(args))
                 return *of[:2], compare("args", *of, {}, self.tolerance)
 

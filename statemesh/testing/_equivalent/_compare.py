@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from .. import _errors as errors
+from .._types import AnyLeaf, Numbers, PyTree
 
 
 # Where a shard is on the mesh: its index along each axis, by the name of the axis.
@@ -34,7 +35,7 @@ class Leaf:
     array: Any
 
     @cached_property
-    def value(self) -> Any:
+    def value(self) -> Numbers:
         """The numbers of the array, also where it holds keys."""
         return _numbers(self.array)
 
@@ -57,7 +58,7 @@ class Leaf:
             return None
         by_device = {shard.device: shard.data for shard in self.array.addressable_shards}
         devices = self.array.sharding.mesh.devices
-        first: dict[str, tuple[Coordinates, Any]] = {}
+        first: dict[str, tuple[Coordinates, Numbers]] = {}
         for (at, index), device in zip(self.parts, devices.flat, strict=True):
             data = _numbers(by_device[device])
             other, known = first.setdefault(str(index), (at, data))
@@ -66,13 +67,13 @@ class Leaf:
         return None
 
 
-def leaves_of(name: str, result: Any) -> list[Leaf]:
+def leaves_of(name: str, result: PyTree) -> list[Leaf]:
     """The arrays of a result."""
     flat, _ = jax.tree_util.tree_flatten_with_path(result)
     return [Leaf(name + jax.tree_util.keystr(keys), x) for keys, x in flat if eqx.is_array_like(x)]
 
 
-def _numbers(x: Any) -> Any:
+def _numbers(x: AnyLeaf) -> Numbers:
     if jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     found = np.asarray(x)
@@ -96,8 +97,8 @@ class Mismatch:
 
     number: int
     got: Leaf
-    want: Any
-    before: Any
+    want: Numbers
+    before: Numbers | None
     tolerance: float
 
     @property
@@ -105,7 +106,7 @@ class Mismatch:
         return bool(self.got.value.shape == self.want.shape)
 
     @cached_property
-    def deviation(self) -> Any:
+    def deviation(self) -> Numbers:
         """The difference between each number and the reference."""
         return deviations(self.got.value, self.want)
 
@@ -137,7 +138,7 @@ class Mismatch:
         counts = {d: shape[d] // step for d, step in enumerate(steps) if step}
         return {d: count for d, count in counts.items() if count > 1}
 
-    def off(self) -> Any:
+    def off(self) -> Numbers:
         """Which numbers differ by more than rounding."""
         return self.deviation > self.tolerance
 
@@ -150,7 +151,7 @@ def _size(part: slice, whole: int) -> int:
     return len(range(*part.indices(whole)))
 
 
-def deviations(got: Any, want: Any) -> Any:
+def deviations(got: Numbers, want: Numbers) -> Numbers:
     """The differences between numbers; infinite where only one of the two is NaN."""
     if got.dtype.kind in "biu" or want.dtype.kind == "b":
         return np.abs(got.astype(np.float64) - want.astype(np.float64))
@@ -174,7 +175,7 @@ class Tolerance:
     terms: int
     given: float | None = None
 
-    def of(self, leaf: Leaf, want: Any, perturbed: Any) -> float:
+    def of(self, leaf: Leaf, want: Numbers, perturbed: Numbers) -> float:
         if not jnp.issubdtype(leaf.array.dtype, jnp.inexact):
             return 0.0
         finite = np.abs(np.where(np.isfinite(want), want, 0.0))
@@ -190,10 +191,10 @@ class Tolerance:
 
 def compare(
     name: str,
-    got: Any,
-    want: Any,
-    perturbed: Any,
-    before: dict[int, Any],
+    got: PyTree,
+    want: PyTree,
+    perturbed: PyTree,
+    before: dict[int, Numbers],
     tolerance: Tolerance,
 ) -> list[Mismatch]:
     """The leaves of a result that differ from those of the reference.
@@ -216,11 +217,11 @@ def compare(
     return found
 
 
-def perturbed(args: Any) -> Any:
+def perturbed(args: PyTree) -> PyTree:
     """Arguments whose inexact numbers are off by rounding, up or down."""
     random = np.random.default_rng(0)
 
-    def off(x: Any) -> Any:
+    def off(x: AnyLeaf) -> AnyLeaf:
         if not eqx.is_inexact_array(x):
             return x
         eps, signs = float(_finfo(x.dtype).eps), random.choice([-1.0, 1.0], x.shape)
@@ -235,17 +236,17 @@ def perturbed(args: Any) -> Any:
     return jax.tree.map(off, args)
 
 
-def as_arrays(args: Any) -> Any:
+def as_arrays(args: PyTree) -> PyTree:
     """Arguments as JAX arrays of strong types, like the results that are fed back: so there is one trace."""
     return jax.tree.map(_as_array, args)
 
 
-def _as_array(x: Any) -> Any:
+def _as_array(x: AnyLeaf) -> AnyLeaf:
     if isinstance(x, np.ndarray | np.generic):
         return jnp.asarray(x)
     return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
 
 
-def longest_reduction(args: Any) -> int:
+def longest_reduction(args: PyTree) -> int:
     """The largest number of terms that a reduction of one argument can have."""
     return max([1, *(np.size(x) for x in jax.tree.leaves(args) if eqx.is_array(x))])

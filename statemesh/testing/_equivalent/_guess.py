@@ -3,11 +3,11 @@
 import itertools
 import math
 from collections.abc import Hashable
-from typing import Any
 
 import numpy as np
 
 from .. import _errors as errors
+from .._types import Numbers
 from . import _report as report
 from ._compare import Mismatch
 from ._probe import Probe
@@ -59,7 +59,7 @@ def _unchanged(mismatch: Mismatch) -> str | None:
     return report.guess_unchanged() if stays else None
 
 
-def _differs(mismatch: Mismatch, a: Any, b: Any) -> Any:
+def _differs(mismatch: Mismatch, a: Numbers, b: Numbers) -> Numbers:
     """Which numbers differ by more than rounding."""
     return np.abs(a.astype(np.float64) - b.astype(np.float64)) > mismatch.tolerance
 
@@ -84,7 +84,7 @@ def _by_a_factor(mismatch: Mismatch) -> str | None:
     return None
 
 
-def _ratio(mismatch: Mismatch, got: Any, want: Any) -> float | None:
+def _ratio(mismatch: Mismatch, got: Numbers, want: Numbers) -> float | None:
     """The ratio of two arrays, where it is the same for all numbers."""
     # The ratio of numbers as small as rounding errors is meaningless.
     clear = np.abs(want) > 100 * mismatch.tolerance
@@ -99,7 +99,7 @@ def _ratio(mismatch: Mismatch, got: Any, want: Any) -> float | None:
     return None if far.any() or ratio <= 0 or abs(ratio - 1) < 1e-3 else ratio
 
 
-def _blocks(mismatch: Mismatch, value: Any) -> list[Any]:
+def _blocks(mismatch: Mismatch, value: Numbers) -> list[Numbers]:
     """The different parts that the shards hold."""
     kept = {str(index): value[index] for _, index in mismatch.got.parts}
     return list(kept.values())
@@ -146,16 +146,16 @@ def _by_probe(mismatch: Mismatch, probe: Probe) -> str | None:
 
 def _at_edges(mismatch: Mismatch) -> str | None:
     """Only the entries next to the part of another shard are off."""
-    wrong = mismatch.off()
+    off = mismatch.off()
     for d, count in mismatch.split.items():
-        size = wrong.shape[d] // count
-        rows = np.nonzero(wrong.any(tuple(k for k in range(wrong.ndim) if k != d)))[0] % size
+        size = off.shape[d] // count
+        rows = np.nonzero(off.any(tuple(k for k in range(off.ndim) if k != d)))[0] % size
         if size > 1 and rows.size and (np.all(rows == 0) or np.all(rows == size - 1)):
             return report.guess_edges(d)
     return None
 
 
 def _one_shard_right(mismatch: Mismatch) -> str | None:
-    wrong = mismatch.off()
-    right = [errors.axes_str(at) for at, index in mismatch.got.parts if not wrong[index].any()]
+    off = mismatch.off()
+    right = [errors.axes_str(at) for at, index in mismatch.got.parts if not off[index].any()]
     return report.guess_some(right[0]) if len(right) == 1 and mismatch.split else None

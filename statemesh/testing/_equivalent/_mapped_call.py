@@ -3,8 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import equinox as eqx
 import jax
@@ -15,10 +14,11 @@ import statemesh as sm
 
 from .. import _errors as errors
 from .._static_keys import is_hashable, static_key
+from .._types import AnyLeaf, Fun, PyTree, PyTreeDef
 from ._run import Call, gradient
 
 
-def mesh_of(given: Any) -> Mesh:
+def mesh_of(given: object) -> Mesh:
     """The mesh itself, or a mesh with the given sizes."""
     if isinstance(given, Mesh):
         return given
@@ -45,7 +45,7 @@ class MappedCall:
     def where(self) -> str:
         return f"on mesh {errors.axes_str(dict(self.mesh.shape))}"
 
-    def gradient(self, *args: Any) -> Any:
+    def gradient(self, *args: PyTree) -> PyTree:
         """The gradient of a call."""
         # JAX can make zero gradients with Explicit axes in their type only where the mesh is set.
         typed = AxisType.Explicit in self.mesh.axis_types
@@ -54,7 +54,7 @@ class MappedCall:
             return gradient(self.mapped, self.mapped.place(*args))
 
 
-def mapped_call(fun: Callable[..., Any], mesh: Mesh, specs: tuple[Any, ...]) -> MappedCall:
+def mapped_call(fun: Fun, mesh: Mesh, specs: tuple[PyTree, ...]) -> MappedCall:
     """A function on a mesh. Equal arguments get the same object, whose programs are compiled already."""
     leaves, structure = jax.tree.flatten(specs, is_leaf=lambda x: x is None)
     key = fun, mesh, tuple(leaves), structure
@@ -62,7 +62,7 @@ def mapped_call(fun: Callable[..., Any], mesh: Mesh, specs: tuple[Any, ...]) -> 
 
 
 def _new_call(
-    fun: Callable[..., Any], mesh: Mesh, leaves: tuple[Any, ...], structure: Any
+    fun: Fun, mesh: Mesh, leaves: tuple[AnyLeaf, ...], structure: PyTreeDef
 ) -> MappedCall:
     ins, outs, state_ins, state_outs, check_vma = structure.unflatten(leaves)
     mapped: sm.StatefulMapping = sm.shard_map(
@@ -85,11 +85,11 @@ def within_jit(call: Call) -> Call:
     """The call inside `jax.jit`."""
 
     @functools.partial(jax.jit, static_argnums=1)
-    def whole(arrays: Any, statics: _Statics) -> Any:
+    def whole(arrays: PyTree, statics: _Statics) -> PyTree:
         result, rest = eqx.partition(call(*eqx.combine(arrays, statics.tree)), eqx.is_array)
         return result, _Statics(rest)
 
-    def run(*args: Any) -> Any:
+    def run(*args: PyTree) -> PyTree:
         arrays, statics = eqx.partition(args, eqx.is_array)
         result, rest = whole(arrays, _Statics(statics))
         return eqx.combine(result, rest.tree)
@@ -101,7 +101,7 @@ def within_jit(call: Call) -> Call:
 class _Statics:
     """The leaves of a tree that are no arrays, made hashable."""
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: PyTree) -> None:
         self.tree = tree
         leaves, structure = jax.tree.flatten(tree)
         # A leaf whose value cannot be known is never equal to another.

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._types import AnyLeaf, Numbers, PyTree
 from ._compare import Leaf, Mismatch, leaves_of
 
 
 # From arguments to the results of the sharded call, those of the reference, and the mismatches.
-Compared = Callable[[tuple[Any, ...]], tuple[Any, Any, list[Mismatch]]]
+Compared = Callable[[tuple[PyTree, ...]], tuple[PyTree, PyTree, list[Mismatch]]]
 
 
 @dataclasses.dataclass
@@ -29,13 +30,13 @@ class Probe:
     - `draws_in`: whether a call with these arguments draws random numbers.
     """
 
-    args: tuple[Any, ...]
-    place: Callable[..., tuple[Any, ...]]
+    args: tuple[PyTree, ...]
+    place: Callable[..., tuple[PyTree, ...]]
     compared: Compared
-    draws_in: Callable[[tuple[Any, ...]], bool]
+    draws_in: Callable[[tuple[PyTree, ...]], bool]
 
     @cached_property
-    def generic_args(self) -> tuple[Any, ...]:
+    def generic_args(self) -> tuple[PyTree, ...]:
         """The failing arguments with other values.
 
         The values that Hypothesis shrinks to are zeros and ones, for which many mistakes look alike.
@@ -50,16 +51,16 @@ class Probe:
         return {mismatch.number: mismatch for mismatch in found or ()}
 
     @cached_property
-    def uniform_results(self) -> tuple[list[Any], list[Any]] | None:
+    def uniform_results(self) -> tuple[list[Numbers], list[Numbers]] | None:
         """The leaves of both results where every shard gets the part of the first shard."""
 
-        def called() -> tuple[list[Any], list[Any]]:
+        def called() -> tuple[list[Numbers], list[Numbers]]:
             placed = self.place(*self.generic_args)
             got, want, _ = self.compared(tuple(jax.tree.map(_first_part_everywhere, placed)))
             of_both = [[leaf.value for leaf in leaves_of("", tree)] for tree in (got, want)]
             return of_both[0], of_both[1]
 
-        found: tuple[list[Any], list[Any]] | None = _result_or_none(called)
+        found: tuple[list[Numbers], list[Numbers]] | None = _result_or_none(called)
         return found
 
     @cached_property
@@ -76,7 +77,7 @@ def _result_or_none(call: Callable[[], Any]) -> Any:
         return None
 
 
-def _generic(random: np.random.Generator, x: Any) -> Any:
+def _generic(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
     """Random values in the range of the given ones."""
     if not eqx.is_array(x) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
@@ -96,7 +97,7 @@ def _generic(random: np.random.Generator, x: Any) -> Any:
     return jnp.asarray((np.abs(made) if wide.min(initial=0.0) >= 0 else made).astype(value.dtype))
 
 
-def _first_part_everywhere(x: Any) -> Any:
+def _first_part_everywhere(x: AnyLeaf) -> AnyLeaf:
     """The array with the part of the first shard in the place of every part."""
     if not eqx.is_array(x) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x

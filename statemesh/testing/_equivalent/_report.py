@@ -1,7 +1,6 @@
 """The words of a failed check: where results differ, and the probable cause."""
 
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 
 WITH_OTHER_VALUES = "With other values the results differ too:"
@@ -30,12 +29,12 @@ def on_shards(shards: Sequence[str], tolerance: float) -> str:
     )
 
 
-def off_by(amount: float, at: Sequence[int], got: Any, want: Any) -> str:
+def off_by(amount: float, at: Sequence[int], got: object, want: object) -> str:
     index = f" at {list(at)}" if at else ""
     return f"off by {amount:.4g}{index}, where it is {_short(got)} and should be {_short(want)}"
 
 
-def _short(x: Any) -> str:
+def _short(x: object) -> str:
     return f"{x:.6g}" if isinstance(x, float | complex) else str(x)
 
 

@@ -1,20 +1,22 @@
 """The runs that are compared: chained calls, a model that moves to another mesh, gradients."""
 
 import io
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._types import Fun, PyTree, tree_util
+
 
 # A function that returns its outputs first, then the new models.
-Call: TypeAlias = Callable[..., Any]
+Call: TypeAlias = Fun
 
 
-def carried(args: Sequence[Any], result: Any) -> int:
+def carried(args: Sequence[PyTree], result: PyTree) -> int:
     """The number of first arguments that come back as the last results."""
     results = as_results(result)
     for count in range(min(len(args), len(results)), 0, -1):
@@ -24,20 +26,20 @@ def carried(args: Sequence[Any], result: Any) -> int:
     return 0
 
 
-def as_results(result: Any) -> tuple[Any, ...]:
+def as_results(result: PyTree) -> tuple[PyTree, ...]:
     return result if type(result) is tuple else (result,)
 
 
-def _is_new(old: Any, new: Any) -> bool:
+def _is_new(old: PyTree, new: PyTree) -> bool:
     """Whether a tree may replace the old one. A bare array does not count as a model."""
-    structure: Any = jax.tree.structure
+    structure = tree_util.tree_structure
     if structure(old) != structure(new) or structure(old) == structure(0):
         return False
     pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
     return all(np.shape(a) == np.shape(b) for a, b in pairs if eqx.is_array_like(b))
 
 
-def chained_calls(call: Call, args: Sequence[Any], steps: int, carry: int) -> list[Any]:
+def chained_calls(call: Call, args: Sequence[PyTree], steps: int, carry: int) -> list[PyTree]:
     """The results of calls, each of which gets the models that the call before returned."""
     given, found = tuple(args), []
     for _ in range(steps):
@@ -48,14 +50,14 @@ def chained_calls(call: Call, args: Sequence[Any], steps: int, carry: int) -> li
     return found
 
 
-def fed_back(args: Sequence[Any], result: Any, carry: int) -> tuple[Any, ...]:
+def fed_back(args: Sequence[PyTree], result: PyTree, carry: int) -> tuple[PyTree, ...]:
     results = as_results(result)
     return (*results[len(results) - carry :], *args[carry:])
 
 
 def calls_with_a_move(
-    first: Call, second: Call, args: Sequence[Any], steps: int, carry: int
-) -> list[Any]:
+    first: Call, second: Call, args: Sequence[PyTree], steps: int, carry: int
+) -> list[PyTree]:
     """The same, but halfway the models are saved, loaded, and passed to another function."""
     before = chained_calls(first, args, steps // 2, carry)
     given = fed_back(args, before[-1], carry)
@@ -63,12 +65,12 @@ def calls_with_a_move(
     return before + chained_calls(second, given, steps - steps // 2, carry)
 
 
-def saved(tree: Any) -> Any:
+def saved(tree: PyTree) -> PyTree:
     """A tree whose arrays were written to a file and read from it."""
     return jax.tree.map(lambda x: _through_file(x) if eqx.is_array(x) else x, tree)
 
 
-def _through_file(x: Any) -> Any:
+def _through_file(x: jax.Array) -> jax.Array:
     file = io.BytesIO()
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     data = np.asarray(jax.random.key_data(x) if is_key else x)
@@ -81,11 +83,11 @@ def _through_file(x: Any) -> Any:
     return jnp.asarray(loaded)
 
 
-def gradient(call: Call, args: Sequence[Any]) -> Any:
+def gradient(call: Call, args: Sequence[PyTree]) -> PyTree:
     """The gradient, by every inexact array, of a sum that gives every entry of the results its own weight."""
     inexact, rest = eqx.partition(tuple(args), eqx.is_inexact_array)
 
-    def results(inexact: Any) -> list[Any]:
+    def results(inexact: PyTree) -> list[jax.Array]:
         found = jax.tree.leaves(call(*eqx.combine(inexact, rest)))
         return [x for x in found if eqx.is_inexact_array(x)]
 
@@ -93,6 +95,7 @@ def gradient(call: Call, args: Sequence[Any]) -> Any:
     return pull([_weights(x) for x in found])[0]
 
 
-def _weights(x: Any) -> Any:
+def _weights(x: jax.Array) -> jax.Array:
     part = np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape)
-    return jax.device_put(np.asarray(part, x.dtype), x.sharding)
+    placed: jax.Array = jax.device_put(np.asarray(part, x.dtype), x.sharding)
+    return placed

@@ -10,12 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
+from jax.typing import DTypeLike
 
 from .. import _errors as errors
+from .._types import DType
 from ._meshes import Draw
 
 
 Array: TypeAlias = npt.NDArray[Any]
+AnyShape: TypeAlias = int | Sequence[int]
 # The period of the numbers in an array. It divides no power of two, so that the parts of shards differ.
 PERIOD = 7
 # The ones of JAX know bfloat16, but have no stubs.
@@ -25,8 +28,8 @@ iinfo: Any = jnp.iinfo
 
 def arrays(
     *,
-    shape: int | Sequence[int] | st.SearchStrategy[Any],
-    dtype: Any = np.float32,
+    shape: AnyShape | st.SearchStrategy[AnyShape],
+    dtype: DTypeLike | st.SearchStrategy[DTypeLike] = np.float32,
     min_value: int | float = -4,
     max_value: int | float = 4,
 ) -> st.SearchStrategy[Array]:
@@ -71,7 +74,7 @@ def _arrays(draw: Draw, shape: Any, dtype: Any, least: int | float, most: int | 
     return np.resize(np.array(few, dtype), shape)
 
 
-def _checked(dtype: Any) -> Any:
+def _checked(dtype: DTypeLike) -> DType:
     """The dtype, if JAX has it."""
     found = np.dtype(dtype)
     is_number = found == np.bool_ or jnp.issubdtype(found, np.number)
@@ -84,7 +87,7 @@ def _checked(dtype: Any) -> Any:
 
 
 @functools.cache
-def _numbers(dtype: Any, least: int | float, most: int | float) -> st.SearchStrategy[Any]:
+def _numbers(dtype: DType, least: int | float, most: int | float) -> st.SearchStrategy[Any]:
     """Python numbers from `least` to `most` that the dtype can hold exactly."""
     if dtype == np.bool_:
         return st.booleans()
@@ -94,7 +97,7 @@ def _numbers(dtype: Any, least: int | float, most: int | float) -> st.SearchStra
     return (_floats if jnp.issubdtype(dtype, np.floating) else _integers)(dtype, least, most)
 
 
-def _integers(dtype: Any, least: int | float, most: int | float) -> st.SearchStrategy[int]:
+def _integers(dtype: DType, least: int | float, most: int | float) -> st.SearchStrategy[int]:
     info = iinfo(dtype)
     if not max(least, info.min) <= min(most, info.max):
         raise errors.no_numbers(dtype, least, most)
@@ -104,7 +107,7 @@ def _integers(dtype: Any, least: int | float, most: int | float) -> st.SearchStr
     return st.integers(low, high)
 
 
-def _floats(dtype: Any, least: int | float, most: int | float) -> st.SearchStrategy[float]:
+def _floats(dtype: DType, least: int | float, most: int | float) -> st.SearchStrategy[float]:
     low, high = _at_least(dtype, least), -_at_least(dtype, -most)
     if not low <= high:
         raise errors.no_numbers(dtype, least, most)
@@ -124,7 +127,7 @@ def _floats(dtype: Any, least: int | float, most: int | float) -> st.SearchStrat
     return st.one_of(any_float, any_float, any_float, st.sampled_from(rare))
 
 
-def _at_least(dtype: Any, bound: int | float) -> float:
+def _at_least(dtype: DType, bound: int | float) -> float:
     """The smallest finite number of a dtype that is at least `bound` and not subnormal."""
     info = finfo(dtype)
     largest, tiny = float(info.max), float(info.tiny)

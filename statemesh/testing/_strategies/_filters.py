@@ -1,7 +1,7 @@
 """A strategy for filters: each is built around a state of a tree that it must match."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import reduce
 from typing import Any, TypeAlias
 
@@ -10,11 +10,20 @@ from hypothesis import strategies as st
 
 import statemesh as sm
 
+from .._types import Fun, PyTree
 from ._meshes import Draw
 from ._trees import KINDS
 
 
-def filters(*, tree: Any) -> st.SearchStrategy[Any]:
+# One step of a path, as JAX or the class of a node makes it.
+Key: TypeAlias = Any
+KeyPath: TypeAlias = tuple[Key, ...]
+Filter: TypeAlias = Any
+# A function that draws one filter.
+Form: TypeAlias = Callable[[], Filter]
+
+
+def filters(*, tree: PyTree) -> st.SearchStrategy[Filter]:
     """Filters of every form, nested up to three deep, for the states of a tree.
 
     Each filter matches a state of the tree. Only the explicit `None`, `False` and `Nothing()`, which are
@@ -48,7 +57,7 @@ def filters(*, tree: Any) -> st.SearchStrategy[Any]:
 class PathAndState:
     """A state of the tree, and its path."""
 
-    path: tuple[Any, ...]
+    path: KeyPath
     state: sm.State
 
     @property
@@ -61,7 +70,7 @@ class PathAndState:
         return [_name(step) for step in self.path]
 
     @property
-    def nodes(self) -> list[tuple[Any, ...]]:
+    def nodes(self) -> list[KeyPath]:
         """The paths of the state and of the nodes above it, as far as Python code can take them."""
         lengths = range(len(self.path) + 1)
         return [self.path[:n] for n in lengths if all(map(_is_typed, self.path[:n]))]
@@ -72,7 +81,7 @@ class PrintableFunction:
     """A function that prints as its source code, and equals other functions with the same source."""
 
     source: str
-    run: Callable[..., Any] = dataclasses.field(compare=False)
+    run: Fun = dataclasses.field(compare=False)
 
     def __call__(self, *args: Any) -> Any:
         return self.run(*args)
@@ -81,15 +90,12 @@ class PrintableFunction:
         return self.source
 
 
-# A function that draws one filter.
-Form: TypeAlias = Callable[[], Any]
-
 EVERYTHING = (..., True, sm.filters.Everything())
 NOTHING = (None, False, sm.filters.Nothing())
 
 
 @st.composite
-def _filters(draw: Draw, found: Sequence[PathAndState]) -> Any:
+def _filters(draw: Draw, found: Sequence[PathAndState]) -> Filter:
     if not found:
         return draw(st.sampled_from(EVERYTHING + NOTHING))
     # Sometimes a filter that matches everything or nothing. `...` comes first, so that filters shrink to it.
@@ -109,7 +115,7 @@ class _FilterMaker:
     def one_of(self, of: Sequence[Any]) -> Any:
         return self.draw(st.sampled_from(of))
 
-    def matching(self, one: PathAndState, deep: int) -> Any:
+    def matching(self, one: PathAndState, deep: int) -> Filter:
         """A filter that matches a state."""
         forms: list[Form] = [
             lambda: self.one_of(EVERYTHING),
@@ -129,7 +135,7 @@ class _FilterMaker:
             ]
         return self.one_of(forms)()
 
-    def not_matching(self, one: PathAndState, deep: int) -> Any:
+    def not_matching(self, one: PathAndState, deep: int) -> Filter:
         """A filter that does not match a state. It may match others of the tree."""
         kinds = {kind for other in self.found for kind in other.kinds}.union(KINDS) - {*one.kinds}
         tags = {tag for other in self.found for tag in other.state.tag} - one.state.tag
@@ -156,23 +162,23 @@ class _FilterMaker:
             ]
         return self.one_of(forms)()
 
-    def of_type(self, kinds: Sequence[type]) -> Any:
+    def of_type(self, kinds: Sequence[type]) -> Filter:
         kind = self.one_of(kinds)
         return self.one_of([kind, sm.filters.OfType(kind)])
 
-    def with_tag(self, tags: Any) -> Any:
+    def with_tag(self, tags: Iterable[str]) -> Filter:
         tag = self.one_of(sorted(tags))
         return self.one_of([tag, sm.filters.WithTag(tag)])
 
-    def any_of(self, parts: list[Any]) -> Any:
+    def any_of(self, parts: list[Filter]) -> Filter:
         return self.one_of([list, tuple, lambda parts: sm.filters.Any(*parts)])(parts)
 
-    def several(self, form: Callable[..., Any], one: PathAndState, deep: int) -> list[Any]:
+    def several(self, form: Fun, one: PathAndState, deep: int) -> list[Filter]:
         """Up to three filters of a form; at least one of those that match."""
         least = 1 if form == self.matching else 0
         return [form(one, deep - 1) for _ in range(self.draw(st.integers(least, 3)))]
 
-    def mixed(self, form: Callable[..., Any], one: PathAndState, deep: int) -> list[Any]:
+    def mixed(self, form: Fun, one: PathAndState, deep: int) -> list[Filter]:
         """A filter of a form, among filters of either form."""
         parts = [form(one, deep - 1)]
         for _ in range(self.draw(st.integers(0, 2))):
@@ -201,23 +207,23 @@ def _as_deep_as(depth: int) -> PrintableFunction:
     return PrintableFunction(source, lambda path, state: len(path) >= depth)
 
 
-def _where(path: Sequence[Any]) -> sm.filters.Where:
+def _where(path: KeyPath) -> sm.filters.Where:
     source = f"lambda tree: tree{jax.tree_util.keystr(tuple(path))}"
     return sm.filters.Where(PrintableFunction(source, lambda tree: reduce(_child, path, tree)))
 
 
-def _child(node: Any, step: Any) -> Any:
+def _child(node: PyTree, step: Key) -> PyTree:
     if isinstance(step, jax.tree_util.GetAttrKey):
         return getattr(node, step.name)
     return node[_name(step)]
 
 
-def _is_typed(step: Any) -> bool:
+def _is_typed(step: Key) -> bool:
     """Whether Python code can take a step: not where a node only numbers its children."""
     return not isinstance(step, jax.tree_util.FlattenedIndexKey)
 
 
-def _name(step: Any) -> Any:
+def _name(step: Key) -> Any:
     """The name of a step of a path: the name of an attribute, a key, an index."""
     for field in ("name", "key", "idx"):
         if hasattr(step, field):

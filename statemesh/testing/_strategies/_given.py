@@ -6,12 +6,16 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from .._types import Fun
 from ._meshes import meshes
 
 
 def given_meshes(
-    *, axis_names: Sequence[str] | None = None, max_devices: int | None = None, **given_by: Any
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    *,
+    axis_names: Sequence[str] | None = None,
+    max_devices: int | None = None,
+    **given_by: st.SearchStrategy[Any],
+) -> Callable[[Fun], Fun]:
     """`hypothesis.given` for a test that takes a mesh as its argument `mesh`.
 
     **Arguments:**

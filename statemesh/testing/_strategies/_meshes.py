@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     Draw: TypeAlias = st.DrawFn
 else:
     Draw = Callable[..., Any]
+SpecEntry: TypeAlias = Hashable | tuple[Hashable, ...] | None
 NAMES = ("x", "y", "z")
 
 
@@ -191,7 +192,7 @@ def _shapes(draw: Draw, factors: Shape, least: int, most: int, side: int) -> Sha
     return tuple(n * count for n, count in zip(sides, spread, strict=True))
 
 
-def split_count(entry: Any, spec: Any, mesh: AnyMesh) -> int:
+def split_count(entry: SpecEntry, spec: PartitionSpec, mesh: AnyMesh) -> int:
     """The number of parts into which an entry of a spec splits an axis."""
     names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
     if unknown := [name for name in names if name not in mesh.shape]:

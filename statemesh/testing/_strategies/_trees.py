@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 import statemesh as sm
 
-from .._types import tree_util
+from .._types import AnyLeaf, DType, Fun, PyTree, tree_util
 from ._arrays import arrays
 from ._meshes import AnyMesh, Draw, Shape, specs, split_count
 
 
+Reduce: TypeAlias = str | Fun | None
 KINDS: tuple[type[sm.State], ...] = (
     sm.State,
     sm.ShortTermState,
@@ -31,25 +32,25 @@ KINDS: tuple[type[sm.State], ...] = (
 class Pair(sm.Module):
     """Two parts and a static field, as `modules` draws them."""
 
-    left: Any
-    right: Any
+    left: PyTree
+    right: PyTree
     label: str = sm.field(static=True, default="pair")
 
 
 class Layer(sm.Module):
     """A list of parts, and a static leaf that is a function, as `modules` draws them."""
 
-    parts: list[Any]
-    activation: Callable[..., Any] = jnp.tanh
+    parts: list[PyTree]
+    activation: Fun = jnp.tanh
 
 
 def states(
     *,
     kinds: Sequence[type[sm.State]] | None = None,
     shapes: st.SearchStrategy[Shape] | None = None,
-    dtypes: st.SearchStrategy[Any] | None = None,
+    dtypes: st.SearchStrategy[AnyLeaf] | None = None,
     tags: Sequence[str] = ("a", "b"),
-    reduces: Sequence[Any] = (None, "sum", "mean", "max", "min"),
+    reduces: Sequence[Reduce] = (None, "sum", "mean", "max", "min"),
     mesh: AnyMesh | None = None,
 ) -> st.SearchStrategy[sm.State]:
     """States with any metadata, whose values are arrays or small trees of arrays.
@@ -92,9 +93,9 @@ def _states(
     draw: Draw,
     kinds: tuple[type[sm.State], ...],
     shapes: st.SearchStrategy[Shape],
-    dtypes: st.SearchStrategy[Any],
+    dtypes: st.SearchStrategy[AnyLeaf],
     tags: tuple[str, ...],
-    reduces: tuple[Any, ...],
+    reduces: tuple[Reduce, ...],
     mesh: AnyMesh | None,
 ) -> sm.State:
     kind: Any = draw(st.sampled_from(kinds))
@@ -143,7 +144,7 @@ def _placed(draw: Draw, shape: Shape, mesh: AnyMesh | None, replicated: bool) ->
     return spec, tuple(n * k for n, k in zip(shape, spread + [1] * len(shape), strict=False))
 
 
-def _has_meaning(reduce: Any, dtype: Any) -> bool:
+def _has_meaning(reduce: Reduce, dtype: DType) -> bool:
     """Whether a policy has a meaning for a dtype."""
     allowed = {
         "mean": (np.inexact,),
@@ -156,8 +157,8 @@ def _has_meaning(reduce: Any, dtype: Any) -> bool:
 
 def modules(
     *,
-    states: st.SearchStrategy[Any] | None = None,
-    leaves: st.SearchStrategy[Any] | None = None,
+    states: st.SearchStrategy[AnyLeaf] | None = None,
+    leaves: st.SearchStrategy[AnyLeaf] | None = None,
     min_states: int = 0,
     max_states: int = 5,
     shared: bool = False,
@@ -199,8 +200,8 @@ _of_any_kind = states
 @st.composite
 def _modules(
     draw: Draw,
-    states: st.SearchStrategy[Any],
-    leaves: st.SearchStrategy[Any] | None,
+    states: st.SearchStrategy[AnyLeaf],
+    leaves: st.SearchStrategy[AnyLeaf] | None,
     least: int,
     most: int,
     shared: bool,
@@ -222,34 +223,34 @@ def _modules(
         found = [node for node in _nodes(parts) if sm.is_state(node) or isinstance(node, sm.Module)]
         twice = draw(st.sampled_from(found)) if found else Layer([])
         parts = [*parts, twice, *([] if found else [twice])]
-    root: Callable[[list[Any]], sm.Module] = draw(st.sampled_from(MODULES))
+    root: Callable[[list[PyTree]], sm.Module] = draw(st.sampled_from(MODULES))
     return root(parts)
 
 
-def _node(draw: Draw, parts: list[Any]) -> Any:
+def _node(draw: Draw, parts: list[PyTree]) -> PyTree:
     form: Any = draw(st.sampled_from([list, tuple, _dictionary, *MODULES]))
     return form(parts)
 
 
-def _dictionary(parts: list[Any]) -> dict[str, Any]:
+def _dictionary(parts: list[PyTree]) -> dict[str, PyTree]:
     # Filled backwards: the order of a dictionary is not the order of its leaves.
     return {"abcd"[i]: parts[i] for i in reversed(range(len(parts)))}
 
 
-def _pair(parts: list[Any]) -> Pair:
+def _pair(parts: list[PyTree]) -> Pair:
     return Pair(parts[0] if parts else None, parts[1:])
 
 
-MODULES: tuple[Callable[[list[Any]], sm.Module], ...] = (_pair, Layer)
+MODULES: tuple[Callable[[list[PyTree]], sm.Module], ...] = (_pair, Layer)
 
 
-def _nodes(tree: Any) -> list[Any]:
+def _nodes(tree: PyTree) -> list[PyTree]:
     """All nodes of a tree except its root."""
     children = tree_util.tree_leaves(tree, is_leaf=lambda node: node is not tree)
     return [*children, *(node for child in children if child is not tree for node in _nodes(child))]
 
 
-def _leaves() -> st.SearchStrategy[Any]:
+def _leaves() -> st.SearchStrategy[AnyLeaf]:
     array = arrays(shape=(2,))
     return st.one_of(
         st.sampled_from([None, "relu", 1, 0.5, True, jnp.tanh, np.float32, jnp.float32]),
