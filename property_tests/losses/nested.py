@@ -64,7 +64,7 @@ class NestedCase:
         if self.exchange == "through" and self.named and self.order:
             return "inside the loss of another"
         differ = self.exchange == "through" or (self.on_mesh and not all(self.own))
-        return r"differ(s|ing) over 'x'" if differ and not self.named else None
+        return r"(differs|varies) over 'x'" if differ and not self.named else None
 
 
 @st.composite
