@@ -25,7 +25,7 @@ class Mutant:
     def owner(self) -> Any:
         """The module or class that has the target.
 
-        It is looked up when the mutant is tried, so that a wrong name fails this mutant alone.
+        It is looked up when the mutant is tried, so that an unknown name fails only this mutant.
         """
         return pkgutil.resolve_name(self.target.rpartition(".")[0])
 

@@ -1,14 +1,12 @@
 """Draws losses. None is filtered out, because each layer fits the mesh and the loss is defined there."""
 
-import dataclasses
-
 import numpy as np
 from hypothesis import strategies as st
 
 from ..base.arrays import Array
 from ..programs import FLOAT, INT, Axes, Case, Leaf, MeshShape, Slot, Spec
 from ..strategies import arrays, meshes, specs, templates
-from .layers import TIMES, WIDTH, Layer, LossCase
+from .layers import TIMES, WIDTH, Layer, LossCase, LossValues
 
 
 DTYPES = (FLOAT, FLOAT, FLOAT, "complex64", "bfloat16")
@@ -16,15 +14,6 @@ CONTROLS = ("plain", "plain", "scan", "layers", "cond", "remat", "jit")
 AROUND = ("plain", "plain", "scan", "cond", "jit", "remat", "vmap")
 # At least two rows for each shard.
 ROWS = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class LossValues:
-    """What a loss is computed from."""
-
-    params: list[Array]
-    x: Array
-    flag: float
 
 
 @st.composite

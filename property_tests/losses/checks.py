@@ -1,5 +1,6 @@
 """Compares losses and their gradients with those of whole arrays."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,13 +10,12 @@ import numpy as np
 
 import statemesh as sm
 
-from ..base.arrays import EPS, Array, wide_dtype, widen
+from ..base.arrays import EPS, Array, wide_dtype
 from ..base.checks import jitted
 from ..base.models import arrays_of
 from . import reference
 from .calls import Form, cut, joined, loss_model, mapping, results
-from .cases import LossValues
-from .layers import TIMES, WIDTH, LossCase
+from .layers import TIMES, WIDTH, LossCase, LossValues
 from .mapped import unsplit_axes, writes_mean
 from .reference import largest, rate
 
@@ -47,50 +47,43 @@ def check_loss(
     whole = [g for k, g in zip(chosen, found, strict=True) if not loss.params[k].axes]
     for once, copies in zip(same, [] if loss.separate else [total, *whole], strict=True):
         np.testing.assert_array_equal(copies, np.broadcast_to(once, copies.shape))
-    params, features = list(values.params), values.x
     x = -values.x if loss.around == "cond" and values.flag < 0 else values.x
     for entry in _entries(loss):
-        here = x[entry] if loss.around == "vmap" else x
+        values = dataclasses.replace(values, x=x[entry] if loss.around == "vmap" else x)
         got = {
             k: _at(loss, loss.params[k].axes, g, entry) for k, g in zip(chosen, found, strict=True)
         }
-        new = {k: g.reshape(-1, *params[k].shape)[0] for k, g in got.items()}
+        new = {k: g.reshape(-1, *values.params[k].shape)[0] for k, g in got.items()}
         if loss.around == "scan":
             got = {
-                k: np.conj((params[k] - g.astype(wide_dtype(g))) / rate(loss))
+                k: np.conj((values.params[k] - g.astype(wide_dtype(g))) / rate(loss))
                 for k, g in got.items()
             }
-        check_gradient(loss, params, here, values.flag, _at(loss, (), total, entry), got)
-        each, _, features = reference.forward(
-            loss, list(map(widen, params)), widen(here), values.flag
-        )
+        check_gradient(loss, values, _at(loss, (), total, entry), got)
+        each, _, features = reference.forward(loss, values.widened())
         for some in rows:
             some = _at(loss, loss.rows, some, entry)
             np.testing.assert_allclose(
                 some, np.broadcast_to(each, some.shape), rtol=1e-4, atol=1e-4
             )
         if loss.around == "scan":
-            params = [new.get(k, old) for k, old in enumerate(params)]
-    _check_model(loss, before, after, [*params, features.mean(0)], exact=not jit)
+            params = [new.get(k, old) for k, old in enumerate(values.params)]
+            values = dataclasses.replace(values, params=params)
+    _check_model(loss, before, after, [*values.params, features.mean(0)], exact=not jit)
 
 
 def check_gradient(
-    loss: LossCase,
-    params: Sequence[Array],
-    x: Array,
-    flag: float,
-    total: Array,
-    found: dict[int, Array],
+    loss: LossCase, values: LossValues, total: Array, found: dict[int, Array]
 ) -> None:
     """Compares copies of a loss and its gradients with JAX on whole arrays, and with the slope in NumPy."""
     for lane in range(loss.mesh.sizes[-1]) if loss.separate else [None]:
         here = total if lane is None else total[..., lane]
         scale = largest(loss)
-        want = reference.value(loss, list(map(widen, params)), widen(x), flag, lane)
+        want = reference.value(loss, values.widened(), lane)
         np.testing.assert_allclose(
             here, np.broadcast_to(want, here.shape), rtol=1e-4, atol=1e-5 * scale
         )
-        plain = _plain_gradient(loss, params, x, flag, lane, sorted(found))
+        plain = _plain_gradient(loss, values, lane, sorted(found))
         got = {k: _of_lane(loss, k, g, lane) for k, g in found.items()}
         scale = max([scale, *(float(np.max(np.abs(g))) for g in plain.values())])
         error = {k: _error(loss, k, scale) for k in found}
@@ -98,46 +91,47 @@ def check_gradient(
             np.testing.assert_allclose(
                 g, np.broadcast_to(plain[k], g.shape), rtol=0, atol=error[k], err_msg=f"s{k}"
             )
-        _check_slope(loss, params, x, flag, lane, got, error)
+        _check_slope(loss, values, lane, got, error)
 
 
 def _check_slope(
     loss: LossCase,
-    params: Sequence[Array],
-    x: Array,
-    flag: float,
+    values: LossValues,
     lane: int | None,
     found: dict[int, Array],
     error: dict[int, float],
 ) -> None:
     """Compares the gradient in one direction. JAX's gradient of a complex number is multiplied by it."""
     along = allowed = 0.0
-    ahead, behind = ([*map(widen, params)] for _ in range(2))
+    wide = values.widened()
+    ahead, behind = list(wide.params), list(wide.params)
     for k, copies in found.items():
-        d = np.sin(1.0 + np.arange(params[k].size)).reshape(params[k].shape)
-        if params[k].dtype == np.complex64:
+        d = np.sin(1.0 + np.arange(ahead[k].size)).reshape(ahead[k].shape)
+        if ahead[k].dtype == np.complex128:
             d = d + 1j * np.cos(d)
         g = copies.reshape(-1, *d.shape)[0]
         along += float(np.sum((g.astype(wide_dtype(g)) * d).real))
         allowed += 4 * error[k] * float(np.linalg.norm(d))
         ahead[k], behind[k] = ahead[k] + STEP * d, behind[k] - STEP * d
-    ends = [reference.value(loss, end, widen(x), flag, lane) for end in (ahead, behind)]
+    ends = [
+        reference.value(loss, dataclasses.replace(wide, params=end), lane)
+        for end in (ahead, behind)
+    ]
     np.testing.assert_allclose(along, (ends[0] - ends[1]) / (2 * STEP), rtol=0, atol=allowed)
 
 
 def _plain_gradient(
-    loss: LossCase,
-    params: Sequence[Array],
-    x: Array,
-    flag: float,
-    lane: int | None,
-    chosen: Sequence[int],
+    loss: LossCase, values: LossValues, lane: int | None, chosen: Sequence[int]
 ) -> dict[int, Array]:
-    def value(own: dict[int, Any]) -> Any:
-        every = [own.get(k, jnp.asarray(w)) for k, w in enumerate(params)]
-        return reference.value(loss, every, jnp.asarray(x), flag, lane, jnp)
+    params = [jnp.asarray(w) for w in values.params]
 
-    found = jax.grad(value)({k: jnp.asarray(params[k]) for k in chosen})
+    def value(trained: dict[int, Any]) -> Any:
+        every = [trained.get(k, w) for k, w in enumerate(params)]
+        return reference.value(
+            loss, LossValues(every, jnp.asarray(values.x), values.flag), lane, jnp
+        )
+
+    found = jax.grad(value)({k: params[k] for k in chosen})
     return {k: np.asarray(g).astype(wide_dtype(g)) for k, g in found.items()}
 
 

@@ -18,9 +18,8 @@ from ..base.arrays import Array
 from ..base.models import mesh_of
 from ..programs import INT, Axes, Branch, Case, Leaf, MeshShape, Slot, Spec
 from .calls import mapping_of
-from .cases import LossValues
 from .checks import check_loss
-from .layers import WIDTH, Layer, LossCase
+from .layers import WIDTH, Layer, LossCase, LossValues
 
 
 ROWS = 8

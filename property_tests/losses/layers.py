@@ -5,10 +5,12 @@ and a penalty.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from ..base.arrays import widen
 from ..programs import Axes, Case, Leaf, MeshShape
 
 
@@ -117,6 +119,19 @@ class LossCase:
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self))
+
+
+@dataclasses.dataclass(frozen=True)
+class LossValues:
+    """What a loss is computed from."""
+
+    params: Sequence[Any]
+    x: Any
+    flag: float
+
+    def widened(self) -> "LossValues":
+        """The same values in the precision of the reference."""
+        return LossValues(list(map(widen, self.params)), widen(self.x), self.flag)
 
 
 def real(w: Any) -> Any:

@@ -4,14 +4,13 @@ It knows no shards. Only `weights` knows how often all shards together count eac
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ..base.arrays import Array
 from ..programs import Axes
-from .layers import TIMES, Layer, LossCase, Numpy, dense, penalty_of, real, row_losses
+from .layers import TIMES, Layer, LossCase, LossValues, Numpy, dense, penalty_of, real, row_losses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,33 +51,24 @@ def rate(loss: LossCase) -> float:
     return 0.1 / largest(loss)
 
 
-def forward(
-    loss: LossCase, params: Sequence[Any], x: Any, flag: float, np: Numpy = np
-) -> tuple[Any, Any, Any]:
+def forward(loss: LossCase, values: LossValues, np: Numpy = np) -> tuple[Any, Any, Any]:
     """The loss of each row, the penalty, and the last features."""
-    penalty = 0.0
+    penalty, x = 0.0, values.x
     for layer in loss.layers:
-        w: Any = None if layer.param is None else real(params[layer.param])
+        w: Any = None if layer.param is None else real(values.params[layer.param])
         if layer.op in ("penalty", "idle"):
             penalty = penalty + (penalty_of(w) if layer.op == "penalty" else 0.0)
             continue
         each = w if layer.control == "layers" else [w] * (TIMES if layer.control == "scan" else 1)
         for one in each:
             y = _through(loss, layer, x, one, np)
-            x = 0.5 * y if layer.control == "cond" and flag <= 0 else y
+            x = 0.5 * y if layer.control == "cond" and values.flag <= 0 else y
     return row_losses(x, np), penalty, x
 
 
-def value(
-    loss: LossCase,
-    params: Sequence[Any],
-    x: Any,
-    flag: float,
-    lane: int | None = None,
-    np: Numpy = np,
-) -> Any:
+def value(loss: LossCase, values: LossValues, lane: int | None = None, np: Numpy = np) -> Any:
     """The loss of all rows, or of the rows of one lane."""
-    rows, penalty, _ = forward(loss, params, x, flag, np)
+    rows, penalty, _ = forward(loss, values, np)
     if lane is not None:
         assert loss.rows[0] == loss.lane
         size = loss.count // loss.mesh.size((loss.lane,))
