@@ -461,13 +461,6 @@ def test_place_and_unsharded() -> None:
     assert len(y.sharding.device_set) == 1
 
 
-def test_lower_takes_shapes() -> None:
-    call = sm.shard_map(lambda x: x * 2, make_mesh(), P("x"), P("x"))
-    lowered = call.lower(jax.ShapeDtypeStruct((16,), np.float32))
-    assert "stablehlo" in lowered.as_text() or "func.func" in lowered.as_text()
-    assert lowered.compile()(jax.device_put(X, NamedSharding(make_mesh(), P("x")))) is not None
-
-
 @pytest.mark.parametrize("mapping", [sm.shard_map, legacy.shard_map], ids=["newer", "legacy"])
 def test_abstract_mesh_under_a_trace(mapping: Any) -> None:
     mesh = make_mesh()

@@ -79,8 +79,11 @@ def test_it_says_all_that_jax_says() -> None:
 
 
 def test_from_anything_with_a_shape_and_a_dtype() -> None:
-    shape: Any = SimpleNamespace(shape=(16,), dtype=np.dtype(np.float32))
-    assert mapped().lower(net(), shape).out_info[0].shape == (16,)
+    other = SimpleNamespace(shape=(16,), dtype=np.dtype(np.float32))
+    for shape in (other, jax.ShapeDtypeStruct((16,), np.float32)):
+        lowered = mapped().lower(net(), shape)
+        assert lowered.out_info[0].shape == (16,)
+        assert_same(lowered.compile()(net(), X), mapped()(net(), X))
 
 
 def test_in_lanes() -> None:
