@@ -234,7 +234,7 @@ MUTANTS = [
     ),
     Mutant("the last filter wins", _partition, "first_matches", last_match),
     Mutant("combine keeps one part", sm, "combine", lambda right: lambda *parts: parts[0]),
-    Mutant("All is Any", _filters.All, "bind", lambda right: _filters.Any.bind),
+    Mutant("All is Any", _filters.All, "_joined", lambda right: _filters.Any._joined),
     Mutant(
         "Not is nothing",
         _filters.Not,
