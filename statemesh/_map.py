@@ -25,45 +25,45 @@ else:
     M = TypeVar("M")
 
 
-class _Calls:
-    """What a `Map` was told, and its mapped methods.
+class _MappedMethods:
+    """The options of a `Map`, and its methods mapped by them.
 
-    It is static: two that were told the same are equal, and a copy of a `Map` goes on with what was
-    compiled for the first.
+    It is static. Two with the same options are equal, and a copy of a `Map` uses what was compiled for the
+    first.
     """
 
     def __init__(
         self,
-        told: dict[str, PyTree],
+        options: dict[str, PyTree],
         distributed: tuple[tuple[int | None, frozenset[KeyPath]], ...] = (),
     ) -> None:
-        self.told = told
-        # The lane axes of the states that were created with one, and their paths in the `Map`.
+        self.options = options
+        # Each lane axis with the paths, in the `Map`, of the states that were created with it.
         self.distributed = distributed
         self._mapped: dict[tuple[type[Module], str, int], StatefulMapping] = {}
 
     def __eq__(self, other: object) -> bool:
         return self is other or (
-            isinstance(other, _Calls)
-            and self.told == other.told
+            isinstance(other, _MappedMethods)
+            and self.options == other.options
             and self.distributed == other.distributed
         )
 
     def __hash__(self) -> int:
-        return hash((_Calls, self.distributed))
+        return hash((_MappedMethods, self.distributed))
 
     def __repr__(self) -> str:
-        return ", ".join(f"{name}={value!r}" for name, value in self.told.items())
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "_Calls":
+    def __deepcopy__(self, memo: dict[int, object]) -> "_MappedMethods":
         return self
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Without what was compiled.
-        return _Calls, (self.told, self.distributed)
+        # The mapped methods are left out: what is compiled cannot be pickled.
+        return _MappedMethods, (self.options, self.distributed)
 
     def mapped(self, module: type[Module], name: str, args: int) -> StatefulMapping:
-        """The method called `name`, mapped for so many positional arguments."""
+        """The method called `name`, mapped for `args` positional arguments."""
         key = (module, name, args)
         if key not in self._mapped:
             self._mapped[key] = self._make(module, name, args)
@@ -78,25 +78,25 @@ class _Calls:
             return out, map.replace(module=module)
 
         call.__name__ = call.__qualname__ = name
-        # Messages name the arguments as the method does.
+        # With this signature messages name the arguments as the method does.
         signature = inspect.signature(getattr(module, name))
         first, *others = signature.parameters.values()
         call.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[first.replace(name="map", annotation=Map), *others]
         )
-        axes = self.told["in_axes"]
+        axes = self.options["in_axes"]
         several = list(axes) if isinstance(axes, tuple | list) else [axes] * args
-        transform, _ = TRANSFORMS[self.told["behavior"]]
+        transform, _ = TRANSFORMS[self.options["behavior"]]
         mapping: StatefulMapping = transform(
             call,
             in_axes=(None, *several),
-            out_axes=(self.told["out_axes"], None),
-            axis_name=self.told["axis_name"],
-            axis_size=self.told["init_map_size"],
+            out_axes=(self.options["out_axes"], None),
+            axis_name=self.options["axis_name"],
+            axis_size=self.options["init_map_size"],
             state_in_axes=Pairs(
                 (functools.partial(_is_at, paths), axis) for axis, paths in self.distributed
             ),
-            unexpected_out_state_mapping=self.told["unexpected_out_state_mapping"],
+            unexpected_out_state_mapping=self.options["unexpected_out_state_mapping"],
         )
         return mapping
 
@@ -141,7 +141,7 @@ class Map(Module, Generic[M]):
     """
 
     module: M
-    _calls: _Calls = field(static=True, repr=False)
+    _methods: _MappedMethods = field(static=True, repr=False)
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class Map(Module, Generic[M]):
         for filter, _ in as_pairs(init_state_axes, "init_state_axes"):
             to_predicate(filter)
         self.module = module
-        self._calls = _Calls(
+        self._methods = _MappedMethods(
             {
                 "init_map_size": init_map_size,
                 "init_state_axes": init_state_axes,
@@ -195,22 +195,22 @@ class Map(Module, Generic[M]):
 
         **Returns:** the `Map` with its states made.
         """
-        told = self._calls.told
+        options = self._methods.options
         module, axes = create(
-            told["behavior"],
+            options["behavior"],
             self.module,
             kwargs,
-            told["state_tag"],
-            told["init_map_size"],
-            told["init_state_axes"],
-            told["axis_name"],
+            options["state_tag"],
+            options["init_map_size"],
+            options["init_state_axes"],
+            options["axis_name"],
             "init_state_axes",
         )
         by_axis: dict[int | None, set[KeyPath]] = {}
         for path, axis in axes.items():
             by_axis.setdefault(axis, set()).add((GetAttrKey("module"), *path))
         distributed = tuple((axis, frozenset(paths)) for axis, paths in by_axis.items())
-        return self.replace(module=module, _calls=_Calls(told, distributed))
+        return self.replace(module=module, _methods=_MappedMethods(options, distributed))
 
     @without_own_frames
     def update(self, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, "Map[M]"]:
@@ -249,10 +249,10 @@ class Map(Module, Generic[M]):
     @without_own_frames
     def _run(self, name: Name, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, "Map[M]"]:
         _check_method(self.module, name)
-        axes = self._calls.told["in_axes"]
+        axes = self._methods.options["in_axes"]
         if isinstance(axes, tuple | list) and len(axes) != len(args):
             raise errors.arity(name, "in_axes", len(axes), len(args))
-        out, new = self._calls.mapped(type(self.module), name, len(args))(self, *args, **kwargs)
+        out, new = self._methods.mapped(type(self.module), name, len(args))(self, *args, **kwargs)
         return out, new
 
 

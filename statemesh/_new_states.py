@@ -38,10 +38,10 @@ from ._resolve._lanes import Pairs, as_pairs, choose_axes
 if TYPE_CHECKING:
     M = TypeVar("M", bound=Module)
 else:
-    # Checked by hand, with messages that teach.
+    # We check it by hand, so that users get our message.
     M = TypeVar("M")
 
-# What maps, and what it calls lanes without a name.
+# For each behavior the transformation, and the name of lanes to which the user gave none.
 TRANSFORMS: dict[str, tuple[Fun, AxisName]] = {
     "vmap": (vmap2, UNNAMED),
     "pmap": (pmap2, UNNAMED_DEVICES),
@@ -184,9 +184,12 @@ def create(
     axis_name: LaneName | None,
     what: str = "state_out_axes",
 ) -> tuple[M, dict[KeyPath, int | None]]:
-    """The module with its states made by `'vmap'` or `'pmap'`, and the lane axis of each by path.
+    """The module with its states made over lanes, and the lane axis of each new state by path.
 
-    `what` is what the user calls `state_out_axes`.
+    **Arguments:**
+
+    - `behavior`: `'vmap'` or `'pmap'`.
+    - `what`: the name that messages give to `state_out_axes`.
     """
     if not isinstance(module, Module):
         raise errors.not_a_module(module)
@@ -226,7 +229,7 @@ def _by_axis(module: Module, axes: dict[KeyPath, int | None]) -> dict[int | None
 
 
 class _Creation:
-    """One initialisation over lanes: what it is told, and what it finds out while it is traced."""
+    """One initialisation over lanes, and the lane axis of each state that it creates."""
 
     def __init__(
         self, tag: str | None, state_out_axes: PyTree, what: str, axis_name: AxisName
@@ -236,8 +239,7 @@ class _Creation:
         self.axis_name = axis_name
         given = as_pairs(state_out_axes, what)
         self.declared = Pairs([(Perhaps(NonBatchState), None), *given, (..., 0)])
-        # The lane axis of each new state: known as soon as the initialisation has been traced, which is
-        # before its results leave.
+        # Filled while the initialisation is traced, which is before the filters below are asked.
         self.axes: dict[KeyPath, int | None] = {}
         axes = dict.fromkeys(axis for _, axis in self.declared)
         self.pairs = Pairs([(Perhaps(partial(self._is_on, axis)), axis) for axis in axes])
@@ -253,7 +255,7 @@ class _Creation:
         def made(path: KeyPath, node: PyTree) -> PyTree:
             if path not in news:
                 return node
-            # A stream that is made here alike in all lanes becomes each lane's own.
+            # A random stream is made alike in all lanes. Here each lane gets a stream of its own.
             own = node._made((self.axis_name,))
             return own if self.tag is None else own.replace(tag=own.tag | {self.tag})
 
@@ -277,9 +279,8 @@ def _created(before: PyTree, after: PyTree) -> dict[KeyPath, State]:
 
 def _continues(new: State, old: State | None) -> bool:
     """Whether `new` is the old state, or was written from it."""
-    if old is None or type(new) is not type(old) or new._meta != old._meta:
-        return False
-    if tree_util.tree_structure(new.value) != tree_util.tree_structure(old.value):
+    # The structure of a State holds its kind and metadata.
+    if old is None or tree_util.tree_structure(new) != tree_util.tree_structure(old):
         return False
     pairs = zip(jax.tree.leaves(new.value), jax.tree.leaves(old.value), strict=True)
     if any(a.shape != b.shape or a.dtype != b.dtype for a, b in pairs):

@@ -125,7 +125,7 @@ def _is_unit(node: PyTree) -> bool:
 
 
 def _where_they_part(a: PyTree, b: PyTree, path: str = "") -> tuple[str, PyTree, PyTree]:
-    """The first path at which two trees have different nodes, and the nodes."""
+    """The first path at which the nodes of two trees differ, and both nodes."""
     kids_a, def_a = tree_util.tree_flatten_with_path(
         a, is_leaf=lambda node: node is not a or _is_unit(node)
     )

@@ -226,7 +226,7 @@ def test_meshes_that_agree_are_told() -> None:
 
 
 def test_other_structures_are_told() -> None:
-    with pytest.raises(AssertionError, match="the sharded call returns 3 arrays, .* returns 2"):
+    with pytest.raises(AssertionError, match=r"the sharded call returns 3 arrays, .* returns 2"):
         check(
             lambda seen, x: (x, x, seen),
             counter(),

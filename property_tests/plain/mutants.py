@@ -57,8 +57,8 @@ MUTANTS = POLICY_MUTANTS + mutants(
         # Step 1: partition.
         "_partition.first_matches": {"the last filter wins": last_match},
         "combine": {"combine keeps one part": argument(0)},
-        "_model._filters.All.bind": {
-            "All is Any": lambda right: engine("_model._filters.Any.bind")
+        "_model._filters.All._joined": {
+            "All is Any": lambda right: engine("_model._filters.Any._joined")
         },
         "_model._filters.Not.bind": {
             "Not is nothing": lambda right: (

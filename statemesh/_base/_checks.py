@@ -1,4 +1,4 @@
-"""What several functions refuse of their arguments, before anything is called."""
+"""Checks of arguments that several functions share, made before any user code runs."""
 
 import functools
 import inspect
@@ -21,7 +21,7 @@ _KINDS = (
 
 
 def check_function(transform: str, fun: object) -> None:
-    """Refuse what cannot be traced: no function, or one that does not run when it is called."""
+    """Refuse what cannot be traced: an object that is no function, or a function that a call does not run."""
     if not callable(fun):
         raise errors.not_callable(transform, fun)
     while isinstance(fun, functools.partial | eqx.Partial):
@@ -32,7 +32,7 @@ def check_function(transform: str, fun: object) -> None:
 
 
 def positions(what: str, argument: str, given: object) -> tuple[int, ...]:
-    """One position of an argument or several, as a tuple."""
+    """One position of an argument, or several, as a tuple."""
     try:
         several = tuple(given) if isinstance(given, Iterable) else (given,)
         if not any(isinstance(one, bool) for one in several):
@@ -43,7 +43,7 @@ def positions(what: str, argument: str, given: object) -> tuple[int, ...]:
 
 
 def check_lane_name(what: str, name: object) -> None:
-    """Refuse what collectives would take for something else than the name of one axis."""
+    """Refuse what collectives would not take for the name of one axis."""
     if not isinstance(name, Hashable):
         raise errors.bad_axis_name(name)
     if not is_axis_name(name):
@@ -58,14 +58,14 @@ def check_names(what: str, names: object) -> None:
 
 
 def is_axis_name(name: object) -> bool:
-    """Whether collectives can know an axis by it: numbers are axes of arrays to them."""
+    """Whether collectives take it for the name of an axis. They take a number for the axis of an array."""
     if isinstance(name, Number | tuple) or not isinstance(name, Hashable):
         return False
     return name is not None and name != ""
 
 
 def axis_names(what: str, given: AxisNames, argument: str = "axis_names") -> frozenset[AxisName]:
-    """The names of mesh axes, given as one or several, as a set."""
+    """One name of a mesh axis, or several, as a set."""
     try:
         return frozenset([given] if isinstance(given, str) else given)
     except TypeError:
@@ -73,7 +73,7 @@ def axis_names(what: str, given: AxisNames, argument: str = "axis_names") -> fro
 
 
 def count(what: str, argument: str, given: Size) -> int:
-    """A number of things, as an int."""
+    """A number that must not be negative, as an int."""
     if isinstance(given, bool) or not hasattr(type(given), "__index__"):
         raise errors.invalid_argument(what, argument, given)
     if operator.index(given) < 0:
@@ -88,7 +88,7 @@ def check_text(what: str, argument: str, given: object) -> None:
 
 
 def tags(what: str, given: object) -> frozenset[str]:
-    """One tag or several, as a set; none of `None`."""
+    """One tag, or several, as a set. `None` gives the empty set."""
     if given is None or isinstance(given, str):
         return frozenset() if given is None else frozenset([given])
     found = tuple(given) if isinstance(given, Iterable) else (None,)
@@ -106,7 +106,7 @@ _FILTERS: dict[str, tuple[str, str, Callable[[object], bool]]] = {
 
 
 def check_filter(filter: object) -> None:
-    """Refuse a named filter of something else than it takes."""
+    """Refuse a named filter whose argument has the wrong type."""
     name = type(filter).__name__
     if name in _FILTERS:
         field, argument, fits = _FILTERS[name]

@@ -1,4 +1,4 @@
-"""A few bytes that stand for a value in every process alike."""
+"""Digests: a few bytes for a value, the same in every process."""
 
 import enum
 import functools
@@ -19,13 +19,13 @@ _PLAIN = (str, bytes, int, float, complex, type(None), np.dtype, jax.sharding.Pa
 
 
 def digest(text: str | bytes) -> bytes:
-    """That of a text."""
+    """The digest of a text."""
     data = text.encode() if isinstance(text, str) else text
     return hashlib.blake2b(data, digest_size=SIZE).digest()
 
 
 def of_array(x: Leaf) -> bytes:
-    """That of an array which this process has whole."""
+    """The digest of an array. This process must hold the whole of it."""
     kind = str(x.dtype)
     if is_key(x):
         x = jax.random.key_data(x)
@@ -36,10 +36,10 @@ def of_array(x: Leaf) -> bytes:
 
 
 def of_static(value: object) -> bytes:
-    """That of a static value.
+    """The digest of a static value.
 
-    What has no name and no content that other processes could know, like an object of its own kind, counts by
-    its type only: no two processes have the same one.
+    Some objects have neither a name nor a content that is the same in other processes. They count by their
+    type only.
     """
     return digest(_text(token(value)))
 
@@ -70,7 +70,7 @@ def _named(value: object) -> str:
     if isinstance(value, enum.Enum):
         return f"{kind}.{value.name}"
     if isinstance(value, frozenset | tuple) and not isinstance(value, _PLAIN):
-        # In whatever order a process has them: that of strings differs.
+        # Sorted, because the order of a set of strings differs between processes.
         return f"{kind}{sorted(_text(token(part)) for part in value)}"
     if isinstance(value, _PLAIN):
         return f"{kind}:{value!r}"

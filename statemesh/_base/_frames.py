@@ -14,7 +14,7 @@ from ._types import PyTree
 if TYPE_CHECKING:
     F = TypeVar("F", bound=Callable[..., PyTree])
 else:
-    F = TypeVar("F")  # What checks annotations at run time would look at each call's type.
+    F = TypeVar("F")  # Without the bound, which a run-time type checker would check at every call.
 
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _SETTING = "JAX_TRACEBACK_FILTERING"
@@ -26,7 +26,7 @@ _NOTE = (
 
 
 def without_own_frames(fun: F) -> F:
-    """`fun`, whose errors come without frames of this package, where JAX leaves out its own."""
+    """`fun` with errors whose tracebacks leave out this package's frames, where JAX leaves out its own."""
 
     @functools.wraps(fun)
     def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -40,9 +40,9 @@ def without_own_frames(fun: F) -> F:
 
 
 def leave_out_own(error: BaseException) -> None:
-    """Take our frames out of the traceback of an error that is being raised, and of those it comes of.
+    """Take our frames out of the tracebacks of an error that is being raised and of its causes.
 
-    `jax.config.jax_traceback_filtering` says whether, as for JAX's own.
+    `jax.config.jax_traceback_filtering` decides whether and how, as it does for JAX's frames.
     """
     mode = compat.traceback_filtering()
     if mode == "off":
@@ -58,7 +58,7 @@ def leave_out_own(error: BaseException) -> None:
         else:
             at.__traceback__ = _without_own(at.__traceback__)
         at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
-    # What is traced has a function of JAX's around it, which leaves a note of its own.
+    # While JAX is tracing, one of its own functions is further out and adds the note itself.
     around = compat.current_trace(()) is not compat.TOP_LEVEL
     notes = getattr(error, "__notes__", ())
     if mode != "tracebackhide" and not around and not any(_SETTING in note for note in notes):

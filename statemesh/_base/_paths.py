@@ -16,7 +16,7 @@ def path_str(path: KeyPath, root: str = "") -> str:
 
 
 def positional_names(fun: Callable[..., PyTree], count: int) -> list[str]:
-    """What `fun` calls its first `count` positional arguments."""
+    """The names that `fun` gives its first `count` positional arguments."""
     names: list[str] = []
     rest = "args"
     offset = 0
@@ -39,16 +39,16 @@ def positional_names(fun: Callable[..., PyTree], count: int) -> list[str]:
 
 
 def fun_name(fun: PyTree) -> str:
-    """A name for messages and for the compiled program."""
+    """The name of a function, for messages and compiled programs."""
     while isinstance(fun, functools.partial | eqx.Partial):
         fun = fun.func
     return getattr(fun, "__name__", type(fun).__name__)
 
 
 def describe(value: PyTree) -> str:
-    """A value in a message: dtype and shape for arrays, `repr` for the rest.
+    """A value as messages show it: arrays by dtype and shape, all else by `repr`.
 
-    It reads no array, which might not be computed yet.
+    It does not read arrays, so that it never waits for one to be computed.
     """
     leaves, treedef = jax.tree_util.tree_flatten(value)
     if jax.tree_util.treedef_is_leaf(treedef) and leaves:

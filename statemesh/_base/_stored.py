@@ -37,7 +37,7 @@ class _Stored:
 
 
 def by_fields(value: Leaf) -> tuple[Leaf, ...]:
-    """What a dataclass returns from `__reduce__` if a field may hold a mesh or devices."""
+    """The result of `__reduce__` for a dataclass of which a field may hold a mesh or devices."""
     fields = {f.name: _stored(getattr(value, f.name)) for f in dataclasses.fields(value)}
     return _remade, (type(value), fields)
 

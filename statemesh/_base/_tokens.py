@@ -1,4 +1,4 @@
-"""What a static value is known by: something that is equal for equal values, and stays what it is."""
+"""Tokens: hashable stand-ins for static values, equal for equal values, that never change."""
 
 import dataclasses
 import enum
@@ -23,7 +23,7 @@ class Unknowable(Exception):
 class Same:
     """A value that can be hashed, equal to others of its type that say so.
 
-    The hash is that of the moment: an object that is changed, and its hash with it, is another value.
+    The hash is taken once: an object whose hash changes later counts as another value.
     """
 
     __slots__ = ("hash", "value")
@@ -79,21 +79,21 @@ class SameArray:
 
 
 def token(value: object) -> Hashable:
-    """What a static value is compared by.
+    """The token of a static value.
 
-    Numbers and what can be hashed go by type and value; all else by what it is made of: attributes, items,
-    and whatever pickling would keep of it.
+    Numbers and hashable values are compared by type and value. All others are compared by their content:
+    attributes, items, and whatever pickling would keep.
 
-    **Raises:** `Unknowable` for what can be taken apart by none of these.
+    **Raises:** `Unknowable` for a value that is neither hashable nor can be taken apart.
     """
     return _token(value, {})
 
 
 def may_change(value: object) -> bool:
-    """Whether a value may be another one later although it is the same object.
+    """Whether an object may have another value later.
 
-    Not what is hashed in C, by value or by identity; nor what is frozen. Whatever else can be hashed by its
-    value may have another hash by then; what cannot be hashed is made to be changed.
+    An object with a hash written in C does not change, and neither does a frozen dataclass. An object with
+    its own `__hash__` may have another hash later. One that cannot be hashed is meant to be changed.
     """
     kind = type(value)
     try:
@@ -107,7 +107,8 @@ def may_change(value: object) -> bool:
 
 
 def _token(value: Leaf, above: Mapping[int, int]) -> Hashable:
-    # `above`: the objects that this one is a part of, by `id`, numbered from the outside.
+    # `above` numbers the objects that contain this one, by `id` and from the outside: an object may contain
+    # itself.
     kind: object = type(value)
     if isinstance(value, float):  # nan is not equal to itself, and -0.0 is to 0.0
         return kind, value.hex()
@@ -116,7 +117,7 @@ def _token(value: Leaf, above: Mapping[int, int]) -> Hashable:
     if isinstance(value, np.generic) and not value.dtype.hasobject:
         return kind, value.dtype, value.tobytes()
     if isinstance(value, jax.Array):
-        # A tracer is nothing but itself.
+        # A tracer has no value to compare, so it equals only itself.
         traced = isinstance(value, jax.core.Tracer)
         return kind, _ByIdentity(value) if traced else SameArray(value)
     if id(value) in above:
@@ -133,11 +134,11 @@ def _token(value: Leaf, above: Mapping[int, int]) -> Hashable:
     if parameters is None or not parameters.eq:
         return kind, same
     try:
-        # Fields that are equal may differ still: 1 and 1.0, 0.0 and -0.0. Where they may be set anew, the
-        # object that is kept may have been changed since.
+        # Equal fields may still differ: 1 and 1.0, 0.0 and -0.0. If the class is not frozen, the object that
+        # we keep may have changed since, so we keep its content.
         compared = _compared_fields if parameters.frozen else _content
         return kind, same if parameters.frozen else None, *compared(value, _inside(value, above))
-    except Unknowable:  # A part that its hash leaves out.
+    except Unknowable:  # A field that neither `==` nor the hash looks at.
         return kind, same
 
 
@@ -163,13 +164,13 @@ def _tokens(values: Iterable[object], inside: Mapping[int, int]) -> tuple[Hashab
 
 
 def _compared_fields(value: Leaf, inside: Mapping[int, int]) -> Sequence[Hashable]:
-    """Of a dataclass those fields that count when two are compared."""
+    """The fields of a dataclass that `==` compares."""
     names = [field.name for field in dataclasses.fields(value) if field.compare]
     return _tokens([getattr(value, name, None) for name in names], inside)
 
 
 def _content(value: Leaf, inside: Mapping[int, int]) -> Sequence[Hashable]:
-    """What an object is made of."""
+    """The content of an object."""
     kind = type(value)
     if kind is list:
         return _tokens(value, inside)
@@ -185,12 +186,12 @@ def _content(value: Leaf, inside: Mapping[int, int]) -> Sequence[Hashable]:
 
 
 def _taken_apart(value: Leaf, inside: Mapping[int, int]) -> Sequence[Hashable]:
-    """An object as `copy` sees it, and where its class has a say in that, all its attributes too."""
+    """The content of an object as `copy` sees it; all its attributes too if its class defines how to copy."""
     kind = type(value)
     parts: list[Hashable] = []
     try:
         reduced = value.__reduce_ex__(4)
-    except Exception:  # It cannot be copied: whatever its class, or a part in C, raises.
+    except Exception:  # It cannot be copied, and its class may raise anything.
         reduced = None
     if isinstance(reduced, str):
         parts.append((reduced, _ByIdentity(value)))
@@ -211,7 +212,7 @@ def _taken_apart(value: Leaf, inside: Mapping[int, int]) -> Sequence[Hashable]:
 
 
 def _state(state: object, inside: Mapping[int, int]) -> Hashable:
-    """Attributes, in whatever order they were set."""
+    """Attributes, regardless of the order in which they were set."""
     if type(state) is dict:
         return frozenset([_tokens(item, inside) for item in state.items()])
     if type(state) is tuple:
@@ -220,7 +221,7 @@ def _state(state: object, inside: Mapping[int, int]) -> Hashable:
 
 
 def _attributes(value: object) -> dict[str, object] | None:
-    """What is in an object's `__dict__` and slots; `None` if it has neither."""
+    """The attributes in an object's `__dict__` and slots; `None` if it has neither."""
     slots = {
         name: slot
         for cls in type(value).__mro__
@@ -231,7 +232,7 @@ def _attributes(value: object) -> dict[str, object] | None:
     for name, slot in slots.items():
         try:
             found[name] = slot.__get__(value)
-        except AttributeError:  # Nothing is in it.
+        except AttributeError:  # The slot is empty.
             continue
     try:
         return {**found, **vars(value)}

@@ -1,4 +1,4 @@
-"""The small values that every step speaks of: placements, and the mark of a removed leaf."""
+"""The types and small values that every step uses: axis names, placements, the bases of State and Packed."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
@@ -58,12 +58,12 @@ else:
     Value = TypeVar("Value", covariant=True)
 
     class FunOf:
-        """A function, with its types in brackets, which only a checker of types reads."""
+        """The type of a function, with its parameters in brackets. Only type checkers read them."""
 
         def __class_getitem__(cls, of: Any) -> Any:
             return Any
 
-    # Checked by hand when a call is declared, with messages that teach.
+    # We check these arguments by hand: users get our messages, not those of a run-time type checker.
     Fun = AnyMesh = Donate = ReduceLoss = Size = LaneName = DeviceList = Any
     Positions = AxisNames = SeveralAxes = Text = Name = Tags = Class = Keywords = Dtype = Any
 SpecTree: TypeAlias = PyTree
@@ -74,16 +74,18 @@ StateAxes: TypeAlias = Filter | Mapping[int | None, Filter] | None
 
 UNNAMED: AxisName = "<lanes>"
 UNNAMED_DEVICES: AxisName = "<devices>"
-"""What an axis of lanes is called that the user gave no name, in a `vmap` and on devices."""
+"""The names of lanes to which the user gave none, in a `vmap` and on devices."""
 
 
 class Missing:
+    """The type of `MISSING`."""
+
     def __repr__(self) -> str:
         return "Missing"
 
 
 MISSING: Any = Missing()
-"""Stands for a function that is still to come: a decorator is wanted."""
+"""The default of a function argument: left out, the call is used as a decorator."""
 
 
 NUMBERS: tuple[type, ...] = (bool, int, float, complex)
@@ -142,7 +144,7 @@ class PerShard:
 
 
 class StateNode:
-    """What every State is: the name by which the lower layers know one."""
+    """The base of `State`, by which modules below `State` recognize one."""
 
     __slots__ = ()
 
@@ -163,7 +165,7 @@ def is_state(node: object) -> bool:
 
 
 class PackedNode:
-    """What every Packed is: the name by which the lower layers know one."""
+    """The base of `Packed`, by which modules below `Packed` recognize one."""
 
     __slots__ = ()
 
@@ -182,7 +184,7 @@ def is_state_or_packed(node: object) -> bool:
 
 
 def unpacked(tree: PyTree) -> PyTree:
-    """The tree with models in the place of what is packed; the very tree where nothing is."""
+    """The tree with every `Packed` replaced by its model. A tree without any is returned itself."""
     if not any(map(is_packed, jax.tree.leaves(tree, is_leaf=is_state_or_packed))):
         return tree
     one = lambda node: node.unpack() if isinstance(node, PackedNode) else node
@@ -191,10 +193,10 @@ def unpacked(tree: PyTree) -> PyTree:
 
 @jax.tree_util.register_static
 class Removed:
-    """What stands where `partition` took a leaf away.
+    """Stands where `partition` took a leaf away.
 
-    It is a node without leaves, so that tree functions pass over it, and it is not `None`, which
-    is a value that models really hold.
+    It is a node without leaves, so that tree functions pass over it. `None` would not do, because models hold
+    it as a value.
     """
 
     __slots__ = ()
@@ -218,13 +220,13 @@ def is_removed(node: object) -> bool:
 
 @runtime_checkable
 class Placement(Protocol):
-    """Where one leaf goes: on a mesh, or as one lane of several. Hashable.
+    """The placement of one leaf: on a mesh, or over lanes. Hashable.
 
     **Attributes:**
 
-    - `axis`: the array axis, if any, that instances see the leaf without.
-    - `axis_names`: the mapped axes over which its parts are kept apart.
-    - `axes`: the mapped axes that split each array axis, one entry for each of the spec's.
+    - `axis`: the array axis that is removed inside the call; `None` if none is.
+    - `axis_names`: the mapped axes over which instances have different parts of the leaf.
+    - `axes`: for each entry of the spec, the mapped axes that split this array axis.
     - `spec`, `written`: the spec in its shortest spelling, and as it was written.
     """
 
@@ -244,19 +246,19 @@ class Placement(Protocol):
     def axes(self) -> tuple[tuple[AxisName, ...], ...]: ...
 
     def take(self, part: Leaf) -> Leaf:
-        """What an instance sees of its part."""
+        """An instance's part of the leaf, as the function sees it."""
 
     def put(self, value: Leaf) -> Leaf:
-        """The part that an instance's value becomes."""
+        """An instance's part of the leaf, of the value that the function returned."""
 
 
 def is_spec(node: object) -> bool:
-    """Whether `node` places one subtree: `None` stands for "not sharded"."""
+    """Whether `node` is a spec. `None` is one: it means "not sharded"."""
     return node is None or isinstance(node, PartitionSpec | PerShard)
 
 
 def is_axis(node: object) -> bool:
-    """Whether `node` says where one subtree has its lanes: `None` stands for "in no axis"."""
+    """Whether `node` is the axis of an array, as in `in_axes`. `None` is one: it means "not mapped"."""
     return node is None or type(node) is int
 
 
@@ -274,21 +276,23 @@ def written_axes(spec: PartitionSpec) -> tuple[tuple[AxisName, ...], ...]:
 
 
 def mentioned(spec: PartitionSpec) -> frozenset[AxisName]:
-    """Every mesh axis over which `spec` keeps parts apart, or sums that are still to be added up."""
+    """Every mesh axis that `spec` names: those that split an array axis, and those it is unreduced over."""
     return frozenset(name for names in spec_axes(spec) for name in names) | spec.unreduced
 
 
 def only(spec: PartitionSpec, names: Axes) -> PartitionSpec:
-    """What `spec` says of these mesh axes, in its shortest spelling."""
+    """`spec` without all other mesh axes, in its shortest spelling."""
     return canonical(restricted(spec, names))
 
 
 def restricted(spec: PartitionSpec, names: Axes) -> PartitionSpec:
-    """What `spec` says of these mesh axes, with as many entries."""
+    """`spec` without all other mesh axes, with as many entries as it has."""
     kept = [tuple(name for name in axis if name in names) for axis in written_axes(spec)]
     entries = tuple(_shortest(axis) for axis in kept)
     unreduced, reduced = spec.unreduced & names, spec.reduced & names
-    if unreduced == spec.unreduced:  # Their kind, which newer releases know of, stays.
+    if (
+        unreduced == spec.unreduced
+    ):  # `update` also keeps the kind of reduction, which newer releases have.
         whole: PartitionSpec = spec.update(partitions=entries, reduced=reduced)
         return whole
     return PartitionSpec(*entries, unreduced=unreduced, reduced=reduced)

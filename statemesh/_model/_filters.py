@@ -1,8 +1,7 @@
-"""Filters: which states are meant. Small frozen values, compared and hashed by what they say."""
+"""Filters, which pick states: small frozen values that compare and hash by their arguments."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any as AnyType
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import jax
@@ -11,24 +10,33 @@ from jax.tree_util import keystr
 from .._base import errors
 from .._base._checks import check_filter
 from .._base._paths import path_str
-from .._base._types import Class, Filter, Fun, KeyPath, LaneName, Name, is_state, unpacked
+from .._base._types import (
+    Class,
+    Filter,
+    Fun,
+    KeyPath,
+    LaneName,
+    Name,
+    PyTree,
+    is_state,
+    unpacked,
+)
 
 
-Predicate: TypeAlias = Callable[[KeyPath, AnyType], bool]
+Predicate: TypeAlias = Callable[[KeyPath, object], bool]
 
 
 class _Named:
-    """What the named filters have in common."""
+    """The base of the named filters."""
 
     def __post_init__(self) -> None:
         check_filter(self)
 
-    def bind(self, tree: AnyType) -> "Predicate":
+    def bind(self, tree: PyTree) -> "Predicate":
         """This filter as a predicate for the states of `tree`."""
-        del tree
         return self
 
-    def __call__(self, path: KeyPath, state: AnyType) -> bool:
+    def __call__(self, path: KeyPath, state: object) -> bool:
         raise NotImplementedError
 
 
@@ -43,8 +51,7 @@ class OfType(_Named):
 
     type: Class
 
-    def __call__(self, path: KeyPath, state: AnyType) -> bool:
-        del path
+    def __call__(self, path: KeyPath, state: object) -> bool:
         return isinstance(state, self.type)
 
     def __repr__(self) -> str:
@@ -62,8 +69,7 @@ class WithTag(_Named):
 
     tag: Name
 
-    def __call__(self, path: KeyPath, state: AnyType) -> bool:
-        del path
+    def __call__(self, path: KeyPath, state: object) -> bool:
         return self.tag in getattr(state, "tag", ())
 
     def __repr__(self) -> str:
@@ -81,8 +87,7 @@ class PathContains(_Named):
 
     key: LaneName
 
-    def __call__(self, path: KeyPath, state: AnyType) -> bool:
-        del state
+    def __call__(self, path: KeyPath, state: object) -> bool:
         return any(keystr((step,), simple=True) == str(self.key) for step in path)
 
     def __repr__(self) -> str:
@@ -100,29 +105,29 @@ class Where(_Named):
 
     where: Fun
 
-    def bind(self, tree: AnyType) -> Predicate:
+    def bind(self, tree: PyTree) -> Predicate:
         picked = self._picked(tree)
         return lambda path, state: path in picked
 
-    def _picked(self, tree: AnyType) -> frozenset[KeyPath]:
+    def _picked(self, tree: PyTree) -> frozenset[KeyPath]:
         marked = jax.tree_util.tree_map_with_path(
             lambda path, leaf: _Spot(path), unpacked(tree), is_leaf=is_state
         )
         try:
             found = self.where(marked)
         except (AttributeError, KeyError, IndexError, TypeError):
-            # This tree has no such place: another argument may be meant.
+            # This tree has no such node: the filter may mean another argument.
             return frozenset()
         return frozenset(
             spot.path for spot in jax.tree_util.tree_leaves(found) if isinstance(spot, _Spot)
         )
 
-    def __call__(self, path: KeyPath, state: AnyType) -> bool:
+    def __call__(self, path: KeyPath, state: object) -> bool:
         raise errors.where_needs_tree()
 
 
 class _Spot:
-    """Stands for the state at a path while `Where` looks at a tree."""
+    """What `Where` puts in place of the state at a path, to see which ones its function picks."""
 
     def __init__(self, path: KeyPath) -> None:
         self.path = path
@@ -141,12 +146,20 @@ class _Combined(_Named):
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{type(self).__name__} is immutable; cannot set {name!r}")
 
-    def __reduce__(self) -> tuple[AnyType, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # Copying and pickling would assign to the slot.
         return type(self), self.filters
 
-    def _bound(self, tree: AnyType) -> list[Predicate]:
-        return [_bind(f, tree) for f in self.filters]
+    def bind(self, tree: PyTree) -> Predicate:
+        bound = [_bind(f, tree) for f in self.filters]
+        return lambda path, state: self._joined(f(path, state) for f in bound)
+
+    def __call__(self, path: KeyPath, state: object) -> bool:
+        return self._joined(f(path, state) for f in self.filters)
+
+    def _joined(self, hits: Iterator[bool]) -> bool:
+        """Whether the whole filter matches, of whether each of its filters does."""
+        raise NotImplementedError
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.filters == other.filters
@@ -168,12 +181,8 @@ class Any(_Combined):
 
     __slots__ = ()
 
-    def bind(self, tree: AnyType) -> Predicate:
-        bound = self._bound(tree)
-        return lambda path, state: any(f(path, state) for f in bound)
-
-    def __call__(self, path: KeyPath, state: AnyType) -> bool:
-        return any(f(path, state) for f in self.filters)
+    def _joined(self, hits: Iterator[bool]) -> bool:
+        return any(hits)
 
 
 class All(_Combined):
@@ -186,12 +195,8 @@ class All(_Combined):
 
     __slots__ = ()
 
-    def bind(self, tree: AnyType) -> Predicate:
-        bound = self._bound(tree)
-        return lambda path, state: all(f(path, state) for f in bound)
-
-    def __call__(self, path: KeyPath, state: AnyType) -> bool:
-        return all(f(path, state) for f in self.filters)
+    def _joined(self, hits: Iterator[bool]) -> bool:
+        return all(hits)
 
 
 class Not(_Combined):
@@ -207,52 +212,36 @@ class Not(_Combined):
     def __init__(self, filter: Filter) -> None:
         super().__init__(filter)
 
-    def bind(self, tree: AnyType) -> Predicate:
-        (bound,) = self._bound(tree)
-        return lambda path, state: not bound(path, state)
-
-    def __call__(self, path: KeyPath, state: AnyType) -> bool:
-        return not self.filters[0](path, state)
+    def _joined(self, hits: Iterator[bool]) -> bool:
+        return not next(hits)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Everything(_Named):
     """Every state."""
 
-    def __call__(self, path: KeyPath, state: AnyType) -> bool:
-        del path, state
+    def __call__(self, path: KeyPath, state: object) -> bool:
         return True
-
-    def __repr__(self) -> str:
-        return "Everything()"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Nothing(_Named):
     """No state."""
 
-    def __call__(self, path: KeyPath, state: AnyType) -> bool:
-        del path, state
+    def __call__(self, path: KeyPath, state: object) -> bool:
         return False
-
-    def __repr__(self) -> str:
-        return "Nothing()"
 
 
 class Perhaps(_Combined):
-    """States that the filter matches, if there are any: it is no error if there are not."""
+    """States that the filter matches. It is no error if there are none."""
 
     __slots__ = ()
 
-    def bind(self, tree: AnyType) -> Predicate:
-        (bound,) = self._bound(tree)
-        return bound
-
-    def __call__(self, path: KeyPath, state: AnyType) -> bool:
-        return self.filters[0](path, state)
+    def _joined(self, hits: Iterator[bool]) -> bool:
+        return next(hits)
 
 
-def to_predicate(filter: Filter, tree: AnyType = None) -> Predicate:
+def to_predicate(filter: Filter, tree: PyTree = None) -> Predicate:
     """A filter of any form as a function `(path, state) -> bool`.
 
     **Arguments:**
@@ -289,12 +278,12 @@ def _named(filter: Filter) -> Predicate:
     raise errors.not_a_filter(filter)
 
 
-def _bind(predicate: Predicate, tree: AnyType) -> Predicate:
+def _bind(predicate: Predicate, tree: PyTree) -> Predicate:
     return predicate.bind(tree) if isinstance(predicate, _Named) else predicate
 
 
 def first_matches(
-    filters: Sequence[Filter], roots: Sequence[tuple[str, AnyType]], what: str
+    filters: Sequence[Filter], roots: Sequence[tuple[str, PyTree]], what: str
 ) -> list[list[int | None]]:
     """For each state of each root, in order, the index of the first filter that matches it.
 
@@ -304,7 +293,7 @@ def first_matches(
     named = [_named(f) for f in filters]
     matched = [isinstance(f, Everything | Nothing | Perhaps) for f in named]
     found: list[list[int | None]] = []
-    listed: list[tuple[str, AnyType]] = []
+    listed: list[tuple[str, PyTree]] = []
     for root, tree in roots:
         bound = [_bind(f, tree) for f in named]
         first: list[int | None] = []

@@ -1,9 +1,8 @@
-"""Keys of every implementation: how one becomes several, the same on a mesh, in lanes and without either.
+"""Keys of every implementation, split and folded alike on a mesh, in lanes and without either.
 
-What `jax.random` promises of threefry keys it does not promise of others. Under `jax.vmap` it draws from the
-first of several `rbg` keys, splits the first of several `unsafe_rbg` keys, and folds numbers into these in no
-order; and it has no `philox` program for several devices. Keys of all these are taken for seeds of threefry,
-which makes the new keys.
+`jax.random` promises this of threefry keys only. Under `jax.vmap` it draws from the first of several `rbg`
+keys, and splits the first of several `unsafe_rbg` keys. It has no `philox` program for several devices. So we
+make a threefry key of every other key, let threefry make the new keys, and convert these back.
 """
 
 import jax
@@ -15,18 +14,18 @@ from .._base._types import Array, ArrayLike
 
 
 _THREEFRY = frozenset({"threefry2x32", "threefry4x32"})
-# Of these, too, `jax.vmap` draws the numbers of each key that there is.
+# From these, too, `jax.vmap` draws for each key its own numbers.
 _KEY_BY_KEY = _THREEFRY | {"philox2x32", "philox4x32"}
 
 
 def advance(key: Array) -> tuple[Array, Array]:
-    """The key that is left after a draw, and the one drawn."""
+    """The key that remains after a draw, and the key that is drawn."""
     rest, drawn = jax.random.split(_seed(key))
     return _of(rest, key), _of(drawn, key)
 
 
 def several(key: Array, num: int) -> Array:
-    """A drawn key as `num` keys."""
+    """`num` keys made of a drawn key."""
     seeds = jax.random.split(_seed(key), num)
     return seeds if _is_threefry(key) else jax.vmap(lambda seed: _of(seed, key))(seeds)
 
@@ -37,14 +36,14 @@ def folded(key: Array, number: ArrayLike) -> Array:
 
 
 def for_rows(key: Array, rows: Array) -> Array:
-    """A threefry key for each row's number: `jax.vmap` draws from each what that one alone would give."""
+    """A threefry key for each row number. Under `jax.vmap` each gives the numbers it gives by itself."""
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(_seed(key), rows)
 
 
 def drawable(key: Array, what: str) -> Array:
-    """`key`, which the caller will draw from.
+    """`key`, if the caller may draw from it.
 
-    **Raises:** `StatemeshError` in lanes that have a key each, where `jax.vmap` would draw from the first.
+    **Raises:** `StatemeshError` in lanes with a key each, if `jax.vmap` would draw from the first one only.
     """
     impl = jax.random.key_impl(key)
     if impl in _KEY_BY_KEY:
@@ -54,17 +53,17 @@ def drawable(key: Array, what: str) -> Array:
 
 
 def as_of(key: Array, like: Array) -> Array:
-    """`key` as one of another's implementation."""
+    """`key`, converted to the implementation of `like`."""
     return key if key.dtype == like.dtype else _of(_seed(key), like)
 
 
 def words(key: Array) -> Array:
-    """The numbers that a key is, as one row."""
+    """The numbers that a key consists of, as one row."""
     return jax.random.key_data(key).ravel()
 
 
 def from_words(row: Array, like: Array) -> Array:
-    """The key that is these numbers, of the implementation of another."""
+    """The key that consists of these numbers, of the implementation of `like`."""
     shape = jax.random.key_data(like).shape
     return jax.random.wrap_key_data(row.reshape(shape), impl=jax.random.key_impl(like))
 
@@ -74,7 +73,7 @@ def _is_threefry(key: Array) -> bool:
 
 
 def _seed(key: Array) -> Array:
-    """A threefry key that stands for `key`: itself, or one that all of its words go into."""
+    """A threefry key made of `key`: itself, or one into which all of its words are folded."""
     if _is_threefry(key):
         return key
     row = words(key)
@@ -86,7 +85,7 @@ def _seed(key: Array) -> Array:
 
 
 def _of(seed: Array, key: Array) -> Array:
-    """What a seed stands for among the keys of `key`'s implementation."""
+    """The key of `key`'s implementation that is made of a threefry key."""
     if _is_threefry(key):
         return seed
     return from_words(jax.random.bits(seed, (len(words(key)),), jnp.uint32), key)

@@ -1,4 +1,4 @@
-"""What the shards of a mapped call have in common of a random stream, and what of it leaves."""
+"""The part of a random stream that the shards of a mapped call share, and the key that leaves the call."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from .._base._types import Array, AxisName, Leaf
 from . import _keys as keys
 
 
-# Far from the small numbers that give the keys of a `split`.
+# Far from the small numbers from which `split` makes its keys.
 _UNEVEN_DRAWS = 0x0DD0DD0D
 
 
@@ -22,14 +22,14 @@ _UNEVEN_DRAWS = 0x0DD0DD0D
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class Line:
-    """A stream that all shards of one call advance in step with their own.
+    """A random stream that is the same on all shards of one call. Each draw of a shard advances it too.
 
     **Arguments:**
 
-    - `key`: the first shard's own, as long as keys are only drawn.
-    - `was_set`: whether a key was set, so that only the first shard has the one that comes of it. NumPy's
-        own `bool` while that is known; an array after a `cond` or a `scan`.
-    - `axis_names`: the axes that the shards are along.
+    - `key`: the key of the first shard, as long as keys are only drawn.
+    - `was_set`: whether the user set a key, so that only the first shard knows the key that follows. A NumPy
+        `bool` while that is known; an array after a `cond` or a `scan`.
+    - `axis_names`: the mapped axes of the call.
     """
 
     key: Leaf
@@ -37,21 +37,21 @@ class Line:
     axis_names: tuple[AxisName, ...]
 
     def drawn(self) -> "Line":
-        """After one draw."""
+        """This line after one draw."""
         return dataclasses.replace(self, key=keys.advance(self.key)[0])
 
     def written(self) -> "Line":
-        """After a key was set."""
+        """This line after a key was set."""
         return dataclasses.replace(self, was_set=np.True_)
 
 
 def known(was_set: Leaf, value: bool) -> bool:
-    """Whether it is sure to be `value`."""
+    """Whether `was_set` is known while tracing, and is `value`."""
     return isinstance(was_set, np.bool_) and bool(was_set) is value
 
 
 def synchronized(own: Array, lines: tuple[Line, ...]) -> tuple[Line, ...]:
-    """The lines with the first shard's key, for all shards, where a key was set."""
+    """The lines, with the first shard's key on all shards if a key was set."""
     if not any(known(line.was_set, True) for line in lines):
         return lines
     made = []
@@ -69,30 +69,32 @@ def left(
     outer: Sequence[Line],
     axis_names: tuple[AxisName, ...],
 ) -> tuple[Array, tuple[Line, ...]]:
-    """What leaves shards that may not have drawn alike: the first shard's key, and the lines around.
+    """The key that leaves a call whose shards may have drawn different numbers of times, and the outer lines.
 
-    Where that might give a number twice it is a key off the line. It takes one reduction.
+    It is the first shard's key. If that key might give a number twice, a key aside from the line leaves
+    instead. All of this takes one reduction.
 
     **Arguments:**
 
-    - `own`: the key that this shard goes on with.
-    - `lines`: those of this call and of the calls around, the innermost first.
-    - `entered`: the key that this shard began with.
-    - `old`: the key that came in, before it was each shard's own.
-    - `outer`: the lines of the calls around as they came in.
-    - `axis_names`: the axes that are left.
+    - `own`: the key with which this shard would go on.
+    - `lines`: the lines of this call and of the calls around it, the innermost first.
+    - `entered`: the key with which this shard began.
+    - `old`: the key that came into the call, before the shard was folded into it.
+    - `outer`: the lines of the calls around it, as they came in.
+    - `axis_names`: the mapped axes that this call leaves.
     """
     rows = [keys.words(line.key) for line in lines]
     first = jnp.where(jax.lax.axis_index(axis_names) == 0, keys.words(own), 0)
     moved = jnp.ravel(~_equal(own, entered)).astype(jnp.uint32)
-    # The largest of each word and the smallest, what the first shard has, and whether any has moved.
+    # One maximum finds the largest and the smallest of each word, the first shard's key, and whether any
+    # shard has drawn.
     parts = [*rows, *(~row for row in rows), first, moved]
     joined = pmax(all_varying(jnp.concatenate(parts), axis_names), axis_names)
     found = jnp.split(joined, np.cumsum([len(part) for part in parts])[:-1])
     count = len(rows)
     even = [jnp.all(a == ~b) for a, b in zip(found[:count], found[count : 2 * count], strict=True)]
     key, any_moved = keys.from_words(found[-2], own), found[-1][0] != 0
-    # If the first shard stays where it was, others would draw again what they drew in this call.
+    # If the first shard has not drawn but another one has, that one would draw the same numbers again.
     fit = even[0] & ~(any_moved & _equal(key, old))
     around = []
     for line, row, same, before in zip(lines[1:], found[1:], even[1:], outer, strict=False):
@@ -109,5 +111,5 @@ def _equal(a: Array, b: Array) -> Array:
 
 
 def _unless(even: Array, key: Array, before: Array) -> Array:
-    """`key` where all is well, else a key off the line of `before`."""
+    """`key` where `even`, else a key aside from the line of `before`."""
     return jnp.where(even, key, keys.as_of(keys.folded(before, _UNEVEN_DRAWS), key))

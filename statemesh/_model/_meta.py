@@ -8,7 +8,7 @@ from .._base._types import Reduce, SpecTree, is_spec
 class Meta:
     """The static part of a State, kept in one object so that comparing two models is quick.
 
-    The kind is in it too: JAX holds two trees for equal whose nodes are dataclasses of different types.
+    The kind is a part of it: JAX takes two trees for equal whose nodes are dataclasses of different types.
     """
 
     __slots__ = ("_plain", "kind", "name", "reduce", "spec", "tag", "token")
@@ -18,7 +18,7 @@ class Meta:
     tag: frozenset[str]
     spec: SpecTree
     reduce: Reduce
-    # By which `Links` know the State again; two that differ by it are equal.
+    # `Links` recognize a State by its token. It does not count when two are compared.
     token: object
     _plain: "Meta | None"
 
@@ -63,6 +63,6 @@ class Meta:
         return hash((self.kind, self.name, self.tag, specs, self.reduce))
 
     def __repr__(self) -> str:
-        # Where JAX prints structures that differ.
+        # JAX prints this where two structures differ.
         tag = sorted(self.tag)
         return f"name={self.name!r}, tag={tag}, spec={self.spec!r}, reduce={self.reduce!r}"

@@ -100,10 +100,10 @@ class Module(eqx.Module):
 
 
 class _Level:
-    """A module on the way down to those in it: what it holds, and what became of that so far."""
+    """A module whose inner modules are being initialised: what it holds, and what is made of that so far."""
 
     def __init__(self, module: Module) -> None:
-        # States stay the objects they are: inside a mapped call they remember where they came from.
+        # States are not flattened: inside a mapped call they remember where they came from.
         self.structure: PyTreeDef
         held, self.structure = jax.tree.flatten(module, is_leaf=partial(_is_held, module))
         self.held = iter(held)
@@ -132,7 +132,7 @@ def _init_all(module: M, kwargs: dict[str, PyTree], used: set[str]) -> M:
         elif type(node).init_all_states is Module.init_all_states:
             levels.append(_Level(node))
         else:
-            # It has its own way: it is told what the modules in it take.
+            # It overrides `init_all_states`, which gets the arguments that the modules in it take.
             taken = {name: value for name, value in kwargs.items() if _takes(node, name)}
             used.update(taken)
             level.made.append(_returned(node, "init_all_states", node.init_all_states(**taken)))
@@ -170,7 +170,7 @@ def _init_one(module: M, kwargs: dict[str, PyTree], used: set[str]) -> M:
 
 
 def _returned(module: M, method: str, made: PyTree) -> M:
-    """What a method that makes states returned, if it is a module."""
+    """The module that a method returned which makes states. Anything else is refused."""
     if not isinstance(made, Module):
         name = f"{type(module).__name__}.{method}"
         raise errors.method_returned(

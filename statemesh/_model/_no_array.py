@@ -1,4 +1,4 @@
-"""What a State refuses: it holds an array, and is none."""
+"""A State is not an array: array operations on it are refused with an error that says what to write."""
 
 import jax
 import numpy as np
@@ -8,7 +8,7 @@ from .._base._types import PyTree
 
 
 class NoArray:
-    """Refuses, with words, what is asked of arrays."""
+    """Refuses the operations of arrays with an error that says what to write instead."""
 
     __slots__ = ()
 
@@ -58,6 +58,6 @@ for _name, _sign in {
     setattr(NoArray, f"__{_name}__", _refusing(_sign))
 for _name in ("bool", "int", "float", "complex", "index", "abs"):
     setattr(NoArray, f"__{_name}__", _refusing(f"{_name}()"))
-# What NumPy's functions and those of `jax.numpy` ask for.
+# The functions of NumPy and `jax.numpy` look for these methods.
 for _name in ("array", "array_ufunc", "jax_array"):
     setattr(NoArray, f"__{_name}__", _refusing("a function of arrays"))

@@ -10,16 +10,16 @@ from ._state import State, set_origin
 
 
 def origin(state: State) -> object:
-    """The mark that `mark_origin` left, if it has not been lost."""
+    """The mark that `mark_origin` gave a state; `None` if it has been lost."""
     return getattr(state, "_origin", None)
 
 
 class Unknown:
-    """The mark of a state of which it is not known which of several it continues.
+    """The mark of a state that may continue any of several others.
 
     **Arguments:**
 
-    - `marks`: of those that the program shows; none where it shows nothing.
+    - `marks`: the marks of these others, if the program shows which they are; else none.
     """
 
     __slots__ = ("marks",)
@@ -41,7 +41,7 @@ def states_of(tree: PyTree) -> list[State]:
 
 
 def origins(tree: PyTree) -> list[object]:
-    """The marks of a tree's states, which flattening it makes them forget."""
+    """The marks of a tree's states. To be asked before the tree is flattened, which loses them."""
     return list(map(origin, states_of(tree)))
 
 

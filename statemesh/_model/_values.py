@@ -1,4 +1,4 @@
-"""The values of states: which are allowed, how a write conforms to them, how shards' are merged."""
+"""The values of states: which are allowed, how a new one conforms to the old, how those of shards merge."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ REDUCTIONS = ("mean", "max", "min", "sum")
 def strong(x: Leaf) -> PyTree:
     """`x` as an array whose dtype does not give way in promotion."""
     if isinstance(x, jax.Array):
-        # Keys have no weak type to speak of.
+        # Arrays of keys have no attribute `weak_type`.
         weak = getattr(x, "weak_type", False)
         return jax.lax.convert_element_type(x, x.dtype) if weak else x
     return jnp.array(x, dtype=jnp.result_type(x))
@@ -59,9 +59,9 @@ def conform(old_value: PyTree, value: PyTree, label: str) -> PyTree:
 def reduced(
     value: PyTree, before: PyTree, how: str, axis_names: tuple[AxisName, ...], label: str
 ) -> PyTree:
-    """The instances' values merged; `before` is what they came from (`None`: nothing)."""
+    """The instances' values, merged. `before` is the value that came in; `None` if there was none."""
     leaves, treedef = tree_util.tree_flatten(value)
-    # Zeros that are the same everywhere, whatever they are like.
+    # Not `zeros_like`: zeros made of a value would vary over the axes over which it varies.
     olds = [jnp.zeros(x.shape, x.dtype) for x in leaves]
     if how == "sum" and before is not None:
         olds, structure = tree_util.tree_flatten(before)
@@ -106,7 +106,7 @@ def _check_dtype(dtype: Dtype, how: str) -> None:
 
 
 def _is_alike(old: PyTree, new: PyTree) -> bool:
-    """Whether both are arrays of which the new one needs no change: the usual case, without trees."""
+    """Whether both are arrays and the new one needs no change. It is the usual case, and needs no trees."""
     return (
         isinstance(old, jax.Array)
         and isinstance(new, jax.Array)

@@ -1,4 +1,4 @@
-"""What is where in the buffers of a packed model."""
+"""The contents of a packed model: which array of which state is where in which buffer."""
 
 import dataclasses
 import math
@@ -23,15 +23,15 @@ _TOGETHER = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one array of a state is.
+    """The place of one array of a state in a buffer.
 
     **Attributes:**
 
-    - `path`: of its state.
-    - `shape`: of the whole array.
-    - `where`: its placement.
-    - `start`: where each shard's part begins in a shard's part of the buffer.
-    - `part`: the shape of a shard's part.
+    - `path`: the path of the state.
+    - `shape`: the shape of the whole array.
+    - `where`: the placement of the array.
+    - `start`: the index in a shard's part of the buffer at which the shard's part of the array begins.
+    - `part`: the shape of a shard's part of the array.
     """
 
     path: str
@@ -47,13 +47,13 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """What one buffer is made of: arrays of one dtype whose parts are kept apart over the same axes.
+    """The arrays in one buffer: all of one dtype, and with parts over the same mesh axes.
 
-    They are either all in a `ParamState` or all in none, so that of a buffer all is trained or nothing.
+    Either all of them are in a `ParamState`, or none is: a buffer is trained as a whole or not at all.
 
     **Attributes:**
 
-    - `names`: these axes, in the order of the mesh.
+    - `names`: these mesh axes, in the order of the mesh.
     - `counts`: their sizes.
     """
 
@@ -77,24 +77,23 @@ class Group:
         return (math.prod(self.counts) * self.size,)
 
     def split(self, part: Leaf) -> list[Leaf]:
-        """The arrays' parts, of a shard's part of the buffer."""
+        """A shard's parts of the arrays, taken out of its part of the buffer."""
         self.check(part, (self.size,))
-        # One equation for all of them, where indexing would make three for each.
+        # `split` is one equation for all arrays. Indexing would be three for each.
         pieces = jax.lax.split(part, [slot.size for slot in self.slots])
         pairs = zip(pieces, self.slots, strict=True)
         return [jax.lax.reshape(piece, slot.part) for piece, slot in pairs]
 
     def check(self, buffer: Leaf, shape: tuple[int, ...]) -> None:
-        """Refuse a buffer, or a shard's part of one, in which the arrays cannot be found."""
+        """Refuse a buffer, or a shard's part of one, of another shape."""
         if np.shape(buffer) != shape:
             raise errors.other_buffer([slot.path for slot in self.slots], buffer, shape)
 
     def join(self, parts: Sequence[Leaf]) -> PyTree:
-        """A shard's part of the buffer, of the arrays' parts.
+        """A shard's part of the buffer, made of its parts of the arrays.
 
-        A few at a time are written into it: the compiler puts what computes them and the writing into one
-        loop. Of all at once it would make one whose code it takes long to compile; one by one there
-        would be a loop for each.
+        We write a few arrays at a time. The compiler fuses their computation and the writing into one loop.
+        With all arrays at once that loop would take long to compile; one by one there would be many loops.
         """
         flat = [jax.lax.reshape(part, (part.size,)) for part in parts]
         few = [flat[k : k + _TOGETHER] for k in range(0, len(flat), _TOGETHER)]
@@ -109,16 +108,16 @@ class Group:
         return buffer
 
     def gathered(self, arrays: Sequence[np.ndarray], start: int) -> np.ndarray:
-        """The part of the buffer that starts here, a shard's, of the whole arrays."""
+        """The shard's part of the buffer that begins at `start`, made of whole arrays."""
         shard = np.unravel_index(start // max(self.size, 1), self.counts) if self.names else ()
         parts = [self._part(x, slot, shard) for x, slot in zip(arrays, self.slots, strict=True)]
         return np.concatenate(parts, dtype=self.dtype)
 
     def array(self, buffer: Leaf, slot: Slot) -> PyTree:
-        """One whole array, of the buffer."""
+        """One whole array, taken out of the buffer."""
         here = slice(slot.start, slot.start + slot.size)
         if explicit.is_explicitly_typed(buffer):
-            # JAX does not split and merge dimensions over Explicit axes: each shard takes its own.
+            # Each shard takes its own part: JAX does not split or merge dimensions over Explicit axes.
             mesh = (jax.typeof(buffer) if compat.is_tracer(buffer) else buffer).sharding.mesh
             taken: Callable[[Leaf], Leaf] = jax.shard_map(
                 lambda part: part[here].reshape(slot.part),
@@ -131,18 +130,18 @@ class Group:
         return self._whole(rows, slot)
 
     def buffer(self, arrays: Sequence[Leaf]) -> PyTree:
-        """The buffer, of whole arrays."""
+        """The buffer, made of whole arrays."""
         rows = [self._rows(x, slot) for x, slot in zip(arrays, self.slots, strict=True)]
         return jnp.concatenate(rows, axis=1, dtype=self.dtype).reshape(-1)
 
     def _part(self, x: np.ndarray, slot: Slot, shard: tuple[Leaf, ...]) -> np.ndarray:
-        """A shard's part of a whole array, flat. No more than that is copied."""
+        """A shard's part of a whole array, flat. Only this part is copied."""
         sizes, order, _ = self._folds(slot)
         part: np.ndarray = np.transpose(np.reshape(x, sizes), order)[shard]
         return part.reshape(-1)
 
     def _rows(self, x: Leaf, slot: Slot) -> PyTree:
-        """All shards' parts of a whole array, each flat."""
+        """The parts of a whole array, one flat row for each shard."""
         sizes, order, _ = self._folds(slot)
         return x.reshape(sizes).transpose(order).reshape(math.prod(self.counts), slot.size)
 
@@ -152,10 +151,10 @@ class Group:
         return apart.reshape(slot.shape)
 
     def _folds(self, slot: Slot) -> tuple[list[int], list[int], list[int]]:
-        """An array's axes with each split in the mesh axes that split it and what is left.
+        """How to reshape and transpose a whole array so that the shards come first.
 
-        **Returns:** their sizes; the order that brings the mesh axes to the front, as the buffer has them;
-        and the order that brings them back.
+        **Returns:** the sizes after each axis is split into the mesh axes that split it and the rest; the
+        order of axes that brings the mesh axes to the front, as in the buffer; and the order that undoes it.
         """
         count = dict(zip(self.names, self.counts, strict=True))
         sizes: list[int] = []
@@ -173,15 +172,16 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What is where in a packed model.
+    """The contents of a packed model.
 
     **Attributes:**
 
-    - `root`: the model's type.
-    - `unit_def`: its structure, a State being one leaf.
-    - `states`: for each unit of it the structure of a packed State and where its arrays are, as numbers of
-        groups and slots; `None` for what is left beside.
-    - `sizes`: those of the mesh's axes for which it is packed.
+    - `root`: the type of the model.
+    - `unit_def`: the structure of the model, with a State as one leaf (a unit).
+    - `states`: for each unit the structure of the State, and the numbers of the group and slot of each of its
+        arrays; `None` for a unit that is not packed.
+    - `groups`: the arrays in each buffer.
+    - `sizes`: the names and sizes of the axes of the mesh for which it is packed.
     """
 
     root: type
@@ -198,7 +198,7 @@ class Contents:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        # Compared at every call, and nearly always the very same.
+        # Every call compares contents, and nearly always an object with itself.
         if self is other:
             return True
         return (
@@ -209,7 +209,7 @@ class Contents:
         )
 
     def model(self, arrays: Sequence[Sequence[Leaf]], beside: Sequence[Leaf]) -> PyTree:
-        """The model, of the arrays of each group and of what is beside."""
+        """The model, made of the arrays of each group and of the units that are not packed."""
         rest = iter(beside)
         units = [
             next(rest) if one is None else one[0].unflatten([arrays[g][k] for g, k in one[1]])
@@ -218,7 +218,7 @@ class Contents:
         return self.unit_def.unflatten(units)
 
     def arrays(self, model: PyTree) -> tuple[list[list[Leaf]], list[Leaf]]:
-        """Of a model of this structure the arrays of each group, and what is beside."""
+        """The arrays of each group in a model of this structure, and its units that are not packed."""
         found: list[list[Leaf]] = [[None] * len(group.slots) for group in self.groups]
         rest: list[Leaf] = []
         units = tree_util.tree_leaves(model, is_leaf=is_state)
@@ -241,12 +241,12 @@ class Contents:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How much of a packed model there is: as in gradients, where `None` stands for what is not trained.
+    """A packed model of which parts may be missing: in gradients `None` stands for what is not trained.
 
     **Attributes:**
 
-    - `contents`: of the whole.
-    - `groups`, `beside`: for each buffer, and for each thing beside, whether it is there.
+    - `contents`: the contents of the whole model.
+    - `groups`, `beside`: for each buffer, and for each unit that is not packed, whether it is there.
     """
 
     contents: Contents
@@ -255,7 +255,7 @@ class Form:
 
     @cached_property
     def part(self) -> Contents:
-        """What is where in that which there is."""
+        """The contents of the parts that are there."""
         if all(self.groups) and all(self.beside):
             return self.contents
         whole = self.contents
@@ -269,17 +269,18 @@ class Form:
                 there = next(rest)
             else:
                 structure, places = one
-                own = [_LEAF if g in number else None for g, _ in places]
+                own = [A_LEAF if g in number else None for g, _ in places]
                 kept = (
                     tree_util.tree_structure(structure.unflatten(own)),
                     tuple((number[g], k) for g, k in places if g in number),
                 )
                 there = any(own)
-            marks.append(_LEAF if there else None)
+            marks.append(A_LEAF if there else None)
             states += [kept] if there else []
         unit_def = tree_util.tree_structure(whole.unit_def.unflatten(marks))
         groups = tuple(whole.groups[g] for g in number)
         return Contents(whole.root, unit_def, tuple(states), groups, whole.sizes)
 
 
-_LEAF = object()
+A_LEAF = object()
+"""A leaf to rebuild a structure with, where only the structure counts."""

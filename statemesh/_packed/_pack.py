@@ -45,7 +45,7 @@ from ._contents import Contents, Group, Slot
 from ._packed import Packed
 
 
-# One object for all packed models that have the same contents, so that calls compare them by identity.
+# Packed models with equal contents share one object, so that calls compare contents by identity.
 _Key: TypeAlias = tuple[Dtype, frozenset[AxisName], bool]
 _known: "weakref.WeakValueDictionary[Hashable, Contents]" = weakref.WeakValueDictionary()
 
@@ -95,12 +95,14 @@ def pack(model: PyTree, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Pac
     names = manual_names(mesh, ())
     flat, unit_def = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
     wheres = _placements(model, flat, state_specs)
-    _check(flat, wheres, mesh, names)
-    check_valued("pack", _packed_arrays(flat, wheres))
+    packed = _packed_arrays(flat, wheres)
+    check_specs([(f"the spec of {path}", where.spec) for path, _, where in packed], mesh, names)
+    paths, placements = [path for path, _, _ in packed], [where for _, _, where in packed]
+    check_shapes(paths, [x for _, x, _ in packed], placements, mesh, "pack")
+    check_valued("pack", [(path, x) for path, x, _ in packed])
     found: dict[_Key, list[tuple[Slot, Leaf]]] = {}
     at: list[tuple[PyTreeDef, list[tuple[_Key, int]]] | None] = []
     rest: list[Leaf] = []
-    packed: list[tuple[str, PyTree]] = []
     for (keys, node), own_wheres in zip(flat, wheres, strict=True):
         if own_wheres is None:
             rest.append(node)
@@ -109,34 +111,34 @@ def pack(model: PyTree, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Pac
         arrays, structure = tree_util.tree_flatten(node)
         places = []
         for x, where in zip(arrays, own_wheres, strict=True):
-            key = _dtype_of(x), where.axis_names, isinstance(node, ParamState)
+            dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+            key: _Key = dtype, where.axis_names, isinstance(node, ParamState)
             own = found.setdefault(key, [])
             start = own[-1][0].start + own[-1][0].size if own else 0
             part = _part(np.shape(x), where, mesh)
             own.append((Slot(path_str(keys), np.shape(x), where, start, part), x))
             places.append((key, len(own) - 1))
-            packed.append((path_str(keys, "model"), x))
         at.append((structure, places))
     number = {key: g for g, key in enumerate(found)}
     groups = []
-    for (dtype, axes, _), own in found.items():
+    for (common, axes, _), own in found.items():
         ordered = tuple(name for name in names if name in axes)
         counts = tuple(mesh.shape[name] for name in ordered)
-        groups.append(Group(dtype, ordered, counts, tuple(slot for slot, _ in own)))
+        groups.append(Group(common, ordered, counts, tuple(slot for slot, _ in own)))
     states = tuple(one and (one[0], tuple((number[key], k) for key, k in one[1])) for one in at)
     contents = Contents(type(model), unit_def, states, tuple(groups), tuple(mesh.shape.items()))
     contents = _known.setdefault(contents, contents)
     if isinstance(mesh, Mesh) and mesh.is_multi_process:
-        check_alike("pack", mesh, [array_passed(path, x) for path, x in packed if is_own(x)])
+        check_alike("pack", mesh, [array_passed(path, x) for path, x, _ in packed if is_own(x)])
     arrays_of = [[x for _, x in own] for own in found.values()]
     buffers = [_buffer(g, own, mesh) for g, own in zip(contents.groups, arrays_of, strict=True)]
     return Packed(buffers, rest, contents)
 
 
 def packed_as(tree: PyTree, like: PyTree) -> PyTree:
-    """A tree with its models packed as those of another tree, which has its structure where unpacked.
+    """A tree with its models packed like those of `like`, which has the same structure when it is unpacked.
 
-    A buffer of which no array is another one stays that of the other tree.
+    A buffer stays the one in `like` if none of its arrays is a new one.
     """
     old = unpacked(like)
     if old is like:
@@ -163,7 +165,7 @@ def _repacked(packed: Packed, new: PyTree, old: PyTree) -> Packed:
 
 
 def _mesh_of(buffer: Leaf) -> AnyMesh | None:
-    """The mesh that a buffer lies on, where that is known: not of what is traced on Auto axes."""
+    """The mesh of a buffer. It is `None`, because unknown, for a buffer that is traced on Auto axes."""
     if explicit.is_explicitly_typed(buffer) and compat.is_tracer(buffer):
         mesh: AnyMesh = jax.typeof(buffer).sharding.mesh
         return mesh
@@ -174,11 +176,11 @@ def _mesh_of(buffer: Leaf) -> AnyMesh | None:
 def _placements(
     model: PyTree, flat: Sequence[tuple[KeyPath, PyTree]], state_specs: StateSpecs
 ) -> list[Sequence[SpecPlacement] | None]:
-    """For each unit of the model where its arrays go, or `None` for what is left beside."""
-    said = iter(choose_specs(state_specs, [("model", model)], "state_specs"))
+    """For each unit of the model the placements of its arrays; `None` for a unit that is not packed."""
+    declared = iter(choose_specs(state_specs, [("model", model)], "state_specs"))
     found: list[Sequence[SpecPlacement] | None] = []
     for keys, node in flat:
-        chosen = next(said) if is_state(node) else UNDECLARED
+        chosen = next(declared) if is_state(node) else UNDECLARED
         if not _is_packable(node):
             found.append(None)
             continue
@@ -187,43 +189,26 @@ def _placements(
     return found
 
 
-def _check(
-    flat: Sequence[tuple[KeyPath, PyTree]],
-    wheres: Sequence[Sequence[SpecPlacement] | None],
-    mesh: AnyMesh,
-    names: Sequence[AxisName],
-) -> None:
-    places = [where for own in wheres for where in own or ()]
-    pairs = zip(_packed_arrays(flat, wheres), places, strict=True)
-    every = [(path, x, where) for (path, x), where in pairs]
-    check_specs([(f"the spec of {path}", where.spec) for path, _, where in every], mesh, names)
-    paths, arrays, placements = zip(*every, strict=True) if every else ((), (), ())
-    check_shapes(paths, arrays, placements, mesh, "pack")
-
-
 def _packed_arrays(
     flat: Sequence[tuple[KeyPath, PyTree]], wheres: Sequence[Sequence[SpecPlacement] | None]
-) -> list[tuple[str, PyTree]]:
-    """The arrays that go into buffers, each with its path."""
+) -> list[tuple[str, Leaf, SpecPlacement]]:
+    """The arrays that go into buffers, each with its path and placement."""
     return [
-        (path_str(keys, "model"), x)
+        (path_str(keys, "model"), x, where)
         for (keys, node), own in zip(flat, wheres, strict=True)
-        for x in (tree_util.tree_leaves(node) if own is not None else ())
+        if own is not None
+        for x, where in zip(tree_util.tree_leaves(node), own, strict=True)
     ]
 
 
 def _is_packable(node: PyTree) -> bool:
-    """Whether it is a State with arrays of numbers, which lie side by side."""
+    """Whether `node` is a State with arrays of numbers only, which a buffer can hold."""
     if not is_state(node) or node.always_replicated:
         return False
     leaves = tree_util.tree_leaves(node)
     return bool(leaves) and all(
         hasattr(x, "dtype") and not jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in leaves
     )
-
-
-def _dtype_of(x: Leaf) -> PyTree:
-    return jax.dtypes.canonicalize_dtype(x.dtype)
 
 
 def _part(shape: tuple[int, ...], where: SpecPlacement, mesh: AnyMesh) -> tuple[int, ...]:
@@ -240,7 +225,7 @@ def _buffer(group: Group, arrays: Sequence[Leaf], mesh: AnyMesh) -> PyTree:
         starts = (shard * group.size for shard in range(math.prod(group.counts)))
         return jnp.asarray(np.concatenate([group.gathered(host, start) for start in starts]))
     where = NamedSharding(mesh, group.where.spec)
-    # Shard by shard, so that the host has no second copy of all.
+    # Shard by shard, so that the host never holds a second copy of everything.
     indices: Mapping[jax.Device, PyTree] = where.addressable_devices_indices_map(group.shape)
     parts = [
         jax.device_put(group.gathered(host, index[0].start or 0), device)
@@ -256,5 +241,5 @@ def _traced_buffer(group: Group, arrays: Sequence[Leaf], mesh: AnyMesh) -> PyTre
         traced_onto(x, NamedSharding(mesh, spec), frozenset(mesh.axis_names))
         for x, spec in zip(arrays, specs, strict=True)
     ]
-    # Each shard joins its own parts: Explicit axes do not let dimensions be split and merged over them.
+    # Each shard joins its own parts, because JAX does not split or merge dimensions over Explicit axes.
     return jax.shard_map(group.join, mesh=mesh, in_specs=(specs,), out_specs=group.where.spec)(laid)

@@ -12,7 +12,7 @@ from .._base._compat import tree_util
 from .._base._paths import path_str
 from .._base._types import Leaf, PackedNode, PyTree, PyTreeDef, is_packed, is_state_or_packed
 from .._model._state import State
-from ._contents import Contents, Form, Group, Slot
+from ._contents import A_LEAF, Contents, Form, Group, Slot
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -53,7 +53,7 @@ class Packed(PackedNode):
 
     @classmethod
     def of(cls, buffers: Sequence[Leaf], rest: Sequence[Leaf], form: Form) -> "Packed":
-        """One of this form, of the buffers that it has and what is beside."""
+        """A `Packed` of this form, made of the buffers and the other units that are there."""
         own, other = iter(buffers), iter(rest)
         return cls(
             [next(own) if there else None for there in form.groups],
@@ -79,7 +79,7 @@ class Packed(PackedNode):
         return Form(self._contents, *there)
 
     def _present(self) -> tuple[Contents, list[Leaf], list[Leaf]]:
-        """What there is: its contents, its buffers and what is beside."""
+        """The contents, buffers and other units that are there: the missing ones are left out."""
         buffers, rest = ([x for x in some if x is not None] for some in (self.buffers, self._rest))
         return self._form.part, buffers, rest
 
@@ -121,7 +121,7 @@ def _set(packed: Packed, buffers: Sequence[Leaf], rest: PyTree, contents: Conten
 
 
 class _States(Mapping[str, State]):
-    """The packed states by path, each made where it is looked up."""
+    """The packed states by path. Each is made when it is looked up."""
 
     def __init__(self, packed: Packed) -> None:
         contents, self._buffers, _ = packed._present()
@@ -147,7 +147,7 @@ class _States(Mapping[str, State]):
 
 
 def with_models(tree: PyTree, arrays_of: Callable[[Group, Leaf], list[Leaf]]) -> PyTree:
-    """A tree with models in the place of what is packed, of what `arrays_of` makes of each buffer."""
+    """A tree with every `Packed` replaced by its model, whose arrays `arrays_of` makes of each buffer."""
     if not any(map(is_packed, tree_util.tree_leaves(tree, is_leaf=is_state_or_packed))):
         return tree
     one = lambda node: node._model(arrays_of) if isinstance(node, Packed) else node
@@ -155,14 +155,14 @@ def with_models(tree: PyTree, arrays_of: Callable[[Group, Leaf], list[Leaf]]) ->
 
 
 def shapes_of(group: Group, buffer: Leaf) -> list[Leaf]:
-    """Of the arrays in a buffer their shapes and dtypes."""
+    """The shapes and dtypes of the arrays in a buffer."""
     return [jax.ShapeDtypeStruct(slot.shape, buffer.dtype) for slot in group.slots]
 
 
 def members(tree: PyTree) -> list[list[int]]:
-    """For each unit of a tree the numbers of the units that it is made of where models are unpacked.
+    """For each unit of a tree the numbers of the units of the unpacked tree that it consists of.
 
-    A unit is a State or a leaf outside any; a buffer is made of all States that have an array in it.
+    A unit is a State, or a leaf outside of any State. A buffer consists of all States with an array in it.
     """
     found: list[list[int]] = []
     start = 0
@@ -188,12 +188,9 @@ def _arrays(group: Group, buffer: Leaf) -> list[Leaf]:
 
 
 def _unit_paths(unit_def: PyTreeDef) -> list[str]:
-    marked = unit_def.unflatten([_LEAF] * unit_def.num_leaves)
+    marked = unit_def.unflatten([A_LEAF] * unit_def.num_leaves)
     flat, _ = tree_util.tree_flatten_with_path(marked)
     return [path_str(keys) for keys, _ in flat]
-
-
-_LEAF = object()
 
 
 def _on_host(buffer: Leaf) -> PyTree:
