@@ -64,11 +64,14 @@ def imported(path: pathlib.Path) -> set[str]:
         base = package[: len(package) - (node.level - 1)]
         module = tuple((node.module or "").split(".")) if node.module else ()
         for alias in node.names:
-            for parts in ((*base, *module, alias.name), (*base, *module)):
-                candidate = "/".join(parts) + ".py"
-                if candidate in modules():
-                    found.add(candidate)
-                    break
+            named, door = "/".join((*base, *module, alias.name)), "/".join((*base, *module))
+            candidates = (
+                f"{named}.py",
+                f"{named}/__init__.py",
+                f"{door}.py",
+                f"{door}/__init__.py",
+            )
+            found |= set([candidate for candidate in candidates if candidate in modules()][:1])
     return found
 
 
