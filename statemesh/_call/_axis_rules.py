@@ -96,7 +96,7 @@ class AxisContext:
     rules: AxisRules
     fed: frozenset[str] = frozenset()
 
-    # Nothing: the axes are the same for every call.
+    # The axes are the same for every call.
     key = None
 
     @property
@@ -139,10 +139,7 @@ class AxisContext:
     def _axes(
         self, arguments: Arguments, call: Call
     ) -> tuple[dict[int, int | None], frozenset[str]]:
-        """The axis of every leaf that becomes an input, by the leaf's position.
-
-        And the paths of the states that are declared to have none.
-        """
+        """The axis of every input by its position, and the paths of the states declared to have none."""
         rules = self.rules
         named = arguments.named(call.args, call.kwargs)
         state_axes = iter(choose_axes(rules.state_in, named, "state_in_axes"))

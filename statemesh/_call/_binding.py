@@ -45,10 +45,10 @@ class Layout(Protocol):
         """Shapes and dtypes, to lower the program with."""
 
 
-# Gives the program's outputs as this process has them, from them and their placements.
+# Takes the program's outputs and their placements; returns the parts of this process.
 Outside = Callable[[Sequence[Leaf], Sequence[Placement]], list[Leaf]]
 
-# One instance: from its part of each input to its outputs, and the placement of each of them.
+# Runs one instance on its parts of the inputs; returns its outputs and their placements.
 Run = Callable[..., tuple[list[Leaf], Sequence[Placement]]]
 
 
@@ -60,7 +60,7 @@ class Binding(Protocol):
     # Whether JAX types what varies.
     check_vma: bool
     sizes: Mapping[AxisName, int]
-    # Where other processes hold a part of each output.
+    # Set where other processes hold a part of each output.
     outside: Outside | None
 
     def layout(self, name: str, inputs: Sequence[Input], donating: bool) -> Layout:

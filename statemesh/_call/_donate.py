@@ -25,7 +25,7 @@ class DonatingProgram:
         self.program = program
         self.how = how
         self._compiled: dict[Any, tuple[Any, Spared]] = {}
-        # What the last call was made with, tried first.
+        # The program of the last call is tried first.
         self._last: tuple[Any, Spared] = (_refuse, Spared((), ()))
 
     def __call__(self, *arrays: Leaf) -> tuple[list[Leaf], WriteBack]:
@@ -65,7 +65,7 @@ class DonatingProgram:
     ) -> tuple[int, ...]:
         kept = back.forwarded()
         wanted = [k for k in self.program.given_up(self.how, back) if k not in kept]
-        # A buffer can only become an output of its own size; of others JAX would complain.
+        # A buffer can become only an output of its own size. JAX would warn of any other.
         room = Counter(
             (x.shape, x.dtype, where.spec)
             for x, where in zip(outputs, back.placements, strict=True)
@@ -109,6 +109,6 @@ def _shapes(arrays: Sequence[Leaf]) -> tuple[PyTree, ...]:
 
 
 def spared_by(program: Program, arrays: Sequence[Leaf], donated: Sequence[int]) -> Spared:
-    """What keeps inputs like these from being given up twice."""
+    """The guard that keeps inputs like these from being given up twice."""
     sizes = [program.layout.part_size(k, x) for k, x in enumerate(arrays)]
     return Spared(donated, sizes)

@@ -32,8 +32,8 @@ class StatefulMapping(Generic[Params, Result]):
     is a method when it stands in a class.
     """
 
-    # `jax.jit` and `functools.wraps` copy what is in a `__dict__` onto what they return: there are only the
-    # attributes of the user's function, as in its own, and what a class has a text of its own for.
+    # `jax.jit` and `functools.wraps` copy a `__dict__` onto what they return. So ours holds only the
+    # attributes of the user's function; our own have slots.
     __slots__ = (
         "__dict__",
         "__name__",
@@ -103,7 +103,7 @@ class StatefulMapping(Generic[Params, Result]):
     def _with(self, bound: tuple[PyTree, ...]) -> "StatefulMapping":
         return StatefulMapping(self._declared, self._pipeline, bound, self._boxes)
 
-    # What was compiled is shared by copies, and is no part of what is pickled.
+    # Copies share the compiled programs. Pickling leaves them out.
 
     def __copy__(self) -> "StatefulMapping":
         return self
@@ -180,7 +180,7 @@ class StatefulMapping(Generic[Params, Result]):
 if TYPE_CHECKING:
 
     class Decorator(Protocol):
-        """What a mapping without a function is."""
+        """A mapping that still waits for its function."""
 
         def __call__(self, fun: Callable[Params, Result], /) -> StatefulMapping[Params, Result]: ...
 else:
@@ -188,7 +188,7 @@ else:
 
 
 def _attributes(fun: Fun) -> dict[str, Any]:
-    """What `functools.wraps` would copy of a function, but for what a mapping has of its own."""
+    """The attributes that `functools.wraps` would copy, without those that a mapping defines itself."""
     own = getattr(fun, "__dict__", {})
     if not inspect.isroutine(fun) and "__wrapped__" not in own:
         return {}

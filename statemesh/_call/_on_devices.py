@@ -68,7 +68,7 @@ class Devices:
             raise errors.pmap2_inside(name, sorted(taken, key=str))
         found = self._found()
         several = len(own_devices(found)) < len(found)
-        # With several processes each passes a part of the lanes: only the author can say them all.
+        # With several processes each passes only a part of the lanes, so the author has to give their number.
         count = asked if several else count_lanes(name, mapped, asked)
         lanes = len(found) if count is None else count
         if lanes == 0:
@@ -97,7 +97,7 @@ class Devices:
 
 
 class OnDevices(OnOwnMesh):
-    """Instances that each have one device: lanes, which differ in nothing else from those of a `vmap`.
+    """Instances that each have one device. In all else they behave like the lanes of a `vmap`.
 
     **Arguments:**
 
@@ -115,7 +115,7 @@ class OnDevices(OnOwnMesh):
 
 
 class OnProcesses(OnDevices):
-    """Instances on the devices of several processes, each of which has the parts of its own.
+    """Instances on the devices of several processes. Each process passes and gets its own parts.
 
     **Arguments:**
 

@@ -56,8 +56,8 @@ class OnMesh:
         return math.prod(self.sizes[name] for name in self.axis_names)
 
     def call(self, run: Run, name: str, layout: Layout, arrays: Sequence[Leaf]) -> list[Leaf]:
-        # `shard_map` lays the out specs over the result after it has traced the function. So the
-        # list may be filled while tracing, and no second trace is needed to learn the structure.
+        # `shard_map` reads the out specs after it has traced the function. So the list may be filled
+        # while tracing, and no second trace is needed to learn the structure of the result.
         out_specs: list[PartitionSpec] = []
 
         def instance(*shards: Leaf) -> list[Leaf]:
@@ -78,7 +78,7 @@ class OnMesh:
 
 
 class OnOwnMesh(OnMesh):
-    """Instances on a mesh that is theirs, whichever one is set."""
+    """Instances on a mesh of their own, whichever mesh is set."""
 
     def context(self, traced: bool) -> AbstractContextManager[Any]:
         return compat.in_mesh(self.mesh, traced)

@@ -105,8 +105,8 @@ class OverLanes:
         try:
             outputs: list[Leaf] = mapped(*arrays)
         except (AssertionError, ValueError) as error:
-            # JAX gives up where a collective over lanes meets the types of a mesh, in no words or in some
-            # that say nothing of lanes.
+            # A collective over lanes fails where a mesh types what varies. JAX says so without words, or in
+            # words that do not mention lanes.
             lanes = self.axis_names[0]
             if not compat.inside_checked_shard_map() or not compat.in_collective_over(error, lanes):
                 raise

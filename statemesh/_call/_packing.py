@@ -1,4 +1,4 @@
-"""Between a call's packed arguments and the same call of the models themselves."""
+"""Translates a call with packed arguments to a call with their models, and back."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from .._write_back import Forwarded, Output, WriteBack
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _At:
-    """What an unpacked leaf is: a leaf of the arguments, or one array of those in a buffer."""
+    """The source of an unpacked leaf: a leaf of the arguments, or one array in a buffer."""
 
     position: int
     group: Group | None = None
@@ -23,7 +23,7 @@ class _At:
 
 
 class Packing:
-    """A call's arguments with models in the place of what is `Packed`.
+    """A call's arguments with each `Packed` replaced by its model.
 
     **Arguments:**
 
@@ -76,7 +76,7 @@ class Packing:
             raise errors.packed_with_other_specs(name, moved)
 
     def inputs(self, placed: Mapping[int, Placement]) -> Mapping[int, Placement]:
-        """Where each leaf goes that is an input in truth: buffers in the place of their arrays."""
+        """The placement of each real input, by position: that of a buffer in place of its arrays'."""
         if not self.forms:
             return placed
         found: dict[int, Placement] = {}
@@ -92,12 +92,12 @@ def _marks(group: Group, at: _At) -> list[_At]:
 
 
 def _lies(packed: Placement, wanted: Placement) -> bool:
-    """Whether an array lies as it was packed to lie; whole is whole, in lanes too."""
+    """Whether an array has the placement that it was packed for; all replicated placements are one."""
     return packed == wanted or not (packed.axis_names or wanted.axis_names)
 
 
 class Repacking:
-    """What one instance does before and after: buffers into arrays, arrays into buffers.
+    """The work of one instance around the function: split buffers into arrays, and join arrays again.
 
     **Arguments:**
 
@@ -115,7 +115,7 @@ class Repacking:
         self.inputs = [number[at.position] for at in self.origins] or list(range(len(placed)))
 
     def split(self, parts: Sequence[Leaf]) -> Sequence[Leaf]:
-        """The parts of the unpacked inputs."""
+        """One part for each unpacked input, from the parts of the real ones."""
         if not self.forms:
             return parts
         kept: dict[int, list[Leaf]] = {}
@@ -129,7 +129,7 @@ class Repacking:
     def join(
         self, own: Sequence[Leaf], outputs: list[Leaf], back: WriteBack
     ) -> tuple[list[Leaf], WriteBack]:
-        """The outputs, models that are as what came in in buffers again.
+        """The outputs, with models packed again that have the structure of a packed argument.
 
         **Arguments:**
 
@@ -150,7 +150,7 @@ class Repacking:
 
 
 class _Joining:
-    """The outputs of one instance, gathered anew."""
+    """The outputs of one instance, with models joined into buffers."""
 
     def __init__(
         self, repacking: Repacking, own: Sequence[Leaf], outputs: list[Leaf], back: WriteBack
@@ -219,7 +219,7 @@ class _Joining:
         return Packed.of([self.buffer(*pair) for pair in pairs], rest, form)
 
     def buffer(self, group: Group, sources: Sequence[Leaf]) -> Output | Forwarded:
-        """Where a buffer comes from: from where it came, if nothing in it was written."""
+        """A buffer of the result: the one that came in, if none of its arrays was written."""
         if (source := self._whole(group, sources)) is not None:
             return Forwarded(source)
         parts: list[Leaf] = []
@@ -239,7 +239,7 @@ class _Joining:
         return (self.given_placements if made else self.repacking.placements)[source.index]
 
     def _whole(self, group: Group, sources: Sequence[Leaf]) -> int | None:
-        """The number of the buffer that these are all of, in order."""
+        """The number of the buffer that holds exactly these arrays, in this order."""
         if not all(isinstance(source, Forwarded) for source in sources):
             return None
         origins = [self.repacking.origins[source.index] for source in sources]

@@ -150,7 +150,7 @@ class PerShardRun:
     def _hint(
         self, error: Exception, entered: Sequence[Entered], leaves: Sequence[Leaf]
     ) -> str | None:
-        """The text of `error` with a hint, where a whole state met a part of an array.
+        """The text of `error` with a hint, if a replicated state met a sharded array.
 
         Only for errors that JAX raised about shapes, and only when the sizes say that a state was
         left whole where data was split; and for those about the types of what a loop carries.
@@ -177,19 +177,19 @@ class PerShardRun:
     def _type_hint(
         self, text: str, components: Sequence[str], entered: Sequence[Entered]
     ) -> str | None:
-        """With a hint, where what JAX names may be states whose policies would merge what shards write."""
+        """The text with a hint, if JAX names states whose policies would merge what shards write."""
         merged = [
             (one, self._same_over(one.placements)) for one in entered if one.old.reduce is not None
         ]
         merged = [(one, axes) for one, axes in merged if axes]
-        # JAX names them as the inner function does, so that only the ends of the paths agree.
+        # JAX uses the names of the inner function, so only the ends of the paths agree.
         ends = tuple(end for end in map(_last_step, components) if end)
         named = [(one, axes) for one, axes in merged if ends and one.path.endswith(ends)]
         states = [(one.path, one.old, axes) for one, axes in named or merged]
         return errors.with_type_hint(text, states) if states else None
 
     def _same_over(self, placements: Sequence[Placement]) -> tuple[AxisName, ...]:
-        """The mapped axes over which a state arrives the same."""
+        """The mapped axes over which every instance gets the same state."""
         apart = NO_AXES.union(*(where.axis_names for where in placements))
         return tuple(name for name in self.leaving.axis_names if name not in apart)
 

@@ -26,7 +26,7 @@ from ._rules import Context
 from ._stages import Lowered
 
 
-# Bound once: an attribute less to look up at every call.
+# Bound once, which saves looking up an attribute at every call.
 _flatten = tree_util.default_registry.flatten
 _context = jax.sharding.get_abstract_mesh
 _set_mesh = jax.sharding.get_mesh
@@ -66,7 +66,7 @@ class Pipeline:
         except OtherShapes:
             return self._first(Call(args, kwargs, leaves), treedef)
         except (RuntimeError, ValueError):
-            # To look beforehand would cost more than all of the checks above.
+            # Looking for them before the run would cost more than all of the checks above.
             last.program.layout.check_alive(given)
             raise
         if shown is not given:
@@ -185,7 +185,7 @@ class Pipeline:
 
 
 def _described(leaf: Leaf) -> Any:
-    """A leaf that has only a shape and a dtype in the form that JAX has for that."""
+    """A leaf as a `jax.ShapeDtypeStruct`, if it has no more than a shape and a dtype."""
     if is_shaped(leaf) or isinstance(leaf, type):
         return leaf
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):

@@ -45,7 +45,7 @@ class Program:
         try:
             self.resolved = context.resolve(declared.name, packing.arguments, packing.call)
         except errors.StatemeshError:
-            # How many lanes no arguments have cannot be said; that one is missing can.
+            # A missing argument is a better reason than one that follows from it, such as no lanes.
             self._check_signature(packing.arguments)
             raise
         placements, self.binding = self.resolved.placements, self.resolved.binding

@@ -12,7 +12,7 @@ from ._binding import Binding
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """What the rules say of one call, all of it.
+    """Everything that the rules decide for one call.
 
     **Attributes:**
 
@@ -50,7 +50,7 @@ class Context(Protocol):
 
     @property
     def key(self) -> Hashable:
-        """What a program depends on beside the arguments' structure, types and static leaves."""
+        """What a program depends on besides the arguments' structure, types and static leaves."""
 
     @property
     def looks_ahead(self) -> bool:

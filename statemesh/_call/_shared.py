@@ -1,4 +1,4 @@
-"""What was compiled for a function, shared by the mappings of it that are declared alike."""
+"""Mappings of one function with equal declarations share their compiled programs."""
 
 import dataclasses
 import types
@@ -20,7 +20,7 @@ _KEPT = 16
 
 _pipelines: "weakref.WeakKeyDictionary[Any, dict[Hashable, Pipeline]]" = weakref.WeakKeyDictionary()
 
-# What is compared by value, cannot be changed, and keeps no function alive.
+# Types whose values are compared by value, never change, and keep no function alive.
 _PLAIN = (int, str, type, types.NoneType, types.EllipsisType, types.CodeType, jax.Device)
 
 
@@ -41,7 +41,7 @@ def shared_pipeline(declared: Declared) -> Pipeline:
     found = alike.get(key)
     if found is not None:
         return found
-    # Other threads do the same meanwhile: so each step is one that cannot fail.
+    # Other threads do the same meanwhile, so each of these steps is one that cannot fail.
     if len(alike) >= _KEPT:
         for oldest in [*alike][: len(alike) - _KEPT + 1]:
             alike.pop(oldest, None)
@@ -49,7 +49,7 @@ def shared_pipeline(declared: Declared) -> Pipeline:
 
 
 class _Weak:
-    """A function that is called, and not kept alive: its mappings do that."""
+    """A function that can be called without being kept alive. Its mappings keep it alive."""
 
     def __init__(self, fun: types.FunctionType) -> None:
         self._fun = weakref.ref(fun)
@@ -63,7 +63,7 @@ class _Weak:
 
 
 def _key(value: Leaf) -> Hashable:
-    """What is equal for equal values of the same types.
+    """A key that is equal for equal values of the same types.
 
     **Raises:** `TypeError` for what is not plain.
     """

@@ -97,7 +97,7 @@ class SpecRules:
                     raise errors.per_shard_for_array(what + jax.tree_util.keystr(path), spec)
         for what in ("state_in_specs", "state_out_specs"):
             check_state_specs(getattr(self, what), what)
-        # Code that is not called may have been made where there are no devices.
+        # A function may be mapped where there are no devices, if it is not called.
         if mesh is not None and not mesh.empty:
             self.check_specs(mesh, manual_names(mesh, self.axis_names))
 
@@ -141,7 +141,7 @@ class SpecRules:
             return one_device_mesh(self.mesh, traced)
         recorded = traced and compat.under_jit()
         mesh = resolve_mesh(self.mesh, self.axis_names, recorded)
-        # The mesh of a mapped call around has no devices; nor needs it any.
+        # Inside another mapped call the mesh has no devices, and needs none.
         if isinstance(mesh, AbstractMesh) and not (recorded or compat.manual_axes(mesh)):
             mesh = mesh_of_arrays(mesh, leaves)
         return mesh

@@ -1,4 +1,4 @@
-"""A mapped call that does not run yet: lowered, and compiled."""
+"""The stages of a mapped call before it runs: lowered, and compiled."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from ._program import Program
 
 
 class Stage:
-    """What there is of a call before it runs, by its own arguments and result.
+    """A call before it runs, described by its own arguments and result.
 
     All else is that of the `jax.stages.Lowered` or `Compiled` in `program`.
 
@@ -33,12 +33,12 @@ class Stage:
         treedef: PyTreeDef,
         complete: Callable[[tuple[PyTree, ...]], tuple[PyTree, ...]],
     ) -> None:
-        # `complete`: what the mapped call makes of positional arguments, as with a bound method's object.
+        # `complete` adds to the positional arguments what the mapping binds, such as a method's object.
         self.program = program
         self._complete = complete
         self.in_tree = treedef
         self._call = call
-        # What is static may be changed before it is compared.
+        # The owner of a static leaf may change it before it is compared.
         self._texts = call.statics.texts
 
     @property

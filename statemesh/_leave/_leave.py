@@ -1,4 +1,4 @@
-"""Step 4: how what a shard returns leaves it.
+"""Step 4: take the result of an instance apart.
 
 Written states are merged by their own policies and checked; arrays are checked against their specs.
 """
@@ -55,7 +55,7 @@ class _Leaving:
         # By identity: an array that the function returns as it was given is forwarded.
         self.arrived = arrived
         self.any_stays = any(one.stays for one in arrived.values())
-        # What is known of equations through which these may have gone.
+        # Facts about equations that pass these arrays on, kept because several leaves ask for them.
         self.forwarding: dict[int, tuple[Any, list[int | None]]] = {}
         self.varying = varying
         self.given = {id(x): Given(k, x) for k, x in enumerate(given)}
@@ -70,7 +70,7 @@ class _Leaving:
         self.seen: dict[int, tuple[Any, Axes]] = {}
 
     def look(self, values: Iterable[Leaf]) -> None:
-        """Find out over which axes these may differ, of all of them at once."""
+        """Find out over which axes these values may differ, for all of them at once."""
         new = {id(x): x for x in values if id(x) not in self.seen and is_shaped(x)}
         over = self.varying.of(list(new.values()))
         for x, axes in zip(new.values(), over, strict=True):
@@ -90,7 +90,7 @@ class _Leaving:
         return not where.axis_names.issuperset(self.rules.axis_names)
 
     def look_at_states(self, writing: Sequence[Written]) -> None:
-        """Find out over which axes the leaves of written states differ that may be left unmerged."""
+        """Find out over which axes the leaves of written states differ, if they may be left unmerged."""
         self.look(
             x
             for one in writing
@@ -99,7 +99,7 @@ class _Leaving:
         )
 
     def wrongly_unmerged(self, x: Leaf, where: Placement) -> Axes:
-        """The same where it is known; a mistake if there are any."""
+        """The axes of `unmerged`, if it is known what varies. Any of them is a mistake."""
         return self.unmerged(x, where) if self.varying.is_known else NO_AXES
 
     def array(self, x: Leaf, where: Placement, path: str) -> Output | Forwarded:
@@ -125,13 +125,13 @@ class _Leaving:
         return Written(state, entered, declared, path, placements)
 
     def merge(self, writing: Sequence[Written]) -> list[Written]:
-        """Written states with what the instances wrote merged by their policies."""
+        """Merge what the instances wrote to states, by the states' policies."""
 
         def leave_all(*pairs: tuple[State, State | None]) -> list[State]:
             return [left(*pair, names) for pair, names in zip(pairs, over, strict=True)]
 
         writing = [self.counted_once(one) for one in writing]
-        # Of all leaves together, before merging and after: to look at one costs as much.
+        # Once for all leaves before merging and once after, because looking at one leaf costs as much.
         self.look_at_states(writing)
         over = [self.axes_to_merge(one) for one in writing]
         pairs = [(one.state, one.entered and one.entered.old) for one in writing]
@@ -145,7 +145,7 @@ class _Leaving:
         return written
 
     def counted_once(self, one: Written) -> Written:
-        """With one copy for all of each value that is the same everywhere, whatever its type says."""
+        """Make a value that is the same everywhere one copy, whatever its type says."""
         if not one.state.needs_old:
             return one
         leaves = leaves_of(one.state)

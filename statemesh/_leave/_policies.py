@@ -38,7 +38,7 @@ def left(state: State, old: State | None, over: Sequence[tuple[AxisName, ...]]) 
 
 
 def checked_state(made: object, state: State, method: str) -> State:
-    """What `enter` or `leave` of a kind made of a state, if it is one."""
+    """The state that a kind's `enter` or `leave` returned; an error for anything else."""
     if not isinstance(made, State):
         name = f"{type(state).__name__}.{method}"
         raise errors.method_returned(name, made, "a State", "return self.set(value)")

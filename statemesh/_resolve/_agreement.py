@@ -1,4 +1,4 @@
-"""Step 2 with several processes: whether what all of them have to pass alike is alike."""
+"""Step 2 with several processes: check that they pass the same where they have to."""
 
 import functools
 import re
@@ -29,7 +29,7 @@ def static_passed(path: str, value: Leaf) -> Passed:
 
 
 def structure_passed(treedef: PyTreeDef, paths: Sequence[str]) -> Passed:
-    """The structure of arguments, by the words with which it is printed.
+    """The structure of arguments, compared by the words with which it is printed.
 
     Not their order: sets of strings have another one in each process. Nor where objects lie in memory.
     """
@@ -38,7 +38,7 @@ def structure_passed(treedef: PyTreeDef, paths: Sequence[str]) -> Passed:
 
 
 def check_alike(name: str, mesh: Mesh, passed: Sequence[Passed]) -> None:
-    """Refuse what this process has otherwise than another one that has devices of the mesh.
+    """Refuse values that differ from those of another process with devices of the mesh.
 
     All of them have to call this at the same time. They exchange a few bytes if everything is alike, whatever
     its size, and a few more for each value if not.
@@ -73,7 +73,7 @@ def _gathered(mesh: Mesh, row: bytes) -> list[bytes]:
     here = parts.addressable_devices_indices_map((size, len(row)))
     own = [jax.device_put(data, device) for device in here]
     given = jax.make_array_from_single_device_arrays((size, len(row)), parts, own)
-    # Whatever mesh is set, and inside of transformations.
+    # This has to work whatever mesh is set, and inside transformations.
     with jax.sharding.use_abstract_mesh(_NO_MESH):
         found = np.asarray(join(given).addressable_data(0))
     return [one.tobytes() for one in found]

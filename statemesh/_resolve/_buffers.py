@@ -1,4 +1,4 @@
-"""Step 2, memory: which arrays share some, and what is done so that none is given up twice."""
+"""Step 2, memory: which arrays share memory, and the copies that keep any from being given up twice."""
 
 import weakref
 from collections import Counter
@@ -21,7 +21,7 @@ def copied(x: jax.Array) -> jax.Array:
 
 
 def apart(x: Leaf, target: Sharding) -> Any:
-    """`x`, or a copy of it where JAX would lay it out as `target` in the memory that `x` has already.
+    """`x`, or a copy if JAX would lay it out as `target` in the memory that `x` already has.
 
     `jax.device_put` takes a part that lies on one of the devices for the part to be put there, and on the
     host's own device the memory of a NumPy array.
@@ -42,12 +42,12 @@ def _may_share(x: jax.Array, target: Sharding) -> bool:
     return x.sharding.shard_shape(x.shape) == target.shard_shape(x.shape)
 
 
-# What can be looked up by `id` although nobody has made it.
+# The entry that stands for an array that no program made.
 _NOBODY: tuple[Any, int] = (lambda: None, 0)
 
 
 class Made:
-    """The arrays that programs have made, each with the number of its making: no two share memory.
+    """The arrays that programs have made, each with a serial number. No two of them share memory.
 
     They are known as long as somebody else holds them.
     """
@@ -70,7 +70,7 @@ class Made:
             self._most = max(1024, 2 * len(self._entries))
 
     def numbers(self, arrays: Sequence[Leaf]) -> list[int]:
-        """When each was made; 0 for what something else has made."""
+        """The serial number of each array; 0 for one that no program made."""
         entries = self._entries
         found = [entries.get(id(x), _NOBODY) for x in arrays]
         return [number if ref() is x else 0 for (ref, number), x in zip(found, arrays, strict=True)]
@@ -139,7 +139,7 @@ class Spared:
 
 
 def memory(x: Leaf) -> frozenset[tuple[Any, int]]:
-    """Where each part of `x` begins, with its device."""
+    """The address at which each part of `x` begins, with its device."""
     if not isinstance(x, jax.Array) or x.is_deleted():
         return frozenset()
     return frozenset(

@@ -1,4 +1,4 @@
-"""Step 2: what is known of each input of a program."""
+"""Step 2: the record of one input of a program."""
 
 import dataclasses
 

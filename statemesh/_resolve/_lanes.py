@@ -30,7 +30,7 @@ class LanePlacement:
     axis: int | None
     axis_names: frozenset[AxisName]
 
-    # What a placement on a mesh has beside.
+    # These belong to a placement on a mesh.
     spec: ClassVar[None] = None
     written: ClassVar[None] = None
     axes: ClassVar[tuple[()]] = ()
@@ -45,7 +45,7 @@ class LanePlacement:
 
 
 def is_size(size: object) -> bool:
-    """Whether there can be so many lanes."""
+    """Whether this can be a number of lanes."""
     return isinstance(size, int | np.integer) and not isinstance(size, bool) and int(size) > 0
 
 

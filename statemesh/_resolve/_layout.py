@@ -64,7 +64,7 @@ class MeshLayout:
         self.hosted = [k for k, t in enumerate(kinds) if issubclass(t, np.ndarray | np.generic)]
         others = {*self.hosted, *(k for k, t in enumerate(kinds) if t in (*NUMBERS, jax.Ref))}
         self.on_device = [k for k in range(len(kinds)) if k not in others]
-        # NumPy's memory is its owner's, who may fill it anew.
+        # The memory of a NumPy array belongs to its owner, who may write to it.
         self.fresh = frozenset({*self.hosted, *(k for k, t in enumerate(kinds) if t in NUMBERS)})
         self.only_arrays = len(self.on_device) == len(inputs)
         self.targets: list[Leaf] = [None] * len(inputs)
@@ -126,7 +126,7 @@ class MeshLayout:
         moving = [k for k in misplaced if k not in kept or self._goes_by_another_name(ready[k], k)]
         targets = [self.targets[k] for k in moving]
         sources = [_as_wide_as_now(ready[k]) for k in moving]
-        # The owner of NumPy's memory may fill it anew while the program still reads it.
+        # The owner of a NumPy array may write to it while the program still reads it.
         sources = [
             apart(x, target) if self.donating or k in self.hosted else x
             for k, x, target in zip(moving, sources, targets, strict=True)

@@ -37,7 +37,7 @@ def resolve_mesh(
     elif context is None or given.abstract_mesh == context:
         mesh = given
     elif (taken := compat.manual_axes(context)) and dict(given.shape) == dict(context.shape):
-        # Inside another mapped call: the context says which axes that one has taken.
+        # Inside another mapped call the context says which axes that call has taken.
         if not axis_names and taken < frozenset(context.axis_names):
             raise errors.mesh_partly_taken(given, taken)
         mesh = context
@@ -46,7 +46,7 @@ def resolve_mesh(
     if recorded or isinstance(mesh, Mesh):
         return mesh
     there = compat.concrete_context_mesh()
-    # Inside another mapped call what is set knows nothing of the axes that this one has taken.
+    # Inside another mapped call, the mesh that is set does not show the axes that the call has taken.
     return mesh if there is None or there.abstract_mesh != mesh else there
 
 

@@ -40,7 +40,7 @@ class SpreadLayout(MeshLayout):
     mesh: Mesh
 
     def agree(self, given: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
-        # NumPy's arrays are compared where they are moved, with the others.
+        # NumPy arrays are compared with the others when they are moved.
         fresh = sorted(self.fresh.difference(self.hosted))
         numbers = [static_passed(self.inputs[k].path, given[k]) for k in fresh]
         check_alike(self.fun_name, self.mesh, [*passed(), *numbers])
@@ -88,7 +88,7 @@ class _OwnLayout(FixedMeshLayout):
         if whole:
             given = list(given)
             for k in whole:
-                # What all processes have alike, as a `shard_map` returns it.
+                # All processes hold the same value, as a `shard_map` returns it.
                 if given[k].is_fully_replicated:
                     given[k] = _rewrapped(given[k], given[k].shape, self.targets[k])
         return super()._moved(given)
@@ -120,7 +120,7 @@ class LanesOfProcesses(FixedMeshLayout):
 
     def concrete(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         ready, shown = self.own.concrete(given)
-        # An array that stands in two places has to be one array there too.
+        # An array that is passed twice must stay one array.
         made: dict[tuple[int, Placement], Any] = {}
         keys = [(id(x), one.placement) for x, one in zip(ready, self.inputs, strict=True)]
         for key, x, target in zip(keys, ready, self.targets, strict=True):
@@ -175,7 +175,7 @@ class OwnParts:
     def __init__(self, mesh: Mesh, own: Mesh) -> None:
         self.sizes = mesh.size, own.size
         self.own = own
-        # The same objects every time: a layout knows again the ones that it saw before.
+        # The same objects every time, because a layout recognises shardings by identity.
         self.targets: dict[Placement, NamedSharding] = {}
 
     def __call__(self, arrays: Sequence[Leaf], places: Sequence[Placement]) -> list[Leaf]:
@@ -257,7 +257,7 @@ def _own_part(
     if axis is None or not fits(axis, len(whole)):
         return whole
     at = axis % len(whole)
-    # Rounded so that a wrong number of lanes never has the right part.
+    # Rounded up, so that the part of a wrong number of lanes never fits.
     share, rest = divmod(whole[at] * shape[axis], lanes)
     if rest and whole[at] > lanes:
         share += 1

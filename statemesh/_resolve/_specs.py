@@ -111,7 +111,7 @@ def choose_specs(
         return [UNDECLARED if hit is None else specs[hit] for hit in hits]
     if state_specs is None:
         return [UNDECLARED] * len(listed)
-    # One spec for all is meant for arrays that are there to be sharded, not for keys.
+    # One spec for all states means arrays that can be sharded, not keys.
     return [UNDECLARED if state.always_replicated else state_specs for state in listed]
 
 
