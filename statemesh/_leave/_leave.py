@@ -98,7 +98,7 @@ class _Leaving:
             if self.may_be_unmerged(where)
         )
 
-    def wrongly_unmerged(self, x: Leaf, where: Placement) -> Axes:
+    def known_unmerged(self, x: Leaf, where: Placement) -> Axes:
         """The axes of `unmerged`, if it is known what varies. Any of them is a mistake."""
         return self.unmerged(x, where) if self.varying.is_known else NO_AXES
 
@@ -176,7 +176,7 @@ class _Leaving:
     def written(self, one: Written, k: int, x: Leaf) -> Output | Forwarded:
         """One leaf of a written state."""
         where, entered = one.placements[k], one.entered
-        if still := self.wrongly_unmerged(x, where):
+        if still := self.known_unmerged(x, where):
             elsewhere = self.rules.fallback(one.declared, x, one.path)
             if elsewhere is None:
                 axes = self.rules.in_order(still)
@@ -207,7 +207,7 @@ class _Leaving:
         source = self.array(x, where, path)
         if isinstance(source, Forwarded):
             return source
-        if still := self.wrongly_unmerged(x, where):
+        if still := self.known_unmerged(x, where):
             found = errors.Varying(path, x, self.rules.in_order(still), where.spec)
             self.mistakes.varying.append(found)
         if in_module:
