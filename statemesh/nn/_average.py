@@ -170,7 +170,7 @@ class EMA(Module):
             return average.set(jax.tree.map(one, average.value, _bare(unit)))
 
         averages = jax.tree.map(step, self.averages, new, is_leaf=is_state)
-        averaged = jax.tree.map(_put, averages, model, is_leaf=_is_place)
+        averaged = jax.tree.map(_put, averages, model, is_leaf=_is_unit)
         return packed_as(averaged, given), self.replace(averages=averages, count=count)
 
     def averaged(self, model: PyTree) -> PyTree:
@@ -206,7 +206,7 @@ class EMA(Module):
                 return average.set(jax.tree.map(one, average.value, _bare(unit)))
 
             averages = jax.tree.map(filled, averages, new, is_leaf=is_state)
-        return packed_as(jax.tree.map(_put, averages, model, is_leaf=_is_place), given)
+        return packed_as(jax.tree.map(_put, averages, model, is_leaf=_is_unit), given)
 
     def _taken(self, model: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         """The model as it was given, unpacked, and what is averaged of it."""
@@ -238,12 +238,12 @@ def _average_of(unit: PyTree, first: Callable[[Leaf], jax.Array]) -> LongTermSta
     return LongTermState(value, spec=unit.spec) if is_state(unit) else LongTermState(value)
 
 
-def _is_place(node: PyTree) -> bool:
+def _is_unit(node: PyTree) -> bool:
     return node is None or is_state(node)
 
 
 def _put(average: LongTermState | None, unit: PyTree) -> PyTree:
-    """What stands in the averaged model where this is averaged."""
+    """The unit of the averaged model: the average, or `unit` itself where nothing is averaged."""
     if average is None:
         return unit
     # Within a state, None stands for an integer.
