@@ -34,21 +34,21 @@ class Scope:
         bound = compat.bound_axis_names()
         meshes, self.lanes = meshes_and_lanes(bound)
         self.entry = named, frozenset(bound)
-        self.typed = tuple(n for n in meshes if compat.varying(jax.lax.axis_index(n)))
-        self.followed = compat.followed()
-        followed = [name for mark in self.followed for name in mark.axis_names]
-        unknown = [name for name in meshes if name not in (*self.typed, *followed)]
-        if followed and (self.typed or unknown):
-            checked = [name for name in self.typed if name not in followed]
-            raise errors.gradient_in_mixed_maps(unknown or followed, followed, checked)
+        self.from_types = tuple(n for n in meshes if compat.varying(jax.lax.axis_index(n)))
+        self.from_dataflow = compat.axes_from_dataflow()
+        from_dataflow = [name for mark in self.from_dataflow for name in mark.axis_names]
+        unknown = [name for name in meshes if name not in (*self.from_types, *from_dataflow)]
+        if from_dataflow and (self.from_types or unknown):
+            checked = [name for name in self.from_types if name not in from_dataflow]
+            raise errors.gradient_in_mixed_maps(unknown or from_dataflow, from_dataflow, checked)
         if unknown:
             raise errors.gradient_unfollowed(unknown)
         around = NO_AXES.union(*(names for names, _ in _around.get()))
-        if twice := named & around & frozenset(self.typed):
-            raise errors.gradient_in_gradient(_in_order(twice, self.typed))
+        if twice := named & around & frozenset(self.from_types):
+            raise errors.gradient_in_gradient(_in_order(twice, self.from_types))
         # Inside the loss of one shard, each shard has parameters of its own.
         self.own = around - named
-        self.cast_over = (named | around) & frozenset(self.typed)
+        self.cast_over = (named | around) & frozenset(self.from_types)
 
     @contextmanager
     def casting(self) -> Iterator[None]:
@@ -61,7 +61,7 @@ class Scope:
 
     def cast(self, params: Sequence[Leaf]) -> list[Leaf]:
         """The parameters, typed so that JAX gives each shard its own gradient."""
-        over = _in_order(self.cast_over, self.typed)
+        over = _in_order(self.cast_over, self.from_types)
         return [compat.vary(x, over) for x in params] if over else list(params)
 
     def restored(self, made: Sequence[Leaf], program: Callable[[], Jaxpr]) -> list[Leaf]:
@@ -92,15 +92,12 @@ class Scope:
         loss where no cotangent passes from one instance to another on its way back.
         """
         one = compat.vary(jnp.ones((), loss.dtype), compat.varying(loss))
-        if not self.lanes and not self.followed:
-            (grads,) = pull(one)
-            return grads, functools.cache(
-                lambda: crossed(jaxprs.open_jaxpr(jax.make_jaxpr(pull)(one)))
-            )
-        closed = jax.make_jaxpr(pull)(one)
-        return jaxprs.run_jaxpr(closed, [one]), functools.cache(
-            lambda: crossed(jaxprs.open_jaxpr(closed))
-        )
+        traced = functools.cache(lambda: jax.make_jaxpr(pull)(one))
+        over = functools.cache(lambda: crossed(jaxprs.open_jaxpr(traced())))
+        if self.lanes or self.from_dataflow:
+            return jaxprs.run_jaxpr(traced(), [one]), over
+        (grads,) = pull(one)
+        return grads, over
 
     def reduced(
         self,
@@ -111,7 +108,7 @@ class Scope:
     ) -> tuple[Leaf, list[Leaf]]:
         """The loss and its gradients, reduced over all axes."""
         keys, values = [*self.params, loss], [*grads, loss]
-        for axis_names, lanes, vmapped in self._written_down():
+        for axis_names, lanes, vmapped in self._axes_without_types():
             over = crossed()
             if inside := self.own & over:
                 raise errors.loss_exchanged_inside(self.reduction.name, sorted(inside, key=str))
@@ -121,41 +118,45 @@ class Scope:
                 # A derivative taken outside of a map differentiates what was decided inside.
                 within = [names for _, names in _around.get() if names.issuperset(left)]
                 values = pending(keys, values, vmapped, reverse=len(within))
-        if self.typed:
-            values = self._typed(loss, values, crossed, program)
+        if self.from_types:
+            values = self._reduced_by_types(loss, values, crossed, program)
         *grads, loss = values
         return loss, list(grads)
 
-    def _written_down(self) -> Iterator[tuple[tuple[AxisName, ...], bool, bool]]:
+    def _axes_without_types(self) -> Iterator[tuple[tuple[AxisName, ...], bool, bool]]:
         """The axes over which types do not tell what differs; whether they are lanes, and of a `vmap`."""
         for lane in self.lanes:
             yield (lane,), True, True
-        for mark in self.followed:
+        for mark in self.from_dataflow:
             yield mark.axis_names, mark.lanes, False
 
-    def _typed(
+    def _reduced_by_types(
         self,
         loss: Leaf,
         values: Sequence[Leaf],
         crossed: Callable[[], Axes],
         program: Callable[[], Jaxpr],
     ) -> list[Leaf]:
-        axes, over = frozenset(self.typed), compat.varying(loss)
+        axes, over = frozenset(self.from_types), compat.varying(loss)
         own = [compat.varying(x) | (self.own & axes) for x in self.params]
-        self.reduction.check(over, own, self.typed)
+        self.reduction.check(over, own, self.from_types)
         # Over these axes each shard has a loss and parameters of its own.
         apart = (over & axes) - self.reduction.named
         if apart and (shared := apart & crossed()):
             if inside := shared & self.own:
                 raise errors.loss_exchanged_inside(
-                    self.reduction.name, _in_order(inside, self.typed)
+                    self.reduction.name, _in_order(inside, self.from_types)
                 )
-            raise errors.loss_typed_apart(self.reduction.name, _in_order(shared, self.typed))
+            raise errors.loss_typed_apart(self.reduction.name, _in_order(shared, self.from_types))
         # JAX's types let the cotangent of a loss that all shards share pass to each of them without an error.
         if (one := (self.own & axes) - over) and (inside := one & jaxprs.exchanged_over(program())):
-            raise errors.loss_exchanged_inside(self.reduction.name, _in_order(inside, self.typed))
+            raise errors.loss_exchanged_inside(
+                self.reduction.name, _in_order(inside, self.from_types)
+            )
         plans = [self.reduction.typed(param, over, axes) for param in own]
-        values = reduce_on_mesh(values, [*plans, self.reduction.of_loss(over, axes)], self.typed)
+        values = reduce_on_mesh(
+            values, [*plans, self.reduction.of_loss(over, axes)], self.from_types
+        )
         *grads, loss = values
         # The check for gradients that are reduced twice finds them in the traced program by these names.
         names = [GRADIENT + path for path in self.reduction.params]
