@@ -113,7 +113,7 @@ def value_and_grad(
     def value_and_grads(model: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         parts = Parts("value_and_grad", model, wrt, positional_names(fun, 1)[0])
         scope = Scope(name, axis_name, reduce == "mean", parts)
-        # What comes back as it went in is left out of the results, of which JAX would make other arrays.
+        # JAX would return other arrays for results that are arguments, so these are left out of its results.
         given = {id(x): x for x in tree_util.tree_leaves((model, args, kwargs))}
         results: list[tuple[list[Leaf], PyTreeDef, list[object], list[int]]] = []
 
@@ -126,7 +126,7 @@ def value_and_grad(
                 i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and id(x) not in given
             ]
             made = [leaves[i] for i in new]
-            # JAX takes a tracer that is kept for a leak.
+            # JAX reports a tracer that we keep as a leak.
             for i in new:
                 leaves[i] = None
             results[:] = [(leaves, structure, origins(rest), new)]
@@ -137,7 +137,7 @@ def value_and_grad(
             loss, pull, made = jax.vjp(local, params, has_aux=True)
             grads, crossed = scope.pulled(pull, loss)
         leaves, structure, marks, new = results[-1]
-        # Of use in few cases, and made only there.
+        # Few cases need it, and only these trace it.
         program = functools.cache(lambda: jaxprs.open_jaxpr(jax.make_jaxpr(local)(params)))
         made = scope.restored(made, program)
         loss, grads = scope.reduced(loss, grads, crossed, program)
@@ -191,7 +191,7 @@ def grad(
 
 
 def _taken_apart(returned: PyTree, has_aux: bool, name: str) -> tuple[Array, tuple[PyTree, PyTree]]:
-    """The loss, and auxiliary values (`None` if there are none) with the model."""
+    """The loss, and a pair of auxiliary values (or `None`) and the model."""
     if not _is_pair(returned) or (has_aux and not _is_pair(returned[0])):
         raise errors.not_loss_and_model(name, returned, has_aux)
     value, model = returned
@@ -209,8 +209,10 @@ def _is_pair(x: Leaf) -> bool:
 
 
 def _mesh_of(values: Iterable[Leaf]) -> PyTree:
-    """The mesh by whose Explicit axes arrays are typed, where no mesh is set: JAX cannot make gradients
-    outside of it."""
+    """A context with the mesh whose Explicit axes type these arrays, if no mesh is set.
+
+    JAX cannot differentiate such arrays without it.
+    """
     if compat.current_trace(()) is not compat.TOP_LEVEL or compat.context_mesh() is not None:
         return nullcontext()
     typed = (x.sharding.mesh for x in values if explicit.is_explicitly_typed(x))

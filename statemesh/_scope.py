@@ -1,4 +1,4 @@
-"""The axes that are mapped over where a gradient is taken, and what is done over each of them."""
+"""The mapped axes around a gradient, and how the gradient is reduced over each of them."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +20,12 @@ from ._base._types import NO_AXES, Axes, AxisName, Leaf, PyTree, SeveralAxes
 from ._trainable import Parts
 
 
-# Of each `value_and_grad` around the axes over which it takes losses together, and all that are mapped there.
+# For each surrounding `value_and_grad` the axes over which it reduces its loss, and all axes bound there.
 _around: ContextVar[tuple[tuple[Axes, Axes], ...]] = ContextVar("around", default=())
 
 
 class Scope:
-    """The axes that are mapped over here, by who knows over which of them a value differs."""
+    """Bound axes, grouped by how we learn over which of them a value differs."""
 
     def __init__(self, name: str, axis_name: SeveralAxes, mean: bool, parts: Parts) -> None:
         self.params = parts.params
@@ -34,25 +34,25 @@ class Scope:
         bound = compat.bound_axis_names()
         meshes, self.lanes = meshes_and_lanes(bound)
         self.entry = named, frozenset(bound)
-        self.typed = tuple(n for n in meshes if compat.varying(jax.lax.axis_index(n)))
-        self.followed = compat.followed()
-        followed = [name for mark in self.followed for name in mark.axis_names]
-        unknown = [name for name in meshes if name not in (*self.typed, *followed)]
-        if followed and (self.typed or unknown):
-            checked = [name for name in self.typed if name not in followed]
-            raise errors.gradient_in_mixed_maps(unknown or followed, followed, checked)
+        self.from_types = tuple(n for n in meshes if compat.varying(jax.lax.axis_index(n)))
+        self.from_dataflow = compat.axes_from_dataflow()
+        from_dataflow = [name for mark in self.from_dataflow for name in mark.axis_names]
+        unknown = [name for name in meshes if name not in (*self.from_types, *from_dataflow)]
+        if from_dataflow and (self.from_types or unknown):
+            checked = [name for name in self.from_types if name not in from_dataflow]
+            raise errors.gradient_in_mixed_maps(unknown or from_dataflow, from_dataflow, checked)
         if unknown:
             raise errors.gradient_unchecked(unknown)
         around = NO_AXES.union(*(names for names, _ in _around.get()))
-        if twice := named & around & frozenset(self.typed):
-            raise errors.gradient_in_gradient(_in_order(twice, self.typed))
-        # In the loss of one shard each shard has parameters of its own.
+        if twice := named & around & frozenset(self.from_types):
+            raise errors.gradient_in_gradient(_in_order(twice, self.from_types))
+        # Inside the loss of one shard, each shard has parameters of its own.
         self.own = around - named
-        self.cast_over = (named | around) & frozenset(self.typed)
+        self.cast_over = (named | around) & frozenset(self.from_types)
 
     @contextmanager
     def casting(self) -> Iterator[None]:
-        """While the function runs: its parameters are no more what says over which axes they are split."""
+        """Entered while the function runs on cast parameters: their types do not tell how they are split."""
         token = _around.set((*_around.get(), self.entry))
         try:
             yield
@@ -60,20 +60,20 @@ class Scope:
             _around.reset(token)
 
     def cast(self, params: Sequence[Leaf]) -> list[Leaf]:
-        """Parameters of which JAX gives each shard its own gradient."""
-        over = _in_order(self.cast_over, self.typed)
+        """The parameters, typed so that JAX gives each shard its own gradient."""
+        over = _in_order(self.cast_over, self.from_types)
         return [compat.vary(x, over) for x in params] if over else list(params)
 
     def restored(self, made: Sequence[Leaf], program: Callable[[], Jaxpr]) -> list[Leaf]:
-        """What the function made, with the parameters in place of what is one of them, as it was cast.
+        """The results of the function, with the original parameter in place of each that is a cast one.
 
-        A parameter that passes through `jax.jit` or `jax.checkpoint` comes back as another array. Whether
-        it is the same, only a program of the function tells, for which it is traced again.
+        A parameter that passes through `jax.jit` or `jax.checkpoint` comes back as another array. Only the
+        jaxpr of the function tells whether it is the same one.
 
         **Arguments:**
 
-        - `made`: arrays in the results, after the loss.
-        - `program`: what makes the loss and these arrays of the parameters.
+        - `made`: the arrays in the results, after the loss.
+        - `program`: traces the function, from the parameters to the loss and these arrays.
         """
         cast = self.cast_over
         forms = {(x.shape, x.dtype) for x in self.params if cast - compat.varying(x)}
@@ -86,21 +86,18 @@ class Scope:
     def pulled(
         self, pull: Callable[..., PyTree], loss: Leaf
     ) -> tuple[list[Leaf], Callable[[], Axes]]:
-        """What JAX gives as the gradients, and the axes over which some of it comes of others' losses.
+        """JAX's gradients, and a function that gives the axes over which they hold parts of other losses.
 
-        JAX gives the gradient of the sum of all instances' losses. It is that of an instance's own loss
-        where no cotangent passes from one to another on its way back.
+        JAX gives the gradient of the sum of all instances' losses. It is the gradient of an instance's own
+        loss where no cotangent passes from one instance to another on its way back.
         """
         one = compat.vary(jnp.ones((), loss.dtype), compat.varying(loss))
-        if not self.lanes and not self.followed:
-            (grads,) = pull(one)
-            return grads, functools.cache(
-                lambda: crossed(jaxprs.open_jaxpr(jax.make_jaxpr(pull)(one)))
-            )
-        closed = jax.make_jaxpr(pull)(one)
-        return jaxprs.run_jaxpr(closed, [one]), functools.cache(
-            lambda: crossed(jaxprs.open_jaxpr(closed))
-        )
+        traced = functools.cache(lambda: jax.make_jaxpr(pull)(one))
+        over = functools.cache(lambda: crossed(jaxprs.open_jaxpr(traced())))
+        if self.lanes or self.from_dataflow:
+            return jaxprs.run_jaxpr(traced(), [one]), over
+        (grads,) = pull(one)
+        return grads, over
 
     def reduced(
         self,
@@ -111,52 +108,54 @@ class Scope:
     ) -> tuple[Leaf, list[Leaf]]:
         """The loss and its gradients, reduced over all axes."""
         keys, values = [*self.params, loss], [*grads, loss]
-        for axis_names, lanes, vmapped in self._written_down():
+        for axis_names, lanes, vmapped in self._axes_without_types():
             over = crossed()
             if inside := self.own & over:
                 raise errors.loss_exchanged_inside(self.reduction.name, sorted(inside, key=str))
             own = self.own if not lanes else self.own | (frozenset(axis_names) - over)
             if left := tuple(n for n in axis_names if n in self.reduction.named or n not in own):
                 pending = Pending(self.reduction, left, lanes, over)
-                # What differentiates a map from outside has derivatives of what has been decided.
+                # A derivative taken outside of a map differentiates what was decided inside.
                 within = [names for _, names in _around.get() if names.issuperset(left)]
                 values = pending(keys, values, vmapped, reverse=len(within))
-        if self.typed:
-            values = self._typed(loss, values, crossed, program)
+        if self.from_types:
+            values = self._reduced_by_types(loss, values, crossed, program)
         *grads, loss = values
         return loss, list(grads)
 
-    def _written_down(self) -> Iterator[tuple[tuple[AxisName, ...], bool, bool]]:
-        """Axes over which nothing tells here what differs, whether they are lanes, and of a `vmap`."""
+    def _axes_without_types(self) -> Iterator[tuple[tuple[AxisName, ...], bool, bool]]:
+        """The axes over which types do not tell what differs; whether they are lanes, and of a `vmap`."""
         for lane in self.lanes:
             yield (lane,), True, True
-        for mark in self.followed:
+        for mark in self.from_dataflow:
             yield mark.axis_names, mark.lanes, False
 
-    def _typed(
+    def _reduced_by_types(
         self,
         loss: Leaf,
         values: Sequence[Leaf],
         crossed: Callable[[], Axes],
         program: Callable[[], Jaxpr],
     ) -> list[Leaf]:
-        axes, over = frozenset(self.typed), compat.varying(loss)
+        axes, over = frozenset(self.from_types), compat.varying(loss)
         own = [compat.varying(x) | (self.own & axes) for x in self.params]
-        self.reduction.check(over, own, self.typed)
-        # Each shard has a loss and parameters of its own there.
+        self.reduction.check(over, own, self.from_types)
+        # Over these axes each shard has a loss and parameters of its own.
         apart = (over & axes) - self.reduction.named
         if apart and (shared := apart & crossed()):
             if inside := shared & self.own:
                 raise errors.loss_exchanged_inside(
-                    self.reduction.name, _in_order(inside, self.typed)
+                    self.reduction.name, _in_order(inside, self.from_types)
                 )
-            raise errors.loss_exchanged(self.reduction.name, _in_order(shared, self.typed))
-        # Of a loss that has been made one of all shards', types have JAX pass each its cotangent in silence.
+            raise errors.loss_exchanged(self.reduction.name, _in_order(shared, self.from_types))
+        # JAX's types let the cotangent of a loss that all shards share pass to each of them without an error.
         if (one := (self.own & axes) - over) and (inside := one & jaxprs.exchanged_over(program())):
-            raise errors.loss_exchanged_inside(self.reduction.name, _in_order(inside, self.typed))
+            raise errors.loss_exchanged_inside(
+                self.reduction.name, _in_order(inside, self.from_types)
+            )
         plans = [self.reduction.typed(param, over, axes) for param in own]
         plans.append(self.reduction.of_loss(over, axes))
-        return self.reduction.with_names(reduce_on_mesh(values, plans, self.typed))
+        return self.reduction.with_names(reduce_on_mesh(values, plans, self.from_types))
 
 
 def _in_order(axes: Axes, names: Sequence[AxisName]) -> tuple[AxisName, ...]:

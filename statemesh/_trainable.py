@@ -1,4 +1,4 @@
-"""Which leaves of a model are differentiated, and trees of what belongs to them."""
+"""Which leaves of a model are differentiated, and trees of values that belong to them."""
 
 from collections.abc import Sequence
 
@@ -50,10 +50,10 @@ class Parts:
     def __init__(self, what: str, model: PyTree, wrt: Filter, root: str) -> None:
         self.leaves, self.treedef = tree_util.tree_flatten(model)
         self.marks = origins(model)
-        # Filters see the states that are packed; what is differentiated are the buffers that they lie in.
+        # Filters see the packed states, but the buffers that hold them are differentiated.
         shown, hits = _picked(what, with_models(model, shapes_of), wrt, root)
         units, self.unit_def = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
-        # Of each unit, a State or an array outside any, its own structure and the leaves to differentiate.
+        # For each unit (a State, or an array outside of any) its structure and the leaves to differentiate.
         self.units: list[tuple[PyTreeDef, list[int | None]]] = []
         self.paths: list[str] = []
         torn: list[tuple[list[str], ...]] = []
@@ -87,7 +87,7 @@ class Parts:
         return with_origins(self.treedef.unflatten(leaves), self.marks)
 
     def tree(self, values: Sequence[Leaf]) -> PyTree:
-        """These in place of what is differentiated, `None` elsewhere."""
+        """The model's tree with `values` in place of what is differentiated, and `None` elsewhere."""
         left = iter(values)
         units = []
         for treedef, chosen in self.units:
@@ -100,7 +100,7 @@ class Parts:
 def _picked(
     what: str, model: PyTree, wrt: Filter, root: str
 ) -> tuple[list[tuple[str, PyTree]], list[bool]]:
-    """The units of a model by path, and which of them are differentiated."""
+    """The units of a model with their paths, and for each whether it is differentiated."""
     hit = _is_trained if wrt is None else to_predicate(wrt, model)
     units, hits = [], []
     flat, _ = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
@@ -123,7 +123,7 @@ def _is_trained(path: KeyPath, unit: PyTree) -> bool:
 
 
 def _is_number(x: Leaf) -> bool:
-    """Whether it is one that a mapped call makes an array of, outside a Module."""
+    """Whether `x` is a Python number that can be differentiated: a mapped call makes an array of it."""
     return type(x) in (float, complex)
 
 

@@ -140,7 +140,7 @@ def trace_marked(
     return traced
 
 
-def followed() -> tuple[FollowedAxes, ...]:
+def axes_from_dataflow() -> tuple[FollowedAxes, ...]:
     """The marks of the traces that are under way, the outermost first."""
     names = core.unsafe_get_axis_names_DO_NOT_USE()
     return tuple(name for name in names if isinstance(name, FollowedAxes))

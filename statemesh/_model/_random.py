@@ -19,8 +19,8 @@ from ._state import State, set_rebuilt
 from ._values import conform
 
 
-# A folded key equals one of `split`'s keys when the number folded in is a small one. This number
-# keeps the streams of shards away from every key that a user may split off.
+# `split` makes its keys by folding in small numbers. This large one keeps the streams of shards apart from
+# every key that a user may split off.
 _SHARD_STREAMS = 0x5EED5EED
 
 
@@ -57,8 +57,8 @@ class RandomState(State):
 
     __slots__ = ("_shared",)
 
-    # Inside a mapped call: what its shards have in common, which is what leaves. With nested calls
-    # there is one line for each, the innermost first. `rows` draws from the last. Outside: empty.
+    # Inside a mapped call: the stream that its shards share, whose key leaves the call. Nested calls have one
+    # line each, the innermost first. `rows` draws from the last one. Empty outside of any call.
     _shared: tuple[Line, ...]
 
     children = ("value", "_shared")
@@ -94,7 +94,7 @@ class RandomState(State):
 
     @property
     def needs_old(self) -> bool:
-        """No: the stream that leaves comes with it."""
+        """No: the state carries the stream that leaves."""
         return False
 
     def split(self: R, num: Size | None = None) -> tuple[Array, R]:
@@ -175,7 +175,7 @@ class RandomState(State):
         return self._streamed(axis_names)
 
     def _made(self, axis_names: tuple[AxisName, ...]) -> "State":
-        # What was made over lanes inside has a key for each of these.
+        # A state that was made inside over inner lanes has a key for each of them.
         return self._streamed(axis_names) if self.value.shape else self.enter(axis_names)
 
     def _check_single(self) -> None:
@@ -183,9 +183,9 @@ class RandomState(State):
             raise errors.several_keys(self.value)
 
     def _streamed(self: R, axis_names: tuple[AxisName, ...]) -> R:
-        """With the shard's place folded into each key."""
+        """This stream with the index of the shard folded into each key."""
         shard = jax.lax.axis_index(axis_names)
-        # Each nested call has its own line: the first shard's key is the same in both.
+        # Nested calls fold in different numbers, because the first shard has the same key in both.
         line = _SHARD_STREAMS + len(self._shared) + self.value.ndim
 
         def own(key: Leaf) -> PyTree:
@@ -205,8 +205,8 @@ class RandomState(State):
             return self._rebuilt(self.value, tuple(line.written() for line in old._shared))
         line, *outer = self._shared
         if origin(self) is None or not known(line.was_set, False):
-            # It went through a `cond`, a `scan`, a `where`: shards may have drawn different numbers
-            # of times, which types do not always tell. Or a key was set: the first shard's counts.
+            # After a `cond`, `scan` or `where` shards may have drawn different numbers of times, which types
+            # do not always tell. Or the user set a key, and the first shard's counts.
             entered = old.enter(line.axis_names)
             lines = entered._shared[1:]
             key, lines = left(self.value, self._shared, entered.value, old.value, lines, axis_names)
@@ -217,7 +217,7 @@ class RandomState(State):
         return self._rebuilt(value, tuple(line.drawn() for line in self._shared))
 
     def _with_new(self: R, value: PyTree) -> R:
-        """With another key. It may come of one that was drawn: the lines move on too."""
+        """This stream with another key. It may be made from a drawn one, so the lines advance too."""
         return self._rebuilt(value, tuple(line.drawn().written() for line in self._shared))
 
     def _rebuilt(self: R, value: PyTree, shared: tuple[Leaf, ...]) -> R:

@@ -23,7 +23,7 @@ class Shown(StateNode):
     __slots__ = ()
 
     def _fields(self) -> dict[str, PyTree]:
-        """What it has beside its value."""
+        """The metadata to show: all that is not at its default."""
         found = {name: getattr(self, name) for name in ("name", "spec", "reduce")}
         found["tag"] = sorted(getattr(self, "tag", ())) or None
         return {name: value for name, value in found.items() if value is not None}
@@ -35,7 +35,7 @@ class Shown(StateNode):
         return eqx.tree_pformat(self, width=1_000_000)
 
     def __pdoc__(self, **options: Leaf) -> PyTree:
-        # What asks for it, as Equinox does, is there.
+        # Imported here, because only what prints by this package calls this method.
         import wadler_lindig as wl
 
         outer = options.get("custom")
@@ -82,7 +82,7 @@ def _short(
 
 
 def _is_known(leaf: Leaf) -> bool:
-    """Whether it is one number, and there to be read."""
+    """Whether it is one number that can be read now."""
     if isinstance(leaf, np.ndarray | np.generic):
         return leaf.shape == ()
     return (

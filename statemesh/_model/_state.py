@@ -20,7 +20,7 @@ from ._values import REDUCTIONS, arrays, check_reducible, conform, reduced
 
 
 _PLAIN: dict[type, Meta] = {}
-"""For each kind the static part of its states that were given nothing but a value."""
+"""The metadata, by kind, of states that were given only a value."""
 
 
 S = TypeVar("S", bound="State[PyTree]")
@@ -65,8 +65,8 @@ class State(NoArray, Shown, Generic[Value]):
 
     value: Value
     _meta: Meta
-    # Which entering state this one was made from, where that is known. It is no part of the pytree:
-    # it gets lost in `jax.tree.map`, `jit` and `scan`, and two models never differ by it.
+    # A mark of the state that came into the call and from which this one was made, if that is known. It is no
+    # part of the pytree: `jax.tree.map`, `jit` and `scan` lose it, and two models never differ by it.
     _origin: object
 
     children: ClassVar[tuple[str, ...]] = ("value",)
@@ -85,8 +85,8 @@ class State(NoArray, Shown, Generic[Value]):
         reduce: Reduce = None,
         _meta: Meta | None = None,
     ) -> None:
-        # JAX rebuilds nodes with `_meta` given and anything at all as the value; only a user's own
-        # call has values to convert and mistakes to find.
+        # JAX rebuilds nodes with `_meta` given and any object as the value. Only a call of the user's own has
+        # values to convert and mistakes to find.
         if _meta is None:
             value = arrays(value)
             _meta = _checked_meta(type(self), name, tag, spec, reduce)
@@ -236,7 +236,7 @@ class State(NoArray, Shown, Generic[Value]):
         raise errors.immutable_state(type(self).__name__, name)
 
 
-# The slots' own setters are several times quicker than `object.__setattr__`.
+# The setters of the slots are several times quicker than `object.__setattr__`.
 set_value: Callable[[State, PyTree], None] = State.__dict__["value"].__set__
 set_meta: Callable[[State, Meta], None] = State.__dict__["_meta"].__set__
 set_origin: Callable[[State, object], None] = State.__dict__["_origin"].__set__
@@ -244,7 +244,7 @@ _FIELDS = ("value", "name", "tag", "spec", "reduce")
 
 
 def set_rebuilt(state: State, value: PyTree, meta: Meta) -> None:
-    """What JAX rebuilds a State of."""
+    """Fill in a State that JAX rebuilds."""
     links = active_links()
     if links is None:
         meta = meta if meta.token is None else meta.plain
@@ -272,7 +272,7 @@ def _remade(cls: type[S], children: Sequence[Leaf], meta: Meta) -> S:
 
 
 def is_plain(kind: type[State]) -> bool:
-    """Whether states of this kind are a value and metadata, and nothing beside."""
+    """Whether states of this kind hold a value and metadata, and nothing else."""
     return kind.children == ("value",)
 
 
@@ -281,8 +281,8 @@ def rebuild_plain(
 ) -> list[State]:
     """Many plain states at once, a few times quicker than by their constructors.
 
-    The slots' setters are mapped over all of them in C. They return `None`, so that `any` runs
-    through to the end. Of more values than kinds, the first are taken.
+    `map` calls the slots' setters in C. They return `None`, so that `any` runs through to the end. If there
+    are more values than kinds, the first values are taken.
     """
     made = list(map(object.__new__, kinds))
     any(map(set_value, made, values))

@@ -56,18 +56,19 @@ def pack(model: PyTree, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Pac
     **Arguments:**
 
     - `model`: any pytree with States.
-    - `mesh`: the mesh of the calls that it is for.
-    - `state_specs`: where the States go: one spec, or `{filter: spec}`, as in `state_in_specs` of these
-        calls. A state that it does not mention goes by its own `spec`, else it is replicated.
+    - `mesh`: the mesh of the calls that will take it.
+    - `state_specs`: the placements of the States: one spec, or `{filter: spec}`, as in `state_in_specs` of
+        these calls. A state that no filter matches is placed by its own `spec`, or replicated without one.
 
-    **Returns:** a `Packed`, which goes where the model went. A `RandomState`, arrays outside of States and
-    static leaves are left as they are, `beside` the buffers.
+    **Returns:** a `Packed`, to pass to calls in place of the model. A `RandomState`, arrays outside of States
+    and static leaves are not packed; `beside` holds them.
 
     **Raises:** `SpecError` for specs that do not fit the states or the mesh; `TypeError` for a model that is
     packed already.
 
-    States of one buffer are written together: where a call writes one of them the buffer is new, and is what
-    `donate='states'` gives up. Calls that place a state otherwise than it was packed refuse it.
+    The states in one buffer are written together: if a call writes one of them, it returns a new buffer, and
+    `donate='states'` gives up the old one. A call refuses a `Packed` with a state for which it has another
+    placement.
 
     !!! example
 
@@ -111,8 +112,8 @@ def pack(model: PyTree, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Pac
         arrays, structure = tree_util.tree_flatten(node)
         places = []
         for x, where in zip(arrays, own_wheres, strict=True):
-            dtype = jax.dtypes.canonicalize_dtype(x.dtype)
-            key: _Key = dtype, where.axis_names, isinstance(node, ParamState)
+            kind = jax.dtypes.canonicalize_dtype(x.dtype)
+            key: _Key = kind, where.axis_names, isinstance(node, ParamState)
             own = found.setdefault(key, [])
             start = own[-1][0].start + own[-1][0].size if own else 0
             part = _part(np.shape(x), where, mesh)

@@ -17,20 +17,21 @@ from ._contents import A_LEAF, Contents, Form, Group, Slot
 
 @jax.tree_util.register_pytree_with_keys_class
 class Packed(PackedNode):
-    """A model whose states' arrays lie in a few buffers, one for each dtype and set of mesh axes.
+    """A model whose states' arrays lie in a few buffers: one for each dtype and set of mesh axes.
 
     Parameters have buffers of their own.
 
-    `pack` makes one. It stands wherever a mapped call takes the model: the function sees the model, and the
-    call returns a `Packed` where the function returns one of the same structure. A call costs by the array,
-    so that a thousand small states cost little more than one. To `states`, `partition`, filters and
-    `value_and_grad` it is its model; gradients are a `Packed` too, with `None` for what is not trained.
+    `pack` makes one. Pass it to a mapped call in place of the model. The function sees the model, and the
+    call returns a `Packed` if the function returns a model of the same structure. The cost of a call grows
+    with the number of arrays, so that a thousand small states cost little more than one. For `states`,
+    `partition`, filters and `value_and_grad` it counts as its model. Gradients are a `Packed` too, with
+    `None` for what is not trained.
 
     **Attributes:**
 
     - `buffers`: the arrays.
-    - `states`: a mapping from the path of each packed state, as `statemesh.states` names it, to the State; to
-        look one up costs a part of a buffer.
+    - `states`: a mapping from the path of each packed state, as `statemesh.states` names it, to the State.
+        Looking one up copies its part of the buffer.
     - `beside`: what is not packed, by path: random states, arrays outside of States, static leaves.
     """
 

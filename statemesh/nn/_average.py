@@ -18,14 +18,14 @@ from ._checks import check_alike, moved
 
 
 class Average(Module):
-    """The weighted mean of all values that it is given, such as a loss over an epoch.
+    """The weighted mean of all values given to it, such as the losses of an epoch.
 
     **Arguments:**
 
     - `example`: a pytree of the shapes and dtypes of the values: arrays, numbers or
         `jax.ShapeDtypeStruct`s. Means are at least float32.
-    - `axis_name`: the mesh axes and lanes, one name or several, over which each shard gives values of its
-        own. Outside any mapped call they mean one shard.
+    - `axis_name`: the mesh axes and lanes, one name or several, over which each shard has its own values.
+        Outside any mapped call they mean one shard.
 
     !!! example
 
@@ -96,19 +96,19 @@ class Average(Module):
 
 
 class EMA(Module):
-    """The exponential moving average of a model's weights, after Polyak: smoother than the latest ones.
+    """The exponential moving average of a model's weights, after Polyak.
 
-    Each array is averaged in a state of its own, with the spec of the parameter that it averages, so that
-    it lies on a mesh where the parameter lies. Averages are at least float32.
+    Each average is a state of its own with the spec of its parameter, so that both lie on a mesh alike.
+    Averages are at least float32.
 
     **Arguments:**
 
-    - `model`: any pytree; averages start from the values in it, with `debias` from zeros. Of a `Packed` they
-        are those of its model, and are packed where the layer is: `pack(ema, mesh)`.
-    - `decay`: what is kept of the averages at each call; above 0 and below 1.
-    - `debias`: whether the model that the layer is made with does not count. As Adam corrects its moments
-        for the zeros that they start from, the average is then that of the models given to calls alone.
-    - `wrt`: which arrays are averaged, as for `value_and_grad`: left out, every `ParamState` and every
+    - `model`: any pytree. The averages start from its values; with `debias` they start from zeros. A `Packed`
+        counts as its model. To pack the averages, pack the layer: `pack(ema, mesh)`.
+    - `decay`: the share of the averages that each call keeps; above 0 and below 1.
+    - `debias`: whether to leave out the model with which the layer is made. The averages are then corrected
+        for the zeros they start from, as Adam corrects its moments.
+    - `wrt`: which arrays are averaged, as for `value_and_grad`. Left out: every `ParamState` and every
         inexact array outside any State.
 
     **Raises:** `StatemeshError` for a `decay` outside its range; `StructureError` where there is nothing to
@@ -170,7 +170,7 @@ class EMA(Module):
             return average.set(jax.tree.map(one, average.value, _bare(unit)))
 
         averages = jax.tree.map(step, self.averages, new, is_leaf=is_state)
-        averaged = jax.tree.map(_put, averages, model, is_leaf=_is_place)
+        averaged = jax.tree.map(_put, averages, model, is_leaf=_is_unit)
         return packed_as(averaged, given), self.replace(averages=averages, count=count)
 
     def averaged(self, model: PyTree) -> PyTree:
@@ -206,7 +206,7 @@ class EMA(Module):
                 return average.set(jax.tree.map(one, average.value, _bare(unit)))
 
             averages = jax.tree.map(filled, averages, new, is_leaf=is_state)
-        return packed_as(jax.tree.map(_put, averages, model, is_leaf=_is_place), given)
+        return packed_as(jax.tree.map(_put, averages, model, is_leaf=_is_unit), given)
 
     def _taken(self, model: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         """The model as it was given, unpacked, and what is averaged of it."""
@@ -238,12 +238,12 @@ def _average_of(unit: PyTree, first: Callable[[Leaf], jax.Array]) -> LongTermSta
     return LongTermState(value, spec=unit.spec) if is_state(unit) else LongTermState(value)
 
 
-def _is_place(node: PyTree) -> bool:
+def _is_unit(node: PyTree) -> bool:
     return node is None or is_state(node)
 
 
 def _put(average: LongTermState | None, unit: PyTree) -> PyTree:
-    """What stands in the averaged model where this is averaged."""
+    """The unit of the averaged model: the average, or `unit` itself where nothing is averaged."""
     if average is None:
         return unit
     # Within a state, None stands for an integer.

@@ -1,4 +1,4 @@
-"""`BatchNorm`: normalisation by the statistics of a global batch, and what it keeps of all batches."""
+"""`BatchNorm`: normalisation by the statistics of the global batch, with running statistics in a state."""
 
 import jax
 import jax.numpy as jnp
@@ -15,35 +15,38 @@ from ._checks import check_floating, in_inference, moved
 
 
 class BatchNorm(Module):
-    """Batch normalisation: each channel to mean 0 and variance 1, then scaled and shifted.
+    """Batch normalisation: brings each channel to mean 0 and variance 1, then scales and shifts it.
 
-    In training by the mean and biased variance of the whole batch: over every axis of `x` but that of its
-    channels, and over the axes called `axis_name`, mesh axes and lanes in any mix. So it takes a batch at
-    once, and the rows of a shard, and one row alone in a `vmap2` that names its axis, and gives the same.
+    In training it uses the mean and biased variance of the whole batch: over every axis of `x` except the
+    channels, and over the axes `axis_name`, which may be mesh axes and lanes in any mix. A whole batch, the
+    rows of a shard, and single rows in a `vmap2` that names its axis all give the same result.
 
-    `running` keeps the statistics for inference: `count`, how many values each channel had so far, and
+    `running` keeps the statistics for inference: the `count` of values that each channel had so far, and
     their running `mean` and biased `var`. Those of one batch are merged over shards as count, mean and M2
-    (the sum of squared deviations), without loss; a mean of the shards' variances is none of the batch.
+    (the sum of squared deviations), which loses nothing. The mean of the shards' variances would not be the
+    variance of the batch.
 
-    With a `momentum` each batch moves them as in Flax, from mean 0 and variance 1 on:
-    `mean = momentum * mean + (1 - momentum) * batch_mean`, and the variance alike. With `momentum=None` they
-    are the mean and variance of all values ever seen, exactly, whatever the sizes of the batches.
+    With a `momentum` each batch moves them as in Flax, starting from mean 0 and variance 1:
+    `mean = momentum * mean + (1 - momentum) * batch_mean`, and the same for the variance. With
+    `momentum=None` they are the exact mean and variance of all values ever seen, whatever the sizes of the
+    batches.
 
     **Arguments:**
 
     - `size`: the number of channels.
-    - `axis_name`: the mesh axes and lanes, one name or several, that rows are split over. Outside any mapped
-        call they mean one shard. All shards write the same statistics only if all axes are named that split
-        the rows; if not, the mapped call raises `DivergedStateError`.
+    - `axis_name`: the mesh axes and lanes, one name or several, over which the rows are split. Outside any
+        mapped call they mean one shard. Name every axis that splits the rows: else shards write different
+        statistics, and the mapped call raises `DivergedStateError`.
     - `channel_axis`: the axis of the channels, as the layer sees `x`.
-    - `momentum`: what is kept of the running mean and variance at each batch (PyTorch gives what is not kept:
-        its `momentum=0.1` is 0.9 here). `None`: all values ever seen count the same.
-    - `eps`: what is added to the variance.
-    - `affine`: whether there are a `scale` and a `shift`, the parameters; else both are `None`.
-    - `spec`: the placement of whatever has one entry for each channel, where a mesh axis splits these.
-    - `dtype`: that of the parameters, by default JAX's own. Statistics are at least float32.
-    - `inference`: whether to normalise by `running` and to leave it as it is; flipped by
-        `equinox.nn.inference_mode`.
+    - `momentum`: the share of the running mean and variance that each batch keeps. (In PyTorch it is the
+        share that is replaced: its `momentum=0.1` is 0.9 here.) `None`: all values ever seen count the same.
+    - `eps`: a small number that is added to the variance.
+    - `affine`: whether the layer has parameters, a `scale` and a `shift`; else both are `None`.
+    - `spec`: the placement of every array with one entry for each channel, if a mesh axis splits the
+        channels.
+    - `dtype`: the dtype of the parameters, by default JAX's own. Statistics are at least float32.
+    - `inference`: whether to normalise by `running` and leave it unchanged. `equinox.nn.inference_mode` flips
+        it.
 
     **Raises:** `StatemeshError` for a `momentum` that is not between 0 and 1.
 
@@ -98,7 +101,7 @@ class BatchNorm(Module):
         self.running = BatchState(
             {"count": count, "mean": mean, "var": var},
             spec=spec and {"count": PartitionSpec(), "mean": spec, "var": spec},
-            # In an error about shards that wrote different statistics this is what to look at.
+            # An error about shards that wrote different statistics shows the name, and so the axes.
             name=f"BatchNorm(axis_name={axis_name!r})",
         )
         self.scale = ParamState(ones, spec=spec) if affine else None
@@ -117,9 +120,9 @@ class BatchNorm(Module):
 
         - `x`: a floating array with the layer's number of channels on `channel_axis`.
         - `where`: which rows count: a boolean array of the shape of the leading axes of `x`, `(rows,)` or
-            `(rows, length)`, or `()` for one row. All rows are normalised, but only these have a part in the
-            statistics. A batch in which none counts adds nothing, and is left as it is but for `scale` and
-            `shift`. Inference has no use for it.
+            `(rows, length)`, or `()` for one row. All rows are normalised, but only these enter the
+            statistics. A batch in which no row counts adds nothing, and is only scaled and shifted. Inference
+            ignores it.
 
         **Returns:** `(y, layer)`: `y` in the shape and dtype of `x`, and the layer with its `running`
         statistics. In inference before there are any, they are mean 0 and variance 1.
@@ -134,7 +137,7 @@ class BatchNorm(Module):
             return self._normalised(x, self.running.value), self
         names = bound_names("BatchNorm", self.axis_name)
         batch = self._of_batch(x, where, names)
-        # Known to be the same on all shards; its gradient is of use to nobody.
+        # They are the same on all shards, and need no gradient.
         seen = known_same(batch, names)
         return self._normalised(x, batch), self.replace(running=self._with(seen))
 
@@ -166,7 +169,7 @@ class BatchNorm(Module):
                 wanted = f"of shape {old[name].shape}"
                 why = "one for all" if name == "count" else "one number for each channel"
                 raise errors.bad_shape("BatchNorm", name, jnp.asarray(x), wanted, why)
-        # Copies: a layer that is donated takes nothing of the caller's with it.
+        # Copies: donating the layer must not delete the caller's arrays.
         made = {name: jnp.array(x, old[name].dtype) for name, x in given.items()}
         return self.replace(running=made)
 
@@ -193,13 +196,13 @@ class BatchNorm(Module):
         if counts.dtype != bool or counts.shape != x.shape[:lead] or lead > axis:
             raise errors.bad_mask("BatchNorm", counts, x, self.channel_axis)
         x = x.astype(jnp.promote_types(x.dtype, self.running.value["mean"].dtype))
-        # How many values of a channel an entry of the mask speaks for.
+        # The number of values of a channel for which one entry of the mask counts.
         each = x.size // x.shape[axis] // counts.size
         counts = counts.reshape(counts.shape + (1,) * (x.ndim - lead))
         own = (counts.sum().astype(x.dtype) * each, jnp.where(counts, x, 0).sum(others))
         count, sums = total(own, names)
         mean = sums / jnp.maximum(count, 1)
-        # In a second pass: the mean of squares less the square of the mean would lose all digits where
+        # In a second pass, because the mean of squares minus the square of the mean loses all digits where
         # the mean is large.
         apart = jnp.where(counts, x - self._along(mean, x), 0)
         m2 = total((apart**2).sum(others), names)
@@ -210,7 +213,7 @@ class BatchNorm(Module):
         }
 
     def _with(self, new: dict[str, PyTree]) -> dict[str, PyTree]:
-        """The running statistics with those of one more batch."""
+        """The running statistics after one more batch."""
         old = self.running.value
         count = old["count"] + new["count"]
         if self.momentum is None:
@@ -222,7 +225,7 @@ class BatchNorm(Module):
             **{name: moved(old[name], new[name], rate) for name in ("mean", "var")},
         }
         if self.momentum is None:
-            # Merged as count, mean and M2 are: two variances miss how far the means lie apart.
+            # Merged like count, mean and M2: the two variances alone do not show how far apart the means are.
             between = (new["mean"] - old["mean"]) ** 2 * rate * (1 - rate)
             made["var"] = made["var"] + jnp.where(rate < 1, between, 0)
         return {name: x.astype(old[name].dtype) for name, x in made.items()}

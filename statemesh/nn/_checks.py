@@ -1,4 +1,4 @@
-"""What several layers ask of what they are given, and how a running value moves."""
+"""Checks of arguments that several layers share, and the step of a running value."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def check_alike(layer: str, what: str, old: PyTree, new: PyTree) -> None:
 
 
 def in_inference(layer: PyTree) -> bool:
-    """Whether the layer is; it decides what is computed, so it cannot be traced."""
+    """Whether the layer is in inference. It cannot be traced, because it decides what is computed."""
     if compat.is_tracer(layer.inference):
         raise errors.inference_is_traced(type(layer).__name__)
     return bool(layer.inference)
@@ -43,6 +43,6 @@ def moved(old: PyTree, new: PyTree, rate: Leaf) -> PyTree:
     new one.
     """
     way = new - old
-    # The way is no number where one of them is infinite, or where they lie too far apart for the dtype.
+    # `new - old` is not finite where one of them is infinite, or where the dtype cannot hold the difference.
     step = jnp.where(jnp.isfinite(way), old + way * rate, old * (1 - rate) + new * rate)
     return jnp.where(rate == 1, new, jnp.where(rate == 0, old, step))

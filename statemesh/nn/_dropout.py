@@ -16,19 +16,19 @@ from ._checks import check_floating, in_inference
 class Dropout(Module):
     """Dropout: sets entries to 0 at random, and divides the others by the share that is kept.
 
-    The mask of a row comes of the number that the row has in the global batch, by `RandomState.rows`. So it
-    is bit for bit the same on any mesh, unsharded, and one row at a time in lanes.
+    `RandomState.rows` makes the mask of a row from the row's number in the global batch. So the mask is bit
+    for bit the same on any mesh, unsharded, and one row at a time in lanes.
 
     **Arguments:**
 
     - `rate`: the probability that an entry is set to 0; at least 0 and below 1.
     - `key`: a typed key, as `jax.random.key(seed)` makes, of any implementation.
-    - `axis_name`: the mesh axes and lanes, one name or several and major to minor, that the rows are split
-        over. Outside any mapped call they mean one shard. No other axis of `x` may be split: its parts would
-        get the same mask.
+    - `axis_name`: the mesh axes and lanes over which the rows are split: one name, or several from major to
+        minor. Outside any mapped call they mean one shard. No other axis of `x` may be split, because its
+        parts would get the same mask.
     - `row_axis`: the axis of the rows, as the layer sees `x`. `None`: `x` is one row, as in a `vmap2` over
-        the rows; `axis_name` then says which.
-    - `inference`: whether to let `x` pass; flipped by `equinox.nn.inference_mode`.
+        the rows; `axis_name` then tells which row.
+    - `inference`: whether to return `x` unchanged. `equinox.nn.inference_mode` flips it.
 
     **Raises:** `StatemeshError` for a `rate` outside its range; `TypeError` for a key that is not typed.
 

@@ -1,4 +1,4 @@
-"""`GRUCell`: Equinox's, with its hidden value as a state."""
+"""`GRUCell`: the one of Equinox, with its hidden value in a state."""
 
 from collections.abc import Callable
 from typing import TypeVar

@@ -18,23 +18,24 @@ K = TypeVar("K", bound="KVCache")
 
 
 class KVCache(Module):
-    """The keys and values of a sequence's latest tokens, to attend to.
+    """The keys and values of the latest tokens of a sequence, for attention.
 
-    A ring: the token at position `p` is written to slot `p % capacity`, over the one that stood there. It is
-    the cache of one sequence; `vmap2` makes it one of several.
+    It is a ring: the token at position `p` is written to slot `p % capacity`, over the token that was there.
+    It holds one sequence; under `vmap2` it holds several.
 
-    On a mesh `spec` may split heads, each shard being given the keys and values of its own. It may split
-    slots too, along axes that `axis_name` names: each shard is given all tokens, writes those whose slots it
-    holds, and attends to these; what the shards make of that is then joined, as by a softmax over all.
+    On a mesh `spec` may split the heads; each shard then gets the keys and values of its own heads. It may
+    also split the slots, along the axes that `axis_name` names. Each shard then gets all tokens, writes those
+    whose slots it holds, and attends to these slots. Join the results of the shards, as by a softmax over all
+    slots.
 
     **Arguments:**
 
     - `capacity`: the number of slots.
     - `heads`: the number of heads.
     - `dim`: the size of a key, and of a value.
-    - `dtype`: that of the cache, by default JAX's own; what is written is cast to it.
+    - `dtype`: the dtype of the cache, by default JAX's own. Keys and values are cast to it.
     - `spec`: the placement of keys and values, of shape `(capacity, heads, dim)`.
-    - `axis_name`: the mesh axes, one name or several and major to minor, that split the slots. Outside any
+    - `axis_name`: the mesh axes that split the slots: one name, or several from major to minor. Outside any
         mapped call they mean one shard.
 
     !!! example
@@ -99,14 +100,14 @@ class KVCache(Module):
         if tokens > self.capacity:
             raise errors.too_many_tokens("KVCache", tokens, self.capacity)
         positions = start + jnp.arange(tokens)
-        # Slots of other shards become one past the end, which `drop` leaves out.
+        # Slots of other shards get an index past the end, which `mode="drop"` ignores.
         at = positions % self.capacity - mine[0]
         at = jnp.where((at >= 0) & (at < len(mine)), at, len(mine))
         new = {
             "keys": old["keys"].at[at].set(keys, mode="drop"),
             "values": old["values"].at[at].set(values, mode="drop"),
         }
-        # The latest position that fell to each slot; negative where none has yet.
+        # The latest position written to each slot; negative for an empty slot.
         last = positions[-1] - (positions[-1] - mine) % self.capacity
         mask = (last >= 0) & (last <= positions[:, None])
         cache = self.replace(slots=new, position=start + tokens)
@@ -118,7 +119,7 @@ class KVCache(Module):
         return self.replace(slots=slots, position=position)
 
     def init_state(self: K) -> K:
-        """As `reset`, in new states: so `vmap2_new_states` makes a cache for each of several sequences."""
+        """As `reset`, but with new states: `vmap2_new_states` then makes a cache for each sequence."""
         empty = self.reset()
         made = [ShortTermState(old.value, spec=old.spec) for old in (empty.slots, empty.position)]
         return self.replace(slots=made[0], position=made[1])

@@ -115,6 +115,7 @@ def collective(eqn: Equation, value: Stacked, scope: Scope) -> Stacked:
     if groups is not None:
         rule, uniform = partial(_in_groups, rule, uniform, np.array(groups)), False
     x, rest = scope.flat(value, names)
+    # The rule knows the values of one shard: it is mapped over the axes along which shards do not meet.
     for _ in rest:
         rule = jax.vmap(rule, in_axes=1, out_axes=0 if uniform else 1)
     return Stacked(rule(x), rest) if uniform else scope.unflat(rule(x), names, rest)

@@ -71,6 +71,7 @@ def cond(replay: Replays, eqn: Equation, values: Sequence[Stacked], frame: Frame
             replay, jaxpr, xs, operands, axes, frame.scope, differences
         )
 
+    # A branch may vary along fewer axes than another. All must return arrays of the same shape.
     branch_funs = [taken(branch) for branch in branches]
     xs, frame.differences = jax.lax.switch(
         index.x, branch_funs, frame.differences, *_arrays(operands)
@@ -172,6 +173,7 @@ def one_by_one(
     sizes = {name: size for name, size in scope.sizes.items() if name not in over}
     stacked = [i for i, value in enumerate(values) if set(value.axes) & set(over)]
     flat = {i: scope.flat(values[i], over) for i in stacked}
+    # The axes of the results are known only after the function has been traced.
     found: list[list[Axes]] = []
 
     def shard(item: Any) -> Any:
@@ -202,6 +204,7 @@ def _fixed_point(
     after: Callable[[Sequence[Stacked]], list[Axes]],
 ) -> list[Stacked]:
     """What a loop carries, stacked along all axes along which it may differ after any number of rounds."""
+    # In each round a value can spread along further axes, until there is no axis left.
     while True:
         new = after(carry)[: len(carry)]
         grown = [scope.spread(value, axes) for value, axes in zip(carry, new, strict=True)]

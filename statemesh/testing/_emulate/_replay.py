@@ -83,6 +83,7 @@ class Replay:
     def axes(self, jaxpr: Jaxpr, values: Sequence[Stacked], scope: Scope) -> list[Axes]:
         """The axes along which the results of a jaxpr are stacked."""
         stacks = tuple(value.axes for value in values)
+        # Loops and branches ask again and again. The jaxpr lives as long as this object, so its id is a key.
         key = (id(jaxpr), stacks, tuple(scope.sizes), tuple(scope.indices))
         if key not in self._axes:
 
@@ -179,6 +180,7 @@ class Replay:
         here = np.arange(len(self.promises)) == number
         where = jnp.stack([self.promises[number].stack_number(value, left), position])
         frame.note(jnp.where(here, amount, 0), jnp.where(here[:, None], where, 0))
+        # All shards have the same value, so the first one's copy serves.
         first = tuple(0 if name in left else slice(None) for name in value.axes)
         return Stacked(value.x[first], tuple(name for name in value.axes if name not in left))
 

@@ -62,6 +62,7 @@ class Scope:
     def over_axes(self, fun: Callable[..., list[Any]], values: Sequence[Stacked]) -> list[Stacked]:
         """The results on all shards of a function of one shard's values."""
         axes = self.union(values)
+        # One `vmap` for each axis, the innermost first: values that lack an axis are not copied along it.
         for name in reversed(axes):
             in_axes = tuple(0 if name in value.axes else None for value in values)
             fun = jax.vmap(fun, in_axes=in_axes)

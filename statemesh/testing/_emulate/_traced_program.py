@@ -51,12 +51,15 @@ class TracedProgram:
 
     def __call__(self, arrays: Sequence[Any]) -> list[jax.Array]:
         given = [*map(as_array, self.closed.consts), *arrays]
+        # Otherwise a mesh that the caller has set would become a part of the types of new arrays.
         with jax.sharding.use_abstract_mesh(NO_MESH):
             made: list[jax.Array] = self._differentiable()(*given)
         pairs = zip(made, self.forwarded, strict=True)
         return [x if source is None else given[source] for x, source in pairs]
 
     def _differentiable(self) -> Callable[..., list[jax.Array]]:
+        # The gradient of the traced program is replayed. The gradient of the replay would be another one: on
+        # devices collectives have transposes of their own, such as that of an unchecked `psum`.
         # Each gradient goes to where the array lies that it belongs to.
         returns: list[Placing | None] = []
 
@@ -81,6 +84,7 @@ class TracedProgram:
         return run
 
     def _check(self, differences: Differences) -> None:
+        # Under a transformation of the user's the values are not known.
         if any(isinstance(x, jax.core.Tracer) for x in differences):
             return
         amounts, where = map(np.asarray, differences)
@@ -135,6 +139,7 @@ class TracedProgram:
             *arrays, cotangents = args
             flat = [*arrays, *(_filled(cotangents[k], avals[k]) for k in floats)]
             if not programs:
+                # Traced in the context of the program, whose equations may use its mesh.
                 with jax.sharding.use_abstract_mesh(self.context):
                     closed = jax.make_jaxpr(pull)(*map(type_of, flat))
                 programs.append(TracedProgram(f"the gradient of {self.name}", closed, ()))

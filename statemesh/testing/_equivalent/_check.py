@@ -106,6 +106,7 @@ class Check:
             with self._noting_where(one.where):
                 results = self._results(one.mapped)
             self._compared(one.where, results, one, reference)
+        # The other ways to call cost compiles, and would mostly fail in the same way.
         if self.failed:
             return
         placed = one.mapped.place(*self.args)
