@@ -1,10 +1,11 @@
 """Which arguments of a traced program its results continue, by the links in it."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from ._axes._dataflow import Dataflow
 from ._base import _jaxprs as jaxprs
+from ._base._compat import Equation, Jaxpr
 from ._base._links import REBUILT, link_made
 
 
@@ -21,14 +22,14 @@ class _Continued(Dataflow[Sources]):
     def join(self, facts: Iterable[Sources]) -> Sources:
         return _NOTHING.union(*facts)
 
-    def own_rule(self, eqn: Any, given: Sequence[Sources]) -> Sequence[Sources] | None:
+    def own_rule(self, eqn: Equation, given: Sequence[Sources]) -> Sequence[Sources] | None:
         if (link := link_made(eqn)) is None:
             return None
         new, old = given
         # A `cond` that returns one state or another is rebuilt as the one that its first branch returns.
         return [old | new if link == REBUILT else old]
 
-    def plain(self, eqn: Any, given: Sequence[Sources]) -> Sequence[Sources]:
+    def plain(self, eqn: Equation, given: Sequence[Sources]) -> Sequence[Sources]:
         inner = jaxprs.jaxprs_of(eqn)
         if [(len(j.invars), len(j.outvars)) for j in inner] == [(len(given), len(eqn.outvars))]:
             return self.through(inner[0], given)
@@ -40,6 +41,6 @@ class _Continued(Dataflow[Sources]):
         return _NOTHING
 
 
-def continued(jaxpr: Any) -> list[Sources]:
+def continued(jaxpr: Jaxpr) -> list[Sources]:
     """For each result of a jaxpr the arguments that it may continue."""
     return _Continued().through(jaxpr, [frozenset([i]) for i in range(len(jaxpr.invars))])

@@ -3,16 +3,15 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import jax
 from jax import Array
 
 from ._base import _compat as compat
 from ._base import _jaxprs as jaxprs
-from ._base._compat import tree_util
+from ._base._compat import ClosedJaxpr, tree_util
 from ._base._links import Links
-from ._base._types import is_state
+from ._base._types import Leaf, PyTree, PyTreeDef, is_state
 from ._model._origin import Unknown, origin, origins, states_of, with_origins
 from ._model._state import State
 from ._origins import continued
@@ -36,19 +35,19 @@ class Traced:
     - `marks`: for each state in the result a mark of the state that it continues.
     """
 
-    closed: Any
+    closed: ClosedJaxpr
     given: list[Array]
-    leaves: list[Any]
-    treedef: Any
+    leaves: list[Leaf]
+    treedef: PyTreeDef
     marks: list[object]
 
-    def result(self, made: Sequence[Array]) -> Any:
+    def result(self, made: Sequence[Array]) -> PyTree:
         """The function's result, from the arrays that its program has made."""
         outputs = iter(made)
         leaves = [next(outputs) if x is _ARRAY else x for x in self.leaves]
         return with_origins(self.treedef.unflatten(leaves), self.marks)
 
-    def remembered(self, result: Any) -> Any:
+    def remembered(self, result: PyTree) -> PyTree:
         """The result of another run of the function, its states marked with what they continue."""
         found = origins(result)
         if len(found) != len(self.marks):
@@ -58,8 +57,8 @@ class Traced:
 
 
 def trace(
-    fun: Callable[..., Any],
-    operands: Sequence[Any],
+    fun: Callable[..., PyTree],
+    operands: Sequence[PyTree],
     mark: compat.FollowedAxes | None,
     links: Links | None,
 ) -> Traced:
@@ -75,7 +74,7 @@ def trace(
     given = [flat[i] for i in arrays_at]
     marks = origins(operands)
     results: list[
-        tuple[list[Any], Any, list[object], list[bool | None], list[tuple[bool, int]]]
+        tuple[list[Leaf], PyTreeDef, list[object], list[bool | None], list[tuple[bool, int]]]
     ] = []
 
     def traced(*arrays: Array) -> list[Array]:
@@ -108,7 +107,7 @@ def _rebuilt(state: State, links: Links | None) -> bool | None:
     return state._meta.token is not None
 
 
-def _arrays_of(tree: Any) -> list[tuple[bool, int]]:
+def _arrays_of(tree: PyTree) -> list[tuple[bool, int]]:
     """For each State, and each leaf outside of States: whether it is a State, and how many arrays it has."""
     return [
         (is_state(node), sum(isinstance(x, jax.Array) for x in tree_util.tree_leaves(node)))
@@ -118,7 +117,7 @@ def _arrays_of(tree: Any) -> list[tuple[bool, int]]:
 
 def _recovered(
     program: Traced,
-    operands: Sequence[Any],
+    operands: Sequence[PyTree],
     rebuilt: Sequence[bool | None],
     nodes: Sequence[tuple[bool, int]],
 ) -> list[object]:

@@ -19,7 +19,7 @@ from ._base import _compat as compat
 from ._base import _jaxprs as jaxprs
 from ._base._compat import tree_util
 from ._base._links import Links
-from ._base._types import NO_AXES, Axes, AxisName
+from ._base._types import NO_AXES, Axes, AxisName, Leaf, PyTree
 from ._base.errors import StatemeshError
 from ._traced import Traced, trace
 
@@ -31,15 +31,19 @@ class VaryingAxes(Protocol):
     # Whether it is known, so that a value that differs where one copy is kept can be refused.
     is_known: bool
 
-    def start(self, arrays: Sequence[Any], axes: Sequence[Axes]) -> None:
+    def start(self, arrays: Sequence[Leaf], axes: Sequence[Axes]) -> None:
         """Begin with the instance's inputs, and the axes over which each of them is split."""
 
-    def call(self, fun: Callable[..., Any], operands: Sequence[Any]) -> Any:
+    def call(self, fun: Callable[..., PyTree], operands: Sequence[PyTree]) -> PyTree:
         """What `fun` makes of trees. Whatever runs inside an instance is run by this or by `run`."""
 
     def run(
-        self, fun: Callable[..., Any], operands: Sequence[Any], links: Links | None, counted: bool
-    ) -> Any:
+        self,
+        fun: Callable[..., PyTree],
+        operands: Sequence[PyTree],
+        links: Links | None,
+        counted: bool,
+    ) -> PyTree:
         """What the user's function makes of trees.
 
         **Arguments:**
@@ -49,10 +53,10 @@ class VaryingAxes(Protocol):
         - `counted`: whether some state's policy depends on how many instances have the same value.
         """
 
-    def of(self, values: Sequence[Any]) -> list[Axes]:
+    def of(self, values: Sequence[Leaf]) -> list[Axes]:
         """The axes over which each array may differ: all of them for an array of which nothing is known."""
 
-    def same_over(self, x: Any) -> Axes:
+    def same_over(self, x: Leaf) -> Axes:
         """The axes over which an array is the same although its type says that it may differ."""
 
 
@@ -86,15 +90,19 @@ class FromTypes:
         # The program may show less than the types: after an `all_gather` all shards have the same.
         self.shown = _AxesOfArrays()
 
-    def start(self, arrays: Sequence[Any], axes: Sequence[Axes]) -> None:
+    def start(self, arrays: Sequence[Leaf], axes: Sequence[Axes]) -> None:
         """Nothing is to be kept: the types say it."""
 
-    def call(self, fun: Callable[..., Any], operands: Sequence[Any]) -> Any:
+    def call(self, fun: Callable[..., PyTree], operands: Sequence[PyTree]) -> PyTree:
         return fun(*operands)
 
     def run(
-        self, fun: Callable[..., Any], operands: Sequence[Any], links: Links | None, counted: bool
-    ) -> Any:
+        self,
+        fun: Callable[..., PyTree],
+        operands: Sequence[PyTree],
+        links: Links | None,
+        counted: bool,
+    ) -> PyTree:
         # In lanes the program shows no more than what is batched.
         meshes, _ = meshes_and_lanes(self.axis_names)
         if links is None and not (counted and meshes):
@@ -106,16 +114,16 @@ class FromTypes:
         self._add_results(program, made)
         return program.result(made)
 
-    def _add_results(self, program: Traced | None, made: Sequence[Any]) -> None:
+    def _add_results(self, program: Traced | None, made: Sequence[AnyArray]) -> None:
         if program is None:
             return
         given = [compat.varying(x) for x in program.given]
         self.shown.add(made, all_axes(jaxprs.open_jaxpr(program.closed), given))
 
-    def of(self, values: Sequence[Any]) -> list[Axes]:
+    def of(self, values: Sequence[Leaf]) -> list[Axes]:
         return varying_over(values, self.axis_names)
 
-    def same_over(self, x: Any) -> Axes:
+    def same_over(self, x: Leaf) -> Axes:
         shown = self.shown.get(x)
         if shown is None:
             return NO_AXES
@@ -140,15 +148,19 @@ class FromDataflow:
         self.mark = compat.FollowedAxes(axis_names, self.lanes)
         self.known = _AxesOfArrays()
 
-    def start(self, arrays: Sequence[Any], axes: Sequence[Axes]) -> None:
+    def start(self, arrays: Sequence[Leaf], axes: Sequence[Axes]) -> None:
         self.known.add(arrays, axes)
 
-    def call(self, fun: Callable[..., Any], operands: Sequence[Any]) -> Any:
+    def call(self, fun: Callable[..., PyTree], operands: Sequence[PyTree]) -> PyTree:
         return self.run(fun, operands, None, False)
 
     def run(
-        self, fun: Callable[..., Any], operands: Sequence[Any], links: Links | None, counted: bool
-    ) -> Any:
+        self,
+        fun: Callable[..., PyTree],
+        operands: Sequence[PyTree],
+        links: Links | None,
+        counted: bool,
+    ) -> PyTree:
         if compat.under_jit():
             return self._run_traced(fun, operands, links)
         try:
@@ -160,8 +172,8 @@ class FromDataflow:
         return self._run_traced(fun, operands, links)
 
     def _run_traced(
-        self, fun: Callable[..., Any], operands: Sequence[Any], links: Links | None
-    ) -> Any:
+        self, fun: Callable[..., PyTree], operands: Sequence[PyTree], links: Links | None
+    ) -> PyTree:
         with _jit_enabled():
             program = trace(fun, operands, self.mark, links)
             axes, own = self._axes(program.given), frozenset(self.mark.axis_names)
@@ -171,24 +183,28 @@ class FromDataflow:
         return program.result(made)
 
     def _run_eagerly(
-        self, fun: Callable[..., Any], operands: Sequence[Any], links: Links | None, counted: bool
-    ) -> Any:
+        self,
+        fun: Callable[..., PyTree],
+        operands: Sequence[PyTree],
+        links: Links | None,
+        counted: bool,
+    ) -> PyTree:
         return _run_eagerly(fun, operands, self.mark, links, self._add_results)
 
-    def _add_results(self, program: Traced | None, made: Sequence[Any]) -> None:
+    def _add_results(self, program: Traced | None, made: Sequence[AnyArray]) -> None:
         if program is None:
             self.known.add(made, [frozenset(self.mark.axis_names)] * len(made))
             return
         axes = self._axes(program.given)
         self.known.add(made, all_axes(jaxprs.open_jaxpr(program.closed), axes))
 
-    def of(self, values: Sequence[Any]) -> list[Axes]:
+    def of(self, values: Sequence[Leaf]) -> list[Axes]:
         return self._axes(values)
 
-    def same_over(self, x: Any) -> Axes:
+    def same_over(self, x: Leaf) -> Axes:
         return NO_AXES
 
-    def _axes(self, values: Sequence[Any]) -> list[Axes]:
+    def _axes(self, values: Sequence[Leaf]) -> list[Axes]:
         return [self.known.get(x) or NO_AXES for x in values]
 
 
@@ -202,13 +218,17 @@ class Unchecked(FromDataflow):
     lanes = False
 
     def _run_eagerly(
-        self, fun: Callable[..., Any], operands: Sequence[Any], links: Links | None, counted: bool
-    ) -> Any:
+        self,
+        fun: Callable[..., PyTree],
+        operands: Sequence[PyTree],
+        links: Links | None,
+        counted: bool,
+    ) -> PyTree:
         if links is None and not counted:
             return fun(*operands)
         return super()._run_eagerly(fun, operands, links, counted)
 
-    def of(self, values: Sequence[Any]) -> list[Axes]:
+    def of(self, values: Sequence[Leaf]) -> list[Axes]:
         known = [self.known.get(x) for x in values]
         return [frozenset(self.mark.axis_names) if axes is None else axes for axes in known]
 
@@ -219,12 +239,12 @@ def _jit_enabled() -> AbstractContextManager[Any]:
 
 
 def _run_eagerly(
-    fun: Callable[..., Any],
-    operands: Sequence[Any],
+    fun: Callable[..., PyTree],
+    operands: Sequence[PyTree],
     mark: compat.FollowedAxes | None,
     links: Links | None,
-    add_results: Callable[[Traced | None, Sequence[Any]], None],
-) -> Any:
+    add_results: Callable[[Traced | None, Sequence[AnyArray]], None],
+) -> PyTree:
     """What the function makes when it runs itself; it is traced only for what its program shows.
 
     `add_results` gets the program, `None` where there is none, and the arrays of the result.

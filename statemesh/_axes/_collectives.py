@@ -3,19 +3,18 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._base import _compat as compat
 from .._base import errors
-from .._base._types import AxisName, flat_names
+from .._base._types import Array, AxisName, PyTree, SeveralAxes, flat_names
 from . import _mesh_and_lanes as mesh_and_lanes
 from ._mesh_and_lanes import all_varying, bound_names, meshes_and_lanes, shard_index, total
 
 
-def axis_index(axis_name: AxisName) -> Any:
+def axis_index(axis_name: AxisName) -> Array:
     """This shard's number along an axis; 0 outside any mapped call.
 
     **Arguments:**
@@ -63,7 +62,7 @@ def axis_size(axis_name: AxisName) -> int:
     return math.prod(map(jax.lax.axis_size, _names("axis_size", axis_name)))
 
 
-def psum(x: Any, axis_name: AxisName) -> Any:
+def psum(x: PyTree, axis_name: AxisName) -> PyTree:
     """The sum over an axis of every array of a tree; outside any mapped call that of one shard.
 
     Its value and its gradient are those of `jax.lax.psum`.
@@ -91,7 +90,7 @@ def psum(x: Any, axis_name: AxisName) -> Any:
     return _over(x, _names("psum", axis_name), jax.lax.psum, total)
 
 
-def pmean(x: Any, axis_name: AxisName) -> Any:
+def pmean(x: PyTree, axis_name: AxisName) -> PyTree:
     """The mean over an axis of every array of a tree; outside any mapped call that of one shard.
 
     Its value and its gradient are those of `jax.lax.pmean`; arguments and errors are those of `psum`.
@@ -112,7 +111,7 @@ def pmean(x: Any, axis_name: AxisName) -> Any:
     return _over(x, _names("pmean", axis_name), jax.lax.pmean, _mean)
 
 
-def pmax(x: Any, axis_name: AxisName) -> Any:
+def pmax(x: PyTree, axis_name: AxisName) -> PyTree:
     """The largest over an axis of every array of a tree: NaN if there is one, on any device.
 
     Arguments and errors are those of `psum`.
@@ -131,7 +130,7 @@ def pmax(x: Any, axis_name: AxisName) -> Any:
     return _extreme(x, _names("pmax", axis_name), mesh_and_lanes.pmax)
 
 
-def pmin(x: Any, axis_name: AxisName) -> Any:
+def pmin(x: PyTree, axis_name: AxisName) -> PyTree:
     """The smallest over an axis of every array of a tree: NaN if there is one, on any device.
 
     Arguments and errors are those of `psum`.
@@ -150,7 +149,7 @@ def pmin(x: Any, axis_name: AxisName) -> Any:
     return _extreme(x, _names("pmin", axis_name), mesh_and_lanes.pmin)
 
 
-def all_gather(x: Any, axis_name: AxisName, *, axis: int = 0, tiled: bool = False) -> Any:
+def all_gather(x: PyTree, axis_name: AxisName, *, axis: int = 0, tiled: bool = False) -> PyTree:
     """The values of all shards, in their order; outside any mapped call those of one shard.
 
     Its value and its gradient are those of `jax.lax.all_gather`.
@@ -189,27 +188,29 @@ def all_gather(x: Any, axis_name: AxisName, *, axis: int = 0, tiled: bool = Fals
 _ONE = "one shard"
 
 
-def _check_names(what: str, axis_name: Any) -> None:
+def _check_names(what: str, axis_name: SeveralAxes) -> None:
     for name in flat_names(axis_name):
         if isinstance(name, int):
             raise errors.axis_by_position(what, name)
 
 
-def _names(what: str, axis_name: Any) -> tuple[AxisName, ...]:
+def _names(what: str, axis_name: SeveralAxes) -> tuple[AxisName, ...]:
     _check_names(what, axis_name)
     return bound_names(what, axis_name)
 
 
 def _over(
-    x: Any,
+    x: PyTree,
     names: tuple[AxisName, ...],
-    of_jax: Callable[[Any, Any], Any],
-    anywhere: Callable[[Any, tuple[AxisName, ...]], Any],
-) -> Any:
+    of_jax: Callable[..., PyTree],
+    anywhere: Callable[[PyTree, tuple[AxisName, ...]], PyTree],
+) -> PyTree:
     """A collective of JAX, or `anywhere` where JAX's fails: for lanes inside a checked `shard_map`."""
     if not names:
         # A `vmap` of one lane, so that dtypes, shapes and gradients are those of JAX's collective.
-        one: Any = jax.vmap(lambda: of_jax(x, _ONE), axis_name=_ONE, axis_size=1, out_axes=None)
+        one: Callable[[], PyTree] = jax.vmap(
+            lambda: of_jax(x, _ONE), axis_name=_ONE, axis_size=1, out_axes=None
+        )
         return one()
     if _jax_can(names):
         return of_jax(all_varying(jax.tree.map(_array, x), names), names)
@@ -221,23 +222,23 @@ def _jax_can(names: tuple[AxisName, ...]) -> bool:
     return not meshes_and_lanes(names)[1] or not compat.inside_checked_shard_map()
 
 
-def _array(x: Any) -> Any:
+def _array(x: PyTree) -> PyTree:
     # JAX sums a Python number while it traces, and gives a number.
     return x if isinstance(x, int | float | complex) else jnp.asarray(x)
 
 
-def _mean(x: Any, names: Sequence[AxisName]) -> Any:
+def _mean(x: PyTree, names: Sequence[AxisName]) -> PyTree:
     count = math.prod(map(jax.lax.axis_size, names))
     return jax.tree.map(lambda x: x / count, total(x, names))
 
 
-def _extreme(x: Any, names: tuple[AxisName, ...], over: Callable[..., Any]) -> Any:
+def _extreme(x: PyTree, names: tuple[AxisName, ...], over: Callable[..., Array]) -> PyTree:
     x = jax.tree.map(jnp.asarray, x)
     return jax.tree.map(lambda x: over(all_varying(x, names), names), x) if names else x
 
 
-def _gathered(x: Any, names: Sequence[AxisName], axis: int, tiled: bool) -> Any:
-    def one(x: Any) -> Any:
+def _gathered(x: PyTree, names: Sequence[AxisName], axis: int, tiled: bool) -> PyTree:
+    def one(x: PyTree) -> PyTree:
         own = x.shape
         for name in reversed(names):
             x = _stacked(x, name)
@@ -249,7 +250,7 @@ def _gathered(x: Any, names: Sequence[AxisName], axis: int, tiled: bool) -> Any:
     return jax.tree.map(one, x)
 
 
-def _stacked(x: Any, name: AxisName) -> Any:
+def _stacked(x: PyTree, name: AxisName) -> PyTree:
     """The arrays of all shards, or lanes, of one axis, stacked."""
     if _jax_can((name,)):
         return jax.lax.all_gather(all_varying(x, [name]), name)

@@ -5,12 +5,13 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from .._base import _compat as compat
 from .._base import _jaxprs as jaxprs
+from .._base._compat import Equation, Jaxpr, Operand
 
 
 Fact = TypeVar("Fact")
 
 # An inner jaxpr, and what is known of its arguments.
-Body: TypeAlias = tuple[Any, Sequence[Fact]]
+Body: TypeAlias = tuple[Jaxpr, Sequence[Fact]]
 
 
 class Dataflow(Generic[Fact]):
@@ -28,16 +29,16 @@ class Dataflow(Generic[Fact]):
         """What is known of a value that may be any of several."""
         raise NotImplementedError
 
-    def plain(self, eqn: Any, given: Sequence[Fact]) -> Sequence[Fact]:
+    def plain(self, eqn: Equation, given: Sequence[Fact]) -> Sequence[Fact]:
         """The facts of the results of an equation that runs no other jaxpr."""
         raise NotImplementedError
 
-    def own_rule(self, eqn: Any, given: Sequence[Fact]) -> Sequence[Fact] | None:
+    def own_rule(self, eqn: Equation, given: Sequence[Fact]) -> Sequence[Fact] | None:
         """The same of any equation, before the jaxprs that it runs are looked at; `None` to look at them."""
         return None
 
     def chosen(
-        self, predicate: Any, of_predicate: Fact, results: list[Fact], same: Sequence[bool]
+        self, predicate: Operand, of_predicate: Fact, results: list[Fact], same: Sequence[bool]
     ) -> list[Fact]:
         """The results of a `cond` or of a round of a `while`, given what is known of its predicate.
 
@@ -47,7 +48,7 @@ class Dataflow(Generic[Fact]):
         """
         return results
 
-    def result(self, var: Any, fact: Fact) -> Fact:
+    def result(self, var: Operand, fact: Fact) -> Fact:
         """What is kept of a fact about a variable."""
         return fact
 
@@ -59,21 +60,21 @@ class Dataflow(Generic[Fact]):
         """Of what a `scan` makes of the results of its steps."""
         return part
 
-    def through(self, jaxpr: Any, given: Sequence[Fact]) -> list[Fact]:
+    def through(self, jaxpr: Jaxpr, given: Sequence[Fact]) -> list[Fact]:
         """The facts of a jaxpr's results."""
-        known = dict(zip(jaxpr.invars, given, strict=True))
+        known: dict[Operand, Fact] = dict(zip(jaxpr.invars, given, strict=True))
         for eqn in jaxpr.eqns:
             found, _ = self.equation(eqn, [self.fact(known, atom) for atom in eqn.invars])
             for var, fact in zip(eqn.outvars, found, strict=True):
                 known[var] = self.result(var, fact)
         return [self.fact(known, atom) for atom in jaxpr.outvars]
 
-    def fact(self, known: dict[Any, Fact], atom: Any) -> Fact:
+    def fact(self, known: dict[Operand, Fact], atom: Operand) -> Fact:
         # A literal cannot be a key.
         return self.nothing if jaxprs.is_literal(atom) else known.get(atom, self.nothing)
 
     def equation(
-        self, eqn: Any, given: Sequence[Fact]
+        self, eqn: Equation, given: Sequence[Fact]
     ) -> tuple[Sequence[Fact], Sequence[Body[Fact]]]:
         """The facts of an equation's results; and the jaxprs that it runs, with those of their arguments."""
         if (found := self.own_rule(eqn, given)) is not None:
@@ -90,7 +91,11 @@ class Dataflow(Generic[Fact]):
         return self.plain(eqn, given), []
 
     def _cond(
-        self, predicate: Any, branches: Sequence[Any], of_predicate: Fact, given: Sequence[Fact]
+        self,
+        predicate: Operand,
+        branches: Sequence[Jaxpr],
+        of_predicate: Fact,
+        given: Sequence[Fact],
     ) -> tuple[list[Fact], list[Body[Fact]]]:
         results = zip(*(self.through(branch, given) for branch in branches), strict=True)
         returned = zip(*map(arguments_returned, branches), strict=True)
@@ -100,7 +105,7 @@ class Dataflow(Generic[Fact]):
         return found, [(branch, given) for branch in branches]
 
     def _while(
-        self, cond: Any, body: Any, cond_consts: int, body_consts: int, given: Sequence[Fact]
+        self, cond: Jaxpr, body: Jaxpr, cond_consts: int, body_consts: int, given: Sequence[Fact]
     ) -> tuple[list[Fact], list[Body[Fact]]]:
         first = cond_consts + body_consts
         carry = list(given[first:])
@@ -116,7 +121,7 @@ class Dataflow(Generic[Fact]):
             carry = grown
 
     def _scan(
-        self, body: Any, consts: int, carries: int, given: Sequence[Fact]
+        self, body: Jaxpr, consts: int, carries: int, given: Sequence[Fact]
     ) -> tuple[list[Fact], list[Body[Fact]]]:
         carry = list(given[consts : consts + carries])
         parts = list(map(self.part, given[consts + carries :]))
@@ -129,9 +134,9 @@ class Dataflow(Generic[Fact]):
             carry = grown
 
 
-def arguments_returned(jaxpr: Any) -> list[int | None]:
+def arguments_returned(jaxpr: Jaxpr) -> list[int | None]:
     """For each result of a jaxpr the number of the argument that it is, if no equation made it."""
-    numbers = {var: i for i, var in enumerate(jaxpr.invars)}
+    numbers: dict[Operand, int] = {var: i for i, var in enumerate(jaxpr.invars)}
     return [None if jaxprs.is_literal(v) else numbers.get(v) for v in jaxpr.outvars]
 
 
@@ -153,10 +158,10 @@ class _Forwarded(Dataflow[int | None]):
         first, *others = set(facts)
         return None if others else first
 
-    def plain(self, eqn: Any, given: Sequence[int | None]) -> Sequence[int | None]:
+    def plain(self, eqn: Equation, given: Sequence[int | None]) -> Sequence[int | None]:
         return given if jaxprs.made_varying(eqn) else [None] * len(eqn.outvars)
 
-    def own_rule(self, eqn: Any, given: Sequence[int | None]) -> Sequence[int | None] | None:
+    def own_rule(self, eqn: Equation, given: Sequence[int | None]) -> Sequence[int | None] | None:
         if self.own_derivatives or not jaxprs.with_own_derivative(eqn):
             return None
         return [None] * len(eqn.outvars)
@@ -168,7 +173,7 @@ class _Forwarded(Dataflow[int | None]):
         return None
 
 
-def forwarded(jaxpr: Any) -> list[int | None]:
+def forwarded(jaxpr: Jaxpr) -> list[int | None]:
     """For each result of a jaxpr the number of the argument whose value it is, if it is one unchanged."""
     return _Forwarded(own_derivatives=True).through(jaxpr, range(len(jaxpr.invars)))
 

@@ -6,10 +6,10 @@ nothing is typed, the walk follows all of it from the arguments on.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from .._base import _compat as compat
 from .._base import _jaxprs as jaxprs
+from .._base._compat import ClosedJaxpr, Equation, Jaxpr, Operand
 from .._base._types import NO_AXES, Axes, AxisName
 from ._dataflow import Body, Dataflow
 from ._reduction import Pending
@@ -23,10 +23,10 @@ class Differing(Dataflow[Axes]):
     def join(self, facts: Iterable[Axes]) -> Axes:
         return NO_AXES.union(*facts)
 
-    def plain(self, eqn: Any, given: Sequence[Axes]) -> Sequence[Axes]:
+    def plain(self, eqn: Equation, given: Sequence[Axes]) -> Sequence[Axes]:
         return [self.made(eqn, self.join(given))] * len(eqn.outvars)
 
-    def made(self, eqn: Any, given: Axes) -> Axes:
+    def made(self, eqn: Equation, given: Axes) -> Axes:
         """The same of a plain equation's results, given all axes of its operands."""
         if jaxprs.made_varying(eqn):  # In a program with types: the value stays as it is.
             return given
@@ -35,12 +35,12 @@ class Differing(Dataflow[Axes]):
             return given
         return (given - joined) | spread
 
-    def own_rule(self, eqn: Any, given: Sequence[Axes]) -> Sequence[Axes] | None:
+    def own_rule(self, eqn: Equation, given: Sequence[Axes]) -> Sequence[Axes] | None:
         pending = _pending(eqn)
         return None if pending is None else pending.results_differ(given)
 
     def chosen(
-        self, predicate: Any, of_predicate: Axes, results: list[Axes], same: Sequence[bool]
+        self, predicate: Operand, of_predicate: Axes, results: list[Axes], same: Sequence[bool]
     ) -> list[Axes]:
         pairs = zip(results, same, strict=True)
         return [axes if one else axes | of_predicate for axes, one in pairs]
@@ -49,17 +49,17 @@ class Differing(Dataflow[Axes]):
 class _Hidden(Differing):
     """The axes over which a value may differ beyond those of its type."""
 
-    def made(self, eqn: Any, given: Axes) -> Axes:
+    def made(self, eqn: Equation, given: Axes) -> Axes:
         # What a collective reduces over, its operand was typed to vary over, and its result is not.
         typed = NO_AXES.union(*map(_typed, eqn.invars))
         return given - (typed - NO_AXES.union(*map(_typed, eqn.outvars)))
 
     def chosen(
-        self, predicate: Any, of_predicate: Axes, results: list[Axes], same: Sequence[bool]
+        self, predicate: Operand, of_predicate: Axes, results: list[Axes], same: Sequence[bool]
     ) -> list[Axes]:
         return super().chosen(predicate, of_predicate | _typed(predicate), results, same)
 
-    def result(self, var: Any, fact: Axes) -> Axes:
+    def result(self, var: Operand, fact: Axes) -> Axes:
         return fact - _typed(var)
 
 
@@ -69,23 +69,23 @@ class _Crossing(Differing):
     def __init__(self) -> None:
         self.crossed: set[AxisName] = set()
 
-    def made(self, eqn: Any, given: Axes) -> Axes:
+    def made(self, eqn: Equation, given: Axes) -> Axes:
         self.crossed.update(jaxprs.exchanged_by(eqn) if given else ())
         return given
 
-    def own_rule(self, eqn: Any, given: Sequence[Axes]) -> Sequence[Axes] | None:
+    def own_rule(self, eqn: Equation, given: Sequence[Axes]) -> Sequence[Axes] | None:
         if (pending := _pending(eqn)) is None:
             return None
         self.crossed.update(pending.reduced_over if any(given) else ())
         return given[-(len(given) // 2) :]
 
 
-def hidden_axes(jaxpr: Any) -> list[Axes]:
+def hidden_axes(jaxpr: Jaxpr) -> list[Axes]:
     """For each result of one shard's typed program, the axes over which it may differ beyond its type's."""
     return _Hidden().through(jaxpr, [NO_AXES] * len(jaxpr.invars))
 
 
-def all_axes(jaxpr: Any, given: Sequence[Axes]) -> list[Axes]:
+def all_axes(jaxpr: Jaxpr, given: Sequence[Axes]) -> list[Axes]:
     """For each result of one instance's program, the axes over which it may differ.
 
     **Arguments:**
@@ -95,7 +95,7 @@ def all_axes(jaxpr: Any, given: Sequence[Axes]) -> list[Axes]:
     return Differing().through(jaxpr, given)
 
 
-def crossed(jaxpr: Any) -> Axes:
+def crossed(jaxpr: Jaxpr) -> Axes:
     """The axes over which what comes of a jaxpr's arguments passes from one instance to another."""
     walk = _Crossing()
     # Any axis will do to tell what comes of them.
@@ -103,7 +103,7 @@ def crossed(jaxpr: Any) -> Axes:
     return frozenset(walk.crossed)
 
 
-def settled(closed: Any, given: Sequence[Axes], own: Axes) -> Any:
+def settled(closed: ClosedJaxpr, given: Sequence[Axes], own: Axes) -> ClosedJaxpr:
     """A closed jaxpr without types in which what was `Pending` is decided.
 
     **Arguments:**
@@ -115,11 +115,11 @@ def settled(closed: Any, given: Sequence[Axes], own: Axes) -> Any:
     return jaxprs.with_open(closed, _settled(jaxprs.open_jaxpr(closed), given, own))
 
 
-def _settled(jaxpr: Any, given: Sequence[Axes], own: Axes) -> Any:
+def _settled(jaxpr: Jaxpr, given: Sequence[Axes], own: Axes) -> Jaxpr:
     if not _has_pending(jaxpr, own):
         return jaxpr
     walk = Differing()
-    known: dict[Any, Axes] = dict(zip(jaxpr.invars, given, strict=True))
+    known: dict[Operand, Axes] = dict(zip(jaxpr.invars, given, strict=True))
     eqns = []
     for eqn in jaxpr.eqns:
         operands = [walk.fact(known, atom) for atom in eqn.invars]
@@ -130,8 +130,8 @@ def _settled(jaxpr: Any, given: Sequence[Axes], own: Axes) -> Any:
 
 
 def _settled_equation(
-    eqn: Any, operands: Sequence[Axes], bodies: Sequence[Body[Axes]], own: Axes
-) -> Any:
+    eqn: Equation, operands: Sequence[Axes], bodies: Sequence[Body[Axes]], own: Axes
+) -> Equation:
     pending = _pending(eqn)
     if pending is not None:
         return jaxprs.calling(pending.decided(operands), eqn) if pending.is_over(own) else eqn
@@ -143,18 +143,18 @@ def _settled_equation(
     return jaxprs.with_jaxprs(eqn, new)
 
 
-def _pending(eqn: Any) -> Pending | None:
+def _pending(eqn: Equation) -> Pending | None:
     return getattr(jaxprs.rule_of(eqn), "pending", None)
 
 
-def _is_own(eqn: Any, own: Axes) -> bool:
+def _is_own(eqn: Equation, own: Axes) -> bool:
     pending = _pending(eqn)
     return pending is not None and pending.is_over(own)
 
 
-def _has_pending(jaxpr: Any, own: Axes) -> bool:
+def _has_pending(jaxpr: Jaxpr, own: Axes) -> bool:
     return any(_is_own(eqn, own) for eqn in jaxprs.equations(jaxpr))
 
 
-def _typed(atom: Any) -> Axes:
+def _typed(atom: Operand) -> Axes:
     return compat.varying_type(atom.aval)

@@ -7,16 +7,17 @@ from typing import Any
 import numpy as np
 
 from .._base import _compat as compat
-from .._base import _jaxprs as jaxprs
+from .._base._compat import Equation
+from .._base._jaxprs import AnyJaxpr
 from .._base._types import Axes, AxisName, written_axes
 
 
-def shard_map_equation(jaxpr: Any) -> Any:
+def shard_map_equation(jaxpr: AnyJaxpr) -> Equation | None:
     """The equation of the `shard_map` in a program that maps something; `None` if there is none."""
     return next((eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"), None)
 
 
-def shard_map_recorded(outputs: Iterable[Any]) -> Any:
+def shard_map_recorded(outputs: Iterable[Any]) -> Equation | None:
     """The same of a `shard_map` that has just been recorded into an outer jaxpr, by its outputs."""
     for x in outputs:
         # What transforms the recorded program (`grad`, `vmap`) holds the tracer that records it.
@@ -27,13 +28,13 @@ def shard_map_recorded(outputs: Iterable[Any]) -> Any:
     return None
 
 
-def split_over(eqn: Any) -> list[Axes]:
+def split_over(eqn: Equation) -> list[Axes]:
     """The axes over which each operand of a `shard_map` is split."""
     specs = eqn.params["in_specs"]
     return [frozenset(name for names in written_axes(spec) for name in names) for spec in specs]
 
 
-def sizes_mapped(eqn: Any) -> dict[AxisName, int]:
+def sizes_mapped(eqn: Equation) -> dict[AxisName, int]:
     """The axes over which a `shard_map` maps, with their sizes."""
     return {name: eqn.params["mesh"].shape[name] for name in eqn.params["newly_manual_axes"]}
 
@@ -52,13 +53,16 @@ _UNSCALED = (
 )
 
 
-def divisor(eqn: Any) -> int | None:
+def divisor(eqn: Equation) -> int | None:
     """The whole number by which an equation divides its one operand, if it only scales that by a constant.
 
     1 where the constant is another one, or where the equation changes no more than the dtype, shape or type.
     `None` where it does anything else.
     """
-    name, literals = eqn.primitive.name, [v for v in eqn.invars if jaxprs.is_literal(v)]
+    name, literals = (
+        eqn.primitive.name,
+        [v for v in eqn.invars if isinstance(v, compat.core.Literal)],
+    )
     if name in _UNSCALED:
         return 1
     if name not in ("mul", "div") or len(literals) != 1 or np.ndim(literals[0].val) != 0:

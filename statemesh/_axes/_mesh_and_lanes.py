@@ -19,12 +19,12 @@ from jax.custom_batching import custom_vmap
 from .._base import _compat as compat
 from .._base import errors
 from .._base._checks import check_names
-from .._base._types import Axes, AxisName, flat_names
+from .._base._types import Axes, AxisName, PyTree, SeveralAxes, flat_names
 from ._extremes import largest, largest_entry, smallest, smallest_entry
 from ._wide import AnyArray, after_sum, before_sum
 
 
-def bound_names(what: str, axis_name: Any) -> tuple[AxisName, ...]:
+def bound_names(what: str, axis_name: SeveralAxes) -> tuple[AxisName, ...]:
     """The axes that `axis_name` (one, several or `None`) means here: none outside any mapped call.
 
     **Raises:** `StatemeshError` for a name that is not bound inside a mapped call; `TypeError` for what is no
@@ -37,7 +37,7 @@ def bound_names(what: str, axis_name: Any) -> tuple[AxisName, ...]:
     return names if bound else ()
 
 
-def shard_index(what: str, axis_name: Any) -> Any:
+def shard_index(what: str, axis_name: SeveralAxes) -> Any:
     """This shard's number along the axes, major to minor; 0 outside any mapped call."""
     names = bound_names(what, axis_name)
     return jax.lax.axis_index(names if len(names) > 1 else names[0]) if names else 0
@@ -83,7 +83,7 @@ def pmin(x: AnyArray, axis_names: Sequence[AxisName]) -> AnyArray:
     return _collective(x, axis_names, smallest, smallest_entry)
 
 
-def total(value: Any, axis_names: Sequence[AxisName]) -> Any:
+def total(value: PyTree, axis_names: Sequence[AxisName]) -> PyTree:
     """The sum of every array of a tree over mesh axes and lanes, in code that may be differentiated.
 
     It is `jax.lax.psum`, except for lanes inside a checked `shard_map`, where that fails. There each lane
@@ -97,7 +97,7 @@ def total(value: Any, axis_names: Sequence[AxisName]) -> Any:
     return jax.lax.psum(all_varying(value, meshes), meshes) if meshes else value
 
 
-def known_same(value: Any, axis_names: Sequence[AxisName]) -> Any:
+def known_same(value: PyTree, axis_names: Sequence[AxisName]) -> PyTree:
     """What `total` made of each lane, as one value of which JAX knows that all lanes share it.
 
     It has no gradient.
@@ -138,7 +138,7 @@ def refuse_in_lanes(x: AnyArray, error: Callable[[], Exception]) -> AnyArray:
     return x
 
 
-def all_varying(value: Any, axis_names: Sequence[AxisName]) -> Any:
+def all_varying(value: PyTree, axis_names: Sequence[AxisName]) -> PyTree:
     """`value` with the leaves that vary over some of the mesh axes typed as varying over all of them.
 
     JAX reduces a leaf over mesh axes only if it varies over all of them or over none.
@@ -152,12 +152,12 @@ def all_varying(value: Any, axis_names: Sequence[AxisName]) -> Any:
 
 
 def call_policy(
-    policy: Callable[..., Any],
-    before: Any,
-    value: Any,
+    policy: Callable[..., PyTree],
+    before: PyTree,
+    value: PyTree,
     axis_names: tuple[AxisName, ...],
     label: str,
-) -> Any:
+) -> PyTree:
     """What a function that a user gave as a policy makes of `value`.
 
     **Arguments:**

@@ -8,10 +8,11 @@ divided by the number of shards, before or after: then it is a mean, which chang
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from .._base import _jaxprs as jaxprs
 from .._base import errors
+from .._base._compat import Equation, Operand
 from .._base._types import NO_AXES, Axes, AxisName
 from ._dataflow import Dataflow
 from ._differing import Differing
@@ -43,7 +44,7 @@ _Gradients: TypeAlias = frozenset[_Gradient]
 _NONE: _Gradients = frozenset()
 
 
-def check_sums(name: str, mapped: Any) -> None:
+def check_sums(name: str, mapped: Equation | None) -> None:
     """Refuse a program of one shard that sums a gradient a second time.
 
     **Arguments:**
@@ -57,7 +58,7 @@ def check_sums(name: str, mapped: Any) -> None:
         raise errors.reduced_twice(name, found)
 
 
-def summed_twice(mapped: Any) -> list[tuple[str, AxisName]]:
+def summed_twice(mapped: Equation) -> list[tuple[str, AxisName]]:
     """The gradients of which the results hold a sum over an axis along which they were the same.
 
     Each by its name, with the axis.
@@ -80,9 +81,9 @@ class _Named(Differing):
     """It remembers over which axes the named gradients differ."""
 
     def __init__(self) -> None:
-        self.found: dict[Any, Axes] = {}
+        self.found: dict[Operand, Axes] = {}
 
-    def result(self, var: Any, fact: Axes) -> Axes:
+    def result(self, var: Operand, fact: Axes) -> Axes:
         # One variable stands for several values where a jaxpr is run by several equations.
         self.found[var] = self.found.get(var, NO_AXES) | fact
         return fact
@@ -99,7 +100,7 @@ class _Sums(Dataflow[_Gradients]):
 
     nothing = _NONE
 
-    def __init__(self, differ: Mapping[Any, Axes], sizes: Mapping[AxisName, int]) -> None:
+    def __init__(self, differ: Mapping[Operand, Axes], sizes: Mapping[AxisName, int]) -> None:
         self.differ = differ
         self.sizes = sizes
         self.total = math.prod(sizes.values())
@@ -107,7 +108,7 @@ class _Sums(Dataflow[_Gradients]):
     def join(self, facts: Iterable[_Gradients]) -> _Gradients:
         return _NONE.union(*facts)
 
-    def plain(self, eqn: Any, given: Sequence[_Gradients]) -> Sequence[_Gradients]:
+    def plain(self, eqn: Equation, given: Sequence[_Gradients]) -> Sequence[_Gradients]:
         if _is_named(eqn):
             var = eqn.outvars[0]
             return [frozenset([_Gradient(eqn.params["name"], self.differ[var])])]
@@ -147,5 +148,5 @@ class _Sums(Dataflow[_Gradients]):
         return count == 1 or count in divisors
 
 
-def _is_named(eqn: Any) -> bool:
+def _is_named(eqn: Equation) -> bool:
     return (jaxprs.name_given(eqn) or "").startswith(GRADIENT)

@@ -2,13 +2,12 @@
 
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 from .._base import errors
 from .._base._compat import tree_util
 from .._base._links import Links
 from .._base._paths import path_str
-from .._base._types import KeyPath, Leaf, Placement
+from .._base._types import Key, KeyPath, Leaf, Placement
 from .._model._origin import Unknown, origin
 from .._model._state import State
 
@@ -64,7 +63,7 @@ def find_origins(
     for i, form in enumerate(forms):
         alike.setdefault(form, []).append(i)
     # Steps of paths as numbers, the last one first: in a large model very many pairs are compared.
-    numbers: dict[Any, int] = {}
+    numbers: dict[Key, int] = {}
     ends = [_numbered(one.keys, numbers) for one in entered]
     scores = {
         k: _scores(_numbered(keys, numbers), shown.get(k) or alike.get(_form(state), []), ends)
@@ -146,7 +145,7 @@ def _form(state: State) -> Hashable:
     return type(state), state._meta, tree_util.tree_structure(state.value), shapes
 
 
-def _numbered(keys: KeyPath, numbers: dict[Any, int]) -> tuple[int, ...]:
+def _numbered(keys: KeyPath, numbers: dict[Key, int]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(key, len(numbers)) for key in reversed(keys))
 
 
