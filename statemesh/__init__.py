@@ -21,8 +21,9 @@ from ._call._mapping import StatefulMapping as StatefulMapping
 from ._call._pmap2 import pmap2 as pmap2
 from ._call._shard_map import shard_map as shard_map
 from ._call._vmap2 import vmap2 as vmap2
-from ._grad import grad as grad
-from ._grad import value_and_grad as value_and_grad
+from ._grad._grad import grad as grad
+from ._grad._grad import value_and_grad as value_and_grad
+from ._grad._trainable import trainable as trainable
 from ._map import Map as Map
 from ._model._kinds import BatchState as BatchState
 from ._model._kinds import HiddenState as HiddenState
@@ -44,7 +45,6 @@ from ._partition import partition as partition
 from ._partition import states as states
 from ._resolve._place import place as place
 from ._scan import scan as scan
-from ._trainable import trainable as trainable
 
 
 __version__ = "0.1.0"

@@ -153,19 +153,19 @@ PLANS["_axes._reduction.Reduction.untyped"] |= {
 }
 MUTANTS = mutants(
     {
-        "_scope.crossed": {
+        "_grad._scope.crossed": {
             "nothing crosses": always(NO_AXES),
             "everything crosses": always(frozenset(["x", "y"])),
             "what is stopped crosses": lambda right: (
                 lambda jaxpr: right(jaxpr) | engine("_base._jaxprs.exchanged_over")(jaxpr)
             ),
         },
-        "_scope.Scope.__init__": {
+        "_grad._scope.Scope.__init__": {
             "inside a loss nothing is own": after_init(nothing_own),
             "derivatives around maps as in them": after_init(within_every_map),
         },
         "_axes._reduction.Pending._derived": {"nothing transposed": not_transposed},
-        "_scope.Scope.reduced": {
+        "_grad._scope.Scope.reduced": {
             "no reduction at all": lambda right: (
                 lambda self, loss, grads, *rest: (loss, list(grads))
             ),
@@ -177,12 +177,12 @@ MUTANTS = mutants(
             "reduced twice": reduced_twice,
             "reduced over the first axis only, unchecked": first_axis_only,
         },
-        "_scope.reduce_on_mesh": {
+        "_grad._scope.reduce_on_mesh": {
             "reduced twice where types tell": reduced_twice,
             "reduced over the first axis only": first_axis_only,
         },
         **PLANS,
-        "_scope.Scope.cast": {
+        "_grad._scope.Scope.cast": {
             "not cast to varying": lambda right: lambda self, x: list(x),
         },
         "_axes._reduction.Reduction.of_loss": {
@@ -219,9 +219,9 @@ MUTANTS = mutants(
         },
         "_axes._reduction.Plan.of_lanes": {"lanes that agree summed once": lanes_summed_once},
         "_axes._reduction.custom_vmap": {"any vmap taken for the lanes": any_axis},
-        "_trainable.Parts.__init__": {"parameters copied": after_init(copies_for_parameters)},
-        "_trainable.to_predicate": {
-            "wrt ignored": with_result(lambda hit: engine("_trainable._is_trained")),
+        "_grad._trainable.Parts.__init__": {"parameters copied": after_init(copies_for_parameters)},
+        "_grad._trainable.to_predicate": {
+            "wrt ignored": with_result(lambda hit: engine("_grad._trainable._is_trained")),
         },
         "_base._compat.varying": {"types tell nothing": always(NO_AXES)},
         "_base._jaxprs.collective": {

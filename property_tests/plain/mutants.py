@@ -92,10 +92,10 @@ MUTANTS = POLICY_MUTANTS + mutants(
                 lambda self, value, token: (value, token)
             ),
         },
-        "_traced.continued": {
+        "_leave._traced.continued": {
             "links not followed": lambda right: lambda jaxpr: [frozenset()] * len(jaxpr.outvars),
         },
-        "_varying.FromTypes.same_over": {
+        "_leave._varying.FromTypes.same_over": {
             "a gathered value counted by every shard": always(frozenset())
         },
         "_axes._differing.Differing.chosen": {

@@ -5,9 +5,9 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 from .._base._types import AxisName, Leaf, Placement
+from .._leave._varying import VaryingAxes
 from .._resolve._agreement import Passed
 from .._resolve._inputs import Input
-from .._varying import VaryingAxes
 
 
 @runtime_checkable

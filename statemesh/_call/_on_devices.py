@@ -12,12 +12,12 @@ from .._base import errors
 from .._base._checks import check_text
 from .._base._stored import by_fields
 from .._base._types import AxisName, DeviceList, Leaf, Placement, PyTree, Text
+from .._leave._varying import FromDataflow, VaryingAxes
 from .._resolve._inputs import Input
 from .._resolve._lanes import FixedMeshLayout, count_lanes
 from .._resolve._layout import MeshLayout
 from .._resolve._processes import LanesOfProcesses, OwnParts, own_devices
 from .._resolve._specs import SpecPlacement
-from .._varying import FromDataflow, VaryingAxes
 from ._binding import Binding, Layout, Mapped
 from ._on_mesh import OnOwnMesh
 from ._over_lanes import Lanes

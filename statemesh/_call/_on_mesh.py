@@ -10,10 +10,10 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._base import _compat as compat
 from .._base._types import AxisName, Leaf
+from .._leave._varying import FromTypes, Unchecked, VaryingAxes
 from .._resolve._inputs import Input
 from .._resolve._layout import MeshLayout
 from .._resolve._processes import SpreadLayout, spans_processes
-from .._varying import FromTypes, Unchecked, VaryingAxes
 from ._binding import Layout, Outside, Run
 
 

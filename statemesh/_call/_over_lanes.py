@@ -10,9 +10,9 @@ import jax
 from .._base import _compat as compat
 from .._base import errors
 from .._base._types import AxisName, Leaf, Placement
+from .._leave._varying import FromTypes, VaryingAxes
 from .._resolve._inputs import Input
 from .._resolve._lanes import FixedLaneLayout, LaneLayout, LanePlacement, count_lanes
-from .._varying import FromTypes, VaryingAxes
 from ._binding import Binding, Layout, Mapped, Outside, Run
 
 

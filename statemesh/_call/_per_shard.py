@@ -15,9 +15,9 @@ from .._leave._leave import Arrived, leave
 from .._leave._origins import Entered, leaves_of, links_for
 from .._leave._policies import checked_state
 from .._leave._rules import LeavingRules
+from .._leave._varying import VaryingAxes
 from .._model._origin import mark_origin
 from .._model._state import State
-from .._varying import VaryingAxes
 from .._write_back import WriteBack
 
 

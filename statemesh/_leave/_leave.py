@@ -18,11 +18,11 @@ from .._base._paths import path_str
 from .._base._types import NO_AXES, NUMBERS, Axes, AxisName, Leaf, Placement, PyTree, is_state
 from .._model._state import State
 from .._model._values import strong
-from .._varying import VaryingAxes
 from .._write_back import Forwarded, Given, Output, Static, WriteBack
 from ._origins import Entered, find_origins, leaves_of
 from ._policies import Written, filled, left
 from ._rules import LeavingRules, Mistakes
+from ._varying import VaryingAxes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from .._axes._mesh_and_lanes import bound_names, known_same, total
 from .._base import errors
 from .._base._checks import check_names
 from .._base._types import Dtype, Filter, Leaf, PyTree, SeveralAxes, is_state, unpacked
+from .._grad._trainable import trainable
 from .._model._kinds import LongTermState, ShortTermState
 from .._model._module import Module, field
 from .._packed._pack import packed_as
-from .._trainable import trainable
 from ._checks import check_alike, moved
 
 

@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._base import _compat as compat
-from ._base import _explicit as explicit
-from ._base import _jaxprs as jaxprs
-from ._base import errors
-from ._base._checks import check_function, check_names
-from ._base._compat import tree_util
-from ._base._frames import without_own_frames
-from ._base._paths import fun_name, positional_names
-from ._base._types import (
+from .._base import _compat as compat
+from .._base import _explicit as explicit
+from .._base import _jaxprs as jaxprs
+from .._base import errors
+from .._base._checks import check_function, check_names
+from .._base._compat import tree_util
+from .._base._frames import without_own_frames
+from .._base._paths import fun_name, positional_names
+from .._base._types import (
     Array,
     Filter,
     Fun,
@@ -30,8 +30,8 @@ from ._base._types import (
     Result,
     SeveralAxes,
 )
-from ._model._filters import to_predicate
-from ._model._origin import origins, with_origins
+from .._model._filters import to_predicate
+from .._model._origin import origins, with_origins
 from ._scope import Scope
 from ._trainable import Parts
 

@@ -12,15 +12,15 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from ._axes._differing import all_axes, settled
-from ._axes._mesh_and_lanes import meshes_and_lanes, varying_over
-from ._axes._wide import AnyArray
-from ._base import _compat as compat
-from ._base import _jaxprs as jaxprs
-from ._base._compat import tree_util
-from ._base._links import Links
-from ._base._types import NO_AXES, Axes, AxisName, Leaf, PyTree
-from ._base.errors import StatemeshError
+from .._axes._differing import all_axes, settled
+from .._axes._mesh_and_lanes import meshes_and_lanes, varying_over
+from .._axes._wide import AnyArray
+from .._base import _compat as compat
+from .._base import _jaxprs as jaxprs
+from .._base._compat import tree_util
+from .._base._links import Links
+from .._base._types import NO_AXES, Axes, AxisName, Leaf, PyTree
+from .._base.errors import StatemeshError
 from ._traced import Traced, trace
 
 

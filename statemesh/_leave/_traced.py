@@ -7,14 +7,14 @@ from contextlib import nullcontext
 import jax
 from jax import Array
 
-from ._base import _compat as compat
-from ._base import _jaxprs as jaxprs
-from ._base._compat import ClosedJaxpr, tree_util
-from ._base._links import Links
-from ._base._types import Leaf, PyTree, PyTreeDef, is_state
-from ._model._origin import Unknown, origin, origins, states_of, with_origins
-from ._model._state import State
-from ._origins import continued
+from .._base import _compat as compat
+from .._base import _jaxprs as jaxprs
+from .._base._compat import ClosedJaxpr, tree_util
+from .._base._links import Links
+from .._base._types import Leaf, PyTree, PyTreeDef, is_state
+from .._model._origin import Unknown, origin, origins, states_of, with_origins
+from .._model._state import State
+from ._continued import continued
 
 
 # It takes the place of an array among the leaves of a result: JAX takes a tracer that is kept for a leak.

@@ -8,15 +8,15 @@ from contextvars import ContextVar
 import jax
 import jax.numpy as jnp
 
-from ._axes._dataflow import forwarded
-from ._axes._differing import crossed
-from ._axes._mesh_and_lanes import bound_names, meshes_and_lanes
-from ._axes._reduction import Pending, Reduction, reduce_on_mesh
-from ._base import _compat as compat
-from ._base import _jaxprs as jaxprs
-from ._base import errors
-from ._base._compat import Jaxpr
-from ._base._types import NO_AXES, Axes, AxisName, Leaf, PyTree, SeveralAxes
+from .._axes._dataflow import forwarded
+from .._axes._differing import crossed
+from .._axes._mesh_and_lanes import bound_names, meshes_and_lanes
+from .._axes._reduction import Pending, Reduction, reduce_on_mesh
+from .._base import _compat as compat
+from .._base import _jaxprs as jaxprs
+from .._base import errors
+from .._base._compat import Jaxpr
+from .._base._types import NO_AXES, Axes, AxisName, Leaf, PyTree, SeveralAxes
 from ._trainable import Parts
 
 

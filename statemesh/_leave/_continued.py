@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from ._axes._dataflow import Dataflow
-from ._base import _jaxprs as jaxprs
-from ._base._compat import Equation, Jaxpr
-from ._base._links import REBUILT, link_made
+from .._axes._dataflow import Dataflow
+from .._base import _jaxprs as jaxprs
+from .._base._compat import Equation, Jaxpr
+from .._base._links import REBUILT, link_made
 
 
 # Numbers of arguments: none where nothing is known, several where it may be any of them.

@@ -1,0 +1,1 @@
+"""Gradients that are reduced across shards exactly once."""
