@@ -48,12 +48,8 @@ def broadcast_prefix(
     if all(map(entries.is_entry, found)):
         with contextlib.suppress(ValueError):
             pairs = zip(found, structure.flatten_up_to(tree), strict=True)
-            return [entry for entry, part in pairs for _ in _units(part)]
+            return [e for e, part in pairs for _ in tree_util.tree_leaves(part, is_leaf=is_state)]
     raise entries.mismatch(list(_mismatches(entries, prefix, tree, what, root)))
-
-
-def _units(tree: PyTree) -> list[PyTree]:
-    return list(tree_util.tree_leaves(tree, is_leaf=is_state))
 
 
 def _mismatches(
