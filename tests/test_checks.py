@@ -372,7 +372,7 @@ def test_placing_what_is_traced() -> None:
     text = """\
 {what}: these arrays are traced, as inside jit, grad or vmap, and cannot be placed:
   - {path}
-Placement them before, outside the traced function. Inside it, a mapped call lays out its arguments itself."""
+Place them before, outside the traced function. Inside it, a mapped call lays out its arguments itself."""
     place = lambda x: sm.place({"w": sm.State(x)}, make_mesh())["w"].value.sum()
     for transform in (jax.jit, jax.grad, jax.vmap):
         shown = text.format(what="place", path="tree['w']")

@@ -201,9 +201,9 @@ class _LaneMaker(Maker):
         )
         reduce = slot.reduce
         if self.nested and not per_lane and not is_array:
-            # A value that differs between lanes needs a policy. A range of ranges is not the range of all.
-            on_shards = any(not leaf.axes for leaf in leaves)
-            reduce = "sum" if reduce is None or (reduce == "range" and on_shards) else reduce
+            # A value that differs between lanes needs a policy. Inside a checked `shard_map` only the named
+            # ones merge lanes.
+            reduce = "sum" if reduce in (None, "range") else reduce
         return Slot(slot.kind, leaves, reduce, declared=not is_array)
 
     def read(self, inputs: Sequence[Leaf], slots: Sequence[Slot]) -> None:

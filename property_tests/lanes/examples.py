@@ -155,7 +155,7 @@ ON_SHARDS = LaneCase(
         (
             Slot("BatchState", (SCALAR,), "mean", True),
             Slot("State", (SCALAR, COUNT), "sum", True),
-            Slot("State", (Leaf((4,), FLOAT, (X,)),), "range", True),
+            Slot("State", (Leaf((4,), FLOAT, (X,)),), "max", True),
             Slot("State", (Leaf((4,), FLOAT, (X,), Y),), None, True),
         ),
         (

@@ -21,17 +21,17 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from ._types import NO_AXES, Array, Axes, AxisName, Leaf, PyTree, flat_names
 
 
-Operand: TypeAlias = Var | Literal
-"""What an equation of a jaxpr reads."""
 if TYPE_CHECKING:
     # Newer releases of JAX have one class for both kinds of jaxpr, and export it under one name only.
     ClosedJaxpr: TypeAlias = Jaxpr
     Equation: TypeAlias = JaxprEqn
+    Operand: TypeAlias = Var | Literal
 else:
     from jax.extend.core import ClosedJaxpr as ClosedJaxpr
 
-    # While JAX records a jaxpr, its equations are of another class, which has no public name.
-    Equation = Any
+    # While JAX records a jaxpr, its equations are of another class, which has no public name, and they read
+    # tracers instead of variables.
+    Equation = Operand = Any
 
 
 # `jax.shard_map`'s own default for `in_specs`; it is exported under no public name.
