@@ -7,18 +7,20 @@ from .._base import _compat as compat
 from .._base import errors
 from .._base._checks import axis_names as as_names
 from .._base._paths import fun_name
-from .._base._types import AnyMesh, AxisNames, Donate, Fun, Params, Result, SpecTree, StateSpecs
+from .._base._types import (
+    MISSING,
+    AnyMesh,
+    AxisNames,
+    Donate,
+    Fun,
+    Params,
+    Result,
+    SpecTree,
+    StateSpecs,
+)
 from ._declared import DONATE, Declared
 from ._mapping import Decorator, StatefulMapping
 from ._spec_rules import SpecRules
-
-
-class _Required:
-    def __repr__(self) -> str:
-        return "<required>"
-
-
-_REQUIRED: Any = _Required()
 
 
 @overload
@@ -57,7 +59,7 @@ def shard_map(
     fun: Fun | None = None,
     mesh: AnyMesh | None = None,
     in_specs: SpecTree = compat.INFER,
-    out_specs: SpecTree = _REQUIRED,
+    out_specs: SpecTree = MISSING,
     *,
     state_in_specs: StateSpecs = None,
     state_out_specs: StateSpecs = None,
@@ -113,7 +115,7 @@ def shard_map(
 
         ```
     """
-    if out_specs is _REQUIRED:
+    if out_specs is MISSING:
         raise errors.out_specs_required()
     if not (isinstance(donate, str) and donate in DONATE):
         raise errors.unknown_choice("donate", donate, DONATE)
