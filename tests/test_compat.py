@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from statemesh._axes._equations import shard_map_equation
 from statemesh._base import _compat as compat
 from statemesh._base import _explicit as explicit
 from statemesh._base import _jaxprs as jaxprs
@@ -168,8 +169,9 @@ def test_control_flow_is_recognized() -> None:
 
     mapped = jax.shard_map(body, mesh=make_mesh(), in_specs=(P(), P("x")), out_specs=P())
     traced = jax.jit(mapped).trace(jnp.float32(1), jnp.ones(8))
-    mapped_body = jaxprs.shard_map_body(traced.jaxpr)
-    assert mapped_body is not None
+    equation = shard_map_equation(traced.jaxpr)
+    assert equation is not None
+    mapped_body = equation.params["jaxpr"]
     found = [jaxprs.control_flow(eqn) for eqn in mapped_body.eqns]
     kinds = {flow[0]: flow for flow in found if flow is not None}
     assert set(kinds) == {"cond", "while", "scan", "call"}

@@ -97,6 +97,16 @@ def test_a_write_that_a_branch_makes_differ_is_refused(fun: Step, reduce: Any) -
     assert float(state.value) == 1
 
 
+# Under `jax.vmap` a `cond` becomes a select, which JAX itself refuses here.
+@pytest.mark.parametrize("around", [jax.jit, jax.grad])
+def test_it_is_refused_inside_transformations(around: Any) -> None:
+    def total(x: jax.Array) -> Any:
+        return mapped(in_cond)(sm.State(1.0), x).value
+
+    with pytest.raises(sm.DivergedStateError, match=r"state may differ over 'x'"):
+        around(total)(X)
+
+
 def test_the_axes_of_the_spec_may_differ() -> None:
     def fun(state: sm.State, x: jax.Array) -> Any:
         def go(s: sm.State) -> sm.State:

@@ -44,17 +44,17 @@ _Gradients: TypeAlias = frozenset[_Gradient]
 _NONE: _Gradients = frozenset()
 
 
-def check_sums(name: str, mapped: Equation | None) -> None:
+def check_sums(name: str, mapped: Equation) -> None:
     """Refuse a program of one shard that sums a gradient a second time.
 
     **Arguments:**
 
     - `name`: what the message calls the function.
-    - `mapped`: the equation of its `shard_map`; `None` if there is none.
+    - `mapped`: the equation of its `shard_map`.
 
     **Raises:** `StatemeshError` that names each such gradient.
     """
-    if mapped is not None and (found := summed_twice(mapped)):
+    if found := summed_twice(mapped):
         raise errors.reduced_twice(name, found)
 
 

@@ -53,12 +53,6 @@ def equations(jaxpr: Jaxpr) -> Iterator[Equation]:
             yield from equations(inner)
 
 
-def shard_map_body(jaxpr: AnyJaxpr) -> Jaxpr | None:
-    """The program of one shard, in the jaxpr of a program that maps something."""
-    bodies = [e.params["jaxpr"] for e in jaxpr.eqns if e.primitive.name == "shard_map"]
-    return bodies[0] if bodies else None
-
-
 # The result is `Any` in its parts: what they are depends on the first.
 def control_flow(eqn: Equation) -> tuple[Any, ...] | None:
     """An equation that runs other jaxprs, as its kind and these jaxprs; `None` for any other.

@@ -11,8 +11,8 @@ from .._axes._differing import hidden_axes
 from .._axes._equations import shard_map_equation, shard_map_recorded
 from .._axes._summed_twice import check_sums
 from .._base import _compat as compat
-from .._base import _jaxprs as jaxprs
 from .._base import errors
+from .._base._compat import Equation, Jaxpr
 from .._base._types import Leaf, PyTree, PyTreeDef
 from .._write_back import WriteBack
 from ._binding import Outside
@@ -88,11 +88,7 @@ class CompiledEntry:
         if self.program_checked:
             return
         traced = self.lowers.trace(*arrays)
-        check_sums(self.program.declared.name, shard_map_equation(traced.jaxpr))
-        body = jaxprs.shard_map_body(traced.jaxpr)
-        if body is not None and self.program.binding.check_vma:
-            self._check_branches(body, traced.out_info[1])
-        self.program_checked = True
+        self._check(shard_map_equation(traced.jaxpr), traced.out_info[1])
 
     def traced_run(self, given: Sequence[Leaf], recorded: bool) -> tuple[list[Leaf], WriteBack]:
         """Run the program on traced inputs, and check it once.
@@ -109,11 +105,18 @@ class CompiledEntry:
         else:
             equation = shard_map_equation(self.plain.trace(*given).jaxpr)
             outputs, back = run(*given)
-        check_sums(self.program.declared.name, equation)
-        self.program_checked = True
+        self._check(equation, back)
         return outputs, back
 
-    def _check_branches(self, body: Any, back: WriteBack) -> None:
+    def _check(self, equation: Equation | None, back: WriteBack) -> None:
+        # What the user's own transformations leave of the program may hold no `shard_map`.
+        if equation is not None:
+            check_sums(self.program.declared.name, equation)
+            if self.program.binding.check_vma:
+                self._check_branches(equation.params["jaxpr"], back)
+        self.program_checked = True
+
+    def _check_branches(self, body: Jaxpr, back: WriteBack) -> None:
         leaving = self.program.resolved.leaving
         hidden = hidden_axes(body)
         found = [
