@@ -117,7 +117,8 @@ def test_what_an_error_comes_of_is_shortened_too() -> None:
 
 @pytest.fixture
 def filtering() -> Iterator[Callable[[str], None]]:
-    before = jax.config.jax_traceback_filtering
+    config: Any = jax.config
+    before = config.jax_traceback_filtering
     yield lambda mode: jax.config.update("jax_traceback_filtering", mode)
     jax.config.update("jax_traceback_filtering", before)
 

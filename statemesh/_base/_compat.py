@@ -22,8 +22,9 @@ from ._types import NO_AXES, Array, Axes, AxisName, Leaf, PyTree, flat_names
 
 
 if TYPE_CHECKING:
-    # Newer releases of JAX have one class for both kinds of jaxpr, and export it under one name only.
-    ClosedJaxpr: TypeAlias = Jaxpr
+    # Newer releases of JAX have one class for both kinds of jaxpr, exported under one name only. Older ones
+    # have two classes.
+    ClosedJaxpr: TypeAlias = Any
     Equation: TypeAlias = JaxprEqn
     Operand: TypeAlias = Var | Literal
 else:
@@ -36,6 +37,9 @@ else:
 
 # `jax.shard_map`'s own default for `in_specs`; it is exported under no public name.
 INFER: Any = inspect.signature(jax.shard_map).parameters["in_specs"].default
+
+# Older releases do not annotate its options.
+_config: Any = jax.config
 
 # The module in which one can ask what JAX is tracing. It does not mark these names as exported.
 core: Any = importlib.import_module("jax.extend.core")
@@ -259,9 +263,14 @@ def raised_by_jax(error: BaseException) -> bool:
     return bool(frames) and _is_of_jax(frames[-1])
 
 
+def jit_disabled() -> bool:
+    """Whether `jax.disable_jit()` is in effect."""
+    return bool(_config.jax_disable_jit)
+
+
 def traceback_filtering() -> str:
     """How JAX keeps its own frames out of tracebacks: `'off'`, `'tracebackhide'` or by removing them."""
-    mode: str | None = jax.config.jax_traceback_filtering
+    mode: str | None = _config.jax_traceback_filtering
     if mode in (None, "auto"):
         ipython = sys.modules.get("IPython")
         return "tracebackhide" if ipython and ipython.get_ipython() else "quiet_remove_frames"

@@ -69,7 +69,7 @@ class CompiledEntry:
 
     def checked_run(self, arrays: Sequence[Leaf]) -> tuple[list[Leaf], WriteBack]:
         """Run the program, which is checked once before."""
-        if not jax.config.jax_disable_jit:
+        if not compat.jit_disabled():
             self.check_program(arrays)
             return self.compiled(*arrays)
         # What the function prints and where it stops belong to its run, so that the trace comes after it.

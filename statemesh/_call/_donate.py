@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._base import _compat as compat
 from .._base._types import Leaf, PyTree
 from .._resolve._buffers import Spared
 from .._resolve._lanes import OtherShapes
@@ -33,7 +34,7 @@ class DonatingProgram:
         try:
             outputs: tuple[list[Leaf], WriteBack] = compiled(*spared(arrays))
         except OtherShapes:
-            if jax.config.jax_disable_jit:
+            if compat.jit_disabled():
                 return self.program(*arrays)
             compiled, spared = self._last = self._for(arrays)
             outputs = compiled(*spared(arrays))

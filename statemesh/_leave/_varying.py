@@ -167,7 +167,7 @@ class FromDataflow:
             return self._run_eagerly(fun, operands, links, counted)
         except StatemeshError:
             # `value_and_grad` needs the program, which a call has but for `jax.disable_jit()`.
-            if not jax.config.jax_disable_jit:
+            if not compat.jit_disabled():
                 raise
         return self._run_traced(fun, operands, links)
 
@@ -235,7 +235,7 @@ class Unchecked(FromDataflow):
 
 def _jit_enabled() -> AbstractContextManager[Any]:
     """Under `jax.disable_jit()` a program would lack the calls that are looked for in it."""
-    return jax.disable_jit(False) if jax.config.jax_disable_jit else nullcontext()
+    return jax.disable_jit(False) if compat.jit_disabled() else nullcontext()
 
 
 def _run_eagerly(

@@ -65,7 +65,8 @@ def words(key: Array) -> Array:
 def from_words(row: Array, like: Array) -> Array:
     """The key that consists of these numbers, of the implementation of `like`."""
     shape = jax.random.key_data(like).shape
-    return jax.random.wrap_key_data(row.reshape(shape), impl=jax.random.key_impl(like))
+    key: Array = jax.random.wrap_key_data(row.reshape(shape), impl=jax.random.key_impl(like))
+    return key
 
 
 def _is_threefry(key: Array) -> bool:
@@ -78,7 +79,7 @@ def _seed(key: Array) -> Array:
         return key
     row = words(key)
     first = jnp.pad(row, (0, max(0, 2 - len(row))))[:2]
-    seed = jax.random.wrap_key_data(first, impl="threefry2x32")
+    seed: Array = jax.random.wrap_key_data(first, impl="threefry2x32")
     for k in range(2, len(row)):
         seed = jax.random.fold_in(seed, row[k])
     return seed

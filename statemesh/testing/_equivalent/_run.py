@@ -79,7 +79,8 @@ def _through_file(x: jax.Array) -> jax.Array:
     file.seek(0)
     loaded = np.load(file).view(data.dtype).reshape(data.shape)
     if is_key:
-        return jax.random.wrap_key_data(loaded, impl=jax.random.key_impl(x))
+        key: jax.Array = jax.random.wrap_key_data(loaded, impl=jax.random.key_impl(x))
+        return key
     return jnp.asarray(loaded)
 
 
