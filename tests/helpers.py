@@ -98,8 +98,8 @@ def assert_says(
     with pytest.raises(error) as raised:
         make()
     assert type(raised.value) is error
-    said = str(raised.value)
-    assert (said if until is None else said.split(until)[0]) == text
+    message = str(raised.value)
+    assert (message if until is None else message.split(until)[0]) == text
 
 
 @dataclasses.dataclass

@@ -277,7 +277,7 @@ def refusals() -> Found:
     shaped = sm.pmap2(lambda x: x * 2, "i", global_arg_shapes=((here, 3),))
     theirs = [d for d in jax.devices() if d.process_index != jax.process_index()]
     x = jnp.ones(here)
-    said = {
+    own_facts = {
         "too few": refusal(lambda: double(jnp.ones(here - 1))),
         "all": refusal(lambda: double(np.ones(2 * here))),
         "too many": refusal(lambda: sm.pmap2(lambda: 0, axis_size=2 * here + 1)()),
@@ -289,8 +289,8 @@ def refusals() -> Found:
     }
     gone = jax.device_put(x)
     gone.delete()
-    said["deleted"] = refusal(lambda: double(gone))
-    return {}, said
+    own_facts["deleted"] = refusal(lambda: double(gone))
+    return {}, own_facts
 
 
 AT_LEAST_3 = functools.partial(max, 3)
@@ -372,7 +372,7 @@ def alike() -> Found:
         ready = (after, *ready[1:])
         shared(sm.State(here(4.0)), lanes)
     _agreement._gathered = gathered
-    facts["asked in steady calls"] = len(asked)
+    facts["asked in later calls"] = len(asked)
     return arrays, facts
 
 
@@ -399,9 +399,9 @@ def run(names: str) -> Found:
     arrays: dict[str, Any] = {}
     facts: dict[str, Any] = {}
     for name in names.split(","):
-        found, said = TASKS[name]() if name in TASKS else loses(name)
+        found, own_facts = TASKS[name]() if name in TASKS else loses(name)
         arrays |= found
-        facts[name] = said
+        facts[name] = own_facts
     return arrays, facts
 
 

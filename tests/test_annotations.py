@@ -25,8 +25,8 @@ def test_each_definition_is_checked_and_has_its_own_closure(
     first, second, other = defined(int, 1), defined(int, 2), defined(float, 0)
     count = len(annotations._made)
     assert (first(1), second(1), other(0.5)) == (2, 3, 0.5)
-    for add, wrong in ((first, "1"), (second, "1"), (other, "1"), (second, 0), (other, 0.0)):
+    for add, bad in ((first, "1"), (second, "1"), (other, "1"), (second, 0), (other, 0.0)):
         with pytest.raises(jaxtyping.TypeCheckError):
-            add(wrong)
+            add(bad)
     defined(int, 3)
     assert len(annotations._made) == count

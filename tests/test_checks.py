@@ -349,8 +349,8 @@ def test_meshes() -> None:
     auto: Any = None
     call = lambda: legacy.shard_map(same, make_mesh(), P("x"), P("x"), auto=auto)
     assert_says(call, TypeError, text)
-    said = r"but must be a jax.sharding.Mesh, which has devices to put arrays on\."
-    with pytest.raises(TypeError, match=said):
+    expected = r"but must be a jax.sharding.Mesh, which has devices to put arrays on\."
+    with pytest.raises(TypeError, match=expected):
         sm.place(X, make_mesh().abstract_mesh)
 
 

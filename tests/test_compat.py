@@ -137,8 +137,8 @@ def test_arguments_are_told_with_their_sharding_if_it_is_in_their_type(kind: Any
     split = NamedSharding(make_mesh("8", kind), P("x"))
     lowered = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((8,), np.float32, sharding=split))
     plain = jax.jit(lambda x: x).lower(np.ones(8, np.float32))
-    told = explicit.unless_explicit(lowered.args_info[0][0])
-    assert (told == plain.args_info[0][0]) == (kind == AxisType.Auto)
+    shown = explicit.unless_explicit(lowered.args_info[0][0])
+    assert (shown == plain.args_info[0][0]) == (kind == AxisType.Auto)
 
 
 def test_what_an_eager_vmap_traces() -> None:

@@ -113,6 +113,6 @@ def test_a_test_file_of_jax_sees_the_variant(
 ) -> None:
     file = tmp_path / "some_test.py"
     file.write_text(FILE)
-    told = run(file, variant, 1, "")
-    assert [word for _, (word, _) in sorted(told["found"].items())] == words
-    assert sum(count["called"] for count in told["counts"].values()) == calls
+    result = run(file, variant, 1, "")
+    assert [word for _, (word, _) in sorted(result["found"].items())] == words
+    assert sum(count["called"] for count in result["counts"].values()) == calls

@@ -120,26 +120,26 @@ def test_forms(filter: Any, expected: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [3, 1, 0, 1.5, b"tag", {"memory"}, {"memory": 1}, object()], ids=label
+    "bad", [3, 1, 0, 1.5, b"tag", {"memory"}, {"memory": 1}, object()], ids=label
 )
-def test_anything_else_is_a_type_error(wrong: Any) -> None:
+def test_anything_else_is_a_type_error(bad: Any) -> None:
     for call in (
-        lambda: f.to_predicate(wrong),
-        lambda: sm.partition(NET, wrong),
-        lambda: sm.partition(NET, ["memory", wrong]),
-        lambda: f.Any("memory", wrong),
-        lambda: f.All(f.Not("memory"), wrong),
-        lambda: f.Not(wrong),
+        lambda: f.to_predicate(bad),
+        lambda: sm.partition(NET, bad),
+        lambda: sm.partition(NET, ["memory", bad]),
+        lambda: f.Any("memory", bad),
+        lambda: f.All(f.Not("memory"), bad),
+        lambda: f.Not(bad),
     ):
         with pytest.raises(TypeError, match="filter"):
             call()
 
 
 def test_wrong_filters_are_refused_when_a_call_is_made() -> None:
-    wrong: Any = {3: P("x")}
+    bad: Any = {3: P("x")}
     for where in ("state_in_specs", "state_out_specs"):
         with pytest.raises(TypeError, match="filter"):
-            sm.shard_map(lambda x: x, make_mesh(), P(), P(), **{where: wrong})
+            sm.shard_map(lambda x: x, make_mesh(), P(), P(), **{where: bad})
 
 
 def where_w(net: Net) -> Any:

@@ -23,7 +23,7 @@ class Mine(Exception):
     pass
 
 
-def wrong(model: Any, x: Any) -> Any:
+def broken(model: Any, x: Any) -> Any:
     raise Mine("of the user")
 
 
@@ -31,18 +31,18 @@ class Net(sm.Module):
     w: sm.ParamState
 
     def update(self, x: Any) -> Any:
-        return wrong(self, x)
+        return broken(self, x)
 
     def init_state(self) -> Any:
-        return wrong(self, 0)
+        return broken(self, 0)
 
 
 NET = Net(sm.ParamState(jnp.ones(3)))
 MAPPED: list[Any] = [
-    sm.shard_map(wrong, make_mesh(), (None, P("x")), P()),
-    sm.shard_map(wrong, make_mesh(), (None, P("x")), P(), jit=False, check_vma=False),
-    sm.vmap2(wrong, in_axes=(None, 0)),
-    sm.pmap2(wrong, in_axes=(None, 0), static_broadcasted_argnums=()),
+    sm.shard_map(broken, make_mesh(), (None, P("x")), P()),
+    sm.shard_map(broken, make_mesh(), (None, P("x")), P(), jit=False, check_vma=False),
+    sm.vmap2(broken, in_axes=(None, 0)),
+    sm.pmap2(broken, in_axes=(None, 0), static_broadcasted_argnums=()),
 ]
 LANES = sm.Map(NET, 8)
 
@@ -57,8 +57,8 @@ CALLS: dict[str, Callable[[], Any]] = {
         "grad": lambda f=f: jax.grad(lambda x: f(NET, x).sum())(X),
     }.items()
 } | {
-    "value_and_grad": lambda: sm.value_and_grad(wrong)(NET, X),
-    "sm.grad": lambda: sm.grad(wrong)(NET, X),
+    "value_and_grad": lambda: sm.value_and_grad(broken)(NET, X),
+    "sm.grad": lambda: sm.grad(broken)(NET, X),
     "init_all_states": lambda: NET.init_all_states(),
     "Map.init_all_states": lambda: LANES.init_all_states(),
     "vmap2_new_states": lambda: sm.vmap2_new_states(NET, {}, axis_size=2),
@@ -81,7 +81,7 @@ def test_the_users_frames_only(call: Callable[[], Any]) -> None:
         call()
     assert not own(info.value)
     # The last frame is the user's line.
-    assert traceback.extract_tb(info.value.__traceback__)[-1].name == "wrong"
+    assert traceback.extract_tb(info.value.__traceback__)[-1].name == "broken"
     notes = "".join(info.value.__notes__)
     assert notes.count("JAX_TRACEBACK_FILTERING=off") == 1
 
@@ -144,5 +144,5 @@ def test_jax_decides_so_too(filtering: Callable[[str], None]) -> None:
     for mode in ("off", "quiet_remove_frames"):
         filtering(mode)
         with pytest.raises(Mine) as info:
-            jax.jit(wrong)(NET.w.value, X)
+            jax.jit(broken)(NET.w.value, X)
         assert any(file.startswith(path) for file in frames(info.value)) == (mode == "off")

@@ -185,7 +185,7 @@ def by_policy(start: jax.Array, x: jax.Array) -> Any:
     return after["mean"] * 2 + after["spread"] ** 2
 
 
-def alone(start: Any, x: Any) -> Any:
+def unmapped(start: Any, x: Any) -> Any:
     after = moments_alone({"mean": start, "spread": jnp.full(WIDTH, 0.5)}, {"mean": start * x})
     return after["mean"] * 2 + after["spread"] ** 2
 
@@ -194,7 +194,7 @@ def alone(start: Any, x: Any) -> Any:
 def test_a_policy_that_is_a_function_runs_unchecked(jit: bool) -> None:
     start = jnp.array([1.0, 2.0])
     call = sm.shard_map(by_policy, make_mesh("4"), (P(), COLUMNS), P("x"), check_vma=False, jit=jit)
-    wanted = np.concatenate([alone(start, part) for part in parts()])
+    wanted = np.concatenate([unmapped(start, part) for part in parts()])
     np.testing.assert_allclose(call(start, DATA), wanted, rtol=1e-5)
 
 
@@ -222,7 +222,7 @@ def merged_after(start: jax.Array, x: jax.Array) -> Any:
 def test_what_the_message_of_policies_says_to_write() -> None:
     start = jnp.array([1.0, 2.0])
     call = sm.shard_map(merged_after, make_mesh("4"), (P(), COLUMNS), P("x"))
-    wanted = np.concatenate([alone(start, part) for part in parts()])
+    wanted = np.concatenate([unmapped(start, part) for part in parts()])
     np.testing.assert_allclose(call(start, DATA), wanted, rtol=1e-5)
 
 

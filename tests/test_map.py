@@ -313,12 +313,12 @@ def test_streams_made_in_nested_maps(behavior: str) -> None:
     keys = maps.module.module.module.rng.key
     assert keys.shape == (N, 2, 3)
     assert keys[0, 0, 0] == jax.random.key(3)
-    alone = [Noisy(sm.RandomState(key)) for key in keys.ravel()]
+    single = [Noisy(sm.RandomState(key)) for key in keys.ravel()]
     drawn = []
     for _ in range(2):
         out, maps = maps(np.zeros((N, 2, 3), np.float32))
-        pairs = [module.update(np.float32(0)) for module in alone]
-        alone = [module for _, module in pairs]
+        pairs = [module.update(np.float32(0)) for module in single]
+        single = [module for _, module in pairs]
         np.testing.assert_allclose(np.ravel(out), [x for x, _ in pairs], rtol=1e-6)
         drawn.append(np.ravel(out))
     assert len(np.unique(np.concatenate(drawn))) == 2 * N * 2 * 3

@@ -71,9 +71,19 @@ def processes(tasks: str, timeout: int, folder: pathlib.Path) -> Iterator[Any]:
         port = probe.getsockname()[1]
     folder.mkdir()
     outs = [folder / str(i) for i in range(COUNT)]
-    told = (str(COUNT), str(port), str(timeout))
+    setup = (str(COUNT), str(port), str(timeout))
     commands = [
-        [sys.executable, "-W", "error", "-m", "tests.process_steps", tasks, str(i), *told, str(out)]
+        [
+            sys.executable,
+            "-W",
+            "error",
+            "-m",
+            "tests.process_steps",
+            tasks,
+            str(i),
+            *setup,
+            str(out),
+        ]
         for i, out in enumerate(outs)
     ]
     with running(commands, [out.with_suffix(".log") for out in outs]) as started:
@@ -95,8 +105,8 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """The results of each of two processes: arrays as its devices hold them, and facts."""
     folder = tmp_path_factory.mktemp("processes") / "together"
     with processes("lanes,shards,others,refusals,alike", 60, folder) as (started, outs):
-        for code, said in ended(started, outs):
-            assert code == 0, said
+        for code, output in ended(started, outs):
+            assert code == 0, output
     return [
         (dict(np.load(out.with_suffix(".npz"))), json.loads(out.with_suffix(".json").read_text()))
         for out in outs
@@ -104,7 +114,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> process_steps.Found:
+def one_process() -> process_steps.Found:
     """The results of one process on all devices."""
     return process_steps.run("lanes,shards,others,alike")
 
@@ -126,8 +136,8 @@ def alone() -> process_steps.Found:
         "alike too",
     ],
 )
-def test_several_processes_find_what_one_does(task: str, together: Any, alone: Any) -> None:
-    expected = {name: x for name, x in alone[0].items() if re.match(rf"{task}\d?\b", name)}
+def test_several_processes_find_what_one_does(task: str, together: Any, one_process: Any) -> None:
+    expected = {name: x for name, x in one_process[0].items() if re.match(rf"{task}\d?\b", name)}
     assert expected
     for name, x in expected.items():
         # Device by device, also for values that are the same everywhere.
@@ -167,10 +177,10 @@ def test_every_lane_of_all_processes_has_a_stream_of_its_own(together: Any) -> N
     assert len(np.unique(drawn, axis=0)) == 2 * CALLS * LANES
 
 
-def test_lanes_come_back_as_local_arrays(together: Any, alone: Any) -> None:
+def test_lanes_come_back_as_local_arrays(together: Any, one_process: Any) -> None:
     parts = [
         [LANES // COUNT if size == LANES else size for size in shape]
-        for shape in alone[1]["lanes"]["shapes"]
+        for shape in one_process[1]["lanes"]["shapes"]
     ]
     for _, facts in together:
         assert facts["lanes"]["local"]
@@ -294,7 +304,7 @@ def test_static_leaves_of_all_processes_are_compared(what: str, together: Any) -
 
 
 def test_nothing_is_compared_again_that_lies_right(together: Any) -> None:
-    assert all(facts["alike"]["asked in steady calls"] == 0 for _, facts in together)
+    assert all(facts["alike"]["asked in later calls"] == 0 for _, facts in together)
 
 
 def test_a_lost_process_ends_the_others(tmp_path: pathlib.Path) -> None:
@@ -305,16 +315,16 @@ def test_a_lost_process_ends_the_others(tmp_path: pathlib.Path) -> None:
         for way, (started, outs) in zip(ways, groups, strict=True):
             found = ended(started, outs)
             lost = int(way.split()[1])
-            code, said = found[lost]
+            code, output = found[lost]
             if way.endswith("killed"):
-                assert code == 17, said
+                assert code == 17, output
             else:
-                assert code != 0 and "RuntimeError: this process gives up" in said, said
-            code, said = found[1 - lost]
-            assert code not in (0, 17), said
-            assert "This most likely indicates that another task died" in said, said
-            assert "coordination service" in said, said
-            assert "nobody missed the lost process" not in said, said
+                assert code != 0 and "RuntimeError: this process gives up" in output, output
+            code, output = found[1 - lost]
+            assert code not in (0, 17), output
+            assert "This most likely indicates that another task died" in output, output
+            assert "coordination service" in output, output
+            assert "nobody missed the lost process" not in output, output
 
 
 def test_whatever_is_left_over_is_killed(tmp_path: pathlib.Path) -> None:
@@ -339,16 +349,16 @@ def step(x: Any, y: Any, z: Any) -> Any:
 
 def test_global_shapes_that_fit_change_nothing() -> None:
     axes: dict[str, Any] = {"in_axes": (-1, 0, None)}
-    told = sm.pmap2(step, global_arg_shapes=([3, np.int64(LANES)], (LANES,), None), **axes)
+    shaped = sm.pmap2(step, global_arg_shapes=([3, np.int64(LANES)], (LANES,), None), **axes)
     args = np.arange(3 * LANES).reshape(3, LANES), np.arange(LANES), {"z": jnp.arange(2)}
     expected = args[0].sum(0)[:, None] + args[1][:, None] * np.arange(2)
-    np.testing.assert_array_equal(told(*args), expected)
+    np.testing.assert_array_equal(shaped(*args), expected)
     np.testing.assert_array_equal(sm.pmap2(step, **axes)(*args), expected)
 
 
 def test_what_all_lanes_share_has_its_own_shape_as_the_global_one() -> None:
-    told = sm.pmap2(step, in_axes=(0, None, 0), global_arg_shapes=(None, (5,), (LANES, 5)))
-    out = told(np.zeros(LANES), np.arange(5), np.ones((LANES, 5)))
+    shaped = sm.pmap2(step, in_axes=(0, None, 0), global_arg_shapes=(None, (5,), (LANES, 5)))
+    out = shaped(np.zeros(LANES), np.arange(5), np.ones((LANES, 5)))
     np.testing.assert_array_equal(out, np.tile(np.arange(5), (LANES, 1)))
 
 
