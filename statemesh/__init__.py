@@ -10,8 +10,8 @@ from ._axes._collectives import pmax as pmax
 from ._axes._collectives import pmean as pmean
 from ._axes._collectives import pmin as pmin
 from ._axes._collectives import psum as psum
-from ._base._types import PerShard as PerShard
-from ._base._types import is_state as is_state
+from ._base._nodes import is_state as is_state
+from ._base._specs import PerShard as PerShard
 from ._base.errors import BatchAxisError as BatchAxisError
 from ._base.errors import DivergedStateError as DivergedStateError
 from ._base.errors import SpecError as SpecError

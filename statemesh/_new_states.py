@@ -9,6 +9,7 @@ from ._base import errors
 from ._base._checks import check_text
 from ._base._compat import tree_util
 from ._base._frames import without_own_frames
+from ._base._nodes import is_state, unpacked
 from ._base._paths import path_str
 from ._base._types import (
     UNNAMED,
@@ -22,8 +23,6 @@ from ._base._types import (
     PyTree,
     Size,
     Text,
-    is_state,
-    unpacked,
 )
 from ._call._pmap2 import pmap2
 from ._call._vmap2 import vmap2

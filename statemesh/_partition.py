@@ -2,8 +2,9 @@
 
 from ._base import errors
 from ._base._compat import tree_util
+from ._base._nodes import REMOVED, is_removed, is_state, unpacked
 from ._base._paths import path_str
-from ._base._types import REMOVED, Filter, Leaf, PyTree, is_removed, is_state, unpacked
+from ._base._types import Filter, Leaf, PyTree
 from ._model._filters import first_matches
 from ._model._state import State
 

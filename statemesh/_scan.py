@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from ._arguments import inside_modules, is_shaped
 from ._base import errors
 from ._base._compat import tree_util
+from ._base._nodes import REMOVED, is_removed, is_state
 from ._base._paths import fun_name, path_str, positional_names
 from ._base._tokens import Unknowable, token
-from ._base._types import NUMBERS, REMOVED, is_removed, is_state
+from ._base._types import NUMBERS
 
 
 def scan(

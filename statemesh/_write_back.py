@@ -8,7 +8,9 @@ from typing import Any
 import jax
 
 from ._base._compat import tree_util
-from ._base._types import Leaf, Placement, PyTree, is_state
+from ._base._nodes import is_state
+from ._base._specs import Placement
+from ._base._types import Leaf, PyTree
 from ._model._state import State, is_plain, rebuild_plain
 
 

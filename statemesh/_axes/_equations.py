@@ -9,7 +9,8 @@ import numpy as np
 from .._base import _compat as compat
 from .._base._compat import Equation
 from .._base._jaxprs import AnyJaxpr
-from .._base._types import Axes, AxisName, written_axes
+from .._base._specs import written_axes
+from .._base._types import Axes, AxisName
 
 
 def shard_map_equation(jaxpr: AnyJaxpr) -> Equation | None:

@@ -8,7 +8,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from . import _compat as compat
-from ._types import Array, Axes, AxisName, PyTree, ShapedArray, only
+from ._specs import only
+from ._types import Array, Axes, AxisName, PyTree, ShapedArray
 
 
 def explicit_axes(mesh: Mesh | AbstractMesh) -> Axes:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 
-from ._types import KeyPath, Leaf, PyTree, StateNode
+from ._nodes import StateNode
+from ._types import KeyPath, Leaf, PyTree
 
 
 def path_str(path: KeyPath, root: str = "") -> str:

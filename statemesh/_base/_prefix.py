@@ -7,8 +7,10 @@ from typing import TypeAlias
 
 from . import errors
 from ._compat import tree_util
+from ._nodes import is_state
 from ._paths import path_str
-from ._types import KeyPath, Leaf, PyTree, PyTreeDef, SpecTree, is_axis, is_spec, is_state
+from ._specs import is_axis, is_spec
+from ._types import KeyPath, Leaf, PyTree, PyTreeDef, SpecTree
 
 
 Mismatch: TypeAlias = tuple[str, PyTree, str, PyTree]

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
-from .._base._types import AxisName, Leaf, Placement
+from .._base._specs import Placement
+from .._base._types import AxisName, Leaf
 from .._leave._varying import VaryingAxes
 from .._resolve._agreement import Passed
 from .._resolve._inputs import Input

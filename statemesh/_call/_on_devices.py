@@ -10,8 +10,9 @@ from jax.sharding import Mesh, PartitionSpec
 from .._base import _compat as compat
 from .._base import errors
 from .._base._checks import check_text
+from .._base._specs import Placement
 from .._base._stored import by_fields
-from .._base._types import AxisName, DeviceList, Leaf, Placement, PyTree, Text
+from .._base._types import AxisName, DeviceList, Leaf, PyTree, Text
 from .._leave._varying import FromDataflow, VaryingAxes
 from .._resolve._inputs import Input
 from .._resolve._lanes import FixedMeshLayout, count_lanes

@@ -9,7 +9,8 @@ import jax
 
 from .._base import _compat as compat
 from .._base import errors
-from .._base._types import AxisName, Leaf, Placement
+from .._base._specs import Placement
+from .._base._types import AxisName, Leaf
 from .._leave._varying import FromTypes, VaryingAxes
 from .._resolve._inputs import Input
 from .._resolve._lanes import FixedLaneLayout, LaneLayout, LanePlacement, count_lanes

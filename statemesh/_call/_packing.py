@@ -7,7 +7,9 @@ from typing import Any
 from .._arguments import Arguments, Call
 from .._base import errors
 from .._base._compat import tree_util
-from .._base._types import Fun, Leaf, Placement, PyTree, is_packed, is_state, is_state_or_packed
+from .._base._nodes import is_packed, is_state, is_state_or_packed
+from .._base._specs import Placement
+from .._base._types import Fun, Leaf, PyTree
 from .._packed._contents import Contents, Form, Group
 from .._packed._packed import Packed, shapes_of, with_models
 from .._write_back import Forwarded, Output, WriteBack

@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec
 from .._arguments import Arguments, Unit
 from .._base import _compat as compat
 from .._base import errors
-from .._base._types import NO_AXES, AxisName, Fun, Leaf, Placement
+from .._base._specs import Placement
+from .._base._types import NO_AXES, AxisName, Fun, Leaf
 from .._leave._leave import Arrived, leave
 from .._leave._origins import Entered, leaves_of, links_for
 from .._leave._policies import checked_state

@@ -10,7 +10,8 @@ from .._arguments import Arguments, Call
 from .._base import _compat as compat
 from .._base import _jaxprs as jaxprs
 from .._base import errors
-from .._base._types import Leaf, Placement
+from .._base._specs import Placement
+from .._base._types import Leaf
 from .._resolve._agreement import Passed, static_passed, structure_passed
 from .._resolve._inputs import Input
 from .._write_back import WriteBack

@@ -5,7 +5,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from .._arguments import Arguments, Call
-from .._base._types import Leaf, Placement
+from .._base._specs import Placement
+from .._base._types import Leaf
 from .._leave._rules import LeavingRules
 from ._binding import Binding
 

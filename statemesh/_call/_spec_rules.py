@@ -12,21 +12,11 @@ from .._base import _compat as compat
 from .._base import _explicit as explicit
 from .._base import errors
 from .._base._compat import tree_util
+from .._base._nodes import is_state
 from .._base._prefix import broadcast_specs
+from .._base._specs import PerShard, Placement, is_spec, restricted
 from .._base._stored import by_fields
-from .._base._types import (
-    AnyMesh,
-    AxisName,
-    Leaf,
-    PerShard,
-    Placement,
-    PyTree,
-    SpecTree,
-    StateSpecs,
-    is_spec,
-    is_state,
-    restricted,
-)
+from .._base._types import AnyMesh, AxisName, Leaf, PyTree, SpecTree, StateSpecs
 from .._leave._spec_rules import LeaveBySpec
 from .._resolve._mesh import (
     check_specs,

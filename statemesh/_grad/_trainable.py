@@ -8,8 +8,9 @@ from .._arguments import inside_modules
 from .._base import errors
 from .._base._arrays import is_array
 from .._base._compat import tree_util
+from .._base._nodes import is_state
 from .._base._paths import path_str
-from .._base._types import Filter, KeyPath, Leaf, PyTree, PyTreeDef, is_state
+from .._base._types import Filter, KeyPath, Leaf, PyTree, PyTreeDef
 from .._model._filters import to_predicate
 from .._model._kinds import ParamState
 from .._model._origin import origins, with_origins

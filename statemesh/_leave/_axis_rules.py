@@ -9,7 +9,8 @@ import numpy as np
 
 from .._base import errors
 from .._base._prefix import broadcast_axes
-from .._base._types import AxisTree, Filter, Leaf, Placement, PyTree
+from .._base._specs import Placement
+from .._base._types import AxisTree, Filter, Leaf, PyTree
 from .._model._state import State
 from .._resolve._lanes import choose_axes, fits
 from .._resolve._specs import UNDECLARED

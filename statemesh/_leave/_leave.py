@@ -14,8 +14,10 @@ from .._axes._dataflow import sources
 from .._axes._mesh_and_lanes import one_copy
 from .._base import errors
 from .._base._compat import tree_util
+from .._base._nodes import is_state
 from .._base._paths import path_str
-from .._base._types import NO_AXES, NUMBERS, Axes, AxisName, Leaf, Placement, PyTree, is_state
+from .._base._specs import Placement
+from .._base._types import NO_AXES, NUMBERS, Axes, AxisName, Leaf, PyTree
 from .._model._state import State
 from .._model._values import strong
 from .._write_back import Forwarded, Given, Output, Static, WriteBack

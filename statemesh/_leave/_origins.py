@@ -7,7 +7,8 @@ from .._base import errors
 from .._base._compat import tree_util
 from .._base._links import Links
 from .._base._paths import path_str
-from .._base._types import Key, KeyPath, Leaf, Placement
+from .._base._specs import Placement
+from .._base._types import Key, KeyPath, Leaf
 from .._model._origin import Unknown, origin
 from .._model._state import State
 

@@ -6,7 +6,8 @@ from typing import Any
 
 from .._base import errors
 from .._base._compat import tree_util
-from .._base._types import AxisName, Leaf, Placement
+from .._base._specs import Placement
+from .._base._types import AxisName, Leaf
 from .._model._state import State
 from ._origins import Entered, leaves_of
 

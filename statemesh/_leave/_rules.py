@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._base import errors
-from .._base._types import Axes, AxisName, Leaf, Placement, PyTree
+from .._base._specs import Placement
+from .._base._types import Axes, AxisName, Leaf, PyTree
 from .._model._state import State
 from ._origins import Entered
 

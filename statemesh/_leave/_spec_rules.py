@@ -6,7 +6,8 @@ from typing import Any
 from .._base import errors
 from .._base._compat import tree_util
 from .._base._prefix import broadcast_specs
-from .._base._types import Leaf, Placement, PyTree, SpecTree, StateSpecs
+from .._base._specs import Placement
+from .._base._types import Leaf, PyTree, SpecTree, StateSpecs
 from .._model._state import State
 from .._resolve._specs import REPLICATED, UNDECLARED, choose_specs, own_placements, placement
 from ._origins import Entered, values

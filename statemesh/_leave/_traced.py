@@ -11,7 +11,8 @@ from .._base import _compat as compat
 from .._base import _jaxprs as jaxprs
 from .._base._compat import ClosedJaxpr, tree_util
 from .._base._links import Links
-from .._base._types import Leaf, PyTree, PyTreeDef, is_state
+from .._base._nodes import is_state
+from .._base._types import Leaf, PyTree, PyTreeDef
 from .._model._origin import Unknown, origin, origins, states_of, with_origins
 from .._model._state import State
 from ._continued import continued

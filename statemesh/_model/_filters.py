@@ -9,18 +9,9 @@ from jax.tree_util import keystr
 
 from .._base import errors
 from .._base._checks import check_filter
+from .._base._nodes import is_state, unpacked
 from .._base._paths import path_str
-from .._base._types import (
-    Class,
-    Filter,
-    Fun,
-    KeyPath,
-    LaneName,
-    Name,
-    PyTree,
-    is_state,
-    unpacked,
-)
+from .._base._types import Class, Filter, Fun, KeyPath, LaneName, Name, PyTree
 
 
 Predicate: TypeAlias = Callable[[KeyPath, object], bool]

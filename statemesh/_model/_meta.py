@@ -2,7 +2,8 @@
 
 import jax
 
-from .._base._types import Reduce, SpecTree, is_spec
+from .._base._specs import is_spec
+from .._base._types import Reduce, SpecTree
 
 
 class Meta:

@@ -10,7 +10,8 @@ import jax
 
 from .._base import errors
 from .._base._frames import without_own_frames
-from .._base._types import Leaf, PyTree, PyTreeDef, is_state
+from .._base._nodes import is_state
+from .._base._types import Leaf, PyTree, PyTreeDef
 from ._state import State
 
 

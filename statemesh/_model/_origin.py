@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import jax
 
 from .._base._compat import tree_util
-from .._base._types import PyTree, is_state
+from .._base._nodes import is_state
+from .._base._types import PyTree
 from ._state import State, set_origin
 
 

@@ -9,8 +9,9 @@ import numpy as np
 
 from .._base import _compat as compat
 from .._base._arrays import is_key
+from .._base._nodes import StateNode
 from .._base._paths import describe_leaf
-from .._base._types import Leaf, PyTree, StateNode
+from .._base._types import Leaf, PyTree
 
 
 class Shown(StateNode):

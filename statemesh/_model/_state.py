@@ -12,7 +12,8 @@ from .._base import errors
 from .._base._checks import check_text
 from .._base._checks import tags as as_tags
 from .._base._links import active as active_links
-from .._base._types import AxisName, Leaf, PyTree, Reduce, SpecTree, Tags, Text, Value, is_spec
+from .._base._specs import is_spec
+from .._base._types import AxisName, Leaf, PyTree, Reduce, SpecTree, Tags, Text, Value
 from ._meta import Meta
 from ._no_array import NoArray
 from ._shown import Shown

@@ -9,7 +9,8 @@ from .._axes._wide import widened
 from .._base import errors
 from .._base._arrays import is_array_or_number, is_key
 from .._base._compat import tree_util
-from .._base._types import AxisName, Dtype, KeyPath, Leaf, PyTree, Reduce, is_state
+from .._base._nodes import is_state
+from .._base._types import AxisName, Dtype, KeyPath, Leaf, PyTree, Reduce
 
 
 REDUCTIONS = ("mean", "max", "min", "sum")

@@ -14,7 +14,8 @@ from .._base import _compat as compat
 from .._base import _explicit as explicit
 from .._base import errors
 from .._base._compat import tree_util
-from .._base._types import AxisName, Dtype, Leaf, PyTree, PyTreeDef, is_state
+from .._base._nodes import is_state
+from .._base._types import AxisName, Dtype, Leaf, PyTree, PyTreeDef
 from .._resolve._specs import SpecPlacement
 
 

@@ -15,21 +15,9 @@ from .._base import _compat as compat
 from .._base import _explicit as explicit
 from .._base import errors
 from .._base._compat import tree_util
+from .._base._nodes import is_packed, is_state, is_state_or_packed, unpacked
 from .._base._paths import path_str
-from .._base._types import (
-    AnyMesh,
-    AxisName,
-    Dtype,
-    KeyPath,
-    Leaf,
-    PyTree,
-    PyTreeDef,
-    StateSpecs,
-    is_packed,
-    is_state,
-    is_state_or_packed,
-    unpacked,
-)
+from .._base._types import AnyMesh, AxisName, Dtype, KeyPath, Leaf, PyTree, PyTreeDef, StateSpecs
 from .._model._kinds import ParamState
 from .._resolve._agreement import array_passed, check_alike
 from .._resolve._mesh import check_mesh, check_specs, manual_names, mesh_for_traced

@@ -9,8 +9,9 @@ from jax.sharding import NamedSharding
 from .._base import _compat as compat
 from .._base import errors
 from .._base._compat import tree_util
+from .._base._nodes import PackedNode, is_packed, is_state_or_packed
 from .._base._paths import path_str
-from .._base._types import Leaf, PackedNode, PyTree, PyTreeDef, is_packed, is_state_or_packed
+from .._base._types import Leaf, PyTree, PyTreeDef
 from .._model._state import State
 from ._contents import A_LEAF, Contents, Form, Group, Slot
 

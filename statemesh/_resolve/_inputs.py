@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from .._base._types import Placement
+from .._base._specs import Placement
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,7 +8,9 @@ import jax
 import numpy as np
 
 from .._base import errors
-from .._base._types import AxisName, Filter, Leaf, StateAxes, is_axis, is_state
+from .._base._nodes import is_state
+from .._base._specs import is_axis
+from .._base._types import AxisName, Filter, Leaf, StateAxes
 from .._model._filters import first_matches
 from .._model._values import strong
 from ._agreement import Passed

@@ -11,7 +11,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._base import _compat as compat
 from .._base import errors
-from .._base._types import NUMBERS, AxisName, Leaf, only
+from .._base._specs import only
+from .._base._types import NUMBERS, AxisName, Leaf
 from .._model._values import strong
 from ._agreement import Passed
 from ._buffers import MADE, apart, copied, memory

@@ -9,7 +9,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from .._base import _compat as compat
 from .._base import _explicit as explicit
 from .._base import errors
-from .._base._types import Axes, AxisName, Leaf, PerShard, is_spec, spec_axes
+from .._base._specs import PerShard, is_spec, spec_axes
+from .._base._types import Axes, AxisName, Leaf
 
 
 def resolve_mesh(

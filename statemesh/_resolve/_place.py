@@ -9,18 +9,10 @@ from .._arguments import is_shaped
 from .._base import errors
 from .._base._compat import tree_util
 from .._base._frames import without_own_frames
+from .._base._nodes import is_packed, is_state, is_state_or_packed
 from .._base._paths import path_str
 from .._base._prefix import broadcast_specs
-from .._base._types import (
-    AnyMesh,
-    Leaf,
-    PyTree,
-    SpecTree,
-    StateSpecs,
-    is_packed,
-    is_state,
-    is_state_or_packed,
-)
+from .._base._types import AnyMesh, Leaf, PyTree, SpecTree, StateSpecs
 from .._model._values import strong
 from ._agreement import array_passed, check_alike
 from ._buffers import apart

@@ -12,14 +12,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from .._base import _compat as compat
 from .._base import _explicit as explicit
 from .._base import errors
-from .._base._types import (
-    AxisName,
-    Leaf,
-    Placement,
-    canonical,
-    only,
-    spec_axes,
-)
+from .._base._specs import Placement, canonical, only, spec_axes
+from .._base._types import AxisName, Leaf
 
 
 def check_shapes(

@@ -10,7 +10,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._arguments import Arguments
 from .._base import errors
-from .._base._types import AxisName, Leaf, Placement
+from .._base._specs import Placement
+from .._base._types import AxisName, Leaf
 from .._model._values import strong
 from ._agreement import Passed, array_passed, check_alike, static_passed
 from ._buffers import apart

@@ -8,19 +8,10 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .._base import errors
+from .._base._nodes import is_state
 from .._base._prefix import broadcast_specs
-from .._base._types import (
-    AxisName,
-    Leaf,
-    PerShard,
-    SpecTree,
-    StateSpecs,
-    canonical,
-    is_spec,
-    is_state,
-    mentioned,
-    written_axes,
-)
+from .._base._specs import PerShard, canonical, is_spec, mentioned, written_axes
+from .._base._types import AxisName, Leaf, SpecTree, StateSpecs
 from .._model._filters import OfType, first_matches, to_predicate
 from .._model._state import State
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from .._axes._mesh_and_lanes import bound_names, known_same, total
 from .._base import errors
 from .._base._checks import check_names
-from .._base._types import Dtype, Filter, Leaf, PyTree, SeveralAxes, is_state, unpacked
+from .._base._nodes import is_state, unpacked
+from .._base._types import Dtype, Filter, Leaf, PyTree, SeveralAxes
 from .._grad._trainable import trainable
 from .._model._kinds import LongTermState, ShortTermState
 from .._model._module import Module, field

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from .._nodes import is_state
 from .._paths import describe
-from .._types import AxisName, PerShard, is_state, written_axes
+from .._specs import PerShard, written_axes
+from .._types import AxisName
 from ._classes import BatchAxisError, SpecError
 from ._text import counted, error_listing, mesh_str, node_str, quoted, spec_str, typed_str
 

@@ -7,8 +7,9 @@ import jax
 import numpy as np
 from jax.tree_util import PyTreeDef
 
+from .._nodes import is_state
 from .._paths import describe, path_str
-from .._types import KeyPath, is_state
+from .._types import KeyPath
 from ._classes import SpecError, StatemeshError, StructureError
 from ._text import error_listing, quoted, spec_str
 

@@ -1,0 +1,148 @@
+"""Placements, and what a `PartitionSpec` says of mesh axes."""
+
+from typing import Protocol, runtime_checkable
+
+from jax.sharding import PartitionSpec
+
+from ._types import Axes, AxisName, Leaf, SpecTree
+
+
+class PerShard:
+    """A placement: one independent value per shard.
+
+    Outside the mapped call the state's value has a leading axis as long as the named mesh axes
+    together; inside, each shard sees its own entry without that axis. It stands wherever a
+    state's spec may.
+
+    **Arguments:**
+
+    - `axis_names`: the mesh axes over which each shard has a value of its own, major to minor.
+
+    **Raises:** `TypeError` when no axis is named.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> sm.PerShard("data")
+        PerShard('data')
+
+        ```
+    """
+
+    __slots__ = ("axis_names",)
+
+    axis_names: tuple[AxisName, ...]
+
+    def __init__(self, *axis_names: AxisName) -> None:
+        flat: list[AxisName] = []
+        for name in axis_names:
+            flat.extend(name if isinstance(name, tuple) else (name,))
+        if not flat:
+            raise TypeError("PerShard names no mesh axis. Write PerShard('data').")
+        object.__setattr__(self, "axis_names", tuple(flat))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"PerShard is immutable; cannot set {name!r}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return PerShard, self.axis_names
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PerShard) and self.axis_names == other.axis_names
+
+    def __hash__(self) -> int:
+        return hash((PerShard, self.axis_names))
+
+    def __repr__(self) -> str:
+        return f"PerShard({', '.join(map(repr, self.axis_names))})"
+
+
+@runtime_checkable
+class Placement(Protocol):
+    """The placement of one leaf: on a mesh, or over lanes. Hashable.
+
+    **Attributes:**
+
+    - `axis`: the array axis that is removed inside the call; `None` if none is.
+    - `axis_names`: the mapped axes over which instances have different parts of the leaf.
+    - `axes`: for each entry of the spec, the mapped axes that split this array axis.
+    - `spec`, `written`: the spec in its shortest spelling, and as it was written.
+    """
+
+    @property
+    def spec(self) -> SpecTree: ...
+
+    @property
+    def written(self) -> SpecTree: ...
+
+    @property
+    def axis(self) -> int | None: ...
+
+    @property
+    def axis_names(self) -> frozenset[AxisName]: ...
+
+    @property
+    def axes(self) -> tuple[tuple[AxisName, ...], ...]: ...
+
+    def take(self, part: Leaf) -> Leaf:
+        """An instance's part of the leaf, as the function sees it."""
+
+    def put(self, value: Leaf) -> Leaf:
+        """An instance's part of the leaf, of the value that the function returned."""
+
+
+def is_spec(node: object) -> bool:
+    """Whether `node` is a spec. `None` is one: it means "not sharded"."""
+    return node is None or isinstance(node, PartitionSpec | PerShard)
+
+
+def is_axis(node: object) -> bool:
+    """Whether `node` is the axis of an array, as in `in_axes`. `None` is one: it means "not mapped"."""
+    return node is None or type(node) is int
+
+
+def spec_axes(spec: PartitionSpec) -> tuple[tuple[AxisName, ...], ...]:
+    """The mesh axes of each array axis, trailing unsharded axes dropped."""
+    entries = list(written_axes(spec))
+    while entries and not entries[-1]:
+        entries.pop()
+    return tuple(entries)
+
+
+def written_axes(spec: PartitionSpec) -> tuple[tuple[AxisName, ...], ...]:
+    """The mesh axes of each array axis that `spec` has an entry for."""
+    return tuple(() if e is None else e if isinstance(e, tuple) else (e,) for e in spec.partitions)
+
+
+def mentioned(spec: PartitionSpec) -> frozenset[AxisName]:
+    """Every mesh axis that `spec` names: those that split an array axis, and those it is unreduced over."""
+    return frozenset(name for names in spec_axes(spec) for name in names) | spec.unreduced
+
+
+def only(spec: PartitionSpec, names: Axes) -> PartitionSpec:
+    """`spec` without all other mesh axes, in its shortest spelling."""
+    return canonical(restricted(spec, names))
+
+
+def restricted(spec: PartitionSpec, names: Axes) -> PartitionSpec:
+    """`spec` without all other mesh axes, with as many entries as it has."""
+    kept = [tuple(name for name in axis if name in names) for axis in written_axes(spec)]
+    entries = tuple(_shortest(axis) for axis in kept)
+    unreduced, reduced = spec.unreduced & names, spec.reduced & names
+    if (
+        unreduced == spec.unreduced
+    ):  # `update` also keeps the kind of reduction, which newer releases have.
+        whole: PartitionSpec = spec.update(partitions=entries, reduced=reduced)
+        return whole
+    return PartitionSpec(*entries, unreduced=unreduced, reduced=reduced)
+
+
+def canonical(spec: PartitionSpec) -> PartitionSpec:
+    """The shortest spelling of `spec`, the one that compiled outputs carry."""
+    shortest: PartitionSpec = spec.update(partitions=tuple(map(_shortest, spec_axes(spec))))
+    return shortest
+
+
+def _shortest(names: tuple[AxisName, ...]) -> AxisName | tuple[AxisName, ...] | None:
+    return None if not names else names[0] if len(names) == 1 else names
