@@ -185,16 +185,22 @@ def test_a_write_that_differs_is_found_without_the_check() -> None:
     )
 
 
-def test_a_write_that_a_branch_makes_differ_is_found() -> None:
-    """JAX's types do not see it."""
+@pytest.mark.parametrize(
+    ("check_vma", "text"),
+    [
+        (True, "s may differ over 'x', but its spec is P"),
+        (False, r"write\(\.\.\.\)\.value: .* differs by 1 between x=0 and x=2"),
+    ],
+)
+def test_a_write_that_a_branch_makes_differ_is_found(check_vma: bool, text: str) -> None:
+    """JAX's types do not see it. The mapped call does, if it checks, and else the replay."""
 
     def write(s: Any, x: Any) -> Any:
         return s.set(jax.lax.cond(x[0] > 3, lambda: 1.0, lambda: 2.0))
 
-    call = sm.shard_map(write, abstract(x=4), in_specs=(None, P("x")), out_specs=P())
-    with pytest.raises(
-        sm.StatemeshError, match=r"write\(\.\.\.\)\.value: .* differs by 1 between x=0 and x=2"
-    ):
+    specs: Any = {"in_specs": (None, P("x")), "out_specs": P(), "check_vma": check_vma}
+    call = sm.shard_map(write, abstract(x=4), **specs)
+    with pytest.raises(sm.StatemeshError, match=text):
         emulate(call, sm.State(0.0), jnp.arange(8.0))
 
 
