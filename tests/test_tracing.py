@@ -332,7 +332,7 @@ def test_other_threads_at_every_step_of_the_bound(monkeypatch: pytest.MonkeyPatc
     known = pipeline._last
     assert known is not None
     others = 0
-    watched = "find", "keep"
+    watched = "find", "keep", "make_room"
 
     def other(frame: types.FrameType, event: str, argument: Any) -> Any:
         nonlocal others

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -25,6 +25,8 @@ from ._program import Program
 # last use is longest ago go first.
 _KEPT = 256
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 Compiled = Callable[..., tuple[list[Leaf], WriteBack]]
 
 
@@ -161,10 +163,18 @@ class Cache:
         alike = self._entries.setdefault(entry.key, {})
         # Other threads do the same meanwhile, so each of these steps is one that cannot fail.
         alike.pop(entry.tokens, None)
-        if len(alike) >= _KEPT:
-            for oldest in [*alike][: len(alike) - _KEPT + 1]:
-                alike.pop(oldest, None)
+        make_room(alike, _KEPT)
         alike[entry.tokens] = entry
+
+
+def make_room(entries: dict[Key, Value], most: int) -> None:
+    """Drop the oldest entries, so that one more makes no more than `most`.
+
+    Other threads may do the same meanwhile, so each step is one that cannot fail.
+    """
+    if len(entries) >= most:
+        for oldest in [*entries][: len(entries) - most + 1]:
+            entries.pop(oldest, None)
 
 
 def _tokens(program: Program, leaves: Sequence[Leaf]) -> tuple[PyTree, ...]:

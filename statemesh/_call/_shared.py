@@ -10,6 +10,7 @@ import jax
 
 from .._base._types import Leaf, PyTree
 from ._axis_rules import AxisRules
+from ._cache import make_room
 from ._declared import Declared
 from ._on_devices import Devices
 from ._pipeline import Pipeline
@@ -41,10 +42,7 @@ def shared_pipeline(declared: Declared) -> Pipeline:
     found = alike.get(key)
     if found is not None:
         return found
-    # Other threads do the same meanwhile, so each of these steps is one that cannot fail.
-    if len(alike) >= _KEPT:
-        for oldest in [*alike][: len(alike) - _KEPT + 1]:
-            alike.pop(oldest, None)
+    make_room(alike, _KEPT)
     return alike.setdefault(key, Pipeline(dataclasses.replace(declared, fun=_Weak(fun))))
 
 
