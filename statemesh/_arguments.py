@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 
 from ._base import errors
-from ._base._arrays import is_shaped as is_shaped
+from ._base._arrays import is_shaped
 from ._base._nodes import is_state
 from ._base._paths import path_str, positional_names
 from ._base._types import NUMBERS, Fun, KeyPath, Leaf, PyTree, PyTreeDef

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._arguments import inside_modules, is_shaped
+from ._arguments import inside_modules
 from ._base import errors
+from ._base._arrays import is_shaped
 from ._base._compat import tree_util
 from ._base._nodes import REMOVED, is_removed, is_state
 from ._base._paths import fun_name, path_str, positional_names

@@ -12,9 +12,10 @@ from typing import Any
 
 import jax
 
-from .._arguments import Arguments, Call, check_arity, is_shaped
+from .._arguments import Arguments, Call, check_arity
 from .._base import _compat as compat
 from .._base import errors
+from .._base._arrays import is_shaped
 from .._base._compat import tree_util
 from .._base._types import Leaf, PyTree, PyTreeDef
 from .._resolve._lanes import OtherShapes

@@ -9,10 +9,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._arguments import inside_modules, is_shaped
+from .._arguments import inside_modules
 from .._axes._dataflow import sources
 from .._axes._mesh_and_lanes import one_copy
 from .._base import errors
+from .._base._arrays import is_shaped
 from .._base._compat import tree_util
 from .._base._nodes import is_state
 from .._base._paths import path_str

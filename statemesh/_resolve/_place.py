@@ -5,8 +5,8 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding
 
-from .._arguments import is_shaped
 from .._base import errors
+from .._base._arrays import is_shaped
 from .._base._compat import tree_util
 from .._base._frames import without_own_frames
 from .._base._nodes import is_packed, is_state, is_state_or_packed
