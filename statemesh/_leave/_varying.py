@@ -19,7 +19,7 @@ from .._base import _compat as compat
 from .._base import _jaxprs as jaxprs
 from .._base._compat import tree_util
 from .._base._links import Links
-from .._base._types import NO_AXES, Axes, AxisName, Leaf, PyTree
+from .._base._types import NO_AXES, Axes, AxisName, Fun, Leaf, PyTree
 from .._base.errors import StatemeshError
 from ._traced import Traced, trace
 
@@ -34,15 +34,11 @@ class VaryingAxes(Protocol):
     def start(self, arrays: Sequence[Leaf], axes: Sequence[Axes]) -> None:
         """Begin with the instance's inputs, and the axes over which each of them is split."""
 
-    def call(self, fun: Callable[..., PyTree], operands: Sequence[PyTree]) -> PyTree:
+    def call(self, fun: Fun, operands: Sequence[PyTree]) -> PyTree:
         """What `fun` makes of trees. Whatever runs inside an instance is run by this or by `run`."""
 
     def run(
-        self,
-        fun: Callable[..., PyTree],
-        operands: Sequence[PyTree],
-        links: Links | None,
-        counted: bool,
+        self, fun: Fun, operands: Sequence[PyTree], links: Links | None, counted: bool
     ) -> PyTree:
         """What the user's function makes of trees.
 
@@ -93,15 +89,11 @@ class FromTypes:
     def start(self, arrays: Sequence[Leaf], axes: Sequence[Axes]) -> None:
         """Nothing is to be kept: the types say it."""
 
-    def call(self, fun: Callable[..., PyTree], operands: Sequence[PyTree]) -> PyTree:
+    def call(self, fun: Fun, operands: Sequence[PyTree]) -> PyTree:
         return fun(*operands)
 
     def run(
-        self,
-        fun: Callable[..., PyTree],
-        operands: Sequence[PyTree],
-        links: Links | None,
-        counted: bool,
+        self, fun: Fun, operands: Sequence[PyTree], links: Links | None, counted: bool
     ) -> PyTree:
         # In lanes the program shows no more than what is batched.
         meshes, _ = meshes_and_lanes(self.axis_names)
@@ -151,29 +143,26 @@ class FromDataflow:
     def start(self, arrays: Sequence[Leaf], axes: Sequence[Axes]) -> None:
         self.known.add(arrays, axes)
 
-    def call(self, fun: Callable[..., PyTree], operands: Sequence[PyTree]) -> PyTree:
+    def call(self, fun: Fun, operands: Sequence[PyTree]) -> PyTree:
         return self.run(fun, operands, None, False)
 
     def run(
-        self,
-        fun: Callable[..., PyTree],
-        operands: Sequence[PyTree],
-        links: Links | None,
-        counted: bool,
+        self, fun: Fun, operands: Sequence[PyTree], links: Links | None, counted: bool
     ) -> PyTree:
         if compat.under_jit():
             return self._run_traced(fun, operands, links)
         try:
-            return self._run_eagerly(fun, operands, links, counted)
+            if not self.is_known and links is None and not counted:
+                # Nobody asks for what the program shows.
+                return fun(*operands)
+            return _run_eagerly(fun, operands, self.mark, links, self._add_results)
         except StatemeshError:
             # `value_and_grad` needs the program, which a call has but for `jax.disable_jit()`.
             if not compat.jit_disabled():
                 raise
         return self._run_traced(fun, operands, links)
 
-    def _run_traced(
-        self, fun: Callable[..., PyTree], operands: Sequence[PyTree], links: Links | None
-    ) -> PyTree:
+    def _run_traced(self, fun: Fun, operands: Sequence[PyTree], links: Links | None) -> PyTree:
         with _jit_enabled():
             program = trace(fun, operands, self.mark, links)
             axes, own = self._axes(program.given), frozenset(self.mark.axis_names)
@@ -181,15 +170,6 @@ class FromDataflow:
         made = jaxprs.run_jaxpr(closed, program.given)
         self._add_results(dataclasses.replace(program, closed=closed), made)
         return program.result(made)
-
-    def _run_eagerly(
-        self,
-        fun: Callable[..., PyTree],
-        operands: Sequence[PyTree],
-        links: Links | None,
-        counted: bool,
-    ) -> PyTree:
-        return _run_eagerly(fun, operands, self.mark, links, self._add_results)
 
     def _add_results(self, program: Traced | None, made: Sequence[AnyArray]) -> None:
         if program is None:
@@ -217,17 +197,6 @@ class Unchecked(FromDataflow):
     is_known = False
     lanes = False
 
-    def _run_eagerly(
-        self,
-        fun: Callable[..., PyTree],
-        operands: Sequence[PyTree],
-        links: Links | None,
-        counted: bool,
-    ) -> PyTree:
-        if links is None and not counted:
-            return fun(*operands)
-        return super()._run_eagerly(fun, operands, links, counted)
-
     def of(self, values: Sequence[Leaf]) -> list[Axes]:
         known = [self.known.get(x) for x in values]
         return [frozenset(self.mark.axis_names) if axes is None else axes for axes in known]
@@ -239,7 +208,7 @@ def _jit_enabled() -> AbstractContextManager[Any]:
 
 
 def _run_eagerly(
-    fun: Callable[..., PyTree],
+    fun: Fun,
     operands: Sequence[PyTree],
     mark: compat.FollowedAxes | None,
     links: Links | None,
