@@ -53,11 +53,11 @@ class Dataflow(Generic[Fact]):
         return fact
 
     def part(self, whole: Fact) -> Fact:
-        """Of one entry of what a `scan` goes through."""
+        """The fact about one entry of an array that a `scan` loops over, from that about the array."""
         return whole
 
     def stacked(self, part: Fact) -> Fact:
-        """Of what a `scan` makes of the results of its steps."""
+        """The fact about an array that a `scan` stacks, from that about the result of one step."""
         return part
 
     def through(self, jaxpr: Jaxpr, given: Sequence[Fact]) -> list[Fact]:

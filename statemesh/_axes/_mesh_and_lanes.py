@@ -1,9 +1,9 @@
 """Over which mesh axes and lanes values differ, and collectives over both.
 
-JAX types what varies over a mesh axis; its types say nothing of what a `vmap` batches, and its collectives
-over lanes fail inside a checked `shard_map`. The rule of a `custom_vmap` is told what is batched, and gets
-the values of all lanes as one array. So it can tell what differs between lanes, and reduce over them
-anywhere.
+JAX's types show which values vary over a mesh axis. They do not show which values a `vmap` batches, and JAX's
+collectives over lanes fail inside a checked `shard_map`. JAX gives the rule of a `custom_vmap` the values of
+all lanes as one array, and says which of them are batched. With such a rule this module finds out what
+differs between lanes, and reduces over them anywhere.
 """
 
 import math

@@ -69,7 +69,7 @@ class LeavingRules(abc.ABC):
 
     @abc.abstractmethod
     def auxiliary(self) -> Placement:
-        """The placement of what a kind keeps besides its value: one copy for all, like a key."""
+        """The placement of the arrays that a kind of state adds to its value. All shards share one copy."""
 
     @abc.abstractmethod
     def fallback(self, declared: Any, x: Leaf, path: str) -> Placement | None:

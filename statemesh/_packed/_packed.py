@@ -174,8 +174,8 @@ def members(tree: PyTree) -> list[list[int]]:
             start += 1
             continue
         contents = node._form.part
-        beside = [[number] for number, one in enumerate(contents.states) if one is None]
-        found += [[start + number for number in own] for own in contents.members() + beside]
+        unpacked = [[number] for number, one in enumerate(contents.states) if one is None]
+        found += [[start + number for number in own] for own in contents.members() + unpacked]
         start += len(contents.states)
     return found
 

@@ -238,7 +238,7 @@ def _arrays(values: Sequence[Stacked]) -> list[Any]:
 
 
 def _one_round(value: Stacked) -> jax.ShapeDtypeStruct:
-    """The type of one item of what a scan goes over."""
+    """The shape and dtype of one entry of an array that a scan loops over."""
     shape = (*value.x.shape[: len(value.axes)], *value.shape[1:])
     return jax.ShapeDtypeStruct(shape, value.x.dtype)
 

@@ -203,7 +203,7 @@ def _axis_index(name: Hashable, scope: Scope) -> Stacked:
 
 
 def _promises(jaxpr: Jaxpr) -> Iterator[Promise]:
-    """Each result of a `shard_map` of which one copy is kept for several shards, and each predicate."""
+    """The values that must be the same on several shards: results with one copy for them, and predicates."""
     for eqn in {id(eqn): eqn for eqn in all_equations(jaxpr)}.values():
         name = eqn.primitive.name
         if name in ("cond", "while"):
