@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from .._types import AnyLeaf, Fun
 from ._collectives import communicating_axes
 from ._jaxprs import Equation, Jaxpr, opened
+from ._promoted import OwnDtypes, Promoted
 from ._stacked import Axes, Scope, Stacked
 
 
@@ -40,6 +41,7 @@ class Replays(Protocol):
     """What replays a jaxpr."""
 
     no_differences: Differences
+    arithmetic: OwnDtypes | Promoted
 
     def one_copy(
         self, eqn: Equation, index: int, value: Stacked, left: Sequence[Hashable], frame: Frame

@@ -26,6 +26,7 @@ from ._jaxprs import (
     opened,
 )
 from ._promises import Promise, largest_difference
+from ._promoted import OwnDtypes, Promoted
 from ._stacked import Axes, Scope, Stacked, names_of_spec
 
 
@@ -38,9 +39,6 @@ _CALLS = (
     *("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call"),
 )
 
-# Parameters that say where a value lies on a mesh.
-_LAYOUTS = ("sharding", "out_sharding")
-
 # Equations whose rule for `vmap` does not do what shards do: it draws other numbers, or calls back only once.
 _SHARD_BY_SHARD = (
     *("random_bits", "random_split", "random_fold_in", "rng_bit_generator", "pure_callback"),
@@ -50,7 +48,7 @@ _SAFE_KEYS = ("fry", "threefry2x32")
 
 
 class Replay:
-    """A traced program as a function that runs on one device.
+    """A traced program as a function that runs on one device, in the program's own dtypes.
 
     **Arguments:**
 
@@ -61,6 +59,7 @@ class Replay:
     def __init__(self, name: str, jaxpr: Jaxpr) -> None:
         self.name = name
         self.jaxpr = jaxpr
+        self.arithmetic: OwnDtypes | Promoted = OwnDtypes()
         self.promises: list[Promise] = list(_promises(jaxpr))
         self._promise_numbers = {(id(p.eqn), p.index): i for i, p in enumerate(self.promises)}
         count = len(self.promises)
@@ -72,12 +71,13 @@ class Replay:
 
     def __call__(self, *arrays: Any) -> tuple[list[jax.Array], Differences]:
         frame = Frame(Scope(), self.no_differences)
-        made = self._run(self.jaxpr, [Stacked(x) for x in arrays], frame)
+        given = [Stacked(self.arithmetic.value(x)) for x in arrays]
+        made = self._run(self.jaxpr, given, frame)
         return [value.x for value in made], frame.differences
 
     def run(self, jaxpr: Jaxpr, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
         """Replay a jaxpr, with constants or without, that is a part of the program."""
-        consts = [Stacked(x) for x in getattr(jaxpr, "consts", ())]
+        consts = [Stacked(self.arithmetic.value(x)) for x in getattr(jaxpr, "consts", ())]
         return self._run(opened(jaxpr), [*consts, *values], frame)
 
     def axes(self, jaxpr: Jaxpr, values: Sequence[Stacked], scope: Scope) -> list[Axes]:
@@ -102,7 +102,7 @@ class Replay:
             if is_literal(atom):
                 # As a NumPy array, which has no mesh: the literal may carry the mesh of where it was traced.
                 aval: Any = atom.aval
-                return Stacked(np.asarray(atom.val, aval.dtype))
+                return Stacked(self.arithmetic.value(np.asarray(atom.val, aval.dtype)))
             found: Stacked = known[atom]
             return found
 
@@ -126,7 +126,8 @@ class Replay:
             return [_axis_index(eqn.params["axis_name"], scope)]
         if used:
             self._check_collective(eqn, used, scope)
-            return [collective(eqn, value, scope) for value in values]
+            pairs = zip(eqn.outvars, values, strict=True)
+            return [collective(eqn, value, scope, partial(self.arithmetic.summed, eqn, var)) for var, value in pairs]
         if why := _not_replayed(eqn):
             raise errors.not_replayed(self.name, name, why)
         over = scope.union(values)
@@ -185,15 +186,18 @@ class Replay:
         return Stacked(value.x[first], tuple(name for name in value.axes if name not in left))
 
 
+class PromotedReplay(Replay):
+    """The same with floats in double precision. The noise of a run is the first input."""
+
+    def __call__(self, noise: Any, *arrays: Any) -> tuple[list[jax.Array], Differences]:
+        self.arithmetic = Promoted(noise)
+        return super().__call__(*arrays)
+
+
 def _plain(
     replay: Replays, eqn: Equation, values: Sequence[Stacked], frame: Frame
 ) -> list[Stacked]:
-    del replay
-    # On one device a layout on a mesh means nothing.
-    params = {key: None if key in _LAYOUTS else value for key, value in eqn.params.items()}
-    bind = partial(eqn.primitive.bind, **params)
-    several = eqn.primitive.multiple_results
-    return frame.scope.over_axes(lambda *xs: bind(*xs) if several else [bind(*xs)], values)
+    return frame.scope.over_axes(lambda *xs: replay.arithmetic.bind(eqn, xs), values)
 
 
 def _axis_index(name: Hashable, scope: Scope) -> Stacked:
