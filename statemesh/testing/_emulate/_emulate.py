@@ -1,19 +1,16 @@
 """`emulate`: a mapped call on one device."""
 
-import re
 import weakref
 from collections.abc import Hashable, Sequence
-from typing import Any
 
-import equinox as eqx
 import jax
 import numpy as np
 
-import statemesh as sm
-
 from .._static_keys import static_key
 from .._types import AnyLeaf, Fun, PyTree, PyTreeDef, tree_util
-from ._traced_program import NO_MESH, TracedProgram, as_array, type_of
+from ._one_device import NO_MESH, as_array
+from ._trace import trace
+from ._traced_program import TracedProgram
 
 
 def emulate(mapped: Fun, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -113,37 +110,13 @@ def _type_key(x: jax.Array) -> Hashable:
     return "array", x.shape, x.dtype, getattr(x, "weak_type", False)
 
 
-# A part of the message of `pmap2` where there are fewer devices than lanes.
-_TOO_MANY_LANES = re.compile(r": \d+ lanes? on \d+ devices?;")
-
-
 class _TracedCall:
     """A call with one signature, traced."""
 
     def __init__(self, mapped: Fun, treedef: PyTreeDef, leaves: Sequence[AnyLeaf]) -> None:
         name = getattr(mapped, "__name__", type(mapped).__name__)
-        arrays, statics = eqx.partition(leaves, _is_jax_array)
-
-        def trace(fun: Fun) -> Any:
-            def split(arrays: list[AnyLeaf]) -> tuple[PyTree, Fun]:
-                args, kwargs = treedef.unflatten(eqx.combine(arrays, statics))
-                result, rest = eqx.partition(fun(*args, **kwargs), _is_jax_array)
-                # Equinox takes strings of NumPy for arrays. In a function they are hidden from it.
-                return result, lambda: rest
-
-            return eqx.filter_make_jaxpr(split)(jax.tree.map(type_of, arrays))
-
-        try:
-            traced = trace(mapped)
-        except sm.BatchAxisError as error:
-            if not isinstance(mapped, sm.StatefulMapping) or not _TOO_MANY_LANES.search(str(error)):
-                raise
-            traced = trace(mapped.unsharded)
-        closed, (types, _), (_, rest) = traced
-        self.statics = rest()
-        flat, self.treedef = tree_util.tree_flatten_with_path(types)
-        paths = [f"{name}(...){jax.tree_util.keystr(path)}" for path, _ in flat]
-        self.program = TracedProgram(name, closed, paths)
+        self.trace = trace(mapped, treedef, leaves)
+        self.program = TracedProgram(name, self.trace.closed, self.trace.paths)
 
     def __call__(self, arrays: Sequence[jax.Array]) -> PyTree:
-        return eqx.combine(self.treedef.unflatten(self.program(arrays)), self.statics)
+        return self.trace.results(self.program(arrays))

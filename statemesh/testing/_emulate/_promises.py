@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._errors import Unequal, axes_str
+from ._collectives import nested_collectives
 from ._jaxprs import Equation
 from ._stacked import Axes, Stacked
 
@@ -58,6 +59,54 @@ class Promise:
             index=index[len(stack.axes) :],
             shards=(axes_str(first), axes_str(other)),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Broken:
+    """A promise that does not hold.
+
+    **Attributes:**
+
+    - `number`: the number of the promise in the program.
+    - `unequal`: the difference, as errors describe it.
+    - `control`, `collectives`: for a predicate, its primitive and the collectives inside; else empty.
+    """
+
+    number: int
+    unequal: Unequal
+    control: str = ""
+    collectives: tuple[str, ...] = ()
+
+
+def broken(
+    promises: Sequence[Promise],
+    differences: tuple[Any, Any],
+    outvars: Sequence[Any],
+    paths: Sequence[str],
+) -> list[Broken]:
+    """The promises that do not hold.
+
+    **Arguments:**
+
+    - `differences`: those that a replay found, by number of the promise.
+    - `outvars`, `paths`: the results of the program, and their paths.
+    """
+    amounts, where = map(np.asarray, differences)
+    named = dict(zip(map(id, outvars), paths, strict=False))
+    found = []
+    for number, promise in enumerate(promises):
+        if not amounts[number]:
+            continue
+        at = int(where[number][0]), int(where[number][1])
+        inside = f"result {promise.index} of a shard_map"
+        result = promise.eqn.outvars[promise.index] if promise.spec is not None else None
+        unequal = promise.unequal(named.get(id(result), inside), float(amounts[number]), at)
+        control, names = "", set()
+        if promise.spec is None:
+            control = promise.eqn.primitive.name
+            names = {one.primitive.name for one in nested_collectives(promise.eqn)}
+        found.append(Broken(number, unequal, control, tuple(sorted(names))))
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,23 +28,106 @@ _DTYPES = ("dtype", "new_dtype", "preferred_element_type")
 
 # Operations whose results are exact: they move numbers, choose among them, or round by intention.
 _EXACT = frozenset(
-    "reshape broadcast_in_dim slice gather select_n concatenate transpose neg abs max min copy sign squeeze rev pad "
-    "dynamic_slice dynamic_update_slice expand_dims sort top_k argmax argmin reduce_max reduce_min floor ceil round "
-    "clamp real imag complex conj iota split scatter cummax cummin optimization_barrier stop_gradient "
-    "random_bits random_wrap random_unwrap copy_p broadcast reduce_and reduce_or select_and_scatter_add "
-    "all_gather all_gather_invariant ppermute all_to_all pmax pmin pbroadcast".split()
+    [
+        "reshape",
+        "broadcast_in_dim",
+        "slice",
+        "gather",
+        "select_n",
+        "concatenate",
+        "transpose",
+        "neg",
+        "abs",
+        "max",
+        "min",
+        "copy",
+        "sign",
+        "squeeze",
+        "rev",
+        "pad",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "expand_dims",
+        "sort",
+        "top_k",
+        "argmax",
+        "argmin",
+        "reduce_max",
+        "reduce_min",
+        "floor",
+        "ceil",
+        "round",
+        "clamp",
+        "real",
+        "imag",
+        "complex",
+        "conj",
+        "iota",
+        "split",
+        "scatter",
+        "cummax",
+        "cummin",
+        "optimization_barrier",
+        "stop_gradient",
+        "random_bits",
+        "random_wrap",
+        "random_unwrap",
+        "copy_p",
+        "broadcast",
+        "reduce_and",
+        "reduce_or",
+        "select_and_scatter_add",
+        "all_gather",
+        "all_gather_invariant",
+        "ppermute",
+        "all_to_all",
+        "pmax",
+        "pmin",
+        "pbroadcast",
+    ]
 )
 # Operations that round once. What is in neither set may be off by a few digits more.
 _ONCE = frozenset(
-    "add sub mul div add_any reduce_sum cumsum dot_general conv_general_dilated convert_element_type psum "
-    "psum_invariant reduce_scatter scatter-add scatter_add sqrt integer_pow square".split()
+    [
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "add_any",
+        "reduce_sum",
+        "cumsum",
+        "dot_general",
+        "conv_general_dilated",
+        "convert_element_type",
+        "psum",
+        "psum_invariant",
+        "reduce_scatter",
+        "scatter-add",
+        "scatter_add",
+        "sqrt",
+        "integer_pow",
+        "square",
+    ]
 )
 _APPROXIMATED = 4.0
 
 # Operations of a caller's own code, or on the bits of numbers: only the dtype of the program is right for them.
 _OWN_DTYPE = frozenset(
-    "pure_callback io_callback ffi_call debug_callback bitcast_convert_type nextafter pallas_call".split()
+    [
+        "pure_callback",
+        "io_callback",
+        "ffi_call",
+        "debug_callback",
+        "bitcast_convert_type",
+        "nextafter",
+        "pallas_call",
+    ]
 )
+
+_SCATTERS: Mapping[str, Callable[..., Any]] = {
+    f"scatter{mark}": getattr(jax.lax, f"scatter{mark.replace('-', '_')}")
+    for mark in ("", "-add", "-sub", "-mul", "-min", "-max", "_add", "_sub", "_mul", "_min", "_max")
+}
 
 # Dot products of narrow dtypes are summed in float32.
 _WIDE_SUMS = ("dot_general", "conv_general_dilated")
@@ -95,17 +178,19 @@ class Promoted:
             made = [jnp.asarray(xs[0], promoted(eqn.params["new_dtype"]))]
             narrower = roundoff(eqn.params["new_dtype"]) > roundoff(eqn.invars[0].aval.dtype)
             return [self._off(made[0], eqn.outvars[0], 1.0)] if narrower else made
-        own = name in _OWN_DTYPE or any(True for _ in nested_equations(eqn))
-        if own and not name.startswith("scatter"):
+        scatters = name in _SCATTERS
+        if name in _OWN_DTYPE or (any(nested_equations(eqn)) and not scatters):
             return self._in_own_dtype(eqn, xs)
         terms = math.sqrt(_terms(eqn))
         if terms > 1:
             xs = [self._off(x, v, terms, inner=name) for x, v in zip(xs, eqn.invars, strict=True)]
         try:
-            made = _results(eqn, _promoted_parameters(eqn), xs)
+            made = _scattered(eqn, xs) if scatters else _results(eqn, _promoted_parameters(eqn), xs)
         except NotImplementedError:
             raise
-        except Exception:  # What a primitive says to a dtype that it does not know may be any error.
+        except (
+            Exception
+        ):  # What a primitive says to a dtype that it does not know may be any error.
             return self._in_own_dtype(eqn, xs)
         made = [self._typed(x, v) for x, v in zip(made, eqn.outvars, strict=True)]
         if name in _EXACT:
@@ -185,6 +270,20 @@ def _hashed(x: AnyLeaf, seed: Any, salt: int) -> AnyLeaf:
     bits = (bits ^ (bits >> np.uint64(32))) * np.uint64(0xC4CEB9FE1A85EC53)
     bits = bits ^ (bits >> np.uint64(29))
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1.0
+
+
+def _scattered(eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
+    # The equation holds the update as a jaxpr of its own dtype, so it is made anew.
+    params = eqn.params
+    return [
+        _SCATTERS[eqn.primitive.name](
+            *xs,
+            params["dimension_numbers"],
+            indices_are_sorted=params["indices_are_sorted"],
+            unique_indices=params["unique_indices"],
+            mode=params["mode"],
+        )
+    ]
 
 
 def _results(eqn: Equation, params: Mapping[str, Any], xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:

@@ -127,7 +127,10 @@ class Replay:
         if used:
             self._check_collective(eqn, used, scope)
             pairs = zip(eqn.outvars, values, strict=True)
-            return [collective(eqn, value, scope, partial(self.arithmetic.summed, eqn, var)) for var, value in pairs]
+            return [
+                collective(eqn, value, scope, partial(self.arithmetic.summed, eqn, var))
+                for var, value in pairs
+            ]
         if why := _not_replayed(eqn):
             raise errors.not_replayed(self.name, name, why)
         over = scope.union(values)

@@ -1,24 +1,19 @@
 """A traced program that runs on one device, and has a gradient."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import Partial
 
 from .. import _errors as errors
 from .._types import Fun
-from ._collectives import nested_collectives
 from ._control_flow import Differences
 from ._jaxprs import Jaxpr, as_function, is_identity, is_literal
+from ._one_device import NO_MESH, Placing, as_array, on_one_device, placing_like, type_of
+from ._promises import broken
 from ._replay import Replay
-
-
-# A function that puts an array somewhere else.
-Placing: TypeAlias = Callable[[jax.Array], jax.Array]
 
 
 class TracedProgram:
@@ -65,14 +60,14 @@ class TracedProgram:
 
         @jax.custom_vjp
         def run(*arrays: Any) -> list[jax.Array]:
-            made, differences = self.compiled(*map(_on_one_device, arrays))
+            made, differences = self.compiled(*map(on_one_device, arrays))
             self._check(differences)
             results: list[jax.Array] = made
             return results
 
         def forward(*primals: Any) -> tuple[list[jax.Array], Any]:
-            returns[:] = [_placing_like(primal.value) for primal in primals]
-            arrays = [_on_one_device(as_array(primal.value)) for primal in primals]
+            returns[:] = [placing_like(primal.value) for primal in primals]
+            arrays = [on_one_device(as_array(primal.value)) for primal in primals]
             wanted = tuple(primal.perturbed for primal in primals)
             return run(*arrays), Partial(self._gradient(wanted), *arrays)
 
@@ -87,32 +82,11 @@ class TracedProgram:
         # Under a transformation of the user's the values are not known.
         if any(isinstance(x, jax.core.Tracer) for x in differences):
             return
-        amounts, where = map(np.asarray, differences)
-        if not amounts.any():
-            return
-        found = [
-            (promise, float(amount), (int(at[0]), int(at[1])))
-            for promise, amount, at in zip(self.replay.promises, amounts, where, strict=True)
-            if amount
-        ]
-        uneven = [
-            (
-                promise.eqn.primitive.name,
-                sorted({one.primitive.name for one in nested_collectives(promise.eqn)}),
-                promise.unequal("", amount, at),
-            )
-            for promise, amount, at in found
-            if promise.spec is None
-        ]
-        if uneven:
+        found = broken(self.replay.promises, differences, self.closed.jaxpr.outvars, self.paths)
+        if uneven := [(x.control, x.collectives, x.unequal) for x in found if x.control]:
             raise errors.uneven(self.name, uneven)
-        paths = dict(zip(map(id, self.closed.jaxpr.outvars), self.paths, strict=False))
-        unequal = []
-        for promise, amount, at in found:
-            inside = f"result {promise.index} of a shard_map"
-            path = paths.get(id(promise.eqn.outvars[promise.index]), inside)
-            unequal.append(promise.unequal(path, amount, at))
-        raise errors.unequal(self.name, unequal)
+        if found:
+            raise errors.unequal(self.name, [x.unequal for x in found])
 
     def _gradient(self, wanted: tuple[bool, ...]) -> Fun:
         """The function from inputs and cotangents of results to the cotangents of the wanted inputs."""
@@ -150,50 +124,6 @@ class TracedProgram:
         return gradient
 
 
-NO_MESH = AbstractMesh((), ())
-
-
-def type_of(x: jax.Array) -> jax.ShapeDtypeStruct:
-    """The type without a sharding, which on Explicit axes is a part of it."""
-    weak = bool(getattr(x, "weak_type", False))
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak)
-
-
-def as_array(x: Any) -> jax.Array:
-    return x if isinstance(x, jax.Array) else jnp.asarray(x)
-
-
 def _filled(cotangent: Any, aval: Any) -> jax.Array:
     known = not isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
     return cotangent if known else jnp.zeros(aval.shape, aval.dtype)
-
-
-def _on_one_device(x: Any) -> Any:
-    """The array, laid out so that it can meet any other array in one operation."""
-    if _is_typed(x):
-        mesh = jax.typeof(x).sharding.mesh
-        auto = AbstractMesh(mesh.axis_sizes, mesh.axis_names)
-        return jax.sharding.reshard(x, NamedSharding(auto, PartitionSpec()))
-    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or not x.committed:
-        return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = jnp.asarray(np.asarray(jax.random.key_data(x)))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return jnp.asarray(np.asarray(x))
-
-
-def _is_typed(x: object) -> bool:
-    """Whether the type of a traced value has a sharding over Explicit mesh axes."""
-    if not isinstance(x, jax.core.Tracer):
-        return False
-    mesh = jax.typeof(x).sharding.mesh
-    return not mesh.empty and any(kind == AxisType.Explicit for kind in mesh.axis_types)
-
-
-def _placing_like(x: Any) -> Placing | None:
-    """The function that puts a cotangent where its primal `x` lies; `None` where it may lie anywhere."""
-    if _is_typed(x):
-        return lambda ct: jax.sharding.reshard(ct, jax.typeof(x).sharding)
-    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or not x.committed:
-        return None
-    return lambda ct: jax.device_put(ct, x.sharding)

@@ -1,0 +1,127 @@
+"""A call in double precision, with all shards on one device."""
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._static_keys import static_key
+from .._types import AnyLeaf, Fun, PyTree, tree_util
+from ._one_device import NO_MESH, on_one_device, type_of
+from ._promises import Broken, broken
+from ._promoted import NO_NOISE, is_inexact, promoted
+from ._replay import PromotedReplay
+from ._trace import Trace, is_array_or_type, trace
+
+
+# A program that runs a few times need not be fast, but it must compile fast.
+_COMPILE_FAST = {"xla_backend_optimization_level": 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Wide:
+    """Trees of arguments or results in double precision.
+
+    **Attributes:**
+
+    - `types`: the tree with the type that each array has in the program in its place.
+    - `values`: the tree with arrays whose floats are in double precision.
+    """
+
+    types: PyTree
+    values: PyTree
+
+
+def widened(tree: PyTree) -> Wide:
+    """Arguments in double precision."""
+    types = jax.tree.map(lambda x: type_of(x) if is_array_or_type(x) else x, tree)
+    with jax.enable_x64(True):
+        return Wide(types, jax.tree.map(_widened, tree))
+
+
+def _widened(x: AnyLeaf) -> AnyLeaf:
+    if not is_array_or_type(x):
+        return x
+    x = on_one_device(x)
+    return jnp.asarray(np.asarray(x), promoted(x.dtype)) if is_inexact(x.dtype) else x
+
+
+def narrowed(wide: Wide) -> PyTree:
+    """The trees in the dtypes of the program."""
+
+    def one(kind: AnyLeaf, x: AnyLeaf) -> AnyLeaf:
+        if not is_array_or_type(kind) or not is_inexact(kind.dtype):
+            return x
+        return jnp.asarray(np.asarray(x), kind.dtype)
+
+    return jax.tree.map(one, wide.types, wide.values)
+
+
+class Doubled:
+    """A function whose calls are traced as they are and replayed in double precision.
+
+    **Arguments:**
+
+    - `call`: a mapped function, or a function that calls one.
+    """
+
+    def __init__(self, call: Fun) -> None:
+        self.call = call
+        self.name = getattr(call, "__name__", type(call).__name__)
+        self._programs: dict[Hashable, _Program] = {}
+
+    def form(self, types: PyTree) -> PyTree:
+        """The tree of the results, with types in the place of arrays."""
+        return self._program(types).trace.form
+
+    def __call__(self, args: Wide, noise: Any = NO_NOISE) -> tuple[Wide, list[Broken]]:
+        """Call the function.
+
+        **Arguments:**
+
+        - `args`: the tuple of the positional arguments and the dictionary of the others.
+        - `noise`: that of `Promoted`.
+
+        **Returns:** the results, and the promises that do not hold.
+        """
+        program = self._program(args.types)
+        arrays = [x for x in jax.tree.leaves(args.values) if is_array_or_type(x)]
+        return program(arrays, noise)
+
+    def _program(self, types: PyTree) -> "_Program":
+        leaves, treedef = tree_util.tree_flatten(types)
+        # A static leaf whose value cannot be known is never equal to another.
+        statics = tuple(_key(x) for x in leaves)
+        key = treedef, statics
+        if key not in self._programs:
+            self._programs[key] = _Program(self.name, trace(self.call, treedef, leaves))
+        return self._programs[key]
+
+
+def _key(x: AnyLeaf) -> Hashable:
+    if is_array_or_type(x):
+        return x.shape, x.dtype, bool(getattr(x, "weak_type", False))
+    return static_key(x) or object()
+
+
+class _Program:
+    """One traced call."""
+
+    def __init__(self, name: str, traced: Trace) -> None:
+        self.trace = traced
+        self.replay = PromotedReplay(name, traced.closed.jaxpr)
+        fast = _COMPILE_FAST if jax.default_backend() == "cpu" else None
+        self.compiled = jax.jit(self.replay, compiler_options=fast)
+        with jax.enable_x64(True):
+            self.consts = [_widened(jnp.asarray(x)) for x in traced.closed.consts]
+
+    def __call__(self, arrays: list[AnyLeaf], noise: Any) -> tuple[Wide, list[Broken]]:
+        with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
+            given = jnp.asarray(noise, np.float64)
+            made, differences = self.compiled(given, *self.consts, *arrays)
+        outvars = self.trace.closed.jaxpr.outvars
+        found = broken(self.replay.promises, differences, outvars, self.trace.paths)
+        return Wide(self.trace.form, self.trace.results(made)), found
