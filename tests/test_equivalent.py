@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh.testing import assert_equivalent, load_profile, set_devices
-from statemesh.testing._equivalent import _mapped_call, _run
+from statemesh.testing._equivalent import _check, _programs
 
 from .helpers import compiles, counted, make_mesh
 
@@ -177,9 +177,9 @@ def test_later_calls_are_compared() -> None:
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """Nothing kept of what is broken on purpose."""
-    _mapped_call._cached_call.cache_clear()
+    _programs._cached.cache_clear()
     yield
-    _mapped_call._cached_call.cache_clear()
+    _programs._cached.cache_clear()
 
 
 def one_more(x: Any) -> Any:
@@ -187,8 +187,8 @@ def one_more(x: Any) -> Any:
 
 
 def test_a_model_that_does_not_survive_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = _run.saved
-    monkeypatch.setattr(_run, "saved", lambda tree: jax.tree.map(one_more, right(tree)))
+    right = _check.saved
+    monkeypatch.setattr(_check, "saved", lambda tree: jax.tree.map(one_more, right(tree)))
     text = report(centered, counter(), X)
     assert "Saved unsharded and placed on mesh x=2, call 2 of 3, compared with the function" in text
     text = report(centered, counter(), X, meshes=[{"x": 1}, {"x": 4}, {"x": 2}])
@@ -200,7 +200,7 @@ def test_a_model_that_does_not_survive_is_found(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("fresh")
 def test_what_goes_wrong_inside_jit_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = lambda call: lambda *args: jax.tree.map(one_more, call(*args))
-    monkeypatch.setattr(_mapped_call, "within_jit", broken)
+    monkeypatch.setattr(_programs, "within_jit", broken)
     text = report(centered, counter(), X)
     assert "Inside jit on mesh x=2, call 1 of 3, compared with the function on one device:" in text
     assert "It agrees on mesh x=2, emulated on mesh x=2, saved unsharded" in text

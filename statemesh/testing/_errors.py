@@ -1,7 +1,9 @@
 """Every error that `statemesh.testing` raises, except the report of a failed check."""
 
 import dataclasses
+import difflib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -43,16 +45,17 @@ def spec_str(spec: Iterable[object]) -> str:
     return f"P({_names(tuple(spec))})"
 
 
-def unequal(name: str, found: Sequence[Unequal]) -> sm.StatemeshError:
-    def line(one: Unequal) -> str:
-        at = f"at {list(one.index)} " if one.index else ""
-        spec, axes = spec_str(one.spec or ()), _names(one.axis_names)
-        return (
-            f"  - {one.path}: {one.what} with out spec {spec} is one copy for all shards along {axes}, but "
-            f"differs by {one.amount:.6g} {at}between {one.shards[0]} and {one.shards[1]}"
-        )
+def unequal_line(one: Unequal) -> str:
+    at = f"at {list(one.index)} " if one.index else ""
+    spec, axes = spec_str(one.spec or ()), _names(one.axis_names)
+    return (
+        f"  - {one.path}: {one.what} with out spec {spec} is one copy for all shards along {axes}, but "
+        f"differs by {one.amount:.6g} {at}between {one.shards[0]} and {one.shards[1]}"
+    )
 
-    lines = "\n".join(map(line, found))
+
+def unequal(name: str, found: Sequence[Unequal]) -> sm.StatemeshError:
+    lines = "\n".join(map(unequal_line, found))
     return sm.StatemeshError(
         f"{name}: results that are promised to be the same on several shards differ:\n{lines}\n"
         "Reduce them over these axes inside (jax.lax.psum, pmean), let a state's `reduce` do it, or name the "
@@ -67,14 +70,15 @@ def not_replayed(name: str, primitive: str, why: str = "") -> sm.StatemeshError:
     )
 
 
-def uneven(name: str, found: Sequence[tuple[str, Sequence[str], Unequal]]) -> sm.StatemeshError:
-    def line(control: str, collectives: Sequence[str], one: Unequal) -> str:
-        return (
-            f"  - a `{control}` with {', '.join(f'`{c}`' for c in collectives)} over "
-            f"{_names(one.axis_names)} inside goes one way on {one.shards[0]}, another on {one.shards[1]}"
-        )
+def uneven_line(control: str, collectives: Sequence[str], one: Unequal) -> str:
+    return (
+        f"  - a `{control}` with {', '.join(f'`{c}`' for c in collectives)} over "
+        f"{_names(one.axis_names)} inside goes one way on {one.shards[0]}, another on {one.shards[1]}"
+    )
 
-    lines = "\n".join(line(*each) for each in found)
+
+def uneven(name: str, found: Sequence[tuple[str, Sequence[str], Unequal]]) -> sm.StatemeshError:
+    lines = "\n".join(uneven_line(*each) for each in found)
     return sm.StatemeshError(
         f"{name}: on devices some shards would wait in collectives for others that never come:\n{lines}\n"
         "Move the collectives out, or make the predicate the same on all shards (jax.lax.pmax)."
@@ -198,3 +202,34 @@ def no_numbers(dtype: DType, least: int | float, most: int | float) -> sm.Statem
     return sm.StatemeshError(
         f"arrays: dtype {dtype} has no number from {least} to {most} that is finite and not subnormal."
     )
+
+
+def feed_back_unknown(what: str, path: str, known: Sequence[str]) -> sm.StructureError:
+    near = ", ".join(difflib.get_close_matches(path, known, 4, 0.0))
+    where = "the arguments have" if what == "args" else "the result has"
+    return sm.StructureError(
+        f"feed_back: {where} no arrays at {path}, but at {len(known)} other "
+        f"{_plural('path', len(known))}{near and f', such as {near}'}."
+    )
+
+
+def feed_back_differs(argument: str, result: str, old: str, new: str) -> sm.StructureError:
+    return sm.StructureError(
+        f"feed_back: {result} cannot become {argument}, because structures or shapes differ: {new}, and the "
+        f"argument is {old}."
+    )
+
+
+def feed_back_twice(argument: str, result: str) -> sm.StructureError:
+    return sm.StructureError(
+        f"feed_back: {result} becomes {argument}, and one of the two is in another pair already. Name each "
+        "part once."
+    )
+
+
+def array_str(x: Any) -> str:
+    """`float32[2,3]` for an array, `repr` for the rest."""
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+    text = repr(x)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,7 +1,8 @@
 """A call in double precision, with all shards on one device."""
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from ._trace import Trace, is_array_or_type, trace
 
 
 # A program that runs a few times need not be fast, but it must compile fast.
-_COMPILE_FAST = {"xla_backend_optimization_level": 0}
+COMPILE_FAST = {"xla_backend_optimization_level": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,16 +67,33 @@ class Doubled:
     **Arguments:**
 
     - `call`: a mapped function, or a function that calls one.
+    - `context`: makes the context in which it is traced.
     """
 
-    def __init__(self, call: Fun) -> None:
+    def __init__(
+        self, call: Fun, context: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> None:
         self.call = call
+        self.context = context
         self.name = getattr(call, "__name__", type(call).__name__)
         self._programs: dict[Hashable, _Program] = {}
 
     def form(self, types: PyTree) -> PyTree:
         """The tree of the results, with types in the place of arrays."""
         return self._program(types).trace.form
+
+    @property
+    def own_dtype(self) -> set[str]:
+        """The operations that could not run in double precision."""
+        return set().union(*(one.replay.own_dtype for one in self._programs.values()))
+
+    def is_untouched(self, types: PyTree, argument: int, result: int) -> bool:
+        """Whether a leaf of the results is a leaf of the arguments, each by its number."""
+        jaxpr = self._program(types).trace.closed.jaxpr
+        given = [is_array_or_type(x) for x in jax.tree.leaves(types)]
+        found = [is_array_or_type(x) for x in jax.tree.leaves(self.form(types))]
+        same: bool = jaxpr.invars[sum(given[:argument])] is jaxpr.outvars[sum(found[:result])]
+        return same
 
     def __call__(self, args: Wide, noise: Any = NO_NOISE) -> tuple[Wide, list[Broken]]:
         """Call the function.
@@ -97,7 +115,9 @@ class Doubled:
         statics = tuple(_key(x) for x in leaves)
         key = treedef, statics
         if key not in self._programs:
-            self._programs[key] = _Program(self.name, trace(self.call, treedef, leaves))
+            with self.context():
+                traced = trace(self.call, treedef, leaves)
+            self._programs[key] = _Program(self.name, traced)
         return self._programs[key]
 
 
@@ -113,7 +133,7 @@ class _Program:
     def __init__(self, name: str, traced: Trace) -> None:
         self.trace = traced
         self.replay = PromotedReplay(name, traced.closed.jaxpr)
-        fast = _COMPILE_FAST if jax.default_backend() == "cpu" else None
+        fast = COMPILE_FAST if jax.default_backend() == "cpu" else None
         self.compiled = jax.jit(self.replay, compiler_options=fast)
         with jax.enable_x64(True):
             self.consts = [_widened(jnp.asarray(x)) for x in traced.closed.consts]

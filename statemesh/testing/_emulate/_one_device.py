@@ -15,7 +15,7 @@ Placing: TypeAlias = Callable[[jax.Array], jax.Array]
 NO_MESH = AbstractMesh((), ())
 
 
-def type_of(x: jax.Array) -> jax.ShapeDtypeStruct:
+def type_of(x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """The type without a sharding, which on Explicit axes is a part of it."""
     weak = bool(getattr(x, "weak_type", False))
     return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak)

@@ -160,9 +160,11 @@ class Promoted:
 
     - `noise`: an array of three numbers: by how much each result is off, in parts of the result; by how much in
         units of the roundoff of its own dtype; and the number that the random numbers come from.
+    - `own_dtype`: collects the operations that could not run in double precision.
     """
 
     noise: Any
+    own_dtype: set[str]
     salts: "itertools.count[int]" = dataclasses.field(default_factory=itertools.count)
 
     def value(self, x: AnyLeaf) -> AnyLeaf:
@@ -218,6 +220,7 @@ class Promoted:
         # Random bits become floats in this way, exactly.
         if not any(is_inexact(x.dtype) for x in xs):
             return wide
+        self.own_dtype.add(eqn.primitive.name)
         return [self._off(x, v, 1.0, own=True) for x, v in zip(wide, eqn.outvars, strict=True)]
 
     def _typed(self, x: AnyLeaf, var: Any) -> AnyLeaf:

@@ -190,10 +190,19 @@ class Replay:
 
 
 class PromotedReplay(Replay):
-    """The same with floats in double precision. The noise of a run is the first input."""
+    """The same with floats in double precision. The noise of a run is the first input.
+
+    **Attributes:**
+
+    - `own_dtype`: the operations that could not run in double precision, known after the first run.
+    """
+
+    def __init__(self, name: str, jaxpr: Jaxpr) -> None:
+        super().__init__(name, jaxpr)
+        self.own_dtype: set[str] = set()
 
     def __call__(self, noise: Any, *arrays: Any) -> tuple[list[jax.Array], Differences]:
-        self.arithmetic = Promoted(noise)
+        self.arithmetic = Promoted(noise, self.own_dtype)
         return super().__call__(*arrays)
 
 

@@ -1,12 +1,16 @@
 """`assert_equivalent`: a function gives the same results on every mesh."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
 from .. import _errors as errors
 from .._types import Fun, PyTree
 from ._check import Check
-from ._mapped_call import mapped_call, mesh_of
+from ._checked import Checked
+from ._feedback import Named
+from ._programs import mesh_of, on_mesh
+from ._subject import Asked, Subject
+from ._values import as_arrays
 
 
 def assert_equivalent(
@@ -21,9 +25,12 @@ def assert_equivalent(
     check_vma: bool = True,
     unsharded: Fun | Literal[False] | None = None,
     steps: int = 3,
-    gradients: bool = True,
+    gradients: bool | None = None,
     tolerance: float | None = None,
-) -> None:
+    kwargs: Mapping[str, PyTree] | None = None,
+    fed_back: Named | None = None,
+    keep: Collection[str] = (),
+) -> Checked:
     """Fail unless a function of shards gives on every mesh what it gives unsharded.
 
     The function is called several times on each mesh. Each call gets the model that the call before returned,
@@ -94,11 +101,24 @@ def assert_equivalent(
     found = [mesh_of(mesh) for mesh in meshes]
     if not found:
         raise errors.no_meshes()
-    specs = (in_specs, out_specs, state_in_specs, state_out_specs, check_vma)
-    calls = [mapped_call(fun, mesh, specs) for mesh in found]
-    name = getattr(fun, "__name__", type(fun).__name__)
-    check = Check(name, tuple(args), calls, unsharded, steps, tolerance)
-    check.calls()
-    if gradients:
-        check.gradients()
-    check.conclude()
+    specs = {
+        "in_specs": in_specs,
+        "out_specs": out_specs,
+        "state_in_specs": state_in_specs,
+        "state_out_specs": state_out_specs,
+        "check_vma": check_vma,
+    }
+    asked = Asked(
+        name=getattr(fun, "__name__", type(fun).__name__),
+        args=as_arrays((tuple(args), dict(kwargs or {}))),
+        meshes=[on_mesh(fun, None, mesh, specs) for mesh in found],
+        unsharded=unsharded,
+        steps=steps,
+        gradients=gradients,
+        tolerance=tolerance,
+        fed_back=fed_back,
+        keep=keep,
+    )
+    check = Check(Subject(asked))
+    check.run()
+    return check.conclude()

@@ -1,212 +1,166 @@
 """The comparisons that `assert_equivalent` makes."""
 
-import contextlib
-import dataclasses
-import functools
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import equinox as eqx
-import jax
-
-from .. import _errors as errors
-from .._emulate._emulate import emulate
-from .._emulate._jaxprs import draws
-from .._types import Fun, PyTree
+from .._emulate._doubled import narrowed
+from .._types import PyTree
 from . import _report as report
-from ._compare import (
-    Mismatch,
-    Tolerance,
-    as_arrays,
-    compare,
-    leaves_of,
-    longest_reduction,
-    perturbed,
-)
+from . import _values as values
+from ._calls import Calls
+from ._checked import Checked
 from ._guess import guess
-from ._mapped_call import MappedCall
+from ._judge import Judge
+from ._mismatch import Mismatch
 from ._probe import Probe
-from ._run import Call, calls_with_a_move, carried, chained_calls, fed_back, gradient
-
-
-@dataclasses.dataclass(frozen=True)
-class Reference:
-    """The right results.
-
-    **Attributes:**
-
-    - `what`: the name of the reference in messages.
-    - `call`: the function that gives the results.
-    - `results`: the results of each of the calls.
-    - `perturbed`: the results for arguments that are off by rounding.
-    """
-
-    what: str
-    call: Call
-    results: list[PyTree]
-    perturbed: list[PyTree]
+from ._reference import chained
+from ._subject import Subject
+from ._through_files import saved
 
 
 class Check:
-    """A function, called in all ways that should give the same results, and the failures found so far.
+    """A function, called in all ways that should give the same results, and the failures found so far."""
 
-    **Arguments:** those of `assert_equivalent`.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        args: tuple[PyTree, ...],
-        meshes: Sequence[MappedCall],
-        unsharded: Fun | Literal[False] | None,
-        steps: int,
-        tolerance: float | None,
-    ) -> None:
-        self.name, self.args, self.meshes, self.steps = name, as_arrays(args), meshes, steps
-        self.tolerance = Tolerance(longest_reduction(args), tolerance)
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.judge = Judge(subject.asked.tolerance)
         self.failed: list[str] = []
         self.agreed: list[str] = []
-        with self._noting_where(meshes[0].where):
-            self.carry = carried(args, jax.block_until_ready(meshes[0].mapped(*self.args)))
-        # Where results depend on the mesh, each mesh has a reference of its own.
-        self.portable = unsharded is not False
-        self.references = [
-            self._reference(one, unsharded) for one in meshes[: 1 if self.portable else None]
-        ]
-        self.references *= len(meshes) if self.portable else 1
 
-    def _reference(self, one: MappedCall, unsharded: Fun | Literal[False] | None) -> Reference:
-        call: Call
-        if unsharded is False:
-            what, call = "what emulate gives", functools.partial(emulate, one.mapped)
-        elif unsharded is None:
-            what, call = "the function on one device", one.mapped.unsharded
-        else:
-            what, call = "the unsharded function", unsharded
-        with self._noting_where(f"for {what}"):
-            rows = [self._results(call, args) for args in (self.args, perturbed(self.args))]
-        return Reference(what, call, *rows)
-
-    def _results(self, call: Call, args: tuple[PyTree, ...] | None = None) -> list[PyTree]:
-        return chained_calls(call, self.args if args is None else args, self.steps, self.carry)
-
-    @contextlib.contextmanager
-    def _noting_where(self, where: str, *notes: str) -> Iterator[None]:
-        """Add a note to an error of the function that says where the function was called."""
-        try:
-            yield
-        except Exception as error:
-            for note in (errors.note_where(self.name, where), *notes):
-                error.add_note(note)
-            raise
-
-    def calls(self) -> None:
-        """Compare the calls on every mesh; on the last mesh, the other ways to call."""
-        for one, reference in zip(self.meshes, self.references, strict=True):
-            with self._noting_where(one.where):
-                results = self._results(one.mapped)
-            self._compared(one.where, results, one, reference)
+    def run(self) -> None:
+        """Compare the calls on every mesh; on the last mesh, the other ways to call; and with other values."""
+        asked = self.subject.asked
+        results: list[PyTree] = []
+        last = None
+        for one in asked.meshes:
+            calls = Calls(self.subject, one, one.where, asked.args, asked.steps)
+            before, results = results, self._compared(calls)
+            last = calls
         # The other ways to call cost compiles, and would mostly fail in the same way.
+        if last is None or self.failed:
+            return
+        if last.one.has_devices:
+            self._inside_jit(last)
+            self._moved(last, before)
+        for what, make, counts in _OTHERS:
+            given = make(asked.args, asked.keep)
+            for one in asked.meshes:
+                where = f"{one.where} {what}"
+                self._compared(Calls(self.subject, one, where, given, 1, counts))
+
+    def _compared(self, calls: Calls) -> list[PyTree]:
+        """Compare calls on a mesh. They are replayed first: on devices a program that is wrong may hang.
+
+        **Returns:** the results on devices; empty if there are none or if the replay is off already.
+        """
+        for step in range(calls.steps):
+            if self._replay_fails(calls, step):
+                return []
+        found: list[PyTree] = []
+        if calls.one.has_devices:
+            with self.subject.noting(calls.one.where):
+                mapped = calls.one.mapped
+                found = chained(mapped, calls.args, calls.steps, self.subject.feed)
+            if self._fails(calls, calls.where, found):
+                return []
+        self.agreed.append(calls.where)
+        return found
+
+    def _replay_fails(self, calls: Calls, step: int) -> bool:
+        broken = calls.mesh.broken(step)
+        if broken:
+            self._fail(calls, calls.where, step, report.broken_promises(broken))
+            return True
+        leaves = self.subject.leaves(calls.mesh.exact[step].results.types)
+        if calls.reference.is_exact:
+            found = self.judge.double(step, leaves, calls.mesh, calls.right)
+        else:
+            got = calls.mesh.exact[step].numbers
+            found = self.judge.own(step, leaves, got, calls.mesh, calls.right, None)
+        return self._report(calls, calls.where, step, found)
+
+    def _fails(self, calls: Calls, where: str, results: Sequence[PyTree], first: int = 0) -> bool:
+        """Whether results of calls on devices, from call `first` on, are off."""
+        for step, result in enumerate(results, first):
+            leaves = self.subject.leaves(result)
+            again = None
+            if calls.reference.is_exact and self.subject.asked.unsharded is not False:
+                again = lambda: [x.value for x in self.subject.leaves(calls.again[step])]  # noqa: B023
+            got = [leaf.value for leaf in leaves]
+            found = self.judge.own(step, leaves, got, calls.mesh, calls.right, again)
+            if self._report(calls, where, step, found):
+                return True
+        return False
+
+    def _inside_jit(self, calls: Calls) -> None:
+        """Compare the calls inside `jax.jit`, and on devices the gradient."""
+        programs, where = self.subject.programs(calls.one), f"inside jit {calls.one.where}"
+        with self.subject.noting(where):
+            args, kwargs = calls.args
+            placed = calls.one.mapped.place(*args), kwargs
+            found = chained(programs.jitted, placed, calls.steps, self.subject.feed)
+        if not self._fails(calls, where, found):
+            self.agreed.append(where)
+
+    def _moved(self, calls: Calls, before: Sequence[PyTree]) -> None:
+        """Compare calls with models that were saved halfway, loaded, and placed on this mesh."""
+        asked, half = self.subject.asked, calls.steps // 2
+        if not half or not self.subject.feed_back or asked.unsharded is False:
+            return
+        given, source = calls.args, "unsharded"
+        if before:
+            source = asked.meshes[-2].where
+            for result in before[:half]:
+                given = self.subject.feed(given, result)
+        else:
+            given = narrowed(calls.mesh.exact[half].given)
+        where = f"saved {source} and placed {calls.one.where}"
+        with self.subject.noting(where):
+            loaded = saved(given)
+            found = chained(calls.one.mapped, loaded, calls.steps - half, self.subject.feed)
+        if not self._fails(calls, where, found, half):
+            self.agreed.append(where)
+
+    # What is reported
+
+    def _report(self, calls: Calls, where: str, step: int, found: Sequence[Mismatch]) -> bool:
+        found = [one for one in found if calls.counts(one)]
+        if not found:
+            return False
+        # Where results are off, their gradient is off in consequence.
+        shown = [one for one in found if one.number < self.subject.count] or found
+        probe = Probe(calls, self.judge, step)
+        lines = [report.mismatch(one, guess(one, probe)) for one in map(probe.on_mesh, shown)]
+        self._fail(calls, where, step, lines)
+        return True
+
+    def _fail(self, calls: Calls, where: str, step: int, lines: Sequence[str]) -> None:
+        at = f"call {step + 1} of {calls.steps}, " if calls.steps > 1 else ""
+        self.failed.append(report.failed_call(f"{where}, {at}", calls.reference.what, lines))
+
+    def conclude(self) -> Checked:
+        """What was checked.
+
+        **Raises:** `AssertionError` for what failed.
+        """
+        subject, name = self.subject, self.subject.asked.name
         if self.failed:
-            return
-        placed = one.mapped.place(*self.args)
-        self._compared(f"inside jit {one.where}", self._results(one.jitted, placed), one, reference)
-        if not self.portable:
-            return
-        replayed = self._results(functools.partial(emulate, one.mapped))
-        self._compared(f"emulated {one.where}", replayed, one, reference)
-        if self.carry and self.steps > 1:
-            source, where = reference.call, "unsharded"
-            if len(self.meshes) > 1:
-                source, where = self.meshes[-2].mapped, self.meshes[-2].where
-            moved = calls_with_a_move(source, one.mapped, self.args, self.steps, self.carry)
-            self._compared(f"saved {where} and placed {one.where}", moved, one, reference)
-
-    def _compared(
-        self, where: str, results: list[PyTree], one: MappedCall, reference: Reference
-    ) -> None:
-        given = self.args
-        rows = zip(results, reference.results, reference.perturbed, strict=True)
-        for step, (got, want, near) in enumerate(rows):
-            found = self._mismatches(given, got, want, near)
-            if found:
-                at = f"call {step + 1} of {self.steps}, " if self.steps > 1 else ""
-                lines = _lines(found, self._probe(given, one, reference))
-                self._fail(f"{where}, {at}", reference, lines)
-                return
-            given = fed_back(self.args, want, self.carry)
-        self.agreed.append(where)
-
-    def _mismatches(
-        self, given: tuple[PyTree, ...], got: PyTree, want: PyTree, near: PyTree
-    ) -> list[Mismatch]:
-        # The values of the leaves that are fed back, as they were before the call.
-        old = [leaf.value for leaf in leaves_of("", given[: self.carry])]
-        count = len(leaves_of("", got))
-        before = dict(zip(range(count - len(old), count), old, strict=True))
-        return compare(f"{self.name}(...)", got, want, near, before, self.tolerance)
-
-    def _probe(self, given: tuple[PyTree, ...], one: MappedCall, reference: Reference) -> Probe:
-        def compared(args: tuple[PyTree, ...]) -> tuple[PyTree, PyTree, list[Mismatch]]:
-            got, want = one.mapped(*args), reference.call(*args)
-            near = reference.call(*perturbed(args))
-            return got, want, self._mismatches(args, got, want, near)
-
-        draws_in = lambda args: draws(eqx.filter_make_jaxpr(one.mapped)(*args)[0])
-        return Probe(given, one.mapped.place, compared, draws_in)
-
-    def gradients(self) -> None:
-        """Compare the gradients on every mesh."""
-        if self.failed or not any(map(eqx.is_inexact_array, jax.tree.leaves(self.args))):
-            return
-        for one, reference in zip(self.meshes, self.references, strict=True):
-            where = f"the gradient {one.where}"
-            got = one.gradient
-            want = lambda *args, call=reference.call: gradient(call, args)
-
-            def compared(args: tuple[PyTree, ...], got: Call = got, want: Call = want) -> Any:
-                of = got(*args), want(*args), want(*perturbed(args))
-                return *of[:2], compare("args", *of, {}, self.tolerance)
-
-            with self._noting_where(f"for {where}", errors.NOTE_GRADIENT):
-                found = compared(self.args)[2]
-            if found:
-                probe = Probe(self.args, one.mapped.place, compared, lambda args: False)
-                lines = _lines(found, probe)
-                # For the simple values that Hypothesis shrinks to, the results can be right by chance.
-                other = self._probe(self.args, one, reference)
-                if results := list(other.mismatches.values()):
-                    lines += [report.WITH_OTHER_VALUES, *_lines(results, other)]
-                self._fail(f"{where}, ", reference, lines)
-            else:
-                self.agreed.append(where)
-
-    def _fail(self, where: str, reference: Reference, lines: list[str]) -> None:
-        self.failed.append(report.failed_call(where, reference.what, lines))
-
-    def conclude(self) -> None:
-        if self.failed:
-            raise report.not_equivalent(self.name, self.failed, self.agreed)
+            raise report.not_equivalent(name, self.failed, self.agreed)
+        programs = [subject.programs(one).doubled for one in subject.asked.meshes]
+        return Checked(
+            agreed=tuple(self.agreed),
+            fed_back=subject.feed_back.pairs,
+            differentiated=tuple(subject.paths[subject.count :]),
+            constant=subject.constant,
+            unjudged=self.judge.unjudged,
+            only_double=self.judge.only_double,
+            own_dtype=tuple(sorted(set().union(*(one.own_dtype for one in programs)))),
+        )
 
 
-def _lines(found: list[Mismatch], probe: Probe) -> list[str]:
-    return [_line(mismatch, guess(mismatch, probe)) for mismatch in found]
-
-
-def _line(mismatch: Mismatch, cause: str | None) -> str:
-    got, want = mismatch.got.value, mismatch.want
-    what = f"{mismatch.got.array.dtype}[{','.join(map(str, got.shape))}]"
-    if not mismatch.same_shape:
-        off = report.other_shape(got.shape, want.shape)
-        return report.leaf_report(mismatch.got.path, what, off, cause)
-    at = mismatch.worst
-    off = report.off_by(float(mismatch.deviation[at]), at, got[at].item(), want[at].item())
-    return report.leaf_report(mismatch.got.path, what, off + _where(mismatch), cause)
-
-
-def _where(mismatch: Mismatch) -> str:
-    shards = mismatch.shards
-    if not shards:
-        return ""
-    everywhere = len(shards) == len(mismatch.got.parts)
-    return report.on_shards([] if everywhere else shards, mismatch.tolerance)
+# The calls with other values: what is said of them, how they are made, and which mismatches are mistakes.
+_OTHERS: Sequence[tuple[str, Callable[..., Any], Callable[[Mismatch], bool]]] = (
+    (report.GENERIC, values.generic, lambda one: True),
+    (report.LARGE, values.large, lambda one: one.is_overflow),
+    (report.NAN, values.one_nan, lambda one: one.is_number_on_one_device),
+)

@@ -9,7 +9,7 @@ import numpy as np
 from .. import _errors as errors
 from .._types import Numbers
 from . import _report as report
-from ._compare import Mismatch
+from ._mismatch import Mismatch
 from ._probe import Probe
 
 
@@ -18,9 +18,7 @@ def guess(mismatch: Mismatch, probe: Probe) -> str | None:
     if not mismatch.same_shape:
         return _by_shape(mismatch)
     mismatch = probe.mismatches.get(mismatch.number, mismatch)
-    if mismatch.got.unequal_copies:
-        return report.guess_unequal_copies(mismatch.got.unequal_copies)
-    if mismatch.got.value.dtype.kind not in "iuf":
+    if mismatch.got.dtype.kind not in "iuf" or not np.isfinite(mismatch.got).all():
         return None
     for rule in (_unchanged, _by_a_factor, _permuted, _at_edges):
         if cause := rule(mismatch):
@@ -29,7 +27,7 @@ def guess(mismatch: Mismatch, probe: Probe) -> str | None:
 
 
 def _by_shape(mismatch: Mismatch) -> str | None:
-    got, want = mismatch.got.value.shape, mismatch.want.shape
+    got, want = mismatch.got.shape, mismatch.want.shape
     if len(got) != len(want):
         return None
     other = [d for d, (a, b) in enumerate(zip(got, want, strict=True)) if a != b]
@@ -55,7 +53,7 @@ def _unchanged(mismatch: Mismatch) -> str | None:
     before = mismatch.before
     if before is None or before.shape != mismatch.want.shape:
         return None
-    stays = not _differs(mismatch, mismatch.got.value, before).any()
+    stays = not _differs(mismatch, mismatch.got, before).any()
     return report.guess_unchanged() if stays else None
 
 
@@ -66,7 +64,7 @@ def _differs(mismatch: Mismatch, a: Numbers, b: Numbers) -> Numbers:
 
 def _by_a_factor(mismatch: Mismatch) -> str | None:
     """The value, or its increment, is a multiple or a fraction of the right one."""
-    got, want = mismatch.got.value, mismatch.want
+    got, want = mismatch.got, mismatch.want
     starts = [np.zeros_like(want, dtype=np.float64)]
     if mismatch.before is not None and mismatch.before.shape == want.shape:
         starts.append(mismatch.before.astype(np.float64))
@@ -101,13 +99,13 @@ def _ratio(mismatch: Mismatch, got: Numbers, want: Numbers) -> float | None:
 
 def _blocks(mismatch: Mismatch, value: Numbers) -> list[Numbers]:
     """The different parts that the shards hold."""
-    kept = {str(index): value[index] for _, index in mismatch.got.parts}
+    kept = {str(index): value[index] for _, index in mismatch.leaf.parts}
     return list(kept.values())
 
 
 def _permuted(mismatch: Mismatch) -> str | None:
     """Every part is right, but on the wrong shard."""
-    got, want = _blocks(mismatch, mismatch.got.value), _blocks(mismatch, mismatch.want)
+    got, want = _blocks(mismatch, mismatch.got), _blocks(mismatch, mismatch.want)
     count = len(want)
     if count < 2 or not all(_differs(mismatch, want[0], other).any() for other in want[1:]):
         return None
@@ -157,5 +155,5 @@ def _at_edges(mismatch: Mismatch) -> str | None:
 
 def _one_shard_right(mismatch: Mismatch) -> str | None:
     off = mismatch.off()
-    right = [errors.axes_str(at) for at, index in mismatch.got.parts if not off[index].any()]
+    right = [errors.axes_str(at) for at, index in mismatch.leaf.parts if not off[index].any()]
     return report.guess_some(right[0]) if len(right) == 1 and mismatch.split else None

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._types import AnyLeaf, Numbers, PyTree
-from ._compare import Leaf, Mismatch, leaves_of
-
-
-# From arguments to the results of the sharded call, those of the reference, and the mismatches.
-Compared = Callable[[tuple[PyTree, ...]], tuple[PyTree, PyTree, list[Mismatch]]]
+from .._emulate._jaxprs import draws
+from .._types import AnyLeaf, Numbers
+from ._calls import Calls
+from ._judge import Judge
+from ._leaves import Leaf
+from ._mismatch import Mismatch
+from ._values import generic
 
 
 @dataclasses.dataclass
@@ -24,41 +25,57 @@ class Probe:
 
     **Attributes:**
 
-    - `args`: the arguments of the failing call.
-    - `place`: the function that places arguments on the mesh.
-    - `compared`: the function that calls and compares.
-    - `draws_in`: whether a call with these arguments draws random numbers.
+    - `calls`: the calls one of which fails.
+    - `judge`: compares results.
+    - `step`: the number of the failing call.
     """
 
-    args: tuple[PyTree, ...]
-    place: Callable[..., tuple[PyTree, ...]]
-    compared: Compared
-    draws_in: Callable[[tuple[PyTree, ...]], bool]
+    calls: Calls
+    judge: Judge
+    step: int
+
+    def on_mesh(self, one: Mismatch) -> Mismatch:
+        """The mismatch with an array that lies on the mesh, so that shards can be named."""
+        sizes = dict(self.calls.one.mesh.shape)
+        leaf = self._placed[one.number] if one.number < len(self._placed) else one.leaf
+        given = self.calls.mesh.exact[self.step].given.values
+        before = self.calls.subject.before(given).get(one.number)
+        return dataclasses.replace(one, leaf=leaf, before=before, sizes=sizes)
 
     @cached_property
-    def generic_args(self) -> tuple[PyTree, ...]:
-        """The failing arguments with other values.
+    def _placed(self) -> list[Leaf]:
+        """The results as they lie on the mesh; empty where it has no devices."""
+        calls = self.calls
+        if not calls.one.has_devices:
+            return []
+        args, kwargs = calls.args
+        return calls.subject.leaves(calls.one.mapped(*args, **kwargs))
 
-        The values that Hypothesis shrinks to are zeros and ones, for which many mistakes look alike.
-        """
-        random = np.random.default_rng(1)
-        return tuple(jax.tree.map(lambda x: _generic(random, x), self.args))
+    @cached_property
+    def _generic(self) -> Calls:
+        asked = self.calls.subject.asked
+        return dataclasses.replace(self.calls, args=generic(self.calls.args, asked.keep), steps=1)
 
     @cached_property
     def mismatches(self) -> dict[int, Mismatch]:
         """The mismatches for generic arguments, by number of the leaf."""
-        found = _result_or_none(lambda: self.compared(self.generic_args)[2])
-        return {mismatch.number: mismatch for mismatch in found or ()}
+        found = _result_or_none(lambda: self._compared(self._generic))
+        return {one.number: self.on_mesh(one) for one in found or ()}
+
+    def _compared(self, calls: Calls) -> list[Mismatch]:
+        leaves = calls.subject.leaves(calls.mesh.exact[0].results.types)
+        return self.judge.double(0, leaves, calls.mesh, calls.right)
 
     @cached_property
     def uniform_results(self) -> tuple[list[Numbers], list[Numbers]] | None:
         """The leaves of both results where every shard gets the part of the first shard."""
 
         def called() -> tuple[list[Numbers], list[Numbers]]:
-            placed = self.place(*self.generic_args)
-            got, want, _ = self.compared(tuple(jax.tree.map(_first_part_everywhere, placed)))
-            of_both = [[leaf.value for leaf in leaves_of("", tree)] for tree in (got, want)]
-            return of_both[0], of_both[1]
+            args, kwargs = self._generic.args
+            placed = self.calls.one.mapped.place(*args)
+            given = tuple(jax.tree.map(_first_part_everywhere, placed)), kwargs
+            calls = dataclasses.replace(self._generic, args=given)
+            return calls.mesh.exact[0].numbers, calls.right.exact[0].numbers
 
         found: tuple[list[Numbers], list[Numbers]] | None = _result_or_none(called)
         return found
@@ -66,7 +83,11 @@ class Probe:
     @cached_property
     def draws(self) -> bool:
         """Whether the function draws random numbers."""
-        return bool(_result_or_none(lambda: self.draws_in(self.args)))
+        args, kwargs = self.calls.args
+        mapped = self.calls.one.mapped
+        return bool(
+            _result_or_none(lambda: draws(eqx.filter_make_jaxpr(mapped)(*args, **kwargs)[0]))
+        )
 
 
 def _result_or_none(call: Callable[[], Any]) -> Any:
@@ -75,26 +96,6 @@ def _result_or_none(call: Callable[[], Any]) -> Any:
         return call()
     except Exception:
         return None
-
-
-def _generic(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
-    """Random values in the range of the given ones."""
-    if not eqx.is_array(x) or jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return x
-    value = np.asarray(x)
-    if value.dtype == bool:
-        return jnp.asarray(random.integers(0, 2, x.shape).astype(bool))
-    if jnp.issubdtype(x.dtype, jnp.integer):
-        least, largest = (int(value.min(initial=0)), int(value.max(initial=0)))
-        made = random.integers(least, max(largest, least + 1) + 1, x.shape)
-        return jnp.asarray(made.astype(value.dtype))
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        made = random.normal(size=x.shape) + 1j * random.normal(size=x.shape)
-        return jnp.asarray(made.astype(value.dtype))
-    wide = np.where(np.isfinite(value.astype(np.float64)), value, 0.0).astype(np.float64)
-    made = random.uniform(-1, 1, x.shape) * (np.abs(wide).max(initial=0.0) or 1.0)
-    # Values that are never negative, such as variances and counts, stay so.
-    return jnp.asarray((np.abs(made) if wide.min(initial=0.0) >= 0 else made).astype(value.dtype))
 
 
 def _first_part_everywhere(x: AnyLeaf) -> AnyLeaf:

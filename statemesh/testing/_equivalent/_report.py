@@ -1,9 +1,22 @@
 """The words of a failed check: where results differ, and the probable cause."""
 
+import math
 from collections.abc import Hashable, Sequence
 
+from .. import _errors as errors
+from .._emulate._promises import Broken
+from ._mismatch import Mismatch
 
-WITH_OTHER_VALUES = "With other values the results differ too:"
+
+# What results are compared with.
+ONE_DEVICE = "the function on one device"
+UNSHARDED = "the unsharded function"
+EMULATED = "what emulate gives"
+
+# The calls with other values than the given ones.
+GENERIC = "with generic values"
+LARGE = "with large values"
+NAN = "with one NaN"
 
 
 def not_equivalent(name: str, failed: Sequence[str], agreed: Sequence[str]) -> AssertionError:
@@ -16,30 +29,53 @@ def failed_call(where: str, against: str, leaves: Sequence[str]) -> str:
     return "\n".join([head, *leaves])
 
 
-def leaf_report(path: str, what: str, off: str, guess: str | None) -> str:
-    probably = f"\n    Probably: {guess}" if guess else ""
-    return f"  - {path}: {what}, {off}.{probably}"
+def mismatch(one: Mismatch, cause: str | None) -> str:
+    """A line on an array that is off, and the probable cause."""
+    shape = ",".join(map(str, one.got.shape))
+    head = f"  - {one.leaf.path}: {one.leaf.dtype}[{shape}]"
+    probably = f"\n    Probably: {cause}" if cause else ""
+    if not one.same_shape:
+        return f"{head}, of shape {one.got.shape}, should be {one.want.shape}.{probably}"
+    return f"{head}, {_off(one)}.{probably}"
 
 
-def on_shards(shards: Sequence[str], tolerance: float) -> str:
-    """The shards that hold a number, every shard if none is named; and what rounding explains."""
-    there = f"shard {' and '.join(shards)}" if shards else "every shard"
-    return (
-        f", on {there} ({f'{tolerance:.1g} would be rounding' if tolerance else 'none is allowed'})"
-    )
-
-
-def off_by(amount: float, at: Sequence[int], got: object, want: object) -> str:
+def _off(one: Mismatch) -> str:
+    at = one.worst
+    got, want, allowed = one.got[at].item(), one.want[at].item(), float(one.allowed[at])
     index = f" at {list(at)}" if at else ""
-    return f"off by {amount:.4g}{index}, where it is {_short(got)} and should be {_short(want)}"
+    if not (math.isfinite(abs(got)) and math.isfinite(abs(want))):
+        off = f"{_short(got)}{index}, should be {_short(want)}"
+    else:
+        amount = float(one.deviation[at])
+        off = f"off by {amount:.4g}{index}, where it is {_short(got)} and should be {_short(want)}"
+    if not one.leaf.parts:
+        there = ""
+    elif len(one.shards) == len(one.leaf.parts):
+        there = ", on every shard"
+    else:
+        there = f", on shard {' and '.join(one.shards)}"
+    return f"{off}{there} ({_rounding(one, allowed)})"
+
+
+def _rounding(one: Mismatch, allowed: float) -> str:
+    if one.want.dtype.kind in "biu" or not allowed:
+        return "none is allowed"
+    where = " in double precision" if one.rounding == "double" else ""
+    return f"{allowed:.1g} would be rounding{where}"
+
+
+def broken_promises(found: Sequence[Broken]) -> list[str]:
+    """Lines on results that are promised to be the same on several shards, and differ."""
+    return [
+        errors.uneven_line(one.control, one.collectives, one.unequal)
+        if one.control
+        else errors.unequal_line(one.unequal)
+        for one in found
+    ]
 
 
 def _short(x: object) -> str:
     return f"{x:.6g}" if isinstance(x, float | complex) else str(x)
-
-
-def other_shape(got: Sequence[int], want: Sequence[int]) -> str:
-    return f"of shape {tuple(got)}, should be {tuple(want)}"
 
 
 def guess_longer(axis: int, times: int, names: Sequence[Sequence[Hashable]]) -> str:
@@ -54,13 +90,6 @@ def guess_shorter(axis: int, times: int, names: Sequence[Sequence[Hashable]]) ->
     return (
         f"axis {axis} is one of {times} parts: the out spec leaves {_or(names)} out, over which the result "
         "is split."
-    )
-
-
-def guess_unequal_copies(shards: Sequence[str]) -> str:
-    return (
-        f"an unreduced output: its spec keeps one copy for all shards, and {shards[0]} and {shards[1]} have "
-        "different ones. Reduce it inside (jax.lax.psum, pmean), or name the axis in the out spec."
     )
 
 

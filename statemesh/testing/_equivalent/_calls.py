@@ -1,0 +1,54 @@
+"""Calls in a row on a mesh, and the calls that they are compared with."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import cached_property
+
+from .._emulate._doubled import widened
+from .._types import PyTree
+from ._chain import Chain
+from ._mismatch import Mismatch
+from ._programs import OnMesh
+from ._reference import Args, RightCalls
+from ._subject import Reference, Subject
+
+
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """Calls in a row on a mesh, replayed, and those that they are compared with.
+
+    **Attributes:**
+
+    - `where`: on what mesh, and with what values, in words.
+    - `args`, `steps`: the arguments of the first call, and the number of calls.
+    - `counts`: which mismatches are mistakes.
+    """
+
+    subject: Subject
+    one: OnMesh
+    where: str
+    args: Args
+    steps: int
+    counts: Callable[[Mismatch], bool] = lambda one: True
+
+    @cached_property
+    def reference(self) -> Reference:
+        return self.subject.reference(self.one)
+
+    @cached_property
+    def mesh(self) -> Chain:
+        """The calls on the mesh in double precision."""
+        doubled = self.subject.programs(self.one).doubled
+        with self.subject.noting(self.one.where):
+            return Chain(doubled, widened(self.args), self.subject.feed, self.steps)
+
+    @cached_property
+    def right(self) -> RightCalls:
+        """The calls of the reference."""
+        with self.subject.noting(f"for {self.reference.what}"):
+            return self.reference.calls(self.args, self.steps, self.subject.feed)
+
+    @cached_property
+    def again(self) -> list[PyTree] | None:
+        """The calls of the reference in its own dtypes."""
+        return self.reference.again(self.args, self.steps, self.subject.feed)

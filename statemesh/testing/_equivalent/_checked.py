@@ -1,0 +1,30 @@
+"""What a check that found no mistake has checked."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """What `assert_equivalent` compared, and what it could not judge.
+
+    **Attributes:**
+
+    - `agreed`: the calls that agree, in words.
+    - `fed_back`: what of a result the next call got: pairs of a path in the arguments and one in the results.
+    - `differentiated`: the paths by which the gradient was compared; empty if it was not.
+    - `constant`: the paths of the results that have no derivative.
+    - `unjudged`: for each path how many of its numbers were not judged: rounding alone may change them by more
+        than a few per cent, or they jump where the function is discontinuous.
+    - `only_double`: for each path how many of its numbers were judged in double precision only, because rounding in
+        the dtypes of the program may change them by more than a few per cent.
+    - `own_dtype`: the operations that could not run in double precision. Of what they compute, mistakes that are as
+        small as rounding were not seen.
+    """
+
+    agreed: tuple[str, ...]
+    fed_back: tuple[tuple[str, str], ...]
+    differentiated: tuple[str, ...]
+    constant: tuple[str, ...]
+    unjudged: dict[str, int]
+    only_double: dict[str, int]
+    own_dtype: tuple[str, ...]

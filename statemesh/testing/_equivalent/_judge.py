@@ -1,0 +1,164 @@
+"""Which numbers of a result differ from those of the reference by more than rounding explains."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._emulate._promoted import roundoff
+from .._types import Numbers
+from ._chain import Chain, Rounding, distances
+from ._leaves import Leaf
+from ._mismatch import Mismatch
+from ._reference import RightCalls
+
+
+# So many times as far as noise moves a number, rounding may. A number that is off is tried with more runs.
+_FACTOR: dict[Rounding, float] = {"double": 8.0, "own": 4.0}
+_FEW, _MANY = 3, 24
+# A number whose rounding is larger than this part of it is not judged.
+_CLEAR = 0.05
+
+
+@dataclasses.dataclass
+class Judge:
+    """Compares results with those of the reference, and remembers what rounding left unseen.
+
+    **Attributes:**
+
+    - `tolerance`: the largest difference relative to the largest number of an array, if one is given.
+    - `left_out`: the numbers of the arrays that are not compared.
+    - `unjudged`: for each path the count of numbers that are not judged, since rounding alone may change them
+        by more than a few per cent.
+    - `only_double`: for each path the count of numbers that are judged in double precision only.
+    """
+
+    tolerance: float | None = None
+    left_out: Collection[int] = ()
+    unjudged: dict[str, int] = dataclasses.field(default_factory=dict)
+    only_double: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    def double(
+        self, step: int, leaves: Sequence[Leaf], mesh: Chain, reference: RightCalls
+    ) -> list[Mismatch]:
+        """The arrays of a call that differ in double precision.
+
+        **Arguments:**
+
+        - `leaves`: the results of the call, or their types.
+        - `mesh`, `reference`: the calls that are compared.
+        """
+        got = mesh.exact[step].numbers
+        return self._compared("double", step, leaves, got, [mesh, reference], self.unjudged)
+
+    def own(
+        self,
+        step: int,
+        leaves: Sequence[Leaf],
+        got: Sequence[Numbers],
+        mesh: Chain,
+        reference: RightCalls,
+        again: Callable[[], Sequence[Numbers]] | None,
+    ) -> list[Mismatch]:
+        """The arrays of a call that differ in the dtypes of the program.
+
+        **Arguments:**
+
+        - `leaves`, `got`: the results of the call, and their numbers.
+        - `again`: gives the results of the reference in its own dtypes. It is called only where something is off: what
+            the reference makes of its own dtypes too, such as an overflow, is not.
+        """
+        found = self._compared("own", step, leaves, got, [mesh, reference], self.only_double)
+        if not found or again is None or any(not one.same_shape for one in found):
+            return found
+        other = again()
+        still = []
+        for one in found:
+            want = other[one.number]
+            if want.shape == one.got.shape:
+                allowed = np.where(one.off(), one.allowed, np.inf)
+                one = dataclasses.replace(one, want=want, allowed=allowed)
+            if one.off().any():
+                still.append(one)
+        return still
+
+    def _compared(
+        self,
+        rounding: Rounding,
+        step: int,
+        leaves: Sequence[Leaf],
+        got: Sequence[Numbers],
+        chains: Sequence[RightCalls],
+        unclear: dict[str, int],
+    ) -> list[Mismatch]:
+        wanted = chains[-1].exact[step].numbers
+        found = []
+        for number, (leaf, mine, want) in enumerate(zip(leaves, got, wanted, strict=False)):
+            if number in self.left_out:
+                continue
+            if mine.shape != want.shape:
+                nothing = np.zeros(want.shape)
+                found.append(Mismatch(number, leaf, mine, want, nothing, rounding))
+                continue
+            difference = _distances(rounding, leaf, mine, want)
+            unit = roundoff(np.float64) if rounding == "double" else roundoff(leaf.dtype)
+            with np.errstate(invalid="ignore", over="ignore"):
+                least = np.nan_to_num(unit * np.abs(want.astype(np.float64)), posinf=0.0, nan=0.0)
+            if self.tolerance is None and not (difference > 4 * least).any():
+                continue
+            runs, allowed = _FEW, self._given(leaf, want, difference)
+            if allowed is None:
+                moved = lambda: sum(c.moved(rounding, runs)[step][number] for c in chains)  # noqa: B023
+                allowed = _allowed(rounding, leaf, want, least, moved())
+                if (difference > allowed).any():
+                    runs = _MANY
+                    allowed = _allowed(rounding, leaf, want, least, moved())
+                if count := _unclear(want, difference, allowed):
+                    unclear[leaf.path] = max(count, unclear.get(leaf.path, 0))
+            if (difference > allowed).any():
+                found.append(Mismatch(number, leaf, mine, want, allowed, rounding))
+        return found
+
+    def _given(self, leaf: Leaf, want: Numbers, difference: Numbers) -> Numbers | None:
+        """The differences that `tolerance` allows."""
+        if self.tolerance is None or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return None
+        if want.dtype.kind == "b":
+            # Of booleans so many may differ.
+            few = (difference > 0).mean() <= self.tolerance if difference.size else True
+            return np.full(want.shape, 1.0 if few else 0.0)
+        finite = np.abs(np.where(np.isfinite(want), want, 0))
+        return np.full(want.shape, self.tolerance * float(finite.max(initial=0)))
+
+
+def _distances(rounding: Rounding, leaf: Leaf, got: Numbers, want: Numbers) -> Numbers:
+    found = distances(got, want)
+    if rounding == "double" or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return found
+    # What is larger than the dtype can hold is infinite in it.
+    largest = float(jnp.finfo(leaf.dtype).max)  # type: ignore[no-untyped-call]
+    over = np.isinf(got) & (np.abs(want) > largest) & (np.sign(got) == np.sign(want))
+    return np.where(over, 0.0, found)
+
+
+def _allowed(
+    rounding: Rounding, leaf: Leaf, want: Numbers, least: Numbers, moved: Numbers
+) -> Numbers:
+    if want.dtype.kind in "biu":
+        return np.where(moved > 0, np.inf, 0.0)
+    tiny = 0.0
+    if rounding == "own" and jnp.issubdtype(leaf.dtype, jnp.inexact):
+        # XLA may flush what is smaller to zero.
+        tiny = float(jnp.finfo(leaf.dtype).tiny)  # type: ignore[no-untyped-call]
+    return _FACTOR[rounding] * moved + 4 * least + tiny
+
+
+def _unclear(want: Numbers, difference: Numbers, allowed: Numbers) -> int:
+    """How many numbers are not judged."""
+    if want.dtype.kind in "biu":
+        return int(((difference > 0) & np.isinf(allowed)).sum())
+    size = np.abs(want)
+    typical = float(np.median(size[np.isfinite(size)])) if np.isfinite(size).any() else 0.0
+    return int((allowed > _CLEAR * np.maximum(np.nan_to_num(size, posinf=0.0), typical)).sum())

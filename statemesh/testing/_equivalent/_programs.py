@@ -1,0 +1,179 @@
+"""A function on a mesh, kept together with its compiled programs."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import AbstractContextManager
+from functools import cached_property
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+import statemesh as sm
+
+from .. import _errors as errors
+from .._emulate._doubled import COMPILE_FAST, Doubled
+from .._static_keys import is_hashable, static_key
+from .._types import AnyLeaf, Fun, PyTree, PyTreeDef
+from ._gradients import Selection, with_constants, with_gradient
+
+
+AnyMesh = Mesh | AbstractMesh
+
+
+def mesh_of(given: object) -> AnyMesh:
+    """The mesh itself, or a mesh with the given sizes."""
+    if isinstance(given, AnyMesh):
+        return given
+    if not isinstance(given, Mapping):
+        raise errors.not_a_mesh(given)
+    sizes = tuple(given.values())
+    devices = jax.devices()
+    count = int(np.prod(sizes))
+    if count > len(devices):
+        raise errors.mesh_too_large(given, count, len(devices))
+    shaped = np.array(devices[:count]).reshape(sizes)
+    return Mesh(shaped, tuple(given), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+@dataclasses.dataclass(frozen=True)
+class OnMesh:
+    """A function on a mesh.
+
+    **Attributes:**
+
+    - `make`: maps a function of shards over the mesh.
+    - `mapped`: the mapped function.
+    """
+
+    fun: Fun
+    mesh: AnyMesh
+    make: Callable[[Fun], sm.StatefulMapping]
+    mapped: sm.StatefulMapping
+    _selected: dict[Selection, "Programs"] = dataclasses.field(default_factory=dict)
+
+    @property
+    def where(self) -> str:
+        return f"on mesh {errors.axes_str(dict(self.mesh.shape))}"
+
+    @property
+    def has_devices(self) -> bool:
+        return isinstance(self.mesh, Mesh)
+
+    def programs(self, selected: Selection) -> "Programs":
+        """The programs that give the results and, if anything is selected, the gradient."""
+        if selected not in self._selected:
+            held = with_constants(self.fun, selected.constant) if selected.constant else self.fun
+            mapped = self.make(held) if selected.constant else self.mapped
+            self._selected[selected] = Programs(self.mesh, mapped, selected)
+        return self._selected[selected]
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The programs of a mapped function, on its mesh and on one device, with the gradient if one is selected."""
+
+    mesh: AnyMesh
+    mapped: sm.StatefulMapping
+    selected: Selection
+
+    @cached_property
+    def doubled(self) -> Doubled:
+        """The function in double precision."""
+        return Doubled(selected(self.mapped, self.selected), self._context)
+
+    @cached_property
+    def jitted(self) -> Fun:
+        """The function inside `jax.jit`."""
+        run = within_jit(selected(self.mapped, self.selected))
+
+        def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
+            with self._context():
+                return run(*args, **kwargs)
+
+        return call
+
+    @cached_property
+    def unsharded(self) -> "Unsharded":
+        """The function on one device."""
+        return Unsharded(self.mapped.unsharded, self.selected)
+
+    def _context(self) -> AbstractContextManager[object]:
+        # JAX can make zero gradients with Explicit axes in their type only where the mesh is set.
+        typed = bool(self.selected) and AxisType.Explicit in self.mesh.axis_types
+        return jax.set_mesh(self.mesh) if typed else contextlib.nullcontext()
+
+
+class Unsharded:
+    """The programs of a function on one device, with the gradient if one is selected."""
+
+    def __init__(self, fun: Fun, chosen: Selection) -> None:
+        self.doubled = Doubled(selected(fun, chosen))
+        self.compiled = within_jit(selected(fun, chosen), COMPILE_FAST)
+
+
+def selected(call: Fun, chosen: Selection) -> Fun:
+    return with_gradient(call, chosen) if chosen else call
+
+
+def on_mesh(fun: Fun, key: Hashable, mesh: AnyMesh, specs: Mapping[str, PyTree]) -> OnMesh:
+    """A function on a mesh. Equal arguments get the same object, whose programs are compiled already.
+
+    **Arguments:**
+
+    - `key`: whatever else the function depends on.
+    - `specs`: further arguments of `shard_map`.
+    """
+    leaves, structure = jax.tree.flatten(dict(specs), is_leaf=lambda x: x is None)
+    full = fun, key, mesh, tuple(leaves), structure
+    return _cached(*full) if is_hashable(full) else _new(*full)
+
+
+def _new(
+    fun: Fun, key: Hashable, mesh: AnyMesh, leaves: tuple[AnyLeaf, ...], structure: PyTreeDef
+) -> OnMesh:
+    del key
+    specs = structure.unflatten(leaves)
+    make: Callable[[Fun], sm.StatefulMapping] = lambda fun: sm.shard_map(fun, mesh, **specs)
+    return OnMesh(fun, mesh, make, make(fun))
+
+
+# The cache is bounded, because each entry keeps compiled programs alive.
+_cached = functools.lru_cache(maxsize=64)(_new)
+
+
+def within_jit(call: Fun, options: Mapping[str, int] | None = None) -> Fun:
+    """The call inside `jax.jit`."""
+
+    @functools.partial(jax.jit, static_argnums=1, compiler_options=options)
+    def whole(arrays: PyTree, statics: _Statics) -> PyTree:
+        args, kwargs = eqx.combine(arrays, statics.tree)
+        result, rest = eqx.partition(call(*args, **kwargs), eqx.is_array)
+        return result, _Statics(rest)
+
+    def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        arrays, statics = eqx.partition((args, kwargs), eqx.is_array)
+        result, rest = whole(arrays, _Statics(statics))
+        return eqx.combine(result, rest.tree)
+
+    return run
+
+
+@jax.tree_util.register_static
+class _Statics:
+    """The leaves of a tree that are no arrays, made hashable."""
+
+    def __init__(self, tree: PyTree) -> None:
+        self.tree = tree
+        leaves, structure = jax.tree.flatten(tree)
+        # A leaf whose value cannot be known is never equal to another.
+        self.key = structure, tuple(static_key(x) or object() for x in leaves)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Statics) and self.key == other.key

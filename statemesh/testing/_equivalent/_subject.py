@@ -1,0 +1,164 @@
+"""What is checked: the function on every mesh, what it is compared with, what is fed back and differentiated."""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from typing import Literal, TypeAlias
+
+import jax
+
+from .. import _errors as errors
+from .._emulate._doubled import Doubled, widened
+from .._types import Fun, Numbers, PyTree, tree_util
+from . import _report as report
+from ._feedback import FeedBack, Named, find
+from ._gradients import (
+    Selection,
+    WithGradient,
+    differentiable,
+    gradient_paths,
+    learns,
+    selection,
+)
+from ._leaves import Leaf, is_number_or_type, leaves_of, numbers
+from ._programs import OnMesh, Programs, selected, within_jit
+from ._reference import Args, Plain, Traced
+
+
+Reference: TypeAlias = Traced | Plain
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What the caller of `assert_equivalent` asked for, under the names of its arguments."""
+
+    name: str
+    args: Args
+    meshes: Sequence[OnMesh]
+    unsharded: Fun | Literal[False] | None
+    steps: int
+    gradients: bool | None
+    tolerance: float | None
+    fed_back: Named | None
+    keep: Collection[str]
+
+
+class Subject:
+    """A function, prepared to be checked.
+
+    **Attributes:**
+
+    - `form`: the results with types in the place of arrays.
+    - `feed_back`: what of the results the next call gets.
+    - `selected`: what is differentiated.
+    - `paths`, `count`: the paths of the results and of the gradient; how many of them are results.
+    """
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self.types = widened(asked.args).types
+        self._plain = self._plain_function()
+        first = asked.meshes[0]
+        with self.noting(first.where):
+            self._forward = first.programs(Selection()).doubled
+            self.form = form = self._forward.form(self.types)
+        self.feed_back: FeedBack = find(*self.types, form, asked.fed_back, name=asked.name)
+        self.selected = self._selection(form)
+        results = [leaf.path for leaf in leaves_of(f"{asked.name}(...)", form)]
+        self.count = len(results)
+        self.paths = results + gradient_paths(self.types, self.selected)
+        self._references: dict[int, Reference] = {}
+
+    def _plain_function(self) -> Plain | None:
+        """The unsharded function that was given, if JAX cannot trace it."""
+        given = self.asked.unsharded
+        if given is None or given is False:
+            return None
+        try:
+            Doubled(given).form(self.types)
+        except Exception:  # A function of NumPy refuses what JAX traces with in many ways.
+            return Plain(given)
+        return None
+
+    def _selection(self, form: PyTree) -> Selection:
+        asked = self.asked
+        if asked.gradients is False or self._plain is not None:
+            return Selection()
+        if asked.gradients is None and learns(self.types, self._is_written):
+            return Selection()
+        chosen = selection(self.types, form)
+        first = asked.meshes[0]
+        with self.noting(f"for the gradient {first.where}", errors.NOTE_GRADIENT):
+            traced = lambda some: first.programs(some).doubled.form(self.types)
+            return differentiable(chosen, traced) if chosen else Selection()
+
+    def _is_written(self, argument: int) -> bool:
+        """Whether a call gives a new value for a leaf of the arguments, by its number."""
+        result = dict(self.feed_back.numbers).get(argument)
+        return result is not None and not self._forward.is_untouched(self.types, argument, result)
+
+    @property
+    def constant(self) -> tuple[str, ...]:
+        """The paths of the results that have no derivative."""
+        flat, _ = tree_util.tree_flatten_with_path(self.form)
+        keys = (flat[k][0] for k in self.selected.constant)
+        return tuple(f"{self.asked.name}(...){jax.tree_util.keystr(key)}" for key in keys)
+
+    def reference(self, one: OnMesh) -> Reference:
+        """What the calls on a mesh are compared with."""
+        given = self.asked.unsharded
+        # Where results depend on the mesh, each mesh has a reference of its own.
+        key = id(one) if given is False else 0
+        if key not in self._references:
+            self._references[key] = self._reference(one)
+        return self._references[key]
+
+    def _reference(self, one: OnMesh) -> Reference:
+        given = self.asked.unsharded
+        if self._plain is not None:
+            return self._plain
+        if given is False:
+            programs = self.programs(one)
+            return Traced(report.EMULATED, programs.doubled, programs.jitted)
+        if given is None:
+            programs = self.programs(self.asked.meshes[0])
+            alone = programs.unsharded
+            return Traced(report.ONE_DEVICE, alone.doubled, alone.compiled)
+        whole = selected(given, self.selected)
+        return Traced(report.UNSHARDED, Doubled(whole), within_jit(whole))
+
+    def programs(self, one: OnMesh) -> Programs:
+        """The programs on a mesh that give the results and the gradient."""
+        return one.programs(self.selected)
+
+    def feed(self, args: Args, results: PyTree) -> Args:
+        """The arguments of the next call."""
+        found = results.results if isinstance(results, WithGradient) else results
+        return self.feed_back.apply(*args, found)
+
+    def leaves(self, results: PyTree) -> list[Leaf]:
+        """The arrays of the results, and of the gradient if it is there, with their paths."""
+        found = zip(leaves_of("", results), self.paths, strict=False)
+        return [dataclasses.replace(leaf, path=path) for leaf, path in found]
+
+    def before(self, given: Args) -> dict[int, Numbers]:
+        """The numbers that are fed back, by the number of the array in the results."""
+        old = tree_util.tree_leaves(given)
+        form = tree_util.tree_leaves(self.form)
+        number = list(itertools.accumulate(is_number_or_type(x) for x in form))
+        return {
+            number[result] - 1: numbers(old[argument])
+            for argument, result in self.feed_back.numbers
+            if is_number_or_type(form[result])
+        }
+
+    @contextlib.contextmanager
+    def noting(self, where: str, *notes: str) -> Iterator[None]:
+        """Add a note to an error of the function that says where the function was called."""
+        try:
+            yield
+        except Exception as error:
+            for note in (errors.note_where(self.asked.name, where), *notes):
+                error.add_note(note)
+            raise

@@ -1,0 +1,118 @@
+"""Other values for the same arguments: generic ones, large ones, and NaN on one shard."""
+
+from collections.abc import Callable, Collection
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import statemesh as sm
+
+from .._types import AnyLeaf, PyTree, tree_util
+
+
+# Makes another array of the same shape and dtype.
+Make = Callable[[np.random.Generator, AnyLeaf], AnyLeaf]
+
+# Near the largest number of float16. What float32 computes from it does not overflow.
+_LARGE = 3e4
+
+
+def generic(args: PyTree, kept: Collection[str]) -> PyTree:
+    """Arguments with random values in the range of the given ones.
+
+    The values that Hypothesis shrinks to are zeros and ones, for which many mistakes look alike.
+
+    **Arguments:**
+
+    - `args`: the tuple of the positional arguments and the dictionary of the others.
+    - `kept`: the paths of arguments, or of parts of them, that keep their values.
+    """
+    return _made(args, kept, _generic, in_states=True)
+
+
+def large(args: PyTree, kept: Collection[str]) -> PyTree:
+    """Arguments whose arrays outside of States are as large as float16 can hold."""
+    return _made(generic(args, kept), kept, _large, in_states=False)
+
+
+def one_nan(args: PyTree, kept: Collection[str]) -> PyTree:
+    """Arguments whose arrays of floats outside of States end with NaN, which only the last shard has if they are split."""
+    return _made(generic(args, kept), kept, _one_nan, in_states=False)
+
+
+def _made(args: PyTree, kept: Collection[str], make: Make, *, in_states: bool) -> PyTree:
+    random = np.random.default_rng(1)
+    is_state: Callable[[object], bool] = lambda x: isinstance(x, sm.State)
+    above = [
+        in_states or not is_state(node)
+        for node in tree_util.tree_leaves(args, is_leaf=is_state)
+        for _ in tree_util.tree_leaves(node)
+    ]
+    flat, treedef = tree_util.tree_flatten_with_path(args)
+    made = []
+    for (keys, x), hit in zip(flat, above, strict=True):
+        is_kept = any(is_within(path_of(keys), path) for path in kept)
+        known = eqx.is_array(x) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        made.append(make(random, x) if hit and known and not is_kept else x)
+    return treedef.unflatten(made)
+
+
+def path_of(keys: tuple[AnyLeaf, ...]) -> str:
+    """The path of an argument as the user would type it, from its path in the pair of all arguments."""
+    if keys[0].idx == 0:
+        return f"args{jax.tree_util.keystr(keys[1:])}"
+    return f"{keys[1].key}{jax.tree_util.keystr(keys[2:])}"
+
+
+def is_within(path: str, outer: str) -> bool:
+    """Whether a path leads to a tree, or to a part of it."""
+    return path == outer or (path.startswith(outer) and path[len(outer)] in ".[")
+
+
+def _generic(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
+    value = np.asarray(x)
+    if value.dtype == bool:
+        return jnp.asarray(random.integers(0, 2, x.shape).astype(bool))
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        # A single integer is mostly a counter or a position, which other arguments must match.
+        if not x.shape:
+            return x
+        least, largest = int(value.min(initial=0)), int(value.max(initial=0))
+        made = random.integers(least, max(largest, least + 1) + 1, x.shape)
+        return jnp.asarray(made.astype(value.dtype))
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        made = random.normal(size=x.shape) + 1j * random.normal(size=x.shape)
+        return jnp.asarray(made.astype(value.dtype))
+    wide = np.where(np.isfinite(value.astype(np.float64)), value, 0.0).astype(np.float64)
+    made = random.uniform(-1, 1, x.shape) * (np.abs(wide).max(initial=0.0) or 1.0)
+    # Values that are never negative, such as variances and counts, stay so.
+    return jnp.asarray((np.abs(made) if wide.min(initial=0.0) >= 0 else made).astype(value.dtype))
+
+
+def _large(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    made = np.sign(np.asarray(x, np.float64)) * _LARGE * random.uniform(0.5, 1, x.shape)
+    return jnp.asarray(made.astype(x.dtype))
+
+
+def _one_nan(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
+    del random
+    if not jnp.issubdtype(x.dtype, jnp.floating) or not x.size:
+        return x
+    value = np.array(x)
+    value[tuple(size - 1 for size in value.shape)] = np.nan
+    return jnp.asarray(value)
+
+
+def as_arrays(args: PyTree) -> PyTree:
+    """Arguments as JAX arrays of strong types, like the results that are fed back: so there is one trace."""
+    return jax.tree.map(_as_array, args)
+
+
+def _as_array(x: AnyLeaf) -> AnyLeaf:
+    if isinstance(x, np.ndarray | np.generic):
+        return jnp.asarray(x)
+    return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
