@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._emulate._jaxprs import draws
+from .._emulate._promises import Broken
 from .._types import AnyLeaf, Numbers
 from ._calls import Calls
 from ._judge import Judge
@@ -36,10 +37,12 @@ class Probe:
 
     def on_mesh(self, one: Mismatch) -> Mismatch:
         """The mismatch with an array that lies on the mesh, so that shards can be named."""
-        sizes = dict(self.calls.one.mesh.shape)
+        return self._on_mesh(one, self.calls, self.step)
+
+    def _on_mesh(self, one: Mismatch, calls: Calls, step: int) -> Mismatch:
         leaf = self._placed[one.number] if one.number < len(self._placed) else one.leaf
-        given = self.calls.mesh.exact[self.step].given.values
-        before = self.calls.subject.before(given).get(one.number)
+        before = calls.subject.before(calls.mesh.exact[step].given.values).get(one.number)
+        sizes = dict(calls.one.mesh.shape)
         return dataclasses.replace(one, leaf=leaf, before=before, sizes=sizes)
 
     @cached_property
@@ -60,7 +63,13 @@ class Probe:
     def mismatches(self) -> dict[int, Mismatch]:
         """The mismatches for generic arguments, by number of the leaf."""
         found = _result_or_none(lambda: self._compared(self._generic))
-        return {one.number: self.on_mesh(one) for one in found or ()}
+        return {one.number: self._on_mesh(one, self._generic, 0) for one in found or ()}
+
+    @cached_property
+    def broken(self) -> list[Broken]:
+        """The promises that do not hold for generic arguments."""
+        found: list[Broken] = _result_or_none(lambda: self._generic.mesh.broken(0)) or []
+        return found
 
     def _compared(self, calls: Calls) -> list[Mismatch]:
         leaves = calls.subject.leaves(calls.mesh.exact[0].results.types)

@@ -8,10 +8,18 @@ from .._emulate._promises import Broken
 from ._mismatch import Mismatch
 
 
+UNREDUCED = (
+    "    Probably: an unreduced output. Reduce it inside (jax.lax.psum, pmean), let a state's `reduce` do it, or "
+    "name the axes in the out spec."
+)
+UNEVEN = "    Some shards would wait in these collectives for others that never come."
+
 # What results are compared with.
 ONE_DEVICE = "the function on one device"
 UNSHARDED = "the unsharded function"
 EMULATED = "what emulate gives"
+
+WITH_OTHER_VALUES = "With other values the results differ too:"
 
 # The calls with other values than the given ones.
 GENERIC = "with generic values"
@@ -66,12 +74,15 @@ def _rounding(one: Mismatch, allowed: float) -> str:
 
 def broken_promises(found: Sequence[Broken]) -> list[str]:
     """Lines on results that are promised to be the same on several shards, and differ."""
-    return [
+    lines = [
         errors.uneven_line(one.control, one.collectives, one.unequal)
         if one.control
         else errors.unequal_line(one.unequal)
         for one in found
     ]
+    if not found:
+        return []
+    return [*lines, UNEVEN if found[0].control else UNREDUCED]
 
 
 def _short(x: object) -> str:
