@@ -1,6 +1,5 @@
 """What each collective computes, from an array that has all shards on its first axis."""
 
-import math
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
@@ -106,24 +105,11 @@ def communicating_axes(eqn: Equation) -> frozenset[Hashable]:
     return frozenset(name for one in nested_collectives(eqn) for name in names_of(one))
 
 
-def collective(
-    eqn: Equation,
-    value: Stacked,
-    scope: Scope,
-    summed: Callable[[int, Callable[[Any], Any], Any], Any],
-) -> Stacked:
-    """The result of a collective for one operand.
-
-    **Arguments:**
-
-    - `summed`: how results are rounded: from the number of shards, a rule, and the values of all shards.
-    """
+def collective(eqn: Equation, value: Stacked, scope: Scope) -> Stacked:
+    """The result of a collective for one operand."""
     names = names_of(eqn)
     of_equation = RULES[eqn.primitive.name]
-    count = math.prod(scope.shape(names))
-    rule: Callable[[jax.Array], jax.Array] = lambda x: summed(
-        count, lambda x: of_equation(x, eqn.params), x
-    )
+    rule: Callable[[jax.Array], jax.Array] = lambda x: of_equation(x, eqn.params)
     uniform = eqn.primitive.name in _UNIFORM
     groups = eqn.params.get("axis_index_groups")
     if groups is not None:

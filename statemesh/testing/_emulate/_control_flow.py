@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from .._types import AnyLeaf, Fun
+from ._arithmetic import Arithmetic
 from ._collectives import communicating_axes
 from ._jaxprs import Equation, Jaxpr, opened
-from ._promoted import OwnDtypes, Promoted
 from ._stacked import Axes, Scope, Stacked
 
 
@@ -41,7 +41,7 @@ class Replays(Protocol):
     """What replays a jaxpr."""
 
     no_differences: Differences
-    arithmetic: OwnDtypes | Promoted
+    arithmetic: Arithmetic
 
     def one_copy(
         self, eqn: Equation, index: int, value: Stacked, left: Sequence[Hashable], frame: Frame

@@ -11,15 +11,16 @@ import numpy as np
 
 from .._static_keys import static_key
 from .._types import AnyLeaf, Fun, PyTree, tree_util
+from ._arithmetic import Promoted, is_inexact, promoted
 from ._one_device import NO_MESH, on_one_device, type_of
 from ._promises import Broken, broken
-from ._promoted import NO_NOISE, is_inexact, promoted
-from ._replay import PromotedReplay
+from ._replay import NoisyReplay, PromotedReplay
 from ._trace import Trace, is_array_or_type, trace
 
 
-# A program that runs a few times need not be fast, but it must compile fast.
-COMPILE_FAST = {"xla_backend_optimization_level": 0}
+def compile_fast() -> dict[str, int] | None:
+    """Options for a program that runs a few times: it need not be fast, but it must compile fast."""
+    return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Doubled:
     @property
     def own_dtype(self) -> set[str]:
         """The operations that could not run in double precision."""
-        return set().union(*(one.replay.own_dtype for one in self._programs.values()))
+        return set().union(*(one.own_dtype for one in self._programs.values()))
 
     def is_untouched(self, types: PyTree, argument: int, result: int) -> bool:
         """Whether a leaf of the results is a leaf of the arguments, each by its number."""
@@ -95,13 +96,13 @@ class Doubled:
         same: bool = jaxpr.invars[sum(given[:argument])] is jaxpr.outvars[sum(found[:result])]
         return same
 
-    def __call__(self, args: Wide, noise: Any = NO_NOISE) -> tuple[Wide, list[Broken]]:
+    def __call__(self, args: Wide, noise: Any = None) -> tuple[Wide, list[Broken]]:
         """Call the function.
 
         **Arguments:**
 
         - `args`: the tuple of the positional arguments and the dictionary of the others.
-        - `noise`: that of `Promoted`.
+        - `noise`: that of `Noisy`; without it there is none, and the program is a smaller one.
 
         **Returns:** the results, and the promises that do not hold.
         """
@@ -132,16 +133,32 @@ class _Program:
 
     def __init__(self, name: str, traced: Trace) -> None:
         self.trace = traced
-        self.replay = PromotedReplay(name, traced.closed.jaxpr)
-        fast = COMPILE_FAST if jax.default_backend() == "cpu" else None
-        self.compiled = jax.jit(self.replay, compiler_options=fast)
+        jaxpr = traced.closed.jaxpr
+        self.exact, self.noisy = PromotedReplay(name, jaxpr), NoisyReplay(name, jaxpr)
+        options = compile_fast()
+        self._exact = jax.jit(self.exact, compiler_options=options)
+        self._noisy = jax.jit(self.noisy, compiler_options=options)
         with jax.enable_x64(True):
             self.consts = [_widened(jnp.asarray(x)) for x in traced.closed.consts]
 
+    @property
+    def own_dtype(self) -> set[str]:
+        return {
+            name
+            for replay in (self.exact, self.noisy)
+            if isinstance(replay.arithmetic, Promoted)
+            for name in replay.arithmetic.own_dtype
+        }
+
     def __call__(self, arrays: list[AnyLeaf], noise: Any) -> tuple[Wide, list[Broken]]:
         with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
-            given = jnp.asarray(noise, np.float64)
-            made, differences = self.compiled(given, *self.consts, *arrays)
+            if noise is None:
+                replay: PromotedReplay | NoisyReplay = self.exact
+                made, differences = self._exact(*self.consts, *arrays)
+            else:
+                replay = self.noisy
+                given = jnp.asarray(noise, np.float64)
+                made, differences = self._noisy(given, *self.consts, *arrays)
         outvars = self.trace.closed.jaxpr.outvars
-        found = broken(self.replay.promises, differences, outvars, self.trace.paths)
+        found = broken(replay.promises, differences, outvars, self.trace.paths)
         return Wide(self.trace.form, self.trace.results(made)), found

@@ -1,7 +1,7 @@
 """A traced program, replayed equation by equation over stacked shards."""
 
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import _errors as errors
+from ._arithmetic import Arithmetic, OwnDtypes, Promoted
 from ._collectives import RULES, collective
 from ._control_flow import Differences, Frame, Replays, Step, cond, one_by_one, scan, while_
 from ._jaxprs import (
@@ -25,8 +26,8 @@ from ._jaxprs import (
     new_axes,
     opened,
 )
+from ._noise import Noisy
 from ._promises import Promise, largest_difference
-from ._promoted import OwnDtypes, Promoted
 from ._stacked import Axes, Scope, Stacked, names_of_spec
 
 
@@ -59,7 +60,7 @@ class Replay:
     def __init__(self, name: str, jaxpr: Jaxpr) -> None:
         self.name = name
         self.jaxpr = jaxpr
-        self.arithmetic: OwnDtypes | Promoted = OwnDtypes()
+        self.arithmetic: Arithmetic = OwnDtypes()
         self.promises: list[Promise] = list(_promises(jaxpr))
         self._promise_numbers = {(id(p.eqn), p.index): i for i, p in enumerate(self.promises)}
         count = len(self.promises)
@@ -126,11 +127,12 @@ class Replay:
             return [_axis_index(eqn.params["axis_name"], scope)]
         if used:
             self._check_collective(eqn, used, scope)
-            pairs = zip(eqn.outvars, values, strict=True)
-            return [
-                collective(eqn, value, scope, partial(self.arithmetic.summed, eqn, var))
-                for var, value in pairs
-            ]
+            shards = math.prod(scope.shape(names_of(eqn)))
+            before = self.arithmetic.before(eqn, [value.x for value in values], shards)
+            given = [Stacked(x, value.axes) for x, value in zip(before, values, strict=True)]
+            made = [collective(eqn, value, scope) for value in given]
+            after = self.arithmetic.after(eqn, [value.x for value in made], shards)
+            return [Stacked(x, value.axes) for x, value in zip(after, made, strict=True)]
         if why := _not_replayed(eqn):
             raise errors.not_replayed(self.name, name, why)
         over = scope.union(values)
@@ -190,26 +192,29 @@ class Replay:
 
 
 class PromotedReplay(Replay):
-    """The same with floats in double precision. The noise of a run is the first input.
-
-    **Attributes:**
-
-    - `own_dtype`: the operations that could not run in double precision, known after the first run.
-    """
+    """The same with floats in double precision."""
 
     def __init__(self, name: str, jaxpr: Jaxpr) -> None:
         super().__init__(name, jaxpr)
-        self.own_dtype: set[str] = set()
+        self.arithmetic: Promoted = Promoted()
+
+
+class NoisyReplay(Replay):
+    """The same with floats in double precision and with noise, which is the first input."""
 
     def __call__(self, noise: Any, *arrays: Any) -> tuple[list[jax.Array], Differences]:
-        self.arithmetic = Promoted(noise, self.own_dtype)
+        self.arithmetic = Noisy(noise)
         return super().__call__(*arrays)
 
 
 def _plain(
     replay: Replays, eqn: Equation, values: Sequence[Stacked], frame: Frame
 ) -> list[Stacked]:
-    return frame.scope.over_axes(lambda *xs: replay.arithmetic.bind(eqn, xs), values)
+    before = replay.arithmetic.before(eqn, [value.x for value in values])
+    given = [Stacked(x, value.axes) for x, value in zip(before, values, strict=True)]
+    made = frame.scope.over_axes(lambda *xs: replay.arithmetic.bind(eqn, xs), given)
+    after = replay.arithmetic.after(eqn, [value.x for value in made])
+    return [Stacked(x, value.axes) for x, value in zip(after, made, strict=True)]
 
 
 def _axis_index(name: Hashable, scope: Scope) -> Stacked:

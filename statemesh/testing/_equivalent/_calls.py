@@ -40,7 +40,7 @@ class Calls:
         """The calls on the mesh in double precision."""
         doubled = self.subject.programs(self.one).doubled
         with self.subject.noting(self.one.where):
-            return Chain(doubled, widened(self.args), self.subject.feed, self.steps)
+            return Chain(doubled, widened(self.args), self.subject.feed, self.steps, noisy=False)
 
     @cached_property
     def right(self) -> RightCalls:

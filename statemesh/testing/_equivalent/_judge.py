@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._emulate._promoted import roundoff
+from .._emulate._noise import roundoff
 from .._types import Numbers
 from ._chain import Chain, Rounding, distances
 from ._leaves import Leaf
@@ -108,13 +108,14 @@ class Judge:
                 least = np.nan_to_num(unit * np.abs(want.astype(np.float64)), posinf=0.0, nan=0.0)
             if self.tolerance is None and not (difference > 4 * least).any():
                 continue
-            runs, allowed = _FEW, self._given(leaf, want, difference)
+            allowed = self._given(leaf, want, difference)
             if allowed is None:
-                moved = lambda: sum(c.moved(rounding, runs)[step][number] for c in chains)  # noqa: B023
-                allowed = _allowed(rounding, leaf, want, least, moved())
-                if (difference > allowed).any():
-                    runs = _MANY
-                    allowed = _allowed(rounding, leaf, want, least, moved())
+                # The fewest runs that clear the numbers: the noise of the mesh costs a compile.
+                for some, runs in ((chains[-1:], _FEW), (chains, _FEW), (chains, _MANY)):
+                    moved = sum(one.moved(rounding, runs)[step][number] for one in some)
+                    allowed = _allowed(rounding, leaf, want, least, moved)
+                    if not (difference > allowed).any():
+                        break
                 if count := _unclear(want, difference, allowed):
                     unclear[leaf.path] = max(count, unclear.get(leaf.path, 0))
             if (difference > allowed).any():

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 import statemesh as sm
 
 from .. import _errors as errors
-from .._emulate._doubled import COMPILE_FAST, Doubled
+from .._emulate._doubled import Doubled, compile_fast
 from .._static_keys import is_hashable, static_key
 from .._types import AnyLeaf, Fun, PyTree, PyTreeDef
 from ._gradients import Selection, with_constants, with_gradient
@@ -112,7 +112,7 @@ class Unsharded:
 
     def __init__(self, fun: Fun, chosen: Selection) -> None:
         self.doubled = Doubled(selected(fun, chosen))
-        self.compiled = within_jit(selected(fun, chosen), COMPILE_FAST)
+        self.compiled = within_jit(selected(fun, chosen))
 
 
 def selected(call: Fun, chosen: Selection) -> Fun:
@@ -145,10 +145,10 @@ def _new(
 _cached = functools.lru_cache(maxsize=64)(_new)
 
 
-def within_jit(call: Fun, options: Mapping[str, int] | None = None) -> Fun:
+def within_jit(call: Fun) -> Fun:
     """The call inside `jax.jit`."""
 
-    @functools.partial(jax.jit, static_argnums=1, compiler_options=options)
+    @functools.partial(jax.jit, static_argnums=1, compiler_options=compile_fast())
     def whole(arrays: PyTree, statics: _Statics) -> PyTree:
         args, kwargs = eqx.combine(arrays, statics.tree)
         result, rest = eqx.partition(call(*args, **kwargs), eqx.is_array)

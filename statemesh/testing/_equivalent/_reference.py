@@ -51,7 +51,7 @@ class Traced:
         self.what, self.doubled, self.compiled = what, doubled, compiled
 
     def calls(self, args: Args, steps: int, feed: Feed) -> RightCalls:
-        return Chain(self.doubled, widened(args), feed, steps)
+        return Chain(self.doubled, widened(args), feed, steps, noisy=True)
 
     def again(self, args: Args, steps: int, feed: Feed) -> list[PyTree] | None:
         """The results in the function's own dtypes."""

@@ -1,0 +1,159 @@
+"""The arithmetic of a replay: in the program's own dtypes, or with all floats in double precision."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._types import AnyLeaf
+from ._jaxprs import Equation, nested_equations
+
+
+# Parameters that say where a value lies on a mesh.
+_LAYOUTS = ("sharding", "out_sharding")
+# Parameters that give the dtype of a result.
+_DTYPES = ("dtype", "new_dtype", "preferred_element_type")
+
+# Operations of a caller's own code, or on the bits of numbers: only the dtype of the program is right for them.
+_OWN_DTYPE = (
+    *("pure_callback", "io_callback", "ffi_call", "debug_callback", "bitcast_convert_type"),
+    *("nextafter", "pallas_call"),
+)
+
+_MARKS = ("", "-add", "-sub", "-mul", "-min", "-max")
+_SCATTERS: Mapping[str, Callable[..., Any]] = {
+    f"scatter{mark}": getattr(jax.lax, f"scatter{mark.replace('-', '_')}")
+    for mark in (*_MARKS, *(mark.replace("-", "_") for mark in _MARKS))
+}
+
+
+@runtime_checkable
+class Arithmetic(Protocol):
+    """How a replay computes."""
+
+    def value(self, x: AnyLeaf) -> AnyLeaf:
+        """An input or a constant of the program, as the replay holds it."""
+
+    def before(self, eqn: Equation, xs: Sequence[AnyLeaf], shards: int = 1) -> Sequence[AnyLeaf]:
+        """The operands of an equation, of all shards. A collective is over so many of them."""
+
+    def bind(self, eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
+        """The results, on one shard, of an equation that is no collective and runs no other equations."""
+
+    def after(self, eqn: Equation, made: Sequence[AnyLeaf], shards: int = 1) -> Sequence[AnyLeaf]:
+        """The results of an equation, of all shards. A collective is over so many of them."""
+
+
+class OwnDtypes:
+    """The arithmetic of the program as it is."""
+
+    def value(self, x: AnyLeaf) -> AnyLeaf:
+        return x
+
+    def before(self, eqn: Equation, xs: Sequence[AnyLeaf], shards: int = 1) -> Sequence[AnyLeaf]:
+        del eqn, shards
+        return xs
+
+    def bind(self, eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
+        return _results(eqn, _parameters(eqn), xs)
+
+    def after(self, eqn: Equation, made: Sequence[AnyLeaf], shards: int = 1) -> Sequence[AnyLeaf]:
+        del eqn, shards
+        return made
+
+
+class Promoted(OwnDtypes):
+    """Floats in double precision, in which rounding hides nothing.
+
+    An operation that cannot run in double precision runs in its own dtype.
+
+    **Attributes:**
+
+    - `own_dtype`: the operations on floats that run in their own dtype, by their names.
+    """
+
+    def __init__(self) -> None:
+        self.own_dtype: set[str] = set()
+
+    def value(self, x: AnyLeaf) -> AnyLeaf:
+        wide = promoted(x.dtype)
+        return x if wide == x.dtype else jnp.asarray(x, wide)
+
+    def bind(self, eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
+        name = eqn.primitive.name
+        if name == "reduce_precision":
+            return list(xs)
+        if name == "convert_element_type" and is_inexact(eqn.params["new_dtype"]):
+            return [jnp.asarray(xs[0], promoted(eqn.params["new_dtype"]))]
+        scatters = name in _SCATTERS
+        if not self.keeps_dtype(eqn):
+            try:
+                made = _scattered(eqn, xs) if scatters else _results(eqn, _wide(eqn), xs)
+                return self._typed(eqn, made)
+            except NotImplementedError:
+                raise
+            except Exception:
+                pass
+        pairs = zip(xs, eqn.invars, strict=True)
+        narrow = [jnp.asarray(x, v.aval.dtype) if is_inexact(x.dtype) else x for x, v in pairs]
+        # Random bits become floats in this way, exactly.
+        if any(is_inexact(x.dtype) for x in xs):
+            self.own_dtype.add(name)
+        return self._typed(eqn, _results(eqn, _parameters(eqn), narrow))
+
+    def keeps_dtype(self, eqn: Equation) -> bool:
+        """Whether an equation is never run in double precision."""
+        name = eqn.primitive.name
+        return name in _OWN_DTYPE or (name not in _SCATTERS and any(nested_equations(eqn)))
+
+    def _typed(self, eqn: Equation, made: Sequence[AnyLeaf]) -> list[AnyLeaf]:
+        wanted: list[Any] = [promoted(v.aval.dtype) for v in eqn.outvars]
+        pairs = zip(made, wanted, strict=True)
+        return [x if x.dtype == wide else jnp.asarray(x, wide) for x, wide in pairs]
+
+
+def is_inexact(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+def promoted(dtype: Any) -> Any:
+    """The dtype that stands for a dtype in double precision."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return np.dtype(np.complex128)
+    return np.dtype(np.float64) if jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def _scattered(eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
+    # The equation holds the update as a jaxpr of its own dtype, so it is made anew.
+    params = eqn.params
+    return [
+        _SCATTERS[eqn.primitive.name](
+            *xs,
+            params["dimension_numbers"],
+            indices_are_sorted=params["indices_are_sorted"],
+            unique_indices=params["unique_indices"],
+            mode=params["mode"],
+        )
+    ]
+
+
+def _results(eqn: Equation, params: Mapping[str, Any], xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
+    made = eqn.primitive.bind(*xs, **params)
+    return list(made) if eqn.primitive.multiple_results else [made]
+
+
+def _parameters(eqn: Equation) -> dict[str, Any]:
+    # On one device a layout on a mesh means nothing.
+    return {key: None if key in _LAYOUTS else value for key, value in eqn.params.items()}
+
+
+def _wide(eqn: Equation) -> dict[str, Any]:
+    params = _parameters(eqn)
+    for key in _DTYPES:
+        if params.get(key) is not None:
+            params[key] = promoted(params[key])
+    if "precision" in params:
+        params["precision"] = None
+    return params
