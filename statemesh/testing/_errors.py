@@ -1,7 +1,9 @@
 """Every error that `statemesh.testing` raises, except the report of a failed check."""
 
 import dataclasses
+import difflib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -198,3 +200,34 @@ def no_numbers(dtype: DType, least: int | float, most: int | float) -> sm.Statem
     return sm.StatemeshError(
         f"arrays: dtype {dtype} has no number from {least} to {most} that is finite and not subnormal."
     )
+
+
+def feed_back_unknown(what: str, path: str, known: Sequence[str]) -> sm.StructureError:
+    near = ", ".join(difflib.get_close_matches(path, known, 4, 0.0))
+    where = "the arguments have" if what == "args" else "the result has"
+    return sm.StructureError(
+        f"feed_back: {where} no arrays at {path}, but at {len(known)} other "
+        f"{_plural('path', len(known))}{near and f', such as {near}'}."
+    )
+
+
+def feed_back_differs(argument: str, result: str, old: str, new: str) -> sm.StructureError:
+    return sm.StructureError(
+        f"feed_back: {result} cannot become {argument}, because structures or shapes differ: {new}, and the "
+        f"argument is {old}."
+    )
+
+
+def feed_back_twice(argument: str, result: str) -> sm.StructureError:
+    return sm.StructureError(
+        f"feed_back: {result} becomes {argument}, and one of the two is in another pair already. Name each "
+        "part once."
+    )
+
+
+def array_str(x: Any) -> str:
+    """`float32[2,3]` for an array, `repr` for the rest."""
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+    text = repr(x)
+    return text if len(text) <= 80 else f"{text[:77]}..."

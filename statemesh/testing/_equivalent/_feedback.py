@@ -1,0 +1,320 @@
+"""What one call returns that the next call gets: found by structure, wherever it stands."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+import statemesh as sm
+
+from .. import _errors as errors
+from .._types import AnyLeaf, PyTree, tree_util
+from ._parts import Forms, Part, inner_names, kind_of, parts_of
+
+
+# The placement of a leaf; `None` where the call decides, as for a leaf in a State.
+LeafSpec: TypeAlias = PartitionSpec | sm.PerShard | None
+Named: TypeAlias = Mapping[str, str] | Iterable[tuple[str, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class FeedBack:
+    """What of a result replaces what of the arguments.
+
+    **Attributes:**
+
+    - `pairs`: of each part that is fed back, the path in the arguments and the path in the result.
+    - `numbers`: of each leaf that is fed back, its number in `(args, kwargs)` and its number in the result.
+    """
+
+    pairs: tuple[tuple[str, str], ...] = ()
+    numbers: tuple[tuple[int, int], ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.pairs)
+
+    def apply(
+        self, args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree], result: PyTree
+    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+        """The arguments of the next call."""
+        leaves, structure = tree_util.tree_flatten((tuple(args), dict(kwargs)))
+        new = jax.tree.leaves(result)
+        for to, source in self.numbers:
+            leaves[to] = new[source]
+        given: tuple[tuple[PyTree, ...], dict[str, PyTree]] = structure.unflatten(leaves)
+        return given
+
+    def describe(self) -> str:
+        """What is fed back, in words."""
+        if not self:
+            return "nothing is fed back"
+        return ", ".join(f"{result} becomes {argument}" for argument, result in self.pairs)
+
+
+def find(
+    args: tuple[PyTree, ...],
+    kwargs: Mapping[str, PyTree],
+    result: PyTree,
+    named: Named | None = None,
+    *,
+    name: str = "fun",
+    in_specs: Sequence[LeafSpec] | None = None,
+    out_specs: Sequence[LeafSpec] | None = None,
+) -> FeedBack:
+    """What of a result the next call gets.
+
+    A part of the result replaces a part of the arguments that has the same structure and the same shapes, the
+    largest parts first, each once. Of several that fit, those under the same names are taken, then those in
+    the same order, the last results first. A part is one of:
+
+    - a State, or anything that holds one;
+    - a dictionary, a module, or another node with names; a tuple or list of several arrays. Their leaves are
+      of the same kinds of numbers, and of the same placements where these are given;
+    - an array under the same name in arguments and result;
+    - an array that is split neither in the arguments nor in the result, if no other fits. A single
+      number is not, because a loss and a learning rate look alike. The same holds of a result that is, as a
+      whole, a tuple or list of arrays.
+
+    A batch that comes in and outputs of the same shape are not taken for each other.
+
+    **Arguments:**
+
+    - `args`, `kwargs`, `result`: those of a call, or `ShapeDtypeStruct`s in place of arrays.
+    - `named`: pairs of paths, such as `{"args[0]": "[1]"}`, instead of what would be found.
+    - `name`: what paths call the function.
+    - `in_specs`, `out_specs`: of each leaf of `(args, kwargs)` and of `result` its placement, as `leaf_specs`
+        gives it.
+
+    **Raises:** `StructureError` for `named` paths that do not exist, do not fit or overlap.
+    """
+    forms = Forms()
+    # The arguments as a whole, and those by keyword as a whole, are no part of them.
+    inner = [part for part in parts_of((tuple(args), dict(kwargs)), forms) if len(part.keys) > 1]
+    given = _Side(inner, _argument_path, in_specs)
+    returned = _Side(parts_of(result, forms), lambda part: f"{name}(...){part.path}", out_specs)
+    if named is None:
+        pairs = _found(given, returned)
+    else:
+        items = named.items() if isinstance(named, Mapping) else named
+        pairs = _named(given, returned, list(items), name)
+    pairs.sort(key=lambda pair: pair[0].leaves.start)
+    return FeedBack(
+        tuple((given.path(a), returned.path(b)) for a, b in pairs),
+        tuple(both for a, b in pairs for both in zip(a.leaves, b.leaves, strict=True)),
+    )
+
+
+def _argument_path(part: Part) -> str:
+    root = ("args", "kwargs")[part.keys[0].idx]
+    return root + str(jax.tree_util.keystr(part.keys[1:]))
+
+
+class _Side:
+    """The parts of the arguments, or those of the result, and which of them are still free."""
+
+    def __init__(
+        self,
+        parts: list[Part],
+        path: Callable[[Part], str],
+        specs: Sequence[LeafSpec] | None,
+    ) -> None:
+        self.parts, self.path, self.specs = parts, path, specs
+        self._used = [False] * max((part.leaves.stop for part in parts), default=0)
+
+    def is_free(self, part: Part) -> bool:
+        return not any(self._used[part.leaves.start : part.leaves.stop])
+
+    def use(self, part: Part) -> None:
+        for number in part.leaves:
+            self._used[number] = True
+
+    def is_split(self, part: Part) -> bool:
+        """Whether some leaf is split, or may be."""
+        return self.specs is None or any(
+            self.specs[number] is None or _plain(self.specs[number]) for number in part.leaves
+        )
+
+
+def _plain(spec: LeafSpec) -> tuple[Any, ...]:
+    """The entries of a spec without those at its end that say nothing."""
+    if spec is None or isinstance(spec, sm.PerShard):
+        return () if spec is None else (spec,)
+    entries = [(x,) if isinstance(x, str) else x or None for x in spec]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return tuple(entries)
+
+
+Pair: TypeAlias = tuple[Part, Part]
+
+
+def _found(given: _Side, returned: _Side) -> list[Pair]:
+    """The largest parts that fit, then arrays that stand by themselves."""
+    pairs: list[Pair] = []
+
+    def take(some: Iterable[Pair]) -> None:
+        for pair in some:
+            given.use(pair[0])
+            returned.use(pair[1])
+            pairs.append(pair)
+
+    def fits(a: Part, b: Part) -> bool:
+        return _specs_agree(given, returned, a, b) and (a.in_state or _kinds_agree(a, b, kind_of))
+
+    for some, others in _alike(given.parts, returned.parts):
+        if some[0].depth == 0:
+            continue
+        take(
+            _matched(
+                [part for part in some if given.is_free(part)],
+                [part for part in others if returned.is_free(part) and _is_carried(part, returned)],
+                fits,
+            )
+        )
+    for some, others in _alike(given.parts, returned.parts):
+        some = [part for part in some if given.is_free(part)]
+        others = [part for part in others if returned.is_free(part)]
+        same = [pair for pair in _under_one_name(some, others, fits) if _same_dtypes(*pair)]
+        take(same if some[:1] and some[0].depth == 0 else ())
+        take(_only_pair(given, returned, some, others))
+    return pairs
+
+
+def _alike(some: list[Part], others: list[Part]) -> Iterator[tuple[list[Part], list[Part]]]:
+    """The parts of either side by their form, the largest first. Parts without arrays are left out."""
+    by_form: dict[int, tuple[list[Part], list[Part]]] = defaultdict(lambda: ([], []))
+    for which, parts in enumerate((some, others)):
+        for part in parts:
+            if part.arrays:
+                by_form[part.form][which].append(part)
+    both = [pair for pair in by_form.values() if all(pair)]
+    yield from sorted(both, key=lambda pair: (-pair[0][0].arrays, -pair[0][0].depth))
+
+
+def _is_carried(part: Part, side: _Side) -> bool:
+    """Whether a part is by its structure more than outputs."""
+    several = part.arrays > 1 and part is not side.parts[0]
+    return part.depth > 0 and (part.in_state or part.is_named or several)
+
+
+def _matched(
+    some: list[Part], others: list[Part], fits: Callable[[Part, Part], bool]
+) -> Iterator[Pair]:
+    """Pairs under the same names, then pairs in order."""
+    pairs = list(_under_one_name(some, others, fits))
+    yield from pairs
+    left = [part for part in some if all(part is not a for a, _ in pairs)]
+    right = [part for part in others if all(part is not b for _, b in pairs)]
+    # New models are the last results by custom, so that those before them are outputs.
+    for a, b in zip(left, right[-len(left) :] if left else (), strict=False):
+        if fits(a, b):
+            yield a, b
+
+
+def _under_one_name(
+    some: list[Part], others: list[Part], fits: Callable[[Part, Part], bool]
+) -> Iterator[Pair]:
+    """Pairs whose paths end alike, in names. The pairs with the longest common ends come first."""
+    by_end: dict[Any, list[Part]] = defaultdict(list)
+    for part in others:
+        for end in inner_names(part.keys):
+            by_end[end].append(part)
+    ends = [(end, part) for part in some for end in inner_names(part.keys[1:])]
+    used: set[int] = set()
+    for end, part in sorted(ends, key=lambda pair: -len(pair[0])):
+        free = [x for x in by_end[end] if id(x) not in used and fits(part, x)]
+        if id(part) not in used and free:
+            used |= {id(part), id(free[0])}
+            yield part, free[0]
+
+
+def _specs_agree(given: _Side, returned: _Side, a: Part, b: Part) -> bool:
+    if given.specs is None or returned.specs is None:
+        return True
+    pairs = [(given.specs[i], returned.specs[j]) for i, j in zip(a.leaves, b.leaves, strict=True)]
+    return all(p is None or q is None or _plain(p) == _plain(q) for p, q in pairs)
+
+
+def _kinds_agree(a: Part, b: Part, kind: Callable[[AnyLeaf], Any]) -> bool:
+    pairs = zip(jax.tree.leaves(a.node), jax.tree.leaves(b.node), strict=True)
+    return all(kind(x) == kind(y) for x, y in pairs)
+
+
+def _same_dtypes(a: Part, b: Part) -> bool:
+    return _kinds_agree(a, b, lambda x: getattr(x, "dtype", None) or kind_of(x))
+
+
+def _only_pair(
+    given: _Side, returned: _Side, some: list[Part], others: list[Part]
+) -> Iterator[Pair]:
+    """The one pair of arrays of a shape and dtype that are split on neither side."""
+    left = [part for part in some if not given.is_split(part) and _has_axes(part)]
+    right = [part for part in others if not returned.is_split(part) and _has_axes(part)]
+    for a in left:
+        rivals = [x for x in left if _same_dtypes(x, a)]
+        fitting = [b for b in right if _same_dtypes(a, b)]
+        if len(rivals) == len(fitting) == 1:
+            yield a, fitting[0]
+
+
+def _has_axes(part: Part) -> bool:
+    return part.depth > 0 or len(np.shape(part.node)) > 0
+
+
+def _named(given: _Side, returned: _Side, items: list[tuple[str, str]], name: str) -> list[Pair]:
+    """The pairs of parts that have these paths."""
+    pairs = []
+    for argument, result in items:
+        whole = result if result.startswith(f"{name}(...)") else f"{name}(...){result}"
+        a, b = _part_at(given, argument, "args"), _part_at(returned, whole, "result")
+        if a.form != b.form:
+            raise errors.feed_back_differs(given.path(a), returned.path(b), _what(a), _what(b))
+        if not (given.is_free(a) and returned.is_free(b)):
+            raise errors.feed_back_twice(given.path(a), returned.path(b))
+        given.use(a)
+        returned.use(b)
+        pairs.append((a, b))
+    return pairs
+
+
+def _part_at(side: _Side, path: str, what: str) -> Part:
+    wanted = path.replace('"', "'")
+    for part in side.parts:
+        if part.arrays and side.path(part) == wanted:
+            return part
+    raise errors.feed_back_unknown(what, path, [side.path(x) for x in side.parts if x.arrays])
+
+
+def _what(part: Part) -> str:
+    """The structure and shapes of a part, as messages show it."""
+    kinds = [errors.array_str(x) for x in jax.tree.leaves(part.node)]
+    if part.depth == 0:
+        return kinds[0]
+    more = f", and {len(kinds) - 4} more" if len(kinds) > 4 else ""
+    return f"a {type(part.node).__name__} of {', '.join(kinds[:4])}{more}"
+
+
+def leaf_specs(specs: PyTree, tree: PyTree) -> list[LeafSpec]:
+    """The placement of each leaf of a tree, of a prefix tree of specs.
+
+    **Arguments:**
+
+    - `specs`: as `in_specs` or `out_specs`. `None` is replicated.
+
+    **Returns:** a list for `find`. Leaves in States have `None`, since specs pass States by.
+    """
+    entries, structure = tree_util.tree_flatten(specs, is_leaf=_is_spec)
+    found: list[LeafSpec] = []
+    for entry, part in zip(entries, structure.flatten_up_to(tree), strict=True):
+        for unit in jax.tree.leaves(part, is_leaf=sm.is_state):
+            placed = None if sm.is_state(unit) else entry or PartitionSpec()
+            found += [placed] * len(jax.tree.leaves(unit))
+    return found
+
+
+def _is_spec(x: object) -> bool:
+    return x is None or isinstance(x, PartitionSpec | sm.PerShard)
