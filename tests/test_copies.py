@@ -71,7 +71,7 @@ def test_integers_are_exact() -> None:
     assert spread([True, False], [True, True]) == [0, 1]
     with jax.enable_x64(True):
         assert spread(np.array([-(2**63)]), np.array([2**63 - 1])) == [2.0**64]
-        assert spread(np.array([2**63], "uint64"), np.array([0], "uint64")) == [2.0**63]
+        assert spread(np.array([2**64 - 1], "uint64"), np.array([0], "uint64")) == [2.0**64]
         assert spread(np.array([2**62]), np.array([2**62 + 1])) == [1]
 
 

@@ -227,7 +227,7 @@ def feed_back_twice(argument: str, result: str) -> sm.StructureError:
 
 def array_str(x: Any) -> str:
     """`float32[2,3]` for an array, `repr` for the rest."""
-    if hasattr(x, "shape") and hasattr(x, "dtype"):
+    if hasattr(x, "dtype") and isinstance(getattr(x, "shape", None), tuple):
         return f"{x.dtype}[{','.join(map(str, x.shape))}]"
     text = repr(x)
     return text if len(text) <= 80 else f"{text[:77]}..."
