@@ -97,7 +97,8 @@ def test_metadata_of_other_nodes() -> None:
 
         @classmethod
         def tree_unflatten(cls, data: Any, kids: Any) -> Any:
-            return cls(*kids, data)
+            made: Any = cls
+            return made(*kids, data)
 
     make: Any = Node
     assert difference(make(1, "a"), make(1, "b")) == (

@@ -283,3 +283,8 @@ def unequal_copies(name: str, where: str, found: Sequence[UnequalCopies]) -> Ass
             ]
         )
     )
+
+
+def leave_out_unknown(given: object, known: Sequence[str]) -> sm.StructureError:
+    listed = f"The states are {', '.join(known)}." if known else "There are no states in it."
+    return sm.StructureError(f"leave_out: {given!r} names nothing in the result. {listed}")

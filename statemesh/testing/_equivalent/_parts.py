@@ -120,7 +120,7 @@ def is_numeric(x: AnyLeaf) -> bool:
 
 
 def has_shape(x: AnyLeaf) -> bool:
-    """Whether a leaf is an array or stands for one. Types such as `np.float32` only have attributes' names."""
+    """Whether a leaf is an array or stands for one. Types such as `np.float32` have a `dtype` too."""
     return hasattr(x, "dtype") and isinstance(getattr(x, "shape", None), tuple)
 
 
