@@ -229,7 +229,64 @@ def feed_back_twice(argument: str, result: str) -> sm.StructureError:
 
 def array_str(x: Any) -> str:
     """`float32[2,3]` for an array, `repr` for the rest."""
-    if hasattr(x, "shape") and hasattr(x, "dtype"):
+    if hasattr(x, "dtype") and isinstance(getattr(x, "shape", None), tuple):
         return f"{x.dtype}[{','.join(map(str, x.shape))}]"
     text = repr(x)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+@dataclasses.dataclass(frozen=True)
+class UnequalCopies:
+    """A number of a result of which devices hold different copies.
+
+    **Attributes:**
+
+    - `path`: the path of the result, as the user would type it.
+    - `what`: its dtype and shape.
+    - `spec`: the spec that it lies by.
+    - `axis_names`: the axes that the spec leaves out.
+    - `amount`: the difference of the two copies.
+    - `allowed`: the difference that rounding explains.
+    - `index`: the index of the number.
+    - `shards`: the coordinates of the two shards that differ most there.
+    - `values`: what the two shards hold.
+    """
+
+    path: str
+    what: str
+    spec: PartitionSpec | None
+    axis_names: tuple[Hashable, ...]
+    amount: float
+    allowed: float
+    index: tuple[int, ...]
+    shards: tuple[str, str]
+    values: tuple[str, str]
+
+
+def unequal_copies(name: str, where: str, found: Sequence[UnequalCopies]) -> AssertionError:
+    def line(one: UnequalCopies) -> str:
+        at = f" at {list(one.index)}" if one.index else ""
+        along = f" along {_names(one.axis_names)}" if one.axis_names else ""
+        allowed = f", {one.allowed:.1g} would be rounding" if one.allowed else ""
+        first, second = one.shards
+        return (
+            f"  - {one.path}: {one.what} with spec {spec_str(one.spec or ())} has one value for all "
+            f"shards{along}, but{at} it is {one.values[0]} on shard {first} and {one.values[1]} on shard "
+            f"{second} (off by {one.amount:.4g}{allowed})."
+        )
+
+    return AssertionError(
+        "\n".join(
+            [
+                f"{name}: devices hold different copies of one value {where}:",
+                *map(line, found),
+                "Reduce it inside (jax.lax.psum, pmean), let a state's `reduce` do it, or name the axes in "
+                "the out spec.",
+            ]
+        )
+    )
+
+
+def leave_out_unknown(given: object, known: Sequence[str]) -> sm.StructureError:
+    listed = f"The states are {', '.join(known)}." if known else "There are no states in it."
+    return sm.StructureError(f"leave_out: {given!r} names nothing in the result. {listed}")

@@ -81,9 +81,14 @@ def axes_named(eqn: Equation) -> set[Hashable]:
     return {one for one in named if is_hashable(one)}
 
 
+def is_draw(eqn: Equation) -> bool:
+    """Whether an equation draws random numbers from a key."""
+    return eqn.primitive.name in _DRAWS
+
+
 def draws(jaxpr: Jaxpr) -> bool:
     """Whether a program draws random numbers."""
-    return any(eqn.primitive.name in _DRAWS for eqn in all_equations(opened(jaxpr)))
+    return any(map(is_draw, all_equations(opened(jaxpr))))
 
 
 def as_function(closed: Jaxpr) -> Callable[..., list[jax.Array]]:

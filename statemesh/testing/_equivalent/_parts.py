@@ -116,13 +116,16 @@ def is_numeric(x: AnyLeaf) -> bool:
     """Whether a leaf is an array of numbers or keys, what stands for one, or a number."""
     if isinstance(x, np.ndarray | np.generic):
         return x.dtype.kind not in "USOMm"
-    return (hasattr(x, "shape") and hasattr(x, "dtype")) or isinstance(
-        x, bool | int | float | complex
-    )
+    return has_shape(x) or isinstance(x, bool | int | float | complex)
+
+
+def has_shape(x: AnyLeaf) -> bool:
+    """Whether a leaf is an array or stands for one. Types such as `np.float32` have a `dtype` too."""
+    return hasattr(x, "dtype") and isinstance(getattr(x, "shape", None), tuple)
 
 
 def is_key(x: AnyLeaf) -> bool:
-    return jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key)
+    return has_shape(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def kind_of(x: AnyLeaf) -> str:
@@ -131,7 +134,7 @@ def kind_of(x: AnyLeaf) -> str:
         return "static"
     if is_key(x):
         return "key"
-    dtype = x.dtype if hasattr(x, "dtype") else np.result_type(type(x))
+    dtype = x.dtype if has_shape(x) else np.result_type(type(x))
     for kind, name in _KINDS:
         if jnp.issubdtype(dtype, kind):
             return name

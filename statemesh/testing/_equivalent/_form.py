@@ -1,0 +1,179 @@
+"""What must agree in two results besides the numbers: structure, dtypes, static values."""
+
+import dataclasses
+import functools
+import itertools
+import pickle
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+
+import statemesh as sm
+
+from .. import _errors as errors
+from .._types import AnyLeaf, PyTree, PyTreeDef, tree_util
+from . import _form_words as words
+from ._parts import has_shape, is_key, is_numeric
+
+
+def form_differences(name: str, got: PyTree, want: PyTree, *, dtypes: bool = True) -> list[str]:
+    """The differences between two results in anything but their shapes and their numbers.
+
+    **Arguments:**
+
+    - `name`: what paths begin with, such as `step(...)`.
+    - `got`, `want`: two results; arrays may be `jax.Array`s, NumPy's or `ShapeDtypeStruct`s.
+    - `dtypes`: whether dtypes and weak types are compared. Where they are not, a Python number may stand for
+        an array. The kinds of keys are always compared.
+
+    **Returns:** a line for each difference, in the order of the tree.
+    """
+    return list(_differences(name, got, want, dtypes))
+
+
+def _differences(path: str, got: PyTree, want: PyTree, dtypes: bool) -> Iterator[str]:
+    kids, structure = _one_level(got)
+    other_kids, other_structure = _one_level(want)
+    if _is_leaf(kids, structure) and _is_leaf(other_kids, other_structure):
+        yield from _leaf_differences(path, got, want, dtypes)
+    elif type(got) is not type(want):
+        yield words.other(path, _described(got), _described(want))
+    elif isinstance(got, dict) and isinstance(want, dict) and set(got) != set(want):
+        yield words.other_keys(path, _without(got, want), _without(want, got))
+    elif len(kids) != len(other_kids):
+        yield words.other(path, _described(got), _described(want))
+    else:
+        if not _equal(structure, other_structure):
+            yield from _metadata_differences(path, got, want)
+        for (key, kid), (_, other) in zip(kids, other_kids, strict=True):
+            yield from _differences(path + jax.tree_util.keystr(key), kid, other, dtypes)
+
+
+def _one_level(tree: PyTree) -> tuple[list[tuple[Any, PyTree]], PyTreeDef]:
+    """The children of a node with their keys, and the node without them."""
+    flat: tuple[list[tuple[Any, PyTree]], PyTreeDef] = tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda node: node is not tree
+    )
+    return flat
+
+
+def _is_leaf(kids: list[tuple[Any, PyTree]], structure: PyTreeDef) -> bool:
+    # `None` has a structure of one node, too, but no leaf.
+    return bool(kids) and bool(tree_util.treedef_is_leaf(structure))
+
+
+def _without(some: dict[Any, PyTree], others: dict[Any, PyTree]) -> list[str]:
+    return [repr(key) for key in some if key not in others]
+
+
+def _leaf_differences(path: str, got: AnyLeaf, want: AnyLeaf, dtypes: bool) -> Iterator[str]:
+    if not (_is_array(got, dtypes) and _is_array(want, dtypes)):
+        if not same_value(got, want):
+            yield words.other(path, errors.array_str(got), errors.array_str(want))
+        return
+    if is_key(got) and is_key(want):
+        if got.dtype != want.dtype:
+            yield words.other_keys_of(path, str(got.dtype), str(want.dtype))
+    elif is_key(got) or is_key(want):
+        yield words.other(path, errors.array_str(got), errors.array_str(want))
+    elif dtypes:
+        if got.dtype != want.dtype:
+            yield words.other_dtype(path, str(got.dtype), str(want.dtype))
+        weak = getattr(got, "weak_type", None), getattr(want, "weak_type", None)
+        # NumPy's arrays know no weak types.
+        if None not in weak and weak[0] != weak[1]:
+            yield words.other_weak_type(path, bool(weak[0]))
+
+
+def _is_array(x: AnyLeaf, dtypes: bool) -> bool:
+    return is_numeric(x) and (has_shape(x) or not dtypes)
+
+
+def _metadata_differences(path: str, got: PyTree, want: PyTree) -> Iterator[str]:
+    """The static fields in which two nodes of one class differ."""
+    names = (
+        [field.name for field in dataclasses.fields(got) if field.metadata.get("static")]
+        if (dataclasses.is_dataclass(got))
+        else []
+    )
+    if sm.is_state(got):
+        names = ["name", "tag", "spec", "reduce"]
+    pairs = [(name, getattr(got, name, None), getattr(want, name, None)) for name in names]
+    found = [pair for pair in pairs if not same_value(*pair[1:])]
+    for name, mine, other in found:
+        yield words.other(f"{path}.{name}", errors.array_str(mine), errors.array_str(other))
+    if not found and not names:
+        yield words.other_metadata(path, _described(got))
+
+
+def _described(x: PyTree) -> str:
+    """What a node is."""
+    if x is None:
+        return "None"
+    kids, structure = _one_level(x)
+    if _is_leaf(kids, structure):
+        return errors.array_str(x)
+    kind = type(x).__name__
+    return f"a {kind} of {len(kids)}" if isinstance(x, tuple | list | dict) else f"a {kind}"
+
+
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two static values are the same.
+
+    Functions that are made anew by every call are, if they have the same code and what they close over is the
+    same. Numbers of different types are not.
+    """
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray | np.generic | jax.Array):
+        return a.dtype == b.dtype and _same_array(a, b)
+    if isinstance(a, float | complex):
+        return bool(a == b or (a != a and b != b))
+    if isinstance(a, types.FunctionType):
+        return a.__code__ == b.__code__ and _all_same(_closed_over(a), _closed_over(b))
+    if isinstance(a, functools.partial | eqx.Partial):
+        inside = [(f.func, f.args, f.keywords) for f in (a, b)]
+        return _all_same(jax.tree.leaves(inside[0]), jax.tree.leaves(inside[1]))
+    if isinstance(a, tuple | list):
+        return _all_same(a, b)
+    # Objects whose class does not say when they are equal are compared as they are stored.
+    by_identity = "__eq__" not in itertools.chain(*(vars(cls) for cls in type(a).__mro__[:-1]))
+    return _equal(a, b) or (by_identity and _same_pickle(a, b))
+
+
+def _all_same(some: Any, others: Any) -> bool:
+    missing = object()
+    return all(
+        itertools.starmap(same_value, itertools.zip_longest(some, others, fillvalue=missing))
+    )
+
+
+def _same_array(a: Any, b: Any) -> bool:
+    if is_key(a):
+        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    return np.array_equal(a, b, equal_nan=np.asarray(a).dtype.kind in "fc")
+
+
+def _closed_over(fun: types.FunctionType) -> list[Any]:
+    cells = [cell.cell_contents for cell in fun.__closure__ or ()]
+    return [*cells, *(fun.__defaults__ or ()), *(fun.__kwdefaults__ or {}).values()]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b)
+    except Exception:  # An `__eq__` of the user's may raise anything.
+        return False
+
+
+def _same_pickle(a: Any, b: Any) -> bool:
+    try:
+        return pickle.dumps(a) == pickle.dumps(b)
+    except Exception:  # Pickling may raise whatever a part of the value raises.
+        return False

@@ -1,0 +1,159 @@
+"""What a check that passed has not tested, and what it is asked to leave out."""
+
+import functools
+import math
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+import statemesh as sm
+
+from .. import _errors as errors
+from .._types import AnyLeaf, PyTree
+from . import _untested_words as words
+from ._feedback import FeedBack
+from ._parts import Forms, is_key, parts_of
+
+
+# The positional and keyword arguments of a call, and its result.
+Made: TypeAlias = tuple[tuple[tuple[PyTree, ...], Mapping[str, PyTree]], PyTree]
+
+
+class UntestedWarning(UserWarning):
+    """A check passed without testing something that it could be expected to test."""
+
+
+def untested(
+    calls: Sequence[Made],
+    feedback: FeedBack,
+    sizes: Sequence[Mapping[Hashable, int]],
+    drawn: Collection[int],
+    steps: int | None = None,
+) -> list[str]:
+    """What the calls have not tested.
+
+    - A state that came back as it went in from every call. Parameters, other `LongTermState`s except
+      `BatchState`, and states that the function does not return count as read only.
+    - A random state that is drawn from and came back as it went in, or did not come back. Of a bare key only
+      the first: it is the caller who makes keys anew.
+    - Differences between shards, if every mesh has one device.
+    - Calls in a row, if nothing is fed back.
+
+    **Arguments:**
+
+    - `calls`: `((args, kwargs), result)` of each call on one of the meshes. All have one structure.
+    - `feedback`: what each call gets from the one before.
+    - `sizes`: the sizes of each mesh's axes.
+    - `drawn`: the numbers of the leaves of `(args, kwargs)` from which random numbers are drawn.
+    - `steps`: the number of calls in a row that the user asked for, if so.
+
+    **Returns:** a sentence for each, for an `UntestedWarning`.
+    """
+    found = []
+    if all(math.prod(one.values()) == 1 for one in sizes):
+        found.append(words.one_device())
+    if steps is not None and steps > 1 and not feedback:
+        found.append(words.nothing_fed_back(steps))
+    arguments = [jax.tree.leaves(given) for given, _ in calls]
+    results = [jax.tree.leaves(result) for _, result in calls]
+    returned = dict(feedback.numbers)
+
+    def unchanged(numbers: Sequence[int]) -> bool:
+        """Whether these leaves of the arguments come back, always as they were."""
+        return all(
+            number in returned and _same(given[number], result[returned[number]])
+            for given, result in zip(arguments, results, strict=True)
+            for number in numbers
+        )
+
+    for path, node, numbers in _states_and_keys(calls[0][0]):
+        if isinstance(node, sm.RandomState) or is_key(node):
+            if not set(numbers) & set(drawn):
+                continue
+            if unchanged(numbers):
+                found.append(words.same_key(path))
+            elif sm.is_state(node) and not set(numbers) <= set(returned):
+                found.append(words.key_not_returned(path))
+        elif numbers and _is_written(node) and unchanged(numbers):
+            found.append(words.never_changed(path, type(node).__name__))
+    return found
+
+
+def _states_and_keys(given: PyTree) -> Iterator[tuple[str, PyTree, Sequence[int]]]:
+    """The states and the bare keys of arguments, with their paths and the numbers of their leaves."""
+    end = 0
+    for part in parts_of(given, Forms()):
+        if part.leaves.start < end:
+            continue  # It is in the state before.
+        if sm.is_state(part.node) or is_key(part.node):
+            end = part.leaves.stop
+            root = ("args", "kwargs")[part.keys[0].idx]
+            path = root + str(jax.tree_util.keystr(part.keys[1:]))
+            yield path, part.node, part.leaves
+
+
+def _is_written(state: sm.State) -> bool:
+    """Whether a function that returns a state of this kind is expected to write it."""
+    return isinstance(state, sm.BatchState) or not isinstance(state, sm.LongTermState)
+
+
+def _same(a: AnyLeaf, b: AnyLeaf) -> bool:
+    if a is b:
+        return True
+    if is_key(a) and is_key(b):
+        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    a, b = np.asarray(a), np.asarray(b)
+    return bool(a.shape == b.shape and np.all((a == b) | ((a != a) & (b != b))))
+
+
+def left_out(name: str, result: PyTree, leave_out: Any) -> frozenset[int]:
+    """The numbers of the leaves of a result that are not compared.
+
+    **Arguments:**
+
+    - `name`: what paths call the function.
+    - `leave_out`: a filter of states, the path of a part of the result such as `[1].mean` or
+        `step(...)[1].mean`, or a list of these. A string with a dot, a bracket or nothing in it is a path,
+        any other one a tag. `Where` sees the result, then each of several results.
+
+    **Raises:** `StructureError` for a filter or a path that names nothing in the result; `TypeError` for
+    what is neither.
+    """
+    if leave_out is None or leave_out is False or isinstance(leave_out, sm.filters.Nothing):
+        return frozenset()
+    if isinstance(leave_out, list | tuple):
+        return frozenset().union(*(left_out(name, result, one) for one in leave_out))
+    parts = parts_of(result, Forms())
+    states = [part for part in parts if sm.is_state(part.node)]
+    if isinstance(leave_out, str) and (not leave_out or set(leave_out) & set(".[(")):
+        path = leave_out.removeprefix(f"{name}(...)").replace('"', "'")
+        found = [part.leaves for part in parts if part.path == path]
+    else:
+        hits = _predicates(leave_out, result)
+        found = [part.leaves for part in states if any(hit(part) for hit in hits)]
+    if not found and leave_out not in (..., True):
+        paths = [f"{name}(...){part.path}" for part in states]
+        raise errors.leave_out_unknown(leave_out, paths)
+    return frozenset(number for leaves in found for number in leaves)
+
+
+def _predicates(given: Any, result: PyTree) -> list[Callable[[Any], bool]]:
+    """A filter as it sees the whole result, and as it sees each of several results."""
+
+    def below(depth: int, predicate: Callable[[Any, Any], bool], part: Any) -> bool:
+        return bool(predicate(part.keys[depth:], part.node))
+
+    found: list[Callable[[Any], bool]]
+    found = [functools.partial(below, 0, sm.filters.to_predicate(given, result))]
+    if type(result) in (tuple, list):
+        for k, one in enumerate(result):
+            predicate = sm.filters.to_predicate(given, one)
+            inside = functools.partial(below, 1, predicate)
+            found.append(functools.partial(_of_result, k, inside))
+    return found
+
+
+def _of_result(number: int, hit: Callable[[Any], bool], part: Any) -> bool:
+    return bool(part.keys) and part.keys[0].idx == number and hit(part)

@@ -1,0 +1,36 @@
+"""The words for what a check has not tested."""
+
+
+def one_device() -> str:
+    return (
+        "Every mesh has one device, so nothing is compared between shards. Give a mesh of several, such as "
+        'meshes=[{"data": 4}].'
+    )
+
+
+def nothing_fed_back(steps: int) -> str:
+    return (
+        f"steps={steps}, but nothing that a call returns fits its arguments, so that every call gets the "
+        'same. Name what the next call gets, as in feed_back={"args[0]": "[1]"}, or give steps=1.'
+    )
+
+
+def never_changed(path: str, kind: str) -> str:
+    return (
+        f"{path}: no call changed this {kind}, so that writing it is not tested. If the function writes it, "
+        "return the new one; if it only reads it, name it in leave_out, or make it a LongTermState."
+    )
+
+
+def same_key(path: str) -> str:
+    return (
+        f"{path}: random numbers are drawn from it, and it comes back as it went in, so that every call "
+        "draws the same. Return what the draw returns: `key, rng = rng.split()`."
+    )
+
+
+def key_not_returned(path: str) -> str:
+    return (
+        f"{path}: random numbers are drawn from this RandomState, and the next call does not get the new "
+        "one, so that every call draws the same. Return what the draw returns: `key, rng = rng.split()`."
+    )
