@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh._call import _cache
-from tests.helpers import compiles, counted, make_mesh, without_names
+from tests.helpers import compiles, counted, make_mesh, older_objects_frozen, without_names
 
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -305,6 +305,7 @@ def test_mesh_of_the_context_may_change() -> None:
     assert count.times == 2
 
 
+@older_objects_frozen()
 def test_mesh_is_kept_alive_by_nothing_of_the_first_call() -> None:
     import gc
     import weakref
@@ -394,6 +395,6 @@ def test_no_tracer_is_kept(way: str) -> None:
         return x * grads.w.value, model
 
     x = np.ones(8, np.float32)
-    with jax.checking_leaks():
+    with older_objects_frozen(), jax.checking_leaks():
         _, model = WAYS[way](train, make_mesh())(make_model(), x)
     assert (float(model.w.value), int(model.count.value)) == (4, 1)
