@@ -59,7 +59,7 @@ def test_the_unsharded_call_keeps_what_it_has_compiled() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["1", "8", "4x2"])
+@pytest.mark.parametrize("name", [pytest.param("1", marks=pytest.mark.slow), "8", "4x2"])
 @pytest.mark.parametrize("how", ["eager", "jit"])
 def test_ten_calls_trace_once(kind: str, name: str, how: str) -> None:
     fun, count = counted(step)
