@@ -15,8 +15,17 @@ CHECKS = {
 }
 
 
+# The quick suite has all that these check in the random programs of `lanes/`.
+SLOW = {"lanes"}
+
+
 @pytest.mark.parametrize(
-    ("design", "name"), [(design, name) for design, checks in CHECKS.items() for name in checks]
+    ("design", "name"),
+    [
+        pytest.param(design, name, marks=[pytest.mark.slow] if design in SLOW else [])
+        for design, checks in CHECKS.items()
+        for name in checks
+    ],
 )
 def test_the_engine_passes(design: str, name: str) -> None:
     CHECKS[design][name]()

@@ -19,6 +19,7 @@ jnp: Any = jax.numpy
 few = fewer(1 / 4)
 
 
+@fewer(2 / 5)  # Each example compiles programs of its own.
 @given(st.data())
 def test_it_comes_back_bit_for_bit(data: st.DataObject) -> None:
     mesh = data.draw(meshes(), "mesh")

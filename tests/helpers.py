@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
@@ -140,6 +141,16 @@ def compiles() -> Iterator[Count]:
         yield seen
     finally:
         seen.times = _compiles.times - before
+
+
+@contextlib.contextmanager
+def older_objects_frozen() -> Iterator[None]:
+    """Let the garbage collector see only what is made inside: all else takes it seconds late in a suite."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def without_names(hlo: str | None) -> list[str]:

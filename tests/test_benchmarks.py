@@ -31,6 +31,7 @@ def after_two_steps(peer: str, kind: Kind) -> np.ndarray:
     return np.asarray(made.state())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", get_args(Kind))
 @pytest.mark.parametrize("peer", TESTED)
 def test_peers_compute_what_is_computed_by_hand(peer: str, kind: Kind) -> None:

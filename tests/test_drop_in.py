@@ -44,7 +44,11 @@ VARIANTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    # `test_legacy.py` has the older names in the quick suite.
+    [pytest.param(v, marks=[pytest.mark.slow] if v == "older names" else []) for v in VARIANTS],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_variants_compute_the_same(name: str, variant: str) -> None:
     close(CASES[name](VARIANTS[variant]), expected(name))

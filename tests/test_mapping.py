@@ -109,6 +109,7 @@ def test_a_state_can_be_subscripted(kind: Any) -> None:
     assert jax.tree.structure(made) == jax.tree.structure(kind(1.0))  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_types() -> None:
     """mypy finds the errors that `typed.py` expects, and no others."""
     api = pytest.importorskip("mypy.api")

@@ -15,7 +15,7 @@ import pytest
 
 import statemesh as sm
 from statemesh._call import _shared
-from tests.helpers import compiles, counted
+from tests.helpers import compiles, counted, older_objects_frozen
 
 
 X = np.arange(8, dtype=np.float32)
@@ -85,6 +85,7 @@ def test_a_pair_and_a_tuple_are_other_values() -> None:
         sm.pmap2(fun, in_axes=((0, 0),))(Pair(X, X))
 
 
+@older_objects_frozen()
 def test_function_is_not_kept_alive() -> None:
     def make() -> tuple[Any, list[Any]]:
         big = jnp.ones(1000)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh._call import _cache
-from tests.helpers import compiles, counted, make_mesh, without_names
+from tests.helpers import compiles, counted, make_mesh, older_objects_frozen, without_names
 
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -59,7 +59,7 @@ def test_the_unsharded_call_keeps_what_it_has_compiled() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["1", "8", "4x2"])
+@pytest.mark.parametrize("name", [pytest.param("1", marks=pytest.mark.slow), "8", "4x2"])
 @pytest.mark.parametrize("how", ["eager", "jit"])
 def test_ten_calls_trace_once(kind: str, name: str, how: str) -> None:
     fun, count = counted(step)
@@ -305,6 +305,7 @@ def test_mesh_of_the_context_may_change() -> None:
     assert count.times == 2
 
 
+@older_objects_frozen()
 def test_mesh_is_kept_alive_by_nothing_of_the_first_call() -> None:
     import gc
     import weakref
@@ -394,6 +395,6 @@ def test_no_tracer_is_kept(way: str) -> None:
         return x * grads.w.value, model
 
     x = np.ones(8, np.float32)
-    with jax.checking_leaks():
+    with older_objects_frozen(), jax.checking_leaks():
         _, model = WAYS[way](train, make_mesh())(make_model(), x)
     assert (float(model.w.value), int(model.count.value)) == (4, 1)

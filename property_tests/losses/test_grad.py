@@ -21,6 +21,7 @@ def check(data: st.DataObject, over: str) -> None:
     check_loss(loss, data.draw(loss_values(loss=loss), "values"), how, jit=jit)
 
 
+@few
 @given(st.data())
 def test_on_meshes(data: st.DataObject) -> None:
     check(data, "mesh")

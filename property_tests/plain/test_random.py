@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ..base.settings import fewer
 from ..programs import MeshShape
 from ..strategies import meshes
 from .streams import ON_MESHES, SPLIT, Draws, check_per_shard, check_streams
@@ -37,6 +38,7 @@ def test_streams_are_those_of_the_unsharded_run(data: st.DataObject) -> None:
         check_streams(mesh, axes, drawn, seed, jit=jit, impl=impl)
 
 
+@fewer(3 / 5)  # Each example compiles programs of its own.
 @given(st.data())
 def test_a_key_per_shard(data: st.DataObject) -> None:
     mesh = data.draw(meshes(), "mesh")
