@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from statemesh.testing._equivalent._drawn_keys import drawn_arguments
+from statemesh.testing._emulate._sources import drawn_arguments
 from statemesh.testing._equivalent._feedback import find
 from statemesh.testing._equivalent._untested import UntestedWarning, left_out, untested
 

@@ -263,27 +263,15 @@ class UnequalCopies:
     values: tuple[str, str]
 
 
-def unequal_copies(name: str, where: str, found: Sequence[UnequalCopies]) -> AssertionError:
-    def line(one: UnequalCopies) -> str:
-        at = f" at {list(one.index)}" if one.index else ""
-        along = f" along {_names(one.axis_names)}" if one.axis_names else ""
-        allowed = f", {one.allowed:.1g} would be rounding" if one.allowed else ""
-        first, second = one.shards
-        return (
-            f"  - {one.path}: {one.what} with spec {spec_str(one.spec or ())} has one value for all "
-            f"shards{along}, but{at} it is {one.values[0]} on shard {first} and {one.values[1]} on shard "
-            f"{second} (off by {one.amount:.4g}{allowed})."
-        )
-
-    return AssertionError(
-        "\n".join(
-            [
-                f"{name}: devices hold different copies of one value {where}:",
-                *map(line, found),
-                "Reduce it inside (jax.lax.psum, pmean), let a state's `reduce` do it, or name the axes in "
-                "the out spec.",
-            ]
-        )
+def unequal_copies_line(one: UnequalCopies) -> str:
+    at = f" at {list(one.index)}" if one.index else ""
+    along = f" along {_names(one.axis_names)}" if one.axis_names else ""
+    allowed = f", {one.allowed:.1g} would be rounding" if one.allowed else ""
+    first, second = one.shards
+    return (
+        f"  - {one.path}: {one.what} with spec {spec_str(one.spec or ())} has one value for all "
+        f"shards{along}, but{at} it is {one.values[0]} on shard {first} and {one.values[1]} on shard "
+        f"{second} (off by {one.amount:.4g}{allowed})."
     )
 
 

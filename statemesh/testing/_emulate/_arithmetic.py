@@ -36,6 +36,9 @@ class Arithmetic(Protocol):
     def value(self, x: AnyLeaf) -> AnyLeaf:
         """An input or a constant of the program, as the replay holds it."""
 
+    def literal(self, x: AnyLeaf) -> AnyLeaf:
+        """A literal of the program, as the replay holds it."""
+
     def before(self, eqn: Equation, xs: Sequence[AnyLeaf], shards: int = 1) -> Sequence[AnyLeaf]:
         """The operands of an equation, of all shards. A collective is over so many of them."""
 
@@ -51,6 +54,9 @@ class OwnDtypes:
 
     def value(self, x: AnyLeaf) -> AnyLeaf:
         return x
+
+    def literal(self, x: AnyLeaf) -> AnyLeaf:
+        return self.value(x)
 
     def before(self, eqn: Equation, xs: Sequence[AnyLeaf], shards: int = 1) -> Sequence[AnyLeaf]:
         del eqn, shards

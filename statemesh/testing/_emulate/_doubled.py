@@ -1,8 +1,9 @@
 """A call in double precision, with all shards on one device."""
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -12,9 +13,11 @@ import numpy as np
 from .._static_keys import static_key
 from .._types import AnyLeaf, Fun, PyTree, tree_util
 from ._arithmetic import Promoted, is_inexact, promoted
+from ._jaxprs import rounded_literals
 from ._one_device import NO_MESH, on_one_device, type_of
 from ._promises import Broken, broken
 from ._replay import NoisyReplay, PromotedReplay
+from ._sources import Sources, drawn_arguments, sources_of
 from ._trace import Trace, is_array_or_type, trace
 
 
@@ -69,6 +72,11 @@ class Doubled:
 
     - `call`: a mapped function, or a function that calls one.
     - `context`: makes the context in which it is traced.
+
+    **Attributes:**
+
+    - `compared_with`: the function that this one is compared with. Constants that only one of the two has may be
+        rounded.
     """
 
     def __init__(
@@ -76,12 +84,18 @@ class Doubled:
     ) -> None:
         self.call = call
         self.context = context
+        self.compared_with: Doubled | None = None
         self.name = getattr(call, "__name__", type(call).__name__)
         self._programs: dict[Hashable, _Program] = {}
 
     def form(self, types: PyTree) -> PyTree:
         """The tree of the results, with types in the place of arrays."""
         return self._program(types).trace.form
+
+    def _others(self, types: PyTree) -> Collection[tuple[str, float]]:
+        """The literals of what this function is compared with."""
+        other = self.compared_with
+        return other._program(types).literals if other is not None else ()
 
     @property
     def own_dtype(self) -> set[str]:
@@ -95,6 +109,16 @@ class Doubled:
         found = [is_array_or_type(x) for x in jax.tree.leaves(self.form(types))]
         same: bool = jaxpr.invars[sum(given[:argument])] is jaxpr.outvars[sum(found[:result])]
         return same
+
+    def sources(self, types: PyTree) -> list[Sources]:
+        """For each array of the results, the numbers of the arrays of the arguments that it depends on."""
+        return sources_of(self._program(types).trace.closed.jaxpr)
+
+    def drawn(self, types: PyTree) -> frozenset[int]:
+        """The numbers of the leaves of the arguments from which random numbers are drawn."""
+        found = drawn_arguments(self._program(types).trace.closed.jaxpr)
+        arrays = [k for k, x in enumerate(jax.tree.leaves(types)) if is_array_or_type(x)]
+        return frozenset(arrays[k] for k in found)
 
     def __call__(self, args: Wide, noise: Any = None) -> tuple[Wide, list[Broken]]:
         """Call the function.
@@ -118,7 +142,7 @@ class Doubled:
         if key not in self._programs:
             with self.context():
                 traced = trace(self.call, treedef, leaves)
-            self._programs[key] = _Program(self.name, traced)
+            self._programs[key] = _Program(self.name, traced, lambda: self._others(types))
         return self._programs[key]
 
 
@@ -131,15 +155,27 @@ def _key(x: AnyLeaf) -> Hashable:
 class _Program:
     """One traced call."""
 
-    def __init__(self, name: str, traced: Trace) -> None:
-        self.trace = traced
-        jaxpr = traced.closed.jaxpr
-        self.exact, self.noisy = PromotedReplay(name, jaxpr), NoisyReplay(name, jaxpr)
-        options = compile_fast()
-        self._exact = jax.jit(self.exact, compiler_options=options)
-        self._noisy = jax.jit(self.noisy, compiler_options=options)
+    def __init__(
+        self, name: str, traced: Trace, others: Callable[[], Collection[tuple[str, float]]]
+    ) -> None:
+        self.name, self.trace, self.others = name, traced, others
+        self.exact = PromotedReplay(name, traced.closed.jaxpr)
+        self._exact = jax.jit(self.exact, compiler_options=compile_fast())
         with jax.enable_x64(True):
             self.consts = [_widened(jnp.asarray(x)) for x in traced.closed.consts]
+
+    @cached_property
+    def literals(self) -> frozenset[tuple[str, float]]:
+        return rounded_literals(self.trace.closed)
+
+    @cached_property
+    def noisy(self) -> NoisyReplay:
+        rounded = self.literals - frozenset(self.others())
+        return NoisyReplay(self.name, self.trace.closed.jaxpr, rounded)
+
+    @cached_property
+    def _noisy(self) -> Fun:
+        return jax.jit(self.noisy, compiler_options=compile_fast())
 
     @property
     def own_dtype(self) -> set[str]:

@@ -1,9 +1,12 @@
 """What the replay asks of jaxprs. The one file of `testing` that knows `jax.extend`."""
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, TypeAlias, TypeGuard
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from .._static_keys import is_hashable
@@ -89,6 +92,25 @@ def is_draw(eqn: Equation) -> bool:
 def draws(jaxpr: Jaxpr) -> bool:
     """Whether a program draws random numbers."""
     return any(map(is_draw, all_equations(opened(jaxpr))))
+
+
+def rounded_literals(jaxpr: Jaxpr) -> frozenset[tuple[str, float]]:
+    """The dtypes and values of the literals that may be rounded: those that need more than half of the digits."""
+    found = set()
+    for eqn in all_equations(opened(jaxpr)):
+        for atom in eqn.invars:
+            aval: Any = atom.aval
+            if is_literal(atom) and aval.dtype.kind not in "biuc" and np.isfinite(float(atom.val)):
+                value = float(np.asarray(atom.val, aval.dtype))
+                if not _is_short(value, aval.dtype):
+                    found.add((str(aval.dtype), value))
+    return frozenset(found)
+
+
+def _is_short(value: float, dtype: Any) -> bool:
+    digits = int(jnp.finfo(dtype).nmant) // 2  # type: ignore[no-untyped-call]
+    mantissa, _ = math.frexp(value)
+    return (mantissa * 2.0 ** (digits + 1)).is_integer()
 
 
 def as_function(closed: Jaxpr) -> Callable[..., list[jax.Array]]:

@@ -6,7 +6,7 @@ to run is ill-conditioned, and by how much it moves is what rounding explains (P
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -53,11 +53,13 @@ class Noisy(Promoted):
 
     - `noise`: an array of three numbers: by how much each result is off, in parts of the result; by how much in
         units of the roundoff of its own dtype; and the number that the random numbers come from.
+    - `rounded`: literals that were rounded when the program was traced, by dtype and value: a program that it is
+        compared with has others, such as the parts that each of several shards has in a mean.
     """
 
-    def __init__(self, noise: Any) -> None:
+    def __init__(self, noise: Any, rounded: Collection[tuple[str, float]]) -> None:
         super().__init__()
-        self.noise = noise
+        self.noise, self.rounded = noise, rounded
         self.seed = jnp.asarray(noise[2], np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         self.salts = itertools.count()
 

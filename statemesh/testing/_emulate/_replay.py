@@ -1,7 +1,7 @@
 """A traced program, replayed equation by equation over stacked shards."""
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -103,7 +103,7 @@ class Replay:
             if is_literal(atom):
                 # As a NumPy array, which has no mesh: the literal may carry the mesh of where it was traced.
                 aval: Any = atom.aval
-                return Stacked(self.arithmetic.value(np.asarray(atom.val, aval.dtype)))
+                return Stacked(self.arithmetic.literal(np.asarray(atom.val, aval.dtype)))
             found: Stacked = known[atom]
             return found
 
@@ -200,10 +200,19 @@ class PromotedReplay(Replay):
 
 
 class NoisyReplay(Replay):
-    """The same with floats in double precision and with noise, which is the first input."""
+    """The same with floats in double precision and with noise, which is the first input.
+
+    **Arguments:**
+
+    - `rounded`: that of `Noisy`.
+    """
+
+    def __init__(self, name: str, jaxpr: Jaxpr, rounded: Collection[tuple[str, float]]) -> None:
+        super().__init__(name, jaxpr)
+        self.rounded = rounded
 
     def __call__(self, noise: Any, *arrays: Any) -> tuple[list[jax.Array], Differences]:
-        self.arithmetic = Noisy(noise)
+        self.arithmetic = Noisy(noise, self.rounded)
         return super().__call__(*arrays)
 
 

@@ -24,11 +24,12 @@ def assert_equivalent(
     state_out_specs: PyTree = None,
     check_vma: bool = True,
     unsharded: Fun | Literal[False] | None = None,
-    steps: int = 3,
+    steps: int | None = None,
     gradients: bool | None = None,
     tolerance: float | None = None,
     kwargs: Mapping[str, PyTree] | None = None,
     fed_back: Named | None = None,
+    leave_out: Any = None,
     keep: Collection[str] = (),
 ) -> Checked:
     """Fail unless a function of shards gives on every mesh what it gives unsharded.
@@ -96,7 +97,7 @@ def assert_equivalent(
     """
     if not isinstance(args, tuple | list):
         raise errors.not_arguments(args)
-    if steps < 1:
+    if steps is not None and steps < 1:
         raise errors.steps_too_few(steps)
     found = [mesh_of(mesh) for mesh in meshes]
     if not found:
@@ -117,6 +118,7 @@ def assert_equivalent(
         gradients=gradients,
         tolerance=tolerance,
         fed_back=fed_back,
+        leave_out=leave_out,
         keep=keep,
     )
     check = Check(Subject(asked))

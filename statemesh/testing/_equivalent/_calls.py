@@ -9,7 +9,7 @@ from .._types import PyTree
 from ._chain import Chain
 from ._mismatch import Mismatch
 from ._programs import OnMesh
-from ._reference import Args, RightCalls
+from ._reference import Args, RightCalls, Traced
 from ._subject import Reference, Subject
 
 
@@ -39,6 +39,8 @@ class Calls:
     def mesh(self) -> Chain:
         """The calls on the mesh in double precision."""
         doubled = self.subject.programs(self.one).doubled
+        if isinstance(self.reference, Traced):
+            doubled.compared_with = self.reference.doubled
         with self.subject.noting(self.one.where):
             return Chain(doubled, widened(self.args), self.subject.feed, self.steps, noisy=False)
 

@@ -3,14 +3,17 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .. import _errors as errors
 from .._emulate._doubled import narrowed
 from .._types import PyTree
 from . import _report as report
 from . import _values as values
 from ._calls import Calls
 from ._checked import Checked
+from ._copies import copies_of
 from ._guess import guess
 from ._judge import Judge
+from ._leaves import Leaf
 from ._mismatch import Mismatch
 from ._probe import Probe
 from ._reference import chained
@@ -23,7 +26,7 @@ class Check:
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
-        self.judge = Judge(subject.asked.tolerance)
+        self.judge = Judge(subject.asked.tolerance, subject.left_out, subject.exact)
         self.failed: list[str] = []
         self.agreed: list[str] = []
 
@@ -33,7 +36,7 @@ class Check:
         results: list[PyTree] = []
         last = None
         for one in asked.meshes:
-            calls = Calls(self.subject, one, one.where, asked.args, asked.steps)
+            calls = Calls(self.subject, one, one.where, asked.args, self.subject.steps)
             before, results = results, self._compared(calls)
             last = calls
         # The other ways to call cost compiles, and would mostly fail in the same way.
@@ -53,6 +56,9 @@ class Check:
 
         **Returns:** the results on devices; empty if there are none or if the replay is off already.
         """
+        if lines := self._other_form(calls):
+            self._fail(calls, calls.where, 0, [f"  - {line}." for line in lines])
+            return []
         for step in range(calls.steps):
             if self._replay_fails(calls, step):
                 return []
@@ -66,16 +72,30 @@ class Check:
         self.agreed.append(calls.where)
         return found
 
+    def _other_form(self, calls: Calls) -> list[str]:
+        """Lines on what differs from the reference in structure, dtypes or static values."""
+        subject, reference = self.subject, calls.reference
+        with subject.noting(calls.one.where):
+            form = subject.programs(calls.one).doubled.form(subject.types)
+        with subject.noting(f"for {reference.what}"):
+            return subject.other_form(form, reference.form(subject.types, calls.args))
+
     def _replay_fails(self, calls: Calls, step: int) -> bool:
+        exact = calls.mesh.exact[step]
+        if lines := self.subject.other_form(
+            exact.results.types, calls.right.exact[step].results.types
+        ):
+            self._fail(calls, calls.where, step, [f"  - {line}." for line in lines])
+            return True
         broken = calls.mesh.broken(step)
         if broken:
             self._fail(calls, calls.where, step, report.broken_promises(broken))
             return True
-        leaves = self.subject.leaves(calls.mesh.exact[step].results.types)
+        leaves = self.subject.leaves(exact.results.types)
         if calls.reference.is_exact:
             found = self.judge.double(step, leaves, calls.mesh, calls.right)
         else:
-            got = calls.mesh.exact[step].numbers
+            got = exact.numbers
             found = self.judge.own(step, leaves, got, calls.mesh, calls.right, None)
         return self._report(calls, calls.where, step, found)
 
@@ -86,11 +106,26 @@ class Check:
             again = None
             if calls.reference.is_exact and self.subject.asked.unsharded is not False:
                 again = lambda: [x.value for x in self.subject.leaves(calls.again[step])]  # noqa: B023
+            if lines := self._unequal_copies(calls, step, leaves):
+                self._fail(calls, where, step, [*lines, report.UNREDUCED])
+                return True
             got = [leaf.value for leaf in leaves]
             found = self.judge.own(step, leaves, got, calls.mesh, calls.right, again)
             if self._report(calls, where, step, found):
                 return True
         return False
+
+    def _unequal_copies(self, calls: Calls, step: int, leaves: Sequence[Leaf]) -> list[str]:
+        """Lines on results of which devices hold copies that differ by more than rounding."""
+        found = []
+        for number, leaf in enumerate(leaves):
+            copies = copies_of(leaf.path, leaf.array)
+            if number in self.subject.left_out or copies is None or not copies.spread.any():
+                continue
+            allowed = self.judge.allowed(step, number, leaf, calls.mesh, calls.right)
+            if worst := copies.worst(allowed):
+                found.append(errors.unequal_copies_line(worst))
+        return found
 
     def _inside_jit(self, calls: Calls) -> None:
         """Compare the calls inside `jax.jit`, and on devices the gradient."""

@@ -104,7 +104,9 @@ def with_gradient(call: Fun, selected: Selection) -> Fun:
             found = tree_util.tree_leaves(result)
             arrays, statics = eqx.partition(result, eqx.is_array)
             rest[:] = [statics]
-            return sum((_weighted(found[k]) for k in selected.of), jnp.float32(0)), arrays
+            return sum(
+                (_weighted(found[k]) for k in selected.of if k < len(found)), jnp.float32(0)
+            ), arrays
 
         value, pull, arrays = jax.vjp(total, [leaves[k] for k in selected.by], has_aux=True)
         (gradient,) = pull(jnp.ones_like(value))

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -30,6 +29,7 @@ class Judge:
 
     - `tolerance`: the largest difference relative to the largest number of an array, if one is given.
     - `left_out`: the numbers of the arrays that are not compared.
+    - `exact`: the numbers of the arrays to which `tolerance` does not apply.
     - `unjudged`: for each path the count of numbers that are not judged, since rounding alone may change them
         by more than a few per cent.
     - `only_double`: for each path the count of numbers that are judged in double precision only.
@@ -37,6 +37,7 @@ class Judge:
 
     tolerance: float | None = None
     left_out: Collection[int] = ()
+    exact: Collection[int] = ()
     unjudged: dict[str, int] = dataclasses.field(default_factory=dict)
     only_double: dict[str, int] = dataclasses.field(default_factory=dict)
 
@@ -84,6 +85,14 @@ class Judge:
                 still.append(one)
         return still
 
+    def allowed(
+        self, step: int, number: int, leaf: Leaf, mesh: Chain, reference: RightCalls
+    ) -> Numbers:
+        """How far apart rounding in the program's dtypes may bring two copies of an array."""
+        want = reference.exact[step].numbers[number]
+        moved = mesh.moved("own", _MANY)[step][number]
+        return _allowed("own", leaf, want, _least("own", leaf, want), moved)
+
     def _compared(
         self,
         rounding: Rounding,
@@ -103,12 +112,10 @@ class Judge:
                 found.append(Mismatch(number, leaf, mine, want, nothing, rounding))
                 continue
             difference = _distances(rounding, leaf, mine, want)
-            unit = roundoff(np.float64) if rounding == "double" else roundoff(leaf.dtype)
-            with np.errstate(invalid="ignore", over="ignore"):
-                least = np.nan_to_num(unit * np.abs(want.astype(np.float64)), posinf=0.0, nan=0.0)
+            least = _least(rounding, leaf, want)
             if self.tolerance is None and not (difference > 4 * least).any():
                 continue
-            allowed = self._given(leaf, want, difference)
+            allowed = None if number in self.exact else self._given(leaf, want, difference)
             if allowed is None:
                 # The fewest runs that clear the numbers: the noise of the mesh costs a compile.
                 for some, runs in ((chains[-1:], _FEW), (chains, _FEW), (chains, _MANY)):
@@ -116,15 +123,18 @@ class Judge:
                     allowed = _allowed(rounding, leaf, want, least, moved)
                     if not (difference > allowed).any():
                         break
-                if count := _unclear(want, difference, allowed):
+                hidden = _unclear(want, difference, allowed)
+                if count := int(hidden.sum()):
                     unclear[leaf.path] = max(count, unclear.get(leaf.path, 0))
+                # Of a number of which rounding leaves nothing it may leave NaN.
+                allowed = np.where(hidden & ~np.isfinite(difference), np.inf, allowed)
             if (difference > allowed).any():
                 found.append(Mismatch(number, leaf, mine, want, allowed, rounding))
         return found
 
     def _given(self, leaf: Leaf, want: Numbers, difference: Numbers) -> Numbers | None:
         """The differences that `tolerance` allows."""
-        if self.tolerance is None or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if self.tolerance is None:
             return None
         if want.dtype.kind == "b":
             # Of booleans so many may differ.
@@ -144,6 +154,13 @@ def _distances(rounding: Rounding, leaf: Leaf, got: Numbers, want: Numbers) -> N
     return np.where(over, 0.0, found)
 
 
+def _least(rounding: Rounding, leaf: Leaf, want: Numbers) -> Numbers:
+    """The roundoff of each number."""
+    unit = roundoff(np.float64) if rounding == "double" else roundoff(leaf.dtype)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.nan_to_num(unit * np.abs(want.astype(np.complex128)), posinf=0.0, nan=0.0)
+
+
 def _allowed(
     rounding: Rounding, leaf: Leaf, want: Numbers, least: Numbers, moved: Numbers
 ) -> Numbers:
@@ -156,10 +173,11 @@ def _allowed(
     return _FACTOR[rounding] * moved + 4 * least + tiny
 
 
-def _unclear(want: Numbers, difference: Numbers, allowed: Numbers) -> int:
-    """How many numbers are not judged."""
+def _unclear(want: Numbers, difference: Numbers, allowed: Numbers) -> Numbers:
+    """Which numbers are not judged."""
     if want.dtype.kind in "biu":
-        return int(((difference > 0) & np.isinf(allowed)).sum())
-    size = np.abs(want)
-    typical = float(np.median(size[np.isfinite(size)])) if np.isfinite(size).any() else 0.0
-    return int((allowed > _CLEAR * np.maximum(np.nan_to_num(size, posinf=0.0), typical)).sum())
+        return (difference > 0) & np.isinf(allowed)
+    size = np.nan_to_num(np.abs(want), posinf=0.0)
+    known = size[np.isfinite(np.abs(want))]
+    typical = float(np.median(known)) if known.size else 0.0
+    return allowed > _CLEAR * np.maximum(size, typical)

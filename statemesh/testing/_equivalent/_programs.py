@@ -47,12 +47,15 @@ class OnMesh:
 
     - `make`: maps a function of shards over the mesh.
     - `mapped`: the mapped function.
+    - `in_specs`, `out_specs`: its specs.
     """
 
     fun: Fun
     mesh: AnyMesh
     make: Callable[[Fun], sm.StatefulMapping]
     mapped: sm.StatefulMapping
+    in_specs: PyTree
+    out_specs: PyTree
     _selected: dict[Selection, "Programs"] = dataclasses.field(default_factory=dict)
 
     @property
@@ -138,7 +141,7 @@ def _new(
     del key
     specs = structure.unflatten(leaves)
     make: Callable[[Fun], sm.StatefulMapping] = lambda fun: sm.shard_map(fun, mesh, **specs)
-    return OnMesh(fun, mesh, make, make(fun))
+    return OnMesh(fun, mesh, make, make(fun), specs["in_specs"], specs["out_specs"])
 
 
 # The cache is bounded, because each entry keeps compiled programs alive.

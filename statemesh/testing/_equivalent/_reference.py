@@ -57,8 +57,9 @@ class Traced:
         """The results in the function's own dtypes."""
         return chained(self.compiled, args, steps, feed)
 
-    def form(self, types: PyTree) -> PyTree:
-        """The results with types in the place of arrays."""
+    def form(self, types: PyTree, args: Args) -> PyTree:
+        """The results of the first call. There may be types in the place of arrays."""
+        del args
         return self.doubled.form(types)
 
 
@@ -77,8 +78,9 @@ class Plain:
     def again(self, args: Args, steps: int, feed: Feed) -> list[PyTree] | None:
         return None
 
-    def form(self, types: PyTree) -> PyTree:
-        return None
+    def form(self, types: PyTree, args: Args) -> PyTree:
+        del types
+        return self.fun(*args[0], **args[1])
 
 
 class _PlainCalls:

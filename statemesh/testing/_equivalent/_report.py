@@ -69,7 +69,8 @@ def _rounding(one: Mismatch, allowed: float) -> str:
     if one.want.dtype.kind in "biu" or not allowed:
         return "none is allowed"
     where = " in double precision" if one.rounding == "double" else ""
-    return f"{allowed:.1g} would be rounding{where}"
+    # The next power of ten: more digits would pretend to more than is known.
+    return f"{10.0 ** math.ceil(math.log10(allowed)):.0e} would be rounding{where}"
 
 
 def broken_promises(found: Sequence[Broken]) -> list[str]:

@@ -2,17 +2,20 @@
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Collection, Iterator, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
+from jax.sharding import PartitionSpec
 
 from .. import _errors as errors
+from .._emulate._arithmetic import is_inexact
 from .._emulate._doubled import Doubled, widened
+from .._emulate._trace import is_array_or_type
 from .._types import Fun, Numbers, PyTree, tree_util
 from . import _report as report
-from ._feedback import FeedBack, Named, find
+from ._feedback import FeedBack, LeafSpec, Named, find, leaf_specs
+from ._form import form_differences
 from ._gradients import (
     Selection,
     WithGradient,
@@ -24,9 +27,13 @@ from ._gradients import (
 from ._leaves import Leaf, is_number_or_type, leaves_of, numbers
 from ._programs import OnMesh, Programs, selected, within_jit
 from ._reference import Args, Plain, Traced
+from ._untested import left_out
 
 
 Reference: TypeAlias = Traced | Plain
+
+# The number of calls in a row, where something is fed back.
+DEFAULT_STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +44,11 @@ class Asked:
     args: Args
     meshes: Sequence[OnMesh]
     unsharded: Fun | Literal[False] | None
-    steps: int
+    steps: int | None
     gradients: bool | None
     tolerance: float | None
     fed_back: Named | None
+    leave_out: Any
     keep: Collection[str]
 
 
@@ -51,6 +59,8 @@ class Subject:
 
     - `form`: the results with types in the place of arrays.
     - `feed_back`: what of the results the next call gets.
+    - `steps`: the number of calls in a row.
+    - `left_out`: the numbers of the arrays of the results that are not compared.
     - `selected`: what is differentiated.
     - `paths`, `count`: the paths of the results and of the gradient; how many of them are results.
     """
@@ -63,12 +73,29 @@ class Subject:
         with self.noting(first.where):
             self._forward = first.programs(Selection()).doubled
             self.form = form = self._forward.form(self.types)
-        self.feed_back: FeedBack = find(*self.types, form, asked.fed_back, name=asked.name)
+        self.feed_back: FeedBack = find(
+            *self.types,
+            form,
+            asked.fed_back,
+            name=asked.name,
+            in_specs=self._argument_specs(first),
+            out_specs=leaf_specs(first.out_specs, form),
+        )
+        self.steps = asked.steps or (DEFAULT_STEPS if self.feed_back else 1)
+        numbers = self._array_numbers()
+        without = left_out(asked.name, form, asked.leave_out)
+        self.left_out = {numbers[k] for k in without if k in numbers}
         self.selected = self._selection(form)
         results = [leaf.path for leaf in leaves_of(f"{asked.name}(...)", form)]
         self.count = len(results)
         self.paths = results + gradient_paths(self.types, self.selected)
         self._references: dict[int, Reference] = {}
+
+    def _argument_specs(self, one: OnMesh) -> list[LeafSpec]:
+        """The placement of each leaf of the arguments. Keyword arguments are replicated."""
+        args, kwargs = self.types
+        by_keyword = [PartitionSpec()] * len(tree_util.tree_leaves(kwargs))
+        return [*leaf_specs(one.in_specs, args), *by_keyword]
 
     def _plain_function(self) -> Plain | None:
         """The unsharded function that was given, if JAX cannot trace it."""
@@ -142,16 +169,32 @@ class Subject:
         found = zip(leaves_of("", results), self.paths, strict=False)
         return [dataclasses.replace(leaf, path=path) for leaf, path in found]
 
+    @property
+    def exact(self) -> set[int]:
+        """The numbers of the arrays of the results that are computed without floats."""
+        given = [x for x in tree_util.tree_leaves(self.types) if is_array_or_type(x)]
+        at, floats = self._array_numbers(), [is_inexact(x.dtype) for x in given]
+        leaves = [k for k, x in enumerate(tree_util.tree_leaves(self.form)) if is_array_or_type(x)]
+        sources = self._forward.sources(self.types)
+        pairs = zip(leaves, sources, strict=True)
+        return {at[k] for k, of in pairs if not any(floats[source] for source in of)}
+
+    def _array_numbers(self) -> dict[int, int]:
+        """For each leaf of the results that is an array, its number among the arrays."""
+        leaves = tree_util.tree_leaves(self.form)
+        found = [k for k, x in enumerate(leaves) if is_number_or_type(x)]
+        return {leaf: number for number, leaf in enumerate(found)}
+
     def before(self, given: Args) -> dict[int, Numbers]:
         """The numbers that are fed back, by the number of the array in the results."""
-        old = tree_util.tree_leaves(given)
-        form = tree_util.tree_leaves(self.form)
-        number = list(itertools.accumulate(is_number_or_type(x) for x in form))
-        return {
-            number[result] - 1: numbers(old[argument])
-            for argument, result in self.feed_back.numbers
-            if is_number_or_type(form[result])
-        }
+        old, at = tree_util.tree_leaves(given), self._array_numbers()
+        pairs = self.feed_back.numbers
+        return {at[result]: numbers(old[argument]) for argument, result in pairs if result in at}
+
+    def other_form(self, results: PyTree, right: PyTree) -> list[str]:
+        """What differs from the reference in structure, dtypes or static values."""
+        of = [x.results if isinstance(x, WithGradient) else x for x in (results, right)]
+        return form_differences(f"{self.asked.name}(...)", *of, dtypes=self._plain is None)
 
     @contextlib.contextmanager
     def noting(self, where: str, *notes: str) -> Iterator[None]:

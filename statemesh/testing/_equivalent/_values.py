@@ -61,9 +61,7 @@ def _made(args: PyTree, kept: Collection[str], make: Make, *, in_states: bool) -
 
 def path_of(keys: tuple[AnyLeaf, ...]) -> str:
     """The path of an argument as the user would type it, from its path in the pair of all arguments."""
-    if keys[0].idx == 0:
-        return f"args{jax.tree_util.keystr(keys[1:])}"
-    return f"{keys[1].key}{jax.tree_util.keystr(keys[2:])}"
+    return f"{('args', 'kwargs')[keys[0].idx]}{jax.tree_util.keystr(keys[1:])}"
 
 
 def is_within(path: str, outer: str) -> bool:

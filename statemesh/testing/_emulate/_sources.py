@@ -1,16 +1,22 @@
-"""From which of its arguments a traced program draws random numbers."""
+"""On which of its arguments each result of a traced program depends, and from which it draws random numbers."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from .._emulate._jaxprs import Equation, Jaxpr, draws, is_draw, is_literal, opened
+from ._jaxprs import Equation, Jaxpr, draws, is_draw, is_literal, opened
 
 
 # The numbers of the arguments of the whole program that a value depends on.
 Sources: TypeAlias = frozenset[int]
 NONE: Sources = frozenset()
+
+
+def sources_of(jaxpr: Jaxpr) -> list[Sources]:
+    """The numbers of the arguments that each result depends on other than by drawing from them."""
+    jaxpr = opened(jaxpr)
+    return _flow(jaxpr, [frozenset([k]) for k in range(len(jaxpr.invars))])[0]
 
 
 def drawn_arguments(jaxpr: Jaxpr) -> frozenset[int]:
@@ -47,14 +53,15 @@ def _through(eqn: Equation, sources: list[Sources]) -> tuple[list[Sources], Sour
         for one in (value if isinstance(value, tuple) else (value,))
         if hasattr(one, "eqns")
     ]
-    if not any(map(draws, inner)):
+    if not inner:
         return [every] * len(eqn.outvars), NONE
+    unknown = every if any(map(draws, inner)) else NONE
     # A branch gets all operands but the first; what is called, or scanned, gets all.
     operands = sources[1:] if eqn.primitive.name == "cond" else sources
     outs, drawn = [NONE] * len(eqn.outvars), NONE
     for jaxpr in inner:
         if len(jaxpr.invars) != len(operands) or len(jaxpr.outvars) != len(outs):
-            return [every] * len(outs), every
+            return [every] * len(outs), unknown
         if eqn.primitive.name == "scan":
             operands = _carried(eqn, jaxpr, operands)
         results, more = _flow(jaxpr, operands)
