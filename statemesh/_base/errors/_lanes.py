@@ -250,6 +250,6 @@ def policy_over_lanes(label: str, policy: Any, axis: AxisName) -> StatemeshError
 
 def lanes_on_mesh(name: str, transform: str) -> StatemeshError:
     return StatemeshError(
-        f"{name}.on_mesh: {transform} maps over lanes, and not over a mesh with named axes. Give its function "
-        "to shard_map."
+        f"{name}.on_mesh: {transform} maps over lanes, and not over a mesh with named axes. Give its "
+        "function to shard_map."
     )
