@@ -188,7 +188,7 @@ class _Walk:
                 raise _Unknown
             self.found.append(key)
             return iter(())
-        if held is None or isinstance(x, Iterator):
+        if held is None or isinstance(x, Iterator) or _is_reference(x):
             raise _Unknown
         return iter((type(x), held))
 
@@ -197,13 +197,21 @@ _END = object()
 
 
 def _is_a_value(x: Any) -> bool:
-    """Whether an object is hashable, and its class says when two are equal, or is of JAX.
+    """Whether an object is hashable, and its class says when two are equal or is one of JAX.
 
     Devices, meshes and the like are never changed. References of JAX are.
     """
     by_identity: Any = object.__hash__
-    of_jax = type(x).__module__.split(".")[0] in ("jax", "jaxlib") and not hasattr(x, "__setitem__")
-    return is_hashable(x) and (of_jax or type(x).__hash__ is not by_identity)
+    whole = _is_of_jax(x) and not _is_reference(x)
+    return is_hashable(x) and (whole or type(x).__hash__ is not by_identity)
+
+
+def _is_of_jax(x: Any) -> bool:
+    return type(x).__module__.split(".")[0] in ("jax", "jaxlib")
+
+
+def _is_reference(x: Any) -> bool:
+    return _is_of_jax(x) and hasattr(x, "__setitem__")
 
 
 def _held_by_function(fun: types.FunctionType) -> Iterator[Any]:
