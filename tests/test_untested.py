@@ -168,7 +168,8 @@ def test_keys_that_are_drawn_from() -> None:
     }
     nested = jax.jit(lambda a, b, x: jax.vmap(lambda y: y + normal(a))(x))
     assert drawn(nested, one, two, n) == {0}
-    branch: Any = lambda a, b, x: jax.lax.cond(x[0] > 0, normal, lambda k: jnp.zeros(()), b)
+    zero: Any = lambda key: 0.0
+    branch = lambda a, b, x: jax.lax.cond(x[0] > 0, normal, zero, b)
     assert drawn(branch, one, two, n) == {1}
 
 
@@ -194,10 +195,10 @@ def test_keys_in_loops() -> None:
 
     assert drawn(scanned, one, two) == {0, 1}
     assert drawn(lambda a, b: scanned(b, b), one, two) == {1}
-    looped: Any = lambda a, b: jax.lax.while_loop(
-        lambda s: s < 1, lambda s: s + jax.random.normal(a), 0.0
-    )
-    assert drawn(looped, one, two) == {0}
+    more: Any = lambda s: s + jax.random.normal(one)
+    assert drawn(lambda a, b: jax.lax.while_loop(lambda s: s < 1, more, 0.0), one, two) == set()
+    more = lambda s: (s[0] + jax.random.normal(s[1]), s[1])
+    assert drawn(lambda a: jax.lax.while_loop(lambda s: s[0] < 1, more, (0.0, a)), one) == {0}
 
 
 # What is left out

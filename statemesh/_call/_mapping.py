@@ -9,11 +9,13 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, overload
 
+from .._base import errors
 from .._base._frames import leave_out_own, without_own_frames
 from .._base._paths import fun_name
-from .._base._types import Fun, Params, PyTree, Result
+from .._base._types import AnyMesh, Fun, Params, PyTree, Result
 from ._declared import Declared
 from ._pipeline import Pipeline
+from ._spec_rules import SpecRules
 from ._stages import Lowered
 from ._static_arguments import Boxes
 
@@ -172,6 +174,26 @@ class StatefulMapping(Generic[Params, Result]):
         """
         result: Result = self._pipeline.on_one_device(self._all(args), kwargs)
         return result
+
+    def on_mesh(self, mesh: AnyMesh) -> "StatefulMapping[Params, Result]":
+        """The same function with the same specs on another mesh, where no memory is given up.
+
+        **Arguments:**
+
+        - `mesh`: a mesh that has the axes which the specs name.
+
+        **Returns:** what `shard_map` returns for that mesh.
+
+        **Raises:** `StatemeshError` for what `pmap2` and `vmap2` return; `SpecError` for specs that do not
+        fit the mesh.
+        """
+        rules = self._declared.rules
+        if not isinstance(rules, SpecRules):
+            raise errors.lanes_on_mesh(self.__name__, self._declared.transform)
+        rules = dataclasses.replace(rules, mesh=mesh)
+        declared = dataclasses.replace(self._declared, rules=rules, donate="none")
+        declared.check()
+        return StatefulMapping(declared, None, self._bound, self._boxes)
 
     def __repr__(self) -> str:
         return f"<statemesh mapping of {self.__qualname__}>"

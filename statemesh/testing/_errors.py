@@ -278,3 +278,16 @@ def unequal_copies_line(one: UnequalCopies) -> str:
 def leave_out_unknown(given: object, known: Sequence[str]) -> sm.StructureError:
     listed = f"The states are {', '.join(known)}." if known else "There are no states in it."
     return sm.StructureError(f"leave_out: {given!r} names nothing in the result. {listed}")
+
+
+def specs_given_twice(name: str, given: Sequence[str]) -> TypeError:
+    return TypeError(
+        f"{name} is mapped already, with specs of its own: leave out {', '.join(given)}, or give the "
+        "function that it was made from."
+    )
+
+
+def specs_missing(name: str, missing: Sequence[str]) -> TypeError:
+    return TypeError(
+        f"{name} is not mapped yet: give {' and '.join(missing)}, or the function that shard_map returns."
+    )

@@ -246,3 +246,10 @@ def policy_over_lanes(label: str, policy: Any, axis: AxisName) -> StatemeshError
         "  2. one value for each lane, with state_out_axes={0: ...}, and merge them after vmap2, as with "
         "jnp.mean(state.value, axis=0)."
     )
+
+
+def lanes_on_mesh(name: str, transform: str) -> StatemeshError:
+    return StatemeshError(
+        f"{name}.on_mesh: {transform} maps over lanes, and not over a mesh with named axes. Give its "
+        "function to shard_map."
+    )
