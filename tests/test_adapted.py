@@ -1,21 +1,17 @@
-"""What a check is given, as it takes it."""
+"""Functions that are mapped already, keyword arguments, and meshes without devices."""
 
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from statemesh.testing import emulate
+from statemesh.testing import assert_equivalent, emulate
 from statemesh.testing._equivalent._adapted import (
-    WithKeywords,
-    adapted,
-    as_abstract,
     check_specs,
-    is_abstract,
     is_mapped,
     remapped,
 )
@@ -38,49 +34,6 @@ def total() -> sm.State:
 SPECS: Any = {"in_specs": (None, P("x")), "out_specs": (P("x"), P())}
 
 
-# Keyword arguments
-
-
-def test_without_keywords_all_stays_as_it_is() -> None:
-    args, specs = (total(), X), (None, P("x"))
-    found = adapted(step, args, {}, specs)
-    assert found.fun is step and found.args is args and found.in_specs is specs
-
-
-@pytest.mark.parametrize("name", ["1", "4"])
-def test_keywords_become_the_last_argument(name: str) -> None:
-    kwargs = {"train": True, "y": np.float32(3)}
-    found = adapted(step, (total(), X), kwargs, SPECS["in_specs"])
-    mapped = sm.shard_map(found.fun, make_mesh(name), found.in_specs, SPECS["out_specs"])
-    out, new = mapped(*found.args)
-    want = sm.shard_map(step, make_mesh(name), **SPECS)(total(), X, **kwargs)
-    np.testing.assert_array_equal(out, want[0])
-    np.testing.assert_array_equal(out, 2 * X + 3)
-    assert new.value == want[1].value == 28
-    given = jax.tree.leaves(((total(), X), kwargs))
-    assert all(
-        a is b or a == b for a, b in zip(jax.tree.leaves(found.args)[2:], given[2:], strict=True)
-    )
-
-
-def test_specs_of_keywords() -> None:
-    assert adapted(step, (1, 2), {"y": 3}, P("x")).in_specs == (P("x"), P("x"), None)
-    assert adapted(step, (1, 2), {"y": 3}, None).in_specs == (None, None, None)
-    assert adapted(step, (1, 2), {"y": 3}, [P(), P("x")]).in_specs == (P(), P("x"), None)
-
-
-def test_one_function_with_keywords_compiles_once() -> None:
-    assert WithKeywords(step) == WithKeywords(step) and hash(WithKeywords(step)) is not None
-    assert WithKeywords(step) != WithKeywords(total)
-
-
-def test_messages_name_arguments_as_the_function_does() -> None:
-    found = adapted(step, (total(), X[:7]), {"train": True}, SPECS["in_specs"])
-    mapped = sm.shard_map(found.fun, make_mesh("4"), found.in_specs, SPECS["out_specs"])
-    with pytest.raises(sm.SpecError, match=r"'step': arrays do not fit .*\n  - x: float32"):
-        mapped(*found.args)
-
-
 # Functions that are mapped already
 
 
@@ -98,7 +51,7 @@ def test_mapped_function_on_another_mesh() -> None:
 
 def test_mapped_function_on_an_abstract_mesh_is_emulated() -> None:
     mapped = sm.shard_map(step, make_mesh("2"), **SPECS)
-    out, new = emulate(remapped(mapped, as_abstract({"x": 8})), total(), X)
+    out, new = emulate(remapped(mapped, AbstractMesh((8,), ("x",))), total(), X)
     np.testing.assert_array_equal(out, X)
     assert new.value == 28
 
@@ -148,15 +101,39 @@ def test_specs_are_given_once() -> None:
     )
 
 
+def test_a_mapped_function_is_checked_on_other_meshes() -> None:
+    mapped = sm.shard_map(step, make_mesh("8"), **SPECS)
+    checked = assert_equivalent(mapped, (total(), X), meshes=[{"x": 2}, {"x": 4}])
+    assert checked.agreed[:2] == ("on mesh x=2", "on mesh x=4")
+    wrong = sm.shard_map(lambda x: x - x.mean(), make_mesh("8"), P("x"), P("x"))
+    with pytest.raises(AssertionError, match="off by"):
+        assert_equivalent(wrong, (X,), meshes=[{"x": 2}])
+
+
+# Keyword arguments
+
+
+def test_keyword_arguments_reach_the_function() -> None:
+    given = {"train": True, "y": np.float32(3)}
+    more = {"kwargs": given, "meshes": [{"x": 2}], **SPECS}
+    checked = assert_equivalent(step, (total(), X), **more)
+    assert "the gradient by kwargs['y']" in checked.differentiated
+
+    def forgetful(total: sm.State, x: Any, *, y: Any) -> Any:
+        return x + y * jax.lax.axis_index("x"), total.set(total.value + jax.lax.psum(x.sum(), "x"))
+
+    with pytest.raises(AssertionError, match="off by 3"):
+        assert_equivalent(forgetful, (total(), X), **{**more, "kwargs": {"y": np.float32(3)}})
+
+
 # Meshes without devices
 
 
-def test_abstract_meshes() -> None:
-    mesh = AbstractMesh((64, 4), ("data", "model"))
-    assert is_abstract(mesh) and not is_abstract(make_mesh("2")) and not is_abstract({"x": 2})
-    assert as_abstract(mesh) is mesh
-    assert as_abstract({"data": 64, "model": 4}) == mesh
-    explicit = as_abstract(make_mesh("2", AxisType.Explicit))
-    assert is_abstract(explicit) and explicit.axis_types == (AxisType.Explicit,)
-    with pytest.raises(TypeError, match=r"^meshes: 3 is a int"):
-        as_abstract(3)
+def test_a_mesh_without_devices_is_emulated() -> None:
+    mesh = AbstractMesh((64,), ("x",))
+    rows = np.arange(64, dtype=np.float32)
+    checked = assert_equivalent(step, (total(), rows), meshes=[mesh], **SPECS)
+    assert checked.agreed[0] == "on mesh x=64" and "inside jit on mesh x=64" not in checked.agreed
+    wrong = lambda x: x - jax.lax.pmean(x.mean(), "x") * (1 + 1e-3 * (jax.lax.axis_size("x") > 1))
+    with pytest.raises(AssertionError, match="On mesh x=64, compared with"):
+        assert_equivalent(wrong, (rows,), meshes=[mesh], in_specs=P("x"), out_specs=P("x"))

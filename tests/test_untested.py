@@ -146,7 +146,7 @@ def test_meshes_of_one_device() -> None:
 def test_steps_without_anything_to_feed_back() -> None:
     assert warned(lambda x: x + 1, X, steps=3) == [
         "steps=3, but nothing that a call returns fits its arguments, so that every call gets the same. Name "
-        'what the next call gets, as in feed_back={"args[0]": "[1]"}, or give steps=1.'
+        'what the next call gets, as in fed_back={"args[0]": "[1]"}, or give steps=1.'
     ]
 
 

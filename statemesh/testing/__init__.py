@@ -4,6 +4,8 @@ from . import _hypothesis as _hypothesis
 from ._devices import set_devices as set_devices
 from ._emulate._emulate import emulate as emulate
 from ._equivalent._assert_equivalent import assert_equivalent as assert_equivalent
+from ._equivalent._checked import Checked as Checked
+from ._equivalent._untested import UntestedWarning as UntestedWarning
 from ._profiles import load_profile as load_profile
 from ._strategies._arrays import arrays as arrays
 from ._strategies._filters import filters as filters

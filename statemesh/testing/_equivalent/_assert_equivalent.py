@@ -1,15 +1,19 @@
 """`assert_equivalent`: a function gives the same results on every mesh."""
 
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
 from .. import _errors as errors
 from .._types import Fun, PyTree
+from ._adapted import check_specs, is_mapped
 from ._check import Check
 from ._checked import Checked
+from ._environment import environment, held_by
 from ._feedback import Named
 from ._programs import mesh_of, on_mesh
 from ._subject import Asked, Subject
+from ._untested import UntestedWarning
 from ._values import as_arrays
 
 
@@ -18,11 +22,11 @@ def assert_equivalent(
     args: PyTree,
     *,
     meshes: Iterable[Any],
-    in_specs: PyTree,
-    out_specs: PyTree,
+    in_specs: PyTree = ...,
+    out_specs: PyTree = ...,
     state_in_specs: PyTree = None,
     state_out_specs: PyTree = None,
-    check_vma: bool = True,
+    check_vma: bool | None = None,
     unsharded: Fun | Literal[False] | None = None,
     steps: int | None = None,
     gradients: bool | None = None,
@@ -102,17 +106,21 @@ def assert_equivalent(
     found = [mesh_of(mesh) for mesh in meshes]
     if not found:
         raise errors.no_meshes()
-    specs = {
+    specs: dict[str, PyTree] = {
         "in_specs": in_specs,
         "out_specs": out_specs,
         "state_in_specs": state_in_specs,
         "state_out_specs": state_out_specs,
         "check_vma": check_vma,
     }
+    check_specs(fun, specs)
+    given = as_arrays((tuple(args), dict(kwargs or {})))
+    key = environment(fun, *held_by(given))
+    mapping = {} if is_mapped(fun) else {**specs, "check_vma": check_vma is not False}
     asked = Asked(
         name=getattr(fun, "__name__", type(fun).__name__),
-        args=as_arrays((tuple(args), dict(kwargs or {}))),
-        meshes=[on_mesh(fun, None, mesh, specs) for mesh in found],
+        args=given,
+        meshes=[on_mesh(fun, key, mesh, mapping) for mesh in found],
         unsharded=unsharded,
         steps=steps,
         gradients=gradients,
@@ -123,4 +131,7 @@ def assert_equivalent(
     )
     check = Check(Subject(asked))
     check.run()
-    return check.conclude()
+    checked = check.conclude()
+    for text in checked.untested:
+        warnings.warn(text, UntestedWarning, stacklevel=2)
+    return checked

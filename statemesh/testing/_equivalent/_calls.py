@@ -7,10 +7,12 @@ from functools import cached_property
 from .._emulate._doubled import widened
 from .._types import PyTree
 from ._chain import Chain
+from ._gradients import WithGradient
 from ._mismatch import Mismatch
 from ._programs import OnMesh
 from ._reference import Args, RightCalls, Traced
 from ._subject import Reference, Subject
+from ._untested import Made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,3 +56,13 @@ class Calls:
     def again(self) -> list[PyTree] | None:
         """The calls of the reference in its own dtypes."""
         return self.reference.again(self.args, self.steps, self.subject.feed)
+
+    @property
+    def made(self) -> list[Made]:
+        """The arguments and the results of each call on the mesh."""
+        found = []
+        for step in self.mesh.exact:
+            results = step.results.values
+            whole = results.results if isinstance(results, WithGradient) else results
+            found.append((step.given.values, whole))
+        return found

@@ -19,6 +19,7 @@ from ._probe import Probe
 from ._reference import chained
 from ._subject import Subject
 from ._through_files import saved
+from ._untested import Made
 
 
 class Check:
@@ -29,6 +30,7 @@ class Check:
         self.judge = Judge(subject.asked.tolerance, subject.left_out, subject.exact)
         self.failed: list[str] = []
         self.agreed: list[str] = []
+        self.made: list[Made] = []
 
     def run(self) -> None:
         """Compare the calls on every mesh; on the last mesh, the other ways to call; and with other values."""
@@ -70,6 +72,8 @@ class Check:
             if self._fails(calls, calls.where, found):
                 return []
         self.agreed.append(calls.where)
+        if calls.one is self.subject.asked.meshes[-1]:
+            self.made += calls.made
         return found
 
     def _other_form(self, calls: Calls) -> list[str]:
@@ -195,6 +199,7 @@ class Check:
             constant=subject.constant,
             unjudged=self.judge.unjudged,
             only_double=self.judge.only_double,
+            untested=tuple(subject.untested(self.made)),
             own_dtype=tuple(sorted(set().union(*(one.own_dtype for one in programs)))),
         )
 

@@ -17,6 +17,7 @@ class Checked:
         than a few per cent, or they jump where the function is discontinuous.
     - `only_double`: for each path how many of its numbers were judged in double precision only, because rounding in
         the dtypes of the program may change them by more than a few per cent.
+    - `untested`: what was not tested at all, in words. Each is an `UntestedWarning` too.
     - `own_dtype`: the operations that could not run in double precision. Of what they compute, mistakes that are as
         small as rounding were not seen.
     """
@@ -27,4 +28,5 @@ class Checked:
     constant: tuple[str, ...]
     unjudged: dict[str, int]
     only_double: dict[str, int]
+    untested: tuple[str, ...]
     own_dtype: tuple[str, ...]

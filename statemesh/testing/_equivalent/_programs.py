@@ -10,7 +10,7 @@ from functools import cached_property
 import equinox as eqx
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AxisType, Mesh
 
 import statemesh as sm
 
@@ -18,10 +18,8 @@ from .. import _errors as errors
 from .._emulate._doubled import Doubled, compile_fast
 from .._static_keys import is_hashable, static_key
 from .._types import AnyLeaf, Fun, PyTree, PyTreeDef
+from ._adapted import AnyMesh, is_mapped, remapped
 from ._gradients import Selection, with_constants, with_gradient
-
-
-AnyMesh = Mesh | AbstractMesh
 
 
 def mesh_of(given: object) -> AnyMesh:
@@ -47,15 +45,14 @@ class OnMesh:
 
     - `make`: maps a function of shards over the mesh.
     - `mapped`: the mapped function.
-    - `in_specs`, `out_specs`: its specs.
+    - `specs`: its in specs and out specs, if they are known.
     """
 
     fun: Fun
     mesh: AnyMesh
     make: Callable[[Fun], sm.StatefulMapping]
     mapped: sm.StatefulMapping
-    in_specs: PyTree
-    out_specs: PyTree
+    specs: tuple[PyTree, PyTree] | None = None
     _selected: dict[Selection, "Programs"] = dataclasses.field(default_factory=dict)
 
     @property
@@ -106,8 +103,11 @@ class Programs:
 
     def _context(self) -> AbstractContextManager[object]:
         # JAX can make zero gradients with Explicit axes in their type only where the mesh is set.
-        typed = bool(self.selected) and AxisType.Explicit in self.mesh.axis_types
-        return jax.set_mesh(self.mesh) if typed else contextlib.nullcontext()
+        if not self.selected or AxisType.Explicit not in self.mesh.axis_types:
+            return contextlib.nullcontext()
+        if isinstance(self.mesh, Mesh):
+            return jax.set_mesh(self.mesh)
+        return jax.sharding.use_abstract_mesh(self.mesh)
 
 
 class Unsharded:
@@ -122,17 +122,17 @@ def selected(call: Fun, chosen: Selection) -> Fun:
     return with_gradient(call, chosen) if chosen else call
 
 
-def on_mesh(fun: Fun, key: Hashable, mesh: AnyMesh, specs: Mapping[str, PyTree]) -> OnMesh:
+def on_mesh(fun: Fun, key: Hashable | None, mesh: AnyMesh, specs: Mapping[str, PyTree]) -> OnMesh:
     """A function on a mesh. Equal arguments get the same object, whose programs are compiled already.
 
     **Arguments:**
 
-    - `key`: whatever else the function depends on.
-    - `specs`: further arguments of `shard_map`.
+    - `key`: whatever else the function depends on; `None` where that cannot be known.
+    - `specs`: further arguments of `shard_map`; empty for a function that is mapped already.
     """
     leaves, structure = jax.tree.flatten(dict(specs), is_leaf=lambda x: x is None)
     full = fun, key, mesh, tuple(leaves), structure
-    return _cached(*full) if is_hashable(full) else _new(*full)
+    return _cached(*full) if key is not None and is_hashable(full) else _new(*full)
 
 
 def _new(
@@ -140,8 +140,15 @@ def _new(
 ) -> OnMesh:
     del key
     specs = structure.unflatten(leaves)
+    if is_mapped(fun):
+        mapped = remapped(fun, mesh)
+        return OnMesh(fun, mesh, lambda other: _refused(other, mapped), mapped)
     make: Callable[[Fun], sm.StatefulMapping] = lambda fun: sm.shard_map(fun, mesh, **specs)
-    return OnMesh(fun, mesh, make, make(fun), specs["in_specs"], specs["out_specs"])
+    return OnMesh(fun, mesh, make, make(fun), (specs["in_specs"], specs["out_specs"]))
+
+
+def _refused(fun: Fun, mapped: sm.StatefulMapping) -> sm.StatefulMapping:
+    raise NotImplementedError(f"{fun} cannot take the place of the function of {mapped}")
 
 
 # The cache is bounded, because each entry keeps compiled programs alive.

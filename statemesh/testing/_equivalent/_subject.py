@@ -27,7 +27,7 @@ from ._gradients import (
 from ._leaves import Leaf, is_number_or_type, leaves_of, numbers
 from ._programs import OnMesh, Programs, selected, within_jit
 from ._reference import Args, Plain, Traced
-from ._untested import left_out
+from ._untested import Made, left_out, untested
 
 
 Reference: TypeAlias = Traced | Plain
@@ -73,29 +73,28 @@ class Subject:
         with self.noting(first.where):
             self._forward = first.programs(Selection()).doubled
             self.form = form = self._forward.form(self.types)
-        self.feed_back: FeedBack = find(
-            *self.types,
-            form,
-            asked.fed_back,
-            name=asked.name,
-            in_specs=self._argument_specs(first),
-            out_specs=leaf_specs(first.out_specs, form),
-        )
+        self.feed_back = self._feed_back(first, form)
         self.steps = asked.steps or (DEFAULT_STEPS if self.feed_back else 1)
         numbers = self._array_numbers()
-        without = left_out(asked.name, form, asked.leave_out)
-        self.left_out = {numbers[k] for k in without if k in numbers}
+        self._without = left_out(asked.name, form, asked.leave_out)
+        self.left_out = {numbers[k] for k in self._without if k in numbers}
         self.selected = self._selection(form)
         results = [leaf.path for leaf in leaves_of(f"{asked.name}(...)", form)]
         self.count = len(results)
         self.paths = results + gradient_paths(self.types, self.selected)
         self._references: dict[int, Reference] = {}
 
-    def _argument_specs(self, one: OnMesh) -> list[LeafSpec]:
-        """The placement of each leaf of the arguments. Keyword arguments are replicated."""
+    def _feed_back(self, one: OnMesh, form: PyTree) -> FeedBack:
         args, kwargs = self.types
-        by_keyword = [PartitionSpec()] * len(tree_util.tree_leaves(kwargs))
-        return [*leaf_specs(one.in_specs, args), *by_keyword]
+        ins: list[LeafSpec] | None = None
+        outs: list[LeafSpec] | None = None
+        if one.specs is not None:
+            # Keyword arguments are replicated.
+            by_keyword = [PartitionSpec()] * len(tree_util.tree_leaves(kwargs))
+            ins = [*leaf_specs(one.specs[0], args), *by_keyword]
+            outs = leaf_specs(one.specs[1], form)
+        name, named = self.asked.name, self.asked.fed_back
+        return find(args, kwargs, form, named, name=name, in_specs=ins, out_specs=outs)
 
     def _plain_function(self) -> Plain | None:
         """The unsharded function that was given, if JAX cannot trace it."""
@@ -168,6 +167,12 @@ class Subject:
         """The arrays of the results, and of the gradient if it is there, with their paths."""
         found = zip(leaves_of("", results), self.paths, strict=False)
         return [dataclasses.replace(leaf, path=path) for leaf, path in found]
+
+    def untested(self, calls: Sequence[Made]) -> list[str]:
+        """What the calls have not tested, in words."""
+        sizes = [dict(one.mesh.shape) for one in self.asked.meshes]
+        drawn = self._forward.drawn(self.types)
+        return untested(calls, self.feed_back, sizes, drawn, self.asked.steps, self._without)
 
     @property
     def exact(self) -> set[int]:

@@ -31,6 +31,7 @@ def untested(
     sizes: Sequence[Mapping[Hashable, int]],
     drawn: Collection[int],
     steps: int | None = None,
+    without: Collection[int] = (),
 ) -> list[str]:
     """What the calls have not tested.
 
@@ -48,6 +49,7 @@ def untested(
     - `sizes`: the sizes of each mesh's axes.
     - `drawn`: the numbers of the leaves of `(args, kwargs)` from which random numbers are drawn.
     - `steps`: the number of calls in a row that the user asked for, if so.
+    - `without`: the numbers of the leaves of the results that are left out.
 
     **Returns:** a sentence for each, for an `UntestedWarning`.
     """
@@ -76,6 +78,8 @@ def untested(
                 found.append(words.same_key(path))
             elif sm.is_state(node) and not set(numbers) <= set(returned):
                 found.append(words.key_not_returned(path))
+        elif {returned.get(number) for number in numbers} & set(without):
+            continue
         elif numbers and _is_written(node) and unchanged(numbers):
             found.append(words.never_changed(path, type(node).__name__))
     return found

@@ -11,7 +11,7 @@ def one_device() -> str:
 def nothing_fed_back(steps: int) -> str:
     return (
         f"steps={steps}, but nothing that a call returns fits its arguments, so that every call gets the "
-        'same. Name what the next call gets, as in feed_back={"args[0]": "[1]"}, or give steps=1.'
+        'same. Name what the next call gets, as in fed_back={"args[0]": "[1]"}, or give steps=1.'
     )
 
 
