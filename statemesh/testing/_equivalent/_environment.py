@@ -241,10 +241,11 @@ def _held_by_class(cls: type) -> Iterator[Any]:
     if _is_installed(cls.__module__):
         return
     yield from cls.__bases__
+    fields = getattr(cls, "_fields", ())  # Those of a named tuple.
     for name, value in vars(cls).items():
         # Fields and slots are what objects hold, and what Python and `abc` keep of a class is no code.
         own = not name.startswith(("__", "_abc")) or isinstance(value, types.FunctionType)
-        if own and not isinstance(value, types.MemberDescriptorType):
+        if own and not isinstance(value, types.MemberDescriptorType) and name not in fields:
             yield name
             yield value
 
