@@ -211,7 +211,9 @@ def test_array_that_is_one_of_several() -> None:
 
 
 def test_loss_is_no_learning_rate() -> None:
-    assert with_specs((W, X, np.float32(0.1)), (W, LOSS), (P(), P("x"), P()), P()) == {"args[0]": "[0]"}
+    assert with_specs((W, X, np.float32(0.1)), (W, LOSS), (P(), P("x"), P()), P()) == {
+        "args[0]": "[0]"
+    }
 
 
 def test_placements_of_structures_agree() -> None:

@@ -153,7 +153,9 @@ class _Walk:
         if numbers.nbytes > _MOST_BYTES:
             raise _Unknown
         data = np.ascontiguousarray(numbers).reshape(-1).view(np.uint8)
-        self.found.append((kind, numbers.shape, hashlib.blake2b(data, digest_size=16).digest()))
+        self.found.append(
+            (kind, numbers.shape, hashlib.blake2b(data.tobytes(), digest_size=16).digest())
+        )
         return iter(())
 
     def _object(self, x: Any) -> Iterator[Any]:
