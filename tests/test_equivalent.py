@@ -122,7 +122,7 @@ def test_integers_are_equal_or_not() -> None:
 
 
 def test_what_cancels_is_held_to_the_digits_that_it_has_in_double_precision() -> None:
-    """Of large numbers less their mean, which shards sum in another order, few digits are right in float32."""
+    """Of large numbers less their mean, summed in another order, few digits are right in float32."""
     less_mean: Callable[[Any], Any] = lambda x: x - jax.lax.pmean(x.mean(0), "x")
     check(less_mean, X + 1e4, gradients=False)
     wrong: Callable[[Any], Any] = lambda x: less_mean(x) + 1e-6 * jax.lax.axis_index("x")

@@ -75,8 +75,8 @@ class Doubled:
 
     **Attributes:**
 
-    - `compared_with`: the function that this one is compared with. Constants that only one of the two has may be
-        rounded.
+    - `compared_with`: the function that this one is compared with. Constants that only one of the two has
+        may be rounded.
     """
 
     def __init__(

@@ -9,8 +9,8 @@ from ._mismatch import Mismatch
 
 
 UNREDUCED = (
-    "    Probably: an unreduced output. Reduce it inside (jax.lax.psum, pmean), let a state's `reduce` do it, or "
-    "name the axes in the out spec."
+    "    Probably: an unreduced output. Reduce it inside (jax.lax.psum, pmean), let a state's `reduce` do "
+    "it, or name the axes in the out spec."
 )
 UNEVEN = "    Some shards would wait in these collectives for others that never come."
 

@@ -1,4 +1,4 @@
-"""What is checked: the function on every mesh, what it is compared with, what is fed back and differentiated."""
+"""What is checked: a function, what it is compared with, what is fed back and what is differentiated."""
 
 import contextlib
 import dataclasses
