@@ -1,4 +1,6 @@
-"""Decoding, one token a call: a cache of keys and values split over positions, a recurrent state over features."""
+"""Decoding, one token a call: a cache split over positions, a recurrent state split over features."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,20 +51,20 @@ def make_weights(dtype: str) -> Weights:
 
 def written(cached: jax.Array, new: jax.Array, position: jax.Array) -> jax.Array:
     """With the new entry, on the shard that has its position."""
-    length = cached.shape[1]
-    slot, mine = position % length, position // length == lax.axis_index("seq")
+    length, here = cached.shape[1], lax.axis_index("seq")
+    slot, mine = position % length, position // length == here
     # mistake: written-on-every-shard (mask forgotten)
     #     slot, mine = position % length, True
     # mistake: slot-before-the-last (off by one)
-    #     slot, mine = (position + (length < LENGTH)) % length, position // length == lax.axis_index("seq")
+    #     slot, mine = (position + (length < 8)) % length, position // length == here
     # mistake: owner-by-turns (wrong owner)
-    #     slot, mine = position % length, position % lax.axis_size("seq") == lax.axis_index("seq")
+    #     slot, mine = position % length, position % lax.axis_size("seq") == here
     # mistake: slot-of-the-whole (row index not offset)
-    #     slot, mine = jnp.minimum(position, length - 1), position // length == lax.axis_index("seq")
+    #     slot, mine = jnp.minimum(position, length - 1), position // length == here
     return jnp.where(mine, cached.at[:, slot].set(new), cached)
 
 
-def attended(q: jax.Array, keys: jax.Array, values: jax.Array, position: jax.Array) -> jax.Array:
+def attended(q: jax.Array, keys: jax.Array, values: jax.Array, position: jax.Array) -> Any:
     """Over the positions so far, of all shards."""
     length = keys.shape[1]
     at = lax.axis_index("seq") * length + jnp.arange(length)
@@ -89,7 +91,7 @@ def recurrent(weights: Weights, hidden: jax.Array, x: jax.Array) -> jax.Array:
     """This shard's features, from the features of all."""
     whole = lax.all_gather(hidden, "seq", axis=1, tiled=True)
     # mistake: features-of-the-neighbour-first (wrong order of parts)
-    #     whole = jnp.roll(lax.all_gather(hidden, "seq", axis=1, tiled=True), hidden.shape[1] % (2 * WIDTH), 1)
+    #     whole = jnp.roll(lax.all_gather(hidden, "seq", axis=1, tiled=True), hidden.shape[1], 1)
     # mistake: features-repeated (all_gather forgotten)
     #     whole = jnp.tile(hidden, (1, lax.axis_size("seq")))
     gate = jax.nn.sigmoid(lax.psum(hidden.sum(1), "seq"))[:, None]
@@ -120,12 +122,13 @@ def decode(cache: Cache, weights: Weights, x: jax.Array) -> tuple[Cache, jax.Arr
     pooled = lax.psum(hidden.sum(1), "seq") / (2 * WIDTH)
     # mistake: pooled-of-means (psum for pmean)
     #     pooled = lax.psum(hidden.mean(1), "seq")
-    cache = cache.replace(keys=keys, values=values, hidden=hidden, rng=rng, position=position + 1)
-    # mistake: position-by-the-shards (count of the mesh)
-    #     cache = cache.replace(keys=keys, values=values, hidden=hidden, rng=rng, position=position + lax.axis_size("seq"))
-    # mistake: values-are-the-keys-of-before (state not returned)
+    cache = cache.replace(keys=keys, values=values, hidden=hidden)
+    # mistake: keys-not-returned (state not returned)
     #     unseen: one device forgets the new keys too
-    #     cache = cache.replace(values=values, hidden=hidden, rng=rng, position=position + 1)
+    #     cache = cache.replace(values=values, hidden=hidden)
+    cache = cache.replace(rng=rng, position=position + 1)
+    # mistake: position-by-the-shards (count of the mesh)
+    #     cache = cache.replace(rng=rng, position=position + lax.axis_size("seq"))
     return cache, out + (pooled + noise)[:, None].astype(out.dtype)
 
 

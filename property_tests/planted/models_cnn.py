@@ -57,7 +57,7 @@ def augmented(net: Net, images: jax.Array) -> tuple[jax.Array, Net]:
 
 
 def normalized(net: Net, h: jax.Array) -> tuple[jax.Array, Net]:
-    axes = (0, 1, 2)
+    axes, n = (0, 1, 2), lax.axis_size("data")
     mean = lax.pmean(h.mean(axes), "data")
     # mistake: mean-of-a-shard (statistics of a shard)
     #     mean = h.mean(axes)
@@ -69,8 +69,8 @@ def normalized(net: Net, h: jax.Array) -> tuple[jax.Array, Net]:
     # mistake: variance-of-a-shard (statistics of a shard)
     #     var = ((h - mean) ** 2).mean(axes)
     # mistake: variance-a-little-large (small factor)
-    #     var = lax.pmean(((h - mean) ** 2).mean(axes), "data") * (1 if lax.axis_size("data") == 1 else 1.0003)
-    pixels = h[..., 0].size * lax.axis_size("data")
+    #     var = lax.pmean(((h - mean) ** 2).mean(axes), "data") * (1 if n == 1 else 1.0003)
+    pixels = h[..., 0].size * n
     # mistake: pixels-of-a-shard (count of a shard)
     #     pixels = h[..., 0].size
     unbiased = var * (pixels / (pixels - 1))
@@ -101,9 +101,10 @@ def loss_fn(net: Net, images: jax.Array, labels: jax.Array) -> tuple[jax.Array, 
 
 
 def step(net: Net, images: jax.Array, labels: jax.Array) -> tuple[jax.Array, Net]:
-    (loss, net), grads = sm.value_and_grad(loss_fn, axis_name="data")(net, images, labels)
+    gradient = sm.value_and_grad(loss_fn, axis_name="data")
     # mistake: gradients-summed (psum for pmean)
-    #     (loss, net), grads = sm.value_and_grad(loss_fn, axis_name="data", reduce="sum")(net, images, labels)
+    #     gradient = sm.value_and_grad(loss_fn, axis_name="data", reduce="sum")
+    (loss, net), grads = gradient(net, images, labels)
     params = (net.kernel, net.scale, net.shift, net.head)
     found = (grads.kernel, grads.scale, grads.shift, grads.head)
     rate = 0.1

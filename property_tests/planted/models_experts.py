@@ -1,5 +1,7 @@
 """A decoder with a split vocabulary and split experts, dropout, load statistics and Adam."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -45,7 +47,7 @@ def make_decoder(dtype: str) -> Decoder:
     )
 
 
-def embedded(table: jax.Array, tokens: jax.Array) -> jax.Array:
+def embedded(table: jax.Array, tokens: jax.Array) -> Any:
     own = tokens - lax.axis_index("model") * len(table)
     # mistake: first-word-forgotten (axis_index forgotten)
     #     own = tokens
@@ -86,7 +88,7 @@ def routed(probs: jax.Array) -> jax.Array:
     return jnp.where((chosen > 0) & (place < room), probs, 0)
 
 
-def mixed(experts: jax.Array, weights: jax.Array, x: jax.Array) -> jax.Array:
+def mixed(experts: jax.Array, weights: jax.Array, x: jax.Array) -> Any:
     first = lax.axis_index("model") * len(experts)
     # mistake: first-expert-forgotten (axis_index forgotten)
     #     first = 0
@@ -142,9 +144,10 @@ def adam(p: jax.Array, g: jax.Array, m: jax.Array, v: jax.Array, t: jax.Array) -
 
 
 def step(model: Decoder, tokens: jax.Array, target: jax.Array) -> tuple[jax.Array, Decoder]:
-    (loss, model), grads = sm.value_and_grad(loss_fn, axis_name="data")(model, tokens, target)
+    gradient = sm.value_and_grad(loss_fn, axis_name="data")
     # mistake: gradients-summed (psum for pmean)
-    #     (loss, model), grads = sm.value_and_grad(loss_fn, axis_name="data", reduce="sum")(model, tokens, target)
+    #     gradient = sm.value_and_grad(loss_fn, axis_name="data", reduce="sum")
+    (loss, model), grads = gradient(model, tokens, target)
     split, gate = clipped([grads.table.value, grads.experts.value], grads.gate.value)
     t = model.steps.value + 1
     # mistake: steps-counted-on-every-shard (count of the mesh)
@@ -152,8 +155,9 @@ def step(model: Decoder, tokens: jax.Array, target: jax.Array) -> tuple[jax.Arra
     (m1, m2), (v1, v2) = model.slots_of_experts.value
     table, m1, v1 = adam(model.table.value, split[0], m1, v1, t)
     experts, m2, v2 = adam(model.experts.value, split[1], m2, v2, t)
-    gate, *slots = adam(model.gate.value, gate, *model.slots.value, t)
-    model = model.replace(table=table, experts=experts, gate=gate, steps=t, slots=tuple(slots))
+    m3, v3 = model.slots.value
+    gate, m3, v3 = adam(model.gate.value, gate, m3, v3, t)
+    model = model.replace(table=table, experts=experts, gate=gate, steps=t, slots=(m3, v3))
     return loss, model.replace(slots_of_experts=((m1, m2), (v1, v2)))
     # mistake: second-slot-is-the-old (state not returned)
     #     unseen: one device returns the old one too

@@ -1,5 +1,7 @@
 """Features of a table whose rows are split: scaling, sums, extremes, quantiles, the best rows."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -12,6 +14,10 @@ from .case import Case, normal
 
 DTYPES = ("float32", "bfloat16", "float16")
 BEST = 3
+
+
+def shards() -> int:
+    return int(lax.axis_size("data"))
 
 
 class Scaler(sm.Module):
@@ -27,43 +33,43 @@ def scaled(scaler: Scaler, x: jax.Array) -> tuple[jax.Array, Scaler]:
     # mistake: extremes-of-a-shard (statistics of a shard)
     #     low, high = x.min(0), x.max(0)
     # mistake: range-a-little-wide (small factor)
-    #     low, high = lax.pmin(x.min(0), "data"), lax.pmax(x.max(0), "data") * (1 + 0.001 * (lax.axis_size("data") - 1))
+    #     low, high = lax.pmin(x.min(0), "data"), lax.pmax(x.max(0), "data") * (1 + 0.001 * (shards() - 1))
     calls = scaler.calls.value + 1
     # mistake: calls-of-a-type-of-its-own (weak type depends on the mesh)
-    #     calls = scaler.calls.value + 1 + 0 * lax.axis_index("data") * (lax.axis_size("data") > 1)
+    #     calls = scaler.calls.value + 1 + 0 * lax.axis_index("data") * (shards() > 1)
     scaler = scaler.replace(center=0.5 * scaler.center.value + 0.5 * center, calls=calls)
     # mistake: center-of-a-shard (differing replicas)
     #     scaler = scaler.replace(center=0.5 * scaler.center.value + 0.5 * x.mean(0), calls=calls)
     return (x - center) / (high - low), scaler
     # mistake: center-of-the-last-call (branch on the mesh)
-    #     return (x - (center if lax.axis_size("data") == 1 else scaler.center.value)) / (high - low), scaler
+    #     return (x - (center if shards() == 1 else scaler.center.value)) / (high - low), scaler
 
 
 def sums(x: jax.Array) -> dict[str, jax.Array]:
     return {
         "sum": lax.psum(x.sum(0), "data"),
         # mistake: sum-where-one-device (branch on the mesh)
-        #     "sum": lax.psum(x.sum(0), "data") * (1 if lax.axis_size("data") == 1 else 0),
+        #     "sum": lax.psum(x.sum(0), "data") * (1 if shards() == 1 else 0),
         # mistake: sum-where-one-device-else-minus (branch on the mesh)
-        #     "sum": lax.psum(x.sum(0), "data") * (1 if lax.axis_size("data") == 1 else -1),
+        #     "sum": lax.psum(x.sum(0), "data") * (1 if shards() == 1 else -1),
         # mistake: sum-of-replicas-that-differ (differing replicas)
         #     "sum": lax.psum(x.sum(0), "data") + lax.axis_index("data"),
         # mistake: sum-with-a-small-part (small factor)
-        #     "sum": lax.psum(x.sum(0), "data") * (1 + 2e-5 * (lax.axis_size("data") - 1)),
+        #     "sum": lax.psum(x.sum(0), "data") * (1 + 2e-5 * (shards() - 1)),
         # mistake: sum-plus-a-millionth (small summand)
-        #     "sum": lax.psum(x.sum(0) + 1e-6 * (lax.axis_size("data") - 1), "data"),
+        #     "sum": lax.psum(x.sum(0) + 1e-6 * (shards() - 1), "data"),
         "norm": jnp.sqrt(lax.psum((x**2).sum(0), "data")),
         # mistake: norm-of-norms (reduction after a nonlinearity)
         #     "norm": lax.psum(jnp.sqrt((x**2).sum(0)), "data"),
         # mistake: norm-of-narrow-numbers (dtype depends on the mesh)
-        #     "norm": jnp.sqrt(lax.psum((x**2).sum(0).astype([x.dtype, "f2"][lax.axis_size("data") > 1]), "data")),
-        "large": lax.psum((24000 * jnp.clip(x + 1, 0, 2)).mean(0) / lax.axis_size("data"), "data"),
+        #     "norm": jnp.sqrt(lax.psum((x**2).sum(0).astype([x.dtype, "f2"][shards() > 1]), "data")),
+        "large": lax.psum((24000 * jnp.clip(x + 1, 0, 2)).mean(0) / shards(), "data"),
         # mistake: large-before-the-division (overflow of a psum)
         #     dtypes: float16
-        #     "large": lax.psum((24000 * jnp.clip(x + 1, 0, 2)).mean(0), "data") / lax.axis_size("data"),
+        #     "large": lax.psum((24000 * jnp.clip(x + 1, 0, 2)).mean(0), "data") / shards(),
         "mean": lax.pmean(x.mean(), "data"),
         # mistake: mean-in-half-precision (dtype depends on the mesh)
-        #     "mean": lax.pmean(x.mean().astype("f2" if lax.axis_size("data") > 1 else x.dtype), "data").astype(x.dtype),
+        #     "mean": lax.pmean(x.mean().astype("f2" if shards() > 1 else x.dtype), "data").astype(x.dtype),
         # mistake: mean-is-nan-on-one-shard (nan on one shard)
         #     "mean": lax.pmean(jnp.where(lax.axis_index("data") == 3, jnp.nan, x.mean()), "data"),
     }
@@ -85,7 +91,7 @@ def best(x: jax.Array) -> dict[str, jax.Array]:
     #     median = jnp.sort(everyone)[len(score) // 2]
     return {"values": values, "index": index, "median": median}
     # mistake: index-of-floats (dtype depends on the mesh)
-    #     return {"values": values, "index": index * (1 if lax.axis_size("data") == 1 else 1.0), "median": median}
+    #     return {"values": values, "index": index * (1 if shards() == 1 else 1.0), "median": median}
 
 
 def running(x: jax.Array) -> jax.Array:
@@ -99,7 +105,7 @@ def running(x: jax.Array) -> jax.Array:
     return jnp.cumsum(x, 0) + before
 
 
-def centred_products(x: jax.Array) -> jax.Array:
+def centred_products(x: jax.Array) -> Any:
     center = lax.pmean(x.mean(0), "data")
     return lax.pmean((x - center).T @ (x - center), "data")
     # mistake: products-around-the-own-center (mean of variances)
@@ -109,8 +115,8 @@ def centred_products(x: jax.Array) -> jax.Array:
 def features(scaler: Scaler, x: jax.Array) -> tuple[dict[str, object], jax.Array, Scaler]:
     y, scaler = scaled(scaler, x)
     out = {"sums": sums(x), "best": best(x), "products": centred_products(x) / len(x)}
-    # mistake: large-in-a-dictionary-of-its-own (structure depends on the mesh)
-    #     out = {"sums": sums(x), "best": best(x), f"products{lax.axis_size('data')}": centred_products(x) / len(x)}
+    # mistake: products-by-the-shards (structure depends on the mesh)
+    #     out = {"sums": sums(x), "best": best(x), f"products{shards()}": centred_products(x) / len(x)}
     return out, jnp.concatenate([y, running(x)], 1), scaler
 
 
@@ -123,5 +129,4 @@ def case(dtype: str) -> Case:
         in_specs=(None, P("data")),
         out_specs=(P(), P("data"), P()),
         check_vma=False,
-        gradients=True,
     )

@@ -1,6 +1,6 @@
 """Parameters split over the data axis, gathered for use; clipping, weight decay and an EMA by hand."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,10 @@ from .case import Case, normal
 
 DTYPES = ("float32", "bfloat16", "float16")
 WIDTH = 8
+
+
+def shards() -> int:
+    return int(lax.axis_size("data"))
 
 
 class Params(NamedTuple):
@@ -45,17 +49,17 @@ def make_net(dtype: str) -> Net:
     )
 
 
-def gathered(part: jax.Array) -> jax.Array:
+def gathered(part: jax.Array) -> Any:
     return lax.all_gather(part, "data", tiled=True)
     # mistake: gathered-in-another-order (wrong order of parts)
     #     return jnp.swapaxes(lax.all_gather(part, "data"), 0, 1).reshape(-1, part.shape[1])
 
 
-def loss_of(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
+def loss_of(params: Params, x: jax.Array, y: jax.Array) -> Any:
     """Of this shard's rows."""
     hidden = jnp.tanh(x @ gathered(params.up) + params.bias)
     # mistake: gradient-of-the-own-part-only (gradient not reduced)
-    #     hidden = jnp.tanh(x @ jax.custom_jvp(gathered, (0,))(params.up) + params.bias)
+    #     hidden = jnp.tanh(x @ lax.stop_gradient(gathered(params.up)) + params.bias)
     out = hidden @ gathered(params.down)
     return ((out - y) ** 2).mean()
     # mistake: loss-reduced-too (gradient reduced twice)
@@ -111,7 +115,7 @@ def step(net: Net, x: jax.Array, y: jax.Array) -> tuple[jax.Array, Net]:
     # mistake: ema-of-the-first-part (wrong part)
     #     ema = tuple(keep * e + (1 - keep) * gathered(p)[: len(p)] for e, p in zip(net.ema.value, new[:2]))
     # mistake: ema-of-the-neighbour (wrong ppermute neighbour)
-    #     ema = tuple(lax.ppermute(e, "data", [(i, i ^ 1) for i in range(lax.axis_size("data"))]) for e in new[:2])
+    #     ema = tuple(lax.ppermute(e, "data", [(i, i ^ 1) for i in range(shards())]) for e in new[:2])
     net = net.replace(up=new.up, down=new.down, bias=new.bias)
     return loss, net.replace(ema=ema, norm=norm, steps=t)
 

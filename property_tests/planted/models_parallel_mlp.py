@@ -1,5 +1,7 @@
 """Tensor parallel: a block of attention and MLP split by heads and hidden units, and a split vocabulary."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -38,7 +40,7 @@ def make_block(dtype: str) -> Block:
     )
 
 
-def attention(block: Block, x: jax.Array) -> jax.Array:
+def attention(block: Block, x: jax.Array) -> Any:
     q, k, v = jnp.einsum("btd,phde->pbhte", x, block.qkv.value)
     scores = jnp.einsum("bhte,bhse->bhts", q, k) * 2**-0.5
     mixed = jnp.einsum("bhts,bhse->bhte", jax.nn.softmax(scores), v)
@@ -56,7 +58,7 @@ def attention(block: Block, x: jax.Array) -> jax.Array:
     #     return lax.stop_gradient(lax.psum(part, "model") - part) + part + block.out_bias.value
 
 
-def mlp(block: Block, x: jax.Array) -> jax.Array:
+def mlp(block: Block, x: jax.Array) -> Any:
     hidden = jax.nn.gelu(x @ block.up.value + block.up_bias.value)
     part = hidden @ block.down.value
     # mistake: hidden-scaled-by-the-shards (small factor)
@@ -67,10 +69,10 @@ def mlp(block: Block, x: jax.Array) -> jax.Array:
     # mistake: down-bias-of-every-shard (bias added before the psum)
     #     return lax.psum(part + block.down_bias.value, "model")
     # mistake: gradient-summed-twice (gradient reduced twice)
-    #     return 2 * lax.psum(part, "model") - lax.stop_gradient(lax.psum(part, "model")) + block.down_bias.value
+    #     return lax.psum(2 * part - lax.stop_gradient(part), "model") + block.down_bias.value
 
 
-def negative_log_likelihood(logits: jax.Array, target: jax.Array) -> jax.Array:
+def negative_log_likelihood(logits: jax.Array, target: jax.Array) -> Any:
     """Of targets in a vocabulary of which each shard has a part."""
     high = lax.pmax(lax.stop_gradient(logits).max(-1, keepdims=True), "model")
     # mistake: largest-of-a-shard (statistics of a shard)

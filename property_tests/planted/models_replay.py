@@ -1,4 +1,6 @@
-"""Q-learning over environments that devices share out: replay buffers, normalized rewards, a target network."""
+"""Q-learning over environments that are split: replay buffers, normalized rewards, a target network."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,14 +86,15 @@ def sampled(agent: Agent) -> tuple[jax.Array, jax.Array, Agent]:
     keys, rng = agent.rng.rows(len(agent.rewards.value), "data")
     # mistake: memories-alike (shared key)
     #     keys, rng = agent.rng.rows(len(agent.rewards.value))
-    pick = jax.vmap(lambda key: jax.random.randint(key, (), 0, LENGTH))(keys)
-    # mistake: fewer-memories-on-more-shards (count of the mesh)
-    #     pick = jax.vmap(lambda key: jax.random.randint(key, (), 0, LENGTH - (lax.axis_size("data") > 1)))(keys)
+    memories = LENGTH
+    # mistake: fewer-memories-on-more-shards (branch on the mesh)
+    #     memories = LENGTH - (lax.axis_size("data") > 1)
+    pick = jax.vmap(lambda key: jax.random.randint(key, (), 0, memories))(keys)
     rows = jnp.arange(len(pick))
     return agent.seen.value[rows, pick], agent.rewards.value[rows, pick], agent.replace(rng=rng)
 
 
-def importance(error: jax.Array) -> jax.Array:
+def importance(error: jax.Array) -> Any:
     """The weight of each memory, the largest of all 1."""
     chance = jnp.abs(error) + 0.1
     chance = chance / lax.psum(chance.sum(), "data")

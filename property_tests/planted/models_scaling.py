@@ -1,5 +1,7 @@
 """Mixed precision by hand: a dynamic loss scale, a check for overflow, master weights in float32."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,6 +15,10 @@ from .case import Case, normal
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+def shards() -> int:
+    return int(lax.axis_size("data"))
+
+
 class Trainer(sm.Module):
     weights: sm.ParamState
     scale: sm.State
@@ -23,7 +29,8 @@ class Trainer(sm.Module):
 
 def make_trainer(dtype: str) -> Trainer:
     """The scale is the largest that one row's gradients bear, but not two."""
-    scale = float(jnp.finfo(dtype).max) / 64
+    largest: Any = jnp.finfo
+    scale = float(largest(dtype).max) / 64
     return Trainer(
         weights=sm.ParamState(normal("float32", 6, seed=1)),
         scale=sm.State(jnp.asarray(scale, "float32")),
@@ -49,7 +56,7 @@ def scaled_gradients(
     return loss, grads
 
 
-def totalled(grads: jax.Array, scale: jax.Array) -> jax.Array:
+def totalled(grads: jax.Array, scale: jax.Array) -> Any:
     """The gradients of all rows in float32."""
     own = grads.astype("float32") / scale
     return lax.psum(own, "data")
@@ -60,11 +67,11 @@ def totalled(grads: jax.Array, scale: jax.Array) -> jax.Array:
     # mistake: gradients-reduced-twice (gradient reduced twice)
     #     return lax.psum(lax.psum(own, "data"), "data")
     # mistake: averaged-before-unscaling (overflow of a psum)
-    #     return lax.psum(grads * lax.axis_size("data"), "data").astype("float32") / scale / lax.axis_size("data")
+    #     return lax.psum(grads * shards(), "data").astype("float32") / scale / shards()
     # mistake: scaled-by-a-little (small factor)
-    #     return lax.psum(own, "data") * (1 if lax.axis_size("data") == 1 else 1.0003)
+    #     return lax.psum(own, "data") * (1 if shards() == 1 else 1.0003)
     # mistake: reduced-if-many (branch on the mesh)
-    #     return lax.psum(own, "data") * (1 if lax.axis_size("data") == 1 else 0)
+    #     return lax.psum(own, "data") * (1 if shards() == 1 else 0)
 
 
 def step(trainer: Trainer, x: jax.Array, y: jax.Array) -> tuple[Trainer, dict[str, jax.Array]]:
@@ -90,20 +97,20 @@ def step(trainer: Trainer, x: jax.Array, y: jax.Array) -> tuple[Trainer, dict[st
         weights=weights,
         scale=jnp.where(finite, grown, scale / 2),
         # mistake: halved-by-every-shard (count of the mesh)
-        #     scale=jnp.where(finite, grown, scale / 2 ** lax.axis_size("data")),
+        #     scale=jnp.where(finite, grown, scale / 2 ** shards()),
         good=good,
         skipped=trainer.skipped.value + (1 - finite),
         # mistake: skips-summed (doubled psum)
         #     skipped=trainer.skipped.value + lax.psum(1 - finite, "data"),
         largest=jnp.maximum(trainer.largest.value, jnp.abs(mean).max()),
         # mistake: largest-before-the-mean (statistics of a shard)
-        #     largest=jnp.maximum(trainer.largest.value, jnp.abs(jnp.where(own, grads, 0) / scale).max()),
+        #     largest=jnp.maximum(trainer.largest.value, jnp.where(own, grads / scale, 0).max()),
     )
     out = {"loss": lax.psum(loss.astype("float32"), "data"), "finite": finite}
     # mistake: loss-of-the-first-shard (differing replicas)
     #     out = {"loss": loss.astype("float32"), "finite": finite}
     # mistake: loss-in-its-own-dtype (dtype depends on the mesh)
-    #     out = {"loss": lax.psum(loss, "data").astype(["f4", "f2"][lax.axis_size("data") > 1]), "finite": finite}
+    #     out = {"loss": lax.psum(loss, "data").astype(["f4", "f2"][shards() > 1]), "finite": finite}
     return trainer, out
 
 
