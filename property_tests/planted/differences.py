@@ -1,4 +1,4 @@
-"""How far a case is from one device, without any of the check's judgement: a mistake must change something."""
+"""How far a case is from one device, without the check's judgement: a mistake must change something."""
 
 from typing import Any
 
@@ -19,9 +19,14 @@ def difference(case: Case) -> float:
     place of a NaN differs.
     """
     sizes = tuple(case.mesh.values())
-    many = _results(case, Mesh(np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes), tuple(case.mesh)))
-    one = _results(case, Mesh(np.array(jax.devices()[:1]).reshape([1] * len(sizes)), tuple(case.mesh)))
-    if jax.tree.structure(many) != jax.tree.structure(one):
+    many = _results(
+        case, Mesh(np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes), tuple(case.mesh))
+    )
+    one = _results(
+        case, Mesh(np.array(jax.devices()[:1]).reshape([1] * len(sizes)), tuple(case.mesh))
+    )
+    structures: list[Any] = [jax.tree.structure(many), jax.tree.structure(one)]
+    if structures[0] != structures[1]:
         return np.inf
     return max(map(_distance, jax.tree.leaves(many), jax.tree.leaves(one)))
 
@@ -32,7 +37,9 @@ def _results(case: Case, mesh: Mesh) -> list[Any]:
     )
     args, found = case.args, []
     if case.gradients:
-        found.append(jax.grad(lambda floats: _weighted(mapped(*_join(args, floats))))(_floats(args)))
+        found.append(
+            jax.grad(lambda floats: _weighted(mapped(*_join(args, floats))))(_floats(args))
+        )
     for _ in range(case.steps):
         results = mapped(*args)
         found.append(jax.block_until_ready(results))
@@ -47,7 +54,8 @@ def _floats(args: Any) -> list[Any]:
 
 
 def _join(args: Any, floats: list[Any]) -> Any:
-    leaves, structure = jax.tree.flatten(args)
+    leaves: list[Any] = jax.tree.leaves(args)
+    structure: Any = jax.tree.structure(args)
     return structure.unflatten(
         [leaf if one is None else one for leaf, one in zip(leaves, floats, strict=True)]
     )
@@ -60,7 +68,11 @@ def _inexact(leaf: Any) -> bool:
 def _weighted(results: Any) -> jax.Array:
     """One number in which every result counts, each entry differently."""
     leaves = [leaf.astype("float32") for leaf in jax.tree.leaves(results) if _inexact(leaf)]
-    return sum(((1 + jnp.sin(jnp.arange(x.size)).reshape(x.shape)) * x).sum() for x in leaves)  # type: ignore[return-value]
+    weights = [1 + jnp.sin(jnp.arange(leaf.size)).reshape(leaf.shape) for leaf in leaves]
+    total = jnp.zeros(())
+    for weight, leaf in zip(weights, leaves, strict=True):
+        total += (weight * leaf).sum()
+    return total
 
 
 def _distance(many: jax.Array, one: jax.Array) -> float:

@@ -1,6 +1,8 @@
 """Runs the check on all planted mistakes, delicate programs and right models; by hand, for the docs.
 
-python -m property_tests.planted.measure --processes 2 --table planted.md --json planted.json
+python -m property_tests.planted.measure --processes 2 --table planted.md --lines planted.jsonl
+
+Each outcome is written down at once. What the file of lines holds already is not run again.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from typing import Any
 from tqdm import tqdm
 
 
+DTYPES = ("float32", "bfloat16", "float16", "int32")
 # A process is given up after so many cases, so that compiled programs do not fill the memory.
 CASES_OF_A_PROCESS = 25
 
@@ -74,7 +77,9 @@ def tasks(kinds: list[str], models: list[str]) -> list[Task]:
     if "right" in kinds:
         found += [Task("right", m, "", dtype) for m in MODELS for dtype in dtypes_of(m)]
     if "delicate" in kinds:
-        found += [Task("delicate", "", d.name, dtype) for d in DELICATE.values() for dtype in d.dtypes]
+        found += [
+            Task("delicate", "", d.name, dtype) for d in DELICATE.values() for dtype in d.dtypes
+        ]
     return [task for task in found if not models or task.model in models or task.name in models]
 
 
@@ -150,8 +155,7 @@ class Process:
             self.stop()
             ended = "timed out" if took >= self.timeout else "raised"
             return Outcome(task, ended, took, "" if ended == "timed out" else "the process ended")
-        found: dict[str, Any] = json.loads(answer)
-        return Outcome(**{**found, "task": task})
+        return outcome_of(json.loads(answer))
 
     def start(self) -> None:
         self.stop()
@@ -173,20 +177,26 @@ class Process:
             self.running = None
 
 
-def run_all(todo: list[Task], processes: int, timeout: float, differences: bool) -> list[Outcome]:
+def run_all(
+    todo: list[Task], processes: int, timeout: float, differences: bool, lines: pathlib.Path | None
+) -> list[Outcome]:
     """In a pool of processes, in the order of the tasks."""
     waiting: queue.SimpleQueue[Task] = queue.SimpleQueue()
     for task in todo:
         waiting.put(task)
     outcomes: dict[Task, Outcome] = {}
+    writing = threading.Lock()
 
     def work() -> None:
         process = Process(timeout, differences)
         try:
             while True:
                 task = waiting.get_nowait()
-                outcomes[task] = process.run(task)
+                outcome = outcomes[task] = process.run(task)
                 bar.update()
+                if lines:
+                    with writing, lines.open("a") as file:
+                        file.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
         except queue.Empty:
             return
         finally:
@@ -201,35 +211,66 @@ def run_all(todo: list[Task], processes: int, timeout: float, differences: bool)
     return [outcomes[task] for task in todo]
 
 
+def read(lines: pathlib.Path | None) -> dict[Task, Outcome]:
+    """What was measured before."""
+    written = lines.read_text().splitlines() if lines and lines.exists() else []
+    found = [outcome_of(json.loads(line)) for line in written]
+    return {outcome.task: outcome for outcome in found}
+
+
+def outcome_of(fields: dict[str, Any]) -> Outcome:
+    task = Task(**fields["task"])
+    return Outcome(**{**fields, "task": task, "warned": tuple(fields["warned"])})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=180, help="seconds for one case")
     parser.add_argument("--kinds", nargs="+", default=["planted", "right", "delicate"])
-    parser.add_argument("--only", nargs="+", default=[], help="models, mistakes or delicate programs")
-    parser.add_argument("--dtypes", nargs="+", default=[])
-    parser.add_argument("--table", type=pathlib.Path)
-    parser.add_argument("--json", type=pathlib.Path)
-    parser.add_argument("--differences", action="store_true", help="measure distances, without the check")
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="models, mistakes or delicate programs"
+    )
+    parser.add_argument("--dtypes", nargs="+", default=[], choices=DTYPES)
+    parser.add_argument("--table", type=pathlib.Path, help="a file for the tables")
+    parser.add_argument("--page", type=pathlib.Path, help="a page whose tables are replaced")
+    parser.add_argument(
+        "--lines", type=pathlib.Path, help="a file of JSON lines, one for each case"
+    )
+    parser.add_argument(
+        "--differences", action="store_true", help="measure distances, without the check"
+    )
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve:
         serve(given.differences)
         return
-    todo = [t for t in tasks(given.kinds, given.only) if not given.dtypes or t.dtype in given.dtypes]
-    outcomes = run_all(todo, given.processes, given.timeout, given.differences)
-    if given.json:
-        given.json.write_text(json.dumps([dataclasses.asdict(one) for one in outcomes], indent=1))
+    dtypes = given.dtypes or DTYPES
+    wanted = [task for task in tasks(given.kinds, given.only) if task.dtype in dtypes]
+    known = read(given.lines)
+    todo = [task for task in wanted if task not in known]
+    done = run_all(todo, given.processes, given.timeout, given.differences, given.lines)
+    known |= {outcome.task: outcome for outcome in done}
+    outcomes = [known[task] for task in wanted]
     if given.differences:
         for one in outcomes:
-            print(one.task.kind, one.task.model, one.task.name, one.task.dtype, one.difference, one.text)
+            print(
+                one.task.kind,
+                one.task.model,
+                one.task.name,
+                one.task.dtype,
+                one.difference,
+                one.text,
+            )
         return
-    from .table import tables
+    from .table import tables, with_tables
 
     text = tables(outcomes)
     print(text)
     if given.table:
         given.table.write_text(text)
+    if given.page:
+        given.page.write_text(with_tables(given.page.read_text(), text))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def make_net(dtype: str) -> Net:
         momentum=sm.State((jnp.zeros_like(kernel), zero, zero, jnp.zeros_like(head))),
         rng=sm.RandomState(jax.random.key(0)),
         seen=sm.State(0, reduce="sum"),
-        best=sm.State(jnp.zeros((), dtype), reduce="max"),
+        best=sm.State(jnp.full((), -100, dtype), reduce="max"),
     )
 
 

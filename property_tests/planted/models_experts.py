@@ -110,9 +110,9 @@ def loss_fn(model: Decoder, tokens: jax.Array, target: jax.Array) -> tuple[jax.A
     logits = lax.all_gather(x @ model.table.value.T, "model", axis=1, tiled=True)
     logits = lax.pmean(logits, "model")
     each = -jax.nn.log_softmax(logits)[jnp.arange(len(x)), target]
-    # mistake: padding-counted (mask forgotten)
-    #     unseen: one device counts it too
-    #     each = -jax.nn.log_softmax(logits)[jnp.arange(len(x)), target * 1]
+    # mistake: no-next-token (wrong formula)
+    #     unseen: one device is asked for the same token too
+    #     each = -jax.nn.log_softmax(logits)[jnp.arange(len(x)), tokens]
     used = (weights > 0).astype(x.dtype).mean(0)
     balance = (lax.pmean(used, "data") * lax.pmean(probs.mean(0), "data")).sum()
     # mistake: balance-of-a-shard (mean of products)

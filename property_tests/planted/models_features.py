@@ -35,8 +35,8 @@ def scaled(scaler: Scaler, x: jax.Array) -> tuple[jax.Array, Scaler]:
     # mistake: range-a-little-wide (small factor)
     #     low, high = lax.pmin(x.min(0), "data"), lax.pmax(x.max(0), "data") * (1 + 0.001 * (shards() - 1))
     calls = scaler.calls.value + 1
-    # mistake: calls-of-a-type-of-its-own (weak type depends on the mesh)
-    #     calls = scaler.calls.value + 1 + 0 * lax.axis_index("data") * (shards() > 1)
+    # mistake: calls-of-all-shards (count of the mesh)
+    #     calls = scaler.calls.value + shards()
     scaler = scaler.replace(center=0.5 * scaler.center.value + 0.5 * center, calls=calls)
     # mistake: center-of-a-shard (differing replicas)
     #     scaler = scaler.replace(center=0.5 * scaler.center.value + 0.5 * x.mean(0), calls=calls)
@@ -67,6 +67,11 @@ def sums(x: jax.Array) -> dict[str, jax.Array]:
         # mistake: large-before-the-division (overflow of a psum)
         #     dtypes: float16
         #     "large": lax.psum((24000 * jnp.clip(x + 1, 0, 2)).mean(0), "data") / shards(),
+        "rows": jnp.float32(len(x) * shards()),
+        # mistake: rows-of-a-weak-type (weak type depends on the mesh)
+        #     "rows": jnp.float32(len(x)) if shards() == 1 else len(x) * 1.0 * shards(),
+        # mistake: rows-as-an-integer (dtype depends on the mesh)
+        #     "rows": jnp.float32(len(x)) if shards() == 1 else jnp.int32(len(x) * shards()),
         "mean": lax.pmean(x.mean(), "data"),
         # mistake: mean-in-half-precision (dtype depends on the mesh)
         #     "mean": lax.pmean(x.mean().astype("f2" if shards() > 1 else x.dtype), "data").astype(x.dtype),

@@ -20,6 +20,11 @@ def shards() -> int:
     return int(lax.axis_size("data"))
 
 
+def here(part: jax.Array) -> jax.Array:
+    """The first row of this shard's part."""
+    return lax.axis_index("data") * len(part)
+
+
 class Params(NamedTuple):
     """The matrices are split, the bias is not."""
 
@@ -49,17 +54,22 @@ def make_net(dtype: str) -> Net:
     )
 
 
-def gathered(part: jax.Array) -> Any:
-    return lax.all_gather(part, "data", tiled=True)
+def gathered(part: jax.Array) -> jax.Array:
+    whole: jax.Array = lax.all_gather(part, "data", tiled=True)
     # mistake: gathered-in-another-order (wrong order of parts)
-    #     return jnp.swapaxes(lax.all_gather(part, "data"), 0, 1).reshape(-1, part.shape[1])
+    #     whole = jnp.swapaxes(lax.all_gather(part, "data"), 0, 1).reshape(-1, part.shape[1])
+    return whole
+    # mistake: gradient-of-the-own-part-only (gradient not reduced)
+    #     return lax.dynamic_update_slice(lax.stop_gradient(whole), part, (here(part), 0))
+
+
+def onward() -> list[tuple[int, int]]:
+    return [(i, (i + 1) % shards()) for i in range(shards())]
 
 
 def loss_of(params: Params, x: jax.Array, y: jax.Array) -> Any:
     """Of this shard's rows."""
     hidden = jnp.tanh(x @ gathered(params.up) + params.bias)
-    # mistake: gradient-of-the-own-part-only (gradient not reduced)
-    #     hidden = jnp.tanh(x @ lax.stop_gradient(gathered(params.up)) + params.bias)
     out = hidden @ gathered(params.down)
     return ((out - y) ** 2).mean()
     # mistake: loss-reduced-too (gradient reduced twice)
@@ -115,7 +125,7 @@ def step(net: Net, x: jax.Array, y: jax.Array) -> tuple[jax.Array, Net]:
     # mistake: ema-of-the-first-part (wrong part)
     #     ema = tuple(keep * e + (1 - keep) * gathered(p)[: len(p)] for e, p in zip(net.ema.value, new[:2]))
     # mistake: ema-of-the-neighbour (wrong ppermute neighbour)
-    #     ema = tuple(lax.ppermute(e, "data", [(i, i ^ 1) for i in range(shards())]) for e in new[:2])
+    #     ema = tuple(lax.ppermute(e, "data", onward()) for e in new[:2])
     net = net.replace(up=new.up, down=new.down, bias=new.bias)
     return loss, net.replace(ema=ema, norm=norm, steps=t)
 

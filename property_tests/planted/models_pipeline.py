@@ -32,7 +32,7 @@ def layers_of_this_stage(weights: jax.Array, h: jax.Array) -> tuple[jax.Array, j
     """What comes out of the last, and the mean of what went into each."""
     first = lax.axis_index("stage") * len(weights)
     # mistake: first-layer-forgotten (axis_index forgotten)
-    #     first = 0
+    #     first = jnp.asarray(0)
     means = []
     for own in range(len(weights)):
         means.append(h.mean(0))
@@ -73,8 +73,8 @@ def forward(stack: Stack, x: jax.Array) -> tuple[jax.Array, Stack]:
         # mistake: idle-ticks-counted (mask forgotten)
         #     sums = sums + means
         outs = outs.at[here].set(jnp.where(busy, h, outs[here]))
-        # mistake: idle-ticks-written (mask forgotten)
-        #     outs = outs.at[here].set(h)
+        # mistake: written-at-the-tick (axis_index forgotten)
+        #     outs = outs.at[min(tick, BATCHES - 1)].set(jnp.where(busy, h, outs[here]))
         arrived = lax.ppermute(h, "stage", onward)
         # mistake: arrived-too-early (stale value)
         #     arrived = lax.ppermute(jnp.where(tick % 2 == 0, h, arrived), "stage", onward)
@@ -102,7 +102,7 @@ def case(dtype: str) -> Case:
     return Case(
         forward,
         (make_stack(dtype), normal(dtype, BATCHES, 2, WIDTH)),
-        mesh={"stage": 4},
+        mesh={"stage": 2},
         in_specs=(None, P()),
         out_specs=P(),
         check_vma=False,

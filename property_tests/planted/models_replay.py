@@ -122,8 +122,8 @@ def step(agent: Agent, x: jax.Array, reward: jax.Array) -> tuple[dict[str, jax.A
     def loss_of(weights: jax.Array) -> tuple[jax.Array, jax.Array]:
         error = (seen @ weights)[:, 0] - goal
         return (importance(lax.stop_gradient(error)) * error**2).mean(), error
-        # mistake: loss-reduced-inside (gradient reduced twice)
-        #     return lax.psum((importance(lax.stop_gradient(error)) * error**2).mean(), "data"), error
+        # mistake: loss-averaged-inside (gradient reduced twice)
+        #     return lax.pmean((importance(lax.stop_gradient(error)) * error**2).mean(), "data"), error
 
     # The check makes the gradient of what all shards share the sum over shards.
     grads, error = jax.grad(loss_of, has_aux=True)(agent.weights.value)
@@ -132,8 +132,8 @@ def step(agent: Agent, x: jax.Array, reward: jax.Array) -> tuple[dict[str, jax.A
     #     grads = grads * 1
     # mistake: gradients-summed-again (gradient reduced twice)
     #     grads = lax.psum(grads, "data") / lax.axis_size("data")
-    # mistake: gradient-signs-first (reduction after a nonlinearity)
-    #     grads = lax.pmean(jnp.sign(grads + 0 * error.sum()), "data") * 0.01
+    # mistake: gradients-divided-twice (gradient reduced twice)
+    #     grads = grads / lax.axis_size("data") ** 2
     weights = agent.weights.value - 0.1 * grads
     target = 0.9 * agent.target.value + 0.1 * weights
     # mistake: target-by-the-shards (small factor)
