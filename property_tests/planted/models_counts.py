@@ -127,5 +127,7 @@ def case(dtype: str) -> Case:
         (make_book(), tokens),
         mesh={"data": 4},
         in_specs=(None, P("data")),
+        # mistake: rows-not-split (wrong spec)
+        #     in_specs=(None, P()),
         out_specs=(P(), P("data")),
     )

@@ -132,6 +132,10 @@ def case(dtype: str) -> Case:
         (scaler, normal(dtype, 32, 3)),
         mesh={"data": 4},
         in_specs=(None, P("data")),
+        # mistake: rows-not-split (wrong spec)
+        #     in_specs=(None, P()),
         out_specs=(P(), P("data"), P()),
+        # mistake: rows-of-the-first-shard (wrong spec)
+        #     out_specs=(P(), P(), P()),
         check_vma=False,
     )

@@ -120,6 +120,8 @@ def case(dtype: str) -> Case:
         (make_block(dtype), normal(dtype, 4, 6, WIDTH), integers(4, 6, below=WORDS)),
         mesh={"data": 2, "model": 2},
         in_specs=(None, P("data"), P("data")),
+        # mistake: rows-over-the-heads-axis (wrong spec)
+        #     in_specs=(None, P("model"), P("model")),
         out_specs=(P(), P("data")),
         check_vma=False,
         steps=1,

@@ -105,6 +105,8 @@ def case(dtype: str) -> Case:
         mesh={"stage": 2},
         in_specs=(None, P()),
         out_specs=P(),
+        # mistake: microbatches-put-together (wrong spec)
+        #     out_specs=(P("stage"), P()),
         check_vma=False,
         gradients=True,
     )

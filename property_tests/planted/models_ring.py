@@ -118,6 +118,8 @@ def case(dtype: str) -> Case:
         (make_layer(dtype), integers(2, 16, below=WORDS)),
         mesh={"seq": 4},
         in_specs=(None, P(None, "seq")),
+        # mistake: tokens-not-split (wrong spec)
+        #     in_specs=(None, P()),
         out_specs=(P(), P(None, "seq")),
         check_vma=False,
         steps=1,
