@@ -32,6 +32,18 @@ SLOW = (
     Task("planted", "cache", "owner-by-turns", "float32"),
     Task("planted", "replay", "spread-of-each-shard", "float32"),
     Task("planted", "ring", "total-not-rescaled", "float32"),
+    Task("planted", "counts", "free-of-the-sum", "int32"),
+    Task("planted", "counts", "words-averaged", "int32"),
+    Task("planted", "counts", "row-offset-of-old", "int32"),
+    Task("planted", "features", "norm-of-norms", "float32"),
+    Task("planted", "features", "rows-not-split", "float32"),
+    Task("planted", "features", "sum-before-includes-its-own", "float32"),
+    Task("planted", "fsdp", "decay-on-every-shard", "float32"),
+    Task("planted", "fsdp", "up-not-averaged", "float32"),
+    Task("planted", "scaling", "finite-somewhere", "float32"),
+    Task("planted", "scaling", "halved-by-every-shard", "float32"),
+    Task("planted", "scaling", "mean-of-its-own-rows", "float32"),
+    Task("planted", "scaling", "own-gradients-kept", "float32"),
 )
 PASSES = (
     "bias-before-a-norm-with-adam",

@@ -76,7 +76,7 @@ def _weighted(results: Any) -> jax.Array:
 
 
 def _distance(many: jax.Array, one: jax.Array) -> float:
-    if many.shape != one.shape or many.dtype != one.dtype or many.weak_type != one.weak_type:
+    if many.shape != one.shape or many.dtype != one.dtype or _weak(many) != _weak(one):
         return np.inf
     if jnp.issubdtype(one.dtype, jax.dtypes.prng_key):
         many, one = jax.random.key_data(many), jax.random.key_data(one)
@@ -85,6 +85,11 @@ def _distance(many: jax.Array, one: jax.Array) -> float:
         _relative(np.asarray(copy.data).astype("float64"), right[copy.index])
         for copy in many.addressable_shards
     )
+
+
+def _weak(value: jax.Array) -> bool:
+    """Keys have no such attribute."""
+    return bool(getattr(value, "weak_type", False))
 
 
 def _relative(found: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> float:

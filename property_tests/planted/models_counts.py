@@ -85,9 +85,9 @@ def step(book: Book, tokens: jax.Array) -> tuple[Book, dict[str, jax.Array]]:
     rows = len(tokens) * lax.axis_size("data")
     # mistake: rows-of-a-shard (count of a shard)
     #     rows = len(tokens)
-    mean_length = 100 * lax.psum(lengths.sum(), "data") // rows
+    mean_length = 1000 * lax.psum(lengths.sum(), "data") // rows
     # mistake: mean-rounded-on-each-shard (mean of means)
-    #     mean_length = lax.psum(100 * lengths.sum() // len(tokens), "data") // lax.axis_size("data")
+    #     mean_length = lax.psum(1000 * lengths.sum() // rows, "data")
     longest = lax.pmax(lengths.max(), "data")
     # mistake: longest-of-a-shard (dropped pmax)
     #     longest = lengths.max()
@@ -96,7 +96,7 @@ def step(book: Book, tokens: jax.Array) -> tuple[Book, dict[str, jax.Array]]:
         "numbers": numbered(tokens),
         "starts": starts,
         "padding": longest - lengths,
-        "above_mean": 100 * lengths - mean_length,
+        "above_mean": 1000 * lengths - mean_length,
         "has_fullest": (tokens == word).sum(1) * often,
         "parity": lax.psum(lengths.sum(), "data") % 2 + jnp.zeros_like(lengths),
         # mistake: parities-summed (psum in the wrong place)

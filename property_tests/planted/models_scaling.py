@@ -88,7 +88,7 @@ def step(trainer: Trainer, x: jax.Array, y: jax.Array) -> tuple[Trainer, dict[st
     #     mean = totalled(jnp.where(own, grads, 0), scale)
     weights = jnp.where(finite, trainer.weights.value - 0.02 * mean, trainer.weights.value)
     # mistake: weights-changed-all-the-same (mask forgotten)
-    #     weights = trainer.weights.value - 0.02 * jnp.where(own, mean, 0)
+    #     weights = trainer.weights.value - 0.02 * totalled(jnp.where(own, grads, 0), scale)
     good = jnp.where(finite, trainer.good.value + 1, 0)
     # mistake: good-counted-on-every-shard (count of the mesh)
     #     good = jnp.where(finite, trainer.good.value + lax.axis_size("data"), 0)
