@@ -212,7 +212,7 @@ def test_all_wrong_leaves_and_all_meshes_are_told() -> None:
         == "centered_here: the calls do not agree.\n\n"
         "On mesh x=2, compared with the function on one device:\n"
         "  - centered_here(...)[0]: float32[8,2], off by 4 at [0, 0], where it is -3 and should be -7, on "
-        "shard x=0 (1e-13 would be rounding in double precision).\n"
+        "shard x=0 (1e-12 would be rounding in double precision).\n"
         "    Probably: right where all shards have the same rows: it depends on a statistic of the shard's "
         "own rows where that of all rows is meant (a pmean is missing), or on an average of such (a mean of "
         "variances)."
