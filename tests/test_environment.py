@@ -1,11 +1,13 @@
 """What the result of a function can depend on besides its arguments."""
 
+import abc
 import dataclasses
+import enum
 import functools
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -198,6 +200,48 @@ def test_objects_of_the_users() -> None:
     before = known(frozen)
     inner[0] = 2
     assert known(frozen) != before
+
+
+class Slots(NamedTuple):
+    count: Any
+
+
+class Kind(enum.Enum):
+    ONE = 1
+
+
+class Abstract(eqx.Module):
+    size: int = eqx.field(static=True)
+
+    @property
+    def double(self) -> Any:
+        return of_global(self.size)
+
+    @staticmethod
+    def half(x: Any) -> Any:
+        return x / 2
+
+    @classmethod
+    def made(cls) -> Any:
+        return cls(1)
+
+    @abc.abstractmethod
+    def __call__(self, x: Any) -> Any: ...
+
+
+@pytest.mark.parametrize("cls", [Slots, Kind, Abstract, sm.State, dict])
+def test_classes(cls: Any) -> None:
+    assert known(cls) == known(cls) != known(Net)
+
+
+def test_classes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cls, name, other in [(Slots, "scale", 3), (Abstract, "half", staticmethod(abs))]:
+        before = known(cls)
+        monkeypatch.setattr(cls, name, other, raising=False)
+        assert known(cls) != before
+    before = known(Abstract)
+    monkeypatch.setattr(sys.modules[__name__], "SCALE", 3.0)
+    assert known(Abstract) != before
 
 
 def test_what_a_decorated_function_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def test_integers_are_equal_or_not() -> None:
 
 
 def test_what_cancels_is_held_to_the_digits_that_it_has_in_double_precision() -> None:
-    """Of large numbers less their mean, which shards sum in another order, few digits are right in float32."""
+    """Of large numbers less their mean, summed in another order, few digits are right in float32."""
     less_mean: Callable[[Any], Any] = lambda x: x - jax.lax.pmean(x.mean(0), "x")
     check(less_mean, X + 1e4, gradients=False)
     wrong: Callable[[Any], Any] = lambda x: less_mean(x) + 1e-6 * jax.lax.axis_index("x")
@@ -212,7 +212,7 @@ def test_all_wrong_leaves_and_all_meshes_are_told() -> None:
         == "centered_here: the calls do not agree.\n\n"
         "On mesh x=2, compared with the function on one device:\n"
         "  - centered_here(...)[0]: float32[8,2], off by 4 at [0, 0], where it is -3 and should be -7, on "
-        "shard x=0 (1e-13 would be rounding in double precision).\n"
+        "shard x=0 (1e-12 would be rounding in double precision).\n"
         "    Probably: right where all shards have the same rows: it depends on a statistic of the shard's "
         "own rows where that of all rows is meant (a pmean is missing), or on an average of such (a mean of "
         "variances)."

@@ -16,7 +16,7 @@ _LAYOUTS = ("sharding", "out_sharding")
 # Parameters that give the dtype of a result.
 _DTYPES = ("dtype", "new_dtype", "preferred_element_type")
 
-# Operations of a caller's own code, or on the bits of numbers: only the dtype of the program is right for them.
+# Operations of a caller's own code, or on the bits of numbers: they need the dtype of the program.
 _OWN_DTYPE = (
     *("pure_callback", "io_callback", "ffi_call", "debug_callback", "bitcast_convert_type"),
     *("nextafter", "pallas_call"),
@@ -103,7 +103,7 @@ class Promoted(OwnDtypes):
             except Exception:
                 pass
         pairs = zip(xs, eqn.invars, strict=True)
-        narrow = [jnp.asarray(x, v.aval.dtype) if is_inexact(x.dtype) else x for x, v in pairs]
+        narrow = [jnp.asarray(x, dtype_of(v)) if is_inexact(x.dtype) else x for x, v in pairs]
         # Random bits become floats in this way, exactly.
         if any(is_inexact(x.dtype) for x in xs):
             self.own_dtype.add(name)
@@ -115,9 +115,14 @@ class Promoted(OwnDtypes):
         return name in _OWN_DTYPE or (name not in _SCATTERS and any(nested_equations(eqn)))
 
     def _typed(self, eqn: Equation, made: Sequence[AnyLeaf]) -> list[AnyLeaf]:
-        wanted: list[Any] = [promoted(v.aval.dtype) for v in eqn.outvars]
+        wanted: list[Any] = [promoted(dtype_of(v)) for v in eqn.outvars]
         pairs = zip(made, wanted, strict=True)
         return [x if x.dtype == wide else jnp.asarray(x, wide) for x, wide in pairs]
+
+
+def dtype_of(var: Any) -> Any:
+    """The dtype of a variable of a program."""
+    return var.aval.dtype
 
 
 def is_inexact(dtype: Any) -> bool:

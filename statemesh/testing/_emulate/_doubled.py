@@ -75,8 +75,8 @@ class Doubled:
 
     **Attributes:**
 
-    - `compared_with`: the function that this one is compared with. Constants that only one of the two has may be
-        rounded.
+    - `compared_with`: the function that this one is compared with. Constants that only one of the two has
+        may be rounded.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class Doubled:
 
     def form(self, types: PyTree) -> PyTree:
         """The tree of the results, with types in the place of arrays."""
-        return self._program(types).trace.form
+        return self.program_of(types).trace.form
 
     def _others(self, types: PyTree) -> Collection[tuple[str, float]]:
         """The literals of what this function is compared with."""
         other = self.compared_with
-        return other._program(types).literals if other is not None else ()
+        return other.program_of(types).literals if other is not None else ()
 
     @property
     def own_dtype(self) -> set[str]:
@@ -104,7 +104,7 @@ class Doubled:
 
     def is_untouched(self, types: PyTree, argument: int, result: int) -> bool:
         """Whether a leaf of the results is a leaf of the arguments, each by its number."""
-        jaxpr = self._program(types).trace.closed.jaxpr
+        jaxpr = self.program_of(types).trace.closed.jaxpr
         given = [is_array_or_type(x) for x in jax.tree.leaves(types)]
         found = [is_array_or_type(x) for x in jax.tree.leaves(self.form(types))]
         same: bool = jaxpr.invars[sum(given[:argument])] is jaxpr.outvars[sum(found[:result])]
@@ -112,11 +112,11 @@ class Doubled:
 
     def sources(self, types: PyTree) -> list[Sources]:
         """For each array of the results, the numbers of the arrays of the arguments that it depends on."""
-        return sources_of(self._program(types).trace.closed.jaxpr)
+        return sources_of(self.program_of(types).trace.closed.jaxpr)
 
     def drawn(self, types: PyTree) -> frozenset[int]:
         """The numbers of the leaves of the arguments from which random numbers are drawn."""
-        found = drawn_arguments(self._program(types).trace.closed.jaxpr)
+        found = drawn_arguments(self.program_of(types).trace.closed.jaxpr)
         arrays = [k for k, x in enumerate(jax.tree.leaves(types)) if is_array_or_type(x)]
         return frozenset(arrays[k] for k in found)
 
@@ -130,11 +130,12 @@ class Doubled:
 
         **Returns:** the results, and the promises that do not hold.
         """
-        program = self._program(args.types)
+        program = self.program_of(args.types)
         arrays = [x for x in jax.tree.leaves(args.values) if is_array_or_type(x)]
         return program(arrays, noise)
 
-    def _program(self, types: PyTree) -> "_Program":
+    def program_of(self, types: PyTree) -> "_Program":
+        """The traced call with arguments of these types."""
         leaves, treedef = tree_util.tree_flatten(types)
         # A static leaf whose value cannot be known is never equal to another.
         statics = tuple(_key(x) for x in leaves)

@@ -95,7 +95,7 @@ def draws(jaxpr: Jaxpr) -> bool:
 
 
 def rounded_literals(jaxpr: Jaxpr) -> frozenset[tuple[str, float]]:
-    """The dtypes and values of the literals that may be rounded: those that need more than half of the digits."""
+    """The dtypes and values of the literals that may be rounded: they need more than half of the digits."""
     found = set()
     for eqn in all_equations(opened(jaxpr)):
         for atom in eqn.invars:

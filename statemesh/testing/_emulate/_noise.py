@@ -1,7 +1,8 @@
 """Noise as large as rounding, which shows what rounding may change.
 
-Every operation that rounds changes its results at random, by as much as rounding in its dtype may. What moves from run
-to run is ill-conditioned, and by how much it moves is what rounding explains (Parker, Monte Carlo Arithmetic, 1997).
+Every operation that rounds changes its results at random, by as much as rounding in its dtype may. What moves
+from run to run is ill-conditioned, and by how much it moves is what rounding explains (Parker, Monte Carlo
+Arithmetic, 1997).
 """
 
 import itertools
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._types import AnyLeaf
-from ._arithmetic import Promoted, is_inexact
+from ._arithmetic import Promoted, dtype_of, is_inexact
 from ._jaxprs import Equation
 
 
@@ -51,10 +52,10 @@ class Noisy(Promoted):
 
     **Arguments:**
 
-    - `noise`: an array of three numbers: by how much each result is off, in parts of the result; by how much in
+    - `noise`: an array of three numbers: by how much each result is off, in parts of it; by how much, in
         units of the roundoff of its own dtype; and the number that the random numbers come from.
-    - `rounded`: literals that were rounded when the program was traced, by dtype and value: a program that it is
-        compared with has others, such as the parts that each of several shards has in a mean.
+    - `rounded`: literals that were rounded when the program was traced, by dtype and value: the program that
+        it is compared with has others, such as the parts that each of several shards has in a mean.
     """
 
     def __init__(self, noise: Any, rounded: Collection[tuple[str, float]]) -> None:
@@ -76,10 +77,10 @@ class Noisy(Promoted):
     def after(self, eqn: Equation, made: Sequence[AnyLeaf], shards: int = 1) -> Sequence[AnyLeaf]:
         name = eqn.primitive.name
         own = self.keeps_dtype(eqn) or name in self.own_dtype
-        if name in _EXACT or (own and not any(is_inexact(_dtype(v)) for v in eqn.invars)):
+        if name in _EXACT or (own and not any(is_inexact(dtype_of(v)) for v in eqn.invars)):
             return made
         if name == "convert_element_type":
-            given, new = roundoff(_dtype(eqn.invars[0])), roundoff(_dtype(eqn.outvars[0]))
+            given, new = roundoff(dtype_of(eqn.invars[0])), roundoff(dtype_of(eqn.outvars[0]))
             # An integer may have more digits than the float that it becomes.
             if new <= given:
                 return made
@@ -99,7 +100,7 @@ class Noisy(Promoted):
         """The numbers, each off by noise of so many times the roundoff of a variable's dtype."""
         if not is_inexact(x.dtype) or x.size == 0:
             return x
-        unit = roundoff(_dtype(var))
+        unit = roundoff(dtype_of(var))
         if inner:
             unit = min(unit, roundoff(np.float32))
         amount = self.noise[0] + self.noise[1] * unit
@@ -114,10 +115,10 @@ def _salt(number: int) -> int:
 
 @jax.jit
 def _moved(x: AnyLeaf, amount: Any, seed: Any) -> AnyLeaf:
-    """Each number off by a random part of it: the same part for the same number, so that copies stay copies."""
+    """Each number off by a random part of it: equal numbers by the same part, so that copies stay copies."""
     real = x.real if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
     bits = jax.lax.bitcast_convert_type(real, np.uint64)
-    # The upper half of a product with an odd number depends on all lower digits (Knuth, multiplicative hashing).
+    # The upper half of a product with an odd number depends on all lower digits (multiplicative hashing).
     mixed = (bits ^ seed) * np.uint64(0xFF51AFD7ED558CCD) >> np.uint64(11)
     return x * ((1 - amount) + mixed.astype(np.float64) * (amount * 2.0**-52))
 
@@ -127,10 +128,6 @@ def roundoff(dtype: Any) -> float:
     return float(jnp.finfo(dtype).eps) if is_inexact(dtype) else 0.0  # type: ignore[no-untyped-call]
 
 
-def _dtype(var: Any) -> Any:
-    return var.aval.dtype
-
-
 def _terms(eqn: Equation, shards: int) -> int:
     """How many terms each result of an equation sums."""
     name, params = eqn.primitive.name, eqn.params
@@ -138,17 +135,17 @@ def _terms(eqn: Equation, shards: int) -> int:
         return shards
     shapes: list[tuple[int, ...]] = [v.aval.shape for v in eqn.invars]  # type: ignore[attr-defined]
     if name in ("reduce_sum", "reduce_prod"):
-        return math.prod(shapes[0][axis] for axis in params["axes"])
+        return int(math.prod(shapes[0][axis] for axis in params["axes"]))
     if name in ("cumsum", "cumprod", "cumlogsumexp"):
-        return shapes[0][params["axis"]]
+        return int(shapes[0][params["axis"]])
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         return math.prod(shapes[0][axis] for axis in contracted)
     if name == "conv_general_dilated":
         features = params["dimension_numbers"].rhs_spec[0]
-        return math.prod(shapes[1]) // max(shapes[1][features], 1)
+        return int(math.prod(shapes[1]) // max(shapes[1][features], 1))
     if name in ("scatter-add", "scatter_add", "scatter-mul", "scatter_mul"):
         return math.prod(shapes[1][:-1])
     if name == "reduce_window_sum":
-        return math.prod(params["window_dimensions"])
+        return int(math.prod(params["window_dimensions"]))
     return 1

@@ -1,4 +1,4 @@
-"""On which of its arguments each result of a traced program depends, and from which it draws random numbers."""
+"""On which arguments each result of a traced program depends, and from which it draws random numbers."""
 
 from collections.abc import Sequence
 from typing import Any, TypeAlias

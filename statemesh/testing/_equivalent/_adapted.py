@@ -1,7 +1,7 @@
 """A function that is mapped already, and one that is not."""
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -14,7 +14,7 @@ from .._types import Fun
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 
 
-def is_mapped(fun: Fun) -> bool:
+def is_mapped(fun: Fun) -> TypeGuard[sm.StatefulMapping]:
     """Whether a function is what `shard_map`, `pmap2` or `vmap2` returned."""
     return isinstance(fun, sm.StatefulMapping)
 

@@ -38,34 +38,49 @@ def assert_equivalent(
 ) -> Checked:
     """Fail unless a function of shards gives on every mesh what it gives unsharded.
 
-    The function is called several times on each mesh. Each call gets the model that the call before returned,
-    and its results are compared. On the last mesh the function is also called inside `jax.jit`, replayed by
-    `emulate`, and run with a model that was saved halfway on the mesh before and placed on this one.
+    On each mesh the function is called several times. Each call gets what the call before returned, and all
+    results are compared with those of one device: in double precision, where rounding hides nothing, and on
+    the devices in the dtypes of the program. On the last mesh the function is also called inside `jax.jit`,
+    with its gradient, and with a model that was saved halfway on the mesh before and placed on this one. In
+    the end it is called with other values of the same shapes and dtypes.
 
     **Arguments:**
 
-    - `fun`, `in_specs`, `out_specs`, `state_in_specs`, `state_out_specs`, `check_vma`: as for `shard_map`.
+    - `fun`, `in_specs`, `out_specs`, `state_in_specs`, `state_out_specs`, `check_vma`: as for `shard_map`. Or
+        `fun` is what `shard_map` returned, which has its specs.
         The programs of the last functions stay compiled: define your function outside of the test, and many
-        values cost one compile.
-    - `args`: the arguments of the first call, in a tuple. The last results replace the first arguments in the
-        next call where their structures and shapes agree and they are more than one bare array.
-    - `meshes`: each a `jax.sharding.Mesh` or the sizes of its axes, `{name: size}`.
+        values cost one compile. A function whose closed-over values or globals have changed is compiled anew.
+    - `args`, `kwargs`: the arguments of the first call: a tuple, and a dictionary.
+    - `meshes`: each a `jax.sharding.Mesh`, or the sizes of its axes, `{name: size}`. A
+        `jax.sharding.AbstractMesh` has no devices: on it the function is emulated only.
     - `unsharded`: a plain function of the same arguments that gives the right results. Left out, `fun` on a
         mesh of one device. Only such a function finds a mistake that one shard makes too, such as a new state
         that is not returned. `False` for a function whose results depend on the mesh: each mesh is then
         compared with its emulation only.
-    - `steps`: the number of calls.
-    - `gradients`: whether the gradients of a weighted sum of all results are compared too, by all inexact
-        arrays of the arguments.
-    - `tolerance`: how far floats may differ, relative to the largest of the array (or to one). Left out, as
-        far as rounding explains by dtype, length of reductions and condition of a result. All other numbers
-        must be equal.
+    - `steps`: the number of calls. Left out, 3 if something is fed back, else 1.
+    - `fed_back`: what of the results the next call gets, by paths: `{"args[0]": "[1]"}`. Left out, it is
+        matched by structure, wherever it stands in arguments and results.
+    - `gradients`: whether the gradient of a weighted sum of all results is compared too, by all inexact
+        arrays of the arguments. Left out, it is, except for a training step: a function that changes
+        parameters. Results without a derivative are left out of the sum, and named.
+    - `tolerance`: how far results may differ, relative to the largest number of the array; of booleans that
+        are computed from floats, what part of them may. Left out, as far as rounding explains: by how much
+        each number moves when every operation is off by as much as it may round. Integers, booleans and keys
+        that are not computed from floats must be equal in any case.
+    - `leave_out`: results that are not compared: a filter of States, paths such as `"[1].mean"`, or a list
+        of these.
+    - `keep`: paths of arguments, such as `"args[1]"`, that keep their values in the calls with other values.
+        Name indices, and whatever must be small, or must fit another argument.
+
+    **Returns:** a `Checked`: what agreed, what was fed back and differentiated, and what could not be judged.
 
     **Raises:** `AssertionError` that names every array that is off, by how much, where and on which mesh and
     shard, with a guess at the cause. Errors of `fun` or of the call come through, with a note that says on
-    which mesh. `StatemeshError` for meshes of more devices than there are.
+    which mesh. `StatemeshError` for meshes of more devices than there are, and for what cannot be replayed.
 
-    With n meshes there are n + 3 compiles for the calls, and 2 (n + 1) for the gradients.
+    **Warns:** `UntestedWarning` where the check passes without testing what it could be expected to test.
+
+    With n meshes there are 2 (n + 1) compiles, and n of them are optimized.
 
     !!! example
 
@@ -77,10 +92,12 @@ def assert_equivalent(
         ...     now = jax.lax.pmean(x.mean(0), "data")
         ...     return x - now, mean.set(0.9 * mean.value + 0.1 * now)
         >>> model, x = sm.State(np.zeros(2)), np.sin(np.arange(16.0)).reshape(8, 2)
-        >>> assert_equivalent(
+        >>> checked = assert_equivalent(
         ...     centered, (model, x), meshes=[{"data": 2}, {"data": 4}],
         ...     in_specs=(None, P("data")), out_specs=(P("data"), P()),
         ... )
+        >>> checked.fed_back
+        (('args[0]', 'centered(...)[1]'),)
 
         ```
 
@@ -95,7 +112,7 @@ def assert_equivalent(
         ...     )
         ... except AssertionError as error:
         ...     print(str(error).splitlines()[2])
-        On mesh data=2, call 1 of 3, compared with the function on one device:
+        On mesh data=2, compared with the function on one device:
 
         ```
     """

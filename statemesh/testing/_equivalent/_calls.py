@@ -55,7 +55,7 @@ class Calls:
             return self.reference.calls(self.args, self.steps, self.subject.feed)
 
     @cached_property
-    def again(self) -> list[PyTree] | None:
+    def again(self) -> list[PyTree]:
         """The calls of the reference in its own dtypes."""
         return self.reference.again(self.args, self.steps, self.subject.feed)
 

@@ -94,7 +94,7 @@ class Chain:
             self._promises.setdefault(hash((step, one.number)), []).append(one.unequal.amount)
 
     def broken(self, step: int) -> list[Broken]:
-        """The promises that do not hold, but for those by which copies differ by as little as rounding explains."""
+        """The promises that do not hold, where copies differ by more than rounding explains."""
         found = self.exact[step].broken
         if not found:
             return []

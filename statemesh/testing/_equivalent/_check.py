@@ -1,11 +1,12 @@
 """The comparisons that `assert_equivalent` makes."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from .. import _errors as errors
 from .._emulate._doubled import narrowed
-from .._types import PyTree
+from .._types import Numbers, PyTree
 from . import _report as report
 from . import _values as values
 from ._calls import Calls
@@ -18,7 +19,7 @@ from ._mismatch import Mismatch
 from ._probe import Probe
 from ._reference import chained
 from ._subject import Subject
-from ._through_files import saved
+from ._through_files import saved as saved
 from ._untested import Made
 
 
@@ -33,7 +34,7 @@ class Check:
         self.made: list[Made] = []
 
     def run(self) -> None:
-        """Compare the calls on every mesh; on the last mesh, the other ways to call; and with other values."""
+        """Compare calls on every mesh; on the last mesh in other ways; and with other values."""
         asked = self.subject.asked
         results: list[PyTree] = []
         last = None
@@ -109,7 +110,7 @@ class Check:
             leaves = self.subject.leaves(result)
             again = None
             if calls.reference.is_exact and self.subject.asked.unsharded is not False:
-                again = lambda: [x.value for x in self.subject.leaves(calls.again[step])]  # noqa: B023
+                again = partial(self._again, calls, step)
             if lines := self._unequal_copies(calls, step, leaves):
                 self._fail(calls, where, step, [*lines, report.UNREDUCED])
                 return True
@@ -118,6 +119,10 @@ class Check:
             if self._report(calls, where, step, found):
                 return True
         return False
+
+    def _again(self, calls: Calls, step: int) -> list[Numbers]:
+        """The numbers of a call of the reference in its own dtypes."""
+        return [leaf.value for leaf in self.subject.leaves(calls.again[step])]
 
     def _unequal_copies(self, calls: Calls, step: int, leaves: Sequence[Leaf]) -> list[str]:
         """Lines on results of which devices hold copies that differ by more than rounding."""

@@ -10,15 +10,15 @@ class Checked:
     **Attributes:**
 
     - `agreed`: the calls that agree, in words.
-    - `fed_back`: what of a result the next call got: pairs of a path in the arguments and one in the results.
+    - `fed_back`: what the next call got: pairs of a path in the arguments and a path in the results.
     - `differentiated`: the paths by which the gradient was compared; empty if it was not.
     - `constant`: the paths of the results that have no derivative.
-    - `unjudged`: for each path how many of its numbers were not judged: rounding alone may change them by more
-        than a few per cent, or they jump where the function is discontinuous.
-    - `only_double`: for each path how many of its numbers were judged in double precision only, because rounding in
-        the dtypes of the program may change them by more than a few per cent.
+    - `unjudged`: for each path how many of its numbers were not judged: rounding alone may change them by
+        more than a few per cent, or they jump where the function is discontinuous.
+    - `only_double`: for each path how many of its numbers were judged in double precision only, because
+        rounding in the dtypes of the program may change them by more than a few per cent.
     - `untested`: what was not tested at all, in words. Each is an `UntestedWarning` too.
-    - `own_dtype`: the operations that could not run in double precision. Of what they compute, mistakes that are as
+    - `own_dtype`: the operations that could not run in double precision. In what they compute, mistakes as
         small as rounding were not seen.
     """
 

@@ -153,7 +153,9 @@ class _Walk:
         if numbers.nbytes > _MOST_BYTES:
             raise _Unknown
         data = np.ascontiguousarray(numbers).reshape(-1).view(np.uint8)
-        self.found.append((kind, numbers.shape, hashlib.blake2b(data, digest_size=16).digest()))
+        self.found.append(
+            (kind, numbers.shape, hashlib.blake2b(data.tobytes(), digest_size=16).digest())
+        )
         return iter(())
 
     def _object(self, x: Any) -> Iterator[Any]:
@@ -241,10 +243,11 @@ def _held_by_class(cls: type) -> Iterator[Any]:
     if _is_installed(cls.__module__):
         return
     yield from cls.__bases__
+    fields = getattr(cls, "_fields", ())  # Those of a named tuple.
     for name, value in vars(cls).items():
         # Fields and slots are what objects hold, and what Python and `abc` keep of a class is no code.
         own = not name.startswith(("__", "_abc")) or isinstance(value, types.FunctionType)
-        if own and not isinstance(value, types.MemberDescriptorType):
+        if own and not isinstance(value, types.MemberDescriptorType) and name not in fields:
             yield name
             yield value
 

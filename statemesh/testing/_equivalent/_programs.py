@@ -74,7 +74,7 @@ class OnMesh:
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """The programs of a mapped function, on its mesh and on one device, with the gradient if one is selected."""
+    """The programs of a mapped function, with the gradient if one is selected."""
 
     mesh: AnyMesh
     mapped: sm.StatefulMapping

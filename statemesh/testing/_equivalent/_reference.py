@@ -1,7 +1,7 @@
-"""The right results: of the function on one device, of another function, or of the same program without a mesh."""
+"""The right results: of the function on one device, or of another function."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -13,15 +13,6 @@ from ._chain import Chain, Feed, Rounding, Step
 
 # Positional arguments and keyword arguments.
 Args: TypeAlias = tuple[tuple[PyTree, ...], dict[str, PyTree]]
-
-
-@runtime_checkable
-class RightCalls(Protocol):
-    """The results of calls in a row, and how far rounding may move them."""
-
-    exact: Sequence[Any]
-
-    def moved(self, rounding: Rounding, runs: int) -> list[list[Numbers]]: ...
 
 
 def chained(call: Fun, args: Args, steps: int, feed: Feed) -> list[PyTree]:
@@ -50,10 +41,10 @@ class Traced:
     def __init__(self, what: str, doubled: Doubled, compiled: Fun) -> None:
         self.what, self.doubled, self.compiled = what, doubled, compiled
 
-    def calls(self, args: Args, steps: int, feed: Feed) -> RightCalls:
+    def calls(self, args: Args, steps: int, feed: Feed) -> Chain:
         return Chain(self.doubled, widened(args), feed, steps, noisy=True)
 
-    def again(self, args: Args, steps: int, feed: Feed) -> list[PyTree] | None:
+    def again(self, args: Args, steps: int, feed: Feed) -> list[PyTree]:
         """The results in the function's own dtypes."""
         return chained(self.compiled, args, steps, feed)
 
@@ -72,18 +63,18 @@ class Plain:
     def __init__(self, fun: Fun) -> None:
         self.fun = fun
 
-    def calls(self, args: Args, steps: int, feed: Feed) -> RightCalls:
-        return _PlainCalls(chained(self.fun, args, steps, feed))
+    def calls(self, args: Args, steps: int, feed: Feed) -> "PlainCalls":
+        return PlainCalls(chained(self.fun, args, steps, feed))
 
-    def again(self, args: Args, steps: int, feed: Feed) -> list[PyTree] | None:
-        return None
+    def again(self, args: Args, steps: int, feed: Feed) -> list[PyTree]:
+        return chained(self.fun, args, steps, feed)
 
     def form(self, types: PyTree, args: Args) -> PyTree:
         del types
         return self.fun(*args[0], **args[1])
 
 
-class _PlainCalls:
+class PlainCalls:
     """Results as they are, which nothing moves."""
 
     def __init__(self, results: Sequence[PyTree]) -> None:
@@ -91,3 +82,6 @@ class _PlainCalls:
 
     def moved(self, rounding: Rounding, runs: int) -> list[list[Numbers]]:
         return [[np.zeros(x.shape) for x in step.numbers] for step in self.exact]
+
+
+RightCalls: TypeAlias = Chain | PlainCalls

@@ -9,8 +9,8 @@ from ._mismatch import Mismatch
 
 
 UNREDUCED = (
-    "    Probably: an unreduced output. Reduce it inside (jax.lax.psum, pmean), let a state's `reduce` do it, or "
-    "name the axes in the out spec."
+    "    Probably: an unreduced output. Reduce it inside (jax.lax.psum, pmean), let a state's `reduce` do "
+    "it, or name the axes in the out spec."
 )
 UNEVEN = "    Some shards would wait in these collectives for others that never come."
 
@@ -68,9 +68,11 @@ def _off(one: Mismatch) -> str:
 def _rounding(one: Mismatch, allowed: float) -> str:
     if one.want.dtype.kind in "biu" or not allowed:
         return "none is allowed"
-    where = " in double precision" if one.rounding == "double" else ""
-    # The next power of ten: more digits would pretend to more than is known.
-    return f"{10.0 ** math.ceil(math.log10(allowed)):.0e} would be rounding{where}"
+    # Rounded up coarsely, since more digits would pretend to more than is known.
+    double = one.rounding == "double"
+    coarse = 3 if double else 1
+    power = math.ceil(math.log10(allowed) / coarse) * coarse
+    return f"1e{power:+03d} would be rounding{' in double precision' if double else ''}"
 
 
 def broken_promises(found: Sequence[Broken]) -> list[str]:

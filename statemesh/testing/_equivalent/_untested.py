@@ -47,7 +47,7 @@ def untested(
 
     - `calls`: `((args, kwargs), result)` of each call on one of the meshes. All have one structure.
     - `feedback`: what each call gets from the one before.
-    - `sizes`: the sizes of each mesh's axes.
+    - `sizes`: the sizes of each mesh's axes; empty where there will be other meshes.
     - `drawn`: the numbers of the leaves of `(args, kwargs)` from which random numbers are drawn.
     - `steps`: the number of calls in a row that the user asked for, if so.
     - `without`: the numbers of the leaves of the results that are left out.
@@ -55,7 +55,7 @@ def untested(
     **Returns:** a sentence for each, for an `UntestedWarning`.
     """
     found = []
-    if all(math.prod(one.values()) == 1 for one in sizes):
+    if sizes and all(math.prod(one.values()) == 1 for one in sizes):
         found.append(words.one_device())
     if steps is not None and steps > 1 and not feedback:
         found.append(words.nothing_fed_back(steps))

@@ -38,7 +38,7 @@ def large(args: PyTree, kept: Collection[str]) -> PyTree:
 
 
 def one_nan(args: PyTree, kept: Collection[str]) -> PyTree:
-    """Arguments whose arrays of floats outside of States end with NaN, which only the last shard has if they are split."""
+    """Arguments whose arrays of floats outside of States end with NaN, which only the last shard has."""
     return _made(generic(args, kept), kept, _one_nan, in_states=False)
 
 

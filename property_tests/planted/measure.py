@@ -1,0 +1,277 @@
+"""Runs the check on all planted mistakes, delicate programs and right models; by hand, for the docs.
+
+python -m property_tests.planted.measure --processes 2 --table planted.md --lines planted.jsonl
+
+Each outcome is written down at once. What the file of lines holds already is not run again.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import queue
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from typing import Any
+
+from tqdm import tqdm
+
+
+DTYPES = ("float32", "bfloat16", "float16", "int32")
+# A process is given up after so many cases, so that compiled programs do not fill the memory.
+CASES_OF_A_PROCESS = 25
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One case to be run.
+
+    **Attributes:**
+
+    - `kind`: `planted`, `delicate` or `right` (a model without a mistake).
+    - `name`: of the mistake or the delicate program.
+    - `dtype`: of the case's floats.
+    """
+
+    kind: str
+    model: str
+    name: str
+    dtype: str
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What the check did.
+
+    **Attributes:**
+
+    - `result`: `found` (an `AssertionError`), `raised` (another error: the call or the check refused),
+        `silent`, or `timed out`.
+    - `text`: the first line of what was raised, with its type.
+    - `report`: all of what was raised.
+    - `warned`: the first lines of the warnings.
+    - `difference`: how far results are from one device, where that was asked for.
+    """
+
+    task: Task
+    result: str
+    seconds: float
+    text: str = ""
+    report: str = ""
+    warned: tuple[str, ...] = ()
+    difference: float | None = None
+
+
+def tasks(kinds: list[str], models: list[str]) -> list[Task]:
+    """All cases of these kinds; no models means all."""
+    from .delicate import DELICATE
+    from .mistakes import MODELS, dtypes_of, mistakes
+
+    found = []
+    if "planted" in kinds:
+        found += [Task("planted", m.model, m.name, dtype) for m in mistakes() for dtype in m.dtypes]
+    if "right" in kinds:
+        found += [Task("right", m, "", dtype) for m in MODELS for dtype in dtypes_of(m)]
+    if "delicate" in kinds:
+        found += [
+            Task("delicate", "", d.name, dtype) for d in DELICATE.values() for dtype in d.dtypes
+        ]
+    return [task for task in found if not models or task.model in models or task.name in models]
+
+
+def run(task: Task, differences: bool) -> Outcome:
+    """In this process."""
+    from .delicate import DELICATE
+    from .differences import difference
+    from .mistakes import mistakes, right_case
+
+    if task.kind == "planted":
+        (found,) = (m for m in mistakes() if (m.model, m.name) == (task.model, task.name))
+        case = found.case(task.dtype)
+    elif task.kind == "right":
+        case = right_case(task.model, task.dtype)
+    else:
+        case = DELICATE[task.name].case(task.dtype)
+    start = time.monotonic()
+    outcome = Outcome(task, "silent", 0)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            if differences:
+                outcome.difference = difference(case)
+            else:
+                case.check()
+        except Exception as error:
+            first = str(error).strip().splitlines() or [""]
+            outcome.result = "found" if isinstance(error, AssertionError) else "raised"
+            outcome.text = f"{type(error).__name__}: {first[0]}"
+            outcome.report = str(error)
+    outcome.seconds = round(time.monotonic() - start, 2)
+    outcome.warned = tuple(str(one.message).splitlines()[0] for one in warned if str(one.message))
+    return outcome
+
+
+def serve(differences: bool) -> None:
+    """Runs what is read line by line, and writes each outcome on a line."""
+    from statemesh.testing import set_devices
+
+    set_devices(8)
+    answers, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        outcome = run(Task(**json.loads(line)), differences)
+        print(json.dumps(dataclasses.asdict(outcome)), file=answers, flush=True)
+
+
+class Process:
+    """One process that runs cases, started anew when a case takes too long."""
+
+    def __init__(self, timeout: float, differences: bool) -> None:
+        self.timeout = timeout
+        self.command = [sys.executable, "-m", f"{__package__}.measure", "--serve"]
+        self.command += ["--differences"] * differences
+        self.running: subprocess.Popen[str] | None = None
+        self.done = 0
+
+    def run(self, task: Task) -> Outcome:
+        if self.running is None or self.done >= CASES_OF_A_PROCESS:
+            self.start()
+        assert self.running and self.running.stdin and self.running.stdout
+        timer = threading.Timer(self.timeout, self.running.kill)
+        timer.start()
+        start = time.monotonic()
+        try:
+            self.running.stdin.write(json.dumps(dataclasses.asdict(task)) + "\n")
+            self.running.stdin.flush()
+            answer = self.running.stdout.readline()
+        finally:
+            timer.cancel()
+        self.done += 1
+        took = round(time.monotonic() - start, 2)
+        if not answer:
+            self.stop()
+            ended = "timed out" if took >= self.timeout else "raised"
+            return Outcome(task, ended, took, "" if ended == "timed out" else "the process ended")
+        return outcome_of(json.loads(answer))
+
+    def start(self) -> None:
+        self.stop()
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+        self.running = subprocess.Popen(
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "XLA_FLAGS": flags},
+        )
+        self.done = 0
+
+    def stop(self) -> None:
+        if self.running is not None:
+            self.running.kill()
+            self.running.wait()
+            self.running = None
+
+
+def run_all(
+    todo: list[Task], processes: int, timeout: float, differences: bool, lines: pathlib.Path | None
+) -> list[Outcome]:
+    """In a pool of processes, in the order of the tasks."""
+    waiting: queue.SimpleQueue[Task] = queue.SimpleQueue()
+    for task in todo:
+        waiting.put(task)
+    outcomes: dict[Task, Outcome] = {}
+    writing = threading.Lock()
+
+    def work() -> None:
+        process = Process(timeout, differences)
+        try:
+            while True:
+                task = waiting.get_nowait()
+                outcome = outcomes[task] = process.run(task)
+                bar.update()
+                if lines:
+                    with writing, lines.open("a") as file:
+                        file.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
+        except queue.Empty:
+            return
+        finally:
+            process.stop()
+
+    with tqdm(total=len(todo), unit="case") as bar:
+        threads = [threading.Thread(target=work) for _ in range(processes)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return [outcomes[task] for task in todo]
+
+
+def read(lines: pathlib.Path | None) -> dict[Task, Outcome]:
+    """What was measured before."""
+    written = lines.read_text().splitlines() if lines and lines.exists() else []
+    found = [outcome_of(json.loads(line)) for line in written]
+    return {outcome.task: outcome for outcome in found}
+
+
+def outcome_of(fields: dict[str, Any]) -> Outcome:
+    task = Task(**fields["task"])
+    return Outcome(**{**fields, "task": task, "warned": tuple(fields["warned"])})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=180, help="seconds for one case")
+    parser.add_argument("--kinds", nargs="+", default=["planted", "right", "delicate"])
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="models, mistakes or delicate programs"
+    )
+    parser.add_argument("--dtypes", nargs="+", default=[], choices=DTYPES)
+    parser.add_argument("--table", type=pathlib.Path, help="a file for the tables")
+    parser.add_argument("--page", type=pathlib.Path, help="a page whose tables are replaced")
+    parser.add_argument(
+        "--lines", type=pathlib.Path, help="a file of JSON lines, one for each case"
+    )
+    parser.add_argument(
+        "--differences", action="store_true", help="measure distances, without the check"
+    )
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.serve:
+        serve(given.differences)
+        return
+    dtypes = given.dtypes or DTYPES
+    wanted = [task for task in tasks(given.kinds, given.only) if task.dtype in dtypes]
+    known = read(given.lines)
+    todo = [task for task in wanted if task not in known]
+    done = run_all(todo, given.processes, given.timeout, given.differences, given.lines)
+    known |= {outcome.task: outcome for outcome in done}
+    outcomes = [known[task] for task in wanted]
+    if given.differences:
+        for one in outcomes:
+            print(
+                one.task.kind,
+                one.task.model,
+                one.task.name,
+                one.task.dtype,
+                one.difference,
+                one.text,
+            )
+        return
+    from .table import tables, with_tables
+
+    text = tables(outcomes)
+    print(text)
+    if given.table:
+        given.table.write_text(text)
+    if given.page:
+        given.page.write_text(with_tables(given.page.read_text(), text))
+
+
+if __name__ == "__main__":
+    main()
