@@ -24,6 +24,7 @@ class Calls:
     - `where`: on what mesh, and with what values, in words.
     - `args`, `steps`: the arguments of the first call, and the number of calls.
     - `counts`: which mismatches are mistakes.
+    - `on_devices`: whether they are made on devices too.
     """
 
     subject: Subject
@@ -32,6 +33,7 @@ class Calls:
     args: Args
     steps: int
     counts: Callable[[Mismatch], bool] = lambda one: True
+    on_devices: bool = True
 
     @cached_property
     def reference(self) -> Reference:

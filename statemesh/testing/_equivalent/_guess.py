@@ -18,7 +18,8 @@ def guess(mismatch: Mismatch, probe: Probe) -> str | None:
     if not mismatch.same_shape:
         return _by_shape(mismatch)
     mismatch = probe.mismatches.get(mismatch.number, mismatch)
-    if mismatch.got.dtype.kind not in "iuf" or not np.isfinite(mismatch.got).all():
+    pair = mismatch.got, mismatch.want
+    if any(x.dtype.kind not in "iuf" or not np.isfinite(x).all() for x in pair):
         return None
     for rule in (_unchanged, _by_a_factor, _permuted, _at_edges):
         if cause := rule(mismatch):
@@ -94,7 +95,10 @@ def _ratio(mismatch: Mismatch, got: Numbers, want: Numbers) -> float | None:
     far = (
         np.abs(got - ratio * want) > 4 * spread * mismatch.tolerance + 1e-6 * np.abs(want) * spread
     )
-    return None if far.any() or ratio <= 0 or abs(ratio - 1) < 1e-3 else ratio
+    # Of a ratio as small as this the inverse is infinite.
+    if far.any() or not 1e-300 < ratio < np.inf or abs(ratio - 1) < 1e-3:
+        return None
+    return ratio
 
 
 def _blocks(mismatch: Mismatch, value: Numbers) -> list[Numbers]:

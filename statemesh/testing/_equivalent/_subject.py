@@ -28,7 +28,7 @@ from ._gradients import (
 from ._leaves import Leaf, is_number_or_type, leaves_of, numbers
 from ._programs import OnMesh, Programs, selected, within_jit
 from ._reference import Args, Plain, Traced
-from ._untested import Made, left_out, untested
+from ._untested import Made, left_out, never_finite, untested
 
 
 Reference: TypeAlias = Traced | Plain
@@ -175,7 +175,8 @@ class Subject:
         one_of_many = hypothesis.currently_in_test_context()
         sizes = [] if one_of_many else [dict(one.mesh.shape) for one in self.asked.meshes]
         drawn = self._forward.drawn(self.types)
-        return untested(calls, self.feed_back, sizes, drawn, self.asked.steps, self._without)
+        found = untested(calls, self.feed_back, sizes, drawn, self.asked.steps, self._without)
+        return found + never_finite([self.leaves(result) for _, result in calls], self.left_out)
 
     @property
     def exact(self) -> set[int]:

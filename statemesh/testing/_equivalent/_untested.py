@@ -14,6 +14,7 @@ from .. import _errors as errors
 from .._types import AnyLeaf, PyTree
 from . import _untested_words as words
 from ._feedback import FeedBack
+from ._leaves import Leaf
 from ._parts import Forms, is_key, parts_of
 
 
@@ -83,6 +84,25 @@ def untested(
         elif numbers and _is_written(node) and unchanged(numbers):
             found.append(words.never_changed(path, type(node).__name__))
     return found
+
+
+def never_finite(calls: Sequence[Sequence[Leaf]], without: Collection[int] = ()) -> list[str]:
+    """Which arrays of the results hold nothing but NaN and infinities.
+
+    **Arguments:**
+
+    - `calls`: the arrays of the results of each call.
+    - `without`: the numbers of the arrays that are left out.
+
+    **Returns:** a sentence for each, for an `UntestedWarning`.
+    """
+    return [
+        words.never_finite(of[0].path)
+        for number, of in enumerate(zip(*calls, strict=True))
+        if number not in without
+        and of[0].value.size
+        and not any(np.isfinite(one.value).any() for one in of)
+    ]
 
 
 def _states_and_keys(given: PyTree) -> Iterator[tuple[str, PyTree, Sequence[int]]]:

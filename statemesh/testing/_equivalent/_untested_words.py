@@ -34,3 +34,10 @@ def key_not_returned(path: str) -> str:
         f"{path}: random numbers are drawn from this RandomState, and the next call does not get the new "
         "one, so that every call draws the same. Return what the draw returns: `key, rng = rng.split()`."
     )
+
+
+def never_finite(path: str) -> str:
+    return (
+        f"{path}: no call gave a finite number here, and NaN agrees with NaN, so that what is computed is not "
+        "tested. Give arguments for which it is finite."
+    )

@@ -1,0 +1,202 @@
+"""The check tells mistakes from rounding: in narrow dtypes, in large arrays, beside large numbers, where digits cancel."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+
+from .checked import accused, check, report
+
+
+jnp: Any = jax.numpy
+lax: Any = jax.lax
+FOUR: list[Any] = [{"x": 4}]
+X = np.sin(np.arange(16, dtype=np.float32)).reshape(8, 2)
+
+
+def rows(dtype: str) -> Any:
+    return jnp.asarray(np.sin(np.arange(64 * 16)).reshape(64, 16), dtype)
+
+
+def on_one(right: Any, mistaken: Any) -> Any:
+    """What a mistake gives on one shard, where it is none, and on several."""
+    return right if lax.axis_size("x") == 1 else mistaken
+
+
+# Mistakes that are larger than rounding
+
+
+def sums(x: Any) -> Any:
+    total = lax.psum(x.sum(0), "x")
+    return {
+        "right": total,
+        "right_mean": lax.pmean(x.mean(0), "x"),
+        "right_spread": jnp.sqrt(lax.pmean(jnp.square(x - total / 64).mean(0), "x")),
+        "nothing": total * on_one(1, 0),
+        "negative": total * on_one(1, -1),
+        "averaged": on_one(total, lax.pmean(x.sum(0), "x")),
+        "twice": total * on_one(1, 2),
+        "largest": on_one(total, lax.pmax(x.sum(0), "x")),
+        "first_row": on_one(total, total - lax.psum(x[0], "x") / 4),
+        "own_spread": lax.pmean(x.std(0), "x"),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_mistakes_in_every_dtype_are_found(dtype: str) -> None:
+    mistakes = {"nothing", "negative", "averaged", "twice", "largest", "first_row", "own_spread"}
+    assert accused(sums, rows(dtype), meshes=FOUR) == mistakes
+
+
+def forgotten_gradient(x: Any) -> Any:
+    return lax.psum(on_one(x, lax.stop_gradient(x)).sum(0), "x")
+
+
+def doubled_gradient(x: Any) -> Any:
+    held = lax.stop_gradient(x)
+    return lax.psum((on_one(x, 2 * x - held) * held).sum(0), "x")
+
+
+@pytest.mark.parametrize("fun", [forgotten_gradient, doubled_gradient])
+def test_mistakes_of_the_gradient_in_bfloat16_are_found(fun: Any) -> None:
+    text = report(fun, rows("bfloat16"), meshes=FOUR, gradients=True)
+    assert "the gradient by args[0]: bfloat16[64,16]" in text
+
+
+def test_a_small_part_of_a_large_array_is_found() -> None:
+    x = np.cos(np.arange(1024 * 1024, dtype=np.float32)).reshape(1024, 1024)
+    text = report(lambda x: x * on_one(1.0, 1.0003), x, out_specs=P("x"))
+    assert "float32[1024,1024], off by 0.0003" in text
+
+
+def masked(x: Any) -> Any:
+    hidden = jnp.full(x.shape, -1e9, x.dtype)
+    logits = {"right": x, "mistaken": x * on_one(1, 1.01)}
+    return {name: jnp.concatenate([one, hidden], 1) for name, one in logits.items()}
+
+
+def test_a_large_number_does_not_hide_those_beside_it() -> None:
+    assert accused(masked, X, out_specs=P("x")) == {"mistaken"}
+
+
+def with_one_that_cancels(x: Any) -> Any:
+    total = lax.psum(x.sum(), "x")
+    # Of this number, a sum of what is left of a mean, no digit is more than rounding.
+    nothing = lax.psum((x - total / 16).sum(), "x") * 1e3
+    right = lax.psum(x.sum(0), "x")
+    return {
+        "right": jnp.append(right, nothing),
+        "mistaken": jnp.append(right * on_one(1, 1.001), nothing),
+    }
+
+
+def test_a_number_that_cancels_does_not_loosen_those_beside_it() -> None:
+    assert accused(with_one_that_cancels, X) == {"mistaken"}
+
+
+def lost_digits(x: Any) -> Any:
+    # Eleven of sixteen digits cancel: rounding leaves five in double precision.
+    far = lax.psum(x.sum(0), "x") * 1e10
+    near = lambda times: (far + times) - far
+    return {"right": near(1.0), "mistaken": near(on_one(1.0, 1.01))}
+
+
+def test_what_rounding_explains_is_not_much_more_than_what_it_does() -> None:
+    assert accused(lost_digits, X + 1) == {"mistaken"}
+
+
+def in_half(x: Any) -> Any:
+    total = lax.psum(jnp.square(x).sum(0), "x")
+    return {"right": total, "mistaken": on_one(total, total.astype(jnp.float16)).astype(x.dtype)}
+
+
+def test_a_narrow_dtype_on_the_mesh_only_is_found() -> None:
+    assert accused(in_half, rows("float32")) == {"mistaken"}
+
+
+# What is carried
+
+
+def counted(total: sm.State, x: Any) -> Any:
+    return {"mistaken": total.set(total.value + lax.psum(x.sum(), "x") * on_one(1, 1.01))}
+
+
+def test_the_increment_of_a_large_total_is_compared() -> None:
+    total = sm.State(jnp.float32(1e6))
+    assert accused(counted, total, X + 2, in_specs=(None, P("x"))) == {"mistaken"}
+
+
+def averaged(total: sm.State, x: Any) -> Any:
+    return total.set(total.value + on_one(lax.psum(x.mean(0), "x"), lax.psum(x.mean(0), "x") / 4))
+
+
+def test_it_is_compared_in_bfloat16_too() -> None:
+    total = sm.State(jnp.full(2, 1000, jnp.bfloat16))
+    x = jnp.asarray(X + 2, jnp.bfloat16)
+    assert "averaged(...).value: bfloat16[2]" in report(averaged, total, x, in_specs=(None, P("x")))
+
+
+# What cannot be judged is named
+
+
+def cancelling(x: Any) -> Any:
+    x = jnp.sin(x)
+    mean = lax.pmean(x.mean(0), "x")
+    small = lax.psum(jnp.square(x).sum(0), "x")
+    return {
+        "nothing": lax.psum((x - mean).sum(0), "x"),
+        "far": (small + 1e6) - 1e6,
+        "clear": small,
+    }
+
+
+def test_numbers_of_which_rounding_leaves_nothing_are_named() -> None:
+    checked = check(cancelling, X, meshes=FOUR)
+    assert checked.unjudged == {"cancelling(...)['nothing']": 2}
+    assert "cancelling(...)['clear']" not in checked.only_double
+
+
+def far(x: Any) -> Any:
+    return {"far": (lax.psum(jnp.square(x).sum(0), "x") + 1e7) - 1e7}
+
+
+def test_numbers_that_only_double_precision_shows_are_named() -> None:
+    checked = check(far, X * 0.77, meshes=FOUR)
+    assert checked.unjudged == {}
+    assert checked.only_double == {"far(...)['far']": 2}
+
+
+# A tolerance of one's own
+
+
+def within(x: Any) -> Any:
+    total = lax.psum(jnp.square(x).sum(0), "x")
+    large = jnp.round(total * 1000).astype(jnp.int32)
+    count = lax.psum(jnp.int32(len(x)), "x")
+    many = jnp.arange(20) + x[0, 0] * 0
+    many = lax.pmax(many, "x")
+    return {
+        "close": total * on_one(1, 1.04),
+        "far": total * on_one(1, 1.2),
+        "small": total * 1e-6 * on_one(1, 1.2),
+        "whole": large + on_one(0, large // 50),
+        "whole_far": large + on_one(0, large // 5),
+        "few": many < on_one(9.5, 10.5),
+        "several": many < on_one(9.5, 14.5),
+        "count": count + on_one(0, 1) * 0,
+        "count_off": count * 100 + on_one(0, 1),
+    }
+
+
+def test_a_tolerance_is_relative_to_the_numbers() -> None:
+    """Also for integers and booleans that are computed from floats, but for no others."""
+    found = accused(within, X, tolerance=0.1)
+    assert found == {"far", "small", "whole_far", "several", "count_off"}
+
+
+def test_without_one_all_of_these_are_found() -> None:
+    assert {"close", "whole", "few"} <= accused(within, X)
