@@ -215,14 +215,16 @@ def test_all_wrong_leaves_and_all_meshes_are_told() -> None:
         "shard x=0 (1e-12 would be rounding in double precision).\n"
         "    Probably: right where all shards have the same rows: it depends on a statistic of the shard's "
         "own rows where that of all rows is meant (a pmean is missing), or on an average of such (a mean of "
-        "variances)."
+        "variances).\n\n"
+        "From call to call centered_here(...)[1] becomes args[0]."
     )
 
 
 def test_meshes_that_agree_are_told() -> None:
     text = report(centered_here, counter(), X, meshes=[{"x": 1}, {"x": 2}, {"x": 8}])
     assert "On mesh x=2, call 1 of 3" in text and "On mesh x=8, call 1 of 3" in text
-    assert text.endswith("\n\nIt agrees on mesh x=1.")
+    assert "\n\nIt agrees on mesh x=1.\n\n" in text
+    assert text.endswith("From call to call centered_here(...)[1] becomes args[0].")
 
 
 def test_other_structures_are_told() -> None:

@@ -1,5 +1,6 @@
 """The comparisons that `assert_equivalent` makes."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -48,11 +49,11 @@ class Check:
         if last.one.has_devices:
             self._inside_jit(last)
             self._moved(last, before)
-        for what, make, counts, on_devices in _OTHERS:
-            given = make(asked.args, asked.keep)
+        for other in _OTHERS:
+            given = other.make(asked.args, asked.keep)
             for one in asked.meshes:
-                where = f"{one.where} {what}"
-                self._compared(Calls(self.subject, one, where, given, 1, counts, on_devices))
+                where, how = f"{one.where} {other.what}", (other.counts, other.on_devices)
+                self._compared(Calls(self.subject, one, where, given, 1, *how))
 
     def _compared(self, calls: Calls) -> list[PyTree]:
         """Compare calls on a mesh. They are replayed first: on devices a program that is wrong may hang.
@@ -195,7 +196,7 @@ class Check:
         """
         subject, name = self.subject, self.subject.asked.name
         if self.failed:
-            raise report.not_equivalent(name, self.failed, self.agreed)
+            raise report.not_equivalent(name, self.failed, self.agreed, subject.feed_back)
         programs = [subject.programs(one).doubled for one in subject.asked.meshes]
         return Checked(
             agreed=tuple(self.agreed),
@@ -209,10 +210,27 @@ class Check:
         )
 
 
-# The calls with other values: what is said of them, how they are made, which mismatches are mistakes, and whether they are
-# made on devices too. What `jax.lax.pmax` makes of NaN differs between devices and is no mistake of the function.
-_OTHERS: Sequence[tuple[str, Callable[..., Any], Callable[[Mismatch], bool], bool]] = (
-    (report.GENERIC, values.generic, lambda one: True, True),
-    (report.LARGE, values.large, lambda one: one.is_overflow, True),
-    (report.NAN, values.one_nan, lambda one: one.is_number_on_one_device, False),
+@dataclasses.dataclass(frozen=True)
+class _Others:
+    """Other values for the arguments.
+
+    **Attributes:**
+
+    - `what`: what is said of them.
+    - `make`: gives them, from the arguments and the paths that are kept.
+    - `counts`: which mismatches are mistakes.
+    - `on_devices`: whether the function is called on devices with them.
+    """
+
+    what: str
+    make: Callable[..., Any]
+    counts: Callable[[Mismatch], bool]
+    on_devices: bool = True
+
+
+_OTHERS = (
+    _Others(report.GENERIC, values.generic, lambda one: True),
+    _Others(report.LARGE, values.large, lambda one: one.is_overflow),
+    # What `jax.lax.pmax` makes of NaN differs between devices, and is no mistake of the function.
+    _Others(report.NAN, values.one_nan, lambda one: one.is_number_on_one_device, on_devices=False),
 )

@@ -5,6 +5,7 @@ from collections.abc import Hashable, Sequence
 
 from .. import _errors as errors
 from .._emulate._promises import Broken
+from ._feedback import FeedBack
 from ._mismatch import Mismatch
 
 
@@ -27,9 +28,13 @@ LARGE = "with large values"
 NAN = "with one NaN"
 
 
-def not_equivalent(name: str, failed: Sequence[str], agreed: Sequence[str]) -> AssertionError:
+def not_equivalent(
+    name: str, failed: Sequence[str], agreed: Sequence[str], fed_back: FeedBack
+) -> AssertionError:
     good = f"\n\nIt agrees {', '.join(agreed)}." if agreed else ""
-    return AssertionError(f"{name}: the calls do not agree.\n\n" + "\n\n".join(failed) + good)
+    chained = f"\n\nFrom call to call {fed_back.describe()}." if fed_back else ""
+    head = f"{name}: the calls do not agree.\n\n"
+    return AssertionError(head + "\n\n".join(failed) + good + chained)
 
 
 def failed_call(where: str, against: str, leaves: Sequence[str]) -> str:
