@@ -215,8 +215,7 @@ def test_all_wrong_leaves_and_all_meshes_are_told() -> None:
         "shard x=0 (1e-12 would be rounding in double precision).\n"
         "    Probably: right where all shards have the same rows: it depends on a statistic of the shard's "
         "own rows where that of all rows is meant (a pmean is missing), or on an average of such (a mean of "
-        "variances).\n\n"
-        "From call to call centered_here(...)[1] becomes args[0]."
+        "variances)."
     )
 
 

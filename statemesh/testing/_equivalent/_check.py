@@ -196,7 +196,8 @@ class Check:
         """
         subject, name = self.subject, self.subject.asked.name
         if self.failed:
-            raise report.not_equivalent(name, self.failed, self.agreed, subject.feed_back)
+            chained = subject.feed_back if subject.steps > 1 else None
+            raise report.not_equivalent(name, self.failed, self.agreed, chained)
         programs = [subject.programs(one).doubled for one in subject.asked.meshes]
         return Checked(
             agreed=tuple(self.agreed),

@@ -29,7 +29,7 @@ NAN = "with one NaN"
 
 
 def not_equivalent(
-    name: str, failed: Sequence[str], agreed: Sequence[str], fed_back: FeedBack
+    name: str, failed: Sequence[str], agreed: Sequence[str], fed_back: FeedBack | None
 ) -> AssertionError:
     good = f"\n\nIt agrees {', '.join(agreed)}." if agreed else ""
     chained = f"\n\nFrom call to call {fed_back.describe()}." if fed_back else ""
