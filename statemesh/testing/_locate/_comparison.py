@@ -1,0 +1,209 @@
+"""The values of a program on a mesh beside those of the program on one device."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from .._emulate._stacked import Scope, Stacked, names_of_spec
+from .._types import Numbers
+from ._align import pairs
+from ._flat import Constant, Operand, Program, Step
+from ._relations import Relation, allowed, largest, relation, whole
+from ._values import Evaluator, Values, as_numbers, on_all_shards, pieces, run_steps
+
+
+# What is kept of the values that differ, in bytes. The others are let go.
+_KEPT = 2**28
+
+_LOOPS = ("scan", "while", "cond")
+# Numbers that these make are no positions.
+_RANDOM = ("random_bits", "random_wrap", "random_fold_in", "random_split", "random_seed")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pair:
+    """A value on shards, and what it is on one device.
+
+    **Attributes:**
+
+    - `got`: the value, with all mesh axes of its scope in front.
+    - `want`: the value on one device; `None` where that program has none that belongs to it.
+    """
+
+    got: Numbers
+    want: Numbers | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Result:
+    """A result of both programs."""
+
+    got: Stacked
+    want: Numbers
+    right: bool
+
+
+class Comparison:
+    """Two programs, run side by side.
+
+    **Arguments:**
+
+    - `mesh`, `one`: the program on a mesh, and on one device.
+    - `scope`: the mesh axes around the programs.
+    - `given`: the values of the inputs of both.
+
+    **Attributes:**
+
+    - `relations`: what each value of the program on the mesh is of that on one device.
+    - `indices`: the values that differ because they are made from the index of a shard.
+    - `kept`: the values that are not simply those of one device.
+    - `operands`: those of loops and branches whose results differ.
+    - `results`: the results.
+    - `matched`: whether each step of the one program belongs to one of the other.
+    """
+
+    def __init__(
+        self, mesh: Program, one: Program, scope: Scope, given: tuple[Values, Values]
+    ) -> None:
+        self.mesh, self.one, self.scope, self.given = mesh, one, scope, given
+        self.evaluators = Evaluator(mesh), Evaluator(one)
+        self.pairs = pairs(mesh.steps, one.steps)
+        self.matched = len(self.pairs) == len(mesh.steps) == len(one.steps)
+        self._partners = {mesh.steps[a]: one.steps[b] for a, b in self.pairs.items()}
+        self.relations: dict[int, Relation | None] = {}
+        self.indices: set[int] = set()
+        self.kept: dict[int, Pair] = {}
+        self.operands: dict[Step, tuple[list[Stacked], list[Stacked]]] = {}
+        self._bytes = 0
+        self._sizes: dict[int, float] = {}
+        self._known: tuple[Values, Values] = ({**given[0]}, {**given[1]})
+        for a, b in zip(mesh.inputs, one.inputs, strict=True):
+            if a in given[0]:
+                self._relate(a, given[0][a], whole(given[1][b]), scope, 0.0)
+        self._run()
+        self.results = self._results()
+
+    def value(self, operand: Operand, side: int) -> Stacked:
+        return self.evaluators[side].operand(operand, self._known[side])
+
+    def partner(self, step: Step) -> Step | None:
+        """The step of the program on one device that belongs to a step."""
+        return self._partners.get(step)
+
+    def _run(self) -> None:
+        position, count = 0, 0
+        later = _last_reads(self.mesh), _last_reads(self.one)
+        for piece in [*pieces(self.mesh.steps), ()]:
+            partners = [self.pairs[i] for i in range(count, count + len(piece)) if i in self.pairs]
+            last = max(partners, default=position - 1) + 1 if piece else len(self.one.steps)
+            others = self.one.steps[position:last]
+            for side, steps in enumerate((piece, others)):
+                for part in pieces(steps):
+                    wanted = [x for step in part for x in step.results]
+                    known = self._known[side]
+                    known.update(run_steps(self.evaluators[side], part, known, wanted))
+            for step in piece:
+                self._step(step, self.partner(step))
+            count, position = count + len(piece), last
+            for side, done in enumerate((count, position)):
+                for x in [x for x in self._known[side] if later[side].get(x, -1) < done]:
+                    del self._known[side][x]
+
+    def _step(self, step: Step, other: Step | None) -> None:
+        by_index = self._is_index(step)
+        operands = 0.0
+        if other is not None:
+            operands = max([self._size(x) for x in other.operands], default=0.0)
+        for k, x in enumerate(step.results):
+            value = self._known[0][x]
+            want = whole(self._known[1][other.results[k]]) if other is not None else None
+            self._relate(x, value, want, step.around, operands)
+            if self.relations[x] is None and by_index:
+                self.indices.add(x)
+            if step.kind == "join" and self._has_unequal_copies(step):
+                self.relations[x] = None
+                self._keep(x, value, want, step.around)
+        differs = any(self.relations[x] is None for x in step.results)
+        if differs and step.name in _LOOPS and other is not None and len(self.operands) < 8:
+            self.operands[step] = (
+                [self.value(x, 0) for x in step.operands],
+                [self.value(x, 1) for x in other.operands],
+            )
+
+    def _relate(
+        self, x: int, value: Stacked, want: Numbers | None, scope: Scope, operands: float
+    ) -> None:
+        found = None if want is None else relation(value, want, scope, operands)
+        self.relations[x] = found
+        if found is None or not found.is_plain:
+            self._keep(x, value, want, scope)
+
+    def _keep(self, x: int, value: Stacked, want: Numbers | None, scope: Scope) -> None:
+        got = on_all_shards(value, scope)
+        self._bytes += got.nbytes
+        if self._bytes <= _KEPT:
+            self.kept[x] = Pair(got, want)
+
+    def _size(self, operand: Operand) -> float:
+        """The largest number of a value on one device."""
+        if isinstance(operand, Constant):
+            return largest(np.asarray(self.value(operand, 1).x))
+        if operand not in self._sizes:
+            self._sizes[operand] = largest(as_numbers(self._known[1][operand].x))
+        return self._sizes[operand]
+
+    def _is_index(self, step: Step) -> bool:
+        """Whether results may differ because they are made from the index of a shard, and of no data."""
+        if step.name == "axis_index":
+            return True
+        if step.name in _RANDOM or not any(x in self.indices for x in step.inputs):
+            return False
+        others = [x for x in step.inputs if x not in self.indices]
+        return all(as_numbers(self._known[0][x].x).dtype.kind in "biu" for x in others)
+
+    def _has_unequal_copies(self, step: Step) -> bool:
+        (operand,) = step.operands
+        value = self.value(operand, 0)
+        assert step.spec is not None
+        named = names_of_spec(step.spec)
+        x = as_numbers(value.x)
+        for at, name in enumerate(value.axes):
+            if name not in named:
+                first = np.take(x, [0], at)
+                limit = allowed(first, 0.0)
+                if x.dtype.kind in "fc" and not np.allclose(x, first, 0, limit, equal_nan=True):
+                    return True
+                if x.dtype.kind not in "fc" and not np.array_equal(x, np.broadcast_to(first, x.shape)):
+                    return True
+        return False
+
+    def _results(self) -> list[Result]:
+        found = []
+        for a, b in zip(self.mesh.results, self.one.results, strict=True):
+            got, want = self.value(a, 0), whole(self.value(b, 1))
+            known = self.relations.get(a, Relation()) if isinstance(a, int) else Relation()
+            # A step without a partner may give the right result.
+            is_lone = isinstance(a, int) and a in self.kept and self.kept[a].want is None
+            if is_lone or isinstance(a, Constant):
+                known = relation(got, want, self.scope, 0.0)
+            right = self.is_right(known) or (bool(self.scope.sizes) and a in self.indices)
+            found.append(Result(got, want, right))
+        return found
+
+    def is_right(self, found: Relation | None) -> bool:
+        """Whether a result with this relation is one that it should have."""
+        # Around loops there are mesh axes, and what is carried may be anything that is related.
+        return found is not None and (found.is_plain or bool(self.scope.sizes))
+
+
+def _last_reads(program: Program) -> Mapping[int, int]:
+    """For each value the number of the last step that reads it."""
+    found: dict[int, int] = {}
+    for i, step in enumerate(program.steps):
+        found |= dict.fromkeys(step.inputs, i)
+    return found | dict.fromkeys(_numbers(program.results), len(program.steps))
+
+
+def _numbers(operands: Iterable[Operand]) -> Sequence[int]:
+    return [x for x in operands if isinstance(x, int)]

@@ -1,0 +1,99 @@
+"""`locate`: the line at which a call on a mesh stops computing what it computes on one device."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import statemesh as sm
+
+from .._emulate._doubled import widened
+from .._emulate._one_device import NO_MESH
+from .._emulate._stacked import Scope, Stacked
+from .._emulate._trace import Trace, is_array_or_type, trace
+from .._types import AnyLeaf, Fun, PyTree, tree_util
+from ._comparison import Comparison
+from ._flat import flat
+from ._located import Located
+from ._rank import places
+
+
+def locate(mapped: sm.StatefulMapping, /, *args: PyTree, **kwargs: PyTree) -> Located | None:
+    """Find the line at which a call on a mesh stops computing what it computes on one device.
+    """
+    return located(mapped, mapped.unsharded, args, kwargs)
+
+
+def located(
+    mapped: Fun, reference: Fun, args: Sequence[PyTree], kwargs: PyTree = None
+) -> Located | None:
+    """The same for any two functions of the same arguments, of which the second is right."""
+    given = tuple(args), kwargs or {}
+    found = _compared(mapped, reference, given)
+    if found is None and any(map(eqx.is_inexact_array, jax.tree.leaves(given))):
+        found = located_in_gradient(mapped, reference, args, kwargs)
+    return found
+
+
+def located_in_gradient(
+    mapped: Fun, reference: Fun, args: Sequence[PyTree], kwargs: PyTree = None
+) -> Located | None:
+    """The same for the gradient of a weighted sum of all results."""
+    given = tuple(args), kwargs or {}
+    found = _compared(_Gradient(mapped), _Gradient(reference), given)
+    return None if found is None else dataclasses.replace(found, gradient=True)
+
+
+class _Gradient:
+    """The gradient of a call, by every inexact array."""
+
+    def __init__(self, call: Fun) -> None:
+        self._call = call
+        self.__name__ = getattr(call, "__name__", type(call).__name__)
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        inexact, rest = eqx.partition((args, kwargs), _is_inexact)
+
+        def results(inexact: PyTree) -> list[jax.Array]:
+            args, kwargs = eqx.combine(inexact, rest)
+            found = jax.tree.leaves(self._call(*args, **kwargs))
+            return [x for x in found if _is_inexact(x)]
+
+        made, pull = jax.vjp(results, inexact)
+        return pull([_weights(x) for x in made])[0]
+
+
+def _is_inexact(x: AnyLeaf) -> bool:
+    return is_array_or_type(x) and bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _weights(x: jax.Array) -> jax.Array:
+    """A weight for each number of a result, so that none cancels another."""
+    return jnp.asarray(np.cos(np.arange(x.size)).reshape(x.shape), x.dtype)
+
+
+def _compared(mapped: Fun, reference: Fun, given: PyTree) -> Located | None:
+    arrays = jax.tree.map(lambda x: jnp.asarray(x) if _is_traced(x) else x, given)
+    leaves, treedef = tree_util.tree_flatten(arrays)
+    traces = [trace(fun, treedef, leaves) for fun in (mapped, reference)]
+    values = [x for x in jax.tree.leaves(widened(arrays).values) if is_array_or_type(x)]
+    programs = [_flat(one) for one in traces]
+    inputs = [dict(zip(program.inputs, map(Stacked, values), strict=True)) for program in programs]
+    with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
+        found = Comparison(programs[0], programs[1], Scope(), (inputs[0], inputs[1]))
+        if all(result.right for result in found.results):
+            return None
+        chosen, cause = places(found)
+    return Located(tuple(chosen), found.matched, cause)
+
+
+def _flat(one: Trace) -> Any:
+    return flat(one.closed, Scope())
+
+
+def _is_traced(x: object) -> bool:
+    return isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "USOMm"

@@ -1,0 +1,66 @@
+"""What `locate` returns."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A line at which shards stop having what one device has.
+
+    **Attributes:**
+
+    - `file`, `line`, `source`: the line, and its text.
+    - `operation`: what it computes there.
+    - `got`: what some shards have where they are most off.
+    - `want`: what they should have.
+    - `shards`: which shards these are.
+    - `step`: inside a loop the number of the first round in which it happens.
+    - `note`: what else is known about the value.
+    """
+
+    file: str
+    line: int
+    source: str
+    operation: str
+    got: str
+    want: str
+    shards: str
+    step: int | None = None
+    note: str = ""
+
+    def __str__(self) -> str:
+        at = f", first in round {self.step} of the loop" if self.step is not None else ""
+        return f"{self.file}:{self.line}: {self.source}\n    {self.operation}{at}: {self.got}, and should be {self.want}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Located:
+    """Where a call on a mesh stops computing what it computes on one device.
+
+    **Attributes:**
+
+    - `places`: at most three lines, the likeliest first.
+    - `matched`: whether the two programs have the same steps. Where they have not, some values are not compared.
+    - `cause`: what puts all results right, if running the program so has confirmed it.
+    - `gradient`: whether the results agree, and only the derivatives differ.
+    """
+
+    places: tuple[Place, ...]
+    matched: bool
+    cause: str | None = None
+    gradient: bool = False
+
+    def __str__(self) -> str:
+        first, *others = self.places
+        what = "The derivatives stop" if self.gradient else "Values stop"
+        lines = [f"{what} being those of one device here:", f"  {first}"]
+        if first.note:
+            lines.append(f"    In other words: {first.note}.")
+        if self.cause:
+            lines.append(f"    Tried: {self.cause}.")
+        if others:
+            lines.append("or, less likely, here:")
+            lines += [f"  {place.file}:{place.line}: {place.source}" for place in others]
+        if not self.matched:
+            lines.append("The two programs have different steps, so that some values cannot be compared.")
+        return "\n".join(lines)

@@ -1,0 +1,113 @@
+"""The values that lead to a wrong result, and the lines that made them."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from ._comparison import Comparison
+from ._flat import Step
+from ._lines import Line
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Group:
+    """The steps of one line that make values which lead to a wrong result.
+
+    **Attributes:**
+
+    - `line`: the line; `None` where there is no line of the user's.
+    - `transposed`: whether the steps are those of the line's derivative.
+    - `steps`: in the order of the program.
+    - `values`: what they make that other lines use.
+    - `is_first`: whether one of them makes of values that are right, or parts of them, one that is neither.
+    - `is_partial`: whether all that they make is partial results, or multiples.
+    """
+
+    line: Line | None
+    transposed: bool
+    steps: Sequence[Step]
+    values: Sequence[int]
+    is_first: bool
+    is_partial: bool
+
+
+class Suspects:
+    """What leads to the wrong results of a comparison.
+
+    **Attributes:**
+
+    - `steps`: the steps, in the order of the program.
+    - `first`: those that make something unrelated of what is related.
+    """
+
+    def __init__(self, found: Comparison) -> None:
+        self._found = found
+        self._maker = found.mesh.maker()
+        self._values: set[int] = set()
+        wrong = [
+            operand
+            for operand, result in zip(found.mesh.results, found.results, strict=True)
+            if not result.right and isinstance(operand, int)
+        ]
+        self._walk(wrong)
+        self.steps = [
+            step for step in found.mesh.steps if self._values.intersection(step.results)
+        ]
+        self.first = [step for step in self.steps if self._is_first(step)]
+
+    def _is_suspect(self, value: int) -> bool:
+        """Whether shards have something else than their part of the value on one device."""
+        known = self._found.relations[value]
+        return known is None or not known.is_plain
+
+    def is_unrelated(self, value: int) -> bool:
+        return self._found.relations[value] is None and value not in self._found.indices
+
+    def _walk(self, values: list[int]) -> None:
+        while values:
+            value = values.pop()
+            if value in self._values:
+                continue
+            self._values.add(value)
+            if value in self._maker:
+                values += [x for x in self._maker[value].inputs if self._is_suspect(x)]
+
+    def _is_first(self, step: Step) -> bool:
+        makes = any(self.is_unrelated(x) for x in step.results)
+        return makes and not any(self.is_unrelated(x) for x in step.inputs)
+
+    def groups(self) -> list[Group]:
+        """The suspects by line, in the order of the program."""
+        lines = self._lines()
+        steps: dict[tuple[Line | None, bool], list[Step]] = {}
+        for step in self.steps:
+            steps.setdefault((lines[step], step.transposed), []).append(step)
+        made = {key: {x for step in group for x in step.results} for key, group in steps.items()}
+        readers: dict[int, list[Step]] = {}
+        for step in self._found.mesh.steps:
+            for x in step.inputs:
+                readers.setdefault(x, []).append(step)
+        results = {x for x in self._found.mesh.results if isinstance(x, int)}
+        found = []
+        for key, group in steps.items():
+            inside = {id(step) for step in group}
+            values = [
+                x
+                for x in sorted(made[key] & self._values)
+                if x in results or any(id(step) not in inside for step in readers.get(x, ()))
+            ]
+            partial = not any(self._found.relations[x] is None for x in values)
+            first = any(self._is_first(step) for step in group)
+            found.append(Group(*key, group, values, first, partial))
+        return found
+
+    def _lines(self) -> dict[Step, Line | None]:
+        """The line of each suspect; for the steps of libraries that have none, the line that first uses it."""
+        lines: dict[Step, Line | None] = {step: step.line for step in self.steps}
+        reader: dict[int, Step] = {}
+        for step in reversed(self.steps):
+            if lines[step] is None:
+                uses = [reader[x] for x in step.results if x in reader]
+                lines[step] = next((lines[use] for use in uses if lines[use] is not None), None)
+            for x in step.inputs:
+                reader[x] = step
+        return lines

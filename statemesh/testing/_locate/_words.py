@@ -1,0 +1,123 @@
+"""Every word of a report of `locate`."""
+
+from collections.abc import Hashable, Mapping, Sequence
+
+import numpy as np
+
+from .. import _errors as errors
+from .._emulate._stacked import Scope
+from .._types import Numbers
+from ._comparison import Pair
+from ._flat import Step
+from ._mend import right_values
+from ._relations import Relation
+
+
+_OPERATIONS: Mapping[str, str] = {
+    "dot_general": "a matrix product",
+    "conv_general_dilated": "a convolution",
+    "reduce_sum": "a sum",
+    "reduce_max": "a maximum",
+    "reduce_min": "a minimum",
+    "psum": "a sum over shards",
+    "psum_invariant": "a sum over shards",
+    "pmax": "a maximum over shards",
+    "pmin": "a minimum over shards",
+    "all_gather": "a gathering from all shards",
+    "all_gather_invariant": "a gathering from all shards",
+    "reduce_scatter": "a sum over shards, scattered",
+    "ppermute": "a move between shards",
+    "all_to_all": "an exchange between shards",
+    "axis_index": "the index of a shard",
+    "random_bits": "random numbers",
+    "random_fold_in": "a new key",
+    "random_split": "new keys",
+    "random_wrap": "a key",
+    "iota": "numbers counted from 0",
+    "split": "an argument, split by its in spec",
+    "join": "a result, put together by its out spec",
+    "add": "a sum of two",
+    "add_any": "a sum of two",
+    "sub": "a difference",
+    "mul": "a product",
+    "div": "a quotient",
+    "select_n": "a choice",
+    "gather": "an indexing",
+    "dynamic_slice": "an indexing",
+    "scan": "a loop",
+    "while": "a loop",
+    "cond": "a branch",
+}
+
+_PARTIAL: Mapping[str, str] = {
+    "sum": "the sum over {} of what shards have is the value on one device",
+    "mean": "the mean over {} of what shards have is the value on one device",
+    "max": "the maximum over {} of what shards have is the value on one device",
+    "min": "the minimum over {} of what shards have is the value on one device",
+    "turned": "shards along {} have the parts of other shards",
+    "one": "one shard along {} has the value on one device",
+}
+
+
+def operation(step: Step) -> str:
+    """What a step computes."""
+    name = _OPERATIONS.get(step.name, f"`{step.name}`")
+    inside = f", in `{step.caller.lstrip('_')}`" if step.caller else ""
+    return f"{name}{inside}, in the derivative of this line" if step.transposed else f"{name}{inside}"
+
+
+def partial(known: Relation) -> str:
+    """What a value is that is no part of the value on one device."""
+    words = [_PARTIAL[kind].format(repr(name)) for name, kind, _ in known.kinds if kind in _PARTIAL]
+    if known.factor != 1:
+        words.append(f"shards have {known.factor:.6g} times the value on one device")
+    return "; ".join(words)
+
+
+def numbers(pair: Pair, scope: Scope) -> tuple[str, str, str]:
+    """What some shards have where they are most off, what they should have, and which shards these are."""
+    want = next(right_values(pair, scope), None)
+    if want is None:
+        there = "nothing that belongs to it" if pair.want is None else _array(pair.want.shape)
+        return f"{_array(pair.got.shape[len(scope.sizes) :])} on each shard", there, ""
+    if not want.size:
+        return "an empty array", "an empty array", ""
+    with np.errstate(invalid="ignore"):
+        off = np.abs(pair.got.astype(float) - want.astype(float))
+    same = (pair.got == want) | ((pair.got != pair.got) & (want != want))
+    off = np.where(same, -1.0, np.where(np.isnan(off), np.inf, off))
+    worst = np.unravel_index(int(np.argmax(off)), off.shape)
+    count = len(scope.sizes)
+    local = tuple(map(int, worst[count:]))
+    at = f" at {list(local)}" if local else ""
+    shards = sorted(np.ndindex(pair.got.shape[:count]), key=lambda one: -off[(*one, *local)])[:2]
+    shards.sort()
+    names = list(scope.sizes)
+    got = ", ".join(f"{_shown(pair.got[(*one, *local)])} on {_shard(names, one)}" for one in shards)
+    right = [want[(*one, *local)] for one in shards]
+    all_same = all(x == right[0] or (x != x and right[0] != right[0]) for x in right)
+    goal = _shown(right[0]) if all_same else " and ".join(map(_shown, right))
+    return got + at, goal, "; ".join(_shard(names, one) for one in shards)
+
+
+def _shard(names: Sequence[Hashable], index: Sequence[int]) -> str:
+    return errors.axes_str(dict(zip(names, map(int, index), strict=True))) or "one device"
+
+
+def _shown(x: Numbers) -> str:
+    return f"{x:.6g}" if x.dtype.kind == "f" else str(x)
+
+
+def _array(shape: Sequence[int]) -> str:
+    return f"an array [{', '.join(map(str, shape))}]"
+
+
+def cause(collective: str, name: Hashable) -> str:
+    return f"with jax.lax.{collective} over {name!r} here, all results are right"
+
+
+def too_much(factor: float) -> str:
+    return f"divided by {factor:.6g} here, all results are right"
+
+
+NOT_MATCHED = "The program on one device has other steps, so that some values cannot be compared."
