@@ -1,5 +1,6 @@
 """The values of a program on a mesh beside those of the program on one device."""
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -56,6 +57,8 @@ class Comparison:
     **Attributes:**
 
     - `relations`: what each value of the program on the mesh is of that on one device.
+    - `scopes`: the mesh axes over which each value may differ.
+    - `splits`: how many values have a mesh axis in parts of an array axis.
     - `indices`: the values that differ because they are made from the index of a shard.
     - `kept`: the values that are not simply those of one device.
     - `operands`: those of loops and branches whose results differ.
@@ -70,6 +73,8 @@ class Comparison:
         self.evaluators = Evaluator(mesh), Evaluator(one)
         self.pairs = pairs(mesh.steps, one.steps)
         self.matched = len(self.pairs) == len(mesh.steps) == len(one.steps)
+        self.scopes = dict.fromkeys(mesh.inputs, scope)
+        self.scopes |= {x: step.around for step in mesh.steps for x in step.results}
         self._partners = {mesh.steps[a]: one.steps[b] for a, b in self.pairs.items()}
         self.relations: dict[int, Relation | None] = {}
         self.indices: set[int] = set()
@@ -77,12 +82,20 @@ class Comparison:
         self.operands: dict[Step, tuple[list[Stacked], list[Stacked]]] = {}
         self._bytes = 0
         self._sizes: dict[int, float] = {}
+        # For values of the program on the mesh what they are on one device, as long as a step may need it.
+        self._wants: dict[int, Numbers] = {}
         self._known: tuple[Values, Values] = ({**given[0]}, {**given[1]})
         for a, b in zip(mesh.inputs, one.inputs, strict=True):
             if a in given[0]:
                 self._relate(a, given[0][a], whole(given[1][b]), scope, 0.0)
         self._run()
         self.results = self._results()
+        self.splits = collections.Counter(
+            (name, axis)
+            for known in self.relations.values()
+            for name, kind, axis in (known.kinds if known else ())
+            if kind == "parts"
+        )
 
     def value(self, operand: Operand, side: int) -> Stacked:
         return self.evaluators[side].operand(operand, self._known[side])
@@ -106,6 +119,7 @@ class Comparison:
             for step in piece:
                 self._step(step, self.partner(step))
             count, position = count + len(piece), last
+            self._wants = {x: want for x, want in self._wants.items() if later[0].get(x, -1) >= count}
             for side, done in enumerate((count, position)):
                 for x in [x for x in self._known[side] if later[side].get(x, -1) < done]:
                     del self._known[side][x]
@@ -118,8 +132,15 @@ class Comparison:
         for k, x in enumerate(step.results):
             value = self._known[0][x]
             want = whole(self._known[1][other.results[k]]) if other is not None else None
+            if other is None:
+                want = self._unneeded(step)
+            if want is not None:
+                self._wants[x] = want
             self._relate(x, value, want, step.around, operands)
-            if self.relations[x] is None and by_index:
+            known = self.relations[x]
+            if by_index and not (known and known.is_plain):
+                # That one shard has the index 0, or that the least is 0, is no relation.
+                self.relations[x] = None
                 self.indices.add(x)
             if step.kind == "join" and self._has_unequal_copies(step):
                 self.relations[x] = None
@@ -130,6 +151,12 @@ class Comparison:
                 [self.value(x, 0) for x in step.operands],
                 [self.value(x, 1) for x in other.operands],
             )
+
+    def _unneeded(self, step: Step) -> Numbers | None:
+        """What one device has in the place of a step that it does not need, such as a division by one shard."""
+        if len(step.inputs) != 1 or len(step.results) != 1 or step.name not in ("div", "mul"):
+            return None
+        return self._wants.get(step.inputs[0])
 
     def _relate(
         self, x: int, value: Stacked, want: Numbers | None, scope: Scope, operands: float
@@ -154,8 +181,9 @@ class Comparison:
         return self._sizes[operand]
 
     def _is_index(self, step: Step) -> bool:
-        """Whether results may differ because they are made from the index of a shard, and of no data."""
-        if step.name == "axis_index":
+        """Whether results may differ because they are made from the index of a shard or a constant, and of no data."""
+        constants = bool(step.operands) and not step.inputs
+        if step.name == "axis_index" or constants:
             return True
         if step.name in _RANDOM or not any(x in self.indices for x in step.inputs):
             return False
@@ -172,7 +200,7 @@ class Comparison:
             if name not in named:
                 first = np.take(x, [0], at)
                 limit = allowed(first, 0.0)
-                if x.dtype.kind in "fc" and not np.allclose(x, first, 0, limit, equal_nan=True):
+                if x.dtype.kind in "fc" and not np.all((np.abs(x - first) <= limit) | (x == first) | ((x != x) & (first != first))):
                     return True
                 if x.dtype.kind not in "fc" and not np.array_equal(x, np.broadcast_to(first, x.shape)):
                     return True

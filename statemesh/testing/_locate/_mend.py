@@ -7,9 +7,8 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from .._emulate._stacked import Scope
 from .._types import Numbers
-from ._comparison import Comparison, Pair
+from ._comparison import Comparison
 from ._relations import relation
 from ._suspects import Group
 from ._values import Points
@@ -28,10 +27,12 @@ class Mended:
 
     - `right`: how many of the results are right.
     - `all`: whether all are.
+    - `plain`: whether the other values were those of one device, and no multiples of them.
     """
 
-    right: int
-    all: bool
+    right: int = 0
+    all: bool = False
+    plain: bool = False
 
 
 class Mender:
@@ -45,9 +46,6 @@ class Mender:
 
     def __init__(self, found: Comparison, groups: Sequence[Group]) -> None:
         self._found = found
-        self._scopes = {
-            x: step.around for group in groups for step in group.steps for x in step.results
-        }
         chosen: list[int] = []
         for group in groups[:_MOST_GROUPS]:
             values = [x for x in group.values if x in found.kept]
@@ -60,16 +58,18 @@ class Mender:
 
     def try_right(self, group: Group) -> Mended:
         """The results where a line makes what it makes on one device."""
-        best = Mended(0, False)
+        best = Mended()
         values = [x for x in group.values if x in self.points]
         if len(values) < len(group.values) or not values:
             return best
-        choices = [list(right_values(self._found.kept[x], self._scopes[x])) for x in values]
+        choices = [list(right_values(self._found, x)) for x in values]
+        if not all(choices):
+            return best
         for k in range(max(map(len, choices))):
-            if not all(choices):
-                return best
-            tried = {x: choice[min(k, len(choice) - 1)] for x, choice in zip(values, choices, strict=True)}
-            now = self.run(tried)
+            chosen = [choice[min(k, len(choice) - 1)] for choice in choices]
+            tried = {x: right.numbers for x, right in zip(values, chosen, strict=True)}
+            plain = all(right.factor == 1 for right in chosen)
+            now = dataclasses.replace(self.run(tried), plain=plain)
             if now.right > best.right:
                 best = now
             if best.all:
@@ -88,22 +88,34 @@ class Mender:
         return Mended(count, all(right))
 
 
-def right_values(pair: Pair, scope: Scope) -> Iterator[Numbers]:
-    """What shards may have to have, given what one device has: the same, its parts, or parts of a sum."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Right:
+    """What shards may have to have: so many times their parts of what one device has."""
+
+    numbers: Numbers
+    factor: float
+
+
+def right_values(found: Comparison, value: int) -> Iterator[Right]:
+    """What shards may have to have, the likeliest first: what one device has, its parts, or parts of a sum."""
+    pair = found.kept[value]
     if pair.want is None:
         return
+    scope = found.scopes[value]
     sizes = list(scope.sizes.values())
-    local = pair.got.shape[len(sizes) :]
-    ways = list(itertools.islice(_placements(pair.want.shape, local, sizes), 3))
-    for factor in ("one", "part", "times") if pair.want.dtype.kind in "fc" else ("one",):
-        for way in ways:
-            rest = math.prod(size for size, at in zip(sizes, way, strict=True) if at is None)
-            if factor != "one" and rest == 1 and way is not ways[0]:
-                continue
-            parts = _split(pair.want, way, sizes, local)
-            total = math.prod(sizes) if rest == 1 else rest
-            scale = {"one": 1.0, "part": 1 / total, "times": float(total)}[factor]
-            yield parts if factor == "one" else parts * scale
+    ways = list(_placements(pair.want.shape, pair.got.shape[len(sizes) :], sizes))
+    # Most values are split as others are.
+    ways.sort(key=lambda way: -sum(found.splits[str(n), d] for n, d in zip(scope.sizes, way, strict=True)))
+    plain = [(_split(pair.want, way, sizes, pair.got.shape[len(sizes) :]), way) for way in ways[:3]]
+    yield from (Right(numbers, 1) for numbers, _ in plain)
+    if pair.want.dtype.kind not in "fc":
+        return
+    for numbers, way in plain[:1]:
+        rest = math.prod(size for size, at in zip(sizes, way, strict=True) if at is None)
+        count = rest if rest > 1 else math.prod(sizes)
+        if count > 1:
+            yield Right(numbers / count, 1 / count)
+            yield Right(numbers * count, count)
 
 
 def _placements(
@@ -135,14 +147,16 @@ def _split(
     return made
 
 
-def reduced(pair: Pair, scope: Scope) -> Iterator[tuple[str, Hashable, Numbers]]:
-    """What a value would be if it were reduced over a mesh axis: the collective, the axis, the value."""
-    for at, (name, size) in enumerate(scope.sizes.items()):
-        if size == 1 or pair.got.dtype.kind not in "fc":
-            continue
-        for collective, reduce in (("psum", np.sum), ("pmean", np.mean), ("pmax", np.max)):
-            whole = reduce(pair.got, axis=at, keepdims=True)
-            if not np.array_equal(whole, pair.got.take([0], at)):
-                yield collective, name, np.broadcast_to(whole, pair.got.shape)
+def is_float(x: Numbers) -> bool:
+    return bool(x.dtype.kind in "fc")
 
 
+def reduced(found: Comparison, value: int, collective: str, name: Hashable) -> Numbers | None:
+    """What a value is when it is reduced over a mesh axis; `None` where that changes nothing."""
+    got, sizes = found.kept[value].got, list(found.scopes[value].sizes)
+    if name not in sizes or not is_float(got):
+        return None
+    at = sizes.index(name)
+    reduce = {"psum": np.sum, "pmean": np.mean, "pmax": np.max}[collective]
+    whole = np.broadcast_to(reduce(got, axis=at, keepdims=True), got.shape)
+    return None if np.array_equal(whole, got) else whole

@@ -3,15 +3,13 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from . import _words as words
 from ._comparison import Comparison
 from ._flat import Step
-from ._lines import Line
 from ._located import Place
-from ._mend import Mended, Mender, reduced
-from ._rounds import inside
+from ._mend import Mended, Mender, is_float, reduced
+from ._lines import Line
+from ._rounds import inside, lines_of_carry
 from ._suspects import Group, Suspects
 
 
@@ -23,31 +21,24 @@ class _Tried:
     mended: Mended
     number: int
 
-    @property
-    def is_doubtful(self) -> bool:
-        """Whether the line makes partial derivatives, which are right as long as they are summed later."""
-        return self.group.is_partial and self.group.transposed
-
 
 def places(found: Comparison, most: int = 3) -> tuple[list[Place], str | None]:
     """The likeliest places, and what puts all results right if that is sure."""
     suspects = Suspects(found)
     groups = suspects.groups()
-    order = sorted(range(len(groups)), key=lambda k: (not groups[k].is_first, k))
-    mender = Mender(found, [groups[k] for k in order])
-    tried = list(_tried(mender, groups))
-    tried.sort(key=_likely)
+    gradients = suspects.handed_over()
+    first_ones = sorted(groups, key=lambda group: not group.is_first)
+    mender = Mender(found, [gradients, *first_ones] if gradients else first_ones)
+    tried = [one for one in _tried(mender, groups) if one.group.line is not None]
+    if gradients and (mended := mender.try_right(gradients)).all:
+        tried = [_Tried(gradients, mended, -1), *tried]
     if not tried:
         return [], None
-    first, *others = tried
-    # If one line explains all that is wrong, lines further on do so too, and tell nothing.
-    others.sort(key=lambda one: (not one.group.is_first, not one.mended.all, one.number))
-    seen: list[Line | None] = []
     chosen: list[_Tried] = []
-    for one in (first, *others):
-        if one.group.line is not None and one.group.line not in seen:
-            seen.append(one.group.line)
+    for one in _in_order(tried):
+        if one.group.line not in [other.group.line for other in chosen]:
             chosen.append(one)
+    first = chosen[0]
     reason = _cause(found, mender, first.group) if first.mended.all else None
     made: list[Place] = []
     for one in chosen[:most]:
@@ -64,34 +55,55 @@ def _tried(mender: Mender, groups: Sequence[Group]) -> Iterator[_Tried]:
     done = False
     for number, group in enumerate(groups):
         # Lines after one that puts everything right would do so too.
-        mended = Mended(0, False) if done else mender.try_right(group)
-        one = _Tried(group, mended, number)
-        done = done or (mended.all and not one.is_doubtful)
-        yield one
+        mended = Mended() if done else mender.try_right(group)
+        yield _Tried(group, mended, number)
+        done = done or (mended.all and mended.plain and not group.is_partial)
 
 
-def _likely(one: _Tried) -> tuple[object, ...]:
-    mended, group = one.mended, one.group
-    return (
-        group.line is None,
-        not mended.all or one.is_doubtful,
-        not group.is_first,
-        one.is_doubtful,
-        -mended.right,
-        one.number,
-    ) if not mended.all else (group.line is None, one.is_doubtful, False, False, 0, one.number)
+def _in_order(tried: Sequence[_Tried]) -> Iterator[_Tried]:
+    """The likeliest first."""
+    mending = [one for one in tried if one.mended.all]
+    # Where a value is no longer related to that on one device.
+    breaking = [one for one in mending if not one.group.is_partial]
+    # Where a partial result comes from that is used as if it were whole, or a multiple.
+    multiples = [one for one in mending if one.group.is_partial and one.group.is_multiple]
+    partial = [one for one in mending if one.group.is_partial and not one.group.is_multiple]
+    gradients = [one for one in mending if one.number < 0]
+    firsts = [one for one in tried if one.group.is_first]
+    sure = [one for one in firsts if one.group.is_sure]
+    # A line that picks by the index of a shard may well make what one device has not.
+    breaking.sort(key=lambda one: not (one.mended.plain or one.group.is_sure))
+    if not breaking or not breaking[0].group.is_first:
+        # What is wrong happens before the line that can be put right.
+        breaking = [*sure[:1], *breaking]
+    yield from gradients
+    yield from multiples[:1]
+    yield from breaking[:1]
+    yield from partial[:1]
+    yield from breaking[1:2]
+    yield from sorted(firsts, key=lambda one: (not one.mended.all, -one.mended.right, one.number))
+    yield from partial[1:2]
+    if not mending:
+        yield from tried
 
 
 def _deeper(found: Comparison, group: Group, most: int) -> tuple[list[Place], str | None]:
     """The places inside a loop or branch that is the first of a line."""
-    step = next((step for step in group.steps if step in found.operands), None)
-    within = inside(found, step) if step is not None and _shown(found, group)[0] is step else None
+    step, _ = _shown(found, group)
+    within = inside(found, step)
     if within is None:
-        return [], None
+        lines = lines_of_carry(found, step)
+        whole = _place(found, group)
+        return [_inside_of(whole, line) for line in lines[: most - 1]] + [whole] * bool(lines), None
     made, reason = places(within.found, most)
     if within.round is not None:
         made = [dataclasses.replace(place, step=within.round) for place in made]
     return made, reason
+
+
+def _inside_of(place: Place, line: Line) -> Place:
+    """A line inside of a loop."""
+    return dataclasses.replace(place, file=line.file, line=line.number, source=line.source)
 
 
 def _shown(found: Comparison, group: Group) -> tuple[Step, int]:
@@ -112,7 +124,7 @@ def _place(found: Comparison, group: Group) -> Place:
     assert group.line is not None
     got = want = shards = note = ""
     if value in found.kept:
-        got, want, shards = words.numbers(found.kept[value], step.around)
+        got, want, shards = words.numbers(found, value)
     known = found.relations.get(value)
     if known is not None:
         note = words.partial(known)
@@ -133,21 +145,14 @@ def _cause(found: Comparison, mender: Mender, group: Group) -> str | None:
     values = [x for x in group.values if x in mender.points]
     if not values:
         return None
-    scopes = {x: step.around for step in group.steps for x in step.results}
     confirmed = []
-    for at, (name, size) in enumerate(scopes[values[0]].sizes.items()):
-        if size == 1:
-            continue
+    for name, size in found.scopes[values[0]].sizes.items():
         for collective in ("psum", "pmean", "pmax"):
-            tried = {}
-            for x in values:
-                ways = reduced(found.kept[x], scopes[x])
-                tried |= {x: new for c, n, new in ways if (c, n) == (collective, name)}
-            if len(tried) == len(values) and mender.run(tried).all:
+            tried = {x: reduced(found, x, collective, name) for x in values}
+            changed = {x: new for x, new in tried.items() if new is not None}
+            if len(changed) == len(values) and mender.run(changed).all:
                 confirmed.append(words.cause(collective, name))
-        del at
-        floats = {x: found.kept[x].got for x in values if found.kept[x].got.dtype.kind in "fc"}
-        if len(floats) == len(values):
-            if mender.run({x: np.asarray(got) / size for x, got in floats.items()}).all:
-                confirmed.append(words.too_much(size))
+        smaller = {x: found.kept[x].got / size for x in values if is_float(found.kept[x].got)}
+        if size > 1 and len(smaller) == len(values) and mender.run(smaller).all:
+            confirmed.append(words.too_much(size))
     return confirmed[0] if len(confirmed) == 1 else None

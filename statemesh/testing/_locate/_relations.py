@@ -10,7 +10,7 @@ import numpy as np
 
 from .._emulate._stacked import Scope, Stacked
 from .._types import Numbers
-from ._values import as_numbers, is_key
+from ._values import as_numbers, is_key, on_all_shards
 
 
 # What a value is along a mesh axis: the same on every shard; the parts of an array axis; what gives the
@@ -19,7 +19,10 @@ Kind: TypeAlias = Literal["equal", "parts", "sum", "mean", "max", "min", "turned
 
 # Double precision leaves this much of the differences that are no mistakes.
 _RELATIVE = 1e-8
+_OF_LARGEST = 1e-9
 _OF_OPERANDS = 1e-12
+# Numbers like -1e9 mark what is masked.
+_MASKS = 1e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,21 +61,24 @@ def whole(value: Stacked) -> Numbers:
     return x.reshape(x.shape[len(value.axes) :])
 
 
-def allowed(want: Numbers, operands: float) -> float:
-    """By how much two computations in double precision may differ.
+def allowed(want: Numbers, operands: float) -> Numbers:
+    """By how much each number of two computations in double precision may differ.
 
     **Arguments:**
 
     - `operands`: the largest number that the value was made from.
     """
-    return _RELATIVE * largest(want) + _OF_OPERANDS * operands
+    own = np.where(np.isfinite(want), np.abs(want), 0.0)
+    return _RELATIVE * own + _OF_LARGEST * largest(want) + _OF_OPERANDS * operands
 
 
 def largest(x: Numbers) -> float:
+    """The largest number, but for those that stand for infinity in masks."""
     if x.dtype.kind not in "fc":
         return 0.0
     finite = np.abs(x[np.isfinite(x)])
-    return float(finite.max(initial=0.0))
+    usual = finite[finite < _MASKS]
+    return float((usual if usual.size else finite).max(initial=0.0))
 
 
 def relation(value: Stacked, want: Numbers, scope: Scope, operands: float) -> Relation | None:
@@ -84,11 +90,16 @@ def relation(value: Stacked, want: Numbers, scope: Scope, operands: float) -> Re
     - `operands`: the largest number that the value was made from.
     """
     x = as_numbers(value.x)
-    names = [name for name in value.axes if scope.sizes.get(name, 1) > 1]
-    x = x.reshape((*(scope.sizes[name] for name in names), *x.shape[len(value.axes) :]))
+    names = [name for name in value.axes if scope.sizes[name] > 1]
+    if x.shape[len(value.axes) :] != want.shape:
+        # What is the same on all shards can still be the part of each.
+        x, names = on_all_shards(value, scope), [n for n, size in scope.sizes.items() if size > 1]
+        x = x.reshape((*(scope.sizes[n] for n in names), *x.shape[len(scope.sizes) :]))
+    else:
+        x = x.reshape((*(scope.sizes[n] for n in names), *x.shape[len(value.axes) :]))
     shown = [str(name) for name in names]
-    close = _closeness(want, allowed(want, operands))
     numeric = want.dtype.kind in "fc"
+    close = _closeness(want, allowed(want, operands) if numeric else want)
     for depth in range(5 if not is_key(value.x) else 2):
         # What is likely first: it is cheap, and a rare relation may hold by accident.
         if depth == 3 and not numeric:
@@ -102,7 +113,7 @@ def relation(value: Stacked, want: Numbers, scope: Scope, operands: float) -> Re
     return None
 
 
-def _closeness(want: Numbers, limit: float) -> Callable[[Numbers], bool]:
+def _closeness(want: Numbers, limit: Numbers) -> Callable[[Numbers], bool]:
     if want.dtype.kind not in "fc":
         return lambda x: np.array_equal(x, want)
 
@@ -173,7 +184,8 @@ def _merged(
     same = bool(np.all((x == x[:1]) | ((x != x) & (x[:1] != x[:1]))))
     if same or (x.dtype.kind in "fc" and np.allclose(x, x[:1], rtol=1e-10, atol=0, equal_nan=True)):
         yield "equal", 0, x[0]
-    if depth in (1, 3) and x.dtype.kind in "fciu":
+    # Equal parts of a sum are, in other words, a multiple of the whole.
+    if depth in (1, 3) and (x.dtype.kind in "iu" or x.dtype.kind in "fc" and not same):
         yield "sum", 0, x.sum(0, dtype=x.dtype)
     if depth in (1, 3) and x.dtype.kind in "fc" and not same:
         yield "mean", 0, x.mean(0)

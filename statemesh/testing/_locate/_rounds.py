@@ -13,6 +13,7 @@ from ._comparison import Comparison
 from ._flat import Program, Step, flat
 from ._lines import Line
 from ._relations import relation, whole
+from ._suspects import lines_inside
 from ._values import Evaluator, Values, compile_fast
 
 
@@ -171,3 +172,19 @@ def _as_inside(
 
 def _named(program: Program, given: Sequence[Stacked]) -> Values:
     return dict(zip(program.inputs, given, strict=True))
+
+
+def lines_of_carry(found: Comparison, step: Step) -> list[Line]:
+    """The lines in a loop that make nothing but those of its results that differ.
+
+    That tells something where the loop has more rounds on a mesh, so that rounds cannot be compared.
+    """
+    other = found.partner(step)
+    if other is None or step.name not in ("scan", "while") or step not in found.operands:
+        return []
+    loops = [_loop(a, values) for a, values in zip((step, other), found.operands[step], strict=True)]
+    if step.name == "scan" and len(loops[0].rounds) == len(loops[1].rounds):
+        return []
+    program = flat(loops[0].body, step.scope, step.line)
+    wrong = {k for k, x in enumerate(step.results) if found.relations[x] is None}
+    return lines_inside(program, wrong)

@@ -1,10 +1,10 @@
 """The values that lead to a wrong result, and the lines that made them."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ._comparison import Comparison
-from ._flat import Step
+from ._flat import Program, Step
 from ._lines import Line
 
 
@@ -19,7 +19,9 @@ class Group:
     - `steps`: in the order of the program.
     - `values`: what they make that other lines use.
     - `is_first`: whether one of them makes of values that are right, or parts of them, one that is neither.
+    - `is_sure`: whether such a one reads no value that differs because of the index of a shard.
     - `is_partial`: whether all that they make is partial results, or multiples.
+    - `is_multiple`: whether there are multiples among it.
     """
 
     line: Line | None
@@ -27,7 +29,9 @@ class Group:
     steps: Sequence[Step]
     values: Sequence[int]
     is_first: bool
+    is_sure: bool
     is_partial: bool
+    is_multiple: bool
 
 
 class Suspects:
@@ -95,10 +99,37 @@ class Suspects:
                 for x in sorted(made[key] & self._values)
                 if x in results or any(id(step) not in inside for step in readers.get(x, ()))
             ]
-            partial = not any(self._found.relations[x] is None for x in values)
-            first = any(self._is_first(step) for step in group)
-            found.append(Group(*key, group, values, first, partial))
+            known = [self._found.relations[x] for x in values]
+            first = [step for step in group if self._is_first(step)]
+            indices = self._found.indices
+            found.append(
+                Group(
+                    *key,
+                    steps=group,
+                    values=values,
+                    is_first=bool(first),
+                    is_sure=any(not indices.intersection(step.inputs) for step in first),
+                    is_partial=all(one is not None for one in known),
+                    is_multiple=any(one is not None and one.factor != 1 for one in known),
+                )
+            )
         return found
+
+    def handed_over(self) -> Group | None:
+        """The gradients that are partial results, or multiples, at the line that first uses one."""
+        lines = self._lines()
+        steps, values = [], set()
+        for step in self.steps:
+            made = [x for x in step.inputs if x in self._values and x in self._maker]
+            gradients = [x for x in made if self._maker[x].transposed and not step.transposed]
+            if gradients and lines[step] is not None:
+                steps.append(step)
+                values.update(gradients)
+        known = [self._found.relations[x] for x in values]
+        if not steps or any(one is None for one in known):
+            return None
+        multiple = any(one is not None and one.factor != 1 for one in known)
+        return Group(lines[steps[0]], False, steps, sorted(values), False, False, True, multiple)
 
     def _lines(self) -> dict[Step, Line | None]:
         """The line of each suspect; for the steps of libraries that have none, the line that first uses it."""
@@ -111,3 +142,23 @@ class Suspects:
             for x in step.inputs:
                 reader[x] = step
         return lines
+
+
+def lines_inside(program: Program, wrong: Collection[int]) -> list[Line]:
+    """The lines of a program on which only these of its results depend, in order.
+
+    For a loop that runs more often on a mesh than on one device, so that its values cannot be compared.
+    """
+    needed: list[set[int]] = [set(), set()]
+    for k, result in enumerate(program.results):
+        if isinstance(result, int):
+            needed[k in wrong].add(result)
+    lines = []
+    for step in reversed(program.steps):
+        is_needed = [bool(values.intersection(step.results)) for values in needed]
+        for values, here in zip(needed, is_needed, strict=True):
+            if here:
+                values.update(step.inputs)
+        if is_needed == [False, True] and step.line is not None:
+            lines.append(step.line)
+    return list(dict.fromkeys(reversed(lines)))

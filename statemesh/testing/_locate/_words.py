@@ -5,9 +5,8 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 
 from .. import _errors as errors
-from .._emulate._stacked import Scope
 from .._types import Numbers
-from ._comparison import Pair
+from ._comparison import Comparison
 from ._flat import Step
 from ._mend import right_values
 from ._relations import Relation
@@ -74,12 +73,14 @@ def partial(known: Relation) -> str:
     return "; ".join(words)
 
 
-def numbers(pair: Pair, scope: Scope) -> tuple[str, str, str]:
+def numbers(found: Comparison, value: int) -> tuple[str, str, str]:
     """What some shards have where they are most off, what they should have, and which shards these are."""
-    want = next(right_values(pair, scope), None)
-    if want is None:
+    pair, scope = found.kept[value], found.scopes[value]
+    right = next(right_values(found, value), None)
+    if right is None:
         there = "nothing that belongs to it" if pair.want is None else _array(pair.want.shape)
         return f"{_array(pair.got.shape[len(scope.sizes) :])} on each shard", there, ""
+    want = right.numbers
     if not want.size:
         return "an empty array", "an empty array", ""
     with np.errstate(invalid="ignore"):
@@ -94,9 +95,8 @@ def numbers(pair: Pair, scope: Scope) -> tuple[str, str, str]:
     shards.sort()
     names = list(scope.sizes)
     got = ", ".join(f"{_shown(pair.got[(*one, *local)])} on {_shard(names, one)}" for one in shards)
-    right = [want[(*one, *local)] for one in shards]
-    all_same = all(x == right[0] or (x != x and right[0] != right[0]) for x in right)
-    goal = _shown(right[0]) if all_same else " and ".join(map(_shown, right))
+    goals = list(dict.fromkeys(_shown(want[(*one, *local)]) for one in shards))
+    goal = " and ".join(goals)
     return got + at, goal, "; ".join(_shard(names, one) for one in shards)
 
 
