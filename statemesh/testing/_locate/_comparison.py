@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from .._types import Numbers
 from ._align import pairs
 from ._flat import Constant, Operand, Program, Step
 from ._relations import Relation, allowed, largest, relation, whole
-from ._values import Evaluator, Values, as_numbers, on_all_shards, pieces, run_steps
+from ._values import Evaluator, Values, as_numbers, last_reads, on_all_shards
 
 
 # What is kept of the values that differ, in bytes. The others are let go.
@@ -105,24 +104,21 @@ class Comparison:
         return self._partners.get(step)
 
     def _run(self) -> None:
-        position, count = 0, 0
-        later = _last_reads(self.mesh), _last_reads(self.one)
-        for piece in [*pieces(self.mesh.steps), ()]:
-            partners = [self.pairs[i] for i in range(count, count + len(piece)) if i in self.pairs]
-            last = max(partners, default=position - 1) + 1 if piece else len(self.one.steps)
-            others = self.one.steps[position:last]
-            for side, steps in enumerate((piece, others)):
-                for part in pieces(steps):
-                    wanted = [x for step in part for x in step.results]
-                    known = self._known[side]
-                    known.update(run_steps(self.evaluators[side], part, known, wanted))
-            for step in piece:
-                self._step(step, self.partner(step))
-            count, position = count + len(piece), last
-            self._wants = {x: want for x, want in self._wants.items() if later[0].get(x, -1) >= count}
-            for side, done in enumerate((count, position)):
-                for x in [x for x in self._known[side] if later[side].get(x, -1) < done]:
-                    del self._known[side][x]
+        position = 0
+        last = last_reads(self.mesh), last_reads(self.one)
+        for i, step in enumerate(self.mesh.steps):
+            self.evaluators[0].run_step(step, self._known[0])
+            end = self.pairs[i] + 1 if i in self.pairs else position
+            for other in self.one.steps[position:end]:
+                self.evaluators[1].run_step(other, self._known[1])
+            self._step(step, self.partner(step))
+            for known, reads, done in zip(self._known, last, (i, end - 1), strict=True):
+                for x in [x for x in known if reads.get(x, -1) <= done]:
+                    del known[x]
+            self._wants = {x: want for x, want in self._wants.items() if last[0].get(x, -1) > i}
+            position = end
+        for other in self.one.steps[position:]:
+            self.evaluators[1].run_step(other, self._known[1])
 
     def _step(self, step: Step, other: Step | None) -> None:
         by_index = self._is_index(step)
@@ -223,15 +219,3 @@ class Comparison:
         """Whether a result with this relation is one that it should have."""
         # Around loops there are mesh axes, and what is carried may be anything that is related.
         return found is not None and (found.is_plain or bool(self.scope.sizes))
-
-
-def _last_reads(program: Program) -> Mapping[int, int]:
-    """For each value the number of the last step that reads it."""
-    found: dict[int, int] = {}
-    for i, step in enumerate(program.steps):
-        found |= dict.fromkeys(step.inputs, i)
-    return found | dict.fromkeys(_numbers(program.results), len(program.steps))
-
-
-def _numbers(operands: Iterable[Operand]) -> Sequence[int]:
-    return [x for x in operands if isinstance(x, int)]

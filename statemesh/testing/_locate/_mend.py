@@ -52,8 +52,9 @@ class Mender:
             if len(chosen) + len(values) <= _MOST_VALUES:
                 chosen += values
         self.points = set(chosen)
-        self._like = {x: (found.kept[x].got.shape, found.kept[x].got.dtype) for x in chosen}
-        self._program = Points(found.evaluators[0], found.mesh, found.given[0], chosen)
+        self._program = Points(
+            found.evaluators[0], found.mesh, found.given[0], found.scopes, chosen
+        )
         self._broken = [not result.right for result in found.results]
 
     def try_right(self, group: Group) -> Mended:
@@ -78,7 +79,7 @@ class Mender:
 
     def run(self, replaced: Mapping[int, Numbers]) -> Mended:
         """The results with other values."""
-        made = self._program.results(replaced, self._like)
+        made = self._program.results(replaced)
         scope, found = self._found.scope, self._found
         right = [
             found.is_right(relation(value, result.want, scope, 0.0))

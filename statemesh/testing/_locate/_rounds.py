@@ -14,7 +14,7 @@ from ._flat import Program, Step, flat
 from ._lines import Line
 from ._relations import relation, whole
 from ._suspects import lines_inside
-from ._values import Evaluator, Values, compile_fast
+from ._values import Evaluator, Values, is_key, on_all_shards
 
 
 # A mistake shows in the first rounds.
@@ -103,7 +103,12 @@ def _with_equal_ranks(outer: Sequence[AnyLeaf], inner: Sequence[AnyLeaf]) -> int
 
 def _all_shards(values: Sequence[Stacked], scope: Scope) -> list[Stacked]:
     """The values with a copy for each shard, so that all rounds have the same shapes."""
-    return [scope.spread(value, scope.sizes) for value in values]
+    return [
+        scope.spread(value, scope.sizes)
+        if is_key(value.x)
+        else Stacked(on_all_shards(value, scope), tuple(scope.sizes))
+        for value in values
+    ]
 
 
 def _first_round(
@@ -130,7 +135,6 @@ class _Side:
         self._consts = _all_shards(loop.consts, scope)
         self._carry = _all_shards(loop.carry, scope)
         self._scanned = _all_shards(loop.scanned, scope)
-        self._call = compile_fast(self._round)
 
     def given(self, number: int) -> list[Stacked]:
         axes = tuple(self._scope.sizes)
@@ -140,21 +144,13 @@ class _Side:
 
     def run(self, given: Sequence[Stacked]) -> list[Stacked]:
         """The results of a round, which the next round reads."""
-        axes = tuple(self._scope.sizes)
-        made = [Stacked(x, axes) for x in self._call([value.x for value in given])]
+        known = dict(zip(self._program.inputs, given, strict=True))
+        for step in self._program.steps:
+            self._evaluator.run_step(step, known)
+        made = [self._evaluator.operand(x, known) for x in self._program.results]
+        made = _all_shards(made, self._scope)
         self._carry = made[: len(self._carry)]
         return made
-
-    def _round(self, arrays: list[AnyLeaf]) -> list[AnyLeaf]:
-        axes = tuple(self._scope.sizes)
-        inputs = zip(self._program.inputs, arrays, strict=True)
-        known = {i: Stacked(x, axes) for i, x in inputs}
-        for step in self._program.steps:
-            operands = [self._evaluator.operand(x, known) for x in step.operands]
-            made = self._evaluator.step(step, operands)
-            known.update(zip(step.results, made, strict=True))
-        results = [self._evaluator.operand(x, known) for x in self._program.results]
-        return [self._scope.spread(value, axes).x for value in results]
 
 
 def _as_inside(

@@ -3,7 +3,7 @@
 All of this runs inside `jax.enable_x64`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,9 +14,10 @@ from .._emulate._control_flow import Frame
 from .._emulate._jaxprs import Jaxpr
 from .._emulate._promoted import NO_NOISE, Promoted
 from .._emulate._replay import Replay
-from .._emulate._stacked import Scope, Stacked
-from .._types import AnyLeaf, Fun, Numbers
+from .._emulate._stacked import Axes, Scope, Stacked, names_of_spec
+from .._types import AnyLeaf, Numbers
 from ._flat import Constant, Operand, Program, Step
+from ._quick import quick
 
 
 # What is compiled here runs a few times.
@@ -24,15 +25,13 @@ _COMPILE_FAST = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
-
-# How many values a run holds at a time. A longer part would take longer than linear time to compile.
-_AT_ONCE = 200
+_COMPILED = ("scan", "while", "cond", "random_bits", "random_split", "random_fold_in", "sort")
 
 Values = dict[int, Stacked]
 
 
 class _Exact(Promoted):
-    """Double precision without noise, which costs nothing to compile."""
+    """Double precision without noise."""
 
     def _off(self, x: AnyLeaf, *_: Any, **__: Any) -> AnyLeaf:
         return x
@@ -49,52 +48,54 @@ class Evaluator(Replay):
     def __init__(self, program: Program) -> None:
         super().__init__("locate", program.jaxpr)
         self.arithmetic = _Exact(NO_NOISE)
+        self._compiled: dict[Hashable, Any] = {}
 
     def step(self, step: Step, values: Sequence[Stacked]) -> list[Stacked]:
         """The results of one step."""
-        if step.kind == "run":
-            return self._equation(step.eqn, list(values), Frame(step.scope, self.no_differences))
-        assert step.spec is not None
+        made = quick(step, values)
+        if made is not None:
+            return made
         if step.kind == "split":
+            assert step.spec is not None
             return [step.scope.split(values[0], step.spec)]
-        joined = step.scope.joined(values[0], step.spec)
-        # Along the axes that the spec leaves out a device keeps its own copy. We keep the first.
-        return [Stacked(joined.x[(0,) * len(joined.axes)])]
+        if step.kind == "join":
+            assert step.spec is not None
+            left = [n for n in values[0].axes if n not in (*names_of_spec(step.spec), *step.around.sizes)]
+            # Along the axes that the spec leaves out a device keeps its own copy. We keep the first.
+            first = tuple(0 if n in left else slice(None) for n in values[0].axes)
+            axes = tuple(n for n in values[0].axes if n not in left)
+            return [step.scope.joined(Stacked(values[0].x[first], axes), step.spec)]
+        if step.name in _COMPILED:
+            return self._run_compiled(step, values)
+        return self._equation(step.eqn, list(values), Frame(step.scope, self.no_differences))
+
+    def _run_compiled(self, step: Step, values: Sequence[Stacked]) -> list[Stacked]:
+        stacks = tuple(value.axes for value in values)
+        key = id(step), stacks
+        if key not in self._compiled:
+            axes: list[Axes] = []
+
+            def run(*xs: Any) -> list[AnyLeaf]:
+                given = [Stacked(x, names) for x, names in zip(xs, stacks, strict=True)]
+                frame = Frame(step.scope, self.no_differences)
+                made = self._equation(step.eqn, given, frame)
+                axes[:] = [value.axes for value in made]
+                return [value.x for value in made]
+
+            fast = _COMPILE_FAST if jax.default_backend() == "cpu" else None
+            # The step is kept, because its number may be given to another one once it is gone.
+            self._compiled[key] = jax.jit(run, compiler_options=fast), axes, step
+        run_compiled, found, _ = self._compiled[key]
+        made = run_compiled(*[value.x for value in values])
+        return [Stacked(x, names) for x, names in zip(made, found, strict=True)]
 
     def operand(self, x: Operand, known: Mapping[int, Stacked]) -> Stacked:
         return Stacked(self.arithmetic.value(x.value)) if isinstance(x, Constant) else known[x]
 
-
-def compile_fast(fun: Fun) -> Fun:
-    """A function that is compiled for a few calls."""
-    fast = _COMPILE_FAST if jax.default_backend() == "cpu" else None
-    return jax.jit(fun, compiler_options=fast)
-
-
-def run_steps(
-    evaluator: Evaluator, steps: Sequence[Step], known: Values, wanted: Iterable[int]
-) -> Values:
-    """The wanted values among the results of some steps.
-
-    **Arguments:**
-
-    - `known`: the values that the steps read.
-    """
-    made = {value for step in steps for value in step.results}
-    read = sorted({x for step in steps for x in step.inputs} - made)
-    keep = [value for value in wanted if value in made]
-    axes: dict[int, Any] = {}
-
-    def run(arrays: list[AnyLeaf]) -> list[AnyLeaf]:
-        here = {i: Stacked(x, known[i].axes) for i, x in zip(read, arrays, strict=True)}
-        for step in steps:
-            found = evaluator.step(step, [evaluator.operand(x, here) for x in step.operands])
-            here.update(zip(step.results, found, strict=True))
-        axes.update({i: here[i].axes for i in keep})
-        return [jnp.asarray(here[i].x) for i in keep]
-
-    arrays = compile_fast(run)([known[i].x for i in read])
-    return {i: Stacked(x, axes[i]) for i, x in zip(keep, arrays, strict=True)}
+    def run_step(self, step: Step, known: Values) -> None:
+        """Add the results of a step to what is known."""
+        made = self.step(step, [self.operand(x, known) for x in step.operands])
+        known.update(zip(step.results, made, strict=True))
 
 
 def as_numbers(x: AnyLeaf) -> Numbers:
@@ -116,11 +117,6 @@ def is_key(x: AnyLeaf) -> bool:
     return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
-def pieces(steps: Sequence[Step]) -> list[Sequence[Step]]:
-    """The steps in parts that are small enough to be compiled."""
-    return [steps[i : i + _AT_ONCE] for i in range(0, len(steps), _AT_ONCE)]
-
-
 class Points:
     """A flat program some of whose values can be replaced.
 
@@ -128,58 +124,61 @@ class Points:
 
     - `evaluator`, `program`: the program.
     - `given`: the values of its inputs.
+    - `scopes`: the mesh axes over which each value may differ.
     - `points`: the values that can be replaced.
     """
 
     def __init__(
-        self, evaluator: Evaluator, program: Program, given: Values, points: Sequence[int]
+        self,
+        evaluator: Evaluator,
+        program: Program,
+        given: Values,
+        scopes: Mapping[int, Scope],
+        points: Collection[int],
     ) -> None:
-        self._given, self._points = given, list(points)
-        self._inputs = [i for i in program.inputs if i in given]
-        self._shapes: dict[int, Any] = {}
-        self._axes: list[Any] = []
-        self._call: Callable[..., Any] = compile_fast(self._function(evaluator, program))
-        self._none: dict[int, Any] = {}
+        self._evaluator, self._program, self._scopes = evaluator, program, scopes
+        changed = set(points)
+        self._after: list[Step] = []
+        for step in program.steps:
+            if changed.intersection(step.inputs):
+                self._after.append(step)
+                changed.update(step.results)
+        # What does not depend on the points is computed once.
+        after = {x for step in self._after for x in step.results}
+        read = {x for step in self._after for x in step.inputs} | {*points}
+        read.update(x for x in program.results if isinstance(x, int))
+        known, last = {**given}, last_reads(program)
+        for i, step in enumerate(program.steps):
+            evaluator.run_step(step, known)
+            for x in (*step.inputs, *step.results):
+                if last.get(x, -1) <= i and x not in read:
+                    known.pop(x, None)
+        self._known = {x: value for x, value in known.items() if x in read and x not in after}
+        self._keys = {x for x in points if is_key(known[x].x)}
+        self._like = {x: known[x].x for x in self._keys}
 
-    def _function(self, evaluator: Evaluator, program: Program) -> Fun:
-        points = set(self._points)
+    def results(self, replaced: Mapping[int, Numbers]) -> list[Stacked]:
+        """The results with some values replaced, which have all mesh axes in front."""
+        known = dict(self._known)
+        new = {x: self._stacked(x, numbers) for x, numbers in replaced.items()}
+        known.update(new)
+        for step in self._after:
+            self._evaluator.run_step(step, known)
+            known.update({x: new[x] for x in step.results if x in new})
+        return [self._evaluator.operand(x, known) for x in self._program.results]
 
-        def run(arrays: list[AnyLeaf], others: dict[int, AnyLeaf], flags: dict[int, AnyLeaf]) -> Any:
-            known = {
-                i: Stacked(x, self._given[i].axes)
-                for i, x in zip(self._inputs, arrays, strict=True)
-            }
-            for step in program.steps:
-                found = evaluator.step(step, [evaluator.operand(x, known) for x in step.operands])
-                for i, value in zip(step.results, found, strict=True):
-                    if i in points:
-                        value = step.around.spread(value, step.around.sizes)
-                        value = Stacked(_replaced(flags[i], others[i], value.x), value.axes)
-                    known[i] = value
-            results = [evaluator.operand(x, known) for x in program.results]
-            self._axes[:] = [value.axes for value in results]
-            return [value.x for value in results]
-
-        return run
-
-    def results(self, replaced: Mapping[int, Numbers], like: Mapping[int, Any]) -> list[Stacked]:
-        """The results with some values replaced.
-
-        **Arguments:**
-
-        - `replaced`: the new values, with all mesh axes in front.
-        - `like`: the shape and dtype of each value that can be replaced, with all mesh axes in front.
-        """
-        for i in self._points:
-            if i not in self._none:
-                self._none[i] = np.zeros(*like[i])
-        others = {i: np.asarray(replaced.get(i, self._none[i]), like[i][1]) for i in self._points}
-        flags = {i: np.bool_(i in replaced) for i in self._points}
-        arrays = self._call([self._given[i].x for i in self._inputs], others, flags)
-        return [Stacked(x, axes) for x, axes in zip(arrays, self._axes, strict=True)]
+    def _stacked(self, x: int, numbers: Numbers) -> Stacked:
+        axes = tuple(self._scopes[x].sizes)
+        if x not in self._keys:
+            return Stacked(numbers, axes)
+        impl = jax.random.key_impl(self._like[x])
+        return Stacked(jax.random.wrap_key_data(jnp.asarray(numbers), impl=impl), axes)
 
 
-def _replaced(flag: AnyLeaf, other: AnyLeaf, x: AnyLeaf) -> AnyLeaf:
-    if is_key(x):
-        other = jax.random.wrap_key_data(other, impl=jax.random.key_impl(x))
-    return jnp.where(flag, other, x)
+def last_reads(program: Program) -> Mapping[int, int]:
+    """For each value the number of the last step that reads it."""
+    found: dict[int, int] = {}
+    for i, step in enumerate(program.steps):
+        found |= dict.fromkeys(step.inputs, i)
+    results = [x for x in program.results if isinstance(x, int)]
+    return found | dict.fromkeys(results, len(program.steps))

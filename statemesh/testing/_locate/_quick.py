@@ -1,0 +1,312 @@
+"""The most frequent operations by NumPy: a program that runs once is compiled for longer than NumPy takes to run it."""
+
+import math
+import operator
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from .._emulate._jaxprs import names_of
+from .._emulate._promoted import promoted
+from .._emulate._stacked import Axes, Scope, Stacked, as_names
+from .._types import Numbers
+from ._flat import Step
+
+
+_logistic: Callable[[Numbers], Numbers] = lambda x: 1 / (1 + np.exp(-x))
+
+# Operations on each number. NumPy does with integers and infinities what XLA does.
+_EACH: Mapping[str, Callable[..., Any]] = {
+    "add": np.add,
+    "add_any": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+    "neg": np.negative,
+    "abs": np.abs,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "not": np.invert,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "stop_gradient": lambda x: x,
+    "square": np.square,
+    "copy": lambda x: x,
+}
+_EACH_FLOAT: Mapping[str, Callable[..., Any]] = {
+    "div": np.divide,
+    "exp": np.exp,
+    "log": np.log,
+    "log1p": np.log1p,
+    "expm1": np.expm1,
+    "tanh": np.tanh,
+    "sin": np.sin,
+    "cos": np.cos,
+    "sqrt": np.sqrt,
+    "one_minus_square": lambda x: 1 - x * x,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "logistic": _logistic,
+    "pow": np.power,
+    "is_finite": np.isfinite,
+    "sign": np.sign,
+    "floor": np.floor,
+    "ceil": np.ceil,
+}
+_REDUCTIONS: Mapping[str, Callable[..., Any]] = {
+    "reduce_sum": np.sum,
+    "reduce_max": np.max,
+    "reduce_min": np.min,
+    "reduce_and": np.all,
+    "reduce_or": np.any,
+}
+
+# From the array of one operand, the number of mesh axes in front, and the step.
+_One: TypeAlias = Callable[[Numbers, int, Step], Any]
+
+
+def _reshape(x: Numbers, count: int, step: Step) -> Any:
+    return x.reshape((*x.shape[:count], *_shape(step)))
+
+
+def _broadcast_in_dim(x: Numbers, count: int, step: Step) -> Any:
+    shape = _shape(step)
+    inner = [1] * len(shape)
+    for size, at in zip(x.shape[count:], step.eqn.params["broadcast_dimensions"], strict=True):
+        inner[at] = size
+    lead = x.shape[:count]
+    return np.broadcast_to(x.reshape((*lead, *inner)), (*lead, *shape))
+
+
+def _transpose(x: Numbers, count: int, step: Step) -> Any:
+    return x.transpose((*range(count), *(count + d for d in step.eqn.params["permutation"])))
+
+
+def _slice(x: Numbers, count: int, step: Step) -> Any:
+    params = step.eqn.params
+    strides = params["strides"] or (1,) * len(params["start_indices"])
+    bounds = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
+    return x[(*(slice(None),) * count, *(slice(a, b, c) for a, b, c in bounds))]
+
+
+def _integer_pow(x: Numbers, count: int, step: Step) -> Any:
+    del count
+    y = step.eqn.params["y"]
+    return x**y if y >= 0 else 1 / x**-y
+
+
+def _convert(x: Numbers, count: int, step: Step) -> Any:
+    del count
+    return x.astype(promoted(step.eqn.params["new_dtype"]))
+
+
+def _rev(x: Numbers, count: int, step: Step) -> Any:
+    return np.flip(x, [count + d for d in step.eqn.params["dimensions"]])
+
+
+_SINGLE: Mapping[str, _One] = {
+    "reshape": _reshape,
+    "squeeze": _reshape,
+    "expand_dims": _reshape,
+    "broadcast_in_dim": _broadcast_in_dim,
+    "transpose": _transpose,
+    "slice": _slice,
+    "integer_pow": _integer_pow,
+    "convert_element_type": _convert,
+    "rev": _rev,
+}
+
+
+def quick(step: Step, values: Sequence[Stacked]) -> list[Stacked] | None:
+    """The results of a step by NumPy; `None` where it takes JAX."""
+    if not all(_is_plain(value.x) for value in values):
+        return None
+    if step.kind != "run":
+        return [_split(values[0], step) if step.kind == "split" else _joined(values[0], step)]
+    name = step.name
+    if name == "iota":
+        return [Stacked(_iota(step))]
+    xs = [np.asarray(value.x) for value in values]
+    given = [Stacked(x, value.axes) for x, value in zip(xs, values, strict=True)]
+    with np.errstate(all="ignore"):
+        if step.name == "unstack":
+            return _unstacked(given[0], step)
+        if name in _SHARDS:
+            return _over_shards(step, given)
+        if len(step.results) != 1 or not _is_known(name, step, xs):
+            return None
+        made = _made(name, step, given)
+    if made is None:
+        return None
+    dtype = promoted(step.eqn.outvars[0].aval.dtype)  # type: ignore[attr-defined]
+    return [Stacked(np.asarray(made.x).astype(dtype, copy=False), made.axes)]
+
+
+def _is_plain(x: Any) -> bool:
+    return not jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) and x.dtype.kind in "biuf"
+
+
+def _is_known(name: str, step: Step, xs: Sequence[Numbers]) -> bool:
+    floats = all(x.dtype.kind == "f" for x in xs)
+    if name == "convert_element_type":
+        # XLA and NumPy make other integers of numbers that are too large.
+        return not floats or promoted(step.eqn.params["new_dtype"]).kind == "f"
+    if name in ("integer_pow", *_EACH_FLOAT):
+        return floats
+    if name in _REDUCTIONS:
+        return all(x.size for x in xs)
+    return name in _EACH or name in _SINGLE or name in ("select_n", "dot_general", "concatenate")
+
+
+def _made(name: str, step: Step, values: Sequence[Stacked]) -> Stacked | None:
+    axes = step.scope.union(values)
+    if name in _SINGLE:
+        return Stacked(_SINGLE[name](values[0].x, len(axes), step), axes)
+    if name in _REDUCTIONS:
+        over = tuple(len(axes) + d for d in step.eqn.params["axes"])
+        return Stacked(_REDUCTIONS[name](values[0].x, axis=over), axes)
+    xs = [_aligned(value, axes) for value in values]
+    if name == "dot_general":
+        return Stacked(_dot(xs, len(axes), step), axes)
+    if name == "concatenate":
+        lead = step.scope.shape(axes)
+        wide = [np.broadcast_to(x, (*lead, *x.shape[len(axes) :])) for x in xs]
+        return Stacked(np.concatenate(wide, len(axes) + step.eqn.params["dimension"]), axes)
+    if name == "select_n":
+        return _select(_of_one_rank(xs, len(axes)), axes)
+    each = _EACH.get(name) or _EACH_FLOAT[name]
+    return Stacked(each(*_of_one_rank(xs, len(axes))), axes)
+
+
+def _aligned(value: Stacked, axes: Sequence[Hashable]) -> Numbers:
+    """The array with axes of size one where it has no copy for each shard."""
+    x: Numbers = value.x
+    lead = iter(x.shape)
+    sizes = [next(lead) if name in value.axes else 1 for name in axes]
+    return x.reshape((*sizes, *value.shape))
+
+
+def _of_one_rank(xs: Sequence[Numbers], count: int) -> list[Numbers]:
+    """The arrays with axes of size one where a number meets an array."""
+    rank = max(x.ndim for x in xs)
+    return [
+        x.reshape((*x.shape[:count], *(1,) * (rank - x.ndim), *x.shape[count:])) for x in xs
+    ]
+
+
+def _select(xs: Sequence[Numbers], axes: Axes) -> Stacked | None:
+    which, *cases = xs
+    return Stacked(np.where(which.astype(bool), cases[1], cases[0]), axes) if len(cases) == 2 else None
+
+
+def _dot(xs: Sequence[Numbers], count: int, step: Step) -> Numbers:
+    (left, right), (left_batch, right_batch) = step.eqn.params["dimension_numbers"]
+    letters = iter(range(100))
+    lead = [next(letters) for _ in range(count)]
+    a = [next(letters) for _ in range(xs[0].ndim - count)]
+    b = [next(letters) for _ in range(xs[1].ndim - count)]
+    for i, j in (*zip(left, right, strict=True), *zip(left_batch, right_batch, strict=True)):
+        b[j] = a[i]
+    batch = [a[i] for i in left_batch]
+    rest = [k for i, k in enumerate(a) if i not in (*left, *left_batch)]
+    rest += [k for j, k in enumerate(b) if j not in (*right, *right_batch)]
+    made: Numbers = np.einsum(
+        xs[0], [*lead, *a], xs[1], [*lead, *b], [*lead, *batch, *rest], optimize=True
+    )
+    return made
+
+
+def _shape(step: Step) -> tuple[int, ...]:
+    aval: Any = step.eqn.outvars[0].aval
+    return tuple(map(operator.index, aval.shape))
+
+
+_SHARDS: Mapping[str, Callable[..., Any]] = {
+    "psum": np.sum,
+    "psum_invariant": np.sum,
+    "pmax": np.max,
+    "pmin": np.min,
+}
+
+
+def _iota(step: Step) -> Numbers:
+    params, shape = step.eqn.params, _shape(step)
+    along = [1] * len(shape)
+    along[params["dimension"]] = -1
+    counted = np.arange(shape[params["dimension"]]).reshape(along)
+    return np.broadcast_to(counted, shape).astype(promoted(params["dtype"]))
+
+
+def _unstacked(value: Stacked, step: Step) -> list[Stacked]:
+    at = len(value.axes) + step.eqn.params["axis"]
+    return [Stacked(x, value.axes) for x in np.moveaxis(value.x, at, 0)]
+
+
+def _split(value: Stacked, step: Step) -> Stacked:
+    """What `Scope.split` gives."""
+    shape, names, at = list(value.x.shape[: len(value.axes)]), list(value.axes), []
+    at = list(range(len(value.axes)))
+    for size, entry in zip(value.shape, _entries(step, len(value.shape)), strict=True):
+        for name in entry:
+            names.append(name)
+            at.append(len(shape))
+            shape.append(step.scope.sizes[name])
+        shape.append(size // math.prod(step.scope.shape(entry)))
+    found = dict(zip(names, at, strict=True))
+    axes = step.scope.in_order(names)
+    x = np.moveaxis(np.asarray(value.x).reshape(shape), [found[name] for name in axes], range(len(axes)))
+    return Stacked(x, axes)
+
+
+def _joined(value: Stacked, step: Step) -> Stacked:
+    """What `Scope.joined` gives, of the first copy along the axes that the spec leaves out."""
+    entries = _entries(step, len(value.shape))
+    used = {name for entry in entries for name in entry}
+    outer = step.around.sizes
+    x = np.asarray(value.x)
+    at = tuple(
+        slice(None) if name in used or name in outer else 0 for name in value.axes
+    )
+    x, axes = x[at], [name for name in value.axes if name in used or name in outer]
+    missing = [name for name in step.scope.in_order(used) if name not in axes]
+    lead = step.scope.shape(missing)
+    x = np.broadcast_to(x, (*lead, *x.shape))
+    axes = [*missing, *axes]
+    first = [name for name in axes if name not in used]
+    order, shape = [axes.index(name) for name in first], list(step.scope.shape(first))
+    for dim, (size, entry) in enumerate(zip(value.shape, entries, strict=True)):
+        order += [*map(axes.index, entry), len(axes) + dim]
+        shape.append(size * math.prod(step.scope.shape(entry)))
+    return Stacked(x.transpose(order).reshape(shape), tuple(first))
+
+
+def _entries(step: Step, rank: int) -> list[Axes]:
+    spec = step.spec or ()
+    return [as_names(entry) for entry in (*spec, *[None] * (rank - len(spec)))]
+
+
+def _over_shards(step: Step, values: Sequence[Stacked]) -> list[Stacked] | None:
+    """The results of a reduction over shards."""
+    params, scope = step.eqn.params, step.scope
+    names = names_of(step.eqn)
+    numbers = any(isinstance(name, int) for name in params["axes"])
+    if params.get("axis_index_groups") is not None or numbers or not {*names} <= {*scope.sizes}:
+        return None
+    return [_reduced(step.name, value, names, scope) for value in values]
+
+
+def _reduced(name: str, value: Stacked, names: Sequence[Hashable], scope: Scope) -> Stacked:
+    over = tuple(i for i, axis in enumerate(value.axes) if axis in names)
+    x = _SHARDS[name](value.x, axis=over) if over else value.x
+    if name.startswith("psum"):
+        # What all shards have alike is summed as often as there are shards.
+        x = x * math.prod(scope.sizes[axis] for axis in names if axis not in value.axes)
+    x = np.asarray(x).astype(value.x.dtype, copy=False)
+    return Stacked(x, tuple(axis for axis in value.axes if axis not in names))
