@@ -1,7 +1,7 @@
 """Sharded training steps into which mistakes can be planted, for the tests of `locate`.
 
-Each function takes the name of a mistake. The line that holds the name is the line with the mistake, and so is a
-line with the comment `uses` and the name: it is the first that uses the value that is wrong.
+Each function takes the name of a mistake. The line with the mistake has the name in a comment or in an
+`if ... else`. The line that first uses the value that is wrong has the comment `uses` and the name.
 """
 
 import functools
@@ -92,7 +92,9 @@ def data_parallel(bug: str) -> Case:
         gradient = grads.w.value
         if bug == "gradient not reduced":
             part = jax.grad(lambda w: forward(net.replace(w=w), x, y)[0])  # gradient not reduced
-            gradient = part(jax.lax.pcast(net.w.value, "data", to="varying"))  # uses gradient not reduced
+            gradient = part(
+                jax.lax.pcast(net.w.value, "data", to="varying")
+            )  # uses gradient not reduced
         if bug == "gradient scaled":
             gradient = gradient / jax.lax.axis_size("data")  # gradient scaled
         if bug == "clipped locally":
@@ -101,7 +103,9 @@ def data_parallel(bug: str) -> Case:
         m = 0.9 * net.m.value + 0.1 * gradient  # uses gradient not reduced
         v = 0.99 * net.v.value + 0.01 * gradient**2
         if bug == "variance of slots":
-            v = 0.99 * net.v.value + 0.01 * jax.lax.pmean(x.mean() ** 2, "data")  # variance of slots
+            v = 0.99 * net.v.value + 0.01 * jax.lax.pmean(
+                x.mean() ** 2, "data"
+            )  # variance of slots
         w = net.w.value - 0.01 * m / (jnp.sqrt(v) + 1e-8)
         mean = jax.lax.pmean(mean, "data") if bug == "local mean" else mean
         if bug == "momentum":
@@ -139,8 +143,7 @@ def tensor_parallel(bug: str) -> Case:
         mixed = jnp.einsum("bhts,bhse->bthe", weight, v)
         y = jnp.einsum("bthe,hed->btd", mixed, out)
         if bug == "heads not summed":
-            y = y * 1.0  # heads not summed
-            return y
+            return y * 1.0  # heads not summed
         return jax.lax.pmean(y, "model") if bug == "heads averaged" else jax.lax.psum(y, "model")
 
     def mlp(x: Any, up: Any, down: Any, bias: Any) -> Any:
@@ -207,12 +210,13 @@ def tensor_parallel(bug: str) -> Case:
 
 
 def ring(bug: str) -> Case:
-    """Attention along a split sequence, with keys that go round, after a filter that looks at its neighbours."""
+    """Attention along a split sequence: keys go round, after a filter that looks at its neighbours."""
 
     def smooth(x: Any) -> Any:
         n = jax.lax.axis_size("seq")
         step = -1 if bug == "from the right" else 1
-        before = jax.lax.ppermute(x[-1:], "seq", [(i, (i + step) % n) for i in range(n)])  # uses from the right
+        pairs = [(i, (i + step) % n) for i in range(n)]  # uses from the right
+        before = jax.lax.ppermute(x[-1:], "seq", pairs)  # uses from the right
         wide = jnp.concatenate([before, x])
         if bug == "edge only":
             wide = jnp.concatenate([x[-1:], x])  # edge only
@@ -254,7 +258,9 @@ def ring(bug: str) -> Case:
         return y
 
     args = generic(3, 4, 4), generic(16, 4)
-    return Case(step, AbstractMesh((4,), ("seq",)), (None, P("seq")), P("seq"), args, check_vma=False)
+    return Case(
+        step, AbstractMesh((4,), ("seq",)), (None, P("seq")), P("seq"), args, check_vma=False
+    )
 
 
 def layers(bug: str) -> Case:

@@ -10,8 +10,8 @@ from ._flat import Step
 def pairs(mesh: Sequence[Step], one: Sequence[Step]) -> dict[int, int]:
     """For steps of the program on a mesh, the numbers of the same steps of the program on one device.
 
-    The programs are nearly the same. Where they are not, because the code looks at the size of an axis, this is the
-    longest sequence of steps that both have.
+    The programs are nearly the same. Where they are not, because the code looks at the size of an axis, these
+    are the longest runs of steps that both have.
     """
     left, right = [_key(step) for step in mesh], [_key(step) for step in one]
     start = 0
@@ -27,7 +27,9 @@ def pairs(mesh: Sequence[Step], one: Sequence[Step]) -> dict[int, int]:
         [numbers.setdefault(key, len(numbers)) for key in keys[start : len(keys) - end]]
         for keys in (left, right)
     ]
-    for block in difflib.SequenceMatcher(None, *middle, autojunk=False).get_matching_blocks():
+    for block in difflib.SequenceMatcher(
+        None, middle[0], middle[1], autojunk=False
+    ).get_matching_blocks():
         for k in range(block.size):
             found[start + block.a + k] = start + block.b + k
     return found

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -59,6 +60,7 @@ class Comparison:
     - `scopes`: the mesh axes over which each value may differ.
     - `splits`: how many values have a mesh axis in parts of an array axis.
     - `indices`: the values that differ because they are made from the index of a shard.
+    - `positions`: those of them that are not made from constants only.
     - `kept`: the values that are not simply those of one device.
     - `operands`: those of loops and branches whose results differ.
     - `results`: the results.
@@ -77,6 +79,7 @@ class Comparison:
         self._partners = {mesh.steps[a]: one.steps[b] for a, b in self.pairs.items()}
         self.relations: dict[int, Relation | None] = {}
         self.indices: set[int] = set()
+        self.positions: set[int] = set()
         self.kept: dict[int, Pair] = {}
         self.operands: dict[Step, tuple[list[Stacked], list[Stacked]]] = {}
         self._bytes = 0
@@ -89,7 +92,7 @@ class Comparison:
                 self._relate(a, given[0][a], whole(given[1][b]), scope, 0.0)
         self._run()
         self.results = self._results()
-        self.splits = collections.Counter(
+        self.splits: Mapping[tuple[str, int | None], int] = collections.Counter(
             (name, axis)
             for known in self.relations.values()
             for name, kind, axis in (known.kinds if known else ())
@@ -138,6 +141,8 @@ class Comparison:
                 # That one shard has the index 0, or that the least is 0, is no relation.
                 self.relations[x] = None
                 self.indices.add(x)
+                if step.name == "axis_index" or self.positions.intersection(step.inputs):
+                    self.positions.add(x)
             if step.kind == "join" and self._has_unequal_copies(step):
                 self.relations[x] = None
                 self._keep(x, value, want, step.around)
@@ -149,7 +154,7 @@ class Comparison:
             )
 
     def _unneeded(self, step: Step) -> Numbers | None:
-        """What one device has in the place of a step that it does not need, such as a division by one shard."""
+        """What one device has in the place of a step that it does not need: it divides by no number of shards."""
         if len(step.inputs) != 1 or len(step.results) != 1 or step.name not in ("div", "mul"):
             return None
         return self._wants.get(step.inputs[0])
@@ -171,13 +176,13 @@ class Comparison:
     def _size(self, operand: Operand) -> float:
         """The largest number of a value on one device."""
         if isinstance(operand, Constant):
-            return largest(np.asarray(self.value(operand, 1).x))
+            return largest(as_numbers(self.value(operand, 1).x))
         if operand not in self._sizes:
             self._sizes[operand] = largest(as_numbers(self._known[1][operand].x))
         return self._sizes[operand]
 
     def _is_index(self, step: Step) -> bool:
-        """Whether results may differ because they are made from the index of a shard or a constant, and of no data."""
+        """Whether results are made from the index of a shard, or from constants, and so may differ."""
         constants = bool(step.operands) and not step.inputs
         if step.name == "axis_index" or constants:
             return True
@@ -196,9 +201,13 @@ class Comparison:
             if name not in named:
                 first = np.take(x, [0], at)
                 limit = allowed(first, 0.0)
-                if x.dtype.kind in "fc" and not np.all((np.abs(x - first) <= limit) | (x == first) | ((x != x) & (first != first))):
+                if x.dtype.kind in "fc" and not np.all(
+                    (np.abs(x - first) <= limit) | (x == first) | ((x != x) & (first != first))
+                ):
                     return True
-                if x.dtype.kind not in "fc" and not np.array_equal(x, np.broadcast_to(first, x.shape)):
+                if x.dtype.kind not in "fc" and not np.array_equal(
+                    x, np.broadcast_to(first, x.shape)
+                ):
                     return True
         return False
 

@@ -7,7 +7,16 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .._emulate._jaxprs import Atom, Equation, Jaxpr, called, is_identity, is_literal, new_axes, opened
+from .._emulate._jaxprs import (
+    Atom,
+    Equation,
+    Jaxpr,
+    called,
+    is_identity,
+    is_literal,
+    new_axes,
+    opened,
+)
 from .._emulate._replay import CALLS
 from .._emulate._stacked import Scope, names_of_spec
 from ._lines import Line, is_transposed, line_of
@@ -176,7 +185,14 @@ class _Flattening:
         results = self.new(len(eqn.outvars))
         self.steps.append(
             Step(
-                "run", eqn, tuple(operands), tuple(results), scope, line or around.line, transposed, caller
+                "run",
+                eqn,
+                tuple(operands),
+                tuple(results),
+                scope,
+                line or around.line,
+                transposed,
+                caller,
             )
         )
         return list(results)
@@ -201,4 +217,3 @@ class _Flattening:
         split = [moved("split", x, s) for x, s in zip(operands, params["in_specs"], strict=True)]
         made = self.run(params["jaxpr"], split, inside, around)
         return [moved("join", x, s) for x, s in zip(made, params["out_specs"], strict=True)]
-

@@ -6,6 +6,7 @@ import linecache
 import os
 import site
 import sysconfig
+from typing import Any
 
 import statemesh as sm
 
@@ -53,7 +54,7 @@ def is_library(file: str) -> bool:
 def line_of(eqn: Equation) -> Line | None:
     """The innermost line of the user's among the calls that made an equation."""
     # JAX keeps with each equation the Python frames in which it was traced, the innermost first.
-    traceback = eqn.source_info.traceback
+    traceback: Any = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         if not is_library(frame.file_name):
             return Line(frame.file_name, frame.line_num)

@@ -23,8 +23,7 @@ from ._rank import places
 
 
 def locate(mapped: sm.StatefulMapping, /, *args: PyTree, **kwargs: PyTree) -> Located | None:
-    """Find the line at which a call on a mesh stops computing what it computes on one device.
-    """
+    """Find the line at which a call on a mesh stops computing what it computes on one device."""
     return located(mapped, mapped.unsharded, args, kwargs)
 
 

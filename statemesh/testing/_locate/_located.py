@@ -30,7 +30,8 @@ class Place:
 
     def __str__(self) -> str:
         at = f", first in round {self.step} of the loop" if self.step is not None else ""
-        return f"{self.file}:{self.line}: {self.source}\n    {self.operation}{at}: {self.got}, and should be {self.want}"
+        what = f"{self.operation}{at}: {self.got}, and should be {self.want}"
+        return f"{self.file}:{self.line}: {self.source}\n    {what}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Located:
     **Attributes:**
 
     - `places`: at most three lines, the likeliest first.
-    - `matched`: whether the two programs have the same steps. Where they have not, some values are not compared.
+    - `matched`: whether the two programs have the same steps. Where they have not, some values are not
+        compared.
     - `cause`: what puts all results right, if running the program so has confirmed it.
     - `gradient`: whether the results agree, and only the derivatives differ.
     """
@@ -62,5 +64,5 @@ class Located:
             lines.append("or, less likely, here:")
             lines += [f"  {place.file}:{place.line}: {place.source}" for place in others]
         if not self.matched:
-            lines.append("The two programs have different steps, so that some values cannot be compared.")
+            lines.append("The programs have different steps: some values could not be compared.")
         return "\n".join(lines)

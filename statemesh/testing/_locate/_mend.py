@@ -3,7 +3,8 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from ._values import Points
 # More would take too long to compile and to run.
 _MOST_VALUES = 120
 _MOST_GROUPS = 40
+
+# The reductions that are tried to put the results right.
+REDUCTIONS: Mapping[str, Callable[..., Any]] = {"psum": np.sum, "pmean": np.mean, "pmax": np.max}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +102,7 @@ class Right:
 
 
 def right_values(found: Comparison, value: int) -> Iterator[Right]:
-    """What shards may have to have, the likeliest first: what one device has, its parts, or parts of a sum."""
+    """What shards may have to have, the likeliest first: what one device has, its parts, parts of a sum."""
     pair = found.kept[value]
     if pair.want is None:
         return
@@ -106,9 +110,12 @@ def right_values(found: Comparison, value: int) -> Iterator[Right]:
     sizes = list(scope.sizes.values())
     ways = list(_placements(pair.want.shape, pair.got.shape[len(sizes) :], sizes))
     # Most values are split as others are.
-    ways.sort(key=lambda way: -sum(found.splits[str(n), d] for n, d in zip(scope.sizes, way, strict=True)))
+    names = list(map(str, scope.sizes))
+    ways.sort(
+        key=lambda way: -sum(found.splits.get((n, d), 0) for n, d in zip(names, way, strict=True))
+    )
     plain = [(_split(pair.want, way, sizes, pair.got.shape[len(sizes) :]), way) for way in ways[:3]]
-    yield from (Right(numbers, 1) for numbers, _ in plain)
+    yield from (Right(numbers, 1.0) for numbers, _ in plain)
     if pair.want.dtype.kind not in "fc":
         return
     for numbers, way in plain[:1]:
@@ -116,7 +123,7 @@ def right_values(found: Comparison, value: int) -> Iterator[Right]:
         count = rest if rest > 1 else math.prod(sizes)
         if count > 1:
             yield Right(numbers / count, 1 / count)
-            yield Right(numbers * count, count)
+            yield Right(numbers * count, float(count))
 
 
 def _placements(
@@ -130,9 +137,9 @@ def _placements(
         for at, size in zip(way, sizes, strict=True):
             if at is not None:
                 parts[at] *= size
-        if all(n == m * part for n, m, part in zip(whole, local, parts, strict=True)):
-            if not any(at is not None and size == 1 for at, size in zip(way, sizes, strict=True)):
-                yield way
+        fits = all(n == m * part for n, m, part in zip(whole, local, parts, strict=True))
+        if fits and all(at is None or size > 1 for at, size in zip(way, sizes, strict=True)):
+            yield way
 
 
 def _split(
@@ -148,16 +155,19 @@ def _split(
     return made
 
 
-def is_float(x: Numbers) -> bool:
-    return bool(x.dtype.kind in "fc")
+def is_equal(found: Comparison, value: int, name: Hashable) -> bool:
+    """Whether all shards along a mesh axis have the same numbers."""
+    got, sizes = found.kept[value].got, list(found.scopes[value].sizes)
+    if name not in sizes or got.dtype.kind not in "fc":
+        return False
+    first = got.take([0], sizes.index(name))
+    return bool(np.allclose(got, first, rtol=1e-10, atol=0, equal_nan=True))
 
 
 def reduced(found: Comparison, value: int, collective: str, name: Hashable) -> Numbers | None:
-    """What a value is when it is reduced over a mesh axis; `None` where that changes nothing."""
+    """What a value is when it is reduced over a mesh axis along which shards have different numbers."""
     got, sizes = found.kept[value].got, list(found.scopes[value].sizes)
-    if name not in sizes or not is_float(got):
+    if name not in sizes or got.dtype.kind not in "fc" or is_equal(found, value, name):
         return None
     at = sizes.index(name)
-    reduce = {"psum": np.sum, "pmean": np.mean, "pmax": np.max}[collective]
-    whole = np.broadcast_to(reduce(got, axis=at, keepdims=True), got.shape)
-    return None if np.array_equal(whole, got) else whole
+    return np.broadcast_to(REDUCTIONS[collective](got, axis=at, keepdims=True), got.shape)

@@ -1,4 +1,4 @@
-"""The most frequent operations by NumPy: a program that runs once is compiled for longer than NumPy takes to run it."""
+"""The most frequent operations by NumPy, which runs them once in less time than they take to compile."""
 
 import math
 import operator
@@ -108,7 +108,7 @@ def _convert(x: Numbers, count: int, step: Step) -> Any:
 
 
 def _rev(x: Numbers, count: int, step: Step) -> Any:
-    return np.flip(x, [count + d for d in step.eqn.params["dimensions"]])
+    return np.flip(x, tuple(count + d for d in step.eqn.params["dimensions"]))
 
 
 _SINGLE: Mapping[str, _One] = {
@@ -196,14 +196,14 @@ def _aligned(value: Stacked, axes: Sequence[Hashable]) -> Numbers:
 def _of_one_rank(xs: Sequence[Numbers], count: int) -> list[Numbers]:
     """The arrays with axes of size one where a number meets an array."""
     rank = max(x.ndim for x in xs)
-    return [
-        x.reshape((*x.shape[:count], *(1,) * (rank - x.ndim), *x.shape[count:])) for x in xs
-    ]
+    return [x.reshape((*x.shape[:count], *(1,) * (rank - x.ndim), *x.shape[count:])) for x in xs]
 
 
 def _select(xs: Sequence[Numbers], axes: Axes) -> Stacked | None:
     which, *cases = xs
-    return Stacked(np.where(which.astype(bool), cases[1], cases[0]), axes) if len(cases) == 2 else None
+    return (
+        Stacked(np.where(which.astype(bool), cases[1], cases[0]), axes) if len(cases) == 2 else None
+    )
 
 
 def _dot(xs: Sequence[Numbers], count: int, step: Step) -> Numbers:
@@ -261,7 +261,9 @@ def _split(value: Stacked, step: Step) -> Stacked:
         shape.append(size // math.prod(step.scope.shape(entry)))
     found = dict(zip(names, at, strict=True))
     axes = step.scope.in_order(names)
-    x = np.moveaxis(np.asarray(value.x).reshape(shape), [found[name] for name in axes], range(len(axes)))
+    x = np.moveaxis(
+        np.asarray(value.x).reshape(shape), [found[name] for name in axes], range(len(axes))
+    )
     return Stacked(x, axes)
 
 
@@ -271,9 +273,7 @@ def _joined(value: Stacked, step: Step) -> Stacked:
     used = {name for entry in entries for name in entry}
     outer = step.around.sizes
     x = np.asarray(value.x)
-    at = tuple(
-        slice(None) if name in used or name in outer else 0 for name in value.axes
-    )
+    at = tuple(slice(None) if name in used or name in outer else 0 for name in value.axes)
     x, axes = x[at], [name for name in value.axes if name in used or name in outer]
     missing = [name for name in step.scope.in_order(used) if name not in axes]
     lead = step.scope.shape(missing)

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from . import _words as words
 from ._comparison import Comparison
 from ._flat import Step
-from ._located import Place
-from ._mend import Mended, Mender, is_float, reduced
 from ._lines import Line
+from ._located import Place
+from ._mend import REDUCTIONS, Mended, Mender, is_equal, reduced
 from ._rounds import inside, lines_of_carry
 from ._suspects import Group, Suspects
 
@@ -39,10 +39,10 @@ def places(found: Comparison, most: int = 3) -> tuple[list[Place], str | None]:
         if one.group.line not in [other.group.line for other in chosen]:
             chosen.append(one)
     first = chosen[0]
-    reason = _cause(found, mender, first.group) if first.mended.all else None
+    reason = next(filter(None, (_cause(found, mender, one.group) for one in chosen[:2])), None)
     made: list[Place] = []
     for one in chosen[:most]:
-        deeper, why = _deeper(found, one.group, most)
+        deeper, why = _deeper(found, suspects, one.group, most)
         if deeper and one is first:
             reason = why
         made += deeper or [_place(found, one.group)]
@@ -83,17 +83,24 @@ def _in_order(tried: Sequence[_Tried]) -> Iterator[_Tried]:
     yield from breaking[1:2]
     yield from sorted(firsts, key=lambda one: (not one.mended.all, -one.mended.right, one.number))
     yield from partial[1:2]
+    if not sure:
+        # The index itself may be mistaken.
+        yield from [one for one in tried if one.group.is_index][:1]
     if not mending:
         yield from tried
 
 
-def _deeper(found: Comparison, group: Group, most: int) -> tuple[list[Place], str | None]:
+def _deeper(
+    found: Comparison, suspects: Suspects, group: Group, most: int
+) -> tuple[list[Place], str | None]:
     """The places inside a loop or branch that is the first of a line."""
-    step, _ = _shown(found, group)
+    step = next((step for step in group.steps if step in found.operands), None)
+    if step is None or step not in suspects.first:
+        return [], None
     within = inside(found, step)
     if within is None:
         lines = lines_of_carry(found, step)
-        whole = _place(found, group)
+        whole = _place(found, dataclasses.replace(group, steps=[step]))
         return [_inside_of(whole, line) for line in lines[: most - 1]] + [whole] * bool(lines), None
     made, reason = places(within.found, most)
     if within.round is not None:
@@ -114,7 +121,13 @@ def _shown(found: Comparison, group: Group) -> tuple[Step, int]:
         for x in step.results
         if x in found.kept and found.relations[x] is None and x not in found.indices
     ]
-    related = [(step, x) for step in group.steps for x in step.results if x in found.kept]
+    # Of what is related but partial, what the line hands on.
+    related = [
+        (step, x)
+        for step in reversed(group.steps)
+        for x in step.results
+        if x in found.kept and x in group.values
+    ]
     both = [*unrelated, *related]
     return next(iter(both), (group.steps[0], group.steps[0].results[0]))
 
@@ -147,12 +160,13 @@ def _cause(found: Comparison, mender: Mender, group: Group) -> str | None:
         return None
     confirmed = []
     for name, size in found.scopes[values[0]].sizes.items():
-        for collective in ("psum", "pmean", "pmax"):
+        for collective in REDUCTIONS:
             tried = {x: reduced(found, x, collective, name) for x in values}
             changed = {x: new for x, new in tried.items() if new is not None}
             if len(changed) == len(values) and mender.run(changed).all:
-                confirmed.append(words.cause(collective, name))
-        smaller = {x: found.kept[x].got / size for x in values if is_float(found.kept[x].got)}
-        if size > 1 and len(smaller) == len(values) and mender.run(smaller).all:
-            confirmed.append(words.too_much(size))
+                confirmed.append(words.reduced(collective, name, group.line))
+        for factor in (size, 1 / size) if size > 1 else ():
+            scaled = {x: found.kept[x].got * factor for x in values if is_equal(found, x, name)}
+            if len(scaled) == len(values) and mender.run(scaled).all:
+                confirmed.append(words.scaled(size, factor > 1, group.line))
     return confirmed[0] if len(confirmed) == 1 else None

@@ -142,16 +142,14 @@ def _factor(x: Numbers, want: Numbers, scope: Scope) -> float | None:
     return None
 
 
-def _ways(
-    way: _Way, names: Sequence[str], shape: tuple[int, ...], depth: int
-) -> Iterator[_Way]:
+def _ways(way: _Way, names: Sequence[str], shape: tuple[int, ...], depth: int) -> Iterator[_Way]:
     """The arrays that shards' values may be parts of.
 
     **Arguments:**
 
     - `names`: the mesh axes that are still in front.
-    - `depth`: 0 for parts and equal values; 1 also for partial results; 2 also for parts in an unusual order; 3 as 1,
-        for multiples.
+    - `depth`: 0 for parts and equal values; 1 also for partial results; 2 for parts in an unusual order; 3 as
+        1, for multiples; 4 for values that one shard has.
     """
     if not names:
         yield way
@@ -179,13 +177,13 @@ def _merged(
         for d in range(len(shape)):
             if shape[d] == n:
                 yield "parts", d, np.moveaxis(x, 0, rest + d)
-    if len(local) != len(shape) or left == n and rest == 0:
+    if len(local) != len(shape) or (left == n and rest == 0):
         return
     same = bool(np.all((x == x[:1]) | ((x != x) & (x[:1] != x[:1]))))
     if same or (x.dtype.kind in "fc" and np.allclose(x, x[:1], rtol=1e-10, atol=0, equal_nan=True)):
         yield "equal", 0, x[0]
     # Equal parts of a sum are, in other words, a multiple of the whole.
-    if depth in (1, 3) and (x.dtype.kind in "iu" or x.dtype.kind in "fc" and not same):
+    if depth in (1, 3) and (x.dtype.kind in "iu" or (x.dtype.kind in "fc" and not same)):
         yield "sum", 0, x.sum(0, dtype=x.dtype)
     if depth in (1, 3) and x.dtype.kind in "fc" and not same:
         yield "mean", 0, x.mean(0)

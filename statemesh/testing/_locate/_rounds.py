@@ -178,9 +178,11 @@ def lines_of_carry(found: Comparison, step: Step) -> list[Line]:
     other = found.partner(step)
     if other is None or step.name not in ("scan", "while") or step not in found.operands:
         return []
-    loops = [_loop(a, values) for a, values in zip((step, other), found.operands[step], strict=True)]
+    loops = [
+        _loop(a, values) for a, values in zip((step, other), found.operands[step], strict=True)
+    ]
     if step.name == "scan" and len(loops[0].rounds) == len(loops[1].rounds):
         return []
     program = flat(loops[0].body, step.scope, step.line)
     wrong = {k for k, x in enumerate(step.results) if found.relations[x] is None}
-    return lines_inside(program, wrong)
+    return [line for line in lines_inside(program, wrong) if line != step.line]

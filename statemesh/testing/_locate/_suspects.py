@@ -22,6 +22,7 @@ class Group:
     - `is_sure`: whether such a one reads no value that differs because of the index of a shard.
     - `is_partial`: whether all that they make is partial results, or multiples.
     - `is_multiple`: whether there are multiples among it.
+    - `is_index`: whether all of it differs because of the index of a shard.
     """
 
     line: Line | None
@@ -32,6 +33,7 @@ class Group:
     is_sure: bool
     is_partial: bool
     is_multiple: bool
+    is_index: bool = False
 
 
 class Suspects:
@@ -53,9 +55,7 @@ class Suspects:
             if not result.right and isinstance(operand, int)
         ]
         self._walk(wrong)
-        self.steps = [
-            step for step in found.mesh.steps if self._values.intersection(step.results)
-        ]
+        self.steps = [step for step in found.mesh.steps if self._values.intersection(step.results)]
         self.first = [step for step in self.steps if self._is_first(step)]
 
     def _is_suspect(self, value: int) -> bool:
@@ -101,16 +101,17 @@ class Suspects:
             ]
             known = [self._found.relations[x] for x in values]
             first = [step for step in group if self._is_first(step)]
-            indices = self._found.indices
+            indices, positions = self._found.indices, self._found.positions
             found.append(
                 Group(
                     *key,
                     steps=group,
                     values=values,
                     is_first=bool(first),
-                    is_sure=any(not indices.intersection(step.inputs) for step in first),
+                    is_sure=any(not positions.intersection(step.inputs) for step in first),
                     is_partial=all(one is not None for one in known),
                     is_multiple=any(one is not None and one.factor != 1 for one in known),
+                    is_index=bool(values) and positions.issuperset(values),
                 )
             )
         return found
@@ -132,7 +133,7 @@ class Suspects:
         return Group(lines[steps[0]], False, steps, sorted(values), False, False, True, multiple)
 
     def _lines(self) -> dict[Step, Line | None]:
-        """The line of each suspect; for the steps of libraries that have none, the line that first uses it."""
+        """The line of each suspect; for steps of libraries, which have none, the line that first uses it."""
         lines: dict[Step, Line | None] = {step: step.line for step in self.steps}
         reader: dict[int, Step] = {}
         for step in reversed(self.steps):

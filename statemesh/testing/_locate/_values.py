@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._emulate._control_flow import Frame
-from .._emulate._jaxprs import Jaxpr
 from .._emulate._promoted import NO_NOISE, Promoted
 from .._emulate._replay import Replay
 from .._emulate._stacked import Axes, Scope, Stacked, names_of_spec
@@ -60,7 +59,11 @@ class Evaluator(Replay):
             return [step.scope.split(values[0], step.spec)]
         if step.kind == "join":
             assert step.spec is not None
-            left = [n for n in values[0].axes if n not in (*names_of_spec(step.spec), *step.around.sizes)]
+            left = [
+                n
+                for n in values[0].axes
+                if n not in (*names_of_spec(step.spec), *step.around.sizes)
+            ]
             # Along the axes that the spec leaves out a device keeps its own copy. We keep the first.
             first = tuple(0 if n in left else slice(None) for n in values[0].axes)
             axes = tuple(n for n in values[0].axes if n not in left)
@@ -108,7 +111,7 @@ def as_numbers(x: AnyLeaf) -> Numbers:
 def on_all_shards(value: Stacked, scope: Scope) -> Numbers:
     """The numbers with all mesh axes of the scope in front."""
     x, names = as_numbers(value.x), list(scope.sizes)
-    new = [i for i, name in enumerate(names) if name not in value.axes]
+    new = tuple(i for i, name in enumerate(names) if name not in value.axes)
     x = np.expand_dims(x, new)
     return np.broadcast_to(x, (*scope.sizes.values(), *x.shape[len(names) :]))
 

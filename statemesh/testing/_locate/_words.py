@@ -8,6 +8,7 @@ from .. import _errors as errors
 from .._types import Numbers
 from ._comparison import Comparison
 from ._flat import Step
+from ._lines import Line
 from ._mend import right_values
 from ._relations import Relation
 
@@ -62,7 +63,9 @@ def operation(step: Step) -> str:
     """What a step computes."""
     name = _OPERATIONS.get(step.name, f"`{step.name}`")
     inside = f", in `{step.caller.lstrip('_')}`" if step.caller else ""
-    return f"{name}{inside}, in the derivative of this line" if step.transposed else f"{name}{inside}"
+    return (
+        f"{name}{inside}, in the derivative of this line" if step.transposed else f"{name}{inside}"
+    )
 
 
 def partial(known: Relation) -> str:
@@ -112,12 +115,10 @@ def _array(shape: Sequence[int]) -> str:
     return f"an array [{', '.join(map(str, shape))}]"
 
 
-def cause(collective: str, name: Hashable) -> str:
-    return f"with jax.lax.{collective} over {name!r} here, all results are right"
+def reduced(collective: str, name: Hashable, line: Line | None) -> str:
+    return f"with jax.lax.{collective}(..., {name!r}) at {line}, all results are right"
 
 
-def too_much(factor: float) -> str:
-    return f"divided by {factor:.6g} here, all results are right"
-
-
-NOT_MATCHED = "The program on one device has other steps, so that some values cannot be compared."
+def scaled(size: int, up: bool, line: Line | None) -> str:
+    what = "multiplied" if up else "divided"
+    return f"{what} by the number of shards, {size}, at {line}, all results are right"
