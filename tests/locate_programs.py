@@ -103,9 +103,8 @@ def data_parallel(bug: str) -> Case:
         m = 0.9 * net.m.value + 0.1 * gradient  # uses gradient not reduced
         v = 0.99 * net.v.value + 0.01 * gradient**2
         if bug == "variance of slots":
-            v = 0.99 * net.v.value + 0.01 * jax.lax.pmean(
-                x.mean() ** 2, "data"
-            )  # variance of slots
+            square = jax.lax.pmean(x.mean() ** 2, "data")  # variance of slots
+            v = 0.99 * net.v.value + 0.01 * square
         w = net.w.value - 0.01 * m / (jnp.sqrt(v) + 1e-8)
         mean = jax.lax.pmean(mean, "data") if bug == "local mean" else mean
         if bug == "momentum":
@@ -141,9 +140,9 @@ def tensor_parallel(bug: str) -> Case:
         mask = jnp.tril(jnp.ones(score.shape[-2:], bool))
         weight = jax.nn.softmax(jnp.where(mask, score, -1e9))
         mixed = jnp.einsum("bhts,bhse->bthe", weight, v)
-        y = jnp.einsum("bthe,hed->btd", mixed, out)
         if bug == "heads not summed":
-            return y * 1.0  # heads not summed
+            return jnp.einsum("bthe,hed->btd", mixed, out)  # heads not summed
+        y = jnp.einsum("bthe,hed->btd", mixed, out)
         return jax.lax.pmean(y, "model") if bug == "heads averaged" else jax.lax.psum(y, "model")
 
     def mlp(x: Any, up: Any, down: Any, bias: Any) -> Any:
@@ -167,18 +166,25 @@ def tensor_parallel(bug: str) -> Case:
 
     def loss_of(logits: Any, tokens: Any) -> Any:
         size = logits.shape[-1]
-        top = jax.lax.stop_gradient(logits.max(-1))
-        top = top if bug == "local maximum" else jax.lax.pmax(top, "model")
-        total = jnp.exp(logits - top[..., None]).sum(-1)  # uses local maximum
-        total = total if bug == "local total" else jax.lax.psum(total, "model")
+        if bug == "local maximum":
+            top = jax.lax.stop_gradient(logits.max(-1))  # local maximum
+        else:
+            top = jax.lax.pmax(jax.lax.stop_gradient(logits.max(-1)), "model")
+        each = jnp.exp(logits - top[..., None])  # uses local maximum
+        if bug == "local total":
+            total = each.sum(-1)  # local total
+        else:
+            total = jax.lax.psum(each.sum(-1), "model")
         at = tokens - jax.lax.axis_index("model") * size
         if bug == "tokens of the first":
             at = tokens  # tokens of the first
         hit = (at >= 0) & (at < size)  # uses tokens of the first
         found = jnp.take_along_axis(logits, jnp.clip(at, 0, size - 1)[..., None], -1)[..., 0]
         found = jax.lax.psum(jnp.where(hit, found, 0), "model")
-        loss = (jnp.log(total) + top - found).mean()  # uses local total
-        return loss if bug == "loss of rows" else jax.lax.pmean(loss, "data")
+        each = jnp.log(total) + top - found  # uses local total
+        if bug == "loss of rows":
+            return each.mean()  # loss of rows
+        return jax.lax.pmean(each.mean(), "data")
 
     def step(params: Any, tokens: Any) -> Any:
         x = embed(params["table"], tokens)

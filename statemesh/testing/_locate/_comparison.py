@@ -19,6 +19,7 @@ _KEPT = 2**28
 
 _LOOPS = ("scan", "while", "cond")
 # Numbers that these make are no positions.
+_OF_KEYS = ("random_fold_in", "random_split", "random_wrap", "random_unwrap")
 _RANDOM = ("random_bits", "random_wrap", "random_fold_in", "random_split", "random_seed")
 
 
@@ -186,8 +187,11 @@ class Comparison:
         constants = bool(step.operands) and not step.inputs
         if step.name == "axis_index" or constants:
             return True
-        if step.name in _RANDOM or not any(x in self.indices for x in step.inputs):
+        if not any(x in self.indices for x in step.inputs):
             return False
+        if step.name in _RANDOM:
+            # A state gives each shard keys of its own. Keys that the user makes so are another matter.
+            return step.name in _OF_KEYS and not step.is_own
         others = [x for x in step.inputs if x not in self.indices]
         return all(as_numbers(self._known[0][x].x).dtype.kind in "biu" for x in others)
 

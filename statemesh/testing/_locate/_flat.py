@@ -19,7 +19,7 @@ from .._emulate._jaxprs import (
 )
 from .._emulate._replay import CALLS
 from .._emulate._stacked import Scope, names_of_spec
-from ._lines import Line, is_transposed, line_of
+from ._lines import Line, by_statemesh, is_transposed, line_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,6 +49,7 @@ class Step:
     - `line`: the user's line: of the equation, or of the innermost call around it that has one.
     - `transposed`: whether it belongs to a backward pass.
     - `caller`: the name of the outermost function of a library that it belongs to.
+    - `is_own`: whether the user's code runs it, with no library in between but JAX.
     - `spec`: how an array is split or joined.
     - `outer`: where parts are joined, the mesh axes around the `shard_map`.
     """
@@ -61,6 +62,7 @@ class Step:
     line: Line | None
     transposed: bool
     caller: str = ""
+    is_own: bool = True
     spec: PartitionSpec | None = None
     outer: Scope | None = None
 
@@ -183,18 +185,18 @@ class _Flattening:
             return self._shard_map(eqn, operands, scope, around)
         caller = around.caller if line is None else ""
         results = self.new(len(eqn.outvars))
-        self.steps.append(
-            Step(
-                "run",
-                eqn,
-                tuple(operands),
-                tuple(results),
-                scope,
-                line or around.line,
-                transposed,
-                caller,
-            )
+        made = Step(
+            kind="run",
+            eqn=eqn,
+            operands=tuple(operands),
+            results=tuple(results),
+            scope=scope,
+            line=line or around.line,
+            transposed=transposed,
+            caller=caller,
+            is_own=not by_statemesh(eqn),
         )
+        self.steps.append(made)
         return list(results)
 
     def _shard_map(

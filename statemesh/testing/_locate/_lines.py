@@ -14,9 +14,10 @@ from .._emulate._jaxprs import Equation
 
 
 # Files under these folders are not the user's.
+_OWN = os.path.dirname(str(sm.__file__)) + os.sep
 _LIBRARIES = tuple(
     {
-        os.path.dirname(str(sm.__file__)) + os.sep,
+        _OWN,
         *(sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "purelib", "platlib")),
         *(folder + os.sep for folder in site.getsitepackages()),
     }
@@ -59,6 +60,17 @@ def line_of(eqn: Equation) -> Line | None:
         if not is_library(frame.file_name):
             return Line(frame.file_name, frame.line_num)
     return None
+
+
+def by_statemesh(eqn: Equation) -> bool:
+    """Whether code of statemesh stands between the user's line and an equation."""
+    traceback: Any = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if frame.file_name.startswith(_OWN):
+            return True
+        if not is_library(frame.file_name):
+            return False
+    return False
 
 
 def is_transposed(eqn: Equation) -> bool:

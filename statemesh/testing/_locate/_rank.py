@@ -35,7 +35,7 @@ def places(found: Comparison, most: int = 3) -> tuple[list[Place], str | None]:
     if not tried:
         return [], None
     chosen: list[_Tried] = []
-    for one in _in_order(tried):
+    for one in _in_order(suspects, tried):
         if one.group.line not in [other.group.line for other in chosen]:
             chosen.append(one)
     first = chosen[0]
@@ -60,32 +60,37 @@ def _tried(mender: Mender, groups: Sequence[Group]) -> Iterator[_Tried]:
         done = done or (mended.all and mended.plain and not group.is_partial)
 
 
-def _in_order(tried: Sequence[_Tried]) -> Iterator[_Tried]:
+def _in_order(suspects: Suspects, tried: Sequence[_Tried]) -> Iterator[_Tried]:
     """The likeliest first."""
-    mending = [one for one in tried if one.mended.all]
+    best = max(one.mended.right for one in tried)
+    mending = [one for one in tried if one.mended.right == best > 0]
     # Where a value is no longer related to that on one device.
     breaking = [one for one in mending if not one.group.is_partial]
-    # Where a partial result comes from that is used as if it were whole, or a multiple.
-    multiples = [one for one in mending if one.group.is_partial and one.group.is_multiple]
-    partial = [one for one in mending if one.group.is_partial and not one.group.is_multiple]
-    gradients = [one for one in mending if one.number < 0]
-    firsts = [one for one in tried if one.group.is_first]
-    sure = [one for one in firsts if one.group.is_sure]
     # A line that picks by the index of a shard may well make what one device has not.
     breaking.sort(key=lambda one: not (one.mended.plain or one.group.is_sure))
+    firsts = [one for one in tried if one.group.is_first]
+    firsts.sort(key=lambda one: (not one.group.is_sure, -one.mended.right, one.number))
+    sure = sorted((one for one in firsts if one.group.is_sure), key=lambda one: one.number)
     if not breaking or not breaking[0].group.is_first:
         # What is wrong happens before the line that can be put right.
-        breaking = [*sure[:1], *breaking]
-    yield from gradients
-    yield from multiples[:1]
+        breaking = [*sure[:1], *breaking, *firsts]
+    # Where a partial result comes from that is used as if it were whole, or a multiple.
+    partial = [one for one in mending if one.group.is_partial and not one.group.transposed]
+    origins = suspects.origins(breaking[0].group) if breaking else []
+    yield from [one for one in mending if one.number < 0]
+    yield from [one for one in partial if one.group.is_multiple][:1]
+    yield from [one for one in partial if one.group.line in origins and one.mended.plain][:1]
     yield from breaking[:1]
     yield from partial[:1]
     yield from breaking[1:2]
-    yield from sorted(firsts, key=lambda one: (not one.mended.all, -one.mended.right, one.number))
-    yield from partial[1:2]
+    yield from firsts[:2]
     if not sure:
         # The index itself may be mistaken.
         yield from [one for one in tried if one.group.is_index][:1]
+    first = (breaking or partial or tried)[0]
+    lines = suspects.readers(first.group)[:1]
+    yield from [one for one in tried if one.group.line in lines]
+    yield from firsts
     if not mending:
         yield from tried
 

@@ -8,6 +8,13 @@ from ._flat import Program, Step
 from ._lines import Line
 
 
+# Operations that give for a part what only the part knows.
+_OF_A_PART = (
+    *("iota", "cumsum", "cumlogsumexp", "cumprod", "cummax", "cummin", "sort", "top_k", "argmax", "argmin"),
+    *("slice", "dynamic_slice", "concatenate", "pad", "rev", "gather", "reduce_window_sum"),
+)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Group:
     """The steps of one line that make values which lead to a wrong result.
@@ -19,7 +26,8 @@ class Group:
     - `steps`: in the order of the program.
     - `values`: what they make that other lines use.
     - `is_first`: whether one of them makes of values that are right, or parts of them, one that is neither.
-    - `is_sure`: whether such a one reads no value that differs because of the index of a shard.
+    - `is_sure`: whether such a one reads no value that differs because of the index of a shard, and gives no
+        positions in the shard's own part.
     - `is_partial`: whether all that they make is partial results, or multiples.
     - `is_multiple`: whether there are multiples among it.
     - `is_index`: whether all of it differs because of the index of a shard.
@@ -79,6 +87,32 @@ class Suspects:
         makes = any(self.is_unrelated(x) for x in step.results)
         return makes and not any(self.is_unrelated(x) for x in step.inputs)
 
+    def _is_of_a_part(self, step: Step) -> bool:
+        """Whether a step naturally gives something else for a part, such as positions in it."""
+        relations = [self._found.relations[x] for x in step.inputs]
+        return step.name in _OF_A_PART and all(one is None or one.is_plain for one in relations)
+
+    def origins(self, group: Group) -> list[Line | None]:
+        """The lines at which partial results and multiples begin that a line uses as if they were whole."""
+        steps = [step for step in group.steps if self._is_first(step)]
+        queue, seen, found = [x for step in steps for x in step.inputs], set(), []
+        while queue:
+            value = queue.pop()
+            known, maker = self._found.relations[value], self._maker.get(value)
+            if value in seen or known is None or known.is_plain or maker is None:
+                continue
+            seen.add(value)
+            queue += maker.inputs
+            before = [self._found.relations[x] for x in maker.inputs]
+            if not maker.transposed and all(one is None or one.is_plain for one in before):
+                found.append(maker.line)
+        return found
+
+    def readers(self, group: Group) -> list[Line]:
+        """The lines that use first what a line makes."""
+        lines = [step.line for step in self.steps if {*group.values} & {*step.inputs}]
+        return [line for line in lines if line is not None and line != group.line]
+
     def groups(self) -> list[Group]:
         """The suspects by line, in the order of the program."""
         lines = self._lines()
@@ -101,6 +135,7 @@ class Suspects:
             ]
             known = [self._found.relations[x] for x in values]
             first = [step for step in group if self._is_first(step)]
+            sure = [step for step in first if not self._is_of_a_part(step)]
             indices, positions = self._found.indices, self._found.positions
             found.append(
                 Group(
@@ -108,7 +143,7 @@ class Suspects:
                     steps=group,
                     values=values,
                     is_first=bool(first),
-                    is_sure=any(not positions.intersection(step.inputs) for step in first),
+                    is_sure=any(not positions.intersection(step.inputs) for step in sure),
                     is_partial=all(one is not None for one in known),
                     is_multiple=any(one is not None and one.factor != 1 for one in known),
                     is_index=bool(values) and positions.issuperset(values),
