@@ -24,7 +24,7 @@ X = generic(8, 3)
 def line_with(text: str) -> int:
     """The number of the line of this file that ends with a comment."""
     lines = HERE.read_text().splitlines()
-    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {text}"))
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"  # {text}"))
 
 
 def on_mesh(fun: Any, in_specs: Any = P("data"), out_specs: Any = P("data"), **more: Any) -> Any:
@@ -39,14 +39,15 @@ def centred(x: Any) -> Any:
 
 def test_the_report() -> None:
     found = locate(on_mesh(centred), X)
-    first, second = line_with("uses the local mean"), line_with("the local mean")
+    first, second = line_with("the local mean"), line_with("uses the local mean")
     assert str(found) == (
         "Values stop being those of one device here:\n"
-        f"  {HERE}:{first}: shifted = x - mean  # uses the local mean\n"
-        "    a difference: 0.108634 on data=2, 0.680799 on data=3 at [0, 0], and should be 0.965053 and 0.131888\n"
-        f"    Tried: with jax.lax.pmean(..., 'data') at test_locate.py:{second}, all results are right.\n"
+        f"  {HERE}:{first}: mean = x.mean(0)  # the local mean\n"
+        "    a quotient: 0.571744 on data=2, -0.833585 on data=3 at [0], and should be -0.284674\n"
+        "    In other words: the mean over 'data' of what shards have is the value on one device.\n"
+        f"    Tried: with jax.lax.pmean(..., 'data') at test_locate.py:{first}, all results are right.\n"
         "or, less likely, here:\n"
-        f"  {HERE}:{second}: mean = x.mean(0)  # the local mean"
+        f"  {HERE}:{second}: shifted = x - mean  # uses the local mean"
     )
 
 
@@ -56,10 +57,11 @@ def test_the_fields() -> None:
     assert found.matched
     assert not found.gradient
     place, other = found.places
-    assert (place.file, place.line) == (str(HERE), line_with("uses the local mean"))
-    assert place.source == "shifted = x - mean  # uses the local mean"
-    assert (place.operation, place.step) == ("a difference", None)
-    assert other.note == "the mean over 'data' of what shards have is the value on one device"
+    assert (place.file, place.line) == (str(HERE), line_with("the local mean"))
+    assert place.source == "mean = x.mean(0)  # the local mean"
+    assert (place.operation, place.step) == ("a quotient", None)
+    assert place.note == "the mean over 'data' of what shards have is the value on one device"
+    assert (other.line, other.operation) == (line_with("uses the local mean"), "a difference")
 
 
 def test_where_nothing_is_wrong() -> None:
@@ -71,7 +73,7 @@ def test_on_devices_and_arguments_that_lie_there() -> None:
     mapped = sm.shard_map(centred, mesh, P("x"), P("x"))
     found = locate(mapped, *mapped.place(X))
     assert found is not None
-    assert found.places[0].line == line_with("uses the local mean")
+    assert found.places[0].line == line_with("the local mean")
 
 
 def test_a_round_of_a_loop() -> None:
@@ -121,7 +123,19 @@ def test_another_reference() -> None:
     mapped = on_mesh(centred)
     found = located(mapped, on_mesh(lambda x: centred(x)).unsharded, (X,))
     assert found is not None
-    assert found.places[0].line == line_with("uses the local mean")
+    assert found.places[0].line == line_with("the local mean")
+
+
+def test_overflow_is_found_in_the_dtypes_of_the_program() -> None:
+    def fun(x: Any) -> Any:
+        return jax.lax.psum(x * 1e4, "data") / jax.lax.axis_size("data")  # overflows
+
+    found = locate(on_mesh(fun, P(), P()), np.full(3, 5, np.float16))
+    assert found is not None
+    assert found.rounding
+    assert found.places[0].line == line_with("overflows")
+    assert "inf on data=0" in found.places[0].got
+    assert "In double precision all agrees: numbers overflow or are rounded." in str(found)
 
 
 def test_steps_of_one_program_only() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from .._emulate._promoted import roundoff
 from .._emulate._stacked import Scope, Stacked, names_of_spec
 from .._types import Numbers
 from ._align import pairs
@@ -54,6 +55,7 @@ class Comparison:
     - `mesh`, `one`: the program on a mesh, and on one device.
     - `scope`: the mesh axes around the programs.
     - `given`: the values of the inputs of both.
+    - `wide`: whether floats are in double precision.
 
     **Attributes:**
 
@@ -69,10 +71,16 @@ class Comparison:
     """
 
     def __init__(
-        self, mesh: Program, one: Program, scope: Scope, given: tuple[Values, Values]
+        self,
+        mesh: Program,
+        one: Program,
+        scope: Scope,
+        given: tuple[Values, Values],
+        wide: bool,
     ) -> None:
         self.mesh, self.one, self.scope, self.given = mesh, one, scope, given
-        self.evaluators = Evaluator(mesh), Evaluator(one)
+        self.wide = wide
+        self.evaluators = Evaluator(mesh, wide), Evaluator(one, wide)
         self.pairs = pairs(mesh.steps, one.steps)
         self.matched = len(self.pairs) == len(mesh.steps) == len(one.steps)
         self.scopes = dict.fromkeys(mesh.inputs, scope)
@@ -163,7 +171,7 @@ class Comparison:
     def _relate(
         self, x: int, value: Stacked, want: Numbers | None, scope: Scope, operands: float
     ) -> None:
-        found = None if want is None else relation(value, want, scope, operands)
+        found = None if want is None else relation(value, want, scope, operands, self.unit(value))
         self.relations[x] = found
         if found is None or not found.is_plain:
             self._keep(x, value, want, scope)
@@ -204,7 +212,7 @@ class Comparison:
         for at, name in enumerate(value.axes):
             if name not in named:
                 first = np.take(x, [0], at)
-                limit = allowed(first, 0.0)
+                limit = allowed(first, 0.0, self.unit(value))
                 if x.dtype.kind in "fc" and not np.all(
                     (np.abs(x - first) <= limit) | (x == first) | ((x != x) & (first != first))
                 ):
@@ -223,10 +231,14 @@ class Comparison:
             # A step without a partner may give the right result.
             is_lone = isinstance(a, int) and a in self.kept and self.kept[a].want is None
             if is_lone or isinstance(a, Constant):
-                known = relation(got, want, self.scope, 0.0)
+                known = relation(got, want, self.scope, 0.0, self.unit(got))
             right = self.is_right(known) or (bool(self.scope.sizes) and a in self.indices)
             found.append(Result(got, want, right))
         return found
+
+    def unit(self, value: Stacked) -> float:
+        """The roundoff of a value; 0 where floats are in double precision."""
+        return 0.0 if self.wide else roundoff(value.x.dtype)
 
     def is_right(self, found: Relation | None) -> bool:
         """Whether a result with this relation is one that it should have."""

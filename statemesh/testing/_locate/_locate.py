@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,7 +11,8 @@ import numpy as np
 import statemesh as sm
 
 from .._emulate._doubled import widened
-from .._emulate._one_device import NO_MESH
+from .._emulate._one_device import NO_MESH, on_one_device
+from .._emulate._promoted import promoted
 from .._emulate._stacked import Scope, Stacked
 from .._emulate._trace import Trace, is_array_or_type, trace
 from .._types import AnyLeaf, Fun, PyTree, tree_util
@@ -79,19 +79,27 @@ def _compared(mapped: Fun, reference: Fun, given: PyTree) -> Located | None:
     arrays = jax.tree.map(lambda x: jnp.asarray(x) if _is_traced(x) else x, given)
     leaves, treedef = tree_util.tree_flatten(arrays)
     traces = [trace(fun, treedef, leaves) for fun in (mapped, reference)]
-    values = [x for x in jax.tree.leaves(widened(arrays).values) if is_array_or_type(x)]
-    programs = [_flat(one) for one in traces]
-    inputs = [dict(zip(program.inputs, map(Stacked, values), strict=True)) for program in programs]
+    found = _places(traces, widened(arrays).values, wide=True)
+    if found is None and any(map(_is_narrow, leaves)):
+        found = _places(traces, jax.tree.map(on_one_device, arrays), wide=False)
+        return None if found is None else dataclasses.replace(found, rounding=True)
+    return found
+
+
+def _places(traces: Sequence[Trace], given: PyTree, *, wide: bool) -> Located | None:
+    values = [Stacked(x) for x in jax.tree.leaves(given) if is_array_or_type(x)]
+    mesh, one = (flat(traced.closed, Scope()) for traced in traces)
+    inputs = [dict(zip(program.inputs, values, strict=True)) for program in (mesh, one)]
     with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
-        found = Comparison(programs[0], programs[1], Scope(), (inputs[0], inputs[1]))
+        found = Comparison(mesh, one, Scope(), (inputs[0], inputs[1]), wide)
         if all(result.right for result in found.results):
             return None
         chosen, cause = places(found)
-    return Located(tuple(chosen), found.matched, cause)
+    return Located(tuple(chosen), found.matched, cause) if chosen else None
 
 
-def _flat(one: Trace) -> Any:
-    return flat(one.closed, Scope())
+def _is_narrow(x: object) -> bool:
+    return _is_inexact(x) and promoted(x.dtype) != x.dtype  # type: ignore[attr-defined]
 
 
 def _is_traced(x: object) -> bool:

@@ -45,12 +45,14 @@ class Located:
         compared.
     - `cause`: what puts all results right, if running the program so has confirmed it.
     - `gradient`: whether the results agree, and only the derivatives differ.
+    - `rounding`: whether all agrees in double precision, and differs only in the dtypes of the program.
     """
 
     places: tuple[Place, ...]
     matched: bool
     cause: str | None = None
     gradient: bool = False
+    rounding: bool = False
 
     def __str__(self) -> str:
         first, *others = self.places
@@ -63,6 +65,8 @@ class Located:
         if others:
             lines.append("or, less likely, here:")
             lines += [f"  {place.file}:{place.line}: {place.source}" for place in others]
+        if self.rounding:
+            lines.append("In double precision all agrees: numbers overflow or are rounded.")
         if not self.matched:
             lines.append("The programs have different steps: some values could not be compared.")
         return "\n".join(lines)

@@ -86,7 +86,7 @@ class Mender:
         made = self._program.results(replaced)
         scope, found = self._found.scope, self._found
         right = [
-            found.is_right(relation(value, result.want, scope, 0.0))
+            found.is_right(relation(value, result.want, scope, 0.0, found.unit(value)))
             for value, result in zip(made, found.results, strict=True)
         ]
         count = sum(now and broken for now, broken in zip(right, self._broken, strict=True))

@@ -68,6 +68,8 @@ _REDUCTIONS: Mapping[str, Callable[..., Any]] = {
     "reduce_or": np.any,
 }
 
+_NONE = np.dtype(object)
+
 # From the array of one operand, the number of mesh axes in front, and the step.
 _One: TypeAlias = Callable[[Numbers, int, Step], Any]
 
@@ -102,9 +104,9 @@ def _integer_pow(x: Numbers, count: int, step: Step) -> Any:
     return x**y if y >= 0 else 1 / x**-y
 
 
-def _convert(x: Numbers, count: int, step: Step) -> Any:
-    del count
-    return x.astype(promoted(step.eqn.params["new_dtype"]))
+def _same(x: Numbers, count: int, step: Step) -> Any:
+    del count, step
+    return x
 
 
 def _rev(x: Numbers, count: int, step: Step) -> Any:
@@ -119,20 +121,28 @@ _SINGLE: Mapping[str, _One] = {
     "transpose": _transpose,
     "slice": _slice,
     "integer_pow": _integer_pow,
-    "convert_element_type": _convert,
+    "convert_element_type": _same,
     "rev": _rev,
 }
 
 
-def quick(step: Step, values: Sequence[Stacked]) -> list[Stacked] | None:
-    """The results of a step by NumPy; `None` where it takes JAX."""
+def quick(step: Step, values: Sequence[Stacked], wide: bool) -> list[Stacked] | None:
+    """The results of a step by NumPy; `None` where it takes JAX.
+
+    **Arguments:**
+
+    - `wide`: whether floats are in double precision.
+    """
     if not all(_is_plain(value.x) for value in values):
         return None
     if step.kind != "run":
         return [_split(values[0], step) if step.kind == "split" else _joined(values[0], step)]
     name = step.name
+    dtype = _dtype(step.eqn.outvars[0].aval, wide)  # type: ignore[attr-defined]
+    if dtype.kind not in "biuf":
+        return None
     if name == "iota":
-        return [Stacked(_iota(step))]
+        return [Stacked(_iota(step).astype(dtype))]
     xs = [np.asarray(value.x) for value in values]
     given = [Stacked(x, value.axes) for x, value in zip(xs, values, strict=True)]
     with np.errstate(all="ignore"):
@@ -145,8 +155,11 @@ def quick(step: Step, values: Sequence[Stacked]) -> list[Stacked] | None:
         made = _made(name, step, given)
     if made is None:
         return None
-    dtype = promoted(step.eqn.outvars[0].aval.dtype)  # type: ignore[attr-defined]
     return [Stacked(np.asarray(made.x).astype(dtype, copy=False), made.axes)]
+
+
+def _dtype(aval: Any, wide: bool) -> Any:
+    return np.dtype(promoted(aval.dtype) if wide else aval.dtype) if hasattr(aval, "dtype") else _NONE
 
 
 def _is_plain(x: Any) -> bool:
@@ -241,7 +254,7 @@ def _iota(step: Step) -> Numbers:
     along = [1] * len(shape)
     along[params["dimension"]] = -1
     counted = np.arange(shape[params["dimension"]]).reshape(along)
-    return np.broadcast_to(counted, shape).astype(promoted(params["dtype"]))
+    return np.broadcast_to(counted, shape)
 
 
 def _unstacked(value: Stacked, step: Step) -> list[Stacked]:

@@ -40,6 +40,9 @@ def places(found: Comparison, most: int = 3) -> tuple[list[Place], str | None]:
             chosen.append(one)
     first = chosen[0]
     reason = next(filter(None, (_cause(found, mender, one.group) for one in chosen[:2])), None)
+    if reason:
+        # Nothing is left to explain.
+        chosen = chosen[:2]
     made: list[Place] = []
     for one in chosen[:most]:
         deeper, why = _deeper(found, suspects, one.group, most)

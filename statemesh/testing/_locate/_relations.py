@@ -21,6 +21,9 @@ Kind: TypeAlias = Literal["equal", "parts", "sum", "mean", "max", "min", "turned
 _RELATIVE = 1e-8
 _OF_LARGEST = 1e-9
 _OF_OPERANDS = 1e-12
+# The same of narrower dtypes, in roundoffs, and what it is at most.
+_NARROW = 512
+_MOST = 0.05
 # Numbers like -1e9 mark what is masked.
 _MASKS = 1e6
 
@@ -61,13 +64,16 @@ def whole(value: Stacked) -> Numbers:
     return x.reshape(x.shape[len(value.axes) :])
 
 
-def allowed(want: Numbers, operands: float) -> Numbers:
+def allowed(want: Numbers, operands: float, unit: float) -> Numbers:
     """By how much each number of two computations in double precision may differ.
 
     **Arguments:**
 
     - `operands`: the largest number that the value was made from.
+    - `unit`: the roundoff of the dtype, where that is not double precision.
     """
+    if unit:
+        return np.asarray(min(_NARROW * unit, _MOST) * max(largest(want), 1e-30))
     own = np.where(np.isfinite(want), np.abs(want), 0.0)
     return _RELATIVE * own + _OF_LARGEST * largest(want) + _OF_OPERANDS * operands
 
@@ -81,13 +87,16 @@ def largest(x: Numbers) -> float:
     return float((usual if usual.size else finite).max(initial=0.0))
 
 
-def relation(value: Stacked, want: Numbers, scope: Scope, operands: float) -> Relation | None:
+def relation(
+    value: Stacked, want: Numbers, scope: Scope, operands: float, unit: float
+) -> Relation | None:
     """The relation of a value on shards to the value on one device, if there is one.
 
     **Arguments:**
 
     - `want`: the value on one device.
     - `operands`: the largest number that the value was made from.
+    - `unit`: the roundoff of the dtype, where that is not double precision.
     """
     x = as_numbers(value.x)
     names = [name for name in value.axes if scope.sizes[name] > 1]
@@ -99,12 +108,12 @@ def relation(value: Stacked, want: Numbers, scope: Scope, operands: float) -> Re
         x = x.reshape((*(scope.sizes[n] for n in names), *x.shape[len(value.axes) :]))
     shown = [str(name) for name in names]
     numeric = want.dtype.kind in "fc"
-    close = _closeness(want, allowed(want, operands) if numeric else want)
+    close = _closeness(want, allowed(want, operands, unit) if numeric else want)
     for depth in range(5 if not is_key(value.x) else 2):
         # What is likely first: it is cheap, and a rare relation may hold by accident.
         if depth == 3 and not numeric:
             continue
-        for way in _ways(_Way((), x), shown, want.shape, depth):
+        for way in _ways(_Way((), x), shown, want.shape, depth, max(1e-10, 64 * unit)):
             if way.array.shape != want.shape:
                 continue
             factor = _factor(way.array, want, scope) if depth == 3 else 1.0
@@ -142,7 +151,9 @@ def _factor(x: Numbers, want: Numbers, scope: Scope) -> float | None:
     return None
 
 
-def _ways(way: _Way, names: Sequence[str], shape: tuple[int, ...], depth: int) -> Iterator[_Way]:
+def _ways(
+    way: _Way, names: Sequence[str], shape: tuple[int, ...], depth: int, unit: float
+) -> Iterator[_Way]:
     """The arrays that shards' values may be parts of.
 
     **Arguments:**
@@ -150,6 +161,7 @@ def _ways(way: _Way, names: Sequence[str], shape: tuple[int, ...], depth: int) -
     - `names`: the mesh axes that are still in front.
     - `depth`: 0 for parts and equal values; 1 also for partial results; 2 for parts in an unusual order; 3 as
         1, for multiples; 4 for values that one shard has.
+    - `unit`: by how much copies may differ that are equal.
     """
     if not names:
         yield way
@@ -160,12 +172,12 @@ def _ways(way: _Way, names: Sequence[str], shape: tuple[int, ...], depth: int) -
         name, rest = names[pick], [*names[:pick], *names[pick + 1 :]]
         x = np.moveaxis(way.array, pick, 0)
         local = x.shape[len(names) :]
-        for kind, axis, array in _merged(x, len(rest), local, shape, depth):
-            yield from _ways(way.then(name, kind, axis, array), rest, shape, depth)
+        for kind, axis, array in _merged(x, len(rest), local, shape, depth, unit):
+            yield from _ways(way.then(name, kind, axis, array), rest, shape, depth, unit)
 
 
 def _merged(
-    x: Numbers, rest: int, local: tuple[int, ...], shape: tuple[int, ...], depth: int
+    x: Numbers, rest: int, local: tuple[int, ...], shape: tuple[int, ...], depth: int, unit: float
 ) -> Iterator[tuple[Kind, int, Numbers]]:
     """The ways to merge the first axis of an array into the others."""
     n, left = x.shape[0], math.prod(shape) // max(math.prod(local), 1)
@@ -180,7 +192,7 @@ def _merged(
     if len(local) != len(shape) or (left == n and rest == 0):
         return
     same = bool(np.all((x == x[:1]) | ((x != x) & (x[:1] != x[:1]))))
-    if same or (x.dtype.kind in "fc" and np.allclose(x, x[:1], rtol=1e-10, atol=0, equal_nan=True)):
+    if same or (x.dtype.kind in "fc" and np.allclose(x, x[:1], rtol=unit, atol=0, equal_nan=True)):
         yield "equal", 0, x[0]
     # Equal parts of a sum are, in other words, a multiple of the whole.
     if depth in (1, 3) and (x.dtype.kind in "iu" or (x.dtype.kind in "fc" and not same)):

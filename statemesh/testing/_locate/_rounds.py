@@ -58,11 +58,11 @@ def inside(found: Comparison, step: Step) -> Inside | None:
             return None
         bodies = [a.eqn.params["branches"][branches[0]] for a in (step, other)]
         given = [_all_shards(mesh[1:], step.scope), _all_shards(one[1:], other.scope)]
-        return _as_inside(bodies, given, (step.scope, other.scope), step.line, None)
+        return _as_inside(bodies, given, (step.scope, other.scope), step.line, None, found.wide)
     loops = [_loop(a, values) for a, values in ((step, mesh), (other, one))]
     if len(loops[0].rounds) != len(loops[1].rounds):
         return None
-    return _first_round(loops, (step.scope, other.scope), step.line)
+    return _first_round(loops, (step.scope, other.scope), step.line, found)
 
 
 def _branch(step: Step, values: Sequence[Stacked]) -> int | None:
@@ -112,26 +112,27 @@ def _all_shards(values: Sequence[Stacked], scope: Scope) -> list[Stacked]:
 
 
 def _first_round(
-    loops: Sequence[_Loop], scopes: tuple[Scope, Scope], line: Line | None
+    loops: Sequence[_Loop], scopes: tuple[Scope, Scope], line: Line | None, around: Comparison
 ) -> Inside | None:
     """The first round that makes something unrelated."""
-    sides = [_Side(loop, scope, line) for loop, scope in zip(loops, scopes, strict=True)]
+    sides = [_Side(loop, scope, line, around.wide) for loop, scope in zip(loops, scopes, strict=True)]
     for number in loops[0].rounds[:_MOST_ROUNDS]:
         given = [side.given(number) for side in sides]
         results = [side.run(xs) for side, xs in zip(sides, given, strict=True)]
         for got, want in zip(*results, strict=True):
-            if relation(got, whole(want), scopes[0], 0.0) is None:
-                return _as_inside([loop.body for loop in loops], given, scopes, line, number)
+            if relation(got, whole(want), scopes[0], 0.0, around.unit(got)) is None:
+                bodies = [loop.body for loop in loops]
+                return _as_inside(bodies, given, scopes, line, number, around.wide)
     return None
 
 
 class _Side:
     """A loop on one side, run round by round."""
 
-    def __init__(self, loop: _Loop, scope: Scope, line: Line | None) -> None:
+    def __init__(self, loop: _Loop, scope: Scope, line: Line | None, wide: bool) -> None:
         self._scope = scope
         self._program = flat(loop.body, scope, line)
-        self._evaluator = Evaluator(self._program)
+        self._evaluator = Evaluator(self._program, wide)
         self._consts = _all_shards(loop.consts, scope)
         self._carry = _all_shards(loop.carry, scope)
         self._scanned = _all_shards(loop.scanned, scope)
@@ -159,10 +160,11 @@ def _as_inside(
     scopes: tuple[Scope, Scope],
     line: Line | None,
     number: int | None,
+    wide: bool,
 ) -> Inside | None:
     mesh, one = (flat(body, scope, line) for body, scope in zip(bodies, scopes, strict=True))
     values = _named(mesh, given[0]), _named(one, given[1])
-    found = Comparison(mesh, one, scopes[0], values)
+    found = Comparison(mesh, one, scopes[0], values, wide)
     return None if all(result.right for result in found.results) else Inside(found, number)
 
 

@@ -1,4 +1,4 @@
-"""The values of a flat program on all shards, in double precision.
+"""The values of a flat program on all shards.
 
 All of this runs inside `jax.enable_x64`.
 """
@@ -42,16 +42,19 @@ class Evaluator(Replay):
     **Arguments:**
 
     - `program`: the program.
+    - `wide`: whether floats are in double precision; else in their own dtypes.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, wide: bool) -> None:
         super().__init__("locate", program.jaxpr)
-        self.arithmetic = _Exact(NO_NOISE)
+        self.wide = wide
+        if wide:
+            self.arithmetic = _Exact(NO_NOISE)
         self._compiled: dict[Hashable, Any] = {}
 
     def step(self, step: Step, values: Sequence[Stacked]) -> list[Stacked]:
         """The results of one step."""
-        made = quick(step, values)
+        made = quick(step, values, self.wide)
         if made is not None:
             return made
         if step.kind == "split":
@@ -102,10 +105,12 @@ class Evaluator(Replay):
 
 
 def as_numbers(x: AnyLeaf) -> Numbers:
-    """An array of NumPy; for keys, that of their data."""
+    """The numbers of an array; for keys, those of their data."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
-    return np.asarray(x)
+    found = np.asarray(x)
+    # What is compared is not rounded, and NumPy cannot compute with bfloat16.
+    return found.astype(np.float64) if jnp.issubdtype(found.dtype, jnp.floating) else found
 
 
 def on_all_shards(value: Stacked, scope: Scope) -> Numbers:
@@ -157,8 +162,7 @@ class Points:
                 if last.get(x, -1) <= i and x not in read:
                     known.pop(x, None)
         self._known = {x: value for x, value in known.items() if x in read and x not in after}
-        self._keys = {x for x in points if is_key(known[x].x)}
-        self._like = {x: known[x].x for x in self._keys}
+        self._like = {x: known[x].x for x in points}
 
     def results(self, replaced: Mapping[int, Numbers]) -> list[Stacked]:
         """The results with some values replaced, which have all mesh axes in front."""
@@ -172,9 +176,10 @@ class Points:
 
     def _stacked(self, x: int, numbers: Numbers) -> Stacked:
         axes = tuple(self._scopes[x].sizes)
-        if x not in self._keys:
-            return Stacked(numbers, axes)
-        impl = jax.random.key_impl(self._like[x])
+        like = self._like[x]
+        if not is_key(like):
+            return Stacked(np.asarray(numbers).astype(like.dtype), axes)
+        impl = jax.random.key_impl(like)
         return Stacked(jax.random.wrap_key_data(jnp.asarray(numbers), impl=impl), axes)
 
 
