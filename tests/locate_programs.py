@@ -59,8 +59,8 @@ def data_parallel(bug: str) -> Case:
         var = x.var(0) if bug == "local variance" else square - mean**2  # uses local mean
         x = (x - mean) / jnp.sqrt(var + 1e-3)
         if bug == "whole batch in the noise":
-            keys, rng = net.rng.split(), net.rng.split()[1]  # whole batch in the noise
-            keep = jax.random.bernoulli(keys[0], 0.8, x.shape)  # uses whole batch in the noise
+            key, rng = net.rng.split()  # whole batch in the noise
+            keep = jax.random.bernoulli(key, 0.8, x.shape)  # uses whole batch in the noise
         else:
             keys, rng = net.rng.rows(len(x), "data")
             keep = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, x.shape[1:]))(keys)
@@ -171,10 +171,7 @@ def tensor_parallel(bug: str) -> Case:
         else:
             top = jax.lax.pmax(jax.lax.stop_gradient(logits.max(-1)), "model")
         each = jnp.exp(logits - top[..., None])  # uses local maximum
-        if bug == "local total":
-            total = each.sum(-1)  # local total
-        else:
-            total = jax.lax.psum(each.sum(-1), "model")
+        total = each.sum(-1) if bug == "local total" else jax.lax.psum(each.sum(-1), "model")
         at = tokens - jax.lax.axis_index("model") * size
         if bug == "tokens of the first":
             at = tokens  # tokens of the first

@@ -18,6 +18,7 @@ from tests.locate_programs import PROGRAMS, cases, generic, lines_of, tensor_par
 
 HERE = pathlib.Path(__file__)
 MESH = AbstractMesh((4,), ("data",))
+ROWS = P("data")
 X = generic(8, 3)
 
 
@@ -27,8 +28,8 @@ def line_with(text: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if line.endswith(f"  # {text}"))
 
 
-def on_mesh(fun: Any, in_specs: Any = P("data"), out_specs: Any = P("data"), **more: Any) -> Any:
-    return sm.shard_map(fun, MESH, in_specs, out_specs, **more)
+def on_mesh(fun: Any, in_specs: Any = ROWS, out_specs: Any = ROWS) -> Any:
+    return sm.shard_map(fun, MESH, in_specs, out_specs)
 
 
 def centred(x: Any) -> Any:

@@ -163,7 +163,7 @@ class Comparison:
             )
 
     def _unneeded(self, step: Step) -> Numbers | None:
-        """What one device has in the place of a step that it does not need: it divides by no number of shards."""
+        """What one device has in the place of a division by the number of shards, which it does not need."""
         if len(step.inputs) != 1 or len(step.results) != 1 or step.name not in ("div", "mul"):
             return None
         return self._wants.get(step.inputs[0])
@@ -232,6 +232,8 @@ class Comparison:
             is_lone = isinstance(a, int) and a in self.kept and self.kept[a].want is None
             if is_lone or isinstance(a, Constant):
                 known = relation(got, want, self.scope, 0.0, self.unit(got))
+            if got.x.dtype != self.value(b, 1).x.dtype:
+                known = None
             right = self.is_right(known) or (bool(self.scope.sizes) and a in self.indices)
             found.append(Result(got, want, right))
         return found

@@ -23,14 +23,52 @@ from ._rank import places
 
 
 def locate(mapped: sm.StatefulMapping, /, *args: PyTree, **kwargs: PyTree) -> Located | None:
-    """Find the line at which a call on a mesh stops computing what it computes on one device."""
+    """Find the line at which a call on a mesh stops computing what it computes on one device.
+
+    The programs of both are traced and replayed side by side in double precision, with all shards on one
+    device. A value is what it should be where shards have all of it, or their parts, or partial results that
+    a later line makes whole. From the wrong results `locate` goes back to the lines that make other values
+    than these. It runs the program with the right values at such lines, and the line comes first that so puts
+    the results right.
+
+    **Arguments:**
+
+    - `mapped`: the result of `shard_map`, `pmap2` or `vmap2`. The mesh may be a `jax.sharding.AbstractMesh`.
+    - `args`, `kwargs`: the arguments of the call. Generic numbers tell more than zeros and ones.
+
+    **Returns:** a `Located`, whose text is a report; `None` if the results and their derivatives agree. Where
+    the results agree, the derivatives of a weighted sum of them are compared. A line in a loop comes with the
+    number of its first wrong round. If all agrees in double precision, the dtypes of the program are tried.
+
+    **Raises:** the errors of the call, and those of its gradient if it has none; `StatemeshError` that names
+    a primitive that cannot be replayed.
+
+    !!! example
+
+        ```python
+        >>> import jax.numpy as jnp, statemesh as sm
+        >>> from jax.sharding import AbstractMesh, PartitionSpec as P
+        >>> from statemesh.testing import locate
+        >>> def centred(x):
+        ...     mean = x.mean(0)
+        ...     return x - mean
+        >>> mesh = AbstractMesh((4,), ("data",))
+        >>> centred = sm.shard_map(centred, mesh, in_specs=P("data"), out_specs=P("data"))
+        >>> found = locate(centred, jnp.arange(8.0))
+        >>> found.places[0].source
+        'mean = x.mean(0)'
+        >>> found.places[0].note
+        "the mean over 'data' of what shards have is the value on one device"
+
+        ```
+    """
     return located(mapped, mapped.unsharded, args, kwargs)
 
 
 def located(
     mapped: Fun, reference: Fun, args: Sequence[PyTree], kwargs: PyTree = None
 ) -> Located | None:
-    """The same for any two functions of the same arguments, of which the second is right."""
+    """`locate` for any two functions of the same arguments, of which the second is right."""
     given = tuple(args), kwargs or {}
     found = _compared(mapped, reference, given)
     if found is None and any(map(eqx.is_inexact_array, jax.tree.leaves(given))):
@@ -41,9 +79,9 @@ def located(
 def located_in_gradient(
     mapped: Fun, reference: Fun, args: Sequence[PyTree], kwargs: PyTree = None
 ) -> Located | None:
-    """The same for the gradient of a weighted sum of all results."""
+    """`located` for the gradient of a weighted sum of all results."""
     given = tuple(args), kwargs or {}
-    found = _compared(_Gradient(mapped), _Gradient(reference), given)
+    found = _compared(_Gradient(mapped), _Gradient(reference), given, narrow=False)
     return None if found is None else dataclasses.replace(found, gradient=True)
 
 
@@ -75,12 +113,13 @@ def _weights(x: jax.Array) -> jax.Array:
     return jnp.asarray(np.cos(np.arange(x.size)).reshape(x.shape), x.dtype)
 
 
-def _compared(mapped: Fun, reference: Fun, given: PyTree) -> Located | None:
+def _compared(mapped: Fun, reference: Fun, given: PyTree, *, narrow: bool = True) -> Located | None:
+    """Where two calls differ in double precision, or else in the dtypes of the program."""
     arrays = jax.tree.map(lambda x: jnp.asarray(x) if _is_traced(x) else x, given)
     leaves, treedef = tree_util.tree_flatten(arrays)
     traces = [trace(fun, treedef, leaves) for fun in (mapped, reference)]
     found = _places(traces, widened(arrays).values, wide=True)
-    if found is None and any(map(_is_narrow, leaves)):
+    if found is None and narrow and any(map(_is_narrow, leaves)):
         found = _places(traces, jax.tree.map(on_one_device, arrays), wide=False)
         return None if found is None else dataclasses.replace(found, rounding=True)
     return found

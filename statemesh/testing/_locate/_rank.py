@@ -35,7 +35,7 @@ def places(found: Comparison, most: int = 3) -> tuple[list[Place], str | None]:
     if not tried:
         return [], None
     chosen: list[_Tried] = []
-    for one in _in_order(suspects, tried):
+    for one in _in_order(suspects, tried, found.matched):
         if one.group.line not in [other.group.line for other in chosen]:
             chosen.append(one)
     first = chosen[0]
@@ -63,20 +63,21 @@ def _tried(mender: Mender, groups: Sequence[Group]) -> Iterator[_Tried]:
         done = done or (mended.all and mended.plain and not group.is_partial)
 
 
-def _in_order(suspects: Suspects, tried: Sequence[_Tried]) -> Iterator[_Tried]:
+def _in_order(suspects: Suspects, tried: Sequence[_Tried], matched: bool) -> Iterator[_Tried]:
     """The likeliest first."""
-    best = max(one.mended.right for one in tried)
-    mending = [one for one in tried if one.mended.right == best > 0]
+    # Where a line is wrong and its derivative too, no line by itself puts all right.
+    mending = [one for one in tried if one.mended.all] or [one for one in tried if one.mended.right]
     # Where a value is no longer related to that on one device.
     breaking = [one for one in mending if not one.group.is_partial]
     # A line that picks by the index of a shard may well make what one device has not.
     breaking.sort(key=lambda one: not (one.mended.plain or one.group.is_sure))
     firsts = [one for one in tried if one.group.is_first]
     firsts.sort(key=lambda one: (not one.group.is_sure, -one.mended.right, one.number))
-    sure = sorted((one for one in firsts if one.group.is_sure), key=lambda one: one.number)
     if not breaking or not breaking[0].group.is_first:
         # What is wrong happens before the line that can be put right.
-        breaking = [*sure[:1], *breaking, *firsts]
+        end = breaking[0].number if breaking else len(tried)
+        earlier = [one for one in firsts if one.group.is_sure and one.number < end]
+        breaking = [*sorted(earlier, key=lambda one: one.number)[:1], *breaking, *firsts]
     # Where a partial result comes from that is used as if it were whole, or a multiple.
     partial = [one for one in mending if one.group.is_partial and not one.group.transposed]
     origins = suspects.origins(breaking[0].group) if breaking else []
@@ -85,9 +86,12 @@ def _in_order(suspects: Suspects, tried: Sequence[_Tried]) -> Iterator[_Tried]:
     yield from [one for one in partial if one.group.line in origins and one.mended.plain][:1]
     yield from breaking[:1]
     yield from partial[:1]
+    if not matched:
+        # One device moves nothing, so that moves are never compared.
+        yield from [one for one in tried if one.group.moves][:1]
     yield from breaking[1:2]
     yield from firsts[:2]
-    if not sure:
+    if not any(one.group.is_sure for one in firsts):
         # The index itself may be mistaken.
         yield from [one for one in tried if one.group.is_index][:1]
     first = (breaking or partial or tried)[0]

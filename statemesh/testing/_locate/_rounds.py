@@ -115,7 +115,9 @@ def _first_round(
     loops: Sequence[_Loop], scopes: tuple[Scope, Scope], line: Line | None, around: Comparison
 ) -> Inside | None:
     """The first round that makes something unrelated."""
-    sides = [_Side(loop, scope, line, around.wide) for loop, scope in zip(loops, scopes, strict=True)]
+    sides = [
+        _Side(loop, scope, line, around.wide) for loop, scope in zip(loops, scopes, strict=True)
+    ]
     for number in loops[0].rounds[:_MOST_ROUNDS]:
         given = [side.given(number) for side in sides]
         results = [side.run(xs) for side, xs in zip(sides, given, strict=True)]

@@ -10,7 +10,18 @@ from ._lines import Line
 
 # Operations that give for a part what only the part knows.
 _OF_A_PART = (
-    *("iota", "cumsum", "cumlogsumexp", "cumprod", "cummax", "cummin", "sort", "top_k", "argmax", "argmin"),
+    *(
+        "iota",
+        "cumsum",
+        "cumlogsumexp",
+        "cumprod",
+        "cummax",
+        "cummin",
+        "sort",
+        "top_k",
+        "argmax",
+        "argmin",
+    ),
     *("slice", "dynamic_slice", "concatenate", "pad", "rev", "gather", "reduce_window_sum"),
 )
 
@@ -42,6 +53,11 @@ class Group:
     is_partial: bool
     is_multiple: bool
     is_index: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether the line moves values between shards."""
+        return any(step.name in ("ppermute", "all_to_all") for step in self.steps)
 
 
 class Suspects:
@@ -136,7 +152,7 @@ class Suspects:
             known = [self._found.relations[x] for x in values]
             first = [step for step in group if self._is_first(step)]
             sure = [step for step in first if not self._is_of_a_part(step)]
-            indices, positions = self._found.indices, self._found.positions
+            positions = self._found.positions
             found.append(
                 Group(
                     *key,

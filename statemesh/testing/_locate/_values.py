@@ -88,7 +88,8 @@ class Evaluator(Replay):
                 axes[:] = [value.axes for value in made]
                 return [value.x for value in made]
 
-            fast = _COMPILE_FAST if jax.default_backend() == "cpu" else None
+            # In narrow dtypes the rounding must be that of a program that is compiled as usual.
+            fast = _COMPILE_FAST if self.wide and jax.default_backend() == "cpu" else None
             # The step is kept, because its number may be given to another one once it is gone.
             self._compiled[key] = jax.jit(run, compiler_options=fast), axes, step
         run_compiled, found, _ = self._compiled[key]
