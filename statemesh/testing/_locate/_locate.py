@@ -10,15 +10,17 @@ import numpy as np
 
 import statemesh as sm
 
+from .. import _errors as errors
 from .._emulate._doubled import widened
 from .._emulate._one_device import NO_MESH, on_one_device
 from .._emulate._promoted import promoted
 from .._emulate._stacked import Scope, Stacked
 from .._emulate._trace import Trace, is_array_or_type, trace
 from .._types import AnyLeaf, Fun, PyTree, tree_util
+from . import _words as words
 from ._comparison import Comparison
 from ._flat import flat
-from ._located import Located
+from ._located import Located, Place
 from ._rank import places
 
 
@@ -118,6 +120,9 @@ def _compared(mapped: Fun, reference: Fun, given: PyTree, *, narrow: bool = True
     arrays = jax.tree.map(lambda x: jnp.asarray(x) if _is_traced(x) else x, given)
     leaves, treedef = tree_util.tree_flatten(arrays)
     traces = [trace(fun, treedef, leaves) for fun in (mapped, reference)]
+    paths = [one.paths for one in traces]
+    if len(paths[0]) != len(paths[1]):
+        raise errors.other_leaves(getattr(mapped, "__name__", ""), *paths)
     found = _places(traces, widened(arrays).values, wide=True)
     if found is None and narrow and any(map(_is_narrow, leaves)):
         found = _places(traces, jax.tree.map(on_one_device, arrays), wide=False)
@@ -134,7 +139,16 @@ def _places(traces: Sequence[Trace], given: PyTree, *, wide: bool) -> Located | 
         if all(result.right for result in found.results):
             return None
         chosen, cause = places(found)
-    return Located(tuple(chosen), found.matched, cause) if chosen else None
+    if not chosen:
+        # No line of the user's makes them.
+        wrong = (k for k, result in enumerate(found.results) if not result.right)
+        number = next(wrong)
+        result = found.results[number]
+        got, want = words.whole_values(result.got.x, result.want)
+        chosen = [
+            Place("", 0, traces[0].paths[number], words.A_RESULT, got=got, want=want, shards="")
+        ]
+    return Located(tuple(chosen), found.matched, cause)
 
 
 def _is_narrow(x: object) -> bool:

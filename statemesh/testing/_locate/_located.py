@@ -9,7 +9,8 @@ class Place:
 
     **Attributes:**
 
-    - `file`, `line`, `source`: the line, and its text.
+    - `file`, `line`, `source`: the line, and its text. Where no line of the user's makes a result, the source
+        is the path of the result, and the others are empty.
     - `operation`: what it computes there.
     - `got`: what some shards have where they are most off.
     - `want`: what they should have.
@@ -31,7 +32,12 @@ class Place:
     def __str__(self) -> str:
         at = f", first in round {self.step} of the loop" if self.step is not None else ""
         what = f"{self.operation}{at}: {self.got}, and should be {self.want}"
-        return f"{self.file}:{self.line}: {self.source}\n    {what}"
+        return f"{self.where}\n    {what}"
+
+    @property
+    def where(self) -> str:
+        """The line as one line of text."""
+        return f"{self.file}:{self.line}: {self.source}" if self.file else self.source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +70,7 @@ class Located:
             lines.append(f"    Tried: {self.cause}.")
         if others:
             lines.append("or, less likely, here:")
-            lines += [f"  {place.file}:{place.line}: {place.source}" for place in others]
+            lines += [f"  {place.where}" for place in others]
         if self.rounding:
             lines.append("In double precision all agrees: numbers overflow or are rounded.")
         if not self.matched:

@@ -5,12 +5,13 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 
 from .. import _errors as errors
-from .._types import Numbers
+from .._types import AnyLeaf, Numbers
 from ._comparison import Comparison
 from ._flat import Step
 from ._lines import Line
 from ._mend import right_values
 from ._relations import Relation
+from ._values import as_numbers
 
 
 _OPERATIONS: Mapping[str, str] = {
@@ -101,6 +102,19 @@ def numbers(found: Comparison, value: int) -> tuple[str, str, str]:
     goals = list(dict.fromkeys(_shown(want[(*one, *local)]) for one in shards))
     goal = " and ".join(goals)
     return got + at, goal, "; ".join(_shard(names, one) for one in shards)
+
+
+A_RESULT = "this result, made by no line of yours"
+
+
+def whole_values(got: AnyLeaf, want: Numbers) -> tuple[str, str]:
+    """Two results, with what tells them apart."""
+    if got.shape != want.shape or str(got.dtype) != str(want.dtype):
+        return f"{got.dtype}{list(got.shape)}", f"{want.dtype}{list(want.shape)}"
+    off = np.asarray(as_numbers(got) != as_numbers(want))
+    at = tuple(map(int, np.unravel_index(int(np.argmax(off)), off.shape)))
+    where = f" at {list(at)}" if at else ""
+    return _shown(as_numbers(got)[at]) + where, _shown(as_numbers(want)[at])
 
 
 def _shard(names: Sequence[Hashable], index: Sequence[int]) -> str:
