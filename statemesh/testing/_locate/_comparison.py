@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from .._emulate._promoted import roundoff
+from .._emulate._noise import roundoff
 from .._emulate._stacked import Scope, Stacked, names_of_spec
 from .._types import Numbers
 from ._align import pairs

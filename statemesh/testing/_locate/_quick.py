@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from .._emulate._promoted import promoted
+from .._emulate._arithmetic import promoted
 from .._emulate._stacked import Axes, Stacked
 from .._types import Numbers
 from ._flat import Step

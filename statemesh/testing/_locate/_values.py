@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._emulate._arithmetic import Promoted
 from .._emulate._control_flow import Frame
-from .._emulate._promoted import NO_NOISE, Promoted
 from .._emulate._replay import Replay
 from .._emulate._stacked import Axes, Scope, Stacked, names_of_spec
 from .._types import AnyLeaf, Numbers
@@ -29,13 +29,6 @@ _COMPILED = ("scan", "while", "cond", "random_bits", "random_split", "random_fol
 Values = dict[int, Stacked]
 
 
-class _Exact(Promoted):
-    """Double precision without noise."""
-
-    def _off(self, x: AnyLeaf, *_: Any, **__: Any) -> AnyLeaf:
-        return x
-
-
 class Evaluator(Replay):
     """What runs the steps of a flat program.
 
@@ -49,7 +42,7 @@ class Evaluator(Replay):
         super().__init__("locate", program.jaxpr)
         self.wide = wide
         if wide:
-            self.arithmetic = _Exact(NO_NOISE)
+            self.arithmetic = Promoted()
         self._compiled: dict[Hashable, Any] = {}
 
     def step(self, step: Step, values: Sequence[Stacked]) -> list[Stacked]:
