@@ -13,11 +13,10 @@ from . import _values as values
 from ._calls import Calls
 from ._checked import Checked
 from ._copies import copies_of
-from ._guess import guess
 from ._judge import Judge
 from ._leaves import Leaf
 from ._mismatch import Mismatch
-from ._probe import Probe
+from ._place import located_in, results_on_mesh
 from ._reference import chained
 from ._subject import Subject
 from ._through_files import saved as saved
@@ -61,7 +60,8 @@ class Check:
         **Returns:** the results on devices; empty if there are none or if the replay is off already.
         """
         if lines := self._other_form(calls):
-            self._fail(calls, calls.where, 0, [f"  - {line}." for line in lines])
+            lines = [f"  - {line}." for line in lines]
+            self._fail(calls, calls.where, 0, lines, located=False)
             return []
         for step in range(calls.steps):
             if self._replay_fails(calls, step):
@@ -91,7 +91,8 @@ class Check:
         if lines := self.subject.other_form(
             exact.results.types, calls.right.exact[step].results.types
         ):
-            self._fail(calls, calls.where, step, [f"  - {line}." for line in lines])
+            lines = [f"  - {line}." for line in lines]
+            self._fail(calls, calls.where, step, lines, located=False)
             return True
         broken = calls.mesh.broken(step)
         if broken:
@@ -173,21 +174,30 @@ class Check:
         if not found:
             return False
         # Where results are off, their gradient is off in consequence.
-        shown = [one for one in found if one.number < self.subject.count] or found
-        probe = Probe(calls, self.judge, step)
-        lines = [report.mismatch(one, guess(one, probe)) for one in map(probe.on_mesh, shown)]
-        if shown[0].number >= self.subject.count:
-            # For the simple values that Hypothesis shrinks to, the results can be right by chance.
-            others = [one for k, one in probe.mismatches.items() if k < self.subject.count]
-            found_there = report.broken_promises(probe.broken)
-            found_there += [report.mismatch(one, guess(one, probe)) for one in others]
-            lines += [report.WITH_OTHER_VALUES] * bool(found_there) + found_there
-        self._fail(calls, where, step, lines)
+        count = self.subject.count
+        shown = [one for one in found if one.number < count] or found
+        lines = results_on_mesh(calls, shown)
+        self._fail(calls, where, step, lines, of=len(shown), gradient=shown[0].number >= count)
         return True
 
-    def _fail(self, calls: Calls, where: str, step: int, lines: Sequence[str]) -> None:
-        at = f"call {step + 1} of {calls.steps}, " if calls.steps > 1 else ""
-        self.failed.append(report.failed_call(f"{where}, {at}", calls.reference.what, lines))
+    def _fail(
+        self,
+        calls: Calls,
+        where: str,
+        step: int,
+        lines: Sequence[str],
+        *,
+        of: int = 1,
+        gradient: bool = False,
+        located: bool = True,
+    ) -> None:
+        at = f"{where}, call {step + 1} of {calls.steps}, " if calls.steps > 1 else f"{where}, "
+        # The line is the same on every mesh.
+        if self.failed:
+            self.failed.append(report.fails_too(at, of))
+            return
+        place = located_in(calls, step, gradient=gradient) if located else []
+        self.failed.append(report.failed_call(at, calls.reference.what, [*place, *lines]))
 
     def conclude(self) -> Checked:
         """What was checked.
