@@ -19,6 +19,7 @@ _FACTOR: dict[Rounding, float] = {"double": 8.0, "own": 4.0}
 _FEW, _MANY = 3, 24
 # A number whose rounding is larger than this part of it is not judged.
 _CLEAR = 0.05
+_NARROWER = 100
 
 
 @dataclasses.dataclass
@@ -120,8 +121,8 @@ class Judge:
             if given is None:
                 # The fewest runs that clear the numbers: the noise of the mesh costs a compile.
                 for some, runs in ((chains[-1:], _FEW), (chains, _FEW), (chains, _MANY)):
-                    moved = sum(one.moved(rounding, runs)[step][number] for one in some)
-                    allowed = _allowed(rounding, leaf, want, least, moved)
+                    each = [one.moved(rounding, runs)[step][number] for one in some]
+                    allowed = _allowed(rounding, leaf, want, least, _moved(each, least))
                     if not (difference > allowed).any():
                         break
                 hidden = _unclear(want, difference, allowed)
@@ -153,6 +154,18 @@ def _distances(rounding: Rounding, leaf: Leaf, got: Numbers, want: Numbers) -> N
     largest = float(jnp.finfo(leaf.dtype).max)  # type: ignore[no-untyped-call]
     over = np.isinf(got) & (np.abs(want) > largest) & (np.sign(got) == np.sign(want))
     return np.where(over, 0.0, found)
+
+
+def _moved(each: Sequence[Numbers], least: Numbers) -> Numbers:
+    """How far noise moves the numbers of the mesh and of the reference, which comes last.
+
+    A mesh that rounds a hundred times as much as the reference uses a narrower dtype: that is a mistake.
+    """
+    reference = each[-1]
+    if len(each) == 1 or not reference.size:
+        return reference
+    is_narrower = np.median(each[0]) > _NARROWER * np.median(reference + least)
+    return reference if is_narrower else each[0] + reference
 
 
 def _least(rounding: Rounding, leaf: Leaf, want: Numbers) -> Numbers:
