@@ -139,6 +139,27 @@ def test_overflow_is_found_in_the_dtypes_of_the_program() -> None:
     assert "In double precision all agrees: numbers overflow or are rounded." in str(found)
 
 
+def test_a_reference_written_in_other_lines() -> None:
+    def whole(x: Any) -> Any:
+        middle = x.mean(0)
+        return jnp.tanh(x - middle)
+
+    found = located(on_mesh(centred), whole, (X,))
+    assert found is not None
+    assert found.places[0].line == line_with("the local mean")
+
+
+def test_a_result_of_another_dtype() -> None:
+    def fun(x: Any) -> Any:
+        return 8.0 if jax.lax.axis_size("data") == 1 else 8
+
+    found = locate(on_mesh(fun, ROWS, P()), X)
+    assert found is not None
+    assert str(found.places[0]) == (
+        "fun(...)\n    this result, made by no line of yours: int32[], and should be float32[]"
+    )
+
+
 def test_steps_of_one_program_only() -> None:
     def fun(x: Any) -> Any:
         for k in range(jax.lax.axis_size("data")):

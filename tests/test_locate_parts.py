@@ -88,6 +88,7 @@ OPERATIONS: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
     (lambda x: (x.T, x.reshape(2, 6), x[None], x[1:, ::2], jnp.flip(x, 1), x[:, 1]), (X,)),
     (lambda x, y: (x @ y.T, jnp.einsum("ij,ij->j", x, y), jnp.vecdot(x, y)), (X, Y)),
     (lambda x, y: (jnp.where(x > 0, x, y), jnp.concatenate([x, y], 1), y[:, None] + x), (X, Y)),
+    (lambda x, y: (jnp.transpose(y[:, None] + x, (1, 2, 0)), jnp.stack([x, y])[0], *y), (X, Y)),
     (lambda k: (k.astype(jnp.float32), jnp.arange(4) + k, jnp.float32(7) * k), (K,)),
 ]  # fmt: skip
 

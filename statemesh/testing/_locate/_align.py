@@ -13,7 +13,15 @@ def pairs(mesh: Sequence[Step], one: Sequence[Step]) -> dict[int, int]:
     The programs are nearly the same. Where they are not, because the code looks at the size of an axis, these
     are the longest runs of steps that both have.
     """
-    left, right = [_key(step) for step in mesh], [_key(step) for step in one]
+    found = _longest([_key(step) for step in mesh], [_key(step) for step in one])
+    if 2 * len(found) >= min(len(mesh), len(one)):
+        return found
+    # The other program was written in other lines.
+    return _longest([_kind(step) for step in mesh], [_kind(step) for step in one])
+
+
+def _longest(left: Sequence[Hashable], right: Sequence[Hashable]) -> dict[int, int]:
+    """The numbers of equal keys, in order."""
     start = 0
     while start < min(len(left), len(right)) and left[start] == right[start]:
         start += 1
@@ -36,8 +44,11 @@ def pairs(mesh: Sequence[Step], one: Sequence[Step]) -> dict[int, int]:
 
 
 def _key(step: Step) -> Hashable:
+    return _kind(step), step.line, step.transposed, step.caller
+
+
+def _kind(step: Step) -> Hashable:
     def kind(var: Any) -> Hashable:
         return str(var.aval.dtype), len(var.aval.shape)
 
-    kinds = tuple(map(kind, step.eqn.outvars)) if step.kind == "run" else ()
-    return step.name, step.line, step.transposed, step.caller, kinds
+    return step.name, tuple(map(kind, step.eqn.outvars)) if step.kind == "run" else ()

@@ -144,7 +144,8 @@ def _places(traces: Sequence[Trace], given: PyTree, *, wide: bool) -> Located | 
         wrong = (k for k, result in enumerate(found.results) if not result.right)
         number = next(wrong)
         result = found.results[number]
-        got, want = words.whole_values(result.got.x, result.want)
+        types = [traced.closed.out_avals[number] for traced in traces]
+        got, want = words.whole_values((result.got.x, result.want), types)
         chosen = [
             Place("", 0, traces[0].paths[number], words.A_RESULT, got=got, want=want, shards="")
         ]

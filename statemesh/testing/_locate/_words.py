@@ -107,10 +107,12 @@ def numbers(found: Comparison, value: int) -> tuple[str, str, str]:
 A_RESULT = "this result, made by no line of yours"
 
 
-def whole_values(got: AnyLeaf, want: Numbers) -> tuple[str, str]:
-    """Two results, with what tells them apart."""
-    if got.shape != want.shape or str(got.dtype) != str(want.dtype):
-        return f"{got.dtype}{list(got.shape)}", f"{want.dtype}{list(want.shape)}"
+def whole_values(values: tuple[AnyLeaf, Numbers], types: Sequence[AnyLeaf]) -> tuple[str, str]:
+    """A result on the mesh and on one device: their types if these differ, or else what they are."""
+    if (types[0].shape, types[0].dtype) != (types[1].shape, types[1].dtype):
+        got, want = (f"{one.dtype}{list(one.shape)}" for one in types)
+        return got, want
+    got, want = values
     off = np.asarray(as_numbers(got) != as_numbers(want))
     at = tuple(map(int, np.unravel_index(int(np.argmax(off)), off.shape)))
     where = f" at {list(at)}" if at else ""
