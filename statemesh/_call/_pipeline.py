@@ -34,6 +34,26 @@ _set_mesh = jax.sharding.get_mesh
 _trace = compat.current_trace
 
 
+@dataclasses.dataclass(frozen=True)
+class Inspected:
+    """A call that was traced and not run.
+
+    **Attributes:**
+
+    - `call`: its arguments.
+    - `entry`: the entry with which it would run.
+    - `traced`: its program.
+    - `moved`: the inputs that it would lay out anew before it runs.
+    - `rivals`: the entries of calls that differ from it only in static leaves.
+    """
+
+    call: Call
+    entry: CompiledEntry
+    traced: jax.stages.Traced
+    moved: Sequence[int]
+    rivals: Sequence[CompiledEntry]
+
+
 class Pipeline:
     """A mapped call: what was declared, and the programs that were compiled for it."""
 
@@ -157,6 +177,37 @@ class Pipeline:
         program.hold(leaves)
         inputs = program.layout.abstract(program.arrays(leaves))
         return Lowered(entry.lowers.lower(*inputs), program, treedef, complete)
+
+    def inspect(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Inspected:
+        """The call of these arguments, traced as the call itself would trace it.
+
+        What it would compile is kept: the call that follows finds it.
+        """
+        leaves, treedef = tree_util.tree_flatten((args, kwargs))
+        call = Call(args, kwargs, leaves)
+        if gone := [k for k, x in enumerate(leaves) if is_deleted(x)]:
+            paths = self._paths(call)
+            check_valued(self.declared.name, [(paths[k], leaves[k]) for k in gone])
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+            return self._of_shapes._inspected(call, treedef)
+        return self._inspected(call, treedef)
+
+    def _inspected(self, call: Call, treedef: PyTreeDef) -> Inspected:
+        entry = self._entry(call, treedef)
+        program = entry.program
+        program.hold(call.leaves)
+        given = program.arrays(call.leaves)
+        inputs = program.layout.abstract(given)
+        entry.check_program(inputs)
+        traced: jax.stages.Traced = entry.lowers.trace(*inputs)
+        self._cache.keep(entry)
+        rivals = self._cache.rivals(entry)
+        return Inspected(call, entry, traced, program.layout.to_move(given), rivals)
+
+    @functools.cached_property
+    def _of_shapes(self) -> "Pipeline":
+        """The same call where only shapes are known."""
+        return Pipeline(dataclasses.replace(self.declared, rules=self.declared.rules.of_shapes()))
 
     def place(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[PyTree, ...]:
         """The arguments, laid out as the call wants them."""
