@@ -46,7 +46,7 @@ def traced_call(inspected: Inspected) -> TracedCall:
         results=rows.results(),
         arguments=[one.path for one in program.layout.inputs],
         outputs=rows.output_paths(),
-        written=rows.written_paths(),
+        merged=rows.merged_paths(),
         donates_in_vain=program.declared.donate != "none" and not donated,
         changing_statics=_changing_statics(inspected),
     )
@@ -98,6 +98,14 @@ class Rows:
         for index, path in self.back.written:
             found.setdefault(index, path)
         return [found.get(k, "") for k in range(len(self.back.placements))]
+
+    def merged_paths(self) -> list[list[str]]:
+        """For each output the paths of the states that a policy merges into it."""
+        found: list[list[str]] = [[] for _ in self.back.placements]
+        for index, path in self.back.written:
+            if path in self.merged:
+                found[index].append(path)
+        return found
 
     def output_paths(self) -> list[str]:
         flat = jax.tree_util.tree_flatten_with_path(self.back.result)[0]

@@ -123,7 +123,7 @@ def _record(
         bytes=sent,
         arrays=tuple(map(str, one.parts)),
         cause=one.cause,
-        line="" if one.cause.startswith(("the policy", "a policy")) else one.line,
+        line=one.line,
         compiled=compiled,
         instructions=instructions,
     )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,7 @@ class TracedCollective:
     - `times`, `unknown_loop`, `branch`: how often it runs, as in `Collective`.
     - `frames`: where it was traced, the innermost first.
     - `primitive`: JAX's name of the primitive.
+    - `cause`, `line`: as in `Collective`.
     """
 
     operation: str
@@ -62,10 +63,7 @@ class TracedCollective:
     branch: bool
     frames: tuple[Frame, ...]
     cause: str
-
-    @property
-    def line(self) -> str:
-        return user_line(self.frames)
+    line: str
 
     @property
     def bytes(self) -> int:
@@ -99,6 +97,8 @@ class _Scope:
     times: int = 1
     unknown_loop: bool = False
     branch: bool = False
+    # Where the equation around it was traced.
+    frames: tuple[Frame, ...] = ()
 
 
 # The names of what some results of a jaxpr become outside.
@@ -106,18 +106,18 @@ _Outward = Callable[[Iterable[int]], set[str]]
 
 
 def traced_collectives(
-    jaxpr: Any, results: Sequence[str], sizes: Mapping[AxisName, int]
+    jaxpr: Any, results: Sequence[Collection[str]], sizes: Mapping[AxisName, int]
 ) -> list[TracedCollective]:
     """The collectives of a traced program, in its order.
 
     **Arguments:**
 
-    - `results`: the paths of the written states that the program's results belong to; empty for others.
+    - `results`: for each result the paths of the states that a policy merges into it.
     - `sizes`: the mesh axes that are bound around it.
     """
 
     def outward(at: Iterable[int]) -> set[str]:
-        return {results[k] for k in at if k < len(results) and results[k]}
+        return {path for k in at if k < len(results) for path in results[k]}
 
     return list(_Walk(jaxprs.open_jaxpr(jaxpr), _Scope(sizes), outward).found())
 
@@ -153,6 +153,7 @@ class _Walk:
     def _inner(self, eqn: Equation) -> Iterator[tuple[Jaxpr, _Scope]]:
         """The jaxprs that an equation runs, and how often."""
         scope, params = self.scope, eqn.params
+        scope = dataclasses.replace(scope, frames=self._frames(eqn))
         match eqn.primitive.name:
             case "shard_map":
                 sizes = {**scope.sizes, **dict(params["mesh"].shape)}
@@ -171,6 +172,11 @@ class _Walk:
         if len(inner.outvars) != len(eqn.outvars):
             return lambda at: set()
         return lambda at: self._becomes(eqn.outvars[k] for k in at)
+
+    def _frames(self, eqn: Equation) -> tuple[Frame, ...]:
+        """Where an equation was traced; where JAX starts to count anew inside a function, those around it too."""
+        own, around = frames_of(eqn), self.scope.frames
+        return own if own[-1:] == around[-1:] else own + around
 
     def _becomes(self, results: Iterable[Any]) -> set[str]:
         """The names of gradients that values become, else of the written states."""
@@ -196,7 +202,7 @@ class _Walk:
         scope, name = self.scope, eqn.primitive.name
         groups = eqn.params.get("axis_index_groups")
         size = len(groups[0]) if groups else math.prod(scope.sizes[axis] for axis in axes)
-        frames = frames_of(eqn)
+        frames = self._frames(eqn)
         return TracedCollective(
             operation=_SPELLINGS.get(name, name),
             primitive=name,
@@ -206,8 +212,9 @@ class _Walk:
             times=scope.times,
             unknown_loop=scope.unknown_loop,
             branch=scope.branch,
-            frames=frames,
+            frames=frames_of(eqn),
             cause=self._cause(eqn, frames),
+            line="" if in_policy(frames) else user_line(frames),
         )
 
     def _cause(self, eqn: Equation, frames: Sequence[Frame]) -> str:
@@ -216,7 +223,9 @@ class _Walk:
         if in_policy(frames):
             names = sorted(n for n in self._becomes(eqn.outvars) if not n.startswith(GRADIENT))
             return f"the policy of {_listed(names)}" if names else "a policy"
-        return "your code"
+        # JAX's own names of what it transposes.
+        transposed = "transpose(" in str(getattr(eqn.source_info, "name_stack", ""))
+        return "the gradient of your code" if transposed else "your code"
 
     def _gradients(self, eqn: Equation) -> str:
         found: list[str] = []

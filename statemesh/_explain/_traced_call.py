@@ -1,7 +1,7 @@
 """From a traced call to its explanation: it is compiled where there are devices, and never run."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
@@ -29,7 +29,7 @@ class TracedCall:
     - `lower`: lowers the program; `None` for a call that runs without being compiled.
     - `leaves`, `results`: the records of its leaves.
     - `arguments`, `outputs`: the paths of the program's inputs and outputs.
-    - `written`: for each output the path of the written state that it belongs to; empty for others.
+    - `merged`: for each output the paths of the states that a policy merges into it.
     - `donates_in_vain`: whether the author gives memory up that nothing can take.
     - `changing_statics`: the paths of static leaves for which several programs were compiled already.
     """
@@ -43,14 +43,14 @@ class TracedCall:
     results: Sequence[ResultRow]
     arguments: Sequence[str]
     outputs: Sequence[str]
-    written: Sequence[str]
+    merged: Sequence[Collection[str]]
     donates_in_vain: bool = False
     changing_statics: Sequence[str] = ()
 
 
 def explanation_of(call: TracedCall) -> Explanation:
     """The explanation of a call."""
-    traced = traced_collectives(call.jaxpr, call.written, {})
+    traced = traced_collectives(call.jaxpr, call.merged, {})
     if call.lower is None or isinstance(call.mesh, AbstractMesh):
         collectives, memory = as_traced(traced), None
     else:
