@@ -77,7 +77,7 @@ class Arguments:
         keyword_entry: Any,
         broadcast: Callable[[Any, Any, str, str], list[Leaf]],
     ) -> Iterator[tuple[Unit, Any, Any, str]]:
-        """Each unit, the State or leaf that it is, its entry in `in_specs` or `in_axes`, and what that is called.
+        """Each unit, the State or leaf that it is, its entry in `in_specs` or `in_axes`, and its name.
 
         **Arguments:**
 

@@ -1,7 +1,7 @@
-"""Programs whose collectives are known: on which line each stands, over which axes it goes, how often it runs.
+"""Programs whose collectives are known: where each stands, over which axes it goes, how often it runs.
 
-A comment `# line: NAME` marks a line. `EXPECTED` of a program lists its collectives by these names, or by the
-state or the parameter for which statemesh itself makes them.
+A comment `# line: NAME` marks a line. A program lists its collectives by these names, or by the state or the
+parameter for which statemesh itself makes them.
 """
 
 import dataclasses
@@ -240,7 +240,9 @@ def lanes_inside(net: Net, x: Any) -> Any:
 @add(Expected("psum", ("x",), 2, "several"), args=with_net)
 def a_tree_in_a_loop(net: Net, x: Any) -> Any:
     def turn(carry: Any, _: Any) -> Any:
-        a, b = jax.lax.psum((jnp.sin(carry[0]) + x.sum(), jnp.cos(carry[1]) * x[0]), "x")  # line: several
+        a, b = jax.lax.psum(
+            (jnp.sin(carry[0]) + x.sum(), jnp.cos(carry[1]) * x[0]), "x"
+        )  # line: several
         return (a, b), None
 
     carry, _ = jax.lax.scan(turn, (jnp.float32(1), jnp.ones(3)), None, length=2)
@@ -256,7 +258,9 @@ def a_tree_in_a_loop(net: Net, x: Any) -> Any:
 def gradient_of_a_scan(net: Net, x: Any) -> Any:
     def loss(net: Net, x: Any) -> Any:
         def turn(total: Any, _: Any) -> Any:
-            total = jnp.tanh(total + sm.pmean((x @ net.w.value * total).mean(), "x"))  # line: in the loss
+            total = jnp.tanh(
+                total + sm.pmean((x @ net.w.value * total).mean(), "x")
+            )  # line: in the loss
             return total, None
 
         total, _ = jax.lax.scan(turn, jnp.float32(1), None, length=3)

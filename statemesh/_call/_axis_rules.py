@@ -79,6 +79,9 @@ class AxisRules:
     def context(self, call: Call, traced: bool) -> "AxisContext":
         return AxisContext(self)
 
+    def has_devices(self, leaves: Sequence[Leaf]) -> bool:
+        return True
+
     def of_shapes(self) -> "AxisRules":
         return self
 

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
-from .._arguments import Unit
+from .._arguments import Call, Unit
 from .._base._compat import tree_util
 from .._base._nodes import is_state
 from .._base._paths import path_str
@@ -17,10 +18,12 @@ from .._base._types import AxisName, Leaf
 from .._base.errors import axes_argument, spec_str
 from .._explain._explanation import Explanation
 from .._explain._records import LeafRow, ResultRow
+from .._explain._traced import Mapped
 from .._explain._traced_call import TracedCall, explanation_of
 from .._write_back import Output, WriteBack
 from ._packing import Packing
 from ._pipeline import Inspected, Pipeline
+from ._program import Program
 
 
 def explain_call(pipeline: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
@@ -33,12 +36,13 @@ def traced_call(inspected: Inspected) -> TracedCall:
     """What is known of a call before it is compiled."""
     entry, traced = inspected.entry, inspected.traced
     program = entry.program
-    rows = Rows(inspected)
+    outputs, back = traced.out_info
+    moved = [program.positions[k] for k in inspected.moved]
+    rows = Rows(program, inspected.call, outputs, back, moved)
     mesh = getattr(program.binding, "mesh", None)
     donated = [k for k, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
     return TracedCall(
         name=program.declared.name,
-        mesh=mesh,
         sizes=dict(program.binding.sizes),
         jaxpr=traced.jaxpr,
         lower=traced.lower if program.declared.jit else None,
@@ -46,7 +50,8 @@ def traced_call(inspected: Inspected) -> TracedCall:
         results=rows.results(),
         arguments=[one.path for one in program.layout.inputs],
         outputs=rows.output_paths(),
-        merged=rows.merged_paths(),
+        calls=[rows.mapped()],
+        has_devices=not isinstance(mesh, AbstractMesh),
         donates_in_vain=program.declared.donate != "none" and not donated,
         changing_statics=_changing_statics(inspected),
     )
@@ -57,17 +62,25 @@ class Rows:
 
     **Arguments:**
 
-    - `inspected`: the call.
+    - `program`, `call`: the call.
+    - `outputs`, `back`: what the program makes, and how the result is put together.
+    - `moved`: the positions of the leaves that the call lays out anew before it runs.
     """
 
-    def __init__(self, inspected: Inspected) -> None:
-        self.program = inspected.entry.program
+    def __init__(
+        self,
+        program: Program,
+        call: Call,
+        outputs: Sequence[Leaf],
+        back: WriteBack,
+        moved: Sequence[int] = (),
+    ) -> None:
+        self.program = program
         self.name = self.program.declared.name
-        self.packing = Packing(self.program.declared.fun, inspected.call)
-        outputs, back = inspected.traced.out_info
-        self.outputs: Sequence[Any] = outputs
-        self.back: WriteBack = back
-        self.moved = {self.program.positions[k] for k in inspected.moved}
+        self.packing = Packing(program.declared.fun, call)
+        self.outputs = outputs
+        self.back = back
+        self.moved = frozenset(moved)
         self.sizes: Mapping[AxisName, int] = self.program.binding.sizes
         self.by_axis = self.program.declared.rules.what == "in_axes"
         self.merged = {path: (policy, axes) for path, policy, axes in back.merged}
@@ -99,17 +112,19 @@ class Rows:
             found.setdefault(index, path)
         return [found.get(k, "") for k in range(len(self.back.placements))]
 
-    def merged_paths(self) -> list[list[str]]:
-        """For each output the paths of the states that a policy merges into it."""
+    def mapped(self) -> Mapped:
+        """The call, and for each output the paths of the states that a policy merges into it."""
         found: list[list[str]] = [[] for _ in self.back.placements]
         for index, path in self.back.written:
             if path in self.merged:
                 found[index].append(path)
-        return found
+        return Mapped(self.name, tuple(map(tuple, found)))
 
     def output_paths(self) -> list[str]:
         flat = jax.tree_util.tree_flatten_with_path(self.back.result)[0]
-        paths = {s.index: path_str(k, f"{self.name}(...)") for k, s in flat if isinstance(s, Output)}
+        paths = {
+            s.index: path_str(k, f"{self.name}(...)") for k, s in flat if isinstance(s, Output)
+        }
         written = self.written_paths()
         return [written[k] or paths.get(k, "") for k in range(len(written))]
 

@@ -151,8 +151,8 @@ class StatefulMapping(Generic[Params, Result]):
 
         **Arguments:**
 
-        - `args`, `kwargs`: the arguments, or `jax.ShapeDtypeStruct`s in place of arrays. On a mesh without devices
-            shapes are enough, and nothing is compiled.
+        - `args`, `kwargs`: the arguments, or `jax.ShapeDtypeStruct`s in place of arrays. On an `AbstractMesh`
+            nothing is compiled.
 
         **Returns:** an `Explanation`.
 

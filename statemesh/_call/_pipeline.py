@@ -20,6 +20,7 @@ from .._base._compat import tree_util
 from .._base._types import Leaf, PyTree, PyTreeDef
 from .._resolve._lanes import OtherShapes
 from .._resolve._placement import check_valued, is_deleted
+from . import _watch as watch
 from ._cache import Cache, CompiledEntry
 from ._declared import Declared
 from ._program import Program
@@ -128,6 +129,7 @@ class Pipeline:
         except jax.errors.UnexpectedTracerError as error:
             raise errors.old_tracer(self.declared.name, program.tracer_paths(given)) from error
         self._cache.keep(entry)
+        watch.saw(program, call, outputs, back)
         if not recorded:
             given = program.layout.returned(inputs, given, back.forwarded())
         return back(outputs, given, held)
@@ -188,7 +190,8 @@ class Pipeline:
         if gone := [k for k, x in enumerate(leaves) if is_deleted(x)]:
             paths = self._paths(call)
             check_valued(self.declared.name, [(paths[k], leaves[k]) for k in gone])
-        if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+        if shapes or not self.declared.rules.has_devices(leaves):
             return self._of_shapes._inspected(call, treedef)
         return self._inspected(call, treedef)
 

@@ -100,6 +100,9 @@ class Rules(Protocol):
     def context(self, call: Call, traced: bool) -> Context:
         """The rules as they stand for this call."""
 
+    def has_devices(self, leaves: Sequence[Leaf]) -> bool:
+        """Whether it is known on which devices a call of these arguments would run."""
+
     def of_shapes(self) -> "Rules":
         """The rules of the same call where only shapes are known: a mesh without devices is enough."""
 

@@ -21,6 +21,7 @@ from .._leave._spec_rules import LeaveBySpec
 from .._model._state import State
 from .._resolve._mesh import (
     check_specs,
+    lies_on_a_mesh,
     manual_names,
     mesh_for_traced,
     mesh_of_arrays,
@@ -126,6 +127,9 @@ class SpecRules:
     def check_traced(self, name: str, leaves: Sequence[Leaf]) -> None:
         """Nothing: the context already refused arguments that do not fit the mesh."""
 
+    def has_devices(self, leaves: Sequence[Leaf]) -> bool:
+        return not isinstance(self.mesh, AbstractMesh) or lies_on_a_mesh(leaves)
+
     def of_shapes(self) -> "SpecRules":
         return dataclasses.replace(self, only_shapes=True)
 
@@ -182,7 +186,9 @@ class SpecContext:
         check_specs(named, mesh, names)
         binding = OnOwnMesh if rules.one_device else OnMesh
         leaving = LeaveBySpec(name, names, rules.out_specs, rules.state_out_specs)
-        return Resolved(placements, said_by, binding(mesh, names, rules.check_vma), leaving, by_shape=False)
+        return Resolved(
+            placements, said_by, binding(mesh, names, rules.check_vma), leaving, by_shape=False
+        )
 
     def _placements(
         self, arguments: Arguments, call: Call

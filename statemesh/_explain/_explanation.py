@@ -23,12 +23,12 @@ class Explanation:
     - `sizes`: the sizes of the mesh's axes.
     - `leaves`: a record for each array and number of the arguments: `path`, `kind`, `dtype`, `shape`,
         `shard_shape`, `enters`, `said_by`, `leaves`, `bytes`, `moved` and `call`.
-    - `results`: a record for each array that the call makes, other than written leaves of the arguments: `path`,
-        `kind`, `dtype`, `shape`, `shard_shape`, `leaves`, `bytes` and `call`.
-    - `collectives`: a record for each exchange between devices: `operation`, `axes`, `times`, `unknown_loop`,
-        `branch`, `bytes`, `arrays`, `cause`, `line`, `compiled` and `instructions`.
-    - `memory`: what a device needs, by XLA's account: `arguments`, `results`, `temporaries`, `donated`, `peak`,
-        `by_argument`, `by_result` and `result_table`. `None` where nothing was compiled.
+    - `results`: a record for each array that the call makes, other than written leaves of the arguments:
+        `path`, `kind`, `dtype`, `shape`, `shard_shape`, `leaves`, `bytes` and `call`.
+    - `collectives`: a record for each exchange between devices: `operation`, `axes`, `times`,
+        `unknown_loop`, `branch`, `bytes`, `arrays`, `cause`, `line`, `compiled` and `instructions`.
+    - `memory`: what a device needs, by XLA's account: `arguments`, `results`, `temporaries`, `donated`,
+        `peak`, `by_argument`, `by_result` and `result_table`. `None` where nothing was compiled.
     - `advice`: what surely can be mended, one text each.
     """
 

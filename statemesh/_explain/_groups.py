@@ -38,19 +38,19 @@ def _linked(pairs: Sequence[tuple[str, str]]) -> Groups:
 
 
 def _mesh_groups(sizes: str, over: str) -> Groups:
-    shape = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", sizes)}
+    shape: dict[AxisName, int] = {
+        name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", sizes)
+    }
     return groups_over(shape, re.findall(r"'([^']*)'", over))
 
 
-def groups_over(
-    shape: Mapping[AxisName, int] | Mapping[str, int], over: Sequence[AxisName]
-) -> Groups:
+def groups_over(shape: Mapping[AxisName, int], over: Sequence[AxisName]) -> Groups:
     """The numbers of the devices that exchange over these axes of a mesh."""
-    names = list(shape)
-    numbers = np.arange(math.prod(shape.values())).reshape(tuple(shape.values()))
+    names, sizes = list(shape), list(shape.values())
+    numbers = np.arange(math.prod(sizes)).reshape(sizes)
     at = [names.index(name) for name in over]
     moved = np.moveaxis(numbers, at, range(numbers.ndim - len(at), numbers.ndim))
-    size = math.prod(shape[names[k]] for k in at)
+    size = math.prod(sizes[k] for k in at)
     return [tuple(group) for group in moved.reshape(-1, size).tolist()]
 
 

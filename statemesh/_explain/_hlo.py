@@ -110,11 +110,11 @@ class CompiledText:
     **Arguments:**
 
     - `text`: its text.
-    - `devices`: how many devices run it.
     """
 
-    def __init__(self, text: str, devices: int) -> None:
-        self.devices = devices
+    def __init__(self, text: str) -> None:
+        partitions = re.search(r"\bnum_partitions=(\d+)", text)
+        self.devices = int(partitions[1]) if partitions else 1
         self.entry = ""
         self.computations: dict[str, list[_Line]] = {}
         self.head: list[str] = []
@@ -138,7 +138,7 @@ class CompiledText:
             self._instruction(line, lines, runs.get(name, _Runs()))
             for name, lines in self.computations.items()
             for line in lines
-            if _operation(line.opcode) is not None
+            if _operation(line.opcode)
         ]
 
     def parameters(self) -> list[tuple[str, int]]:
@@ -175,15 +175,8 @@ class CompiledText:
             Element(_operand(opcode, part, size), picked.get(k, source))
             for k, part in enumerate(parts)
         ]
-        return Instruction(
-            line.name,
-            opcode,
-            tuple(elements),
-            tuple(groups),
-            runs.times,
-            runs.unknown_loop,
-            runs.branch,
-        )
+        what = line.name, opcode, tuple(elements), tuple(groups)
+        return Instruction(*what, runs.times, runs.unknown_loop, runs.branch)
 
     def _picked(self, name: str, lines: Sequence[_Line]) -> Mapping[int, Named]:
         """Where each result of a merged collective comes from: what takes it out tells."""
@@ -206,16 +199,16 @@ class CompiledText:
                 own[int(row[1])] = row[2]
         files = {k: row.strip('"') for k, row in tables.get("FileNames", {}).items()}
         places: dict[int, Frame] = {}
-        for k, row in tables.get("FileLocations", {}).items():
-            places[k] = files.get(_number("file_name_id", row), ""), _number("line", row)
+        for k, place in tables.get("FileLocations", {}).items():
+            places[k] = files.get(_number("file_name_id", place), ""), _number("line", place)
         stacks = tables.get("StackFrames", {})
         # Releases count the parents of frames from 0 or from 1; the first frame has none.
         first = _number("parent_frame_id", stacks[min(stacks)]) if stacks else 0
         found: dict[int, tuple[Frame, ...]] = {0: ()}
         for k in sorted(stacks):
             parent = _number("parent_frame_id", stacks[k]) - first
-            place = places.get(_number("file_location_id", stacks[k]), ("", 0))
-            found[k] = (place, *found.get(parent, ()))
+            frame = places.get(_number("file_location_id", stacks[k]), ("", 0))
+            found[k] = (frame, *found.get(parent, ()))
         return found
 
     def _runs(self) -> dict[str, _Runs]:

@@ -17,8 +17,8 @@ class LeafRow:
     - `dtype`, `shape`, `shard_shape`: its type, its shape, and the shape of the part that a device holds.
     - `enters`: where it lies: a spec or a lane axis.
     - `said_by`: what says so: an entry as the author wrote it, `its own spec`, `its kind` or `default`.
-    - `leaves`: how it leaves: `untouched`, `not returned`, or that it is written, where, and which policy merges
-        it over which axes.
+    - `leaves`: how it leaves: `untouched`, `not returned`, or that it is written, where, and which policy
+        merges it over which axes.
     - `bytes`: what each device holds of it.
     - `moved`: what the call must lay out on each device before it runs.
     - `call`: the name of the mapped function.
@@ -69,15 +69,15 @@ class Collective:
     - `operation`: JAX's name for it, or XLA's where XLA added it.
     - `axes`: the mesh axes over which devices exchange.
     - `times`: how often it runs in a call, loops multiplied out.
-    - `unknown_loop`: whether it stands in a loop of which nobody knows how often it runs. `times` and `bytes` are
-        then those of one turn.
+    - `unknown_loop`: whether it stands in a loop of which nobody knows how often it runs. `times` and `bytes`
+        are then those of one turn.
     - `branch`: whether it stands in a branch of a `cond`, and may not run.
     - `bytes`: what a device sends in a call, as rings send it.
     - `arrays`: its operands on a device, by dtype and shape.
-    - `cause`: the policy of which state, the gradient of which parameter, the user's function, or `XLA's own`.
+    - `cause`: the policy of which state, the gradient of which parameter, your code, or `XLA's own`.
     - `line`: the user's line, `file:line`; empty where there is none.
-    - `compiled`: what the compiled program has of it: `as traced`, `merged with …`, `removed`, `XLA's own`; empty
-        where nothing is compiled.
+    - `compiled`: what the compiled program has of it: `as traced`, `merged with …`, `removed`, `XLA's own`;
+        empty where nothing is compiled.
     - `instructions`: the instructions of the compiled program that do it.
     """
 

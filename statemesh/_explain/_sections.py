@@ -73,17 +73,15 @@ def sections(one: Explained) -> list[Section]:
     found = [
         Section(
             "Arguments, for each device",
-            ("bytes", "leaf", "kind", "array", "part", "enters", "said by", "leaves"),
+            ("bytes", "leaf", "array", "part", "enters", "leaves"),
             [
                 (
-                    _times(count, bytes_str(row.bytes))
-                    + (f", moves {bytes_str(row.moved)}" if row.moved else ""),
-                    path,
-                    row.kind,
+                    _whole(_times(count, bytes_str(row.bytes)))
+                    + (_whole(f" (moves {bytes_str(row.moved)})") if row.moved else ""),
+                    f"{path} {_whole(row.kind)}",
                     _array(row.dtype, row.shape),
                     _dims(row.shard_shape),
-                    row.enters,
-                    row.said_by,
+                    f"{_whole(row.enters)} ({row.said_by})",
                     row.leaves,
                 )
                 for row, path, count in _folded(one.leaves, lambda row: row.path)
@@ -91,15 +89,14 @@ def sections(one: Explained) -> list[Section]:
         ),
         Section(
             "New results, for each device",
-            ("bytes", "leaf", "kind", "array", "part", "leaves"),
+            ("bytes", "leaf", "array", "part", "leaves"),
             [
                 (
-                    _times(count, bytes_str(row.bytes)),
-                    path,
-                    row.kind,
+                    _whole(_times(count, bytes_str(row.bytes))),
+                    f"{path} {_whole(row.kind)}",
                     _array(row.dtype, row.shape),
                     _dims(row.shard_shape),
-                    row.leaves,
+                    _whole(row.leaves),
                 )
                 for row, path, count in _folded(one.results, lambda row: row.path)
             ],
@@ -109,10 +106,10 @@ def sections(one: Explained) -> list[Section]:
             ("sent", "operation", "over", "times", "arrays", "cause", "compiled"),
             [
                 (
-                    _times(count, bytes_str(row.bytes)),
+                    _whole(_times(count, bytes_str(row.bytes))),
                     row.operation,
                     str(axes_argument(row.axes)) if row.axes else "?",
-                    _runs(row),
+                    _whole(_runs(row)),
                     _arrays(row.arrays),
                     f"{cause}, {row.line}" if row.line else cause,
                     row.compiled,
@@ -123,7 +120,17 @@ def sections(one: Explained) -> list[Section]:
     ]
     if one.memory is not None:
         found.append(_memory(one.memory))
-    return [section for section in found if section.rows]
+    return [_without_empty_columns(section) for section in found if section.rows]
+
+
+def _without_empty_columns(section: Section) -> Section:
+    """A table without the columns in which nothing stands."""
+    kept = [k for k in range(len(section.heads)) if any(row[k] for row in section.rows)]
+    return Section(
+        section.title,
+        [section.heads[k] for k in kept],
+        [[row[k] for k in kept] for row in section.rows],
+    )
 
 
 def _memory(memory: Memory) -> Section:
@@ -138,9 +145,7 @@ def _memory(memory: Memory) -> Section:
     return Section("Memory of a device, by XLA's account", ("bytes", "what"), shown)
 
 
-def _folded(
-    rows: Sequence[Row], text: Callable[[Row], str]
-) -> list[tuple[Row, str, int]]:
+def _folded(rows: Sequence[Row], text: Callable[[Row], str]) -> list[tuple[Row, str, int]]:
     """Rows that differ only in numbers in brackets as one, with how many they are; the largest first.
 
     **Arguments:**
@@ -187,16 +192,25 @@ def _runs(row: Collective) -> str:
 
 
 def _array(dtype: str, shape: Sequence[int]) -> str:
-    return f"{dtype}[{_dims(shape)}]"
+    return f"{_short(dtype)}[{_dims(shape)}]"
 
 
 def _dims(shape: Sequence[int]) -> str:
     return ",".join(map(str, shape))
 
 
+def _short(dtype: str) -> str:
+    """The name of a dtype as JAX shortens it: `f32` for `float32`."""
+    return re.sub(r"^(b?)(f|i|u)(?:loat|nt|int)(?=\d)", r"\1\2", dtype)
+
+
+def _whole(text: str) -> str:
+    """A text that is not broken at its spaces."""
+    return text.replace(" ", "\N{NO-BREAK SPACE}")
+
+
 def _arrays(arrays: Sequence[str]) -> str:
+    arrays = [_short(one) for one in arrays]
     shown = list(dict.fromkeys(arrays))
     more = [f"{len(shown) - 2} more"] if len(shown) > 2 else []
-    return ", ".join(
-        [*(_times(arrays.count(one), one) for one in shown[:2]), *more]
-    )
+    return ", ".join([*(_times(arrays.count(one), one) for one in shown[:2]), *more])

@@ -37,14 +37,23 @@ def _table(section: Section) -> str:
         for k in range(max(map(len, cells))):
             texts = [cell[k] if k < len(cell) else "" for cell in cells]
             padded = [text.ljust(width) for text, width in zip(texts, widths, strict=True)]
-            lines.append((_GAP + _GAP.join(padded)).rstrip())
+            line = (_GAP + _GAP.join(padded)).rstrip()
+            lines.append(line.replace("\N{NO-BREAK SPACE}", " "))
     return "\n".join(lines)
 
 
 def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
-    """The widths of the columns: the widest give way until all of them fit."""
-    widths = [max(1, *map(len, column)) for column in zip(*rows, strict=True)]
+    """The widths of the columns: the widest give way until all fit, those that break at spaces first."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    words = [
+        max((len(w) for cell in column for w in cell.split(" ")), default=1) for column in columns
+    ]
     room = WIDTH - len(_GAP) * len(widths)
-    while sum(widths) > room and max(widths) > _NARROWEST:
-        widths[widths.index(max(widths))] -= 1
-    return widths
+    for least in (words, [_NARROWEST] * len(widths)):
+        while sum(widths) > room:
+            spare = [(width, k) for k, width in enumerate(widths) if width > least[k]]
+            if not spare:
+                break
+            widths[max(spare)[1]] -= 1
+    return [max(1, width) for width in widths]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -101,33 +101,37 @@ class _Scope:
     frames: tuple[Frame, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class Mapped:
+    """A mapped call in a program: its name, and for each result the paths of the states merged into it."""
+
+    name: str
+    merged: tuple[tuple[str, ...], ...]
+
+
 # The names of what some results of a jaxpr become outside.
 _Outward = Callable[[Iterable[int]], set[str]]
 
 
-def traced_collectives(
-    jaxpr: Any, results: Sequence[Collection[str]], sizes: Mapping[AxisName, int]
-) -> list[TracedCollective]:
+def traced_collectives(jaxpr: Any, calls: Sequence[Mapped]) -> list[TracedCollective]:
     """The collectives of a traced program, in its order.
 
     **Arguments:**
 
-    - `results`: for each result the paths of the states that a policy merges into it.
-    - `sizes`: the mesh axes that are bound around it.
+    - `calls`: the mapped calls that the program makes.
     """
-
-    def outward(at: Iterable[int]) -> set[str]:
-        return {path for k in at if k < len(results) for path in results[k]}
-
-    return list(_Walk(jaxprs.open_jaxpr(jaxpr), _Scope(sizes), outward).found())
+    return list(_Walk(jaxprs.open_jaxpr(jaxpr), _Scope({}), calls, lambda at: set()).found())
 
 
 class _Walk:
     """A walk along one jaxpr and those that it runs."""
 
-    def __init__(self, jaxpr: Jaxpr, scope: _Scope, outward: _Outward) -> None:
+    def __init__(
+        self, jaxpr: Jaxpr, scope: _Scope, calls: Sequence[Mapped], outward: _Outward
+    ) -> None:
         self.jaxpr = jaxpr
         self.scope = scope
+        self.calls = calls
         self.outward = outward
         self.readers: dict[int, list[Equation]] = {}
         for eqn in jaxpr.eqns:
@@ -142,7 +146,8 @@ class _Walk:
             if axes := self._axes(eqn):
                 yield self._collective(eqn, axes)
             for inner, scope in self._inner(eqn):
-                yield from _Walk(inner, scope, self._through(eqn, inner)).found()
+                outward = self._through(eqn, inner)
+                yield from _Walk(inner, scope, self.calls, outward).found()
 
     def _axes(self, eqn: Equation) -> tuple[AxisName, ...]:
         if eqn.primitive.name in _SILENT or jaxprs.jaxprs_of(eqn):
@@ -169,14 +174,23 @@ class _Walk:
 
     def _through(self, eqn: Equation, inner: Jaxpr) -> _Outward:
         """What the results of an inner jaxpr become outside of its equation."""
+        if eqn.primitive.name == "shard_map" and (merged := self._merged_by(inner)):
+            return lambda at: {path for k in at for path in merged[k]}
         if len(inner.outvars) != len(eqn.outvars):
             return lambda at: set()
         return lambda at: self._becomes(eqn.outvars[k] for k in at)
 
     def _frames(self, eqn: Equation) -> tuple[Frame, ...]:
-        """Where an equation was traced; where JAX starts to count anew inside a function, those around it too."""
+        """Where an equation was traced, with the frames around it where JAX has left those out."""
         own, around = frames_of(eqn), self.scope.frames
         return own if own[-1:] == around[-1:] else own + around
+
+    def _merged_by(self, inner: Jaxpr) -> tuple[tuple[str, ...], ...]:
+        """For each result of a mapped call the states merged into it; nothing where that is not known."""
+        name = getattr(getattr(inner, "debug_info", None), "func_name", None)
+        found = {one.merged for one in self.calls if one.name == name}
+        alike = [merged for merged in found if len(merged) == len(inner.outvars)]
+        return alike[0] if len(alike) == 1 else ()
 
     def _becomes(self, results: Iterable[Any]) -> set[str]:
         """The names of gradients that values become, else of the written states."""

@@ -144,6 +144,8 @@ class MeshLayout:
 
     def to_move(self, given: Sequence[Leaf]) -> list[int]:
         """The inputs that a call lays out anew before it runs; of mere shapes nothing is known."""
+        if isinstance(self.mesh, AbstractMesh):
+            return []
         hosted = [k for k in self.hosted if isinstance(given[k], np.ndarray | np.generic)]
         return hosted + [
             k

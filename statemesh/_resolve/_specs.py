@@ -102,9 +102,7 @@ def choose_specs(
     return [choice.spec for choice in choices(state_specs, roots, what)]
 
 
-def choices(
-    state_specs: StateSpecs, roots: Sequence[tuple[str, Any]], what: str
-) -> list[Choice]:
+def choices(state_specs: StateSpecs, roots: Sequence[tuple[str, Any]], what: str) -> list[Choice]:
     """The same, with the entry that each spec is from."""
     listed = [
         state
