@@ -100,8 +100,7 @@ def with_net() -> tuple[Any, ...]:
 def nested_scans(net: Net, x: Any) -> Any:
     def outer(total: Any, _: Any) -> Any:
         def inner(total: Any, _: Any) -> Any:
-            total = total + jax.lax.pmean(jnp.sin(total + x.sum()), "x")  # line: nested
-            return total, None
+            return total + jax.lax.pmean(jnp.sin(total + x.sum()), "x"), None  # line: nested
 
         return jax.lax.scan(inner, total, None, length=5)
 
@@ -201,7 +200,11 @@ def donated(net: Net, x: Any) -> Any:
     return train(net, x)
 
 
-@add(*TRAINING, args=with_net, packed=True)
+# One buffer holds both states.
+BUFFER = Expected("psum", ("x",), 1, "the policy of net.mean, net.seen")
+
+
+@add(*TRAINING[:2], BUFFER, BUFFER, args=with_net, packed=True)
 def packed(net: Net, x: Any) -> Any:
     return train(net, x)
 
@@ -237,13 +240,11 @@ def lanes_inside(net: Net, x: Any) -> Any:
     return sm.vmap2(lane)(x), net
 
 
-@add(Expected("psum", ("x",), 2, "several"), args=with_net)
+@add(*[Expected("psum", ("x",), 2, "several")] * 2, args=with_net)
 def a_tree_in_a_loop(net: Net, x: Any) -> Any:
     def turn(carry: Any, _: Any) -> Any:
-        a, b = jax.lax.psum(
-            (jnp.sin(carry[0]) + x.sum(), jnp.cos(carry[1]) * x[0]), "x"
-        )  # line: several
-        return (a, b), None
+        both = jnp.sin(carry[0]) + x.sum(), jnp.cos(carry[1]) * x[0]
+        return jax.lax.psum(both, "x"), None  # line: several
 
     carry, _ = jax.lax.scan(turn, (jnp.float32(1), jnp.ones(3)), None, length=2)
     return x + carry[0] + carry[1], net
@@ -251,6 +252,8 @@ def a_tree_in_a_loop(net: Net, x: Any) -> Any:
 
 @add(
     Expected("psum", ("x",), 3, "in the loss"),
+    Expected("psum", ("x",), 3, "own"),
+    Expected("psum", ("x",), 1, "product"),
     Expected("psum", ("x",), 1, "the gradient of net.w"),
     Expected("psum", ("x",), 1, "the loss"),
     args=with_net,
@@ -258,13 +261,11 @@ def a_tree_in_a_loop(net: Net, x: Any) -> Any:
 def gradient_of_a_scan(net: Net, x: Any) -> Any:
     def loss(net: Net, x: Any) -> Any:
         def turn(total: Any, _: Any) -> Any:
-            total = jnp.tanh(
-                total + sm.pmean((x @ net.w.value * total).mean(), "x")
-            )  # line: in the loss
-            return total, None
+            own = (x @ net.w.value * total).mean()  # line: own
+            return jnp.tanh(total + sm.pmean(own, "x")), None  # line: in the loss
 
         total, _ = jax.lax.scan(turn, jnp.float32(1), None, length=3)
-        return total * (x @ net.w.value).mean(), net
+        return total * (x @ net.w.value).mean(), net  # line: product
 
     (value, net), grads = sm.value_and_grad(loss, axis_name="x")(net, x)
     return x + value, net.replace(w=grads.w.value)

@@ -1,6 +1,7 @@
 """Where in the user's code an operation was traced."""
 
 import os
+import re
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -16,8 +17,8 @@ _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _POLICIES = os.path.join(_OWN, "_leave") + os.sep
 _GRADIENTS = os.path.join(_OWN, "_axes", "_reduction.py")
-# The library that runs loops and transformations for many users, whose frames are not theirs.
-_WRAPPERS = (f"{os.sep}site-packages{os.sep}equinox{os.sep}",)
+# Libraries that stand around users' functions, and around ours. Nobody looks for a line there.
+_AROUND = re.compile(r"[\\/]site-packages[\\/](equinox|jaxtyping|beartype)[\\/]|^<@beartype")
 
 
 def frames_of(eqn: Equation) -> tuple[Frame, ...]:
@@ -27,25 +28,21 @@ def frames_of(eqn: Equation) -> tuple[Frame, ...]:
     return tuple(frame for frame in frames if not frame[0].startswith(_JAX))
 
 
-def is_own(frame: Frame) -> bool:
-    return frame[0].startswith(_OWN)
+def _is_users(frame: Frame) -> bool:
+    return not frame[0].startswith((_OWN, _JAX)) and not _AROUND.search(frame[0])
 
 
-def innermost(frames: Sequence[Frame]) -> list[Frame]:
+def _innermost(frames: Sequence[Frame]) -> Sequence[Frame]:
     """The frames inside the innermost one of the user's: those of this package."""
-    count = next((k for k, frame in enumerate(frames) if not is_own(frame)), len(frames))
-    return list(frames[:count])
+    return frames[: next((k for k, frame in enumerate(frames) if _is_users(frame)), None)]
 
 
 def user_line(frames: Sequence[Frame]) -> str:
     """The user's innermost line, as `file:line`."""
-    for file, line in frames:
-        if not file.startswith((_OWN, _JAX)) and not any(part in file for part in _WRAPPERS):
-            return f"{shown(file)}:{line}"
-    return ""
+    return next((f"{_shown(frame[0])}:{frame[1]}" for frame in frames if _is_users(frame)), "")
 
 
-def shown(file: str) -> str:
+def _shown(file: str) -> str:
     """A file's path from the working directory, if it is below it."""
     here = os.getcwd() + os.sep
     return file.removeprefix(here)
@@ -53,9 +50,9 @@ def shown(file: str) -> str:
 
 def in_policy(frames: Sequence[Frame]) -> bool:
     """Whether a state's policy did it, after the user's function had returned."""
-    return any(file.startswith(_POLICIES) for file, _ in innermost(frames))
+    return any(file.startswith(_POLICIES) for file, _ in _innermost(frames))
 
 
 def in_gradient(frames: Sequence[Frame]) -> bool:
     """Whether it reduces gradients."""
-    return any(file == _GRADIENTS for file, _ in innermost(frames))
+    return any(file == _GRADIENTS for file, _ in _innermost(frames))

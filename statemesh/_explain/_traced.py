@@ -183,14 +183,15 @@ class _Walk:
     def _frames(self, eqn: Equation) -> tuple[Frame, ...]:
         """Where an equation was traced, with the frames around it where JAX has left those out."""
         own, around = frames_of(eqn), self.scope.frames
-        return own if own[-1:] == around[-1:] else own + around
+        return own if own[len(own) - len(around) :] == around else own + around
 
     def _merged_by(self, inner: Jaxpr) -> tuple[tuple[str, ...], ...]:
         """For each result of a mapped call the states merged into it; nothing where that is not known."""
         name = getattr(getattr(inner, "debug_info", None), "func_name", None)
-        found = {one.merged for one in self.calls if one.name == name}
-        alike = [merged for merged in found if len(merged) == len(inner.outvars)]
-        return alike[0] if len(alike) == 1 else ()
+        alike = [one for one in self.calls if len(one.merged) == len(inner.outvars)]
+        # Where decorators hide the name, the number of results has to do.
+        found = {one.merged for one in alike if one.name == name} or {one.merged for one in alike}
+        return found.pop() if len(found) == 1 else ()
 
     def _becomes(self, results: Iterable[Any]) -> set[str]:
         """The names of gradients that values become, else of the written states."""
