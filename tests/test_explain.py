@@ -3,6 +3,7 @@
 import json
 import re
 from typing import Any
+from xml.etree import ElementTree
 
 import jax
 import numpy as np
@@ -26,7 +27,7 @@ def trained(mesh: Any = None, **options: Any) -> Any:
 
 
 def in_text(text: str) -> dict[str, float]:
-    """The collectives of a compiled program with the bytes that a device sends at each, by another reading."""
+    """The collectives of a compiled program and the bytes that a device sends at each."""
     found = {}
     pattern = r"%([\w.\-]+) = (.*?) (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)\("
     for row in text.splitlines():
@@ -469,3 +470,39 @@ def test_a_static_leaf_for_which_each_call_is_compiled() -> None:
         "f: a call was compiled anew for each value of it. "
         "Pass it as an array, or as an object that compares equal."
     ]
+
+
+def test_the_picture(tmp_path: Any) -> None:
+    mesh = make_mesh("4x2")
+    fun = sm.shard_map(
+        lambda a, b, c: (a + b[0, 0] + c[0]).sum(),
+        mesh,
+        (P("x", "y"), P(None, "y"), P(("x", "y"))),
+        P(),
+        check_vma=False,
+    )
+    found = fun.explain(np.ones((8, 4)), np.ones((2, 2)), np.ones(8))
+    picture = found.draw()
+    tree = ElementTree.fromstring(picture.svg)
+    shown = [[text.text for text in leaf.iter("{http://www.w3.org/2000/svg}text")] for leaf in tree]
+    assert shown == [
+        ["a float32[8,4] P('x', 'y')", "0", "1", "2", "3", "4", "5", "6", "7"],
+        ["b float32[2,2] P(None, 'y')", "0,2,4,…", "1,3,5,…"],
+        ["c float32[8] P(('x', 'y'))", "0", "1", "2", "3", "4", "5", "6", "7"],
+    ]
+    assert picture._repr_svg_() == picture.svg and repr(picture) == "<picture of 3 leaves>"
+    picture.save(tmp_path / "leaves.svg")
+    assert (tmp_path / "leaves.svg").read_text() == picture.svg
+    large = AbstractMesh((64,), ("x",))
+    (leaf,) = ElementTree.fromstring(
+        sm.shard_map(lambda x: x, large, P("x"), P("x"))
+        .explain(jax.ShapeDtypeStruct((64,), jnp.float32))
+        .draw()
+        .svg
+    )
+    assert leaf[0].text == "x float32[64] P('x') 64 parts" and len(leaf) == 1 + 2 * 16
+
+
+def test_the_page_is_well_formed() -> None:
+    found = sm.shard_map(lambda a: a, make_mesh("2"), P("x"), P("x")).explain(np.ones(4))
+    ElementTree.fromstring(found._repr_html_())

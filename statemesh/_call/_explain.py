@@ -5,6 +5,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh
 
 from .._base import _compat as compat
@@ -90,7 +91,9 @@ def _call_module(module: Any, *args: PyTree, **kwargs: PyTree) -> Any:
 
 
 def _shape(x: Leaf) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
+    host = isinstance(x, np.ndarray | np.generic)
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype) if host else x.dtype
+    return jax.ShapeDtypeStruct(x.shape, dtype)
 
 
 def _paths(fun: Fun, whole: PyTree) -> list[str]:

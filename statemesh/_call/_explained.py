@@ -153,6 +153,7 @@ class Rows:
             shape=shape,
             shard_shape=shard_shape,
             enters=self.spelt(where),
+            split=tuple(where.axes) if self.sizes else (),
             said_by=self.program.resolved.said_by[position],
             leaves=self._leaving(unit, k, source, where),
             bytes=held,
@@ -169,7 +170,11 @@ class Rows:
         text = "written"
         if where != entered and source not in self._packed:
             text += f" to {self.spelt(where)}"
-        if unit.path in self.merged:
+        # A key goes on by itself: nothing is merged.
+        if (
+            unit.path in self.merged
+            and self.program.resolved.said_by[unit.positions[k]] != "its kind"
+        ):
             policy, axes = self.merged[unit.path]
             text += f", {policy} over {axes_argument(axes)!r}"
         return text
@@ -230,6 +235,9 @@ def _leaf_path(unit: Unit, k: int) -> str:
 
 
 def _dtype(leaf: Leaf) -> Any:
+    """The dtype that a leaf has on a device."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return jax.dtypes.canonicalize_dtype(leaf.dtype)
     return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .._base._types import AxisName
+from ._drawing import Drawing, drawing_of
 from ._html import html_of
 from ._records import Collective, LeafRow, Memory, ResultRow
 from ._sections import sections, summary
@@ -22,7 +23,7 @@ class Explanation:
     - `name`: of the function.
     - `sizes`: the sizes of the mesh's axes.
     - `leaves`: a record for each array and number of the arguments: `path`, `kind`, `dtype`, `shape`,
-        `shard_shape`, `enters`, `said_by`, `leaves`, `bytes`, `moved` and `call`.
+        `shard_shape`, `enters`, `split`, `said_by`, `leaves`, `bytes`, `moved` and `call`.
     - `results`: a record for each array that the call makes, other than written leaves of the arguments:
         `path`, `kind`, `dtype`, `shape`, `shard_shape`, `leaves`, `bytes` and `call`.
     - `collectives`: a record for each exchange between devices: `operation`, `axes`, `times`,
@@ -54,7 +55,10 @@ class Explanation:
             "name": self.name,
             "sizes": {str(name): size for name, size in self.sizes.items()},
             "bytes": self.bytes,
-            "leaves": [dataclasses.asdict(row) for row in self.leaves],
+            "leaves": [
+                {**dataclasses.asdict(row), "split": [[*map(str, names)] for names in row.split]}
+                for row in self.leaves
+            ],
             "results": [dataclasses.asdict(row) for row in self.results],
             "collectives": [
                 {**dataclasses.asdict(row), "axes": [str(axis) for axis in row.axes]}
@@ -63,6 +67,13 @@ class Explanation:
             "memory": None if self.memory is None else dataclasses.asdict(self.memory),
             "advice": list(self.advice),
         }
+
+    def draw(self) -> Drawing:
+        """Show which device holds which part of which leaf of the arguments.
+
+        **Returns:** a picture, which a notebook shows. It has its text in `svg`, and `save(path)`.
+        """
+        return drawing_of(self.leaves, self.sizes)
 
     def __str__(self) -> str:
         return text_of(summary(self), sections(self), self.advice)

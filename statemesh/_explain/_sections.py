@@ -84,7 +84,7 @@ def sections(one: Explained) -> list[Section]:
                     f"{_whole(row.enters)} ({row.said_by})",
                     row.leaves,
                 )
-                for row, path, count in _folded(one.leaves, lambda row: row.path)
+                for row, path, count in folded(one.leaves, lambda row: row.path)
             ],
         ),
         Section(
@@ -98,7 +98,7 @@ def sections(one: Explained) -> list[Section]:
                     _dims(row.shard_shape),
                     _whole(row.leaves),
                 )
-                for row, path, count in _folded(one.results, lambda row: row.path)
+                for row, path, count in folded(one.results, lambda row: row.path)
             ],
         ),
         Section(
@@ -114,7 +114,7 @@ def sections(one: Explained) -> list[Section]:
                     f"{cause}, {row.line}" if row.line else cause,
                     row.compiled,
                 )
-                for row, cause, count in _folded(one.collectives, lambda row: row.cause)
+                for row, cause, count in folded(one.collectives, lambda row: row.cause)
             ],
         ),
     ]
@@ -145,7 +145,7 @@ def _memory(memory: Memory) -> Section:
     return Section("Memory of a device, by XLA's account", ("bytes", "what"), shown)
 
 
-def _folded(rows: Sequence[Row], text: Callable[[Row], str]) -> list[tuple[Row, str, int]]:
+def folded(rows: Sequence[Row], text: Callable[[Row], str]) -> list[tuple[Row, str, int]]:
     """Rows that differ only in numbers in brackets as one, with how many they are; the largest first.
 
     **Arguments:**

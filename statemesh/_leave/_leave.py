@@ -154,8 +154,7 @@ class _Leaving:
         axes = self.rules.in_order(NO_AXES.union(*over))
         reduce = one.state.reduce
         own = type(one.state).leave is State.leave
-        # A key is no value that is merged: it goes on by itself.
-        if not axes or one.state.always_replicated or (reduce is None and own):
+        if not axes or (reduce is None and own):
             return None
         return one.path, reduce if isinstance(reduce, str) else errors.policy_name(one.state), axes
 
