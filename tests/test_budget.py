@@ -68,9 +68,9 @@ BUDGET: dict[str, Any] = {
 
 @functools.cache
 def peak() -> int:
-    memory = mapped().explain(*placed()).memory
-    assert memory is not None
-    return memory.peak
+    found: sm.Explanation = mapped().explain(*placed())
+    assert found.memory is not None
+    return found.memory.peak
 
 
 def mapped(fun: Callable[..., Any] = step, **options: Any) -> Any:
@@ -82,18 +82,18 @@ def placed(model: Net | None = None) -> tuple[Any, ...]:
     return args
 
 
-def check(call: Any, args: tuple[Any, ...]) -> None:
-    # The compiler may lay out temporaries in another way.
-    assert_budget(call, *args, **BUDGET, peak=int(peak() * 1.02))
-
-
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A changed program: its call, its arguments, and what the failure has to name."""
+    """A changed program: its call, or its call and arguments, and what the failure has to name."""
 
-    call: Callable[[], Any]
-    args: Callable[[], tuple[Any, ...]]
+    make: Callable[[], Any]
     names: str = ""
+
+    def check(self) -> None:
+        made = self.make()
+        call, args = made if isinstance(made, tuple) else (made, placed())
+        # The compiler may lay out temporaries in another way.
+        assert_budget(call, *args, **BUDGET, peak=int(peak() * 1.02))
 
 
 WRONG: dict[str, Case] = {}
@@ -106,19 +106,13 @@ def with_loss(loss: Callable[..., Any]) -> Any:
 
 def regression(names: str) -> Callable[[Callable[[], Any]], None]:
     def add(make: Callable[[], Any]) -> None:
-        made = lambda part: lambda: made_of(make())[part]
-        WRONG[make.__name__] = Case(made(0), made(1), names)
+        WRONG[make.__name__] = Case(make, names)
 
     return add
 
 
 def rewrite(make: Callable[[], Any]) -> None:
-    made = lambda part: lambda: made_of(make())[part]
-    FINE[make.__name__] = Case(made(0), made(1))
-
-
-def made_of(made: Any) -> Any:
-    return made if isinstance(made, tuple) else (made, placed())
+    FINE[make.__name__] = Case(make)
 
 
 def line(mark: str) -> str:
@@ -473,7 +467,7 @@ def marked(names: Any) -> list[Any]:
 def test_regressions_are_named(name: str) -> None:
     case = WRONG[name]
     with pytest.raises(AssertionError) as raised:
-        check(case.call(), case.args())
+        case.check()
     mark = re.fullmatch(r"line (.*)", case.names)
     assert (line(mark[1]) if mark else case.names) in str(raised.value)
 
@@ -481,8 +475,7 @@ def test_regressions_are_named(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(FINE))
 def test_rewrites_are_within_the_budget(name: str) -> None:
-    case = FINE[name]
-    check(case.call(), case.args())
+    FINE[name].check()
 
 
 def small(mesh: Any = None) -> Any:

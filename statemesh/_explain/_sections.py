@@ -46,6 +46,10 @@ class Section:
     rows: Sequence[Sequence[str]]
 
 
+_MOVED = "; * is laid out anew before the call runs"
+# More rows than these are counted and not shown.
+_MOST = 30
+
 Row = TypeVar("Row", LeafRow, ResultRow, Collective)
 
 
@@ -70,14 +74,14 @@ def summary(one: Explained) -> str:
 
 def sections(one: Explained) -> list[Section]:
     """The tables, in each of them the largest first."""
+    moved = any(row.moved for row in one.leaves)
     found = [
         Section(
-            "Arguments, for each device",
+            f"Arguments, for each device{_MOVED if moved else ''}",
             ("bytes", "leaf", "array", "part", "enters", "leaves"),
             [
                 (
-                    _whole(_times(count, bytes_str(row.bytes)))
-                    + (_whole(f" (moves {bytes_str(row.moved)})") if row.moved else ""),
+                    _whole(_times(count, bytes_str(row.bytes)) + (" *" if row.moved else "")),
                     f"{path} {_whole(row.kind)}",
                     _array(row.dtype, row.shape),
                     _dims(row.shard_shape),
@@ -120,7 +124,16 @@ def sections(one: Explained) -> list[Section]:
     ]
     if one.memory is not None:
         found.append(_memory(one.memory))
-    return [_without_empty_columns(section) for section in found if section.rows]
+    return [_shortened(_without_empty_columns(section)) for section in found if section.rows]
+
+
+def _shortened(section: Section) -> Section:
+    """A table with a last row in the place of all that are too many."""
+    more = len(section.rows) - _MOST
+    if more < 2:
+        return section
+    last = ["", f"and {more} more", *[""] * (len(section.heads) - 2)]
+    return Section(section.title, section.heads, [*section.rows[:_MOST], last])
 
 
 def _without_empty_columns(section: Section) -> Section:

@@ -1,7 +1,8 @@
 """An explanation as text of at most 100 columns."""
 
+import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ._sections import Section
 
@@ -30,10 +31,7 @@ def _table(section: Section) -> str:
     widths = _widths(rows)
     lines = [section.title]
     for row in rows:
-        cells = [
-            textwrap.wrap(cell, width, break_long_words=True, break_on_hyphens=False) or [""]
-            for cell, width in zip(row, widths, strict=True)
-        ]
+        cells = [list(_wrapped(cell, width)) for cell, width in zip(row, widths, strict=True)]
         for k in range(max(map(len, cells))):
             texts = [cell[k] if k < len(cell) else "" for cell in cells]
             padded = [text.ljust(width) for text, width in zip(texts, widths, strict=True)]
@@ -42,18 +40,46 @@ def _table(section: Section) -> str:
     return "\n".join(lines)
 
 
+def _steps(word: str) -> list[str]:
+    """The parts of a word between which it may be broken if it has to: the steps of a path."""
+    return re.split(r"(?=\.[A-Za-z_])|(?=\[)", word)
+
+
+def _wrapped(cell: str, width: int) -> Iterator[str]:
+    """The lines of a cell. It is broken at spaces, then at the steps of a path, then anywhere."""
+    line = ""
+    for word in cell.split(" "):
+        if line and len(line) + 1 + len(word) <= width:
+            line += f" {word}"
+            continue
+        if line:
+            yield line
+        line = ""
+        for step in _steps(word):
+            while len(line) + len(step) > width:
+                if not line:
+                    line, step = step[:width], step[width:]
+                yield line
+                line = ""
+            line += step
+    yield line
+
+
 def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
     """The widths of the columns: the widest give way until all fit, those that break at spaces first."""
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, column)) for column in columns]
-    words = [
-        max((len(w) for cell in column for w in cell.split(" ")), default=1) for column in columns
-    ]
+    words = [[word for cell in column for word in cell.split(" ")] for column in columns]
+    steps = [[step for word in column for step in _steps(word)] for column in words]
     room = WIDTH - len(_GAP) * len(widths)
-    for least in (words, [_NARROWEST] * len(widths)):
+    for least in (_longest(words), _longest(steps), [_NARROWEST] * len(widths)):
         while sum(widths) > room:
             spare = [(width, k) for k, width in enumerate(widths) if width > least[k]]
             if not spare:
                 break
             widths[max(spare)[1]] -= 1
     return [max(1, width) for width in widths]
+
+
+def _longest(columns: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in columns]
