@@ -130,7 +130,7 @@ def _traced_call(
         name=name,
         sizes=sizes,
         jaxpr=traced.jaxpr,
-        lower=traced.lower,
+        compile=lambda: traced.lower().compile(),
         leaves=[*leaves],
         results=[*results],
         arguments=arguments,

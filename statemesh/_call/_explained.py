@@ -1,5 +1,6 @@
 """What a call lays where: a record for each leaf of its arguments, and for each new array of its result."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -45,7 +46,7 @@ def traced_call(inspected: Inspected) -> TracedCall:
         name=program.declared.name,
         sizes=dict(program.binding.sizes),
         jaxpr=traced.jaxpr,
-        lower=traced.lower if program.declared.jit else None,
+        compile=functools.partial(_compiled, inspected) if program.declared.jit else None,
         leaves=rows.leaves(),
         results=rows.results(),
         arguments=[one.path for one in program.layout.inputs],
@@ -55,6 +56,11 @@ def traced_call(inspected: Inspected) -> TracedCall:
         donates_in_vain=program.declared.donate != "none" and not donated,
         changing_statics=_changing_statics(inspected),
     )
+
+
+def _compiled(inspected: Inspected) -> Any:
+    with inspected.around():
+        return inspected.traced.lower().compile()
 
 
 class Rows:

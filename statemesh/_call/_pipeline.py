@@ -7,7 +7,7 @@ out, runs the program (steps 3 and 4 were traced into it) and writes back.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -46,6 +46,7 @@ class Inspected:
     - `traced`: its program.
     - `moved`: the inputs that it would lay out anew before it runs.
     - `rivals`: the entries of calls that differ from it only in static leaves.
+    - `around`: makes the context in which it would be compiled.
     """
 
     call: Call
@@ -53,6 +54,7 @@ class Inspected:
     traced: jax.stages.Traced
     moved: Sequence[int]
     rivals: Sequence[CompiledEntry]
+    around: Callable[[], AbstractContextManager[Any]]
 
 
 class Pipeline:
@@ -201,11 +203,18 @@ class Pipeline:
         program.hold(call.leaves)
         given = program.arrays(call.leaves)
         inputs = program.layout.abstract(given)
-        entry.check_program(inputs)
-        traced: jax.stages.Traced = entry.lowers.trace(*inputs)
+        around = functools.partial(self._around, program)
+        with around():
+            entry.check_program(inputs)
+            traced: jax.stages.Traced = entry.lowers.trace(*inputs)
         self._cache.keep(entry)
-        rivals = self._cache.rivals(entry)
-        return Inspected(call, entry, traced, program.layout.to_move(given), rivals)
+        moved, rivals = program.layout.to_move(given), self._cache.rivals(entry)
+        return Inspected(call, entry, traced, moved, rivals, around)
+
+    def _around(self, program: Program) -> AbstractContextManager[Any]:
+        """The context of a call that is not traced: its own mesh, where another one is set."""
+        other_mesh = compat.context_mesh() is not None and self.declared.rules.has_own_mesh
+        return program.binding.context(traced=False) if other_mesh else nullcontext()
 
     @functools.cached_property
     def _of_shapes(self) -> "Pipeline":

@@ -1,9 +1,10 @@
 """The collectives of the trace and those of the compiled program, as one list."""
 
+import re
 from collections.abc import Mapping, Sequence
 
 from .._base._types import AxisName
-from ._frames import user_line
+from ._frames import Frame, user_line
 from ._groups import axes_of
 from ._hlo import Element, Instruction
 from ._records import Collective
@@ -40,9 +41,10 @@ def matched(
     does: dict[int, list[tuple[Instruction, Element]]] = {k: [] for k in range(len(traced))}
     done_by: dict[str, set[int]] = {}
     own: dict[str, list[Element]] = {}
+    candidates = _Candidates(traced)
     for instruction in instructions:
         for element in instruction.elements:
-            k = _origin(element, traced, does)
+            k = candidates.best(element, does)
             if k is None:
                 own.setdefault(instruction.name, []).append(element)
             else:
@@ -52,31 +54,47 @@ def matched(
     return found + [_own(one, own[one.name], sizes) for one in instructions if one.name in own]
 
 
-def _origin(
-    element: Element,
-    traced: Sequence[TracedCollective],
-    does: Mapping[int, Sequence[object]],
-) -> int | None:
-    """The number of the traced collective that an array of the compiled program belongs to."""
-    source = element.source
-    operations = source.op_name.replace("(", "/").replace(")", "/").replace(":", "/").split("/")
-    best: tuple[int, bool, bool] | None = None
-    chosen: int | None = None
-    for k, one in enumerate(traced):
-        if one.primitive not in operations:
-            continue
-        common = min(len(source.frames), len(one.frames))
-        same = common > 0 and source.frames[:common] == one.frames[:common]
-        line = user_line(source.frames)
-        if not same and (not line or line != one.line):
-            continue
-        room = len(does[k]) < len(one.parts)
-        alike = any(part.bytes == element.part.bytes for part in one.parts)
+class _Candidates:
+    """The traced collectives, to find the one that an array of the compiled program belongs to."""
+
+    def __init__(self, traced: Sequence[TracedCollective]) -> None:
+        self.traced = traced
+        self.by_frame: dict[Frame | None, list[int]] = {}
+        self.by_line: dict[str, list[int]] = {}
+        for k, one in enumerate(traced):
+            self.by_frame.setdefault(next(iter(one.frames), None), []).append(k)
+            self.by_line.setdefault(one.line, []).append(k)
+
+    def best(self, element: Element, does: Mapping[int, Sequence[object]]) -> int | None:
+        """The number of the one that it belongs to, if any.
+
+        **Arguments:**
+
+        - `does`: the arrays that were found to belong to each.
+        """
+        source = element.source
+        operations = set(re.split(r"[/():]", source.op_name))
+        found = self._of(operations, self.by_frame.get(next(iter(source.frames), None), ()))
+        found = [k for k in found if _same(source.frames, self.traced[k].frames)]
+        if not found and (line := user_line(source.frames)):
+            found = self._of(operations, self.by_line.get(line, ()))
         # One line may have several; each has room for as many arrays as it has operands.
-        score = (int(same), room, alike)
-        if best is None or score > best:
-            best, chosen = score, k
-    return chosen
+        return max(found, key=lambda k: self._fits(k, element, does), default=None)
+
+    def _of(self, operations: set[str], numbers: Sequence[int]) -> list[int]:
+        return [k for k in numbers if self.traced[k].primitive in operations]
+
+    def _fits(
+        self, k: int, element: Element, does: Mapping[int, Sequence[object]]
+    ) -> tuple[bool, bool]:
+        parts = self.traced[k].parts
+        return len(does[k]) < len(parts), any(one.bytes == element.part.bytes for one in parts)
+
+
+def _same(some: Sequence[Frame], others: Sequence[Frame]) -> bool:
+    """Whether two lists of frames agree as far as both go."""
+    common = min(len(some), len(others))
+    return common > 0 and some[:common] == others[:common]
 
 
 def _compiled(

@@ -23,7 +23,7 @@ class TracedCall:
     - `name`: of the function.
     - `sizes`: the sizes of the mesh's axes.
     - `jaxpr`: its program.
-    - `lower`: lowers the program; `None` for a call that runs without being compiled.
+    - `compile`: compiles the program; `None` for a call that runs without being compiled.
     - `leaves`, `results`: the records of its leaves.
     - `arguments`, `outputs`: the paths of the program's inputs and outputs.
     - `calls`: the mapped calls that it makes.
@@ -35,7 +35,7 @@ class TracedCall:
     name: str
     sizes: Mapping[AxisName, int]
     jaxpr: Any
-    lower: Callable[[], Any] | None
+    compile: Callable[[], Any] | None
     leaves: Sequence[LeafRow]
     results: Sequence[ResultRow]
     arguments: Sequence[str]
@@ -49,10 +49,10 @@ class TracedCall:
 def explanation_of(call: TracedCall) -> Explanation:
     """The explanation of a call."""
     traced = traced_collectives(call.jaxpr, call.calls)
-    if call.lower is None or not call.has_devices:
+    if call.compile is None or not call.has_devices:
         collectives, memory = as_traced(traced), None
     else:
-        compiled = call.lower().compile()
+        compiled = call.compile()
         text = CompiledText(compiled.as_text())
         collectives = matched(traced, text.instructions(), call.sizes)
         memory = memory_of(compiled, text, call.arguments, call.outputs)
