@@ -19,7 +19,12 @@ from .helpers import compiles, counted, make_mesh
 
 
 jnp: Any = jax.numpy
-SLOW = [pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("1", "4x2", "2x2x2")]
+QUICK = ("nested_scans", "unknown_loop", "all_policies", "packed", "exchanges")
+CASES = [
+    pytest.param(name, mesh, marks=[] if mesh == "8" and name in QUICK else pytest.mark.slow)
+    for name in PROGRAMS
+    for mesh in ("8", "1", "4x2", "2x2x2")
+]
 SIZES = {"f32": 4, "s32": 4, "u32": 4, "pred": 1}
 
 
@@ -63,8 +68,7 @@ def group_size(row: str) -> int:
     return len(first[1].split(","))
 
 
-@pytest.mark.parametrize("mesh", ["8", *SLOW])
-@pytest.mark.parametrize("name", list(PROGRAMS))
+@pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_every_collective_has_its_cause(name: str, mesh: str) -> None:
     program = PROGRAMS[name]
     mapped, args = program.mapped(make_mesh(mesh)), program.arguments(make_mesh(mesh))
