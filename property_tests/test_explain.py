@@ -20,7 +20,7 @@ EXCHANGES = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
 
 
 def bytes_on_a_device(x: jax.Array) -> int:
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     part: Any = x.addressable_shards[0].data
     size: int = part.nbytes

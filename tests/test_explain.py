@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 
-from .explained_programs import PROGRAMS, Net, X, line, net, train
+from .explained_programs import PROGRAMS, Net, Program, X, line, net, train
 from .helpers import compiles, counted, make_mesh
 
 
@@ -68,11 +68,7 @@ def group_size(row: str) -> int:
     return len(first[1].split(","))
 
 
-@pytest.mark.parametrize(("name", "mesh"), CASES)
-def test_every_collective_has_its_cause(name: str, mesh: str) -> None:
-    program = PROGRAMS[name]
-    mapped, args = program.mapped(make_mesh(mesh)), program.arguments(make_mesh(mesh))
-    found = mapped.explain(*args)
+def assert_expected(program: Program, found: sm.Explanation) -> None:
     expected = [
         (
             one.operation,
@@ -96,11 +92,28 @@ def test_every_collective_has_its_cause(name: str, mesh: str) -> None:
         for one in found.collectives
     ]
     assert sorted(seen) == sorted(expected)
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES)
+def test_every_collective_has_its_cause(name: str, mesh: str) -> None:
+    program = PROGRAMS[name]
+    mapped, args = program.mapped(make_mesh(mesh)), program.arguments(make_mesh(mesh))
+    found = mapped.explain(*args)
+    assert_expected(program, found)
     written = in_text(mapped.lower(*args).compile().as_text())
     ours = {i for one in found.collectives for i in one.instructions}
     assert ours == set(written)
     if not any(one.times > 1 for one in found.collectives):
         assert found.bytes == pytest.approx(sum(written.values()), abs=len(found.collectives))
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "packed"])
+def test_the_same_is_known_without_compiling(name: str) -> None:
+    program = PROGRAMS[name]
+    found = program.mapped(AbstractMesh((8,), ("x",))).explain(*program.args())
+    assert_expected(program, found)
+    traced = sum(one.bytes for one in found.collectives)
+    assert traced == program.mapped(make_mesh()).explain(*program.args()).bytes
 
 
 @pytest.mark.parametrize("name", ["donated", "packed", "exchanges"])
