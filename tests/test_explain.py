@@ -19,7 +19,7 @@ from .helpers import compiles, counted, make_mesh
 
 
 jnp: Any = jax.numpy
-QUICK = ("nested_scans", "unknown_loop", "all_policies", "packed", "exchanges")
+QUICK = ("python_loop", "unknown_loop", "all_policies", "packed", "exchanges")
 CASES = [
     pytest.param(name, mesh, marks=[] if mesh == "8" and name in QUICK else pytest.mark.slow)
     for name in PROGRAMS
@@ -136,6 +136,11 @@ def test_memory_of_each_state() -> None:
     assert memory.by_argument == {"net.w": 12, "net.mean": 12, "net.seen": 4, "x": 24}
     expected = {"train(...)[0]": 24, "net.w": 12, "net.mean": 12, "net.seen": 4}
     assert memory.by_result == expected
+    # A state has one number, however many arrays it has.
+    both = sm.State({"a": jnp.ones(3), "b": jnp.ones(2)})
+    fun = sm.shard_map(lambda s: s.value["a"].sum() + s.value["b"].sum(), make_mesh("2"), None, P())
+    memory = fun.explain(both).memory
+    assert memory is not None and memory.by_argument == {"s": 20}
 
 
 @pytest.mark.parametrize("donate", ["none", "states"])
