@@ -541,12 +541,27 @@ peak: {memory.peak} B where {memory.peak - 1} B are allowed.
     )
 
 
+def test_temporaries_are_set_aside() -> None:
+    def ranks(x: Any) -> Any:
+        return jnp.sort(jnp.sin(x[:, None] * x[None, :]), axis=0).sum(0)
+
+    call = sm.shard_map(ranks, make_mesh("2"), P("x"), P("x"))
+    x = np.ones(256, np.float32)
+    memory = assert_budget(call, x, collectives=0).memory
+    assert memory is not None
+    assert memory.temporaries >= 128 * 128 * 4
+    assert memory.allocated == memory.arguments + memory.results + memory.temporaries
+    with pytest.raises(AssertionError, match=f"- temporaries: {memory.temporaries} B"):
+        assert_budget(call, x, allocated=memory.allocated - 1)
+    assert_budget(call, x, allocated=memory.allocated, peak=memory.peak)
+
+
 def test_without_devices() -> None:
     call = small(AbstractMesh((2,), ("x",)))
     assert_budget(call, *SMALL, collectives=2, bytes=8, held=12, moved=0)
     assert_says(
         lambda: assert_budget(call, *SMALL, peak=100),
         ValueError,
-        "total: the peak is known only of a compiled call, and this one has no devices. Leave `peak` out, or "
-        "give a mesh with devices.",
+        "total: `peak` is known only of a compiled call, and this one has no devices. Leave it out, or give "
+        "a mesh with devices.",
     )

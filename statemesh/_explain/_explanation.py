@@ -29,7 +29,7 @@ class Explanation:
     - `collectives`: a record for each exchange between devices: `operation`, `axes`, `times`,
         `unknown_loop`, `branch`, `bytes`, `arrays`, `cause`, `line`, `compiled` and `instructions`.
     - `memory`: what a device needs, by XLA's account: `arguments`, `results`, `temporaries`, `donated`,
-        `peak`, `by_argument`, `by_result` and `result_table`. `None` where nothing was compiled.
+        `peak`, `allocated`, `by_argument`, `by_result` and `result_table`. `None` where nothing was compiled.
     - `advice`: what surely can be mended, one text each.
     """
 

@@ -33,13 +33,15 @@ def memory_of(
     given = int(stats.output_size_in_bytes)
     temporaries = int(stats.temp_size_in_bytes)
     donated = int(stats.alias_size_in_bytes)
+    allocated = taken + given + temporaries - donated
     peak = int(getattr(stats, "peak_memory_in_bytes", 0))
     return Memory(
         arguments=taken,
         results=given,
         temporaries=temporaries,
         donated=donated,
-        peak=peak or taken + given + temporaries - donated,
+        peak=peak or allocated,
+        allocated=allocated,
         by_argument=by_argument,
         by_result=by_result,
         result_table=given - sum(made),

@@ -104,7 +104,8 @@ class Memory:
 
     - `arguments`, `results`, `temporaries`: the bytes of each.
     - `donated`: the bytes of arguments that results take over.
-    - `peak`: the most that is held at once.
+    - `peak`: the most that is held at once, as XLA tells it. Of a CPU it leaves temporaries out.
+    - `allocated`: what is set aside in all: arguments, results and temporaries, less what is donated.
     - `by_argument`: the bytes of each argument, by its path. Those that the program does not read have none.
     - `by_result`: the bytes of each result, by its path.
     - `result_table`: the part of `results` that holds where the results are.
@@ -115,6 +116,7 @@ class Memory:
     temporaries: int
     donated: int
     peak: int
+    allocated: int
     by_argument: Mapping[str, int]
     by_result: Mapping[str, int]
     result_table: int

@@ -149,6 +149,7 @@ def _without_empty_columns(section: Section) -> Section:
 def _memory(memory: Memory) -> Section:
     rows = [
         ("peak", memory.peak),
+        ("set aside in all", memory.allocated),
         ("arguments", memory.arguments),
         ("results", memory.results),
         ("temporaries", memory.temporaries),

@@ -15,6 +15,7 @@ def assert_budget(
     collectives: int | Mapping[str, int] | None = None,
     bytes: int | None = None,
     peak: int | None = None,
+    allocated: int | None = None,
     held: int | None = None,
     moved: int | None = None,
     **kwargs: PyTree,
@@ -28,7 +29,10 @@ def assert_budget(
         XLA removed. A dictionary gives a number to each cause that the explanation shows (`"the policy of
         net.mean"`, `"your code"`) or to all of one operation (`"psum"`). A collective with neither fails.
     - `bytes`: the most that a device sends in a call.
-    - `peak`: the most memory that a device needs at once, by XLA's account.
+    - `peak`: the most memory that a device holds at once, by XLA's account. On a CPU it leaves temporaries
+        out.
+    - `allocated`: the most memory that is set aside on a device: arguments, results and temporaries, less
+        what is donated.
     - `held`: the most that a device holds of the arguments.
     - `moved`: the most of the arguments that the call lays out on each device before it runs. It is 0 for
         what `place` returned.
@@ -72,8 +76,9 @@ def assert_budget(
         over += _collectives(found, collectives)
     if bytes is not None and found.bytes > bytes:
         over.append(errors.bytes_over("bytes sent", found.bytes, bytes, _lines(found.collectives)))
-    if peak is not None:
-        over += _peak(found, peak)
+    for what, most in (("peak", peak), ("allocated", allocated)):
+        if most is not None:
+            over += _memory(found, what, most)
     rows = sorted(found.leaves, key=lambda row: -row.bytes)
     total = sum(row.bytes for row in rows)
     if held is not None and total > held:
@@ -125,31 +130,32 @@ def _lines(collectives: Any) -> list[str]:
     ]
 
 
-def _peak(found: sm.Explanation, peak: int) -> list[str]:
+def _memory(found: sm.Explanation, what: str, most: int) -> list[str]:
     memory = found.memory
     if memory is None:
-        raise errors.peak_unknown(found.name)
-    if memory.peak <= peak:
+        raise errors.memory_unknown(found.name, what)
+    size = memory.peak if what == "peak" else memory.allocated
+    if size <= most:
         return []
     parts = {
         "arguments": memory.arguments,
         "results": memory.results,
         "temporaries": memory.temporaries,
     }
-    lines = [errors.memory_line(what, size) for what, size in parts.items()]
+    lines = [errors.memory_line(part, own) for part, own in parts.items()]
     lines.append(
         errors.memory_line("donated, and held once", memory.donated)
         if memory.donated
         else errors.nothing_donated()
     )
     rows = {row.path: row for row in found.leaves}
-    for path, size in sorted(memory.by_argument.items(), key=lambda pair: -pair[1]):
+    for path, own in sorted(memory.by_argument.items(), key=lambda pair: -pair[1]):
         row = rows.get(path)
         lines.append(
-            errors.memory_line(path, size)
+            errors.memory_line(path, own)
             if row is None
-            else errors.held_line(path, size, row.enters, row.said_by)
+            else errors.held_line(path, own, row.enters, row.said_by)
         )
     made = sorted(memory.by_result.items(), key=lambda pair: -pair[1])
-    lines += [errors.result_line(path, size) for path, size in made if path not in rows]
-    return [errors.bytes_over("peak", memory.peak, peak, lines)]
+    lines += [errors.result_line(path, own) for path, own in made if path not in rows]
+    return [errors.bytes_over(what, size, most, lines)]

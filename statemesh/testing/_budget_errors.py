@@ -59,10 +59,10 @@ def nothing_donated() -> str:
     return "nothing is donated"
 
 
-def peak_unknown(name: str) -> ValueError:
+def memory_unknown(name: str, what: str) -> ValueError:
     return ValueError(
-        f"{name}: the peak is known only of a compiled call, and this one has no devices. Leave `peak` out, "
-        "or give a mesh with devices."
+        f"{name}: `{what}` is known only of a compiled call, and this one has no devices. Leave it out, or "
+        "give a mesh with devices."
     )
 
 
