@@ -521,7 +521,7 @@ collectives (psum): 1 where 0 are allowed.
     )
 
 
-def test_the_peak_is_told_in_its_parts() -> None:
+def test_the_peak_is_shown_in_its_parts() -> None:
     memory = assert_budget(small(), *SMALL, collectives=2, bytes=8).memory
     assert memory is not None
     assert_budget(small(), *SMALL, peak=memory.peak)

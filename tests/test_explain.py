@@ -214,7 +214,7 @@ def explained() -> sm.Explanation:
 
 
 def test_who_says_where_a_leaf_lies() -> None:
-    found = {row.path: (row.kind, row.enters, row.said_by) for row in explained().leaves}
+    found = {row.path: (row.kind, row.enters, row.placed_by) for row in explained().leaves}
     assert found == {
         "model.by_filter": ("ParamState", "P('x')", "state_in_specs[ParamState]"),
         "model.by_itself": ("State", "P('x')", "its own spec"),
@@ -272,7 +272,7 @@ def test_lanes() -> None:
     mapped = sm.vmap2(lane, in_axes=(None, 1), state_in_axes={0: sm.BatchState}, axis_name="lanes")
     model = net().replace(mean=sm.BatchState(jnp.zeros((16, 3)), reduce="mean"))
     found = mapped.explain(model, X.T)
-    assert [(row.path, row.enters, row.said_by, row.leaves) for row in found.leaves] == [
+    assert [(row.path, row.enters, row.placed_by, row.leaves) for row in found.leaves] == [
         ("model.w", "all lanes", "default", "untouched"),
         ("model.mean", "axis 0", "state_in_axes[0]", "written"),
         ("model.seen", "all lanes", "default", "written"),
@@ -467,9 +467,9 @@ def test_as_text_as_tables_and_as_a_dictionary() -> None:
     page = found._repr_html_()
     assert page.count("<table>") == 4 and page.count("<tr>") == page.count("</tr>")
     assert "net.mean BatchState" in page.replace("\N{NO-BREAK SPACE}", " ")
-    told = json.loads(json.dumps(found.to_dict()))
-    assert told["leaves"][0]["path"] == "net.w" and told["collectives"][0]["axes"] == ["x"]
-    assert told["bytes"] == found.bytes == 56
+    shown = json.loads(json.dumps(found.to_dict()))
+    assert shown["leaves"][0]["path"] == "net.w" and shown["collectives"][0]["axes"] == ["x"]
+    assert shown["bytes"] == found.bytes == 56
 
 
 TEXT = """\

@@ -121,7 +121,7 @@ class AxisContext:
 
     def resolve(self, name: str, arguments: Arguments, call: Call) -> Resolved:
         rules, carrier = self.rules, self.rules.carrier
-        axes, replicated, said_by = self._axes(arguments, call)
+        axes, replicated, placed_by = self._axes(arguments, call)
         paths, leaves = arguments.paths(), call.leaves
         mapped = [(paths[p], axis, leaves[p]) for p, axis in axes.items() if axis is not None]
         auto = self.looks_ahead
@@ -140,7 +140,7 @@ class AxisContext:
             replicated,
         )
         placements = {p: placement(axis, np.ndim(leaves[p])) for p, axis in axes.items()}
-        return Resolved(placements, said_by, binding, leaving, by_shape=auto or carrier.has_mesh)
+        return Resolved(placements, placed_by, binding, leaving, by_shape=auto or carrier.has_mesh)
 
     def _axes(
         self, arguments: Arguments, call: Call
@@ -153,7 +153,7 @@ class AxisContext:
         state_axes = iter(choose_axes(rules.state_in, named, "state_in_axes"))
         found: dict[int, int | None] = {}
         replicated: set[str] = set()
-        said_by: dict[int, str] = {}
+        placed_by: dict[int, str] = {}
         each = arguments.with_entries(named, rules.in_axes, rules.what, 0, broadcast_axes)
         for unit, node, axis, entry in each:
             if unit.kind is not None:
@@ -166,8 +166,8 @@ class AxisContext:
                 found.update((p, axis if k < own else None) for k, p in enumerate(unit.positions))
             elif unit.shaped or (unit.number and not unit.in_module and axis is not None):
                 found[unit.positions[0]] = axis
-            said_by.update(dict.fromkeys(unit.positions, entry))
-        return found, frozenset(replicated), said_by
+            placed_by.update(dict.fromkeys(unit.positions, entry))
+        return found, frozenset(replicated), placed_by
 
     def _reason(self, unit: Unit, state: State, declared: Any) -> str:
         if state.always_replicated and is_single(state):

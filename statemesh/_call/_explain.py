@@ -46,12 +46,12 @@ def explain(fun: Fun, *args: PyTree, **kwargs: PyTree) -> Explanation:
         >>> def step(mean, x):
         ...     return x - mean.value, mean.set(x.mean())
         >>> step = sm.shard_map(step, mesh, in_specs=(None, P("data")), out_specs=(P("data"), P()))
-        >>> told = sm.explain(step, sm.BatchState(0.0, reduce="mean"), jnp.arange(4.0))
-        >>> for leaf in told.leaves:
-        ...     print(leaf.path, leaf.enters, leaf.said_by, leaf.leaves)
+        >>> explanation = sm.explain(step, sm.BatchState(0.0, reduce="mean"), jnp.arange(4.0))
+        >>> for leaf in explanation.leaves:
+        ...     print(leaf.path, leaf.enters, leaf.placed_by, leaf.leaves)
         mean P() default written, mean over 'data'
         x P('data') in_specs[1] not returned
-        >>> for one in told.collectives:
+        >>> for one in explanation.collectives:
         ...     print(one.operation, one.axes, one.cause)
         psum ('data',) the policy of mean
 

@@ -160,7 +160,7 @@ class Rows:
             shard_shape=shard_shape,
             enters=self.spelt(where),
             split=tuple(where.axes) if self.sizes else (),
-            said_by=self.program.resolved.said_by[position],
+            placed_by=self.program.resolved.placed_by[position],
             leaves=self._leaving(unit, k, source, where),
             bytes=held,
             moved=held if source in self.moved else 0,
@@ -179,7 +179,7 @@ class Rows:
         # A key goes on by itself: nothing is merged.
         if (
             unit.path in self.merged
-            and self.program.resolved.said_by[unit.positions[k]] != "its kind"
+            and self.program.resolved.placed_by[unit.positions[k]] != "its kind"
         ):
             policy, axes = self.merged[unit.path]
             text += f", {policy} over {axes_argument(axes)!r}"

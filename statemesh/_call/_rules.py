@@ -18,15 +18,15 @@ class Resolved:
     **Attributes:**
 
     - `placements`: that of every leaf that becomes an input, by the leaf's position.
-    - `said_by`: what says that the leaf lies so, by the leaf's position: an entry as the author wrote it, the
-        state's own spec, its kind or the default.
+    - `placed_by`: what says that the leaf lies so, by the leaf's position: an entry as the author wrote it,
+        the state's own spec, its kind or the default.
     - `binding`: what binds the axis names.
     - `leaving`: where results go.
     - `by_shape`: whether a call with other shapes resolves differently, and needs another program.
     """
 
     placements: Mapping[int, Placement]
-    said_by: Mapping[int, str]
+    placed_by: Mapping[int, str]
     binding: Binding
     leaving: LeavingRules
     by_shape: bool

@@ -180,14 +180,14 @@ class SpecContext:
         if not names:
             raise errors.no_axes_left(mesh)
         rules.check_specs(mesh, names)
-        placements, said_by = self._placements(arguments, call)
+        placements, placed_by = self._placements(arguments, call)
         paths = arguments.paths()
         named = [(f"the spec of {paths[p]}", where.spec) for p, where in placements.items()]
         check_specs(named, mesh, names)
         binding = OnOwnMesh if rules.one_device else OnMesh
         leaving = LeaveBySpec(name, names, rules.out_specs, rules.state_out_specs)
         return Resolved(
-            placements, said_by, binding(mesh, names, rules.check_vma), leaving, by_shape=False
+            placements, placed_by, binding(mesh, names, rules.check_vma), leaving, by_shape=False
         )
 
     def _placements(
@@ -197,7 +197,7 @@ class SpecContext:
         named = arguments.named(call.args, call.kwargs)
         declared = iter(choices(self.rules.state_in_specs, named, "state_in_specs"))
         placements: dict[int, Placement] = {}
-        said_by: dict[int, str] = {}
+        placed_by: dict[int, str] = {}
         what = "shard_map in_specs"
         each = arguments.with_entries(named, self.in_specs, what, None, broadcast_specs)
         for unit, node, spec, entry in each:
@@ -208,14 +208,14 @@ class SpecContext:
                 entry = _own_reason(node) if undeclared else chosen.entry
                 own += [REPLICATED] * (len(unit.positions) - len(own))
                 placements.update(zip(unit.positions, own, strict=True))
-                said_by.update(dict.fromkeys(unit.positions, entry))
+                placed_by.update(dict.fromkeys(unit.positions, entry))
             elif unit.shaped or (unit.number and not unit.in_module and spec is not None):
                 placements[unit.positions[0]] = placement(spec)
                 inferred = entry.endswith("]") and self.rules.in_specs is compat.INFER
-                said_by[unit.positions[0]] = (
+                placed_by[unit.positions[0]] = (
                     "its type" if inferred else entry.removeprefix("shard_map ")
                 )
-        return placements, said_by
+        return placements, placed_by
 
 
 def _own_reason(state: State) -> str:

@@ -17,7 +17,7 @@ class LeafRow:
     - `dtype`, `shape`, `shard_shape`: its type, its shape, and the shape of the part that a device holds.
     - `enters`: where it lies: a spec or a lane axis.
     - `split`: the mesh axes that split each of its axes, as far as any do.
-    - `said_by`: what says so: an entry as the author wrote it, `its own spec`, `its kind` or `default`.
+    - `placed_by`: what says so: an entry as the author wrote it, `its own spec`, `its kind` or `default`.
     - `leaves`: how it leaves: `untouched`, `not returned`, or that it is written, where, and which policy
         merges it over which axes.
     - `bytes`: what each device holds of it.
@@ -32,7 +32,7 @@ class LeafRow:
     shard_shape: tuple[int, ...]
     enters: str
     split: tuple[tuple[AxisName, ...], ...]
-    said_by: str
+    placed_by: str
     leaves: str
     bytes: int
     moved: int

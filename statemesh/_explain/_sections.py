@@ -85,7 +85,7 @@ def sections(one: Explained) -> list[Section]:
                     f"{path} {_whole(row.kind)}",
                     _array(row.dtype, row.shape),
                     _dims(row.shard_shape),
-                    f"{_whole(row.enters)} ({row.said_by})",
+                    f"{_whole(row.enters)} ({row.placed_by})",
                     row.leaves,
                 )
                 for row, path, count in folded(one.leaves, lambda row: row.path)

@@ -53,7 +53,7 @@ def assert_budget(
         ...     return x - mean.value, mean.set(x.mean())
         >>> step = sm.shard_map(step, mesh, in_specs=(None, P("data")), out_specs=(P("data"), P()))
         >>> args = step.place(sm.BatchState(0.0, reduce="mean"), jnp.arange(8.0))
-        >>> told = assert_budget(step, *args, collectives={"the policy of mean": 1}, bytes=4, moved=0)
+        >>> explanation = assert_budget(step, *args, collectives={"the policy of mean": 1}, bytes=4, moved=0)
 
         ```
 
@@ -82,7 +82,7 @@ def assert_budget(
     rows = sorted(found.leaves, key=lambda row: -row.bytes)
     total = sum(row.bytes for row in rows)
     if held is not None and total > held:
-        lines = [errors.held_line(row.path, row.bytes, row.enters, row.said_by) for row in rows]
+        lines = [errors.held_line(row.path, row.bytes, row.enters, row.placed_by) for row in rows]
         over.append(errors.bytes_over("bytes held", total, held, lines))
     total = sum(row.moved for row in rows)
     if moved is not None and total > moved:
@@ -154,7 +154,7 @@ def _memory(found: sm.Explanation, what: str, most: int) -> list[str]:
         lines.append(
             errors.memory_line(path, own)
             if row is None
-            else errors.held_line(path, own, row.enters, row.said_by)
+            else errors.held_line(path, own, row.enters, row.placed_by)
         )
     made = sorted(memory.by_result.items(), key=lambda pair: -pair[1])
     lines += [errors.result_line(path, own) for path, own in made if path not in rows]

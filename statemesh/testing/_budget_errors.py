@@ -39,8 +39,8 @@ def collective_line(
     return f"{operation}{over}, {often}, {sent} B: {cause}{line and f', {line}'}"
 
 
-def held_line(path: str, held: int, enters: str, said_by: str) -> str:
-    return f"{path}: {held} B, as {enters} ({said_by})"
+def held_line(path: str, held: int, enters: str, placed_by: str) -> str:
+    return f"{path}: {held} B, as {enters} ({placed_by})"
 
 
 def moved_line(path: str, moved: int) -> str:
