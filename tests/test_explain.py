@@ -436,6 +436,13 @@ def test_errors_are_those_of_the_call() -> None:
             mapped.explain(*args)
         assert type(asked.value) is type(called.value)
         assert str(asked.value) == str(called.value)
+    diverging = sm.shard_map(lambda s, x: s.set(x[0]), make_mesh("2"), (None, P("x")), P())
+    texts = []
+    for call in (diverging, diverging.explain):
+        with pytest.raises(sm.DivergedStateError) as raised:
+            call(sm.State(jnp.zeros(3)), X)
+        texts.append(str(raised.value))
+    assert texts[0] == texts[1]
     gone = jnp.ones((16, 3))
     gone.delete()
     with pytest.raises((RuntimeError, ValueError), match="given up to an earlier call"):
