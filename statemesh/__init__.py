@@ -17,10 +17,12 @@ from ._base.errors import DivergedStateError as DivergedStateError
 from ._base.errors import SpecError as SpecError
 from ._base.errors import StatemeshError as StatemeshError
 from ._base.errors import StructureError as StructureError
+from ._call._explain import explain as explain
 from ._call._mapping import StatefulMapping as StatefulMapping
 from ._call._pmap2 import pmap2 as pmap2
 from ._call._shard_map import shard_map as shard_map
 from ._call._vmap2 import vmap2 as vmap2
+from ._explain._explanation import Explanation as Explanation
 from ._grad._grad import grad as grad
 from ._grad._grad import value_and_grad as value_and_grad
 from ._grad._trainable import trainable as trainable

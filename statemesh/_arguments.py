@@ -76,8 +76,8 @@ class Arguments:
         what: str,
         keyword_entry: Any,
         broadcast: Callable[[Any, Any, str, str], list[Leaf]],
-    ) -> Iterator[tuple[Unit, Any, Any]]:
-        """Each unit, the State or leaf that it is, and its entry in `in_specs` or `in_axes`.
+    ) -> Iterator[tuple[Unit, Any, Any, str]]:
+        """Each unit, the State or leaf that it is, its entry in `in_specs` or `in_axes`, and its name.
 
         **Arguments:**
 
@@ -90,9 +90,12 @@ class Arguments:
         for i, ((name, value), units) in enumerate(zip(named, self.units, strict=True)):
             keyword = i >= self.positional
             prefix = keyword_entry if keyword else entries[i] if several else entries
-            found = broadcast(prefix, value, f"{what}[{i}]" if several else what, name)
+            entry = f"{what}[{i}]" if several else what
+            found = broadcast(prefix, value, entry, name)
             nodes = jax.tree_util.tree_leaves(value, is_leaf=is_state)
-            yield from zip(units, nodes, found, strict=True)
+            called = "keyword argument" if keyword else entry
+            for unit, node, one in zip(units, nodes, found, strict=True):
+                yield unit, node, one, called
 
     def _split(self, name: str, value: Leaf) -> list[Unit]:
         inside = inside_modules(value)

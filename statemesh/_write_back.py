@@ -3,14 +3,14 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
 from ._base._compat import tree_util
 from ._base._nodes import is_state
 from ._base._specs import Placement
-from ._base._types import Leaf, PyTree
+from ._base._types import AxisName, Leaf, PyTree
 from ._model._state import State, is_plain, rebuild_plain
 
 
@@ -47,6 +47,10 @@ class Given:
     value: Leaf
 
 
+# The path of a state, the name of the policy that merged its writes, and the axes that it merged over.
+Merged: TypeAlias = tuple[str, str, tuple[AxisName, ...]]
+
+
 @jax.tree_util.register_static
 class WriteBack:
     """What tracing found out about the result: its tree, and where each of its leaves comes from.
@@ -61,6 +65,7 @@ class WriteBack:
     - `rewritten`: the inputs that leaves of written states came from, for donation.
     - `written`: the outputs that are leaves of written states, with the states' paths.
     - `stacked`: paths and inputs of states that lanes wrote without a declared axis.
+    - `merged`: for each state that a policy merged its path, the policy's name and the axes.
     """
 
     __slots__ = (
@@ -71,6 +76,7 @@ class WriteBack:
         "_pick",
         "_statics",
         "_treedef",
+        "merged",
         "placements",
         "result",
         "rewritten",
@@ -86,6 +92,7 @@ class WriteBack:
         rewritten: Sequence[int],
         written: Sequence[tuple[int, str]],
         stacked: Sequence[tuple[str, tuple[int, ...]]],
+        merged: Sequence[Merged] = (),
     ) -> None:
         self.result = result
         self.sources = tree_util.tree_leaves(result, is_leaf=_is_source)
@@ -93,6 +100,7 @@ class WriteBack:
         self.rewritten = tuple(rewritten)
         self.written = tuple(written)
         self.stacked = tuple(dict.fromkeys(stacked))
+        self.merged = tuple(merged)
         units, self._treedef = tree_util.tree_flatten(
             result, is_leaf=lambda node: _is_source(node) or _is_plain(node)
         )

@@ -21,6 +21,7 @@ LAYERS = [
     "_write_back",
     "_packed",
     "_leave",
+    "_explain",
     "_call",
     "_grad",
     "_new_states",

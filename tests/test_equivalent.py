@@ -213,7 +213,7 @@ def test_the_line_comes_first_and_then_what_is_off() -> None:
         "  Values stop being those of one device here:",
     ]
     assert lines[4].endswith("test_equivalent.py:50: return x - x.mean(0), seen.set(seen.value + x.sum())")
-    assert "  - centered_here(...)[0]: float32[8,2], off by 0.1478 at [0, 0], where it is " in lines[-1]
+    assert "  - centered_here(...)[0]: float32[8,2], off by 0.1283 at [0, 0], where it is " in lines[-1]
     assert lines[-1].endswith("(1e-12 would be rounding in double precision).")
 
 

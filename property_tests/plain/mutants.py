@@ -67,10 +67,10 @@ MUTANTS = POLICY_MUTANTS + mutants(
         },
         "_model._random.shard_index": {"rows numbered on each shard": always(0)},
         # Step 2: resolve.
-        "_call._spec_rules.choose_specs": {
-            "placements of states exchanged": with_result(lambda specs: specs[::-1]),
+        "_call._spec_rules.choices": {
+            "placements of states exchanged": with_result(lambda found: found[::-1]),
             "state_in_specs ignored": with_result(
-                lambda specs: [engine("_resolve._specs.UNDECLARED")] * len(specs)
+                lambda found: [engine("_resolve._specs.UNMENTIONED")] * len(found)
             ),
         },
         "_call._spec_rules.placement": {

@@ -134,10 +134,17 @@ class FollowedStates:
     """Marks a trace whose jaxpr will tell which state was made from which."""
 
 
+class Watched:
+    """Marks a trace in which every mapped call is looked at. Each one is a mark of its own."""
+
+
+Mark: TypeAlias = FollowedAxes | FollowedStates | Watched
+
+
 def trace_marked(
     fun: Callable[..., PyTree],
     arrays: Sequence[Leaf],
-    marks: Sequence[FollowedAxes | FollowedStates],
+    marks: Sequence[Mark],
 ) -> ClosedJaxpr:
     """The jaxpr of `fun`. Whatever runs while it is traced can ask for the marks."""
     traced: ClosedJaxpr = jax.make_jaxpr(fun, axis_env=[(mark, 1) for mark in marks])(*arrays)
@@ -153,7 +160,7 @@ def axes_from_dataflow() -> tuple[FollowedAxes, ...]:
 def bound_axis_names() -> tuple[AxisName, ...]:
     """The axis names that collectives may use here: all that are bound, without our marks."""
     names = core.unsafe_get_axis_names_DO_NOT_USE()
-    return tuple(name for name in names if not isinstance(name, FollowedAxes | FollowedStates))
+    return tuple(name for name in names if not isinstance(name, Mark))
 
 
 def context_mesh() -> AbstractMesh | None:

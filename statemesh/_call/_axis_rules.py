@@ -79,6 +79,12 @@ class AxisRules:
     def context(self, call: Call, traced: bool) -> "AxisContext":
         return AxisContext(self)
 
+    def has_devices(self, leaves: Sequence[Leaf]) -> bool:
+        return True
+
+    def of_shapes(self) -> "AxisRules":
+        return self
+
     def on_one_device(self) -> "AxisRules":
         return dataclasses.replace(self, carrier=self.carrier.on_one_device(), global_shapes=None)
 
@@ -115,7 +121,7 @@ class AxisContext:
 
     def resolve(self, name: str, arguments: Arguments, call: Call) -> Resolved:
         rules, carrier = self.rules, self.rules.carrier
-        axes, replicated = self._axes(arguments, call)
+        axes, replicated, placed_by = self._axes(arguments, call)
         paths, leaves = arguments.paths(), call.leaves
         mapped = [(paths[p], axis, leaves[p]) for p, axis in axes.items() if axis is not None]
         auto = self.looks_ahead
@@ -134,29 +140,42 @@ class AxisContext:
             replicated,
         )
         placements = {p: placement(axis, np.ndim(leaves[p])) for p, axis in axes.items()}
-        return Resolved(placements, binding, leaving, by_shape=auto or carrier.has_mesh)
+        return Resolved(placements, placed_by, binding, leaving, by_shape=auto or carrier.has_mesh)
 
     def _axes(
         self, arguments: Arguments, call: Call
-    ) -> tuple[dict[int, int | None], frozenset[str]]:
-        """The axis of every input by its position, and the paths of the states declared to have none."""
+    ) -> tuple[dict[int, int | None], frozenset[str], dict[int, str]]:
+        """The axis of every input by its position, the paths of the states declared to have none, and what
+        says where each input has its axis.
+        """
         rules = self.rules
         named = arguments.named(call.args, call.kwargs)
         state_axes = iter(choose_axes(rules.state_in, named, "state_in_axes"))
         found: dict[int, int | None] = {}
         replicated: set[str] = set()
+        placed_by: dict[int, str] = {}
         each = arguments.with_entries(named, rules.in_axes, rules.what, 0, broadcast_axes)
-        for unit, node, axis in each:
+        for unit, node, axis, entry in each:
             if unit.kind is not None:
                 declared = next(state_axes)
                 if declared is None:
                     replicated.add(unit.path)
                 axis = self._entering(unit, node, declared)
                 own = len(values(node))
+                entry = self._reason(unit, node, declared)
                 found.update((p, axis if k < own else None) for k, p in enumerate(unit.positions))
             elif unit.shaped or (unit.number and not unit.in_module and axis is not None):
                 found[unit.positions[0]] = axis
-        return found, frozenset(replicated)
+            placed_by.update(dict.fromkeys(unit.positions, entry))
+        return found, frozenset(replicated), placed_by
+
+    def _reason(self, unit: Unit, state: State, declared: Any) -> str:
+        if state.always_replicated and is_single(state):
+            return "its kind"
+        if declared is not UNDECLARED:
+            return f"state_in_axes[{declared}]"
+        auto = unit.path in self.fed
+        return "unexpected_out_state_mapping='auto'" if auto else "default"
 
     def _entering(self, unit: Unit, state: State, declared: Any) -> int | None:
         if declared is UNDECLARED:

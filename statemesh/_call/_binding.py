@@ -36,6 +36,9 @@ class Layout(Protocol):
     ) -> Sequence[Leaf]:
         """What comes back as it went in, laid out as declared."""
 
+    def to_move(self, given: Sequence[Leaf]) -> list[int]:
+        """The inputs that a call lays out anew before it runs."""
+
     def part_size(self, k: int, x: Leaf) -> int:
         """The bytes of an input that a device holds."""
 

@@ -166,6 +166,10 @@ class Cache:
         make_room(alike, _KEPT)
         alike[entry.tokens] = entry
 
+    def rivals(self, entry: CompiledEntry) -> list[CompiledEntry]:
+        """The entries of calls that differ only in what `_tokens` gives: in static leaves."""
+        return [one for one in [*self._entries.get(entry.key, {}).values()] if one is not entry]
+
 
 def make_room(entries: dict[Key, Value], most: int) -> None:
     """Drop the oldest entries, so that one more makes no more than `most`.

@@ -13,7 +13,9 @@ from .._base import errors
 from .._base._frames import leave_out_own, without_own_frames
 from .._base._paths import fun_name
 from .._base._types import AnyMesh, Fun, Params, PyTree, Result
+from .._explain._explanation import Explanation
 from ._declared import Declared
+from ._explained import explain_call
 from ._pipeline import Pipeline
 from ._spec_rules import SpecRules
 from ._stages import Lowered
@@ -144,6 +146,21 @@ class StatefulMapping(Generic[Params, Result]):
         `program` is the `jax.stages.Lowered` of a function of the arguments' arrays.
         """
         return self._pipeline.lower(args, kwargs, self._all)
+
+    @without_own_frames
+    def explain(self, *args: PyTree, **kwargs: PyTree) -> Explanation:
+        """Say what the call lays where, moves, reduces and holds. Nothing is run.
+
+        **Arguments:**
+
+        - `args`, `kwargs`: the arguments, or `jax.ShapeDtypeStruct`s in place of arrays. On an `AbstractMesh`
+            nothing is compiled.
+
+        **Returns:** an `Explanation`.
+
+        **Raises:** what the call would raise.
+        """
+        return explain_call(self._pipeline, self._all(args), kwargs)
 
     @without_own_frames
     def place(self, *args: Params.args, **kwargs: Params.kwargs) -> tuple[PyTree, ...]:

@@ -148,6 +148,7 @@ class Repacking:
             list(dict.fromkeys(self.inputs[k] for k in back.rewritten)),
             joining.written,
             [(path, tuple(self.inputs[k] for k in ks)) for path, ks in back.stacked],
+            back.merged,
         )
 
 

@@ -7,7 +7,7 @@ out, runs the program (steps 3 and 4 were traced into it) and writes back.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from .._base._compat import tree_util
 from .._base._types import Leaf, PyTree, PyTreeDef
 from .._resolve._lanes import OtherShapes
 from .._resolve._placement import check_valued, is_deleted
+from . import _watch as watch
 from ._cache import Cache, CompiledEntry
 from ._declared import Declared
 from ._program import Program
@@ -32,6 +33,28 @@ _flatten = tree_util.default_registry.flatten
 _context = jax.sharding.get_abstract_mesh
 _set_mesh = jax.sharding.get_mesh
 _trace = compat.current_trace
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspected:
+    """A call that was traced and not run.
+
+    **Attributes:**
+
+    - `call`: its arguments.
+    - `entry`: the entry with which it would run.
+    - `traced`: its program.
+    - `moved`: the inputs that it would lay out anew before it runs.
+    - `rivals`: the entries of calls that differ from it only in static leaves.
+    - `around`: makes the context in which it would be compiled.
+    """
+
+    call: Call
+    entry: CompiledEntry
+    traced: jax.stages.Traced
+    moved: Sequence[int]
+    rivals: Sequence[CompiledEntry]
+    around: Callable[[], AbstractContextManager[Any]]
 
 
 class Pipeline:
@@ -108,6 +131,7 @@ class Pipeline:
         except jax.errors.UnexpectedTracerError as error:
             raise errors.old_tracer(self.declared.name, program.tracer_paths(given)) from error
         self._cache.keep(entry)
+        watch.saw(program, call, outputs, back)
         if not recorded:
             given = program.layout.returned(inputs, given, back.forwarded())
         return back(outputs, given, held)
@@ -157,6 +181,45 @@ class Pipeline:
         program.hold(leaves)
         inputs = program.layout.abstract(program.arrays(leaves))
         return Lowered(entry.lowers.lower(*inputs), program, treedef, complete)
+
+    def inspect(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Inspected:
+        """The call of these arguments, traced as the call itself would trace it.
+
+        What it would compile is kept: the call that follows finds it.
+        """
+        leaves, treedef = tree_util.tree_flatten((args, kwargs))
+        call = Call(args, kwargs, leaves)
+        if gone := [k for k, x in enumerate(leaves) if is_deleted(x)]:
+            paths = self._paths(call)
+            check_valued(self.declared.name, [(paths[k], leaves[k]) for k in gone])
+        shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+        if shapes or not self.declared.rules.has_devices(leaves):
+            return self._of_shapes._inspected(call, treedef)
+        return self._inspected(call, treedef)
+
+    def _inspected(self, call: Call, treedef: PyTreeDef) -> Inspected:
+        entry = self._entry(call, treedef)
+        program = entry.program
+        program.hold(call.leaves)
+        given = program.arrays(call.leaves)
+        inputs = program.layout.abstract(given)
+        around = functools.partial(self._around, program)
+        with around():
+            entry.check_program(inputs)
+            traced: jax.stages.Traced = entry.lowers.trace(*inputs)
+        self._cache.keep(entry)
+        moved, rivals = program.layout.to_move(given), self._cache.rivals(entry)
+        return Inspected(call, entry, traced, moved, rivals, around)
+
+    def _around(self, program: Program) -> AbstractContextManager[Any]:
+        """The context of a call that is not traced: its own mesh, where another one is set."""
+        other_mesh = compat.context_mesh() is not None and self.declared.rules.has_own_mesh
+        return program.binding.context(traced=False) if other_mesh else nullcontext()
+
+    @functools.cached_property
+    def _of_shapes(self) -> "Pipeline":
+        """The same call where only shapes are known."""
+        return Pipeline(dataclasses.replace(self.declared, rules=self.declared.rules.of_shapes()))
 
     def place(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[PyTree, ...]:
         """The arguments, laid out as the call wants them."""

@@ -18,12 +18,15 @@ class Resolved:
     **Attributes:**
 
     - `placements`: that of every leaf that becomes an input, by the leaf's position.
+    - `placed_by`: what says that the leaf lies so, by the leaf's position: an entry as the author wrote it,
+        the state's own spec, its kind or the default.
     - `binding`: what binds the axis names.
     - `leaving`: where results go.
     - `by_shape`: whether a call with other shapes resolves differently, and needs another program.
     """
 
     placements: Mapping[int, Placement]
+    placed_by: Mapping[int, str]
     binding: Binding
     leaving: LeavingRules
     by_shape: bool
@@ -96,6 +99,12 @@ class Rules(Protocol):
 
     def context(self, call: Call, traced: bool) -> Context:
         """The rules as they stand for this call."""
+
+    def has_devices(self, leaves: Sequence[Leaf]) -> bool:
+        """Whether it is known on which devices a call of these arguments would run."""
+
+    def of_shapes(self) -> "Rules":
+        """The rules of the same call where only shapes are known: a mesh without devices is enough."""
 
     def on_one_device(self) -> "Rules":
         """The rules of the same call on one device."""

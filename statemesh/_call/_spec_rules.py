@@ -18,8 +18,10 @@ from .._base._specs import PerShard, Placement, is_spec, restricted
 from .._base._stored import by_fields
 from .._base._types import AnyMesh, AxisName, Leaf, PyTree, SpecTree, StateSpecs
 from .._leave._spec_rules import LeaveBySpec
+from .._model._state import State
 from .._resolve._mesh import (
     check_specs,
+    lies_on_a_mesh,
     manual_names,
     mesh_for_traced,
     mesh_of_arrays,
@@ -30,7 +32,7 @@ from .._resolve._specs import (
     REPLICATED,
     UNDECLARED,
     check_state_specs,
-    choose_specs,
+    choices,
     own_placements,
     placement,
 )
@@ -45,6 +47,7 @@ class SpecRules:
     **Attributes:**
 
     - `one_device`: whether calls run on a mesh of one device, which has the names of the other's axes.
+    - `only_shapes`: whether calls are only traced, so that the mesh needs no devices.
     """
 
     mesh: AnyMesh | None
@@ -55,6 +58,7 @@ class SpecRules:
     check_vma: bool
     axis_names: frozenset[AxisName]
     one_device: bool = False
+    only_shapes: bool = False
 
     what = "in_specs"
 
@@ -123,6 +127,12 @@ class SpecRules:
     def check_traced(self, name: str, leaves: Sequence[Leaf]) -> None:
         """Nothing: the context already refused arguments that do not fit the mesh."""
 
+    def has_devices(self, leaves: Sequence[Leaf]) -> bool:
+        return not isinstance(self.mesh, AbstractMesh) or lies_on_a_mesh(leaves)
+
+    def of_shapes(self) -> "SpecRules":
+        return dataclasses.replace(self, only_shapes=True)
+
     def on_one_device(self) -> "SpecRules":
         return dataclasses.replace(self, one_device=True)
 
@@ -132,7 +142,8 @@ class SpecRules:
         recorded = traced and compat.under_jit()
         mesh = resolve_mesh(self.mesh, self.axis_names, recorded)
         # Inside another mapped call the mesh has no devices, and needs none.
-        if isinstance(mesh, AbstractMesh) and not (recorded or compat.manual_axes(mesh)):
+        needs_devices = not (self.only_shapes or recorded or compat.manual_axes(mesh))
+        if isinstance(mesh, AbstractMesh) and needs_devices:
             mesh = mesh_of_arrays(mesh, leaves)
         return mesh
 
@@ -169,29 +180,49 @@ class SpecContext:
         if not names:
             raise errors.no_axes_left(mesh)
         rules.check_specs(mesh, names)
-        placements = self._placements(arguments, call)
+        placements, placed_by = self._placements(arguments, call)
         paths = arguments.paths()
         named = [(f"the spec of {paths[p]}", where.spec) for p, where in placements.items()]
         check_specs(named, mesh, names)
         binding = OnOwnMesh if rules.one_device else OnMesh
         leaving = LeaveBySpec(name, names, rules.out_specs, rules.state_out_specs)
-        return Resolved(placements, binding(mesh, names, rules.check_vma), leaving, by_shape=False)
+        return Resolved(
+            placements, placed_by, binding(mesh, names, rules.check_vma), leaving, by_shape=False
+        )
 
-    def _placements(self, arguments: Arguments, call: Call) -> dict[int, Placement]:
+    def _placements(
+        self, arguments: Arguments, call: Call
+    ) -> tuple[dict[int, Placement], dict[int, str]]:
+        """The placement of every input by its position, and what says so."""
         named = arguments.named(call.args, call.kwargs)
-        declared = iter(choose_specs(self.rules.state_in_specs, named, "state_in_specs"))
+        declared = iter(choices(self.rules.state_in_specs, named, "state_in_specs"))
         placements: dict[int, Placement] = {}
+        placed_by: dict[int, str] = {}
         what = "shard_map in_specs"
         each = arguments.with_entries(named, self.in_specs, what, None, broadcast_specs)
-        for unit, node, spec in each:
+        for unit, node, spec, entry in each:
             if unit.kind is not None:
                 chosen = next(declared)
-                own = own_placements(node, node.spec if chosen is UNDECLARED else chosen, unit.path)
+                undeclared = chosen.spec is UNDECLARED
+                own = own_placements(node, node.spec if undeclared else chosen.spec, unit.path)
+                entry = _own_reason(node) if undeclared else chosen.entry
                 own += [REPLICATED] * (len(unit.positions) - len(own))
                 placements.update(zip(unit.positions, own, strict=True))
+                placed_by.update(dict.fromkeys(unit.positions, entry))
             elif unit.shaped or (unit.number and not unit.in_module and spec is not None):
                 placements[unit.positions[0]] = placement(spec)
-        return placements
+                inferred = entry.endswith("]") and self.rules.in_specs is compat.INFER
+                placed_by[unit.positions[0]] = (
+                    "its type" if inferred else entry.removeprefix("shard_map ")
+                )
+        return placements, placed_by
+
+
+def _own_reason(state: State) -> str:
+    """What says where a state lies that no entry mentions."""
+    if state.spec is not None:
+        return "its own spec"
+    return "its kind" if state.always_replicated else "default"
 
 
 def _flat_specs(specs: SpecTree) -> list[tuple[Any, Any]]:

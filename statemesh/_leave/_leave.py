@@ -21,7 +21,7 @@ from .._base._specs import Placement
 from .._base._types import NO_AXES, NUMBERS, Axes, AxisName, Leaf, PyTree
 from .._model._state import State
 from .._model._values import strong
-from .._write_back import Forwarded, Given, Output, Static, WriteBack
+from .._write_back import Forwarded, Given, Merged, Output, Static, WriteBack
 from ._origins import Entered, find_origins, leaves_of
 from ._policies import Written, filled, left
 from ._rules import LeavingRules, Mistakes
@@ -67,6 +67,7 @@ class _Leaving:
         self.rewritten: list[int] = []
         self.written_at: list[tuple[int, str]] = []
         self.written_paths: set[str] = set()
+        self.merged: list[Merged] = []
         self.mistakes = Mistakes()
         # The axes over which each array may differ, by identity. The array is kept with them: another one
         # could get its identity.
@@ -137,6 +138,7 @@ class _Leaving:
         # Once for all leaves before merging and once after, because looking at one leaf costs as much.
         self.look_at_states(writing)
         over = [self.axes_to_merge(one) for one in writing]
+        self.merged += filter(None, map(self.merging, writing, over))
         pairs = [(one.state, one.entered and one.entered.old) for one in writing]
         merged: list[State] = self.varying.call(leave_all, pairs)
         written: list[Written] = []
@@ -146,6 +148,15 @@ class _Leaving:
             written.append(dataclasses.replace(one, state=state, placements=placements))
         self.look_at_states(written)
         return written
+
+    def merging(self, one: Written, over: Sequence[tuple[AxisName, ...]]) -> Merged | None:
+        """Which policy merges a state, and over which axes, if it merges anything."""
+        axes = self.rules.in_order(NO_AXES.union(*over))
+        reduce = one.state.reduce
+        own = type(one.state).leave is State.leave
+        if not axes or (reduce is None and own):
+            return None
+        return one.path, reduce if isinstance(reduce, str) else errors.policy_name(one.state), axes
 
     def counted_once(self, one: Written) -> Written:
         """Make a value that is the same everywhere one copy, whatever its type says."""
@@ -289,6 +300,7 @@ def leave(
         leaving.rewritten,
         leaving.written_at,
         leaving.mistakes.stacked,
+        leaving.merged,
     )
     return leaving.outputs, back
 

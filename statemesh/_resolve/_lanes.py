@@ -150,6 +150,10 @@ class LaneLayout:
             ready[k] = strong(given[k])
         return ready, ready
 
+    def to_move(self, given: Sequence[Leaf]) -> list[int]:
+        """The inputs that a call lays out anew: lanes have no layout."""
+        return []
+
     def returned(
         self, given: Sequence[Leaf], shown: Sequence[Leaf], forwarded: Iterable[int]
     ) -> Sequence[Leaf]:

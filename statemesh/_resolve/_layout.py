@@ -142,6 +142,19 @@ class MeshLayout:
             MADE.add(moved)
         return ready, shown
 
+    def to_move(self, given: Sequence[Leaf]) -> list[int]:
+        """The inputs that a call lays out anew before it runs; of mere shapes nothing is known."""
+        if isinstance(self.mesh, AbstractMesh):
+            return []
+        hosted = [k for k in self.hosted if isinstance(given[k], np.ndarray | np.generic)]
+        return hosted + [
+            k
+            for k in self.on_device
+            if isinstance(given[k], jax.Array)
+            and not compat.is_tracer(given[k])
+            and not self._lies_right(given[k], k)
+        ]
+
     def _spare(self, originals: Sequence[Leaf], ready: list[Leaf], moved: Iterable[int]) -> None:
         """Copy what was not moved but shares memory with an original that was, lest that be given up."""
         spared: dict[int, list[jax.Array]] = {}

@@ -98,6 +98,12 @@ def mesh_of_arrays(mesh: AbstractMesh, leaves: Sequence[Leaf]) -> Mesh:
     return found[0]
 
 
+def lies_on_a_mesh(leaves: Sequence[Leaf]) -> bool:
+    """Whether any of these arrays lies on the devices of a mesh."""
+    shardings = [getattr(x, "sharding", None) for x in leaves if isinstance(x, jax.Array)]
+    return any(isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh) for s in shardings)
+
+
 def mesh_for_traced(mesh: Mesh | AbstractMesh, leaves: Sequence[Leaf]) -> Mesh | AbstractMesh:
     """The mesh whose axis types suit traced arguments.
 

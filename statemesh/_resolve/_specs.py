@@ -12,6 +12,7 @@ from .._base._nodes import is_state
 from .._base._prefix import broadcast_specs
 from .._base._specs import PerShard, canonical, is_spec, mentioned, written_axes
 from .._base._types import AxisName, Leaf, SpecTree, StateSpecs
+from .._base.errors import filter_str
 from .._model._filters import OfType, first_matches, to_predicate
 from .._model._state import State
 
@@ -83,6 +84,14 @@ def check_state_specs(state_specs: StateSpecs, what: str) -> None:
                     raise errors.always_replicated(f"{kind.__name__} in {what}", one)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """The spec of one state, and the entry that it is from; `UNDECLARED` where nothing mentions the state."""
+
+    spec: SpecTree
+    entry: str = ""
+
+
 def choose_specs(
     state_specs: StateSpecs, roots: Sequence[tuple[str, Any]], what: str
 ) -> list[Leaf]:
@@ -90,6 +99,11 @@ def choose_specs(
 
     **Returns:** specs, with `UNDECLARED` for the states that it does not mention.
     """
+    return [choice.spec for choice in choices(state_specs, roots, what)]
+
+
+def choices(state_specs: StateSpecs, roots: Sequence[tuple[str, Any]], what: str) -> list[Choice]:
+    """The same, with the entry that each spec is from."""
     listed = [
         state
         for _, tree in roots
@@ -97,13 +111,14 @@ def choose_specs(
         if is_state(state)
     ]
     if isinstance(state_specs, Mapping):
-        filters, specs = list(state_specs.keys()), list(state_specs.values())
-        hits = [hit for found in first_matches(filters, roots, what) for hit in found]
-        return [UNDECLARED if hit is None else specs[hit] for hit in hits]
+        entries = [Choice(spec, f"{what}[{filter_str(f)}]") for f, spec in state_specs.items()]
+        hits = [hit for found in first_matches([*state_specs], roots, what) for hit in found]
+        return [UNMENTIONED if hit is None else entries[hit] for hit in hits]
     if state_specs is None:
-        return [UNDECLARED] * len(listed)
+        return [UNMENTIONED] * len(listed)
     # One spec for all states means arrays that can be sharded, not keys.
-    return [UNDECLARED if state.always_replicated else state_specs for state in listed]
+    bare = Choice(state_specs, what)
+    return [UNMENTIONED if state.always_replicated else bare for state in listed]
 
 
 class _Undeclared:
@@ -112,3 +127,4 @@ class _Undeclared:
 
 
 UNDECLARED = _Undeclared()
+UNMENTIONED = Choice(UNDECLARED)

@@ -1,6 +1,7 @@
 """Tests of sharded code: compare its results between meshes, with one device, and with an emulated mesh."""
 
 from . import _hypothesis as _hypothesis
+from ._budget import assert_budget as assert_budget
 from ._devices import set_devices as set_devices
 from ._emulate._emulate import emulate as emulate
 from ._equivalent._assert_equivalent import assert_equivalent as assert_equivalent

@@ -122,6 +122,14 @@ def steps_too_few(steps: int) -> ValueError:
     return ValueError(f"steps: {steps}. Give the number of calls in a row, at least 1.")
 
 
+def other_leaves(mesh: Sequence[str], one: Sequence[str]) -> sm.StatemeshError:
+    only = [path for path in mesh if path not in one] + [path for path in one if path not in mesh]
+    return sm.StatemeshError(
+        f"locate: the call on the mesh returns {len(mesh)} arrays, and the one on one device {len(one)}. "
+        f"Only one of the two returns: {', '.join(only[:8])}."
+    )
+
+
 def axes_str(sizes: Mapping[Hashable, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
 

@@ -156,5 +156,8 @@ from ._state import set_structure as set_structure
 from ._state import several_keys as several_keys
 from ._state import state_is_no_array as state_is_no_array
 from ._state import unknown_reduce as unknown_reduce
+from ._text import axes_argument as axes_argument
 from ._text import filter_str as filter_str
 from ._text import mesh_str as mesh_str
+from ._text import policy_name as policy_name
+from ._text import spec_str as spec_str

@@ -120,9 +120,8 @@ def _compared(mapped: Fun, reference: Fun, given: PyTree, *, narrow: bool = True
     arrays = jax.tree.map(lambda x: jnp.asarray(x) if _is_traced(x) else x, given)
     leaves, treedef = tree_util.tree_flatten(arrays)
     traces = [trace(fun, treedef, leaves) for fun in (mapped, reference)]
-    paths = [one.paths for one in traces]
-    if len(paths[0]) != len(paths[1]):
-        raise errors.other_leaves(getattr(mapped, "__name__", ""), *paths)
+    if len(traces[0].paths) != len(traces[1].paths):
+        raise errors.other_leaves(*(one.paths for one in traces))
     found = _places(traces, widened(arrays).values, wide=True)
     if found is None and narrow and any(map(_is_narrow, leaves)):
         found = _places(traces, jax.tree.map(on_one_device, arrays), wide=False)

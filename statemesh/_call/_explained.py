@@ -1,0 +1,267 @@
+"""What a call lays where: a record for each leaf of its arguments, and for each new array of its result."""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh
+
+from .._arguments import Call, Unit
+from .._base._compat import tree_util
+from .._base._nodes import is_state
+from .._base._paths import path_str
+from .._base._specs import PerShard, Placement
+from .._base._types import AxisName, Leaf
+from .._base.errors import axes_argument, spec_str
+from .._explain._explanation import Explanation
+from .._explain._records import LeafRow, ResultRow
+from .._explain._traced import Mapped
+from .._explain._traced_call import TracedCall, explanation_of
+from .._write_back import Output, WriteBack
+from ._packing import Packing
+from ._pipeline import Inspected, Pipeline
+from ._program import Program
+
+
+def explain_call(pipeline: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
+    """The explanation of one call of a mapping."""
+    inspected = pipeline.inspect(args, kwargs)
+    return explanation_of(traced_call(inspected))
+
+
+def traced_call(inspected: Inspected) -> TracedCall:
+    """What is known of a call before it is compiled."""
+    entry, traced = inspected.entry, inspected.traced
+    program = entry.program
+    outputs, back = traced.out_info
+    moved = [program.positions[k] for k in inspected.moved]
+    rows = Rows(program, inspected.call, outputs, back, moved)
+    mesh = getattr(program.binding, "mesh", None)
+    donated = [k for k, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
+    return TracedCall(
+        name=program.declared.name,
+        sizes=dict(program.binding.sizes),
+        jaxpr=traced.jaxpr,
+        compile=functools.partial(_compiled, inspected) if program.declared.jit else None,
+        leaves=rows.leaves(),
+        results=rows.results(),
+        arguments=[one.path for one in program.layout.inputs],
+        outputs=rows.output_paths(),
+        calls=[rows.mapped()],
+        has_devices=not isinstance(mesh, AbstractMesh),
+        donates_in_vain=program.declared.donate != "none" and not donated,
+        changing_statics=_changing_statics(inspected),
+    )
+
+
+def _compiled(inspected: Inspected) -> Any:
+    with inspected.around():
+        return inspected.traced.lower().compile()
+
+
+class Rows:
+    """The records of one call.
+
+    **Arguments:**
+
+    - `program`, `call`: the call.
+    - `outputs`, `back`: what the program makes, and how the result is put together.
+    - `moved`: the positions of the leaves that the call lays out anew before it runs.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        call: Call,
+        outputs: Sequence[Leaf],
+        back: WriteBack,
+        moved: Sequence[int] = (),
+    ) -> None:
+        self.program = program
+        self.name = self.program.declared.name
+        self.packing = Packing(program.declared.fun, call)
+        self.outputs = outputs
+        self.back = back
+        self.moved = frozenset(moved)
+        self.sizes: Mapping[AxisName, int] = self.program.binding.sizes
+        self.by_axis = self.program.declared.rules.what == "in_axes"
+        self.merged = {path: (policy, axes) for path, policy, axes in back.merged}
+        forwarded = back.forwarded()
+        self.forwarded = {self.program.positions[k] for k in forwarded}
+        self.outputs_of = self._outputs_of_states()
+
+    def _outputs_of_states(self) -> dict[str, list[int | None]]:
+        """For each written state by its path the output that each of its leaves is, if it is one."""
+        paths: dict[int, list[str]] = {}
+        for index, path in self.back.written:
+            paths.setdefault(index, []).append(path)
+        found: dict[str, list[int | None]] = {}
+        for node in tree_util.tree_leaves(self.back.result, is_leaf=is_state):
+            if is_state(node):
+                sources = tree_util.tree_leaves(node)
+                made = [s.index if isinstance(s, Output) else None for s in sources]
+                for path in {path for k in made if k is not None for path in paths.get(k, ())}:
+                    found.setdefault(path, made)
+        # Of what is packed, one output holds many states.
+        for index, path in self.back.written:
+            found.setdefault(path, [index])
+        return found
+
+    def written_paths(self) -> list[str]:
+        """For each output the path of the written state that it belongs to; empty for others."""
+        found: dict[int, str] = {}
+        for index, path in self.back.written:
+            found.setdefault(index, path)
+        return [found.get(k, "") for k in range(len(self.back.placements))]
+
+    def mapped(self) -> Mapped:
+        """The call, and for each output the paths of the states that a policy merges into it."""
+        found: list[list[str]] = [[] for _ in self.back.placements]
+        for index, path in self.back.written:
+            if path in self.merged:
+                found[index].append(path)
+        return Mapped(self.name, tuple(map(tuple, found)))
+
+    def output_paths(self) -> list[str]:
+        flat = jax.tree_util.tree_flatten_with_path(self.back.result)[0]
+        paths = {
+            s.index: path_str(k, f"{self.name}(...)") for k, s in flat if isinstance(s, Output)
+        }
+        written = self.written_paths()
+        return [written[k] or paths.get(k, "") for k in range(len(written))]
+
+    def leaves(self) -> list[LeafRow]:
+        """A record for each array and number of the arguments."""
+        return [
+            self._leaf(unit, k, position)
+            for unit in self.packing.arguments.flat_units()
+            for k, position in enumerate(unit.positions)
+            if position in self.program.resolved.placements
+        ]
+
+    def _leaf(self, unit: Unit, k: int, position: int) -> LeafRow:
+        leaf = self.packing.call.leaves[position]
+        where = self.program.resolved.placements[position]
+        shape, dtype = np.shape(leaf), _dtype(leaf)
+        shard_shape = self.shard_shape(shape, where)
+        held = _bytes(shard_shape, dtype)
+        source = self.packing.positions[position]
+        hosted = isinstance(leaf, np.ndarray | np.generic)
+        kind = "NumPy array" if hosted else "array" if unit.shaped else "number"
+        return LeafRow(
+            path=_leaf_path(unit, k),
+            kind=kind if unit.kind is None else unit.kind.__name__,
+            dtype=str(dtype),
+            shape=shape,
+            shard_shape=shard_shape,
+            enters=self.spelt(where),
+            split=tuple(where.axes) if self.sizes else (),
+            placed_by=self.program.resolved.placed_by[position],
+            leaves=self._leaving(unit, k, source, where),
+            bytes=held,
+            moved=held if source in self.moved else 0,
+            call=self.name,
+        )
+
+    def _leaving(self, unit: Unit, k: int, source: int, entered: Placement) -> str:
+        made = self.outputs_of.get(unit.path, []) if unit.kind is not None else []
+        index = made[k] if k < len(made) else made[0] if len(made) == 1 else None
+        if index is None:
+            return "untouched" if source in self.forwarded else "not returned"
+        where = self.back.placements[index]
+        text = "written"
+        if where != entered and source not in self._packed:
+            text += f" to {self.spelt(where)}"
+        # A key goes on by itself: nothing is merged.
+        if (
+            unit.path in self.merged
+            and self.program.resolved.placed_by[unit.positions[k]] != "its kind"
+        ):
+            policy, axes = self.merged[unit.path]
+            text += f", {policy} over {axes_argument(axes)!r}"
+        return text
+
+    @property
+    def _packed(self) -> set[int]:
+        return {at.position for at in self.packing.origins if at.group is not None}
+
+    def results(self) -> list[ResultRow]:
+        """A record for each array of the result that is no written leaf of the arguments."""
+        states = {unit.path for unit in self.packing.arguments.states()}
+        written = self.written_paths()
+        flat = jax.tree_util.tree_flatten_with_path(self.back.result, is_leaf=is_state)[0]
+        rows = []
+        for keys, node in flat:
+            path = path_str(keys, f"{self.name}(...)")
+            for source in tree_util.tree_leaves(node):
+                if isinstance(source, Output) and written[source.index] not in states:
+                    kind = type(node).__name__ if is_state(node) else "array"
+                    rows.append(self._result(path, kind, source.index))
+        return rows
+
+    def _result(self, path: str, kind: str, index: int) -> ResultRow:
+        made, where = self.outputs[index], self.back.placements[index]
+        shard_shape = self.shard_shape(made.shape, where)
+        return ResultRow(
+            path=path,
+            kind=kind,
+            dtype=str(made.dtype),
+            shape=tuple(made.shape),
+            shard_shape=shard_shape,
+            leaves=self.spelt(where),
+            bytes=_bytes(shard_shape, made.dtype),
+            call=self.name,
+        )
+
+    def shard_shape(self, shape: tuple[int, ...], where: Placement) -> tuple[int, ...]:
+        """The shape of the part that a device holds."""
+        parts = [math.prod(self.sizes.get(name, 1) for name in names) for names in where.axes]
+        parts += [1] * (len(shape) - len(parts))
+        return tuple(size // n for size, n in zip(shape, parts, strict=True))
+
+    def spelt(self, where: Placement) -> str:
+        """A placement as the user would type it."""
+        if self.by_axis:
+            return "all lanes" if where.axis is None else f"axis {where.axis}"
+        if where.axis is not None:
+            return repr(PerShard(*where.axes[0]))
+        return spec_str(where.spec)
+
+
+def _leaf_path(unit: Unit, k: int) -> str:
+    if len(unit.positions) == 1:
+        return unit.path
+    marked = unit.treedef.unflatten(range(len(unit.positions)))
+    keys, _ = jax.tree_util.tree_flatten_with_path(marked)[0][k]
+    return path_str(keys, unit.path)
+
+
+def _dtype(leaf: Leaf) -> Any:
+    """The dtype that a leaf has on a device."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return jax.dtypes.canonicalize_dtype(leaf.dtype)
+    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+
+
+def _bytes(shape: Sequence[int], dtype: Any) -> int:
+    size: int = math.prod(shape) * dtype.itemsize
+    return size
+
+
+def _changing_statics(inspected: Inspected) -> list[str]:
+    """The paths of static leaves for which more than one program was compiled already."""
+    statics, rivals = inspected.entry.program.statics, inspected.rivals
+    paths = inspected.entry.program.given.paths()
+    return [
+        paths[position]
+        for k, position in enumerate(statics.positions)
+        if any(_other(one.program.statics.tokens, statics.tokens, k) for one in rivals)
+    ]
+
+
+def _other(theirs: Sequence[Any], own: Sequence[Any], k: int) -> bool:
+    return len(theirs) == len(own) and bool(theirs[k] != own[k])

@@ -1,0 +1,268 @@
+"""The collectives of a traced program."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .._axes._reduction import GRADIENT
+from .._base import _jaxprs as jaxprs
+from .._base._compat import Equation, Jaxpr
+from .._base._types import AxisName, flat_names
+from ._frames import Frame, frames_of, in_gradient, in_policy, user_line
+
+
+# They name mapped axes and exchange nothing over them.
+_SILENT = ("axis_index", "pvary", "pcast", "vary_unreduced_cast", "reduced_vary_cast", "core_call")
+# The names that JAX's users know, where its own differ.
+_SPELLINGS = {
+    "psum2": "psum",
+    "psum_invariant": "psum",
+    "unreduced_psum": "psum",
+    "all_gather_invariant": "all_gather",
+    "all_gather_reduced": "all_gather",
+    "unreduced_reduce_scatter": "reduce_scatter",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """An operand of a collective on one device."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TracedCollective:
+    """An equation that exchanges over mesh axes.
+
+    **Attributes:**
+
+    - `size`: how many devices exchange with each other.
+    - `parts`: one for each operand.
+    - `times`, `unknown_loop`, `branch`: how often it runs, as in `Collective`.
+    - `frames`: where it was traced, the innermost first.
+    - `primitive`: JAX's name of the primitive.
+    - `cause`, `line`: as in `Collective`.
+    """
+
+    operation: str
+    primitive: str
+    axes: tuple[AxisName, ...]
+    size: int
+    parts: tuple[Part, ...]
+    times: int
+    unknown_loop: bool
+    branch: bool
+    frames: tuple[Frame, ...]
+    cause: str
+    line: str
+
+    @property
+    def bytes(self) -> int:
+        """What a device sends in a call."""
+        return self.times * sum(sent(self.operation, self.size, one.bytes) for one in self.parts)
+
+
+def sent(operation: str, size: int, operand: int) -> int:
+    """The bytes that a device sends when `size` devices exchange operands in a ring.
+
+    **Arguments:**
+
+    - `operand`: the bytes of a device's operand.
+    """
+    match operation:
+        case "psum" | "pmax" | "pmin" | "all-reduce":
+            return math.ceil(2 * operand * (size - 1) / size)
+        case "all_gather" | "all-gather":
+            return operand * (size - 1)
+        case "ppermute" | "collective-permute":
+            return operand if size > 1 else 0
+        case _:
+            return math.ceil(operand * (size - 1) / size)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scope:
+    """Where an equation stands: the sizes of the bound axes, and how often it runs."""
+
+    sizes: Mapping[AxisName, int]
+    times: int = 1
+    unknown_loop: bool = False
+    branch: bool = False
+    # Where the equation around it was traced.
+    frames: tuple[Frame, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Mapped:
+    """A mapped call in a program: its name, and for each result the paths of the states merged into it."""
+
+    name: str
+    merged: tuple[tuple[str, ...], ...]
+
+
+# The names of what some results of a jaxpr become outside.
+_Outward = Callable[[Iterable[int]], set[str]]
+
+
+def traced_collectives(jaxpr: Any, calls: Sequence[Mapped]) -> list[TracedCollective]:
+    """The collectives of a traced program, in its order.
+
+    **Arguments:**
+
+    - `calls`: the mapped calls that the program makes.
+    """
+    return list(_Walk(jaxprs.open_jaxpr(jaxpr), _Scope({}), calls, lambda at: set()).found())
+
+
+class _Walk:
+    """A walk along one jaxpr and those that it runs."""
+
+    def __init__(
+        self, jaxpr: Jaxpr, scope: _Scope, calls: Sequence[Mapped], outward: _Outward
+    ) -> None:
+        self.jaxpr = jaxpr
+        self.scope = scope
+        self.calls = calls
+        self.outward = outward
+        self.readers: dict[int, list[Equation]] = {}
+        for eqn in jaxpr.eqns:
+            for operand in eqn.invars:
+                self.readers.setdefault(id(operand), []).append(eqn)
+        self.results: dict[int, list[int]] = {}
+        for k, result in enumerate(jaxpr.outvars):
+            self.results.setdefault(id(result), []).append(k)
+
+    def found(self) -> Iterator[TracedCollective]:
+        for eqn in self.jaxpr.eqns:
+            if axes := self._axes(eqn):
+                yield self._collective(eqn, axes)
+            for inner, scope in self._inner(eqn):
+                outward = self._through(eqn, inner)
+                yield from _Walk(inner, scope, self.calls, outward).found()
+
+    def _axes(self, eqn: Equation) -> tuple[AxisName, ...]:
+        if eqn.primitive.name in _SILENT or jaxprs.jaxprs_of(eqn):
+            return ()
+        named = [n for key in ("axes", "axis_name") for n in flat_names(eqn.params.get(key))]
+        return tuple(n for n in named if not isinstance(n, int) and n in self.scope.sizes)
+
+    def _inner(self, eqn: Equation) -> Iterator[tuple[Jaxpr, _Scope]]:
+        """The jaxprs that an equation runs, and how often."""
+        scope, params = self.scope, eqn.params
+        scope = dataclasses.replace(scope, frames=self._frames(eqn))
+        match eqn.primitive.name:
+            case "shard_map":
+                sizes = {**scope.sizes, **dict(params["mesh"].shape)}
+                scope = dataclasses.replace(scope, sizes=sizes)
+            case "scan":
+                scope = dataclasses.replace(scope, times=scope.times * params["length"])
+            case "while":
+                scope = dataclasses.replace(scope, unknown_loop=True)
+            case "cond":
+                scope = dataclasses.replace(scope, branch=True)
+        for inner in jaxprs.jaxprs_of(eqn):
+            yield inner, scope
+
+    def _through(self, eqn: Equation, inner: Jaxpr) -> _Outward:
+        """What the results of an inner jaxpr become outside of its equation."""
+        if eqn.primitive.name == "shard_map" and (merged := self._merged_by(inner)):
+            return lambda at: {path for k in at for path in merged[k]}
+        if len(inner.outvars) != len(eqn.outvars):
+            return lambda at: set()
+        return lambda at: self._becomes(eqn.outvars[k] for k in at)
+
+    def _frames(self, eqn: Equation) -> tuple[Frame, ...]:
+        """Where an equation was traced, with the frames around it where JAX has left those out."""
+        own, around = frames_of(eqn), self.scope.frames
+        return own if own[len(own) - len(around) :] == around else own + around
+
+    def _merged_by(self, inner: Jaxpr) -> tuple[tuple[str, ...], ...]:
+        """For each result of a mapped call the states merged into it; nothing where that is not known."""
+        name = getattr(getattr(inner, "debug_info", None), "func_name", None)
+        alike = [one for one in self.calls if len(one.merged) == len(inner.outvars)]
+        # Where decorators hide the name, the number of results has to do.
+        found = {one.merged for one in alike if one.name == name} or {one.merged for one in alike}
+        return found.pop() if len(found) == 1 else ()
+
+    def _becomes(self, results: Iterable[Any]) -> set[str]:
+        """The names of gradients that values become, else of the written states."""
+        names: set[str] = set()
+        reached: set[int] = set()
+        waiting = list(results)
+        seen: set[int] = set()
+        while waiting:
+            value = waiting.pop()
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            reached.update(self.results.get(id(value), ()))
+            for eqn in self.readers.get(id(value), ()):
+                name = jaxprs.name_given(eqn)
+                if name is not None and name.startswith(GRADIENT):
+                    names.add(name)
+                else:
+                    waiting += eqn.outvars
+        return names | self.outward(reached)
+
+    def _collective(self, eqn: Equation, axes: tuple[AxisName, ...]) -> TracedCollective:
+        scope, name = self.scope, eqn.primitive.name
+        groups = eqn.params.get("axis_index_groups")
+        size = len(groups[0]) if groups else math.prod(scope.sizes[axis] for axis in axes)
+        frames = self._frames(eqn)
+        return TracedCollective(
+            operation=_SPELLINGS.get(name, name),
+            primitive=name,
+            axes=axes,
+            size=size,
+            parts=tuple(_part(operand.aval) for operand in eqn.invars),
+            times=scope.times,
+            unknown_loop=scope.unknown_loop,
+            branch=scope.branch,
+            frames=frames_of(eqn),
+            cause=self._cause(eqn, frames),
+            line="" if in_policy(frames) else user_line(frames),
+        )
+
+    def _cause(self, eqn: Equation, frames: Sequence[Frame]) -> str:
+        if in_gradient(frames):
+            return self._gradients(eqn)
+        if in_policy(frames):
+            names = sorted(n for n in self._becomes(eqn.outvars) if not n.startswith(GRADIENT))
+            return f"the policy of {_listed(names)}" if names else "a policy"
+        # JAX's own names of what it transposes.
+        transposed = "transpose(" in str(getattr(eqn.source_info, "name_stack", ""))
+        return "the gradient of your code" if transposed else "your code"
+
+    def _gradients(self, eqn: Equation) -> str:
+        found: list[str] = []
+        loss = False
+        for result in eqn.outvars:
+            names = sorted(n for n in self._becomes([result]) if n.startswith(GRADIENT))
+            found += names
+            loss = loss or not names
+        names = [name.removeprefix(GRADIENT) for name in dict.fromkeys(found)]
+        if not names:
+            return "the loss"
+        return f"the gradient of {_listed(names)}" + (" and the loss" if loss else "")
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first three names, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _part(aval: Any) -> Part:
+    shape = tuple(getattr(aval, "shape", ()))
+    dtype = getattr(aval, "dtype", None)
+    size = getattr(dtype, "itemsize", 0)
+    return Part(str(dtype), shape, int(np.prod(shape, dtype=np.int64)) * size)

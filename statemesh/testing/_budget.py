@@ -1,0 +1,161 @@
+"""`assert_budget`: a call keeps to numbers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import statemesh as sm
+
+from . import _budget_errors as errors
+from ._types import Fun, PyTree
+
+
+def assert_budget(
+    fun: Fun,
+    *args: PyTree,
+    collectives: int | Mapping[str, int] | None = None,
+    bytes: int | None = None,
+    peak: int | None = None,
+    allocated: int | None = None,
+    held: int | None = None,
+    moved: int | None = None,
+    **kwargs: PyTree,
+) -> sm.Explanation:
+    """Fail if a call exchanges, sends, holds or moves more than it may. The call is compiled and not run.
+
+    **Arguments:**
+
+    - `fun`, `args`, `kwargs`: the call, as for `statemesh.explain`.
+    - `collectives`: the most exchanges between devices in a call, loops multiplied out, without those that
+        XLA removed. A dictionary gives a number to each cause that the explanation shows (`"the policy of
+        net.mean"`, `"your code"`) or to all of one operation (`"psum"`). A collective with neither fails.
+    - `bytes`: the most that a device sends in a call.
+    - `peak`: the most memory that a device holds at once, by XLA's account. On a CPU it leaves temporaries
+        out.
+    - `allocated`: the most memory that is set aside on a device: arguments, results and temporaries, less
+        what is donated.
+    - `held`: the most that a device holds of the arguments.
+    - `moved`: the most of the arguments that the call lays out on each device before it runs. It is 0 for
+        what `place` returned.
+
+    **Returns:** the explanation.
+
+    **Raises:** `AssertionError` that says by how much each number is exceeded, and names the lines, states
+    and arguments that make it up, the largest first. What the call raises comes through.
+
+    !!! example
+
+        ```python
+        >>> import jax, jax.numpy as jnp, statemesh as sm
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from statemesh.testing import assert_budget
+        >>> mesh = jax.make_mesh((2,), ("data",))
+        >>> def step(mean, x):
+        ...     return x - mean.value, mean.set(x.mean())
+        >>> step = sm.shard_map(step, mesh, in_specs=(None, P("data")), out_specs=(P("data"), P()))
+        >>> args = step.place(sm.BatchState(0.0, reduce="mean"), jnp.arange(8.0))
+        >>> explanation = assert_budget(step, *args, collectives={"the policy of mean": 1}, bytes=4, moved=0)
+
+        ```
+
+        Where it fails:
+
+        ```python
+        >>> try:
+        ...     assert_budget(step, *args, collectives=0)
+        ... except AssertionError as error:
+        ...     print(error)
+        step: the call is over its budget.
+        collectives: 1 where 0 are allowed.
+          - psum over data, 1 time, 4 B: the policy of mean
+
+        ```
+    """
+    found = sm.explain(fun, *args, **kwargs)
+    over: list[str] = []
+    if collectives is not None:
+        over += _collectives(found, collectives)
+    if bytes is not None and found.bytes > bytes:
+        over.append(errors.bytes_over("bytes sent", found.bytes, bytes, _lines(found.collectives)))
+    for what, most in (("peak", peak), ("allocated", allocated)):
+        if most is not None:
+            over += _memory(found, what, most)
+    rows = sorted(found.leaves, key=lambda row: -row.bytes)
+    total = sum(row.bytes for row in rows)
+    if held is not None and total > held:
+        lines = [errors.held_line(row.path, row.bytes, row.enters, row.placed_by) for row in rows]
+        over.append(errors.bytes_over("bytes held", total, held, lines))
+    total = sum(row.moved for row in rows)
+    if moved is not None and total > moved:
+        lines = [errors.moved_line(row.path, row.moved) for row in rows if row.moved]
+        over.append(errors.bytes_over("bytes moved", total, moved, lines))
+    if over:
+        raise errors.over_budget(found.name, over)
+    return found
+
+
+def _collectives(found: sm.Explanation, allowed: int | Mapping[str, int]) -> list[str]:
+    real = [one for one in found.collectives if one.compiled != "removed"]
+    if isinstance(allowed, int):
+        groups: dict[str | None, list[Any]] = {"": real} if real else {}
+        most: Mapping[str, int] = {"": allowed}
+    else:
+        groups, most = {}, allowed
+        for one in real:
+            key = next((key for key in (one.cause, one.operation) if key in allowed), None)
+            groups.setdefault(key, []).append(one)
+    over = []
+    for key, ones in groups.items():
+        times = sum(one.times for one in ones)
+        room = 0 if key is None else most[key]
+        if times > room:
+            over.append(errors.collectives_over(key, times, room, _lines(ones)))
+    return over
+
+
+def _lines(collectives: Any) -> list[str]:
+    """One line for each collective, the largest first."""
+    ordered = sorted(collectives, key=lambda one: -one.bytes)
+    return [
+        errors.collective_line(
+            one.operation,
+            one.axes,
+            one.times,
+            one.unknown_loop,
+            one.bytes,
+            one.cause,
+            one.line,
+        )
+        for one in ordered
+        if one.compiled != "removed"
+    ]
+
+
+def _memory(found: sm.Explanation, what: str, most: int) -> list[str]:
+    memory = found.memory
+    if memory is None:
+        raise errors.memory_unknown(found.name, what)
+    size = memory.peak if what == "peak" else memory.allocated
+    if size <= most:
+        return []
+    parts = {
+        "arguments": memory.arguments,
+        "results": memory.results,
+        "temporaries": memory.temporaries,
+    }
+    lines = [errors.memory_line(part, own) for part, own in parts.items()]
+    lines.append(
+        errors.memory_line("donated, and held once", memory.donated)
+        if memory.donated
+        else errors.nothing_donated()
+    )
+    rows = {row.path: row for row in found.leaves}
+    for path, own in sorted(memory.by_argument.items(), key=lambda pair: -pair[1]):
+        row = rows.get(path)
+        lines.append(
+            errors.memory_line(path, own)
+            if row is None
+            else errors.held_line(path, own, row.enters, row.placed_by)
+        )
+    made = sorted(memory.by_result.items(), key=lambda pair: -pair[1])
+    lines += [errors.result_line(path, own) for path, own in made if path not in rows]
+    return [errors.bytes_over(what, size, most, lines)]

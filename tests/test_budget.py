@@ -1,0 +1,567 @@
+"""`assert_budget`: planted regressions fail and name the line or the state; harmless rewrites do not."""
+
+import dataclasses
+import functools
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from statemesh.testing import assert_budget
+
+from .helpers import assert_says, make_mesh
+
+
+jnp: Any = jax.numpy
+FILE = pathlib.Path(__file__)
+X = np.arange(256, dtype=np.float32).reshape(16, 16) / 256
+
+
+class Net(sm.Module):
+    w: sm.ParamState
+    table: sm.ParamState
+    mean: sm.BatchState
+    rng: sm.RandomState
+
+
+def net() -> Net:
+    return Net(
+        sm.ParamState(jnp.ones((16, 16)) / 16),
+        sm.ParamState(jnp.ones((64, 16)), spec=P("x")),
+        sm.BatchState(jnp.zeros(16), reduce="mean"),
+        sm.RandomState(jax.random.key(0)),
+    )
+
+
+def loss_fn(net: Net, x: Any) -> Any:
+    keys, rng = net.rng.rows(len(x), "x")
+    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 0.9, x.shape[1:]))(keys)
+    rows = jnp.where(keep, x - net.mean.value, 0) @ net.w.value
+    return (rows**2).mean() + (net.table.value**2).sum(), net.replace(mean=x.mean(0), rng=rng)
+
+
+def step(net: Net, x: Any, loss_fn: Callable[..., Any] = loss_fn) -> Any:
+    (loss, net), grads = sm.value_and_grad(loss_fn, axis_name="x")(net, x)
+    return loss, net.replace(w=net.w.value - 0.1 * grads.w.value)
+
+
+SPECS: dict[str, Any] = {"in_specs": (None, P("x")), "out_specs": (P(), P()), "donate": "states"}
+BUDGET: dict[str, Any] = {
+    "collectives": {
+        "the gradient of net.w": 1,
+        "the gradient of net.w and the loss": 1,
+        "the loss": 1,
+        "the policy of net.mean": 1,
+    },
+    "bytes": 1913,
+    "held": 2692,
+    "moved": 0,
+}
+
+
+@functools.cache
+def peak() -> int:
+    found: sm.Explanation = mapped().explain(*placed())
+    assert found.memory is not None
+    return found.memory.peak
+
+
+def mapped(fun: Callable[..., Any] = step, **options: Any) -> Any:
+    return sm.shard_map(fun, make_mesh(), **{**SPECS, **options})
+
+
+def placed(model: Net | None = None) -> tuple[Any, ...]:
+    args: tuple[Any, ...] = mapped().place(net() if model is None else model, X)
+    return args
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A changed program: its call, or its call and arguments, and what the failure has to name."""
+
+    make: Callable[[], Any]
+    names: str = ""
+
+    def check(self) -> None:
+        made = self.make()
+        call, args = made if isinstance(made, tuple) else (made, placed())
+        # The compiler may lay out temporaries in another way.
+        assert_budget(call, *args, **BUDGET, peak=int(peak() * 1.02))
+
+
+WRONG: dict[str, Case] = {}
+FINE: dict[str, Case] = {}
+
+
+def with_loss(loss: Callable[..., Any]) -> Any:
+    return mapped(lambda net, x: step(net, x, loss))
+
+
+def regression(names: str) -> Callable[[Callable[[], Any]], None]:
+    def add(make: Callable[[], Any]) -> None:
+        WRONG[make.__name__] = Case(make, names)
+
+    return add
+
+
+def rewrite(make: Callable[[], Any]) -> None:
+    FINE[make.__name__] = Case(make)
+
+
+def line(mark: str) -> str:
+    rows = FILE.read_text().splitlines()
+    (found,) = [k for k, row in enumerate(rows, 1) if row.endswith(f"# line: {mark}")]
+    return f"test_budget.py:{found}"
+
+
+# What makes the call worse.
+
+
+@regression("net.table: 4096 B, as P() (default)")
+def lost_spec() -> Any:
+    model = net()
+    model = model.replace(table=model.table.replace(spec=None))
+    mesh = make_mesh()
+    return mapped(), sm.shard_map(step, mesh, **SPECS).place(model, X)
+
+
+@regression("x: 1024 B, as P() (in_specs[1])")
+def rows_replicated() -> Any:
+    call = mapped(in_specs=(None, P()))
+    return call, call.place(net(), X)
+
+
+@regression("line second")
+def second_psum() -> Any:
+    def loss(net: Net, x: Any) -> Any:
+        value, net = loss_fn(net, x)
+        return value + jax.lax.pmean(net.mean.value.sum() + x.sum(), "x") * 0.1, net  # line: second
+
+    return with_loss(loss)
+
+
+@regression("line in a loop")
+def gather_in_a_loop() -> Any:
+    def loss(net: Net, x: Any) -> Any:
+        def turn(total: Any, k: Any) -> Any:
+            rows = jax.lax.all_gather(x * (total + k), "x", tiled=True)  # line: in a loop
+            return jnp.sin(rows.sum()) + total, None
+
+        total, _ = jax.lax.scan(turn, jax.lax.pcast(0.0, "x", to="varying"), jnp.arange(5.0))
+        value, net = loss_fn(net, x)
+        return value + total, net
+
+    return with_loss(loss)
+
+
+@regression("bytes moved: 128 B where 0 B are allowed.\n  - x: 128 B")
+def rows_from_the_host() -> Any:
+    return mapped(), (placed()[0], X)
+
+
+@regression("net.table: 512 B")
+def model_not_placed() -> Any:
+    return mapped(), (net(), placed()[1])
+
+
+@regression("net.w: 1024 B")
+def one_state_not_placed() -> Any:
+    model, x = placed()
+    return mapped(), (model.replace(w=sm.ParamState(jnp.ones((16, 16)))), x)
+
+
+@regression("nothing is donated")
+def donation_lost() -> Any:
+    return mapped(donate="none")
+
+
+@regression("nothing is donated")
+def donation_lost_inside_jit() -> Any:
+    call = mapped()
+    return jax.jit(lambda net, x: call(net, x)), placed()
+
+
+@regression("line mask")
+def mask_that_became_a_gather() -> Any:
+    def loss(net: Net, x: Any) -> Any:
+        value, net = loss_fn(net, x)
+        rows = jax.lax.all_gather(x, "x", tiled=True)  # line: mask
+        return value + jnp.where(rows > rows.mean(), rows, 0).sum() * 0.1, net
+
+    return with_loss(loss)
+
+
+@regression("the policy of call(...)[1].table")
+def parameter_written_with_a_policy() -> Any:
+    def worse(net: Net, x: Any) -> Any:
+        value, net = step(net, x)
+        return value, net.replace(table=sm.ParamState(net.table.value + x.sum(), reduce="mean"))
+
+    def call(net: Net, x: Any) -> Any:
+        return worse(net.replace(table=net.table.replace(reduce="mean", spec=None)), x)
+
+    replicated = mapped(call, state_in_specs={sm.filters.PathContains("table"): P()})
+    return replicated, replicated.place(net(), X)
+
+
+@regression("the gradient of net.table")
+def another_parameter_reduced() -> Any:
+    def worse(net: Net, x: Any) -> Any:
+        (loss, net), grads = sm.value_and_grad(loss_fn, axis_name="x")(net, x)
+        table = net.table.value - 0.1 * grads.table.value * x.sum()
+        w = net.w.value - 0.1 * grads.w.value
+        return loss, net.replace(w=w, table=jax.lax.pmean(table, "x"))
+
+    call = mapped(worse, state_in_specs={sm.filters.PathContains("table"): P()})
+    return call, call.place(net(), X)
+
+
+@regression("line maximum")
+def norm_over_shards() -> Any:
+    def worse(net: Net, x: Any) -> Any:
+        value, net = step(net, x)
+        return value * sm.pmax(jnp.abs(x).max(), "x"), net  # line: maximum
+
+    return mapped(worse)
+
+
+@regression("line exchange")
+def rows_sent_around() -> Any:
+    def loss(net: Net, x: Any) -> Any:
+        pairs = [(k, (k + 1) % 8) for k in range(8)]
+        return loss_fn(net, x + jax.lax.ppermute(x, "x", pairs))  # line: exchange
+
+    return with_loss(loss)
+
+
+@regression("line by hand")
+def gradient_reduced_by_hand_too() -> Any:
+    def worse(net: Net, x: Any) -> Any:
+        _, grads = sm.value_and_grad(loss_fn, axis_name="x")(net, x)
+        value, net = step(net, x)
+        extra = jax.lax.pmean(grads.w.value + x.sum(), "x")  # line: by hand
+        return value, net.replace(w=net.w.value - extra)
+
+    return mapped(worse)
+
+
+@regression("the policy of net.mean")
+def wider_statistics() -> Any:
+    model = net().replace(mean=sm.BatchState(jnp.zeros((64, 16)), reduce="mean"))
+
+    def loss(net: Net, x: Any) -> Any:
+        value, after = loss_fn(net.replace(mean=sm.BatchState(net.mean.value[0])), x)
+        return value, after.replace(mean=net.mean.set(jnp.tile(after.mean.value, (64, 1))))
+
+    return with_loss(loss), placed(model)
+
+
+@regression("line transposed")
+def tables_exchanged() -> Any:
+    def loss(net: Net, x: Any) -> Any:
+        value, net = loss_fn(net, x)
+        table = net.table.value * x.sum()
+        other = jax.lax.all_to_all(table, "x", 0, 0, tiled=True)  # line: transposed
+        return value + jnp.sin(other).sum(), net
+
+    return with_loss(loss)
+
+
+@regression("in each turn of a loop of unknown length")
+def loop_until_converged() -> Any:
+    def worse(net: Net, x: Any) -> Any:
+        value, net = step(net, x)
+        more = lambda total: total < value
+        return jax.lax.while_loop(more, lambda t: t + sm.pmean(x.sum() + t, "x"), 0.0), net
+
+    return mapped(worse)
+
+
+@regression("collectives (the gradient of net.w): 2 where 1 is allowed.")
+def step_made_twice() -> Any:
+    def twice(net: Net, x: Any) -> Any:
+        value, net = step(net, x)
+        return step(net, jnp.sin(x))
+
+    return mapped(twice)
+
+
+@regression("worse(...)[0][1]: 4096 B, a result")
+def activations_returned() -> Any:
+    def worse(net: Net, x: Any) -> Any:
+        value, after = step(net, x)
+        return (value, jnp.sin(x[:, None, :] * jnp.arange(32.0)[:, None])), after
+
+    return mapped(worse, out_specs=((P(), P("x")), P()))
+
+
+# What changes nothing.
+
+
+@rewrite
+def as_it_is() -> Any:
+    return mapped()
+
+
+@rewrite
+def another_name() -> Any:
+    def training_step(net: Net, x: Any) -> Any:
+        return step(net, x)
+
+    return mapped(training_step)
+
+
+@rewrite
+def as_a_lambda() -> Any:
+    return mapped(lambda net, x: step(net, x))
+
+
+@rewrite
+def arithmetic_under_jit() -> Any:
+    return with_loss(lambda net, x: loss_fn(net, jax.jit(lambda x: x * 1.0)(x)))
+
+
+@rewrite
+def loss_as_a_partial() -> Any:
+    return with_loss(functools.partial(loss_fn))
+
+
+@rewrite
+def rematerialized() -> Any:
+    return with_loss(lambda net, x: loss_fn(net, jax.checkpoint(lambda x: x * 1.0)(x)))
+
+
+@rewrite
+def operations_in_another_order() -> Any:
+    def loss(net: Net, x: Any) -> Any:
+        mean = x.mean(0)
+        value, net = loss_fn(net, x)
+        return value, net.replace(mean=mean)
+
+    return with_loss(loss)
+
+
+@rewrite
+def arithmetic_spelt_differently() -> Any:
+    def rewritten(net: Net, x: Any) -> Any:
+        (loss, net), grads = sm.value_and_grad(loss_fn, axis_name="x")(net, x)
+        return loss, net.replace(w=net.w.value + grads.w.value * -0.1)
+
+    return mapped(rewritten)
+
+
+@rewrite
+def written_with_set() -> Any:
+    def rewritten(net: Net, x: Any) -> Any:
+        (loss, net), grads = sm.value_and_grad(loss_fn, axis_name="x")(net, x)
+        return loss, net.replace(w=net.w.set(net.w.value - 0.1 * grads.w.value))
+
+    return mapped(rewritten)
+
+
+@rewrite
+def a_helper_function() -> Any:
+    def update(state: Any, grads: Any) -> Any:
+        return state.value - 0.1 * grads.value
+
+    def rewritten(net: Net, x: Any) -> Any:
+        (loss, net), grads = sm.value_and_grad(loss_fn, axis_name="x")(net, x)
+        return loss, net.replace(w=update(net.w, grads.w))
+
+    return mapped(rewritten)
+
+
+@rewrite
+def one_spec_for_both_results() -> Any:
+    return mapped(out_specs=P())
+
+
+@rewrite
+def spec_given_by_filter() -> Any:
+    model = net()
+    bare = model.replace(table=model.table.replace(spec=None))
+    return mapped(state_in_specs={sm.filters.PathContains("table"): P("x")}), placed_as(bare)
+
+
+def placed_as(model: Net) -> tuple[Any, ...]:
+    own, x = placed()
+    return model.replace(**{k: getattr(own, k).value for k in ("w", "table", "mean", "rng")}), x
+
+
+@rewrite
+def spec_with_all_axes() -> Any:
+    return mapped(in_specs=(None, P("x", None)))
+
+
+@rewrite
+def fed_back() -> Any:
+    call = mapped()
+    _, model = call(*placed())
+    return call, (model, placed()[1])
+
+
+@rewrite
+def with_names_for_the_profiler() -> Any:
+    def loss(net: Net, x: Any) -> Any:
+        with jax.named_scope("loss"):
+            return loss_fn(net, x)
+
+    return with_loss(loss)
+
+
+@rewrite
+def a_sum_in_two_parts() -> Any:
+    def loss(net: Net, x: Any) -> Any:
+        value, net = loss_fn(net, x)
+        return value / 2 + value / 2, net
+
+    return with_loss(loss)
+
+
+@rewrite
+def scanned_once() -> Any:
+    def rewritten(net: Net, x: Any) -> Any:
+        return step(net, jax.lax.map(lambda row: row * 1.0, x))
+
+    return mapped(rewritten)
+
+
+@rewrite
+def sizes_asked_for() -> Any:
+    return with_loss(lambda net, x: loss_fn(net, x * (sm.axis_size("x") / 8)))
+
+
+@rewrite
+def a_state_that_is_read_twice() -> Any:
+    return with_loss(lambda net, x: loss_fn(net.replace(w=net.w.set(net.w.value)), x))
+
+
+@rewrite
+def a_method() -> Any:
+    class Trainer:
+        def step(self, net: Net, x: Any) -> Any:
+            return step(net, x)
+
+    return mapped(Trainer().step)
+
+
+def test_there_are_twenty_of_each() -> None:
+    assert (len(WRONG), len(FINE)) == (20, 20)
+
+
+QUICK = ("lost_spec", "second_psum", "rows_from_the_host", "donation_lost")
+
+
+def marked(names: Any) -> list[Any]:
+    return [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in names]
+
+
+@pytest.mark.parametrize("name", marked(WRONG))
+def test_regressions_are_named(name: str) -> None:
+    case = WRONG[name]
+    with pytest.raises(AssertionError) as raised:
+        case.check()
+    mark = re.fullmatch(r"line (.*)", case.names)
+    assert (line(mark[1]) if mark else case.names) in str(raised.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(FINE))
+def test_rewrites_are_within_the_budget(name: str) -> None:
+    FINE[name].check()
+
+
+def small(mesh: Any = None) -> Any:
+    def total(count: Any, x: Any) -> Any:
+        largest = jax.lax.pmax(x.max(), "x")  # line: small
+        return largest, count.set(count.value + x.sum())
+
+    return sm.shard_map(total, mesh or make_mesh("2"), (None, P("x")), (P(), P()))
+
+
+SMALL = (sm.State(0.0, reduce="sum"), np.ones(4, np.float32))
+
+
+def test_the_exact_texts() -> None:
+    at = f"tests/{line('small')}"
+    assert_says(
+        lambda: assert_budget(small(), *SMALL, collectives=1, bytes=7, held=11, moved=4),
+        AssertionError,
+        f"""\
+total: the call is over its budget.
+collectives: 2 where 1 is allowed.
+  - pmax over x, 1 time, 4 B: your code, {at}
+  - psum over x, 1 time, 4 B: the policy of count
+bytes sent: 8 B where 7 B are allowed.
+  - pmax over x, 1 time, 4 B: your code, {at}
+  - psum over x, 1 time, 4 B: the policy of count
+bytes held: 12 B where 11 B are allowed.
+  - x: 8 B, as P('x') (in_specs[1])
+  - count: 4 B, as P() (default)
+bytes moved: 12 B where 4 B are allowed.
+  - x: 8 B
+  - count: 4 B""",
+    )
+    assert_says(
+        lambda: assert_budget(small(), *SMALL, collectives={"psum": 0}),
+        AssertionError,
+        f"""\
+total: the call is over its budget.
+collectives that the budget does not name: 1.
+  - pmax over x, 1 time, 4 B: your code, {at}
+collectives (psum): 1 where 0 are allowed.
+  - psum over x, 1 time, 4 B: the policy of count""",
+    )
+
+
+def test_the_peak_is_shown_in_its_parts() -> None:
+    memory = assert_budget(small(), *SMALL, collectives=2, bytes=8).memory
+    assert memory is not None
+    assert_budget(small(), *SMALL, peak=memory.peak)
+    assert_says(
+        lambda: assert_budget(small(), *SMALL, peak=memory.peak - 1),
+        AssertionError,
+        f"""\
+total: the call is over its budget.
+peak: {memory.peak} B where {memory.peak - 1} B are allowed.
+  - arguments: 12 B
+  - results: {memory.results} B
+  - temporaries: {memory.temporaries} B
+  - nothing is donated
+  - x: 8 B, as P('x') (in_specs[1])
+  - count: 4 B, as P() (default)
+  - total(...)[0]: 4 B, a result""",
+    )
+
+
+def test_temporaries_are_set_aside() -> None:
+    def ranks(x: Any) -> Any:
+        return jnp.sort(jnp.sin(x[:, None] * x[None, :]), axis=0).sum(0)
+
+    call = sm.shard_map(ranks, make_mesh("2"), P("x"), P("x"))
+    x = np.ones(256, np.float32)
+    memory = assert_budget(call, x, collectives=0).memory
+    assert memory is not None
+    assert memory.temporaries >= 128 * 128 * 4
+    assert memory.allocated == memory.arguments + memory.results + memory.temporaries
+    with pytest.raises(AssertionError, match=f"- temporaries: {memory.temporaries} B"):
+        assert_budget(call, x, allocated=memory.allocated - 1)
+    assert_budget(call, x, allocated=memory.allocated, peak=memory.peak)
+
+
+def test_without_devices() -> None:
+    call = small(AbstractMesh((2,), ("x",)))
+    assert_budget(call, *SMALL, collectives=2, bytes=8, held=12, moved=0)
+    assert_says(
+        lambda: assert_budget(call, *SMALL, peak=100),
+        ValueError,
+        "total: `peak` is known only of a compiled call, and this one has no devices. Leave it out, or give "
+        "a mesh with devices.",
+    )
