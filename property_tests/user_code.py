@@ -152,9 +152,7 @@ BOTH: Any = {"in_specs": (None, P(("data", "model"))), "out_specs": (P(("data", 
 RIGHT["doubled"] = Code(doubled, counter)
 RIGHT["doubled over both axes"] = Code(doubled, counter, **BOTH)
 RIGHT["folded"] = Code(folded, counter, out_specs=(P(), P()))
-WRONG["input not split"] = Mistake(
-    Code(doubled, counter, in_specs=(None, P())), "doubled(...)[0]"
-)
+WRONG["input not split"] = Mistake(Code(doubled, counter, in_specs=(None, P())), "doubled(...)[0]")
 WRONG["input not split, then summed"] = Mistake(
     Code(folded, counter, in_specs=(None, P()), out_specs=(P(), P())),
     'return jax.lax.psum(x.sum(0), "data")',
@@ -208,7 +206,9 @@ def own_mean(model: Stats, x: Any) -> Any:
 
 
 RIGHT["normalized"] = Code(normalized, stats)
-WRONG["mean of variances"] = Mistake(Code(mean_of_variances, stats), "updated(model, mean, x.var(0))")
+WRONG["mean of variances"] = Mistake(
+    Code(mean_of_variances, stats), "updated(model, mean, x.var(0))"
+)
 WRONG["mean of the shard's own rows"] = Mistake(Code(own_mean, stats), "mean = x.mean(0)")
 
 
