@@ -18,6 +18,7 @@ import dataclasses
 import doctest
 import importlib
 import itertools
+import linecache
 import os
 import pathlib
 import pkgutil
@@ -58,6 +59,10 @@ class Fence:
 
     def run(self, namespace: dict[str, Any]) -> None:
         if self.kind == "python":
+            # What shows the source of a line finds it in the page.
+            lines = linecache.getlines(self.page)[: self.line]
+            lines += ["\n"] * (self.line - len(lines)) + self.source.splitlines(keepends=True)
+            linecache.cache[self.page] = (0, None, lines, self.page)
             # Empty lines in front, so that a traceback shows the page's own line.
             exec(compile("\n" * self.line + self.source, self.page, "exec"), namespace)
             return

@@ -1,12 +1,14 @@
 """Where a failing call goes wrong: the line of the program, and the shards that hold what is off."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+import statemesh as sm
 
 from .._emulate._doubled import narrowed
 from .._locate._locate import located, located_in_gradient
@@ -65,8 +67,9 @@ def _reference(calls: Calls) -> Fun | None:
 
 
 def _is_simple(args: Args) -> bool:
-    """Whether most numbers of some array are equal."""
-    return any(map(_repeats, jax.tree.leaves(args)))
+    """Whether most numbers of some array outside of States are equal."""
+    is_state: Callable[[object], bool] = lambda x: isinstance(x, sm.State)
+    return any(map(_repeats, jax.tree.leaves(args, is_leaf=is_state)))
 
 
 def _repeats(x: PyTree) -> bool:
