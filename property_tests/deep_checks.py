@@ -1,4 +1,4 @@
-"""Thousands of random programs that are right, under `assert_equivalent`: each alarm is a false one. Run by hand.
+"""Thousands of random programs that are right: `assert_equivalent` should accuse none of them; run by hand.
 
 python -m property_tests.deep_checks --programs 10000 --seconds 1500
 """
@@ -19,7 +19,7 @@ from typing import Any
 # Programs here run a few times each, so that compiling them takes longer than running them.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
-from statemesh.testing import set_devices  # noqa: E402
+from statemesh.testing import set_devices
 
 
 set_devices(8)

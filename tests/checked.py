@@ -10,7 +10,7 @@ from statemesh.testing import assert_equivalent
 
 
 def check(fun: Callable[..., Any], *args: Any, **more: Any) -> Any:
-    """Check a function of rows on two shards, once and without its gradient, unless the test asks for more."""
+    """Check one call of a function of rows on two shards, unless the test asks for more."""
     given: dict[str, Any] = {
         "meshes": [{"x": 2}],
         "in_specs": P("x"),

@@ -1,4 +1,4 @@
-"""The check calls a function in a row, feeds back what it returns, and compares the copies that devices hold."""
+"""The check feeds back what a function returns, and compares the copies that devices hold."""
 
 from collections.abc import Callable
 from typing import Any
@@ -136,7 +136,9 @@ def numbered(x: Any) -> Any:
 def test_copies_that_differ_are_found_on_every_mesh() -> None:
     text = report(numbered, X, meshes=[{"x": 4}, {"x": 1}], check_vma=False)
     assert "On mesh x=4" in text
-    assert "is one copy for all shards along 'x', but differs by 3 at [0] between x=0 and x=3" in text
+    assert (
+        "is one copy for all shards along 'x', but differs by 3 at [0] between x=0 and x=3" in text
+    )
     assert "Probably: an unreduced output." in text
 
 

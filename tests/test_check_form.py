@@ -1,4 +1,4 @@
-"""The check compares what results are besides their numbers, and sees what a function depends on besides arguments."""
+"""The check compares the form of results, and sees what a function depends on besides its arguments."""
 
 from typing import Any
 

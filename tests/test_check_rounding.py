@@ -1,4 +1,4 @@
-"""The check tells mistakes from rounding: in narrow dtypes, in large arrays, beside large numbers, where digits cancel."""
+"""The check tells mistakes from rounding: in narrow dtypes, beside large numbers, and where digits cancel."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The check calls a function with values that are not so simple: generic ones, large ones, NaN and infinities."""
+"""The check calls a function with other values: generic ones, large ones, NaN and infinities."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 from statemesh.testing._equivalent import _check
 from statemesh.testing._equivalent._untested import UntestedWarning
 
-from .helpers import compiles
 from .checked import accused, check, report
+from .helpers import compiles
 
 
 jnp: Any = jax.numpy
@@ -61,7 +61,11 @@ def test_the_gradient_of_a_mask_is_compared() -> None:
 
 def test_arguments_may_hold_nan_and_infinities() -> None:
     x = np.concatenate([X, [[np.nan, np.inf], [-np.inf, 1]]]).astype(np.float32)
-    check(lambda x: {"rows": x, "sum": lax.psum(jnp.nansum(x, 0), "x")}, x, out_specs={"rows": P("x"), "sum": P()})
+    check(
+        lambda x: {"rows": x, "sum": lax.psum(jnp.nansum(x, 0), "x")},
+        x,
+        out_specs={"rows": P("x"), "sum": P()},
+    )
 
 
 def nothing_but_nan(x: Any) -> Any:

@@ -209,8 +209,8 @@ class Check:
         )
 
 
-# The calls with other values: what is said of them, how they are made, which mismatches are mistakes, and whether they are
-# made on devices too. What `jax.lax.pmax` makes of NaN differs between devices and is no mistake of the function.
+# The calls with other values: what is said of them, how they are made, which mismatches are mistakes, and
+# whether they are made on devices too. What `jax.lax.pmax` makes of NaN differs between devices.
 _OTHERS: Sequence[tuple[str, Callable[..., Any], Callable[[Mismatch], bool], bool]] = (
     (report.GENERIC, values.generic, lambda one: True, True),
     (report.LARGE, values.large, lambda one: one.is_overflow, True),
