@@ -9,7 +9,7 @@ from .deep_checks import Tally, check, drawn
     ("dtype", "gradients"),
     [
         ("float32", False),
-        ("bfloat16", False),
+        pytest.param("bfloat16", False, marks=pytest.mark.slow),
         pytest.param("float32", True, marks=pytest.mark.slow),
     ],
 )

@@ -142,6 +142,7 @@ def test_copies_that_differ_are_found_on_every_mesh() -> None:
     assert "Probably: an unreduced output." in text
 
 
+@pytest.mark.slow
 def test_copies_that_differ_by_little_are_found() -> None:
     def nearly(x: Any) -> Any:
         return lax.psum(x.sum(0), "x") * (1 + 1e-3 * lax.axis_index("x"))
@@ -150,6 +151,7 @@ def test_copies_that_differ_by_little_are_found() -> None:
     assert "is one copy for all shards along 'x', but differs by" in text
 
 
+@pytest.mark.slow
 def test_copies_that_differ_by_rounding_pass() -> None:
     def summed(x: Any) -> Any:
         rows = lax.all_gather(x, "x", tiled=True)
@@ -171,6 +173,7 @@ def test_a_state_that_no_call_changes_is_named() -> None:
     assert len(checked.untested) == 1
 
 
+@pytest.mark.slow
 def test_a_key_that_does_not_come_back_is_named() -> None:
     def noisy(rng: sm.RandomState, x: Any) -> Any:
         keys, _ = rng.rows(len(x), "x")
@@ -181,6 +184,7 @@ def test_a_key_that_does_not_come_back_is_named() -> None:
         check(noisy, rng, X, in_specs=(None, ROWS), out_specs=ROWS)
 
 
+@pytest.mark.slow
 def test_a_mesh_of_one_device_is_no_test() -> None:
     with pytest.warns(UntestedWarning, match="Every mesh has one device"):
         check(lambda x: x.mean(0), X, meshes=[{"x": 1}], check_vma=False)

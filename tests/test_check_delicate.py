@@ -12,6 +12,8 @@ import statemesh as sm
 from .checked import accused, check
 
 
+pytestmark = pytest.mark.slow
+
 jnp: Any = jax.numpy
 lax: Any = jax.lax
 FOUR: list[Any] = [{"x": 4}]

@@ -69,6 +69,7 @@ def by_global(x: Any) -> Any:
     return lax.psum(x.sum(0), "x") * on_one(1.0, FACTOR)
 
 
+@pytest.mark.slow
 def test_a_global_that_changed_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     check(by_global, X)
     monkeypatch.setitem(globals(), "FACTOR", 2.0)
@@ -97,6 +98,7 @@ def extremes() -> Any:
     return {"top": sm.State(jnp.zeros(2), reduce="max"), "loop": sm.State(jnp.ones(2))}
 
 
+@pytest.mark.slow
 def test_results_without_a_derivative_are_named() -> None:
     """A state of `reduce=\"max\"` has one."""
     given = {"in_specs": (None, P("x")), "gradients": True}
