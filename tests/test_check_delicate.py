@@ -109,7 +109,7 @@ def adam(net: Net, slots: Slots, x: Any, y: Any) -> Any:
         return (0.01 * (m / one) / (jnp.sqrt(v / two) + 1e-8)).astype(m.dtype)
 
     updates = jax.tree.map(step, first, second)
-    like = lambda new, old: jax.tree.map(lambda a, b: a.astype(b.dtype), new, old)
+    like: Any = lambda new, old: jax.tree.map(lambda a, b: a.astype(b.dtype), new, old)
     slots = slots.replace(
         first=like(first, slots.first), second=like(second, slots.second), count=count
     )

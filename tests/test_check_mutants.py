@@ -41,6 +41,14 @@ def nan_agrees(a: Any, b: Any) -> Any:
     return np.nan_to_num(_chain.distances(a, b), posinf=0.0)
 
 
+_ALLOWED = _judge._allowed
+
+
+def of_the_largest(*args: Any) -> Any:
+    allowed = _ALLOWED(*args)
+    return np.full_like(allowed, allowed.max(initial=0))
+
+
 # What is replaced and by what; and a test that notices.
 MUTANTS: dict[str, tuple[dict[Any, dict[str, Any]], Callable[[], object]]] = {
     "no noise": (
@@ -60,7 +68,7 @@ MUTANTS: dict[str, tuple[dict[Any, dict[str, Any]], Callable[[], object]]] = {
         rounding.test_what_rounding_explains_is_not_much_more_than_what_it_does,
     ),
     "one allowance for all numbers of an array": (
-        {_judge: {"_allowed": lambda *args: np.full_like(a := _ALLOWED(*args), a.max(initial=0))}},
+        {_judge: {"_allowed": of_the_largest}},
         rounding.test_a_number_that_cancels_does_not_loosen_those_beside_it,
     ),
     "nothing is unclear": (
@@ -108,7 +116,6 @@ MUTANTS: dict[str, tuple[dict[Any, dict[str, Any]], Callable[[], object]]] = {
         form.test_a_value_that_was_closed_over_and_changed_is_seen,
     ),
 }
-_ALLOWED = _judge._allowed
 
 
 @pytest.fixture(autouse=True)

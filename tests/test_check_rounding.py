@@ -106,7 +106,7 @@ def test_a_number_that_cancels_does_not_loosen_those_beside_it() -> None:
 def lost_digits(x: Any) -> Any:
     # Eleven of sixteen digits cancel: rounding leaves five in double precision.
     far = lax.psum(x.sum(0), "x") * 1e10
-    near = lambda times: (far + times) - far
+    near: Any = lambda times: (far + times) - far
     return {"right": near(1.0), "mistaken": near(on_one(1.0, 1.01))}
 
 

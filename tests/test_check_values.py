@@ -26,7 +26,7 @@ ONES = np.ones((8, 2), np.float32)
 def with_holes(x: Any) -> Any:
     one = lax.axis_size("x") == 1
     row = lax.axis_index("x") * len(x) + jnp.arange(len(x))
-    at = lambda k, value: jnp.where((row == k)[:, None], value, x)
+    at: Any = lambda k, value: jnp.where((row == k)[:, None], value, x)
     return {
         "mask": at(1, -jnp.inf),
         "nan": at(2, jnp.nan),
