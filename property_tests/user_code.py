@@ -34,10 +34,10 @@ class Code:
 
 @dataclasses.dataclass(frozen=True)
 class Mistake:
-    """Code with a mistake, and what the report says of it."""
+    """Code with a mistake, and what the report names: the line, or the result where there is none."""
 
     code: Code
-    guess: str
+    line: str
 
 
 RIGHT: dict[str, Code] = {}
@@ -82,16 +82,16 @@ ONE_RESULT: Any = {"out_specs": (P(), P())}
 RIGHT["share"] = Code(share, counter)
 RIGHT["total"] = Code(total, counter, **ONE_RESULT)
 WRONG["psum dropped"] = Mistake(
-    Code(share_of_the_part, counter), "a sum over the shard's own part is used"
+    Code(share_of_the_part, counter), "return x / (1e-3 + jnp.abs(x).sum())"
 )
 WRONG["psum dropped, result unreduced"] = Mistake(
-    Code(total_unreduced, counter, more=UNCHECKED, **ONE_RESULT), "an unreduced output"
+    Code(total_unreduced, counter, more=UNCHECKED, **ONE_RESULT), "return jnp.abs(x).sum(), seen"
 )
 WRONG["psum twice"] = Mistake(
-    Code(share_reduced_twice, counter, **ONE_RESULT), "too much: reduced twice over 'data'"
+    Code(share_reduced_twice, counter, **ONE_RESULT), "total = jax.lax.psum(jax.lax.psum("
 )
 WRONG["pmean for psum"] = Mistake(
-    Code(share_of_the_mean, counter, **ONE_RESULT), "or pmean where psum is meant"
+    Code(share_of_the_mean, counter, **ONE_RESULT), "return jax.lax.pmean(jnp.abs(x).sum()"
 )
 
 
@@ -129,8 +129,12 @@ def dropout_of_a_shared_key(model: Noisy, x: Any) -> Any:
 
 
 RIGHT["noise"], RIGHT["dropout"] = Code(noise, noisy), Code(dropout, noisy)
-WRONG["key shared"] = Mistake(Code(noise_of_a_shared_key, noisy), "a key is shared")
-WRONG["key shared, dropout"] = Mistake(Code(dropout_of_a_shared_key, noisy), "a key is shared")
+WRONG["key shared"] = Mistake(
+    Code(noise_of_a_shared_key, noisy), "return x + jax.random.normal(key, x.shape)"
+)
+WRONG["key shared, dropout"] = Mistake(
+    Code(dropout_of_a_shared_key, noisy), "return jnp.where(jax.random.bernoulli(key"
+)
 
 
 # Specs
@@ -149,18 +153,18 @@ RIGHT["doubled"] = Code(doubled, counter)
 RIGHT["doubled over both axes"] = Code(doubled, counter, **BOTH)
 RIGHT["folded"] = Code(folded, counter, out_specs=(P(), P()))
 WRONG["input not split"] = Mistake(
-    Code(doubled, counter, in_specs=(None, P())), "an in spec leaves out the axis"
+    Code(doubled, counter, in_specs=(None, P())), "doubled(...)[0]"
 )
 WRONG["input not split, then summed"] = Mistake(
     Code(folded, counter, in_specs=(None, P()), out_specs=(P(), P())),
-    "an in spec leaves the axis out",
+    'return jax.lax.psum(x.sum(0), "data")',
 )
 WRONG["output not split"] = Mistake(
-    Code(doubled, counter, out_specs=(P(), P()), more=UNCHECKED), "leaves 'data' out"
+    Code(doubled, counter, out_specs=(P(), P()), more=UNCHECKED), "doubled(...)[0]"
 )
 WRONG["axes exchanged"] = Mistake(
     Code(doubled, counter, **{**BOTH, "out_specs": (P(("model", "data")), P())}),
-    "the axis names of a spec are exchanged",
+    "doubled(...)[0]",
 )
 
 
@@ -204,8 +208,8 @@ def own_mean(model: Stats, x: Any) -> Any:
 
 
 RIGHT["normalized"] = Code(normalized, stats)
-WRONG["mean of variances"] = Mistake(Code(mean_of_variances, stats), "(a mean of variances)")
-WRONG["mean of the shard's own rows"] = Mistake(Code(own_mean, stats), "a pmean is missing")
+WRONG["mean of variances"] = Mistake(Code(mean_of_variances, stats), "updated(model, mean, x.var(0))")
+WRONG["mean of the shard's own rows"] = Mistake(Code(own_mean, stats), "mean = x.mean(0)")
 
 
 # Training
@@ -240,7 +244,7 @@ def train_reduced_twice(w: Any, x: Any) -> Any:
 RIGHT["train"] = Code(train, weights, **ONE_RESULT)
 RIGHT["train with jax"] = Code(train_with_jax, weights, **ONE_RESULT)
 WRONG["gradient reduced twice"] = Mistake(
-    Code(train_reduced_twice, weights, **ONE_RESULT), "a gradient is reduced already"
+    Code(train_reduced_twice, weights, **ONE_RESULT), 'jax.lax.pmean(grads.value, "data")'
 )
 
 
@@ -263,7 +267,7 @@ def plainly_tracked(seen: Any, x: Any) -> Any:
 PLAIN: Any = {"unsharded": plainly_tracked, "gradients": False}
 RIGHT["tracked"] = Code(tracked, counter, more=PLAIN)
 WRONG["state not returned"] = Mistake(
-    Code(not_returned, counter, more=PLAIN), "the new value is computed and not returned"
+    Code(not_returned, counter, more=PLAIN), "not_returned(...)[1].value"
 )
 
 
@@ -300,10 +304,10 @@ TURNED: Any = {"unsharded": plainly_turned}
 RIGHT["differences"] = Code(differences(1), counter)
 RIGHT["turned"] = Code(turned(1), counter, more=TURNED)
 WRONG["ppermute off by one, edges"] = Mistake(
-    Code(differences(2), counter), "only entries at the edge of a shard's part"
+    Code(differences(2), counter), "before = jax.lax.ppermute("
 )
 WRONG["ppermute off by one, parts"] = Mistake(
-    Code(turned(2), counter, more=TURNED), "a ppermute sends to the wrong neighbour"
+    Code(turned(2), counter, more=TURNED), "return jax.lax.ppermute("
 )
 
 
@@ -320,4 +324,4 @@ def positioned_on_the_shard(seen: Any, x: Any) -> Any:
 
 
 RIGHT["positions"] = Code(positioned, counter)
-WRONG["local row index"] = Mistake(Code(positioned_on_the_shard, counter), "counts its rows from 0")
+WRONG["local row index"] = Mistake(Code(positioned_on_the_shard, counter), "jnp.arange(len(x))")

@@ -158,11 +158,9 @@ def test_gradients_are_compared() -> None:
     wrong = lambda x: same(x)
     check(wrong, X, gradients=False)
     text = report(wrong, X)
-    assert (
-        "On mesh x=2, compared with the function on one device:\n  - the gradient by args[0]: "
-        in text
-    )
-    assert "2 times too much" in text
+    assert "The derivatives stop being those of one device here:" in text
+    assert "same.defvjp(lambda x: (x, None), lambda _, g: (g * jax.lax.axis_size" in text
+    assert "\n  - the gradient by args[0]: float32[8,2], off by " in text
 
 
 def test_later_calls_are_compared() -> None:
@@ -206,23 +204,31 @@ def test_what_goes_wrong_inside_jit_is_found(monkeypatch: pytest.MonkeyPatch) ->
     assert "It agrees on mesh x=2, saved unsharded" in text
 
 
-def test_all_wrong_leaves_and_all_meshes_are_told() -> None:
-    assert (
-        report(centered_here, counter(), np.arange(16, dtype=np.float32).reshape(8, 2), steps=1)
-        == "centered_here: the calls do not agree.\n\n"
-        "On mesh x=2, compared with the function on one device:\n"
-        "  - centered_here(...)[0]: float32[8,2], off by 4 at [0, 0], where it is -3 and should be -7, on "
-        "shard x=0 (1e-12 would be rounding in double precision).\n"
-        "    Probably: right where all shards have the same rows: it depends on a statistic of the shard's "
-        "own rows where that of all rows is meant (a pmean is missing), or on an average of such (a mean of "
-        "variances)."
-    )
+def test_the_line_comes_first_and_then_what_is_off() -> None:
+    lines = report(centered_here, counter(), X, steps=1).splitlines()
+    assert lines[:4] == [
+        "centered_here: the calls do not agree.",
+        "",
+        "On mesh x=2, compared with the function on one device:",
+        "  Values stop being those of one device here:",
+    ]
+    assert lines[4].endswith("test_equivalent.py:49: return x - x.mean(0), seen.set(seen.value + x.sum())")
+    assert "  - centered_here(...)[0]: float32[8,2], off by 0.1478 at [0, 0], where it is " in lines[-1]
+    assert lines[-1].endswith("(1e-12 would be rounding in double precision).")
 
 
-def test_meshes_that_agree_are_told() -> None:
+def test_results_that_are_off_are_counted() -> None:
+    many = lambda x: [x - x.mean(0) * k for k in range(8)]
+    text = report(many, X)
+    assert text.count("\n  - <lambda>(...)") == 4 and text.endswith("\n  and 3 more.")
+
+
+def test_further_meshes_take_a_line() -> None:
     text = report(centered_here, counter(), X, meshes=[{"x": 1}, {"x": 2}, {"x": 8}])
-    assert "On mesh x=2, call 1 of 3" in text and "On mesh x=8, call 1 of 3" in text
-    assert text.endswith("\n\nIt agrees on mesh x=1.")
+    assert "On mesh x=2, call 1 of 3, compared with" in text
+    assert "\n\nOn mesh x=8, call 1 of 3, 1 result is off too.\n\nIt agrees on mesh x=1.\n\n" in text
+    assert text.endswith("From call to call centered_here(...)[1] becomes args[0].")
+    assert len(text.splitlines()) <= 25
 
 
 def test_other_structures_are_told() -> None:

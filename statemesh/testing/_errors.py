@@ -122,14 +122,6 @@ def steps_too_few(steps: int) -> ValueError:
     return ValueError(f"steps: {steps}. Give the number of calls in a row, at least 1.")
 
 
-def other_leaves(name: str, got: Sequence[str], want: Sequence[str]) -> AssertionError:
-    only = [path for path in got if path not in want] + [path for path in want if path not in got]
-    return AssertionError(
-        f"{name}: the sharded call returns {len(got)} arrays, and the call that it is compared with returns "
-        f"{len(want)}. Only one of the two returns: {', '.join(only[:8])}"
-    )
-
-
 def axes_str(sizes: Mapping[Hashable, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in sizes.items())
 

@@ -35,7 +35,7 @@ _CONTROL_FLOW: Mapping[str, Step] = {"cond": cond, "while": while_, "scan": scan
 
 # Equations that run one jaxpr once. Their custom rules for derivatives and for `vmap` are not needed here:
 # JAX differentiates the traced program, never its replay.
-_CALLS = (
+CALLS = (
     *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "composite"),
     *("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call"),
 )
@@ -116,7 +116,7 @@ class Replay:
         name, scope = eqn.primitive.name, frame.scope
         if is_identity(eqn):
             return values
-        if name in _CALLS:
+        if name in CALLS:
             return self.run(called(eqn), values, frame)
         if name in _CONTROL_FLOW:
             return _CONTROL_FLOW[name](self, eqn, values, frame)

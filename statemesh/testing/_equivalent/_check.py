@@ -1,5 +1,6 @@
 """The comparisons that `assert_equivalent` makes."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -12,11 +13,10 @@ from . import _values as values
 from ._calls import Calls
 from ._checked import Checked
 from ._copies import copies_of
-from ._guess import guess
 from ._judge import Judge
 from ._leaves import Leaf
 from ._mismatch import Mismatch
-from ._probe import Probe
+from ._place import located_in, results_on_mesh
 from ._reference import chained
 from ._subject import Subject
 from ._through_files import saved as saved
@@ -48,11 +48,11 @@ class Check:
         if last.one.has_devices:
             self._inside_jit(last)
             self._moved(last, before)
-        for what, make, counts, on_devices in _OTHERS:
-            given = make(asked.args, asked.keep)
+        for other in _OTHERS:
+            given = other.make(asked.args, asked.keep)
             for one in asked.meshes:
-                where = f"{one.where} {what}"
-                self._compared(Calls(self.subject, one, where, given, 1, counts, on_devices))
+                where, how = f"{one.where} {other.what}", (other.counts, other.on_devices)
+                self._compared(Calls(self.subject, one, where, given, 1, *how))
 
     def _compared(self, calls: Calls) -> list[PyTree]:
         """Compare calls on a mesh. They are replayed first: on devices a program that is wrong may hang.
@@ -60,7 +60,8 @@ class Check:
         **Returns:** the results on devices; empty if there are none or if the replay is off already.
         """
         if lines := self._other_form(calls):
-            self._fail(calls, calls.where, 0, [f"  - {line}." for line in lines])
+            lines = [f"  - {line}." for line in lines]
+            self._fail(calls, calls.where, 0, lines, located=False)
             return []
         for step in range(calls.steps):
             if self._replay_fails(calls, step):
@@ -90,7 +91,8 @@ class Check:
         if lines := self.subject.other_form(
             exact.results.types, calls.right.exact[step].results.types
         ):
-            self._fail(calls, calls.where, step, [f"  - {line}." for line in lines])
+            lines = [f"  - {line}." for line in lines]
+            self._fail(calls, calls.where, step, lines, located=False)
             return True
         broken = calls.mesh.broken(step)
         if broken:
@@ -172,21 +174,30 @@ class Check:
         if not found:
             return False
         # Where results are off, their gradient is off in consequence.
-        shown = [one for one in found if one.number < self.subject.count] or found
-        probe = Probe(calls, self.judge, step)
-        lines = [report.mismatch(one, guess(one, probe)) for one in map(probe.on_mesh, shown)]
-        if shown[0].number >= self.subject.count:
-            # For the simple values that Hypothesis shrinks to, the results can be right by chance.
-            others = [one for k, one in probe.mismatches.items() if k < self.subject.count]
-            found_there = report.broken_promises(probe.broken)
-            found_there += [report.mismatch(one, guess(one, probe)) for one in others]
-            lines += [report.WITH_OTHER_VALUES] * bool(found_there) + found_there
-        self._fail(calls, where, step, lines)
+        count = self.subject.count
+        shown = [one for one in found if one.number < count] or found
+        lines = results_on_mesh(calls, shown)
+        self._fail(calls, where, step, lines, of=len(shown), gradient=shown[0].number >= count)
         return True
 
-    def _fail(self, calls: Calls, where: str, step: int, lines: Sequence[str]) -> None:
-        at = f"call {step + 1} of {calls.steps}, " if calls.steps > 1 else ""
-        self.failed.append(report.failed_call(f"{where}, {at}", calls.reference.what, lines))
+    def _fail(
+        self,
+        calls: Calls,
+        where: str,
+        step: int,
+        lines: Sequence[str],
+        *,
+        of: int = 1,
+        gradient: bool = False,
+        located: bool = True,
+    ) -> None:
+        at = f"{where}, call {step + 1} of {calls.steps}, " if calls.steps > 1 else f"{where}, "
+        # The line is the same on every mesh.
+        if self.failed:
+            self.failed.append(report.fails_too(at, of))
+            return
+        place = located_in(calls, step, gradient=gradient) if located else []
+        self.failed.append(report.failed_call(at, calls.reference.what, [*place, *lines]))
 
     def conclude(self) -> Checked:
         """What was checked.
@@ -195,7 +206,8 @@ class Check:
         """
         subject, name = self.subject, self.subject.asked.name
         if self.failed:
-            raise report.not_equivalent(name, self.failed, self.agreed)
+            chained = subject.feed_back if subject.steps > 1 else None
+            raise report.not_equivalent(name, self.failed, self.agreed, chained)
         programs = [subject.programs(one).doubled for one in subject.asked.meshes]
         return Checked(
             agreed=tuple(self.agreed),
@@ -209,10 +221,27 @@ class Check:
         )
 
 
-# The calls with other values: what is said of them, how they are made, which mismatches are mistakes, and
-# whether they are made on devices too. What `jax.lax.pmax` makes of NaN differs between devices.
-_OTHERS: Sequence[tuple[str, Callable[..., Any], Callable[[Mismatch], bool], bool]] = (
-    (report.GENERIC, values.generic, lambda one: True, True),
-    (report.LARGE, values.large, lambda one: one.is_overflow, True),
-    (report.NAN, values.one_nan, lambda one: one.is_number_on_one_device, False),
+@dataclasses.dataclass(frozen=True)
+class _Others:
+    """Other values for the arguments.
+
+    **Attributes:**
+
+    - `what`: what is said of them.
+    - `make`: gives them, from the arguments and the paths that are kept.
+    - `counts`: which mismatches are mistakes.
+    - `on_devices`: whether the function is called on devices with them.
+    """
+
+    what: str
+    make: Callable[..., Any]
+    counts: Callable[[Mismatch], bool]
+    on_devices: bool = True
+
+
+_OTHERS = (
+    _Others(report.GENERIC, values.generic, lambda one: True),
+    _Others(report.LARGE, values.large, lambda one: one.is_overflow),
+    # What `jax.lax.pmax` makes of NaN differs between devices, and is no mistake of the function.
+    _Others(report.NAN, values.one_nan, lambda one: one.is_number_on_one_device, on_devices=False),
 )

@@ -1,7 +1,7 @@
 """An array that differs from the reference, and where."""
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+import math
 from functools import cached_property
 
 import numpy as np
@@ -24,8 +24,6 @@ class Mismatch:
     - `want`: the numbers of the reference.
     - `allowed`: how far rounding may bring each number from the reference.
     - `rounding`: whose rounding that is.
-    - `before`: the numbers before the call, if the array is fed back.
-    - `sizes`: the sizes of the mesh's axes.
     """
 
     number: int
@@ -34,8 +32,6 @@ class Mismatch:
     want: Numbers
     allowed: Numbers
     rounding: Rounding
-    before: Numbers | None = None
-    sizes: Mapping[Hashable, int] = dataclasses.field(default_factory=dict)
 
     @property
     def same_shape(self) -> bool:
@@ -46,12 +42,6 @@ class Mismatch:
         """The difference between each number and the reference; zero where rounding explains it."""
         found = distances(self.got, self.want)
         return np.where(found > self.allowed, found, 0.0)
-
-    @cached_property
-    def tolerance(self) -> float:
-        """The largest of `allowed` that is known."""
-        known = np.where(np.isfinite(self.allowed), self.allowed, 0.0)
-        return float(known.max(initial=0.0))
 
     @cached_property
     def worst(self) -> tuple[int, ...]:
@@ -67,14 +57,14 @@ class Mismatch:
         return [errors.axes_str(shard) for shard in has]
 
     @cached_property
-    def split(self) -> dict[int, int]:
-        """The number of parts of each axis of the array that is split."""
-        shape = self.got.shape
-        steps = [
-            _size(index[d], shape[d]) for _, index in self.leaf.parts[:1] for d in range(len(index))
-        ]
-        counts = {d: shape[d] // step for d, step in enumerate(steps) if step}
-        return {d: count for d, count in counts.items() if count > 1}
+    def size(self) -> float:
+        """The largest difference in parts of the largest number of the reference."""
+        if not self.same_shape:
+            return math.inf
+        known = np.abs(self.want[np.isfinite(np.abs(self.want))])
+        largest = float(known.max(initial=0.0))
+        off = float(np.max(self.deviation, initial=0.0))
+        return off / largest if largest else math.inf
 
     def off(self) -> Numbers:
         """Which numbers differ by more than rounding."""
@@ -93,7 +83,3 @@ class Mismatch:
 
 def _covers(index: tuple[slice, ...], at: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     return all(k in range(*s.indices(n)) for s, k, n in zip(index, at, shape, strict=False))
-
-
-def _size(part: slice, whole: int) -> int:
-    return len(range(*part.indices(whole)))

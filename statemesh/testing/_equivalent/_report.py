@@ -1,25 +1,25 @@
-"""The words of a failed check: where results differ, and the probable cause."""
+"""The words of a failed check: where in the program it goes wrong, and which results are off."""
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 from .. import _errors as errors
 from .._emulate._promises import Broken
+from .._locate._located import Located
+from ._feedback import FeedBack
 from ._mismatch import Mismatch
 
 
-UNREDUCED = (
-    "    Probably: an unreduced output. Reduce it inside (jax.lax.psum, pmean), let a state's `reduce` do "
-    "it, or name the axes in the out spec."
-)
+UNREDUCED = "    Reduce it inside (jax.lax.psum, pmean), let a state's `reduce` do it, or name the axes in the out spec."
 UNEVEN = "    Some shards would wait in these collectives for others that never come."
+
+# So many lines on results that are off; the others are counted.
+MOST_RESULTS = 4
 
 # What results are compared with.
 ONE_DEVICE = "the function on one device"
 UNSHARDED = "the unsharded function"
 EMULATED = "what emulate gives"
-
-WITH_OTHER_VALUES = "With other values the results differ too:"
 
 # The calls with other values than the given ones.
 GENERIC = "with generic values"
@@ -27,24 +27,48 @@ LARGE = "with large values"
 NAN = "with one NaN"
 
 
-def not_equivalent(name: str, failed: Sequence[str], agreed: Sequence[str]) -> AssertionError:
+def not_equivalent(
+    name: str, failed: Sequence[str], agreed: Sequence[str], fed_back: FeedBack | None
+) -> AssertionError:
     good = f"\n\nIt agrees {', '.join(agreed)}." if agreed else ""
-    return AssertionError(f"{name}: the calls do not agree.\n\n" + "\n\n".join(failed) + good)
+    chained = f"\n\nFrom call to call {fed_back.describe()}." if fed_back else ""
+    head = f"{name}: the calls do not agree.\n\n"
+    return AssertionError(head + "\n\n".join(failed) + good + chained)
 
 
-def failed_call(where: str, against: str, leaves: Sequence[str]) -> str:
+def failed_call(where: str, against: str, lines: Sequence[str]) -> str:
     head = f"{where[0].upper()}{where[1:]}compared with {against}:"
-    return "\n".join([head, *leaves])
+    return "\n".join([head, *lines])
 
 
-def mismatch(one: Mismatch, cause: str | None) -> str:
-    """A line on an array that is off, and the probable cause."""
+def fails_too(where: str, count: int) -> str:
+    """A line on a further mesh."""
+    return f"{where[0].upper()}{where[1:]}{_results(count)} off too."
+
+
+def located(found: Located, *, generic: bool) -> list[str]:
+    """Lines on the place in the program."""
+    lines = [f"  {line}" for line in str(found).splitlines()]
+    return ["  With generic values:", *lines] if generic else lines
+
+
+def results(shown: Sequence[Mismatch]) -> list[str]:
+    """Lines on the results that are off, the largest differences first."""
+    lines = [_result(one) for one in shown[:MOST_RESULTS]]
+    more = len(shown) - MOST_RESULTS
+    return [*lines, f"  and {more} more."] if more > 0 else lines
+
+
+def _results(count: int) -> str:
+    return "1 result is" if count == 1 else f"{count} results are"
+
+
+def _result(one: Mismatch) -> str:
     shape = ",".join(map(str, one.got.shape))
     head = f"  - {one.leaf.path}: {one.leaf.dtype}[{shape}]"
-    probably = f"\n    Probably: {cause}" if cause else ""
     if not one.same_shape:
-        return f"{head}, of shape {one.got.shape}, should be {one.want.shape}.{probably}"
-    return f"{head}, {_off(one)}.{probably}"
+        return f"{head}, of shape {one.got.shape}, should be {one.want.shape}."
+    return f"{head}, {_off(one)}."
 
 
 def _off(one: Mismatch) -> str:
@@ -80,7 +104,7 @@ def broken_promises(found: Sequence[Broken]) -> list[str]:
     lines = [
         errors.uneven_line(one.control, one.collectives, one.unequal)
         if one.control
-        else errors.unequal_line(one.unequal)
+        else errors.unequal_line(one.unequal).replace("(...).results", "(...)")
         for one in found
     ]
     if not found:
@@ -90,97 +114,3 @@ def broken_promises(found: Sequence[Broken]) -> list[str]:
 
 def _short(x: object) -> str:
     return f"{x:.6g}" if isinstance(x, float | complex) else str(x)
-
-
-def guess_longer(axis: int, times: int, names: Sequence[Sequence[Hashable]]) -> str:
-    return (
-        f"axis {axis} is {times} times as long, once for each shard along {_or(names)}: an in spec leaves "
-        "out the axis over which the argument is meant to be split, or an out spec names it although every "
-        "shard has the whole result."
-    )
-
-
-def guess_shorter(axis: int, times: int, names: Sequence[Sequence[Hashable]]) -> str:
-    return (
-        f"axis {axis} is one of {times} parts: the out spec leaves {_or(names)} out, over which the result "
-        "is split."
-    )
-
-
-def guess_unchanged() -> str:
-    return "it came back as it went in: the new value is computed and not returned."
-
-
-def guess_factor(times: int, more: bool, names: Sequence[Sequence[Hashable]], added: bool) -> str:
-    what = "what is added to it" if added else "it"
-    if more:
-        return (
-            f"{what} is {times} times too much: reduced twice over {_or(names)}, or summed over it although "
-            "every shard has the same (a gradient is reduced already; an in spec leaves the axis out)."
-        )
-    return (
-        f"{what} is 1/{times} of what it should be: not reduced over {_or(names)}, or pmean where psum is "
-        "meant."
-    )
-
-
-def guess_shifted(by: int) -> str:
-    return (
-        f"every shard has what belongs to the one {by} before it, counted around: a ppermute sends to the "
-        "wrong neighbour."
-    )
-
-
-def guess_permuted() -> str:
-    return "the parts of the shards are right, but in another order: the axis names of a spec are exchanged."
-
-
-def guess_statistic() -> str:
-    return (
-        "right where all shards have the same rows: a statistic of each shard is averaged although that of "
-        "all rows is no average (a mean of variances). Average what the formula sums: the mean and the mean "
-        "of squares."
-    )
-
-
-def guess_own_mean() -> str:
-    return (
-        "right where all shards have the same rows: it depends on a statistic of the shard's own rows where "
-        "that of all rows is meant (a pmean is missing), or on an average of such (a mean of variances)."
-    )
-
-
-def guess_own_sum(names: Sequence[Sequence[Hashable]]) -> str:
-    return (
-        f"a sum over the shard's own part is used where that over all is meant: jax.lax.psum over "
-        f"{_or(names)} is missing, or there twice."
-    )
-
-
-def guess_key() -> str:
-    return (
-        "every shard draws the same random numbers: a key is shared. Draw from rng.rows(n, axis_name), one "
-        "key for each row whatever the mesh."
-    )
-
-
-def guess_rows() -> str:
-    return (
-        "every shard counts its rows from 0: add jax.lax.axis_index(axis_name) * the number of rows of a "
-        "shard."
-    )
-
-
-def guess_edges(axis: int) -> str:
-    return (
-        f"only entries at the edge of a shard's part of axis {axis} are wrong: what comes from the next "
-        "shard is another one's (ppermute, off by one)."
-    )
-
-
-def guess_some(shard: str) -> str:
-    return f"only shard {shard} is right: the others do not get what it has (psum or all_gather is missing)."
-
-
-def _or(names: Sequence[Sequence[Hashable]]) -> str:
-    return " or ".join(" and ".join(map(repr, some)) for some in names)

@@ -13,7 +13,7 @@ from .. import _errors as errors
 from .._emulate._arithmetic import is_inexact
 from .._emulate._doubled import Doubled, widened
 from .._emulate._trace import is_array_or_type
-from .._types import Fun, Numbers, PyTree, tree_util
+from .._types import Fun, PyTree, tree_util
 from . import _report as report
 from ._feedback import FeedBack, LeafSpec, Named, find, leaf_specs
 from ._form import form_differences
@@ -25,7 +25,7 @@ from ._gradients import (
     learns,
     selection,
 )
-from ._leaves import Leaf, is_number_or_type, leaves_of, numbers
+from ._leaves import Leaf, is_number_or_type, leaves_of
 from ._programs import OnMesh, Programs, selected, within_jit
 from ._reference import Args, Plain, Traced
 from ._untested import Made, left_out, never_finite, untested
@@ -193,12 +193,6 @@ class Subject:
         leaves = tree_util.tree_leaves(self.form)
         found = [k for k, x in enumerate(leaves) if is_number_or_type(x)]
         return {leaf: number for number, leaf in enumerate(found)}
-
-    def before(self, given: Args) -> dict[int, Numbers]:
-        """The numbers that are fed back, by the number of the array in the results."""
-        old, at = tree_util.tree_leaves(given), self._array_numbers()
-        pairs = self.feed_back.numbers
-        return {at[result]: numbers(old[argument]) for argument, result in pairs if result in at}
 
     def other_form(self, results: PyTree, right: PyTree) -> list[str]:
         """What differs from the reference in structure, dtypes or static values."""

@@ -1,0 +1,78 @@
+"""The line of the user's code that an equation comes from."""
+
+import dataclasses
+import functools
+import linecache
+import os
+import site
+import sysconfig
+from typing import Any
+
+import statemesh as sm
+
+from .._emulate._jaxprs import Equation
+
+
+# Files under these folders are not the user's.
+_OWN = os.path.dirname(str(sm.__file__)) + os.sep
+_LIBRARIES = tuple(
+    {
+        _OWN,
+        *(sysconfig.get_paths()[key] + os.sep for key in ("stdlib", "purelib", "platlib")),
+        *(folder + os.sep for folder in site.getsitepackages()),
+    }
+)
+# Code without a file: what decorators and imports generate.
+_GENERATED = ("<@", "<frozen", "<string>")
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Line:
+    """A line of source code.
+
+    **Attributes:**
+
+    - `file`, `number`: where it is.
+    """
+
+    file: str
+    number: int
+
+    @property
+    def source(self) -> str:
+        return linecache.getline(self.file, self.number).strip()
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.number}"
+
+
+@functools.cache
+def is_library(file: str) -> bool:
+    """Whether a file belongs to a library, so that the line that a user wants is the one that called it."""
+    return file.startswith(_GENERATED) or file.startswith(_LIBRARIES)
+
+
+def line_of(eqn: Equation) -> Line | None:
+    """The innermost line of the user's among the calls that made an equation."""
+    # JAX keeps with each equation the Python frames in which it was traced, the innermost first.
+    traceback: Any = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if not is_library(frame.file_name):
+            return Line(frame.file_name, frame.line_num)
+    return None
+
+
+def by_statemesh(eqn: Equation) -> bool:
+    """Whether code of statemesh stands between the user's line and an equation."""
+    traceback: Any = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if frame.file_name.startswith(_OWN):
+            return True
+        if not is_library(frame.file_name):
+            return False
+    return False
+
+
+def is_transposed(eqn: Equation) -> bool:
+    """Whether an equation belongs to the backward pass: its line is that of the forward equation."""
+    return "transpose(" in str(eqn.source_info.name_stack)

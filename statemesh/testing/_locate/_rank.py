@@ -1,0 +1,184 @@
+"""The places at which values stop being those of one device, the likeliest first."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from . import _words as words
+from ._comparison import Comparison
+from ._flat import Step
+from ._lines import Line
+from ._located import Place
+from ._mend import REDUCTIONS, Mended, Mender, is_equal, reduced
+from ._rounds import inside, lines_of_carry
+from ._suspects import Group, Suspects
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tried:
+    """A line, and what comes of putting it right."""
+
+    group: Group
+    mended: Mended
+    number: int
+
+
+def places(found: Comparison, most: int = 3) -> tuple[list[Place], str | None]:
+    """The likeliest places, and what puts all results right if that is sure."""
+    suspects = Suspects(found)
+    groups = suspects.groups()
+    gradients = suspects.handed_over()
+    first_ones = sorted(groups, key=lambda group: not group.is_first)
+    mender = Mender(found, [gradients, *first_ones] if gradients else first_ones)
+    tried = [one for one in _tried(mender, groups) if one.group.line is not None]
+    if gradients and (mended := mender.try_right(gradients)).all:
+        tried = [_Tried(gradients, mended, -1), *tried]
+    if not tried:
+        return [], None
+    chosen: list[_Tried] = []
+    for one in _in_order(suspects, tried, found.matched):
+        if one.group.line not in [other.group.line for other in chosen]:
+            chosen.append(one)
+    first = chosen[0]
+    reason = next(filter(None, (_cause(found, mender, one.group) for one in chosen[:2])), None)
+    if reason:
+        # Nothing is left to explain.
+        chosen = chosen[:2]
+    made: list[Place] = []
+    for one in chosen[:most]:
+        deeper, why = _deeper(found, suspects, one.group, most)
+        if deeper and one is first:
+            reason = why
+        made += deeper or [_place(found, one.group)]
+    unique = {(place.file, place.line): place for place in reversed(made)}
+    kept = [place for place in made if unique[place.file, place.line] is place]
+    return kept[:most], reason
+
+
+def _tried(mender: Mender, groups: Sequence[Group]) -> Iterator[_Tried]:
+    done = False
+    for number, group in enumerate(groups):
+        # Lines after one that puts everything right would do so too.
+        mended = Mended() if done else mender.try_right(group)
+        yield _Tried(group, mended, number)
+        done = done or (mended.all and mended.plain and not group.is_partial)
+
+
+def _in_order(suspects: Suspects, tried: Sequence[_Tried], matched: bool) -> Iterator[_Tried]:
+    """The likeliest first."""
+    # Where a line is wrong and its derivative too, no line by itself puts all right.
+    mending = [one for one in tried if one.mended.all] or [one for one in tried if one.mended.right]
+    # Where a value is no longer related to that on one device.
+    breaking = [one for one in mending if not one.group.is_partial]
+    # A line that picks by the index of a shard may well make what one device has not.
+    breaking.sort(key=lambda one: not (one.mended.plain or one.group.is_sure))
+    firsts = [one for one in tried if one.group.is_first]
+    firsts.sort(key=lambda one: (not one.group.is_sure, -one.mended.right, one.number))
+    if not breaking or not breaking[0].group.is_first:
+        # What is wrong happens before the line that can be put right.
+        end = breaking[0].number if breaking else len(tried)
+        earlier = [one for one in firsts if one.group.is_sure and one.number < end]
+        breaking = [*sorted(earlier, key=lambda one: one.number)[:1], *breaking, *firsts]
+    # Where a partial result comes from that is used as if it were whole, or a multiple.
+    partial = [one for one in mending if one.group.is_partial and not one.group.transposed]
+    origins = suspects.origins(breaking[0].group) if breaking else []
+    yield from [one for one in mending if one.number < 0]
+    yield from [one for one in partial if one.group.is_multiple][:1]
+    yield from [one for one in partial if one.group.line in origins and one.mended.plain][:1]
+    yield from breaking[:1]
+    yield from partial[:1]
+    if not matched:
+        # One device moves nothing, so that moves are never compared.
+        yield from [one for one in tried if one.group.moves][:1]
+    yield from breaking[1:2]
+    yield from firsts[:2]
+    if not any(one.group.is_sure for one in firsts):
+        # The index itself may be mistaken.
+        yield from [one for one in tried if one.group.is_index][:1]
+    first = (breaking or partial or tried)[0]
+    lines = suspects.readers(first.group)[:1]
+    yield from [one for one in tried if one.group.line in lines]
+    yield from firsts
+    if not mending:
+        yield from tried
+
+
+def _deeper(
+    found: Comparison, suspects: Suspects, group: Group, most: int
+) -> tuple[list[Place], str | None]:
+    """The places inside a loop or branch that is the first of a line."""
+    step = next((step for step in group.steps if step in found.operands), None)
+    if step is None or step not in suspects.first:
+        return [], None
+    within = inside(found, step)
+    if within is None:
+        lines = lines_of_carry(found, step)
+        whole = _place(found, dataclasses.replace(group, steps=[step]))
+        return [_inside_of(whole, line) for line in lines[: most - 1]] + [whole] * bool(lines), None
+    made, reason = places(within.found, most)
+    if within.round is not None:
+        made = [dataclasses.replace(place, step=within.round) for place in made]
+    return made, reason
+
+
+def _inside_of(place: Place, line: Line) -> Place:
+    """A line inside of a loop."""
+    return dataclasses.replace(place, file=line.file, line=line.number, source=line.source)
+
+
+def _shown(found: Comparison, group: Group) -> tuple[Step, int]:
+    """The step and the value that show best what is off."""
+    unrelated = [
+        (step, x)
+        for step in group.steps
+        for x in step.results
+        if x in found.kept and found.relations[x] is None and x not in found.indices
+    ]
+    # Of what is related but partial, what the line hands on.
+    related = [
+        (step, x)
+        for step in reversed(group.steps)
+        for x in step.results
+        if x in found.kept and x in group.values
+    ]
+    both = [*unrelated, *related]
+    return next(iter(both), (group.steps[0], group.steps[0].results[0]))
+
+
+def _place(found: Comparison, group: Group) -> Place:
+    step, value = _shown(found, group)
+    assert group.line is not None
+    got = want = shards = note = ""
+    if value in found.kept:
+        got, want, shards = words.numbers(found, value)
+    known = found.relations.get(value)
+    if known is not None:
+        note = words.partial(known)
+    return Place(
+        file=group.line.file,
+        line=group.line.number,
+        source=group.line.source,
+        operation=words.operation(step),
+        got=got,
+        want=want,
+        shards=shards,
+        note=note,
+    )
+
+
+def _cause(found: Comparison, mender: Mender, group: Group) -> str | None:
+    """What puts all results right, if exactly one simple change does."""
+    values = [x for x in group.values if x in mender.points]
+    if not values:
+        return None
+    confirmed = []
+    for name, size in found.scopes[values[0]].sizes.items():
+        for collective in REDUCTIONS:
+            tried = {x: reduced(found, x, collective, name) for x in values}
+            changed = {x: new for x, new in tried.items() if new is not None}
+            if len(changed) == len(values) and mender.run(changed).all:
+                confirmed.append(words.reduced(collective, name, group.line))
+        for factor in (size, 1 / size) if size > 1 else ():
+            scaled = {x: found.kept[x].got * factor for x in values if is_equal(found, x, name)}
+            if len(scaled) == len(values) and mender.run(scaled).all:
+                confirmed.append(words.scaled(size, factor > 1, group.line))
+    return confirmed[0] if len(confirmed) == 1 else None

@@ -1,0 +1,138 @@
+"""Every word of a report of `locate`."""
+
+from collections.abc import Hashable, Mapping, Sequence
+
+import numpy as np
+
+from .. import _errors as errors
+from .._types import AnyLeaf, Numbers
+from ._comparison import Comparison
+from ._flat import Step
+from ._lines import Line
+from ._mend import right_values
+from ._relations import Relation
+from ._values import as_numbers
+
+
+_OPERATIONS: Mapping[str, str] = {
+    "dot_general": "a matrix product",
+    "conv_general_dilated": "a convolution",
+    "reduce_sum": "a sum",
+    "reduce_max": "a maximum",
+    "reduce_min": "a minimum",
+    "psum": "a sum over shards",
+    "psum_invariant": "a sum over shards",
+    "pmax": "a maximum over shards",
+    "pmin": "a minimum over shards",
+    "all_gather": "a gathering from all shards",
+    "all_gather_invariant": "a gathering from all shards",
+    "reduce_scatter": "a sum over shards, scattered",
+    "ppermute": "a move between shards",
+    "all_to_all": "an exchange between shards",
+    "axis_index": "the index of a shard",
+    "random_bits": "random numbers",
+    "random_fold_in": "a new key",
+    "random_split": "new keys",
+    "random_wrap": "a key",
+    "iota": "numbers counted from 0",
+    "split": "an argument, split by its in spec",
+    "join": "a result, put together by its out spec",
+    "add": "a sum of two",
+    "add_any": "a sum of two",
+    "sub": "a difference",
+    "mul": "a product",
+    "div": "a quotient",
+    "select_n": "a choice",
+    "gather": "an indexing",
+    "dynamic_slice": "an indexing",
+    "scan": "a loop",
+    "while": "a loop",
+    "cond": "a branch",
+}
+
+_PARTIAL: Mapping[str, str] = {
+    "sum": "the sum over {} of what shards have is the value on one device",
+    "mean": "the mean over {} of what shards have is the value on one device",
+    "max": "the maximum over {} of what shards have is the value on one device",
+    "min": "the minimum over {} of what shards have is the value on one device",
+    "turned": "shards along {} have the parts of other shards",
+    "one": "one shard along {} has the value on one device",
+}
+
+
+def operation(step: Step) -> str:
+    """What a step computes."""
+    name = _OPERATIONS.get(step.name, f"`{step.name}`")
+    inside = f", in `{step.caller.lstrip('_')}`" if step.caller else ""
+    return (
+        f"{name}{inside}, in the derivative of this line" if step.transposed else f"{name}{inside}"
+    )
+
+
+def partial(known: Relation) -> str:
+    """What a value is that is no part of the value on one device."""
+    words = [_PARTIAL[kind].format(repr(name)) for name, kind, _ in known.kinds if kind in _PARTIAL]
+    if known.factor != 1:
+        words.append(f"shards have {known.factor:.6g} times the value on one device")
+    return "; ".join(words)
+
+
+def numbers(found: Comparison, value: int) -> tuple[str, str, str]:
+    """What some shards have where they are most off, what they should have, and which shards these are."""
+    pair, scope = found.kept[value], found.scopes[value]
+    right = next(right_values(found, value), None)
+    if right is None:
+        there = "nothing that belongs to it" if pair.want is None else _array(pair.want.shape)
+        return f"{_array(pair.got.shape[len(scope.sizes) :])} on each shard", there, ""
+    want = right.numbers
+    if not want.size:
+        return "an empty array", "an empty array", ""
+    with np.errstate(invalid="ignore"):
+        off = np.abs(pair.got.astype(float) - want.astype(float))
+    same = (pair.got == want) | ((pair.got != pair.got) & (want != want))
+    off = np.where(same, -1.0, np.where(np.isnan(off), np.inf, off))
+    worst = np.unravel_index(int(np.argmax(off)), off.shape)
+    count = len(scope.sizes)
+    local = tuple(map(int, worst[count:]))
+    at = f" at {list(local)}" if local else ""
+    shards = sorted(np.ndindex(pair.got.shape[:count]), key=lambda one: -off[(*one, *local)])[:2]
+    shards.sort()
+    names = list(scope.sizes)
+    got = ", ".join(f"{_shown(pair.got[(*one, *local)])} on {_shard(names, one)}" for one in shards)
+    goals = list(dict.fromkeys(_shown(want[(*one, *local)]) for one in shards))
+    goal = " and ".join(goals)
+    return got + at, goal, "; ".join(_shard(names, one) for one in shards)
+
+
+A_RESULT = "this result, made by no line of yours"
+
+
+def whole_values(got: AnyLeaf, want: Numbers) -> tuple[str, str]:
+    """Two results, with what tells them apart."""
+    if got.shape != want.shape or str(got.dtype) != str(want.dtype):
+        return f"{got.dtype}{list(got.shape)}", f"{want.dtype}{list(want.shape)}"
+    off = np.asarray(as_numbers(got) != as_numbers(want))
+    at = tuple(map(int, np.unravel_index(int(np.argmax(off)), off.shape)))
+    where = f" at {list(at)}" if at else ""
+    return _shown(as_numbers(got)[at]) + where, _shown(as_numbers(want)[at])
+
+
+def _shard(names: Sequence[Hashable], index: Sequence[int]) -> str:
+    return errors.axes_str(dict(zip(names, map(int, index), strict=True))) or "one device"
+
+
+def _shown(x: Numbers) -> str:
+    return f"{x:.6g}" if x.dtype.kind == "f" else str(x)
+
+
+def _array(shape: Sequence[int]) -> str:
+    return f"an array [{', '.join(map(str, shape))}]"
+
+
+def reduced(collective: str, name: Hashable, line: Line | None) -> str:
+    return f"with jax.lax.{collective}(..., {name!r}) at {line}, all results are right"
+
+
+def scaled(size: int, up: bool, line: Line | None) -> str:
+    what = "multiplied" if up else "divided"
+    return f"{what} by the number of shards, {size}, at {line}, all results are right"
