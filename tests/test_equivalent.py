@@ -212,8 +212,13 @@ def test_the_line_comes_first_and_then_what_is_off() -> None:
         "On mesh x=2, compared with the function on one device:",
         "  Values stop being those of one device here:",
     ]
-    assert lines[4].endswith("test_equivalent.py:49: return x - x.mean(0), seen.set(seen.value + x.sum())")
-    assert "  - centered_here(...)[0]: float32[8,2], off by 0.1478 at [0, 0], where it is " in lines[-1]
+    assert lines[4].endswith(
+        "test_equivalent.py:49: return x - x.mean(0), seen.set(seen.value + x.sum())"
+    )
+    assert (
+        "  - centered_here(...)[0]: float32[8,2], off by 0.1478 at [0, 0], where it is "
+        in lines[-1]
+    )
     assert lines[-1].endswith("(1e-12 would be rounding in double precision).")
 
 
@@ -226,7 +231,9 @@ def test_results_that_are_off_are_counted() -> None:
 def test_further_meshes_take_a_line() -> None:
     text = report(centered_here, counter(), X, meshes=[{"x": 1}, {"x": 2}, {"x": 8}])
     assert "On mesh x=2, call 1 of 3, compared with" in text
-    assert "\n\nOn mesh x=8, call 1 of 3, 1 result is off too.\n\nIt agrees on mesh x=1.\n\n" in text
+    assert (
+        "\n\nOn mesh x=8, call 1 of 3, 1 result is off too.\n\nIt agrees on mesh x=1.\n\n" in text
+    )
     assert text.endswith("From call to call centered_here(...)[1] becomes args[0].")
     assert len(text.splitlines()) <= 25
 
