@@ -1,4 +1,4 @@
-"""Thousands of random programs that are right, under `assert_equivalent`: each alarm is a false one. Run by hand.
+"""Thousands of random programs that are right: `assert_equivalent` should accuse none of them; run by hand.
 
 python -m property_tests.deep_checks --programs 10000 --seconds 1500
 """

@@ -1,4 +1,4 @@
-"""The check tells mistakes from rounding: in narrow dtypes, in large arrays, beside large numbers, where digits cancel."""
+"""The check tells mistakes from rounding: in narrow dtypes, beside large numbers, and where digits cancel."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def sums(x: Any) -> Any:
     }
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_mistakes_in_every_dtype_are_found(dtype: str) -> None:
     mistakes = {"nothing", "negative", "averaged", "twice", "largest", "first_row", "own_spread"}
     assert accused(sums, rows(dtype), meshes=FOUR) == mistakes
@@ -61,12 +61,15 @@ def doubled_gradient(x: Any) -> Any:
     return lax.psum((on_one(x, 2 * x - held) * held).sum(0), "x")
 
 
-@pytest.mark.parametrize("fun", [forgotten_gradient, doubled_gradient])
+@pytest.mark.parametrize(
+    "fun", [forgotten_gradient, pytest.param(doubled_gradient, marks=pytest.mark.slow)]
+)
 def test_mistakes_of_the_gradient_in_bfloat16_are_found(fun: Any) -> None:
     text = report(fun, rows("bfloat16"), meshes=FOUR, gradients=True)
     assert "the gradient by args[0]: bfloat16[64,16]" in text
 
 
+@pytest.mark.slow
 def test_a_small_part_of_a_large_array_is_found() -> None:
     x = np.cos(np.arange(1024 * 1024, dtype=np.float32)).reshape(1024, 1024)
     text = report(lambda x: x * on_one(1.0, 1.0003), x, out_specs=P("x"))
@@ -79,6 +82,7 @@ def masked(x: Any) -> Any:
     return {name: jnp.concatenate([one, hidden], 1) for name, one in logits.items()}
 
 
+@pytest.mark.slow
 def test_a_large_number_does_not_hide_those_beside_it() -> None:
     assert accused(masked, X, out_specs=P("x")) == {"mistaken"}
 
@@ -86,7 +90,7 @@ def test_a_large_number_does_not_hide_those_beside_it() -> None:
 def with_one_that_cancels(x: Any) -> Any:
     total = lax.psum(x.sum(), "x")
     # Of this number, a sum of what is left of a mean, no digit is more than rounding.
-    nothing = lax.psum((x - total / 16).sum(), "x") * 1e3
+    nothing = lax.psum((x - total / 16).sum(), "x") * 1e14
     right = lax.psum(x.sum(0), "x")
     return {
         "right": jnp.append(right, nothing),
@@ -95,13 +99,14 @@ def with_one_that_cancels(x: Any) -> Any:
 
 
 def test_a_number_that_cancels_does_not_loosen_those_beside_it() -> None:
+    assert "On mesh x=2, compared with" in report(with_one_that_cancels, X)
     assert accused(with_one_that_cancels, X) == {"mistaken"}
 
 
 def lost_digits(x: Any) -> Any:
     # Eleven of sixteen digits cancel: rounding leaves five in double precision.
     far = lax.psum(x.sum(0), "x") * 1e10
-    near = lambda times: (far + times) - far
+    near: Any = lambda times: (far + times) - far
     return {"right": near(1.0), "mistaken": near(on_one(1.0, 1.01))}
 
 
@@ -114,6 +119,7 @@ def in_half(x: Any) -> Any:
     return {"right": total, "mistaken": on_one(total, total.astype(jnp.float16)).astype(x.dtype)}
 
 
+@pytest.mark.slow
 def test_a_narrow_dtype_on_the_mesh_only_is_found() -> None:
     assert accused(in_half, rows("float32")) == {"mistaken"}
 
@@ -164,6 +170,7 @@ def far(x: Any) -> Any:
     return {"far": (lax.psum(jnp.square(x).sum(0), "x") + 1e7) - 1e7}
 
 
+@pytest.mark.slow
 def test_numbers_that_only_double_precision_shows_are_named() -> None:
     checked = check(far, X * 0.77, meshes=FOUR)
     assert checked.unjudged == {}
@@ -192,6 +199,7 @@ def within(x: Any) -> Any:
     }
 
 
+@pytest.mark.slow
 def test_a_tolerance_is_relative_to_the_numbers() -> None:
     """Also for integers and booleans that are computed from floats, but for no others."""
     found = accused(within, X, tolerance=0.1)

@@ -1,4 +1,4 @@
-"""The check calls a function with values that are not so simple: generic ones, large ones, NaN and infinities."""
+"""The check calls a function with other values: generic ones, large ones, NaN and infinities."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ ONES = np.ones((8, 2), np.float32)
 def with_holes(x: Any) -> Any:
     one = lax.axis_size("x") == 1
     row = lax.axis_index("x") * len(x) + jnp.arange(len(x))
-    at = lambda k, value: jnp.where((row == k)[:, None], value, x)
+    at: Any = lambda k, value: jnp.where((row == k)[:, None], value, x)
     return {
         "mask": at(1, -jnp.inf),
         "nan": at(2, jnp.nan),
@@ -51,6 +51,7 @@ def test_nan_and_infinities_agree_only_in_the_same_places() -> None:
     assert not found & right
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_mask_is_compared() -> None:
     def masked(x: Any) -> Any:
         kept = jnp.where(x > 0, x, -jnp.inf)
@@ -59,6 +60,7 @@ def test_the_gradient_of_a_mask_is_compared() -> None:
     check(masked, X, out_specs=P("x"), gradients=True)
 
 
+@pytest.mark.slow
 def test_arguments_may_hold_nan_and_infinities() -> None:
     x = np.concatenate([X, [[np.nan, np.inf], [-np.inf, 1]]]).astype(np.float32)
     check(
@@ -84,13 +86,14 @@ def average_of_variances(x: Any) -> Any:
     return {"mistaken": lax.pmean(x.var(0), "x"), "right": lax.pmean(jnp.square(x).mean(0), "x")}
 
 
-@pytest.mark.parametrize("value", [0, 1, -2.5])
+@pytest.mark.parametrize("value", [1, pytest.param(-2.5, marks=pytest.mark.slow)])
 def test_equal_numbers_do_not_hide_mistakes(value: float) -> None:
     text = report(average_of_variances, value * ONES)
     assert "On mesh x=2 with generic values" in text
     assert accused(average_of_variances, value * ONES) == {"mistaken"}
 
 
+@pytest.mark.slow
 def test_equal_integers_do_not_either() -> None:
     def several(x: Any) -> Any:
         return {"right": lax.psum(x.sum(0), "x"), "mistaken": lax.psum(len(x) * x[0], "x")}
@@ -102,6 +105,7 @@ def sum_if_alike(pair: Any, x: Any) -> Any:
     return lax.psum(jnp.where(pair[0] == pair[1], x.sum(0), x.var(0)), "x")
 
 
+@pytest.mark.slow
 def test_arguments_that_must_keep_their_values_can_be_named() -> None:
     specs = (None, P("x"))
     text = report(sum_if_alike, ONES[0], X, in_specs=specs)
@@ -120,6 +124,7 @@ def half_means(x: Any) -> Any:
     }
 
 
+@pytest.mark.slow
 def test_an_overflow_of_float16_on_the_mesh_is_found() -> None:
     text = report(half_means, jnp.asarray(X, jnp.float16), meshes=[{"x": 4}])
     assert "with large values" in text
@@ -134,12 +139,14 @@ def skips_updates(x: Any) -> Any:
     return {"right": jnp.where(everywhere, x, old), "mistaken": jnp.where(here, x, old)}
 
 
+@pytest.mark.slow
 def test_a_shard_that_does_not_hear_of_nan_elsewhere_is_found() -> None:
     text = report(skips_updates, X, out_specs=P("x"))
     assert "On mesh x=2 with one NaN" in text
     assert accused(skips_updates, X, out_specs=P("x")) == {"mistaken"}
 
 
+@pytest.mark.slow
 def test_nan_that_pmax_passes_over_accuses_nobody() -> None:
     """Devices of some kinds pass over NaN in `jax.lax.pmax`."""
 

@@ -10,9 +10,7 @@ from ._feedback import FeedBack
 from ._mismatch import Mismatch
 
 
-UNREDUCED = (
-    "    Reduce it inside (jax.lax.psum, pmean), let a state's `reduce` do it, or name its axes in the spec."
-)
+UNREDUCED = "    Reduce it (jax.lax.psum, pmean), let a state's `reduce` do it, or name its axes in the spec."
 UNEVEN = "    Some shards would wait in these collectives for others that never come."
 
 # So many lines on results that are off; the others are counted.

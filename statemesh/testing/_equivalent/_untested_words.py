@@ -38,6 +38,6 @@ def key_not_returned(path: str) -> str:
 
 def never_finite(path: str) -> str:
     return (
-        f"{path}: no call gave a finite number here, and NaN agrees with NaN, so that what is computed is not "
-        "tested. Give arguments for which it is finite."
+        f"{path}: no call gave a finite number here, and NaN agrees with NaN, so that what is computed is "
+        "not tested. Give arguments for which it is finite."
     )
