@@ -139,7 +139,7 @@ def test_copies_that_differ_are_found_on_every_mesh() -> None:
     assert (
         "is one copy for all shards along 'x', but differs by 3 at [0] between x=0 and x=3" in text
     )
-    assert "Reduce it inside (jax.lax.psum, pmean)" in text
+    assert "Reduce it (jax.lax.psum, pmean)" in text
 
 
 @pytest.mark.slow

@@ -75,4 +75,4 @@ def _is_simple(args: Args) -> bool:
 def _repeats(x: PyTree) -> bool:
     if not eqx.is_array(x) or not jnp.issubdtype(x.dtype, jnp.floating) or x.size < 2:
         return False
-    return 2 * len(np.unique(np.asarray(x, np.float64))) < x.size
+    return bool(2 * len(np.unique(np.asarray(x, np.float64))) < x.size)
