@@ -188,7 +188,7 @@ def test_a_model_that_does_not_survive_is_found(monkeypatch: pytest.MonkeyPatch)
     right = _check.saved
     monkeypatch.setattr(_check, "saved", lambda tree: jax.tree.map(one_more, right(tree)))
     text = report(centered, counter(), X)
-    assert "Saved unsharded and placed on mesh x=2, call 2 of 3, compared with the function" in text
+    assert "Saved on mesh x=2 and placed on mesh x=2, call 2 of 3, compared with the function" in text
     text = report(centered, counter(), X, meshes=[{"x": 1}, {"x": 4}, {"x": 2}])
     assert (
         "Saved on mesh x=4 and placed on mesh x=2, call 2 of 3, compared with the function" in text
@@ -201,7 +201,7 @@ def test_what_goes_wrong_inside_jit_is_found(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(_programs.Programs, "jitted", broken)
     text = report(centered, counter(), X)
     assert "Inside jit on mesh x=2, call 1 of 3, compared with the function on one device:" in text
-    assert "It agrees on mesh x=2, saved unsharded" in text
+    assert "It agrees on mesh x=2, saved on mesh x=2 and" in text
 
 
 def test_the_line_comes_first_and_then_what_is_off() -> None:

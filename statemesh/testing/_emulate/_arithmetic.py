@@ -36,8 +36,8 @@ class Arithmetic(Protocol):
     def value(self, x: AnyLeaf) -> AnyLeaf:
         """An input or a constant of the program, as the replay holds it."""
 
-    def literal(self, x: AnyLeaf) -> AnyLeaf:
-        """A literal of the program, as the replay holds it."""
+    def literal(self, x: AnyLeaf, dtype: Any) -> AnyLeaf:
+        """A literal of the program and its dtype, as the replay holds it."""
 
     def before(self, eqn: Equation, xs: Sequence[AnyLeaf], shards: int = 1) -> Sequence[AnyLeaf]:
         """The operands of an equation, of all shards. A collective is over so many of them."""
@@ -55,8 +55,8 @@ class OwnDtypes:
     def value(self, x: AnyLeaf) -> AnyLeaf:
         return x
 
-    def literal(self, x: AnyLeaf) -> AnyLeaf:
-        return self.value(x)
+    def literal(self, x: AnyLeaf, dtype: Any) -> AnyLeaf:
+        return np.asarray(x, dtype)
 
     def before(self, eqn: Equation, xs: Sequence[AnyLeaf], shards: int = 1) -> Sequence[AnyLeaf]:
         del eqn, shards
@@ -86,6 +86,10 @@ class Promoted(OwnDtypes):
     def value(self, x: AnyLeaf) -> AnyLeaf:
         wide = promoted(x.dtype)
         return x if wide == x.dtype else jnp.asarray(x, wide)
+
+    def literal(self, x: AnyLeaf, dtype: Any) -> AnyLeaf:
+        # JAX keeps the digits of a Python number that the dtype has no place for.
+        return jnp.asarray(x, promoted(dtype))
 
     def bind(self, eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
         name = eqn.primitive.name

@@ -64,6 +64,17 @@ class Noisy(Promoted):
         self.seed = jnp.asarray(noise[2], np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         self.salts = itertools.count()
 
+    def literal(self, x: AnyLeaf, dtype: Any) -> AnyLeaf:
+        wide = super().literal(x, dtype)
+        if (
+            not is_inexact(dtype)
+            or (str(dtype), float(np.real(np.asarray(x, dtype)))) not in self.rounded
+        ):
+            return wide
+        noisy = self.noise[0] + self.noise[1] > 0
+        unit = jnp.where(noisy, roundoff(dtype), 0.0)
+        return _moved(wide, unit, self.seed ^ np.uint64(_salt(next(self.salts))))
+
     def before(self, eqn: Equation, xs: Sequence[AnyLeaf], shards: int = 1) -> Sequence[AnyLeaf]:
         terms = _terms(eqn, shards)
         own = self.keeps_dtype(eqn)

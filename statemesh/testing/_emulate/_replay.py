@@ -103,7 +103,7 @@ class Replay:
             if is_literal(atom):
                 # As a NumPy array, which has no mesh: the literal may carry the mesh of where it was traced.
                 aval: Any = atom.aval
-                return Stacked(self.arithmetic.literal(np.asarray(atom.val, aval.dtype)))
+                return Stacked(self.arithmetic.literal(atom.val, aval.dtype))
             found: Stacked = known[atom]
             return found
 

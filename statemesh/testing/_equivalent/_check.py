@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 from .. import _errors as errors
-from .._emulate._doubled import narrowed
 from .._types import Numbers, PyTree
 from . import _report as report
 from . import _values as values
@@ -47,7 +46,7 @@ class Check:
             return
         if last.one.has_devices:
             self._inside_jit(last)
-            self._moved(last, before)
+            self._moved(last, before, results)
         for other in _OTHERS:
             given = other.make(asked.args, asked.keep)
             for one in asked.meshes:
@@ -148,18 +147,14 @@ class Check:
         if not self._fails(calls, where, found):
             self.agreed.append(where)
 
-    def _moved(self, calls: Calls, before: Sequence[PyTree]) -> None:
+    def _moved(self, calls: Calls, before: Sequence[PyTree], results: Sequence[PyTree]) -> None:
         """Compare calls with models that were saved halfway, loaded, and placed on this mesh."""
         asked, half = self.subject.asked, calls.steps // 2
         if not half or not self.subject.feed_back or asked.unsharded is False:
             return
-        given, source = calls.args, "unsharded"
-        if before:
-            source = asked.meshes[-2].where
-            for result in before[:half]:
-                given = self.subject.feed(given, result)
-        else:
-            given = narrowed(calls.mesh.exact[half].given)
+        given, source = calls.args, asked.meshes[-2 if before else -1].where
+        for result in (before or results)[:half]:
+            given = self.subject.feed(given, result)
         where = f"saved {source} and placed {calls.one.where}"
         with self.subject.noting(where):
             loaded = saved(given)

@@ -122,7 +122,8 @@ class Judge:
                 # The fewest runs that clear the numbers: the noise of the mesh costs a compile.
                 for some, runs in ((chains[-1:], _FEW), (chains, _FEW), (chains, _MANY)):
                     each = [one.moved(rounding, runs)[step][number] for one in some]
-                    allowed = _allowed(rounding, leaf, want, least, _moved(each, least))
+                    moved = _moved(rounding, each, least)
+                    allowed = _allowed(rounding, leaf, want, least, moved)
                     if not (difference > allowed).any():
                         break
                 hidden = _unclear(want, difference, allowed)
@@ -156,7 +157,7 @@ def _distances(rounding: Rounding, leaf: Leaf, got: Numbers, want: Numbers) -> N
     return np.where(over, 0.0, found)
 
 
-def _moved(each: Sequence[Numbers], least: Numbers) -> Numbers:
+def _moved(rounding: Rounding, each: Sequence[Numbers], least: Numbers) -> Numbers:
     """How far noise moves the numbers of the mesh and of the reference, which comes last.
 
     A mesh that rounds a hundred times as much as the reference uses a narrower dtype: that is a mistake.
@@ -164,8 +165,9 @@ def _moved(each: Sequence[Numbers], least: Numbers) -> Numbers:
     reference = each[-1]
     if len(each) == 1 or not reference.size:
         return reference
-    is_narrower = np.median(each[0]) > _NARROWER * np.median(reference + least)
-    return reference if is_narrower else each[0] + reference
+    # In double precision it has rounded constants.
+    much = rounding == "own" and np.median(each[0]) > _NARROWER * np.median(reference + least)
+    return reference if much else each[0] + reference
 
 
 def _least(rounding: Rounding, leaf: Leaf, want: Numbers) -> Numbers:
