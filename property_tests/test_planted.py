@@ -21,16 +21,11 @@ QUICK = (
 )
 SLOW = (
     Task("planted", "cache", "highest-of-a-shard", "bfloat16"),
-    Task("planted", "cache", "owner-by-turns", "float32"),
-    Task("planted", "cnn", "mean-of-variances", "float32"),
     Task("planted", "experts", "norm-of-a-shard", "float32"),
     Task("planted", "features", "best-of-a-shard", "float32"),
     Task("planted", "features", "extremes-of-a-shard", "float16"),
     Task("planted", "fsdp", "ema-of-the-neighbour", "float32"),
-    Task("planted", "parallel_mlp", "gradient-of-own-heads", "float32"),
-    Task("planted", "pipeline", "idle-ticks-counted", "float32"),
     Task("planted", "replay", "spread-of-each-shard", "float32"),
-    Task("planted", "ring", "total-not-rescaled", "float32"),
     Task("planted", "scaling", "finite-somewhere", "float32"),
 )
 PASSES = (

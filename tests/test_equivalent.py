@@ -188,7 +188,9 @@ def test_a_model_that_does_not_survive_is_found(monkeypatch: pytest.MonkeyPatch)
     right = _check.saved
     monkeypatch.setattr(_check, "saved", lambda tree: jax.tree.map(one_more, right(tree)))
     text = report(centered, counter(), X)
-    assert "Saved on mesh x=2 and placed on mesh x=2, call 2 of 3, compared with the function" in text
+    assert (
+        "Saved on mesh x=2 and placed on mesh x=2, call 2 of 3, compared with the function" in text
+    )
     text = report(centered, counter(), X, meshes=[{"x": 1}, {"x": 4}, {"x": 2}])
     assert (
         "Saved on mesh x=4 and placed on mesh x=2, call 2 of 3, compared with the function" in text
