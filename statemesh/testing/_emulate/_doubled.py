@@ -93,9 +93,9 @@ class Doubled:
         return self.program_of(types).trace.form
 
     def _others(self, types: PyTree) -> Collection[tuple[str, float]]:
-        """The literals of what this function is compared with."""
-        other = self.compared_with
-        return other.program_of(types).literals if other is not None else ()
+        """The literals of what this function is compared with; its own if it is compared with nothing."""
+        other = self.compared_with or self
+        return other.program_of(types).literals
 
     @property
     def own_dtype(self) -> set[str]:
