@@ -88,8 +88,7 @@ class Promoted(OwnDtypes):
         return x if wide == x.dtype else jnp.asarray(x, wide)
 
     def literal(self, x: AnyLeaf, dtype: Any) -> AnyLeaf:
-        # JAX keeps the digits of a Python number that the dtype has no place for.
-        return jnp.asarray(x, promoted(dtype))
+        return self.value(np.asarray(x, dtype))
 
     def bind(self, eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
         name = eqn.primitive.name
