@@ -101,9 +101,9 @@ class Promoted(OwnDtypes):
             try:
                 made = _scattered(eqn, xs) if scatters else _results(eqn, _wide(eqn), xs)
                 return self._typed(eqn, made)
-            except NotImplementedError:
+            except NotImplementedError:  # It has no rule for `vmap`, in whatever dtype.
                 raise
-            except Exception:
+            except Exception:  # To a dtype that it does not know, a primitive may say anything.
                 pass
         pairs = zip(xs, eqn.invars, strict=True)
         narrow = [jnp.asarray(x, dtype_of(v)) if is_inexact(x.dtype) else x for x, v in pairs]

@@ -12,7 +12,7 @@ import numpy as np
 
 from .._static_keys import static_key
 from .._types import AnyLeaf, Fun, PyTree, tree_util
-from ._arithmetic import Promoted, is_inexact, promoted
+from ._arithmetic import is_inexact, promoted
 from ._jaxprs import rounded_literals
 from ._one_device import NO_MESH, on_one_device, type_of
 from ._promises import Broken, broken
@@ -180,12 +180,7 @@ class _Program:
 
     @property
     def own_dtype(self) -> set[str]:
-        return {
-            name
-            for replay in (self.exact, self.noisy)
-            if isinstance(replay.arithmetic, Promoted)
-            for name in replay.arithmetic.own_dtype
-        }
+        return self.exact.arithmetic.own_dtype
 
     def __call__(self, arrays: list[AnyLeaf], noise: Any) -> tuple[Wide, list[Broken]]:
         with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):

@@ -7,7 +7,7 @@ from functools import cached_property
 from .._emulate._doubled import widened
 from .._types import PyTree
 from ._chain import Chain
-from ._gradients import WithGradient
+from ._gradients import results_of
 from ._mismatch import Mismatch
 from ._programs import OnMesh
 from ._reference import Args, RightCalls, Traced
@@ -62,9 +62,5 @@ class Calls:
     @property
     def made(self) -> list[Made]:
         """The arguments and the results of each call on the mesh."""
-        found = []
-        for step in self.mesh.exact:
-            results = step.results.values
-            whole = results.results if isinstance(results, WithGradient) else results
-            found.append((step.given.values, whole))
-        return found
+        steps = self.mesh.exact
+        return [(step.given.values, results_of(step.results.values)) for step in steps]

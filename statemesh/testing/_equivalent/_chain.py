@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -35,7 +36,7 @@ class Step:
     results: Wide
     broken: list[Broken]
 
-    @property
+    @cached_property
     def numbers(self) -> list[Numbers]:
         return [numbers(leaf.array) for leaf in leaves_of("", self.results.values)]
 
@@ -59,7 +60,8 @@ class Chain:
         self.exact = self._run(np.zeros(3) if noisy else None)
         self._moved: dict[Rounding, list[list[Numbers]]] = {}
         self._runs: dict[Rounding, int] = {}
-        self._promises: dict[int, list[float]] = {}
+        # For each call and each promise of the program, by how much copies differ in runs with noise.
+        self._promises: dict[tuple[int, int], list[float]] = {}
 
     def _run(self, noise: Numbers | None) -> list[Step]:
         given, found = self.args, []
@@ -74,7 +76,7 @@ class Chain:
     def moved(self, rounding: Rounding, runs: int) -> list[list[Numbers]]:
         """By how much noise moves each number: the most of so many runs, for each call and array.
 
-        It is infinite where a number becomes NaN, and where one that is exact changes.
+        It is infinite where a number becomes NaN or infinite, or is so no longer.
         """
         most = self._moved.setdefault(
             rounding, [[np.zeros(x.shape) for x in step.numbers] for step in self.exact]
@@ -85,13 +87,14 @@ class Chain:
                 pairs = zip(exact.numbers, other.numbers, strict=True)
                 for k, (a, b) in enumerate(pairs):
                     most[step][k] = np.maximum(most[step][k], distances(a, b))
-                self._note(step, other)
+                if rounding == "double":
+                    self._note(step, other)
         self._runs[rounding] = max(runs, self._runs.get(rounding, 0))
         return most
 
     def _note(self, step: int, other: Step) -> None:
         for one in other.broken:
-            self._promises.setdefault(hash((step, one.number)), []).append(one.unequal.amount)
+            self._promises.setdefault((step, one.number), []).append(one.unequal.amount)
 
     def broken(self, step: int) -> list[Broken]:
         """The promises that do not hold, where copies differ by more than rounding explains."""
@@ -103,7 +106,7 @@ class Chain:
 
     def _is_rounding(self, step: int, one: Broken) -> bool:
         amount = one.unequal.amount
-        others = self._promises.get(hash((step, one.number)), [])
+        others = self._promises.get((step, one.number), [])
         # Noise moves what is rounding by as much as it is. A difference that stays is none.
         return bool(others) and max(abs(x - amount) for x in others) * 4 >= amount
 

@@ -12,6 +12,7 @@ import numpy as np
 
 import statemesh as sm
 
+from .._emulate._arithmetic import is_inexact
 from .._types import AnyLeaf, Fun, PyTree, tree_util
 from ._values import path_of
 
@@ -68,7 +69,12 @@ def _inexact(tree: PyTree) -> tuple[int, ...]:
 
 
 def _is_inexact(x: AnyLeaf) -> bool:
-    return hasattr(x, "dtype") and bool(jnp.issubdtype(x.dtype, jnp.inexact))
+    return hasattr(x, "dtype") and is_inexact(x.dtype)
+
+
+def results_of(made: PyTree) -> PyTree:
+    """The results of a call, without the gradient if that is there."""
+    return made.results if isinstance(made, WithGradient) else made
 
 
 def learns(args: PyTree, written: Callable[[int], bool]) -> bool:
@@ -154,7 +160,7 @@ def differentiable(selected: Selection, traces: Callable[[Selection], Any]) -> S
     try:
         traces(selected)
         return selected
-    except Exception:
+    except Exception:  # Raised again below, unless some results have a derivative.
         refused = set()
         for one in selected.of:
             others = tuple(k for k in selected.of if k != one)

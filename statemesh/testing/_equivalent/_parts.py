@@ -129,7 +129,7 @@ def is_key(x: AnyLeaf) -> bool:
 
 
 def kind_of(x: AnyLeaf) -> str:
-    """`key`, `float`, `complex`, `integer`, `bool`, or `static` for what is no array."""
+    """The kind of a leaf: `key`, `float`, `complex`, `integer` or `bool`; `static` if it is no array."""
     if not is_numeric(x):
         return "static"
     if is_key(x):

@@ -11,7 +11,7 @@ import numpy as np
 import statemesh as sm
 
 from .. import _errors as errors
-from .._emulate._arithmetic import promoted
+from .._emulate._arithmetic import is_inexact, promoted
 from .._emulate._doubled import widened
 from .._emulate._one_device import NO_MESH, on_one_device
 from .._emulate._stacked import Scope, Stacked
@@ -107,7 +107,7 @@ class _Gradient:
 
 
 def _is_inexact(x: AnyLeaf) -> bool:
-    return is_array_or_type(x) and bool(jnp.issubdtype(x.dtype, jnp.inexact))
+    return is_array_or_type(x) and is_inexact(x.dtype)
 
 
 def _weights(x: jax.Array) -> jax.Array:
