@@ -335,6 +335,15 @@ def test_many_values_cost_the_compiles_of_one() -> None:
     assert first.times > 0
 
 
+def test_many_values_cost_one_compile_of_the_unsharded_function() -> None:
+    fun = lambda seen, x: centered(seen, x)
+    plain = lambda seen, x: (x - x.mean(0), seen.set(seen.value + x.sum()))
+    check(fun, counter(), X, unsharded=plain)
+    with compiles() as again:
+        check(fun, counter(), X + 1, unsharded=plain)
+    assert again.times == 0
+
+
 def test_models_of_several_kinds_are_not_mixed_up() -> None:
     def scaled(w: Any, x: Any) -> Any:
         return x * w.value, w

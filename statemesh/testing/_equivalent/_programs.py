@@ -111,7 +111,7 @@ class Programs:
 
 
 class Unsharded:
-    """The programs of a function on one device, with the gradient if one is selected."""
+    """The programs of a function without a mesh, with the gradient if one is selected."""
 
     def __init__(self, fun: Fun, chosen: Selection) -> None:
         self.doubled = Doubled(selected(fun, chosen))
@@ -151,8 +151,25 @@ def _refused(fun: Fun, mapped: sm.StatefulMapping) -> sm.StatefulMapping:
     raise NotImplementedError(f"{fun} cannot take the place of the function of {mapped}")
 
 
-# The cache is bounded, because each entry keeps compiled programs alive.
+# The caches are bounded, because each entry keeps compiled programs alive.
 _cached = functools.lru_cache(maxsize=64)(_new)
+
+
+def unsharded_programs(fun: Fun, key: Hashable | None, chosen: Selection) -> Unsharded:
+    """The programs of a function that is not mapped. Equal arguments get the same object.
+
+    **Arguments:**
+
+    - `key`: as for `on_mesh`.
+    """
+    known = key is not None and is_hashable(fun)
+    return _cached_unsharded(fun, key, chosen) if known else Unsharded(fun, chosen)
+
+
+@functools.lru_cache(maxsize=64)
+def _cached_unsharded(fun: Fun, key: Hashable, chosen: Selection) -> Unsharded:
+    del key
+    return Unsharded(fun, chosen)
 
 
 def within_jit(call: Fun) -> Fun:

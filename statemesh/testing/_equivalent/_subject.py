@@ -11,22 +11,23 @@ from jax.sharding import PartitionSpec
 
 from .. import _errors as errors
 from .._emulate._arithmetic import is_inexact
-from .._emulate._doubled import Doubled, widened
+from .._emulate._doubled import widened
 from .._emulate._trace import is_array_or_type
 from .._types import Fun, PyTree, tree_util
 from . import _report as report
+from ._environment import environment, held_by
 from ._feedback import FeedBack, LeafSpec, Named, find, leaf_specs
 from ._form import form_differences
 from ._gradients import (
     Selection,
-    WithGradient,
     differentiable,
     gradient_paths,
     learns,
+    results_of,
     selection,
 )
 from ._leaves import Leaf, is_number_or_type, leaves_of
-from ._programs import OnMesh, Programs, selected, within_jit
+from ._programs import OnMesh, Programs, Unsharded, unsharded_programs
 from ._reference import Args, Plain, Traced
 from ._untested import Made, left_out, never_finite, untested
 
@@ -103,10 +104,13 @@ class Subject:
         if given is None or given is False:
             return None
         try:
-            Doubled(given).form(self.types)
+            self._unsharded(given, Selection()).doubled.form(self.types)
         except Exception:  # A function of NumPy refuses what JAX traces with in many ways.
             return Plain(given)
         return None
+
+    def _unsharded(self, given: Fun, chosen: Selection) -> Unsharded:
+        return unsharded_programs(given, environment(given, *held_by(self.asked.args)), chosen)
 
     def _selection(self, form: PyTree) -> Selection:
         asked = self.asked
@@ -149,11 +153,10 @@ class Subject:
             programs = self.programs(one)
             return Traced(report.EMULATED, programs.doubled, programs.jitted)
         if given is None:
-            programs = self.programs(self.asked.meshes[0])
-            alone = programs.unsharded
-            return Traced(report.ONE_DEVICE, alone.doubled, alone.compiled)
-        whole = selected(given, self.selected)
-        return Traced(report.UNSHARDED, Doubled(whole), within_jit(whole))
+            what, found = report.ONE_DEVICE, self.programs(self.asked.meshes[0]).unsharded
+        else:
+            what, found = report.UNSHARDED, self._unsharded(given, self.selected)
+        return Traced(what, found.doubled, found.compiled)
 
     def programs(self, one: OnMesh) -> Programs:
         """The programs on a mesh that give the results and the gradient."""
@@ -161,8 +164,7 @@ class Subject:
 
     def feed(self, args: Args, results: PyTree) -> Args:
         """The arguments of the next call."""
-        found = results.results if isinstance(results, WithGradient) else results
-        return self.feed_back.apply(*args, found)
+        return self.feed_back.apply(*args, results_of(results))
 
     def leaves(self, results: PyTree) -> list[Leaf]:
         """The arrays of the results, and of the gradient if it is there, with their paths."""
@@ -196,8 +198,8 @@ class Subject:
 
     def other_form(self, results: PyTree, right: PyTree) -> list[str]:
         """What differs from the reference in structure, dtypes or static values."""
-        of = [x.results if isinstance(x, WithGradient) else x for x in (results, right)]
-        return form_differences(f"{self.asked.name}(...)", *of, dtypes=self._plain is None)
+        name, dtypes = f"{self.asked.name}(...)", self._plain is None
+        return form_differences(name, results_of(results), results_of(right), dtypes=dtypes)
 
     @contextlib.contextmanager
     def noting(self, where: str, *notes: str) -> Iterator[None]:
