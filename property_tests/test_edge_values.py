@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
@@ -17,6 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from tests.helpers import make_mesh
+
+
+pytestmark = pytest.mark.slow
 
 
 WAYS = ("mesh", "unchecked", "Explicit mesh", "pmap2", "vmap2")

@@ -5,12 +5,16 @@ import re
 from typing import Any
 
 import jax
+import pytest
 from hypothesis import given, settings
 
 import statemesh as sm
 from tests.helpers import compiles
 
 from .random_programs import Program, programs
+
+
+pytestmark = pytest.mark.slow
 
 
 # Every example compiles a program.

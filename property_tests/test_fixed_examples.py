@@ -15,8 +15,8 @@ CHECKS = {
 }
 
 
-# The quick suite has all that these check in the random programs of `lanes/`.
-SLOW = {"lanes"}
+# The quick suite has what these check in the random programs of `lanes/` and `losses/`.
+SLOW = {"lanes", "losses"}
 
 
 @pytest.mark.parametrize(

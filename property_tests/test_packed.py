@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,9 @@ from tests.helpers import assert_same
 
 from .base.settings import fewer
 from .random_programs import Program, programs
+
+
+pytestmark = pytest.mark.slow
 
 
 jnp: Any = jax.numpy

@@ -3,6 +3,7 @@
 import warnings
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +11,9 @@ from statemesh.testing import UntestedWarning, assert_equivalent, meshes
 
 from .random_programs import Program, programs
 from .random_programs.runs import plain
+
+
+pytestmark = pytest.mark.slow
 
 
 # Every example compiles several programs.

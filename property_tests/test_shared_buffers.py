@@ -12,6 +12,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
@@ -22,6 +23,9 @@ from statemesh._resolve._buffers import Spared
 from tests.helpers import make_mesh
 
 from .base.arrays import aligned
+
+
+pytestmark = pytest.mark.slow
 
 
 jnp: Any = jax.numpy

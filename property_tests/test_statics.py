@@ -9,11 +9,15 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 import statemesh as sm
+
+
+pytestmark = pytest.mark.slow
 
 
 @dataclasses.dataclass

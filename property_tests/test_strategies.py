@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import statemesh as sm
 from statemesh.testing import arrays, filters, meshes, modules, shapes, specs, states
 from statemesh.testing._strategies._trees import KINDS, Layer
+from tests.helpers import slow
 
 from .picks import matches
 from .strategies import meshes as plain_meshes
@@ -139,7 +140,9 @@ def test_numbers_are_finite_normal_and_between_their_bounds() -> None:
                 assert ((wide == 0) | (abs(wide) >= least)).all()
 
 
-@pytest.mark.parametrize("name", ["states", "placed states", "modules", "shared modules"])
+@pytest.mark.parametrize(
+    "name", ["states", *map(slow, ["placed states", "modules", "shared modules"])]
+)
 def test_trees_are_rebuilt_from_their_leaves(name: str) -> None:
     for tree in drawn(name):
         again = jax.tree.unflatten(structure(tree), jax.tree.leaves(tree))

@@ -10,6 +10,9 @@ from statemesh.testing import arrays, assert_equivalent
 from .user_code import RIGHT, ROWS, WIDTH, WRONG, Code
 
 
+pytestmark = pytest.mark.slow
+
+
 rows = arrays(shape=(ROWS, WIDTH))
 # The same mistake is to be found every time.
 hundred = settings(max_examples=100, derandomize=True, database=None)
@@ -31,7 +34,6 @@ def mesh_of(code: Code) -> dict[str, int]:
     return {"data": 2, "model": 2} if "model" in str(code.in_specs) else {"data": 4}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", RIGHT)
 # Some of this code only reads its state.
 @pytest.mark.filterwarnings("ignore::statemesh.testing.UntestedWarning")

@@ -27,6 +27,11 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
 }
 
 
+def slow(*values: Any) -> Any:
+    """One case of a parametrized test, which the quick suite leaves out."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def make_mesh(name: str = "8", *kinds: AxisType) -> Mesh:
     """One of the meshes of `SHAPES` with these axis types; the last type is for all remaining axes."""
     shape, axes = SHAPES[name]

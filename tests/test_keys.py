@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh.testing import emulate
-from tests.helpers import make_mesh
+from tests.helpers import make_mesh, slow
 
 
 # From several rbg keys `vmap` draws with the first one.
@@ -23,8 +23,17 @@ PHILOX = ("philox2x32", "philox4x32")
 # The second takes seconds to compile; the property suite has it on meshes.
 THREEFRY = ("threefry2x32", "threefry4x32")
 OTHERS = (*FIRST_ONLY, *PHILOX)
+# Those of the quick suite: one of each group.
+QUICK = ("threefry2x32", "rbg", "philox4x32")
 X: Any = np.ones((16, 3), np.float32)
 BOTH: list[Any] = [sm.vmap2, sm.pmap2]
+
+
+def each(*names: str) -> pytest.MarkDecorator:
+    """A test with each of these implementations."""
+    return pytest.mark.parametrize(
+        "impl", [name if name in QUICK else slow(name) for name in names]
+    )
 
 
 def make_rng(impl: str, seed: int = 1) -> sm.RandomState:
@@ -46,7 +55,7 @@ def numbers(rng: sm.RandomState, x: jax.Array) -> Any:
     return jax.vmap(lambda key: jax.random.bits(key, (3,)))(keys), rng
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", *OTHERS])
+@each("threefry2x32", *OTHERS)
 def test_a_row_gets_the_same_numbers_everywhere(impl: str) -> None:
     keys, after = make_rng(impl).rows(16)
     expected = np.stack([jax.random.bits(key, (3,)) for key in keys])
@@ -61,7 +70,7 @@ def test_a_row_gets_the_same_numbers_everywhere(impl: str) -> None:
         np.testing.assert_array_equal(data(left.key), data(after.key))
 
 
-@pytest.mark.parametrize("impl", ["rbg", "philox4x32"])
+@each("rbg", "philox4x32")
 def test_masks_of_dropout_are_bit_identical(impl: str) -> None:
     layer = sm.nn.Dropout(0.5, jax.random.key(0, impl=impl), axis_name="x")
     plain, _ = layer(X)
@@ -72,7 +81,7 @@ def test_masks_of_dropout_are_bit_identical(impl: str) -> None:
     np.testing.assert_array_equal(lanes(row, X[:8])[0], plain[:8])
 
 
-@pytest.mark.parametrize("impl", ["threefry2x32", "unsafe_rbg", "philox2x32"])
+@each("threefry2x32", "unsafe_rbg", "philox2x32")
 def test_streams_of_nested_calls_are_apart(impl: str) -> None:
     def one(rng: sm.RandomState) -> Any:
         key, rng = rng.split()
@@ -92,7 +101,7 @@ def test_streams_of_nested_calls_are_apart(impl: str) -> None:
     assert after.key.dtype == rng.key.dtype == key.dtype
 
 
-@pytest.mark.parametrize("impl", FIRST_ONLY)
+@each(*FIRST_ONLY)
 def test_shards_draw_from_keys_of_their_own(impl: str) -> None:
     def fun(rng: sm.RandomState, x: jax.Array) -> Any:
         key, rng = rng.split()
@@ -108,7 +117,7 @@ def test_shards_draw_from_keys_of_their_own(impl: str) -> None:
         np.testing.assert_array_equal(data(after.key), data(plain.key))
 
 
-@pytest.mark.parametrize("impl", FIRST_ONLY)
+@each(*FIRST_ONLY)
 def test_an_emulated_shard_makes_keys_as_a_device_does(impl: str) -> None:
     def fun(rng: sm.RandomState) -> Any:
         keys = jax.random.split(jax.random.fold_in(rng.key, jax.lax.axis_index("x")), 2)
@@ -125,7 +134,7 @@ shard_map and pmap2. Make the key with `jax.random.key(seed, impl='threefry2x32'
 draw with `RandomState.rows`, whose keys are threefry keys."""
 
 
-@pytest.mark.parametrize("impl", FIRST_ONLY)
+@each(*FIRST_ONLY)
 def test_a_key_for_each_lane_that_vmap_cannot_draw_from_is_refused(impl: str) -> None:
     def split(rng: sm.RandomState, x: jax.Array) -> Any:
         return rng.split(2)
@@ -149,7 +158,7 @@ def test_a_key_for_each_lane_that_vmap_cannot_draw_from_is_refused(impl: str) ->
     np.testing.assert_array_equal(got, [shared] * 8)
 
 
-@pytest.mark.parametrize("impl", PHILOX)
+@each(*PHILOX)
 def test_lanes_draw_from_keys_of_their_own(impl: str) -> None:
     def fun(rng: sm.RandomState, x: jax.Array) -> Any:
         key, rng = rng.split()
@@ -164,7 +173,7 @@ def test_lanes_draw_from_keys_of_their_own(impl: str) -> None:
     np.testing.assert_array_equal(data(after.key), data(plain.key))
 
 
-@pytest.mark.parametrize("impl", [*THREEFRY, *OTHERS])
+@each(*THREEFRY, *OTHERS)
 def test_many_draws_give_no_key_twice(impl: str) -> None:
     rng, drawn = make_rng(impl), [data(make_rng(impl).key)]
     for _ in range(6):

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import make_mesh
+from tests.helpers import make_mesh, slow
 
 
 def structure(tree: Any) -> Any:
@@ -140,7 +140,7 @@ def test_a_call_on_every_mesh(name: str, kind: AxisType) -> None:
     [
         (jax.jit, "2", {}),
         (lambda call: call, "2", {"check_vma": False}),
-        (lambda call: call, "2", {"jit": False}),
+        slow(lambda call: call, "2", {"jit": False}),
         (lambda call: call, "2", {"donate": "states"}),
         (lambda call: call, "2x2", {"axis_names": {"x"}}),
     ],
@@ -278,7 +278,7 @@ def in_scan(rng: sm.RandomState) -> sm.RandomState:
     [
         (after_fold_in, {}),
         (after_fold_in, {"check_vma": False}),
-        (after_fold_in, {"jit": False}),
+        slow(after_fold_in, {"jit": False}),
         (after_split, {}),
         (in_jit, {}),
         (in_scan, {}),

@@ -1,11 +1,15 @@
 """Random Modules pass through lanes again and again, and Maps of Maps draw random numbers."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ..base.settings import fewer
 from ..plain.test_random import seeds
 from .modules import FedBack, check_fed_back, check_nested_maps, fed_back
+
+
+pytestmark = pytest.mark.slow
 
 
 transforms = st.sampled_from(["vmap2", "pmap2"])

@@ -10,6 +10,9 @@ from ..strategies import meshes
 from .streams import ON_MESHES, SPLIT, Draws, check_per_shard, check_streams
 
 
+pytestmark = pytest.mark.slow
+
+
 seeds = st.integers(0, 2**31 - 1)
 
 
@@ -26,7 +29,6 @@ def some(mesh: MeshShape, least: int) -> st.SearchStrategy[tuple[str, ...]]:
     )
 
 
-@pytest.mark.slow
 @given(st.data())
 def test_streams_are_those_of_the_unsharded_run(data: st.DataObject) -> None:
     mesh = data.draw(meshes(), "mesh")
