@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+import jax
+
 from .._base import errors
 from .._base._checks import check_names
 from .._base._compat import tree_util
@@ -95,7 +97,9 @@ def fsdp(
     units = []
     for keys, unit in flat:
         if is_plain_parameter(unit):
-            unit = SplitArray(unit)
+            # A shape becomes the shape of a State.
+            is_shape = isinstance(unit, jax.ShapeDtypeStruct)
+            unit = jax.eval_shape(SplitArray, unit) if is_shape else SplitArray(unit)
         if isinstance(unit, ParamState):
             found = True
             leaves, structure = tree_util.tree_flatten(unit.value)

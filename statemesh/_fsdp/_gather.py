@@ -1,12 +1,10 @@
 """`gather`: split parameters made whole inside a mapped call, and `scatter`, which puts the parts back."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from .._axes._mesh_and_lanes import bound_names, meshes_and_lanes
 from .._axes._wide import is_narrow
@@ -16,7 +14,7 @@ from .._base._compat import tree_util
 from .._base._frames import without_own_frames
 from .._base._nodes import is_state
 from .._base._paths import path_str
-from .._base._specs import mentioned
+from .._base._specs import is_spec, mentioned
 from .._base._types import Array, AxisName, Leaf, PyTree
 from .._model._kinds import ParamState
 from ._split import SplitArray, axes_of, is_plain_parameter, spec_without, specs_of
@@ -70,7 +68,7 @@ def gather(tree: PyTree, axis_name: AxisName) -> Any:
     named = [(path_str(keys, "tree"), unit) for keys, unit in flat]
     if bound:
         _check(named, axis_name)
-    positions: list[tuple[int, int, int]] = []
+    places: list[tuple[int, int]] = []
     parts: list[_Part] = []
     values: dict[int, list[Leaf]] = {}
     for number, (path, unit) in enumerate(named):
@@ -80,10 +78,9 @@ def gather(tree: PyTree, axis_name: AxisName) -> Any:
             for k, (x, spec) in enumerate(zip(values[number], specs, strict=True)):
                 axes = [axis_name in names for names in axes_of(spec, jnp.ndim(x))]
                 if bound and any(axes):
-                    over = mentioned(spec) if isinstance(spec, PartitionSpec) else frozenset()
-                    positions.append((number, k, axes.index(True)))
-                    parts.append((x, axes.index(True), over))
-    for (number, k, _), whole in zip(positions, _joined(parts, axis_name), strict=True):
+                    places.append((number, k))
+                    parts.append((x, axes.index(True), mentioned(spec)))
+    for (number, k), whole in zip(places, _joined(parts, axis_name), strict=True):
         values[number][k] = whole
     units = [
         _rebuilt(unit, values[number], axis_name) if number in values else unit
@@ -200,23 +197,15 @@ def _summed(rows: Array, name: AxisName) -> Array:
 
 
 def _rebuilt(state: ParamState, leaves: Sequence[Leaf], name: AxisName) -> PyTree:
-    structure = tree_util.tree_structure(state.value)
+    value = tree_util.tree_structure(state.value).unflatten(leaves)
     if isinstance(state, SplitArray):
-        return structure.unflatten(leaves)
-    left = jax.tree.map(partial(_spec_left, name=name), state.spec, is_leaf=_is_partition_spec)
-    if left is state.spec or left == state.spec:
+        return value
+    specs, structure = tree_util.tree_flatten(state.spec, is_leaf=is_spec)
+    left = [spec_without(spec, name) for spec in specs]
+    if left == specs:
         return state
-    return state.replace(value=structure.unflatten(leaves), spec=left)
-
-
-def _spec_left(spec: Any, name: AxisName) -> Any:
-    if not _is_partition_spec(spec) or name not in mentioned(spec):
-        return spec
-    return spec_without(spec, name)
-
-
-def _is_partition_spec(node: object) -> bool:
-    return isinstance(node, PartitionSpec)
+    spec = structure.unflatten(left) if any(one is not None for one in left) else None
+    return state.replace(value=value, spec=spec)
 
 
 def _was_gathered(new: PyTree, old: PyTree) -> bool:

@@ -9,7 +9,7 @@ from .._base import errors
 from .._base._arrays import is_shaped
 from .._base._nodes import is_state
 from .._base._prefix import broadcast_specs
-from .._base._specs import written_axes
+from .._base._specs import mentioned, written_axes
 from .._base._types import AxisName, PyTree, SpecTree, Value
 from .._model._kinds import ParamState
 from .._model._state import State
@@ -53,8 +53,10 @@ def spec_with(
     return PartitionSpec(*map(_entry, named))
 
 
-def spec_without(spec: PartitionSpec, name: AxisName) -> PartitionSpec | None:
-    """The spec without a mesh axis; `None` where it names no other."""
+def spec_without(spec: SpecTree, name: AxisName) -> SpecTree:
+    """A spec without a mesh axis that it names; `None` where it names no other."""
+    if not isinstance(spec, PartitionSpec) or name not in mentioned(spec):
+        return spec
     left = [tuple(n for n in names if n != name) for names in written_axes(spec)]
     return PartitionSpec(*map(_entry, left)) if any(left) else None
 
