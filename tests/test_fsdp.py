@@ -98,7 +98,8 @@ def test_training_is_that_of_one_device_in_a_quarter_of_its_memory(
     got, wanted = trained(mapped, model), trained(jax.jit(step), make())
     check(got, wanted)
     _, after, slots, grads = got
-    assert jax.tree.structure(after) == jax.tree.structure(model)
+    structure: Any = jax.tree.structure
+    assert structure(after) == structure(model)
     # Every array of parameters has an axis that 4 divides. Numbers of steps stay whole.
     for tree, whole in ((after, 4), (slots, 4), (grads, 0)):
         total = sum(x.nbytes for x in jax.tree.leaves(tree)) - whole

@@ -113,8 +113,9 @@ def scatter(whole: PyTree, model: PyTree) -> Any:
         >>> model = sm.fsdp({"w": jnp.ones((32, 64)), "steps": sm.State(0)}, mesh, "data")
         >>> whole = sm.gather(model, "data")
         >>> whole = {**whole, "steps": whole["steps"].set(1)}
-        >>> sm.scatter(whole, model)
-        {'steps': State(int32(1)), 'w': SplitArray(float32[32,64])}
+        >>> model = sm.scatter(whole, model)
+        >>> model["w"].spec, model["steps"]
+        (P(None, 'data'), State(int32(1)))
 
         ```
     """
@@ -177,20 +178,20 @@ def _joined(parts: Sequence[_Part], name: AxisName) -> list[Array]:
     return whole
 
 
-def _of_all(part: Array, name: AxisName) -> Array:
+def _of_all(part: Array, name: AxisName) -> Any:
     """The parts of all shards, one in each row."""
     if not is_narrow(part.dtype):
         return jax.lax.all_gather(part, name)
 
     @jax.custom_vjp
-    def narrow(x: Array) -> Array:
+    def narrow(x: Array) -> Any:
         return jax.lax.all_gather(x, name)
 
     narrow.defvjp(lambda x: (narrow(x), None), lambda _, rows: (_summed(rows, name),))
     return narrow(part)
 
 
-def _summed(rows: Array, name: AxisName) -> Array:
+def _summed(rows: Array, name: AxisName) -> Any:
     """This shard's row of the sum over shards, taken in float32."""
     wide = jax.lax.psum_scatter(rows.astype(jnp.float32), name)
     return wide.astype(rows.dtype)
