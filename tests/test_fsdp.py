@@ -357,15 +357,16 @@ def _major() -> Any:
     return sm.shard_map(lambda m: sm.gather(m, "x"), make_mesh("4x2"), (None,), P())(model)
 
 
-@mistake(
-    sm.StatemeshError,
-    "gather: 'x' is an axis of lanes, and specs split parameters over mesh axes only. Call the function by "
-    "`sm.shard_map` on a mesh with an axis 'x'.",
-)
-def _lanes() -> Any:
+@pytest.mark.parametrize("transform", [sm.vmap2, sm.pmap2])
+def test_lanes_have_no_parts(transform: Any) -> None:
     model = sm.fsdp([values(8)], make_mesh("4"), "x", min_size=0)
     fun = lambda model, x: sm.gather(model, "x")[0] * x
-    return sm.vmap2(fun, axis_name="x", in_axes=(None, 0))(model, values(4))
+    mapped = transform(fun, axis_name="x", in_axes=(None, 0))
+    text = (
+        "gather: 'x' is an axis of lanes, and specs split parameters over mesh axes only. Call the function by "
+        "`sm.shard_map` on a mesh with an axis 'x'."
+    )
+    assert_says(lambda: mapped(model, values(4)), sm.StatemeshError, text)
 
 
 @mistake(sm.StatemeshError, "gather: no axis is called 'y' here; the axes mapped over are 'x'.")

@@ -62,7 +62,9 @@ def gather(tree: PyTree, axis_name: AxisName) -> Any:
     Source: the third stage of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054).
     """
     bound = bound_names("gather", axis_name)
-    if meshes_and_lanes(bound)[1]:
+    # The lanes of `pmap2` are on a mesh.
+    lanes = [name for mark in compat.axes_from_dataflow() if mark.lanes for name in mark.axis_names]
+    if meshes_and_lanes(bound)[1] or axis_name in lanes:
         raise errors.gather_in_lanes(axis_name)
     flat, treedef = tree_util.tree_flatten_with_path(tree, is_leaf=is_state)
     named = [(path_str(keys, "tree"), unit) for keys, unit in flat]
