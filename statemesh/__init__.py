@@ -23,6 +23,9 @@ from ._call._pmap2 import pmap2 as pmap2
 from ._call._shard_map import shard_map as shard_map
 from ._call._vmap2 import vmap2 as vmap2
 from ._explain._explanation import Explanation as Explanation
+from ._fsdp._fsdp import fsdp as fsdp
+from ._fsdp._gather import gather as gather
+from ._fsdp._gather import scatter as scatter
 from ._grad._grad import grad as grad
 from ._grad._grad import value_and_grad as value_and_grad
 from ._grad._trainable import trainable as trainable

@@ -20,6 +20,7 @@ LAYERS = [
     "_resolve",
     "_write_back",
     "_packed",
+    "_fsdp",
     "_leave",
     "_explain",
     "_call",

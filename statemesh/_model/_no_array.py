@@ -14,15 +14,19 @@ class NoArray:
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, jax.Array | np.ndarray | np.generic | int | float | complex):
-            raise errors.state_is_no_array(type(self).__name__, "==")
+            raise self._no_array("==")
         return self is other
 
     __hash__ = object.__hash__
 
+    def _no_array(self, what: str) -> TypeError:
+        """The error of an operation of arrays."""
+        return errors.state_is_no_array(type(self).__name__, what)
+
 
 def _refusing(what: str) -> PyTree:
     def refuse(self: NoArray, *others: object, **options: object) -> PyTree:
-        raise errors.state_is_no_array(type(self).__name__, what)
+        raise self._no_array(what)
 
     return refuse
 

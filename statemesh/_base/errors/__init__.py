@@ -35,6 +35,16 @@ from ._construction import not_an_axis as not_an_axis
 from ._construction import not_callable as not_callable
 from ._construction import out_specs_required as out_specs_required
 from ._construction import unknown_choice as unknown_choice
+from ._fsdp import fsdp_bad_number as fsdp_bad_number
+from ._fsdp import fsdp_no_parameters as fsdp_no_parameters
+from ._fsdp import fsdp_packed as fsdp_packed
+from ._fsdp import fsdp_unknown_axis as fsdp_unknown_axis
+from ._fsdp import gather_in_lanes as gather_in_lanes
+from ._fsdp import gather_major as gather_major
+from ._fsdp import gather_replicated as gather_replicated
+from ._fsdp import gather_whole as gather_whole
+from ._fsdp import not_gathered as not_gathered
+from ._fsdp import scatter_structure as scatter_structure
 from ._grad import cannot_differentiate as cannot_differentiate
 from ._grad import gradient_in_gradient as gradient_in_gradient
 from ._grad import gradient_in_mixed_maps as gradient_in_mixed_maps

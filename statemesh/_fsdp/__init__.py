@@ -1,0 +1,1 @@
+"""Parameters that are split over a data axis, and made whole inside the mapped call."""

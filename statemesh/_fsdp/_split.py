@@ -1,0 +1,65 @@
+"""Which parameters there are, and over which mesh axes each of their arrays is split."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from .._base import errors
+from .._base._arrays import is_shaped
+from .._base._nodes import is_state
+from .._base._prefix import broadcast_specs
+from .._base._specs import mentioned, written_axes
+from .._base._types import AxisName, PyTree, SpecTree, Value
+from .._model._kinds import ParamState
+from .._model._state import State
+
+
+class SplitArray(ParamState[Value]):
+    """A parameter of a layer whose parameters are plain arrays, until `gather` makes it an array again."""
+
+    __slots__ = ()
+
+    def _no_array(self, what: str) -> TypeError:
+        return errors.not_gathered(what)
+
+
+def is_plain_parameter(unit: PyTree) -> bool:
+    """Whether `unit` is an array of floats outside of any State, which `value_and_grad` differentiates."""
+    shaped = not is_state(unit) and is_shaped(unit)
+    return shaped and bool(jnp.issubdtype(unit.dtype, jnp.inexact))
+
+
+def specs_of(state: State, path: str) -> list[SpecTree]:
+    """The spec of each array of a state's value."""
+    return broadcast_specs(state.spec, state.value, f"the spec of {path}", f"{path}.value")
+
+
+def axes_of(spec: SpecTree, ndim: int) -> list[tuple[AxisName, ...]]:
+    """The mesh axes that split each axis of an array.
+
+    A spec may have entries for leading axes that a loop or a `vmap` around has taken away.
+    """
+    entries = list(written_axes(spec)) if isinstance(spec, PartitionSpec) else []
+    entries = entries[max(len(entries) - ndim, 0) :]
+    return entries + [()] * (ndim - len(entries))
+
+
+def spec_with(
+    axes: Sequence[tuple[AxisName, ...]], position: int | None, name: AxisName
+) -> PartitionSpec:
+    """The spec with an entry for every axis, and `name` at one of them, if at any."""
+    named = [(*names, name) if k == position else names for k, names in enumerate(axes)]
+    return PartitionSpec(*map(_entry, named))
+
+
+def spec_without(spec: SpecTree, name: AxisName) -> SpecTree:
+    """A spec without a mesh axis that it names; `None` where it names no other."""
+    if not isinstance(spec, PartitionSpec) or name not in mentioned(spec):
+        return spec
+    left = [tuple(n for n in names if n != name) for names in written_axes(spec)]
+    return PartitionSpec(*map(_entry, left)) if any(left) else None
+
+
+def _entry(names: tuple[AxisName, ...]) -> AxisName | tuple[AxisName, ...] | None:
+    return None if not names else names[0] if len(names) == 1 else names
