@@ -210,6 +210,30 @@ def test_an_array_made_before_another_was_compared_is_looked_up() -> None:
     equal(after.value, X + 3)
 
 
+def test_what_is_fed_back_is_recognised_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    known = Spared._known
+
+    def ask(self: Spared, compared: Any) -> bool:
+        asked.append(known(self, compared))
+        return asked[-1]
+
+    monkeypatch.setattr(Spared, "_known", ask)
+    spared = Spared([0, 1], [32, 32, 32])
+    first, second, x = (copied(jax.device_put(X, on(make_mesh()))) for _ in range(3))
+    assert spared([first, second, x]) == [first, second, x]
+    for _ in range(3):
+        first, second = copied(first), copied(second)
+        spared.keep([first, second])
+        given = [second, first, x]
+        assert spared(given) is given
+    # The first call looked, and the second learned the order.
+    assert asked == [False, True]
+    twice = spared([second, second, x])
+    assert asked == [False, True, False]
+    assert twice[0] is not twice[1]
+
+
 def test_what_was_made_is_forgotten() -> None:
     made = Made()
     kept = jnp.ones(2)

@@ -1,10 +1,11 @@
 """Step 2, memory: which arrays share memory, and the copies that keep any from being given up twice."""
 
 import weakref
-from collections import Counter
-from collections.abc import Sequence
-from itertools import repeat
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from operator import call, is_, itemgetter
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -45,6 +46,8 @@ def _may_share(x: jax.Array, target: Sharding) -> bool:
 # The entry that stands for an array that no program made.
 _NOBODY: tuple[Any, int] = (lambda: None, 0)
 
+Refs: TypeAlias = Sequence[Callable[[], Any]]
+
 
 class Made:
     """The arrays that programs have made, each with a serial number. No two of them share memory.
@@ -54,14 +57,31 @@ class Made:
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[Any, int]] = {}
+        # What has no entries yet. Most of it dies before anyone asks.
+        self._new: deque[tuple[Refs, int]] = deque()
         self._most = 1024
         self.number = 0
 
-    def add(self, arrays: Sequence[Leaf]) -> None:
+    def add(self, arrays: Sequence[Leaf]) -> tuple[Refs, int]:
+        """Remember arrays.
+
+        **Returns:** references to them, and their number.
+        """
         self.number += 1
-        self._entries.update(
-            zip(map(id, arrays), zip(map(weakref.ref, arrays), repeat(self.number)), strict=False)
-        )
+        added: tuple[Refs, int] = list(map(weakref.ref, arrays)), self.number
+        self._new.append(added)
+        if len(self._new) > 32:
+            self._enter()
+        return added
+
+    def _enter(self) -> None:
+        # Other threads do the same meanwhile. What one of them misses it takes for an array that no program
+        # made, whose memory is looked up.
+        with suppress(IndexError):
+            while self._new:
+                refs, number = self._new.popleft()
+                alive = [(ref, x) for ref in refs if (x := ref()) is not None]
+                self._entries.update((id(x), (ref, number)) for ref, x in alive)
         if len(self._entries) > self._most:
             # Most of them have died, or there are that many.
             for key, (ref, _) in list(self._entries.items()):
@@ -71,6 +91,7 @@ class Made:
 
     def numbers(self, arrays: Sequence[Leaf]) -> list[int]:
         """The serial number of each array; 0 for one that no program made."""
+        self._enter()
         entries = self._entries
         found = [entries.get(id(x), _NOBODY) for x in arrays]
         return [number if ref() is x else 0 for (ref, number), x in zip(found, arrays, strict=True)]
@@ -97,23 +118,45 @@ class Spared:
         count = Counter(sizes)
         wanted = {sizes[k] for k in donated if sizes[k] and count[sizes[k]] > 1}
         self.compared = [k for k, size in enumerate(sizes) if size in wanted]
+        # Something is donated and something else has its size, so that there are none or several.
+        self._pick = itemgetter(*self.compared) if self.compared else None
         # What no program made and none took, found apart from all others, and the last number by then.
-        self._apart: tuple[list[Leaf], int] = [], 0
+        self._apart: tuple[Refs, int] = [], 0
+        # What the program made last, and its number.
+        self._made: tuple[Refs, int] = [], 0
+        # Picks what was compared last from what the program had made and then from what was apart.
+        self._order: Any = None
 
     def __call__(self, arrays: Sequence[Leaf]) -> Sequence[Leaf]:
         """The arrays, with a copy of each donated one that shares memory with another."""
-        if not self.compared or self._known([arrays[k] for k in self.compared]):
+        if self._pick is None:
+            return arrays
+        compared = self._pick(arrays)
+        if self._fed_back(compared) or self._known(compared):
             return arrays
         lies = {k: memory(arrays[k]) for k in self.compared}
         times = Counter(part for parts in lies.values() for part in parts)
         shared = {k for k, parts in lies.items() if any(times[part] > 1 for part in parts)}
         if shared:
             return [copied(x) if k in shared & self.donated else x for k, x in enumerate(arrays)]
-        compared = [arrays[k] for k in self.compared]
         own = zip(self.compared, compared, MADE.numbers(compared), strict=True)
         left = [weakref.ref(x) for k, x, n in own if not n and k not in self.donated]
         self._apart = left, MADE.number
         return arrays
+
+    def _fed_back(self, compared: Sequence[Leaf]) -> bool:
+        """Whether these are what the program made last and what was apart, in the order of last time.
+
+        It says nothing that `_known` would not say, and says it in one pass in C.
+        """
+        order, (made, number), (left, before) = self._order, self._made, self._apart
+        if order is None or number <= before:
+            return False
+        try:
+            expected = order([*made, *left])
+        except IndexError:  # Another thread has put in fewer meanwhile.
+            return False
+        return all(map(is_, map(call, expected), compared))
 
     def _known(self, compared: Sequence[Leaf]) -> bool:
         """Whether nothing has to be looked up: that would wait for what is being computed.
@@ -124,18 +167,30 @@ class Spared:
         if len(set(map(id, compared))) < len(compared):
             return False
         numbers = MADE.numbers(compared)
-        if all(numbers):
-            return True
         others = [x for x, n in zip(compared, numbers, strict=True) if not n]
         left, before = self._apart
-        if len(others) != len(left) or any(0 < n <= before for n in numbers):
-            return False
-        return all(ref() is x for ref, x in zip(left, others, strict=True))
+        if others:
+            if len(others) != len(left) or any(0 < n <= before for n in numbers):
+                return False
+            if not all(ref() is x for ref, x in zip(left, others, strict=True)):
+                return False
+        self._learn(compared, others, numbers)
+        return True
+
+    def _learn(
+        self, compared: Sequence[Leaf], others: Sequence[Leaf], numbers: Sequence[int]
+    ) -> None:
+        made, number = self._made
+        if not set(numbers) <= {0, number}:
+            return
+        known = [*(ref() for ref in made), *others]
+        place = {id(x): k for k, x in enumerate(known) if x is not None}
+        self._order = itemgetter(*[place[id(x)] for x in compared])
 
     def keep(self, outputs: Sequence[Leaf]) -> None:
         """Remember what the program has made."""
         if self.compared:
-            MADE.add(outputs)
+            self._made = MADE.add(outputs)
 
 
 def memory(x: Leaf) -> frozenset[tuple[Any, int]]:
