@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeAlias
 
+import jax.numpy as jnp
 import numpy as np
 
 from .._types import Numbers
@@ -18,7 +19,8 @@ from ._values import Points, Read
 # What makes a value of the others of the program.
 Change: TypeAlias = Callable[[Read], Numbers]
 
-# Each change runs the program once.
+# Each change runs the steps after it once: so many steps in all.
+_MOST_STEPS = 8000
 _MOST_TRIALS = 48
 _MOST_VALUES = 400
 # Offsets are tried for so many lengths of arrays.
@@ -50,17 +52,22 @@ def confirmed(found: Comparison, groups: Sequence[Group]) -> Trial | None:
     if not points or len(points) > _MOST_VALUES:
         return None
     program = Points(found.evaluators[0], found.mesh, found.given[0], found.scopes, points)
+    trials = trials[: max(_MOST_STEPS // max(program.length, 1), 1)]
     return next((one for one in trials if all(found.judged(program.results(one.changes)))), None)
 
 
 def _trials(found: Comparison, group: Group) -> Iterator[Trial]:
     if group.transposed:
         return
-    # The same operation in each round of a loop is changed in all rounds.
+    # The same operation in each round of a loop is changed in all rounds, also in those that are right.
     kinds: dict[Hashable, list[Step]] = {}
-    for step in group.steps:
-        kinds.setdefault((step.name, str(step.eqn.outvars[0].aval)), []).append(step)
+    for step in found.mesh.steps:
+        if step.line == group.line and not step.transposed:
+            kinds.setdefault((step.name, str(step.eqn.outvars[0].aval)), []).append(step)
+    suspects = {*group.steps}
     for steps in kinds.values():
+        if not suspects.intersection(steps):
+            continue
         name = steps[0].name
         if name == "ppermute":
             yield from _moves(found, group, steps)
@@ -135,16 +142,17 @@ def _lengths(found: Comparison) -> list[int]:
 def _whole_numbers(found: Comparison, group: Group, steps: Sequence[Step]) -> Iterator[Trial]:
     """Truths the other way round or of the next shard; numbers that are off by one or by the index of a shard."""
     values = [step.results[0] for step in steps]
-    if any(x not in found.kept for x in values):
+    shown = [x for x in values if x in found.kept]
+    if not shown:
         return
-    first, sizes = found.kept[values[0]].got, found.scopes[values[0]].sizes
+    first, sizes = found.kept[shown[0]].got, found.scopes[values[0]].sizes
     if first.dtype == bool:
         yield Trial(group, {x: _inverted(x) for x in values})
         for (at, name), shift in itertools.product(enumerate(sizes), (1, -1)):
             if sizes[name] > 1:
                 changes = {x: _moved(x, at, shift, True) for x in values}
                 yield Trial(group, changes)
-    elif first.dtype.kind in "iu":
+    elif _is_whole_number(steps[0]):
         for summand in (1, -1):
             changes = {x: _increased(x, np.asarray(summand)) for x in values}
             yield Trial(group, changes)
@@ -154,6 +162,11 @@ def _whole_numbers(found: Comparison, group: Group, steps: Sequence[Step]) -> It
                 offset = length * _index(found, values[0], name, first.ndim - len(sizes))
                 changes = {x: _increased(x, offset) for x in values}
                 yield Trial(group, changes, words.offset(length, name, group.line))
+
+
+def _is_whole_number(step: Step) -> bool:
+    """Keys, which are shown as whole numbers, are none."""
+    return bool(jnp.issubdtype(getattr(step.eqn.outvars[0].aval, "dtype", None), jnp.integer))
 
 
 def _inverted(value: int) -> Change:

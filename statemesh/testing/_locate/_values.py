@@ -162,6 +162,11 @@ class Points:
         self._known = {x: value for x, value in known.items() if x in read and x not in after}
         self._like = {x: known[x].x for x in points}
 
+    @property
+    def length(self) -> int:
+        """How many steps run again."""
+        return len(self._after)
+
     def results(self, changes: Mapping[int, Callable[[Read], Numbers]]) -> list[Stacked]:
         """The results with some values changed, to what is made of values before them."""
         known = dict(self._known)
