@@ -1,4 +1,4 @@
-"""Simple changes of a line: another shard to send to, a count off by one, an index that leaves out the shard."""
+"""Simple changes of a line: another shard to send to, a count off by one, the index of the shard added."""
 
 import dataclasses
 import itertools
@@ -140,7 +140,7 @@ def _lengths(found: Comparison) -> list[int]:
 
 
 def _whole_numbers(found: Comparison, group: Group, steps: Sequence[Step]) -> Iterator[Trial]:
-    """Truths the other way round or of the next shard; numbers that are off by one or by the index of a shard."""
+    """Truths the other way round or of the next shard; numbers off by one or by the index of a shard."""
     values = [step.results[0] for step in steps]
     shown = [x for x in values if x in found.kept]
     if not shown:
