@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -166,7 +166,8 @@ def _whole_numbers(found: Comparison, group: Group, steps: Sequence[Step]) -> It
 
 def _is_whole_number(step: Step) -> bool:
     """Keys, which are shown as whole numbers, are none."""
-    return bool(jnp.issubdtype(getattr(step.eqn.outvars[0].aval, "dtype", None), jnp.integer))
+    aval: Any = step.eqn.outvars[0].aval
+    return hasattr(aval, "dtype") and bool(jnp.issubdtype(aval.dtype, jnp.integer))
 
 
 def _inverted(value: int) -> Change:
