@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -66,6 +66,7 @@ class Comparison:
     - `positions`: those of them that are not made from constants only.
     - `kept`: the values that are not simply those of one device.
     - `operands`: those of loops and branches whose results differ.
+    - `lengths`: the lengths of what shards have of arrays that are split.
     - `results`: the results.
     - `matched`: whether each step of the one program belongs to one of the other.
     """
@@ -91,6 +92,7 @@ class Comparison:
         self.positions: set[int] = set()
         self.kept: dict[int, Pair] = {}
         self.operands: dict[Step, tuple[list[Stacked], list[Stacked]]] = {}
+        self.lengths: set[int] = set()
         self._bytes = 0
         self._sizes: dict[int, float] = {}
         # For values of the program on the mesh what they are on one device, as long as a step may need it.
@@ -152,6 +154,8 @@ class Comparison:
                 self.indices.add(x)
                 if step.name == "axis_index" or self.positions.intersection(step.inputs):
                     self.positions.add(x)
+            if step.kind == "split":
+                self.lengths.update(value.x.shape[len(value.axes) :])
             if step.kind == "join" and self._has_unequal_copies(step):
                 self.relations[x] = None
                 self._keep(x, value, want, step.around)
@@ -237,6 +241,13 @@ class Comparison:
             right = self.is_right(known) or (bool(self.scope.sizes) and a in self.indices)
             found.append(Result(got, want, right))
         return found
+
+    def judged(self, made: Sequence[Stacked]) -> list[bool]:
+        """Which of the results of another run are right."""
+        return [
+            self.is_right(relation(value, result.want, self.scope, 0.0, self.unit(value)))
+            for value, result in zip(made, self.results, strict=True)
+        ]
 
     def unit(self, value: Stacked) -> float:
         """The roundoff of a value; 0 where floats are in double precision."""

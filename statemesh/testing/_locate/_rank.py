@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from . import _words as words
+from ._changes import confirmed
 from ._comparison import Comparison
 from ._flat import Step
 from ._lines import Line
@@ -34,12 +35,16 @@ def places(found: Comparison, most: int = 3) -> tuple[list[Place], str | None]:
         tried = [_Tried(gradients, mended, -1), *tried]
     if not tried:
         return [], None
-    chosen: list[_Tried] = []
+    sure = any(one.mended.all and one.mended.plain and one.group.is_sure for one in tried)
+    changed = None if sure and found.matched else confirmed(found, groups)
+    chosen: list[_Tried] = [one for one in tried if changed and one.group is changed.group][:1]
     for one in _in_order(suspects, tried, found.matched):
         if one.group.line not in [other.group.line for other in chosen]:
             chosen.append(one)
     first = chosen[0]
     reason = next(filter(None, (_cause(found, mender, one.group) for one in chosen[:2])), None)
+    if changed and chosen[0].group is changed.group:
+        reason = reason or changed.words
     if reason:
         # Nothing is left to explain.
         chosen = chosen[:2]

@@ -3,8 +3,8 @@
 All of this runs inside `jax.enable_x64`.
 """
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,9 @@ _COMPILE_FAST = {
 _COMPILED = ("scan", "while", "cond", "random_bits", "random_split", "random_fold_in", "sort")
 
 Values = dict[int, Stacked]
+
+# What gives a value, with all mesh axes in front.
+Read: TypeAlias = Callable[[int], Numbers]
 
 
 class Evaluator(Replay):
@@ -148,6 +151,7 @@ class Points:
         # What does not depend on the points is computed once.
         after = {x for step in self._after for x in step.results}
         read = {x for step in self._after for x in step.inputs} | {*points}
+        read.update(x for step in program.steps for x in step.inputs if {*step.results} & {*points})
         read.update(x for x in program.results if isinstance(x, int))
         known, last = {**given}, last_reads(program)
         for i, step in enumerate(program.steps):
@@ -158,14 +162,24 @@ class Points:
         self._known = {x: value for x, value in known.items() if x in read and x not in after}
         self._like = {x: known[x].x for x in points}
 
-    def results(self, replaced: Mapping[int, Numbers]) -> list[Stacked]:
-        """The results with some values replaced, which have all mesh axes in front."""
+    @property
+    def length(self) -> int:
+        """How many steps run again."""
+        return len(self._after)
+
+    def results(self, changes: Mapping[int, Callable[[Read], Numbers]]) -> list[Stacked]:
+        """The results with some values changed, to what is made of values before them."""
         known = dict(self._known)
-        new = {x: self._stacked(x, numbers) for x, numbers in replaced.items()}
-        known.update(new)
+
+        def read(x: int) -> Numbers:
+            return on_all_shards(known[x], self._scopes[x])
+
+        for x in [x for x in changes if x in known]:
+            known[x] = self._stacked(x, changes[x](read))
         for step in self._after:
             self._evaluator.run_step(step, known)
-            known.update({x: new[x] for x in step.results if x in new})
+            for x in [x for x in step.results if x in changes]:
+                known[x] = self._stacked(x, changes[x](read))
         return [self._evaluator.operand(x, known) for x in self._program.results]
 
     def _stacked(self, x: int, numbers: Numbers) -> Stacked:

@@ -138,3 +138,16 @@ def reduced(collective: str, name: Hashable, line: Line | None) -> str:
 def scaled(size: int, up: bool, line: Line | None) -> str:
     what = "multiplied" if up else "divided"
     return f"{what} by the number of shards, {size}, at {line}, all results are right"
+
+
+def moved(name: Hashable, shift: int, line: Line | None) -> str:
+    how = {0: "no move", 1: "a move to the next shard", -1: "a move to the shard before"}[shift]
+    return f"with {how} along {name!r} at {line}, all results are right"
+
+
+def indexed(name: Hashable, line: Line | None) -> str:
+    return f"with jax.lax.axis_index({name!r}) at {line}, all results are right"
+
+
+def offset(length: int, name: Hashable, line: Line | None) -> str:
+    return f"with {length} * jax.lax.axis_index({name!r}) added at {line}, all results are right"
