@@ -24,6 +24,11 @@ from ._extremes import largest, largest_entry, smallest, smallest_entry
 from ._wide import AnyArray, after_sum, before_sum
 
 
+# The name by which states see the microbatches of `value_and_grad`, as if they were lanes, when they enter and
+# leave a microbatch. While one runs it is not bound: microbatches follow one another.
+MICROBATCHES = "the microbatches of value_and_grad"
+
+
 def bound_names(what: str, axis_name: SeveralAxes) -> tuple[AxisName, ...]:
     """The axes that `axis_name` (one, several or `None`) means here: none outside any mapped call.
 

@@ -138,7 +138,11 @@ class Watched:
     """Marks a trace in which every mapped call is looked at. Each one is a mark of its own."""
 
 
-Mark: TypeAlias = FollowedAxes | FollowedStates | Watched
+class InMicrobatches:
+    """Marks the trace of one microbatch."""
+
+
+Mark: TypeAlias = FollowedAxes | FollowedStates | Watched | InMicrobatches
 
 
 def trace_marked(
@@ -155,6 +159,12 @@ def axes_from_dataflow() -> tuple[FollowedAxes, ...]:
     """The marks of the traces that are under way, the outermost first."""
     names = core.unsafe_get_axis_names_DO_NOT_USE()
     return tuple(name for name in names if isinstance(name, FollowedAxes))
+
+
+def inside_microbatches() -> bool:
+    """Whether the trace of a microbatch is under way."""
+    names = core.unsafe_get_axis_names_DO_NOT_USE()
+    return any(isinstance(name, InMicrobatches) for name in names)
 
 
 def bound_axis_names() -> tuple[AxisName, ...]:

@@ -1,37 +1,29 @@
 """Gradients of functions of a model, reduced across shards exactly once."""
 
-import functools
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import cast
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from .._base import _compat as compat
 from .._base import _explicit as explicit
-from .._base import _jaxprs as jaxprs
 from .._base import errors
 from .._base._checks import check_function, check_names
 from .._base._compat import tree_util
 from .._base._frames import without_own_frames
 from .._base._paths import fun_name, positional_names
 from .._base._types import (
-    Array,
     Filter,
     Fun,
     FunOf,
     Leaf,
     Params,
     PyTree,
-    PyTreeDef,
     ReduceLoss,
     Result,
     SeveralAxes,
 )
 from .._model._filters import to_predicate
-from .._model._origin import origins, with_origins
+from ._loss import LossFunction, at_once
 from ._scope import Scope
 from ._trainable import Parts
 
@@ -109,41 +101,16 @@ def value_and_grad(
     to_predicate(wrt)
     name = fun_name(fun)
 
+    loss_fun = LossFunction(fun, has_aux, name)
+
     @without_own_frames
     def value_and_grads(model: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         parts = Parts("value_and_grad", model, wrt, positional_names(fun, 1)[0])
         scope = Scope(name, axis_name, reduce == "mean", parts)
-        # JAX would return other arrays for results that are arguments, so these are left out of its results.
-        given = {id(x): x for x in tree_util.tree_leaves((model, args, kwargs))}
-        results: list[tuple[list[Leaf], PyTreeDef, list[object], list[int]]] = []
-
-        def local(params: list[Leaf]) -> PyTree:
-            loss, rest = _taken_apart(fun(parts.model(params), *args, **kwargs), has_aux, name)
-            leaves, structure = tree_util.tree_flatten(rest)
-            same = given | {id(x): old for x, old in zip(params, parts.params, strict=True)}
-            leaves = [same.get(id(x), x) for x in leaves]
-            new = [
-                i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and id(x) not in given
-            ]
-            made = [leaves[i] for i in new]
-            # JAX reports a tracer that we keep as a leak.
-            for i in new:
-                leaves[i] = None
-            results[:] = [(leaves, structure, origins(rest), new)]
-            return loss, made
-
-        with _mesh_of(given.values()), scope.casting():
-            params = scope.cast(parts.params)
-            loss, pull, made = jax.vjp(local, params, has_aux=True)
-            grads, crossed = scope.pulled(pull, loss)
-        leaves, structure, marks, new = results[-1]
-        # Few cases need it, and only these trace it.
-        program = functools.cache(lambda: jaxprs.open_jaxpr(jax.make_jaxpr(local)(params)))
-        made = scope.restored(made, program)
-        loss, grads = scope.reduced(loss, grads, crossed, program)
-        for i, x in zip(new, made, strict=True):
-            leaves[i] = x
-        aux, model = with_origins(structure.unflatten(leaves), marks)
+        with _mesh_of(tree_util.tree_leaves((model, args, kwargs))):
+            made = at_once(loss_fun, scope, parts, args, kwargs)
+        loss, grads = scope.reduced(made.loss, made.grads, made.crossed, made.program)
+        aux, model = made.result
         return ((loss, aux) if has_aux else loss, model), parts.tree(grads)
 
     value_and_grads.__name__ = value_and_grads.__qualname__ = f"value_and_grad_of_{name}"
@@ -188,24 +155,6 @@ def grad(
     grads_of.__name__ = grads_of.__qualname__ = f"grad_of_{fun_name(fun)}"
     typed: Callable[Params, tuple[PyTree, PyTree]] = cast(Fun, grads_of)
     return typed
-
-
-def _taken_apart(returned: PyTree, has_aux: bool, name: str) -> tuple[Array, tuple[PyTree, PyTree]]:
-    """The loss, and a pair of auxiliary values (or `None`) and the model."""
-    if not _is_pair(returned) or (has_aux and not _is_pair(returned[0])):
-        raise errors.not_loss_and_model(name, returned, has_aux)
-    value, model = returned
-    loss, aux = value if has_aux else (value, None)
-    if not isinstance(loss, jax.Array | np.ndarray | np.generic | float):
-        raise errors.not_a_loss(name, loss)
-    loss = jnp.asarray(loss)
-    if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise errors.not_a_loss(name, loss)
-    return loss, (aux, model)
-
-
-def _is_pair(x: Leaf) -> bool:
-    return isinstance(x, tuple) and len(x) == 2
 
 
 def _mesh_of(values: Iterable[Leaf]) -> PyTree:
