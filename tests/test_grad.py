@@ -146,7 +146,7 @@ def test_a_jitted_loss_may_draw_rows(check_vma: bool) -> None:
         return sm.value_and_grad(jax.jit(drawing_loss), axis_name="x")(net, x)
 
     net = {"w": sm.ParamState(jnp.ones(3)), "rng": sm.RandomState(jax.random.key(0))}
-    sharded = sm.shard_map(step, make_mesh(2), (None, P("x")), P(), check_vma=check_vma)
+    sharded = sm.shard_map(step, make_mesh("2"), (None, P("x")), P(), check_vma=check_vma)
     check(sharded(net, X), sm.value_and_grad(drawing_loss)(net, X))
 
 

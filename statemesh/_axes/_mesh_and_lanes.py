@@ -24,8 +24,8 @@ from ._extremes import largest, largest_entry, smallest, smallest_entry
 from ._wide import AnyArray, after_sum, before_sum
 
 
-# The name by which states see the microbatches of `value_and_grad`, as if they were lanes, when they enter and
-# leave a microbatch. While one runs it is not bound: microbatches follow one another.
+# The name by which states see the microbatches of `value_and_grad`, as if they were lanes, when they enter
+# and leave a microbatch. While one runs it is not bound: microbatches follow one another.
 MICROBATCHES = "the microbatches of value_and_grad"
 
 

@@ -21,9 +21,11 @@ from .._base._types import (
     ReduceLoss,
     Result,
     SeveralAxes,
+    Size,
 )
 from .._model._filters import to_predicate
 from ._loss import LossFunction, at_once
+from ._microbatches import check_microbatches, in_microbatches
 from ._scope import Scope
 from ._trainable import Parts
 
@@ -35,6 +37,7 @@ def value_and_grad(
     axis_name: SeveralAxes = None,
     reduce: ReduceLoss = "mean",
     has_aux: bool = False,
+    microbatches: Size | None = None,
 ) -> Callable[Params, tuple[Result, PyTree]]:
     """A function that evaluates a loss, the new model, and the gradient of the loss, reduced exactly once.
 
@@ -98,6 +101,7 @@ def value_and_grad(
         raise errors.unknown_choice("value_and_grad: reduce", reduce, ("mean", "sum"))
     check_function("value_and_grad", fun)
     check_names("value_and_grad", axis_name)
+    check_microbatches(microbatches)
     to_predicate(wrt)
     name = fun_name(fun)
 
@@ -108,8 +112,12 @@ def value_and_grad(
         parts = Parts("value_and_grad", model, wrt, positional_names(fun, 1)[0])
         scope = Scope(name, axis_name, reduce == "mean", parts)
         with _mesh_of(tree_util.tree_leaves((model, args, kwargs))):
-            made = at_once(loss_fun, scope, parts, args, kwargs)
+            if microbatches is None:
+                made = at_once(loss_fun, scope, parts, args, kwargs)
+            else:
+                made = in_microbatches(loss_fun, scope, parts, model, args, kwargs, microbatches)
         loss, grads = scope.reduced(made.loss, made.grads, made.crossed, made.program)
+        loss, *grads = made.narrowed([loss, *grads])
         aux, model = made.result
         return ((loss, aux) if has_aux else loss, model), parts.tree(grads)
 
@@ -125,6 +133,7 @@ def grad(
     axis_name: SeveralAxes = None,
     reduce: ReduceLoss = "mean",
     has_aux: bool = False,
+    microbatches: Size | None = None,
 ) -> Callable[Params, tuple[PyTree, PyTree]]:
     """As `value_and_grad`, without the loss.
 
@@ -145,7 +154,14 @@ def grad(
 
         ```
     """
-    both = value_and_grad(fun, wrt=wrt, axis_name=axis_name, reduce=reduce, has_aux=has_aux)
+    both = value_and_grad(
+        fun,
+        wrt=wrt,
+        axis_name=axis_name,
+        reduce=reduce,
+        has_aux=has_aux,
+        microbatches=microbatches,
+    )
 
     @without_own_frames
     def grads_of(model: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:

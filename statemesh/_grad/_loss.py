@@ -11,7 +11,7 @@ import numpy as np
 from .._base import _jaxprs as jaxprs
 from .._base import errors
 from .._base._compat import Jaxpr, tree_util
-from .._base._types import Array, Axes, Fun, Leaf, PyTree
+from .._base._types import Array, Axes, Dtype, Fun, Leaf, PyTree
 from .._model._origin import origins, with_origins
 from ._scope import Scope
 from ._trainable import Parts
@@ -26,6 +26,7 @@ class Evaluated:
     - `result`: a pair of auxiliary values (or `None`) and the new model.
     - `crossed`: gives the axes over which the gradients hold parts of other shards' losses.
     - `program`: traces the function.
+    - `dtypes`: those in which the loss and the gradients leave, if they are others than their own.
     """
 
     loss: Array
@@ -33,6 +34,13 @@ class Evaluated:
     result: tuple[PyTree, PyTree]
     crossed: Callable[[], Axes]
     program: Callable[[], Jaxpr]
+    dtypes: Sequence[Dtype] | None = None
+
+    def narrowed(self, values: Sequence[Leaf]) -> list[Leaf]:
+        """The reduced loss and its gradients, in the dtypes in which they leave."""
+        if self.dtypes is None:
+            return list(values)
+        return [x.astype(dtype) for x, dtype in zip(values, self.dtypes, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -71,7 +71,11 @@ def synchronized(own: Array, lines: tuple[Line, ...]) -> tuple[Line, ...]:
         return lines
     made = []
     for line in lines:
-        own = keys.from_words(first_of(keys.words(own), line.axis_names), own)
+        if line.axis_names == (MICROBATCHES,):
+            # No key was set inside: all microbatches began with this one, and drew alike.
+            own = line.key
+        else:
+            own = keys.from_words(first_of(keys.words(own), line.axis_names), own)
         made.append(dataclasses.replace(line, key=own))
     return tuple(made)
 
@@ -87,7 +91,7 @@ def row_block(what: str, axis_name: SeveralAxes, lines: Sequence[Line]) -> Leaf:
         if compat.inside_microbatches():
             raise errors.rows_of_stranger(what)
         return shard_index(what, axis_name)
-    if any(not known(line.was_set, False) for line in lines[at:]):
+    if known(lines[at].was_set, True):
         raise errors.rows_of_set_key(what)
     names = bound_names(what, axis_name)
     within = NO_AXES.union(*(line.axis_names for line in lines[:at]))

@@ -187,14 +187,15 @@ def no_rows_to_split(name: str, count: int, bad: Sequence[tuple[str, object]]) -
 
 def bad_microbatches(given: object) -> StatemeshError:
     return StatemeshError(
-        f"value_and_grad: microbatches must be a positive int, or None for all rows at once, but is {given!r}."
+        "value_and_grad: microbatches must be a positive int, or None for all rows at once, but is "
+        f"{given!r}."
     )
 
 
 def microbatches_in_microbatches(name: str) -> StatemeshError:
     return StatemeshError(
-        f"value_and_grad: microbatches around {name} stand inside the microbatches of another value_and_grad. "
-        "Split the rows once: leave `microbatches` out inside, and give the outer one the product of both."
+        f"value_and_grad: the microbatches of {name} stand inside those of another value_and_grad. Split "
+        "the rows once: leave `microbatches` out inside, and give the outer one the product of both."
     )
 
 
@@ -204,7 +205,8 @@ def microbatches_diverged(
     mends = []
     if bad:
         mends.append(
-            "declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a function"
+            "declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a "
+            "function"
         )
     if arrays:
         mends.append(
