@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from traceback import walk_tb
 from types import FrameType
@@ -136,6 +137,23 @@ class FollowedStates:
 
 class Watched:
     """Marks a trace in which every mapped call is looked at. Each one is a mark of its own."""
+
+
+def traced_outside(fun: Callable[..., PyTree], *arrays: PyTree) -> ClosedJaxpr:
+    """The jaxpr of `fun` as it is outside any mapped call, even if this is called inside one.
+
+    JAX keeps what is mapped, and whether it checks types, for each thread.
+    """
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+    wide = bool(jax.config.jax_enable_x64)
+
+    def trace() -> ClosedJaxpr:
+        with jax.enable_x64(wide):
+            traced: ClosedJaxpr = jax.make_jaxpr(fun)(*shapes)
+        return traced
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(trace).result()
 
 
 class InMicrobatches:

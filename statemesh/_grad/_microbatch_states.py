@@ -1,11 +1,13 @@
 """States that enter a microbatch, and those that all microbatches have written, merged by their policies."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 
 from .._axes._mesh_and_lanes import MICROBATCHES, varying_over
+from .._base import _compat as compat
+from .._base import _jaxprs as jaxprs
 from .._base import errors
 from .._base._compat import tree_util
 from .._base._nodes import is_state
@@ -166,6 +168,34 @@ class _Written:
     stacked: list[bool]
 
     @property
+    def leaves(self) -> list[tuple[Leaf, bool]]:
+        """The state's leaves, each with whether it holds the values of all microbatches."""
+        return list(zip(leaves_of(self.state), self.stacked, strict=True))
+
+    @property
+    def shared(self) -> list[Array]:
+        """The arrays that all microbatches share: of the state, then of the one that it continues."""
+        old = [] if self.old is None else leaves_of(self.old)
+        mine = [x for x, hit in self.leaves if not hit]
+        return [x for x in (*mine, *old) if isinstance(x, jax.Array)]
+
+    def rebuilt(
+        self, stacks: Iterator[Array], shared: Iterator[Array]
+    ) -> tuple[State, State | None]:
+        """The state of one microbatch and the one that it continues, of other arrays in the same order."""
+        leaves = [
+            next(stacks) if hit else next(shared) if isinstance(x, jax.Array) else x
+            for x, hit in self.leaves
+        ]
+        state, old = filled(self.state, leaves), self.old
+        if (mark := origin(self.state)) is not None:
+            state = mark_origin(state, mark)
+        if old is not None:
+            own = [next(shared) if isinstance(x, jax.Array) else x for x in leaves_of(old)]
+            old = filled(old, own)
+        return state, old
+
+    @property
     def over(self) -> list[tuple[str, ...]]:
         """For each leaf of the value whether it is merged. A function sees all leaves, or none."""
         here = self.stacked[: len(values(self.state))]
@@ -214,29 +244,35 @@ def merged(
 
 
 def _merged_states(name: str, writing: Sequence[_Written]) -> list[State]:
-    stacks = [
-        x
-        for one in writing
-        for x, hit in zip(leaves_of(one.state), one.stacked, strict=True)
-        if hit
-    ]
+    # JAX's collectives, which a function may call, fail over lanes inside a checked `shard_map`.
+    checked = compat.inside_checked_shard_map()
+    outside = [checked and callable(one.state.reduce) for one in writing]
+    done = {
+        hit: iter(
+            _merged_alike(
+                name, [one for one, own in zip(writing, outside, strict=True) if own is hit], hit
+            )
+        )
+        for hit in (False, True)
+    }
+    return [next(done[hit]) for hit in outside]
+
+
+def _merged_alike(name: str, writing: Sequence[_Written], outside: bool) -> list[State]:
+    """States merged as they stand, or by a program that is traced outside of any mapped call."""
+    stacks = [x for one in writing for x, hit in one.leaves if hit]
+    shared = [x for one in writing for x in one.shared]
     # The structures of the merged states, and their leaves, with `_ARRAY` in place of each array.
     found: list[tuple[PyTreeDef, list[Leaf]]] = []
-    bad: list[tuple[str, str]] = []
 
-    def merge(stacks: list[Array]) -> list[Array]:
-        mine = iter(stacks)
+    def merge(stacks: list[Array], shared: list[Array]) -> list[Array]:
+        mine, others = iter(stacks), iter(shared)
         found.clear()
+        bad: list[tuple[str, str]] = []
         made: list[Array] = []
         for one in writing:
-            leaves = [
-                next(mine) if hit else x
-                for x, hit in zip(leaves_of(one.state), one.stacked, strict=True)
-            ]
-            state = filled(one.state, leaves)
-            if (mark := origin(one.state)) is not None:
-                state = mark_origin(state, mark)
-            state = left(state, one.old, one.over)
+            state, old = one.rebuilt(mine, others)
+            state = left(state, old, one.over)
             leaves = leaves_of(state)
             own = [x for x in leaves if isinstance(x, jax.Array)]
             if any(varying_over(own, _NAMES)):
@@ -250,8 +286,14 @@ def _merged_states(name: str, writing: Sequence[_Written]) -> list[State]:
 
     if not writing:
         return []
-    run = jax.vmap(merge, axis_name=MICROBATCHES, out_axes=None) if stacks else merge
-    arrays = iter(run(stacks))
+    run = merge
+    if stacks:
+        run = jax.vmap(merge, in_axes=(0, None), out_axes=None, axis_name=MICROBATCHES)
+    if outside:
+        program = compat.traced_outside(run, stacks, shared)
+        arrays = iter(jaxprs.run_varying(program, [*stacks, *shared]))
+    else:
+        arrays = iter(run(stacks, shared))
     return [
         treedef.unflatten([next(arrays) if x is _ARRAY else x for x in leaves])
         for treedef, leaves in found
