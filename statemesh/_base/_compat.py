@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from traceback import walk_tb
 from types import FrameType
@@ -139,23 +138,6 @@ class Watched:
     """Marks a trace in which every mapped call is looked at. Each one is a mark of its own."""
 
 
-def traced_outside(fun: Callable[..., PyTree], *arrays: PyTree) -> ClosedJaxpr:
-    """The jaxpr of `fun` as it is outside any mapped call, even if this is called inside one.
-
-    JAX keeps what is mapped, and whether it checks types, for each thread.
-    """
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-    wide = bool(jax.config.jax_enable_x64)
-
-    def trace() -> ClosedJaxpr:
-        with jax.enable_x64(wide):
-            traced: ClosedJaxpr = jax.make_jaxpr(fun)(*shapes)
-        return traced
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(trace).result()
-
-
 class InMicrobatches:
     """Marks the trace of one microbatch."""
 
@@ -177,12 +159,6 @@ def axes_from_dataflow() -> tuple[FollowedAxes, ...]:
     """The marks of the traces that are under way, the outermost first."""
     names = core.unsafe_get_axis_names_DO_NOT_USE()
     return tuple(name for name in names if isinstance(name, FollowedAxes))
-
-
-def inside_microbatches() -> bool:
-    """Whether the trace of a microbatch is under way."""
-    names = core.unsafe_get_axis_names_DO_NOT_USE()
-    return any(isinstance(name, InMicrobatches) for name in names)
 
 
 def bound_axis_names() -> tuple[AxisName, ...]:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from ._compat import ClosedJaxpr, Equation, Jaxpr, Operand, core, vary, varying
+from ._compat import ClosedJaxpr, Equation, Jaxpr, Operand, core
 from ._types import NO_AXES, Array, ArrayLike, Axes, flat_names
 
 
@@ -234,50 +234,3 @@ def run_jaxpr(closed: ClosedJaxpr, arrays: Sequence[ArrayLike]) -> list[Array]:
         x if isinstance(x, jax.Array) else jax.numpy.asarray(x, aval.dtype)
         for x, aval in zip(made, closed.out_avals, strict=True)
     ]
-
-
-def run_varying(closed: ClosedJaxpr, arrays: Sequence[Array]) -> list[Array]:
-    """The results, inside a checked `shard_map`, of a program that was traced outside of any.
-
-    Its equations do not say what varies. So every operand is typed as varying over all axes over which any of
-    the arrays does.
-    """
-    over = NO_AXES.union(*map(varying, arrays))
-
-    def run(jaxpr: Jaxpr, consts: Sequence[ArrayLike], given: Sequence[Array]) -> list[Array]:
-        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *given], strict=True))
-
-        def value(atom: Operand) -> Array:
-            x = atom.val if is_literal(atom) else known[atom]
-            return vary(jax.numpy.asarray(x, getattr(atom.aval, "dtype", None)), over)
-
-        for eqn in jaxpr.eqns:
-            operands = list(map(value, eqn.invars))
-            match control_flow(eqn):
-                case ("call", inner):
-                    made = run(inner, _consts_of(eqn), operands)
-                case _:
-                    found = _in_place(eqn, operands)
-                    made = list(found) if eqn.primitive.multiple_results else [found]
-            known.update(zip(eqn.outvars, made, strict=True))
-        return list(map(value, jaxpr.outvars))
-
-    return run(open_jaxpr(closed), closed.consts, arrays)
-
-
-def _in_place(eqn: Equation, operands: Sequence[Array]) -> Any:
-    """What an equation makes. A sum over axes of arrays is written as one over mapped axes after a `vmap`."""
-    reduce = {"psum": jax.numpy.sum, "pmax": jax.numpy.max, "pmin": jax.numpy.min}
-    if (of_numpy := reduce.get(eqn.primitive.name)) is None:
-        return eqn.primitive.bind(*operands, **eqn.params)
-    made = [of_numpy(x, axis=eqn.params["axes"]) for x in operands]
-    return made if eqn.primitive.multiple_results else made[0]
-
-
-def _consts_of(eqn: Equation) -> Sequence[ArrayLike]:
-    """The constants that a called jaxpr is closed over."""
-    jaxprs = (eqn.params.get(name) for name in ("jaxpr", "call_jaxpr"))
-    consts: Sequence[ArrayLike] = next(
-        (jaxpr.consts for jaxpr in jaxprs if hasattr(jaxpr, "consts")), ()
-    )
-    return consts

@@ -9,7 +9,7 @@ import numpy as np
 from .._arguments import inside_modules
 from .._axes._dataflow import forwarded
 from .._axes._differing import all_axes
-from .._axes._mesh_and_lanes import MICROBATCHES
+from .._axes._mesh_and_lanes import IN_MICROBATCHES, MICROBATCHES, inside_microbatches
 from .._axes._wide import widened
 from .._base import _compat as compat
 from .._base import _jaxprs as jaxprs
@@ -21,7 +21,8 @@ from .._base._paths import path_str, positional_names
 from .._base._types import NO_AXES, NUMBERS, Array, Axes, Fun, Leaf, PyTree
 from .._model._values import strong
 from ._loss import Evaluated, LossFunction, Result
-from ._microbatch_states import Continued, Entering, merged
+from ._merging import merged
+from ._microbatch_states import Continued, Entering
 from ._scope import Scope
 from ._trainable import Parts
 
@@ -50,7 +51,7 @@ def in_microbatches(
     differ from one microbatch to the next: these are stacked. The others are kept once. The loss and the
     gradients are summed up.
     """
-    if compat.inside_microbatches():
+    if inside_microbatches():
         raise errors.microbatches_in_microbatches(fun.name)
     rows = _Rows(fun.fun, fun.name, args, count)
     entering = Entering(fun.fun, model, kwargs, count)
@@ -79,7 +80,7 @@ def in_microbatches(
 
     with scope.casting():
         first = [x[0] for x in inputs]
-        closed = compat.trace_marked(one, [params, first], [compat.InMicrobatches()])
+        closed = compat.trace_marked(one, [params, first], [IN_MICROBATCHES])
     ((aux, new, continued, crossed),) = results
     program = jaxprs.open_jaxpr(closed)
     facts = all_axes(program, [*[NO_AXES] * len(params), *[_DIFFERS] * len(first)])
@@ -106,9 +107,7 @@ def in_microbatches(
         x[0] if is_stacked[k] and not differs[k] else x
         for k, x in enumerate(values[own:], start=own)
     ]
-    model = merged(
-        fun.name, new.filled(values[own:]), new.filled(differs[own:]), continued, entering
-    )
+    model = merged(fun.name, new.filled(values[own:]), new.filled(differs[own:]), continued)
     dtypes = [aval.dtype for aval in closed.out_avals[:summed]]
     loss, *grads = values[:summed]
     result = _all_stacked(aux, count, values[summed:own]), model

@@ -14,10 +14,10 @@ from .._axes._mesh_and_lanes import (
     all_varying,
     bound_names,
     first_of,
+    inside_microbatches,
     pmax,
     shard_index,
 )
-from .._base import _compat as compat
 from .._base import errors
 from .._base._types import NO_AXES, Array, AxisName, Leaf, SeveralAxes
 from . import _keys as keys
@@ -88,7 +88,7 @@ def row_block(what: str, axis_name: SeveralAxes, lines: Sequence[Line]) -> Leaf:
     """
     at = next((i for i, line in enumerate(lines) if line.axis_names == (MICROBATCHES,)), None)
     if at is None:
-        if compat.inside_microbatches():
+        if inside_microbatches():
             raise errors.rows_of_stranger(what)
         return shard_index(what, axis_name)
     if known(lines[at].was_set, True):
