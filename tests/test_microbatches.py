@@ -37,7 +37,7 @@ class Net(sm.Module):
     high: sm.State
     moments: sm.State
     steps: sm.State
-    unread: sm.State
+    unread: sm.LongTermState
     rng: sm.RandomState
 
 
@@ -51,7 +51,7 @@ def make_net() -> Net:
         sm.State(jnp.zeros(3), reduce="max"),
         sm.State({"count": 0.0, "mean": jnp.zeros(3), "m2": jnp.zeros(3)}, reduce=merged_moments),
         sm.State(0),
-        sm.State(jnp.ones(2)),
+        sm.LongTermState(jnp.ones(2)),
         sm.RandomState(jax.random.key(5)),
     )
 
@@ -122,7 +122,7 @@ def in_lanes(transform: Any) -> Callable[..., Any]:
 
 
 WAYS: dict[str, Callable[..., Any]] = {
-    "unsharded": lambda step: jax.jit(step, static_argnums=()),
+    "unsharded": jax.jit,
     "mesh": on_mesh("2", True),
     "unchecked": on_mesh("2", False),
     "vmap2": in_lanes(sm.vmap2),

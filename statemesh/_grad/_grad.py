@@ -64,6 +64,13 @@ def value_and_grad(
     - `reduce`: `'mean'` or `'sum'` of the shards' losses. A loss that is the same on all shards over an axis,
         because `fun` reduced it, is taken as it is by `'mean'`; `'sum'` refuses to count it again.
     - `has_aux`: whether `fun` returns `((loss, aux), model)`.
+    - `microbatches`: into how many parts the rows of a shard are split, to run `fun` on one part after the
+        other in the memory of one; left out, it runs on all rows at once. Rows are the leading axis of every
+        array in the positional arguments after the model; all parts share the keyword arguments. Each part
+        sees the model as it was before. What the parts write to states is merged by the states' own policies,
+        as what shards write is; `RandomState.rows` counts rows over parts and shards alike. Losses and
+        gradients are summed in float32 at least, and reduced over `axis_name` once. Arrays in `aux` come
+        stacked, one for each part.
 
     **Returns:** a function of the same arguments that returns `((loss, model), grads)`, with `has_aux`
     `(((loss, aux), model), grads)`. `grads` has the model's structure: in place of a state or array that was
@@ -73,7 +80,9 @@ def value_and_grad(
     **Raises:** `StructureError` where there is nothing to differentiate, where `wrt` picks what cannot be,
     or where `fun` does not return a scalar loss and a model; `StatemeshError` for an axis name that is not
     bound inside a mapped call, and for a loss that differs over a mesh axis that is not in `axis_name`, or
-    comes there of what gradients pass through from one to another.
+    comes there of what gradients pass through from one to another. With `microbatches` also `StructureError`
+    for arrays without rows or with a number of rows that it does not divide, and `DivergedStateError` for a
+    state without a policy that the parts write differently.
 
     !!! example
 

@@ -226,7 +226,7 @@ def microbatch_policies_diverged(name: str, bad: Sequence[tuple[str, str]]) -> D
         DivergedStateError,
         f"value_and_grad: policies that merge what the microbatches of {name} wrote gave values that still "
         "differ between these",
-        [f"{path}: {policy}" for path, policy in bad],
+        [f"{path}: merged by {policy}" for path, policy in bad],
         "A policy must return one value for all instances, as with jax.lax.psum(value, axis_names).",
     )
 
