@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
+from statemesh.testing import assert_equivalent
 from tests.helpers import counted, make_mesh
 
 
@@ -161,7 +162,7 @@ def test_a_row_draws_the_same_numbers(mesh: str) -> None:
         drawn = jax.vmap(jax.random.bits)(keys)
         return (net["w"].value * x.sum(), drawn), {**net, "rng": rng}
 
-    net = {"w": sm.ParamState(1.0), "rng": sm.RandomState(jax.random.key(2))}
+    net: dict[str, Any] = {"w": sm.ParamState(1.0), "rng": sm.RandomState(jax.random.key(2))}
     wanted, after = net["rng"].rows(len(X))
 
     def step(net: Any, x: Any) -> Any:
@@ -190,7 +191,7 @@ def test_rows_of_lanes_within_a_microbatch() -> None:
     def step(net: Any, x: Any) -> Any:
         return sm.value_and_grad(loss, axis_name="x", has_aux=True, microbatches=2)(net, x)
 
-    net = {"w": sm.ParamState(1.0), "rng": sm.RandomState(jax.random.key(2))}
+    net: dict[str, Any] = {"w": sm.ParamState(1.0), "rng": sm.RandomState(jax.random.key(2))}
     specs = (((P(), P(None, "x")), P()), P())
     ((_, drawn), _), _ = sm.shard_map(step, make_mesh("2"), (None, P("x")), specs)(net, X[:8, 0])
     keys, _ = net["rng"].rows(8)
@@ -203,7 +204,7 @@ def test_each_microbatch_draws_from_a_stream_of_its_own() -> None:
         key, rng = net["rng"].split()
         return (net["w"].value * x.sum(), jax.random.bits(key)), {**net, "rng": rng}
 
-    net = {"w": sm.ParamState(1.0), "rng": sm.RandomState(jax.random.key(2))}
+    net: dict[str, Any] = {"w": sm.ParamState(1.0), "rng": sm.RandomState(jax.random.key(2))}
     step = sm.value_and_grad(loss, has_aux=True, microbatches=4)
     ((_, drawn), new), _ = step(net, X)
     key, after = net["rng"].split()
@@ -359,14 +360,13 @@ def test_activations_take_the_memory_of_one_microbatch() -> None:
         return (x**2).mean(), w
 
     w, x = jnp.eye(64), jnp.ones((4096, 64))
-    one, eight = (
-        jax.jit(sm.value_and_grad(loss, microbatches=count))
-        .lower(w, x)
-        .compile()
-        .memory_analysis()
-        .temp_size_in_bytes
-        for count in (1, 8)
-    )
+
+    def temporaries(count: int) -> Any:
+        compiled = jax.jit(sm.value_and_grad(loss, microbatches=count)).lower(w, x).compile()
+        memory: Any = compiled.memory_analysis()
+        return memory.temp_size_in_bytes
+
+    one, eight = temporaries(1), temporaries(8)
     assert eight < one / 4
 
 
@@ -384,7 +384,7 @@ def train(net: Net, x: Any, y: Any) -> Any:
 
 @pytest.mark.slow
 def test_the_check_of_equivalence_holds() -> None:
-    sm.testing.assert_equivalent(
+    assert_equivalent(
         train,
         (make_net(), X[:8], Y[:8]),
         meshes=[{"x": 2}, {"x": 4}],

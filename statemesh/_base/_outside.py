@@ -39,10 +39,12 @@ def run_varying(closed: ClosedJaxpr, arrays: Sequence[Array]) -> list[Array]:
     over = NO_AXES.union(*map(compat.varying, arrays))
 
     def run(jaxpr: Jaxpr, consts: Sequence[ArrayLike], given: Sequence[Array]) -> list[Array]:
-        known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *given], strict=True))
+        known: dict[Operand, ArrayLike] = dict(
+            zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *given], strict=True)
+        )
 
         def value(atom: Operand) -> Array:
-            x = atom.val if jaxprs.is_literal(atom) else known[atom]
+            x = getattr(atom, "val", None) if jaxprs.is_literal(atom) else known[atom]
             return compat.vary(jnp.asarray(x, getattr(atom.aval, "dtype", None)), over)
 
         for eqn in jaxpr.eqns:
@@ -61,7 +63,7 @@ def run_varying(closed: ClosedJaxpr, arrays: Sequence[Array]) -> list[Array]:
 
 def _in_place(eqn: Equation, operands: Sequence[Array]) -> Any:
     """What an equation makes. A sum over axes of arrays is written as one over mapped axes after a `vmap`."""
-    reduce = {"psum": jnp.sum, "pmax": jnp.max, "pmin": jnp.min}
+    reduce: dict[str, Callable[..., Array]] = {"psum": jnp.sum, "pmax": jnp.max, "pmin": jnp.min}
     if (of_numpy := reduce.get(eqn.primitive.name)) is None:
         return eqn.primitive.bind(*operands, **eqn.params)
     made = [of_numpy(x, axis=eqn.params["axes"]) for x in operands]
@@ -71,5 +73,5 @@ def _in_place(eqn: Equation, operands: Sequence[Array]) -> Any:
 def _consts_of(eqn: Equation) -> Sequence[ArrayLike]:
     """The constants that a called jaxpr is closed over."""
     called = (eqn.params.get(name) for name in ("jaxpr", "call_jaxpr"))
-    consts: Sequence[ArrayLike] = next((j.consts for j in called if hasattr(j, "consts")), ())
-    return consts
+    consts = (getattr(jaxpr, "consts", None) for jaxpr in called)
+    return next((found for found in consts if found is not None), ())

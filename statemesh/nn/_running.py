@@ -21,7 +21,7 @@ class RunningMean(ShortTermState):
         weight = before["weight"] + psum(after["weight"] - before["weight"], axis_names)
 
         def mean(old: Array, new: Array) -> Array:
-            moved = psum((new - old) * after["weight"], axis_names)
+            moved: Array = psum((new - old) * after["weight"], axis_names)
             return old + moved / jnp.where(weight > 0, weight, 1)
 
         means = jax.tree.map(mean, before["mean"], after["mean"])
@@ -44,7 +44,8 @@ class MovingStatistics(BatchState):
         total = psum(added, axis_names)
 
         def moved(old: Array, new: Array) -> Array:
-            return old + psum((new - old) * added, axis_names) / jnp.maximum(total, 1)
+            shift: Array = psum((new - old) * added, axis_names)
+            return old + shift / jnp.maximum(total, 1)
 
         means = {name: moved(before[name], after[name]) for name in ("mean", "var")}
         return self.set({"count": before["count"] + total, **means})
