@@ -140,6 +140,22 @@ def test_everything_is_as_unsharded(way: str) -> None:
     assert got[1].rng is None
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_jitted_loss_may_draw_rows(check_vma: bool) -> None:
+    def step(net: Net, x: Any) -> Any:
+        return sm.value_and_grad(jax.jit(drawing_loss), axis_name="x")(net, x)
+
+    net = {"w": sm.ParamState(jnp.ones(3)), "rng": sm.RandomState(jax.random.key(0))}
+    sharded = sm.shard_map(step, make_mesh("2"), (None, P("x")), P(), check_vma=check_vma)
+    check(sharded(net, X), sm.value_and_grad(drawing_loss)(net, X))
+
+
+def drawing_loss(net: Any, x: Any) -> Any:
+    keys, rng = net["rng"].rows(len(x), "x")
+    noise = jax.vmap(lambda key: jax.random.uniform(key, (3,)))(keys)
+    return jnp.mean((x + noise) @ net["w"].value), net | {"rng": rng}
+
+
 def test_outside_any_mapped_call_an_axis_name_means_one_shard() -> None:
     got = sm.value_and_grad(still_loss, axis_name=("x", "nowhere"))(make_net(), X)
     check(got, plain(still_loss)(make_net(), X))

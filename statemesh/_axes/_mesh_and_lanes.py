@@ -24,6 +24,13 @@ from ._extremes import largest, largest_entry, smallest, smallest_entry
 from ._wide import AnyArray, after_sum, before_sum
 
 
+# The name by which states see the microbatches of `value_and_grad`, as if they were lanes, when they enter
+# and leave a microbatch. While one runs it is not bound: microbatches follow one another.
+MICROBATCHES = "the microbatches of value_and_grad"
+# The mark that is bound instead.
+IN_MICROBATCHES = compat.InMicrobatches()
+
+
 def bound_names(what: str, axis_name: SeveralAxes) -> tuple[AxisName, ...]:
     """The axes that `axis_name` (one, several or `None`) means here: none outside any mapped call.
 
@@ -41,6 +48,15 @@ def shard_index(what: str, axis_name: SeveralAxes) -> Any:
     """This shard's number along the axes, major to minor; 0 outside any mapped call."""
     names = bound_names(what, axis_name)
     return jax.lax.axis_index(names if len(names) > 1 else names[0]) if names else 0
+
+
+def inside_microbatches() -> bool:
+    """Whether a microbatch is being traced."""
+    try:
+        jax.lax.axis_size(IN_MICROBATCHES)
+    except NameError:
+        return False
+    return True
 
 
 def meshes_and_lanes(

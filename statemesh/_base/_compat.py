@@ -138,7 +138,11 @@ class Watched:
     """Marks a trace in which every mapped call is looked at. Each one is a mark of its own."""
 
 
-Mark: TypeAlias = FollowedAxes | FollowedStates | Watched
+class InMicrobatches:
+    """Marks the trace of one microbatch."""
+
+
+Mark: TypeAlias = FollowedAxes | FollowedStates | Watched | InMicrobatches
 
 
 def trace_marked(

@@ -1,37 +1,31 @@
 """Gradients of functions of a model, reduced across shards exactly once."""
 
-import functools
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import cast
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from .._base import _compat as compat
 from .._base import _explicit as explicit
-from .._base import _jaxprs as jaxprs
 from .._base import errors
 from .._base._checks import check_function, check_names
 from .._base._compat import tree_util
 from .._base._frames import without_own_frames
 from .._base._paths import fun_name, positional_names
 from .._base._types import (
-    Array,
     Filter,
     Fun,
     FunOf,
     Leaf,
     Params,
     PyTree,
-    PyTreeDef,
     ReduceLoss,
     Result,
     SeveralAxes,
+    Size,
 )
 from .._model._filters import to_predicate
-from .._model._origin import origins, with_origins
+from ._loss import LossFunction, at_once
+from ._microbatches import check_microbatches, in_microbatches
 from ._scope import Scope
 from ._trainable import Parts
 
@@ -43,6 +37,7 @@ def value_and_grad(
     axis_name: SeveralAxes = None,
     reduce: ReduceLoss = "mean",
     has_aux: bool = False,
+    microbatches: Size | None = None,
 ) -> Callable[Params, tuple[Result, PyTree]]:
     """A function that evaluates a loss, the new model, and the gradient of the loss, reduced exactly once.
 
@@ -69,6 +64,13 @@ def value_and_grad(
     - `reduce`: `'mean'` or `'sum'` of the shards' losses. A loss that is the same on all shards over an axis,
         because `fun` reduced it, is taken as it is by `'mean'`; `'sum'` refuses to count it again.
     - `has_aux`: whether `fun` returns `((loss, aux), model)`.
+    - `microbatches`: into how many parts the rows of a shard are split, to run `fun` on one part after the
+        other in the memory of one; left out, it runs on all rows at once. Rows are the leading axis of every
+        array in the positional arguments after the model; all parts share the keyword arguments. Each part
+        sees the model as it was before. What the parts write to states is merged by the states' own policies,
+        as what shards write is; `RandomState.rows` counts rows over parts and shards alike. Losses and
+        gradients are summed in float32 at least, and reduced over `axis_name` once. Arrays in `aux` come
+        stacked, one for each part.
 
     **Returns:** a function of the same arguments that returns `((loss, model), grads)`, with `has_aux`
     `(((loss, aux), model), grads)`. `grads` has the model's structure: in place of a state or array that was
@@ -78,7 +80,9 @@ def value_and_grad(
     **Raises:** `StructureError` where there is nothing to differentiate, where `wrt` picks what cannot be,
     or where `fun` does not return a scalar loss and a model; `StatemeshError` for an axis name that is not
     bound inside a mapped call, and for a loss that differs over a mesh axis that is not in `axis_name`, or
-    comes there of what gradients pass through from one to another.
+    comes there of what gradients pass through from one to another. With `microbatches` also `StructureError`
+    for arrays without rows or with a number of rows that it does not divide, and `DivergedStateError` for a
+    state without a policy that the parts write differently.
 
     !!! example
 
@@ -106,44 +110,24 @@ def value_and_grad(
         raise errors.unknown_choice("value_and_grad: reduce", reduce, ("mean", "sum"))
     check_function("value_and_grad", fun)
     check_names("value_and_grad", axis_name)
+    check_microbatches(microbatches)
     to_predicate(wrt)
     name = fun_name(fun)
+
+    loss_fun = LossFunction(fun, has_aux, name)
 
     @without_own_frames
     def value_and_grads(model: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         parts = Parts("value_and_grad", model, wrt, positional_names(fun, 1)[0])
         scope = Scope(name, axis_name, reduce == "mean", parts)
-        # JAX would return other arrays for results that are arguments, so these are left out of its results.
-        given = {id(x): x for x in tree_util.tree_leaves((model, args, kwargs))}
-        results: list[tuple[list[Leaf], PyTreeDef, list[object], list[int]]] = []
-
-        def local(params: list[Leaf]) -> PyTree:
-            loss, rest = _taken_apart(fun(parts.model(params), *args, **kwargs), has_aux, name)
-            leaves, structure = tree_util.tree_flatten(rest)
-            same = given | {id(x): old for x, old in zip(params, parts.params, strict=True)}
-            leaves = [same.get(id(x), x) for x in leaves]
-            new = [
-                i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and id(x) not in given
-            ]
-            made = [leaves[i] for i in new]
-            # JAX reports a tracer that we keep as a leak.
-            for i in new:
-                leaves[i] = None
-            results[:] = [(leaves, structure, origins(rest), new)]
-            return loss, made
-
-        with _mesh_of(given.values()), scope.casting():
-            params = scope.cast(parts.params)
-            loss, pull, made = jax.vjp(local, params, has_aux=True)
-            grads, crossed = scope.pulled(pull, loss)
-        leaves, structure, marks, new = results[-1]
-        # Few cases need it, and only these trace it.
-        program = functools.cache(lambda: jaxprs.open_jaxpr(jax.make_jaxpr(local)(params)))
-        made = scope.restored(made, program)
-        loss, grads = scope.reduced(loss, grads, crossed, program)
-        for i, x in zip(new, made, strict=True):
-            leaves[i] = x
-        aux, model = with_origins(structure.unflatten(leaves), marks)
+        with _mesh_of(tree_util.tree_leaves((model, args, kwargs))):
+            if microbatches is None:
+                made = at_once(loss_fun, scope, parts, args, kwargs)
+            else:
+                made = in_microbatches(loss_fun, scope, parts, model, args, kwargs, microbatches)
+        loss, grads = scope.reduced(made.loss, made.grads, made.crossed, made.program)
+        loss, *grads = made.narrowed([loss, *grads])
+        aux, model = made.result
         return ((loss, aux) if has_aux else loss, model), parts.tree(grads)
 
     value_and_grads.__name__ = value_and_grads.__qualname__ = f"value_and_grad_of_{name}"
@@ -158,6 +142,7 @@ def grad(
     axis_name: SeveralAxes = None,
     reduce: ReduceLoss = "mean",
     has_aux: bool = False,
+    microbatches: Size | None = None,
 ) -> Callable[Params, tuple[PyTree, PyTree]]:
     """As `value_and_grad`, without the loss.
 
@@ -178,7 +163,14 @@ def grad(
 
         ```
     """
-    both = value_and_grad(fun, wrt=wrt, axis_name=axis_name, reduce=reduce, has_aux=has_aux)
+    both = value_and_grad(
+        fun,
+        wrt=wrt,
+        axis_name=axis_name,
+        reduce=reduce,
+        has_aux=has_aux,
+        microbatches=microbatches,
+    )
 
     @without_own_frames
     def grads_of(model: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
@@ -188,24 +180,6 @@ def grad(
     grads_of.__name__ = grads_of.__qualname__ = f"grad_of_{fun_name(fun)}"
     typed: Callable[Params, tuple[PyTree, PyTree]] = cast(Fun, grads_of)
     return typed
-
-
-def _taken_apart(returned: PyTree, has_aux: bool, name: str) -> tuple[Array, tuple[PyTree, PyTree]]:
-    """The loss, and a pair of auxiliary values (or `None`) and the model."""
-    if not _is_pair(returned) or (has_aux and not _is_pair(returned[0])):
-        raise errors.not_loss_and_model(name, returned, has_aux)
-    value, model = returned
-    loss, aux = value if has_aux else (value, None)
-    if not isinstance(loss, jax.Array | np.ndarray | np.generic | float):
-        raise errors.not_a_loss(name, loss)
-    loss = jnp.asarray(loss)
-    if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise errors.not_a_loss(name, loss)
-    return loss, (aux, model)
-
-
-def _is_pair(x: Leaf) -> bool:
-    return isinstance(x, tuple) and len(x) == 2
 
 
 def _mesh_of(values: Iterable[Leaf]) -> PyTree:

@@ -99,6 +99,11 @@ class Scope:
         (grads,) = pull(one)
         return grads, over
 
+    def asks_what_crosses(self, loss: Leaf) -> bool:
+        """Whether the reduction of this loss depends on what passes from one instance to another."""
+        apart = (compat.varying(loss) & frozenset(self.from_types)) - self.reduction.named
+        return bool(self.lanes or self.from_dataflow or apart)
+
     def reduced(
         self,
         loss: Leaf,

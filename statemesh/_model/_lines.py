@@ -1,6 +1,7 @@
 """The part of a random stream that the shards of a mapped call share, and the key that leaves the call."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -8,8 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._axes._mesh_and_lanes import all_varying, first_of, pmax
-from .._base._types import Array, AxisName, Leaf
+from .._axes._mesh_and_lanes import (
+    MICROBATCHES,
+    all_varying,
+    bound_names,
+    first_of,
+    inside_microbatches,
+    pmax,
+    shard_index,
+)
+from .._base import errors
+from .._base._types import NO_AXES, Array, AxisName, Leaf, SeveralAxes
 from . import _keys as keys
 
 
@@ -18,7 +28,9 @@ _UNEVEN_DRAWS = 0x0DD0DD0D
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["key", "was_set"], meta_fields=["axis_names"]
+    jax.tree_util.register_dataclass,
+    data_fields=["key", "was_set", "number"],
+    meta_fields=["axis_names", "count"],
 )
 @dataclasses.dataclass(frozen=True, slots=True)
 class Line:
@@ -30,11 +42,14 @@ class Line:
     - `was_set`: whether the user set a key, so that only the first shard knows the key that follows. A NumPy
         `bool` while that is known; an array after a `cond` or a `scan`.
     - `axis_names`: the mapped axes of the call.
+    - `number`, `count`: of a microbatch its number, and how many there are. Shards have an `axis_index`.
     """
 
     key: Leaf
     was_set: Leaf
     axis_names: tuple[AxisName, ...]
+    number: Leaf = None
+    count: int = 1
 
     def drawn(self) -> "Line":
         """This line after one draw."""
@@ -56,9 +71,34 @@ def synchronized(own: Array, lines: tuple[Line, ...]) -> tuple[Line, ...]:
         return lines
     made = []
     for line in lines:
-        own = keys.from_words(first_of(keys.words(own), line.axis_names), own)
+        if line.axis_names == (MICROBATCHES,):
+            # No key was set inside: all microbatches began with this one, and drew alike.
+            own = line.key
+        else:
+            own = keys.from_words(first_of(keys.words(own), line.axis_names), own)
         made.append(dataclasses.replace(line, key=own))
     return tuple(made)
+
+
+def row_block(what: str, axis_name: SeveralAxes, lines: Sequence[Line]) -> Leaf:
+    """The number of the block of rows that a shard has in a microbatch, among all of the global array.
+
+    The microbatches of a shard split its rows. So their axis comes after those of the shards, and before
+    lanes within a microbatch.
+    """
+    at = next((i for i, line in enumerate(lines) if line.axis_names == (MICROBATCHES,)), None)
+    if at is None:
+        if inside_microbatches():
+            raise errors.rows_of_stranger(what)
+        return shard_index(what, axis_name)
+    if known(lines[at].was_set, True):
+        raise errors.rows_of_set_key(what)
+    names = bound_names(what, axis_name)
+    within = NO_AXES.union(*(line.axis_names for line in lines[:at]))
+    first = max((i + 1 for i, name in enumerate(names) if name not in within), default=0)
+    block = shard_index(what, names[:first]) * lines[at].count + lines[at].number
+    inner = names[first:]
+    return block * math.prod(map(jax.lax.axis_size, inner)) + shard_index(what, inner)
 
 
 def left(

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._axes._mesh_and_lanes import shard_index
+from .._axes._mesh_and_lanes import MICROBATCHES
 from .._base import errors
 from .._base._arrays import is_key
 from .._base._checks import count
 from .._base._types import Array, AxisName, Leaf, PyTree, SeveralAxes, Size, SpecTree, Tags
 from . import _keys as keys
-from ._lines import Line, known, left, synchronized
+from ._lines import Line, known, left, row_block, synchronized
 from ._meta import Meta
 from ._origin import origin
 from ._state import State, set_rebuilt
@@ -147,11 +147,11 @@ class RandomState(State):
         """
         self._check_single()
         n = count("RandomState.rows", "n", n)
-        shard = shard_index("RandomState.rows", axis_name)
+        block = row_block("RandomState.rows", axis_name, self._shared)
         stream = self._rebuilt(self.value, synchronized(self.value, self._shared))
         _, drawn = keys.advance(stream._shared[-1].key if stream._shared else self.value)
         rest, _ = keys.advance(self.value)
-        return keys.for_rows(drawn, shard * n + jnp.arange(n)), stream._advanced(rest)
+        return keys.for_rows(drawn, block * n + jnp.arange(n)), stream._advanced(rest)
 
     def _set(self: R, value: PyTree, label: str) -> R:
         return self._with_new(conform(self.value, value, label))
@@ -193,9 +193,10 @@ class RandomState(State):
 
         for _ in range(self.value.ndim):
             own = jax.vmap(own)
-        return self._rebuilt(
-            own(self.value), (Line(self.value, np.False_, axis_names), *self._shared)
-        )
+        shared = Line(self.value, np.False_, axis_names)
+        if axis_names == (MICROBATCHES,):
+            shared = Line(self.value, np.False_, axis_names, shard, jax.lax.axis_size(axis_names))
+        return self._rebuilt(own(self.value), (shared, *self._shared))
 
     def leave(self, old: State | None, axis_names: tuple[AxisName, ...]) -> State:
         """The stream as the draws left it, the same for every shard."""

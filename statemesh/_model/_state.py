@@ -176,6 +176,10 @@ class State(NoArray, Shown, Generic[Value]):
         """This state, made inside a mapped call alike on every shard, as one shard's own."""
         return self.enter(axis_names)
 
+    def _of_microbatches(self, old: "State | None", axis_names: tuple[AxisName, ...]) -> "State":
+        """What is written back of this state, which a microbatch wrote: `leave`, over microbatches."""
+        return self.leave(old, axis_names)
+
     def leave(self: S, old: "S | None", axis_names: tuple[AxisName, ...]) -> "State":
         """What is written back of this state, which a shard wrote.
 

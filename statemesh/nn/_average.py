@@ -16,6 +16,7 @@ from .._model._kinds import LongTermState, ShortTermState
 from .._model._module import Module, field
 from .._packed._pack import packed_as
 from ._checks import check_alike, moved
+from ._running import RunningMean
 
 
 class Average(Module):
@@ -47,7 +48,7 @@ class Average(Module):
     def __init__(self, example: PyTree, *, axis_name: SeveralAxes = None) -> None:
         shapes = jax.eval_shape(lambda: jax.tree.map(jnp.zeros_like, example))
         means = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x.dtype)), shapes)
-        self.running = ShortTermState({"weight": 0.0, "mean": means})
+        self.running = RunningMean({"weight": 0.0, "mean": means})
         check_names("Average", axis_name)
         self.axis_name = axis_name
 

@@ -12,6 +12,7 @@ from .._base._types import AxisName, Dtype, Leaf, PyTree, SeveralAxes
 from .._model._kinds import BatchState, ParamState
 from .._model._module import Module, field
 from ._checks import check_floating, in_inference, moved
+from ._running import ExactStatistics, MovingStatistics
 
 
 class BatchNorm(Module):
@@ -98,7 +99,8 @@ class BatchNorm(Module):
         wide = jnp.promote_types(ones.dtype, jnp.float32)
         # An array for each: one in two places could not be donated.
         count, mean, var = jnp.zeros((), wide), jnp.zeros(size, wide), jnp.ones(size, wide)
-        self.running = BatchState(
+        kind = ExactStatistics if momentum is None else MovingStatistics
+        self.running = kind(
             {"count": count, "mean": mean, "var": var},
             spec=spec and {"count": PartitionSpec(), "mean": spec, "var": spec},
             # An error about shards that wrote different statistics shows the name, and so the axes.

@@ -45,6 +45,7 @@ from ._fsdp import gather_replicated as gather_replicated
 from ._fsdp import gather_whole as gather_whole
 from ._fsdp import not_gathered as not_gathered
 from ._fsdp import scatter_structure as scatter_structure
+from ._grad import bad_microbatches as bad_microbatches
 from ._grad import cannot_differentiate as cannot_differentiate
 from ._grad import gradient_in_gradient as gradient_in_gradient
 from ._grad import gradient_in_mixed_maps as gradient_in_mixed_maps
@@ -53,11 +54,19 @@ from ._grad import loss_counted_twice as loss_counted_twice
 from ._grad import loss_differs as loss_differs
 from ._grad import loss_exchanged as loss_exchanged
 from ._grad import loss_exchanged_inside as loss_exchanged_inside
+from ._grad import microbatch_policies_diverged as microbatch_policies_diverged
+from ._grad import microbatches_diverged as microbatches_diverged
+from ._grad import microbatches_in_microbatches as microbatches_in_microbatches
+from ._grad import microbatches_share_loss as microbatches_share_loss
+from ._grad import no_rows_to_split as no_rows_to_split
 from ._grad import not_a_loss as not_a_loss
 from ._grad import not_loss_and_model as not_loss_and_model
 from ._grad import nothing_to_differentiate as nothing_to_differentiate
 from ._grad import picks_part_of_buffer as picks_part_of_buffer
 from ._grad import reduced_twice as reduced_twice
+from ._grad import rows_not_divisible as rows_not_divisible
+from ._grad import rows_of_set_key as rows_of_set_key
+from ._grad import rows_of_stranger as rows_of_stranger
 from ._lanes import bad_argnums as bad_argnums
 from ._lanes import lane_axis_conflict as lane_axis_conflict
 from ._lanes import lane_collective as lane_collective

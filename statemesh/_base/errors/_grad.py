@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from .._paths import describe
 from .._types import AxisName
-from ._classes import StatemeshError, StructureError
+from ._classes import DivergedStateError, StatemeshError, StructureError
 from ._text import axes_argument, error_listing, filter_str, first_paths, kind_str, listed, quoted
 
 
@@ -156,4 +156,98 @@ def reduced_twice(name: str, bad: Sequence[tuple[str, AxisName]]) -> StatemeshEr
         "again, which makes them too large by a factor of the number of shards",
         [f"the {what}: over {axis!r}" for what, axis in bad],
         "Leave `jax.lax.psum` out; value_and_grad has reduced them once.",
+    )
+
+
+def rows_not_divisible(
+    name: str, count: int, bad: Sequence[tuple[str, object, int]]
+) -> StructureError:
+    return error_listing(
+        StructureError,
+        f"value_and_grad: microbatches={count} does not divide the leading axis of arguments of {name}",
+        [
+            f"{path}: {describe(x)}, {size} = {size // count} x {count} + {size % count}"
+            for path, x, size in bad
+        ],
+        "Inside a mapped call these are the rows of one shard. Choose a number that divides them; or pad "
+        "the rows and leave them out of the loss by a mask.",
+    )
+
+
+def no_rows_to_split(name: str, count: int, bad: Sequence[tuple[str, object]]) -> StructureError:
+    key = bad[0][0]
+    return error_listing(
+        StructureError,
+        f"value_and_grad: microbatches={count} splits the leading axis of every array in the positional "
+        f"arguments of {name} after the model, but these have none",
+        [f"{path}: {describe(x)}" for path, x in bad],
+        f"Pass what all microbatches share as a keyword argument: `{key.split('.')[0].split('[')[0]}=...`.",
+    )
+
+
+def bad_microbatches(given: object) -> StatemeshError:
+    return StatemeshError(
+        "value_and_grad: microbatches must be a positive int, or None for all rows at once, but is "
+        f"{given!r}."
+    )
+
+
+def microbatches_in_microbatches(name: str) -> StatemeshError:
+    return StatemeshError(
+        f"value_and_grad: the microbatches of {name} stand inside those of another value_and_grad. Split "
+        "the rows once: leave `microbatches` out inside, and give the outer one the product of both."
+    )
+
+
+def microbatches_diverged(
+    name: str, bad: Sequence[tuple[str, object]], arrays: Sequence[tuple[str, object]]
+) -> DivergedStateError:
+    mends = []
+    if bad:
+        mends.append(
+            "declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a "
+            "function"
+        )
+    if arrays:
+        mends.append(
+            "put an array that is written into a State, which can say how writes are merged"
+        )
+    mends.append("return the microbatches' own values as auxiliary ones, with `has_aux=True`")
+    return error_listing(
+        DivergedStateError,
+        f"value_and_grad: the microbatches of {name} wrote different values, but the model keeps one",
+        [f"{path}: {describe(value)}" for path, value in (*bad, *arrays)],
+        listed("Mend it in one of these ways", mends),
+    )
+
+
+def microbatch_policies_diverged(name: str, bad: Sequence[tuple[str, str]]) -> DivergedStateError:
+    return error_listing(
+        DivergedStateError,
+        f"value_and_grad: policies that merge what the microbatches of {name} wrote gave values that still "
+        "differ between these",
+        [f"{path}: merged by {policy}" for path, policy in bad],
+        "A policy must return one value for all instances, as with jax.lax.psum(value, axis_names).",
+    )
+
+
+def microbatches_share_loss(name: str) -> StatemeshError:
+    return StatemeshError(
+        f"{_loss(name)} is the same in every microbatch: reduce='sum' would count it once for each. Compute "
+        "it from the rows, or write reduce='mean', which leaves such a loss as it is."
+    )
+
+
+def rows_of_stranger(what: str) -> StatemeshError:
+    return StatemeshError(
+        f"{what}: inside the microbatches of value_and_grad, a RandomState must come with the model or as a "
+        "keyword argument. One that the function makes or closes over does not know which rows a microbatch "
+        "has."
+    )
+
+
+def rows_of_set_key(what: str) -> StatemeshError:
+    return StatemeshError(
+        f"{what}: inside the microbatches of value_and_grad, rows cannot be drawn after a key was set, "
+        "because only the first microbatch knows that key. Set the key before value_and_grad."
     )

@@ -1,0 +1,393 @@
+"""`value_and_grad(..., microbatches=k)`: what all rows at once would give."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from statemesh.testing import assert_equivalent
+from tests.helpers import counted, make_mesh
+
+
+X = np.sin(np.arange(96, dtype=np.float32)).reshape(32, 3) + 0.5
+Y = np.cos(np.arange(32, dtype=np.float32))
+
+
+def merged_moments(old: Any, new: Any, axis_names: Any) -> Any:
+    """Count, mean and M2 of all rows, from those of each instance's own."""
+    count = jax.lax.psum(new["count"], axis_names)
+    mean = jax.lax.psum(new["count"] * new["mean"], axis_names) / count
+    apart = new["m2"] + new["count"] * (new["mean"] - mean) ** 2
+    return {"count": count, "mean": mean, "m2": jax.lax.psum(apart, axis_names)}
+
+
+class Net(sm.Module):
+    """A state with each policy."""
+
+    w: sm.ParamState
+    v: jax.Array
+    mean: sm.State
+    total: sm.State
+    low: sm.State
+    high: sm.State
+    moments: sm.State
+    steps: sm.State
+    unread: sm.LongTermState
+    rng: sm.RandomState
+
+
+def make_net() -> Net:
+    return Net(
+        sm.ParamState(jnp.array([[0.3, -0.6], [0.9, 0.2], [-0.4, 0.1]])),
+        jnp.array([0.7, -1.1]),
+        sm.State(jnp.zeros(3), reduce="mean"),
+        sm.State(jnp.ones(3), reduce="sum"),
+        sm.State(jnp.zeros(3), reduce="min"),
+        sm.State(jnp.zeros(3), reduce="max"),
+        sm.State({"count": 0.0, "mean": jnp.zeros(3), "m2": jnp.zeros(3)}, reduce=merged_moments),
+        sm.State(0),
+        sm.LongTermState(jnp.ones(2)),
+        sm.RandomState(jax.random.key(5)),
+    )
+
+
+def net_loss(net: Net, x: Any, y: Any) -> Any:
+    _, rng = net.rng.split()
+    made = jnp.tanh(x @ net.w.value) @ net.v
+    mean = x.mean(0)
+    new = net.replace(
+        mean=mean,
+        total=net.total.value + x.sum(0),
+        low=jnp.minimum(net.low.value, x.min(0)),
+        high=jnp.maximum(net.high.value, x.max(0)),
+        moments={"count": 1.0 * len(x), "mean": mean, "m2": ((x - mean) ** 2).sum(0)},
+        steps=net.steps.value + 1,
+        rng=rng,
+    )
+    return ((made - y) ** 2).mean(), new
+
+
+def expected() -> dict[str, Any]:
+    """Loss, gradients and states in float64, written out by hand."""
+    x, y = X.astype(np.float64), Y.astype(np.float64)
+    net = make_net()
+    w, v = np.float64(net.w.value), np.float64(net.v)
+    hidden = np.tanh(x @ w)
+    error = 2 * (hidden @ v - y) / len(x)
+    return {
+        "loss": ((hidden @ v - y) ** 2).mean(),
+        "w": x.T @ ((error[:, None] * v) * (1 - hidden**2)),
+        "v": hidden.T @ error,
+        "mean": x.mean(0),
+        "total": 1 + x.sum(0),
+        "low": np.minimum(0, x.min(0)),
+        "high": np.maximum(0, x.max(0)),
+        "moments": {"count": len(x), "mean": x.mean(0), "m2": len(x) * x.var(0)},
+        "steps": 1,
+    }
+
+
+def found(result: Any) -> dict[str, Any]:
+    (loss, net), grads = result
+    names = ("mean", "total", "low", "high", "moments", "steps")
+    states = {name: getattr(net, name).value for name in names}
+    return {"loss": loss, "w": grads.w.value, "v": grads.v, **states}
+
+
+def check(result: Any) -> None:
+    got = jax.tree.map(np.asarray, found(result))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 2e-5, 2e-6), got, expected())
+
+
+def on_mesh(name: str, checked: bool) -> Callable[..., Any]:
+    def way(step: Any) -> Any:
+        mesh = make_mesh(name)
+        rows = P(mesh.axis_names)
+        return sm.shard_map(step, mesh, (None, rows, rows), P(), check_vma=checked)
+
+    return way
+
+
+def in_lanes(transform: Any) -> Callable[..., Any]:
+    def way(step: Any) -> Any:
+        mapped = transform(step, axis_name="x", in_axes=(None, 0, 0), out_axes=None)
+        return lambda net, x, y: mapped(net, x.reshape(2, 16, 3), y.reshape(2, 16))
+
+    return way
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "unsharded": jax.jit,
+    "mesh": on_mesh("2", True),
+    "unchecked": on_mesh("2", False),
+    "vmap2": in_lanes(sm.vmap2),
+    "pmap2": in_lanes(sm.pmap2),
+}
+
+
+@pytest.mark.parametrize("way", ["mesh", "unchecked", "vmap2", "pmap2"])
+def test_all_rows_at_once_give_the_same(way: str) -> None:
+    check(WAYS[way](sm.value_and_grad(net_loss, axis_name="x", microbatches=4))(make_net(), X, Y))
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_unsharded(count: int) -> None:
+    check(sm.value_and_grad(net_loss, axis_name="x", microbatches=count)(make_net(), X, Y))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("mesh", ["1", "2", "4", "8", "4x2"])
+def test_every_mesh_and_number_of_microbatches(mesh: str, checked: bool, count: int) -> None:
+    if (mesh in ("8", "4x2")) and count == 8:
+        count = 4  # A shard has four rows.
+    names = make_mesh(mesh).axis_names
+    step = sm.value_and_grad(net_loss, axis_name=names, microbatches=count)
+    check(on_mesh(mesh, checked)(step)(make_net(), X, Y))
+
+
+@pytest.mark.parametrize("mesh", ["2", "4x2"])
+def test_a_row_draws_the_same_numbers(mesh: str) -> None:
+    names = make_mesh(mesh).axis_names
+
+    def noise(net: Any, x: Any) -> Any:
+        keys, rng = net["rng"].rows(len(x), names)
+        drawn = jax.vmap(jax.random.bits)(keys)
+        return (net["w"].value * x.sum(), drawn), {**net, "rng": rng}
+
+    net: dict[str, Any] = {"w": sm.ParamState(1.0), "rng": sm.RandomState(jax.random.key(2))}
+    wanted, after = net["rng"].rows(len(X))
+
+    def step(net: Any, x: Any) -> Any:
+        return sm.value_and_grad(noise, axis_name=names, has_aux=True, microbatches=2)(net, x)
+
+    rows = P(names)
+    sharded = sm.shard_map(step, make_mesh(mesh), (None, rows), (((P(), P(None, names)), P()), P()))
+    ((_, drawn), new), _ = sharded(net, X)
+    shards = len(make_mesh(mesh).devices.ravel())
+    whole = drawn.reshape(2, shards, -1).swapaxes(0, 1).ravel()
+    np.testing.assert_array_equal(whole, jax.vmap(jax.random.bits)(wanted))
+    np.testing.assert_array_equal(
+        jax.random.key_data(new["rng"].key), jax.random.key_data(after.key)
+    )
+
+
+def test_rows_of_lanes_within_a_microbatch() -> None:
+    def one(net: Any, x: Any) -> Any:
+        (key,), rng = net["rng"].rows(1, ("x", "rows"))
+        return jax.random.bits(key) + 0 * x.astype(jnp.uint32), {**net, "rng": rng}
+
+    def loss(net: Any, x: Any) -> Any:
+        drawn, net = sm.vmap2(one, in_axes=(None, 0), axis_name="rows")(net, x)
+        return (net["w"].value * x.sum(), drawn), net
+
+    def step(net: Any, x: Any) -> Any:
+        return sm.value_and_grad(loss, axis_name="x", has_aux=True, microbatches=2)(net, x)
+
+    net: dict[str, Any] = {"w": sm.ParamState(1.0), "rng": sm.RandomState(jax.random.key(2))}
+    specs = (((P(), P(None, "x")), P()), P())
+    ((_, drawn), _), _ = sm.shard_map(step, make_mesh("2"), (None, P("x")), specs)(net, X[:8, 0])
+    keys, _ = net["rng"].rows(8)
+    wanted = jax.vmap(jax.random.bits)(keys).reshape(2, 2, 2).swapaxes(0, 1).reshape(2, 4)
+    np.testing.assert_array_equal(drawn, wanted)
+
+
+def test_each_microbatch_draws_from_a_stream_of_its_own() -> None:
+    def loss(net: Any, x: Any) -> Any:
+        key, rng = net["rng"].split()
+        return (net["w"].value * x.sum(), jax.random.bits(key)), {**net, "rng": rng}
+
+    net: dict[str, Any] = {"w": sm.ParamState(1.0), "rng": sm.RandomState(jax.random.key(2))}
+    step = sm.value_and_grad(loss, has_aux=True, microbatches=4)
+    ((_, drawn), new), _ = step(net, X)
+    key, after = net["rng"].split()
+    assert len(set(drawn.tolist())) == 4 and drawn[0] == jax.random.bits(key)
+    np.testing.assert_array_equal(
+        jax.random.key_data(new["rng"].key), jax.random.key_data(after.key)
+    )
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
+def test_a_transformed_loss(wrap: Any) -> None:
+    step = sm.value_and_grad(wrap(net_loss), axis_name="x", microbatches=2)
+    check(WAYS["mesh"](step)(make_net(), X, Y))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["unsharded", "mesh", "unchecked"])
+def test_layers_scanned_and_rematerialised(way: str) -> None:
+    def layer(x: Any, w: Any) -> Any:
+        return jnp.tanh(x @ w), None
+
+    def loss(net: Any, x: Any, y: Any) -> Any:
+        last, _ = jax.lax.scan(jax.checkpoint(layer), x, net["w"].value)
+        return ((last.sum(1) - y) ** 2).mean(), net
+
+    net = {"w": sm.ParamState(jnp.sin(jnp.arange(36.0)).reshape(4, 3, 3))}
+    got = WAYS[way](sm.value_and_grad(loss, axis_name="x", microbatches=4))(net, X, Y)
+    wanted = jax.value_and_grad(lambda net: loss(net, X, Y)[0])(net)
+    np.testing.assert_allclose(got[0][0], wanted[0], 1e-5)
+    np.testing.assert_allclose(got[1]["w"].value, wanted[1]["w"].value, 1e-4, 1e-6)
+
+
+class Layers(sm.Module):
+    w: sm.ParamState
+    norm: sm.nn.BatchNorm
+    dropout: sm.nn.Dropout
+    average: sm.nn.Average
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_layers_with_statistics(checked: bool) -> None:
+    def loss(net: Layers, x: Any) -> Any:
+        _, norm = net.norm(x)
+        y, dropout = net.dropout(x)
+        loss = ((y @ net.w.value) ** 2).mean()
+        _, average = net.average(loss, weight=len(x))
+        return loss, net.replace(norm=norm, dropout=dropout, average=average)
+
+    net = Layers(
+        sm.ParamState(jnp.array([1.0, 2.0, 3.0])),
+        sm.nn.BatchNorm(3, axis_name="x", momentum=None),
+        sm.nn.Dropout(0.5, jax.random.key(1), axis_name="x"),
+        sm.nn.Average(0.0, axis_name="x"),
+    )
+    step = sm.value_and_grad(loss, axis_name="x", microbatches=4)
+    sharded = sm.shard_map(step, make_mesh("2"), (None, P("x")), P(), check_vma=checked)
+    plain, at_once = net, sm.value_and_grad(loss)
+    for rows in (X, X[::-1] * 3):
+        (value, net), grads = sharded(net, rows)
+        (wanted, plain), plain_grads = at_once(plain, rows)
+        np.testing.assert_allclose(value, wanted, 1e-5)
+        np.testing.assert_allclose(grads.w.value, plain_grads.w.value, 1e-5)
+    np.testing.assert_allclose(
+        net.average.running.value["mean"], plain.average.running.value["mean"], 1e-5
+    )
+    rows = np.concatenate([X, X * 3]).astype(np.float64)
+    np.testing.assert_allclose(net.norm.running.value["count"], len(rows))
+    np.testing.assert_allclose(net.norm.statistics[0], rows.mean(0), 1e-5)
+    np.testing.assert_allclose(net.norm.statistics[1], rows.var(0), 1e-5)
+
+
+def test_moving_statistics_are_the_means_over_microbatches() -> None:
+    def loss(net: Any, x: Any) -> Any:
+        y, norm = net["norm"](x)
+        return (y * net["w"].value).sum(), {**net, "norm": norm}
+
+    net = {"norm": sm.nn.BatchNorm(3, momentum=0.75), "w": sm.ParamState(1.0)}
+    (_, new), _ = sm.value_and_grad(loss, microbatches=4)(net, X)
+    parts = X.astype(np.float64).reshape(4, 8, 3)
+    mean, var = new["norm"].statistics
+    np.testing.assert_allclose(mean, 0.25 * X.mean(0), 1e-5)
+    np.testing.assert_allclose(var, 0.75 + 0.25 * parts.var(1).mean(0), 1e-5)
+    assert float(new["norm"].running.value["count"]) == 32
+
+
+def test_the_sum_of_losses() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        return ((x * w) ** 2).sum(), w
+
+    step = sm.value_and_grad(loss, axis_name="x", reduce="sum", microbatches=4)
+    w = jnp.array([1.0, 2.0, 3.0])
+    (value, _), grad = sm.shard_map(step, make_mesh("2"), (None, P("x")), P())(w, X)
+    np.testing.assert_allclose(value, ((X * w) ** 2).sum(), 1e-5)
+    np.testing.assert_allclose(grad, 2 * w * (X**2).sum(0), 1e-5)
+
+
+def test_auxiliary_arrays_are_stacked() -> None:
+    def loss(w: Any, x: Any, *, scale: Any) -> Any:
+        aux = {"rows": x, "sum": x.sum(), "scale": scale, "one": jnp.ones(2), "name": "a"}
+        return ((x.sum() * w * scale), aux), w
+
+    step = sm.value_and_grad(loss, has_aux=True, microbatches=4)
+    ((_, aux), _), _ = step(jnp.float32(2), X, scale=jnp.arange(3.0).sum())
+    assert aux["name"] == "a" and aux["one"].shape == (4, 2)
+    np.testing.assert_array_equal(aux["rows"], X.reshape(4, 8, 3))
+    np.testing.assert_array_equal(aux["scale"], [3.0] * 4)
+    np.testing.assert_allclose(aux["sum"], X.reshape(4, -1).sum(1), 1e-5)
+
+
+def test_narrow_gradients_are_summed_in_float32() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        return (w * x).sum(), w
+
+    # Each part is below the half of the last digit of bfloat16 at 1.
+    x = jnp.array([1.0, *[2.0**-9] * 255], jnp.bfloat16)
+    step = sm.value_and_grad(loss, reduce="sum", microbatches=256)
+    (value, _), grad = jax.jit(step)(jnp.bfloat16(1), x)
+    assert grad.dtype == value.dtype == jnp.bfloat16
+    assert float(grad) == float(value) == 1.5
+
+
+def test_the_very_leaves_that_were_not_written_come_back() -> None:
+    def loss(net: Net, x: Any, y: Any) -> Any:
+        return ((x @ net.w.value @ net.v - y) ** 2).mean(), net
+
+    net = make_net()
+    (_, new), _ = sm.value_and_grad(loss, microbatches=2)(net, X, Y)
+    pairs = zip(jax.tree.leaves(new), jax.tree.leaves(net), strict=True)
+    assert all(a is b for a, b in pairs)
+
+
+def test_the_function_is_traced_once_and_reduced_once() -> None:
+    def value(net: Net, x: Any, y: Any) -> Any:
+        return net_loss(net, x, y)[0], net
+
+    loss, traced = counted(value)
+
+    reductions = []
+    for count in (2, 8):
+        step = sm.value_and_grad(loss, axis_name="x", microbatches=count)
+        text = WAYS["mesh"](step).lower(make_net(), X, Y).compile().as_text()
+        reductions.append(text.count(" all-reduce("))
+    step = sm.value_and_grad(loss, axis_name="x")
+    at_once = WAYS["mesh"](step).lower(make_net(), X, Y).compile().as_text()
+    assert reductions == [at_once.count(" all-reduce(")] * 2
+    assert traced.times == 3
+
+
+def test_activations_take_the_memory_of_one_microbatch() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        for _ in range(4):
+            x = jnp.tanh(x @ w)
+        return (x**2).mean(), w
+
+    w, x = jnp.eye(64), jnp.ones((4096, 64))
+
+    def temporaries(count: int) -> Any:
+        compiled = jax.jit(sm.value_and_grad(loss, microbatches=count)).lower(w, x).compile()
+        memory: Any = compiled.memory_analysis()
+        return memory.temp_size_in_bytes
+
+    one, eight = temporaries(1), temporaries(8)
+    assert eight < one / 4
+
+
+def train(net: Net, x: Any, y: Any) -> Any:
+    def loss(net: Net, x: Any, y: Any) -> Any:
+        keys, rng = net.rng.rows(len(x), "x")
+        noise = jax.vmap(lambda key: jax.random.uniform(key, (3,)))(keys)
+        value, net = net_loss(net, x + noise, y)
+        return value, net.replace(rng=rng)
+
+    step = sm.value_and_grad(loss, axis_name="x", microbatches=2)
+    (value, net), grads = step(net, x, y)
+    return value, eqx.apply_updates(net, jax.tree.map(lambda g: -0.1 * g, grads))
+
+
+@pytest.mark.slow
+def test_the_check_of_equivalence_holds() -> None:
+    assert_equivalent(
+        train,
+        (make_net(), X[:8], Y[:8]),
+        meshes=[{"x": 2}, {"x": 4}],
+        in_specs=(None, P("x"), P("x")),
+        out_specs=P(),
+    )
