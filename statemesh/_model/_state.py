@@ -17,7 +17,7 @@ from .._base._types import AxisName, Leaf, PyTree, Reduce, SpecTree, Tags, Text,
 from ._meta import Meta
 from ._no_array import NoArray
 from ._shown import Shown
-from ._values import REDUCTIONS, arrays, check_reducible, conform, reduced
+from ._values import REDUCTIONS, arrays, check_reducible, conform, reduced, resharded
 
 
 _PLAIN: dict[type, Meta] = {}
@@ -58,8 +58,8 @@ class State(NoArray, Shown, Generic[Value]):
 
         ```
 
-    A kind of state is a subclass. Kinds differ only in how they enter and leave a shard: override
-    `enter` and `leave`. Subclasses are registered as pytrees of their own.
+    A kind of state is a subclass. Kinds differ only in how they enter and leave a shard, and in what becomes of
+    values of single shards on another number of them: override `enter`, `leave` and `reshard`. Subclasses are registered as pytrees of their own.
     """
 
     __slots__ = ("_meta", "_origin", "value")
@@ -202,6 +202,22 @@ class State(NoArray, Shown, Generic[Value]):
             made = f"what reduce={getattr(reduce, '__name__', reduce)} returned"
             return self._with_value(conform(self.value, merged, label=made))
         return self._with_value(reduced(self.value, before, reduce, axis_names, label))
+
+    def reshard(self, value: Leaf, count: int) -> Leaf:
+        """Values for another number of shards; called outside of any mapped call, when a checkpoint is loaded.
+
+        **Arguments:**
+
+        - `value`: an array of this state's value with a `PerShard` placement, as it was saved: its first axis
+            has an entry for each of the old shards.
+        - `count`: how many shards there are now.
+
+        **Returns:** an array with `count` entries. By default `reduce` makes them: with `'mean'`, `'max'` and
+        `'min'` each is that of the old ones; with `'sum'` the first is their sum and the others are zero, so
+        that the total stays. `NotImplemented` where there is no such way, which the caller reports.
+        """
+        reduce = self.reduce
+        return resharded(value, reduce, count) if isinstance(reduce, str) else NotImplemented
 
     def _with_value(self: S, value: PyTree, meta: Meta | None = None) -> S:
         new = object.__new__(type(self))
