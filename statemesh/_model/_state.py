@@ -58,8 +58,9 @@ class State(NoArray, Shown, Generic[Value]):
 
         ```
 
-    A kind of state is a subclass. Kinds differ only in how they enter and leave a shard, and in what becomes of
-    values of single shards on another number of them: override `enter`, `leave` and `reshard`. Subclasses are registered as pytrees of their own.
+    A kind of state is a subclass. Kinds differ only in how they enter and leave a shard, and in what
+    becomes of values of single shards on another number of them: override `enter`, `leave` and
+    `reshard`. Subclasses are registered as pytrees of their own.
     """
 
     __slots__ = ("_meta", "_origin", "value")
@@ -204,7 +205,7 @@ class State(NoArray, Shown, Generic[Value]):
         return self._with_value(reduced(self.value, before, reduce, axis_names, label))
 
     def reshard(self, value: Leaf, count: int) -> Leaf:
-        """Values for another number of shards; called outside of any mapped call, when a checkpoint is loaded.
+        """Values for another number of shards; called when a checkpoint is loaded.
 
         **Arguments:**
 

@@ -67,8 +67,8 @@ class Checkpoints:
         - `step`: a number larger than those there are.
         - `tree`: as for `save`.
 
-        **Raises:** `CheckpointError` for a step that is not later, and where writing this step or the one before
-        fails.
+        **Raises:** `CheckpointError` for a step that is not later, and where writing this step or the one
+        before fails.
         """
         self.wait()
         latest = self.latest

@@ -12,8 +12,8 @@ class CheckpointError(StatemeshError):
 
 def exists(folder: object) -> CheckpointError:
     return CheckpointError(
-        f"save: {folder} is there already, and a checkpoint is never written over another. Give a new folder, "
-        "or keep several steps with Checkpoints(folder)."
+        f"save: {folder} is there already, and a checkpoint is never written over another. Give a new "
+        "folder, or keep several steps with Checkpoints(folder)."
     )
 
 
@@ -33,12 +33,12 @@ def not_written(what: str, reason: Exception) -> CheckpointError:
 def no_checkpoint(folder: object, steps: Sequence[int]) -> CheckpointError:
     if steps:
         return CheckpointError(
-            f"load: {folder} holds the steps {', '.join(map(str, steps))}, and is no checkpoint itself. Write "
-            "Checkpoints(folder).load(like), or give the folder of a step."
+            f"load: {folder} holds the steps {', '.join(map(str, steps))}, and is no checkpoint itself. "
+            "Write Checkpoints(folder).load(like), or give the folder of a step."
         )
     return CheckpointError(
-        f"load: {folder} is no checkpoint that statemesh.checkpoint saved, or it was not saved to its end. Give "
-        "the folder that was given to `save`."
+        f"load: {folder} is no checkpoint that statemesh.checkpoint saved, or it was not saved to its end. "
+        "Give the folder that was given to `save`."
     )
 
 
@@ -50,8 +50,8 @@ def no_step(folder: object, step: int | None, steps: Sequence[int]) -> Checkpoin
 
 def newer_version(folder: object, version: object, known: int) -> CheckpointError:
     return CheckpointError(
-        f"load: {folder} has version {version} of the format, and this statemesh reads versions up to {known}. "
-        "Install a newer statemesh."
+        f"load: {folder} has version {version} of the format, and this statemesh reads versions up to {known}."
+        " Install a newer statemesh."
     )
 
 
@@ -88,11 +88,12 @@ def kept_without_value(paths: Sequence[str]) -> StructureError:
 def no_way_to_reshard(bad: Sequence[tuple[str, str, int, int, object]]) -> StructureError:
     return error_listing(
         StructureError,
-        "load: these states have a value for each shard, and no way to become those of another number of shards",
+        "load: these states have values of single shards, and no way to get those of another number of shards",
         [
-            f"{path}: {kind} with values of {old} shards, for {new}, reduce={getattr(how, '__name__', repr(how))}"
+            f"{path}: {kind} with values of {old} shards, for {new}, "
+            f"reduce={getattr(how, '__name__', repr(how))}"
             for path, kind, old, new, how in bad
         ],
-        "Declare reduce='mean', 'sum', 'max' or 'min' in `like`, override `reshard` in a kind of your own, or "
-        "load on a mesh of the same size.",
+        "Declare reduce='mean', 'sum', 'max' or 'min' in `like`, override `reshard` in a kind of your own, "
+        "or load on a mesh of the same size.",
     )

@@ -16,7 +16,7 @@ from .._model._state import State
 from .._resolve._specs import SpecPlacement, own_placements
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Value:
     """An array of a tree, or a Python number outside of any Module.
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from .._base import errors as base_errors
 from .._base._compat import tree_util
@@ -21,7 +21,7 @@ from . import _errors as errors
 from . import _files as files
 from ._layout import mesh_for, shardings, shards
 from ._leaves import Value, values
-from ._match import Renames, match
+from ._match import match
 
 
 _NUMBERS: dict[str, Any] = {"bool": "True".__eq__, "int": int, "float": float, "complex": complex}
@@ -37,8 +37,8 @@ def load(
 ) -> PyTree:
     """Load what `save` saved, on any mesh.
 
-    Structure, static leaves and placements come from `like`, the values from the files. A state lies by its own
-    spec on the mesh. An array without one lies as that of `like` does, or is replicated.
+    Structure, static leaves and placements come from `like`, the values from the files. A state lies by its
+    own spec on the mesh. An array without one lies as that of `like` does, or is replicated.
 
     **Arguments:**
 
@@ -54,9 +54,9 @@ def load(
     `State.reshard`.
 
     **Raises:** `CheckpointError` for a folder that is no whole checkpoint, for altered files, and for a newer
-    version of the format; `StructureError` listing all that is missing, left over, or of another shape or dtype,
-    and states with values for another number of shards and no policy; `SpecError` for specs that do not fit the
-    mesh.
+    version of the format; `StructureError` listing all that is missing, left over, or of another shape or
+    dtype, and states with values of another number of shards and no policy; `SpecError` for specs that do not
+    fit the mesh.
     """
     folder = pathlib.Path(folder).absolute()
     if missing not in ("error", "keep"):
@@ -75,8 +75,8 @@ def load(
     loaded = _arrays(folder, record, held, names, targets, mesh)
     leaves = tree_util.tree_leaves(model)
     for value in found:
-        if value in kept:
-            leaves[value.position] = onto(value.leaf, targets[value.path])
+        if value.path not in names and value.is_array:
+            leaves[value.position] = _laid(value.leaf, targets[value.path])
         elif value.is_array:
             leaves[value.position] = loaded[value.path]
         elif value.path in names:
@@ -111,7 +111,7 @@ def _arrays(
         path, one = value.path, saved[value.path]
         if 0 in one["shape"]:
             shape = (counts[path], *one["shape"][1:]) if path in other else one["shape"]
-            made[path] = onto(np.zeros(shape, one["dtype"]), targets[path])
+            made[path] = _laid(np.zeros(shape, one["dtype"]), targets[path])
             continue
         x = _as_key(read[names[path]], one)
         if path in other and value.state is not None:
@@ -121,11 +121,15 @@ def _arrays(
                 how = value.state.reduce
                 refused.append((path, kind, one["shape"][0], counts[path], how))
                 continue
-            x = onto(x, targets[path])
+            x = _laid(x, targets[path])
         made[path] = x
     if refused:
         raise errors.no_way_to_reshard(refused)
     return made
+
+
+def _laid(x: Leaf, target: Sharding) -> jax.Array:
+    return onto(x, target) if isinstance(target, NamedSharding) else jax.device_put(x, target)
 
 
 def _as_key(x: Leaf, one: Mapping[str, Any]) -> Any:

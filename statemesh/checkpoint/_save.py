@@ -28,8 +28,8 @@ def save(folder: str | os.PathLike[str], tree: PyTree) -> None:
     - `folder`: where; it must not be there yet. It gets its name when all is written.
     - `tree`: any pytree. A `Packed` in it counts as its model. What is static is not saved.
 
-    **Raises:** `CheckpointError` for a folder that is there already, and where writing fails; `StructureError` for
-    arrays of which several processes have different ones.
+    **Raises:** `CheckpointError` for a folder that is there already, and where writing fails;
+    `StructureError` for arrays of which several processes have different ones.
 
     !!! example
 
