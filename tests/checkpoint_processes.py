@@ -27,7 +27,5 @@ def layouts(folder: pathlib.Path) -> None:
 
 if __name__ == "__main__":
     index, count, port, task, folder = sys.argv[1:]
-    jax.distributed.initialize(
-        f"localhost:{port}", num_processes=int(count), process_id=int(index)
-    )
+    jax.distributed.initialize(f"localhost:{port}", num_processes=int(count), process_id=int(index))
     {"layouts": layouts}[task](pathlib.Path(folder))

@@ -208,7 +208,10 @@ def test_everything_that_does_not_fit_is_in_one_error(small: pathlib.Path) -> No
 
 
 def test_values_are_renamed_kept_and_left_out(small: pathlib.Path) -> None:
-    new = {"layers": [sm.State(jnp.ones((2, 3)) * 5), sm.State(jnp.zeros((2, 3)))], "x": sm.State(7)}
+    new = {
+        "layers": [sm.State(jnp.ones((2, 3)) * 5), sm.State(jnp.zeros((2, 3)))],
+        "x": sm.State(7),
+    }
     rename = {"['w']": "['layers'][1]", "['avg']": None, "['n']": None}
     back = checkpoint.load(small, new, rename=rename, missing="keep")
     found = [float(s.value.max()) for s in sm.states(back).values()]
