@@ -178,8 +178,8 @@ def test_values_of_shards_without_a_policy_are_refused(tmp_path: pathlib.Path) -
         "shards:\n"
         "  - ['a']: State with values of 2 shards, for 4, reduce=None\n"
         "  - ['b']: State with values of 2 shards, for 4, reduce=merge\n"
-        "Declare reduce='mean', 'sum', 'max' or 'min' in `like`, override `reshard` in a kind of your own, or "
-        "load on a mesh of the same size."
+        "Declare reduce='mean', 'sum', 'max' or 'min' in `like`, override `reshard` in a kind of your own, "
+        "or load on a mesh of the same size."
     )
 
 
@@ -317,7 +317,7 @@ def test_a_foreign_folder_is_refused(tmp_path: pathlib.Path) -> None:
 def test_steps(tmp_path: pathlib.Path) -> None:
     with Checkpoints(tmp_path, keep=2) as checkpoints:
         assert checkpoints.latest is None
-        with pytest.raises(CheckpointError, match="holds no step. Nothing was saved there yet."):
+        with pytest.raises(CheckpointError, match=r"holds no step. Nothing was saved there yet."):
             checkpoints.load(jnp.int32(0))
         for step in (1, 5, 7):
             checkpoints.save(step, jnp.int32(step))

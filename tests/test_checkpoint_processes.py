@@ -50,7 +50,7 @@ def test_two_processes_save_and_load_what_one_does(tmp_path: pathlib.Path) -> No
         assert_same([], net, ([], expected[1]))
         found = np.load(tmp_path / f"masks {source}.npy")
         np.testing.assert_array_equal(found, np.stack(expected[0]))
-    for name, shape in LAYOUTS.items():
+    for shape in LAYOUTS.values():
         mesh = steps.mesh_of(shape)
         net = checkpoint.load(tmp_path / "both", steps.make(), mesh)
         assert_same(*steps.train(net, mesh, STEPS), expected)

@@ -58,9 +58,8 @@ class State(NoArray, Shown, Generic[Value]):
 
         ```
 
-    A kind of state is a subclass. Kinds differ only in how they enter and leave a shard, and in what
-    becomes of values of single shards on another number of them: override `enter`, `leave` and
-    `reshard`. Subclasses are registered as pytrees of their own.
+    A kind of state is a subclass. Kinds differ only in how they enter and leave a shard, and in how they get to
+    other numbers of shards: override `enter`, `leave` and `reshard`. Subclasses are pytrees of their own.
     """
 
     __slots__ = ("_meta", "_origin", "value")
@@ -205,20 +204,12 @@ class State(NoArray, Shown, Generic[Value]):
         return self._with_value(reduced(self.value, before, reduce, axis_names, label))
 
     def reshard(self, value: Leaf, count: int) -> Leaf:
-        """Values for another number of shards; called when a checkpoint is loaded.
+        """`PerShard` values, old shards on the first axis, for `count` shards; checkpoints need it.
 
-        **Arguments:**
-
-        - `value`: an array of this state's value with a `PerShard` placement, as it was saved: its first axis
-            has an entry for each of the old shards.
-        - `count`: how many shards there are now.
-
-        **Returns:** an array with `count` entries. By default `reduce` makes them: with `'mean'`, `'max'` and
-        `'min'` each is that of the old ones; with `'sum'` the first is their sum and the others are zero, so
-        that the total stays. `NotImplemented` where there is no such way, which the caller reports.
+        **Returns:** what `reduce` makes of them; of `'sum'` the first shard has all. Else `NotImplemented`.
         """
-        reduce = self.reduce
-        return resharded(value, reduce, count) if isinstance(reduce, str) else NotImplemented
+        how = self.reduce
+        return resharded(value, how, count) if isinstance(how, str) else NotImplemented
 
     def _with_value(self: S, value: PyTree, meta: Meta | None = None) -> S:
         new = object.__new__(type(self))

@@ -50,8 +50,8 @@ def no_step(folder: object, step: int | None, steps: Sequence[int]) -> Checkpoin
 
 def newer_version(folder: object, version: object, known: int) -> CheckpointError:
     return CheckpointError(
-        f"load: {folder} has version {version} of the format, and this statemesh reads versions up to {known}."
-        " Install a newer statemesh."
+        f"load: {folder} has version {version} of the format, and this statemesh reads versions up to "
+        f"{known}. Install a newer statemesh."
     )
 
 
@@ -88,7 +88,8 @@ def kept_without_value(paths: Sequence[str]) -> StructureError:
 def no_way_to_reshard(bad: Sequence[tuple[str, str, int, int, object]]) -> StructureError:
     return error_listing(
         StructureError,
-        "load: these states have values of single shards, and no way to get those of another number of shards",
+        "load: these states have values of single shards, and no way to get those of another number of "
+        "shards",
         [
             f"{path}: {kind} with values of {old} shards, for {new}, "
             f"reduce={getattr(how, '__name__', repr(how))}"
