@@ -58,8 +58,8 @@ class State(NoArray, Shown, Generic[Value]):
 
         ```
 
-    A kind of state is a subclass. Kinds differ only in how they enter and leave a shard, and in how they get to
-    other numbers of shards: override `enter`, `leave` and `reshard`. Subclasses are pytrees of their own.
+    A kind of state is a subclass. Kinds differ only in how they enter and leave a shard, and in how they get
+    to other numbers of shards: override `enter`, `leave` and `reshard`. Subclasses are pytrees of their own.
     """
 
     __slots__ = ("_meta", "_origin", "value")
