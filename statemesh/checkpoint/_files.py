@@ -25,7 +25,7 @@ _PIECE = 1 << 22
 Record = dict[str, Any]
 
 
-class ArraysHandler(ocp.PyTreeCheckpointHandler):
+class ArraysHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
     """Orbax's handler of arrays, which gives each a folder of its own; and a checksum for each file."""
 
     def __init__(self) -> None:
