@@ -3,7 +3,6 @@
 import pathlib
 import random
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -69,14 +68,9 @@ def newest(folder: pathlib.Path) -> int:
     return step
 
 
-def started_saving(command: list[str], before: Any = None) -> subprocess.Popen[str]:
+def started_saving(command: list[str]) -> subprocess.Popen[str]:
     child = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=before,
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert child.stdout is not None
     # Orbax tells on the way of an old step that the last process was killed in deleting.
@@ -102,12 +96,11 @@ def test_a_full_disk_is_an_error_and_what_was_saved_stays(tmp_path: pathlib.Path
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(0, steps.numbered(0))
 
-    def limited() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-
-    command = [sys.executable, "-m", "tests.checkpoint_steps", str(tmp_path)]
-    child = started_saving(command, limited)
+    # No file may grow beyond 20 KiB.
+    limited = ["bash", "-c", 'ulimit -f 20 && exec "$0" "$@"']
+    child = started_saving(
+        [*limited, sys.executable, "-m", "tests.checkpoint_steps", str(tmp_path)]
+    )
     output, _ = child.communicate(timeout=60)
     assert child.returncode == 1
     assert re.search(r"CheckpointError: .* was not saved", output), output
