@@ -29,6 +29,7 @@ LAYERS = [
     "_map",
     "nn",
     "testing",
+    "checkpoint",
 ]
 DOORS = {"__init__", "filters", "legacy"}
 

@@ -32,7 +32,7 @@ import jax
 import pytest
 
 import statemesh as sm
-from statemesh import testing
+from statemesh import checkpoint, testing
 
 
 pytestmark = pytest.mark.slow
@@ -174,7 +174,9 @@ def test_api_page_has_every_public_name() -> None:
     filters = [f"filters.{name}" for name in public(sm.filters)]
     layers = [f"nn.{name}" for name in public(sm.nn)]
     checks = [f"testing.{name}" for name in public(testing)]
-    assert sorted(shown) == sorted([*public(sm), *filters, *layers, *checks, "legacy.shard_map"])
+    files = [f"checkpoint.{name}" for name in public(checkpoint)]
+    expected = [*public(sm), *filters, *layers, *checks, *files, "legacy.shard_map"]
+    assert sorted(shown) == sorted(expected)
 
 
 def code(page: pathlib.Path) -> list[str]:
@@ -205,6 +207,7 @@ INSTALLED_BY = {
     "flax": "pip install flax",
     "hypothesis": "pip install 'statemesh[testing]'",
     "optax": "pip install optax",
+    "orbax": "pip install 'statemesh[checkpoint]'",
 }
 
 

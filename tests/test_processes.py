@@ -35,9 +35,10 @@ PATIENCE = 120
 
 
 @contextlib.contextmanager
-def running(commands: Sequence[Sequence[str]], logs: Sequence[pathlib.Path]) -> Iterator[Any]:
+def running(
+    commands: Sequence[Sequence[str]], logs: Sequence[pathlib.Path], each: int = LANES // COUNT
+) -> Iterator[Any]:
     """Processes, each in its own group. All that are left at the end are killed."""
-    each = LANES // COUNT
     flags = f"--xla_force_host_platform_device_count={each}"
     started: list[subprocess.Popen[bytes]] = []
     try:
@@ -63,12 +64,17 @@ def running(commands: Sequence[Sequence[str]], logs: Sequence[pathlib.Path]) -> 
             process.wait()
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
 @contextlib.contextmanager
 def processes(tasks: str, timeout: int, folder: pathlib.Path) -> Iterator[Any]:
     """Two processes that run these tasks together, and the files with their results."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     folder.mkdir()
     outs = [folder / str(i) for i in range(COUNT)]
     setup = (str(COUNT), str(port), str(timeout))

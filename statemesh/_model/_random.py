@@ -22,6 +22,8 @@ from ._values import conform
 # `split` makes its keys by folding in small numbers. This large one keeps the streams of shards apart from
 # every key that a user may split off.
 _SHARD_STREAMS = 0x5EED5EED
+# Of a key of its own per shard, further shards' keys are made by another one.
+_NEW_SHARDS = 0x5EED5EEE
 
 
 R = TypeVar("R", bound="RandomState")
@@ -213,6 +215,13 @@ class RandomState(State):
             key, lines = left(self.value, self._shared, entered.value, old.value, lines, axis_names)
             return self._rebuilt(key, lines)
         return self._rebuilt(line.key, tuple(outer))
+
+    def reshard(self, value: Leaf, count: int) -> Leaf:
+        """Keys for another number of shards: those of the first shards stay, and further ones are made of the
+        first."""
+        new = jnp.arange(len(value), count)
+        made = [keys.folded(keys.folded(value[0], _NEW_SHARDS), k) for k in new]
+        return jnp.stack([*value[:count], *made])
 
     def _advanced(self: R, value: PyTree) -> R:
         return self._rebuilt(value, tuple(line.drawn() for line in self._shared))

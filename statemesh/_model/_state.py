@@ -17,7 +17,7 @@ from .._base._types import AxisName, Leaf, PyTree, Reduce, SpecTree, Tags, Text,
 from ._meta import Meta
 from ._no_array import NoArray
 from ._shown import Shown
-from ._values import REDUCTIONS, arrays, check_reducible, conform, reduced
+from ._values import REDUCTIONS, arrays, check_reducible, conform, reduced, resharded
 
 
 _PLAIN: dict[type, Meta] = {}
@@ -58,8 +58,8 @@ class State(NoArray, Shown, Generic[Value]):
 
         ```
 
-    A kind of state is a subclass. Kinds differ only in how they enter and leave a shard: override
-    `enter` and `leave`. Subclasses are registered as pytrees of their own.
+    A kind of state is a subclass. Kinds differ only in how they enter and leave a shard, and in how they get
+    to other numbers of shards: override `enter`, `leave` and `reshard`. Subclasses are pytrees of their own.
     """
 
     __slots__ = ("_meta", "_origin", "value")
@@ -206,6 +206,14 @@ class State(NoArray, Shown, Generic[Value]):
             made = f"what reduce={getattr(reduce, '__name__', reduce)} returned"
             return self._with_value(conform(self.value, merged, label=made))
         return self._with_value(reduced(self.value, before, reduce, axis_names, label))
+
+    def reshard(self, value: Leaf, count: int) -> Leaf:
+        """`PerShard` values, old shards on the first axis, for `count` shards; checkpoints need it.
+
+        **Returns:** what `reduce` makes of them; of `'sum'` the first shard has all. Else `NotImplemented`.
+        """
+        how = self.reduce
+        return resharded(value, how, count) if isinstance(how, str) else NotImplemented
 
     def _with_value(self: S, value: PyTree, meta: Meta | None = None) -> S:
         new = object.__new__(type(self))

@@ -86,6 +86,22 @@ def _reduced(new: PyTree, old: PyTree, how: str, over: tuple[AxisName, ...]) -> 
             return (wide + axes.psum(widened(new) - wide, over)).astype(old.dtype)
 
 
+def resharded(value: Leaf, how: str, count: int) -> np.ndarray:
+    """The values of shards, reduced to `count` values; one of each is on the first axis."""
+    old = np.asarray(value)
+    if how in ("max", "min"):
+        one = old.max(axis=0) if how == "max" else old.min(axis=0)
+    elif jnp.issubdtype(old.dtype, np.integer):
+        one = old.sum(axis=0, dtype=old.dtype)
+    else:
+        wide = np.complex128 if jnp.issubdtype(old.dtype, np.complexfloating) else np.float64
+        total = old.astype(wide).sum(axis=0)
+        one = (total / len(old) if how == "mean" else total).astype(old.dtype)
+    new = np.zeros((count, *old.shape[1:]), old.dtype)
+    new[: 1 if how == "sum" else count] = one
+    return new
+
+
 def check_reducible(value: PyTree, how: Reduce) -> None:
     """Refuse a named policy that has no meaning for a dtype."""
     for leaf in jax.tree_util.tree_leaves(value):

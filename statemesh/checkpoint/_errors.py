@@ -1,0 +1,100 @@
+"""Errors of checkpoints."""
+
+from collections.abc import Sequence
+
+from .._base.errors._classes import StatemeshError, StructureError
+from .._base.errors._text import error_listing
+
+
+class CheckpointError(StatemeshError):
+    """A folder that cannot be written or read as a checkpoint."""
+
+
+def exists(folder: object) -> CheckpointError:
+    return CheckpointError(
+        f"save: {folder} is there already, and a checkpoint is never written over another. Give a new "
+        "folder, or keep several steps with Checkpoints(folder)."
+    )
+
+
+def step_exists(folder: object, step: int, latest: int) -> CheckpointError:
+    return CheckpointError(
+        f"Checkpoints.save: step {step} in {folder} is not later than step {latest}, the newest there. Go on "
+        "counting from `latest`, or give another folder."
+    )
+
+
+def not_written(what: str, reason: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{what} was not saved: {reason}\nCheckpoints that were whole before are untouched."
+    )
+
+
+def no_checkpoint(folder: object, steps: Sequence[int]) -> CheckpointError:
+    if steps:
+        return CheckpointError(
+            f"load: {folder} holds the steps {', '.join(map(str, steps))}, and is no checkpoint itself. "
+            "Write Checkpoints(folder).load(like), or give the folder of a step."
+        )
+    return CheckpointError(
+        f"load: {folder} is no checkpoint that statemesh.checkpoint saved, or it was not saved to its end. "
+        "Give the folder that was given to `save`."
+    )
+
+
+def no_step(folder: object, step: int | None, steps: Sequence[int]) -> CheckpointError:
+    wanted = "no step" if step is None else f"no step {step}"
+    there = f"There are: {', '.join(map(str, steps))}." if steps else "Nothing was saved there yet."
+    return CheckpointError(f"Checkpoints.load: {folder} holds {wanted}. {there}")
+
+
+def newer_version(folder: object, version: object, known: int) -> CheckpointError:
+    return CheckpointError(
+        f"load: {folder} has version {version} of the format, and this statemesh reads versions up to "
+        f"{known}. Install a newer statemesh."
+    )
+
+
+def altered(folder: object, bad: Sequence[tuple[str, str, str]]) -> CheckpointError:
+    return error_listing(
+        CheckpointError,
+        f"load: files in {folder} are not as they were saved",
+        [f"{file}{f', of {leaf}' if leaf else ''}: {what}" for file, leaf, what in bad],
+        "Load another checkpoint, or copy these files again from where they are whole.",
+    )
+
+
+def does_not_fit(
+    folder: object, bad: Sequence[str], renamed: dict[str, str], mends: Sequence[str]
+) -> StructureError:
+    probably = [f"Probably renamed: rename={renamed!r}."] if renamed else []
+    return error_listing(
+        StructureError,
+        f"load: what {folder} holds is not what `like` has",
+        bad,
+        "\n".join([*probably, *mends]),
+    )
+
+
+def kept_without_value(paths: Sequence[str]) -> StructureError:
+    return error_listing(
+        StructureError,
+        "load: missing='keep' keeps the values of `like`, which has only shapes for",
+        paths,
+        "Give the model itself as `like`.",
+    )
+
+
+def no_way_to_reshard(bad: Sequence[tuple[str, str, int, int, object]]) -> StructureError:
+    return error_listing(
+        StructureError,
+        "load: these states have values of single shards, and no way to get those of another number of "
+        "shards",
+        [
+            f"{path}: {kind} with values of {old} shards, for {new}, "
+            f"reduce={getattr(how, '__name__', repr(how))}"
+            for path, kind, old, new, how in bad
+        ],
+        "Declare reduce='mean', 'sum', 'max' or 'min' in `like`, override `reshard` in a kind of your own, "
+        "or load on a mesh of the same size.",
+    )

@@ -1,0 +1,31 @@
+"""What each of several processes does in `test_checkpoint_processes`."""
+
+import pathlib
+import sys
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from statemesh import checkpoint
+from tests import checkpoint_steps as steps
+from tests.checkpoint_steps import LAYOUTS, STEPS
+
+
+def layouts(folder: pathlib.Path) -> None:
+    mesh = steps.mesh_of((4, 1))
+    _, net = steps.train(steps.make(4), mesh, 0)
+    checkpoint.save(folder / "both", net)
+    for source in [*LAYOUTS, "both"]:
+        net = checkpoint.load(folder / source, steps.make(), mesh)
+        masks, net = steps.train(net, mesh, STEPS)
+        checkpoint.save(folder / f"after {source}", net)
+        whole = [multihost_utils.process_allgather(mask, tiled=True) for mask in masks]
+        if jax.process_index() == 0:
+            np.save(folder / f"masks {source}.npy", np.stack(whole))
+
+
+if __name__ == "__main__":
+    index, count, port, task, folder = sys.argv[1:]
+    jax.distributed.initialize(f"localhost:{port}", num_processes=int(count), process_id=int(index))
+    {"layouts": layouts}[task](pathlib.Path(folder))
