@@ -17,6 +17,7 @@ from jax.custom_batching import custom_vmap
 
 from .._base import errors
 from .._base._types import NO_AXES, Axes, AxisName
+from ._joined import together
 from ._wide import AnyArray, after_sum, before_sum
 
 
@@ -128,14 +129,14 @@ class Reduction:
 def reduce_on_mesh(
     values: Sequence[AnyArray], plans: Sequence[Plan], axis_names: Sequence[AxisName]
 ) -> list[AnyArray]:
-    """Arrays reduced as planned: all those over the same axes in one collective, narrow floats in float32."""
+    """Arrays reduced as planned: those over the same axes together, narrow floats in float32."""
     sizes = [math.prod(map(jax.lax.axis_size, plan.divide)) for plan in plans]
     parts = list(map(before_sum, values, sizes))
     for over in dict.fromkeys(plan.sum for plan in plans if plan.sum):
         at = [k for k, plan in enumerate(plans) if plan.sum == over]
         names = tuple(name for name in axis_names if name in over)
         summands = [checkpoint_name(parts[k], SUMMAND) for k in at]
-        for k, x in zip(at, jax.lax.psum(summands, names), strict=True):
+        for k, x in zip(at, together(jax.lax.psum, summands, names), strict=True):
             parts[k] = x
     triples = zip(parts, values, sizes, strict=True)
     return [after_sum(part, x.dtype, n) for part, x, n in triples]
