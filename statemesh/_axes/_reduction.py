@@ -25,6 +25,8 @@ Operand = TypeVar("Operand")
 
 # In the program each reduced gradient is given a name that begins so.
 GRADIENT = "gradient of "
+# And the reduced loss is given this one.
+LOSS = "reduced loss"
 # The name of what statemesh itself sums. A cotangent may be a reduced gradient up to a constant factor, and
 # its sum is right.
 SUMMAND = "summed by statemesh"
@@ -83,11 +85,12 @@ class Reduction:
     def with_names(self, values: Sequence[AnyArray]) -> list[AnyArray]:
         """Reduced gradients, then the loss; each gradient by the name of its parameter.
 
-        By this name a gradient that is summed a second time is found in the traced program.
+        By these names a gradient that is summed a second time is found in the traced program, and what a
+        collective has reduced.
         """
         *grads, loss = values
         names = [GRADIENT + path for path in self.params]
-        return [*map(checkpoint_name, grads, names), loss]
+        return [*map(checkpoint_name, grads, names), checkpoint_name(loss, LOSS)]
 
     def of_loss(self, loss: Axes, axes: Axes) -> Plan:
         """How the loss is reduced over those of `axes` that are named, given where it differs."""
