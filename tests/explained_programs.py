@@ -197,11 +197,7 @@ def donated(net: Net, x: Any) -> Any:
     return train(net, x)
 
 
-# One buffer holds both states.
-BUFFER = Expected("psum", ("x",), 1, "the policy of net.mean, net.seen")
-
-
-@add(*TRAINING[:2], BUFFER, BUFFER, args=with_net, packed=True)
+@add(*TRAINING, args=with_net, packed=True)
 def packed(net: Net, x: Any) -> Any:
     return train(net, x)
 
