@@ -41,7 +41,7 @@ def values(dtype: str, shape: tuple[int, ...], seed: int) -> jax.Array:
 
 
 def written(separate: bool, check_vma: bool) -> list[np.ndarray]:
-    """What states of every dtype, policy and several shapes become, each in a call of its own or all in one."""
+    """What states of every dtype and policy become, each in a call of its own or all in one."""
     cases = [
         (how, dtype, shape)
         for how, dtypes in DTYPES.items()

@@ -3,9 +3,9 @@
 A collective costs far more than its bytes where arrays are small. So arrays of one dtype are put end to end,
 reduced as one, and taken apart again. Each element is reduced as it would be by itself, to the same bits.
 
-What is put end to end forgets which array it came from: whether a `vmap` batches it, and what else a walk along
-the program knows of it. So the whole is one call with a rule of its own: for `vmap`, it reduces what is batched and
-what is not apart; for walks, `jaxprs.apart` shows a collective for each array.
+What is put end to end forgets which array it came from: whether a `vmap` batches it, and what else a walk
+along the program knows of it. So the whole is one call with a rule of its own. Under `vmap` it reduces what is
+batched apart from what is not. To walks `jaxprs.apart` shows a collective for each array.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -24,10 +24,10 @@ from ._wide import AnyArray
 # A collective of one array over mesh axes, which reduces each element by itself.
 Collective: TypeAlias = Callable[[AnyArray, tuple[AxisName, ...]], AnyArray]
 
-# In bytes. An array of this size is reduced by itself: copying it costs more than one collective less saves.
+# In bytes. An array of this size is reduced by itself: its copies cost more than a collective.
 _LARGE = 64 * 2**10
 _BUCKET = 4 * 2**20
-# The compiler fuses what makes and what takes apart so many arrays into one loop. Compiling takes long with many
+# The compiler fuses what makes or takes apart so many arrays into one loop. Compiling takes long with many
 # more, and running with many fewer.
 _FUSED = 16
 
@@ -82,8 +82,7 @@ def _several(
     setattr(rule, JOINS, True)
     run.def_vmap(rule)
     if not jnp.issubdtype(arrays[0].dtype, jnp.inexact):
-        made: list[AnyArray] = run(*arrays)
-        return made
+        return list(run(*arrays))
 
     # JAX cannot transpose a `custom_vmap` function.
     @jax.custom_jvp
@@ -94,8 +93,7 @@ def _several(
     def _(primals: Any, tangents: Any) -> Any:
         return linear(*primals), [collective(x, names) for x in tangents]
 
-    made = linear(*arrays)
-    return made
+    return list(linear(*arrays))
 
 
 def _buckets(arrays: Sequence[AnyArray]) -> Iterator[list[int]]:

@@ -172,8 +172,8 @@ def apart(eqn: Equation) -> Jaxpr | None:
         return None
     body = open_jaxpr(eqn.params["call"])
     one = next(e for e in body.eqns if e.params.keys() & {"axes", "axis_name"})
-    pairs = zip(body.invars, body.outvars, strict=True)
-    return body.replace(eqns=[one.replace(invars=[x], outvars=[y]) for x, y in pairs])
+    pairs = zip(list[Any](body.invars), list[Any](body.outvars), strict=True)
+    return with_equations(body, [one.replace(invars=[x], outvars=[y]) for x, y in pairs])
 
 
 def with_own_derivative(eqn: Equation) -> bool:
