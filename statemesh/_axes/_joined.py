@@ -4,8 +4,8 @@ A collective costs far more than its bytes where arrays are small. So arrays of 
 reduced as one, and taken apart again. Each element is reduced as it would be by itself, to the same bits.
 
 What is put end to end forgets which array it came from: whether a `vmap` batches it, and what else a walk
-along the program knows of it. So the whole is one call with a rule of its own. Under `vmap` it reduces what is
-batched apart from what is not. To walks `jaxprs.apart` shows a collective for each array.
+along the program knows of it. So the whole is one call with a rule of its own. Under `vmap` it reduces what
+is batched apart from what is not. To walks `jaxprs.apart` shows a collective for each array.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
