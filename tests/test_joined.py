@@ -108,10 +108,9 @@ def test_a_training_step_has_one_collective_for_each_dtype_and_point() -> None:
 
 
 def test_large_arrays_go_alone_and_buckets_are_full() -> None:
-    array = lambda size: np.zeros(size, np.float32)
     large, small = _joined._LARGE // 4, _joined._BUCKET // 4 // 100
     sizes = [*[small] * 150, large, 1]
-    found = list(_joined._buckets([array(size) for size in sizes]))
+    found = list(_joined._buckets([np.zeros(size, np.float32) for size in sizes]))
     assert sorted(k for bucket in found for k in bucket) == list(range(len(sizes)))
     assert [150] in found and len(found) == 3
     assert all(sum(4 * sizes[k] for k in b) <= _joined._BUCKET for b in found)

@@ -82,12 +82,13 @@ def _several(
     setattr(rule, JOINS, True)
     run.def_vmap(rule)
     if not jnp.issubdtype(arrays[0].dtype, jnp.inexact):
-        return list(run(*arrays))
+        integers: list[AnyArray] = run(*arrays)
+        return integers
 
     # JAX cannot transpose a `custom_vmap` function.
     @jax.custom_jvp
     def linear(*arrays: AnyArray) -> list[AnyArray]:
-        return run(*arrays)
+        return list(run(*arrays))
 
     @linear.defjvp
     def _(primals: Any, tangents: Any) -> Any:
