@@ -232,9 +232,9 @@ def _mean(x: PyTree, names: Sequence[AxisName]) -> PyTree:
     return jax.tree.map(lambda x: x / count, total(x, names))
 
 
-def _extreme(x: PyTree, names: tuple[AxisName, ...], over: Callable[..., Array]) -> PyTree:
+def _extreme(x: PyTree, names: tuple[AxisName, ...], over: Callable[..., list[Array]]) -> PyTree:
     x = jax.tree.map(jnp.asarray, x)
-    return jax.tree.map(lambda x: over(all_varying(x, names), names), x) if names else x
+    return jax.tree.map(lambda x: over([all_varying(x, names)], names)[0], x) if names else x
 
 
 def _gathered(x: PyTree, names: Sequence[AxisName], axis: int, tiled: bool) -> PyTree:

@@ -13,23 +13,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from .._base._types import AxisName
+from ._joined import together
 from ._wide import AnyArray, widened
 
 
 # The operands of a function of one array, or their tangents.
 _One: TypeAlias = tuple[Array]
+# Those of a function of several.
+_Several: TypeAlias = tuple[AnyArray, ...]
 
 
-def largest(x: AnyArray, axis_names: Sequence[AxisName]) -> Array:
-    """The largest over mesh axes."""
-    return _on_mesh(x, tuple(axis_names), jax.lax.pmax)
+def largest(arrays: Sequence[AnyArray], axis_names: Sequence[AxisName]) -> list[Array]:
+    """The largest of each array over mesh axes."""
+    return _on_mesh(arrays, tuple(axis_names), jax.lax.pmax)
 
 
-def smallest(x: AnyArray, axis_names: Sequence[AxisName]) -> Array:
-    """The smallest over mesh axes."""
-    return _on_mesh(x, tuple(axis_names), jax.lax.pmin)
+def smallest(arrays: Sequence[AnyArray], axis_names: Sequence[AxisName]) -> list[Array]:
+    """The smallest of each array over mesh axes."""
+    return _on_mesh(arrays, tuple(axis_names), jax.lax.pmin)
 
 
 def largest_entry(x: AnyArray) -> Array:
@@ -46,28 +50,56 @@ def _is_float(x: AnyArray) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
-def _on_mesh(x: AnyArray, names: tuple[AxisName, ...], joined: Callable[..., Array]) -> Array:
-    return _of_shards(x, names, joined) if _is_float(x) else joined(x, names)
+def _on_mesh(
+    arrays: Sequence[AnyArray], names: tuple[AxisName, ...], joined: Callable[..., Array]
+) -> list[Array]:
+    made = list(arrays)
+    for of_floats, over in ((True, _of_shards), (False, _of_integers)):
+        at = [k for k, x in enumerate(arrays) if _is_float(x) is of_floats]
+        for k, x in zip(at, over(tuple(arrays[k] for k in at), names, joined), strict=True):
+            made[k] = x
+    return made
+
+
+def _of_integers(
+    arrays: _Several, names: tuple[AxisName, ...], joined: Callable[..., Array]
+) -> list[Array]:
+    return together(joined, arrays, names)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _of_shards(x: AnyArray, names: tuple[AxisName, ...], joined: Callable[..., Array]) -> Array:
+def _of_shards(
+    arrays: _Several, names: tuple[AxisName, ...], joined: Callable[..., Array]
+) -> list[Array]:
     # All devices agree about the order of integers: so the bits are reduced, as integers in the same order.
-    wide = widened(x)
-    bits = jax.lax.bitcast_convert_type(wide, f"int{8 * wide.dtype.itemsize}")
-    ends = np.iinfo(bits.dtype)
-    end = ends.max if joined is jax.lax.pmax else ends.min
-    found = joined(jnp.where(jnp.isnan(wide), end, _turned(bits)), names)
-    return jax.lax.bitcast_convert_type(_turned(found), wide.dtype).astype(x.dtype)
+    ordered = [_ordered(widened(x), joined is jax.lax.pmax) for x in arrays]
+    pairs = zip(together(joined, ordered, names), arrays, strict=True)
+    return [_float_of(bits, widened(x).dtype).astype(x.dtype) for bits, x in pairs]
 
 
 @_of_shards.defjvp
 def _(
-    names: tuple[AxisName, ...], joined: Callable[..., Array], primals: _One, tangents: _One
-) -> tuple[Array, Array]:
-    (x,), (tangent,) = primals, tangents
-    found = _of_shards(x, names, joined)
-    return found, _derivative(x, found, tangent, lambda x: jax.lax.psum(x, names))
+    names: tuple[AxisName, ...],
+    joined: Callable[..., Array],
+    primals: tuple[_Several],
+    tangents: tuple[_Several],
+) -> tuple[list[Array], list[Array]]:
+    (arrays,), (along,) = primals, tangents
+    made = _of_shards(arrays, names, joined)
+    total = lambda x: jax.lax.psum(x, names)
+    triples = zip(arrays, made, along, strict=True)
+    return made, [_derivative(x, found, tangent, total) for x, found, tangent in triples]
+
+
+def _ordered(x: Array, upwards: bool) -> Array:
+    """The bits of floats as integers in the same order, with NaN at the end that is looked for."""
+    bits = jax.lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
+    ends = np.iinfo(bits.dtype)
+    return jnp.where(jnp.isnan(x), ends.max if upwards else ends.min, _turned(bits))
+
+
+def _float_of(bits: Array, dtype: DTypeLike) -> Array:
+    return jax.lax.bitcast_convert_type(_turned(bits), dtype)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))

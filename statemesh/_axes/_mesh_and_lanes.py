@@ -6,7 +6,6 @@ all lanes as one array, and says which of them are batched. With such a rule thi
 differs between lanes, and reduces over them anywhere.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -21,7 +20,8 @@ from .._base import errors
 from .._base._checks import check_names
 from .._base._types import Axes, AxisName, PyTree, SeveralAxes, flat_names
 from ._extremes import largest, largest_entry, smallest, smallest_entry
-from ._wide import AnyArray, after_sum, before_sum
+from ._joined import together
+from ._wide import AnyArray
 
 
 # The name by which states see the microbatches of `value_and_grad`, as if they were lanes, when they enter
@@ -78,25 +78,20 @@ def varying_over(values: Sequence[AnyArray], axis_names: Sequence[AxisName]) -> 
     return found
 
 
-def pmean(x: AnyArray, axis_names: Sequence[AxisName]) -> AnyArray:
-    """The mean, of narrow floats taken in float32."""
-    count = math.prod(map(jax.lax.axis_size, axis_names))
-    return after_sum(psum(before_sum(x, count), axis_names), x.dtype, count)
+def psum(arrays: Sequence[AnyArray], axis_names: Sequence[AxisName]) -> list[AnyArray]:
+    """The sum of each array."""
+    over_mesh = partial(together, jax.lax.psum)
+    return _collective(arrays, axis_names, over_mesh, lambda x: jnp.sum(x, 0, dtype=x.dtype))
 
 
-def psum(x: AnyArray, axis_names: Sequence[AxisName]) -> AnyArray:
-    """`jax.lax.psum`."""
-    return _collective(x, axis_names, jax.lax.psum, lambda x: jnp.sum(x, 0, dtype=x.dtype))
+def pmax(arrays: Sequence[AnyArray], axis_names: Sequence[AxisName]) -> list[AnyArray]:
+    """The largest of each array; NaN if there is one."""
+    return _collective(arrays, axis_names, largest, largest_entry)
 
 
-def pmax(x: AnyArray, axis_names: Sequence[AxisName]) -> AnyArray:
-    """The largest; NaN if there is one."""
-    return _collective(x, axis_names, largest, largest_entry)
-
-
-def pmin(x: AnyArray, axis_names: Sequence[AxisName]) -> AnyArray:
-    """The smallest; NaN if there is one."""
-    return _collective(x, axis_names, smallest, smallest_entry)
+def pmin(arrays: Sequence[AnyArray], axis_names: Sequence[AxisName]) -> list[AnyArray]:
+    """The smallest of each array; NaN if there is one."""
+    return _collective(arrays, axis_names, smallest, smallest_entry)
 
 
 def total(value: PyTree, axis_names: Sequence[AxisName]) -> PyTree:
@@ -135,7 +130,8 @@ def one_copy(x: AnyArray, axis_names: Sequence[AxisName]) -> AnyArray:
 def first_of(x: AnyArray, axis_names: Sequence[AxisName]) -> AnyArray:
     """The first shard's unsigned numbers, for all shards."""
     first = jax.lax.axis_index(tuple(axis_names)) == 0
-    return pmax(all_varying(jnp.where(first, x, 0), axis_names), axis_names)
+    (found,) = pmax([all_varying(jnp.where(first, x, 0), axis_names)], axis_names)
+    return found
 
 
 def refuse_in_lanes(x: AnyArray, error: Callable[[], Exception]) -> AnyArray:
@@ -275,12 +271,13 @@ def _lane_first(name: AxisName, x: AnyArray) -> AnyArray:
 
 
 def _collective(
-    x: AnyArray,
+    arrays: Sequence[AnyArray],
     axis_names: Sequence[AxisName],
-    over_mesh: Callable[..., AnyArray],
+    over_mesh: Callable[..., list[AnyArray]],
     over_lanes: Callable[[AnyArray], AnyArray],
-) -> AnyArray:
+) -> list[AnyArray]:
     meshes, lanes = meshes_and_lanes(axis_names)
     for name in lanes:
-        x = _in_lanes(name, x, lambda *lane: (over_lanes(_whole(*lane)), False))
-    return over_mesh(x, meshes) if meshes else x
+        done = lambda *lane: (over_lanes(_whole(*lane)), False)
+        arrays = [_in_lanes(name, x, done) for x in arrays]
+    return over_mesh(arrays, meshes) if meshes else list(arrays)

@@ -17,6 +17,7 @@ from jax.custom_batching import custom_vmap
 
 from .._base import errors
 from .._base._types import NO_AXES, Axes, AxisName
+from ._joined import together
 from ._wide import AnyArray, after_sum, before_sum
 
 
@@ -24,6 +25,8 @@ Operand = TypeVar("Operand")
 
 # In the program each reduced gradient is given a name that begins so.
 GRADIENT = "gradient of "
+# And the reduced loss is given this one.
+LOSS = "reduced loss"
 # The name of what statemesh itself sums. A cotangent may be a reduced gradient up to a constant factor, and
 # its sum is right.
 SUMMAND = "summed by statemesh"
@@ -82,11 +85,12 @@ class Reduction:
     def with_names(self, values: Sequence[AnyArray]) -> list[AnyArray]:
         """Reduced gradients, then the loss; each gradient by the name of its parameter.
 
-        By this name a gradient that is summed a second time is found in the traced program.
+        By these names a gradient that is summed a second time is found in the traced program, and what a
+        collective has reduced.
         """
         *grads, loss = values
         names = [GRADIENT + path for path in self.params]
-        return [*map(checkpoint_name, grads, names), loss]
+        return [*map(checkpoint_name, grads, names), checkpoint_name(loss, LOSS)]
 
     def of_loss(self, loss: Axes, axes: Axes) -> Plan:
         """How the loss is reduced over those of `axes` that are named, given where it differs."""
@@ -128,14 +132,14 @@ class Reduction:
 def reduce_on_mesh(
     values: Sequence[AnyArray], plans: Sequence[Plan], axis_names: Sequence[AxisName]
 ) -> list[AnyArray]:
-    """Arrays reduced as planned: all those over the same axes in one collective, narrow floats in float32."""
+    """Arrays reduced as planned: those over the same axes together, narrow floats in float32."""
     sizes = [math.prod(map(jax.lax.axis_size, plan.divide)) for plan in plans]
     parts = list(map(before_sum, values, sizes))
     for over in dict.fromkeys(plan.sum for plan in plans if plan.sum):
         at = [k for k, plan in enumerate(plans) if plan.sum == over]
         names = tuple(name for name in axis_names if name in over)
         summands = [checkpoint_name(parts[k], SUMMAND) for k in at]
-        for k, x in zip(at, jax.lax.psum(summands, names), strict=True):
+        for k, x in zip(at, together(jax.lax.psum, summands, names), strict=True):
             parts[k] = x
     triples = zip(parts, values, sizes, strict=True)
     return [after_sum(part, x.dtype, n) for part, x, n in triples]

@@ -20,6 +20,8 @@ AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
 
 _SUMS = ("psum", "psum2", "psum_invariant")
 _JOINING = (*_SUMS, "pmax", "pmin", "all_gather", "all_gather_invariant")
+# By this attribute of its rule a call is found that reduces many arrays by few collectives.
+JOINS = "joins"
 # They change only the type: over which axes a value may differ.
 _VARYING = ("pvary", "pcast")
 
@@ -72,6 +74,8 @@ def control_flow(eqn: Equation) -> tuple[Any, ...] | None:
             # Scanned and stacked arrays have one axis more outside than inside.
             carry = _count_alike(eqn.outvars, body.outvars)
             return "scan", body, _count_alike(eqn.invars, body.invars) - carry, carry
+    if (single := apart(eqn)) is not None:
+        return "call", single
     called = [
         open_jaxpr(j) for name in ("jaxpr", "call_jaxpr") if (j := params.get(name)) is not None
     ]
@@ -157,6 +161,19 @@ def made_varying(eqn: Equation) -> Axes:
 def rule_of(eqn: Equation) -> Callable[..., Any] | None:
     """The rule of a call of a `custom_vmap` function, `None` for any other equation."""
     return eqn.params["rule"] if eqn.primitive.name == "custom_vmap_call" else None
+
+
+def apart(eqn: Equation) -> Jaxpr | None:
+    """What an equation that reduces many arrays by few collectives does, with one for each array.
+
+    `None` for any other equation.
+    """
+    if not getattr(rule_of(eqn), JOINS, False):
+        return None
+    body = open_jaxpr(eqn.params["call"])
+    one = next(e for e in body.eqns if e.params.keys() & {"axes", "axis_name"})
+    pairs = zip(list[Any](body.invars), list[Any](body.outvars), strict=True)
+    return with_equations(body, [one.replace(invars=[x], outvars=[y]) for x, y in pairs])
 
 
 def with_own_derivative(eqn: Equation) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .._axes._reduction import GRADIENT
+from .._axes._reduction import GRADIENT, LOSS
 from .._base import _jaxprs as jaxprs
 from .._base._compat import Equation, Jaxpr
 from .._base._types import AxisName, flat_names
@@ -194,7 +194,7 @@ class _Walk:
         return found.pop() if len(found) == 1 else ()
 
     def _becomes(self, results: Iterable[Any]) -> set[str]:
-        """The names of gradients that values become, else of the written states."""
+        """The names of the gradients and of the loss that values become, else of the written states."""
         names: set[str] = set()
         reached: set[int] = set()
         waiting = list(results)
@@ -207,7 +207,7 @@ class _Walk:
             reached.update(self.results.get(id(value), ()))
             for eqn in self.readers.get(id(value), ()):
                 name = jaxprs.name_given(eqn)
-                if name is not None and name.startswith(GRADIENT):
+                if name is not None and _is_reduced(name):
                     names.add(name)
                 else:
                     waiting += eqn.outvars
@@ -236,7 +236,7 @@ class _Walk:
         if in_gradient(frames):
             return self._gradients(eqn)
         if in_policy(frames):
-            names = sorted(n for n in self._becomes(eqn.outvars) if not n.startswith(GRADIENT))
+            names = sorted(n for n in self._becomes(eqn.outvars) if not _is_reduced(n))
             return f"the policy of {_listed(names)}" if names else "a policy"
         # JAX's own names of what it transposes.
         transposed = "transpose(" in str(getattr(eqn.source_info, "name_stack", ""))
@@ -246,13 +246,19 @@ class _Walk:
         found: list[str] = []
         loss = False
         for result in eqn.outvars:
-            names = sorted(n for n in self._becomes([result]) if n.startswith(GRADIENT))
+            becomes = self._becomes([result])
+            names = sorted(n for n in becomes if n.startswith(GRADIENT))
             found += names
-            loss = loss or not names
+            loss = loss or not names or LOSS in becomes
         names = [name.removeprefix(GRADIENT) for name in dict.fromkeys(found)]
         if not names:
             return "the loss"
         return f"the gradient of {_listed(names)}" + (" and the loss" if loss else "")
+
+
+def _is_reduced(name: str) -> bool:
+    """Whether it is the name of a reduced gradient or loss."""
+    return name == LOSS or name.startswith(GRADIENT)
 
 
 def _listed(names: Sequence[str]) -> str:

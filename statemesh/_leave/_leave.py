@@ -23,7 +23,7 @@ from .._model._state import State
 from .._model._values import strong
 from .._write_back import Forwarded, Given, Merged, Output, Static, WriteBack
 from ._origins import Entered, find_origins, leaves_of
-from ._policies import Written, filled, left
+from ._policies import Written, all_left, filled
 from ._rules import LeavingRules, Mistakes
 from ._varying import VaryingAxes
 
@@ -132,7 +132,7 @@ class _Leaving:
         """Merge what the instances wrote to states, by the states' policies."""
 
         def leave_all(*pairs: tuple[State, State | None]) -> list[State]:
-            return [left(*pair, names) for pair, names in zip(pairs, over, strict=True)]
+            return all_left(pairs, over)
 
         writing = [self.counted_once(one) for one in writing]
         # Once for all leaves before merging and once after, because looking at one leaf costs as much.

@@ -129,7 +129,7 @@ def left(
     # One maximum finds the largest and the smallest of each word, the first shard's key, and whether any
     # shard has drawn.
     parts = [*rows, *(~row for row in rows), first, moved]
-    joined = pmax(all_varying(jnp.concatenate(parts), axis_names), axis_names)
+    (joined,) = pmax([all_varying(jnp.concatenate(parts), axis_names)], axis_names)
     found = jnp.split(joined, np.cumsum([len(part) for part in parts])[:-1])
     count = len(rows)
     even = [jnp.all(a == ~b) for a, b in zip(found[:count], found[count : 2 * count], strict=True)]

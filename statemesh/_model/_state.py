@@ -17,7 +17,7 @@ from .._base._types import AxisName, Leaf, PyTree, Reduce, SpecTree, Tags, Text,
 from ._meta import Meta
 from ._no_array import NoArray
 from ._shown import Shown
-from ._values import REDUCTIONS, arrays, check_reducible, conform, reduced, resharded
+from ._values import REDUCTIONS, Write, arrays, check_reducible, conform, reduced, resharded
 
 
 _PLAIN: dict[type, Meta] = {}
@@ -205,7 +205,9 @@ class State(NoArray, Shown, Generic[Value]):
             merged = call_policy(reduce, before, self.value, axis_names, label)
             made = f"what reduce={getattr(reduce, '__name__', reduce)} returned"
             return self._with_value(conform(self.value, merged, label=made))
-        return self._with_value(reduced(self.value, before, reduce, axis_names, label))
+        over = [axis_names] * len(jax.tree_util.tree_leaves(self.value))
+        (merged,) = reduced([Write(self.value, before, reduce, over, label)])
+        return self._with_value(merged)
 
     def reshard(self, value: Leaf, count: int) -> Leaf:
         """`PerShard` values, old shards on the first axis, for `count` shards; checkpoints need it.

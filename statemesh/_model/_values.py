@@ -1,16 +1,20 @@
 """The values of states: which are allowed, how a new one conforms to the old, how those of shards merge."""
 
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .._axes import _mesh_and_lanes as axes
-from .._axes._wide import widened
+from .._axes._wide import after_sum, before_sum, widened
 from .._base import errors
 from .._base._arrays import is_array_or_number, is_key
 from .._base._compat import tree_util
 from .._base._nodes import is_state
-from .._base._types import AxisName, Dtype, KeyPath, Leaf, PyTree, Reduce
+from .._base._types import AxisName, Dtype, KeyPath, Leaf, PyTree, PyTreeDef, Reduce
 
 
 REDUCTIONS = ("mean", "max", "min", "sum")
@@ -57,33 +61,99 @@ def conform(old_value: PyTree, value: PyTree, label: str) -> PyTree:
     return tree_util.tree_unflatten(old_def, [after for _, _, after in pairs])
 
 
-def reduced(
-    value: PyTree, before: PyTree, how: str, axis_names: tuple[AxisName, ...], label: str
-) -> PyTree:
-    """The instances' values, merged. `before` is the value that came in; `None` if there was none."""
-    leaves, treedef = tree_util.tree_flatten(value)
-    # Not `zeros_like`: zeros made of a value would vary over the axes over which it varies.
-    olds = [jnp.zeros(x.shape, x.dtype) for x in leaves]
-    if how == "sum" and before is not None:
-        olds, structure = tree_util.tree_flatten(before)
-        if structure != treedef:
-            raise errors.no_old_value(label, structure, treedef)
-    merged = [_reduced(new, old, how, axis_names) for new, old in zip(leaves, olds, strict=True)]
-    return treedef.unflatten(merged)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Write:
+    """The value of a state that instances wrote, to be merged by a named policy.
+
+    **Attributes:**
+
+    - `value`: what an instance wrote.
+    - `before`: the value that came in; `None` if there was none.
+    - `how`: the policy.
+    - `over`: for each leaf of `value` the axes over which it is merged.
+    - `label`: what messages call the state.
+    """
+
+    value: PyTree
+    before: PyTree
+    how: str
+    over: Sequence[tuple[AxisName, ...]]
+    label: str
+
+    def parts(self) -> tuple[list["_Part"], PyTreeDef]:
+        """The leaves, each with what its merging depends on."""
+        leaves, treedef = tree_util.tree_flatten(self.value)
+        olds: list[PyTree] = [None] * len(leaves)
+        if self.how == "sum":
+            # Not `zeros_like`: zeros made of a value would vary over the axes over which it varies.
+            olds = [jnp.zeros(x.shape, x.dtype) for x in leaves]
+        if self.how == "sum" and self.before is not None:
+            olds, structure = tree_util.tree_flatten(self.before)
+            if structure != treedef:
+                raise errors.no_old_value(self.label, structure, treedef)
+        triples = zip(leaves, olds, self.over, strict=True)
+        return [_Part(self.how, new, old, over) for new, old, over in triples], treedef
 
 
-def _reduced(new: PyTree, old: PyTree, how: str, over: tuple[AxisName, ...]) -> PyTree:
-    new = axes.all_varying(new, over)
-    match how:
-        case "mean":
-            return axes.pmean(new, over)
-        case "max":
-            return axes.pmax(new, over)
-        case "min":
-            return axes.pmin(new, over)
-        case _:
-            wide = widened(old)
-            return (wide + axes.psum(widened(new) - wide, over)).astype(old.dtype)
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """One leaf of a `Write`."""
+
+    how: str
+    new: PyTree
+    old: PyTree
+    over: tuple[AxisName, ...]
+
+    @property
+    def count(self) -> int:
+        """How many instances the leaf is merged from."""
+        return math.prod(map(jax.lax.axis_size, self.over))
+
+    def before(self) -> PyTree:
+        """What is reduced."""
+        new = axes.all_varying(self.new, self.over)
+        match self.how:
+            case "mean":
+                return before_sum(new, self.count)
+            case "sum":
+                return widened(new) - widened(self.old)
+            case _:
+                return new
+
+    def after(self, made: PyTree) -> PyTree:
+        """The merged leaf, from what was reduced."""
+        match self.how:
+            case "mean":
+                return after_sum(made, self.new.dtype, self.count)
+            case "sum":
+                return (widened(self.old) + made).astype(self.old.dtype)
+            case _:
+                return made
+
+
+# A mean is a sum that is divided. So both may travel together.
+_REDUCED_BY: Mapping[str, Callable[..., list[PyTree]]] = {
+    **dict.fromkeys(("mean", "sum"), axes.psum),
+    "max": axes.pmax,
+    "min": axes.pmin,
+}
+
+
+def reduced(writes: Sequence[Write]) -> list[PyTree]:
+    """The instances' values, merged: those that go over the same axes by the same reduction together."""
+    made = [write.parts() for write in writes]
+    parts = [part for own, _ in made for part in own]
+    merged: list[PyTree] = [part.new for part in parts]
+    groups: dict[tuple[Callable[..., list[PyTree]], tuple[AxisName, ...]], list[int]] = {}
+    for k, part in enumerate(parts):
+        if part.over:
+            groups.setdefault((_REDUCED_BY[part.how], part.over), []).append(k)
+    for (reduction, over), at in groups.items():
+        done = reduction([parts[k].before() for k in at], over)
+        for k, x in zip(at, done, strict=True):
+            merged[k] = parts[k].after(x)
+    leaves = iter(merged)
+    return [treedef.unflatten([next(leaves) for _ in own]) for own, treedef in made]
 
 
 def resharded(value: Leaf, how: str, count: int) -> np.ndarray:

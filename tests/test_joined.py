@@ -1,0 +1,153 @@
+"""Reductions that travel together: to the same bits as one by one, in few collectives."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from statemesh._axes import _joined
+
+
+N = 8
+DTYPES = {
+    "mean": (*("float16", "bfloat16", "float32"), "complex64"),
+    "sum": ("float16", "bfloat16", "float32", "complex64", "int8", "uint32"),
+    "max": ("float16", "bfloat16", "float32", "int8", "uint32"),
+}
+DTYPES["min"] = DTYPES["max"]
+
+
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:N]), ("x",))
+
+
+def values(dtype: str, shape: tuple[int, ...], seed: int) -> jax.Array:
+    """For each shard values of all magnitudes, with infinities, NaN and both zeros where there are such."""
+    rng = np.random.default_rng(seed)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.asarray(rng.integers(0, 100, (N, *shape)), dtype)
+    x = rng.normal(size=(N, *shape)) * 10.0 ** rng.integers(-3, 4, (N, *shape))
+    special = [np.nan, np.inf, -np.inf, 0.0, -0.0]
+    flat = x.reshape(-1)
+    for value in special[: flat.size // 4]:
+        flat[rng.integers(flat.size)] = value
+    return jnp.asarray(x, dtype)
+
+
+def written(separate: bool, check_vma: bool) -> list[np.ndarray]:
+    """What states of every dtype and policy become, each in a call of its own or all in one."""
+    cases = [
+        (how, dtype, shape)
+        for how, dtypes in DTYPES.items()
+        for dtype in dtypes
+        for shape in ((), (0,), (5,), (3, 7))
+    ]
+    news = [values(dtype, shape, k) for k, (_, dtype, shape) in enumerate(cases)]
+    states = [sm.State(jnp.ones(shape, dtype), reduce=how) for how, dtype, shape in cases]
+
+    def fun(states: Any, news: Any) -> Any:
+        return [s.set(x[0]) for s, x in zip(states, news, strict=True)]
+
+    call = sm.shard_map(fun, mesh(), (P(), P("x")), P(), check_vma=check_vma)
+    if separate:
+        # One array by itself is reduced as it is.
+        return [np.asarray(call([s], [x])[0].value) for s, x in zip(states, news, strict=True)]
+    return [np.asarray(s.value) for s in call(states, news)]
+
+
+@pytest.fixture(scope="module")
+def one_by_one() -> list[np.ndarray]:
+    return written(True, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_the_bits_are_those_of_separate_reductions(
+    one_by_one: list[np.ndarray], check_vma: bool
+) -> None:
+    found = written(False, check_vma)
+    for a, b in zip(found, one_by_one, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def count(text: str) -> int:
+    """How many all-reduces a compiled program has."""
+    return len(re.findall(r" all-reduce(?:-start)?\(", text))
+
+
+def test_a_training_step_has_one_collective_for_each_dtype_and_point() -> None:
+    model = {
+        "w": [sm.ParamState(jnp.ones(3)) for _ in range(100)],
+        "mean": [sm.BatchState(jnp.zeros(2), reduce="mean") for _ in range(98)],
+        "seen": sm.State(jnp.zeros(()), reduce="sum"),
+        "rows": sm.State(0, reduce="sum"),
+    }
+
+    def loss(model: Any, x: Any) -> Any:
+        made = sum(jnp.tanh(x @ w.value).mean() for w in model["w"])
+        mean = [s.set(x[:, :2].mean(0) + k) for k, s in enumerate(model["mean"])]
+        seen = model["seen"].set(model["seen"].value + x.sum())
+        rows = model["rows"].set(model["rows"].value + len(x) + jax.lax.axis_index("x"))
+        return made, {**model, "mean": mean, "seen": seen, "rows": rows}
+
+    def step(model: Any, x: Any) -> Any:
+        (value, model), grads = sm.value_and_grad(loss, axis_name="x")(model, x)
+        moved = [w.set(w.value - g.value) for w, g in zip(model["w"], grads["w"], strict=True)]
+        return value, {**model, "w": moved}
+
+    call = sm.shard_map(step, mesh(), (P(), P("x")), (P(), P()))
+    text = call.lower(model, jnp.ones((N, 3))).compile().as_text()
+    # The gradients with the loss, then the statistics; the statistics of integers by themselves.
+    assert 1 <= count(text) <= 3
+
+
+def test_large_arrays_go_alone_and_buckets_are_full() -> None:
+    large, small = _joined._LARGE // 4, _joined._BUCKET // 4 // 100
+    sizes = [*[small] * 150, large, 1]
+    found = list(_joined._buckets([np.zeros(size, np.float32) for size in sizes]))
+    assert sorted(k for bucket in found for k in bucket) == list(range(len(sizes)))
+    assert [150] in found and len(found) == 3
+    assert all(sum(4 * sizes[k] for k in b) <= _joined._BUCKET for b in found)
+
+
+def test_states_that_a_vmap_does_not_batch_stay_unbatched() -> None:
+    def fun(model: Any, x: Any, y: Any) -> Any:
+        return [model[0].set(x.sum()), model[1].set(y.sum())]
+
+    model = [sm.State(jnp.zeros(()), reduce="mean") for _ in range(2)]
+    inner = sm.shard_map(fun, mesh(), (P(), P("x"), P("x")), P())
+    mapped = jax.vmap(inner, in_axes=(None, 0, None), out_axes=[0, None])
+    x = np.arange(3.0 * N, dtype=np.float32).reshape(3, N)
+    first, second = mapped(model, x, np.ones(N, np.float32))
+    np.testing.assert_array_equal(first.value, x.mean(1))
+    assert second.value.shape == () and float(second.value) == 1
+
+
+@pytest.mark.parametrize("how", ["mean", "sum", "max"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_derivatives_are_those_of_each_array(how: str, check_vma: bool) -> None:
+    def fun(model: Any, x: Any) -> Any:
+        return [model[0].set((2 * x).sum(0)), model[1].set((x * x).sum())]
+
+    model = [sm.State(jnp.zeros(2), reduce=how), sm.State(jnp.zeros(()), reduce=how)]
+    call = sm.shard_map(fun, mesh(), (P(), P("x")), P(), check_vma=check_vma)
+    weights = np.array([3.0, 5.0])
+    x = np.random.default_rng(0).normal(size=(N, 2))
+
+    def total(x: Any) -> Any:
+        a, b = call(model, x)
+        return (a.value * weights).sum() + 7 * b.value
+
+    found = jax.grad(total)(jnp.asarray(x, jnp.float32))
+    whole = 2 * weights + 14 * x
+    if how == "max":
+        top = x == x.max(0)
+        best = np.square(x).sum(1) == np.square(x).sum(1).max()
+        whole = 2 * weights * top + 14 * x * best[:, None]
+    np.testing.assert_allclose(found, whole / (N if how == "mean" else 1), rtol=1e-5)
