@@ -13,7 +13,7 @@ from .._base._nodes import is_state
 from .._base._outside import run_varying, traced_outside
 from .._base._types import Array, Leaf, PyTree, PyTreeDef
 from .._leave._origins import leaves_of, values
-from .._leave._policies import filled, left
+from .._leave._policies import all_left, filled
 from .._model._origin import mark_origin, origin
 from .._model._state import State
 from ._microbatch_states import Continued
@@ -142,11 +142,10 @@ def _merged_alike(name: str, writing: Sequence[_Written], outside: bool) -> list
         made: list[Array] = []
         for one in writing:
             state, old = one.rebuilt(mine, others)
-            state = (
-                state._of_microbatches(old, _NAMES)
-                if one.has_own_way
-                else left(state, old, one.over)
-            )
+            if one.has_own_way:
+                state = state._of_microbatches(old, _NAMES)
+            else:
+                (state,) = all_left([(state, old)], [one.over])
             leaves = leaves_of(state)
             own = [x for x in leaves if isinstance(x, jax.Array)]
             if any(varying_over(own, _NAMES)):

@@ -305,13 +305,7 @@ def rebuild_plain(
     return made
 
 
-def _checked_meta(
-    cls: type[State],
-    name: Text,
-    tag: Tags,
-    spec: SpecTree,
-    reduce: Reduce,
-) -> Meta:
+def _checked_meta(cls: type[State], name: Text, tag: Tags, spec: SpecTree, reduce: Reduce) -> Meta:
     check_text(cls.__name__, "name", name)
     tags = as_tags(cls.__name__, tag)
     if not (reduce is None or callable(reduce) or reduce in REDUCTIONS):
