@@ -211,7 +211,7 @@ def test_an_array_made_before_another_was_compared_is_looked_up() -> None:
 
 
 def test_what_is_fed_back_is_recognised_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
+    asked: list[bool] = []
     known = Spared._known
 
     def ask(self: Spared, compared: Any) -> bool:

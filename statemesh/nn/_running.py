@@ -18,10 +18,10 @@ class RunningMean(ShortTermState):
         if old is None:
             return self
         before, after = old.value, self.value
-        weight = before["weight"] + psum(after["weight"] - before["weight"], axis_names)
+        weight = before["weight"] + _summed(after["weight"] - before["weight"], axis_names)
 
         def mean(old: Array, new: Array) -> Array:
-            moved: Array = psum((new - old) * after["weight"], axis_names)
+            moved: Array = _summed((new - old) * after["weight"], axis_names)
             return old + moved / jnp.where(weight > 0, weight, 1)
 
         means = jax.tree.map(mean, before["mean"], after["mean"])
@@ -41,10 +41,10 @@ class MovingStatistics(BatchState):
             return self
         before, after = old.value, self.value
         added = after["count"] - before["count"]
-        total = psum(added, axis_names)
+        total = _summed(added, axis_names)
 
         def moved(old: Array, new: Array) -> Array:
-            shift: Array = psum((new - old) * added, axis_names)
+            shift: Array = _summed((new - old) * added, axis_names)
             return old + shift / jnp.maximum(total, 1)
 
         means = {name: moved(before[name], after[name]) for name in ("mean", "var")}
@@ -65,16 +65,22 @@ class ExactStatistics(BatchState):
             return self
         before, after = old.value, self.value
         own = after["count"] - before["count"]
-        total = before["count"] + psum(own, axis_names)
+        total = before["count"] + _summed(own, axis_names)
         whole = jnp.maximum(total, 1)
         shift = (after["mean"] - before["mean"]) * after["count"]
-        mean = before["mean"] + psum(shift, axis_names) / whole
+        mean = before["mean"] + _summed(shift, axis_names) / whole
         # The statistics of the rows of this microbatch alone, from those with the earlier rows.
         own_mean = before["mean"] + shift / jnp.maximum(own, 1)
         share = before["count"] * own / jnp.maximum(after["count"], 1)
         m2 = before["var"] * before["count"]
         own_m2 = after["var"] * after["count"] - m2 - share * (own_mean - before["mean"]) ** 2
         m2 = m2 + before["count"] * (before["mean"] - mean) ** 2
-        m2 = m2 + psum(own_m2 + own * (own_mean - mean) ** 2, axis_names)
+        m2 = m2 + _summed(own_m2 + own * (own_mean - mean) ** 2, axis_names)
         var = jnp.where(total > 0, m2 / whole, before["var"])
         return self.set({"count": total, "mean": mean, "var": var})
+
+
+def _summed(x: Array, axis_names: tuple[AxisName, ...]) -> Array:
+    total: Array
+    (total,) = psum([x], axis_names)
+    return total
