@@ -284,7 +284,7 @@ def loop_until_converged() -> Any:
     return mapped(worse)
 
 
-@regression("collectives (the gradient of net.w): 2 where 1 is allowed.")
+@regression("collectives (the gradient of net.w and the loss): 2 where 1 is allowed.")
 def step_made_twice() -> Any:
     def twice(net: Net, x: Any) -> Any:
         value, net = step(net, x)
