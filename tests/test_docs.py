@@ -186,7 +186,7 @@ def code(page: pathlib.Path) -> list[str]:
 
 
 # These pages run on any number of devices, or explain how to get more.
-ANY_NUMBER = {"README.md", "index.md", "drop-in.md", "packing.md", "testing.md"}
+ANY_NUMBER = {"README.md", "index.md", "drop-in.md", "packing.md", "strategies.md", "testing.md"}
 EIGHT = """\
 import os
 
