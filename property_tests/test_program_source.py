@@ -90,7 +90,7 @@ PORTABLE: dict[str, tuple[str, int]] = {
     "a loop of unknown length": (r"lax\.(fori_loop\(0,|while_loop\([^=]*<) [^2-3]", 5),
     "a while": (r"lax\.while_loop\(", 10),
     "a scan": (r"lax\.scan\(", 20),
-    "a scan over columns": (r"lax\.scan\([^=]*\.T", 2),
+    "a scan over columns": (r"lax\.scan\([^=]*\.T", 1),
     "a collective in a branch or loop": (r"lambda c: [^=]*\(c [-+*] lax\.p", 5),
     "jax.checkpoint": (r"jax\.checkpoint\(", 20),
     "jax.jit inside": (r"jax\.jit\(", 10),
