@@ -23,7 +23,9 @@ PRINTED = {
         "parameters and slots: 795652 bytes in all, 99460 bytes on a device",
         f"{'all_gather':14}  data  4 ",
     ],
-    "tensor_parallel": ["one device and a mesh of 2 × 2 agree", "3 collectives"],
+    "tensor_parallel": ["one device and a mesh of 2x2 agree", "3 collectives"],
+    "mixed_precision": ["one device and four agree", "1 collective,", "steps skipped: 9,"],
+    "clipping": ["one device and a mesh of 2x2 agree", "4 collectives", "clipped steps: 13 of 60"],
 }
 
 

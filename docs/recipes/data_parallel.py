@@ -1,9 +1,9 @@
 """Data parallel with synchronised statistics.
 
-The rows of the batch are split over the mesh axis "data"; every device holds all parameters, running
-statistics and optimizer slots. Each shard computes the gradient of its own rows, and one sum over devices joins
-the gradients. `BatchNorm` sends the count, mean and M2 of each channel, so it normalises by the statistics of
-the whole batch, and the running statistics are the same on every device and on every mesh.
+The rows of the batch are split over the mesh axis "data". Every device holds all parameters, running
+statistics and optimizer slots. Each shard computes the gradients of its own rows, and one sum over devices
+joins them. `BatchNorm` sends sums over the rows, so it normalises by the statistics of the whole batch, and
+its running statistics are the same on every device and on every mesh.
 """
 
 import os
@@ -13,7 +13,6 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P

@@ -1,9 +1,9 @@
 """FSDP with layers that are scanned and rematerialised.
 
-The rows of the batch are split over the mesh axis "data", and so are all large parameters, their gradients and
-the two slots of Adam: each of n devices holds 1/n of them. A scan runs over the layers. Each layer is gathered
-when it runs, once forward and once again backward because of `jax.checkpoint`, so only one layer is whole at a
-time. The transpose of each gather sends every device its own part of the gradient, already summed.
+The rows of the batch are split over the mesh axis "data", and so are all parameters, their gradients and the
+two slots of Adam: each of n devices holds 1/n of them. A scan runs over the layers. Each layer is gathered
+when it runs, and because of `jax.checkpoint` once more in the backward pass, so only one layer is whole at a
+time. The transpose of each gather sends every device its own part of the gradients, summed over all rows.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""An MLP split by its hidden units, on a mesh of data × model.
+"""An MLP split by its hidden units, on a mesh of data x model.
 
 Rows are split over "data". The first matrix is split by columns over "model" and the second by rows, so each
 device computes its own hidden units from whole inputs, and a part of every output. One `psum` over "model"
@@ -69,7 +69,7 @@ def main() -> None:
 
     args, meshes = (mlp, slots, x[:8], y[:8]), [{"data": 2, "model": 2}]
     assert_equivalent(step, args, meshes=meshes, steps=2, **specs)
-    print("one device and a mesh of 2 × 2 agree")
+    print("one device and a mesh of 2x2 agree")
 
     mlp, slots, x, y = train.place(mlp, slots, x, y)
     # The outputs over "model"; over "data" the gradients of what is split, and of the rest with the loss.
