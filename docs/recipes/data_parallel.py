@@ -56,8 +56,8 @@ def step(
 
 def main() -> None:
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
-    specs = {"in_specs": (None, P(), P("data"), P("data")), "out_specs": P()}
-    train = sm.shard_map(step, mesh, **specs, donate="states")
+    in_specs = (None, P(), P("data"), P("data"))
+    train = sm.shard_map(step, mesh, in_specs, out_specs=P(), donate="states")
 
     data = load_digits()
     images, digits = (data.data / 16).astype(np.float32), data.target.astype(np.int32)
@@ -65,7 +65,7 @@ def main() -> None:
     slots = OPTIMIZER.init(sm.trainable(net))
 
     args = (net, slots, images[:16], digits[:16])
-    assert_equivalent(step, args, meshes=[{"data": 4}], steps=2, **specs)
+    assert_equivalent(train, args, meshes=[{"data": 4}], steps=2)
     print("one device and four agree")
 
     args = train.place(net, slots, images[:128], digits[:128])

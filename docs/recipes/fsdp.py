@@ -57,8 +57,8 @@ def step(
 
 def main() -> None:
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
-    specs = {"in_specs": (None, None, P("data"), P("data")), "out_specs": P()}
-    train = sm.shard_map(step, mesh, **specs, donate="states")
+    in_specs = (None, None, P("data"), P("data"))
+    train = sm.shard_map(step, mesh, in_specs, out_specs=P(), donate="states")
 
     layers = eqx.filter_vmap(Layer)(jax.random.split(jax.random.key(0), LAYERS))
     # Axis 0 counts the layers: the scan goes along it, so it stays whole.
@@ -68,7 +68,7 @@ def main() -> None:
     y = jnp.sin(x @ jax.random.normal(jax.random.key(2), (WIDTH, WIDTH)) / 8)
 
     args = (layers, slots, x[:8], y[:8])
-    assert_equivalent(step, args, meshes=[{"data": 4}], steps=2, **specs)
+    assert_equivalent(train, args, meshes=[{"data": 4}], steps=2)
     print("one device and four agree")
 
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves((layers, slots)))

@@ -74,15 +74,15 @@ def step(training: Training, x: jax.Array, y: jax.Array) -> tuple[jax.Array, Tra
 
 def main() -> None:
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
-    specs = {"in_specs": (None, P("data"), P("data")), "out_specs": P()}
-    train = sm.shard_map(step, mesh, **specs, donate="states")
+    in_specs = (None, P("data"), P("data"))
+    train = sm.shard_map(step, mesh, in_specs, out_specs=P(), donate="states")
     x = jax.random.normal(jax.random.key(1), (64, 16))
     y = jnp.sin(x @ jax.random.normal(jax.random.key(2), (16, 8)) / 4)
 
     training = Training(jax.random.key(0), scale=2.0**10)
     # With the infinite row, the gradients of one shard alone are not finite.
     for rows in (x[:8], x[:8].at[0].set(jnp.inf)):
-        assert_equivalent(step, (training, rows, y[:8]), meshes=[{"data": 4}], steps=2, **specs)
+        assert_equivalent(train, (training, rows, y[:8]), meshes=[{"data": 4}], steps=2)
     print("one device and four agree")
 
     training, x, y = train.place(Training(jax.random.key(0), scale=2.0**24), x, y)

@@ -59,8 +59,8 @@ def step(
 
 def main() -> None:
     mesh = jax.make_mesh((jax.device_count() // 2, 2), ("data", "model"))
-    specs = {"in_specs": (None, None, P("data"), P("data")), "out_specs": P()}
-    train = sm.shard_map(step, mesh, **specs, donate="states")
+    in_specs = (None, None, P("data"), P("data"))
+    train = sm.shard_map(step, mesh, in_specs, out_specs=P(), donate="states")
 
     mlp = MLP(jax.random.key(0), n_in=16, hidden=128, n_out=8)
     slots = OPTIMIZER.init(sm.trainable(mlp))
@@ -68,7 +68,7 @@ def main() -> None:
     y = jnp.sin(x @ jax.random.normal(jax.random.key(2), (16, 8)) / 4)
 
     args, meshes = (mlp, slots, x[:8], y[:8]), [{"data": 2, "model": 2}]
-    assert_equivalent(step, args, meshes=meshes, steps=2, **specs)
+    assert_equivalent(train, args, meshes=meshes, steps=2)
     print("one device and a mesh of 2x2 agree")
 
     mlp, slots, x, y = train.place(mlp, slots, x, y)
