@@ -41,8 +41,9 @@ class MLP(sm.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         units = jax.nn.silu(x @ self.up.value + self.up_bias.value)
-        # The bias is added after the sum: before it, every device would add one.
-        return jax.lax.psum(units @ self.down.value, "model") + self.down_bias.value
+        # The bias comes after the sum: before it, every device would add one.
+        out: jax.Array = jax.lax.psum(units @ self.down.value, "model")
+        return out + self.down_bias.value
 
 
 def loss_fn(mlp: MLP, x: jax.Array, y: jax.Array) -> tuple[jax.Array, MLP]:
