@@ -86,6 +86,18 @@ def test_trees_of_states_keys_and_static_leaves_pass() -> None:
     )
 
 
+def test_results_that_hold_numbers_of_python_pass() -> None:
+    norm = sm.nn.BatchNorm(2, axis_name="x")  # its `inference` is False
+    checked = assert_equivalent(
+        lambda norm, x: norm(x),
+        (norm, X),
+        meshes=TWO,
+        in_specs=(None, P("x")),
+        out_specs=(P("x"), P()),
+    )
+    assert checked.differentiated
+
+
 def test_specs_of_states_are_those_of_the_call() -> None:
     def add(buffer: Any, x: Any) -> Any:
         return x, buffer.set(buffer.value + x)

@@ -38,7 +38,8 @@ class Leaf:
 
     @property
     def dtype(self) -> Any:
-        return self.array.dtype
+        """Of a number of Python it is the dtype that JAX gives it."""
+        return self.array.dtype if hasattr(self.array, "dtype") else jnp.result_type(self.array)
 
     @cached_property
     def parts(self) -> list[tuple[Coordinates, tuple[slice, ...]]]:
