@@ -1,9 +1,9 @@
 """A layer of experts, each on one device.
 
-The rows of the batch and the experts are split over one mesh axis, "data"; the gate is whole on every device. Each
-token goes to the expert that the gate finds most likely, if that expert has a seat left for its row, and else past
-all experts. One all_to_all sends the seated tokens to their experts and one sends them back; the backward pass
-sends as many. Seats are counted for each row, so a step gives the same on any mesh.
+The rows of the batch and the experts are split over the mesh axis "data"; the gate is whole on every device.
+Each token goes to the expert that the gate finds most likely, if that expert has a seat left for the
+token's row; else it goes past all experts. One all_to_all sends the seated tokens to their experts and one
+sends them back. The backward pass sends as many. Seats are counted by row, so all meshes agree.
 """
 
 import os
@@ -33,11 +33,11 @@ class Experts(sm.Module):
     seated: sm.BatchState
 
     def __init__(self, key: jax.Array) -> None:
-        normal = jax.random.normal
+        ours, theirs = jax.random.split(key)
         self.enter = sm.ParamState(jnp.eye(WIDTH))
-        self.gate = sm.ParamState(normal(key, (WIDTH, EXPERTS)))
-        shape = (EXPERTS, WIDTH, WIDTH)
-        self.experts = sm.ParamState(normal(key, shape) * WIDTH**-0.5, spec=P("data"))
+        self.gate = sm.ParamState(jax.random.normal(ours, (WIDTH, EXPERTS)))
+        experts = jax.random.normal(theirs, (EXPERTS, WIDTH, WIDTH)) * WIDTH**-0.5
+        self.experts = sm.ParamState(experts, spec=P("data"))
         self.seated = sm.BatchState(jnp.zeros(EXPERTS), reduce="mean")
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, "Experts"]:

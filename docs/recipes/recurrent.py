@@ -1,8 +1,8 @@
 """Train a recurrent network on streams that are longer than a step.
 
-Each row of the batch is a stream, and the rows are split over the mesh axis "data". The hidden value is a state that
-is split like the rows: a step reads what the step before left, and no hidden value ever moves. The weights are
-whole on every device. A step sends one sum, of the weights' gradients and the loss.
+Each row of the batch is a stream, and the rows are split over the mesh axis "data". The hidden value is a
+state that is split like the rows. A step reads what the step before left, and no hidden value ever moves.
+The weights are whole on every device. A step sends one sum, of their gradients and the loss.
 """
 
 import os

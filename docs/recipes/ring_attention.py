@@ -1,8 +1,9 @@
 """Attention over a sequence that is too long for one device.
 
-The sequence is split over the mesh axis "seq"; the weights are whole on every device. Queries stay where they
-are. Keys and values go once around the ring, and each device keeps a running maximum and sum, so the softmax is
-exact. A step sends the keys and values n - 1 times, their gradients as often, and one sum of the weights' gradients.
+The sequence is split over the mesh axis "seq", and the weights are whole on every device. Queries stay where
+they are. Keys and values go once around the ring, and each device keeps a running maximum and sum. So the
+softmax is exact. With n devices, a step sends keys and values n - 1 times, their gradients as often, and
+one sum of the weights' gradients.
 """
 
 import os
@@ -30,10 +31,6 @@ class Attention(sm.Module):
     qkv: sm.ParamState
     out: sm.ParamState
 
-    def __init__(self, key: jax.Array) -> None:
-        self.qkv = sm.ParamState(jax.random.normal(key, (3, WIDTH, WIDTH)) * WIDTH**-0.5)
-        self.out = sm.ParamState(jnp.eye(WIDTH) / 2)
-
 
 def ring_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Causal attention of this shard's queries to the keys of all shards."""
@@ -50,8 +47,7 @@ def ring_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         higher = jnp.maximum(high, scores.max(-1))
         shrink, weights = jnp.exp(high - higher), jnp.exp(scores - higher[..., None])
         total = total * shrink + weights.sum(-1)
-        mixed = mixed * shrink[..., None] + weights @ v
-        high = higher
+        mixed, high = mixed * shrink[..., None] + weights @ v, higher
     return mixed / total[..., None]
 
 
@@ -81,13 +77,14 @@ def main() -> None:
     specs = {"in_specs": (None, P(None, "seq"), P(None, "seq")), "out_specs": P()}
     x = jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH))
     y = jnp.cumsum(x, 1) / jnp.arange(1, LENGTH + 1)[:, None]  # the mean of what came so far
-    train = sm.shard_map(ring_step, mesh, **specs)
-    model = Attention(jax.random.key(0))
+    qkv = jax.random.normal(jax.random.key(0), (3, WIDTH, WIDTH)) * WIDTH**-0.5
+    model = Attention(sm.ParamState(qkv), sm.ParamState(jnp.eye(WIDTH) / 2))
     short = (model, x[:, :16], y[:, :16])
-    meshes = [{"seq": 4}]
-    assert_equivalent(ring_step, short, meshes=meshes, unsharded=plain_step, steps=2, **specs)
+    sizes = [{"seq": 4}]
+    assert_equivalent(ring_step, short, meshes=sizes, unsharded=plain_step, steps=2, **specs)
     print("the ring agrees with plain attention")
 
+    train = sm.shard_map(ring_step, mesh, **specs)
     model, x, y = train.place(model, x, y)
     budget = {"ppermute": 2 * (mesh.size - 1), "psum": 1}  # forward, and for the gradients
     print(assert_budget(train, model, x, y, collectives=budget, moved=0))
