@@ -19,9 +19,9 @@ def test_training_goes_on_after_a_kill_as_without_one(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.delenv("JAX_ENABLE_X64", raising=False)
     recipe = [sys.executable, str(ROOT / "docs" / "recipes" / "elastic.py")]
-    picture, folder = tmp_path / "losses.png", str(tmp_path / "steps")
-    alone = [*recipe, "--train", "0", "1", "0", "--folder", str(tmp_path / "alone")]
-    commands = [[*recipe, "--folder", folder, "--out", str(picture)], alone]
+    picture = tmp_path / "losses.png"
+    alone = [*recipe, "--train", str(tmp_path / "alone"), "1", "0", "0"]
+    commands = [[*recipe, "--out", str(picture)], alone]
     outs = [tmp_path / "killed", tmp_path / "uninterrupted"]
     with running(commands, [out.with_suffix(".log") for out in outs]) as started:
         found = ended(started, outs)
