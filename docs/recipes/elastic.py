@@ -61,7 +61,7 @@ def train(folder: str, count: int, port: int, process: int) -> None:
         training = checkpoints.load(training, mesh=mesh) if start else sm.place(training, mesh)
         for i in range(start, STEPS):
             rows = np.random.default_rng(i).choice(len(data.target), 96, replace=False)
-            batch = np.float32(data.data[rows] / 16), np.int32(data.target[rows])
+            batch: Any = np.float32(data.data[rows] / 16), np.int32(data.target[rows])
             loss, training = jax.block_until_ready(step_on(*training, *batch))
             print("step", i, "devices", mesh.size, "loss", float(loss), flush=True)
             if i % SAVE_EVERY == 0:
