@@ -43,7 +43,8 @@ def joined_mean(loss: jax.Array, grads: list[jax.Array]) -> tuple[jax.Array, lis
     flat = jax.lax.psum(jax.lax.concatenate([x.ravel() for x in arrays], 0), "x")
     parts = jax.lax.split(flat, [x.size for x in arrays])
     *grads, loss = [
-        part.reshape(x.shape) / jax.lax.axis_size("x") for part, x in zip(parts, arrays, strict=True)
+        part.reshape(x.shape) / jax.lax.axis_size("x")
+        for part, x in zip(parts, arrays, strict=True)
     ]
     return loss, grads
 
@@ -106,7 +107,11 @@ def test_step_on_devices_is_the_hand_written_one() -> None:
 def test_axes_over_which_nothing_differs_cost_nothing(check: bool) -> None:
     # Over "y" every shard has the same rows and the same parameters.
     weights, model, x = arguments(2)
-    hand, mesh, specs = by_hand_checked if check else joined_by_hand, make_mesh("4x2"), (P(), P("x"))
+    hand, mesh, specs = (
+        by_hand_checked if check else joined_by_hand,
+        make_mesh("4x2"),
+        (P(), P("x")),
+    )
     theirs = jax.jit(jax.shard_map(hand, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check))
     mine = sm.shard_map(step, mesh, (None, P("x")), P(), check_vma=check)
     ours, others = compiled(mine.lower(model, x)), compiled(theirs.lower(weights, x))
