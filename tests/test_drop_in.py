@@ -15,6 +15,9 @@ from .drop_in._stand_in import by_older_names
 from .drop_in_cases import CASES, LANES, beside_a_state, lanes_beside_a_state
 
 
+pytestmark = pytest.mark.slow
+
+
 structure: Any = jax.tree.structure
 
 

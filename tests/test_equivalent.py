@@ -57,6 +57,7 @@ def counter() -> sm.State:
 # What passes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_right_code_passes(kind: AxisType, check_vma: bool) -> None:
@@ -64,6 +65,7 @@ def test_right_code_passes(kind: AxisType, check_vma: bool) -> None:
     check(centered, counter(), X, meshes=meshes, check_vma=check_vma)
 
 
+@pytest.mark.slow
 def test_trees_of_states_keys_and_static_leaves_pass() -> None:
     def step(model: Any, opt: Any, x: Any, scale: float) -> Any:
         keys, rng = model["rng"].rows(len(x), "x")
@@ -107,6 +109,7 @@ def test_specs_of_states_are_those_of_the_call() -> None:
         check(add, sm.State(X), X)
 
 
+@pytest.mark.slow
 def test_results_that_depend_on_the_mesh_are_compared_with_their_emulation() -> None:
     def where(seen: Any, x: Any) -> Any:
         return x + jax.lax.axis_index("x"), seen.set(seen.value + x.max())
@@ -196,6 +199,7 @@ def one_more(x: Any) -> Any:
     return x + 1 if eqx.is_inexact_array(x) else x
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_survive_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = _check.saved
     monkeypatch.setattr(_check, "saved", lambda tree: jax.tree.map(one_more, right(tree)))
@@ -236,6 +240,7 @@ def test_the_line_comes_first_and_then_what_is_off() -> None:
     assert lines[-1].endswith("(1e-12 would be rounding in double precision).")
 
 
+@pytest.mark.slow
 def test_results_that_are_off_are_counted() -> None:
     many = lambda x: [x - x.mean(0) * k for k in range(8)]
     text = report(many, X)

@@ -189,6 +189,7 @@ def test_rows_and_streams_over_two_axes() -> None:
     assert distinct(keys, rows, half, after.key)
 
 
+@pytest.mark.slow
 def test_draws_in_a_scan() -> None:
     def fun(rng: sm.RandomState, x: jax.Array) -> Any:
         def body(rng: sm.RandomState, _: None) -> Any:
@@ -305,6 +306,7 @@ def test_a_new_key_set_inside_is_that_of_the_unsharded_run(
     assert distinct(*drawn)
 
 
+@pytest.mark.slow
 def test_rows_after_a_new_key_are_those_of_the_unsharded_run() -> None:
     def fun(rng: sm.RandomState, x: jax.Array) -> Any:
         rng = after_fold_in(rng.split()[1])
@@ -424,6 +426,7 @@ def test_keys_per_shard(name: str) -> None:
     np.testing.assert_array_equal(data(keys[:: 8 // size]), data(jnp.stack([k for k, _ in alone])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("first", [False, True])
 def test_nested_calls(first: bool, check_vma: bool) -> None:
