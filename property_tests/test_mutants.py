@@ -19,7 +19,7 @@ FAILURES = (AssertionError, ValueError, pytest.fail.Exception)
 CANNOT_RUN = {"plain": (TypeError, AttributeError), "lanes": (TypeError, AttributeError)}
 # Which parts of the engine belong to which step of a call.
 STEPS = {
-    "partition": ("_partition", "_model._filters", "_model._random", "_arguments"),
+    "partition": ("_partition", "_model._filters", "_model._random", "_model._lines", "_arguments"),
     "resolve": ("_resolve", "_call._spec_rules", "_call._axis_rules"),
     "call": ("_call._cache", "_call._per_shard", "_call._statics", "_axes", "_varying", "_base"),
     "leave": ("_leave", "_model._state"),

@@ -74,24 +74,37 @@ def last_match(right: Any) -> Any:
 
 def _other_policy(confused: dict[str, str]) -> Break:
     """Named policies confused."""
-    return lambda right: (
-        lambda value, old, how, axes: right(value, old, confused.get(how, how), axes)
-    )
+
+    def broken(right: Any) -> Any:
+        def reduced(writes: Any) -> Any:
+            return right(
+                [dataclasses.replace(one, how=confused.get(one.how, one.how)) for one in writes]
+            )
+
+        return reduced
+
+    return broken
 
 
 def _first_value(right: Any) -> Any:
     """A mean that is the first shard's value: no reduction over shards at all."""
 
-    def reduced(value: Any, old: Any, how: str, axes: Any) -> Any:
-        first = jax.lax.axis_index(axes) == 0
-        kept = jax.tree.map(lambda x: jax.lax.psum(x * first, axes), value)
-        return kept if how == "mean" else right(value, old, how, axes)
+    def first(x: Any, over: Any) -> Any:
+        return jax.lax.psum(x * (jax.lax.axis_index(over) == 0), over) if over else x
+
+    def reduced(writes: Any) -> Any:
+        made = right(writes)
+        for k, one in enumerate(writes):
+            if one.how == "mean":
+                leaves, structure = jax.tree.flatten(one.value)
+                made[k] = structure.unflatten(map(first, leaves, one.over))
+        return made
 
     return reduced
 
 
 def _without_gradient(right: Any) -> Any:
-    return lambda *args: jax.lax.stop_gradient(right(*args))
+    return lambda writes: jax.lax.stop_gradient(right(writes))
 
 
 def _old_value_forgotten(right: Any) -> Any:
@@ -102,7 +115,7 @@ unchanged = argument(0)
 # What shards and lanes have in common.
 POLICY_MUTANTS = mutants(
     {
-        "_model._state.reduced": {
+        "_leave._policies.reduced": {
             "the mean is the first shard's value": _first_value,
             "sum is the mean": _other_policy({"sum": "mean"}),
             "max is min": _other_policy({"max": "min"}),

@@ -65,7 +65,7 @@ MUTANTS = POLICY_MUTANTS + mutants(
                 lambda self, tree: engine("_model._filters._bind")(self.filters[0], tree)
             ),
         },
-        "_model._random.shard_index": {"rows numbered on each shard": always(0)},
+        "_model._lines.shard_index": {"rows numbered on each shard": always(0)},
         # Step 2: resolve.
         "_call._spec_rules.choices": {
             "placements of states exchanged": with_result(lambda found: found[::-1]),
