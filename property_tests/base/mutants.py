@@ -97,7 +97,7 @@ def _first_value(right: Any) -> Any:
         for k, one in enumerate(writes):
             if one.how == "mean":
                 leaves, structure = jax.tree.flatten(one.value)
-                made[k] = structure.unflatten(map(first, leaves, one.over))
+                made[k] = jax.tree.unflatten(structure, map(first, leaves, one.over))
         return made
 
     return reduced
