@@ -83,16 +83,19 @@ class Write:
     def parts(self) -> tuple[list["_Part"], PyTreeDef]:
         """The leaves, each with what its merging depends on."""
         leaves, treedef = tree_util.tree_flatten(self.value)
-        olds: list[PyTree] = [None] * len(leaves)
-        if self.how == "sum":
-            # Not `zeros_like`: zeros made of a value would vary over the axes over which it varies.
-            olds = [jnp.zeros(x.shape, x.dtype) for x in leaves]
-        if self.how == "sum" and self.before is not None:
-            olds, structure = tree_util.tree_flatten(self.before)
-            if structure != treedef:
-                raise errors.no_old_value(self.label, structure, treedef)
+        olds = self._olds(leaves, treedef) if self.how == "sum" else [None] * len(leaves)
         triples = zip(leaves, olds, self.over, strict=True)
         return [_Part(self.how, new, old, over) for new, old, over in triples], treedef
+
+    def _olds(self, leaves: Sequence[Leaf], treedef: PyTreeDef) -> list[PyTree]:
+        """The leaves to which a sum adds the instances' increments."""
+        if self.before is None:
+            # Not `zeros_like`: zeros made of a value would vary over the axes over which it varies.
+            return [jnp.zeros(x.shape, x.dtype) for x in leaves]
+        olds, structure = tree_util.tree_flatten(self.before)
+        if structure != treedef:
+            raise errors.no_old_value(self.label, structure, treedef)
+        return olds
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
