@@ -85,7 +85,7 @@ def main() -> None:
     for file, part in zip(files, np.split(rows[:1600], PROCESSES), strict=True):
         np.save(file, part)
     started = [Popen([*command, str(i), file]) for i, file in enumerate(files)]
-    np.testing.assert_equal([process.wait() for process in started], 0)  # all have done well
+    np.testing.assert_equal([process.wait() for process in started], [0] * PROCESSES)
     found, losses = [np.load(f"{file}.losses.npy") for file in files], train(files)
     np.testing.assert_allclose(found, [losses] * PROCESSES, rtol=1e-3)
     print(f"two processes agree with one\nloss {losses[0]:.4f} -> {losses[-1]:.4f}")
