@@ -89,3 +89,23 @@ def test_every_recipe_is_run() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_short(name: str) -> None:
     assert len(RECIPES[name].read_text().splitlines()) <= 100
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_has_a_section_with_a_picture(name: str) -> None:
+    pages = [path.read_text() for path in (DOCS / "pages").glob("recipes*.md")]
+    sections = [section for page in pages for section in page.split("\n## ")[1:]]
+    (section,) = [x for x in sections if f"`docs/recipes/{name}.py`" in x.split("```")[0]]
+    assert re.search(rf"!\[.+\]\(assets/recipes-{name}\.svg\)", section)
+    assert f"python docs/recipes/{name}.py" in section
+    assert section.count("```text") == 1
+
+
+def test_the_script_draws_the_pictures_as_they_are(tmp_path: Path) -> None:
+    assets = DOCS / "pages" / "assets"
+    done = run_script(assets / "recipes_pictures.py", str(tmp_path), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert set(drawn) == {f"recipes-{name}.svg" for name in RECIPES}
+    assert drawn == {name: (assets / name).read_text() for name in drawn}
+    assert all(len(picture) < 15_000 for picture in drawn.values())
