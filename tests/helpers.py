@@ -3,7 +3,11 @@
 import contextlib
 import dataclasses
 import gc
+import os
+import pathlib
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
@@ -15,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 
 jnp: Any = jax.numpy
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
 
 SHAPES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "1": ((1,), ("x",)),
@@ -72,6 +78,28 @@ def assert_same(a: Any, b: Any) -> None:
             np.testing.assert_array_equal(x, y)
         else:
             assert x is y
+
+
+def run_script(
+    script: pathlib.Path, *options: str, folder: pathlib.Path
+) -> subprocess.CompletedProcess[str]:
+    """Run a script in a folder as users run it, without the devices and the precision of this suite."""
+    ours = ("XLA_FLAGS", "JAX_ENABLE_X64")
+    environment = {k: v for k, v in os.environ.items() if k not in ours}
+    paths = [str(DOCS.parent), *filter(None, [environment.get("PYTHONPATH")])]
+    environment |= {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONIOENCODING": "utf-8",
+        "MPLBACKEND": "Agg",
+        # What this suite has compiled before need not be compiled again.
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    command = [sys.executable, str(script), *options]
+    return subprocess.run(
+        command, capture_output=True, encoding="utf-8", cwd=folder, env=environment, check=False
+    )
 
 
 def label(parameter: Any) -> str:

@@ -1,55 +1,111 @@
 """The recipes run as users run them. Each checks itself, and the tests read what it prints."""
 
-import os
+import dataclasses
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import DOCS, run_script
 
-pytestmark = pytest.mark.slow
+
+RECIPES = {path.stem: path for path in sorted((DOCS / "recipes").glob("*.py"))}
 
 
-ROOT = Path(__file__).parent.parent
-RECIPES = ROOT / "docs" / "recipes"
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What a recipe prints.
 
-# For each recipe what it prints besides its losses.
+    **Attributes:**
+
+    - `agrees`: the line that it prints when what it compares agrees.
+    - `shows`: patterns of other output.
+    - `falls`: what part of its first loss the last one is, at most.
+    """
+
+    agrees: str
+    shows: tuple[str, ...]
+    falls: float = 1 / 3
+
+
+FOUR = "four devices agree with one"
+GRID = "a mesh of 2x2 agrees with one device"
 PRINTED = {
-    "data_parallel": ["one device and four agree", "7 collectives"],
-    "fsdp": [
-        "one device and four agree",
-        "parameters and slots: 795652 bytes in all, 99460 bytes on a device",
-        f"{'all_gather':14}  data  4 ",
-    ],
-    "tensor_parallel": ["one device and a mesh of 2x2 agree", "3 collectives"],
-    "mixed_precision": ["one device and four agree", "1 collective,", "steps skipped: 9,"],
-    "clipping": ["one device and a mesh of 2x2 agree", "4 collectives", "clipped steps: 13 of 60"],
+    "clipping": Recipe(GRID, (" 4 collectives,", r"clipped steps: 13 of 60")),
+    "data_parallel": Recipe(FOUR, (" 7 collectives,",)),
+    "ensemble": Recipe(
+        "pmap2, vmap2 and vmap2 on a mesh agree", (r"members=8.* 0 collectives",), 0.1
+    ),
+    "experts": Recipe(FOUR, (r"tokens without a seat: \d+\.\d%",), 0.8),
+    "fsdp": Recipe(
+        FOUR,
+        (
+            "parameters and slots: 795652 bytes in all, 99460 bytes on a device",
+            r"all_gather +data +4 ",
+        ),
+    ),
+    "mixed_precision": Recipe(FOUR, (" 1 collective,", "steps skipped: 9,")),
+    "pipeline": Recipe(
+        "the pipeline agrees with a plain loop over the layers",
+        (r"each stage is idle in 3 of 9 ticks, 33%",),
+        0.5,
+    ),
+    "processes": Recipe(
+        "two devices agree with one",
+        (
+            r"Mesh\(data=4\).* 1 collective,",
+            "a process holds 12480 of 24960 bytes of the batch",
+            "two processes agree with one",
+        ),
+    ),
+    "recurrent": Recipe(FOUR, (r"on each device: \(2, 16\) of \(16, 16\)",), 0.1),
+    "ring_attention": Recipe(
+        "the ring agrees with plain attention", (r"7 x 1.0 KiB +ppermute",), 0.2
+    ),
+    "tensor_parallel": Recipe(GRID, (" 3 collectives,",)),
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRINTED)
-def test_a_recipe_agrees_keeps_to_its_budget_and_learns(name: str, tmp_path: Path) -> None:
-    # The devices of this suite are left out, because a recipe sets up its own.
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_ENABLE_X64")}
-    paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
-    environment |= {"PYTHONPATH": os.pathsep.join(paths), "PYTHONIOENCODING": "utf-8"}
-    done = subprocess.run(
-        [sys.executable, str(RECIPES / f"{name}.py")],
-        capture_output=True,
-        encoding="utf-8",
-        cwd=tmp_path,
-        env=environment,
-        check=False,
-    )
+def test_a_recipe_agrees_keeps_its_budget_and_learns(name: str, tmp_path: Path) -> None:
+    done = run_script(RECIPES[name], folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    for text in PRINTED[name]:
-        assert text in done.stdout
-    ((first, last),) = re.findall(r"^loss: (\S+) at first, (\S+) in the end$", done.stdout, re.M)
-    assert float(last) < float(first) / 3
+
+    recipe, lines = PRINTED[name], done.stdout.splitlines()
+    assert lines[0] == recipe.agrees
+    for pattern in recipe.shows:
+        assert re.search(pattern, done.stdout), pattern
+    found = re.fullmatch(r"loss (\S+) -> (\S+)", lines[-1])
+    assert found is not None
+    assert float(found[2]) < recipe.falls * float(found[1])
 
 
-@pytest.mark.parametrize("name", PRINTED)
+def test_every_recipe_is_run() -> None:
+    # `test_elastic.py` runs the other one.
+    assert set(RECIPES) == {*PRINTED, "elastic"}
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_short(name: str) -> None:
-    assert len((RECIPES / f"{name}.py").read_text().splitlines()) <= 100
+    assert len(RECIPES[name].read_text().splitlines()) <= 100
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_has_a_section_with_a_picture(name: str) -> None:
+    pages = [path.read_text() for path in (DOCS / "pages").glob("recipes*.md")]
+    sections = [section for page in pages for section in page.split("\n## ")[1:]]
+    (section,) = [x for x in sections if f"`docs/recipes/{name}.py`" in x.split("```")[0]]
+    assert re.search(rf"!\[.+\]\(assets/recipes-{name}\.svg\)", section)
+    assert f"python docs/recipes/{name}.py" in section
+    assert section.count("```text") == 1
+
+
+def test_the_script_draws_the_pictures_as_they_are(tmp_path: Path) -> None:
+    assets = DOCS / "pages" / "assets"
+    done = run_script(assets / "recipes_pictures.py", str(tmp_path), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert set(drawn) == {f"recipes-{name}.svg" for name in RECIPES}
+    assert drawn == {name: (assets / name).read_text() for name in drawn}
+    assert all(len(picture) < 15_000 for picture in drawn.values())

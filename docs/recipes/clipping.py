@@ -81,7 +81,7 @@ def main() -> None:
 
     args, meshes = (mlp, slots, x[:8], y[:8]), [{"data": 2, "model": 2}]
     assert_equivalent(train, args, meshes=meshes, steps=2)
-    print("one device and a mesh of 2x2 agree")
+    print("a mesh of 2x2 agrees with one device")
 
     mlp, slots, x, y = train.place(mlp, slots, x, y)
     # One more than in tensor_parallel.py: the squares.
@@ -92,7 +92,7 @@ def main() -> None:
         losses.append(float(loss))
         norms.append(float(norm))
     print(f"clipped steps: {sum(norm > LARGEST for norm in norms)} of {len(norms)}")
-    print(f"loss: {losses[0]:.4f} at first, {losses[-1]:.4f} in the end")
+    print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def main() -> None:
 
     args = (net, slots, images[:16], digits[:16])
     assert_equivalent(train, args, meshes=[{"data": 4}], steps=2)
-    print("one device and four agree")
+    print("four devices agree with one")
 
     args = train.place(net, slots, images[:128], digits[:128])
     # One sum is of all gradients and the loss. BatchNorm has three forward and three backward.
@@ -78,7 +78,7 @@ def main() -> None:
         rows = shuffle.choice(len(images), 128, replace=False)
         loss, net, slots = jax.block_until_ready(train(net, slots, images[rows], digits[rows]))
         losses.append(float(loss))
-    print(f"loss: {losses[0]:.4f} at first, {losses[-1]:.4f} in the end")
+    print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
 
 
 if __name__ == "__main__":

@@ -71,12 +71,12 @@ def train(folder: str, count: int, port: int, process: int) -> None:
 def supervise(folder: str, picture: str) -> None:
     """Train with two processes, kill one, and train with one. Draws the losses."""
     axes: Any = Figure().subplots(subplot_kw={"xlabel": "step", "ylabel": "loss"})
-    for count in (2, 1):
+    curves: dict[int, dict[int, float]] = {2: {}, 1: {}}
+    for count, losses in curves.items():
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = str(probe.getsockname()[1])
         command = [sys.executable, __file__, "--train", folder, str(count), port]
         started = [Popen([*command, str(i)], stdout=PIPE, text=True) for i in range(count)]
-        losses: dict[int, float] = {}
         for words in map(str.split, started[0].stdout or ()):
             if words[:1] == ["step"]:
                 print(*words, flush=True)
@@ -86,7 +86,7 @@ def supervise(folder: str, picture: str) -> None:
         print("processes ended with", *[process.wait() for process in started], flush=True)
         axes.plot(list(losses), list(losses.values()), label=f"{2 * count} devices")
     axes.legend().figure.savefig(picture, format="png")
-    sys.exit(STEPS - 1 not in losses)
+    print(f"loss {curves[2][0]:.4f} -> {curves[1][STEPS - 1]:.4f}")
 
 
 if __name__ == "__main__":

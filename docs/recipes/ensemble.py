@@ -10,11 +10,11 @@ import os
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
@@ -34,11 +34,11 @@ class Member(sm.Module):
         first, second, key = jax.random.split(key, 3)
         every = P("devices")
         self.enter = sm.ParamState(2 * jax.random.normal(first, (1, HIDDEN)), spec=every)
-        self.shift = sm.ParamState(jax.random.normal(second, HIDDEN), spec=every)
+        self.shift = sm.ParamState(jax.random.normal(second, (HIDDEN,)), spec=every)
         self.out = sm.ParamState(jnp.zeros((HIDDEN, 1)), spec=every)
         self.key = sm.State(key, spec=every)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> Any:
         return jnp.tanh(x @ self.enter.value + self.shift.value) @ self.out.value
 
 
@@ -58,17 +58,17 @@ def step(member: Member, x: jax.Array, y: jax.Array) -> tuple[jax.Array, Member]
 def predict(member: Member, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The mean of all members, and how far they are apart."""
     own = member(x)
-    mean = lax.pmean(own, "members")
-    return mean, jnp.sqrt(lax.pmean((own - mean) ** 2, "members"))
+    mean = jax.lax.pmean(own, "members")
+    return mean, jnp.sqrt(jax.lax.pmean((own - mean) ** 2, "members"))
 
 
-LANES = {"axis_name": "members", "state_in_axes": ...}
+LANES: dict[str, Any] = {"axis_name": "members", "state_in_axes": ...}
 train = sm.pmap2(step, in_axes=None, **LANES)
 ask = sm.pmap2(predict, in_axes=None, out_axes=None, **LANES)
 train_lanes = sm.vmap2(step, in_axes=None, **LANES)
 
 
-def train_shard(members: Member, x: jax.Array, y: jax.Array) -> tuple[jax.Array, Member]:
+def train_shard(members: Member, x: jax.Array, y: jax.Array) -> Any:
     """Several members, those of one device of a mesh."""
     return train_lanes(members, x, y)
 
@@ -79,9 +79,9 @@ def main() -> None:
     x = jnp.linspace(-1, 1, 32)[:, None]
     y = jnp.sin(3 * x)
 
-    specs = {"in_specs": (None, P(), P()), "out_specs": P("devices")}
+    specs: dict[str, Any] = {"in_specs": (None, P(), P()), "out_specs": P("devices")}
     assert_equivalent(train_shard, (members, x, y), meshes=[{"devices": 4}], steps=2, **specs)
-    np.testing.assert_allclose(train(members, x, y)[0], train_lanes(members, x, y)[0], rtol=1e-5)
+    assert jnp.allclose(train(members, x, y)[0], train_lanes(members, x, y)[0], rtol=1e-5)
     print("pmap2, vmap2 and vmap2 on a mesh agree")
 
     members, x, y = train.place(members, x, y)

@@ -11,11 +11,12 @@ import os
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
@@ -23,7 +24,8 @@ from statemesh.testing import assert_budget, assert_equivalent
 
 
 ROWS, TOKENS, WIDTH, EXPERTS, SEATS = 16, 16, 8, 8, 4
-SPECS = {"in_specs": (None, P("data"), P("data")), "out_specs": P()}
+OPTIMIZER = optax.adam(2e-2)
+SPECS: dict[str, Any] = {"in_specs": (None, P("data"), P("data")), "out_specs": P()}
 
 
 class Experts(sm.Module):
@@ -47,9 +49,9 @@ class Experts(sm.Module):
         place = jnp.cumsum(chosen, 1) - 1  # how many tokens of the row chose this expert before
         seats = chosen[..., None] * jax.nn.one_hot(place, SEATS)  # rows, tokens, experts, seats
         there = jnp.einsum("rtes,rtd->resd", seats, x)
-        there = lax.all_to_all(there, "data", split_axis=1, concat_axis=0, tiled=True)
+        there = jax.lax.all_to_all(there, "data", split_axis=1, concat_axis=0, tiled=True)
         done = jnp.tanh(jnp.einsum("resd,edf->resf", there, self.experts.value))
-        back = lax.all_to_all(done, "data", split_axis=0, concat_axis=1, tiled=True)
+        back = jax.lax.all_to_all(done, "data", split_axis=0, concat_axis=1, tiled=True)
         out = jnp.einsum("rtes,resd->rtd", seats, back) * probs.max(-1, keepdims=True)
         # It is 1 where all experts are chosen alike, and more where few of them have all the tokens.
         balance = EXPERTS * (chosen.mean(1) * probs.mean(1)).sum(-1).mean()
@@ -59,12 +61,10 @@ class Experts(sm.Module):
 class Training(sm.Module):
     model: Experts
     slots: optax.OptState
-    optimizer: optax.GradientTransformation
 
     def __init__(self, key: jax.Array) -> None:
         self.model = Experts(key)
-        self.optimizer = optax.adam(2e-2)
-        self.slots = self.optimizer.init(sm.trainable(self.model))
+        self.slots = OPTIMIZER.init(sm.trainable(self.model))
 
 
 def loss_fn(model: Experts, x: jax.Array, y: jax.Array) -> tuple[jax.Array, Experts]:
@@ -74,7 +74,7 @@ def loss_fn(model: Experts, x: jax.Array, y: jax.Array) -> tuple[jax.Array, Expe
 
 def step(training: Training, x: jax.Array, y: jax.Array) -> tuple[jax.Array, Training]:
     (loss, model), grads = sm.value_and_grad(loss_fn, axis_name="data")(training.model, x, y)
-    updates, slots = training.optimizer.update(grads, training.slots)
+    updates, slots = OPTIMIZER.update(grads, training.slots)
     return loss, training.replace(model=eqx.apply_updates(model, updates), slots=slots)
 
 

@@ -69,7 +69,7 @@ def main() -> None:
 
     args = (layers, slots, x[:8], y[:8])
     assert_equivalent(train, args, meshes=[{"data": 4}], steps=2)
-    print("one device and four agree")
+    print("four devices agree with one")
 
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves((layers, slots)))
     layers, slots, x, y = train.place(layers, slots, x, y)
@@ -84,7 +84,7 @@ def main() -> None:
     for _ in range(60):
         loss, layers, slots = jax.block_until_ready(train(layers, slots, x, y))
         losses.append(float(loss))
-    print(f"loss: {losses[0]:.4f} at first, {losses[-1]:.4f} in the end")
+    print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def main() -> None:
     # With the infinite row, the gradients of one shard alone are not finite.
     for rows in (x[:8], x[:8].at[0].set(jnp.inf)):
         assert_equivalent(train, (training, rows, y[:8]), meshes=[{"data": 4}], steps=2)
-    print("one device and four agree")
+    print("four devices agree with one")
 
     training, x, y = train.place(Training(jax.random.key(0), scale=2.0**24), x, y)
     print(assert_budget(train, training, x, y, collectives={"psum": 1}))
@@ -92,7 +92,7 @@ def main() -> None:
         loss, training = jax.block_until_ready(train(training, x, y))
         losses.append(float(loss))
     print(f"steps skipped: {training.skipped.value}, scale in the end: {training.scale.value:.0f}")
-    print(f"loss: {losses[0]:.4f} at first, {losses[-1]:.4f} in the end")
+    print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from statemesh.testing import assert_budget, assert_equivalent
 
 
 LAYERS, WIDTH, ROWS, MICROBATCHES = 8, 8, 48, 6
-SPECS = {"in_specs": (None, P("data"), P("data")), "out_specs": P()}
+SPECS: dict[str, Any] = {"in_specs": (None, P("data"), P("data")), "out_specs": P()}
 
 
 class Stack(sm.Module):

@@ -10,6 +10,8 @@ import os
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,8 @@ from statemesh.testing import assert_budget, assert_equivalent
 
 
 ROWS, CHUNK, HIDDEN = 16, 10, 16
-SPECS = {"in_specs": (None, P("data")), "out_specs": P()}
+OPTIMIZER = optax.adam(1e-2)
+SPECS: dict[str, Any] = {"in_specs": (None, P("data")), "out_specs": P()}
 
 
 class Recurrent(sm.Module):
@@ -37,12 +40,10 @@ class Recurrent(sm.Module):
 class Training(sm.Module):
     model: Recurrent
     slots: optax.OptState
-    optimizer: optax.GradientTransformation
 
     def __init__(self, key: jax.Array) -> None:
         self.model = Recurrent(key)
-        self.optimizer = optax.adam(1e-2)
-        self.slots = self.optimizer.init(sm.trainable(self.model))
+        self.slots = OPTIMIZER.init(sm.trainable(self.model))
 
 
 def loss_fn(model: Recurrent, x: jax.Array) -> tuple[jax.Array, Recurrent]:
@@ -59,7 +60,7 @@ def loss_fn(model: Recurrent, x: jax.Array) -> tuple[jax.Array, Recurrent]:
 
 def step(training: Training, x: jax.Array) -> tuple[jax.Array, Training]:
     (loss, model), grads = sm.value_and_grad(loss_fn, axis_name="data")(training.model, x)
-    updates, slots = training.optimizer.update(grads, training.slots)
+    updates, slots = OPTIMIZER.update(grads, training.slots)
     return loss, training.replace(model=eqx.apply_updates(model, updates), slots=slots)
 
 

@@ -13,6 +13,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,15 +74,14 @@ plain_step = partial(step, attend=plain_attention, axis_name=None)
 
 
 def main() -> None:
-    mesh = jax.make_mesh((jax.device_count(),), ("seq",))
-    specs = {"in_specs": (None, P(None, "seq"), P(None, "seq")), "out_specs": P()}
+    mesh, split = jax.make_mesh((jax.device_count(),), ("seq",)), P(None, "seq")
+    specs: dict[str, Any] = {"in_specs": (None, split, split), "out_specs": P()}
     x = jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH))
     y = jnp.cumsum(x, 1) / jnp.arange(1, LENGTH + 1)[:, None]  # the mean of what came so far
     qkv = jax.random.normal(jax.random.key(0), (3, WIDTH, WIDTH)) * WIDTH**-0.5
     model = Attention(sm.ParamState(qkv), sm.ParamState(jnp.eye(WIDTH) / 2))
-    short = (model, x[:, :16], y[:, :16])
-    sizes = [{"seq": 4}]
-    assert_equivalent(ring_step, short, meshes=sizes, unsharded=plain_step, steps=2, **specs)
+    args, sizes = (model, x[:, :16], y[:, :16]), [{"seq": 4}]
+    assert_equivalent(ring_step, args, meshes=sizes, unsharded=plain_step, steps=2, **specs)
     print("the ring agrees with plain attention")
 
     train = sm.shard_map(ring_step, mesh, **specs)

@@ -42,8 +42,8 @@ class MLP(sm.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         units = jax.nn.silu(x @ self.up.value + self.up_bias.value)
         # The bias comes after the sum: before it, every device would add one.
-        out: jax.Array = jax.lax.psum(units @ self.down.value, "model")
-        return out + self.down_bias.value
+        out: jax.Array = jax.lax.psum(units @ self.down.value, "model") + self.down_bias.value
+        return out
 
 
 def loss_fn(mlp: MLP, x: jax.Array, y: jax.Array) -> tuple[jax.Array, MLP]:
@@ -70,7 +70,7 @@ def main() -> None:
 
     args, meshes = (mlp, slots, x[:8], y[:8]), [{"data": 2, "model": 2}]
     assert_equivalent(train, args, meshes=meshes, steps=2)
-    print("one device and a mesh of 2x2 agree")
+    print("a mesh of 2x2 agrees with one device")
 
     mlp, slots, x, y = train.place(mlp, slots, x, y)
     # The outputs over "model"; over "data" the gradients of what is split, and of the rest with the loss.
@@ -80,7 +80,7 @@ def main() -> None:
     for _ in range(60):
         loss, mlp, slots = jax.block_until_ready(train(mlp, slots, x, y))
         losses.append(float(loss))
-    print(f"loss: {losses[0]:.4f} at first, {losses[-1]:.4f} in the end")
+    print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
 
 
 if __name__ == "__main__":
