@@ -57,7 +57,7 @@ class AveragedWeights(LongTermState):
     def leave(self, old: State | None, axis_names: tuple[AxisName, ...]) -> State:
         meshes, _ = meshes_and_lanes(axis_names)
         if self.reduce is not None or not meshes:
-            return super().leave(old, axis_names)
+            return State.leave(self, old, axis_names)
         over = [meshes] * len(jax.tree.leaves(self.value))
         (mean,) = reduced([Write(self.value, None, "mean", over, type(self).__name__)])
         return self.set(mean)
