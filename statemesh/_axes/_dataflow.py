@@ -140,8 +140,8 @@ def arguments_returned(jaxpr: Jaxpr) -> list[int | None]:
     return [None if jaxprs.is_literal(v) else numbers.get(v) for v in jaxpr.outvars]
 
 
-# The number of the argument that a value is; or, in a `scan`, an entry of which other value it is, and how many
-# loops stand around it.
+# The number of the argument that a value is; or, in a `scan`, of which other value it is an entry, and how
+# many loops stand around it.
 _Same: TypeAlias = "int | tuple[_Same, int] | None"
 
 

@@ -43,8 +43,8 @@ class Momentum:
 class AveragedWeights(LongTermState):
     """Averages of weights, which all shards share.
 
-    Inside the loss of a `value_and_grad` JAX types weights, and what comes of them, as if shards differed. The
-    mean over shards has the right type. Lanes that differ have weights of their own, and are not merged.
+    Inside the loss of a `value_and_grad` JAX types weights, and what comes of them, as if shards differed.
+    The mean over shards has the right type. Lanes that differ have weights of their own, and are not merged.
     """
 
     __slots__ = ()
