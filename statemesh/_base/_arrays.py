@@ -26,7 +26,7 @@ def is_shaped(x: object) -> bool:
 
 
 def is_inexact(x: Leaf) -> bool:
-    """Whether `x` is an array of floats or complex numbers, which can be differentiated, or stands for one."""
+    """Whether `x` is an array of floats or complex numbers, which can be differentiated, or stands for it."""
     return is_shaped(x) and bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
