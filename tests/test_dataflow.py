@@ -69,3 +69,30 @@ def test_what_is_forwarded(name: str) -> None:
     fun, wanted = CASES[name]
     closed = jax.make_jaxpr(fun)(1.0, 2.0, 3.0)
     assert forwarded(jaxprs.open_jaxpr(closed)) == wanted
+
+
+def test_entries_that_a_scan_hands_on_are_the_array() -> None:
+    @jax.checkpoint
+    def body(before: Any, x: Any) -> Any:
+        return x, (x, before, x + 0)
+
+    closed = jax.make_jaxpr(lambda a, b: jax.lax.scan(body, a[0], b, reverse=True)[1])(
+        jnp.ones((3, 3)), jnp.ones((3, 3))
+    )
+    assert forwarded(jaxprs.open_jaxpr(closed)) == [1, None, None]
+
+
+def test_an_entry_of_an_outer_scan_is_stacked_by_an_inner_one() -> None:
+    inner = jax.checkpoint(lambda x, y: (x, (x, y)))
+
+    def body(carry: Any, x: Any) -> Any:
+        # The entry `x` three times, and all entries of `rows`.
+        _, (repeated, handed_on) = jax.lax.scan(inner, x, rows)
+        return (repeated, handed_on), (repeated[0], x)
+
+    def nested(a: Any) -> Any:
+        return jax.lax.scan(jax.checkpoint(body), (a, rows), a)
+
+    rows = jnp.ones((3, 3))
+    closed = jax.make_jaxpr(lambda a, b: nested(a))(rows, rows)
+    assert forwarded(jaxprs.open_jaxpr(closed)) == [None, None, None, 0]

@@ -237,59 +237,6 @@ def test_layers_scanned_and_rematerialised(way: str) -> None:
     np.testing.assert_allclose(got[1]["w"].value, wanted[1]["w"].value, 1e-4, 1e-6)
 
 
-class Layers(sm.Module):
-    w: sm.ParamState
-    norm: sm.nn.BatchNorm
-    dropout: sm.nn.Dropout
-    average: sm.nn.Average
-
-
-@pytest.mark.parametrize("checked", [True, False])
-def test_layers_with_statistics(checked: bool) -> None:
-    def loss(net: Layers, x: Any) -> Any:
-        _, norm = net.norm(x)
-        y, dropout = net.dropout(x)
-        loss = ((y @ net.w.value) ** 2).mean()
-        _, average = net.average(loss, weight=len(x))
-        return loss, net.replace(norm=norm, dropout=dropout, average=average)
-
-    net = Layers(
-        sm.ParamState(jnp.array([1.0, 2.0, 3.0])),
-        sm.nn.BatchNorm(3, axis_name="x", momentum=None),
-        sm.nn.Dropout(0.5, jax.random.key(1), axis_name="x"),
-        sm.nn.Average(0.0, axis_name="x"),
-    )
-    step = sm.value_and_grad(loss, axis_name="x", microbatches=4)
-    sharded = sm.shard_map(step, make_mesh("2"), (None, P("x")), P(), check_vma=checked)
-    plain, at_once = net, sm.value_and_grad(loss)
-    for rows in (X, X[::-1] * 3):
-        (value, net), grads = sharded(net, rows)
-        (wanted, plain), plain_grads = at_once(plain, rows)
-        np.testing.assert_allclose(value, wanted, 1e-5)
-        np.testing.assert_allclose(grads.w.value, plain_grads.w.value, 1e-5)
-    np.testing.assert_allclose(
-        net.average.running.value["mean"], plain.average.running.value["mean"], 1e-5
-    )
-    rows = np.concatenate([X, X * 3]).astype(np.float64)
-    np.testing.assert_allclose(net.norm.running.value["count"], len(rows))
-    np.testing.assert_allclose(net.norm.statistics[0], rows.mean(0), 1e-5)
-    np.testing.assert_allclose(net.norm.statistics[1], rows.var(0), 1e-5)
-
-
-def test_moving_statistics_are_the_means_over_microbatches() -> None:
-    def loss(net: Any, x: Any) -> Any:
-        y, norm = net["norm"](x)
-        return (y * net["w"].value).sum(), {**net, "norm": norm}
-
-    net = {"norm": sm.nn.BatchNorm(3, momentum=0.75), "w": sm.ParamState(1.0)}
-    (_, new), _ = sm.value_and_grad(loss, microbatches=4)(net, X)
-    parts = X.astype(np.float64).reshape(4, 8, 3)
-    mean, var = new["norm"].statistics
-    np.testing.assert_allclose(mean, 0.25 * X.mean(0), 1e-5)
-    np.testing.assert_allclose(var, 0.75 + 0.25 * parts.var(1).mean(0), 1e-5)
-    assert float(new["norm"].running.value["count"]) == 32
-
-
 def test_the_sum_of_losses() -> None:
     def loss(w: Any, x: Any) -> Any:
         return ((x * w) ** 2).sum(), w

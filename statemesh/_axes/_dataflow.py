@@ -140,7 +140,12 @@ def arguments_returned(jaxpr: Jaxpr) -> list[int | None]:
     return [None if jaxprs.is_literal(v) else numbers.get(v) for v in jaxpr.outvars]
 
 
-class _Forwarded(Dataflow[int | None]):
+# The number of the argument that a value is; or, in a `scan`, of which other value it is an entry, and how
+# many loops stand around it.
+_Same: TypeAlias = "int | tuple[_Same, int] | None"
+
+
+class _Forwarded(Dataflow[_Same]):
     """The number of the argument that a value is, unchanged.
 
     **Arguments:**
@@ -153,29 +158,45 @@ class _Forwarded(Dataflow[int | None]):
 
     def __init__(self, own_derivatives: bool) -> None:
         self.own_derivatives = own_derivatives
+        self.loops = 0
 
-    def join(self, facts: Iterable[int | None]) -> int | None:
+    def join(self, facts: Iterable[_Same]) -> _Same:
         first, *others = set(facts)
         return None if others else first
 
-    def plain(self, eqn: Equation, given: Sequence[int | None]) -> Sequence[int | None]:
+    def plain(self, eqn: Equation, given: Sequence[_Same]) -> Sequence[_Same]:
         return given if jaxprs.made_varying(eqn) else [None] * len(eqn.outvars)
 
-    def own_rule(self, eqn: Equation, given: Sequence[int | None]) -> Sequence[int | None] | None:
+    def own_rule(self, eqn: Equation, given: Sequence[_Same]) -> Sequence[_Same] | None:
         if self.own_derivatives or not jaxprs.with_own_derivative(eqn):
             return None
         return [None] * len(eqn.outvars)
 
-    def part(self, whole: int | None) -> int | None:
-        return None
+    def _scan(
+        self, body: Jaxpr, consts: int, carries: int, given: Sequence[_Same]
+    ) -> tuple[list[_Same], list[Body[_Same]]]:
+        self.loops += 1
+        found = super()._scan(body, consts, carries, given)
+        self.loops -= 1
+        return found
 
-    def stacked(self, part: int | None) -> int | None:
-        return None
+    def part(self, whole: _Same) -> _Same:
+        return None if whole is None else (whole, self.loops)
+
+    def stacked(self, part: _Same) -> _Same:
+        # Of this loop, and not of one around it, whose entry is the same at every step.
+        return part[0] if isinstance(part, tuple) and part[1] == self.loops else None
+
+
+def _whole(fact: _Same) -> int | None:
+    """The argument that a value outside of all loops is. There no value is an entry of another."""
+    return fact if isinstance(fact, int) else None
 
 
 def forwarded(jaxpr: Jaxpr) -> list[int | None]:
     """For each result of a jaxpr the number of the argument whose value it is, if it is one unchanged."""
-    return _Forwarded(own_derivatives=True).through(jaxpr, range(len(jaxpr.invars)))
+    found = _Forwarded(own_derivatives=True).through(jaxpr, range(len(jaxpr.invars)))
+    return list(map(_whole, found))
 
 
 def sources(x: Any, seen: dict[int, tuple[Any, list[int | None]]]) -> Iterator[Any]:
@@ -193,7 +214,7 @@ def sources(x: Any, seen: dict[int, tuple[Any, list[int | None]]]) -> Iterator[A
         if id(eqn) not in seen:
             walk = _Forwarded(own_derivatives=False)
             operands, _ = walk.equation(eqn, range(len(eqn.invars)))
-            seen[id(eqn)] = eqn, list(operands)
+            seen[id(eqn)] = eqn, list(map(_whole, operands))
         operand = seen[id(eqn)][1][result]
         if operand is None:
             return

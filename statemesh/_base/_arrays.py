@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._types import NUMBERS
+from ._types import NUMBERS, Leaf
 
 
 def is_array(x: object) -> bool:
@@ -23,6 +23,11 @@ def is_shaped(x: object) -> bool:
     """Whether `x` is an array, stands for one that is not computed, or refers to one."""
     # JAX does not count references as arrays, not even traced ones.
     return is_array(x) or isinstance(x, jax.ShapeDtypeStruct | jax.Ref | jax.core.Tracer)
+
+
+def is_inexact(x: Leaf) -> bool:
+    """Whether `x` is an array of floats or complex numbers, which can be differentiated, or stands for it."""
+    return is_shaped(x) and bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def is_key(x: object) -> bool:

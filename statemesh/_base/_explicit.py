@@ -1,6 +1,7 @@
 """Explicit mesh axes: those whose layout JAX writes into the type of an array."""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from . import _compat as compat
-from ._specs import only
+from ._specs import entry_of, only, written_axes
 from ._types import Array, Axes, AxisName, PyTree, ShapedArray
 
 
@@ -53,6 +54,32 @@ def explicit_around(values: Iterable[object]) -> bool:
     """Whether the mesh that is set has Explicit axes, or the type of one of these values has them."""
     mesh = compat.context_mesh()
     return (mesh is not None and has_explicit_axes(mesh)) or any(map(is_explicitly_typed, values))
+
+
+def zeros_of(kind: ShapedArray) -> Array:
+    """Zeros of a type, laid out over Explicit axes as it says."""
+    zeros = jax.numpy.zeros(kind.shape, kind.dtype)
+    mesh = kind.sharding.mesh
+    if mesh.empty or not has_explicit_axes(mesh):
+        return zeros
+    laid_out: Array = jax.sharding.reshard(zeros, kind.sharding)
+    return laid_out
+
+
+def rows_in_parts(x: Array, count: int) -> Array:
+    """An array whose leading axis is split into `count` parts along a new first axis.
+
+    Each part is laid out as the array was, so far as its rows can be.
+    """
+    size = x.shape[0] // count
+    shape = (count, size, *x.shape[1:])
+    if not is_explicitly_typed(x):
+        return x.reshape(shape)
+    here = type_of(x).sharding
+    first, *rest = written_axes(here.spec)
+    fits = size % math.prod(here.mesh.shape[name] for name in first) == 0
+    spec = PartitionSpec(None, *map(entry_of, [first if fits else (), *rest]))
+    return jax.lax.reshape(x, shape, out_sharding=NamedSharding(here.mesh, spec))
 
 
 def unless_explicit(info: jax.stages.ArgInfo) -> jax.stages.ArgInfo:

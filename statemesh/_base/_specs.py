@@ -128,7 +128,7 @@ def only(spec: PartitionSpec, names: Axes) -> PartitionSpec:
 def restricted(spec: PartitionSpec, names: Axes) -> PartitionSpec:
     """`spec` without all other mesh axes, with as many entries as it has."""
     kept = [tuple(name for name in axis if name in names) for axis in written_axes(spec)]
-    entries = tuple(_shortest(axis) for axis in kept)
+    entries = tuple(entry_of(axis) for axis in kept)
     unreduced, reduced = spec.unreduced & names, spec.reduced & names
     if (
         unreduced == spec.unreduced
@@ -140,9 +140,10 @@ def restricted(spec: PartitionSpec, names: Axes) -> PartitionSpec:
 
 def canonical(spec: PartitionSpec) -> PartitionSpec:
     """The shortest spelling of `spec`, the one that compiled outputs carry."""
-    shortest: PartitionSpec = spec.update(partitions=tuple(map(_shortest, spec_axes(spec))))
+    shortest: PartitionSpec = spec.update(partitions=tuple(map(entry_of, spec_axes(spec))))
     return shortest
 
 
-def _shortest(names: tuple[AxisName, ...]) -> AxisName | tuple[AxisName, ...] | None:
+def entry_of(names: tuple[AxisName, ...]) -> AxisName | tuple[AxisName, ...] | None:
+    """The entry of a spec for an array axis that these mesh axes split, in its shortest spelling."""
     return None if not names else names[0] if len(names) == 1 else names

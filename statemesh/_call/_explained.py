@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from .._arguments import Call, Unit
 from .._base._compat import tree_util
@@ -18,7 +18,7 @@ from .._base._specs import PerShard, Placement
 from .._base._types import AxisName, Leaf
 from .._base.errors import axes_argument, spec_str
 from .._explain._explanation import Explanation
-from .._explain._records import LeafRow, ResultRow
+from .._explain._records import NO_AXIS, OWN_SPEC, LeafRow, ResultRow
 from .._explain._traced import Mapped
 from .._explain._traced_call import TracedCall, explanation_of
 from .._write_back import Output, WriteBack
@@ -165,7 +165,27 @@ class Rows:
             bytes=held,
             moved=held if source in self.moved else 0,
             call=self.name,
+            whole=self._whole(position, shape, where),
         )
+
+    def _whole(self, position: int, shape: Sequence[int], where: Placement) -> str:
+        """Why a state stays whole whose own spec has an entry for each axis and names no mesh axis."""
+        spec = where.written
+        if where.axis_names or not shape or not isinstance(spec, PartitionSpec):
+            return ""
+        if len(spec) != len(shape) or self.program.resolved.placed_by[position] != OWN_SPEC:
+            return ""
+        odd = [name for name in self.splitting if all(n % self.sizes[name] for n in shape)]
+        sizes = " or ".join(f"{name}={self.sizes[name]}" for name in odd)
+        return f"{NO_AXIS} {sizes}" if odd else "kept whole"
+
+    @functools.cached_property
+    def splitting(self) -> list[AxisName]:
+        """The mesh axes over which states are split by their own specs."""
+        resolved = self.program.resolved
+        own = [k for k in resolved.placements if resolved.placed_by[k] == OWN_SPEC]
+        found = {name for k in own for name in resolved.placements[k].axis_names}
+        return [name for name in self.sizes if name in found]
 
     def _leaving(self, unit: Unit, k: int, source: int, entered: Placement) -> str:
         made = self.outputs_of.get(unit.path, []) if unit.kind is not None else []

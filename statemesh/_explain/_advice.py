@@ -30,15 +30,22 @@ def advice(
                 f"{row.path} is copied to each of {count} devices, {bytes_str(row.bytes)} on each. "
                 "Give it a spec that splits it."
             )
+    # Smaller ones than any that is split are kept whole anyway.
+    least = min((math.prod(row.shape) for row in leaves if row.splits_itself), default=0)
+    odd = [row for row in leaves if row.fits_no_axis and math.prod(row.shape) >= least]
+    if odd:
+        total = bytes_str(sum(row.bytes for row in odd))
+        found.append(
+            f"{_paths(odd)}: {total} stay whole on each of {count} devices, because {odd[0].whole}. "
+            "Pad an axis to a multiple, so that `fsdp` can split it."
+        )
     # What comes from the host has to be moved, and what comes back is laid out from then on.
     moved = [row for row in leaves if row.kind == "array" and row.leaves == "not returned"]
     moved = [row for row in moved if row.moved >= _WORTH_MOVING]
     if moved:
         total = bytes_str(sum(row.moved for row in moved))
-        more = f" and {len(moved) - 3} more" if len(moved) > 3 else ""
-        paths = ", ".join(row.path for row in moved[:3]) + more
         found.append(
-            f"{paths}: {total} are laid out on each device at each call that gets them like this. "
+            f"{_paths(moved)}: {total} are laid out on each device at each call that gets them like this. "
             f"Call {moved[0].call}.place once, and pass what it returns."
         )
     if donates_in_vain:
@@ -51,3 +58,8 @@ def advice(
             "Pass it as an array, or as an object that compares equal."
         )
     return found
+
+
+def _paths(rows: Sequence[LeafRow]) -> str:
+    more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
+    return ", ".join(row.path for row in rows[:3]) + more

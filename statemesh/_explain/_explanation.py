@@ -23,7 +23,7 @@ class Explanation:
     - `name`: of the function.
     - `sizes`: the sizes of the mesh's axes.
     - `leaves`: a record for each array and number of the arguments: `path`, `kind`, `dtype`, `shape`,
-        `shard_shape`, `enters`, `split`, `placed_by`, `leaves`, `bytes`, `moved` and `call`.
+        `shard_shape`, `enters`, `split`, `placed_by`, `leaves`, `bytes`, `moved`, `call` and `whole`.
     - `results`: a record for each array that the call makes, other than written leaves of the arguments:
         `path`, `kind`, `dtype`, `shape`, `shard_shape`, `leaves`, `bytes` and `call`.
     - `collectives`: a record for each exchange between devices: `operation`, `axes`, `times`,

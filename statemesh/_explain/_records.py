@@ -6,6 +6,12 @@ from collections.abc import Mapping
 from .._base._types import AxisName
 
 
+# Who placed a leaf, where its state's own spec did.
+OWN_SPEC = "its own spec"
+# How the reason begins for which a parameter stays whole that cannot be split.
+NO_AXIS = "no axis is divisible by"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class LeafRow:
     """A leaf of the arguments of a call.
@@ -23,6 +29,9 @@ class LeafRow:
     - `bytes`: what each device holds of it.
     - `moved`: what the call must lay out on each device before it runs.
     - `call`: the name of the mapped function.
+    - `whole`: why a state stays whole whose own spec has an entry for each axis and names no mesh axis, as
+        `fsdp` writes it: `no axis is divisible by x=4`, or `kept whole` where it could be split, as one that
+        is smaller than `min_size`. Empty for all others.
     """
 
     path: str
@@ -37,6 +46,17 @@ class LeafRow:
     bytes: int
     moved: int
     call: str
+    whole: str
+
+    @property
+    def splits_itself(self) -> bool:
+        """Whether the spec of its own splits it."""
+        return self.placed_by == OWN_SPEC and any(self.split)
+
+    @property
+    def fits_no_axis(self) -> bool:
+        """Whether it is whole because a mesh axis divides none of its lengths."""
+        return self.whole.startswith(NO_AXIS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

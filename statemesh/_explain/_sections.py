@@ -85,7 +85,7 @@ def sections(one: Explained) -> list[Section]:
                     f"{path} {_whole(row.kind)}",
                     _array(row.dtype, row.shape),
                     _dims(row.shard_shape),
-                    f"{_whole(row.enters)} ({row.placed_by})",
+                    f"{_whole(row.enters)} ({_placed_by(row)})",
                     row.leaves,
                 )
                 for row, path, count in folded(one.leaves, lambda row: row.path)
@@ -125,6 +125,10 @@ def sections(one: Explained) -> list[Section]:
     if one.memory is not None:
         found.append(_memory(one.memory))
     return [_shortened(_without_empty_columns(section)) for section in found if section.rows]
+
+
+def _placed_by(row: LeafRow) -> str:
+    return f"{row.placed_by}: {row.whole}" if row.whole else row.placed_by
 
 
 def _shortened(section: Section) -> Section:

@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .._base import errors
-from .._base._arrays import is_shaped
+from .._base._arrays import is_inexact
 from .._base._nodes import is_state
 from .._base._prefix import broadcast_specs
-from .._base._specs import mentioned, written_axes
+from .._base._specs import entry_of, mentioned, written_axes
 from .._base._types import AxisName, PyTree, SpecTree, Value
 from .._model._kinds import ParamState
 from .._model._state import State
@@ -26,8 +25,7 @@ class SplitArray(ParamState[Value]):
 
 def is_plain_parameter(unit: PyTree) -> bool:
     """Whether `unit` is an array of floats outside of any State, which `value_and_grad` differentiates."""
-    shaped = not is_state(unit) and is_shaped(unit)
-    return shaped and bool(jnp.issubdtype(unit.dtype, jnp.inexact))
+    return not is_state(unit) and is_inexact(unit)
 
 
 def specs_of(state: State, path: str) -> list[SpecTree]:
@@ -50,7 +48,7 @@ def spec_with(
 ) -> PartitionSpec:
     """The spec with an entry for every axis, and `name` at one of them, if at any."""
     named = [(*names, name) if k == position else names for k, names in enumerate(axes)]
-    return PartitionSpec(*map(_entry, named))
+    return PartitionSpec(*map(entry_of, named))
 
 
 def spec_without(spec: SpecTree, name: AxisName) -> SpecTree:
@@ -58,8 +56,4 @@ def spec_without(spec: SpecTree, name: AxisName) -> SpecTree:
     if not isinstance(spec, PartitionSpec) or name not in mentioned(spec):
         return spec
     left = [tuple(n for n in names if n != name) for names in written_axes(spec)]
-    return PartitionSpec(*map(_entry, left)) if any(left) else None
-
-
-def _entry(names: tuple[AxisName, ...]) -> AxisName | tuple[AxisName, ...] | None:
-    return None if not names else names[0] if len(names) == 1 else names
+    return PartitionSpec(*map(entry_of, left)) if any(left) else None

@@ -148,7 +148,8 @@ def _merged_alike(name: str, writing: Sequence[_Written], outside: bool) -> list
                 (state,) = all_left([(state, old)], [one.over])
             leaves = leaves_of(state)
             own = [x for x in leaves if isinstance(x, jax.Array)]
-            if any(varying_over(own, _NAMES)):
+            # Without stacks no axis of microbatches is bound, and nothing differs.
+            if stacks and any(varying_over(own, _NAMES)):
                 bad.append((one.path, errors.policy_name(one.state)))
             made += own
             rest = [_ARRAY if isinstance(x, jax.Array) else x for x in leaves]

@@ -10,7 +10,7 @@ from .._base._compat import tree_util
 from .._base._nodes import is_state
 from .._base._paths import path_str, positional_names
 from .._base._types import Array, Fun, KeyPath, Leaf, PyTree, PyTreeDef
-from .._leave._origins import Entered, find_origins, leaves_of
+from .._leave._origins import Entered, find_origins, has_same_leaves, leaves_of
 from .._leave._policies import checked_state
 from .._model._origin import mark_origin
 from .._model._state import State
@@ -129,7 +129,7 @@ class Entering:
             found.paths.append(path_str(keys, self.root))
             if is_state(node):
                 source = next(sources)
-                written = source is None or not _same(node, source.seen)
+                written = source is None or not has_same_leaves(node, source.seen)
                 found.written.append(written)
                 found.olds.append(None if source is None else source.old)
                 if source is not None and not written:
@@ -147,8 +147,3 @@ class Entering:
             return node.leave(None, ()) if own_way else node
 
         return jax.tree.map(one, tree, is_leaf=is_state)
-
-
-def _same(a: State, b: State) -> bool:
-    mine, theirs = leaves_of(a), leaves_of(b)
-    return len(mine) == len(theirs) and all(x is y for x, y in zip(mine, theirs, strict=True))

@@ -12,6 +12,7 @@ from .._axes._differing import all_axes
 from .._axes._mesh_and_lanes import IN_MICROBATCHES, MICROBATCHES, inside_microbatches
 from .._axes._wide import widened
 from .._base import _compat as compat
+from .._base import _explicit as explicit
 from .._base import _jaxprs as jaxprs
 from .._base import errors
 from .._base._arrays import is_shaped
@@ -133,9 +134,7 @@ def _run(
     carried = [k for k, hit in enumerate(is_stacked) if not hit and k not in known]
 
     def start(k: int) -> Array:
-        zeros = compat.vary(
-            jnp.zeros(avals[k].shape, avals[k].dtype), compat.varying_type(avals[k])
-        )
+        zeros = compat.vary(explicit.zeros_of(avals[k]), compat.varying_type(avals[k]))
         return widened(zeros) if k < summed else zeros
 
     def step(carry: list[Array], own: list[Array]) -> tuple[list[Array], list[Array]]:
@@ -195,8 +194,7 @@ class _Rows:
             raise errors.no_rows_to_split(name, count, bare)
         if uneven:
             raise errors.rows_not_divisible(name, count, uneven)
-        whole = [jnp.asarray(self.leaves[i]) for i in self.at]
-        self.parts = [x.reshape(count, x.shape[0] // count, *x.shape[1:]) for x in whole]
+        self.parts = [explicit.rows_in_parts(jnp.asarray(self.leaves[i]), count) for i in self.at]
 
     def filled(self, parts: Sequence[Leaf]) -> tuple[PyTree, ...]:
         """The arguments of one microbatch."""

@@ -2,11 +2,9 @@
 
 from collections.abc import Sequence
 
-import jax.numpy as jnp
-
 from .._arguments import inside_modules
 from .._base import errors
-from .._base._arrays import is_array
+from .._base._arrays import is_array, is_inexact
 from .._base._compat import tree_util
 from .._base._nodes import is_state
 from .._base._paths import path_str
@@ -63,7 +61,7 @@ class Parts:
             own, treedef = tree_util.tree_flatten(unit)
             chosen: list[int | None] = [None] * len(own)
             if any(hits[k] for k in made_of):
-                chosen = [start + k if _is_inexact(x) else None for k, x in enumerate(own)]
+                chosen = [start + k if _is_differentiable(x) else None for k, x in enumerate(own)]
             self.units.append((treedef, chosen))
             some = [k for k in chosen if k is not None]
             if some and not all(hits[k] for k in made_of):
@@ -112,7 +110,7 @@ def _picked(
     impossible = [
         unit
         for unit, picked in zip(units, hits, strict=True)
-        if picked and not any(map(_is_inexact, tree_util.tree_leaves(unit[1])))
+        if picked and not any(map(_is_differentiable, tree_util.tree_leaves(unit[1])))
     ]
     if impossible and wrt is not None:
         raise errors.cannot_differentiate(what, impossible)
@@ -120,7 +118,7 @@ def _picked(
 
 
 def _is_trained(path: KeyPath, unit: PyTree) -> bool:
-    return isinstance(unit, ParamState) or (not is_state(unit) and _is_inexact(unit))
+    return isinstance(unit, ParamState) or (not is_state(unit) and _is_differentiable(unit))
 
 
 def _is_number(x: Leaf) -> bool:
@@ -128,8 +126,8 @@ def _is_number(x: Leaf) -> bool:
     return type(x) in (float, complex)
 
 
-def _is_inexact(x: Leaf) -> bool:
-    return _is_number(x) or bool(jnp.issubdtype(x.dtype, jnp.inexact))
+def _is_differentiable(x: Leaf) -> bool:
+    return _is_number(x) or is_inexact(x)
 
 
 def _is_shown(unit: PyTree) -> bool:

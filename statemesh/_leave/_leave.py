@@ -22,7 +22,7 @@ from .._base._types import NO_AXES, NUMBERS, Axes, AxisName, Leaf, PyTree
 from .._model._state import State
 from .._model._values import strong
 from .._write_back import Forwarded, Given, Merged, Output, Static, WriteBack
-from ._origins import Entered, find_origins, leaves_of
+from ._origins import Entered, find_origins, has_same_leaves, leaves_of
 from ._policies import Written, all_left, filled
 from ._rules import LeavingRules, Mistakes
 from ._varying import VaryingAxes
@@ -279,7 +279,7 @@ def leave(
             parts.append(node)
             continue
         origin, own = next(origins), next(declared)
-        if origin is not None and _untouched(node, origin):
+        if origin is not None and has_same_leaves(node, origin.seen):
             old = origin.old._with_value(origin.old.value, node._meta)
             parts.append(filled(old, [Forwarded(i) for i in origin.inputs]))
         else:
@@ -303,8 +303,3 @@ def leave(
         leaving.merged,
     )
     return leaving.outputs, back
-
-
-def _untouched(state: State, entered: Entered) -> bool:
-    mine, theirs = leaves_of(state), leaves_of(entered.seen)
-    return len(mine) == len(theirs) and all(a is b for a, b in zip(mine, theirs, strict=True))

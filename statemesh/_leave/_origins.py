@@ -173,3 +173,9 @@ def values(state: State) -> list[Leaf]:
 def leaves_of(state: State) -> list[Leaf]:
     """All leaves of a state: its value's, then those of whatever its kind keeps beside it."""
     return list(tree_util.tree_leaves(state))
+
+
+def has_same_leaves(a: State, b: State) -> bool:
+    """Whether the leaves of two states are the very same objects: neither was written after the other."""
+    mine, others = leaves_of(a), leaves_of(b)
+    return len(mine) == len(others) and all(x is y for x, y in zip(mine, others, strict=True))

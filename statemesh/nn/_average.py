@@ -16,7 +16,7 @@ from .._model._kinds import LongTermState, ShortTermState
 from .._model._module import Module, field
 from .._packed._pack import packed_as
 from ._checks import check_alike, moved
-from ._running import RunningMean
+from ._running import AveragedWeights, RunningMean
 
 
 class Average(Module):
@@ -235,9 +235,9 @@ def _from_zero(x: Leaf) -> jax.Array:
     return jnp.zeros_like(x, _wide(jnp.result_type(x)))
 
 
-def _average_of(unit: PyTree, first: Callable[[Leaf], jax.Array]) -> LongTermState:
+def _average_of(unit: PyTree, first: Callable[[Leaf], jax.Array]) -> AveragedWeights:
     value = jax.tree.map(first, _bare(unit))
-    return LongTermState(value, spec=unit.spec) if is_state(unit) else LongTermState(value)
+    return AveragedWeights(value, spec=unit.spec if is_state(unit) else None)
 
 
 def _is_unit(node: PyTree) -> bool:

@@ -1,5 +1,8 @@
 """`BatchNorm`: normalisation by the statistics of the global batch, with running statistics in a state."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,7 +102,9 @@ class BatchNorm(Module):
         wide = jnp.promote_types(ones.dtype, jnp.float32)
         # An array for each: one in two places could not be donated.
         count, mean, var = jnp.zeros((), wide), jnp.zeros(size, wide), jnp.ones(size, wide)
-        kind = ExactStatistics if momentum is None else MovingStatistics
+        kind: Callable[..., BatchState] = ExactStatistics
+        if momentum is not None:
+            kind = functools.partial(MovingStatistics, momentum=momentum)
         self.running = kind(
             {"count": count, "mean": mean, "var": var},
             spec=spec and {"count": PartitionSpec(), "mean": spec, "var": spec},

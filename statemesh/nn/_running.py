@@ -1,12 +1,16 @@
 """Running statistics, and how those that several microbatches have written become one."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
-from .._axes._mesh_and_lanes import psum
-from .._base._types import Array, AxisName
-from .._model._kinds import BatchState, ShortTermState
+from .._axes._mesh_and_lanes import meshes_and_lanes, psum
+from .._base._types import Array, AxisName, PyTree, Reduce, SpecTree, Tags, Text
+from .._model._kinds import BatchState, LongTermState, ShortTermState
+from .._model._meta import Meta
 from .._model._state import State
+from .._model._values import Write, reduced
 
 
 class RunningMean(ShortTermState):
@@ -28,27 +32,86 @@ class RunningMean(ShortTermState):
         return self.set({"weight": weight, "mean": means})
 
 
-class MovingStatistics(BatchState):
-    """A count, and a mean and a variance that move towards those of each batch.
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Momentum:
+    """The share of running statistics that each batch keeps."""
 
-    Microbatches move them to the means of what each would have made of them.
+    kept: float
+
+
+class AveragedWeights(LongTermState):
+    """Averages of weights, which all shards share.
+
+    Inside the loss of a `value_and_grad` JAX types weights, and what comes of them, as if shards differed.
+    The mean over shards has the right type. Lanes that differ have weights of their own, and are not merged.
     """
 
     __slots__ = ()
+
+    @property
+    def needs_old(self) -> bool:
+        """No: averages are not added up."""
+        return False
+
+    def leave(self, old: State | None, axis_names: tuple[AxisName, ...]) -> State:
+        meshes, _ = meshes_and_lanes(axis_names)
+        if self.reduce is not None or not meshes:
+            return State.leave(self, old, axis_names)
+        over = [meshes] * len(jax.tree.leaves(self.value))
+        (mean,) = reduced([Write(self.value, None, "mean", over, type(self).__name__)])
+        return self.set(mean)
+
+
+class MovingStatistics(BatchState):
+    """A count, and a mean and a variance that move towards those of each batch.
+
+    Microbatches move them together as one batch of all their rows would. How far the mean of each has moved
+    tells its own mean, by the momentum.
+    """
+
+    __slots__ = ("_momentum",)
+
+    _momentum: Momentum
+
+    children = ("value", "_momentum")
+
+    def __init__(
+        self,
+        value: PyTree,
+        *,
+        momentum: float = 0.99,
+        name: Text = None,
+        tag: Tags = None,
+        spec: SpecTree = None,
+        reduce: Reduce = None,
+        _momentum: PyTree = None,
+        _meta: Meta | None = None,
+    ) -> None:
+        super().__init__(value, name=name, tag=tag, spec=spec, reduce=reduce, _meta=_meta)
+        _set_momentum(self, Momentum(momentum) if _meta is None else _momentum)
 
     def _of_microbatches(self, old: State | None, axis_names: tuple[AxisName, ...]) -> State:
         if old is None:
             return self
         before, after = old.value, self.value
-        added = after["count"] - before["count"]
-        total = _summed(added, axis_names)
+        own = after["count"] - before["count"]
+        total = _summed(own, axis_names)
 
-        def moved(old: Array, new: Array) -> Array:
-            shift: Array = _summed((new - old) * added, axis_names)
-            return old + shift / jnp.maximum(total, 1)
+        def mean(x: Array) -> Array:
+            return _summed(jnp.where(own > 0, x * own, 0), axis_names) / jnp.maximum(total, 1)
 
-        means = {name: moved(before[name], after[name]) for name in ("mean", "var")}
-        return self.set({"count": before["count"] + total, **means})
+        moved = mean(after["mean"])
+        rate = 1 - self._momentum.kept
+        # The variance of all rows is the mean of the microbatches' variances, and how far apart their means
+        # are.
+        apart = mean((after["mean"] - moved) ** 2) / rate if rate else 0
+        new = {"mean": moved, "var": mean(after["var"]) + apart}
+        made = {name: jnp.where(total > 0, x, before[name]) for name, x in new.items()}
+        return self.set({"count": before["count"] + total, **made})
+
+
+_set_momentum = MovingStatistics.__dict__["_momentum"].__set__
 
 
 class ExactStatistics(BatchState):
