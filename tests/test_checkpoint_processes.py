@@ -16,7 +16,7 @@ from tests import checkpoint_steps as steps
 from tests.checkpoint_steps import LAYOUTS, STEPS
 from tests.kills_of_saving import check, newest
 from tests.test_checkpoint import assert_same
-from tests.test_processes import COUNT, ROOT, ended, free_port, running
+from tests.test_processes import COUNT, PATIENCE, ROOT, ended, free_port, running
 
 
 pytestmark = pytest.mark.slow
@@ -82,3 +82,12 @@ def test_a_full_disk_is_an_error_and_what_was_saved_stays(tmp_path: pathlib.Path
     assert child.returncode == 1
     assert re.search(r"CheckpointError: .* was not saved", child.stderr), child.stderr
     assert newest(tmp_path) == 0
+
+
+@pytest.mark.parametrize(("model", "layouts"), [("digits", "1 8"), ("text", "4x2 2p")])
+def test_the_models_of_the_examples_go_on_in_other_layouts(model: str, layouts: str) -> None:
+    module = [sys.executable, "-m", "tests.pairs_of_layouts", "--models", model]
+    command = [*module, "--steps", "2", "--layouts", *layouts.split()]
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    assert child.returncode == 0, child.stderr
+    assert f"{model}: 4 of 4 pairs agree" in child.stdout
