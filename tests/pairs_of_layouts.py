@@ -2,8 +2,8 @@
 
     python -m tests.pairs_of_layouts [--models digits text] [--layouts 1 2 4 8 4x2 2p] [--steps 20]
 
-After as many steps again, each ordered pair must be where a run is that was not interrupted: its float64 numbers
-to 1e-9, and its keys, masks and counters exactly.
+After as many steps again, each ordered pair must be where a run is that was not interrupted: its keys, masks and
+counters exactly, and its floats, which have 64 bits, to 1e-9.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import statemesh as sm
+import tests.compiling  # noqa: F401
 from statemesh import checkpoint
 from tests.test_processes import COUNT, ROOT, free_port, running
 

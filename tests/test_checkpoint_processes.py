@@ -84,10 +84,19 @@ def test_a_full_disk_is_an_error_and_what_was_saved_stays(tmp_path: pathlib.Path
     assert newest(tmp_path) == 0
 
 
-@pytest.mark.parametrize(("model", "layouts"), [("digits", "1 8"), ("text", "4x2 2p")])
-def test_the_models_of_the_examples_go_on_in_other_layouts(model: str, layouts: str) -> None:
-    module = [sys.executable, "-m", "tests.pairs_of_layouts", "--models", model]
-    command = [*module, "--steps", "2", "--layouts", *layouts.split()]
+def test_the_models_of_the_examples_go_on_in_other_layouts() -> None:
+    """A few of the pairs: in a process of its own, because their floats have 64 bits."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.pairs_of_layouts",
+        "--steps",
+        "2",
+        "--layouts",
+        "2",
+        "4x2",
+    ]
     child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert child.returncode == 0, child.stderr
-    assert f"{model}: 4 of 4 pairs agree" in child.stdout
+    for model in ("digits", "text"):
+        assert f"{model}: 4 of 4 pairs agree" in child.stdout
