@@ -16,7 +16,7 @@ from tests import checkpoint_steps as steps
 from tests.checkpoint_steps import LAYOUTS, STEPS
 from tests.kills_of_saving import check, newest
 from tests.test_checkpoint import assert_same
-from tests.test_processes import COUNT, PATIENCE, ROOT, ended, free_port, running
+from tests.test_processes import COUNT, ROOT, ended, free_port, running
 
 
 pytestmark = pytest.mark.slow
@@ -96,7 +96,7 @@ def test_the_models_of_the_examples_go_on_in_other_layouts() -> None:
         "2",
         "4x2",
     ]
-    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert child.returncode == 0, child.stderr
     for model in ("digits", "text"):
         assert f"{model}: 4 of 4 pairs agree" in child.stdout
