@@ -2,8 +2,8 @@
 
     python -m tests.pairs_of_layouts [--models digits text] [--layouts 1 2 4 8 4x2 2p] [--steps 20]
 
-After as many steps again, each ordered pair must be where a run is that was not interrupted: exactly, for keys,
-masks and counters, and to 1e-9 for floats, which have 64 bits.
+After as many steps again, each ordered pair must be where a run is that was not interrupted. Keys, masks and
+counters must be equal, and floats, which have 64 bits, to 1e-9.
 """
 
 import argparse
