@@ -25,7 +25,12 @@ def layouts(folder: pathlib.Path) -> None:
             np.save(folder / f"masks {source}.npy", np.stack(whole))
 
 
+def saving(folder: pathlib.Path) -> None:
+    """Save one step after another, each process its part."""
+    steps.saving(str(folder), steps.mesh_of((jax.device_count(), 1)))
+
+
 if __name__ == "__main__":
     index, count, port, task, folder = sys.argv[1:]
     jax.distributed.initialize(f"localhost:{port}", num_processes=int(count), process_id=int(index))
-    {"layouts": layouts}[task](pathlib.Path(folder))
+    {"layouts": layouts, "saving": saving}[task](pathlib.Path(folder))

@@ -1,6 +1,9 @@
 """A small model with everything in it that a checkpoint has to keep, and its training on any mesh."""
 
 import functools
+import itertools
+import os
+import signal
 import sys
 from typing import Any
 
@@ -107,20 +110,29 @@ def totals(net: Net) -> dict[str, Any]:
 def numbered(step: int) -> dict[str, Any]:
     """Values that tell their step, and that no compression makes small."""
     x = np.random.default_rng(step).random(50_000, np.float32)
-    return {"x": jnp.asarray(x), "y": [jnp.int32(step)] * 5}
+    return {"x": sm.State(jnp.asarray(x), spec=P("x")), "y": [jnp.int32(step)] * 5}
 
 
-def saving(folder: str) -> None:
-    """Save one step after another until the process is killed."""
+def saving(folder: str, mesh: Mesh) -> None:
+    """Save one step after another until the process is killed. It tells when the first is whole."""
     from statemesh.checkpoint import Checkpoints
 
     checkpoints = Checkpoints(folder, keep=3)
-    step = 0 if checkpoints.latest is None else checkpoints.latest + 1
-    print("started", flush=True)
-    while True:
-        checkpoints.save(step, numbered(step))
-        step += 1
+    first = 0 if checkpoints.latest is None else checkpoints.latest + 1
+    for step in itertools.count(first):
+        checkpoints.save(step, sm.place(numbered(step), mesh))
+        if step == first:
+            checkpoints.wait()
+            print("started", flush=True)
+
+
+def die_in_deleting(event: str, _: Any) -> None:
+    """Kill this process when the files of a first folder are deleted, and the folder is about to be."""
+    if event == "os.rmdir":
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    saving(sys.argv[1])
+    if "die" in sys.argv:
+        sys.addaudithook(die_in_deleting)
+    saving(sys.argv[1], mesh_of((1, 1)))

@@ -11,6 +11,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import statemesh as sm
 from statemesh import checkpoint
 from statemesh.checkpoint import CheckpointError, Checkpoints
+from statemesh.filters import PathContains
 from tests import checkpoint_steps as steps
 from tests.checkpoint_steps import LAYOUTS, STEPS
 from tests.helpers import slow
@@ -133,6 +135,42 @@ def test_packed_models(tmp_path: pathlib.Path) -> None:
         back = checkpoint.load(tmp_path / "a", like)
         assert type(back) is type(like)
         np.testing.assert_array_equal(sm.states(back)["['a']"].value, np.arange(4.0))
+
+
+@pytest.mark.parametrize("target", [2, 4])
+def test_packed_models_stay_packed_as_in_like(target: int, tmp_path: pathlib.Path) -> None:
+    model = {
+        "w": sm.ParamState(jnp.arange(8.0)),
+        "seen": sm.State(jnp.arange(2), reduce="sum"),
+        "n": sm.State(3, spec=P("y")),
+    }
+    specs = {sm.ParamState: P("x"), PathContains("seen"): sm.PerShard("x"), ...: P()}
+    packed = sm.pack(model, steps.mesh_of((2, 1)), state_specs=specs)
+    # Of the slots only the parts of parameters are there.
+    tree = packed, optax.adam(0.1).init(sm.trainable(packed))
+    checkpoint.save(tmp_path / "a", tree)
+    mesh = steps.mesh_of((target, 1))
+    back, slots = checkpoint.load(tmp_path / "a", tree, mesh)
+    seen = [0, 1] if target == 2 else [1, 0, 0, 0]
+    model["seen"] = sm.State(jnp.array(seen), reduce="sum")
+    fresh = sm.pack(model, mesh, state_specs=specs)
+    expected: Any = fresh, optax.adam(0.1).init(sm.trainable(fresh))
+    structure: Any = jax.tree.structure
+    assert structure((back, slots)) == structure(expected)
+    for x, y in zip(*map(jax.tree.leaves, ((back, slots), expected)), strict=True):
+        np.testing.assert_array_equal(x, y)
+    places = [[x.sharding for x in one.buffers] for one in (back, fresh)]
+    assert places[0] == places[1]
+
+
+@pytest.mark.parametrize("tree", [{"epoch": 3}, {"empty": jnp.zeros((0, 2))}])
+def test_a_tree_without_elements(tree: Any, tmp_path: pathlib.Path) -> None:
+    checkpoint.save(tmp_path / "a", tree)
+    back = checkpoint.load(tmp_path / "a", tree)
+    assert str(back) == str(tree)
+    with Checkpoints(tmp_path / "b") as checkpoints:
+        checkpoints.save(0, tree)
+        assert str(checkpoints.load(tree)) == str(tree)
 
 
 @pytest.mark.parametrize(

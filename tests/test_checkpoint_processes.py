@@ -1,12 +1,10 @@
 """Checkpoints of several processes, and of processes that are killed while they save."""
 
 import pathlib
-import random
 import re
 import signal
 import subprocess
 import sys
-import time
 from typing import Any
 
 import numpy as np
@@ -16,13 +14,14 @@ from statemesh import checkpoint
 from statemesh.checkpoint import Checkpoints
 from tests import checkpoint_steps as steps
 from tests.checkpoint_steps import LAYOUTS, STEPS
+from tests.kills_of_saving import check, newest
 from tests.test_checkpoint import assert_same
 from tests.test_processes import COUNT, ROOT, ended, free_port, running
 
 
 pytestmark = pytest.mark.slow
 
-KILLS = 5
+SAVING = [sys.executable, "-m", "tests.checkpoint_steps"]
 
 
 def commands(*arguments: str) -> list[list[str]]:
@@ -55,41 +54,22 @@ def test_two_processes_save_and_load_what_one_does(tmp_path: pathlib.Path) -> No
         assert_same(*steps.train(net, mesh, STEPS), expected)
 
 
-def newest(folder: pathlib.Path) -> int:
-    """The newest step, whose values are all its own."""
-    checkpoints = Checkpoints(folder)
-    step = checkpoints.latest
-    if step is None:
-        return -1
-    expected = steps.numbered(step)
-    back = checkpoints.load(expected)
-    np.testing.assert_array_equal(back["x"], expected["x"])
-    assert {int(y) for y in back["y"]} == {step}
-    return step
+@pytest.mark.parametrize(("processes", "kills"), [(1, 3), (2, 2)])
+def test_the_newest_whole_checkpoint_survives_kills(
+    processes: int, kills: int, tmp_path: pathlib.Path
+) -> None:
+    check(tmp_path, processes, kills, seed=0, quiet=True)
 
 
-def started_saving(command: list[str]) -> subprocess.Popen[str]:
-    child = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert child.stdout is not None
-    # Orbax tells on the way of an old step that the last process was killed in deleting.
-    assert "started\n" in iter(child.stdout.readline, "")
-    return child
-
-
-def test_the_newest_whole_checkpoint_survives_a_kill(tmp_path: pathlib.Path) -> None:
-    draw = random.Random(0)
-    last = -1
-    for _ in range(KILLS):
-        child = started_saving([sys.executable, "-m", "tests.checkpoint_steps", str(tmp_path)])
-        time.sleep(draw.uniform(0.1, 0.8))
-        child.send_signal(signal.SIGKILL)
-        child.communicate()
-        step = newest(tmp_path)
-        assert step >= last
-        last = step
-    assert last > 0
+def test_a_step_that_was_being_deleted_is_no_step(tmp_path: pathlib.Path) -> None:
+    child = subprocess.run([*SAVING, str(tmp_path), "die"], cwd=ROOT, capture_output=True)
+    assert child.returncode == -signal.SIGKILL, child.stderr
+    # Of the fourth step on, the oldest is deleted.
+    assert newest(tmp_path) >= 3
+    left = [path.name for path in (tmp_path / ".old").iterdir()]
+    assert left
+    with Checkpoints(tmp_path):
+        assert not list((tmp_path / ".old").iterdir())
 
 
 def test_a_full_disk_is_an_error_and_what_was_saved_stays(tmp_path: pathlib.Path) -> None:
@@ -97,11 +77,26 @@ def test_a_full_disk_is_an_error_and_what_was_saved_stays(tmp_path: pathlib.Path
         checkpoints.save(0, steps.numbered(0))
 
     # No file may grow beyond 20 KiB.
-    limited = ["bash", "-c", 'ulimit -f 20 && exec "$0" "$@"']
-    child = started_saving(
-        [*limited, sys.executable, "-m", "tests.checkpoint_steps", str(tmp_path)]
-    )
-    output, _ = child.communicate(timeout=60)
+    limited = ["bash", "-c", 'ulimit -f 20 && exec "$0" "$@"', *SAVING, str(tmp_path)]
+    child = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert child.returncode == 1
-    assert re.search(r"CheckpointError: .* was not saved", output), output
+    assert re.search(r"CheckpointError: .* was not saved", child.stderr), child.stderr
     assert newest(tmp_path) == 0
+
+
+def test_the_models_of_the_examples_go_on_in_other_layouts() -> None:
+    """A few of the pairs: in a process of its own, because their floats have 64 bits."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.pairs_of_layouts",
+        "--steps",
+        "2",
+        "--layouts",
+        "2",
+        "4x2",
+    ]
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert child.returncode == 0, child.stderr
+    for model in ("digits", "text"):
+        assert f"{model}: 4 of 4 pairs agree" in child.stdout

@@ -104,7 +104,7 @@ def pack(model: PyTree, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Pac
             key: _Key = kind, where.axis_names, isinstance(node, ParamState)
             own = found.setdefault(key, [])
             start = own[-1][0].start + own[-1][0].size if own else 0
-            part = _part(np.shape(x), where, mesh)
+            part = part_of(np.shape(x), where, mesh)
             own.append((Slot(path_str(keys), np.shape(x), where, start, part), x))
             places.append((key, len(own) - 1))
         at.append((structure, places))
@@ -116,11 +116,11 @@ def pack(model: PyTree, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Pac
         groups.append(Group(common, ordered, counts, tuple(slot for slot, _ in own)))
     states = tuple(one and (one[0], tuple((number[key], k) for key, k in one[1])) for one in at)
     contents = Contents(type(model), unit_def, states, tuple(groups), tuple(mesh.shape.items()))
-    contents = _known.setdefault(contents, contents)
+    contents = known(contents)
     if isinstance(mesh, Mesh) and mesh.is_multi_process:
         check_alike("pack", mesh, [array_passed(path, x) for path, x, _ in packed if is_own(x)])
     arrays_of = [[x for _, x in own] for own in found.values()]
-    buffers = [_buffer(g, own, mesh) for g, own in zip(contents.groups, arrays_of, strict=True)]
+    buffers = [buffer_of(g, own, mesh) for g, own in zip(contents.groups, arrays_of, strict=True)]
     return Packed(buffers, rest, contents)
 
 
@@ -149,7 +149,7 @@ def _repacked(packed: Packed, new: PyTree, old: PyTree) -> Packed:
             buffers.append(buffer)
             continue
         mesh = _mesh_of(buffer)
-        buffers.append(group.buffer(own) if mesh is None else _buffer(group, own, mesh))
+        buffers.append(group.buffer(own) if mesh is None else buffer_of(group, own, mesh))
     return Packed.of(buffers, rest, packed._form)
 
 
@@ -200,13 +200,20 @@ def _is_packable(node: PyTree) -> bool:
     )
 
 
-def _part(shape: tuple[int, ...], where: SpecPlacement, mesh: AnyMesh) -> tuple[int, ...]:
+def known(contents: Contents) -> Contents:
+    """The one object for all equal contents."""
+    return _known.setdefault(contents, contents)
+
+
+def part_of(shape: tuple[int, ...], where: SpecPlacement, mesh: AnyMesh) -> tuple[int, ...]:
+    """The shape of a shard's part of an array."""
     counts = [math.prod(mesh.shape[name] for name in names) for names in where.axes]
     counts += [1] * (len(shape) - len(counts))
     return tuple(size // count for size, count in zip(shape, counts, strict=True))
 
 
-def _buffer(group: Group, arrays: Sequence[Leaf], mesh: AnyMesh) -> PyTree:
+def buffer_of(group: Group, arrays: Sequence[Leaf], mesh: AnyMesh) -> PyTree:
+    """The buffer of a group, made of whole arrays and laid out on a mesh."""
     if any(map(compat.is_tracer, arrays)):
         return _traced_buffer(group, [jnp.asarray(x) for x in arrays], mesh)
     host = [np.asarray(x) for x in jax.device_get(list(arrays))]

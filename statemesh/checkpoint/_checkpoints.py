@@ -47,7 +47,11 @@ class Checkpoints:
 
     def __init__(self, folder: str | os.PathLike[str], keep: int | None = None) -> None:
         self._folder = pathlib.Path(folder).absolute()
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        self._deleting = files.delete_old(self._folder)
+        self._deleting.join()
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, cleanup_tmp_directories=True, todelete_subdir=files.OLD
+        )
         self._manager = ocp.CheckpointManager(
             self._folder, options=options, item_handlers=files.handlers()
         )
@@ -98,7 +102,7 @@ class Checkpoints:
 
         **Returns:** the tree, as `load` does.
 
-        **Raises:** what `load` does; `CheckpointError` for a step that there is not.
+        **Raises:** what `load` does; `CheckpointError` for a step that was not saved.
         """
         self.wait()
         steps = files.steps_in(self._folder)
@@ -116,6 +120,10 @@ class Checkpoints:
             self._manager.wait_until_finished()
         except (OSError, ValueError) as reason:
             raise errors.not_written("the last step", reason) from reason
+        # Orbax renames an old step, so that it is a step or none, whenever the process is killed. What is
+        # renamed is deleted here, in the background.
+        self._deleting.join()
+        self._deleting = files.delete_old(self._folder)
 
     def __enter__(self: C) -> C:
         return self
@@ -130,3 +138,4 @@ class Checkpoints:
             self.wait()
         finally:
             self._manager.close()
+            self._deleting.join()

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
+import threading
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +20,7 @@ from . import _errors as errors
 
 
 VERSION = 1
-ARRAYS, RECORD = "arrays", "statemesh"
+ARRAYS, RECORD, OLD = "arrays", "statemesh", ".old"
 _CHECKSUMS = "checksums.json"
 _PIECE = 1 << 22
 
@@ -60,7 +62,10 @@ def to_save(arrays: Mapping[str, Leaf], record: Record) -> Any:
     """What Orbax is asked to save."""
     text = json.dumps(record, sort_keys=True)
     sealed = {"crc32": zlib.crc32(text.encode()), "record": record}
-    return ocp.args.Composite(**{ARRAYS: _Save(dict(arrays)), RECORD: ocp.args.JsonSave(sealed)})
+    parts: dict[str, Any] = {RECORD: ocp.args.JsonSave(sealed)}
+    if arrays:  # Orbax refuses to save none.
+        parts[ARRAYS] = _Save(dict(arrays))
+    return ocp.args.Composite(**parts)
 
 
 def read_record(folder: pathlib.Path) -> Record:
@@ -70,7 +75,7 @@ def read_record(folder: pathlib.Path) -> Record:
     version.
     """
     file = folder / RECORD / "metadata"
-    if not (file.is_file() and (folder / ARRAYS).is_dir()):
+    if not file.is_file():
         raise errors.no_checkpoint(folder, steps_in(folder))
     try:
         sealed = json.loads(file.read_text())
@@ -94,8 +99,25 @@ def steps_in(folder: pathlib.Path) -> list[int]:
     return sorted(int(sub.name) for sub in folder.iterdir() if sub.name.isdecimal())
 
 
-def check_files(folder: pathlib.Path) -> None:
+def delete_old(folder: pathlib.Path) -> threading.Thread:
+    """Start to delete the old steps that Orbax has moved to the folder `OLD`. One process deletes them."""
+    old = list((folder / OLD).glob("*")) if jax.process_index() == 0 else []
+    thread = threading.Thread(
+        target=lambda: [shutil.rmtree(step, ignore_errors=True) for step in old]
+    )
+    thread.start()
+    return thread
+
+
+def is_empty(array: Mapping[str, Any]) -> bool:
+    """Whether an array in a record has no elements. There are no files for it."""
+    return 0 in array["shape"]
+
+
+def check_files(folder: pathlib.Path, record: Record) -> None:
     """Refuse a checkpoint of which a file is not as it was saved. Each process reads a part of them."""
+    if all(map(is_empty, record["arrays"].values())):
+        return
     arrays = folder / ARRAYS
     try:
         saved = json.loads((arrays / _CHECKSUMS).read_text())

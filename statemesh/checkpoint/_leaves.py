@@ -1,6 +1,7 @@
 """The values of a tree by path: what a checkpoint holds."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,9 @@ class Value:
 
     - `path`: as the user would type it after the tree's name. That of a State stands for its value.
     - `position`: that among the leaves of the tree.
-    - `state`, `where`: for an array in a State, this State; and its placement, if the State has a spec.
+    - `state`, `where`: for an array in a State, this State; and its placement, if the State has a spec or is
+        packed.
+    - `packed`: whether it goes into a buffer of a packed model.
     """
 
     path: str
@@ -32,6 +35,7 @@ class Value:
     leaf: Leaf
     state: State | None = None
     where: SpecPlacement | None = None
+    packed: bool = False
 
     @property
     def is_array(self) -> bool:
@@ -64,12 +68,18 @@ class Form:
         return describe_leaf(self) if self.is_array else self.dtype
 
 
-def values(tree: PyTree) -> list[Value]:
-    """The arrays and numbers of a tree in order. Numbers in a Module are static, and no values."""
+def values(tree: PyTree, packed: Sequence[Sequence[SpecPlacement] | None]) -> list[Value]:
+    """The arrays and numbers of a tree in order. Numbers in a Module are static, and no values.
+
+    **Arguments:**
+
+    - `tree`: without any `Packed` in it.
+    - `packed`: for each of its units the placements of its arrays in a `Packed`; `None` if it is in none.
+    """
     found: list[Value] = []
     position = 0
     flat = tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]
-    for (keys, node), in_module in zip(flat, inside_modules(tree), strict=True):
+    for (keys, node), in_module, placed in zip(flat, inside_modules(tree), packed, strict=True):
         path = path_str(keys) or "value"
         if not is_state(node):
             if is_shaped(node) or (type(node) in NUMBERS and not in_module):
@@ -77,9 +87,13 @@ def values(tree: PyTree) -> list[Value]:
             position += 1
             continue
         inner = tree_util.tree_flatten_with_path(node.value)[0]
-        declared = node.spec is not None
-        wheres = own_placements(node, node.spec, path) if declared else [None] * len(inner)
+        wheres: Sequence[SpecPlacement | None] = [None] * len(inner)
+        if placed is not None:
+            wheres = placed
+        elif node.spec is not None:
+            wheres = own_placements(node, node.spec, path)
         for k, ((keys, leaf), where) in enumerate(zip(inner, wheres, strict=True)):
-            found.append(Value(path_str(keys, path), position + k, leaf, node, where))
+            one = Value(path_str(keys, path), position + k, leaf, node, where, placed is not None)
+            found.append(one)
         position += len(tree_util.tree_leaves(node))
     return found

@@ -2,7 +2,7 @@
 
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +14,9 @@ from .._base import errors as base_errors
 from .._base._compat import tree_util
 from .._base._nodes import is_packed
 from .._base._types import Leaf, PyTree
-from .._packed._pack import pack
-from .._packed._packed import shapes_of, with_models
+from .._packed._packed import Packed, shapes_of, with_models
+from .._packed._repack import packed_placements, repack
+from .._resolve._mesh import check_mesh
 from .._resolve._placement import onto
 from . import _errors as errors
 from . import _files as files
@@ -63,7 +64,7 @@ def load(
         raise base_errors.invalid_argument("load", "missing", missing)
     record = files.read_record(folder)
     model = with_models(like, shapes_of)
-    found = values(model)
+    found = values(model, packed_placements(like))
     names = match(folder, record, found, rename or {}, missing)
     mesh = mesh_for(mesh, like)
     kept = [value for value in found if value.path not in names and value.is_array]
@@ -71,7 +72,7 @@ def load(
         raise errors.kept_without_value(bare)
     held = [value for value in found if value.path in names and value.is_array]
     targets = dict(zip((v.path for v in held + kept), shardings(held + kept, mesh), strict=True))
-    files.check_files(folder)
+    files.check_files(folder, record)
     loaded = _arrays(folder, record, held, names, targets, mesh)
     leaves = tree_util.tree_leaves(model)
     for value in found:
@@ -94,24 +95,26 @@ def _arrays(
     targets: Mapping[str, Any],
     mesh: Mesh | None,
 ) -> dict[str, Any]:
-    """The loaded arrays by path."""
+    """The loaded arrays by path, those to be packed as NumPy's."""
     saved = {value.path: record["arrays"][names[value.path]] for value in held}
     # A value for each of another number of shards is computed on the host.
     counts = {value.path: shards(value, mesh) for value in held if value.per_shard}
     other = {path for path, count in counts.items() if saved[path]["shape"][0] != count}
+    on_host = other | {value.path for value in held if value.packed}
     asked = {
-        names[path]: None if path in other else targets[path]
+        names[path]: None if path in on_host else targets[path]
         for path, one in saved.items()
-        if 0 not in one["shape"]
+        if not files.is_empty(one)
     }
     read = files.read_arrays(folder, asked)
     made: dict[str, Any] = {}
     refused = []
     for value in held:
         path, one = value.path, saved[value.path]
-        if 0 in one["shape"]:
+        if files.is_empty(one):
             shape = (counts[path], *one["shape"][1:]) if path in other else one["shape"]
-            made[path] = _laid(np.zeros(shape, one["dtype"]), targets[path])
+            x = _empty(shape, one)
+            made[path] = x if value.packed else _laid(x, targets[path])
             continue
         x = _as_key(read[names[path]], one)
         if path in other and value.state is not None:
@@ -121,7 +124,7 @@ def _arrays(
                 how = value.state.reduce
                 refused.append((path, kind, one["shape"][0], counts[path], how))
                 continue
-            x = _laid(x, targets[path])
+            x = x if value.packed else _laid(x, targets[path])
         made[path] = x
     if refused:
         raise errors.no_way_to_reshard(refused)
@@ -130,6 +133,13 @@ def _arrays(
 
 def _laid(x: Leaf, target: Sharding) -> jax.Array:
     return onto(x, target) if isinstance(target, NamedSharding) else jax.device_put(x, target)
+
+
+def _empty(shape: Sequence[int], one: Mapping[str, Any]) -> Any:
+    if "impl" not in one:
+        return np.zeros(shape, one["dtype"])
+    key = jax.random.key_data(jax.random.key(0, impl=one["impl"]))
+    return _as_key(np.zeros((*shape, *key.shape), key.dtype), one)
 
 
 def _as_key(x: Leaf, one: Mapping[str, Any]) -> Any:
@@ -142,6 +152,7 @@ def _packed_as(like: PyTree, tree: PyTree, mesh: Any) -> Any:
     if not any(map(is_packed, nodes)):
         return tree
     # The buffers of a packed model lie on a mesh always.
+    check_mesh("load", mesh)
     pairs = zip(nodes, structure.flatten_up_to(tree), strict=True)
-    made = [pack(loaded, mesh) if is_packed(node) else loaded for node, loaded in pairs]
+    made = [repack(node, new, mesh) if isinstance(node, Packed) else new for node, new in pairs]
     return structure.unflatten(made)

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._base._nodes import unpacked
 from .._base._types import Leaf, PyTree
+from .._packed._repack import packed_placements
 from .._resolve._agreement import array_passed, check_alike
 from .._resolve._placement import check_concrete, is_own, onto
 from . import _errors as errors
@@ -57,7 +58,7 @@ def save(folder: str | os.PathLike[str], tree: PyTree) -> None:
 
 def contents(what: str, tree: PyTree) -> tuple[dict[str, Leaf], files.Record]:
     """The arrays to save, by name, and the record of what a checkpoint holds."""
-    found = values(unpacked(tree))
+    found = values(unpacked(tree), packed_placements(tree))
     held = [value for value in found if value.is_array]
     check_concrete(what, [value.path for value in held], [value.leaf for value in held])
     leaves = [_saved(value.leaf) for value in held]
