@@ -1,4 +1,4 @@
-"""What the README and the home page show first: a function, its sharded form, and what two mistakes in it look like."""
+"""What the README and the home page show first: a function, its sharded form, and what its mistakes look like."""
 
 import re
 import types
