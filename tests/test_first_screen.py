@@ -1,4 +1,4 @@
-"""What the README and the home page show first: a function, its sharded form, and what its mistakes look like."""
+"""What the README and the home page show first: a function, its sharded form, and what mistakes look like."""
 
 import re
 import types

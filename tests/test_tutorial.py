@@ -30,12 +30,17 @@ def sources(fence: test_docs.Fence) -> str:
     return "".join(part.source for part in doctest.DocTestParser().get_examples(fence.source))
 
 
+def read() -> Any:
+    notebooks: Any = nbformat
+    return notebooks.read(NOTEBOOK, as_version=4)
+
+
 def cells(notebook: Any) -> list[Any]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
 def test_the_notebook_has_the_code_of_the_page() -> None:
-    found = cells(nbformat.read(NOTEBOOK, as_version=4))
+    found = cells(read())
     page = test_docs.fences(PAGE.name, PAGE.read_text())
     ours = [cell.source.strip() for cell in found if cell.source not in SHOWN]
     assert ours == [sources(fence).strip() for fence in page]
@@ -55,7 +60,7 @@ def test_the_page_shows_lines_of_the_script() -> None:
 # What the packages of Jupyter warn of is not ours.
 @pytest.mark.filterwarnings("ignore")
 def test_the_notebook_runs_and_shows_the_report_the_table_and_the_picture(tmp_path: Path) -> None:
-    notebook: Any = nbformat.read(NOTEBOOK, as_version=4)
+    notebook = read()
     where = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where).execute()
     table, picture = (cell.outputs[0].data for cell in cells(notebook) if cell.source in SHOWN)

@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -79,8 +80,8 @@ def train(address: str, processes: int, process: int) -> None:
     mesh = jax.make_mesh((jax.device_count(),), ("data",))  # of the devices of all processes
     rows = P("data")
     step_on = sm.shard_map(step, mesh, in_specs=(None, None, rows, rows), out_specs=P())
-    x = np.random.default_rng(0).normal(3, (1, 2, 3, 4), (32, 4)).astype(np.float32)
-    y = np.tanh(x[:, 0] - x[:, 1] / 2)
+    x: Any = np.random.default_rng(0).normal(3, (1, 2, 3, 4), (32, 4)).astype(np.float32)
+    y: Any = np.tanh(x[:, 0] - x[:, 1] / 2)
     net = make()
     slots, losses = OPTIMIZER.init(sm.trainable(net)), []
     for _ in range(STEPS):
