@@ -1,4 +1,4 @@
-"""What the README and the home page show first: a function, its sharded form, and what mistakes look like."""
+"""What the README, the home page and the page on testing show first: code, and how its mistakes look."""
 
 import re
 import types
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import statemesh as sm
+from property_tests.planted.mistakes import mistakes
 from statemesh.testing import assert_equivalent
 from tests import test_docs
 from tests.test_docs import namespace as namespace
@@ -54,3 +55,18 @@ def test_the_first_screen_has_thirty_lines() -> None:
 def test_the_home_page_begins_as_the_readme() -> None:
     one, other = (test_docs.fences(page.name, page.read_text())[0] for page in (README, HOME))
     assert one.source == other.source
+
+
+def test_the_page_on_testing_begins_with_the_real_report() -> None:
+    page = test_docs.ROOT / "docs" / "pages" / "testing.md"
+    wanted = ("experts", "embedding-averaged")
+    (mistake,) = (m for m in mistakes() if (m.model, m.name) == wanted)
+    path, _ = mistake.where
+    assert len(path.read_text().splitlines()) > 100
+    with pytest.raises(AssertionError) as failed:
+        mistake.case("float32").check()
+    report = str(failed.value).replace(f"  # mistake: {mistake.name}", "")
+    report = report.replace(str(path), "models_experts.py")
+    # Which lines come next depends on JAX's version.
+    first, found, _ = texts(page)[0].partition("  or, less likely, here:\n")
+    assert found and report.startswith(first + found)
