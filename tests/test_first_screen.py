@@ -1,0 +1,72 @@
+"""What the README, the home page and the page on testing show first: code, and how its mistakes look."""
+
+import re
+import types
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import statemesh as sm
+from property_tests.planted.mistakes import mistakes
+from statemesh.testing import assert_equivalent
+from tests import test_docs
+from tests.test_docs import namespace as namespace
+
+
+pytestmark = pytest.mark.slow
+
+README = test_docs.ROOT / "README.md"
+HOME = test_docs.ROOT / "docs" / "pages" / "index.md"
+
+
+def texts(page: Path) -> list[str]:
+    """What stands in the `text` fences of a page."""
+    return re.findall(r"^```text\n(.*?)^```$", page.read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("page", [README, HOME], ids=lambda page: page.name)
+def test_the_first_screen_shows_the_real_error_and_the_real_report(
+    page: Path, namespace: dict[str, Any]
+) -> None:
+    first, *_ = test_docs.fences(page.name, page.read_text())
+    first.run(namespace)
+    shown = types.SimpleNamespace(**namespace)
+    net = shown.Net(sm.ParamState(jnp.ones(3)), sm.BatchState(jnp.zeros(3)))
+    x = jnp.arange(48.0).reshape(16, 3)
+    error, report = texts(page)
+    with pytest.raises(sm.DivergedStateError) as raised:
+        shown.sharded(net, x)
+    assert str(raised.value) == error.rstrip("\n")
+    mended = net.replace(mean=net.mean.replace(reduce="mean"))
+    with pytest.raises(AssertionError) as failed:
+        assert_equivalent(shown.sharded, (mended, x), meshes=[shown.mesh])
+    assert report in str(failed.value)
+
+
+def test_the_first_screen_has_thirty_lines() -> None:
+    text = README.read_text()
+    (_, report) = texts(README)
+    screen = text[: text.index(report) + len(report)] + "```"
+    assert len(screen.splitlines()) <= 30
+
+
+def test_the_home_page_begins_as_the_readme() -> None:
+    one, other = (test_docs.fences(page.name, page.read_text())[0] for page in (README, HOME))
+    assert one.source == other.source
+
+
+def test_the_page_on_testing_begins_with_the_real_report() -> None:
+    page = test_docs.ROOT / "docs" / "pages" / "testing.md"
+    wanted = ("experts", "embedding-averaged")
+    (mistake,) = (m for m in mistakes() if (m.model, m.name) == wanted)
+    path, _ = mistake.where
+    assert len(path.read_text().splitlines()) > 100
+    with pytest.raises(AssertionError) as failed:
+        mistake.case("float32").check()
+    report = str(failed.value).replace(f"  # mistake: {mistake.name}", "")
+    report = report.replace(str(path), "models_experts.py")
+    # Which lines come next depends on JAX's version.
+    first, found, _ = texts(page)[0].partition("  or, less likely, here:\n")
+    assert found and report.startswith(first + found)
