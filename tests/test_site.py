@@ -1,4 +1,4 @@
-"""What the documentation must have: the words of every error, an example of every public name, short pages."""
+"""What the documentation must have: the words of every error, an example of each public name, short pages."""
 
 import ast
 import pathlib
