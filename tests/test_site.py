@@ -1,20 +1,30 @@
 """What the documentation must have: the words of every error, an example of each public name, short pages."""
 
 import ast
+import functools
+import html
+import http.server
+import json
 import pathlib
 import re
+import shutil
+import subprocess
+import sys
+import threading
 import types
 from collections.abc import Iterator
 
 import pytest
 
 import statemesh as sm
+from property_tests.planted.table import FIRST, LAST, put, with_tables
 from statemesh import checkpoint, testing
 from tests.test_docs import PAGES, public
 
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs" / "pages"
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 ERROR_MODULES = [
     *sorted((ROOT / "statemesh" / "_base" / "errors").glob("_[!_t]*.py")),  # without `_text.py`
     ROOT / "statemesh" / "checkpoint" / "_errors.py",
@@ -127,3 +137,86 @@ def test_every_public_name_has_an_example(name: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_has_at_most_300_lines(page: pathlib.Path) -> None:
     assert page.read_text().count("\n") <= 300
+
+
+def test_the_tables_of_every_case_have_a_page_of_their_own(tmp_path: pathlib.Path) -> None:
+    for name in ("what-the-check-finds.md", "what-the-check-finds-cases.md"):
+        (tmp_path / name).write_text(with_tables(f"before\n{FIRST}\n{LAST}\nafter\n", "old"))
+    put(tmp_path, "### Counts\n\nmany\n\n### Every one\n\none\n")
+    counts, cases = (path.read_text() for path in sorted(tmp_path.iterdir(), reverse=True))
+    assert "many" in counts and "### Every" not in counts and "old" not in counts
+    assert "### Every one" in cases and "many" not in cases and cases.endswith("after\n")
+
+
+# The site
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict"]
+    subprocess.run([*command, "-f", "docs/mkdocs.yml", "-d", str(folder)], cwd=ROOT, check=True)
+    return folder
+
+
+@pytest.mark.slow
+def test_the_search_has_the_words_of_every_error(site: pathlib.Path) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    sections = [one["text"] for one in index["docs"] if "error-texts" in one["location"]]
+    shown = plain(html.unescape(re.sub(r"<[^>]*>", "", " ".join(sections))))
+    assert [text for _, text in TEXTS if text not in shown] == []
+
+
+# Shows each page, without its scripts, in frames of both widths, and writes down which are wider than these.
+PROBE = """
+<body><script>
+const wide = [];
+const seen = PAGES.flatMap(page => [1280, 390].map(async width => {
+  const frame = document.createElement("iframe");
+  frame.sandbox = "allow-same-origin";
+  frame.style.cssText = `width: ${width}px; height: 900px; border: 0`;
+  frame.src = page;
+  document.body.append(frame);
+  await new Promise(done => frame.onload = done);
+  // Without scripts a long title is wider than the header above.
+  const main = frame.contentDocument.querySelector("main");
+  if (main?.clientWidth !== width || !main.querySelector("h1")) wide.push(`${page} is not shown`);
+  else if (main.scrollWidth > width) wide.push(`${page} at ${width}: ${main.scrollWidth}`);
+}));
+Promise.all(seen).then(() => document.body.textContent = "SEEN" + JSON.stringify(wide) + "SEEN");
+</script></body>
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here")
+def test_no_page_scrolls_sideways(site: pathlib.Path) -> None:
+    pages = sorted(page.name for page in site.glob("*.html"))
+    (site / "probe.htm").write_text(PROBE.replace("PAGES", json.dumps(pages)))
+    assert look_at(site, "probe.htm") == []
+
+
+def look_at(site: pathlib.Path, page: str) -> list[str]:
+    """What a page of the site has written down, once a browser has run its script."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args: object) -> None:
+            pass
+
+    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    command += ["--disable-dev-shm-usage", "--virtual-time-budget=600000", "--dump-dom"]
+    serve = functools.partial(Quiet, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            shown = subprocess.run(
+                [*command, f"http://127.0.0.1:{server.server_port}/{page}"],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=300,
+            ).stdout
+        finally:
+            server.shutdown()
+    found: list[str] = json.loads(html.unescape(shown.split("SEEN")[1]))
+    return found
