@@ -75,15 +75,21 @@ def test_the_table_has_the_first_run_and_the_range_of_the_ratios() -> None:
     assert len({line.count("|") for line in table(runs)}) == 1
 
 
-def test_a_page_gets_the_table_and_keeps_the_rest(tmp_path: Path) -> None:
-    page = tmp_path / "benchmarks.md"
-    page.write_text("before\n<!-- table: begin -->\nold\n<!-- table: end -->\nafter\n")
-    put(page, ["new"])
-    put(page, ["newer"])
-    text = page.read_text()
+def test_pages_get_the_tables_of_their_programs_and_keep_the_rest(tmp_path: Path) -> None:
+    for name, kind in (("benchmarks.md", "sharded"), ("benchmarks-more.md", "reduced")):
+        old = f"<!-- table of {kind}: begin -->\nold\n<!-- table of {kind}: end -->"
+        (tmp_path / name).write_text(f"before\n{old}\nafter\n")
+    runs = [[made_up("statemesh", 3e-4)]]
+    put(tmp_path, "new", runs)
+    put(tmp_path, "newer", runs)
+    text = (tmp_path / "benchmarks.md").read_text()
     assert text.startswith("before\n") and text.endswith("after\n")
     assert "newer" in text and "old" not in text and text.count("<!-- table") == 2
-    # The picture leaves out another number of devices if it has fewer sizes.
+    assert text.count("| statemesh |") == 1
+    assert "old" in (tmp_path / "benchmarks-more.md").read_text()  # nothing was measured
+
+
+def test_the_picture_shows_the_number_of_devices_with_the_most_sizes(tmp_path: Path) -> None:
     sizes = [dataclasses.replace(made_up("statemesh", 3e-4), states=k) for k in (1, 10)]
     wide = dataclasses.replace(made_up("statemesh", 3e-4), devices=64)
     picture([made_up(FLOOR, 2e-4), *sizes, wide], tmp_path / "assets" / "a.svg")

@@ -143,7 +143,7 @@ FAQ_SECTIONS = [section for page in FAQS for section in sections(page.name, page
 
 def test_pages_show_code() -> None:
     shown = {page.name for page in PAGES if fences(page.name, page.read_text())}
-    assert shown >= {"README.md", "index.md", "coming-from.md", "states.md", "randomness.md"}
+    assert shown >= {"README.md", "index.md", "coming-from-jax.md", "states.md", "randomness.md"}
     assert len(FAQ_SECTIONS) > 20
 
 
@@ -204,7 +204,9 @@ def test_pages_get_their_devices(page: pathlib.Path) -> None:
 OURS = {"equinox", "jax", "jaxtyping", "numpy", "statemesh"}
 # A page that imports another package must show the command that installs it.
 INSTALLED_BY = {
+    "brainstate": "pip install brainstate",
     "flax": "pip install flax",
+    "haiku": "pip install flax dm-haiku",
     "hypothesis": "pip install 'statemesh[testing]'",
     "optax": "pip install optax",
     "orbax": "pip install 'statemesh[checkpoint]'",

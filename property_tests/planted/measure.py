@@ -233,7 +233,7 @@ def main() -> None:
     )
     parser.add_argument("--dtypes", nargs="+", default=[], choices=DTYPES)
     parser.add_argument("--table", type=pathlib.Path, help="a file for the tables")
-    parser.add_argument("--page", type=pathlib.Path, help="a page whose tables are replaced")
+    parser.add_argument("--pages", type=pathlib.Path, help="a folder with the pages to update")
     parser.add_argument(
         "--lines", type=pathlib.Path, help="a file of JSON lines, one for each case"
     )
@@ -263,14 +263,14 @@ def main() -> None:
                 one.text,
             )
         return
-    from .table import tables, with_tables
+    from .table import put, tables
 
     text = tables(outcomes)
     print(text)
     if given.table:
         given.table.write_text(text)
-    if given.page:
-        given.page.write_text(with_tables(given.page.read_text(), text))
+    if given.pages:
+        put(given.pages, text)
 
 
 if __name__ == "__main__":

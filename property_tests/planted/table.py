@@ -1,5 +1,6 @@
 """What was measured, as Markdown."""
 
+import pathlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,14 @@ def tables(outcomes: Sequence["Outcome"]) -> str:
     if of_kind["delicate"]:
         parts.append(("Every delicate program", _all_delicate(of_kind["delicate"])))
     return "\n".join(f"### {title}\n\n{body}\n" for title, body in parts)
+
+
+def put(folder: pathlib.Path, text: str) -> None:
+    """Put the tables into the docs: the counts into one page, the tables of every case into another."""
+    counts, first, cases = text.partition("### Every ")
+    for name, part in (("", counts.rstrip("\n")), ("-cases", (first + cases).rstrip("\n"))):
+        page = folder / f"what-the-check-finds{name}.md"
+        page.write_text(with_tables(page.read_text(), f"{part}\n"))
 
 
 def with_tables(page: str, text: str) -> str:

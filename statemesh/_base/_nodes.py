@@ -22,6 +22,16 @@ def is_state(node: object) -> bool:
     - `node`: anything.
 
     **Returns:** a `bool`; of use as an `is_leaf`.
+
+    !!! example
+
+        ```python
+        >>> import jax, statemesh as sm
+        >>> tree = {"w": sm.ParamState(1.0), "n": 3}
+        >>> jax.tree.map(type, tree, is_leaf=sm.is_state)["w"].__name__
+        'ParamState'
+
+        ```
     """
     return isinstance(node, StateNode)
 

@@ -34,6 +34,28 @@ class StatefulMapping(Generic[Params, Result]):
 
     `shard_map`, `pmap2` and `vmap2` return one. It compiles at the first call with each new signature and
     is a method when it stands in a class.
+
+    !!! example
+
+        ```python
+        >>> import jax, jax.numpy as jnp, statemesh as sm
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        >>> @sm.shard_map(mesh=mesh, in_specs=(None, P("data")), out_specs=P())
+        ... def add(total, x):
+        ...     return total.set(total.value + x.sum())
+        >>> total, x = sm.State(0.0, reduce="sum"), jnp.arange(16.0)
+        >>> _, placed = add.place(total, x)                # what no call has to move
+        >>> placed.sharding.spec
+        P('data',)
+        >>> float(add(total, placed).value), float(add.unsharded(total, x).value)
+        (120.0, 120.0)
+        >>> add.lower(total, x).out_info.value.shape
+        ()
+        >>> add.explain(total, x).collectives[0].operation
+        'psum'
+
+        ```
     """
 
     # `jax.jit` and `functools.wraps` copy a `__dict__` onto what they return. So ours holds only the
@@ -203,6 +225,20 @@ class StatefulMapping(Generic[Params, Result]):
 
         **Raises:** `StatemeshError` for what `pmap2` and `vmap2` return; `SpecError` for specs that do not
         fit the mesh.
+
+        !!! example
+
+            ```python
+            >>> import jax, jax.numpy as jnp, statemesh as sm
+            >>> from jax.sharding import PartitionSpec as P
+            >>> all, two = (jax.make_mesh((n,), ("data",), devices=jax.devices()[:n]) for n in (8, 2))
+            >>> double = sm.shard_map(lambda x: 2 * x, all, in_specs=P("data"), out_specs=P("data"))
+            >>> double(jnp.arange(8.0)).sharding.shard_shape((8,))
+            (1,)
+            >>> double.on_mesh(two)(jnp.arange(8.0)).sharding.shard_shape((8,))
+            (4,)
+
+            ```
         """
         rules = self._declared.rules
         if not isinstance(rules, SpecRules):

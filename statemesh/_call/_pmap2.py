@@ -110,9 +110,9 @@ def pmap2(
         have together (`None`: not said). It is checked.
     - `state_in_axes`, `state_out_axes`, `unexpected_out_state_mapping`: as for `vmap2`.
 
-    **Returns:** a function like `fn`, with `lower`, `place` and `unsharded`, which runs the lanes on one
-    device. With several processes each passes the lanes of its own devices and gets these back. The same
-    function, mapped again with equal arguments, runs what was compiled before.
+    **Returns:** a function like `fn`, with `place`, `lower`, `explain`, and `unsharded`, which runs the lanes
+    on one device. With several processes each passes the lanes of its own devices and gets these back. The
+    same function, mapped again with equal arguments, runs what was compiled before.
 
     **Raises:** `BatchAxisError` for axes that do not fit the arguments, the states, the devices or one
     another, and for unexpected writes. What `fn` raises comes through unchanged.

@@ -94,7 +94,7 @@ def shard_map(
         argument whose memory a result can take.
     - `jit`: `False` runs without compiling, for debugging.
 
-    **Returns:** a function like `fun`, with `lower`, `place` and `unsharded`.
+    **Returns:** a function like `fun`, with `place`, `unsharded`, `on_mesh`, `lower` and `explain`.
 
     **Raises:** `SpecError` for specs that do not fit the mesh or the arguments, `StructureError` for
     filters that match nothing, `DivergedStateError` for a write without a policy that differs between

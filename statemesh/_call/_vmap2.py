@@ -94,7 +94,7 @@ def vmap2(
         written, and whose axis 0 has the size of the lanes, per lane instead. `'auto'` traces the
         function twice.
 
-    **Returns:** a function like `fn`, with `lower`, `place` and `unsharded`.
+    **Returns:** a function like `fn`, with `place`, `unsharded`, `lower` and `explain`.
 
     **Raises:** `BatchAxisError` for axes that do not fit the arguments, the states or one another, and for
     unexpected writes. What `fn` raises comes through unchanged.

@@ -31,6 +31,22 @@ class Explanation:
     - `memory`: what a device needs, by XLA's account: `arguments`, `results`, `temporaries`, `donated`,
         `peak`, `allocated`, `by_argument`, `by_result` and `result_table`. `None` where nothing was compiled.
     - `advice`: what surely can be mended, one text each.
+
+    !!! example
+
+        ```python
+        >>> import jax, jax.numpy as jnp, statemesh as sm
+        >>> from jax.sharding import AbstractMesh, PartitionSpec as P
+        >>> def mean(x):
+        ...     return jax.lax.pmean(x.mean(), "data")
+        >>> mesh = AbstractMesh((8,), ("data",))
+        >>> found = sm.shard_map(mean, mesh, in_specs=P("data"), out_specs=P()).explain(jnp.ones(16))
+        >>> [(row.path, row.shape, row.shard_shape) for row in found.leaves]
+        [('x', (16,), (2,))]
+        >>> found.collectives[0].axes, found.bytes
+        (('data',), 7)
+
+        ```
     """
 
     name: str

@@ -34,6 +34,17 @@ class Packed(PackedNode):
     - `states`: a mapping from the path of each packed state, as `statemesh.states` names it, to the State.
         Looking one up copies its part of the buffer.
     - `beside`: what is not packed, by path: random states, arrays outside of States, static leaves.
+
+    !!! example
+
+        ```python
+        >>> import jax, jax.numpy as jnp, statemesh as sm
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        >>> packed = sm.pack([sm.State(jnp.full(2, k)) for k in range(100)], mesh)
+        >>> len(packed.buffers), packed.states["[7]"].value
+        (1, Array([7, 7], dtype=int32))
+
+        ```
     """
 
     __slots__ = ("__weakref__", "_contents", "_rest", "buffers")

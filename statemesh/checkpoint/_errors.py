@@ -7,7 +7,21 @@ from .._base.errors._text import error_listing
 
 
 class CheckpointError(StatemeshError):
-    """A folder that cannot be written or read as a checkpoint."""
+    """A folder that cannot be written or read as a checkpoint.
+
+    !!! example
+
+        ```python
+        >>> import tempfile
+        >>> from statemesh import checkpoint
+        >>> try:
+        ...     checkpoint.save(tempfile.gettempdir(), {})
+        ... except checkpoint.CheckpointError as error:
+        ...     print("is there already" in str(error))
+        True
+
+        ```
+    """
 
 
 def exists(folder: object) -> CheckpointError:

@@ -20,6 +20,20 @@ class Checked:
     - `untested`: what was not tested at all, in words. Each is an `UntestedWarning` too.
     - `own_dtype`: the operations that could not run in double precision. In what they compute, mistakes as
         small as rounding were not seen.
+
+    !!! example
+
+        ```python
+        >>> import jax.numpy as jnp, numpy as np
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from statemesh.testing import assert_equivalent
+        >>> checked = assert_equivalent(
+        ...     jnp.sin, (np.arange(4.0),), meshes=[{"x": 2}], in_specs=P("x"), out_specs=P("x")
+        ... )
+        >>> checked.differentiated
+        ('the gradient by args[0]',)
+
+        ```
     """
 
     agreed: tuple[str, ...]

@@ -23,7 +23,25 @@ Made: TypeAlias = tuple[tuple[tuple[PyTree, ...], Mapping[str, PyTree]], PyTree]
 
 
 class UntestedWarning(UserWarning):
-    """A check passed without testing something that it could be expected to test."""
+    """A check passed without testing something that it could be expected to test.
+
+    !!! example
+
+        ```python
+        >>> import warnings
+        >>> import numpy as np
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from statemesh.testing import UntestedWarning, assert_equivalent
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always", UntestedWarning)
+        ...     _ = assert_equivalent(
+        ...         abs, (np.arange(1.0, 5.0),), meshes=[{"x": 1}], in_specs=P("x"), out_specs=P("x")
+        ...     )
+        >>> print(str(caught[0].message).split(". ")[0])
+        Every mesh has one device, so nothing is compared between shards
+
+        ```
+    """
 
 
 def untested(

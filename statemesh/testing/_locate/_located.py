@@ -17,6 +17,24 @@ class Place:
     - `shards`: which shards these are.
     - `step`: inside a loop the number of the first round in which it happens.
     - `note`: what else is known about the value.
+
+    !!! example
+
+        ```python
+        >>> import jax.numpy as jnp, statemesh as sm
+        >>> from jax.sharding import AbstractMesh, PartitionSpec as P
+        >>> from statemesh.testing import locate
+        >>> def centred(x):
+        ...     mean = x.mean(0)
+        ...     return x - mean
+        >>> mesh = AbstractMesh((4,), ("data",))
+        >>> centred = sm.shard_map(centred, mesh, in_specs=P("data"), out_specs=P("data"))
+        >>> found = locate(centred, jnp.arange(8.0))
+        >>> place = found.places[0]
+        >>> place.line, place.source
+        (2, 'mean = x.mean(0)')
+
+        ```
     """
 
     file: str
@@ -52,6 +70,23 @@ class Located:
     - `cause`: what puts all results right, if running the program so has confirmed it.
     - `gradient`: whether the results agree, and only the derivatives differ.
     - `rounding`: whether all agrees in double precision, and differs only in the dtypes of the program.
+
+    !!! example
+
+        ```python
+        >>> import jax.numpy as jnp, statemesh as sm
+        >>> from jax.sharding import AbstractMesh, PartitionSpec as P
+        >>> from statemesh.testing import locate
+        >>> def centred(x):
+        ...     mean = x.mean(0)
+        ...     return x - mean
+        >>> mesh = AbstractMesh((4,), ("data",))
+        >>> centred = sm.shard_map(centred, mesh, in_specs=P("data"), out_specs=P("data"))
+        >>> found = locate(centred, jnp.arange(8.0))
+        >>> found.matched, found.gradient, len(found.places)
+        (True, False, 2)
+
+        ```
     """
 
     places: tuple[Place, ...]

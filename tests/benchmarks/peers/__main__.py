@@ -5,7 +5,7 @@
 
 `run` starts each peer in its own process and calls them in turn, waiting for each result. `show` prints the
 numbers of each program from the first file that has it, with the range of the ratios over all files. With
-`--write` it puts the table and a picture into the documentation.
+`--write` it puts the tables and a picture into the documentation.
 """
 
 import argparse
@@ -48,11 +48,10 @@ def run(options: argparse.Namespace) -> None:
 
 def show(options: argparse.Namespace) -> None:
     about, runs = read(options.file)
-    lines = [f"{about}. Medians, microseconds; first and second call milliseconds; bytes.", ""]
-    lines += table(runs)
-    print("\n".join(lines))
+    about = f"{about}. Medians, microseconds; first and second call milliseconds; bytes."
+    print("\n".join([about, "", *table(runs)]))
     if options.write is not None:
-        put(options.write / "benchmarks.md", lines)
+        put(options.write, about, runs)
         picture(firsts(runs), options.write / "assets" / "benchmarks.svg")
 
 

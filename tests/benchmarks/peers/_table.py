@@ -9,7 +9,7 @@ from ._peers import FLOOR
 from ._run import Row
 
 
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
+BEGIN, END = "<!-- table of {}: begin -->", "<!-- table of {}: end -->"
 HEAD = (
     "| program | devices | states | | wall | to hand | host | to hand | first | second | traces | compiles "
     "| held | moved |"
@@ -75,11 +75,18 @@ def _range(ratios: Sequence[float | None]) -> str:
     return f"{found[0]:.2f}" + (f" ({low}-{high})" if len(found) > 1 else "")
 
 
-def put(page: Path, lines: Sequence[str]) -> None:
-    """Put the table into its place in a page."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    page.write_text("\n".join([before + BEGIN, "", *lines, "", END + after]))
+def put(folder: Path, about: str, runs: Sequence[Sequence[Row]]) -> None:
+    """Put the table of each program into its place in the pages of a folder."""
+    for page in sorted(folder.glob("benchmarks*.md")):
+        text = page.read_text()
+        for kind in dict.fromkeys(row.kind for row in firsts(runs)):
+            begin, end = BEGIN.format(kind), END.format(kind)
+            if begin in text:
+                lines = table([[row for row in rows if row.kind == kind] for rows in runs])
+                before, _, rest = text.partition(begin)
+                after = rest.partition(end)[2]
+                text = "\n".join([before + begin, "", about, "", *lines, "", end + after])
+        page.write_text(text)
 
 
 def picture(rows: Sequence[Row], file: Path) -> None:
