@@ -1,15 +1,12 @@
-"""States as immutable leaves of a module tree, and mapped calls that thread them explicitly."""
+"""States as immutable leaves of a module tree, and mapped calls that thread them explicitly.
+
+What models are made of is loaded here. What runs them is loaded when one of its names is used first: it takes
+longer, and a program that only builds models, or prints its help, does not need it.
+"""
+
+import typing
 
 from . import filters as filters
-from . import legacy as legacy
-from . import nn as nn
-from ._axes._collectives import all_gather as all_gather
-from ._axes._collectives import axis_index as axis_index
-from ._axes._collectives import axis_size as axis_size
-from ._axes._collectives import pmax as pmax
-from ._axes._collectives import pmean as pmean
-from ._axes._collectives import pmin as pmin
-from ._axes._collectives import psum as psum
 from ._base._nodes import is_state as is_state
 from ._base._specs import PerShard as PerShard
 from ._base.errors import BatchAxisError as BatchAxisError
@@ -17,19 +14,6 @@ from ._base.errors import DivergedStateError as DivergedStateError
 from ._base.errors import SpecError as SpecError
 from ._base.errors import StatemeshError as StatemeshError
 from ._base.errors import StructureError as StructureError
-from ._call._explain import explain as explain
-from ._call._mapping import StatefulMapping as StatefulMapping
-from ._call._pmap2 import pmap2 as pmap2
-from ._call._shard_map import shard_map as shard_map
-from ._call._vmap2 import vmap2 as vmap2
-from ._explain._explanation import Explanation as Explanation
-from ._fsdp._fsdp import fsdp as fsdp
-from ._fsdp._gather import gather as gather
-from ._fsdp._gather import scatter as scatter
-from ._grad._grad import grad as grad
-from ._grad._grad import value_and_grad as value_and_grad
-from ._grad._trainable import trainable as trainable
-from ._map import Map as Map
 from ._model._kinds import BatchState as BatchState
 from ._model._kinds import HiddenState as HiddenState
 from ._model._kinds import LongTermState as LongTermState
@@ -40,16 +24,28 @@ from ._model._module import Module as Module
 from ._model._module import field as field
 from ._model._random import RandomState as RandomState
 from ._model._state import State as State
-from ._new_states import new_states as new_states
-from ._new_states import pmap2_new_states as pmap2_new_states
-from ._new_states import vmap2_new_states as vmap2_new_states
-from ._packed._pack import pack as pack
-from ._packed._packed import Packed as Packed
 from ._partition import combine as combine
 from ._partition import partition as partition
 from ._partition import states as states
-from ._resolve._place import place as place
-from ._scan import scan as scan
 
 
-__version__ = "0.1.0"
+if typing.TYPE_CHECKING:
+    from ._engine import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> object:
+        # Python and its tools ask modules for names such as `__path__`, which are never in the engine.
+        if not name.startswith("_"):
+            from . import _engine
+
+            if hasattr(_engine, name):
+                return getattr(_engine, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        from . import _engine
+
+        return sorted({*globals(), *(name for name in vars(_engine) if not name.startswith("_"))})
+
+
+__version__ = "0.2.0"

@@ -163,7 +163,7 @@ def test_faq_heading_is_what_the_error_says(section: Section, namespace: dict[st
 
 def public(module: types.ModuleType) -> list[str]:
     """The public names of a module, except submodules."""
-    names = [name for name in vars(module) if not name.startswith("_")]
+    names = [name for name in dir(module) if not name.startswith("_")]
     return [name for name in names if not isinstance(getattr(module, name), types.ModuleType)]
 
 

@@ -206,6 +206,13 @@ class Slots(NamedTuple):
     count: Any
 
 
+class Tally(sm.State):
+    __slots__ = ()
+
+    def leave(self, old: Any, axis_names: Any) -> Any:
+        return of_global(self)
+
+
 class Kind(enum.Enum):
     ONE = 1
 
@@ -229,7 +236,7 @@ class Abstract(eqx.Module):
     def __call__(self, x: Any) -> Any: ...
 
 
-@pytest.mark.parametrize("cls", [Slots, Kind, Abstract, sm.State, dict])
+@pytest.mark.parametrize("cls", [Slots, Tally, Kind, Abstract, sm.State, dict])
 def test_classes(cls: Any) -> None:
     assert known(cls) == known(cls) != known(Net)
 
@@ -239,9 +246,9 @@ def test_classes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
         before = known(cls)
         monkeypatch.setattr(cls, name, other, raising=False)
         assert known(cls) != before
-    before = known(Abstract)
+    before = known(Abstract), known(Tally)
     monkeypatch.setattr(sys.modules[__name__], "SCALE", 3.0)
-    assert known(Abstract) != before
+    assert known(Abstract) != before[0] and known(Tally) != before[1]
 
 
 def test_what_a_decorated_function_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,31 @@
+"""What runs models: the second half of the door."""
+
+from . import legacy as legacy
+from . import nn as nn
+from ._axes._collectives import all_gather as all_gather
+from ._axes._collectives import axis_index as axis_index
+from ._axes._collectives import axis_size as axis_size
+from ._axes._collectives import pmax as pmax
+from ._axes._collectives import pmean as pmean
+from ._axes._collectives import pmin as pmin
+from ._axes._collectives import psum as psum
+from ._call._explain import explain as explain
+from ._call._mapping import StatefulMapping as StatefulMapping
+from ._call._pmap2 import pmap2 as pmap2
+from ._call._shard_map import shard_map as shard_map
+from ._call._vmap2 import vmap2 as vmap2
+from ._explain._explanation import Explanation as Explanation
+from ._fsdp._fsdp import fsdp as fsdp
+from ._fsdp._gather import gather as gather
+from ._fsdp._gather import scatter as scatter
+from ._grad._grad import grad as grad
+from ._grad._grad import value_and_grad as value_and_grad
+from ._grad._trainable import trainable as trainable
+from ._map import Map as Map
+from ._new_states import new_states as new_states
+from ._new_states import pmap2_new_states as pmap2_new_states
+from ._new_states import vmap2_new_states as vmap2_new_states
+from ._packed._pack import pack as pack
+from ._packed._packed import Packed as Packed
+from ._resolve._place import place as place
+from ._scan import scan as scan
