@@ -131,9 +131,13 @@ def _as_one(
     """What a collective makes of arrays that are put end to end."""
     if len(arrays) == 1:
         return [collective(arrays[0])]
-    whole = collective(_end_to_end([jnp.ravel(x) for x in arrays]))
+    whole = collective(_end_to_end([_reshaped(x, (x.size,)) for x in arrays]))
     pieces = _split(whole, [x.size for x in arrays])
-    return [jnp.reshape(piece, x.shape) for piece, x in zip(pieces, arrays, strict=True)]
+    return [_reshaped(piece, x.shape) for piece, x in zip(pieces, arrays, strict=True)]
+
+
+def _reshaped(x: AnyArray, shape: tuple[int, ...]) -> AnyArray:
+    return x if x.shape == shape else jax.lax.reshape(x, shape)
 
 
 def _end_to_end(flat: Sequence[AnyArray]) -> AnyArray:
