@@ -14,12 +14,12 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_batching import custom_vmap
 
 from .._base import _compat as compat
 from .._base._jaxprs import JOINS
 from .._base._types import AxisName
+from ._end_to_end import end_to_end, taken_apart
 from ._wide import AnyArray
 
 
@@ -29,9 +29,6 @@ Collective: TypeAlias = Callable[[AnyArray, tuple[AxisName, ...]], AnyArray]
 # In bytes. An array of this size is reduced by itself: its copies cost more than a collective.
 _LARGE = 64 * 2**10
 _BUCKET = 4 * 2**20
-# So many arrays are put end to end by one operation. With more of them XLA compiles each such operation anew,
-# even where it has just compiled the same one.
-_FUSED = 8
 
 
 def together(
@@ -131,28 +128,4 @@ def _as_one(
     """What a collective makes of arrays that are put end to end."""
     if len(arrays) == 1:
         return [collective(arrays[0])]
-    whole = collective(_end_to_end([_reshaped(x, (x.size,)) for x in arrays]))
-    pieces = _split(whole, [x.size for x in arrays])
-    return [_reshaped(piece, x.shape) for piece, x in zip(pieces, arrays, strict=True)]
-
-
-def _reshaped(x: AnyArray, shape: tuple[int, ...]) -> AnyArray:
-    return x if x.shape == shape else jax.lax.reshape(x, shape)
-
-
-def _end_to_end(flat: Sequence[AnyArray]) -> AnyArray:
-    if len(flat) > _FUSED:
-        few = [flat[k : k + _FUSED] for k in range(0, len(flat), _FUSED)]
-        flat = jax.lax.optimization_barrier([_end_to_end(some) for some in few])
-    return jax.lax.concatenate(flat, 0) if len(flat) > 1 else flat[0]
-
-
-def _split(flat: AnyArray, sizes: Sequence[int]) -> list[AnyArray]:
-    # XLA's CPU compiler compiles equal loops once. Loops that begin at different constants are not equal; so
-    # the barrier hides where each begins.
-    starts = np.cumsum([0, *sizes[:-1]], dtype=np.int32)
-    hidden = jax.lax.optimization_barrier(list(starts))
-    return [
-        jax.lax.dynamic_slice(flat, (start,), (size,), allow_negative_indices=False)
-        for start, size in zip(hidden, sizes, strict=True)
-    ]
+    return taken_apart(collective(end_to_end(arrays)), [x.shape for x in arrays])
