@@ -16,7 +16,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from .._base._types import AxisName
-from ._joined import together
+from ._joined import by_groups, together
 from ._wide import AnyArray, widened
 
 
@@ -53,18 +53,13 @@ def _is_float(x: AnyArray) -> bool:
 def _on_mesh(
     arrays: Sequence[AnyArray], names: tuple[AxisName, ...], joined: Callable[..., Array]
 ) -> list[Array]:
-    made = list(arrays)
-    for of_floats, over in ((True, _of_shards), (False, _of_integers)):
-        at = [k for k, x in enumerate(arrays) if _is_float(x) is of_floats]
-        for k, x in zip(at, over(tuple(arrays[k] for k in at), names, joined), strict=True):
-            made[k] = x
-    return made
+    def one(own: Sequence[AnyArray]) -> Sequence[Array]:
+        if _is_float(own[0]):
+            return _of_shards(tuple(own), names, joined)
+        return together(joined, own, names)
 
-
-def _of_integers(
-    arrays: _Several, names: tuple[AxisName, ...], joined: Callable[..., Array]
-) -> list[Array]:
-    return together(joined, arrays, names)
+    groups = [[k for k, x in enumerate(arrays) if _is_float(x) is hit] for hit in (True, False)]
+    return by_groups(one, arrays, groups)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))

@@ -8,7 +8,8 @@ along the program knows of it. So the whole is one call with a rule of its own. 
 is batched apart from what is not. To walks `jaxprs.apart` shows a collective for each array.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -18,6 +19,7 @@ from jax.custom_batching import custom_vmap
 from .._base import _compat as compat
 from .._base._jaxprs import JOINS
 from .._base._types import AxisName
+from ._end_to_end import end_to_end, taken_apart
 from ._wide import AnyArray
 
 
@@ -27,9 +29,6 @@ Collective: TypeAlias = Callable[[AnyArray, tuple[AxisName, ...]], AnyArray]
 # In bytes. An array of this size is reduced by itself: its copies cost more than a collective.
 _LARGE = 64 * 2**10
 _BUCKET = 4 * 2**20
-# The compiler fuses what makes or takes apart so many arrays into one loop. Compiling takes long with many
-# more, and running with many fewer.
-_FUSED = 16
 
 
 def together(
@@ -49,11 +48,27 @@ def together(
     groups: dict[Hashable, list[int]] = {}
     for k, x in enumerate(arrays):
         groups.setdefault((x.dtype, compat.varying(x)), []).append(k)
+
+    def one(own: Sequence[AnyArray]) -> Sequence[AnyArray]:
+        return _several(collective, names, own) if len(own) > 1 else [collective(own[0], names)]
+
+    return by_groups(one, arrays, groups.values())
+
+
+def by_groups(
+    run: Callable[[Sequence[AnyArray]], Sequence[AnyArray]],
+    arrays: Sequence[AnyArray],
+    groups: Iterable[Sequence[int]],
+) -> list[AnyArray]:
+    """What `run` makes of each group of arrays, in the order of the arrays.
+
+    **Arguments:**
+
+    - `groups`: the numbers of the arrays in each group. What is in none stays as it is.
+    """
     made = list(arrays)
-    for at in groups.values():
-        own = [arrays[k] for k in at]
-        done = _several(collective, names, own) if len(own) > 1 else [collective(own[0], names)]
-        for k, x in zip(at, done, strict=True):
+    for at in groups:
+        for k, x in zip(at, run([arrays[k] for k in at]) if at else (), strict=True):
             made[k] = x
     return made
 
@@ -63,21 +78,13 @@ def _several(
 ) -> list[AnyArray]:
     @custom_vmap
     def run(*arrays: AnyArray) -> list[AnyArray]:
-        made = list(arrays)
-        for at in _buckets(arrays):
-            done = _as_one(lambda x: collective(x, names), [arrays[k] for k in at])
-            for k, x in zip(at, done, strict=True):
-                made[k] = x
-        return made
+        one = partial(_as_one, lambda x: collective(x, names))
+        return by_groups(one, arrays, _buckets(arrays))
 
     def rule(_: int, batched: Sequence[bool], *arrays: AnyArray) -> Any:
-        made = list(arrays)
-        for hit in (True, False):
-            at = [k for k, one in enumerate(batched) if one == hit]
-            done = together(collective, [arrays[k] for k in at], names)
-            for k, x in zip(at, done, strict=True):
-                made[k] = x
-        return made, list(batched)
+        groups = [[k for k, one in enumerate(batched) if one == hit] for hit in (True, False)]
+        one = partial(together, collective, axis_names=names)
+        return by_groups(one, arrays, groups), list(batched)
 
     setattr(rule, JOINS, True)
     run.def_vmap(rule)
@@ -121,24 +128,4 @@ def _as_one(
     """What a collective makes of arrays that are put end to end."""
     if len(arrays) == 1:
         return [collective(arrays[0])]
-    few = [arrays[k : k + _FUSED] for k in range(0, len(arrays), _FUSED)]
-    whole = _end_to_end([jnp.ravel(x) for x in arrays])
-    parts = _split(collective(whole), [sum(x.size for x in some) for some in few])
-    if len(parts) > 1:
-        parts = jax.lax.optimization_barrier(parts)
-    return [
-        jnp.reshape(piece, x.shape)
-        for part, some in zip(parts, few, strict=True)
-        for piece, x in zip(_split(part, [x.size for x in some]), some, strict=True)
-    ]
-
-
-def _end_to_end(flat: Sequence[AnyArray]) -> AnyArray:
-    if len(flat) > _FUSED:
-        few = [flat[k : k + _FUSED] for k in range(0, len(flat), _FUSED)]
-        flat = jax.lax.optimization_barrier([_end_to_end(some) for some in few])
-    return jax.lax.concatenate(flat, 0) if len(flat) > 1 else flat[0]
-
-
-def _split(flat: AnyArray, sizes: Sequence[int]) -> list[AnyArray]:
-    return list(jax.lax.split(flat, sizes))
+    return taken_apart(collective(end_to_end(arrays)), [x.shape for x in arrays])

@@ -107,27 +107,22 @@ class _Part:
     old: PyTree
     over: tuple[AxisName, ...]
 
-    @property
-    def count(self) -> int:
-        """How many instances the leaf is merged from."""
-        return math.prod(map(jax.lax.axis_size, self.over))
-
-    def before(self) -> PyTree:
-        """What is reduced."""
+    def before(self, count: int) -> PyTree:
+        """What is reduced, of a leaf that is merged from `count` instances."""
         new = axes.all_varying(self.new, self.over)
         match self.how:
             case "mean":
-                return before_sum(new, self.count)
+                return before_sum(new, count)
             case "sum":
                 return widened(new) - widened(self.old)
             case _:
                 return new
 
-    def after(self, made: PyTree) -> PyTree:
+    def after(self, made: PyTree, count: int) -> PyTree:
         """The merged leaf, from what was reduced."""
         match self.how:
             case "mean":
-                return after_sum(made, self.new.dtype, self.count)
+                return after_sum(made, self.new.dtype, count)
             case "sum":
                 return (widened(self.old) + made).astype(self.old.dtype)
             case _:
@@ -152,9 +147,10 @@ def reduced(writes: Sequence[Write]) -> list[PyTree]:
         if part.over:
             groups.setdefault((_REDUCED_BY[part.how], part.over), []).append(k)
     for (reduction, over), at in groups.items():
-        done = reduction([parts[k].before() for k in at], over)
+        count = math.prod(map(jax.lax.axis_size, over))
+        done = reduction([parts[k].before(count) for k in at], over)
         for k, x in zip(at, done, strict=True):
-            merged[k] = parts[k].after(x)
+            merged[k] = parts[k].after(x, count)
     leaves = iter(merged)
     return [treedef.unflatten([next(leaves) for _ in own]) for own, treedef in made]
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from .._axes._end_to_end import taken_apart, written_end_to_end
 from .._base import _compat as compat
 from .._base import _explicit as explicit
 from .._base import errors
@@ -17,9 +18,6 @@ from .._base._compat import tree_util
 from .._base._nodes import is_state
 from .._base._types import AxisName, Dtype, Leaf, PyTree, PyTreeDef
 from .._resolve._specs import SpecPlacement
-
-
-_TOGETHER = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,10 +78,7 @@ class Group:
     def split(self, part: Leaf) -> list[Leaf]:
         """A shard's parts of the arrays, taken out of its part of the buffer."""
         self.check(part, (self.size,))
-        # `split` is one equation for all arrays. Indexing would be three for each.
-        pieces = jax.lax.split(part, [slot.size for slot in self.slots])
-        pairs = zip(pieces, self.slots, strict=True)
-        return [jax.lax.reshape(piece, slot.part) for piece, slot in pairs]
+        return taken_apart(part, [slot.part for slot in self.slots])
 
     def check(self, buffer: Leaf, shape: tuple[int, ...]) -> None:
         """Refuse a buffer, or a shard's part of one, of another shape."""
@@ -91,22 +86,8 @@ class Group:
             raise errors.other_buffer([slot.path for slot in self.slots], buffer, shape)
 
     def join(self, parts: Sequence[Leaf]) -> PyTree:
-        """A shard's part of the buffer, made of its parts of the arrays.
-
-        We write a few arrays at a time. The compiler fuses their computation and the writing into one loop.
-        With all arrays at once that loop would take long to compile; one by one there would be many loops.
-        """
-        flat = [jax.lax.reshape(part, (part.size,)) for part in parts]
-        few = [flat[k : k + _TOGETHER] for k in range(0, len(flat), _TOGETHER)]
-        pieces = [jax.lax.concatenate(some, 0) for some in few]
-        if len(pieces) == 1:
-            return pieces[0]
-        buffer = jnp.zeros(self.size, self.dtype)
-        start = 0
-        for piece in pieces:
-            buffer = jax.lax.dynamic_update_slice(buffer, piece, (start,))
-            start += piece.size
-        return buffer
+        """A shard's part of the buffer, made of its parts of the arrays."""
+        return written_end_to_end(parts)
 
     def gathered(self, arrays: Sequence[np.ndarray], start: int) -> np.ndarray:
         """The shard's part of the buffer that begins at `start`, made of whole arrays."""

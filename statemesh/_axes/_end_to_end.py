@@ -1,0 +1,81 @@
+"""Many small arrays put end to end in one, and taken apart again, in programs that compile quickly.
+
+XLA's CPU compiler compiles equal loops once. Loops that begin at different constants are not equal. So a barrier
+hides from it where each array begins.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._wide import AnyArray
+
+
+# So many arrays are put end to end by one operation. With more of them XLA compiles each such operation anew,
+# even where it has just compiled the same one; with fewer there are more loops to run.
+_FUSED = 8
+
+
+def end_to_end(arrays: Sequence[AnyArray]) -> AnyArray:
+    """Arrays as one of one dimension."""
+    flat = [reshaped(x, (x.size,)) for x in arrays]
+    return _concatenated(flat)
+
+
+def _concatenated(flat: Sequence[AnyArray]) -> AnyArray:
+    if len(flat) > _FUSED:
+        flat = jax.lax.optimization_barrier(list(map(_concatenated, _few(flat))))
+        return _concatenated(flat)
+    return jax.lax.concatenate(flat, 0) if len(flat) > 1 else flat[0]
+
+
+def written_end_to_end(arrays: Sequence[AnyArray]) -> AnyArray:
+    """The same, where the result is an output of the program: a few arrays at a time are written into it."""
+    pieces = [_concatenated([reshaped(x, (x.size,)) for x in few]) for few in _few(arrays)]
+    if len(pieces) == 1:
+        return pieces[0]
+    whole = jnp.zeros(sum(piece.size for piece in pieces), pieces[0].dtype)
+    for piece, start in zip(pieces, _starts([piece.size for piece in pieces]), strict=True):
+        whole = jax.lax.dynamic_update_slice(whole, piece, (start,))
+    return whole
+
+
+def taken_apart(whole: AnyArray, shapes: Sequence[tuple[int, ...]]) -> list[AnyArray]:
+    """The arrays of these shapes that lie end to end."""
+    pieces = _split(whole, tuple(map(math.prod, shapes)))
+    return [reshaped(piece, shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def reshaped(x: AnyArray, shape: tuple[int, ...]) -> AnyArray:
+    return x if x.shape == shape else jax.lax.reshape(x, shape)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _split(whole: AnyArray, sizes: tuple[int, ...]) -> list[AnyArray]:
+    return [
+        jax.lax.dynamic_slice(whole, (start,), (size,))
+        for start, size in zip(_starts(sizes), sizes, strict=True)
+    ]
+
+
+@_split.defjvp
+def _(sizes: tuple[int, ...], primals: Any, tangents: Any) -> Any:
+    # The transpose of `split` is one concatenation. That of many slices is a sum of as many whole arrays.
+    return _split(*primals, sizes), list(jax.lax.split(*tangents, sizes))
+
+
+def _starts(sizes: Sequence[int]) -> list[AnyArray]:
+    # JAX counts signed numbers below zero from the end, with three more operations for each.
+    starts = [np.uint32(start) for start in accumulate(sizes[:-1], initial=0)]
+    hidden: list[AnyArray] = jax.lax.optimization_barrier(starts)
+    return hidden
+
+
+def _few(arrays: Sequence[AnyArray]) -> list[Sequence[AnyArray]]:
+    return [arrays[k : k + _FUSED] for k in range(0, len(arrays), _FUSED)]
