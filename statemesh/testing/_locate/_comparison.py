@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -242,12 +242,10 @@ class Comparison:
             found.append(Result(got, want, right))
         return found
 
-    def judged(self, made: Sequence[Stacked]) -> list[bool]:
-        """Which of the results of another run are right."""
-        return [
-            self.is_right(relation(value, result.want, self.scope, 0.0, self.unit(value)))
-            for value, result in zip(made, self.results, strict=True)
-        ]
+    def judge(self, number: int, value: Stacked) -> bool:
+        """Whether a result of another run is right."""
+        want = self.results[number].want
+        return self.is_right(relation(value, want, self.scope, 0.0, self.unit(value)))
 
     def unit(self, value: Stacked) -> float:
         """The roundoff of a value; 0 where floats are in double precision."""
