@@ -10,7 +10,8 @@ from .mistakes import Mistake
 
 # The lines of a report that name a place, and its cause.
 _PLACE = re.compile(r"^ +(?P<file>/\S+\.py):(?P<line>\d+): ")
-_CAUSE = re.compile(r" Tried: .* at \S+\.py:(?P<line>\d+), all results are right\.$")
+_SPECS = re.compile(r"^ +(?P<which>(?:in|out)_specs) of ")
+_CAUSE = re.compile(r" Tried: .* at \S+\.py:(?P<lines>\d+(?: or \d+)*), all results are right\.$")
 _HERE = "being those of one device here:"
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -75,20 +76,24 @@ def _targets(node: ast.Assign | ast.AugAssign | ast.AnnAssign) -> Iterator[ast.N
 
 
 def named(report: str, mistake: Mistake) -> list[int]:
-    """The lines of the mistaken file that a report names first, the likeliest first."""
-    path, _ = mistake.where
+    """The lines of the mistaken file that a report names first, the likeliest first; 0 for any other place.
+
+    The spec of an argument or a result is the line of the mistake where the mistake is such a spec.
+    """
+    path, line = mistake.where
     found = []
     for text in _first_places(report.splitlines()):
-        match = _PLACE.match(text)
-        if match:
-            found.append(int(match["line"]) if match["file"] == str(path) else 0)
+        if place := _PLACE.match(text):
+            found.append(int(place["line"]) if place["file"] == str(path) else 0)
+        if spec := _SPECS.match(text):
+            found.append(line if mistake.code.startswith(spec["which"]) else 0)
     return found
 
 
-def cause(report: str) -> int | None:
-    """The line of which a report says what puts all right."""
-    found = (_CAUSE.search(text) for text in _first_places(report.splitlines()))
-    return next((int(match["line"]) for match in found if match), None)
+def cause(report: str) -> set[int]:
+    """The lines of which a report says what puts all right."""
+    found = [_CAUSE.search(text) for text in _first_places(report.splitlines())]
+    return {int(line) for match in found if match for line in match["lines"].split(" or ")}
 
 
 def _first_places(lines: Sequence[str]) -> Iterator[str]:

@@ -96,9 +96,9 @@ def _lines(outcomes: Sequence["Outcome"]) -> str:
             for one, mistake in found
         ]
         causes = [
-            line in right_lines(mistake)
+            not lines.isdisjoint(right_lines(mistake))
             for one, mistake in found
-            if (line := cause(one.report)) is not None
+            if (lines := cause(one.report))
         ]
         seconds = [one.locating for one, _ in found] or [0.0]
         rows.append(

@@ -16,6 +16,7 @@ from ._flat import Operand, Step
 from ._mend import is_equal, reduced
 from ._reruns import Change, Read, Reruns
 from ._suspects import Group
+from ._values import on_all_shards
 
 
 # Offsets are tried for so many lengths of arrays.
@@ -128,7 +129,7 @@ def _indices(found: Comparison, group: Group, steps: Sequence[Step]) -> Iterator
     if given in sizes and sizes[given] > 1:
         for length in _lengths(found):
             made = _set(steps, length * _index(found, x, given))
-            yield Trial(group, made, 1)
+            yield Trial(group, made, 2)
 
 
 def _set(steps: Sequence[Step], numbers: Numbers) -> dict[int, Change]:
@@ -211,15 +212,14 @@ def _compared(step: Step, at: int, offset: Numbers, reruns: Reruns) -> Change:
 
     def operand(k: int, x: Operand, read: Read) -> Stacked:
         if isinstance(x, int):
-            return Stacked(read(x), tuple(reruns.scopes[x].sizes))
+            return Stacked(read(x), tuple(step.scope.sizes))
         constant = reruns.evaluator.operand(x, {})
         return Stacked(constant.x + offset, tuple(step.scope.sizes)) if k == at else constant
 
     def change(read: Read) -> Numbers:
         operands = [operand(k, x, read) for k, x in enumerate(step.operands)]
         (made,) = reruns.evaluator.step(step, operands)
-        x: Numbers = np.asarray(made.x)
-        return x
+        return on_all_shards(made, step.scope)
 
     return Change(change, tuple(step.inputs))
 

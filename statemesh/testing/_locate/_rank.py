@@ -108,8 +108,8 @@ def _in_order(suspects: Suspects, tried: Sequence[_Tried], matched: bool) -> Ite
     lines = suspects.readers(first.group)[:1]
     yield from [one for one in tried if one.group.line in lines]
     yield from firsts
-    if not mending:
-        yield from tried
+    if not any(one.mended.all and one.mended.plain for one in tried):
+        yield from sorted(tried, key=lambda one: -one.mended.right)
 
 
 def _deeper(

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._emulate._noise import roundoff
 from .._emulate._stacked import Scope, Stacked
 from .._types import AnyLeaf, Numbers
 from ._flat import Constant, Operand, Program
+from ._relations import unequal_copies
 from ._values import Evaluator, Values, is_key, on_all_shards
 
 
@@ -46,6 +48,7 @@ class Reruns:
 
     **Attributes:**
 
+    - `maker`: the step that makes each value.
     - `steps_run`: how many steps ran again so far.
     """
 
@@ -57,6 +60,7 @@ class Reruns:
         scopes: Mapping[int, Scope],
     ) -> None:
         self.evaluator, self.program, self.scopes = evaluator, program, scopes
+        self.maker = program.maker()
         self.steps_run = 0
         self.known: Values = {**given}
         size, results = 0, {*program.results}
@@ -72,6 +76,10 @@ class Reruns:
                 left.remove(x)
                 del self.known[x]
         self._reached = self._results_after()
+
+    def unit(self, value: Stacked) -> float:
+        """The roundoff of a value; 0 where floats are in double precision."""
+        return 0.0 if self.evaluator.wide else roundoff(value.x.dtype)
 
     def reaches(self, value: int) -> frozenset[int]:
         """The numbers of the results that depend on a value."""
@@ -93,7 +101,8 @@ class Reruns:
 
     def both(self, value: int, change: Change) -> tuple[Numbers, Numbers]:
         """A value, and what becomes of it."""
-        read = self.run({}).read
+        scope, again = self.scopes[value], self.run({})
+        read: Read = lambda x: again.read(x, scope)
         return read(value), change.make(read)
 
 
@@ -109,10 +118,17 @@ class Rerun:
                 self._changed.update(step.results)
         self._known: Values = {}
 
-    def result(self, number: int) -> Stacked:
+    def result(self, number: int) -> Stacked | None:
+        """A result; `None` if it is one of several copies that differ."""
         wanted = self._around.program.results[number]
         if isinstance(wanted, int):
             self._compute({wanted})
+            join = self._around.maker.get(wanted)
+            if join and join.kind == "join":
+                (operand,) = join.operands
+                value = self._value(operand)
+                if unequal_copies(value, join.spec, self._around.unit(value)):
+                    return None
         return self._value(wanted)
 
     def _value(self, x: Operand) -> Stacked:
@@ -148,8 +164,9 @@ class Rerun:
 
     def _change(self, x: int) -> None:
         """Put what becomes of a value in its place."""
-        numbers = self._changes[x].make(self.read)
-        axes, like = tuple(self._around.scopes[x].sizes), self._known[x].x
+        scope = self._around.scopes[x]
+        numbers = self._changes[x].make(lambda y: self.read(y, scope))
+        axes, like = tuple(scope.sizes), self._known[x].x
         if is_key(like):
             impl = jax.random.key_impl(like)
             made = jax.random.wrap_key_data(jnp.asarray(numbers), impl=impl)
@@ -158,11 +175,11 @@ class Rerun:
             made = np.asarray(numbers).astype(like.dtype)
             self._known[x] = _narrowed(Stacked(made, axes), self._known[x])
 
-    def read(self, x: int) -> Numbers:
-        """A value with all mesh axes in front."""
+    def read(self, x: int, scope: Scope) -> Numbers:
+        """A value with all mesh axes of a scope in front."""
         if not self._is_known(x):
             self._compute({x})
-        return on_all_shards(self._value(x), self._around.scopes[x])
+        return on_all_shards(self._value(x), scope)
 
 
 def _narrowed(value: Stacked, like: Stacked) -> Stacked:

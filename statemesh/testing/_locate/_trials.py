@@ -11,7 +11,7 @@ from ._suspects import Group
 
 
 # So many steps run again for all trials.
-_MOST_STEPS = 20_000
+_MOST_STEPS = 12_000
 # A cause that may stand at more lines than these is not sure.
 _MOST_LINES = 3
 

@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from .. import _errors as errors
 from .._types import AnyLeaf, Numbers
@@ -104,6 +105,14 @@ def two_values(got: Numbers, want: Numbers, names: Sequence[Hashable]) -> tuple[
     shown = ", ".join(f"{_shown(got[(*one, *local)])} on {_shard(names, one)}" for one in shards)
     goals = list(dict.fromkeys(_shown(want[(*one, *local)]) for one in shards))
     return shown + at, " and ".join(goals), "; ".join(_shard(names, one) for one in shards)
+
+
+RESULT_LENGTH = "the length of axis {} of the result"
+
+
+def spec(given: PartitionSpec) -> str:
+    """A spec as it is typed."""
+    return f"P({', '.join(map(repr, given))})"
 
 
 A_RESULT = "this result, made by no line of yours"
