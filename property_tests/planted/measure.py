@@ -6,6 +6,7 @@ Each outcome is written down at once. What the file of lines holds already is no
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -16,7 +17,9 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 from tqdm import tqdm
 
@@ -55,6 +58,7 @@ class Outcome:
     - `report`: all of what was raised.
     - `warned`: the first lines of the warnings.
     - `difference`: how far results are from one device, where that was asked for.
+    - `locating`: the processor's seconds that it took to find the line.
     """
 
     task: Task
@@ -64,6 +68,7 @@ class Outcome:
     report: str = ""
     warned: tuple[str, ...] = ()
     difference: float | None = None
+    locating: float = 0.0
 
 
 def tasks(kinds: list[str], models: list[str]) -> list[Task]:
@@ -98,7 +103,7 @@ def run(task: Task, differences: bool) -> Outcome:
         case = DELICATE[task.name].case(task.dtype)
     start = time.monotonic()
     outcome = Outcome(task, "silent", 0)
-    with warnings.catch_warnings(record=True) as warned:
+    with warnings.catch_warnings(record=True) as warned, timed(outcome):
         warnings.simplefilter("always")
         try:
             if differences:
@@ -113,6 +118,23 @@ def run(task: Task, differences: bool) -> Outcome:
     outcome.seconds = round(time.monotonic() - start, 2)
     outcome.warned = tuple(str(one.message).splitlines()[0] for one in warned if str(one.message))
     return outcome
+
+
+@contextlib.contextmanager
+def timed(outcome: Outcome) -> Iterator[None]:
+    """Takes the time of what looks for the line after a check has failed."""
+    from statemesh.testing._equivalent import _check, _place
+
+    find = _place.located_in
+
+    def located_in(*args: Any, **kwargs: Any) -> list[str]:
+        start = time.process_time()
+        found = find(*args, **kwargs)
+        outcome.locating += round(time.process_time() - start, 2)
+        return found
+
+    with mock.patch.object(_check, "located_in", located_in):
+        yield
 
 
 def serve(differences: bool) -> None:
@@ -240,6 +262,9 @@ def main() -> None:
     parser.add_argument(
         "--differences", action="store_true", help="measure distances, without the check"
     )
+    parser.add_argument(
+        "--subset", action="store_true", help="of each kind of mistake one, in its widest dtype"
+    )
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve:
@@ -247,6 +272,11 @@ def main() -> None:
         return
     dtypes = given.dtypes or DTYPES
     wanted = [task for task in tasks(given.kinds, given.only) if task.dtype in dtypes]
+    if given.subset:
+        from .mistakes import one_of_each
+
+        some = {(one.model, one.name): one.dtypes[0] for one in one_of_each()}
+        wanted = [one for one in wanted if some.get((one.model, one.name)) == one.dtype]
     known = read(given.lines)
     todo = [task for task in wanted if task not in known]
     done = run_all(todo, given.processes, given.timeout, given.differences, given.lines)

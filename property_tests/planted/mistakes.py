@@ -10,6 +10,7 @@ A line `#     unseen: reason` says why comparing with one device cannot find the
 `#     dtypes: float16` in which dtypes it is one.
 """
 
+import collections
 import dataclasses
 import functools
 import importlib
@@ -94,6 +95,19 @@ def dtypes_of(model: str) -> tuple[str, ...]:
 def mistakes() -> tuple[Mistake, ...]:
     """All that are planted, in the order of the files."""
     return tuple(found for model in MODELS for found in _mistakes_in(model))
+
+
+def one_of_each() -> list[Mistake]:
+    """One mistake of each kind that can be found, taken from the models in turn."""
+    by_kind: dict[str, list[Mistake]] = {}
+    for mistake in mistakes():
+        if mistake.detectable:
+            by_kind.setdefault(mistake.kind, []).append(mistake)
+    taken: list[Mistake] = []
+    for those in by_kind.values():
+        count = collections.Counter(mistake.model for mistake in taken)
+        taken.append(min(those, key=lambda mistake: count[mistake.model]))
+    return taken
 
 
 def _module(model: str) -> types.ModuleType:

@@ -4,6 +4,7 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from .lines import cause, named, right_lines
 from .mistakes import Mistake, mistakes
 
 
@@ -25,6 +26,8 @@ def tables(outcomes: Sequence["Outcome"]) -> str:
     if of_kind["planted"]:
         parts += [
             ("Planted mistakes, by dtype", _counts(of_kind["planted"])),
+            ("The line, in the reports on them", _lines(of_kind["planted"])),
+            ("Mistakes whose line is not named", _unnamed(of_kind["planted"])),
             ("Mistakes that were not found", _missed(of_kind["planted"])),
             ("Mistakes that the call or the check refused", _refused(of_kind["planted"])),
         ]
@@ -91,6 +94,66 @@ def _counts(outcomes: Sequence["Outcome"]) -> str:
         rows.append((dtype, len(those), len(those) - len(seen), *results, _mean_seconds(those)))
     head = ("dtype", "cases", "one device has it too", "found", "refused", "not found", "timed out")
     return _rows((*head, "seconds each"), rows)
+
+
+def _lines(outcomes: Sequence["Outcome"]) -> str:
+    rows = []
+    for model, those in _by_model(outcomes):
+        found = [(one, mistake) for one, mistake in those if one.result == "found"]
+        right = [
+            [line in right_lines(mistake) for line in named(one.report, mistake)]
+            for one, mistake in found
+        ]
+        causes = [
+            not lines.isdisjoint(right_lines(mistake))
+            for one, mistake in found
+            if (lines := cause(one.report))
+        ]
+        seconds = [one.locating for one, _ in found] or [0.0]
+        rows.append(
+            (
+                model,
+                len(found),
+                _share(sum(any(one[:1]) for one in right), len(found)),
+                _share(sum(map(any, right)), len(found)),
+                sum(causes),
+                len(causes) - sum(causes),
+                f"{sum(seconds) / len(seconds):.1f}",
+                f"{max(seconds):.1f}",
+            )
+        )
+    head = ("model", "found", "right line first", "among three", "right cause", "wrong cause")
+    return _rows((*head, "processor's seconds", "most"), rows)
+
+
+def _unnamed(outcomes: Sequence["Outcome"]) -> str:
+    rows = []
+    for one, mistake in _by_model(outcomes)[-1][1]:
+        lines = named(one.report, mistake)
+        if one.result == "found" and not right_lines(mistake).intersection(lines):
+            right = " or ".join(map(str, sorted(right_lines(mistake))))
+            got = ", ".join(map(str, lines)) or "none"
+            rows.append((mistake.model, mistake.name, mistake.kind, one.task.dtype, right, got))
+    return _rows(("model", "mistake", "kind", "dtype", "right lines", "lines in the report"), rows)
+
+
+def _share(count: int, of: int) -> str:
+    return f"{count} ({count / max(of, 1):.0%})"
+
+
+def _by_model(
+    outcomes: Sequence["Outcome"],
+) -> list[tuple[str, list[tuple["Outcome", Mistake]]]]:
+    """The mistakes that one device does not make too, by model, and all of them last."""
+    mistake = {(m.model, m.name): m for m in mistakes()}
+    both = [(one, mistake[one.task.model, one.task.name]) for one in outcomes]
+    seen = [(one, planted) for one, planted in both if planted.detectable]
+    models = dict.fromkeys(planted.model for _, planted in seen)
+    of_model = [
+        (model, [(one, planted) for one, planted in seen if planted.model == model])
+        for model in models
+    ]
+    return [*of_model, ("all", seen)]
 
 
 def _missed(outcomes: Sequence["Outcome"]) -> str:

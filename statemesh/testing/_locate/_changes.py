@@ -2,29 +2,29 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from .._emulate._stacked import Stacked
 from .._types import Numbers
 from . import _words as words
 from ._comparison import Comparison
-from ._flat import Step
+from ._flat import Operand, Step
+from ._mend import is_equal, reduced
+from ._reruns import Change, Read, Reruns
 from ._suspects import Group
-from ._values import Points, Read
+from ._values import on_all_shards
 
 
-# What makes a value of the others of the program.
-Change: TypeAlias = Callable[[Read], Numbers]
-
-# Each change runs the steps after it once: so many steps in all.
-_MOST_STEPS = 8000
-_MOST_TRIALS = 48
-_MOST_VALUES = 400
 # Offsets are tried for so many lengths of arrays.
 _MOST_LENGTHS = 4
+# The reductions that are tried to put the results right.
+REDUCTIONS: Mapping[str, Callable[..., Any]] = {"psum": np.sum, "pmean": np.mean, "pmax": np.max}
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+_LEFT_OUT = ("add", "sub", "mul", "max", "min", "or", "and", "select_n")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,29 +34,36 @@ class Trial:
     **Attributes:**
 
     - `changes`: what it makes of values.
-    - `is_move`: whether values go to other shards.
+    - `order`: what is likely is tried before what is not.
     - `words`: the change in words, where no other one does the same; else none.
     """
 
     group: Group
-    changes: dict[int, Change]
-    words: str | None = None
-    is_move: bool = False
+    changes: Mapping[int, Change]
+    order: int
+    words: str = ""
 
 
-def confirmed(found: Comparison, groups: Sequence[Group]) -> Trial | None:
-    """The first simple change of a line that puts all results right."""
-    trials = [trial for group in groups if group.line for trial in _trials(found, group)]
-    trials = sorted(trials, key=lambda one: not one.is_move)[:_MOST_TRIALS]
-    points = list(dict.fromkeys(x for trial in trials for x in trial.changes))
-    if not points or len(points) > _MOST_VALUES:
-        return None
-    program = Points(found.evaluators[0], found.mesh, found.given[0], found.scopes, points)
-    trials = trials[: max(_MOST_STEPS // max(program.length, 1), 1)]
-    return next((one for one in trials if all(found.judged(program.results(one.changes)))), None)
+def reductions(found: Comparison, group: Group) -> Iterator[Trial]:
+    """What a line makes reduced over a mesh axis, or multiplied by its size."""
+    values = [x for x in group.values if x in found.kept]
+    if not values or len(values) < len(group.values):
+        return
+    for name, size in found.scopes[values[0]].sizes.items():
+        for collective in REDUCTIONS:
+            made = {x: reduced(found, x, REDUCTIONS[collective], name) for x in values}
+            changes = {x: _constant(new) for x, new in made.items() if new is not None}
+            if len(changes) == len(values):
+                yield Trial(group, changes, 1, words.reduced(collective, name))
+        for factor in (size, 1 / size) if size > 1 else ():
+            equal = [x for x in values if is_equal(found, x, name)]
+            if len(equal) == len(values):
+                changes = {x: _constant(found.kept[x].got * factor) for x in values}
+                yield Trial(group, changes, 1, words.scaled(size, factor > 1))
 
 
-def _trials(found: Comparison, group: Group) -> Iterator[Trial]:
+def changes(found: Comparison, group: Group, reruns: Reruns) -> Iterator[Trial]:
+    """Other simple changes of a line."""
     if group.transposed:
         return
     # The same operation in each round of a loop is changed in all rounds, also in those that are right.
@@ -75,6 +82,9 @@ def _trials(found: Comparison, group: Group) -> Iterator[Trial]:
             yield from _indices(found, group, steps)
         elif len(steps[0].results) == 1 and steps[0].kind == "run":
             yield from _whole_numbers(found, group, steps)
+            yield from _operands(found, group, steps, reruns)
+            if name in _LEFT_OUT:
+                yield from _left_out(found, group, steps)
 
 
 def _moves(found: Comparison, group: Group, steps: Sequence[Step]) -> Iterator[Trial]:
@@ -87,12 +97,12 @@ def _moves(found: Comparison, group: Group, steps: Sequence[Step]) -> Iterator[T
     at = list(sizes).index(names[0])
     for shift, wraps in itertools.product((1, -1, 0), (True, False)):
         if shift or wraps:
-            changes = {
+            made = {
                 x: _moved(source, at, shift, wraps)
                 for step in steps
                 for x, source in zip(step.results, step.inputs, strict=True)
             }
-            yield Trial(group, changes, words.moved(names[0], shift, group.line), is_move=True)
+            yield Trial(group, made, 0, words.moved(names[0], shift))
 
 
 def _moved(source: int, at: int, shift: int, wraps: bool) -> Change:
@@ -104,7 +114,7 @@ def _moved(source: int, at: int, shift: int, wraps: bool) -> Change:
             made[tuple(edge)] = 0
         return made
 
-    return change
+    return Change(change, (source,))
 
 
 def _indices(found: Comparison, group: Group, steps: Sequence[Step]) -> Iterator[Trial]:
@@ -114,16 +124,20 @@ def _indices(found: Comparison, group: Group, steps: Sequence[Step]) -> Iterator
     given = steps[0].eqn.params["axis_name"]
     for name in sizes:
         if name != given and sizes[name] > 1:
-            changes = _set(steps, _index(found, x, name))
-            yield Trial(group, changes, words.indexed(name, group.line))
+            made = _set(steps, _index(found, x, name))
+            yield Trial(group, made, 1, words.indexed(name))
     if given in sizes and sizes[given] > 1:
         for length in _lengths(found):
-            changes = _set(steps, length * _index(found, x, given))
-            yield Trial(group, changes)
+            made = _set(steps, length * _index(found, x, given))
+            yield Trial(group, made, 2)
 
 
 def _set(steps: Sequence[Step], numbers: Numbers) -> dict[int, Change]:
-    return {x: lambda read: numbers for step in steps for x in step.results}
+    return {x: _constant(numbers) for step in steps for x in step.results}
+
+
+def _constant(numbers: Numbers) -> Change:
+    return Change(lambda read: numbers)
 
 
 def _index(found: Comparison, value: int, name: Hashable, rank: int = 0) -> Numbers:
@@ -140,39 +154,98 @@ def _lengths(found: Comparison) -> list[int]:
 
 
 def _whole_numbers(found: Comparison, group: Group, steps: Sequence[Step]) -> Iterator[Trial]:
-    """Truths the other way round or of the next shard; numbers off by one or by the index of a shard."""
-    values = [step.results[0] for step in steps]
-    shown = [x for x in values if x in found.kept]
-    if not shown:
-        return
-    first, sizes = found.kept[shown[0]].got, found.scopes[values[0]].sizes
-    if first.dtype == bool:
-        yield Trial(group, {x: _inverted(x) for x in values})
-        for (at, name), shift in itertools.product(enumerate(sizes), (1, -1)):
-            if sizes[name] > 1:
-                changes = {x: _moved(x, at, shift, True) for x in values}
-                yield Trial(group, changes)
-    elif _is_whole_number(steps[0]):
+    """Truths the other way round or of another shard; numbers off by one or by the index of a shard."""
+    values, sizes = [step.results[0] for step in steps], found.scopes[steps[0].results[0]].sizes
+    aval: Any = steps[0].eqn.outvars[0].aval
+    if aval.dtype == bool:
+        yield Trial(group, {x: _inverted(x) for x in values}, 1)
+        for at, name in enumerate(sizes):
+            for shift in range(1, sizes[name]):
+                yield Trial(group, {x: _moved(x, at, shift, True) for x in values}, 1)
+    elif jnp.issubdtype(aval.dtype, jnp.integer):
         for summand in (1, -1):
-            changes = {x: _increased(x, np.asarray(summand)) for x in values}
-            yield Trial(group, changes)
-        for name, size in sizes.items():
-            lengths = {first.shape[-1]} if first.ndim > len(sizes) else set(_lengths(found))
-            for length in sorted(lengths) if size > 1 else ():
-                offset = length * _index(found, values[0], name, first.ndim - len(sizes))
-                changes = {x: _increased(x, offset) for x in values}
-                yield Trial(group, changes, words.offset(length, name, group.line))
+            made = {x: _increased(x, np.asarray(summand)) for x in values}
+            yield Trial(group, made, 1)
+        for name, length, offset in _offsets(found, values[0], aval.shape):
+            made = {x: _increased(x, offset) for x in values}
+            yield Trial(group, made, 1, words.offset(length, name))
 
 
-def _is_whole_number(step: Step) -> bool:
-    """Keys, which are shown as whole numbers, are none."""
-    aval: Any = step.eqn.outvars[0].aval
-    return hasattr(aval, "dtype") and bool(jnp.issubdtype(aval.dtype, jnp.integer))
+def _offsets(
+    found: Comparison, value: int, shape: Sequence[int]
+) -> Iterator[tuple[Hashable, int, Numbers]]:
+    """The index of each shard along an axis, times the length of a part."""
+    for name, size in found.scopes[value].sizes.items():
+        lengths = {*shape[-1:]} or {1, *_lengths(found)}
+        for length in sorted(lengths) if size > 1 else ():
+            yield name, length, length * _index(found, value, name, len(shape))
+
+
+def _operands(
+    found: Comparison, group: Group, steps: Sequence[Step], reruns: Reruns
+) -> Iterator[Trial]:
+    """Whole numbers that a line is given, less the index of a shard times the length of a part."""
+    made_here = {x for step in group.steps for x in step.results}
+    for k, operand in enumerate(steps[0].operands):
+        aval: Any = steps[0].eqn.invars[k].aval
+        if not jnp.issubdtype(aval.dtype, jnp.integer):
+            continue
+        value = steps[0].results[0]
+        if isinstance(operand, int):
+            if operand in made_here or operand in found.indices:
+                continue
+            for name in found.scopes[operand].sizes:
+                for length in _lengths(found):
+                    rank = len(aval.shape)
+                    offset = -length * _index(found, operand, name, rank)
+                    given = {x for step in steps for x in step.operands[k : k + 1]}
+                    changed = {x: _increased(x, offset) for x in given if isinstance(x, int)}
+                    yield Trial(group, changed, 2, words.offset(-length, name))
+        elif steps[0].name in _COMPARISONS and not aval.shape:
+            for _, _, offset in _offsets(found, value, ()):
+                changed = {step.results[0]: _compared(step, k, offset, reruns) for step in steps}
+                yield Trial(group, changed, 2)
+
+
+def _compared(step: Step, at: int, offset: Numbers, reruns: Reruns) -> Change:
+    """A comparison with another constant."""
+
+    def operand(k: int, x: Operand, read: Read) -> Stacked:
+        if isinstance(x, int):
+            return Stacked(read(x), tuple(step.scope.sizes))
+        constant = reruns.evaluator.operand(x, {})
+        return Stacked(constant.x + offset, tuple(step.scope.sizes)) if k == at else constant
+
+    def change(read: Read) -> Numbers:
+        operands = [operand(k, x, read) for k, x in enumerate(step.operands)]
+        (made,) = reruns.evaluator.step(step, operands)
+        return on_all_shards(made, step.scope)
+
+    return Change(change, tuple(step.inputs))
+
+
+def _left_out(found: Comparison, group: Group, steps: Sequence[Step]) -> Iterator[Trial]:
+    """One operand in the place of what is made of two."""
+    aval = steps[0].eqn.outvars[0].aval
+    for k, var in enumerate(steps[0].eqn.invars):
+        operands = [step.operands[k] for step in steps]
+        if str(var.aval) != str(aval) or not all(isinstance(x, int) for x in operands):
+            continue
+        made = {
+            step.results[0]: _same(x)
+            for step, x in zip(steps, operands, strict=True)
+            if isinstance(x, int)
+        }
+        yield Trial(group, made, 3)
+
+
+def _same(source: int) -> Change:
+    return Change(lambda read: read(source), (source,))
 
 
 def _inverted(value: int) -> Change:
-    return lambda read: ~read(value)
+    return Change(lambda read: ~read(value))
 
 
 def _increased(value: int, summand: Numbers) -> Change:
-    return lambda read: read(value) + summand
+    return Change(lambda read: read(value) + summand)

@@ -2,16 +2,14 @@
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
-
-import numpy as np
+from collections.abc import Mapping
 
 from .._emulate._noise import roundoff
-from .._emulate._stacked import Scope, Stacked, names_of_spec
+from .._emulate._stacked import Scope, Stacked
 from .._types import Numbers
 from ._align import pairs
 from ._flat import Constant, Operand, Program, Step
-from ._relations import Relation, allowed, largest, relation, whole
+from ._relations import Relation, largest, relation, unequal_copies, whole
 from ._values import Evaluator, Values, as_numbers, last_reads, on_all_shards
 
 
@@ -156,7 +154,9 @@ class Comparison:
                     self.positions.add(x)
             if step.kind == "split":
                 self.lengths.update(value.x.shape[len(value.axes) :])
-            if step.kind == "join" and self._has_unequal_copies(step):
+            if step.kind == "join" and unequal_copies(
+                self.value(step.operands[0], 0), step.spec, self.unit(value)
+            ):
                 self.relations[x] = None
                 self._keep(x, value, want, step.around)
         differs = any(self.relations[x] is None for x in step.results)
@@ -207,26 +207,6 @@ class Comparison:
         others = [x for x in step.inputs if x not in self.indices]
         return all(as_numbers(self._known[0][x].x).dtype.kind in "biu" for x in others)
 
-    def _has_unequal_copies(self, step: Step) -> bool:
-        (operand,) = step.operands
-        value = self.value(operand, 0)
-        assert step.spec is not None
-        named = names_of_spec(step.spec)
-        x = as_numbers(value.x)
-        for at, name in enumerate(value.axes):
-            if name not in named:
-                first = np.take(x, [0], at)
-                limit = allowed(first, 0.0, self.unit(value))
-                if x.dtype.kind in "fc" and not np.all(
-                    (np.abs(x - first) <= limit) | (x == first) | ((x != x) & (first != first))
-                ):
-                    return True
-                if x.dtype.kind not in "fc" and not np.array_equal(
-                    x, np.broadcast_to(first, x.shape)
-                ):
-                    return True
-        return False
-
     def _results(self) -> list[Result]:
         found = []
         for a, b in zip(self.mesh.results, self.one.results, strict=True):
@@ -242,12 +222,12 @@ class Comparison:
             found.append(Result(got, want, right))
         return found
 
-    def judged(self, made: Sequence[Stacked]) -> list[bool]:
-        """Which of the results of another run are right."""
-        return [
-            self.is_right(relation(value, result.want, self.scope, 0.0, self.unit(value)))
-            for value, result in zip(made, self.results, strict=True)
-        ]
+    def judge(self, number: int, value: Stacked | None) -> bool:
+        """Whether a result of another run is right; one whose copies differ is not."""
+        if value is None:
+            return False
+        want = self.results[number].want
+        return self.is_right(relation(value, want, self.scope, 0.0, self.unit(value)))
 
     def unit(self, value: Stacked) -> float:
         """The roundoff of a value; 0 where floats are in double precision."""

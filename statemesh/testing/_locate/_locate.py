@@ -22,6 +22,7 @@ from ._comparison import Comparison
 from ._flat import flat
 from ._located import Located, Place
 from ._rank import places
+from ._specs import wrong_specs
 
 
 def locate(mapped: sm.StatefulMapping, /, *args: PyTree, **kwargs: PyTree) -> Located | None:
@@ -122,14 +123,28 @@ def _compared(mapped: Fun, reference: Fun, given: PyTree, *, narrow: bool = True
     traces = [trace(fun, treedef, leaves) for fun in (mapped, reference)]
     if len(traces[0].paths) != len(traces[1].paths):
         raise errors.other_leaves(*(one.paths for one in traces))
-    found = _places(traces, widened(arrays).values, wide=True)
+    paths = _paths_of_arrays(given)
+    found = _places(traces, paths, widened(arrays).values, wide=True)
     if found is None and narrow and any(map(_is_narrow, leaves)):
-        found = _places(traces, jax.tree.map(on_one_device, arrays), wide=False)
+        found = _places(traces, paths, jax.tree.map(on_one_device, arrays), wide=False)
         return None if found is None else dataclasses.replace(found, rounding=True)
     return found
 
 
-def _places(traces: Sequence[Trace], given: PyTree, *, wide: bool) -> Located | None:
+def _paths_of_arrays(given: PyTree) -> list[str]:
+    """What a user would type for each array of the arguments."""
+    flat, _ = tree_util.tree_flatten_with_path(given)
+    names = ("args", "kwargs")
+    return [
+        names[path[0].idx] + jax.tree_util.keystr(path[1:])
+        for path, x in flat
+        if is_array_or_type(x) or _is_traced(x)
+    ]
+
+
+def _places(
+    traces: Sequence[Trace], arguments: Sequence[str], given: PyTree, *, wide: bool
+) -> Located | None:
     values = [Stacked(x) for x in jax.tree.leaves(given) if is_array_or_type(x)]
     mesh, one = (flat(traced.closed, Scope()) for traced in traces)
     inputs = [dict(zip(program.inputs, values, strict=True)) for program in (mesh, one)]
@@ -137,7 +152,10 @@ def _places(traces: Sequence[Trace], given: PyTree, *, wide: bool) -> Located | 
         found = Comparison(mesh, one, Scope(), (inputs[0], inputs[1]), wide)
         if all(result.right for result in found.results):
             return None
-        chosen, cause = places(found)
+        chosen = wrong_specs(found, traces[0].paths, arguments)
+        cause = None
+        if not chosen:
+            chosen, cause = places(found)
     if not chosen:
         # No line of the user's makes them.
         wrong = (k for k, result in enumerate(found.results) if not result.right)

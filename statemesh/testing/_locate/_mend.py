@@ -10,16 +10,12 @@ import numpy as np
 
 from .._types import Numbers
 from ._comparison import Comparison
+from ._reruns import Change, Reruns
 from ._suspects import Group
-from ._values import Points, Read
 
 
-# More would take too long to compile and to run.
-_MOST_VALUES = 120
-_MOST_GROUPS = 40
-
-# The reductions that are tried to put the results right.
-REDUCTIONS: Mapping[str, Callable[..., Any]] = {"psum": np.sum, "pmean": np.mean, "pmax": np.max}
+# So many steps run again to see which line mends the results.
+_MOST_STEPS = 20_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,52 +40,62 @@ class Mender:
     **Arguments:**
 
     - `found`: the comparison.
-    - `groups`: the lines, the likeliest first.
+
+    **Attributes:**
+
+    - `broken`: the numbers of the results that are wrong.
     """
 
-    def __init__(self, found: Comparison, groups: Sequence[Group]) -> None:
+    def __init__(self, found: Comparison) -> None:
         self._found = found
-        chosen: list[int] = []
-        for group in groups[:_MOST_GROUPS]:
-            values = [x for x in group.values if x in found.kept]
-            if len(chosen) + len(values) <= _MOST_VALUES:
-                chosen += values
-        self.points = set(chosen)
-        self._program = Points(
-            found.evaluators[0], found.mesh, found.given[0], found.scopes, chosen
-        )
-        self._broken = [not result.right for result in found.results]
+        self.reruns = Reruns(found.evaluators[0], found.mesh, found.given[0], found.scopes)
+        self.broken = frozenset(k for k, one in enumerate(found.results) if not one.right)
 
-    def try_right(self, group: Group) -> Mended:
-        """The results where a line makes what it makes on one device."""
-        best = Mended()
-        values = [x for x in group.values if x in self.points]
-        if len(values) < len(group.values) or not values:
-            return best
+    def try_right(self, group: Group) -> Mended | None:
+        """The results where a line makes what it makes on one device; `None` if nobody knows what that is."""
+        values = [x for x in group.values if x in self._found.kept]
+        if not values or len(values) < len(group.values) or self.reruns.steps_run > _MOST_STEPS:
+            return None
         choices = [list(right_values(self._found, x)) for x in values]
         if not all(choices):
-            return best
+            return None
+        best = Mended()
         for k in range(max(map(len, choices))):
             chosen = [choice[min(k, len(choice) - 1)] for choice in choices]
             tried = {x: right.numbers for x, right in zip(values, chosen, strict=True)}
             plain = all(right.factor == 1 for right in chosen)
-            now = dataclasses.replace(self.run(tried), plain=plain)
+            now = dataclasses.replace(self._run(tried), plain=plain)
             if now.right > best.right:
                 best = now
             if best.all:
                 break
         return best
 
-    def run(self, replaced: Mapping[int, Numbers]) -> Mended:
+    def _run(self, replaced: Mapping[int, Numbers]) -> Mended:
         """The results with other values."""
         changes = {x: _constant(numbers) for x, numbers in replaced.items()}
-        right = self._found.judged(self._program.results(changes))
-        count = sum(now and broken for now, broken in zip(right, self._broken, strict=True))
-        return Mended(count, all(right))
+        reached = self.reached(changes)
+        again = self.reruns.run(changes)
+        right = {k: self._found.judge(k, again.result(k)) for k in sorted(reached)}
+        count = sum(right[k] for k in self.broken & reached)
+        return Mended(count, self.broken <= reached and all(right.values()))
+
+    def reached(self, changes: Mapping[int, Change]) -> frozenset[int]:
+        """The results that may be others after a change."""
+        return frozenset[int]().union(*map(self.reruns.reaches, changes))
+
+    def mends(self, changes: Mapping[int, Change]) -> bool:
+        """Whether a change puts all results right."""
+        reached = self.reached(changes)
+        if not self.broken <= reached:
+            return False
+        again = self.reruns.run(changes)
+        order = sorted(reached, key=lambda k: k not in self.broken)
+        return all(self._found.judge(k, again.result(k)) for k in order)
 
 
-def _constant(numbers: Numbers) -> Callable[[Read], Numbers]:
-    return lambda read: numbers
+def _constant(numbers: Numbers) -> Change:
+    return Change(lambda read: numbers)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -163,10 +169,11 @@ def is_equal(found: Comparison, value: int, name: Hashable) -> bool:
     return bool(np.allclose(got, first, rtol=1e-10, atol=0, equal_nan=True))
 
 
-def reduced(found: Comparison, value: int, collective: str, name: Hashable) -> Numbers | None:
+def reduced(
+    found: Comparison, value: int, reduce: Callable[..., Any], name: Hashable
+) -> Numbers | None:
     """What a value is when it is reduced over a mesh axis along which shards have different numbers."""
     got, sizes = found.kept[value].got, list(found.scopes[value].sizes)
     if name not in sizes or got.dtype.kind not in "fc" or is_equal(found, value, name):
         return None
-    at = sizes.index(name)
-    return np.broadcast_to(REDUCTIONS[collective](got, axis=at, keepdims=True), got.shape)
+    return np.broadcast_to(reduce(got, axis=sizes.index(name), keepdims=True), got.shape)

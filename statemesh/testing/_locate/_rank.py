@@ -4,14 +4,14 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from . import _words as words
-from ._changes import confirmed
 from ._comparison import Comparison
 from ._flat import Step
 from ._lines import Line
 from ._located import Place
-from ._mend import REDUCTIONS, Mended, Mender, is_equal, reduced
+from ._mend import Mended, Mender
 from ._rounds import inside, lines_of_carry
 from ._suspects import Group, Suspects
+from ._trials import Trial, confirmed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +21,7 @@ class _Tried:
     group: Group
     mended: Mended
     number: int
+    has_run: bool = True
 
 
 def places(found: Comparison, most: int = 3) -> tuple[list[Place], str | None]:
@@ -28,44 +29,43 @@ def places(found: Comparison, most: int = 3) -> tuple[list[Place], str | None]:
     suspects = Suspects(found)
     groups = suspects.groups()
     gradients = suspects.handed_over()
-    first_ones = sorted(groups, key=lambda group: not group.is_first)
-    mender = Mender(found, [gradients, *first_ones] if gradients else first_ones)
+    mender = Mender(found)
     tried = [one for one in _tried(mender, groups) if one.group.line is not None]
-    if gradients and (mended := mender.try_right(gradients)).all:
+    if gradients and (mended := mender.try_right(gradients)) and mended.all:
         tried = [_Tried(gradients, mended, -1), *tried]
-    if not tried:
-        return [], None
     sure = any(one.mended.all and one.mended.plain and one.group.is_sure for one in tried)
-    changed = None if sure and found.matched else confirmed(found, groups)
-    chosen: list[_Tried] = [one for one in tried if changed and one.group is changed.group][:1]
-    for one in _in_order(suspects, tried, found.matched):
-        if one.group.line not in [other.group.line for other in chosen]:
-            chosen.append(one)
-    first = chosen[0]
-    reason = next(filter(None, (_cause(found, mender, one.group) for one in chosen[:2])), None)
-    if changed and chosen[0].group is changed.group:
-        reason = reason or changed.words
-    if reason:
-        # Nothing is left to explain.
-        chosen = chosen[:2]
+    is_sure = sure and found.matched
+    good = confirmed(
+        found, mender, [one.group for one in tried], None if is_sure else suspects.others()
+    )
+    chosen: dict[Line | None, Group] = {}
+    if good.first and not is_sure:
+        chosen[good.first.group.line] = good.first.group
+    for one in _in_order(suspects, tried, found.matched) if tried else ():
+        chosen.setdefault(one.group.line, one.group)
+    if not chosen:
+        return [], None
+    first, *_ = chosen.values()
+    cause = good.cause(first)
     made: list[Place] = []
-    for one in chosen[:most]:
-        deeper, why = _deeper(found, suspects, one.group, most)
-        if deeper and one is first:
-            reason = why
-        made += deeper or [_place(found, one.group)]
+    for group in [*chosen.values()][:most]:
+        deeper, why = _deeper(found, suspects, group, most)
+        if deeper and group is first:
+            cause = why
+        trial = good.first if good.first and good.first.group is group else None
+        made += deeper or [_place(found, group, trial, mender)]
     unique = {(place.file, place.line): place for place in reversed(made)}
     kept = [place for place in made if unique[place.file, place.line] is place]
-    return kept[:most], reason
+    return kept[:most], cause
 
 
 def _tried(mender: Mender, groups: Sequence[Group]) -> Iterator[_Tried]:
     done = False
     for number, group in enumerate(groups):
         # Lines after one that puts everything right would do so too.
-        mended = Mended() if done else mender.try_right(group)
-        yield _Tried(group, mended, number)
-        done = done or (mended.all and mended.plain and not group.is_partial)
+        mended = None if done else mender.try_right(group)
+        yield _Tried(group, mended or Mended(), number, mended is not None)
+        done = done or bool(mended and mended.all and mended.plain and not group.is_partial)
 
 
 def _in_order(suspects: Suspects, tried: Sequence[_Tried], matched: bool) -> Iterator[_Tried]:
@@ -81,7 +81,12 @@ def _in_order(suspects: Suspects, tried: Sequence[_Tried], matched: bool) -> Ite
     if not breaking or not breaking[0].group.is_first:
         # What is wrong happens before the line that can be put right.
         end = breaking[0].number if breaking else len(tried)
-        earlier = [one for one in firsts if one.group.is_sure and one.number < end]
+        # Unless right values there are of no use.
+        earlier = [
+            one
+            for one in firsts
+            if one.group.is_sure and one.number < end and not (one.has_run and not one.mended.right)
+        ]
         breaking = [*sorted(earlier, key=lambda one: one.number)[:1], *breaking, *firsts]
     # Where a partial result comes from that is used as if it were whole, or a multiple.
     partial = [one for one in mending if one.group.is_partial and not one.group.transposed]
@@ -103,8 +108,8 @@ def _in_order(suspects: Suspects, tried: Sequence[_Tried], matched: bool) -> Ite
     lines = suspects.readers(first.group)[:1]
     yield from [one for one in tried if one.group.line in lines]
     yield from firsts
-    if not mending:
-        yield from tried
+    if not any(one.mended.all and one.mended.plain for one in tried):
+        yield from sorted(tried, key=lambda one: -one.mended.right)
 
 
 def _deeper(
@@ -117,7 +122,7 @@ def _deeper(
     within = inside(found, step)
     if within is None:
         lines = lines_of_carry(found, step)
-        whole = _place(found, dataclasses.replace(group, steps=[step]))
+        whole = _place(found, dataclasses.replace(group, steps=[step]), None, None)
         return [_inside_of(whole, line) for line in lines[: most - 1]] + [whole] * bool(lines), None
     made, reason = places(within.found, most)
     if within.round is not None:
@@ -149,12 +154,17 @@ def _shown(found: Comparison, group: Group) -> tuple[Step, int]:
     return next(iter(both), (group.steps[0], group.steps[0].results[0]))
 
 
-def _place(found: Comparison, group: Group) -> Place:
+def _place(found: Comparison, group: Group, trial: Trial | None, mender: Mender | None) -> Place:
     step, value = _shown(found, group)
     assert group.line is not None
     got = want = shards = note = ""
-    if value in found.kept:
+    if value in found.kept and value not in found.indices:
         got, want, shards = words.numbers(found, value)
+    elif trial and mender:
+        # What the change makes is right.
+        value, change = next(iter(trial.changes.items()))
+        before, after = mender.reruns.both(value, change)
+        got, want, shards = words.two_values(before, after, list(found.scopes[value].sizes))
     known = found.relations.get(value)
     if known is not None:
         note = words.partial(known)
@@ -168,22 +178,3 @@ def _place(found: Comparison, group: Group) -> Place:
         shards=shards,
         note=note,
     )
-
-
-def _cause(found: Comparison, mender: Mender, group: Group) -> str | None:
-    """What puts all results right, if exactly one simple change does."""
-    values = [x for x in group.values if x in mender.points]
-    if not values:
-        return None
-    confirmed = []
-    for name, size in found.scopes[values[0]].sizes.items():
-        for collective in REDUCTIONS:
-            tried = {x: reduced(found, x, collective, name) for x in values}
-            changed = {x: new for x, new in tried.items() if new is not None}
-            if len(changed) == len(values) and mender.run(changed).all:
-                confirmed.append(words.reduced(collective, name, group.line))
-        for factor in (size, 1 / size) if size > 1 else ():
-            scaled = {x: found.kept[x].got * factor for x in values if is_equal(found, x, name)}
-            if len(scaled) == len(values) and mender.run(scaled).all:
-                confirmed.append(words.scaled(size, factor > 1, group.line))
-    return confirmed[0] if len(confirmed) == 1 else None

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from .._emulate._stacked import Scope, Stacked
+from .._emulate._stacked import Scope, Stacked, names_of_spec
 from .._types import Numbers
 from ._values import as_numbers, is_key, on_all_shards
 
@@ -76,6 +77,28 @@ def allowed(want: Numbers, operands: float, unit: float) -> Numbers:
         return np.asarray(min(_NARROW * unit, _MOST) * max(largest(want), 1e-30))
     own = np.where(np.isfinite(want), np.abs(want), 0.0)
     return _RELATIVE * own + _OF_LARGEST * largest(want) + _OF_OPERANDS * operands
+
+
+def unequal_copies(value: Stacked, spec: PartitionSpec | None, unit: float) -> bool:
+    """Whether shards have different values of a result of which any copy is taken.
+
+    **Arguments:**
+
+    - `spec`: how the result is put together.
+    - `unit`: the roundoff of the dtype, where that is not double precision.
+    """
+    named, x = names_of_spec(spec or PartitionSpec()), as_numbers(value.x)
+    for at, name in enumerate(value.axes):
+        if name in named:
+            continue
+        first = np.take(x, [0], at)
+        same = (x == first) | ((x != x) & (first != first))
+        if x.dtype.kind in "fc":
+            with np.errstate(invalid="ignore"):
+                same |= np.abs(x - first) <= allowed(first, 0.0, unit)
+        if not np.all(same):
+            return True
+    return False
 
 
 def largest(x: Numbers) -> float:

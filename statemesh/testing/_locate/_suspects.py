@@ -3,6 +3,9 @@
 import dataclasses
 from collections.abc import Collection, Sequence
 
+import jax.numpy as jnp
+import numpy as np
+
 from ._comparison import Comparison
 from ._flat import Program, Step
 from ._lines import Line
@@ -166,6 +169,20 @@ class Suspects:
                 )
             )
         return found
+
+    def others(self) -> list[Group]:
+        """The lines of whole numbers and truths that are those of one device.
+
+        They may be wrong all the same: shards may all have what the first of them should have.
+        """
+        suspects = {step.line for step in self.steps}
+        steps: dict[Line, list[Step]] = {}
+        for step in self._found.mesh.steps:
+            dtype = getattr(step.eqn.outvars[0].aval, "dtype", np.dtype(float))
+            is_whole = any(jnp.issubdtype(dtype, kind) for kind in (np.bool_, jnp.integer))
+            if step.line and step.line not in suspects and is_whole and not step.transposed:
+                steps.setdefault(step.line, []).append(step)
+        return [Group(line, False, made, [], *[False] * 4) for line, made in steps.items()]
 
     def handed_over(self) -> Group | None:
         """The gradients that are partial results, or multiples, at the line that first uses one."""

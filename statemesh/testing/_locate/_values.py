@@ -3,8 +3,8 @@
 All of this runs inside `jax.enable_x64`.
 """
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,6 @@ _COMPILE_FAST = {
 _COMPILED = ("scan", "while", "cond", "random_bits", "random_split", "random_fold_in", "sort")
 
 Values = dict[int, Stacked]
-
-# What gives a value, with all mesh axes in front.
-Read: TypeAlias = Callable[[int], Numbers]
 
 
 class Evaluator(Replay):
@@ -120,75 +117,6 @@ def on_all_shards(value: Stacked, scope: Scope) -> Numbers:
 
 def is_key(x: AnyLeaf) -> bool:
     return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
-
-
-class Points:
-    """A flat program some of whose values can be replaced.
-
-    **Arguments:**
-
-    - `evaluator`, `program`: the program.
-    - `given`: the values of its inputs.
-    - `scopes`: the mesh axes over which each value may differ.
-    - `points`: the values that can be replaced.
-    """
-
-    def __init__(
-        self,
-        evaluator: Evaluator,
-        program: Program,
-        given: Values,
-        scopes: Mapping[int, Scope],
-        points: Collection[int],
-    ) -> None:
-        self._evaluator, self._program, self._scopes = evaluator, program, scopes
-        changed = set(points)
-        self._after: list[Step] = []
-        for step in program.steps:
-            if changed.intersection(step.inputs):
-                self._after.append(step)
-                changed.update(step.results)
-        # What does not depend on the points is computed once.
-        after = {x for step in self._after for x in step.results}
-        read = {x for step in self._after for x in step.inputs} | {*points}
-        read.update(x for step in program.steps for x in step.inputs if {*step.results} & {*points})
-        read.update(x for x in program.results if isinstance(x, int))
-        known, last = {**given}, last_reads(program)
-        for i, step in enumerate(program.steps):
-            evaluator.run_step(step, known)
-            for x in (*step.inputs, *step.results):
-                if last.get(x, -1) <= i and x not in read:
-                    known.pop(x, None)
-        self._known = {x: value for x, value in known.items() if x in read and x not in after}
-        self._like = {x: known[x].x for x in points}
-
-    @property
-    def length(self) -> int:
-        """How many steps run again."""
-        return len(self._after)
-
-    def results(self, changes: Mapping[int, Callable[[Read], Numbers]]) -> list[Stacked]:
-        """The results with some values changed, to what is made of values before them."""
-        known = dict(self._known)
-
-        def read(x: int) -> Numbers:
-            return on_all_shards(known[x], self._scopes[x])
-
-        for x in [x for x in changes if x in known]:
-            known[x] = self._stacked(x, changes[x](read))
-        for step in self._after:
-            self._evaluator.run_step(step, known)
-            for x in [x for x in step.results if x in changes]:
-                known[x] = self._stacked(x, changes[x](read))
-        return [self._evaluator.operand(x, known) for x in self._program.results]
-
-    def _stacked(self, x: int, numbers: Numbers) -> Stacked:
-        axes = tuple(self._scopes[x].sizes)
-        like = self._like[x]
-        if not is_key(like):
-            return Stacked(np.asarray(numbers).astype(like.dtype), axes)
-        impl = jax.random.key_impl(like)
-        return Stacked(jax.random.wrap_key_data(jnp.asarray(numbers), impl=impl), axes)
 
 
 def last_reads(program: Program) -> Mapping[int, int]:

@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from .. import _errors as errors
 from .._types import AnyLeaf, Numbers
@@ -84,24 +85,34 @@ def numbers(found: Comparison, value: int) -> tuple[str, str, str]:
     if right is None:
         there = "nothing that belongs to it" if pair.want is None else _array(pair.want.shape)
         return f"{_array(pair.got.shape[len(scope.sizes) :])} on each shard", there, ""
-    want = right.numbers
+    return two_values(pair.got, right.numbers, list(scope.sizes))
+
+
+def two_values(got: Numbers, want: Numbers, names: Sequence[Hashable]) -> tuple[str, str, str]:
+    """`numbers` of two arrays with mesh axes in front."""
     if not want.size:
         return "an empty array", "an empty array", ""
     with np.errstate(invalid="ignore"):
-        off = np.abs(pair.got.astype(float) - want.astype(float))
-    same = (pair.got == want) | ((pair.got != pair.got) & (want != want))
+        off = np.abs(got.astype(float) - want.astype(float))
+    same = (got == want) | ((got != got) & (want != want))
     off = np.where(same, -1.0, np.where(np.isnan(off), np.inf, off))
     worst = np.unravel_index(int(np.argmax(off)), off.shape)
-    count = len(scope.sizes)
+    count = len(names)
     local = tuple(map(int, worst[count:]))
     at = f" at {list(local)}" if local else ""
-    shards = sorted(np.ndindex(pair.got.shape[:count]), key=lambda one: -off[(*one, *local)])[:2]
+    shards = sorted(np.ndindex(got.shape[:count]), key=lambda one: -off[(*one, *local)])[:2]
     shards.sort()
-    names = list(scope.sizes)
-    got = ", ".join(f"{_shown(pair.got[(*one, *local)])} on {_shard(names, one)}" for one in shards)
+    shown = ", ".join(f"{_shown(got[(*one, *local)])} on {_shard(names, one)}" for one in shards)
     goals = list(dict.fromkeys(_shown(want[(*one, *local)]) for one in shards))
-    goal = " and ".join(goals)
-    return got + at, goal, "; ".join(_shard(names, one) for one in shards)
+    return shown + at, " and ".join(goals), "; ".join(_shard(names, one) for one in shards)
+
+
+RESULT_LENGTH = "the length of axis {} of the result"
+
+
+def spec(given: PartitionSpec) -> str:
+    """A spec as it is typed."""
+    return f"P({', '.join(map(repr, given))})"
 
 
 A_RESULT = "this result, made by no line of yours"
@@ -131,23 +142,30 @@ def _array(shape: Sequence[int]) -> str:
     return f"an array [{', '.join(map(str, shape))}]"
 
 
-def reduced(collective: str, name: Hashable, line: Line | None) -> str:
-    return f"with jax.lax.{collective}(..., {name!r}) at {line}, all results are right"
+def confirmed(what: str, lines: Sequence[Line]) -> str:
+    """A change that puts all results right, at one line or another."""
+    first, *others = lines
+    more = [str(one.number) if one.file == first.file else str(one) for one in others]
+    return f"{what} at {' or '.join([str(first), *more])}, all results are right"
 
 
-def scaled(size: int, up: bool, line: Line | None) -> str:
-    what = "multiplied" if up else "divided"
-    return f"{what} by the number of shards, {size}, at {line}, all results are right"
+def reduced(collective: str, name: Hashable) -> str:
+    return f"with jax.lax.{collective}(..., {name!r})"
 
 
-def moved(name: Hashable, shift: int, line: Line | None) -> str:
+def scaled(size: int, up: bool) -> str:
+    return f"{'multiplied' if up else 'divided'} by the number of shards, {size},"
+
+
+def moved(name: Hashable, shift: int) -> str:
     how = {0: "no move", 1: "a move to the next shard", -1: "a move to the shard before"}[shift]
-    return f"with {how} along {name!r} at {line}, all results are right"
+    return f"with {how} along {name!r}"
 
 
-def indexed(name: Hashable, line: Line | None) -> str:
-    return f"with jax.lax.axis_index({name!r}) at {line}, all results are right"
+def indexed(name: Hashable) -> str:
+    return f"with jax.lax.axis_index({name!r})"
 
 
-def offset(length: int, name: Hashable, line: Line | None) -> str:
-    return f"with {length} * jax.lax.axis_index({name!r}) added at {line}, all results are right"
+def offset(length: int, name: Hashable) -> str:
+    times = {1: "", -1: "-"}.get(length, f"{length} * ")
+    return f"with {times}jax.lax.axis_index({name!r}) added"
