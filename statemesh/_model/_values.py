@@ -92,6 +92,7 @@ class Write:
         if self.before is None:
             # Not `zeros_like`: zeros made of a value would vary over the axes over which it varies.
             return [jnp.zeros(x.shape, x.dtype) for x in leaves]
+        olds: list[PyTree]
         olds, structure = tree_util.tree_flatten(self.before)
         if structure != treedef:
             raise errors.no_old_value(self.label, structure, treedef)
