@@ -54,7 +54,7 @@ def test_digits_fails_when_it_has_not_learned(tmp_path: Path) -> None:
 
 def test_text_sharded_over_two_axes_and_unsharded_agree(tmp_path: Path) -> None:
     picture = tmp_path / "text.png"
-    done = _run(picture, "--x64")
+    done = _run(picture, "--x64", "--steps", "200")
     assert done.returncode == 0, done.stdout + done.stderr
 
     sharded, unsharded = _numbers(done.stdout, "held-out loss")
