@@ -1,4 +1,4 @@
-"""`fsdp`, `gather` and `scatter`."""
+"""`fsdp`, `gather` and `scatter`: training is that of one device, in a part of its memory."""
 
 import re
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import Making, assert_says, jnp, make_mesh, mistakes_in
+from tests.helpers import jnp, make_mesh
 
 
 KEY = jax.random.key(0)
@@ -255,149 +255,3 @@ def test_outside_any_mapped_call_values_are_whole() -> None:
     assert sm.gather(raw, "x")["up"].weight is raw["up"].weight
     back = sm.scatter(whole, model)
     assert back["up"].weight is model["up"].weight and back["down"] is model["down"]
-
-
-def test_explain_tells_what_is_split() -> None:
-    mesh = make_mesh("4")
-    model = sm.fsdp({"w": values(8, 16), "b": values(6)}, mesh, "x", min_size=4)
-
-    def total(model: Any) -> Any:
-        whole = sm.gather(model, "x")
-        return sm.pmean(whole["w"].sum() + whole["b"].sum(), "x")
-
-    rows = {
-        row.path: row
-        for row in sm.shard_map(total, mesh, out_specs=P(), in_specs=(None,)).explain(model).leaves
-    }
-    w, b = (next(rows[path] for path in rows if f"'{name}'" in path) for name in ("w", "b"))
-    assert (w.shard_shape, b.shard_shape) == ((8, 4), (6,))
-
-
-MISTAKES: list[Any] = []
-mistake = mistakes_in(MISTAKES)
-
-
-def inside(fun: Callable[[Any], Any], model: Any, **options: Any) -> Any:
-    return sm.shard_map(fun, make_mesh("4"), (None,), P(), **options)(model)
-
-
-@mistake(
-    sm.SpecError,
-    "fsdp: no axis is called 'data'; the axes of Mesh(x=4, y=2) are 'x', 'y'.",
-)
-def _unknown_axis() -> Any:
-    return sm.fsdp(only_states(), make_mesh("4x2"), "data")
-
-
-@mistake(ValueError, "fsdp: min_size must be 0 or a larger int, got -1 of type int.")
-def _negative_size() -> Any:
-    return sm.fsdp(only_states(), make_mesh("4"), "x", min_size=-1)
-
-
-@mistake(
-    sm.StructureError,
-    "fsdp: the model has no parameters: no ParamState, and no array of floats outside States.",
-)
-def _no_parameters() -> Any:
-    return sm.fsdp({"n": sm.State(1.0)}, make_mesh("4"), "x")
-
-
-@mistake(
-    sm.StructureError,
-    "fsdp: the arrays of a Packed lie in buffers already. Write "
-    "`sm.pack(sm.fsdp(packed.unpack(), mesh, axis_name), mesh)`.",
-)
-def _packed() -> Any:
-    return sm.fsdp(sm.pack(only_states(), make_mesh("4")), make_mesh("4"), "x")
-
-
-@mistake(
-    sm.StructureError,
-    "gather over 'x': these parameters are whole already:\n"
-    "  - tree['b']: float32[4], without a spec\n"
-    "  - tree['w']: ParamState(float32[8]), without a spec\n"
-    "Let `model = sm.fsdp(model, mesh, 'x')` split the model before the mapped call, and gather each "
-    "parameter once.",
-)
-def _whole() -> Any:
-    model = {"w": sm.ParamState(values(8)), "b": values(4)}
-    return inside(lambda model: sm.gather(model, "x"), model)
-
-
-@mistake(
-    sm.StructureError,
-    "gather over 'x': these parameters are whole already:\n"
-    "  - tree[0]: ParamState(float32[8]), without a spec\n"
-    "Let `model = sm.fsdp(model, mesh, 'x')` split the model before the mapped call, and gather each "
-    "parameter once.",
-)
-def _twice() -> Any:
-    model = [sm.ParamState(values(8), spec=P("x"))]
-    return inside(lambda model: sm.gather(sm.gather(model, "x"), "x"), model)
-
-
-@mistake(
-    sm.StatemeshError,
-    "gather over 'x': each shard already has the whole of these parameters, although their specs split "
-    "them:\n"
-    "  - tree[0]: P('x')\n"
-    "Leave them out of state_in_specs, so that they enter the call by their own specs.",
-)
-def _replicated() -> Any:
-    model = [sm.ParamState(values(8), spec=P("x"))]
-    return inside(lambda model: sm.gather(model, "x"), model, state_in_specs=P())
-
-
-@mistake(
-    sm.StatemeshError,
-    "gather over 'x': other mesh axes split the parts of these parameters further:\n"
-    "  - tree[0]: P(('x', 'y'))\n"
-    "Name 'x' last in its entry, or in an entry of its own.",
-)
-def _major() -> Any:
-    model = [sm.ParamState(values(8), spec=P(("x", "y")))]
-    return sm.shard_map(lambda m: sm.gather(m, "x"), make_mesh("4x2"), (None,), P())(model)
-
-
-@pytest.mark.parametrize("transform", [sm.vmap2, sm.pmap2])
-def test_lanes_have_no_parts(transform: Any) -> None:
-    model = sm.fsdp([values(8)], make_mesh("4"), "x", min_size=0)
-    fun = lambda model, x: sm.gather(model, "x")[0] * x
-    mapped = transform(fun, axis_name="x", in_axes=(None, 0))
-    text = (
-        "gather: 'x' is an axis of lanes, and specs split parameters over mesh axes only. Call the function "
-        "by `sm.shard_map` on a mesh with an axis 'x'."
-    )
-    assert_says(lambda: mapped(model, values(4)), sm.StatemeshError, text)
-
-
-@mistake(sm.StatemeshError, "gather: no axis is called 'y' here; the axes mapped over are 'x'.")
-def _unbound() -> Any:
-    model = sm.fsdp([values(8)], make_mesh("4"), "x", min_size=0)
-    return inside(lambda model: sm.gather(model, "y"), model)
-
-
-@mistake(
-    TypeError,
-    "@ was applied to a parameter of which each shard holds a part. Make the layer's parameters whole "
-    "before you call it: `layer = sm.gather(layer, axis_name)`, with the axis that fsdp was given.",
-)
-def _not_gathered() -> Any:
-    layer = sm.fsdp(eqx.nn.Linear(8, 4, key=KEY), make_mesh("4"), "x", min_size=0)
-    return inside(lambda layer: layer(jnp.ones(8)), layer)
-
-
-@mistake(
-    sm.StructureError,
-    "scatter: the two models have different structures:\n"
-    "  - only the model before has model['b']\n"
-    "Pass the model that was given to gather, and what its layers made of the gathered one.",
-)
-def _other_structure() -> Any:
-    model = sm.fsdp({"w": values(8), "b": values(4)}, make_mesh("4"), "x", min_size=0)
-    return sm.scatter({"w": values(8)}, model)
-
-
-@pytest.mark.parametrize(("make", "error", "text"), MISTAKES)
-def test_mistakes(make: Making, error: type[Exception], text: str) -> None:
-    assert_says(make, error, text)

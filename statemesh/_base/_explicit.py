@@ -56,7 +56,7 @@ def explicit_around(values: Iterable[object]) -> bool:
     return (mesh is not None and has_explicit_axes(mesh)) or any(map(is_explicitly_typed, values))
 
 
-def zeros_of(kind: ShapedArray) -> Array:
+def zeros_of(kind: Any) -> Array:
     """Zeros of a type, laid out over Explicit axes as it says."""
     zeros = jax.numpy.zeros(kind.shape, kind.dtype)
     mesh = kind.sharding.mesh

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -181,11 +182,14 @@ class Rows:
 
     @functools.cached_property
     def splitting(self) -> list[AxisName]:
-        """The mesh axes over which states are split by their own specs."""
+        """The mesh axis over which most states are split by their own specs, or several such axes.
+
+        It is the one of `fsdp`. Tensor parallelism splits only some of them.
+        """
         resolved = self.program.resolved
         own = [k for k in resolved.placements if resolved.placed_by[k] == OWN_SPEC]
-        found = {name for k in own for name in resolved.placements[k].axis_names}
-        return [name for name in self.sizes if name in found]
+        found = Counter(name for k in own for name in resolved.placements[k].axis_names)
+        return [name for name in self.sizes if found[name] == max(found.values(), default=-1)]
 
     def _leaving(self, unit: Unit, k: int, source: int, entered: Placement) -> str:
         made = self.outputs_of.get(unit.path, []) if unit.kind is not None else []
