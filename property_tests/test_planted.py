@@ -21,7 +21,6 @@ SLOW = (
     Task("planted", "scaling", "finite-on-this-shard", "float32"),
     Task("planted", "fsdp", "bias-summed-again", "float32"),
     Task("planted", "cache", "highest-of-a-shard", "bfloat16"),
-    Task("planted", "experts", "norm-of-a-shard", "float32"),
     Task("planted", "features", "best-of-a-shard", "float32"),
     Task("planted", "features", "extremes-of-a-shard", "float16"),
     Task("planted", "fsdp", "ema-of-the-neighbour", "float32"),

@@ -26,16 +26,15 @@ def texts(page: Path) -> list[str]:
     return re.findall(r"^```text\n(.*?)^```$", page.read_text(), re.M | re.S)
 
 
-@pytest.mark.parametrize("page", [README, HOME], ids=lambda page: page.name)
 def test_the_first_screen_shows_the_real_error_and_the_real_report(
-    page: Path, namespace: dict[str, Any]
+    namespace: dict[str, Any],
 ) -> None:
-    first, *_ = test_docs.fences(page.name, page.read_text())
+    first, *_ = test_docs.fences(README.name, README.read_text())
     first.run(namespace)
     shown = types.SimpleNamespace(**namespace)
     net = shown.Net(sm.ParamState(jnp.ones(3)), sm.BatchState(jnp.zeros(3)))
     x = jnp.arange(48.0).reshape(16, 3)
-    error, report = texts(page)
+    error, report = texts(README)
     with pytest.raises(sm.DivergedStateError) as raised:
         shown.sharded(net, x)
     assert str(raised.value) == error.rstrip("\n")
@@ -55,6 +54,11 @@ def test_the_first_screen_has_thirty_lines() -> None:
 def test_the_home_page_begins_as_the_readme() -> None:
     one, other = (test_docs.fences(page.name, page.read_text())[0] for page in (README, HOME))
     assert one.source == other.source
+    line = 1 + other.source.splitlines().index("    y = (x - x.mean(0)) @ net.w.value")
+    (error, report), (error_there, report_there) = texts(README), texts(HOME)
+    assert error == error_there
+    there = f"{HOME.name}:{other.line + line}:"
+    assert re.sub(rf"{README.name}:\d+:", there, report) == report_there
 
 
 def test_the_page_on_testing_begins_with_the_real_report() -> None:

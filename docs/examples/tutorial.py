@@ -88,7 +88,9 @@ def train(address: str, processes: int, process: int) -> None:
         loss, net, slots = jax.block_until_ready(step_on(net, slots, x, y))
         losses.append(float(loss))
     here = f"process {process} has {jax.local_device_count()} of {jax.device_count()} devices"
-    print(f"{here}, loss: {losses[0]:.3f} at first, {losses[-1]:.3f} in the end", flush=True)
+    learned = f"loss: {losses[0]:.3f} at first, {losses[-1]:.3f} in the end"
+    # In one piece, because all processes write to one place.
+    print(f"{here}, {learned}\n", end="", flush=True)
 
 
 def launch(processes: int) -> int:
