@@ -1,17 +1,17 @@
 """How long an import takes, beside that of Equinox: `python -m tests.benchmarks.imports`.
 
-Each is imported in processes of their own, by turns. With the garbage collector on, Equinox's import ends a few
-hundred objects short of a collection of everything on some versions, and whatever is imported after it pays for that.
-So it is measured without the collector too. The engine is what `import statemesh` leaves for its first use.
+Each is imported in processes of their own, by turns. On some versions Equinox's import ends a few hundred objects
+short of a garbage collection of everything, and whatever is imported after it pays for that. So it is measured
+without collections too. The engine is what `import statemesh` leaves for its first use.
 """
 
-import os
+import resource
 import statistics
 import subprocess
 import sys
 
 
-ROUNDS = 15
+ROUNDS = 9
 PROGRAMS = {
     "equinox": "import equinox",
     "statemesh": "import statemesh",
@@ -21,12 +21,10 @@ PROGRAMS = {
 
 def seconds(program: str) -> float:
     """The processor time that a process takes which runs a program."""
-    before = os.times()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-c", program], check=True)
-    after = os.times()
-    return (after.children_user - before.children_user) + (
-        after.children_system - before.children_system
-    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
 def main() -> None:
@@ -38,7 +36,7 @@ def main() -> None:
                 times[name].append(seconds(collector + program))
         # The first round writes bytecode, where Python may.
         medians = {name: statistics.median(each[1:]) for name, each in times.items()}
-        print("without the garbage collector" if collector else "as Python is")
+        print("without garbage collection" if collector else "as Python is")
         for name, median in medians.items():
             print(f"  {name:25} {median:6.3f} s  {median / medians['equinox']:.2f}")
 

@@ -38,7 +38,7 @@ class Quantize(sm.Module):
         self.axis_name = axis_name
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, "Quantize"]:
-        """`(y, layer)`: `x` rounded, whose first axis has the rows, and the layer with a range widened by it."""
+        """`(y, layer)`: `x`, whose first axis has the rows, rounded, and a range that is widened by it."""
         low, high = self.range.value["low"], self.range.value["high"]
         known = high > low
         step = jnp.where(known, high - low, 1) / (2**self.bits - 1)
