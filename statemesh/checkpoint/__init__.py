@@ -1,5 +1,6 @@
 """Checkpoints: save a tree on one mesh, load it on another."""
 
+from . import _orbax as _orbax
 from ._checkpoints import Checkpoints as Checkpoints
 from ._errors import CheckpointError as CheckpointError
 from ._load import load as load

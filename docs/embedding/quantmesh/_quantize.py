@@ -4,6 +4,7 @@ from collections.abc import Hashable
 
 import jax
 import jax.numpy as jnp
+
 import statemesh as sm
 
 from ._range import Range
@@ -37,10 +38,7 @@ class Quantize(sm.Module):
         self.axis_name = axis_name
 
     def __call__(self, x: jax.Array) -> tuple[jax.Array, "Quantize"]:
-        """Round `x`, whose first axis has the rows, and widen the range by it.
-
-        **Returns:** `(y, layer)`.
-        """
+        """`(y, layer)`: `x`, whose first axis has the rows, rounded, and a range that is widened by it."""
         low, high = self.range.value["low"], self.range.value["high"]
         known = high > low
         step = jnp.where(known, high - low, 1) / (2**self.bits - 1)

@@ -4,6 +4,7 @@ from collections.abc import Hashable
 
 import jax
 import jax.numpy as jnp
+
 import statemesh as sm
 
 

@@ -1,17 +1,19 @@
 """`Quantize` gives the same on every mesh, and rounds as it says."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-import statemesh as sm
 from hypothesis import settings
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from quantmesh import Quantize
+
+import statemesh as sm
 from statemesh.testing import arrays, assert_budget, assert_equivalent, given_meshes
 
 
-ROWS = np.linspace(-2, 3, 48, dtype=np.float32).reshape(16, 3)
+ROWS = jnp.linspace(-2, 3, 48).reshape(16, 3)
 
 
 def layer(bits: int = 4) -> Quantize:
@@ -43,12 +45,12 @@ def test_it_exchanges_the_range_and_nothing_else() -> None:
 
 
 def test_it_rounds_to_levels_and_keeps_means() -> None:
-    x = np.tile(np.float32([[0.3, -1.7, 2.2]]), (4000, 1))
+    x = jnp.tile(jnp.array([[0.3, -1.7, 2.2]]), (4000, 1))
     _, ready = layer(bits=2)(ROWS)
     y, _ = ready(x)
     low, high = ROWS.min(0), ROWS.max(0)
-    at = (np.asarray(y) - low) / (high - low) * 3
-    np.testing.assert_allclose(at, at.round(), atol=1e-5)
+    at = (y - low) / (high - low) * 3
+    np.testing.assert_allclose(at, jnp.round(at), atol=1e-5)
     np.testing.assert_allclose(y.mean(0), x[0], atol=0.05)
 
 

@@ -243,7 +243,8 @@ def _held_by_class(cls: type) -> Iterator[Any]:
     if _is_installed(cls.__module__):
         return
     yield from cls.__bases__
-    fields = getattr(cls, "_fields", ()) if issubclass(cls, tuple) else ()  # Those of a named tuple.
+    # Those of a named tuple.
+    fields = getattr(cls, "_fields", ()) if issubclass(cls, tuple) else ()
     for name, value in vars(cls).items():
         # Fields and slots are what objects hold, and what Python and `abc` keep of a class is no code.
         own = not name.startswith(("__", "_abc")) or isinstance(value, types.FunctionType)
