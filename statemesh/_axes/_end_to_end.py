@@ -68,6 +68,8 @@ def reshaped(x: AnyArray, shape: tuple[int, ...]) -> AnyArray:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _split(whole: AnyArray, sizes: tuple[int, ...], at_once: int) -> list[AnyArray]:
+    if len(sizes) <= _FUSED:
+        return list(jax.lax.split(whole, sizes))
     few = _few(sizes, at_once)
     totals = list(map(sum, few))
     made: list[AnyArray] = []
