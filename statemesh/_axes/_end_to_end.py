@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ import numpy as np
 
 from ._wide import AnyArray
 
+
+Item = TypeVar("Item")
 
 # So many arrays are put end to end by one operation. With more of them XLA compiles each such operation anew,
 # even where it has just compiled the same one; with fewer there are more loops to run.
@@ -46,9 +48,17 @@ def written_end_to_end(arrays: Sequence[AnyArray]) -> AnyArray:
     return whole
 
 
-def taken_apart(whole: AnyArray, shapes: Sequence[tuple[int, ...]]) -> list[AnyArray]:
-    """The arrays of these shapes that lie end to end."""
-    pieces = _split(whole, tuple(map(math.prod, shapes)))
+def taken_apart(
+    whole: AnyArray, shapes: Sequence[tuple[int, ...]], at_once: int = _FUSED
+) -> list[AnyArray]:
+    """The arrays of these shapes that lie end to end.
+
+    **Arguments:**
+
+    - `at_once`: so many of them are taken by one operation. Results of a program are best taken one by one,
+        since each is a loop of its own; of what is read by other loops there are fewer with several at once.
+    """
+    pieces = _split(whole, tuple(map(math.prod, shapes)), at_once)
     return [reshaped(piece, shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
@@ -56,18 +66,23 @@ def reshaped(x: AnyArray, shape: tuple[int, ...]) -> AnyArray:
     return x if x.shape == shape else jax.lax.reshape(x, shape)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _split(whole: AnyArray, sizes: tuple[int, ...]) -> list[AnyArray]:
-    return [
-        jax.lax.dynamic_slice(whole, (start,), (size,))
-        for start, size in zip(_starts(sizes), sizes, strict=True)
-    ]
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _split(whole: AnyArray, sizes: tuple[int, ...], at_once: int) -> list[AnyArray]:
+    if len(sizes) <= _FUSED:
+        return list(jax.lax.split(whole, sizes))
+    few = _few(sizes, at_once)
+    totals = list(map(sum, few))
+    made: list[AnyArray] = []
+    for start, total, own in zip(_starts(totals), totals, few, strict=True):
+        part = jax.lax.dynamic_slice(whole, (start,), (total,))
+        made += jax.lax.split(part, own) if len(own) > 1 else [part]
+    return made
 
 
 @_split.defjvp
-def _(sizes: tuple[int, ...], primals: Any, tangents: Any) -> Any:
+def _(sizes: tuple[int, ...], at_once: int, primals: Any, tangents: Any) -> Any:
     # The transpose of `split` is one concatenation. That of many slices is a sum of as many whole arrays.
-    return _split(*primals, sizes), list(jax.lax.split(*tangents, sizes))
+    return _split(*primals, sizes, at_once), list(jax.lax.split(*tangents, sizes))
 
 
 def _starts(sizes: Sequence[int]) -> list[AnyArray]:
@@ -77,5 +92,5 @@ def _starts(sizes: Sequence[int]) -> list[AnyArray]:
     return hidden
 
 
-def _few(arrays: Sequence[AnyArray]) -> list[Sequence[AnyArray]]:
-    return [arrays[k : k + _FUSED] for k in range(0, len(arrays), _FUSED)]
+def _few(items: Sequence[Item], at_once: int = _FUSED) -> list[Sequence[Item]]:
+    return [items[k : k + at_once] for k in range(0, len(items), at_once)]

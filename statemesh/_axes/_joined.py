@@ -128,4 +128,4 @@ def _as_one(
     """What a collective makes of arrays that are put end to end."""
     if len(arrays) == 1:
         return [collective(arrays[0])]
-    return taken_apart(collective(end_to_end(arrays)), [x.shape for x in arrays])
+    return taken_apart(collective(end_to_end(arrays)), [x.shape for x in arrays], at_once=1)

@@ -94,12 +94,13 @@ class MeshLayout:
         The two differ for an array that lies right under another name of the same layout: it comes
         back as it is, but the program, compiled for one name, gets it by that one.
         """
-        if (
-            self.only_arrays
-            and [x.sharding for x in given] == self.seen
-            and (compat.REFUSES_DELETED or not any(map(_is_deleted, given)))
-        ):
-            return given, given
+        if self.only_arrays:
+            here = [x.sharding for x in given]
+            if here == self.seen and (
+                compat.REFUSES_DELETED or not any(map(_is_deleted, given))
+            ):
+                self.seen = here
+                return given, given
         return self._moved(given)
 
     def check_alive(self, given: Sequence[Leaf]) -> None:
