@@ -48,7 +48,8 @@ def places(found: Comparison, most: int = 3) -> tuple[list[Place], str | None]:
     first, *_ = chosen.values()
     cause = good.cause(first)
     made: list[Place] = []
-    for group in [*chosen.values()][:most]:
+    # After a cause nothing is left to explain.
+    for group in [*chosen.values()][: 2 if cause else most]:
         deeper, why = _deeper(found, suspects, group, most)
         if deeper and group is first:
             cause = why
