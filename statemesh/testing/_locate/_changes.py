@@ -56,10 +56,12 @@ def reductions(found: Comparison, group: Group, values: Sequence[int]) -> Iterat
             changed = {x: _constant(new) for x, new in made.items() if new is not None}
             if len(changed) == len(values):
                 yield Trial(group, changed, 1, words.reduced(collective, name), True)
+        # A line with a collective of its own may have the wrong one.
+        is_added = not any(step.is_collective for step in group.steps)
         if size > 1 and all(is_equal(found, x, name) for x in values):
             for factor in (size, 1 / size):
                 changed = {x: _constant(found.kept[x].got * factor) for x in values}
-                yield Trial(group, changed, 1, words.scaled(size, factor > 1), True)
+                yield Trial(group, changed, 1, words.scaled(size, factor > 1), is_added)
 
 
 def reductions_inside(found: Comparison, group: Group) -> Iterator[Trial]:

@@ -114,6 +114,9 @@ def right_values(found: Comparison, value: int) -> Iterator[Right]:
     pair = found.kept[value]
     if pair.want is None:
         return
+    known = found.relations[value]
+    if known is not None and known.factor != 1:
+        yield Right(pair.got / known.factor, known.factor)
     scope = found.scopes[value]
     sizes = list(scope.sizes.values())
     ways = list(_placements(pair.want.shape, pair.got.shape[len(sizes) :], sizes))
