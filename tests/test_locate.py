@@ -46,7 +46,8 @@ def test_the_report() -> None:
         f"  {HERE}:{first}: mean = x.mean(0)  # the local mean\n"
         "    a quotient: 0.571744 on data=2, -0.833585 on data=3 at [0], and should be -0.284674\n"
         "    In other words: the mean over 'data' of what shards have is the value on one device.\n"
-        f"    Tried: with jax.lax.pmean(..., 'data') at test_locate.py:{first}, all results are right.\n"
+        f"    Tried: with jax.lax.pmean(..., 'data') at test_locate.py:{first} or {second}, "
+        "all results are right.\n"
         "or, less likely, here:\n"
         f"  {HERE}:{second}: shifted = x - mean  # uses the local mean"
     )

@@ -7,15 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from statemesh.testing._emulate._control_flow import Frame
+from statemesh.testing._emulate._one_device import NO_MESH
 from statemesh.testing._emulate._stacked import Scope, Stacked
 from statemesh.testing._locate._align import pairs
 from statemesh.testing._locate._flat import flat
 from statemesh.testing._locate._lines import is_library, line_of
 from statemesh.testing._locate._quick import quick
 from statemesh.testing._locate._relations import Relation, relation
-from statemesh.testing._locate._values import Evaluator, as_numbers
+from statemesh.testing._locate._values import Evaluator, as_numbers, on_all_shards
 
 
 SCOPE = Scope({"a": 2, "b": 3})
@@ -89,6 +92,10 @@ OPERATIONS: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
     (lambda x, y: (x @ y.T, jnp.einsum("ij,ij->j", x, y), jnp.vecdot(x, y)), (X, Y)),
     (lambda x, y: (jnp.where(x > 0, x, y), jnp.concatenate([x, y], 1), y[:, None] + x), (X, Y)),
     (lambda x, y: (jnp.transpose(y[:, None] + x, (1, 2, 0)), jnp.stack([x, y])[0], *y), (X, Y)),
+    (lambda k, x: (jax.lax.dynamic_slice(x, (k[0, 1], k[0, 2]), (2, 3)),), (K, X)),
+    (lambda k, x: (jax.lax.dynamic_update_slice(x, 2 * x[:2, 1:3], (k[0, 0], k[1, 0])),), (K, X)),
+    (lambda x: (x.cumsum(1), jax.lax.cumsum(x, 0, reverse=True), x.argmax(1), x.argmin(0)), (X,)),
+    (lambda x: (jnp.clip(x, -1, 1), jnp.clip(x, x.min(), x + 1), jnp.clip(x, 0)), (X,)),
     (lambda k: (k.astype(jnp.float32), jnp.arange(4) + k, jnp.float32(7) * k), (K,)),
 ]  # fmt: skip
 
@@ -117,6 +124,38 @@ def test_numpy_does_what_jax_does(number: int) -> None:
                 np.testing.assert_allclose(as_numbers(a.x), as_numbers(b.x), rtol=1e-12)
                 count += 1
     assert count >= 3
+
+
+def test_numpy_gathers_what_jax_gathers() -> None:
+    def fun(x: Any, y: Any) -> Any:
+        gathered = (jax.lax.all_gather(z, "b", axis=1, tiled=True) for z in (x, y))
+        scattered = jax.lax.psum_scatter(y, "b", scatter_dimension=1, tiled=True)
+        return *gathered, jax.lax.all_gather(x, "a"), scattered, jax.lax.psum_scatter(x, "a")
+
+    given = WHOLE[:4], np.tile(WHOLE, (1, 3))[:, :9]
+    mesh = AbstractMesh((2, 3), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    mapped = jax.shard_map(
+        fun, mesh=mesh, in_specs=(P("a"), P(None, "b")), out_specs=P(), check_vma=False
+    )
+    program = flat(jax.make_jaxpr(mapped)(*given), Scope())
+    count = 0
+    with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
+        evaluator = Evaluator(program, wide=True)
+        known = {x: Stacked(z) for x, z in zip(program.inputs, given, strict=True)}
+        for step in program.steps:
+            values = [evaluator.operand(x, known) for x in step.operands]
+            evaluator.run_step(step, known)
+            if step.kind != "run":
+                continue
+            frame = Frame(step.scope, evaluator.no_differences)
+            slow = evaluator._equation(step.eqn, values, frame)
+            fast = quick(step, values, True)
+            assert fast is not None
+            for a, b in zip(fast, slow, strict=True):
+                x, y = (on_all_shards(value, step.scope) for value in (a, b))
+                np.testing.assert_allclose(x, y, rtol=1e-12)
+                count += 1
+    assert count == 5
 
 
 def test_lines_are_those_of_the_user() -> None:

@@ -36,30 +36,38 @@ class Trial:
     - `changes`: what it makes of values.
     - `order`: what is likely is tried before what is not.
     - `words`: the change in words, where no other one does the same; else none.
+    - `is_added`: whether the change adds an operation, which may stand on any line that hands the value on.
     """
 
     group: Group
     changes: Mapping[int, Change]
     order: int
     words: str = ""
+    is_added: bool = False
 
 
-def reductions(found: Comparison, group: Group) -> Iterator[Trial]:
-    """What a line makes reduced over a mesh axis, or multiplied by its size."""
-    values = [x for x in group.values if x in found.kept]
-    if not values or len(values) < len(group.values):
+def reductions(found: Comparison, group: Group, values: Sequence[int]) -> Iterator[Trial]:
+    """Values that a line makes, reduced over a mesh axis or multiplied by its size."""
+    if not values or not all(x in found.kept for x in values):
         return
     for name, size in found.scopes[values[0]].sizes.items():
-        for collective in REDUCTIONS:
-            made = {x: reduced(found, x, REDUCTIONS[collective], name) for x in values}
-            changes = {x: _constant(new) for x, new in made.items() if new is not None}
-            if len(changes) == len(values):
-                yield Trial(group, changes, 1, words.reduced(collective, name))
-        for factor in (size, 1 / size) if size > 1 else ():
-            equal = [x for x in values if is_equal(found, x, name)]
-            if len(equal) == len(values):
-                changes = {x: _constant(found.kept[x].got * factor) for x in values}
-                yield Trial(group, changes, 1, words.scaled(size, factor > 1))
+        for collective, reduce in REDUCTIONS.items():
+            made = {x: reduced(found, x, reduce, name) for x in values}
+            changed = {x: _constant(new) for x, new in made.items() if new is not None}
+            if len(changed) == len(values):
+                yield Trial(group, changed, 1, words.reduced(collective, name), True)
+        # A line with a collective of its own may have the wrong one.
+        is_added = not any(step.is_collective for step in group.steps)
+        if size > 1 and all(is_equal(found, x, name) for x in values):
+            for factor in (size, 1 / size):
+                changed = {x: _constant(found.kept[x].got * factor) for x in values}
+                yield Trial(group, changed, 1, words.scaled(size, factor > 1), is_added)
+
+
+def reductions_inside(found: Comparison, group: Group) -> Iterator[Trial]:
+    """The same of what only the line itself uses."""
+    for x in [x for step in group.steps for x in step.results if x not in group.values]:
+        yield from reductions(found, group, [x])
 
 
 def changes(found: Comparison, group: Group, reruns: Reruns) -> Iterator[Trial]:

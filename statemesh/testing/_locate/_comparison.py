@@ -9,6 +9,7 @@ from .._emulate._stacked import Scope, Stacked
 from .._types import Numbers
 from ._align import pairs
 from ._flat import Constant, Operand, Program, Step
+from ._lines import callers_of
 from ._relations import Relation, largest, relation, unequal_copies, whole
 from ._values import Evaluator, Values, as_numbers, last_reads, on_all_shards
 
@@ -57,6 +58,8 @@ class Comparison:
 
     **Attributes:**
 
+    - `maker`: the step that makes each value of the program on the mesh.
+    - `depth`: how many lines of the user's are around those of the mapped function itself.
     - `relations`: what each value of the program on the mesh is of that on one device.
     - `scopes`: the mesh axes over which each value may differ.
     - `splits`: how many values have a mesh axis in parts of an array axis.
@@ -84,6 +87,9 @@ class Comparison:
         self.matched = len(self.pairs) == len(mesh.steps) == len(one.steps)
         self.scopes = dict.fromkeys(mesh.inputs, scope)
         self.scopes |= {x: step.around for step in mesh.steps for x in step.results}
+        self.maker = mesh.maker()
+        depths = [len(callers_of(step.eqn)) for step in mesh.steps if step.line is not None]
+        self.depth = min(depths, default=0)
         self._partners = {mesh.steps[a]: one.steps[b] for a, b in self.pairs.items()}
         self.relations: dict[int, Relation | None] = {}
         self.indices: set[int] = set()

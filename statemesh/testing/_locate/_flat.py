@@ -32,6 +32,11 @@ class Constant:
 # The number of a value, or a constant.
 Operand: TypeAlias = int | Constant
 
+_COLLECTIVES = (
+    *("psum", "psum_invariant", "pmax", "pmin", "reduce_scatter"),
+    *("all_gather", "all_gather_invariant", "all_to_all", "ppermute"),
+)
+
 # These hand their operand on, besides those that say where a value lies.
 _NAMES = ("name", "copy", "copy_p")
 
@@ -74,6 +79,11 @@ class Step:
     @property
     def name(self) -> str:
         return self.eqn.primitive.name if self.kind == "run" else self.kind
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether it combines what shards have."""
+        return self.name in _COLLECTIVES
 
     @property
     def inputs(self) -> list[int]:

@@ -6,6 +6,7 @@ import linecache
 import os
 import site
 import sysconfig
+from collections.abc import Iterator
 from typing import Any
 
 import statemesh as sm
@@ -54,12 +55,20 @@ def is_library(file: str) -> bool:
 
 def line_of(eqn: Equation) -> Line | None:
     """The innermost line of the user's among the calls that made an equation."""
+    return next(_lines(eqn), None)
+
+
+def callers_of(eqn: Equation) -> tuple[Line, ...]:
+    """The lines of the user's around that line, the innermost first."""
+    return tuple(_lines(eqn))[1:]
+
+
+def _lines(eqn: Equation) -> Iterator[Line]:
     # JAX keeps with each equation the Python frames in which it was traced, the innermost first.
     traceback: Any = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         if not is_library(frame.file_name):
-            return Line(frame.file_name, frame.line_num)
-    return None
+            yield Line(frame.file_name, frame.line_num)
 
 
 def by_statemesh(eqn: Equation) -> bool:

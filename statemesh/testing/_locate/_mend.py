@@ -49,6 +49,8 @@ class Mender:
     def __init__(self, found: Comparison) -> None:
         self._found = found
         self.reruns = Reruns(found.evaluators[0], found.mesh, found.given[0], found.scopes)
+        made_at = {x: i for i, step in enumerate(found.mesh.steps) for x in step.results}
+        self._made_at = [made_at.get(x, 0) if isinstance(x, int) else 0 for x in found.mesh.results]
         self.broken = frozenset(k for k, one in enumerate(found.results) if not one.right)
 
     def try_right(self, group: Group) -> Mended | None:
@@ -90,7 +92,8 @@ class Mender:
         if not self.broken <= reached:
             return False
         again = self.reruns.run(changes)
-        order = sorted(reached, key=lambda k: k not in self.broken)
+        # What is wrong first, and of that what is made early: most changes mend nothing.
+        order = sorted(reached, key=lambda k: (k not in self.broken, self._made_at[k]))
         return all(self._found.judge(k, again.result(k)) for k in order)
 
 
@@ -111,6 +114,9 @@ def right_values(found: Comparison, value: int) -> Iterator[Right]:
     pair = found.kept[value]
     if pair.want is None:
         return
+    known = found.relations[value]
+    if known is not None and known.factor != 1:
+        yield Right(pair.got / known.factor, known.factor)
     scope = found.scopes[value]
     sizes = list(scope.sizes.values())
     ways = list(_placements(pair.want.shape, pair.got.shape[len(sizes) :], sizes))

@@ -11,7 +11,8 @@ from .._emulate._arithmetic import promoted
 from .._emulate._stacked import Axes, Stacked
 from .._types import Numbers
 from ._flat import Step
-from ._quick_shards import REDUCTIONS, joined, over_shards, split
+from ._quick_indices import INDEXED
+from ._quick_shards import GATHERS, REDUCTIONS, gathered, joined, over_shards, split
 
 
 _logistic: Callable[[Numbers], Numbers] = lambda x: 1 / (1 + np.exp(-x))
@@ -39,6 +40,7 @@ _EACH: Mapping[str, Callable[..., Any]] = {
     "stop_gradient": lambda x: x,
     "square": np.square,
     "copy": lambda x: x,
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
 }
 _EACH_FLOAT: Mapping[str, Callable[..., Any]] = {
     "div": np.divide,
@@ -149,9 +151,11 @@ def quick(step: Step, values: Sequence[Stacked], wide: bool) -> list[Stacked] | 
             return _unstacked(given[0], step)
         if name in REDUCTIONS:
             return over_shards(step, given)
+        if name in GATHERS:
+            return gathered(step, given)
         if len(step.results) != 1 or not _is_known(name, step, xs):
             return None
-        made = _made(name, step, given)
+        made = INDEXED[name](step, given) if name in INDEXED else _made(name, step, given)
     if made is None:
         return None
     return [Stacked(np.asarray(made.x).astype(dtype, copy=False), made.axes)]
@@ -174,7 +178,7 @@ def _is_known(name: str, step: Step, xs: Sequence[Numbers]) -> bool:
         return not floats or promoted(step.eqn.params["new_dtype"]).kind == "f"
     if name in ("integer_pow", *_EACH_FLOAT):
         return floats
-    if name in _REDUCTIONS:
+    if name in (*_REDUCTIONS, *INDEXED):
         return all(x.size for x in xs)
     return name in _EACH or name in _SINGLE or name in ("select_n", "dot_general", "concatenate")
 

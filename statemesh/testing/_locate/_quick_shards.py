@@ -17,6 +17,7 @@ REDUCTIONS: Mapping[str, Callable[..., Any]] = {
     "pmax": np.max,
     "pmin": np.min,
 }
+GATHERS = ("all_gather", "all_gather_invariant", "reduce_scatter")
 
 
 def split(value: Stacked, step: Step) -> Stacked:
@@ -80,3 +81,41 @@ def _reduced(name: str, value: Stacked, names: Sequence[Hashable], scope: Scope)
         x = x * math.prod(scope.sizes[axis] for axis in names if axis not in value.axes)
     x = np.asarray(x).astype(value.x.dtype, copy=False)
     return Stacked(x, tuple(axis for axis in value.axes if axis not in names))
+
+
+def gathered(step: Step, values: Sequence[Stacked]) -> list[Stacked] | None:
+    """The results of a gathering from all shards, or of a sum of which each shard keeps a part."""
+    params, scope, names = step.eqn.params, step.scope, names_of(step.eqn)
+    if (
+        params.get("axis_index_groups") is not None
+        or len(names) != 1
+        or names[0] not in scope.sizes
+    ):
+        return None
+    (name,) = names
+    run = _scattered if step.name == "reduce_scatter" else _gathered
+    return [run(step, value, name) for value in values]
+
+
+def _gathered(step: Step, value: Stacked, name: Hashable) -> Stacked:
+    size, d = step.scope.sizes[name], step.eqn.params["all_gather_dimension"]
+    axes = tuple(axis for axis in value.axes if axis != name)
+    if name in value.axes:
+        x = np.moveaxis(value.x, value.axes.index(name), len(axes) + d)
+    else:
+        one = np.expand_dims(value.x, len(axes) + d)
+        x = np.repeat(one, size, len(axes) + d)
+    if step.eqn.params["tiled"]:
+        at = len(axes) + d
+        x = x.reshape((*x.shape[:at], size * x.shape[at + 1], *x.shape[at + 2 :]))
+    return Stacked(x, axes)
+
+
+def _scattered(step: Step, value: Stacked, name: Hashable) -> Stacked:
+    size, d = step.scope.sizes[name], step.eqn.params["scatter_dimension"]
+    total = _reduced("psum", value, [name], step.scope)
+    at, shape = len(total.axes) + d, total.x.shape
+    left = (size, shape[at] // size) if step.eqn.params["tiled"] else (size,)
+    x = total.x.reshape((*shape[:at], *left, *shape[at + 1 :]))
+    axes = step.scope.in_order((*total.axes, name))
+    return Stacked(np.moveaxis(x, at, axes.index(name)), axes)

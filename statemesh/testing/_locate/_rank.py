@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from . import _words as words
+from ._changes import Trial
 from ._comparison import Comparison
 from ._flat import Step
 from ._lines import Line
@@ -11,17 +12,25 @@ from ._located import Place
 from ._mend import Mended, Mender
 from ._rounds import inside, lines_of_carry
 from ._suspects import Group, Suspects
-from ._trials import Trial, confirmed
+from ._trials import confirmed
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tried:
-    """A line, and what comes of putting it right."""
+    """A line, and what comes of putting it right.
+
+    **Attributes:**
+
+    - `number`: its place among the lines.
+    - `has_run`: whether the program has run with right values there.
+    - `with_derivative`: whether the line's derivative was put right with it.
+    """
 
     group: Group
     mended: Mended
     number: int
     has_run: bool = True
+    with_derivative: bool = False
 
 
 def places(found: Comparison, most: int = 3) -> tuple[list[Place], str | None]:
@@ -33,6 +42,7 @@ def places(found: Comparison, most: int = 3) -> tuple[list[Place], str | None]:
     tried = [one for one in _tried(mender, groups) if one.group.line is not None]
     if gradients and (mended := mender.try_right(gradients)) and mended.all:
         tried = [_Tried(gradients, mended, -1), *tried]
+    tried = _with_derivatives(mender, tried)
     sure = any(one.mended.all and one.mended.plain and one.group.is_sure for one in tried)
     is_sure = sure and found.matched
     good = confirmed(
@@ -48,7 +58,8 @@ def places(found: Comparison, most: int = 3) -> tuple[list[Place], str | None]:
     first, *_ = chosen.values()
     cause = good.cause(first)
     made: list[Place] = []
-    for group in [*chosen.values()][:most]:
+    # After a cause nothing is left to explain.
+    for group in [*chosen.values()][: 2 if cause else most]:
         deeper, why = _deeper(found, suspects, group, most)
         if deeper and group is first:
             cause = why
@@ -66,6 +77,25 @@ def _tried(mender: Mender, groups: Sequence[Group]) -> Iterator[_Tried]:
         mended = None if done else mender.try_right(group)
         yield _Tried(group, mended or Mended(), number, mended is not None)
         done = done or bool(mended and mended.all and mended.plain and not group.is_partial)
+
+
+def _with_derivatives(mender: Mender, tried: Sequence[_Tried]) -> list[_Tried]:
+    """Where a line is wrong and its derivative too, only both together put all right."""
+    if any(one.mended.all for one in tried):
+        return [*tried]
+    backward = {one.group.line: one.group for one in tried if one.group.transposed}
+    found = []
+    for one in tried:
+        other = backward.get(one.group.line)
+        if other is None or one.group.transposed:
+            found.append(one)
+            continue
+        both = dataclasses.replace(one.group, values=[*one.group.values, *other.values])
+        mended = mender.try_right(both) or Mended()
+        if mended.all:
+            one = dataclasses.replace(one, mended=mended, with_derivative=True)
+        found.append(one)
+    return found
 
 
 def _in_order(suspects: Suspects, tried: Sequence[_Tried], matched: bool) -> Iterator[_Tried]:
@@ -91,7 +121,7 @@ def _in_order(suspects: Suspects, tried: Sequence[_Tried], matched: bool) -> Ite
     # Where a partial result comes from that is used as if it were whole, or a multiple.
     partial = [one for one in mending if one.group.is_partial and not one.group.transposed]
     origins = suspects.origins(breaking[0].group) if breaking else []
-    yield from [one for one in mending if one.number < 0]
+    yield from [one for one in mending if one.number < 0 or one.with_derivative]
     yield from [one for one in partial if one.group.is_multiple][:1]
     yield from [one for one in partial if one.group.line in origins and one.mended.plain][:1]
     yield from breaking[:1]

@@ -169,8 +169,8 @@ class Rerun:
         axes, like = tuple(scope.sizes), self._known[x].x
         if is_key(like):
             impl = jax.random.key_impl(like)
-            made = jax.random.wrap_key_data(jnp.asarray(numbers), impl=impl)
-            self._known[x] = Stacked(made, axes)
+            keys = jax.random.wrap_key_data(jnp.asarray(numbers), impl=impl)
+            self._known[x] = Stacked(keys, axes)
         else:
             made = np.asarray(numbers).astype(like.dtype)
             self._known[x] = _narrowed(Stacked(made, axes), self._known[x])
@@ -198,4 +198,4 @@ def _narrowed(value: Stacked, like: Stacked) -> Stacked:
 
 
 def _bytes(x: AnyLeaf) -> int:
-    return x.size * 16 if is_key(x) else x.size * x.dtype.itemsize
+    return int(x.size) * (16 if is_key(x) else int(x.dtype.itemsize))

@@ -113,7 +113,8 @@ class Suspects:
 
     def origins(self, group: Group) -> list[Line | None]:
         """The lines at which partial results and multiples begin that a line uses as if they were whole."""
-        steps = [step for step in group.steps if self._is_first(step)]
+        # A collective may well be given parts.
+        steps = [step for step in group.steps if self._is_first(step) and not step.is_collective]
         queue, seen, found = [x for step in steps for x in step.inputs], set(), []
         while queue:
             value = queue.pop()

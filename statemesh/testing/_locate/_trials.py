@@ -4,14 +4,15 @@ import dataclasses
 from collections.abc import Sequence
 
 from . import _words as words
-from ._changes import Trial, changes, reductions
+from ._changes import Trial, changes, reductions, reductions_inside
 from ._comparison import Comparison
+from ._lines import Line, callers_of
 from ._mend import Mender
 from ._suspects import Group
 
 
 # So many steps run again for all trials.
-_MOST_STEPS = 12_000
+_MOST_STEPS = 20_000
 # A cause that may stand at more lines than these is not sure.
 _MOST_LINES = 3
 
@@ -22,9 +23,11 @@ class Confirmed:
 
     **Attributes:**
 
+    - `found`: the comparison.
     - `trials`: the likeliest first.
     """
 
+    found: Comparison
     trials: Sequence[Trial]
 
     @property
@@ -37,8 +40,31 @@ class Confirmed:
         everywhere = {trial.words for trial in self.trials}
         if len(here) != 1 or everywhere != here or "" in here:
             return None
-        lines = sorted({trial.group.line for trial in self.trials if trial.group.line})
-        return words.confirmed(here.pop(), lines) if len(lines) <= _MOST_LINES else None
+        lines = {trial.group.line for trial in self.trials}
+        for trial in self.trials:
+            if trial.is_added:
+                lines |= self._handing_on(trial)
+        known = sorted(line for line in lines if line is not None)
+        if len(known) < len(lines) or len(known) > _MOST_LINES:
+            return None
+        return words.confirmed(here.pop(), known)
+
+    def _handing_on(self, trial: Trial) -> set[Line | None]:
+        """The lines at which what a change makes can stand as well.
+
+        There is a `None` among them where the value goes to another function: nobody knows by which lines.
+        """
+        lines: set[Line | None] = {None} if trial.group.transposed else set()
+        for x in trial.changes:
+            maker = self.found.maker[x]
+            own = callers_of(maker.eqn)
+            readers = [step for step in self.found.mesh.steps if x in step.inputs]
+            for reader in readers:
+                if reader.kind == "run" and callers_of(reader.eqn) == own:
+                    lines |= {reader.line}
+                elif reader.kind == "run" or len(own) > self.found.depth:
+                    lines |= {None}
+        return lines
 
 
 def confirmed(
@@ -53,15 +79,22 @@ def confirmed(
         be tried.
     """
     lined = [group for group in groups if group.line is not None]
-    trials = [trial for group in lined for trial in reductions(found, group)]
+    trials = [trial for group in lined for trial in reductions(found, group, group.values)]
     for group in (*lined, *others) if others is not None else ():
         trials += changes(found, group, mender.reruns)
-    # What has to reach all wrong results and does not needs no run.
-    trials = [one for one in trials if mender.broken <= mender.reached(one.changes)]
+    good = _good(mender, trials)
+    if good and good[0].words:
+        # A cause is sure only if no other line has it.
+        good += _good(mender, [one for group in lined for one in reductions_inside(found, group)])
+    return Confirmed(found, good)
+
+
+def _good(mender: Mender, trials: Sequence[Trial]) -> list[Trial]:
+    """The trials that put all results right, the likeliest first."""
     good, end = [], mender.reruns.steps_run + _MOST_STEPS
     for trial in sorted(trials, key=lambda one: one.order):
         if mender.reruns.steps_run > end:
             break
         if mender.mends(trial.changes):
             good.append(trial)
-    return Confirmed(good)
+    return good
