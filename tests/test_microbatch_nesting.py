@@ -126,7 +126,7 @@ def test_rows_and_parameters_split_over_explicit_axes_outside_of_any_map(
 
     w = {"in": np.outer(W, [1, 2, 3, 4]).astype(np.float32)}
     wanted, wanted_grads = sm.value_and_grad(loss)(w, X, Y)
-    put = lambda x, *axes: jax.device_put(x, jax.NamedSharding(mesh, P(*axes)))
+    put: Any = lambda x, *axes: jax.device_put(x, jax.NamedSharding(mesh, P(*axes)))
     step = wrap(sm.value_and_grad(loss, microbatches=count))
     # JAX refuses a product of two arrays that are split over the same axis.
     rows = step({"in": put(w["in"])}, put(X, "x"), put(Y, "x"))
