@@ -82,3 +82,21 @@ def test_a_full_disk_is_an_error_and_what_was_saved_stays(tmp_path: pathlib.Path
     assert child.returncode == 1
     assert re.search(r"CheckpointError: .* was not saved", child.stderr), child.stderr
     assert newest(tmp_path) == 0
+
+
+def test_the_models_of_the_examples_go_on_in_other_layouts() -> None:
+    """A few of the pairs: in a process of its own, because their floats have 64 bits."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.pairs_of_layouts",
+        "--steps",
+        "2",
+        "--layouts",
+        "2",
+        "4x2",
+    ]
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert child.returncode == 0, child.stderr
+    for model in ("digits", "text"):
+        assert f"{model}: 4 of 4 pairs agree" in child.stdout
