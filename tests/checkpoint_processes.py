@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+import statemesh as sm
 from statemesh import checkpoint
 from tests import checkpoint_steps as steps
 from tests.checkpoint_steps import LAYOUTS, STEPS
@@ -14,10 +15,13 @@ from tests.checkpoint_steps import LAYOUTS, STEPS
 
 def layouts(folder: pathlib.Path) -> None:
     mesh = steps.mesh_of((4, 1))
-    _, net = steps.train(steps.make(4), mesh, 0)
-    checkpoint.save(folder / "both", net)
-    for source in [*LAYOUTS, "both"]:
-        net = checkpoint.load(folder / source, steps.make(), mesh)
+    packed = sm.pack(steps.make(4), mesh)
+    for name, made in (("both", steps.make(4)), ("packed", packed)):
+        _, net = steps.train(made, mesh, 0)
+        checkpoint.save(folder / name, net)
+    for source in [*LAYOUTS, "both", "packed"]:
+        like = packed if source == "packed" else steps.make()
+        net = checkpoint.load(folder / source, like, mesh)
         masks, net = steps.train(net, mesh, STEPS)
         checkpoint.save(folder / f"after {source}", net)
         whole = [multihost_utils.process_allgather(mask, tiled=True) for mask in masks]

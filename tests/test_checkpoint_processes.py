@@ -43,7 +43,7 @@ def test_two_processes_save_and_load_what_one_does(tmp_path: pathlib.Path) -> No
         for code, output in ended(started, [log.with_suffix("") for log in logs]):
             assert code == 0, output
     # What two processes made of each checkpoint, saved by them at the end.
-    for source in [*LAYOUTS, "both"]:
+    for source in [*LAYOUTS, "both", "packed"]:
         net = checkpoint.load(tmp_path / f"after {source}", steps.make(), steps.mesh_of((1, 1)))
         assert_same([], net, ([], expected[1]))
         found = np.load(tmp_path / f"masks {source}.npy")

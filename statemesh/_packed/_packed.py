@@ -182,11 +182,15 @@ def members(tree: PyTree) -> list[list[int]]:
 
 def _arrays(group: Group, buffer: Leaf) -> list[Leaf]:
     group.check(buffer, group.shape)
-    source = _on_host(buffer)
-    arrays = [group.array(source, slot) for slot in group.slots]
-    if isinstance(buffer, jax.Array) and not compat.is_tracer(buffer):
-        return list(jax.device_put(arrays, [_target(buffer, slot) for slot in group.slots]))
-    return arrays
+    if compat.is_tracer(buffer) or not isinstance(buffer, jax.Array):
+        return [group.array(_on_host(buffer), slot) for slot in group.slots]
+    targets = [_target(buffer, slot) for slot in group.slots]
+    if not (buffer.is_fully_addressable or buffer.is_fully_replicated):
+        # No host has all of it, so that the devices of all processes take it apart.
+        take = lambda buffer: [group.array(buffer, slot) for slot in group.slots]
+        return list(jax.jit(take, out_shardings=targets)(buffer))
+    source = np.asarray(buffer)
+    return list(jax.device_put([group.array(source, slot) for slot in group.slots], targets))
 
 
 def _unit_paths(unit_def: PyTreeDef) -> list[str]:
