@@ -22,11 +22,11 @@ C = TypeVar("C", bound="Checkpoints")
 class Checkpoints:
     """A folder with checkpoints of several steps, which are written in the background.
 
-    Leaving a `with` waits for what is being written. Each step is a folder as `save` writes it.
+    Leaving a `with` waits until all is written. Each step is a folder as `save` makes one.
 
     **Arguments:**
 
-    - `folder`: where. What an earlier run has left half-written there is removed.
+    - `folder`: where. What an earlier run has left there half-written or half-deleted is removed.
     - `keep`: how many of the newest steps stay; left out, all.
 
     !!! example
@@ -64,15 +64,15 @@ class Checkpoints:
     def save(self, step: int, tree: PyTree) -> None:
         """Copy the values of a tree to the host, and write them in the background.
 
-        The step is there when all is written. Of two saves, the second waits for the first.
+        The step can be loaded when all of it is written. The next `save` waits until then.
 
         **Arguments:**
 
-        - `step`: a number larger than those there are.
+        - `step`: a number, larger than that of each step in the folder.
         - `tree`: as for `save`.
 
-        **Raises:** `CheckpointError` for a step that is not later, and where writing this step or the one
-        before fails.
+        **Raises:** `CheckpointError` for a step that is not larger, and if this step or the one before cannot
+        be written.
         """
         self.wait()
         latest = self.latest
@@ -114,14 +114,14 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until what was saved is written.
 
-        **Raises:** `CheckpointError` if it could not be.
+        **Raises:** `CheckpointError` if it cannot be written.
         """
         try:
             self._manager.wait_until_finished()
         except (OSError, ValueError) as reason:
             raise errors.not_written("the last step", reason) from reason
-        # Orbax renames an old step, so that it is a step or none, whenever the process is killed. What is
-        # renamed is deleted here, in the background.
+        # Orbax moves old steps away in one go, so that no kill leaves half of one among the steps. They are
+        # deleted here, in the background.
         self._deleting.join()
         self._deleting = files.delete_old(self._folder)
 

@@ -26,7 +26,7 @@ def step_exists(folder: object, step: int, latest: int) -> CheckpointError:
 
 def not_written(what: str, reason: Exception) -> CheckpointError:
     return CheckpointError(
-        f"{what} was not saved: {reason}\nCheckpoints that were whole before are untouched."
+        f"{what} was not saved: {reason}\nThe checkpoints that were saved before are untouched."
     )
 
 
@@ -88,11 +88,11 @@ def kept_without_value(paths: Sequence[str]) -> StructureError:
 def no_way_to_reshard(bad: Sequence[tuple[str, str, int, int, object]]) -> StructureError:
     return error_listing(
         StructureError,
-        "load: these states have values of single shards, and no way to get those of another number of "
-        "shards",
+        "load: these states have a value for each shard. The mesh has another number of shards, and `reduce` "
+        "does not say what becomes of the values",
         [
-            f"{path}: {kind} with values of {old} shards, for {new}, "
-            f"reduce={getattr(how, '__name__', repr(how))}"
+            f"{path}: {kind} with reduce={getattr(how, '__name__', repr(how))}, saved for {old} shards, but "
+            f"the mesh has {new}"
             for path, kind, old, new, how in bad
         ],
         "Declare reduce='mean', 'sum', 'max' or 'min' in `like`, override `reshard` in a kind of your own, "

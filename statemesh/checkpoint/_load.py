@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from .._base import errors as base_errors
 from .._base._compat import tree_util
-from .._base._nodes import is_packed
+from .._base._nodes import is_packed, unpacked
 from .._base._types import Leaf, PyTree
 from .._packed._packed import Packed, shapes_of, with_models
 from .._packed._repack import packed_placements, repack
@@ -45,30 +45,32 @@ def load(
 
     - `folder`: that given to `save`.
     - `like`: the tree as it is made, or its shapes, as from `equinox.filter_eval_shape`.
-    - `mesh`: left out, that of the context, else that of the arrays of `like`. Where there is none, every
-        array lies on the devices that the one of `like` lies on, or on one device.
-    - `rename`: `{old: new}`, paths as they were saved and as they are in `like`. A path stands for all below
-        it, too. `None` as the new one leaves a saved value out.
+    - `mesh`: left out, the mesh of the context, or else that on which arrays of `like` lie. If there is none,
+        each array lies where that of `like` does, or on one device.
+    - `rename`: `{old: new}`: the path of a saved value, and its path in `like`. A path stands for all below
+        it, too. With `None` as the new path a saved value is left out.
     - `missing`: `'error'`, or `'keep'`: what was not saved stays as it is in `like`.
 
-    **Returns:** the tree. A state with a `PerShard` placement has a value for each shard of this mesh, by
-    `State.reshard`.
+    **Returns:** the tree. A state with a `PerShard` placement has a value for each shard of this mesh. If
+    another number of shards was saved, `State.reshard` makes them.
 
     **Raises:** `CheckpointError` for a folder that is no whole checkpoint, for altered files, and for a newer
     version of the format; `StructureError` listing all that is missing, left over, or of another shape or
-    dtype, and states with values of another number of shards and no policy; `SpecError` for specs that do not
-    fit the mesh.
+    dtype; `StructureError` for states with a value for each shard if their number changes and `reduce` does
+    not say how; `SpecError` for specs that do not fit the mesh.
     """
     folder = pathlib.Path(folder).absolute()
     if missing not in ("error", "keep"):
         raise base_errors.invalid_argument("load", "missing", missing)
     record = files.read_record(folder)
-    model = with_models(like, shapes_of)
+    # The values of a packed model are taken out of its buffers only where they may be kept.
+    keeps = missing == "keep" and not any(map(_is_shape, tree_util.tree_leaves(like)))
+    model = unpacked(like) if keeps else with_models(like, shapes_of)
     found = values(model, packed_placements(like))
     names = match(folder, record, found, rename or {}, missing)
     mesh = mesh_for(mesh, like)
     kept = [value for value in found if value.path not in names and value.is_array]
-    if bare := [value.path for value in kept if isinstance(value.leaf, jax.ShapeDtypeStruct)]:
+    if bare := [value.path for value in kept if _is_shape(value.leaf)]:
         raise errors.kept_without_value(bare)
     held = [value for value in found if value.path in names and value.is_array]
     targets = dict(zip((v.path for v in held + kept), shardings(held + kept, mesh), strict=True))
@@ -129,6 +131,10 @@ def _arrays(
     if refused:
         raise errors.no_way_to_reshard(refused)
     return made
+
+
+def _is_shape(leaf: Leaf) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def _laid(x: Leaf, target: Sharding) -> jax.Array:

@@ -45,7 +45,11 @@ def match(
         if path in names and not _fits(forms[names[path]], value)
     ]
     if bad:
-        likely = _likely({names[p]: forms[names[p]] for p in left}, [wanted[p] for p in absent])
+        # An inserted layer moves the later ones: what was saved fits the next path.
+        moved = [p for p in wanted if p in names and not _fits(forms[names[p]], wanted[p])]
+        likely = _likely(
+            {names[p]: forms[names[p]] for p in left + moved}, [wanted[p] for p in absent + moved]
+        )
         raise errors.does_not_fit(folder, bad, likely, mends)
     return {path: names[path] for path in wanted if path in names}
 

@@ -57,7 +57,10 @@ def save(folder: str | os.PathLike[str], tree: PyTree) -> None:
 
 
 def contents(what: str, tree: PyTree) -> tuple[dict[str, Leaf], files.Record]:
-    """The arrays to save, by name, and the record of what a checkpoint holds."""
+    """The arrays of a tree as they are written, by path, and the record.
+
+    The record has the dtype and the shape of each array, and the Python numbers.
+    """
     found = values(unpacked(tree), packed_placements(tree))
     held = [value for value in found if value.is_array]
     check_concrete(what, [value.path for value in held], [value.leaf for value in held])
@@ -82,14 +85,14 @@ def contents(what: str, tree: PyTree) -> tuple[dict[str, Leaf], files.Record]:
 
 
 def _saved(leaf: Leaf) -> Leaf:
-    """An array as files hold it: a key by the numbers that it consists of."""
+    """An array as it is written: a key as the numbers that it consists of."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(leaf)
     return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
 
 
 def _of_all_processes(what: str, held: list[Value], leaves: list[Leaf]) -> list[Leaf]:
-    """The arrays, those that each process has for itself made one for all."""
+    """The arrays. One that each process has for itself becomes one on the devices of all."""
     mesh = Mesh(np.array(jax.devices()), ("devices",))
     own = [is_own(leaf) for leaf in leaves]
     triples = zip(held, leaves, own, strict=True)
