@@ -19,7 +19,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
-import optax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -50,7 +49,7 @@ class Digits:
     def __init__(self) -> None:
         self.code = example("digits")
 
-    def make(self, steps: int) -> Any:
+    def make(self, steps: int, _: Mesh) -> Any:
         return self.code.Training(jax.random.key(0), steps)
 
     def batch(self, step: int) -> list[Any]:
@@ -65,35 +64,29 @@ class Digits:
 
 
 class Text:
-    """The transformer, and an optimizer."""
+    """The transformer, whose parameters are split over both axes, with its optimizer."""
 
-    optimizer = optax.adamw(6e-3)
     characters = 20
 
     def __init__(self) -> None:
         self.code = example("text")
 
-    def make(self, _: int) -> Any:
-        model = self.code.Transformer(jax.random.key(0), self.characters)
-        return model, self.optimizer.init(sm.trainable(model))
+    def make(self, _: int, mesh: Mesh) -> Any:
+        model = self.code.Transformer(jax.random.key(0), self.characters, np.float64)
+        model = sm.fsdp(model, mesh, "data")
+        return model, self.code.OPTIMIZER.init(sm.trainable(model))
 
     def batch(self, step: int) -> list[Any]:
         shape = self.code.BATCH, self.code.CONTEXT + 1
         return [np.random.default_rng(step).integers(self.characters, size=shape)]
 
-    def loss(self, model: Any, text: Any) -> Any:
-        logits, model = model(text[:, :-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:])
-        return losses.mean(), model
-
     def step(self, training: Any, text: Any) -> Any:
-        model, slots = training
-        (_, model), grads = sm.value_and_grad(self.loss, axis_name="data")(model, text)
-        updates, slots = self.optimizer.update(grads, slots, sm.trainable(model))
-        return eqx.apply_updates(model, updates), slots
+        return self.code.step(*training, text)[1:]
 
     def masks(self, training: Any, text: Any) -> Any:
-        return self.code.masks(training[0], text)
+        rng, *_ = sm.states(training[0], sm.RandomState).values()
+        keys, _ = rng.rows(len(text), "data")
+        return jax.vmap(jax.random.bernoulli)(keys)
 
 
 MODELS: dict[str, type[Any]] = {"digits": Digits, "text": Text}
@@ -109,7 +102,7 @@ class Runs:
         self.mesh = Mesh(np.array(devices).reshape(shape), ("data", "model"))
 
         # Made once: another optimizer is another static leaf, and compiles anew.
-        self.made = self.model.make(2 * steps)
+        self.made = self.model.make(2 * steps, self.mesh)
 
     @functools.cached_property
     def mapped(self) -> list[Any]:
