@@ -67,7 +67,7 @@ class MovingStatistics(BatchState):
     """A count, and a mean and a variance that move towards those of each batch.
 
     Microbatches move them together as one batch of all their rows would. How far the mean of each has moved
-    tells its own mean, by the momentum.
+    tells its own mean, by the momentum, if each has moved it once.
     """
 
     __slots__ = ("_momentum",)
