@@ -116,6 +116,39 @@ def test_running_statistics_are_those_of_all_rows(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("momentum", [0.75, None])
+def test_statistics_of_layers_that_a_scan_stacks(momentum: float | None) -> None:
+    """As many layers as channels, so that one may not be taken for the other."""
+
+    def loss(net: Any, x: Any) -> Any:
+        def apply(x: Any, layer: Any) -> Any:
+            norm, average, factor = layer
+            y, norm = norm(x * factor.value)
+            _, average = average(x.mean(0) * factor.value, weight=len(x))
+            return x, ((norm, average, factor), y.mean())
+
+        _, (net, means) = sm.scan(apply, x, net)
+        return means.sum(), net
+
+    def stacked(layer: Any) -> Any:
+        return jax.tree.map(lambda x: jnp.stack([x] * 3) if isinstance(x, jax.Array) else x, layer)
+
+    norm = sm.nn.BatchNorm(3, momentum=momentum)
+    average = sm.nn.Average(jnp.zeros(3))
+    net = stacked(norm), stacked(average), sm.ParamState(jnp.array([1.0, 2.0, 4.0]))
+    (_, (new, average, _)), _ = sm.value_and_grad(loss, microbatches=4)(net, ROWS)
+    for k, factor in enumerate((1, 2, 4)):
+        rows = ROWS.astype(np.float64) * factor
+        mean, var = rows.mean(0), rows.var(0)
+        if momentum is not None:
+            mean, var = (1 - momentum) * mean, momentum + (1 - momentum) * var
+        np.testing.assert_allclose(new.statistics[0][k], mean, 1e-5)
+        np.testing.assert_allclose(new.statistics[1][k], var, 1e-5)
+        np.testing.assert_allclose(average.running.value["mean"][k], rows.mean(0), 1e-5)
+    np.testing.assert_array_equal(new.running.value["count"], [32, 32, 32])
+
+
+@pytest.mark.slow
 def test_microbatches_in_which_no_row_counts() -> None:
     def loss(norm: Any, x: Any, where: Any) -> Any:
         y, norm = norm(x, where)

@@ -25,8 +25,8 @@ class RunningMean(ShortTermState):
         weight = before["weight"] + _summed(after["weight"] - before["weight"], axis_names)
 
         def mean(old: Array, new: Array) -> Array:
-            moved: Array = _summed((new - old) * after["weight"], axis_names)
-            return old + moved / jnp.where(weight > 0, weight, 1)
+            moved: Array = _summed((new - old) * _along(after["weight"], new), axis_names)
+            return old + moved / _along(jnp.where(weight > 0, weight, 1), new)
 
         means = jax.tree.map(mean, before["mean"], after["mean"])
         return self.set({"weight": weight, "mean": means})
@@ -67,7 +67,7 @@ class MovingStatistics(BatchState):
     """A count, and a mean and a variance that move towards those of each batch.
 
     Microbatches move them together as one batch of all their rows would. How far the mean of each has moved
-    tells its own mean, by the momentum.
+    tells its own mean, by the momentum, if each has moved it once.
     """
 
     __slots__ = ("_momentum",)
@@ -95,7 +95,7 @@ class MovingStatistics(BatchState):
         if old is None:
             return self
         before, after = old.value, self.value
-        own = after["count"] - before["count"]
+        own = _along(after["count"] - before["count"], after["mean"])
         total = _summed(own, axis_names)
 
         def mean(x: Array) -> Array:
@@ -108,7 +108,7 @@ class MovingStatistics(BatchState):
         apart = mean((after["mean"] - moved) ** 2) / rate if rate else 0
         new = {"mean": moved, "var": mean(after["var"]) + apart}
         made = {name: jnp.where(total > 0, x, before[name]) for name, x in new.items()}
-        return self.set({"count": before["count"] + total, **made})
+        return self.set({"count": before["count"] + total.reshape(before["count"].shape), **made})
 
 
 _set_momentum = MovingStatistics.__dict__["_momentum"].__set__
@@ -127,23 +127,30 @@ class ExactStatistics(BatchState):
         if old is None:
             return self
         before, after = old.value, self.value
-        own = after["count"] - before["count"]
-        total = before["count"] + _summed(own, axis_names)
+        first, last = (_along(each["count"], each["mean"]) for each in (before, after))
+        own = last - first
+        total = first + _summed(own, axis_names)
         whole = jnp.maximum(total, 1)
-        shift = (after["mean"] - before["mean"]) * after["count"]
+        shift = (after["mean"] - before["mean"]) * last
         mean = before["mean"] + _summed(shift, axis_names) / whole
         # The statistics of the rows of this microbatch alone, from those with the earlier rows.
         own_mean = before["mean"] + shift / jnp.maximum(own, 1)
-        share = before["count"] * own / jnp.maximum(after["count"], 1)
-        m2 = before["var"] * before["count"]
-        own_m2 = after["var"] * after["count"] - m2 - share * (own_mean - before["mean"]) ** 2
-        m2 = m2 + before["count"] * (before["mean"] - mean) ** 2
+        share = first * own / jnp.maximum(last, 1)
+        m2 = before["var"] * first
+        own_m2 = after["var"] * last - m2 - share * (own_mean - before["mean"]) ** 2
+        m2 = m2 + first * (before["mean"] - mean) ** 2
         m2 = m2 + _summed(own_m2 + own * (own_mean - mean) ** 2, axis_names)
         var = jnp.where(total > 0, m2 / whole, before["var"])
-        return self.set({"count": total, "mean": mean, "var": var})
+        return self.set({"count": total.reshape(before["count"].shape), "mean": mean, "var": var})
 
 
 def _summed(x: Array, axis_names: tuple[AxisName, ...]) -> Array:
     total: Array
     (total,) = psum([x], axis_names)
     return total
+
+
+def _along(number: Array, x: Array) -> Array:
+    """A number, in the shape in which it multiplies `x`. Layers that are stacked have one each."""
+    along: Array = number.reshape(number.shape + (1,) * (x.ndim - number.ndim))
+    return along
