@@ -65,12 +65,16 @@ def made_up(peer: str, wall: float, **more: Any) -> Row:
     return Row(peer, "sharded", 8, 10, wall, wall / 10, 1.0, 0.5, 0.0, 0.0, **more)
 
 
-def test_the_table_has_the_first_run_and_the_range_of_the_ratios() -> None:
+def test_the_table_has_the_first_run_the_range_of_the_ratios_and_the_quickest_library() -> None:
     runs = [[made_up(FLOOR, 2e-4), made_up("statemesh", 3e-4 + k * 1e-4)] for k in (0, 1)]
     runs[0].append(Row("brainstate", "sharded", 8, 10, refused="took over 5 s"))
-    *_, floor, ours, refused = table(runs)
+    runs[0].append(made_up("jax.Ref", 4e-4))
+    *_, floor, ours, refused, slower = table(runs)
     assert floor.startswith("| sharded | 8 | 10 | by hand | 200 | 1.00 (1.00-1.00) | 20 |")
-    assert ours.startswith("| sharded | 8 | 10 | statemesh | 300 | 1.50 (1.50-2.00) | 30 | 1.50")
+    assert ours.startswith(
+        "| sharded | 8 | 10 | statemesh | **300** | 1.50 (1.50-2.00) | 30 | 1.50"
+    )
+    assert slower.startswith("| sharded | 8 | 10 | jax.Ref | 400 |")
     assert "took over 5 s" in refused
     assert len({line.count("|") for line in table(runs)}) == 1
 

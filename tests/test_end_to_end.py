@@ -1,6 +1,7 @@
 """Small arrays put end to end and taken apart again, in programs that compile quickly."""
 
 import re
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,7 @@ def arrays() -> list[np.ndarray]:
 
 @pytest.mark.parametrize("put", [end_to_end, written_end_to_end])
 @pytest.mark.parametrize("at_once", [1, 8])
-def test_arrays_come_back_as_they_were(put: object, at_once: int) -> None:
-    assert callable(put)
+def test_arrays_come_back_as_they_were(put: Callable[..., jax.Array], at_once: int) -> None:
     given = arrays()
     whole = put([jnp.asarray(x) for x in given])
     np.testing.assert_array_equal(whole, np.concatenate([x.ravel() for x in given]))
@@ -40,7 +40,9 @@ def test_the_transpose_of_taking_apart_is_one_concatenation() -> None:
     size = sum(x.size for x in given)
     found = jax.grad(total)(jnp.ones(size))
     assert found.tolist() == [k for k, x in enumerate(given) for _ in range(x.size)]
-    made = re.findall(r"dynamic_update_slice|concatenate|pad", str(jax.make_jaxpr(jax.grad(total))(found)))
+    made = re.findall(
+        r"dynamic_update_slice|concatenate|pad", str(jax.make_jaxpr(jax.grad(total))(found))
+    )
     assert made == ["concatenate"]
 
 
@@ -52,7 +54,7 @@ def test_no_loop_begins_at_a_constant(at_once: int) -> None:
     text = jax.jit(both).lower(*arrays()).as_text()
     sliced = re.findall(r"dynamic(?:_update)?_slice .*", text)
     assert len(sliced) >= 3
-    hidden = {name for name in re.findall(r"(%\d+)(?::\d+)? = stablehlo.optimization_barrier", text)}
+    hidden = set(re.findall(r"(%\d+)(?::\d+)? = stablehlo.optimization_barrier", text))
     for line in sliced:
         start = line.split(",")[2 if "update" in line else 1]
         assert start.strip().split("#")[0] in hidden, line

@@ -118,7 +118,7 @@ class Spared:
         count = Counter(sizes)
         wanted = {sizes[k] for k in donated if sizes[k] and count[sizes[k]] > 1}
         self.compared = [k for k, size in enumerate(sizes) if size in wanted]
-        # Something is donated and something else has its size, so that there are none or several.
+        # There are none, or several: a donated input is compared only if another one has its size.
         self._pick = itemgetter(*self.compared) if self.compared else None
         # What no program made and none took, found apart from all others, and the last number by then.
         self._apart: tuple[Refs, int] = [], 0

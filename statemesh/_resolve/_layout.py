@@ -96,9 +96,7 @@ class MeshLayout:
         """
         if self.only_arrays:
             here = [x.sharding for x in given]
-            if here == self.seen and (
-                compat.REFUSES_DELETED or not any(map(_is_deleted, given))
-            ):
+            if here == self.seen and (compat.REFUSES_DELETED or not any(map(_is_deleted, given))):
                 self.seen = here
                 return given, given
         return self._moved(given)
