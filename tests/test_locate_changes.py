@@ -173,6 +173,14 @@ def test_specs_that_make_results_longer_or_shorter(
     assert (found.places[0].got, found.places[0].want) in (("32", "8"), ("2", "8"))
 
 
+def test_an_argument_that_should_be_split_comes_first() -> None:
+    mesh = AbstractMesh((4,), ("data",))
+    numbered: Any = lambda x: x + jax.lax.axis_index("data")
+    found = locate(sm.shard_map(numbered, mesh, P(), ROWS, check_vma=False), X)
+    assert found is not None
+    assert [place.source[:14] for place in found.places] == ["in_specs of ar", "out_specs of <"]
+
+
 def test_a_line_is_put_right_with_its_derivative() -> None:
     def loss(w: Any, x: Any) -> Any:
         return ((x @ w) ** 2).sum() / len(x)  # by its own rows
