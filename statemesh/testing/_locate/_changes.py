@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._emulate._stacked import Stacked
+from .._emulate._stacked import Scope, Stacked
 from .._types import Numbers
 from . import _words as words
 from ._comparison import Comparison
@@ -202,13 +202,14 @@ def _operands(
         if isinstance(operand, int):
             if operand in made_here or operand in found.indices:
                 continue
-            for name in found.scopes[operand].sizes:
-                for length in _lengths(found):
-                    rank = len(aval.shape)
-                    offset = -length * _index(found, operand, name, rank)
-                    given = {x for step in steps for x in step.operands[k : k + 1]}
-                    changed = {x: _increased(x, offset) for x in given if isinstance(x, int)}
-                    yield Trial(group, changed, 2, words.offset(-length, name))
+            given = {x for step in steps for x in step.operands[k : k + 1] if isinstance(x, int)}
+            readers = [step for step in found.mesh.steps if not given.isdisjoint(step.inputs)]
+            if any(step.scope != steps[0].scope for step in readers):
+                continue
+            for name, length in itertools.product(found.scopes[value].sizes, _lengths(found)):
+                offset = -length * _index(found, value, name, len(aval.shape))
+                changed = {x: _increased(x, offset, found.scopes[value]) for x in given}
+                yield Trial(group, changed, 2, words.offset(-length, name))
         elif steps[0].name in _COMPARISONS and not aval.shape:
             for _, _, offset in _offsets(found, value, ()):
                 changed = {step.results[0]: _compared(step, k, offset, reruns) for step in steps}
@@ -255,5 +256,5 @@ def _inverted(value: int) -> Change:
     return Change(lambda read: ~read(value))
 
 
-def _increased(value: int, summand: Numbers) -> Change:
-    return Change(lambda read: read(value) + summand)
+def _increased(value: int, summand: Numbers, scope: Scope | None = None) -> Change:
+    return Change(lambda read: read(value) + summand, scope=scope)

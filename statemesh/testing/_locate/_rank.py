@@ -194,7 +194,9 @@ def _place(found: Comparison, group: Group, trial: Trial | None, mender: Mender 
         # What the change makes is right.
         value, change = next(iter(trial.changes.items()))
         before, after = mender.reruns.both(value, change)
-        got, want, shards = words.two_values(before, after, list(found.scopes[value].sizes))
+        got, want, shards = words.two_values(
+            before, after, list((change.scope or found.scopes[value]).sizes)
+        )
     known = found.relations.get(value)
     if known is not None:
         note = words.partial(known)

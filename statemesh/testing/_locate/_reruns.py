@@ -31,10 +31,12 @@ class Change:
 
     - `make`: gives the changed numbers, from what it reads.
     - `reads`: the values it reads, none of them made later than the changed one.
+    - `scope`: the mesh axes over which it then may differ, if these are others than before.
     """
 
     make: Callable[[Read], Numbers]
     reads: tuple[int, ...] = ()
+    scope: Scope | None = None
 
 
 class Reruns:
@@ -101,7 +103,7 @@ class Reruns:
 
     def both(self, value: int, change: Change) -> tuple[Numbers, Numbers]:
         """A value, and what becomes of it."""
-        scope, again = self.scopes[value], self.run({})
+        scope, again = change.scope or self.scopes[value], self.run({})
         read: Read = lambda x: again.read(x, scope)
         return read(value), change.make(read)
 
@@ -164,7 +166,7 @@ class Rerun:
 
     def _change(self, x: int) -> None:
         """Put what becomes of a value in its place."""
-        scope = self._around.scopes[x]
+        scope = self._changes[x].scope or self._around.scopes[x]
         numbers = self._changes[x].make(lambda y: self.read(y, scope))
         axes, like = tuple(scope.sizes), self._known[x].x
         if is_key(like):
