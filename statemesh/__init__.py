@@ -39,7 +39,7 @@ else:
             from . import _engine
 
             if hasattr(_engine, name):
-                return getattr(_engine, name)
+                return globals().setdefault(name, getattr(_engine, name))
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:

@@ -84,7 +84,7 @@ class Text:
         return self.code.step(*training, text)[1:]
 
     def masks(self, training: Any, text: Any) -> Any:
-        rng, *_ = sm.states(training[0], sm.RandomState).values()
+        rng: Any = next(iter(sm.states(training[0], sm.RandomState).values()))
         keys, _ = rng.rows(len(text), "data")
         return jax.vmap(jax.random.bernoulli)(keys)
 
