@@ -78,6 +78,10 @@ class _Candidates:
         found = [k for k in found if _same(source.frames, self.traced[k].frames)]
         if not found and (line := user_line(source.frames)):
             found = self._of(operations, self.by_line.get(line, ()))
+        if not found:
+            # JAX's cache on disk finds a program whatever its lines: these may be of another file, or moved.
+            found = self._of(operations, range(len(self.traced)))
+            found = [k for k in found if self._fits(k, element, does) == (True, True)]
         # One line may have several; each has room for as many arrays as it has operands.
         return max(found, key=lambda k: self._fits(k, element, does), default=None)
 
