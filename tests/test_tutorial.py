@@ -19,6 +19,8 @@ PAGE = ROOT / "docs" / "pages" / "tutorial.md"
 PICTURE = ROOT / "docs" / "pages" / "assets" / "tutorial.svg"
 NOTEBOOK = ROOT / "docs" / "examples" / "tutorial.ipynb"
 SCRIPT = ROOT / "docs" / "examples" / "tutorial.py"
+# Each program runs only a few times, so fast compilation matters more than fast programs.
+COMPILED_FAST = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 # Cells that only show what the cell before them made.
 SHOWN = ["explanation", "picture"]
 
@@ -59,7 +61,10 @@ def test_the_page_shows_lines_of_the_script() -> None:
 @pytest.mark.slow
 # What the packages of Jupyter warn of is not ours.
 @pytest.mark.filterwarnings("ignore")
-def test_the_notebook_runs_and_shows_the_report_the_table_and_the_picture(tmp_path: Path) -> None:
+def test_the_notebook_runs_and_shows_the_report_the_table_and_the_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(*COMPILED_FAST)
     notebook = read()
     where = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where).execute()
@@ -79,7 +84,7 @@ def test_two_processes_learn_what_one_does() -> None:
     # The devices of this suite are left out, because the script sets up its own.
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_ENABLE_X64")}
     paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
-    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    environment |= dict([COMPILED_FAST, ("PYTHONPATH", os.pathsep.join(paths))])
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--processes", "2"],
         capture_output=True,
