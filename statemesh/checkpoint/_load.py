@@ -57,22 +57,6 @@ def load(
     version of the format; `StructureError` listing all that is missing, left over, or of another shape or
     dtype, and states with values of another number of shards and no policy; `SpecError` for specs that do not
     fit the mesh.
-
-    !!! example
-
-        ```python
-        >>> import os, tempfile, jax, jax.numpy as jnp, statemesh as sm
-        >>> from jax.sharding import PartitionSpec as P
-        >>> from statemesh import checkpoint
-        >>> folder = os.path.join(tempfile.mkdtemp(), "model")
-        >>> checkpoint.save(folder, {"w": sm.ParamState(jnp.arange(8.0))})
-        >>> like = {"weight": sm.ParamState(jnp.zeros(8), spec=P("data"))}
-        >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
-        >>> loaded = checkpoint.load(folder, like, mesh, rename={"['w']": "['weight']"})
-        >>> loaded["weight"].value.sharding.spec
-        P('data',)
-
-        ```
     """
     folder = pathlib.Path(folder).absolute()
     if missing not in ("error", "keep"):
