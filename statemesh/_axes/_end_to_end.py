@@ -6,6 +6,7 @@ So a barrier hides these numbers from it.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -57,9 +58,7 @@ def taken_apart(
     - `at_once`: so many of them are taken by one operation. Results of a program are best taken one by one,
         since each is a loop of its own; of what is read by other loops there are fewer with several at once.
     """
-    # Integers have no derivative, and `custom_jvp` no rule for the zeros that JAX puts in its place.
-    split = _linear_split if jnp.issubdtype(whole.dtype, jnp.inexact) else _split
-    pieces = split(whole, tuple(map(math.prod, shapes)), at_once)
+    pieces = _split(whole, tuple(map(math.prod, shapes)), at_once)
     return [reshaped(piece, shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
@@ -67,6 +66,7 @@ def reshaped(x: AnyArray, shape: tuple[int, ...]) -> AnyArray:
     return x if x.shape == shape else jax.lax.reshape(x, shape)
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _split(whole: AnyArray, sizes: tuple[int, ...], at_once: int) -> list[AnyArray]:
     if len(sizes) <= _FUSED:
         return list(jax.lax.split(whole, sizes))
@@ -79,14 +79,11 @@ def _split(whole: AnyArray, sizes: tuple[int, ...], at_once: int) -> list[AnyArr
     return made
 
 
-_linear_split = jax.custom_jvp(_split, nondiff_argnums=(1, 2))
-
-
-@_linear_split.defjvp
+@_split.defjvp
 def _(sizes: tuple[int, ...], at_once: int, primals: Any, tangents: Any) -> Any:
     # The transpose of `split` is one concatenation. That of many slices is a sum of as many whole arrays.
     (whole,), (tangent,) = primals, tangents
-    return _linear_split(whole, sizes, at_once), list(jax.lax.split(tangent, sizes))
+    return _split(whole, sizes, at_once), list(jax.lax.split(tangent, sizes))
 
 
 def _starts(sizes: Sequence[int]) -> list[AnyArray]:
