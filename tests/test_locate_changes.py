@@ -105,7 +105,7 @@ def test_a_change_of_a_condition_is_no_cause() -> None:
 
 
 AT = np.array([0, 5, 7, 2, 3], np.int32)
-OTHERS = {
+OTHERS: dict[str, tuple[Any, Any, Any, Any]] = {
     "not less the first row": (looked_up_in_its_own_part, (ROWS, P()), P(), (X, AT)),
     "before the first shard": (counted_before, ROWS, ROWS, (X,)),
     "doubled": (doubled_later, ROWS, P(), (X,)),

@@ -84,7 +84,9 @@ def named(report: str, mistake: Mistake) -> list[int]:
     found = []
     for text in _first_places(report.splitlines()):
         if place := _PLACE.match(text):
-            found.append(int(place["line"]) if place["file"] == str(path) else 0)
+            # Each process writes the file into a folder of its own.
+            is_there = place["file"].endswith(f"/{path.name}")
+            found.append(int(place["line"]) if is_there else 0)
         if spec := _SPECS.match(text):
             found.append(line if mistake.code.startswith(spec["which"]) else 0)
     return found

@@ -136,8 +136,11 @@ def _in_order(suspects: Suspects, tried: Sequence[_Tried], matched: bool) -> Ite
         yield from [one for one in tried if one.group.is_index][:1]
     first = (breaking or partial or tried)[0]
     lines = suspects.readers(first.group)[:1]
-    yield from [one for one in tried if one.group.line in lines]
+    using = [one for one in tried if one.group.line in lines]
+    yield from using
     yield from firsts
+    lines = [line for one in using for line in suspects.readers(one.group)[:1]]
+    yield from [one for one in tried if one.group.line in lines]
     if not any(one.mended.all and one.mended.plain for one in tried):
         yield from sorted(tried, key=lambda one: -one.mended.right)
 

@@ -55,6 +55,14 @@ class Confirmed:
         There is a `None` among them where the value goes to another function: nobody knows by which lines.
         """
         lines: set[Line | None] = {None} if trial.group.transposed else set()
+        own_values = {x for step in trial.group.steps for x in step.results}
+        for x in {x for step in trial.group.steps for x in step.inputs} - own_values:
+            known, before = self.found.relations[x], self.found.maker.get(x)
+            if before is not None and before.transposed:
+                # What is missing or too much may as well be in the loss.
+                lines |= {None}
+            elif before is not None and not (known and known.is_plain):
+                lines |= {before.line}
         for x in trial.changes:
             maker = self.found.maker[x]
             own = callers_of(maker.eqn)
