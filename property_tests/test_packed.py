@@ -30,7 +30,7 @@ def test_it_comes_back_bit_for_bit(data: st.DataObject) -> None:
     model = data.draw(modules(states=states(mesh=mesh)), "model")
     packed = sm.pack(model, mesh)
     assert_same(packed.unpack(), model)
-    assert {*packed.states, *packed.beside} >= {*sm.states(model, ...)}
+    assert {*packed.states, *packed.rest} >= {*sm.states(model, ...)}
     for path, state in sm.states(model, ...).items():
         if path in packed.states:
             assert_same(packed.states[path], state)

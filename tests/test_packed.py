@@ -100,8 +100,8 @@ def test_there_is_one_buffer_for_each_dtype_and_set_of_mesh_axes() -> None:
         ("int32", P("x")): (4,),
         ("float16", P()): (3,),
     }
-    assert set(packed.beside) == {"rng", "plain"}
-    assert repr(packed) == "Packed(8 states in 7 arrays, 2 beside)"
+    assert set(packed.rest) == {"rng", "plain"}
+    assert repr(packed) == "Packed(8 states in 7 arrays, 2 not packed)"
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -206,11 +206,11 @@ def test_outside_a_map_what_is_trained_is_what_is_trained_of_the_model(kind: Axi
     (wanted, plain_new), plain_grads = sm.value_and_grad(loss)(plain, X)
     np.testing.assert_allclose(value, wanted, rtol=1e-6)
     assert isinstance(grads, sm.Packed) and isinstance(new, sm.Packed)
-    assert repr(grads) == "Packed(2 states in 2 arrays, 1 beside)"
+    assert repr(grads) == "Packed(2 states in 2 arrays, 1 not packed)"
     structure: Any = jax.tree.structure
     assert structure(grads) == structure(sm.trainable(packed))
     assert_same(sm.trainable(packed).unpack(), sm.trainable(plain))
-    assert list(grads.states) == ["['v']", "['w']"] and list(grads.beside) == ["['plain']"]
+    assert list(grads.states) == ["['v']", "['w']"] and list(grads.rest) == ["['plain']"]
     assert_same(grads.unpack(), plain_grads)
     assert_same(new.unpack(), plain_new)
 
@@ -233,7 +233,7 @@ def test_an_optimizer_outside_moves_parameters_and_nothing_else(optimizer: Any) 
     for path, state in sm.states(plain, sm.ParamState).items():
         for a, b in zip(*map(jax.tree.leaves, (packed.states[path], state)), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5)
-    np.testing.assert_allclose(packed.beside["['plain']"], plain["plain"], rtol=1e-5)
+    np.testing.assert_allclose(packed.rest["['plain']"], plain["plain"], rtol=1e-5)
 
 
 def test_slots_of_a_packed_model_are_packed_and_stay_so_in_calls() -> None:

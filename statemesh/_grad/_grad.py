@@ -113,7 +113,6 @@ def value_and_grad(
     check_microbatches(microbatches)
     to_predicate(wrt)
     name = fun_name(fun)
-
     loss_fun = LossFunction(fun, has_aux, name)
 
     @without_own_frames

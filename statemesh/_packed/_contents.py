@@ -190,11 +190,11 @@ class Contents:
             == (other.unit_def, other.states, other.groups, other.sizes)
         )
 
-    def model(self, arrays: Sequence[Sequence[Leaf]], beside: Sequence[Leaf]) -> PyTree:
+    def model(self, arrays: Sequence[Sequence[Leaf]], rest: Sequence[Leaf]) -> PyTree:
         """The model, made of the arrays of each group and of the units that are not packed."""
-        rest = iter(beside)
+        others = iter(rest)
         units = [
-            next(rest) if one is None else one[0].unflatten([arrays[g][k] for g, k in one[1]])
+            next(others) if one is None else one[0].unflatten([arrays[g][k] for g, k in one[1]])
             for one in self.states
         ]
         return self.unit_def.unflatten(units)
@@ -228,21 +228,21 @@ class Form:
     **Attributes:**
 
     - `contents`: the contents of the whole model.
-    - `groups`, `beside`: for each buffer, and for each unit that is not packed, whether it is there.
+    - `groups`, `rest`: for each buffer, and for each unit that is not packed, whether it is there.
     """
 
     contents: Contents
     groups: tuple[bool, ...]
-    beside: tuple[bool, ...]
+    rest: tuple[bool, ...]
 
     @cached_property
     def part(self) -> Contents:
         """The contents of the parts that are there."""
-        if all(self.groups) and all(self.beside):
+        if all(self.groups) and all(self.rest):
             return self.contents
         whole = self.contents
         number = {g: k for k, g in enumerate(np.flatnonzero(self.groups).tolist())}
-        rest = iter(self.beside)
+        rest = iter(self.rest)
         marks: list[Leaf] = []
         states: list[Leaf] = []
         for one in whole.states:

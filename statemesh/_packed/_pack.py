@@ -49,7 +49,7 @@ def pack(model: PyTree, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Pac
         these calls. A state that no filter matches is placed by its own `spec`, or replicated without one.
 
     **Returns:** a `Packed`, to pass to calls in place of the model. A `RandomState`, arrays outside of States
-    and static leaves are not packed; `beside` holds them.
+    and static leaves are not packed; `rest` holds them.
 
     **Raises:** `SpecError` for specs that do not fit the states or the mesh; `TypeError` for a model that is
     packed already.
@@ -67,7 +67,7 @@ def pack(model: PyTree, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Pac
         >>> model = {f"s{k}": sm.State(np.float32(k), reduce="mean") for k in range(1000)}
         >>> packed = sm.pack(model, mesh)
         >>> packed
-        Packed(1000 states in 1 arrays, 0 beside)
+        Packed(1000 states in 1 arrays, 0 not packed)
         >>> def step(model, x):
         ...     return x, jax.tree.map(lambda value: 2 * value, model)
         >>> step = sm.shard_map(step, mesh, in_specs=(None, P("x")), out_specs=(P("x"), P()))

@@ -33,7 +33,7 @@ class Packed(PackedNode):
     - `buffers`: the arrays.
     - `states`: a mapping from the path of each packed state, as `statemesh.states` names it, to the State.
         Looking one up copies its part of the buffer.
-    - `beside`: what is not packed, by path: random states, arrays outside of States, static leaves.
+    - `rest`: what is not packed, by path: random states, arrays outside of States, static leaves.
 
     !!! example
 
@@ -70,7 +70,7 @@ class Packed(PackedNode):
         own, other = iter(buffers), iter(rest)
         return cls(
             [next(own) if there else None for there in form.groups],
-            [next(other) if there else None for there in form.beside],
+            [next(other) if there else None for there in form.rest],
             form.contents,
         )
 
@@ -101,7 +101,7 @@ class Packed(PackedNode):
         return _States(self)
 
     @property
-    def beside(self) -> dict[str, PyTree]:
+    def rest(self) -> dict[str, PyTree]:
         contents, _, rest = self._present()
         paths = _unit_paths(contents.unit_def)
         left = [path for path, one in zip(paths, contents.states, strict=True) if one is None]
@@ -110,11 +110,11 @@ class Packed(PackedNode):
     def __repr__(self) -> str:
         contents, buffers, rest = self._present()
         packed = sum(one is not None for one in contents.states)
-        return f"Packed({packed} states in {len(buffers)} arrays, {len(rest)} beside)"
+        return f"Packed({packed} states in {len(buffers)} arrays, {len(rest)} not packed)"
 
     def tree_flatten_with_keys(self) -> tuple[PyTree, Contents]:
         kids = jax.tree_util.GetAttrKey("buffers"), self.buffers
-        rest = jax.tree_util.GetAttrKey("beside"), self._rest
+        rest = jax.tree_util.GetAttrKey("rest"), self._rest
         return (kids, rest), self._contents
 
     def tree_flatten(self) -> tuple[PyTree, Contents]:
