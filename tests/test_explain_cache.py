@@ -21,7 +21,7 @@ def step(net, x):
 
 def written_at(line: int) -> Any:
     """The function, in a file that has so many lines before it."""
-    names = {"jax": jax}
+    names: dict[str, Any] = {"jax": jax}
     exec(compile("\n" * line + SOURCE, "model.py", "exec"), names)
     return sm.shard_map(names["step"], make_mesh(), (None, P("x")), (P("x"), P()))
 

@@ -70,7 +70,8 @@ def compiled(lowered: Any) -> str:
     return text
 
 
-@pytest.mark.parametrize("count", [1, 12])
+# With the loss, up to eight arrays. More are put end to end in several steps: see `test_end_to_end.py`.
+@pytest.mark.parametrize("count", [1, 7])
 @pytest.mark.parametrize("check", [True, False])
 def test_sharded_step_is_the_hand_written_one(count: int, check: bool) -> None:
     weights, model, x = arguments(count)
