@@ -161,6 +161,7 @@ def test_states_have_values_that_their_policy_merges() -> None:
         assert state.reduce != "mean" or all(jnp.issubdtype(d, jnp.inexact) for d in dtypes)
 
 
+@pytest.mark.slow
 def test_a_shard_holds_what_was_asked_for_of_a_placed_state() -> None:
     def part(spec: Any, x: Any) -> tuple[int, ...]:
         if isinstance(spec, sm.PerShard):
@@ -187,6 +188,7 @@ def is_shape(node: tuple[Any, ...]) -> bool:
     return all(isinstance(n, int) for n in node)
 
 
+@pytest.mark.slow
 def test_modules_hold_as_many_states_as_were_asked_for() -> None:
     for module in drawn("modules"):
         assert isinstance(module, sm.Module) and len(sm.states(module)) <= 5

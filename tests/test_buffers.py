@@ -137,6 +137,7 @@ print("all of them")
 """
 
 
+@pytest.mark.slow
 def test_states_that_share_memory_may_be_donated() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", SHARING], capture_output=True, text=True, timeout=500, check=False

@@ -418,7 +418,7 @@ def test_packed_models() -> None:
     mesh = make_mesh()
     packed = sm.pack({"a": sm.State(np.ones(4)), "b": sm.State(1.0)}, mesh)
     text = (
-        "pack: model is Packed(2 states in 1 arrays, 0 beside) of type Packed, but must be a model that "
+        "pack: model is Packed(2 states in 1 arrays, 0 not packed) of type Packed, but must be a model that "
         "is not packed yet, as in pack(packed.unpack(), mesh)."
     )
     assert_says(lambda: sm.pack(packed, mesh), TypeError, text)

@@ -376,6 +376,7 @@ def test_a_billion_parameters_on_four_thousand_devices() -> None:
     assert len(str(found).splitlines()) < 30
 
 
+@pytest.mark.slow
 def test_a_function_that_makes_mapped_calls() -> None:
     mapped = trained()
 

@@ -46,7 +46,12 @@ def step(states: Any, w: Any, x: Any) -> Any:
     return {k: s.set(y.sum().astype(s.value.dtype)) for k, s in states.items()}, y
 
 
-@pytest.fixture(params=WAYS)
+QUICK = ("mesh", "vmap2")
+
+
+@pytest.fixture(
+    params=[way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+)
 def mapped(request: Any) -> Fun:
     return WAYS[request.param](step)
 

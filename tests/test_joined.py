@@ -81,6 +81,7 @@ def count(text: str) -> int:
     return len(re.findall(r" all-reduce(?:-start)?\(", text))
 
 
+@pytest.mark.slow
 def test_a_training_step_has_one_collective_for_each_dtype_and_point() -> None:
     model = {
         "w": [sm.ParamState(jnp.ones(3)) for _ in range(100)],

@@ -41,7 +41,7 @@ class Layers(sm.Module):
     average: sm.nn.Average
 
 
-@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("checked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_layers_with_statistics(checked: bool) -> None:
     def loss(net: Layers, x: Any) -> Any:
         _, norm = net.norm(x)
