@@ -110,7 +110,7 @@ MUTANTS = POLICY_MUTANTS + mutants(
                 lambda self, names: self.axis_names if names else ()
             ),
         },
-        "_leave._leave._untouched": {"a written state forgotten": always(True)},
+        "_leave._leave.has_same_leaves": {"a written state forgotten": always(True)},
         "_leave._leave.find_origins": {
             "states taken for one another": with_result(lambda found: found[1:] + found[:1]),
         },
