@@ -14,7 +14,7 @@ from . import _words as words
 from ._comparison import Comparison
 from ._flat import Operand, Step
 from ._mend import is_equal, reduced
-from ._reruns import Change, Read, Reruns
+from ._reruns import Change, Read, Reruns, constant
 from ._suspects import Group
 from ._values import on_all_shards
 
@@ -53,14 +53,14 @@ def reductions(found: Comparison, group: Group, values: Sequence[int]) -> Iterat
     for name, size in found.scopes[values[0]].sizes.items():
         for collective, reduce in REDUCTIONS.items():
             made = {x: reduced(found, x, reduce, name) for x in values}
-            changed = {x: _constant(new) for x, new in made.items() if new is not None}
+            changed = {x: constant(new) for x, new in made.items() if new is not None}
             if len(changed) == len(values):
                 yield Trial(group, changed, 1, words.reduced(collective, name), True)
         # A line with a collective of its own may have the wrong one.
         is_added = not any(step.is_collective for step in group.steps)
         if size > 1 and all(is_equal(found, x, name) for x in values):
             for factor in (size, 1 / size):
-                changed = {x: _constant(found.kept[x].got * factor) for x in values}
+                changed = {x: constant(found.kept[x].got * factor) for x in values}
                 yield Trial(group, changed, 1, words.scaled(size, factor > 1), is_added)
 
 
@@ -141,11 +141,7 @@ def _indices(found: Comparison, group: Group, steps: Sequence[Step]) -> Iterator
 
 
 def _set(steps: Sequence[Step], numbers: Numbers) -> dict[int, Change]:
-    return {x: _constant(numbers) for step in steps for x in step.results}
-
-
-def _constant(numbers: Numbers) -> Change:
-    return Change(lambda read: numbers)
+    return {x: constant(numbers) for step in steps for x in step.results}
 
 
 def _index(found: Comparison, value: int, name: Hashable, rank: int = 0) -> Numbers:
@@ -222,8 +218,8 @@ def _compared(step: Step, at: int, offset: Numbers, reruns: Reruns) -> Change:
     def operand(k: int, x: Operand, read: Read) -> Stacked:
         if isinstance(x, int):
             return Stacked(read(x), tuple(step.scope.sizes))
-        constant = reruns.evaluator.operand(x, {})
-        return Stacked(constant.x + offset, tuple(step.scope.sizes)) if k == at else constant
+        fixed = reruns.evaluator.operand(x, {})
+        return Stacked(fixed.x + offset, tuple(step.scope.sizes)) if k == at else fixed
 
     def change(read: Read) -> Numbers:
         operands = [operand(k, x, read) for k, x in enumerate(step.operands)]

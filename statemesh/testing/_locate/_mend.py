@@ -10,7 +10,7 @@ import numpy as np
 
 from .._types import Numbers
 from ._comparison import Comparison
-from ._reruns import Change, Reruns
+from ._reruns import Change, Reruns, constant
 from ._suspects import Group
 
 
@@ -75,7 +75,7 @@ class Mender:
 
     def _run(self, replaced: Mapping[int, Numbers]) -> Mended:
         """The results with other values."""
-        changes = {x: _constant(numbers) for x, numbers in replaced.items()}
+        changes = {x: constant(numbers) for x, numbers in replaced.items()}
         reached = self.reached(changes)
         again = self.reruns.run(changes)
         right = {k: self._found.judge(k, again.result(k)) for k in sorted(reached)}
@@ -95,10 +95,6 @@ class Mender:
         # What is wrong first, and of that what is made early: most changes mend nothing.
         order = sorted(reached, key=lambda k: (k not in self.broken, self._made_at[k]))
         return all(self._found.judge(k, again.result(k)) for k in order)
-
-
-def _constant(numbers: Numbers) -> Change:
-    return Change(lambda read: numbers)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
