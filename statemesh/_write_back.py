@@ -66,6 +66,10 @@ class WriteBack:
     - `written`: the outputs that are leaves of written states, with the states' paths.
     - `stacked`: paths and inputs of states that lanes wrote without a declared axis.
     - `merged`: for each state that a policy merged its path, the policy's name and the axes.
+
+    **Attributes:**
+
+    - `forwarded`: which inputs come back as they are.
     """
 
     __slots__ = (
@@ -75,7 +79,8 @@ class WriteBack:
         "_order",
         "_pick",
         "_statics",
-        "_treedef",
+        "_unflatten",
+        "forwarded",
         "merged",
         "placements",
         "result",
@@ -101,9 +106,11 @@ class WriteBack:
         self.written = tuple(written)
         self.stacked = tuple(dict.fromkeys(stacked))
         self.merged = tuple(merged)
-        units, self._treedef = tree_util.tree_flatten(
+        self.forwarded = frozenset(s.index for s in self.sources if isinstance(s, Forwarded))
+        units, treedef = tree_util.tree_flatten(
             result, is_leaf=lambda node: _is_source(node) or _is_plain(node)
         )
+        self._unflatten = treedef.unflatten
         # Most states are one array and metadata. Those are put together all at once; everything
         # else takes its leaf as it is. Both steps are one pass in C over a table: outputs, then
         # arguments, then statics; plain states, then the rest.
@@ -129,16 +136,16 @@ class WriteBack:
             case _:
                 return next(statics)
 
-    def forwarded(self) -> frozenset[int]:
-        """Which inputs come back as they are."""
-        return frozenset(s.index for s in self.sources if isinstance(s, Forwarded))
-
-    def __call__(
-        self, outputs: Sequence[Leaf], arguments: Sequence[Leaf], given: Sequence[Leaf] = ()
+    def filled(
+        self, outputs: Sequence[Leaf], arguments: Sequence[Leaf] = (), given: Sequence[Leaf] = ()
     ) -> Any:
         """The result's tree.
 
-        `given`: the leaves that `Given` stands for; left out, those that were there while tracing.
+        **Arguments:**
+
+        - `outputs`: what the program made.
+        - `arguments`: its inputs; they may be left out if none is forwarded.
+        - `given`: the leaves that `Given` stands for; left out, those that were there while tracing.
         """
         statics = self._statics
         if given and self._given:
@@ -147,7 +154,7 @@ class WriteBack:
                 statics[i] = given[k]
         picked = self._pick([*outputs, *arguments, *statics])
         made = rebuild_plain(self._kinds, self._metas, picked)
-        return self._treedef.unflatten(self._order([*made, *picked[len(made) :]]))
+        return self._unflatten(self._order([*made, *picked[len(made) :]]))
 
 
 def _is_source(node: object) -> bool:

@@ -52,6 +52,11 @@ tree_util: Any = jax.tree_util
 REFUSES_DELETED: bool = hasattr(jax, "get_mesh")
 
 
+# `jax.no_tracing`, switched for this thread by a function that returns what it was, and put back by another.
+# As a context manager it takes as long as all else that a call does in Python.
+switch_no_tracing: Any = getattr(jax.no_tracing, "swap_local", None)
+put_back_no_tracing: Any = getattr(jax.no_tracing, "set_local", None)
+
 # The value of `inline` with which a call of `jax.jit` leaves its equations in a surrounding jaxpr, instead of
 # one equation that calls. Releases without the name would also inline it in the backward pass of an eager
 # `jax.vjp`, and run that pass operation by operation.
@@ -200,14 +205,6 @@ def inside_checked_shard_map() -> bool:
     """Whether the types of an enclosing `shard_map` say what varies."""
     taken = manual_axes(jax.sharding.get_abstract_mesh())
     return any(varying(jax.lax.axis_index(name)) for name in taken)
-
-
-def one_device_mesh(mesh: Mesh | AbstractMesh) -> Mesh:
-    """A mesh with the same axis names, every one of size 1."""
-    # A device of this process, which could not read arrays on others.
-    local = mesh.local_devices if isinstance(mesh, Mesh) else jax.local_devices()
-    devices = np.array(local[:1]).reshape((1,) * len(mesh.axis_names))
-    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def is_tracer(x: object) -> bool:

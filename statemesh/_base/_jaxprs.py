@@ -153,6 +153,11 @@ def exchanged_by(eqn: Equation) -> Axes:
     return by_rule.union(*collective(eqn), *map(exchanged_over, jaxprs_of(eqn)))
 
 
+def calls_back(eqn: Equation) -> bool:
+    """Whether an equation runs Python code of the user's."""
+    return "callback" in eqn.primitive.name
+
+
 def made_varying(eqn: Equation) -> Axes:
     """The axes over which an equation types its operand as varying, leaving its value as it is."""
     return frozenset(eqn.params.get("axes", ())) if eqn.primitive.name in _VARYING else NO_AXES

@@ -18,6 +18,7 @@ from .._write_back import WriteBack
 from ._binding import Outside
 from ._declared import Declared
 from ._donate import DonatingProgram
+from ._one_dispatch import OneDispatch, Result
 from ._program import Program
 
 
@@ -27,7 +28,8 @@ _KEPT = 256
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
-Compiled = Callable[..., tuple[list[Leaf], WriteBack]]
+# Takes the arguments, the inputs among their leaves, and the inputs as they were laid out.
+Compiled = Callable[[tuple[PyTree, ...], dict[str, PyTree], Sequence[Leaf], Sequence[Leaf]], Result]
 
 
 class CompiledEntry:
@@ -62,22 +64,33 @@ class CompiledEntry:
         self.plain = jax.jit(program, inline=compat.INLINED)
         # A function that runs eagerly may have no program, and that of a `vmap` shows no sums over lanes.
         self.program_checked = not (declared.jit and program.binding.sizes)
+        # Functions of the inputs, to look at and to lower. The first is what the calls run.
+        self.traces: Any = self.plain
         self.lowers: Any = self.plain
-        if declared.donate != "none":
-            self.lowers = DonatingProgram(program, declared.donate)
-        self.compiled: Compiled = self.lowers if declared.jit else program
+        if donating := declared.donate != "none":
+            self.traces = self.lowers = DonatingProgram(program, declared.donate)
+        self.compiled: Compiled = _of_inputs(self.lowers if declared.jit else program)
         if program.binding.outside is not None:
             self.compiled = _brought_out(self.compiled, program.binding.outside)
+        self.one_dispatch: OneDispatch | None = None
+        if declared.jit and not donating and OneDispatch.fits(program):
+            self.traces = self.compiled = self.one_dispatch = OneDispatch(program, treedef)
 
-    def checked_run(self, arrays: Sequence[Leaf]) -> tuple[list[Leaf], WriteBack]:
+    def checked_run(
+        self,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        given: Sequence[Leaf],
+        ready: Sequence[Leaf],
+    ) -> Result:
         """Run the program, which is checked once before."""
         if not compat.jit_disabled():
-            self.check_program(arrays)
-            return self.compiled(*arrays)
+            self.check_program(ready)
+            return self.compiled(args, kwargs, given, ready)
         # What the function prints and where it stops belong to its run, so that the trace comes after it.
-        result = self.compiled(*arrays)
+        result = self.compiled(args, kwargs, given, ready)
         with jax.disable_jit(False), suppress(*compat.NEEDS_VALUES):
-            self.check_program(arrays)
+            self.check_program(ready)
         return result
 
     def check_program(self, arrays: Sequence[Leaf]) -> None:
@@ -89,7 +102,7 @@ class CompiledEntry:
         """
         if self.program_checked:
             return
-        traced = self.lowers.trace(*arrays)
+        traced = self.traces.trace(*arrays)
         self._check(shard_map_equation(traced.jaxpr), traced.out_info[1])
 
     def traced_run(self, given: Sequence[Leaf], recorded: bool) -> tuple[list[Leaf], WriteBack]:
@@ -130,9 +143,27 @@ class CompiledEntry:
             raise errors.diverged_in_branch(self.program.declared.name, found)
 
 
+def _of_inputs(run: Callable[..., Result]) -> Compiled:
+    def call(
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        given: Sequence[Leaf],
+        ready: Sequence[Leaf],
+    ) -> Result:
+        del args, kwargs, given
+        return run(*ready)
+
+    return call
+
+
 def _brought_out(compiled: Compiled, outside: Outside) -> Compiled:
-    def call(*arrays: Leaf) -> tuple[list[Leaf], WriteBack]:
-        outputs, back = compiled(*arrays)
+    def call(
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        given: Sequence[Leaf],
+        ready: Sequence[Leaf],
+    ) -> Result:
+        outputs, back = compiled(args, kwargs, given, ready)
         return outside(outputs, back.placements), back
 
     return call

@@ -64,7 +64,7 @@ class DonatingProgram:
     def _given_up(
         self, arrays: Sequence[Leaf], outputs: Sequence[Leaf], back: WriteBack
     ) -> tuple[int, ...]:
-        kept = back.forwarded()
+        kept = back.forwarded
         wanted = [k for k in self.program.given_up(self.how, back) if k not in kept]
         # A buffer can become only an output of its own size. JAX would warn of any other.
         room = Counter(

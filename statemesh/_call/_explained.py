@@ -91,7 +91,7 @@ class Rows:
         self.sizes: Mapping[AxisName, int] = self.program.binding.sizes
         self.by_axis = self.program.declared.rules.what == "in_axes"
         self.merged = {path: (policy, axes) for path, policy, axes in back.merged}
-        forwarded = back.forwarded()
+        forwarded = back.forwarded
         self.forwarded = {self.program.positions[k] for k in forwarded}
         self.outputs_of = self._outputs_of_states()
 

@@ -103,7 +103,7 @@ class StatefulMapping(Generic[Params, Result]):
         try:
             if self._bound or self._boxes is not None:
                 given = self._all(args)
-            result: Result = self._pipeline(given, kwargs)
+            result: Result = self._pipeline.call(given, kwargs)
         except Exception as error:
             leave_out_own(error)
             raise
@@ -211,7 +211,7 @@ class StatefulMapping(Generic[Params, Result]):
 
         **Returns:** what the call returns, on one device.
         """
-        result: Result = self._pipeline.on_one_device(self._all(args), kwargs)
+        result: Result = self._pipeline.on_one_device.call(self._all(args), kwargs)
         return result
 
     def on_mesh(self, mesh: AnyMesh) -> "StatefulMapping[Params, Result]":

@@ -23,6 +23,7 @@ from .._resolve._placement import check_valued, is_deleted
 from . import _watch as watch
 from ._cache import Cache, CompiledEntry
 from ._declared import Declared
+from ._one_dispatch import OneDispatch
 from ._program import Program
 from ._rules import Context
 from ._stages import Lowered
@@ -33,6 +34,8 @@ _flatten = tree_util.default_registry.flatten
 _context = jax.sharding.get_abstract_mesh
 _set_mesh = jax.sharding.get_mesh
 _trace = compat.current_trace
+_switch_no_tracing = compat.switch_no_tracing
+_put_back_no_tracing = compat.put_back_no_tracing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +68,26 @@ class Pipeline:
         self._cache = Cache()
         # The entry of the last eager call, tried first.
         self._last: CompiledEntry | None = None
+        # The program of the last calls, if the next one may be one dispatch of JAX's.
+        self._again: OneDispatch | None = None
 
-    def __call__(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
+    def call(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
         # What follows runs at every call, besides the compiled program's own dispatch: each line is
         # a check that cannot be left out, in the quickest form there is.
+        again = self._again
+        if again is not None:
+            before = _switch_no_tracing(True)
+            try:
+                found = again.jitted(args, kwargs)
+            except RuntimeError:
+                # It is another call, something has to be moved, or an array was deleted.
+                found = self._again = None
+            finally:
+                _put_back_no_tracing(before)
+            if found is not None:
+                outputs, back = found
+                given = tree_util.tree_leaves((args, kwargs)) if back.forwarded else ()
+                return back.filled(outputs, given)
         leaves, treedef = _flatten((args, kwargs))
         last = self._last
         if (
@@ -86,7 +105,7 @@ class Pipeline:
         held = last.program.hold(leaves) if last.changing else ()
         try:
             ready, shown = last.concrete(given)
-            outputs, back = last.compiled(*ready)
+            outputs, back = last.compiled(args, kwargs, given, ready)
         except OtherShapes:
             return self._first(Call(args, kwargs, leaves), treedef)
         except (RuntimeError, ValueError):
@@ -94,8 +113,10 @@ class Pipeline:
             last.program.layout.check_alive(given)
             raise
         if shown is not given:
-            shown = last.program.layout.returned(given, shown, back.forwarded())
-        return back(outputs, shown, held)
+            shown = last.program.layout.returned(given, shown, back.forwarded)
+        elif last.one_dispatch is not None and last.set_mesh is None:
+            self._again = last.one_dispatch.again(args, kwargs, refused=again)
+        return back.filled(outputs, shown, held)
 
     def _first(self, call: Call, treedef: PyTreeDef) -> Any:
         """A call unlike the last one: the first of its kind, or one that is traced."""
@@ -116,13 +137,13 @@ class Pipeline:
         if eager:
             ready, shown = entry.concrete(inputs)
             with around:
-                outputs, back = entry.checked_run(ready)
+                outputs, back = entry.checked_run(call.args, call.kwargs, inputs, ready)
             if rules.cacheable and top and not other_mesh:
                 self._last = entry
                 entry.set_mesh = _set_mesh() if rules.takes_set_mesh else None
             self._cache.keep(entry)
-            shown = program.layout.returned(inputs, shown, back.forwarded())
-            return back(outputs, shown, held)
+            shown = program.layout.returned(inputs, shown, back.forwarded)
+            return back.filled(outputs, shown, held)
         rules.check_traced(self.declared.name, leaves)
         given: Sequence[Leaf] = program.layout.traced(inputs, recorded)
         try:
@@ -133,8 +154,8 @@ class Pipeline:
         self._cache.keep(entry)
         watch.saw(program, call, outputs, back)
         if not recorded:
-            given = program.layout.returned(inputs, given, back.forwarded())
-        return back(outputs, given, held)
+            given = program.layout.returned(inputs, given, back.forwarded)
+        return back.filled(outputs, given, held)
 
     def _check_valued(self, call: Call) -> None:
         """Refuse what cannot be computed with: shapes without values, arrays whose memory was given up."""
@@ -206,7 +227,7 @@ class Pipeline:
         around = functools.partial(self._around, program)
         with around():
             entry.check_program(inputs)
-            traced: jax.stages.Traced = entry.lowers.trace(*inputs)
+            traced: jax.stages.Traced = entry.traces.trace(*inputs)
         self._cache.keep(entry)
         moved, rivals = program.layout.to_move(given), self._cache.rivals(entry)
         return Inspected(call, entry, traced, moved, rivals, around)

@@ -55,7 +55,7 @@ class Stage:
         """The result, with a `jax.ShapeDtypeStruct` for each array."""
         outputs, back = self.program.out_info
         inputs = tree_util.tree_leaves(self.program.args_info)
-        return back(outputs, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs])
+        return back.filled(outputs, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs])
 
     @property
     def out_tree(self) -> Any:
@@ -121,5 +121,5 @@ class Compiled(Stage):
         self._spared.keep(outputs)
         if call.binding.outside is not None:
             outputs = call.binding.outside(outputs, back.placements)
-        shown = layout.returned(given, shown, back.forwarded())
-        return back(outputs, shown, statics.changing_of(leaves))
+        shown = layout.returned(given, shown, back.forwarded)
+        return back.filled(outputs, shown, statics.changing_of(leaves))

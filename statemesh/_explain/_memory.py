@@ -1,6 +1,5 @@
 """The memory of a compiled program, by XLA's account."""
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,19 +14,24 @@ def memory_of(
 
     **Arguments:**
 
-    - `arguments`, `results`: the paths of the program's inputs and outputs.
+    - `arguments`: the paths of the inputs that the program reads. Others come first, for its constants.
+    - `results`: the paths of the program's outputs.
     """
     stats = compiled.memory_analysis()
     if stats is None:
         return None
     by_argument: dict[str, int] = {}
-    for name, size in text.parameters():
-        path = _path(name, arguments)
+    parameters = text.parameters()
+    constants = len(parameters) - len(arguments)
+    # What JAX calls an input may be the name in another program, which it took from its cache on disk.
+    named = [name or "constants" for name, _ in parameters[: max(constants, 0)]]
+    paths = [*named, *arguments] if constants >= 0 else [name for name, _ in parameters]
+    for path, (_, size) in zip(paths, parameters, strict=True):
         by_argument[path] = by_argument.get(path, 0) + size
     made = text.results()
-    paths = results if len(results) == len(made) else ["results"] * len(made)
+    sources = results if len(results) == len(made) else ["results"] * len(made)
     by_result: dict[str, int] = {}
-    for path, size in zip(paths, made, strict=True):
+    for path, size in zip(sources, made, strict=True):
         by_result[path] = by_result.get(path, 0) + size
     taken = int(stats.argument_size_in_bytes)
     given = int(stats.output_size_in_bytes)
@@ -46,11 +50,3 @@ def memory_of(
         by_result=by_result,
         result_table=given - sum(made),
     )
-
-
-def _path(name: str, arguments: Sequence[str]) -> str:
-    """The path of an argument by the name that JAX gave it in the program."""
-    numbered = re.fullmatch(r"flat_args\[(\d+)\]", name)
-    if numbered and int(numbered[1]) < len(arguments):
-        return arguments[int(numbered[1])]
-    return name or "constants"

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from .._base import _jaxprs as jaxprs
 from .._base._types import AxisName
 from ._advice import advice
 from ._explanation import Explanation
@@ -55,7 +56,7 @@ def explanation_of(call: TracedCall) -> Explanation:
         compiled = call.compile()
         text = CompiledText(compiled.as_text())
         collectives = matched(traced, text.instructions(), call.sizes)
-        memory = memory_of(compiled, text, call.arguments, call.outputs)
+        memory = memory_of(compiled, text, _read(call), call.outputs)
     return Explanation(
         name=call.name,
         sizes=call.sizes,
@@ -65,3 +66,9 @@ def explanation_of(call: TracedCall) -> Explanation:
         memory=memory,
         advice=advice(call.leaves, call.sizes, call.donates_in_vain, call.changing_statics),
     )
+
+
+def _read(call: TracedCall) -> list[str]:
+    """The paths of the inputs that the program reads. JAX leaves out the others when it compiles."""
+    read = jaxprs.inputs_read(call.jaxpr)
+    return [path for path, hit in zip(call.arguments, read, strict=True) if hit]

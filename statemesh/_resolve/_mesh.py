@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._base import _compat as compat
@@ -67,7 +68,10 @@ def one_device_mesh(given: Mesh | AbstractMesh | None, traced: bool) -> Mesh:
         raise errors.unsharded_inside(sorted(taken, key=str))
     if traced and context is not None and context.size > 1:
         raise errors.unsharded_traced(context)
-    return compat.one_device_mesh(mesh)
+    # A device of this process, which could not read arrays on others.
+    local = mesh.local_devices if isinstance(mesh, Mesh) else jax.local_devices()
+    devices = np.array(local[:1]).reshape((1,) * len(mesh.axis_names))
+    return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
 
 
 def check_mesh(what: str, mesh: Any) -> None:
