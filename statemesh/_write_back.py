@@ -73,6 +73,7 @@ class WriteBack:
     """
 
     __slots__ = (
+        "_first",
         "_given",
         "_kinds",
         "_metas",
@@ -113,9 +114,10 @@ class WriteBack:
         self._unflatten = treedef.unflatten
         # Most states are one array and metadata. Those are put together all at once; everything
         # else takes its leaf as it is. Both steps are one pass in C over a table: outputs, then
-        # arguments, then statics; plain states, then the rest.
+        # arguments, then statics; the rest, then plain states. Often they stand like that already.
         plain = [i for i, unit in enumerate(units) if is_state(unit)]
         rest = [i for i, unit in enumerate(units) if not is_state(unit)]
+        self._first = len(rest)
         self._kinds = [type(units[i]) for i in plain]
         self._metas = [units[i]._meta.plain for i in plain]
         constant = [s for s in self.sources if isinstance(s, Static | Given)]
@@ -123,9 +125,9 @@ class WriteBack:
         self._given = [(i, s.index) for i, s in enumerate(constant) if isinstance(s, Given)]
         statics = iter(range(-len(self._statics), 0))
         sources = [self._place(unit.value if is_state(unit) else unit, statics) for unit in units]
-        self._pick = _picker([sources[i] for i in (*plain, *rest)])
-        made_at = {i: k for k, i in enumerate((*plain, *rest))}
-        self._order = _picker([made_at[i] for i in range(len(units))])
+        self._pick = _picker([sources[i] for i in (*rest, *plain)], len(self.placements))
+        made_at = {i: k for k, i in enumerate((*rest, *plain))}
+        self._order = _picker([made_at[i] for i in range(len(units))], len(units))
 
     def _place(self, source: Leaf, statics: Iterator[int]) -> int:
         match source:
@@ -152,9 +154,13 @@ class WriteBack:
             statics = list(statics)
             for i, k in self._given:
                 statics[i] = given[k]
-        picked = self._pick([*outputs, *arguments, *statics])
-        made = rebuild_plain(self._kinds, self._metas, picked)
-        return self._unflatten(self._order([*made, *picked[len(made) :]]))
+        picked = outputs
+        if self._pick is not None:
+            picked = self._pick([*outputs, *arguments, *statics])
+        first = self._first
+        made = rebuild_plain(self._kinds, self._metas, picked[first:])
+        units = [*picked[:first], *made]
+        return self._unflatten(units if self._order is None else self._order(units))
 
 
 def _is_source(node: object) -> bool:
@@ -165,7 +171,10 @@ def _is_plain(node: object) -> bool:
     return isinstance(node, State) and is_plain(type(node)) and _is_source(node.value)
 
 
-def _picker(indices: list[int]) -> Any:
+def _picker(indices: list[int], count: int) -> Any:
+    """What picks items of a table; `None` if it would pick these `count`, the first ones, in their order."""
+    if indices == list(range(count)):
+        return None
     match indices:
         case []:
             return lambda table: ()

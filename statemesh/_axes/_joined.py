@@ -27,7 +27,7 @@ from ._wide import AnyArray
 Collective: TypeAlias = Callable[[AnyArray, tuple[AxisName, ...]], AnyArray]
 
 # In bytes. An array of this size is reduced by itself: its copies cost more than a collective.
-_LARGE = 64 * 2**10
+_LARGE = 2**20
 _BUCKET = 4 * 2**20
 
 

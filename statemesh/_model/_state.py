@@ -296,8 +296,7 @@ def rebuild_plain(
 ) -> list[State]:
     """Many plain states at once, a few times quicker than by their constructors.
 
-    `map` calls the slots' setters in C. They return `None`, so that `any` runs through to the end. If there
-    are more values than kinds, the first values are taken.
+    `map` calls the slots' setters in C. They return `None`, so that `any` runs through to the end.
     """
     made = list(map(object.__new__, kinds))
     any(map(set_value, made, values))
