@@ -11,8 +11,9 @@ import pytest
 
 from tests.benchmarks.peers._case import Case, Kind
 from tests.benchmarks.peers._peers import FLOOR, PEERS, maker
+from tests.benchmarks.peers._pictures import PANELS, SHOWN, picture, small_picture
 from tests.benchmarks.peers._run import Row, measure
-from tests.benchmarks.peers._table import picture, put, table
+from tests.benchmarks.peers._table import put, table
 
 
 # The tests do not depend on brainstate; `measure` compares its results when it times it.
@@ -99,3 +100,21 @@ def test_the_picture_shows_the_number_of_devices_with_the_most_sizes(tmp_path: P
     picture([made_up(FLOOR, 2e-4), *sizes, wide], tmp_path / "assets" / "a.svg")
     drawn = (tmp_path / "assets" / "a.svg").read_text()
     assert "statemesh" in drawn and "on 8 devices" in drawn
+
+
+def test_the_small_picture_has_a_bar_for_each_program_and_library(tmp_path: Path) -> None:
+    rows = [
+        dataclasses.replace(made_up(peer, 1e-3 * (10 * k + j)), kind=kind, states=states)
+        for k, (kind, states) in enumerate({"sharded": 100, "reduced": 100, "training": 10}.items())
+        for j, peer in enumerate(SHOWN, 1)
+    ]
+    small_picture(rows, tmp_path / "small.svg")
+    drawn = (tmp_path / "small.svg").read_text()
+    for text in [
+        *PANELS.values(),
+        *SHOWN.values(),
+        *(f"{10 * k + j:.1f}" for k in range(3) for j in (1, 5)),
+    ]:
+        assert text in drawn
+    small_picture(rows[:5], tmp_path / "one.svg")
+    assert "11.0" not in (tmp_path / "one.svg").read_text()

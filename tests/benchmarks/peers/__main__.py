@@ -5,7 +5,7 @@
 
 `run` starts each peer in its own process and calls them in turn, waiting for each result. `show` prints the
 numbers of each program from the first file that has it, with the range of the ratios over all files. With
-`--write` it puts the tables and a picture into the documentation.
+`--write` it puts the tables and two pictures into the documentation.
 """
 
 import argparse
@@ -20,8 +20,9 @@ import jax
 
 from ._case import Kind
 from ._peers import PEERS
+from ._pictures import picture, small_picture
 from ._run import Row, measure
-from ._table import firsts, picture, put, read, table
+from ._table import firsts, put, read, table
 
 
 # These programs have no flat list of states: nested modules, and layers with a weight and a bias.
@@ -53,6 +54,7 @@ def show(options: argparse.Namespace) -> None:
     if options.write is not None:
         put(options.write, about, runs)
         picture(firsts(runs), options.write / "assets" / "benchmarks.svg")
+        small_picture(firsts(runs), options.write / "assets" / "benchmarks-small.svg")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,7 +1,6 @@
-"""The measurements as a table and as a picture."""
+"""The measurements as tables in the pages."""
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -96,29 +95,3 @@ def put(folder: Path, about: str, runs: Sequence[Sequence[Row]]) -> None:
                 after = rest.partition(end)[2]
                 text = "\n".join([before + begin, "", about, "", *lines, "", end + after])
         page.write_text(text)
-
-
-def picture(rows: Sequence[Row], file: Path) -> None:
-    """Draw wall time by number of states, on the number of devices with the most such measurements."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    split = [row for row in rows if row.kind == "sharded"]
-    sizes = Counter(devices for devices, _ in {(row.devices, row.states) for row in split})
-    most = max(sizes, key=lambda devices: (sizes[devices], devices))
-    chosen = [row for row in split if row.devices == most]
-    for peer in dict.fromkeys(row.peer for row in chosen):
-        points = [(row.states, 1e3 * row.wall) for row in chosen if row.peer == peer and row.wall]
-        if points:
-            style = "-o" if "statemesh" in peer else "--o" if peer == FLOOR else ":."
-            axes.loglog(*zip(*points, strict=True), style, label=peer, linewidth=1.5, markersize=4)
-    axes.set_xlabel("states, each split over the devices")
-    axes.set_ylabel("milliseconds a call")
-    axes.set_title(f"A call that writes every state, on {most} devices")
-    axes.grid(visible=True, which="major", alpha=0.3)
-    figure.legend(loc="outside right center", fontsize=8)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file)
