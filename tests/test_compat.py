@@ -207,6 +207,25 @@ def test_deleted_buffers_are_refused_or_crash() -> None:
     assert ("refused:" in ended.stdout) == compat.REFUSES_DELETED
 
 
+def test_without_tracing_only_calls_like_earlier_ones_run() -> None:
+    call = jax.jit(lambda x: x + 1)
+    x = jnp.ones(4)
+    call(x)
+    before = compat.get_no_tracing()
+    others = [jnp.ones(5), jnp.ones(4, jnp.int32), np.ones(4, np.float32), 1.0]
+    others += [jax.device_put(x, jax.devices()[1]), jnp.asarray(1.0)]
+    compat.set_no_tracing(True)
+    try:
+        call(x)
+        for other in others:
+            with pytest.raises(RuntimeError, match="no_tracing"):
+                call(other)
+    finally:
+        compat.set_no_tracing(before)
+    for other in others:
+        assert float(call(other).sum()) == np.size(other) * 2
+
+
 def test_a_traced_value_knows_what_made_it() -> None:
     found: list[Any] = []
 

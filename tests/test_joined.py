@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh._axes import _joined
-from tests.helpers import make_mesh
 
 
 N = 8
@@ -107,21 +106,6 @@ def test_a_training_step_has_one_collective_for_each_dtype_and_point() -> None:
     text = call.lower(model, jnp.ones((N, 3))).compile().as_text()
     # The gradients with the loss, then the statistics; the statistics of integers by themselves.
     assert 1 <= count(text) <= 3
-
-
-def test_on_one_device_nothing_is_put_end_to_end() -> None:
-    def move(states: Any, x: Any) -> Any:
-        return [state.set(state.value + x.sum()) for state in states]
-
-    states = [sm.State(jnp.zeros(3), reduce="mean") for _ in range(20)]
-    texts = {
-        name: sm.shard_map(move, make_mesh(name), (None, P("x")), P())
-        .lower(states, jnp.ones(N))
-        .compile()
-        .as_text()
-        for name in ("1", "2")
-    }
-    assert ["concatenate" in text for text in texts.values()] == [False, True]
 
 
 def test_large_arrays_go_alone_and_buckets_are_full() -> None:

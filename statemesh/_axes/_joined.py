@@ -42,9 +42,8 @@ def together(
     - `arrays`: they vary over all of the axes, or over none.
     """
     names = tuple(axis_names)
-    if not compat.under_jit() or all(jax.lax.axis_size(name) == 1 for name in names):
-        # Where each operation runs by itself, fewer of them are quicker. With one shard there is nothing to
-        # reduce, and the compiler leaves the collectives out.
+    if not compat.under_jit():
+        # Each operation runs by itself: then fewer of them are quicker.
         return [collective(x, names) for x in arrays]
     groups: dict[Hashable, list[int]] = {}
     for k, x in enumerate(arrays):

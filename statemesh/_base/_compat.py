@@ -52,10 +52,10 @@ tree_util: Any = jax.tree_util
 REFUSES_DELETED: bool = hasattr(jax, "get_mesh")
 
 
-# `jax.no_tracing`, switched for this thread by a function that returns what it was, and put back by another.
-# As a context manager it takes as long as all else that a call does in Python.
-switch_no_tracing: Any = getattr(jax.no_tracing, "swap_local", None)
-put_back_no_tracing: Any = getattr(jax.no_tracing, "set_local", None)
+# `jax.no_tracing` of this thread, read and set. As a context manager it takes as long as all else that a call
+# does in Python.
+get_no_tracing: Any = getattr(jax.no_tracing, "get_local", None)
+set_no_tracing: Any = getattr(jax.no_tracing, "set_local", None)
 
 # The value of `inline` with which a call of `jax.jit` leaves its equations in a surrounding jaxpr, instead of
 # one equation that calls. Releases without the name would also inline it in the backward pass of an eager

@@ -52,7 +52,7 @@ class OneDispatch:
         kinds = [one.kind for one in program.layout.inputs]
         return (
             compat.REFUSES_DELETED
-            and None not in (compat.switch_no_tracing, compat.put_back_no_tracing)
+            and None not in (compat.get_no_tracing, compat.set_no_tracing)
             and program.binding.outside is None
             and not program.statics.positions
             and all(issubclass(kind, jax.Array) or kind in NUMBERS for kind in kinds)

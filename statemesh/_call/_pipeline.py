@@ -34,8 +34,8 @@ _flatten = tree_util.default_registry.flatten
 _context = jax.sharding.get_abstract_mesh
 _set_mesh = jax.sharding.get_mesh
 _trace = compat.current_trace
-_switch_no_tracing = compat.switch_no_tracing
-_put_back_no_tracing = compat.put_back_no_tracing
+_get_no_tracing = compat.get_no_tracing
+_set_no_tracing = compat.set_no_tracing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,14 +76,16 @@ class Pipeline:
         # a check that cannot be left out, in the quickest form there is.
         again = self._again
         if again is not None:
-            before = _switch_no_tracing(True)
+            # It is put back wherever an interrupt may come.
+            before = _get_no_tracing()
             try:
+                _set_no_tracing(True)
                 found = again.jitted(args, kwargs)
             except RuntimeError:
                 # It is another call, something has to be moved, or an array was deleted.
                 found = self._again = None
             finally:
-                _put_back_no_tracing(before)
+                _set_no_tracing(before)
             if found is not None:
                 outputs, back = found
                 given = tree_util.tree_leaves((args, kwargs)) if back.forwarded else ()
