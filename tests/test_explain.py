@@ -372,7 +372,9 @@ def test_a_billion_parameters_on_four_thousand_devices() -> None:
     assert sum(int(np.prod(row.shape)) for row in found.leaves[:-1]) > 1e9
     assert sum(row.bytes for row in found.leaves) == 400 * 1600 * 100 * 4 + 16 * 1600 * 4
     causes = [one.cause for one in found.collectives]
-    assert len({cause for cause in causes if cause.startswith("the gradient of model")}) == 400
+    # Six gradients of 640 kB fill a bucket of 4 MiB.
+    reduced = {cause for cause in causes if cause.startswith("the gradient of model")}
+    assert len(reduced) == -(-400 // 6)
     assert len(str(found).splitlines()) < 30
 
 
