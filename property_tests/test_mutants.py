@@ -11,8 +11,6 @@ from .plain import mutants as plain
 from .test_fixed_examples import CHECKS
 
 
-pytestmark = pytest.mark.slow
-
 MUTANTS = {"plain": plain.MUTANTS, "lanes": lanes.MUTANTS, "losses": losses.MUTANTS}
 # What a check may fail with. A mutant of the losses that cannot run (a `TypeError`) proves nothing.
 FAILURES = (AssertionError, ValueError, pytest.fail.Exception)
@@ -27,14 +25,24 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("design", "mutant"),
-    [
-        pytest.param(design, mutant, id=f"{design}: {mutant.name}")
-        for design, mutants in MUTANTS.items()
-        for mutant in mutants
-    ],
-)
+ALL = [
+    pytest.param(design, mutant, id=f"{design}: {mutant.name}")
+    for design, mutants in MUTANTS.items()
+    for mutant in mutants
+]
+
+
+@pytest.mark.parametrize(("design", "mutant"), ALL)
+def test_what_is_broken_is_there(design: str, mutant: Mutant) -> None:
+    """A name that classes inherit from `object` or `type` would break nothing."""
+    del design
+    attribute = mutant.target.rpartition(".")[2]
+    owners = mutant.owner.__mro__[:-1] if isinstance(mutant.owner, type) else [mutant.owner]
+    assert any(attribute in vars(owner) for owner in owners)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("design", "mutant"), ALL)
 def test_a_broken_engine_is_noticed(
     design: str, mutant: Mutant, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,6 +64,7 @@ def step_of(mutant: Mutant) -> str | None:
     return next((step for step, parts in STEPS.items() if module.startswith(parts)), None)
 
 
+@pytest.mark.slow
 def test_every_step_is_broken() -> None:
     steps = [step_of(mutant) for mutant in plain.MUTANTS]
     assert set(STEPS) <= set(steps)

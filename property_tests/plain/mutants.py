@@ -49,7 +49,9 @@ def first_arguments_kept(right: Any) -> Any:
 
 def copied(right: Any) -> Any:
     """A result in which every array is a new one."""
-    return lambda self, outputs, arguments: right(self, outputs, [*map(jax.numpy.copy, arguments)])
+    return lambda self, outputs, arguments=(), given=(): right(
+        self, outputs, [*map(jax.numpy.copy, arguments)], given
+    )
 
 
 MUTANTS = POLICY_MUTANTS + mutants(
@@ -127,10 +129,10 @@ MUTANTS = POLICY_MUTANTS + mutants(
             ),
         },
         # Step 5: write back.
-        "_write_back.WriteBack.__call__": {
+        "_write_back.WriteBack.filled": {
             "untouched arrays copied": copied,
             "outputs in the wrong order": lambda right: (
-                lambda self, outputs, arguments: right(self, outputs[::-1], arguments)
+                lambda self, outputs, *more: right(self, outputs[::-1], *more)
             ),
         },
     }
