@@ -54,8 +54,9 @@ REFUSES_DELETED: bool = hasattr(jax, "get_mesh")
 
 # `jax.no_tracing` of this thread, read and set. As a context manager it takes as long as all else that a call
 # does in Python.
-get_no_tracing: Any = getattr(jax.no_tracing, "get_local", None)
-set_no_tracing: Any = getattr(jax.no_tracing, "set_local", None)
+_no_tracing: Any = getattr(jax, "no_tracing", None)
+get_no_tracing: Any = getattr(_no_tracing, "get_local", None)
+set_no_tracing: Any = getattr(_no_tracing, "set_local", None)
 
 # The value of `inline` with which a call of `jax.jit` leaves its equations in a surrounding jaxpr, instead of
 # one equation that calls. Releases without the name would also inline it in the backward pass of an eager
