@@ -69,9 +69,10 @@ class CompiledEntry:
         self.lowers: Any = self.plain
         if donating := declared.donate != "none":
             self.traces = self.lowers = DonatingProgram(program, declared.donate)
-        self.compiled: Compiled = _of_inputs(self.lowers if declared.jit else program)
+        run: Callable[..., Result] = self.lowers if declared.jit else program
         if program.binding.outside is not None:
-            self.compiled = _brought_out(self.compiled, program.binding.outside)
+            run = _brought_out(run, program.binding.outside)
+        self.compiled: Compiled = _of_inputs(run)
         self.one_dispatch: OneDispatch | None = None
         if declared.jit and not donating and OneDispatch.fits(program):
             self.traces = self.compiled = self.one_dispatch = OneDispatch(program, treedef)
@@ -156,14 +157,9 @@ def _of_inputs(run: Callable[..., Result]) -> Compiled:
     return call
 
 
-def _brought_out(compiled: Compiled, outside: Outside) -> Compiled:
-    def call(
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-        given: Sequence[Leaf],
-        ready: Sequence[Leaf],
-    ) -> Result:
-        outputs, back = compiled(args, kwargs, given, ready)
+def _brought_out(run: Callable[..., Result], outside: Outside) -> Callable[..., Result]:
+    def call(*arrays: Leaf) -> Result:
+        outputs, back = run(*arrays)
         return outside(outputs, back.placements), back
 
     return call

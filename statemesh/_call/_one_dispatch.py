@@ -72,18 +72,10 @@ class OneDispatch:
         - `given`: the leaves of `(args, kwargs)`.
         - `ready`: the same, laid out.
         """
-        result: Result = self.jitted(*self._laid_out(args, kwargs, given, ready))
-        return result
-
-    def _laid_out(
-        self,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-        given: Sequence[Leaf],
-        ready: Sequence[Leaf],
-    ) -> tuple[tuple[PyTree, ...], dict[str, PyTree]]:
+        result: Result
         if ready is given:
-            return args, kwargs
+            result = self.jitted(args, kwargs)
+            return result
         # To rebuild a model takes longer than to look at its leaves, and most often only the data moved.
         new, start = [], 0
         for tree, structure in zip((*args, kwargs), self._structures, strict=True):
@@ -92,7 +84,8 @@ class OneDispatch:
             stays = all(map(is_, own, given[start:stop]))
             new.append(tree if stays else structure.unflatten(own))
             start = stop
-        return tuple(new[:-1]), new[-1]
+        result = self.jitted(tuple(new[:-1]), new[-1])
+        return result
 
     def again(
         self,
