@@ -1,14 +1,14 @@
 """How many mutants of the package the suites kill, and how many of these the quick suite kills alone.
 
-First, what each test costs and which lines it runs; then the mutants, from where an interrupted run stopped; `--table`
+First, what each test costs and which lines it runs; then the mutants, from where a run stopped. `--table`
 shows the table without running any:
 
     python -m pytest -m "" -p tests.mutants.record --numprocesses=0
     python -m tests.mutants --seed 0 --count 150
     python -m tests.mutants --table
 
-A mutant runs against the quick tests that cover its lines, then against the other tests that do, until one fails.
-Each result is one line of `results.jsonl` beside this file. A mutant whose file has changed since is run again.
+A mutant runs against the quick tests that cover its lines, then against the slow ones, until one fails.
+Each result is a line of `results.jsonl` beside this file. A mutant whose file has changed is run again.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def recorded() -> list[Test]:
 
 
 def covering(mutant: Mutant, tests: list[Test]) -> list[Test]:
-    """The tests that run a line of the mutant, or if none does, of its file; first the cheapest of each file."""
+    """The tests that run a line of the mutant, or else of its file; first the cheapest of each file."""
     lines = range(mutant.line, mutant.last + 1)
     near = [t for t in tests if not t.lines.get(mutant.file, frozenset()).isdisjoint(lines)]
     # What runs at the import only is covered by all that run the file.
