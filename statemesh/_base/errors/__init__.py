@@ -104,7 +104,6 @@ from ._layers import values_differ as values_differ
 from ._leave import Diverged as Diverged
 from ._leave import Varying as Varying
 from ._leave import diverged as diverged
-from ._leave import diverged_in_branch as diverged_in_branch
 from ._leave import out_varies as out_varies
 from ._leave import tied as tied
 from ._leave import unsure_origin as unsure_origin
