@@ -296,12 +296,15 @@ def traceback_filtering() -> str:
     return mode
 
 
-def typed_apart(error: BaseException) -> list[str]:
-    """The paths of values that have two types in a loop or in branches, read from JAX's error about them."""
+def typed_apart(error: BaseException) -> list[tuple[str, str]]:
+    """The values that have two types in a loop or in branches, read from JAX's error about them.
+
+    Each is a path, without the `.value` of a State, and a dtype with a shape.
+    """
     text = str(error)
     if "to='varying'" not in text:
         return []
-    return re.findall(r"(?:component|path) (\S+?)(?:\.value)? has type", text)
+    return re.findall(r"(?:component|path) (\S+?)(?:\.value)? has type (\w+\[[\d,]*\])", text)
 
 
 def in_collective_over(error: BaseException, name: AxisName) -> bool:

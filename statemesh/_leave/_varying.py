@@ -6,7 +6,6 @@ turned the check off, nothing is refused (`Unchecked`).
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
@@ -92,8 +91,7 @@ class FromTypes:
         self.axis_names = axis_names
         self.meshes = frozenset(meshes_and_lanes(axis_names)[0])
         self.recorded = Recorded()
-        # For what a function made that ran operation by operation, how to trace that function.
-        self.untraced: dict[int, Callable[[], None]] = {}
+        # What the program shows of arrays that were computed operation by operation.
         self.shown = _AxesOfArrays()
 
     def start(self, arrays: Sequence[Leaf], axes: Sequence[Axes]) -> None:
@@ -110,17 +108,10 @@ class FromTypes:
                 return fun(*operands)
             program = trace(fun, operands, None, links)
             return program.result(jaxprs.run_jaxpr(program.closed, program.given))
-        if links is not None:
-            return _run_eagerly(fun, operands, None, links, self._add_results)
-        result = fun(*operands)
-        made = _arrays(result)
-
-        @functools.cache
-        def look() -> None:
-            _look(_traced(fun, operands, None, None), made, self._add_results)
-
-        self.untraced.update((id(x), look) for x in made)
-        return result
+        if links is None and not (counted and self.meshes):
+            # It runs for someone who debugs it, once. So types alone say what varies.
+            return fun(*operands)
+        return _run_eagerly(fun, operands, None, links, self._add_results)
 
     def _add_results(self, program: Traced | None, made: Sequence[AnyArray]) -> None:
         if program is None:
@@ -145,8 +136,6 @@ class FromTypes:
             return NO_AXES
         if compat.under_jit():
             return self.recorded.of(x) & self.meshes
-        if (look := self.untraced.get(id(x))) is not None:
-            look()
         shown = self.shown.get(x)
         return (compat.varying(x) if shown is None else shown) & self.meshes
 
@@ -251,33 +240,13 @@ def _run_eagerly(
     `add_results` gets the program, `None` where there is none, and the arrays of the result.
     """
     result = fun(*operands)
-    program = _traced(fun, operands, mark, links)
-    _look(program, _arrays(result), add_results)
-    return result if program is None else program.remembered(result)
-
-
-def _arrays(tree: PyTree) -> list[AnyArray]:
-    return [x for x in tree_util.tree_leaves(tree) if isinstance(x, jax.Array)]
-
-
-def _traced(
-    fun: Fun,
-    operands: Sequence[PyTree],
-    mark: compat.FollowedAxes | None,
-    links: Links | None,
-) -> Traced | None:
-    """The program of a function; `None` for one that branches on the values of its arguments."""
+    made = [x for x in tree_util.tree_leaves(result) if isinstance(x, jax.Array)]
     try:
         with _jit_enabled():
-            return trace(fun, operands, mark, links)
+            program = trace(fun, operands, mark, links)
     except compat.NEEDS_VALUES:
-        return None
-
-
-def _look(
-    program: Traced | None,
-    made: Sequence[AnyArray],
-    add_results: Callable[[Traced | None, Sequence[AnyArray]], None],
-) -> None:
-    known = program is not None and len(made) == len(program.closed.out_avals)
-    add_results(program if known else None, made)
+        # It branches on the values of its arguments.
+        add_results(None, made)
+        return result
+    add_results(program if len(made) == len(program.closed.out_avals) else None, made)
+    return program.remembered(result)
