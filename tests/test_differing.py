@@ -1,5 +1,6 @@
 """Values that differ between shards although JAX types them as the same on all."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -385,6 +386,31 @@ def test_lanes_on_devices_are_merged_too(fun: Any) -> None:
         mapped(sm.State(each[0]), ROWS[:, None])
 
 
+def chained(x: jax.Array) -> jax.Array:
+    """A reduction in which a value takes two steps from the first operand to the last result."""
+    join = lambda a, b: (a[0] + b[0], a[0] + b[1], a[1] + b[2])
+    zeros = (jnp.float32(0),) * 3
+    return jax.lax.reduce((x[0], jnp.ones(4), jnp.ones(4)), zeros, join, (0,))[2]
+
+
+def test_a_reduction_of_several_arrays_is_followed_through_all_its_steps() -> None:
+    each = of_shards(chained)
+    assert not all(each == each[0])
+    write = lambda state, x: state.set(chained(x))
+    mapped = sm.pmap2(write, in_axes=(None, 0), axis_name="data")
+    with pytest.raises(sm.BatchAxisError):
+        mapped(sm.State(0.0), ROWS[:, None])
+
+
+def test_a_loss_that_types_have_lost_is_reduced_once() -> None:
+    def loss_fn(w: jax.Array, x: jax.Array) -> Any:
+        return ordered(x)[0].astype(jnp.float32), w
+
+    step = sm.value_and_grad(loss_fn, axis_name="data")
+    call = sm.shard_map(lambda w, x: step(w, x)[0][0], meshes()[0], (P(), P("data")), P())
+    assert_replicated(call(jnp.ones(4), ROWS), of_shards(ordered)[:, 0].mean())
+
+
 def order_of_all(x: jax.Array) -> jax.Array:
     return jnp.argsort(jax.lax.all_gather(x, "data", to="invarying")[:, 0, 0])
 
@@ -432,3 +458,56 @@ def test_what_is_the_same_passes_whatever_made_it(fun: Any) -> None:
     for mesh in meshes():
         call = sm.shard_map(lambda s, x: s.set(fun(x)), mesh, (None, P("data")), P())
         assert_replicated(call(sm.State(each[0]), ROWS).value, each[0])
+
+
+LOSING_FORMS: dict[str, Callable[[Any, jax.Array], Any]] = {
+    "a row": lambda fun, x: fun(x[0]),
+    "a matrix": lambda fun, x: fun(x),
+    "two rows": lambda fun, x: fun(x[0], x[1]),
+    "integers": lambda fun, x: fun((x[0] * 100).astype(int) % 7),
+    "a key": lambda fun, x: fun(own_key(x), (3,)),
+}
+MODULES = [jnp, jnp.linalg, jnp.fft, jax.lax, jax.random, jax.nn, jax.scipy.special]
+MODULES += [jax.scipy.linalg, jax.scipy.signal, jax.scipy.fft]
+# They write files, or the configuration.
+NOT_CALLED = ("save", "savez", "load", "set_printoptions")
+
+
+def own_key(x: jax.Array) -> jax.Array:
+    return jax.random.fold_in(KEY, (x[0, 0] * 1000).astype(jnp.uint32))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_no_function_makes_shards_differ_in_silence(module: Any) -> None:
+    """It is called as simply as that; what cannot be called so, or JAX refuses, says nothing."""
+    names = [name for name in dir(module) if not name.startswith("_") and name not in NOT_CALLED]
+    rows = np.abs(np.random.default_rng(1).normal(size=(32, 4))).astype(np.float32)
+    ran = 0
+    for name, form in itertools.product(names, LOSING_FORMS.values()):
+        fun = getattr(module, name)
+        if not callable(fun) or isinstance(fun, type):
+            continue
+
+        def of_rows(x: jax.Array, fun: Any = fun, form: Any = form) -> list[jax.Array]:
+            return [y for y in jax.tree.leaves(form(fun, x)) if isinstance(y, jax.Array)]
+
+        call = sm.shard_map(of_rows, meshes()[1], P("data"), P())
+        try:
+            jax.eval_shape(call, rows)
+        except sm.SpecError:
+            ran += 1
+            continue
+        except Exception:
+            continue
+        ran += 1
+        for made in jax.tree.map(_numbers, call(rows)):
+            first, *others = [np.asarray(shard.data) for shard in made.addressable_shards]
+            for other in others:
+                np.testing.assert_array_equal(other, first, err_msg=name)
+    assert ran > 10
+
+
+def _numbers(x: jax.Array) -> jax.Array:
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x

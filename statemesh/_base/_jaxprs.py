@@ -74,6 +74,9 @@ def control_flow(eqn: Equation) -> tuple[Any, ...] | None:
             # Scanned and stacked arrays have one axis more outside than inside.
             carry = _count_alike(eqn.outvars, body.outvars)
             return "scan", body, _count_alike(eqn.invars, body.invars) - carry, carry
+        case "reduce" | "reduce_window":
+            # Their jaxpr joins two entries, and its results go into it again.
+            return None
     if (single := apart(eqn)) is not None:
         return "call", single
     called = [
