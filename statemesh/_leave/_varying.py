@@ -131,7 +131,10 @@ class FromTypes:
         return compat.vary(x, [name for name in self.axis_names if name in axes & self.meshes])
 
     def _shown(self, x: Leaf) -> Axes:
-        """The mesh axes over which the program shows that an array may differ; those of its type if it cannot."""
+        """The mesh axes over which the program shows that an array may differ.
+
+        Those of its type, where there is no program.
+        """
         if not self.meshes:
             return NO_AXES
         if compat.under_jit():

@@ -166,8 +166,8 @@ from ._state import cannot_reduce as cannot_reduce
 from ._state import drawn_in_lanes as drawn_in_lanes
 from ._state import immutable_state as immutable_state
 from ._state import kind_overrides_init as kind_overrides_init
-from ._state import method_returned as method_returned
 from ._state import masked as masked
+from ._state import method_returned as method_returned
 from ._state import no_old_value as no_old_value
 from ._state import not_a_key as not_a_key
 from ._state import number_too_large as number_too_large
