@@ -93,6 +93,16 @@ def made_by(x: Leaf) -> tuple[Equation, int] | None:
     return next(((eqn, i) for i, result in enumerate(outvars) if result is var), None)
 
 
+def recorded_value(x: Leaf) -> Leaf:
+    """What is recorded of a value that a `vmap` or a derivative traces, and of any other the value itself."""
+    while is_tracer(x) and made_by(x) is None:
+        inner = getattr(x, "primal", getattr(x, "val", None))
+        if not is_tracer(inner):
+            break
+        x = inner
+    return x
+
+
 def under_jit() -> bool:
     """Whether operations are being recorded into a jaxpr now."""
     return bool(core.unsafe_am_i_under_a_jit_DO_NOT_USE())
@@ -286,12 +296,15 @@ def traceback_filtering() -> str:
     return mode
 
 
-def typed_apart(error: BaseException) -> list[str]:
-    """The paths of values that have two types in a loop or in branches, read from JAX's error about them."""
+def typed_apart(error: BaseException) -> list[tuple[str, str]]:
+    """The values that have two types in a loop or in branches, read from JAX's error about them.
+
+    Each is a path, without the `.value` of a State, and a dtype with a shape.
+    """
     text = str(error)
     if "to='varying'" not in text:
         return []
-    return re.findall(r"(?:component|path) (\S+?)(?:\.value)? has type", text)
+    return re.findall(r"(?:component|path) (\S+?)(?:\.value)? has type (\w+\[[\d,]*\])", text)
 
 
 def in_collective_over(error: BaseException, name: AxisName) -> bool:

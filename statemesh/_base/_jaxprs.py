@@ -5,7 +5,7 @@ them.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -74,6 +74,9 @@ def control_flow(eqn: Equation) -> tuple[Any, ...] | None:
             # Scanned and stacked arrays have one axis more outside than inside.
             carry = _count_alike(eqn.outvars, body.outvars)
             return "scan", body, _count_alike(eqn.invars, body.invars) - carry, carry
+        case "reduce" | "reduce_window":
+            # Their jaxpr joins two entries, and its results go into it again.
+            return None
     if (single := apart(eqn)) is not None:
         return "call", single
     called = [
@@ -137,6 +140,34 @@ def name_given(eqn: Equation) -> str | None:
 def forwards(eqn: Equation) -> bool:
     """Whether an equation's one result is its one operand, but for its dtype or type."""
     return eqn.primitive.name in ("name", "copy", "copy_p", "convert_element_type", *_VARYING)
+
+
+# Each result comes of the operand with its number.
+_ONE_BY_ONE = (*_JOINING, *_VARYING, "optimization_barrier", "device_put")
+
+
+def operands_of_results(eqn: Equation) -> list[Iterable[int]]:
+    """For each result of an equation that runs no other jaxpr the numbers of the operands it depends on."""
+    count, name = len(eqn.invars), eqn.primitive.name
+    if name in _ONE_BY_ONE and count == len(eqn.outvars):
+        return [(k,) for k in range(count)]
+    if name == "sort":
+        return [(*range(eqn.params["num_keys"]), k) for k in range(count)]
+    return [range(count)] * len(eqn.outvars)
+
+
+def is_opaque(eqn: Equation) -> bool:
+    """Whether an equation runs code that stands in no jaxpr, as that of `jax.lax.custom_root` may."""
+    return eqn.primitive.name == "call_hi_primitive"
+
+
+def mapped_by_rule(eqn: Equation) -> Jaxpr | None:
+    """What a call of a `custom_vmap` function runs where no `vmap` maps it; `None` for other equations.
+
+    `None` also for one that has another form, `apart`.
+    """
+    rule = rule_of(eqn)
+    return None if rule is None or getattr(rule, JOINS, False) else open_jaxpr(eqn.params["call"])
 
 
 def exchanged_over(jaxpr: Jaxpr) -> Axes:

@@ -7,12 +7,10 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from .._axes._differing import hidden_axes
 from .._axes._equations import shard_map_equation, shard_map_recorded
 from .._axes._summed_twice import check_sums
 from .._base import _compat as compat
-from .._base import errors
-from .._base._compat import Equation, Jaxpr
+from .._base._compat import Equation
 from .._base._types import Leaf, PyTree, PyTreeDef
 from .._write_back import WriteBack
 from ._binding import Outside
@@ -95,16 +93,14 @@ class CompiledEntry:
         return result
 
     def check_program(self, arrays: Sequence[Leaf]) -> None:
-        """Refuse, once, what the traced program shows and JAX's types let through.
+        """Refuse, once, gradients that the traced program sums a second time.
 
-        These are gradients that are summed a second time and, where JAX checks types, writes in a branch
-        that differ between shards.
         JAX remembers the trace, so that the call that follows does not trace again.
         """
         if self.program_checked:
             return
         traced = self.traces.trace(*arrays)
-        self._check(shard_map_equation(traced.jaxpr), traced.out_info[1])
+        self._check(shard_map_equation(traced.jaxpr))
 
     def traced_run(self, given: Sequence[Leaf], recorded: bool) -> tuple[list[Leaf], WriteBack]:
         """Run the program on traced inputs, and check it once.
@@ -121,27 +117,14 @@ class CompiledEntry:
         else:
             equation = shard_map_equation(self.plain.trace(*given).jaxpr)
             outputs, back = run(*given)
-        self._check(equation, back)
+        self._check(equation)
         return outputs, back
 
-    def _check(self, equation: Equation | None, back: WriteBack) -> None:
+    def _check(self, equation: Equation | None) -> None:
         # What the user's own transformations leave of the program may hold no `shard_map`.
         if equation is not None:
             check_sums(self.program.declared.name, equation)
-            if self.program.binding.check_vma:
-                self._check_branches(equation.params["jaxpr"], back)
         self.program_checked = True
-
-    def _check_branches(self, body: Jaxpr, back: WriteBack) -> None:
-        leaving = self.program.resolved.leaving
-        hidden = hidden_axes(body)
-        found = [
-            (path, axes, back.placements[i].spec)
-            for i, path in back.written
-            if (axes := leaving.in_order(hidden[i] - back.placements[i].axis_names))
-        ]
-        if found:
-            raise errors.diverged_in_branch(self.program.declared.name, found)
 
 
 def _of_inputs(run: Callable[..., Result]) -> Compiled:

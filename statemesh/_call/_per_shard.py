@@ -176,17 +176,20 @@ class PerShardRun:
         return errors.with_hint(str(error), hints) if hints else None
 
     def _type_hint(
-        self, text: str, components: Sequence[str], entered: Sequence[Entered]
+        self, text: str, components: Sequence[tuple[str, str]], entered: Sequence[Entered]
     ) -> str | None:
-        """The text with a hint, if JAX names states whose policies would merge what shards write."""
-        merged = [
-            (one, self._same_over(one.placements)) for one in entered if one.old.reduce is not None
-        ]
-        merged = [(one, axes) for one, axes in merged if axes]
+        """The text with a hint, if what JAX names are states that enter the same on every shard."""
+        same = [(one, self._same_over(one.placements)) for one in entered]
+        same = [(one, axes) for one, axes in same if axes]
         # JAX uses the names of the inner function, so only the ends of the paths agree.
-        ends = tuple(end for end in map(_last_step, components) if end)
-        named = [(one, axes) for one, axes in merged if ends and one.path.endswith(ends)]
-        states = [(one.path, one.old, axes) for one, axes in named or merged]
+        ends = tuple(end for end in (_last_step(path) for path, _ in components) if end)
+        named = [(one, axes) for one, axes in same if ends and one.path.endswith(ends)]
+        if not named:
+            # A State that is carried by itself has no path in it. One with a policy is likelier meant.
+            forms = {form for _, form in components}
+            fitting = [(one, axes) for one, axes in same if forms.intersection(_forms(one))]
+            named = [(one, axes) for one, axes in fitting if one.old.reduce is not None] or fitting
+        states = [(one.path, one.old, axes) for one, axes in named]
         return errors.with_type_hint(text, states) if states else None
 
     def _same_over(self, placements: Sequence[Placement]) -> tuple[AxisName, ...]:
@@ -201,6 +204,11 @@ class PerShardRun:
 
 def _last_step(path: str) -> str:
     return "".join(re.findall(r"\.\w+$|\[[^\]]*\]$", path))
+
+
+def _forms(one: Entered) -> list[str]:
+    """The dtypes and shapes of a state's arrays, as JAX writes them."""
+    return [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in leaves_of(one.seen)]
 
 
 def _whole(one: Entered) -> list[Leaf]:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._axes._dataflow import forwarded
-from .._axes._differing import crossed
+from .._axes._differing import Recorded, crossed
 from .._axes._mesh_and_lanes import bound_names, meshes_and_lanes
 from .._axes._reduction import Pending, Reduction, reduce_on_mesh
 from .._base import _compat as compat
@@ -29,6 +29,7 @@ class Scope:
 
     def __init__(self, name: str, axis_name: SeveralAxes, mean: bool, parts: Parts) -> None:
         self.params = parts.params
+        self.recorded = Recorded()
         named = frozenset(bound_names("value_and_grad", axis_name))
         self.reduction = Reduction(named, mean, name, tuple(parts.paths))
         bound = compat.bound_axis_names()
@@ -101,7 +102,7 @@ class Scope:
 
     def asks_what_crosses(self, loss: Leaf) -> bool:
         """Whether the reduction of this loss depends on what passes from one instance to another."""
-        apart = (compat.varying(loss) & frozenset(self.from_types)) - self.reduction.named
+        apart = (self._varying(loss) & frozenset(self.from_types)) - self.reduction.named
         return bool(self.lanes or self.from_dataflow or apart)
 
     def reduced(
@@ -128,6 +129,13 @@ class Scope:
         *grads, loss = values
         return loss, list(grads)
 
+    def _varying(self, x: Leaf) -> Axes:
+        """The mesh axes over which a value may differ, by its type or by what is recorded of it."""
+        typed = compat.varying(x)
+        if typed.issuperset(self.from_types) or not compat.under_jit():
+            return typed
+        return typed | self.recorded.of(x)
+
     def _axes_without_types(self) -> Iterator[tuple[tuple[AxisName, ...], bool, bool]]:
         """The axes over which types do not tell what differs; whether they are lanes, and of a `vmap`."""
         for lane in self.lanes:
@@ -142,8 +150,8 @@ class Scope:
         crossed: Callable[[], Axes],
         program: Callable[[], Jaxpr],
     ) -> list[Leaf]:
-        axes, over = frozenset(self.from_types), compat.varying(loss)
-        own = [compat.varying(x) | (self.own & axes) for x in self.params]
+        axes, over = frozenset(self.from_types), self._varying(loss)
+        own = [self._varying(x) | (self.own & axes) for x in self.params]
         self.reduction.check(over, own, self.from_types)
         # Over these axes each shard has a loss and parameters of its own.
         apart = (over & axes) - self.reduction.named

@@ -61,6 +61,7 @@ from ._grad import microbatches_share_loss as microbatches_share_loss
 from ._grad import no_rows_to_split as no_rows_to_split
 from ._grad import not_a_loss as not_a_loss
 from ._grad import not_loss_and_model as not_loss_and_model
+from ._grad import not_the_model as not_the_model
 from ._grad import nothing_to_differentiate as nothing_to_differentiate
 from ._grad import picks_part_of_buffer as picks_part_of_buffer
 from ._grad import reduced_twice as reduced_twice
@@ -104,7 +105,6 @@ from ._layers import values_differ as values_differ
 from ._leave import Diverged as Diverged
 from ._leave import Varying as Varying
 from ._leave import diverged as diverged
-from ._leave import diverged_in_branch as diverged_in_branch
 from ._leave import out_varies as out_varies
 from ._leave import tied as tied
 from ._leave import unsure_origin as unsure_origin
@@ -166,6 +166,7 @@ from ._state import cannot_reduce as cannot_reduce
 from ._state import drawn_in_lanes as drawn_in_lanes
 from ._state import immutable_state as immutable_state
 from ._state import kind_overrides_init as kind_overrides_init
+from ._state import masked as masked
 from ._state import method_returned as method_returned
 from ._state import no_old_value as no_old_value
 from ._state import not_a_key as not_a_key

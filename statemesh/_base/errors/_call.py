@@ -129,8 +129,15 @@ def with_type_hint(text: str, states: Sequence[tuple[str, object, tuple[AxisName
         "Hint: a loop or branch needs one type for what goes in and what comes out, but shards write "
         "different values in it to states that enter the same on every shard"
     )
+    if all(getattr(state, "reduce", None) is not None for _, state, _ in states):
+        merged = "; its policy merges it when it leaves"
+    else:
+        merged = (
+            ", and declare how it is merged when it leaves, as in State(value, reduce='mean'), or give it "
+            f"a spec that names {quoted(axes)}"
+        )
     mend = (
-        "Mark the value as varying before the loop or branch; its policy merges it when it leaves:\n"
+        f"Mark the value as varying before the loop or branch{merged}:\n"
         f"    {path}.set(jax.lax.pcast({path}.value, {axes!r}, to='varying'))"
     )
     return f"{text}\n\n" + listed(head, items, mend)
