@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr as Jaxpr
 from jax.extend.core import JaxprEqn, Literal, Var
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ._types import NO_AXES, Array, Axes, AxisName, Leaf, PyTree, flat_names
 
@@ -256,14 +256,16 @@ def onto_devices(x: Leaf, mesh: Mesh | AbstractMesh) -> Leaf:
     here, there = value.sharding, NamedSharding(mesh, PartitionSpec())
     if _devices(here) == _devices(there):
         return x
-
-    def move(_: tuple[()], value: Array) -> PyTree:
-        return jax.device_put(value, there)
-
-    def back(_: tuple[()], cotangent: Array) -> PyTree:
-        return jax.device_put(cotangent, here)
-
-    return jax.custom_derivatives.linear_call(move, back, (), x)
+    if isinstance(here, NamedSharding):
+        # Between meshes only whole arrays move: a `vmap` adds an axis, which the spec of a layout does not
+        # have. The cotangent is laid out like `x` once it is back.
+        whole = NamedSharding(here.mesh, PartitionSpec())
+        if AxisType.Explicit in here.mesh.axis_types:
+            x = jax.sharding.reshard(x, whole)
+        else:
+            x = jax.lax.with_sharding_constraint(x, here)
+        here = whole
+    return jax.device_put(x, there, src=here)
 
 
 def _devices(sharding: jax.sharding.Sharding) -> list[jax.Device]:

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from . import _compat as compat
 from ._specs import entry_of, only, written_axes
-from ._types import Array, Axes, AxisName, PyTree, ShapedArray
+from ._types import Array, Axes, AxisName, ShapedArray
 
 
 def explicit_axes(mesh: Mesh | AbstractMesh) -> Axes:
@@ -113,16 +113,15 @@ def off_explicit_axes(x: ShapedArray, mesh: Mesh | AbstractMesh) -> Array:
     Its cotangent goes back to the layout of `x`, on a mesh that has devices. JAX by itself would use the
     mesh in the type of `x`, which has no devices, and could not run that outside of `jit`.
     """
-    here = jax.typeof(x).sharding
-    back: Mesh | AbstractMesh = here.mesh
-    if isinstance(mesh, Mesh):
-        back = Mesh(mesh.devices, mesh.axis_names, axis_types=here.mesh.axis_types)
-
-    def there(_: tuple[()], value: Array) -> PyTree:
-        return jax.sharding.reshard(value, NamedSharding(mesh, PartitionSpec()))
-
-    def again(_: tuple[()], cotangent: Array) -> PyTree:
-        return jax.sharding.reshard(cotangent, NamedSharding(back, here.spec))
-
-    moved: Array = jax.custom_derivatives.linear_call(there, again, (), x)
-    return moved
+    here, there = jax.typeof(x).sharding, NamedSharding(mesh, PartitionSpec())
+    value = compat.concrete_value(x)
+    if isinstance(value, jax.Array):
+        origin = value.sharding.mesh
+    elif isinstance(mesh, Mesh) and mesh.shape == here.mesh.shape:
+        origin = Mesh(mesh.devices, mesh.axis_names, axis_types=here.mesh.axis_types)
+    else:
+        laid_out: Array = jax.sharding.reshard(x, there)
+        return laid_out
+    # Between meshes only whole arrays move: a `vmap` adds an axis, which the spec of a layout does not have.
+    whole = NamedSharding(origin, PartitionSpec())
+    return jax.device_put(jax.sharding.reshard(x, whole), there, src=whole)

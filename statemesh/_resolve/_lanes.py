@@ -142,6 +142,7 @@ class LaneLayout:
 
     def concrete(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         """Arrays as the program takes them, and as they come back when not written."""
+        # Arrays of keys have no attribute `weak_type`.
         weak = [k for k in self.made_strong if getattr(given[k], "weak_type", False)]
         if not weak:
             return given, given
@@ -166,9 +167,9 @@ class LaneLayout:
         return 0
 
     def traced(self, given: Sequence[Leaf], recorded: bool) -> list[Leaf]:
-        """Inputs some of which are traced, as they are."""
+        """Inputs some of which are traced, wherever they lie."""
         del recorded
-        return list(given)
+        return list(self.concrete(given)[0])
 
     def abstract(self, given: Sequence[Leaf]) -> list[Leaf]:
         """Shapes and dtypes, to lower the program with."""

@@ -17,7 +17,7 @@ from .._model._values import strong
 from ._agreement import array_passed, check_alike
 from ._buffers import apart
 from ._mesh import check_mesh, check_specs, manual_names
-from ._placement import check_concrete, check_shapes, is_own, onto
+from ._placement import check_concrete, check_shapes, is_laid_out, is_own, onto
 from ._specs import (
     UNDECLARED,
     SpecPlacement,
@@ -101,7 +101,9 @@ def place(
     for i, x, target in zip(chosen_at, arrays, targets, strict=True):
         if not isinstance(x, jax.Array):
             leaves[i] = onto(apart(x, target), target)
-        elif x.sharding != target:
+            continue
+        leaves[i] = strong(x)
+        if not is_laid_out(x, target, frozenset(names)):
             same = x.sharding.is_equivalent_to(target, x.ndim)
-            leaves[i] = onto(strong(x) if same else apart(strong(x), target), target)
+            leaves[i] = onto(leaves[i] if same else apart(leaves[i], target), target)
     return tree_util.tree_structure(tree).unflatten(leaves)
