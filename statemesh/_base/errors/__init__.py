@@ -74,6 +74,7 @@ from ._lanes import lane_name_taken as lane_name_taken
 from ._lanes import lanes_disagree as lanes_disagree
 from ._lanes import lanes_diverged as lanes_diverged
 from ._lanes import lanes_on_mesh as lanes_on_mesh
+from ._lanes import untraced_in_lanes as untraced_in_lanes
 from ._lanes import lanes_stacked as lanes_stacked
 from ._lanes import lanes_vary as lanes_vary
 from ._lanes import no_lanes as no_lanes
