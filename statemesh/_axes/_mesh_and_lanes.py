@@ -241,6 +241,7 @@ def _in_lanes(
     x: AnyArray,
     done: Callable[[int, bool, AnyArray], tuple[AnyArray, bool]],
     joins: bool = True,
+    lane: Any = None,
 ) -> AnyArray:
     """What `done` makes of the lanes called `name`, of all of them at once.
 
@@ -249,6 +250,7 @@ def _in_lanes(
     - `done`: it is given how many lanes there are, whether `x` is batched over them, and `x`. It returns its
         result, and whether that is batched.
     - `joins`: whether all lanes get the same, batched or not; else each may get a value of its own.
+    - `lane`: the lane's own number, where it was asked for before.
     """
 
     @custom_vmap
@@ -268,7 +270,7 @@ def _in_lanes(
     rule.joined_over = frozenset([name] if joins else [])  # type: ignore[attr-defined]
     run.def_vmap(rule)
     # A lane's own number is batched over its `vmap` only: by this the rule knows these lanes from others.
-    made: AnyArray = run(x, jax.lax.axis_index(name))
+    made: AnyArray = run(x, jax.lax.axis_index(name) if lane is None else lane)
     return made
 
 
@@ -289,11 +291,15 @@ def _lane_total(name: AxisName, x: AnyArray) -> AnyArray:
         return jnp.broadcast_to(jnp.sum(whole, 0, dtype=whole.dtype), whole.shape), True
 
     @jax.custom_vjp
-    def run(x: AnyArray) -> AnyArray:
-        return _in_lanes(name, x, copies)
+    def run(x: AnyArray, lane: AnyArray) -> AnyArray:
+        return _in_lanes(name, x, copies, lane=lane)
 
-    run.defvjp(lambda x: (run(x), None), lambda _, cotangent: (run(cotangent),))
-    return run(x)
+    # The lane's number is an operand, because JAX may trace the derivative of a `jit` when the lanes' name is
+    # no longer bound.
+    run.defvjp(
+        lambda x, lane: (run(x, lane), lane), lambda lane, cotangent: (run(cotangent, lane), None)
+    )
+    return run(x, jax.lax.axis_index(name))
 
 
 def _lane_index(name: AxisName) -> AnyArray:
