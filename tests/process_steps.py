@@ -382,7 +382,9 @@ def traced_alike() -> Found:
     facts: dict[str, Any] = {}
     x = np.arange(LANES, dtype=np.float32)
 
-    def run(what: str, fun: Any, specs: Any = (P("i"), P("i")), mesh: Any = None) -> None:
+    rows = P("i")
+
+    def run(what: str, fun: Any, specs: Any = (rows, rows), mesh: Any = None) -> None:
         mesh = jax.make_mesh((LANES,), ("i",)) if mesh is None else mesh
         facts[what] = refusal(lambda: sm.shard_map(fun, mesh, *specs)(x))
 
@@ -413,7 +415,10 @@ def traced_alike() -> Found:
         names = tuple(sorted({"data", "model"}))
         noise = jax.random.normal(jax.random.key(1), x.shape)
         called = jax.pure_callback(
-            lambda x: np.asarray(x), jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="sequential"
+            lambda x: np.asarray(x),
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            x,
+            vmap_method="sequential",
         )
         y = jax.checkpoint(jax.nn.gelu)(x) + jax.jit(lambda x: jnp.where(x > 0, x, noise))(called)
         y = jax.lax.cond(y.sum() > 0, lambda: y + np.arange(2.0), lambda: y - jnp.arange(2.0))

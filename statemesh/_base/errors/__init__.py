@@ -74,7 +74,6 @@ from ._lanes import lane_name_taken as lane_name_taken
 from ._lanes import lanes_disagree as lanes_disagree
 from ._lanes import lanes_diverged as lanes_diverged
 from ._lanes import lanes_on_mesh as lanes_on_mesh
-from ._lanes import untraced_in_lanes as untraced_in_lanes
 from ._lanes import lanes_stacked as lanes_stacked
 from ._lanes import lanes_vary as lanes_vary
 from ._lanes import no_lanes as no_lanes
@@ -88,6 +87,7 @@ from ._lanes import policy_over_lanes as policy_over_lanes
 from ._lanes import process_lanes as process_lanes
 from ._lanes import too_many_lanes as too_many_lanes
 from ._lanes import unhashable_static as unhashable_static
+from ._lanes import untraced_in_lanes as untraced_in_lanes
 from ._layers import bad_mask as bad_mask
 from ._layers import bad_setting as bad_setting
 from ._layers import bad_shape as bad_shape

@@ -65,9 +65,7 @@ def processes_disagree(name: str, bad: Sequence[tuple[str, object]]) -> Structur
     )
 
 
-def processes_place_differently(
-    name: str, lines: Mapping[str, Sequence[int]]
-) -> StructureError:
+def processes_place_differently(name: str, lines: Mapping[str, Sequence[int]]) -> StructureError:
     return error_listing(
         StructureError,
         f"{name}: all processes must lay out its arguments alike, but their meshes or specs differ",
@@ -76,9 +74,7 @@ def processes_place_differently(
     )
 
 
-def programs_differ(
-    name: str, number: int, lines: Mapping[str, Sequence[int]]
-) -> StructureError:
+def programs_differ(name: str, number: int, lines: Mapping[str, Sequence[int]]) -> StructureError:
     return error_listing(
         StructureError,
         f"{name}: all processes must run the same program, but they traced different ones. Line {number} is "
