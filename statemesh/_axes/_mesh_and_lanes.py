@@ -47,7 +47,23 @@ def bound_names(what: str, axis_name: SeveralAxes) -> tuple[AxisName, ...]:
 def shard_index(what: str, axis_name: SeveralAxes) -> Any:
     """This shard's number along the axes, major to minor; 0 outside any mapped call."""
     names = bound_names(what, axis_name)
-    return jax.lax.axis_index(names if len(names) > 1 else names[0]) if names else 0
+    return index_along(names) if names else 0
+
+
+def index_along(axis_names: Sequence[AxisName]) -> Any:
+    """This shard's or lane's number along bound axes, major to minor.
+
+    Inside a checked `shard_map` JAX types the number of a lane as varying over a mesh axis of that name, and
+    fails wherever a jaxpr is traced: in `jit`, `checkpoint`, `scan`, `cond`. There a rule gives it.
+    """
+    _, lanes = meshes_and_lanes(axis_names)
+    if not lanes or not compat.inside_checked_shard_map():
+        return jax.lax.axis_index(tuple(axis_names))
+    number: Any = 0
+    for name in axis_names:
+        index = _lane_index(name) if name in lanes else jax.lax.axis_index(name)
+        number = number * jax.lax.axis_size(name) + index
+    return number
 
 
 def inside_microbatches() -> bool:
@@ -127,6 +143,14 @@ def one_copy(x: AnyArray, axis_names: Sequence[AxisName]) -> AnyArray:
     return copy
 
 
+def same_in_lanes(x: AnyArray, name: AxisName) -> AnyArray:
+    """What is the same in all lanes called `name`, as one value of which JAX knows it: the first lane's copy.
+
+    For values on their way out of the lanes: the gradient goes to the first lane's copy alone.
+    """
+    return _lane_first(name, x)
+
+
 def first_of(x: AnyArray, axis_names: Sequence[AxisName]) -> AnyArray:
     """The first shard's unsigned numbers, for all shards."""
     first = jax.lax.axis_index(tuple(axis_names)) == 0
@@ -146,7 +170,7 @@ def refuse_in_lanes(x: AnyArray, error: Callable[[], Exception]) -> AnyArray:
         return x, False
 
     for name in meshes_and_lanes(compat.bound_axis_names())[1]:
-        x = _in_lanes(name, x, look)
+        x = _in_lanes(name, x, look, joins=False)
     return x
 
 
@@ -213,7 +237,11 @@ def _without_gradient(x: AnyArray) -> AnyArray:
 
 
 def _in_lanes(
-    name: AxisName, x: AnyArray, done: Callable[[int, bool, AnyArray], tuple[AnyArray, bool]]
+    name: AxisName,
+    x: AnyArray,
+    done: Callable[[int, bool, AnyArray], tuple[AnyArray, bool]],
+    joins: bool = True,
+    lane: Any = None,
 ) -> AnyArray:
     """What `done` makes of the lanes called `name`, of all of them at once.
 
@@ -221,6 +249,8 @@ def _in_lanes(
 
     - `done`: it is given how many lanes there are, whether `x` is batched over them, and `x`. It returns its
         result, and whether that is batched.
+    - `joins`: whether all lanes get the same, batched or not; else each may get a value of its own.
+    - `lane`: the lane's own number, where it was asked for before.
     """
 
     @custom_vmap
@@ -235,10 +265,12 @@ def _in_lanes(
         # A `vmap` further in, over another axis: each of its entries goes through these lanes by itself.
         return run(x, lane), batched[0]
 
+    # By these attributes a walk along the program knows what the rule does.
     rule.exchanged_over = frozenset([name])  # type: ignore[attr-defined]
+    rule.joined_over = frozenset([name] if joins else [])  # type: ignore[attr-defined]
     run.def_vmap(rule)
     # A lane's own number is batched over its `vmap` only: by this the rule knows these lanes from others.
-    made: AnyArray = run(x, jax.lax.axis_index(name))
+    made: AnyArray = run(x, jax.lax.axis_index(name) if lane is None else lane)
     return made
 
 
@@ -259,11 +291,20 @@ def _lane_total(name: AxisName, x: AnyArray) -> AnyArray:
         return jnp.broadcast_to(jnp.sum(whole, 0, dtype=whole.dtype), whole.shape), True
 
     @jax.custom_vjp
-    def run(x: AnyArray) -> AnyArray:
-        return _in_lanes(name, x, copies)
+    def run(x: AnyArray, lane: AnyArray) -> AnyArray:
+        return _in_lanes(name, x, copies, lane=lane)
 
-    run.defvjp(lambda x: (run(x), None), lambda _, cotangent: (run(cotangent),))
-    return run(x)
+    # The lane's number is an operand, because JAX may trace the derivative of a `jit` when the lanes' name is
+    # no longer bound.
+    run.defvjp(
+        lambda x, lane: (run(x, lane), lane), lambda lane, cotangent: (run(cotangent, lane), None)
+    )
+    return run(x, jax.lax.axis_index(name))
+
+
+def _lane_index(name: AxisName) -> AnyArray:
+    numbers = lambda count, *_: (jnp.arange(count, dtype=jnp.int32), True)
+    return _in_lanes(name, jnp.zeros((), jnp.int32), numbers, joins=False)
 
 
 def _lane_first(name: AxisName, x: AnyArray) -> AnyArray:

@@ -101,6 +101,10 @@ def collective(eqn: Equation) -> tuple[Axes, Axes]:
 
     A collective of unknown name is taken to make them differ.
     """
+    # Our own collectives over lanes are calls whose rule says it.
+    by_rule: Axes = getattr(rule_of(eqn), "joined_over", NO_AXES)
+    if by_rule:
+        return by_rule, NO_AXES
     names = frozenset(
         name
         for key in ("axes", "axis_name")

@@ -12,6 +12,7 @@ from .._axes._summed_twice import check_sums
 from .._base import _compat as compat
 from .._base._compat import Equation
 from .._base._types import Leaf, PyTree, PyTreeDef
+from .._resolve._agreement import Traced
 from .._write_back import WriteBack
 from ._binding import Outside
 from ._declared import Declared
@@ -99,7 +100,7 @@ class CompiledEntry:
         """
         if self.program_checked:
             return
-        traced = self.traces.trace(*arrays)
+        traced = self._traced_alike(self.traces, arrays)
         self._check(shard_map_equation(traced.jaxpr))
 
     def traced_run(self, given: Sequence[Leaf], recorded: bool) -> tuple[list[Leaf], WriteBack]:
@@ -115,10 +116,13 @@ class CompiledEntry:
             outputs, back = run(*given)
             equation = shard_map_recorded(outputs)
         else:
-            equation = shard_map_equation(self.plain.trace(*given).jaxpr)
+            equation = shard_map_equation(self._traced_alike(self.plain, given).jaxpr)
             outputs, back = run(*given)
         self._check(equation)
         return outputs, back
+
+    def _traced_alike(self, program: Any, arrays: Sequence[Leaf]) -> Traced:
+        return self.program.layout.traced_alike(lambda: program.trace(*arrays))
 
     def _check(self, equation: Equation | None) -> None:
         # What the user's own transformations leave of the program may hold no `shard_map`.

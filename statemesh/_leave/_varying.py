@@ -13,10 +13,11 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from .._axes._differing import Recorded, all_axes, settled
-from .._axes._mesh_and_lanes import meshes_and_lanes, varying_over
+from .._axes._mesh_and_lanes import meshes_and_lanes, same_in_lanes, varying_over
 from .._axes._wide import AnyArray
 from .._base import _compat as compat
 from .._base import _jaxprs as jaxprs
+from .._base import errors
 from .._base._compat import tree_util
 from .._base._links import Links
 from .._base._types import NO_AXES, Axes, AxisName, Fun, Leaf, PyTree
@@ -103,6 +104,9 @@ class FromTypes:
     def run(
         self, fun: Fun, operands: Sequence[PyTree], links: Links | None, counted: bool
     ) -> PyTree:
+        lanes = meshes_and_lanes(self.axis_names)[1]
+        if lanes and compat.inside_checked_shard_map():
+            return self._run_in_lanes(fun, operands, links, counted)
         if compat.under_jit():
             if links is None:
                 return fun(*operands)
@@ -112,6 +116,33 @@ class FromTypes:
             # It runs for someone who debugs it, once. So types alone say what varies.
             return fun(*operands)
         return _run_eagerly(fun, operands, None, links, self._add_results)
+
+    def _run_in_lanes(
+        self, fun: Fun, operands: Sequence[PyTree], links: Links | None, counted: bool
+    ) -> PyTree:
+        """Run it in the lanes of a `vmap` inside a checked `shard_map`.
+
+        There our collectives give each lane a copy, and only the program shows that the copies are the same.
+        What it shows to be so leaves the lanes as one value.
+        """
+        try:
+            with _jit_enabled():
+                program = trace(fun, operands, None, links)
+        except Exception as error:
+            # JAX cannot trace its own `axis_index` over lanes here. If the function fails for a reason of its
+            # own, it fails again.
+            result = fun(*operands)
+            if counted:
+                raise errors.untraced_in_lanes(self.axis_names[0]) from error
+            return result
+        made = jaxprs.run_jaxpr(program.closed, program.given)
+        axes = all_axes(
+            jaxprs.open_jaxpr(program.closed), varying_over(program.given, self.axis_names)
+        )
+        for name in self.axis_names:
+            pairs = zip(made, axes, strict=True)
+            made = [x if name in over else same_in_lanes(x, name) for x, over in pairs]
+        return program.result(made)
 
     def _add_results(self, program: Traced | None, made: Sequence[AnyArray]) -> None:
         if program is None:

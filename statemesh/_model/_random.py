@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._axes._mesh_and_lanes import MICROBATCHES
+from .._axes._mesh_and_lanes import MICROBATCHES, index_along
 from .._base import errors
 from .._base._arrays import is_key
 from .._base._checks import count
@@ -186,7 +186,7 @@ class RandomState(State):
 
     def _streamed(self: R, axis_names: tuple[AxisName, ...]) -> R:
         """This stream with the index of the shard folded into each key."""
-        shard = jax.lax.axis_index(axis_names)
+        shard = index_along(axis_names)
         # Nested calls fold in different numbers, because the first shard has the same key in both.
         line = _SHARD_STREAMS + len(self._shared) + self.value.ndim
 

@@ -13,7 +13,7 @@ from .._base._specs import is_axis
 from .._base._types import AxisName, Filter, Leaf, StateAxes
 from .._model._filters import first_matches
 from .._model._values import strong
-from ._agreement import Passed
+from ._agreement import Passed, Traced
 from ._inputs import Input
 from ._layout import MeshLayout
 from ._placement import is_deleted
@@ -133,6 +133,10 @@ class LaneLayout:
 
     def agree(self, given: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
         """There are no other processes."""
+
+    def traced_alike(self, trace: Callable[[], Traced]) -> Traced:
+        """What `trace` returns: there are no other processes."""
+        return trace()
 
     def check_alive(self, given: Sequence[Leaf]) -> None:
         """Refuse arrays whose buffers were given up."""

@@ -13,7 +13,7 @@ from .._base import _compat as compat
 from .._base import errors
 from .._base._types import NUMBERS, AxisName, Leaf
 from .._model._values import strong
-from ._agreement import Passed
+from ._agreement import Passed, Traced
 from ._buffers import MADE, apart, copied, memory
 from ._inputs import Input
 from ._placement import check_shapes, is_laid_out, lies_right, onto, traced_onto
@@ -87,6 +87,10 @@ class MeshLayout:
 
         `passed`: gives what is no input.
         """
+
+    def traced_alike(self, trace: Callable[[], Traced]) -> Traced:
+        """What `trace` returns: there are no other processes."""
+        return trace()
 
     def concrete(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         """Concrete arrays as the program takes them, and as they come back when not written.

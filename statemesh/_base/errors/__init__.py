@@ -88,6 +88,7 @@ from ._lanes import policy_over_lanes as policy_over_lanes
 from ._lanes import process_lanes as process_lanes
 from ._lanes import too_many_lanes as too_many_lanes
 from ._lanes import unhashable_static as unhashable_static
+from ._lanes import untraced_in_lanes as untraced_in_lanes
 from ._layers import bad_mask as bad_mask
 from ._layers import bad_setting as bad_setting
 from ._layers import bad_shape as bad_shape
@@ -143,8 +144,11 @@ from ._processes import global_shape as global_shape
 from ._processes import global_shapes_count as global_shapes_count
 from ._processes import no_own_devices as no_own_devices
 from ._processes import not_shapes as not_shapes
+from ._processes import process_failed as process_failed
 from ._processes import processes_disagree as processes_disagree
+from ._processes import processes_place_differently as processes_place_differently
 from ._processes import processes_traced as processes_traced
+from ._processes import programs_differ as programs_differ
 from ._processes import unsharded_by_one_process as unsharded_by_one_process
 from ._scan import carry_changed as carry_changed
 from ._scan import carry_structure as carry_structure
