@@ -58,7 +58,7 @@ def index_along(axis_names: Sequence[AxisName]) -> Any:
     """
     _, lanes = meshes_and_lanes(axis_names)
     if not lanes or not compat.inside_checked_shard_map():
-        return jax.lax.axis_index(tuple(axis_names))
+        return jax.lax.axis_index(axis_names[0] if len(axis_names) == 1 else tuple(axis_names))
     number: Any = 0
     for name in axis_names:
         index = _lane_index(name) if name in lanes else jax.lax.axis_index(name)
