@@ -428,7 +428,7 @@ def traced_alike() -> Found:
 
     mesh = jax.make_mesh((2, 4), ("data", "model"))
     rows = P(("data", "model"))
-    arrays = {}
+    arrays: dict[str, Any] = {}
     for number, check_vma in enumerate((True, False)):
         step = sm.shard_map(everything, mesh, (P(), rows), (rows, P()), check_vma=check_vma)
         state = sm.State(0.0, tag=frozenset({"one", "two", "three"}))

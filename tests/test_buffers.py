@@ -550,8 +550,9 @@ def test_an_equivalent_layout_is_given_up_as_it_is(kind: AxisType) -> None:
 def test_explain_counts_what_is_copied_before_it_is_given_up() -> None:
     mesh = make_mesh("1")
     state = sm.State(jnp.zeros((4, 4)))
-    for donate, moved in (("none", 0), ("states", 64)):
-        call: Any = sm.shard_map(one_more, mesh, (None,), P(), donate=donate)
+    cases: list[tuple[Any, int]] = [("none", 0), ("states", 64)]
+    for donate, moved in cases:
+        call = sm.shard_map(one_more, mesh, (None,), P(), donate=donate)
         assert call.explain(state).leaves[0].moved == moved
         call(state)
         # It lies on no mesh, so that its owner keeps it.

@@ -316,7 +316,10 @@ def test_gradients_of_what_lanes_exchange(place: str, wrapper: str) -> None:
 
     fun = wrap(lane)
     wanted = LANES * position * np.cos(X) + position.sum() * 2 * X
-    lanes = lambda x: sm.vmap2(fun, axis_name="ln")(x)
+
+    def lanes(x: Any) -> Any:
+        return sm.vmap2(fun, axis_name="ln")(x)
+
     inner = by_shards(*NESTED[place], sm.vmap2(jax.grad(fun), axis_name="ln"))
     around = by_shards(*NESTED[place], jax.grad(lambda x: lanes(x).sum()))
     kind, check_vma = NESTED[place]

@@ -58,7 +58,7 @@ def index_along(axis_names: Sequence[AxisName]) -> Any:
     """
     _, lanes = meshes_and_lanes(axis_names)
     if not lanes or not compat.inside_checked_shard_map():
-        return jax.lax.axis_index(tuple(axis_names))
+        return jax.lax.axis_index(axis_names[0] if len(axis_names) == 1 else tuple(axis_names))
     number: Any = 0
     for name in axis_names:
         index = _lane_index(name) if name in lanes else jax.lax.axis_index(name)
@@ -132,7 +132,7 @@ def known_same(value: PyTree, axis_names: Sequence[AxisName]) -> PyTree:
     value = jax.lax.stop_gradient(value)
     _, lanes = meshes_and_lanes(axis_names)
     for name in lanes if compat.inside_checked_shard_map() else ():
-        value = jax.tree.map(partial(_lane_first, name), value)
+        value = jax.tree.map(partial(same_in_lanes, name), value)
     return value
 
 
@@ -143,12 +143,12 @@ def one_copy(x: AnyArray, axis_names: Sequence[AxisName]) -> AnyArray:
     return copy
 
 
-def same_in_lanes(x: AnyArray, name: AxisName) -> AnyArray:
+def same_in_lanes(name: AxisName, x: AnyArray) -> AnyArray:
     """What is the same in all lanes called `name`, as one value of which JAX knows it: the first lane's copy.
 
     For values on their way out of the lanes: the gradient goes to the first lane's copy alone.
     """
-    return _lane_first(name, x)
+    return _in_lanes(name, x, lambda _, batched, x: (x[0] if batched else x, False))
 
 
 def first_of(x: AnyArray, axis_names: Sequence[AxisName]) -> AnyArray:
@@ -305,10 +305,6 @@ def _lane_total(name: AxisName, x: AnyArray) -> AnyArray:
 def _lane_index(name: AxisName) -> AnyArray:
     numbers = lambda count, *_: (jnp.arange(count, dtype=jnp.int32), True)
     return _in_lanes(name, jnp.zeros((), jnp.int32), numbers, joins=False)
-
-
-def _lane_first(name: AxisName, x: AnyArray) -> AnyArray:
-    return _in_lanes(name, x, lambda _, batched, x: (x[0] if batched else x, False))
 
 
 def _collective(

@@ -82,7 +82,7 @@ def _equation_lines(jaxpr: AnyJaxpr, body: Any) -> list[str]:
 
     def text(atom: Operand) -> str:
         kind = _sorted_in_braces(str(atom.aval).removeprefix("ShapedArray"))
-        if jaxprs.is_literal(atom):
+        if isinstance(atom, compat.core.Literal):
             return f"{_parameter(atom.val, body)}:{kind}"
         name = variables.setdefault(atom, f"v{len(variables)}")
         return f"{name}:{kind}"

@@ -114,9 +114,9 @@ def off_explicit_axes(x: ShapedArray, mesh: Mesh | AbstractMesh) -> Array:
     mesh in the type of `x`, which has no devices, and could not run that outside of `jit`.
     """
     here, there = jax.typeof(x).sharding, NamedSharding(mesh, PartitionSpec())
-    value = compat.concrete_value(x)
-    if isinstance(value, jax.Array):
-        origin = value.sharding.mesh
+    concrete = getattr(compat.concrete_value(x), "sharding", None)
+    if isinstance(concrete, NamedSharding):
+        origin = concrete.mesh
     elif isinstance(mesh, Mesh) and mesh.shape == here.mesh.shape:
         origin = Mesh(mesh.devices, mesh.axis_names, axis_types=here.mesh.axis_types)
     else:
@@ -124,4 +124,5 @@ def off_explicit_axes(x: ShapedArray, mesh: Mesh | AbstractMesh) -> Array:
         return laid_out
     # Between meshes only whole arrays move: a `vmap` adds an axis, which the spec of a layout does not have.
     whole = NamedSharding(origin, PartitionSpec())
-    return jax.device_put(jax.sharding.reshard(x, whole), there, src=whole)
+    moved: Array = jax.device_put(jax.sharding.reshard(x, whole), there, src=whole)
+    return moved

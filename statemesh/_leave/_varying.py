@@ -141,7 +141,7 @@ class FromTypes:
         )
         for name in self.axis_names:
             pairs = zip(made, axes, strict=True)
-            made = [x if name in over else same_in_lanes(x, name) for x, over in pairs]
+            made = [x if name in over else same_in_lanes(name, x) for x, over in pairs]
         return program.result(made)
 
     def _add_results(self, program: Traced | None, made: Sequence[AnyArray]) -> None:
