@@ -168,10 +168,12 @@ def is_opaque(eqn: Equation) -> bool:
 def mapped_by_rule(eqn: Equation) -> Jaxpr | None:
     """What a call of a `custom_vmap` function runs where no `vmap` maps it; `None` for other equations.
 
-    `None` also for one that has another form, `apart`.
+    `None` also for one that has another form, `apart`, and for one whose rule exchanges values between lanes.
     """
     rule = rule_of(eqn)
-    return None if rule is None or getattr(rule, JOINS, False) else open_jaxpr(eqn.params["call"])
+    if rule is None or hasattr(rule, JOINS) or hasattr(rule, "exchanged_over"):
+        return None
+    return open_jaxpr(eqn.params["call"])
 
 
 def exchanged_over(jaxpr: Jaxpr) -> Axes:
