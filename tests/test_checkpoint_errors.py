@@ -317,7 +317,7 @@ FORGERIES: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
     "the checksum of another file": (checksums(other_entry), f"{A}, of ['a']: other content"),
     "the list altered": (checksums(other_entry, resealed=False), f"{CHECKSUMS}: other content"),
     "checksums of texts": (
-        checksums(lambda files: dict.fromkeys(files, ["1", "2"])),
+        checksums(lambda files: {file: ["1", "2"] for file in files}),
         f"{CHECKSUMS}: missing or not readable",
     ),
     "checksums of numbers": (
@@ -432,8 +432,8 @@ def test_a_renamed_step_is_named(whole: pathlib.Path, tmp_path: pathlib.Path) ->
     with pytest.raises(CheckpointError) as error:
         checkpoints.load(forged_tree())
     assert str(error.value) == (
-        f"Checkpoints.load: {tmp_path / '4'} was saved as step 3, and has been renamed. Give it its name again, "
-        "or write statemesh.checkpoint.load(folder, like), which takes a folder of any name."
+        f"Checkpoints.load: {tmp_path / '4'} was saved as step 3, and has been renamed. Give it its name "
+        "again, or write statemesh.checkpoint.load(folder, like), which takes a folder of any name."
     )
     checkpoint.load(tmp_path / "4", forged_tree())
     with pytest.raises(CheckpointError, match=r"holds no step 9\. There are: 4\."):
@@ -520,7 +520,10 @@ class Alike:
 
 def test_two_values_with_one_path_are_refused(tmp_path: pathlib.Path) -> None:
     tree = {Alike(1): jnp.zeros(3), Alike(2): {"x": 1}, Alike(3): jnp.ones((), int)}
-    texts = "  - [Alike()]: float32[3] and int32[]\nGive the keys different reprs, or the fields different names."
+    texts = (
+        "  - [Alike()]: float32[3] and int32[]\n"
+        "Give the keys different reprs, or the fields different names."
+    )
     head = "values are saved by their paths, and these paths have several:"
     with pytest.raises(sm.StructureError) as error:
         checkpoint.save(tmp_path / "a", tree)
@@ -533,3 +536,44 @@ def test_two_values_with_one_path_are_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(sm.StructureError) as error:
         checkpoint.load(tmp_path / "a", tree)
     assert str(error.value) == f"load: {head}\n{texts}"
+
+
+def test_a_look_writes_nothing(whole: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with Checkpoints(tmp_path / "none", keep=1) as checkpoints:
+        assert checkpoints.latest is None
+    assert not list(tmp_path.iterdir())
+    shutil.copytree(whole, tmp_path / "3")
+    for name in ("4.orbax-checkpoint-tmp", ".old/1", "2", "notes"):
+        (tmp_path / name).mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        assert checkpoints.latest == 3
+        checkpoints.load(forged_tree())
+        checkpoints.wait()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_nothing_is_deleted_behind_a_link(tmp_path: pathlib.Path) -> None:
+    precious = tmp_path / "precious" / "7" / "file"
+    precious.parent.mkdir(parents=True)
+    precious.touch()
+    folder = tmp_path / "a"
+    (folder / ".old").mkdir(parents=True)
+    (folder / ".old" / "77").symlink_to(precious.parent)
+    (folder / ".old" / "notes").touch()
+    (folder / "9.orbax-checkpoint-tmp").symlink_to(precious.parent)
+    with Checkpoints(folder, keep=1) as checkpoints:
+        for step in range(3):
+            checkpoints.save(step, 0)
+    assert sorted(path.name for path in (folder / ".old").iterdir()) == ["77", "notes"]
+    shutil.rmtree(folder / ".old")
+    (folder / ".old").symlink_to(precious.parent.parent)
+    with Checkpoints(folder) as checkpoints:
+        assert checkpoints.latest == 2
+        with pytest.raises(CheckpointError) as error:
+            checkpoints.save(3, 0)
+    assert str(error.value) == (
+        f"Checkpoints.save: {folder / '.old'} is a symbolic link. Old steps are moved there to be deleted, "
+        "and nothing is deleted behind a link. Remove the link."
+    )
+    assert precious.exists()

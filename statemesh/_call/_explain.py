@@ -5,7 +5,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh
 
 from .._base import _compat as compat
@@ -75,9 +74,8 @@ def explain(fun: Fun, *args: PyTree, **kwargs: PyTree) -> Explanation:
         return [x for x in tree_util.tree_leaves(call(*given, **keywords)) if is_shaped(x)]
 
     run.__name__ = run.__qualname__ = fun_name(fun)
-    shapes = [x if compat.is_tracer(x) else _shape(x) for x in arrays]
     with watching() as seen:
-        compat.trace_marked(run, shapes, [compat.Watched()])
+        compat.trace_marked(run, arrays, [compat.Watched()])
     # A function of `jax.jit` has a program of its own, which its next call finds compiled.
     own = owner is None and hasattr(fun, "trace") and hasattr(fun, "lower")
     jitted: Any = fun
@@ -88,12 +86,6 @@ def explain(fun: Fun, *args: PyTree, **kwargs: PyTree) -> Explanation:
 
 def _call_module(module: Any, *args: PyTree, **kwargs: PyTree) -> Any:
     return module(*args, **kwargs)
-
-
-def _shape(x: Leaf) -> Any:
-    host = isinstance(x, np.ndarray | np.generic)
-    dtype = jax.dtypes.canonicalize_dtype(x.dtype) if host else x.dtype
-    return jax.ShapeDtypeStruct(x.shape, dtype)
 
 
 def _paths(fun: Fun, whole: PyTree) -> list[str]:

@@ -90,6 +90,8 @@ class Checkpoints:
             if self._writer is None:
                 self._writer = _Writer(self._folder, self._keep)
             self._writer.save(number, files.to_save(arrays, record))
+        except errors.CheckpointError:
+            raise
         except (OSError, ValueError) as reason:
             raise errors.not_written(f"step {number}", reason) from reason
 

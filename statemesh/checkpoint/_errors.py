@@ -40,8 +40,8 @@ def step_exists(folder: object, step: int, latest: int) -> CheckpointError:
 
 def bad_step(call: str, step: object) -> CheckpointError:
     return CheckpointError(
-        f"Checkpoints.{call}: step is {step!r} of type {type(step).__name__}, but must be a whole number that "
-        "is not negative."
+        f"Checkpoints.{call}: step is {step!r} of type {type(step).__name__}, but must be a whole number "
+        "that is not negative."
     )
 
 
@@ -54,22 +54,22 @@ def bad_keep(keep: object) -> CheckpointError:
 
 def half_written(folder: object, step: int) -> CheckpointError:
     return CheckpointError(
-        f"Checkpoints.save: another process is saving in {folder}, and step {step} is half-written there. Give "
-        "each run a folder of its own. If the other run is dead, end what is left of its processes."
+        f"Checkpoints.save: another process is saving in {folder}, and step {step} is half-written there. "
+        "Give each run a folder of its own. If the other run is dead, end what is left of its processes."
     )
 
 
 def linked_old(folder: object) -> CheckpointError:
     return CheckpointError(
-        f"Checkpoints.save: {folder} is a symbolic link. Old steps are moved there to be deleted, and nothing "
-        "is deleted behind a link. Remove the link."
+        f"Checkpoints.save: {folder} is a symbolic link. Old steps are moved there to be deleted, and "
+        "nothing is deleted behind a link. Remove the link."
     )
 
 
 def renamed_step(folder: object, step: int) -> CheckpointError:
     return CheckpointError(
-        f"Checkpoints.load: {folder} was saved as step {step}, and has been renamed. Give it its name again, or "
-        "write statemesh.checkpoint.load(folder, like), which takes a folder of any name."
+        f"Checkpoints.load: {folder} was saved as step {step}, and has been renamed. Give it its name again, "
+        "or write statemesh.checkpoint.load(folder, like), which takes a folder of any name."
     )
 
 
