@@ -1,7 +1,8 @@
 """The explanation of a function that makes mapped calls."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -20,6 +21,9 @@ from .._explain._traced_call import TracedCall, explanation_of
 from ._explained import Rows
 from ._mapping import StatefulMapping
 from ._watch import Seen, watching
+
+
+Row = TypeVar("Row", LeafRow, ResultRow)
 
 
 @without_own_frames
@@ -105,14 +109,18 @@ def _paths(fun: Fun, whole: PyTree) -> list[str]:
 def _traced_call(
     name: str, traced: Any, seen: Sequence[Seen], arguments: Sequence[str]
 ) -> TracedCall:
-    leaves: dict[LeafRow, None] = {}
-    results: dict[ResultRow, None] = {}
+    # JAX may trace the body of a loop several times. In one trace, each call is another one.
+    leaves: dict[Any, dict[tuple[LeafRow, int], None]] = {}
+    results: dict[Any, list[ResultRow]] = {}
     sizes: dict[AxisName, int] = {}
     meshes, calls = [], []
     for one in seen:
         rows = Rows(one.program, one.call, one.outputs, one.back)
-        leaves |= dict.fromkeys(rows.leaves())
-        results |= dict.fromkeys(rows.results())
+        trace = id(compat.current_trace(one.call.leaves))
+        leaves.setdefault(trace, {}).update(
+            dict.fromkeys(zip(rows.leaves(), rows.identities(), strict=True))
+        )
+        results.setdefault(trace, []).extend(rows.results())
         sizes |= one.program.binding.sizes
         calls.append(rows.mapped())
         meshes.append(getattr(one.program.binding, "mesh", None))
@@ -123,10 +131,18 @@ def _traced_call(
         sizes=sizes,
         jaxpr=traced.jaxpr,
         compile=lambda: traced.lower().compile(),
-        leaves=[*leaves],
-        results=[*results],
+        leaves=_most([row for row, _ in pairs] for pairs in leaves.values()),
+        results=_most(results.values()),
         arguments=arguments,
         outputs=[],
         calls=calls,
         has_devices=not abstract or compat.concrete_context_mesh() is not None,
     )
+
+
+def _most(traces: Iterable[Sequence[Row]]) -> list[Row]:
+    """Each row as often as the trace has it that has it most often."""
+    most: Counter[Row] = Counter()
+    for rows in traces:
+        most |= Counter(rows)
+    return list(most.elements())

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -137,12 +137,17 @@ class Rows:
 
     def leaves(self) -> list[LeafRow]:
         """A record for each array and number of the arguments."""
-        return [
-            self._leaf(unit, k, position)
-            for unit in self.packing.arguments.flat_units()
-            for k, position in enumerate(unit.positions)
-            if position in self.program.resolved.placements
-        ]
+        return [self._leaf(*at) for at in self._placed()]
+
+    def identities(self) -> list[int]:
+        """For each of these records which array it is of: arrays of two calls may have one record."""
+        return [id(self.packing.call.leaves[position]) for _, _, position in self._placed()]
+
+    def _placed(self) -> Iterator[tuple[Unit, int, int]]:
+        for unit in self.packing.arguments.flat_units():
+            for k, position in enumerate(unit.positions):
+                if position in self.program.resolved.placements:
+                    yield unit, k, position
 
     def _leaf(self, unit: Unit, k: int, position: int) -> LeafRow:
         leaf = self.packing.call.leaves[position]
