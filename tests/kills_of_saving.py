@@ -63,7 +63,7 @@ def killed(folder: pathlib.Path, processes: int, draw: random.Random) -> None:
             while time.monotonic() < end:
                 looked(folder)
             # A look ends nobody's save. Only a process that was killed takes others with it.
-            assert processes > 1 or child.poll() is None, child.communicate()[0]
+            assert processes > 1 or child.poll() is None, child.stdout and child.stdout.read()
             # Whoever is left must not take what it cannot finish for whole.
             child.kill()
 
