@@ -228,12 +228,26 @@ def deleted(file: str) -> Callable[[pathlib.Path], object]:
 
 
 def a_folder(file: str) -> Callable[[pathlib.Path], object]:
-    return lambda folder: (deleted(file)(folder), (folder / file).mkdir())
+    def replace(folder: pathlib.Path) -> None:
+        (folder / file).unlink()
+        (folder / file).mkdir()
+
+    return replace
 
 
 def a_loop(file: str) -> Callable[[pathlib.Path], object]:
     """A file that cannot be opened: a symbolic link to itself."""
-    return lambda folder: (deleted(file)(folder), (folder / file).symlink_to(folder / file))
+
+    def replace(folder: pathlib.Path) -> None:
+        (folder / file).unlink()
+        (folder / file).symlink_to(folder / file)
+
+    return replace
+
+
+def arrays_as_a_file(folder: pathlib.Path) -> None:
+    shutil.rmtree(folder / "arrays")
+    (folder / "arrays").touch()
 
 
 def record(**entries: Any) -> Callable[[pathlib.Path], object]:
@@ -306,7 +320,7 @@ FORGERIES: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
         f"{CHECKSUMS}: missing or not readable",
     ),
     "the arrays are a file": (
-        lambda folder: (shutil.rmtree(folder / "arrays"), (folder / "arrays").touch()),
+        arrays_as_a_file,
         f"{CHECKSUMS}: missing or not readable",
     ),
     "checksums emptied": (checksums(lambda _: {}), f"{CHECKSUMS}, of ['a']: no checksum"),
@@ -402,7 +416,8 @@ def test_forgeries_are_named(forgery: str, whole: pathlib.Path, tmp_path: pathli
     if forgery in ("another shape", "another dtype"):
         kind = jnp.zeros(5) if forgery == "another shape" else jnp.zeros(4, jnp.int32)
         like |= {"a": sm.State(kind), "b": sm.State(kind)}
-    for load in (Checkpoints(tmp_path).load, lambda like: checkpoint.load(folder, like)):
+    loads: list[Any] = [Checkpoints(tmp_path).load, lambda like: checkpoint.load(folder, like)]
+    for load in loads:
         with pytest.raises(CheckpointError) as error:
             load(like)
         assert str(folder) in str(error.value)
@@ -476,7 +491,10 @@ def test_what_may_not_be_read_is_named(path: str, whole: pathlib.Path) -> None:
 @pytest.mark.parametrize("step", [1.0, -1, True, "last", None, "../../x", np.float32(1), [1]])
 def test_a_step_is_a_whole_number(step: Any, tmp_path: pathlib.Path) -> None:
     checkpoints = Checkpoints(tmp_path / "a" / "b")
-    calls = {"save": lambda: checkpoints.save(step, 0), "load": lambda: checkpoints.load(0, step)}
+    calls: dict[str, Any] = {
+        "save": lambda: checkpoints.save(step, 0),
+        "load": lambda: checkpoints.load(0, step),
+    }
     for name in ("save",) if step is None else calls:
         with pytest.raises(CheckpointError) as error:
             calls[name]()

@@ -82,7 +82,7 @@ def test_a_step_that_was_being_deleted_is_no_step(tmp_path: pathlib.Path) -> Non
 
 def test_a_look_leaves_a_running_save_alone(tmp_path: pathlib.Path) -> None:
     with saving(saving_commands(tmp_path, 1)) as (child,):
-        looked = set()
+        looked: set[int] = set()
         while len(looked) < 6:
             with Checkpoints(tmp_path, keep=1) as checkpoints:
                 back = checkpoints.load(steps.numbered(0))

@@ -583,7 +583,8 @@ def test_a_function_of_jax_itself(types: Any) -> None:
     )
     x = jax.device_put(jnp.arange(16.0), jax.sharding.NamedSharding(mesh, P("x")))
     ours = sm.shard_map(lambda x: jax.lax.pmax(x.max(), "x"), mesh, P("x"), P())
-    for fun in (lambda x: total(x), jax.jit(total), total, lambda x: total(x) + ours(x)):
+    funs: list[Any] = [lambda x: total(x), jax.jit(total), total, lambda x: total(x) + ours(x)]
+    for fun in funs:
         found = sm.explain(fun, x)
         assert found.collectives[0].operation == "psum"
         assert found.collectives[0].bytes == 7

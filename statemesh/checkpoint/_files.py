@@ -135,8 +135,9 @@ def read_record(folder: pathlib.Path) -> Record:
         case {"crc32": crc, "record": {"version": int(version)} as record} if crc == _crc(record):
             if version > VERSION:
                 raise errors.newer_version(folder, version, VERSION)
-            if _is_well_formed(record):
-                return record
+            whole: Record = record
+            if _is_well_formed(whole):
+                return whole
     raise errors.altered(folder, [(METADATA, "", "other content")])
 
 

@@ -81,7 +81,7 @@ def assert_budget(
 
         ```
     """
-    limits = {
+    limits: dict[str, Any] = {
         "collectives": collectives,
         "bytes": bytes,
         "peak": peak,

@@ -57,7 +57,7 @@ def collectives_over(key: str | None, times: int, room: float, lines: Sequence[s
     return _listed(head, lines)
 
 
-def bytes_over(what: str, found: int, allowed: int, lines: Sequence[str]) -> str:
+def bytes_over(what: str, found: int, allowed: float, lines: Sequence[str]) -> str:
     return _listed(f"{what}: {found} B where {allowed} B are allowed", lines)
 
 
