@@ -716,8 +716,8 @@ def test_limits_that_are_none() -> None:
         with pytest.raises(TypeError) as raised:
             assert_budget(small(), *SMALL, collectives=wrong)
         assert str(raised.value) == (
-            f"assert_budget: collectives is {wrong!r}, but must be a number, or a dictionary with a number for "
-            "each cause."
+            f"assert_budget: collectives is {wrong!r}, but must be a number, or a dictionary with a number "
+            "for each cause."
         )
     for name in ("bytes", "peak", "allocated", "temporaries", "donated", "held", "moved"):
         for wrong in (False, "1", {}):

@@ -84,6 +84,7 @@ class Rows:
     ) -> None:
         self.program = program
         self.name = self.program.declared.name
+        self.call = call
         self.packing = Packing(program.declared.fun, call)
         self.outputs = outputs
         self.back = back
@@ -140,8 +141,9 @@ class Rows:
         return [self._leaf(*at) for at in self._placed()]
 
     def identities(self) -> list[int]:
-        """For each of these records which array it is of: arrays of two calls may have one record."""
-        return [id(self.packing.call.leaves[position]) for _, _, position in self._placed()]
+        """For each of these records the identity of its array, or of the buffer that the array is in."""
+        sources = (self.packing.positions[position] for _, _, position in self._placed())
+        return [id(self.call.leaves[source]) for source in sources]
 
     def _placed(self) -> Iterator[tuple[Unit, int, int]]:
         for unit in self.packing.arguments.flat_units():
