@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jaxtyping
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
@@ -703,7 +704,9 @@ donated: 0 B where at least 4 B are asked for.
     )
 
 
-def test_limits_that_are_none() -> None:
+def test_limits_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The annotations would refuse them first.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     assert_says(
         lambda: assert_budget(small(), *SMALL),
         ValueError,

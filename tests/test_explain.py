@@ -578,11 +578,11 @@ def test_the_page_is_well_formed() -> None:
 @pytest.mark.parametrize("types", [AxisType.Explicit, AxisType.Auto])
 def test_a_function_of_jax_itself(types: Any) -> None:
     mesh = jax.make_mesh((8,), ("x",), axis_types=(types,))
-    total = jax.shard_map(
+    total: Any = jax.shard_map(
         lambda x: jax.lax.psum(x.sum(), "x"), mesh=mesh, in_specs=P("x"), out_specs=P()
     )
     x = jax.device_put(jnp.arange(16.0), jax.sharding.NamedSharding(mesh, P("x")))
-    ours = sm.shard_map(lambda x: jax.lax.pmax(x.max(), "x"), mesh, P("x"), P())
+    ours: Any = sm.shard_map(lambda x: jax.lax.pmax(x.max(), "x"), mesh, P("x"), P())
     funs: list[Any] = [lambda x: total(x), jax.jit(total), total, lambda x: total(x) + ours(x)]
     for fun in funs:
         found = sm.explain(fun, x)

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from .._base._types import PyTree
+from .._base._types import PyTree, Size
 from . import _errors as errors
 from . import _files as files
 from ._load import load
@@ -53,7 +53,7 @@ class Checkpoints:
         ```
     """
 
-    def __init__(self, folder: str | os.PathLike[str], keep: int | None = None) -> None:
+    def __init__(self, folder: str | os.PathLike[str], keep: Size | None = None) -> None:
         whole = _whole_number(keep)
         if keep is not None and (whole is None or whole < 1):
             raise errors.bad_keep(keep)
@@ -66,7 +66,7 @@ class Checkpoints:
         """The newest step that is saved whole; `None` if there is none."""
         return max(files.steps_in(self._folder), default=None)
 
-    def save(self, step: int, tree: PyTree) -> None:
+    def save(self, step: Size, tree: PyTree) -> None:
         """Copy the values of a tree to the host, and write them in the background.
 
         The step can be loaded when all of it is written. The next `save` waits until then.
@@ -98,7 +98,7 @@ class Checkpoints:
     def load(
         self,
         like: PyTree,
-        step: int | None = None,
+        step: Size | None = None,
         mesh: Mesh | None = None,
         *,
         rename: Mapping[str, str | None] | None = None,

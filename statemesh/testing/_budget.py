@@ -15,14 +15,14 @@ from ._types import Fun, PyTree
 def assert_budget(
     fun: Fun,
     *args: PyTree,
-    collectives: float | Mapping[str, float] | None = None,
-    bytes: float | None = None,
-    peak: int | None = None,
-    allocated: int | None = None,
-    temporaries: int | None = None,
-    donated: int | None = None,
-    held: int | None = None,
-    moved: int | None = None,
+    collectives: int | float | Mapping[str, int | float] | None = None,
+    bytes: int | float | None = None,
+    peak: int | float | None = None,
+    allocated: int | float | None = None,
+    temporaries: int | float | None = None,
+    donated: int | float | None = None,
+    held: int | float | None = None,
+    moved: int | float | None = None,
     **kwargs: PyTree,
 ) -> sm.Explanation:
     """Fail if a call exchanges, sends, holds or moves more than it may. The call is compiled and not run.
@@ -132,7 +132,9 @@ def _real(found: sm.Explanation) -> list[Any]:
     return [one for one in found.collectives if one.compiled != "removed"]
 
 
-def _collectives(found: sm.Explanation, allowed: float | Mapping[str, float]) -> list[str]:
+def _collectives(
+    found: sm.Explanation, allowed: int | float | Mapping[str, int | float]
+) -> list[str]:
     real = _real(found)
     if isinstance(allowed, Mapping):
         groups: dict[str | None, list[Any]] = {}
@@ -180,7 +182,7 @@ def _lines(collectives: Any) -> list[str]:
     ]
 
 
-def _memory(found: sm.Explanation, what: str, most: int) -> list[str]:
+def _memory(found: sm.Explanation, what: str, most: int | float) -> list[str]:
     memory = found.memory
     if memory is None:
         raise errors.memory_unknown(found.name, what)

@@ -27,7 +27,7 @@ def no_number(name: str, limit: object) -> TypeError:
     return TypeError(f"assert_budget: {name} is {limit!r}, but must be {kinds}.")
 
 
-def collectives_unknown(key: str | None, room: float, lines: Sequence[str]) -> str:
+def collectives_unknown(key: str | None, room: int | float, lines: Sequence[str]) -> str:
     head = (
         "collectives that the budget does not name, in unknown number"
         if key is None
@@ -36,19 +36,19 @@ def collectives_unknown(key: str | None, room: float, lines: Sequence[str]) -> s
     return _listed(head, lines)
 
 
-def bytes_unknown(allowed: float, lines: Sequence[str]) -> str:
+def bytes_unknown(allowed: int | float, lines: Sequence[str]) -> str:
     return _listed(f"bytes sent: an unknown number where {allowed} B are allowed", lines)
 
 
-def donated_under(found: int, least: int, lines: Sequence[str]) -> str:
+def donated_under(found: int, least: int | float, lines: Sequence[str]) -> str:
     return _listed(f"donated: {found} B where at least {least} B are asked for", lines)
 
 
-def _are(count: float) -> str:
+def _are(count: int | float) -> str:
     return "is" if count == 1 else "are"
 
 
-def collectives_over(key: str | None, times: int, room: float, lines: Sequence[str]) -> str:
+def collectives_over(key: str | None, times: int, room: int | float, lines: Sequence[str]) -> str:
     allowed = f"{times} where {room} {_are(room)} allowed"
     if key is None:
         head = f"collectives that the budget does not name: {times}"
@@ -57,7 +57,7 @@ def collectives_over(key: str | None, times: int, room: float, lines: Sequence[s
     return _listed(head, lines)
 
 
-def bytes_over(what: str, found: int, allowed: float, lines: Sequence[str]) -> str:
+def bytes_over(what: str, found: int, allowed: int | float, lines: Sequence[str]) -> str:
     return _listed(f"{what}: {found} B where {allowed} B are allowed", lines)
 
 
