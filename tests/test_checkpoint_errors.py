@@ -14,7 +14,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 
@@ -490,11 +489,7 @@ def test_what_may_not_be_read_is_named(path: str, whole: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("step", [1.0, -1, True, "last", None, "../../x", np.float32(1), [1]])
-def test_a_step_is_a_whole_number(
-    step: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The annotations would refuse most of them first.
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+def test_a_step_is_a_whole_number(step: Any, tmp_path: pathlib.Path) -> None:
     checkpoints = Checkpoints(tmp_path / "a" / "b")
     calls: dict[str, Any] = {
         "save": lambda: checkpoints.save(step, 0),
@@ -519,10 +514,7 @@ def test_whole_numbers_of_any_kind_are_steps(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, -1, True, "zz", 1.5])
-def test_keep_is_at_least_1(
-    keep: Any, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+def test_keep_is_at_least_1(keep: Any, tmp_path: pathlib.Path) -> None:
     with pytest.raises(CheckpointError) as error:
         Checkpoints(tmp_path / "a", keep)
     assert str(error.value) == (
