@@ -93,8 +93,8 @@ class _Candidates:
     def _fits(
         self, k: int, element: Element, does: Mapping[int, Sequence[object]]
     ) -> tuple[bool, bool]:
-        parts = self.traced[k].parts
-        return len(does[k]) < len(parts), any(one.bytes == element.part.bytes for one in parts)
+        parts, size = self.traced[k].parts, _as_wide(self.traced[k], element).part.bytes
+        return len(does[k]) < len(parts), any(one.bytes == size for one in parts)
 
 
 def _same(some: Sequence[Frame], others: Sequence[Frame]) -> bool:
