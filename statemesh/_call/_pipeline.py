@@ -23,7 +23,7 @@ from .._resolve._placement import check_valued, is_deleted
 from . import _watch as watch
 from ._cache import Cache, CompiledEntry
 from ._declared import Declared
-from ._one_dispatch import OneDispatch
+from ._one_dispatch import LikeBefore, OneDispatch, Refused
 from ._program import Program
 from ._rules import Context
 from ._stages import Lowered
@@ -34,8 +34,6 @@ _flatten = tree_util.default_registry.flatten
 _context = jax.sharding.get_abstract_mesh
 _set_mesh = jax.sharding.get_mesh
 _trace = compat.current_trace
-_get_no_tracing = compat.get_no_tracing
-_set_no_tracing = compat.set_no_tracing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,18 +74,14 @@ class Pipeline:
         # a check that cannot be left out, in the quickest form there is.
         again = self._again
         if again is not None:
-            # It is put back wherever an interrupt may come.
-            before = _get_no_tracing()
             try:
-                _set_no_tracing(True)
-                found = again.jitted(args, kwargs)
-            except RuntimeError:
-                # It is another call, something has to be moved, or an array was deleted.
-                found = self._again = None
-            finally:
-                _set_no_tracing(before)
-            if found is not None:
-                outputs, back = found
+                outputs, back = again.jitted(args, kwargs, LikeBefore())
+            except Refused:
+                self._again = None
+            except (RuntimeError, ValueError):
+                again.check_alive(_flatten((args, kwargs))[0])
+                raise
+            else:
                 given = tree_util.tree_leaves((args, kwargs)) if back.forwarded else ()
                 return back.filled(outputs, given)
         leaves, treedef = _flatten((args, kwargs))
