@@ -41,9 +41,9 @@ def total(model: Any, x: Any, y: Any) -> Any:
     return x + sum(leaf.sum() for leaf in jax.tree.leaves(model))
 
 
-W = np.full(4, 2.0, np.float32)
+W = jnp.full(4, 2.0)
 OTHERS: dict[str, tuple[Callable[..., Any], Any, Any, Any]] = {
-    "other keys": (chosen, {"a": W}, {"b": W}, np.full(4, 5.0)),
+    "other keys": (chosen, {"a": W}, {"b": W}, 5.0),
     "another static field": (powered, Powers(sm.State(W), 1), Powers(sm.State(W), 2), 2 + 9.0),
     "fewer leaves": (total, [W, W], [W], 3 + 8.0),
     "more leaves": (total, [W], [W, W], 3 + 16.0),
