@@ -44,7 +44,12 @@ def total(model: Any, x: Any, y: Any) -> Any:
 W = jnp.full(4, 2.0)
 OTHERS: dict[str, tuple[Callable[..., Any], Any, Any, Any]] = {
     "other keys": (chosen, {"a": W}, {"b": W}, 5.0),
-    "another static field": (chosen_by_field, Chooser(sm.State(W), 1), Chooser(sm.State(W), 2), 5.0),
+    "another static field": (
+        chosen_by_field,
+        Chooser(sm.State(W), 1),
+        Chooser(sm.State(W), 2),
+        5.0,
+    ),
     "fewer leaves": (total, [W, W], [W], 3 + 8.0),
     "more leaves": (total, [W], [W, W], 3 + 16.0),
     "another shape": (total, [W], [W[:2]], 3 + 4.0),

@@ -1,26 +1,20 @@
 """Digests: a few bytes for a value, the same in every process."""
 
-import enum
-import functools
 import hashlib
-from collections.abc import Hashable
+import re
 
 import jax
 import numpy as np
 
 from ._arrays import is_key
-from ._tokens import Same, SameArray, token
 from ._types import Leaf
 
 
 SIZE = 16
 
-_PLAIN = (str, bytes, int, float, complex, type(None), np.dtype, jax.sharding.PartitionSpec)
 
-
-def digest(text: str | bytes) -> bytes:
-    """The digest of a text."""
-    data = text.encode() if isinstance(text, str) else text
+def digest(data: bytes) -> bytes:
+    """The digest of some bytes."""
     return hashlib.blake2b(data, digest_size=SIZE).digest()
 
 
@@ -35,47 +29,12 @@ def of_array(x: Leaf) -> bytes:
     return found.digest()
 
 
-def of_static(value: object) -> bytes:
-    """The digest of a static value.
+def of_printed(value: object) -> bytes:
+    """The digest of the words with which a value and its type are printed.
 
-    Some objects have neither a name nor a content that is the same in other processes. They count by their
-    type only.
+    Not of where objects lie in memory. And not of the order of words where a set may be printed: sets of
+    strings have another one in each process.
     """
-    return digest(_text(token(value)))
-
-
-def _text(part: Hashable) -> str:
-    match part:
-        case Same():
-            return _named(part.value)
-        case SameArray():
-            return of_array(part.value).hex() if part.value.is_fully_addressable else "array"
-        case tuple():
-            return f"({','.join(map(_text, part))})"
-        case frozenset():
-            return f"{{{','.join(sorted(map(_text, part)))}}}"
-        case type():
-            return _type_text(part)
-        case _ if isinstance(part, _PLAIN):
-            return repr(part)
-    return _type_text(type(part))
-
-
-def _type_text(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _named(value: object) -> str:
-    kind = _type_text(type(value))
-    if isinstance(value, enum.Enum):
-        return f"{kind}.{value.name}"
-    if isinstance(value, frozenset | tuple) and not isinstance(value, _PLAIN):
-        # Sorted, because the order of a set of strings differs between processes.
-        return f"{kind}{sorted(_text(token(part)) for part in value)}"
-    if isinstance(value, _PLAIN):
-        return f"{kind}:{value!r}"
-    if isinstance(value, functools.partial):
-        parts = value.func, value.args, sorted(value.keywords.items())
-        return f"{kind}{_text(token(tuple(parts)))}"
-    name = getattr(value, "__qualname__", None)
-    return f"{getattr(value, '__module__', '')}.{name}" if isinstance(name, str) else kind
+    text = re.sub(r" at 0x[0-9a-f]+", "", f"{type(value).__qualname__} {value!r}")
+    words = re.findall(r"\w+|[^\w\s]", text)
+    return digest("\n".join(sorted(words) if "{" in text else words).encode())

@@ -87,6 +87,7 @@ class OneDispatch:
             compat.REFUSES_DELETED
             and program.binding.outside is None
             and not program.statics.positions
+            and not program.unhashable
             and all(issubclass(kind, jax.Array) or kind in NUMBERS for kind in kinds)
         )
 
