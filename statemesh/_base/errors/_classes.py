@@ -106,6 +106,7 @@ class RetracedWarning(UserWarning):
         ...     factors: list = sm.field(static=True)
         >>> scale = sm.vmap2(lambda model, x: x * model.factors[0], in_axes=(None, 0))
         >>> with warnings.catch_warnings(record=True) as shown:
+        ...     warnings.simplefilter("always")
         ...     y = scale(Scaled([2.0]), jnp.ones(3))
         >>> shown[0].category is sm.RetracedWarning
         True
