@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ._arguments import inside_modules
 from ._base import errors
 from ._base._arrays import is_shaped
+from ._base._checks import check_flag, count
 from ._base._compat import tree_util
 from ._base._nodes import REMOVED, is_removed, is_state
 from ._base._paths import fun_name, path_str, positional_names
@@ -67,6 +68,9 @@ def scan(
     """
     if not callable(f):
         raise errors.not_callable("scan", f)
+    check_flag("scan", "reverse", reverse)
+    if length is not None:
+        length = count("scan", "length", length)
     first, fixed = _parted(init)
     rows, fixed_rows = _parted(xs)
     fixed_ys: list[Any] = []

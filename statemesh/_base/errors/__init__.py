@@ -10,6 +10,7 @@ from ._call import axis_by_position as axis_by_position
 from ._call import check_signature as check_signature
 from ._call import compiled_for_unhashable as compiled_for_unhashable
 from ._call import deleted as deleted
+from ._call import mapping_is_fixed as mapping_is_fixed
 from ._call import old_tracer as old_tracer
 from ._call import other_statics as other_statics
 from ._call import other_structure as other_structure
@@ -161,6 +162,7 @@ from ._specs import out_rank as out_rank
 from ._specs import per_shard_for_array as per_shard_for_array
 from ._specs import prefix_mismatch as prefix_mismatch
 from ._specs import shapes as shapes
+from ._specs import specs_of_states as specs_of_states
 from ._specs import unknown_axes as unknown_axes
 from ._state import always_replicated as always_replicated
 from ._state import bad_state_value as bad_state_value

@@ -88,6 +88,17 @@ def _typed(bad: Sequence[tuple[str, object]]) -> list[str]:
     return [f"{path}: {shortened(value)} of type {type(value).__name__}" for path, value in bad]
 
 
+def mapping_is_fixed(name: str, transform: str, attribute: str) -> AttributeError:
+    mend = f"Map the function again, as in {transform}({name}, {attribute}=...)"
+    if transform == "shard_map" and attribute == "mesh":
+        mend += f", or call {name}.on_mesh(mesh)"
+    if attribute in ("lower", "explain", "place", "unsharded", "on_mesh"):
+        mend = "Give what you set another name"
+    return AttributeError(
+        f"{name}.{attribute} cannot be set: what {transform} returned does not change. {mend}."
+    )
+
+
 def arity(name: str, what: str, entries: int, args: int) -> StatemeshError:
     kind: type[StatemeshError]
     if what == "in_specs":
