@@ -271,6 +271,11 @@ def jit_disabled() -> bool:
     return bool(_config.jax_disable_jit)
 
 
+def key_reuse_checked() -> bool:
+    """Whether `jax_debug_key_reuse` makes JAX refuse a key from which numbers were drawn already."""
+    return bool(_config.jax_debug_key_reuse)
+
+
 def traceback_filtering() -> str:
     """How JAX keeps its own frames out of tracebacks: `'off'`, `'tracebackhide'` or by removing them."""
     mode: str | None = _config.jax_traceback_filtering
