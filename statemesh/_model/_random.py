@@ -152,7 +152,9 @@ class RandomState(State):
         n = count("RandomState.rows", "n", n)
         block = row_block("RandomState.rows", axis_name, self._shared)
         stream = self._rebuilt(self.value, synchronized(self.value, self._shared))
-        _, drawn = keys.advance(keys.again(stream._shared[-1].key if stream._shared else self.value))
+        _, drawn = keys.advance(
+            keys.again(stream._shared[-1].key if stream._shared else self.value)
+        )
         rest, _ = keys.advance(self.value)
         return keys.for_rows(drawn, block * n + jnp.arange(n)), stream._advanced(rest)
 
