@@ -44,7 +44,7 @@ def token(value: Leaf) -> Hashable:
 
     **Raises:** `TypeError` for a value that cannot be hashed.
     """
-    kind = type(value)
+    kind: Hashable = type(value)
     if isinstance(value, float):  # nan is not equal to itself, and -0.0 is to 0.0
         return kind, value.hex()
     if isinstance(value, complex):
@@ -54,7 +54,7 @@ def token(value: Leaf) -> Hashable:
     if kind is tuple:
         return kind, *map(token, value)
     if not is_hashable(value):
-        raise TypeError(f"unhashable type: {kind.__name__!r}")
+        raise TypeError(f"unhashable type: {type(value).__name__!r}")
     # Equal fields may still compute otherwise: 1 and 1.0, 0.0 and -0.0.
     return kind, _Same(value), *[token(part) for part in _compared(value) if is_hashable(part)]
 
