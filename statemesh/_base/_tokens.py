@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import types
 from collections.abc import Hashable
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +45,7 @@ def token(value: Leaf) -> Hashable:
 
     **Raises:** `TypeError` for a value that cannot be hashed.
     """
-    kind: Hashable = type(value)
+    kind: Any = type(value)
     if isinstance(value, float):  # nan is not equal to itself, and -0.0 is to 0.0
         return kind, value.hex()
     if isinstance(value, complex):
