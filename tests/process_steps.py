@@ -296,9 +296,9 @@ def refusals() -> Found:
 AT_LEAST_3 = functools.partial(max, 3)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Config:
-    """An object that cannot be hashed."""
+    """An object that is no array."""
 
     rate: float
     words: frozenset[str] = frozenset({"one", "two", "three", "four"})

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable
 from numbers import Number
 
 import equinox as eqx
+import numpy as np
 
 from . import errors
 from ._paths import fun_name
@@ -79,6 +80,12 @@ def count(what: str, argument: str, given: Size) -> int:
     if operator.index(given) < 0:
         raise errors.invalid_count(what, argument, given)
     return operator.index(given)
+
+
+def check_flag(what: str, argument: str, given: object) -> None:
+    """Refuse what is neither `True` nor `False`."""
+    if not isinstance(given, bool | np.bool_):
+        raise errors.invalid_argument(what, argument, given)
 
 
 def check_text(what: str, argument: str, given: object) -> None:

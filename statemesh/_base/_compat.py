@@ -52,12 +52,6 @@ tree_util: Any = jax.tree_util
 REFUSES_DELETED: bool = hasattr(jax, "get_mesh")
 
 
-# `jax.no_tracing` of this thread, read and set. As a context manager it takes as long as all else that a call
-# does in Python.
-_no_tracing: Any = getattr(jax, "no_tracing", None)
-get_no_tracing: Any = getattr(_no_tracing, "get_local", None)
-set_no_tracing: Any = getattr(_no_tracing, "set_local", None)
-
 # The value of `inline` with which a call of `jax.jit` leaves its equations in a surrounding jaxpr, instead of
 # one equation that calls. Releases without the name would also inline it in the backward pass of an eager
 # `jax.vjp`, and run that pass operation by operation.
@@ -287,6 +281,11 @@ def raised_by_jax(error: BaseException) -> bool:
 def jit_disabled() -> bool:
     """Whether `jax.disable_jit()` is in effect."""
     return bool(_config.jax_disable_jit)
+
+
+def key_reuse_checked() -> bool:
+    """Whether `jax_debug_key_reuse` makes JAX refuse a key from which numbers were drawn already."""
+    return bool(_config.jax_debug_key_reuse)
 
 
 def traceback_filtering() -> str:

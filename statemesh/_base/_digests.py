@@ -1,10 +1,8 @@
 """Digests: a few bytes for a value, the same in every process. And programs in words that are."""
 
-import enum
-import functools
 import hashlib
 import re
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -15,7 +13,6 @@ from . import _jaxprs as jaxprs
 from ._arrays import is_key
 from ._compat import Operand
 from ._jaxprs import AnyJaxpr
-from ._tokens import Same, SameArray, token
 from ._types import Leaf, PyTreeDef
 
 
@@ -24,9 +21,8 @@ SIZE = 16
 _PLAIN = (str, bytes, int, float, complex, type(None), np.dtype, jax.sharding.PartitionSpec)
 
 
-def digest(text: str | bytes) -> bytes:
-    """The digest of a text."""
-    data = text.encode() if isinstance(text, str) else text
+def digest(data: bytes) -> bytes:
+    """The digest of some bytes."""
     return hashlib.blake2b(data, digest_size=SIZE).digest()
 
 
@@ -137,6 +133,10 @@ def _parameter(value: Any, body: Any) -> str:
     return _sorted_in_braces(without_addresses(repr(value)))
 
 
+def _type_text(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def _sorted_in_braces(text: str) -> str:
     """A printed object, with what it shows of sets in one order."""
 
@@ -147,47 +147,12 @@ def _sorted_in_braces(text: str) -> str:
     return re.sub(r"\{([^{}]*,[^{}]*)\}", in_order, text)
 
 
-def of_static(value: object) -> bytes:
-    """The digest of a static value.
+def of_printed(value: object) -> bytes:
+    """The digest of the words with which a value and its type are printed.
 
-    Some objects have neither a name nor a content that is the same in other processes. They count by their
-    type only.
+    Not of where objects lie in memory. And not of the order of words where a set may be printed: sets of
+    strings have another one in each process.
     """
-    return digest(_text(token(value)))
-
-
-def _text(part: Hashable) -> str:
-    match part:
-        case Same():
-            return _named(part.value)
-        case SameArray():
-            return of_array(part.value).hex() if part.value.is_fully_addressable else "array"
-        case tuple():
-            return f"({','.join(map(_text, part))})"
-        case frozenset():
-            return f"{{{','.join(sorted(map(_text, part)))}}}"
-        case type():
-            return _type_text(part)
-        case _ if isinstance(part, _PLAIN):
-            return repr(part)
-    return _type_text(type(part))
-
-
-def _type_text(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _named(value: object) -> str:
-    kind = _type_text(type(value))
-    if isinstance(value, enum.Enum):
-        return f"{kind}.{value.name}"
-    if isinstance(value, frozenset | tuple) and not isinstance(value, _PLAIN):
-        # Sorted, because the order of a set of strings differs between processes.
-        return f"{kind}{sorted(_text(token(part)) for part in value)}"
-    if isinstance(value, _PLAIN):
-        return f"{kind}:{value!r}"
-    if isinstance(value, functools.partial):
-        parts = value.func, value.args, sorted(value.keywords.items())
-        return f"{kind}{_text(token(tuple(parts)))}"
-    name = getattr(value, "__qualname__", None)
-    return f"{getattr(value, '__module__', '')}.{name}" if isinstance(name, str) else kind
+    text = without_addresses(f"{type(value).__qualname__} {value!r}")
+    words = re.findall(r"\w+|[^\w\s]", text)
+    return digest("\n".join(sorted(words) if "{" in text else words).encode())

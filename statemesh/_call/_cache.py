@@ -166,14 +166,18 @@ class Cache:
         alike = self._entries.get(key, {})
         # The list is made in one step, because other threads put entries in and take some out meanwhile.
         for known in [*alike.values()][:1]:
-            return alike.get(_tokens(known.program, leaves))
+            tokens = _tokens(known.program, leaves)
+            return None if tokens is None else alike.get(tokens)
         return None
 
     def keep(self, entry: CompiledEntry) -> None:
         """Keep an entry whose call went through.
 
-        Not before: what is refused while tracing may depend on objects that are no part of the key.
+        Not before: what is refused while tracing may depend on objects that are no part of the key. And not
+        one of a call with which no later call can be compared.
         """
+        if entry.program.unhashable or entry.tokens is None:
+            return
         alike = self._entries.setdefault(entry.key, {})
         # Other threads do the same meanwhile, so each of these steps is one that cannot fail.
         alike.pop(entry.tokens, None)
@@ -195,8 +199,12 @@ def make_room(entries: dict[Key, Value], most: int) -> None:
             entries.pop(oldest, None)
 
 
-def _tokens(program: Program, leaves: Sequence[Leaf]) -> tuple[PyTree, ...]:
-    """What a program depends on besides types: the static leaves, and shapes where the rules say so."""
+def _tokens(program: Program, leaves: Sequence[Leaf]) -> tuple[PyTree, ...] | None:
+    """What a program depends on besides types: the static leaves, and shapes where the rules say so.
+
+    `None` if it cannot be compared.
+    """
     by_shape = program.resolved.by_shape
     shapes = tuple(map(np.shape, program.arrays(leaves))) if by_shape else ()
-    return shapes, *program.statics.tokens_of(leaves)
+    tokens = program.statics.tokens_of(leaves)
+    return None if tokens is None else (shapes, *tokens)

@@ -284,15 +284,15 @@ def _bytes(shape: Sequence[int], dtype: Any) -> int:
 
 
 def _changing_statics(inspected: Inspected) -> list[str]:
-    """The paths of static leaves for which more than one program was compiled already."""
-    statics, rivals = inspected.entry.program.statics, inspected.rivals
-    paths = inspected.entry.program.given.paths()
+    """The paths of static leaves and fields that make calls compile anew: they cannot be hashed, or more than
+    one program was compiled for their values already."""
+    program = inspected.entry.program
+    if program.unhashable:
+        return [path for path, _ in program.unhashable]
+    own, paths = program.statics.tokens or [], program.given.paths()
+    theirs = [tokens for rival in inspected.rivals if (tokens := rival.program.statics.tokens)]
     return [
         paths[position]
-        for k, position in enumerate(statics.positions)
-        if any(_other(one.program.statics.tokens, statics.tokens, k) for one in rivals)
+        for k, position in enumerate(program.statics.positions)
+        if any(len(tokens) == len(own) and tokens[k] != own[k] for tokens in theirs)
     ]
-
-
-def _other(theirs: Sequence[Any], own: Sequence[Any], k: int) -> bool:
-    return len(theirs) == len(own) and bool(theirs[k] != own[k])

@@ -7,7 +7,7 @@ from typing import cast
 from .._base import _compat as compat
 from .._base import _explicit as explicit
 from .._base import errors
-from .._base._checks import check_function, check_names
+from .._base._checks import check_flag, check_function, check_names
 from .._base._compat import tree_util
 from .._base._frames import without_own_frames
 from .._base._paths import fun_name, positional_names
@@ -110,6 +110,7 @@ def value_and_grad(
         raise errors.unknown_choice("value_and_grad: reduce", reduce, ("mean", "sum"))
     check_function("value_and_grad", fun)
     check_names("value_and_grad", axis_name)
+    check_flag("value_and_grad", "has_aux", has_aux)
     check_microbatches(microbatches)
     to_predicate(wrt)
     name = fun_name(fun)

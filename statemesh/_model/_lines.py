@@ -53,7 +53,7 @@ class Line:
 
     def drawn(self) -> "Line":
         """This line after one draw."""
-        return dataclasses.replace(self, key=keys.advance(self.key)[0])
+        return dataclasses.replace(self, key=keys.advance(keys.again(self.key))[0])
 
     def written(self) -> "Line":
         """This line after a key was set."""
@@ -152,4 +152,5 @@ def _equal(a: Array, b: Array) -> Array:
 
 def _unless(even: Array, key: Array, before: Array) -> Array:
     """`key` where `even`, else a key aside from the line of `before`."""
-    return jnp.where(even, key, keys.as_of(keys.folded(before, _UNEVEN_DRAWS), key))
+    other = keys.as_of(keys.folded(keys.again(before), _UNEVEN_DRAWS), key)
+    return keys.again(jnp.where(even, keys.again(key), other))

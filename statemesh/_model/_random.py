@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._axes._mesh_and_lanes import MICROBATCHES, index_along
+from .._base import _compat as compat
 from .._base import errors
 from .._base._arrays import is_key
 from .._base._checks import count
@@ -151,7 +152,9 @@ class RandomState(State):
         n = count("RandomState.rows", "n", n)
         block = row_block("RandomState.rows", axis_name, self._shared)
         stream = self._rebuilt(self.value, synchronized(self.value, self._shared))
-        _, drawn = keys.advance(stream._shared[-1].key if stream._shared else self.value)
+        _, drawn = keys.advance(
+            keys.again(stream._shared[-1].key if stream._shared else self.value)
+        )
         rest, _ = keys.advance(self.value)
         return keys.for_rows(drawn, block * n + jnp.arange(n)), stream._advanced(rest)
 
@@ -191,7 +194,9 @@ class RandomState(State):
         line = _SHARD_STREAMS + len(self._shared) + self.value.ndim
 
         def own(key: Leaf) -> PyTree:
-            return jnp.where(shard == 0, key, keys.folded(keys.folded(key, line), shard))
+            other = keys.folded(keys.folded(keys.again(key), line), shard)
+            first = keys.again(compat.vary(keys.again(key), compat.varying(shard)))
+            return keys.again(jnp.where(shard == 0, first, other))
 
         for _ in range(self.value.ndim):
             own = jax.vmap(own)

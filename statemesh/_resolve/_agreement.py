@@ -28,13 +28,14 @@ def array_passed(path: str, x: Leaf) -> Passed:
 
 
 def static_passed(path: str, value: Leaf) -> Passed:
-    return path, value, digests.of_static(value)
+    return path, value, digests.of_printed(value)
 
 
 def structure_passed(treedef: PyTreeDef, paths: Sequence[str]) -> Passed:
     """The structure of arguments, compared by the words with which it is printed."""
     words = digests.words_of(treedef)
-    return "the structure of the arguments", treedef, digests.digest("\n".join([*paths, words]))
+    text = "\n".join([*paths, words])
+    return "the structure of the arguments", treedef, digests.digest(text.encode())
 
 
 def check_alike(name: str, mesh: Mesh, passed: Sequence[Passed]) -> None:
@@ -124,9 +125,9 @@ def _first_difference(mesh: Mesh, lines: Sequence[str], failed: bool) -> _Differ
         return None
 
     def alike(count: int) -> bool:
-        return _is_one(_gathered(mesh, digests.digest("\n".join(lines[:count]))))
+        return _is_one(_gathered(mesh, digests.digest("\n".join(lines[:count]).encode())))
 
-    whole = digests.digest("\n".join(lines))
+    whole = digests.digest("\n".join(lines).encode())
     rows = _gathered(mesh, whole + len(lines).to_bytes(8, "little") + bytes([failed]))
     if _is_one(rows) and not failed:
         return None

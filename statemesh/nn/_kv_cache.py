@@ -109,7 +109,7 @@ class KVCache(Module):
         }
         # The latest position written to each slot; negative for an empty slot.
         last = positions[-1] - (positions[-1] - mine) % self.capacity
-        mask = (last >= 0) & (last <= positions[:, None])
+        mask = (last >= 0)[None] & (last[None] <= positions[:, None])
         cache = self.replace(slots=new, position=start + tokens)
         return (new["keys"], new["values"], mask), cache
 
