@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh.testing import assert_equivalent
-from tests.helpers import counted, make_mesh
+from tests.helpers import counted, make_mesh, slow
 
 
 X = np.sin(np.arange(96, dtype=np.float32)).reshape(32, 3) + 0.5
@@ -153,8 +154,11 @@ def test_every_mesh_and_number_of_microbatches(mesh: str, checked: bool, count: 
     check(on_mesh(mesh, checked)(step)(make_net(), X, Y))
 
 
-@pytest.mark.parametrize("mesh", ["2", "4x2"])
-def test_a_row_draws_the_same_numbers(mesh: str) -> None:
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(
+    ("mesh", "count"), [("2", 8), ("4x2", 2), slow("1", 4), slow("4", 1), slow("8", 4)]
+)
+def test_a_row_draws_the_same_numbers(mesh: str, count: int, kind: AxisType) -> None:
     names = make_mesh(mesh).axis_names
 
     def noise(net: Any, x: Any) -> Any:
@@ -166,12 +170,14 @@ def test_a_row_draws_the_same_numbers(mesh: str) -> None:
     wanted, after = net["rng"].rows(len(X))
 
     def step(net: Any, x: Any) -> Any:
-        return sm.value_and_grad(noise, axis_name=names, has_aux=True, microbatches=2)(net, x)
+        return sm.value_and_grad(noise, axis_name=names, has_aux=True, microbatches=count)(net, x)
 
     rows = P(names)
-    sharded = sm.shard_map(step, make_mesh(mesh), (None, rows), (((P(), P(None, names)), P()), P()))
+    sharded = sm.shard_map(
+        step, make_mesh(mesh, kind), (None, rows), (((P(), P(None, names)), P()), P())
+    )
     ((_, drawn), new), _ = sharded(net, X)
-    # A microbatch holds every second row.
+    # Microbatch `i` holds every `count`-th row from row `i` on.
     np.testing.assert_array_equal(drawn.T.ravel(), jax.vmap(jax.random.bits)(wanted))
     np.testing.assert_array_equal(
         jax.random.key_data(new["rng"].key), jax.random.key_data(after.key)
