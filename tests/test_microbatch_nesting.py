@@ -31,7 +31,7 @@ def adapted(w: Any, x: Any, y: Any, **options: Any) -> Any:
 
 
 def wanted(shards: int, count: int) -> tuple[Any, Any]:
-    """The mean loss of all microbatches, each after a step of its own, and its gradient, by hand in float64."""
+    """The mean loss of all microbatches, each after a step of its own, and its gradient, in float64."""
     losses, grads = [], []
     rows = [part[i::count] for part in np.split(np.arange(len(X)), shards) for i in range(count)]
     for part in rows:

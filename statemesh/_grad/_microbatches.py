@@ -173,8 +173,8 @@ def _all_stacked(aux: Result, count: int, made: Sequence[Array]) -> PyTree:
 class _Rows:
     """The positional arguments after the model, with the leading axis of their arrays split.
 
-    A microbatch holds every `count`-th row. The number of rows on a shard is a multiple of `count`, so the rows
-    of one microbatch on all shards are every `count`-th row of the whole batch, whatever the mesh.
+    A microbatch holds every `count`-th row. The number of rows on a shard is a multiple of `count`, so the
+    rows of one microbatch on all shards are every `count`-th row of the whole batch, whatever the mesh.
 
     **Attributes:**
 
