@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import statemesh as sm
 
@@ -87,11 +87,17 @@ AROUND: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "dictionary": (lambda o: Slots({"a": [o]}), lambda o: o.value["a"][0]),
 }
 NUMBERS = [0.0, -0.0, 1, 1.0, True, 2, -3.5]
-MESH = Mesh(np.array(jax.devices()[:2]), ("x",))
+MESHES = {
+    kind.name: Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(kind,))
+    for kind in (AxisType.Explicit, AxisType.Auto)
+}
 MAPS: dict[str, Callable[[Any], Any]] = {
-    "shard_map": lambda f: sm.shard_map(
-        f, MESH, (None, PartitionSpec("x")), (PartitionSpec("x"), None)
-    ),
+    **{
+        f"shard_map, {name}": lambda f, mesh=mesh: sm.shard_map(
+            f, mesh, (None, PartitionSpec("x")), (PartitionSpec("x"), None)
+        )
+        for name, mesh in MESHES.items()
+    },
     "vmap2": lambda f: sm.vmap2(f, in_axes=(None, 0), out_axes=(0, None)),
     "pmap2": lambda f: sm.pmap2(f, in_axes=(None, 0), out_axes=(0, None)),
 }

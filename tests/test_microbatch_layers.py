@@ -42,6 +42,7 @@ class Layers(sm.Module):
     average: sm.nn.Average
 
 
+@pytest.mark.usefixtures("each_kind")
 @pytest.mark.parametrize("checked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_layers_with_statistics(checked: bool) -> None:
     def loss(net: Layers, x: Any) -> Any:
@@ -78,6 +79,7 @@ def test_layers_with_statistics(checked: bool) -> None:
 ROWS = (X + np.arange(32, dtype=np.float32)[:, None] / 4 + 10).astype(np.float32)
 
 
+@pytest.mark.usefixtures("each_kind")
 @pytest.mark.parametrize(
     ("mesh", "checked", "momentum", "count"),
     [
@@ -313,6 +315,7 @@ def test_states_of_several_values(way: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("each_kind")
 @pytest.mark.parametrize("checked", [True, False])
 def test_packed_models(checked: bool) -> None:
     mesh = make_mesh("2")

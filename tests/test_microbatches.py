@@ -106,9 +106,9 @@ def check(result: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 2e-5, 2e-6), got, expected())
 
 
-def on_mesh(name: str, checked: bool) -> Callable[..., Any]:
+def on_mesh(name: str, checked: bool, kind: AxisType) -> Callable[..., Any]:
     def way(step: Any) -> Any:
-        mesh = make_mesh(name)
+        mesh = make_mesh(name, kind)
         rows = P(mesh.axis_names)
         return sm.shard_map(step, mesh, (None, rows, rows), P(), check_vma=checked)
 
@@ -125,14 +125,16 @@ def in_lanes(transform: Any) -> Callable[..., Any]:
 
 WAYS: dict[str, Callable[..., Any]] = {
     "unsharded": jax.jit,
-    "mesh": on_mesh("2", True),
-    "unchecked": on_mesh("2", False),
+    "mesh": on_mesh("2", True, AxisType.Explicit),
+    "Auto mesh": on_mesh("2", True, AxisType.Auto),
+    "unchecked": on_mesh("2", False, AxisType.Explicit),
+    "Auto unchecked": on_mesh("2", False, AxisType.Auto),
     "vmap2": in_lanes(sm.vmap2),
     "pmap2": in_lanes(sm.pmap2),
 }
 
 
-@pytest.mark.parametrize("way", ["mesh", "unchecked", "vmap2", "pmap2"])
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "unsharded"])
 def test_all_rows_at_once_give_the_same(way: str) -> None:
     check(WAYS[way](sm.value_and_grad(net_loss, axis_name="x", microbatches=4))(make_net(), X, Y))
 
@@ -143,15 +145,18 @@ def test_unsharded(count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2, 4, 8])
+@pytest.mark.parametrize("count", [2, 8])
 @pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 @pytest.mark.parametrize("mesh", ["1", "2", "4", "8", "4x2"])
-def test_every_mesh_and_number_of_microbatches(mesh: str, checked: bool, count: int) -> None:
+def test_every_mesh_and_number_of_microbatches(
+    mesh: str, kind: AxisType, checked: bool, count: int
+) -> None:
     if (mesh in ("8", "4x2")) and count == 8:
         count = 4  # A shard has four rows.
     names = make_mesh(mesh).axis_names
     step = sm.value_and_grad(net_loss, axis_name=names, microbatches=count)
-    check(on_mesh(mesh, checked)(step)(make_net(), X, Y))
+    check(on_mesh(mesh, checked, kind)(step)(make_net(), X, Y))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
@@ -184,6 +189,7 @@ def test_a_row_draws_the_same_numbers(mesh: str, count: int, kind: AxisType) -> 
     )
 
 
+@pytest.mark.usefixtures("each_kind")
 def test_rows_of_lanes_within_a_microbatch() -> None:
     def one(net: Any, x: Any) -> Any:
         (key,), rng = net["rng"].rows(1, ("x", "rows"))
@@ -226,7 +232,7 @@ def test_a_transformed_loss(wrap: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["unsharded", "mesh", "unchecked"])
+@pytest.mark.parametrize("way", ["unsharded", "mesh", "Auto mesh", "unchecked"])
 def test_layers_scanned_and_rematerialised(way: str) -> None:
     def layer(x: Any, w: Any) -> Any:
         return jnp.tanh(x @ w), None
@@ -242,6 +248,7 @@ def test_layers_scanned_and_rematerialised(way: str) -> None:
     np.testing.assert_allclose(got[1]["w"].value, wanted[1]["w"].value, 1e-4, 1e-6)
 
 
+@pytest.mark.usefixtures("each_kind")
 def test_the_sum_of_losses() -> None:
     def loss(w: Any, x: Any) -> Any:
         return ((x * w) ** 2).sum(), w

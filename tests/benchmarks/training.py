@@ -78,10 +78,8 @@ def programs(mesh: Mesh, donate: bool, count: int) -> list[tuple[Any, tuple[Any,
     ]
     # Each program has its own arrays, which it may give up.
     params, ours = (jax.device_put(params, NamedSharding(mesh, P())) for _ in range(2))
-    x, y = jax.device_put(
-        numbers.normal(size=(2, ROWS, WIDTH)).astype(np.float32),
-        NamedSharding(mesh, P(None, "data")),
-    )
+    batch = numbers.normal(size=(2, ROWS, WIDTH)).astype(np.float32)
+    x, y = (jax.device_put(rows, NamedSharding(mesh, split)) for rows in batch)
     model = Perceptron([Layer(*map(sm.ParamState, pair)) for pair in ours])
     return [(hand, (params, x, y)), (mine, mine.place(model, x, y))]
 
