@@ -17,6 +17,9 @@ from statemesh._axes._mesh_and_lanes import total
 from tests.helpers import assert_says, make_mesh, mistakes_in
 
 
+pytestmark = pytest.mark.usefixtures("each_kind")
+
+
 X = np.arange(8, dtype=np.float32)
 CASES: list[Any] = []
 mistake = mistakes_in(CASES)
