@@ -140,15 +140,16 @@ def _run(
         return widened(zeros) if k < summed else zeros
 
     def step(carry: list[Array], xs: tuple[Array, list[Array]]) -> tuple[list[Array], list[Array]]:
-        number, own = xs
-        # Rows are taken out here: the loop would first copy the whole batch, with microbatches side by side.
-        taken = [jax.lax.dynamic_index_in_dim(x, number, 1, keepdims=False) for x in rows]
-        made = jaxprs.run_jaxpr(closed, [*params, *taken, *own])
+        number, others = xs
+        # The rows are picked here. As the scan's own operand the whole batch would be copied first, to put
+        # the rows of each microbatch side by side.
+        picked = [jax.lax.dynamic_index_in_dim(x, number, 1, keepdims=False) for x in rows]
+        results = jaxprs.run_jaxpr(closed, [*params, *picked, *others])
         after = [
-            before + widened(made[k]) if k < summed else strong(made[k])
+            before + widened(results[k]) if k < summed else strong(results[k])
             for k, before in zip(carried, carry, strict=True)
         ]
-        return after, [x for x, hit in zip(made, is_stacked, strict=True) if hit]
+        return after, [x for x, hit in zip(results, is_stacked, strict=True) if hit]
 
     xs = jnp.arange(count), list(parts)
     last, stacks = jax.lax.scan(step, [start(k) for k in carried], xs)
