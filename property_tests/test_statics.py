@@ -87,17 +87,16 @@ AROUND: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "dictionary": (lambda o: Slots({"a": [o]}), lambda o: o.value["a"][0]),
 }
 NUMBERS = [0.0, -0.0, 1, 1.0, True, 2, -3.5]
-MESHES = {
-    kind.name: Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(kind,))
-    for kind in (AxisType.Explicit, AxisType.Auto)
-}
+
+
+def on_mesh(kind: AxisType, f: Callable[..., Any]) -> Any:
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(kind,))
+    return sm.shard_map(f, mesh, (None, PartitionSpec("x")), (PartitionSpec("x"), None))
+
+
 MAPS: dict[str, Callable[[Any], Any]] = {
-    **{
-        f"shard_map, {name}": lambda f, mesh=mesh: sm.shard_map(
-            f, mesh, (None, PartitionSpec("x")), (PartitionSpec("x"), None)
-        )
-        for name, mesh in MESHES.items()
-    },
+    "shard_map": lambda f: on_mesh(AxisType.Explicit, f),
+    "shard_map, Auto axes": lambda f: on_mesh(AxisType.Auto, f),
     "vmap2": lambda f: sm.vmap2(f, in_axes=(None, 0), out_axes=(0, None)),
     "pmap2": lambda f: sm.pmap2(f, in_axes=(None, 0), out_axes=(0, None)),
 }
