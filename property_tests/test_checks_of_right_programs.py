@@ -12,7 +12,6 @@ from .deep_checks import Tally, check, drawn
         (3, "float32", False),
         pytest.param(8, "float32", False, marks=pytest.mark.slow),
         pytest.param(8, "bfloat16", False, marks=pytest.mark.slow),
-        pytest.param(3, "float32", True, marks=pytest.mark.slow),
         pytest.param(8, "float32", True, marks=pytest.mark.slow),
     ],
 )
