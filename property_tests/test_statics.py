@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import statemesh as sm
 
@@ -97,11 +97,16 @@ AROUND: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     ),
 }
 NUMBERS = [0.0, -0.0, 1, 1.0, True, 2, -3.5]
-MESH = Mesh(np.array(jax.devices()[:2]), ("x",))
+
+
+def on_mesh(kind: AxisType, f: Callable[..., Any]) -> Any:
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(kind,))
+    return sm.shard_map(f, mesh, (None, PartitionSpec("x")), (PartitionSpec("x"), None))
+
+
 MAPS: dict[str, Callable[[Any], Any]] = {
-    "shard_map": lambda f: sm.shard_map(
-        f, MESH, (None, PartitionSpec("x")), (PartitionSpec("x"), None)
-    ),
+    "shard_map": lambda f: on_mesh(AxisType.Explicit, f),
+    "shard_map, Auto axes": lambda f: on_mesh(AxisType.Auto, f),
     "vmap2": lambda f: sm.vmap2(f, in_axes=(None, 0), out_axes=(0, None)),
     "pmap2": lambda f: sm.pmap2(f, in_axes=(None, 0), out_axes=(0, None)),
 }

@@ -66,19 +66,19 @@ def zeros_of(kind: Any) -> Array:
     return laid_out
 
 
-def rows_in_parts(x: Array, count: int) -> Array:
-    """An array whose leading axis is split into `count` parts along a new first axis.
+def rows_apart(x: Array, count: int) -> Array:
+    """An array whose row `i * count + k` stands at `[i, k]`.
 
-    Each part is laid out as the array was, so far as its rows can be.
+    It is laid out as the array was, so far as the groups of `count` rows can be.
     """
     size = x.shape[0] // count
-    shape = (count, size, *x.shape[1:])
+    shape = (size, count, *x.shape[1:])
     if not is_explicitly_typed(x):
         return x.reshape(shape)
     here = type_of(x).sharding
     first, *rest = written_axes(here.spec)
     fits = size % math.prod(here.mesh.shape[name] for name in first) == 0
-    spec = PartitionSpec(None, *map(entry_of, [first if fits else (), *rest]))
+    spec = PartitionSpec(*map(entry_of, [first if fits else (), (), *rest]))
     return jax.lax.reshape(x, shape, out_sharding=NamedSharding(here.mesh, spec))
 
 

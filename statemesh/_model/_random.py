@@ -13,7 +13,7 @@ from .._base._arrays import is_key
 from .._base._checks import count
 from .._base._types import Array, AxisName, Leaf, PyTree, SeveralAxes, Size, SpecTree, Tags
 from . import _keys as keys
-from ._lines import Line, known, left, row_block, synchronized
+from ._lines import Line, known, left, row_numbers, synchronized
 from ._meta import Meta
 from ._origin import origin
 from ._state import State, set_rebuilt
@@ -150,13 +150,13 @@ class RandomState(State):
         """
         self._check_single()
         n = count("RandomState.rows", "n", n)
-        block = row_block("RandomState.rows", axis_name, self._shared)
+        numbers = row_numbers("RandomState.rows", n, axis_name, self._shared)
         stream = self._rebuilt(self.value, synchronized(self.value, self._shared))
         _, drawn = keys.advance(
             keys.again(stream._shared[-1].key if stream._shared else self.value)
         )
         rest, _ = keys.advance(self.value)
-        return keys.for_rows(drawn, block * n + jnp.arange(n)), stream._advanced(rest)
+        return keys.for_rows(drawn, numbers), stream._advanced(rest)
 
     def _set(self: R, value: PyTree, label: str) -> R:
         return self._with_new(conform(self.value, value, label))
