@@ -18,7 +18,7 @@ from ._types import NO_AXES, Array, ArrayLike, Axes, flat_names
 
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
 
-_SUMS = ("psum", "psum2", "psum_invariant")
+_SUMS = ("psum", "psum2", "psum_invariant", "unreduced_psum")
 _JOINING = (*_SUMS, "pmax", "pmin", "all_gather", "all_gather_invariant")
 # By this attribute of its rule a call is found that reduces many arrays by few collectives.
 JOINS = "joins"
