@@ -34,7 +34,7 @@ LAYERS = [
 DOORS = {"__init__", "_engine", "filters", "legacy"}
 
 # Files stay near 300 lines.
-LONGEST = 320
+LONGEST = 400
 
 
 @functools.cache
