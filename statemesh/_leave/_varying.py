@@ -103,14 +103,12 @@ class FromTypes:
     def run(
         self, fun: Fun, operands: Sequence[PyTree], links: Links | None, counted: bool
     ) -> PyTree:
+        if links is None and not (counted and self.meshes):
+            # With `jit=False` it runs for someone who debugs it, once. There types alone say what varies.
+            return fun(*operands)
         if compat.under_jit():
-            if links is None:
-                return fun(*operands)
             program = trace(fun, operands, None, links)
             return program.result(jaxprs.run_jaxpr(program.closed, program.given))
-        if links is None and not (counted and self.meshes):
-            # It runs for someone who debugs it, once. So types alone say what varies.
-            return fun(*operands)
         return _run_eagerly(fun, operands, None, links, self._add_results)
 
     def _add_results(self, program: Traced | None, made: Sequence[AnyArray]) -> None:
