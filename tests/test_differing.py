@@ -217,44 +217,44 @@ ROWS = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 KEY = jax.random.key(0)
 
 
-def ordered(x: jax.Array) -> jax.Array:
+def ordered(x: jax.Array) -> Any:
     return jnp.argsort(x[0])
 
 
-def sorted_values(x: jax.Array) -> jax.Array:
+def sorted_values(x: jax.Array) -> Any:
     return jax.lax.sort_key_val(x[0], jnp.arange(4))[1]
 
 
-def sorted_by_two(x: jax.Array) -> jax.Array:
+def sorted_by_two(x: jax.Array) -> Any:
     return jax.lax.sort((jnp.arange(4) // 2, x[0], jnp.arange(4)), num_keys=2)[2]
 
 
-def permuted(x: jax.Array) -> jax.Array:
+def permuted(x: jax.Array) -> Any:
     key = jax.random.fold_in(KEY, jax.lax.bitcast_convert_type(x[0, 0], jnp.uint32))
     return jax.random.permutation(key, 4)
 
 
-def chosen(x: jax.Array) -> jax.Array:
+def chosen(x: jax.Array) -> Any:
     key = jax.random.fold_in(KEY, jax.lax.bitcast_convert_type(x[0, 0], jnp.uint32))
     return jax.random.choice(key, 20, (3,), replace=False)
 
 
-def exponent(x: jax.Array) -> jax.Array:
+def exponent(x: jax.Array) -> Any:
     return jnp.frexp(x[0])[1]
 
 
-def total_on_host(x: jax.Array) -> jax.Array:
+def total_on_host(x: jax.Array) -> Any:
     form = jax.ShapeDtypeStruct((), jnp.float32)
     total = lambda x: np.asarray(x).sum()
     return jax.pure_callback(total, form, x, vmap_method="sequential")
 
 
-def total_on_host_unordered(x: jax.Array) -> jax.Array:
+def total_on_host_unordered(x: jax.Array) -> Any:
     form = jax.ShapeDtypeStruct((), jnp.float32)
     return jax.experimental.io_callback(lambda x: np.asarray(x).sum(), form, x)
 
 
-def scaled(x: jax.Array) -> jax.Array:
+def scaled(x: jax.Array) -> Any:
     # The blocks that share a scale have 32 entries.
     wide = jnp.tile(x[0], 8).reshape(1, 32).astype(jnp.float8_e4m3fn)
     scale = jnp.ones((1, 1), jnp.float8_e8m0fnu)
@@ -263,11 +263,11 @@ def scaled(x: jax.Array) -> jax.Array:
     )
 
 
-def rounds(x: jax.Array) -> jax.Array:
+def rounds(x: jax.Array) -> Any:
     return jax.lax.while_loop(lambda i: i < 10 * jnp.abs(x).sum(), lambda i: i + 1, 0)
 
 
-def branch(x: jax.Array) -> jax.Array:
+def branch(x: jax.Array) -> Any:
     return jax.lax.cond(x[0, 0] > 0, lambda: 1.0, lambda: 2.0)
 
 
@@ -277,17 +277,17 @@ LOSING += [scaled] if hasattr(jax.lax, "scaled_dot") else []
 
 
 @jax.custom_jvp
-def with_own_jvp(x: jax.Array) -> jax.Array:
+def with_own_jvp(x: jax.Array) -> Any:
     return ordered(x)
 
 
 @jax.custom_vjp
-def with_own_vjp(x: jax.Array) -> jax.Array:
+def with_own_vjp(x: jax.Array) -> Any:
     return ordered(x)
 
 
 @jax.custom_batching.custom_vmap
-def with_own_vmap(x: jax.Array) -> jax.Array:
+def with_own_vmap(x: jax.Array) -> Any:
     return ordered(x)
 
 
@@ -296,36 +296,36 @@ with_own_vjp.defvjp(lambda x: (ordered(x), None), lambda _, g: (jnp.zeros((1, 4)
 with_own_vmap.def_vmap(lambda n, batched, x: (jax.vmap(ordered)(x), True))
 
 
-def by_lanes(x: jax.Array) -> jax.Array:
+def by_lanes(x: jax.Array) -> Any:
     return jax.vmap(jnp.argsort)(x)
 
 
-def stacked_in_scan(x: jax.Array) -> jax.Array:
+def stacked_in_scan(x: jax.Array) -> Any:
     return jax.lax.scan(lambda c, x: (c, jnp.argsort(x)), 0, x)[1]
 
 
-def carried_in_scan(x: jax.Array) -> jax.Array:
+def carried_in_scan(x: jax.Array) -> Any:
     first = jnp.arange(4)
     return jax.lax.scan(lambda c, _: (jnp.argsort(x[0])[c], None), first, length=2)[0]
 
 
-def carried_in_while(x: jax.Array) -> jax.Array:
+def carried_in_while(x: jax.Array) -> Any:
     def body(pair: Any) -> Any:
         return pair[0] + 1, jnp.argsort(x[0])[pair[1]]
 
     return jax.lax.while_loop(lambda pair: pair[0] < 1, body, (0, jnp.arange(4)))[1]
 
 
-def in_branch(x: jax.Array) -> jax.Array:
+def in_branch(x: jax.Array) -> Any:
     return jax.lax.cond(True, lambda: jnp.argsort(x[0]), lambda: jnp.arange(4))
 
 
-def gradient(x: jax.Array) -> jax.Array:
+def gradient(x: jax.Array) -> Any:
     by_order = lambda w: (w[jnp.argsort(x[0])] * jnp.arange(4)).sum()
     return jax.grad(by_order)(jnp.arange(4.0))
 
 
-def split_again(x: jax.Array) -> jax.Array:
+def split_again(x: jax.Array) -> Any:
     whole = jax.lax.all_gather(x, "data")
     return jnp.argsort(whole[jax.lax.axis_index("data"), 0])
 
@@ -386,7 +386,7 @@ def test_lanes_on_devices_are_merged_too(fun: Any) -> None:
         mapped(sm.State(each[0]), ROWS[:, None])
 
 
-def chained(x: jax.Array) -> jax.Array:
+def chained(x: jax.Array) -> Any:
     """A reduction in which a value takes two steps from the first operand to the last result."""
     join = lambda a, b: (a[0] + b[0], a[0] + b[1], a[1] + b[2])
     zeros = (jnp.float32(0),) * 3
@@ -411,37 +411,37 @@ def test_a_loss_that_types_have_lost_is_reduced_once() -> None:
     assert_replicated(call(jnp.ones(4), ROWS), of_shards(ordered)[:, 0].mean())
 
 
-def order_of_all(x: jax.Array) -> jax.Array:
+def order_of_all(x: jax.Array) -> Any:
     return jnp.argsort(jax.lax.all_gather(x, "data", to="invarying")[:, 0, 0])
 
 
-def order_of_same(x: jax.Array) -> jax.Array:
+def order_of_same(x: jax.Array) -> Any:
     # JAX types the gathered array as one that varies.
     return jnp.argsort(jax.lax.all_gather(x, "data")[:, 0, 0])
 
 
-def beside_a_barrier(x: jax.Array) -> jax.Array:
+def beside_a_barrier(x: jax.Array) -> Any:
     return jax.lax.optimization_barrier((ordered(x), jnp.arange(4)))[1]
 
 
-def summed_in_a_function_of_its_own(x: jax.Array) -> jax.Array:
+def summed_in_a_function_of_its_own(x: jax.Array) -> Any:
     @jax.custom_batching.custom_vmap
-    def total(x: jax.Array) -> jax.Array:
+    def total(x: jax.Array) -> Any:
         return jax.lax.psum(x, "data")
 
     total.def_vmap(lambda n, batched, x: (jax.lax.psum(x, "data"), True))
     return total(ordered(x))
 
 
-def summed(x: jax.Array) -> jax.Array:
+def summed(x: jax.Array) -> Any:
     return jax.lax.psum(ordered(x), "data")
 
 
-def summed_by_us(x: jax.Array) -> jax.Array:
+def summed_by_us(x: jax.Array) -> Any:
     return sm.pmax(ordered(x), "data") + sm.psum(ordered(x), "data")
 
 
-def root_of_a_sum(x: jax.Array) -> jax.Array:
+def root_of_a_sum(x: jax.Array) -> Any:
     def solve(f: Any, start: jax.Array) -> jax.Array:
         return jax.lax.psum(start - f(start), "data")
 
@@ -473,7 +473,7 @@ MODULES += [jax.scipy.linalg, jax.scipy.signal, jax.scipy.fft]
 NOT_CALLED = ("save", "savez", "load", "set_printoptions")
 
 
-def own_key(x: jax.Array) -> jax.Array:
+def own_key(x: jax.Array) -> Any:
     return jax.random.fold_in(KEY, (x[0, 0] * 1000).astype(jnp.uint32))
 
 
@@ -490,7 +490,7 @@ def test_no_function_makes_shards_differ_in_silence(module: Any) -> None:
         if not callable(fun) or isinstance(fun, type):
             continue
 
-        def of_rows(x: jax.Array, fun: Any = fun, form: Any = form) -> list[jax.Array]:
+        def of_rows(x: jax.Array, fun: Any = fun, form: Any = form) -> list[Any]:
             return [y for y in jax.tree.leaves(form(fun, x)) if isinstance(y, jax.Array)]
 
         call = sm.shard_map(of_rows, meshes()[1], P("data"), P())
@@ -509,5 +509,5 @@ def test_no_function_makes_shards_differ_in_silence(module: Any) -> None:
     assert ran > 10
 
 
-def _numbers(x: jax.Array) -> jax.Array:
+def _numbers(x: jax.Array) -> Any:
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x

@@ -326,7 +326,7 @@ def of_one_branch(state: sm.State, x: Any) -> Any:
     "loop", [carried, carried_by_scan_of_models, carried_by_while, of_one_branch]
 )
 def test_a_loop_names_a_state_without_a_policy_too(loop: Any, kinds: Any) -> None:
-    call = lambda fun: sm.shard_map(fun, make_mesh("8", *kinds), (None, P("x")), None)
+    call: Any = lambda fun: sm.shard_map(fun, make_mesh("8", *kinds), (None, P("x")), None)
     states = {"seen": sm.State(jnp.ones(3)), "total": sm.State(0.0)}
     fun = lambda m, x: loop(m["total"], x)
     with pytest.raises(TypeError, match=r"must have equal .*types") as raised:

@@ -45,6 +45,10 @@ class Differing(Dataflow[Axes]):
         body = jaxprs.mapped_by_rule(eqn)
         return None if body is None else self.through(body, given)
 
+    def result(self, var: Operand, fact: Axes) -> Axes:
+        # The parts of a sum that is still to be added up leave as the one sum.
+        return fact - compat.unreduced_type(var.aval)
+
     def chosen(
         self, predicate: Operand, of_predicate: Axes, results: list[Axes], same: Sequence[bool]
     ) -> list[Axes]:
@@ -78,7 +82,9 @@ class Recorded:
                 stack += unknown
                 continue
             given = [self._fact(operand) or NO_AXES for operand in eqn.invars]
-            self._results[id(eqn)] = eqn, self._walk.equation(eqn, given)[0]
+            found, _ = self._walk.equation(eqn, given)
+            axes = list(map(self._walk.result, eqn.outvars, found))
+            self._results[id(eqn)] = eqn, axes
         return self._fact(value) or NO_AXES
 
     def _fact(self, x: Any) -> Axes | None:

@@ -75,6 +75,12 @@ def varying_type(aval: object) -> Axes:
     return NO_AXES if mark is None else frozenset(mark.varying)
 
 
+def unreduced_type(aval: object) -> Axes:
+    """The mesh axes over which a variable of a jaxpr holds parts of one sum, by its type."""
+    mark = getattr(aval, "manual_axis_type", None)
+    return frozenset(getattr(mark, "unreduced", ()))
+
+
 def made_by(x: Leaf) -> tuple[Equation, int] | None:
     """The equation that made a traced value, and the number of the value among its results.
 

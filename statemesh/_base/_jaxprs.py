@@ -18,8 +18,9 @@ from ._types import NO_AXES, Array, ArrayLike, Axes, flat_names
 
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
 
-_SUMS = ("psum", "psum2", "psum_invariant")
-_JOINING = (*_SUMS, "pmax", "pmin", "all_gather", "all_gather_invariant")
+_SUMS = ("psum", "psum2", "psum_invariant", "unreduced_psum")
+_GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced")
+_JOINING = (*_SUMS, *_GATHERS, "pmax", "pmin", "unreduced_pmax", "unreduced_pmin")
 # By this attribute of its rule a call is found that reduces many arrays by few collectives.
 JOINS = "joins"
 # They change only the type: over which axes a value may differ.

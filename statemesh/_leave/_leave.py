@@ -171,7 +171,7 @@ class _Leaving:
 
     def typed_to_merge(self, one: Written, over: Sequence[tuple[AxisName, ...]]) -> Written:
         """Let types say that what is merged differs, where JAX's rules have lost it."""
-        if not any(over):
+        if one.state.reduce is None or not any(over):
             return one
         leaves = leaves_of(one.state)
         for k, (x, axes) in enumerate(zip(leaves, over, strict=False)):

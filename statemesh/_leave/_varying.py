@@ -107,14 +107,12 @@ class FromTypes:
         lanes = meshes_and_lanes(self.axis_names)[1]
         if lanes and compat.inside_checked_shard_map():
             return self._run_in_lanes(fun, operands, links, counted)
+        if links is None and not (counted and self.meshes):
+            # With `jit=False` it runs for someone who debugs it, once. There types alone say what varies.
+            return fun(*operands)
         if compat.under_jit():
-            if links is None:
-                return fun(*operands)
             program = trace(fun, operands, None, links)
             return program.result(jaxprs.run_jaxpr(program.closed, program.given))
-        if links is None and not (counted and self.meshes):
-            # It runs for someone who debugs it, once. So types alone say what varies.
-            return fun(*operands)
         return _run_eagerly(fun, operands, None, links, self._add_results)
 
     def _run_in_lanes(
