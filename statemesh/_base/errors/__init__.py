@@ -23,6 +23,7 @@ from ._classes import DivergedStateError as DivergedStateError
 from ._classes import SpecError as SpecError
 from ._classes import StatemeshError as StatemeshError
 from ._classes import StructureError as StructureError
+from ._construction import axis_named_twice as axis_named_twice
 from ._construction import bad_axis_name as bad_axis_name
 from ._construction import bad_axis_size as bad_axis_size
 from ._construction import bad_devices as bad_devices
@@ -38,7 +39,7 @@ from ._construction import unknown_choice as unknown_choice
 from ._fsdp import fsdp_bad_number as fsdp_bad_number
 from ._fsdp import fsdp_no_parameters as fsdp_no_parameters
 from ._fsdp import fsdp_packed as fsdp_packed
-from ._fsdp import fsdp_unknown_axis as fsdp_unknown_axis
+from ._fsdp import fsdp_unknown_axes as fsdp_unknown_axes
 from ._fsdp import gather_in_lanes as gather_in_lanes
 from ._fsdp import gather_major as gather_major
 from ._fsdp import gather_replicated as gather_replicated
