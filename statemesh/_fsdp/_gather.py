@@ -32,8 +32,8 @@ def gather(tree: PyTree, axis_name: SeveralAxes) -> Any:
 
     In the loss of a `value_and_grad` that names the axis, the transpose is one reduce-scatter: each shard
     gets the sum of its part. Gradients of float16 and bfloat16 are summed in float32 there. Anywhere else the
-    whole parameters are the same on all shards, in type too: a `value_and_grad` of them gives whole gradients,
-    reduced over all shards.
+    whole parameters are the same on all shards, in type too: a `value_and_grad` of them gives whole
+    gradients, reduced over all shards.
 
     **Arguments:**
 

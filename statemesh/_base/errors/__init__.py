@@ -46,6 +46,7 @@ from ._fsdp import gather_replicated as gather_replicated
 from ._fsdp import gather_whole as gather_whole
 from ._fsdp import not_gathered as not_gathered
 from ._fsdp import scatter_structure as scatter_structure
+from ._fsdp import with_gather_hint as with_gather_hint
 from ._grad import bad_microbatches as bad_microbatches
 from ._grad import cannot_differentiate as cannot_differentiate
 from ._grad import gradient_in_gradient as gradient_in_gradient

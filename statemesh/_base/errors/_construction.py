@@ -101,7 +101,8 @@ def axis_named_twice(
     what: str, argument: str, repeated: Sequence[AxisName], names: Sequence[AxisName]
 ) -> StatemeshError:
     return StatemeshError(
-        f"{what}: {argument} names {quoted(repeated)} more than once, in {tuple(names)!r}. Name each axis once."
+        f"{what}: {argument} names {quoted(repeated)} more than once, in {tuple(names)!r}. Name each axis "
+        "once."
     )
 
 

@@ -7,12 +7,23 @@ from jax.sharding import AbstractMesh, Mesh
 from .._paths import describe
 from .._types import AxisName
 from ._classes import SpecError, StatemeshError, StructureError
-from ._text import axes_argument, error_listing, first_paths, mesh_str, quoted, spec_str, typed_str
+from ._text import (
+    axes_argument,
+    error_listing,
+    first_items,
+    first_paths,
+    listed,
+    mesh_str,
+    quoted,
+    spec_str,
+    typed_str,
+)
 
 
 def fsdp_unknown_axes(unknown: Sequence[AxisName], mesh: Mesh | AbstractMesh) -> SpecError:
     return SpecError(
-        f"fsdp: no axis is called {quoted(unknown)}; the axes of {mesh_str(mesh)} are {quoted(mesh.axis_names)}."
+        f"fsdp: no axis is called {quoted(unknown)}; the axes of {mesh_str(mesh)} are "
+        f"{quoted(mesh.axis_names)}."
     )
 
 
@@ -38,6 +49,22 @@ def not_gathered(what: str) -> TypeError:
     return TypeError(
         f"{what} was applied to a parameter of which each shard holds a part. Make the layer's parameters "
         "whole before you call it: `layer = sm.gather(layer, axis_name)`, with the axis that fsdp was given."
+    )
+
+
+def with_gather_hint(
+    text: str, parts: Sequence[tuple[str, object, object]], names: Sequence[AxisName]
+) -> str:
+    items = [
+        f"{path} is {describe(part)}, a part by its spec {spec_str(spec)}"
+        for path, part, spec in parts
+    ]
+    name = axes_argument(names)
+    return f"{text}\n\n" + listed(
+        "Hint: each shard holds a part of these parameters",
+        first_items(items),
+        "Make them whole before they are used, as parameters that fsdp has split are: "
+        f"`model = sm.gather(model, {name!r})`.",
     )
 
 
