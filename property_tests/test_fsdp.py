@@ -1,4 +1,4 @@
-"""Split parameters train as those of one device, however the axes are named and wherever they are gathered."""
+"""Split parameters train as on one device, however the axes are named and wherever they are gathered."""
 
 import dataclasses
 from functools import cache

@@ -66,9 +66,8 @@ def mapped(fun: Callable[[Any], Any], mesh: Any, spec: Any) -> Any:
 @pytest.mark.parametrize("name", INSIDE)
 def test_a_tuple_of_one_name_is_the_name(name: str, kind: AxisType) -> None:
     mesh = make_mesh("8", kind)
-    one, tupled = (
-        mapped(lambda x: INSIDE[name](names, x), mesh, P("x")) for names in ("x", ("x",))
-    )
+    run = lambda names: mapped(lambda x: INSIDE[name](names, x), mesh, P("x"))
+    one, tupled = run("x"), run(("x",))
     np.testing.assert_array_equal(one, tupled)
 
 

@@ -231,7 +231,7 @@ def test_gathered_outside_of_the_loss(
         if cast:
             whole = jax.tree.map(lambda x: x * 1.0, whole)
         (loss, _), grads = gradients(whole, x, y)
-        parts = [x for x in jax.tree.leaves(sm.trainable(model))]
+        parts = jax.tree.leaves(sm.trainable(model))
         return loss, [own_part(*pair) for pair in zip(jax.tree.leaves(grads), parts, strict=True)]
 
     specs = [s.sharding.spec for s in jax.tree.leaves(sm.place(sm.trainable(model), mesh))]
