@@ -275,3 +275,38 @@ def test_a_cast_model_trains_its_master_weights(check_vma: bool, kind: AxisType)
         np.testing.assert_array_equal(before, after)
         assert after.dtype == np.float32
     assert all(x.dtype == np.float32 for x in jax.tree.leaves(grads))
+
+
+def layer(x: Any, w: Any) -> Any:
+    return jnp.tanh(x @ sm.gather(w, "x").value), None
+
+
+def all_at_once(model: Any, x: Any) -> Any:
+    whole = sm.gather(model, "x").value
+    for k in range(4):
+        x = jnp.tanh(x @ whole[k])
+    return x.mean(), model
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    ("loss", "gathers", "scatters"),
+    [
+        (all_at_once, 1, 4),
+        (lambda model, x: (sm.scan(layer, x, model)[0].mean(), model), 16, 16),
+        (lambda model, x: (sm.scan(jax.checkpoint(layer), x, model)[0].mean(), model), 32, 16),
+    ],
+)
+def test_how_often_microbatches_gather(
+    loss: Any, gathers: int, scatters: int, kind: AxisType
+) -> None:
+    """The table on the page."""
+    mesh = make_mesh("4", kind)
+    model = sm.fsdp(sm.ParamState(values(4, 8, 8)), mesh, "x", min_size=4, first_axis=1)
+    step = sm.value_and_grad(loss, axis_name="x", microbatches=4)
+    mapped = sm.shard_map(step, mesh, (None, P("x")), P())
+    times = {"all_gather": 0, "reduce_scatter": 0}
+    for one in mapped.explain(model, values(32, 8)).collectives:
+        if one.operation in times:
+            times[one.operation] += one.times
+    assert times == {"all_gather": gathers, "reduce_scatter": scatters}
