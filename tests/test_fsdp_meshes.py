@@ -199,7 +199,8 @@ def test_over_tuples_of_axes(names: tuple[str, ...], check_vma: bool, kind: Axis
     structure: Any = jax.tree.structure
     assert structure(new) == structure(model)
     for x in jax.tree.leaves(grads):
-        assert x.addressable_shards[0].data.size * total == x.size
+        shares = 1 if all(size % total for size in x.shape) else total
+        assert x.addressable_shards[0].data.size * shares == x.size
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

@@ -64,8 +64,7 @@ def test_refused(argument: str, value: Any, expected: str) -> None:
         ("BatchNorm.momentum", 1),
         ("BatchNorm.eps", 1),
         ("Dropout.rate", 0),
-        ("Dropout.rate", np.float64(0.5)),
-        ("EMA.decay", np.float32(0.5)),
+        ("EMA.decay", 0.5),
     ],
 )
 def test_accepted(argument: str, value: Any) -> None:
