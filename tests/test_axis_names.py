@@ -66,7 +66,7 @@ def mapped(fun: Callable[[Any], Any], mesh: Any, spec: Any) -> Any:
 @pytest.mark.parametrize("name", INSIDE)
 def test_a_tuple_of_one_name_is_the_name(name: str, kind: AxisType) -> None:
     mesh = make_mesh("8", kind)
-    run = lambda names: mapped(lambda x: INSIDE[name](names, x), mesh, P("x"))
+    run: Callable[[Any], Any] = lambda names: mapped(lambda x: INSIDE[name](names, x), mesh, P("x"))
     one, tupled = run("x"), run(("x",))
     np.testing.assert_array_equal(one, tupled)
 
@@ -88,7 +88,7 @@ def test_no_name_twice(name: str, place: str) -> None:
     text = f"{what}: axis_name names 'x' more than once, in ('x', 'y', 'x'). Name each axis once."
 
     def run() -> None:
-        fun = lambda x: INSIDE[name](("x", "y", "x"), x)
+        fun: Callable[[Any], Any] = lambda x: INSIDE[name](("x", "y", "x"), x)
         if place == "inside":
             mapped(fun, make_mesh("4x2"), P(("x", "y")))
         else:

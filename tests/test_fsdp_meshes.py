@@ -1,5 +1,6 @@
 """Split parameters on meshes of Explicit axes, in checkpoints, with microbatches, and in `explain`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -258,7 +259,9 @@ def test_a_cast_model_trains_its_master_weights(check_vma: bool, kind: AxisType)
     model = sm.fsdp({**mixed(), **whole_arrays}, mesh, "x", min_size=4)
 
     def loss(model: Any, x: Any, y: Any) -> Any:
-        narrow = lambda x: x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x
+        narrow: Callable[[Any], Any] = lambda x: (
+            x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x
+        )
         whole = sm.gather(jax.tree.map(narrow, model), "x")
         out = applied(whole["down"], jnp.tanh(applied(whole["up"], narrow(x))))
         plain = whole["plain"].value if sm.is_state(whole["plain"]) else whole["plain"]

@@ -17,14 +17,14 @@ KEY = jax.random.key(0)
 def layers(argument: str, value: Any) -> Any:
     """The layer with this setting, by the name `layer.setting`."""
     name, setting = argument.split(".")
-    given: dict[str, Any] = {
+    required: dict[str, dict[str, Any]] = {
         "BatchNorm": {"size": 3},
         "Dropout": {"rate": 0.5, "key": KEY},
         "EMA": {"model": jnp.ones(2)},
         "GRUCell": {"input_size": 3, "hidden_size": 4, "key": KEY},
         "KVCache": {"capacity": 4, "heads": 1, "dim": 2},
-    }[name]
-    return getattr(sm.nn, name)(**{**given, setting: value})
+    }
+    return getattr(sm.nn, name)(**{**required[name], setting: value})
 
 
 NAN = float("nan")
