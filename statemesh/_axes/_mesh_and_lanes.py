@@ -7,6 +7,7 @@ differs between lanes, and reduces over them anywhere.
 """
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,11 @@ from ._wide import AnyArray
 MICROBATCHES = "the microbatches of value_and_grad"
 # The mark that is bound instead.
 IN_MICROBATCHES = compat.InMicrobatches()
+
+# For each surrounding `value_and_grad` the axes over which it reduces its loss, and all axes bound there.
+gradients_around: ContextVar[tuple[tuple[Axes, Axes], ...]] = ContextVar(
+    "gradients_around", default=()
+)
 
 
 def bound_names(what: str, axis_name: SeveralAxes) -> tuple[AxisName, ...]:

@@ -1,6 +1,7 @@
 """Step 3: a user's function over trees as a pure function over one shard's arrays."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from .._leave._origins import Entered, leaves_of, links_for
 from .._leave._policies import checked_state
 from .._leave._rules import LeavingRules
 from .._leave._varying import VaryingAxes
+from .._model._kinds import ParamState
 from .._model._origin import mark_origin
 from .._model._state import State
 from .._write_back import WriteBack
@@ -151,7 +153,7 @@ class PerShardRun:
     def _hint(
         self, error: Exception, entered: Sequence[Entered], leaves: Sequence[Leaf]
     ) -> str | None:
-        """The text of `error` with a hint, if a replicated state met a sharded array.
+        """The text of `error` with a hint, if a part of a parameter, or a replicated state, met other data.
 
         Only for errors that JAX raised about shapes, and only when the sizes say that a state was
         left whole where data was split; and for those about the types of what a loop carries.
@@ -160,6 +162,11 @@ class PerShardRun:
             return None
         if components := compat.typed_apart(error):
             return self._type_hint(str(error), components, entered)
+        if parts := self._parts_met(str(error), entered):
+            axes = NO_AXES.union(*(where.axis_names for _, _, where in parts))
+            names = [name for name in self.leaving.axis_names if name in axes]
+            shown = [(path, part, where.written) for path, part, where in parts]
+            return errors.with_gather_hint(str(error), shown, names)
         split = [
             (unit.path, leaves[position], where.spec)
             for unit in self.arguments.flat_units()
@@ -174,6 +181,21 @@ class PerShardRun:
             if any(_whole_met_part(x, part, spec, self.sizes) for x in _whole(one))
         ]
         return errors.with_hint(str(error), hints) if hints else None
+
+    def _parts_met(
+        self, text: str, entered: Sequence[Entered]
+    ) -> list[tuple[str, Leaf, Placement]]:
+        """The parts of parameters with a split axis whose length here and as a whole JAX's message names."""
+        named = set(map(int, re.findall(r"\d+", text)))
+        return [
+            (one.path, part, where)
+            for one in entered
+            if isinstance(one.old, ParamState)
+            for part, where in zip(leaves_of(one.old), one.placements, strict=True)
+            if where.axis is None
+            for length, names in zip(part.shape, where.axes, strict=False)
+            if names and {length, length * math.prod(self.sizes[name] for name in names)} <= named
+        ]
 
     def _type_hint(
         self, text: str, components: Sequence[tuple[str, str]], entered: Sequence[Entered]

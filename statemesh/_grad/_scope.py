@@ -3,14 +3,13 @@
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
 
 from .._axes._dataflow import forwarded
 from .._axes._differing import Recorded, crossed
-from .._axes._mesh_and_lanes import bound_names, meshes_and_lanes
+from .._axes._mesh_and_lanes import bound_names, gradients_around, meshes_and_lanes
 from .._axes._reduction import Pending, Reduction, reduce_on_mesh
 from .._base import _compat as compat
 from .._base import _jaxprs as jaxprs
@@ -18,10 +17,6 @@ from .._base import errors
 from .._base._compat import Jaxpr
 from .._base._types import NO_AXES, Axes, AxisName, Leaf, PyTree, SeveralAxes
 from ._trainable import Parts
-
-
-# For each surrounding `value_and_grad` the axes over which it reduces its loss, and all axes bound there.
-_around: ContextVar[tuple[tuple[Axes, Axes], ...]] = ContextVar("around", default=())
 
 
 class Scope:
@@ -44,7 +39,7 @@ class Scope:
             raise errors.gradient_in_mixed_maps(unknown or from_dataflow, from_dataflow, checked)
         if unknown:
             raise errors.gradient_unchecked(unknown)
-        around = NO_AXES.union(*(names for names, _ in _around.get()))
+        around = NO_AXES.union(*(names for names, _ in gradients_around.get()))
         if twice := named & around & frozenset(self.from_types):
             raise errors.gradient_in_gradient(_in_order(twice, self.from_types))
         # Inside the loss of one shard, each shard has parameters of its own.
@@ -54,11 +49,11 @@ class Scope:
     @contextmanager
     def casting(self) -> Iterator[None]:
         """Entered while the function runs on cast parameters: their types do not tell how they are split."""
-        token = _around.set((*_around.get(), self.entry))
+        token = gradients_around.set((*gradients_around.get(), self.entry))
         try:
             yield
         finally:
-            _around.reset(token)
+            gradients_around.reset(token)
 
     def cast(self, params: Sequence[Leaf]) -> list[Leaf]:
         """The parameters, typed so that JAX gives each shard its own gradient."""
@@ -122,7 +117,7 @@ class Scope:
             if left := tuple(n for n in axis_names if n in self.reduction.named or n not in own):
                 pending = Pending(self.reduction, left, lanes, over)
                 # A derivative taken outside of a map differentiates what was decided inside.
-                within = [names for _, names in _around.get() if names.issuperset(left)]
+                within = [names for _, names in gradients_around.get() if names.issuperset(left)]
                 values = pending(keys, values, vmapped, reverse=len(within))
         if self.from_types:
             values = self._reduced_by_types(loss, values, crossed, program)

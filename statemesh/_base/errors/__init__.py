@@ -26,6 +26,7 @@ from ._classes import RetracedWarning as RetracedWarning
 from ._classes import SpecError as SpecError
 from ._classes import StatemeshError as StatemeshError
 from ._classes import StructureError as StructureError
+from ._construction import axis_named_twice as axis_named_twice
 from ._construction import bad_axis_name as bad_axis_name
 from ._construction import bad_axis_size as bad_axis_size
 from ._construction import bad_devices as bad_devices
@@ -41,13 +42,14 @@ from ._construction import unknown_choice as unknown_choice
 from ._fsdp import fsdp_bad_number as fsdp_bad_number
 from ._fsdp import fsdp_no_parameters as fsdp_no_parameters
 from ._fsdp import fsdp_packed as fsdp_packed
-from ._fsdp import fsdp_unknown_axis as fsdp_unknown_axis
+from ._fsdp import fsdp_unknown_axes as fsdp_unknown_axes
 from ._fsdp import gather_in_lanes as gather_in_lanes
 from ._fsdp import gather_major as gather_major
 from ._fsdp import gather_replicated as gather_replicated
 from ._fsdp import gather_whole as gather_whole
 from ._fsdp import not_gathered as not_gathered
 from ._fsdp import scatter_structure as scatter_structure
+from ._fsdp import with_gather_hint as with_gather_hint
 from ._grad import bad_microbatches as bad_microbatches
 from ._grad import cannot_differentiate as cannot_differentiate
 from ._grad import gradient_in_gradient as gradient_in_gradient

@@ -12,7 +12,7 @@ from jax.tree_util import PyTreeDef
 from .._paths import describe
 from .._types import AxisName
 from ._classes import BatchAxisError, SpecError, StatemeshError
-from ._text import counted, error_listing, listed, quoted, shortened, spec_str
+from ._text import counted, error_listing, first_items, listed, quoted, shortened, spec_str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,9 @@ def with_hint(text: str, hints: Sequence[WholeState]) -> str:
         f"To split the state like the data, write state_in_specs={spec} (or {{filter: {spec}}}), or give the "
         f"state its own spec={spec}."
     )
-    return f"{text}\n\n" + listed("Hint: a replicated state met sharded data", items, mend)
+    return f"{text}\n\n" + listed(
+        "Hint: a replicated state met sharded data", first_items(list(dict.fromkeys(items))), mend
+    )
 
 
 def with_type_hint(text: str, states: Sequence[tuple[str, object, tuple[AxisName, ...]]]) -> str:

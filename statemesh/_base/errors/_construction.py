@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from .._types import AxisName
 from ._classes import StatemeshError
 from ._text import quoted, shortened, typed_str
 
@@ -100,6 +101,15 @@ def bad_axis_size(what: str, size: object) -> StatemeshError:
 
 def bad_axis_name(name: object) -> TypeError:
     return TypeError(f"axis_name={typed_str(name)} cannot be hashed. Use a string.")
+
+
+def axis_named_twice(
+    what: str, argument: str, repeated: Sequence[AxisName], names: Sequence[AxisName]
+) -> StatemeshError:
+    return StatemeshError(
+        f"{what}: {argument} names {quoted(repeated)} more than once, in {tuple(names)!r}. Name each axis "
+        "once."
+    )
 
 
 def no_devices(transform: str, devices: Sequence[Any]) -> StatemeshError:
