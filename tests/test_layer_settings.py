@@ -11,6 +11,8 @@ import statemesh as sm
 from tests.helpers import assert_says, jnp
 
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")
+
 KEY = jax.random.key(0)
 
 
