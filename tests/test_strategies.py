@@ -253,9 +253,10 @@ def test_a_mapped_call_takes_leaves_that_cannot_be_hashed() -> None:
         (P("x"), P()),
     )
     calls: list[Callable[..., Any]] = [step, lambda *args: emulate(step, *args)]
-    for call in calls:
-        y, again = call(module, np.arange(4.0, dtype=np.float32))
-        assert y.tolist() == [1, 2, 3, 4] and again.right == [{1}]
+    with pytest.warns(sm.RetracedWarning):
+        for call in calls:
+            y, again = call(module, np.arange(4.0, dtype=np.float32))
+            assert y.tolist() == [1, 2, 3, 4] and again.right == [{1}]
 
 
 def test_what_is_shared_is_one_object() -> None:
