@@ -58,7 +58,7 @@ def run_body(case: Case, model: Any, setting: Setting, *inputs: Any) -> tuple[tu
             case programs.Gain():
                 value = jnp.full((1,) * case.rank, setting.gain, jnp.float32)
             case programs.Index(axes):
-                value = jnp.full((1,) * case.rank, jax.lax.axis_index(axes), jnp.int32)
+                value = jnp.full((1,) * case.rank, sm.axis_index(axes), jnp.int32)
             case programs.Unary(op, arg):
                 value = _UNARY[op](values[arg])
             case programs.Binary(op, left, right):

@@ -85,7 +85,8 @@ class Recorded:
             found, _ = self._walk.equation(eqn, given)
             axes = list(map(self._walk.result, eqn.outvars, found))
             self._results[id(eqn)] = eqn, axes
-        return self._fact(value) or NO_AXES
+        # A `vmap` that spreads its lanes over a mesh axis takes that axis out of the types of what it maps.
+        return (self._fact(value) or NO_AXES) - (_typed(value) - _typed(x))
 
     def _fact(self, x: Any) -> Axes | None:
         """What is known of a value; `None` before its equation was walked."""
