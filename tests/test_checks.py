@@ -593,8 +593,8 @@ def test_flags() -> None:
             shown = f"{given!r} of type {type(given).__name__}"
             text = f"{what}: {argument} is {shown}, but must be True or False."
             assert_says(functools.partial(make, given), TypeError, text)
-        for given in (True, False, np.True_):
-            make(given)
+        for flag in (True, False, np.True_):
+            make(flag)
 
 
 def test_the_length_of_a_scan() -> None:
@@ -623,7 +623,7 @@ def test_the_number_of_devices() -> None:
             f"set_devices: count is {given!r}, but must be an int, 1 or more, as in set_devices(8)."
         )
         flags = os.environ.get("XLA_FLAGS")
-        assert_says(functools.partial(testing.set_devices, given), kind, text)  # type: ignore[arg-type]
+        assert_says(functools.partial(testing.set_devices, given), kind, text)
         assert os.environ.get("XLA_FLAGS") == flags
 
 
@@ -668,6 +668,6 @@ def test_a_mapping_does_not_change(transform: str) -> None:
         assert_says(functools.partial(setattr, mapped, name, None), AttributeError, text)
     # Like a function it takes attributes, and what `functools.wraps` sets.
     mapped.note = "mine"
-    assert functools.update_wrapper(mapped, first).note == "mine"
-    assert mapped.__name__ == "first"
+    assert functools.update_wrapper(mapped, first) is mapped
+    assert (mapped.note, mapped.__name__) == ("mine", "first")
     np.testing.assert_array_equal(mapped(X), 2 * X)

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from .._paths import describe
 from .._types import AxisName
 from ._classes import DivergedStateError, SpecError, StructureError
-from ._text import axes_argument, error_listing, listed, policy_name, quoted, spec_str
+from ._text import axes_argument, error_listing, first_items, listed, policy_name, quoted, spec_str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ def diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError:
     return error_listing(
         DivergedStateError,
         f"{name}: shards wrote different values to states that keep one copy",
-        [f"{one.item}, which keeps one copy" for one in bad],
+        first_items([f"{one.item}, which keeps one copy" for one in bad]),
         "Mend it in one of three ways:\n"
         f"  1. reduce the value yourself: state.set(jax.lax.pmean(value, {axes_argument(axes)!r}));\n"
         "  2. declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a "
@@ -84,7 +84,9 @@ def _policies_diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError
         f"{name}: the policies of these states gave values that differ between shards, but one copy is "
         "kept"
     )
-    return error_listing(DivergedStateError, head, items, listed("Mend it", mends))
+    return error_listing(
+        DivergedStateError, head, first_items(items), listed("Mend it", mends)
+    )
 
 
 def tied(name: str, groups: Sequence[Sequence[str]]) -> StructureError:
