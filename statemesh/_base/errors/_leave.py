@@ -22,6 +22,8 @@ class Diverged:
     spec: PartitionSpec | None
     # The spec or axis that `state_out_specs` or `state_out_axes` declares for it.
     declared: Any
+    # Whether it is a parameter that continues none of the arguments, as `gather` makes them.
+    is_new_parameter: bool = False
 
     @property
     def item(self) -> str:
@@ -44,6 +46,10 @@ def diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError:
         return _policies_diverged(name, merged)
     axes = bad[0].axis_names
     own = quoted(axes)
+    scatter = (
+        "\nA parameter that `gather` made whole goes back to its parts, in its own dtype: return "
+        "`sm.scatter(whole, model)`."
+    )
     return error_listing(
         DivergedStateError,
         f"{name}: shards wrote different values to states that keep one copy",
@@ -53,7 +59,7 @@ def diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError:
         "  2. declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a "
         "function;\n"
         f"  3. keep one value per shard: State(value, spec=sm.PerShard({own})), or a spec that names "
-        f"{own}, as in state_out_specs.",
+        f"{own}, as in state_out_specs." + scatter * any(one.is_new_parameter for one in bad),
     )
 
 
