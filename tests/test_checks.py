@@ -571,6 +571,61 @@ def test_specs_that_stand_for_states_only(kind: AxisType) -> None:
     sm.place(model, mesh, split, state_specs=split)
 
 
+def test_out_specs_that_would_place_nothing() -> None:
+    mesh, state = jax.make_mesh((8,), ("data",)), sm.State(np.arange(8.0, dtype=np.float32))
+
+    def written(state: sm.State, x: Any) -> Any:
+        return x, {"a": state.set(state.value + 1), "b": state}
+
+    def mapped(out_specs: Any, fun: Any = written, **options: Any) -> Any:
+        return sm.shard_map(fun, mesh, (None, P("data")), out_specs, **options)
+
+    split = P("data")
+    head = "written: out_specs places arrays outside of States, so these specs would place nothing:"
+    mend = (
+        "Write None there, and say where States go: state_out_specs={...: P('data')} or State(value, "
+        "spec=P('data')). A RandomState needs neither, because each shard draws from a stream of its own."
+    )
+    items = [
+        f"  - out_specs[1] = P('data') stands for written(...)[1]['{key}'], a State" for key in "ab"
+    ]
+    for out_specs, bad in (
+        ((P("data"), P("data")), items),
+        ((split, split), items),
+        ((split, {"a": None, "b": split}), items[1:]),
+    ):
+        text = lines(head, *bad, mend)
+        assert_says(functools.partial(mapped(out_specs), state, X), sm.SpecError, text)
+    # It places an array as well, or says what holds anyway.
+    mapped(split, lambda state, x: (x, state))(state, X)
+    mapped((split, split), lambda state, x: (x, {"x": x, "state": state}))(state, X)
+    own = sm.State(np.arange(8.0, dtype=np.float32), spec=P("data"))
+    mapped((split, split), lambda own, x: (x, own.set(own.value + 1)))(own, X)
+    mapped((split, None), lambda state, x: (x, state))(state, X)
+
+
+def test_an_axis_that_per_shard_names_twice() -> None:
+    text = "PerShard('x', 'y', 'x') names 'x' more than once. Name each mesh axis once."
+    for names in (("x", "y", "x"), (("x", "y"), "x")):
+        assert_says(functools.partial(sm.PerShard, *names), TypeError, text)
+
+
+@pytest.mark.parametrize("name", ["psum", "pmean", "pmax", "pmin", "all_gather"])
+def test_masked_arrays_in_collectives(name: str) -> None:
+    collective: Any = getattr(sm, name)
+    masked = np.ma.masked_invalid(np.array([1.0, np.nan], np.float32))
+    text = lines(
+        f"the argument x of {name} has a mask, which JAX would drop:",
+        "  - x['a'] is a masked array, float32[2]",
+        "Pass the numbers and the mask as two arrays: `x['a'].filled(0)` and "
+        "`numpy.ma.getmaskarray(x['a'])`.",
+    )
+    given = {"a": masked, "b": X}
+    assert_says(lambda: collective(given, "data"), TypeError, text)
+    mapped = sm.shard_map(lambda x: collective(given, "data"), jax.make_mesh((8,), ("data",)), P("data"), P())
+    assert_says(lambda: mapped(X), TypeError, text)
+
+
 def test_flags() -> None:
     def grads(has_aux: Any) -> Any:
         return sm.grad(lambda w: (w.value.sum(), w), has_aux=has_aux)
@@ -593,8 +648,8 @@ def test_flags() -> None:
             shown = f"{given!r} of type {type(given).__name__}"
             text = f"{what}: {argument} is {shown}, but must be True or False."
             assert_says(functools.partial(make, given), TypeError, text)
-        for given in (True, False, np.True_):
-            make(given)
+        for flag in (True, False, np.True_):
+            make(flag)
 
 
 def test_the_length_of_a_scan() -> None:
@@ -623,7 +678,7 @@ def test_the_number_of_devices() -> None:
             f"set_devices: count is {given!r}, but must be an int, 1 or more, as in set_devices(8)."
         )
         flags = os.environ.get("XLA_FLAGS")
-        assert_says(functools.partial(testing.set_devices, given), kind, text)  # type: ignore[arg-type]
+        assert_says(functools.partial(testing.set_devices, given), kind, text)
         assert os.environ.get("XLA_FLAGS") == flags
 
 
@@ -668,6 +723,6 @@ def test_a_mapping_does_not_change(transform: str) -> None:
         assert_says(functools.partial(setattr, mapped, name, None), AttributeError, text)
     # Like a function it takes attributes, and what `functools.wraps` sets.
     mapped.note = "mine"
-    assert functools.update_wrapper(mapped, first).note == "mine"
-    assert mapped.__name__ == "first"
+    assert functools.update_wrapper(mapped, first) is mapped
+    assert (mapped.note, mapped.__name__) == ("mine", "first")
     np.testing.assert_array_equal(mapped(X), 2 * X)

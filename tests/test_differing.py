@@ -445,7 +445,8 @@ def root_of_a_sum(x: jax.Array) -> Any:
     def solve(f: Any, start: jax.Array) -> jax.Array:
         return jax.lax.psum(start - f(start), "data")
 
-    return jax.lax.custom_root(lambda v: v - x[0], jnp.zeros(4), solve, lambda g, y: y)
+    root: jax.Array = jax.lax.custom_root(lambda v: v - x[0], jnp.zeros(4), solve, lambda g, y: y)
+    return root
 
 
 SAME = [order_of_all, order_of_same, beside_a_barrier, summed, summed_by_us]

@@ -167,3 +167,48 @@ def test_a_forgotten_gather_is_named(count: int, more: str) -> None:
     with pytest.raises(TypeError) as raised:
         inside(loss, model)
     assert str(raised.value).endswith(text)
+
+
+def test_a_cast_model_that_is_returned_whole() -> None:
+    model = {"w": sm.ParamState(jnp.ones((16, 64)), spec=P("x"))}
+
+    def loss(model: Any, x: Any) -> Any:
+        whole = sm.gather(model, "x")
+        return jnp.square(x @ whole["w"].value).mean(), whole
+
+    def step(model: Any, x: Any) -> Any:
+        model = {"w": model["w"].replace(value=model["w"].value.astype(jnp.bfloat16))}
+        return sm.value_and_grad(loss, axis_name="x")(model, x)[0]
+
+    text = (
+        "step: shards wrote different values to states that keep one copy:\n"
+        "  - step(...)[1]['w']: ParamState(bfloat16[16,64]) varies over 'x' but leaves with P(), which keeps "
+        "one copy\n"
+        "Mend it in one of three ways:\n"
+        "  1. reduce the value yourself: state.set(jax.lax.pmean(value, 'x'));\n"
+        "  2. declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a "
+        "function;\n"
+        "  3. keep one value per shard: State(value, spec=sm.PerShard('x')), or a spec that names 'x', as in "
+        "state_out_specs.\n"
+        "A parameter that `gather` made whole goes back to its parts, in its own dtype: return "
+        "`sm.scatter(whole, model)`."
+    )
+    mapped = sm.shard_map(step, make_mesh("4"), (None, P("x")), P())
+    assert_says(lambda: mapped(model, jnp.ones((8, 16))), sm.DivergedStateError, text)
+
+
+@pytest.mark.parametrize(("count", "more"), [(10, None), (80, "  - 70 more")])
+def test_many_states_that_differ(count: int, more: str | None) -> None:
+    model = {f"s{k:02}": sm.State(0.0) for k in range(count)}
+
+    def step(model: Any, x: Any) -> Any:
+        return {name: state.set(x.sum()) for name, state in model.items()}
+
+    on_mesh: Any = sm.shard_map(step, make_mesh("4"), (None, P("x")), P())
+    for mapped in (on_mesh, sm.vmap2(step, in_axes=(None, 0))):
+        with pytest.raises(sm.StatemeshError) as raised:
+            mapped(model, jnp.arange(4.0))
+        _, *items = [line for line in str(raised.value).splitlines() if "  - " in line or ":" in line]
+        listed = [line for line in items if line.startswith("  - ")]
+        assert len([line for line in listed if "State(float32[])" in line]) == 10
+        assert (listed[-1] == more) if more else "s09" in listed[-1]

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh import nn
+from tests.helpers import slow
 
 
 CHECKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -23,7 +24,10 @@ CHECKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "checks": lambda: jax.enable_checks(True),
     "leaks": jax.checking_leaks,
 }
-each_check = pytest.mark.parametrize("check", CHECKS)
+# The other checks look at single operations, which other tests run as well.
+each_check = pytest.mark.parametrize(
+    "check", [check if check in ("key reuse", "leaks") else slow(check) for check in CHECKS]
+)
 
 
 def drawn(rng: sm.RandomState, x: Any) -> Any:
@@ -64,6 +68,17 @@ def trained(model: Any, x: Any) -> Any:
     return x + value + grads["w"].value.sum(), model
 
 
+def trained_on_noise(model: Any, x: Any) -> Any:
+    def loss(model: Any, x: Any) -> Any:
+        rows, rng = model["rng"].rows(len(x), "data")
+        key, rng = rng.split()
+        noise = jax.vmap(jax.random.normal)(rows)[:, None] + jax.random.normal(key)
+        return jnp.square((x + noise) @ model["w"].value).mean(), {**model, "rng": rng}
+
+    (value, model), grads = sm.value_and_grad(loss, axis_name="data", microbatches=2)(model, x)
+    return x + value + grads["w"].value.sum(), model
+
+
 def key() -> Any:
     return jax.random.key(0)
 
@@ -83,6 +98,10 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
         trained,
         lambda: {"w": sm.ParamState(jnp.ones(3)), "seen": sm.State(0.0, reduce="sum")},
     ),
+    "draws in microbatches": (
+        trained_on_noise,
+        lambda: {"w": sm.ParamState(jnp.ones(3)), "rng": sm.RandomState(key())},
+    ),
 }
 
 
@@ -90,8 +109,10 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize(
     ("kind", "check_vma"),
-    [(AxisType.Explicit, True), (AxisType.Auto, False)],
-    ids=["explicit", "auto, unchecked"],
+    [
+        pytest.param(AxisType.Explicit, True, id="explicit"),
+        pytest.param(AxisType.Auto, False, id="auto, unchecked", marks=pytest.mark.slow),
+    ],
 )
 def test_mapped_over_shards(check: str, program: str, kind: AxisType, check_vma: bool) -> None:
     fun, make = PROGRAMS[program]
@@ -143,11 +164,33 @@ def test_lanes_and_what_they_create(check: str) -> None:
             assert len(set(np.asarray(y).tolist())) == 4
         for create in (sm.vmap2_new_states, sm.pmap2_new_states):
             module, _ = create(Noisy(sm.RandomState(key())), {}, axis_size=4)
-            assert (
-                module.noise is not None and len(set(np.asarray(module.noise.value).tolist())) == 4
-            )
-        made = sm.Map(Noisy(sm.RandomState(key())), 4).init_all_states()
+            assert module.noise is not None
+            assert len(set(np.asarray(module.noise.value).tolist())) == 4
+        made: Any = sm.Map(Noisy(sm.RandomState(key())), 4).init_all_states()
         assert made.module.noise.value.shape == (4,)
+
+
+@each_check
+def test_explained(check: str) -> None:
+    mesh = jax.make_mesh((8,), ("data",))
+    mapped = sm.shard_map(drawn, mesh, (None, P("data")), (P("data"), P()))
+
+    def looped(rng: sm.RandomState, xs: Any) -> Any:
+        # Two calls of one array in a body that JAX traces several times.
+        def body(rng: sm.RandomState, x: Any) -> Any:
+            y, rng = mapped(rng, x)
+            z, rng = mapped(rng, x)
+            return rng, y + z
+
+        return sm.scan(body, rng, xs)
+
+    args = sm.RandomState(key()), jnp.ones((2, 16, 3))
+    expected = sm.explain(looped, *args)
+    with CHECKS[check]():
+        found = sm.explain(looped, *args)
+    assert found.leaves == expected.leaves
+    # The second call has the key that the first one left.
+    assert [leaf.path for leaf in found.leaves] == ["rng", "rng", "x"]
 
 
 def test_a_stream_that_is_drawn_from_twice_is_still_found() -> None:

@@ -20,6 +20,10 @@ KINDS = [AxisType.Explicit, AxisType.Auto]
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=["explicit", "auto"])
 
 
+def structure(tree: Any) -> Any:
+    return jax.tree.structure(tree)
+
+
 def make_mesh(kind: AxisType) -> jax.sharding.Mesh:
     return jax.make_mesh((8,), ("data",), axis_types=(kind,))
 
@@ -68,10 +72,10 @@ def test_other_calls_without_compiling(what: str, kind: AxisType | None) -> None
     before = [mapped(*args) for _ in range(3)][-1]
     with jax.disable_jit():
         result = mapped(*others)
-        assert jax.tree.structure(mapped(*args)) == jax.tree.structure(before)
+        assert structure(mapped(*args)) == structure(before)
     if isinstance(model, Chooser):
         result, after = result
-        assert jax.tree.structure(after) == jax.tree.structure(other)
+        assert structure(after) == structure(other)
     np.testing.assert_array_equal(result, np.broadcast_to(expected, result.shape))
     # Calls that are compiled are quick again afterwards.
     mapped(*args)

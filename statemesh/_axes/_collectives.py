@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 from .._base import _compat as compat
 from .._base import errors
+from .._base._arrays import is_masked
+from .._base._paths import path_str
 from .._base._types import Array, AxisName, PyTree, SeveralAxes, flat_names
 from . import _mesh_and_lanes as mesh_and_lanes
 from ._mesh_and_lanes import (
@@ -79,7 +81,8 @@ def psum(x: PyTree, axis_name: AxisName) -> PyTree:
     - `x`: a pytree of arrays.
     - `axis_name`: as for `axis_index`; mesh axes and lanes may stand together.
 
-    **Raises:** `StatemeshError` for a name that is not bound inside a mapped call.
+    **Raises:** `StatemeshError` for a name that is not bound inside a mapped call; `TypeError` for an array of
+    NumPy's with a mask.
 
     !!! example
 
@@ -94,7 +97,7 @@ def psum(x: PyTree, axis_name: AxisName) -> PyTree:
 
         ```
     """
-    return _over(x, _names("psum", axis_name), jax.lax.psum, total)
+    return _over(_unmasked("psum", x), _names("psum", axis_name), jax.lax.psum, total)
 
 
 def pmean(x: PyTree, axis_name: AxisName) -> PyTree:
@@ -115,7 +118,7 @@ def pmean(x: PyTree, axis_name: AxisName) -> PyTree:
 
         ```
     """
-    return _over(x, _names("pmean", axis_name), jax.lax.pmean, _mean)
+    return _over(_unmasked("pmean", x), _names("pmean", axis_name), jax.lax.pmean, _mean)
 
 
 def pmax(x: PyTree, axis_name: AxisName) -> PyTree:
@@ -134,7 +137,7 @@ def pmax(x: PyTree, axis_name: AxisName) -> PyTree:
 
         ```
     """
-    return _extreme(x, _names("pmax", axis_name), mesh_and_lanes.pmax)
+    return _extreme(_unmasked("pmax", x), _names("pmax", axis_name), mesh_and_lanes.pmax)
 
 
 def pmin(x: PyTree, axis_name: AxisName) -> PyTree:
@@ -153,7 +156,7 @@ def pmin(x: PyTree, axis_name: AxisName) -> PyTree:
 
         ```
     """
-    return _extreme(x, _names("pmin", axis_name), mesh_and_lanes.pmin)
+    return _extreme(_unmasked("pmin", x), _names("pmin", axis_name), mesh_and_lanes.pmin)
 
 
 def all_gather(x: PyTree, axis_name: AxisName, *, axis: int = 0, tiled: bool = False) -> PyTree:
@@ -183,6 +186,7 @@ def all_gather(x: PyTree, axis_name: AxisName, *, axis: int = 0, tiled: bool = F
 
         ```
     """
+    x = _unmasked("all_gather", x)
     names = _names("all_gather", axis_name)
     one_by_one = partial(_gathered, axis=axis, tiled=tiled)
     at_once = partial(jax.lax.all_gather, axis=axis, tiled=tiled)
@@ -204,6 +208,13 @@ def _check_names(what: str, axis_name: SeveralAxes) -> None:
 def _names(what: str, axis_name: SeveralAxes) -> tuple[AxisName, ...]:
     _check_names(what, axis_name)
     return bound_names(what, axis_name)
+
+
+def _unmasked(what: str, x: PyTree) -> PyTree:
+    flat, _ = jax.tree_util.tree_flatten_with_path(x)
+    if bad := [(path_str(keys, "x"), leaf) for keys, leaf in flat if is_masked(leaf)]:
+        raise errors.masked(f"the argument x of {what}", bad)
+    return x
 
 
 def _over(

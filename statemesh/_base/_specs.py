@@ -18,7 +18,7 @@ class PerShard:
 
     - `axis_names`: the mesh axes over which each shard has a value of its own, major to minor.
 
-    **Raises:** `TypeError` when no axis is named.
+    **Raises:** `TypeError` when no axis is named, or one of them twice.
 
     !!! example
 
@@ -40,6 +40,9 @@ class PerShard:
             flat.extend(name if isinstance(name, tuple) else (name,))
         if not flat:
             raise TypeError("PerShard names no mesh axis. Write PerShard('data').")
+        if repeated := [name for name in dict.fromkeys(flat) if flat.count(name) > 1]:
+            shown, names = ", ".join(map(repr, flat)), ", ".join(map(repr, repeated))
+            raise TypeError(f"PerShard({shown}) names {names} more than once. Name each mesh axis once.")
         object.__setattr__(self, "axis_names", tuple(flat))
 
     def __setattr__(self, name: str, value: object) -> None:

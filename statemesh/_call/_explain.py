@@ -1,13 +1,15 @@
 """The explanation of a function that makes mapped calls."""
 
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
 from jax.sharding import AbstractMesh
 
+from .._arguments import Call
 from .._base import _compat as compat
 from .._base._arrays import is_shaped
 from .._base._checks import check_function
@@ -17,10 +19,13 @@ from .._base._paths import fun_name, path_str, positional_names
 from .._base._types import AxisName, Fun, Leaf, PyTree
 from .._explain._explanation import Explanation
 from .._explain._records import LeafRow, ResultRow
+from .._explain._traced import Mapped
 from .._explain._traced_call import TracedCall, explanation_of
+from .._write_back import WriteBack
 from ._explained import Rows
 from ._mapping import StatefulMapping
-from ._watch import Seen, watching
+from ._program import Program
+from ._watch import watching
 
 
 Row = TypeVar("Row", LeafRow, ResultRow)
@@ -78,7 +83,8 @@ def explain(fun: Fun, *args: PyTree, **kwargs: PyTree) -> Explanation:
         return [x for x in tree_util.tree_leaves(call(*given, **keywords)) if is_shaped(x)]
 
     run.__name__ = run.__qualname__ = fun_name(fun)
-    with watching() as seen:
+    seen = _Seen()
+    with watching(seen.look):
         compat.trace_marked(run, arrays, [compat.Watched()])
     # A function of `jax.jit` has a program of its own, which its next call finds compiled.
     own = owner is None and hasattr(fun, "trace") and hasattr(fun, "lower")
@@ -106,36 +112,60 @@ def _paths(fun: Fun, whole: PyTree) -> list[str]:
     ]
 
 
-def _traced_call(
-    name: str, traced: Any, seen: Sequence[Seen], arguments: Sequence[str]
-) -> TracedCall:
-    # JAX may trace the body of a loop several times. In one trace, each call is another one.
-    leaves: dict[Any, dict[tuple[LeafRow, int], None]] = {}
-    results: dict[Any, list[ResultRow]] = {}
-    sizes: dict[AxisName, int] = {}
-    meshes, calls = [], []
-    for one in seen:
-        rows = Rows(one.program, one.call, one.outputs, one.back)
-        trace = id(compat.current_trace(one.call.leaves))
-        leaves.setdefault(trace, {}).update(
-            dict.fromkeys(zip(rows.leaves(), rows.identities(), strict=True))
+class _Seen:
+    """The records of the mapped calls that were traced. They hold no arrays, which may be tracers."""
+
+    def __init__(self) -> None:
+        # JAX may trace the body of a loop several times. In one trace, each call is another one.
+        self.leaves: dict[int, dict[tuple[LeafRow, int], None]] = {}
+        self.results: dict[int, list[ResultRow]] = {}
+        self.sizes: dict[AxisName, int] = {}
+        self.meshes: list[object] = []
+        self.calls: list[Mapped] = []
+        self._numbers: dict[int, tuple[Callable[[], object], int]] = {}
+        self._count = 0
+
+    def look(
+        self, program: Program, call: Call, outputs: Sequence[Leaf], back: WriteBack
+    ) -> None:
+        rows = Rows(program, call, outputs, back)
+        trace = self._number(compat.current_trace(call.leaves))
+        arrays = map(self._number, rows.arrays())
+        self.leaves.setdefault(trace, {}).update(
+            dict.fromkeys(zip(rows.leaves(), arrays, strict=True))
         )
-        results.setdefault(trace, []).extend(rows.results())
-        sizes |= one.program.binding.sizes
-        calls.append(rows.mapped())
-        meshes.append(getattr(one.program.binding, "mesh", None))
+        self.results.setdefault(trace, []).extend(rows.results())
+        self.sizes |= program.binding.sizes
+        self.calls.append(rows.mapped())
+        self.meshes.append(getattr(program.binding, "mesh", None))
+
+    def _number(self, x: object) -> int:
+        """The number of an object. The `id` of one that is gone may be that of another one later."""
+        same, number = self._numbers.get(id(x), (None, 0))
+        if same is None or same() is not x:
+            self._count += 1
+            number = self._count
+            try:
+                same = weakref.ref(x)
+            except TypeError:
+                same = lambda: x  # a Python number
+            self._numbers[id(x)] = same, number
+        return number
+
+
+def _traced_call(name: str, traced: Any, seen: _Seen, arguments: Sequence[str]) -> TracedCall:
     # While a program is recorded a mesh shows no devices, though one may be set that has them.
-    abstract = any(isinstance(mesh, AbstractMesh) for mesh in meshes)
+    abstract = any(isinstance(mesh, AbstractMesh) for mesh in seen.meshes)
     return TracedCall(
         name=name,
-        sizes=sizes,
+        sizes=seen.sizes,
         jaxpr=traced.jaxpr,
         compile=lambda: traced.lower().compile(),
-        leaves=_most([row for row, _ in pairs] for pairs in leaves.values()),
-        results=_most(results.values()),
+        leaves=_most([row for row, _ in pairs] for pairs in seen.leaves.values()),
+        results=_most(seen.results.values()),
         arguments=arguments,
         outputs=[],
-        calls=calls,
+        calls=seen.calls,
         has_devices=not abstract or compat.concrete_context_mesh() is not None,
     )
 

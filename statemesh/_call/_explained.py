@@ -140,10 +140,10 @@ class Rows:
         """A record for each array and number of the arguments."""
         return [self._leaf(*at) for at in self._placed()]
 
-    def identities(self) -> list[int]:
-        """For each of these records the identity of its array, or of the buffer that the array is in."""
+    def arrays(self) -> list[Leaf]:
+        """For each of these records its array, or the buffer that the array is in."""
         sources = (self.packing.positions[position] for _, _, position in self._placed())
-        return [id(self.call.leaves[source]) for source in sources]
+        return [self.call.leaves[source] for source in sources]
 
     def _placed(self) -> Iterator[tuple[Unit, int, int]]:
         for unit in self.packing.arguments.flat_units():

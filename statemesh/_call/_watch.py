@@ -2,8 +2,8 @@
 
 import contextlib
 import contextvars
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 from .._arguments import Call
 from .._base._types import Leaf
@@ -11,34 +11,27 @@ from .._write_back import WriteBack
 from ._program import Program
 
 
-@dataclasses.dataclass(frozen=True)
-class Seen:
-    """A mapped call that was traced: its program, its arguments, and what it made of them."""
+# Looks at a mapped call: its program, its arguments, what the program made, and how the result is put together.
+Look: TypeAlias = Callable[[Program, Call, Sequence[Leaf], WriteBack], None]
 
-    program: Program
-    call: Call
-    outputs: Sequence[Leaf]
-    back: WriteBack
-
-
-_watching: contextvars.ContextVar[list[Seen] | None] = contextvars.ContextVar(
-    "watching", default=None
-)
+_watching: contextvars.ContextVar[Look | None] = contextvars.ContextVar("watching", default=None)
 
 
 @contextlib.contextmanager
-def watching() -> Iterator[list[Seen]]:
-    """The mapped calls that are traced while the context is open."""
-    seen: list[Seen] = []
-    token = _watching.set(seen)
+def watching(look: Look) -> Iterator[None]:
+    """Look at each mapped call that is traced while the context is open.
+
+    The call is over afterwards: who keeps its arrays keeps tracers of a trace that ends.
+    """
+    token = _watching.set(look)
     try:
-        yield seen
+        yield
     finally:
         _watching.reset(token)
 
 
 def saw(program: Program, call: Call, outputs: Sequence[Leaf], back: WriteBack) -> None:
     """Note a mapped call, if anyone is watching."""
-    seen = _watching.get()
-    if seen is not None:
-        seen.append(Seen(program, call, outputs, back))
+    look = _watching.get()
+    if look is not None:
+        look(program, call, outputs, back)

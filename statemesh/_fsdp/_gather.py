@@ -19,6 +19,7 @@ from .._base._paths import path_str
 from .._base._specs import is_spec, mentioned
 from .._base._types import NO_AXES, Array, Axes, AxisName, Leaf, PyTree, SeveralAxes, SpecTree
 from .._model._kinds import ParamState
+from .._model._state import set_origin
 from ._split import SplitArray, axes_of, is_plain_parameter, spec_without, specs_of
 
 
@@ -239,7 +240,10 @@ def _rebuilt(state: ParamState, leaves: Sequence[Leaf], names: Sequence[AxisName
     if left == specs:
         return state
     spec = structure.unflatten(left) if any(one is not None for one in left) else None
-    return state.replace(value=value, spec=spec)
+    whole = state.replace(value=value, spec=spec)
+    # It continues no argument: returned, it would be laid out as a part by the spec of the parts.
+    set_origin(whole, None)
+    return whole
 
 
 def _is_parameter(unit: PyTree) -> bool:

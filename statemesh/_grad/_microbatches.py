@@ -15,11 +15,12 @@ from .._base import _compat as compat
 from .._base import _explicit as explicit
 from .._base import _jaxprs as jaxprs
 from .._base import errors
-from .._base._arrays import is_shaped
+from .._base._arrays import is_key, is_shaped
 from .._base._compat import ClosedJaxpr, tree_util
 from .._base._nodes import is_state
 from .._base._paths import path_str, positional_names
 from .._base._types import NO_AXES, NUMBERS, Array, Axes, Fun, Leaf, PyTree
+from .._model._keys import again
 from .._model._values import strong
 from ._loss import Evaluated, LossFunction, Result
 from ._merging import merged
@@ -79,7 +80,7 @@ def in_microbatches(
         return loss, grads, made
 
     with scope.casting():
-        first = [*(x[:, 0] for x in rows.parts), *(x[0] for x in entering.parts)]
+        first = [*(x[:, 0] for x in rows.parts), *((again(x) if is_key(x) else x)[0] for x in entering.parts)]
         closed = compat.trace_marked(one, [params, first], [IN_MICROBATCHES])
     ((aux, new, continued, crossed),) = results
     program = jaxprs.open_jaxpr(closed)

@@ -19,12 +19,13 @@ from .._base._nodes import is_state
 from .._base._paths import path_str
 from .._base._specs import Placement
 from .._base._types import NO_AXES, NUMBERS, Axes, AxisName, Leaf, PyTree
+from .._model._kinds import ParamState
 from .._model._state import State
 from .._model._values import strong
 from .._write_back import Forwarded, Given, Merged, Output, Static, WriteBack
-from ._origins import Entered, find_origins, has_same_leaves, leaves_of
+from ._origins import Entered, find_origins, has_same_leaves, leaves_of, values
 from ._policies import Written, all_left, filled
-from ._rules import LeavingRules, Mistakes
+from ._rules import LeavingRules, Mistakes, Unit
 from ._varying import VaryingAxes
 
 
@@ -204,8 +205,9 @@ class _Leaving:
             elsewhere = self.rules.fallback(one.declared, x, one.path)
             if elsewhere is None:
                 axes = self.rules.in_order(still)
+                is_new = entered is None and isinstance(one.state, ParamState)
                 self.mistakes.diverged.append(
-                    errors.Diverged(one.path, one.state, axes, where.spec, one.declared)
+                    errors.Diverged(one.path, one.state, axes, where.spec, one.declared, is_new)
                 )
             else:
                 where = elsewhere
@@ -284,16 +286,22 @@ def leave(
     declared = iter(rules.declared(result, root))
     leaving = _Leaving(rules, arrived, varying, given)
     parts: list[Leaf] = []
-    for keys, node in flat:
+    units: list[Unit] = []
+    for (keys, node), entry in zip(flat, entries, strict=True):
         if not is_state(node):
             parts.append(node)
+            units.append(Unit(keys, node, entry, None))
             continue
         origin, own = next(origins), next(declared)
         if origin is not None and has_same_leaves(node, origin.seen):
             old = origin.old._with_value(origin.old.value, node._meta)
             parts.append(filled(old, [Forwarded(i) for i in origin.inputs]))
+            placements = origin.placements
         else:
-            parts.append(leaving.writing(node, origin, own, path_str(keys, root)))
+            written_state = leaving.writing(node, origin, own, path_str(keys, root))
+            parts.append(written_state)
+            placements = written_state.placements
+        units.append(Unit(keys, node, entry, placements[: len(values(node))]))
     written = iter(leaving.merge([one for one in parts if isinstance(one, Written)]))
     inside = inside_modules(result)
     for i, ((keys, node), entry, part) in enumerate(zip(flat, entries, parts, strict=True)):
@@ -304,6 +312,7 @@ def leave(
     if bad := [paths for paths in tied if leaving.written_paths & set(paths)]:
         raise errors.tied(rules.fun_name, bad)
     rules.refuse(leaving.mistakes)
+    rules.check_entries(units)
     back = WriteBack(
         treedef.unflatten(parts),
         leaving.placements,

@@ -7,7 +7,7 @@ from typing import Any
 
 from .._base import errors
 from .._base._specs import Placement
-from .._base._types import Axes, AxisName, Leaf, PyTree
+from .._base._types import Axes, AxisName, KeyPath, Leaf, PyTree
 from .._model._state import State
 from ._origins import Entered
 
@@ -27,6 +27,21 @@ class Mistakes:
     )
     # The paths of undeclared states that lanes wrote differently, and the numbers of their inputs.
     stacked: list[tuple[str, tuple[int, ...]]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unit:
+    """A State of the result, or a leaf outside of any, with its declared entry.
+
+    **Attributes:**
+
+    - `placements`: where the leaves of the State go; `None` for what is no State.
+    """
+
+    keys: KeyPath
+    node: Any
+    entry: Leaf
+    placements: Sequence[Placement] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +81,9 @@ class LeavingRules(abc.ABC):
         self, state: State, entered: Entered | None, declared: Any, path: str, mistakes: Mistakes
     ) -> list[Placement]:
         """The placement of each leaf of a written state's value."""
+
+    def check_entries(self, units: Sequence[Unit]) -> None:
+        """Refuse entries that say nothing."""
 
     @abc.abstractmethod
     def auxiliary(self) -> Placement:

@@ -1,17 +1,22 @@
 """Step 4 for `shard_map`: results leave by `PartitionSpec`."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from .._base import errors
+from .._base._arrays import is_shaped
 from .._base._compat import tree_util
+from .._base._paths import path_str
 from .._base._prefix import broadcast_specs
-from .._base._specs import Placement
-from .._base._types import Leaf, PyTree, SpecTree, StateSpecs
+from .._base._specs import Placement, is_spec
+from .._base._types import NUMBERS, Leaf, PyTree, SpecTree, StateSpecs
 from .._model._state import State
-from .._resolve._specs import REPLICATED, UNDECLARED, choose_specs, own_placements, placement
+from .._resolve._specs import REPLICATED, UNDECLARED, OfStates, choose_specs, own_placements, placement
 from ._origins import Entered, values
-from ._rules import LeavingRules, Mistakes, roots
+from ._rules import LeavingRules, Mistakes, Unit, roots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +55,18 @@ class LeaveBySpec(LeavingRules):
             if len(set(own)) == 1:
                 return own * len(values(state))
         return [*own_placements(state, state.spec, path)]
+
+    def check_entries(self, units: Sequence[Unit]) -> None:
+        of_states, depth = OfStates(), 0 if is_spec(self.out_specs) else 1
+        for one in units:
+            where = f"out_specs{jax.tree_util.keystr(one.keys[:depth])}"
+            if one.placements is not None:
+                path = path_str(one.keys, f"{self.fun_name}(...)")
+                of_states.state(where, one.entry, path, one.node, one.placements)
+            elif is_shaped(one.node) or type(one.node) in NUMBERS:
+                of_states.array(where, one.entry)
+        if bad := of_states.bad():
+            raise errors.specs_of_states(self.fun_name, "out_specs", "state_out_specs", bad)
 
     def auxiliary(self) -> Placement:
         return REPLICATED

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from .._base import errors
 from .._base._nodes import is_state
 from .._base._prefix import broadcast_specs
-from .._base._specs import PerShard, canonical, is_spec, mentioned, written_axes
+from .._base._specs import PerShard, Placement, canonical, is_spec, mentioned, written_axes
 from .._base._types import AxisName, Leaf, SpecTree, StateSpecs
 from .._base.errors import filter_str
 from .._model._filters import OfType, first_matches, to_predicate
@@ -81,7 +81,9 @@ class OfStates:
         self._states: dict[tuple[str, int], list[tuple[str, PartitionSpec, str, State]]] = {}
         self._of_arrays: set[tuple[str, int]] = set()
 
-    def state(self, where: str, spec: SpecTree, path: str, state: State, own: Placements) -> None:
+    def state(
+        self, where: str, spec: SpecTree, path: str, state: State, own: Sequence[Placement]
+    ) -> None:
         """A state for which `spec` stands, and where it goes."""
         if isinstance(spec, PartitionSpec) and mentioned(spec):
             known = self._states.setdefault((where, id(spec)), [])

@@ -10,7 +10,7 @@ from .._paths import describe
 from .._types import UNNAMED, UNNAMED_DEVICES, AxisName
 from ._classes import BatchAxisError, StatemeshError
 from ._leave import Diverged, Varying
-from ._text import counted, error_listing, listed, policy_name, quoted
+from ._text import counted, error_listing, first_items, listed, policy_name, quoted
 
 
 _AXIS_ON_BOTH_SIDES = (
@@ -153,7 +153,10 @@ def lanes_diverged(name: str, bad: Sequence[Diverged], declared_none: bool) -> B
             f"  3. reduce the value before it is set, as with {_pmean('value', axis)}."
         )
     return error_listing(
-        BatchAxisError, f"{name}: lanes wrote different values to {head}", items, mend
+        BatchAxisError,
+        f"{name}: lanes wrote different values to {head}",
+        first_items(items),
+        mend,
     )
 
 
@@ -174,7 +177,7 @@ def _policies_diverged(name: str, bad: Sequence[Diverged], axis: AxisName) -> Ba
         f"{name}: the policies of these states gave values that differ between lanes ({shown}), but one copy "
         "is kept"
     )
-    return error_listing(BatchAxisError, head, items, mend)
+    return error_listing(BatchAxisError, head, first_items(items), mend)
 
 
 def _pmean(value: str, axis: AxisName) -> str:

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from .._paths import describe
 from .._types import AxisName
 from ._classes import DivergedStateError, SpecError, StructureError
-from ._text import axes_argument, error_listing, listed, policy_name, quoted, spec_str
+from ._text import axes_argument, error_listing, first_items, listed, policy_name, quoted, spec_str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +22,8 @@ class Diverged:
     spec: PartitionSpec | None
     # The spec or axis that `state_out_specs` or `state_out_axes` declares for it.
     declared: Any
+    # Whether it is a parameter that continues none of the arguments, as `gather` makes them.
+    is_new_parameter: bool = False
 
     @property
     def item(self) -> str:
@@ -44,16 +46,20 @@ def diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError:
         return _policies_diverged(name, merged)
     axes = bad[0].axis_names
     own = quoted(axes)
+    scatter = (
+        "\nA parameter that `gather` made whole goes back to its parts, in its own dtype: return "
+        "`sm.scatter(whole, model)`."
+    )
     return error_listing(
         DivergedStateError,
         f"{name}: shards wrote different values to states that keep one copy",
-        [f"{one.item}, which keeps one copy" for one in bad],
+        first_items([f"{one.item}, which keeps one copy" for one in bad]),
         "Mend it in one of three ways:\n"
         f"  1. reduce the value yourself: state.set(jax.lax.pmean(value, {axes_argument(axes)!r}));\n"
         "  2. declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a "
         "function;\n"
         f"  3. keep one value per shard: State(value, spec=sm.PerShard({own})), or a spec that names "
-        f"{own}, as in state_out_specs.",
+        f"{own}, as in state_out_specs." + scatter * any(one.is_new_parameter for one in bad),
     )
 
 
@@ -84,7 +90,9 @@ def _policies_diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError
         f"{name}: the policies of these states gave values that differ between shards, but one copy is "
         "kept"
     )
-    return error_listing(DivergedStateError, head, items, listed("Mend it", mends))
+    return error_listing(
+        DivergedStateError, head, first_items(items), listed("Mend it", mends)
+    )
 
 
 def tied(name: str, groups: Sequence[Sequence[str]]) -> StructureError:
