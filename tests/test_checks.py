@@ -622,7 +622,9 @@ def test_masked_arrays_in_collectives(name: str) -> None:
     )
     given = {"a": masked, "b": X}
     assert_says(lambda: collective(given, "data"), TypeError, text)
-    mapped = sm.shard_map(lambda x: collective(given, "data"), jax.make_mesh((8,), ("data",)), P("data"), P())
+    mapped = sm.shard_map(
+        lambda x: collective(given, "data"), jax.make_mesh((8,), ("data",)), P("data"), P()
+    )
     assert_says(lambda: mapped(X), TypeError, text)
 
 

@@ -298,3 +298,17 @@ def test_place_of_a_call_takes_the_mesh_of_the_context() -> None:
         assert x.sharding.spec == P("x")
     with pytest.raises(sm.SpecError, match="no mesh"):
         call.place(np.ones(8))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "ask", [lambda f, x: f(x), lambda f, x: f.explain(x), lambda f, x: f.lower(x)]
+)
+def test_a_spec_of_another_rank_than_an_array_on_the_mesh(ask: Any, kind: AxisType) -> None:
+    mesh = make_mesh("8", kind)
+    x = jax.device_put(np.ones(8), NamedSharding(mesh, P("x")))
+    text = r"x: float\d+\[8\] has rank 1, but its spec P\(None, 'x'\) has 2 entries"
+    for donate in ("none", "all"):
+        f = sm.shard_map(lambda x: x, mesh, (P(None, "x"),), P(None, "x"), donate=donate)
+        with pytest.raises(sm.SpecError, match=text):
+            ask(f, x)

@@ -124,8 +124,15 @@ class MeshLayout:
         ready, shown = list(given), list(given)
         for k in self._weak(given):
             ready[k] = shown[k] = strong(given[k])
+        unseen = [k for k in self.on_device if ready[k].sharding is not self.seen[k]]
+        hosted = [k for k in self.hosted if not isinstance(given[k], jax.Array)]
+        if hosted or not all(
+            is_laid_out(ready[k], self.targets[k], self.axis_names) for k in unseen
+        ):
+            # First of all, because JAX compares the layouts only of arrays that fit them.
+            self.check(given)
         misplaced: list[int] = []
-        for k in [k for k in self.on_device if ready[k].sharding is not self.seen[k]]:
+        for k in unseen:
             if self._is_taken(ready[k], k):
                 self.seen[k] = ready[k].sharding
             else:
@@ -133,11 +140,10 @@ class MeshLayout:
         renamed = {k for k in misplaced if self._is_renamed(ready[k], k)}
         kept = renamed.union(k for k in misplaced if self._lies_right(ready[k], k))
         apart_from = [k for k in misplaced if k not in renamed]
-        misplaced += [k for k in self.hosted if not isinstance(given[k], jax.Array)]
+        misplaced += hosted
         if not misplaced:
             same = all(map(is_, ready, given))
             return (given, given) if same else (ready, shown)
-        self.check(given)
         targets = [self.targets[k] for k in misplaced]
         sources = [_as_wide_as_now(ready[k]) for k in misplaced]
         # The owner of a NumPy array may write to it while the program still reads it.
@@ -252,6 +258,7 @@ class MeshLayout:
 
     def abstract(self, given: Sequence[Leaf]) -> list[Leaf]:
         """Shapes and dtypes on the mesh, to lower the program with."""
+        self.check(given)
         return [
             x if t is None else jax.ShapeDtypeStruct(np.shape(x), _dtype(x), sharding=t)
             for x, t in zip(given, self.targets, strict=True)
