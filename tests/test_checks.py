@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from statemesh import legacy, testing
+from statemesh import legacy, nn, testing
 from tests.helpers import assert_says, make_mesh
 
 
@@ -622,7 +622,9 @@ def test_masked_arrays_in_collectives(name: str) -> None:
     )
     given = {"a": masked, "b": X}
     assert_says(lambda: collective(given, "data"), TypeError, text)
-    mapped = sm.shard_map(lambda x: collective(given, "data"), jax.make_mesh((8,), ("data",)), P("data"), P())
+    mapped = sm.shard_map(
+        lambda x: collective(given, "data"), jax.make_mesh((8,), ("data",)), P("data"), P()
+    )
     assert_says(lambda: mapped(X), TypeError, text)
 
 
@@ -642,6 +644,12 @@ def test_flags() -> None:
         ("shard_map", "check_rep"): legacy_map,
         ("value_and_grad", "has_aux"): grads,
         ("scan", "reverse"): scanned,
+        ("all_gather", "tiled"): lambda x: sm.all_gather(X, "data", tiled=x),
+        ("BatchNorm", "affine"): lambda x: nn.BatchNorm(3, affine=x),
+        ("BatchNorm", "inference"): lambda x: nn.BatchNorm(3, inference=x),
+        ("Dropout", "inference"): lambda x: nn.Dropout(0.5, jax.random.key(0), inference=x),
+        ("EMA", "debias"): lambda x: nn.EMA({"w": X}, debias=x),
+        ("GRUCell", "use_bias"): lambda x: nn.GRUCell(2, 2, key=jax.random.key(0), use_bias=x),
     }
     for (what, argument), make in flags.items():
         for given in ("no", "yes", None, 0, 1, [True]):
@@ -665,6 +673,20 @@ def test_the_length_of_a_scan() -> None:
         assert_says(functools.partial(run, given), TypeError, text)
     for steps in (0, np.int64(3)):
         run(steps)
+
+
+def test_the_steps_that_a_scan_unrolls() -> None:
+    def run(unroll: Any) -> Any:
+        return sm.scan(lambda c, x: (c, x), sm.State(0.0), X, unroll=unroll)
+
+    wanted = "an int, 1 or more, or True for all steps, as in unroll=4"
+    assert_says(lambda: run(-1), sm.StatemeshError, f"scan: unroll is -1, but must be {wanted}.")
+    for given in (1.5, "2", None):
+        kind = type(given).__name__
+        text = f"scan: unroll is {given!r} of type {kind}, but must be {wanted}."
+        assert_says(functools.partial(run, given), TypeError, text)
+    for unroll in (1, 3, True, False):
+        run(unroll)
 
 
 def test_the_number_of_devices() -> None:
@@ -707,7 +729,8 @@ MAPPINGS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("transform", MAPPINGS)
 def test_a_mapping_does_not_change(transform: str) -> None:
-    mapped, options = MAPPINGS[transform](), inspect.signature(getattr(sm, transform)).parameters
+    mapped: Any = MAPPINGS[transform]()
+    options = inspect.signature(getattr(sm, transform)).parameters
     assert {"shard_map": "mesh", "pmap2": "devices", "vmap2": "in_axes"}[transform] in options
     for name in options:
         mend = f"Map the function again, as in {transform}(double, {name}=...)"
@@ -723,6 +746,6 @@ def test_a_mapping_does_not_change(transform: str) -> None:
         assert_says(functools.partial(setattr, mapped, name, None), AttributeError, text)
     # Like a function it takes attributes, and what `functools.wraps` sets.
     mapped.note = "mine"
-    assert functools.update_wrapper(mapped, first) is mapped
+    functools.update_wrapper(mapped, first)
     assert (mapped.note, mapped.__name__) == ("mine", "first")
     np.testing.assert_array_equal(mapped(X), 2 * X)

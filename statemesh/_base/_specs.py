@@ -42,7 +42,9 @@ class PerShard:
             raise TypeError("PerShard names no mesh axis. Write PerShard('data').")
         if repeated := [name for name in dict.fromkeys(flat) if flat.count(name) > 1]:
             shown, names = ", ".join(map(repr, flat)), ", ".join(map(repr, repeated))
-            raise TypeError(f"PerShard({shown}) names {names} more than once. Name each mesh axis once.")
+            raise TypeError(
+                f"PerShard({shown}) names {names} more than once. Name each mesh axis once."
+            )
         object.__setattr__(self, "axis_names", tuple(flat))
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -125,9 +125,7 @@ class _Seen:
         self._numbers: dict[int, tuple[Callable[[], object], int]] = {}
         self._count = 0
 
-    def look(
-        self, program: Program, call: Call, outputs: Sequence[Leaf], back: WriteBack
-    ) -> None:
+    def look(self, program: Program, call: Call, outputs: Sequence[Leaf], back: WriteBack) -> None:
         rows = Rows(program, call, outputs, back)
         trace = self._number(compat.current_trace(call.leaves))
         arrays = map(self._number, rows.arrays())

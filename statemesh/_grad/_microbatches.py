@@ -80,7 +80,10 @@ def in_microbatches(
         return loss, grads, made
 
     with scope.casting():
-        first = [*(x[:, 0] for x in rows.parts), *((again(x) if is_key(x) else x)[0] for x in entering.parts)]
+        first = [
+            *(x[:, 0] for x in rows.parts),
+            *((again(x) if is_key(x) else x)[0] for x in entering.parts),
+        ]
         closed = compat.trace_marked(one, [params, first], [IN_MICROBATCHES])
     ((aux, new, continued, crossed),) = results
     program = jaxprs.open_jaxpr(closed)

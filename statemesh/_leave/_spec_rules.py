@@ -14,7 +14,14 @@ from .._base._prefix import broadcast_specs
 from .._base._specs import Placement, is_spec
 from .._base._types import NUMBERS, Leaf, PyTree, SpecTree, StateSpecs
 from .._model._state import State
-from .._resolve._specs import REPLICATED, UNDECLARED, OfStates, choose_specs, own_placements, placement
+from .._resolve._specs import (
+    REPLICATED,
+    UNDECLARED,
+    OfStates,
+    choose_specs,
+    own_placements,
+    placement,
+)
 from ._origins import Entered, values
 from ._rules import LeavingRules, Mistakes, Unit, roots
 

@@ -90,9 +90,7 @@ def _policies_diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError
         f"{name}: the policies of these states gave values that differ between shards, but one copy is "
         "kept"
     )
-    return error_listing(
-        DivergedStateError, head, first_items(items), listed("Mend it", mends)
-    )
+    return error_listing(DivergedStateError, head, first_items(items), listed("Mend it", mends))
 
 
 def tied(name: str, groups: Sequence[Sequence[str]]) -> StructureError:
