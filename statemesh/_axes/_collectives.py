@@ -82,8 +82,8 @@ def psum(x: PyTree, axis_name: AxisName) -> PyTree:
     - `x`: a pytree of arrays.
     - `axis_name`: as for `axis_index`; mesh axes and lanes may stand together.
 
-    **Raises:** `StatemeshError` for a name that is not bound inside a mapped call; `TypeError` for an array with
-    a mask.
+    **Raises:** `StatemeshError` for a name that is not bound inside a mapped call; `TypeError` for a masked
+    array.
 
     !!! example
 
