@@ -61,7 +61,7 @@ class GRUCell(Module):
     ) -> None:
         check_flag("GRUCell", "use_bias", use_bias)
         check_sizes("GRUCell", input_size=input_size, hidden_size=hidden_size)
-        self.cell = eqx.nn.GRUCell(input_size, hidden_size, use_bias, dtype, key=key)
+        self.cell = eqx.nn.GRUCell(input_size, hidden_size, bool(use_bias), dtype, key=key)
         self.hidden = None
         self.spec = spec
 
