@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import jaxtyping
 import pytest
 from jax.sharding import AxisType
 from jaxtyping import install_import_hook
@@ -26,3 +27,9 @@ def each_kind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Runs a test on meshes of Explicit axes, as `jax.make_mesh` makes them, and slow on Auto ones."""
     with default_kind(request.param):
         yield
+
+
+@pytest.fixture
+def as_users_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a test without the checks of annotations, which would refuse what the test passes before we do."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

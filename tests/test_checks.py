@@ -20,6 +20,9 @@ from statemesh import legacy, nn, testing
 from tests.helpers import assert_says, make_mesh
 
 
+as_users_run_it = pytest.mark.usefixtures("as_users_run_it")
+
+
 POSITIONS = (
     "pmap2: {name} is {given} of type {type}, but must be the position of an argument, or several, numbered "
     "from 0, as in {name}=(0,)."
@@ -108,6 +111,7 @@ def test_any_other_object_names_lanes() -> None:
 
 
 @pytest.mark.parametrize("given", ["", 0, False, ["a"], {}, ("a", 0)])
+@as_users_run_it
 def test_names_of_several_axes(given: Any) -> None:
     loss = lambda model: (model.sum(), model)
     check(lambda: sm.value_and_grad(loss, axis_name=given), SEVERAL, given, what="value_and_grad")
@@ -628,6 +632,7 @@ def test_masked_arrays_in_collectives(name: str) -> None:
     assert_says(lambda: mapped(X), TypeError, text)
 
 
+@as_users_run_it
 def test_flags() -> None:
     def grads(has_aux: Any) -> Any:
         return sm.grad(lambda w: (w.value.sum(), w), has_aux=has_aux)
@@ -660,6 +665,7 @@ def test_flags() -> None:
             make(flag)
 
 
+@as_users_run_it
 def test_the_length_of_a_scan() -> None:
     def run(length: Any) -> Any:
         return sm.scan(lambda c, x: (c, x), sm.State(0.0), None, length)
@@ -675,6 +681,7 @@ def test_the_length_of_a_scan() -> None:
         run(steps)
 
 
+@as_users_run_it
 def test_the_steps_that_a_scan_unrolls() -> None:
     def run(unroll: Any) -> Any:
         return sm.scan(lambda c, x: (c, x), sm.State(0.0), X, unroll=unroll)
@@ -689,6 +696,7 @@ def test_the_steps_that_a_scan_unrolls() -> None:
         run(unroll)
 
 
+@as_users_run_it
 def test_the_number_of_devices() -> None:
     for given, kind in (
         (0, sm.StatemeshError),
