@@ -71,6 +71,8 @@ def scan(
     check_flag("scan", "reverse", reverse)
     if length is not None:
         length = count("scan", "length", length)
+    if not isinstance(unroll, bool):
+        unroll = count("scan", "unroll", unroll)
     first, fixed = _parted(init)
     rows, fixed_rows = _parted(xs)
     fixed_ys: list[Any] = []

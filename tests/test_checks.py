@@ -16,8 +16,11 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from statemesh import legacy, testing
+from statemesh import legacy, nn, testing
 from tests.helpers import assert_says, make_mesh
+
+
+as_users_run_it = pytest.mark.usefixtures("as_users_run_it")
 
 
 POSITIONS = (
@@ -108,6 +111,7 @@ def test_any_other_object_names_lanes() -> None:
 
 
 @pytest.mark.parametrize("given", ["", 0, False, ["a"], {}, ("a", 0)])
+@as_users_run_it
 def test_names_of_several_axes(given: Any) -> None:
     loss = lambda model: (model.sum(), model)
     check(lambda: sm.value_and_grad(loss, axis_name=given), SEVERAL, given, what="value_and_grad")
@@ -628,6 +632,7 @@ def test_masked_arrays_in_collectives(name: str) -> None:
     assert_says(lambda: mapped(X), TypeError, text)
 
 
+@as_users_run_it
 def test_flags() -> None:
     def grads(has_aux: Any) -> Any:
         return sm.grad(lambda w: (w.value.sum(), w), has_aux=has_aux)
@@ -644,6 +649,12 @@ def test_flags() -> None:
         ("shard_map", "check_rep"): legacy_map,
         ("value_and_grad", "has_aux"): grads,
         ("scan", "reverse"): scanned,
+        ("all_gather", "tiled"): lambda x: sm.all_gather(X, "data", tiled=x),
+        ("BatchNorm", "affine"): lambda x: nn.BatchNorm(3, affine=x),
+        ("BatchNorm", "inference"): lambda x: nn.BatchNorm(3, inference=x),
+        ("Dropout", "inference"): lambda x: nn.Dropout(0.5, jax.random.key(0), inference=x),
+        ("EMA", "debias"): lambda x: nn.EMA({"w": X}, debias=x),
+        ("GRUCell", "use_bias"): lambda x: nn.GRUCell(2, 2, key=jax.random.key(0), use_bias=x),
     }
     for (what, argument), make in flags.items():
         for given in ("no", "yes", None, 0, 1, [True]):
@@ -654,6 +665,7 @@ def test_flags() -> None:
             make(flag)
 
 
+@as_users_run_it
 def test_the_length_of_a_scan() -> None:
     def run(length: Any) -> Any:
         return sm.scan(lambda c, x: (c, x), sm.State(0.0), None, length)
@@ -669,6 +681,22 @@ def test_the_length_of_a_scan() -> None:
         run(steps)
 
 
+@as_users_run_it
+def test_the_steps_that_a_scan_unrolls() -> None:
+    def run(unroll: Any) -> Any:
+        return sm.scan(lambda c, x: (c, x), sm.State(0.0), X, unroll=unroll)
+
+    wanted = "an int, 1 or more, or True for all steps, as in unroll=4"
+    assert_says(lambda: run(-1), sm.StatemeshError, f"scan: unroll is -1, but must be {wanted}.")
+    for given in (1.5, "2", None):
+        kind = type(given).__name__
+        text = f"scan: unroll is {given!r} of type {kind}, but must be {wanted}."
+        assert_says(functools.partial(run, given), TypeError, text)
+    for unroll in (1, 3, True, False):
+        run(unroll)
+
+
+@as_users_run_it
 def test_the_number_of_devices() -> None:
     for given, kind in (
         (0, sm.StatemeshError),
@@ -709,7 +737,8 @@ MAPPINGS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("transform", MAPPINGS)
 def test_a_mapping_does_not_change(transform: str) -> None:
-    mapped, options = MAPPINGS[transform](), inspect.signature(getattr(sm, transform)).parameters
+    mapped: Any = MAPPINGS[transform]()
+    options = inspect.signature(getattr(sm, transform)).parameters
     assert {"shard_map": "mesh", "pmap2": "devices", "vmap2": "in_axes"}[transform] in options
     for name in options:
         mend = f"Map the function again, as in {transform}(double, {name}=...)"
@@ -725,6 +754,6 @@ def test_a_mapping_does_not_change(transform: str) -> None:
         assert_says(functools.partial(setattr, mapped, name, None), AttributeError, text)
     # Like a function it takes attributes, and what `functools.wraps` sets.
     mapped.note = "mine"
-    assert functools.update_wrapper(mapped, first) is mapped
+    functools.update_wrapper(mapped, first)
     assert (mapped.note, mapped.__name__) == ("mine", "first")
     np.testing.assert_array_equal(mapped(X), 2 * X)

@@ -443,7 +443,8 @@ def summed_by_us(x: jax.Array) -> Any:
 
 def root_of_a_sum(x: jax.Array) -> Any:
     def solve(f: Any, start: jax.Array) -> jax.Array:
-        return jax.lax.psum(start - f(start), "data")
+        total: jax.Array = jax.lax.psum(start - f(start), "data")
+        return total
 
     root: jax.Array = jax.lax.custom_root(lambda v: v - x[0], jnp.zeros(4), solve, lambda g, y: y)
     return root

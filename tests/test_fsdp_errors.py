@@ -214,3 +214,9 @@ def test_many_states_that_differ(count: int, more: str | None) -> None:
         listed = [line for line in items if line.startswith("  - ")]
         assert len([line for line in listed if "State(float32[])" in line]) == 10
         assert (listed[-1] == more) if more else "s09" in listed[-1]
+
+
+def test_a_model_that_was_gathered_is_not_laid_out_as_its_parts() -> None:
+    model = {"w": sm.ParamState(jnp.ones((16, 64)), spec=P("x"))}
+    whole: Any = inside(lambda model: sm.gather(model, "x"), model)
+    assert whole["w"].value.shape == (16, 64) and whole["w"].spec is None

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from .._base import _compat as compat
 from .._base import errors
 from .._base._arrays import is_masked
+from .._base._checks import check_flag
 from .._base._paths import path_str
 from .._base._types import Array, AxisName, PyTree, SeveralAxes, flat_names
 from . import _mesh_and_lanes as mesh_and_lanes
@@ -81,8 +82,8 @@ def psum(x: PyTree, axis_name: AxisName) -> PyTree:
     - `x`: a pytree of arrays.
     - `axis_name`: as for `axis_index`; mesh axes and lanes may stand together.
 
-    **Raises:** `StatemeshError` for a name that is not bound inside a mapped call; `TypeError` for an array of
-    NumPy's with a mask.
+    **Raises:** `StatemeshError` for a name that is not bound inside a mapped call; `TypeError` for a masked
+    array.
 
     !!! example
 
@@ -186,6 +187,7 @@ def all_gather(x: PyTree, axis_name: AxisName, *, axis: int = 0, tiled: bool = F
 
         ```
     """
+    check_flag("all_gather", "tiled", tiled)
     x = _unmasked("all_gather", x)
     names = _names("all_gather", axis_name)
     one_by_one = partial(_gathered, axis=axis, tiled=tiled)

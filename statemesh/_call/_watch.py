@@ -11,7 +11,7 @@ from .._write_back import WriteBack
 from ._program import Program
 
 
-# Looks at a mapped call: its program, its arguments, what the program made, and how the result is put together.
+# Looks at a mapped call: its program, its arguments, what that made, and how the result is put together.
 Look: TypeAlias = Callable[[Program, Call, Sequence[Leaf], WriteBack], None]
 
 _watching: contextvars.ContextVar[Look | None] = contextvars.ContextVar("watching", default=None)

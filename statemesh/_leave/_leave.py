@@ -296,7 +296,7 @@ def leave(
         if origin is not None and has_same_leaves(node, origin.seen):
             old = origin.old._with_value(origin.old.value, node._meta)
             parts.append(filled(old, [Forwarded(i) for i in origin.inputs]))
-            placements = origin.placements
+            placements: Sequence[Placement] = origin.placements
         else:
             written_state = leaving.writing(node, origin, own, path_str(keys, root))
             parts.append(written_state)

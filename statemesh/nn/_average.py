@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .._axes._mesh_and_lanes import bound_names, known_same, total
 from .._base import errors
-from .._base._checks import check_names
+from .._base._checks import check_flag, check_names
 from .._base._nodes import is_state, unpacked
 from .._base._types import Dtype, Filter, Leaf, PyTree, SeveralAxes
 from .._grad._trainable import trainable
@@ -145,6 +145,7 @@ class EMA(Module):
     def __init__(
         self, model: PyTree, *, decay: float = 0.999, debias: bool = False, wrt: Filter = None
     ) -> None:
+        check_flag("EMA", "debias", debias)
         check_number("EMA", "decay", decay, lambda decay: 0 < decay < 1, "above 0 and below 1")
         first = _from_zero if debias else _from_value
         self.averages = jax.tree.map(

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from .._axes._mesh_and_lanes import bound_names, known_same, total
 from .._base import errors
-from .._base._checks import check_names
+from .._base._checks import check_flag, check_names
 from .._base._types import AxisName, Dtype, Leaf, PyTree, SeveralAxes
 from .._model._kinds import BatchState, ParamState
 from .._model._module import Module, field
@@ -105,6 +105,8 @@ class BatchNorm(Module):
         inference: bool = False,
     ) -> None:
         check_sizes("BatchNorm", size=size)
+        check_flag("BatchNorm", "affine", affine)
+        check_flag("BatchNorm", "inference", inference)
         check_int("BatchNorm", "channel_axis", channel_axis, "an int")
         if momentum is not None:
             in_range: Callable[[float], bool] = lambda share: 0 <= share <= 1

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from .._base import errors
-from .._base._checks import check_names
+from .._base._checks import check_flag, check_names
 from .._base._types import Array, Leaf, SeveralAxes
 from .._model._module import Module, field
 from .._model._random import RandomState
@@ -61,6 +61,7 @@ class Dropout(Module):
         row_axis: int | None = 0,
         inference: bool = False,
     ) -> None:
+        check_flag("Dropout", "inference", inference)
         check_number("Dropout", "rate", rate, lambda rate: 0 <= rate < 1, "at least 0 and below 1")
         if row_axis is not None:
             check_int("Dropout", "row_axis", row_axis, "an int, or None for one row")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .._base import errors
+from .._base._checks import check_flag
 from .._base._types import Array, Dtype, Leaf, SpecTree
 from .._model._kinds import HiddenState
 from .._model._module import Module, field
@@ -58,8 +59,9 @@ class GRUCell(Module):
         dtype: Dtype | None = None,
         spec: SpecTree = None,
     ) -> None:
+        check_flag("GRUCell", "use_bias", use_bias)
         check_sizes("GRUCell", input_size=input_size, hidden_size=hidden_size)
-        self.cell = eqx.nn.GRUCell(input_size, hidden_size, use_bias, dtype, key=key)
+        self.cell = eqx.nn.GRUCell(input_size, hidden_size, bool(use_bias), dtype, key=key)
         self.hidden = None
         self.spec = spec
 

@@ -10,6 +10,7 @@ from ._text import quoted, shortened, typed_str
 
 # What an argument must be, by its name. If a name means something else in another place, its key says where.
 _EXPECTED = {
+    "affine": "True or False",
     "auto": "the names of mesh axes that are not mapped over, as in auto={'model'}",
     "axis_name": "a string, as in axis_name='data'; a number is the position of an array's axis, and a tuple "
     "is several names",
@@ -18,9 +19,11 @@ _EXPECTED = {
     "backend": "the name of a platform, as in backend='cpu'",
     "check_rep": "True or False",
     "check_vma": "True or False",
+    "debias": "True or False",
     "devices": "jax.Devices in the order of the lanes, as in devices=jax.devices()[:4]",
     "donate_argnums": "the position of an argument, or several, numbered from 0, as in donate_argnums=(0,)",
     "has_aux": "True or False",
+    "inference": "True or False",
     "init_kwargs": "a dictionary of arguments by name, as in init_kwargs={'batch_size': 4}, or {} for none",
     "jit": "True or False",
     "key": "the name of a field, the key of a dictionary or an index, as in PathContains('encoder')",
@@ -32,6 +35,9 @@ _EXPECTED = {
     "name": "a string, as in name='mean'",
     "num": "an int, 0 or more: the number of keys, as in split(2)",
     "reverse": "True or False",
+    "tiled": "True or False",
+    "unroll": "an int, 1 or more, or True for all steps, as in unroll=4",
+    "use_bias": "True or False",
     "spmd_axis_name": "the name of a mesh axis, or a tuple of several, as in spmd_axis_name='data'",
     "state_tag": "a string, as in state_tag='new'",
     "static_broadcasted_argnums": "the position of an argument, or several, numbered from 0, as in "
