@@ -39,14 +39,17 @@ class Arithmetic(Protocol):
     def literal(self, x: AnyLeaf, dtype: Any) -> AnyLeaf:
         """A literal of the program and its dtype, as the replay holds it."""
 
-    def before(self, eqn: Equation, xs: Sequence[AnyLeaf], shards: int = 1) -> Sequence[AnyLeaf]:
-        """The operands of an equation, of all shards. A collective is over so many of them."""
-
     def bind(self, eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
         """The results, on one shard, of an equation that is no collective and runs no other equations."""
 
-    def after(self, eqn: Equation, made: Sequence[AnyLeaf], shards: int = 1) -> Sequence[AnyLeaf]:
-        """The results of an equation, of all shards. A collective is over so many of them."""
+    def reduced(
+        self,
+        eqn: Equation,
+        xs: Sequence[AnyLeaf],
+        run: Callable[..., list[AnyLeaf]],
+        shards: int = 1,
+    ) -> list[AnyLeaf]:
+        """The results of an equation that `run` computes. A collective is over so many shards."""
 
 
 class OwnDtypes:
@@ -58,16 +61,18 @@ class OwnDtypes:
     def literal(self, x: AnyLeaf, dtype: Any) -> AnyLeaf:
         return np.asarray(x, dtype)
 
-    def before(self, eqn: Equation, xs: Sequence[AnyLeaf], shards: int = 1) -> Sequence[AnyLeaf]:
-        del eqn, shards
-        return xs
-
     def bind(self, eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
         return _results(eqn, _parameters(eqn), xs)
 
-    def after(self, eqn: Equation, made: Sequence[AnyLeaf], shards: int = 1) -> Sequence[AnyLeaf]:
+    def reduced(
+        self,
+        eqn: Equation,
+        xs: Sequence[AnyLeaf],
+        run: Callable[..., list[AnyLeaf]],
+        shards: int = 1,
+    ) -> list[AnyLeaf]:
         del eqn, shards
-        return made
+        return run(*xs)
 
 
 class Promoted(OwnDtypes):

@@ -42,11 +42,16 @@ class Calls:
     @cached_property
     def mesh(self) -> Chain:
         """The calls on the mesh in double precision."""
-        doubled = self.subject.programs(self.one).doubled
-        if isinstance(self.reference, Traced):
-            doubled.compared_with = self.reference.doubled
+        reference = self.reference
         with self.subject.noting(self.one.where):
-            return Chain(doubled, widened(self.args), self.subject.feed, self.steps, noisy=False)
+            return Chain(
+                self.subject.programs(self.one).doubled,
+                widened(self.args),
+                self.subject.feed,
+                self.steps,
+                noisy=False,
+                compared_with=reference.doubled if isinstance(reference, Traced) else None,
+            )
 
     @cached_property
     def right(self) -> RightCalls:

@@ -204,6 +204,7 @@ class Check:
             chained = subject.feed_back if subject.steps > 1 else None
             raise report.not_equivalent(name, self.failed, self.agreed, chained)
         programs = [subject.programs(one).doubled for one in subject.asked.meshes]
+        own_dtype = set().union(*(one.own_dtype(subject.types) for one in programs))
         return Checked(
             agreed=tuple(self.agreed),
             fed_back=subject.feed_back.pairs,
@@ -212,7 +213,7 @@ class Check:
             unjudged=self.judge.unjudged,
             only_double=self.judge.only_double,
             untested=tuple(subject.untested(self.made)),
-            own_dtype=tuple(sorted(set().union(*(one.own_dtype for one in programs)))),
+            own_dtype=tuple(sorted(own_dtype)),
         )
 
 
