@@ -19,7 +19,7 @@ _DTYPES = ("dtype", "new_dtype", "preferred_element_type")
 # Operations of a caller's own code, or on the bits of numbers: they need the dtype of the program.
 _OWN_DTYPE = (
     *("pure_callback", "io_callback", "ffi_call", "debug_callback", "bitcast_convert_type"),
-    *("nextafter", "pallas_call"),
+    *("nextafter", "pallas_call", "call_hi_primitive"),
 )
 
 _MARKS = ("", "-add", "-sub", "-mul", "-min", "-max")
@@ -159,6 +159,13 @@ def _scattered(eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
 
 
 def _results(eqn: Equation, params: Mapping[str, Any], xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
+    if "_prim" in params:
+        # What newer versions of JAX expand only when they compile, such as `custom_root`. In double precision
+        # the numbers in it would get other dtypes than those that it was traced with.
+        wide = any(dtype_of(v).itemsize == 8 for v in (*eqn.invars, *eqn.outvars))
+        with jax.enable_x64(wide):
+            expand, treedef = params["_prim"].expand, params["_prim"].in_tree
+            return list(jax.tree.leaves(expand(*jax.tree.unflatten(treedef, xs))))
     made = eqn.primitive.bind(*xs, **params)
     return list(made) if eqn.primitive.multiple_results else [made]
 

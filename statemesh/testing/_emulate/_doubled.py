@@ -13,11 +13,11 @@ import numpy as np
 from .._recent import Recent
 from .._static_keys import static_key
 from .._types import AnyLeaf, Fun, PyTree, tree_util
-from ._arithmetic import is_inexact, promoted
+from ._arithmetic import Promoted, is_inexact, promoted
 from ._jaxprs import Equation, rounded_literals
 from ._one_device import NO_MESH, on_one_device, type_of
-from ._promises import Broken, broken, unended
-from ._replay import NoisyReplay, PromotedReplay
+from ._promises import UNENDED, Broken, broken, unended
+from ._replay import NoisyReplay, PromotedReplay, Replay
 from ._sources import Sources, drawn_arguments, sources_of
 from ._trace import Trace, is_array_or_type, trace
 
@@ -89,7 +89,9 @@ class Doubled:
 
     def own_dtype(self, types: PyTree) -> set[str]:
         """The operations that could not run in double precision."""
-        return self.program_of(types).exact.replay.arithmetic.own_dtype
+        arithmetic = self.program_of(types).exact.replay.arithmetic
+        assert isinstance(arithmetic, Promoted)
+        return arithmetic.own_dtype
 
     def is_untouched(self, types: PyTree, argument: int, result: int) -> bool:
         """Whether a leaf of the results is a leaf of the arguments, each by its number."""
@@ -108,6 +110,11 @@ class Doubled:
         found = drawn_arguments(self.program_of(types).trace.closed.jaxpr)
         arrays = [k for k, x in enumerate(jax.tree.leaves(types)) if is_array_or_type(x)]
         return frozenset(arrays[k] for k in found)
+
+    def loops(self, types: PyTree) -> bool:
+        """Whether it has loops that might not end."""
+        promises = self.program_of(types).exact.replay.promises
+        return any(promise.index == UNENDED for promise in promises)
 
     def __call__(
         self, args: Wide, noise: Any = None, compared_with: "Doubled | None" = None
@@ -200,6 +207,6 @@ class _Program:
 class _Compiled:
     """One replay of a program, compiled."""
 
-    def __init__(self, replay: PromotedReplay | NoisyReplay) -> None:
+    def __init__(self, replay: Replay) -> None:
         self.replay = replay
         self.run = jax.jit(replay, compiler_options=compile_fast())

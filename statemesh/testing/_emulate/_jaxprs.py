@@ -26,7 +26,8 @@ _LINEAR_SOLVE = "custom_linear_solve"
 # Equations that run one jaxpr once. Their custom rules for derivatives and for `vmap` are not needed here:
 # JAX differentiates the traced program, never its replay.
 CALLS = (
-    *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "composite"),
+    *("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "remat", "remat2", "checkpoint"),
+    "composite",
     *("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call", _LINEAR_SOLVE),
 )
 

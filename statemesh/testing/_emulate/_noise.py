@@ -4,10 +4,10 @@ Every operation that rounds changes its results at random, by as much as roundin
 from run to run is ill-conditioned, and by how much it moves is what rounding explains (Parker, Monte Carlo
 Arithmetic, 1997).
 
-A result that is exact is not moved: counts, positions and masks stay whole numbers, and thresholds on them hold.
-Whether a sum of products is exact can be computed. The *grain* of a number is the value of its lowest digit
-that is not zero. All terms are multiples of the least grain, and so are all partial sums, in any
-order. They are exact where none can have more digits than the dtype has: where the sum of the sizes of the terms is
+A result that is exact is not moved: counts, positions and masks stay whole numbers, and thresholds on them
+hold. Whether a sum of products is exact can be computed. The *grain* of a number is the value of its lowest
+digit that is not zero. All terms are multiples of the least grain, and so are all partial sums, in any order.
+They are exact where none can have more digits than the dtype has: where the sum of the sizes of the terms is
 at most that many grains.
 """
 
@@ -140,7 +140,7 @@ class Noisy(Promoted):
         return self._in_this_run(roundoff(dtype)) if is_inexact(dtype) else 0.0
 
     def _in_this_run(self, unit: float) -> Any:
-        """The roundoff `unit` where the noise is that of the program's own dtypes, else double precision's."""
+        """The roundoff `unit` where the noise is that of the program's dtypes, else double precision's."""
         return jnp.where(self.noise[1] > 0, unit, roundoff(np.float64))
 
     def _terms(

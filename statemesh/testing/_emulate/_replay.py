@@ -243,7 +243,11 @@ class NoisyReplay(Replay):
 
     def __call__(self, noise: Any, *arrays: Any) -> tuple[list[jax.Array], Differences]:
         self.arithmetic = Noisy(noise, self.rounded)
-        return super().__call__(*arrays)
+        try:
+            return super().__call__(*arrays)
+        finally:
+            # It holds tracers, which must not outlive their trace.
+            self.arithmetic = OwnDtypes()
 
 
 def _plain(

@@ -23,7 +23,7 @@ class Calls:
 
     - `where`: on what mesh, and with what values, in words.
     - `args`, `steps`: the arguments of the first call, and the number of calls.
-    - `counts`: which mismatches are mistakes.
+    - `counts`: which mismatches are mistakes; `None` for all.
     - `on_devices`: whether they are made on devices too.
     """
 
@@ -32,8 +32,13 @@ class Calls:
     where: str
     args: Args
     steps: int
-    counts: Callable[[Mismatch], bool] = lambda one: True
+    counts: Callable[[Mismatch], bool] | None = None
     on_devices: bool = True
+
+    @property
+    def place(self) -> str:
+        """The mesh, if it has several devices and every mismatch is a mistake; else an empty string."""
+        return self.one.where if self.counts is None and self.one.mesh.size > 1 else ""
 
     @cached_property
     def reference(self) -> Reference:

@@ -72,6 +72,7 @@ class Chain:
         self.exact = self._run(np.zeros(3) if noisy else None)
         self._moved: dict[Rounding, list[list[Numbers]]] = {}
         self._runs: dict[Rounding, int] = {}
+        self._unended: dict[Rounding, list[Equation]] = {}
         # For each call and each promise of the program, by how much copies differ in runs with noise.
         self._promises: dict[tuple[int, int], list[float]] = {}
 
@@ -96,6 +97,8 @@ class Chain:
         )
         for run in range(self._runs.get(rounding, 0), runs):
             noisy = self._run(np.array([*_NOISE[rounding], run + 1.0]))
+            stopped = self._unended.setdefault(rounding, [])
+            stopped += [loop for step in noisy for loop in step.unended]
             for step, (exact, other) in enumerate(zip(self.exact, noisy, strict=True)):
                 pairs = zip(exact.numbers, other.numbers, strict=True)
                 for k, (a, b) in enumerate(pairs):
@@ -104,6 +107,13 @@ class Chain:
                     self._note(step, other)
         self._runs[rounding] = max(runs, self._runs.get(rounding, 0))
         return most
+
+    def unended(self, rounding: Rounding) -> list[Equation]:
+        """The loops that do not end where operations round."""
+        if not self.program.loops(self.args.types):
+            return []
+        self.moved(rounding, 3)
+        return self._unended[rounding]
 
     def _note(self, step: int, other: Step) -> None:
         for one in other.broken:
