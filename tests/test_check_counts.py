@@ -31,25 +31,25 @@ scores: Any = lambda x: x.argmax(-1).astype(x.dtype)
 PATTERNS: dict[str, Callable[[Any], Any]] = {
     # Counts, and the capacity of experts
     "capacity": lambda x: kept(x, counted(x) <= 2),
-    "capacity, strictly": lambda x: kept(x, counted(x) < 3),
-    "count equals": lambda x: kept(x, counted(x) == 1),
-    "count before": lambda x: kept(
+    "capacity_strictly": lambda x: kept(x, counted(x) < 3),
+    "count_equals": lambda x: kept(x, counted(x) == 1),
+    "count_before": lambda x: kept(
         x, ((jnp.cumsum(one_hot(x), 1) - one_hot(x)) * one_hot(x)).sum(-1) < 2
     ),
-    "count from the end": lambda x: kept(
+    "count_from_the_end": lambda x: kept(
         x, (lax.cumsum(one_hot(x), 1, reverse=True) * one_hot(x)).sum(-1) <= 1
     ),
-    "count of all": lambda x: kept(x, one_hot(x).sum(1, keepdims=True).max(-1) >= 3),
-    "load of experts": lambda x: kept(
+    "count_of_all": lambda x: kept(x, one_hot(x).sum(1, keepdims=True).max(-1) >= 3),
+    "load_of_experts": lambda x: kept(
         x, jnp.einsum("bte,be->bt", one_hot(x), one_hot(x).sum(1)) <= 2
     ),
-    "slot of an expert": lambda x: (
+    "slot_of_an_expert": lambda x: (
         x.max(-1) * jax.nn.one_hot((counted(x) - 1).astype(int), 2, dtype=x.dtype).sum(-1)
     ),
     "histogram": lambda x: kept(
         x, jnp.zeros((x.shape[0], 4), x.dtype).at[:, 0].add(mask(x).sum(1))[:, :1] >= 3
     ),
-    "scattered counts": lambda x: kept(
+    "scattered_counts": lambda x: kept(
         x, jnp.zeros(4, x.dtype).at[x.argmax(-1).ravel()].add(1.0)[x.argmax(-1)] >= 4
     ),
     "segments": lambda x: kept(
@@ -57,60 +57,60 @@ PATTERNS: dict[str, Callable[[Any], Any]] = {
     ),
     # Masks that are summed
     "lengths": lambda x: kept(x, row(x) < lengths(x)),
-    "last of a length": lambda x: kept(x, row(x) == lengths(x) - 1),
-    "half of a length": lambda x: kept(x, row(x) < lengths(x) / 2),
-    "floor of half a length": lambda x: kept(x, row(x) < jnp.floor(lengths(x) / 2)),
+    "last_of_a_length": lambda x: kept(x, row(x) == lengths(x) - 1),
+    "half_of_a_length": lambda x: kept(x, row(x) < lengths(x) / 2),
+    "floor_of_half_a_length": lambda x: kept(x, row(x) < jnp.floor(lengths(x) / 2)),
     "enough": lambda x: kept(x, lengths(x) >= 4),
-    "mean of a mask": lambda x: kept(x, mask(x).mean(1, keepdims=True) >= 0.5),
-    "sum of a mask": lambda x: kept(x, jnp.cumsum(mask(x), 1) <= 2),
-    "masks anded by a product": lambda x: kept(x, mask(x) * mask(-x[..., 1:]) == 1),
-    "masks ored": lambda x: kept(x, mask(x) + mask(x[..., 1:]) >= 1),
-    "mask left out": lambda x: kept(x, 1 - mask(x) == 1),
-    "product of a mask so far": lambda x: kept(x, jnp.cumprod(mask(x), 1) == 0),
-    "product of a mask": lambda x: kept(x, jnp.prod(mask(x), 1, keepdims=True) == 0),
-    "mask squared": lambda x: kept(x, mask(x) ** 2 == 1),
-    "root of a square": lambda x: kept(x, jnp.sqrt(counted(x) ** 2) <= 2),
-    "matmul of masks": lambda x: kept(x, jnp.einsum("bt,bs->bts", mask(x), mask(x)).sum(-1) >= 3),
-    "dot of masks": lambda x: kept(
+    "mean_of_a_mask": lambda x: kept(x, mask(x).mean(1, keepdims=True) >= 0.5),
+    "sum_of_a_mask": lambda x: kept(x, jnp.cumsum(mask(x), 1) <= 2),
+    "masks_anded_by_a_product": lambda x: kept(x, mask(x) * mask(-x[..., 1:]) == 1),
+    "masks_ored": lambda x: kept(x, mask(x) + mask(x[..., 1:]) >= 1),
+    "mask_left_out": lambda x: kept(x, 1 - mask(x) == 1),
+    "product_of_a_mask_so_far": lambda x: kept(x, jnp.cumprod(mask(x), 1) == 0),
+    "product_of_a_mask": lambda x: kept(x, jnp.prod(mask(x), 1, keepdims=True) == 0),
+    "mask_squared": lambda x: kept(x, mask(x) ** 2 == 1),
+    "root_of_a_square": lambda x: kept(x, jnp.sqrt(counted(x) ** 2) <= 2),
+    "matmul_of_masks": lambda x: kept(x, jnp.einsum("bt,bs->bts", mask(x), mask(x)).sum(-1) >= 3),
+    "dot_of_masks": lambda x: kept(
         x, jnp.einsum("bt,bt->b", mask(x), mask(x[..., 1:]))[:, None] >= 2
     ),
     # Positions and ranks
     "position": lambda x: kept(x, row(x) + 1 <= 4),
-    "even position": lambda x: kept(x, jnp.floor(row(x) / 2) * 2 == row(x)),
+    "even_position": lambda x: kept(x, jnp.floor(row(x) / 2) * 2 == row(x)),
     "remainder": lambda x: kept(x, row(x) % 2 == 0),
-    "half of an index": lambda x: kept(x, (row(x) / 2) == jnp.floor(row(x) / 2)),
+    "half_of_an_index": lambda x: kept(x, (row(x) / 2) == jnp.floor(row(x) / 2)),
     "distance": lambda x: kept(x, jnp.abs(row(x) - scores(x)) <= 2),
     "rank": lambda x: kept(x, ranks(x) < 3),
-    "rank of argsort": lambda x: kept(
+    "rank_of_argsort": lambda x: kept(
         x, jnp.argsort(jnp.argsort(x[..., 0], 1), 1).astype(x.dtype) * 0.5 < 2
     ),
-    "best by rank": lambda x: kept(x, ranks(x) >= 6),
-    "largest score": lambda x: kept(x, scores(x) * 2 >= 4),
-    "position by a one-hot product": lambda x: kept(
+    "best_by_rank": lambda x: kept(x, ranks(x) >= 6),
+    "largest_score": lambda x: kept(x, scores(x) * 2 >= 4),
+    "position_by_a_one_hot_product": lambda x: kept(
         x, jnp.einsum("bte,e->bt", one_hot(x), jnp.arange(4, dtype=x.dtype)) >= 2
     ),
     "buckets": lambda x: kept(
         x, jnp.searchsorted(jnp.array([-0.5, 0.5]), x[..., 0]).astype(x.dtype) * 1.0 == 1
     ),
     "rounded": lambda x: kept(x, jnp.round(scores(x) * 0.5) == 1),
-    "powers of two": lambda x: kept(x, 2.0 ** scores(x) >= 4),
+    "powers_of_two": lambda x: kept(x, 2.0 ** scores(x) >= 4),
     "bits": lambda x: kept(x, mask(x) + 2 * mask(x[..., 1:]) == 3),
     "clipped": lambda x: kept(x, jnp.clip(counted(x), 1, 2) == 2),
-    "exponential of zero": lambda x: kept(x, jnp.exp(mask(x) * 0) == 1),
-    "pooled counts": lambda x: kept(
+    "exponential_of_zero": lambda x: kept(x, jnp.exp(mask(x) * 0) == 1),
+    "pooled_counts": lambda x: kept(
         x,
         lax.reduce_window(mask(x), np.float32(0).astype(x.dtype), lax.add, (1, 2), (1, 1), "SAME")
         >= 1,
     ),
-    "convolved counts": lambda x: kept(
+    "convolved_counts": lambda x: kept(
         x,
         lax.conv_general_dilated(mask(x)[:, None], jnp.ones((1, 1, 3), x.dtype), (1,), "SAME")[:, 0]
         >= 2,
     ),
-    "chosen by equal copies": lambda x: kept(
+    "chosen_by_equal_copies": lambda x: kept(
         x, (x * one_hot(x)).sum(-1) >= lax.top_k((x * one_hot(x)).sum(-1), 3)[0][:, -1:]
     ),
-    "chosen by a product": lambda x: kept(
+    "chosen_by_a_product": lambda x: kept(
         x, jnp.einsum("bte,bte->bt", jnp.tanh(x), one_hot(x)) >= jnp.tanh(x).max(-1)
     ),
 }
@@ -118,9 +118,9 @@ PATTERNS: dict[str, Callable[[Any], Any]] = {
 
 # Counts over all shards are the same on every mesh.
 SHARED: dict[str, Callable[[Any], Any]] = {
-    "count over shards": lambda x: kept(x, lax.psum(mask(x).sum(), "x") >= 12),
-    "mean over shards": lambda x: kept(x, lax.pmean(mask(x).mean(), "x") >= 0.25),
-    "gathered counts": lambda x: kept(
+    "count_over_shards": lambda x: kept(x, lax.psum(mask(x).sum(), "x") >= 12),
+    "mean_over_shards": lambda x: kept(x, lax.pmean(mask(x).mean(), "x") >= 0.25),
+    "gathered_counts": lambda x: kept(
         x, jnp.cumsum(lax.all_gather(mask(x).sum(), "x", tiled=False))[-1] >= 12
     ),
 }
