@@ -27,6 +27,8 @@ lengths: Any = lambda x: mask(x).sum(1, keepdims=True)
 ranks: Any = lambda x: (x[..., :1] > x[..., None, :, 0]).astype(x.dtype).sum(-1)
 scores: Any = lambda x: x.argmax(-1).astype(x.dtype)
 
+chosen: Any = lambda y: jnp.einsum("bte,bte->bt", y, one_hot(y)) - y.max(-1)
+
 # What is kept, by a threshold on whole numbers: with noise in these, the threshold would jump.
 PATTERNS: dict[str, Callable[[Any], Any]] = {
     # Counts, and the capacity of experts
@@ -110,9 +112,7 @@ PATTERNS: dict[str, Callable[[Any], Any]] = {
     "chosen_by_equal_copies": lambda x: kept(
         x, (x * one_hot(x)).sum(-1) >= lax.top_k((x * one_hot(x)).sum(-1), 3)[0][:, -1:]
     ),
-    "chosen_by_a_product": lambda x: kept(
-        x, jnp.einsum("bte,bte->bt", jnp.tanh(x), one_hot(x)) >= jnp.tanh(x).max(-1)
-    ),
+    "chosen_by_a_product": lambda x: kept(x, chosen(jnp.tanh(x)) >= 0),
 }
 
 
