@@ -28,7 +28,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from jax.sharding import Mesh  # noqa: E402
+from jax.sharding import AxisType, Mesh  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from statemesh.testing import UntestedWarning, assert_equivalent  # noqa: E402
@@ -125,7 +125,9 @@ def strategy(number: int, *, smooth: bool) -> st.SearchStrategy[Program]:
     """What a batch draws."""
     sizes = SIZES[number % len(SIZES)]
     devices = np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
-    return programs(mesh=Mesh(devices, ("x", "y", "z")[: len(sizes)]), smooth=smooth)
+    kinds = ((AxisType.Explicit, AxisType.Auto)[number % 2],) * len(sizes)
+    mesh = Mesh(devices, ("x", "y", "z")[: len(sizes)], axis_types=kinds)
+    return programs(mesh=mesh, smooth=smooth)
 
 
 def drawn(number: int, *, smooth: bool, count: int = BATCH) -> list[Program]:

@@ -6,15 +6,17 @@ from .deep_checks import Tally, check, drawn
 
 
 @pytest.mark.parametrize(
-    ("dtype", "gradients"),
+    ("number", "dtype", "gradients"),
     [
-        ("float32", False),
-        pytest.param("bfloat16", False, marks=pytest.mark.slow),
-        pytest.param("float32", True, marks=pytest.mark.slow),
+        # Two devices, on Auto axes and on Explicit ones.
+        (3, "float32", False),
+        pytest.param(8, "float32", False, marks=pytest.mark.slow),
+        pytest.param(8, "bfloat16", False, marks=pytest.mark.slow),
+        pytest.param(8, "float32", True, marks=pytest.mark.slow),
     ],
 )
-def test_no_right_program_is_accused(dtype: str, *, gradients: bool) -> None:
+def test_no_right_program_is_accused(number: int, dtype: str, *, gradients: bool) -> None:
     tally = Tally()
-    check(drawn(3, smooth=gradients, count=5), dtype, tally, gradients=gradients)
+    check(drawn(number, smooth=gradients, count=5), dtype, tally, gradients=gradients)
     assert not tally.alarms
     assert tally.checks

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
@@ -29,6 +29,8 @@ pytestmark = pytest.mark.slow
 
 
 jnp: Any = jax.numpy
+
+KINDS = [AxisType.Auto, AxisType.Explicit]
 
 # How a leaf is made from its source. For the first group the call, or `sm.place`, has to move data.
 MOVED = ("host", "another device", "placed", "numpy", "part")
@@ -45,6 +47,8 @@ class Leaf:
     split: bool
     written: bool
 
+
+MESHES = st.builds(make_mesh, st.sampled_from(["1", "2", "8", "2x2"]), st.sampled_from(KINDS))
 
 MODELS = st.lists(
     st.builds(
@@ -125,9 +129,8 @@ def is_one(x: Any, number: float) -> bool:
     return not (isinstance(x, jax.Array) and x.is_deleted()) and bool((np.array(x) == number).all())
 
 
-@given(MODELS, st.sampled_from(["1", "2", "8", "2x2"]), st.sampled_from(["none", "states", "all"]))
-def test_shared_memory(leaves: list[Leaf], name: str, donate: Any) -> None:
-    mesh = make_mesh(name)
+@given(MODELS, MESHES, st.sampled_from(["none", "states", "all"]))
+def test_shared_memory(leaves: list[Leaf], mesh: Mesh, donate: Any) -> None:
     sources = Sources(mesh)
     given = [sources.array(leaf) for leaf in leaves]
     model = [
@@ -188,9 +191,8 @@ def check_held(
         assert k in put or is_one(sources.host[k], k)
 
 
-@given(MODELS, st.sampled_from(["2", "8", "2x2"]))
-def test_what_came_back_as_it_went_in_may_be_given_up(leaves: list[Leaf], name: str) -> None:
-    mesh = make_mesh(name)
+@given(MODELS, MESHES.filter(lambda mesh: mesh.size > 1))
+def test_what_came_back_as_it_went_in_may_be_given_up(leaves: list[Leaf], mesh: Mesh) -> None:
     sources = Sources(mesh)
     model = [sm.State(sources.array(leaf), spec=spec_of(leaf)) for leaf in leaves]
     keep = sm.shard_map(lambda model: model, mesh, (P(),), P())

@@ -1,4 +1,4 @@
-"""Objects that are not arrays change between calls, and every call uses their current contents."""
+"""Objects that are not arrays change between calls, and every call uses them as they are now."""
 
 import collections
 import copy
@@ -10,14 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import statemesh as sm
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::statemesh.RetracedWarning")]
 
 
 @dataclasses.dataclass
@@ -38,6 +38,11 @@ class Hashed:
 @dataclasses.dataclass(slots=True)
 class Slots:
     value: Any
+
+
+class Model(sm.Module):
+    state: sm.State
+    options: Any = sm.field(static=True)
 
 
 class Words(dict[str, Any]):
@@ -85,13 +90,23 @@ AROUND: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "dataclass": (Config, lambda o: o.value),
     "tuple": (lambda o: Config((1, o)), lambda o: o.value[1]),
     "dictionary": (lambda o: Slots({"a": [o]}), lambda o: o.value["a"][0]),
+    "static field": (lambda o: Model(sm.State(0.0), o), lambda o: o.options),
+    "static field of a model in a list": (
+        lambda o: [{"a": Model(sm.State(0.0), (1, o))}],
+        lambda o: o[0]["a"].options[1],
+    ),
 }
 NUMBERS = [0.0, -0.0, 1, 1.0, True, 2, -3.5]
-MESH = Mesh(np.array(jax.devices()[:2]), ("x",))
+
+
+def on_mesh(kind: AxisType, f: Callable[..., Any]) -> Any:
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(kind,))
+    return sm.shard_map(f, mesh, (None, PartitionSpec("x")), (PartitionSpec("x"), None))
+
+
 MAPS: dict[str, Callable[[Any], Any]] = {
-    "shard_map": lambda f: sm.shard_map(
-        f, MESH, (None, PartitionSpec("x")), (PartitionSpec("x"), None)
-    ),
+    "shard_map": lambda f: on_mesh(AxisType.Explicit, f),
+    "shard_map, Auto axes": lambda f: on_mesh(AxisType.Auto, f),
     "vmap2": lambda f: sm.vmap2(f, in_axes=(None, 0), out_axes=(0, None)),
     "pmap2": lambda f: sm.pmap2(f, in_axes=(None, 0), out_axes=(0, None)),
 }
@@ -122,6 +137,8 @@ def sort_of(number: Any) -> str:
 def test_a_call_computes_with_what_is_there_now(
     held: str, around: str, how: str, steps: list[Change]
 ) -> None:
+    # As under `jax.jit`: a static field that can be hashed must not change.
+    assume(not (held == "hashed" and "static field" in around))
     make, write, read = HOLDERS[held]
     wrap, unwrap = AROUND[around]
     traces: list[None] = []
@@ -141,7 +158,7 @@ def test_a_call_computes_with_what_is_there_now(
         write(unwrap(config), step.number)
         x = np.arange(1, 2 * step.columns + 1, dtype=np.int32).reshape(2, step.columns)
         out, same = call(config, x)
-        assert same is config
+        assert unwrap(same) is unwrap(config)
         expected = (
             x * np.float32(step.number) if isinstance(step.number, float) else x * step.number
         )
@@ -149,4 +166,5 @@ def test_a_call_computes_with_what_is_there_now(
         np.testing.assert_array_equal(np.signbit(out), np.signbit(expected))
         assert np.issubdtype(out.dtype, np.floating) == isinstance(step.number, float)
         seen.add((sort_of(step.number), step.columns))
-    assert len(traces) == len(seen)
+    can_be_compared = held == "hashed" and around == "nothing"
+    assert len(traces) == (len(seen) if can_be_compared else len(steps))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, find, given, seed, settings
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
@@ -20,7 +20,13 @@ from statemesh.testing import arrays, filters, meshes, modules, shapes, specs, s
 from statemesh.testing._strategies._trees import KINDS, Layer
 from tests.helpers import slow
 
+from .lanes.cases import lane_cases
+from .losses.cases import loss_cases
+from .losses.nested import nested_cases
+from .origins.cases import moves
 from .picks import matches
+from .plain.cases import cases as plain_cases
+from .random_programs import programs
 from .strategies import meshes as plain_meshes
 from .strategies import specs as plain_specs
 from .trees import Pair, structure, walk
@@ -47,6 +53,20 @@ MODEL = Pair(
 )
 
 
+# What has a mesh, in other strategies of this suite.
+CASES: dict[str, Callable[[], st.SearchStrategy[Any]]] = {
+    "programs of shards": plain_cases,
+    "portable programs": lambda: plain_cases(portable=True, smooth=True),
+    "lanes on shards": lambda: lane_cases(nested=True),
+    "losses": loss_cases,
+    "losses of lanes on shards": lambda: loss_cases(over="both"),
+    "losses with gradients inside": nested_cases,
+    "states that move": moves,
+    "random programs": programs,
+    "random programs of shards": lambda: programs(portable=False),
+}
+
+
 def of_a_model() -> st.SearchStrategy[tuple[Any, Any]]:
     trees = modules(max_states=4)
     return trees.flatmap(lambda tree: st.tuples(st.just(tree), filters(tree=tree)))
@@ -67,11 +87,12 @@ STRATEGIES: dict[str, Callable[[], st.SearchStrategy[Any]]] = {
     "filters of a model": of_a_model,
     "plain meshes": plain_meshes,
     "plain specs": lambda: plain_specs(axes=("x", "y"), rank=2),
+    **CASES,
 }
 
 
 @functools.cache
-def drawn(name: str) -> list[Any]:
+def drawn(name: str, count: int = EXAMPLES) -> list[Any]:
     """The first examples of a strategy, the same in every run."""
     found: list[Any] = []
 
@@ -87,7 +108,7 @@ def drawn(name: str) -> list[Any]:
         found.append(value)
 
     # Many short runs: one long run varies a few of its examples over and over.
-    for k in range(EXAMPLES // 20):
+    for k in range(count // 20):
         seed(k)(gather)()
     return found
 
@@ -399,6 +420,22 @@ REACHED: list[tuple[str, str, int, Callable[[Any], Any]]] = [
         if isinstance(getattr(sm.filters, name), type)
     ],
 ]
+
+
+def is_explicit(case: Any) -> bool:
+    """Whether a mesh, or that of a case, has Explicit axes."""
+    case = getattr(case, "case", case)
+    mesh = getattr(case, "mesh", case)
+    if isinstance(mesh, Mesh):
+        return AxisType.Explicit in mesh.axis_types
+    explicit: bool = mesh.explicit
+    return explicit
+
+
+@pytest.mark.parametrize("name", ["meshes", "plain meshes", *CASES])
+def test_explicit_axes_are_drawn_as_often_as_auto_ones(name: str) -> None:
+    kinds = [is_explicit(case) for case in drawn(name, 100)]
+    assert 0.3 < np.mean(kinds) < 0.7, f"{sum(kinds)} of {len(kinds)}"
 
 
 def stands_twice_of(module: Any, of: Callable[[Any], bool]) -> bool:

@@ -11,6 +11,7 @@ from ._base._nodes import is_state as is_state
 from ._base._specs import PerShard as PerShard
 from ._base.errors import BatchAxisError as BatchAxisError
 from ._base.errors import DivergedStateError as DivergedStateError
+from ._base.errors import RetracedWarning as RetracedWarning
 from ._base.errors import SpecError as SpecError
 from ._base.errors import StatemeshError as StatemeshError
 from ._base.errors import StructureError as StructureError

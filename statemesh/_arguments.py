@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 
 from ._base import errors
-from ._base._arrays import is_shaped
+from ._base._arrays import is_masked, is_shaped
 from ._base._nodes import is_state
 from ._base._paths import path_str, positional_names
 from ._base._types import NUMBERS, Fun, KeyPath, Leaf, PyTree, PyTreeDef
@@ -101,6 +101,8 @@ class Arguments:
         inside = inside_modules(value)
         units = []
         flat = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_state)[0]
+        if bad := [(path_str(keys, name), node) for keys, node in flat if is_masked(node)]:
+            raise errors.masked(f"the argument {name}", bad)
         for (keys, node), in_module in zip(flat, inside, strict=True):
             leaves, treedef = jax.tree_util.tree_flatten(node)
             positions = tuple(range(self.count, self.count + len(leaves)))

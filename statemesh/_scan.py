@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from ._arguments import inside_modules
 from ._base import errors
 from ._base._arrays import is_shaped
+from ._base._checks import check_flag, count
 from ._base._compat import tree_util
 from ._base._nodes import REMOVED, is_removed, is_state
 from ._base._paths import fun_name, path_str, positional_names
-from ._base._tokens import Unknowable, token
+from ._base._tokens import alike
 from ._base._types import NUMBERS
 
 
@@ -67,6 +68,9 @@ def scan(
     """
     if not callable(f):
         raise errors.not_callable("scan", f)
+    check_flag("scan", "reverse", reverse)
+    if length is not None:
+        length = count("scan", "length", length)
     first, fixed = _parted(init)
     rows, fixed_rows = _parted(xs)
     fixed_ys: list[Any] = []
@@ -147,10 +151,7 @@ def _goes_on(old: Any, new: Any, in_module: bool) -> bool:
         return is_state(new) and _form(old) == _form(new)
     if _is_carried(old, in_module):
         return not is_state(new) and _is_carried(new, in_module)
-    try:
-        return old is new or token(old) == token(new)
-    except Unknowable:
-        return False
+    return alike(old, new)
 
 
 def _form(state: Any) -> Any:

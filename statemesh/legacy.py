@@ -4,6 +4,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from ._base import errors
 from ._base._checks import axis_names as as_names
+from ._base._checks import check_flag
 from ._base._types import AnyMesh, AxisNames, FunOf, Params, Result, SpecTree
 from ._call._mapping import StatefulMapping
 from ._call._shard_map import shard_map as _shard_map
@@ -45,6 +46,7 @@ def shard_map(
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise errors.not_a_mesh(mesh)
+    check_flag("shard_map", "check_rep", check_rep)
     auto = as_names("shard_map", auto, "auto")
     names = frozenset(mesh.axis_names)
     if not auto <= names or (auto and auto == names):

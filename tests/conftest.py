@@ -1,5 +1,9 @@
 """Both suites run on 8 simulated devices, and every annotation of the package is checked at run time."""
 
+from collections.abc import Iterator
+
+import pytest
+from jax.sharding import AxisType
 from jaxtyping import install_import_hook
 
 import tests.annotations
@@ -13,3 +17,12 @@ from statemesh.testing import load_profile, set_devices  # noqa: E402
 
 set_devices(8)
 load_profile()
+
+from tests.helpers import default_kind, slow  # noqa: E402
+
+
+@pytest.fixture(params=[AxisType.Explicit, slow(AxisType.Auto)], ids=lambda kind: kind.name)
+def each_kind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runs a test on meshes of Explicit axes, as `jax.make_mesh` makes them, and slow on Auto ones."""
+    with default_kind(request.param):
+        yield

@@ -38,11 +38,28 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+_default_kind = AxisType.Auto
+
+
+@contextlib.contextmanager
+def default_kind(kind: AxisType) -> Iterator[None]:
+    """Make the meshes of `make_mesh` of this type where none is asked for, while the context is open."""
+    global _default_kind
+    before, _default_kind = _default_kind, kind
+    try:
+        yield
+    finally:
+        _default_kind = before
+
+
 def make_mesh(name: str = "8", *kinds: AxisType) -> Mesh:
-    """One of the meshes of `SHAPES` with these axis types; the last type is for all remaining axes."""
+    """One of the meshes of `SHAPES` with these axis types; the last type is for all remaining axes.
+
+    Without types all axes are Auto; in files that use the fixture `each_kind`, Explicit and Auto in turn.
+    """
     shape, axes = SHAPES[name]
     devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
-    kinds = kinds or (AxisType.Auto,)
+    kinds = kinds or (_default_kind,)
     types = tuple(kinds[min(k, len(kinds) - 1)] for k in range(len(axes)))
     return Mesh(devices, axes, axis_types=types)
 

@@ -1,4 +1,6 @@
-"""Kill processes at random moments while they save; every step that is left must be whole. By hand:
+"""Kill processes at random moments while they save; every step that is left must be whole.
+
+All the time another process looks at the folder, which must not disturb anyone. By hand:
 
 python -m tests.kills_of_saving [--kills 50] [--processes 1 2] [--seed 0]
 """
@@ -57,9 +59,19 @@ def killed(folder: pathlib.Path, processes: int, draw: random.Random) -> None:
     """Save with processes that are killed at random moments, in any order."""
     with saving(commands(folder, processes)) as children:
         for child in draw.sample(children, processes):
+            end = time.monotonic() + draw.uniform(0, 1)
+            while time.monotonic() < end:
+                looked(folder)
+            # A look ends nobody's save. Only a process that was killed takes others with it.
+            assert processes > 1 or child.poll() is None, child.stdout and child.stdout.read()
             # Whoever is left must not take what it cannot finish for whole.
-            time.sleep(draw.uniform(0, 1))
             child.kill()
+
+
+def looked(folder: pathlib.Path) -> int | None:
+    """The newest step, as a process sees it that only looks."""
+    with Checkpoints(folder, keep=1) as checkpoints:
+        return checkpoints.latest
 
 
 def newest(folder: pathlib.Path) -> int:
@@ -87,10 +99,18 @@ def check(folder: pathlib.Path, processes: int, kills: int, seed: int, quiet: bo
         step = newest(folder)
         assert step >= last, f"step {last} was whole, and is lost: seed {seed}"
         halves += any("tmp" in path.name for path in folder.iterdir())
-        # What the next process finds is what it would go on from. A copy, so that it has to tidy up itself.
+        # What the next process finds is what it would go on from. A look changes nothing.
+        before = sorted(folder.rglob("*"))
+        assert looked(folder) == (None if step < 0 else step)
+        assert sorted(folder.rglob("*")) == before
+        # One that saves tidies up. It does so in a copy, so that the next killed process has to do it itself.
         with tempfile.TemporaryDirectory() as copy:
             shutil.copytree(folder, copy, dirs_exist_ok=True)
-            assert Checkpoints(copy).latest == (None if step < 0 else step)
+            with Checkpoints(copy) as checkpoints:
+                checkpoints.save(step + 1, steps.numbered(step + 1))
+            assert newest(pathlib.Path(copy)) == step + 1
+            assert not any("tmp" in path.name for path in pathlib.Path(copy).iterdir())
+            assert not list(pathlib.Path(copy).glob(".old/*"))
         last = step
     assert last > 0
     return halves

@@ -296,9 +296,9 @@ def refusals() -> Found:
 AT_LEAST_3 = functools.partial(max, 3)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Config:
-    """An object that cannot be hashed."""
+    """An object that is no array."""
 
     rate: float
     words: frozenset[str] = frozenset({"one", "two", "three", "four"})
@@ -376,6 +376,66 @@ def alike() -> Found:
     return arrays, facts
 
 
+def traced_alike() -> Found:
+    """Programs that must be the same in every process: some differ, and some are the same."""
+    own = jax.process_index()
+    facts: dict[str, Any] = {}
+    x = np.arange(LANES, dtype=np.float32)
+
+    rows = P("i")
+
+    def run(what: str, fun: Any, specs: Any = (rows, rows), mesh: Any = None) -> None:
+        mesh = jax.make_mesh((LANES,), ("i",)) if mesh is None else mesh
+        facts[what] = refusal(lambda: sm.shard_map(fun, mesh, *specs)(x))
+
+    def stops(x: Any) -> Any:
+        if own:
+            raise KeyError("only in process 1")
+        return x
+
+    run("number", lambda x: x * [1.0, 2.0][own])
+    run("operation", lambda x: [jnp.sin, jnp.cos][own](x))
+    run("inside", lambda x: jax.lax.scan(lambda c, _: (c * (own + 2.0), None), x, None, 3)[0])
+    run("longer", lambda x: x * 2 if own else x * 2 + 1)
+    run("constant", lambda x: x * jnp.arange(own, own + 3.0)[:, None], (P("i"), P(None, "i")))
+    run("raised", stops)
+    run("in_specs", lambda x: x * 2, ([P("i"), P()][own], P("i")))
+    run("out_specs", lambda x: x.sum()[None], (P(), [P("i"), P()][own]))
+    devices = np.array(jax.devices())
+    run("mesh", lambda x: x * 2, mesh=Mesh(devices[:: 1 - 2 * own], ("i",)))
+    lanes = np.ones(len(own_lanes()), np.float32)
+    facts["pmap2"] = refusal(lambda: sm.pmap2(lambda x: x * [1.0, 2.0][own])(lanes))
+    double = sm.shard_map(
+        lambda x: x * [1.0, 2.0][own], jax.make_mesh((LANES,), ("i",)), P("i"), P("i")
+    )
+    facts["grad"] = refusal(lambda: jax.grad(lambda x: double(x).sum())(jnp.asarray(x)))
+
+    def everything(s: Any, x: Any) -> Any:
+        # Sets, names, functions and addresses that a printed program shows, and constants.
+        names = tuple(sorted({"data", "model"}))
+        noise = jax.random.normal(jax.random.key(1), x.shape)
+        called = jax.pure_callback(
+            lambda x: np.asarray(x),
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            x,
+            vmap_method="sequential",
+        )
+        y = jax.checkpoint(jax.nn.gelu)(x) + jax.jit(lambda x: jnp.where(x > 0, x, noise))(called)
+        y = jax.lax.cond(y.sum() > 0, lambda: y + np.arange(2.0), lambda: y - jnp.arange(2.0))
+        y = y + sm.vmap2(lambda x: sm.psum(x, "ln"), axis_name="ln")(y)
+        total = sm.psum(jnp.linalg.norm(y), names) + sm.pmax(y.sum(), names)
+        return y, s.set(s.value + total)
+
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    rows = P(("data", "model"))
+    arrays: dict[str, Any] = {}
+    for number, check_vma in enumerate((True, False)):
+        step = sm.shard_map(everything, mesh, (P(), rows), (rows, P()), check_vma=check_vma)
+        state = sm.State(0.0, tag=frozenset({"one", "two", "three"}))
+        arrays |= held(step(state, np.arange(2.0 * LANES, dtype=np.float32)), f"programs{number}")
+    return arrays, facts
+
+
 def loses(how: str) -> Found:
     """One process ends in the middle of its steps, while the other continues."""
     step = sm.pmap2(lambda x: jax.lax.psum(x, "i"), "i")
@@ -390,7 +450,7 @@ def loses(how: str) -> Found:
 
 
 TASKS: dict[str, Callable[[], Found]] = {
-    task.__name__: task for task in (lanes, shards, others, refusals, alike)
+    task.__name__: task for task in (lanes, shards, others, refusals, alike, traced_alike)
 }
 
 

@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import math
 import pathlib
 import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jaxtyping
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
@@ -565,3 +567,163 @@ def test_without_devices() -> None:
         "total: `peak` is known only of a compiled call, and this one has no devices. Leave it out, or give "
         "a mesh with devices.",
     )
+
+
+def explicit() -> Any:
+    return jax.make_mesh((8,), ("x",))
+
+
+def test_a_loop_of_unknown_length_is_over_every_number() -> None:
+    def settle(x: Any) -> Any:
+        def turn(carry: Any) -> Any:
+            k, total = carry
+            return k + 1, jax.lax.psum(jnp.sin(total + x.sum()), "x")  # line: turn
+
+        return jax.lax.while_loop(lambda carry: carry[0] < x[0], turn, (0.0, 0.0))[1]
+
+    at = f"tests/{line('turn')}"
+    turns = f"psum over x, 1 time in each turn of a loop of unknown length, 7 B: your code, {at}"
+    for mesh in (explicit(), make_mesh(), AbstractMesh((8,), ("x",))):
+        call = sm.shard_map(settle, mesh, P("x"), P(), check_vma=False)
+        x = np.arange(8, dtype=np.float32)
+        with pytest.raises(AssertionError) as raised:
+            assert_budget(call, x, collectives=5, bytes=1_000)
+        assert (
+            str(raised.value)
+            == f"""\
+settle: the call is over its budget.
+collectives: an unknown number where 5 are allowed.
+  - {turns}
+bytes sent: an unknown number where 1000 B are allowed.
+  - {turns}"""
+        )
+        for budget in ({"psum": 5}, {"your code": 1}, {"your*": 1}, {}):
+            with pytest.raises(AssertionError, match="unknown number"):
+                assert_budget(call, x, collectives=budget)
+        assert_budget(call, x, collectives={"psum": math.inf})
+        assert_budget(call, x, collectives=math.inf, bytes=math.inf)
+
+
+def test_bytes_are_those_of_the_dtypes_of_the_program() -> None:
+    def exchanged(x: Any) -> Any:
+        gathered, total = jax.lax.all_gather(x, "x"), jax.lax.psum((x, x.sum()), "x")
+        return total, jax.lax.ppermute(x, "x", [(0, 1)]), gathered
+
+    for mesh in (explicit(), make_mesh()):
+        call = sm.shard_map(exchanged, mesh, P("x"), (P(), P("x"), P("x")))
+        rows = jnp.ones((8, 100), jnp.bfloat16)
+        narrow = call.explain(rows).bytes
+        without = sm.shard_map(exchanged, AbstractMesh((8,), ("x",)), P("x"), (P(), P("x"), P("x")))
+        assert narrow == without.explain(rows).bytes
+        assert_budget(call, rows, bytes=narrow)
+        wide = call.explain(rows.astype(jnp.float32)).bytes
+        assert wide > 1.99 * narrow
+        with pytest.raises(AssertionError, match=f"bytes sent: {wide} B"):
+            assert_budget(call, rows.astype(jnp.float32), bytes=narrow)
+
+
+def test_each_array_of_several_calls_is_held() -> None:
+    call = sm.shard_map(lambda w, x: (x * w.value).sum()[None], explicit(), (None, P("x")), P("x"))
+    w, x, y = sm.State(jnp.ones(())), np.ones(800, np.float32), np.ones(800, np.float32)
+
+    def twice(w: Any, x: Any, y: Any) -> Any:
+        return call(w, x) + call(w, y)
+
+    def over(*args: Any) -> int:
+        found = assert_budget(twice, *args, held=10_000)
+        return sum(row.bytes for row in found.leaves)
+
+    assert over(w, x, y) == 4 + 400 + 400
+    # A loop makes one call of its rows, however often JAX traces it.
+    rows = jnp.ones((3, 800))
+    looped = assert_budget(
+        lambda w, rows: jax.lax.scan(lambda c, x: (c + call(w, x), None), jnp.zeros(8), rows)[0],
+        w,
+        rows,
+        held=404,
+    )
+    assert [row.path for row in looped.leaves] == ["w", "x"]
+    with pytest.raises(AssertionError, match=r"bytes held: 804 B where 803 B are allowed"):
+        assert_budget(twice, w, x, y, held=803)
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        ["the gradient of *", "the loss", "the policy of ?et.mean"],
+        ["the *"],
+        ["*"],
+        ["the policy of net.mean", "the *"],
+    ],
+)
+def test_patterns_of_causes(patterns: list[str]) -> None:
+    causes = [one.cause for one in mapped().explain(*placed()).collectives]
+    counts = dict.fromkeys(patterns, 0)
+    for cause in causes:
+        # The first that fits counts.
+        fits = [
+            key for key in patterns if re.fullmatch(key.replace("*", ".*").replace("?", "."), cause)
+        ]
+        counts[fits[0]] += 1
+    assert counts[patterns[-1]] > 0
+    assert_budget(mapped(), *placed(), collectives=counts)
+    fewer = counts | {patterns[-1]: counts[patterns[-1]] - 1}
+    with pytest.raises(AssertionError, match=re.escape(f"collectives ({patterns[-1]})")):
+        assert_budget(mapped(), *placed(), collectives=fewer)
+
+
+def test_brackets_are_no_pattern() -> None:
+    model = {"layers": [sm.State(jnp.ones(2), reduce="mean"), sm.State(jnp.ones(3), reduce="max")]}
+
+    def change(model: Any, x: Any) -> Any:
+        return {"layers": [s.set(s.value + x.sum()) for s in model["layers"]]}
+
+    call = sm.shard_map(change, explicit(), (None, P("x")), P())
+    causes = {f"the policy of model['layers'][{k}]": 1 for k in range(2)}
+    assert_budget(call, model, np.ones(8, np.float32), collectives=causes)
+    assert_budget(call, model, np.ones(8, np.float32), collectives={"*['layers'][*]": 2})
+    with pytest.raises(AssertionError, match="that the budget does not name: 1"):
+        assert_budget(call, model, np.ones(8, np.float32), collectives={"*['layers'][0]": 2})
+
+
+def test_temporaries_and_what_is_donated() -> None:
+    found = assert_budget(mapped(), *placed(), donated=0, temporaries=10**6)
+    memory = found.memory
+    assert memory is not None and memory.donated > 0
+    assert_budget(mapped(), *placed(), donated=memory.donated, temporaries=memory.temporaries)
+    with pytest.raises(AssertionError, match=f"temporaries: {memory.temporaries} B where"):
+        assert_budget(mapped(), *placed(), temporaries=memory.temporaries - 1)
+    assert_says(
+        lambda: assert_budget(small(), *SMALL, donated=4),
+        AssertionError,
+        """\
+total: the call is over its budget.
+donated: 0 B where at least 4 B are asked for.
+  - x: 8 B, as P('x') (in_specs[1])
+  - count: 4 B, as P() (default)""",
+    )
+
+
+def test_limits_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The annotations would refuse them first.
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    assert_says(
+        lambda: assert_budget(small(), *SMALL),
+        ValueError,
+        "assert_budget: there is no limit, so nothing would be checked. Give at least one of collectives, "
+        "bytes, peak, allocated, temporaries, donated, held, moved. What the call takes now is in "
+        "`explain(fun, *args)`.",
+    )
+    wrong: Any
+    for wrong in (True, "1", {"psum": True}, {"psum": None}, [1]):
+        with pytest.raises(TypeError) as raised:
+            assert_budget(small(), *SMALL, collectives=wrong)
+        assert str(raised.value) == (
+            f"assert_budget: collectives is {wrong!r}, but must be a number, or a dictionary with a number "
+            "for each cause."
+        )
+    for name in ("bytes", "peak", "allocated", "temporaries", "donated", "held", "moved"):
+        for wrong in (False, "1", {}):
+            with pytest.raises(TypeError) as raised:
+                assert_budget(small(), *SMALL, **{name: wrong})
+            assert str(raised.value) == f"assert_budget: {name} is {wrong!r}, but must be a number."

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh._resolve._buffers import Made, Spared, apart, copied, memory
-from tests.helpers import compiles, make_mesh
+from statemesh.testing import assert_budget
+from tests.helpers import compiles, counted, make_mesh
 
 
 jnp: Any = jax.numpy
@@ -432,3 +433,144 @@ def test_in_an_eager_derivative_too() -> None:
     w.delete()
     equal(m["w"], X)
     equal(m["s"].value, X)
+
+
+# What is fed back, on Auto and Explicit meshes
+
+
+KINDS = [AxisType.Auto, AxisType.Explicit]
+
+
+def one_more(state: Any) -> Any:
+    return state.set(state.value + 1)
+
+
+def feeding_calls(kind: AxisType, donate: Any) -> dict[str, Any]:
+    """Calls on many meshes, each with a state of 256 KiB to 4 MiB."""
+
+    def call(name: str, state: sm.State) -> Any:
+        mesh = make_mesh(name, kind)
+        return sm.shard_map(one_more, mesh, (None,), P(), donate=donate), state
+
+    def zeros(*shape: int) -> Any:
+        return np.zeros(shape, np.float32)
+
+    line = Mesh(np.array(jax.devices()).reshape(1, 8), ("one", "x"), axis_types=(kind,) * 2)
+    return {
+        "replicated": call("8", sm.ParamState(zeros(512, 512))),
+        "of rank 3": call("8", sm.ParamState(zeros(4, 512, 512))),
+        "split": call("8", sm.ParamState(zeros(512, 512), spec=P("x"))),
+        "a tuple of axes": call("4x2", sm.ParamState(zeros(512, 512), spec=P(("x", "y")))),
+        "a tuple of one axis": call("8", sm.ParamState(zeros(512, 512), spec=P(("x",)))),
+        "the last dimension": call("4x2", sm.ParamState(zeros(512, 512), spec=P(None, "y"))),
+        "per shard": call("8", sm.State(zeros(8, 256, 256), spec=sm.PerShard("x"))),
+        "on one device": call("1", sm.ParamState(zeros(256, 256))),
+        "split on one device": call("1", sm.ParamState(zeros(256, 256), spec=P("x"))),
+        "an axis of one device": (
+            sm.shard_map(one_more, line, (None,), P(), donate=donate),
+            sm.ParamState(zeros(512, 512), spec=P("one")),
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("donate", ["none", "states"])
+@pytest.mark.parametrize("name", feeding_calls(AxisType.Auto, "none"))
+def test_what_is_fed_back_is_never_copied(name: str, donate: str, kind: AxisType) -> None:
+    call, state = feeding_calls(kind, donate)[name]
+    (state,) = call.place(state)
+    (shard,) = {part.data.nbytes for part in state.value.addressable_shards}
+    state = call(state)
+    live = len(jax.live_arrays())
+    with compiles() as seen:
+        for _ in range(4):
+            old, state = state, call(state)
+            assert old.value.is_deleted() == (donate == "states")
+            del old
+            assert len(jax.live_arrays()) <= live
+    assert seen.times == 0
+    equal(state.value, 5.0)
+    explanation = assert_budget(call, state, moved=0)
+    assert explanation.memory is not None
+    assert explanation.memory.donated == (shard if donate == "states" else 0)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_every_donation_is_one(kind: AxisType) -> None:
+    """States, keys and packed states, with a mesh that is set or given."""
+    mesh = make_mesh("8", kind)
+
+    def step(model: Any, packed: Any, x: Any) -> Any:
+        key, rng = model["rng"].split()
+        new = {"w": one_more(model["w"]), "rng": rng, "keys": model["keys"].split()[1]}
+        noise = jax.random.normal(key, x.shape)
+        return new, jax.tree.map(lambda v: v + 1, packed), (x + noise).sum(keepdims=True)
+
+    step, count = counted(step)
+    model = {
+        "w": sm.ParamState(np.ones((64, 64), np.float32)),
+        "rng": sm.RandomState(jax.random.key(0)),
+        "keys": sm.RandomState(jax.random.split(jax.random.key(1), 8), spec=sm.PerShard("x")),
+    }
+    packed = sm.pack([sm.State(np.ones((3, 3), np.float32)), sm.State(np.ones(5))], mesh)
+    for given in (mesh, None):
+        count.times = 0
+        with jax.set_mesh(mesh):
+            call = sm.shard_map(
+                step, given, (None, None, P("x")), (P(), P(), P("x")), donate="states"
+            )
+            args = call.place(model, sm.pack(packed.unpack(), mesh), np.ones((8, 2), np.float32))
+            held, buffers, _ = call(*args)
+            with compiles() as seen:
+                for _ in range(3):
+                    old = jax.tree.leaves((held, buffers))
+                    held, buffers, _ = call(held, buffers, args[2])
+                    assert all(x.is_deleted() for x in old)
+            assert count.times == 1 and seen.times == 0
+            assert_budget(call, held, buffers, args[2], moved=0)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_an_equivalent_layout_is_given_up_as_it_is(kind: AxisType) -> None:
+    mesh = make_mesh("8", kind)
+    line = Mesh(np.array(jax.devices()).reshape(1, 8), ("one", "x"), axis_types=(kind,) * 2)
+    value = np.zeros((512, 512), np.float32)
+    for where, specs in ((mesh, [P(), P(None), P(None, None)]), (line, [P(), P("one")])):
+        call = sm.shard_map(one_more, where, (None,), P(), donate="states")
+        for spec in specs:
+            state = sm.ParamState(jax.device_put(value, on(where, spec)))
+            assert call.explain(state).leaves[0].moved == 0
+            equal(call(state).value, 1.0)
+            assert state.value.is_deleted()
+        keep = sm.shard_map(lambda s, w: s, where, (None, P()), P(), donate="all")
+        state = sm.ParamState(jax.device_put(value, on(where, specs[-1])))
+        assert keep(state, np.ones(2)).value is state.value
+
+
+def test_explain_counts_what_is_copied_before_it_is_given_up() -> None:
+    mesh = make_mesh("1")
+    state = sm.State(jnp.zeros((4, 4)))
+    cases: list[tuple[Any, int]] = [("none", 0), ("states", 64)]
+    for donate, moved in cases:
+        call = sm.shard_map(one_more, mesh, (None,), P(), donate=donate)
+        assert call.explain(state).leaves[0].moved == moved
+        call(state)
+        # It lies on no mesh, so that its owner keeps it.
+        equal(state.value, 0.0)
+
+
+def test_lanes_on_devices_are_fed_back_whatever_axes_their_data_have() -> None:
+    rows = jax.device_put(
+        np.ones((8, 4), np.float32), on(make_mesh("8", AxisType.Explicit), P("x"))
+    )
+    call = sm.pmap2(
+        lambda s, x: s.set(s.value + x), in_axes=(None, 0), state_in_axes=..., donate_argnums=0
+    )
+    (state, rows) = call.place(sm.State(np.zeros((8, 4), np.float32)), rows)
+    state = call(state, rows)
+    with compiles() as seen:
+        for _ in range(3):
+            old, state = state, call(state, rows)
+            assert old.value.is_deleted()
+    assert seen.times == 0
+    assert_budget(call, state, rows, moved=0)

@@ -263,6 +263,57 @@ def test_steps(tmp_path: pathlib.Path) -> None:
     assert Checkpoints(tmp_path).latest == 7
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "\n",
+        "a\nb",
+        "\t",
+        "\0",
+        "\r",
+        "\x7f",
+        "\u2028",
+        "\ud800",
+        "a\\b",
+        "a/b",
+        "/../../../x",
+        "..",
+        "%",
+        "a%2Fb",
+        "",
+        "é",
+    ],
+)
+def test_any_text_is_a_key(key: str, tmp_path: pathlib.Path) -> None:
+    tree = {key: jnp.arange(3.0), "key": {key: sm.State(jnp.int32(1)), "n": np.arange(2)}}
+    checkpoint.save(tmp_path / "a" / "b", tree)
+    back = checkpoint.load(tmp_path / "a" / "b", tree)
+    assert jax.tree.all(jax.tree.map(lambda x, y: bool((x == y).all()), back, tree))
+    # Nothing is written beside the folder.
+    assert [path.name for path in tmp_path.glob("*/*")] == ["b"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_names_that_orbax_takes_are_fields_too(tmp_path: pathlib.Path) -> None:
+    class Names(sm.Module):
+        _METADATA: Any
+        _sharding: Any
+        array_metadatas: Any
+        checksums: Any
+
+    tree = Names(jnp.ones(1), jnp.ones(2), jnp.ones(3), {"json": jnp.ones(4)})
+    checkpoint.save(tmp_path / "a", tree)
+    assert str(checkpoint.load(tmp_path / "a", tree)) == str(tree)
+
+
+def test_files_that_differ_have_different_names(tmp_path: pathlib.Path) -> None:
+    keys = ["a/b", "a%2Fb", "a%252Fb", "a\\b", "a%5C%5Cb", "a\nb", "a\\nb", "a%5Cnb"]
+    tree = {key: jnp.int32(k) for k, key in enumerate(keys)}
+    checkpoint.save(tmp_path / "a", tree)
+    back = checkpoint.load(tmp_path / "a", dict.fromkeys(keys, jnp.int32(0)))
+    assert [int(back[key]) for key in keys] == [*range(len(keys))]
+
+
 def test_what_is_written_does_not_change_with_what_is_donated(tmp_path: pathlib.Path) -> None:
     mesh = steps.mesh_of((8, 1))
     double = sm.shard_map(

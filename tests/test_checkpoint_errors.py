@@ -1,19 +1,25 @@
 """What does not fit a checkpoint, is damaged, or is none: the exact texts, and how to mend it."""
 
+import contextlib
 import itertools
 import json
+import os
 import pathlib
+import shutil
+import tempfile
 import zlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import statemesh as sm
 from statemesh import checkpoint
-from statemesh.checkpoint import CheckpointError
+from statemesh.checkpoint import CheckpointError, Checkpoints
 from tests import checkpoint_steps as steps
 
 
@@ -157,13 +163,13 @@ def test_a_newer_version_is_refused(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "a"
     checkpoint.save(folder, jnp.zeros(3))
     path = folder / "statemesh" / "metadata"
-    record = json.loads(path.read_text())["record"] | {"version": 2}
+    record = json.loads(path.read_text())["record"] | {"version": 3}
     crc = zlib.crc32(json.dumps(record, sort_keys=True).encode())
     path.write_text(json.dumps({"crc32": crc, "record": record}))
     with pytest.raises(CheckpointError) as error:
         checkpoint.load(folder, jnp.zeros(3))
     assert str(error.value) == (
-        f"load: {folder} has version 2 of the format, and this statemesh reads versions up to 1. Install a "
+        f"load: {folder} has version 3 of the format, and this statemesh reads versions up to 2. Install a "
         "newer statemesh."
     )
 
@@ -175,3 +181,417 @@ def test_a_foreign_folder_is_refused(tmp_path: pathlib.Path) -> None:
         f"load: {tmp_path} is no checkpoint that statemesh.checkpoint saved, or it was not saved to its end. "
         "Give the folder that was given to `save`."
     )
+
+
+def forged_tree() -> dict[str, Any]:
+    tree = {name: sm.State(jnp.arange(4.0) + k) for k, name in enumerate("ab")}
+    return tree | {"key": sm.RandomState(jax.random.key(3)), "n": 3, "done": True}
+
+
+A, B = "arrays/['a']/0", "arrays/['b']/0"
+METADATA, CHECKSUMS = "statemesh/metadata", "arrays/checksums.json"
+
+
+def crc(content: Any) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def write(file: str, content: str | bytes) -> Callable[[pathlib.Path], object]:
+    content = content.encode() if isinstance(content, str) else content
+    return lambda folder: (folder / file).write_bytes(content)
+
+
+def truncated(file: str) -> Callable[[pathlib.Path], object]:
+    return lambda folder: os.truncate(folder / file, (folder / file).stat().st_size - 1)
+
+
+def flipped(file: str) -> Callable[[pathlib.Path], object]:
+    def flip(folder: pathlib.Path) -> None:
+        content = bytearray((folder / file).read_bytes())
+        content[len(content) // 2] ^= 1
+        (folder / file).write_bytes(content)
+
+    return flip
+
+
+def swapped(one: str, other: str) -> Callable[[pathlib.Path], object]:
+    def swap(folder: pathlib.Path) -> None:
+        (folder / one).rename(folder / "kept")
+        (folder / other).rename(folder / one)
+        (folder / "kept").rename(folder / other)
+
+    return swap
+
+
+def deleted(file: str) -> Callable[[pathlib.Path], object]:
+    return lambda folder: (folder / file).unlink()
+
+
+def a_folder(file: str) -> Callable[[pathlib.Path], object]:
+    def replace(folder: pathlib.Path) -> None:
+        (folder / file).unlink()
+        (folder / file).mkdir()
+
+    return replace
+
+
+def a_loop(file: str) -> Callable[[pathlib.Path], object]:
+    """A file that cannot be opened: a symbolic link to itself."""
+
+    def replace(folder: pathlib.Path) -> None:
+        (folder / file).unlink()
+        (folder / file).symlink_to(folder / file)
+
+    return replace
+
+
+def arrays_as_a_file(folder: pathlib.Path) -> None:
+    shutil.rmtree(folder / "arrays")
+    (folder / "arrays").touch()
+
+
+def record(**entries: Any) -> Callable[[pathlib.Path], object]:
+    """Entries of the record replaced, `a__dtype` for that of the array `a`, and all checksums made anew."""
+
+    def replace(folder: pathlib.Path) -> None:
+        content = json.loads((folder / METADATA).read_text())["record"]
+        for path, value in entries.items():
+            name, _, entry = path.partition("__")
+            if entry:
+                part = "numbers" if f"['{name}']" in content["numbers"] else "arrays"
+                content[part][f"['{name}']"][entry] = value
+            else:
+                content[name] = value
+        (folder / METADATA).write_text(json.dumps({"crc32": crc(content), "record": content}))
+        sealed = json.loads((folder / CHECKSUMS).read_text())
+        (folder / CHECKSUMS).write_text(json.dumps(sealed | {"record": crc(content)}))
+
+    return replace
+
+
+def checksums(
+    change: Callable[[dict[str, Any]], Any], resealed: bool = True
+) -> Callable[[pathlib.Path], object]:
+    def replace(folder: pathlib.Path) -> None:
+        sealed = json.loads((folder / CHECKSUMS).read_text())
+        files = change(sealed["files"])
+        seal = {"crc32": crc(files)} if resealed else {}
+        (folder / CHECKSUMS).write_text(json.dumps(sealed | seal | {"files": files}))
+
+    return replace
+
+
+def of_another(part: str) -> Callable[[pathlib.Path], object]:
+    """A part of another checkpoint of the same shapes in the place of this one's."""
+
+    def replace(folder: pathlib.Path) -> None:
+        tree = forged_tree()
+        checkpoint.save(folder / "other", tree | {"n": 4, "a": tree["b"]})
+        shutil.rmtree(folder / part)
+        (folder / "other" / part).rename(folder / part)
+
+    return replace
+
+
+def other_entry(files: dict[str, Any]) -> dict[str, Any]:
+    return files | {A[len("arrays/") :]: files[B[len("arrays/") :]]}
+
+
+FORGERIES: dict[str, tuple[Callable[[pathlib.Path], object], str]] = {
+    "an array truncated": (truncated(A), f"{A}, of ['a']: another size"),
+    "a bit of an array": (flipped(A), f"{A}, of ['a']: other content"),
+    "an array deleted": (deleted(A), f"{A}, of ['a']: missing"),
+    "an array is a folder": (a_folder(A), f"{A}, of ['a']: missing"),
+    "an array is a loop": (a_loop(A), f"{A}, of ['a']: "),
+    "two arrays swapped": (swapped(A, B), f"{A}, of ['a']: other content"),
+    "two folders swapped": (swapped("arrays/['a']", "arrays/['b']"), f"{A}, of ['a']: other"),
+    "the folder of an array renamed": (
+        lambda folder: (folder / "arrays/['a']").rename(folder / "arrays/['c']"),
+        f"{A}, of ['a']: missing",
+    ),
+    "a shape in an array": (
+        write("arrays/['a']/.zarray", "{}"),
+        "arrays/['a']/.zarray, of ['a']: another size",
+    ),
+    "Orbax's metadata deleted": (deleted("arrays/_METADATA"), "arrays/_METADATA: missing"),
+    "Orbax's metadata emptied": (write("arrays/_METADATA", "{}"), "_METADATA: another size"),
+    "all arrays deleted": (
+        lambda folder: shutil.rmtree(folder / "arrays"),
+        f"{CHECKSUMS}: missing or not readable",
+    ),
+    "the arrays are a file": (
+        arrays_as_a_file,
+        f"{CHECKSUMS}: missing or not readable",
+    ),
+    "checksums emptied": (checksums(lambda _: {}), f"{CHECKSUMS}, of ['a']: no checksum"),
+    "a checksum deleted": (
+        checksums(lambda files: {k: v for k, v in files.items() if "['a']" not in k}),
+        f"{CHECKSUMS}, of ['a']: no checksum",
+    ),
+    "the checksum of another file": (checksums(other_entry), f"{A}, of ['a']: other content"),
+    "the list altered": (checksums(other_entry, resealed=False), f"{CHECKSUMS}: other content"),
+    "checksums of texts": (
+        checksums(lambda files: {file: ["1", "2"] for file in files}),
+        f"{CHECKSUMS}: missing or not readable",
+    ),
+    "checksums of numbers": (
+        checksums(lambda files: dict.fromkeys(files, 1)),
+        f"{CHECKSUMS}: missing or not readable",
+    ),
+    "of another checkpoint: arrays": (
+        of_another("arrays"),
+        f"{CHECKSUMS}: of another checkpoint than {METADATA}",
+    ),
+    "of another checkpoint: record": (
+        of_another("statemesh"),
+        f"{CHECKSUMS}: of another checkpoint than {METADATA}",
+    ),
+    "the record truncated": (truncated(METADATA), f"{METADATA}: other content"),
+    "a bit of the record": (flipped(METADATA), f"{METADATA}: other content"),
+    "the record is a folder": (a_folder(METADATA), f"{METADATA} cannot be read: "),
+    "the record is a loop": (a_loop(METADATA), f"{METADATA} cannot be read: "),
+    "the record deleted": (deleted(METADATA), "is no checkpoint"),
+    "the record is no text": (write(METADATA, b"\xff\xfe"), f"{METADATA}: other content"),
+    "the record is deep": (write(METADATA, "[" * 100_000), f"{METADATA}: other content"),
+    "another shape": (
+        record(a__shape=[5], b__shape=[5]),
+        f"arrays/['a'], of ['a']: {METADATA} says float32[5], which it is not",
+    ),
+    "another dtype": (
+        record(a__dtype="int32", b__dtype="int32"),
+        f"arrays/['a'], of ['a']: {METADATA} says int32[4], which it is not",
+    ),
+    "another kind of key": (
+        record(key__impl="rbg"),
+        f"arrays/['key'], of ['key']: {METADATA} says key<fry>[], which it is not",
+    ),
+    "a folder that is not there": (record(a__folder="../.."), f"{CHECKSUMS}, of ['a']: no che"),
+}
+for _content in ("", "{}", "[]", "null", "3", '"a"', '{"a": 1}'):
+    FORGERIES[f"the list is {_content!r}"] = (
+        write(CHECKSUMS, _content),
+        f"{CHECKSUMS}: missing or not readable",
+    )
+    FORGERIES[f"the record is {_content!r}"] = (
+        write(METADATA, _content),
+        f"{METADATA}: other content",
+    )
+for _name, _value in {
+    "version": "1",
+    "arrays": [1],
+    "numbers": None,
+    "a__shape": 4,
+    "b__shape": [-1],
+    "a__dtype": "float99",
+    "b__dtype": 3,
+    "key__impl": 3,
+    "key__shape": ["x"],
+    "a__folder": 3,
+    "n__type": "list",
+    "n__value": "x",
+    "done__value": "maybe",
+}.items():
+    FORGERIES[f"{_name} is {_value!r}"] = (
+        record(**{_name: _value}),
+        f"{METADATA}: other content",
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    folder = tmp_path_factory.mktemp("whole")
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(3, forged_tree())
+    return folder / "3"
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_forgeries_are_named(forgery: str, whole: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    forge, expected = FORGERIES[forgery]
+    folder = tmp_path / "3"
+    shutil.copytree(whole, folder)
+    checkpoint.load(folder, forged_tree())
+    forge(folder)
+    like = forged_tree()
+    if forgery in ("another shape", "another dtype"):
+        kind = jnp.zeros(5) if forgery == "another shape" else jnp.zeros(4, jnp.int32)
+        like |= {"a": sm.State(kind), "b": sm.State(kind)}
+    loads: list[Any] = [Checkpoints(tmp_path).load, lambda like: checkpoint.load(folder, like)]
+    for load in loads:
+        with pytest.raises(CheckpointError) as error:
+            load(like)
+        assert str(folder) in str(error.value)
+        assert expected in str(error.value)
+
+
+def test_a_checkpoint_of_version_1_loads(whole: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "a"
+    shutil.copytree(whole, folder)
+    record(version=1)(folder)
+    files = json.loads((folder / CHECKSUMS).read_text())["files"]
+    (folder / CHECKSUMS).write_text(json.dumps(files))
+    back = checkpoint.load(folder, forged_tree())
+    assert (back["n"], back["done"]) == (3, True)
+    np.testing.assert_array_equal(back["a"].value, np.arange(4.0))
+    (folder / CHECKSUMS).write_text("{}")
+    with pytest.raises(CheckpointError, match="no checksum"):
+        checkpoint.load(folder, forged_tree())
+
+
+def test_a_renamed_step_is_named(whole: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    for name in ("4", "03", "x3", "٣"):
+        shutil.copytree(whole, tmp_path / name)
+    (tmp_path / "9").touch()
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.latest == 4
+    with pytest.raises(CheckpointError) as error:
+        checkpoints.load(forged_tree())
+    assert str(error.value) == (
+        f"Checkpoints.load: {tmp_path / '4'} was saved as step 3, and has been renamed. Give it its name "
+        "again, or write statemesh.checkpoint.load(folder, like), which takes a folder of any name."
+    )
+    checkpoint.load(tmp_path / "4", forged_tree())
+    with pytest.raises(CheckpointError, match=r"holds no step 9\. There are: 4\."):
+        checkpoints.load(forged_tree(), 9)
+
+
+@contextlib.contextmanager
+def nobody() -> Iterator[None]:
+    """Root may read everything, so it becomes somebody else."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize(
+    "path", ["", "3", "3/statemesh", f"3/{METADATA}", f"3/{CHECKSUMS}", f"3/{A}"]
+)
+def test_what_may_not_be_read_is_named(path: str, whole: pathlib.Path) -> None:
+    # The folders of pytest are for their owner alone.
+    with tempfile.TemporaryDirectory() as folder:
+        root = pathlib.Path(folder)
+        shutil.copytree(whole, root / "3")
+        for at in (root, *root.rglob("*")):
+            at.chmod(0o755)
+        checkpoints = Checkpoints(root)
+        checkpoints.load(forged_tree())
+        (root / path).chmod(0)
+        with nobody(), pytest.raises(CheckpointError) as error:
+            checkpoints.load(forged_tree())
+        (root / path).chmod(0o755)
+    assert str(root) in str(error.value)
+    assert pathlib.Path(path).name in str(error.value)
+
+
+@pytest.mark.parametrize("step", [1.0, -1, True, "last", None, "../../x", np.float32(1), [1]])
+def test_a_step_is_a_whole_number(step: Any, tmp_path: pathlib.Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "a" / "b")
+    calls: dict[str, Any] = {
+        "save": lambda: checkpoints.save(step, 0),
+        "load": lambda: checkpoints.load(0, step),
+    }
+    for name in ("save",) if step is None else calls:
+        with pytest.raises(CheckpointError) as error:
+            calls[name]()
+        assert str(error.value) == (
+            f"Checkpoints.{name}: step is {step!r} of type {type(step).__name__}, but must be a whole number "
+            "that is not negative."
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_whole_numbers_of_any_kind_are_steps(tmp_path: pathlib.Path) -> None:
+    with Checkpoints(tmp_path, keep=np.int64(2)) as checkpoints:
+        for step in (0, np.int64(1), np.uint8(2), jnp.int32(3)):
+            checkpoints.save(step, int(step))
+        assert [checkpoints.load(0, step) for step in (2, np.int32(3))] == [2, 3]
+    assert Checkpoints(tmp_path).latest == 3
+
+
+@pytest.mark.parametrize("keep", [0, -1, True, "zz", 1.5])
+def test_keep_is_at_least_1(keep: Any, tmp_path: pathlib.Path) -> None:
+    with pytest.raises(CheckpointError) as error:
+        Checkpoints(tmp_path / "a", keep)
+    assert str(error.value) == (
+        f"Checkpoints: keep is {keep!r}, but must be a whole number of at least 1. Leave it out to keep all "
+        "steps."
+    )
+
+
+class Alike:
+    """Keys that have one repr."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __repr__(self) -> str:
+        return "Alike()"
+
+    def __lt__(self, other: "Alike") -> bool:
+        return self.number < other.number
+
+
+def test_two_values_with_one_path_are_refused(tmp_path: pathlib.Path) -> None:
+    tree = {Alike(1): jnp.zeros(3), Alike(2): {"x": 1}, Alike(3): jnp.ones((), int)}
+    texts = (
+        "  - [Alike()]: float32[3] and int32[]\n"
+        "Give the keys different reprs, or the fields different names."
+    )
+    head = "values are saved by their paths, and these paths have several:"
+    with pytest.raises(sm.StructureError) as error:
+        checkpoint.save(tmp_path / "a", tree)
+    assert str(error.value) == f"save: {head}\n{texts}"
+    with pytest.raises(sm.StructureError) as error:
+        Checkpoints(tmp_path / "b").save(0, tree)
+    assert str(error.value) == f"Checkpoints.save: {head}\n{texts}"
+    assert not list(tmp_path.iterdir())
+    checkpoint.save(tmp_path / "a", {"x": 1})
+    with pytest.raises(sm.StructureError) as error:
+        checkpoint.load(tmp_path / "a", tree)
+    assert str(error.value) == f"load: {head}\n{texts}"
+
+
+def test_a_look_writes_nothing(whole: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    with Checkpoints(tmp_path / "none", keep=1) as checkpoints:
+        assert checkpoints.latest is None
+    assert not list(tmp_path.iterdir())
+    shutil.copytree(whole, tmp_path / "3")
+    for name in ("4.orbax-checkpoint-tmp", ".old/1", "2", "notes"):
+        (tmp_path / name).mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        assert checkpoints.latest == 3
+        checkpoints.load(forged_tree())
+        checkpoints.wait()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_nothing_is_deleted_behind_a_link(tmp_path: pathlib.Path) -> None:
+    precious = tmp_path / "precious" / "7" / "file"
+    precious.parent.mkdir(parents=True)
+    precious.touch()
+    folder = tmp_path / "a"
+    (folder / ".old").mkdir(parents=True)
+    (folder / ".old" / "77").symlink_to(precious.parent)
+    (folder / ".old" / "notes").touch()
+    (folder / "9.orbax-checkpoint-tmp").symlink_to(precious.parent)
+    with Checkpoints(folder, keep=1) as checkpoints:
+        for step in range(3):
+            checkpoints.save(step, 0)
+    assert sorted(path.name for path in (folder / ".old").iterdir()) == ["77", "notes"]
+    shutil.rmtree(folder / ".old")
+    (folder / ".old").symlink_to(precious.parent.parent)
+    with Checkpoints(folder) as checkpoints:
+        assert checkpoints.latest == 2
+        with pytest.raises(CheckpointError) as error:
+            checkpoints.save(3, 0)
+    assert str(error.value) == (
+        f"Checkpoints.save: {folder / '.old'} is a symbolic link. Old steps are moved there to be deleted, "
+        "and nothing is deleted behind a link. Remove the link."
+    )
+    assert precious.exists()

@@ -1,20 +1,24 @@
 """Checkpoints of several processes, and of processes that are killed while they save."""
 
+import contextlib
+import os
 import pathlib
 import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from statemesh import checkpoint
-from statemesh.checkpoint import Checkpoints
+from statemesh.checkpoint import CheckpointError, Checkpoints
 from tests import checkpoint_steps as steps
 from tests.checkpoint_steps import LAYOUTS, STEPS
-from tests.kills_of_saving import check, newest
+from tests.kills_of_saving import check, newest, saving
+from tests.kills_of_saving import commands as saving_commands
 from tests.test_checkpoint import assert_same
 from tests.test_processes import COUNT, ROOT, ended, free_port, running
 
@@ -68,8 +72,70 @@ def test_a_step_that_was_being_deleted_is_no_step(tmp_path: pathlib.Path) -> Non
     assert newest(tmp_path) >= 3
     left = [path.name for path in (tmp_path / ".old").iterdir()]
     assert left
-    with Checkpoints(tmp_path):
-        assert not list((tmp_path / ".old").iterdir())
+    with Checkpoints(tmp_path) as checkpoints:
+        latest = checkpoints.latest
+        assert latest is not None
+        assert [path.name for path in (tmp_path / ".old").iterdir()] == left
+        checkpoints.save(latest + 1, steps.numbered(0))
+    assert not list((tmp_path / ".old").iterdir())
+
+
+def test_a_look_leaves_a_running_save_alone(tmp_path: pathlib.Path) -> None:
+    with saving(saving_commands(tmp_path, 1)) as (child,):
+        looked: set[int] = set()
+        while len(looked) < 6:
+            with Checkpoints(tmp_path, keep=1) as checkpoints:
+                back = checkpoints.load(steps.numbered(0))
+                looked.add(int(back["y"][0]))
+            assert child.poll() is None, child.stdout and child.stdout.read()
+    assert newest(tmp_path) >= max(looked)
+
+
+@contextlib.contextmanager
+def stopped(folder: pathlib.Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that is stopped in the middle of a save, and the step that it saves."""
+    with saving(saving_commands(folder, 1)) as (child,):
+        halves: list[str] = []
+        while not halves:
+            os.kill(child.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+            halves = [path.name for path in folder.glob("*tmp*")]
+            if not halves:
+                os.kill(child.pid, signal.SIGCONT)
+        yield child, int(halves[0].partition(".")[0])
+
+
+def test_what_another_process_is_writing_is_not_deleted(tmp_path: pathlib.Path) -> None:
+    with stopped(tmp_path) as (child, step):
+        with pytest.raises(CheckpointError) as error:
+            Checkpoints(tmp_path).save(step, steps.numbered(step))
+        assert str(error.value) == (
+            f"Checkpoints.save: another process is saving in {tmp_path}, and step {step} is half-written "
+            "there. Give each run a folder of its own. If the other run is dead, end what is left of its "
+            "processes."
+        )
+        with Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(step + 10, steps.numbered(step + 10))
+        os.kill(child.pid, signal.SIGCONT)
+        output = child.stdout.read() if child.stdout else ""
+    # The other process has written its step, and then finds a later one.
+    assert f"step {step + 1} in {tmp_path} is not later than step {step + 10}" in output
+    assert newest(tmp_path) == step + 10
+    assert Checkpoints(tmp_path).load(steps.numbered(step), step)["y"][0] == step
+
+
+def test_what_a_dead_process_has_left_is_deleted(tmp_path: pathlib.Path) -> None:
+    with stopped(tmp_path) as (child, step):
+        child.kill()
+        child.wait()
+        half = [path.name for path in tmp_path.glob("*tmp*")]
+        assert half
+        assert Checkpoints(tmp_path).latest == step - 1
+        assert [path.name for path in tmp_path.glob("*tmp*")] == half
+        with Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(step + 10, steps.numbered(step + 10))
+            checkpoints.wait()
+            assert not list(tmp_path.glob("*tmp*"))
 
 
 def test_a_full_disk_is_an_error_and_what_was_saved_stays(tmp_path: pathlib.Path) -> None:

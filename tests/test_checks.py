@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import inspect
+import os
 import pickle
 from collections.abc import Callable
 from operator import getitem
@@ -10,11 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from statemesh import legacy
+from statemesh import legacy, testing
 from tests.helpers import assert_says, make_mesh
 
 
@@ -52,6 +54,10 @@ KINDS = (
 
 def same(x: Any) -> Any:
     return x
+
+
+def double(x: Any) -> Any:
+    return 2 * x
 
 
 def sharded(fun: Any = same, **kwargs: Any) -> Any:
@@ -508,3 +514,160 @@ specs must be a tree prefix of what they place:
   - the spec of s is a dict with keys ['a', 'b'], but s.value is float32[8]
 One spec stands for a whole subtree: P() or P('axis') in its place fits anything."""
     assert_says(lambda: step(state), sm.SpecError, text)
+
+
+def lines(first: str, *others: str) -> str:
+    return "\n".join([first, *others])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=["explicit", "auto"])
+def test_specs_that_stand_for_states_only(kind: AxisType) -> None:
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    split, state = P("data"), sm.State(np.ones(8), reduce="sum")
+    model = {"mean": sm.BatchState(np.zeros(8), reduce="mean"), "w": [sm.ParamState(np.ones(8))]}
+
+    def step(model: Any, x: Any = 0.0, rng: Any = None) -> Any:
+        return None
+
+    def mapped(in_specs: Any, **options: Any) -> Any:
+        return sm.shard_map(step, mesh, in_specs, P(), **options)
+
+    head = "step: in_specs places arrays outside of States, so these specs would place nothing:"
+    mend = (
+        "Write None there, and say where States go: state_in_specs={...: P('data')} or State(value, "
+        "spec=P('data')). A RandomState needs neither, because each shard draws from a stream of its own."
+    )
+    one = "  - in_specs = P('data') stands for model, a State"
+    both = [
+        "  - in_specs[0] = P('data') stands for model['mean'], a BatchState",
+        "  - in_specs[0] = P('data') stands for model['w'][0], a ParamState",
+    ]
+    key = "  - in_specs[2] = P('data') stands for rng, a RandomState"
+    rng = sm.RandomState(jax.random.key(0))
+    refused_calls = [
+        (lambda: mapped(split)(state), one),
+        (lambda: mapped((split,))(state), one.replace("in_specs", "in_specs[0]")),
+        (lambda: mapped((split, P("data")))(model, X), "\n".join(both)),
+        (lambda: mapped(({"mean": split, "w": None}, split))(model, X), both[0]),
+        (lambda: mapped((None, split, split))(state, X, rng), key),
+        (lambda: mapped((split,)).place(state), one.replace("in_specs", "in_specs[0]")),
+        (lambda: mapped((split,)).explain(state), one.replace("in_specs", "in_specs[0]")),
+        (lambda: mapped((split,)).unsharded(state), one.replace("in_specs", "in_specs[0]")),
+    ]
+    for call, items in refused_calls:
+        assert_says(call, sm.SpecError, lines(head, items, mend))
+    head = "place: specs places arrays outside of States, so these specs would place nothing:"
+    items = "  - specs = P('data') stands for tree, a State"
+    placing = mend.replace("state_in_specs", "state_specs")
+    assert_says(lambda: sm.place(state, mesh, split), sm.SpecError, lines(head, items, placing))
+    # Where it places something, or says what holds anyway, nothing is lost.
+    mapped(split)(state, X)
+    mapped(split)({"state": state, "x": X})
+    mapped((P(), P("data")))(model, X)
+    mapped((split, None), state_in_specs=split)(model, None)
+    mapped((split,))(sm.State(np.ones(8), spec=split, reduce="sum"))
+    mapped((split, None))({"name": "static"}, None)
+    sm.place({"state": state, "x": X}, mesh, split)
+    sm.place(model, mesh, split, state_specs=split)
+
+
+def test_flags() -> None:
+    def grads(has_aux: Any) -> Any:
+        return sm.grad(lambda w: (w.value.sum(), w), has_aux=has_aux)
+
+    def scanned(reverse: Any) -> Any:
+        return sm.scan(lambda c, x: (c, x), sm.State(0.0), X, reverse=reverse)
+
+    def legacy_map(check_rep: Any) -> Any:
+        return legacy.shard_map(double, make_mesh(), P(), P(), check_rep=check_rep)
+
+    flags: dict[tuple[str, str], Callable[[Any], Any]] = {
+        ("shard_map", "check_vma"): lambda x: sm.shard_map(double, out_specs=P(), check_vma=x),
+        ("shard_map", "jit"): lambda x: sm.shard_map(double, out_specs=P(), jit=x),
+        ("shard_map", "check_rep"): legacy_map,
+        ("value_and_grad", "has_aux"): grads,
+        ("scan", "reverse"): scanned,
+    }
+    for (what, argument), make in flags.items():
+        for given in ("no", "yes", None, 0, 1, [True]):
+            shown = f"{given!r} of type {type(given).__name__}"
+            text = f"{what}: {argument} is {shown}, but must be True or False."
+            assert_says(functools.partial(make, given), TypeError, text)
+        for given in (True, False, np.True_):
+            make(given)
+
+
+def test_the_length_of_a_scan() -> None:
+    def run(length: Any) -> Any:
+        return sm.scan(lambda c, x: (c, x), sm.State(0.0), None, length)
+
+    wanted = "an int, 0 or more: the number of steps, as in length=10"
+    text = f"scan: length is -3, but must be {wanted}."
+    assert_says(lambda: run(-3), sm.StatemeshError, text)
+    for given in (2.0, True, "3", [3]):
+        kind = type(given).__name__
+        text = f"scan: length is {given!r} of type {kind}, but must be {wanted}."
+        assert_says(functools.partial(run, given), TypeError, text)
+    for steps in (0, np.int64(3)):
+        run(steps)
+
+
+def test_the_number_of_devices() -> None:
+    for given, kind in (
+        (0, sm.StatemeshError),
+        (-1, sm.StatemeshError),
+        (True, TypeError),
+        ("8", TypeError),
+    ):
+        text = (
+            f"set_devices: count is {given!r}, but must be an int, 1 or more, as in set_devices(8)."
+        )
+        flags = os.environ.get("XLA_FLAGS")
+        assert_says(functools.partial(testing.set_devices, given), kind, text)  # type: ignore[arg-type]
+        assert os.environ.get("XLA_FLAGS") == flags
+
+
+def test_paths_that_keep_their_values() -> None:
+    options: Any = {"meshes": [{"x": 2}], "in_specs": P("x"), "out_specs": P("x")}
+    for keep in ("zz", ["args[0]", "zz"]):
+        text = (
+            "keep: no argument has the path 'zz'. The paths of the arguments are args[0]['a'], args[0]['b']; "
+            "a shorter one, such as 'args[0]', stands for all that begin with it."
+        )
+        check = functools.partial(testing.assert_equivalent, first, ({"a": X, "b": X},), **options)
+        assert_says(functools.partial(check, keep=keep), sm.StructureError, text)
+    testing.assert_equivalent(first, ({"a": X, "b": X},), keep="args[0]['a']", **options)
+
+
+def first(tree: Any) -> Any:
+    return 2 * tree["a"]
+
+
+MAPPINGS: dict[str, Callable[[], Any]] = {
+    "shard_map": lambda: sm.shard_map(double, make_mesh(), P("x"), P("x")),
+    "pmap2": lambda: sm.pmap2(double),
+    "vmap2": lambda: sm.vmap2(double),
+}
+
+
+@pytest.mark.parametrize("transform", MAPPINGS)
+def test_a_mapping_does_not_change(transform: str) -> None:
+    mapped, options = MAPPINGS[transform](), inspect.signature(getattr(sm, transform)).parameters
+    assert {"shard_map": "mesh", "pmap2": "devices", "vmap2": "in_axes"}[transform] in options
+    for name in options:
+        mend = f"Map the function again, as in {transform}(double, {name}=...)"
+        if name == "mesh":
+            mend += ", or call double.on_mesh(mesh)"
+        text = f"double.{name} cannot be set: what {transform} returned does not change. {mend}."
+        assert_says(functools.partial(setattr, mapped, name, None), AttributeError, text)
+    for name in ("lower", "explain", "place", "unsharded", "on_mesh"):
+        text = (
+            f"double.{name} cannot be set: what {transform} returned does not change. Give what you set "
+            "another name."
+        )
+        assert_says(functools.partial(setattr, mapped, name, None), AttributeError, text)
+    # Like a function it takes attributes, and what `functools.wraps` sets.
+    mapped.note = "mine"
+    assert functools.update_wrapper(mapped, first).note == "mine"
+    assert mapped.__name__ == "first"
+    np.testing.assert_array_equal(mapped(X), 2 * X)

@@ -15,6 +15,8 @@ from statemesh._axes._equations import shard_map_equation
 from statemesh._base import _compat as compat
 from statemesh._base import _explicit as explicit
 from statemesh._base import _jaxprs as jaxprs
+from statemesh._call import _one_dispatch
+from statemesh._call._one_dispatch import LikeBefore, Refused
 from tests.helpers import compiles, counted, make_mesh
 
 
@@ -207,23 +209,31 @@ def test_deleted_buffers_are_refused_or_crash() -> None:
     assert ("refused:" in ended.stdout) == compat.REFUSES_DELETED
 
 
-def test_without_tracing_only_calls_like_earlier_ones_run() -> None:
-    call = jax.jit(lambda x: x + 1)
-    x = jnp.ones(4)
-    call(x)
-    before = compat.get_no_tracing()
+def test_arguments_are_flattened_again_before_a_call_unlike_others() -> None:
+    traces: list[None] = []
+
+    @jax.jit
+    def call(x: Any, like_before: Any) -> Any:
+        traces.append(None)
+        return x + 1
+
+    x, any_call = jnp.ones(4), _one_dispatch._ANY
+    call(x, any_call)
     others = [jnp.ones(5), jnp.ones(4, jnp.int32), np.ones(4, np.float32), 1.0]
     others += [jax.device_put(x, jax.devices()[1]), jnp.asarray(1.0)]
-    compat.set_no_tracing(True)
-    try:
-        call(x)
+    for seen in (False, True):
+        if seen:
+            # Here there is a trace already, and the call would run with it.
+            jax.jit(lambda x: call(x, any_call)).trace(others[0])
+        call(x, LikeBefore())
         for other in others:
-            with pytest.raises(RuntimeError, match="no_tracing"):
-                call(other)
-    finally:
-        compat.set_no_tracing(before)
+            with pytest.raises(Refused):
+                call(other, LikeBefore())
+    assert len(traces) == 2
+    with pytest.raises(Refused):
+        jax.grad(lambda x: call(x, LikeBefore()).sum())(x)
     for other in others:
-        assert float(call(other).sum()) == np.size(other) * 2
+        assert float(call(other, any_call).sum()) == np.size(other) * 2
 
 
 def test_a_traced_value_knows_what_made_it() -> None:

@@ -291,6 +291,7 @@ def test_functions_without_a_gradient_are_told_of_the_argument() -> None:
     check(loop, X, gradients=False)
 
 
+@pytest.mark.filterwarnings("ignore::statemesh.RetracedWarning")
 def test_static_leaves_that_cannot_be_hashed_pass() -> None:
     check(lambda model, x: (x, model), {"odd": {1, 2}, "w": sm.ParamState(1.0)}, X)
 

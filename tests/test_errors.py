@@ -858,6 +858,18 @@ def result_that_varies() -> Any:
 @mistake(
     sm.SpecError,
     """\
+<lambda>: out_specs require replication, but these results vary:
+  - <lambda>(...)[0]['order']: int32[2] varies over 'x' but its out_spec is P()
+Reduce it, as with jax.lax.psum(value, 'x'), or name 'x' in out_specs to join the shards' parts.""",
+)
+def result_that_varies_and_is_not_typed_so() -> Any:
+    fun = lambda m, x: ({"order": jnp.argsort(x), "sum": jax.lax.psum(x, "x")}, m)
+    return call(fun, out_specs=(P(), P()))(net(), X)
+
+
+@mistake(
+    sm.SpecError,
+    """\
 <lambda>: results have fewer axes than their specs have entries:
   - <lambda>(...)[0]: float32[] has rank 0, but its spec P('x') has 1 entry
 Keep an axis, as with jnp.sum(x, keepdims=True) or x[None], or use P() for a value that is the same on every shard.""",
@@ -944,12 +956,87 @@ def a_function_whose_result_differs() -> Any:
 
 
 @mistake(
+    sm.StructureError,
+    """\
+value_and_grad: <lambda> must return (loss, model) with the model that it was given, a dict, but returned None in its place:
+  - m['w'] is missing
+Return the model as it came in, or with what was written to its states. What else is returned goes beside the loss: pass `has_aux=True` and return ((loss, aux), model).""",
+)
+def no_model_beside_the_loss() -> Any:
+    return sm.value_and_grad(lambda m: (m["w"].sum(), None))({"w": X})
+
+
+@mistake(
+    sm.StructureError,
+    """\
+value_and_grad: <lambda> must return ((loss, aux), model) with the model that it was given, a dict, but returned a dict in its place:
+  - m['w'] is missing
+  - m['b'] is new
+Return the model as it came in, or with what was written to its states. What else is returned goes beside the loss: pass `has_aux=True` and return ((loss, aux), model).""",
+)
+def another_model_beside_the_loss() -> Any:
+    fun = lambda m: ((m["w"].sum(), 0), {"b": m["w"]})
+    return sm.value_and_grad(fun, has_aux=True)({"w": X})
+
+
+@mistake(
+    sm.StructureError,
+    """\
+value_and_grad: <lambda> must return (loss, model) with the model that it was given, a dict, but returned 3 in its place:
+  - m['w'] is missing
+  - m is new
+Return the model as it came in, or with what was written to its states. What else is returned goes beside the loss: pass `has_aux=True` and return ((loss, aux), model).""",
+)
+def a_number_beside_the_loss() -> Any:
+    return sm.value_and_grad(lambda m: (m["w"].sum(), 3))({"w": X})
+
+
+MASKED = np.ma.masked_array(X, X > 3)
+
+
+@mistake(
+    TypeError,
+    """\
+the argument x has a mask, which JAX would drop:
+  - x is a masked array, float32[16]
+Pass the numbers and the mask as two arrays: `x.filled(0)` and `numpy.ma.getmaskarray(x)`.""",
+)
+def a_masked_argument() -> Any:
+    return call(lambda m, x: (x, m))(net(), MASKED)
+
+
+@mistake(
+    TypeError,
+    """\
+a State's value has a mask, which JAX would drop:
+  - value['a'] is a masked array, float32[16]
+Pass the numbers and the mask as two arrays: `value['a'].filled(0)` and `numpy.ma.getmaskarray(value['a'])`.""",
+)
+def a_masked_value() -> Any:
+    return sm.State({"a": MASKED, "b": X})
+
+
+@mistake(
+    TypeError,
+    """\
+a State's value has a mask, which JAX would drop:
+  - value is a masked array, float32[16]
+Pass the numbers and the mask as two arrays: `value.filled(0)` and `numpy.ma.getmaskarray(value)`.""",
+)
+def a_masked_value_set() -> Any:
+    return sm.State(X).set(MASKED)
+
+
+@mistake(
     sm.DivergedStateError,
     """\
-<lambda>: shards that take different branches write different values to states that keep one copy:
-  - m.mean may differ over 'x', but its spec is P()
-  - m.count may differ over 'x', but its spec is P()
-JAX's types do not follow a `cond` or `while` whose predicate differs between shards. Choose with `jnp.where(predicate, new, old)` instead; or make the predicate the same on all shards, as with jax.lax.pmax(predicate, axis).""",
+<lambda>: shards wrote different values to states that keep one copy:
+  - m.mean: BatchState(float32[]) varies over 'x' but leaves with P(), which keeps one copy
+  - m.count: State(int32[]) varies over 'x' but leaves with P(), which keeps one copy
+Mend it in one of three ways:
+  1. reduce the value yourself: state.set(jax.lax.pmean(value, 'x'));
+  2. declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a function;
+  3. keep one value per shard: State(value, spec=sm.PerShard('x')), or a spec that names 'x', as in state_out_specs.""",
 )
 def branches_that_write_differently() -> Any:
     def more(m: Net) -> Net:

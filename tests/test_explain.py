@@ -573,3 +573,42 @@ def test_the_picture(tmp_path: Any) -> None:
 def test_the_page_is_well_formed() -> None:
     found = sm.shard_map(lambda a: a, make_mesh("2"), P("x"), P("x")).explain(np.ones(4))
     ElementTree.fromstring(found._repr_html_())
+
+
+@pytest.mark.parametrize("types", [AxisType.Explicit, AxisType.Auto])
+def test_a_function_of_jax_itself(types: Any) -> None:
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(types,))
+    total: Any = jax.shard_map(
+        lambda x: jax.lax.psum(x.sum(), "x"), mesh=mesh, in_specs=P("x"), out_specs=P()
+    )
+    x = jax.device_put(jnp.arange(16.0), jax.sharding.NamedSharding(mesh, P("x")))
+    ours: Any = sm.shard_map(lambda x: jax.lax.pmax(x.max(), "x"), mesh, P("x"), P())
+    funs: list[Any] = [lambda x: total(x), jax.jit(total), total, lambda x: total(x) + ours(x)]
+    for fun in funs:
+        found = sm.explain(fun, x)
+        assert found.collectives[0].operation == "psum"
+        assert found.collectives[0].bytes == 7
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+def test_each_part_of_a_scanned_body_is_a_row(explicit: bool) -> None:
+    def layer(c: Any, w: Any) -> Any:
+        return jnp.tanh(jax.lax.psum(c * w, "x")), None
+
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jax.lax.scan(jax.checkpoint(layer), x, w.value)[0].sum()
+
+        return jax.value_and_grad(loss)(w)
+
+    mesh: Any = jax.make_mesh((8,), ("x",)) if explicit else make_mesh()
+    call = sm.shard_map(step, mesh, (None, P("x")), P(), check_vma=False)
+    found = call.explain(sm.ParamState(jnp.ones(4)), jnp.arange(16.0))
+    assert [(one.cause, one.times) for one in found.collectives] == [
+        ("your code", 4),
+        ("recomputing your code", 4),
+        ("the gradient of your code", 4),
+    ]
+    assert len({one.line for one in found.collectives}) == 1
+    rows = [row for row in str(found).splitlines() if " psum " in row]
+    assert len(rows) == 3

@@ -140,3 +140,30 @@ def _other_structure() -> Any:
 @pytest.mark.parametrize(("make", "error", "text"), MISTAKES)
 def test_mistakes(make: Making, error: type[Exception], text: str) -> None:
     assert_says(make, error, text)
+
+
+@pytest.mark.parametrize(("count", "more"), [(1, ""), (10, ""), (80, "  - 70 more\n")])
+def test_a_forgotten_gather_is_named(count: int, more: str) -> None:
+    names = [f"w{k:02}" for k in range(count)]
+    model = {name: sm.ParamState(values(8, 8)) for name in names}
+    # Parameters that stay whole are not at fault.
+    model |= {f"z{k:02}": sm.ParamState(values(8)) for k in range(count)}
+    model = sm.fsdp(model, make_mesh("4"), "x", min_size=16)
+    lines = "".join(
+        f"  - model['{name}'] is float32[2,8], a part by its spec P('x', None)\n"
+        for name in names[:10]
+    )
+    text = (
+        "\n\nHint: each shard holds a part of these parameters:\n"
+        f"{lines}{more}"
+        "Make them whole before they are used, as parameters that fsdp has split are: "
+        "`model = sm.gather(model, 'x')`."
+    )
+
+    def loss(model: Any) -> Any:
+        for name in names:
+            jnp.ones((4, 8)) @ model[name].value
+
+    with pytest.raises(TypeError) as raised:
+        inside(loss, model)
+    assert str(raised.value).endswith(text)

@@ -17,6 +17,9 @@ import statemesh as sm
 from tests.helpers import compiles, counted, make_mesh
 
 
+pytestmark = pytest.mark.usefixtures("each_kind")
+
+
 SHARDS = 4
 X = np.sin(np.arange(24, dtype=np.float32)).reshape(8, 3)
 

@@ -17,6 +17,9 @@ from statemesh._axes._mesh_and_lanes import total
 from tests.helpers import assert_says, make_mesh, mistakes_in
 
 
+pytestmark = pytest.mark.usefixtures("each_kind")
+
+
 X = np.arange(8, dtype=np.float32)
 CASES: list[Any] = []
 mistake = mistakes_in(CASES)
@@ -278,10 +281,10 @@ UNCHECKED = "value_and_grad cannot know over which of 'x' the parameters are spl
 @mistake(sm.StatemeshError, UNCHECKED)
 def unchecked_map_of_jax() -> Any:
     step = sm.value_and_grad(fit, axis_name="x")
-    mapped = jax.shard_map(
-        step, mesh=make_mesh("4"), in_specs=(P(), P("x")), out_specs=P(), check_vma=False
-    )
-    return jax.jit(mapped)(net(), X)
+    mesh = make_mesh("4")
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("x")), out_specs=P(), check_vma=False)
+    # JAX takes arrays on Explicit axes only where they lie as the specs say.
+    return jax.jit(mapped)(sm.place(net(), mesh), sm.place(X, mesh, P("x")))
 
 
 @mistake(sm.StatemeshError, UNCHECKED)

@@ -18,6 +18,9 @@ from tests.helpers import make_mesh
 from tests.test_grad import SHARDS, WAYS, X, check, plain
 
 
+pytestmark = pytest.mark.usefixtures("each_kind")
+
+
 W = jnp.array([0.3, -0.6, 0.9])
 RATE = 0.2
 
@@ -121,7 +124,7 @@ def test_tasks_of_shards_of_which_each_has_parameters_of_its_own(check_vma: bool
         return jax.tree.map(lambda x: x[None], found)
 
     mapped = sm.shard_map(shard, make_mesh("4"), (P("x"), P("x")), P("x"), check_vma=check_vma)
-    found = mapped(jnp.stack([W] * SHARDS), X)
+    found = jax.tree.map(np.asarray, mapped(jnp.stack([W] * SHARDS), X))
     for k, wanted in enumerate(wanted_tasks()):
         check(jax.tree.map(lambda x, k=k: x[k], found), wanted[:-1], 1e-4)
 
@@ -275,9 +278,8 @@ def test_what_shards_exchange_without_a_gradient_leaves_each_its_own(
         found = transform(step, axis_name="x")(EACH, np.stack(shards()))
         found = jax.tree.map(lambda x: x[:, 0], found)
     else:
-        found = sm.shard_map(step, make_mesh("4"), P("x"), P("x"), check_vma=way == "check")(
-            EACH, X
-        )
+        mapped = sm.shard_map(step, make_mesh("4"), P("x"), P("x"), check_vma=way == "check")
+        found = jax.tree.map(np.asarray, mapped(EACH, X))
     for k, rows in enumerate(shards()):
         (value, _), grads = plain(centred_here)(jnp.asarray(EACH[k]), rows, EACH.sum(0))
         check(jax.tree.map(lambda x, k=k: x[k], found), (value, grads), 1e-4)

@@ -14,6 +14,9 @@ from tests.helpers import make_mesh
 from tests.test_grad import SHARDS, Net, X, check, make_net, plain, still_loss
 
 
+pytestmark = pytest.mark.usefixtures("each_kind")
+
+
 def split_loss(model: Any, x: Any, joined: Callable[[Any], Any]) -> Any:
     """The loss of hidden units that may be split over several shards."""
     hidden = jnp.tanh(model["gain"].value * x @ model["up"].value + model["bias"].value)

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
@@ -60,9 +61,14 @@ def by_hand_checked(weights: list[jax.Array], x: jax.Array) -> Any:
     return loss, jax.tree.map(lambda w, g: w + -RATE * g, weights, grads)
 
 
-def arguments(count: int) -> tuple[list[jax.Array], list[sm.ParamState], jax.Array]:
-    weights = [jnp.full((4, 4), 0.1 * (k + 1)) for k in range(count)]
-    return weights, list(map(sm.ParamState, weights)), jnp.ones((LANES, 4))
+def arguments(
+    count: int, mesh: Mesh | None = None
+) -> tuple[list[jax.Array], list[sm.ParamState], jax.Array]:
+    """On a mesh, rows are split over "x"."""
+    weights, x = [jnp.full((4, 4), 0.1 * (k + 1)) for k in range(count)], jnp.ones((LANES, 4))
+    if mesh is not None:
+        weights, x = sm.place(weights, mesh), sm.place(x, mesh, P("x"))
+    return weights, list(map(sm.ParamState, weights)), x
 
 
 def compiled(lowered: Any) -> str:
@@ -71,11 +77,12 @@ def compiled(lowered: Any) -> str:
 
 
 # With the loss, up to eight arrays. More are put end to end in several steps: see `test_end_to_end.py`.
+@pytest.mark.usefixtures("each_kind")
 @pytest.mark.parametrize("count", [1, 7])
 @pytest.mark.parametrize("check", [True, False])
 def test_sharded_step_is_the_hand_written_one(count: int, check: bool) -> None:
-    weights, model, x = arguments(count)
     mesh, hand = make_mesh(), by_hand_checked if check else joined_by_hand
+    weights, model, x = arguments(count, mesh)
     specs = (P(), P("x"))
     theirs = jax.jit(jax.shard_map(hand, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check))
     mine = sm.shard_map(step, mesh, (None, P("x")), P(), check_vma=check)
@@ -104,15 +111,13 @@ def test_step_on_devices_is_the_hand_written_one() -> None:
     assert compiled(ours).count(" all-reduce(") == compiled(hand).count(" all-reduce(") == 1
 
 
+@pytest.mark.usefixtures("each_kind")
 @pytest.mark.parametrize("check", [True, False])
 def test_axes_over_which_nothing_differs_cost_nothing(check: bool) -> None:
     # Over "y" every shard has the same rows and the same parameters.
-    weights, model, x = arguments(2)
-    hand, mesh, specs = (
-        by_hand_checked if check else joined_by_hand,
-        make_mesh("4x2"),
-        (P(), P("x")),
-    )
+    mesh, specs = make_mesh("4x2"), (P(), P("x"))
+    weights, model, x = arguments(2, mesh)
+    hand = by_hand_checked if check else joined_by_hand
     theirs = jax.jit(jax.shard_map(hand, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check))
     mine = sm.shard_map(step, mesh, (None, P("x")), P(), check_vma=check)
     ours, others = compiled(mine.lower(model, x)), compiled(theirs.lower(weights, x))

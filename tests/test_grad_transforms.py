@@ -234,6 +234,7 @@ def test_some_axes_of_a_mesh(check_vma: bool) -> None:
     check(some_axes("explicit", check_vma, {"x"})(make_model(), X), unsharded())
 
 
+@pytest.mark.usefixtures("each_kind")
 def test_without_jit() -> None:
     mesh = make_mesh("4")
     step = sm.value_and_grad(loss_fn, axis_name="x")
@@ -244,11 +245,15 @@ def test_without_jit() -> None:
     check(jax.jit(call)(make_model(), X), unsharded())
 
 
+@pytest.mark.usefixtures("each_kind")
 def test_in_maps_of_jax_alone() -> None:
     step = sm.value_and_grad(loss_fn, axis_name="x")
     wanted = unsharded()
-    mapped = jax.shard_map(step, mesh=make_mesh("4"), in_specs=(P(), P("x")), out_specs=P())
-    check(jax.jit(mapped)(make_model(), X), wanted)
+    mesh = make_mesh("4")
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("x")), out_specs=P())
+    # JAX takes arrays on Explicit axes only where they lie as the specs say.
+    args = sm.place(make_model(), mesh), sm.place(X, mesh, P("x"))
+    check(jax.jit(mapped)(*args), wanted)
     lanes = jax.vmap(step, in_axes=(None, 0), out_axes=None, axis_name="x")
     check(lanes(make_model(), X.reshape(4, 2, 3)), wanted)
 
@@ -280,6 +285,7 @@ def lanes(fun: Callable[..., Any], name: str) -> Any:
     return sm.vmap2(fun, in_axes=(None, 0), out_axes=None, axis_name=name)
 
 
+@pytest.mark.usefixtures("each_kind")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_lanes_in_shards(check_vma: bool) -> None:
     def shard(model: Any, x: Any) -> Any:
@@ -291,6 +297,7 @@ def test_lanes_in_shards(check_vma: bool) -> None:
     check(got, unsharded())
 
 
+@pytest.mark.usefixtures("each_kind")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shards_in_lanes(check_vma: bool) -> None:
     both = sm.value_and_grad(loss_fn, axis_name=("lanes", "x"))
@@ -307,6 +314,7 @@ def test_lanes_in_lanes(outer: Any) -> None:
     check(got, unsharded())
 
 
+@pytest.mark.usefixtures("each_kind")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shards_in_shards(check_vma: bool) -> None:
     mesh = make_mesh("4x2")

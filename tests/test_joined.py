@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh._axes import _joined
+from tests.helpers import make_mesh
 
 
 N = 8
@@ -21,10 +21,6 @@ DTYPES = {
     "max": ("float16", "bfloat16", "float32", "int8", "uint32"),
 }
 DTYPES["min"] = DTYPES["max"]
-
-
-def mesh() -> Mesh:
-    return Mesh(np.array(jax.devices()[:N]), ("x",))
 
 
 def values(dtype: str, shape: tuple[int, ...], seed: int) -> jax.Array:
@@ -54,7 +50,7 @@ def written(separate: bool, check_vma: bool) -> list[np.ndarray]:
     def fun(states: Any, news: Any) -> Any:
         return [s.set(x[0]) for s, x in zip(states, news, strict=True)]
 
-    call = sm.shard_map(fun, mesh(), (P(), P("x")), P(), check_vma=check_vma)
+    call = sm.shard_map(fun, make_mesh(), (P(), P("x")), P(), check_vma=check_vma)
     if separate:
         # One array by itself is reduced as it is.
         return [np.asarray(call([s], [x])[0].value) for s, x in zip(states, news, strict=True)]
@@ -66,6 +62,7 @@ def one_by_one() -> list[np.ndarray]:
     return written(True, True)
 
 
+@pytest.mark.usefixtures("each_kind")
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_the_bits_are_those_of_separate_reductions(
@@ -81,6 +78,7 @@ def count(text: str) -> int:
     return len(re.findall(r" all-reduce(?:-start)?\(", text))
 
 
+@pytest.mark.usefixtures("each_kind")
 @pytest.mark.slow
 def test_a_training_step_has_one_collective_for_each_dtype_and_point() -> None:
     model = {
@@ -102,7 +100,7 @@ def test_a_training_step_has_one_collective_for_each_dtype_and_point() -> None:
         moved = [w.set(w.value - g.value) for w, g in zip(model["w"], grads["w"], strict=True)]
         return value, {**model, "w": moved}
 
-    call = sm.shard_map(step, mesh(), (P(), P("x")), (P(), P()))
+    call = sm.shard_map(step, make_mesh(), (P(), P("x")), (P(), P()))
     text = call.lower(model, jnp.ones((N, 3))).compile().as_text()
     # The gradients with the loss, then the statistics; the statistics of integers by themselves.
     assert 1 <= count(text) <= 3
@@ -117,12 +115,13 @@ def test_large_arrays_go_alone_and_buckets_are_full() -> None:
     assert all(sum(4 * sizes[k] for k in b) <= _joined._BUCKET for b in found)
 
 
+@pytest.mark.usefixtures("each_kind")
 def test_states_that_a_vmap_does_not_batch_stay_unbatched() -> None:
     def fun(model: Any, x: Any, y: Any) -> Any:
         return [model[0].set(x.sum()), model[1].set(y.sum())]
 
     model = [sm.State(jnp.zeros(()), reduce="mean") for _ in range(2)]
-    inner = sm.shard_map(fun, mesh(), (P(), P("x"), P("x")), P())
+    inner = sm.shard_map(fun, make_mesh(), (P(), P("x"), P("x")), P())
     mapped = jax.vmap(inner, in_axes=(None, 0, None), out_axes=[0, None])
     x = np.arange(3.0 * N, dtype=np.float32).reshape(3, N)
     first, second = mapped(model, x, np.ones(N, np.float32))
@@ -130,6 +129,7 @@ def test_states_that_a_vmap_does_not_batch_stay_unbatched() -> None:
     assert second.value.shape == () and float(second.value) == 1
 
 
+@pytest.mark.usefixtures("each_kind")
 @pytest.mark.parametrize("how", ["mean", "sum", "max"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_derivatives_are_those_of_each_array(how: str, check_vma: bool) -> None:
@@ -137,7 +137,7 @@ def test_derivatives_are_those_of_each_array(how: str, check_vma: bool) -> None:
         return [model[0].set((2 * x).sum(0)), model[1].set((x * x).sum())]
 
     model = [sm.State(jnp.zeros(2), reduce=how), sm.State(jnp.zeros(()), reduce=how)]
-    call = sm.shard_map(fun, mesh(), (P(), P("x")), P(), check_vma=check_vma)
+    call = sm.shard_map(fun, make_mesh(), (P(), P("x")), P(), check_vma=check_vma)
     weights = np.array([3.0, 5.0])
     x = np.random.default_rng(0).normal(size=(N, 2))
 

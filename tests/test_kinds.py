@@ -15,6 +15,9 @@ import statemesh as sm
 from tests.helpers import make_mesh
 
 
+pytestmark = pytest.mark.usefixtures("each_kind")
+
+
 def structure(tree: Any) -> Any:
     return jax.tree.structure(tree)
 

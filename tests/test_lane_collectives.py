@@ -50,7 +50,7 @@ COLLECTIVES: dict[str, Callable[[Any], Any]] = {
 INSTEAD = (
     "step: inside a checked shard_map JAX has no collectives over the lanes of a vmap ('b'). Write instead:\n"
     "  1. statemesh's own, which run over lanes there: sm.psum(x, 'b'), or sm.pmean, sm.pmax, sm.pmin, "
-    "sm.all_gather;\n"
+    "sm.all_gather, sm.axis_index;\n"
     "  2. for a state: State(value, reduce='mean'), or 'sum', 'max', 'min': statemesh merges the lanes' "
     "writes;\n"
     "  3. for a result: return it with out_axes=0 and reduce its lane axis after vmap2, as with "

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
@@ -41,6 +42,7 @@ class Layers(sm.Module):
     average: sm.nn.Average
 
 
+@pytest.mark.usefixtures("each_kind")
 @pytest.mark.parametrize("checked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_layers_with_statistics(checked: bool) -> None:
     def loss(net: Layers, x: Any) -> Any:
@@ -77,6 +79,7 @@ def test_layers_with_statistics(checked: bool) -> None:
 ROWS = (X + np.arange(32, dtype=np.float32)[:, None] / 4 + 10).astype(np.float32)
 
 
+@pytest.mark.usefixtures("each_kind")
 @pytest.mark.parametrize(
     ("mesh", "checked", "momentum", "count"),
     [
@@ -113,6 +116,60 @@ def test_running_statistics_are_those_of_all_rows(
     assert norm.running.value["count"] == len(seen)
     np.testing.assert_allclose(norm.statistics[0], mean, 1e-5)
     np.testing.assert_allclose(norm.statistics[1], var, 1e-5)
+
+
+class Normed(sm.Module):
+    w: sm.ParamState
+    norm: sm.nn.BatchNorm
+
+
+def normed_by_hand(x: Any, w: Any, scale: Any, count: int) -> Any:
+    """The loss of a `Normed` in NumPy: microbatch `i` holds every `count`-th row from row `i` on."""
+    losses = []
+    for i in range(count):
+        rows = x[i::count]
+        apart = rows - rows.mean(0)
+        y = apart / np.sqrt((apart**2).mean(0) + 1e-5) * scale
+        losses.append((np.tanh(y @ w) * (1 + y[:, 0])).mean())
+    return np.mean(losses)
+
+
+def slopes(fun: Callable[[Any], Any], x: Any) -> Any:
+    """The gradient of an analytic function by steps along the imaginary axis, which round nothing off."""
+    return np.array([fun(x + 1e-30j * unit).imag / 1e-30 for unit in np.eye(len(x))])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(
+    ("mesh", "checked"),
+    [("1", True), ("4", True), ("8", False), slow("2", True), slow("2x2", False), ("4x2", True)],
+)
+def test_statistics_of_a_microbatch_are_the_same_on_every_mesh(
+    mesh: str, checked: bool, kind: AxisType
+) -> None:
+    names = make_mesh(mesh).axis_names
+
+    def loss(net: Normed, x: Any) -> Any:
+        y, norm = net.norm(x)
+        return (jnp.tanh(y @ net.w.value) * (1 + y[:, 0])).mean(), net.replace(norm=norm)
+
+    step = sm.value_and_grad(loss, axis_name=names, microbatches=4)
+    with jax.enable_x64(True):
+        mapped = sm.shard_map(step, make_mesh(mesh, kind), (None, P(names)), P(), check_vma=checked)
+        norm = sm.nn.BatchNorm(3, axis_name=names, momentum=0.5, dtype=np.float64)
+        net = Normed(sm.ParamState(np.array([0.3, -0.6, 0.9])), norm)
+        x = ROWS.astype(np.float64)
+        (value, new), grads = jax.block_until_ready(mapped(net, x))
+        w, scale = net.w.value.astype(complex), np.ones(3, complex)
+        wanted = normed_by_hand(x, w.real, scale.real, 4)
+        np.testing.assert_allclose(value, wanted, 1e-13)
+        by_w = slopes(lambda w: normed_by_hand(x, w, scale, 4), w)
+        by_scale = slopes(lambda scale: normed_by_hand(x, w, scale, 4), scale)
+        np.testing.assert_allclose(grads.w.value, by_w, 1e-11)
+        np.testing.assert_allclose(grads.norm.scale.value, by_scale, 1e-11)
+        mean, var = new.norm.statistics
+        np.testing.assert_allclose(mean, x.mean(0) / 2, 1e-13)
+        np.testing.assert_allclose(var, 0.5 + x.var(0) / 2, 1e-12)
 
 
 @pytest.mark.slow
@@ -258,6 +315,7 @@ def test_states_of_several_values(way: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("each_kind")
 @pytest.mark.parametrize("checked", [True, False])
 def test_packed_models(checked: bool) -> None:
     mesh = make_mesh("2")

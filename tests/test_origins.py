@@ -300,3 +300,48 @@ def test_a_loop_over_a_state_of_another_type_names_it_and_the_mend() -> None:
         return loop(m | {"total": total}, x)
 
     assert float(call(mended, "checked", m)["total"].value) == TOTAL
+
+
+def carried(state: sm.State, x: Any) -> Any:
+    return lax.scan(lambda s, row: (s.set(s.value + row), None), state, x)[0]
+
+
+def carried_by_scan_of_models(state: sm.State, x: Any) -> Any:
+    return sm.scan(lambda s, row: (s.set(s.value + row), None), state, x)[0]
+
+
+def carried_by_while(state: sm.State, x: Any) -> Any:
+    def body(pair: Any) -> Any:
+        return pair[0] + 1, pair[1].set(pair[1].value + x.sum())
+
+    return lax.while_loop(lambda pair: pair[0] < 1, body, (0, state))[1]
+
+
+def of_one_branch(state: sm.State, x: Any) -> Any:
+    return lax.cond(x.sum() > -1, lambda s: s.set(s.value + x.sum()), lambda s: s, state)
+
+
+@pytest.mark.parametrize("kinds", [(), (jax.sharding.AxisType.Explicit,)], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    "loop", [carried, carried_by_scan_of_models, carried_by_while, of_one_branch]
+)
+def test_a_loop_names_a_state_without_a_policy_too(loop: Any, kinds: Any) -> None:
+    call: Any = lambda fun: sm.shard_map(fun, make_mesh("8", *kinds), (None, P("x")), None)
+    states = {"seen": sm.State(jnp.ones(3)), "total": sm.State(0.0)}
+    fun = lambda m, x: loop(m["total"], x)
+    with pytest.raises(TypeError, match=r"must have equal .*types") as raised:
+        call(fun)(states, X)
+    assert str(raised.value).split("\n\nHint: ")[1] == (
+        "a loop or branch needs one type for what goes in and what comes out, but shards write different "
+        "values in it to states that enter the same on every shard:\n"
+        "  - m['total']: State(float32[]) is the same over 'x'\n"
+        "Mark the value as varying before the loop or branch, and declare how it is merged when it leaves, "
+        "as in State(value, reduce='mean'), or give it a spec that names 'x':\n"
+        "    m['total'].set(jax.lax.pcast(m['total'].value, ('x',), to='varying'))"
+    )
+
+    def mended(m: Any, x: Any) -> Any:
+        return loop(m["total"].set(lax.pcast(m["total"].value, ("x",), to="varying")), x)
+
+    after = call(mended)(states | {"total": sm.State(0.0, reduce="sum")}, X)
+    assert float(after.value) == TOTAL

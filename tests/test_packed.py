@@ -14,6 +14,9 @@ import statemesh as sm
 from tests.helpers import assert_same, compiles, counted, make_mesh
 
 
+pytestmark = pytest.mark.usefixtures("each_kind")
+
+
 jnp: Any = jax.numpy
 KINDS = [
     (AxisType.Auto,),

@@ -159,6 +159,16 @@ def test_what_lies_right_is_not_touched(kind: AxisType) -> None:
     assert all(map(operator.is_, jax.tree.leaves(twice), jax.tree.leaves(once)))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("spec", [P(), P("x"), P(None, "x")], ids=str)
+def test_results_lie_right(spec: P, kind: AxisType) -> None:
+    mesh = make_mesh("8", kind)
+    call = sm.shard_map(lambda s: s.set(s.value + 1), mesh, (None,), P())
+    state = call(sm.State(np.ones((8, 8), np.float32), spec=spec))
+    assert sm.place(state, mesh).value is state.value
+    assert call.place(state)[0].value is state.value
+
+
 def test_the_same_layout_by_another_name_is_not_copied() -> None:
     mesh = make_mesh()
     x = jax.device_put(np.ones((8, 1), np.float32), NamedSharding(mesh, P("x", None)))
@@ -196,6 +206,8 @@ def test_placed_arrays_are_strong() -> None:
     mesh = make_mesh()
     assert jnp.asarray(1.0).weak_type
     assert not sm.place(jnp.asarray(1.0), mesh).weak_type
+    weak = jax.device_put(jnp.asarray(1.0), NamedSharding(mesh, P()))
+    assert weak.weak_type and not sm.place(weak, mesh).weak_type
     assert sm.place(np.float64(1.0), mesh).dtype == np.float32
 
 

@@ -13,6 +13,9 @@ import statemesh as sm
 from tests.helpers import counted, make_mesh
 
 
+pytestmark = pytest.mark.usefixtures("each_kind")
+
+
 X = np.arange(1, 17, dtype=np.float32)
 PARTS = X.reshape(8, 2).sum(1)
 

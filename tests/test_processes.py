@@ -110,7 +110,10 @@ def ended(started: Sequence[subprocess.Popen[bytes]], outs: Sequence[pathlib.Pat
 def together(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """The results of each of two processes: arrays as its devices hold them, and facts."""
     folder = tmp_path_factory.mktemp("processes") / "together"
-    with processes("lanes,shards,others,refusals,alike", 60, folder) as (started, outs):
+    with processes("lanes,shards,others,refusals,alike,traced_alike", 60, folder) as (
+        started,
+        outs,
+    ):
         for code, output in ended(started, outs):
             assert code == 0, output
     return [
@@ -122,7 +125,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 @pytest.fixture(scope="module")
 def one_process() -> process_steps.Found:
     """The results of one process on all devices."""
-    return process_steps.run("lanes,shards,others,alike")
+    return process_steps.run("lanes,shards,others,alike,traced_alike")
 
 
 @pytest.mark.parametrize(
@@ -140,6 +143,7 @@ def one_process() -> process_steps.Found:
         "handed over",
         "alike",
         "alike too",
+        "programs",
     ],
 )
 def test_several_processes_find_what_one_does(task: str, together: Any, one_process: Any) -> None:
@@ -307,6 +311,65 @@ def test_static_leaves_of_all_processes_are_compared(what: str, together: Any) -
         text = facts["alike"][what]
         assert text.startswith(DIFFERENT.split("{}\n")[0].format("step") + f"  - {path}"), text
         assert text.count("  - ") == 1
+
+
+# What the first line that differs shows of the program of each process.
+PROGRAMS = {
+    "number": ("1.0", "2.0"),
+    "operation": (" = sin ", " = cos "),
+    "inside": ("2.0", "3.0"),
+    "longer": ("", "returns "),
+    "constant": ("", ""),
+    "out_specs": ("", ""),
+    "pmap2": ("1.0", "2.0"),
+    "grad": ("1.0", "2.0"),
+}
+
+
+@pytest.mark.parametrize("what", list(PROGRAMS))
+def test_processes_that_trace_other_programs_are_refused(what: str, together: Any) -> None:
+    texts = [facts["traced_alike"][what] for _, facts in together]
+    assert texts[0] == texts[1]
+    found = re.fullmatch(
+        "StructureError: <lambda>: all processes must run the same program, but they traced different ones. "
+        r"Line \d+ is the first that differs:\n  - process 0: (.*)\n  - process 1: (.*)\n"
+        r"Nothing that is traced may depend on jax\.process_index\(\), on the time or on a seed of one "
+        "process, nor on the order of a set. What differs between devices is an argument that is split, or "
+        r"comes of sm\.axis_index inside\.",
+        texts[0],
+    )
+    assert found, texts[0]
+    assert found[1] != found[2]
+    for line, fragment in zip(found.groups(), PROGRAMS[what], strict=True):
+        assert fragment in line
+
+
+def test_a_process_that_raises_while_it_traces_tells_the_others(together: Any) -> None:
+    assert [facts["traced_alike"]["raised"] for _, facts in together] == [
+        "StructureError: stops: 1 process (1) raised an error while tracing it, which this process did not. "
+        "So none of them runs it. The error is in the output of process 1.",
+        "KeyError: 'only in process 1'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("what", "line"),
+    [
+        ("in_specs", r"x: P.*\('i',?\)\n  - process 1: x: P.*\(\)"),
+        ("mesh", r"mesh: {'i': 8} of the devices \[.*\]\n  - process 1: mesh: .*\[.*\]"),
+    ],
+)
+def test_processes_that_lay_out_differently_are_refused(
+    what: str, line: str, together: Any
+) -> None:
+    texts = [facts["traced_alike"][what] for _, facts in together]
+    assert texts[0] == texts[1]
+    assert re.fullmatch(
+        "StructureError: <lambda>: all processes must lay out its arguments alike, but their meshes or specs "
+        rf"differ:\n  - process 0: {line}\n"
+        r"Give every process the same mesh, with its devices in one order, and the same specs\.",
+        texts[0],
+    ), texts[0]
 
 
 def test_nothing_is_compared_again_that_lies_right(together: Any) -> None:

@@ -12,6 +12,9 @@ import statemesh as sm
 from tests.helpers import assert_says, counted, make_mesh
 
 
+pytestmark = pytest.mark.usefixtures("each_kind")
+
+
 class Net(sm.Module):
     total: sm.State
     w: Any

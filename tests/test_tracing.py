@@ -109,6 +109,43 @@ def test_weak_and_strong_states_are_one_signature() -> None:
     assert count.times == 1
 
 
+class Scaled(sm.Module):
+    scale: jax.Array
+    state: sm.State
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("jit", [True, False])
+def test_the_dtype_of_an_array_does_not_depend_on_where_others_lie(kind: str, jit: bool) -> None:
+    mesh = make_mesh("8", KINDS[kind])
+    where = NamedSharding(mesh, P())
+    host = np.ones(8, jnp.bfloat16)
+    elsewhere = [host, jnp.asarray(host), jax.device_put(host, where)]
+    for weak in (jnp.asarray(2.0), jax.device_put(jnp.asarray(2.0), where)):
+        assert weak.weak_type
+        model = Scaled(weak, jax.tree.map(lambda v, weak=weak: weak, sm.State(1.0)))
+        for x in elsewhere:
+            fun, count = counted(lambda m, x: (m.scale * x, m.state.value * x, m))
+            mapped = sm.shard_map(fun, mesh, (None, P()), P(), jit=jit)
+            *products, after = mapped(model, x)
+            assert {y.dtype for y in products} == {np.dtype(np.float32)}
+            if jit:
+                mapped(after, x)
+                assert count.times == 1
+            traced = jax.jit(lambda m, x, mapped=mapped: mapped(m, x)[:2])(model, host)
+            assert {y.dtype for y in traced} == {np.dtype(np.float32)}
+            assert not any(y.weak_type for y in jax.tree.leaves(mapped.place(model, x)))
+
+
+@pytest.mark.parametrize("transform", [sm.vmap2, sm.pmap2])
+def test_nor_does_it_depend_on_a_trace(transform: Any) -> None:
+    mapped = transform(lambda m, x: (m.scale * x, m.state.value * x), in_axes=(None, 0))
+    state = jax.tree.map(lambda v: jnp.asarray(2.0), sm.State(1.0))
+    model, x = Scaled(jnp.asarray(2.0), state), np.ones(8, jnp.bfloat16)
+    for call in (mapped, jax.jit(mapped)):
+        assert {y.dtype for y in call(model, x)} == {np.dtype(np.float32)}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["1", "8"])
 def test_untouched_states_are_the_arrays_that_went_in(kind: str, name: str) -> None:
@@ -349,6 +386,9 @@ def test_other_threads_at_every_step_of_the_bound(monkeypatch: pytest.MonkeyPatc
         return other
 
     keep = cache.keep
+    # Python 3.12 reports opcodes only if a frame wanted them before the tracing began.
+    # https://github.com/python/cpython/issues/114480
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(other)
     try:
         for label in ("two", "one"):

@@ -18,6 +18,9 @@ import statemesh as sm
 from tests.helpers import make_mesh
 
 
+pytestmark = pytest.mark.usefixtures("each_kind")
+
+
 STEPS, ROWS, HIDDEN = 10, 16, 8
 OPTIMIZERS = {
     "sgd": optax.sgd(0.3),

@@ -294,3 +294,68 @@ def test_compile_time_eval_gives_arrays(given: bool) -> None:
     with contextlib.nullcontext() if given else jax.set_mesh(mesh):
         np.testing.assert_array_equal(jax.jit(outer)(x), 2 * x)
         np.testing.assert_array_equal(mapped(sm.State(2.0), x)[0], 2 * x)
+
+
+JACOBIANS: dict[str, Callable[[Callable[..., Any], Any], Any]] = {
+    "jacfwd": lambda call, x: jax.jacfwd(call)(x),
+    "jacrev": lambda call, x: jax.jacrev(call)(x),
+    "hessian": lambda call, x: jax.hessian(call)(x),
+    "reverse twice": lambda call, x: jax.jacrev(jax.jacrev(call))(x),
+    "of a gradient": lambda call, x: jax.jacfwd(jax.grad(lambda x: call(x).sum()))(x),
+    "of a tree": lambda call, x: jax.jacrev(lambda tree: call(tree["x"]))({"x": x})["x"],
+    "jit": lambda call, x: jax.jit(jax.jacfwd(call))(x),
+}
+
+
+# Where a mesh is set, JAX takes no array of a mesh with other types of axes.
+@pytest.mark.parametrize(
+    ("kind", "where", "set_mesh"),
+    [
+        ("auto", "Auto", True),
+        ("explicit", "Explicit", True),
+        *itertools.product(KINDS, ["Auto", "Explicit"], [False]),
+    ],
+)
+@pytest.mark.parametrize("how", JACOBIANS)
+def test_jacobians_of_placed_arrays(how: str, kind: str, where: str, set_mesh: bool) -> None:
+    mesh = make_mesh("4", KINDS[kind])
+
+    def fun(x: Any) -> Any:
+        return jnp.sin(x) * jnp.roll(x, 1) * x.sum()
+
+    call = sm.shard_map(fun, mesh, P("x"), P("x"))
+    rows = np.linspace(-1, 1, 8, dtype=np.float32)
+    expected = JACOBIANS[how](lambda x: jax.vmap(fun)(x.reshape(4, 2)).reshape(8), rows)
+    x = jax.device_put(rows, NamedSharding(make_mesh("4", AxisType[where]), P("x")))
+    with jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext():
+        found = JACOBIANS[how](call, x)
+    np.testing.assert_allclose(jax.device_get(found), expected, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", ["one device", "other devices", "another order", "other axes"])
+def test_jacobians_of_arrays_on_other_devices(where: str, kind: str) -> None:
+    devices = jax.devices()
+    rows = np.linspace(-1, 1, 8, dtype=np.float32)
+    call = sm.shard_map(lambda x: jnp.sin(x) * x.sum(), make_mesh("4", KINDS[kind]), P("x"), P("x"))
+    pairs = Mesh(np.array(devices[:4]).reshape(2, 2), ("a", "b"), axis_types=(KINDS[kind],) * 2)
+    there: dict[str, Any] = {
+        "one device": devices[5],
+        "other devices": NamedSharding(
+            Mesh(devices[4:], ("x",), axis_types=(KINDS[kind],)), P("x")
+        ),
+        "another order": NamedSharding(
+            Mesh(devices[3::-1], ("x",), axis_types=(KINDS[kind],)), P("x")
+        ),
+        "other axes": NamedSharding(pairs, P(("b", "a"))),
+    }
+    x = jax.device_put(rows, there[where])
+    for how in ("jacfwd", "jacrev", "hessian", "of a gradient"):
+        expected = JACOBIANS[how](
+            lambda x: jnp.sin(x) * x.reshape(4, 2).sum(1).repeat(2), jnp.asarray(rows)
+        )
+        found = JACOBIANS[how](call, x)
+        np.testing.assert_allclose(jax.device_get(found), expected, rtol=2e-5, atol=2e-6)
+    if where in ("one device", "other devices"):
+        # A gradient goes back to where its array lies.
+        assert jax.grad(lambda x: call(x).sum())(x).sharding.is_equivalent_to(x.sharding, 1)

@@ -241,7 +241,7 @@ def test_lanes_of_shards_draw_different_numbers() -> None:
 
 REFUSED = """\
 lane: inside a checked shard_map JAX has no collectives over the lanes of a vmap ('lane'). Write instead:
-  1. statemesh's own, which run over lanes there: sm.psum(x, 'lane'), or sm.pmean, sm.pmax, sm.pmin, sm.all_gather;
+  1. statemesh's own, which run over lanes there: sm.psum(x, 'lane'), or sm.pmean, sm.pmax, sm.pmin, sm.all_gather, sm.axis_index;
   2. for a state: State(value, reduce='mean'), or 'sum', 'max', 'min': statemesh merges the lanes' writes;
   3. for a result: return it with out_axes=0 and reduce its lane axis after vmap2, as with jnp.sum(out, axis=0)."""  # noqa: E501
 

@@ -202,6 +202,7 @@ class _Maker:
             tuple(name for name in self.mesh.axis_names if name in own),
             draw(st.sampled_from(["mean", "sum"])) if own else "mean",
             tuple(draw(st.permutations(sorted(named)))),
+            draw(st.booleans()),
             reduce,
             trained,
             self.lane,

@@ -24,7 +24,7 @@ from .layers import WIDTH, Layer, LossCase, LossValues
 
 ROWS = 8
 X, Y = ("x",), ("y",)
-LINE, GRID = MeshShape((2,)), MeshShape((2, 2))
+LINE, GRID = MeshShape((2,), explicit=True), MeshShape((2, 2))
 
 
 def loss_of(

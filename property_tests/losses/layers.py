@@ -61,6 +61,7 @@ class LossCase:
     - `local`: what a shard takes of its rows' losses: `'mean'` or `'sum'`.
     - `inner_axes`, `inner_reduce`: the axes over which the function itself reduces the loss, and how.
     - `axis_names`, `reduce`: the options `axis_name` and `reduce`.
+    - `as_tuple`: whether a single axis name is given as a tuple of one.
     - `trained`: which parameters are differentiated.
     - `lane`: the name of the mesh's last axis, if it stands for lanes.
     - `without_collectives`: whether the function has no collectives over lanes.
@@ -77,6 +78,7 @@ class LossCase:
     inner_axes: Axes = ()
     inner_reduce: str = "mean"
     axis_names: Axes = ()
+    as_tuple: bool = False
     reduce: str = "mean"
     trained: tuple[bool, ...] = ()
     lane: str | None = None

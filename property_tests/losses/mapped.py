@@ -204,7 +204,9 @@ def gradient(loss: LossCase, typed: bool, model: Any, x: Any, flag: Any) -> Any:
 
 
 def _options(loss: LossCase) -> dict[str, Any]:
-    names: Any = loss.axis_names[0] if len(loss.axis_names) == 1 else loss.axis_names or None
+    names: Any = loss.axis_names or None
+    if len(loss.axis_names) == 1 and not loss.as_tuple:
+        (names,) = loss.axis_names
     own = {"wrt": _wrt(loss), "axis_name": names, "has_aux": loss.aux}
     return own | {"reduce": loss.reduce}
 

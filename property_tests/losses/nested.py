@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
@@ -41,6 +42,7 @@ class NestedCase:
     - `wave`: the function of the features.
     - `exchange`: what the shards over "x" get from each other: `'none'`, their `'rows'`, parameters without
         gradients (`'stopped'`), or parameters with gradients (`'through'`).
+    - `explicit`: whether the axes of the mesh are Explicit.
     """
 
     how: str
@@ -53,6 +55,7 @@ class NestedCase:
     remat: bool = False
     wave: str = "tanh"
     exchange: str = "none"
+    explicit: bool = False
 
     @property
     def on_mesh(self) -> bool:
@@ -86,6 +89,7 @@ def nested_cases(draw: st.DrawFn) -> NestedCase:
         draw(st.booleans()),
         draw(st.sampled_from(["tanh", "sin"])),
         draw(st.sampled_from(some)),
+        draw(st.booleans()),
     )
 
 
@@ -212,7 +216,7 @@ def mapped(case: NestedCase) -> Callable[..., Any]:
         specs = {name: P(*lead[name]) for name in NAMES} | {"weights": P(*lead["weights"], "y")}
         out = P("x"), {"weights": P("x", None, "y") if own["weights"] else P("x", "y")}
         out[1].update(scale=P("x"), shift=P("x"))
-        mesh = mesh_of(MeshShape((case.shards, case.parts)))
+        mesh = mesh_of(MeshShape((case.shards, case.parts), case.explicit))
         call: Callable[..., Any] = sm.shard_map(
             run, mesh, (specs, P("x", None, "y")), out, check_vma=case.how == "checked"
         )
@@ -236,7 +240,8 @@ def mapped(case: NestedCase) -> Callable[..., Any]:
     parts = {"weights": P(*[None] * own["weights"], "y"), "scale": P(), "shift": P()}
     outputs = P(), {"weights": P(None, "y"), "scale": P(), "shift": P()}
     checked = case.how == "vmap2 in checked"
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[: case.parts]), ("y",))
+    kind = AxisType.Explicit if case.explicit else AxisType.Auto
+    mesh = Mesh(np.array(jax.devices()[: case.parts]), ("y",), axis_types=(kind,))
     each = parts, P(None, None, "y")
     on_shards: Callable[..., Any] = sm.shard_map(lanes, mesh, each, outputs, check_vma=checked)
     return on_shards

@@ -37,9 +37,9 @@ CHECKS: dict[str, Callable[[], None]] = {
     "separate, through, vmap2": nested("vmap2", named=False, order=0, exchange="through"),
     "separate, stopped, pmap2": nested("pmap2", named=False, exchange="stopped", remat=True),
     "inside, through, unchecked": nested("unchecked", exchange="through"),
-    "inside, through, checked": nested("checked", exchange="through"),
+    "inside, through, checked": nested("checked", exchange="through", explicit=True),
     "parts, unchecked": nested("unchecked", **PARTS, own=(True, False, True)),
-    "parts, checked": nested("checked", **PARTS, own=(False, True, False)),
+    "parts, checked": nested("checked", **PARTS, own=(False, True, False), explicit=True),
     "parts, vmap2": nested("vmap2", **PARTS, scan=True),
     "parts around lanes": nested("vmap2 in unchecked", **PARTS, named=False, exchange="rows"),
 }

@@ -21,7 +21,9 @@ from .checks import check_arrays, check_moves
 few = fewer(1 / 2)
 
 # `{"a": m["b"].set(m["b"].value + x.sum()), "b": m["a"].set(m["a"].value + x.sum())}` on 1 and 2.
-SWAP = Moves(MeshShape((4,)), ("x",), Branch("dict", (0, 1)), (Write(), Write()), (1, 0))
+SWAP = Moves(
+    MeshShape((4,), explicit=True), ("x",), Branch("dict", (0, 1)), (Write(), Write()), (1, 0)
+)
 ROWS = np.arange(12, dtype=np.float32)
 ONE, TWO = np.array(1, np.float32), np.array(2, np.float32)
 NUMBERS = Given([ONE, TWO], [], [(ROWS, np.bool_(True)), (ROWS, np.bool_(0))])
@@ -51,7 +53,7 @@ def test_two_arrays_beside_them(size: int, home: str) -> None:
     """One array is returned as it came, one is written."""
     case = dataclasses.replace(
         SWAP,
-        mesh=MeshShape((size,)),
+        mesh=MeshShape((size,), explicit=size == 2),
         tree=Branch("dict", (0, 2, 1, 3)),
         arrays=(Write(None), Write("whole")),
         sources=(0, 1, 2, 3),

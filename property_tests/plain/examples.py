@@ -212,7 +212,7 @@ def branches() -> None:
         add = lambda state: state.set(state.value + 1)
         return jax.lax.cond(x.sum() > 3, add, lambda state: state, state)
 
-    mesh = mesh_of(MeshShape((4,)))
+    mesh = mesh_of(MeshShape((4,), explicit=True))
     specs = (PartitionSpec(), PartitionSpec("x"))
     with pytest.raises(sm.DivergedStateError):
         sm.shard_map(fun, mesh, specs, PartitionSpec())(sm.State(0.0), np.arange(4.0))
@@ -278,7 +278,7 @@ def gathered() -> None:
         return state.set(state.value + jax.lax.all_gather(x, "x").sum())
 
     specs = (PartitionSpec(), PartitionSpec("x"))
-    call = sm.shard_map(fun, mesh_of(MeshShape((2,))), specs, PartitionSpec())
+    call = sm.shard_map(fun, mesh_of(MeshShape((2,), explicit=True)), specs, PartitionSpec())
     total = call(sm.State(1.0, reduce="sum"), np.arange(4, dtype=np.float32))
     assert float(total.value) == 7.0
 

@@ -79,7 +79,7 @@ def _new(maker: Maker, slot: Slot) -> str:
         return _moments(maker, slot)
     # A matrix is written along its last axis.
     keep = slot.dims if slot.dims in ELEMENTWISE else slot.dims[-1]
-    value = _small(maker, _candidate(maker, slot.dtype))
+    value = _without_type(maker, _small(maker, _candidate(maker, slot.dtype)))
     if slot.reduce in ("sum", "total"):
         value = maker.reduced(value, keep, "sum", collect=False)
         if slot.reduce == "sum":
@@ -92,6 +92,23 @@ def _new(maker: Maker, slot: Slot) -> str:
         collect = maker.flip(out_of=4)
         value = maker.reduced(value, keep, slot.reduce, collect=collect)
     return _with_old(maker, slot, value)
+
+
+# Each gives back the integers that it is given, as values of which JAX's types do not say that they vary.
+_LOSING = (
+    "jnp.frexp(jnp.ldexp(jnp.float32(1), {a}))[1] - 1",
+    "jax.pure_callback(lambda a: a, jax.ShapeDtypeStruct({a}.shape, {a}.dtype), {a}, "
+    'vmap_method="broadcast_all")',
+)
+
+
+def _without_type(maker: Maker, value: Value) -> Value:
+    """The value, of which types may not say any more that it varies."""
+    # Exponents are that small, and a kept integer is smaller.
+    if value.dtype != INT or value.bound > 100 or not maker.flip(out_of=3):
+        return value
+    text = maker.among(_LOSING).format(a=value.text)
+    return dataclasses.replace(value, text=maker.temporary(text))
 
 
 def _alike(maker: Maker, slot: Slot, value: Value) -> Value:

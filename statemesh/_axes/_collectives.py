@@ -11,7 +11,14 @@ from .._base import _compat as compat
 from .._base import errors
 from .._base._types import Array, AxisName, PyTree, SeveralAxes, flat_names
 from . import _mesh_and_lanes as mesh_and_lanes
-from ._mesh_and_lanes import all_varying, bound_names, meshes_and_lanes, shard_index, total
+from ._mesh_and_lanes import (
+    all_varying,
+    bound_names,
+    index_along,
+    meshes_and_lanes,
+    shard_index,
+    total,
+)
 
 
 def axis_index(axis_name: AxisName) -> Array:
@@ -255,4 +262,4 @@ def _stacked(x: PyTree, name: AxisName) -> PyTree:
     if _jax_can((name,)):
         return jax.lax.all_gather(all_varying(x, [name]), name)
     room = jnp.zeros((jax.lax.axis_size(name), *x.shape), x.dtype)
-    return total(room.at[jax.lax.axis_index(name)].set(x), (name,))
+    return total(room.at[index_along([name])].set(x), (name,))

@@ -1,11 +1,12 @@
 """Over which mapped axes the values of a traced program may differ.
 
-Inside a checked `shard_map` JAX's types say so, but for one thing: a `cond` or a loop whose predicate differs
-between shards gives results that differ too, and JAX types them by what its branches return alone. Where
-nothing is typed, the walk follows all of it from the arguments on.
+Inside a checked `shard_map` JAX's types say so, but some of its rules lose it: those of `sort`, of callbacks,
+of a `cond` or a loop whose predicate differs between shards. So a value differs where its type says so, and
+also where the program shows it. Where nothing is typed, the program alone shows it.
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from .._base import _compat as compat
 from .._base import _jaxprs as jaxprs
@@ -16,7 +17,7 @@ from ._reduction import Pending
 
 
 class Differing(Dataflow[Axes]):
-    """The axes over which a value may differ, in a program without types."""
+    """The axes over which a value may differ, whatever its type says."""
 
     nothing = NO_AXES
 
@@ -24,20 +25,29 @@ class Differing(Dataflow[Axes]):
         return NO_AXES.union(*facts)
 
     def plain(self, eqn: Equation, given: Sequence[Axes]) -> Sequence[Axes]:
-        return [self.made(eqn, self.join(given))] * len(eqn.outvars)
+        return [
+            self.made(eqn, self.join(given[k] for k in operands))
+            for operands in jaxprs.operands_of_results(eqn)
+        ]
 
     def made(self, eqn: Equation, given: Axes) -> Axes:
-        """The same of a plain equation's results, given all axes of its operands."""
+        """The same of a plain equation's result, given all axes of the operands that it depends on."""
         if jaxprs.made_varying(eqn):  # In a program with types: the value stays as it is.
             return given
         joined, spread = jaxprs.collective(eqn)
         if not given & spread and jaxprs.permutes_all(eqn):
             return given
-        return (given - joined) | spread
+        return (given - joined - _joined_unseen(eqn)) | spread
 
     def own_rule(self, eqn: Equation, given: Sequence[Axes]) -> Sequence[Axes] | None:
-        pending = _pending(eqn)
-        return None if pending is None else pending.results_differ(given)
+        if (pending := _pending(eqn)) is not None:
+            return pending.results_differ(given)
+        body = jaxprs.mapped_by_rule(eqn)
+        return None if body is None else self.through(body, given)
+
+    def result(self, var: Operand, fact: Axes) -> Axes:
+        # The parts of a sum that is still to be added up leave as the one sum.
+        return fact - compat.unreduced_type(var.aval)
 
     def chosen(
         self, predicate: Operand, of_predicate: Axes, results: list[Axes], same: Sequence[bool]
@@ -46,21 +56,45 @@ class Differing(Dataflow[Axes]):
         return [axes if one else axes | of_predicate for axes, one in pairs]
 
 
-class _Hidden(Differing):
-    """The axes over which a value may differ beyond those of its type."""
+class Recorded:
+    """The axes over which values may differ that are being recorded into a program with types.
 
-    def made(self, eqn: Equation, given: Axes) -> Axes:
-        # What a collective reduces over, its operand was typed to vary over, and its result is not.
-        typed = NO_AXES.union(*map(_typed, eqn.invars))
-        return given - (typed - NO_AXES.union(*map(_typed, eqn.outvars)))
+    It walks back from a value along the equations that made it, and knows those that it has walked.
+    """
 
-    def chosen(
-        self, predicate: Operand, of_predicate: Axes, results: list[Axes], same: Sequence[bool]
-    ) -> list[Axes]:
-        return super().chosen(predicate, of_predicate | _typed(predicate), results, same)
+    def __init__(self) -> None:
+        self._walk = Differing()
+        # By the identity of the equation, which is kept: another one could get its identity.
+        self._results: dict[int, tuple[Equation, Sequence[Axes]]] = {}
 
-    def result(self, var: Operand, fact: Axes) -> Axes:
-        return fact - _typed(var)
+    def of(self, x: Any) -> Axes:
+        """The axes over which `x` may differ, by what made it; by its type if that is not recorded."""
+        value = compat.recorded_value(x)
+        # Not by recursion: a program may be longer than Python's stack is deep.
+        stack = [value]
+        while stack:
+            made = compat.made_by(stack[-1])
+            if made is None or id(made[0]) in self._results:
+                stack.pop()
+                continue
+            eqn, _ = made
+            if unknown := [operand for operand in eqn.invars if self._fact(operand) is None]:
+                stack += unknown
+                continue
+            given = [self._fact(operand) or NO_AXES for operand in eqn.invars]
+            found, _ = self._walk.equation(eqn, given)
+            axes = list(map(self._walk.result, eqn.outvars, found))
+            self._results[id(eqn)] = eqn, axes
+        return self._fact(value) or NO_AXES
+
+    def _fact(self, x: Any) -> Axes | None:
+        """What is known of a value; `None` before its equation was walked."""
+        made = compat.made_by(x)
+        if made is None:
+            # An input has the right type, and a constant has no axes.
+            return _typed(x)
+        eqn, result = made
+        return self._results[id(eqn)][1][result] if id(eqn) in self._results else None
 
 
 class _Crossing(Differing):
@@ -78,11 +112,6 @@ class _Crossing(Differing):
             return None
         self.crossed.update(pending.reduced_over if any(given) else ())
         return given[-(len(given) // 2) :]
-
-
-def hidden_axes(jaxpr: Jaxpr) -> list[Axes]:
-    """For each result of one shard's typed program, the axes over which it may differ beyond its type's."""
-    return _Hidden().through(jaxpr, [NO_AXES] * len(jaxpr.invars))
 
 
 def all_axes(jaxpr: Jaxpr, given: Sequence[Axes]) -> list[Axes]:
@@ -156,5 +185,13 @@ def _has_pending(jaxpr: Jaxpr, own: Axes) -> bool:
     return any(_is_own(eqn, own) for eqn in jaxprs.equations(jaxpr))
 
 
-def _typed(atom: Operand) -> Axes:
-    return compat.varying_type(atom.aval)
+def _joined_unseen(eqn: Equation) -> Axes:
+    """The axes over which code that no jaxpr shows makes equal what differs, by its types alone."""
+    if not jaxprs.is_opaque(eqn):
+        return NO_AXES
+    typed = NO_AXES.union(*map(_typed, eqn.invars))
+    return typed - NO_AXES.union(*map(_typed, eqn.outvars))
+
+
+def _typed(x: Any) -> Axes:
+    return compat.varying_type(getattr(x, "aval", None))

@@ -7,6 +7,7 @@ differs between lanes, and reduces over them anywhere.
 """
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,11 @@ MICROBATCHES = "the microbatches of value_and_grad"
 # The mark that is bound instead.
 IN_MICROBATCHES = compat.InMicrobatches()
 
+# For each surrounding `value_and_grad` the axes over which it reduces its loss, and all axes bound there.
+gradients_around: ContextVar[tuple[tuple[Axes, Axes], ...]] = ContextVar(
+    "gradients_around", default=()
+)
+
 
 def bound_names(what: str, axis_name: SeveralAxes) -> tuple[AxisName, ...]:
     """The axes that `axis_name` (one, several or `None`) means here: none outside any mapped call.
@@ -47,7 +53,23 @@ def bound_names(what: str, axis_name: SeveralAxes) -> tuple[AxisName, ...]:
 def shard_index(what: str, axis_name: SeveralAxes) -> Any:
     """This shard's number along the axes, major to minor; 0 outside any mapped call."""
     names = bound_names(what, axis_name)
-    return jax.lax.axis_index(names if len(names) > 1 else names[0]) if names else 0
+    return index_along(names) if names else 0
+
+
+def index_along(axis_names: Sequence[AxisName]) -> Any:
+    """This shard's or lane's number along bound axes, major to minor.
+
+    Inside a checked `shard_map` JAX types the number of a lane as varying over a mesh axis of that name, and
+    fails wherever a jaxpr is traced: in `jit`, `checkpoint`, `scan`, `cond`. There a rule gives it.
+    """
+    _, lanes = meshes_and_lanes(axis_names)
+    if not lanes or not compat.inside_checked_shard_map():
+        return jax.lax.axis_index(axis_names[0] if len(axis_names) == 1 else tuple(axis_names))
+    number: Any = 0
+    for name in axis_names:
+        index = _lane_index(name) if name in lanes else jax.lax.axis_index(name)
+        number = number * jax.lax.axis_size(name) + index
+    return number
 
 
 def inside_microbatches() -> bool:
@@ -116,7 +138,7 @@ def known_same(value: PyTree, axis_names: Sequence[AxisName]) -> PyTree:
     value = jax.lax.stop_gradient(value)
     _, lanes = meshes_and_lanes(axis_names)
     for name in lanes if compat.inside_checked_shard_map() else ():
-        value = jax.tree.map(partial(_lane_first, name), value)
+        value = jax.tree.map(partial(same_in_lanes, name), value)
     return value
 
 
@@ -125,6 +147,14 @@ def one_copy(x: AnyArray, axis_names: Sequence[AxisName]) -> AnyArray:
     first = jax.lax.axis_index(tuple(axis_names)) == 0
     copy: Array = jax.lax.psum(jnp.where(first, x, jnp.zeros_like(x)), tuple(axis_names))
     return copy
+
+
+def same_in_lanes(name: AxisName, x: AnyArray) -> AnyArray:
+    """What is the same in all lanes called `name`, as one value of which JAX knows it: the first lane's copy.
+
+    For values on their way out of the lanes: the gradient goes to the first lane's copy alone.
+    """
+    return _in_lanes(name, x, lambda _, batched, x: (x[0] if batched else x, False))
 
 
 def first_of(x: AnyArray, axis_names: Sequence[AxisName]) -> AnyArray:
@@ -146,7 +176,7 @@ def refuse_in_lanes(x: AnyArray, error: Callable[[], Exception]) -> AnyArray:
         return x, False
 
     for name in meshes_and_lanes(compat.bound_axis_names())[1]:
-        x = _in_lanes(name, x, look)
+        x = _in_lanes(name, x, look, joins=False)
     return x
 
 
@@ -213,7 +243,11 @@ def _without_gradient(x: AnyArray) -> AnyArray:
 
 
 def _in_lanes(
-    name: AxisName, x: AnyArray, done: Callable[[int, bool, AnyArray], tuple[AnyArray, bool]]
+    name: AxisName,
+    x: AnyArray,
+    done: Callable[[int, bool, AnyArray], tuple[AnyArray, bool]],
+    joins: bool = True,
+    lane: Any = None,
 ) -> AnyArray:
     """What `done` makes of the lanes called `name`, of all of them at once.
 
@@ -221,6 +255,8 @@ def _in_lanes(
 
     - `done`: it is given how many lanes there are, whether `x` is batched over them, and `x`. It returns its
         result, and whether that is batched.
+    - `joins`: whether all lanes get the same, batched or not; else each may get a value of its own.
+    - `lane`: the lane's own number, where it was asked for before.
     """
 
     @custom_vmap
@@ -235,10 +271,12 @@ def _in_lanes(
         # A `vmap` further in, over another axis: each of its entries goes through these lanes by itself.
         return run(x, lane), batched[0]
 
+    # By these attributes a walk along the program knows what the rule does.
     rule.exchanged_over = frozenset([name])  # type: ignore[attr-defined]
+    rule.joined_over = frozenset([name] if joins else [])  # type: ignore[attr-defined]
     run.def_vmap(rule)
     # A lane's own number is batched over its `vmap` only: by this the rule knows these lanes from others.
-    made: AnyArray = run(x, jax.lax.axis_index(name))
+    made: AnyArray = run(x, jax.lax.axis_index(name) if lane is None else lane)
     return made
 
 
@@ -259,15 +297,20 @@ def _lane_total(name: AxisName, x: AnyArray) -> AnyArray:
         return jnp.broadcast_to(jnp.sum(whole, 0, dtype=whole.dtype), whole.shape), True
 
     @jax.custom_vjp
-    def run(x: AnyArray) -> AnyArray:
-        return _in_lanes(name, x, copies)
+    def run(x: AnyArray, lane: AnyArray) -> AnyArray:
+        return _in_lanes(name, x, copies, lane=lane)
 
-    run.defvjp(lambda x: (run(x), None), lambda _, cotangent: (run(cotangent),))
-    return run(x)
+    # The lane's number is an operand, because JAX may trace the derivative of a `jit` when the lanes' name is
+    # no longer bound.
+    run.defvjp(
+        lambda x, lane: (run(x, lane), lane), lambda lane, cotangent: (run(cotangent, lane), None)
+    )
+    return run(x, jax.lax.axis_index(name))
 
 
-def _lane_first(name: AxisName, x: AnyArray) -> AnyArray:
-    return _in_lanes(name, x, lambda _, batched, x: (x[0] if batched else x, False))
+def _lane_index(name: AxisName) -> AnyArray:
+    numbers = lambda count, *_: (jnp.arange(count, dtype=jnp.int32), True)
+    return _in_lanes(name, jnp.zeros((), jnp.int32), numbers, joins=False)
 
 
 def _collective(

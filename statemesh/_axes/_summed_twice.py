@@ -84,6 +84,7 @@ class _Named(Differing):
         self.found: dict[Operand, Axes] = {}
 
     def result(self, var: Operand, fact: Axes) -> Axes:
+        fact = super().result(var, fact)
         # One variable stands for several values where a jaxpr is run by several equations.
         self.found[var] = self.found.get(var, NO_AXES) | fact
         return fact

@@ -4,12 +4,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from . import errors
 from ._types import NUMBERS, Leaf
 
 
+def is_masked(x: object) -> bool:
+    """Whether `x` is an array of NumPy's with a mask, which JAX would drop without a word."""
+    return isinstance(x, np.ma.MaskedArray)
+
+
 def is_array(x: object) -> bool:
-    """Whether `x` is an array of JAX's, or one of NumPy's that JAX can take: of numbers, not of strings."""
+    """Whether `x` is an array of JAX's, or one of NumPy's that JAX can take: of numbers, not of strings.
+
+    **Raises:** `TypeError` for a masked array.
+    """
     if isinstance(x, np.ndarray | np.generic):
+        if is_masked(x):
+            raise errors.masked("an array", [("it", x)])
         return bool(jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool_)
     return isinstance(x, jax.Array)
 

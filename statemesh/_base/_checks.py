@@ -3,14 +3,15 @@
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from numbers import Number
 
 import equinox as eqx
+import numpy as np
 
 from . import errors
 from ._paths import fun_name
-from ._types import AxisName, AxisNames, Size
+from ._types import AxisName, AxisNames, Size, flat_names
 
 
 _KINDS = (
@@ -51,10 +52,25 @@ def check_lane_name(what: str, name: object) -> None:
 
 
 def check_names(what: str, names: object) -> None:
-    """Refuse what is neither an axis name, nor a tuple of several, nor `None`."""
-    several = names if isinstance(names, tuple) else () if names is None else (names,)
+    """Refuse what is neither an axis name, nor a tuple of different ones, nor `None`."""
+    several = flat_names(names)
     if not all(map(is_axis_name, several)):
         raise errors.invalid_argument(what, "axis_name of several", names)
+    check_named_once(what, "axis_name", several)
+
+
+def required_names(what: str, names: object) -> tuple[AxisName, ...]:
+    """One axis name, or a tuple of several, as a tuple that is not empty."""
+    check_names(what, names)
+    if not flat_names(names):
+        raise errors.invalid_argument(what, "axis_name of several", names)
+    return flat_names(names)
+
+
+def check_named_once(what: str, argument: str, names: Sequence[AxisName]) -> None:
+    """Refuse an axis that is named more than once."""
+    if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise errors.axis_named_twice(what, argument, repeated, names)
 
 
 def is_axis_name(name: object) -> bool:
@@ -67,9 +83,11 @@ def is_axis_name(name: object) -> bool:
 def axis_names(what: str, given: AxisNames, argument: str = "axis_names") -> frozenset[AxisName]:
     """One name of a mesh axis, or several, as a set."""
     try:
-        return frozenset([given] if isinstance(given, str) else given)
+        names = (given,) if isinstance(given, str) else tuple(given)
+        check_named_once(what, argument, names)
     except TypeError:
         raise errors.invalid_argument(what, argument, given) from None
+    return frozenset(names)
 
 
 def count(what: str, argument: str, given: Size) -> int:
@@ -79,6 +97,12 @@ def count(what: str, argument: str, given: Size) -> int:
     if operator.index(given) < 0:
         raise errors.invalid_count(what, argument, given)
     return operator.index(given)
+
+
+def check_flag(what: str, argument: str, given: object) -> None:
+    """Refuse what is neither `True` nor `False`."""
+    if not isinstance(given, bool | np.bool_):
+        raise errors.invalid_argument(what, argument, given)
 
 
 def check_text(what: str, argument: str, given: object) -> None:

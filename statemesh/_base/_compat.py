@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr as Jaxpr
 from jax.extend.core import JaxprEqn, Literal, Var
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ._types import NO_AXES, Array, Axes, AxisName, Leaf, PyTree, flat_names
 
@@ -52,12 +52,6 @@ tree_util: Any = jax.tree_util
 REFUSES_DELETED: bool = hasattr(jax, "get_mesh")
 
 
-# `jax.no_tracing` of this thread, read and set. As a context manager it takes as long as all else that a call
-# does in Python.
-_no_tracing: Any = getattr(jax, "no_tracing", None)
-get_no_tracing: Any = getattr(_no_tracing, "get_local", None)
-set_no_tracing: Any = getattr(_no_tracing, "set_local", None)
-
 # The value of `inline` with which a call of `jax.jit` leaves its equations in a surrounding jaxpr, instead of
 # one equation that calls. Releases without the name would also inline it in the backward pass of an eager
 # `jax.vjp`, and run that pass operation by operation.
@@ -81,6 +75,12 @@ def varying_type(aval: object) -> Axes:
     return NO_AXES if mark is None else frozenset(mark.varying)
 
 
+def unreduced_type(aval: object) -> Axes:
+    """The mesh axes over which a variable of a jaxpr holds parts of one sum, by its type."""
+    mark = getattr(aval, "manual_axis_type", None)
+    return frozenset(getattr(mark, "unreduced", ()))
+
+
 def made_by(x: Leaf) -> tuple[Equation, int] | None:
     """The equation that made a traced value, and the number of the value among its results.
 
@@ -91,6 +91,16 @@ def made_by(x: Leaf) -> tuple[Equation, int] | None:
     eqn, var = getattr(x, "parent", None), getattr(x, "val", None)
     outvars = getattr(eqn, "outvars", ())
     return next(((eqn, i) for i, result in enumerate(outvars) if result is var), None)
+
+
+def recorded_value(x: Leaf) -> Leaf:
+    """What is recorded of a value that a `vmap` or a derivative traces, and of any other the value itself."""
+    while is_tracer(x) and made_by(x) is None:
+        inner = getattr(x, "primal", getattr(x, "val", None))
+        if not is_tracer(inner):
+            break
+        x = inner
+    return x
 
 
 def under_jit() -> bool:
@@ -246,14 +256,16 @@ def onto_devices(x: Leaf, mesh: Mesh | AbstractMesh) -> Leaf:
     here, there = value.sharding, NamedSharding(mesh, PartitionSpec())
     if _devices(here) == _devices(there):
         return x
-
-    def move(_: tuple[()], value: Array) -> PyTree:
-        return jax.device_put(value, there)
-
-    def back(_: tuple[()], cotangent: Array) -> PyTree:
-        return jax.device_put(cotangent, here)
-
-    return jax.custom_derivatives.linear_call(move, back, (), x)
+    if isinstance(here, NamedSharding):
+        # Between meshes only whole arrays move: a `vmap` adds an axis, which the spec of a layout does not
+        # have. The cotangent is laid out like `x` once it is back.
+        whole = NamedSharding(here.mesh, PartitionSpec())
+        if AxisType.Explicit in here.mesh.axis_types:
+            x = jax.sharding.reshard(x, whole)
+        else:
+            x = jax.lax.with_sharding_constraint(x, here)
+        here = whole
+    return jax.device_put(x, there, src=here)
 
 
 def _devices(sharding: jax.sharding.Sharding) -> list[jax.Device]:
@@ -277,6 +289,11 @@ def jit_disabled() -> bool:
     return bool(_config.jax_disable_jit)
 
 
+def key_reuse_checked() -> bool:
+    """Whether `jax_debug_key_reuse` makes JAX refuse a key from which numbers were drawn already."""
+    return bool(_config.jax_debug_key_reuse)
+
+
 def traceback_filtering() -> str:
     """How JAX keeps its own frames out of tracebacks: `'off'`, `'tracebackhide'` or by removing them."""
     mode: str | None = _config.jax_traceback_filtering
@@ -286,12 +303,15 @@ def traceback_filtering() -> str:
     return mode
 
 
-def typed_apart(error: BaseException) -> list[str]:
-    """The paths of values that have two types in a loop or in branches, read from JAX's error about them."""
+def typed_apart(error: BaseException) -> list[tuple[str, str]]:
+    """The values that have two types in a loop or in branches, read from JAX's error about them.
+
+    Each is a path, without the `.value` of a State, and a dtype with a shape.
+    """
     text = str(error)
     if "to='varying'" not in text:
         return []
-    return re.findall(r"(?:component|path) (\S+?)(?:\.value)? has type", text)
+    return re.findall(r"(?:component|path) (\S+?)(?:\.value)? has type (\w+\[[\d,]*\])", text)
 
 
 def in_collective_over(error: BaseException, name: AxisName) -> bool:

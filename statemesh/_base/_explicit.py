@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from . import _compat as compat
 from ._specs import entry_of, only, written_axes
-from ._types import Array, Axes, AxisName, PyTree, ShapedArray
+from ._types import Array, Axes, AxisName, ShapedArray
 
 
 def explicit_axes(mesh: Mesh | AbstractMesh) -> Axes:
@@ -66,19 +66,19 @@ def zeros_of(kind: Any) -> Array:
     return laid_out
 
 
-def rows_in_parts(x: Array, count: int) -> Array:
-    """An array whose leading axis is split into `count` parts along a new first axis.
+def rows_apart(x: Array, count: int) -> Array:
+    """An array whose row `i * count + k` stands at `[i, k]`.
 
-    Each part is laid out as the array was, so far as its rows can be.
+    It is laid out as the array was, so far as the groups of `count` rows can be.
     """
     size = x.shape[0] // count
-    shape = (count, size, *x.shape[1:])
+    shape = (size, count, *x.shape[1:])
     if not is_explicitly_typed(x):
         return x.reshape(shape)
     here = type_of(x).sharding
     first, *rest = written_axes(here.spec)
     fits = size % math.prod(here.mesh.shape[name] for name in first) == 0
-    spec = PartitionSpec(None, *map(entry_of, [first if fits else (), *rest]))
+    spec = PartitionSpec(*map(entry_of, [first if fits else (), (), *rest]))
     return jax.lax.reshape(x, shape, out_sharding=NamedSharding(here.mesh, spec))
 
 
@@ -113,16 +113,16 @@ def off_explicit_axes(x: ShapedArray, mesh: Mesh | AbstractMesh) -> Array:
     Its cotangent goes back to the layout of `x`, on a mesh that has devices. JAX by itself would use the
     mesh in the type of `x`, which has no devices, and could not run that outside of `jit`.
     """
-    here = jax.typeof(x).sharding
-    back: Mesh | AbstractMesh = here.mesh
-    if isinstance(mesh, Mesh):
-        back = Mesh(mesh.devices, mesh.axis_names, axis_types=here.mesh.axis_types)
-
-    def there(_: tuple[()], value: Array) -> PyTree:
-        return jax.sharding.reshard(value, NamedSharding(mesh, PartitionSpec()))
-
-    def again(_: tuple[()], cotangent: Array) -> PyTree:
-        return jax.sharding.reshard(cotangent, NamedSharding(back, here.spec))
-
-    moved: Array = jax.custom_derivatives.linear_call(there, again, (), x)
+    here, there = jax.typeof(x).sharding, NamedSharding(mesh, PartitionSpec())
+    concrete = getattr(compat.concrete_value(x), "sharding", None)
+    if isinstance(concrete, NamedSharding):
+        origin = concrete.mesh
+    elif isinstance(mesh, Mesh) and mesh.shape == here.mesh.shape:
+        origin = Mesh(mesh.devices, mesh.axis_names, axis_types=here.mesh.axis_types)
+    else:
+        laid_out: Array = jax.sharding.reshard(x, there)
+        return laid_out
+    # Between meshes only whole arrays move: a `vmap` adds an axis, which the spec of a layout does not have.
+    whole = NamedSharding(origin, PartitionSpec())
+    moved: Array = jax.device_put(jax.sharding.reshard(x, whole), there, src=whole)
     return moved

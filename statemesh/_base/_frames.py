@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from traceback import walk_tb
 from types import FrameType, TracebackType
@@ -63,6 +64,15 @@ def leave_out_own(error: BaseException) -> None:
     notes = getattr(error, "__notes__", ())
     if mode != "tracebackhide" and not around and not any(_SETTING in note for note in notes):
         error.add_note(_NOTE)
+
+
+def stacklevel() -> int:
+    """The `stacklevel` with which a warning points at the user's line."""
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and _is_own(frame):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _without_own(traceback: TracebackType | None) -> TracebackType | None:

@@ -5,7 +5,7 @@ them.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -18,8 +18,9 @@ from ._types import NO_AXES, Array, ArrayLike, Axes, flat_names
 
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
 
-_SUMS = ("psum", "psum2", "psum_invariant")
-_JOINING = (*_SUMS, "pmax", "pmin", "all_gather", "all_gather_invariant")
+_SUMS = ("psum", "psum2", "psum_invariant", "unreduced_psum")
+_GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced")
+_JOINING = (*_SUMS, *_GATHERS, "pmax", "pmin", "unreduced_pmax", "unreduced_pmin")
 # By this attribute of its rule a call is found that reduces many arrays by few collectives.
 JOINS = "joins"
 # They change only the type: over which axes a value may differ.
@@ -74,6 +75,9 @@ def control_flow(eqn: Equation) -> tuple[Any, ...] | None:
             # Scanned and stacked arrays have one axis more outside than inside.
             carry = _count_alike(eqn.outvars, body.outvars)
             return "scan", body, _count_alike(eqn.invars, body.invars) - carry, carry
+        case "reduce" | "reduce_window":
+            # Their jaxpr joins two entries, and its results go into it again.
+            return None
     if (single := apart(eqn)) is not None:
         return "call", single
     called = [
@@ -98,6 +102,10 @@ def collective(eqn: Equation) -> tuple[Axes, Axes]:
 
     A collective of unknown name is taken to make them differ.
     """
+    # Our own collectives over lanes are calls whose rule says it.
+    by_rule: Axes = getattr(rule_of(eqn), "joined_over", NO_AXES)
+    if by_rule:
+        return by_rule, NO_AXES
     names = frozenset(
         name
         for key in ("axes", "axis_name")
@@ -137,6 +145,36 @@ def name_given(eqn: Equation) -> str | None:
 def forwards(eqn: Equation) -> bool:
     """Whether an equation's one result is its one operand, but for its dtype or type."""
     return eqn.primitive.name in ("name", "copy", "copy_p", "convert_element_type", *_VARYING)
+
+
+# Each result comes of the operand with its number.
+_ONE_BY_ONE = (*_JOINING, *_VARYING, "optimization_barrier", "device_put")
+
+
+def operands_of_results(eqn: Equation) -> list[Iterable[int]]:
+    """For each result of an equation that runs no other jaxpr the numbers of the operands it depends on."""
+    count, name = len(eqn.invars), eqn.primitive.name
+    if name in _ONE_BY_ONE and count == len(eqn.outvars):
+        return [(k,) for k in range(count)]
+    if name == "sort":
+        return [(*range(eqn.params["num_keys"]), k) for k in range(count)]
+    return [range(count)] * len(eqn.outvars)
+
+
+def is_opaque(eqn: Equation) -> bool:
+    """Whether an equation runs code that stands in no jaxpr, as that of `jax.lax.custom_root` may."""
+    return eqn.primitive.name == "call_hi_primitive"
+
+
+def mapped_by_rule(eqn: Equation) -> Jaxpr | None:
+    """What a call of a `custom_vmap` function runs where no `vmap` maps it; `None` for other equations.
+
+    `None` also for one that has another form, `apart`, and for one whose rule exchanges values between lanes.
+    """
+    rule = rule_of(eqn)
+    if rule is None or hasattr(rule, JOINS) or hasattr(rule, "exchanged_over"):
+        return None
+    return open_jaxpr(eqn.params["call"])
 
 
 def exchanged_over(jaxpr: Jaxpr) -> Axes:

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 from .._base._specs import Placement
 from .._base._types import AxisName, Leaf
 from .._leave._varying import VaryingAxes
-from .._resolve._agreement import Passed
+from .._resolve._agreement import Passed, Traced
 from .._resolve._inputs import Input
 
 
@@ -27,6 +27,9 @@ class Layout(Protocol):
 
     def agree(self, given: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
         """Refuse, before the first call, what another process passes differently."""
+
+    def traced_alike(self, trace: Callable[[], Traced]) -> Traced:
+        """What `trace` returns, before it runs; refused where another process has traced another program."""
 
     def concrete(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         """Arrays as the program takes them, and as they come back when they are not written."""

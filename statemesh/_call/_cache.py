@@ -7,13 +7,12 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from .._axes._differing import hidden_axes
 from .._axes._equations import shard_map_equation, shard_map_recorded
 from .._axes._summed_twice import check_sums
 from .._base import _compat as compat
-from .._base import errors
-from .._base._compat import Equation, Jaxpr
+from .._base._compat import Equation
 from .._base._types import Leaf, PyTree, PyTreeDef
+from .._resolve._agreement import Traced
 from .._write_back import WriteBack
 from ._binding import Outside
 from ._declared import Declared
@@ -95,16 +94,14 @@ class CompiledEntry:
         return result
 
     def check_program(self, arrays: Sequence[Leaf]) -> None:
-        """Refuse, once, what the traced program shows and JAX's types let through.
+        """Refuse, once, gradients that the traced program sums a second time.
 
-        These are gradients that are summed a second time and, where JAX checks types, writes in a branch
-        that differ between shards.
         JAX remembers the trace, so that the call that follows does not trace again.
         """
         if self.program_checked:
             return
-        traced = self.traces.trace(*arrays)
-        self._check(shard_map_equation(traced.jaxpr), traced.out_info[1])
+        traced = self._traced_alike(self.traces, arrays)
+        self._check(shard_map_equation(traced.jaxpr))
 
     def traced_run(self, given: Sequence[Leaf], recorded: bool) -> tuple[list[Leaf], WriteBack]:
         """Run the program on traced inputs, and check it once.
@@ -119,29 +116,19 @@ class CompiledEntry:
             outputs, back = run(*given)
             equation = shard_map_recorded(outputs)
         else:
-            equation = shard_map_equation(self.plain.trace(*given).jaxpr)
+            equation = shard_map_equation(self._traced_alike(self.plain, given).jaxpr)
             outputs, back = run(*given)
-        self._check(equation, back)
+        self._check(equation)
         return outputs, back
 
-    def _check(self, equation: Equation | None, back: WriteBack) -> None:
+    def _traced_alike(self, program: Any, arrays: Sequence[Leaf]) -> Traced:
+        return self.program.layout.traced_alike(lambda: program.trace(*arrays))
+
+    def _check(self, equation: Equation | None) -> None:
         # What the user's own transformations leave of the program may hold no `shard_map`.
         if equation is not None:
             check_sums(self.program.declared.name, equation)
-            if self.program.binding.check_vma:
-                self._check_branches(equation.params["jaxpr"], back)
         self.program_checked = True
-
-    def _check_branches(self, body: Jaxpr, back: WriteBack) -> None:
-        leaving = self.program.resolved.leaving
-        hidden = hidden_axes(body)
-        found = [
-            (path, axes, back.placements[i].spec)
-            for i, path in back.written
-            if (axes := leaving.in_order(hidden[i] - back.placements[i].axis_names))
-        ]
-        if found:
-            raise errors.diverged_in_branch(self.program.declared.name, found)
 
 
 def _of_inputs(run: Callable[..., Result]) -> Compiled:
@@ -179,14 +166,18 @@ class Cache:
         alike = self._entries.get(key, {})
         # The list is made in one step, because other threads put entries in and take some out meanwhile.
         for known in [*alike.values()][:1]:
-            return alike.get(_tokens(known.program, leaves))
+            tokens = _tokens(known.program, leaves)
+            return None if tokens is None else alike.get(tokens)
         return None
 
     def keep(self, entry: CompiledEntry) -> None:
         """Keep an entry whose call went through.
 
-        Not before: what is refused while tracing may depend on objects that are no part of the key.
+        Not before: what is refused while tracing may depend on objects that are no part of the key. And not
+        one of a call with which no later call can be compared.
         """
+        if entry.program.unhashable or entry.tokens is None:
+            return
         alike = self._entries.setdefault(entry.key, {})
         # Other threads do the same meanwhile, so each of these steps is one that cannot fail.
         alike.pop(entry.tokens, None)
@@ -208,8 +199,12 @@ def make_room(entries: dict[Key, Value], most: int) -> None:
             entries.pop(oldest, None)
 
 
-def _tokens(program: Program, leaves: Sequence[Leaf]) -> tuple[PyTree, ...]:
-    """What a program depends on besides types: the static leaves, and shapes where the rules say so."""
+def _tokens(program: Program, leaves: Sequence[Leaf]) -> tuple[PyTree, ...] | None:
+    """What a program depends on besides types: the static leaves, and shapes where the rules say so.
+
+    `None` if it cannot be compared.
+    """
     by_shape = program.resolved.by_shape
     shapes = tuple(map(np.shape, program.arrays(leaves))) if by_shape else ()
-    return shapes, *program.statics.tokens_of(leaves)
+    tokens = program.statics.tokens_of(leaves)
+    return None if tokens is None else (shapes, *tokens)

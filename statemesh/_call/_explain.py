@@ -1,11 +1,11 @@
 """The explanation of a function that makes mapped calls."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh
 
 from .._base import _compat as compat
@@ -21,6 +21,9 @@ from .._explain._traced_call import TracedCall, explanation_of
 from ._explained import Rows
 from ._mapping import StatefulMapping
 from ._watch import Seen, watching
+
+
+Row = TypeVar("Row", LeafRow, ResultRow)
 
 
 @without_own_frames
@@ -75,9 +78,8 @@ def explain(fun: Fun, *args: PyTree, **kwargs: PyTree) -> Explanation:
         return [x for x in tree_util.tree_leaves(call(*given, **keywords)) if is_shaped(x)]
 
     run.__name__ = run.__qualname__ = fun_name(fun)
-    shapes = [x if compat.is_tracer(x) else _shape(x) for x in arrays]
     with watching() as seen:
-        compat.trace_marked(run, shapes, [compat.Watched()])
+        compat.trace_marked(run, arrays, [compat.Watched()])
     # A function of `jax.jit` has a program of its own, which its next call finds compiled.
     own = owner is None and hasattr(fun, "trace") and hasattr(fun, "lower")
     jitted: Any = fun
@@ -88,12 +90,6 @@ def explain(fun: Fun, *args: PyTree, **kwargs: PyTree) -> Explanation:
 
 def _call_module(module: Any, *args: PyTree, **kwargs: PyTree) -> Any:
     return module(*args, **kwargs)
-
-
-def _shape(x: Leaf) -> Any:
-    host = isinstance(x, np.ndarray | np.generic)
-    dtype = jax.dtypes.canonicalize_dtype(x.dtype) if host else x.dtype
-    return jax.ShapeDtypeStruct(x.shape, dtype)
 
 
 def _paths(fun: Fun, whole: PyTree) -> list[str]:
@@ -113,14 +109,18 @@ def _paths(fun: Fun, whole: PyTree) -> list[str]:
 def _traced_call(
     name: str, traced: Any, seen: Sequence[Seen], arguments: Sequence[str]
 ) -> TracedCall:
-    leaves: dict[LeafRow, None] = {}
-    results: dict[ResultRow, None] = {}
+    # JAX may trace the body of a loop several times. In one trace, each call is another one.
+    leaves: dict[Any, dict[tuple[LeafRow, int], None]] = {}
+    results: dict[Any, list[ResultRow]] = {}
     sizes: dict[AxisName, int] = {}
     meshes, calls = [], []
     for one in seen:
         rows = Rows(one.program, one.call, one.outputs, one.back)
-        leaves |= dict.fromkeys(rows.leaves())
-        results |= dict.fromkeys(rows.results())
+        trace = id(compat.current_trace(one.call.leaves))
+        leaves.setdefault(trace, {}).update(
+            dict.fromkeys(zip(rows.leaves(), rows.identities(), strict=True))
+        )
+        results.setdefault(trace, []).extend(rows.results())
         sizes |= one.program.binding.sizes
         calls.append(rows.mapped())
         meshes.append(getattr(one.program.binding, "mesh", None))
@@ -131,10 +131,18 @@ def _traced_call(
         sizes=sizes,
         jaxpr=traced.jaxpr,
         compile=lambda: traced.lower().compile(),
-        leaves=[*leaves],
-        results=[*results],
+        leaves=_most([row for row, _ in pairs] for pairs in leaves.values()),
+        results=_most(results.values()),
         arguments=arguments,
         outputs=[],
         calls=calls,
         has_devices=not abstract or compat.concrete_context_mesh() is not None,
     )
+
+
+def _most(traces: Iterable[Sequence[Row]]) -> list[Row]:
+    """Each row as often as the trace has it that has it most often."""
+    most: Counter[Row] = Counter()
+    for rows in traces:
+        most |= Counter(rows)
+    return list(most.elements())

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -84,6 +84,7 @@ class Rows:
     ) -> None:
         self.program = program
         self.name = self.program.declared.name
+        self.call = call
         self.packing = Packing(program.declared.fun, call)
         self.outputs = outputs
         self.back = back
@@ -137,12 +138,18 @@ class Rows:
 
     def leaves(self) -> list[LeafRow]:
         """A record for each array and number of the arguments."""
-        return [
-            self._leaf(unit, k, position)
-            for unit in self.packing.arguments.flat_units()
-            for k, position in enumerate(unit.positions)
-            if position in self.program.resolved.placements
-        ]
+        return [self._leaf(*at) for at in self._placed()]
+
+    def identities(self) -> list[int]:
+        """For each of these records the identity of its array, or of the buffer that the array is in."""
+        sources = (self.packing.positions[position] for _, _, position in self._placed())
+        return [id(self.call.leaves[source]) for source in sources]
+
+    def _placed(self) -> Iterator[tuple[Unit, int, int]]:
+        for unit in self.packing.arguments.flat_units():
+            for k, position in enumerate(unit.positions):
+                if position in self.program.resolved.placements:
+                    yield unit, k, position
 
     def _leaf(self, unit: Unit, k: int, position: int) -> LeafRow:
         leaf = self.packing.call.leaves[position]
@@ -277,15 +284,15 @@ def _bytes(shape: Sequence[int], dtype: Any) -> int:
 
 
 def _changing_statics(inspected: Inspected) -> list[str]:
-    """The paths of static leaves for which more than one program was compiled already."""
-    statics, rivals = inspected.entry.program.statics, inspected.rivals
-    paths = inspected.entry.program.given.paths()
+    """The paths of static leaves and fields that make calls compile anew: they cannot be hashed, or more than
+    one program was compiled for their values already."""
+    program = inspected.entry.program
+    if program.unhashable:
+        return [path for path, _ in program.unhashable]
+    own, paths = program.statics.tokens or [], program.given.paths()
+    theirs = [tokens for rival in inspected.rivals if (tokens := rival.program.statics.tokens)]
     return [
         paths[position]
-        for k, position in enumerate(statics.positions)
-        if any(_other(one.program.statics.tokens, statics.tokens, k) for one in rivals)
+        for k, position in enumerate(program.statics.positions)
+        if any(len(tokens) == len(own) and tokens[k] != own[k] for tokens in theirs)
     ]
-
-
-def _other(theirs: Sequence[Any], own: Sequence[Any], k: int) -> bool:
-    return len(theirs) == len(own) and bool(theirs[k] != own[k])

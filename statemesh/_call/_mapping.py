@@ -29,6 +29,37 @@ else:
     Self = Any  # What checks annotations at run time knows it only in a class that it checks whole.
 
 
+# What a mapping is made with. It does not change: another mesh, say, makes another mapping.
+_ARGUMENTS = frozenset(
+    [
+        "fun",
+        "mesh",
+        "in_specs",
+        "out_specs",
+        "state_in_specs",
+        "state_out_specs",
+        "check_vma",
+        "axis_names",
+        "donate",
+        "jit",
+        "fn",
+        "axis_name",
+        "in_axes",
+        "out_axes",
+        "static_broadcasted_argnums",
+        "devices",
+        "backend",
+        "axis_size",
+        "donate_argnums",
+        "global_arg_shapes",
+        "state_in_axes",
+        "state_out_axes",
+        "unexpected_out_state_mapping",
+        "spmd_axis_name",
+    ]
+)
+
+
 class StatefulMapping(Generic[Params, Result]):
     """A mapped function: called like the function it was made from.
 
@@ -88,6 +119,11 @@ class StatefulMapping(Generic[Params, Result]):
         self.__dict__ |= _attributes(fun)
         self._pipeline = Pipeline(declared) if pipeline is None else pipeline
         self._bound = bound
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _ARGUMENTS or (name in vars(StatefulMapping) and not name.startswith("_")):
+            raise errors.mapping_is_fixed(self.__name__, self._declared.transform, name)
+        super().__setattr__(name, value)
 
     @property
     def __signature__(self) -> inspect.Signature | None:

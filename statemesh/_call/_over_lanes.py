@@ -9,8 +9,9 @@ import jax
 
 from .._base import _compat as compat
 from .._base import errors
+from .._base._checks import check_named_once
 from .._base._specs import Placement
-from .._base._types import AxisName, Leaf
+from .._base._types import AxisName, Leaf, flat_names
 from .._leave._varying import FromTypes, VaryingAxes
 from .._resolve._inputs import Input
 from .._resolve._lanes import FixedLaneLayout, LaneLayout, LanePlacement, count_lanes
@@ -28,6 +29,7 @@ class Lanes:
     def check(self, transform: str) -> None:
         if self.spmd_axis_name is not None and not isinstance(self.spmd_axis_name, Hashable):
             raise errors.invalid_argument(transform, "spmd_axis_name", self.spmd_axis_name)
+        check_named_once(transform, "spmd_axis_name", flat_names(self.spmd_axis_name))
 
     def placement(self, axis_name: AxisName, axis: int | None, ndim: int) -> Placement:
         return LanePlacement(axis, frozenset() if axis is None else frozenset([axis_name]))

@@ -1,6 +1,7 @@
 """Step 3: a user's function over trees as a pure function over one shard's arrays."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from .._leave._origins import Entered, leaves_of, links_for
 from .._leave._policies import checked_state
 from .._leave._rules import LeavingRules
 from .._leave._varying import VaryingAxes
+from .._model._kinds import ParamState
 from .._model._origin import mark_origin
 from .._model._state import State
 from .._write_back import WriteBack
@@ -151,7 +153,7 @@ class PerShardRun:
     def _hint(
         self, error: Exception, entered: Sequence[Entered], leaves: Sequence[Leaf]
     ) -> str | None:
-        """The text of `error` with a hint, if a replicated state met a sharded array.
+        """The text of `error` with a hint, if a part of a parameter, or a replicated state, met other data.
 
         Only for errors that JAX raised about shapes, and only when the sizes say that a state was
         left whole where data was split; and for those about the types of what a loop carries.
@@ -160,6 +162,11 @@ class PerShardRun:
             return None
         if components := compat.typed_apart(error):
             return self._type_hint(str(error), components, entered)
+        if parts := self._parts_met(str(error), entered):
+            axes = NO_AXES.union(*(where.axis_names for _, _, where in parts))
+            names = [name for name in self.leaving.axis_names if name in axes]
+            shown = [(path, part, where.written) for path, part, where in parts]
+            return errors.with_gather_hint(str(error), shown, names)
         split = [
             (unit.path, leaves[position], where.spec)
             for unit in self.arguments.flat_units()
@@ -175,18 +182,36 @@ class PerShardRun:
         ]
         return errors.with_hint(str(error), hints) if hints else None
 
-    def _type_hint(
-        self, text: str, components: Sequence[str], entered: Sequence[Entered]
-    ) -> str | None:
-        """The text with a hint, if JAX names states whose policies would merge what shards write."""
-        merged = [
-            (one, self._same_over(one.placements)) for one in entered if one.old.reduce is not None
+    def _parts_met(
+        self, text: str, entered: Sequence[Entered]
+    ) -> list[tuple[str, Leaf, Placement]]:
+        """The parts of parameters with a split axis whose length here and as a whole JAX's message names."""
+        named = set(map(int, re.findall(r"\d+", text)))
+        return [
+            (one.path, part, where)
+            for one in entered
+            if isinstance(one.old, ParamState)
+            for part, where in zip(leaves_of(one.old), one.placements, strict=True)
+            if where.axis is None
+            for length, names in zip(part.shape, where.axes, strict=False)
+            if names and {length, length * math.prod(self.sizes[name] for name in names)} <= named
         ]
-        merged = [(one, axes) for one, axes in merged if axes]
+
+    def _type_hint(
+        self, text: str, components: Sequence[tuple[str, str]], entered: Sequence[Entered]
+    ) -> str | None:
+        """The text with a hint, if what JAX names are states that enter the same on every shard."""
+        same = [(one, self._same_over(one.placements)) for one in entered]
+        same = [(one, axes) for one, axes in same if axes]
         # JAX uses the names of the inner function, so only the ends of the paths agree.
-        ends = tuple(end for end in map(_last_step, components) if end)
-        named = [(one, axes) for one, axes in merged if ends and one.path.endswith(ends)]
-        states = [(one.path, one.old, axes) for one, axes in named or merged]
+        ends = tuple(end for end in (_last_step(path) for path, _ in components) if end)
+        named = [(one, axes) for one, axes in same if ends and one.path.endswith(ends)]
+        if not named:
+            # A State that is carried by itself has no path in it. One with a policy is likelier meant.
+            forms = {form for _, form in components}
+            fitting = [(one, axes) for one, axes in same if forms.intersection(_forms(one))]
+            named = [(one, axes) for one, axes in fitting if one.old.reduce is not None] or fitting
+        states = [(one.path, one.old, axes) for one, axes in named]
         return errors.with_type_hint(text, states) if states else None
 
     def _same_over(self, placements: Sequence[Placement]) -> tuple[AxisName, ...]:
@@ -201,6 +226,11 @@ class PerShardRun:
 
 def _last_step(path: str) -> str:
     return "".join(re.findall(r"\.\w+$|\[[^\]]*\]$", path))
+
+
+def _forms(one: Entered) -> list[str]:
+    """The dtypes and shapes of a state's arrays, as JAX writes them."""
+    return [f"{x.dtype}[{','.join(map(str, x.shape))}]" for x in leaves_of(one.seen)]
 
 
 def _whole(one: Entered) -> list[Leaf]:

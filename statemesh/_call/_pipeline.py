@@ -6,6 +6,7 @@ out, runs the program (steps 3 and 4 were traced into it) and writes back.
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,6 +15,7 @@ import jax
 
 from .._arguments import Arguments, Call, check_arity
 from .._base import _compat as compat
+from .._base import _frames as frames
 from .._base import errors
 from .._base._arrays import is_shaped
 from .._base._compat import tree_util
@@ -23,7 +25,7 @@ from .._resolve._placement import check_valued, is_deleted
 from . import _watch as watch
 from ._cache import Cache, CompiledEntry
 from ._declared import Declared
-from ._one_dispatch import OneDispatch
+from ._one_dispatch import LikeBefore, OneDispatch, Refused
 from ._program import Program
 from ._rules import Context
 from ._stages import Lowered
@@ -34,8 +36,6 @@ _flatten = tree_util.default_registry.flatten
 _context = jax.sharding.get_abstract_mesh
 _set_mesh = jax.sharding.get_mesh
 _trace = compat.current_trace
-_get_no_tracing = compat.get_no_tracing
-_set_no_tracing = compat.set_no_tracing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,24 +70,22 @@ class Pipeline:
         self._last: CompiledEntry | None = None
         # The program of the last calls, if the next one may be one dispatch of JAX's.
         self._again: OneDispatch | None = None
+        # The paths that a warning has named.
+        self._warned: set[str] = set()
 
     def call(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
         # What follows runs at every call, besides the compiled program's own dispatch: each line is
         # a check that cannot be left out, in the quickest form there is.
         again = self._again
         if again is not None:
-            # It is put back wherever an interrupt may come.
-            before = _get_no_tracing()
             try:
-                _set_no_tracing(True)
-                found = again.jitted(args, kwargs)
-            except RuntimeError:
-                # It is another call, something has to be moved, or an array was deleted.
-                found = self._again = None
-            finally:
-                _set_no_tracing(before)
-            if found is not None:
-                outputs, back = found
+                outputs, back = again.jitted(args, kwargs, LikeBefore())
+            except Refused:
+                self._again = None
+            except (RuntimeError, ValueError):
+                again.check_alive(_flatten((args, kwargs))[0])
+                raise
+            else:
                 given = tree_util.tree_leaves((args, kwargs)) if back.forwarded else ()
                 return back.filled(outputs, given)
         leaves, treedef = _flatten((args, kwargs))
@@ -133,6 +131,8 @@ class Pipeline:
         around = program.binding.context(traced=not eager) if other_mesh else nullcontext()
         inputs = program.arrays(leaves)
         recorded = not eager and compat.under_jit()
+        if program.unhashable and not recorded:
+            self._warn(program)
         if not (recorded or entry.agreed):
             program.agree(leaves)
             entry.agreed = True
@@ -140,7 +140,7 @@ class Pipeline:
             ready, shown = entry.concrete(inputs)
             with around:
                 outputs, back = entry.checked_run(call.args, call.kwargs, inputs, ready)
-            if rules.cacheable and top and not other_mesh:
+            if rules.cacheable and top and not other_mesh and not program.unhashable:
                 self._last = entry
                 entry.set_mesh = _set_mesh() if rules.takes_set_mesh else None
             self._cache.keep(entry)
@@ -164,6 +164,14 @@ class Pipeline:
         if any(isinstance(x, jax.ShapeDtypeStruct) or is_deleted(x) for x in call.leaves):
             paths = self._paths(call)
             check_valued(self.declared.name, [(paths[k], x) for k, x in enumerate(call.leaves)])
+
+    def _warn(self, program: Program) -> None:
+        """Say once for each path why every call is traced. What is recorded is traced once anyway."""
+        new = [(path, value) for path, value in program.unhashable if path not in self._warned]
+        if new:
+            self._warned.update(path for path, _ in new)
+            text = errors.retraced(self.declared.name, new)
+            warnings.warn(text, errors.RetracedWarning, stacklevel=frames.stacklevel())
 
     def _paths(self, call: Call) -> dict[int, str]:
         return Arguments(self.declared.fun, call.args, call.kwargs).paths()

@@ -11,7 +11,7 @@ from .._base import _compat as compat
 from .._base import _jaxprs as jaxprs
 from .._base import errors
 from .._base._specs import Placement
-from .._base._types import Leaf
+from .._base._types import Leaf, PyTree
 from .._resolve._agreement import Passed, static_passed, structure_passed
 from .._resolve._inputs import Input
 from .._write_back import WriteBack
@@ -19,7 +19,7 @@ from ._declared import Declared
 from ._packing import Packing, Repacking
 from ._per_shard import PerShardInput, PerShardRun
 from ._rules import Context, Stacked
-from ._statics import Statics
+from ._statics import Statics, has_unhashable_node, unhashable
 
 
 class Program:
@@ -56,7 +56,11 @@ class Program:
         self.positions = [one.position for one in inputs]
         own = set(self.positions)
         static_at = [i for i in range(len(call.leaves)) if i not in own]
-        self.statics = Statics(declared.name, self.given, static_at, call.leaves)
+        self.statics = Statics(static_at, call.leaves)
+        # Nothing can tell whether a later call has the same of these, so no call runs this program again.
+        self.unhashable: list[tuple[str, PyTree]] = []
+        if self.statics.tokens is None or has_unhashable_node(packing.arguments.treedef):
+            self.unhashable = unhashable(packing.arguments, packing.call)
         donating = declared.donate != "none"
         self.layout = self.binding.layout(declared.name, inputs, donating)
         self.repacking = Repacking(

@@ -6,6 +6,7 @@ from typing import Any, overload
 from .._base import _compat as compat
 from .._base import errors
 from .._base._checks import axis_names as as_names
+from .._base._checks import check_flag
 from .._base._paths import fun_name
 from .._base._types import (
     MISSING,
@@ -119,6 +120,8 @@ def shard_map(
         raise errors.out_specs_required()
     if not (isinstance(donate, str) and donate in DONATE):
         raise errors.unknown_choice("donate", donate, DONATE)
+    check_flag("shard_map", "check_vma", check_vma)
+    check_flag("shard_map", "jit", jit)
     names = as_names("shard_map", axis_names)
 
     def decorate(fun: Fun) -> StatefulMapping:

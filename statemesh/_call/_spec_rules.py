@@ -31,6 +31,7 @@ from .._resolve._mesh import (
 from .._resolve._specs import (
     REPLICATED,
     UNDECLARED,
+    OfStates,
     check_state_specs,
     choices,
     own_placements,
@@ -180,7 +181,7 @@ class SpecContext:
         if not names:
             raise errors.no_axes_left(mesh)
         rules.check_specs(mesh, names)
-        placements, placed_by = self._placements(arguments, call)
+        placements, placed_by = self._placements(name, arguments, call)
         paths = arguments.paths()
         named = [(f"the spec of {paths[p]}", where.spec) for p, where in placements.items()]
         check_specs(named, mesh, names)
@@ -191,7 +192,7 @@ class SpecContext:
         )
 
     def _placements(
-        self, arguments: Arguments, call: Call
+        self, name: str, arguments: Arguments, call: Call
     ) -> tuple[dict[int, Placement], dict[int, str]]:
         """The placement of every input by its position, and what says so."""
         named = arguments.named(call.args, call.kwargs)
@@ -199,22 +200,27 @@ class SpecContext:
         placements: dict[int, Placement] = {}
         placed_by: dict[int, str] = {}
         what = "shard_map in_specs"
+        of_states = OfStates()
         each = arguments.with_entries(named, self.in_specs, what, None, broadcast_specs)
         for unit, node, spec, entry in each:
             if unit.kind is not None:
                 chosen = next(declared)
                 undeclared = chosen.spec is UNDECLARED
                 own = own_placements(node, node.spec if undeclared else chosen.spec, unit.path)
+                of_states.state(entry.removeprefix("shard_map "), spec, unit.path, node, own)
                 entry = _own_reason(node) if undeclared else chosen.entry
                 own += [REPLICATED] * (len(unit.positions) - len(own))
                 placements.update(zip(unit.positions, own, strict=True))
                 placed_by.update(dict.fromkeys(unit.positions, entry))
             elif unit.shaped or (unit.number and not unit.in_module and spec is not None):
+                of_states.array(entry.removeprefix("shard_map "), spec)
                 placements[unit.positions[0]] = placement(spec)
                 inferred = entry.endswith("]") and self.rules.in_specs is compat.INFER
                 placed_by[unit.positions[0]] = (
                     "its type" if inferred else entry.removeprefix("shard_map ")
                 )
+        if bad := of_states.bad():
+            raise errors.specs_of_states(name, "in_specs", "state_in_specs", bad)
         return placements, placed_by
 
 

@@ -107,9 +107,10 @@ class Compiled(Stage):
         leaves, treedef = tree_util.tree_flatten((self._complete(args), kwargs))
         if treedef != self.in_tree:
             raise errors.other_structure(call.declared.name, self.in_tree, treedef)
+        if call.unhashable:
+            raise errors.compiled_for_unhashable(call.declared.name, call.unhashable)
         statics = call.statics
-        triples = zip(statics.tokens, statics.tokens_of(leaves), statics.positions, strict=True)
-        if differ := [position for then, now, position in triples if then != now]:
+        if differ := statics.other_in(leaves):
             pairs = [(self._texts[position], leaves[position]) for position in differ]
             raise errors.other_statics(call.declared.name, pairs)
         given = [

@@ -276,12 +276,13 @@ def _called(line: _Line) -> list[str]:
 def parts_of(result: str) -> list[Part]:
     """The arrays of a shape as XLA writes it."""
     return [
-        Part(dtype, shape := tuple(map(int, re.findall(r"\d+", dims))), _size(dtype, shape))
+        Part(dtype, shape := tuple(map(int, re.findall(r"\d+", dims))), bytes_of(dtype, shape))
         for dtype, dims in _ARRAY.findall(re.sub(r"\{[^{}]*\}|/\*.*?\*/", "", result))
     ]
 
 
-def _size(dtype: str, shape: Sequence[int]) -> int:
+def bytes_of(dtype: str, shape: Sequence[int]) -> int:
+    """The bytes of an array of a dtype as XLA names it."""
     if dtype in ("token", "opaque"):
         return 0
     bits = 8 if dtype == "pred" else int(re.search(r"\d+", dtype)[0])  # type: ignore[index]

@@ -1,12 +1,14 @@
 """The collectives of the trace and those of the compiled program, as one list."""
 
+import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 
 from .._base._types import AxisName
 from ._frames import Frame, user_line
 from ._groups import axes_of
-from ._hlo import Element, Instruction
+from ._hlo import Element, Instruction, bytes_of
 from ._records import Collective
 from ._traced import TracedCollective
 
@@ -91,8 +93,8 @@ class _Candidates:
     def _fits(
         self, k: int, element: Element, does: Mapping[int, Sequence[object]]
     ) -> tuple[bool, bool]:
-        parts = self.traced[k].parts
-        return len(does[k]) < len(parts), any(one.bytes == element.part.bytes for one in parts)
+        parts, size = self.traced[k].parts, _as_wide(self.traced[k], element).part.bytes
+        return len(does[k]) < len(parts), any(one.bytes == size for one in parts)
 
 
 def _same(some: Sequence[Frame], others: Sequence[Frame]) -> bool:
@@ -121,10 +123,24 @@ def _compiled(
         -(-runs // len(one.parts)),
         any(instruction.unknown_loop for instruction in instructions.values()),
         any(instruction.branch for instruction in instructions.values()),
-        sum(instruction.sent(element) for instruction, element in done),
+        sum(instruction.sent(_as_wide(one, element)) for instruction, element in done),
         compiled,
         tuple(instructions),
     )
+
+
+def _as_wide(one: TracedCollective, element: Element) -> Element:
+    """An array of the compiled program, with the bytes that it has in the trace.
+
+    On a CPU XLA exchanges `bfloat16` as `float32`.
+    """
+    size, width = element.part.bytes, bytes_of(element.part.dtype, (1,))
+    if any(part.bytes == size for part in one.parts):
+        return element
+    traced = next((part for part in one.parts if math.prod(part.shape) * width == size), None)
+    if traced is None:
+        return element
+    return dataclasses.replace(element, part=dataclasses.replace(element.part, bytes=traced.bytes))
 
 
 def _record(

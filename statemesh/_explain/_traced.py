@@ -97,8 +97,9 @@ class _Scope:
     times: int = 1
     unknown_loop: bool = False
     branch: bool = False
-    # Where the equation around it was traced.
+    # Where the equation around it was traced, and JAX's own names of what it stands in.
     frames: tuple[Frame, ...] = ()
+    stack: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +159,7 @@ class _Walk:
     def _inner(self, eqn: Equation) -> Iterator[tuple[Jaxpr, _Scope]]:
         """The jaxprs that an equation runs, and how often."""
         scope, params = self.scope, eqn.params
-        scope = dataclasses.replace(scope, frames=self._frames(eqn))
+        scope = dataclasses.replace(scope, frames=self._frames(eqn), stack=self._stack(eqn))
         match eqn.primitive.name:
             case "shard_map":
                 sizes = {**scope.sizes, **dict(params["mesh"].shape)}
@@ -238,9 +239,14 @@ class _Walk:
         if in_policy(frames):
             names = sorted(n for n in self._becomes(eqn.outvars) if not _is_reduced(n))
             return f"the policy of {_listed(names)}" if names else "a policy"
-        # JAX's own names of what it transposes.
-        transposed = "transpose(" in str(getattr(eqn.source_info, "name_stack", ""))
-        return "the gradient of your code" if transposed else "your code"
+        stack = self._stack(eqn)
+        if "rematted_computation" in stack:
+            return "recomputing your code"
+        return "the gradient of your code" if "transpose(" in stack else "your code"
+
+    def _stack(self, eqn: Equation) -> str:
+        """JAX's own names of what it transposes and recomputes around an equation."""
+        return f"{self.scope.stack}/{getattr(eqn.source_info, 'name_stack', '')}"
 
     def _gradients(self, eqn: Equation) -> str:
         found: list[str] = []

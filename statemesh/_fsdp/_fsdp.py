@@ -6,13 +6,13 @@ from typing import Any
 import jax
 
 from .._base import errors
-from .._base._checks import check_names
+from .._base._checks import required_names
 from .._base._compat import tree_util
 from .._base._frames import without_own_frames
 from .._base._nodes import is_packed, is_state, is_state_or_packed
 from .._base._paths import path_str
 from .._base._specs import PerShard
-from .._base._types import AnyMesh, AxisName, Leaf, PyTree, SpecTree
+from .._base._types import AnyMesh, Leaf, PyTree, SeveralAxes, SpecTree
 from .._model._kinds import ParamState
 from .._resolve._mesh import check_mesh
 from ._split import SplitArray, axes_of, is_plain_parameter, spec_with, specs_of
@@ -22,7 +22,7 @@ from ._split import SplitArray, axes_of, is_plain_parameter, spec_with, specs_of
 def fsdp(
     model: PyTree,
     mesh: AnyMesh,
-    axis_name: AxisName,
+    axis_name: SeveralAxes,
     *,
     min_size: int = 1024,
     first_axis: int = 0,
@@ -41,7 +41,8 @@ def fsdp(
     - `model`: any pytree. Its parameters are what `value_and_grad` differentiates by default: every
         `ParamState`, and every array of floats outside any State.
     - `mesh`: the mesh of the calls.
-    - `axis_name`: the mesh axis over which the rows of a batch are split.
+    - `axis_name`: the mesh axis over which the rows of a batch are split, or a tuple of several, major to
+        minor. Several split one axis of a parameter together.
     - `min_size`: arrays with fewer elements stay whole.
     - `first_axis`: the first axis that may be split: 1 for layers that are stacked for a scan.
 
@@ -68,15 +69,15 @@ def fsdp(
     Source: the third stage of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054).
     """
     check_mesh("fsdp", mesh)
-    check_names("fsdp", (axis_name,))
-    if axis_name not in mesh.shape:
-        raise errors.fsdp_unknown_axis(axis_name, mesh)
+    axis_names = required_names("fsdp", axis_name)
+    if unknown := [name for name in axis_names if name not in mesh.shape]:
+        raise errors.fsdp_unknown_axes(unknown, mesh)
     for what, number in (("min_size", min_size), ("first_axis", first_axis)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise errors.fsdp_bad_number(what, number)
     if any(map(is_packed, tree_util.tree_leaves(model, is_leaf=is_state_or_packed))):
         raise errors.fsdp_packed()
-    size = mesh.shape[axis_name]
+    size = math.prod(mesh.shape[name] for name in axis_names)
     flat, treedef = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
     found = False
 
@@ -86,13 +87,13 @@ def fsdp(
         axes = axes_of(spec, x.ndim)
         # A spec that names no mesh axis, with an entry for every axis, says that the array is to stay whole.
         decided = spec is not None and x.ndim > 0 and len(spec) == x.ndim and not any(axes)
-        if decided or any(axis_name in names for names in axes):
+        if decided or any(name in names for names in axes for name in axis_names):
             return spec
         position = None
         if math.prod(x.shape) >= min_size:
             free = [k for k in range(first_axis, x.ndim) if not axes[k] and not x.shape[k] % size]
             position = max(free, key=lambda k: x.shape[k], default=None)
-        return spec_with(axes, position, axis_name)
+        return spec_with(axes, position, axis_names)
 
     units = []
     for keys, unit in flat:

@@ -44,16 +44,16 @@ def axes_of(spec: SpecTree, ndim: int) -> list[tuple[AxisName, ...]]:
 
 
 def spec_with(
-    axes: Sequence[tuple[AxisName, ...]], position: int | None, name: AxisName
+    axes: Sequence[tuple[AxisName, ...]], position: int | None, added: tuple[AxisName, ...]
 ) -> PartitionSpec:
-    """The spec with an entry for every axis, and `name` at one of them, if at any."""
-    named = [(*names, name) if k == position else names for k, names in enumerate(axes)]
+    """The spec with an entry for every axis, and the mesh axes `added` at one of them, if at any."""
+    named = [(*names, *added) if k == position else names for k, names in enumerate(axes)]
     return PartitionSpec(*map(entry_of, named))
 
 
-def spec_without(spec: SpecTree, name: AxisName) -> SpecTree:
-    """A spec without a mesh axis that it names; `None` where it names no other."""
-    if not isinstance(spec, PartitionSpec) or name not in mentioned(spec):
+def spec_without(spec: SpecTree, removed: Sequence[AxisName]) -> SpecTree:
+    """A spec without these mesh axes; `None` where it names them and no other."""
+    if not isinstance(spec, PartitionSpec) or mentioned(spec).isdisjoint(removed):
         return spec
-    left = [tuple(n for n in names if n != name) for names in written_axes(spec)]
+    left = [tuple(name for name in names if name not in removed) for names in written_axes(spec)]
     return PartitionSpec(*map(entry_of, left)) if any(left) else None

@@ -7,7 +7,7 @@ from typing import cast
 from .._base import _compat as compat
 from .._base import _explicit as explicit
 from .._base import errors
-from .._base._checks import check_function, check_names
+from .._base._checks import check_flag, check_function, check_names
 from .._base._compat import tree_util
 from .._base._frames import without_own_frames
 from .._base._paths import fun_name, positional_names
@@ -65,12 +65,13 @@ def value_and_grad(
         because `fun` reduced it, is taken as it is by `'mean'`; `'sum'` refuses to count it again.
     - `has_aux`: whether `fun` returns `((loss, aux), model)`.
     - `microbatches`: into how many parts the rows of a shard are split, to run `fun` on one part after the
-        other in the memory of one; left out, it runs on all rows at once. Rows are the leading axis of every
-        array in the positional arguments after the model; all parts share the keyword arguments. Each part
-        sees the model as it was before. What the parts write to states is merged by the states' own policies,
-        as what shards write is; `RandomState.rows` counts rows over parts and shards alike. Losses and
-        gradients are summed in float32 at least, and reduced over `axis_name` once. Arrays in `aux` come
-        stacked, one for each part.
+        other in the memory of one; left out, it runs on all rows at once. Rows are the leading axis of
+        every array in the positional arguments after the model; part `i` holds every `microbatches`-th row
+        from row `i` on, and all parts share the keyword arguments. Each part sees the model as it was
+        before. What the parts write to states is merged by the states' own policies, as what shards write
+        is; `RandomState.rows` counts rows over parts and shards alike. Losses and gradients are summed in
+        float32 at least, and reduced over `axis_name` once. Arrays in `aux` come stacked, one for each
+        part.
 
     **Returns:** a function of the same arguments that returns `((loss, model), grads)`, with `has_aux`
     `(((loss, aux), model), grads)`. `grads` has the model's structure: in place of a state or array that was
@@ -110,6 +111,7 @@ def value_and_grad(
         raise errors.unknown_choice("value_and_grad: reduce", reduce, ("mean", "sum"))
     check_function("value_and_grad", fun)
     check_names("value_and_grad", axis_name)
+    check_flag("value_and_grad", "has_aux", has_aux)
     check_microbatches(microbatches)
     to_predicate(wrt)
     name = fun_name(fun)

@@ -11,6 +11,8 @@ import numpy as np
 from .._base import _jaxprs as jaxprs
 from .._base import errors
 from .._base._compat import Jaxpr, tree_util
+from .._base._nodes import is_state
+from .._base._paths import path_str, positional_names
 from .._base._types import Array, Axes, Dtype, Fun, Leaf, PyTree
 from .._model._origin import origins, with_origins
 from ._scope import Scope
@@ -63,14 +65,25 @@ class LossFunction:
         returned = self.fun(model, *args, **kwargs)
         if not _is_pair(returned) or (self.has_aux and not _is_pair(returned[0])):
             raise errors.not_loss_and_model(self.name, returned, self.has_aux)
-        value, model = returned
+        value, new = returned
+        (root,) = positional_names(self.fun, 1)
+        before, after = _paths(model, root), _paths(new, root)
+        if before != after:
+            raise errors.not_the_model(
+                self.name,
+                model,
+                new,
+                [path for path in before if path not in after],
+                [path for path in after if path not in before],
+                self.has_aux,
+            )
         loss, aux = value if self.has_aux else (value, None)
         if not isinstance(loss, jax.Array | np.ndarray | np.generic | float):
             raise errors.not_a_loss(self.name, loss)
         loss = jnp.asarray(loss)
         if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise errors.not_a_loss(self.name, loss)
-        return loss, (aux, model)
+        return loss, (aux, new)
 
 
 class Result:
@@ -146,6 +159,12 @@ def at_once(
     # Few cases need it, and only these trace it.
     program = functools.cache(lambda: jaxprs.open_jaxpr(jax.make_jaxpr(loss_and_made)(params)))
     return Evaluated(loss, grads, result.filled(scope.restored(made, program)), crossed, program)
+
+
+def _paths(model: PyTree, root: str) -> list[str]:
+    """The paths of a model's states, and of its leaves outside of them."""
+    flat, _ = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
+    return [path_str(keys, root) for keys, _ in flat]
 
 
 def _is_pair(x: Leaf) -> bool:

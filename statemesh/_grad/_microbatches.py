@@ -57,7 +57,6 @@ def in_microbatches(
     rows = _Rows(fun.fun, fun.name, args, count)
     entering = Entering(fun.fun, model, kwargs, count)
     given = {id(x): x for x in tree_util.tree_leaves((model, args, kwargs))}
-    inputs = [*rows.parts, *entering.parts]
     params = scope.cast(parts.params)
     results: list[tuple[Result, Result, Continued, Axes]] = []
 
@@ -80,7 +79,7 @@ def in_microbatches(
         return loss, grads, made
 
     with scope.casting():
-        first = [x[0] for x in inputs]
+        first = [*(x[:, 0] for x in rows.parts), *(x[0] for x in entering.parts)]
         closed = compat.trace_marked(one, [params, first], [IN_MICROBATCHES])
     ((aux, new, continued, crossed),) = results
     program = jaxprs.open_jaxpr(closed)
@@ -101,7 +100,7 @@ def in_microbatches(
         k >= summed and (k < own or differs[k] or _is_key(aval))
         for k, aval in enumerate(closed.out_avals)
     ]
-    values = _run(closed, params, inputs, count, summed, is_stacked, known)
+    values = _run(closed, params, rows.parts, entering.parts, count, summed, is_stacked, known)
     if scope.reduction.mean:
         values[:summed] = [x / count for x in values[:summed]]
     values[own:] = [
@@ -118,7 +117,8 @@ def in_microbatches(
 def _run(
     closed: ClosedJaxpr,
     params: Sequence[Leaf],
-    inputs: Sequence[Array],
+    rows: Sequence[Array],
+    parts: Sequence[Array],
     count: int,
     summed: int,
     is_stacked: Sequence[bool],
@@ -128,6 +128,8 @@ def _run(
 
     **Arguments:**
 
+    - `rows`: arrays of rows, those of microbatch `i` at `[:, i]`.
+    - `parts`: other arrays that each microbatch has for itself, along their first axis.
     - `known`: the results, by their numbers, that need not be computed.
     """
     avals = closed.out_avals
@@ -137,15 +139,20 @@ def _run(
         zeros = compat.vary(explicit.zeros_of(avals[k]), compat.varying_type(avals[k]))
         return widened(zeros) if k < summed else zeros
 
-    def step(carry: list[Array], own: list[Array]) -> tuple[list[Array], list[Array]]:
-        made = jaxprs.run_jaxpr(closed, [*params, *own])
+    def step(carry: list[Array], xs: tuple[Array, list[Array]]) -> tuple[list[Array], list[Array]]:
+        number, others = xs
+        # The rows are picked here. As the scan's own operand the whole batch would be copied first, to put
+        # the rows of each microbatch side by side.
+        picked = [jax.lax.dynamic_index_in_dim(x, number, 1, keepdims=False) for x in rows]
+        results = jaxprs.run_jaxpr(closed, [*params, *picked, *others])
         after = [
-            before + widened(made[k]) if k < summed else strong(made[k])
+            before + widened(results[k]) if k < summed else strong(results[k])
             for k, before in zip(carried, carry, strict=True)
         ]
-        return after, [x for x, hit in zip(made, is_stacked, strict=True) if hit]
+        return after, [x for x, hit in zip(results, is_stacked, strict=True) if hit]
 
-    last, stacks = jax.lax.scan(step, [start(k) for k in carried], list(inputs), length=count)
+    xs = jnp.arange(count), list(parts)
+    last, stacks = jax.lax.scan(step, [start(k) for k in carried], xs)
     found = dict(zip(carried, last, strict=True)) | known
     left = iter(stacks)
     return [next(left) if hit else found[k] for k, hit in enumerate(is_stacked)]
@@ -167,9 +174,12 @@ def _all_stacked(aux: Result, count: int, made: Sequence[Array]) -> PyTree:
 class _Rows:
     """The positional arguments after the model, with the leading axis of their arrays split.
 
+    A microbatch holds every `count`-th row. The number of rows on a shard is a multiple of `count`, so the
+    rows of one microbatch on all shards are every `count`-th row of the whole batch, whatever the mesh.
+
     **Attributes:**
 
-    - `parts`: the arrays, of all microbatches along a new first axis.
+    - `parts`: the arrays, with the rows of microbatch `i` at `[:, i]`.
     """
 
     def __init__(self, fun: Fun, name: str, args: tuple[PyTree, ...], count: int) -> None:
@@ -194,7 +204,7 @@ class _Rows:
             raise errors.no_rows_to_split(name, count, bare)
         if uneven:
             raise errors.rows_not_divisible(name, count, uneven)
-        self.parts = [explicit.rows_in_parts(jnp.asarray(self.leaves[i]), count) for i in self.at]
+        self.parts = [explicit.rows_apart(jnp.asarray(self.leaves[i]), count) for i in self.at]
 
     def filled(self, parts: Sequence[Leaf]) -> tuple[PyTree, ...]:
         """The arguments of one microbatch."""

@@ -3,14 +3,13 @@
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
 
 from .._axes._dataflow import forwarded
-from .._axes._differing import crossed
-from .._axes._mesh_and_lanes import bound_names, meshes_and_lanes
+from .._axes._differing import Recorded, crossed
+from .._axes._mesh_and_lanes import bound_names, gradients_around, meshes_and_lanes
 from .._axes._reduction import Pending, Reduction, reduce_on_mesh
 from .._base import _compat as compat
 from .._base import _jaxprs as jaxprs
@@ -20,15 +19,12 @@ from .._base._types import NO_AXES, Axes, AxisName, Leaf, PyTree, SeveralAxes
 from ._trainable import Parts
 
 
-# For each surrounding `value_and_grad` the axes over which it reduces its loss, and all axes bound there.
-_around: ContextVar[tuple[tuple[Axes, Axes], ...]] = ContextVar("around", default=())
-
-
 class Scope:
     """Bound axes, grouped by how we learn over which of them a value differs."""
 
     def __init__(self, name: str, axis_name: SeveralAxes, mean: bool, parts: Parts) -> None:
         self.params = parts.params
+        self.recorded = Recorded()
         named = frozenset(bound_names("value_and_grad", axis_name))
         self.reduction = Reduction(named, mean, name, tuple(parts.paths))
         bound = compat.bound_axis_names()
@@ -43,7 +39,7 @@ class Scope:
             raise errors.gradient_in_mixed_maps(unknown or from_dataflow, from_dataflow, checked)
         if unknown:
             raise errors.gradient_unchecked(unknown)
-        around = NO_AXES.union(*(names for names, _ in _around.get()))
+        around = NO_AXES.union(*(names for names, _ in gradients_around.get()))
         if twice := named & around & frozenset(self.from_types):
             raise errors.gradient_in_gradient(_in_order(twice, self.from_types))
         # Inside the loss of one shard, each shard has parameters of its own.
@@ -53,11 +49,11 @@ class Scope:
     @contextmanager
     def casting(self) -> Iterator[None]:
         """Entered while the function runs on cast parameters: their types do not tell how they are split."""
-        token = _around.set((*_around.get(), self.entry))
+        token = gradients_around.set((*gradients_around.get(), self.entry))
         try:
             yield
         finally:
-            _around.reset(token)
+            gradients_around.reset(token)
 
     def cast(self, params: Sequence[Leaf]) -> list[Leaf]:
         """The parameters, typed so that JAX gives each shard its own gradient."""
@@ -101,7 +97,7 @@ class Scope:
 
     def asks_what_crosses(self, loss: Leaf) -> bool:
         """Whether the reduction of this loss depends on what passes from one instance to another."""
-        apart = (compat.varying(loss) & frozenset(self.from_types)) - self.reduction.named
+        apart = (self._varying(loss) & frozenset(self.from_types)) - self.reduction.named
         return bool(self.lanes or self.from_dataflow or apart)
 
     def reduced(
@@ -121,12 +117,19 @@ class Scope:
             if left := tuple(n for n in axis_names if n in self.reduction.named or n not in own):
                 pending = Pending(self.reduction, left, lanes, over)
                 # A derivative taken outside of a map differentiates what was decided inside.
-                within = [names for _, names in _around.get() if names.issuperset(left)]
+                within = [names for _, names in gradients_around.get() if names.issuperset(left)]
                 values = pending(keys, values, vmapped, reverse=len(within))
         if self.from_types:
             values = self._reduced_by_types(loss, values, crossed, program)
         *grads, loss = values
         return loss, list(grads)
+
+    def _varying(self, x: Leaf) -> Axes:
+        """The mesh axes over which a value may differ, by its type or by what is recorded of it."""
+        typed = compat.varying(x)
+        if typed.issuperset(self.from_types) or not compat.under_jit():
+            return typed
+        return typed | self.recorded.of(x)
 
     def _axes_without_types(self) -> Iterator[tuple[tuple[AxisName, ...], bool, bool]]:
         """The axes over which types do not tell what differs; whether they are lanes, and of a `vmap`."""
@@ -142,8 +145,8 @@ class Scope:
         crossed: Callable[[], Axes],
         program: Callable[[], Jaxpr],
     ) -> list[Leaf]:
-        axes, over = frozenset(self.from_types), compat.varying(loss)
-        own = [compat.varying(x) | (self.own & axes) for x in self.params]
+        axes, over = frozenset(self.from_types), self._varying(loss)
+        own = [self._varying(x) | (self.own & axes) for x in self.params]
         self.reduction.check(over, own, self.from_types)
         # Over these axes each shard has a loss and parameters of its own.
         apart = (over & axes) - self.reduction.named

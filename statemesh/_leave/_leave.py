@@ -139,6 +139,7 @@ class _Leaving:
         self.look_at_states(writing)
         over = [self.axes_to_merge(one) for one in writing]
         self.merged += filter(None, map(self.merging, writing, over))
+        writing = [self.typed_to_merge(*pair) for pair in zip(writing, over, strict=True)]
         pairs = [(one.state, one.entered and one.entered.old) for one in writing]
         merged: list[State] = self.varying.call(leave_all, pairs)
         written: list[Written] = []
@@ -166,6 +167,15 @@ class _Leaving:
         for k, (x, where) in enumerate(zip(leaves, one.placements, strict=False)):
             if same := self.rules.in_order(self.varying.same_over(x) - where.axis_names):
                 leaves[k] = one_copy(x, same)
+        return dataclasses.replace(one, state=filled(one.state, leaves))
+
+    def typed_to_merge(self, one: Written, over: Sequence[tuple[AxisName, ...]]) -> Written:
+        """Let types say that what is merged differs, where JAX's rules have lost it."""
+        if one.state.reduce is None or not any(over):
+            return one
+        leaves = leaves_of(one.state)
+        for k, (x, axes) in enumerate(zip(leaves, over, strict=False)):
+            leaves[k] = self.varying.typed_as_varying(x, frozenset(axes))
         return dataclasses.replace(one, state=filled(one.state, leaves))
 
     def axes_to_merge(self, one: Written) -> list[tuple[AxisName, ...]]:

@@ -12,11 +12,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from .._axes._differing import all_axes, settled
-from .._axes._mesh_and_lanes import meshes_and_lanes, varying_over
+from .._axes._differing import Recorded, all_axes, settled
+from .._axes._mesh_and_lanes import meshes_and_lanes, same_in_lanes, varying_over
 from .._axes._wide import AnyArray
 from .._base import _compat as compat
 from .._base import _jaxprs as jaxprs
+from .._base import errors
 from .._base._compat import tree_util
 from .._base._links import Links
 from .._base._types import NO_AXES, Axes, AxisName, Fun, Leaf, PyTree
@@ -55,6 +56,9 @@ class VaryingAxes(Protocol):
     def same_over(self, x: Leaf) -> Axes:
         """The axes over which an array is the same although its type says that it may differ."""
 
+    def typed_as_varying(self, x: Leaf, axes: Axes) -> Leaf:
+        """`x` with a type that says that it may differ over these axes, where types say such things."""
+
 
 class _AxesOfArrays:
     """The axes over which arrays may differ, by the identity of the arrays."""
@@ -72,7 +76,10 @@ class _AxesOfArrays:
 
 
 class FromTypes:
-    """Learnt from JAX: from its types on a mesh, in lanes from what a `vmap` batches.
+    """Learnt from JAX: on a mesh from its types and from the program, in lanes from what a `vmap` batches.
+
+    Neither types nor the program alone would do. Some of JAX's rules for types lose what varies, and types
+    do not say that all shards have the same after an `all_gather`.
 
     **Arguments:**
 
@@ -83,27 +90,56 @@ class FromTypes:
 
     def __init__(self, axis_names: tuple[AxisName, ...]) -> None:
         self.axis_names = axis_names
-        # The program may show less than the types: after an `all_gather` all shards have the same.
+        self.meshes = frozenset(meshes_and_lanes(axis_names)[0])
+        self.recorded = Recorded()
+        # What the program shows of arrays that were computed operation by operation.
         self.shown = _AxesOfArrays()
 
     def start(self, arrays: Sequence[Leaf], axes: Sequence[Axes]) -> None:
         """Nothing is to be kept: the types say it."""
 
     def call(self, fun: Fun, operands: Sequence[PyTree]) -> PyTree:
-        return fun(*operands)
+        return self.run(fun, operands, None, False)
 
     def run(
         self, fun: Fun, operands: Sequence[PyTree], links: Links | None, counted: bool
     ) -> PyTree:
-        # In lanes the program shows no more than what is batched.
-        meshes, _ = meshes_and_lanes(self.axis_names)
-        if links is None and not (counted and meshes):
+        lanes = meshes_and_lanes(self.axis_names)[1]
+        if lanes and compat.inside_checked_shard_map():
+            return self._run_in_lanes(fun, operands, links, counted)
+        if links is None and not (counted and self.meshes):
+            # With `jit=False` it runs for someone who debugs it, once. There types alone say what varies.
             return fun(*operands)
-        if not compat.under_jit():
-            return _run_eagerly(fun, operands, None, links, self._add_results)
-        program = trace(fun, operands, None, links)
+        if compat.under_jit():
+            program = trace(fun, operands, None, links)
+            return program.result(jaxprs.run_jaxpr(program.closed, program.given))
+        return _run_eagerly(fun, operands, None, links, self._add_results)
+
+    def _run_in_lanes(
+        self, fun: Fun, operands: Sequence[PyTree], links: Links | None, counted: bool
+    ) -> PyTree:
+        """Run it in the lanes of a `vmap` inside a checked `shard_map`.
+
+        There our collectives give each lane a copy, and only the program shows that the copies are the same.
+        What it shows to be so leaves the lanes as one value.
+        """
+        try:
+            with _jit_enabled():
+                program = trace(fun, operands, None, links)
+        except Exception as error:
+            # JAX cannot trace its own `axis_index` over lanes here. If the function fails for a reason of its
+            # own, it fails again.
+            result = fun(*operands)
+            if counted:
+                raise errors.untraced_in_lanes(self.axis_names[0]) from error
+            return result
         made = jaxprs.run_jaxpr(program.closed, program.given)
-        self._add_results(program, made)
+        axes = all_axes(
+            jaxprs.open_jaxpr(program.closed), varying_over(program.given, self.axis_names)
+        )
+        for name in self.axis_names:
+            pairs = zip(made, axes, strict=True)
+            made = [x if name in over else same_in_lanes(name, x) for x, over in pairs]
         return program.result(made)
 
     def _add_results(self, program: Traced | None, made: Sequence[AnyArray]) -> None:
@@ -113,13 +149,27 @@ class FromTypes:
         self.shown.add(made, all_axes(jaxprs.open_jaxpr(program.closed), given))
 
     def of(self, values: Sequence[Leaf]) -> list[Axes]:
-        return varying_over(values, self.axis_names)
+        typed = varying_over(values, self.axis_names)
+        pairs = zip(values, typed, strict=True)
+        return [axes if axes >= self.meshes else axes | self._shown(x) for x, axes in pairs]
 
     def same_over(self, x: Leaf) -> Axes:
-        shown = self.shown.get(x)
-        if shown is None:
+        return (compat.varying(x) & self.meshes) - self._shown(x)
+
+    def typed_as_varying(self, x: Leaf, axes: Axes) -> Leaf:
+        return compat.vary(x, [name for name in self.axis_names if name in axes & self.meshes])
+
+    def _shown(self, x: Leaf) -> Axes:
+        """The mesh axes over which the program shows that an array may differ.
+
+        Those of its type, where there is no program.
+        """
+        if not self.meshes:
             return NO_AXES
-        return (compat.varying(x) & frozenset(self.axis_names)) - shown
+        if compat.under_jit():
+            return self.recorded.of(x) & self.meshes
+        shown = self.shown.get(x)
+        return (compat.varying(x) if shown is None else shown) & self.meshes
 
 
 class FromDataflow:
@@ -183,6 +233,9 @@ class FromDataflow:
 
     def same_over(self, x: Leaf) -> Axes:
         return NO_AXES
+
+    def typed_as_varying(self, x: Leaf, axes: Axes) -> Leaf:
+        return x
 
     def _axes(self, values: Sequence[Leaf]) -> list[Axes]:
         return [self.known.get(x) or NO_AXES for x in values]

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._axes._mesh_and_lanes import refuse_in_lanes
+from .._base import _compat as compat
 from .._base import errors
 from .._base._types import Array, ArrayLike
 
@@ -16,6 +17,15 @@ from .._base._types import Array, ArrayLike
 _THREEFRY = frozenset({"threefry2x32", "threefry4x32"})
 # From these, too, `jax.vmap` draws for each key its own numbers.
 _KEY_BY_KEY = _THREEFRY | {"philox2x32", "philox4x32"}
+
+
+def again(key: Array) -> Array:
+    """`key`, to make another key of than it was made into already.
+
+    The numbers that we fold in keep these apart. JAX cannot know that: where it checks that no key is used
+    twice, we tell it.
+    """
+    return jax.random.clone(key) if compat.key_reuse_checked() else key
 
 
 def advance(key: Array) -> tuple[Array, Array]:

@@ -1,7 +1,6 @@
 """The part of a random stream that the shards of a mapped call share, and the key that leaves the call."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -12,14 +11,13 @@ import numpy as np
 from .._axes._mesh_and_lanes import (
     MICROBATCHES,
     all_varying,
-    bound_names,
     first_of,
     inside_microbatches,
     pmax,
     shard_index,
 )
 from .._base import errors
-from .._base._types import NO_AXES, Array, AxisName, Leaf, SeveralAxes
+from .._base._types import Array, AxisName, Leaf, SeveralAxes
 from . import _keys as keys
 
 
@@ -53,7 +51,7 @@ class Line:
 
     def drawn(self) -> "Line":
         """This line after one draw."""
-        return dataclasses.replace(self, key=keys.advance(self.key)[0])
+        return dataclasses.replace(self, key=keys.advance(keys.again(self.key))[0])
 
     def written(self) -> "Line":
         """This line after a key was set."""
@@ -80,25 +78,18 @@ def synchronized(own: Array, lines: tuple[Line, ...]) -> tuple[Line, ...]:
     return tuple(made)
 
 
-def row_block(what: str, axis_name: SeveralAxes, lines: Sequence[Line]) -> Leaf:
-    """The number of the block of rows that a shard has in a microbatch, among all of the global array.
-
-    The microbatches of a shard split its rows. So their axis comes after those of the shards, and before
-    lanes within a microbatch.
-    """
-    at = next((i for i, line in enumerate(lines) if line.axis_names == (MICROBATCHES,)), None)
-    if at is None:
+def row_numbers(what: str, n: int, axis_name: SeveralAxes, lines: Sequence[Line]) -> Leaf:
+    """The numbers in the global array of the `n` rows that a shard, or a microbatch of a shard, holds."""
+    rows = shard_index(what, axis_name) * n + jnp.arange(n)
+    line = next((line for line in lines if line.axis_names == (MICROBATCHES,)), None)
+    if line is None:
         if inside_microbatches():
             raise errors.rows_of_stranger(what)
-        return shard_index(what, axis_name)
-    if known(lines[at].was_set, True):
+        return rows
+    if known(line.was_set, True):
         raise errors.rows_of_set_key(what)
-    names = bound_names(what, axis_name)
-    within = NO_AXES.union(*(line.axis_names for line in lines[:at]))
-    first = max((i + 1 for i, name in enumerate(names) if name not in within), default=0)
-    block = shard_index(what, names[:first]) * lines[at].count + lines[at].number
-    inner = names[first:]
-    return block * math.prod(map(jax.lax.axis_size, inner)) + shard_index(what, inner)
+    # A microbatch holds every `count`-th row of the global array, from row `number` on.
+    return rows * line.count + line.number
 
 
 def left(
@@ -152,4 +143,5 @@ def _equal(a: Array, b: Array) -> Array:
 
 def _unless(even: Array, key: Array, before: Array) -> Array:
     """`key` where `even`, else a key aside from the line of `before`."""
-    return jnp.where(even, key, keys.as_of(keys.folded(before, _UNEVEN_DRAWS), key))
+    other = keys.as_of(keys.folded(keys.again(before), _UNEVEN_DRAWS), key)
+    return keys.again(jnp.where(even, keys.again(key), other))

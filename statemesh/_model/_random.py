@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._axes._mesh_and_lanes import MICROBATCHES
+from .._axes._mesh_and_lanes import MICROBATCHES, index_along
+from .._base import _compat as compat
 from .._base import errors
 from .._base._arrays import is_key
 from .._base._checks import count
 from .._base._types import Array, AxisName, Leaf, PyTree, SeveralAxes, Size, SpecTree, Tags
 from . import _keys as keys
-from ._lines import Line, known, left, row_block, synchronized
+from ._lines import Line, known, left, row_numbers, synchronized
 from ._meta import Meta
 from ._origin import origin
 from ._state import State, set_rebuilt
@@ -149,11 +150,13 @@ class RandomState(State):
         """
         self._check_single()
         n = count("RandomState.rows", "n", n)
-        block = row_block("RandomState.rows", axis_name, self._shared)
+        numbers = row_numbers("RandomState.rows", n, axis_name, self._shared)
         stream = self._rebuilt(self.value, synchronized(self.value, self._shared))
-        _, drawn = keys.advance(stream._shared[-1].key if stream._shared else self.value)
+        _, drawn = keys.advance(
+            keys.again(stream._shared[-1].key if stream._shared else self.value)
+        )
         rest, _ = keys.advance(self.value)
-        return keys.for_rows(drawn, block * n + jnp.arange(n)), stream._advanced(rest)
+        return keys.for_rows(drawn, numbers), stream._advanced(rest)
 
     def _set(self: R, value: PyTree, label: str) -> R:
         return self._with_new(conform(self.value, value, label))
@@ -186,12 +189,14 @@ class RandomState(State):
 
     def _streamed(self: R, axis_names: tuple[AxisName, ...]) -> R:
         """This stream with the index of the shard folded into each key."""
-        shard = jax.lax.axis_index(axis_names)
+        shard = index_along(axis_names)
         # Nested calls fold in different numbers, because the first shard has the same key in both.
         line = _SHARD_STREAMS + len(self._shared) + self.value.ndim
 
         def own(key: Leaf) -> PyTree:
-            return jnp.where(shard == 0, key, keys.folded(keys.folded(key, line), shard))
+            other = keys.folded(keys.folded(keys.again(key), line), shard)
+            first = keys.again(compat.vary(keys.again(key), compat.varying(shard)))
+            return keys.again(jnp.where(shard == 0, first, other))
 
         for _ in range(self.value.ndim):
             own = jax.vmap(own)

@@ -11,9 +11,10 @@ import numpy as np
 from .._axes import _mesh_and_lanes as axes
 from .._axes._wide import after_sum, before_sum, widened
 from .._base import errors
-from .._base._arrays import is_array_or_number, is_key
+from .._base._arrays import is_array_or_number, is_key, is_masked
 from .._base._compat import tree_util
 from .._base._nodes import is_state
+from .._base._paths import path_str
 from .._base._types import AxisName, Dtype, KeyPath, Leaf, PyTree, PyTreeDef, Reduce
 
 
@@ -32,9 +33,15 @@ def strong(x: Leaf) -> PyTree:
 def arrays(value: PyTree) -> PyTree:
     """`value` with its numbers made arrays, or an error that lists what cannot be one."""
     leaves, treedef = tree_util.tree_flatten_with_path(value, is_leaf=is_state)
+    _refuse_masked(leaves)
     if bad := [(path, leaf) for path, leaf in leaves if not is_array_or_number(leaf)]:
         raise errors.bad_state_value(bad)
     return tree_util.tree_unflatten(treedef, [_made(leaf, path) for path, leaf in leaves])
+
+
+def _refuse_masked(leaves: Sequence[tuple[KeyPath, Leaf]]) -> None:
+    if bad := [(path_str(path, "value"), x) for path, x in leaves if is_masked(x)]:
+        raise errors.masked("a State's value", bad)
 
 
 def _made(leaf: Leaf, path: KeyPath) -> PyTree:
@@ -50,6 +57,7 @@ def conform(old_value: PyTree, value: PyTree, label: str) -> PyTree:
         return value
     old, old_def = tree_util.tree_flatten_with_path(old_value)
     new, new_def = tree_util.tree_flatten_with_path(value, is_leaf=is_state)
+    _refuse_masked(new)
     if bad := [(path, leaf) for path, leaf in new if not is_array_or_number(leaf)]:
         raise errors.bad_state_value(bad)
     if old_def != new_def:

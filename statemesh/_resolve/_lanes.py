@@ -13,7 +13,7 @@ from .._base._specs import is_axis
 from .._base._types import AxisName, Filter, Leaf, StateAxes
 from .._model._filters import first_matches
 from .._model._values import strong
-from ._agreement import Passed
+from ._agreement import Passed, Traced
 from ._inputs import Input
 from ._layout import MeshLayout
 from ._placement import is_deleted
@@ -134,6 +134,10 @@ class LaneLayout:
     def agree(self, given: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
         """There are no other processes."""
 
+    def traced_alike(self, trace: Callable[[], Traced]) -> Traced:
+        """What `trace` returns: there are no other processes."""
+        return trace()
+
     def check_alive(self, given: Sequence[Leaf]) -> None:
         """Refuse arrays whose buffers were given up."""
         gone = [one.path for one, x in zip(self.inputs, given, strict=True) if is_deleted(x)]
@@ -142,6 +146,7 @@ class LaneLayout:
 
     def concrete(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         """Arrays as the program takes them, and as they come back when not written."""
+        # Arrays of keys have no attribute `weak_type`.
         weak = [k for k in self.made_strong if getattr(given[k], "weak_type", False)]
         if not weak:
             return given, given
@@ -166,9 +171,9 @@ class LaneLayout:
         return 0
 
     def traced(self, given: Sequence[Leaf], recorded: bool) -> list[Leaf]:
-        """Inputs some of which are traced, as they are."""
+        """Inputs some of which are traced, wherever they lie."""
         del recorded
-        return list(given)
+        return list(self.concrete(given)[0])
 
     def abstract(self, given: Sequence[Leaf]) -> list[Leaf]:
         """Shapes and dtypes, to lower the program with."""

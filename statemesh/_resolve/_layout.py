@@ -11,13 +11,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._base import _compat as compat
 from .._base import errors
-from .._base._specs import only
 from .._base._types import NUMBERS, AxisName, Leaf
 from .._model._values import strong
-from ._agreement import Passed
+from ._agreement import Passed, Traced
 from ._buffers import MADE, apart, copied, memory
 from ._inputs import Input
-from ._placement import check_shapes, lies_right, onto, traced_onto
+from ._placement import check_shapes, is_laid_out, lies_right, onto, traced_onto
 
 
 _is_deleted = methodcaller("is_deleted")
@@ -67,6 +66,7 @@ class MeshLayout:
         self.on_device = [k for k in range(len(kinds)) if k not in others]
         # The memory of a NumPy array belongs to its owner, who may write to it.
         self.fresh = frozenset({*self.hosted, *(k for k, t in enumerate(kinds) if t in NUMBERS)})
+        self.strong_at = [k for k in self.on_device if inputs[k].strong]
         self.only_arrays = len(self.on_device) == len(inputs)
         self.targets: list[Leaf] = [None] * len(inputs)
         for k in [*self.hosted, *self.on_device]:
@@ -88,15 +88,23 @@ class MeshLayout:
         `passed`: gives what is no input.
         """
 
+    def traced_alike(self, trace: Callable[[], Traced]) -> Traced:
+        """What `trace` returns: there are no other processes."""
+        return trace()
+
     def concrete(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         """Concrete arrays as the program takes them, and as they come back when not written.
 
-        The two differ for an array that lies right under another name of the same layout: it comes
-        back as it is, but the program, compiled for one name, gets it by that one.
+        The two differ for an array that has the same layout on another mesh: it comes back as it is, but the
+        program, compiled for one mesh, gets it on that one.
         """
         if self.only_arrays:
             here = [x.sharding for x in given]
-            if here == self.seen and (compat.REFUSES_DELETED or not any(map(_is_deleted, given))):
+            if (
+                here == self.seen
+                and not self._weak(given)
+                and (compat.REFUSES_DELETED or not any(map(_is_deleted, given)))
+            ):
                 self.seen = here
                 return given, given
         return self._moved(given)
@@ -106,40 +114,45 @@ class MeshLayout:
         if gone := [k for k in self.on_device if given[k].is_deleted()]:
             raise errors.deleted(self.fun_name, [self.inputs[k].path for k in gone])
 
+    def _weak(self, given: Sequence[Leaf]) -> list[int]:
+        """The weakly typed inputs that enter strong, so that no program depends on where others lie."""
+        # Arrays of keys have no attribute `weak_type`.
+        return [k for k in self.strong_at if getattr(given[k], "weak_type", False)]
+
     def _moved(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         self.check_alive(given)
-        stale = [k for k in self.on_device if given[k].sharding is not self.seen[k]]
         ready, shown = list(given), list(given)
+        for k in self._weak(given):
+            ready[k] = shown[k] = strong(given[k])
         misplaced: list[int] = []
-        for k in stale:
-            if self.inputs[k].strong:
-                ready[k] = shown[k] = strong(given[k])
-            if ready[k].sharding == self.targets[k]:
+        for k in [k for k in self.on_device if ready[k].sharding is not self.seen[k]]:
+            if self._is_taken(ready[k], k):
                 self.seen[k] = ready[k].sharding
             else:
                 misplaced.append(k)
+        renamed = {k for k in misplaced if self._is_renamed(ready[k], k)}
+        kept = renamed.union(k for k in misplaced if self._lies_right(ready[k], k))
+        apart_from = [k for k in misplaced if k not in renamed]
         misplaced += [k for k in self.hosted if not isinstance(given[k], jax.Array)]
         if not misplaced:
             same = all(map(is_, ready, given))
             return (given, given) if same else (ready, shown)
         self.check(given)
-        kept = {k for k in misplaced if k not in self.hosted and self._lies_right(ready[k], k)}
-        moving = [k for k in misplaced if k not in kept or self._goes_by_another_name(ready[k], k)]
-        targets = [self.targets[k] for k in moving]
-        sources = [_as_wide_as_now(ready[k]) for k in moving]
+        targets = [self.targets[k] for k in misplaced]
+        sources = [_as_wide_as_now(ready[k]) for k in misplaced]
         # The owner of a NumPy array may write to it while the program still reads it.
         sources = [
-            apart(x, target) if self.donating or k in self.hosted else x
-            for k, x, target in zip(moving, sources, targets, strict=True)
+            apart(x, target) if k in self.hosted or (self.donating and k not in renamed) else x
+            for k, x, target in zip(misplaced, sources, targets, strict=True)
         ]
         moved = jax.device_put(sources, targets)
-        for k, x in zip(moving, moved, strict=True):
+        for k, x in zip(misplaced, moved, strict=True):
             ready[k] = x
             if k not in kept:
                 shown[k] = x
         if self.donating:
-            self._spare([given[k] for k in moving if k not in self.hosted], ready, moving)
-            MADE.add(moved)
+            self._spare([given[k] for k in apart_from], ready, misplaced)
+            MADE.add([x for k, x in zip(misplaced, moved, strict=True) if k not in renamed])
         return ready, shown
 
     def to_move(self, given: Sequence[Leaf]) -> list[int]:
@@ -152,8 +165,27 @@ class MeshLayout:
             for k in self.on_device
             if isinstance(given[k], jax.Array)
             and not compat.is_tracer(given[k])
-            and not self._lies_right(given[k], k)
+            and not self._keeps_memory(given[k], k)
         ]
+
+    def _keeps_memory(self, x: jax.Array, k: int) -> bool:
+        """Whether the program gets `x` in the memory where it is, by whatever name."""
+        if self._is_taken(x, k) or self._is_renamed(x, k):
+            return True
+        return not self.donating and bool(x.sharding.is_equivalent_to(self.targets[k], x.ndim))
+
+    def _is_taken(self, x: jax.Array, k: int) -> bool:
+        """Whether the program takes `x` as it is."""
+        if x.sharding is self.seen[k]:
+            return True
+        return self._lies_right(x, k) and self._is_on_mesh(x)
+
+    def _is_renamed(self, x: jax.Array, k: int) -> bool:
+        """Whether `x` only needs another type: Explicit types also name axes of one device."""
+        return self._is_on_mesh(x) and bool(x.sharding.is_equivalent_to(self.targets[k], x.ndim))
+
+    def _is_on_mesh(self, x: jax.Array) -> bool:
+        return isinstance(x.sharding, NamedSharding) and bool(x.sharding.mesh == self.mesh)
 
     def _spare(self, originals: Sequence[Leaf], ready: list[Leaf], moved: Iterable[int]) -> None:
         """Copy what was not moved but shares memory with an original that was, lest that be given up."""
@@ -193,29 +225,20 @@ class MeshLayout:
                 if isinstance(x, jax.Array) and not self.donating:
                     source = apart(x, target)
                     found[k] = shown[k] if source is x else self._put(source, k)
-            elif not (self.inputs[k].stateful or self._is_laid_out(x, k)):
+            elif not (self.inputs[k].stateful or is_laid_out(x, target, self.axis_names)):
                 found[k] = self._put(apart(x, target), k)
         return found
 
     def _put(self, x: Leaf, k: int) -> jax.Array:
         return onto(strong(x) if self.inputs[k].strong else x, self.targets[k])
 
-    def _is_laid_out(self, x: jax.Array, k: int) -> bool:
-        here, target = x.sharding, self.targets[k]
-        if here is self.seen[k] or here == target:
-            return True
-        if not isinstance(here, NamedSharding) or here.mesh != target.mesh:
-            return False
-        if here.memory_kind != target.memory_kind:
-            return False
-        return bool(only(here.spec, self.axis_names) == target.spec)
-
     def traced(self, given: Sequence[Leaf], recorded: bool) -> list[Leaf]:
         """Inputs some of which are traced: tracers are never put anywhere, concrete arrays are,
         except into a jaxpr, where they are constants that the compiler places."""
+        weak = frozenset(self._weak(given))
         return [
-            x if t is None else self._traced(x, t, recorded)
-            for x, t in zip(given, self.targets, strict=True)
+            x if t is None else self._traced(strong(x) if k in weak else x, t, recorded)
+            for k, (x, t) in enumerate(zip(given, self.targets, strict=True))
         ]
 
     def _traced(self, x: Leaf, target: NamedSharding, recorded: bool) -> Any:
@@ -235,10 +258,7 @@ class MeshLayout:
         ]
 
     def _lies_right(self, x: jax.Array, k: int) -> bool:
-        return self._is_laid_out(x, k) or lies_right(x, self.targets[k], self.axis_names)
-
-    def _goes_by_another_name(self, x: jax.Array, k: int) -> bool:
-        return bool(x.sharding.is_equivalent_to(self.targets[k], x.ndim))
+        return lies_right(x, self.targets[k], self.axis_names)
 
 
 def _dtype(x: Leaf) -> Any:

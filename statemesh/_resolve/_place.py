@@ -17,9 +17,10 @@ from .._model._values import strong
 from ._agreement import array_passed, check_alike
 from ._buffers import apart
 from ._mesh import check_mesh, check_specs, manual_names
-from ._placement import check_concrete, check_shapes, is_own, onto
+from ._placement import check_concrete, check_shapes, is_laid_out, is_own, onto
 from ._specs import (
     UNDECLARED,
+    OfStates,
     SpecPlacement,
     check_state_specs,
     choose_specs,
@@ -75,18 +76,24 @@ def place(
     paths: list[str] = []
     leaves: list[Leaf] = []
     placements: list[SpecPlacement | None] = []
+    of_states = OfStates()
     for (keys, node), spec in zip(flat, broadcast_specs(specs, tree, "specs", "tree"), strict=True):
         path = path_str(keys, "tree")
         own = tree_util.tree_leaves(node)
         if is_state(node):
             chosen = next(declared)
             wheres = own_placements(node, node.spec if chosen is UNDECLARED else chosen, path)
+            of_states.state("specs", spec, path, node, wheres)
             placements += wheres
         else:
             moves = is_shaped(node) and id(node) not in packed
+            if is_shaped(node):
+                of_states.array("specs", spec)
             placements += [placement(spec) if moves else None] * len(own)
         leaves += own
         paths += [path] * len(own)
+    if bad := of_states.bad():
+        raise errors.specs_of_states("place", "specs", "state_specs", bad)
     chosen_at = [i for i, where in enumerate(placements) if where is not None]
     wheres = [where for where in placements if where is not None]
     arrays = [leaves[i] for i in chosen_at]
@@ -101,7 +108,9 @@ def place(
     for i, x, target in zip(chosen_at, arrays, targets, strict=True):
         if not isinstance(x, jax.Array):
             leaves[i] = onto(apart(x, target), target)
-        elif x.sharding != target:
+            continue
+        leaves[i] = strong(x)
+        if not is_laid_out(x, target, frozenset(names)):
             same = x.sharding.is_equivalent_to(target, x.ndim)
-            leaves[i] = onto(strong(x) if same else apart(strong(x), target), target)
+            leaves[i] = onto(leaves[i] if same else apart(leaves[i], target), target)
     return tree_util.tree_structure(tree).unflatten(leaves)

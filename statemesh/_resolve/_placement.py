@@ -13,7 +13,7 @@ from .._base import _compat as compat
 from .._base import _explicit as explicit
 from .._base import errors
 from .._base._specs import Placement, canonical, only, spec_axes
-from .._base._types import AxisName, Leaf
+from .._base._types import Axes, AxisName, Leaf
 
 
 def check_shapes(
@@ -49,23 +49,36 @@ def check_shapes(
         raise errors.shapes(what, bad, mesh)
 
 
-def lies_right(x: jax.Array, target: NamedSharding, names: frozenset[AxisName]) -> bool:
+def is_laid_out(x: jax.Array, target: NamedSharding, names: Axes) -> bool:
+    """Whether `x` lies on the mesh of `target` as its spec says, with however many entries either is spelled.
+
+    JAX's results on Explicit axes have a spec with an entry for each axis of the array. On mesh axes that are
+    not in `names` an array may lie as it likes.
+    """
+    here = x.sharding
+    if here == target:
+        return True
+    if not isinstance(here, NamedSharding) or here.mesh != target.mesh:
+        return False
+    if here.memory_kind != target.memory_kind:
+        return False
+    return bool(only(here.spec, names) == canonical(target.spec))
+
+
+def lies_right(x: jax.Array, target: NamedSharding, names: Axes) -> bool:
     """Whether `x` need not be moved.
 
     On axes that the call does not map over an array may lie as it likes; on Explicit axes its type
     has to agree too.
     """
-    here = x.sharding
-    if here == target:
+    if is_laid_out(x, target, names):
         return True
     mesh = target.mesh
     if names < frozenset(mesh.axis_names):
-        if not isinstance(here, NamedSharding) or here.mesh != mesh:
-            return False
-        return only(here.spec, names) == target.spec
+        return False
     if explicit.has_explicit_axes(mesh) or explicit.is_explicitly_typed(x):
         return False
-    return here.is_equivalent_to(target, x.ndim)
+    return x.sharding.is_equivalent_to(target, x.ndim)
 
 
 def traced_onto(x: Leaf, target: NamedSharding, names: frozenset[AxisName]) -> Any:

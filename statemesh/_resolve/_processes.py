@@ -13,7 +13,15 @@ from .._base import errors
 from .._base._specs import Placement
 from .._base._types import AxisName, Leaf
 from .._model._values import strong
-from ._agreement import Passed, array_passed, check_alike, static_passed
+from ._agreement import (
+    Passed,
+    Traced,
+    array_passed,
+    check_alike,
+    check_placements,
+    static_passed,
+    traced_alike,
+)
 from ._buffers import apart
 from ._inputs import Input
 from ._lanes import FixedMeshLayout, fits
@@ -45,6 +53,10 @@ class SpreadLayout(MeshLayout):
         fresh = sorted(self.fresh.difference(self.hosted))
         numbers = [static_passed(self.inputs[k].path, given[k]) for k in fresh]
         check_alike(self.fun_name, self.mesh, [*passed(), *numbers])
+        check_placements(self.fun_name, self.mesh, self.inputs)
+
+    def traced_alike(self, trace: Callable[[], Traced]) -> Traced:
+        return traced_alike(self.fun_name, self.mesh, trace)
 
     def _moved(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         self.check_alive(given)
@@ -136,6 +148,10 @@ class LanesOfProcesses(FixedMeshLayout):
             if one.placement.axis is None and hasattr(x, "dtype") and is_own(x)
         ]
         check_alike(self.fun_name, self.whole, [*passed(), *shared])
+        check_placements(self.fun_name, self.whole, self.inputs)
+
+    def traced_alike(self, trace: Callable[[], Traced]) -> Traced:
+        return traced_alike(self.fun_name, self.whole, trace)
 
     def check_alive(self, given: Sequence[Leaf]) -> None:
         self.own.check_alive(given)

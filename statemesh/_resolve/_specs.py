@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import PartitionSpec
@@ -49,6 +49,7 @@ class SpecPlacement:
         return value if self.axis is None else jax.lax.expand_dims(value, (self.axis,))
 
 
+Placements: TypeAlias = Sequence[SpecPlacement]
 REPLICATED = SpecPlacement(PartitionSpec())
 
 
@@ -71,6 +72,33 @@ def _for_kind(state: State, spec: SpecTree) -> SpecPlacement:
     if state.always_replicated and not isinstance(spec, PerShard):
         return REPLICATED
     return placement(spec)
+
+
+class OfStates:
+    """Finds specs that place nothing: they split arrays, but stand for States only, which go elsewhere."""
+
+    def __init__(self) -> None:
+        self._states: dict[tuple[str, int], list[tuple[str, PartitionSpec, str, State]]] = {}
+        self._of_arrays: set[tuple[str, int]] = set()
+
+    def state(self, where: str, spec: SpecTree, path: str, state: State, own: Placements) -> None:
+        """A state for which `spec` stands, and where it goes."""
+        if isinstance(spec, PartitionSpec) and mentioned(spec):
+            known = self._states.setdefault((where, id(spec)), [])
+            if any(one.spec != canonical(spec) for one in own):
+                known.append((where, spec, path, state))
+
+    def array(self, where: str, spec: SpecTree) -> None:
+        """An array that goes where `spec` says."""
+        self._of_arrays.add((where, id(spec)))
+
+    def bad(self) -> list[tuple[str, PartitionSpec, str, State]]:
+        return [
+            one
+            for key, states in self._states.items()
+            if key not in self._of_arrays
+            for one in states
+        ]
 
 
 def check_state_specs(state_specs: StateSpecs, what: str) -> None:

@@ -1,15 +1,20 @@
 """`Checkpoints`: a folder with checkpoints of several steps."""
 
+import operator
 import os
 import pathlib
+import weakref
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from .._base._types import PyTree
+from .._base._types import PyTree, Size
 from . import _errors as errors
 from . import _files as files
 from ._load import load
@@ -22,12 +27,15 @@ C = TypeVar("C", bound="Checkpoints")
 class Checkpoints:
     """A folder with checkpoints of several steps, which are written in the background.
 
-    Leaving a `with` waits until all is written. Each step is a folder as `save` makes one.
+    Leaving a `with` waits until all is written. Each step is a folder as `save` makes one. Only `save` writes
+    and deletes: so another process can look at the folder while it is being written.
 
     **Arguments:**
 
-    - `folder`: where. What an earlier run has left there half-written or half-deleted is removed.
-    - `keep`: how many of the newest steps stay; left out, all.
+    - `folder`: where. `save` removes what killed processes have left there half-written or half-deleted.
+    - `keep`: how many of the newest steps stay, at least 1; left out, all.
+
+    **Raises:** `CheckpointError` for another `keep`.
 
     !!! example
 
@@ -45,49 +53,52 @@ class Checkpoints:
         ```
     """
 
-    def __init__(self, folder: str | os.PathLike[str], keep: int | None = None) -> None:
+    def __init__(self, folder: str | os.PathLike[str], keep: Size | None = None) -> None:
+        whole = _whole_number(keep)
+        if keep is not None and (whole is None or whole < 1):
+            raise errors.bad_keep(keep)
         self._folder = pathlib.Path(folder).absolute()
-        self._deleting = files.delete_old(self._folder)
-        self._deleting.join()
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, cleanup_tmp_directories=True, todelete_subdir=files.OLD
-        )
-        self._manager = ocp.CheckpointManager(
-            self._folder, options=options, item_handlers=files.handlers()
-        )
+        self._keep = whole
+        self._writer: _Writer | None = None
 
     @property
     def latest(self) -> int | None:
         """The newest step that is saved whole; `None` if there is none."""
         return max(files.steps_in(self._folder), default=None)
 
-    def save(self, step: int, tree: PyTree) -> None:
+    def save(self, step: Size, tree: PyTree) -> None:
         """Copy the values of a tree to the host, and write them in the background.
 
         The step can be loaded when all of it is written. The next `save` waits until then.
 
         **Arguments:**
 
-        - `step`: a number, larger than that of each step in the folder.
+        - `step`: a whole number, larger than that of each step in the folder.
         - `tree`: as for `save`.
 
-        **Raises:** `CheckpointError` for a step that is not larger, and if this step or the one before cannot
-        be written.
+        **Raises:** `CheckpointError` for a step that is no such number, if this step or the one before cannot
+        be written, and if another process is writing this step.
         """
+        number = _step("save", step)
         self.wait()
         latest = self.latest
-        if latest is not None and step <= latest:
-            raise errors.step_exists(self._folder, step, latest)
+        if latest is not None and number <= latest:
+            raise errors.step_exists(self._folder, number, latest)
         arrays, record = contents("Checkpoints.save", tree)
+        record["step"] = number
         try:
-            self._manager.save(step, args=files.to_save(arrays, record), force=True)
+            if self._writer is None:
+                self._writer = _Writer(self._folder, self._keep)
+            self._writer.save(number, files.to_save(arrays, record))
+        except errors.CheckpointError:
+            raise
         except (OSError, ValueError) as reason:
-            raise errors.not_written(f"step {step}", reason) from reason
+            raise errors.not_written(f"step {number}", reason) from reason
 
     def load(
         self,
         like: PyTree,
-        step: int | None = None,
+        step: Size | None = None,
         mesh: Mesh | None = None,
         *,
         rename: Mapping[str, str | None] | None = None,
@@ -104,26 +115,35 @@ class Checkpoints:
 
         **Raises:** what `load` does; `CheckpointError` for a step that was not saved.
         """
+        number = None if step is None else _step("load", step)
         self.wait()
-        steps = files.steps_in(self._folder)
-        chosen = max(steps, default=None) if step is None else step
-        if chosen is None or chosen not in steps:
-            raise errors.no_step(self._folder, step, steps)
-        return load(self._folder / str(chosen), like, mesh, rename=rename, missing=missing)
+        while True:
+            steps = files.steps_in(self._folder)
+            chosen = max(steps, default=None) if number is None else number
+            if chosen is None or chosen not in steps:
+                raise errors.no_step(self._folder, number, steps)
+            folder = self._folder / str(chosen)
+            try:
+                saved_as = files.read_record(folder).get("step", chosen)
+                if saved_as != chosen:
+                    raise errors.renamed_step(folder, saved_as)
+                return load(folder, like, mesh, rename=rename, missing=missing)
+            except errors.CheckpointError:
+                # Another process that saves may have dropped the step meanwhile.
+                if jax.process_count() > 1 or folder.exists():
+                    raise
 
     def wait(self) -> None:
         """Wait until what was saved is written.
 
         **Raises:** `CheckpointError` if it cannot be written.
         """
+        if self._writer is None:
+            return
         try:
-            self._manager.wait_until_finished()
+            self._writer.wait()
         except (OSError, ValueError) as reason:
             raise errors.not_written("the last step", reason) from reason
-        # Orbax moves old steps away in one go, so that no kill leaves half of one among the steps. They are
-        # deleted here, in the background.
-        self._deleting.join()
-        self._deleting = files.delete_old(self._folder)
 
     def __enter__(self: C) -> C:
         return self
@@ -137,5 +157,63 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            self._manager.close()
-            self._deleting.join()
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+
+
+class _Writer:
+    """What writes the steps of a folder, and deletes them."""
+
+    def __init__(self, folder: pathlib.Path, keep: int | None) -> None:
+        self.folder = folder
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, todelete_subdir=files.OLD)
+        self.manager = ocp.CheckpointManager(
+            folder, options=options, item_handlers=files.handlers()
+        )
+        self.lock: int | None = None
+        if jax.process_index() == 0:
+            self.lock = files.open_lock(folder)
+            # It is held while the manager lives, which its thread keeps alive until all is written.
+            self.unlock = weakref.finalize(self.manager, os.close, self.lock)
+        self.deleting = files.delete_old(folder)
+
+    def save(self, step: int, args: Any) -> None:
+        if self.lock is not None:
+            files.delete_temporaries(self.folder, self.lock)
+        taken = self.lock is not None and files.is_half_written(self.folder, step)
+        if jax.process_count() > 1:
+            taken = bool(multihost_utils.broadcast_one_to_all(np.bool_(taken)))
+        if taken:
+            raise errors.half_written(self.folder, step)
+        self.manager.save(step, args=args, force=True)
+
+    def wait(self) -> None:
+        self.manager.wait_until_finished()
+        # Orbax moves old steps away in one go, so that no kill leaves half of one among the steps. They are
+        # deleted here, in the background.
+        self.deleting.join()
+        self.deleting = files.delete_old(self.folder)
+
+    def close(self) -> None:
+        self.manager.close()
+        self.deleting.join()
+        if self.lock is not None:
+            self.unlock()
+
+
+def _whole_number(number: object) -> int | None:
+    """A number as an `int`; `None` for what is none. A truth value is none."""
+    if isinstance(number, bool):
+        return None
+    try:
+        return operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _step(call: str, step: object) -> int:
+    number = _whole_number(step)
+    if number is None or number < 0:
+        raise errors.bad_step(call, step)
+    return number

@@ -38,6 +38,54 @@ def step_exists(folder: object, step: int, latest: int) -> CheckpointError:
     )
 
 
+def bad_step(call: str, step: object) -> CheckpointError:
+    return CheckpointError(
+        f"Checkpoints.{call}: step is {step!r} of type {type(step).__name__}, but must be a whole number "
+        "that is not negative."
+    )
+
+
+def bad_keep(keep: object) -> CheckpointError:
+    return CheckpointError(
+        f"Checkpoints: keep is {keep!r}, but must be a whole number of at least 1. Leave it out to keep all "
+        "steps."
+    )
+
+
+def half_written(folder: object, step: int) -> CheckpointError:
+    return CheckpointError(
+        f"Checkpoints.save: another process is saving in {folder}, and step {step} is half-written there. "
+        "Give each run a folder of its own. If the other run is dead, end what is left of its processes."
+    )
+
+
+def linked_old(folder: object) -> CheckpointError:
+    return CheckpointError(
+        f"Checkpoints.save: {folder} is a symbolic link. Old steps are moved there to be deleted, and "
+        "nothing is deleted behind a link. Remove the link."
+    )
+
+
+def renamed_step(folder: object, step: int) -> CheckpointError:
+    return CheckpointError(
+        f"Checkpoints.load: {folder} was saved as step {step}, and has been renamed. Give it its name again, "
+        "or write statemesh.checkpoint.load(folder, like), which takes a folder of any name."
+    )
+
+
+def unreadable(call: str, what: object, reason: Exception) -> CheckpointError:
+    return CheckpointError(f"{call}: {what} cannot be read: {reason}")
+
+
+def one_path(call: str, paths: Sequence[tuple[str, Sequence[object]]]) -> StructureError:
+    return error_listing(
+        StructureError,
+        f"{call}: values are saved by their paths, and these paths have several",
+        [f"{path}: {' and '.join(map(str, forms))}" for path, forms in paths],
+        "Give the keys different reprs, or the fields different names.",
+    )
+
+
 def not_written(what: str, reason: Exception) -> CheckpointError:
     return CheckpointError(
         f"{what} was not saved: {reason}\nThe checkpoints that were saved before are untouched."

@@ -1,16 +1,19 @@
 """The files of a checkpoint: Orbax's, with a record of what they hold and a checksum of each."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
@@ -19,9 +22,27 @@ from .._base._types import Leaf
 from . import _errors as errors
 
 
-VERSION = 1
+try:
+    import fcntl
+except ImportError:  # On Windows no process knows what others do, and nothing of others is deleted.
+    fcntl = None  # type: ignore[assignment]
+
+
+# The checksums of version 1 have none of their own.
+VERSION = 2
 ARRAYS, RECORD, OLD = "arrays", "statemesh", ".old"
+METADATA = f"{RECORD}/metadata"
+NUMBERS: dict[str, Any] = {
+    "bool": {"True": True, "False": False}.__getitem__,
+    "int": int,
+    "float": float,
+    "complex": complex,
+}
 _CHECKSUMS = "checksums.json"
+_LOCK = ".lock"
+_TEMPORARY: str = ocp.utils.TMP_DIR_SUFFIX
+# What Orbax writes beside the folders of the arrays.
+_TAKEN = ("_METADATA", "_sharding", "array_metadatas", "commit_success.txt", _CHECKSUMS)
 _PIECE = 1 << 22
 
 Record = dict[str, Any]
@@ -32,19 +53,27 @@ class ArraysHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__(use_ocdbt=False)
+        self._record = 0
+
+    async def async_save(self, directory: Any, *, args: "_Save") -> Any:
+        self._record = args.record
+        return await super().async_save(directory, args=args)
 
     def finalize(self, directory: Any) -> None:
         # One process calls this when all have written, before the folder gets its final name. Orbax's own
         # `finalize` merges files of a format that is not used here.
         folder = pathlib.Path(directory)
-        found = {file: _checksum(folder / file) for file in _files(folder)}
-        (folder / _CHECKSUMS).write_text(json.dumps(found))
+        checksums = {file: _checksum(folder / file) for file in _files(folder)}
+        sealed = {"crc32": _crc(checksums), "record": self._record, "files": checksums}
+        (folder / _CHECKSUMS).write_text(json.dumps(sealed))
 
 
 @ocp.args.register_with_handler(ArraysHandler, for_save=True)
 @dataclasses.dataclass
 class _Save(ocp.args.PyTreeSave):  # type: ignore[misc]
-    """What the handler saves."""
+    """What the handler saves, and the checksum of the record of it."""
+
+    record: int = 0
 
 
 @ocp.args.register_with_handler(ArraysHandler, for_restore=True)
@@ -59,54 +88,142 @@ def handlers() -> dict[str, Any]:
 
 
 def to_save(arrays: Mapping[str, Leaf], record: Record) -> Any:
-    """What Orbax is asked to save."""
-    text = json.dumps(record, sort_keys=True)
-    sealed = {"crc32": zlib.crc32(text.encode()), "record": record}
+    """What Orbax is asked to save.
+
+    **Arguments:**
+
+    - `arrays`: the arrays by path.
+    """
+    sealed = {"crc32": _crc(record), "record": record}
     parts: dict[str, Any] = {RECORD: ocp.args.JsonSave(sealed)}
     if arrays:  # Orbax refuses to save none.
-        parts[ARRAYS] = _Save(dict(arrays))
+        named = {folder_of(path, record): x for path, x in arrays.items()}
+        parts[ARRAYS] = _Save(named, record=_crc(record))
     return ocp.args.Composite(**parts)
+
+
+def folder_name(path: str) -> str:
+    """A name for the folder of an array: its path, without what no file's name may have.
+
+    Two paths never get one name.
+    """
+    safe = re.sub(r"[%/\\\x00-\x1f]", lambda sign: f"%{ord(sign[0]):02X}", path)
+    return f"%{safe}" if safe in _TAKEN else safe
+
+
+def folder_of(path: str, record: Record) -> str:
+    """The folder in which the array with a path is."""
+    folder: str = record["arrays"][path].get("folder", path)
+    return folder
 
 
 def read_record(folder: pathlib.Path) -> Record:
     """What a checkpoint holds.
 
-    **Raises:** `CheckpointError` for a folder that is no whole checkpoint, was altered, or is of a newer
-    version.
+    **Raises:** `CheckpointError` for a folder that is no whole checkpoint, cannot be read, was altered, or is
+    of a newer version.
     """
-    file = folder / RECORD / "metadata"
-    if not file.is_file():
-        raise errors.no_checkpoint(folder, steps_in(folder))
     try:
-        sealed = json.loads(file.read_text())
-        record: Record = sealed["record"]
-        text = json.dumps(record, sort_keys=True)
-        whole = sealed["crc32"] == zlib.crc32(text.encode())
-        version = record["version"]
-    except (ValueError, KeyError, TypeError):
-        whole = False
-    if not whole:
-        raise errors.altered(folder, [(f"{RECORD}/metadata", "", "other content")])
-    if version > VERSION:
-        raise errors.newer_version(folder, version, VERSION)
-    return record
+        sealed = json.loads((folder / METADATA).read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        raise errors.no_checkpoint(folder, steps_in(folder)) from None
+    except OSError as reason:
+        raise errors.unreadable("load", folder / METADATA, reason) from reason
+    except (ValueError, RecursionError):
+        raise errors.altered(folder, [(METADATA, "", "other content")]) from None
+    match sealed:
+        case {"crc32": crc, "record": {"version": int(version)} as record} if crc == _crc(record):
+            if version > VERSION:
+                raise errors.newer_version(folder, version, VERSION)
+            whole: Record = record
+            if _is_well_formed(whole):
+                return whole
+    raise errors.altered(folder, [(METADATA, "", "other content")])
+
+
+def _is_well_formed(record: Record) -> bool:
+    """Whether a record says of each array and number what it has to."""
+    try:
+        for array in record["arrays"].values():
+            key = array["dtype"].startswith("key<")
+            sizes = all(type(size) is int and size >= 0 for size in array["shape"])
+            texts = [array["impl"]] if key else [jnp.dtype(array["dtype"]).name]
+            if not sizes or {type(text) for text in [*texts, array.get("folder", "")]} != {str}:
+                return False
+        for number in record["numbers"].values():
+            NUMBERS[number["type"]](number["value"])
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False
+    return True
 
 
 def steps_in(folder: pathlib.Path) -> list[int]:
-    """The steps of which a folder has a checkpoint."""
-    if not folder.is_dir():
+    """The steps of which a folder has a checkpoint.
+
+    **Raises:** `CheckpointError` for a folder that cannot be read.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries if entry.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(int(sub.name) for sub in folder.iterdir() if sub.name.isdecimal())
+    except OSError as reason:
+        raise errors.unreadable("Checkpoints", folder, reason) from reason
+    return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9][0-9]*", name))
+
+
+def open_lock(folder: pathlib.Path) -> int:
+    """Open the file whose lock all have that save in a folder."""
+    if (folder / OLD).is_symlink():
+        raise errors.linked_old(folder / OLD)
+    return os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
+def delete_temporaries(folder: pathlib.Path, lock: int) -> None:
+    """Delete what killed processes have left half-written, unless others are saving in the folder.
+
+    The system takes the lock from a process that ends, however it ends. So one that can have the lock alone
+    knows that all that is half-written is dead.
+
+    **Arguments:**
+
+    - `lock`: the open file of the lock. Afterwards it has the lock together with others.
+    """
+    if fcntl is None:
+        return
+    # Where a file system knows no locks, nothing is deleted.
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for path in _real_folders(folder, rf"[0-9]+{re.escape(_TEMPORARY)}.*"):
+            shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_SH)
+
+
+def is_half_written(folder: pathlib.Path, step: int) -> bool:
+    return os.path.lexists(folder / f"{step}{_TEMPORARY}")
 
 
 def delete_old(folder: pathlib.Path) -> threading.Thread:
     """Start to delete the old steps that Orbax has moved to the folder `OLD`. One process deletes them."""
-    old = list((folder / OLD).glob("*")) if jax.process_index() == 0 else []
+    old = _real_folders(folder / OLD, "[0-9]+") if jax.process_index() == 0 else []
     thread = threading.Thread(
         target=lambda: [shutil.rmtree(step, ignore_errors=True) for step in old]
     )
     thread.start()
     return thread
+
+
+def _real_folders(folder: pathlib.Path, pattern: str) -> list[str]:
+    """The folders in a folder by the pattern of their names. What a symbolic link points to is not ours."""
+    if folder.is_symlink() or not folder.is_dir():
+        return []
+    with os.scandir(folder) as entries:
+        return [
+            entry.path
+            for entry in entries
+            if re.fullmatch(pattern, entry.name) and entry.is_dir(follow_symlinks=False)
+        ]
 
 
 def is_empty(array: Mapping[str, Any]) -> bool:
@@ -116,24 +233,17 @@ def is_empty(array: Mapping[str, Any]) -> bool:
 
 def check_files(folder: pathlib.Path, record: Record) -> None:
     """Refuse a checkpoint of which a file is not as it was saved. Each process reads a part of them."""
-    if all(map(is_empty, record["arrays"].values())):
-        return
-    arrays = folder / ARRAYS
-    try:
-        saved = json.loads((arrays / _CHECKSUMS).read_text())
-        files = sorted(saved)
-    except (OSError, ValueError, TypeError):
-        raise errors.altered(
-            folder, [(f"{ARRAYS}/{_CHECKSUMS}", "", "missing or not readable")]
-        ) from None
+    saved = _checksums(folder, record)
+    files = sorted(saved)
     states = np.zeros(len(files), np.uint8)
     for k in range(jax.process_index(), len(files), jax.process_count()):
-        states[k] = _state_of(arrays / files[k], saved[files[k]])
+        states[k] = _state_of(folder / ARRAYS / files[k], saved[files[k]])
     if jax.process_count() > 1:
         states = np.max(np.asarray(multihost_utils.process_allgather(states)), axis=0)
-    words = ("", "missing", "another size", "other content")
+    words = ("", "missing", "another size", "other content", "not readable")
+    leaves = {folder_of(path, record): path for path in record["arrays"]}
     bad = [
-        (f"{ARRAYS}/{file}", _leaf_of(file), words[state])
+        (f"{ARRAYS}/{file}", leaves.get(os.path.dirname(file), ""), words[state])
         for file, state in zip(files, states, strict=True)
         if state
     ]
@@ -141,20 +251,84 @@ def check_files(folder: pathlib.Path, record: Record) -> None:
         raise errors.altered(folder, bad)
 
 
-def read_arrays(folder: pathlib.Path, shardings: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays by name, each laid out by its sharding, or as NumPy's where that is `None`."""
+def _checksums(folder: pathlib.Path, record: Record) -> dict[str, Sequence[int]]:
+    """The checksums of all files of the arrays."""
     wanted = {
-        name: ocp.RestoreArgs(restore_type=np.ndarray)
+        folder_of(path, record): path
+        for path, array in record["arrays"].items()
+        if not is_empty(array)
+    }
+    if not wanted:
+        return {}
+    name = f"{ARRAYS}/{_CHECKSUMS}"
+    try:
+        sealed = json.loads((folder / name).read_text())
+        found = sealed if record["version"] == 1 else sealed["files"]
+        for size, crc in found.values():
+            if type(size) is not int or type(crc) is not int:
+                raise TypeError
+        whole = record["version"] == 1 or sealed["crc32"] == _crc(found)
+        of_record = record["version"] == 1 or sealed["record"] == _crc(record)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise errors.altered(folder, [(name, "", "missing or not readable")]) from None
+    if not whole:
+        raise errors.altered(folder, [(name, "", "other content")])
+    if not of_record:
+        what = f"of another checkpoint than {METADATA}"
+        raise errors.altered(folder, [(name, "", what)])
+    known = {os.path.dirname(file) for file in found}
+    if bare := [path for at, path in wanted.items() if at not in known]:
+        raise errors.altered(folder, [(name, path, "no checksum") for path in bare])
+    checksums: dict[str, Sequence[int]] = found
+    return checksums
+
+
+def read_arrays(
+    folder: pathlib.Path, record: Record, shardings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arrays by path, each laid out by its sharding, or as NumPy's where that is `None`.
+
+    **Raises:** `CheckpointError` where Orbax cannot read them, or they are not what the record says.
+    """
+    wanted = {
+        folder_of(path, record): ocp.RestoreArgs(restore_type=np.ndarray)
         if sharding is None
         else ocp.ArrayRestoreArgs(sharding=sharding)
-        for name, sharding in shardings.items()
+        for path, sharding in shardings.items()
     }
     if not wanted:
         return {}
     reader = ocp.Checkpointer(ArraysHandler())
     asked = _Restore(item=dict.fromkeys(wanted, 0), restore_args=wanted, partial_restore=True)
-    found: dict[str, Any] = reader.restore(folder / ARRAYS, args=asked)
-    return found
+    try:
+        read = reader.restore(folder / ARRAYS, args=asked)
+    except (OSError, ValueError, KeyError, TypeError) as reason:
+        raise errors.unreadable("load", folder / ARRAYS, reason) from reason
+    arrays, bad = {}, []
+    for path in shardings:
+        array, at = record["arrays"][path], folder_of(path, record)
+        x = arrays[path] = _as_key(read[at], array)
+        if x is None or [str(x.dtype), *x.shape] != [array["dtype"], *array["shape"]]:
+            saved = f"{array['dtype']}{array['shape']}".replace(" ", "")
+            bad.append((f"{ARRAYS}/{at}", path, f"{METADATA} says {saved}, which it is not"))
+    if bad:
+        raise errors.altered(folder, bad)
+    return arrays
+
+
+def _as_key(x: Leaf, array: Mapping[str, Any]) -> Any:
+    """An array as the record describes it; `None` for keys that nobody can make of it."""
+    if "impl" not in array:
+        return x
+    try:
+        return jax.random.wrap_key_data(jnp.asarray(x), impl=array["impl"])
+    except (TypeError, ValueError):
+        return None
+
+
+def _crc(content: Any) -> int:
+    """The CRC-32 of what is written as JSON."""
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def _files(folder: pathlib.Path) -> list[str]:
@@ -175,14 +349,12 @@ def _checksum(file: pathlib.Path) -> list[int]:
     return [size, crc]
 
 
-def _state_of(file: pathlib.Path, saved: list[int]) -> int:
-    if not file.is_file():
-        return 1
-    if file.stat().st_size != saved[0]:
-        return 2
-    return 0 if _checksum(file) == saved else 3
-
-
-def _leaf_of(file: str) -> str:
-    leaf = os.path.dirname(file)
-    return "" if leaf in (".", "array_metadatas") else leaf
+def _state_of(file: pathlib.Path, saved: Sequence[int]) -> int:
+    try:
+        if not file.is_file():
+            return 1
+        if file.stat().st_size != saved[0]:
+            return 2
+        return 0 if _checksum(file) == list(saved) else 3
+    except OSError:
+        return 4

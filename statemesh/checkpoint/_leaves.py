@@ -15,6 +15,7 @@ from .._base._paths import describe_leaf, path_str
 from .._base._types import NUMBERS, Leaf, PyTree
 from .._model._state import State
 from .._resolve._specs import SpecPlacement, own_placements
+from . import _errors as errors
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,13 +69,18 @@ class Form:
         return describe_leaf(self) if self.is_array else self.dtype
 
 
-def values(tree: PyTree, packed: Sequence[Sequence[SpecPlacement] | None]) -> list[Value]:
+def values(
+    call: str, tree: PyTree, packed: Sequence[Sequence[SpecPlacement] | None]
+) -> list[Value]:
     """The arrays and numbers of a tree in order. Numbers in a Module are static, and no values.
 
     **Arguments:**
 
+    - `call`: the name of the call, for its error.
     - `tree`: without any `Packed` in it.
     - `packed`: for each of its units the placements of its arrays in a `Packed`; `None` if it is in none.
+
+    **Raises:** `StructureError` for different values with one path.
     """
     found: list[Value] = []
     position = 0
@@ -96,4 +102,9 @@ def values(tree: PyTree, packed: Sequence[Sequence[SpecPlacement] | None]) -> li
             one = Value(path_str(keys, path), position + k, leaf, node, where, placed is not None)
             found.append(one)
         position += len(tree_util.tree_leaves(node))
+    forms: dict[str, list[Form]] = {}
+    for value in found:
+        forms.setdefault(value.path, []).append(value.form)
+    if several := [pair for pair in forms.items() if len(pair[1]) > 1]:
+        raise errors.one_path(call, several)
     return found

@@ -25,9 +25,6 @@ from ._leaves import Value, values
 from ._match import match
 
 
-_NUMBERS: dict[str, Any] = {"bool": "True".__eq__, "int": int, "float": float, "complex": complex}
-
-
 def load(
     folder: str | os.PathLike[str],
     like: PyTree,
@@ -82,7 +79,7 @@ def load(
     # The values of a packed model are taken out of its buffers only where they may be kept.
     keeps = missing == "keep" and not any(map(_is_shape, tree_util.tree_leaves(like)))
     model = unpacked(like) if keeps else with_models(like, shapes_of)
-    found = values(model, packed_placements(like))
+    found = values("load", model, packed_placements(like))
     names = match(folder, record, found, rename or {}, missing)
     mesh = mesh_for(mesh, like)
     kept = [value for value in found if value.path not in names and value.is_array]
@@ -100,7 +97,7 @@ def load(
             leaves[value.position] = loaded[value.path]
         elif value.path in names:
             number = record["numbers"][names[value.path]]
-            leaves[value.position] = _NUMBERS[number["type"]](number["value"])
+            leaves[value.position] = files.NUMBERS[number["type"]](number["value"])
     tree = tree_util.tree_structure(model).unflatten(leaves)
     return _packed_as(like, tree, mesh)
 
@@ -124,7 +121,7 @@ def _arrays(
         for path, one in saved.items()
         if not files.is_empty(one)
     }
-    read = files.read_arrays(folder, asked)
+    read = files.read_arrays(folder, record, asked)
     made: dict[str, Any] = {}
     refused = []
     for value in held:
@@ -134,7 +131,7 @@ def _arrays(
             x = _empty(shape, one)
             made[path] = x if value.packed else _laid(x, targets[path])
             continue
-        x = _as_key(read[names[path]], one)
+        x = read[names[path]]
         if path in other and value.state is not None:
             x = value.state.reshard(x, counts[path])
             if x is NotImplemented:
@@ -161,11 +158,8 @@ def _empty(shape: Sequence[int], one: Mapping[str, Any]) -> Any:
     if "impl" not in one:
         return np.zeros(shape, one["dtype"])
     key = jax.random.key_data(jax.random.key(0, impl=one["impl"]))
-    return _as_key(np.zeros((*shape, *key.shape), key.dtype), one)
-
-
-def _as_key(x: Leaf, one: Mapping[str, Any]) -> Any:
-    return jax.random.wrap_key_data(jnp.asarray(x), impl=one["impl"]) if "impl" in one else x
+    no_keys = jnp.zeros((*shape, *key.shape), key.dtype)
+    return jax.random.wrap_key_data(no_keys, impl=one["impl"])
 
 
 def _packed_as(like: PyTree, tree: PyTree, mesh: Any) -> Any:

@@ -61,7 +61,7 @@ def contents(what: str, tree: PyTree) -> tuple[dict[str, Leaf], files.Record]:
 
     The record has the dtype and the shape of each array, and the Python numbers.
     """
-    found = values(unpacked(tree), packed_placements(tree))
+    found = values(what, unpacked(tree), packed_placements(tree))
     held = [value for value in found if value.is_array]
     check_concrete(what, [value.path for value in held], [value.leaf for value in held])
     leaves = [_saved(value.leaf) for value in held]
@@ -73,6 +73,8 @@ def contents(what: str, tree: PyTree) -> tuple[dict[str, Leaf], files.Record]:
         described[value.path] = {"dtype": form.dtype, "shape": list(form.shape)}
         if form.dtype.startswith("key<"):
             described[value.path]["impl"] = str(jax.random.key_impl(value.leaf))
+        if (name := files.folder_name(value.path)) != value.path:
+            described[value.path]["folder"] = name
     numbers = {
         value.path: {"type": type(value.leaf).__name__, "value": repr(value.leaf)}
         for value in found

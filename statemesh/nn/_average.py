@@ -15,7 +15,7 @@ from .._grad._trainable import trainable
 from .._model._kinds import LongTermState, ShortTermState
 from .._model._module import Module, field
 from .._packed._pack import packed_as
-from ._checks import check_alike, moved
+from ._checks import check_alike, check_number, moved
 from ._running import AveragedWeights, RunningMean
 
 
@@ -59,16 +59,23 @@ class Average(Module):
 
         - `values`: a pytree like the example: this shard's, such as means over its rows.
         - `weight`: how much they count, a number that is not negative: for means over rows the number of
-            these. With 0 they do not count whatever they are.
+            these. With 0 they do not count whatever they are. A negative one that is an array of JAX's makes
+            the mean NaN.
 
         **Returns:** `(mean, layer)`: the mean of all values so far, of all shards; 0 while nothing counts.
 
-        **Raises:** `StructureError` for values that are not like the example.
+        **Raises:** `StructureError` for values that are not like the example; `StatemeshError` for a weight
+        that is known to be negative.
         """
         old = self.running.value
         values = self._checked(values, jnp.shape(weight))
         names = bound_names("Average", self.axis_name)
+        if not isinstance(weight, jax.Array):
+            check_number(
+                "Average", "weight", weight, lambda weight: weight >= 0, "a number, 0 or more"
+            )
         weight = jnp.asarray(weight, old["weight"].dtype)
+        weight = jnp.where(weight >= 0, weight, jnp.nan)
         sums = jax.tree.map(lambda x: jnp.where(weight > 0, weight * x, 0), values)
         weight, sums = total((weight, sums), names)
         whole = old["weight"] + weight
@@ -138,8 +145,7 @@ class EMA(Module):
     def __init__(
         self, model: PyTree, *, decay: float = 0.999, debias: bool = False, wrt: Filter = None
     ) -> None:
-        if not 0 < decay < 1:
-            raise errors.bad_setting("EMA", "decay", decay, "above 0 and below 1")
+        check_number("EMA", "decay", decay, lambda decay: 0 < decay < 1, "above 0 and below 1")
         first = _from_zero if debias else _from_value
         self.averages = jax.tree.map(
             lambda unit: _average_of(unit, first), trainable(unpacked(model), wrt), is_leaf=is_state

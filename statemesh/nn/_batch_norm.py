@@ -14,7 +14,14 @@ from .._base._checks import check_names
 from .._base._types import AxisName, Dtype, Leaf, PyTree, SeveralAxes
 from .._model._kinds import BatchState, ParamState
 from .._model._module import Module, field
-from ._checks import check_floating, in_inference, moved
+from ._checks import (
+    check_floating,
+    check_int,
+    check_number,
+    check_sizes,
+    in_inference,
+    moved,
+)
 from ._running import ExactStatistics, MovingStatistics
 
 
@@ -52,7 +59,8 @@ class BatchNorm(Module):
     - `inference`: whether to normalise by `running` and leave it unchanged. `equinox.nn.inference_mode` flips
         it.
 
-    **Raises:** `StatemeshError` for a `momentum` that is not between 0 and 1.
+    **Raises:** `StatemeshError` for a `momentum` that is not between 0 and 1, an `eps` that is not above 0,
+    and a `size` that is no positive int.
 
     !!! example
 
@@ -96,8 +104,12 @@ class BatchNorm(Module):
         dtype: Dtype | None = None,
         inference: bool = False,
     ) -> None:
-        if momentum is not None and not 0 <= momentum <= 1:
-            raise errors.bad_setting("BatchNorm", "momentum", momentum, "None or from 0 to 1")
+        check_sizes("BatchNorm", size=size)
+        check_int("BatchNorm", "channel_axis", channel_axis, "an int")
+        if momentum is not None:
+            in_range: Callable[[float], bool] = lambda share: 0 <= share <= 1
+            check_number("BatchNorm", "momentum", momentum, in_range, "None or from 0 to 1")
+        check_number("BatchNorm", "eps", eps, lambda eps: 0 < eps < np.inf, "above 0 and finite")
         ones = jnp.ones(size, dtype)
         wide = jnp.promote_types(ones.dtype, jnp.float32)
         # An array for each: one in two places could not be donated.

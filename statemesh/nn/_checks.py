@@ -1,5 +1,10 @@
 """Checks of arguments that several layers share, and the step of a running value."""
 
+import math
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -8,6 +13,28 @@ from .._base import errors
 from .._base._compat import tree_util
 from .._base._paths import path_str
 from .._base._types import Leaf, PyTree
+
+
+def check_number(
+    layer: str, argument: str, value: object, fits: Callable[[Any], bool], expected: str
+) -> None:
+    """Refuse a setting that is no real number, or not in its range."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not fits(value):
+        raise errors.bad_setting(layer, argument, value, expected)
+
+
+def check_sizes(layer: str, **sizes: object) -> None:
+    """Refuse sizes that are not positive ints."""
+    for argument, size in sizes.items():
+        check_int(layer, argument, size, "a positive int", least=1)
+
+
+def check_int(
+    layer: str, argument: str, value: object, expected: str, least: float = -math.inf
+) -> None:
+    """Refuse what is no int, or a smaller one than `least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise errors.bad_setting(layer, argument, value, expected)
 
 
 def check_floating(layer: str, x: jax.Array) -> None:

@@ -10,7 +10,7 @@ from .._base._checks import check_names
 from .._base._types import Array, Leaf, SeveralAxes
 from .._model._module import Module, field
 from .._model._random import RandomState
-from ._checks import check_floating, in_inference
+from ._checks import check_floating, check_int, check_number, in_inference
 
 
 class Dropout(Module):
@@ -61,8 +61,9 @@ class Dropout(Module):
         row_axis: int | None = 0,
         inference: bool = False,
     ) -> None:
-        if not 0 <= rate < 1:
-            raise errors.bad_setting("Dropout", "rate", rate, "at least 0 and below 1")
+        check_number("Dropout", "rate", rate, lambda rate: 0 <= rate < 1, "at least 0 and below 1")
+        if row_axis is not None:
+            check_int("Dropout", "row_axis", row_axis, "an int, or None for one row")
         self.rng = RandomState(key)
         self.inference = inference
         self.rate = rate

@@ -11,6 +11,7 @@ from .._base import errors
 from .._base._types import Array, Dtype, Leaf, SpecTree
 from .._model._kinds import HiddenState
 from .._model._module import Module, field
+from ._checks import check_sizes
 
 
 G = TypeVar("G", bound="GRUCell")
@@ -57,6 +58,7 @@ class GRUCell(Module):
         dtype: Dtype | None = None,
         spec: SpecTree = None,
     ) -> None:
+        check_sizes("GRUCell", input_size=input_size, hidden_size=hidden_size)
         self.cell = eqx.nn.GRUCell(input_size, hidden_size, use_bias, dtype, key=key)
         self.hidden = None
         self.spec = spec
@@ -70,6 +72,8 @@ class GRUCell(Module):
 
         **Returns:** the cell, its hidden value of shape `(batch_size, hidden_size)` or `(hidden_size,)`.
         """
+        if batch_size is not None:
+            check_sizes("GRUCell", batch_size=batch_size)
         rows = () if batch_size is None else (batch_size,)
         zeros = jnp.zeros((*rows, self.cell.hidden_size), self.cell.weight_hh.dtype)
         return self.replace(hidden=HiddenState(zeros, spec=self.spec))

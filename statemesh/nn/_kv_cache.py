@@ -12,6 +12,7 @@ from .._base._checks import check_names
 from .._base._types import Array, Dtype, Leaf, SeveralAxes
 from .._model._kinds import ShortTermState
 from .._model._module import Module, field
+from ._checks import check_sizes
 
 
 K = TypeVar("K", bound="KVCache")
@@ -68,6 +69,7 @@ class KVCache(Module):
         spec: PartitionSpec | None = None,
         axis_name: SeveralAxes = None,
     ) -> None:
+        check_sizes("KVCache", capacity=capacity, heads=heads, dim=dim)
         shape = (capacity, heads, dim)
         empty = {"keys": jnp.zeros(shape, dtype), "values": jnp.zeros(shape, dtype)}
         self.slots = ShortTermState(empty, spec=spec)
@@ -109,7 +111,7 @@ class KVCache(Module):
         }
         # The latest position written to each slot; negative for an empty slot.
         last = positions[-1] - (positions[-1] - mine) % self.capacity
-        mask = (last >= 0) & (last <= positions[:, None])
+        mask = (last >= 0)[None] & (last[None] <= positions[:, None])
         cache = self.replace(slots=new, position=start + tokens)
         return (new["keys"], new["values"], mask), cache
 

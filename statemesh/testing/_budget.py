@@ -1,6 +1,9 @@
 """`assert_budget`: a call keeps to numbers."""
 
-from collections.abc import Mapping
+import fnmatch
+import math
+import numbers
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import statemesh as sm
@@ -12,12 +15,14 @@ from ._types import Fun, PyTree
 def assert_budget(
     fun: Fun,
     *args: PyTree,
-    collectives: int | Mapping[str, int] | None = None,
-    bytes: int | None = None,
-    peak: int | None = None,
-    allocated: int | None = None,
-    held: int | None = None,
-    moved: int | None = None,
+    collectives: int | float | Mapping[str, int | float] | None = None,
+    bytes: int | float | None = None,
+    peak: int | float | None = None,
+    allocated: int | float | None = None,
+    temporaries: int | float | None = None,
+    donated: int | float | None = None,
+    held: int | float | None = None,
+    moved: int | float | None = None,
     **kwargs: PyTree,
 ) -> sm.Explanation:
     """Fail if a call exchanges, sends, holds or moves more than it may. The call is compiled and not run.
@@ -27,12 +32,17 @@ def assert_budget(
     - `fun`, `args`, `kwargs`: the call, as for `statemesh.explain`.
     - `collectives`: the most exchanges between devices in a call, loops multiplied out, without those that
         XLA removed. A dictionary gives a number to each cause that the explanation shows (`"the policy of
-        net.mean"`, `"your code"`) or to all of one operation (`"psum"`). A collective with neither fails.
-    - `bytes`: the most that a device sends in a call.
+        net.mean"`, `"your code"`), to all of one operation (`"psum"`), or to all causes of a pattern (`"the
+        gradient of *"`), in which `*` stands for any text and `?` for one character. A collective with none
+        of them fails, and so does one in a loop of unknown length unless its number is `math.inf`.
+    - `bytes`: the most that a device sends in a call, by the dtypes of the program, even where XLA widens
+        them. A collective in a loop of unknown length fails.
     - `peak`: the most memory that a device holds at once, by XLA's account. On a CPU it leaves temporaries
         out.
     - `allocated`: the most memory that is set aside on a device: arguments, results and temporaries, less
         what is donated.
+    - `temporaries`: the most that is set aside on a device for temporaries.
+    - `donated`: the least of the arguments whose memory the results have to take over.
     - `held`: the most that a device holds of the arguments.
     - `moved`: the most of the arguments that the call lays out on each device before it runs. It is 0 for
         what `place` returned.
@@ -40,7 +50,8 @@ def assert_budget(
     **Returns:** the explanation.
 
     **Raises:** `AssertionError` that says by how much each number is exceeded, and names the lines, states
-    and arguments that make it up, the largest first. What the call raises comes through.
+    and arguments that make it up, the largest first; `ValueError` if there is no limit at all, and
+    `TypeError` for one that is no number. What the call raises comes through.
 
     !!! example
 
@@ -70,15 +81,29 @@ def assert_budget(
 
         ```
     """
+    limits: dict[str, Any] = {
+        "collectives": collectives,
+        "bytes": bytes,
+        "peak": peak,
+        "allocated": allocated,
+        "temporaries": temporaries,
+        "donated": donated,
+        "held": held,
+        "moved": moved,
+    }
+    _check_limits(limits)
     found = sm.explain(fun, *args, **kwargs)
     over: list[str] = []
     if collectives is not None:
         over += _collectives(found, collectives)
-    if bytes is not None and found.bytes > bytes:
+    endless = [one for one in _real(found) if one.unknown_loop and one.bytes]
+    if bytes is not None and endless and bytes != math.inf:
+        over.append(errors.bytes_unknown(bytes, _lines(endless)))
+    elif bytes is not None and found.bytes > bytes:
         over.append(errors.bytes_over("bytes sent", found.bytes, bytes, _lines(found.collectives)))
-    for what, most in (("peak", peak), ("allocated", allocated)):
-        if most is not None:
-            over += _memory(found, what, most)
+    for what in ("peak", "allocated", "temporaries", "donated"):
+        if limits[what] is not None:
+            over += _memory(found, what, limits[what])
     rows = sorted(found.leaves, key=lambda row: -row.bytes)
     total = sum(row.bytes for row in rows)
     if held is not None and total > held:
@@ -93,23 +118,50 @@ def assert_budget(
     return found
 
 
-def _collectives(found: sm.Explanation, allowed: int | Mapping[str, int]) -> list[str]:
-    real = [one for one in found.collectives if one.compiled != "removed"]
-    if isinstance(allowed, int):
-        groups: dict[str | None, list[Any]] = {"": real} if real else {}
-        most: Mapping[str, int] = {"": allowed}
-    else:
-        groups, most = {}, allowed
+def _check_limits(limits: Mapping[str, Any]) -> None:
+    if all(limit is None for limit in limits.values()):
+        raise errors.no_limit(list(limits))
+    for name, limit in limits.items():
+        several = name == "collectives" and isinstance(limit, Mapping)
+        for one in limit.values() if several else [limit] if limit is not None else []:
+            if isinstance(one, bool) or not isinstance(one, numbers.Real):
+                raise errors.no_number(name, limit)
+
+
+def _real(found: sm.Explanation) -> list[Any]:
+    return [one for one in found.collectives if one.compiled != "removed"]
+
+
+def _collectives(
+    found: sm.Explanation, allowed: int | float | Mapping[str, int | float]
+) -> list[str]:
+    real = _real(found)
+    if isinstance(allowed, Mapping):
+        groups: dict[str | None, list[Any]] = {}
+        most = allowed
         for one in real:
-            key = next((key for key in (one.cause, one.operation) if key in allowed), None)
-            groups.setdefault(key, []).append(one)
+            groups.setdefault(_key(one, list(allowed)), []).append(one)
+    else:
+        groups = {"": real} if real else {}
+        most = {"": allowed}
     over = []
     for key, ones in groups.items():
         times = sum(one.times for one in ones)
         room = 0 if key is None else most[key]
-        if times > room:
+        if any(one.unknown_loop for one in ones) and room != math.inf:
+            endless = [one for one in ones if one.unknown_loop]
+            over.append(errors.collectives_unknown(key, room, _lines(endless)))
+        elif times > room:
             over.append(errors.collectives_over(key, times, room, _lines(ones)))
     return over
+
+
+def _key(one: Any, keys: Sequence[str]) -> str | None:
+    """The entry of a dictionary that gives a collective its number."""
+    exact = [key for key in (one.cause, one.operation) if key in keys]
+    # Paths have brackets, which in a pattern would stand for one of several characters.
+    alike = [key for key in keys if fnmatch.fnmatchcase(one.cause, key.replace("[", "[[]"))]
+    return next(iter([*exact, *alike]), None)
 
 
 def _lines(collectives: Any) -> list[str]:
@@ -130,13 +182,19 @@ def _lines(collectives: Any) -> list[str]:
     ]
 
 
-def _memory(found: sm.Explanation, what: str, most: int) -> list[str]:
+def _memory(found: sm.Explanation, what: str, most: int | float) -> list[str]:
     memory = found.memory
     if memory is None:
         raise errors.memory_unknown(found.name, what)
-    size = memory.peak if what == "peak" else memory.allocated
-    if size <= most:
+    size = getattr(memory, what)
+    if size >= most if what == "donated" else size <= most:
         return []
+    if what == "donated":
+        lines = [
+            errors.held_line(row.path, row.bytes, row.enters, row.placed_by)
+            for row in sorted(found.leaves, key=lambda row: -row.bytes)
+        ]
+        return [errors.donated_under(size, most, lines)]
     parts = {
         "arguments": memory.arguments,
         "results": memory.results,

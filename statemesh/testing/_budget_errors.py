@@ -11,8 +11,45 @@ def over_budget(name: str, over: Sequence[str]) -> AssertionError:
     return AssertionError("\n".join([f"{name}: the call is over its budget.", *over]))
 
 
-def collectives_over(key: str | None, times: int, room: int, lines: Sequence[str]) -> str:
-    allowed = f"{times} where {room} {'is' if room == 1 else 'are'} allowed"
+def no_limit(names: Sequence[str]) -> ValueError:
+    return ValueError(
+        "assert_budget: there is no limit, so nothing would be checked. Give at least one of "
+        f"{', '.join(names)}. What the call takes now is in `explain(fun, *args)`."
+    )
+
+
+def no_number(name: str, limit: object) -> TypeError:
+    kinds = (
+        "a number, or a dictionary with a number for each cause"
+        if name == "collectives"
+        else "a number"
+    )
+    return TypeError(f"assert_budget: {name} is {limit!r}, but must be {kinds}.")
+
+
+def collectives_unknown(key: str | None, room: int | float, lines: Sequence[str]) -> str:
+    head = (
+        "collectives that the budget does not name, in unknown number"
+        if key is None
+        else f"collectives{f' ({key})' if key else ''}: an unknown number where {room} {_are(room)} allowed"
+    )
+    return _listed(head, lines)
+
+
+def bytes_unknown(allowed: int | float, lines: Sequence[str]) -> str:
+    return _listed(f"bytes sent: an unknown number where {allowed} B are allowed", lines)
+
+
+def donated_under(found: int, least: int | float, lines: Sequence[str]) -> str:
+    return _listed(f"donated: {found} B where at least {least} B are asked for", lines)
+
+
+def _are(count: int | float) -> str:
+    return "is" if count == 1 else "are"
+
+
+def collectives_over(key: str | None, times: int, room: int | float, lines: Sequence[str]) -> str:
+    allowed = f"{times} where {room} {_are(room)} allowed"
     if key is None:
         head = f"collectives that the budget does not name: {times}"
     else:
@@ -20,7 +57,7 @@ def collectives_over(key: str | None, times: int, room: int, lines: Sequence[str
     return _listed(head, lines)
 
 
-def bytes_over(what: str, found: int, allowed: int, lines: Sequence[str]) -> str:
+def bytes_over(what: str, found: int, allowed: int | float, lines: Sequence[str]) -> str:
     return _listed(f"{what}: {found} B where {allowed} B are allowed", lines)
 
 

@@ -17,8 +17,8 @@ def set_devices(count: int = 8) -> None:
 
     - `count`: the number of devices that there must be. Real devices serve too, if there are enough.
 
-    **Raises:** `StatemeshError` where there are fewer, because JAX has started already: tests on fewer
-    devices than they are written for would prove nothing.
+    **Raises:** `StatemeshError` for a number below 1, and where there are fewer, because JAX has started
+    already: tests on fewer devices than they are written for would prove nothing.
 
     !!! example
 
@@ -31,6 +31,8 @@ def set_devices(count: int = 8) -> None:
 
         ```
     """
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise errors.bad_device_count(count)
     flag = "--xla_force_host_platform_device_count="
     others = [part for part in os.environ.get("XLA_FLAGS", "").split() if not part.startswith(flag)]
     before = os.environ.get("XLA_FLAGS")

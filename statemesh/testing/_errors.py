@@ -93,6 +93,19 @@ def too_few_devices(count: int, found: int) -> sm.StatemeshError:
     )
 
 
+def bad_device_count(count: object) -> Exception:
+    text = f"set_devices: count is {count!r}, but must be an int, 1 or more, as in set_devices(8)."
+    whole = isinstance(count, int) and not isinstance(count, bool)
+    return sm.StatemeshError(text) if whole else TypeError(text)
+
+
+def unknown_paths(unknown: Sequence[str], known: Sequence[str]) -> sm.StructureError:
+    return sm.StructureError(
+        f"keep: no argument has the path {', '.join(map(repr, unknown))}. The paths of the arguments are "
+        f"{', '.join(known)}; a shorter one, such as 'args[0]', stands for all that begin with it."
+    )
+
+
 def not_a_mesh(given: object) -> TypeError:
     return TypeError(
         f"meshes: {given!r} is a {type(given).__name__}. Give a list of jax.sharding.Mesh, or of the sizes "

@@ -4,12 +4,14 @@
 
 `pmap2` is compared with `jax.jit(jax.shard_map(...))` and `jax.pmap`, and `vmap2` with
 `jax.jit(jax.vmap(...))`. Each of these runs over a flat list of arrays, which is the least that a call can
-cost, and over the same tree of states. One run calls all of them in turn, in an order that changes every
-time, and waits for each result. It compares medians. `--size` is the length of each state in each lane. The
+cost, and over the same tree of states. The arrays for `pmap2` lie on a mesh of Explicit and on one of Auto
+axes, and are kept or donated. One run calls all of them in turn, in an order that changes every time, and
+waits for each result. It compares medians. `--size` is the length of each state in each lane. The
 computation of a call grows with it, and the overhead of statemesh does not.
 """
 
 import argparse
+import itertools
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -21,7 +23,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
@@ -61,11 +63,16 @@ def states_fed_back(call: Callable[..., Any], states: Any, x: Any) -> Callable[[
     return again
 
 
-def on_devices(count: int, lanes: int, size: int) -> dict[str, Callable[[], Any]]:
-    mesh = Mesh(np.array(jax.devices()[:lanes]), ("i",))
+def on_devices(
+    axes: AxisType, donate: bool, count: int, lanes: int, size: int
+) -> dict[str, Callable[[], Any]]:
+    mesh = Mesh(np.array(jax.devices()[:lanes]), ("i",), axis_types=(axes,))
     sharding = NamedSharding(mesh, P("i"))
-    flat, x = arrays(count, lanes, size)
-    flat, x = jax.device_put((flat, x), sharding)
+
+    def placed() -> tuple[list[Any], Any]:
+        """Arrays that a program may give up."""
+        flat, x = jax.device_put(arrays(count, lanes, size), sharding)
+        return flat, x
 
     def shard(*parts: jax.Array) -> Any:
         return [out[None] for out in by_hand(*(part[0] for part in parts))]
@@ -75,12 +82,20 @@ def on_devices(count: int, lanes: int, size: int) -> dict[str, Callable[[], Any]
         return jax.tree.map(lambda out: out[None], step(*inner))
 
     specs: Any = {"mesh": mesh, "in_specs": P("i"), "out_specs": P("i")}
-    states = [sm.State(array) for array in flat]
+    given, every = ((0,), tuple(range(count))) if donate else ((), ())
+    devices = jax.devices()[:lanes]
+    tree = jax.jit(jax.shard_map(shard_of_states, **specs), donate_argnums=given)
+    ours = sm.pmap2(step, "i", state_in_axes=sm.State, donate_argnums=given)
+    (first, x), (second, _), (third, _) = (placed() for _ in range(3))
+    # `jax.pmap` does not take arrays on Explicit axes.
+    fourth, host = arrays(count, lanes, size)
+    pmapped = jax.pmap(by_hand, devices=devices, donate_argnums=every)
+    result, *fourth = pmapped(*fourth, host)
     return {
-        "flat": fed_back(jax.jit(jax.shard_map(shard, **specs)), flat, x),
-        "tree": states_fed_back(jax.jit(jax.shard_map(shard_of_states, **specs)), states, x),
-        "ours": states_fed_back(sm.pmap2(step, "i", state_in_axes=sm.State), states, x),
-        "jax.pmap": fed_back(jax.pmap(by_hand, devices=jax.devices()[:lanes]), flat, x),
+        "flat": fed_back(jax.jit(jax.shard_map(shard, **specs), donate_argnums=every), first, x),
+        "tree": states_fed_back(tree, [sm.State(array) for array in second], x),
+        "ours": states_fed_back(ours, [sm.State(array) for array in third], x),
+        "jax.pmap": fed_back(pmapped, fourth, result),
     }
 
 
@@ -125,14 +140,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("| call | states | flat | tree | jax.pmap | ours | to flat | to tree | to jax.pmap |")
     print("| " + "--- | " * 9)
     for _ in range(options.rounds):
-        for name, programs in (("pmap2", on_devices), ("vmap2", in_lanes)):
-            for count in options.states:
-                found = measure(programs(count, options.lanes, options.size), count)
-                ours = found["ours"]
-                others = [found.get(other) for other in ("flat", "tree", "jax.pmap")]
+        for count in options.states:
+            sizes = count, options.lanes, options.size
+            rows = {"vmap2": in_lanes(*sizes)}
+            for axes, donate in itertools.product(
+                (AxisType.Explicit, AxisType.Auto), (False, True)
+            ):
+                name = f"pmap2, {axes.name}{', donating' if donate else ''}"
+                rows[name] = on_devices(axes, donate, *sizes)
+            calls = {f"{row}: {what}": call for row in rows for what, call in rows[row].items()}
+            found = measure(calls, count)
+            for row in rows:
+                ours = found[f"{row}: ours"]
+                others = [found.get(f"{row}: {other}") for other in ("flat", "tree", "jax.pmap")]
                 times = [*others, ours, *(other and ours / other for other in others)]
                 shown = ["" if t is None else f"{t:.2f}" if t < 10 else f"{t:.0f}" for t in times]
-                print(f"| {name} | {count} | {' | '.join(shown)} |", flush=True)
+                print(f"| {row} | {count} | {' | '.join(shown)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
     python tests/benchmarks/memory.py [--mebibytes 1024] [--devices 8]
 
-Each way runs in its own process, on Linux. The script prints the peak memory in excess of the memory before
-the state was made, in units of the state: 1.00 is the state once.
+Each way runs in its own process for each type of the mesh's axes, on Linux. The script prints the peak
+memory in excess of the memory before the state was made, in units of the state: 1.00 is the state once.
 """
 
 import argparse
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -43,14 +44,14 @@ def made(way: str, mesh: Any, state: Any) -> tuple[Callable[..., Any], Any]:
     return call, sm.pack(model, mesh) if "packed" in how else model
 
 
-def run(way: str, mebibytes: int, devices: int) -> None:
+def run(way: str, axes: str, mebibytes: int, devices: int) -> None:
     import jax
     import jax.numpy as jnp
     import numpy as np
-    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import AxisType, Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    mesh = Mesh(np.array(jax.devices()[:devices]), ("x",))
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("x",), axis_types=(AxisType[axes],))
     split = NamedSharding(mesh, P("x"))
     x = jax.device_put(np.ones(devices, np.float32), split)
     small = jax.device_put(np.ones(devices, np.float32), split)
@@ -67,7 +68,7 @@ def run(way: str, mebibytes: int, devices: int) -> None:
         _, model = call(model, x)
         jax.block_until_ready(model)
     shown = [(peak - before) / mebibytes for peak in (making, resident("VmHWM"))]
-    print(f"| {way} | {shown[0]:.2f} | {shown[1]:.2f} |", flush=True)
+    print(f"| {way} | {axes} | {shown[0]:.2f} | {shown[1]:.2f} |", flush=True)
 
 
 def resident(what: str) -> float:
@@ -82,20 +83,26 @@ WAYS = (
 )
 
 
+AXES = ("Explicit", "Auto")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mebibytes", type=int, default=1024)
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--way", choices=WAYS)
+    parser.add_argument("--axes", choices=AXES)
     options = parser.parse_args(argv)
     if options.way is not None:
-        run(options.way, options.mebibytes, options.devices)
+        run(options.way, options.axes, options.mebibytes, options.devices)
         return
-    print(f"| {options.mebibytes} MiB on {options.devices} devices | while made | while updated |")
-    print("| --- | --- | --- |", flush=True)
+    print(
+        f"| {options.mebibytes} MiB on {options.devices} devices | axes | while made | while updated |"
+    )
+    print("| --- | --- | --- | --- |", flush=True)
     flags = f"--xla_force_host_platform_device_count={options.devices}"
-    for way in WAYS:
-        again = [sys.executable, __file__, *sys.argv[1:], "--way", way]
+    for way, axes in itertools.product(WAYS, AXES):
+        again = [sys.executable, __file__, *sys.argv[1:], "--way", way, "--axes", axes]
         subprocess.run(again, env={**os.environ, "XLA_FLAGS": flags}, check=True)
 
 

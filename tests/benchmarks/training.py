@@ -2,12 +2,14 @@
 
     python tests/benchmarks/training.py [--devices 8 1] [--layers 1 10 100] [--rounds 1]
 
-Gradient descent trains a perceptron of equally wide layers. One run calls the two steps in turn, in an order
-that changes every time, and waits for each result. It prints the median wall time of a call, the time of the
-first call (trace and compile), and the number of all-reduces in the compiled programs.
+Gradient descent trains a perceptron of equally wide layers, on meshes of Explicit and of Auto axes, and
+keeps the old parameters or donates them. One run calls all these steps in turn, in an order that changes
+every time, and waits for each result. It prints the median wall time of a call, the time of the first call
+(trace and compile), and the number of all-reduces in the compiled programs.
 """
 
 import argparse
+import itertools
 import os
 import statistics
 import time
@@ -21,7 +23,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
@@ -62,25 +64,24 @@ def step(model: Perceptron, x: jax.Array, y: jax.Array) -> Any:
     return loss, eqx.apply_updates(model, jax.tree.map(lambda g: -RATE * g, grads))
 
 
-def programs(mesh: Mesh, count: int) -> tuple[Any, Any, tuple[Any, ...], tuple[Any, ...]]:
-    """The step by hand and the step with statemesh, with their arguments."""
+def programs(mesh: Mesh, donate: bool, count: int) -> list[tuple[Any, tuple[Any, ...]]]:
+    """The step by hand and the step with statemesh, each with its arguments."""
     split = P("data")
-    hand = jax.jit(
-        jax.shard_map(step_by_hand, mesh=mesh, in_specs=(P(), split, split), out_specs=P())
-    )
-    mine = sm.shard_map(step, mesh, (None, split, split), P())
+    mapped = jax.shard_map(step_by_hand, mesh=mesh, in_specs=(P(), split, split), out_specs=P())
+    hand = jax.jit(mapped, donate_argnums=(0,) if donate else ())
+    gives: Any = "states" if donate else "none"
+    mine = sm.shard_map(step, mesh, (None, split, split), P(), donate=gives)
     numbers = np.random.default_rng(0)
     params = [
         (numbers.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 4, np.zeros(WIDTH, np.float32))
         for _ in range(count)
     ]
-    params = jax.device_put(params, NamedSharding(mesh, P()))
-    x, y = jax.device_put(
-        numbers.normal(size=(2, ROWS, WIDTH)).astype(np.float32),
-        NamedSharding(mesh, P(None, "data")),
-    )
-    model = Perceptron([Layer(*map(sm.ParamState, pair)) for pair in params])
-    return hand, mine, (params, x, y), mine.place(model, x, y)
+    # Each program has its own arrays, which it may give up.
+    params, ours = (jax.device_put(params, NamedSharding(mesh, P())) for _ in range(2))
+    batch = numbers.normal(size=(2, ROWS, WIDTH)).astype(np.float32)
+    x, y = (jax.device_put(rows, NamedSharding(mesh, split)) for rows in batch)
+    model = Perceptron([Layer(*map(sm.ParamState, pair)) for pair in ours])
+    return [(hand, (params, x, y)), (mine, mine.place(model, x, y))]
 
 
 def timed(call: Callable[..., Any], args: tuple[Any, ...]) -> tuple[float, Any]:
@@ -90,28 +91,40 @@ def timed(call: Callable[..., Any], args: tuple[Any, ...]) -> tuple[float, Any]:
     return time.perf_counter() - start, (after, *args[1:])
 
 
-def measure(mesh: Mesh, count: int) -> None:
-    firsts: tuple[list[float], ...] = ([], [])
-    reduces: list[int] = []
+def measure(devices: int, count: int) -> None:
+    """Print a row for each type of axes, keeping and donating."""
+    rows = list(itertools.product((AxisType.Explicit, AxisType.Auto), (False, True)))
+    firsts: list[list[float]] = [[] for _ in range(2 * len(rows))]
     for i in range(3):
-        hand, mine, *args = programs(mesh, count)
-        for k in (0, 1) if i % 2 else (1, 0):
-            firsts[k].append(timed((hand, mine)[k], args[k])[0])
-    for k, call in enumerate((hand, mine)):
-        text = call.lower(*args[k]).compile().as_text() or ""
-        reduces.append(text.count(" all-reduce("))
-    times: tuple[list[float], ...] = ([], [])
+        calls, args = [], []
+        for axes, donate in rows:
+            mesh = Mesh(np.array(jax.devices()[:devices]), ("data",), axis_types=(axes,))
+            for call, first in programs(mesh, donate, count):
+                calls.append(call)
+                args.append(first)
+        for k in range(len(calls))[:: -1 if i % 2 else 1]:
+            seconds, args[k] = timed(calls[k], args[k])
+            firsts[k].append(seconds)
+    reduces = [
+        (call.lower(*own).compile().as_text() or "").count(" all-reduce(")
+        for call, own in zip(calls, args, strict=True)
+    ]
+    times: list[list[float]] = [[] for _ in calls]
     for i in range(max(60, 3000 // (count + 10))):
-        for k in (0, 1) if i % 2 else (1, 0):
-            seconds, args[k] = timed((hand, mine)[k], args[k])
+        for k in range(len(calls))[:: -1 if i % 2 else 1]:
+            seconds, args[k] = timed(calls[k], args[k])
             times[k].append(seconds)
-    wall = [statistics.median(column[5:]) * 1e6 for column in times]
-    first = [statistics.median(column) for column in firsts]
-    print(
-        f"| {mesh.size} | {count} | {wall[0]:.0f} | {wall[1]:.0f} | {wall[1] / wall[0]:.3f} "
-        f"| {first[0]:.2f} | {first[1]:.2f} | {first[1] / first[0]:.2f} | {reduces[0]} | {reduces[1]} |",
-        flush=True,
-    )
+    walls = [statistics.median(column[5:]) * 1e6 for column in times]
+    starts = [statistics.median(column) for column in firsts]
+    for k, (axes, donate) in enumerate(rows):
+        hand, ours = 2 * k, 2 * k + 1
+        print(
+            f"| {axes.name}{', donating' if donate else ''} | {devices} | {count} "
+            f"| {walls[hand]:.0f} | {walls[ours]:.0f} | {walls[ours] / walls[hand]:.3f} "
+            f"| {starts[hand]:.2f} | {starts[ours]:.2f} | {starts[ours] / starts[hand]:.2f} "
+            f"| {reduces[hand]} | {reduces[ours]} |",
+            flush=True,
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -123,14 +136,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(
         f"JAX {jax.__version__}, {os.cpu_count()} cores; medians, microseconds (first: seconds)\n"
     )
-    print("| devices | layers | hand | ours | ratio | first hand | ours | ratio ", end="")
+    print("| axes | devices | layers | hand | ours | ratio | first hand | ours | ratio ", end="")
     print("| all-reduces hand | ours |")
-    print("| " + "--- | " * 10)
+    print("| " + "--- | " * 11)
     for _ in range(options.rounds):
         for devices in options.devices:
-            mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
             for count in options.layers:
-                measure(mesh, count)
+                measure(devices, count)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ from jax.tree_util import PyTreeDef
 
 from .._paths import describe
 from .._types import AxisName
-from ._classes import BatchAxisError, SpecError, StatemeshError, StructureError
-from ._text import counted, error_listing, listed, quoted, shortened, spec_str
+from ._classes import BatchAxisError, SpecError, StatemeshError
+from ._text import counted, error_listing, first_items, listed, quoted, shortened, spec_str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,19 +62,40 @@ def other_statics(name: str, differ: Sequence[tuple[str, object]]) -> TypeError:
     )
 
 
-def unknowable_statics(name: str, bad: Sequence[tuple[str, object, object]]) -> StructureError:
-    items = []
-    for path, value, part in bad:
-        item = f"{path}: {shortened(value)} of type {type(value).__name__}"
-        if part is not value:
-            item += f", which holds {shortened(part)} of type {type(part).__name__}"
-        items.append(item)
+def retraced(name: str, bad: Sequence[tuple[str, object]]) -> str:
+    return listed(
+        f"{name}: these arguments are not arrays and cannot be hashed, so a change in them would go unseen. "
+        "Each call traces and compiles the function anew",
+        _typed(bad),
+        _HASHABLE + "pass the values that the function uses as arrays.",
+    )
+
+
+def compiled_for_unhashable(name: str, bad: Sequence[tuple[str, object]]) -> TypeError:
     return error_listing(
-        StructureError,
-        f"{name}: these arguments are not arrays, and can be neither hashed nor compared by their "
-        "contents, so a change in them would go unseen",
-        items,
-        "Pass the values that the function uses, as arrays or in a @dataclass(frozen=True).",
+        TypeError,
+        f"{name} was compiled for arguments that are not arrays and cannot be hashed, so a change in them "
+        "would go unseen",
+        _typed(bad),
+        _HASHABLE + "call the function itself, which traces it anew.",
+    )
+
+
+_HASHABLE = "Make the class a @dataclass(frozen=True), use a tuple in place of a list, or "
+
+
+def _typed(bad: Sequence[tuple[str, object]]) -> list[str]:
+    return [f"{path}: {shortened(value)} of type {type(value).__name__}" for path, value in bad]
+
+
+def mapping_is_fixed(name: str, transform: str, attribute: str) -> AttributeError:
+    mend = f"Map the function again, as in {transform}({name}, {attribute}=...)"
+    if transform == "shard_map" and attribute == "mesh":
+        mend += f", or call {name}.on_mesh(mesh)"
+    if attribute in ("lower", "explain", "place", "unsharded", "on_mesh"):
+        mend = "Give what you set another name"
+    return AttributeError(
+        f"{name}.{attribute} cannot be set: what {transform} returned does not change. {mend}."
     )
 
 
@@ -117,7 +138,9 @@ def with_hint(text: str, hints: Sequence[WholeState]) -> str:
         f"To split the state like the data, write state_in_specs={spec} (or {{filter: {spec}}}), or give the "
         f"state its own spec={spec}."
     )
-    return f"{text}\n\n" + listed("Hint: a replicated state met sharded data", items, mend)
+    return f"{text}\n\n" + listed(
+        "Hint: a replicated state met sharded data", first_items(list(dict.fromkeys(items))), mend
+    )
 
 
 def with_type_hint(text: str, states: Sequence[tuple[str, object, tuple[AxisName, ...]]]) -> str:
@@ -129,8 +152,15 @@ def with_type_hint(text: str, states: Sequence[tuple[str, object, tuple[AxisName
         "Hint: a loop or branch needs one type for what goes in and what comes out, but shards write "
         "different values in it to states that enter the same on every shard"
     )
+    if all(getattr(state, "reduce", None) is not None for _, state, _ in states):
+        merged = "; its policy merges it when it leaves"
+    else:
+        merged = (
+            ", and declare how it is merged when it leaves, as in State(value, reduce='mean'), or give it "
+            f"a spec that names {quoted(axes)}"
+        )
     mend = (
-        "Mark the value as varying before the loop or branch; its policy merges it when it leaves:\n"
+        f"Mark the value as varying before the loop or branch{merged}:\n"
         f"    {path}.set(jax.lax.pcast({path}.value, {axes!r}, to='varying'))"
     )
     return f"{text}\n\n" + listed(head, items, mend)

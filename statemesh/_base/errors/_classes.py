@@ -92,3 +92,24 @@ class StructureError(StatemeshError):
 
         ```
     """
+
+
+class RetracedWarning(UserWarning):
+    """An argument makes every call trace and compile the function anew.
+
+    !!! example
+
+        ```python
+        >>> import warnings
+        >>> import jax.numpy as jnp, statemesh as sm
+        >>> class Scaled(sm.Module):
+        ...     factors: list = sm.field(static=True)
+        >>> scale = sm.vmap2(lambda model, x: x * model.factors[0], in_axes=(None, 0))
+        >>> with warnings.catch_warnings(record=True) as shown:
+        ...     warnings.simplefilter("always")
+        ...     y = scale(Scaled([2.0]), jnp.ones(3))
+        >>> shown[0].category is sm.RetracedWarning
+        True
+
+        ```
+    """

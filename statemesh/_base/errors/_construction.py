@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from .._types import AxisName
 from ._classes import StatemeshError
 from ._text import quoted, shortened, typed_str
 
@@ -15,16 +16,22 @@ _EXPECTED = {
     "axis_name of several": "a string, or a tuple of several, as in axis_name=('data', 'model')",
     "axis_names": "the name of a mesh axis, or several, as in axis_names={'data'}; leave it out for all",
     "backend": "the name of a platform, as in backend='cpu'",
+    "check_rep": "True or False",
+    "check_vma": "True or False",
     "devices": "jax.Devices in the order of the lanes, as in devices=jax.devices()[:4]",
     "donate_argnums": "the position of an argument, or several, numbered from 0, as in donate_argnums=(0,)",
+    "has_aux": "True or False",
     "init_kwargs": "a dictionary of arguments by name, as in init_kwargs={'batch_size': 4}, or {} for none",
+    "jit": "True or False",
     "key": "the name of a field, the key of a dictionary or an index, as in PathContains('encoder')",
+    "length": "an int, 0 or more: the number of steps, as in length=10",
     "map": "the name of a method, as in map('update')",
     "mesh": "a jax.sharding.Mesh, which has devices to put arrays on",
     "model": "a model that is not packed yet, as in pack(packed.unpack(), mesh)",
     "n": "an int, 0 or more: the number of rows that this shard holds, as in rows(x.shape[0], 'data')",
     "name": "a string, as in name='mean'",
     "num": "an int, 0 or more: the number of keys, as in split(2)",
+    "reverse": "True or False",
     "spmd_axis_name": "the name of a mesh axis, or a tuple of several, as in spmd_axis_name='data'",
     "state_tag": "a string, as in state_tag='new'",
     "static_broadcasted_argnums": "the position of an argument, or several, numbered from 0, as in "
@@ -94,6 +101,15 @@ def bad_axis_size(what: str, size: object) -> StatemeshError:
 
 def bad_axis_name(name: object) -> TypeError:
     return TypeError(f"axis_name={typed_str(name)} cannot be hashed. Use a string.")
+
+
+def axis_named_twice(
+    what: str, argument: str, repeated: Sequence[AxisName], names: Sequence[AxisName]
+) -> StatemeshError:
+    return StatemeshError(
+        f"{what}: {argument} names {quoted(repeated)} more than once, in {tuple(names)!r}. Name each axis "
+        "once."
+    )
 
 
 def no_devices(transform: str, devices: Sequence[Any]) -> StatemeshError:

@@ -7,12 +7,23 @@ from jax.sharding import AbstractMesh, Mesh
 from .._paths import describe
 from .._types import AxisName
 from ._classes import SpecError, StatemeshError, StructureError
-from ._text import error_listing, first_paths, mesh_str, quoted, spec_str, typed_str
+from ._text import (
+    axes_argument,
+    error_listing,
+    first_items,
+    first_paths,
+    listed,
+    mesh_str,
+    quoted,
+    spec_str,
+    typed_str,
+)
 
 
-def fsdp_unknown_axis(name: AxisName, mesh: Mesh | AbstractMesh) -> SpecError:
+def fsdp_unknown_axes(unknown: Sequence[AxisName], mesh: Mesh | AbstractMesh) -> SpecError:
     return SpecError(
-        f"fsdp: no axis is called {name!r}; the axes of {mesh_str(mesh)} are {quoted(mesh.axis_names)}."
+        f"fsdp: no axis is called {quoted(unknown)}; the axes of {mesh_str(mesh)} are "
+        f"{quoted(mesh.axis_names)}."
     )
 
 
@@ -41,7 +52,24 @@ def not_gathered(what: str) -> TypeError:
     )
 
 
-def gather_whole(name: AxisName, whole: Sequence[tuple[str, object]]) -> StructureError:
+def with_gather_hint(
+    text: str, parts: Sequence[tuple[str, object, object]], names: Sequence[AxisName]
+) -> str:
+    items = [
+        f"{path} is {describe(part)}, a part by its spec {spec_str(spec)}"
+        for path, part, spec in parts
+    ]
+    name = axes_argument(names)
+    return f"{text}\n\n" + listed(
+        "Hint: each shard holds a part of these parameters",
+        first_items(items),
+        "Make them whole before they are used, as parameters that fsdp has split are: "
+        f"`model = sm.gather(model, {name!r})`.",
+    )
+
+
+def gather_whole(names: Sequence[AxisName], whole: Sequence[tuple[str, object]]) -> StructureError:
+    name = axes_argument(names)
     return error_listing(
         StructureError,
         f"gather over {name!r}: these parameters are whole already",
@@ -51,16 +79,20 @@ def gather_whole(name: AxisName, whole: Sequence[tuple[str, object]]) -> Structu
     )
 
 
-def gather_major(name: AxisName, bad: Sequence[tuple[str, object]]) -> StatemeshError:
+def gather_major(names: Sequence[AxisName], bad: Sequence[tuple[str, object]]) -> StatemeshError:
+    name = axes_argument(names)
     return error_listing(
         StatemeshError,
         f"gather over {name!r}: other mesh axes split the parts of these parameters further",
         [f"{path}: {spec_str(spec)}" for path, spec in bad],
-        f"Name {name!r} last in its entry, or in an entry of its own.",
+        f"Name {quoted(names)} last in its entry, or in an entry of its own.",
     )
 
 
-def gather_replicated(name: AxisName, bad: Sequence[tuple[str, object]]) -> StatemeshError:
+def gather_replicated(
+    names: Sequence[AxisName], bad: Sequence[tuple[str, object]]
+) -> StatemeshError:
+    name = axes_argument(names)
     return error_listing(
         StatemeshError,
         f"gather over {name!r}: each shard already has the whole of these parameters, although their specs "

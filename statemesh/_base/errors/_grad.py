@@ -60,6 +60,34 @@ def not_loss_and_model(name: str, returned: object, has_aux: bool) -> StructureE
     return StructureError(text)
 
 
+def not_the_model(
+    name: str,
+    model: object,
+    returned: object,
+    missing: Sequence[str],
+    added: Sequence[str],
+    has_aux: bool,
+) -> StructureError:
+    expected = "((loss, aux), model)" if has_aux else "(loss, model)"
+    items = [f"{path} is missing" for path in missing] + [f"{path} is new" for path in added]
+    head = (
+        f"value_and_grad: {name} must return {expected} with the model that it was given, a "
+        f"{type(model).__name__}, but returned {_model_str(returned)} in its place"
+    )
+    return error_listing(
+        StructureError,
+        head,
+        items,
+        "Return the model as it came in, or with what was written to its states. What else is returned goes "
+        "beside the loss: pass `has_aux=True` and return ((loss, aux), model).",
+    )
+
+
+def _model_str(value: object) -> str:
+    whole = value is None or isinstance(value, int | float | str)
+    return repr(value) if whole else f"a {type(value).__name__}"
+
+
 def not_a_loss(name: str, loss: object) -> StructureError:
     return StructureError(
         f"{_loss(name)} must be one real floating number, but is {describe(loss)}. Reduce it: `loss.mean()`."

@@ -229,7 +229,7 @@ def lane_collective(name: str, axis: AxisName) -> StatemeshError:
         f"{name}: inside a checked shard_map JAX has no collectives over the lanes of a vmap ({axis!r}). "
         "Write instead:\n"
         f"  1. statemesh's own, which run over lanes there: sm.psum(x, {axis!r}), or sm.pmean, sm.pmax, "
-        "sm.pmin, sm.all_gather;\n"
+        "sm.pmin, sm.all_gather, sm.axis_index;\n"
         "  2. for a state: State(value, reduce='mean'), or 'sum', 'max', 'min': statemesh merges the lanes' "
         "writes;\n"
         "  3. for a result: return it with out_axes=0 and reduce its lane axis after vmap2, as with "
@@ -245,6 +245,17 @@ def policy_over_lanes(label: str, policy: Any, axis: AxisName) -> StatemeshError
         "  1. a named policy: reduce='mean', or 'sum', 'max', 'min';\n"
         "  2. one value for each lane, with state_out_axes={0: ...}, and merge them after vmap2, as with "
         "jnp.mean(state.value, axis=0)."
+    )
+
+
+def untraced_in_lanes(axis: AxisName) -> StatemeshError:
+    name = axis if isinstance(axis, str) else "rows"
+    return StatemeshError(
+        f"The lanes of a vmap ({axis!r}) inside a checked shard_map got a state with reduce='sum' or a "
+        "function, and what they run cannot be traced. So it is unknown which written values are the same in "
+        "all lanes, and count once. The reason is usually jax.lax.axis_index over the lanes, or a branch on "
+        f"the value of an array. Write sm.axis_index({name!r}) instead of jax.lax.axis_index({name!r}), and "
+        "jax.lax.cond or jnp.where instead of the branch."
     )
 
 

@@ -97,22 +97,6 @@ def tied(name: str, groups: Sequence[Sequence[str]]) -> StructureError:
     )
 
 
-def diverged_in_branch(
-    name: str, found: Sequence[tuple[str, tuple[AxisName, ...], PartitionSpec]]
-) -> DivergedStateError:
-    return error_listing(
-        DivergedStateError,
-        f"{name}: shards that take different branches write different values to states that keep one copy",
-        [
-            f"{path} may differ over {quoted(axes)}, but its spec is {spec_str(spec)}"
-            for path, axes, spec in found
-        ],
-        "JAX's types do not follow a `cond` or `while` whose predicate differs between shards. Choose "
-        "with `jnp.where(predicate, new, old)` instead; or make the predicate the same on all shards, as "
-        "with jax.lax.pmax(predicate, axis).",
-    )
-
-
 def unsure_origin(name: str, unsure: Sequence[tuple[str, Sequence[str]]]) -> StructureError:
     return error_listing(
         StructureError,

@@ -1,6 +1,6 @@
 """Errors of `pmap2` with several processes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .._paths import describe
 from ._classes import BatchAxisError, StructureError
@@ -63,6 +63,43 @@ def processes_disagree(name: str, bad: Sequence[tuple[str, object]]) -> Structur
         "all: jax.experimental.multihost_utils.broadcast_one_to_all(x). If each process has a part of "
         "the data, make one array of the parts: jax.make_array_from_process_local_data(sharding, part).",
     )
+
+
+def processes_place_differently(name: str, lines: Mapping[str, Sequence[int]]) -> StructureError:
+    return error_listing(
+        StructureError,
+        f"{name}: all processes must lay out its arguments alike, but their meshes or specs differ",
+        _by_process(lines),
+        "Give every process the same mesh, with its devices in one order, and the same specs.",
+    )
+
+
+def programs_differ(name: str, number: int, lines: Mapping[str, Sequence[int]]) -> StructureError:
+    return error_listing(
+        StructureError,
+        f"{name}: all processes must run the same program, but they traced different ones. Line {number} is "
+        "the first that differs",
+        _by_process(lines),
+        "Nothing that is traced may depend on jax.process_index(), on the time or on a seed of one process, "
+        "nor on the order of a set. What differs between devices is an argument that is split, or comes of "
+        "sm.axis_index inside.",
+    )
+
+
+def process_failed(name: str, processes: Sequence[int]) -> StructureError:
+    numbers = ", ".join(map(str, processes))
+    return StructureError(
+        f"{name}: {counted(len(processes), 'process', 'processes')} ({numbers}) raised an error while "
+        "tracing it, which this process did not. So none of them runs it. The error is in the output of "
+        f"process {processes[0]}."
+    )
+
+
+def _by_process(lines: Mapping[str, Sequence[int]]) -> list[str]:
+    return [
+        f"{'process' if len(numbers) == 1 else 'processes'} {', '.join(map(str, numbers))}: {line}"
+        for line, numbers in lines.items()
+    ]
 
 
 def unsharded_by_one_process() -> BatchAxisError:

@@ -50,6 +50,23 @@ def per_shard_for_array(where: str, spec: PerShard) -> SpecError:
     )
 
 
+def specs_of_states(
+    name: str, what: str, option: str, bad: Sequence[tuple[str, PartitionSpec, str, object]]
+) -> SpecError:
+    items = [
+        f"{where} = {spec_str(spec)} stands for {path}, a {type(state).__name__}"
+        for where, spec, path, state in bad
+    ]
+    spec = spec_str(bad[0][1])
+    return error_listing(
+        SpecError,
+        f"{name}: {what} places arrays outside of States, so these specs would place nothing",
+        items,
+        f"Write None there, and say where States go: {option}={{...: {spec}}} or State(value, spec={spec}). "
+        "A RandomState needs neither, because each shard draws from a stream of its own.",
+    )
+
+
 def unknown_axes(
     unknown: Sequence[tuple[str, object, Sequence[AxisName]]],
     mesh: Mesh | AbstractMesh,

@@ -45,6 +45,18 @@ def bad_state_value(bad: Sequence[tuple[KeyPath, object]]) -> TypeError:
     return error_listing(TypeError, "a State's value is a pytree of arrays, but", items, mend)
 
 
+def masked(what: str, bad: Sequence[tuple[str, Any]]) -> TypeError:
+    """Masked arrays, each with its path."""
+    path = bad[0][0]
+    return error_listing(
+        TypeError,
+        f"{what} has a mask, which JAX would drop",
+        [f"{path} is a masked array, {x.dtype}{list(x.shape)}" for path, x in bad],
+        f"Pass the numbers and the mask as two arrays: `{path}.filled(0)` and "
+        f"`numpy.ma.getmaskarray({path})`.",
+    )
+
+
 def unknown_reduce(reduce: object, known: Sequence[str]) -> StatemeshError:
     return StatemeshError(
         f"reduce={reduce!r} is not a write policy. Use None, {quoted(known)}, or a function "

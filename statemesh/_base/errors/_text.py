@@ -72,6 +72,12 @@ def first_paths(paths: Sequence[str]) -> str:
     return ", ".join([*paths[:3], *more])
 
 
+def first_items(items: Sequence[str]) -> list[str]:
+    """The first ten items of a list, and how many more there are."""
+    more = [f"{len(items) - 10} more"] if len(items) > 10 else []
+    return [*items[:10], *more]
+
+
 def shortened(value: object) -> str:
     text = describe(value)
     return text if len(text) <= 120 else f"{text[:117]}..."

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
 from .. import _errors as errors
-from .._types import Fun, PyTree
+from .._types import Fun, PyTree, tree_util
 from ._adapted import check_specs, is_mapped
 from ._check import Check
 from ._checked import Checked
@@ -14,7 +14,7 @@ from ._feedback import Named
 from ._programs import mesh_of, on_mesh
 from ._subject import Asked, Subject
 from ._untested import UntestedWarning
-from ._values import as_arrays
+from ._values import as_arrays, is_within, path_of
 
 
 def assert_equivalent(
@@ -132,6 +132,10 @@ def assert_equivalent(
     }
     check_specs(fun, specs)
     given = as_arrays((tuple(args), dict(kwargs or {})))
+    keep = (keep,) if isinstance(keep, str) else tuple(keep)
+    paths = [path_of(keys) for keys, _ in tree_util.tree_flatten_with_path(given)[0]]
+    if unknown := [path for path in keep if not any(is_within(known, path) for known in paths)]:
+        raise errors.unknown_paths(unknown, paths)
     key = environment(fun, *held_by(given))
     mapping = {} if is_mapped(fun) else {**specs, "check_vma": check_vma is not False}
     asked = Asked(

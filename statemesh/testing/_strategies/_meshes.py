@@ -29,17 +29,18 @@ def meshes(
     max_devices: int | None = None,
     axis_types: Sequence[AxisType] = (AxisType.Auto, AxisType.Explicit),
 ) -> st.SearchStrategy[Mesh]:
-    """Meshes of some of the devices that JAX has.
+    """Meshes of some of the devices that JAX has, half of them of Auto axes and half of Explicit ones.
 
-    The sizes of axes are powers of two, including one. JAX is asked for its devices when a mesh is drawn, not
-    before. Shrinks to a mesh of one device.
+    `jax.make_mesh` makes Explicit axes. The sizes of axes are powers of two, including one. JAX is asked for
+    its devices when a mesh is drawn, not before. Shrinks to a mesh of one device.
 
     **Arguments:**
 
     - `axis_names`: the name of the axis, or the names of several in order. Left out, meshes have one to
         three axes, called `'x'`, `'y'` and `'z'`.
     - `max_devices`: the largest number of devices of a mesh. Left out: all.
-    - `axis_types`: the types to draw from, the simplest first. All axes of a mesh have the same type.
+    - `axis_types`: the types to draw from, equally often, the simplest first. All axes of a mesh have the
+        same type.
 
     **Returns:** a strategy of `jax.sharding.Mesh`.
 

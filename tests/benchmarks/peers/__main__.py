@@ -1,11 +1,12 @@
 """The cost of a call with states: with statemesh, by hand, and with other libraries.
 
-    python -m tests.benchmarks.peers run results.json [--kinds sharded reduced] [--states 1 10 100 1000]
+    python -m tests.benchmarks.peers run results.json [--kinds sharded reduced] [--axes Explicit Auto]
     python -m tests.benchmarks.peers show results.json more.json [--write docs/pages]
 
-`run` starts each peer in its own process and calls them in turn, waiting for each result. `show` prints the
-numbers of each program from the first file that has it, with the range of the ratios over all files. With
-`--write` it puts the tables and two pictures into the documentation.
+`run` starts each peer in a process of its own for each type of the mesh's axes, and calls all of them in
+turn, waiting for each result. `show` prints the numbers of each program from the first file that has it,
+with the range of the ratios over all files. With `--write` it puts the tables and two pictures into the
+documentation.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from typing import get_args
 
 import jax
 
-from ._case import Kind
+from ._case import Axes, Kind
 from ._peers import PEERS
 from ._pictures import picture, small_picture
 from ._run import Row, measure
@@ -37,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
                 if SIZES.get(kind, states) != states:
                     continue
                 found = measure(
-                    *(kind, devices, states, options.peers),
+                    *(kind, options.axes, devices, states, options.peers),
                     *(options.rounds, options.seconds, options.limit),
                 )
                 rows += found
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("what", choices=["run", "show"])
     parser.add_argument("file", type=Path, nargs="+")
     parser.add_argument("--kinds", nargs="+", choices=get_args(Kind), default=get_args(Kind))
+    parser.add_argument("--axes", nargs="+", choices=get_args(Axes), default=get_args(Axes))
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 1])
     parser.add_argument("--states", type=int, nargs="+", default=[1, 10, 100, 1000])
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=[*PEERS])

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 
@@ -16,11 +16,12 @@ from jax.sharding import PartitionSpec as P
 WIDTH, ROWS, RATE = 16, 64, 0.01
 
 Kind: TypeAlias = Literal["sharded", "reduced", "deep", "training"]
+Axes: TypeAlias = Literal["Explicit", "Auto"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A computation with its numbers of devices and states.
+    """A computation on a mesh, with its number of states.
 
     **Attributes:**
 
@@ -28,9 +29,11 @@ class Case:
         every device, moves it towards the mean of the input, and takes the mean over the devices. "deep" is
         "sharded" with every state in its own nested module. "training" is a data-parallel step of gradient
         descent, whose states are the weights and biases.
+    - `axes`: the type of the mesh's axis.
     """
 
     kind: Kind
+    axes: Axes
     devices: int
     states: int
 
@@ -41,7 +44,8 @@ class Case:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        return Mesh(np.array(jax.devices()[: self.devices]), ("x",))
+        devices = np.array(jax.devices()[: self.devices])
+        return Mesh(devices, ("x",), axis_types=(AxisType[self.axes],))
 
     @functools.cached_property
     def split(self) -> NamedSharding:

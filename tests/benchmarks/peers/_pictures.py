@@ -22,6 +22,8 @@ SHOWN = {
     "statemesh": "statemesh",
     "statemesh, packed": "statemesh, packed",
 }
+# The type of axes that `jax.make_mesh` makes.
+AXES = "Explicit"
 OURS, OTHERS = "#3b6fb6", "#b8bec7"
 
 
@@ -43,7 +45,7 @@ def _save(figure: Any, file: Path) -> None:
 def picture(rows: Sequence[Row], file: Path) -> None:
     """Draw wall time by number of states, on the number of devices with the most such measurements."""
     figure, axes = _pyplot().subplots(figsize=(9, 5), layout="constrained")
-    split = [row for row in rows if row.kind == "sharded"]
+    split = [row for row in rows if (row.kind, row.axes) == ("sharded", AXES)]
     sizes = Counter(devices for devices, _ in {(row.devices, row.states) for row in split})
     most = max(sizes, key=lambda devices: (sizes[devices], devices))
     chosen = [row for row in split if row.devices == most]
@@ -65,7 +67,8 @@ def small_picture(rows: Sequence[Row], file: Path) -> None:
     walls = {
         (row.kind, row.peer): 1e3 * row.wall
         for row in rows
-        if row.wall and row.devices == 8 and row.states == {"training": 10}.get(row.kind, 100)
+        if row.wall and row.axes == AXES and row.devices == 8
+        if row.states == {"training": 10}.get(row.kind, 100)
     }
     figure, panels = _pyplot().subplots(1, 3, figsize=(9, 2), sharey=True, layout="constrained")
     for axes, (kind, title) in zip(panels, PANELS.items(), strict=True):

@@ -31,6 +31,7 @@ class Row:
 
     peer: str
     kind: str
+    axes: str
     devices: int
     states: int
     wall: float | None = None
@@ -59,7 +60,7 @@ class Worker:
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-W", "ignore", "-m", f"{__package__}._worker"),
-                *(row.peer, row.kind, str(row.devices), str(row.states)),
+                *(row.peer, row.kind, row.axes, str(row.devices), str(row.states)),
             ],
             env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
             stdin=subprocess.PIPE,
@@ -121,6 +122,7 @@ class Worker:
 
 def measure(
     kind: str,
+    axes: Sequence[str],
     devices: int,
     states: int,
     peers: Sequence[str],
@@ -128,23 +130,22 @@ def measure(
     seconds: float,
     limit: float,
 ) -> list[Row]:
-    """Measure one program with all peers.
+    """Measure one program with all peers, on meshes of each type of axes in turn.
 
     **Arguments:**
 
+    - `axes`: the types of axes.
     - `rounds`: the number of turns of each peer. The order rotates by one every round.
     - `seconds`: the length of a turn, in which at least one call is made.
     - `limit`: the number of seconds after which a peer is given up.
 
     **Raises:** `AssertionError` if peers compute different states.
     """
-    rows = [Row(peer, kind, devices, states) for peer in peers]
+    rows = [Row(peer, kind, each, devices, states) for each in axes for peer in peers]
     workers = [worker for row in rows if (worker := Worker(row, limit)).alive]
-    by_name = {worker.row.peer: worker.state for worker in workers}
-    for worker in workers:
-        np.testing.assert_allclose(
-            worker.state, by_name.get(FLOOR, worker.state), rtol=1e-4, err_msg=worker.row.peer
-        )
+    floor = next((worker.state for worker in workers if worker.row.peer == FLOOR), None)
+    for worker in workers if floor is not None else ():
+        np.testing.assert_allclose(worker.state, floor, rtol=1e-4, err_msg=worker.row.peer)
     for turn in range(rounds):
         k = turn % max(len(workers), 1)
         for worker in workers[k:] + workers[:k]:

@@ -10,8 +10,8 @@ from ._run import Row
 
 BEGIN, END = "<!-- table of {}: begin -->", "<!-- table of {}: end -->"
 HEAD = (
-    "| program | devices | states | | wall | to hand | host | to hand | first | second | traces | compiles "
-    "| held | moved |"
+    "| program | axes | devices | states | | wall | to hand | host | to hand | first | second | traces "
+    "| compiles | held | moved |"
 )
 
 
@@ -23,7 +23,7 @@ def read(files: Sequence[Path]) -> tuple[str, list[list[Row]]]:
 
 def firsts(runs: Sequence[Sequence[Row]]) -> list[Row]:
     """Each program with each peer, from the first run that has it."""
-    found: dict[tuple[str, int, int, str], Row] = {}
+    found: dict[tuple[str, str, int, int, str], Row] = {}
     for row in (row for rows in runs for row in rows):
         found.setdefault((*_case(row), row.peer), row)
     return list(found.values())
@@ -36,12 +36,12 @@ def table(runs: Sequence[Sequence[Row]]) -> list[str]:
     """
     lines = [HEAD, "|" + " --- |" * HEAD.count(" |")]
     found = firsts(runs)
-    quickest: dict[tuple[str, int, int], float] = {}
+    quickest: dict[tuple[str, str, int, int], float] = {}
     for row in found:
         if row.wall is not None and not row.peer.startswith(FLOOR):
             quickest[_case(row)] = min(row.wall, quickest.get(_case(row), row.wall))
     for row in found:
-        place = f"| {row.kind} | {row.devices} | {row.states} | {row.peer} |"
+        place = f"| {row.kind} | {row.axes} | {row.devices} | {row.states} | {row.peer} |"
         if row.wall is None or row.host is None:
             lines.append(f"{place} {row.refused} |" + " |" * 9)
             continue
@@ -63,7 +63,7 @@ def table(runs: Sequence[Sequence[Row]]) -> list[str]:
 
 
 def _ratio(row: Row, rows: Sequence[Row], what: str) -> float | None:
-    """The ratio of a peer's number to the number by hand in the same run."""
+    """The ratio of a peer's number to the number by hand in the same run, on the same type of axes."""
     alike = {one.peer: one for one in rows if _case(one) == _case(row)}
     if row.peer not in alike or FLOOR not in alike:
         return None
@@ -71,8 +71,8 @@ def _ratio(row: Row, rows: Sequence[Row], what: str) -> float | None:
     return own / floor if own and floor else None
 
 
-def _case(row: Row) -> tuple[str, int, int]:
-    return row.kind, row.devices, row.states
+def _case(row: Row) -> tuple[str, str, int, int]:
+    return row.kind, row.axes, row.devices, row.states
 
 
 def _range(ratios: Sequence[float | None]) -> str:

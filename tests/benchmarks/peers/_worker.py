@@ -38,7 +38,7 @@ def sizes(made: Made) -> dict[str, float]:
     return {"peak": peak - held.alias_size_in_bytes, "moved": cost["bytes accessed"]}
 
 
-def main(name: str, kind: Any, devices: str, states: str) -> None:
+def main(name: str, kind: Any, axes: Any, devices: str, states: str) -> None:
     count: Counter[str] = Counter()
 
     def listen(event: str, duration_secs: float, **more: Any) -> None:
@@ -47,7 +47,7 @@ def main(name: str, kind: Any, devices: str, states: str) -> None:
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        made = maker(name)(Case(kind, int(devices), int(states)))
+        made = maker(name)(Case(kind, axes, int(devices), int(states)))
         first, second = timed(made.step)[0], timed(made.step)[0]
         state = np.asarray(made.state(), float).ravel().tolist()
     except Exception as error:

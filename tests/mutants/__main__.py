@@ -1,0 +1,238 @@
+"""How many mutants of the package the suites kill, and how many of these the quick suite kills alone.
+
+First, what each test costs and which lines it runs; then the mutants, from where a run stopped. `--table`
+shows the table without running any:
+
+    python -m pytest -m "" -p tests.mutants.record --numprocesses=0
+    python -m tests.mutants --seed 0 --count 150
+    python -m tests.mutants --table
+
+A mutant runs against the quick tests that cover its lines, then against the slow ones, until one fails.
+Each result is a line of `results.jsonl` beside this file. A mutant whose file has changed is run again.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from typing import Any
+
+from .made import Mutant, sample
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+RECORDED = ROOT / ".mutants"
+RESULTS = pathlib.Path(__file__).with_name("results.jsonl")
+# Tests of a mutant that are collected and run by one process.
+_BATCHES = 12, 60, 400
+_SECONDS = 60.0  # beyond ten times what the tests take without a mutant
+
+
+@dataclasses.dataclass(frozen=True)
+class Test:
+    """A test as it was recorded: its cost in seconds of the processor, and the lines that it runs."""
+
+    id: str
+    seconds: float
+    slow: bool
+    lines: dict[str, frozenset[int]]
+
+    @property
+    def file(self) -> str:
+        return self.id.split("::")[0]
+
+
+def recorded() -> list[Test]:
+    rows = map(json.loads, (RECORDED / "tests.jsonl").read_text().splitlines())
+    return [
+        Test(r["id"], r["seconds"], r["slow"], {f: frozenset(n) for f, n in r["lines"].items()})
+        for r in rows
+    ]
+
+
+def covering(mutant: Mutant, tests: list[Test]) -> list[Test]:
+    """The tests that run a line of the mutant, or else of its file; first the cheapest of each file."""
+    lines = range(mutant.line, mutant.last + 1)
+    near = [t for t in tests if not t.lines.get(mutant.file, frozenset()).isdisjoint(lines)]
+    # What runs at the import only is covered by all that run the file.
+    near = near or [t for t in tests if mutant.file in t.lines]
+    by_file: dict[str, list[Test]] = defaultdict(list)
+    for test in sorted(near, key=lambda t: t.seconds):
+        by_file[test.file].append(test)
+    turns = [(k, t.seconds, t) for group in by_file.values() for k, t in enumerate(group)]
+    return [t for _, _, t in sorted(turns, key=lambda turn: turn[:2])]
+
+
+def first_failing(tests: list[Test], tree: pathlib.Path) -> str | None:
+    """The first test that fails in this copy of the repository."""
+    rest = list(tests)
+    for size in (*_BATCHES, len(tests)):
+        batch, rest = rest[:size], rest[size:]
+        if not batch:
+            return None
+        # Tests of one file stand together, which is how pytest collects fastest.
+        order = {file: k for k, file in reversed(list(enumerate(t.file for t in batch)))}
+        batch.sort(key=lambda t: order[t.file])
+        names = tree / "tests.txt"
+        names.write_text("".join(f"{t.id}\n" for t in batch))
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-m",
+            "",
+            "--numprocesses=0",
+            f"@{names}",
+        ]
+        limit = _SECONDS + 10 * sum(t.seconds for t in batch)
+        environment = os.environ | {"PYTHONPATH": str(tree), "CI": "true", "JAXTYPING_DISABLE": "1"}
+        try:
+            done = subprocess.run(
+                command,
+                cwd=tree,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=limit,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return f"no end after {limit:.0f} s"
+        if done.returncode:
+            failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.M)
+            return failed.group(1) if failed else f"pytest ended with {done.returncode}"
+    return None
+
+
+def run(mutant: Mutant, tests: list[Test], tree: pathlib.Path) -> dict[str, Any]:
+    near = covering(mutant, tests)
+    begin = time.perf_counter()
+    path = tree / "statemesh" / mutant.file
+    original = path.read_bytes()
+    try:
+        mutant.apply(tree / "statemesh")
+        quick = first_failing([t for t in near if not t.slow], tree)
+        slow = None if quick else first_failing([t for t in near if t.slow], tree)
+    finally:
+        path.write_bytes(original)
+    return {
+        "mutant": mutant.key,
+        "package": mutant.package,
+        "of": digest(mutant),
+        "covering": len(near),
+        "killed": "quick" if quick else "slow" if slow else "no",
+        "by": quick or slow,
+        "seconds": round(time.perf_counter() - begin, 1),
+    }
+
+
+def digest(mutant: Mutant) -> str:
+    source = (ROOT / "statemesh" / mutant.file).read_bytes()
+    return hashlib.sha256(source).hexdigest()[:12]
+
+
+def known() -> dict[tuple[str, str], dict[str, Any]]:
+    rows = map(json.loads, RESULTS.read_text().splitlines()) if RESULTS.exists() else ()
+    return {(r["mutant"], r["of"]): r for r in rows}
+
+
+def copied(folder: pathlib.Path) -> pathlib.Path:
+    """A copy of the repository in which a mutant can stand, with the programs that were compiled here."""
+    parts = (
+        "statemesh",
+        "tests",
+        "property_tests",
+        "docs",
+        "README.md",
+        "LICENSE",
+        "pyproject.toml",
+        ".ci",
+    )
+    for part in parts:
+        source = ROOT / part
+        copy = shutil.copytree if source.is_dir() else shutil.copy
+        copy(source, folder / part)
+    (folder / ".pytest_cache").mkdir()
+    (folder / ".pytest_cache" / "jax").symlink_to((ROOT / ".pytest_cache" / "jax").resolve())
+    return folder
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Kills by package: of all mutants, how many all tests kill, and how many of these the quick ones."""
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in rows:
+        counts[row["package"]][row["killed"]] += 1
+        counts["all"][row["killed"]] += 1
+    text = [
+        "| package | mutants | killed | of these by the quick suite |",
+        "| --- | --- | --- | --- |",
+    ]
+    for package, count in counts.items():
+        killed = count["quick"] + count["slow"]
+        share = f" ({count['quick'] / killed:.0%})" if killed else ""
+        text.append(f"| {package} | {count.total()} | {killed} | {count['quick']}{share} |")
+    text += ["", "Killed by no test:", ""]
+    text += [f"- `{row['mutant']}`" for row in rows if row["killed"] == "no"]
+    return "\n".join(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=150)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=1e9, help="no mutant is begun after that")
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    options = parser.parse_args()
+
+    mutants = sorted(sample(ROOT / "statemesh", options.seed, options.count), key=lambda m: m.key)
+    results = known()
+    missing = [m for m in mutants if (m.key, digest(m)) not in results]
+    if not options.table and missing:
+        end = time.monotonic() + 60 * options.minutes
+        tests = recorded()
+        trees: queue.Queue[pathlib.Path] = queue.Queue()
+        with tempfile.TemporaryDirectory() as folder:
+            for k in range(options.processes):
+                (tree := pathlib.Path(folder, str(k))).mkdir()
+                trees.put(copied(tree))
+
+            def tried(mutant: Mutant) -> dict[str, Any] | None:
+                if time.monotonic() > end:
+                    return None
+                tree = trees.get()
+                try:
+                    return run(mutant, tests, tree)
+                finally:
+                    trees.put(tree)
+
+            with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
+                for row in pool.map(tried, missing):
+                    if row is not None:
+                        results[row["mutant"], row["of"]] = row
+                        RESULTS.write_text("".join(f"{json.dumps(r)}\n" for r in results.values()))
+                        print(
+                            f"{row['seconds']:7.1f} s  {row['killed']:5}  {row['mutant']}",
+                            flush=True,
+                        )
+    rows = [results[key] for m in mutants if (key := (m.key, digest(m))) in results]
+    print(table(rows))
+    if len(rows) < len(mutants):
+        print(f"\n{len(mutants) - len(rows)} mutants have not been run.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Mutants of the package, made from its syntax trees."""
+
+import ast
+import copy
+import dataclasses
+import pathlib
+import random
+from collections.abc import Iterator
+
+
+_COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+}
+_COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+}
+# Any call with these arguments swapped fails at once, which would prove nothing.
+_NOT_SWAPPED = {"isinstance", "issubclass", "map", "filter", "getattr", "hasattr", "setattr"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """One change of the package.
+
+    **Attributes:**
+
+    - `file`: relative to the package's folder.
+    - `line`, `last`: the lines that the changed code takes.
+    - `kind`: of the change.
+    - `old`, `new`: the code.
+    - `begin`, `end`: the place of `old` in the file's bytes.
+    """
+
+    file: str
+    line: int
+    last: int
+    kind: str
+    old: str
+    new: str
+    begin: int
+    end: int
+
+    @property
+    def package(self) -> str:
+        """The folder that the file stands in; of a file at the top, the file."""
+        return self.file.split("/")[0].removesuffix(".py")
+
+    @property
+    def key(self) -> str:
+        old, new = (" ".join(code.split()) for code in (self.old, self.new))
+        return f"{self.file}:{self.line} {self.kind}: {old} -> {new}"
+
+    def apply(self, folder: pathlib.Path) -> None:
+        """Change the file in a copy of the package."""
+        path = folder / self.file
+        source = path.read_bytes()
+        assert source[self.begin : self.end].decode() == self.old
+        path.write_bytes(source[: self.begin] + self.new.encode() + source[self.end :])
+
+
+def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """The changes of one node: the kind of each, and the node that takes its place."""
+    new = copy.deepcopy(node)
+    match new:
+        case ast.Compare(ops=[operator]) if type(operator) in _COMPARED:
+            new.ops = [_COMPARED[type(operator)]()]
+            yield "comparison", new
+        case ast.BoolOp():
+            new.op = ast.Or() if isinstance(new.op, ast.And) else ast.And()
+            yield "and, or", new
+        case ast.UnaryOp(op=ast.Not()):
+            yield "not", new.operand
+        case ast.BinOp() if type(new.op) in _COMPUTED:
+            new.op = _COMPUTED[type(new.op)]()
+            yield "operator", new
+        case ast.Constant(value=bool()):
+            yield "constant", ast.Constant(not new.value)
+        case ast.Constant(value=int(number)):
+            yield "constant", ast.Constant(number + 1)
+        case ast.IfExp():
+            new.body, new.orelse = new.orelse, new.body
+            yield "branches", new
+        case ast.Call(args=[first, second, *rest]) if not (
+            ast.unparse(new.func) in _NOT_SWAPPED
+            or any(isinstance(x, ast.Starred) for x in (first, second))
+        ):
+            new.args = [second, first, *rest]
+            yield "swapped arguments", new
+        case ast.Expr(value=ast.Call() | ast.Yield() | ast.YieldFrom()):
+            yield "dropped call", ast.Pass()
+        case ast.Raise():
+            yield "dropped raise", ast.Pass()
+        case ast.Break():
+            yield "break", ast.Continue()
+        case ast.Continue():
+            yield "continue", ast.Break()
+
+
+def _tested(node: ast.AST) -> Iterator[ast.expr]:
+    """The conditions of a node, each of which is turned around."""
+    match node:
+        case ast.If() | ast.While():
+            yield node.test
+        case ast.comprehension():
+            yield from node.ifs
+
+
+def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes that run: no annotations, decorators, names of types, docstrings."""
+    skipped: list[object] = []
+    match tree:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            skipped = [*tree.decorator_list, getattr(tree, "returns", None)]
+        case ast.arg() | ast.AnnAssign():
+            skipped = [tree.annotation]
+        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+            return
+        case ast.JoinedStr():
+            return
+        case ast.Call(func=ast.Name(id="TypeVar" | "cast")):
+            return
+    yield tree
+    for child in ast.iter_child_nodes(tree):
+        if not any(child is x for x in skipped):
+            yield from _nodes(child)
+
+
+def of_file(folder: pathlib.Path, path: pathlib.Path) -> list[Mutant]:
+    """All mutants of one file."""
+    source = path.read_bytes()
+    starts = [0]
+    for row in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(row))
+
+    def mutant(kind: str, node: ast.expr | ast.stmt, new: ast.AST) -> Mutant:
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        begin = starts[node.lineno - 1] + node.col_offset
+        end = starts[node.end_lineno - 1] + node.end_col_offset
+        text = ast.unparse(ast.fix_missing_locations(new))
+        # The lines that follow keep their numbers.
+        below = "\n" * (node.end_lineno - node.lineno - text.count("\n"))
+        text = f"({text}{below})" if isinstance(node, ast.expr) else text + below
+        old = source[begin:end].decode()
+        file = str(path.relative_to(folder))
+        return Mutant(file, node.lineno, node.end_lineno, kind, old, text, begin, end)
+
+    mutants: list[Mutant] = []
+    for node in _nodes(ast.parse(source)):
+        for test in _tested(node):
+            mutants.append(mutant("condition", test, ast.UnaryOp(ast.Not(), test)))
+        if isinstance(node, ast.expr | ast.stmt):
+            mutants += [mutant(kind, node, new) for kind, new in changes(node)]
+    return mutants
+
+
+def sample(folder: pathlib.Path, seed: int, count: int) -> list[Mutant]:
+    """`count` mutants of a package, drawn evenly by lines of code: each stands for as many lines."""
+    draw = random.Random(seed)
+    lines: list[tuple[str, int, list[Mutant]]] = []
+    for path in sorted(folder.rglob("*.py")):
+        by_line: dict[int, list[Mutant]] = {}
+        for mutant in of_file(folder, path):
+            by_line.setdefault(mutant.line, []).append(mutant)
+        for number, text in enumerate(path.read_text().splitlines(), 1):
+            if number in by_line or (text.strip() and not text.strip().startswith("#")):
+                lines.append((str(path), number, by_line.get(number, [])))
+    # Every `step`-th line from a random one on. For a line without mutants stands the next one that has some.
+    step = len(lines) / count
+    offset = draw.random() * step
+    chosen: list[Mutant] = []
+    for k in range(count):
+        for place in range(int(offset + k * step), len(lines)):
+            fresh = [x for x in lines[place][2] if x not in chosen]
+            if fresh:
+                chosen.append(draw.choice(fresh))
+                break
+    return chosen

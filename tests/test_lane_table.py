@@ -1,0 +1,370 @@
+"""What lanes write and exchange, cell by cell, against plain loops over NumPy numbers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+
+
+SHARDS, LANES, START = 2, 4, 5.0
+# One number for each lane of each shard.
+X = np.arange(1.0, 1 + SHARDS * LANES, dtype=np.float32).reshape(SHARDS, LANES)
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+
+
+def mesh_of(kind: str) -> Mesh:
+    return jax.make_mesh((SHARDS,), ("data",), axis_types=(KINDS[kind],))
+
+
+# What a lane writes: from the old value and the lane's number; and from the old value, the numbers of all
+# lanes of all shards, and which of them the lane's own is.
+Write = Callable[[Any, Any], Any]
+WRITES: dict[str, tuple[Write, Callable[[float, np.ndarray, int, int], float]]] = {
+    "s + x": (lambda s, x: s + x, lambda s, x, i, j: s + x[i, j]),
+    "s + psum": (lambda s, x: s + sm.psum(x, "ln"), lambda s, x, i, j: s + x[i].sum()),
+    "s + pmean": (lambda s, x: s + sm.pmean(x, "ln"), lambda s, x, i, j: s + x[i].mean()),
+    "s + pmax": (lambda s, x: s + sm.pmax(x, "ln"), lambda s, x, i, j: s + x[i].max()),
+    "s + pmin": (lambda s, x: s + sm.pmin(x, "ln"), lambda s, x, i, j: s + x[i].min()),
+    "s + sum of all_gather": (
+        lambda s, x: s + sm.all_gather(x, "ln").sum(),
+        lambda s, x, i, j: s + x[i].sum(),
+    ),
+    "s + psum * x": (
+        lambda s, x: s + sm.psum(x, "ln") * x,
+        lambda s, x, i, j: s + x[i].sum() * x[i, j],
+    ),
+    "s + psum of psum": (
+        lambda s, x: s + sm.psum(sm.psum(x, "ln"), "ln"),
+        lambda s, x, i, j: s + LANES * x[i].sum(),
+    ),
+    "s + psum in jit": (
+        lambda s, x: s + jax.jit(lambda x: sm.psum(x, "ln"))(x),
+        lambda s, x, i, j: s + x[i].sum(),
+    ),
+    "s + psum in scan": (
+        lambda s, x: jax.lax.scan(
+            lambda c, _: (c + sm.psum(x, "ln"), None), s + sm.psum(0 * x, "ln"), None, 2
+        )[0],
+        lambda s, x, i, j: s + 2 * x[i].sum(),
+    ),
+    "s + psum in a branch": (
+        lambda s, x: jax.lax.cond(
+            sm.psum(x, "ln") > 0,
+            lambda s: s + sm.psum(x, "ln"),
+            lambda s: s + sm.psum(-x, "ln"),
+            s + sm.psum(0 * x, "ln"),
+        ),
+        lambda s, x, i, j: s + x[i].sum(),
+    ),
+    "7": (lambda s, x: jnp.float32(7), lambda s, x, i, j: 7.0),
+    "s": (lambda s, x: s + 0, lambda s, x, i, j: s),
+    "s + 1": (lambda s, x: s + 1, lambda s, x, i, j: s + 1),
+    "s * 2": (lambda s, x: s * 2, lambda s, x, i, j: s * 2),
+    "s + axis_index": (lambda s, x: s + sm.axis_index("ln"), lambda s, x, i, j: s + j),
+    "s + axis_size": (lambda s, x: s + sm.axis_size("ln"), lambda s, x, i, j: s + LANES),
+}
+# On devices it would wait for ever: some of them do not come to the collective.
+IN_ONE_PROGRAM = {
+    "s + psum where the lane's own x is large": (
+        lambda s, x: jax.lax.cond(
+            x > 2, lambda s: s + sm.psum(x, "ln"), lambda s: s, s + sm.psum(0 * x, "ln")
+        ),
+        lambda s, x, i, j: s + (x[i].sum() if x[i, j] > 2 else 0),
+    ),
+}
+WITH_MESH = {
+    "s + psum over the mesh": (
+        lambda s, x: s + sm.psum(x, "data"),
+        lambda s, x, i, j: s + x[:, j].sum(),
+    ),
+    "s + psum over both": (
+        lambda s, x: s + sm.psum(x, ("ln", "data")),
+        lambda s, x, i, j: s + x.sum(),
+    ),
+    "s + pmean over both": (
+        lambda s, x: s + sm.pmean(x, ("data", "ln")),
+        lambda s, x, i, j: s + x.mean(),
+    ),
+}
+ALL = WRITES | IN_ONE_PROGRAM | WITH_MESH
+
+
+def squares(old: Any, new: Any, names: Any) -> Any:
+    return old + jax.lax.psum((new - old) ** 2, names)
+
+
+# What a policy makes of the values of all lanes.
+POLICIES: dict[Any, Callable[[float, np.ndarray], float]] = {
+    "sum": lambda old, new: old + (new - old).sum(),
+    "mean": lambda old, new: new.mean(),
+    "max": lambda old, new: new.max(),
+    "min": lambda old, new: new.min(),
+    squares: lambda old, new: old + ((new - old) ** 2).sum(),
+}
+
+
+def merged(write: str, policy: Any, x: np.ndarray) -> list[float]:
+    """What each shard keeps. A value that all lanes have alike counts once."""
+    kept = []
+    for i in range(len(x)):
+        each = [ALL[write][1](START, x, i, j) for j in range(LANES)]
+        kept.append(POLICIES[policy](START, np.asarray(each)) if differs(write) else each[0])
+    return kept
+
+
+def differs(write: str) -> bool:
+    of_all = ALL[write][1]
+    return any(len({of_all(START, X, i, j) for j in range(LANES)}) > 1 for i in range(SHARDS))
+
+
+def by_shards(kind: str, check_vma: bool, fun: Callable[[Any], Any]) -> Any:
+    """What `fun` makes of each shard's numbers, with the shards along the first axis."""
+    one = lambda x: jax.tree.map(lambda y: jnp.asarray(y)[None], fun(x[0]))
+    return sm.shard_map(one, mesh_of(kind), P("data"), P("data"), check_vma=check_vma)(X)
+
+
+NESTED = {
+    f"in a shard_map, {kind}, check_vma={check_vma}": (kind, check_vma)
+    for kind in KINDS
+    for check_vma in (True, False)
+}
+
+
+@pytest.mark.parametrize("place", ["vmap2", "pmap2", *NESTED])
+def test_what_lanes_write(place: str) -> None:
+    writes = ALL if place in NESTED else WRITES
+    policies = [*POLICIES, None]
+    if NESTED.get(place, (0, False))[1]:
+        policies.remove(squares)
+    cells = [
+        (write, policy)
+        for write in writes
+        for policy in policies
+        if not (policy is None and differs(write))
+    ]
+
+    def lane(states: Any, x: Any) -> Any:
+        return [
+            state.set(writes[write][0](state.value, x))
+            for (write, _), state in zip(cells, states, strict=True)
+        ]
+
+    def step(transform: Any, x: Any) -> Any:
+        states = [sm.State(START, reduce=policy) for _, policy in cells]
+        mapped = transform(lane, in_axes=(None, 0), out_axes=None, axis_name="ln")
+        return [state.value for state in mapped(states, x)]
+
+    if place in NESTED:
+        got = by_shards(*NESTED[place], lambda x: step(sm.vmap2, x))
+    else:
+        rows = [step(getattr(sm, place), x) for x in X]
+        got = [np.stack(values) for values in zip(*rows, strict=True)]
+    # Without the mesh, each shard is a call of its own.
+    wrong = {
+        cell: (np.asarray(value).tolist(), merged(*cell, X))
+        for cell, value in zip(cells, got, strict=True)
+        if not np.allclose(value, merged(*cell, X), rtol=1e-6)
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("write", [write for write in WRITES if differs(write)])
+@pytest.mark.parametrize("place", ["vmap2", "pmap2", *NESTED])
+def test_without_a_policy_lanes_that_write_differently_are_refused(place: str, write: str) -> None:
+    def step(transform: Any, x: Any) -> Any:
+        lane = lambda s, x: s.set(WRITES[write][0](s.value, x))
+        return transform(lane, in_axes=(None, 0), axis_name="ln")(sm.State(START), x).value
+
+    def call() -> None:
+        if place in NESTED:
+            by_shards(*NESTED[place], lambda x: step(sm.vmap2, x))
+        else:
+            step(getattr(sm, place), X[0])
+
+    with pytest.raises(sm.BatchAxisError, match="lanes wrote different values"):
+        call()
+
+
+@pytest.mark.parametrize("place", NESTED)
+def test_a_result_that_all_lanes_share_is_one_value(place: str) -> None:
+    shared = sm.vmap2(
+        lambda x: (sm.psum(x, "ln"), x - sm.pmean(x, "ln")), out_axes=(None, 0), axis_name="ln"
+    )
+    total, centred = by_shards(*NESTED[place], shared)
+    np.testing.assert_allclose(total, X.sum(1))
+    np.testing.assert_allclose(centred, X - X.mean(1, keepdims=True))
+
+
+@pytest.mark.parametrize("place", NESTED)
+def test_its_gradient(place: str) -> None:
+    """From outside the mesh, along a state that counts once what all lanes have alike."""
+
+    def lane(s: Any, x: Any) -> Any:
+        return s.set(s.value + sm.psum(jnp.sin(x), "ln") * 3)
+
+    def loss(x: Any) -> Any:
+        def one(x: Any) -> Any:
+            state = sm.State(START, reduce="sum")
+            return sm.vmap2(lane, in_axes=(None, 0), axis_name="ln")(state, x[0]).value[None]
+
+        kind, check_vma = NESTED[place]
+        mapped = sm.shard_map(one, mesh_of(kind), P("data"), P("data"), check_vma=check_vma)
+        return (mapped(x) ** 2).sum()
+
+    value = START + 3 * np.sin(X).sum(1, keepdims=True)
+    np.testing.assert_allclose(loss(X), (value**2).sum(), rtol=1e-5)
+    wanted = 2 * value * 3 * np.cos(X)
+    for gradient in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        np.testing.assert_allclose(gradient(jnp.asarray(X)), wanted, rtol=1e-4)
+
+
+# A collective of the number of each lane, and the same for all lanes of all shards at once.
+COLLECTIVES: dict[str, tuple[Callable[[Any], Any], Callable[[np.ndarray], np.ndarray]]] = {
+    "psum": (lambda x: sm.psum(x, "ln"), lambda x: x.sum(1, keepdims=True)),
+    "pmean": (lambda x: sm.pmean(x, "ln"), lambda x: x.mean(1, keepdims=True)),
+    "pmax": (lambda x: sm.pmax(x, "ln"), lambda x: x.max(1, keepdims=True)),
+    "pmin": (lambda x: sm.pmin(x, "ln"), lambda x: x.min(1, keepdims=True)),
+    "all_gather": (
+        lambda x: sm.all_gather(x, "ln") @ jnp.arange(4.0) - x,
+        lambda x: (x @ np.arange(4))[:, None] - x,
+    ),
+    "all_gather, tiled": (
+        lambda x: sm.all_gather(x[None], "ln", tiled=True)[1] * x,
+        lambda x: x[:, 1:2] * x,
+    ),
+    "axis_index": (lambda x: x * sm.axis_index("ln"), lambda x: x * np.arange(LANES)),
+    "axis_size": (lambda x: x * sm.axis_size("ln"), lambda x: x * LANES),
+    "psum over both": (
+        lambda x: sm.psum(x, ("ln", "data")) + 0 * x,
+        lambda x: np.full((1, 1), x.sum()),
+    ),
+    "pmax over both": (
+        lambda x: sm.pmax(x, ("ln", "data")) + 0 * x,
+        lambda x: np.full((1, 1), x.max()),
+    ),
+    "all_gather over both": (
+        lambda x: sm.all_gather(x, ("data", "ln")) @ jnp.arange(8.0) + 0 * x,
+        lambda x: np.full((1, 1), x.ravel() @ np.arange(8)),
+    ),
+    "axis_index over both": (
+        lambda x: x * sm.axis_index(("data", "ln")) - sm.axis_index(("ln", "data")),
+        lambda x: x * np.arange(8).reshape(2, 4) - np.arange(8).reshape(4, 2).T,
+    ),
+}
+
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "a scan that stacks": lambda f: (
+        lambda x: jax.lax.scan(lambda c, _: (c, f(x)), 0, None, length=2)[1].mean(0)
+    ),
+    "a scan that carries": lambda f: (
+        lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=1)[0]
+    ),
+    "cond": lambda f: lambda x: jax.lax.cond(sm.axis_size("ln") > 2, f, lambda x: x, x),
+    "cond on its own number": lambda f: (
+        lambda x: jax.lax.cond(x > 3, lambda x: f(x), lambda x: f(x) * 1, x)
+    ),
+    "switch": lambda f: lambda x: jax.lax.switch(jnp.int32(x > 3), [f, f], x),
+    "while_loop": lambda f: (
+        lambda x: jax.lax.while_loop(lambda c: c[0] < 1, lambda c: (c[0] + 1, f(c[1])), (0, x))[1]
+    ),
+    "fori_loop": lambda f: lambda x: jax.lax.fori_loop(0, 1, lambda i, c: f(c), x),
+    "map": lambda f: lambda x: jax.lax.map(f, x[None])[0],
+    "another vmap": lambda f: lambda x: jax.vmap(f)(x[None])[0],
+    "jit of scan of checkpoint": lambda f: jax.jit(
+        lambda x: jax.lax.scan(lambda c, _: (jax.checkpoint(f)(c), None), x, None, length=1)[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("place", NESTED)
+def test_what_lanes_exchange(place: str, wrapper: str) -> None:
+    wrap = WRAPPERS[wrapper]
+
+    def lane(x: Any) -> Any:
+        return {name: wrap(fun)(x) for name, (fun, _) in COLLECTIVES.items()}
+
+    got = by_shards(*NESTED[place], sm.vmap2(lane, axis_name="ln"))
+    wrong = {
+        name: (got[name], wanted)
+        for name, (_, of_all) in COLLECTIVES.items()
+        if not np.allclose(got[name], wanted := np.broadcast_to(of_all(X), X.shape), rtol=1e-6)
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("wrapper", ["nothing", "jit", "checkpoint", "a scan that stacks"])
+@pytest.mark.parametrize("place", NESTED)
+def test_gradients_of_what_lanes_exchange(place: str, wrapper: str) -> None:
+    """Taken in a lane, around the lanes, and around the mesh: the sum over all that the number went to."""
+    wrap = WRAPPERS[wrapper]
+    position = np.arange(LANES, dtype=np.float32)
+
+    def lane(x: Any) -> Any:
+        gathered = sm.all_gather(jnp.sin(x), "ln") @ jnp.arange(4.0)
+        return gathered + sm.psum(x**2, "ln") * sm.axis_index("ln")
+
+    fun = wrap(lane)
+    wanted = LANES * position * np.cos(X) + position.sum() * 2 * X
+
+    def lanes(x: Any) -> Any:
+        return sm.vmap2(fun, axis_name="ln")(x)
+
+    inner = by_shards(*NESTED[place], sm.vmap2(jax.grad(fun), axis_name="ln"))
+    around = by_shards(*NESTED[place], jax.grad(lambda x: lanes(x).sum()))
+    kind, check_vma = NESTED[place]
+    mapped = sm.shard_map(
+        lambda x: lanes(x[0])[None], mesh_of(kind), P("data"), P("data"), check_vma=check_vma
+    )
+    outside = jax.grad(lambda x: mapped(x).sum())(jnp.asarray(X))
+    for gradient in (inner, around, outside):
+        np.testing.assert_allclose(gradient, wanted, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_random_numbers_in_jit(kind: str) -> None:
+    def lane(rng: Any, x: Any) -> Any:
+        keys, rng = jax.jit(lambda rng: rng.rows(1, ("data", "ln")))(rng)
+        return jax.random.uniform(keys[0]), rng
+
+    def shard(rng: Any, x: Any) -> Any:
+        drawn, rng = sm.vmap2(lane, in_axes=(None, 0), out_axes=(0, None), axis_name="ln")(
+            rng, x[0]
+        )
+        return drawn[None], rng
+
+    rng = sm.RandomState(jax.random.key(0))
+    mapped = sm.shard_map(shard, mesh_of(kind), (P(), P("data")), (P("data"), P()))
+    keys, _ = rng.rows(SHARDS * LANES, None)
+    drawn, _ = mapped(rng, X)
+    np.testing.assert_array_equal(drawn.ravel(), jax.vmap(jax.random.uniform)(keys))
+
+
+def test_what_cannot_be_traced_is_refused_where_a_value_counts_once() -> None:
+    def lane(s: Any, x: Any) -> Any:
+        return s.set(s.value + sm.psum(x, "ln") + 0 * jax.lax.axis_index("ln"))
+
+    def step(x: Any, policy: Any) -> Any:
+        return sm.vmap2(lane, in_axes=(None, 0), axis_name="ln")(sm.State(START, reduce=policy), x)
+
+    with pytest.raises(sm.StatemeshError) as raised:
+        by_shards("auto", True, lambda x: step(x, "sum").value)
+    assert str(raised.value) == (
+        "The lanes of a vmap ('ln') inside a checked shard_map got a state with reduce='sum' or a function, "
+        "and what they run cannot be traced. So it is unknown which written values are the same in all "
+        "lanes, and count once. The reason is usually jax.lax.axis_index over the lanes, or a branch on the "
+        "value of an array. Write sm.axis_index('ln') instead of jax.lax.axis_index('ln'), and jax.lax.cond "
+        "or jnp.where instead of the branch."
+    )
+    mean = by_shards("auto", True, lambda x: step(x, "mean").value)
+    np.testing.assert_allclose(mean, START + X.sum(1))

@@ -1,0 +1,179 @@
+"""A steady call asks JAX for an earlier program only, and takes nothing else for JAX's refusal."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from tests.helpers import compiles
+
+
+KINDS = [AxisType.Explicit, AxisType.Auto]
+each_kind = pytest.mark.parametrize("kind", KINDS, ids=["explicit", "auto"])
+
+
+def make_mesh(kind: AxisType) -> jax.sharding.Mesh:
+    return jax.make_mesh((8,), ("data",), axis_types=(kind,))
+
+
+class Chooser(sm.Module):
+    w: sm.State
+    branch: int = sm.field(static=True)
+
+
+def chosen(model: Any, x: Any, y: Any) -> Any:
+    return x if "a" in model else y
+
+
+def chosen_by_field(model: Chooser, x: Any, y: Any) -> Any:
+    return (x if model.branch == 1 else y), model
+
+
+def total(model: Any, x: Any, y: Any) -> Any:
+    return x + sum(leaf.sum() for leaf in jax.tree.leaves(model))
+
+
+W = jnp.full(4, 2.0)
+OTHERS: dict[str, tuple[Callable[..., Any], Any, Any, Any]] = {
+    "other keys": (chosen, {"a": W}, {"b": W}, 5.0),
+    "another static field": (
+        chosen_by_field,
+        Chooser(sm.State(W), 1),
+        Chooser(sm.State(W), 2),
+        5.0,
+    ),
+    "fewer leaves": (total, [W, W], [W], 3 + 8.0),
+    "more leaves": (total, [W], [W, W], 3 + 16.0),
+    "another shape": (total, [W], [W[:2]], 3 + 4.0),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+@pytest.mark.parametrize("kind", [None, *KINDS], ids=["lanes", "explicit", "auto"])
+def test_other_calls_without_compiling(what: str, kind: AxisType | None) -> None:
+    fun, model, other, expected = OTHERS[what]
+    mapped: Any = sm.vmap2(fun, in_axes=(None, 0, 0))
+    if kind is not None:
+        mapped = sm.shard_map(fun, make_mesh(kind), (None, P(), P()), P())
+    x, y = jnp.full(4, 3.0), jnp.full(4, 5.0)
+    args, others = ((*mapped.place(m, x, y),) for m in (model, other))
+    before = [mapped(*args) for _ in range(3)][-1]
+    with jax.disable_jit():
+        result = mapped(*others)
+        assert jax.tree.structure(mapped(*args)) == jax.tree.structure(before)
+    if isinstance(model, Chooser):
+        result, after = result
+        assert jax.tree.structure(after) == jax.tree.structure(other)
+    np.testing.assert_array_equal(result, np.broadcast_to(expected, result.shape))
+    # Calls that are compiled are quick again afterwards.
+    mapped(*args)
+    with compiles() as seen:
+        mapped(*args)
+    assert seen.times == 0
+
+
+class Watched:
+    """A node of the arguments. What is in `hooks` happens while they are flattened."""
+
+    hooks: ClassVar[list[Callable[[], None]]] = []
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+
+def _children(node: Watched) -> tuple[tuple[Any], None]:
+    while Watched.hooks:
+        Watched.hooks.pop()()
+    return (node.x,), None
+
+
+jax.tree_util.register_pytree_node(Watched, _children, lambda _, children: Watched(*children))
+
+
+def steady(kind: AxisType) -> tuple[Any, sm.State, Watched]:
+    """A call that is like those before it."""
+    mesh = make_mesh(kind)
+    mapped = sm.shard_map(
+        lambda s, node: (s.set(s.value + 1), 2 * node.x), mesh, (None, P("data")), (P(), P("data"))
+    )
+    node = Watched(jax.device_put(np.arange(8.0), NamedSharding(mesh, P("data"))))
+    (state,) = mapped.place(sm.State(0), node)[:1]
+    for _ in range(3):
+        state, _ = mapped(state, node)
+    return mapped, state, node
+
+
+@contextmanager
+def on_signal(handler: Callable[[], None]) -> Iterator[None]:
+    before = signal.signal(signal.SIGUSR1, lambda *_: handler())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@each_kind
+@pytest.mark.parametrize("kind_of_error", [RuntimeError, ValueError, KeyboardInterrupt])
+def test_what_a_signal_handler_raises_comes_through(kind: AxisType, kind_of_error: Any) -> None:
+    mapped, state, node = steady(kind)
+
+    def stop() -> None:
+        raise kind_of_error("stop: 're-tracing' is no refusal, 'no_tracing' is not set")
+
+    with on_signal(stop):
+        Watched.hooks.append(lambda: signal.raise_signal(signal.SIGUSR1))
+        with pytest.raises(kind_of_error, match="stop"):
+            mapped(state, node)
+    after, doubled = mapped(state, node)
+    assert int(after.value) == 4
+    np.testing.assert_array_equal(doubled, 2 * np.arange(8.0))
+
+
+@each_kind
+def test_a_signal_handler_may_compute(kind: AxisType) -> None:
+    mapped, state, node = steady(kind)
+    results: list[float] = []
+
+    def compute() -> None:
+        results.append(float(jax.jit(lambda x: x + 1)(1.0)))
+        fresh = sm.vmap2(lambda s, x: s.value + x, in_axes=(None, 0))
+        for _ in range(3):
+            results.append(float(fresh(sm.State(1.0), jnp.arange(3.0))[2]))
+        # The very call that was interrupted, with other arrays.
+        results.append(float(mapped(state, Watched(np.ones(16)))[1].sum()))
+
+    with on_signal(compute):
+        Watched.hooks.append(lambda: signal.raise_signal(signal.SIGUSR1))
+        after, _ = mapped(state, node)
+    assert results == [2, 3, 3, 3, 32]
+    assert int(after.value) == 4
+
+
+@each_kind
+def test_an_error_is_not_tried_a_second_time(kind: AxisType) -> None:
+    mapped, state, node = steady(kind)
+
+    def fail() -> None:
+        raise RuntimeError("the device is lost")
+
+    Watched.hooks.append(fail)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        mapped(state, node)
+
+
+@each_kind
+def test_an_array_that_was_given_up_is_named(kind: AxisType) -> None:
+    mapped, state, node = steady(kind)
+    gone = Watched(node.x + 0)
+    gone.x.delete()
+    with pytest.raises(sm.StatemeshError, match=r"<lambda>.*\n  - node\[<flat index 0>\]"):
+        mapped(state, gone)
+    assert int(mapped(state, node)[0].value) == 4
