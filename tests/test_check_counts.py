@@ -113,6 +113,13 @@ PATTERNS: dict[str, Callable[[Any], Any]] = {
         x, (x * one_hot(x)).sum(-1) >= lax.top_k((x * one_hot(x)).sum(-1), 3)[0][:, -1:]
     ),
     "chosen_by_a_product": lambda x: kept(x, chosen(jnp.tanh(x)) >= 0),
+    # The same, computed twice
+    "function_again": lambda x: kept(x, jnp.tanh(x).max(-1) == jnp.tanh(x.max(-1))),
+    "sum_again": lambda x: kept(x, jnp.exp(x).sum(-1) == jnp.exp(x).sum(-1)),
+    "softmax_again": lambda x: kept(x, jax.nn.softmax(x)[..., 0] >= jax.nn.softmax(x)[..., 0]),
+    "difference_turned_around": lambda x: kept(
+        x, jnp.abs(x[..., 0] - x[..., 1]) <= jnp.abs(x[..., 1] - x[..., 0])
+    ),
 }
 
 

@@ -11,8 +11,8 @@ They are exact where none can have more digits than the dtype has: where the sum
 at most that many grains.
 """
 
-import itertools
 import math
+import zlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -56,6 +56,9 @@ _SEVERAL = 4.0
 # Functions that give short numbers for zero. (What is zero is not moved, such as the logarithm of one.)
 _SHORT_AT_ZERO = ("exp", "exp2", "cos", "cosh", "logistic", "erfc")
 
+# For multiplicative hashing.
+_ODD = 0xD1B54A32D192ED03
+
 # The power of grains that is summed to find the finest.
 _POWER = 4
 
@@ -79,7 +82,6 @@ class Noisy(Promoted):
         super().__init__()
         self.noise, self.rounded = noise, rounded
         self.seed = jnp.asarray(noise[2], np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        self.salts = itertools.count()
 
     def literal(self, x: AnyLeaf, dtype: Any) -> AnyLeaf:
         wide = super().literal(x, dtype)
@@ -88,7 +90,7 @@ class Noisy(Promoted):
             or (str(dtype), float(np.real(np.asarray(x, dtype)))) not in self.rounded
         ):
             return wide
-        return self._off(wide, roundoff(dtype))
+        return self._off(wide, roundoff(dtype), "literal")
 
     def bind(self, eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
         run = super().bind
@@ -105,7 +107,7 @@ class Noisy(Promoted):
         narrows = self.keeps_dtype(eqn)
         if narrows:
             pairs = zip(xs, eqn.invars, strict=True)
-            xs = [self._off(x, roundoff(dtype_of(v))) for x, v in pairs]
+            xs = [self._off(x, roundoff(dtype_of(v)), "operand") for x, v in pairs]
         made = run(*xs)
         narrows = narrows or name in self.own_dtype
         # Random bits become floats in their own dtype, exactly.
@@ -118,8 +120,8 @@ class Noisy(Promoted):
         if narrows or not _is_sum(eqn):
             exact = self._is_exact(eqn, xs, made)
             times *= 1.0 if name in _ONCE else _SEVERAL
-            pairs = zip(made, units, strict=True)
-            return [self._off(x, unit * times, exact) for x, unit in pairs]
+            results = zip(made, units, strict=True)
+            return [self._off(x, unit * times, name, exact) for x, unit in results]
         ((x,), (unit,)) = made, units
         inner = unit
         if name in _WIDE_SUMS and times > 1:
@@ -127,11 +129,11 @@ class Noisy(Promoted):
         sizes, finest = self._terms(eqn, xs, x, run)
         exact = _fits(sizes, finest, inner)
         if times == 1:
-            return [self._off(x, unit, exact)]
+            return [self._off(x, unit, name, exact)]
         # The order of a sum changes the error of each term.
-        x = self._off(x, inner * times, exact, sizes * (2 / times))
+        x = self._off(x, inner * times, name, exact, sizes * (2 / times), _order(xs))
         if name in _WIDE_SUMS:
-            x = self._off(x, unit, _fits(jnp.abs(x), _fineness(x, inner), unit))
+            x = self._off(x, unit, "result", _fits(jnp.abs(x), _fineness(x, inner), unit))
         return [x]
 
     def _unit(self, var: Any) -> Any:
@@ -189,28 +191,46 @@ class Noisy(Promoted):
         self,
         x: AnyLeaf,
         unit: Any,
+        name: str,
         exact: AnyLeaf = np.False_,
         sizes: AnyLeaf = 0.0,
+        order: Any = 0,
     ) -> AnyLeaf:
-        """The numbers, each off by a roundoff of it, and of the sizes of its terms, where it is not exact."""
+        """The numbers, each off by a roundoff of it, and of the sizes of its terms, where it is not exact.
+
+        Rounding makes the same number of what is computed twice, and so does noise: it depends on the number,
+        the operation and, for a sum, the order of the terms.
+        """
         if not is_inexact(x.dtype) or x.size == 0:
             return x
         noisy = self.noise[0] + self.noise[1] > 0
         amount = jnp.where(noisy, unit, 0.0)
-        return _moved(x, amount, sizes, exact, self.seed ^ np.uint64(_salt(next(self.salts))))
+        salt = np.uint64(zlib.crc32(name.encode()) * _ODD % 2**64)
+        return _moved(x, amount, sizes, exact, self.seed ^ salt ^ jnp.asarray(order, np.uint64))
 
 
-def _salt(number: int) -> int:
-    return number * 0xD1B54A32D192ED03 % 2**64
+@jax.jit
+def _order(xs: Sequence[AnyLeaf]) -> AnyLeaf:
+    """A number that depends on all operands, their order and that of the numbers in them, but not on signs."""
+    number = jnp.zeros((), np.uint64)
+    for x in xs:
+        digits = _digits(x).ravel() if is_inexact(x.dtype) else x.ravel().astype(np.uint64)
+        places = 2 * jnp.arange(digits.size, dtype=np.uint64) + np.uint64(1)
+        number = (number + (digits * (places * np.uint64(_ODD))).sum()) * np.uint64(_ODD)
+    return number
+
+
+def _digits(x: AnyLeaf) -> AnyLeaf:
+    """The bits of the sizes of numbers. Rounding is the same for a number and its negative."""
+    real = x.real if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
+    return jax.lax.bitcast_convert_type(jnp.abs(real), np.uint64)
 
 
 @jax.jit
 def _moved(x: AnyLeaf, amount: Any, sizes: AnyLeaf, exact: AnyLeaf, seed: Any) -> AnyLeaf:
     """Each number off by a random part of it: equal numbers by the same part, so that copies stay copies."""
-    real = x.real if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
-    bits = jax.lax.bitcast_convert_type(real, np.uint64)
     # The upper half of a product with an odd number depends on all lower digits (multiplicative hashing).
-    mixed = (bits ^ seed) * np.uint64(0xFF51AFD7ED558CCD) >> np.uint64(11)
+    mixed = (_digits(x) ^ seed) * np.uint64(0xFF51AFD7ED558CCD) >> np.uint64(11)
     part = mixed.astype(np.float64) * 2.0**-52 - 1
     more = jnp.where(jnp.isfinite(sizes), sizes * amount * part, 0.0)
     return jnp.where(exact, x, x * (1 + amount * part) + more)
