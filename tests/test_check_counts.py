@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from statemesh.testing import UntestedWarning, assert_equivalent
+import statemesh as sm
+from statemesh.testing import UntestedWarning, assert_equivalent, emulate
 
 from .checked import accused
 
@@ -210,9 +211,6 @@ def holds_a_tenth(x: Any) -> Any:
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, 0, 1), (0, 0)])
 def test_a_verdict_does_not_depend_on_checks_before(order: tuple[int, ...]) -> None:
-    from statemesh.testing._equivalent import _programs
-
-    _programs._cached.cache_clear()
     for k in order:
         unsharded = (tenth, tenth_by_a_product)[k]
         assert_equivalent(
@@ -226,17 +224,18 @@ def test_a_verdict_does_not_depend_on_checks_before(order: tuple[int, ...]) -> N
         )
 
 
-def scaled(x: Any, by: float) -> Any:
-    return x * by
+def test_the_programs_of_an_emulated_call_are_bounded() -> None:
+    traced: list[float] = []
 
+    def scaled(x: Any, by: float) -> Any:
+        traced.append(by)
+        return x * by
 
-def test_programs_for_static_values_are_bounded() -> None:
-    from statemesh.testing._emulate._doubled import Doubled, widened
-
-    doubled = Doubled(scaled)
-    for k in range(40):
-        doubled.form(widened(((X, k + 0.5), {})).types)
-    assert len(doubled._programs) == 16
+    mapped = sm.shard_map(scaled, {"x": 2}, (P("x"), None), P("x"))
+    for by in (*range(40), 39, 0):
+        emulate(mapped, X, float(by))
+    # The last program was kept; the first one made place for others.
+    assert traced.count(39.0) < traced.count(0.0)
 
 
 # Loops
@@ -256,6 +255,18 @@ def test_a_loop_that_never_ends_with_large_values_is_named() -> None:
     assert "test_check_counts.py" in str(caught[0].message)
     assert "on mesh x=2" in checked_newton.agreed
     assert "on mesh x=2 with large values" not in checked_newton.agreed
+
+
+def newton_with_a_relative_tolerance(x: Any) -> Any:
+    a = lax.psum((x * x).sum(), "x") + 1
+    return lax.while_loop(
+        lambda z: jnp.abs(z * z - a) > 1e-4 * a, lambda z: 0.5 * (z + a / z), a / 2 + 0.5
+    )
+
+
+def test_a_loop_that_converges_is_compared_with_all_values() -> None:
+    agreed = checked(newton_with_a_relative_tolerance, "float32").agreed
+    assert "on mesh x=2 with large values" in agreed
 
 
 def doubled_until_large(x: Any) -> Any:
@@ -293,6 +304,24 @@ def test_arrays_of_another_mesh() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UntestedWarning)
         assert_equivalent(in_half, (x,), meshes=[{"x": 2}], in_specs=P("x"), out_specs=P())
+
+
+def drawn(data: Any, x: Any) -> Any:
+    noise = jax.random.normal(jax.random.wrap_key_data(data), x.shape[1:])
+    return lax.psum(x.sum(0), "x") * lax.axis_size("x") + noise  # twice
+
+
+def test_a_key_that_is_made_inside_does_not_hide_the_line() -> None:
+    data = np.array([0, 1], np.uint32)
+    with pytest.raises(AssertionError, match="# twice"):
+        assert_equivalent(
+            drawn,
+            (data, X),
+            meshes=[{"x": 2}],
+            in_specs=(P(), P("x")),
+            out_specs=P(),
+            gradients=False,
+        )
 
 
 def test_tracers_do_not_leak() -> None:

@@ -17,14 +17,13 @@ class Recent(Generic[Entry]):
     def __init__(self) -> None:
         self._entries: OrderedDict[Hashable, Entry] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def get(self, key: Hashable, new: Callable[[], Entry]) -> Entry:
         """The entry of a key. If there is none, `new` makes it."""
-        if key not in self._entries:
-            self._entries[key] = new()
-        self._entries.move_to_end(key)
+        entry = self._entries.pop(key, None) or new()
+        self._entries[key] = entry
         if len(self._entries) > _KEPT:
             self._entries.popitem(last=False)
-        return self._entries[key]
+        return entry
+
+    def forget(self, key: Hashable) -> None:
+        self._entries.pop(key, None)
