@@ -144,7 +144,8 @@ class Doubled:
 
         def new() -> _Program:
             with self.context():
-                return _Program(self.name, trace(self.call, treedef, leaves))
+                traced = trace(self.call, treedef, leaves)
+            return _Program(self.name, traced)
 
         return self._programs.get(key, new)
 
