@@ -153,11 +153,13 @@ def right_losses(x: Any) -> Any:
     return {name: loss_of(pattern, False)(x) for name, pattern in every.items()}
 
 
+@pytest.mark.slow
 def test_mistakes_behind_whole_numbers_are_found() -> None:
     found = accused(losses, X, meshes=[{"x": 2}], in_specs=P("x"), gradients=False)
     assert {*PATTERNS, *SHARED} - found == set()
 
 
+@pytest.mark.slow
 def test_without_mistakes_all_of_them_are_judged() -> None:
     right = checked(right_losses, "float32")
     assert right.unjudged == {}

@@ -211,7 +211,7 @@ class Noisy(Promoted):
 
 @jax.jit
 def _order(xs: Sequence[AnyLeaf]) -> AnyLeaf:
-    """A number that depends on all operands, their order and that of the numbers in them, but not on signs."""
+    """A number that depends on all operands and the order of the numbers in them, but not on signs."""
     number = jnp.zeros((), np.uint64)
     for x in xs:
         digits = _digits(x).ravel() if is_inexact(x.dtype) else x.ravel().astype(np.uint64)
