@@ -1,7 +1,7 @@
 """`emulate`: a mapped call on one device."""
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 import numpy as np
@@ -67,7 +67,7 @@ def emulate(mapped: Fun, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         leaves = [as_array(x) if _is_traced(x) else x for x in leaves]
     key = _signature(treedef, leaves)
     cache = _cache_of(mapped)
-    new = lambda: _TracedCall(mapped, treedef, leaves)
+    new: Callable[[], _TracedCall] = lambda: _TracedCall(mapped, treedef, leaves)
     traced = new() if key is None else cache.get(key, new)
     if traced.program.holds_tracers:
         cache.forget(key)
