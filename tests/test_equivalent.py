@@ -237,7 +237,7 @@ def test_the_line_comes_first_and_then_what_is_off() -> None:
         "  - centered_here(...)[0]: float32[8,2], off by 0.1283 at [0, 0], where it is "
         in lines[-1]
     )
-    assert lines[-1].endswith("(1e-12 would be rounding in double precision).")
+    assert lines[-1].endswith("(1e-15 would be rounding in double precision).")
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ _DTYPES = ("dtype", "new_dtype", "preferred_element_type")
 # Operations of a caller's own code, or on the bits of numbers: they need the dtype of the program.
 _OWN_DTYPE = (
     *("pure_callback", "io_callback", "ffi_call", "debug_callback", "bitcast_convert_type"),
-    *("nextafter", "pallas_call"),
+    *("nextafter", "pallas_call", "call_hi_primitive"),
 )
 
 _MARKS = ("", "-add", "-sub", "-mul", "-min", "-max")
@@ -39,14 +39,17 @@ class Arithmetic(Protocol):
     def literal(self, x: AnyLeaf, dtype: Any) -> AnyLeaf:
         """A literal of the program and its dtype, as the replay holds it."""
 
-    def before(self, eqn: Equation, xs: Sequence[AnyLeaf], shards: int = 1) -> Sequence[AnyLeaf]:
-        """The operands of an equation, of all shards. A collective is over so many of them."""
-
     def bind(self, eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
         """The results, on one shard, of an equation that is no collective and runs no other equations."""
 
-    def after(self, eqn: Equation, made: Sequence[AnyLeaf], shards: int = 1) -> Sequence[AnyLeaf]:
-        """The results of an equation, of all shards. A collective is over so many of them."""
+    def reduced(
+        self,
+        eqn: Equation,
+        xs: Sequence[AnyLeaf],
+        run: Callable[..., list[AnyLeaf]],
+        shards: int = 1,
+    ) -> list[AnyLeaf]:
+        """The results of an equation that `run` computes. A collective is over so many shards."""
 
 
 class OwnDtypes:
@@ -58,16 +61,18 @@ class OwnDtypes:
     def literal(self, x: AnyLeaf, dtype: Any) -> AnyLeaf:
         return np.asarray(x, dtype)
 
-    def before(self, eqn: Equation, xs: Sequence[AnyLeaf], shards: int = 1) -> Sequence[AnyLeaf]:
-        del eqn, shards
-        return xs
-
     def bind(self, eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
         return _results(eqn, _parameters(eqn), xs)
 
-    def after(self, eqn: Equation, made: Sequence[AnyLeaf], shards: int = 1) -> Sequence[AnyLeaf]:
+    def reduced(
+        self,
+        eqn: Equation,
+        xs: Sequence[AnyLeaf],
+        run: Callable[..., list[AnyLeaf]],
+        shards: int = 1,
+    ) -> list[AnyLeaf]:
         del eqn, shards
-        return made
+        return run(*xs)
 
 
 class Promoted(OwnDtypes):
@@ -154,6 +159,13 @@ def _scattered(eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
 
 
 def _results(eqn: Equation, params: Mapping[str, Any], xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
+    if "_prim" in params:
+        # What newer versions of JAX expand only when they compile, such as `custom_root`. In double precision
+        # the numbers in it would get other dtypes than those that it was traced with.
+        wide = any(dtype_of(v).itemsize == 8 for v in (*eqn.invars, *eqn.outvars))
+        with jax.enable_x64(wide):
+            expand, treedef = params["_prim"].expand, params["_prim"].in_tree
+            return list(jax.tree.leaves(expand(*jax.tree.unflatten(treedef, xs))))
     made = eqn.primitive.bind(*xs, **params)
     return list(made) if eqn.primitive.multiple_results else [made]
 

@@ -42,11 +42,15 @@ class Replays(Protocol):
 
     no_differences: Differences
     arithmetic: Arithmetic
+    most_rounds: int | None
 
     def one_copy(
         self, eqn: Equation, index: int, value: Stacked, left: Sequence[Hashable], frame: Frame
     ) -> Stacked:
         """Keep one copy along the axes `left`, and note by how much the others differ."""
+
+    def stopped(self, eqn: Equation, goes_on: jax.Array, frame: Frame) -> None:
+        """Note whether a loop that was stopped would have gone on."""
 
     def run(self, jaxpr: Jaxpr, values: Sequence[Stacked], frame: Frame) -> list[Stacked]: ...
 
@@ -99,19 +103,35 @@ def while_(
         inner = Frame(scope, differences)
         (go,) = replay.run(condition, [*of_cond, *_stacked(xs, axes)], inner)
         # Where shards do not agree, all stop: the difference is reported, and no loop runs for ever.
-        return jnp.all(go.x) & replay.one_copy(eqn, 0, go, must_agree, inner).x, inner.differences
+        every = jnp.all(go.x, tuple(range(len(go.axes))))
+        return every & replay.one_copy(eqn, 0, go, must_agree, inner).x, inner.differences
+
+    def is_next(state: Any) -> Any:
+        rounds, go, _, _ = state
+        return jnp.any(go) & (replay.most_rounds is None or rounds < replay.most_rounds)
 
     def once(state: Any) -> Any:
-        _, xs, differences = state
+        rounds, go, xs, differences = state
         given, like = [*_arrays(of_body), *xs], [*of_body, *carry]
-        xs, differences = _run(replay, body, given, like, axes, scope, differences)
-        go, differences = goes_on(xs, differences)
-        return go, xs, differences
+        new, differences = _run(replay, body, given, like, axes, scope, differences)
+        if go.ndim:
+            # A loop under `vmap` has a predicate for each lane. A lane that has ended keeps its values.
+            new = [_where(go, a, b, names) for a, b, names in zip(new, xs, axes, strict=True)]
+        go, differences = goes_on(new, differences)
+        return rounds + 1, go, new, differences
 
     go, differences = goes_on(_arrays(carry), frame.differences)
-    start = go, _arrays(carry), differences
-    _, xs, frame.differences = jax.lax.while_loop(lambda state: state[0], once, start)
+    start = jnp.int32(0), go, _arrays(carry), differences
+    _, go, xs, frame.differences = jax.lax.while_loop(is_next, once, start)
+    if replay.most_rounds is not None:
+        replay.stopped(eqn, jnp.any(go), frame)
     return _stacked(xs, axes)
+
+
+def _where(lanes: jax.Array, new: AnyLeaf, old: AnyLeaf, axes: Axes) -> AnyLeaf:
+    """New values in some lanes, which come after the mesh axes."""
+    shape = (*[1] * len(axes), *lanes.shape)
+    return jnp.where(lanes.reshape(*shape, *[1] * (new.ndim - len(shape))), new, old)
 
 
 def _partitioned_axes(

@@ -1,7 +1,7 @@
 """A call in double precision, with all shards on one device."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._recent import Recent
 from .._static_keys import static_key
 from .._types import AnyLeaf, Fun, PyTree, tree_util
-from ._arithmetic import is_inexact, promoted
-from ._jaxprs import rounded_literals
+from ._arithmetic import Promoted, is_inexact, promoted
+from ._jaxprs import Equation, rounded_literals
 from ._one_device import NO_MESH, on_one_device, type_of
-from ._promises import Broken, broken
-from ._replay import NoisyReplay, PromotedReplay
+from ._promises import UNENDED, Broken, broken, unended
+from ._replay import NoisyReplay, PromotedReplay, Replay
 from ._sources import Sources, drawn_arguments, sources_of
 from ._trace import Trace, is_array_or_type, trace
 
@@ -72,11 +73,6 @@ class Doubled:
 
     - `call`: a mapped function, or a function that calls one.
     - `context`: makes the context in which it is traced.
-
-    **Attributes:**
-
-    - `compared_with`: the function that this one is compared with. Constants that only one of the two has
-        may be rounded.
     """
 
     def __init__(
@@ -84,23 +80,18 @@ class Doubled:
     ) -> None:
         self.call = call
         self.context = context
-        self.compared_with: Doubled | None = None
         self.name = getattr(call, "__name__", type(call).__name__)
-        self._programs: dict[Hashable, _Program] = {}
+        self._programs: Recent[_Program] = Recent()
 
     def form(self, types: PyTree) -> PyTree:
         """The tree of the results, with types in the place of arrays."""
         return self.program_of(types).trace.form
 
-    def _others(self, types: PyTree) -> Collection[tuple[str, float]]:
-        """The literals of what this function is compared with; its own if it is compared with nothing."""
-        other = self.compared_with or self
-        return other.program_of(types).literals
-
-    @property
-    def own_dtype(self) -> set[str]:
+    def own_dtype(self, types: PyTree) -> set[str]:
         """The operations that could not run in double precision."""
-        return set().union(*(one.own_dtype for one in self._programs.values()))
+        arithmetic = self.program_of(types).exact.replay.arithmetic
+        assert isinstance(arithmetic, Promoted)
+        return arithmetic.own_dtype
 
     def is_untouched(self, types: PyTree, argument: int, result: int) -> bool:
         """Whether a leaf of the results is a leaf of the arguments, each by its number."""
@@ -120,19 +111,29 @@ class Doubled:
         arrays = [k for k, x in enumerate(jax.tree.leaves(types)) if is_array_or_type(x)]
         return frozenset(arrays[k] for k in found)
 
-    def __call__(self, args: Wide, noise: Any = None) -> tuple[Wide, list[Broken]]:
+    def loops(self, types: PyTree) -> bool:
+        """Whether it has loops that might not end."""
+        promises = self.program_of(types).exact.replay.promises
+        return any(promise.index == UNENDED for promise in promises)
+
+    def __call__(
+        self, args: Wide, noise: Any = None, compared_with: "Doubled | None" = None
+    ) -> "Called":
         """Call the function.
 
         **Arguments:**
 
         - `args`: the tuple of the positional arguments and the dictionary of the others.
         - `noise`: that of `Noisy`; without it there is none, and the program is a smaller one.
-
-        **Returns:** the results, and the promises that do not hold.
+        - `compared_with`: the function that this one is compared with. Constants that only one of the two
+            has may be rounded.
         """
         program = self.program_of(args.types)
         arrays = [x for x in jax.tree.leaves(args.values) if is_array_or_type(x)]
-        return program(arrays, noise)
+        if noise is None:
+            return program(program.exact, arrays)
+        others = (compared_with or self).program_of(args.types).literals
+        return program(program.noisy(program.literals - others), arrays, noise)
 
     def program_of(self, types: PyTree) -> "_Program":
         """The traced call with arguments of these types."""
@@ -140,11 +141,13 @@ class Doubled:
         # A static leaf whose value cannot be known is never equal to another.
         statics = tuple(_key(x) for x in leaves)
         key = treedef, statics
-        if key not in self._programs:
+
+        def new() -> _Program:
             with self.context():
                 traced = trace(self.call, treedef, leaves)
-            self._programs[key] = _Program(self.name, traced, lambda: self._others(types))
-        return self._programs[key]
+            return _Program(self.name, traced)
+
+        return self._programs.get(key, new)
 
 
 def _key(x: AnyLeaf) -> Hashable:
@@ -153,15 +156,29 @@ def _key(x: AnyLeaf) -> Hashable:
     return static_key(x) or object()
 
 
+@dataclasses.dataclass(frozen=True)
+class Called:
+    """What a call gave.
+
+    **Attributes:**
+
+    - `results`: the results.
+    - `broken`: the promises that do not hold.
+    - `unended`: the loops that were stopped before they had ended.
+    """
+
+    results: Wide
+    broken: list[Broken]
+    unended: list[Equation]
+
+
 class _Program:
     """One traced call."""
 
-    def __init__(
-        self, name: str, traced: Trace, others: Callable[[], Collection[tuple[str, float]]]
-    ) -> None:
-        self.name, self.trace, self.others = name, traced, others
-        self.exact = PromotedReplay(name, traced.closed.jaxpr)
-        self._exact = jax.jit(self.exact, compiler_options=compile_fast())
+    def __init__(self, name: str, traced: Trace) -> None:
+        self.name, self.trace = name, traced
+        self.exact = _Compiled(PromotedReplay(name, traced.closed.jaxpr))
+        self._noisy: Recent[_Compiled] = Recent()
         with jax.enable_x64(True):
             self.consts = [_widened(jnp.asarray(x)) for x in traced.closed.consts]
 
@@ -169,28 +186,28 @@ class _Program:
     def literals(self) -> frozenset[tuple[str, float]]:
         return rounded_literals(self.trace.closed)
 
-    @cached_property
-    def noisy(self) -> NoisyReplay:
-        rounded = self.literals - frozenset(self.others())
-        return NoisyReplay(self.name, self.trace.closed.jaxpr, rounded)
+    def noisy(self, rounded: frozenset[tuple[str, float]]) -> "_Compiled":
+        """The program with noise, also in these literals."""
+        new = lambda: _Compiled(NoisyReplay(self.name, self.trace.closed.jaxpr, rounded))
+        return self._noisy.get(rounded, new)
 
-    @cached_property
-    def _noisy(self) -> Fun:
-        return jax.jit(self.noisy, compiler_options=compile_fast())
-
-    @property
-    def own_dtype(self) -> set[str]:
-        return self.exact.arithmetic.own_dtype
-
-    def __call__(self, arrays: list[AnyLeaf], noise: Any) -> tuple[Wide, list[Broken]]:
+    def __call__(
+        self, compiled: "_Compiled", arrays: Sequence[AnyLeaf], noise: Any = None
+    ) -> Called:
         with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
-            if noise is None:
-                replay: PromotedReplay | NoisyReplay = self.exact
-                made, differences = self._exact(*self.consts, *arrays)
-            else:
-                replay = self.noisy
-                given = jnp.asarray(noise, np.float64)
-                made, differences = self._noisy(given, *self.consts, *arrays)
-        outvars = self.trace.closed.jaxpr.outvars
-        found = broken(replay.promises, differences, outvars, self.trace.paths)
-        return Wide(self.trace.form, self.trace.results(made)), found
+            first = [] if noise is None else [jnp.asarray(noise, np.float64)]
+            made, differences = compiled.run(*first, *self.consts, *arrays)
+        promises, outvars = compiled.replay.promises, self.trace.closed.jaxpr.outvars
+        return Called(
+            Wide(self.trace.form, self.trace.results(made)),
+            broken(promises, differences, outvars, self.trace.paths),
+            unended(promises, differences),
+        )
+
+
+class _Compiled:
+    """One replay of a program, compiled."""
+
+    def __init__(self, replay: Replay) -> None:
+        self.replay = replay
+        self.run = jax.jit(replay, compiler_options=compile_fast())

@@ -1,11 +1,12 @@
 """`emulate`: a mapped call on one device."""
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 import numpy as np
 
+from .._recent import Recent
 from .._static_keys import static_key
 from .._types import AnyLeaf, Fun, PyTree, PyTreeDef, tree_util
 from ._one_device import NO_MESH, as_array
@@ -66,11 +67,10 @@ def emulate(mapped: Fun, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         leaves = [as_array(x) if _is_traced(x) else x for x in leaves]
     key = _signature(treedef, leaves)
     cache = _cache_of(mapped)
-    traced = None if key is None else cache.get(key)
-    if traced is None:
-        traced = _TracedCall(mapped, treedef, leaves)
-        if not (key is None or traced.program.holds_tracers):
-            cache[key] = traced
+    new: Callable[[], _TracedCall] = lambda: _TracedCall(mapped, treedef, leaves)
+    traced = new() if key is None else cache.get(key, new)
+    if traced.program.holds_tracers:
+        cache.forget(key)
     return traced([x for x in leaves if _is_jax_array(x)])
 
 
@@ -86,15 +86,15 @@ def _is_jax_array(x: object) -> bool:
 
 
 # The traced calls of each function, for as long as the function lives.
-_caches: weakref.WeakKeyDictionary[Fun, dict[Hashable, "_TracedCall"]]
+_caches: weakref.WeakKeyDictionary[Fun, Recent["_TracedCall"]]
 _caches = weakref.WeakKeyDictionary()
 
 
-def _cache_of(mapped: Fun) -> dict[Hashable, "_TracedCall"]:
+def _cache_of(mapped: Fun) -> Recent["_TracedCall"]:
     try:
-        return _caches.setdefault(mapped, {})
+        return _caches.setdefault(mapped, Recent())
     except TypeError:  # The function has no hash, or cannot be referred to weakly.
-        return {}
+        return Recent()
 
 
 def _signature(treedef: PyTreeDef, leaves: Sequence[AnyLeaf]) -> Hashable | None:

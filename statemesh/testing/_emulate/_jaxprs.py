@@ -1,8 +1,8 @@
 """What the replay asks of jaxprs. The one file of `testing` that knows `jax.extend`."""
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any, TypeAlias, TypeGuard
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,18 @@ Equation: TypeAlias = core.JaxprEqn
 # With its constants or without: newer versions of JAX make `ClosedJaxpr` and `Jaxpr` one class.
 Jaxpr: TypeAlias = Any
 Atom: TypeAlias = core.Var | core.Literal
+Value = TypeVar("Value")
 
 # The parameters in which a call keeps the jaxpr that it runs.
 _CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call", "callee")
+_LINEAR_SOLVE = "custom_linear_solve"
+# Equations that run one jaxpr once. Their custom rules for derivatives and for `vmap` are not needed here:
+# JAX differentiates the traced program, never its replay.
+CALLS = (
+    *("jit", "pjit", "closed_call", "core_call", "eval_jaxpr", "remat", "remat2", "checkpoint"),
+    "composite",
+    *("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call", _LINEAR_SOLVE),
+)
 
 # Equations that say where a value lies, or what its type is.
 _IDENTITIES = (
@@ -46,7 +55,19 @@ def is_identity(eqn: Equation) -> bool:
 
 def called(eqn: Equation) -> Jaxpr:
     """The jaxpr that a call runs."""
+    if eqn.primitive.name == _LINEAR_SOLVE:
+        return eqn.params["jaxprs"].solve
     return next(eqn.params[key] for key in _CALLED if hasattr(eqn.params.get(key), "eqns"))
+
+
+def operands_of_call(eqn: Equation, given: Sequence[Value]) -> Sequence[Value]:
+    """Those operands of a call that its jaxpr gets."""
+    if eqn.primitive.name != _LINEAR_SOLVE:
+        return given
+    # Before the right-hand sides come the constants of four functions, of which the third solves.
+    counts = eqn.params["const_lengths"]
+    first = counts.matvec + counts.vecmat
+    return [*given[first : first + counts.solve], *given[sum(counts) :]]
 
 
 def nested_equations(eqn: Equation) -> Iterator[Equation]:

@@ -3,11 +3,17 @@
 Every operation that rounds changes its results at random, by as much as rounding in its dtype may. What moves
 from run to run is ill-conditioned, and by how much it moves is what rounding explains (Parker, Monte Carlo
 Arithmetic, 1997).
+
+A result that is exact is not moved: counts, positions and masks stay whole numbers, and thresholds on them
+hold. Whether a sum of products is exact can be computed. The *grain* of a number is the value of its lowest
+digit that is not zero. All terms are multiples of the least grain, and so are all partial sums, in any order.
+They are exact where none can have more digits than the dtype has: where the sum of the sizes of the terms is
+at most that many grains.
 """
 
-import itertools
 import math
-from collections.abc import Collection, Sequence
+import zlib
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -24,23 +30,37 @@ _EXACT = frozenset(
     (
         *("reshape", "broadcast_in_dim", "slice", "gather", "select_n", "concatenate", "transpose"),
         *("squeeze", "rev", "pad", "dynamic_slice", "dynamic_update_slice", "expand_dims", "copy"),
-        *("broadcast", "split", "scatter", "copy_p", "iota", "optimization_barrier", "sort"),
-        *("top_k", "max", "min", "neg", "abs", "sign", "floor", "ceil", "round", "clamp"),
-        *("reduce_max", "reduce_min", "cummax", "cummin", "stop_gradient", "real", "imag"),
-        *("complex", "conj", "all_gather", "all_gather_invariant", "ppermute", "all_to_all"),
+        *("broadcast", "split", "tile", "scatter", "copy_p", "iota", "optimization_barrier"),
+        *("sort", "top_k", "max", "min", "neg", "abs", "sign", "floor", "ceil", "round", "clamp"),
+        *("rem", "reduce_max", "reduce_min", "cummax", "cummin", "stop_gradient", "real", "imag"),
+        *("reduce_window_max", "reduce_window_min", "scatter-max", "scatter_max"),
+        *("scatter-min", "scatter_min", "complex", "conj"),
+        *("all_gather", "all_gather_invariant", "ppermute", "all_to_all"),
         *("pmax", "pmin", "pbroadcast", "random_wrap", "random_unwrap"),
     )
 )
-# Operations that round once. The result of another one may be off by a few digits more.
-_ONCE = frozenset(
+# Sums of products of their operands, or of powers of them: their exactness is computed.
+_SUMS = frozenset(
     (
-        *("add", "sub", "mul", "div", "add_any", "sqrt", "integer_pow", "square"),
-        *("reduce_sum", "cumsum", "dot_general", "conv_general_dilated", "convert_element_type"),
-        *("reduce_precision", "psum", "psum_invariant", "reduce_scatter"),
-        *("scatter-add", "scatter_add"),
+        *("add", "sub", "mul", "add_any", "integer_pow", "square", "convert_element_type"),
+        *("reduce_precision", "reduce_sum", "cumsum", "dot_general", "conv_general_dilated"),
+        *("reduce_window_sum", "reduce_prod", "cumprod", "psum", "psum_invariant"),
+        *("reduce_scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul"),
     )
 )
+# Operations that round once. The result of another one may be off by a few digits more.
+_ONCE = _SUMS - {"reduce_window_sum", "reduce_prod", "cumprod", "scatter-mul", "scatter_mul"}
+_ONCE |= {"div", "sqrt"}
 _SEVERAL = 4.0
+
+# Functions that give short numbers for zero. (What is zero is not moved, such as the logarithm of one.)
+_SHORT_AT_ZERO = ("exp", "exp2", "cos", "cosh", "logistic", "erfc")
+
+# For multiplicative hashing.
+_ODD = 0xD1B54A32D192ED03
+
+# The power of grains that is summed to find the finest.
+_POWER = 4
 
 # Dot products of narrow dtypes are summed in float32.
 _WIDE_SUMS = ("dot_general", "conv_general_dilated")
@@ -52,8 +72,8 @@ class Noisy(Promoted):
 
     **Arguments:**
 
-    - `noise`: an array of three numbers: by how much each result is off, in parts of it; by how much, in
-        units of the roundoff of its own dtype; and the number that the random numbers come from.
+    - `noise`: an array of three numbers: whether each result is off by the roundoff of double precision;
+        whether it is off by that of its own dtype; and the number that the random numbers come from.
     - `rounded`: literals that were rounded when the program was traced, by dtype and value: the program that
         it is compared with has others, such as the parts that each of several shards has in a mean.
     """
@@ -62,7 +82,6 @@ class Noisy(Promoted):
         super().__init__()
         self.noise, self.rounded = noise, rounded
         self.seed = jnp.asarray(noise[2], np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        self.salts = itertools.count()
 
     def literal(self, x: AnyLeaf, dtype: Any) -> AnyLeaf:
         wide = super().literal(x, dtype)
@@ -71,67 +90,189 @@ class Noisy(Promoted):
             or (str(dtype), float(np.real(np.asarray(x, dtype)))) not in self.rounded
         ):
             return wide
-        noisy = self.noise[0] + self.noise[1] > 0
-        unit = jnp.where(noisy, roundoff(dtype), 0.0)
-        return _moved(wide, unit, self.seed ^ np.uint64(_salt(next(self.salts))))
+        return self._off(wide, roundoff(dtype), "literal")
 
-    def before(self, eqn: Equation, xs: Sequence[AnyLeaf], shards: int = 1) -> Sequence[AnyLeaf]:
-        terms = _terms(eqn, shards)
-        own = self.keeps_dtype(eqn)
-        if terms <= 1 and not own:
-            return xs
-        # The order of a sum changes the error of each term.
-        times, inner = math.sqrt(terms), eqn.primitive.name in _WIDE_SUMS
-        pairs = zip(xs, eqn.invars, strict=True)
-        return [self._off(x, v, times, inner=inner, own=own) for x, v in pairs]
+    def bind(self, eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
+        run = super().bind
+        return self.reduced(eqn, xs, lambda *xs: run(eqn, xs))
 
-    def after(self, eqn: Equation, made: Sequence[AnyLeaf], shards: int = 1) -> Sequence[AnyLeaf]:
-        name = eqn.primitive.name
-        own = self.keeps_dtype(eqn) or name in self.own_dtype
-        if name in _EXACT or (own and not any(is_inexact(dtype_of(v)) for v in eqn.invars)):
+    def reduced(
+        self,
+        eqn: Equation,
+        xs: Sequence[AnyLeaf],
+        run: Callable[..., list[AnyLeaf]],
+        shards: int = 1,
+    ) -> list[AnyLeaf]:
+        name, times = eqn.primitive.name, math.sqrt(_terms(eqn, shards))
+        narrows = self.keeps_dtype(eqn)
+        if narrows:
+            pairs = zip(xs, eqn.invars, strict=True)
+            xs = [self._off(x, roundoff(dtype_of(v)), "operand") for x, v in pairs]
+        made = run(*xs)
+        narrows = narrows or name in self.own_dtype
+        # Random bits become floats in their own dtype, exactly.
+        source = eqn.invars if narrows else eqn.outvars
+        if name in _EXACT or not any(is_inexact(dtype_of(v)) for v in source):
             return made
-        if name == "convert_element_type":
-            given, new = roundoff(dtype_of(eqn.invars[0])), roundoff(dtype_of(eqn.outvars[0]))
-            # An integer may have more digits than the float that it becomes.
-            if new <= given:
-                return made
-        terms = _terms(eqn, shards)
-        times = 1.0 if name in _ONCE else _SEVERAL
-        if terms > 1:
-            inner = name in _WIDE_SUMS
-            pairs = zip(made, eqn.outvars, strict=True)
-            made = [self._off(x, v, math.sqrt(terms), inner=inner) for x, v in pairs]
-            if not inner:
-                return made
-        return [self._off(x, v, times, own=own) for x, v in zip(made, eqn.outvars, strict=True)]
+        units = [roundoff(dtype_of(v)) if narrows else self._unit(v) for v in eqn.outvars]
+        if name == "reduce_precision":
+            units = [self._in_this_run(2.0 ** -eqn.params["mantissa_bits"])]
+        if narrows or not _is_sum(eqn):
+            exact = self._is_exact(eqn, xs, made)
+            times *= 1.0 if name in _ONCE else _SEVERAL
+            results = zip(made, units, strict=True)
+            return [self._off(x, unit * times, name, exact) for x, unit in results]
+        ((x,), (unit,)) = made, units
+        inner = unit
+        if name in _WIDE_SUMS and times > 1:
+            inner = jnp.minimum(unit, self._in_this_run(roundoff(np.float32)))
+        sizes, finest = self._terms(eqn, xs, x, run)
+        exact = _fits(sizes, finest, inner)
+        if times == 1:
+            return [self._off(x, unit, name, exact)]
+        # The order of a sum changes the error of each term.
+        x = self._off(x, inner * times, name, exact, sizes * (2 / times), _order(xs))
+        if name in _WIDE_SUMS:
+            x = self._off(x, unit, "result", _fits(jnp.abs(x), _fineness(x, inner), unit))
+        return [x]
+
+    def _unit(self, var: Any) -> Any:
+        """The roundoff of a variable in this run; zero for exact dtypes."""
+        dtype = dtype_of(var)
+        return self._in_this_run(roundoff(dtype)) if is_inexact(dtype) else 0.0
+
+    def _in_this_run(self, unit: float) -> Any:
+        """The roundoff `unit` where the noise is that of the program's dtypes, else double precision's."""
+        return jnp.where(self.noise[1] > 0, unit, roundoff(np.float64))
+
+    def _terms(
+        self,
+        eqn: Equation,
+        xs: Sequence[AnyLeaf],
+        made: AnyLeaf,
+        run: Callable[..., list[AnyLeaf]],
+    ) -> tuple[AnyLeaf, AnyLeaf]:
+        """For each result of a sum, the sum of the sizes of its terms, and how fine they are."""
+        inexact = [is_inexact(dtype_of(v)) for v in eqn.invars]
+        if not any(inexact):
+            return jnp.abs(made), _fineness(made, roundoff(np.float64))
+
+        def over(of: Callable[[AnyLeaf, Any], AnyLeaf]) -> AnyLeaf:
+            operands = zip(xs, eqn.invars, inexact, strict=True)
+            given = [of(x, v).astype(x.dtype) if hit else x for x, v, hit in operands]
+            if eqn.primitive.name == "sub":
+                given[1] = -given[1]
+            return run(*given)[0].real
+
+        sizes = over(lambda x, v: jnp.abs(x))
+        if jnp.issubdtype(made.dtype, jnp.complexfloating):
+            return sizes, jnp.full_like(sizes, jnp.inf)
+        return sizes, over(lambda x, v: _fineness(x, self._unit(v)))
+
+    def _is_exact(self, eqn: Equation, xs: Sequence[AnyLeaf], made: Sequence[AnyLeaf]) -> AnyLeaf:
+        """Where the result of an operation that is no sum is exact."""
+        name = eqn.primitive.name
+        if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in xs):
+            return np.False_
+        unit = self._unit(eqn.outvars[0])
+        if name in _SHORT_AT_ZERO:
+            return xs[0] == 0
+        if name == "div":
+            return _is_product(xs[0], made[0], xs[1], unit)
+        if name == "sqrt":
+            return _is_product(xs[0], made[0], made[0], unit)
+        if name == "pow" and is_inexact(xs[1].dtype):
+            # XLA computes whole powers of powers of two exactly.
+            short = (_grain(xs[0])[1] == xs[0]) & (_grain(made[0])[1] == made[0])
+            return short & (jnp.floor(xs[1]) == xs[1])
+        return np.False_
 
     def _off(
-        self, x: AnyLeaf, var: Any, times: float, *, inner: bool = False, own: bool = False
+        self,
+        x: AnyLeaf,
+        unit: Any,
+        name: str,
+        exact: AnyLeaf = np.False_,
+        sizes: AnyLeaf = 0.0,
+        order: Any = 0,
     ) -> AnyLeaf:
-        """The numbers, each off by noise of so many times the roundoff of a variable's dtype."""
+        """The numbers, each off by a roundoff of it, and of the sizes of its terms, where it is not exact.
+
+        Rounding makes the same number of what is computed twice, and so does noise: it depends on the number,
+        the operation and, for a sum, the order of the terms.
+        """
         if not is_inexact(x.dtype) or x.size == 0:
             return x
-        unit = roundoff(dtype_of(var))
-        if inner:
-            unit = min(unit, roundoff(np.float32))
-        amount = self.noise[0] + self.noise[1] * unit
-        if own:
-            amount = jnp.where(amount > 0, jnp.maximum(amount, unit), 0.0)
-        return _moved(x, amount * times, self.seed ^ np.uint64(_salt(next(self.salts))))
-
-
-def _salt(number: int) -> int:
-    return number * 0xD1B54A32D192ED03 % 2**64
+        noisy = self.noise[0] + self.noise[1] > 0
+        amount = jnp.where(noisy, unit, 0.0)
+        salt = np.uint64(zlib.crc32(name.encode()) * _ODD % 2**64)
+        return _moved(x, amount, sizes, exact, self.seed ^ salt ^ jnp.asarray(order, np.uint64))
 
 
 @jax.jit
-def _moved(x: AnyLeaf, amount: Any, seed: Any) -> AnyLeaf:
-    """Each number off by a random part of it: equal numbers by the same part, so that copies stay copies."""
+def _order(xs: Sequence[AnyLeaf]) -> AnyLeaf:
+    """A number that depends on all operands and the order of the numbers in them, but not on signs."""
+    number = jnp.zeros((), np.uint64)
+    for x in xs:
+        digits = _digits(x).ravel() if is_inexact(x.dtype) else x.ravel().astype(np.uint64)
+        places = 2 * jnp.arange(digits.size, dtype=np.uint64) + np.uint64(1)
+        number = (number + (digits * (places * np.uint64(_ODD))).sum()) * np.uint64(_ODD)
+    return number
+
+
+def _digits(x: AnyLeaf) -> AnyLeaf:
+    """The bits of the sizes of numbers. Rounding is the same for a number and its negative."""
     real = x.real if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
-    bits = jax.lax.bitcast_convert_type(real, np.uint64)
+    return jax.lax.bitcast_convert_type(jnp.abs(real), np.uint64)
+
+
+@jax.jit
+def _moved(x: AnyLeaf, amount: Any, sizes: AnyLeaf, exact: AnyLeaf, seed: Any) -> AnyLeaf:
+    """Each number off by a random part of it: equal numbers by the same part, so that copies stay copies."""
     # The upper half of a product with an odd number depends on all lower digits (multiplicative hashing).
-    mixed = (bits ^ seed) * np.uint64(0xFF51AFD7ED558CCD) >> np.uint64(11)
-    return x * ((1 - amount) + mixed.astype(np.float64) * (amount * 2.0**-52))
+    mixed = (_digits(x) ^ seed) * np.uint64(0xFF51AFD7ED558CCD) >> np.uint64(11)
+    part = mixed.astype(np.float64) * 2.0**-52 - 1
+    more = jnp.where(jnp.isfinite(sizes), sizes * amount * part, 0.0)
+    return jnp.where(exact, x, x * (1 + amount * part) + more)
+
+
+def _grain(x: AnyLeaf) -> tuple[AnyLeaf, AnyLeaf]:
+    """For each number the values of its highest digit and of its lowest one that is not zero."""
+    bits = jax.lax.bitcast_convert_type(x, np.uint64)
+    digits = bits & np.uint64(2**52 - 1)
+    top = bits & np.uint64(0x7FF << 52)
+    lowest = jax.lax.bitcast_convert_type(top | (digits & -digits), np.float64)
+    top = jax.lax.bitcast_convert_type(top, np.float64)
+    return top, jnp.where(digits == 0, top, lowest - top)
+
+
+@jax.jit
+def _fineness(x: AnyLeaf, unit: Any) -> AnyLeaf:
+    """How fine the numbers are: a power of one over the grain, and zero for zero.
+
+    Where the grains are factors, the fineness of the product is the product of these. Where terms are
+    summed, the sum is nearly that of the finest one, the more so the higher the power is.
+    """
+    top, grain = _grain(x)
+    # What has more digits than its dtype stands for a number that is rounded to them.
+    return jnp.where(x == 0, 0.0, jnp.maximum(grain, top * unit) ** -_POWER)
+
+
+@jax.jit
+def _fits(sizes: AnyLeaf, fineness: AnyLeaf, unit: Any) -> AnyLeaf:
+    """Whether sums of terms that are so large and so fine need no more digits than a dtype has."""
+    return (sizes**_POWER * fineness) <= (2 / unit) ** _POWER
+
+
+@jax.jit
+def _is_product(product: AnyLeaf, a: AnyLeaf, b: AnyLeaf, unit: Any) -> AnyLeaf:
+    fineness = _fineness(a, unit) * _fineness(b, unit)
+    return (a * b == product) & _fits(jnp.abs(a) * jnp.abs(b), fineness, unit)
+
+
+def _is_sum(eqn: Equation) -> bool:
+    """Whether the result is a sum of products of operands. A power below zero is none."""
+    return eqn.primitive.name in _SUMS and eqn.params.get("y", 1) > 0
 
 
 def roundoff(dtype: Any) -> float:

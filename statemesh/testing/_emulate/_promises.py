@@ -15,12 +15,16 @@ from ._jaxprs import Equation
 from ._stacked import Axes, Stacked
 
 
+# In the place of the number of a result: the promise that a loop ends.
+UNENDED = -1
+
+
 @dataclasses.dataclass(eq=False)
 class Promise:
     """A result that must be the same on several shards.
 
     That is a result of a `shard_map` whose out spec leaves a mesh axis out, or a predicate of control flow
-    with collectives inside.
+    with collectives inside. Or a loop that must end.
 
     **Attributes:**
 
@@ -95,7 +99,7 @@ def broken(
     named = dict(zip(map(id, outvars), paths, strict=False))
     found = []
     for number, promise in enumerate(promises):
-        if not amounts[number]:
+        if not amounts[number] or promise.index == UNENDED:
             continue
         at = int(where[number][0]), int(where[number][1])
         inside = f"result {promise.index} of a shard_map"
@@ -107,6 +111,12 @@ def broken(
             names = {one.primitive.name for one in nested_collectives(promise.eqn)}
         found.append(Broken(number, unequal, control, tuple(sorted(names))))
     return found
+
+
+def unended(promises: Sequence[Promise], differences: tuple[Any, Any]) -> list[Equation]:
+    """The loops that were stopped."""
+    pairs = zip(promises, np.asarray(differences[0]), strict=True)
+    return [promise.eqn for promise, amount in pairs if promise.index == UNENDED and amount]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,6 +13,7 @@ from ._arithmetic import Arithmetic, OwnDtypes, Promoted
 from ._collectives import RULES, collective
 from ._control_flow import Differences, Frame, Replays, Step, cond, one_by_one, scan, while_
 from ._jaxprs import (
+    CALLS,
     Atom,
     Equation,
     Jaxpr,
@@ -25,20 +26,18 @@ from ._jaxprs import (
     nested_equations,
     new_axes,
     opened,
+    operands_of_call,
 )
 from ._noise import Noisy
-from ._promises import Promise, largest_difference
+from ._promises import UNENDED, Promise, largest_difference
 from ._stacked import Axes, Scope, Stacked, names_of_spec
 
 
 _CONTROL_FLOW: Mapping[str, Step] = {"cond": cond, "while": while_, "scan": scan}
 
-# Equations that run one jaxpr once. Their custom rules for derivatives and for `vmap` are not needed here:
-# JAX differentiates the traced program, never its replay.
-CALLS = (
-    *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "composite"),
-    *("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call"),
-)
+# The rounds after which a loop of a check is stopped. Rounding that a tolerance is too small for would let
+# a loop that converges on devices run for ever.
+MOST_ROUNDS = 10_000
 
 # Equations whose rule for `vmap` does not do what shards do: it draws other numbers, or calls back only once.
 _SHARD_BY_SHARD = (
@@ -51,11 +50,17 @@ _SAFE_KEYS = ("fry", "threefry2x32")
 class Replay:
     """A traced program as a function that runs on one device, in the program's own dtypes.
 
+    **Attributes:**
+
+    - `most_rounds`: the rounds after which a `while_loop` is stopped; `None` for never.
+
     **Arguments:**
 
     - `name`: the name of the program in messages.
     - `jaxpr`: the program. Its constants are its first inputs.
     """
+
+    most_rounds: int | None = None
 
     def __init__(self, name: str, jaxpr: Jaxpr) -> None:
         self.name = name
@@ -117,7 +122,7 @@ class Replay:
         if is_identity(eqn):
             return values
         if name in CALLS:
-            return self.run(called(eqn), values, frame)
+            return self.run(called(eqn), operands_of_call(eqn, values), frame)
         if name in _CONTROL_FLOW:
             return _CONTROL_FLOW[name](self, eqn, values, frame)
         if name == "shard_map":
@@ -128,11 +133,12 @@ class Replay:
         if used:
             self._check_collective(eqn, used, scope)
             shards = math.prod(scope.shape(names_of(eqn)))
-            before = self.arithmetic.before(eqn, [value.x for value in values], shards)
-            given = [Stacked(x, value.axes) for x, value in zip(before, values, strict=True)]
-            made = [collective(eqn, value, scope) for value in given]
-            after = self.arithmetic.after(eqn, [value.x for value in made], shards)
-            return [Stacked(x, value.axes) for x, value in zip(after, made, strict=True)]
+            # Each operand has a result.
+            each = zip(values, eqn.invars, eqn.outvars, strict=True)
+            return [
+                self._collective(eqn.replace(invars=[a], outvars=[b]), value, scope, shards)
+                for value, a, b in each
+            ]
         if why := _not_replayed(eqn):
             raise errors.not_replayed(self.name, name, why)
         over = scope.union(values)
@@ -148,6 +154,17 @@ class Replay:
         except NameError as error:
             # A collective that has no rule in `RULES`: outside of a map its axis is not bound.
             raise errors.not_replayed(self.name, name) from error
+
+    def _collective(self, eqn: Equation, value: Stacked, scope: Scope, shards: int) -> Stacked:
+        axes: list[Axes] = []
+
+        def run(x: Any) -> list[Any]:
+            made = collective(eqn, Stacked(x, value.axes), scope)
+            axes.append(made.axes)
+            return [made.x]
+
+        (made,) = self.arithmetic.reduced(eqn, [value.x], run, shards)
+        return Stacked(made, axes[0])
 
     def _check_collective(self, eqn: Equation, used: set[Hashable], scope: Scope) -> None:
         name = eqn.primitive.name
@@ -181,18 +198,29 @@ class Replay:
         """Keep one copy along the axes `left`, and note by how much the others differ."""
         if not left:
             return value
-        number = self._promise_numbers[id(eqn), index]
         amount, position = largest_difference(value, left)
-        here = np.arange(len(self.promises)) == number
-        where = jnp.stack([self.promises[number].stack_number(value, left), position])
-        frame.note(jnp.where(here, amount, 0), jnp.where(here[:, None], where, 0))
+        promise = self.promises[self._promise_numbers[id(eqn), index]]
+        stack = promise.stack_number(value, left)
+        self._note(eqn, index, amount, jnp.stack([stack, position]), frame)
         # All shards have the same value, so the first one's copy serves.
         first = tuple(0 if name in left else slice(None) for name in value.axes)
         return Stacked(value.x[first], tuple(name for name in value.axes if name not in left))
 
+    def stopped(self, eqn: Equation, goes_on: jax.Array, frame: Frame) -> None:
+        """Note whether a loop that was stopped would have gone on."""
+        self._note(eqn, UNENDED, goes_on.astype(np.float32), jnp.zeros(2, np.int32), frame)
+
+    def _note(
+        self, eqn: Equation, index: int, amount: jax.Array, position: jax.Array, frame: Frame
+    ) -> None:
+        here = np.arange(len(self.promises)) == self._promise_numbers[id(eqn), index]
+        frame.note(jnp.where(here, amount, 0), jnp.where(here[:, None], position, 0))
+
 
 class PromotedReplay(Replay):
     """The same with floats in double precision."""
+
+    most_rounds = MOST_ROUNDS
 
     def __init__(self, name: str, jaxpr: Jaxpr) -> None:
         super().__init__(name, jaxpr)
@@ -207,23 +235,25 @@ class NoisyReplay(Replay):
     - `rounded`: that of `Noisy`.
     """
 
+    most_rounds = MOST_ROUNDS
+
     def __init__(self, name: str, jaxpr: Jaxpr, rounded: Collection[tuple[str, float]]) -> None:
         super().__init__(name, jaxpr)
         self.rounded = rounded
 
     def __call__(self, noise: Any, *arrays: Any) -> tuple[list[jax.Array], Differences]:
         self.arithmetic = Noisy(noise, self.rounded)
-        return super().__call__(*arrays)
+        try:
+            return super().__call__(*arrays)
+        finally:
+            # It holds tracers, which must not outlive their trace.
+            self.arithmetic = OwnDtypes()
 
 
 def _plain(
     replay: Replays, eqn: Equation, values: Sequence[Stacked], frame: Frame
 ) -> list[Stacked]:
-    before = replay.arithmetic.before(eqn, [value.x for value in values])
-    given = [Stacked(x, value.axes) for x, value in zip(before, values, strict=True)]
-    made = frame.scope.over_axes(lambda *xs: replay.arithmetic.bind(eqn, xs), given)
-    after = replay.arithmetic.after(eqn, [value.x for value in made])
-    return [Stacked(x, value.axes) for x, value in zip(after, made, strict=True)]
+    return frame.scope.over_axes(lambda *xs: replay.arithmetic.bind(eqn, xs), values)
 
 
 def _axis_index(name: Hashable, scope: Scope) -> Stacked:
@@ -233,11 +263,13 @@ def _axis_index(name: Hashable, scope: Scope) -> Stacked:
 
 
 def _promises(jaxpr: Jaxpr) -> Iterator[Promise]:
-    """The values that must be the same on several shards: results with one copy for them, and predicates."""
+    """What must hold: results with one copy for several shards and predicates are the same, and loops end."""
     for eqn in {id(eqn): eqn for eqn in all_equations(jaxpr)}.values():
         name = eqn.primitive.name
         if name in ("cond", "while"):
             yield Promise(eqn, 0)
+        if name == "while":
+            yield Promise(eqn, UNENDED)
         if name == "shard_map":
             for k, spec in enumerate(eqn.params["out_specs"]):
                 if {*new_axes(eqn)} - {*names_of_spec(spec)}:

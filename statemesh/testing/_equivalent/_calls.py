@@ -23,7 +23,7 @@ class Calls:
 
     - `where`: on what mesh, and with what values, in words.
     - `args`, `steps`: the arguments of the first call, and the number of calls.
-    - `counts`: which mismatches are mistakes.
+    - `counts`: which mismatches are mistakes; `None` for all.
     - `on_devices`: whether they are made on devices too.
     """
 
@@ -32,8 +32,13 @@ class Calls:
     where: str
     args: Args
     steps: int
-    counts: Callable[[Mismatch], bool] = lambda one: True
+    counts: Callable[[Mismatch], bool] | None = None
     on_devices: bool = True
+
+    @property
+    def place(self) -> str:
+        """The mesh, if it has several devices and every mismatch is a mistake; else an empty string."""
+        return self.one.where if self.counts is None and self.one.mesh.size > 1 else ""
 
     @cached_property
     def reference(self) -> Reference:
@@ -42,11 +47,16 @@ class Calls:
     @cached_property
     def mesh(self) -> Chain:
         """The calls on the mesh in double precision."""
-        doubled = self.subject.programs(self.one).doubled
-        if isinstance(self.reference, Traced):
-            doubled.compared_with = self.reference.doubled
+        reference = self.reference
         with self.subject.noting(self.one.where):
-            return Chain(doubled, widened(self.args), self.subject.feed, self.steps, noisy=False)
+            return Chain(
+                self.subject.programs(self.one).doubled,
+                widened(self.args),
+                self.subject.feed,
+                self.steps,
+                noisy=False,
+                compared_with=reference.doubled if isinstance(reference, Traced) else None,
+            )
 
     @cached_property
     def right(self) -> RightCalls:

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from .._emulate._doubled import Doubled, Wide
+from .._emulate._jaxprs import Equation
 from .._emulate._promises import Broken
 from .._types import Numbers, PyTree
 from ._leaves import leaves_of, numbers
@@ -18,7 +19,7 @@ Rounding: TypeAlias = Literal["double", "own"]
 # From the arguments and the results of a call to the arguments of the next one.
 Feed: TypeAlias = Callable[[PyTree, PyTree], PyTree]
 
-_NOISE: dict[Rounding, tuple[float, float]] = {"double": (2.0**-52, 0.0), "own": (0.0, 1.0)}
+_NOISE: dict[Rounding, tuple[float, float]] = {"double": (1.0, 0.0), "own": (0.0, 1.0)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +31,13 @@ class Step:
     - `given`: the arguments.
     - `results`: the results.
     - `broken`: what is promised to be the same on several shards and is not.
+    - `unended`: the loops that were stopped before they had ended.
     """
 
     given: Wide
     results: Wide
     broken: list[Broken]
+    unended: list[Equation]
 
     @cached_property
     def numbers(self) -> list[Numbers]:
@@ -51,23 +54,34 @@ class Chain:
     - `feed`: gives the arguments of the next call.
     - `steps`: the number of calls.
     - `noisy`: whether noise will be wanted, so that the program need not be compiled without.
+    - `compared_with`: the function that the results are compared with.
     """
 
     def __init__(
-        self, program: Doubled, args: Wide, feed: Feed, steps: int, *, noisy: bool
+        self,
+        program: Doubled,
+        args: Wide,
+        feed: Feed,
+        steps: int,
+        *,
+        noisy: bool,
+        compared_with: Doubled | None = None,
     ) -> None:
         self.program, self.args, self.feed, self.steps = program, args, feed, steps
+        self.compared_with = compared_with
         self.exact = self._run(np.zeros(3) if noisy else None)
         self._moved: dict[Rounding, list[list[Numbers]]] = {}
         self._runs: dict[Rounding, int] = {}
+        self._unended: dict[Rounding, list[Equation]] = {}
         # For each call and each promise of the program, by how much copies differ in runs with noise.
         self._promises: dict[tuple[int, int], list[float]] = {}
 
     def _run(self, noise: Numbers | None) -> list[Step]:
         given, found = self.args, []
         for _ in range(self.steps):
-            results, broken = self.program(given, noise)
-            found.append(Step(given, results, broken))
+            called = self.program(given, noise, self.compared_with)
+            results = called.results
+            found.append(Step(given, results, called.broken, called.unended))
             given = Wide(
                 self.feed(given.types, results.types), self.feed(given.values, results.values)
             )
@@ -83,6 +97,8 @@ class Chain:
         )
         for run in range(self._runs.get(rounding, 0), runs):
             noisy = self._run(np.array([*_NOISE[rounding], run + 1.0]))
+            stopped = self._unended.setdefault(rounding, [])
+            stopped += [loop for step in noisy for loop in step.unended]
             for step, (exact, other) in enumerate(zip(self.exact, noisy, strict=True)):
                 pairs = zip(exact.numbers, other.numbers, strict=True)
                 for k, (a, b) in enumerate(pairs):
@@ -91,6 +107,13 @@ class Chain:
                     self._note(step, other)
         self._runs[rounding] = max(runs, self._runs.get(rounding, 0))
         return most
+
+    def unended(self, rounding: Rounding) -> list[Equation]:
+        """The loops that do not end where operations round."""
+        if not self.program.loops(self.args.types):
+            return []
+        self.moved(rounding, 3)
+        return self._unended[rounding]
 
     def _note(self, step: int, other: Step) -> None:
         for one in other.broken:

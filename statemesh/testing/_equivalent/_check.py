@@ -6,10 +6,14 @@ from functools import partial
 from typing import Any
 
 from .. import _errors as errors
+from .._emulate._jaxprs import Equation
+from .._locate._lines import line_of
 from .._types import Numbers, PyTree
 from . import _report as report
+from . import _untested_words as words
 from . import _values as values
 from ._calls import Calls
+from ._chain import Chain
 from ._checked import Checked
 from ._copies import copies_of
 from ._judge import Judge
@@ -31,6 +35,8 @@ class Check:
         self.failed: list[str] = []
         self.agreed: list[str] = []
         self.made: list[Made] = []
+        # For each line with a loop that was stopped, in which calls it was first.
+        self.unended: dict[str, str] = {}
 
     def run(self) -> None:
         """Compare calls on every mesh; on the last mesh in other ways; and with other values."""
@@ -44,7 +50,7 @@ class Check:
         # The other ways to call cost compiles, and would mostly fail in the same way.
         if last is None or self.failed:
             return
-        if last.one.has_devices:
+        if results:
             self._inside_jit(last)
             self._moved(last, before, results)
         for other in _OTHERS:
@@ -63,9 +69,11 @@ class Check:
             self._fail(calls, calls.where, 0, lines, located=False)
             return []
         for step in range(calls.steps):
-            if self._replay_fails(calls, step):
+            if self._is_unended(calls, step) or self._replay_fails(calls, step):
                 return []
         found: list[PyTree] = []
+        if self._is_unended_in_own_dtypes(calls):
+            return []
         if calls.one.has_devices and calls.on_devices:
             with self.subject.noting(calls.one.where):
                 mapped = calls.one.mapped
@@ -85,6 +93,23 @@ class Check:
         with subject.noting(f"for {reference.what}"):
             return subject.other_form(form, reference.form(subject.types, calls.args))
 
+    def _is_unended(self, calls: Calls, step: int) -> bool:
+        """Whether a loop was stopped in a call."""
+        return self._note_unended(
+            calls, calls.mesh.exact[step].unended or calls.right.exact[step].unended
+        )
+
+    def _is_unended_in_own_dtypes(self, calls: Calls) -> bool:
+        """Whether a loop would run for ever on devices, with values that are not the caller's."""
+        if calls.args is self.subject.asked.args or not isinstance(calls.right, Chain):
+            return False
+        return calls.on_devices and self._note_unended(calls, calls.right.unended("own"))
+
+    def _note_unended(self, calls: Calls, loops: Sequence[Equation]) -> bool:
+        for loop in loops:
+            self.unended.setdefault(str(line_of(loop) or "a library"), calls.where)
+        return bool(loops)
+
     def _replay_fails(self, calls: Calls, step: int) -> bool:
         exact = calls.mesh.exact[step]
         if lines := self.subject.other_form(
@@ -99,10 +124,10 @@ class Check:
             return True
         leaves = self.subject.leaves(exact.results.types)
         if calls.reference.is_exact:
-            found = self.judge.double(step, leaves, calls.mesh, calls.right)
+            found = self.judge.double(step, leaves, calls.mesh, calls.right, calls.place)
         else:
             got = exact.numbers
-            found = self.judge.own(step, leaves, got, calls.mesh, calls.right, None)
+            found = self.judge.own(step, leaves, got, calls.mesh, calls.right, None, calls.place)
         return self._report(calls, calls.where, step, found)
 
     def _fails(self, calls: Calls, where: str, results: Sequence[PyTree], first: int = 0) -> bool:
@@ -165,7 +190,7 @@ class Check:
     # What is reported
 
     def _report(self, calls: Calls, where: str, step: int, found: Sequence[Mismatch]) -> bool:
-        found = [one for one in found if calls.counts(one)]
+        found = [one for one in found if calls.counts is None or calls.counts(one)]
         if not found:
             return False
         # Where results are off, their gradient is off in consequence.
@@ -204,6 +229,7 @@ class Check:
             chained = subject.feed_back if subject.steps > 1 else None
             raise report.not_equivalent(name, self.failed, self.agreed, chained)
         programs = [subject.programs(one).doubled for one in subject.asked.meshes]
+        own_dtype = set().union(*(one.own_dtype(subject.types) for one in programs))
         return Checked(
             agreed=tuple(self.agreed),
             fed_back=subject.feed_back.pairs,
@@ -211,8 +237,12 @@ class Check:
             constant=subject.constant,
             unjudged=self.judge.unjudged,
             only_double=self.judge.only_double,
-            untested=tuple(subject.untested(self.made)),
-            own_dtype=tuple(sorted(set().union(*(one.own_dtype for one in programs)))),
+            untested=(
+                *subject.untested(self.made),
+                *map(words.unjudged, self.judge.never_judged),
+                *(words.unended(line, where) for line, where in self.unended.items()),
+            ),
+            own_dtype=tuple(sorted(own_dtype)),
         )
 
 
@@ -224,18 +254,18 @@ class _Others:
 
     - `what`: what is said of them.
     - `make`: gives them, from the arguments and the paths that are kept.
-    - `counts`: which mismatches are mistakes.
+    - `counts`: which mismatches are mistakes; `None` for all.
     - `on_devices`: whether the function is called on devices with them.
     """
 
     what: str
     make: Callable[..., Any]
-    counts: Callable[[Mismatch], bool]
+    counts: Callable[[Mismatch], bool] | None = None
     on_devices: bool = True
 
 
 _OTHERS = (
-    _Others(report.GENERIC, values.generic, lambda one: True),
+    _Others(report.GENERIC, values.generic),
     _Others(report.LARGE, values.large, lambda one: one.is_overflow),
     # What `jax.lax.pmax` makes of NaN differs between devices, and is no mistake of the function.
     _Others(report.NAN, values.one_nan, lambda one: one.is_number_on_one_device, on_devices=False),

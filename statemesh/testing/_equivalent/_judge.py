@@ -34,6 +34,7 @@ class Judge:
     - `unjudged`: for each path the count of numbers that are not judged, since rounding alone may change them
         by more than a few per cent.
     - `only_double`: for each path the count of numbers that are judged in double precision only.
+    - `judged`: for each path and each mesh whether a number of it was ever judged.
     """
 
     tolerance: float | None = None
@@ -41,9 +42,20 @@ class Judge:
     exact: Collection[int] = ()
     unjudged: dict[str, int] = dataclasses.field(default_factory=dict)
     only_double: dict[str, int] = dataclasses.field(default_factory=dict)
+    judged: dict[tuple[str, str], bool] = dataclasses.field(default_factory=dict)
+
+    @property
+    def never_judged(self) -> list[str]:
+        """The paths of the results of which on some mesh no number was ever judged."""
+        return list(dict.fromkeys(path for (path, _), judged in self.judged.items() if not judged))
 
     def double(
-        self, step: int, leaves: Sequence[Leaf], mesh: Chain, reference: RightCalls
+        self,
+        step: int,
+        leaves: Sequence[Leaf],
+        mesh: Chain,
+        reference: RightCalls,
+        place: str = "",
     ) -> list[Mismatch]:
         """The arrays of a call that differ in double precision.
 
@@ -51,9 +63,10 @@ class Judge:
 
         - `leaves`: the results of the call, or their types.
         - `mesh`, `reference`: the calls that are compared.
+        - `place`: the mesh, if every number that is off there is a mistake.
         """
         got = mesh.exact[step].numbers
-        return self._compared("double", step, leaves, got, [mesh, reference], self.unjudged)
+        return self._compared("double", step, leaves, got, [mesh, reference], self.unjudged, place)
 
     def own(
         self,
@@ -63,6 +76,7 @@ class Judge:
         mesh: Chain,
         reference: RightCalls,
         again: Callable[[], Sequence[Numbers]] | None,
+        place: str = "",
     ) -> list[Mismatch]:
         """The arrays of a call that differ in the dtypes of the program.
 
@@ -71,8 +85,9 @@ class Judge:
         - `leaves`, `got`: the results of the call, and their numbers.
         - `again`: gives the results of the reference in its own dtypes. It is called only where something is
             off: what the reference makes of its own dtypes too, such as an overflow, is not.
+        - `place`: as for `double`, if there is no comparison in double precision.
         """
-        found = self._compared("own", step, leaves, got, [mesh, reference], self.only_double)
+        found = self._compared("own", step, leaves, got, [mesh, reference], self.only_double, place)
         if not found or again is None or any(not one.same_shape for one in found):
             return found
         other = again()
@@ -102,9 +117,16 @@ class Judge:
         got: Sequence[Numbers],
         chains: Sequence[RightCalls],
         unclear: dict[str, int],
+        place: str,
     ) -> list[Mismatch]:
         wanted = chains[-1].exact[step].numbers
         found = []
+
+        def note(leaf: Leaf, judged: bool) -> None:
+            if place:
+                key = leaf.path, place
+                self.judged[key] = judged or self.judged.get(key, False)
+
         for number, (leaf, mine, want) in enumerate(zip(leaves, got, wanted, strict=False)):
             if number in self.left_out:
                 continue
@@ -115,6 +137,7 @@ class Judge:
             difference = _distances(rounding, leaf, mine, want)
             least = _least(rounding, leaf, want)
             if self.tolerance is None and not (difference > 4 * least).any():
+                note(leaf, True)
                 continue
             given = None if number in self.exact else self._given(want, difference)
             allowed: Numbers = np.zeros(want.shape) if given is None else given
@@ -127,6 +150,7 @@ class Judge:
                     if not (difference > allowed).any():
                         break
                 hidden = _unclear(want, difference, allowed)
+                note(leaf, not hidden.all())
                 if count := int(hidden.sum()):
                     unclear[leaf.path] = max(count, unclear.get(leaf.path, 0))
                 # Of a number of which rounding leaves nothing it may leave NaN.

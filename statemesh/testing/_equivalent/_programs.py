@@ -16,6 +16,7 @@ import statemesh as sm
 
 from .. import _errors as errors
 from .._emulate._doubled import Doubled, compile_fast
+from .._recent import Recent
 from .._static_keys import is_hashable, static_key
 from .._types import AnyLeaf, Fun, PyTree, PyTreeDef
 from ._adapted import AnyMesh, is_mapped, remapped
@@ -174,16 +175,20 @@ def _cached_unsharded(fun: Fun, key: Hashable, chosen: Selection) -> Unsharded:
 
 def within_jit(call: Fun) -> Fun:
     """The call inside `jax.jit`."""
+    # JAX would keep the programs for all static values that were ever given.
+    programs: Recent[Fun] = Recent()
 
-    @functools.partial(jax.jit, static_argnums=1, compiler_options=compile_fast())
-    def whole(arrays: PyTree, statics: _Statics) -> PyTree:
-        args, kwargs = eqx.combine(arrays, statics.tree)
-        result, rest = eqx.partition(call(*args, **kwargs), eqx.is_array)
-        return result, _Statics(rest)
+    def program(statics: PyTree) -> Fun:
+        def whole(arrays: PyTree) -> PyTree:
+            args, kwargs = eqx.combine(arrays, statics)
+            result, rest = eqx.partition(call(*args, **kwargs), eqx.is_array)
+            return result, _Statics(rest)
+
+        return jax.jit(whole, compiler_options=compile_fast())
 
     def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         arrays, statics = eqx.partition((args, kwargs), eqx.is_array)
-        result, rest = whole(arrays, _Statics(statics))
+        result, rest = programs.get(_Statics(statics), lambda: program(statics))(arrays)
         return eqx.combine(result, rest.tree)
 
     return run

@@ -78,7 +78,7 @@ class PlainCalls:
     """Results as they are, which nothing moves."""
 
     def __init__(self, results: Sequence[PyTree]) -> None:
-        self.exact = [Step(Wide(None, None), Wide(result, result), []) for result in results]
+        self.exact = [Step(Wide(None, None), Wide(result, result), [], []) for result in results]
 
     def moved(self, rounding: Rounding, runs: int) -> list[list[Numbers]]:
         return [[np.zeros(x.shape) for x in step.numbers] for step in self.exact]

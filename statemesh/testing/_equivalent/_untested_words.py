@@ -1,5 +1,7 @@
 """The words for what a check has not tested."""
 
+from .._emulate._replay import MOST_ROUNDS
+
 
 def one_device() -> str:
     return (
@@ -40,4 +42,20 @@ def never_finite(path: str) -> str:
     return (
         f"{path}: no call gave a finite number here, and NaN agrees with NaN, so that what is computed is "
         "not tested. Give arguments for which it is finite."
+    )
+
+
+def unjudged(path: str) -> str:
+    return (
+        f"{path}: none of its numbers could be judged on some mesh, because rounding alone may change them "
+        "by more than a few per cent, so that what is computed is not tested. Look for a threshold, a tie or "
+        "a difference of nearly equal numbers before it, and give arguments that stay clear of these."
+    )
+
+
+def unended(line: str, where: str) -> str:
+    return (
+        f"The `while_loop` at {line} was stopped after {MOST_ROUNDS:,} rounds {where}, so that these calls "
+        "are not compared on devices, where it may run for ever. Give it a largest number of rounds, and a "
+        "tolerance that is relative to its numbers."
     )

@@ -9,6 +9,7 @@ import numpy as np
 
 import statemesh as sm
 
+from .._emulate._one_device import on_one_device
 from .._types import AnyLeaf, PyTree, tree_util
 
 
@@ -106,11 +107,15 @@ def _one_nan(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
 
 
 def as_arrays(args: PyTree) -> PyTree:
-    """Arguments as JAX arrays of strong types, like the results that are fed back: so there is one trace."""
+    """Arguments as JAX arrays of strong types, like the results that are fed back: so there is one trace.
+
+    They may lie on any mesh. What they become can meet the arrays of any other one.
+    """
     return jax.tree.map(_as_array, args)
 
 
 def _as_array(x: AnyLeaf) -> AnyLeaf:
     if isinstance(x, np.ndarray | np.generic):
         return jnp.asarray(x)
+    x = on_one_device(x)
     return x.astype(x.dtype) if getattr(x, "weak_type", False) else x

@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._emulate._jaxprs import (
+    CALLS,
     Atom,
     Equation,
     Jaxpr,
@@ -16,8 +17,8 @@ from .._emulate._jaxprs import (
     is_literal,
     new_axes,
     opened,
+    operands_of_call,
 )
-from .._emulate._replay import CALLS
 from .._emulate._stacked import Scope, names_of_spec
 from ._lines import Line, by_statemesh, is_transposed, line_of
 
@@ -190,7 +191,8 @@ class _Flattening:
             # Without a line of the user's inside, the call is a library's.
             caller = around.caller or str(eqn.params.get("name", ""))
             inside = _Around(line or around.line, transposed, caller)
-            return list(self.run(called(eqn), operands, scope, inside))
+            given = operands_of_call(eqn, operands)
+            return list(self.run(called(eqn), given, scope, inside))
         if name == "shard_map":
             return self._shard_map(eqn, operands, scope, around)
         caller = around.caller if line is None else ""

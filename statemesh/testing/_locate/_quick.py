@@ -162,9 +162,9 @@ def quick(step: Step, values: Sequence[Stacked], wide: bool) -> list[Stacked] | 
 
 
 def _dtype(aval: Any, wide: bool) -> Any:
-    return (
-        np.dtype(promoted(aval.dtype) if wide else aval.dtype) if hasattr(aval, "dtype") else _NONE
-    )
+    if not hasattr(aval, "dtype") or jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return _NONE
+    return np.dtype(promoted(aval.dtype) if wide else aval.dtype)
 
 
 def _is_plain(x: Any) -> bool:

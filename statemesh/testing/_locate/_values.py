@@ -12,7 +12,7 @@ import numpy as np
 
 from .._emulate._arithmetic import Promoted
 from .._emulate._control_flow import Frame
-from .._emulate._replay import Replay
+from .._emulate._replay import MOST_ROUNDS, Replay
 from .._emulate._stacked import Axes, Scope, Stacked, names_of_spec
 from .._types import AnyLeaf, Numbers
 from ._flat import Constant, Operand, Program, Step
@@ -37,6 +37,8 @@ class Evaluator(Replay):
     - `program`: the program.
     - `wide`: whether floats are in double precision; else in their own dtypes.
     """
+
+    most_rounds = MOST_ROUNDS
 
     def __init__(self, program: Program, wide: bool) -> None:
         super().__init__("locate", program.jaxpr)
