@@ -188,7 +188,7 @@ def test_a_write_that_differs_is_found_without_the_check() -> None:
 @pytest.mark.parametrize(
     ("check_vma", "text"),
     [
-        (True, "s may differ over 'x', but its spec is P"),
+        (True, r"s: State\(float32\[\]\) varies over 'x' but leaves with P\(\)"),
         (False, r"write\(\.\.\.\)\.value: .* differs by 1 between x=0 and x=2"),
     ],
 )
