@@ -248,3 +248,17 @@ def test_a_traced_value_knows_what_made_it() -> None:
     jax.make_jaxpr(body)(1.0)
     assert found[0] is None and found[1][1] == 1
     assert compat.made_by(jnp.ones(2)) is compat.made_by(1.0) is None
+
+
+def test_what_a_root_expands_to_is_known() -> None:
+    """The replay of `statemesh.testing` expands what newer versions of JAX expand when they compile."""
+    root = lambda x: jax.lax.custom_root(
+        lambda y: y - x, 0.0, lambda f, y: y - f(y), lambda g, y: y / g(1.0)
+    )
+    (eqn,) = jax.make_jaxpr(root)(3.0).eqns
+    if eqn.primitive.name == "custom_jvp_call":  # JAX 0.10
+        return
+    assert (eqn.primitive.name, list(eqn.params)) == ("call_hi_primitive", ["_prim"])
+    values = [getattr(operand, "val", 3.0) for operand in eqn.invars]
+    operands = jax.tree.unflatten(eqn.params["_prim"].in_tree, values)
+    assert jax.tree.leaves(eqn.params["_prim"].expand(*operands)) == [3.0]

@@ -84,7 +84,7 @@ def traced_alike(name: str, mesh: Mesh, trace: Callable[[], Traced]) -> Traced:
     """
     try:
         traced = trace()
-    except Exception:
+    except Exception:  # Whatever the user's function raises.
         _first_difference(mesh, [], failed=True)
         raise
     differing = _first_difference(mesh, digests.program_lines(traced.jaxpr), failed=False)
