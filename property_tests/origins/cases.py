@@ -224,7 +224,7 @@ def moves(
         draw(st.sampled_from([(), (2,)])),
         arrays,
         (*ways[1], *beyond) if unknown and "cond" in wraps else None,
-        split_arrays=most_arrays > 1 and draw(st.booleans()),
+        split_arrays=bool(arrays) and most_arrays > 1 and draw(st.booleans()),
         check=not (differ and draw(st.booleans())),
     )
 
