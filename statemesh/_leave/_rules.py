@@ -35,7 +35,7 @@ class Unit:
 
     **Attributes:**
 
-    - `placements`: where the leaves of the State go; `None` for what is no State.
+    - `placements`: where the leaves of the State go; `None` for a unit that is not a State.
     """
 
     keys: KeyPath

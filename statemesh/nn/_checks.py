@@ -32,7 +32,7 @@ def check_sizes(layer: str, **sizes: object) -> None:
 def check_int(
     layer: str, argument: str, value: object, expected: str, least: int | float = -math.inf
 ) -> None:
-    """Refuse what is no int, or a smaller one than `least`."""
+    """Refuse a value that is not an int, or that is below `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise errors.bad_setting(layer, argument, value, expected)
 
