@@ -3,7 +3,7 @@
 First, what each test costs and which lines it runs; then the mutants, from where a run stopped. `--table`
 shows the table without running any:
 
-    python -m pytest -m "" -p tests.mutants.record --numprocesses=0
+    python -m pytest -m "" -p tests.mutants.record
     python -m tests.mutants --seed 0 --count 150
     python -m tests.mutants --table
 
@@ -54,7 +54,8 @@ class Test:
 
 
 def recorded() -> list[Test]:
-    rows = map(json.loads, (RECORDED / "tests.jsonl").read_text().splitlines())
+    files = sorted(RECORDED.glob("tests-*.jsonl"))
+    rows = [json.loads(row) for file in files for row in file.read_text().splitlines()]
     return [
         Test(r["id"], r["seconds"], r["slow"], {f: frozenset(n) for f, n in r["lines"].items()})
         for r in rows

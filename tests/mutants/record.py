@@ -1,7 +1,7 @@
 """A pytest plugin: what each test costs, and which lines of the package it runs.
 
-`python -m pytest -m "" -p tests.mutants.record --numprocesses=0` writes a line for each test to
-`.mutants/tests.jsonl`. It needs Python 3.12.
+`python -m pytest -m "" -p tests.mutants.record` writes a line for each test to a file in `.mutants/` for each
+process. It needs Python 3.12.
 """
 
 import json
@@ -63,13 +63,11 @@ class Recorder:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+    if worker == "main" and config.getoption("numprocesses", 0):
+        return
     FOLDER.mkdir(exist_ok=True)
-    config.pluginmanager.register(Recorder((FOLDER / "tests.jsonl").open("w")))
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """What importing the package and collecting the tests ran is written as a test of its own."""
-    (FOLDER / "imported.json").write_text(json.dumps(by_file(_lines)))
+    config.pluginmanager.register(Recorder((FOLDER / f"tests-{worker}.jsonl").open("w")))
 
 
 def pytest_unconfigure() -> None:
