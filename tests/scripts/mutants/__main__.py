@@ -1,14 +1,17 @@
 """How many mutants of the package the suites kill, and how many of these the quick suite kills alone.
 
-First, what each test costs and which lines it runs; then the mutants, from where a run stopped. `--table`
-shows the table without running any:
+First, what each test costs and which lines it runs; then the mutants, from where a run stopped:
 
-    python -m pytest -m "" -p tests.mutants.record
-    python -m tests.mutants --seed 0 --count 150
-    python -m tests.mutants --table
+    python -m pytest -m "" -p tests.scripts.mutants.record
+    python -m tests.scripts.mutants --seed 0 --count 150
 
-A mutant runs against the quick tests that cover its lines, then against the slow ones, until one fails.
-Each result is a line of `results.jsonl` beside this file. A mutant whose file has changed is run again.
+A mutant runs against the quick tests that cover its lines, then against the slow ones, until one fails. The
+test that failed before comes first. Each result is a line of `results.jsonl` beside this file, and `TABLE.md`
+is made of them. A mutant whose file has changed is run again. The mutants are a sample that is drawn evenly by lines of
+code, and the list in `by_hand.py`.
+
+`--marks` runs nothing and lists the tests whose mark `slow` is not what the measurement says: a test is quick
+because it is cheap or because a mutant needs it.
 """
 
 import argparse
@@ -28,14 +31,16 @@ import time
 from collections import Counter, defaultdict
 from typing import Any
 
+from .by_hand import mutants as by_hand
 from .made import Mutant, sample
 
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 RECORDED = ROOT / ".mutants"
 RESULTS = pathlib.Path(__file__).with_name("results.jsonl")
+TABLE = pathlib.Path(__file__).with_name("TABLE.md")
 # Tests of a mutant that are collected and run by one process.
-_BATCHES = 12, 60, 400
+_BATCHES = 15, 60, 400
 _SECONDS = 60.0  # beyond ten times what the tests take without a mutant
 
 
@@ -62,8 +67,11 @@ def recorded() -> list[Test]:
     ]
 
 
-def covering(mutant: Mutant, tests: list[Test]) -> list[Test]:
-    """The tests that run a line of the mutant, or else of its file; first the cheapest of each file."""
+def covering(mutant: Mutant, tests: list[Test], killers: set[str]) -> list[Test]:
+    """The tests that run a line of the mutant, or else of its file.
+
+    First those that killed it before, then the cheapest of each file.
+    """
     lines = range(mutant.line, mutant.last + 1)
     near = [t for t in tests if not t.lines.get(mutant.file, frozenset()).isdisjoint(lines)]
     # What runs at the import only is covered by all that run the file.
@@ -71,8 +79,12 @@ def covering(mutant: Mutant, tests: list[Test]) -> list[Test]:
     by_file: dict[str, list[Test]] = defaultdict(list)
     for test in sorted(near, key=lambda t: t.seconds):
         by_file[test.file].append(test)
-    turns = [(k, t.seconds, t) for group in by_file.values() for k, t in enumerate(group)]
-    return [t for _, _, t in sorted(turns, key=lambda turn: turn[:2])]
+    turns = [
+        (t.id not in killers, k, t.seconds, t)
+        for group in by_file.values()
+        for k, t in enumerate(group)
+    ]
+    return [t for *_, t in sorted(turns, key=lambda turn: turn[:3])]
 
 
 def first_failing(tests: list[Test], tree: pathlib.Path) -> str | None:
@@ -118,8 +130,8 @@ def first_failing(tests: list[Test], tree: pathlib.Path) -> str | None:
     return None
 
 
-def run(mutant: Mutant, tests: list[Test], tree: pathlib.Path) -> dict[str, Any]:
-    near = covering(mutant, tests)
+def run(mutant: Mutant, tests: list[Test], killers: set[str], tree: pathlib.Path) -> dict[str, Any]:
+    near = covering(mutant, tests, killers)
     begin = time.perf_counter()
     path = tree / "statemesh" / mutant.file
     original = path.read_bytes()
@@ -190,49 +202,89 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(text)
 
 
+def marks(tests: list[Test], rows: list[dict[str, Any]], most: float) -> str:
+    """The test functions whose mark is not what the measurement says.
+
+    **Arguments:**
+
+    - `most`: what a cheap test costs at most, in seconds of the processor.
+    """
+    killers = {row["by"] for row in rows if row["by"]}
+    lines: list[str] = []
+    for test in sorted(tests, key=lambda t: -t.seconds):
+        if not test.slow and test.seconds > most and test.id not in killers:
+            lines.append(f"dear, and no mutant needs it: {test.seconds:6.1f} s  {test.id}")
+        if test.slow and test.id in killers:
+            lines.append(f"slow, and a mutant needs it:  {test.seconds:6.1f} s  {test.id}")
+        if test.slow and test.seconds < most / 10:
+            lines.append(f"slow, and cheap:              {test.seconds:6.1f} s  {test.id}")
+    return "\n".join(sorted(lines))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants")
+    parser = argparse.ArgumentParser(prog="python -m tests.scripts.mutants")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=150)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=1e9, help="no mutant is begun after that")
-    parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--marks", type=float, metavar="SECONDS", help="run nothing")
     options = parser.parse_args()
 
-    mutants = sorted(sample(ROOT / "statemesh", options.seed, options.count), key=lambda m: m.key)
+    package = ROOT / "statemesh"
+    mutants = [*sample(package, options.seed, options.count), *by_hand(package)]
+    mutants.sort(key=lambda m: m.key)
     results = known()
-    missing = [m for m in mutants if (m.key, digest(m)) not in results]
-    if not options.table and missing:
-        end = time.monotonic() + 60 * options.minutes
-        tests = recorded()
-        trees: queue.Queue[pathlib.Path] = queue.Queue()
-        with tempfile.TemporaryDirectory() as folder:
-            for k in range(options.processes):
-                (tree := pathlib.Path(folder, str(k))).mkdir()
-                trees.put(copied(tree))
-
-            def tried(mutant: Mutant) -> dict[str, Any] | None:
-                if time.monotonic() > end:
-                    return None
-                tree = trees.get()
-                try:
-                    return run(mutant, tests, tree)
-                finally:
-                    trees.put(tree)
-
-            with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
-                for row in pool.map(tried, missing):
-                    if row is not None:
-                        results[row["mutant"], row["of"]] = row
-                        RESULTS.write_text("".join(f"{json.dumps(r)}\n" for r in results.values()))
-                        print(
-                            f"{row['seconds']:7.1f} s  {row['killed']:5}  {row['mutant']}",
-                            flush=True,
-                        )
+    tests = recorded()
+    if options.marks is None:
+        run_missing(mutants, tests, results, options.processes, 60 * options.minutes)
     rows = [results[key] for m in mutants if (key := (m.key, digest(m))) in results]
-    print(table(rows))
+    if options.marks is not None:
+        print(marks(tests, rows, options.marks))
+        return
+    text = table(rows)
     if len(rows) < len(mutants):
-        print(f"\n{len(mutants) - len(rows)} mutants have not been run.")
+        text += f"\n\n{len(mutants) - len(rows)} mutants have not been run."
+    command = f"python -m tests.scripts.mutants --seed {options.seed} --count {options.count}"
+    TABLE.write_text(f"# Mutants\n\nMade by `{command}`.\n\n{text}\n")
+    print(text)
+
+
+def run_missing(
+    mutants: list[Mutant],
+    tests: list[Test],
+    results: dict[tuple[str, str], dict[str, Any]],
+    processes: int,
+    seconds: float,
+) -> None:
+    """Run the mutants that have no result yet, and keep the results as they come."""
+    end = time.monotonic() + seconds
+    killers: dict[str, set[str]] = defaultdict(set)
+    for (key, _), row in results.items():
+        killers[key].add(row["by"])
+    trees: queue.Queue[pathlib.Path] = queue.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        for k in range(processes):
+            (tree := pathlib.Path(folder, str(k))).mkdir()
+            trees.put(copied(tree))
+
+        def tried(mutant: Mutant) -> dict[str, Any] | None:
+            if time.monotonic() > end:
+                return None
+            tree = trees.get()
+            try:
+                return run(mutant, tests, killers[mutant.key], tree)
+            finally:
+                trees.put(tree)
+
+        missing = [m for m in mutants if (m.key, digest(m)) not in results]
+        with concurrent.futures.ThreadPoolExecutor(processes) as pool:
+            for row in pool.map(tried, missing):
+                if row is not None:
+                    results[row["mutant"], row["of"]] = row
+                    RESULTS.write_text("".join(f"{json.dumps(r)}\n" for r in results.values()))
+                    print(
+                        f"{row['seconds']:7.1f} s  {row['killed']:5}  {row['mutant']}", flush=True
+                    )
 
 
 if __name__ == "__main__":

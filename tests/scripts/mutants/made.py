@@ -41,6 +41,7 @@ class Mutant:
     - `file`: relative to the package's folder.
     - `line`, `last`: the lines that the changed code takes.
     - `kind`: of the change.
+    - `by_hand`: whether it is of the list in `by_hand.py`.
     - `old`, `new`: the code.
     - `begin`, `end`: the place of `old` in the file's bytes.
     """
@@ -53,10 +54,13 @@ class Mutant:
     new: str
     begin: int
     end: int
+    by_hand: bool = False
 
     @property
     def package(self) -> str:
         """The folder that the file stands in; of a file at the top, the file."""
+        if self.by_hand:
+            return "by hand"
         return self.file.split("/")[0].removesuffix(".py")
 
     @property

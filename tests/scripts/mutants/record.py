@@ -1,6 +1,6 @@
 """A pytest plugin: what each test costs, and which lines of the package it runs.
 
-`python -m pytest -m "" -p tests.mutants.record` writes a line for each test to a file in `.mutants/` for each
+`python -m pytest -m "" -p tests.scripts.mutants.record` writes a line for each test to a file in `.mutants/` for each
 process. It needs Python 3.12.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import pytest
 
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 FOLDER = ROOT / ".mutants"
 _PACKAGE = str(ROOT / "statemesh") + "/"
 _TOOL = sys.monitoring.COVERAGE_ID

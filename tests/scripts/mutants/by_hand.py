@@ -1,0 +1,107 @@
+"""Mistakes of the engine that the suites must notice, each a change of one line of the package."""
+
+import pathlib
+
+from .made import Mutant
+
+
+# The mistake; the file; the code, which stands there once; and what stands in its place.
+CHANGES = (
+    (
+        "a psum dropped",
+        "_axes/_reduction.py",
+        "together(jax.lax.psum, summands, names)",
+        "summands",
+    ),
+    (
+        "a gradient reduced over one axis of several",
+        "_axes/_reduction.py",
+        "names = tuple(name for name in axis_names if name in over)",
+        "names = tuple(name for name in axis_names if name in over)[:1]",
+    ),
+    (
+        "one key for all shards",
+        "_model/_random.py",
+        "keys.again(jnp.where(shard == 0, first, other))",
+        "first",
+    ),
+    (
+        "a stream that does not advance",
+        "_model/_random.py",
+        "tuple(line.drawn() for line in self._shared)",
+        "self._shared",
+    ),
+    (
+        "rows numbered on each shard",
+        "_model/_lines.py",
+        "shard_index(what, axis_name) * n + jnp.arange(n)",
+        "jnp.arange(n)",
+    ),
+    (
+        "rows numbered in each microbatch",
+        "_model/_lines.py",
+        "return rows * line.count + line.number",
+        "return rows",
+    ),
+    (
+        "the sum without the old value",
+        "_model/_values.py",
+        "(widened(self.old) + made).astype(self.old.dtype)",
+        "made.astype(self.old.dtype)",
+    ),
+    (
+        "the mean is the sum",
+        "_model/_values.py",
+        "return after_sum(made, self.new.dtype, count)",
+        "return made.astype(self.new.dtype)",
+    ),
+    (
+        "a spec swapped for another filter's",
+        "_resolve/_specs.py",
+        "entries[hit] for hit in hits",
+        "entries[-1 - hit] for hit in hits",
+    ),
+    (
+        "the last filter wins",
+        "_model/_filters.py",
+        "first.append(hits[0] if hits else None)",
+        "first.append(hits[-1] if hits else None)",
+    ),
+    (
+        "a written state forgotten",
+        "_leave/_leave.py",
+        "if origin is not None and has_same_leaves(node, origin.seen):",
+        "if origin is not None:",
+    ),
+    (
+        "an untouched state copied",
+        "_leave/_leave.py",
+        "if origin is not None and has_same_leaves(node, origin.seen):",
+        "if False:",
+    ),
+    (
+        "a diverged state kept",
+        "_leave/_leave.py",
+        "self.mistakes.diverged.append(",
+        "len(",
+    ),
+    (
+        "static leaves of the first call",
+        "_call/_statics.py",
+        "if not all(map(is_, map(leaves.__getitem__, self.fixed_at), self.fixed)):",
+        "if False:",
+    ),
+)
+
+
+def mutants(folder: pathlib.Path) -> list[Mutant]:
+    """The changes as mutants of the package in `folder`."""
+    made: list[Mutant] = []
+    for mistake, file, old, new in CHANGES:
+        source = (folder / file).read_bytes()
+        assert source.count(old.encode()) == 1, f"{file} no longer has: {old}"
+        begin = source.index(old.encode())
+        line = source.count(b"\n", 0, begin) + 1
+        end = begin + len(old.encode())
+        made.append(Mutant(file, line, line, mistake, old, new, begin, end, by_hand=True))
+    return made
