@@ -7,8 +7,8 @@ First, what each test costs and which lines it runs; then the mutants, from wher
 
 A mutant runs against the quick tests that cover its lines, then against the slow ones, until one fails. The
 test that failed before comes first. Each result is a line of `results.jsonl` beside this file, and `TABLE.md`
-is made of them. A mutant whose file has changed is run again. The mutants are a sample that is drawn evenly by lines of
-code, and the list in `by_hand.py`.
+is made of them. A mutant whose file has changed is run again. The mutants are a sample that is drawn evenly
+by lines of code, and the list in `by_hand.py`.
 
 `--marks` runs nothing and lists the tests whose mark `slow` is not what the measurement says: a test is quick
 because it is cheap or because a mutant needs it.
@@ -143,6 +143,7 @@ def run(mutant: Mutant, tests: list[Test], killers: set[str], tree: pathlib.Path
         path.write_bytes(original)
     return {
         "mutant": mutant.key,
+        "line": mutant.line,
         "package": mutant.package,
         "of": digest(mutant),
         "covering": len(near),
@@ -198,7 +199,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         share = f" ({count['quick'] / killed:.0%})" if killed else ""
         text.append(f"| {package} | {count.total()} | {killed} | {count['quick']}{share} |")
     text += ["", "Killed by no test:", ""]
-    text += [f"- `{row['mutant']}`" for row in rows if row["killed"] == "no"]
+    text += [f"- line {r['line']} of `{r['mutant']}`" for r in rows if r["killed"] == "no"]
     return "\n".join(text)
 
 
@@ -259,8 +260,8 @@ def run_missing(
     """Run the mutants that have no result yet, and keep the results as they come."""
     end = time.monotonic() + seconds
     killers: dict[str, set[str]] = defaultdict(set)
-    for (key, _), row in results.items():
-        killers[key].add(row["by"])
+    for (key, _), result in results.items():
+        killers[key].add(result["by"])
     trees: queue.Queue[pathlib.Path] = queue.Queue()
     with tempfile.TemporaryDirectory() as folder:
         for k in range(processes):

@@ -3,8 +3,10 @@
 import ast
 import copy
 import dataclasses
+import hashlib
+import math
 import pathlib
-import random
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 
@@ -65,8 +67,9 @@ class Mutant:
 
     @property
     def key(self) -> str:
+        """The change without its line, so that it stays the same where other lines come and go."""
         old, new = (" ".join(code.split()) for code in (self.old, self.new))
-        return f"{self.file}:{self.line} {self.kind}: {old} -> {new}"
+        return f"{self.file} {self.kind}: {old} -> {new}"
 
     def apply(self, folder: pathlib.Path) -> None:
         """Change the file in a copy of the package."""
@@ -131,7 +134,7 @@ def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
             skipped = [*tree.decorator_list, getattr(tree, "returns", None)]
         case ast.arg() | ast.AnnAssign():
             skipped = [tree.annotation]
-        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+        case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING")):
             return
         case ast.JoinedStr():
             return
@@ -173,24 +176,28 @@ def of_file(folder: pathlib.Path, path: pathlib.Path) -> list[Mutant]:
 
 
 def sample(folder: pathlib.Path, seed: int, count: int) -> list[Mutant]:
-    """`count` mutants of a package, drawn evenly by lines of code: each stands for as many lines."""
-    draw = random.Random(seed)
-    lines: list[tuple[str, int, list[Mutant]]] = []
+    """Some `count` mutants of a package, of each of its parts as many as its lines of code are worth.
+
+    Where the code changes, most of the sample stays: which lines are drawn depends on their text only.
+    """
+    drawn: dict[str, list[tuple[str, Mutant]]] = defaultdict(list)
     for path in sorted(folder.rglob("*.py")):
-        by_line: dict[int, list[Mutant]] = {}
+        rows = path.read_text().splitlines()
+        by_line: dict[int, list[Mutant]] = defaultdict(list)
         for mutant in of_file(folder, path):
-            by_line.setdefault(mutant.line, []).append(mutant)
-        for number, text in enumerate(path.read_text().splitlines(), 1):
-            if number in by_line or (text.strip() and not text.strip().startswith("#")):
-                lines.append((str(path), number, by_line.get(number, [])))
-    # Every `step`-th line from a random one on. For a line without mutants stands the next one that has some.
-    step = len(lines) / count
-    offset = draw.random() * step
-    chosen: list[Mutant] = []
-    for k in range(count):
-        for place in range(int(offset + k * step), len(lines)):
-            fresh = [x for x in lines[place][2] if x not in chosen]
-            if fresh:
-                chosen.append(draw.choice(fresh))
-                break
-    return chosen
+            by_line[mutant.line].append(mutant)
+        part = path.relative_to(folder).parts[0].removesuffix(".py")
+        seen: Counter[str] = Counter()
+        for number, mutants in sorted(by_line.items()):
+            text = rows[number - 1].strip()
+            seen[text] += 1
+            place = f"{seed} {path.relative_to(folder)} {text} {seen[text]}"
+            rank = hashlib.sha256(place.encode()).hexdigest()
+            drawn[part].append((rank, mutants[int(rank, 16) % len(mutants)]))
+    total = sum(map(len, drawn.values()))
+    sampled: dict[str, Mutant] = {}
+    for ranked in drawn.values():
+        ranked.sort(key=lambda pair: pair[0])
+        for _, mutant in ranked[: math.ceil(count * len(ranked) / total)]:
+            sampled[mutant.key] = mutant
+    return list(sampled.values())

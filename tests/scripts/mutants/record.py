@@ -1,7 +1,7 @@
 """A pytest plugin: what each test costs, and which lines of the package it runs.
 
-`python -m pytest -m "" -p tests.scripts.mutants.record` writes a line for each test to a file in `.mutants/` for each
-process. It needs Python 3.12.
+`python -m pytest -m "" -p tests.scripts.mutants.record` writes a line for each test to files in
+`.mutants/`, one for each process. It needs Python 3.12.
 """
 
 import json
