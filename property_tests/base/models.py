@@ -46,8 +46,8 @@ def added_range(old: Any, new: Any, axis_names: Any) -> Any:
     return old + jax.lax.pmax(new, axis_names) - jax.lax.pmin(new, axis_names)
 
 
-def model_of(case: Case, values: Sequence[Sequence[Array]]) -> Any:
-    """The model with these values in its slots."""
+def model_of(case: Case, values: Sequence[Sequence[Array]], seed: int = 0) -> Any:
+    """The model with these values in its slots, and beside it a stream where there is noise."""
 
     def filled(k: int) -> Any:
         slot = case.slots[k]
@@ -62,7 +62,8 @@ def model_of(case: Case, values: Sequence[Sequence[Array]]) -> Any:
             reduce=added_range if slot.reduce == "range" else slot.reduce,
         )
 
-    return grow(case.tree, filled)
+    model = grow(case.tree, filled)
+    return [model, sm.RandomState(jax.random.key(seed))] if case.noisy else model
 
 
 def arrays_of(case: Case, model: Any) -> list[list[Any]]:
