@@ -36,6 +36,11 @@ def slot_spec(slot: Slot) -> Any:
     return specs[0] if all(s == specs[0] for s in specs) else slot_value(specs)
 
 
+def declared_specs(case: Case) -> dict[str, Any] | None:
+    """The specs of the states that have none of their own."""
+    return {f"s{k}": slot_spec(s) for k, s in enumerate(case.slots) if s.declared} or None
+
+
 def slot_value(leaves: Sequence[Any]) -> Any:
     """The tree that a state has as its value: the one leaf itself, or a dictionary of two."""
     return leaves[0] if len(leaves) == 1 else dict(zip("ab", leaves, strict=True))

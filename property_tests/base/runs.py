@@ -12,7 +12,7 @@ from ..programs import Case
 from ..trees import Setting, structure
 from .arrays import Array, Global, Values, widen
 from .checks import assert_close, assert_kept, at_home, input_shardings, jitted
-from .models import arrays_of, mesh_of, model_of
+from .models import arrays_of, declared_specs, mesh_of, model_of
 
 
 # What the reference computes: the outputs, and the new values of the slots.
@@ -78,7 +78,8 @@ class Comparison:
         call = ways.get(how, self.mapped)
         model = self.model(values)
         if how == "packed":
-            model = sm.pack(model, mesh_of(self.case.mesh))
+            specs = declared_specs(self.case)
+            model = sm.pack(model, mesh_of(self.case.mesh), state_specs=specs)
         world = [[Global(widen(x)) for x in leaves] for leaves in values.slots]
         for number, (gain, inputs) in enumerate(values.calls):
             args, kwargs = self.arguments(inputs, home)

@@ -14,10 +14,10 @@ import statemesh as sm
 from .. import programs
 from ..base.models import (
     arrays_of,
+    declared_specs,
     mesh_of,
     partition_spec,
     positions_of,
-    slot_spec,
     slot_value,
     units_of,
     with_units,
@@ -37,13 +37,12 @@ def out_specs(case: Case) -> Any:
 @functools.cache
 def mapping(case: Case) -> sm.StatefulMapping:
     """The program under `shard_map`: the same for every example with this case, so that it compiles once."""
-    declared = {f"s{k}": slot_spec(s) for k, s in enumerate(case.slots) if s.declared}
     mapping: sm.StatefulMapping = sm.shard_map(
         functools.partial(run_body, case),
         mesh_of(case.mesh),
         in_specs(case),
         out_specs(case),
-        state_in_specs=declared or None,
+        state_in_specs=declared_specs(case),
     )
     return mapping
 
@@ -215,8 +214,8 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "wrap": lambda x: x % 101 - 50,
     "tanh": jnp.tanh,
     "sin": jnp.sin,
-    # Whole numbers up to 50 as they are; JAX's types lose that they vary.
-    "untyped": lambda x: jnp.frexp(jnp.ldexp(jnp.float32(1), x))[1] - 1,
+    # Whole numbers up to 50 as they are, as exponents of two: JAX's types lose that these vary.
+    "untyped": lambda x: jnp.frexp(jax.lax.bitcast_convert_type((x + 127) << 23, jnp.float32))[1] - 1,
 }
 _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "add": jnp.add,
