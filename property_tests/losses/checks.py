@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import statemesh as sm
-
 from ..base.arrays import EPS, Array, wide_dtype
 from ..base.checks import jitted
 from ..base.models import arrays_of
@@ -26,16 +24,9 @@ ROUNDING = {"float32": EPS, "complex64": EPS, "bfloat16": 2.0**-8}
 STEP = 1e-6
 
 
-def check_loss(
-    loss: LossCase,
-    values: LossValues,
-    how: str,
-    *,
-    jit: bool = False,
-    mapped: sm.StatefulMapping | None = None,
-) -> None:
+def check_loss(loss: LossCase, values: LossValues, how: str, *, jit: bool = False) -> None:
     """Compares the loss, its gradient and the new model with those of whole arrays."""
-    call: Any = mapping(loss, how) if mapped is None else mapped
+    call: Any = mapping(loss, how)
     slots = [*values.params, np.zeros(WIDTH, np.float32), np.zeros((), np.int32)]
     args = loss_model(loss, slots), cut(loss, loss.case.inputs[0].spec, values.x)
     before = args[0] if jit else call.place(*args, np.float32(values.flag))[0]

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 import statemesh as sm
 from statemesh.testing import arrays, states
-from statemesh.testing._strategies._trees import KINDS
 
 from ..picks import Pick, all_of, negated, picks
 from ..strategies import trees
-from ..trees import same, structure, walk
+from ..trees import KINDS, same, structure, walk
 from .laws import (
     check_filter,
     check_partition,
@@ -86,9 +85,6 @@ def test_named_filters_are_values(data: st.DataObject) -> None:
     assert sm.filters.Not(two[0]) == sm.filters.Not(two[0])
 
 
-plain_kinds = [kind for kind in KINDS if kind is not sm.RandomState]
-
-
 def added(old: Any, new: Any, axis_names: Any) -> Any:
     return jax.tree.map(np.add, old, new)
 
@@ -102,7 +98,7 @@ def values(like: Any) -> st.SearchStrategy[Any]:
 
 @given(st.data())
 def test_set_and_replace(data: st.DataObject) -> None:
-    state = data.draw(states(kinds=plain_kinds, reduces=(None, "sum", added)), "state")
+    state = data.draw(states(kinds=list(KINDS.values()), reduces=(None, "sum", added)), "state")
     first, second = (data.draw(values(state.value), name) for name in ("first", "second"))
     check_set(state, first, second)
     name, tag = (data.draw(st.sampled_from("abc"), what) for what in ("name", "tag"))
