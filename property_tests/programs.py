@@ -106,25 +106,16 @@ class Branch:
 class Input:
     index: int
 
-    def __str__(self) -> str:
-        return f"x{self.index}"
-
 
 @dataclasses.dataclass(frozen=True)
 class Read:
     slot: int
     leaf: int = 0
 
-    def __str__(self) -> str:
-        return f"s{self.slot}.{'ab'[self.leaf]}"
-
 
 @dataclasses.dataclass(frozen=True)
 class Gain:
     """A Python number that the model holds as a static leaf."""
-
-    def __str__(self) -> str:
-        return "gain"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,17 +124,11 @@ class Index:
 
     axes: Axes
 
-    def __str__(self) -> str:
-        return f"axis_index{self.axes}"
-
 
 @dataclasses.dataclass(frozen=True)
 class Unary:
     op: str
     arg: int
-
-    def __str__(self) -> str:
-        return f"{self.op}(v{self.arg})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,9 +136,6 @@ class Binary:
     op: str
     left: int
     right: int
-
-    def __str__(self) -> str:
-        return f"{self.op}(v{self.left}, v{self.right})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,9 +146,6 @@ class Fold:
     arg: int
     axis: int
 
-    def __str__(self) -> str:
-        return f"{self.op}(v{self.arg}, axis={self.axis})"
-
 
 @dataclasses.dataclass(frozen=True)
 class Collect:
@@ -175,9 +154,6 @@ class Collect:
     op: str
     arg: int
     axes: Axes
-
-    def __str__(self) -> str:
-        return f"p{self.op}(v{self.arg}, {self.axes})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,9 +164,6 @@ class Dot:
     right: int
     axis: int
 
-    def __str__(self) -> str:
-        return f"dot(v{self.left}, v{self.right}, axis={self.axis})"
-
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
@@ -199,9 +172,6 @@ class Rows:
     arg: int
     axis: int
     axes: Axes
-
-    def __str__(self) -> str:
-        return f"rows(v{self.arg}, axis={self.axis}, {self.axes})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,11 +182,6 @@ class Noise:
     axis: int
     axes: Axes
 
-    def __str__(self) -> str:
-        if self.arg is None:
-            return "uniform()"
-        return f"uniform(rows of v{self.arg}, axis={self.axis}, {self.axes})"
-
 
 @dataclasses.dataclass(frozen=True)
 class Gather:
@@ -226,10 +191,6 @@ class Gather:
     axis: int
     axes: Axes
     row: int | None
-
-    def __str__(self) -> str:
-        row = "next" if self.row is None else self.row
-        return f"all_gather(v{self.arg}, axis={self.axis}, {self.axes})[{row}]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,9 +204,6 @@ class Exchange:
     op: str
     arg: int
     axis_name: str
-
-    def __str__(self) -> str:
-        return f"{self.op}(v{self.arg}, {self.axis_name})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,11 +225,6 @@ class Control:
     axes: Axes = ()
     on: int | None = None
     times: int = 1
-
-    def __str__(self) -> str:
-        other = "" if self.other is None else f" + v{self.other}"
-        count = self.times if self.on is None else f"v{self.on}"
-        return f"{self.kind}({count}, c{other} and over {self.axes}, v{self.arg})"
 
 
 Step: TypeAlias = (
@@ -347,7 +300,7 @@ class Case:
         lines += [f"  x{i}: {leaf}" for i, leaf in enumerate(self.inputs)]
         lines += [f"  s{i}: {slot}" for i, slot in enumerate(self.slots)]
         lines += [f"  v{i} = {step}" for i, step in enumerate(self.steps)]
-        lines += [f"  {Read(w.slot, w.leaf)} = v{w.step}" for w in self.writes]
+        lines += [f"  s{w.slot}.{'ab'[w.leaf]} = v{w.step}" for w in self.writes]
         lines += [f"  s{slot} is s{source}" for slot, source in self.moves]
         lines += [f"  out{i} = v{o.step} as {o.spec}" for i, o in enumerate(self.outputs)]
         return "\n".join(lines)

@@ -10,17 +10,10 @@ from hypothesis import strategies as st
 import statemesh as sm
 from statemesh.testing import arrays, states
 
-from ..picks import Pick, all_of, negated, picks
+from ..picks import picks
 from ..strategies import trees
 from ..trees import KINDS, same, structure, walk
-from .laws import (
-    check_filter,
-    check_partition,
-    check_permutation,
-    check_replace,
-    check_set,
-    is_idle,
-)
+from .laws import check_filter, check_partition, check_replace, check_set
 
 
 @given(st.data())
@@ -35,41 +28,6 @@ def test_filters_are_their_predicates(data: st.DataObject) -> None:
     # Drawing a tree takes longer than drawing a filter.
     for pick in data.draw(st.lists(picks(tree=tree), min_size=1, max_size=8), "filters"):
         check_filter(tree, pick)
-
-
-@given(st.data())
-def test_disjoint_filters_may_be_permuted(data: st.DataObject) -> None:
-    tree = data.draw(trees(min_states=2), "tree")
-    drawn = data.draw(st.lists(picks(tree=tree), min_size=2, max_size=4), "filters")
-    # Each filter leaves out what the filters before it match. Filters that then match nothing are dropped.
-    disjoint: list[Pick] = []
-    for pick in drawn:
-        only = all_of([pick, *map(negated, disjoint)])
-        if not is_idle(tree, only):
-            disjoint.append(only)
-    order = data.draw(st.permutations(range(len(disjoint))), "order")
-    # Without any filter `partition` takes all states.
-    if disjoint:
-        check_permutation(tree, disjoint, order)
-
-
-@given(st.data())
-def test_de_morgan(data: st.DataObject) -> None:
-    tree = data.draw(trees(min_states=1), "tree")
-    f, g = (data.draw(picks(tree=tree), name).filter for name in "fg")
-    filters = sm.filters
-    pairs = [
-        (filters.Not(filters.Any(f, g)), filters.All(filters.Not(f), filters.Not(g))),
-        (filters.Not(filters.All(f, g)), filters.Any(filters.Not(f), filters.Not(g))),
-        (filters.Not(filters.Not(f)), f),
-        (filters.Any(f, [f, g]), filters.Any(g, f)),
-        (filters.All(f, ...), f),
-        (filters.Any(f, None), f),
-    ]
-    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=sm.is_state)[0]
-    for left, right in pairs:
-        a, b = (filters.to_predicate(side, tree) for side in (left, right))
-        assert all(bool(a(*unit)) == bool(b(*unit)) for unit in flat if sm.is_state(unit[1]))
 
 
 @given(st.data())
