@@ -268,7 +268,7 @@ class Case:
 
     - `portable`: the program means the same on any number of shards.
     - `passed`: what the model goes through on its way: `'map'` (`jax.tree.map`), `'jit'`, `'checkpoint'`,
-        `'cond'`, `'scan'` or nothing. All of them make new State objects of all states.
+        `'cond'`, `'scan'`, `'gradient'` or nothing. All of them make new State objects of all states.
     - `moves`: states that are returned at another position: that position, and the one from which they come.
     - `noisy`: a `RandomState` stands beside the model.
     """

@@ -40,7 +40,7 @@ from ..trees import KINDS
 # Integers stay well inside 32 bits, where NumPy and XLA agree. Floats stay within what float16 holds.
 LARGEST = {INT: 2**24, FLOAT: 2**10}
 WRAPPED = 50
-PASSED = ("", "", "map", "jit", "checkpoint", "cond", "scan")
+PASSED = ("", "", "map", "jit", "checkpoint", "cond", "scan", "gradient")
 
 
 @dataclasses.dataclass(frozen=True)
