@@ -30,7 +30,7 @@ from .base.arrays import Values  # noqa: E402
 from .base.models import mesh_of, model_of  # noqa: E402
 from .plain.cases import cases, values  # noqa: E402
 from .plain.mapped import in_specs, out_specs, run_body  # noqa: E402
-from .programs import FLOAT, Case, MeshShape  # noqa: E402
+from .programs import Case, MeshShape  # noqa: E402
 from .trees import Setting  # noqa: E402
 
 

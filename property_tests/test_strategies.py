@@ -27,8 +27,8 @@ from .picks import matches
 from .plain.cases import cases as plain_cases
 from .strategies import meshes as plain_meshes
 from .strategies import specs as plain_specs
-from .trees import Layer, Pair, structure, walk
 from .trees import KINDS as PLAIN_KINDS
+from .trees import Layer, Pair, structure, walk
 
 
 finfo: Any = jnp.finfo  # The stubs know nothing of those of JAX.

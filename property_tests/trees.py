@@ -97,13 +97,6 @@ def typed(path: Path) -> str:
     return text.removeprefix(".")
 
 
-def at(tree: Any, path: Path) -> Any:
-    """The node of a tree at a path."""
-    for kind, step in path:
-        tree = getattr(tree, str(step)) if kind == "attribute" else tree[step]
-    return tree
-
-
 def same(a: Any, b: Any) -> bool:
     """Whether two trees have equal structure and statics, and the very same leaves."""
     if structure(a) != structure(b):

@@ -34,9 +34,7 @@ def weights(x: Any) -> Array:
     return np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape)
 
 
-def check_gradient(
-    case: Case, values: Values, *, home: str = "host", jit: bool = False
-) -> None:
+def check_gradient(case: Case, values: Values, *, home: str = "host", jit: bool = False) -> None:
     """Checks the gradients of a smooth portable program with respect to all states and inputs."""
     mapped = mapping(case)
     for gain, inputs in values.calls:

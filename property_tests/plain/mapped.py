@@ -219,7 +219,9 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "tanh": jnp.tanh,
     "sin": jnp.sin,
     # Whole numbers up to 50 as they are, as exponents of two: JAX's types lose that these vary.
-    "untyped": lambda x: jnp.frexp(jax.lax.bitcast_convert_type((x + 127) << 23, jnp.float32))[1] - 1,
+    "untyped": lambda x: (
+        jnp.frexp(jax.lax.bitcast_convert_type((x + 127) << 23, jnp.float32))[1] - 1
+    ),
 }
 _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "add": jnp.add,

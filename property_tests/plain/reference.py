@@ -284,7 +284,10 @@ def _exchanged(step: programs.Exchange, value: Shards, mesh: MeshShape) -> Shard
     size = mesh.size(names)
     if step.op == "psum_scatter":
         value = dataclasses.replace(_collect("sum", value, names, mesh), axes=value.axes)
-    times = {c: 1 if step.op in ("ppermute", "all_gather") else 1 + mesh.index(c, names) for c in value.at}
+    times = {
+        c: 1 if step.op in ("ppermute", "all_gather") else 1 + mesh.index(c, names)
+        for c in value.at
+    }
     at = {}
     for c in value.at:
         place = mesh.index(c, names) - 1 if step.op == "ppermute" else size - 1

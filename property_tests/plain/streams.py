@@ -64,9 +64,7 @@ def draw_all(
 
 
 @functools.cache
-def mapping(
-    mesh: MeshShape, axes: Axes, draws: Draws, per_shard: Axes = ()
-) -> sm.StatefulMapping:
+def mapping(mesh: MeshShape, axes: Axes, draws: Draws, per_shard: Axes = ()) -> sm.StatefulMapping:
     """`draw_all` on a mesh, its rows sharded over `axes`."""
     rows = PartitionSpec(axes)
     mapping: sm.StatefulMapping = sm.shard_map(
