@@ -2,7 +2,8 @@
 
 import pytest
 
-from .deep import FLOAT, Tally, check, drawn
+from .deep import Tally, check, drawn
+from .programs import FLOAT
 
 
 @pytest.mark.parametrize(

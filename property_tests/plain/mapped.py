@@ -88,7 +88,7 @@ def run_body(
                 every = case.mesh.axis_names
                 mine = jnp.where(sm.axis_index(every) == 0, jax.random.uniform(key, (), dtype), 0)
                 value = jax.lax.psum(mine, every).reshape(whole)
-            case programs.Noise(arg, axis, axes):
+            case programs.Noise(int() as arg, axis, axes):
                 assert rng is not None
                 keys, rng = rng.rows(values[arg].shape[axis], axes or None)
                 drawn = jax.vmap(lambda key: jax.random.uniform(key, (), dtype))(keys)
@@ -157,8 +157,8 @@ def _controlled(step: Control, values: Sequence[Any]) -> Any:
             c = c + (sm.pmean if is_float else sm.pmax)(c, step.axes)
         return jnp.tanh(c) if is_float else _UNARY["wrap"](c)
 
-    on = None if step.on is None else values[step.on].reshape(())
-    times = step.times if on is None else on % 3
+    on: Any = None if step.on is None else values[step.on].reshape(())
+    times: Any = step.times if on is None else on % 3
     match step.kind:
         case "cond":
             return jax.lax.cond(on > 0, body, jnp.negative, arg)

@@ -80,8 +80,8 @@ def run(
                 value = _rows(every, case.rank, axis, axes, mesh)
             case programs.Noise(arg, axis, axes):
                 assert drawn is not None
-                count = None if arg is None else _size(values[arg], axis) * mesh.size(axes)
-                value = _rows(drawn(count), case.rank, axis, axes, mesh)
+                rows = None if arg is None else _size(values[arg], axis) * mesh.size(axes)
+                value = _rows(drawn(rows), case.rank, axis, axes, mesh)
             case programs.Gather():
                 value = _gathered(step, values[step.arg], mesh)
             case programs.Exchange():
@@ -177,7 +177,7 @@ def _index(mesh: MeshShape, axes: Axes, rank: int) -> Shards:
 
 
 def _size(value: Shards, axis: int) -> int:
-    return max(x.shape[axis] for x in value.at.values())
+    return int(next(iter(value.at.values())).shape[axis])
 
 
 def _rows(whole: Array, rank: int, axis: int, axes: Axes, mesh: MeshShape) -> Shards:
