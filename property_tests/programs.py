@@ -208,13 +208,14 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class Control:
-    """A body of `c` in control flow: `c + other`, and its mean or maximum over `axes`, damped.
+    """A body of `c` in control flow: `c + other`, and its mean or maximum along an array axis, damped.
 
     **Attributes:**
 
     - `kind`: `'jit'`, `'checkpoint'` or `'vmap'` (once), `'cond'` (once or `-c`), or `'fori_loop'`,
         `'while_loop'` or `'scan'` (several times).
     - `arg`: the first `c`.
+    - `axis`, `axes`: this array axis, and the mesh axes that split it.
     - `on`: an integer that says which branch is taken, or how often the body runs.
     - `times`: how often the body runs where `on` does not say it.
     """
@@ -222,6 +223,7 @@ class Control:
     kind: str
     arg: int
     other: int | None = None
+    axis: int | None = None
     axes: Axes = ()
     on: int | None = None
     times: int = 1

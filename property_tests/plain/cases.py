@@ -87,7 +87,7 @@ def cases(
     maker = Maker(draw, mesh, side, layout, portable, smooth)
     inputs = tuple(maker.leaf() for _ in range(draw(st.integers(1, 2))))
     palette = draw(st.lists(st.sampled_from([*KINDS, "array"]), min_size=1, max_size=2))
-    slots = tuple(maker.slot(palette) for _ in range(draw(st.integers(1, 4))))
+    slots = tuple(maker.slot(palette) for _ in range(draw(st.integers(2, 5))))
     moves: tuple[tuple[int, int], ...] = ()
     if slots[0].kind != "array" and not slots[0].declared and draw(st.booleans()):
         # Two or three states that only their paths tell apart change places.
@@ -165,7 +165,8 @@ class Maker:
         for _ in range(self.draw(st.sampled_from([1, 1, 2]))):
             per_shard = not (self.portable or self.smooth) and self.draw(st.integers(0, 3)) == 3
             leaves.append(self.leaf(per_shard=per_shard))
-        policies: list[str | None] = [None, "sum"]
+        # What has no policy is merged by the program itself.
+        policies: list[str | None] = [None, "sum", "sum"]
         if not self.smooth:
             policies += ["max", "min"]
         if all(leaf.dtype == FLOAT for leaf in leaves):
@@ -316,16 +317,16 @@ class Maker:
         other = None
         if kind != "vmap" and self.draw(st.booleans()):
             other = self.draw(st.sampled_from(self.like(at)))
-        axes: Axes = ()
-        split = [self.layout[d] for d in range(len(self.side)) if self.layout[d]]
-        fitting = [names for names in split if set(names) <= known.axes]
+        axis = None
+        fitting = [d for d, names in enumerate(self.layout) if set(names) <= known.axes]
         if kind != "vmap" and not apart and fitting and self.draw(st.booleans()):
-            axes = self.draw(st.sampled_from(fitting))
+            axis = self.draw(st.sampled_from(fitting))
+        axes = () if axis is None else self.layout[axis]
         times = self.draw(st.integers(2, 3)) if kind in ("fori_loop", "scan") else 1
         bound = 1 if known.dtype == FLOAT else WRAPPED
         # A loop may make no round at all.
         known = dataclasses.replace(known, bound=max(bound, known.bound))
-        return self.add(Control(kind, at, other, axes, on, times), known)
+        return self.add(Control(kind, at, other, axis, axes, on, times), known)
 
     def decision(self, axes: frozenset[str]) -> int | None:
         """A whole number on which control flow depends, the same on all shards but along these axes."""
@@ -394,7 +395,7 @@ class Maker:
 
     def writes(self, k: int, slot: Slot) -> list[Write]:
         """The writes of a state. Mostly all of its leaves are written, sometimes none."""
-        if self.draw(st.integers(0, 2)) == 0:
+        if self.draw(st.integers(0, 4)) == 0:
             return []
         written = [n for n in range(len(slot.leaves)) if n == 0 or self.draw(st.booleans())]
         return [Write(k, n, self.fitted(k, n, slot)) for n in written]
@@ -403,6 +404,9 @@ class Maker:
         """A step whose value fits this leaf."""
         leaf, reduce = slot.leaves[n], slot.reduce
         pool = [at for at in self.pool if leaf.dtype in (FLOAT, self.known[at].dtype)]
+        differ = [at for at in pool if self.known[at].axes - leaf.axes]
+        # A policy has something to do where shards differ.
+        pool = differ if differ and reduce is not None else pool
         at = self.draw(st.sampled_from(pool))
         at = self.as_float(at) if leaf.dtype == FLOAT else self.unary("wrap", at)
         if leaf.dtype == INT and reduce is not None and self.known[at].axes:

@@ -153,8 +153,9 @@ def _controlled(step: Control, values: Sequence[Any]) -> Any:
     def body(c: Any, k: Any = None) -> Any:
         c = c if step.other is None else c + values[step.other]
         c = c if k is None else c + k.astype(c.dtype)
-        if step.axes:
-            c = c + (sm.pmean if is_float else sm.pmax)(c, step.axes)
+        if step.axis is not None:
+            mine = (jnp.mean if is_float else jnp.max)(c, axis=step.axis, keepdims=True)
+            c = c + (sm.pmean if is_float else sm.pmax)(mine, step.axes) if step.axes else c + mine
         return jnp.tanh(c) if is_float else _UNARY["wrap"](c)
 
     on: Any = None if step.on is None else values[step.on].reshape(())

@@ -306,9 +306,10 @@ def _controlled(step: programs.Control, values: Sequence[Shards], mesh: MeshShap
         if k is not None:
             number = np.full((1,), k, np.float64 if c.is_float() else np.int64)
             c = _binary("add", c, Shards(dict.fromkeys(c.at, number), frozenset()))
-        if step.axes:
-            over = _collect("mean" if c.is_float() else "max", c, step.axes, mesh)
-            c = _binary("add", c, over)
+        if step.axis is not None:
+            op = "mean" if c.is_float() else "max"
+            mine = _fold(op, c, step.axis)
+            c = _binary("add", c, _collect(op, mine, step.axes, mesh) if step.axes else mine)
         return _unary("tanh" if c.is_float() else "wrap", c)
 
     on = None if step.on is None else values[step.on]
