@@ -30,19 +30,6 @@ def test_filters_are_their_predicates(data: st.DataObject) -> None:
         check_filter(tree, pick)
 
 
-@given(st.data())
-def test_named_filters_are_values(data: st.DataObject) -> None:
-    # `Where` and functions are compared by identity, so that they are not drawn here.
-    one = st.sampled_from([sm.ParamState, "a", ..., None, sm.filters.PathContains("a")])
-    two = data.draw(st.lists(one, min_size=1, max_size=3), "filters")
-    for combined in (sm.filters.Any, sm.filters.All):
-        assert combined(*two) == combined(*two)
-        assert hash(combined(*two)) == hash(combined(*two))
-        assert repr(combined(*two)) == repr(combined(*two))
-    assert sm.filters.Any(*two) != sm.filters.All(*two)
-    assert sm.filters.Not(two[0]) == sm.filters.Not(two[0])
-
-
 def added(old: Any, new: Any, axis_names: Any) -> Any:
     return jax.tree.map(np.add, old, new)
 
