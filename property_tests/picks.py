@@ -28,8 +28,7 @@ class Pick:
 
 def picks(*, tree: Any) -> st.SearchStrategy[Pick]:
     """Filters of every form, made of what there is in `tree` to find, and of what there is elsewhere."""
-    drawn = st.one_of(filters(tree=tree), filters(tree=_elsewhere()))
-    return st.recursive(drawn.map(plain), _combined, max_leaves=4)
+    return st.one_of(filters(tree=tree), filters(tree=_elsewhere())).map(plain)
 
 
 def _elsewhere() -> Any:
@@ -103,31 +102,3 @@ class Trail:
 
 def _under(trail: Trail, path: Path) -> bool:
     return trail.leads_to(path[: len(trail)])
-
-
-def _combined(inner: st.SearchStrategy[Pick]) -> st.SearchStrategy[Pick]:
-    several = st.lists(inner, max_size=3)
-    return st.one_of(
-        inner.map(negated),
-        st.builds(any_of, several, st.sampled_from([list, tuple, None])),
-        several.map(all_of),
-    )
-
-
-def negated(pick: Pick) -> Pick:
-    return Pick(sm.filters.Not(pick.filter), lambda path, state: not pick.matches(path, state))
-
-
-def any_of(parts: list[Pick], form: Callable[[list[Any]], Any] | None = None) -> Pick:
-    filters = [part.filter for part in parts]
-    return Pick(
-        sm.filters.Any(*filters) if form is None else form(filters),
-        lambda path, state: any(part.matches(path, state) for part in parts),
-    )
-
-
-def all_of(parts: list[Pick]) -> Pick:
-    return Pick(
-        sm.filters.All(*[part.filter for part in parts]),
-        lambda path, state: all(part.matches(path, state) for part in parts),
-    )

@@ -106,25 +106,16 @@ class Branch:
 class Input:
     index: int
 
-    def __str__(self) -> str:
-        return f"x{self.index}"
-
 
 @dataclasses.dataclass(frozen=True)
 class Read:
     slot: int
     leaf: int = 0
 
-    def __str__(self) -> str:
-        return f"s{self.slot}.{'ab'[self.leaf]}"
-
 
 @dataclasses.dataclass(frozen=True)
 class Gain:
     """A Python number that the model holds as a static leaf."""
-
-    def __str__(self) -> str:
-        return "gain"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,17 +124,11 @@ class Index:
 
     axes: Axes
 
-    def __str__(self) -> str:
-        return f"axis_index{self.axes}"
-
 
 @dataclasses.dataclass(frozen=True)
 class Unary:
     op: str
     arg: int
-
-    def __str__(self) -> str:
-        return f"{self.op}(v{self.arg})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,9 +136,6 @@ class Binary:
     op: str
     left: int
     right: int
-
-    def __str__(self) -> str:
-        return f"{self.op}(v{self.left}, v{self.right})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,9 +146,6 @@ class Fold:
     arg: int
     axis: int
 
-    def __str__(self) -> str:
-        return f"{self.op}(v{self.arg}, axis={self.axis})"
-
 
 @dataclasses.dataclass(frozen=True)
 class Collect:
@@ -176,11 +155,96 @@ class Collect:
     arg: int
     axes: Axes
 
-    def __str__(self) -> str:
-        return f"p{self.op}(v{self.arg}, {self.axes})"
+
+@dataclasses.dataclass(frozen=True)
+class Dot:
+    """A product of the shard's own parts, summed along one axis, which is kept. Both are damped before."""
+
+    left: int
+    right: int
+    axis: int
 
 
-Step: TypeAlias = Input | Read | Gain | Index | Unary | Binary | Fold | Collect
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Where each entry along an axis of a value stands in the whole array, which `axes` split there."""
+
+    arg: int
+    axis: int
+    axes: Axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise:
+    """A random number for each of these rows, or one that all shards get (`arg=None`)."""
+
+    arg: int | None
+    axis: int
+    axes: Axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Gather:
+    """Of a whole axis, which `axes` split: one `row`, or without it for each row the next one, around."""
+
+    arg: int
+    axis: int
+    axes: Axes
+    row: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """What a shard gets of the others along one mesh axis.
+
+    With `op="ppermute"` the value of the shard before it, with `"all_gather"` that of the last one. With
+    `"psum_scatter"` and `"all_to_all"` shards send their value times one to the first, times two to the next.
+    """
+
+    op: str
+    arg: int
+    axis_name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Control:
+    """A body of `c` in control flow: `c + other`, and its mean or maximum along an array axis, damped.
+
+    **Attributes:**
+
+    - `kind`: `'jit'`, `'checkpoint'` or `'vmap'` (once), `'cond'` (once or `-c`), or `'fori_loop'`,
+        `'while_loop'` or `'scan'` (several times).
+    - `arg`: the first `c`.
+    - `axis`, `axes`: this array axis, and the mesh axes that split it.
+    - `on`: an integer that says which branch is taken, or how often the body runs.
+    - `times`: how often the body runs where `on` does not say it.
+    """
+
+    kind: str
+    arg: int
+    other: int | None = None
+    axis: int | None = None
+    axes: Axes = ()
+    on: int | None = None
+    times: int = 1
+
+
+Step: TypeAlias = (
+    Input
+    | Read
+    | Gain
+    | Index
+    | Unary
+    | Binary
+    | Fold
+    | Collect
+    | Dot
+    | Rows
+    | Noise
+    | Gather
+    | Exchange
+    | Control
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,8 +266,13 @@ class Output:
 class Case:
     """A model's layout, a mesh and a program.
 
-    `portable`: the program means the same on any number of shards. `forget`: the model goes through
-    `jax.tree.map` on its way, which makes new State objects of all states.
+    **Attributes:**
+
+    - `portable`: the program means the same on any number of shards.
+    - `passed`: what the model goes through on its way: `'map'` (`jax.tree.map`), `'jit'`, `'checkpoint'`,
+        `'cond'`, `'scan'`, `'gradient'` or nothing. All of them make new State objects of all states.
+    - `moves`: states that are returned at another position: that position, and the one from which they come.
+    - `noisy`: a `RandomState` stands beside the model.
     """
 
     mesh: MeshShape
@@ -215,18 +284,26 @@ class Case:
     writes: tuple[Write, ...]
     outputs: tuple[Output, ...]
     portable: bool = False
-    forget: bool = False
+    passed: str = ""
+    moves: tuple[tuple[int, int], ...] = ()
+    noisy: bool = False
 
     def written(self) -> frozenset[int]:
         return frozenset(write.slot for write in self.writes)
 
+    def changed(self) -> frozenset[int]:
+        """The slots that get another leaf."""
+        return self.written() | {slot for slot, _ in self.moves}
+
     def __repr__(self) -> str:
-        flags = [name for name in ("portable", "forget") if getattr(self, name)]
+        flags = [name for name in ("portable", "noisy") if getattr(self, name)]
+        flags += [f"passed through {self.passed}"] if self.passed else []
         lines = [f"Case on {self.mesh}, rank {self.rank} {' '.join(flags)}", f"  tree {self.tree}"]
         lines += [f"  x{i}: {leaf}" for i, leaf in enumerate(self.inputs)]
         lines += [f"  s{i}: {slot}" for i, slot in enumerate(self.slots)]
         lines += [f"  v{i} = {step}" for i, step in enumerate(self.steps)]
-        lines += [f"  {Read(w.slot, w.leaf)} = v{w.step}" for w in self.writes]
+        lines += [f"  s{w.slot}.{'ab'[w.leaf]} = v{w.step}" for w in self.writes]
+        lines += [f"  s{slot} is s{source}" for slot, source in self.moves]
         lines += [f"  out{i} = v{o.step} as {o.spec}" for i, o in enumerate(self.outputs)]
         return "\n".join(lines)
 

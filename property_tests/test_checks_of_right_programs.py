@@ -1,18 +1,19 @@
-"""`assert_equivalent` accuses no random program that is right. `deep_checks.py` checks thousands, by hand."""
+"""`assert_equivalent` accuses no random program that is right. `deep.py` checks thousands, by hand."""
 
 import pytest
 
-from .deep_checks import Tally, check, drawn
+from .deep import Tally, check, drawn
+from .programs import FLOAT
 
 
 @pytest.mark.parametrize(
     ("number", "dtype", "gradients"),
     [
         # Two devices, on Auto axes and on Explicit ones.
-        (3, "float32", False),
-        pytest.param(8, "float32", False, marks=pytest.mark.slow),
+        (3, FLOAT, False),
+        pytest.param(8, FLOAT, False, marks=pytest.mark.slow),
         pytest.param(8, "bfloat16", False, marks=pytest.mark.slow),
-        pytest.param(8, "float32", True, marks=pytest.mark.slow),
+        pytest.param(8, FLOAT, True, marks=pytest.mark.slow),
     ],
 )
 def test_no_right_program_is_accused(number: int, dtype: str, *, gradients: bool) -> None:

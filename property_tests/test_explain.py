@@ -6,19 +6,20 @@ from typing import Any
 
 import jax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import strategies as st
 
-import statemesh as sm
 from tests.helpers import compiles
 
-from .random_programs import Program, programs
+from .base.models import model_of
+from .base.settings import fewer
+from .plain.cases import cases, values
+from .plain.mapped import mapping
+from .trees import Setting
 
 
 pytestmark = pytest.mark.slow
 
-
-# Every example compiles a program.
-few = settings(max_examples=max(settings().max_examples // 4, 1))
 
 EXCHANGES = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all"
 
@@ -31,13 +32,14 @@ def bytes_on_a_device(x: jax.Array) -> int:
     return size
 
 
-@few
-@given(programs(portable=False))
-def test_random_programs_are_explained_whole(program: Program) -> None:
-    mapped = sm.shard_map(
-        program.fun, program.mesh, in_specs=program.in_specs, out_specs=program.out_specs
-    )
-    args = mapped.place(*program.args)
+@fewer(1 / 4)  # Every example compiles a program.
+@given(st.data())
+def test_random_programs_are_explained_whole(data: st.DataObject) -> None:
+    case = data.draw(cases(), "case")
+    run = data.draw(values(case=case, calls=1), "values")
+    mapped = mapping(case)
+    ((gain, inputs),) = run.calls
+    args = mapped.place(model_of(case, run.slots, run.seed), Setting(gain), *inputs)
     found = mapped.explain(*args)
     with compiles() as seen:
         jax.block_until_ready(mapped(*args))

@@ -1,5 +1,6 @@
 """What the strategies promise, to what they shrink, and how often the rare cases come up."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -17,23 +18,22 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh.testing import arrays, filters, meshes, modules, shapes, specs, states
-from statemesh.testing._strategies._trees import KINDS, Layer
 from tests.helpers import slow
 
 from .lanes.cases import lane_cases
 from .losses.cases import loss_cases
 from .losses.nested import nested_cases
-from .origins.cases import moves
 from .picks import matches
 from .plain.cases import cases as plain_cases
-from .random_programs import programs
 from .strategies import meshes as plain_meshes
 from .strategies import specs as plain_specs
-from .trees import Pair, structure, walk
+from .trees import KINDS as PLAIN_KINDS
+from .trees import Layer, Pair, structure, walk
 
 
 finfo: Any = jnp.finfo  # The stubs know nothing of those of JAX.
 EXAMPLES = 300
+KINDS = (*PLAIN_KINDS.values(), sm.RandomState)
 MESH = AbstractMesh((4, 2), ("x", "y"))
 SPLIT = P(None, ("y", "x"))
 DTYPES = (
@@ -61,9 +61,6 @@ CASES: dict[str, Callable[[], st.SearchStrategy[Any]]] = {
     "losses": loss_cases,
     "losses of lanes on shards": lambda: loss_cases(over="both"),
     "losses with gradients inside": nested_cases,
-    "states that move": moves,
-    "random programs": programs,
-    "random programs of shards": lambda: programs(portable=False),
 }
 
 
@@ -232,10 +229,10 @@ def nodes(tree: Any) -> Iterator[Any]:
         children = list(tree.values())
     elif isinstance(tree, list | tuple):
         children = list(tree)
-    elif isinstance(tree, Pair):
-        children = [tree.left, tree.right]
+    elif isinstance(tree, sm.Module):
+        children = [getattr(tree, field.name) for field in dataclasses.fields(tree)]
     else:
-        children = tree.parts if isinstance(tree, Layer) else []
+        children = []
     yield from itertools.chain.from_iterable(map(nodes, children))
 
 

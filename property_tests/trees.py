@@ -5,12 +5,26 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 
 import statemesh as sm
-from statemesh.testing._strategies._trees import Layer as Layer
-from statemesh.testing._strategies._trees import Pair as Pair
 
 from .programs import Branch
+
+
+class Pair(sm.Module):
+    """Two parts, and a static field."""
+
+    left: Any
+    right: Any
+    label: str = sm.field(static=True, default="pair")
+
+
+class Layer(sm.Module):
+    """A list of parts, and a leaf that is a function."""
+
+    parts: list[Any]
+    activation: Callable[[Any], Any] = jnp.tanh
 
 
 class Setting(sm.Module):
@@ -81,13 +95,6 @@ def typed(path: Path) -> str:
     """A path as one would type it after the name of the tree."""
     text = "".join(f".{step}" if kind == "attribute" else f"[{step!r}]" for kind, step in path)
     return text.removeprefix(".")
-
-
-def at(tree: Any, path: Path) -> Any:
-    """The node of a tree at a path."""
-    for kind, step in path:
-        tree = getattr(tree, str(step)) if kind == "attribute" else tree[step]
-    return tree
 
 
 def same(a: Any, b: Any) -> bool:

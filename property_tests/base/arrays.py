@@ -21,10 +21,11 @@ class Global:
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """What a case is run on: the values of its slots, then for each call the gain and the inputs."""
+    """What a case is run on: the values of its slots, for each call the gain and the inputs, and a seed."""
 
     slots: list[list[Array]]
     calls: list[tuple[float, list[Array]]]
+    seed: int = 0
 
 
 def wide_dtype(x: Any) -> type[Any]:

@@ -87,8 +87,10 @@ def assert_equal(got: Any, want: Any) -> None:
 
 
 def assert_kept(case: Case, before: Any, after: Any) -> None:
-    """What was not written is the array that went in."""
+    """What was not written is the array that went in. A transformation returns arrays of its own."""
+    if case.passed not in ("", "map"):
+        return
     pairs = zip(arrays_of(case, before), arrays_of(case, after), strict=True)
     for k, (old, new) in enumerate(pairs):
-        if k not in case.written():
+        if k not in case.changed():
             assert all(a is b for a, b in zip(old, new, strict=True)), f"s{k} was copied"

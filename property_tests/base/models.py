@@ -36,6 +36,11 @@ def slot_spec(slot: Slot) -> Any:
     return specs[0] if all(s == specs[0] for s in specs) else slot_value(specs)
 
 
+def declared_specs(case: Case) -> dict[str, Any] | None:
+    """The specs of the states that have none of their own."""
+    return {f"s{k}": slot_spec(s) for k, s in enumerate(case.slots) if s.declared} or None
+
+
 def slot_value(leaves: Sequence[Any]) -> Any:
     """The tree that a state has as its value: the one leaf itself, or a dictionary of two."""
     return leaves[0] if len(leaves) == 1 else dict(zip("ab", leaves, strict=True))
@@ -46,8 +51,8 @@ def added_range(old: Any, new: Any, axis_names: Any) -> Any:
     return old + jax.lax.pmax(new, axis_names) - jax.lax.pmin(new, axis_names)
 
 
-def model_of(case: Case, values: Sequence[Sequence[Array]]) -> Any:
-    """The model with these values in its slots."""
+def model_of(case: Case, values: Sequence[Sequence[Array]], seed: int = 0) -> Any:
+    """The model with these values in its slots, and beside it a stream where there is noise."""
 
     def filled(k: int) -> Any:
         slot = case.slots[k]
@@ -62,7 +67,8 @@ def model_of(case: Case, values: Sequence[Sequence[Array]]) -> Any:
             reduce=added_range if slot.reduce == "range" else slot.reduce,
         )
 
-    return grow(case.tree, filled)
+    model = grow(case.tree, filled)
+    return [model, sm.RandomState(jax.random.key(seed))] if case.noisy else model
 
 
 def arrays_of(case: Case, model: Any) -> list[list[Any]]:

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import statemesh as sm
+import statemesh.testing
 
 from ..programs import Case
 from ..trees import Setting, structure
 from .arrays import Array, Global, Values, widen
 from .checks import assert_close, assert_kept, at_home, input_shardings, jitted
-from .models import arrays_of, model_of
+from .models import arrays_of, declared_specs, mesh_of, model_of
 
 
 # What the reference computes: the outputs, and the new values of the slots.
@@ -32,9 +33,9 @@ class Comparison:
         """One call as the reference computes it."""
         raise NotImplementedError
 
-    def model(self, slots: Sequence[Sequence[Array]]) -> Any:
+    def model(self, values: Values) -> Any:
         """The model of the first call."""
-        return model_of(self.case, slots)
+        return model_of(self.case, values.slots, values.seed)
 
     def arguments(self, inputs: Sequence[Array], home: str) -> tuple[list[Any], dict[str, Any]]:
         return at_home(home, inputs, input_shardings(self.case)), {}
@@ -51,6 +52,9 @@ class Comparison:
         """Expects the warnings of a call."""
         return contextlib.nullcontext()
 
+    def check_stream(self, model: Any) -> None:
+        """What is left of the stream is what an unsharded run leaves."""
+
     def check_layout(self, outputs: Sequence[Any], model: Any) -> None:
         """Results lie on the devices that they should lie on."""
 
@@ -63,12 +67,19 @@ class Comparison:
 
         **Arguments:**
 
-        - `how`: `'eager'`, `'jit'` (the call stands inside `jax.jit`) or `'unsharded'`.
+        - `how`: `'eager'`, `'jit'` (the call stands inside `jax.jit`), `'unsharded'`, `'emulated'` or
+            `'packed'` (the model's arrays are in a few buffers).
         - `home`: where the inputs lie.
         """
-        ways: dict[str, Callable[..., Any]] = {"unsharded": self.mapped.unsharded}
+        ways: dict[str, Callable[..., Any]] = {
+            "unsharded": self.mapped.unsharded,
+            "emulated": functools.partial(sm.testing.emulate, self.mapped),
+        }
         call = ways.get(how, self.mapped)
-        model = self.model(values.slots)
+        model = self.model(values)
+        if how == "packed":
+            specs = declared_specs(self.case)
+            model = sm.pack(model, mesh_of(self.case.mesh), state_specs=specs)
         world = [[Global(widen(x)) for x in leaves] for leaves in values.slots]
         for number, (gain, inputs) in enumerate(values.calls):
             args, kwargs = self.arguments(inputs, home)
@@ -83,9 +94,11 @@ class Comparison:
             for i, (got, want) in enumerate(zip(self.outputs(outputs), wanted, strict=True)):
                 assert_close(got, want, f"call {number}, out{i}")
             assert structure(model) == structure(before)
-            for k, (leaves, wants) in enumerate(zip(self.slots(model), world, strict=True)):
+            plain = model.unpack() if isinstance(model, sm.Packed) else model
+            for k, (leaves, wants) in enumerate(zip(self.slots(plain), world, strict=True)):
                 for n, (got, want) in enumerate(zip(leaves, wants, strict=True)):
                     assert_close(got, want, f"call {number}, s{k}.{n}")
+            self.check_stream(plain)
             if how == "eager":
                 self.check_layout(outputs, model)
                 assert_kept(self.case, before, model)

@@ -133,7 +133,7 @@ def lane_cases(draw: st.DrawFn, *, nested: bool = False, smooth: bool = False) -
         tuple(maker.steps),
         writes,
         outputs,
-        forget=draw(st.booleans()),
+        passed=draw(st.sampled_from(["", "map"])),
     )
     return LaneCase(
         case,
@@ -179,6 +179,12 @@ class _LaneMaker(Maker):
     def some_axes(self, of: Iterable[str] = ()) -> Axes:
         # Inside a `shard_map` JAX reduces over mesh axes only, so that policies reduce over lanes.
         return self.mesh.axis_names[:1]
+
+    def exchange(self, at: int) -> int:
+        return self.collect(self.reduction(at), at, self.some_axes())
+
+    def decision(self, axes: frozenset[str]) -> int | None:
+        return None if self.nested else super().decision(axes)
 
     def leaf(self, *, whole: bool = False, per_shard: bool = False) -> Leaf:
         """A leaf that all lanes share, or with `per_shard` one entry for each lane."""

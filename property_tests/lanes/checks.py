@@ -51,8 +51,8 @@ class _OverLanes(Comparison):
     def reference(self, gain: float, slots: list[list[Global]], inputs: Sequence[Array]) -> Results:
         return reference.run(self.lane, gain, slots, inputs)
 
-    def model(self, slots: Sequence[Sequence[Array]]) -> Any:
-        return model_of(self.case, slots_with_axes(self.lane, slots))
+    def model(self, values: Values) -> Any:
+        return model_of(self.case, slots_with_axes(self.lane, values.slots))
 
     def arguments(self, inputs: Sequence[Array], home: str) -> tuple[list[Any], dict[str, Any]]:
         inputs = with_axes(inputs, self.lane.inputs)

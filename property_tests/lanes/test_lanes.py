@@ -103,7 +103,7 @@ def test_streams_are_those_of_the_run_without_lanes(
     transform: str, count: int, impl: str, seed: int, jit: bool, data: st.DataObject
 ) -> None:
     fewer = data.draw(st.integers(1, count), "fewer")
-    drawn = data.draw(draws(*IN_LANES[impl], most=2), "draws")
+    drawn = data.draw(draws(*IN_LANES[impl]), "draws")
     check_lane_streams(transform, count, fewer, drawn, seed, jit=jit, impl=impl)
 
 
@@ -111,7 +111,7 @@ def test_streams_are_those_of_the_run_without_lanes(
 @given(
     transform=transforms,
     count=counts,
-    draws=draws(SPLIT, 2, most=2),
+    draws=draws(SPLIT, 2),
     seed=seeds,
     axis=st.sampled_from([0, -1]),
 )

@@ -99,8 +99,9 @@ def results(loss: LossCase) -> tuple[Form, list[Form], list[Form], list[Form]]:
     )
 
 
-def mapping_of(loss: LossCase, how: str) -> sm.StatefulMapping:
-    """The gradient of a loss, not yet called."""
+@functools.cache
+def mapping(loss: LossCase, how: str) -> sm.StatefulMapping:
+    """The gradient of a loss: the same mapping for every example with it, so that it compiles once."""
     typed = how == "checked"
     program: Any = functools.partial(gradient, loss, typed)
     slots = loss.case.slots
@@ -142,12 +143,6 @@ def mapping_of(loss: LossCase, how: str) -> sm.StatefulMapping:
         check_vma=typed,
     )
     return mapped
-
-
-@functools.cache
-def mapping(loss: LossCase, how: str) -> sm.StatefulMapping:
-    """The same mapping for every example with this loss, so that it compiles once."""
-    return mapping_of(loss, how)
 
 
 def _each(outputs: tuple[Any, ...], what: str) -> Any:

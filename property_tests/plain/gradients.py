@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import statemesh as sm
-
 from ..base.arrays import Array, Global, Values, widen
 from ..base.checks import assert_near, at_home, input_shardings
 from ..base.models import arrays_of, model_of
 from ..programs import Case
 from ..trees import Setting
 from . import reference
+from .checks import Stream
 from .mapped import mapping
 
 
@@ -35,16 +34,9 @@ def weights(x: Any) -> Array:
     return np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape)
 
 
-def check_gradient(
-    case: Case,
-    values: Values,
-    *,
-    home: str = "host",
-    jit: bool = False,
-    mapped: sm.StatefulMapping | None = None,
-) -> None:
+def check_gradient(case: Case, values: Values, *, home: str = "host", jit: bool = False) -> None:
     """Checks the gradients of a smooth portable program with respect to all states and inputs."""
-    mapped = mapping(case) if mapped is None else mapped
+    mapped = mapping(case)
     for gain, inputs in values.calls:
         slots = [[jnp.asarray(x) for x in arrays] for arrays in values.slots]
         gradient = jax.grad(loss_of(case, mapped, gain), argnums=(0, 1))
@@ -69,7 +61,8 @@ def assert_slope(
         pairs = zip(start, direction, strict=True)
         moved = [widen(x) + sign * step * d for x, d in pairs]
         slots, inputs = jax.tree.unflatten(treedef, moved)
-        outputs, after = reference.run(case, gain, [[Global(x) for x in s] for s in slots], inputs)
+        world = [[Global(x) for x in leaves] for leaves in slots]
+        outputs, after = reference.run(case, gain, world, inputs, Stream(0))
         return sum(
             float(np.sum(x.value * weights(x.value)))
             for x in [*outputs, *(x for leaves in after for x in leaves)]

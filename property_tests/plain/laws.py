@@ -71,16 +71,6 @@ def assert_unmoved(part: Any, picks: Sequence[Pick], k: int) -> None:
         assert same(piece, part) if i == own else jax.tree.leaves(piece) == []
 
 
-def check_permutation(tree: Any, picks: Sequence[Pick], order: Sequence[int]) -> None:
-    """Disjoint filters in another order give the same parts in that order."""
-    filters = [pick.filter for pick in picks]
-    parts = sm.partition(tree, *filters)
-    permuted = sm.partition(tree, *[filters[k] for k in order])
-    for k, part in zip(order, permuted, strict=False):
-        assert same(part, parts[k])
-    assert same(permuted[-1], parts[-1])
-
-
 def check_filter(tree: Any, pick: Pick) -> None:
     """A filter matches what its plain predicate says, and `states` lists just that."""
     predicate = sm.filters.to_predicate(pick.filter, tree)

@@ -7,7 +7,7 @@ precision, which rounds once in each operation and once for each term of a sum.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -32,8 +32,16 @@ class Shards:
         return all(x.dtype == np.float64 for x in self.at.values())
 
 
+# The random number for all shards (`None`), or those of so many rows.
+Drawn: TypeAlias = Callable[[int | None], Array]
+
+
 def run(
-    case: Case, gain: float, slots: Sequence[Sequence[Global]], inputs: Sequence[Array]
+    case: Case,
+    gain: float,
+    slots: Sequence[Sequence[Global]],
+    inputs: Sequence[Array],
+    drawn: Drawn | None = None,
 ) -> tuple[list[Global], list[list[Global]]]:
     """One call: the outputs and the model's new values."""
     mesh = case.mesh
@@ -64,16 +72,34 @@ def run(
                 value = _fold(op, values[arg], axis)
             case programs.Collect(op, arg, axes):
                 value = _collect(op, values[arg], axes, mesh)
+            case programs.Dot(left, right, axis):
+                value = _fold("sum", _binary("gate", values[left], values[right]), axis)
+            case programs.Rows(arg, axis, axes):
+                count = _size(values[arg], axis)
+                every = np.arange(count * mesh.size(axes))
+                value = _rows(every, case.rank, axis, axes, mesh)
+            case programs.Noise(arg, axis, axes):
+                assert drawn is not None
+                rows = None if arg is None else _size(values[arg], axis) * mesh.size(axes)
+                value = _rows(drawn(rows), case.rank, axis, axes, mesh)
+            case programs.Gather():
+                value = _gathered(step, values[step.arg], mesh)
+            case programs.Exchange():
+                value = _exchanged(step, values[step.arg], mesh)
+            case programs.Control():
+                value = _controlled(step, values, mesh)
         values.append(value)
     new = [list(leaves) for leaves in old]
     for write in case.writes:
         before = old[write.slot][write.leaf]
         new[write.slot][write.leaf] = _shaped_like(values[write.step], before)
-    written = case.written()
-    after = [
+    written, sources = case.written(), dict(case.moves)
+    leaving = [
         _leave(slot, old[i], new[i], mesh) if i in written else list(slots[i])
         for i, slot in enumerate(case.slots)
     ]
+    # A state is merged with its own old value, wherever it is returned.
+    after = [list(leaving[sources.get(i, i)]) for i in range(len(leaving))]
     results = []
     for output in case.outputs:
         value = values[output.step]
@@ -150,6 +176,18 @@ def _index(mesh: MeshShape, axes: Axes, rank: int) -> Shards:
     return Shards(parts, frozenset(axes))
 
 
+def _size(value: Shards, axis: int) -> int:
+    return int(next(iter(value.at.values())).shape[axis])
+
+
+def _rows(whole: Array, rank: int, axis: int, axes: Axes, mesh: MeshShape) -> Shards:
+    """A vector along an axis of every shard, split over these axes."""
+    shape = tuple(-1 if k == axis else 1 for k in range(rank))
+    spec = tuple(axes if k == axis else () for k in range(rank))
+    wide = Global(widen(whole).reshape(shape))
+    return cut(wide, Leaf(wide.value.shape, spec=spec), mesh)
+
+
 def _each(value: Shards, fun: Callable[[Array], Array], error: float | None = None) -> Shards:
     at = {c: fun(x) for c, x in value.at.items()}
     return Shards(at, value.axes, value.error if error is None else error)
@@ -171,9 +209,11 @@ def _unary(op: str, value: Shards) -> Shards:
             return _each(value, lambda x: x % 101 - 50)
         case "float":
             return _each(value, lambda x: x.astype(np.float64), EPS * _largest(value.at))
+        case "untyped":
+            return value
         case _:
-            assert op == "tanh"
-            return _each(value, np.tanh, value.error + TANH)
+            assert op in ("tanh", "sin")
+            return _each(value, getattr(np, op), value.error + TANH)
 
 
 def _binary(op: str, left: Shards, right: Shards) -> Shards:
@@ -220,6 +260,73 @@ def _collect(op: str, value: Shards, axes: Axes, mesh: MeshShape) -> Shards:
         sizes[c] = np.abs(group).sum(0)
     terms = mesh.size(axes)
     return Shards(at, value.axes - frozenset(axes), _summed(op, value, terms, sizes))
+
+
+def _gathered(step: programs.Gather, value: Shards, mesh: MeshShape) -> Shards:
+    at, axis = {}, step.axis
+    for c, own in value.at.items():
+        group = mesh.group(c, step.axes)
+        group.sort(key=lambda member: mesh.index(member, step.axes))
+        whole = np.concatenate([value.at[member] for member in group], axis)
+        if step.row is not None:
+            at[c] = whole.take([step.row], axis)
+        else:
+            place = mesh.index(c, step.axes)
+            at[c] = np.split(np.roll(whole, -1, axis), len(group), axis)[place]
+            assert at[c].shape == own.shape
+    same = frozenset(() if step.row is None else step.axes)
+    return Shards(at, value.axes - same, value.error)
+
+
+def _exchanged(step: programs.Exchange, value: Shards, mesh: MeshShape) -> Shards:
+    """What types say of the last shard's value is not true: it is the same everywhere."""
+    names = (step.axis_name,)
+    size = mesh.size(names)
+    if step.op == "psum_scatter":
+        value = dataclasses.replace(_collect("sum", value, names, mesh), axes=value.axes)
+    times = {
+        c: 1 if step.op in ("ppermute", "all_gather") else 1 + mesh.index(c, names)
+        for c in value.at
+    }
+    at = {}
+    for c in value.at:
+        place = mesh.index(c, names) - 1 if step.op == "ppermute" else size - 1
+        (source,) = (m for m in mesh.group(c, names) if mesh.index(m, names) == place % size)
+        at[c] = value.at[c if step.op == "psum_scatter" else source] * times[c]
+    same = frozenset(names if step.op == "all_gather" else ())
+    error = size * value.error + (size * EPS * _largest(at) if value.is_float() else 0)
+    return Shards(at, value.axes - same, error)
+
+
+def _controlled(step: programs.Control, values: Sequence[Shards], mesh: MeshShape) -> Shards:
+    c = values[step.arg]
+
+    def body(c: Shards, k: int | None) -> Shards:
+        c = c if step.other is None else _binary("add", c, values[step.other])
+        if k is not None:
+            number = np.full((1,), k, np.float64 if c.is_float() else np.int64)
+            c = _binary("add", c, Shards(dict.fromkeys(c.at, number), frozenset()))
+        if step.axis is not None:
+            op = "mean" if c.is_float() else "max"
+            mine = _fold(op, c, step.axis)
+            c = _binary("add", c, _collect(op, mine, step.axes, mesh) if step.axes else mine)
+        return _unary("tanh" if c.is_float() else "wrap", c)
+
+    on = None if step.on is None else values[step.on]
+    if step.kind == "cond":
+        assert on is not None
+        yes, no = body(c, None), _unary("neg", c)
+        at = {m: (yes if on.at[m].item() > 0 else no).at[m] for m in c.at}
+        return Shards(at, yes.axes | on.axes, max(yes.error, no.error))
+    times = dict.fromkeys(c.at, step.times)
+    if on is not None:
+        times = {m: int(x.item()) % 3 for m, x in on.at.items()}
+    axes = frozenset() if on is None else on.axes
+    for k in range(max(times.values())):
+        after = body(c, k if step.kind == "scan" else None)
+        at = {m: (after if k < times[m] else c).at[m] for m in c.at}
+        c = Shards(at, after.axes | axes, max(after.error, c.error))
+    return c
 
 
 def _shaped_like(value: Shards, old: Shards) -> Shards:

@@ -63,9 +63,8 @@ def draw_all(
     return by_row, by_shard, rng
 
 
-def mapping_of(
-    mesh: MeshShape, axes: Axes, draws: Draws, per_shard: Axes = ()
-) -> sm.StatefulMapping:
+@functools.cache
+def mapping(mesh: MeshShape, axes: Axes, draws: Draws, per_shard: Axes = ()) -> sm.StatefulMapping:
     """`draw_all` on a mesh, its rows sharded over `axes`."""
     rows = PartitionSpec(axes)
     mapping: sm.StatefulMapping = sm.shard_map(
@@ -76,9 +75,6 @@ def mapping_of(
         state_in_specs={sm.RandomState: sm.PerShard(*per_shard)} if per_shard else None,
     )
     return mapping
-
-
-mapping = functools.cache(mapping_of)
 
 
 def bits(keys: Any) -> Array:

@@ -9,19 +9,11 @@ from hypothesis import strategies as st
 
 import statemesh as sm
 from statemesh.testing import arrays, states
-from statemesh.testing._strategies._trees import KINDS
 
-from ..picks import Pick, all_of, negated, picks
+from ..picks import picks
 from ..strategies import trees
-from ..trees import same, structure, walk
-from .laws import (
-    check_filter,
-    check_partition,
-    check_permutation,
-    check_replace,
-    check_set,
-    is_idle,
-)
+from ..trees import KINDS, same, structure, walk
+from .laws import check_filter, check_partition, check_replace, check_set
 
 
 @given(st.data())
@@ -38,57 +30,6 @@ def test_filters_are_their_predicates(data: st.DataObject) -> None:
         check_filter(tree, pick)
 
 
-@given(st.data())
-def test_disjoint_filters_may_be_permuted(data: st.DataObject) -> None:
-    tree = data.draw(trees(min_states=2), "tree")
-    drawn = data.draw(st.lists(picks(tree=tree), min_size=2, max_size=4), "filters")
-    # Each filter leaves out what the filters before it match. Filters that then match nothing are dropped.
-    disjoint: list[Pick] = []
-    for pick in drawn:
-        only = all_of([pick, *map(negated, disjoint)])
-        if not is_idle(tree, only):
-            disjoint.append(only)
-    order = data.draw(st.permutations(range(len(disjoint))), "order")
-    # Without any filter `partition` takes all states.
-    if disjoint:
-        check_permutation(tree, disjoint, order)
-
-
-@given(st.data())
-def test_de_morgan(data: st.DataObject) -> None:
-    tree = data.draw(trees(min_states=1), "tree")
-    f, g = (data.draw(picks(tree=tree), name).filter for name in "fg")
-    filters = sm.filters
-    pairs = [
-        (filters.Not(filters.Any(f, g)), filters.All(filters.Not(f), filters.Not(g))),
-        (filters.Not(filters.All(f, g)), filters.Any(filters.Not(f), filters.Not(g))),
-        (filters.Not(filters.Not(f)), f),
-        (filters.Any(f, [f, g]), filters.Any(g, f)),
-        (filters.All(f, ...), f),
-        (filters.Any(f, None), f),
-    ]
-    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=sm.is_state)[0]
-    for left, right in pairs:
-        a, b = (filters.to_predicate(side, tree) for side in (left, right))
-        assert all(bool(a(*unit)) == bool(b(*unit)) for unit in flat if sm.is_state(unit[1]))
-
-
-@given(st.data())
-def test_named_filters_are_values(data: st.DataObject) -> None:
-    # `Where` and functions are compared by identity, so that they are not drawn here.
-    one = st.sampled_from([sm.ParamState, "a", ..., None, sm.filters.PathContains("a")])
-    two = data.draw(st.lists(one, min_size=1, max_size=3), "filters")
-    for combined in (sm.filters.Any, sm.filters.All):
-        assert combined(*two) == combined(*two)
-        assert hash(combined(*two)) == hash(combined(*two))
-        assert repr(combined(*two)) == repr(combined(*two))
-    assert sm.filters.Any(*two) != sm.filters.All(*two)
-    assert sm.filters.Not(two[0]) == sm.filters.Not(two[0])
-
-
-plain_kinds = [kind for kind in KINDS if kind is not sm.RandomState]
-
-
 def added(old: Any, new: Any, axis_names: Any) -> Any:
     return jax.tree.map(np.add, old, new)
 
@@ -102,7 +43,7 @@ def values(like: Any) -> st.SearchStrategy[Any]:
 
 @given(st.data())
 def test_set_and_replace(data: st.DataObject) -> None:
-    state = data.draw(states(kinds=plain_kinds, reduces=(None, "sum", added)), "state")
+    state = data.draw(states(kinds=list(KINDS.values()), reduces=(None, "sum", added)), "state")
     first, second = (data.draw(values(state.value), name) for name in ("first", "second"))
     check_set(state, first, second)
     name, tag = (data.draw(st.sampled_from("abc"), what) for what in ("name", "tag"))

@@ -18,11 +18,13 @@ def test_sharded_is_the_reference(data: st.DataObject) -> None:
 
 @pytest.mark.slow
 @given(st.data())
-def test_inside_jit(data: st.DataObject) -> None:
+def test_in_other_ways(data: st.DataObject) -> None:
+    """Inside `jax.jit`, emulated on one device, and with the model's arrays packed."""
     case = data.draw(cases(), "case")
+    how = data.draw(st.sampled_from(["jit", "emulated", "packed"]), "how")
     # `jax.jit` itself refuses an array that is committed to another device.
     home = data.draw(st.sampled_from(HOMES).filter("another".__ne__), "home")
-    check_program(case, data.draw(values(case=case, calls=2), "values"), how="jit", home=home)
+    check_program(case, data.draw(values(case=case, calls=2), "values"), how=how, home=home)
 
 
 @pytest.mark.slow

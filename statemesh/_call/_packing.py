@@ -12,6 +12,7 @@ from .._base._specs import Placement
 from .._base._types import Fun, Leaf, PyTree
 from .._packed._contents import Contents, Form, Group
 from .._packed._packed import Packed, shapes_of, with_models
+from .._resolve._specs import SpecPlacement
 from .._write_back import Forwarded, Output, WriteBack
 
 
@@ -85,7 +86,7 @@ class Packing:
         for position, where in placed.items():
             at = self.origins[position]
             group = at.group
-            found[at.position] = group.where if group is not None and group.names else where
+            found[at.position] = where if group is None else _of_buffer(group, where)
         return found
 
 
@@ -96,6 +97,11 @@ def _marks(group: Group, at: _At) -> list[_At]:
 def _lies(packed: Placement, wanted: Placement) -> bool:
     """Whether an array has the placement that it was packed for; all replicated placements are one."""
     return packed == wanted or not (packed.axis_names or wanted.axis_names)
+
+
+def _of_buffer(group: Group, where: Placement) -> Placement:
+    """The placement of a buffer one of whose arrays is placed so. Lanes place what is whole in their own way."""
+    return group.where if group.names or isinstance(where, SpecPlacement) else where
 
 
 class Repacking:
@@ -234,7 +240,7 @@ class _Joining:
                     paths += self.paths.get(index, [])
                 case Forwarded(index):
                     parts.append(self.own[index])
-        where = group.where if group.names else self._place(sources[0])
+        where = _of_buffer(group, self._place(sources[0]))
         return self.emit(group.join(parts), where, paths)
 
     def _place(self, source: Output | Forwarded) -> Placement:
