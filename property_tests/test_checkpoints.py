@@ -32,6 +32,7 @@ class Folder:
     **Attributes:**
 
     - `there`: steps that are whole.
+    - `dropped`: steps that a saver does not keep, as soon as what it writes is whole.
     - `maybe`: steps that are being written, or may be dropped by now.
     - `halves`: what killed savers have left half-written.
     - `writing`: the step that each saver has not waited for.
@@ -43,6 +44,7 @@ class Folder:
         self.path, self.keep = path, keep
         self.savers = {name: Checkpoints(path, number) for name, number in keep.items()}
         self.there: set[int] = set()
+        self.dropped: set[int] = set()
         self.maybe: set[int] = set()
         self.halves: set[int] = set()
         self.writing: dict[str, int] = {}
@@ -71,18 +73,19 @@ class Folder:
         if not others:
             self.halves.clear()
         self.newest, self.writing[name] = step, step
-        keep = self.keep[name]
-        dropped = set() if keep is None else set(sorted({*self.there, step})[:-keep])
-        self.there -= dropped
-        self.maybe |= dropped | {step}
+        if (keep := self.keep[name]) is not None:
+            self.dropped |= set(sorted({*self.there, *self.writing.values()})[:-keep])
+        self.maybe |= {step} | (self.there & self.dropped)
+        self.there -= self.dropped
 
     def waited(self, name: str) -> None:
         """A saver has written its step, and dropped what it does not keep."""
         step = self.writing.pop(name, None)
         if step is not None:
-            self.maybe.remove(step)
-            self.there.add(step)
             self.newest_whole = max(self.newest_whole, step)
+            if step not in self.dropped:
+                self.maybe.remove(step)
+                self.there.add(step)
             if self.open[name] and len(self.there) == self.keep[name]:
                 self.maybe.clear()
 
@@ -107,7 +110,7 @@ class Folder:
         else:
             assert latest >= self.newest_whole and latest in self.there | self.maybe
             assert self.load(looker, name, None) in range(latest, self.newest + 1)
-        self.load(looker, name, self.newest + gap)
+        self.load(looker, name, max(self.newest + gap, 0))
         for half in self.halves:
             assert (self.path / f"{half}.orbax-checkpoint-tmp").exists()
 

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import os
+import pathlib
 import signal
 import sys
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
+from statemesh import checkpoint
+from statemesh.checkpoint import Checkpoints
 
 
 ROWS, WIDTH, STEPS = 16, 8, 3
@@ -22,7 +25,10 @@ LAYOUTS = {"1": (1, 1), "2": (2, 1), "4": (4, 1), "8": (8, 1), "4x2": (4, 2)}
 
 
 def mesh_of(shape: tuple[int, int]) -> Mesh:
-    return Mesh(np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape), ("x", "y"))
+    """A mesh of this shape. The axes are Auto where it has 1 or 4 devices, and else Explicit."""
+    count = shape[0] * shape[1]
+    kind = AxisType.Auto if count in (1, 4) else AxisType.Explicit
+    return jax.make_mesh(shape, ("x", "y"), (kind, kind), devices=jax.devices()[:count])
 
 
 class Net(sm.Module):
@@ -107,6 +113,29 @@ def totals(net: Net) -> dict[str, Any]:
     }
 
 
+def save_all(root: pathlib.Path) -> tuple[list[jax.Array], dict[str, Any]]:
+    """Save the model in every layout as it is after the first steps.
+
+    **Returns:** the masks and the totals of a run that goes on without an interruption.
+    """
+    for name, shape in LAYOUTS.items():
+        mesh = mesh_of(shape)
+        _, net = train(make(shape[0]), mesh, 0)
+        checkpoint.save(root / name, net)
+    masks, net = train(net, mesh, STEPS)
+    return masks, totals(net)
+
+
+def assert_same(masks: Any, net: Net, expected: tuple[Any, dict[str, Any]]) -> None:
+    for mask, other in zip(masks, expected[0], strict=True):
+        np.testing.assert_array_equal(mask, other)
+    for name, value in totals(net).items():
+        if np.issubdtype(value.dtype, np.floating):
+            np.testing.assert_allclose(value, expected[1][name], rtol=2e-5, atol=1e-6, err_msg=name)
+        else:
+            np.testing.assert_array_equal(value, expected[1][name], err_msg=name)
+
+
 def numbered(step: int) -> dict[str, Any]:
     """Values that tell their step, and that no compression makes small."""
     x = np.random.default_rng(step).random(50_000, np.float32)
@@ -115,8 +144,6 @@ def numbered(step: int) -> dict[str, Any]:
 
 def saving(folder: str, mesh: Mesh) -> None:
     """Save one step after another until the process is killed. It tells when the first is whole."""
-    from statemesh.checkpoint import Checkpoints
-
     checkpoints = Checkpoints(folder, keep=3)
     first = 0 if checkpoints.latest is None else checkpoints.latest + 1
     for step in itertools.count(first):

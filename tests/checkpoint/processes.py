@@ -1,4 +1,4 @@
-"""What each of several processes does in `test_checkpoint_processes`."""
+"""What each of several processes does in `test_processes`."""
 
 import pathlib
 import sys
@@ -9,20 +9,20 @@ from jax.experimental import multihost_utils
 
 import statemesh as sm
 from statemesh import checkpoint
-from tests import checkpoint_steps as steps
-from tests.checkpoint_steps import LAYOUTS, STEPS
+from tests.checkpoint import model
+from tests.checkpoint.model import LAYOUTS, STEPS
 
 
 def layouts(folder: pathlib.Path) -> None:
-    mesh = steps.mesh_of((4, 1))
-    packed = sm.pack(steps.make(4), mesh)
-    for name, made in (("both", steps.make(4)), ("packed", packed)):
-        _, net = steps.train(made, mesh, 0)
+    mesh = model.mesh_of((4, 1))
+    packed = sm.pack(model.make(4), mesh)
+    for name, first in (("both", model.make(4)), ("packed", packed)):
+        _, net = model.train(first, mesh, 0)
         checkpoint.save(folder / name, net)
     for source in [*LAYOUTS, "both", "packed"]:
-        like = packed if source == "packed" else steps.make()
+        like = packed if source == "packed" else model.make()
         net = checkpoint.load(folder / source, like, mesh)
-        masks, net = steps.train(net, mesh, STEPS)
+        masks, net = model.train(net, mesh, STEPS)
         checkpoint.save(folder / f"after {source}", net)
         whole = [multihost_utils.process_allgather(mask, tiled=True) for mask in masks]
         if jax.process_index() == 0:
@@ -31,7 +31,7 @@ def layouts(folder: pathlib.Path) -> None:
 
 def saving(folder: pathlib.Path) -> None:
     """Save one step after another, each process its part."""
-    steps.saving(str(folder), steps.mesh_of((jax.device_count(), 1)))
+    model.saving(str(folder), model.mesh_of((jax.device_count(), 1)))
 
 
 if __name__ == "__main__":

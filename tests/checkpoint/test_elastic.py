@@ -7,12 +7,10 @@ import sys
 import numpy as np
 import pytest
 
-from tests.test_processes import ROOT, ended, running
+from tests.processes import ROOT, run_together
 
 
-pytestmark = pytest.mark.slow
-
-
+@pytest.mark.slow
 def test_training_goes_on_after_a_kill_as_without_one(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -21,13 +19,7 @@ def test_training_goes_on_after_a_kill_as_without_one(
     recipe = [sys.executable, str(ROOT / "docs" / "recipes" / "elastic.py")]
     picture = tmp_path / "losses.png"
     alone = [*recipe, "--train", str(tmp_path / "alone"), "1", "0", "0"]
-    commands = [[*recipe, "--out", str(picture)], alone]
-    outs = [tmp_path / "killed", tmp_path / "uninterrupted"]
-    with running(commands, [out.with_suffix(".log") for out in outs]) as started:
-        found = ended(started, outs)
-    for code, output in found:
-        assert code == 0, output
-    (_, output), (_, uninterrupted) = found
+    output, uninterrupted = run_together([[*recipe, "--out", str(picture)], alone], tmp_path, 2)
 
     # JAX ends the process that is left, with a reason; one alone does all the remaining steps.
     codes = re.findall(r"^processes ended with (.+)$", output, re.M)
@@ -43,10 +35,8 @@ def test_training_goes_on_after_a_kill_as_without_one(
     # Something was left to do at the kill, and a checkpoint was there.
     assert sorted(before) == list(range(len(before))) and len(before) < len(expected)
     assert sorted(after) == list(range(min(after), len(expected))) and 0 < min(after) <= len(before)
-    for found_losses in (before, after):
-        np.testing.assert_allclose(
-            list(found_losses.values()), [expected[i] for i in found_losses], rtol=1e-3
-        )
+    for part in (before, after):
+        np.testing.assert_allclose([*part.values()], [expected[i] for i in part], rtol=1e-3)
     assert expected[len(expected) - 1] < expected[0] / 2
     assert picture.read_bytes().startswith(b"\x89PNG")
 
