@@ -16,6 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import statemesh as sm
@@ -555,3 +556,26 @@ def test_nothing_is_deleted_behind_a_link(tmp_path: pathlib.Path) -> None:
         "and nothing is deleted behind a link. Remove the link."
     )
     assert precious.exists()
+
+
+def test_what_vanishes_while_it_is_read(
+    whole: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restore = ocp.Checkpointer.restore
+    vanishing: list[Callable[[pathlib.Path], object]] = []
+
+    def restore_less(reader: Any, arrays: Any, **options: Any) -> Any:
+        if vanishing:
+            vanishing.pop()(pathlib.Path(arrays).parent)
+        return restore(reader, arrays, **options)
+
+    monkeypatch.setattr(ocp.Checkpointer, "restore", restore_less)
+    shutil.copytree(whole, tmp_path / "3")
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(4, forged_tree() | {"n": 4})
+        # Another process drops the newest step.
+        vanishing.append(lambda folder: folder.rename(tmp_path / "dropped"))
+        assert checkpoints.load(forged_tree())["n"] == 3
+        vanishing.append(deleted(A))
+        with pytest.raises(CheckpointError, match=r"arrays cannot be read: "):
+            checkpoints.load(forged_tree())

@@ -1,6 +1,6 @@
 """Save in each of six layouts, and go on in each: the models of the examples. By hand:
 
-    python -m tests.pairs_of_layouts [--models digits text] [--layouts 1 2 4 8 4x2 2p] [--steps 20]
+    python -m tests.scripts.pairs_of_layouts [--models digits text] [--layouts 1 2 4 8 4x2 2p] [--steps 20]
 
 After as many steps again, each ordered pair must be where a run is that was not interrupted. Keys, masks and
 counters must be equal, and floats, which have 64 bits, to 1e-9.
@@ -27,7 +27,7 @@ from tqdm import tqdm
 import statemesh as sm
 import tests.compiling  # noqa: F401
 from statemesh import checkpoint
-from tests.test_processes import COUNT, ROOT, free_port, running
+from tests.processes import COUNT, ROOT, free_port, run_together
 
 
 # Batches are split over "data". Two processes with two devices each are the last layout.
@@ -177,19 +177,16 @@ def difference(folder: pathlib.Path, expected: str, found: str) -> float:
 def run(model: str, layouts: Sequence[str], steps: int, folder: pathlib.Path) -> float:
     """Save in all layouts, go on in all, and compare."""
     alone = [Runs(model, name, folder, steps) for name in layouts if name != "2p"]
-    for one in tqdm(alone, f"{model}: save"):
-        one.save()
+    for runs in tqdm(alone, f"{model}: save"):
+        runs.save()
     if "2p" in layouts:
         port = str(free_port())
-        module = [sys.executable, "-m", "tests.pairs_of_layouts", "--models", model]
+        module = [sys.executable, "-m", "tests.scripts.pairs_of_layouts", "--models", model]
         rest = ["--layouts", *layouts, "--steps", str(steps), "--folder", str(folder)]
         commands = [[*module, *rest, "--process", str(i), "--port", port] for i in range(COUNT)]
-        logs = [folder / f"{i}.log" for i in range(COUNT)]
-        with running(commands, logs, 2) as started:
-            for process, log in zip(started, logs, strict=True):
-                assert process.wait(PATIENCE) == 0, log.read_text()
-    for one, source in tqdm(list(itertools.product(alone, layouts)), f"{model}: load"):
-        one.load(source)
+        run_together(commands, folder, 2, PATIENCE)
+    for runs, source in tqdm(list(itertools.product(alone, layouts)), f"{model}: load"):
+        runs.load(source)
     return max(check(folder, *pair) for pair in itertools.product(layouts, repeat=2))
 
 
