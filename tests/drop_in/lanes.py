@@ -1,44 +1,23 @@
-"""Code written for `jax.pmap`."""
+"""Code written for `jax.pmap`, with one function for each of its features."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 
-import statemesh as sm
-
-from ._case import (
-    Map,
-    counted,
-    double,
-    jnp,
-    numbers,
-    plus_one_on_the_host,
-    scan_and_cond,
-)
+from tests.drop_in.cases import Map, jnp, numbers
 
 
-LANES: dict[str, Any] = {}
+LANES: dict[str, Callable[[Map], Any]] = {}
 
 
-def case(run: Any) -> Any:
+def case(run: Callable[[Map], Any]) -> Callable[[Map], Any]:
     """User code that computes with a given `pmap`."""
     LANES[run.__name__] = run
     return run
-
-
-def lanes_beside_a_state(fun: Any, axis_name: Any = None, **options: Any) -> Any:
-    """`pmap2` of the same function with an additional state, which counts its calls."""
-
-    in_axes = options.pop("in_axes", 0)
-    options["in_axes"] = (None, *in_axes) if isinstance(in_axes, tuple) else in_axes
-    options["out_axes"] = (options.pop("out_axes", 0), 0)
-    for name in ("static_broadcasted_argnums", "donate_argnums"):
-        if name in options:
-            options[name] = tuple(k + 1 for k in np.atleast_1d(options[name]).tolist())
-    return counted(functools.partial(sm.pmap2, axis_name=axis_name, **options), fun)
 
 
 @case
@@ -72,19 +51,11 @@ def arguments_given_up(pmap: Map) -> Any:
 
 
 @case
-def a_size_that_is_given(pmap: Map) -> Any:
-    return pmap(lambda x: x + lax.axis_index("i"), "i", axis_size=4)(numbers(4, 3))
-
-
-@case
-def devices_in_another_order(pmap: Map) -> Any:
-    devices = jax.devices()[:4][::-1]
-    return pmap(lambda x: x - lax.pmean(x, "i"), "i", devices=devices)(numbers(4, 2))
-
-
-@case
-def devices_of_a_platform(pmap: Map) -> Any:
-    return pmap(lambda x: x + 1, backend="cpu")(numbers(8))
+def a_size_and_devices_that_are_given(pmap: Map) -> Any:
+    sized = pmap(lambda x: x + lax.axis_index("i"), "i", axis_size=4)
+    backwards = pmap(lambda x: x - lax.pmean(x, "i"), "i", devices=jax.devices()[:4][::-1])
+    of_platform = pmap(lambda x: x + 1, backend="cpu")
+    return [mapped(numbers(4, 2)) for mapped in (sized, backwards, of_platform)]
 
 
 @case
@@ -102,17 +73,14 @@ def collectives(pmap: Map) -> Any:
 
 
 @case
-def a_gradient_outside(pmap: Map) -> Any:
-    mapped = pmap(lambda w, x: jnp.sin(x * w), in_axes=(None, 0))
-    return jax.grad(lambda w, x: mapped(w, x).sum(), (0, 1))(numbers(3), numbers(8, 3))
-
-
-@case
-def a_gradient_inside(pmap: Map) -> Any:
-    def fun(w: Any, x: Any) -> Any:
+def gradients_outside_and_inside(pmap: Map) -> Any:
+    def inside(w: Any, x: Any) -> Any:
         return lax.pmean(jax.grad(lambda w: ((x * w) ** 2).sum())(w), "i")
 
-    return pmap(fun, "i", in_axes=(None, 0))(numbers(3), numbers(8, 3))
+    args = numbers(3), numbers(8, 3)
+    mapped = pmap(lambda w, x: jnp.sin(x * w), in_axes=(None, 0))
+    outside = jax.grad(lambda w, x: mapped(w, x).sum(), (0, 1))(*args)
+    return outside, pmap(inside, "i", in_axes=(None, 0))(*args)
 
 
 @case
@@ -139,22 +107,6 @@ def a_vmap_inside(pmap: Map) -> Any:
 
 
 @case
-def a_scan_and_a_cond(pmap: Map) -> Any:
-    return pmap(functools.partial(scan_and_cond, "i"), "i")(numbers(8, 3))
-
-
-@case
-def derivatives_of_its_own(pmap: Map) -> Any:
-    return jax.grad(lambda x: pmap(double)(x).sum())(numbers(8))
-
-
-@case
-def remat(pmap: Map) -> Any:
-    mapped = pmap(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x))))
-    return jax.grad(lambda x: mapped(x).sum())(numbers(8))
-
-
-@case
 def random_keys(pmap: Map) -> Any:
     keys = jax.random.split(jax.random.key(0), 8)
     return pmap(lambda key: jax.random.normal(key, (2,)))(keys)
@@ -166,25 +118,14 @@ def zero_size_arrays(pmap: Map) -> Any:
 
 
 @case
-def a_callback(pmap: Map) -> Any:
-    return pmap(plus_one_on_the_host)(numbers(8, 2))
-
-
-@case
 def a_closed_over_array(pmap: Map) -> Any:
-    w = numbers(3)
-    return pmap(lambda x: x * w)(numbers(8, 3))
-
-
-@case
-def a_partial(pmap: Map) -> Any:
-    return pmap(functools.partial(jnp.add, numbers(2)))(numbers(8, 2))
+    return pmap(functools.partial(jnp.multiply, numbers(3)))(numbers(8, 3))
 
 
 @case
 def shapes_only(pmap: Map) -> Any:
-    made = jax.eval_shape(pmap(lambda x: x.astype(int)), jax.ShapeDtypeStruct((8, 2), np.float32))
-    return np.zeros(made.shape, made.dtype)
+    shape = jax.eval_shape(pmap(lambda x: x.astype(int)), jax.ShapeDtypeStruct((8, 2), np.float32))
+    return np.zeros(shape.shape, shape.dtype)
 
 
 @case

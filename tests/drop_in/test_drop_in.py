@@ -1,6 +1,7 @@
-"""`shard_map` and `pmap2` in the place of JAX's functions, also with a State next to the arrays."""
+"""`shard_map` and `pmap2` in the place of JAX's functions compute what these compute."""
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,70 +10,66 @@ import numpy as np
 import pytest
 
 import statemesh as sm
-
-from .drop_in.__main__ import run
-from .drop_in._stand_in import by_older_names
-from .drop_in_cases import CASES, LANES, beside_a_state, lanes_beside_a_state
+from tests.drop_in.cases import CASES, Map
+from tests.drop_in.lanes import LANES
+from tests.scripts.drop_in.__main__ import run
 
 
 pytestmark = pytest.mark.slow
 
 
-structure: Any = jax.tree.structure
-
-
-@functools.cache
-def expected(name: str) -> Any:
-    return CASES[name](jax.shard_map)
-
-
-def specs(tree: Any) -> list[Any]:
-    """The specs of its arrays."""
-    return [
-        x.sharding.is_fully_replicated for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)
-    ]
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_as_with_jax(name: str) -> None:
-    found = CASES[name](sm.shard_map)
-    close(found, expected(name))
-    assert specs(found) == specs(expected(name))
+def test_shards_as_with_jax(name: str) -> None:
+    expected = CASES[name](jax.shard_map)
+    compiled = CASES[name](sm.shard_map)
+    assert_close(compiled, expected)
+    assert replicated(compiled) == replicated(expected)
+    assert_close(CASES[name](functools.partial(sm.shard_map, jit=False)), expected)
 
 
-VARIANTS: dict[str, Any] = {
-    "with a State": beside_a_state,
-    "not compiled": functools.partial(sm.shard_map, jit=False),
-    "older names": by_older_names,
-}
-
-
-@pytest.mark.parametrize(
-    "variant",
-    # `test_legacy.py` has the older names in the quick suite.
-    [pytest.param(v, marks=[pytest.mark.slow] if v == "older names" else []) for v in VARIANTS],
-)
-@pytest.mark.parametrize("name", CASES)
-def test_variants_compute_the_same(name: str, variant: str) -> None:
-    close(CASES[name](VARIANTS[variant]), expected(name))
-
-
-@functools.cache
-def expected_of_lanes(name: str) -> Any:
-    return LANES[name](jax.pmap)
-
-
-@pytest.mark.parametrize(
-    "mapping", [sm.pmap2, lanes_beside_a_state], ids=["arrays", "with a State"]
-)
 @pytest.mark.parametrize("name", LANES)
-def test_lanes_as_with_jax(name: str, mapping: Any) -> None:
-    close(LANES[name](mapping), expected_of_lanes(name))
+def test_lanes_as_with_jax(name: str) -> None:
+    expected = LANES[name](jax.pmap)
+    for mapping in (sm.pmap2, beside_a_state):
+        assert_close(LANES[name](mapping), expected)
 
 
-def close(found: Any, wanted: Any) -> None:
-    assert structure(found) == structure(wanted)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+class Counter(sm.Module):
+    count: sm.State
+
+
+def beside_a_state(fun: Map, axis_name: Any = None, **options: Any) -> Map:
+    """`pmap2` of a function with a state as its first argument and last result, which counts its calls."""
+
+    def step(model: Counter, *args: Any, **kwargs: Any) -> Any:
+        return fun(*args, **kwargs), model.replace(count=model.count.value + 1)
+
+    in_axes = options.pop("in_axes", 0)
+    options["in_axes"] = (None, *in_axes) if isinstance(in_axes, tuple) else in_axes
+    options["out_axes"] = (options.pop("out_axes", 0), 0)
+    for name in ("static_broadcasted_argnums", "donate_argnums"):
+        if name in options:
+            options[name] = tuple(k + 1 for k in np.atleast_1d(options[name]).tolist())
+    mapped: Callable[..., Any] = sm.pmap2(step, axis_name=axis_name, **options)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result, model = mapped(Counter(sm.State(0)), *args, **kwargs)
+        if not isinstance(model.count.value, jax.core.Tracer):
+            assert model.count.value == 1
+        return result
+
+    return call
+
+
+def replicated(tree: Any) -> list[bool]:
+    leaves = jax.tree.leaves(tree)
+    return [x.sharding.is_fully_replicated for x in leaves if isinstance(x, jax.Array)]
+
+
+def assert_close(result: Any, expected: Any) -> None:
+    structure: Any = jax.tree.structure
+    assert structure(result) == structure(expected)
+    for x, y in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
         np.testing.assert_allclose(x, y, rtol=1e-6)
 
@@ -105,15 +102,9 @@ class Test(unittest.TestCase):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "words", "calls"),
-    [
-        ("jax", ["passed", "passed"], 3),
-        ("statemesh", ["passed", "passed"], 3),
-        ("not compiled", ["passed", "passed"], 3),
-        ("broken", ["failed", "passed"], 1),
-    ],
+    [("statemesh", ["passed", "passed"], 3), ("broken", ["failed", "passed"], 1)],
 )
 def test_a_test_file_of_jax_sees_the_variant(
     tmp_path: Path, variant: str, words: list[str], calls: int

@@ -1,7 +1,6 @@
 """Under an outer trace a mapped call leaves the jaxpr that `jax.shard_map` leaves."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -10,28 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-
-from .drop_in_cases import CASES
-from .helpers import make_mesh
-
-
-jnp: Any = jax.numpy
-Map = Callable[..., Any]
-
-
-def recorded(mapped: Map, around: Map, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """The jaxpr of a call inside a transformation, or the class of the exception that JAX raises."""
-    arrays, others = eqx.partition((args, kwargs), eqx.is_array)
-
-    def call(*leaves: Any) -> Any:
-        args, kwargs = eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), leaves), others)
-        return mapped(*args, **kwargs)
-
-    try:
-        return str(jax.make_jaxpr(around(call))(*jax.tree.leaves(arrays)))
-    except (ValueError, NotImplementedError) as error:
-        assert around in (pulled_back, lanes)
-        return (ValueError if isinstance(error, sm.StatemeshError) else type(error)).__name__
+from tests.drop_in.cases import CASES, Map, jnp
+from tests.helpers import make_mesh
+from tests.scripts.drop_in.stand_in import by_older_names
 
 
 def pulled_back(fun: Map) -> Map:
@@ -49,59 +29,8 @@ def lanes(fun: Map) -> Map:
     return call
 
 
-AROUND: dict[str, Map] = {
-    "nothing": lambda fun: fun,
-    "jit": jax.jit,
-    "vjp": pulled_back,
-    "vmap": lanes,
-}
-
-
-def comparing(
-    mine: Map, theirs: Map, arounds: list[Map], found: list[tuple[str, str]], *before: Any
-) -> Map:
-    """A `jax.shard_map` that notes two jaxprs for each call and transformation: those of the two maps.
-
-    Both maps get the arguments `before` and then those of the call.
-    """
-
-    def mapping(fun: Any = None, *args: Any, **options: Any) -> Any:
-        if fun is None:
-            return functools.partial(mapping, *args, **options)
-        pairs = [[made(fun, *args, **options) for made in (mine, theirs)] for _ in arounds]
-        run = jax.shard_map(fun, *args, **options)
-
-        @functools.wraps(fun)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            for around, pair in zip(arounds, pairs, strict=True):
-                one, other = (recorded(mapped, around, (*before, *args), kwargs) for mapped in pair)
-                found.append((one, other))
-            return run(*args, **kwargs)
-
-        return call
-
-    return mapping
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_jaxpr_is_that_of_jax(name: str) -> None:
-    found: list[tuple[str, str]] = []
-    CASES[name](comparing(sm.shard_map, jax.shard_map, [*AROUND.values()], found))
-    for mine, theirs in found:
-        assert mine == theirs
-    assert found
-
-
-def test_what_a_model_gives_back_untouched_is_no_output() -> None:
-    def step(model: Any, x: Any) -> Any:
-        return x * model["w"], {**model, "count": model["count"].set(model["count"].value + 1)}
-
-    specs = (P(), P("x")), (P("x"), P())
-    mapped = sm.shard_map(step, make_mesh(), *specs)
-    model = {"w": jnp.ones(3), "count": sm.State(0.0), "idle": sm.State(jnp.ones(2))}
-    eqn: Any
-    (eqn,) = jax.make_jaxpr(mapped)(model, jnp.ones((8, 3))).eqns
-    assert [v.aval.shape for v in eqn.outvars] == [(8, 3), ()]
+def nothing(fun: Map) -> Map:
+    return fun
 
 
 def with_a_state(fun: Map, **options: Any) -> Map:
@@ -134,17 +63,71 @@ def with_one_more(options: dict[str, Any], count: int) -> dict[str, Any]:
     """The options for a map with an additional first argument and an additional last result."""
     options = {**options, "out_specs": (options["out_specs"], P())}
     if "in_specs" in options:
-        given = options["in_specs"]
-        options["in_specs"] = (P(), *(given if isinstance(given, tuple) else [given] * count))
+        specs = options["in_specs"]
+        options["in_specs"] = (P(), *(specs if isinstance(specs, tuple) else [specs] * count))
     return options
 
 
-@pytest.mark.slow
+COUNT = jnp.float32(0)
+# Two maps that leave one jaxpr, the transformation around them, and what both get before their arguments.
+PAIRS: list[tuple[Map, Map, Map, tuple[Any, ...]]] = [
+    *(
+        (sm.shard_map, jax.shard_map, around, ())
+        for around in (nothing, jax.jit, pulled_back, lanes)
+    ),
+    (by_older_names, jax.shard_map, nothing, ()),
+    # A state adds an input and an output.
+    *((with_a_state, with_an_array, around, (COUNT,)) for around in (nothing, pulled_back)),
+]
+
+
+def recorded(mapped: Map, around: Map, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The jaxpr of a call inside a transformation, or the class of the exception that JAX raises."""
+    arrays, others = eqx.partition((args, kwargs), eqx.is_array)
+
+    def call(*leaves: Any) -> Any:
+        args, kwargs = eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), leaves), others)
+        return mapped(*args, **kwargs)
+
+    try:
+        return str(jax.make_jaxpr(around(call))(*jax.tree.leaves(arrays)))
+    except (ValueError, NotImplementedError) as error:
+        assert around in (pulled_back, lanes)
+        return (ValueError if isinstance(error, sm.StatemeshError) else type(error)).__name__
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_a_state_adds_an_input_and_an_output(name: str) -> None:
-    found: list[tuple[str, str]] = []
-    arounds = [AROUND["nothing"], AROUND["vjp"]]
-    CASES[name](comparing(with_a_state, with_an_array, arounds, found, jnp.float32(0)))
-    for mine, theirs in found:
+def test_the_jaxpr_is_that_of_jax(name: str) -> None:
+    jaxprs: list[tuple[str, str]] = []
+
+    def comparing(fun: Any = None, *args: Any, **options: Any) -> Any:
+        """A `jax.shard_map` that notes two jaxprs of each of its calls, for each of the pairs."""
+        if fun is None:
+            return functools.partial(comparing, *args, **options)
+        made = [[make(fun, *args, **options) for make in pair[:2]] for pair in PAIRS]
+        run = jax.shard_map(fun, *args, **options)
+
+        @functools.wraps(fun)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for maps, (*_, around, before) in zip(made, PAIRS, strict=True):
+                mine, theirs = (recorded(each, around, (*before, *args), kwargs) for each in maps)
+                jaxprs.append((mine, theirs))
+            return run(*args, **kwargs)
+
+        return call
+
+    CASES[name](comparing)
+    for mine, theirs in jaxprs:
         assert mine == theirs
-    assert found
+    assert jaxprs
+
+
+def test_what_a_model_gives_back_untouched_is_no_output() -> None:
+    def step(model: Any, x: Any) -> Any:
+        return x * model["w"], {**model, "count": model["count"].set(model["count"].value + 1)}
+
+    mapped = sm.shard_map(step, make_mesh(), (P(), P("x")), (P("x"), P()))
+    model = {"w": jnp.ones(3), "count": sm.State(0.0), "idle": sm.State(jnp.ones(2))}
+    eqn: Any
+    (eqn,) = jax.make_jaxpr(mapped)(model, jnp.ones((8, 3))).eqns
+    assert [v.aval.shape for v in eqn.outvars] == [(8, 3), ()]

@@ -1,7 +1,7 @@
 """Run a test file of JAX with statemesh's functions in the place of JAX's.
 
-    python -m tests.drop_in run ~/jax/tests/shard_map_test.py results.json [--with statemesh]
-    python -m tests.drop_in compare jax.json results.json
+    python -m tests.scripts.drop_in run ~/jax/tests/shard_map_test.py results.json [--with statemesh]
+    python -m tests.scripts.drop_in compare jax.json results.json
 
 Take the files from JAX's repository, of the installed release. The extra `dev` is needed. `--with` is one of:
 `jax` (the real functions), `statemesh`, `not compiled` (`jit=False`), `older names` (`statemesh.legacy`), and
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ._stand_in import VARIANTS
+from tests.scripts.drop_in.stand_in import VARIANTS
 
 
 def run(file: Path, variant: str, processes: int, only: str) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def run(file: Path, variant: str, processes: int, only: str) -> dict[str, Any]:
     workers = [
         subprocess.Popen(
             [
-                *(sys.executable, "-W", "ignore", "-m", f"{__package__}._worker"),
+                *(sys.executable, "-W", "ignore", "-m", f"{__package__}.worker"),
                 *(str(file), variant, str(part), str(processes), only),
             ],
             env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"},

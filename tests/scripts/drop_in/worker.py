@@ -10,7 +10,7 @@ from typing import Any
 
 from absl import flags
 
-from ._stand_in import load
+from tests.scripts.drop_in.stand_in import load
 
 
 def name(test: Any) -> str:
