@@ -1,7 +1,7 @@
 """The tasks of the processes that `test_processes.py` starts.
 
-`python -m tests.call.process_steps PROCESS COUNT PORT OUT` runs all tasks as one of COUNT processes and saves the
-results. One process on all devices runs those that nobody refuses as the reference.
+`python -m tests.call.process_steps PROCESS COUNT PORT OUT` runs all tasks as one of COUNT processes and saves
+the results. One process on all devices runs those that nobody refuses as the reference.
 """
 
 import dataclasses
@@ -356,7 +356,7 @@ def other_arguments() -> Found:
 
 
 def same_arguments() -> Found:
-    """Arguments that are the same in every process, wherever they lie. What lies right is not compared again."""
+    """Arguments that are the same in every process. What lies right is not compared again."""
     call, args = mapped_configured(), (X, CONFIG, jax.random.key(1))
     arrays = held(call(counters(here(3.0), seed=4), *args), "same")
     shared = sm.pmap2(lambda s, x: x * s.value, in_axes=(None, 0))

@@ -153,7 +153,7 @@ DIFFERENT = (
 )
 KEY = "states['rng']: key<fry>[]"
 STRUCTURE = "the structure of the arguments: "
-# The name of the call, and the reported differences. `?` is the number of the process, and `…` stands for any text.
+# The name of the call, and the reported differences; `?` is the number of the process, `…` is any text.
 DISAGREED = {
     "committed": ("configured", ["states['count']: float32[]"]),
     "key": ("configured", [KEY]),

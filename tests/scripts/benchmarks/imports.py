@@ -1,4 +1,4 @@
-"""How long an import takes, beside that of Equinox: `python -m tests.benchmarks.imports`.
+"""How long an import takes, beside that of Equinox: `python -m tests.scripts.benchmarks.imports`.
 
 Each is imported in processes of their own, by turns. On some versions Equinox's import ends a few hundred
 objects short of a garbage collection of everything, and whatever is imported after it pays for that. So it is

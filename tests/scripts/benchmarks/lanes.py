@@ -1,20 +1,17 @@
 """The cost of `pmap2` and `vmap2`, compared with the same programs written by hand.
 
-    python tests/benchmarks/lanes.py [--states 1 10 100 1000] [--lanes 8] [--size 16] [--rounds 1]
+    python -m tests.scripts.benchmarks.lanes [--states 1 10 100 1000] [--lanes 8] [--size 16] [--rounds 1]
 
 `pmap2` is compared with `jax.jit(jax.shard_map(...))` and `jax.pmap`, and `vmap2` with
 `jax.jit(jax.vmap(...))`. Each of these runs over a flat list of arrays, which is the least that a call can
 cost, and over the same tree of states. The arrays for `pmap2` lie on a mesh of Explicit and on one of Auto
-axes, and are kept or donated. One run calls all of them in turn, in an order that changes every time, and
-waits for each result. It compares medians. `--size` is the length of each state in each lane. The
-computation of a call grows with it, and the overhead of statemesh does not.
+axes, and are kept or donated. It compares medians of microseconds. `--size` is the length of each state in
+each lane. The computation of a call grows with it, and the overhead of statemesh does not.
 """
 
 import argparse
 import itertools
 import os
-import statistics
-from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -22,12 +19,11 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.benchmarks.timing import timed
+from tests.scripts.benchmarks import timing
 
 
 def by_hand(*arrays: jax.Array) -> Any:
@@ -41,38 +37,17 @@ def step(states: list[sm.State], x: jax.Array) -> Any:
     return x * 2, [s.set(s.value + x) for s in states]
 
 
-def fed_back(call: Callable[..., Any], arrays: list[Any], x: Any) -> Callable[[], Any]:
-    """A hand-written program that continues with what it returned."""
-
-    def again() -> Any:
-        nonlocal arrays
-        result, *arrays = call(*arrays, x)
-        return result
-
-    return again
+def arrays(count: int, lanes: int, size: int) -> tuple[list[Any], Any]:
+    return [jnp.zeros((lanes, size)) for _ in range(count)], jnp.ones((lanes, size))
 
 
-def states_fed_back(call: Callable[..., Any], states: Any, x: Any) -> Callable[[], Any]:
-    """The same for a program over states."""
+def on_devices(axes: str, donate: bool, *sizes: int) -> dict[str, timing.Call]:
+    count, lanes, _ = sizes
+    mesh = timing.mesh_of(axes, lanes, "i")
 
-    def again() -> Any:
-        nonlocal states
-        result, states = call(states, x)
-        return result
-
-    return again
-
-
-def on_devices(
-    axes: AxisType, donate: bool, count: int, lanes: int, size: int
-) -> dict[str, Callable[[], Any]]:
-    mesh = Mesh(np.array(jax.devices()[:lanes]), ("i",), axis_types=(axes,))
-    sharding = NamedSharding(mesh, P("i"))
-
-    def placed() -> tuple[list[Any], Any]:
+    def placed() -> Any:
         """Arrays that a program may give up."""
-        flat, x = jax.device_put(arrays(count, lanes, size), sharding)
-        return flat, x
+        return jax.device_put(arrays(*sizes), NamedSharding(mesh, P("i")))
 
     def shard(*parts: jax.Array) -> Any:
         return [out[None] for out in by_hand(*(part[0] for part in parts))]
@@ -82,80 +57,61 @@ def on_devices(
         return jax.tree.map(lambda out: out[None], step(*inner))
 
     specs: Any = {"mesh": mesh, "in_specs": P("i"), "out_specs": P("i")}
-    given, every = ((0,), tuple(range(count))) if donate else ((), ())
-    devices = jax.devices()[:lanes]
-    tree = jax.jit(jax.shard_map(shard_of_states, **specs), donate_argnums=given)
-    ours = sm.pmap2(step, "i", state_in_axes=sm.State, donate_argnums=given)
-    (first, x), (second, _), (third, _) = (placed() for _ in range(3))
+    first, every = ((0,), tuple(range(count))) if donate else ((), ())
+    flat = jax.jit(jax.shard_map(shard, **specs), donate_argnums=every)
+    tree = jax.jit(jax.shard_map(shard_of_states, **specs), donate_argnums=first)
+    ours = sm.pmap2(step, "i", state_in_axes=sm.State, donate_argnums=first)
     # `jax.pmap` does not take arrays on Explicit axes.
-    fourth, host = arrays(count, lanes, size)
-    pmapped = jax.pmap(by_hand, devices=devices, donate_argnums=every)
-    result, *fourth = pmapped(*fourth, host)
+    pmapped = jax.pmap(by_hand, devices=jax.devices()[:lanes], donate_argnums=every)
+    host, x = arrays(*sizes)
+    x, *host = pmapped(*host, x)
     return {
-        "flat": fed_back(jax.jit(jax.shard_map(shard, **specs), donate_argnums=every), first, x),
-        "tree": states_fed_back(tree, [sm.State(array) for array in second], x),
-        "ours": states_fed_back(ours, [sm.State(array) for array in third], x),
-        "jax.pmap": fed_back(pmapped, fourth, result),
+        "flat": timing.fed_back_flat(flat, *placed()),
+        "tree": timing.fed_back(tree, *of_states(*placed())),
+        "ours": timing.fed_back(ours, *of_states(*placed())),
+        "jax.pmap": timing.fed_back_flat(pmapped, host, x),
     }
 
 
-def in_lanes(count: int, lanes: int, size: int) -> dict[str, Callable[[], Any]]:
-    flat, x = arrays(count, lanes, size)
-    states = [sm.State(array) for array in flat]
+def of_states(values: list[Any], x: Any) -> tuple[list[sm.State], Any]:
+    return [sm.State(value) for value in values], x
+
+
+def in_lanes(*sizes: int) -> dict[str, timing.Call]:
+    flat, states = arrays(*sizes), of_states(*arrays(*sizes))
     return {
-        "flat": fed_back(jax.jit(jax.vmap(by_hand)), flat, x),
-        "tree": states_fed_back(jax.jit(jax.vmap(step)), states, x),
-        "ours": states_fed_back(sm.vmap2(step, state_in_axes=sm.State), states, x),
+        "flat": timing.fed_back_flat(jax.jit(jax.vmap(by_hand)), *flat),
+        "tree": timing.fed_back(jax.jit(jax.vmap(step)), *states),
+        "ours": timing.fed_back(sm.vmap2(step, state_in_axes=sm.State), *states),
     }
 
 
-def arrays(count: int, lanes: int, size: int) -> tuple[list[Any], Any]:
-    return [jnp.zeros((lanes, size)) for _ in range(count)], jnp.ones((lanes, size))
+OTHERS = ("flat", "tree", "jax.pmap")
 
 
-def measure(calls: dict[str, Callable[[], Any]], count: int) -> dict[str, float]:
-    """The median wall time of a call, in microseconds."""
-    names = list(calls)
-    for call in [*calls.values()] * 3:
-        timed(call)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for i in range(max(60, 6000 // (count + 10))):
-        k = i % len(names)
-        for name in (*names[k:], *names[:k]) if i % 2 else (*names[k::-1], *names[:k:-1]):
-            times[name].append(timed(calls[name])[0])
-    return {name: statistics.median(column) * 1e6 for name, column in times.items()}
-
-
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--states", type=int, nargs="+", default=[1, 10, 100, 1000])
     parser.add_argument("--lanes", type=int, default=8)
     parser.add_argument("--size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=1)
-    options = parser.parse_args(argv)
-    print(
-        f"JAX {jax.__version__}, {os.cpu_count()} cores; medians, microseconds; "
-        f"{options.lanes} lanes, {options.size} entries each\n"
-    )
-    print("| call | states | flat | tree | jax.pmap | ours | to flat | to tree | to jax.pmap |")
-    print("| " + "--- | " * 9)
-    for _ in range(options.rounds):
-        for count in options.states:
-            sizes = count, options.lanes, options.size
-            rows = {"vmap2": in_lanes(*sizes)}
-            for axes, donate in itertools.product(
-                (AxisType.Explicit, AxisType.Auto), (False, True)
-            ):
-                name = f"pmap2, {axes.name}{', donating' if donate else ''}"
-                rows[name] = on_devices(axes, donate, *sizes)
-            calls = {f"{row}: {what}": call for row in rows for what, call in rows[row].items()}
-            found = measure(calls, count)
-            for row in rows:
-                ours = found[f"{row}: ours"]
-                others = [found.get(f"{row}: {other}") for other in ("flat", "tree", "jax.pmap")]
-                times = [*others, ours, *(other and ours / other for other in others)]
-                shown = ["" if t is None else f"{t:.2f}" if t < 10 else f"{t:.0f}" for t in times]
-                print(f"| {row} | {count} | {' | '.join(shown)} |", flush=True)
+    options = parser.parse_args()
+    print(f"JAX {jax.__version__}, {os.cpu_count()} cores\n")
+    timing.print_head("call", "states", *OTHERS, "ours", *(f"to {other}" for other in OTHERS))
+    for count in options.states * options.rounds:
+        sizes = count, options.lanes, options.size
+        rows = {"vmap2": in_lanes(*sizes)}
+        for axes, donate in itertools.product(("Explicit", "Auto"), (False, True)):
+            rows[f"pmap2, {axes}{', donating' if donate else ''}"] = on_devices(
+                axes, donate, *sizes
+            )
+        calls = {(row, what): call for row in rows for what, call in rows[row].items()}
+        times = timing.medians(calls, max(60, 6000 // (count + 10)))
+        for row in rows:
+            others = [times.get((row, other)) for other in OTHERS]
+            ours = times[row, "ours"]
+            walls = ["" if t is None else 1e6 * t for t in (*others, ours)]
+            timing.print_row(row, count, *walls, *("" if t is None else ours / t for t in others))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The memory of a process that updates a big state: by hand and with statemesh, donated or not, and packed.
 
-    python tests/benchmarks/memory.py [--mebibytes 1024] [--devices 8]
+    python tests/scripts/benchmarks/memory.py [--mebibytes 1024] [--devices 8]
 
 Each way runs in its own process for each type of the mesh's axes, on Linux. The script prints the peak
 memory in excess of the memory before the state was made, in units of the state: 1.00 is the state once.

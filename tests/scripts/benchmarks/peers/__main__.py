@@ -1,7 +1,7 @@
 """The cost of a call with states: with statemesh, by hand, and with other libraries.
 
-    python -m tests.benchmarks.peers run results.json [--kinds sharded reduced] [--axes Explicit Auto]
-    python -m tests.benchmarks.peers show results.json more.json [--write docs/pages]
+    python -m tests.scripts.benchmarks.peers run results.json [--kinds sharded reduced] [--axes Explicit Auto]
+    python -m tests.scripts.benchmarks.peers show results.json more.json [--write docs/pages]
 
 `run` starts each peer in a process of its own for each type of the mesh's axes, and calls all of them in
 turn, waiting for each result. `show` prints the numbers of each program from the first file that has it,
@@ -19,24 +19,22 @@ from typing import get_args
 
 import jax
 
-from ._case import Axes, Kind
-from ._peers import PEERS
-from ._pictures import picture, small_picture
-from ._run import Row, measure
-from ._table import firsts, put, read, table
+from tests.scripts.benchmarks.peers._case import Axes, Kind
+from tests.scripts.benchmarks.peers._peers import PEERS
+from tests.scripts.benchmarks.peers._pictures import picture, small_picture
+from tests.scripts.benchmarks.peers._run import Row, measure
+from tests.scripts.benchmarks.peers._table import firsts, put, read, table
 
 
-# These programs have no flat list of states: nested modules, and layers with a weight and a bias.
-SIZES = {"deep": 100, "training": 10}
+# How many states are measured where nothing else is asked for. Nested modules and layers have one number.
+SIZES = {"deep": [100], "training": [10]}
 
 
 def run(options: argparse.Namespace) -> None:
     rows: list[Row] = []
     for kind in options.kinds:
         for devices in options.devices:
-            for states in options.states:
-                if SIZES.get(kind, states) != states:
-                    continue
+            for states in options.states or SIZES.get(kind, [1, 10, 100, 1000]):
                 found = measure(
                     *(kind, options.axes, devices, states, options.peers),
                     *(options.rounds, options.seconds, options.limit),
@@ -65,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--kinds", nargs="+", choices=get_args(Kind), default=get_args(Kind))
     parser.add_argument("--axes", nargs="+", choices=get_args(Axes), default=get_args(Axes))
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 1])
-    parser.add_argument("--states", type=int, nargs="+", default=[1, 10, 100, 1000])
+    parser.add_argument("--states", type=int, nargs="+")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=[*PEERS])
     parser.add_argument("--rounds", type=int, default=14)
     parser.add_argument("--seconds", type=float, default=0.1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from ._case import RATE, Case, Made, by_hand, loss, result_spec
+from tests.scripts.benchmarks.peers._case import RATE, Case, Made, by_hand, loss, result_spec
 
 
 brainstate: Any = importlib.import_module("brainstate")

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from ._case import Case, Made, by_hand, result_spec
+from tests.scripts.benchmarks.peers._case import Case, Made, by_hand, result_spec
 
 
 def make(case: Case, donate: bool = False) -> Made:

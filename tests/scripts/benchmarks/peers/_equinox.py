@@ -6,7 +6,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from ._case import Case, Made, by_hand, fed_back, mapped
+from tests.scripts.benchmarks.peers._case import Case, Made, by_hand, fed_back, mapped
 
 
 class Unit(eqx.Module):

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from ._case import Case, Made, by_hand, fed_back, mapped, result_spec
+from tests.scripts.benchmarks.peers._case import Case, Made, by_hand, fed_back, mapped, result_spec
 
 
 class Unit(nnx.Module):

@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable
 
-from ._case import Case, Made
+from tests.scripts.benchmarks.peers._case import Case, Made
 
 
 PEERS = {

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ._peers import FLOOR
-from ._run import Row
+from tests.scripts.benchmarks.peers._peers import FLOOR
+from tests.scripts.benchmarks.peers._run import Row
 
 
 # The programs and the libraries of the small picture, with what they are called there.

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ._peers import FLOOR
+from tests.scripts.benchmarks.peers._peers import FLOOR
 
 
 @dataclasses.dataclass

@@ -8,8 +8,15 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-
-from ._case import RATE, Case, Made, fed_back, loss, moved, result_spec
+from tests.scripts.benchmarks.peers._case import (
+    RATE,
+    Case,
+    Made,
+    fed_back,
+    loss,
+    moved,
+    result_spec,
+)
 
 
 class Unit(sm.Module):

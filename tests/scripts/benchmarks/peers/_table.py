@@ -4,8 +4,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ._peers import FLOOR
-from ._run import Row
+from tests.scripts.benchmarks.peers._peers import FLOOR
+from tests.scripts.benchmarks.peers._run import Row
 
 
 BEGIN, END = "<!-- table of {}: begin -->", "<!-- table of {}: end -->"

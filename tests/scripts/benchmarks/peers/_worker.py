@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..timing import timed
-from ._case import Case, Made
-from ._peers import maker
+from tests.scripts.benchmarks.peers._case import Case, Made
+from tests.scripts.benchmarks.peers._peers import maker
+from tests.scripts.benchmarks.timing import timed
 
 
 EVENTS = {
