@@ -1,7 +1,8 @@
 """Programs run under the checks that JAX can be asked for: of keys, ranks, dtypes, NaN, types and tracers."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,18 +17,26 @@ from statemesh import nn
 from tests.helpers import slow
 
 
-CHECKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "key reuse": lambda: jax.debug_key_reuse(True),
-    "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
-    "dtype promotion": lambda: jax.numpy_dtype_promotion("strict"),
-    "nan": lambda: jax.debug_nans(True),
-    "checks": lambda: jax.enable_checks(True),
-    "leaks": jax.checking_leaks,
-}
-# The other checks look at single operations, which other tests run as well.
-each_check = pytest.mark.parametrize(
-    "check", [check if check in ("key reuse", "leaks") else slow(check) for check in CHECKS]
-)
+@contextlib.contextmanager
+def of_programs() -> Iterator[None]:
+    with jax.debug_key_reuse(True), jax.checking_leaks():
+        yield
+
+
+@contextlib.contextmanager
+def of_operations() -> Iterator[None]:
+    """The checks that look at one operation by itself."""
+    with (
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+        jax.debug_nans(True),
+        jax.enable_checks(True),
+    ):
+        yield
+
+
+# Other tests run the same single operations.
+each_check = pytest.mark.parametrize("checks", [of_programs, slow(of_operations)])
 
 
 def drawn(rng: sm.RandomState, x: Any) -> Any:
@@ -45,35 +54,20 @@ def branched(rng: sm.RandomState, x: Any) -> Any:
     return y, rng
 
 
-def layered(layer: Any, x: Any) -> Any:
-    return layer(x)
-
-
 def cached(cache: nn.KVCache, x: Any) -> Any:
     tokens = jnp.ones((2, 2, 3))
     (keys, _, mask), cache = cache(tokens, 2 * tokens)
     return x + keys.sum() + mask.sum().astype(x.dtype), cache
 
 
-def merged(model: Any, x: Any) -> Any:
-    return x, {name: state.set(state.value + x.sum(0)) for name, state in model.items()}
-
-
 def trained(model: Any, x: Any) -> Any:
-    def loss(model: Any, x: Any) -> Any:
-        seen = model["seen"].set(model["seen"].value + x.sum())
-        return jnp.square(x @ model["w"].value).mean(), {**model, "seen": seen}
-
-    (value, model), grads = sm.value_and_grad(loss, axis_name="data")(model, x)
-    return x + value + grads["w"].value.sum(), model
-
-
-def trained_on_noise(model: Any, x: Any) -> Any:
     def loss(model: Any, x: Any) -> Any:
         rows, rng = model["rng"].rows(len(x), "data")
         key, rng = rng.split()
         noise = jax.vmap(jax.random.normal)(rows)[:, None] + jax.random.normal(key)
-        return jnp.square((x + noise) @ model["w"].value).mean(), {**model, "rng": rng}
+        seen = model["seen"].set(model["seen"].value + x.sum())
+        y = (x + noise) @ model["w"].value
+        return jnp.square(y).mean(), {**model, "rng": rng, "seen": seen}
 
     (value, model), grads = sm.value_and_grad(loss, axis_name="data", microbatches=2)(model, x)
     return x + value + grads["w"].value.sum(), model
@@ -85,37 +79,25 @@ def key() -> Any:
 
 PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
     "draws": (drawn, lambda: sm.RandomState(key())),
-    "draws of rbg": (drawn, lambda: sm.RandomState(jax.random.key(0, impl="rbg"))),
     "draws in branches and loops": (branched, lambda: sm.RandomState(key())),
-    "Dropout": (layered, lambda: nn.Dropout(0.5, key(), axis_name="data")),
-    "BatchNorm": (layered, lambda: nn.BatchNorm(3, axis_name="data")),
+    "Dropout": (operator.call, lambda: nn.Dropout(0.5, key(), axis_name="data")),
+    "BatchNorm": (operator.call, lambda: nn.BatchNorm(3, axis_name="data")),
     "KVCache": (cached, lambda: nn.KVCache(8, 2, 3)),
-    "policies": (
-        merged,
-        lambda: {k: sm.State(jnp.zeros(3), reduce=k) for k in ("sum", "mean", "max", "min")},
-    ),
-    "gradients": (
-        trained,
-        lambda: {"w": sm.ParamState(jnp.ones(3)), "seen": sm.State(0.0, reduce="sum")},
-    ),
-    "draws in microbatches": (
-        trained_on_noise,
-        lambda: {"w": sm.ParamState(jnp.ones(3)), "rng": sm.RandomState(key())},
-    ),
+    "gradients": (trained, lambda: trainable()),
 }
+
+
+def trainable() -> dict[str, sm.State]:
+    seen = sm.State(0.0, reduce="sum")
+    return {"w": sm.ParamState(jnp.ones(3)), "seen": seen, "rng": sm.RandomState(key())}
 
 
 @each_check
 @pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize(
-    ("kind", "check_vma"),
-    [
-        pytest.param(AxisType.Explicit, True, id="explicit"),
-        pytest.param(AxisType.Auto, False, id="auto, unchecked", marks=pytest.mark.slow),
-    ],
-)
-def test_mapped_over_shards(check: str, program: str, kind: AxisType, check_vma: bool) -> None:
+def test_mapped_over_shards(checks: Any, program: str) -> None:
+    """Three calls in a row compute under checks what they compute without."""
     fun, make = PROGRAMS[program]
+    kind = AxisType.Explicit if checks is of_programs else AxisType.Auto
     mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
     x = np.arange(48, dtype=np.float32).reshape(16, 3) / 8
 
@@ -125,7 +107,7 @@ def test_mapped_over_shards(check: str, program: str, kind: AxisType, check_vma:
             mesh,
             (None, P("data")),
             (P("data"), P()),
-            check_vma=check_vma,
+            check_vma=checks is of_programs,
         )
         results, model = [], make()
         for _ in range(3):
@@ -134,10 +116,8 @@ def test_mapped_over_shards(check: str, program: str, kind: AxisType, check_vma:
         return results
 
     expected = run()
-    with CHECKS[check]():
-        found = run()
-    for a, b in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(a, b)
+    with checks():
+        np.testing.assert_array_equal(run(), expected)
 
 
 class Noisy(sm.Module):
@@ -150,12 +130,12 @@ class Noisy(sm.Module):
 
 
 @each_check
-def test_lanes_and_what_they_create(check: str) -> None:
+def test_lanes_and_what_they_create(checks: Any) -> None:
     def lane(rng: sm.RandomState, x: Any) -> Any:
         drawn, rng = rng.split()
         return x + jax.random.normal(drawn), rng
 
-    with CHECKS[check]():
+    with checks():
         for transform in (sm.vmap2, sm.pmap2):
             rng = sm.RandomState(key())
             mapped: Any = transform(lambda rng, x: lane(rng, x), in_axes=(None, 0))
@@ -166,12 +146,12 @@ def test_lanes_and_what_they_create(check: str) -> None:
             module, _ = create(Noisy(sm.RandomState(key())), {}, axis_size=4)
             assert module.noise is not None
             assert len(set(np.asarray(module.noise.value).tolist())) == 4
-        made: Any = sm.Map(Noisy(sm.RandomState(key())), 4).init_all_states()
-        assert made.module.noise.value.shape == (4,)
+        lanes: Any = sm.Map(Noisy(sm.RandomState(key())), 4).init_all_states()
+        assert lanes.module.noise.value.shape == (4,)
 
 
 @each_check
-def test_explained(check: str) -> None:
+def test_explained(checks: Any) -> None:
     mesh = jax.make_mesh((8,), ("data",))
     mapped = sm.shard_map(drawn, mesh, (None, P("data")), (P("data"), P()))
 
@@ -186,11 +166,11 @@ def test_explained(check: str) -> None:
 
     args = sm.RandomState(key()), jnp.ones((2, 16, 3))
     expected = sm.explain(looped, *args)
-    with CHECKS[check]():
-        found = sm.explain(looped, *args)
-    assert found.leaves == expected.leaves
+    with checks():
+        explained = sm.explain(looped, *args)
+    assert explained.leaves == expected.leaves
     # The second call has the key that the first one left.
-    assert [leaf.path for leaf in found.leaves] == ["rng", "rng", "x"]
+    assert [leaf.path for leaf in explained.leaves] == ["rng", "rng", "x"]
 
 
 def test_a_stream_that_is_drawn_from_twice_is_still_found() -> None:
