@@ -1,25 +1,24 @@
 """Objects that can be copied, and objects that can be pickled."""
 
-import copy
 import operator
 import pickle
+from copy import copy as shallow
+from copy import deepcopy
 from typing import Any
 
 import cloudpickle
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh import filters
-from statemesh._base._compat import tree_util
 
 
-MESH = Mesh(np.array(jax.devices()), ("x",))
+MESH = jax.make_mesh((8,), ("x",))
 X = jnp.arange(8.0)
+structure: Any = jax.tree.structure
 
 
 class Counter(sm.Module):
@@ -43,13 +42,12 @@ def step(count: Any, x: Any) -> Any:
     return x + count.value, count.set(count.value + 1)
 
 
-def both(value: Any) -> list[Any]:
-    return [copy.copy(value), copy.deepcopy(value), pickle.loads(pickle.dumps(value))]
+def copies(value: Any) -> list[Any]:
+    return [shallow(value), deepcopy(value), pickle.loads(pickle.dumps(value))]
 
 
-@pytest.mark.parametrize(
-    "one",
-    [
+def test_filters() -> None:
+    for chosen in (
         filters.Any("a", sm.State),
         filters.All("a", ...),
         filters.Not(filters.Any(sm.ParamState, "a")),
@@ -58,34 +56,27 @@ def both(value: Any) -> list[Any]:
         filters.PathContains(0),
         filters.Everything(),
         filters.Nothing(),
-    ],
-    ids=repr,
-)
-def test_filters(one: Any) -> None:
-    assert all(found == one and hash(found) == hash(one) for found in both(one))
-
-
-def test_a_position_is_pickled_as_its_function_is() -> None:
-    one = filters.Where(operator.attrgetter("count"))
-    for found in both(one):
-        assert list(sm.states(Counter(sm.State(1)), found)) == ["count"]
+    ):
+        assert all(copy == chosen and hash(copy) == hash(chosen) for copy in copies(chosen))
+    # A position is pickled as its function is.
+    for copy in copies(filters.Where(operator.attrgetter("count"))):
+        assert list(sm.states(Counter(sm.State(1)), copy)) == ["count"]
 
 
 def test_models_and_maps_with_what_was_compiled() -> None:
     lanes = sm.Map(Counter(), 3, init_state_axes={0: filters.Any(...)}).init_all_states()
     _, after = lanes(jnp.arange(3))
-    for found in both(after):
-        assert tree_util.tree_structure(found) == tree_util.tree_structure(after)
-        out, found = found(jnp.arange(3))
+    for copy in copies(after):
+        assert structure(copy) == structure(after)
+        out, twice = copy(jnp.arange(3))
         assert out.tolist() == [1, 2, 3]
-        assert found.module.count.value.tolist() == [2, 2, 2]
+        assert twice.module.count.value.tolist() == [2, 2, 2]
 
 
 def test_a_mapped_function_of_a_module_is_pickled_by_its_name() -> None:
-    assert all(found is step for found in both(step))
-    method = Counter(sm.State(1)).doubled
-    for found in both(method):
-        assert found(X).tolist() == (2 * X).tolist()
+    assert all(copy is step for copy in copies(step))
+    for copy in copies(Counter(sm.State(1)).doubled):
+        assert copy(X).tolist() == (2 * X).tolist()
 
 
 def mapped(devices: Any) -> list[Any]:
@@ -107,13 +98,12 @@ def test_a_mapped_function_of_no_module_by_value() -> None:
     # The second function needs a mesh that is set.
     with jax.set_mesh(MESH):
         for fun, args in mapped(jax.devices()[::-1]):
-            want = jax.tree.leaves(fun(*args))
-            found = cloudpickle.loads(cloudpickle.dumps(fun))
-            assert found is not fun
-            for one, other in zip(jax.tree.leaves(found(*args)), want, strict=True):
-                assert one.tolist() == other.tolist()
-                assert one.sharding == other.sharding
-            assert copy.deepcopy(fun) is fun
+            loaded = cloudpickle.loads(cloudpickle.dumps(fun))
+            assert loaded is not fun
+            for x, y in zip(*(jax.tree.leaves(f(*args)) for f in (loaded, fun)), strict=True):
+                assert x.tolist() == y.tolist()
+                assert x.sharding == y.sharding
+            assert deepcopy(fun) is fun
 
 
 def test_devices_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:

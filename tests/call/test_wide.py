@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import make_mesh
 
 
 N = 8
@@ -18,14 +17,14 @@ SPECS = ((P(), P("x")), P())
 
 
 def on_mesh(fun: Any, check_vma: bool = True) -> Any:
-    return sm.shard_map(fun, make_mesh(str(N)), *SPECS, check_vma=check_vma)
+    return sm.shard_map(fun, jax.make_mesh((N,), ("x",)), *SPECS, check_vma=check_vma)
 
 
 def in_lanes(fun: Any, by: Any) -> Any:
-    def one(model: Any, x: Any) -> Any:
+    def lane(model: Any, x: Any) -> Any:
         return fun(model, x[None])
 
-    return by(one, in_axes=(None, 0), out_axes=None, axis_name="x")
+    return by(lane, in_axes=(None, 0), out_axes=None, axis_name="x")
 
 
 WAYS: dict[str, Callable[[Any], Any]] = {
@@ -60,10 +59,11 @@ def test_states(way: Any, dtype: Any) -> None:
     old = np.array([0, 2048, 0], dtype)
     states = {how: sm.State(jnp.asarray(old), reduce=how) for how in ("mean", "sum")}
     after = way(fun)(states, jnp.asarray(rows, dtype))
-    found = {how: np.asarray(s.value).astype(np.float64) for how, s in after.items()}
-    assert {s.value.dtype for s in after.values()} == {jnp.dtype(dtype)}
-    np.testing.assert_array_equal(found["mean"], [most, 2048, np.asarray(most / 2, dtype)])
-    np.testing.assert_array_equal(found["sum"], [np.inf, 2048, np.inf])
+    expected = {"mean": [most, 2048, np.asarray(most / 2, dtype)], "sum": [np.inf, 2048, np.inf]}
+    for how, state in after.items():
+        assert state.value.dtype == jnp.dtype(dtype)
+        values = np.asarray(state.value).astype(np.float64)
+        np.testing.assert_array_equal(values, expected[how], err_msg=how)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -79,9 +79,9 @@ def test_losses_and_gradients(way: Any, dtype: Any) -> None:
         return [(value, grad) for ((value, _), grad) in (means, sums)]
 
     rows = np.array([[most] * N, [1e4, 5e4] * 2 + [-1e4, -5e4] * 2]).T
-    found = way(fun)(jnp.ones((), dtype), jnp.asarray(rows, dtype))
-    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(dtype)}
-    values = np.asarray(jax.tree.map(float, found))
+    results = way(fun)(jnp.ones((), dtype), jnp.asarray(rows, dtype))
+    assert {x.dtype for x in jax.tree.leaves(results)} == {jnp.dtype(dtype)}
+    values = np.asarray(jax.tree.map(float, results))
     np.testing.assert_array_equal(values, [[most] * 2, [0, 0]])
 
 
