@@ -38,15 +38,6 @@ def by_rows(shard_map: Map, fun: Any, count: int = 1, mesh: str = "8") -> Any:
     return shard_map(fun, mesh=make_mesh(mesh), in_specs=(P("x"),) * count, out_specs=P("x"))
 
 
-@jax.custom_vjp
-def double(x: Any) -> Any:
-    """A function whose derivative is declared to differ from the true one."""
-    return 2 * x
-
-
-double.defvjp(lambda x: (2 * x, x), lambda x, g: (g * x,))
-
-
 # Arguments, results, specs and meshes
 
 
@@ -100,11 +91,6 @@ def an_argument_that_is_no_array(shard_map: Map) -> Any:
         out_specs=P("x"),
     )
     return mapped({"fun": jnp.sin, "by": 2}, numbers(16))
-
-
-@case
-def no_spec_for_any_argument(shard_map: Map) -> Any:
-    return shard_map(lambda x: x + 1, mesh=make_mesh(), in_specs=(None,), out_specs=P())(3.0)
 
 
 @case
@@ -323,18 +309,6 @@ def integers_have_no_gradient(shard_map: Map) -> Any:
 
 
 @case
-def derivatives_of_its_own(shard_map: Map) -> Any:
-    @jax.custom_jvp
-    def cube(x: Any) -> Any:
-        return x**3
-
-    cube.defjvps(lambda t, _, x: 100 * t * x)
-    return [
-        jax.grad(lambda x, f=f: by_rows(shard_map, f)(x).sum())(numbers(8)) for f in (cube, double)
-    ]
-
-
-@case
 def remat_outside_and_inside(shard_map: Map) -> Any:
     def fun(x: Any) -> Any:
         return jnp.sin(jnp.sin(x))
@@ -342,15 +316,6 @@ def remat_outside_and_inside(shard_map: Map) -> Any:
     outside = jax.checkpoint(by_rows(shard_map, fun))
     inside = by_rows(shard_map, jax.checkpoint(fun))
     return [jax.grad(lambda x, f=f: f(x).sum())(numbers(8)) for f in (outside, inside)]
-
-
-@case
-def a_callback(shard_map: Map) -> Any:
-    def fun(x: Any) -> Any:
-        shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return jax.pure_callback(lambda x: np.asarray(x) + 1, shape, x)
-
-    return jax.jit(by_rows(shard_map, fun))(numbers(8))
 
 
 @case
@@ -364,21 +329,6 @@ def an_effect(shard_map: Map) -> Any:
     result = jax.jit(by_rows(shard_map, fun))(numbers(8))
     jax.effects_barrier()
     return result, np.sort(np.array(seen))
-
-
-@case
-def a_scan_and_a_cond(shard_map: Map) -> Any:
-    def fun(x: Any) -> Any:
-        total, parts = lax.scan(lambda c, x: (c + x, c * x), jnp.zeros_like(x[0]), x)
-        return lax.cond(lax.axis_index("x") > 1, lambda: parts + total, lambda: parts)
-
-    return by_rows(shard_map, fun, mesh="4")(numbers(8, 2))
-
-
-@case
-def around_it_a_scan(shard_map: Map) -> Any:
-    mapped = by_rows(shard_map, lambda x: 2 * x)
-    return lax.scan(lambda c, _: (mapped(c), c.sum()), numbers(8), length=3)
 
 
 # JAX's settings and stages

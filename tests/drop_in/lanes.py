@@ -1,6 +1,5 @@
 """Code written for `jax.pmap`, with one function for each of its features."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -84,12 +83,6 @@ def gradients_outside_and_inside(pmap: Map) -> Any:
 
 
 @case
-def forward(pmap: Map) -> Any:
-    x = numbers(8, 2)
-    return jax.jvp(pmap(lambda x: jnp.cos(x) * lax.psum(x, "i"), "i"), (x,), (x,))
-
-
-@case
 def inside_jit(pmap: Map) -> Any:
     mapped = pmap(lambda x: x - lax.pmean(x, "i"), "i")
     return jax.jit(lambda x: mapped(2 * x).sum(axis=0))(numbers(8, 2))
@@ -107,19 +100,8 @@ def a_vmap_inside(pmap: Map) -> Any:
 
 
 @case
-def random_keys(pmap: Map) -> Any:
-    keys = jax.random.split(jax.random.key(0), 8)
-    return pmap(lambda key: jax.random.normal(key, (2,)))(keys)
-
-
-@case
 def zero_size_arrays(pmap: Map) -> Any:
     return pmap(lambda x, y: (x, y + x.sum()))(jnp.zeros((8, 0)), numbers(8))
-
-
-@case
-def a_closed_over_array(pmap: Map) -> Any:
-    return pmap(functools.partial(jnp.multiply, numbers(3)))(numbers(8, 3))
 
 
 @case

@@ -1,7 +1,6 @@
-"""Features that JAX's own tests cover least: names, changing meshes, arguments elsewhere, donation."""
+"""Features that JAX's own tests cover least: changing meshes, arguments elsewhere, donation."""
 
 import functools
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,7 +12,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from statemesh import legacy
 from tests.helpers import counted, elsewhere, make_mesh
 
 
@@ -26,20 +24,8 @@ def centered(x: Any) -> Any:
     return x - lax.pmean(x.mean(0), "x")
 
 
-MAPPED: dict[str, Callable[[Any], Any]] = {
-    "shard_map": lambda fun: sm.shard_map(fun, make_mesh(), (P("x"),), P("x")),
-    "legacy": lambda fun: legacy.shard_map(fun, make_mesh(), (P("x"),), P("x")),
-    "pmap2": lambda fun: sm.pmap2(fun, "x"),
-}
-
-
-@pytest.mark.parametrize("kind", MAPPED)
-def test_it_has_the_names_of_what_it_maps(kind: str) -> None:
-    mapped = MAPPED[kind](centered)
-    assert (mapped.__name__, mapped.__qualname__) == ("centered", "centered")
-    assert mapped.__wrapped__ is centered
-    again = functools.wraps(mapped)(lambda x: mapped(x))
-    assert again.__name__ == "centered"
+def by_rows(fun: Any, **options: Any) -> Any:
+    return sm.shard_map(fun, make_mesh(), (P("x"),), P("x"), **options)
 
 
 # Meshes
@@ -95,7 +81,7 @@ def test_arguments_are_taken_from_wherever_they_lie(place: str, kind: Any) -> No
 
 
 def test_a_donated_argument_that_had_to_move_is_spared() -> None:
-    mapped = sm.shard_map(centered, make_mesh(), (P("x"),), P("x"), donate="all")
+    mapped = by_rows(centered, donate="all")
     for place, x in elsewhere(X).items():
         np.testing.assert_array_equal(mapped(x), X - X.mean(0))
         if isinstance(x, jax.Array):
@@ -108,7 +94,7 @@ def test_a_donated_argument_that_had_to_move_is_spared() -> None:
 
 
 def test_donation_by_an_outer_jit() -> None:
-    mapped = sm.shard_map(centered, make_mesh(), (P("x"),), P("x"))
+    mapped = by_rows(centered)
     placed = mapped.place(X)[0]
     np.testing.assert_array_equal(jax.jit(mapped, donate_argnums=0)(placed), X - X.mean(0))
     assert placed.is_deleted()
@@ -118,16 +104,15 @@ def test_donation_by_an_outer_jit() -> None:
 
 
 def test_a_backward_pass_that_is_recorded_has_no_layer_of_ours() -> None:
-    mapped = sm.shard_map(centered, make_mesh(), (P("x"),), P("x"))
+    mapped = by_rows(centered)
     _, pull = jax.vjp(mapped, X)
     names = [e.primitive.name for e in jax.make_jaxpr(pull)(X).eqns]
     assert names == ["shard_map" if hasattr(jax, "Inline") else "jit"]
 
 
-@pytest.mark.parametrize("kind", ["shard_map", "legacy"])
-def test_an_eager_backward_pass_is_compiled_once(kind: str) -> None:
+def test_an_eager_backward_pass_is_compiled_once() -> None:
     fun, count = counted(centered)
-    mapped = MAPPED[kind](fun)
+    mapped = by_rows(fun)
     for times in range(3):
         out, pull = jax.vjp(mapped, times * X)
         np.testing.assert_allclose(pull(jnp.ones_like(out))[0], np.zeros_like(X), atol=1e-6)
