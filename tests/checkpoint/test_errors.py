@@ -25,6 +25,13 @@ from statemesh.checkpoint import CheckpointError, Checkpoints
 from tests.checkpoint.model import mesh_of
 
 
+def refused(kind: type[Exception], call: Callable[[], object]) -> str:
+    """The text with which a call is refused."""
+    with pytest.raises(kind) as error:
+        call()
+    return str(error.value)
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     folder = tmp_path_factory.mktemp("small") / "a"
@@ -35,9 +42,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def test_everything_that_does_not_fit_is_in_one_error(small: pathlib.Path) -> None:
     like = {"average": sm.State(jnp.zeros(3)), "w": sm.State(jnp.ones((2, 4))), "n": jnp.float32(1)}
-    with pytest.raises(sm.StructureError) as error:
-        checkpoint.load(small, like)
-    assert str(error.value) == (
+    assert refused(sm.StructureError, lambda: checkpoint.load(small, like)) == (
         f"load: what {small} holds is not what `like` has:\n"
         "  - missing: ['average']: float32[3] is in `like`, and was not saved\n"
         "  - left over: ['avg']: float32[3] was saved, and is not in `like`\n"
@@ -50,14 +55,11 @@ def test_everything_that_does_not_fit_is_in_one_error(small: pathlib.Path) -> No
 
 
 def test_values_are_renamed_kept_and_left_out(small: pathlib.Path) -> None:
-    new = {
-        "layers": [sm.State(jnp.ones((2, 3)) * 5), sm.State(jnp.zeros((2, 3)))],
-        "x": sm.State(7),
-    }
+    layers = [sm.State(jnp.full((2, 3), value)) for value in (5.0, 0.0)]
     rename = {"['w']": "['layers'][1]", "['avg']": None, "['n']": None}
+    new = {"layers": layers, "x": sm.State(7)}
     back = checkpoint.load(small, new, rename=rename, missing="keep")
-    found = [float(s.value.max()) for s in sm.states(back).values()]
-    assert found == [5.0, 1.0, 7.0]
+    assert [float(s.value.max()) for s in sm.states(back).values()] == [5.0, 1.0, 7.0]
 
 
 def test_an_inserted_layer_is_named(tmp_path: pathlib.Path) -> None:
@@ -66,9 +68,8 @@ def test_an_inserted_layer_is_named(tmp_path: pathlib.Path) -> None:
         return {"layers": [{"w": sm.ParamState(jnp.ones(pair))} for pair in pairs]}
 
     checkpoint.save(tmp_path / "a", layers(4, 8, 2))
-    with pytest.raises(sm.StructureError) as error:
-        checkpoint.load(tmp_path / "a", layers(4, 8, 8, 2))
-    assert str(error.value) == (
+    text = refused(sm.StructureError, lambda: checkpoint.load(tmp_path / "a", layers(4, 8, 8, 2)))
+    assert text == (
         f"load: what {tmp_path / 'a'} holds is not what `like` has:\n"
         "  - missing: ['layers'][2]['w']: float32[8,2] is in `like`, and was not saved\n"
         "  - ['layers'][1]['w']: saved as float32[8,2], but `like` has float32[8,8]\n"
@@ -98,9 +99,10 @@ def test_a_path_is_renamed_with_all_below_it(tmp_path: pathlib.Path) -> None:
 
 def test_mistakes_in_rename(small: pathlib.Path) -> None:
     like = {"avg": sm.State(jnp.zeros(3)), "w": sm.State(jnp.ones((2, 3))), "n": jnp.int32(1)}
-    with pytest.raises(sm.StructureError) as error:
-        checkpoint.load(small, like, rename={"w": "v", "['n']": "['w']"})
-    assert str(error.value) == (
+    text = refused(
+        sm.StructureError, lambda: checkpoint.load(small, like, rename={"w": "v", "['n']": "['w']"})
+    )
+    assert text == (
         f"load: what {small} holds is not what `like` has:\n"
         "  - rename: ['n'] and ['w'] would both be ['w']\n"
         "  - rename: 'w' was not saved\n"
@@ -114,9 +116,11 @@ def test_shapes_cannot_be_kept(small: pathlib.Path) -> None:
         tree = {"avg": sm.State(jnp.zeros(3)), "w": sm.State(jnp.ones((2, 3)))}
         return tree | {"n": jnp.int32(1), "more": jnp.zeros(2)}
 
-    with pytest.raises(sm.StructureError) as error:
-        checkpoint.load(small, eqx.filter_eval_shape(make), missing="keep")
-    assert str(error.value) == (
+    text = refused(
+        sm.StructureError,
+        lambda: checkpoint.load(small, eqx.filter_eval_shape(make), missing="keep"),
+    )
+    assert text == (
         "load: missing='keep' keeps the values of `like`, which has only shapes for:\n"
         "  - ['more']\n"
         "Give the model itself as `like`."
@@ -124,38 +128,28 @@ def test_shapes_cannot_be_kept(small: pathlib.Path) -> None:
 
 
 def test_a_checkpoint_is_never_written_over(small: pathlib.Path) -> None:
-    with pytest.raises(CheckpointError) as error:
-        checkpoint.save(small, jnp.zeros(3))
-    assert str(error.value) == (
+    assert refused(CheckpointError, lambda: checkpoint.save(small, jnp.zeros(3))) == (
         f"save: {small} is there already, and a checkpoint is never written over another. Give a new folder, "
         "or keep several steps with Checkpoints(folder)."
     )
 
 
-def test_damaged_files_are_named(tmp_path: pathlib.Path) -> None:
+def test_damaged_files_are_named(whole: pathlib.Path, tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "a"
-    tree = {name: jnp.arange(100.0) for name in "abcd"}
-    checkpoint.save(folder, tree)
-    first, second, third, _ = (folder / "arrays" / f"['{name}']" / "0" for name in "abcd")
-    content = first.read_bytes()
-    first.write_bytes(content[:-1])
-    second.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    third.unlink()
-    with pytest.raises(CheckpointError) as error:
-        checkpoint.load(folder, tree)
-    assert str(error.value) == (
+    shutil.copytree(whole, folder)
+    for damage in (truncated(A), flipped(B), deleted("arrays/['key']/0")):
+        damage(folder)
+    assert refused(CheckpointError, lambda: checkpoint.load(folder, forged_tree())) == (
         f"load: files in {folder} are not as they were saved:\n"
         "  - arrays/['a']/0, of ['a']: another size\n"
         "  - arrays/['b']/0, of ['b']: other content\n"
-        "  - arrays/['c']/0, of ['c']: missing\n"
+        "  - arrays/['key']/0, of ['key']: missing\n"
         "Load another checkpoint, or copy these files again from where they are whole."
     )
 
 
 def test_a_foreign_folder_is_refused(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(CheckpointError) as error:
-        checkpoint.load(tmp_path, jnp.zeros(3))
-    assert str(error.value) == (
+    assert refused(CheckpointError, lambda: checkpoint.load(tmp_path, jnp.zeros(3))) == (
         f"load: {tmp_path} is no checkpoint that statemesh.checkpoint saved, or it was not saved to its end. "
         "Give the folder that was given to `save`."
     )
@@ -378,7 +372,7 @@ def test_a_forged_shape_or_dtype_is_named(
     form: str, whole: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     dtype, size = form.removesuffix("]").split("[")
-    forms = {f"{name}__shape": [int(size)] for name in "ab"}
+    forms: dict[str, Any] = {f"{name}__shape": [int(size)] for name in "ab"}
     forms |= {f"{name}__dtype": dtype for name in "ab"}
     shutil.copytree(whole, tmp_path / "3")
     record(**forms)(tmp_path / "3")
@@ -407,9 +401,7 @@ def test_a_renamed_step_is_named(whole: pathlib.Path, tmp_path: pathlib.Path) ->
     (tmp_path / "9").touch()
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.latest == 4
-    with pytest.raises(CheckpointError) as error:
-        checkpoints.load(forged_tree())
-    assert str(error.value) == (
+    assert refused(CheckpointError, lambda: checkpoints.load(forged_tree())) == (
         f"Checkpoints.load: {tmp_path / '4'} was saved as step 3, and has been renamed. Give it its name "
         "again, or write statemesh.checkpoint.load(folder, like), which takes a folder of any name."
     )
@@ -458,9 +450,7 @@ def test_a_step_is_a_whole_number(step: Any, tmp_path: pathlib.Path) -> None:
     if step is not None:
         calls["load"] = lambda: checkpoints.load(0, step)
     for name, call in calls.items():
-        with pytest.raises(CheckpointError) as error:
-            call()
-        assert str(error.value) == (
+        assert refused(CheckpointError, call) == (
             f"Checkpoints.{name}: step is {step!r} of type {type(step).__name__}, but must be a whole number "
             "that is not negative."
         )
@@ -477,9 +467,7 @@ def test_whole_numbers_of_any_kind_are_steps(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("keep", [0, -1, True, "zz", 1.5])
 def test_keep_is_at_least_1(keep: Any, tmp_path: pathlib.Path) -> None:
-    with pytest.raises(CheckpointError) as error:
-        Checkpoints(tmp_path / "a", keep)
-    assert str(error.value) == (
+    assert refused(CheckpointError, lambda: Checkpoints(tmp_path / "a", keep)) == (
         f"Checkpoints: keep is {keep!r}, but must be a whole number of at least 1. Leave it out to keep all "
         "steps."
     )
@@ -507,9 +495,7 @@ def test_two_values_with_one_path_are_refused(tmp_path: pathlib.Path) -> None:
         "load": lambda: checkpoint.load(tmp_path / "a", tree),
     }
     for name, call in calls.items():
-        with pytest.raises(sm.StructureError) as error:
-            call()
-        assert str(error.value) == (
+        assert refused(sm.StructureError, call) == (
             f"{name}: values are saved by their paths, and these paths have several:\n"
             "  - [Alike()]: float32[3] and int32[]\n"
             "Give the keys different reprs, or the fields different names."
@@ -549,9 +535,8 @@ def test_nothing_is_deleted_behind_a_link(tmp_path: pathlib.Path) -> None:
     (folder / ".old").symlink_to(precious.parent.parent)
     with Checkpoints(folder) as checkpoints:
         assert checkpoints.latest == 2
-        with pytest.raises(CheckpointError) as error:
-            checkpoints.save(3, 0)
-    assert str(error.value) == (
+        text = refused(CheckpointError, lambda: checkpoints.save(3, 0))
+    assert text == (
         f"Checkpoints.save: {folder / '.old'} is a symbolic link. Old steps are moved there to be deleted, "
         "and nothing is deleted behind a link. Remove the link."
     )

@@ -163,7 +163,7 @@ def test_packed_models_stay_packed_as_in_like(target: int, tmp_path: pathlib.Pat
     assert structure((back, slots)) == structure(expected)
     for x, y in zip(*map(jax.tree.leaves, ((back, slots), expected)), strict=True):
         np.testing.assert_array_equal(x, y)
-    places = [[x.sharding for x in one.buffers] for one in (back, fresh)]
+    places = [[x.sharding for x in model.buffers] for model in (back, fresh)]
     assert places[0] == places[1]
 
 
@@ -183,9 +183,9 @@ def test_values_of_shards_become_those_of_others(reduce: str, expected: list[flo
         if reduce == "mean" and dtype is np.int32:
             continue
         state = sm.State(jnp.zeros(4, dtype), reduce=reduce)
-        found = state.reshard(np.array([1, 2, 3, 4], dtype), 3)
-        assert found.dtype == dtype
-        np.testing.assert_array_equal(found.astype(float), expected)
+        values = state.reshard(np.array([1, 2, 3, 4], dtype), 3)
+        assert values.dtype == dtype
+        np.testing.assert_array_equal(values.astype(float), expected)
 
 
 def test_streams_of_shards_stay_or_are_new(tmp_path: pathlib.Path) -> None:

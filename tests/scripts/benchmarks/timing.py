@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh
 
 
 Call = Callable[[], Any]
+Name = TypeVar("Name")
 
 
 def mesh_of(axes: str, devices: int, name: str = "x") -> Mesh:
@@ -49,12 +50,12 @@ def timed(call: Call) -> tuple[float, float]:
     return time.perf_counter() - wall, thread
 
 
-def medians(calls: Mapping[str, Call], turns: int) -> dict[str, float]:
+def medians(calls: Mapping[Name, Call], turns: int) -> dict[Name, float]:
     """The median wall time of each call, in seconds. They are called in turn, in an order that changes."""
     for call in [*calls.values()] * 3:
         timed(call)
     names = list(calls)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[Name, list[float]] = {name: [] for name in names}
     for turn in range(turns):
         k = turn % len(names)
         order = [*names[k:], *names[:k]]
