@@ -68,13 +68,6 @@ def as_a_decorator(shard_map: Map) -> Any:
 
 
 @case
-def inferred_specs(shard_map: Map) -> Any:
-    mesh = make_mesh("8", EXPLICIT)
-    x = jax.device_put(numbers(8, 2), NamedSharding(mesh, P("x")))
-    return jax.jit(shard_map(lambda x: 2 * x, mesh=mesh, out_specs=P("x")))(x)
-
-
-@case
 def inferred_specs_of_some_axes(shard_map: Map) -> Any:
     mesh = make_mesh("4x2", EXPLICIT)
     with jax.set_mesh(mesh):
@@ -238,12 +231,6 @@ def sums_that_are_still_to_be_added_up(shard_map: Map) -> Any:
 
 
 @case
-def a_vmap_around(shard_map: Map) -> Any:
-    mapped = by_rows(shard_map, lambda x, y: x + lax.psum(y, "x"), 2, "2x2")
-    return jax.vmap(mapped, in_axes=(0, None))(numbers(3, 4), numbers(4))
-
-
-@case
 def a_vmap_spread_over_a_mesh_axis(shard_map: Map) -> Any:
     mesh = make_mesh("2x2", AxisType.Auto)
     mapped = shard_map(
@@ -277,23 +264,6 @@ def a_closed_over_tracer(shard_map: Map) -> Any:
 
 
 @case
-def a_gradient_outside(shard_map: Map) -> Any:
-    mapped = shard_map(
-        lambda w, x: jnp.sin(x * w), mesh=make_mesh(), in_specs=(P(), P("x")), out_specs=P("x")
-    )
-    return jax.grad(lambda w, x: mapped(w, x).sum(), (0, 1))(numbers(3), numbers(8, 3))
-
-
-@case
-def a_gradient_inside(shard_map: Map) -> Any:
-    def fun(w: Any, x: Any) -> Any:
-        return jax.grad(lambda w: lax.psum((x * w).sum(), "x"))(w)
-
-    mapped = shard_map(fun, mesh=make_mesh(), in_specs=(P(), P("x")), out_specs=P())
-    return mapped(numbers(3), numbers(8, 3))
-
-
-@case
 def forward_and_backward(shard_map: Map) -> Any:
     mapped, x = by_rows(shard_map, jnp.cos), numbers(8)
     return jax.jvp(mapped, (x,), (x,)), jax.jit(jax.hessian(lambda x: mapped(x).sum()))(x)
@@ -306,16 +276,6 @@ def integers_have_no_gradient(shard_map: Map) -> Any:
     of_integers, of_floats = derivative(jnp.arange(8), numbers(8))
     assert of_integers.dtype == jax.dtypes.float0 and of_integers.shape == (8,)
     return of_floats
-
-
-@case
-def remat_outside_and_inside(shard_map: Map) -> Any:
-    def fun(x: Any) -> Any:
-        return jnp.sin(jnp.sin(x))
-
-    outside = jax.checkpoint(by_rows(shard_map, fun))
-    inside = by_rows(shard_map, jax.checkpoint(fun))
-    return [jax.grad(lambda x, f=f: f(x).sum())(numbers(8)) for f in (outside, inside)]
 
 
 @case
