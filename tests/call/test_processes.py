@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.call import process_steps
-from tests.call.process_steps import CALLS, LANES
+from tests.call.process_steps import LANES
 from tests.processes import COUNT, free_port, run_together
 
 
@@ -48,33 +48,6 @@ def test_several_processes_find_what_one_does(together: Any, one_process: Any) -
             np.testing.assert_allclose(joined, x, rtol=1e-6, err_msg=name)
         else:
             np.testing.assert_array_equal(joined, x, err_msg=name)
-
-
-def test_the_lanes_of_all_processes_are_computed_with(together: Any) -> None:
-    x, shift = process_steps.lane_data(range(LANES))
-    rows = np.arange(LANES * 3).reshape(LANES, 3)
-
-    def everywhere(name: str) -> Any:
-        return np.concatenate([arrays[f"lanes{CALLS - 1}{name}"] for arrays, _ in together])
-
-    np.testing.assert_array_equal(everywhere("[0]['total']"), np.tile(x.sum(1), (LANES, 1)))
-    np.testing.assert_array_equal(everywhere("[0]['x']")[:, :, 0], (x * 2 + shift).T)
-    np.testing.assert_array_equal(everywhere("[1]['rows'].value")[:, 0], rows + CALLS * x.T)
-    np.testing.assert_array_equal(
-        everywhere("[1]['count'].value"), np.full(LANES, 5 + CALLS * x[0].sum())
-    )
-
-
-def test_every_lane_of_all_processes_has_a_stream_of_its_own(together: Any) -> None:
-    drawn = np.concatenate(
-        [
-            arrays[f"lanes{call}[0]['{name}']"][:, 0]
-            for arrays, _ in together
-            for call in range(CALLS)
-            for name in ("drawn", "own")
-        ]
-    )
-    assert len(np.unique(drawn, axis=0)) == 2 * CALLS * LANES
 
 
 def test_calls_in_a_row(together: Any, one_process: Any) -> None:
