@@ -1,1 +1,0 @@
-"""JAX's own test files, run with statemesh's functions in the place of JAX's."""

@@ -1,0 +1,181 @@
+"""Programs run under the checks that JAX can be asked for: of keys, ranks, dtypes, NaN, types and tracers."""
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from statemesh import nn
+from tests.helpers import slow
+
+
+@contextlib.contextmanager
+def of_programs() -> Iterator[None]:
+    with jax.debug_key_reuse(True), jax.checking_leaks():
+        yield
+
+
+@contextlib.contextmanager
+def of_operations() -> Iterator[None]:
+    """The checks that look at one operation by itself."""
+    with (
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+        jax.debug_nans(True),
+        jax.enable_checks(True),
+    ):
+        yield
+
+
+# Other tests run the same single operations.
+each_check = pytest.mark.parametrize("checks", [of_programs, slow(of_operations)])
+
+
+def drawn(rng: sm.RandomState, x: Any) -> Any:
+    key, rng = rng.split()
+    several, rng = rng.split(2)
+    rows, rng = rng.rows(len(x), "data")
+    # One key of each is drawn from once, so that a key which comes twice would be refused.
+    numbers = [jax.random.normal(k) for k in (key, several[0], several[1])]
+    return x + jax.vmap(jax.random.normal)(rows)[:, None] + sum(numbers), rng
+
+
+def branched(rng: sm.RandomState, x: Any) -> Any:
+    rng = jax.lax.cond(x.sum() > 0, lambda rng: drawn(rng, x)[1], lambda rng: rng, rng)
+    rng, y = sm.scan(lambda rng, x: (drawn(rng, x[None])[1], x), rng, x)
+    return y, rng
+
+
+def cached(cache: nn.KVCache, x: Any) -> Any:
+    tokens = jnp.ones((2, 2, 3))
+    (keys, _, mask), cache = cache(tokens, 2 * tokens)
+    return x + keys.sum() + mask.sum().astype(x.dtype), cache
+
+
+def trained(model: Any, x: Any) -> Any:
+    def loss(model: Any, x: Any) -> Any:
+        rows, rng = model["rng"].rows(len(x), "data")
+        key, rng = rng.split()
+        noise = jax.vmap(jax.random.normal)(rows)[:, None] + jax.random.normal(key)
+        seen = model["seen"].set(model["seen"].value + x.sum())
+        y = (x + noise) @ model["w"].value
+        return jnp.square(y).mean(), {**model, "rng": rng, "seen": seen}
+
+    (value, model), grads = sm.value_and_grad(loss, axis_name="data", microbatches=2)(model, x)
+    return x + value + grads["w"].value.sum(), model
+
+
+def key() -> Any:
+    return jax.random.key(0)
+
+
+PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
+    "draws": (drawn, lambda: sm.RandomState(key())),
+    "draws in branches and loops": (branched, lambda: sm.RandomState(key())),
+    "Dropout": (operator.call, lambda: nn.Dropout(0.5, key(), axis_name="data")),
+    "BatchNorm": (operator.call, lambda: nn.BatchNorm(3, axis_name="data")),
+    "KVCache": (cached, lambda: nn.KVCache(8, 2, 3)),
+    "gradients": (trained, lambda: trainable()),
+}
+
+
+def trainable() -> dict[str, sm.State]:
+    seen = sm.State(0.0, reduce="sum")
+    return {"w": sm.ParamState(jnp.ones(3)), "seen": seen, "rng": sm.RandomState(key())}
+
+
+@each_check
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_mapped_over_shards(checks: Any, program: str) -> None:
+    """Three calls in a row compute under checks what they compute without."""
+    fun, make = PROGRAMS[program]
+    kind = AxisType.Explicit if checks is of_programs else AxisType.Auto
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    x = np.arange(48, dtype=np.float32).reshape(16, 3) / 8
+
+    def run() -> list[Any]:
+        mapped = sm.shard_map(
+            lambda model, x: fun(model, x),
+            mesh,
+            (None, P("data")),
+            (P("data"), P()),
+            check_vma=checks is of_programs,
+        )
+        results, model = [], make()
+        for _ in range(3):
+            y, model = mapped(model, x)
+            results.append(y)
+        return results
+
+    expected = run()
+    with checks():
+        np.testing.assert_array_equal(run(), expected)
+
+
+class Noisy(sm.Module):
+    rng: sm.RandomState
+    noise: sm.State | None = None
+
+    def init_state(self) -> "Noisy":
+        drawn, rng = self.rng.split()
+        return self.replace(rng=rng, noise=sm.State(jax.random.normal(drawn)))
+
+
+@each_check
+def test_lanes_and_what_they_create(checks: Any) -> None:
+    def lane(rng: sm.RandomState, x: Any) -> Any:
+        drawn, rng = rng.split()
+        return x + jax.random.normal(drawn), rng
+
+    with checks():
+        for transform in (sm.vmap2, sm.pmap2):
+            rng = sm.RandomState(key())
+            mapped: Any = transform(lambda rng, x: lane(rng, x), in_axes=(None, 0))
+            for _ in range(3):
+                y, rng = mapped(rng, np.arange(4.0, dtype=np.float32))
+            assert len(set(np.asarray(y).tolist())) == 4
+        for create in (sm.vmap2_new_states, sm.pmap2_new_states):
+            module, _ = create(Noisy(sm.RandomState(key())), {}, axis_size=4)
+            assert module.noise is not None
+            assert len(set(np.asarray(module.noise.value).tolist())) == 4
+        lanes: Any = sm.Map(Noisy(sm.RandomState(key())), 4).init_all_states()
+        assert lanes.module.noise.value.shape == (4,)
+
+
+@each_check
+def test_explained(checks: Any) -> None:
+    mesh = jax.make_mesh((8,), ("data",))
+    mapped = sm.shard_map(drawn, mesh, (None, P("data")), (P("data"), P()))
+
+    def looped(rng: sm.RandomState, xs: Any) -> Any:
+        # Two calls of one array in a body that JAX traces several times.
+        def body(rng: sm.RandomState, x: Any) -> Any:
+            y, rng = mapped(rng, x)
+            z, rng = mapped(rng, x)
+            return rng, y + z
+
+        return sm.scan(body, rng, xs)
+
+    args = sm.RandomState(key()), jnp.ones((2, 16, 3))
+    expected = sm.explain(looped, *args)
+    with checks():
+        explained = sm.explain(looped, *args)
+    assert explained.leaves == expected.leaves
+    # The second call has the key that the first one left.
+    assert [leaf.path for leaf in explained.leaves] == ["rng", "rng", "x"]
+
+
+def test_a_stream_that_is_drawn_from_twice_is_still_found() -> None:
+    rng = sm.RandomState(key())
+    with jax.debug_key_reuse(True):
+        rng.split()
+        with pytest.raises(jax.errors.KeyReuseError):
+            rng.split()

@@ -1,0 +1,126 @@
+"""Means of states over all devices: joined by statemesh, and one by one by hand.
+
+    python -m tests.scripts.benchmarks.joined [--processes 1 2] [--devices 8] [--rounds 3] [--donate]
+
+Every state lies on every device and moves towards the mean of the input; then the mean over the devices is
+taken, on meshes of Explicit and of Auto axes. Several processes share the devices, and talk to each other
+as processes on several machines do. One run calls the programs in turn and waits for each result. It
+prints, for some numbers and sizes of states, the median time of a call, and the ratio. `--donate` gives the
+old states up.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from tests.processes import free_port
+from tests.scripts.benchmarks import timing
+
+
+# So many states of so many bytes each.
+CASES = [
+    *((10, 64), (100, 64), (100, 4 * 2**10), (16, 64 * 2**10), (8, 256 * 2**10), (8, 512 * 2**10)),
+    *((8, 2**20), (4, 4 * 2**20), (2, 16 * 2**20), (2, 64 * 2**20)),
+]
+AXES = ("Explicit", "Auto")
+
+
+def programs(axes: str, donate: bool, count: int, size: int) -> dict[tuple[str, str], timing.Call]:
+    """A call of each program on a mesh of these axes, with the states that the previous call left."""
+    mesh = timing.mesh_of(axes, jax.device_count())
+
+    def put(value: np.ndarray, spec: P) -> jax.Array:
+        sharding = NamedSharding(mesh, spec)
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+    def values() -> list[jax.Array]:
+        """Arrays that a program may give up."""
+        return [put(np.full(size // 4, k, np.float32), P()) for k in range(count)]
+
+    def moved(value: jax.Array, x: jax.Array) -> jax.Array:
+        return 0.9 * value + 0.1 * x.mean()
+
+    def by_hand(values: Sequence[jax.Array], x: jax.Array) -> Any:
+        return 2 * x, [jax.lax.pmean(moved(value, x), "x") for value in values]
+
+    def step(states: Sequence[sm.State], x: jax.Array) -> Any:
+        return 2 * x, [state.set(moved(state.value, x)) for state in states]
+
+    x = put(np.ones(mesh.size, np.float32), P("x"))
+    mapped = jax.shard_map(by_hand, mesh=mesh, in_specs=(P(), P("x")), out_specs=(P("x"), P()))
+    hand: Any = jax.jit(mapped, donate_argnums=(0,) if donate else ())
+    gives: Any = "states" if donate else "none"
+    ours: Any = sm.shard_map(step, mesh, (None, P("x")), (P("x"), P()), donate=gives)
+    states = [sm.State(value, reduce="mean") for value in values()]
+    return {
+        (axes, "by hand"): timing.fed_back(hand, values(), x),
+        (axes, "joined"): timing.fed_back(ours, states, x),
+    }
+
+
+def measure(rounds: int, seconds: float, donate: bool) -> None:
+    for count, size in CASES:
+        calls = programs("Explicit", donate, count, size) | programs("Auto", donate, count, size)
+        for call in [*calls.values()] * 2:
+            timing.timed(call)
+        # All processes make the same number of calls.
+        wall, _ = timing.timed(calls["Explicit", "by hand"])
+        turns = rounds * max(2, min(200, int(seconds / (wall + 1e-4))))
+        if jax.process_count() > 1:
+            turns = int(multihost_utils.broadcast_one_to_all(turns))
+        times = timing.medians(calls, turns)
+        for axes in AXES if jax.process_index() == 0 else ():
+            hand, joined = (1e3 * times[axes, name] for name in ("by hand", "joined"))
+            sizes = jax.process_count(), jax.device_count(), count, size
+            timing.print_row(axes, *sizes, hand, joined, joined / hand)
+
+
+def start(processes: int, devices: int, port: int) -> None:
+    """Measure in so many processes, which share the devices."""
+    flags = f"--xla_force_host_platform_device_count={devices // processes}"
+    again = [sys.executable, *sys.orig_argv[1:], "--one"]
+    running = [
+        subprocess.Popen(
+            [*again, str(k), str(processes), str(port)],
+            env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        )
+        for k in range(processes)
+    ]
+    for process in running:
+        process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=1.0)
+    parser.add_argument("--donate", action="store_true")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one is None:
+        sizes = "processes", "devices", "states", "bytes of each"
+        timing.print_head("axes", *sizes, "by hand, ms", "joined, ms", "ratio")
+        for processes in options.processes:
+            start(processes, options.devices, free_port())
+        return
+    own, count, port = options.one
+    if int(count) > 1:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(own))
+    measure(options.rounds, options.seconds, options.donate)
+
+
+if __name__ == "__main__":
+    main()

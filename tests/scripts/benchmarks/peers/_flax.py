@@ -1,0 +1,103 @@
+"""Flax NNX: a module whose variables are written in place, and the same module split from its structure."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from tests.scripts.benchmarks.peers._case import Case, Made, by_hand, fed_back, mapped, result_spec
+
+
+class Unit(nnx.Module):
+    """A module with a state and a child module."""
+
+    def __init__(self, values: Sequence[jax.Array]) -> None:
+        self.state = nnx.Variable(values[0])
+        self.below = Unit(values[1:]) if len(values) > 1 else None
+
+
+class Deep(nnx.Module):
+    def __init__(self, values: Sequence[jax.Array]) -> None:
+        self.top = Unit(values)
+
+    def variables(self) -> list[Any]:
+        found: list[Any] = []
+        unit: Unit | None = self.top
+        while unit is not None:
+            found.append(unit.state)
+            unit = unit.below
+        return found
+
+
+class Flat(nnx.Module):
+    def __init__(self, values: Sequence[jax.Array], of: type[Any]) -> None:
+        self.units = nnx.List([of(value) for value in values])
+
+    def variables(self) -> list[Any]:
+        return list(self.units)
+
+
+def _model(case: Case) -> Flat | Deep:
+    if case.kind == "deep":
+        return Deep(case.placed())
+    return Flat(case.placed(), nnx.Param if case.kind == "training" else nnx.Variable)
+
+
+def _step(case: Case, model: Flat | Deep, *inputs: jax.Array) -> Any:
+    """The update that one device makes to its part of the model."""
+    variables = model.variables()
+    result, new = by_hand(case, [variable[...] for variable in variables], *inputs)
+    for variable, value in zip(variables, new, strict=True):
+        variable[...] = value
+    return result
+
+
+def _mapped(case: Case) -> Any:
+    """Take the module and write the new values into it."""
+
+    def program(model: Flat | Deep, *inputs: jax.Array) -> Any:
+        return _step(case, model, *inputs)
+
+    states = nnx.StateSharding([(nnx.Variable, case.state_spec)])
+    mapped: Any = nnx.shard_map(
+        program,
+        mesh=case.mesh,
+        in_specs=(states, *[case.split.spec] * len(case.inputs)),
+        out_specs=result_spec(case),
+    )
+    return nnx.jit(mapped)
+
+
+def under_jit(case: Case) -> Made:
+    model, call = _model(case), _mapped(case)
+
+    def first() -> Any:
+        return model.variables()[0][...]
+
+    return Made(lambda: call(model, *case.inputs), first, lambda: call.lower(model, *case.inputs))
+
+
+def cached(case: Case) -> Made:
+    model = _model(case)
+    call = nnx.cached_partial(_mapped(case), model)
+
+    def first() -> Any:
+        return model.variables()[0][...]
+
+    return Made(lambda: call(*case.inputs), first)
+
+
+def split_and_merge(case: Case) -> Made:
+    """`jax.shard_map` maps the module's state as a tree, and the function closes over its structure."""
+    graphdef, state = nnx.split(_model(case))
+
+    def program(state: Any, *inputs: jax.Array) -> Any:
+        model = nnx.merge(graphdef, state)
+        result = _step(case, model, *inputs)
+        return result, nnx.state(model)
+
+    def first(state: Any) -> Any:
+        return nnx.merge(graphdef, state).variables()[0][...]
+
+    return fed_back(case, jax.jit(mapped(case, program)), state, first)

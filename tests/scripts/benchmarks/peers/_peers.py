@@ -1,0 +1,34 @@
+"""The compared peers by name, with the modules that make them."""
+
+import importlib
+from collections.abc import Callable
+
+from tests.scripts.benchmarks.peers._case import Case, Made
+
+
+PEERS = {
+    "by hand": "_by_hand:make",
+    "by hand, donating": "_by_hand:donating",
+    "Equinox module, jax.jit": "_equinox:under_jit",
+    "Equinox module, eqx.filter_jit": "_equinox:under_filter_jit",
+    "jax.Ref": "_refs:make",
+    "flax.nnx, nnx.jit": "_flax:under_jit",
+    "flax.nnx, cached_partial": "_flax:cached",
+    "flax.nnx, split and merge": "_flax:split_and_merge",
+    "brainstate": "_brainstate:eager",
+    "brainstate, its jit": "_brainstate:under_jit",
+    "statemesh": "_statemesh:make",
+    "statemesh, donating": "_statemesh:donating",
+    "statemesh, packed": "_statemesh:packed",
+    "statemesh, packed, donating": "_statemesh:packed_donating",
+}
+FLOOR = "by hand"
+
+
+def maker(name: str) -> Callable[[Case], Made]:
+    """Make a peer's programs. This imports the library of the peer and no other."""
+    module, _, attribute = PEERS[name].partition(":")
+    found: Callable[[Case], Made] = getattr(
+        importlib.import_module(f".{module}", __package__), attribute
+    )
+    return found

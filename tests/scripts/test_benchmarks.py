@@ -1,0 +1,93 @@
+"""The compared programs compute the same, and the code that measures them runs and writes its results."""
+
+from pathlib import Path
+from typing import Any, get_args
+
+import jax
+import numpy as np
+import pytest
+
+from tests.scripts.benchmarks.peers._case import Axes, Case, Kind, Made
+from tests.scripts.benchmarks.peers._peers import FLOOR, PEERS, maker
+from tests.scripts.benchmarks.peers._pictures import PANELS, SHOWN, picture, small_picture
+from tests.scripts.benchmarks.peers._run import Row, measure
+from tests.scripts.benchmarks.peers._table import put, table
+
+
+# The tests do not depend on brainstate; `measure` compares its results when it times it.
+TESTED = [peer for peer in PEERS if "brainstate" not in peer and peer != FLOOR]
+
+
+def after_two_steps(peer: str, case: Case) -> Made:
+    made = maker(peer)(case)
+    for _ in range(2):
+        jax.block_until_ready(made.step())
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", get_args(Axes))
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_peers_compute_what_is_computed_by_hand(kind: Kind, axes: Axes) -> None:
+    case = Case(kind, axes, 2, 4)
+    by_hand = after_two_steps(FLOOR, case).state()
+    assert [kind.name for kind in by_hand.sharding.mesh.axis_types] == [axes]
+    assert not np.allclose(by_hand, case.initial()[0])
+    # Each peer on one type of axes in half of the programs.
+    half = (get_args(Kind).index(kind) + get_args(Axes).index(axes)) % 2
+    for peer in TESTED[half::2]:
+        state = after_two_steps(peer, case).state()
+        np.testing.assert_allclose(state, by_hand, rtol=1e-5, err_msg=peer)
+
+
+@pytest.mark.slow
+def test_they_are_timed_in_processes_of_their_own() -> None:
+    peers = [FLOOR, "statemesh, donating"]
+    rows = measure("sharded", ["Explicit"], 2, 3, peers, 2, 0.01, 100.0)
+    assert [row.peer for row in rows] == peers
+    for row in rows:
+        assert row.refused is None
+        assert (row.traces, row.compiles) == (0, 0)
+        for seconds in (row.wall, row.host, row.first, row.second):
+            assert seconds is not None and seconds > 0
+
+
+def measured(peer: str, wall: float, kind: str = "sharded", axes: str = "Explicit") -> Row:
+    states = 10 if kind == "training" else 100
+    return Row(peer, kind, axes, 8, states, wall, wall / 10, 1.0, 0.5, 0.0, 0.0)
+
+
+def test_tables_have_ratios_to_the_program_by_hand_and_the_quickest_library(tmp_path: Path) -> None:
+    runs = [[measured(FLOOR, 2e-4), measured("statemesh", 3e-4 + k * 1e-4)] for k in (0, 1)]
+    runs[0] += [measured(FLOOR, 1e-4, axes="Auto"), measured("statemesh", 1e-4, axes="Auto")]
+    runs[0].append(Row("brainstate", "sharded", "Explicit", 8, 100, refused="took over 5 s"))
+    _, _, floor, ours, _, ours_on_auto, refused = table(runs)
+    head = "| sharded | {} | 8 | 100 | {} |"
+    assert floor.startswith(f"{head.format('Explicit', FLOOR)} 200 | 1.00 (1.00-1.00) | 20 |")
+    assert ours.startswith(f"{head.format('Explicit', 'statemesh')} **300** | 1.50 (1.50-2.00) |")
+    assert ours_on_auto.startswith(f"{head.format('Auto', 'statemesh')} **100** | 1.00 |")
+    assert "took over 5 s" in refused
+    page = tmp_path / "benchmarks.md"
+    page.write_text(
+        "before\n<!-- table of sharded: begin -->\nold\n<!-- table of sharded: end -->\nafter\n"
+    )
+    put(tmp_path, "new", runs)
+    put(tmp_path, "newer", runs)
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n")
+    assert "newer" in text and "old" not in text and text.count(ours) == 1
+
+
+def test_pictures_show_programs_and_libraries(tmp_path: Path) -> None:
+    rows = [
+        measured(peer, 1e-3 * (10 * k + j), kind)
+        for k, kind in enumerate(PANELS)
+        for j, peer in enumerate(SHOWN, 1)
+    ]
+    files: dict[str, Any] = {"a.svg": picture, "small.svg": small_picture}
+    for name, draw in files.items():
+        draw(rows, tmp_path / "assets" / name)
+    assert "on 8 devices" in (tmp_path / "assets" / "a.svg").read_text()
+    small = (tmp_path / "assets" / "small.svg").read_text()
+    for text in (*PANELS.values(), *SHOWN.values(), "1.0", "25.0"):
+        assert text in small
