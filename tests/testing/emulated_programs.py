@@ -320,9 +320,7 @@ def branches(v: Inputs) -> Any:
                 place() % 3, [lambda x: x * 2, jnp.sin, lambda x: x - x.sum()], v.a
             ),
         },
-        "all": lax.cond(
-            v.w[0] > 0, lambda x: lax.psum(x, BOTH), lambda x: lax.psum(-x, BOTH), v.a
-        ),
+        "all": lax.cond(v.w[0] > 0, lambda x: lax.psum(x, BOTH), lambda x: lax.psum(-x, BOTH), v.a),
     }
 
 

@@ -162,7 +162,8 @@ def test_references_are_refused() -> None:
         return ref[...]
 
     assert refusal(shard) == (
-        "shard: `new_ref` cannot be replayed on one device: it reads or writes a reference." + ON_DEVICES
+        "shard: `new_ref` cannot be replayed on one device: it reads or writes a reference."
+        + ON_DEVICES
     )
 
 
@@ -172,7 +173,8 @@ def test_unknown_collectives_are_refused_by_name() -> None:
         return jax.lax.ragged_all_to_all(x, x, 0 * ones, ones, 0 * ones, ones, axis_name="x")
 
     assert (
-        refusal(shard) == "shard: `ragged_all_to_all` cannot be replayed on one device." + ON_DEVICES
+        refusal(shard)
+        == "shard: `ragged_all_to_all` cannot be replayed on one device." + ON_DEVICES
     )
 
 
