@@ -1,11 +1,9 @@
 """Copies that devices hold of what is promised to be one value, on each of several shards."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-import pytest
 from jax.sharding import PartitionSpec as P
 
 from .checked import check, report

@@ -24,7 +24,7 @@ X = np.ones((8, 3), np.float32)
 W = np.ones(3, np.float32)
 N = np.int32(1)
 LOSS = np.float32(0)
-ROWS = P("x")
+ROWS, WHOLE = P("x"), P()
 # Nothing runs on devices, so that a check costs little.
 NO_DEVICES = AbstractMesh((2,), ("x",))
 
@@ -62,8 +62,8 @@ def specs_of(tree: Any) -> Any:
 def pairs(
     args: tuple[Any, ...],
     result: Any,
-    ins: Any = P(),
-    outs: Any = P(),
+    ins: Any = WHOLE,
+    outs: Any = WHOLE,
     kwargs: Mapping[str, Any] | None = None,
     named: Any = None,
 ) -> dict[str, str]:
@@ -155,7 +155,8 @@ def test_keyword_arguments() -> None:
     assert pairs((X,), (LOSS, W), ROWS, P(), {"w": W}) == {"kwargs['w']": "[1]"}
 
 
-# Arguments, result and the specs of both: an array by itself is carried if it is split nowhere, and no other fits.
+# Arguments, result and the specs of both. An array by itself is carried if it is split nowhere, and no
+# other fits.
 BY_PLACEMENT: dict[str, tuple[tuple[Any, ...], Any, Any, Any, dict[str, str]]] = {
     "split nowhere": ((W, X), (W, LOSS), (P(), ROWS), P(), {"args[0]": "[0]"}),
     "by no spec": ((W, X), (W, LOSS), (None, ROWS), P(), {"args[0]": "[0]"}),
