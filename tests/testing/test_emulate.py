@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
@@ -470,33 +470,3 @@ def test_under_vmap_scan_and_jit() -> None:
     last, made = rounds(1.0)
     assert float(last) == 4
     np.testing.assert_array_equal(made, np.array([[1.0], [2.0], [3.0]]) * sums)
-
-
-def test_a_whole_training_step() -> None:
-    call = sm.shard_map(
-        lambda w, x: jax.lax.pmean(((x @ w.value) ** 2).mean(), "x"),
-        abstract(x=4),
-        in_specs=(None, P("x")),
-        out_specs=P(),
-    )
-
-    def train(w: Any, x: Any) -> Any:
-        value, grads = jax.value_and_grad(call)(w, x)
-        return value, jax.tree.map(lambda w, g: w - 0.1 * g, w, grads)
-
-    w = sm.ParamState(jnp.ones(2))
-    value, new = emulate(jax.jit(train), w, X)
-    out = np.asarray(X).sum(1)
-    np.testing.assert_allclose(value, (out**2).mean(), rtol=1e-6)
-    gradient = 2 * (np.asarray(X) * out[:, None]).mean(0)
-    np.testing.assert_allclose(new.value, 1 - 0.1 * gradient, rtol=1e-6)
-
-
-def test_on_any_mesh_of_devices_too() -> None:
-    def shard(x: Any) -> Any:
-        return x - jax.lax.pmean(x, "x")
-
-    mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
-    call = sm.shard_map(shard, mesh, in_specs=P("x"), out_specs=P("x"))
-    assert_close(emulate(call, X), call(X))
-    assert len(emulate(call, X).devices()) == 1

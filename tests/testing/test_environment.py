@@ -1,4 +1,4 @@
-"""What a function depends on besides its arguments: if that changes, the check compiles it anew, else it does not."""
+"""The check compiles a function anew if what it depends on besides its arguments has changed, and only then."""
 
 import abc
 import dataclasses
@@ -25,6 +25,7 @@ from .checked import check, report
 
 jnp: Any = jax.numpy
 X = np.ones(4, np.float32)
+ROWS = P("x")
 # What functions below name.
 SCALE: Any = 1.0
 HELD: Any = None
@@ -38,7 +39,7 @@ def reads(x: Any) -> Any:
     return (HELD, x)[1]
 
 
-def is_compiled(fun: Any = reads, args: Any = (X,), in_specs: Any = P("x")) -> bool:
+def is_compiled(fun: Any = reads, args: Any = (X,), in_specs: Any = ROWS) -> bool:
     """Whether the check compiles anything. It does not run on devices, so that it costs little."""
     with compiles() as count:
         assert_equivalent(

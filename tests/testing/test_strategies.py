@@ -37,8 +37,8 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: meshes(max_devices=0),
         sm.StatemeshError,
-        "meshes: max_devices=0, and a mesh has at least one device. Give a positive number, or leave it out for "
-        "all devices.",
+        "meshes: max_devices=0, and a mesh has at least one device. Give a positive number, or leave it out "
+        "for all devices.",
     ),
     (
         lambda: meshes(axis_names=()),
@@ -58,8 +58,8 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: shapes(spec=P("x"), mesh=MESH, max_rank=0),
         sm.StatemeshError,
-        "shapes: there is no shape of rank 1 to 0 with sides from 1 to 3. Give a max_rank that is no less than "
-        "min_rank, and a positive max_side.",
+        "shapes: there is no shape of rank 1 to 0 with sides from 1 to 3. Give a max_rank that is no less "
+        "than min_rank, and a positive max_side.",
     ),
     (
         lambda: first(arrays(shape=2, dtype=float)),
