@@ -203,6 +203,7 @@ def within(x: Any) -> Any:
     }
 
 
+@pytest.mark.slow
 def test_a_tolerance_is_relative_to_the_numbers() -> None:
     """Also for integers and booleans that are computed from floats, but for no others."""
     far = {"far", "small", "whole_far", "several", "count_off"}

@@ -97,7 +97,7 @@ def stepper(mesh: Any, check: bool = True) -> sm.StatefulMapping:
 # States
 
 
-@pytest.mark.parametrize(("kind", "check"), [(AxisType.Explicit, True), (AxisType.Auto, False)])
+@pytest.mark.parametrize(("kind", "check"), [(AxisType.Explicit, True), slow(AxisType.Auto, False)])
 def test_states_policies_and_random_streams_are_those_of_the_call(
     kind: AxisType, check: bool
 ) -> None:
