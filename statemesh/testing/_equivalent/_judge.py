@@ -11,6 +11,7 @@ from .._types import Numbers
 from ._chain import Chain, Rounding, distances
 from ._leaves import Leaf
 from ._mismatch import Mismatch
+from ._parts import is_key
 from ._reference import RightCalls
 
 
@@ -105,6 +106,9 @@ class Judge:
         self, step: int, number: int, leaf: Leaf, mesh: Chain, reference: RightCalls
     ) -> Numbers:
         """How far apart rounding in the program's dtypes may bring two copies of an array."""
+        if is_key(leaf.array):
+            # A key has several numbers, of which none is rounded.
+            return np.zeros(leaf.array.shape)
         want = reference.exact[step].numbers[number]
         moved = mesh.moved("own", _MANY)[step][number]
         return _allowed("own", leaf, want, _least("own", leaf, want), moved)

@@ -1,4 +1,4 @@
-"""Functions that are mapped already, keyword arguments, and meshes without devices."""
+"""Functions that are mapped already, on other meshes; and keyword arguments."""
 
 from typing import Any
 
@@ -10,13 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh.testing import assert_equivalent, emulate
-from statemesh.testing._equivalent._adapted import (
-    check_specs,
-    is_mapped,
-    remapped,
-)
-
-from .helpers import counted, make_mesh
+from tests.helpers import counted, make_mesh
 
 
 X = np.arange(8, dtype=np.float32)
@@ -34,29 +28,23 @@ def total() -> sm.State:
 SPECS: Any = {"in_specs": (None, P("x")), "out_specs": (P("x"), P())}
 
 
-# Functions that are mapped already
-
-
-def test_mapped_function_on_another_mesh() -> None:
+def test_a_mapped_function_on_another_mesh() -> None:
     body, count = counted(step)
     mapped = sm.shard_map(body, make_mesh("8"), **SPECS, donate="all")
-    assert is_mapped(mapped) and not is_mapped(step)
-    other = remapped(mapped, make_mesh("2"))
+    other = mapped.on_mesh(make_mesh("2"))
     old = total()
     for _ in range(2):
         out, new = other(old, X)
         assert len(out.sharding.device_set) == 2 and new.value == 28 and old.value == 0
     assert other.__name__ == mapped.__name__ and count.times == 1
-
-
-def test_mapped_function_on_an_abstract_mesh_is_emulated() -> None:
-    mapped = sm.shard_map(step, make_mesh("2"), **SPECS)
-    out, new = emulate(remapped(mapped, AbstractMesh((8,), ("x",))), total(), X)
+    out, new = emulate(mapped.on_mesh(AbstractMesh((8,), ("x",))), total(), X)
     np.testing.assert_array_equal(out, X)
     assert new.value == 28
+    with pytest.raises(sm.SpecError, match="'x'"):
+        mapped.on_mesh(jax.make_mesh((2,), ("data",)))
 
 
-def test_mapped_method_keeps_its_module() -> None:
+def test_a_mapped_method_keeps_its_module() -> None:
     class Net(sm.Module):
         w: sm.State
 
@@ -65,19 +53,13 @@ def test_mapped_method_keeps_its_module() -> None:
 
         run = sm.shard_map(__call__, make_mesh("8"), (None, P("x")), P())
 
-    assert remapped(Net(sm.State(2.0)).run, make_mesh("2"))(X) == 56
-
-
-def test_mesh_without_the_axes_of_the_specs() -> None:
-    mapped = sm.shard_map(step, make_mesh("2"), **SPECS)
-    with pytest.raises(sm.SpecError, match="'x'"):
-        remapped(mapped, jax.make_mesh((2,), ("data",)))
+    assert Net(sm.State(2.0)).run.on_mesh(make_mesh("2"))(X) == 56
 
 
 @pytest.mark.parametrize("transform", [sm.pmap2, sm.vmap2])
 def test_lanes_have_no_mesh(transform: Any) -> None:
     with pytest.raises(sm.StatemeshError) as raised:
-        remapped(transform(total), make_mesh("2"))
+        assert_equivalent(transform(total), (), meshes=[{"x": 2}])
     assert str(raised.value) == (
         f"total.on_mesh: {transform.__name__} maps over lanes, and not over a mesh with named axes. Give its "
         "function to shard_map."
@@ -86,16 +68,14 @@ def test_lanes_have_no_mesh(transform: Any) -> None:
 
 def test_specs_are_given_once() -> None:
     mapped = sm.shard_map(step, make_mesh("2"), **SPECS)
-    check_specs(step, {"in_specs": None, "out_specs": P()})
-    check_specs(mapped, {"in_specs": None, "check_vma": None})
     with pytest.raises(TypeError) as raised:
-        check_specs(mapped, {"in_specs": P(), "out_specs": None, "check_vma": False})
+        assert_equivalent(mapped, (total(), X), meshes=[{"x": 2}], in_specs=P(), check_vma=False)
     assert str(raised.value) == (
         "step is mapped already, with specs of its own: leave out in_specs, check_vma, or give the function "
         "that it was made from."
     )
     with pytest.raises(TypeError) as raised:
-        check_specs(step, {})
+        assert_equivalent(step, (total(), X), meshes=[{"x": 2}])
     assert str(raised.value) == (
         "step is not mapped yet: give in_specs and out_specs, or the function that shard_map returns."
     )
@@ -103,37 +83,35 @@ def test_specs_are_given_once() -> None:
 
 def test_a_mapped_function_is_checked_on_other_meshes() -> None:
     mapped = sm.shard_map(step, make_mesh("8"), **SPECS)
-    checked = assert_equivalent(mapped, (total(), X), meshes=[{"x": 2}, {"x": 4}])
+    checked = assert_equivalent(mapped, (total(), X), meshes=[{"x": 2}, {"x": 4}], gradients=False)
     assert checked.agreed[:2] == ("on mesh x=2", "on mesh x=4")
     wrong = sm.shard_map(lambda x: x - x.mean(), make_mesh("8"), P("x"), P("x"))
     with pytest.raises(AssertionError, match="off by"):
-        assert_equivalent(wrong, (X,), meshes=[{"x": 2}])
+        assert_equivalent(wrong, (X,), meshes=[{"x": 2}], gradients=False)
 
 
-# Keyword arguments
-
-
+@pytest.mark.slow
 def test_keyword_arguments_reach_the_function() -> None:
-    given = {"train": True, "y": np.float32(3)}
-    more = {"kwargs": given, "meshes": [{"x": 2}], **SPECS}
-    checked = assert_equivalent(step, (total(), X), **more)
+    kwargs = {"train": True, "y": np.float32(3)}
+    options: Any = {"meshes": [{"x": 2}], "steps": 1, **SPECS}
+    checked = assert_equivalent(step, (total(), X), kwargs=kwargs, **options)
     assert "the gradient by kwargs['y']" in checked.differentiated
 
     def forgetful(total: sm.State, x: Any, *, y: Any) -> Any:
         return x + y * jax.lax.axis_index("x"), total.set(total.value + jax.lax.psum(x.sum(), "x"))
 
     with pytest.raises(AssertionError, match="off by 3"):
-        assert_equivalent(forgetful, (total(), X), **{**more, "kwargs": {"y": np.float32(3)}})
-
-
-# Meshes without devices
+        assert_equivalent(
+            forgetful, (total(), X), kwargs={"y": np.float32(3)}, gradients=False, **options
+        )
 
 
 def test_a_mesh_without_devices_is_emulated() -> None:
     mesh = AbstractMesh((64,), ("x",))
     rows = np.arange(64, dtype=np.float32)
-    checked = assert_equivalent(step, (total(), rows), meshes=[mesh], **SPECS)
+    options: Any = {"meshes": [mesh], "gradients": False, "steps": 1}
+    checked = assert_equivalent(step, (total(), rows), **options, **SPECS)
     assert checked.agreed[0] == "on mesh x=64" and "inside jit on mesh x=64" not in checked.agreed
     wrong = lambda x: x - jax.lax.pmean(x.mean(), "x") * (1 + 1e-3 * (jax.lax.axis_size("x") > 1))
     with pytest.raises(AssertionError, match="On mesh x=64, compared with"):
-        assert_equivalent(wrong, (rows,), meshes=[mesh], in_specs=P("x"), out_specs=P("x"))
+        assert_equivalent(wrong, (rows,), **options, in_specs=P("x"), out_specs=P("x"))

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import statemesh as sm
 from statemesh.testing import UntestedWarning
 
-from .checked import accused, check, report
+from .checked import assert_accused, check, report
 
 
 jnp: Any = jax.numpy
@@ -50,7 +50,8 @@ def sums(x: Any) -> Any:
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_mistakes_in_every_dtype_are_found(dtype: str) -> None:
     mistakes = {"nothing", "negative", "averaged", "twice", "largest", "first_row", "own_spread"}
-    assert accused(sums, rows(dtype), meshes=FOUR) == mistakes
+    # With large values sums overflow on the mesh only.
+    assert_accused(mistakes, sums, rows(dtype), meshes=FOUR, keep=["args[0]"])
 
 
 def forgotten_gradient(x: Any) -> Any:
@@ -85,7 +86,7 @@ def masked(x: Any) -> Any:
 
 @pytest.mark.slow
 def test_a_large_number_does_not_hide_those_beside_it() -> None:
-    assert accused(masked, X, out_specs=P("x")) == {"mistaken"}
+    assert_accused({"mistaken"}, masked, X, out_specs=P("x"))
 
 
 def with_one_that_cancels(x: Any) -> Any:
@@ -101,8 +102,7 @@ def with_one_that_cancels(x: Any) -> Any:
 
 
 def test_a_number_that_cancels_does_not_loosen_those_beside_it() -> None:
-    assert "On mesh x=2, compared with" in report(with_one_that_cancels, X)
-    assert accused(with_one_that_cancels, X) == {"mistaken"}
+    assert "On mesh x=2, compared with" in assert_accused({"mistaken"}, with_one_that_cancels, X)
 
 
 def lost_digits(x: Any) -> Any:
@@ -113,7 +113,7 @@ def lost_digits(x: Any) -> Any:
 
 
 def test_what_rounding_explains_is_not_much_more_than_what_it_does() -> None:
-    assert accused(lost_digits, X + 1) == {"mistaken"}
+    assert_accused({"mistaken"}, lost_digits, X + 1)
 
 
 def in_half(x: Any) -> Any:
@@ -123,7 +123,7 @@ def in_half(x: Any) -> Any:
 
 @pytest.mark.slow
 def test_a_narrow_dtype_on_the_mesh_only_is_found() -> None:
-    assert accused(in_half, rows("float32")) == {"mistaken"}
+    assert_accused({"mistaken"}, in_half, rows("float32"))
 
 
 # What is carried
@@ -135,7 +135,8 @@ def counted(total: sm.State, x: Any) -> Any:
 
 def test_the_increment_of_a_large_total_is_compared() -> None:
     total = sm.State(jnp.float32(1e6))
-    assert accused(counted, total, X + 2, in_specs=(None, P("x"))) == {"mistaken"}
+    text = report(counted, total, X + 2, in_specs=(None, P("x")))
+    assert "counted(...)['mistaken'].value: float32[], off by" in text
 
 
 def averaged(total: sm.State, x: Any) -> Any:
@@ -205,9 +206,6 @@ def within(x: Any) -> Any:
 @pytest.mark.slow
 def test_a_tolerance_is_relative_to_the_numbers() -> None:
     """Also for integers and booleans that are computed from floats, but for no others."""
-    found = accused(within, X, tolerance=0.1)
-    assert found == {"far", "small", "whole_far", "several", "count_off"}
-
-
-def test_without_one_all_of_these_are_found() -> None:
-    assert {"close", "whole", "few"} <= accused(within, X)
+    far = {"far", "small", "whole_far", "several", "count_off"}
+    assert_accused(far, within, X, tolerance=0.1)
+    assert_accused({*far, "close", "whole", "few"}, within, X)

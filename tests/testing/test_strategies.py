@@ -14,8 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh.testing import arrays, emulate, filters, meshes, modules, shapes, specs, states
-
-from .helpers import assert_says, make_mesh, mistakes_in
+from tests.helpers import assert_says, make_mesh
 
 
 MESH = AbstractMesh((4, 2), ("x", "y"))
@@ -28,103 +27,73 @@ def first(strategy: st.SearchStrategy[Any], shows: Callable[[Any], Any] = ANY) -
     return find(strategy, lambda value: bool(shows(value)), settings=SETTINGS)
 
 
-MISTAKES: list[Any] = []
-mistake = mistakes_in(MISTAKES)
-
-
-@mistake(
-    sm.StatemeshError,
-    "meshes: max_devices=64, and JAX has 8 devices. Call statemesh.testing.set_devices(64) before JAX "
-    "starts, as in conftest.py, or allow fewer.",
-)
-def more_devices_than_there_are() -> None:
-    first(meshes(max_devices=64))
-
-
-@mistake(
-    sm.StatemeshError,
-    "meshes: max_devices=0, and a mesh has at least one device. Give a positive number, or leave it out for "
-    "all devices.",
-)
-def no_device() -> None:
-    meshes(max_devices=0)
-
-
-@mistake(
-    sm.StatemeshError,
-    "meshes: axis_names is empty. Name an axis, or leave it out for axes called 'x', 'y' and 'z'.",
-)
-def no_axis_name() -> None:
-    meshes(axis_names=())
-
-
-@mistake(sm.SpecError, "shapes: P(None, 'z') names 'z', and the mesh has the axes 'x', 'y'.")
-def unknown_axis() -> None:
-    shapes(spec=P(None, "z"), mesh=MESH)
-
-
-@mistake(
-    sm.SpecError,
-    "shapes: min_rank=1, and P('x', 'y') has 2 entries, one for each axis of an array.",
-)
-def rank_too_low() -> None:
-    shapes(spec=P("x", "y"), mesh=MESH, min_rank=1)
-
-
-@mistake(
-    sm.StatemeshError,
-    "shapes: there is no shape of rank 1 to 0 with sides from 1 to 3. Give a max_rank that is no less than "
-    "min_rank, and a positive max_side.",
-)
-def no_shape() -> None:
-    shapes(spec=P("x"), mesh=MESH, max_rank=0)
-
-
-@mistake(
-    sm.StatemeshError,
-    "arrays: without jax_enable_x64, JAX makes float32 of dtype float64. Ask for float32, or set "
-    "jax.config.update('jax_enable_x64', True).",
-)
-def wide_floats() -> None:
-    first(arrays(shape=2, dtype=float))
-
-
-@mistake(
-    sm.StatemeshError,
-    "arrays: without jax_enable_x64, JAX makes complex64 of dtype complex128. Ask for complex64, or set "
-    "jax.config.update('jax_enable_x64', True).",
-)
-def wide_complex_numbers() -> None:
-    first(arrays(shape=2, dtype=st.just("complex128")))
-
-
-@mistake(sm.StatemeshError, "arrays: JAX has no arrays of dtype <U3.")
-def text() -> None:
-    first(arrays(shape=2, dtype="U3"))
-
-
-@mistake(
-    sm.StatemeshError,
-    "arrays: dtype uint8 has no number from -5 to -3 that is finite and not subnormal.",
-)
-def negative_and_unsigned() -> None:
-    first(arrays(shape=2, dtype=np.uint8, min_value=-5, max_value=-3))
-
-
-@mistake(
-    sm.StatemeshError,
-    "arrays: dtype float16 has no number from 1e-08 to 1e-06 that is finite and not subnormal.",
-)
-def only_subnormal_numbers() -> None:
-    first(arrays(shape=2, dtype=np.float16, min_value=1e-8, max_value=1e-6))
-
-
-@mistake(
-    sm.StatemeshError,
-    "arrays: dtype int8 has no number from 0.2 to 0.8 that is finite and not subnormal.",
-)
-def between_two_integers() -> None:
-    first(arrays(shape=2, dtype=np.int8, min_value=0.2, max_value=0.8))
+MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (
+        lambda: first(meshes(max_devices=64)),
+        sm.StatemeshError,
+        "meshes: max_devices=64, and JAX has 8 devices. Call statemesh.testing.set_devices(64) before JAX "
+        "starts, as in conftest.py, or allow fewer.",
+    ),
+    (
+        lambda: meshes(max_devices=0),
+        sm.StatemeshError,
+        "meshes: max_devices=0, and a mesh has at least one device. Give a positive number, or leave it out "
+        "for all devices.",
+    ),
+    (
+        lambda: meshes(axis_names=()),
+        sm.StatemeshError,
+        "meshes: axis_names is empty. Name an axis, or leave it out for axes called 'x', 'y' and 'z'.",
+    ),
+    (
+        lambda: shapes(spec=P(None, "z"), mesh=MESH),
+        sm.SpecError,
+        "shapes: P(None, 'z') names 'z', and the mesh has the axes 'x', 'y'.",
+    ),
+    (
+        lambda: shapes(spec=P("x", "y"), mesh=MESH, min_rank=1),
+        sm.SpecError,
+        "shapes: min_rank=1, and P('x', 'y') has 2 entries, one for each axis of an array.",
+    ),
+    (
+        lambda: shapes(spec=P("x"), mesh=MESH, max_rank=0),
+        sm.StatemeshError,
+        "shapes: there is no shape of rank 1 to 0 with sides from 1 to 3. Give a max_rank that is no less "
+        "than min_rank, and a positive max_side.",
+    ),
+    (
+        lambda: first(arrays(shape=2, dtype=float)),
+        sm.StatemeshError,
+        "arrays: without jax_enable_x64, JAX makes float32 of dtype float64. Ask for float32, or set "
+        "jax.config.update('jax_enable_x64', True).",
+    ),
+    (
+        lambda: first(arrays(shape=2, dtype=st.just("complex128"))),
+        sm.StatemeshError,
+        "arrays: without jax_enable_x64, JAX makes complex64 of dtype complex128. Ask for complex64, or set "
+        "jax.config.update('jax_enable_x64', True).",
+    ),
+    (
+        lambda: first(arrays(shape=2, dtype="U3")),
+        sm.StatemeshError,
+        "arrays: JAX has no arrays of dtype <U3.",
+    ),
+    (
+        lambda: first(arrays(shape=2, dtype=np.uint8, min_value=-5, max_value=-3)),
+        sm.StatemeshError,
+        "arrays: dtype uint8 has no number from -5 to -3 that is finite and not subnormal.",
+    ),
+    (
+        lambda: first(arrays(shape=2, dtype=np.float16, min_value=1e-8, max_value=1e-6)),
+        sm.StatemeshError,
+        "arrays: dtype float16 has no number from 1e-08 to 1e-06 that is finite and not subnormal.",
+    ),
+    (
+        lambda: first(arrays(shape=2, dtype=np.int8, min_value=0.2, max_value=0.8)),
+        sm.StatemeshError,
+        "arrays: dtype int8 has no number from 0.2 to 0.8 that is finite and not subnormal.",
+    ),
+]
 
 
 @pytest.mark.parametrize(("make", "error", "text"), MISTAKES)

@@ -1,0 +1,220 @@
+"""Mistakes behind counts, positions, ranks and masks are found: whole numbers have no rounding."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from statemesh.testing import UntestedWarning, emulate
+from tests.helpers import slow
+
+from .checked import check, report
+
+
+jnp: Any = jax.numpy
+lax: Any = jax.lax
+X = np.random.default_rng(0).normal(size=(4, 8, 4)).astype(np.float32)
+
+one_hot: Any = lambda x: jax.nn.one_hot(x.argmax(-1), 4, dtype=x.dtype)
+mask: Any = lambda x: (x[..., 0] > 0).astype(x.dtype)
+row: Any = lambda x: jnp.broadcast_to(jnp.arange(8, dtype=x.dtype), x.shape[:-1])
+kept: Any = lambda x, keep: jnp.where(keep, x.max(-1), 0)
+counted: Any = lambda x: (jnp.cumsum(one_hot(x), 1) * one_hot(x)).sum(-1)
+lengths: Any = lambda x: mask(x).sum(1, keepdims=True)
+ranks: Any = lambda x: (x[..., :1] > x[..., None, :, 0]).astype(x.dtype).sum(-1)
+scores: Any = lambda x: x.argmax(-1).astype(x.dtype)
+
+chosen: Any = lambda y: jnp.einsum("bte,bte->bt", y, one_hot(y)) - y.max(-1)
+
+# What is kept, by a threshold on whole numbers: with noise in these, the threshold would jump.
+PATTERNS: dict[str, Callable[[Any], Any]] = {
+    # Counts, and the capacity of experts
+    "capacity": lambda x: kept(x, counted(x) <= 2),
+    "count_from_the_end": lambda x: kept(
+        x, (lax.cumsum(one_hot(x), 1, reverse=True) * one_hot(x)).sum(-1) <= 1
+    ),
+    # Masks that are summed
+    "lengths": lambda x: kept(x, row(x) < lengths(x)),
+    "mean_of_a_mask": lambda x: kept(x, mask(x).mean(1, keepdims=True) >= 0.5),
+    "product_of_a_mask_so_far": lambda x: kept(x, jnp.cumprod(mask(x), 1) == 0),
+    "matmul_of_masks": lambda x: kept(x, jnp.einsum("bt,bs->bts", mask(x), mask(x)).sum(-1) >= 3),
+    # Positions and ranks
+    "distance": lambda x: kept(x, jnp.abs(row(x) - scores(x)) <= 2),
+    "rank": lambda x: kept(x, ranks(x) < 3),
+    "rounded": lambda x: kept(x, jnp.round(scores(x) * 0.5) == 1),
+    "powers_of_two": lambda x: kept(x, 2.0 ** scores(x) >= 4),
+    "pooled_counts": lambda x: kept(
+        x,
+        lax.reduce_window(mask(x), np.float32(0).astype(x.dtype), lax.add, (1, 2), (1, 1), "SAME")
+        >= 1,
+    ),
+    "convolved_counts": lambda x: kept(
+        x,
+        lax.conv_general_dilated(mask(x)[:, None], jnp.ones((1, 1, 3), x.dtype), (1,), "SAME")[:, 0]
+        >= 2,
+    ),
+    "chosen_by_a_product": lambda x: kept(x, chosen(jnp.tanh(x)) >= 0),
+    # The same, computed twice
+    "function_again": lambda x: kept(x, jnp.tanh(x).max(-1) == jnp.tanh(x.max(-1))),
+    "difference_turned_around": lambda x: kept(
+        x, jnp.abs(x[..., 0] - x[..., 1]) <= jnp.abs(x[..., 1] - x[..., 0])
+    ),
+    # Over all shards
+    "count_over_shards": lambda x: kept(x, lax.psum(mask(x).sum(), "x") >= 12),
+}
+
+
+def loss_of(pattern: Callable[[Any], Any], mistake: bool) -> Callable[[Any], Any]:
+    def loss(x: Any) -> Any:
+        right = lax.pmean(pattern(x).mean(), "x")
+        return right * (1 + 0.2 * (lax.axis_size("x") - 1)) if mistake else right
+
+    return loss
+
+
+def losses(x: Any) -> Any:
+    return {name: loss_of(pattern, False)(x) for name, pattern in PATTERNS.items()}
+
+
+@pytest.mark.slow
+def test_all_that_is_behind_whole_numbers_is_judged() -> None:
+    # In double precision: nothing runs on devices.
+    assert check(losses, X, meshes=[AbstractMesh((2,), ("x",))]).unjudged == {}
+
+
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
+def test_a_mistake_behind_a_count_is_found(dtype: str) -> None:
+    x, mesh = jnp.asarray(X, dtype), jax.make_mesh((2,), ("x",))
+    assert "off by" in report(loss_of(PATTERNS["capacity"], True), x, meshes=[mesh])
+    assert check(loss_of(PATTERNS["capacity"], False), x, meshes=[mesh]).unjudged == {}
+
+
+def chaotic(x: Any) -> Any:
+    # On each mesh other divisions round.
+    parts = lax.axis_size("x") + 2
+    start = lax.psum(jnp.square(jnp.sin(x)).sum() / parts / 7, "x") * parts / 100
+    return lax.fori_loop(0, 200, lambda _, z: 3.9 * z * (1 - z), start)
+
+
+def test_a_result_of_which_nothing_is_judged_is_named() -> None:
+    with pytest.warns(UntestedWarning, match=r"chaotic\(\.\.\.\): none of its numbers") as caught:
+        assert check(chaotic, X).unjudged == {"chaotic(...)": 1}
+    assert len(caught) == 1
+
+
+# A verdict depends on the two programs only
+
+
+def tenth(x: Any) -> Any:
+    return x / 10
+
+
+def tenth_by_a_product(x: Any) -> Any:
+    return x * 0.1
+
+
+def test_a_verdict_does_not_depend_on_checks_before() -> None:
+    for unsharded in (tenth, tenth_by_a_product, tenth, tenth):
+        check(tenth_by_a_product, X, out_specs=P("x"), unsharded=unsharded)
+    other = lambda x: x / 10.001
+    assert "off by" in report(tenth_by_a_product, X, out_specs=P("x"), unsharded=other)
+
+
+def test_the_programs_of_an_emulated_call_are_bounded() -> None:
+    traced: list[float] = []
+
+    def scaled(x: Any, by: float) -> Any:
+        traced.append(by)
+        return x * by
+
+    mapped = sm.shard_map(scaled, jax.make_mesh((2,), ("x",)), (P("x"), None), P("x"))
+    for by in (*range(40), 39, 0):
+        emulate(mapped, X, float(by))
+    # The last program was kept; the first one made place for others.
+    assert traced.count(39.0) < traced.count(0.0)
+
+
+# Loops
+
+
+def newton(x: Any) -> Any:
+    a = lax.psum((x * x).sum(), "x") + 1
+    return lax.while_loop(
+        lambda z: jnp.abs(z * z - a) > 1e-4, lambda z: 0.5 * (z + a / z), jnp.sqrt(a) * 1.5
+    )
+
+
+def test_a_loop_that_never_ends_with_large_values_is_named() -> None:
+    with pytest.warns(UntestedWarning, match="was stopped after 10,000 rounds") as caught:
+        checked = check(newton, X)
+    assert "with large values" in str(caught[0].message)
+    assert "test_check_counts.py" in str(caught[0].message)
+    assert "on mesh x=2" in checked.agreed
+    assert "on mesh x=2 with large values" not in checked.agreed
+
+
+def newton_with_a_relative_tolerance(x: Any) -> Any:
+    a = lax.psum((x * x).sum(), "x") + 1
+    return lax.while_loop(
+        lambda z: jnp.abs(z * z - a) > 1e-4 * a, lambda z: 0.5 * (z + a / z), a / 2 + 0.5
+    )
+
+
+def test_a_loop_that_converges_is_compared_with_all_values() -> None:
+    agreed = check(newton_with_a_relative_tolerance, X).agreed
+    assert "on mesh x=2 with large values" in agreed
+
+
+def doubled_until_large(x: Any) -> Any:
+    def one(row: Any) -> Any:
+        return lax.while_loop(lambda c: jnp.abs(c).sum() < 30, lambda c: 2 * c + 1, row)
+
+    return jax.vmap(jax.vmap(one))(x)
+
+
+def a_root(x: Any) -> Any:
+    return lax.custom_root(
+        lambda z: z**3 - jnp.abs(x) - 1,
+        jnp.ones_like(x),
+        lambda f, z: lax.fori_loop(0, 20, lambda _, z: z - f(z) / (3 * z * z + 1e-6), z),
+        lambda g, y: y / g(jnp.ones_like(y)),
+    )
+
+
+@pytest.mark.parametrize("fun", [doubled_until_large, slow(a_root)])
+def test_loops_in_lanes_and_roots_are_replayed(fun: Any) -> None:
+    more: Any = {"out_specs": P("x"), "gradients": fun is a_root, "check_vma": False}
+    check(fun, X, **more)
+    mistaken: Any = lambda x: fun(x) * (1 + 0.2 * (lax.axis_size("x") - 1))
+    assert "calls do not agree" in report(mistaken, X, **more)
+
+
+def in_half(x: Any) -> Any:
+    return lax.psum(jnp.exp(x.astype(jnp.float16) * 30).sum(0), "x")
+
+
+@pytest.mark.filterwarnings("ignore::statemesh.testing.UntestedWarning")
+def test_arrays_of_another_mesh() -> None:
+    four = jax.make_mesh((4,), ("x",))
+    check(in_half, jax.device_put(X, jax.NamedSharding(four, P("x"))))
+
+
+def drawn(data: Any, x: Any) -> Any:
+    noise = jax.random.normal(jax.random.wrap_key_data(data), x.shape[1:])
+    return lax.psum(x.sum(0), "x") * lax.axis_size("x") + noise  # twice
+
+
+def test_a_key_that_is_made_inside_does_not_hide_the_line() -> None:
+    data = np.array([0, 1], np.uint32)
+    assert "# twice" in report(drawn, data, X, in_specs=(P(), P("x")))
+
+
+def test_tracers_do_not_leak() -> None:
+    total = lambda x: lax.psum(x.sum(0), "x") * lax.axis_size("x")
+    with jax.checking_leaks():
+        assert "calls do not agree" in report(total, X)
