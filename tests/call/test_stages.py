@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import statemesh as sm
 from statemesh._base.errors import mesh_str
 
-from .helpers import assert_same, assert_says, make_mesh
+from tests.helpers import assert_same, assert_says, make_mesh
 
 
 jnp: Any = jax.numpy
