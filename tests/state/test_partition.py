@@ -1,6 +1,5 @@
 """Trees split by their states, and joined again."""
 
-import io
 import operator
 from typing import Any
 
@@ -181,33 +180,3 @@ def test_states_lists_by_path() -> None:
     assert list(sm.states(net, sm.BatchState)) == ["norms[0].mean", "norms[1].mean"]
     assert list(sm.states(sm.State(0))) == [""]
     assert sm.states([1, None]) == {}
-
-
-def test_savez_by_the_paths_of_states() -> None:
-    def arrays(model: Any) -> dict[str, Any]:
-        kept = sm.states(model, [sm.ParamState, sm.BatchState])
-        return {
-            path + jax.tree_util.keystr(keys): np.asarray(leaf)
-            for path, state in kept.items()
-            for keys, leaf in jax.tree_util.tree_leaves_with_path(state.value)
-        }
-
-    def load(path: str, state: sm.State) -> sm.State:
-        def read(keys: Any, _: jax.Array) -> Any:
-            return loaded[path + jax.tree_util.keystr(keys)]
-
-        return state.set(jax.tree_util.tree_map_with_path(read, state.value))
-
-    net, file = make_net(), io.BytesIO()
-    held, rest = sm.partition(net, [sm.ParamState, sm.BatchState])
-    trained = sm.combine(jax.tree.map(lambda x: x * 3 + 1, held), rest)
-    np.savez(file, **arrays(trained))
-    file.seek(0)
-    loaded = dict(np.load(file))
-    assert "norms[0].scale['b'][1]" in loaded
-    paths = iter(sm.states(held))
-    read = jax.tree.map(lambda s: load(next(paths), s), held, is_leaf=sm.is_state)
-    back = sm.combine(read, rest)
-    assert structure(back) == structure(net)
-    jax.tree.map(np.testing.assert_array_equal, arrays(back), arrays(trained))
-    assert float(back.norms[1].scale.value["b"][1]) == 10
