@@ -195,9 +195,7 @@ def test_draws_in_a_scan_and_in_a_branch_that_all_shards_take() -> None:
         rng, (keys, rows) = jax.lax.scan(body, rng, length=3)
         return keys[None], rows, jax.lax.cond(go > 0, lambda r: r.split()[1], lambda r: r, rng)
 
-    call = sm.shard_map(
-        fun, make_mesh(), (P(), P("x"), P()), (P("x"), P(None, "x"), P())
-    )
+    call = sm.shard_map(fun, make_mesh(), (P(), P("x"), P()), (P("x"), P(None, "x"), P()))
     for go in (0, 1):
         own, rows, plain = fun(make_rng(), jnp.ones(16), jnp.asarray(go))
         keys, got, after = call(make_rng(), X, go)

@@ -149,7 +149,12 @@ def test_another_shape_or_dtype_is_refused(old: Any, new: Any) -> None:
 
 
 def test_a_number_that_the_old_dtype_cannot_hold_never_wraps() -> None:
-    for old, new in ((np.uint8(0), 300), (np.uint8(0), -1), (np.int32(0), 2**40), (np.int8(0), 200)):
+    for old, new in (
+        (np.uint8(0), 300),
+        (np.uint8(0), -1),
+        (np.int32(0), 2**40),
+        (np.int8(0), 200),
+    ):
         with pytest.raises((OverflowError, sm.StructureError)):
             sm.State(old).set(new)
 
