@@ -1,98 +1,104 @@
-"""The walk along jaxprs: how operands map to the jaxprs that an equation runs, shown by what is forwarded."""
+"""Parameters that a loss returns are known to be the same on all shards, whatever they passed through."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
-from statemesh._axes._dataflow import forwarded
-from statemesh._base import _jaxprs as jaxprs
+import statemesh as sm
+from tests.helpers import make_mesh
 
 
-def same(x: Any) -> Any:
-    return x
+X = np.arange(4, dtype=np.float32)
+# Three parameters of one form.
+PARAMS = [np.arange(9, dtype=np.float32).reshape(3, 3) + 10 * k for k in range(3)]
 
 
 @jax.custom_jvp
-def own(x: Any) -> Any:
+def with_own_jvp(x: Any) -> Any:
     return x
 
 
-own.defjvp(lambda primals, tangents: (primals[0], 2 * tangents[0]))
+with_own_jvp.defjvp(lambda primals, tangents: (primals[0], 2 * tangents[0]))
 
 
 def in_while(a: Any, b: Any, c: Any) -> Any:
     """`b` goes around unchanged, `a` and `c` change places."""
-    return jax.lax.while_loop(
-        lambda x: x[0] < 3, lambda x: (x[0] + 1, x[3], x[2], x[1]), (0.0, a, b, c)
-    )[1:]
+    body = lambda x: (x[0] + 1, x[3], x[2], x[1])
+    return lax.while_loop(lambda x: x[0] < 3, body, (0, a, b, c))[1:]
 
 
 def in_scan(a: Any, b: Any, c: Any) -> Any:
     def body(carry: Any, _: Any) -> Any:
-        return (carry[0], carry[1] + c), carry[0]
+        return (carry[0], carry[1] + c), carry[0][0]
 
-    (a, b), stacked = jax.lax.scan(body, (a, b), None, length=3)
+    (a, b), stacked = lax.scan(body, (a, b), None, length=3)
     return a, b, stacked
 
 
-def scanned(a: Any, b: Any, c: Any) -> Any:
-    del a, b
-    return jax.lax.scan(lambda carry, x: (carry, x), 0.0, jnp.stack([c, c]))[1]
+def entries_handed_on(a: Any, b: Any, c: Any) -> Any:
+    body = jax.checkpoint(lambda before, x: (x, (x, before, x + 0)))
+    return lax.scan(body, a[0], b, reverse=True)[1]
 
 
-CASES: dict[str, tuple[Callable[..., Any], list[int | None]]] = {
+def entries_of_an_outer_scan(a: Any, b: Any, c: Any) -> Any:
+    inner = jax.checkpoint(lambda x, y: (x, (x, y)))
+
+    def body(carry: Any, x: Any) -> Any:
+        # The entry `x` three times, and all entries of `b`.
+        _, (repeated, handed_on) = lax.scan(inner, x, b)
+        return (repeated, handed_on), (repeated[0], x)
+
+    (repeated, whole), (_, rows) = lax.scan(jax.checkpoint(body), (a, b), a)
+    return repeated, whole, rows
+
+
+# What is made of three parameters, and which of them each result is known to be.
+ROUTES: dict[str, tuple[Callable[..., Any], list[int | None]]] = {
     "itself": (lambda a, b, c: (c, a), [2, 0]),
     "computed": (lambda a, b, c: (a + 0, b), [None, 1]),
-    "a literal": (lambda a, b, c: (1.0, b), [None, 1]),
     "jit": (lambda a, b, c: jax.jit(lambda x, y: (y, x * 2))(a, b), [1, None]),
     "remat": (lambda a, b, c: jax.checkpoint(lambda x: (x, x + c))(b), [1, None]),
-    "custom_jvp": (lambda a, b, c: own(c), [2]),
+    "custom_jvp": (lambda a, b, c: [with_own_jvp(c)], [2]),
     "one in all branches": (
-        lambda a, b, c: jax.lax.cond(a > 0, lambda x, y: (x, y), lambda x, y: (x, x), b, c),
+        lambda a, b, c: lax.cond(a.sum() > 0, lambda x, y: (x, y), lambda x, y: (x, x), b, c),
         [1, None],
     ),
     "while": (in_while, [None, 1, None]),
     "scan": (in_scan, [0, None, None]),
-    "scanned": (scanned, [None]),
+    "entries of a scan": (entries_handed_on, [1, None, None]),
+    "entries of an outer scan": (entries_of_an_outer_scan, [None, 1, 0]),
     "nested": (
-        lambda a, b, c: jax.jit(lambda x, y: jax.lax.cond(y > 0, same, same, x))(c, a),
+        lambda a, b, c: [
+            jax.jit(lambda x, y: lax.cond(y.sum() > 0, lambda x: x, lambda x: x, x))(c, a)
+        ],
         [2],
     ),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_what_is_forwarded(name: str) -> None:
-    fun, wanted = CASES[name]
-    closed = jax.make_jaxpr(fun)(1.0, 2.0, 3.0)
-    assert forwarded(jaxprs.open_jaxpr(closed)) == wanted
+@pytest.mark.parametrize("name", ROUTES)
+def test_which_results_are_the_same_on_all_shards(name: str) -> None:
+    route, wanted = ROUTES[name]
 
+    def results(params: Any, x: Any) -> Any:
+        def loss(params: Any, x: Any) -> Any:
+            return (sum(w.sum() for w in params) * x.sum(), list(route(*params))), params
 
-def test_entries_that_a_scan_hands_on_are_the_array() -> None:
-    @jax.checkpoint
-    def body(before: Any, x: Any) -> Any:
-        return x, (x, before, x + 0)
+        ((_, made), _), _ = sm.value_and_grad(loss, axis_name="x", has_aux=True)(params, x)
+        return made
 
-    closed = jax.make_jaxpr(lambda a, b: jax.lax.scan(body, a[0], b, reverse=True)[1])(
-        jnp.ones((3, 3)), jnp.ones((3, 3))
-    )
-    assert forwarded(jaxprs.open_jaxpr(closed)) == [1, None, None]
-
-
-def test_an_entry_of_an_outer_scan_is_stacked_by_an_inner_one() -> None:
-    inner = jax.checkpoint(lambda x, y: (x, (x, y)))
-
-    def body(carry: Any, x: Any) -> Any:
-        # The entry `x` three times, and all entries of `rows`.
-        _, (repeated, handed_on) = jax.lax.scan(inner, x, rows)
-        return (repeated, handed_on), (repeated[0], x)
-
-    def nested(a: Any) -> Any:
-        return jax.lax.scan(jax.checkpoint(body), (a, rows), a)
-
-    rows = jnp.ones((3, 3))
-    closed = jax.make_jaxpr(lambda a, b: nested(a))(rows, rows)
-    assert forwarded(jaxprs.open_jaxpr(closed)) == [None, None, None, 0]
+    mesh = make_mesh("4")
+    known = [k for k, source in enumerate(wanted) if source is not None]
+    pick = lambda params, x: [results(params, x)[k] for k in known]
+    made = sm.shard_map(pick, mesh, (P(), P("x")), P())(PARAMS, X)
+    for result, k in zip(made, known, strict=True):
+        np.testing.assert_array_equal(result, PARAMS[wanted[k] or 0])
+    for k in {*range(len(wanted))} - {*known}:
+        with pytest.raises(sm.SpecError, match="varies over 'x'"):
+            sm.shard_map(lambda p, x, k=k: results(p, x)[k], mesh, (P(), P("x")), P())(PARAMS, X)
