@@ -20,6 +20,7 @@ each_kind = pytest.mark.usefixtures("each_kind")
 
 
 X = np.arange(16, dtype=np.float32)
+WHOLE = P()
 
 
 def assert_replicated(x: jax.Array, expected: Any) -> None:
@@ -27,7 +28,7 @@ def assert_replicated(x: jax.Array, expected: Any) -> None:
         np.testing.assert_array_equal(shard.data, expected)
 
 
-def mapped(fun: Callable[..., Any], out_specs: Any = P(), **options: Any) -> Any:
+def mapped(fun: Callable[..., Any], out_specs: Any = WHOLE, **options: Any) -> Any:
     return sm.shard_map(fun, make_mesh(), (None, P("x")), out_specs, **options)
 
 

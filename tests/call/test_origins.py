@@ -1,4 +1,4 @@
-"""Which entering state a returned one continues, whatever it passed through: its old value, policy and place."""
+"""Which entering state a returned one continues: its old value, its policy and its place."""
 
 from collections.abc import Callable
 from typing import Any
@@ -89,7 +89,7 @@ def in_a_branch_of_its_own(m: Any, x: Any) -> Any:
     return jax.tree.map(lambda value: value + 0, {"b": new["b"], "a": new["a"]})
 
 
-# In each, "a" continues the state that entered as "b" and gets the sum of the rows; "b" that of "a", and twice it.
+# "a" continues the state that entered as "b" and gets the sum of the rows; "b" that of "a", and twice the sum.
 SWAPS: dict[str, Callable[..., Any]] = {
     "plain": swap,
     "jit": jax.jit(swap),

@@ -260,30 +260,3 @@ def test_where_needs_a_tree() -> None:
         predicate = f.to_predicate(filter)
         with pytest.raises(TypeError, match="tree"):
             predicate((GetAttrKey("w"),), NET.w)
-
-
-def test_filters_in_a_mapped_call() -> None:
-    mesh = make_mesh("2")
-    seen: list[Any] = []
-
-    def fun(x: jax.Array, net: Net) -> Net:
-        seen.append(jax.tree.map(np.shape, [net.w.value, net.extra["bn"].value]))
-        return net
-
-    def shapes(state_in_specs: Any) -> Any:
-        seen.clear()
-        net = NET.replace(w=NET.w.set(np.zeros(2, np.float32)))
-        net = net.replace(extra={**NET.extra, "bn": sm.BatchState(np.zeros((4, 4)), tag="memory")})
-        call = sm.shard_map(fun, mesh, (P(), P()), P(), state_in_specs=state_in_specs)
-        call(np.zeros(2), net)
-        return seen[-1]
-
-    assert shapes({sm.ParamState: P("x")}) == [(1,), (4, 4)]
-    assert shapes({sm.BatchState: P(None, "x"), (sm.LongTermState, "memory"): P()}) == [
-        (2,),
-        (4, 2),
-    ]
-    assert shapes({f.Where(lambda net: net.extra["bn"]): P("x"), ...: P()}) == [(2,), (2, 4)]
-    assert shapes({...: P(), sm.ParamState: P("x")}) == [(2,), (4, 4)]
-    with pytest.raises(sm.StructureError, match="nowhere"):
-        shapes({"nowhere": P("x")})

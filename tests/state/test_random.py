@@ -89,24 +89,6 @@ def test_draws_outside() -> None:
     same(key, rng.split()[0])
 
 
-def test_no_key_comes_twice_in_many_mixed_draws() -> None:
-    rng, drawn, held = make_rng(), [], [make_rng().key]
-    for i in range(50):
-        before = rng
-        if i % 3 == 0:
-            keys, rng = before.split()
-        elif i % 3 == 1:
-            keys, rng = before.split(3)
-        else:
-            keys, rng = before.rows(4)
-        drawn.append(keys)
-        held.append(rng.key)
-        assert rng is not before
-        assert rng.key is not before.key
-        assert all(rng.key is not key for key in drawn)
-    assert distinct(*drawn, *held)
-
-
 def test_an_axis_name_outside_means_one_shard() -> None:
     plain, _ = make_rng().rows(6)
     for name in ("x", ("x", "y")):
