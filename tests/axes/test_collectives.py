@@ -98,7 +98,7 @@ def test_gradients_over_lanes_among_types(name: str) -> None:
     """As in two nested maps without types, taken within lanes and around them."""
     ours, _ = OURS[name]
 
-    def within(axis_name: Any) -> Callable[[Any], Any]:
+    def within(axis_name: Any) -> Any:
         return jax.vmap(jax.grad(lambda x: loss(x, axis_name)), axis_name="b")
 
     def around(x: Any) -> Any:
@@ -108,8 +108,8 @@ def test_gradients_over_lanes_among_types(name: str) -> None:
         return jnp.sin(ours(jnp.sin(x), axis_name)).sum() * (2 + jnp.cos(x)).sum()
 
     # Around lanes and over shards, the gradient of one shard's loss is another thing with types.
-    gradients = [within("b"), within(("b", "x")), around]
-    every = lambda x: [gradient(x) for gradient in gradients]
+    gradients: list[Any] = [within("b"), within(("b", "x")), around]
+    every: Any = lambda x: [gradient(x) for gradient in gradients]
     parts = jnp.stack(np.split(DATA, SHARDS, axis=1))
     for got, wanted in zip(
         over_mesh(every)(DATA), jax.vmap(every, axis_name="x")(parts), strict=True

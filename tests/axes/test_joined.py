@@ -125,7 +125,8 @@ def test_large_arrays_go_alone_and_others_in_as_few_as_memory_allows() -> None:
             P(),
         )
         states = [sm.State(np.zeros(size, np.float32), reduce="mean") for size in sizes]
-        return call.lower(states, np.ones(N)).as_text().count("stablehlo.all_reduce")
+        text: str = call.lower(states, np.ones(N)).as_text()
+        return text.count("stablehlo.all_reduce")
 
     kib = 2**10 // 4
     assert collectives(*[kib] * 150) == 1

@@ -123,7 +123,7 @@ def test_memory_shared_with_arrays_keys_and_packed_models() -> None:
     equal(after["a"].value, np.full(8, 9.0))
     equal(after["b"].value, np.full(8, -7.0))
     packed = sm.pack({"a": sm.State(X), "b": sm.State(X)}, mesh)
-    both = lambda p, q, x: (first_of_two(p, x), first_of_two(q, x))
+    both: Any = lambda p, q, x: (first_of_two(p, x), first_of_two(q, x))
     call = sm.shard_map(both, mesh, (None, None, P()), P(), donate="states")
     for new in call(packed, packed, jnp.ones(8)):
         equal(new.unpack()["a"].value, X + 8)
@@ -408,13 +408,13 @@ def test_an_equivalent_layout_is_given_up_as_it_is() -> None:
         state = sm.ParamState(jax.device_put(value, on(where, specs[-1])))
         assert keep(state, np.ones(2)).value is state.value
     # What lies on no mesh is copied before it is given up, so that its owner keeps it.
-    state = sm.State(jnp.zeros((4, 4)))
+    plain = sm.State(jnp.zeros((4, 4)))
     cases: list[tuple[Any, int]] = [("none", 0), ("states", 64)]
     for donate, moved in cases:
         call = sm.shard_map(one_more, make_mesh("1"), (None,), P(), donate=donate)
-        assert call.explain(state).leaves[0].moved == moved
-        call(state)
-        equal(state.value, 0.0)
+        assert call.explain(plain).leaves[0].moved == moved
+        call(plain)
+        equal(plain.value, 0.0)
 
 
 def test_lanes_on_devices_are_fed_back_whatever_axes_their_data_have() -> None:

@@ -89,7 +89,7 @@ def in_a_branch_of_its_own(m: Any, x: Any) -> Any:
     return jax.tree.map(lambda value: value + 0, {"b": new["b"], "a": new["a"]})
 
 
-# "a" continues the state that entered as "b" and gets the sum of the rows; "b" that of "a", and twice the sum.
+# "a" continues the state that entered as "b", plus the sum of the rows; "b" that of "a", plus twice the sum.
 SWAPS: dict[str, Callable[..., Any]] = {
     "plain": swap,
     "jit": jax.jit(swap),

@@ -41,7 +41,7 @@ structure: Any = jax.tree.structure
 
 
 def lies(x: jax.Array, mesh: Mesh, spec: P) -> bool:
-    return x.sharding == NamedSharding(mesh, spec)
+    return bool(x.sharding == NamedSharding(mesh, spec))
 
 
 def buffers(x: jax.Array) -> list[int]:

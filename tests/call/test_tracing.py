@@ -237,7 +237,7 @@ def train_by_hand(w: jax.Array, x: jax.Array) -> Any:
 A = np.ones((16, 4), np.float32)
 W = np.ones(4, np.float32)
 SPLIT = P("x")
-# A mapped function, its states, the spec of its result; the same by hand, its arrays, their specs, the results.
+# A mapped function, its states, the spec of its result; the same by hand, its arrays, specs in and out.
 PROGRAMS: dict[str, tuple[Any, ...]] = {
     "buffers": (
         *(buffers, sm.State(A, spec=SPLIT), SPLIT),

@@ -321,8 +321,8 @@ def test_a_key_that_only_some_shards_go_on_from_is_not_drawn_from_again(
 def test_a_key_that_all_shards_agree_on_is_kept() -> None:
     call = sm.shard_map(lambda rng, key: rng.set(key), make_mesh(), (P(), P()), P())
     np.testing.assert_array_equal(data(call(make_rng(), jax.random.key(7)).key), [[0, 7]])
-    call = sm.shard_map(lambda rng: rng.set(rng.key), make_mesh(), P(), P())
-    same(call(make_rng(3)).key, make_rng(3).key)
+    itself = sm.shard_map(lambda rng: rng.set(rng.key), make_mesh(), P(), P())
+    same(itself(make_rng(3)).key, make_rng(3).key)
 
 
 def test_a_key_of_another_implementation_put_in_by_replace() -> None:

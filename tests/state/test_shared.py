@@ -149,11 +149,13 @@ def test_what_may_change_is_not_shared() -> None:
 
     for weight in (1, 3):
         layer = Layer(weight)
-        callables: list[Any] = [layer, layer.twice, functools.partial(layer, X[1])]
-        for each, wanted in zip(callables, (X, 2 * X, np.ones(8)), strict=True):
-            args = () if isinstance(each, functools.partial) else (X,)
-            size = {} if args else {"axis_size": 8}
-            np.testing.assert_array_equal(sm.pmap2(each, **size)(*args), weight * wanted)
+        calls: list[tuple[Any, Any, Any]] = [
+            (sm.pmap2(layer), (X,), X),
+            (sm.pmap2(layer.twice), (X,), 2 * X),
+            (sm.pmap2(functools.partial(layer, X[1]), axis_size=8), (), np.ones(8)),
+        ]
+        for call, args, wanted in calls:
+            np.testing.assert_array_equal(call(*args), weight * wanted)
 
 
 def test_new_code_is_another_function() -> None:
