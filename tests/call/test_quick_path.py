@@ -162,18 +162,6 @@ def test_a_signal_handler_may_compute(kind: AxisType) -> None:
 
 
 @each_kind
-def test_an_error_is_not_tried_a_second_time(kind: AxisType) -> None:
-    mapped, state, node = steady(kind)
-
-    def fail() -> None:
-        raise RuntimeError("the device is lost")
-
-    Watched.hooks.append(fail)
-    with pytest.raises(RuntimeError, match="the device is lost"):
-        mapped(state, node)
-
-
-@each_kind
 def test_an_array_that_was_given_up_is_named(kind: AxisType) -> None:
     mapped, state, node = steady(kind)
     gone = Watched(node.x + 0)

@@ -310,16 +310,6 @@ def test_threads_on_one_model() -> None:
     assert float(model.w.value) == 2.0
 
 
-def test_jit_false_runs_the_body_at_every_call() -> None:
-    fun, count = counted(lambda s, x: (x + s.value, s.set(s.value + 1)))
-    call = sm.shard_map(fun, make_mesh(), (P(), P("x")), (P("x"), P()), jit=False)
-    state = sm.State(0.0)
-    for _ in range(3):
-        y, state = call(state, np.zeros(8, np.float32))
-    assert count.times == 3
-    assert float(state.value) == 3.0
-
-
 def test_mesh_of_the_context_may_change() -> None:
     fun, count = counted(lambda s, x: (x * s.value, s))
     call = sm.shard_map(fun, None, (P(), P("x")), (P("x"), P()))
