@@ -38,10 +38,7 @@ def test_it_has_what_the_function_has(mapped: Any) -> None:
     assert inspect.getdoc(mapped) == "Scale it."
     assert inspect.signature(mapped) == inspect.signature(scaled)
     assert typing.get_type_hints(mapped) == typing.get_type_hints(scaled)
-
-
-@pytest.mark.parametrize("mapped", MAPPINGS, ids=["vmap2", "pmap2", "static", "shard_map"])
-def test_what_jax_copies_is_the_functions(mapped: Any) -> None:
+    # What JAX copies is the function's.
     jitted: Any = jax.jit(mapped)
     assert jitted.author == "someone"
     assert not hasattr(jitted, "unsharded")
@@ -113,7 +110,7 @@ def test_a_state_can_be_subscripted(kind: Any) -> None:
 def test_types() -> None:
     """mypy finds the errors that `typed.py` expects, and no others."""
     api = pytest.importorskip("mypy.api")
-    root = pathlib.Path(__file__).parent.parent
+    root = pathlib.Path(__file__).parents[2]
     config = str(root / "pyproject.toml")
     out, _, status = api.run(["--config-file", config, str(root / "tests" / "typed.py")])
     assert status == 0, out

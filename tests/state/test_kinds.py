@@ -1,6 +1,5 @@
 """The kinds of state, and kinds that other authors write."""
 
-import dataclasses
 from typing import Any
 
 import equinox as eqx
@@ -8,20 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import make_mesh
+from tests.helpers import assert_says, make_mesh, slow
 
 
 pytestmark = pytest.mark.usefixtures("each_kind")
 
 
-def structure(tree: Any) -> Any:
-    return jax.tree.structure(tree)
-
-
+structure: Any = jax.tree.structure
 ABOVE: dict[type[sm.State], set[type[sm.State]]] = {
     sm.State: set(),
     sm.ShortTermState: set(),
@@ -73,30 +68,31 @@ def count(total: Any, rows: jax.Array) -> Any:
     return total.set(total.value + rows.sum())
 
 
-@pytest.mark.parametrize("kind", ABOVE)
-def test_relations(kind: type[sm.State]) -> None:
-    state = kind(jax.random.key(0)) if kind is sm.RandomState else kind(1.0)
-    for other in ABOVE:
-        expected = other in {kind, sm.State, *ABOVE[kind]}
-        assert isinstance(state, other) is expected
-        assert issubclass(kind, other) is expected
-    assert sm.is_state(state)
+def test_relations() -> None:
+    for kind, above in ABOVE.items():
+        state = kind(jax.random.key(0)) if kind is sm.RandomState else kind(1.0)
+        assert sm.is_state(state)
+        for other in ABOVE:
+            expected = other in {kind, sm.State, *above}
+            assert isinstance(state, other) is expected
+            assert issubclass(kind, other) is expected
 
 
-@pytest.mark.parametrize("kind", [*PLAIN, Tally, Small])
-def test_a_kind_is_kept(kind: type[sm.State]) -> None:
-    state = kind(np.arange(3.0), tag="t")
-    for other in (
-        state.set(np.ones(3, np.float32)),
-        state.replace(value=1, tag="u"),
-        structure(state).unflatten(jax.tree.leaves(state)),
-        jax.tree.map(lambda x: x + 1, state),
-        jax.jit(lambda s: s)(state),
-        eqx.tree_at(lambda s: s.value, state, jnp.ones(3)),
-        sm.shard_map(lambda s: s.set(s.value), make_mesh(), P(), P())(state),
-    ):
-        assert type(other) is kind
-    assert type(structure(state).unflatten([None])) is kind
+def test_a_kind_is_kept() -> None:
+    states = [kind(np.arange(3.0), tag="t") for kind in (*PLAIN, Tally, Small)]
+    mapped = sm.shard_map(lambda states: [s.set(s.value) for s in states], make_mesh(), P(), P())
+    jitted: Any = jax.jit(lambda states: states)
+    for state, same, written in zip(states, jitted(states), mapped(states), strict=True):
+        for other in (
+            same,
+            written,
+            state.set(np.ones(3, np.float32)),
+            state.replace(value=1, tag="u"),
+            structure(state).unflatten([None]),
+            jax.tree.map(lambda x: x + 1, state),
+            eqx.tree_at(lambda s: s.value, state, jnp.ones(3)),
+        ):
+            assert type(other) is type(state)
 
 
 def test_kinds_are_different_nodes() -> None:
@@ -107,15 +103,9 @@ def test_kinds_are_different_nodes() -> None:
 
 
 def test_a_kind_with_its_own_init_is_refused() -> None:
-    with pytest.raises(TypeError, match="__init__"):
+    with pytest.raises(TypeError, match=r"__init__(.|\n)*classmethod"):
 
-        class Wrong(sm.State):
-            def __init__(self, value: Any, extra: int) -> None:
-                super().__init__(value)
-
-    with pytest.raises(TypeError, match="classmethod"):
-
-        class AlsoWrong(sm.RandomState):
+        class Wrong(sm.RandomState):
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 super().__init__(*args, **kwargs)
 
@@ -132,10 +122,9 @@ def test_a_kind_may_have_other_ways_to_be_made() -> None:
     assert structure(made) == structure(jax.tree.map(lambda x: x, made))
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("name", ["1", "2", "8", "4x2"])
-def test_an_outside_kind_in_shard_map(name: str, kind: AxisType) -> None:
-    mesh = make_mesh(name, kind)
+@pytest.mark.parametrize("name", [slow("1"), "4x2"])
+def test_an_outside_kind_in_shard_map(name: str) -> None:
+    mesh = make_mesh(name)
     call = sm.shard_map(count, mesh, (None, P(mesh.axis_names)), P())
     rows = np.ones(8, np.float32)
     # From here on float32 has no odd numbers, so increments found by subtraction would be lost.
@@ -143,27 +132,22 @@ def test_an_outside_kind_in_shard_map(name: str, kind: AxisType) -> None:
     total: Any = Tally(large, tag="t")
     for calls in (1, 2, 3):
         total = call(total, rows)
-        jax.block_until_ready(total)
         assert type(total) is Tally
         assert total.tag == {"t"}
         assert float(total.value) == large + 8 * calls
     assert float(call(Small(3.0), rows).value) == 11
 
 
-@pytest.mark.parametrize("options", [{"check_vma": False}, {"jit": False}, {"donate": "states"}])
-def test_an_outside_kind_under_every_option(options: dict[str, Any]) -> None:
-    call = sm.shard_map(count, make_mesh(), (None, P("x")), P(), **options)
-    assert float(call(Tally(5.0), np.ones(16, np.float32)).value) == 21
-    assert float(call.unsharded(Tally(5.0), np.ones(16, np.float32)).value) == 21
-
-
-def test_an_outside_kind_under_transformations() -> None:
+def test_an_outside_kind_under_options_and_transformations() -> None:
+    rows = np.ones(16, np.float32)
+    for options in ({"check_vma": False}, {"jit": False}, {"donate": "states"}):
+        call = sm.shard_map(count, make_mesh(), (None, P("x")), P(), **options)
+        assert float(call(Tally(5.0), rows).value) == 21
+    assert float(call.unsharded(Tally(5.0), rows).value) == 21
     call = sm.shard_map(count, make_mesh(), (None, P("x")), P())
-    rows = np.ones(8, np.float32)
-    assert float(jax.jit(call)(Tally(5.0), rows).value) == 13
     last, _ = jax.lax.scan(lambda t, _: (call(t, rows), None), Tally(0.0), length=3)
-    assert float(last.value) == 24
-    slope = jax.grad(lambda rows: call(Tally(5.0), rows).value * 2.0)(rows)
+    assert float(last.value) == 48
+    slope = jax.jit(jax.grad(lambda rows: call(Tally(5.0), rows).value * 2.0))(rows)
     np.testing.assert_array_equal(slope, 2)
 
 
@@ -273,17 +257,17 @@ class Unmade(sm.Module):
     ("use", "text"),
     [
         (
-            lambda call: call(Forgetful(1.0)),
+            lambda: merged(Forgetful(1.0)),
             "Forgetful.leave returned None. It must return a State, as in `return self.set(value)`. Is a "
             "`return` missing?",
         ),
         (
-            lambda call: call(Dazed(1.0)),
+            lambda: merged(Dazed(1.0)),
             "Dazed.enter returned tuple: (float32[], ('x',)). It must return a State, as in `return "
             "self.set(value)`. Is a `return` missing?",
         ),
         (
-            lambda call: Unmade().init_all_states(),
+            lambda: Unmade().init_all_states(),
             "Unmade.init_state returned None. It must return the module with its states, as in `return "
             "self.replace(mean=BatchState(0.0))`. Is a `return` missing?",
         ),
@@ -291,37 +275,16 @@ class Unmade(sm.Module):
     ids=["leave", "enter", "init_state"],
 )
 def test_a_forgotten_return_is_named(use: Any, text: str) -> None:
-    def call(state: sm.State) -> Any:
-        fun = lambda s, x: s.set(s.value + x.sum())
-        mapped = sm.shard_map(fun, make_mesh(), (P(), P("x")), P())
-        return mapped(state, np.ones(8, np.float32))
-
-    with pytest.raises(TypeError) as raised:
-        use(call)
-    assert str(raised.value) == text
+    assert_says(use, TypeError, text)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Left:
-    x: Any
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Right:
-    x: Any
+def merged(state: sm.State) -> Any:
+    return sm.shard_map(count, make_mesh(), (P(), P("x")), P())(state, np.ones(8, np.float32))
 
 
 def test_models_that_differ_in_a_type_alone_are_two() -> None:
-    """JAX treats trees of different dataclasses as equal."""
-    assert structure(Left(1)) == structure(Right(1))
-    kinds = sm.ParamState, sm.BatchState, sm.State
     mesh = make_mesh("2")
     call = sm.shard_map(lambda node: jax.tree.map(jnp.negative, node), mesh, P(), P())
-    makes: list[Any] = [*kinds, Left, Right, *kinds]
-    for make in makes:
-        assert type(call(make(np.float32(1)))) is make
-    for kind in kinds:
-        packed = sm.pack({"s": kind(1.0)}, mesh)
-        assert type(packed.unpack()["s"]) is kind
+    for kind in (sm.ParamState, sm.BatchState, sm.State) * 2:
+        assert type(call(kind(np.float32(1)))) is kind
+        assert type(sm.pack({"s": kind(1.0)}, mesh).unpack()["s"]) is kind

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 import statemesh as sm
-from statemesh._call import _shared
-from tests.helpers import compiles, counted, older_objects_frozen
+from tests.helpers import assert_same, compiles, counted, older_objects_frozen
 
 
 X = np.arange(8, dtype=np.float32)
@@ -36,27 +35,37 @@ def test_mapped_anew_it_is_traced_once() -> None:
 @pytest.mark.parametrize(
     "declared",
     [
-        {"in_axes": (0,)},
+        {"in_axes": (0, 0)},
         {"in_axes": None, "axis_size": 8},
-        {"out_axes": (0,)},
+        {"out_axes": (0, 0)},
         {"axis_name": "y"},
-        {"axis_size": 8},
-        {"devices": jax.devices()},
+        {"devices": jax.devices()[::-1]},
         {"backend": "cpu"},
         {"donate_argnums": 0},
         {"unexpected_out_state_mapping": "ignore"},
-        {"state_in_axes": sm.BatchState},
-        {"state_out_axes": {None: sm.BatchState}},
+        {"state_in_axes": sm.State},
+        {"state_out_axes": {None: sm.State}},
     ],
     ids=str,
 )
-def test_declared_otherwise_it_is_another(declared: dict[str, Any]) -> None:
-    def fun(x: Any) -> Any:
-        return x
+def test_equal_declarations_share_and_others_do_not(declared: dict[str, Any]) -> None:
+    def step(s: Any, x: Any) -> Any:
+        return sm.psum(x, "y") if declared.get("axis_name") else x.sum(), s
 
-    one = sm.pmap2(fun, **declared)
-    assert one._pipeline is not sm.pmap2(fun)._pipeline
-    assert one._pipeline is sm.pmap2(fun, **declared)._pipeline
+    def run(fun: Any, **declared: Any) -> Any:
+        s, x = (jax.device_put(v) for v in (np.ones(8), np.ones((8, 2), np.float32)))
+        return jax.tree.leaves(sm.pmap2(fun, **declared)(sm.State(s), x))
+
+    fun, count = counted(step)
+    if "axis_name" not in declared:
+        run(fun)
+    first, traced = run(fun, **declared), count.times
+    second = run(fun, **declared)
+    assert count.times == traced
+    # A function that was never mapped in another way.
+    for x, y, z in zip(first, second, run(lambda s, x: step(s, x), **declared), strict=True):
+        assert_same((x, y), (z, z))
+        assert x.sharding == y.sharding == z.sharding
 
 
 def test_equal_values_of_other_types_are_other_values() -> None:
@@ -64,10 +73,9 @@ def test_equal_values_of_other_types_are_other_values() -> None:
         return x
 
     sm.pmap2(fun, in_axes=0)(X)
-    with pytest.raises(TypeError):
-        sm.pmap2(fun, in_axes=False)(X)
-    with pytest.raises(TypeError):
-        sm.pmap2(fun, in_axes=(False,))(X)
+    for axes in (False, (False,)):
+        with pytest.raises(TypeError):
+            sm.pmap2(fun, in_axes=axes)(X)
 
 
 class Pair(NamedTuple):
@@ -93,8 +101,7 @@ def test_function_is_not_kept_alive() -> None:
         def fun(x: Any) -> Any:
             return x + big[0]
 
-        mapped = sm.pmap2(fun)
-        return mapped, [weakref.ref(x) for x in (fun, big, mapped._pipeline)]
+        return sm.pmap2(fun), [weakref.ref(x) for x in (fun, big)]
 
     mapped, refs = make()
     gc.collect()
@@ -104,30 +111,51 @@ def test_function_is_not_kept_alive() -> None:
     np.testing.assert_array_equal(mapped(jnp.arange(4.0)), np.arange(4) + 1)
     del mapped
     gc.collect()
-    assert [ref() for ref in refs] == [None] * 3
+    assert [ref() for ref in refs] == [None] * 2
 
 
-def test_what_may_change_or_keep_it_alive_is_not_shared() -> None:
-    def fun(tree: Any) -> Any:
-        return tree
+@older_objects_frozen()
+def test_nor_by_a_filter_that_refers_to_it() -> None:
+    def make() -> Any:
+        def fun(state: Any) -> Any:
+            return state
 
-    axes = [0]
-    for declared in (
-        {"in_axes": (axes,)},
-        {"state_in_axes": lambda path, state: fun is not None},
-        {"state_in_axes": {0: [sm.BatchState]}},
-        {"static_broadcasted_argnums": 0},
-    ):
-        one, other = (sm.pmap2(fun, **declared) for _ in range(2))
-        assert one._pipeline is not other._pipeline
+        declared: Any = lambda path, state: fun is not None
+        sm.pmap2(fun, state_in_axes=declared)(sm.State(X))
+        return weakref.ref(fun)
+
+    ref = make()
+    gc.collect()
+    assert ref() is None
+
+
+def test_what_may_change_is_not_shared() -> None:
+    def fun(pair: Any) -> Any:
+        return pair[0].sum()
+
+    axes: list[Any] = [0, 0]
+    assert sm.pmap2(fun, in_axes=(axes,))([X, X]).tolist() == X.tolist()
+    axes[0] = None
+    assert sm.pmap2(fun, in_axes=(axes,))([X, X]).tolist() == [28] * 8
 
     class Layer(sm.Module):
-        def __call__(self, x: Any) -> Any:
-            return x
+        weight: Any
 
-    callables: list[Any] = [Layer(), functools.partial(fun), Layer().__call__, jnp.sin]
-    for each in callables:
-        assert sm.pmap2(each)._pipeline is not sm.pmap2(each)._pipeline
+        def __call__(self, x: Any) -> Any:
+            return x * self.weight
+
+        def twice(self, x: Any) -> Any:
+            return 2 * self(x)
+
+    for weight in (1, 3):
+        layer = Layer(weight)
+        calls: list[tuple[Any, Any, Any]] = [
+            (sm.pmap2(layer), (X,), X),
+            (sm.pmap2(layer.twice), (X,), 2 * X),
+            (sm.pmap2(functools.partial(layer, X[1]), axis_size=8), (), np.ones(8)),
+        ]
+        for call, args, wanted in calls:
+            np.testing.assert_array_equal(call(*args), weight * wanted)
 
 
 def test_new_code_is_another_function() -> None:
@@ -143,13 +171,15 @@ def test_new_code_is_another_function() -> None:
 
 
 def test_few_are_kept() -> None:
-    def fun(x: Any) -> Any:
-        return x
-
-    made = [sm.pmap2(fun, str(k))._pipeline for k in range(100)]
-    assert len(_shared._pipelines[fun]) == _shared._KEPT
-    assert sm.pmap2(fun, "99")._pipeline is made[99]
-    assert sm.pmap2(fun, "0")._pipeline is not made[0]
+    fun, count = counted(lambda x: x)
+    names = [str(k) for k in range(40)]
+    for name in names:
+        sm.pmap2(fun, name)(X)
+    assert count.times == 40
+    sm.pmap2(fun, names[-1])(X)
+    assert count.times == 40
+    sm.pmap2(fun, names[0])(X)
+    assert count.times == 41
 
 
 def test_threads_share() -> None:

@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from statemesh._axes import _joined
-from tests.helpers import make_mesh
+from tests.helpers import make_mesh, slow
 
 
+each_kind = pytest.mark.usefixtures("each_kind")
 N = 8
 DTYPES = {
     "mean": (*("float16", "bfloat16", "float32"), "complex64"),
@@ -36,8 +36,25 @@ def values(dtype: str, shape: tuple[int, ...], seed: int) -> jax.Array:
     return jnp.asarray(x, dtype)
 
 
-def written(separate: bool, check_vma: bool) -> list[np.ndarray]:
-    """What states of every dtype and policy become, each in a call of its own or all in one."""
+def wide(x: Any) -> Any:
+    return x.astype(np.float32) if x.dtype in (np.float16, jnp.bfloat16) else x
+
+
+# What each policy makes of one array by itself: sums of narrow floats are wide.
+ALONE: dict[str, Any] = {
+    "mean": lambda old, new: jax.lax.pmean(wide(new), "x").astype(new.dtype),
+    "sum": lambda old, new: (wide(old) + jax.lax.psum(wide(new) - wide(old), "x")).astype(
+        new.dtype
+    ),
+    "max": lambda old, new: sm.pmax(new, "x"),
+    "min": lambda old, new: sm.pmin(new, "x"),
+}
+
+
+@each_kind
+@pytest.mark.parametrize("check_vma", [True, slow(False)])
+def test_the_bits_are_those_of_separate_reductions(check_vma: bool) -> None:
+    """States of every dtype and policy, beside a function that reduces each array by itself."""
     cases = [
         (how, dtype, shape)
         for how, dtypes in DTYPES.items()
@@ -47,30 +64,23 @@ def written(separate: bool, check_vma: bool) -> list[np.ndarray]:
     news = [values(dtype, shape, k) for k, (_, dtype, shape) in enumerate(cases)]
     states = [sm.State(jnp.ones(shape, dtype), reduce=how) for how, dtype, shape in cases]
 
-    def fun(states: Any, news: Any) -> Any:
+    def write(states: Any, news: Any) -> Any:
         return [s.set(x[0]) for s, x in zip(states, news, strict=True)]
 
-    call = sm.shard_map(fun, make_mesh(), (P(), P("x")), P(), check_vma=check_vma)
-    if separate:
-        # One array by itself is reduced as it is.
-        return [np.asarray(call([s], [x])[0].value) for s, x in zip(states, news, strict=True)]
-    return [np.asarray(s.value) for s in call(states, news)]
+    def alone(olds: Any, news: Any) -> Any:
+        return [ALONE[how](s, x[0]) for (how, *_), s, x in zip(cases, olds, news, strict=True)]
 
-
-@pytest.fixture(scope="module")
-def one_by_one() -> list[np.ndarray]:
-    return written(True, True)
-
-
-@pytest.mark.usefixtures("each_kind")
-@pytest.mark.slow
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_the_bits_are_those_of_separate_reductions(
-    one_by_one: list[np.ndarray], check_vma: bool
-) -> None:
-    found = written(False, check_vma)
-    for a, b in zip(found, one_by_one, strict=True):
-        assert a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    mesh, specs = make_mesh(), (P(), P("x"))
+    call = sm.shard_map(write, mesh, specs, P(), check_vma=check_vma)
+    by_hand = jax.jit(
+        jax.shard_map(alone, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    )
+    placed = sm.place([s.value for s in states], mesh), sm.place(news, mesh, P("x"))
+    wanted = by_hand(*placed)
+    for state, other, case in zip(call(states, news), wanted, cases, strict=True):
+        one, two = np.asarray(state.value), np.asarray(other)
+        assert (one.dtype, one.shape) == (two.dtype, two.shape)
+        assert one.tobytes() == two.tobytes(), case
 
 
 def count(text: str) -> int:
@@ -78,7 +88,7 @@ def count(text: str) -> int:
     return len(re.findall(r" all-reduce(?:-start)?\(", text))
 
 
-@pytest.mark.usefixtures("each_kind")
+@each_kind
 @pytest.mark.slow
 def test_a_training_step_has_one_collective_for_each_dtype_and_point() -> None:
     model = {
@@ -106,16 +116,26 @@ def test_a_training_step_has_one_collective_for_each_dtype_and_point() -> None:
     assert 1 <= count(text) <= 3
 
 
-def test_large_arrays_go_alone_and_buckets_are_full() -> None:
-    large, small = _joined._LARGE // 4, _joined._BUCKET // 4 // 100
-    sizes = [*[small] * 150, large, 1]
-    found = list(_joined._buckets([np.zeros(size, np.float32) for size in sizes]))
-    assert sorted(k for bucket in found for k in bucket) == list(range(len(sizes)))
-    assert [150] in found and len(found) == 3
-    assert all(sum(4 * sizes[k] for k in b) <= _joined._BUCKET for b in found)
+def test_large_arrays_go_alone_and_others_in_as_few_as_memory_allows() -> None:
+    def collectives(*sizes: int) -> int:
+        call = sm.shard_map(
+            lambda states, x: [s.set(s.value + x.sum()) for s in states],
+            make_mesh(),
+            (P(), P("x")),
+            P(),
+        )
+        states = [sm.State(np.zeros(size, np.float32), reduce="mean") for size in sizes]
+        text: str = call.lower(states, np.ones(N)).as_text()
+        return text.count("stablehlo.all_reduce")
+
+    kib = 2**10 // 4
+    assert collectives(*[kib] * 150) == 1
+    assert collectives(*[kib] * 150, 1024 * kib, 1024 * kib) == 3
+    # Six times 900 KiB are more than what is copied at once.
+    assert collectives(*[900 * kib] * 6) == 2
 
 
-@pytest.mark.usefixtures("each_kind")
+@each_kind
 def test_states_that_a_vmap_does_not_batch_stay_unbatched() -> None:
     def fun(model: Any, x: Any, y: Any) -> Any:
         return [model[0].set(x.sum()), model[1].set(y.sum())]
@@ -129,7 +149,7 @@ def test_states_that_a_vmap_does_not_batch_stay_unbatched() -> None:
     assert second.value.shape == () and float(second.value) == 1
 
 
-@pytest.mark.usefixtures("each_kind")
+@each_kind
 @pytest.mark.parametrize("how", ["mean", "sum", "max"])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_derivatives_are_those_of_each_array(how: str, check_vma: bool) -> None:

@@ -1,0 +1,419 @@
+"""Which entering state a returned one continues: its old value, its policy and its place."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from tests.helpers import counted, make_mesh, without_names
+
+
+X = np.arange(8, dtype=np.float32)
+TOTAL = float(X.sum())
+
+
+def model(**options: Any) -> dict[str, sm.State]:
+    """Two states that only their places tell apart."""
+    options = {"reduce": "sum"} | options
+    return {"a": sm.State(1.0, **options), "b": sm.State(2.0, **options)}
+
+
+def swap(m: Any, x: Any) -> Any:
+    """Two states that change places, each written."""
+    return {
+        "a": m["b"].set(m["b"].value + x.sum()),
+        "b": m["a"].set(m["a"].value + 2 * x.sum()),
+    }
+
+
+def varying(m: Any) -> Any:
+    """States that a loop may write differently on each shard."""
+    if "x" not in jax.typeof(lax.axis_index("x")).manual_axis_type.varying:
+        return m
+    return {k: s.set(lax.pcast(s.value, "x", to="varying")) for k, s in m.items()}
+
+
+def by_tree_map(m: Any, x: Any) -> Any:
+    more = jax.tree.map(lambda a, b: a + x.sum() + 0 * b, m["b"], m["a"])
+    return {"a": more, "b": jax.tree.map(lambda value: value + 2 * x.sum(), m["a"])}
+
+
+def by_leaves(m: Any, x: Any) -> Any:
+    treedef: Any
+    leaves, treedef = jax.tree.flatten({"a": m["b"], "b": m["a"]})
+    return treedef.unflatten([leaves[0] + x.sum(), leaves[1] + 2 * x.sum()])
+
+
+def in_scan(m: Any, x: Any) -> Any:
+    def body(m: Any, row: Any) -> Any:
+        a, b = m["a"], m["b"]
+        return {"a": a.set(a.value + row + 0 * b.value), "b": b.set(b.value + 2 * row)}, None
+
+    return lax.scan(body, varying({"a": m["b"], "b": m["a"]}), x)[0]
+
+
+def in_while(m: Any, x: Any) -> Any:
+    def body(i: Any, m: Any) -> Any:
+        return {"a": m["a"].set(m["a"].value + x[i]), "b": m["b"].set(m["b"].value + 2 * x[i])}
+
+    return lax.fori_loop(0, len(x), body, varying({"b": m["a"], "a": m["b"]}))
+
+
+def in_cond(m: Any, x: Any) -> Any:
+    other = lambda m: swap(m, 0 * x)
+    return lax.cond(lax.pmax(x.sum(), "x") > 0, lambda m: swap(m, x), other, m)
+
+
+@jax.jit
+def add(state: sm.State, x: Any) -> sm.State:
+    return state.set(state.value + x)
+
+
+def through_a_gradient(m: Any, x: Any) -> Any:
+    def loss(w: Any) -> Any:
+        return (w * x).sum(), jax.checkpoint(swap)(m, w * x)
+
+    return jax.value_and_grad(loss, has_aux=True)(jnp.ones(()))[0][1]
+
+
+def in_a_branch_of_its_own(m: Any, x: Any) -> Any:
+    """A written state outlives the map by which another one was made."""
+    new = jax.jit(swap)(m, x)
+    return jax.tree.map(lambda value: value + 0, {"b": new["b"], "a": new["a"]})
+
+
+# "a" continues the state that entered as "b", plus the sum of the rows; "b" that of "a", plus twice the sum.
+SWAPS: dict[str, Callable[..., Any]] = {
+    "plain": swap,
+    "jit": jax.jit(swap),
+    "checkpoint": jax.checkpoint(swap),
+    "tree.map": by_tree_map,
+    "tree.map in checkpoint in jit": jax.jit(jax.checkpoint(by_tree_map)),
+    "flattened": by_leaves,
+    "scan": in_scan,
+    "while": in_while,
+    "cond": in_cond,
+    "one jit twice": lambda m, x: {"a": add(m["b"], x.sum()), "b": add(m["a"], 2 * x.sum())},
+    "a gradient": through_a_gradient,
+    "nested lanes": lambda m, x: sm.vmap2(swap, in_axes=(None, 0))(m, x),
+    "tree.map after jit": in_a_branch_of_its_own,
+}
+
+
+def mapping(fun: Callable[..., Any], how: str) -> Any:
+    specs = (None, P("x")), P()
+    ways: dict[str, Callable[[], Any]] = {
+        "checked": lambda: sm.shard_map(fun, make_mesh("4", AxisType.Explicit), *specs),
+        "unchecked": lambda: sm.shard_map(fun, make_mesh("4"), *specs, check_vma=False),
+        "eager": lambda: sm.shard_map(fun, make_mesh("4"), *specs, jit=False),
+        "lanes": lambda: sm.vmap2(fun, in_axes=(None, 0), axis_name="x"),
+        "devices": lambda: sm.pmap2(fun, "x", in_axes=(None, 0)),
+    }
+    return ways[how]()
+
+
+def rows(how: str) -> Any:
+    return X.reshape(4, 2) if how in ("lanes", "devices") else X
+
+
+def call(fun: Callable[..., Any], how: str, m: Any) -> Any:
+    return mapping(fun, how)(m, rows(how))
+
+
+WAYS = ["checked", "unchecked", "eager", "lanes", "devices"]
+
+
+def values(states: Any) -> list[float]:
+    return [float(state.value) for state in jax.tree.leaves(states, is_leaf=sm.is_state)]
+
+
+@pytest.mark.parametrize("how", ["checked", "unchecked", "lanes", "devices"])
+def test_a_state_continues_the_one_that_it_was_written_from(how: str) -> None:
+    """All swaps are parts of one program, each with a model of its own."""
+
+    def fun(models: Any, x: Any) -> Any:
+        return {name: SWAPS[name](m, x) for name, m in models.items()}
+
+    fun, count = counted(fun)
+    models = {name: model() for name in SWAPS}
+    structure: Any = jax.tree.structure(models)
+    mapped = mapping(fun, how)
+    first = mapped(models, rows(how))
+    for name, m in first.items():
+        assert values(m) == [2 + TOTAL, 1 + 2 * TOTAL], name
+    second = mapped(first, rows(how))
+    for name, m in second.items():
+        assert values(m) == [1 + 3 * TOTAL, 2 + 3 * TOTAL], name
+    # It is traced once, and nothing of it is left in what is returned.
+    assert count.times == 1
+    assert jax.tree.structure(second) == structure
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "tree.map", "scan"])
+def test_a_call_that_is_not_compiled_knows_it_too(name: str) -> None:
+    assert values(call(SWAPS[name], "eager", model())) == [2 + TOTAL, 1 + 2 * TOTAL]
+
+
+def test_a_call_that_is_not_compiled_may_go_by_values() -> None:
+    fun = lambda m, x: swap(m, x) if m["a"].value == 1 else m
+    assert values(call(fun, "eager", model())) == [2 + TOTAL, 1 + 2 * TOTAL]
+
+
+def exchanged_in_one_branch(m: Any, x: Any) -> Any:
+    alike = lax.pmax(x.sum(), "x") > 0
+    return lax.cond(alike, lambda m: {"a": m["b"], "b": m["a"]}, lambda m: m, m)
+
+
+def exchanged_in_each_round(m: Any, x: Any) -> Any:
+    return lax.scan(lambda m, row: (swap(m, row), None), varying(m), x)[0]
+
+
+def closed_over_by_branches(m: Any, x: Any) -> Any:
+    alike = lax.pmax(x.sum(), "x") > 0
+    return m | {"a": lax.cond(alike, lambda: m["a"], lambda: m["b"])}
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize(
+    "fun", [exchanged_in_one_branch, exchanged_in_each_round, closed_over_by_branches]
+)
+def test_what_cannot_be_known_is_refused(fun: Any, how: str) -> None:
+    text = rf"{fun.__name__}\(\.\.\.\)\['a'\] may be m\['a'\] or m\['b'\]"
+    with pytest.raises(sm.StructureError, match=text):
+        call(fun, how, model())
+
+
+@pytest.mark.parametrize("how", ["checked", "lanes"])
+def test_nothing_is_asked_where_it_makes_no_difference(how: str) -> None:
+    assert values(call(exchanged_in_one_branch, how, model(reduce="max"))) == [2, 1]
+
+
+def test_names_tell_states_apart() -> None:
+    m = {k: s.replace(name=k) for k, s in model().items()}
+
+    def fun(m: Any, x: Any) -> Any:
+        new = lax.cond(lax.pmax(x.sum(), "x") > 0, lambda m: m, lambda m: m, m)
+        return {k: s.set(s.value + x.sum()) for k, s in new.items()}
+
+    assert values(call(fun, "checked", m)) == [1 + TOTAL, 2 + TOTAL]
+
+
+def test_a_function_sees_the_old_value_of_its_own_state() -> None:
+    def largest_step(old: Any, new: Any, axis_names: Any) -> Any:
+        return old + lax.pmax(new - old, axis_names)
+
+    after = call(SWAPS["checkpoint"], "checked", model(reduce=largest_step))
+    assert values(after) == [2 + 13, 1 + 26]
+
+
+def test_alike_states_leave_as_they_entered() -> None:
+    """Inside they are alike, but one is a part of an array and the other is whole."""
+
+    @jax.checkpoint
+    def fun(m: Any, x: Any) -> Any:
+        return {"a": m["b"].set(m["b"].value + 1), "b": m["a"].set(m["a"].value + 1)}
+
+    split = {sm.filters.Where(lambda args: args["a"]): P("x")}
+    mapped = sm.shard_map(fun, make_mesh("4"), (P(), P("x")), P(), state_in_specs=split)
+    after = mapped({"a": sm.State(X), "b": sm.State(X[:2] + 10)}, X)
+    np.testing.assert_array_equal(after["a"].value, X[:2] + 11)
+    np.testing.assert_array_equal(after["b"].value, X + 1)
+
+
+@pytest.mark.parametrize("how", ["checked", "unchecked"])
+def test_a_value_made_of_another_state_leaves_with_its_own(how: str) -> None:
+    """Others are alike and followed; this one is neither."""
+    m = model() | {"split": sm.BatchState(X, spec=P("x"))}
+
+    def fun(m: Any, x: Any) -> Any:
+        new = m["split"].set(jnp.broadcast_to(m["a"].value, m["split"].value.shape))
+        return jax.tree.map(lambda leaf: leaf, swap(m, x) | {"split": new})
+
+    after = call(fun, how, m)["split"].value
+    np.testing.assert_array_equal(after, np.ones(8))
+    assert after.sharding.spec == P("x")
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "scan"])
+def test_the_compiled_program_is_the_same(name: str) -> None:
+    """States with names of their own need no links."""
+    named = {k: s.replace(name=k) for k, s in model().items()}
+
+    def same_names(m: Any, x: Any) -> Any:
+        new = SWAPS[name]({"a": m["b"], "b": m["a"]}, x)
+        return {k: m[k].set(s.value) for k, s in new.items()}
+
+    programs = [
+        mapping(same_names, "checked").lower(m, X).compile().as_text() for m in (model(), named)
+    ]
+    assert without_names(programs[0]) == without_names(programs[1])
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_the_same_value_everywhere_is_no_sum_of_copies(how: str) -> None:
+    fun = lambda s, x: s.set(s.value + lax.all_gather(x, "x", tiled=True).sum())
+    assert values(call(fun, how, sm.State(1.0, reduce="sum"))) == [1 + TOTAL]
+
+
+# Loops and branches whose types need the same states on all shards
+
+
+def carried(state: sm.State, x: Any) -> Any:
+    return lax.scan(lambda s, row: (s.set(s.value + row), None), state, x)[0]
+
+
+def carried_by_scan_of_models(state: sm.State, x: Any) -> Any:
+    return sm.scan(lambda s, row: (s.set(s.value + row), None), state, x)[0]
+
+
+def carried_by_while(state: sm.State, x: Any) -> Any:
+    body = lambda pair: (pair[0] + 1, pair[1].set(pair[1].value + x.sum()))
+    return lax.while_loop(lambda pair: pair[0] < 1, body, (0, state))[1]
+
+
+def of_one_branch(state: sm.State, x: Any) -> Any:
+    return lax.cond(x.sum() > -1, lambda s: s.set(s.value + x.sum()), lambda s: s, state)
+
+
+NEEDS_ONE_TYPE = """\
+a loop or branch needs one type for what goes in and what comes out, but shards write different \
+values in it to states that enter the same on every shard:
+  - m['total']: {} is the same over 'x'
+Mark the value as varying before the loop or branch{}:
+    m['total'].set(jax.lax.pcast(m['total'].value, ('x',), to='varying'))"""
+MENDS = {
+    None: ("State(float32[])", ", and declare how it is merged when it leaves, as in State(value, "
+           "reduce='mean'), or give it a spec that names 'x'"),
+    "sum": ("State(float32[], reduce='sum')", "; its policy merges it when it leaves"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reduce", MENDS)
+@pytest.mark.parametrize(
+    "loop", [carried, carried_by_scan_of_models, carried_by_while, of_one_branch]
+)
+def test_a_loop_over_a_state_of_another_type_names_it_and_the_mend(loop: Any, reduce: Any) -> None:
+    m = {"seen": sm.State(jnp.ones(3), reduce="max"), "total": sm.State(0.0, reduce=reduce)}
+    fun = lambda m, x: loop(m["total"], x)
+    with pytest.raises(TypeError, match=r"must have equal .*types") as raised:
+        call(fun, "checked", m)
+    assert str(raised.value).split("\n\nHint: ")[1] == NEEDS_ONE_TYPE.format(*MENDS[reduce])
+
+    def mended(m: Any, x: Any) -> Any:
+        return loop(m["total"].set(lax.pcast(m["total"].value, ("x",), to="varying")), x)
+
+    after = call(mended, "checked", m | {"total": sm.State(0.0, reduce="sum")})
+    assert values(after) == [TOTAL]
+
+
+# Where a state no longer remembers, its path and its arrays tell
+
+
+class Net(sm.Module):
+    w: sm.ParamState
+    total: sm.State
+
+
+def net(start: float = 0.0, **options: Any) -> Net:
+    return Net(sm.ParamState(np.ones(8, np.float32), **options), sm.State(start, reduce="sum"))
+
+
+def forgetful(tree: Any, by: Any) -> Any:
+    """Every leaf moved on, by a function that makes new State objects."""
+    return jax.tree.map(lambda leaf: leaf + by, tree)
+
+
+def replicated(fun: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """`fun` with everything replicated but the last argument."""
+    specs = (*[P()] * (len(args) - 1), P("x"))
+    return sm.shard_map(fun, make_mesh("4"), specs, P(), **options)(*args)
+
+
+def test_paths_and_positions() -> None:
+    def models(a: Net, b: Net, x: jax.Array) -> Any:
+        return Net(a.w, forgetful(a.total, x.sum())), Net(b.w, forgetful(b.total, 2 * x.sum()))
+
+    a, b = replicated(models, net(1.0), net(10.0), X)
+    assert values([a.total, b.total]) == [1 + TOTAL, 10 + 2 * TOTAL]
+
+    def whole_paths(states: Any, x: jax.Array) -> Any:
+        (a, b), c = states
+        return [[forgetful(a, x.sum()), forgetful(b, 2 * x.sum())], forgetful(c, 3 * x.sum())]
+
+    one, two, three = (sm.State(k, reduce="sum") for k in (1.0, 2.0, 3.0))
+    after = replicated(whole_paths, [[one, two], three], X)
+    assert values(after) == [1 + TOTAL, 2 + 2 * TOTAL, 3 + 3 * TOTAL]
+
+    def twice(model: Net, x: jax.Array) -> Any:
+        after = Net(model.w, forgetful(model.total, x.sum()))
+        return after, after
+
+    first, second = replicated(twice, net(1.0), X)
+    assert values([first.total, second.total]) == [1 + TOTAL] * 2
+
+
+def test_what_was_not_written_is_known_by_its_arrays() -> None:
+    def fun(a: Net, b: Net, x: jax.Array) -> Any:
+        del a
+        return x.sum(keepdims=True), jax.tree.map(lambda leaf: leaf, b)
+
+    mapped = sm.shard_map(fun, make_mesh(), (P(), P(), P("x")), (P("x"), P()))
+    a, b, x = mapped.place(net(1.0), net(2.0), X)
+    _, after = mapped(a, b, x)
+    assert after.w.value is b.w.value
+    assert after.total.value is b.total.value
+
+
+def test_a_state_made_inside_is_new() -> None:
+    def fun(model: Net, x: jax.Array) -> Any:
+        total = lax.psum(x.sum(), "x")
+        copy = sm.BatchState(model.w.value, tag="copy")
+        split, zeros = sm.State(x, spec=P("x")), sm.State(jnp.zeros(3))
+        return model, {"copy": copy, "new": sm.State(total), "split": split, "zeros": zeros}
+
+    after, made = replicated(fun, net(5.0), X)
+    assert type(made["copy"]) is sm.BatchState and made["copy"].tag == {"copy"}
+    np.testing.assert_array_equal(made["copy"].value, 1)
+    assert type(after.w) is sm.ParamState
+    assert values([after.total, made["new"]]) == [5, TOTAL]
+    np.testing.assert_array_equal(made["split"].value, X)
+    assert made["zeros"].value.shape == (3,)
+    summed = lambda m, x: swap(m, x) | {"c": sm.State(x.sum(), reduce="sum")}
+    assert values(call(jax.jit(summed), "checked", model())["c"]) == [TOTAL]
+
+
+def second_of_two(pair: Any, x: jax.Array) -> Any:
+    a, b = pair
+    del a
+    return Net(forgetful(b.w, 1), b.total.set(b.total.value + x.sum()))
+
+
+@pytest.mark.parametrize("options", [{"donate": "states"}, {}], ids=["donation", "policy"])
+def test_which_of_two_alike_is_asked_where_it_makes_a_difference(options: dict[str, Any]) -> None:
+    after = replicated(second_of_two, [net(1.0), net(2.0)], X)
+    np.testing.assert_array_equal(after.w.value, 2)
+    assert float(after.total.value) == 2 + TOTAL
+    reduce = None if options else "mean"
+    with pytest.raises(
+        sm.StructureError, match=r"second_of_two\(\.\.\.\)\.w may be .*\[0\]\.w or .*\[1\]\.w"
+    ):
+        replicated(second_of_two, [net(reduce=reduce), net(reduce=reduce)], X, **options)
+    after = replicated(
+        second_of_two, [net(reduce=reduce), net(reduce=reduce, name="b")], X, **options
+    )
+    np.testing.assert_array_equal(after.w.value, 2)
+    assert float(after.total.value) == TOTAL
+
+
+def test_another_shape_inside_tells_them_apart() -> None:
+    by_rows = {sm.filters.Where(lambda pair: pair[1].w): P("x")}
+    after = replicated(second_of_two, [net(), net()], X, state_in_specs=by_rows)
+    assert after.w.value.sharding.spec == P("x")
+    np.testing.assert_array_equal(after.w.value, 2)
