@@ -83,6 +83,12 @@ class Pairs(tuple[tuple[Filter, int | None], ...]):
     __slots__ = ()
 
 
+class AxesOfMap(tuple[Any, ...]):
+    """`in_axes` of a method that a `Map` runs: it cannot say where States among its arguments have their lanes."""
+
+    __slots__ = ()
+
+
 def as_pairs(state_axes: StateAxes, what: str) -> Pairs:
     """`state_in_axes` or `state_out_axes`, as users write them, in their one form."""
     if isinstance(state_axes, Pairs):

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from tests.helpers import make_mesh
-from tests.test_grad import WAYS, X, check, plain
+from tests.grad.test_grad import WAYS, X, check, plain
 
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import statemesh as sm
 from statemesh import checkpoint
 from tests.helpers import jnp, make_mesh, slow
-from tests.test_fsdp import (
+from tests.grad.test_fsdp import (
     OPTIMIZER,
     ROWS,
     WANTED,

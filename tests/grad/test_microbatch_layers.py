@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from tests.helpers import make_mesh, slow
-from tests.test_microbatches import WAYS, X
+from tests.grad.test_microbatches import WAYS, X
 
 
 Loss = Callable[[Any, Any], Any]

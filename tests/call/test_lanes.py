@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import statemesh as sm
-from tests.helpers import compiles, counted
+from tests.helpers import assert_says, compiles, counted
 
 
 TRANSFORMS: dict[str, Any] = {"vmap2": sm.vmap2, "pmap2": sm.pmap2}
@@ -139,6 +139,32 @@ def test_axes_of_states_are_independent_of_in_axes(lanes: Any) -> None:
     y, s = lanes(lambda m: (m["s"].value + m["x"], m["s"]))(model)
     equal(y, X + np.arange(3))
     equal(s.value, np.arange(3))
+
+
+def test_an_axis_that_stands_for_states_alone_is_refused(lanes: Any) -> None:
+    def read(m: Any, x: Any = 0.0) -> Any:
+        return x
+
+    state, rng = sm.State(X), sm.RandomState(jax.random.key(0))
+    head = "read: in_axes maps arrays outside of States, so these axes would map nothing:"
+    mend = (
+        "Write None there, and say which States have lanes: state_in_axes={%d: filter}. A RandomState needs "
+        "neither, because each lane draws from a stream of its own."
+    )
+    refused: list[tuple[Any, tuple[Any, ...], str, int]] = [
+        ((0, 0), (state, X), "in_axes[0] = 0 stands for m, a State", 0),
+        ((0, 0), (rng, X), "in_axes[0] = 0 stands for m, a RandomState", 0),
+        (({"s": -1, "x": None}, 0), ({"s": state, "x": X}, X), "in_axes[0] = -1 stands for m['s'], a State", -1),
+        (1, (state,), "in_axes = 1 stands for m, a State", 1),
+    ]
+    for in_axes, args, item, axis in refused:
+        text = "\n".join([head, f"  - {item}", mend % axis])
+        assert_says(lambda: lanes(read, in_axes=in_axes, axis_size=N)(*args), sm.BatchAxisError, text)
+    # The default, what maps an array too, and what holds anyway.
+    equal(lanes(read)(state, X), X)
+    equal(lanes(read, in_axes=-2)(state, X), X)
+    equal(lanes(read, in_axes=(0, 0))({"s": state, "x": X}, X), X)
+    equal(lanes(read, in_axes=(0, 0), state_in_axes=...)(state, X), X)
 
 
 def test_the_first_match_counts(lanes: Any) -> None:

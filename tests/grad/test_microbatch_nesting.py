@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from tests.helpers import compiles, make_mesh, slow
-from tests.test_microbatches import WAYS, X, check, make_net, net_loss
+from tests.grad.test_microbatches import WAYS, X, check, make_net, net_loss
 
 
 RATE = 0.1

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from tests.helpers import make_mesh
-from tests.test_grad import SHARDS, Net, X, check, make_net, plain, still_loss
+from tests.grad.test_grad import SHARDS, Net, X, check, make_net, plain, still_loss
 
 
 pytestmark = pytest.mark.usefixtures("each_kind")
@@ -73,6 +73,32 @@ def test_parameters_gathered_from_all_shards(check_vma: bool) -> None:
     got = sm.shard_map(step, make_mesh("4"), (P(), P("x")), P(), check_vma=check_vma)(model, x)
     check(got, plain(loss)(model, x, lambda w: w))
     assert {s.data.shape for s in got[1]["w"].value.addressable_shards} == {(4,)}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("gather", [sm.all_gather, jax.lax.all_gather])
+def test_parameters_gathered_before_the_gradient(gather: Any, check_vma: bool) -> None:
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.mean((x @ w) ** 2), w
+
+    def own_part_of_the_gradient(w: Any, x: Any) -> Any:
+        grads, _ = sm.grad(loss, axis_name="x")(gather(w, "x", tiled=True), x)
+        return jax.lax.dynamic_slice_in_dim(grads, sm.axis_index("x") * w.size, w.size)
+
+    w = np.linspace(-1, 1, 16, dtype=np.float32)
+    x = np.cos(np.arange(128, dtype=np.float32)).reshape(8, 16)
+    specs = (P("x"), P("x"))
+    got = sm.shard_map(own_part_of_the_gradient, make_mesh("4"), specs, P("x"), check_vma=check_vma)(w, x)
+    np.testing.assert_allclose(got, jax.grad(lambda w: loss(w, x)[0])(w), rtol=1e-4, atol=1e-6)
+
+
+def test_a_cast_parameter_belongs_to_its_shard() -> None:
+    def own(w: Any, x: Any) -> Any:
+        return sm.grad(lambda w, x: ((w * x).sum(), w))(jax.lax.pcast(w, "x", to="varying"), x)[0]
+
+    x = np.arange(4.0, dtype=np.float32)
+    got = sm.shard_map(own, make_mesh("4"), (P(), P("x")), P("x"))(jnp.ones(1), x)
+    np.testing.assert_array_equal(got, x)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
