@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
@@ -24,7 +24,8 @@ COLUMNS = P(None, "x")
 
 def over_mesh(fun: Callable[..., Any], check_vma: bool = True, out: Any = COLUMNS) -> Any:
     """`fun` of each shard's columns of the data."""
-    return sm.shard_map(fun, make_mesh("4"), COLUMNS, out, check_vma=check_vma)
+    mesh = make_mesh("4", AxisType.Explicit if check_vma else AxisType.Auto)
+    return sm.shard_map(fun, mesh, COLUMNS, out, check_vma=check_vma)
 
 
 def parts() -> list[np.ndarray]:
@@ -58,13 +59,15 @@ INSTEAD = (
 )
 
 
-@pytest.mark.parametrize("name", list(COLLECTIVES))
-def test_a_collective_of_jax_runs_unchecked(name: str) -> None:
-    fun = COLLECTIVES[name]
-    got = over_mesh(lambda x: sm.vmap2(fun, axis_name="b")(x), check_vma=False)(DATA)
+def test_collectives_of_jax_run_unchecked() -> None:
+    def lane(x: jax.Array) -> Any:
+        return [fun(x) for fun in COLLECTIVES.values()]
+
+    got = over_mesh(sm.vmap2(lane, axis_name="b"), check_vma=False)(DATA)
     # Nothing runs over the mesh, so that all shards together are one `vmap`.
-    wanted = jax.vmap(fun, axis_name="b")(DATA)
-    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+    wanted = jax.vmap(lane, axis_name="b")(DATA)
+    for name, a, b in zip(COLLECTIVES, got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, err_msg=name)
 
 
 BOTH: dict[str, Callable[[Any], Any]] = {
@@ -78,16 +81,7 @@ def test_it_is_refused_where_types_are_checked(name: str) -> None:
     def step(x: jax.Array) -> Any:
         return (COLLECTIVES | BOTH)[name](x)
 
-    call = over_mesh(lambda x: sm.vmap2(step, axis_name="b")(x))
-    assert_says(lambda: call(DATA), sm.StatemeshError, INSTEAD)
-
-
-def test_lanes_know_their_number_and_how_many_they_are() -> None:
-    def lane(x: jax.Array) -> Any:
-        return x * jax.lax.axis_index("b") / jax.lax.psum(1, "b")
-
-    got = over_mesh(lambda x: sm.vmap2(lane, axis_name="b")(x))(DATA)
-    np.testing.assert_allclose(got, DATA * np.arange(LANES)[:, None] / LANES, rtol=1e-6)
+    assert_says(lambda: over_mesh(sm.vmap2(step, axis_name="b"))(DATA), sm.StatemeshError, INSTEAD)
 
 
 def normalise(mean: sm.State, rng: sm.RandomState, x: jax.Array) -> Any:
@@ -104,56 +98,29 @@ def normalised(x: Any) -> Any:
     return (x - here) / jnp.sqrt(((x - here) ** 2).mean(0) + 1e-3)
 
 
-def shard(mean: sm.State, rng: sm.RandomState, x: jax.Array) -> Any:
-    mapped = sm.vmap2(normalise, in_axes=(None, None, 0), axis_name="b")
-    out, noise, mean, rng = mapped(mean, rng, x)
-    return out, noise, mean.set(jax.lax.pmean(mean.value, "x")), rng
-
-
-def layer() -> Any:
-    specs = (P(), P(), P(None, "x"))
-    out = (P(None, "x"), P("x"), P(), P())
-    return sm.shard_map(shard, make_mesh("4"), in_specs=specs, out_specs=out)
-
-
 def test_a_layer_that_names_its_lanes() -> None:
-    rng = sm.RandomState(jax.random.key(0))
-    out, noise, mean, after = layer()(sm.State(jnp.ones(WIDTH), reduce="mean"), rng, DATA)
+    def shard(mean: sm.State, rng: sm.RandomState, x: jax.Array) -> Any:
+        mapped = sm.vmap2(normalise, in_axes=(None, None, 0), axis_name="b")
+        out, noise, mean, rng = mapped(mean, rng, x)
+        return out, noise, mean.set(jax.lax.pmean(mean.value, "x")), rng
+
+    specs = (P(), P(), COLUMNS)
+    call = sm.shard_map(
+        shard, make_mesh("4", AxisType.Explicit), specs, (COLUMNS, P("x"), P(), P())
+    )
+    mean, rng = sm.State(jnp.ones(WIDTH), reduce="mean"), sm.RandomState(jax.random.key(0))
+    out, noise, after, later = call(mean, rng, DATA)
     np.testing.assert_allclose(out, normalised(DATA), rtol=1e-4, atol=1e-5)
     wanted = 0.5 + np.mean([part.mean(0) for part in parts()], 0)
-    np.testing.assert_allclose(mean.value, wanted, rtol=1e-5)
+    np.testing.assert_allclose(after.value, wanted, rtol=1e-5)
     assert len(np.unique(noise)) == LANES * SHARDS
-    once = sm.RandomState(jax.random.key(0)).split()[1]
-    assert (jax.random.key_data(after.value) == jax.random.key_data(once.value)).all()
-
-
-@pytest.mark.parametrize("jit", [False, True])
-def test_its_gradient_from_outside(jit: bool) -> None:
+    once = rng.split()[1].value
+    assert (jax.random.key_data(later.value) == jax.random.key_data(once)).all()
+    # Its gradient, from outside.
     weights = np.cos(np.arange(DATA.size, dtype=np.float32)).reshape(DATA.shape)
-    call, rng = layer(), sm.RandomState(jax.random.key(0))
-    mean = sm.State(jnp.ones(WIDTH), reduce="mean")
-    got = jax.grad(lambda x: (call(mean, rng, x)[0] * weights).sum())
+    got = jax.jit(jax.grad(lambda x: (call(mean, rng, x)[0] * weights).sum()))
     want = jax.grad(lambda x: (normalised(x) * weights).sum())
-    got = jax.jit(got) if jit else got
     np.testing.assert_allclose(got(DATA), want(DATA), atol=1e-5)
-
-
-def closing_over(x: jax.Array) -> Any:
-    """A collective of lanes that close over a value of the shard."""
-    return sm.vmap2(lambda row: sm.psum(jnp.sin(row) * x[0], "b"), axis_name="b")(x)[0]
-
-
-@pytest.mark.parametrize("jit", [False, True])
-def test_a_gradient_reaches_what_lanes_close_over(jit: bool) -> None:
-    def inside(x: jax.Array) -> Any:
-        return jax.grad(lambda x: closing_over(x).sum())(x)
-
-    call = over_mesh(inside)
-    got = jax.jit(call)(DATA) if jit else call(DATA)
-    want = jax.grad(lambda x: (jnp.sin(x) * x[0]).sum())(DATA)
-    np.testing.assert_allclose(got, want, atol=1e-6)
-    outside = jax.grad(lambda x: over_mesh(closing_over, out=P("x"))(x).sum())(DATA)
-    np.testing.assert_allclose(outside, want, atol=1e-6)
 
 
 def moments(old: Any, new: Any, axes: Any) -> Any:
@@ -168,40 +135,37 @@ def moments(old: Any, new: Any, axes: Any) -> Any:
     }
 
 
-def moments_alone(old: Any, new: Any) -> Any:
-    mean = new["mean"].mean(0)
-    spread = ((new["mean"] - mean) ** 2).mean(0)
-    return {"mean": mean + old["mean"], "spread": jax.nn.softplus(spread) + old["spread"] + 1.0}
+def test_a_policy_that_is_a_function() -> None:
+    start = {"mean": jnp.array([1.0, 2.0]), "spread": jnp.full(WIDTH, 0.5)}
 
+    def written(state: sm.State, x: jax.Array) -> Any:
+        return state.set({"mean": state.value["mean"] * x, "spread": state.value["spread"]})
 
-def written(state: sm.State, x: jax.Array) -> Any:
-    return state.set({"mean": state.value["mean"] * x, "spread": state.value["spread"]})
+    def by_policy(x: jax.Array) -> Any:
+        mapped = sm.vmap2(written, in_axes=(None, 0), axis_name="b")
+        return mapped(sm.State(start, reduce=moments), x).value
 
+    def merged_after(x: jax.Array) -> Any:
+        mapped = sm.vmap2(written, in_axes=(None, 0), state_out_axes={0: ...})
+        return alone(mapped(sm.State(start), x).value["mean"])
 
-def by_policy(start: jax.Array, x: jax.Array) -> Any:
-    value = {"mean": start, "spread": jnp.full(WIDTH, 0.5)}
-    mapped = sm.vmap2(written, in_axes=(None, 0), axis_name="b")
-    after = mapped(sm.State(value, reduce=moments), x).value
-    return after["mean"] * 2 + after["spread"] ** 2
+    def alone(new: Any) -> Any:
+        spread = ((new - new.mean(0)) ** 2).mean(0)
+        return {
+            "mean": new.mean(0) + start["mean"],
+            "spread": jax.nn.softplus(spread) + start["spread"] + 1.0,
+        }
 
-
-def unmapped(start: Any, x: Any) -> Any:
-    after = moments_alone({"mean": start, "spread": jnp.full(WIDTH, 0.5)}, {"mean": start * x})
-    return after["mean"] * 2 + after["spread"] ** 2
-
-
-@pytest.mark.parametrize("jit", [True, False])
-def test_a_policy_that_is_a_function_runs_unchecked(jit: bool) -> None:
-    start = jnp.array([1.0, 2.0])
-    call = sm.shard_map(by_policy, make_mesh("4"), (P(), COLUMNS), P("x"), check_vma=False, jit=jit)
-    wanted = np.concatenate([unmapped(start, part) for part in parts()])
-    np.testing.assert_allclose(call(start, DATA), wanted, rtol=1e-5)
-
-
-def test_it_is_refused_for_lanes_where_types_are_checked() -> None:
-    call = sm.shard_map(by_policy, make_mesh("4"), (P(), COLUMNS), P("x"))
+    each = [alone(start["mean"] * part) for part in parts()]
+    wanted = {key: np.concatenate([one[key] for one in each]) for key in start}
+    # Where types are checked it is refused, and the lanes are merged after `vmap2`, as the message says.
+    unchecked = over_mesh(by_policy, check_vma=False, out=P("x"))
+    for call in (unchecked, over_mesh(merged_after, out=P("x"))):
+        got = call(DATA)
+        for key, value in wanted.items():
+            np.testing.assert_allclose(got[key], value, rtol=1e-5)
     assert_says(
-        lambda: call(jnp.array([1.0, 2.0]), DATA),
+        lambda: over_mesh(by_policy, out=P("x"))(DATA),
         sm.StatemeshError,
         "State: inside a checked shard_map the function reduce=moments cannot merge what the lanes of vmap2 "
         "('b') wrote, because JAX has no collectives over lanes there. Write instead:\n"
@@ -211,36 +175,33 @@ def test_it_is_refused_for_lanes_where_types_are_checked() -> None:
     )
 
 
-def merged_after(start: jax.Array, x: jax.Array) -> Any:
-    """One value for each lane, merged after `vmap2`."""
-    value = {"mean": start, "spread": jnp.full(WIDTH, 0.5)}
-    mapped = sm.vmap2(written, in_axes=(None, 0), state_out_axes={0: ...})
-    after = moments_alone(value, mapped(sm.State(value), x).value)
-    return after["mean"] * 2 + after["spread"] ** 2
+def closing_over(x: jax.Array) -> Any:
+    """A collective of lanes that close over a value of the shard."""
+    return sm.vmap2(lambda row: sm.psum(jnp.sin(row) * x[0], "b"), axis_name="b")(x)[0]
 
 
-def test_what_the_message_of_policies_says_to_write() -> None:
-    start = jnp.array([1.0, 2.0])
-    call = sm.shard_map(merged_after, make_mesh("4"), (P(), COLUMNS), P("x"))
-    wanted = np.concatenate([unmapped(start, part) for part in parts()])
-    np.testing.assert_allclose(call(start, DATA), wanted, rtol=1e-5)
+def test_a_gradient_reaches_what_lanes_close_over() -> None:
+    want = jax.grad(lambda x: (jnp.sin(x) * x[0]).sum())(DATA)
+    inside = over_mesh(jax.grad(lambda x: closing_over(x).sum()))
+    outside = jax.grad(lambda x: over_mesh(closing_over, out=P("x"))(x).sum())
+    for gradient in (inside, jax.jit(inside), outside):
+        np.testing.assert_allclose(gradient(DATA), want, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "mended",
-    [
-        lambda x: jax.lax.psum(sm.vmap2(lambda x: sm.psum(x, "b"), axis_name="b")(x)[0], "x"),
-        lambda x: sm.vmap2(lambda x: sm.psum(x, ("b", "x")), axis_name="b")(x)[0],
-        lambda x: jax.lax.psum(jnp.sum(sm.vmap2(lambda x: x)(x), 0), "x"),
-        lambda x: (
-            sm.vmap2(lambda s, x: s.set(jax.lax.psum(x, "x")), in_axes=(None, 0), axis_name="b")(
-                sm.State(jnp.zeros(WIDTH), reduce="sum"), x
-            ).value
-        ),
-    ],
-)
-def test_what_the_message_says_to_write(mended: Callable[[Any], Any]) -> None:
-    np.testing.assert_allclose(over_mesh(mended, out=P())(DATA), np.sum(parts(), (0, 1)), rtol=1e-5)
+def test_what_the_message_says_to_write() -> None:
+    def mended(x: jax.Array) -> Any:
+        merging = sm.vmap2(
+            lambda s, x: s.set(jax.lax.psum(x, "x")), in_axes=(None, 0), axis_name="b"
+        )
+        return [
+            jax.lax.psum(sm.vmap2(lambda x: sm.psum(x, "b"), axis_name="b")(x)[0], "x"),
+            sm.vmap2(lambda x: sm.psum(x, ("b", "x")), axis_name="b")(x)[0],
+            jax.lax.psum(jnp.sum(sm.vmap2(lambda x: x)(x), 0), "x"),
+            merging(sm.State(jnp.zeros(WIDTH), reduce="sum"), x).value,
+        ]
+
+    for total in over_mesh(mended, out=P())(DATA):
+        np.testing.assert_allclose(total, np.sum(parts(), (0, 1)), rtol=1e-5)
 
 
 def test_what_a_user_gets_wrong_stays_their_error() -> None:
@@ -248,22 +209,8 @@ def test_what_a_user_gets_wrong_stays_their_error() -> None:
         raise AssertionError
 
     with pytest.raises(AssertionError):
-        over_mesh(lambda x: sm.vmap2(fails, axis_name="b")(x))(DATA)
+        over_mesh(sm.vmap2(fails, axis_name="b"))(DATA)
     with pytest.raises(sm.StatemeshError, match="no axis is called 'nope' here"):
-        over_mesh(lambda x: sm.vmap2(lambda x: sm.psum(x, "nope"), axis_name="b")(x))(DATA)
+        over_mesh(sm.vmap2(lambda x: sm.psum(x, "nope"), axis_name="b"))(DATA)
     with pytest.raises(TypeError, match="cannot reshape"):
-        over_mesh(lambda x: sm.vmap2(lambda x: x.reshape(77), axis_name="b")(x))(DATA)
-
-
-def test_a_layer_of_equinox_that_names_its_lanes_is_refused() -> None:
-    norm = eqx.nn.BatchNorm(WIDTH, axis_name="b", mode="batch")
-    state = eqx.nn.State(norm)
-
-    def step(state: eqx.nn.State, row: jax.Array) -> Any:
-        return norm(row, state, inference=False)
-
-    def call(x: jax.Array) -> Any:
-        mapped = sm.vmap2(step, in_axes=(None, 0), out_axes=(0, None), axis_name="b")
-        return mapped(state, x)[0]
-
-    assert_says(lambda: over_mesh(call)(DATA), sm.StatemeshError, INSTEAD)
+        over_mesh(sm.vmap2(lambda x: x.reshape(77), axis_name="b"))(DATA)

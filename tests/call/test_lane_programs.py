@@ -51,7 +51,7 @@ def on_devices() -> Any:
     return jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=(P("i"), P("i"), P())))
 
 
-@pytest.mark.parametrize("count", [1, 100])
+@pytest.mark.parametrize("count", [1, 20])
 @pytest.mark.parametrize("fun", [step, by_policy])
 @pytest.mark.parametrize(("transform", "by_hand"), [(sm.vmap2, vmapped), (sm.pmap2, on_devices)])
 def test_compiled_program_is_the_hand_written_one(
@@ -68,33 +68,14 @@ def test_compiled_program_is_the_hand_written_one(
 
 
 @pytest.mark.parametrize("transform", [sm.vmap2, sm.pmap2])
-def test_an_untouched_state_is_no_output(transform: Any) -> None:
-    def read(states: list[sm.State], x: jax.Array) -> Any:
-        return x + states[0].value, states
-
-    mapped = transform(read, in_axes=(None, 0), state_in_axes=sm.State)
-    states = [sm.State(jnp.arange(8.0)), sm.State(jnp.zeros((8, 2)))]
-    lowered = mapped.lower(states, jnp.ones(8))
-    assert len(jax.tree.leaves(lowered.program.out_info)) == 1
-    states, x = mapped.place(states, jnp.ones(8))
-    _, after = mapped(states, x)
-    assert all(a.value is b.value for a, b in zip(after, states, strict=True))
-
-
-@pytest.mark.parametrize("transform", [sm.vmap2, sm.pmap2])
 def test_under_a_trace_there_is_no_layer_of_ours(transform: Any) -> None:
-    mapped = transform(lambda s, x: (x, s.set(s.value + x)), in_axes=(None, 0), state_out_axes=...)
-    jaxpr = jax.make_jaxpr(lambda v, x: mapped(sm.State(v), x)[1].value)(0.0, jnp.ones(8))
+    mapped = transform(
+        lambda s, read, x: (x, s.set(s.value + x), read),
+        in_axes=(None, None, 0),
+        state_out_axes={0: sm.State},
+    )
+    jaxpr = jax.make_jaxpr(mapped)(sm.State(0.0), sm.ParamState(jnp.ones(3)), jnp.ones(8)).jaxpr
     names = {eqn.primitive.name for eqn in jaxpr.eqns}
     assert not names & {"jit", "pjit", "custom_vmap_call"}
-
-
-def test_the_comparison_sees_a_difference() -> None:
-    x = jnp.ones(8)
-    texts = [
-        sm.vmap2(fun).lower(x).compile().as_text()
-        for fun in (lambda x: x * 2, lambda x: x * 3, lambda x: x * 2)
-    ]
-    first, other, again = map(without_names, texts)
-    assert first == again
-    assert first != other
+    # A state that was only read is no output of the program.
+    assert jaxpr.outvars[2] is jaxpr.invars[1]

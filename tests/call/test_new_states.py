@@ -9,20 +9,17 @@ import numpy as np
 import pytest
 
 import statemesh as sm
-from tests.helpers import compiles, counted
+from tests.helpers import compiles
 
 
 N = 4
 CREATE: dict[str, Any] = {"vmap": sm.vmap2_new_states, "pmap": sm.pmap2_new_states}
+equal = np.testing.assert_array_equal
 
 
 @pytest.fixture(params=CREATE)
 def create(request: pytest.FixtureRequest) -> Any:
     return CREATE[request.param]
-
-
-def equal(result: Any, expected: Any) -> None:
-    np.testing.assert_array_equal(np.asarray(result), np.asarray(expected))
 
 
 def words(keys: Any) -> Any:
@@ -100,38 +97,22 @@ def test_every_state_gets_its_lanes(create: Any) -> None:
     equal(after.norms[0].table.value, np.arange(3))
 
 
-def test_the_module_given_is_not_changed(create: Any) -> None:
+def test_values_of_the_lanes(create: Any) -> None:
     before = net()
-    create(before, {"size": 3}, axis_size=N)
-    assert before.linear.w is None
-    equal(words(before.linear.rng.key), words(jax.random.key(0)))
-
-
-def test_random_values_differ_between_lanes_and_zeros_do_not(create: Any) -> None:
-    after, _ = created(create)
+    after, _ = create(before, {"size": 3}, axis_size=8)
     w = np.asarray(after.linear.w.value)
     assert len(np.unique(w)) == w.size
-    equal(after.linear.b.value, np.zeros((N, 3)))
-    # The given stream advanced by one draw, the same for any number of lanes.
-    equal(words(after.linear.rng.key), words(net().linear.rng.split()[1].key))
-
-
-def test_both_transforms_create_the_same() -> None:
-    one, _ = created(sm.vmap2_new_states, 8)
-    other, _ = created(sm.pmap2_new_states, 8)
-    structures: Any = [jax.tree.structure(m) for m in (one, other)]
-    assert structures[0] == structures[1]
-    for (path, a), b in zip(sm.states(one).items(), sm.states(other).values(), strict=True):
-        if isinstance(a, sm.RandomState):
-            equal(words(a.key), words(b.value))
-        else:
-            np.testing.assert_array_equal(a.value, b.value, err_msg=path)
-
-
-def test_the_first_lanes_of_more_are_the_same(create: Any) -> None:
-    few, _ = created(create, 2)
-    many, _ = created(create)
-    equal(few.linear.w.value, many.linear.w.value[:2])
+    equal(after.linear.b.value, np.zeros((8, 3)))
+    # The given stream advanced by one draw, the same for any number of lanes, and the module is as it was.
+    key, rng = before.linear.rng.split()
+    equal(words(after.linear.rng.key), words(rng.key))
+    equal(w[0], words(key) + np.arange(3, dtype=np.uint32)[:, None])
+    assert before.linear.w is None
+    # Both transforms create the same, and fewer lanes the same as the first of more.
+    few, _ = created(sm.vmap2_new_states)
+    equal(few.linear.w.value, w[:N])
+    under_jit = jax.jit(lambda: create(net(), {"size": 3}, axis_size=8)[0].linear.w.value)()
+    equal(under_jit, w)
 
 
 def test_pmap_gives_every_lane_a_device() -> None:
@@ -143,53 +124,23 @@ def test_pmap_gives_every_lane_a_device() -> None:
     assert after.norms[0].table.value.sharding.is_fully_replicated
 
 
-def test_axes_in_order_the_first_match_counts(create: Any) -> None:
+def test_axes_in_order_and_tags(create: Any) -> None:
     axes = {1: "stats", -1: [sm.ParamState, sm.BatchState], None: sm.ShortTermState}
-    after, made = create(net(), {"size": 3}, axis_size=N, state_out_axes=axes)
+    after, made = create(net(), {"size": 3}, "fresh", axis_size=N, state_out_axes=axes)
     assert after.norms[0].mean.value.shape == (2, N, 3)
     assert after.linear.w.value.shape == (3, 2, N)
     assert after.linear.b.value.shape == (3, N)
     assert after.norms[0].steps.value.shape == ()
     assert {axis: len(states) for axis, states in made.items()} == {1: 2, -1: 2, None: 4}
-
-
-def test_one_filter_means_axis_0_and_non_batch_states_go_before_it(create: Any) -> None:
+    # New states get the tag beside their own.
+    assert after.given.tag == after.linear.rng.tag == frozenset()
+    assert after.norms[0].mean.tag == {"stats", "fresh"}
+    assert after.norms[0].table.tag == after.linear.w.tag == {"fresh"}
+    # One filter means axis 0, and a `NonBatchState` goes before it.
     after, made = create(net(), {"size": 3}, axis_size=N, state_out_axes=...)
     assert after.norms[0].table.value.shape == (3,)
     assert after.norms[0].mean.value.shape == (N, 2, 3)
     assert sorted(made, key=str) == [0, None]
-
-
-def test_new_states_get_the_tag_beside_their_own(create: Any) -> None:
-    after, _ = create(net(), {"size": 3}, "fresh", N)
-    tags = {p.removeprefix("."): state.tag for p, state in sm.states(after).items()}
-    assert tags["given"] == tags["linear.rng"] == frozenset()
-    assert tags["norms[0].mean"] == {"stats", "fresh"}
-    assert tags["norms[0].table"] == tags["linear.w"] == {"fresh"}
-
-
-def test_a_random_state_made_inside_holds_a_key_for_each_lane(create: Any) -> None:
-    class Dropout(sm.Module):
-        rng: Any = None
-
-        def init_state(self, seed: int) -> "Dropout":
-            return self.replace(rng=sm.RandomState(jax.random.key(seed)))
-
-    after, made = create(Dropout(), {"seed": 7}, axis_size=N)
-    assert after.rng.key.shape == (N,)
-    assert len(np.unique(words(after.rng.key), axis=0)) == N
-    assert made == {0: [after.rng]}
-
-
-def test_a_random_state_among_the_arguments(create: Any) -> None:
-    class Noise(sm.Module):
-        value: Any = None
-
-        def init_state(self, rng: sm.RandomState) -> "Noise":
-            return self.replace(value=sm.State(jax.random.key_data(rng.split()[0])[0]))
-
-    after, _ = create(Noise(), {"rng": sm.RandomState(jax.random.key(1))}, axis_size=N)
-    assert len(np.unique(after.value.value)) == N
 
 
 def test_init_runs_once(create: Any) -> None:
@@ -228,40 +179,32 @@ def test_collectives_and_lane_numbers_in_init_state(create: Any) -> None:
     assert made == {0: [after.rank], None: [after.lanes]}
 
 
-def test_a_state_made_anew_is_new_even_if_it_looks_like_the_old_one(create: Any) -> None:
-    class Reset(sm.Module):
+def test_which_states_are_new(create: Any) -> None:
+    class Changed(sm.Module):
         count: sm.State
-
-        def init_state(self) -> "Reset":
-            return self.replace(count=sm.State(0))
-
-    after, made = create(Reset(sm.State(3)), {}, axis_size=N)
-    equal(after.count.value, np.zeros(N))
-    assert made == {0: [after.count]}
-
-
-def test_a_state_that_was_written_alike_stays_as_it_is(create: Any) -> None:
-    class Bump(sm.Module):
-        count: sm.State
+        again: sm.State
         fresh: Any = None
+        noise: Any = None
+        rng: Any = None
 
-        def init_state(self) -> "Bump":
+        def init_state(self, rng: sm.RandomState) -> "Changed":
             return self.replace(
-                count=self.count.value + 1, fresh=sm.ShortTermState(self.count.value)
+                count=self.count.value + 1,
+                # Made anew, although it looks like the old one.
+                again=sm.State(0),
+                fresh=sm.ShortTermState(self.count.value),
+                noise=sm.State(jax.random.key_data(rng.split()[0])[0]),
+                rng=sm.RandomState(jax.random.key(7)),
             )
 
-    after, made = create(Bump(sm.State(3)), {}, axis_size=N)
+    rng = sm.RandomState(jax.random.key(1))
+    after, made = create(Changed(sm.State(3), sm.State(3)), {"rng": rng}, axis_size=N)
     assert int(after.count.value) == 4
+    equal(after.again.value, np.zeros(N))
     equal(after.fresh.value, np.full(N, 3))
-    assert made == {0: [after.fresh]}
-
-
-def test_under_jit(create: Any) -> None:
-    body, count = counted(lambda: create(net(), {"size": 3}, axis_size=N)[0].linear.w)
-    w = jax.jit(body)()
-    assert w.value.shape == (N, 3, 2)
-    assert count.times == 1
-    equal(w.value, created(create)[0].linear.w.value)
+    assert len(np.unique(after.noise.value)) == N
+    assert after.rng.key.shape == (N,) and len(np.unique(words(after.rng.key), axis=0)) == N
+    assert made == {0: [after.again, after.fresh, after.noise, after.rng]}
 
 
 def test_created_states_go_straight_into_a_call_and_are_not_moved() -> None:

@@ -13,20 +13,11 @@ import statemesh as sm
 from tests.helpers import compiles, counted
 
 
-TRANSFORMS: dict[str, Any] = {"vmap2": sm.vmap2, "pmap2": sm.pmap2}
 POLICIES = ("raise", "warn", "ignore", "auto")
 N = 4
 X = np.arange(1, N + 1, dtype=np.float32)
 SHAPES = {"fits": (N, 2), "does not fit": (2, N)}
-
-
-@pytest.fixture(params=TRANSFORMS)
-def lanes(request: pytest.FixtureRequest) -> Any:
-    return TRANSFORMS[request.param]
-
-
-def equal(result: Any, expected: Any) -> None:
-    np.testing.assert_array_equal(np.asarray(result), np.asarray(expected))
+equal = np.testing.assert_array_equal
 
 
 def read(s: sm.State, x: Any) -> Any:
@@ -74,7 +65,7 @@ def each_its_own(old: Any) -> Any:
     return np.stack([mine * 10 + x for mine, x in zip(old, X, strict=True)])
 
 
-def same(old: Any) -> Any:
+def as_it_was(old: Any) -> Any:
     return old
 
 
@@ -83,35 +74,25 @@ def one_more(old: Any) -> Any:
 
 
 REFUSED: Any = None
-# The state afterwards, for each policy. A dictionary has one entry for a state whose axis 0 has the size of
-# the lanes, and one for a state whose axis 0 has another size.
-TABLE: list[tuple[Callable[..., Any], dict[str, Any]]] = [
-    (read, {"raise": same, "warn": same, "ignore": same, "auto": same}),
-    (
-        write,
-        {
-            "raise": REFUSED,
-            "warn": stacked_write,
-            "ignore": stacked_write,
-            "auto": stacked_write,
-        },
-    ),
-    (
-        read_and_write,
-        {
-            "raise": REFUSED,
-            "warn": stacked_both,
-            "ignore": stacked_both,
-            "auto": {"fits": each_its_own, "does not fit": stacked_both},
-        },
-    ),
-    (unbatched, {"raise": one_more, "warn": one_more, "ignore": one_more, "auto": one_more}),
+# The state afterwards, by policy; under 'auto', where its axis 0 has the size of the lanes and where it has not.
+COLUMNS = [
+    ("raise", "fits"),
+    ("warn", "fits"),
+    ("ignore", "fits"),
+    ("auto", "fits"),
+    ("auto", "does not fit"),
+]
+TABLE: list[tuple[Callable[..., Any], list[Any]]] = [
+    (read, [as_it_was] * 5),
+    (write, [REFUSED, *[stacked_write] * 4]),
+    (read_and_write, [REFUSED, stacked_both, stacked_both, each_its_own, stacked_both]),
+    (unbatched, [one_more] * 5),
 ]
 CASES = [
-    pytest.param(fun, policy, size, after[size] if isinstance(after, dict) else after,
-                 id=f"{fun.__name__}-{policy}-{size}")
-    for fun, by_policy in TABLE for policy, after in by_policy.items() for size in SHAPES
-]  # fmt: skip
+    pytest.param(fun, policy, size, after, id=f"{fun.__name__}-{policy}-{size}")
+    for fun, row in TABLE
+    for (policy, size), after in zip(COLUMNS, row, strict=True)
+]
 
 
 @pytest.mark.parametrize(("fun", "policy", "size", "expected"), CASES)
@@ -135,61 +116,19 @@ def test_table(lanes: Any, fun: Any, policy: str, size: str, expected: Any) -> N
     assert all(one.category is UserWarning for one in seen)
 
 
-@pytest.mark.parametrize("policy", ["ignore", "auto"])
-@pytest.mark.parametrize("order", ["W @ x", "x @ W.T", "outer"])
-def test_stacked_on_axis_0_whatever_the_operation(lanes: Any, order: str, policy: str) -> None:
-    w = np.arange(6, dtype=np.float32).reshape(2, 3)
-    data = np.arange(N * 3, dtype=np.float32).reshape(N, 3)
-    compute: Any = {
-        "W @ x": lambda w, x: w @ x,
-        "x @ W.T": lambda w, x: x @ w.T,
-        "outer": lambda w, x: w[:, 0] * x[1],
-    }[order]
-
-    def fun(m: Any, x: Any) -> Any:
-        return {"w": m["w"], "h": m["h"].set(compute(m["w"].value, x))}
-
-    call = lanes(fun, in_axes=(None, 0), unexpected_out_state_mapping=policy)
-    model = {"w": sm.ParamState(w), "h": sm.HiddenState(np.zeros(2, np.float32))}
-    after = call(model, data)
-    equal(after["h"].value, np.stack([compute(w, x) for x in data]))
-    equal(after["w"].value, w)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_declared_reduce_goes_before_the_policy(lanes: Any, policy: str) -> None:
-    call = lanes(write, in_axes=(None, 0), unexpected_out_state_mapping=policy)
-    equal(call(sm.State(np.zeros(N, np.float32), reduce="mean"), X)[1].value, np.full(N, X.mean()))
+def test_what_is_declared_goes_before_the_policy(lanes: Any, policy: str) -> None:
+    def fun(states: Any, x: Any) -> Any:
+        return [s.set(jnp.full(s.value.shape, x)) for s in states]
 
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_declared_axis_goes_before_the_policy(lanes: Any, policy: str) -> None:
-    call = lanes(
-        write, in_axes=(None, 0), state_out_axes={1: ...}, unexpected_out_state_mapping=policy
-    )
-    equal(call(sm.State(np.zeros(2, np.float32)), X)[1].value, np.stack([X, X]))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("side", ["state_in_axes", "state_out_axes"])
-def test_axis_none_with_a_write_that_differs_is_refused_by_every_policy(
-    lanes: Any, side: str, policy: str
-) -> None:
-    call = lanes(
-        write, in_axes=(None, 0), unexpected_out_state_mapping=policy, **{side: {None: ...}}
-    )
-    with pytest.raises(sm.BatchAxisError, match=r"same in\s+all \(axis None\)"):
-        call(sm.State(np.zeros(N, np.float32)), X)
-
-
-@pytest.mark.parametrize("policy", ["warn", "ignore", "auto"])
-def test_states_made_inside_are_stacked_too(lanes: Any, policy: str) -> None:
-    call = lanes(lambda x: [sm.State(x), sm.State(1)], unexpected_out_state_mapping=policy)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if policy == "warn" else "error")
-        lane, alike = call(X)
-    equal(lane.value, X)
-    assert alike.value.shape == ()
+    states = [sm.State(np.zeros(N), reduce="mean"), sm.HiddenState(np.zeros(2))]
+    options: Any = {"in_axes": (None, 0), "unexpected_out_state_mapping": policy}
+    merged, stacked = lanes(fun, state_out_axes={1: sm.HiddenState}, **options)(states, X)
+    equal(merged.value, np.full(N, X.mean()))
+    equal(stacked.value, np.stack([X, X]))
+    for side in ("state_in_axes", "state_out_axes"):
+        with pytest.raises(sm.BatchAxisError, match=r"same in\s+all \(axis None\)"):
+            lanes(write, **options, **{side: {None: ...}})(sm.State(np.zeros(N, np.float32)), X)
 
 
 def test_every_state_is_judged_by_itself(lanes: Any) -> None:
@@ -198,18 +137,25 @@ def test_every_state_is_judged_by_itself(lanes: Any) -> None:
             "both": m["both"].set({"a": m["both"].value["a"] + x, "b": m["both"].value["b"] + 1}),
             "write": m["write"].set(m["write"].value * 0 + x),
             "read": m["read"],
+            "product": m["product"].set(m["read"].value[:, None] * x),
+            "new": sm.State(x),
+            "new alike": sm.State(1),
         }
 
     model = {
         "both": sm.State({"a": X * 10, "b": np.zeros(N, np.float32)}),
         "write": sm.State(np.zeros(2, np.float32)),
         "read": sm.State(X),
+        "product": sm.State(np.zeros((N, 1), np.float32)),
     }
     after = lanes(fun, in_axes=(None, 0), unexpected_out_state_mapping="auto")(model, X)
     equal(after["both"].value["a"], X * 11)
     equal(after["both"].value["b"], np.ones(N))
     equal(after["write"].value, np.stack([X, X], 1))
     equal(after["read"].value, X)
+    equal(after["product"].value, X[:, None, None] * X[:, None])
+    equal(after["new"].value, X)
+    assert after["new alike"].value.shape == ()
 
 
 def test_fed_back_under_auto_each_lane_goes_on_with_its_own(lanes: Any) -> None:

@@ -15,10 +15,7 @@ from tests.helpers import compiles, counted, make_mesh
 
 N = 3
 X = np.arange(1, 8 * N + 1, dtype=np.float32).reshape(8, N)
-
-
-def equal(result: Any, expected: Any) -> None:
-    np.testing.assert_array_equal(np.asarray(result), np.asarray(expected))
+equal = np.testing.assert_array_equal
 
 
 def close(result: Any, expected: Any) -> None:
@@ -29,24 +26,19 @@ def words(keys: Any) -> Any:
     return np.asarray(jax.random.key_data(keys)).reshape(-1, 2)
 
 
-def test_more_lanes_than_devices() -> None:
-    x = np.arange(100)
-    y, total = sm.vmap2(
-        lambda s, x: (x + s.value, s.set(s.value + x)), in_axes=(None, 0), out_axes=(0, None)
-    )(sm.State(0, reduce="sum"), x)
-    equal(y, x)
-    assert int(total.value) == x.sum()
+def test_how_many_lanes() -> None:
+    def fun(s: sm.State, x: Any = 0) -> Any:
+        return jax.lax.axis_index("i"), s.set(s.value + x + 1)
 
-
-def test_axis_size_where_nothing_is_mapped() -> None:
-    call = sm.vmap2(
-        lambda s: (jax.lax.axis_index("i"), s.set(s.value + 1)),
-        in_axes=None,
-        axis_name="i",
-        axis_size=5,
-        out_axes=(0, None),
+    options: Any = {"axis_name": "i", "out_axes": (0, None)}
+    # More than there are devices.
+    y, total = sm.vmap2(fun, in_axes=(None, 0), **options)(
+        sm.State(0, reduce="sum"), np.arange(100)
     )
-    y, after = call(sm.State(1))
+    equal(y, np.arange(100))
+    assert int(total.value) == np.arange(100).sum() + 100
+    # Nothing is mapped.
+    y, after = sm.vmap2(fun, in_axes=None, axis_size=5, **options)(sm.State(1))
     equal(y, np.arange(5))
     assert int(after.value) == 2
 
@@ -73,55 +65,37 @@ def test_spmd_axis_name_spreads_the_lanes() -> None:
 # Nested
 
 
-def test_nested_in_itself() -> None:
+@pytest.mark.parametrize("outer", [sm.vmap2, sm.pmap2])
+def test_nested_in_lanes(outer: Any) -> None:
     def fun(m: Any, x: Any) -> Any:
         both = jax.lax.psum(x, ("i", "j"))
-        return both, {
+        key, rng = m["rng"].split()
+        return (both, key), {
             "own": m["own"].set(m["own"].value + x),
             "row": m["row"].set(m["row"].value + jax.lax.psum(x, "j")),
             "sum": m["sum"].set(m["sum"].value + x),
+            "rng": rng,
         }
 
-    inner = sm.vmap2(
-        fun,
-        axis_name="j",
-        in_axes=(None, 0),
-        out_axes=(None, 0),
-        state_in_axes={0: "own"},
-    )
-    outer = sm.vmap2(
-        inner,
-        axis_name="i",
-        in_axes=(None, 0),
-        out_axes=(None, 0),
-        state_in_axes={0: ["own", "row"]},
-    )
+    options: Any = {"in_axes": (None, 0), "out_axes": ((None, 0), None)}
+    inner = sm.vmap2(fun, axis_name="j", state_in_axes={0: "own"}, **options)
+    call = outer(inner, axis_name="i", state_in_axes={0: ["own", "row"]}, **options)
     model = {
         "own": sm.State(X, tag="own"),
         "row": sm.State(np.zeros(8, np.float32), tag="row"),
         "sum": sm.State(np.float32(1), reduce="sum"),
+        "rng": sm.RandomState(jax.random.key(0)),
     }
-    total, after = outer(model, X)
+    (total, keys), after = call(model, X)
     equal(total, X.sum())
     equal(after["own"].value, 2 * X)
     equal(after["row"].value, X.sum(1))
     equal(after["sum"].value, 1 + X.sum())
+    assert keys.shape == X.shape and len(np.unique(words(keys), axis=0)) == X.size
+    equal(words(after["rng"].key), words(model["rng"].split()[1].key))
 
 
-def test_nested_lanes_draw_different_numbers() -> None:
-    def fun(rng: sm.RandomState, x: Any) -> Any:
-        return rng.split()
-
-    inner = sm.vmap2(fun, in_axes=(None, 0), out_axes=(0, None))
-    outer = sm.vmap2(inner, in_axes=(None, 0), out_axes=(0, None))
-    rng = sm.RandomState(jax.random.key(0))
-    keys, after = outer(rng, X)
-    assert keys.shape == X.shape
-    assert len(np.unique(words(keys), axis=0)) == X.size
-    equal(words(after.key), words(rng.split()[1].key))
-
-
-def test_jax_vmap_inside_and_around() -> None:
+def test_inside_jax_vmap() -> None:
     call = sm.vmap2(
         lambda s, x: (jax.vmap(lambda x: x * s.value)(x), s.set(s.value + x.sum())),
         in_axes=(None, 0),
@@ -145,35 +119,40 @@ def moments(old: Any, new: Any, axis_names: Any) -> Any:
     return {"n": added[0], "sum": added[1], "max": jax.lax.pmax(new["max"], axis_names)}
 
 
-MERGED: dict[str, Any] = {
-    "mean": X.mean(),
-    "max": X.max(),
-    "min": X.min(),
-    "sum": 5 + (X - 5).sum(),
-}
-
-
-def over_shards(lane: Any, check_vma: bool, kind: Any = AxisType.Auto) -> Any:
+def over_shards(lane: Any, check_vma: bool, kind: AxisType = AxisType.Explicit) -> Any:
     """`lane` mapped by `vmap2` over the second axis inside a `shard_map` over the first."""
 
     def shard(s: Any, x: Any) -> Any:
         call = sm.vmap2(lane, axis_name="lane", in_axes=(None, 0), out_axes=(0, None))
         y, s = call(s, x[0])
-        return y[None], s
+        return jax.tree.map(lambda y: y[None], y), s
 
-    mesh = make_mesh("8", kind)
-    return sm.shard_map(
-        shard, mesh, in_specs=(P(), P("x")), out_specs=(P("x"), P()), check_vma=check_vma
-    )
+    specs = (P(), P("x"))
+    return sm.shard_map(shard, make_mesh("8", kind), specs, (P("x"), P()), check_vma=check_vma)
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
-@pytest.mark.parametrize("policy", MERGED)
-def test_named_policies_inside_shard_map(policy: str, check_vma: bool) -> None:
-    call = over_shards(lambda s, x: (x * 2, s.set(x)), check_vma)
-    y, after = call(sm.State(np.float32(5), reduce=policy), X)
+def test_lanes_of_shards(check_vma: bool) -> None:
+    def lane(m: Any, x: Any) -> Any:
+        key, rng = m["rng"].split()
+        states = {name: m[name].set(m[name].value + x) for name in ("mean", "max", "min", "sum")}
+        return (x * 2, jax.random.key_data(key)), {**states, "rng": rng}
+
+    body, count = counted(lane)
+    call = over_shards(body, check_vma)
+    model: Any = {
+        name: sm.State(np.float32(5), reduce=name) for name in ("mean", "max", "min", "sum")
+    }
+    model["rng"] = sm.RandomState(jax.random.key(0))
+    (y, keys), after = call(model, X)
     equal(y, X * 2)
-    close(after.value, MERGED[policy])
+    assert len(np.unique(words(keys), axis=0)) == X.size
+    equal(words(after["rng"].key), words(model["rng"].split()[1].key))
+    for name, merge in (("mean", np.mean), ("max", np.max), ("min", np.min), ("sum", np.sum)):
+        close(after[name].value, 5 + merge(X))
+    with compiles() as seen:
+        jax.block_until_ready(call(after, X))
+    assert (count.times, seen.times) == (1, 0)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
@@ -195,48 +174,32 @@ def test_a_function_as_policy_inside_shard_map(check_vma: bool, kind: AxisType) 
     close(after.value["max"], X.max())
 
 
-def test_lanes_and_shards_are_merged_apart_where_the_state_is_per_shard() -> None:
-    def shard(s: Any, x: Any) -> Any:
-        call = sm.vmap2(lambda s, x: s.set(s.value + x), in_axes=(None, 0))
-        return call(s, x[0])
-
-    call = sm.shard_map(shard, make_mesh(), (P(), P("x")), P())
-    after = call(sm.State(np.ones(8, np.float32), spec=sm.PerShard("x"), reduce="sum"), X)
-    equal(after.value, 1 + X.sum(1))
-
-
 def test_states_with_lanes_inside_checked_shard_map() -> None:
     def shard(m: Any, x: Any) -> Any:
         def lane(m: Any, x: Any) -> Any:
             return x + m["w"].value, {
                 "own": m["own"].set(m["own"].value + x),
                 "w": m["w"].set(m["w"].value + 1),
+                "sum": m["sum"].set(m["sum"].value + x),
             }
 
-        call = sm.vmap2(
-            lane, in_axes=(None, 0), out_axes=(0, None), state_in_axes={-1: sm.ShortTermState}
-        )
+        call = sm.vmap2(lane, in_axes=(None, 0), out_axes=(0, None), state_in_axes={-1: "own"})
         y, m = call(m, x[0])
         return y[None], m
 
     call = sm.shard_map(shard, make_mesh(), (P(), P("x")), (P("x"), P()))
-    own = sm.ShortTermState(X, spec=sm.PerShard("x"))
-    y, after = call({"own": own, "w": sm.ParamState(1.0)}, X)
+    model = {
+        "own": sm.State(X, spec=sm.PerShard("x"), tag="own"),
+        "w": sm.ParamState(1.0),
+        # Its lanes are merged, and its shards stay apart.
+        "sum": sm.State(np.ones(8, np.float32), spec=sm.PerShard("x"), reduce="sum"),
+    }
+    y, after = call(model, X)
     equal(y, X + 1)
     equal(after["own"].value, 2 * X)
+    equal(after["sum"].value, 1 + X.sum(1))
     assert after["w"].value.shape == ()
     assert float(after["w"].value) == 2.0
-
-
-def test_lanes_of_shards_draw_different_numbers() -> None:
-    def lane(rng: sm.RandomState, x: Any) -> Any:
-        key, rng = rng.split()
-        return jax.random.key_data(key), rng
-
-    rng = sm.RandomState(jax.random.key(0))
-    keys, after = over_shards(lane, True)(rng, X)
-    assert len(np.unique(np.asarray(keys).reshape(-1, 2), axis=0)) == X.size
-    equal(words(after.key), words(rng.split()[1].key))
 
 
 REFUSED = """\
@@ -266,45 +229,17 @@ ALLOWS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("what", ALLOWS)
 @pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
-def test_what_lanes_may_ask_for_inside_a_shard_map(check_vma: bool, what: str) -> None:
-    fun, expected = ALLOWS[what]
-    y, after = over_shards(lambda s, x: (fun(x), s.set(fun(x))), check_vma)(
-        sm.State(np.float32(0), reduce="mean"), X
-    )
-    equal(y, expected)
-    close(after.value, expected.mean())
+def test_what_lanes_may_ask_for_inside_a_shard_map(check_vma: bool) -> None:
+    def lane(states: Any, x: Any) -> Any:
+        values = {what: fun(x) for what, (fun, _) in ALLOWS.items()}
+        return values, {what: states[what].set(value) for what, value in values.items()}
 
-
-def test_the_functions_own_assertion_comes_through_inside_a_checked_shard_map() -> None:
-    def lane(s: Any, x: Any) -> Any:
-        raise AssertionError
-
-    with pytest.raises(AssertionError):
-        over_shards(lane, True)(sm.State(0.0), X)
-
-
-def test_grad_through_policies_inside_a_checked_shard_map() -> None:
-    def lane(w: Any, s: Any, x: Any) -> Any:
-        y = jnp.sin(w * x)
-        return y, s.set(y)
-
-    def shard(w: Any, s: Any, x: Any) -> Any:
-        y, s = sm.vmap2(lane, in_axes=(None, None, 0), out_axes=(0, None))(w, s, x[0])
-        return y[None], s
-
-    call = sm.shard_map(shard, make_mesh(), (P(), P(), P("x")), (P("x"), P()))
-
-    def loss(w: Any) -> Any:
-        y, s = call(w, sm.State(np.float32(0), reduce="mean"), X / 10)
-        return jnp.sum(y**2) + 3 * s.value
-
-    def by_hand(w: Any) -> Any:
-        y = jnp.sin(w * X / 10)
-        return jnp.sum(y**2) + 3 * jnp.mean(y)
-
-    close(jax.grad(loss)(0.5), jax.grad(by_hand)(0.5))
+    states = {what: sm.State(np.float32(0), reduce="mean") for what in ALLOWS}
+    results, after = over_shards(lane, check_vma)(states, X)
+    for what, (_, expected) in ALLOWS.items():
+        equal(results[what], expected)
+        close(after[what].value, expected.mean())
 
 
 def test_around_shard_map() -> None:
@@ -318,29 +253,3 @@ def test_around_shard_map() -> None:
     y, after = call(sm.State(np.arange(N, dtype=np.float32)), X)
     equal(y, X * np.arange(N))
     equal(after.value, np.arange(N) + X.sum(0))
-
-
-def test_inside_pmap2() -> None:
-    def lane(m: Any, x: Any) -> Any:
-        return x, [m[0].set(m[0].value + x), m[1].set(m[1].value + x)]
-
-    inner = sm.vmap2(lane, in_axes=(None, 0), out_axes=(0, None), state_in_axes={0: "own"})
-    call = sm.pmap2(inner, in_axes=(None, 0), out_axes=(0, None), state_in_axes={0: "own"})
-    model = [sm.State(X, tag="own"), sm.State(np.float32(0), reduce="sum")]
-    y, (own, total) = call(model, X)
-    equal(y, X)
-    equal(own.value, 2 * X)
-    equal(total.value, X.sum())
-
-
-def test_steady_inside_a_checked_shard_map() -> None:
-    body, count = counted(lambda s, x: (x, s.set(s.value + x)))
-    call = over_shards(body, True)
-    state = sm.State(np.float32(0), reduce="sum")
-    _, state = call(state, X)
-    with compiles() as seen:
-        for _ in range(3):
-            _, state = call(state, X)
-            jax.block_until_ready(state)
-    assert (count.times, seen.times) == (1, 0)
-    equal(state.value, 4 * X.sum())

@@ -19,7 +19,7 @@ Loss = Callable[[Any, Any], Any]
 
 
 def run(way: str, loss: Loss, count: int | None = 4) -> Callable[[Any, Any], Any]:
-    """The loss, the new model and the gradients, in lanes with the rows split in two."""
+    """The loss, the new model and the gradients, with the rows split in two."""
     step = WAYS[way](
         lambda net, x, _: sm.value_and_grad(loss, axis_name="x", microbatches=count)(net, x)
     )
@@ -29,10 +29,9 @@ def run(way: str, loss: Loss, count: int | None = 4) -> Callable[[Any, Any], Any
 def assert_as_at_once(got: Any, loss: Loss, net: Any, x: Any) -> None:
     wanted = jax.jit(sm.value_and_grad(loss))(net, x)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
         np.testing.assert_allclose(a, b, 2e-5, 2e-6)
-
-
-ways = pytest.mark.parametrize("way", ["mesh", slow("unchecked"), slow("vmap2")])
 
 
 class Layers(sm.Module):
@@ -42,9 +41,8 @@ class Layers(sm.Module):
     average: sm.nn.Average
 
 
-@pytest.mark.usefixtures("each_kind")
-@pytest.mark.parametrize("checked", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_layers_with_statistics(checked: bool) -> None:
+@pytest.mark.parametrize("way", ["mesh", slow("unchecked")])
+def test_layers_with_statistics(way: str) -> None:
     def loss(net: Layers, x: Any) -> Any:
         _, norm = net.norm(x)
         y, dropout = net.dropout(x)
@@ -58,53 +56,36 @@ def test_layers_with_statistics(checked: bool) -> None:
         sm.nn.Dropout(0.5, jax.random.key(1), axis_name="x"),
         sm.nn.Average(0.0, axis_name="x"),
     )
-    step = sm.value_and_grad(loss, axis_name="x", microbatches=4)
-    sharded = sm.shard_map(step, make_mesh("2"), (None, P("x")), P(), check_vma=checked)
-    plain, at_once = net, sm.value_and_grad(loss)
-    for rows in (X, X[::-1] * 3):
-        (value, net), grads = sharded(net, rows)
-        (wanted, plain), plain_grads = at_once(plain, rows)
-        np.testing.assert_allclose(value, wanted, 1e-5)
-        np.testing.assert_allclose(grads.w.value, plain_grads.w.value, 1e-5)
-    np.testing.assert_allclose(
-        net.average.running.value["mean"], plain.average.running.value["mean"], 1e-5
-    )
-    rows = np.concatenate([X, X * 3]).astype(np.float64)
-    np.testing.assert_allclose(net.norm.running.value["count"], len(rows))
-    np.testing.assert_allclose(net.norm.statistics[0], rows.mean(0), 1e-5)
-    np.testing.assert_allclose(net.norm.statistics[1], rows.var(0), 1e-5)
+    assert_as_at_once(run(way, loss)(net, X), loss, net, X)
 
 
 # The means of consecutive rows lie apart.
 ROWS = (X + np.arange(32, dtype=np.float32)[:, None] / 4 + 10).astype(np.float32)
 
 
-@pytest.mark.usefixtures("each_kind")
 @pytest.mark.parametrize(
     ("mesh", "checked", "momentum", "count"),
     [
         ("2", True, 0.75, 4),
-        slow("1", True, 0.99, 8),
-        slow("8", False, 0.99, 2),
-        slow("4x2", True, 0.0, 4),
-        slow("2", False, 1.0, 1),
+        slow("8", False, 0.0, 2),
         slow("4x2", False, None, 4),
     ],
 )
 def test_running_statistics_are_those_of_all_rows(
     mesh: str, checked: bool, momentum: float | None, count: int
 ) -> None:
-    names = make_mesh(mesh).axis_names
+    explicit = make_mesh(mesh, AxisType.Explicit)
+    names = explicit.axis_names
 
     def loss(norm: Any, x: Any) -> Any:
         y, norm = norm(x)
         return (y**2).mean(), norm
 
     step = sm.value_and_grad(loss, axis_name=names, microbatches=count)
-    mapped = sm.shard_map(step, make_mesh(mesh), (None, P(names)), P(), check_vma=checked)
+    mapped = sm.shard_map(step, explicit, (None, P(names)), P(), check_vma=checked)
     norm: Any = sm.nn.BatchNorm(3, axis_name=names, momentum=momentum)
     mean, var, seen = np.zeros(3), np.ones(3), np.zeros((0, 3))
-    for x in (ROWS, 2 * ROWS, ROWS[::-1] - 30):
+    for x in (ROWS, ROWS[::-1] * 2 - 30):
         (_, norm), _ = jax.block_until_ready(mapped(norm, x))
         rows = x.astype(np.float64)
         seen = np.concatenate([seen, rows])
@@ -139,10 +120,15 @@ def slopes(fun: Callable[[Any], Any], x: Any) -> Any:
     return np.array([fun(x + 1e-30j * unit).imag / 1e-30 for unit in np.eye(len(x))])
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 @pytest.mark.parametrize(
-    ("mesh", "checked"),
-    [("1", True), ("4", True), ("8", False), slow("2", True), slow("2x2", False), ("4x2", True)],
+    ("mesh", "checked", "kind"),
+    [
+        ("4", True, AxisType.Explicit),
+        slow("1", True, AxisType.Auto),
+        slow("8", False, AxisType.Auto),
+        slow("2x2", False, AxisType.Explicit),
+        slow("4x2", True, AxisType.Explicit),
+    ],
 )
 def test_statistics_of_a_microbatch_are_the_same_on_every_mesh(
     mesh: str, checked: bool, kind: AxisType
@@ -225,34 +211,50 @@ def test_microbatches_in_which_no_row_counts() -> None:
         np.testing.assert_array_equal(new.statistics, norm.statistics)
 
 
-class Averaged(sm.Module):
-    w: sm.ParamState
-    ema: sm.nn.EMA
-
-
 @pytest.mark.parametrize(
-    ("way", "debias"),
-    [
-        ("mesh", False),
-        slow("mesh", True),
-        slow("unsharded", True),
-        slow("unchecked", False),
-        slow("vmap2", False),
-        slow("pmap2", True),
-    ],
+    ("way", "debias"), [("mesh", False), slow("unchecked", True), slow("vmap2", False)]
 )
-def test_an_ema_within_the_loss_makes_one_step(way: str, debias: bool) -> None:
-    def loss(net: Averaged, x: Any) -> Any:
-        averaged, ema = net.ema(net.w)
-        return ((x @ net.w.value) ** 2 + x @ averaged.value).mean(), net.replace(ema=ema)
+def test_what_each_microbatch_writes_alike_is_written_once(way: str, debias: bool) -> None:
+    def loss(net: Any, x: Any) -> Any:
+        averaged, ema = net["ema"](net["w"])
+        sums, most = net["sums"].value, net["most"].value
+        written = {
+            "steps": net["steps"].value + 1,
+            "sums": {
+                "rows": sums["rows"] + len(x),
+                "each": [sums["each"][0] + x.sum(0)],
+                "calls": sums["calls"] + 1,
+            },
+            "most": (jnp.maximum(most[0], x.max(0)), most[1] * 2),
+        }
+        states = {name: net[name].set(value) for name, value in written.items()}
+        loss = ((x @ net["w"].value) ** 2 + x @ averaged.value).mean()
+        return loss, {**net, "ema": ema, **states}
 
     w = sm.ParamState(jnp.array([1.0, 2.0, 4.0]))
-    net = Averaged(w, sm.nn.EMA(w.set(jnp.zeros(3)), decay=0.75, debias=debias))
-    got = run(way, loss)(net, X)
-    assert_as_at_once(got, loss, net, X)
-    kept = got[0][1].ema.averages.value
+    net = {
+        "w": w,
+        "ema": sm.nn.EMA(w.set(jnp.zeros(3)), decay=0.75, debias=debias),
+        "steps": sm.State(0),
+        "sums": sm.State({"rows": 0, "each": [jnp.ones(3)], "calls": 5}, reduce="sum"),
+        "most": sm.State((jnp.zeros(3), 1.0), reduce="max"),
+    }
+    (value, new), grads = run(way, loss)(net, X)
+    (wanted, _), wanted_grads = sm.value_and_grad(loss)(net, X)
+    np.testing.assert_allclose(value, wanted, 1e-5)
+    np.testing.assert_allclose(grads["w"].value, wanted_grads["w"].value, 1e-4)
     # The correction takes out the zeros from which the averages start.
-    np.testing.assert_allclose(kept, np.array([1.0, 2.0, 4.0]) * (1 if debias else 0.25), 1e-6)
+    np.testing.assert_allclose(new["ema"].averages.value, w.value * (1 if debias else 0.25), 1e-6)
+    sums, most = new["sums"].value, new["most"].value
+    np.testing.assert_allclose(sums["each"][0], 1 + X.astype(np.float64).sum(0), 1e-5)
+    np.testing.assert_array_equal(most[0], np.maximum(X.max(0), 0))
+    # A number of rows is the same in every microbatch, and counts once: sum the rows to count them.
+    assert (int(new["steps"].value), int(sums["calls"]), float(most[1])) == (1, 6, 2.0)
+    if way != "vmap2":
+        packed, _ = run(way, loss)(sm.pack(net, make_mesh("2", AxisType.Explicit)), X)
+        assert isinstance(packed[1], sm.Packed)
+        for a, b in zip(jax.tree.leaves(packed[1].unpack()), jax.tree.leaves(new), strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def test_averages_of_the_lanes_own_weights_are_not_merged() -> None:
@@ -260,78 +262,12 @@ def test_averages_of_the_lanes_own_weights_are_not_merged() -> None:
         return ema(w)
 
     w = sm.ParamState(jnp.ones((2, 3)))
-    mapped = sm.vmap2(step, in_axes=(0, None), axis_name="x", state_in_axes={0: sm.ParamState})
+    mapped = sm.vmap2(step, in_axes=None, axis_name="x", state_in_axes={0: sm.ParamState})
     with pytest.raises(sm.BatchAxisError, match=r"ema\.averages"):
         mapped(w, sm.nn.EMA(sm.ParamState(jnp.ones(3))))
 
 
-def counting(net: Any, x: Any) -> Any:
-    """Nothing that is written depends on the rows."""
-    steps = net["steps"].value + 1
-    return ((x @ net["w"].value) ** 2).mean(), {**net, "steps": net["steps"].set(steps)}
-
-
-@ways
-def test_only_a_counter_is_written(way: str) -> None:
-    net = {"w": sm.ParamState(jnp.array([1.0, 2.0, 3.0])), "steps": sm.State(0)}
-    got = run(way, counting)(net, X)
-    assert_as_at_once(got, counting, net, X)
-    assert int(got[0][1]["steps"].value) == 1
-
-
-def several(net: Any, x: Any) -> Any:
-    """States of several values, of which some do not depend on the rows."""
-    sums, most = net["sums"].value, net["most"].value
-    new = {
-        "sums": {
-            "rows": sums["rows"] + len(x),
-            "each": [sums["each"][0] + x.sum(0)],
-            "t": sums["t"] + 1,
-        },
-        "most": (jnp.maximum(most[0], x.max(0)), most[1] * 2),
-    }
-    loss = ((x @ net["w"].value) ** 2).mean()
-    return loss, {**net, **{name: net[name].set(value) for name, value in new.items()}}
-
-
-def several_states() -> dict[str, Any]:
-    return {
-        "w": sm.ParamState(jnp.array([1.0, 2.0, 3.0])),
-        "sums": sm.State({"rows": 0, "each": [jnp.ones(3)], "t": 5}, reduce="sum"),
-        "most": sm.State((jnp.zeros(3), 1.0), reduce="max"),
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["mesh", "unchecked", "pmap2"])
-def test_states_of_several_values(way: str) -> None:
-    net = several_states()
-    got = run(way, several)(net, X)
-    sums, most = got[0][1]["sums"].value, got[0][1]["most"].value
-    np.testing.assert_allclose(sums["each"][0], 1 + X.astype(np.float64).sum(0), 1e-5)
-    np.testing.assert_array_equal(most[0], np.maximum(X.max(0), 0))
-    # A number of rows is the same in every microbatch, and counts once: sum the rows to count them.
-    assert (int(sums["t"]), float(most[1])) == (6, 2.0)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("each_kind")
-@pytest.mark.parametrize("checked", [True, False])
-def test_packed_models(checked: bool) -> None:
-    mesh = make_mesh("2")
-    step = sm.value_and_grad(several, axis_name="x", microbatches=4)
-    mapped = sm.shard_map(step, mesh, (None, P("x")), P(), check_vma=checked)
-    net = several_states()
-    (loss, packed), grads = mapped(sm.pack(net, mesh), X)
-    (wanted, plain), plain_grads = mapped(net, X)
-    assert isinstance(packed, sm.Packed)
-    pairs = [(loss, wanted), (packed.unpack(), plain), (grads, plain_grads)]
-    for got, want in pairs:
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            np.testing.assert_array_equal(a, b)
-
-
-@ways
+@pytest.mark.parametrize("way", ["mesh", slow("unchecked")])
 def test_layers_with_states_that_are_scanned_and_rematerialised(way: str) -> None:
     @jax.checkpoint
     def apply(x: Any, layer: Any) -> Any:
