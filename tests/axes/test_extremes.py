@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import make_mesh
+from tests.helpers import make_mesh, slow
 
 
 N = 4
@@ -47,17 +47,12 @@ def step(states: Any, w: Any, x: Any) -> Any:
     return {k: s.set(y.sum().astype(s.value.dtype)) for k, s in states.items()}, y
 
 
-QUICK = ("mesh", "vmap2")
-
-
-@pytest.fixture(
-    params=[way if way in QUICK else pytest.param(way, marks=pytest.mark.slow) for way in WAYS]
+@pytest.mark.parametrize(
+    "way", ["mesh", "vmap2", *map(slow, ("unchecked", "pmap2", "vmap2 on a mesh"))]
 )
-def mapped(request: Any) -> Fun:
-    return WAYS[request.param](step)
+def test_derivatives(way: str) -> None:
+    mapped = WAYS[way](step)
 
-
-def test_a_state_has_the_derivative_of_an_array_s_extreme(mapped: Fun) -> None:
     def ours(w: Any, x: Any) -> Any:
         states, _ = mapped({how: sm.State(0.0, reduce=how) for how in HOWS}, w, x)
         return states["max"].value ** 2 + 3 * states["min"].value ** 2
@@ -78,29 +73,16 @@ def test_a_state_has_the_derivative_of_an_array_s_extreme(mapped: Fun) -> None:
     for got, wanted in pairs:
         np.testing.assert_allclose(got, wanted, rtol=2e-6, atol=1e-6)
 
-
-def test_a_loss_that_ignores_the_states(mapped: Fun) -> None:
-    starts = (0.0, np.float16(0), 0)
-
     @jax.jit
     @jax.grad
-    def slope(w: Any) -> Any:
+    def ignoring_the_states(w: Any) -> Any:
+        starts = (0.0, np.float16(0), 0)
         states = {(k, how): sm.State(x, reduce=how) for k, x in enumerate(starts) for how in HOWS}
         _, losses = jax.lax.scan(lambda s, _: mapped(s, w, X), states, None, length=2)
         return losses.sum()
 
-    np.testing.assert_allclose(slope(0.7), 2 * (X * np.cos(0.7 * X)).sum(), rtol=1e-5)
-
-
-def test_what_is_nan_shares_the_derivative(mapped: Fun) -> None:
-    x = np.array([1, np.nan, 3, np.nan], np.float32)
-
-    def both(x: Any) -> Any:
-        states, _ = mapped({how: sm.State(0.0, reduce=how) for how in HOWS}, 1.0, x)
-        return states["max"].value + states["min"].value
-
-    # That of the sine at NaN is NaN.
-    np.testing.assert_array_equal(jax.jit(jax.grad(both))(x), [0, np.nan, 0, np.nan])
+    wanted = 2 * (X * np.cos(0.7 * X)).sum()
+    np.testing.assert_allclose(ignoring_the_states(0.7), wanted, rtol=1e-5)
 
 
 def test_eager_and_nested_gradients() -> None:

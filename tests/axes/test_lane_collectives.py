@@ -34,9 +34,7 @@ def parts() -> list[np.ndarray]:
 
 COLLECTIVES: dict[str, Callable[[Any], Any]] = {
     "psum": lambda x: jax.lax.psum(x, "b"),
-    "pmean": lambda x: jax.lax.pmean(x, "b"),
     "pmax": lambda x: jax.lax.pmax(x, "b"),
-    "pmin": lambda x: jax.lax.pmin(x, "b"),
     "all_gather": lambda x: jax.lax.all_gather(x, "b").sum(0) + x,
     "ppermute": lambda x: jax.lax.ppermute(x, "b", [(0, 1), (1, 2), (2, 0)]),
     "psum_scatter": lambda x: jax.lax.psum_scatter(jnp.stack([x, 2 * x, 3 * x]), "b"),
@@ -82,45 +80,6 @@ def test_it_is_refused_where_types_are_checked(name: str) -> None:
         return (COLLECTIVES | BOTH)[name](x)
 
     assert_says(lambda: over_mesh(sm.vmap2(step, axis_name="b"))(DATA), sm.StatemeshError, INSTEAD)
-
-
-def normalise(mean: sm.State, rng: sm.RandomState, x: jax.Array) -> Any:
-    """What a layer does that knows its lanes by name."""
-    here = sm.pmean(x, "b")
-    spread = sm.pmean((x - here) ** 2, "b")
-    key, rng = rng.split()
-    noise = jax.random.uniform(key)
-    return (x - here) / jnp.sqrt(spread + 1e-3), noise, mean.set(0.5 * mean.value + here), rng
-
-
-def normalised(x: Any) -> Any:
-    here = x.mean(0)
-    return (x - here) / jnp.sqrt(((x - here) ** 2).mean(0) + 1e-3)
-
-
-def test_a_layer_that_names_its_lanes() -> None:
-    def shard(mean: sm.State, rng: sm.RandomState, x: jax.Array) -> Any:
-        mapped = sm.vmap2(normalise, in_axes=(None, None, 0), axis_name="b")
-        out, noise, mean, rng = mapped(mean, rng, x)
-        return out, noise, mean.set(jax.lax.pmean(mean.value, "x")), rng
-
-    specs = (P(), P(), COLUMNS)
-    call = sm.shard_map(
-        shard, make_mesh("4", AxisType.Explicit), specs, (COLUMNS, P("x"), P(), P())
-    )
-    mean, rng = sm.State(jnp.ones(WIDTH), reduce="mean"), sm.RandomState(jax.random.key(0))
-    out, noise, after, later = call(mean, rng, DATA)
-    np.testing.assert_allclose(out, normalised(DATA), rtol=1e-4, atol=1e-5)
-    wanted = 0.5 + np.mean([part.mean(0) for part in parts()], 0)
-    np.testing.assert_allclose(after.value, wanted, rtol=1e-5)
-    assert len(np.unique(noise)) == LANES * SHARDS
-    once = rng.split()[1].value
-    assert (jax.random.key_data(later.value) == jax.random.key_data(once)).all()
-    # Its gradient, from outside.
-    weights = np.cos(np.arange(DATA.size, dtype=np.float32)).reshape(DATA.shape)
-    got = jax.jit(jax.grad(lambda x: (call(mean, rng, x)[0] * weights).sum()))
-    want = jax.grad(lambda x: (normalised(x) * weights).sum())
-    np.testing.assert_allclose(got(DATA), want(DATA), atol=1e-5)
 
 
 def moments(old: Any, new: Any, axes: Any) -> Any:
@@ -186,22 +145,6 @@ def test_a_gradient_reaches_what_lanes_close_over() -> None:
     outside = jax.grad(lambda x: over_mesh(closing_over, out=P("x"))(x).sum())
     for gradient in (inside, jax.jit(inside), outside):
         np.testing.assert_allclose(gradient(DATA), want, atol=1e-6)
-
-
-def test_what_the_message_says_to_write() -> None:
-    def mended(x: jax.Array) -> Any:
-        merging = sm.vmap2(
-            lambda s, x: s.set(jax.lax.psum(x, "x")), in_axes=(None, 0), axis_name="b"
-        )
-        return [
-            jax.lax.psum(sm.vmap2(lambda x: sm.psum(x, "b"), axis_name="b")(x)[0], "x"),
-            sm.vmap2(lambda x: sm.psum(x, ("b", "x")), axis_name="b")(x)[0],
-            jax.lax.psum(jnp.sum(sm.vmap2(lambda x: x)(x), 0), "x"),
-            merging(sm.State(jnp.zeros(WIDTH), reduce="sum"), x).value,
-        ]
-
-    for total in over_mesh(mended, out=P())(DATA):
-        np.testing.assert_allclose(total, np.sum(parts(), (0, 1)), rtol=1e-5)
 
 
 def test_what_a_user_gets_wrong_stays_their_error() -> None:

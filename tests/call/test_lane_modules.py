@@ -122,28 +122,3 @@ def test_through_transformations_inside(lanes: Any, around: str) -> None:
         assert shapes(model) == [(), ()]
         assert number == 0 or model.gain is before.gain
     assert [float(model.gain), float(model.tau)] == [2.0, 1.5]
-
-
-def test_a_derivative_of_its_own_is_not_passed_by(lanes: Any) -> None:
-    @jax.custom_vjp
-    def reverse(x: Any) -> Any:
-        return x
-
-    reverse.defvjp(lambda x: (x, None), lambda _, g: (-g,))
-
-    def reversing(model: Gain, x: Any) -> Any:
-        return x, jax.tree.map(reverse, model)
-
-    for fun in (reversing, jax.jit(reversing)):
-        f = lanes(fun, in_axes=(None, 0), out_axes=(0, None))
-        gain = jax.grad(lambda w, f: f(Gain(w, 1.5), X)[1].gain)(2.0, jax.tree_util.Partial(f))
-        assert float(gain) == -1
-
-
-def test_a_donated_model_keeps_what_comes_back() -> None:
-    f = sm.pmap2(lambda model, x: model(x), in_axes=(None, 0), donate_argnums=0)
-    model = f.place(cell(), X)[0]
-    for _ in range(3):
-        _, model = f(model, X)
-        assert shapes(model) == shapes(cell())
-    assert float(model.linear.weight.sum()) == float(cell().linear.weight.sum())

@@ -143,52 +143,23 @@ def test_axes_in_order_and_tags(create: Any) -> None:
     assert sorted(made, key=str) == [0, None]
 
 
-def test_init_runs_once(create: Any) -> None:
+def test_which_states_are_new(create: Any) -> None:
     runs = []
 
-    class Counter(sm.Module):
-        count: Any = None
-
-        def init_state(self) -> "Counter":
-            runs.append("init")
-            return self.replace(count=sm.ShortTermState(0))
-
-        def init_all_states(self, **kwargs: Any) -> "Counter":
-            runs.append("all")
-            return super().init_all_states(**kwargs)
-
-    after, _ = create(Counter(), {}, axis_size=N)
-    assert runs == ["all", "init"]
-    equal(after.count.value, np.zeros(N))
-
-
-def test_collectives_and_lane_numbers_in_init_state(create: Any) -> None:
-    class Ranked(sm.Module):
-        rank: Any = None
-        lanes: Any = None
-
-        def init_state(self) -> "Ranked":
-            return self.replace(
-                rank=sm.State(jax.lax.axis_index("i")),
-                lanes=sm.NonBatchState(jax.lax.psum(jnp.ones(()), "i")),
-            )
-
-    after, made = create(Ranked(), {}, axis_size=N, axis_name="i")
-    equal(after.rank.value, np.arange(N))
-    assert float(after.lanes.value) == N
-    assert made == {0: [after.rank], None: [after.lanes]}
-
-
-def test_which_states_are_new(create: Any) -> None:
     class Changed(sm.Module):
         count: sm.State
         again: sm.State
         fresh: Any = None
         noise: Any = None
         rng: Any = None
+        rank: Any = None
+        lanes: Any = None
 
         def init_state(self, rng: sm.RandomState) -> "Changed":
+            runs.append("init")
             return self.replace(
+                rank=sm.State(jax.lax.axis_index("i")),
+                lanes=sm.NonBatchState(jax.lax.psum(jnp.ones(()), "i")),
                 count=self.count.value + 1,
                 # Made anew, although it looks like the old one.
                 again=sm.State(0),
@@ -198,13 +169,21 @@ def test_which_states_are_new(create: Any) -> None:
             )
 
     rng = sm.RandomState(jax.random.key(1))
-    after, made = create(Changed(sm.State(3), sm.State(3)), {"rng": rng}, axis_size=N)
+    after, made = create(
+        Changed(sm.State(3), sm.State(3)), {"rng": rng}, axis_size=N, axis_name="i"
+    )
+    assert runs == ["init"]
     assert int(after.count.value) == 4
     equal(after.again.value, np.zeros(N))
     equal(after.fresh.value, np.full(N, 3))
     assert len(np.unique(after.noise.value)) == N
     assert after.rng.key.shape == (N,) and len(np.unique(words(after.rng.key), axis=0)) == N
-    assert made == {0: [after.again, after.fresh, after.noise, after.rng]}
+    equal(after.rank.value, np.arange(N))
+    assert float(after.lanes.value) == N
+    assert made == {
+        0: [after.again, after.fresh, after.noise, after.rng, after.rank],
+        None: [after.lanes],
+    }
 
 
 def test_created_states_go_straight_into_a_call_and_are_not_moved() -> None:
@@ -245,25 +224,23 @@ def test_new_states_lists_what_came_into_being() -> None:
         "norms[1].mean", "norms[1].table", "norms[1].steps",
     ]  # fmt: skip
     assert found == {p: s for p, s in sm.states(after).items() if p in found}
-
-
-def test_new_states_takes_a_filter() -> None:
-    after = net().init_all_states(size=3)
-    assert len(sm.new_states(net(), after, sm.NonBatchState)) == 2
-    assert len(sm.new_states(net(), after, filter=["stats", sm.ParamState])) == 4
+    # It takes a filter.
+    assert len(sm.new_states(before, after, sm.NonBatchState)) == 2
+    assert len(sm.new_states(before, after, filter=["stats", sm.ParamState])) == 4
     assert sm.new_states(after, after) == {}
     with pytest.raises(sm.StructureError, match="no state matches 'nobody'"):
-        sm.new_states(net(), after, "nobody")
+        sm.new_states(before, after, "nobody")
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        sm.ParamState(0), sm.State(0, tag="t"), sm.State(0, name="n"), sm.State(0.0), sm.State([0]),
-        sm.State(jnp.zeros(1, int)), sm.State(0, reduce="sum"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_state_of_another_make_is_new(changed: sm.State) -> None:
-    assert sm.new_states({"a": sm.State(0)}, {"a": changed}) == {"['a']": changed}
-    assert sm.new_states({"a": sm.State(0)}, {"a": sm.State(5)}) == {}
+def test_a_state_of_another_make_is_new() -> None:
+    old = sm.State(0)
+    for changed in (
+        sm.ParamState(0),
+        sm.State(0, tag="t"),
+        sm.State(0.0),
+        sm.State([0]),
+        sm.State(jnp.zeros(1, int)),
+        sm.State(0, reduce="sum"),
+    ):
+        assert sm.new_states({"a": old}, {"a": changed}) == {"['a']": changed}
+    assert sm.new_states({"a": old}, {"a": sm.State(5)}) == {}

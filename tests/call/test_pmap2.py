@@ -1,14 +1,13 @@
 """`pmap2` only: the device of each lane, static and donated arguments, and the compiled program."""
 
 import contextlib
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
@@ -57,15 +56,7 @@ def test_fewer_lanes_take_the_first_devices() -> None:
     call = sm.pmap2(lambda x: x + 1, devices=jax.devices()[::-1])
     for lanes in (2, 3, 2, 1):
         assert sorted(rows_on(call(X[:lanes]))) == list(range(8 - lanes, 8))
-    assert sorted(rows_on(sm.pmap2(lambda x: x + 1)(X[:2]))) == [0, 1]
-
-
-@pytest.mark.parametrize("devices", [None, 4])
-def test_backend(devices: int | None) -> None:
-    given = None if devices is None else jax.devices()[:devices]
-    y = sm.pmap2(lambda x: x * 2, backend="cpu", devices=given)(X[:4])
-    equal(y, X[:4] * 2)
-    assert {device.platform for device in y.devices()} == {"cpu"}
+    assert sorted(rows_on(sm.pmap2(lambda x: x + 1, backend="cpu")(X[:2]))) == [0, 1]
 
 
 def test_where_nothing_is_mapped_every_device_is_a_lane() -> None:
@@ -80,18 +71,9 @@ def test_where_nothing_is_mapped_every_device_is_a_lane() -> None:
     for lanes, asked in options:
         y, after = sm.pmap2(fun, "i", in_axes=None, out_axes=(0, None), **asked)(sm.State(0))
         equal(y, np.arange(lanes))
-        assert int(after.value) == lanes
-
-
-def test_what_all_lanes_share_is_on_every_device() -> None:
-    def fun(s: sm.State, x: Any) -> Any:
-        return s.set(s.value + jax.lax.pmean(x, "i"))
-
-    after = sm.pmap2(fun, "i", in_axes=(None, 0))(sm.State(np.zeros(3, np.float32)), X)
-    held = rows_on(after.value)
-    assert sorted(held) == list(range(8))
-    for copy in held.values():
-        np.testing.assert_allclose(copy, X.mean(0), rtol=1e-6)
+        # What all lanes share is on every device.
+        held = rows_on(after.value)
+        assert sorted(held) == list(range(lanes)) and set(map(int, held.values())) == {lanes}
 
 
 @pytest.mark.parametrize("context", [None, AxisType.Auto, AxisType.Explicit], ids=str)
@@ -131,20 +113,8 @@ def test_static_arguments_are_part_of_the_signature(static: Any) -> None:
     ]:
         equal(call(X, how, X), expected)
         assert count.times == traces
-
-
-def test_a_static_number_is_no_tracer() -> None:
-    def fun(x: Any, times: int) -> Any:
-        assert type(times) is int
-        for _ in range(times):
-            x = x + 1
-        return x
-
-    call = sm.pmap2(fun, in_axes=(0, None), static_broadcasted_argnums=1)
-    equal(call(X, 3), X + 3)
-    equal(call.unsharded(X, 4), X + 4)
-    assert call.place(X, 5)[1] == 5
-    assert call.lower(X, 2).compile().as_text()
+    equal(call.unsharded(X, 3, X), X)
+    assert call.place(X, 5, X)[1] == 5
 
 
 # Donation
@@ -189,14 +159,6 @@ def test_donation_gives_up_the_arguments_it_names(donate: Any) -> None:
 # The compiled program
 
 
-def test_jax_pmap_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("jax.pmap was called")
-
-    monkeypatch.setattr(jax, "pmap", refuse)
-    equal(sm.pmap2(lambda x: x + 1)(X), X + 1)
-
-
 def test_other_lanes_and_shapes_one_after_another() -> None:
     body, count = counted(accumulate)
     call = sm.pmap2(body, "rows", **SUMS)
@@ -213,16 +175,89 @@ def test_other_lanes_and_shapes_one_after_another() -> None:
     assert count.times == 3
 
 
-def test_a_partial_and_a_bound_method_may_be_mapped() -> None:
-    class Scale:
-        def __init__(self, by: float) -> None:
-            self.by = by
+# Where another mesh is set, or arrays are placed elsewhere
 
-        def __call__(self, x: Any) -> Any:
-            return x * self.by
 
-        def method(self, x: Any, y: Any) -> Any:
-            return x * self.by + y
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+DATA = np.arange(4, dtype=np.float32)
 
-    equal(sm.pmap2(Scale(2.0))(X), X * 2)
-    equal(sm.pmap2(functools.partial(Scale(2.0).method, y=1.0))(X), X * 2 + 1)
+
+def step(total: sm.State, x: jax.Array) -> Any:
+    return x * jax.lax.axis_index("i"), total.set(total.value + x)
+
+
+def mapped(transform: Any, fun: Any = step) -> Any:
+    return transform(fun, axis_name="i", in_axes=(None, 0))
+
+
+def loss(call: Any, x: Any) -> Any:
+    out, total = call(sm.State(1.0, reduce="sum"), x)
+    return (out**2).sum() + total.value
+
+
+def data(place: str, mesh: Any) -> Any:
+    if place == "host":
+        return DATA
+    if place == "elsewhere":
+        return jax.device_put(DATA, jax.devices()[5])
+    return jax.device_put(DATA, NamedSharding(mesh, P("x")))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_set", [True, False])
+def test_pmap2_runs_on_its_own_mesh(is_set: bool, kind: str) -> None:
+    mesh = make_mesh("4", KINDS[kind])
+    body, count = counted(step)
+    call, total = mapped(sm.pmap2, body), sm.State(1.0, reduce="sum")
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        for number, place in enumerate(("host", "placed", "host", "elsewhere", "placed"), 1):
+            out, total = call(total, data(place, mesh))
+            np.testing.assert_array_equal(out, np.arange(4) * DATA)
+            assert float(total.value) == 1 + number * DATA.sum()
+            assert out.sharding.mesh.axis_names == ("i",)
+    # Arrays of NumPy and of JAX are two signatures, wherever they lie.
+    assert count.times == 2
+
+
+@pytest.mark.parametrize("is_set", [True, False])
+def test_pmap2_is_traced_among_auto_axes(is_set: bool) -> None:
+    mesh = make_mesh("4", AxisType.Auto)
+    call = mapped(sm.pmap2)
+    with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+        x = jnp.asarray(data("placed", mesh))
+        out, total = jax.jit(call)(sm.State(1.0, reduce="sum"), x)
+        np.testing.assert_array_equal(out, np.arange(4) * DATA)
+        assert float(total.value) == 1 + DATA.sum()
+        grad = jax.grad(lambda x: loss(call, x))
+        np.testing.assert_allclose(grad(x), jax.jit(grad)(x))
+        np.testing.assert_allclose(grad(x), 2 * np.arange(4) ** 2 * DATA + 1)
+
+
+TEXT = (
+    "step: pmap2 runs on a mesh of its own, and JAX cannot mix its results with arrays on Explicit mesh "
+    "axes during a trace. Call it outside the trace; or call it outside `jax.set_mesh` and on arrays that "
+    "do not lie on such a mesh; or use shard_map, which runs on the mesh that is set."
+)
+
+
+@pytest.mark.parametrize("transformed", [jax.jit, lambda f: jax.grad(lambda s, x: loss(f, x), 1)])
+@pytest.mark.parametrize(("is_set", "place"), [(True, "host"), (False, "placed")])
+def test_pmap2_is_not_traced_among_explicit_axes(
+    is_set: bool, place: str, transformed: Any
+) -> None:
+    mesh = make_mesh("4", AxisType.Explicit)
+    call, x = mapped(sm.pmap2), jnp.asarray(data(place, mesh))
+    around = jax.set_mesh(mesh) if is_set else contextlib.nullcontext()
+    with around, pytest.raises(sm.BatchAxisError) as raised:
+        transformed(call)(sm.State(1.0, reduce="sum"), x)
+    assert str(raised.value) == TEXT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vmap2_runs_where_its_arguments_lie(kind: str) -> None:
+    mesh = make_mesh("4", KINDS[kind])
+    call, x = mapped(sm.vmap2), data("placed", mesh)
+    with jax.set_mesh(mesh):
+        out, total = call(sm.State(1.0, reduce="sum"), x)
+    np.testing.assert_array_equal(out, np.arange(4) * DATA)
+    assert float(total.value) == 1 + DATA.sum()

@@ -95,28 +95,7 @@ def test_nested_in_lanes(outer: Any) -> None:
     equal(words(after["rng"].key), words(model["rng"].split()[1].key))
 
 
-def test_inside_jax_vmap() -> None:
-    call = sm.vmap2(
-        lambda s, x: (jax.vmap(lambda x: x * s.value)(x), s.set(s.value + x.sum())),
-        in_axes=(None, 0),
-        out_axes=(0, None),
-    )
-    y, after = jax.vmap(call, (None, 0))(sm.State(2.0, reduce="mean"), np.stack([X, X + 1]))
-    equal(y, np.stack([2 * X, 2 * X + 2]))
-    close(after.value, [2 + X.sum(1).mean(), 2 + (X + 1).sum(1).mean()])
-
-
 # Inside shard_map
-
-
-def moments(old: Any, new: Any, axis_names: Any) -> Any:
-    """Counts and sums are added, and the largest value is kept."""
-    added = jax.tree.map(
-        lambda a, b: a + jax.lax.psum(b - a, axis_names),
-        (old["n"], old["sum"]),
-        (new["n"], new["sum"]),
-    )
-    return {"n": added[0], "sum": added[1], "max": jax.lax.pmax(new["max"], axis_names)}
 
 
 def over_shards(lane: Any, check_vma: bool, kind: AxisType = AxisType.Explicit) -> Any:
@@ -155,25 +134,6 @@ def test_lanes_of_shards(check_vma: bool) -> None:
     assert (count.times, seen.times) == (1, 0)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
-def test_a_function_as_policy_inside_shard_map(check_vma: bool, kind: AxisType) -> None:
-    def lane(s: Any, x: Any) -> Any:
-        v = s.value
-        return x, s.set({"n": v["n"] + 1, "sum": v["sum"] + x, "max": jnp.maximum(v["max"], x)})
-
-    state = sm.State({"n": 2, "sum": np.float32(1), "max": np.float32(0)}, reduce=moments)
-    call = over_shards(lane, check_vma, kind=kind)
-    if check_vma:
-        with pytest.raises(sm.StatemeshError, match=r"reduce=moments cannot merge what the lanes"):
-            call(state, X)
-        return
-    _, after = call(state, X)
-    assert int(after.value["n"]) == 2 + X.size
-    close(after.value["sum"], 1 + X.sum())
-    close(after.value["max"], X.max())
-
-
 def test_states_with_lanes_inside_checked_shard_map() -> None:
     def shard(m: Any, x: Any) -> Any:
         def lane(m: Any, x: Any) -> Any:
@@ -200,46 +160,6 @@ def test_states_with_lanes_inside_checked_shard_map() -> None:
     equal(after["sum"].value, 1 + X.sum(1))
     assert after["w"].value.shape == ()
     assert float(after["w"].value) == 2.0
-
-
-REFUSED = """\
-lane: inside a checked shard_map JAX has no collectives over the lanes of a vmap ('lane'). Write instead:
-  1. statemesh's own, which run over lanes there: sm.psum(x, 'lane'), or sm.pmean, sm.pmax, sm.pmin, sm.all_gather, sm.axis_index;
-  2. for a state: State(value, reduce='mean'), or 'sum', 'max', 'min': statemesh merges the lanes' writes;
-  3. for a result: return it with out_axes=0 and reduce its lane axis after vmap2, as with jnp.sum(out, axis=0)."""  # noqa: E501
-
-
-def test_a_collective_over_lanes_and_mesh_inside_a_checked_shard_map_is_refused() -> None:
-    def lane(s: Any, x: Any) -> Any:
-        return jax.lax.psum(x, ("lane", "x")), s
-
-    with pytest.raises(sm.StatemeshError) as raised:
-        over_shards(lane, True)(sm.State(0.0), X)
-    assert type(raised.value) is sm.StatemeshError
-    assert str(raised.value) == REFUSED
-    y, _ = over_shards(lane, False)(sm.State(0.0), X)
-    equal(y, np.full_like(X, X.sum()))
-
-
-ALLOWS: dict[str, Any] = {
-    "axis_index": (lambda x: jax.lax.axis_index("lane") + x, X + np.arange(N)),
-    "axis_size": (lambda x: jax.lax.axis_size("lane") * x, X * N),
-    "over the lanes": (lambda x: sm.pmax(x, "lane"), np.tile(X.max(1)[:, None], (1, N))),
-    "over the mesh": (lambda x: jax.lax.psum(x, "x"), np.tile(X.sum(0), (8, 1))),
-}
-
-
-@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
-def test_what_lanes_may_ask_for_inside_a_shard_map(check_vma: bool) -> None:
-    def lane(states: Any, x: Any) -> Any:
-        values = {what: fun(x) for what, (fun, _) in ALLOWS.items()}
-        return values, {what: states[what].set(value) for what, value in values.items()}
-
-    states = {what: sm.State(np.float32(0), reduce="mean") for what in ALLOWS}
-    results, after = over_shards(lane, check_vma)(states, X)
-    for what, (_, expected) in ALLOWS.items():
-        equal(results[what], expected)
-        close(after[what].value, expected.mean())
 
 
 def test_around_shard_map() -> None:

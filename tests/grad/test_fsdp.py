@@ -1,5 +1,6 @@
 """`fsdp`, `gather` and `scatter`: training is that of one device, in a part of its memory."""
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +10,12 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import jnp, make_mesh
+from statemesh import checkpoint
+from tests.helpers import jnp, make_mesh, slow
 
 
 KEY = jax.random.key(0)
@@ -279,3 +281,242 @@ def test_outside_any_mapped_call_values_are_whole() -> None:
     assert sm.gather(raw, "x")["up"].weight is raw["up"].weight
     back = sm.scatter(whole, model)
     assert back["up"].weight is model["up"].weight and back["down"] is model["down"]
+
+
+# In checkpoints, with microbatches, over several axes, and in `explain`
+
+
+SPECS = (None, None, P("x"), P("x"))
+
+
+def test_in_microbatches_each_of_which_gathers() -> None:
+    def step(model: Any, slots: Any, x: Any, y: Any) -> Any:
+        gradients = sm.value_and_grad(loss_fn, axis_name="x", microbatches=2)
+        (loss, model), grads = gradients(model, x, y)
+        updates, slots = OPTIMIZER.update(grads, slots)
+        return loss, eqx.apply_updates(model, updates), slots, grads
+
+    model = sm.fsdp(mixed(), make_mesh("4"), "x", min_size=4)
+    mapped = sm.shard_map(step, make_mesh("4"), SPECS, P())
+    check(trained(mapped, model), trained(jax.jit(step_of(loss_fn)), mixed()))
+    slots = OPTIMIZER.init(sm.trainable(model))
+    found = mapped.explain(model, slots, ROWS, WANTED).collectives
+    times = {one.operation: one.times for one in found if one.cause != "XLA's own"}
+    # JAX takes the gathering out of the loop, where the parameters do not change. Each part of a gradient is
+    # summed up where it lies.
+    assert times == {"all_gather": 1, "reduce_scatter": 2, "psum": 1}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind"),
+    [("4x2", AxisType.Explicit), slow("8", AxisType.Auto)],
+)
+def test_a_checkpoint_of_split_parameters_loads_on_another_mesh(
+    mesh: str, kind: AxisType, tmp_path: Any
+) -> None:
+    """The training goes on as if nothing had happened, with the parts that the other mesh asks for."""
+
+    def at(mesh: Any) -> tuple[Any, Any, Any]:
+        model = sm.fsdp(mixed(), mesh, "x", min_size=4)
+        slots = OPTIMIZER.init(sm.trainable(model))
+        return model, slots, sm.shard_map(step_of(loss_fn), mesh, SPECS, P())
+
+    model, slots, step = at(make_mesh("4"))
+    _, model, slots, _ = jax.block_until_ready(step(model, slots, ROWS, WANTED))
+    checkpoint.save(tmp_path / "one", (model, slots))
+    there = make_mesh(mesh, kind)
+    *like, step_there = at(there)
+    loaded = checkpoint.load(tmp_path / "one", tuple(like), there)
+    for got, wanted in zip(jax.tree.leaves(loaded), jax.tree.leaves((model, slots)), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    for state in (loaded[0]["up"].weight, loaded[1][0].mu["up"].weight):
+        assert state.spec == P("x", None)
+        assert state.value.addressable_shards[0].data.shape == (16 // there.shape["x"], 8)
+    wanted = jax.block_until_ready(step(model, slots, ROWS, WANTED))
+    check(jax.block_until_ready(step_there(*loaded, ROWS, WANTED)), wanted)
+    # A model that was never split loads it too.
+    plain, _ = checkpoint.load(tmp_path / "one", (mixed(), OPTIMIZER.init(sm.trainable(mixed()))))
+    assert isinstance(plain["up"].weight, jax.Array)
+    np.testing.assert_array_equal(plain["up"].weight, model["up"].weight.value)
+
+
+def test_explain_tells_what_stays_whole_and_why() -> None:
+    mesh = AbstractMesh((4, 3), ("data", "model"))
+    given = {
+        "up": sm.ParamState(jnp.ones((32, 66)), spec=P(None, "model")),
+        "w": jnp.ones((32, 64)),
+        "odd": sm.ParamState(jnp.ones((33, 65))),
+        "bias": sm.ParamState(jnp.ones(64)),
+        "few": sm.ParamState(jnp.ones(3)),
+        "seen": sm.State(jnp.ones(4)),
+    }
+    model = sm.fsdp(given, mesh, "data")
+    slots = optax.sgd(0.1, momentum=0.9).init(sm.trainable(model))
+    found = sm.shard_map(lambda model, slots: model, mesh, (None, None), P()).explain(model, slots)
+    whole = {row.path: row.whole for row in found.leaves if row.path.startswith("model")}
+    assert whole == {
+        "model['up']": "",
+        "model['w']": "",
+        "model['odd']": "no axis is divisible by data=4",
+        "model['bias']": "kept whole",
+        "model['few']": "no axis is divisible by data=4",
+        "model['seen']": "",
+    }
+    text = " ".join(str(found).split())
+    assert "P() (its own spec: kept" in text
+    assert list(found.advice) == [
+        "model['odd'], slots[0].trace['odd']: 16.8 KiB stay whole on each of 12 devices, because no axis "
+        "is divisible by data=4. Pad an axis to a multiple, so that `fsdp` can split it."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "check_vma", "kind"),
+    [
+        (("x", "y"), True, AxisType.Explicit),
+        (("y", "x"), False, AxisType.Auto),
+        slow(("x",), True, AxisType.Auto),
+    ],
+)
+def test_over_tuples_of_axes(names: tuple[str, ...], check_vma: bool, kind: AxisType) -> None:
+    """Each device holds its share of every parameter, also of one that each axis splits by itself."""
+    mesh = make_mesh("4x2", kind)
+    rows = P(names)
+    model = sm.fsdp({**mixed(), "apart": values(8, 4)}, mesh, names, min_size=4)
+    if len(names) > 1:
+        model["apart"] = sm.ParamState(values(8, 4), spec=P("x", "y"))
+    total = math.prod(mesh.shape[name] for name in names)
+
+    def loss(model: Any, x: Any, y: Any) -> Any:
+        # In another order than that of the specs.
+        whole = sm.gather(model, names[::-1])
+        apart = whole["apart"]
+        apart = apart.value if sm.is_state(apart) else apart
+        out = applied(whole["down"], jnp.tanh(applied(whole["up"], x))) + x @ apart
+        return jnp.mean((out - y) ** 2), sm.scatter(whole, model)
+
+    def step(model: Any, x: Any, y: Any) -> Any:
+        return sm.value_and_grad(loss, axis_name=names)(model, x, y)
+
+    mapped = sm.shard_map(step, mesh, (None, rows, rows), P(), check_vma=check_vma)
+    (got, new), grads = mapped(model, ROWS, WANTED)
+    plain = {**mixed(), "apart": values(8, 4)}
+    (wanted, _), wanted_grads = jax.jit(step)(plain, ROWS, WANTED)
+    check((got, grads), (wanted, wanted_grads))
+    structure: Any = jax.tree.structure
+    assert structure(new) == structure(model)
+    for x in jax.tree.leaves(grads):
+        shares = 1 if all(size % total for size in x.shape) else total
+        assert x.addressable_shards[0].data.size * shares == x.size
+
+
+@pytest.mark.parametrize(
+    ("cast", "microbatches", "check_vma", "kind"),
+    [
+        (False, None, True, AxisType.Explicit),
+        (True, 2, True, AxisType.Auto),
+        slow(True, 2, False, AxisType.Explicit),
+    ],
+)
+def test_gathered_outside_of_the_loss(
+    cast: bool, microbatches: int | None, check_vma: bool, kind: AxisType
+) -> None:
+    """Gradients of whole parameters are reduced; each shard may then take its own part (ZeRO-2)."""
+    mesh = make_mesh("4", kind)
+    model = sm.fsdp(mixed(), mesh, "x", min_size=4)
+
+    def own_part(grad: Any, part: Any) -> Any:
+        axis = next((k for k in range(grad.ndim) if grad.shape[k] != part.shape[k]), None)
+        if axis is None:
+            return grad
+        size = part.shape[axis]
+        return jax.lax.dynamic_slice_in_dim(grad, sm.axis_index("x") * size, size, axis)
+
+    def plain_loss(whole: Any, x: Any, y: Any) -> Any:
+        out = applied(whole["down"], jnp.tanh(applied(whole["up"], x)))
+        return jnp.mean((out - y) ** 2), whole
+
+    gradients = sm.value_and_grad(plain_loss, axis_name="x", microbatches=microbatches)
+
+    def step(model: Any, x: Any, y: Any) -> Any:
+        whole = sm.gather(model, "x")
+        if cast:
+            whole = jax.tree.map(lambda x: x * 1.0, whole)
+        (loss, _), grads = gradients(whole, x, y)
+        parts = jax.tree.leaves(sm.trainable(model))
+        return loss, [own_part(*pair) for pair in zip(jax.tree.leaves(grads), parts, strict=True)]
+
+    specs = [s.sharding.spec for s in jax.tree.leaves(sm.place(sm.trainable(model), mesh))]
+    mapped = sm.shard_map(step, mesh, (None, P("x"), P("x")), (P(), specs), check_vma=check_vma)
+    (wanted, _), wanted_grads = jax.jit(sm.value_and_grad(plain_loss))(mixed(), ROWS, WANTED)
+    check(mapped(model, ROWS, WANTED), (wanted, jax.tree.leaves(wanted_grads)))
+
+
+def test_what_is_made_of_gathered_parameters_alone_is_the_same_on_all_shards() -> None:
+    mesh = make_mesh("4", AxisType.Explicit)
+    model = sm.fsdp({"w": values(8, 4)}, mesh, "x", min_size=4)
+    total = sm.shard_map(lambda model: sm.gather(model, "x")["w"].sum(), mesh, (None,), P())
+    np.testing.assert_allclose(total(model), values(8, 4).sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("check_vma", "kind"), [(True, AxisType.Explicit), (False, AxisType.Auto)])
+def test_a_cast_model_trains_its_master_weights(check_vma: bool, kind: AxisType) -> None:
+    """Also those that `fsdp` left whole; each keeps its bits until the optimizer moves it."""
+    mesh = make_mesh("4", kind)
+    fine = np.float32(1) + np.float32(2**-20)
+    whole_arrays = {"odd": sm.ParamState(jnp.full(3, fine)), "plain": jnp.full((), fine)}
+    model = sm.fsdp({**mixed(), **whole_arrays}, mesh, "x", min_size=4)
+
+    def loss(model: Any, x: Any, y: Any) -> Any:
+        narrow: Callable[[Any], Any] = lambda x: (
+            x.astype(jnp.bfloat16) if eqx.is_inexact_array(x) else x
+        )
+        whole = sm.gather(jax.tree.map(narrow, model), "x")
+        out = applied(whole["down"], jnp.tanh(applied(whole["up"], narrow(x))))
+        plain = whole["plain"].value if sm.is_state(whole["plain"]) else whole["plain"]
+        out = out * whole["odd"].value.sum() * plain
+        whole = {**whole, "steps": whole["steps"].set(whole["steps"].value + 1)}
+        return jnp.mean((out.astype(jnp.float32) - y) ** 2), sm.scatter(whole, model)
+
+    step = sm.value_and_grad(loss, axis_name="x")
+    mapped = sm.shard_map(step, mesh, (None, P("x"), P("x")), P(), check_vma=check_vma)
+    (_, new), grads = mapped(model, ROWS, WANTED)
+    assert new["steps"].value == 1
+    for before, after in zip(
+        jax.tree.leaves(sm.trainable(model)), jax.tree.leaves(sm.trainable(new)), strict=True
+    ):
+        np.testing.assert_array_equal(before, after)
+        assert after.dtype == np.float32
+    assert all(x.dtype == np.float32 for x in jax.tree.leaves(grads))
+
+
+def layer(x: Any, w: Any) -> Any:
+    return jnp.tanh(x @ sm.gather(w, "x").value), None
+
+
+def all_at_once(model: Any, x: Any) -> Any:
+    whole = sm.gather(model, "x").value
+    for k in range(4):
+        x = jnp.tanh(x @ whole[k])
+    return x.mean(), model
+
+
+@pytest.mark.parametrize(
+    ("loss", "gathers", "scatters"),
+    [
+        (all_at_once, 1, 4),
+        (lambda model, x: (sm.scan(layer, x, model)[0].mean(), model), 16, 16),
+        (lambda model, x: (sm.scan(jax.checkpoint(layer), x, model)[0].mean(), model), 32, 16),
+    ],
+)
+def test_how_often_microbatches_gather(loss: Any, gathers: int, scatters: int) -> None:
+    """The table on the page."""
+    mesh = make_mesh("4", AxisType.Explicit)
+    model = sm.fsdp(sm.ParamState(values(4, 8, 8)), mesh, "x", min_size=4, first_axis=1)
+    step = sm.value_and_grad(loss, axis_name="x", microbatches=4)
+    mapped = sm.shard_map(step, mesh, (None, P("x")), P())
+    times = {"all_gather": 0, "reduce_scatter": 0}
+    for one in mapped.explain(model, values(32, 8)).collectives:
+        if one.operation in times:
+            times[one.operation] += one.times
+    assert times == {"all_gather": gathers, "reduce_scatter": scatters}

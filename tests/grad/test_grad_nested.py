@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import make_mesh
 from tests.grad.test_grad import SHARDS, WAYS, X, check, plain
+from tests.helpers import make_mesh
 
 
 pytestmark = pytest.mark.usefixtures("each_kind")
@@ -97,72 +97,6 @@ def test_tasks(way: str) -> None:
     found = WAYS[way](lambda w, x: all_tasks(sm.value_and_grad, "x", w, x), W, X)
     wanted = jax.tree.map(lambda *x: jnp.mean(jnp.stack(x), 0), *wanted_tasks())
     check(found, wanted, 1e-4)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_tasks_of_which_each_has_parameters_of_its_own(way: str) -> None:
-    """Lanes share the parameters but not the gradients; shards have parameters of their own."""
-    # The last task is left out there: values that all shards share have no gradient of one shard's loss.
-    tasks = TASKS if way in ("vmap2", "pmap2") else TASKS[:-1]
-
-    def each(w: Any, x: Any) -> Any:
-        return all_tasks(sm.value_and_grad, None, w.reshape(3), x, tasks)
-
-    def shard(w: Any, x: Any) -> Any:
-        return jax.tree.map(lambda x: x[None], each(w, x))
-
-    if way in ("vmap2", "pmap2"):
-        lanes = getattr(sm, way)(each, in_axes=(None, 0), axis_name="x")
-        found = lanes(W, np.stack(shards()))
-    else:
-        mapped = sm.shard_map(shard, make_mesh("4"), P("x"), P("x"), check_vma=way == "check")
-        found = jax.tree.map(np.asarray, mapped(jnp.stack([W] * SHARDS), X))
-    for k, wanted in enumerate(wanted_tasks()):
-        check(jax.tree.map(lambda x, k=k: x[k], found), wanted[: len(tasks)], 1e-4)
-
-
-# Tensor parallel: every gradient, also the inner ones, belongs to the result of all shards over "y".
-
-
-WIDE = jnp.cos(jnp.arange(4.0)), np.sin(np.arange(32, dtype=np.float32)).reshape(8, 4)
-
-
-def partly(w: Any, x: Any) -> Any:
-    return jnp.mean((jnp.sin(jax.lax.psum(x @ w, "y")) - 0.5) ** 2), w
-
-
-def wholly(w: Any, x: Any) -> Any:
-    return jnp.mean((jnp.sin(x @ w) - 0.5) ** 2), w
-
-
-def of_third_order_in_parts(vag: Any, loss: Any, axis_name: Any, w: Any, x: Any) -> Any:
-    def after(inner: Any) -> Any:
-        return lambda w, x: loss(w - RATE * vag(inner)(w, x)[1], x)
-
-    (value, _), grads = vag(after(after(loss)), axis_name=axis_name)(w, x)
-    return value, grads
-
-
-@functools.cache
-def wanted_in_parts() -> Any:
-    w, x = WIDE
-    each = [of_third_order_in_parts(plain, wholly, None, w, rows) for rows in np.split(x, SHARDS)]
-    return jax.tree.map(lambda *x: jnp.mean(jnp.stack(x), 0), *each)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_what_shards_make_together_in_gradients_of_gradients(way: str) -> None:
-    step = functools.partial(of_third_order_in_parts, sm.value_and_grad, partly, "x")
-    w, x = WIDE
-    if way in ("vmap2", "pmap2"):
-        rows = sm.vmap2(step, in_axes=(None, 0), out_axes=None, axis_name="x")
-        lanes = getattr(sm, way)(rows, in_axes=(0, 2), out_axes=(None, 0), axis_name="y")
-        loss, grads = lanes(w.reshape(2, 2), x.reshape(4, 2, 2, 2))
-    else:
-        specs, out_specs = (P("y"), P("x", "y")), (P(), P("y"))
-        mesh, checked = make_mesh("4x2"), way == "check"
-        loss, grads = sm.shard_map(step, mesh, specs, out_specs, check_vma=checked)(w, x)
-    check((loss, grads.reshape(4)), wanted_in_parts(), 1e-4)
 
 
 def penalised(vag: Any, w: Any, x: Any) -> Any:

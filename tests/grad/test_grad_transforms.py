@@ -7,14 +7,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import assert_says, make_mesh
 from tests.grad.test_grad import WAYS, X, check, plain
+from tests.helpers import assert_says, make_mesh
 
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}

@@ -1,5 +1,5 @@
 """`nn.BatchNorm` in any mesh and in lanes: its statistics are compared with NumPy's float64, and its outputs
-with those of two other libraries."""
+with those of Flax."""
 
 import dataclasses
 from collections.abc import Callable
@@ -175,20 +175,6 @@ def images() -> Any:
     return np.random.default_rng(1).normal(5, 2, (8, 4, SIZE)).astype(np.float32)
 
 
-class Equinox:
-    """Equinox's layer, with the rows as lanes and the channels last."""
-
-    def __init__(self, momentum: float) -> None:
-        make = eqx.nn.make_with_state(eqx.nn.BatchNorm)
-        self.layer, self.state = make(SIZE, "rows", momentum=momentum, mode="batch")
-
-    def __call__(self, x: Any, inference: bool = False) -> Any:
-        one = lambda x, state: self.layer(x, state, inference=inference)
-        over: Any = jax.vmap(one, in_axes=(0, None), out_axes=(0, None), axis_name="rows")
-        y, self.state = jax.jit(over)(jnp.moveaxis(x, -1, 1), self.state)
-        return jnp.moveaxis(y, 1, -1)
-
-
 def of_flax(momentum: float = 0.99) -> Any:
     # Its faster variance, a mean of squares minus a squared mean, is less precise.
     return nnx.BatchNorm(SIZE, momentum=momentum, use_fast_variance=False, rngs=nnx.Rngs(0))
@@ -197,16 +183,6 @@ def of_flax(momentum: float = 0.99) -> Any:
 def assert_statistics(layer: Any, mean: Any, var: Any, rtol: float = 1e-5) -> None:
     np.testing.assert_allclose(layer.running.value["mean"], mean, rtol=rtol)
     np.testing.assert_allclose(layer.running.value["var"], var, rtol=rtol)
-
-
-def test_outputs_and_statistics_are_those_of_equinox() -> None:
-    """It keeps these statistics in its mode "batch". In inference it corrects them for their start."""
-    ours, equinox = norm(momentum=0.8), Equinox(0.8)
-    for i in range(3):
-        y, ours = plainly(ours, images() * (i + 1))
-        np.testing.assert_allclose(y, equinox(images() * (i + 1)), atol=1e-5)
-    index: Any = equinox.layer.batch_state_index
-    assert_statistics(ours, *equinox.state.get(index))
 
 
 @some_ways
@@ -230,17 +206,14 @@ def test_batches_leave_the_statistics_and_outputs_of_flax(name: str) -> None:
 
 def test_statistics_go_in_from_other_libraries_and_out_to_them() -> None:
     ours, flax = norm(momentum=0.9), of_flax(0.9)
-    for i in range(3):
-        flax(images() * i)
+    flax(images() * 2)
     mean, var = flax.mean[...], flax.var[...]
     ours = ours.with_statistics(np.asarray(mean, np.float64), var)
     np.testing.assert_array_equal(ours.statistics, (mean, var))
     assert ours.statistics[1] is not var and ours.running.value["count"] == 0
     x = images() + 1
-    y, _ = eqx.nn.inference_mode(ours)(x)
-    np.testing.assert_allclose(y, flax(x, use_running_average=True), atol=1e-5)
-    _, ours = plainly(ours, x)
-    flax(x)
+    y, ours = plainly(ours, x)
+    np.testing.assert_allclose(y, flax(x), atol=1e-5)
     assert_statistics(ours, flax.mean[...], flax.var[...])
     # Statistics of so many values are merged with others.
     first, second = BATCHES[0][0][BATCHES[0][1]], images()
@@ -406,71 +379,59 @@ def test_shards_that_write_their_own_statistics_are_an_error_that_says_what_was_
 X = np.ones((8, SIZE), np.float32)
 
 
-MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
+MISTAKES: list[tuple[Callable[[], Any], str]] = [
     (
         lambda: norm()(X[:0]),
-        sm.StatemeshError,
         "BatchNorm: x is float32[0,3], and no rows have no mean. Give every shard at least one row: if "
         "rows do not divide evenly, pad them, and mark with `where` which of them count.",
     ),
     (
         lambda: norm()(X[:, :2]),
-        sm.StatemeshError,
         "BatchNorm: x is float32[8,2] with 2 channels on axis -1, but the layer holds 3. Make the layer "
         "for as many, or name the axis of the channels by channel_axis.",
     ),
     (
         lambda: norm(channel_axis=2)(X),
-        sm.StatemeshError,
         "BatchNorm: channel_axis=2, but x is float32[8,3] and has no such axis.",
     ),
     (
         lambda: norm()(X[0]),
-        sm.StatemeshError,
         "BatchNorm: x is float32[3], a single row, which has no statistics. Give the layer all rows at "
         "once; or name the axis that they are mapped over, in the layer and in the map: axis_name='rows'.",
     ),
     (
         lambda: norm()(X.astype(int)),
-        TypeError,
         "BatchNorm: x is int32[8,3], but must hold floating numbers: `x.astype(jnp.float32)`.",
     ),
     (
         lambda: norm()(X, X[:, 0]),
-        sm.StatemeshError,
         "BatchNorm: where is float32[8], but must be bool and have the leading axes of x, which is "
         "float32[8,3] with its channels on axis -1.",
     ),
     (
         lambda: norm()(X, X[:4, 0] > 0),
-        sm.StatemeshError,
         "BatchNorm: where is bool[4], but must be bool and have the leading axes of x, which is "
         "float32[8,3] with its channels on axis -1.",
     ),
     (
         lambda: norm(momentum=1.5),
-        sm.StatemeshError,
         "BatchNorm: momentum=1.5, but it must be None or from 0 to 1.",
     ),
     (
         lambda: norm(momentum=0.9).with_statistics(np.zeros(SIZE), 1.0),
-        sm.StatemeshError,
         "BatchNorm: var is float32[], but must be of shape (3,): one number for each channel.",
     ),
     (
         lambda: norm().with_statistics(np.zeros(SIZE), np.ones(SIZE)),
-        sm.StatemeshError,
         "BatchNorm: with momentum=None all values count the same, whenever they were seen, so "
         "with_statistics must know how many values these are of: `with_statistics(mean, var, count=...)`.",
     ),
     (
         lambda: sm.vmap2(forward, in_axes=(None, 0), axis_name="rows")(norm(axis_name="data"), X),
-        sm.StatemeshError,
         "BatchNorm: no axis is called 'data' here; the axes mapped over are 'rows'.",
     ),
     (
         lambda: jax.jit(forward)(norm(), X),
-        TypeError,
         "BatchNorm: `inference` is traced here, but must be True or False. jax.jit, scan and grad trace "
         "the Python numbers in a model. Give them only its arrays: `arrays, rest = "
         "equinox.partition(model, equinox.is_array)`, or use equinox.filter_jit.",
@@ -478,6 +439,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "text"), MISTAKES)
-def test_the_text_is_exactly(call: Callable[[], Any], error: type[Exception], text: str) -> None:
-    assert_says(call, error, text)
+@pytest.mark.parametrize(("call", "text"), MISTAKES)
+def test_the_text_is_exactly(call: Callable[[], Any], text: str) -> None:
+    is_type = "must hold floating numbers" in text or "is traced here" in text
+    assert_says(call, TypeError if is_type else sm.StatemeshError, text)
