@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from tests.helpers import assert_says, compiles, counted, make_mesh
+from tests.nn.ways import ways
 
 
 # Average
@@ -37,39 +38,10 @@ def add(layer: Any, x: Any, counted: Any) -> Any:
     return layer(*metrics(x, counted))
 
 
-def sharded(name: str, *kind: AxisType, check_vma: bool = True) -> Any:
-    spec = P(("x", "y")) if name == "4x2" else P("x")
-    mesh = make_mesh(name, *kind)
-    return sm.shard_map(add, mesh, (None, spec, spec), (P(), P()), check_vma=check_vma)
+WAYS = ways(add, by_row=False)
 
 
-def lanes(layer: Any, x: Any, counted: Any) -> Any:
-    parts = [a.reshape(4, -1, *a.shape[1:]) for a in (x, counted)]
-    mapped = sm.vmap2(add, in_axes=(None, 0, 0), out_axes=None, axis_name="b")
-    return mapped(layer, *parts)
-
-
-def lanes_of_shards(layer: Any, x: Any, counted: Any) -> Any:
-    """The rows of each shard in two lanes."""
-    parts = [a.reshape(2, -1, *a.shape[1:]) for a in (x, counted)]
-    mapped = sm.vmap2(add, in_axes=(None, 0, 0), out_axes=None, axis_name="b")
-    return mapped(layer, *parts)
-
-
-WAYS: dict[str, tuple[Any, Any]] = {
-    "unsharded": ("x", eqx.filter_jit(add)),
-    "2, unchecked": ("x", sharded("2", check_vma=False)),
-    "8": ("x", sharded("8", AxisType.Explicit)),
-    "4x2": (("x", "y"), sharded("4x2")),
-    "lanes": ("b", eqx.filter_jit(lanes)),
-    "lanes in shards": (
-        ("x", "b"),
-        sm.shard_map(lanes_of_shards, make_mesh("4"), (None, P("x"), P("x")), (P(), P())),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", list(WAYS))
+@pytest.mark.parametrize("name", WAYS)
 def test_the_average_is_that_of_all_rows_that_count(name: str) -> None:
     axis_name, run = WAYS[name]
     numbers = np.random.default_rng(0)
@@ -211,19 +183,6 @@ def test_an_average_with_what_is_infinite_or_far_away_is_that_of_the_formula() -
         np.testing.assert_array_equal(mean, 0.5 * old + 0.5 * new)
 
 
-def test_everything_else_is_that_of_the_latest_model() -> None:
-    model = net(3)
-    averaged, _ = sm.nn.EMA(net(), decay=0.5)(model)
-    assert averaged.seen is model.seen
-    assert averaged.steps is model.steps
-    assert averaged.act is model.act
-    np.testing.assert_allclose(averaged.w.value["b"], 1.5)
-
-    only, _ = sm.nn.EMA(net(), decay=0.5, wrt=sm.BatchState)(model)
-    assert only.w is model.w and only.bias is model.bias
-    assert only.seen.value == 1.5
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_averages_lie_where_the_parameters_lie(check_vma: bool) -> None:
     spec = {"a": P("x"), "b": P("y", None)}
@@ -244,13 +203,19 @@ def test_averages_lie_where_the_parameters_lie(check_vma: bool) -> None:
         assert value["a"].sharding.spec == P("x") and value["b"].sharding.spec[0] == "y"
 
 
-def test_averages_are_not_trained_and_share_no_buffer_with_the_model() -> None:
-    model = net()
-    ema = sm.nn.EMA(model)
-    both = sm.trainable({"ema": ema, "model": model})
-    assert jax.tree.leaves(both["ema"]) == []
+def test_what_is_averaged_and_what_is_of_the_latest_model() -> None:
+    model = net(3)
+    averaged, ema = sm.nn.EMA(net(), decay=0.5)(model)
+    assert averaged.seen is model.seen and averaged.steps is model.steps
+    assert averaged.act is model.act
+    np.testing.assert_allclose(averaged.w.value["b"], 1.5)
+    only, _ = sm.nn.EMA(net(), decay=0.5, wrt=sm.BatchState)(model)
+    assert only.w is model.w and only.bias is model.bias
+    assert only.seen.value == 1.5
+    # Averages are not trained, and share no buffer with the model.
+    assert jax.tree.leaves(sm.trainable({"ema": ema, "model": model})["ema"]) == []
     call = sm.shard_map(lambda ema, model: ema(model), make_mesh(), P(), P(), donate="states")
-    call(*call.place(ema, model))
+    call(*call.place(sm.nn.EMA(model), model))
     with pytest.raises(sm.StructureError, match=r"model\['steps'\]: State\(int32\[\]\)"):
         sm.nn.EMA({"steps": sm.State(0)})
 
