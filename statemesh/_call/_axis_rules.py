@@ -174,7 +174,7 @@ class AxisContext:
                     of_arrays.add(entry)
             placed_by.update(dict.fromkeys(unit.positions, entry))
         bad = [one for entry in of_states if entry not in of_arrays for one in of_states[entry]]
-        # The default stands for every argument, and `Map` has no other way to say where States have their lanes.
+        # The default stands for every argument, and `Map` cannot say where States have their lanes.
         if bad and rules.in_axes != 0 and not isinstance(rules.in_axes, AxesOfMap):
             raise errors.axes_of_states(name, bad)
         return found, frozenset(replicated), placed_by

@@ -132,7 +132,7 @@ class Scope:
         return typed | self.recorded.of(x)
 
     def _param_varying(self, x: Leaf) -> Axes:
-        """The same of a parameter. One that an `all_gather` made whole has a type that varies, and yet one value.
+        """The same of a parameter. One that `all_gather` made whole has a type that varies, yet one value.
 
         A cast is the word of whoever wrote it: then each shard has a parameter of its own.
         """

@@ -84,7 +84,7 @@ class Pairs(tuple[tuple[Filter, int | None], ...]):
 
 
 class AxesOfMap(tuple[Any, ...]):
-    """`in_axes` of a method that a `Map` runs: it cannot say where States among its arguments have their lanes."""
+    """`in_axes` of a method of a `Map`, which cannot say where States among its arguments have lanes."""
 
     __slots__ = ()
 

@@ -85,27 +85,6 @@ def test_derivatives(way: str) -> None:
     np.testing.assert_allclose(ignoring_the_states(0.7), wanted, rtol=1e-5)
 
 
-def test_eager_and_nested_gradients() -> None:
-    def inner(states: Any, w: Any, x: Any) -> Any:
-        # The gradient inside of one map, around another that merges over its lanes.
-        def loss(w: Any, x: Any) -> Any:
-            new, y = in_lanes(step)(states, w, x)
-            return new["max"].value + y.sum(), w
-
-        grads, _ = sm.grad(loss, axis_name="x")(w, x)
-        return states, grads[None]
-
-    x = np.concatenate([X, X])
-    states = {"max": sm.State(0.0, reduce="max")}
-    # Each shard has two rows.
-    wanted = (x * np.cos(0.7 * x)).reshape(4, 2)
-    best = np.sin(0.7 * x).reshape(4, 2).argmax(1)
-    wanted = wanted.sum(1) + wanted[np.arange(4), best]
-    for options in ({}, {"check_vma": False}, {"jit": False}):
-        _, grads = on_mesh(inner, **options)(states, 0.7, x)
-        np.testing.assert_allclose(grads, np.full(4, wanted.mean()), rtol=1e-5)
-
-
 @pytest.mark.parametrize("how", HOWS)
 def test_nan_and_zeros_of_both_signs(how: str) -> None:
     nan_somewhere = np.tile(X, (N, 1))

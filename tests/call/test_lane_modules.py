@@ -99,7 +99,6 @@ def test_in_a_loop_around_the_call(lanes: Any) -> None:
 
 
 AROUND: dict[str, Any] = {
-    "two jits": jax.jit(jax.jit(scaled)),
     "jit of a scan": jax.jit(
         lambda m, x: jax.lax.scan(lambda m, _: scaled(m, x)[::-1], m, None, length=2)[::-1]
     ),
@@ -122,3 +121,18 @@ def test_through_transformations_inside(lanes: Any, around: str) -> None:
         assert shapes(model) == [(), ()]
         assert number == 0 or model.gain is before.gain
     assert [float(model.gain), float(model.tau)] == [2.0, 1.5]
+
+
+def test_a_derivative_of_its_own_is_not_passed_by(lanes: Any) -> None:
+    @jax.custom_vjp
+    def reverse(x: Any) -> Any:
+        return x
+
+    reverse.defvjp(lambda x: (x, None), lambda _, g: (-g,))
+
+    def reversing(model: Gain, x: Any) -> Any:
+        return x, jax.tree.map(reverse, model)
+
+    for fun in (reversing, jax.jit(reversing)):
+        f = lanes(fun, in_axes=(None, 0), out_axes=(0, None))
+        assert float(jax.grad(lambda w, f=f: f(Gain(w, 1.5), X)[1].gain)(2.0)) == -1

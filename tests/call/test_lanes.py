@@ -205,44 +205,6 @@ def test_states_made_inside(lanes: Any) -> None:
     equal(made["tiled"].value, np.full(N, 8))
 
 
-# Policies
-
-
-def welford(old: Any, new: Any, axis_names: Any) -> Any:
-    n = jax.lax.psum(new["n"] - old["n"], axis_names)
-    return {"n": old["n"] + n, "mean": jax.lax.pmean(new["mean"], axis_names)}
-
-
-def test_policies_over_lanes(lanes: Any) -> None:
-    old = np.full(3, 2, np.float32)
-
-    def state(policy: Any, tag: Any = None) -> sm.State:
-        return sm.State({"n": 5.0, "mean": old}, reduce=policy, tag=tag)
-
-    def fun(states: dict[str, sm.State], x: Any) -> Any:
-        return {
-            name: s.set({"n": s.value["n"] + 2, "mean": s.value["mean"] + x})
-            for name, s in states.items()
-        }
-
-    names = ["mean", "max", "min", "sum"]
-    states = {name: state(name) for name in names}
-    states |= {"welford": state(welford), "declared": state("sum", "declared")}
-    after = lanes(fun, in_axes=(None, 0), state_out_axes={0: "declared"})(states, X)
-    wanted = {
-        "mean": {"n": 7, "mean": old + X.mean(0)},
-        "max": {"n": 7, "mean": old + X.max(0)},
-        "min": {"n": 7, "mean": old + X.min(0)},
-        "sum": {"n": 7, "mean": old + X.sum(0)},
-        "welford": {"n": 5 + 2 * N, "mean": old + X.mean(0)},
-        # A declared axis goes before the policy.
-        "declared": {"n": np.full(N, 7), "mean": old + X},
-    }
-    for name, value in wanted.items():
-        close(after[name].value, value)
-        assert after[name].reduce == states[name].reduce
-
-
 # Tracing and compiling
 
 

@@ -98,11 +98,7 @@ def test_other_methods_inherit_the_axes(behavior: str) -> None:
 
 def test_axes_and_tag_of_new_states(behavior: str) -> None:
     made = sm.Map(
-        Counter(),
-        N,
-        behavior=behavior,
-        init_state_axes={-1: sm.ShortTermState},
-        state_tag="fresh",
+        Counter(), N, behavior=behavior, init_state_axes={-1: sm.ShortTermState}, state_tag="fresh"
     ).init_all_states()
     assert made.module.total.value.shape == (2, N)
     assert made.module.total.tag == made.module.table.tag == {"fresh"}

@@ -221,7 +221,7 @@ def test_new_states_lists_what_came_into_being() -> None:
     assert [path.removeprefix(".") for path in found] == [
         "linear.w", "linear.b",
         "norms[0].mean", "norms[0].table", "norms[0].steps",
-        "norms[1].mean", "norms[1].table", "norms[1].steps",
+        "norms[1].mean", "norms[1].table", "norms[1].steps"
     ]  # fmt: skip
     assert found == {p: s for p, s in sm.states(after).items() if p in found}
     # It takes a filter.

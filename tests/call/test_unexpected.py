@@ -87,7 +87,7 @@ def test_what_is_declared_goes_before_the_policy(lanes: Any, policy: str) -> Non
     def fun(states: Any, x: Any) -> Any:
         return [s.set(jnp.full(s.value.shape, x)) for s in states]
 
-    states = [sm.State(np.zeros(N), reduce="mean"), sm.HiddenState(np.zeros(2))]
+    states = [sm.State(np.zeros(N), reduce="mean"), sm.HiddenState(np.zeros(2), reduce="sum")]
     options: Any = {"in_axes": (None, 0), "unexpected_out_state_mapping": policy}
     merged, stacked = lanes(fun, state_out_axes={1: sm.HiddenState}, **options)(states, X)
     equal(merged.value, np.full(N, X.mean()))

@@ -134,34 +134,6 @@ def test_lanes_of_shards(check_vma: bool) -> None:
     assert (count.times, seen.times) == (1, 0)
 
 
-def test_states_with_lanes_inside_checked_shard_map() -> None:
-    def shard(m: Any, x: Any) -> Any:
-        def lane(m: Any, x: Any) -> Any:
-            return x + m["w"].value, {
-                "own": m["own"].set(m["own"].value + x),
-                "w": m["w"].set(m["w"].value + 1),
-                "sum": m["sum"].set(m["sum"].value + x),
-            }
-
-        call = sm.vmap2(lane, in_axes=(None, 0), out_axes=(0, None), state_in_axes={-1: "own"})
-        y, m = call(m, x[0])
-        return y[None], m
-
-    call = sm.shard_map(shard, make_mesh(), (P(), P("x")), (P("x"), P()))
-    model = {
-        "own": sm.State(X, spec=sm.PerShard("x"), tag="own"),
-        "w": sm.ParamState(1.0),
-        # Its lanes are merged, and its shards stay apart.
-        "sum": sm.State(np.ones(8, np.float32), spec=sm.PerShard("x"), reduce="sum"),
-    }
-    y, after = call(model, X)
-    equal(y, X + 1)
-    equal(after["own"].value, 2 * X)
-    equal(after["sum"].value, 1 + X.sum(1))
-    assert after["w"].value.shape == ()
-    assert float(after["w"].value) == 2.0
-
-
 def test_around_shard_map() -> None:
     inner = sm.shard_map(
         lambda s, x: (x * s.value, s.set(s.value + jax.lax.psum(jnp.sum(x), "x"))),

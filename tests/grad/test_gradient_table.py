@@ -81,19 +81,19 @@ TABLE = {
 }
 
 
-def of_jax(mode: str, n: int, bodies: dict[str, Any], out: Any = P("x")) -> Any:
-    """What these bodies give, each shard for itself unless `out` says that all agree."""
+def of_jax(mode: str, n: int, bodies: dict[str, Any], agree: bool = False) -> Any:
+    """What these bodies give on each shard, or on all, if the spec is to say that they agree."""
     given = narrow(W), narrow(X), narrow(T)
 
     def shard(*args: Any) -> Any:
         results = {name: body(*args) for name, body in bodies.items()}
-        return results if out == P() else jax.tree.map(lambda x: x[None], results)
+        return results if agree else jax.tree.map(lambda x: x[None], results)
 
     if mode == "vmap":
         lanes = jax.vmap(shard, in_axes=(None, 0, 0), axis_name="x")
         found = jax.jit(lanes)(given[0], given[1].reshape(n, -1, 2), given[2].reshape(n, -1))
         return jax.tree.map(lambda x: x[:, 0], found)
-    specs, check = (P(), P("x"), P("x")), mode == "check"
+    specs, out, check = (P(), P("x"), P("x")), P() if agree else P("x"), mode == "check"
     mapped = jax.shard_map(
         shard, mesh=make_mesh(str(n)), in_specs=specs, out_specs=out, check_vma=check
     )
@@ -111,7 +111,7 @@ def test_jax(mode: str, n: int) -> None:
 
 def test_jax_where_the_spec_says_that_all_shards_agree() -> None:
     def kept(body: str, mode: str) -> Any:
-        return of_jax(mode, 4, {body: BODIES[body]}, P())[body]
+        return of_jax(mode, 4, {body: BODIES[body]}, agree=True)[body]
 
     # Unchecked, it keeps the first shard's gradient; checked, it lets pass one that was summed too often.
     slopes = local_slopes(4)
@@ -159,9 +159,7 @@ def by_style(model: Any, x: Any, t: Any, styles: Any = STYLES) -> dict[str, Any]
     for style in styles:
         fun, reduce = STYLES[style]
         step = sm.value_and_grad(
-            lambda model, x, t, fun=fun: (fun(model, x, t), model),
-            axis_name="x",
-            reduce=reduce,
+            lambda model, x, t, fun=fun: (fun(model, x, t), model), axis_name="x", reduce=reduce
         )
         (value, _), grads = step(model, x, t)
         results[style] = value, grads

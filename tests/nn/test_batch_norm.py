@@ -343,10 +343,7 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
         "BatchNorm: where is bool[4], but must be bool and have the leading axes of x, which is "
         "float32[8,3] with its channels on axis -1.",
     ),
-    (
-        lambda: norm(momentum=1.5),
-        "BatchNorm: momentum=1.5, but it must be None or from 0 to 1.",
-    ),
+    (lambda: norm(momentum=1.5), "BatchNorm: momentum=1.5, but it must be None or from 0 to 1."),
     (
         lambda: norm(momentum=0.9).with_statistics(np.zeros(SIZE), 1.0),
         "BatchNorm: var is float32[], but must be of shape (3,): one number for each channel.",

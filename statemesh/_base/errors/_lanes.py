@@ -67,7 +67,8 @@ def lanes_disagree(
 
 def axes_of_states(name: str, bad: Sequence[tuple[str, int, str, object]]) -> BatchAxisError:
     items = [
-        f"{entry} = {axis} stands for {path}, a {type(state).__name__}" for entry, axis, path, state in bad
+        f"{entry} = {axis} stands for {path}, a {type(state).__name__}"
+        for entry, axis, path, state in bad
     ]
     return error_listing(
         BatchAxisError,
