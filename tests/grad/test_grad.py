@@ -11,16 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from tests.helpers import compiles, counted, make_mesh
 
 
-pytestmark = pytest.mark.usefixtures("each_kind")
-
-
 SHARDS = 4
+# By whether types are checked: the axes of the mesh.
+KINDS = {True: AxisType.Explicit, False: AxisType.Auto}
 X = np.sin(np.arange(24, dtype=np.float32)).reshape(8, 3)
 
 
@@ -51,7 +51,7 @@ def plain(
 
 def on_mesh(check: bool) -> Callable[..., Any]:
     def run(fun: Callable[..., Any], model: Any, x: Any) -> Any:
-        mesh = make_mesh(str(SHARDS))
+        mesh = make_mesh(str(SHARDS), KINDS[check])
         return sm.shard_map(fun, mesh, (P(), P("x")), P(), check_vma=check)(model, x)
 
     return run
@@ -209,7 +209,9 @@ def test_wrt_in_every_form() -> None:
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_what_was_not_written_comes_back_as_it_was(check_vma: bool) -> None:
     step = sm.value_and_grad(still_loss, axis_name="x")
-    call = sm.shard_map(step, make_mesh("4"), (P(), P("x")), P(), check_vma=check_vma)
+    call = sm.shard_map(
+        step, make_mesh("4", KINDS[check_vma]), (P(), P("x")), P(), check_vma=check_vma
+    )
     net, x = call.place(make_net(), X)
     for (_, new), _ in (call(net, x), step(net, x)):
         assert new.w.value is net.w.value
@@ -228,7 +230,9 @@ def test_ten_steps_trace_once(check_vma: bool) -> None:
         (loss, w), grads = sm.value_and_grad(fun, axis_name="x")(w, x)
         return loss, eqx.apply_updates(w, jax.tree.map(lambda g: -0.1 * g, grads))
 
-    call = sm.shard_map(step, make_mesh("4"), (P(), P("x")), P(), check_vma=check_vma)
+    call = sm.shard_map(
+        step, make_mesh("4", KINDS[check_vma]), (P(), P("x")), P(), check_vma=check_vma
+    )
     first, w = call(sm.ParamState(jnp.ones(3)), X)
     jax.block_until_ready(w)
     with compiles() as seen:
@@ -283,7 +287,9 @@ def test_units_split_over_one_axis_and_rows_over_the_other(check_vma: bool) -> N
         total = sm.value_and_grad(loss, axis_name="x", reduce="sum")(model, x)
         return mean, total
 
-    mapped = sm.shard_map(by_both, make_mesh("4x2"), (P(), P("x")), P(), check_vma=check_vma)
+    mapped = sm.shard_map(
+        by_both, make_mesh("4x2", KINDS[check_vma]), (P(), P("x")), P(), check_vma=check_vma
+    )
     mean, ((loss, _), grads) = mapped(split_model(), X)
     wanted = plain(split_loss)(split_model(), X, lambda y: y)
     check(mean, wanted)
@@ -309,7 +315,9 @@ def test_parameters_gathered_from_all_shards(gather: Any, check_vma: bool) -> No
     w = np.linspace(-1, 1, 16, dtype=np.float32)
     x = np.cos(np.arange(128, dtype=np.float32)).reshape(8, 16)
     specs = (P("x"), P("x"))
-    found = sm.shard_map(parts, make_mesh("4"), specs, P("x"), check_vma=check_vma)(w, x)
+    found = sm.shard_map(
+        parts, make_mesh("4", KINDS[check_vma]), specs, P("x"), check_vma=check_vma
+    )(w, x)
     wanted = jax.grad(lambda w: loss(w, x)[0])(w)
     for gradient in found:
         np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-6)
@@ -320,7 +328,9 @@ def test_a_cast_parameter_belongs_to_its_shard() -> None:
         return sm.grad(lambda w, x: ((w * x).sum(), w))(jax.lax.pcast(w, "x", to="varying"), x)[0]
 
     x = np.arange(4.0, dtype=np.float32)
-    got = sm.shard_map(own, make_mesh("4"), (P(), P("x")), P("x"))(jnp.ones(1), x)
+    got = sm.shard_map(own, make_mesh("4", AxisType.Explicit), (P(), P("x")), P("x"))(
+        jnp.ones(1), x
+    )
     np.testing.assert_array_equal(got, x)
 
 
@@ -328,7 +338,9 @@ def test_a_cast_parameter_belongs_to_its_shard() -> None:
 def test_rows_split_over_several_axes(check_vma: bool) -> None:
     step = sm.value_and_grad(still_loss, axis_name=("x", "z"))
     specs = (P(), P(("z", "x")))
-    got = sm.shard_map(step, make_mesh("2x2x2"), specs, P(), check_vma=check_vma)(make_net(), X)
+    got = sm.shard_map(step, make_mesh("2x2x2", KINDS[check_vma]), specs, P(), check_vma=check_vma)(
+        make_net(), X
+    )
     check(got, plain(still_loss)(make_net(), X))
 
 
@@ -342,9 +354,9 @@ def test_one_parameter_per_shard(check_vma: bool) -> None:
 
     step = sm.value_and_grad(loss, axis_name="x")
     specs = (P(), P("x"))
-    (value, _), grads = sm.shard_map(step, make_mesh("4"), specs, P(), check_vma=check_vma)(
-        model, X
-    )
+    (value, _), grads = sm.shard_map(
+        step, make_mesh("4", KINDS[check_vma]), specs, P(), check_vma=check_vma
+    )(model, X)
     apart = X.astype(np.float64).reshape(SHARDS, -1) * 0.3 - own[:, None]
     np.testing.assert_allclose(value, np.mean(apart**2), rtol=1e-5)
     np.testing.assert_allclose(grads["own"].value, -2 * apart.sum(1) / X.size, rtol=1e-5)
@@ -362,6 +374,6 @@ def test_aux_comes_back_by_its_own_spec() -> None:
 
     net, aux = make_net(), {"rows": P("x"), "kind": None, "w": P()}
     out_specs = ((((P(), aux), P()), P()), ((P(), aux), P()))
-    got = sm.shard_map(both, make_mesh("4"), (P(), P("x")), out_specs)(net, X)
+    got = sm.shard_map(both, make_mesh("4", AxisType.Explicit), (P(), P("x")), out_specs)(net, X)
     ((loss_wanted, aux_wanted), new), grads = plain(loss, has_aux=True)(net, X)
     check(got, ((((loss_wanted, aux_wanted), new), grads), ((grads, aux_wanted), new)))

@@ -14,11 +14,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.grad.test_grad import SHARDS, WAYS, X, check, plain
+from tests.grad.test_grad import KINDS, SHARDS, WAYS, X, check, plain
 from tests.helpers import make_mesh
-
-
-pytestmark = pytest.mark.usefixtures("each_kind")
 
 
 W = jnp.array([0.3, -0.6, 0.9])
@@ -176,7 +173,8 @@ def test_what_shards_exchange_without_a_gradient_leaves_each_its_own(way: str) -
         found = transform(step, axis_name="x")(EACH, np.stack(shards()))
         found = jax.tree.map(lambda x: x[:, 0], found)
     else:
-        mapped = sm.shard_map(step, make_mesh("4"), P("x"), P("x"), check_vma=way == "check")
+        mesh, checked = make_mesh("4", KINDS[way == "check"]), way == "check"
+        mapped = sm.shard_map(step, mesh, P("x"), P("x"), check_vma=checked)
         found = jax.tree.map(np.asarray, mapped(EACH, X))
     for k, rows in enumerate(shards()):
         (value, _), grads = plain(centred_here)(jnp.asarray(EACH[k]), rows, EACH.sum(0))

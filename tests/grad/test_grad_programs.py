@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
@@ -77,12 +77,12 @@ def compiled(lowered: Any) -> str:
 
 
 # With the loss, up to eight arrays. More are put end to end in several steps: see `test_end_to_end.py`.
-@pytest.mark.usefixtures("each_kind")
 @pytest.mark.parametrize(("count", "name"), [(1, "8"), (7, "8"), (2, "4x2")])
 @pytest.mark.parametrize("check", [True, False])
 def test_sharded_step_is_the_hand_written_one(count: int, name: str, check: bool) -> None:
+    kind = AxisType.Explicit if check else AxisType.Auto
     # Where there is an axis "y", every shard over it has the same rows and the same parameters.
-    mesh, hand = make_mesh(name), by_hand_checked if check else joined_by_hand
+    mesh, hand = make_mesh(name, kind), by_hand_checked if check else joined_by_hand
     weights, model, x = arguments(count, mesh)
     specs = (P(), P("x"))
     theirs = jax.jit(jax.shard_map(hand, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check))

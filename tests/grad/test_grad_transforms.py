@@ -137,9 +137,8 @@ def test_every_kind_of_mesh(check_vma: bool, kind: str) -> None:
         check(some(make_model(), X), unsharded())
 
 
-@pytest.mark.usefixtures("each_kind")
 def test_without_jit_and_in_maps_of_jax_alone() -> None:
-    mesh, specs = make_mesh("4"), (P(), P("x"))
+    mesh, specs = make_mesh("4", AxisType.Explicit), (P(), P("x"))
     step = sm.value_and_grad(loss_fn, axis_name="x")
     call = sm.shard_map(step, mesh, specs, P(), jit=False)
     check(call(make_model(), X), unsharded())
@@ -175,11 +174,11 @@ def lanes(fun: Callable[..., Any], name: str) -> Any:
     return sm.vmap2(fun, in_axes=(None, 0), out_axes=None, axis_name=name)
 
 
-@pytest.mark.usefixtures("each_kind")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_lanes_and_shards_in_one_another(check_vma: bool) -> None:
     both = sm.value_and_grad(loss_fn, axis_name=("lanes", "x"))
-    mesh, specs = make_mesh("4"), (P(), P("x"))
+    kind = AxisType.Explicit if check_vma else AxisType.Auto
+    mesh, specs = make_mesh("4", kind), (P(), P("x"))
 
     def shard(model: Any, x: Any) -> Any:
         return lanes(both, "lanes")(model, x.reshape(2, 1, 3))
@@ -198,10 +197,9 @@ def test_lanes_in_lanes(outer: Any) -> None:
     check(got, unsharded())
 
 
-@pytest.mark.usefixtures("each_kind")
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shards_in_shards(check_vma: bool) -> None:
-    mesh = make_mesh("4x2")
+    mesh = make_mesh("4x2", AxisType.Auto if check_vma else AxisType.Explicit)
 
     def outer(model: Any, x: Any) -> Any:
         both = sm.value_and_grad(loss_fn, axis_name=("x", "y"))
