@@ -264,24 +264,6 @@ def test_outside_any_mapped_call_values_are_whole() -> None:
 SPECS = (None, None, P("x"), P("x"))
 
 
-def test_in_microbatches_each_of_which_gathers() -> None:
-    def step(model: Any, slots: Any, x: Any, y: Any) -> Any:
-        gradients = sm.value_and_grad(loss_fn, axis_name="x", microbatches=2)
-        (loss, model), grads = gradients(model, x, y)
-        updates, slots = OPTIMIZER.update(grads, slots)
-        return loss, eqx.apply_updates(model, updates), slots, grads
-
-    model = sm.fsdp(mixed(), make_mesh("4"), "x", min_size=4)
-    mapped = sm.shard_map(step, make_mesh("4"), SPECS, P())
-    check(trained(mapped, model), trained(jax.jit(step_of(loss_fn)), mixed()))
-    slots = OPTIMIZER.init(sm.trainable(model))
-    found = mapped.explain(model, slots, ROWS, WANTED).collectives
-    times = {one.operation: one.times for one in found if one.cause != "XLA's own"}
-    # JAX takes the gathering out of the loop, where the parameters do not change. Each part of a gradient is
-    # summed up where it lies.
-    assert times == {"all_gather": 1, "reduce_scatter": 2, "psum": 1}
-
-
 @pytest.mark.parametrize(("mesh", "kind"), [("4x2", AxisType.Explicit), slow("8", AxisType.Auto)])
 def test_a_checkpoint_of_split_parameters_loads_on_another_mesh(
     mesh: str, kind: AxisType, tmp_path: Any
@@ -398,9 +380,7 @@ def test_gathered_outside_of_the_loss(
     model = sm.fsdp(mixed(), mesh, "x", min_size=4)
 
     def own_part(grad: Any, part: Any) -> Any:
-        axis = next((k for k in range(grad.ndim) if grad.shape[k] != part.shape[k]), None)
-        if axis is None:
-            return grad
+        axis = next(k for k in range(grad.ndim) if grad.shape[k] != part.shape[k])
         size = part.shape[axis]
         return jax.lax.dynamic_slice_in_dim(grad, sm.axis_index("x") * size, size, axis)
 

@@ -291,27 +291,20 @@ def test_each_microbatch_takes_a_step_of_its_own(way: str, count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["mesh", "unchecked"])
-def test_microbatches_within_the_loss_are_its_rows_at_once(way: str) -> None:
-    def loss(w: Any, x: Any, y: Any) -> Any:
+def test_a_gradient_around_and_within() -> None:
+    def within(w: Any, x: Any, y: Any) -> Any:
         return adapted(w, x, y, microbatches=4)
 
-    step = sm.value_and_grad(loss, axis_name="x")
-    assert_wanted(WAYS[way](step)(W, X, Y), 2, 1)
+    # Microbatches within the loss are its rows at once.
+    assert_wanted(WAYS["mesh"](sm.value_and_grad(within, axis_name="x"))(W, X, Y), 2, 1)
 
-
-@pytest.mark.slow
-def test_a_gradient_around_and_within() -> None:
     def loss(w: Any, x: Any, y: Any) -> Any:
         slopes = jax.vmap(jax.grad(lambda x: jnp.tanh(x @ w)))(x)
         return ((x @ w - y) ** 2).mean() + (slopes**2).mean(), w
 
-    def parts(count: int | None) -> Any:
-        step = sm.value_and_grad(loss, axis_name="x", microbatches=count)
-        return WAYS["mesh"](lambda w, x, y: step(w, x, y))
-
-    (value, _), grads = parts(4)(W, X, Y)
-    around = jax.grad(lambda w: parts(4)(w, X, Y)[0][0])(W)
+    parts = WAYS["mesh"](sm.value_and_grad(loss, axis_name="x", microbatches=4))
+    (value, _), grads = parts(W, X, Y)
+    around = jax.grad(lambda w: parts(w, X, Y)[0][0])(W)
     (wanted, _), wanted_grads = sm.value_and_grad(loss)(W, X, Y)
     np.testing.assert_allclose(value, wanted, 1e-5)
     for got in (grads, around):

@@ -48,7 +48,8 @@ def fit(w: Any, x: Any, y: Any, axis: str | None) -> Any:
 
 def trained(step: Any, model: Any) -> Any:
     """The losses of each optimizer, its model and its slots."""
-    runs = {k: (model, o.init(sm.trainable(model))) for k, o in OPTIMIZERS.items()}
+    models = {k: jax.tree.map(jnp.copy, model) for k in OPTIMIZERS}
+    runs = {k: (models[k], o.init(sm.trainable(models[k]))) for k, o in OPTIMIZERS.items()}
     losses = []
     for k in range(STEPS):
         # On JAX 0.10 simulated devices block each other unless each step is awaited.
