@@ -295,7 +295,7 @@ def test_gradients_of_what_lanes_exchange(place: str) -> None:
 
     def gradients(x: Any) -> Any:
         inner = [sm.vmap2(jax.grad(fun), axis_name="ln")(x) for fun in wrapped]
-        around = [jax.grad(lambda x, k=k: all_lanes(x)[k])(x) for k in range(len(names))]  # type: ignore[misc]
+        around = [jax.grad(lambda x, k=k: all_lanes(x)[k])(x) for k in range(len(names))]
         return inner, around
 
     mapped = over_shards(place, all_lanes)

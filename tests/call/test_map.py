@@ -172,9 +172,10 @@ def test_under_jit_grad_and_scan(behavior: str) -> None:
     equal(slope, np.full((N, 2), 6))
     # Two maps that were told the same are alike.
     other = sm.Map(Counter(), N, behavior=behavior).init_all_states()
-    assert jax.tree.structure(made) == jax.tree.structure(other)
+    structure: Any = jax.tree.structure
+    assert structure(made) == structure(other)
     third = sm.Map(Counter(), N, behavior=behavior, out_axes=1).init_all_states()
-    assert jax.tree.structure(made) != jax.tree.structure(third)
+    assert structure(made) != structure(third)
 
 
 def test_a_map_in_a_module_creates_its_states_with_the_rest(behavior: str) -> None:

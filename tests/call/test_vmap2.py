@@ -80,7 +80,7 @@ def test_nested_in_lanes(outer: Any) -> None:
     options: Any = {"in_axes": (None, 0), "out_axes": ((None, 0), None)}
     inner = sm.vmap2(fun, axis_name="j", state_in_axes={0: "own"}, **options)
     call = outer(inner, axis_name="i", state_in_axes={0: ["own", "row"]}, **options)
-    model = {
+    model: dict[str, Any] = {
         "own": sm.State(X, tag="own"),
         "row": sm.State(np.zeros(8, np.float32), tag="row"),
         "sum": sm.State(np.float32(1), reduce="sum"),

@@ -136,6 +136,9 @@ def test_training_gets_somewhere() -> None:
 # The differentiated part of a model, in the form that an optimizer takes
 
 
+structure: Any = jax.tree.structure
+
+
 class Parts(sm.Module):
     linear: eqx.nn.Linear
     w: sm.ParamState
@@ -177,7 +180,7 @@ def test_it_has_the_structure_of_the_gradients() -> None:
     for wrt in (None, sm.ParamState, sm.filters.PathContains("linear")):
         _, grads = sm.value_and_grad(loss_of_parts, wrt=wrt)(net, x)
         part = sm.trainable(net, wrt)
-        assert jax.tree.structure(part) == jax.tree.structure(grads)
+        assert structure(part) == structure(grads)
         pairs = zip(jax.tree.leaves(part), jax.tree.leaves(grads), strict=True)
         assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
 
@@ -219,4 +222,4 @@ def test_a_number_is_differentiated_in_a_mapped_call_if_it_is_outside(number: An
     model, x = {"w": jnp.asarray(2.0), "rate": number}, np.ones(4, np.float32)
     mapped = sm.shard_map(step, make_mesh("4"), (P(), P("x")), P())
     inside, outside = mapped(model, x)[0], step(model, x)[0]
-    assert jax.tree.structure(inside) == jax.tree.structure(outside)
+    assert structure(inside) == structure(outside)

@@ -149,7 +149,7 @@ def test_with_debias_the_first_model_does_not_count() -> None:
 
 
 def test_dtypes() -> None:
-    model = lambda x: {
+    model: Any = lambda x: {
         "narrow": sm.ParamState(jnp.full(2, x, jnp.bfloat16)),
         "complex": jnp.full(2, x * 1j, np.complex64),
         "number": float(x),
