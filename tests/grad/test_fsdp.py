@@ -460,8 +460,8 @@ def test_how_often_microbatches_gather(loss: Any, gathers: int, scatters: int) -
     model = sm.fsdp(sm.ParamState(values(4, 8, 8)), mesh, "x", min_size=4, first_axis=1)
     step = sm.value_and_grad(loss, axis_name="x", microbatches=4)
     mapped = sm.shard_map(step, mesh, (None, P("x")), P())
-    times = {"all_gather": 0, "reduce_scatter": 0}
-    for one in mapped.explain(model, values(32, 8)).collectives:
-        if one.operation in times:
-            times[one.operation] += one.times
-    assert times == {"all_gather": gathers, "reduce_scatter": scatters}
+    times = {"all_gather": 0, "reduce_scatter": 0, "psum": 0}
+    for collective in mapped.explain(model, values(32, 8)).collectives:
+        times[collective.operation] += collective.times
+        assert collective.operation != "psum" or collective.cause == "the loss"
+    assert times == {"all_gather": gathers, "reduce_scatter": scatters, "psum": 1}
