@@ -16,7 +16,7 @@ from ._call._mapping import StatefulMapping
 from ._model._filters import to_predicate
 from ._model._module import Module, field
 from ._new_states import TRANSFORMS, create
-from ._resolve._lanes import Pairs, as_pairs, is_size
+from ._resolve._lanes import AxesOfMap, Pairs, as_pairs, is_size
 
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class _MappedMethods:
         transform, _ = TRANSFORMS[self.options["behavior"]]
         mapping: StatefulMapping = transform(
             call,
-            in_axes=(None, *several),
+            in_axes=AxesOfMap((None, *several)),
             out_axes=(self.options["out_axes"], None),
             axis_name=self.options["axis_name"],
             axis_size=self.options["init_map_size"],

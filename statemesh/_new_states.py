@@ -29,7 +29,7 @@ from ._call._vmap2 import vmap2
 from ._model._filters import Perhaps, first_matches
 from ._model._kinds import NonBatchState
 from ._model._module import Module
-from ._model._origin import origin
+from ._model._origin import NEW, mark_origin, origin
 from ._model._state import State
 from ._resolve._lanes import Pairs, as_pairs, choose_axes
 
@@ -256,6 +256,8 @@ class _Creation:
                 return node
             # A random stream is made alike in all lanes. Here each lane gets a stream of its own.
             own = node._made((self.axis_name,))
+            if origin(node) is None:
+                own = mark_origin(own, NEW)
             return own if self.tag is None else own.replace(tag=own.tag | {self.tag})
 
         new: Module = jax.tree_util.tree_map_with_path(made, after, is_leaf=is_state)

@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
+from tests.grad.test_fsdp import KEY, only_states, values
 from tests.helpers import Making, assert_says, jnp, make_mesh, mistakes_in
-from tests.test_fsdp import KEY, only_states, values
 
 
 MISTAKES: list[Any] = []

@@ -65,7 +65,8 @@ def _axes(lane: LaneCase) -> dict[str, Any]:
             brief[what] = every.pop()
     if lane.form == "tree":
         own = ({f"x{i}": axis for i, axis in enumerate(own)},)
-    return {"in_axes": (lane.arrays, None, *own), "out_axes": (lane.outputs, lane.arrays)} | brief
+    arrays = lane.arrays if outside else None
+    return {"in_axes": (arrays, None, *own), "out_axes": (lane.outputs, lane.arrays)} | brief
 
 
 def _state_axes(lane: LaneCase) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from .._leave._axis_rules import LeaveByAxis, is_single
 from .._leave._origins import values
 from .._model._filters import to_predicate
 from .._model._state import State
-from .._resolve._lanes import choose_axes, is_size
+from .._resolve._lanes import AxesOfMap, choose_axes, is_size
 from .._resolve._processes import check_global_shapes
 from .._resolve._specs import UNDECLARED
 from ._binding import Carrier
@@ -121,7 +121,7 @@ class AxisContext:
 
     def resolve(self, name: str, arguments: Arguments, call: Call) -> Resolved:
         rules, carrier = self.rules, self.rules.carrier
-        axes, replicated, placed_by = self._axes(arguments, call)
+        axes, replicated, placed_by = self._axes(name, arguments, call)
         paths, leaves = arguments.paths(), call.leaves
         mapped = [(paths[p], axis, leaves[p]) for p, axis in axes.items() if axis is not None]
         auto = self.looks_ahead
@@ -143,7 +143,7 @@ class AxisContext:
         return Resolved(placements, placed_by, binding, leaving, by_shape=auto or carrier.has_mesh)
 
     def _axes(
-        self, arguments: Arguments, call: Call
+        self, name: str, arguments: Arguments, call: Call
     ) -> tuple[dict[int, int | None], frozenset[str], dict[int, str]]:
         """The axis of every input by its position, the paths of the states declared to have none, and what
         says where each input has its axis.
@@ -154,19 +154,29 @@ class AxisContext:
         found: dict[int, int | None] = {}
         replicated: set[str] = set()
         placed_by: dict[int, str] = {}
+        of_states: dict[str, list[tuple[str, int, str, State]]] = {}
+        of_arrays: set[str] = set()
         each = arguments.with_entries(named, rules.in_axes, rules.what, 0, broadcast_axes)
         for unit, node, axis, entry in each:
             if unit.kind is not None:
                 declared = next(state_axes)
                 if declared is None:
                     replicated.add(unit.path)
-                axis = self._entering(unit, node, declared)
+                asked, axis = axis, self._entering(unit, node, declared)
+                if asked is not None and asked != axis:
+                    of_states.setdefault(entry, []).append((entry, asked, unit.path, node))
                 own = len(values(node))
                 entry = self._reason(unit, node, declared)
                 found.update((p, axis if k < own else None) for k, p in enumerate(unit.positions))
             elif unit.shaped or (unit.number and not unit.in_module and axis is not None):
                 found[unit.positions[0]] = axis
+                if axis is not None:
+                    of_arrays.add(entry)
             placed_by.update(dict.fromkeys(unit.positions, entry))
+        bad = [one for entry in of_states if entry not in of_arrays for one in of_states[entry]]
+        # The default stands for every argument, and `Map` cannot say where States have their lanes.
+        if bad and rules.in_axes != 0 and not isinstance(rules.in_axes, AxesOfMap):
+            raise errors.axes_of_states(name, bad)
         return found, frozenset(replicated), placed_by
 
     def _reason(self, unit: Unit, state: State, declared: Any) -> str:

@@ -95,7 +95,8 @@ def pmap2(
     - `axis_name`: what collectives call the lanes.
     - `in_axes`: the axis of each positional argument that is mapped over: an int (negative ones count
         from the end), `None` for what all lanes share, a prefix tree of these, or a tuple with one
-        entry for each positional argument. Keyword arguments are mapped over axis 0.
+        entry for each positional argument. Keyword arguments are mapped over axis 0. It is for arrays outside
+        of States: an axis that stands for States alone is an error, unless it is the default.
     - `out_axes`: where the lanes go in the arrays of the result; `None` where all lanes agree, which
         is checked. In a Module, what has axis `None` in `in_axes` and is not written leaves as it
         came, whatever is said here.

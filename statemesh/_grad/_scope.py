@@ -131,6 +131,16 @@ class Scope:
             return typed
         return typed | self.recorded.of(x)
 
+    def _param_varying(self, x: Leaf) -> Axes:
+        """The same of a parameter. One that `all_gather` made whole has a type that varies, yet one value.
+
+        A cast is the word of whoever wrote it: then each shard has a parameter of its own.
+        """
+        made = compat.made_by(compat.recorded_value(x))
+        if made is None or jaxprs.made_varying(made[0]) or not compat.under_jit():
+            return self._varying(x)
+        return self.recorded.of(x)
+
     def _axes_without_types(self) -> Iterator[tuple[tuple[AxisName, ...], bool, bool]]:
         """The axes over which types do not tell what differs; whether they are lanes, and of a `vmap`."""
         for lane in self.lanes:
@@ -146,7 +156,7 @@ class Scope:
         program: Callable[[], Jaxpr],
     ) -> list[Leaf]:
         axes, over = frozenset(self.from_types), self._varying(loss)
-        own = [self._varying(x) | (self.own & axes) for x in self.params]
+        own = [self._param_varying(x) | (self.own & axes) for x in self.params]
         self.reduction.check(over, own, self.from_types)
         # Over these axes each shard has a loss and parameters of its own.
         apart = (over & axes) - self.reduction.named

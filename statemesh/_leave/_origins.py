@@ -9,7 +9,7 @@ from .._base._links import Links
 from .._base._paths import path_str
 from .._base._specs import Placement
 from .._base._types import Key, KeyPath, Leaf
-from .._model._origin import Unknown, origin
+from .._model._origin import NEW, Unknown, origin
 from .._model._state import State
 
 
@@ -69,7 +69,7 @@ def find_origins(
     scores = {
         k: _scores(_numbered(keys, numbers), shown.get(k) or alike.get(_form(state), []), ends)
         for k, (keys, state) in enumerate(returned)
-        if found[k] is None
+        if found[k] is None and origin(state) is not NEW
     }
     taken = {i for i in found if i is not None}
     _fill_by_path(scores, found, taken)

@@ -15,6 +15,10 @@ def origin(state: State) -> object:
     return getattr(state, "_origin", None)
 
 
+NEW = object()
+"""The mark of a state that continues no other, whatever its path suggests."""
+
+
 class Unknown:
     """The mark of a state that may continue any of several others.
 

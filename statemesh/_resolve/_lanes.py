@@ -83,6 +83,12 @@ class Pairs(tuple[tuple[Filter, int | None], ...]):
     __slots__ = ()
 
 
+class AxesOfMap(tuple[Any, ...]):
+    """`in_axes` of a method of a `Map`, which cannot say where States among its arguments have lanes."""
+
+    __slots__ = ()
+
+
 def as_pairs(state_axes: StateAxes, what: str) -> Pairs:
     """`state_in_axes` or `state_out_axes`, as users write them, in their one form."""
     if isinstance(state_axes, Pairs):

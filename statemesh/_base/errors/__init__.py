@@ -73,6 +73,7 @@ from ._grad import reduced_twice as reduced_twice
 from ._grad import rows_not_divisible as rows_not_divisible
 from ._grad import rows_of_set_key as rows_of_set_key
 from ._grad import rows_of_stranger as rows_of_stranger
+from ._lanes import axes_of_states as axes_of_states
 from ._lanes import bad_argnums as bad_argnums
 from ._lanes import lane_axis_conflict as lane_axis_conflict
 from ._lanes import lane_collective as lane_collective

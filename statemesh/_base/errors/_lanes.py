@@ -65,6 +65,20 @@ def lanes_disagree(
     return error_listing(BatchAxisError, f"{name}: the number of lanes is not clear", items, mend)
 
 
+def axes_of_states(name: str, bad: Sequence[tuple[str, int, str, object]]) -> BatchAxisError:
+    items = [
+        f"{entry} = {axis} stands for {path}, a {type(state).__name__}"
+        for entry, axis, path, state in bad
+    ]
+    return error_listing(
+        BatchAxisError,
+        f"{name}: in_axes maps arrays outside of States, so these axes would map nothing",
+        items,
+        f"Write None there, and say which States have lanes: state_in_axes={{{bad[0][1]}: filter}}. A "
+        "RandomState needs neither, because each lane draws from a stream of its own.",
+    )
+
+
 def nothing_to_infer(name: str) -> BatchAxisError:
     return BatchAxisError(
         f"{name}: nothing is mapped, so nothing shows how many lanes there are. Give axis_size=..., or an "

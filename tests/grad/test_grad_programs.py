@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
@@ -77,11 +77,12 @@ def compiled(lowered: Any) -> str:
 
 
 # With the loss, up to eight arrays. More are put end to end in several steps: see `test_end_to_end.py`.
-@pytest.mark.usefixtures("each_kind")
-@pytest.mark.parametrize("count", [1, 7])
+@pytest.mark.parametrize(("count", "name"), [(1, "8"), (7, "8"), (2, "4x2")])
 @pytest.mark.parametrize("check", [True, False])
-def test_sharded_step_is_the_hand_written_one(count: int, check: bool) -> None:
-    mesh, hand = make_mesh(), by_hand_checked if check else joined_by_hand
+def test_sharded_step_is_the_hand_written_one(count: int, name: str, check: bool) -> None:
+    kind = AxisType.Explicit if check else AxisType.Auto
+    # Where there is an axis "y", every shard over it has the same rows and the same parameters.
+    mesh, hand = make_mesh(name, kind), by_hand_checked if check else joined_by_hand
     weights, model, x = arguments(count, mesh)
     specs = (P(), P("x"))
     theirs = jax.jit(jax.shard_map(hand, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check))
@@ -95,30 +96,9 @@ def test_sharded_step_is_the_hand_written_one(count: int, check: bool) -> None:
 def test_step_in_lanes_is_the_hand_written_one() -> None:
     weights, model, x = arguments(3)
     theirs = jax.jit(jax.vmap(by_hand, in_axes=(None, 0), out_axes=None, axis_name="x"))
-    mine = sm.vmap2(step, in_axes=(None, 0), out_axes=None, axis_name="x")
-    ours, hand = mine.lower(model, x[:, None]), theirs.lower(weights, x[:, None])
+    options: Any = {"in_axes": (None, 0), "out_axes": None, "axis_name": "x"}
+    ours = sm.vmap2(step, **options).lower(model, x[:, None])
+    hand = theirs.lower(weights, x[:, None])
     assert without_names(compiled(ours)) == without_names(compiled(hand))
-
-
-def test_step_on_devices_is_the_hand_written_one() -> None:
-    weights, model, x = arguments(3)
-    specs = (P(), P("x"))
-    theirs = jax.jit(
-        jax.shard_map(by_hand, mesh=make_mesh(), in_specs=specs, out_specs=P(), check_vma=False)
-    )
-    mine = sm.pmap2(step, in_axes=(None, 0), out_axes=None, axis_name="x")
-    ours, hand = mine.lower(model, x[:, None]), theirs.lower(weights, x)
-    assert compiled(ours).count(" all-reduce(") == compiled(hand).count(" all-reduce(") == 1
-
-
-@pytest.mark.usefixtures("each_kind")
-@pytest.mark.parametrize("check", [True, False])
-def test_axes_over_which_nothing_differs_cost_nothing(check: bool) -> None:
-    # Over "y" every shard has the same rows and the same parameters.
-    mesh, specs = make_mesh("4x2"), (P(), P("x"))
-    weights, model, x = arguments(2, mesh)
-    hand = by_hand_checked if check else joined_by_hand
-    theirs = jax.jit(jax.shard_map(hand, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check))
-    mine = sm.shard_map(step, mesh, (None, P("x")), P(), check_vma=check)
-    ours, others = compiled(mine.lower(model, x)), compiled(theirs.lower(weights, x))
-    assert without_names(ours) == without_names(others)
+    on_devices = sm.pmap2(step, **options).lower(model, x[:, None])
+    assert compiled(on_devices).count(" all-reduce(") == 1

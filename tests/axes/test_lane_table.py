@@ -7,20 +7,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
+from tests.helpers import slow
 
 
 SHARDS, LANES, START = 2, 4, 5.0
 # One number for each lane of each shard.
 X = np.arange(1.0, 1 + SHARDS * LANES, dtype=np.float32).reshape(SHARDS, LANES)
-KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+# Inside a `shard_map`: the type of the mesh axis, and whether it checks what varies.
+PLACES = {
+    "checked": (AxisType.Explicit, True),
+    "unchecked": (AxisType.Auto, False),
+    "checked, Auto": (AxisType.Auto, True),
+    "unchecked, Explicit": (AxisType.Explicit, False),
+}
+NESTED = ["checked", "unchecked"]
 
 
-def mesh_of(kind: str) -> Mesh:
-    return jax.make_mesh((SHARDS,), ("data",), axis_types=(KINDS[kind],))
+def psum(x: Any) -> Any:
+    return sm.psum(x, "ln")
+
+
+def in_scan(s: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda c, _: (c + psum(x), None), s + psum(0 * x), None, 2)[0]
+
+
+def in_branch(s: Any, x: Any) -> Any:
+    varying = s + psum(0 * x)
+    return jax.lax.cond(psum(x) > 0, lambda s: s + psum(x), lambda s: s + psum(-x), varying)
+
+
+def where_its_own_is_large(s: Any, x: Any) -> Any:
+    return jax.lax.cond(x > 2, lambda s: s + psum(x), lambda s: s, s + psum(0 * x))
 
 
 # What a lane writes: from the old value and the lane's number; and from the old value, the numbers of all
@@ -28,41 +49,16 @@ def mesh_of(kind: str) -> Mesh:
 Write = Callable[[Any, Any], Any]
 WRITES: dict[str, tuple[Write, Callable[[float, np.ndarray, int, int], float]]] = {
     "s + x": (lambda s, x: s + x, lambda s, x, i, j: s + x[i, j]),
-    "s + psum": (lambda s, x: s + sm.psum(x, "ln"), lambda s, x, i, j: s + x[i].sum()),
+    "s + psum": (lambda s, x: s + psum(x), lambda s, x, i, j: s + x[i].sum()),
     "s + pmean": (lambda s, x: s + sm.pmean(x, "ln"), lambda s, x, i, j: s + x[i].mean()),
     "s + pmax": (lambda s, x: s + sm.pmax(x, "ln"), lambda s, x, i, j: s + x[i].max()),
     "s + pmin": (lambda s, x: s + sm.pmin(x, "ln"), lambda s, x, i, j: s + x[i].min()),
-    "s + sum of all_gather": (
-        lambda s, x: s + sm.all_gather(x, "ln").sum(),
-        lambda s, x, i, j: s + x[i].sum(),
-    ),
-    "s + psum * x": (
-        lambda s, x: s + sm.psum(x, "ln") * x,
-        lambda s, x, i, j: s + x[i].sum() * x[i, j],
-    ),
-    "s + psum of psum": (
-        lambda s, x: s + sm.psum(sm.psum(x, "ln"), "ln"),
-        lambda s, x, i, j: s + LANES * x[i].sum(),
-    ),
-    "s + psum in jit": (
-        lambda s, x: s + jax.jit(lambda x: sm.psum(x, "ln"))(x),
-        lambda s, x, i, j: s + x[i].sum(),
-    ),
-    "s + psum in scan": (
-        lambda s, x: jax.lax.scan(
-            lambda c, _: (c + sm.psum(x, "ln"), None), s + sm.psum(0 * x, "ln"), None, 2
-        )[0],
-        lambda s, x, i, j: s + 2 * x[i].sum(),
-    ),
-    "s + psum in a branch": (
-        lambda s, x: jax.lax.cond(
-            sm.psum(x, "ln") > 0,
-            lambda s: s + sm.psum(x, "ln"),
-            lambda s: s + sm.psum(-x, "ln"),
-            s + sm.psum(0 * x, "ln"),
-        ),
-        lambda s, x, i, j: s + x[i].sum(),
-    ),
+    "s + all": (lambda s, x: s + sm.all_gather(x, "ln").sum(), lambda s, x, i, j: s + x[i].sum()),
+    "s + psum * x": (lambda s, x: s + psum(x) * x, lambda s, x, i, j: s + x[i].sum() * x[i, j]),
+    "s + psum of psum": (lambda s, x: s + psum(psum(x)), lambda s, x, i, j: s + 4 * x[i].sum()),
+    "s + psum in jit": (lambda s, x: s + jax.jit(psum)(x), lambda s, x, i, j: s + x[i].sum()),
+    "s + psum in scan": (in_scan, lambda s, x, i, j: s + 2 * x[i].sum()),
+    "s + psum in a branch": (in_branch, lambda s, x, i, j: s + x[i].sum()),
     "7": (lambda s, x: jnp.float32(7), lambda s, x, i, j: 7.0),
     "s": (lambda s, x: s + 0, lambda s, x, i, j: s),
     "s + 1": (lambda s, x: s + 1, lambda s, x, i, j: s + 1),
@@ -70,16 +66,12 @@ WRITES: dict[str, tuple[Write, Callable[[float, np.ndarray, int, int], float]]] 
     "s + axis_index": (lambda s, x: s + sm.axis_index("ln"), lambda s, x, i, j: s + j),
     "s + axis_size": (lambda s, x: s + sm.axis_size("ln"), lambda s, x, i, j: s + LANES),
 }
-# On devices it would wait for ever: some of them do not come to the collective.
-IN_ONE_PROGRAM = {
-    "s + psum where the lane's own x is large": (
-        lambda s, x: jax.lax.cond(
-            x > 2, lambda s: s + sm.psum(x, "ln"), lambda s: s, s + sm.psum(0 * x, "ln")
-        ),
+ALL = WRITES | {
+    # On devices it would wait for ever: some of them do not come to the collective.
+    "s + psum where its own is large": (
+        where_its_own_is_large,
         lambda s, x, i, j: s + (x[i].sum() if x[i, j] > 2 else 0),
     ),
-}
-WITH_MESH = {
     "s + psum over the mesh": (
         lambda s, x: s + sm.psum(x, "data"),
         lambda s, x, i, j: s + x[:, j].sum(),
@@ -93,7 +85,6 @@ WITH_MESH = {
         lambda s, x, i, j: s + x.mean(),
     ),
 }
-ALL = WRITES | IN_ONE_PROGRAM | WITH_MESH
 
 
 def squares(old: Any, new: Any, names: Any) -> Any:
@@ -124,24 +115,19 @@ def differs(write: str) -> bool:
     return any(len({of_all(START, X, i, j) for j in range(LANES)}) > 1 for i in range(SHARDS))
 
 
-def by_shards(kind: str, check_vma: bool, fun: Callable[[Any], Any]) -> Any:
-    """What `fun` makes of each shard's numbers, with the shards along the first axis."""
+def over_shards(place: str, fun: Callable[[Any], Any]) -> Any:
+    """A function of all numbers: what `fun` makes of each shard's, with the shards along the first axis."""
+    kind, check_vma = PLACES[place]
+    mesh = jax.make_mesh((SHARDS,), ("data",), axis_types=(kind,))
     one = lambda x: jax.tree.map(lambda y: jnp.asarray(y)[None], fun(x[0]))
-    return sm.shard_map(one, mesh_of(kind), P("data"), P("data"), check_vma=check_vma)(X)
+    return sm.shard_map(one, mesh, P("data"), P("data"), check_vma=check_vma)
 
 
-NESTED = {
-    f"in a shard_map, {kind}, check_vma={check_vma}": (kind, check_vma)
-    for kind in KINDS
-    for check_vma in (True, False)
-}
-
-
-@pytest.mark.parametrize("place", ["vmap2", "pmap2", *NESTED])
+@pytest.mark.parametrize("place", ["vmap2", "pmap2", *NESTED, *map(slow, list(PLACES)[2:])])
 def test_what_lanes_write(place: str) -> None:
-    writes = ALL if place in NESTED else WRITES
+    writes = ALL if place in PLACES else WRITES
     policies = [*POLICIES, None]
-    if NESTED.get(place, (0, False))[1]:
+    if place.startswith("checked"):
         policies.remove(squares)
     cells = [
         (write, policy)
@@ -151,22 +137,22 @@ def test_what_lanes_write(place: str) -> None:
     ]
 
     def lane(states: Any, x: Any) -> Any:
-        return [
-            state.set(writes[write][0](state.value, x))
-            for (write, _), state in zip(cells, states, strict=True)
-        ]
+        # All states of one write start alike, so that its value is computed once.
+        old = {write: s.value for (write, _), s in zip(cells, states, strict=True)}
+        new = {write: of_lane(old[write], x) for write, (of_lane, _) in writes.items()}
+        return [s.set(new[write]) for (write, _), s in zip(cells, states, strict=True)]
 
     def step(transform: Any, x: Any) -> Any:
         states = [sm.State(START, reduce=policy) for _, policy in cells]
         mapped = transform(lane, in_axes=(None, 0), out_axes=None, axis_name="ln")
         return [state.value for state in mapped(states, x)]
 
-    if place in NESTED:
-        got = by_shards(*NESTED[place], lambda x: step(sm.vmap2, x))
+    if place in PLACES:
+        got = over_shards(place, lambda x: step(sm.vmap2, x))(X)
     else:
+        # Without the mesh, each shard is a call of its own.
         rows = [step(getattr(sm, place), x) for x in X]
         got = [np.stack(values) for values in zip(*rows, strict=True)]
-    # Without the mesh, each shard is a call of its own.
     wrong = {
         cell: (np.asarray(value).tolist(), merged(*cell, X))
         for cell, value in zip(cells, got, strict=True)
@@ -175,54 +161,42 @@ def test_what_lanes_write(place: str) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("write", [write for write in WRITES if differs(write)])
 @pytest.mark.parametrize("place", ["vmap2", "pmap2", *NESTED])
-def test_without_a_policy_lanes_that_write_differently_are_refused(place: str, write: str) -> None:
-    def step(transform: Any, x: Any) -> Any:
-        lane = lambda s, x: s.set(WRITES[write][0](s.value, x))
-        return transform(lane, in_axes=(None, 0), axis_name="ln")(sm.State(START), x).value
+def test_without_a_policy_lanes_that_write_differently_are_refused(place: str) -> None:
+    def step(x: Any) -> Any:
+        lane = lambda states, x: {
+            w: states[w].set(WRITES[w][0](states[w].value, x)) for w in states
+        }
+        mapped = getattr(sm, place, sm.vmap2)(lane, in_axes=(None, 0), axis_name="ln")
+        return mapped({write: sm.State(START) for write in WRITES}, x)
 
-    def call() -> None:
-        if place in NESTED:
-            by_shards(*NESTED[place], lambda x: step(sm.vmap2, x))
-        else:
-            step(getattr(sm, place), X[0])
-
-    with pytest.raises(sm.BatchAxisError, match="lanes wrote different values"):
-        call()
+    with pytest.raises(sm.BatchAxisError, match="lanes wrote different values") as raised:
+        over_shards(place, step)(X) if place in PLACES else step(X[0])
+    refused = [write for write in WRITES if f"states[{write!r}]:" in str(raised.value)]
+    assert refused == [write for write in WRITES if differs(write)]
 
 
 @pytest.mark.parametrize("place", NESTED)
-def test_a_result_that_all_lanes_share_is_one_value(place: str) -> None:
+def test_what_is_alike_in_all_lanes(place: str) -> None:
     shared = sm.vmap2(
         lambda x: (sm.psum(x, "ln"), x - sm.pmean(x, "ln")), out_axes=(None, 0), axis_name="ln"
     )
-    total, centred = by_shards(*NESTED[place], shared)
+    total, centred = over_shards(place, shared)(X)
     np.testing.assert_allclose(total, X.sum(1))
     np.testing.assert_allclose(centred, X - X.mean(1, keepdims=True))
 
-
-@pytest.mark.parametrize("place", NESTED)
-def test_its_gradient(place: str) -> None:
-    """From outside the mesh, along a state that counts once what all lanes have alike."""
-
+    # Its gradient, from outside the mesh, along a state that counts it once.
     def lane(s: Any, x: Any) -> Any:
         return s.set(s.value + sm.psum(jnp.sin(x), "ln") * 3)
 
-    def loss(x: Any) -> Any:
-        def one(x: Any) -> Any:
-            state = sm.State(START, reduce="sum")
-            return sm.vmap2(lane, in_axes=(None, 0), axis_name="ln")(state, x[0]).value[None]
+    def one(x: Any) -> Any:
+        state = sm.State(START, reduce="sum")
+        return sm.vmap2(lane, in_axes=(None, 0), axis_name="ln")(state, x).value
 
-        kind, check_vma = NESTED[place]
-        mapped = sm.shard_map(one, mesh_of(kind), P("data"), P("data"), check_vma=check_vma)
-        return (mapped(x) ** 2).sum()
-
+    mapped = over_shards(place, one)
+    gradient = jax.jit(jax.grad(lambda x: (mapped(x) ** 2).sum()))(jnp.asarray(X))
     value = START + 3 * np.sin(X).sum(1, keepdims=True)
-    np.testing.assert_allclose(loss(X), (value**2).sum(), rtol=1e-5)
-    wanted = 2 * value * 3 * np.cos(X)
-    for gradient in (jax.grad(loss), jax.jit(jax.grad(loss))):
-        np.testing.assert_allclose(gradient(jnp.asarray(X)), wanted, rtol=1e-4)
+    np.testing.assert_allclose(gradient, 2 * value * 3 * np.cos(X), rtol=1e-4)
 
 
 # A collective of the number of each lane, and the same for all lanes of all shards at once.
@@ -286,68 +260,50 @@ WRAPPERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("place", NESTED)
-def test_what_lanes_exchange(place: str, wrapper: str) -> None:
-    wrap = WRAPPERS[wrapper]
+def test_what_lanes_exchange(place: str) -> None:
+    cells = [(wrapper, name) for wrapper in WRAPPERS for name in COLLECTIVES]
 
     def lane(x: Any) -> Any:
-        return {name: wrap(fun)(x) for name, (fun, _) in COLLECTIVES.items()}
+        return [WRAPPERS[wrapper](COLLECTIVES[name][0])(x) for wrapper, name in cells]
 
-    got = by_shards(*NESTED[place], sm.vmap2(lane, axis_name="ln"))
+    got = over_shards(place, sm.vmap2(lane, axis_name="ln"))(X)
+    wanted = [np.broadcast_to(COLLECTIVES[name][1](X), X.shape) for _, name in cells]
     wrong = {
-        name: (got[name], wanted)
-        for name, (_, of_all) in COLLECTIVES.items()
-        if not np.allclose(got[name], wanted := np.broadcast_to(of_all(X), X.shape), rtol=1e-6)
+        cell: (a, b)
+        for cell, a, b in zip(cells, got, wanted, strict=True)
+        if not np.allclose(a, b, rtol=1e-6)
     }
     assert not wrong
 
 
-@pytest.mark.parametrize("wrapper", ["nothing", "jit", "checkpoint", "a scan that stacks"])
 @pytest.mark.parametrize("place", NESTED)
-def test_gradients_of_what_lanes_exchange(place: str, wrapper: str) -> None:
+def test_gradients_of_what_lanes_exchange(place: str) -> None:
     """Taken in a lane, around the lanes, and around the mesh: the sum over all that the number went to."""
-    wrap = WRAPPERS[wrapper]
     position = np.arange(LANES, dtype=np.float32)
+    wanted = LANES * position * np.cos(X) + position.sum() * 2 * X
 
     def lane(x: Any) -> Any:
         gathered = sm.all_gather(jnp.sin(x), "ln") @ jnp.arange(4.0)
         return gathered + sm.psum(x**2, "ln") * sm.axis_index("ln")
 
-    fun = wrap(lane)
-    wanted = LANES * position * np.cos(X) + position.sum() * 2 * X
+    names = ("nothing", "jit", "checkpoint", "a scan that stacks")
+    wrapped = [WRAPPERS[name](lane) for name in names]
 
-    def lanes(x: Any) -> Any:
-        return sm.vmap2(fun, axis_name="ln")(x)
+    def all_lanes(x: Any) -> Any:
+        return [sm.vmap2(fun, axis_name="ln")(x).sum() for fun in wrapped]
 
-    inner = by_shards(*NESTED[place], sm.vmap2(jax.grad(fun), axis_name="ln"))
-    around = by_shards(*NESTED[place], jax.grad(lambda x: lanes(x).sum()))
-    kind, check_vma = NESTED[place]
-    mapped = sm.shard_map(
-        lambda x: lanes(x[0])[None], mesh_of(kind), P("data"), P("data"), check_vma=check_vma
-    )
-    outside = jax.grad(lambda x: mapped(x).sum())(jnp.asarray(X))
-    for gradient in (inner, around, outside):
-        np.testing.assert_allclose(gradient, wanted, rtol=1e-4)
+    def gradients(x: Any) -> Any:
+        inner = [sm.vmap2(jax.grad(fun), axis_name="ln")(x) for fun in wrapped]
+        around = [jax.grad(lambda x, k=k: all_lanes(x)[k])(x) for k in range(len(names))]
+        return inner, around
 
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_random_numbers_in_jit(kind: str) -> None:
-    def lane(rng: Any, x: Any) -> Any:
-        keys, rng = jax.jit(lambda rng: rng.rows(1, ("data", "ln")))(rng)
-        return jax.random.uniform(keys[0]), rng
-
-    def shard(rng: Any, x: Any) -> Any:
-        drawn, rng = sm.vmap2(lane, in_axes=(None, 0), out_axes=(0, None), axis_name="ln")(
-            rng, x[0]
-        )
-        return drawn[None], rng
-
-    rng = sm.RandomState(jax.random.key(0))
-    mapped = sm.shard_map(shard, mesh_of(kind), (P(), P("data")), (P("data"), P()))
-    keys, _ = rng.rows(SHARDS * LANES, None)
-    drawn, _ = mapped(rng, X)
-    np.testing.assert_array_equal(drawn.ravel(), jax.vmap(jax.random.uniform)(keys))
+    mapped = over_shards(place, all_lanes)
+    outside = jax.grad(lambda x: sum(total.sum() for total in mapped(x)))(jnp.asarray(X))
+    np.testing.assert_allclose(outside, len(names) * wanted, rtol=1e-4)
+    for found in over_shards(place, gradients)(X):
+        for name, gradient in zip(names, found, strict=True):
+            np.testing.assert_allclose(gradient, wanted, rtol=1e-4, err_msg=name)
 
 
 def test_what_cannot_be_traced_is_refused_where_a_value_counts_once() -> None:
@@ -358,7 +314,7 @@ def test_what_cannot_be_traced_is_refused_where_a_value_counts_once() -> None:
         return sm.vmap2(lane, in_axes=(None, 0), axis_name="ln")(sm.State(START, reduce=policy), x)
 
     with pytest.raises(sm.StatemeshError) as raised:
-        by_shards("auto", True, lambda x: step(x, "sum").value)
+        over_shards("checked", lambda x: step(x, "sum").value)(X)
     assert str(raised.value) == (
         "The lanes of a vmap ('ln') inside a checked shard_map got a state with reduce='sum' or a function, "
         "and what they run cannot be traced. So it is unknown which written values are the same in all "
@@ -366,5 +322,5 @@ def test_what_cannot_be_traced_is_refused_where_a_value_counts_once() -> None:
         "value of an array. Write sm.axis_index('ln') instead of jax.lax.axis_index('ln'), and jax.lax.cond "
         "or jnp.where instead of the branch."
     )
-    mean = by_shards("auto", True, lambda x: step(x, "mean").value)
+    mean = over_shards("checked", lambda x: step(x, "mean").value)(X)
     np.testing.assert_allclose(mean, START + X.sum(1))

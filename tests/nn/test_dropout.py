@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import assert_says, compiles, counted, make_mesh
+from tests.helpers import assert_says, compiles, counted
+from tests.nn.ways import forward, key_data, sharded, ways
 
 
 RATE = 0.4
@@ -23,79 +23,54 @@ def dropout(**options: Any) -> Any:
     return sm.nn.Dropout(RATE, jax.random.key(3), **options)
 
 
-def forward(layer: Any, x: Any) -> Any:
-    return layer(x)
-
-
 plainly = eqx.filter_jit(forward)
 
 
-def rows_as_lanes(layer: Any, x: Any) -> Any:
-    return sm.vmap2(forward, in_axes=(None, 0), axis_name="rows")(layer, x)
+WAYS = ways()
 
 
-def rows_on_devices(layer: Any, x: Any) -> Any:
-    """8 lanes of two rows each."""
-    mapped = sm.pmap2(forward, in_axes=(None, 0), axis_name="x")
-    y, layer = mapped(layer, x.reshape(8, 2, -1))
-    return y.reshape(x.shape), layer
-
-
-def sharded(fun: Any, name: str, *kind: AxisType, check_vma: bool = True) -> Any:
-    spec = P(("x", "y")) if name == "4x2" else P("x")
-    mesh = make_mesh(name, *kind)
-    return sm.shard_map(fun, mesh, (None, spec), (spec, P()), check_vma=check_vma)
-
-
-def data(layer: Any) -> Any:
-    return np.asarray(jax.random.key_data(layer.rng.key))
-
-
-WAYS: dict[str, tuple[Any, Any, Any]] = {
-    "1": ("x", 0, sharded(forward, "1")),
-    "4, unchecked": ("x", 0, sharded(forward, "4", check_vma=False)),
-    "8, explicit": ("x", 0, sharded(forward, "8", AxisType.Explicit)),
-    "4x2": (("x", "y"), 0, sharded(forward, "4x2")),
-    "lanes": ("rows", None, eqx.filter_jit(rows_as_lanes)),
-    "lanes on devices": ("x", 0, eqx.filter_jit(rows_on_devices)),
-    "lanes in shards": (("x", "rows"), None, sharded(rows_as_lanes, "4")),
-}
-
-
-@pytest.mark.parametrize("name", list(WAYS))
+@pytest.mark.parametrize("name", WAYS)
 def test_masks_do_not_depend_on_how_rows_are_split(name: str) -> None:
-    axis_name, row_axis, run = WAYS[name]
-    plain, layer = dropout(axis_name="x"), dropout(axis_name=axis_name, row_axis=row_axis)
+    axis_name, run = WAYS[name]
+    plain, layer = dropout(), dropout(axis_name=axis_name)
     for _ in range(2):
         want, plain = plainly(plain, X)
         got, layer = run(layer, X)
         np.testing.assert_array_equal(got, want)
-        np.testing.assert_array_equal(data(layer), data(plain))
+        np.testing.assert_array_equal(*map(key_data, (layer, plain)))
+
+
+def test_each_row_in_a_lane() -> None:
+    layer = dropout(axis_name="rows", row_axis=None)
+    got, _ = sm.vmap2(forward, in_axes=(None, 0), axis_name="rows")(layer, X)
+    np.testing.assert_array_equal(got, plainly(dropout(), X)[0])
 
 
 def test_entries_are_dropped_at_the_rate_and_the_others_scaled_to_make_up() -> None:
     ones = np.ones((100, 200), np.float32)
-    y, _ = dropout()(ones)
+    y, layer = dropout()(ones)
     assert set(np.unique(y)) == {np.float32(0), np.float32(1) / np.float32(1 - RATE)}
     # Five standard deviations of the share among 20,000 draws, and among 200 draws for each row.
     share = np.mean(np.asarray(y) == 0)
     assert abs(share - RATE) < 5 * (RATE * (1 - RATE) / y.size) ** 0.5
     by_row = np.mean(np.asarray(y) == 0, axis=1)
     assert np.all(abs(by_row - RATE) < 5 * (RATE * (1 - RATE) / 200) ** 0.5)
-
-
-def test_rows_and_calls_have_masks_of_their_own() -> None:
-    ones = np.ones((16, 64), np.float32)
-    first, layer = dropout()(ones)
+    # Rows and calls have masks of their own.
     second, _ = layer(ones)
-    assert len(np.unique(np.concatenate([first, second]), axis=0)) == 32
+    assert len(np.unique(np.concatenate([y, second]), axis=0)) == 200
 
 
-def test_rows_may_be_on_any_axis() -> None:
+def test_axes_dtypes_and_gradients() -> None:
     want, _ = dropout()(X)
     for axis in (1, -1):
         got, _ = dropout(row_axis=axis)(X.T)
         np.testing.assert_array_equal(np.asarray(got).T, want)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        y, _ = dropout()(X.astype(dtype))
+        assert y.dtype == dtype
+        np.testing.assert_array_equal(y == 0, want == 0)
+    slope = jax.grad(lambda x: dropout()(x)[0].sum())(X)
+    np.testing.assert_allclose(slope, np.asarray(want) / X, rtol=1e-6)
 
 
 def test_without_a_rate_and_in_inference_nothing_is_drawn() -> None:
@@ -111,40 +86,12 @@ def test_without_a_rate_and_in_inference_nothing_is_drawn() -> None:
     assert (flipped(X)[0] == 0).any()
 
 
-def test_the_gradient_passes_where_the_mask_does() -> None:
-    y, _ = dropout()(X)
-    slope = jax.grad(lambda x: dropout()(x)[0].sum())(X)
-    np.testing.assert_allclose(slope, np.asarray(y) / X, rtol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-def test_the_dtype_stays(dtype: Any) -> None:
-    y, _ = dropout()(X.astype(dtype))
-    assert y.dtype == dtype
-    np.testing.assert_array_equal(y == 0, dropout()(X)[0] == 0)
-
-
-def test_in_a_scan_as_in_a_loop() -> None:
-    layer = dropout()
-    arrays, rest = eqx.partition(layer, eqx.is_array)
-
-    def body(arrays: Any, x: Any) -> Any:
-        y, layer = eqx.combine(arrays, rest)(x)
-        return eqx.filter(layer, eqx.is_array), y
-
-    _, got = jax.lax.scan(body, arrays, np.stack([X] * 3))
-    for y in got:
-        want, layer = layer(X)
-        np.testing.assert_array_equal(y, want)
-
-
 def test_it_is_traced_once_and_compiled_once() -> None:
     fun, traces = counted(forward)
-    run = sharded(fun, "8")
+    run = sharded("8", AxisType.Explicit, fun=fun)
     _, layer = jax.block_until_ready(run(dropout(axis_name="x"), X))
     with compiles() as compiled:
-        for _ in range(3):
-            _, layer = jax.block_until_ready(run(layer, X))
+        _, layer = jax.block_until_ready(run(layer, X))
     assert (traces.times, compiled.times) == (1, 0)
 
 
@@ -171,7 +118,7 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
         "Dropout: x is int32[16,5], but must hold floating numbers: `x.astype(jnp.float32)`.",
     ),
     (
-        lambda: sharded(forward, "8")(dropout(axis_name="rows"), X),
+        lambda: sharded("8", AxisType.Auto)(dropout(axis_name="rows"), X),
         sm.StatemeshError,
         "RandomState.rows: no axis is called 'rows' here; the axes mapped over are 'x'.",
     ),

@@ -14,11 +14,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
+from tests.grad.test_grad import KINDS, SHARDS, WAYS, X, check, plain
 from tests.helpers import make_mesh
-from tests.test_grad import SHARDS, WAYS, X, check, plain
-
-
-pytestmark = pytest.mark.usefixtures("each_kind")
 
 
 W = jnp.array([0.3, -0.6, 0.9])
@@ -92,88 +89,11 @@ def wanted_tasks() -> list[Any]:
     return [all_tasks(plain, None, W, rows) for rows in shards()]
 
 
-@functools.cache
-def found_tasks(way: str) -> Any:
-    return WAYS[way](lambda w, x: all_tasks(sm.value_and_grad, "x", w, x), W, X)
-
-
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("task", TASKS)
-def test_tasks(task: Any, way: str) -> None:
-    k = TASKS.index(task)
-    each = [shard[k] for shard in wanted_tasks()]
-    check(found_tasks(way)[k], jax.tree.map(lambda *x: jnp.mean(jnp.stack(x), 0), *each), 1e-4)
-
-
-@pytest.mark.parametrize("transform", [sm.vmap2, sm.pmap2])
-def test_tasks_of_lanes_of_which_each_has_parameters_of_its_own(transform: Any) -> None:
-    def lane(w: Any, x: Any) -> Any:
-        return all_tasks(sm.value_and_grad, None, w, x)
-
-    # The lanes share the parameters but not the gradients.
-    found = transform(lane, in_axes=(None, 0), axis_name="x")(W, np.stack(shards()))
-    for k, wanted in enumerate(wanted_tasks()):
-        check(jax.tree.map(lambda x, k=k: x[k], found), wanted, 1e-4)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_tasks_of_shards_of_which_each_has_parameters_of_its_own(check_vma: bool) -> None:
-    def shard(w: Any, x: Any) -> Any:
-        # The last task is left out: values that all shards share have no gradient of one shard's loss.
-        found = all_tasks(sm.value_and_grad, None, w[0], x, TASKS[:-1])
-        return jax.tree.map(lambda x: x[None], found)
-
-    mapped = sm.shard_map(shard, make_mesh("4"), (P("x"), P("x")), P("x"), check_vma=check_vma)
-    found = jax.tree.map(np.asarray, mapped(jnp.stack([W] * SHARDS), X))
-    for k, wanted in enumerate(wanted_tasks()):
-        check(jax.tree.map(lambda x, k=k: x[k], found), wanted[:-1], 1e-4)
-
-
-# Tensor parallel: every gradient, also the inner ones, belongs to the result of all shards over "y".
-
-
-WIDE = jnp.cos(jnp.arange(4.0)), np.sin(np.arange(32, dtype=np.float32)).reshape(8, 4)
-
-
-def partly(w: Any, x: Any) -> Any:
-    return jnp.mean((jnp.sin(jax.lax.psum(x @ w, "y")) - 0.5) ** 2), w
-
-
-def wholly(w: Any, x: Any) -> Any:
-    return jnp.mean((jnp.sin(x @ w) - 0.5) ** 2), w
-
-
-def of_third_order_in_parts(vag: Any, loss: Any, axis_name: Any, w: Any, x: Any) -> Any:
-    def after(inner: Any) -> Any:
-        return lambda w, x: loss(w - RATE * vag(inner)(w, x)[1], x)
-
-    (value, _), grads = vag(after(after(loss)), axis_name=axis_name)(w, x)
-    return value, grads
-
-
-@functools.cache
-def wanted_in_parts() -> Any:
-    w, x = WIDE
-    each = [of_third_order_in_parts(plain, wholly, None, w, rows) for rows in np.split(x, SHARDS)]
-    return jax.tree.map(lambda *x: jnp.mean(jnp.stack(x), 0), *each)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_what_shards_make_together_in_gradients_of_gradients(check_vma: bool) -> None:
-    step = functools.partial(of_third_order_in_parts, sm.value_and_grad, partly, "x")
-    specs, out_specs = (P("y"), P("x", "y")), (P(), P("y"))
-    mapped = sm.shard_map(step, make_mesh("4x2"), specs, out_specs, check_vma=check_vma)
-    check(mapped(*WIDE), wanted_in_parts(), 1e-4)
-
-
-@pytest.mark.parametrize("transform", [sm.vmap2, sm.pmap2])
-def test_what_lanes_make_together_in_gradients_of_gradients(transform: Any) -> None:
-    step = functools.partial(of_third_order_in_parts, sm.value_and_grad, partly, "x")
-    rows = sm.vmap2(step, in_axes=(None, 0), out_axes=None, axis_name="x")
-    lanes = transform(rows, in_axes=(0, 2), out_axes=(None, 0), axis_name="y")
-    w, x = WIDE
-    loss, grads = lanes(w.reshape(2, 2), x.reshape(4, 2, 2, 2))
-    check((loss, grads.reshape(4)), wanted_in_parts(), 1e-4)
+def test_tasks(way: str) -> None:
+    found = WAYS[way](lambda w, x: all_tasks(sm.value_and_grad, "x", w, x), W, X)
+    wanted = jax.tree.map(lambda *x: jnp.mean(jnp.stack(x), 0), *wanted_tasks())
+    check(found, wanted, 1e-4)
 
 
 def penalised(vag: Any, w: Any, x: Any) -> Any:
@@ -225,26 +145,6 @@ def test_derivatives_around_gradients_of_gradients(way: str) -> None:
     check(of_both_modes(WAYS[way], sm.value_and_grad), wanted_of_both_modes(), 1e-3)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_map_in_the_loss_of_one_outside(way: str) -> None:
-    def inside(vag: Any) -> Any:
-        def run(w: Any, x: Any) -> Any:
-            (loss, _), grads = vag(fit, axis_name="x")(w, x)
-            return loss, grads
-
-        return run
-
-    def around(run: Any) -> Any:
-        def loss(w: Any) -> Any:
-            value, slopes = run(w)
-            return value + slopes @ jnp.array([1.0, -2.0, 3.0]), w
-
-        return loss
-
-    found = sm.grad(around(lambda w: WAYS[way](inside(sm.value_and_grad), w, X)))(W)[0]
-    check(found, jax.grad(lambda w: around(lambda w: inside(plain)(w, X))(w)[0])(W))
-
-
 # Losses that differ over an axis that is not named.
 
 
@@ -262,15 +162,10 @@ def centred_here(w: Any, x: Any, scale: Any) -> Any:
 EACH = np.stack([W + k for k in range(SHARDS)])
 
 
-@pytest.mark.parametrize("way", ["check", "no check", "vmap2", "pmap2"])
-@pytest.mark.parametrize("rematted", [False, True])
-def test_what_shards_exchange_without_a_gradient_leaves_each_its_own(
-    way: str, rematted: bool
-) -> None:
-    loss = jax.checkpoint(centred) if rematted else centred
-
+@pytest.mark.parametrize("way", WAYS)
+def test_what_shards_exchange_without_a_gradient_leaves_each_its_own(way: str) -> None:
     def step(w: Any, x: Any) -> Any:
-        (value, _), grads = sm.value_and_grad(loss)(w.reshape(3), x)
+        (value, _), grads = sm.value_and_grad(jax.checkpoint(centred))(w.reshape(3), x)
         return value[None], grads[None]
 
     if way in ("vmap2", "pmap2"):
@@ -278,7 +173,8 @@ def test_what_shards_exchange_without_a_gradient_leaves_each_its_own(
         found = transform(step, axis_name="x")(EACH, np.stack(shards()))
         found = jax.tree.map(lambda x: x[:, 0], found)
     else:
-        mapped = sm.shard_map(step, make_mesh("4"), P("x"), P("x"), check_vma=way == "check")
+        mesh, checked = make_mesh("4", KINDS[way == "check"]), way == "check"
+        mapped = sm.shard_map(step, mesh, P("x"), P("x"), check_vma=checked)
         found = jax.tree.map(np.asarray, mapped(EACH, X))
     for k, rows in enumerate(shards()):
         (value, _), grads = plain(centred_here)(jnp.asarray(EACH[k]), rows, EACH.sum(0))

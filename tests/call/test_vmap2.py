@@ -1,0 +1,147 @@
+"""`vmap2` only: nested, inside and around `shard_map` and `pmap2`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from tests.helpers import compiles, counted, make_mesh
+
+
+N = 3
+X = np.arange(1, 8 * N + 1, dtype=np.float32).reshape(8, N)
+equal = np.testing.assert_array_equal
+
+
+def close(result: Any, expected: Any) -> None:
+    np.testing.assert_allclose(np.asarray(result), np.asarray(expected), rtol=1e-5)
+
+
+def words(keys: Any) -> Any:
+    return np.asarray(jax.random.key_data(keys)).reshape(-1, 2)
+
+
+def test_how_many_lanes() -> None:
+    def fun(s: sm.State, x: Any = 0) -> Any:
+        return jax.lax.axis_index("i"), s.set(s.value + x + 1)
+
+    options: Any = {"axis_name": "i", "out_axes": (0, None)}
+    # More than there are devices.
+    y, total = sm.vmap2(fun, in_axes=(None, 0), **options)(
+        sm.State(0, reduce="sum"), np.arange(100)
+    )
+    equal(y, np.arange(100))
+    assert int(total.value) == np.arange(100).sum() + 100
+    # Nothing is mapped.
+    y, after = sm.vmap2(fun, in_axes=None, axis_size=5, **options)(sm.State(1))
+    equal(y, np.arange(5))
+    assert int(after.value) == 2
+
+
+def test_spmd_axis_name_spreads_the_lanes() -> None:
+    mesh = make_mesh("4x2")
+
+    def fun(s: sm.State, x: Any) -> Any:
+        x = jax.lax.with_sharding_constraint(x + s.value, NamedSharding(mesh, P("y")))
+        return x, s.set(x)
+
+    options: Any = {"in_axes": (None, 0), "state_out_axes": {0: ...}}
+    call = sm.vmap2(fun, spmd_axis_name="x", **options)
+    x = np.arange(8.0, dtype=np.float32).reshape(4, 2)
+    ones = sm.State(np.ones(2, np.float32))
+    y, after = jax.jit(call)(ones, x)
+    for array in (y, after.value):
+        equal(array, x + 1)
+        assert array.sharding.is_equivalent_to(NamedSharding(mesh, P("x", "y")), 2)
+    without, _ = jax.jit(sm.vmap2(fun, **options))(ones, x)
+    assert without.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "y")), 2)
+
+
+# Nested
+
+
+@pytest.mark.parametrize("outer", [sm.vmap2, sm.pmap2])
+def test_nested_in_lanes(outer: Any) -> None:
+    def fun(m: Any, x: Any) -> Any:
+        both = jax.lax.psum(x, ("i", "j"))
+        key, rng = m["rng"].split()
+        return (both, key), {
+            "own": m["own"].set(m["own"].value + x),
+            "row": m["row"].set(m["row"].value + jax.lax.psum(x, "j")),
+            "sum": m["sum"].set(m["sum"].value + x),
+            "rng": rng,
+        }
+
+    options: Any = {"in_axes": (None, 0), "out_axes": ((None, 0), None)}
+    inner = sm.vmap2(fun, axis_name="j", state_in_axes={0: "own"}, **options)
+    call = outer(inner, axis_name="i", state_in_axes={0: ["own", "row"]}, **options)
+    model: dict[str, Any] = {
+        "own": sm.State(X, tag="own"),
+        "row": sm.State(np.zeros(8, np.float32), tag="row"),
+        "sum": sm.State(np.float32(1), reduce="sum"),
+        "rng": sm.RandomState(jax.random.key(0)),
+    }
+    (total, keys), after = call(model, X)
+    equal(total, X.sum())
+    equal(after["own"].value, 2 * X)
+    equal(after["row"].value, X.sum(1))
+    equal(after["sum"].value, 1 + X.sum())
+    assert keys.shape == X.shape and len(np.unique(words(keys), axis=0)) == X.size
+    equal(words(after["rng"].key), words(model["rng"].split()[1].key))
+
+
+# Inside shard_map
+
+
+def over_shards(lane: Any, check_vma: bool, kind: AxisType = AxisType.Explicit) -> Any:
+    """`lane` mapped by `vmap2` over the second axis inside a `shard_map` over the first."""
+
+    def shard(s: Any, x: Any) -> Any:
+        call = sm.vmap2(lane, axis_name="lane", in_axes=(None, 0), out_axes=(0, None))
+        y, s = call(s, x[0])
+        return jax.tree.map(lambda y: y[None], y), s
+
+    specs = (P(), P("x"))
+    return sm.shard_map(shard, make_mesh("8", kind), specs, (P("x"), P()), check_vma=check_vma)
+
+
+@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
+def test_lanes_of_shards(check_vma: bool) -> None:
+    def lane(m: Any, x: Any) -> Any:
+        key, rng = m["rng"].split()
+        states = {name: m[name].set(m[name].value + x) for name in ("mean", "max", "min", "sum")}
+        return (x * 2, jax.random.key_data(key)), {**states, "rng": rng}
+
+    body, count = counted(lane)
+    call = over_shards(body, check_vma)
+    model: Any = {
+        name: sm.State(np.float32(5), reduce=name) for name in ("mean", "max", "min", "sum")
+    }
+    model["rng"] = sm.RandomState(jax.random.key(0))
+    (y, keys), after = call(model, X)
+    equal(y, X * 2)
+    assert len(np.unique(words(keys), axis=0)) == X.size
+    equal(words(after["rng"].key), words(model["rng"].split()[1].key))
+    for name, merge in (("mean", np.mean), ("max", np.max), ("min", np.min), ("sum", np.sum)):
+        close(after[name].value, 5 + merge(X))
+    with compiles() as seen:
+        jax.block_until_ready(call(after, X))
+    assert (count.times, seen.times) == (1, 0)
+
+
+def test_around_shard_map() -> None:
+    inner = sm.shard_map(
+        lambda s, x: (x * s.value, s.set(s.value + jax.lax.psum(jnp.sum(x), "x"))),
+        make_mesh(),
+        (P(), P("x")),
+        (P("x"), P()),
+    )
+    call = sm.vmap2(inner, in_axes=(None, 1), out_axes=(1, None), state_in_axes={0: ...})
+    y, after = call(sm.State(np.arange(N, dtype=np.float32)), X)
+    equal(y, X * np.arange(N))
+    equal(after.value, np.arange(N) + X.sum(0))

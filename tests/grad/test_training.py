@@ -1,0 +1,225 @@
+"""Ten training steps give the same parameters and slots on every mesh as without one.
+
+One program trains with three optimizers. The reference is a loop of JAX and Optax alone.
+"""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from tests.helpers import make_mesh, slow
+
+
+STEPS, ROWS = 10, 16
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.3),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "adam": optax.adam(0.05),
+}
+SHAPES = {"up": (3, 8), "bias": (8,), "down": (8, 2), "last": (2,)}
+SPECS = {"up": P(None, "y"), "bias": P("y"), "down": P("y", None), "last": P()}
+
+
+def weights() -> dict[str, Any]:
+    draw = np.random.default_rng(0)
+    return {k: jnp.asarray(0.5 * draw.normal(size=s), jnp.float32) for k, s in SHAPES.items()}
+
+
+def batch(step: int) -> tuple[Any, Any]:
+    x = np.random.default_rng(1 + step).normal(size=(ROWS, 3)).astype(np.float32)
+    return x, np.stack([np.sin(2 * x[:, 0]), x[:, 1] * x[:, 2]], axis=1)
+
+
+def fit(w: Any, x: Any, y: Any, axis: str | None) -> Any:
+    """The loss of a network whose hidden units may be split over `axis`."""
+    out = jnp.tanh(x @ w["up"] + w["bias"]) @ w["down"]
+    out = jax.lax.psum(out, axis) if axis else out
+    return jnp.mean((out + w["last"] - y) ** 2)
+
+
+def trained(step: Any, model: Any) -> Any:
+    """The losses of each optimizer, its model and its slots."""
+    models = {k: jax.tree.map(jnp.copy, model) for k in OPTIMIZERS}
+    runs = {k: (models[k], o.init(sm.trainable(models[k]))) for k, o in OPTIMIZERS.items()}
+    losses = []
+    for k in range(STEPS):
+        # On JAX 0.10 simulated devices block each other unless each step is awaited.
+        loss, runs = jax.block_until_ready(step(runs, *batch(k)))
+        losses.append(loss)
+    return losses, runs
+
+
+@functools.cache
+def by_hand() -> Any:
+    @jax.jit
+    def step(runs: Any, x: Any, y: Any) -> Any:
+        losses, after = {}, {}
+        for k, (w, slots) in runs.items():
+            losses[k], grads = jax.value_and_grad(fit)(w, x, y, None)
+            updates, slots = OPTIMIZERS[k].update(grads, slots, w)
+            after[k] = optax.apply_updates(w, updates), slots
+        return losses, after
+
+    return trained(step, weights())
+
+
+def make_step(axis: str | None) -> Any:
+    def loss_fn(model: Any, x: Any, y: Any) -> Any:
+        loss = fit({k: model[k].value for k in SHAPES}, x, y, axis)
+        return loss, {**model, "steps": model["steps"].set(model["steps"].value + 1)}
+
+    def step(runs: Any, x: Any, y: Any) -> Any:
+        losses, after = {}, {}
+        for k, (model, slots) in runs.items():
+            (losses[k], model), grads = sm.value_and_grad(loss_fn, axis_name="x")(model, x, y)
+            updates, slots = OPTIMIZERS[k].update(grads, slots, sm.trainable(model))
+            after[k] = eqx.apply_updates(model, updates), slots
+        return losses, after
+
+    return step
+
+
+def make_model(split: bool) -> dict[str, sm.State]:
+    states = {k: sm.ParamState(w, spec=SPECS[k] if split else None) for k, w in weights().items()}
+    return {**states, "steps": sm.State(0)}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "check_vma"),
+    [
+        ("8", AxisType.Explicit, True),
+        ("4x2", AxisType.Explicit, True),
+        ("4x2", AxisType.Auto, False),
+        slow("2", AxisType.Auto, True),
+        slow("unsharded", AxisType.Auto, True),
+    ],
+)
+def test_parameters_and_slots_are_the_same(name: str, kind: AxisType, check_vma: bool) -> None:
+    split, specs = name == "4x2", (P(), P("x"), P("x"))
+    step = make_step("y" if split else None)
+    if name == "unsharded":
+        call = jax.jit(step)
+    else:
+        call = sm.shard_map(step, make_mesh(name, kind), specs, P(), check_vma=check_vma)
+    losses, runs = trained(call, make_model(split))
+    assert all(int(model["steps"].value) == STEPS for model, _ in runs.values())
+    weights_and_slots = {k: (sm.trainable(model), slots) for k, (model, slots) in runs.items()}
+    pairs = [(losses, by_hand()[0]), (weights_and_slots, by_hand()[1])]
+    for got, wanted in pairs:
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    # Parts of the parameters and slots stay where they are.
+    model, (moments, *_) = runs["adam"]
+    for tree in (model, moments.mu, moments.nu):
+        for k, shape in SHAPES.items():
+            part = NamedSharding(make_mesh("4x2"), SPECS[k]).shard_shape(shape) if split else shape
+            assert {shard.data.shape for shard in tree[k].value.addressable_shards} == {part}
+
+
+def test_training_gets_somewhere() -> None:
+    losses, runs = by_hand()
+    for optimizer, (w, _) in runs.items():
+        assert losses[-1][optimizer] < 0.8 * losses[0][optimizer]
+        for k, before in weights().items():
+            assert not np.allclose(w[k], before, rtol=1e-2)
+
+
+# The differentiated part of a model, in the form that an optimizer takes
+
+
+structure: Any = jax.tree.structure
+
+
+class Parts(sm.Module):
+    linear: eqx.nn.Linear
+    w: sm.ParamState
+    mean: sm.BatchState
+    table: jax.Array
+    rate: float = 0.5
+
+
+def make_parts() -> Parts:
+    return Parts(
+        eqx.nn.Linear(3, 2, key=jax.random.key(0)),
+        sm.ParamState(jnp.ones(4), spec=P("x"), tag="split"),
+        sm.BatchState(jnp.zeros(2)),
+        jnp.arange(3),
+    )
+
+
+def loss_of_parts(net: Parts, x: jax.Array) -> Any:
+    y = jax.vmap(net.linear)(x).sum() + jnp.sum(net.w.value**2)
+    return y * net.rate, net
+
+
+def test_it_is_the_model_with_none_elsewhere() -> None:
+    net = make_parts()
+    part = sm.trainable(net)
+    assert part.linear.weight is net.linear.weight and part.linear.bias is net.linear.bias
+    assert part.w.value is net.w.value and part.w.tag == {"split"}
+    assert part.mean is part.table is part.rate is None
+    # Of a state with integers the floats; NumPy's arrays are arrays.
+    part = sm.trainable(
+        {"p": sm.ParamState({"w": 1.0, "n": 2}), "x": np.ones(2), "n": np.arange(2)}
+    )
+    assert part["p"].value["n"] is part["n"] is None
+    assert float(part["p"].value["w"]) == 1.0 and part["x"].tolist() == [1, 1]
+
+
+def test_it_has_the_structure_of_the_gradients() -> None:
+    net, x = make_parts(), jnp.ones((2, 3))
+    for wrt in (None, sm.ParamState, sm.filters.PathContains("linear")):
+        _, grads = sm.value_and_grad(loss_of_parts, wrt=wrt)(net, x)
+        part = sm.trainable(net, wrt)
+        assert structure(part) == structure(grads)
+        pairs = zip(jax.tree.leaves(part), jax.tree.leaves(grads), strict=True)
+        assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
+
+
+def test_slots_lie_where_their_parameters_lie() -> None:
+    optimizer = optax.adam(0.1)
+    net = make_parts()
+    slots = optimizer.init(sm.trainable(net))
+
+    def step(net: Parts, slots: Any, x: jax.Array) -> Any:
+        def loss(net: Parts, x: jax.Array) -> Any:
+            return loss_of_parts(net, x)[0], net
+
+        (_, net), grads = sm.value_and_grad(loss, axis_name="x")(net, x)
+        updates, slots = optimizer.update(grads, slots)
+        return eqx.apply_updates(net, updates), slots
+
+    call = sm.shard_map(step, make_mesh("4", AxisType.Explicit), (None, P(), P("x")), P())
+    net, slots = call(net, slots, np.ones((4, 3), np.float32))
+    moments = slots[0].mu.w
+    assert isinstance(moments, sm.ParamState) and moments.spec == P("x")
+    for x in (moments.value, net.w.value):
+        assert {shard.data.shape for shard in x.addressable_shards} == {(1,)}
+    assert slots[0].mu.mean is None
+
+
+def test_nothing_to_train() -> None:
+    with pytest.raises(sm.StructureError, match=r"- model\['mean'\]: BatchState"):
+        sm.trainable({"mean": sm.BatchState(0.0)})
+    with pytest.raises(sm.StructureError, match=r"no floating .*\n  - model\['n'\]: State"):
+        sm.trainable({"n": sm.State(0), "w": sm.ParamState(1.0)}, sm.State)
+
+
+@pytest.mark.parametrize("number", [0.5, np.float32(0.5)], ids=["Python", "NumPy"])
+def test_a_number_is_differentiated_in_a_mapped_call_if_it_is_outside(number: Any) -> None:
+    def step(model: Any, x: Any) -> Any:
+        return sm.grad(lambda m, x: (jnp.mean(x) * m["w"] * m["rate"], m), axis_name="x")(model, x)
+
+    model, x = {"w": jnp.asarray(2.0), "rate": number}, np.ones(4, np.float32)
+    mapped = sm.shard_map(step, make_mesh("4"), (P(), P("x")), P())
+    inside, outside = mapped(model, x)[0], step(model, x)[0]
+    assert structure(inside) == structure(outside)
