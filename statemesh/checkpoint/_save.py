@@ -44,7 +44,7 @@ def save(folder: str | os.PathLike[str], tree: PyTree) -> None:
 
         ```
     """
-    folder = pathlib.Path(folder).absolute()
+    folder = files.folder_path("save", folder)
     if folder.exists():
         raise errors.exists(folder)
     arrays, record = contents("save", tree)

@@ -20,9 +20,9 @@ def no_limit(names: Sequence[str]) -> ValueError:
 
 def no_number(name: str, limit: object) -> TypeError:
     kinds = (
-        "a number, or a dictionary with a number for each cause"
+        "a number, 0 or more, or a dictionary with a number for each cause"
         if name == "collectives"
-        else "a number"
+        else "a number, 0 or more"
     )
     return TypeError(f"assert_budget: {name} is {limit!r}, but must be {kinds}.")
 
