@@ -165,7 +165,9 @@ USES: dict[str, Use] = {
     "pmap2_new_states": Use(NEW),
     "vmap2_new_states": Use(NEW),
     "Map": MAP,
-    "Map.map": Use({}, lambda method: method(X[:2]), lambda: sm.Map(Counter(), 2).init_all_states()),
+    "Map.map": Use(
+        {}, lambda method: method(X[:2]), lambda: sm.Map(Counter(), 2).init_all_states()
+    ),
     "value_and_grad": GRAD,
     "grad": GRAD,
     "scan": Use({"f": lambda c, x: (c, x), "init": sm.State(0.0), "xs": X}),
@@ -260,7 +262,10 @@ LIMIT = ((37, 2.75), "a limit, and the call keeps to it or does not")
 ACCEPTED: dict[str, tuple[tuple[Any, ...], str]] = {
     # What is held, saved or looked at.
     **dict.fromkeys(("tree", "trees", "before", "after", "node"), TREE),
-    **dict.fromkeys(("scan.init", "pack.model", "explain.args", "testing.emulate.args"), TREE),
+    **dict.fromkeys(
+        ("scan.init", "pack.model", "explain.args", "testing.emulate.args", "testing.locate.args"),
+        TREE,
+    ),
     **dict.fromkeys(("State.value", "x", "nn.Average.example"), ARRAYS),
     "trainable.model": ((2.75,), "a float is a parameter"),
     "nn.EMA.model": ((2.75,), "a float is a parameter"),
@@ -278,11 +283,15 @@ ACCEPTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "spmd_axis_name": NAMES,
     **{f"{name}.axis_name": (("zz",), "a name") for name in ("pmap2", "pmap2_new_states")},
     **{
-        f"{name}.axis_name": (("zz", THING, None), "a name, or no axis, over which all stays as it is")
+        f"{name}.axis_name": (
+            ("zz", THING, None),
+            "a name, or no axis, over which all stays as it is",
+        )
         for name in ("psum", "pmean", "pmax", "pmin", "all_gather", "axis_index", "axis_size")
     },
     **{
-        f"testing.{name}.axis_names": (("zz", ["zz"]), "names") for name in ("meshes", "given_meshes")
+        f"testing.{name}.axis_names": (("zz", ["zz"]), "names")
+        for name in ("meshes", "given_meshes")
     },
     # Filters.
     **dict.fromkeys(("filter", "filters", "wrt", "leave_out", "init_state_axes"), FILTERS),
@@ -344,7 +353,8 @@ CALLABLES = dict(public_callables())
 def outcomes(name: str) -> str:
     """What is said of each keyword of a callable: a line for all its values, or for those that share one."""
     use, lines = USES[name], []
-    for parameter in inspect.signature(use.target(name)).parameters.values():
+    known = list(inspect.signature(CALLABLES[name]).parameters.values())
+    for parameter in known if use.of is None else known[1:]:
         if parameter.name[0] == "_" or parameter.kind is parameter.VAR_KEYWORD:
             continue
         values: dict[str, list[str]] = {}
@@ -364,9 +374,13 @@ def outcome(name: str, use: Use, parameter: inspect.Parameter, value: Any) -> st
     except (AssertionError, Warning):
         pass  # A check of `testing` came to its end.
     except Exception as error:
-        assert is_clear(error, name, parameter.name, value), f"{name}: {parameter.name}={value!r}: {error!r}"
+        assert is_clear(error, name, parameter.name, value), (
+            f"{name}: {parameter.name}={value!r}: {error!r}"
+        )
         text = same_everywhere(f"{type(error).__name__}: {error}").replace("\n", "\n  ")
-        return text.replace(repr(value), "{}", 1).replace(f"of type {type(value).__name__},", "of type {},", 1)
+        return text.replace(repr(value), "{}", 1).replace(
+            f"of type {type(value).__name__},", "of type {},", 1
+        )
     assert accepted is not None, f"{name}: {parameter.name}={value!r} is accepted, and ignored"
     return f"accepted, {accepted}"
 

@@ -59,7 +59,9 @@ def same_everywhere(text: str) -> str:
 
 def written(entries: dict[str, str]) -> str:
     """The file with these texts."""
-    blocks = (f"{name}\n{re.sub('^', '    ', text, flags=re.M)}\n" for name, text in entries.items())
+    blocks = (
+        f"{name}\n{re.sub('^', '    ', text, flags=re.M)}\n" for name, text in entries.items()
+    )
     return HEAD + "\n" + "".join(blocks)
 
 
