@@ -14,11 +14,12 @@ import statemesh as sm
 from statemesh import legacy
 from tests.helpers import jnp, make_mesh
 
-from .states import KEY, MASKED, Net, X, net, untyped
+from .states import KEY, MASKED, Net, X, net
 from .table import Mistake, Mistakes, each
 
 
 Fun = Callable[..., Any]
+IN_SPECS, OUT_SPECS = (P(), P("x")), (P("x"), P())
 
 
 def step(model: Any, x: Any) -> Any:
@@ -32,8 +33,8 @@ def same(x: Any) -> Any:
 def call(
     fun: Any = step,
     mesh: Any = None,
-    in_specs: Any = (P(), P("x")),
-    out_specs: Any = (P("x"), P()),
+    in_specs: Any = IN_SPECS,
+    out_specs: Any = OUT_SPECS,
     **options: Any,
 ) -> Any:
     return sm.shard_map(fun, mesh or make_mesh(), in_specs, out_specs, **options)
@@ -67,11 +68,6 @@ class Late:
 
     async def __call__(self, x: Any) -> Any:
         return x
-
-
-def on_each_transform(fun: Any) -> list[Mistake]:
-    static = functools.partial(sm.pmap2, static_broadcasted_argnums=0)
-    return [functools.partial(make, fun) for make in (sharded, static, sm.vmap2, sm.grad)]
 
 
 # Meshes
@@ -203,8 +199,8 @@ def branches_that_write_differently() -> Any:
     return call(fun)(net(), X)
 
 
-def many_states_that_differ(count: int) -> list[Mistake]:
-    model = {f"s{k:02}": sm.State(0.0) for k in range(count)}
+def many_states_that_differ() -> list[Mistake]:
+    model = {f"s{k:02}": sm.State(0.0) for k in range(80)}
 
     def step(model: Any, x: Any) -> Any:
         return {name: state.set(x.sum()) for name, state in model.items()}
@@ -304,11 +300,10 @@ EMPTY = Mesh(np.array([]), ("x",))
 
 
 MISTAKES: Mistakes = {
-    "mapping no function": lambda: untyped.shard_map("step", make_mesh(), P(), P()),
     "mapping what only begins": [
-        mistake
-        for fun in (coroutine, stream, generator, functools.partial(coroutine), Late())
-        for mistake in on_each_transform(fun)
+        *each(sharded, stream, generator, functools.partial(coroutine), Late()),
+        *each(lambda transform: transform(coroutine), sharded, sm.vmap2, sm.grad),
+        lambda: sm.pmap2(coroutine, static_broadcasted_argnums=0),
     ],
     "no out specs": lambda: sm.shard_map(step, make_mesh(), P()),
     "text for a spec": [
@@ -326,13 +321,7 @@ MISTAKES: Mistakes = {
         for name in ("state_in_specs", "state_out_specs")
         for filter in (sm.RandomState, sm.filters.OfType(sm.RandomState))
     ],
-    "donation": each(lambda donate: call(donate=donate), "everything", ["states"], {}, (0,)),
-    "names of mesh axes": each(lambda names: sharded(axis_names=names), 3, ["x", ["y"]]),
-    "no mesh": [
-        *each(lambda mesh: sm.place(X, mesh), None, "x"),
-        *each(lambda mesh: sm.pack(sm.State(X), mesh), None, "x"),
-        *each(lambda mesh: legacy.shard_map(same, mesh, P("x"), P("x")), None, "x"),
-    ],
+    "names of mesh axes": lambda: sharded(axis_names=["x", ["y"]]),
     "empty mesh": [
         lambda: call(mesh=Mesh(np.empty((), dtype=object), ()), in_specs=None, out_specs=P())(X),
         lambda: sm.place(sm.State(X), EMPTY),
@@ -443,7 +432,7 @@ MISTAKES: Mistakes = {
         lambda: call(lambda m, x: (x, {"made": sm.HiddenState(x, name="h")}))(net(), X),
         branches_that_write_differently,
     ],
-    "many states that differ": [*many_states_that_differ(10), *many_states_that_differ(80)],
+    "many states that differ": many_states_that_differ(),
     "result that varies": [
         lambda: call(lambda m, x: ({"loss": x.sum(), "y": x}, m), out_specs=(P(), P()))(net(), X),
         result_that_varies_and_is_not_typed_so,
@@ -464,8 +453,8 @@ MISTAKES: Mistakes = {
         lambda: sm.vmap2(same, spmd_axis_name=("x", "x")),
     ],
     "no name for split parameters": [
-        *each(lambda names: sm.fsdp(PLAIN, make_mesh("4"), names), None, ()),
-        *each(lambda names: sm.gather(PLAIN, names), None, ()),
+        lambda: sm.fsdp(PLAIN, make_mesh("4"), ()),
+        lambda: sm.gather(PLAIN, ()),
     ],
     "splitting over an unknown axis": lambda: sm.fsdp(PLAIN, make_mesh("4x2"), "data"),
     "splitting below no size": lambda: sm.fsdp(PLAIN, make_mesh("4"), "x", min_size=-1),
@@ -487,7 +476,7 @@ MISTAKES: Mistakes = {
     ),
     "using a part of a parameter": [
         layer_that_is_not_gathered,
-        *each(forgotten_gather, 1, 10, 80),
+        *each(forgotten_gather, 1, 10, 11),
     ],
     "returning whole parameters": cast_model_that_is_returned_whole,
     "scattering another structure": other_structure_scattered,

@@ -1,7 +1,7 @@
 """Every keyword of every public callable with values that it may not have: refused, and in which words.
 
-Callables and keywords are found by `inspect`, so a new one cannot be forgotten. What is accepted is listed by name,
-with the reason; nothing is accepted and ignored.
+Callables and keywords are found by `inspect`, so a new one cannot be forgotten. What is accepted is listed by
+name, with the reason; nothing is accepted and ignored.
 """
 
 import contextlib
@@ -257,8 +257,8 @@ SIZE = ((37,), "a size")
 POSITIVE = ((37, 2.75), "a positive number")
 FILTERS = ((True, None), "a filter: of all states, or of none")
 LIMIT = ((37, 2.75), "a limit, and the call keeps to it or does not")
-# Values that are accepted, by keyword, or by callable and keyword, and why. Besides, each keyword takes its default,
-# and each flag `True`.
+# Values that are accepted, by keyword, or by callable and keyword, and why. Besides, each keyword takes its
+# default, and each flag `True`.
 ACCEPTED: dict[str, tuple[tuple[Any, ...], str]] = {
     # What is held, saved or looked at.
     **dict.fromkeys(("tree", "trees", "before", "after", "node"), TREE),
@@ -327,7 +327,7 @@ ACCEPTED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def public_callables() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Every public function, class and method, by name, but one for all kinds of state that add nothing to `State`."""
+    """Every public function, class and method, by name. Kinds of state that add nothing are left out."""
     yield "legacy.shard_map", legacy.shard_map
     for prefix, module in MODULES.items():
         for name in dir(module):
@@ -351,7 +351,7 @@ CALLABLES = dict(public_callables())
 
 
 def outcomes(name: str) -> str:
-    """What is said of each keyword of a callable: a line for all its values, or for those that share one."""
+    """What is said of the values that are refused: a line for all values of a keyword of which it is said."""
     use, lines = USES[name], []
     known = list(inspect.signature(CALLABLES[name]).parameters.values())
     for parameter in known if use.of is None else known[1:]:
@@ -359,34 +359,34 @@ def outcomes(name: str) -> str:
             continue
         values: dict[str, list[str]] = {}
         for value in VALUES:
-            values.setdefault(outcome(name, use, parameter, value), []).append(repr(value))
+            if text := refusal(name, use, parameter, value):
+                values.setdefault(text, []).append(repr(value))
         for text, shown in values.items():
-            which = f" of {', '.join(shown)}" if len(values) > 1 else ""
+            which = "" if len(shown) == len(VALUES) else f"={' '.join(shown)}"
             lines.append(f"{parameter.name}{which}: {text}")
-    return "\n".join(lines)
+    return "\n".join(lines) or "nothing is refused"
 
 
-def outcome(name: str, use: Use, parameter: inspect.Parameter, value: Any) -> str:
-    """What is said of a value, with `{}` in the place of the value and of its type; or why it is accepted."""
-    accepted = reason(name, parameter, value)
+def refusal(name: str, use: Use, parameter: inspect.Parameter, value: Any) -> str | None:
+    """The first line of what is said of a value, with `{}` for it and its type; `None` where it is accepted."""
+    shown = f"{name}: {parameter.name}={value!r}"
     try:
         use.run(name, parameter, value)
     except (AssertionError, Warning):
         pass  # A check of `testing` came to its end.
     except Exception as error:
-        assert is_clear(error, name, parameter.name, value), (
-            f"{name}: {parameter.name}={value!r}: {error!r}"
-        )
-        text = same_everywhere(f"{type(error).__name__}: {error}").replace("\n", "\n  ")
-        return text.replace(repr(value), "{}", 1).replace(
-            f"of type {type(value).__name__},", "of type {},", 1
-        )
-    assert accepted is not None, f"{name}: {parameter.name}={value!r} is accepted, and ignored"
-    return f"accepted, {accepted}"
+        if not is_clear(error, name, parameter.name, value):
+            raise AssertionError(f"{shown} fails somewhere inside: {error!r}") from error
+        text = same_everywhere(f"{type(error).__name__}: {error}").split("\n")[0]
+        inner = value[0] if isinstance(value, list) and repr(value) not in text else value
+        text = text.replace(repr(inner), "{}", 1)
+        return text.replace(f"{{}} of type {type(inner).__name__}", "{} of type {}", 1)
+    assert reason(name, parameter, value) is not None, f"{shown} is accepted, and ignored"
+    return None
 
 
 def is_clear(error: Exception, name: str, argument: str, value: Any) -> bool:
-    """Whether an error is worded by statemesh, or names at least the callable, the argument, the value or its type."""
+    """Whether statemesh words an error, or it names the callable, the argument, the value or its type."""
     if isinstance(error, sm.StatemeshError):
         return True
     inner = value[0] if isinstance(value, list) else value

@@ -4,6 +4,7 @@
 """
 
 import functools
+import itertools
 import pathlib
 import re
 import tempfile
@@ -20,7 +21,7 @@ Mistakes: TypeAlias = dict[str, Mistake | list[Mistake]]
 FILE = pathlib.Path(__file__).parent / "texts.txt"
 HEAD = """\
 What statemesh says of every mistake, compared exactly. Written by `pytest tests/errors --update-errors`.
-A mistake that is made in several ways has one text for each, or one if they all read the same.
+A mistake that is made in several ways has a text for each. Texts in a row that are the same stand there once.
 """
 
 
@@ -29,25 +30,25 @@ def each(make: Callable[[Any], Any], *values: Any) -> list[Mistake]:
     return [functools.partial(make, value) for value in values]
 
 
-def refusal(mistake: Mistake) -> tuple[BaseException, str]:
-    """The error that a mistake raises, with its text."""
+def refusal(mistake: Mistake) -> str:
+    """The type and the text of the error that a mistake raises."""
     try:
         result = mistake()
     except Exception as error:
-        return error, same_everywhere(f"{type(error).__name__}: {error}")
+        return same_everywhere(f"{type(error).__name__}: {error}")
     raise AssertionError(f"nothing was raised, but returned {result!r}")
 
 
 def texts(mistakes: Mistake | list[Mistake]) -> str:
     """What is said of a mistake, as in the file."""
     several = mistakes if isinstance(mistakes, list) else [mistakes]
-    found = [refusal(mistake)[1] for mistake in several]
-    return "\n".join(found[:1] if len(set(found)) == 1 else found)
+    rows = [(text, len(list(same))) for text, same in itertools.groupby(map(refusal, several))]
+    return "\n".join(f"{count} times {text}" if count > 1 else text for text, count in rows)
 
 
 def same_everywhere(text: str) -> str:
     """A text without what JAX adds, and without what another machine or run shows otherwise."""
-    # JAX ends some of its errors with the address of a page, and some with a line below which it explains itself.
+    # JAX ends some of its errors with the address of a page, and some with a line, below which it says more.
     text = re.split(r"\nSee https:|\n-----", text)[0]
     # Temporary folders and addresses in memory, and what one kind of device is called.
     text = re.sub(re.escape(tempfile.gettempdir()) + r"/[\w-]+", "FOLDER", text)
