@@ -6,7 +6,6 @@ name, with the reason; nothing is accepted and ignored.
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import re
 import tempfile
@@ -33,6 +32,11 @@ class Thing:
         return "Thing()"
 
 
+# What JAX and NumPy say of values that statemesh passes on to them. Other versions may say otherwise.
+OTHER_WORDS = re.compile(
+    "valid (JAX type|JAX array type|value for jnp.array)|as a (JAX value|data type)"
+    "|PRNG key|^data type|^Field elements|^scan got |out of bounds for array"
+)
 THING = Thing()
 VALUES: tuple[Any, ...] = ("zz", 37, -41, 2.75, None, THING, True, ["zz"])
 X = np.ones(8, np.float32)
@@ -208,7 +212,7 @@ USES: dict[str, Use] = {
     "checkpoint.Checkpoints.load": Use({"like": {"x": jnp.ones(2)}}, of=with_a_step),
     "checkpoint.save": Use({"folder": lambda: "a", "tree": {"x": 1}}),
     "checkpoint.load": Use({"folder": saved, "like": {"x": jnp.ones(2)}}),
-    "testing.assert_budget": Use({"fun": lambda: X}),
+    "testing.assert_budget": Use({"fun": lambda: X, "peak": 100}),
     "testing.assert_equivalent": Use({"fun": identity, **EQUIVALENT}),
     "testing.emulate": Use({"mapped": identity}),
     "testing.locate": Use({"mapped": sm.shard_map(identity, **SHARDED)}),
@@ -244,7 +248,7 @@ WITHOUT = {
     "State.enter State.leave State.reshard RandomState.enter RandomState.leave RandomState.reshard": (
         "a kind of state defines them, and statemesh calls them"
     ),
-    "filters.Everything filters.Nothing filters.Where.bind": "a filter is asked by statemesh",
+    "filters.Everything filters.Nothing": "no arguments",
     "checkpoint.Checkpoints.wait nn.Average.reset nn.GRUCell.reset nn.KVCache.reset": "no arguments",
     "nn.KVCache.init_state": "no arguments",
     "field": "it is `equinox.field`",
@@ -350,33 +354,39 @@ def public_callables() -> Iterator[tuple[str, Callable[..., Any]]]:
 CALLABLES = dict(public_callables())
 
 
-def outcomes(name: str) -> str:
-    """What is said of the values that are refused: a line for all values of a keyword of which it is said."""
-    use, lines = USES[name], []
+def parameters(name: str) -> list[inspect.Parameter]:
+    """The parameters of a callable that a user fills in."""
     known = list(inspect.signature(CALLABLES[name]).parameters.values())
-    for parameter in known if use.of is None else known[1:]:
-        if parameter.name[0] == "_" or parameter.kind is parameter.VAR_KEYWORD:
-            continue
-        values: dict[str, list[str]] = {}
+    method = USES[name].of is not None
+    return [p for p in known[method:] if p.name[0] != "_" and p.kind is not p.VAR_KEYWORD]
+
+
+def refusals(name: str) -> str:
+    """What is said of the values that are refused: a line for all values of a keyword of which it is said."""
+    lines = []
+    for parameter in parameters(name):
+        said: dict[str, list[str]] = {}
         for value in VALUES:
-            if text := refusal(name, use, parameter, value):
-                values.setdefault(text, []).append(repr(value))
-        for text, shown in values.items():
+            if text := refusal(name, parameter, value):
+                said.setdefault(text, []).append(repr(value))
+        for text, shown in said.items():
             which = "" if len(shown) == len(VALUES) else f"={' '.join(shown)}"
             lines.append(f"{parameter.name}{which}: {text}")
     return "\n".join(lines) or "nothing is refused"
 
 
-def refusal(name: str, use: Use, parameter: inspect.Parameter, value: Any) -> str | None:
-    """The first line of what is said of a value, with `{}` for it and its type; `None` where it is accepted."""
+def refusal(name: str, parameter: inspect.Parameter, value: Any) -> str | None:
+    """The first line of what is said of a value, with `{}` for it and its type; `None` if it is accepted."""
     shown = f"{name}: {parameter.name}={value!r}"
     try:
-        use.run(name, parameter, value)
+        USES[name].run(name, parameter, value)
     except (AssertionError, Warning):
         pass  # A check of `testing` came to its end.
     except Exception as error:
         if not is_clear(error, name, parameter.name, value):
             raise AssertionError(f"{shown} fails somewhere inside: {error!r}") from error
+        if OTHER_WORDS.search(str(error)):
+            return f"{type(error).__name__} in the words of JAX or NumPy"
         text = same_everywhere(f"{type(error).__name__}: {error}").split("\n")[0]
         inner = value[0] if isinstance(value, list) and repr(value) not in text else value
         text = text.replace(repr(inner), "{}", 1)
@@ -410,6 +420,3 @@ def reason(name: str, parameter: inspect.Parameter, value: Any) -> str | None:
             )
             return why if taken else None
     return None
-
-
-KEYWORDS = {f"keywords of {name}": functools.partial(outcomes, name) for name in USES}

@@ -231,7 +231,7 @@ MISTAKES: Mistakes = {
         lambda: untyped.vmap2_new_states({"a": sm.State(0.0)}, {}, axis_size=2),
         lambda: untyped.Map(Counter, 3),
     ],
-    "new states without a number": create(lambda new_states: new_states(Counter(), {})),
+    "new states without a number": lambda: sm.vmap2_new_states(Counter(), {}),
     "new states of no lanes": create(lambda new_states: new_states(Counter(), {}, axis_size=0)),
     "new states that differ but have no lanes": create(
         lambda new_states: new_states(

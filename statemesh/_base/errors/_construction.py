@@ -69,6 +69,8 @@ def unknown_choice(argument: str, given: object, known: Sequence[str]) -> Statem
 
 _CALLS = {
     "shard_map": "shard_map(fun, mesh, in_specs, out_specs)",
+    "explain": "explain(fun, *args)",
+    "scan": "scan(f, init, xs)",
     "value_and_grad": "value_and_grad(loss_fn, axis_name='data')",
 }
 

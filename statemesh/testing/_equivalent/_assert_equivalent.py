@@ -164,6 +164,8 @@ def assert_equivalent(
 
         ```
     """
+    if not callable(fun):
+        raise errors.bad_keyword("assert_equivalent", "fun", fun, "a function")
     if not isinstance(args, tuple | list):
         raise errors.not_arguments(args)
     keywords = {

@@ -92,9 +92,9 @@ def states(
     strategy = st.SearchStrategy | None
     check("states", "shapes", shapes, strategy, "a strategy of shapes")
     check("states", "dtypes", dtypes, strategy, "a strategy of dtypes")
-    for argument, texts in (("tags", tags), ("reduces", reduces)):
-        if isinstance(texts, str) or not isinstance(texts, Sequence):
-            raise errors.bad_keyword("states", argument, texts, f"a list of {argument}")
+    for argument, given, several in (("tags", tags, "tags"), ("reduces", reduces, "policies")):
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            raise errors.bad_keyword("states", argument, given, f"a list of {several}")
     if mesh is not None:
         check_mesh("states", mesh)
     shapes = st.sampled_from([(), (2,), (2, 1)]) if shapes is None else shapes
