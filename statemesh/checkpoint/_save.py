@@ -1,7 +1,6 @@
 """`save`: a tree's values as files."""
 
 import os
-import pathlib
 
 import jax
 import jax.numpy as jnp

@@ -20,11 +20,15 @@ def no_limit(names: Sequence[str]) -> ValueError:
 
 def no_number(name: str, limit: object) -> TypeError:
     kinds = (
-        "a number, 0 or more, or a dictionary with a number for each cause"
+        "a number, or a dictionary with a number for each cause"
         if name == "collectives"
-        else "a number, 0 or more"
+        else "a number"
     )
     return TypeError(f"assert_budget: {name} is {limit!r}, but must be {kinds}.")
+
+
+def below_zero(name: str, limit: object) -> ValueError:
+    return ValueError(f"assert_budget: {name} is {limit!r}, but no call takes less than 0.")
 
 
 def collectives_unknown(key: str | None, room: int | float, lines: Sequence[str]) -> str:

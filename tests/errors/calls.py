@@ -140,7 +140,8 @@ def donated_model_used_again() -> Any:
 
 
 def given_up() -> list[Mistake]:
-    gone, found = deleted(), []
+    gone = deleted()
+    found: list[Mistake] = []
     for mapped in (sharded(), sm.vmap2(same)):
         held = functools.partial(mapped, gone)
         traced = lambda held=held: jax.jit(held)()
@@ -476,7 +477,7 @@ MISTAKES: Mistakes = {
     ),
     "using a part of a parameter": [
         layer_that_is_not_gathered,
-        *each(forgotten_gather, 1, 10, 11),
+        *each(forgotten_gather, 10, 11),
     ],
     "returning whole parameters": cast_model_that_is_returned_whole,
     "scattering another structure": other_structure_scattered,

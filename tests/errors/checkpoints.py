@@ -230,17 +230,18 @@ LIKE: dict[str, dict[str, Any]] = {
 
 
 def forgeries() -> str:
-    """What is said of each forgery, in a line, however it is loaded."""
-    lines = []
+    """What is said of forgeries, however they are loaded, each time with all of which it is said."""
+    said: dict[str, list[str]] = {}
     for name, change in FORGERIES.items():
         with steps("3") as folder:
             change(folder / "3")
             like = forged_tree() | LIKE.get(name, {})
             text = refusal(functools.partial(checkpoint.load, folder / "3", like))
             assert refusal(functools.partial(Checkpoints(folder).load, like)) == text
-            listed = text.partition("\n  - ")[2].partition("\nLoad ")[0]
-            lines.append(f"{name}: {listed or text}")
-    return "\n".join(lines)
+        said.setdefault(text.partition("\n  - ")[2].partition("\nLoad ")[0] or text, []).append(
+            name
+        )
+    return "\n".join(f"{', '.join(names)}:\n  - {text}" for text, names in said.items())
 
 
 def damaged() -> Any:

@@ -138,7 +138,7 @@ class Use:
 
 
 MESH = make_mesh("2")
-SHARDED = {"mesh": MESH, "in_specs": P("x"), "out_specs": P("x")}
+SHARDED: dict[str, Any] = {"mesh": MESH, "in_specs": P("x"), "out_specs": P("x")}
 EQUIVALENT = {"args": (X,), "meshes": [{"x": 2}], "in_specs": P("x"), "out_specs": P("x")}
 NEW = {"module": Counter(), "init_kwargs": {}, "axis_size": 2}
 LANES = Use({"fn": advance, "in_axes": (None, 0)}, lambda mapped: mapped(sm.State(0.0), X))
@@ -226,6 +226,13 @@ USES: dict[str, Use] = {
     "testing.modules": Use(then=example),
     "testing.filters": Use({"tree": model()}, example),
     "testing.given_meshes": Use(),
+}
+
+# Callables of which the same is said, with another name.
+LIKE = {
+    **dict.fromkeys(("pmean", "pmax", "pmin"), "psum"),
+    "axis_size": "axis_index",
+    "grad": "value_and_grad",
 }
 
 # Callables without keywords of their own, and why.
@@ -372,7 +379,10 @@ def refusals(name: str) -> str:
         for text, shown in said.items():
             which = "" if len(shown) == len(VALUES) else f"={' '.join(shown)}"
             lines.append(f"{parameter.name}{which}: {text}")
-    return "\n".join(lines) or "nothing is refused"
+    text = "\n".join(lines) or "nothing is refused"
+    if name in LIKE and text == refusals(LIKE[name]).replace(f"{LIKE[name]}:", f"{name}:"):
+        return f"as of {LIKE[name]}"
+    return text
 
 
 def refusal(name: str, parameter: inspect.Parameter, value: Any) -> str | None:

@@ -139,9 +139,9 @@ MISTAKES: Mistakes = {
     "truth for an axis": both(lambda lanes: lanes(same, in_axes=True)(X)),
     "name for an axis": both(lambda lanes: lanes(same, out_axes="rows")(X)),
     "names of lanes": [
-        mistake
+        functools.partial(lanes, same, axis_name=name)
         for name in ("", False, ("a", "b"))
-        for mistake in both(lambda lanes, name=name: lanes(same, axis_name=name))
+        for lanes in (sm.vmap2, sm.pmap2)
     ],
     "number of arguments of lanes": [
         *both(lambda lanes: lanes(step, in_axes=(0,))(sm.State(0.0), X)),
@@ -257,8 +257,7 @@ MISTAKES: Mistakes = {
     "map with axes for other arguments": lambda: counters(in_axes=(0, None))(X),
     "map with too many arguments": lambda: counters()(X, X),
     "map of a method that returns no pair": [
-        lambda name=name, how=how: counters(behavior=how).map(name)(X)
-        for name in ("forget", "three")
-        for how in ("vmap", "pmap")
+        *each(lambda how: counters(behavior=how).map("forget")(X), "vmap", "pmap"),
+        *each(lambda how: counters(behavior=how).map("three")(X), "vmap", "pmap"),
     ],
 }

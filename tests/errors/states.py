@@ -1,5 +1,6 @@
 """Mistakes with states, modules, filters, keys and the parts of trees."""
 
+from collections.abc import Callable
 from operator import getitem
 from typing import Any
 
@@ -60,21 +61,11 @@ def packed(value: Any = None) -> Any:
     return sm.pack({"a": sm.State(first), "b": sm.State(1.0)}, make_mesh())
 
 
-def reshaped() -> list[Mistake]:
+def reshaped(change: Callable[[Any], Any]) -> list[Mistake]:
     """Buffers of another shape, unpacked, looked at and given to a call."""
-    found: list[Mistake] = []
-    for change in (lambda x: x.reshape(-1, 1), lambda x: x[:2], lambda x: np.stack([x, x])):
-
-        def other(change: Any = change) -> Any:
-            return jax.tree.map(change, packed())
-
-        step = sm.shard_map(lambda model: model, make_mesh(), None, None)
-        found += [
-            lambda other=other: other().unpack(),
-            lambda other=other: getitem(other().states, "['b']"),
-            lambda other=other, step=step: step(other()),
-        ]
-    return found
+    step = lambda model: sm.shard_map(lambda model: model, make_mesh(), None, None)(model)
+    uses = (lambda model: model.unpack(), lambda model: getitem(model.states, "['b']"), step)
+    return each(lambda use: use(jax.tree.map(change, packed())), *uses)
 
 
 MISTAKES: Mistakes = {
@@ -139,7 +130,11 @@ MISTAKES: Mistakes = {
         lambda: setattr(packed(), "buffers", ()),
         lambda: delattr(packed(), "buffers"),
     ],
-    "buffer of another shape": reshaped(),
+    "buffer of another shape": [
+        *reshaped(lambda x: x.reshape(-1, 1)),
+        *reshaped(lambda x: x[:2]),
+        *reshaped(lambda x: np.stack([x, x])),
+    ],
     "carry and result of a scan": [
         lambda: sm.scan(lambda c, x: c, sm.State(0.0), X),
         lambda: sm.scan(lambda c, x: ([c], x), sm.State(0.0), X),

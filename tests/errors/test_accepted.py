@@ -65,7 +65,10 @@ def test_numbers_of_numpy_are_numbers() -> None:
     rng = sm.RandomState(KEY)
     assert rng.rows(two)[0].shape == rng.split(two)[0].shape == (2,)
     assert sm.nn.BatchNorm(np.int32(3)).running.value["mean"].shape == (3,)
-    scanned = lambda **options: sm.scan(lambda c, x: (c, 1), sm.State(0.0), **options)[1]
+
+    def scanned(**options: Any) -> Any:
+        return sm.scan(lambda c, x: (c, 1), sm.State(0.0), **options)[1]
+
     assert [len(scanned(length=n)) for n in (0, np.int64(3))] == [0, 3]
     for unroll in (1, 3, True, False):
         assert len(scanned(xs=X, unroll=unroll)) == 8

@@ -2,6 +2,7 @@
 
 import functools
 import re
+import tempfile
 from collections.abc import Callable
 
 import pytest
@@ -52,9 +53,7 @@ def test_the_file_has_all_mistakes_and_no_others(pytestconfig: pytest.Config) ->
 
 
 def test_what_differs_elsewhere_is_left_out() -> None:
-    text = (
-        f"{keywords.Thing!r} is in {table.tempfile.gettempdir()}/tmp1/a\n--------\nJAX says more."
-    )
+    text = f"{keywords.Thing!r} is in {tempfile.gettempdir()}/tmp1/a\n--------\nJAX says more."
     assert table.same_everywhere(text) == "<class 'tests.errors.keywords.Thing'> is in FOLDER/a"
 
 

@@ -40,7 +40,8 @@ class Node:
 
     @classmethod
     def tree_unflatten(cls, data: Any, kids: Any) -> Any:
-        return cls(*kids, data)
+        new: Any = cls
+        return new(*kids, data)
 
 
 class Plain:

@@ -166,18 +166,20 @@ def draw(k: dict[str, Any]) -> Any:
     jax.random.split(k["split"])
     body: Any = lambda s: (s[0] + 1, s[1] + normal(s[2]), s[2])
     unused: Any = lambda s: (s[0] + 1, s[1], s[2])
-    loop = lambda body, key: jax.lax.while_loop(lambda s: s[0] < 2, body, (0, 0.0, key))[1]
-    return sum(
-        [
-            normal(k["alone"]),
-            jax.jit(lambda key: jax.vmap(lambda y: y + normal(key))(jnp.ones(2)))(k["jit"]).sum(),
-            normal(jax.random.fold_in(k["fold"], 3)),
-            jax.lax.cond(jnp.ones(()) > 0, normal, zero, k["cond"]),
-            exchanged(k["scan a"], k["scan b"]),
-            loop(body, k["while"]),
-            loop(unused, k["carried"]),
-        ]
-    )
+
+    def loop(body: Any, key: Any) -> Any:
+        return jax.lax.while_loop(lambda s: s[0] < 2, body, (0, 0.0, key))[1]
+
+    drawn: list[Any] = [
+        normal(k["alone"]),
+        jax.jit(lambda key: jax.vmap(lambda y: y + normal(key))(jnp.ones(2)))(k["jit"]).sum(),
+        normal(jax.random.fold_in(k["fold"], 3)),
+        jax.lax.cond(jnp.ones(()) > 0, normal, zero, k["cond"]),
+        exchanged(k["scan a"], k["scan b"]),
+        loop(body, k["while"]),
+        loop(unused, k["carried"]),
+    ]
+    return sum(drawn)
 
 
 def test_every_draw_is_found() -> None:

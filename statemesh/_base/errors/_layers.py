@@ -69,7 +69,9 @@ def count_required(layer: str) -> StatemeshError:
 
 
 def not_numeric(layer: str, path: str, leaf: object) -> StatemeshError:
-    return StatemeshError(f"{layer}: {path} is {typed_str(leaf)}, but must be an array or a number.")
+    return StatemeshError(
+        f"{layer}: {path} is {typed_str(leaf)}, but must be an array or a number."
+    )
 
 
 def values_differ(

@@ -34,13 +34,16 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a function, False, or None for the function itself on one device",
     ),
     "steps": (
-        lambda steps: steps is None or (isinstance(steps, Integral) and not isinstance(steps, bool)),
+        lambda steps: (
+            steps is None or (isinstance(steps, Integral) and not isinstance(steps, bool))
+        ),
         "an int, 1 or more: the number of calls in a row",
     ),
     "gradients": (_is_flag, "True, False or None"),
     "tolerance": (
         lambda size: (
-            size is None or (isinstance(size, Real) and not isinstance(size, bool) and size >= 0)
+            size is None
+            or (isinstance(size, Real) and not isinstance(size, bool) and float(size) >= 0)
         ),
         "a number, 0 or more, as in tolerance=1e-6",
     ),

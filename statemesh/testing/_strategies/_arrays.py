@@ -71,8 +71,10 @@ def arrays(
 
 def _check_shape(shape: object) -> None:
     sides = shape if isinstance(shape, Sequence) else [shape]
-    if not all(isinstance(n, Integral) and not isinstance(n, bool) and n >= 0 for n in sides):
-        raise errors.bad_keyword("arrays", "shape", shape, "a shape, as in shape=(8, 4), or a strategy")
+    if not all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 0 for n in sides):
+        raise errors.bad_keyword(
+            "arrays", "shape", shape, "a shape, as in shape=(8, 4), or a strategy"
+        )
 
 
 @st.composite

@@ -72,7 +72,13 @@ def meshes(
     """
     names = None
     if axis_names is not None:
-        check("meshes", "axis_names", axis_names, str | Sequence, "a name or several, as in ['x', 'y']")
+        check(
+            "meshes",
+            "axis_names",
+            axis_names,
+            str | Sequence,
+            "a name or several, as in ['x', 'y']",
+        )
         names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
         if not names:
             raise errors.no_axis_names()

@@ -84,17 +84,18 @@ def states(
 
         ```
     """
-    several = Sequence | None
-    check("states", "kinds", kinds, several, "several classes of State, as in kinds=[sm.ParamState]")
-    if not all(isinstance(kind, type) and issubclass(kind, sm.State) for kind in kinds or ()):
+    classes = isinstance(kinds, Sequence | None) and all(
+        isinstance(kind, type) and issubclass(kind, sm.State) for kind in kinds or ()
+    )
+    if not classes:
         expected = "several classes of State, as in kinds=[sm.ParamState]"
         raise errors.bad_keyword("states", "kinds", kinds, expected)
     strategy = st.SearchStrategy | None
     check("states", "shapes", shapes, strategy, "a strategy of shapes")
     check("states", "dtypes", dtypes, strategy, "a strategy of dtypes")
-    for argument, given, several in (("tags", tags, "tags"), ("reduces", reduces, "policies")):
+    for argument, given, what in (("tags", tags, "tags"), ("reduces", reduces, "policies")):
         if isinstance(given, str) or not isinstance(given, Sequence):
-            raise errors.bad_keyword("states", argument, given, f"a list of {several}")
+            raise errors.bad_keyword("states", argument, given, f"a list of {what}")
     if mesh is not None:
         check_mesh("states", mesh)
     shapes = st.sampled_from([(), (2,), (2, 1)]) if shapes is None else shapes
