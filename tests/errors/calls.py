@@ -144,9 +144,8 @@ def given_up() -> list[Mistake]:
     found: list[Mistake] = []
     for mapped in (sharded(), sm.vmap2(same)):
         held = functools.partial(mapped, gone)
-        traced = lambda held=held: jax.jit(held)()
-        found += [lambda run=run: run(gone) for run in (mapped, mapped.place, mapped.unsharded)]
-        found.append(traced)
+        uses = (mapped, mapped.place, mapped.unsharded, lambda x, held=held: jax.jit(held)())
+        found += [functools.partial(use, gone) for use in uses]
     return found
 
 
