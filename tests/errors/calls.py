@@ -305,6 +305,11 @@ MISTAKES: Mistakes = {
         *each(lambda transform: transform(coroutine), sharded, sm.vmap2, sm.grad),
         lambda: sm.pmap2(coroutine, static_broadcasted_argnums=0),
     ],
+    "assigning to a mapping": [
+        *each(lambda name: setattr(sharded(), name, None), "mesh", "in_specs", "lower"),
+        lambda: setattr(sm.pmap2(same), "devices", None),
+        lambda: setattr(sm.vmap2(same), "in_axes", None),
+    ],
     "no out specs": lambda: sm.shard_map(step, make_mesh(), P()),
     "text for a spec": [
         lambda: call(in_specs=(P(), "x")),
