@@ -4,7 +4,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from ._base import errors
 from ._base._checks import axis_names as as_names
-from ._base._checks import check_flag
+from ._base._checks import check_flag, check_function
 from ._base._types import AnyMesh, AxisNames, FunOf, Params, Result, SpecTree
 from ._call._mapping import StatefulMapping
 from ._call._shard_map import shard_map as _shard_map
@@ -44,6 +44,7 @@ def shard_map(
 
         ```
     """
+    check_function("shard_map", f)
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise errors.not_a_mesh(mesh)
     check_flag("shard_map", "check_rep", check_rep)

@@ -33,3 +33,7 @@ def each_kind(request: pytest.FixtureRequest) -> Iterator[None]:
 def as_users_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs a test without the checks of annotations, which would refuse what the test passes before we do."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-errors", action="store_true", help="write the texts of errors anew")

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from numbers import Integral
 
 import jax
 import jax.numpy as jnp
@@ -188,6 +189,8 @@ def all_gather(x: PyTree, axis_name: AxisName, *, axis: int = 0, tiled: bool = F
         ```
     """
     check_flag("all_gather", "tiled", tiled)
+    if isinstance(axis, bool) or not isinstance(axis, Integral):
+        raise errors.invalid_argument("all_gather", "axis", axis)
     x = _unmasked("all_gather", x)
     names = _names("all_gather", axis_name)
     one_by_one = partial(_gathered, axis=axis, tiled=tiled)

@@ -4,14 +4,13 @@ import functools
 import inspect
 import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from numbers import Number
 
 import equinox as eqx
 import numpy as np
 
 from . import errors
 from ._paths import fun_name
-from ._types import AxisName, AxisNames, Size, flat_names
+from ._types import AxisName, AxisNames, Size, flat_names, is_axis_name
 
 
 _KINDS = (
@@ -71,13 +70,6 @@ def check_named_once(what: str, argument: str, names: Sequence[AxisName]) -> Non
     """Refuse an axis that is named more than once."""
     if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
         raise errors.axis_named_twice(what, argument, repeated, names)
-
-
-def is_axis_name(name: object) -> bool:
-    """Whether collectives take it for the name of an axis. They take a number for the axis of an array."""
-    if isinstance(name, Number | tuple) or not isinstance(name, Hashable):
-        return False
-    return name is not None and name != ""
 
 
 def axis_names(what: str, given: AxisNames, argument: str = "axis_names") -> frozenset[AxisName]:

@@ -4,7 +4,7 @@ from typing import Protocol, runtime_checkable
 
 from jax.sharding import PartitionSpec
 
-from ._types import Axes, AxisName, Leaf, SpecTree
+from ._types import Axes, AxisName, Leaf, SpecTree, is_axis_name
 
 
 class PerShard:
@@ -18,7 +18,7 @@ class PerShard:
 
     - `axis_names`: the mesh axes over which each shard has a value of its own, major to minor.
 
-    **Raises:** `TypeError` when no axis is named, or one of them twice.
+    **Raises:** `TypeError` when no axis is named, one of them twice, or something that is no name.
 
     !!! example
 
@@ -40,6 +40,12 @@ class PerShard:
             flat.extend(name if isinstance(name, tuple) else (name,))
         if not flat:
             raise TypeError("PerShard names no mesh axis. Write PerShard('data').")
+        for name in flat:
+            if not is_axis_name(name):
+                kind = type(name).__name__
+                raise TypeError(
+                    f"PerShard names {name!r} of type {kind}, which is no mesh axis. Write PerShard('data')."
+                )
         if repeated := [name for name in dict.fromkeys(flat) if flat.count(name) > 1]:
             shown, names = ", ".join(map(repr, flat)), ", ".join(map(repr, repeated))
             raise TypeError(

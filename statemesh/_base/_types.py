@@ -1,6 +1,7 @@
 """The types that have a name, and the small values that every step speaks of."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from numbers import Number
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import jax
@@ -97,3 +98,10 @@ def flat_names(names: AxisName | None) -> tuple[AxisName, ...]:
     if names is None:
         return ()
     return names if isinstance(names, tuple) else (names,)
+
+
+def is_axis_name(name: object) -> bool:
+    """Whether collectives take it for the name of an axis. They take a number for the axis of an array."""
+    if isinstance(name, Number | tuple) or not isinstance(name, Hashable):
+        return False
+    return name is not None and name != ""

@@ -68,6 +68,8 @@ class AxisRules:
         if size is not None and not is_size(size):
             raise errors.bad_axis_size("axis_size", size)
         check_lane_name(self.transform, self.axis_name)
+        if self.has_own_mesh and not isinstance(self.axis_name, str):
+            raise errors.invalid_argument(self.transform, "axis_name of a mesh", self.axis_name)
         for filter, _ in (*self.state_in, *self.state_out):
             to_predicate(filter)
         self.carrier.check(self.transform)

@@ -94,7 +94,12 @@ class Devices:
         return Lanes()
 
     def _found(self) -> list[jax.Device]:
-        return jax.devices(self.backend) if self.devices is None else list(self.devices)
+        if self.devices is not None:
+            return list(self.devices)
+        try:
+            return jax.devices(self.backend)
+        except RuntimeError as error:
+            raise errors.unknown_backend("pmap2", self.backend, error) from error
 
 
 class OnDevices(OnOwnMesh):

@@ -1,7 +1,7 @@
 """Step 3 for `vmap2`: all lanes run in one `jax.vmap`."""
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -11,7 +11,7 @@ from .._base import _compat as compat
 from .._base import errors
 from .._base._checks import check_named_once
 from .._base._specs import Placement
-from .._base._types import AxisName, Leaf, flat_names
+from .._base._types import AxisName, Leaf, flat_names, is_axis_name
 from .._leave._varying import FromTypes, VaryingAxes
 from .._resolve._inputs import Input
 from .._resolve._lanes import FixedLaneLayout, LaneLayout, LanePlacement, count_lanes
@@ -27,9 +27,10 @@ class Lanes:
     has_mesh = False
 
     def check(self, transform: str) -> None:
-        if self.spmd_axis_name is not None and not isinstance(self.spmd_axis_name, Hashable):
+        names = flat_names(self.spmd_axis_name)
+        if not all(map(is_axis_name, names)):
             raise errors.invalid_argument(transform, "spmd_axis_name", self.spmd_axis_name)
-        check_named_once(transform, "spmd_axis_name", flat_names(self.spmd_axis_name))
+        check_named_once(transform, "spmd_axis_name", names)
 
     def placement(self, axis_name: AxisName, axis: int | None, ndim: int) -> Placement:
         return LanePlacement(axis, frozenset() if axis is None else frozenset([axis_name]))

@@ -79,6 +79,8 @@ class RandomState(State):
         _meta: Meta | None = None,
     ) -> None:
         if _meta is None:
+            if key is not None and value is not None:
+                raise errors.key_and_value()
             key = value if key is None else key
             if not is_key(key):
                 raise errors.not_a_key(key)

@@ -57,7 +57,7 @@ class Checkpoints:
         whole = _whole_number(keep)
         if keep is not None and (whole is None or whole < 1):
             raise errors.bad_keep(keep)
-        self._folder = pathlib.Path(folder).absolute()
+        self._folder = files.folder_path("Checkpoints", folder)
         self._keep = whole
         self._writer: _Writer | None = None
 

@@ -45,6 +45,20 @@ def bad_step(call: str, step: object) -> CheckpointError:
     )
 
 
+def bad_folder(call: str, folder: object) -> TypeError:
+    return TypeError(
+        f"{call}: folder is {folder!r} of type {type(folder).__name__}, but must be a path, as a string or a "
+        "pathlib.Path."
+    )
+
+
+def bad_rename(rename: object) -> TypeError:
+    return TypeError(
+        f"load: rename is {rename!r} of type {type(rename).__name__}, but must be a dictionary of paths, as "
+        "in rename={\"['w']\": \"['weight']\"}."
+    )
+
+
 def bad_keep(keep: object) -> CheckpointError:
     return CheckpointError(
         f"Checkpoints: keep is {keep!r}, but must be a whole number of at least 1. Leave it out to keep all "

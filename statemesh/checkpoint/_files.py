@@ -117,6 +117,13 @@ def folder_of(path: str, record: Record) -> str:
     return folder
 
 
+def folder_path(call: str, folder: object) -> pathlib.Path:
+    """The absolute path of a folder that was given to `call`."""
+    if not isinstance(folder, str | os.PathLike):
+        raise errors.bad_folder(call, folder)
+    return pathlib.Path(folder).absolute()
+
+
 def read_record(folder: pathlib.Path) -> Record:
     """What a checkpoint holds.
 

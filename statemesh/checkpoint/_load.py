@@ -72,9 +72,13 @@ def load(
 
         ```
     """
-    folder = pathlib.Path(folder).absolute()
-    if missing not in ("error", "keep"):
-        raise base_errors.invalid_argument("load", "missing", missing)
+    folder = files.folder_path("load", folder)
+    if missing not in (choices := ("error", "keep")):
+        raise base_errors.unknown_choice("missing", missing, choices)
+    if not isinstance(rename, Mapping | None):
+        raise errors.bad_rename(rename)
+    if not isinstance(mesh, Mesh | None):
+        raise base_errors.not_a_mesh(mesh)
     record = files.read_record(folder)
     # The values of a packed model are taken out of its buffers only where they may be kept.
     keeps = missing == "keep" and not any(map(_is_shape, tree_util.tree_leaves(like)))

@@ -1,7 +1,6 @@
 """`save`: a tree's values as files."""
 
 import os
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +43,7 @@ def save(folder: str | os.PathLike[str], tree: PyTree) -> None:
 
         ```
     """
-    folder = pathlib.Path(folder).absolute()
+    folder = files.folder_path("save", folder)
     if folder.exists():
         raise errors.exists(folder)
     arrays, record = contents("save", tree)

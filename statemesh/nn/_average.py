@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._axes._mesh_and_lanes import bound_names, known_same, total
 from .._base import errors
@@ -15,7 +16,7 @@ from .._grad._trainable import trainable
 from .._model._kinds import LongTermState, ShortTermState
 from .._model._module import Module, field
 from .._packed._pack import packed_as
-from ._checks import check_alike, check_number, moved
+from ._checks import check_alike, check_number, check_numeric, moved
 from ._running import AveragedWeights, RunningMean
 
 
@@ -46,6 +47,7 @@ class Average(Module):
     axis_name: SeveralAxes = field(static=True)
 
     def __init__(self, example: PyTree, *, axis_name: SeveralAxes = None) -> None:
+        check_numeric("Average", "example", example)
         shapes = jax.eval_shape(lambda: jax.tree.map(jnp.zeros_like, example))
         means = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x.dtype)), shapes)
         self.running = RunningMean({"weight": 0.0, "mean": means})
@@ -68,12 +70,12 @@ class Average(Module):
         that is known to be negative.
         """
         old = self.running.value
-        values = self._checked(values, jnp.shape(weight))
-        names = bound_names("Average", self.axis_name)
-        if not isinstance(weight, jax.Array):
+        if not isinstance(weight, jax.Array | np.ndarray):
             check_number(
                 "Average", "weight", weight, lambda weight: weight >= 0, "a number, 0 or more"
             )
+        values = self._checked(values, np.shape(weight))
+        names = bound_names("Average", self.axis_name)
         weight = jnp.asarray(weight, old["weight"].dtype)
         weight = jnp.where(weight >= 0, weight, jnp.nan)
         sums = jax.tree.map(lambda x: jnp.where(weight > 0, weight * x, 0), values)

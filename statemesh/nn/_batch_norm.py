@@ -182,6 +182,10 @@ class BatchNorm(Module):
         it is needed.
         """
         old = self.running.value
+        if count is not None and not isinstance(count, jax.Array | np.ndarray):
+            check_number(
+                "BatchNorm", "count", count, lambda count: count >= 0, "a number, 0 or more"
+            )
         if count is None and self.momentum is None:
             raise errors.count_required("BatchNorm")
         given = {"count": old["count"] if count is None else count, "mean": mean, "var": var}

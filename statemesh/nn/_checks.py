@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from .._base import _compat as compat
 from .._base import errors
+from .._base._arrays import is_array_or_number, is_shaped
 from .._base._compat import tree_util
 from .._base._paths import path_str
 from .._base._types import Leaf, PyTree
@@ -42,6 +43,18 @@ def check_floating(layer: str, x: jax.Array) -> None:
         raise errors.not_floating(layer, x)
 
 
+def check_numeric(layer: str, what: str, tree: PyTree) -> None:
+    """Refuse a tree, which the user calls `what`, with leaves that are neither arrays nor numbers."""
+    for path, leaf in tree_util.tree_flatten_with_path(tree)[0]:
+        if not is_numeric(leaf):
+            raise errors.not_numeric(layer, path_str(path, what), leaf)
+
+
+def is_numeric(leaf: Leaf) -> bool:
+    """Whether it is a number, or an array or the shape of one."""
+    return is_array_or_number(leaf) or is_shaped(leaf)
+
+
 def check_alike(layer: str, what: str, old: PyTree, new: PyTree) -> None:
     """Refuse `new`, which the user calls `what`, unless it has the arrays and shapes of `old`."""
     then, now = (
@@ -51,7 +64,10 @@ def check_alike(layer: str, what: str, old: PyTree, new: PyTree) -> None:
     if bad := [
         (path, then.get(path), now.get(path))
         for path in {**then, **now}
-        if path not in then or path not in now or jnp.shape(then[path]) != jnp.shape(now[path])
+        if path not in then
+        or path not in now
+        or not is_numeric(now[path])
+        or jnp.shape(then[path]) != jnp.shape(now[path])
     ]:
         raise errors.values_differ(layer, what, bad)
 

@@ -61,6 +61,8 @@ class GRUCell(Module):
     ) -> None:
         check_flag("GRUCell", "use_bias", use_bias)
         check_sizes("GRUCell", input_size=input_size, hidden_size=hidden_size)
+        # It is checked as a State checks it, here and not only when the hidden value is made.
+        HiddenState(0.0, spec=spec)
         self.cell = eqx.nn.GRUCell(input_size, hidden_size, bool(use_bias), dtype, key=key)
         self.hidden = None
         self.spec = spec

@@ -126,6 +126,8 @@ def _check_limits(limits: Mapping[str, Any]) -> None:
         for one in limit.values() if several else [limit] if limit is not None else []:
             if isinstance(one, bool) or not isinstance(one, numbers.Real):
                 raise errors.no_number(name, limit)
+            if float(one) < 0:
+                raise errors.below_zero(name, limit)
 
 
 def _real(found: sm.Explanation) -> list[Any]:

@@ -27,6 +27,10 @@ def no_number(name: str, limit: object) -> TypeError:
     return TypeError(f"assert_budget: {name} is {limit!r}, but must be {kinds}.")
 
 
+def below_zero(name: str, limit: object) -> ValueError:
+    return ValueError(f"assert_budget: {name} is {limit!r}, but no call takes less than 0.")
+
+
 def collectives_unknown(key: str | None, room: int | float, lines: Sequence[str]) -> str:
     head = (
         "collectives that the budget does not name, in unknown number"

@@ -99,6 +99,25 @@ def bad_device_count(count: object) -> Exception:
     return sm.StatemeshError(text) if whole else TypeError(text)
 
 
+def unknown_profile(name: object) -> sm.StatemeshError:
+    return sm.StatemeshError(
+        f"load_profile: no profile is called {name!r}. Use 'quick' or 'deep', or register it first: "
+        "hypothesis.settings.register_profile(name, max_examples=100)."
+    )
+
+
+def not_mapped(given: object) -> TypeError:
+    return TypeError(
+        f"locate: mapped is {given!r} of type {type(given).__name__}, but must be what shard_map, pmap2 or "
+        "vmap2 returned."
+    )
+
+
+def bad_keyword(what: str, argument: str, value: object, expected: str) -> TypeError:
+    kind = type(value).__name__
+    return TypeError(f"{what}: {argument} is {value!r} of type {kind}, but must be {expected}.")
+
+
 def unknown_paths(unknown: Sequence[str], known: Sequence[str]) -> sm.StructureError:
     return sm.StructureError(
         f"keep: no argument has the path {', '.join(map(repr, unknown))}. The paths of the arguments are "
@@ -175,6 +194,13 @@ def too_many_devices(most: int, count: int) -> sm.StatemeshError:
     return sm.StatemeshError(
         f"meshes: max_devices={most}, and JAX has {count} device{'s' * (count != 1)}. Call "
         f"statemesh.testing.set_devices({most}) before JAX starts, as in conftest.py, or allow fewer."
+    )
+
+
+def no_such_count(least: int, most: int) -> sm.StatemeshError:
+    return sm.StatemeshError(
+        f"modules: no number of states is from min_states={least} to max_states={most}. Give numbers, 0 or "
+        "more, the smaller one first."
     )
 
 

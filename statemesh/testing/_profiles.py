@@ -1,8 +1,12 @@
 """Profiles of Hypothesis for tests that compile."""
 
 import os
+from typing import Any
 
 from hypothesis import Phase, settings
+from hypothesis.errors import InvalidArgument
+
+from . import _errors as errors
 
 
 def load_profile(name: str | None = None) -> None:
@@ -13,6 +17,8 @@ def load_profile(name: str | None = None) -> None:
     - `name`: `'quick'` for 25 examples of each test, `'deep'` for 1,000, or a profile of yours. Left out, the
         value of the environment variable `HYPOTHESIS_PROFILE`, or else `'quick'`. In CI (where the variable
         `CI` is set) the examples of `'quick'` come from a fixed seed.
+
+    **Raises:** `StatemeshError` for a profile that nobody has registered.
 
     !!! example
 
@@ -37,4 +43,9 @@ def load_profile(name: str | None = None) -> None:
     )
     settings.register_profile("quick", common, max_examples=25, derandomize="CI" in os.environ)
     settings.register_profile("deep", common, max_examples=1000)
-    settings.load_profile(name or os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+    chosen: Any = os.environ.get("HYPOTHESIS_PROFILE", "quick") if name is None else name
+    try:
+        settings.get_profile(chosen)
+    except (InvalidArgument, TypeError) as error:
+        raise errors.unknown_profile(chosen) from error
+    settings.load_profile(chosen)

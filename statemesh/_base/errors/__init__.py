@@ -38,6 +38,7 @@ from ._construction import not_a_plain_function as not_a_plain_function
 from ._construction import not_an_axis as not_an_axis
 from ._construction import not_callable as not_callable
 from ._construction import out_specs_required as out_specs_required
+from ._construction import unknown_backend as unknown_backend
 from ._construction import unknown_choice as unknown_choice
 from ._fsdp import fsdp_bad_number as fsdp_bad_number
 from ._fsdp import fsdp_no_parameters as fsdp_no_parameters
@@ -105,6 +106,7 @@ from ._layers import no_hidden_value as no_hidden_value
 from ._layers import no_rows as no_rows
 from ._layers import no_such_array_axis as no_such_array_axis
 from ._layers import not_floating as not_floating
+from ._layers import not_numeric as not_numeric
 from ._layers import single_row as single_row
 from ._layers import slots_unnamed as slots_unnamed
 from ._layers import too_many_tokens as too_many_tokens
@@ -176,6 +178,7 @@ from ._state import bad_state_value as bad_state_value
 from ._state import cannot_reduce as cannot_reduce
 from ._state import drawn_in_lanes as drawn_in_lanes
 from ._state import immutable_state as immutable_state
+from ._state import key_and_value as key_and_value
 from ._state import kind_overrides_init as kind_overrides_init
 from ._state import masked as masked
 from ._state import method_returned as method_returned

@@ -11,12 +11,14 @@ from ._text import quoted, shortened, typed_str
 # What an argument must be, by its name. If a name means something else in another place, its key says where.
 _EXPECTED = {
     "affine": "True or False",
+    "axis": "an int: the position of the new axis, as in axis=0",
     "auto": "the names of mesh axes that are not mapped over, as in auto={'model'}",
     "axis_name": "a string, as in axis_name='data'; a number is the position of an array's axis, and a tuple "
     "is several names",
     "axis_name of several": "a string, or a tuple of several, as in axis_name=('data', 'model')",
     "axis_names": "the name of a mesh axis, or several, as in axis_names={'data'}; leave it out for all",
     "backend": "the name of a platform, as in backend='cpu'",
+    "axis_name of a mesh": "a string, as in axis_name='data': JAX has no other names for the axes of devices",
     "check_rep": "True or False",
     "check_vma": "True or False",
     "debias": "True or False",
@@ -67,6 +69,8 @@ def unknown_choice(argument: str, given: object, known: Sequence[str]) -> Statem
 
 _CALLS = {
     "shard_map": "shard_map(fun, mesh, in_specs, out_specs)",
+    "explain": "explain(fun, *args)",
+    "scan": "scan(f, init, xs)",
     "value_and_grad": "value_and_grad(loss_fn, axis_name='data')",
 }
 
@@ -129,6 +133,10 @@ def bad_devices(transform: str, devices: Sequence[Any]) -> StatemeshError:
     return StatemeshError(
         f"{transform}: devices={devices!r} must be different jax.Devices, as in devices=jax.devices()[:4]."
     )
+
+
+def unknown_backend(transform: str, backend: object, why: Exception) -> StatemeshError:
+    return StatemeshError(f"{transform}: backend={backend!r} cannot be used: {why}")
 
 
 def devices_not_here(

@@ -6,7 +6,7 @@ import jax
 
 from .._paths import describe
 from ._classes import StatemeshError, StructureError
-from ._text import counted, error_listing
+from ._text import counted, error_listing, typed_str
 
 
 def bad_setting(layer: str, argument: str, value: object, expected: str) -> StatemeshError:
@@ -65,6 +65,12 @@ def count_required(layer: str) -> StatemeshError:
     return StatemeshError(
         f"{layer}: with momentum=None all values count the same, whenever they were seen, so with_statistics "
         "must know how many values these are of: `with_statistics(mean, var, count=...)`."
+    )
+
+
+def not_numeric(layer: str, path: str, leaf: object) -> StatemeshError:
+    return StatemeshError(
+        f"{layer}: {path} is {typed_str(leaf)}, but must be an array or a number."
     )
 
 

@@ -87,6 +87,13 @@ def not_a_key(key: object) -> TypeError:
     )
 
 
+def key_and_value() -> TypeError:
+    return TypeError(
+        "RandomState got both key and value, which are two names of one thing. Give the key only: "
+        "`sm.RandomState(jax.random.key(0))`."
+    )
+
+
 def several_keys(keys: jax.Array) -> StatemeshError:
     return StatemeshError(
         f"RandomState holds keys of shape {keys.shape}, but a shard or lane draws from one key. Hold one "

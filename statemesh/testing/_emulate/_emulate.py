@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 import jax
 import numpy as np
 
+from .. import _errors as errors
 from .._recent import Recent
 from .._static_keys import static_key
 from .._types import AnyLeaf, Fun, PyTree, PyTreeDef, tree_util
@@ -62,6 +63,8 @@ def emulate(mapped: Fun, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
 
         ```
     """
+    if not callable(mapped):
+        raise errors.bad_keyword("emulate", "mapped", mapped, "a function that JAX can trace")
     leaves, treedef = tree_util.tree_flatten((args, kwargs))
     with jax.sharding.use_abstract_mesh(NO_MESH):
         leaves = [as_array(x) if _is_traced(x) else x for x in leaves]

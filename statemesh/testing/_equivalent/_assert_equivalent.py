@@ -1,7 +1,8 @@
 """`assert_equivalent`: a function gives the same results on every mesh."""
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from numbers import Integral, Real
 from typing import Any, Literal
 
 from .. import _errors as errors
@@ -15,6 +16,56 @@ from ._programs import mesh_of, on_mesh
 from ._subject import Asked, Subject
 from ._untested import UntestedWarning
 from ._values import as_arrays, is_within, path_of
+
+
+def _is_flag(value: object) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+# What a keyword must be: a check, and words for it.
+_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "meshes": (
+        lambda meshes: isinstance(meshes, Iterable),
+        'a list of meshes, as in meshes=[{"x": 2}, {"x": 4}]',
+    ),
+    "check_vma": (_is_flag, "True, False or None"),
+    "unsharded": (
+        lambda fun: fun is None or fun is False or callable(fun),
+        "a function, False, or None for the function itself on one device",
+    ),
+    "steps": (
+        lambda steps: (
+            steps is None or (isinstance(steps, Integral) and not isinstance(steps, bool))
+        ),
+        "an int, 1 or more: the number of calls in a row",
+    ),
+    "gradients": (_is_flag, "True, False or None"),
+    "tolerance": (
+        lambda size: (
+            size is None
+            or (isinstance(size, Real) and not isinstance(size, bool) and float(size) >= 0)
+        ),
+        "a number, 0 or more, as in tolerance=1e-6",
+    ),
+    "kwargs": (
+        lambda kwargs: kwargs is None or isinstance(kwargs, Mapping),
+        "a dictionary of arguments by name",
+    ),
+    "fed_back": (
+        lambda pairs: pairs is None or isinstance(pairs, Mapping) or _are_pairs(pairs),
+        'a dictionary of paths, as in fed_back={"args[0]": "[1]"}',
+    ),
+    "keep": (
+        lambda keep: isinstance(keep, str | Collection),
+        'paths of arguments, as in keep=["args[1]"]',
+    ),
+}
+
+
+def _are_pairs(pairs: object) -> bool:
+    if isinstance(pairs, list | tuple):
+        return all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs)
+    return isinstance(pairs, Iterable) and not isinstance(pairs, str)
 
 
 def assert_equivalent(
@@ -116,8 +167,25 @@ def assert_equivalent(
 
         ```
     """
+    if not callable(fun):
+        raise errors.bad_keyword("assert_equivalent", "fun", fun, "a function")
     if not isinstance(args, tuple | list):
         raise errors.not_arguments(args)
+    keywords = {
+        "meshes": meshes,
+        "check_vma": check_vma,
+        "unsharded": unsharded,
+        "steps": steps,
+        "gradients": gradients,
+        "tolerance": tolerance,
+        "kwargs": kwargs,
+        "fed_back": fed_back,
+        "keep": keep,
+    }
+    for argument, value in keywords.items():
+        fits, expected = _EXPECTED[argument]
+        if not fits(value):
+            raise errors.bad_keyword("assert_equivalent", argument, value, expected)
     if steps is not None and steps < 1:
         raise errors.steps_too_few(steps)
     found = [mesh_of(mesh) for mesh in meshes]

@@ -65,6 +65,8 @@ def locate(mapped: sm.StatefulMapping, /, *args: PyTree, **kwargs: PyTree) -> Lo
 
         ```
     """
+    if not isinstance(mapped, sm.StatefulMapping):
+        raise errors.not_mapped(mapped)
     return located(mapped, mapped.unsharded, args, kwargs)
 
 

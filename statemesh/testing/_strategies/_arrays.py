@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import Any, TypeAlias
 
 import jax
@@ -14,7 +15,7 @@ from jax.typing import DTypeLike
 
 from .. import _errors as errors
 from .._types import DType
-from ._meshes import Draw
+from ._meshes import Draw, check
 
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -61,7 +62,19 @@ def arrays(
 
         ```
     """
+    if not isinstance(shape, st.SearchStrategy):
+        _check_shape(shape)
+    for argument, number in (("min_value", min_value), ("max_value", max_value)):
+        check("arrays", argument, number, Real, "a number")
     return _arrays(shape, dtype, min_value, max_value)
+
+
+def _check_shape(shape: object) -> None:
+    sides = shape if isinstance(shape, Sequence) else [shape]
+    if not all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 0 for n in sides):
+        raise errors.bad_keyword(
+            "arrays", "shape", shape, "a shape, as in shape=(8, 4), or a strategy"
+        )
 
 
 @st.composite

@@ -1,7 +1,9 @@
 """Strategies for meshes, for specs, and for the shapes that a spec divides."""
 
 import math
+import types
 from collections.abc import Callable, Hashable, Sequence
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -21,6 +23,18 @@ else:
     Draw = Callable[..., Any]
 SpecEntry: TypeAlias = Hashable | tuple[Hashable, ...] | None
 NAMES = ("x", "y", "z")
+
+
+def check(
+    what: str, argument: str, value: object, kinds: type | types.UnionType, expected: str
+) -> None:
+    """Refuse what is not of these types. A truth value is no number."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds in (Integral, Real)):
+        raise errors.bad_keyword(what, argument, value, expected)
+
+
+def check_mesh(what: str, mesh: object) -> None:
+    check(what, "mesh", mesh, Mesh | AbstractMesh, "a jax.sharding.Mesh or AbstractMesh")
 
 
 def meshes(
@@ -58,11 +72,24 @@ def meshes(
     """
     names = None
     if axis_names is not None:
+        check(
+            "meshes",
+            "axis_names",
+            axis_names,
+            str | Sequence,
+            "a name or several, as in ['x', 'y']",
+        )
         names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
         if not names:
             raise errors.no_axis_names()
-    if max_devices is not None and max_devices < 1:
-        raise errors.no_devices(max_devices)
+    if max_devices is not None:
+        check("meshes", "max_devices", max_devices, Integral, "an int, 1 or more")
+        if max_devices < 1:
+            raise errors.no_devices(max_devices)
+    kinds = "several jax.sharding.AxisType"
+    check("meshes", "axis_types", axis_types, Sequence, kinds)
+    if not axis_types or not all(isinstance(kind, AxisType) for kind in axis_types):
+        raise errors.bad_keyword("meshes", "axis_types", axis_types, kinds)
     return _meshes(names, max_devices, tuple(axis_types))
 
 
@@ -115,6 +142,11 @@ def specs(*, shape: Sequence[int], mesh: AnyMesh) -> st.SearchStrategy[Partition
 
         ```
     """
+    check_mesh("specs", mesh)
+    sides = "the shape of an array, as in shape=(8, 4)"
+    check("specs", "shape", shape, Sequence, sides)
+    if not all(isinstance(side, Integral) for side in shape):
+        raise errors.bad_keyword("specs", "shape", shape, sides)
     return _specs(tuple(shape), mesh)
 
 
@@ -175,6 +207,12 @@ def shapes(
 
         ```
     """
+    check("shapes", "spec", spec, PartitionSpec, "a jax.sharding.PartitionSpec")
+    check_mesh("shapes", mesh)
+    for argument, number in (("min_rank", min_rank), ("max_rank", max_rank)):
+        if number is not None:
+            check("shapes", argument, number, Integral, "an int, 0 or more")
+    check("shapes", "max_side", max_side, Integral, "an int, 1 or more")
     factors = [split_count(names, spec, mesh) for names in spec]
     least = len(factors) if min_rank is None else min_rank
     most = max(least, 2) if max_rank is None else max_rank

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import jax
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 
 import statemesh as sm
 
+from .. import _errors as errors
 from .._types import AnyLeaf, DType, Fun, PyTree, tree_util
 from ._arrays import arrays
-from ._meshes import AnyMesh, Draw, Shape, specs, split_count
+from ._meshes import AnyMesh, Draw, Shape, check, check_mesh, specs, split_count
 
 
 Reduce: TypeAlias = str | Fun | None
@@ -82,6 +84,20 @@ def states(
 
         ```
     """
+    classes = isinstance(kinds, Sequence | None) and all(
+        isinstance(kind, type) and issubclass(kind, sm.State) for kind in kinds or ()
+    )
+    if not classes:
+        expected = "several classes of State, as in kinds=[sm.ParamState]"
+        raise errors.bad_keyword("states", "kinds", kinds, expected)
+    strategy = st.SearchStrategy | None
+    check("states", "shapes", shapes, strategy, "a strategy of shapes")
+    check("states", "dtypes", dtypes, strategy, "a strategy of dtypes")
+    for argument, given, what in (("tags", tags, "tags"), ("reduces", reduces, "policies")):
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            raise errors.bad_keyword("states", argument, given, f"a list of {what}")
+    if mesh is not None:
+        check_mesh("states", mesh)
     shapes = st.sampled_from([(), (2,), (2, 1)]) if shapes is None else shapes
     if dtypes is None:
         dtypes = st.sampled_from([np.float32, np.int32, np.bool_, jnp.bfloat16, np.complex64])
@@ -188,6 +204,13 @@ def modules(
 
         ```
     """
+    for argument, given in (("states", states), ("leaves", leaves)):
+        check("modules", argument, given, st.SearchStrategy | None, f"a strategy of {argument}")
+    for argument, number in (("min_states", min_states), ("max_states", max_states)):
+        check("modules", argument, number, Integral, "an int, 0 or more")
+    if not 0 <= min_states <= max_states:
+        raise errors.no_such_count(min_states, max_states)
+    check("modules", "shared", shared, bool, "True or False")
     return _modules(
         _of_any_kind() if states is None else states, leaves, min_states, max_states, shared
     )
