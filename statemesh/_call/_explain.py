@@ -112,7 +112,7 @@ class _Seen:
     """The records of the mapped calls that are traced. They hold no tracers."""
 
     def __init__(self) -> None:
-        # For each call its records, each leaf with the number of its input, and with its array if that is known.
+        # For each call its records: each leaf with the number of its input, and its array if it is no tracer.
         self._leaves: list[list[tuple[LeafRow, int, Leaf | None]]] = []
         self._results: list[list[ResultRow]] = []
         self.leaves: list[LeafRow] = []
@@ -122,8 +122,8 @@ class _Seen:
         self.calls: list[Mapped] = []
 
     def look(
-        self, program: Program, call: Call, outputs: Sequence[Leaf], back: WriteBack
-    ) -> Sequence[Leaf]:
+        self, program: Program, call: Call, outputs: list[Leaf], back: WriteBack
+    ) -> list[Leaf]:
         """Note a call, and mark it in the program."""
         rows = Rows(program, call, outputs, back)
         inputs = program.arrays(call.leaves)

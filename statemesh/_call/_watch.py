@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from .._arguments import Call
@@ -13,7 +13,7 @@ from ._program import Program
 
 # Looks at a mapped call: its program, its arguments, what that made, and how the result is put together. It
 # returns what is to stand for what the call made.
-Look: TypeAlias = Callable[[Program, Call, Sequence[Leaf], WriteBack], Sequence[Leaf]]
+Look: TypeAlias = Callable[[Program, Call, list[Leaf], WriteBack], list[Leaf]]
 
 _watching: contextvars.ContextVar[Look | None] = contextvars.ContextVar("watching", default=None)
 
@@ -31,7 +31,7 @@ def watching(look: Look) -> Iterator[None]:
         _watching.reset(token)
 
 
-def seen(program: Program, call: Call, outputs: Sequence[Leaf], back: WriteBack) -> Sequence[Leaf]:
+def seen(program: Program, call: Call, outputs: list[Leaf], back: WriteBack) -> list[Leaf]:
     """What a mapped call has made, as it goes on if anyone is watching."""
     look = _watching.get()
     return outputs if look is None else look(program, call, outputs, back)

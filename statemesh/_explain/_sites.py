@@ -1,7 +1,8 @@
 """Where mapped calls stand in a traced program, and which arrays each gets there.
 
-JAX traces a function once and runs its program wherever it is called, and it traces the body of a loop several
-times. So calls are not counted while they are traced: each leaves a mark in the program, and the marks are counted.
+JAX traces a function once and runs its program wherever it is called, and it traces the body of a loop
+several times. So calls are not counted while they are traced: each leaves a mark in the program, and these
+are counted.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
