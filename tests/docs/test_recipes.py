@@ -1,10 +1,7 @@
 """The recipes check themselves; the tests read what they print."""
 
 import dataclasses
-import importlib.util
-import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -69,39 +66,34 @@ PRINTED = {
 }
 
 
-def printed(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """What a recipe prints. In a process of its own it needs seconds more to import all packages again."""
-    if name == "processes":
-        done = run_script(RECIPES[name], folder=folder)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-    spec = importlib.util.spec_from_file_location(name, RECIPES[name])
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.main()
-    return capsys.readouterr().out
+# Runs several recipes, because each process needs seconds to import all packages.
+RUN = """
+import runpy, sys
+for path in sys.argv[1:]:
+    print("recipe:", path)
+    runpy.run_path(path, run_name="__main__")
+"""
+ALONE = ("processes",)
+TOGETHER = [name for name in PRINTED if name not in ALONE]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PRINTED)
-def test_a_recipe_agrees_keeps_its_budget_and_learns(
-    name: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # The recipes ask for the eight devices that there are.
-    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
-    monkeypatch.chdir(tmp_path)
-    output, recipe = printed(name, tmp_path, capsys), PRINTED[name]
-    lines = output.splitlines()
-    assert lines[0] == recipe.agrees
-    for pattern in recipe.shows:
-        assert re.search(pattern, output), pattern
-    losses = re.fullmatch(r"loss (\S+) -> (\S+)", lines[-1])
-    assert losses is not None
-    assert float(losses[2]) < recipe.falls * float(losses[1])
+@pytest.mark.parametrize("names", [TOGETHER[:5], TOGETHER[5:], ALONE], ids=" ".join)
+def test_recipes_agree_keep_their_budgets_and_learn(names: list[str], tmp_path: Path) -> None:
+    script, paths = tmp_path / "run.py", [str(RECIPES[name]) for name in names]
+    script.write_text(RUN)
+    command = (RECIPES[names[0]],) if len(names) == 1 else (script, *paths)
+    done = run_script(*command, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    outputs = re.split(r"recipe: .*\n", done.stdout)[-len(names) :]
+    for name, output in zip(names, outputs, strict=True):
+        recipe, lines = PRINTED[name], output.splitlines()
+        assert lines[0] == recipe.agrees, name
+        for pattern in recipe.shows:
+            assert re.search(pattern, output), (name, pattern)
+        losses = re.fullmatch(r"loss (\S+) -> (\S+)", lines[-1])
+        assert losses is not None, name
+        assert float(losses[2]) < recipe.falls * float(losses[1]), name
 
 
 def test_every_recipe_is_run_is_short_and_has_a_section_with_a_picture() -> None:

@@ -70,8 +70,8 @@ def mapped(fun: Callable[..., Any] = step, **options: Any) -> Any:
     return sm.shard_map(fun, make_mesh("8", AxisType.Explicit), **{**SPECS, **options})
 
 
-def placed(model: Net | None = None) -> tuple[Any, ...]:
-    args: tuple[Any, ...] = mapped().place(net() if model is None else model, X)
+def placed() -> tuple[Any, ...]:
+    args: tuple[Any, ...] = mapped().place(net(), X)
     return args
 
 
@@ -165,40 +165,6 @@ def parameter_written_with_a_policy() -> Any:
     return replicated, replicated.place(net(), X)
 
 
-@regression("the gradient of net.table")
-def another_parameter_reduced() -> Any:
-    def worse(net: Net, x: Any) -> Any:
-        (loss, net), grads = sm.value_and_grad(loss_fn, axis_name="x")(net, x)
-        table = net.table.value - 0.1 * grads.table.value * x.sum()
-        w = net.w.value - 0.1 * grads.w.value
-        return loss, net.replace(w=w, table=jax.lax.pmean(table, "x"))
-
-    call = mapped(worse, state_in_specs={sm.filters.PathContains("table"): P()})
-    return call, call.place(net(), X)
-
-
-@regression("the policy of net.mean")
-def wider_statistics() -> Any:
-    model = net().replace(mean=sm.BatchState(jnp.zeros((64, 16)), reduce="mean"))
-
-    def loss(net: Net, x: Any) -> Any:
-        value, after = loss_fn(net.replace(mean=sm.BatchState(net.mean.value[0])), x)
-        return value, after.replace(mean=net.mean.set(jnp.tile(after.mean.value, (64, 1))))
-
-    return with_loss(loss), placed(model)
-
-
-@regression("line transposed")
-def tables_exchanged() -> Any:
-    def loss(net: Net, x: Any) -> Any:
-        value, net = loss_fn(net, x)
-        table = net.table.value * x.sum()
-        other = jax.lax.all_to_all(table, "x", 0, 0, tiled=True)  # line: transposed
-        return value + jnp.sin(other).sum(), net
-
-    return with_loss(loss)
-
-
 @regression("in each turn of a loop of unknown length")
 def loop_until_converged() -> Any:
     def worse(net: Net, x: Any) -> Any:
@@ -228,25 +194,8 @@ def activations_returned() -> Any:
 
 
 @rewrite
-def arithmetic_under_jit() -> Any:
-    return with_loss(lambda net, x: loss_fn(net, jax.jit(lambda x: x * 1.0)(x)))
-
-
-@rewrite
 def rematerialized() -> Any:
     return with_loss(lambda net, x: loss_fn(net, jax.checkpoint(lambda x: x * 1.0)(x)))
-
-
-@rewrite
-def a_helper_function() -> Any:
-    def update(state: Any, grads: Any) -> Any:
-        return state.value - 0.1 * grads.value
-
-    def rewritten(net: Net, x: Any) -> Any:
-        (loss, net), grads = sm.value_and_grad(loss_fn, axis_name="x")(net, x)
-        return loss, net.replace(w=update(net.w, grads.w))
-
-    return mapped(rewritten)
 
 
 @rewrite
