@@ -281,7 +281,7 @@ def test_a_model_too_large_for_this_machine() -> None:
 
     mesh = AbstractMesh((256, 16), ("x", "y"))
     mapped = sm.shard_map(step, mesh, (None, P("x")), P(), check_vma=False)
-    layer = lambda: sm.ParamState(jnp.zeros((1600, 1600)), spec=P(None, "y"))
+    layer: Any = lambda: sm.ParamState(jnp.zeros((1600, 1600)), spec=P(None, "y"))
     shapes: Any = jax.eval_shape(lambda: [layer() for _ in range(40)])
     found = mapped.explain(shapes, jax.ShapeDtypeStruct((4096, 1600), jnp.float32))
     assert sum(row.bytes for row in found.leaves) == 40 * 1600 * 100 * 4 + 16 * 1600 * 4
