@@ -16,16 +16,6 @@ from tests.helpers import make_mesh
 X = np.arange(32, dtype=np.float32).reshape(8, 4)
 
 
-def matmul(a: jax.Array, b: jax.Array) -> Any:
-    return jax.lax.psum(a @ b, "y")
-
-
-def test_matrix_product() -> None:
-    mesh = make_mesh("4x2")
-    f = shard_map(matmul, mesh, in_specs=(P("x", "y"), P("y", None)), out_specs=P("x", None))
-    np.testing.assert_allclose(f(X, X.T[:4, :3]), X @ X.T[:4, :3])
-
-
 def test_prefix_specs_and_none() -> None:
     f = shard_map(
         lambda tree, n: ({"a": tree["a"] * n}, tree["b"].sum()[None]),
@@ -65,14 +55,3 @@ def test_with_states() -> None:
         y, count = f(sm.State(1.0, reduce="sum"), X)
         np.testing.assert_array_equal(y, X)
         assert float(count.value) == 1 + X.sum()
-
-
-def test_with_states_and_auto_axes() -> None:
-    mesh = make_mesh("4x2")
-
-    def fun(buffer: sm.State, x: jax.Array) -> Any:
-        return buffer.set(buffer.value + x)
-
-    f = shard_map(fun, mesh, (P(), P("x")), P(), auto=frozenset({"y"}))
-    after = f(sm.State(np.zeros((8, 4), np.float32), spec=P("x")), X)
-    np.testing.assert_array_equal(after.value, X)

@@ -46,7 +46,7 @@ class Experts(sm.Module):
         x = x @ self.enter.value
         probs = jax.nn.softmax(x @ self.gate.value)
         chosen = jax.nn.one_hot(probs.argmax(-1), EXPERTS)
-        place = jnp.cumsum(chosen, 1) - 1  # how many tokens of the row chose this expert before
+        place = jnp.cumsum(chosen, 1).astype(int) - 1  # how many chose it before in the row
         seats = chosen[..., None] * jax.nn.one_hot(place, SEATS)  # rows, tokens, experts, seats
         there = jnp.einsum("rtes,rtd->resd", seats, x)
         there = jax.lax.all_to_all(there, "data", split_axis=1, concat_axis=0, tiled=True)

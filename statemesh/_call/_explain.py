@@ -1,9 +1,7 @@
 """The explanation of a function that makes mapped calls."""
 
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Hashable, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -13,12 +11,13 @@ from .._arguments import Call
 from .._base import _compat as compat
 from .._base._arrays import is_shaped
 from .._base._checks import check_function
-from .._base._compat import tree_util
+from .._base._compat import ClosedJaxpr, tree_util
 from .._base._frames import without_own_frames
 from .._base._paths import fun_name, path_str, positional_names
 from .._base._types import AxisName, Fun, Leaf, PyTree
 from .._explain._explanation import Explanation
 from .._explain._records import LeafRow, ResultRow
+from .._explain._sites import marked, sites_of
 from .._explain._traced import Mapped
 from .._explain._traced_call import TracedCall, explanation_of
 from .._write_back import WriteBack
@@ -26,9 +25,6 @@ from ._explained import Rows
 from ._mapping import StatefulMapping
 from ._program import Program
 from ._watch import watching
-
-
-Row = TypeVar("Row", LeafRow, ResultRow)
 
 
 @without_own_frames
@@ -85,7 +81,7 @@ def explain(fun: Fun, *args: PyTree, **kwargs: PyTree) -> Explanation:
     run.__name__ = run.__qualname__ = fun_name(fun)
     seen = _Seen()
     with watching(seen.look):
-        compat.trace_marked(run, arrays, [compat.Watched()])
+        seen.count(compat.trace_marked(run, arrays, [compat.Watched()]))
     # A function of `jax.jit` has a program of its own, which its next call finds compiled.
     own = owner is None and hasattr(fun, "trace") and hasattr(fun, "lower")
     jitted: Any = fun
@@ -113,42 +109,42 @@ def _paths(fun: Fun, whole: PyTree) -> list[str]:
 
 
 class _Seen:
-    """The records of the mapped calls that were traced. They hold no arrays, which may be tracers."""
+    """The records of the mapped calls that are traced. They hold no tracers."""
 
     def __init__(self) -> None:
-        # JAX may trace the body of a loop several times. In one trace, each call is another one.
-        self.leaves: dict[int, dict[tuple[LeafRow, int], None]] = {}
-        self.results: dict[int, list[ResultRow]] = {}
+        # For each call its records: each leaf with the number of its input, and its array if it is no tracer.
+        self._leaves: list[list[tuple[LeafRow, int, Leaf | None]]] = []
+        self._results: list[list[ResultRow]] = []
+        self.leaves: list[LeafRow] = []
+        self.results: list[ResultRow] = []
         self.sizes: dict[AxisName, int] = {}
         self.meshes: list[object] = []
         self.calls: list[Mapped] = []
-        self._numbers: dict[int, tuple[Callable[[], object], int]] = {}
-        self._count = 0
 
-    def look(self, program: Program, call: Call, outputs: Sequence[Leaf], back: WriteBack) -> None:
+    def look(
+        self, program: Program, call: Call, outputs: list[Leaf], back: WriteBack
+    ) -> list[Leaf]:
+        """Note a call, and mark it in the program."""
         rows = Rows(program, call, outputs, back)
-        trace = self._number(compat.current_trace(call.leaves))
-        arrays = map(self._number, rows.arrays())
-        self.leaves.setdefault(trace, {}).update(
-            dict.fromkeys(zip(rows.leaves(), arrays, strict=True))
-        )
-        self.results.setdefault(trace, []).extend(rows.results())
+        inputs = program.arrays(call.leaves)
+        numbers = {position: k for k, position in enumerate(program.positions)}
+        known = [None if compat.is_tracer(x) else x for x in inputs]
+        pairs = zip(rows.leaves(), map(numbers.__getitem__, rows.sources()), strict=True)
+        self._leaves.append([(row, k, known[k]) for row, k in pairs])
+        self._results.append(rows.results())
         self.sizes |= program.binding.sizes
         self.calls.append(rows.mapped())
         self.meshes.append(getattr(program.binding, "mesh", None))
+        return marked(len(self._leaves) - 1, outputs, inputs)
 
-    def _number(self, x: object) -> int:
-        """The number of an object. The `id` of one that is gone may be that of another one later."""
-        same, number = self._numbers.get(id(x), (None, 0))
-        if same is None or same() is not x:
-            self._count += 1
-            number = self._count
-            try:
-                same = weakref.ref(x)
-            except TypeError:
-                same = lambda: x  # a Python number
-            self._numbers[id(x)] = same, number
-        return number
+    def count(self, program: ClosedJaxpr) -> None:
+        """Note the arrays of every place where a call stands: one that several get counts once."""
+        leaves: dict[tuple[LeafRow, Hashable], None] = {}
+        for number, inputs in sites_of(program):
+            for row, k, known in self._leaves[number]:
+                leaves[row, inputs[k] if known is None else id(known)] = None
+            self.results += self._results[number]
+        self.leaves += [row for row, _ in leaves]
 
 
 def _traced_call(name: str, traced: Any, seen: _Seen, arguments: Sequence[str]) -> TracedCall:
@@ -159,18 +155,10 @@ def _traced_call(name: str, traced: Any, seen: _Seen, arguments: Sequence[str]) 
         sizes=seen.sizes,
         jaxpr=traced.jaxpr,
         compile=lambda: traced.lower().compile(),
-        leaves=_most([row for row, _ in pairs] for pairs in seen.leaves.values()),
-        results=_most(seen.results.values()),
+        leaves=seen.leaves,
+        results=seen.results,
         arguments=arguments,
         outputs=[],
         calls=seen.calls,
         has_devices=not abstract or compat.concrete_context_mesh() is not None,
     )
-
-
-def _most(traces: Iterable[Sequence[Row]]) -> list[Row]:
-    """Each row as often as the trace has it that has it most often."""
-    most: Counter[Row] = Counter()
-    for rows in traces:
-        most |= Counter(rows)
-    return list(most.elements())

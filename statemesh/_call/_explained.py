@@ -84,7 +84,6 @@ class Rows:
     ) -> None:
         self.program = program
         self.name = self.program.declared.name
-        self.call = call
         self.packing = Packing(program.declared.fun, call)
         self.outputs = outputs
         self.back = back
@@ -140,10 +139,9 @@ class Rows:
         """A record for each array and number of the arguments."""
         return [self._leaf(*at) for at in self._placed()]
 
-    def arrays(self) -> list[Leaf]:
-        """For each of these records its array, or the buffer that the array is in."""
-        sources = (self.packing.positions[position] for _, _, position in self._placed())
-        return [self.call.leaves[source] for source in sources]
+    def sources(self) -> list[int]:
+        """For each of these records the position of its array, or of the buffer that the array is in."""
+        return [self.packing.positions[position] for _, _, position in self._placed()]
 
     def _placed(self) -> Iterator[tuple[Unit, int, int]]:
         for unit in self.packing.arguments.flat_units():

@@ -154,7 +154,7 @@ class Pipeline:
         except jax.errors.UnexpectedTracerError as error:
             raise errors.old_tracer(self.declared.name, program.tracer_paths(given)) from error
         self._cache.keep(entry)
-        watch.saw(program, call, outputs, back)
+        outputs = watch.seen(program, call, outputs, back)
         if not recorded:
             given = program.layout.returned(inputs, given, back.forwarded)
         return back.filled(outputs, given, held)

@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from .._arguments import Call
@@ -11,8 +11,9 @@ from .._write_back import WriteBack
 from ._program import Program
 
 
-# Looks at a mapped call: its program, its arguments, what that made, and how the result is put together.
-Look: TypeAlias = Callable[[Program, Call, Sequence[Leaf], WriteBack], None]
+# Looks at a mapped call: its program, its arguments, what that made, and how the result is put together. It
+# returns what is to stand for what the call made.
+Look: TypeAlias = Callable[[Program, Call, list[Leaf], WriteBack], list[Leaf]]
 
 _watching: contextvars.ContextVar[Look | None] = contextvars.ContextVar("watching", default=None)
 
@@ -30,8 +31,7 @@ def watching(look: Look) -> Iterator[None]:
         _watching.reset(token)
 
 
-def saw(program: Program, call: Call, outputs: Sequence[Leaf], back: WriteBack) -> None:
-    """Note a mapped call, if anyone is watching."""
+def seen(program: Program, call: Call, outputs: list[Leaf], back: WriteBack) -> list[Leaf]:
+    """What a mapped call has made, as it goes on if anyone is watching."""
     look = _watching.get()
-    if look is not None:
-        look(program, call, outputs, back)
+    return outputs if look is None else look(program, call, outputs, back)

@@ -46,7 +46,7 @@ def matched(
     candidates = _Candidates(traced)
     for instruction in instructions:
         for element in instruction.elements:
-            k = candidates.best(element, does)
+            k = candidates.best(instruction, element, does)
             if k is None:
                 own.setdefault(instruction.name, []).append(element)
             else:
@@ -67,7 +67,9 @@ class _Candidates:
             self.by_frame.setdefault(next(iter(one.frames), None), []).append(k)
             self.by_line.setdefault(one.line, []).append(k)
 
-    def best(self, element: Element, does: Mapping[int, Sequence[object]]) -> int | None:
+    def best(
+        self, instruction: Instruction, element: Element, does: Mapping[int, Sequence[object]]
+    ) -> int | None:
         """The number of the one that it belongs to, if any.
 
         **Arguments:**
@@ -84,8 +86,16 @@ class _Candidates:
             # JAX's cache on disk finds a program whatever its lines: these may be of another file, or moved.
             found = self._of(operations, range(len(self.traced)))
             found = [k for k in found if self._fits(k, element, does) == (True, True)]
-        # One line may have several; each has room for as many arrays as it has operands.
-        return max(found, key=lambda k: self._fits(k, element, does), default=None)
+        # One line may have several; each has room for as many arrays as it has operands. Loops over one
+        # function are told apart by their turns.
+        return max(
+            found,
+            key=lambda k: (
+                *self._fits(k, element, does),
+                self.traced[k].times == instruction.times,
+            ),
+            default=None,
+        )
 
     def _of(self, operations: set[str], numbers: Sequence[int]) -> list[int]:
         return [k for k in numbers if self.traced[k].primitive in operations]

@@ -2,7 +2,6 @@
 
 import re
 import types
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,58 +10,48 @@ import pytest
 import statemesh as sm
 from property_tests.planted.mistakes import mistakes
 from statemesh.testing import assert_equivalent
-from tests import test_docs
-from tests.test_docs import namespace as namespace
+from tests.docs.test_pages import README, fences, shown
+from tests.docs.test_pages import namespace as namespace
+from tests.helpers import DOCS
 
 
 pytestmark = pytest.mark.slow
 
-README = test_docs.ROOT / "README.md"
-HOME = test_docs.ROOT / "docs" / "pages" / "index.md"
-
-
-def texts(page: Path) -> list[str]:
-    """What stands in the `text` fences of a page."""
-    return re.findall(r"^```text\n(.*?)^```$", page.read_text(), re.M | re.S)
+HOME = DOCS / "pages" / "index.md"
 
 
 def test_the_first_screen_shows_the_real_error_and_the_real_report(
     namespace: dict[str, Any],
 ) -> None:
-    first, *_ = test_docs.fences(README.name, README.read_text())
+    first, *_ = fences(README.name, README.read_text())
     first.run(namespace)
-    shown = types.SimpleNamespace(**namespace)
-    net = shown.Net(sm.ParamState(jnp.ones(3)), sm.BatchState(jnp.zeros(3)))
+    names = types.SimpleNamespace(**namespace)
+    net = names.Net(sm.ParamState(jnp.ones(3)), sm.BatchState(jnp.zeros(3)))
     x = jnp.arange(48.0).reshape(16, 3)
-    error, report = texts(README)
+    error, report = shown(README)
     with pytest.raises(sm.DivergedStateError) as raised:
-        shown.sharded(net, x)
+        names.sharded(net, x)
     assert str(raised.value) == error.rstrip("\n")
     mended = net.replace(mean=net.mean.replace(reduce="mean"))
     with pytest.raises(AssertionError) as failed:
-        assert_equivalent(shown.sharded, (mended, x), meshes=[shown.mesh])
+        assert_equivalent(names.sharded, (mended, x), meshes=[names.mesh])
     assert report in str(failed.value)
-
-
-def test_the_first_screen_has_thirty_lines() -> None:
     text = README.read_text()
-    (_, report) = texts(README)
     screen = text[: text.index(report) + len(report)] + "```"
     assert len(screen.splitlines()) <= 30
 
 
 def test_the_home_page_begins_as_the_readme() -> None:
-    one, other = (test_docs.fences(page.name, page.read_text())[0] for page in (README, HOME))
+    one, other = (fences(page.name, page.read_text())[0] for page in (README, HOME))
     assert one.source == other.source
     line = 1 + other.source.splitlines().index("    y = (x - x.mean(0)) @ net.w.value")
-    (error, report), (error_there, report_there) = texts(README), texts(HOME)
+    (error, report), (error_there, report_there) = shown(README), shown(HOME)
     assert error == error_there
     there = f"{HOME.name}:{other.line + line}:"
     assert re.sub(rf"{README.name}:\d+:", there, report) == report_there
 
 
 def test_the_page_on_testing_begins_with_the_real_report() -> None:
-    page = test_docs.ROOT / "docs" / "pages" / "testing.md"
     wanted = ("experts", "embedding-averaged")
     (mistake,) = (m for m in mistakes() if (m.model, m.name) == wanted)
     path, _ = mistake.where
@@ -72,5 +61,7 @@ def test_the_page_on_testing_begins_with_the_real_report() -> None:
     report = str(failed.value).replace(f"  # mistake: {mistake.name}", "")
     report = report.replace(str(path), "models_experts.py")
     # Which lines come next depends on JAX's version.
-    first, found, _ = texts(page)[0].partition("  or, less likely, here:\n")
+    first, found, _ = shown(DOCS / "pages" / "testing.md")[0].partition(
+        "  or, less likely, here:\n"
+    )
     assert found and report.startswith(first + found)

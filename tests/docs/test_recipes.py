@@ -1,4 +1,4 @@
-"""The recipes run as users run them. Each checks itself, and the tests read what it prints."""
+"""The recipes check themselves; the tests read what they print."""
 
 import dataclasses
 import re
@@ -66,39 +66,47 @@ PRINTED = {
 }
 
 
+# Runs several recipes, because each process needs seconds to import all packages.
+RUN = """
+import runpy, sys
+for path in sys.argv[1:]:
+    print("recipe:", path)
+    runpy.run_path(path, run_name="__main__")
+"""
+ALONE = ("processes",)
+TOGETHER = [name for name in PRINTED if name not in ALONE]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PRINTED)
-def test_a_recipe_agrees_keeps_its_budget_and_learns(name: str, tmp_path: Path) -> None:
-    done = run_script(RECIPES[name], folder=tmp_path)
+@pytest.mark.parametrize("names", [TOGETHER[:5], TOGETHER[5:], ALONE], ids=" ".join)
+def test_recipes_agree_keep_their_budgets_and_learn(names: list[str], tmp_path: Path) -> None:
+    script, paths = tmp_path / "run.py", [str(RECIPES[name]) for name in names]
+    script.write_text(RUN)
+    command = (RECIPES[names[0]],) if len(names) == 1 else (script, *paths)
+    done = run_script(*command, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+    outputs = re.split(r"recipe: .*\n", done.stdout)[-len(names) :]
+    for name, output in zip(names, outputs, strict=True):
+        recipe, lines = PRINTED[name], output.splitlines()
+        assert lines[0] == recipe.agrees, name
+        for pattern in recipe.shows:
+            assert re.search(pattern, output), (name, pattern)
+        losses = re.fullmatch(r"loss (\S+) -> (\S+)", lines[-1])
+        assert losses is not None, name
+        assert float(losses[2]) < recipe.falls * float(losses[1]), name
 
-    recipe, lines = PRINTED[name], done.stdout.splitlines()
-    assert lines[0] == recipe.agrees
-    for pattern in recipe.shows:
-        assert re.search(pattern, done.stdout), pattern
-    found = re.fullmatch(r"loss (\S+) -> (\S+)", lines[-1])
-    assert found is not None
-    assert float(found[2]) < recipe.falls * float(found[1])
 
-
-def test_every_recipe_is_run() -> None:
+def test_every_recipe_is_run_is_short_and_has_a_section_with_a_picture() -> None:
     # `test_elastic.py` runs the other one.
     assert set(RECIPES) == {*PRINTED, "elastic"}
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_is_short(name: str) -> None:
-    assert len(RECIPES[name].read_text().splitlines()) <= 100
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_has_a_section_with_a_picture(name: str) -> None:
     pages = [path.read_text() for path in (DOCS / "pages").glob("recipes*.md")]
     sections = [section for page in pages for section in page.split("\n## ")[1:]]
-    (section,) = [x for x in sections if f"`docs/recipes/{name}.py`" in x.split("```")[0]]
-    assert re.search(rf"!\[.+\]\(assets/recipes-{name}\.svg\)", section)
-    assert f"python docs/recipes/{name}.py" in section
-    assert section.count("```text") == 1
+    for name, path in RECIPES.items():
+        assert len(path.read_text().splitlines()) <= 100, name
+        (section,) = [x for x in sections if f"`docs/recipes/{name}.py`" in x.split("```")[0]]
+        assert re.search(rf"!\[.+\]\(assets/recipes-{name}\.svg\)", section), name
+        assert f"python docs/recipes/{name}.py" in section, name
+        assert section.count("```text") == 1, name
 
 
 def test_the_script_draws_the_pictures_as_they_are(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "docs" / "embedding"
 PACKAGE = LIBRARY / "quantmesh"
 

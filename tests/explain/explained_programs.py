@@ -53,11 +53,11 @@ class Program:
         return (sm.pack(args[0], mesh), *args[1:]) if self.packed else args
 
 
-def line(name: str) -> str:
+def line(name: str, file: pathlib.Path = FILE) -> str:
     """The number of a marked line, as an explanation shows it."""
-    lines = FILE.read_text().splitlines()
-    (found,) = [k for k, text in enumerate(lines, 1) if re.search(rf"# line: {name}$", text)]
-    return f"{FILE}:{found}".removeprefix(f"{pathlib.Path.cwd()}/")
+    lines = file.read_text().splitlines()
+    (number,) = [k for k, text in enumerate(lines, 1) if re.search(rf"# line: {name}$", text)]
+    return f"{file}:{number}".removeprefix(f"{pathlib.Path.cwd()}/")
 
 
 PROGRAMS: dict[str, Program] = {}

@@ -16,8 +16,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
+from tests.docs.test_pages import README
 from tests.helpers import compiles
-from tests.test_docs import ROOT
 
 
 # What other libraries warn of is not ours.
@@ -127,7 +127,7 @@ IN: dict[str, Callable[[Body, bool], Call]] = {
 
 def table() -> dict[str, dict[str, str]]:
     """The cells of the README's table, by row and by library, without links."""
-    lines = [line for line in (ROOT / "README.md").read_text().splitlines() if line[:1] == "|"]
+    lines = [line for line in README.read_text().splitlines() if line[:1] == "|"]
     plain = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", line) for line in lines]
     (_, *names), _, *rows = ([cell.strip() for cell in x[1:-1].split("|")] for x in plain)
     return {row: dict(zip(names, cells, strict=True)) for row, *cells in rows}
