@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from statemesh.testing import assert_equivalent
+from statemesh.testing import Checked, assert_equivalent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Case:
     steps: int = 2
     gradients: bool = False
 
-    def check(self) -> None:
+    def check(self) -> Checked:
         """Fail unless the function gives on the mesh what it gives on one device."""
-        assert_equivalent(
+        return assert_equivalent(
             self.fun,
             self.args,
             meshes=[self.mesh],

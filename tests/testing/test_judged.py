@@ -1,0 +1,65 @@
+"""`assert_equivalent` judges what is exact: extremes of rounded numbers, saturated functions, short powers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from statemesh.testing import assert_equivalent
+
+
+jnp: Any = jax.numpy
+lax: Any = jax.lax
+X = np.random.default_rng(0).normal(size=(4, 8, 4)).astype(np.float32)
+CAUSAL = np.tril(np.ones((8, 8), np.float32))
+
+mask: Any = lambda x: (x[..., 0] > 0).astype(x.dtype)
+kept: Any = lambda x, keep: jnp.where(keep, x.max(-1), 0)
+causal: Any = lambda x: jnp.where(CAUSAL > 0, x @ x.swapaxes(1, 2) * 0.5, -1e4)
+
+
+# With noise in what is exact, these thresholds would jump.
+PATTERNS: dict[str, Callable[[Any], Any]] = {
+    "saturated_tanh": lambda x: kept(x, jnp.tanh(1e6 * x[..., 0]) >= 1),
+    "saturated_sigmoid": lambda x: kept(x, jax.nn.sigmoid(1e6 * x[..., 0]) == 1),
+    "votes_of_signs": lambda x: kept(x, jnp.tanh(1e6 * x[..., :3]).sum(-1) >= 1),
+    "hard_softmax": lambda x: kept(x, jax.nn.softmax(1e6 * x).cumsum(1).max(-1) <= 2),
+    "inverse_of_a_power": lambda x: kept(x, (2 * mask(x) + 2) ** -2 == 0.0625),
+}
+
+
+def losses(x: Any) -> Any:
+    mistake = 1 + 0.2 * (lax.axis_size("x") - 1)
+    return {name: mistake * lax.pmean(of(x).mean(), "x") for name, of in PATTERNS.items()}
+
+
+@pytest.mark.slow
+def test_mistakes_behind_exact_numbers_are_found() -> None:
+    with pytest.raises(AssertionError) as raised:
+        assert_equivalent(
+            losses, (X,), meshes=[{"x": 2}], in_specs=P("x"), out_specs=P(), gradients=False
+        )
+    assert f"  and {len(PATTERNS) - 4} more." in str(raised.value)
+
+
+GRADIENTS: dict[str, Callable[[Any], Any]] = {
+    # A maximum is equal to one of the numbers that it is taken of, in its derivative too.
+    "largest_of_masked_scores": lambda x: jnp.exp(causal(x) - causal(x).max(-1)[..., None]),
+    # With values as large as those that the check tries, 1 - tanh(x)**2 is 0, and so is what x**3 makes of it.
+    "gelu": lambda x: jax.nn.gelu(3e4 * x),
+    "attention": lambda x: jax.nn.softmax(causal(3e4 * x)) @ x,
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_every_number_of_a_gradient_is_judged(name: str) -> None:
+    def loss(x: Any) -> Any:
+        # Parts that are summed in another order, so that results differ by rounding.
+        return lax.psum(jnp.sin(GRADIENTS[name](x)).sum(), "x")
+
+    checked = assert_equivalent(loss, (X,), meshes=[{"x": 2}], in_specs=P("x"), out_specs=P())
+    assert checked.differentiated == ("the gradient by args[0]",)
+    assert checked.unjudged == {}
