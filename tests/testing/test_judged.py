@@ -49,8 +49,8 @@ GRADIENTS: dict[str, Callable[[Any], Any]] = {
     # A maximum is equal to one of the numbers that it is taken of, in its derivative too.
     "largest_of_masked_scores": lambda x: jnp.exp(causal(x) - causal(x).max(-1)[..., None]),
     # With values as large as those that the check tries, 1 - tanh(x)**2 is 0, and so is what x**3 makes of it.
-    "gelu": lambda x: jax.nn.gelu(x),
-    "attention": lambda x: jax.nn.softmax(causal(x)) @ x,
+    "gelu": lambda x: jax.nn.gelu(8 * x),
+    "attention": lambda x: jax.nn.softmax(causal(1e3 * x)) @ x,
 }
 
 
