@@ -74,9 +74,7 @@ def test_a_mistake_is_one_line(model: str) -> None:
 
 def mapped(case: Case) -> Any:
     mesh = AbstractMesh(tuple(case.mesh.values()), tuple(case.mesh))
-    return sm.shard_map(
-        case.fun, mesh, case.in_specs, case.out_specs, check_vma=case.check_vma
-    )
+    return sm.shard_map(case.fun, mesh, case.in_specs, case.out_specs, check_vma=case.check_vma)
 
 
 NAMED = [mistake for mistake in one_of_each() if name_of(mistake) not in UNNAMED]

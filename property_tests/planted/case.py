@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
+import statemesh as sm
 from statemesh.testing import Checked, assert_equivalent
 
 
@@ -42,6 +44,19 @@ class Case:
             steps=self.steps,
             gradients=self.gradients,
         )
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers the results of a call have, and the gradient where it is compared."""
+        mesh = AbstractMesh((1,) * len(self.mesh), tuple(self.mesh))
+        mapped = sm.shard_map(
+            self.fun, mesh, self.in_specs, self.out_specs, check_vma=self.check_vma
+        )
+        compared = jax.tree.leaves(jax.eval_shape(mapped.unsharded, *self.args))
+        if self.gradients:
+            arrays = jax.tree.leaves(self.args)
+            compared += [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
+        return sum(x.size for x in compared)
 
 
 def normal(dtype: str, *shape: int, seed: int = 0) -> jax.Array:

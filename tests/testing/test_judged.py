@@ -18,7 +18,6 @@ CAUSAL = np.tril(np.ones((8, 8), np.float32))
 
 mask: Any = lambda x: (x[..., 0] > 0).astype(x.dtype)
 kept: Any = lambda x, keep: jnp.where(keep, x.max(-1), 0)
-causal: Any = lambda x: jnp.where(CAUSAL > 0, x @ x.swapaxes(1, 2) * 0.5, -1e4)
 
 
 # With noise in what is exact, these thresholds would jump.
@@ -45,20 +44,14 @@ def test_mistakes_behind_exact_numbers_are_found() -> None:
     assert f"  and {len(PATTERNS) - 4} more." in str(raised.value)
 
 
-GRADIENTS: dict[str, Callable[[Any], Any]] = {
-    # A maximum is equal to one of the numbers that it is taken of, in its derivative too.
-    "largest_of_masked_scores": lambda x: jnp.exp(causal(x) - causal(x).max(-1)[..., None]),
-    # With values as large as those that the check tries, 1 - tanh(x)**2 is 0, and so is what x**3 makes of it.
-    "gelu": lambda x: jax.nn.gelu(8 * x),
-    "attention": lambda x: jax.nn.softmax(causal(1e3 * x)) @ x,
-}
+def test_a_maximum_is_one_of_the_numbers_that_it_is_taken_of() -> None:
+    """In its derivative too, where XLA computes these numbers again."""
 
-
-@pytest.mark.parametrize("name", GRADIENTS)
-def test_every_number_of_a_gradient_is_judged(name: str) -> None:
     def scaled(x: Any) -> Any:
+        scores = jnp.where(CAUSAL > 0, x @ x.swapaxes(1, 2) * 0.5, -1e4)
+        shifted = jnp.exp(scores - scores.max(-1)[..., None])
         # By a mean that rounds differently on each mesh.
-        return GRADIENTS[name](x).sum(-1) * lax.pmean(jnp.tanh(x).mean(), "x")
+        return shifted.sum(-1) * lax.pmean(jnp.tanh(x).mean(), "x")
 
     checked = assert_equivalent(scaled, (X,), meshes=[{"x": 4}], in_specs=P("x"), out_specs=P("x"))
     assert checked.unjudged == {}
