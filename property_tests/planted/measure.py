@@ -59,8 +59,8 @@ class Outcome:
     - `warned`: the first lines of the warnings.
     - `difference`: how far results are from one device, where that was asked for.
     - `locating`: the processor's seconds that it took to find the line.
-    - `numbers`, `unjudged`, `only_double`: of a right model, how many numbers its results and its gradient have,
-        how many of these were not judged, and how many in double precision only.
+    - `numbers`, `unjudged`, `only_double`: where the check passed, how many numbers the results and the
+        gradient have, how many of these were not judged, and how many in double precision only.
     """
 
     task: Task

@@ -1,4 +1,4 @@
-"""Loops and rules: layers in a scan, computed again for the gradient, with a rule of their own and a branch."""
+"""Loops, a branch, and a rule of its own: layers in a scan that are computed again for the gradient."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Small steps on rows: shares of a total, noise, positions, neighbours, and what was seen. For many examples."""
+"""A small step on rows, for many examples: shares of a total, noise, positions, neighbours, what was seen."""
 
 from typing import Any
 

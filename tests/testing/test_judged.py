@@ -1,4 +1,4 @@
-"""`assert_equivalent` judges what is exact: extremes of rounded numbers, saturated functions, short powers."""
+"""`assert_equivalent` judges what is exact: maxima of rounded numbers, saturated functions, short powers."""
 
 from collections.abc import Callable
 from typing import Any

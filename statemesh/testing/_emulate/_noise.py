@@ -53,8 +53,8 @@ _ONCE = _SUMS - {"reduce_window_sum", "reduce_prod", "cumprod", "scatter-mul", "
 _ONCE |= {"div", "sqrt"}
 _SEVERAL = 4.0
 
-# Functions that give short numbers for zero, or are one for what is large. (What is zero is not moved, such as
-# the logarithm of one.)
+# Functions that give short numbers for zero, or are one for what is large. (What is zero is not moved, such
+# as the logarithm of one.)
 _SHORT = ("exp", "exp2", "cos", "cosh", "logistic", "erfc", "tanh", "erf")
 
 # For multiplicative hashing.
