@@ -81,7 +81,7 @@ def shortened(x: jax.Array) -> Any:
     #     return lax.cond(largest > 1, lambda x: x / len(x), lambda x: x, x)
 
 
-def decayed(x: jax.Array) -> jax.Array:
+def decayed(x: jax.Array) -> Any:
     """The sum of all parts, which go round in a loop."""
     n = lax.axis_size("data")
 
