@@ -1,58 +1,54 @@
-"""The planted mistakes are what they claim to be. Some of them are found, and some right programs pass.
+"""The planted mistakes are what they claim to be. `locate` names the lines of one of each kind.
 
-All of them are run by hand: `python -m property_tests.planted.measure`.
+`assert_equivalent` is measured with all of them by hand: `python -m property_tests.planted.measure`.
 """
 
+from typing import Any
+
 import pytest
+from jax.sharding import AbstractMesh
 
+import statemesh as sm
+from statemesh.testing import locate
+
+from .planted.case import Case
 from .planted.delicate import DELICATE
+from .planted.lines import named, right_lines
 from .planted.measure import Task, tasks
-from .planted.mistakes import FOLDER, MODELS, Mistake, mistakes
+from .planted.mistakes import FOLDER, MODELS, Mistake, mistakes, one_of_each, right_case
 
 
-QUICK = (Task("planted", "counts", "own-count-included", "int32"),)
-# Of several kinds one.
-SLOW = (
-    Task("planted", "fsdp", "norm-of-a-mean", "float32"),
-    Task("planted", "counts", "row-not-offset", "int32"),
-    Task("planted", "features", "sum-where-one-device", "float32"),
-    Task("planted", "scaling", "finite-on-this-shard", "float32"),
-    Task("planted", "fsdp", "bias-summed-again", "float32"),
-    Task("planted", "cache", "highest-of-a-shard", "bfloat16"),
-    Task("planted", "features", "best-of-a-shard", "float32"),
-    Task("planted", "features", "extremes-of-a-shard", "float16"),
-    Task("planted", "fsdp", "ema-of-the-neighbour", "float32"),
-    Task("planted", "replay", "spread-of-each-shard", "float32"),
-    Task("planted", "scaling", "finite-somewhere", "float32"),
-)
-PASSES = (
-    "bias-before-a-norm-with-adam",
-    "cosine-of-equal-vectors",
-    "extremes-in-states",
-    "guarded-zero-by-zero",
-    "logistic-map",
-    "one-minus-a-unit-vector",
-    "rounds-until-it-converges",
-    "softmax-with-an-infinite-mask",
-    "threshold-at-a-mean-of-equal-numbers",
-    "top-of-equal-scores",
-)
+# Their steps are small.
+CHEAP = ("counts", "features", "fsdp", "replay", "rows", "scaling")
+# Mistakes that the arguments of the model do not show, or that `locate` names no line for; the page
+# "What the check finds" lists all of these.
+UNNAMED = {
+    "experts-places-of-a-shard",
+    "experts-room-of-a-shard",
+    "features-products-by-the-shards",
+    "features-rows-of-a-weak-type",
+    "fsdp-clipped-by-the-own-norm",
+    "parallel_mlp-gradient-of-own-heads",
+    "parallel_mlp-rows-over-the-heads-axis",
+    "pipeline-output-not-sent",
+    "replay-loss-averaged-inside",
+    "scaling-averaged-before-unscaling",
+}
 
 
 def name_of(mistake: Mistake) -> str:
     return f"{mistake.model}-{mistake.name}"
 
 
-def planted(task: Task) -> Mistake:
-    (found,) = (m for m in mistakes() if (m.model, m.name) == (task.model, task.name))
+def planted(model: str, name: str) -> Mistake:
+    (found,) = (m for m in mistakes() if (m.model, m.name) == (model, name))
     return found
 
 
 def test_there_are_many() -> None:
     every = tasks(["planted"], [])
-    assert len(MODELS) >= 8
-    assert len(mistakes()) >= 80
-    assert len(every) >= 120
+    assert len(MODELS) >= 12
+    assert len(mistakes()) >= 200
     assert {task.dtype for task in every} == {"float32", "bfloat16", "float16", "int32"}
     assert len(DELICATE) >= 40
     assert len({name_of(mistake) for mistake in mistakes()}) == len(mistakes())
@@ -76,21 +72,70 @@ def test_a_mistake_is_one_line(model: str) -> None:
         assert mistake.code != lines[line - 1].strip()
 
 
-@pytest.mark.parametrize("task", QUICK, ids=lambda task: f"{task.model}-{task.name}")
+def mapped(case: Case) -> Any:
+    mesh = AbstractMesh(tuple(case.mesh.values()), tuple(case.mesh))
+    return sm.shard_map(case.fun, mesh, case.in_specs, case.out_specs, check_vma=case.check_vma)
+
+
+NAMED = [mistake for mistake in one_of_each() if name_of(mistake) not in UNNAMED]
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        pytest.param(m, id=name_of(m), marks=[pytest.mark.slow] * (m.model not in CHEAP))
+        for m in NAMED
+    ],
+)
+def test_the_line_of_each_kind_is_named(mistake: Mistake) -> None:
+    case = mistake.case(mistake.dtypes[0])
+    found = locate(mapped(case), *case.args)
+    assert found is not None
+    assert right_lines(mistake) & set(named(f"{found}", mistake))
+
+
+@pytest.mark.parametrize("model", ["counts", "fsdp", "scaling"])
+def test_in_right_models_no_line_is_named(model: str) -> None:
+    case = right_case(model, "int32" if model == "counts" else "float32")
+    assert locate(mapped(case), *case.args) is None
+
+
+# What `locate` alone does not see: values that the check changes, narrow dtypes, another form, promises.
+CHECKED = (
+    Task("planted", "counts", "own-count-included", "int32"),
+    Task("planted", "features", "rows-of-a-weak-type", "float32"),
+    Task("planted", "features", "products-by-the-shards", "float32"),
+    Task("planted", "features", "extremes-of-a-shard", "float16"),
+    Task("planted", "scaling", "finite-on-this-shard", "float32"),
+    Task("planted", "fsdp", "norm-of-a-mean", "float32"),
+    Task("planted", "cache", "highest-of-a-shard", "bfloat16"),
+    Task("planted", "replay", "spread-of-each-shard", "float32"),
+)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param(task, id=task.name, marks=[pytest.mark.slow] * (task.model != "counts"))
+        for task in CHECKED
+    ],
+)
 def test_mistakes_are_found(task: Task) -> None:
     with pytest.raises(AssertionError, match="do not agree"):
-        planted(task).case(task.dtype).check()
+        planted(task.model, task.name).case(task.dtype).check()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", SLOW, ids=lambda task: f"{task.model}-{task.name}")
-def test_more_mistakes_are_found(task: Task) -> None:
-    with pytest.raises(AssertionError, match="do not agree"):
-        planted(task).case(task.dtype).check()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bias-before-a-norm-with-adam",
+        "guarded-zero-by-zero",
+        "rounds-until-it-converges",
+        "softmax-with-an-infinite-mask",
+        "top-of-equal-scores",
+    ],
+)
 @pytest.mark.filterwarnings("default")
 def test_right_programs_pass(name: str) -> None:
     """A warning that something cannot be judged is no alarm."""

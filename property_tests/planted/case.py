@@ -7,8 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
-from statemesh.testing import assert_equivalent
+import statemesh as sm
+from statemesh.testing import Checked, assert_equivalent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +32,9 @@ class Case:
     steps: int = 2
     gradients: bool = False
 
-    def check(self) -> None:
+    def check(self) -> Checked:
         """Fail unless the function gives on the mesh what it gives on one device."""
-        assert_equivalent(
+        return assert_equivalent(
             self.fun,
             self.args,
             meshes=[self.mesh],
@@ -42,6 +44,19 @@ class Case:
             steps=self.steps,
             gradients=self.gradients,
         )
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers the results of a call have, and the gradient where it is compared."""
+        mesh = AbstractMesh((1,) * len(self.mesh), tuple(self.mesh))
+        mapped = sm.shard_map(
+            self.fun, mesh, self.in_specs, self.out_specs, check_vma=self.check_vma
+        )
+        compared = jax.tree.leaves(jax.eval_shape(mapped.unsharded, *self.args))
+        if self.gradients:
+            arrays = jax.tree.leaves(self.args)
+            compared += [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
+        return sum(x.size for x in compared)
 
 
 def normal(dtype: str, *shape: int, seed: int = 0) -> jax.Array:

@@ -59,6 +59,8 @@ class Outcome:
     - `warned`: the first lines of the warnings.
     - `difference`: how far results are from one device, where that was asked for.
     - `locating`: the processor's seconds that it took to find the line.
+    - `numbers`, `unjudged`, `only_double`: where the check passed, how many numbers the results and the
+        gradient have, how many of these were not judged, and how many in double precision only.
     """
 
     task: Task
@@ -69,6 +71,9 @@ class Outcome:
     warned: tuple[str, ...] = ()
     difference: float | None = None
     locating: float = 0.0
+    numbers: int = 0
+    unjudged: int = 0
+    only_double: int = 0
 
 
 def tasks(kinds: list[str], models: list[str]) -> list[Task]:
@@ -109,7 +114,10 @@ def run(task: Task, differences: bool) -> Outcome:
             if differences:
                 outcome.difference = difference(case)
             else:
-                case.check()
+                checked = case.check()
+                outcome.numbers = case.numbers
+                outcome.unjudged = sum(checked.unjudged.values())
+                outcome.only_double = sum(checked.only_double.values())
         except Exception as error:
             first = str(error).strip().splitlines() or [""]
             outcome.result = "found" if isinstance(error, AssertionError) else "raised"

@@ -36,6 +36,7 @@ def tables(outcomes: Sequence["Outcome"]) -> str:
         parts += [
             ("Right programs, by dtype", _right_counts(right)),
             ("Right programs that were accused", _accused(right)),
+            ("What share of the numbers of the right models is judged", _judged(of_kind["right"])),
         ]
     if of_kind["planted"]:
         parts.append(("Every planted mistake", _all_planted(of_kind["planted"])))
@@ -197,6 +198,21 @@ def _accused(outcomes: Sequence["Outcome"]) -> str:
                 (one.task.model or "", one.task.name, one.task.dtype, one.result, why.strip())
             )
     return _rows(("model", "program", "dtype", "result", "why"), rows)
+
+
+def _judged(outcomes: Sequence["Outcome"]) -> str:
+    """The share of the numbers that are judged at all, and of those in the dtypes of the model too."""
+    passed = [one for one in outcomes if one.result == "silent"]
+    rows = []
+    for model in dict.fromkeys(one.task.model for one in passed):
+        cells = [""] * len(DTYPES)
+        for one in passed:
+            if one.task.model == model:
+                judged = one.numbers - one.unjudged
+                shares = (judged / one.numbers, (judged - one.only_double) / one.numbers)
+                cells[DTYPES.index(one.task.dtype)] = f"{shares[0]:.1%}, {shares[1]:.1%}"
+        rows.append((model, *cells))
+    return _rows(("model", *DTYPES), rows)
 
 
 def _all_planted(outcomes: Sequence["Outcome"]) -> str:

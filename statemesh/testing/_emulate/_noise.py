@@ -53,8 +53,9 @@ _ONCE = _SUMS - {"reduce_window_sum", "reduce_prod", "cumprod", "scatter-mul", "
 _ONCE |= {"div", "sqrt"}
 _SEVERAL = 4.0
 
-# Functions that give short numbers for zero. (What is zero is not moved, such as the logarithm of one.)
-_SHORT_AT_ZERO = ("exp", "exp2", "cos", "cosh", "logistic", "erfc")
+# Functions that give short numbers for zero, or are one for what is large. (What is zero is not moved, such
+# as the logarithm of one.)
+_SHORT = ("exp", "exp2", "cos", "cosh", "logistic", "erfc", "tanh", "erf")
 
 # For multiplicative hashing.
 _ODD = 0xD1B54A32D192ED03
@@ -175,12 +176,14 @@ class Noisy(Promoted):
         if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in xs):
             return np.False_
         unit = self._unit(eqn.outvars[0])
-        if name in _SHORT_AT_ZERO:
-            return xs[0] == 0
+        if name in _SHORT:
+            return (xs[0] == 0) | (jnp.abs(made[0]) == 1)
         if name == "div":
             return _is_product(xs[0], made[0], xs[1], unit)
         if name == "sqrt":
             return _is_product(xs[0], made[0], made[0], unit)
+        if name == "integer_pow":
+            return _grain(xs[0])[1] == jnp.abs(xs[0])
         if name == "pow" and is_inexact(xs[1].dtype):
             # XLA computes whole powers of powers of two exactly.
             short = (_grain(xs[0])[1] == xs[0]) & (_grain(made[0])[1] == made[0])
@@ -233,7 +236,8 @@ def _moved(x: AnyLeaf, amount: Any, sizes: AnyLeaf, exact: AnyLeaf, seed: Any) -
     mixed = (_digits(x) ^ seed) * np.uint64(0xFF51AFD7ED558CCD) >> np.uint64(11)
     part = mixed.astype(np.float64) * 2.0**-52 - 1
     more = jnp.where(jnp.isfinite(sizes), sizes * amount * part, 0.0)
-    return jnp.where(exact, x, x * (1 + amount * part) + more)
+    # XLA may compute a cheap number anew for each use of it, and round it differently there.
+    return jax.lax.optimization_barrier(jnp.where(exact, x, x * (1 + amount * part) + more))
 
 
 def _grain(x: AnyLeaf) -> tuple[AnyLeaf, AnyLeaf]:

@@ -1,0 +1,432 @@
+"""`locate`: the line at which a call on a mesh stops computing what it computes on one device."""
+
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+from statemesh.testing import Located, assert_equivalent, locate
+from tests.helpers import make_mesh
+
+
+HERE = pathlib.Path(__file__)
+MESH = AbstractMesh((4,), ("data",))
+ROWS = P("data")
+X = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+
+
+def line_with(text: str) -> int:
+    """The number of the line of this file that ends with a comment."""
+    lines = HERE.read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"  # {text}"))
+
+
+def on_mesh(fun: Any, in_specs: Any = ROWS, out_specs: Any = ROWS, mesh: Any = MESH) -> Any:
+    return sm.shard_map(fun, mesh, in_specs, out_specs, check_vma=False)
+
+
+def located(fun: Any, *args: Any, **specs: Any) -> Located:
+    """What is found in a call on the mesh; of the rows `X` where no arguments are given."""
+    found = locate(on_mesh(fun, **specs), *(args or (X,)))
+    assert found is not None
+    return found
+
+
+def centred(x: Any) -> Any:
+    mean = x.mean(0)  # the local mean
+    shifted = x - mean  # uses the local mean
+    return jnp.tanh(shifted)
+
+
+def test_the_report_and_its_fields() -> None:
+    found = located(centred)
+    first, second = line_with("the local mean"), line_with("uses the local mean")
+    assert str(found) == (
+        "Values stop being those of one device here:\n"
+        f"  {HERE}:{first}: mean = x.mean(0)  # the local mean\n"
+        "    a quotient: -1.52865 on data=2, 0.889047 on data=3 at [0], and should be -0.126249\n"
+        "    In other words: the mean over 'data' of what shards have is the value on one device.\n"
+        f"    Tried: with jax.lax.pmean(..., 'data') at test_locate.py:{first} or {second}, "
+        "all results are right.\n"
+        "or, less likely, here:\n"
+        f"  {HERE}:{second}: shifted = x - mean  # uses the local mean"
+    )
+    assert (found.matched, found.gradient, found.rounding) == (True, False, False)
+    place, other = found.places
+    assert (place.file, place.line, place.step) == (str(HERE), first, None)
+    assert place.source == "mean = x.mean(0)  # the local mean"
+    assert (other.line, other.operation) == (second, "a difference")
+
+
+def test_where_nothing_is_wrong() -> None:
+    assert locate(on_mesh(lambda x: x - lax.pmean(x.mean(0), "data")), X) is None
+
+
+def test_on_devices_and_arguments_that_lie_there() -> None:
+    mapped = sm.shard_map(centred, make_mesh(), P("x"), P("x"))
+    found = locate(mapped, *mapped.place(X))
+    assert found is not None
+    assert found.places[0].line == line_with("the local mean")
+
+
+def test_a_round_of_a_loop() -> None:
+    def layer(x: Any, k: Any) -> Any:
+        top = lax.cond(k == 2, lambda x: x.max(0), lambda x: 0 * x[0], x)  # in a branch
+        return jnp.tanh(x) + top, None
+
+    place, *_ = located(lambda x: lax.scan(layer, x, jnp.arange(4))[0]).places
+    assert place.step == 2
+    assert place.line in (line_with("in a branch"), line_with("in a branch") + 1)
+
+
+def test_calls_inside_of_libraries_and_of_the_user() -> None:
+    @jax.jit
+    def inner(x: Any) -> Any:
+        return jax.nn.softmax(x, 0)  # in a call
+
+    @jax.checkpoint
+    def outer(x: Any) -> Any:
+        return inner(x) * 2
+
+    assert located(lambda x: outer(x) + inner(2 * x)).places[0].line == line_with("in a call")
+
+
+def test_only_the_gradient_is_off() -> None:
+    @jax.custom_jvp
+    def same(x: Any) -> Any:
+        return 2 * x
+
+    same.defjvp(lambda x, t: (same(*x), 2 * t[0] - t[0].mean(0)))  # a rule
+
+    found = located(lambda x: jnp.sin(same(x)))  # uses a rule
+    assert found.gradient
+    assert str(found).startswith("The derivatives stop being those of one device here:\n")
+    assert found.places[0].line in (line_with("a rule"), line_with("uses a rule"))
+
+
+def test_a_reference_written_in_other_lines() -> None:
+    def whole(x: Any) -> Any:
+        middle = x.mean(0)
+        return jnp.tanh(x - middle)
+
+    with pytest.raises(AssertionError, match=f"{HERE.name}:{line_with('the local mean')}: "):
+        assert_equivalent(
+            centred,
+            (X,),
+            meshes=[{"data": 4}],
+            in_specs=ROWS,
+            out_specs=ROWS,
+            unsharded=whole,
+            gradients=False,
+        )
+
+
+def test_overflow_is_found_in_the_dtypes_of_the_program() -> None:
+    def fun(x: Any) -> Any:
+        return lax.psum(x * 1e4, "data") / lax.axis_size("data")  # overflows
+
+    found = located(fun, np.full(3, 5, np.float16), in_specs=P(), out_specs=P())
+    assert found.rounding
+    assert found.places[0].line == line_with("overflows")
+    assert "inf on data=0" in found.places[0].got
+    assert "In double precision all agrees: numbers overflow or are rounded." in str(found)
+
+
+def test_a_result_of_another_dtype() -> None:
+    def fun(x: Any) -> Any:
+        return 8.0 if lax.axis_size("data") == 1 else 8
+
+    assert str(located(fun, out_specs=P()).places[0]) == (
+        "fun(...)\n    this result, made by no line of yours: int32[], and should be float32[]"
+    )
+
+
+def test_steps_of_one_program_only() -> None:
+    def fun(x: Any) -> Any:
+        for k in range(lax.axis_size("data")):
+            x = x + k
+        return x * 2
+
+    found = located(fun)
+    assert not found.matched
+    assert "some values could not be compared" in str(found)
+
+
+def look_up(table: Any, at: Any) -> Any:
+    mine = at - lax.axis_index("data") * len(table)
+    rows = table[jnp.clip(mine, 0, len(table) - 1)]
+    inside = (mine >= 0) & (mine < len(table))
+    return lax.psum(jnp.where(inside[:, None], rows, 0), "data")
+
+
+AT = np.array([0, 3, 7, 5], np.int32)
+
+
+def test_the_index_of_a_shard_explains_what_is_made_of_it() -> None:
+    def scaled(table: Any, at: Any) -> Any:
+        rows = look_up(table, at)
+        return rows / len(table)  # by its own part
+
+    specs: Any = {"in_specs": (ROWS, P()), "out_specs": P()}
+    assert locate(on_mesh(look_up, **specs), X, AT) is None
+    assert located(scaled, X, AT, **specs).places[0].line == line_with("by its own part")
+
+
+def test_keys_that_depend_on_the_shard() -> None:
+    def noisy(key: Any, x: Any) -> Any:
+        key = jax.random.fold_in(key, lax.axis_index("data"))  # folded
+        return x + jax.random.normal(key, x.shape)  # uses folded
+
+    found = located(noisy, jax.random.key(0), X, in_specs=(P(), ROWS))
+    assert {place.line for place in found.places} & {line_with("folded"), line_with("uses folded")}
+
+
+# What shards have, in words
+
+NOTES: dict[str, Callable[[Any], Any]] = {
+    "the sum over 'data' of what shards have is the value on one device": lambda x: x.sum(0) * 2,
+    "the mean over 'data' of what shards have is the value on one device": lambda x: x.mean(0) * 2,
+    "the maximum over 'data' of what shards have is the value on one device": lambda x: x.max(0),
+    "the minimum over 'data' of what shards have is the value on one device": lambda x: x.min(0),
+    "shards have 0.25 times the value on one device": lambda x: lax.pmean(x.sum(0), "data"),
+}
+
+
+@pytest.mark.parametrize("note", NOTES)
+def test_what_shards_have_in_words(note: str) -> None:
+    assert located(NOTES[note], out_specs=P()).places[0].note == note
+
+
+def test_numbers_that_mask_hide_no_difference() -> None:
+    def masked(x: Any) -> Any:
+        near = x + 1e-3 * lax.axis_index("data")  # near
+        return jnp.where(x > 0, near, -1e9)
+
+    assert located(masked).places[0].line == line_with("near")
+
+
+# The numbers of a report are those that JAX computes
+
+Y, Z = np.linspace(-2, 2, 12).reshape(3, 4), np.linspace(0.5, 3, 12).reshape(3, 4)
+K = np.arange(12, dtype=np.int32).reshape(3, 4)
+OPERATIONS: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+    (lambda x, y: (x + y, x - y, x * y, x / y, jnp.maximum(x, y), x < y, -x), (Y, Z)),
+    (lambda k: (k + 1, k // 3, k % 5, k & 6, k ^ 3, ~k, k >= 4), (K,)),
+    (lambda x: (jnp.exp(x), jnp.tanh(x), jax.nn.sigmoid(x), jnp.sign(x), x**3, x**-2), (Y,)),
+    (lambda y: (jnp.log(y), jnp.sqrt(y), lax.rsqrt(y), y**1.5, jnp.log1p(y)), (Z,)),
+    (lambda x: (x.sum(0), x.max(1), x.min(), (x > 0).any(), (x > -9).all(1)), (Y,)),
+    (lambda x: (x.T, x.reshape(2, 6), x[None], x[1:, ::2], jnp.flip(x, 1), x[:, 1]), (Y,)),
+    (lambda x, y: (x @ y.T, jnp.einsum("ij,ij->j", x, y), jnp.vecdot(x, y)), (Y, Z)),
+    (lambda x, y: (jnp.where(x > 0, x, y), jnp.concatenate([x, y], 1), y[:, None] + x), (Y, Z)),
+    (lambda k, x: (lax.dynamic_slice(x, (k[0, 1], k[0, 2]), (2, 2)),), (K, Y)),
+    (lambda k, x: (lax.dynamic_update_slice(x, 2 * x[:2, 1:3], (k[0, 1], k[0, 1])),), (K, Y)),
+    (lambda x: (x.cumsum(1), lax.cumsum(x, 0, reverse=True), x.argmax(1), (-x).argmin(0)), (Y,)),
+    (lambda x: (jnp.clip(x, -1, 1), jnp.clip(x, x.min(), x + 1), jnp.clip(x, 0)), (Y,)),
+    (lambda k: (k.astype(jnp.float32), jnp.arange(4) + k, jnp.float32(7) * k), (K,)),
+]
+
+
+@pytest.mark.parametrize("number", range(len(OPERATIONS)))
+def test_what_numbers_should_be(number: int) -> None:
+    fun, args = OPERATIONS[number]
+    for k, result in enumerate(fun(*map(jnp.asarray, args))):
+
+        def scaled(*args: Any, k: int = k) -> Any:
+            made = fun(*args)[k]
+            return made * lax.axis_size("data")
+
+        place, *_ = located(scaled, *args, in_specs=P(), out_specs=P()).places
+        at = re.search(r" at \[(.*)\]$", place.got)
+        index = tuple(map(int, at[1].split(","))) if at else ()
+        want = float(np.asarray(result)[index])
+        np.testing.assert_allclose(float(place.want), want, rtol=1e-5)
+        np.testing.assert_allclose(float(place.got.split()[0]), 4 * want, rtol=1e-5)
+
+
+COLLECTIVES: list[Callable[[Any], Any]] = [
+    lambda x: lax.all_gather(x, "data", tiled=True),
+    lambda x: lax.all_gather(x.T, "data", axis=1, tiled=True).T,
+    lambda x: lax.psum(x.sum(0), "data"),
+    lambda x: (
+        lax.all_gather(
+            lax.psum_scatter(lax.all_gather(x, "data", tiled=True), "data", tiled=True),
+            "data",
+            tiled=True,
+        )
+        / lax.axis_size("data")
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(COLLECTIVES)))
+def test_numbers_that_shards_exchange(number: int) -> None:
+    def scaled(x: Any) -> Any:
+        made = COLLECTIVES[number](x)
+        return made * lax.axis_size("data")  # scaled
+
+    assert locate(on_mesh(COLLECTIVES[number], out_specs=P()), X) is None
+    assert located(scaled, out_specs=P()).places[0].line == line_with("scaled")
+
+
+# Simple changes of a line
+
+
+def ring(x: Any, towards: int) -> Any:
+    """For each row the sum of all rows before it, from parts that go round."""
+    n, me = lax.axis_size("data"), lax.axis_index("data")
+    total, moved = jnp.cumsum(x, 0) - x, x
+    for passed in range(1, n):
+        onward = [(i, (i + towards) % n) for i in range(n)]
+        moved = lax.ppermute(moved, "data", onward)  # passed on
+        total = total + jnp.where(passed <= me, moved.sum(0), 0)
+    return total
+
+
+def from_the_wrong_side(x: Any) -> Any:
+    return ring(x, -1)
+
+
+def counted_in_its_own_part(x: Any) -> Any:
+    place = jnp.arange(len(x))  # counted
+    return jnp.sin(place)[:, None] * x
+
+
+def without_the_first_row(x: Any) -> Any:
+    edge = lax.axis_index("data") == lax.axis_size("data") - 1  # of the last shard
+    return jnp.where((jnp.arange(len(x)) == 0) & edge, 0, x.T).T
+
+
+def by_the_other_axis(x: Any) -> Any:
+    place = lax.axis_index("model") * len(x)  # of the other axis
+    return x * jnp.cos(place + jnp.arange(len(x)))[:, None]
+
+
+def looked_up_in_its_own_part(table: Any, at: Any) -> Any:
+    inside = (at >= 0) & (at < len(table))  # not less the first row
+    rows = table[jnp.clip(at, 0, len(table) - 1)]
+    return lax.psum(jnp.where(inside[:, None], rows, 0), "data")
+
+
+def counted_before(x: Any) -> Any:
+    counts = lax.all_gather((x > 0).sum(), "data")
+    before = jnp.where(jnp.arange(len(counts)) < 0, counts, 0).sum()  # before the first shard
+    return before + jnp.cumsum((x > 0).sum(1))
+
+
+def doubled_later(x: Any) -> Any:
+    """The sum of all rows, from parts that go round."""
+    n, total = lax.axis_size("data"), 0 * x.sum(0)
+    for k in range(n):
+        if k:
+            total = 2 * total  # doubled
+        total = total + x.sum(0)
+        x = lax.ppermute(x, "data", [(i, (i + 1) % n) for i in range(n)])
+    return total
+
+
+CASES = {
+    "passed on": (from_the_wrong_side, "with a move to the next shard along 'data'"),
+    "counted": (counted_in_its_own_part, "with 2 * jax.lax.axis_index('data') added"),
+    "of the other axis": (by_the_other_axis, "with jax.lax.axis_index('data')"),
+}
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_a_change_that_puts_all_right(text: str) -> None:
+    fun, change = CASES[text]
+    found = located(fun, mesh=AbstractMesh((4, 3), ("data", "model")))
+    line = line_with(text)
+    assert found.places[0].line == line
+    assert found.cause == f"{change} at {HERE.name}:{line}, all results are right"
+
+
+OTHERS: dict[str, tuple[Any, Any, Any, Any]] = {
+    # Of an argument, of a constant, of an operation that one device has not
+    "not less the first row": (looked_up_in_its_own_part, (ROWS, P()), P(), (X, AT)),
+    "before the first shard": (counted_before, ROWS, ROWS, (X,)),
+    "doubled": (doubled_later, ROWS, P(), (X,)),
+    # Several changes of a condition may do the same: none is a cause.
+    "of the last shard": (without_the_first_row, ROWS, ROWS, (X,)),
+}
+
+
+@pytest.mark.parametrize("text", OTHERS)
+def test_more_changes_that_put_all_right(text: str) -> None:
+    fun, in_specs, out_specs, args = OTHERS[text]
+    found = located(fun, *args, in_specs=in_specs, out_specs=out_specs)
+    assert found.places[0].line == line_with(text)
+    if text == "of the last shard":
+        assert found.cause is None
+
+
+def summed(x: Any) -> Any:
+    part = x.sum(0)  # summed
+    double = 2 * part  # used
+    return double + 1
+
+
+def test_a_cause_names_all_lines_at_which_it_can_stand() -> None:
+    lines = f"{line_with('summed')} or {line_with('used')} or {line_with('used') + 1}"
+    change = "with jax.lax.psum(..., 'data')"
+    found = located(summed, out_specs=P())
+    assert found.cause == f"{change} at {HERE.name}:{lines}, all results are right"
+
+
+def part_of(x: Any) -> Any:
+    return x.sum(0)  # handed on
+
+
+def test_no_cause_where_the_value_goes_to_another_function() -> None:
+    """The reduction may be missing on any line that hands it on."""
+    found = located(lambda x: 3 + part_of(x), out_specs=P())
+    assert found.places[0].line == line_with("handed on")
+    assert found.cause is None
+
+
+def whole(x: Any) -> Any:
+    return jnp.cumsum(x, 0)
+
+
+@pytest.mark.parametrize(
+    ("in_specs", "out_specs", "first", "second"),
+    [
+        (P(), ROWS, "out_specs of whole(...): P('data')", "in_specs of args[0]: P()"),
+        (ROWS, P(), "out_specs of whole(...): P()", "in_specs of args[0]: P('data')"),
+    ],
+)
+def test_specs_that_make_results_longer_or_shorter(
+    in_specs: Any, out_specs: Any, first: str, second: str
+) -> None:
+    places = located(whole, in_specs=in_specs, out_specs=out_specs).places
+    assert [place.source for place in places] == [first, second]
+    assert places[0].operation == "the length of axis 0 of the result"
+    assert (places[0].got, places[0].want) in (("32", "8"), ("2", "8"))
+
+
+def test_an_argument_that_should_be_split_comes_first() -> None:
+    numbered: Any = lambda x: x + lax.axis_index("data")
+    places = located(numbered, in_specs=P()).places
+    assert [place.source[:14] for place in places] == ["in_specs of ar", "out_specs of <"]
+
+
+def test_a_line_is_put_right_with_its_derivative() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        return ((x @ w) ** 2).sum() / len(x)  # by its own rows
+
+    def step(w: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(w, x)
+        value = lax.psum(value, "data")
+        grads = lax.psum(grads, "data")
+        return value, w - grads
+
+    found = located(step, X[0], X, in_specs=(P(), ROWS), out_specs=P())
+    assert found.places[0].line == line_with("by its own rows")
