@@ -162,8 +162,15 @@ def operands_of_results(eqn: Equation) -> list[Iterable[int]]:
 
 
 def is_opaque(eqn: Equation) -> bool:
-    """Whether an equation runs code that stands in no jaxpr, as that of `jax.lax.custom_root` may."""
-    return eqn.primitive.name == "call_hi_primitive"
+    """Whether an equation runs a user's code that stands in no jaxpr, as that of `jax.lax.custom_root` may.
+
+    Other equations of this primitive, such as that of `jnp.ldexp`, hold no function.
+    """
+    return eqn.primitive.name == "call_hi_primitive" and any(
+        callable(held)
+        for param in eqn.params.values()
+        for held in getattr(param, "__dict__", {}).values()
+    )
 
 
 def mapped_by_rule(eqn: Equation) -> Jaxpr | None:

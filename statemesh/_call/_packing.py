@@ -100,7 +100,10 @@ def _lies(packed: Placement, wanted: Placement) -> bool:
 
 
 def _of_buffer(group: Group, where: Placement) -> Placement:
-    """The placement of a buffer one of whose arrays is placed so. Lanes place what is whole in their own way."""
+    """The placement of a buffer one of whose arrays is placed so.
+
+    Lanes place what is whole in their own way.
+    """
     return group.where if group.names or isinstance(where, SpecPlacement) else where
 
 

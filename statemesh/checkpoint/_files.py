@@ -309,7 +309,8 @@ def read_arrays(
     asked = _Restore(item=dict.fromkeys(wanted, 0), restore_args=wanted, partial_restore=True)
     try:
         read = reader.restore(folder / ARRAYS, args=asked)
-    except Exception as reason:  # Orbax's own, where a file vanishes while it is read, has no other class.
+    # Where a file vanishes while it is read, Orbax raises an error that has no class of its own.
+    except Exception as reason:
         raise errors.unreadable("load", folder / ARRAYS, reason) from reason
     arrays, bad = {}, []
     for path in shardings:

@@ -257,6 +257,7 @@ LOSING: dict[str, Callable[[Any], Any]] = {
     "permutation": lambda x: jax.random.permutation(own_key(x), 4),
     "choice": lambda x: jax.random.choice(own_key(x), 20, (3,), replace=False),
     "frexp": lambda x: jnp.frexp(x[0])[1],
+    "ldexp": lambda x: jnp.ldexp(jnp.float32(1), jnp.ravel(x).astype(int)),
     "pure_callback": lambda x: jax.pure_callback(on_host, TOTAL, x, vmap_method="sequential"),
     "io_callback": lambda x: jax.experimental.io_callback(on_host, TOTAL, x),
     "while": lambda x: lax.while_loop(lambda i: i < 10 * jnp.abs(x).sum(), lambda i: i + 1, 0),
