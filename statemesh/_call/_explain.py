@@ -80,7 +80,8 @@ def explain(fun: Fun, *args: PyTree, **kwargs: PyTree) -> Explanation:
 
     run.__name__ = run.__qualname__ = fun_name(fun)
     seen = _Seen()
-    with watching(seen.look):
+    # The marks of calls hold the keys that the calls have used up already.
+    with watching(seen.look), jax.debug_key_reuse(False):
         seen.count(compat.trace_marked(run, arrays, [compat.Watched()]))
     # A function of `jax.jit` has a program of its own, which its next call finds compiled.
     own = owner is None and hasattr(fun, "trace") and hasattr(fun, "lower")

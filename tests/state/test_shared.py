@@ -35,7 +35,7 @@ def test_mapped_anew_it_is_traced_once() -> None:
 @pytest.mark.parametrize(
     "declared",
     [
-        {"in_axes": (0, 0)},
+        {"in_axes": (None, 0)},
         {"in_axes": None, "axis_size": 8},
         {"out_axes": (0, 0)},
         {"axis_name": "y"},
