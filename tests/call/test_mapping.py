@@ -112,5 +112,5 @@ def test_types() -> None:
     api = pytest.importorskip("mypy.api")
     root = pathlib.Path(__file__).parents[2]
     config = str(root / "pyproject.toml")
-    out, _, status = api.run(["--config-file", config, str(root / "tests" / "typed.py")])
+    out, _, status = api.run(["--config-file", config, str(root / "tests" / "docs" / "typed.py")])
     assert status == 0, out

@@ -209,7 +209,10 @@ class Noisy(Promoted):
         noisy = self.noise[0] + self.noise[1] > 0
         amount = jnp.where(noisy, unit, 0.0)
         salt = np.uint64(zlib.crc32(name.encode()) * _ODD % 2**64)
-        return _moved(x, amount, sizes, exact, self.seed ^ salt ^ jnp.asarray(order, np.uint64))
+        moved = _moved(x, amount, sizes, exact, self.seed ^ salt ^ jnp.asarray(order, np.uint64))
+        # XLA may compute the noise of a sum anew for each use of it, and round it differently there. A function
+        # such as `tanh` stays in one loop with its uses: by itself XLA computes it differently for each shape.
+        return moved if isinstance(sizes, float) else jax.lax.optimization_barrier(moved)
 
 
 @jax.jit
@@ -236,8 +239,7 @@ def _moved(x: AnyLeaf, amount: Any, sizes: AnyLeaf, exact: AnyLeaf, seed: Any) -
     mixed = (_digits(x) ^ seed) * np.uint64(0xFF51AFD7ED558CCD) >> np.uint64(11)
     part = mixed.astype(np.float64) * 2.0**-52 - 1
     more = jnp.where(jnp.isfinite(sizes), sizes * amount * part, 0.0)
-    # XLA may compute a cheap number anew for each use of it, and round it differently there.
-    return jax.lax.optimization_barrier(jnp.where(exact, x, x * (1 + amount * part) + more))
+    return jnp.where(exact, x, x * (1 + amount * part) + more)
 
 
 def _grain(x: AnyLeaf) -> tuple[AnyLeaf, AnyLeaf]:
