@@ -210,8 +210,8 @@ class Noisy(Promoted):
         amount = jnp.where(noisy, unit, 0.0)
         salt = np.uint64(zlib.crc32(name.encode()) * _ODD % 2**64)
         moved = _moved(x, amount, sizes, exact, self.seed ^ salt ^ jnp.asarray(order, np.uint64))
-        # XLA may compute the noise of a sum anew for each use of it, and round it differently there. A function
-        # such as `tanh` stays in one loop with its uses: by itself XLA computes it differently for each shape.
+        # XLA may compute the noise of a sum anew for each use of it, and round it differently there. A
+        # function such as `tanh` stays in one loop with its uses: alone, it may be other for other shapes.
         return moved if isinstance(sizes, float) else jax.lax.optimization_barrier(moved)
 
 
