@@ -278,6 +278,8 @@ def run_missing(
                 trees.put(tree)
 
         missing = [m for m in mutants if (m.key, digest(m)) not in results]
+        # In an order by chance, so that a run that is stopped has tried some of every part.
+        missing.sort(key=lambda m: (not m.by_hand, hashlib.sha256(m.key.encode()).hexdigest()))
         with concurrent.futures.ThreadPoolExecutor(processes) as pool:
             for row in pool.map(tried, missing):
                 if row is not None:
