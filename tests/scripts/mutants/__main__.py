@@ -267,6 +267,10 @@ def run_missing(
         for k in range(processes):
             (tree := pathlib.Path(folder, str(k))).mkdir()
             trees.put(copied(tree))
+        # Where no test can run, every mutant would count as killed.
+        cheapest = sorted(tests, key=lambda t: t.seconds)[:5]
+        if failed := first_failing(cheapest, tree):
+            raise SystemExit(f"without a mutant: {failed}")
 
         def tried(mutant: Mutant) -> dict[str, Any] | None:
             if time.monotonic() > end:
