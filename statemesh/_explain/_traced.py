@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,11 @@ _SPELLINGS = {
     "all_gather_reduced": "all_gather",
     "unreduced_reduce_scatter": "reduce_scatter",
 }
+
+
+# What JAX writes around the names of scopes, and the scopes that it opens itself.
+_AROUND_SCOPE = re.compile(r"(?:transpose|jvp|vmap)\((.*)\)")
+_OWN_SCOPES = ("", "checkpoint", "rematted_computation")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -242,7 +248,11 @@ class _Walk:
         stack = self._stack(eqn)
         if "rematted_computation" in stack:
             return "recomputing your code"
-        return "the gradient of your code" if "transpose(" in stack else "your code"
+        if "transpose(" not in stack:
+            return "your code"
+        # JAX gives the backward function of a `custom_vjp` the line of its call: a scope says which line it is.
+        scope = _innermost_scope(stack)
+        return f"the gradient of your code in {scope}" if scope else "the gradient of your code"
 
     def _stack(self, eqn: Equation) -> str:
         """JAX's own names of what it transposes and recomputes around an equation."""
@@ -265,6 +275,16 @@ class _Walk:
 def _is_reduced(name: str) -> bool:
     """Whether it is the name of a reduced gradient or loss."""
     return name == LOSS or name.startswith(GRADIENT)
+
+
+def _innermost_scope(stack: str) -> str:
+    """The name of the innermost `jax.named_scope`."""
+    for scope in reversed(stack.split("/")):
+        while around := _AROUND_SCOPE.fullmatch(scope):
+            scope = around.group(1)
+        if scope not in _OWN_SCOPES:
+            return scope
+    return ""
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -537,3 +537,27 @@ def test_two_loops_over_one_function_are_two_rows() -> None:
         (3, "removed"),
         (5, "as traced"),
     ]
+
+
+def test_a_scope_in_a_backward_function_is_part_of_the_cause() -> None:
+    @jax.custom_vjp
+    def doubled(x: Any) -> Any:
+        return 2 * x
+
+    def backward(_: None, g: Any) -> tuple[Any]:
+        with jax.named_scope("halos"):
+            return (jax.lax.ppermute(g, "x", [(0, 1)]),)
+
+    doubled.defvjp(lambda x: (doubled(x), None), backward)
+
+    def step(x: Any) -> Any:
+        def loss(x: Any) -> Any:
+            with jax.named_scope("layer"):
+                turned = jax.lax.ppermute(x, "x", [(1, 2)])
+            return jax.vmap(jax.checkpoint(doubled))(turned).sum()
+
+        return jax.grad(loss)(x)
+
+    call = sm.shard_map(step, jax.make_mesh((8,), ("x",)), P("x"), P("x"))
+    causes = {row.cause for row in call.explain(jnp.arange(16.0)).collectives}
+    assert {"the gradient of your code in halos", "the gradient of your code in layer"} <= causes
