@@ -250,7 +250,7 @@ class _Walk:
             return "recomputing your code"
         if "transpose(" not in stack:
             return "your code"
-        # JAX gives the backward function of a `custom_vjp` the line of its call: a scope says which line it is.
+        # JAX gives all lines of a `custom_vjp`'s backward function the line of the call. A scope tells them apart.
         scope = _innermost_scope(stack)
         return f"the gradient of your code in {scope}" if scope else "the gradient of your code"
 
