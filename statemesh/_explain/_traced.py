@@ -250,7 +250,7 @@ class _Walk:
             return "recomputing your code"
         if "transpose(" not in stack:
             return "your code"
-        # JAX gives all lines of a `custom_vjp`'s backward function the line of the call. A scope tells them apart.
+        # JAX gives a `custom_vjp`'s whole backward function the line of the call. A scope tells lines apart.
         scope = _innermost_scope(stack)
         return f"the gradient of your code in {scope}" if scope else "the gradient of your code"
 
