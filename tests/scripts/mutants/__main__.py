@@ -291,8 +291,8 @@ def run_missing(
         # In an order by chance, so that a run that is stopped has tried some of every part.
         missing.sort(key=lambda m: (not m.by_hand, hashlib.sha256(m.key.encode()).hexdigest()))
         with concurrent.futures.ThreadPoolExecutor(processes) as pool:
-            for row in pool.map(tried, missing):
-                if row is not None:
+            for done in concurrent.futures.as_completed([pool.submit(tried, m) for m in missing]):
+                if (row := done.result()) is not None:
                     results[row["mutant"], row["of"]] = row
                     RESULTS.write_text("".join(f"{json.dumps(r)}\n" for r in results.values()))
                     print(

@@ -30,8 +30,11 @@ _COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
     ast.FloorDiv: ast.Mult,
     ast.Mod: ast.FloorDiv,
 }
-# Any call with these arguments swapped fails at once, which would prove nothing.
-_NOT_SWAPPED = {"isinstance", "issubclass", "map", "filter", "getattr", "hasattr", "setattr"}
+# Any call with these arguments swapped fails at once, or stays the same. Neither would prove anything.
+_FAILING = {"isinstance", "issubclass", "map", "filter", "getattr", "hasattr", "setattr"}
+_NOT_SWAPPED = _FAILING | {"max", "min", "math.gcd"}
+# Of `zip`, where the lengths never differ; and of `astype`, which may copy or not.
+_WITHOUT_EFFECT = {"strict", "copy"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +142,8 @@ def _nodes(tree: ast.AST) -> Iterator[ast.AST]:
         case ast.JoinedStr():
             return
         case ast.Call(func=ast.Name(id="TypeVar" | "cast")):
+            return
+        case ast.keyword(arg=name) if name in _WITHOUT_EFFECT:
             return
     yield tree
     for child in ast.iter_child_nodes(tree):
