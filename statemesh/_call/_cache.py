@@ -8,7 +8,8 @@ import jax
 import numpy as np
 
 from .._axes._equations import shard_map_equation, shard_map_recorded
-from .._axes._summed_twice import check_sums
+from .._axes._summed_twice import check_sums, has_gradients
+from .._axes._unsummed import check_summed
 from .._base import _compat as compat
 from .._base._compat import Equation
 from .._base._types import Leaf, PyTree, PyTreeDef
@@ -94,7 +95,7 @@ class CompiledEntry:
         return result
 
     def check_program(self, arrays: Sequence[Leaf]) -> None:
-        """Refuse, once, gradients that the traced program sums a second time.
+        """Refuse, once, gradients that the traced program sums a second time, or not at all.
 
         JAX remembers the trace, so that the call that follows does not trace again.
         """
@@ -126,7 +127,8 @@ class CompiledEntry:
 
     def _check(self, equation: Equation | None) -> None:
         # What the user's own transformations leave of the program may hold no `shard_map`.
-        if equation is not None:
+        if equation is not None and has_gradients(equation):
+            check_summed(equation)
             check_sums(self.program.declared.name, equation)
         self.program_checked = True
 
