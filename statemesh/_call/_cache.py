@@ -104,6 +104,13 @@ class CompiledEntry:
         traced = self._traced_alike(self.traces, arrays)
         self._check(shard_map_equation(traced.jaxpr))
 
+    def lowered(self, arrays: Sequence[Leaf]) -> jax.stages.Lowered:
+        """The program, lowered and checked once."""
+        if not self.program_checked:
+            self._check(shard_map_equation(self.lowers.trace(*arrays).jaxpr))
+        lowered: jax.stages.Lowered = self.lowers.lower(*arrays)
+        return lowered
+
     def traced_run(self, given: Sequence[Leaf], recorded: bool) -> tuple[list[Leaf], WriteBack]:
         """Run the program on traced inputs, and check it once.
 
