@@ -4,6 +4,7 @@ from typing import Protocol, runtime_checkable
 
 from jax.sharding import PartitionSpec
 
+from ._checks import check_named_once
 from ._types import Axes, AxisName, Leaf, SpecTree, is_axis_name
 
 
@@ -47,9 +48,6 @@ class PerShard:
                 raise TypeError(
                     f"PerShard names {name!r} of type {kind}, which is no mesh axis. Write PerShard('data')."
                 )
-        # The texts of errors show placements, and import this file.
-        from ._checks import check_named_once
-
         check_named_once("PerShard", "axis_names", flat)
         object.__setattr__(self, "axis_names", tuple(flat))
 
