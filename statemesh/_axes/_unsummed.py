@@ -6,7 +6,7 @@ made the parameter in the `jit` or loop that is being traced. So it names each p
 over an axis that it reduces over, and the walk along the finished program looks at these names.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -40,6 +40,11 @@ def name_varying(param: Array, axes: Sequence[AxisName], whole: Axes, path: str)
         left.append(True)
     for axis in axes if compat.under_jit() else ():
         checkpoint_name(param, _name(axis, axis in whole, path))
+
+
+def has_varying(names: Iterable[str]) -> bool:
+    """Whether a program that gives these names has parameters that vary."""
+    return any(name.startswith(_PARAMETER) for name in names)
 
 
 def check_summed(mapped: Equation) -> None:

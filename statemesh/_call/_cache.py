@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from .._axes._equations import shard_map_equation, shard_map_recorded
+from .._axes._equations import names_inside, shard_map_equation, shard_map_recorded
 from .._axes._summed_twice import check_sums, has_gradients
-from .._axes._unsummed import check_summed
+from .._axes._unsummed import check_summed, has_varying
 from .._base import _compat as compat
 from .._base._compat import Equation
 from .._base._types import Leaf, PyTree, PyTreeDef
@@ -134,9 +134,12 @@ class CompiledEntry:
 
     def _check(self, equation: Equation | None) -> None:
         # What the user's own transformations leave of the program may hold no `shard_map`.
-        if equation is not None and has_gradients(equation):
-            check_summed(equation)
-            check_sums(self.program.declared.name, equation)
+        if equation is not None:
+            names = names_inside(equation)
+            if has_varying(names):
+                check_summed(equation)
+            if has_gradients(names):
+                check_sums(self.program.declared.name, equation)
         self.program_checked = True
 
 
