@@ -76,6 +76,7 @@ class Arguments:
         what: str,
         keyword_entry: Any,
         broadcast: Callable[[Any, Any, str, str], list[Leaf]],
+        first: int = 0,
     ) -> Iterator[tuple[Unit, Any, Any, str]]:
         """Each unit, the State or leaf that it is, its entry in `in_specs` or `in_axes`, and its name.
 
@@ -85,12 +86,13 @@ class Arguments:
         - `entries`, `what`: one for each positional argument, or one for all; what messages call them.
         - `keyword_entry`: that of a keyword argument.
         - `broadcast`: makes one for each unit of a prefix tree.
+        - `first`: the number by which messages call the entry of the first argument.
         """
         several = isinstance(entries, tuple | list)
         for i, ((name, value), units) in enumerate(zip(named, self.units, strict=True)):
             keyword = i >= self.positional
             prefix = keyword_entry if keyword else entries[i] if several else entries
-            entry = f"{what}[{i}]" if several else what
+            entry = f"{what}[{first + i}]" if several else what
             found = broadcast(prefix, value, entry, name)
             nodes = jax.tree_util.tree_leaves(value, is_leaf=is_state)
             called = "keyword argument" if keyword else entry

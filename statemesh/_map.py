@@ -84,12 +84,10 @@ class _MappedMethods:
         call.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[first.replace(name="map", annotation=Map), *others]
         )
-        axes = self.options["in_axes"]
-        several = list(axes) if isinstance(axes, tuple | list) else [axes] * args
         transform, _ = TRANSFORMS[self.options["behavior"]]
         mapping: StatefulMapping = transform(
             call,
-            in_axes=AxesOfMap((None, *several)),
+            in_axes=AxesOfMap(self.options["in_axes"], args),
             out_axes=(self.options["out_axes"], None),
             axis_name=self.options["axis_name"],
             axis_size=self.options["init_map_size"],
@@ -115,7 +113,8 @@ class Map(Module, Generic[M]):
     - `init_state_axes`: where new states get their lane axis: a filter (axis 0), or `{axis: filter}`.
         Before it a `NonBatchState` gets none; after it all others get axis 0.
     - `state_tag`: a tag that the states get when they are created.
-    - `in_axes`, `out_axes`: of the methods' arguments and results.
+    - `in_axes`, `out_axes`: of the methods' arguments and results: one axis for all, or one for each. A State
+        among the arguments is shared by all lanes.
     - `axis_name`: what collectives in the methods call the lanes.
     - `behavior`: `'vmap'` runs the lanes on one device, `'pmap'` gives each a device.
     - `unexpected_out_state_mapping`: as for `vmap2`.

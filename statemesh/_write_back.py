@@ -39,12 +39,11 @@ class Static:
 class Given:
     """A leaf that is no array and comes back as the object that went in.
 
-    `index` counts those of the call that may be another object of the same content each time. `value` is the
-    one that was there while tracing.
+    `index` counts those of the call that may be another object of the same content each time. None of them is
+    kept: JAX keeps this for as long as it keeps the program.
     """
 
     index: int
-    value: Leaf
 
 
 # The path of a state, the name of the policy that merged its writes, and the axes that it merged over.
@@ -121,7 +120,7 @@ class WriteBack:
         self._kinds = [type(units[i]) for i in plain]
         self._metas = [units[i]._meta.plain for i in plain]
         constant = [s for s in self.sources if isinstance(s, Static | Given)]
-        self._statics = [s.value for s in constant]
+        self._statics = [s.value if isinstance(s, Static) else None for s in constant]
         self._given = [(i, s.index) for i, s in enumerate(constant) if isinstance(s, Given)]
         statics = iter(range(-len(self._statics), 0))
         sources = [self._place(unit.value if is_state(unit) else unit, statics) for unit in units]
@@ -147,10 +146,10 @@ class WriteBack:
 
         - `outputs`: what the program made.
         - `arguments`: its inputs; they may be left out if none is forwarded.
-        - `given`: the leaves that `Given` stands for; left out, those that were there while tracing.
+        - `given`: the leaves that `Given` stands for; they may be left out if there are none.
         """
         statics = self._statics
-        if given and self._given:
+        if self._given:
             statics = list(statics)
             for i, k in self._given:
                 statics[i] = given[k]

@@ -5,6 +5,7 @@ of a `cond` or a loop whose predicate differs between shards. So a value differs
 also where the program shows it. Where nothing is typed, the program alone shows it.
 """
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -56,14 +57,41 @@ class Differing(Dataflow[Axes]):
         return [axes if one else axes | of_predicate for axes, one in pairs]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Whole:
+    """Marks an axis over which a value comes of what an `all_gather` made whole there."""
+
+    axis_name: AxisName
+
+
+class Gathered(Differing):
+    """The axes over which a value may differ; and by marks those over which it comes of an `all_gather`.
+
+    A value that has the mark of an axis, and does not differ over it, is one value on all shards although its
+    type says that it may differ. So is what a cast typed, but that cast is the word of whoever wrote it.
+    """
+
+    def made(self, eqn: Equation, given: Axes) -> Axes:
+        gathered = jaxprs.gathered_by(eqn)
+        # The types of what other collectives join say that it is the same.
+        joined = NO_AXES if jaxprs.made_varying(eqn) else jaxprs.collective(eqn)[0] - gathered
+        left = super().made(eqn, given) - frozenset(map(_Whole, joined))
+        return left | frozenset(map(_Whole, gathered))
+
+
+def whole_over(fact: Axes) -> Axes:
+    """The axes over which a value that `Gathered` knows of is the same because it was gathered."""
+    return frozenset(one.axis_name for one in fact if isinstance(one, _Whole)) - fact
+
+
 class Recorded:
     """The axes over which values may differ that are being recorded into a program with types.
 
     It walks back from a value along the equations that made it, and knows those that it has walked.
     """
 
-    def __init__(self) -> None:
-        self._walk = Differing()
+    def __init__(self, walk: Differing | None = None) -> None:
+        self._walk = Differing() if walk is None else walk
         # By the identity of the equation, which is kept: another one could get its identity.
         self._results: dict[int, tuple[Equation, Sequence[Axes]]] = {}
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from .._base import _compat as compat
+from .._base import _jaxprs as jaxprs
 from .._base._compat import Equation
 from .._base._jaxprs import AnyJaxpr
 from .._base._specs import written_axes
@@ -27,6 +28,12 @@ def shard_map_recorded(outputs: Iterable[Any]) -> Equation | None:
                 return made[0] if made[0].primitive.name == "shard_map" else None
             x = getattr(x, "primal", getattr(x, "val", None))
     return None
+
+
+def names_inside(eqn: Equation) -> set[str]:
+    """The names that the program of a `shard_map` gives to values."""
+    body = jaxprs.open_jaxpr(eqn.params["jaxpr"])
+    return {name for one in jaxprs.equations(body) if (name := jaxprs.name_given(one))}
 
 
 def split_over(eqn: Equation) -> list[Axes]:

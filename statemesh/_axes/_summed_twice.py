@@ -44,6 +44,11 @@ _Gradients: TypeAlias = frozenset[_Gradient]
 _NONE: _Gradients = frozenset()
 
 
+def has_gradients(names: Iterable[str]) -> bool:
+    """Whether `value_and_grad` has reduced any gradient in a program that gives these names."""
+    return any(name.startswith(GRADIENT) for name in names)
+
+
 def check_sums(name: str, mapped: Equation) -> None:
     """Refuse a program of one shard that sums a gradient a second time.
 
@@ -68,8 +73,6 @@ def summed_twice(mapped: Equation) -> list[tuple[str, AxisName]]:
     - `mapped`: the equation of a `shard_map`.
     """
     body = jaxprs.open_jaxpr(mapped.params["jaxpr"])
-    if not any(map(_is_named, jaxprs.equations(body))):
-        return []
     named = _Named()
     named.through(body, split_over(mapped))
     walk = _Sums(named.found, sizes_mapped(mapped))

@@ -116,6 +116,11 @@ def collective(eqn: Equation) -> tuple[Axes, Axes]:
     return (names, NO_AXES) if joins else (NO_AXES, names)
 
 
+def gathered_by(eqn: Equation) -> Axes:
+    """The axes over which an equation gives all instances one value, typed as one that may differ."""
+    return collective(eqn)[0] if eqn.primitive.name == "all_gather" else NO_AXES
+
+
 def permutes_all(eqn: Equation) -> bool:
     """Whether an equation gives every instance the value of another: equal values then stay equal.
 

@@ -4,6 +4,7 @@ from typing import Protocol, runtime_checkable
 
 from jax.sharding import PartitionSpec
 
+from ._checks import check_named_once
 from ._types import Axes, AxisName, Leaf, SpecTree, is_axis_name
 
 
@@ -18,7 +19,8 @@ class PerShard:
 
     - `axis_names`: the mesh axes over which each shard has a value of its own, major to minor.
 
-    **Raises:** `TypeError` when no axis is named, one of them twice, or something that is no name.
+    **Raises:** `TypeError` when no axis is named, or something that is no name; `StatemeshError` when one is
+    named twice.
 
     !!! example
 
@@ -46,11 +48,7 @@ class PerShard:
                 raise TypeError(
                     f"PerShard names {name!r} of type {kind}, which is no mesh axis. Write PerShard('data')."
                 )
-        if repeated := [name for name in dict.fromkeys(flat) if flat.count(name) > 1]:
-            shown, names = ", ".join(map(repr, flat)), ", ".join(map(repr, repeated))
-            raise TypeError(
-                f"PerShard({shown}) names {names} more than once. Name each mesh axis once."
-            )
+        check_named_once("PerShard", "axis_names", flat)
         object.__setattr__(self, "axis_names", tuple(flat))
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -158,7 +158,9 @@ class AxisContext:
         placed_by: dict[int, str] = {}
         of_states: dict[str, list[tuple[str, int, str, State]]] = {}
         of_arrays: set[str] = set()
-        each = arguments.with_entries(named, rules.in_axes, rules.what, 0, broadcast_axes)
+        of_map = rules.in_axes if isinstance(rules.in_axes, AxesOfMap) else None
+        first = 0 if of_map is None else -1
+        each = arguments.with_entries(named, rules.in_axes, rules.what, 0, broadcast_axes, first)
         for unit, node, axis, entry in each:
             if unit.kind is not None:
                 declared = next(state_axes)
@@ -176,9 +178,9 @@ class AxisContext:
                     of_arrays.add(entry)
             placed_by.update(dict.fromkeys(unit.positions, entry))
         bad = [one for entry in of_states if entry not in of_arrays for one in of_states[entry]]
-        # The default stands for every argument, and `Map` cannot say where States have their lanes.
-        if bad and rules.in_axes != 0 and not isinstance(rules.in_axes, AxesOfMap):
-            raise errors.axes_of_states(name, bad)
+        # The default stands for every argument, and so does the one axis of a `Map`.
+        if bad and not (of_map.one_for_all if of_map else rules.in_axes == 0):
+            raise errors.axes_of_states(name, bad, of_map is not None)
         return found, frozenset(replicated), placed_by
 
     def _reason(self, unit: Unit, state: State, declared: Any) -> str:

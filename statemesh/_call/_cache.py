@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from .._axes._equations import shard_map_equation, shard_map_recorded
-from .._axes._summed_twice import check_sums
+from .._axes._equations import names_inside, shard_map_equation, shard_map_recorded
+from .._axes._summed_twice import check_sums, has_gradients
+from .._axes._unsummed import check_summed, has_varying
 from .._base import _compat as compat
 from .._base._compat import Equation
 from .._base._types import Leaf, PyTree, PyTreeDef
@@ -94,7 +95,7 @@ class CompiledEntry:
         return result
 
     def check_program(self, arrays: Sequence[Leaf]) -> None:
-        """Refuse, once, gradients that the traced program sums a second time.
+        """Refuse, once, gradients that the traced program sums a second time, or not at all.
 
         JAX remembers the trace, so that the call that follows does not trace again.
         """
@@ -102,6 +103,13 @@ class CompiledEntry:
             return
         traced = self._traced_alike(self.traces, arrays)
         self._check(shard_map_equation(traced.jaxpr))
+
+    def lowered(self, arrays: Sequence[Leaf]) -> jax.stages.Lowered:
+        """The program, lowered and checked once."""
+        if not self.program_checked:
+            self._check(shard_map_equation(self.lowers.trace(*arrays).jaxpr))
+        lowered: jax.stages.Lowered = self.lowers.lower(*arrays)
+        return lowered
 
     def traced_run(self, given: Sequence[Leaf], recorded: bool) -> tuple[list[Leaf], WriteBack]:
         """Run the program on traced inputs, and check it once.
@@ -127,7 +135,11 @@ class CompiledEntry:
     def _check(self, equation: Equation | None) -> None:
         # What the user's own transformations leave of the program may hold no `shard_map`.
         if equation is not None:
-            check_sums(self.program.declared.name, equation)
+            names = names_inside(equation)
+            if has_varying(names):
+                check_summed(equation)
+            if has_gradients(names):
+                check_sums(self.program.declared.name, equation)
         self.program_checked = True
 
 

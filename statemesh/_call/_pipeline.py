@@ -211,7 +211,7 @@ class Pipeline:
         program = entry.program
         program.hold(leaves)
         inputs = program.layout.abstract(program.arrays(leaves))
-        return Lowered(entry.lowers.lower(*inputs), program, treedef, complete)
+        return Lowered(entry.lowered(inputs), program, treedef, complete)
 
     def inspect(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Inspected:
         """The call of these arguments, traced as the call itself would trace it.

@@ -55,7 +55,8 @@ class Stage:
         """The result, with a `jax.ShapeDtypeStruct` for each array."""
         outputs, back = self.program.out_info
         inputs = tree_util.tree_leaves(self.program.args_info)
-        return back.filled(outputs, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs])
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
+        return back.filled(outputs, shapes, self._call.statics.changing_values)
 
     @property
     def out_tree(self) -> Any:

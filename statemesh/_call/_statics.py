@@ -27,6 +27,7 @@ class Statics:
         self.values = [leaves[i] for i in positions]
         # Their owner may have changed these since, so that they are hashed at every call.
         self.changing = [i for i in positions if may_change(leaves[i])]
+        self.changing_values = self.changing_of(leaves)
         self.fixed_at = [i for i in positions if i not in self.changing]
         self.fixed = [leaves[i] for i in self.fixed_at]
         self.tokens = self.tokens_of(leaves)

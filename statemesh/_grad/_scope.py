@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from .._axes._dataflow import forwarded
-from .._axes._differing import Recorded, crossed
+from .._axes._differing import Gathered, Recorded, crossed, whole_over
 from .._axes._mesh_and_lanes import bound_names, gradients_around, meshes_and_lanes
 from .._axes._reduction import Pending, Reduction, reduce_on_mesh
+from .._axes._unsummed import name_varying
 from .._base import _compat as compat
 from .._base import _jaxprs as jaxprs
 from .._base import errors
@@ -25,6 +26,7 @@ class Scope:
     def __init__(self, name: str, axis_name: SeveralAxes, mean: bool, parts: Parts) -> None:
         self.params = parts.params
         self.recorded = Recorded()
+        self.gathered = Recorded(Gathered())
         named = frozenset(bound_names("value_and_grad", axis_name))
         self.reduction = Reduction(named, mean, name, tuple(parts.paths))
         bound = compat.bound_axis_names()
@@ -131,15 +133,18 @@ class Scope:
             return typed
         return typed | self.recorded.of(x)
 
-    def _param_varying(self, x: Leaf) -> Axes:
+    def _param_varying(self, x: Leaf, path: str) -> Axes:
         """The same of a parameter. One that `all_gather` made whole has a type that varies, yet one value.
 
         A cast is the word of whoever wrote it: then each shard has a parameter of its own.
         """
-        made = compat.made_by(compat.recorded_value(x))
-        if made is None or jaxprs.made_varying(made[0]) or not compat.under_jit():
+        typed = compat.varying(x)
+        reduced = _in_order(self.reduction.named & typed, self.from_types)
+        if not reduced:
             return self._varying(x)
-        return self.recorded.of(x)
+        whole = whole_over(self.gathered.of(x)) if compat.under_jit() else NO_AXES
+        name_varying(x, reduced, whole, path)
+        return self._varying(x) - whole
 
     def _axes_without_types(self) -> Iterator[tuple[tuple[AxisName, ...], bool, bool]]:
         """The axes over which types do not tell what differs; whether they are lanes, and of a `vmap`."""
@@ -156,7 +161,8 @@ class Scope:
         program: Callable[[], Jaxpr],
     ) -> list[Leaf]:
         axes, over = frozenset(self.from_types), self._varying(loss)
-        own = [self._param_varying(x) | (self.own & axes) for x in self.params]
+        pairs = zip(self.params, self.reduction.params, strict=True)
+        own = [self._param_varying(x, path) | (self.own & axes) for x, path in pairs]
         self.reduction.check(over, own, self.from_types)
         # Over these axes each shard has a loss and parameters of its own.
         apart = (over & axes) - self.reduction.named

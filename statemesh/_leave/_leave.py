@@ -62,7 +62,7 @@ class _Leaving:
         # Facts about equations that pass these arrays on, kept because several leaves ask for them.
         self.forwarding: dict[int, tuple[Any, list[int | None]]] = {}
         self.varying = varying
-        self.given = {id(x): Given(k, x) for k, x in enumerate(given)}
+        self.given = {id(x): Given(k) for k, x in enumerate(given)}
         self.outputs: list[Leaf] = []
         self.placements: list[Placement] = []
         self.rewritten: list[int] = []

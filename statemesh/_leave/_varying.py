@@ -7,13 +7,14 @@ turned the check off, nothing is refused (`Unchecked`).
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 
 from .._axes._differing import Recorded, all_axes, settled
 from .._axes._mesh_and_lanes import meshes_and_lanes, same_in_lanes, varying_over
+from .._axes._unsummed import check_unrecorded, looking_for_left
 from .._axes._wide import AnyArray
 from .._base import _compat as compat
 from .._base import _jaxprs as jaxprs
@@ -107,13 +108,27 @@ class FromTypes:
         lanes = meshes_and_lanes(self.axis_names)[1]
         if lanes and compat.inside_checked_shard_map():
             return self._run_in_lanes(fun, operands, links, counted)
-        if links is None and not (counted and self.meshes):
-            # With `jit=False` it runs for someone who debugs it, once. There types alone say what varies.
-            return fun(*operands)
+        is_asked = links is not None or bool(counted and self.meshes)
         if compat.under_jit():
+            if not is_asked:
+                return fun(*operands)
             program = trace(fun, operands, None, links)
             return program.result(jaxprs.run_jaxpr(program.closed, program.given))
-        return _run_eagerly(fun, operands, None, links, self._add_results)
+        if is_asked:
+            return _run_eagerly(fun, operands, None, links, self._add_results)
+        # With `jit=False` it runs for someone who debugs it, once. There types alone say what varies.
+        with looking_for_left() as left:
+            result = fun(*operands)
+        if left:
+            with _jit_enabled(), suppress(*compat.NEEDS_VALUES):
+                self._check_gradients(trace(fun, operands, None, None))
+        return result
+
+    def _check_gradients(self, program: Traced) -> None:
+        """Refuse gradients of what was gathered, in a function that ran without its program."""
+        given = [compat.varying(x) for x in program.given]
+        sizes = {name: jax.lax.axis_size(name) for name in self.meshes}
+        check_unrecorded(jaxprs.open_jaxpr(program.closed), given, sizes)
 
     def _run_in_lanes(
         self, fun: Fun, operands: Sequence[PyTree], links: Links | None, counted: bool
@@ -145,6 +160,7 @@ class FromTypes:
     def _add_results(self, program: Traced | None, made: Sequence[AnyArray]) -> None:
         if program is None:
             return
+        self._check_gradients(program)
         given = [compat.varying(x) for x in program.given]
         self.shown.add(made, all_axes(jaxprs.open_jaxpr(program.closed), given))
 

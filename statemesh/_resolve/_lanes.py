@@ -84,9 +84,20 @@ class Pairs(tuple[tuple[Filter, int | None], ...]):
 
 
 class AxesOfMap(tuple[Any, ...]):
-    """`in_axes` of a method of a `Map`, which cannot say where States among its arguments have lanes."""
+    """`in_axes` of a method of a `Map`: the `Map` itself comes before the method's arguments.
 
-    __slots__ = ()
+    **Attributes:**
+
+    - `one_for_all`: whether the author wrote one axis, which stands for all arguments.
+    """
+
+    one_for_all: bool
+
+    def __new__(cls, in_axes: Any, args: int) -> "AxesOfMap":
+        several = isinstance(in_axes, tuple | list)
+        made = super().__new__(cls, (None, *(in_axes if several else [in_axes] * args)))
+        made.one_for_all = not several
+        return made
 
 
 def as_pairs(state_axes: StateAxes, what: str) -> Pairs:

@@ -96,6 +96,27 @@ def test_other_methods_inherit_the_axes(behavior: str) -> None:
     equal(counters.module.total.value, np.zeros((N, 2)))
 
 
+class Scaled(sm.Module):
+    """Its methods take a State."""
+
+    def update(self, x: Any, by: Any) -> Any:
+        return x * by["scale"].value, self
+
+
+def test_a_state_among_the_arguments_is_shared_and_an_axis_for_it_refused(behavior: str) -> None:
+    by = {"scale": sm.State(X)}
+    # One axis stands for all arguments; a State is shared all the same.
+    for in_axes in (0, (0, None)):
+        out, _ = sm.Map(Scaled(), N, behavior=behavior, in_axes=in_axes)(X[:, None], by)
+        equal(out, X[:, None] * X)
+    refused = (
+        r"would map nothing:\n  - in_axes\[1\] = -1 stands for by\['scale'\], a State\nWrite None"
+    )
+    for last in (-1, {"scale": -1}):
+        with pytest.raises(sm.BatchAxisError, match=refused):
+            sm.Map(Scaled(), N, behavior=behavior, in_axes=[0, last])(X, by)
+
+
 def test_axes_and_tag_of_new_states(behavior: str) -> None:
     made = sm.Map(
         Counter(), N, behavior=behavior, init_state_axes={-1: sm.ShortTermState}, state_tag="fresh"

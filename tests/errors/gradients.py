@@ -146,6 +146,12 @@ def summed_where_it_is_the_same(net: Any, x: Any) -> Any:
     return jax.lax.psum(sm.grad(fit, axis_name="x")(net, x)[0]["w"].value, "y")
 
 
+def gathered_before(net: Any, x: Any) -> Any:
+    whole = {**net, "w": sm.ParamState(sm.all_gather(x, "x", tiled=True))}
+    grads, _ = jax.jit(sm.grad(fit, axis_name="x"))(whole, x[0])
+    return jax.lax.pmean(grads["w"].value, "x")
+
+
 # Microbatches
 
 
@@ -275,6 +281,7 @@ MISTAKES: Mistakes = {
         lambda: on_mesh(summed_again),
         lambda: on_mesh(summed_where_it_is_the_same, "4x2"),
     ],
+    "parameters gathered before the gradient": lambda: on_mesh(gathered_before),
     "number of microbatches": lambda: sm.value_and_grad(fit, microbatches=0),
     "rows that microbatches do not divide": uneven_rows,
     "arguments without rows": [

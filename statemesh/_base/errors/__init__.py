@@ -53,6 +53,7 @@ from ._fsdp import scatter_structure as scatter_structure
 from ._fsdp import with_gather_hint as with_gather_hint
 from ._grad import bad_microbatches as bad_microbatches
 from ._grad import cannot_differentiate as cannot_differentiate
+from ._grad import gathered_before as gathered_before
 from ._grad import gradient_in_gradient as gradient_in_gradient
 from ._grad import gradient_in_mixed_maps as gradient_in_mixed_maps
 from ._grad import gradient_unchecked as gradient_unchecked

@@ -187,6 +187,20 @@ def reduced_twice(name: str, bad: Sequence[tuple[str, AxisName]]) -> StatemeshEr
     )
 
 
+def gathered_before(bad: Sequence[tuple[str, AxisName]]) -> StatemeshError:
+    axis = bad[0][1]
+    return error_listing(
+        StatemeshError,
+        "value_and_grad does not sum the gradients of these parameters over shards, although all_gather made "
+        "them one value on all shards",
+        [f"{path}: over {axis!r}" for path, axis in bad],
+        "Inside `jax.jit`, `jax.checkpoint` and loops, and with jit=False, it does not see how a parameter "
+        "was made, whose type says that each shard has its own. Gather inside the function of "
+        f"value_and_grad; or write `jax.lax.all_gather(..., {axis!r}, to='invarying')`, of which the type "
+        "says that it is one value.",
+    )
+
+
 def rows_not_divisible(
     name: str, count: int, bad: Sequence[tuple[str, object, int]]
 ) -> StructureError:

@@ -65,17 +65,22 @@ def lanes_disagree(
     return error_listing(BatchAxisError, f"{name}: the number of lanes is not clear", items, mend)
 
 
-def axes_of_states(name: str, bad: Sequence[tuple[str, int, str, object]]) -> BatchAxisError:
+def axes_of_states(
+    name: str, bad: Sequence[tuple[str, int, str, object]], of_map: bool
+) -> BatchAxisError:
     items = [
         f"{entry} = {axis} stands for {path}, a {type(state).__name__}"
         for entry, axis, path, state in bad
     ]
+    lanes = f"say which States have lanes: state_in_axes={{{bad[0][1]}: filter}}"
+    if of_map:
+        lanes = "keep States that have lanes in the module of the Map"
     return error_listing(
         BatchAxisError,
         f"{name}: in_axes maps arrays outside of States, so these axes would map nothing",
         items,
-        f"Write None there, and say which States have lanes: state_in_axes={{{bad[0][1]}: filter}}. A "
-        "RandomState needs neither, because each lane draws from a stream of its own.",
+        f"Write None there, and {lanes}. A RandomState needs neither, because each lane draws from a stream "
+        "of its own.",
     )
 
 

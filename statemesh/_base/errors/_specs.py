@@ -9,8 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._nodes import is_state
 from .._paths import describe
-from .._specs import PerShard, written_axes
-from .._types import AxisName
+from .._types import AxisName, flat_names
 from ._classes import BatchAxisError, SpecError
 from ._text import counted, error_listing, mesh_str, node_str, quoted, spec_str, typed_str
 
@@ -42,7 +41,7 @@ def not_a_spec(where: str, spec: object) -> TypeError:
     )
 
 
-def per_shard_for_array(where: str, spec: PerShard) -> SpecError:
+def per_shard_for_array(where: str, spec: Any) -> SpecError:
     axes = spec_str(PartitionSpec(*spec.axis_names))
     return SpecError(
         f"{where} is {spec!r}, which can only place States. Use {axes} for an array; for a State write "
@@ -136,7 +135,7 @@ def _shape_item(one: ShapeMismatch, mesh: Mesh | AbstractMesh) -> str:
                 f"{shown} (PerShard) is a scalar; it needs a leading axis with one entry per shard"
             )
         return _rank_item(one)
-    size, names = np.shape(one.value)[one.dim], written_axes(one.spec)[one.dim]
+    size, names = np.shape(one.value)[one.dim], flat_names(one.spec.partitions[one.dim])
     sizes = [mesh.shape[name] for name in names if name in mesh.shape]
     parts = int(np.prod(sizes, dtype=int))
     product = " * ".join(map(str, sizes)) + (f" = {parts}" if len(sizes) > 1 else "")
