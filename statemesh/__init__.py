@@ -7,27 +7,27 @@ longer, and a program that only builds models, or prints its help, does not need
 import typing
 
 from . import filters as filters
-from ._base._nodes import is_state as is_state
+from ._base._errors import BatchAxisError as BatchAxisError
+from ._base._errors import DivergedStateError as DivergedStateError
+from ._base._errors import RetracedWarning as RetracedWarning
+from ._base._errors import SpecError as SpecError
+from ._base._errors import StatemeshError as StatemeshError
+from ._base._errors import StructureError as StructureError
 from ._base._specs import PerShard as PerShard
-from ._base.errors import BatchAxisError as BatchAxisError
-from ._base.errors import DivergedStateError as DivergedStateError
-from ._base.errors import RetracedWarning as RetracedWarning
-from ._base.errors import SpecError as SpecError
-from ._base.errors import StatemeshError as StatemeshError
-from ._base.errors import StructureError as StructureError
-from ._model._kinds import BatchState as BatchState
-from ._model._kinds import HiddenState as HiddenState
-from ._model._kinds import LongTermState as LongTermState
-from ._model._kinds import NonBatchState as NonBatchState
-from ._model._kinds import ParamState as ParamState
-from ._model._kinds import ShortTermState as ShortTermState
-from ._model._module import Module as Module
-from ._model._module import field as field
-from ._model._random import RandomState as RandomState
-from ._model._state import State as State
-from ._partition import combine as combine
-from ._partition import partition as partition
-from ._partition import states as states
+from ._base._trees import is_state as is_state
+from ._state._module import Module as Module
+from ._state._module import field as field
+from ._state._partition import combine as combine
+from ._state._partition import partition as partition
+from ._state._partition import states as states
+from ._state._random import RandomState as RandomState
+from ._state._state import BatchState as BatchState
+from ._state._state import HiddenState as HiddenState
+from ._state._state import LongTermState as LongTermState
+from ._state._state import NonBatchState as NonBatchState
+from ._state._state import ParamState as ParamState
+from ._state._state import ShortTermState as ShortTermState
+from ._state._state import State as State
 
 
 if typing.TYPE_CHECKING:

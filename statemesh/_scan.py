@@ -1,21 +1,27 @@
 """`jax.lax.scan` for models: leaves that are not arrays stay outside of the loop."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ._arguments import inside_modules
-from ._base import errors
-from ._base._arrays import is_shaped
-from ._base._checks import check_flag, count
-from ._base._compat import tree_util
-from ._base._nodes import REMOVED, is_removed, is_state
-from ._base._paths import fun_name, path_str, positional_names
-from ._base._tokens import alike
+from ._base import _errors as errors
+from ._base._checks import check_flag, count, is_shaped
+from ._base._errors import StructureError, error_listing, kind_str
+from ._base._trees import (
+    REMOVED,
+    describe,
+    fun_name,
+    is_removed,
+    is_state,
+    path_str,
+    positional_names,
+)
 from ._base._types import NUMBERS
+from ._call._arguments import alike, inside_modules
+from ._jax._compat import tree_util
 
 
 def scan(
@@ -81,7 +87,7 @@ def scan(
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
         returned = f(_joined(carry, fixed), _joined(x, fixed_rows))
         if not isinstance(returned, tuple) or len(returned) != 2:
-            raise errors.not_carry_and_result(fun_name(f), returned)
+            raise _not_carry_and_result(fun_name(f), returned)
         _check(f, init, returned[0])
         y, other = _parted(returned[1])
         fixed_ys[:] = [other]
@@ -128,7 +134,7 @@ def _check(f: Callable[..., Any], before: Any, after: Any) -> None:
     new, new_tree = tree_util.tree_flatten_with_path(after, is_leaf=is_state)
     if [keys for keys, _ in old] != [keys for keys, _ in new]:
         known, found = dict(map(_named(root), old)), dict(map(_named(root), new))
-        raise errors.carry_structure(
+        raise _carry_structure(
             fun_name(f),
             [path for path in known if path not in found],
             [path for path in found if path not in known],
@@ -140,7 +146,7 @@ def _check(f: Callable[..., Any], before: Any, after: Any) -> None:
         if not _goes_on(x, y, hit)
     ]
     if bad:
-        raise errors.carry_changed(fun_name(f), bad)
+        raise _carry_changed(fun_name(f), bad)
 
 
 def _named(root: str) -> Callable[[Any], tuple[str, Any]]:
@@ -159,3 +165,31 @@ def _goes_on(old: Any, new: Any, in_module: bool) -> bool:
 def _form(state: Any) -> Any:
     leaves, treedef = tree_util.tree_flatten(state)
     return treedef, [(jnp.shape(x), jnp.result_type(x)) for x in leaves]
+
+
+def _not_carry_and_result(name: str, returned: object) -> TypeError:
+    return TypeError(
+        f"scan: {name} must return (carry, y), but returned {kind_str(returned)}. If nothing is to be "
+        "stacked, write `return carry, None`."
+    )
+
+
+def _carry_structure(name: str, missing: Sequence[str], added: Sequence[str]) -> StructureError:
+    items = [f"{path} is missing" for path in missing] + [f"{path} is new" for path in added]
+    return error_listing(
+        StructureError,
+        f"scan: {name} returned a carry whose structure is not that of the carry it was given",
+        items,
+        "Create everything that the loop carries before the loop.",
+    )
+
+
+def _carry_changed(name: str, bad: Sequence[tuple[str, object, object]]) -> StructureError:
+    return error_listing(
+        StructureError,
+        f"scan: {name} returned a carry with other states, or with other leaves that are not arrays, "
+        "than it was given",
+        [f"{path}: was {describe(old)}, is {describe(new)}" for path, old, new in bad],
+        "The carry must keep its form through all steps. Write states with `state.set(...)`. Make a "
+        "number that changes an array before the loop: `jnp.asarray(...)`.",
+    )

@@ -12,20 +12,14 @@ ROOT = pathlib.Path(__file__).parent.parent / "statemesh"
 # The order of the flow. A part may import those before it, never those after it.
 LAYERS = [
     "_base",
+    "_jax",
     "_axes",
-    "_model",
-    "_partition",
-    "_arguments",
-    "_scan",
-    "_resolve",
-    "_write_back",
-    "_packed",
-    "_fsdp",
-    "_leave",
+    "_state",
     "_explain",
     "_call",
+    "_scan",
+    "_fsdp",
     "_grad",
-    "_new_states",
     "_map",
     "nn",
     "testing",
@@ -104,7 +98,7 @@ def test_private_jax_is_nowhere() -> None:
 def test_only_one_file_knows_unstable_jax() -> None:
     """And one of `testing`, which is to share nothing with what it tests."""
     for name, path in modules().items():
-        if name != "_base/_compat.py":
+        if name != "_jax/_compat.py":
             text = path.read_text()
             assert "jax.extend" not in text or name == "testing/_emulate/_jaxprs.py", name
             assert "__version__" not in text or name == "__init__.py", name

@@ -11,12 +11,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from statemesh._axes._equations import shard_map_equation
-from statemesh._base import _compat as compat
-from statemesh._base import _explicit as explicit
-from statemesh._base import _jaxprs as jaxprs
-from statemesh._call import _one_dispatch
-from statemesh._call._one_dispatch import LikeBefore, Refused
+from statemesh._call import _program
+from statemesh._call._program import LikeBefore, Refused
+from statemesh._jax import _compat as compat
+from statemesh._jax import _explicit as explicit
+from statemesh._jax import _jaxprs as jaxprs
+from statemesh._jax._dataflow import shard_map_equation
 from tests.helpers import compiles, counted, make_mesh
 
 
@@ -217,7 +217,7 @@ def test_arguments_are_flattened_again_before_a_call_unlike_others() -> None:
         traces.append(None)
         return x + 1
 
-    x, any_call = jnp.ones(4), _one_dispatch._ANY
+    x, any_call = jnp.ones(4), _program._ANY
     call(x, any_call)
     others = [jnp.ones(5), jnp.ones(4, jnp.int32), np.ones(4, np.float32), 1.0]
     others += [jax.device_put(x, jax.devices()[1]), jnp.asarray(1.0)]

@@ -8,12 +8,11 @@ from numbers import Integral
 import jax
 import jax.numpy as jnp
 
-from .._base import _compat as compat
-from .._base import errors
-from .._base._arrays import is_masked
-from .._base._checks import check_flag
-from .._base._paths import path_str
+from .._base import _errors as errors
+from .._base._checks import check_flag, is_masked
+from .._base._trees import path_str
 from .._base._types import Array, AxisName, PyTree, SeveralAxes, flat_names
+from .._jax import _compat as compat
 from . import _mesh_and_lanes as mesh_and_lanes
 from ._mesh_and_lanes import (
     all_varying,
@@ -207,7 +206,7 @@ _ONE = "one shard"
 def _check_names(what: str, axis_name: SeveralAxes) -> None:
     for name in flat_names(axis_name):
         if isinstance(name, int):
-            raise errors.axis_by_position(what, name)
+            raise _axis_by_position(what, name)
 
 
 def _names(what: str, axis_name: SeveralAxes) -> tuple[AxisName, ...]:
@@ -279,3 +278,11 @@ def _stacked(x: PyTree, name: AxisName) -> PyTree:
         return jax.lax.all_gather(all_varying(x, [name]), name)
     room = jnp.zeros((jax.lax.axis_size(name), *x.shape), x.dtype)
     return total(room.at[index_along([name])].set(x), (name,))
+
+
+def _axis_by_position(what: str, axis: int) -> TypeError:
+    return TypeError(
+        f"{what}: axis_name={axis} is the position of an array's axis, not the name of a mapped one. Give "
+        "the name, such as 'data'. To reduce over an array's own axis, use jnp.sum, jnp.mean, jnp.max or "
+        "jnp.min."
+    )

@@ -1,20 +1,24 @@
-"""Over which mapped axes the values of a traced program may differ.
-
-Inside a checked `shard_map` JAX's types say so, but some of its rules lose it: those of `sort`, of callbacks,
-of a `cond` or a loop whose predicate differs between shards. So a value differs where its type says so, and
-also where the program shows it. Where nothing is typed, the program alone shows it.
-"""
+"""Over which mapped axes values of a traced program may differ, and gradients summed twice or not at all."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeAlias
 
-from .._base import _compat as compat
-from .._base import _jaxprs as jaxprs
-from .._base._compat import ClosedJaxpr, Equation, Jaxpr, Operand
-from .._base._types import NO_AXES, Axes, AxisName
-from ._dataflow import Body, Dataflow
-from ._reduction import Pending
+from jax.ad_checkpoint import checkpoint_name
+
+from .._base._errors import (
+    StatemeshError,
+    error_listing,
+)
+from .._base._types import NO_AXES, Array, Axes, AxisName
+from .._jax import _compat as compat
+from .._jax import _jaxprs as jaxprs
+from .._jax._compat import ClosedJaxpr, Equation, Jaxpr, Operand
+from .._jax._dataflow import Body, Dataflow, divisor, sizes_mapped, split_over
+from ._reduction import GRADIENT, SUMMAND, Pending
 
 
 class Differing(Dataflow[Axes]):
@@ -224,3 +228,262 @@ def _joined_unseen(eqn: Equation) -> Axes:
 
 def _typed(x: Any) -> Axes:
     return compat.varying_type(getattr(x, "aval", None))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gradient:
+    """A reduced gradient up to a constant factor, or a sum of such over shards.
+
+    **Attributes:**
+
+    - `name`: the one that `value_and_grad` has given it.
+    - `differs`: the axes over which it may differ.
+    - `divisors`: the whole numbers by which it has been divided, and their products.
+    - `summed`: the axes over which it has been summed again.
+    - `used`: whether anything else was made of that sum, so that no division can still make it a mean.
+    """
+
+    name: str
+    differs: Axes
+    divisors: frozenset[int] = frozenset()
+    summed: Axes = NO_AXES
+    used: bool = False
+
+
+_Gradients: TypeAlias = frozenset[_Gradient]
+_NONE: _Gradients = frozenset()
+
+
+def has_gradients(names: Iterable[str]) -> bool:
+    """Whether `value_and_grad` has reduced any gradient in a program that gives these names."""
+    return any(name.startswith(GRADIENT) for name in names)
+
+
+def check_sums(name: str, mapped: Equation) -> None:
+    """Refuse a program of one shard that sums a gradient a second time.
+
+    **Arguments:**
+
+    - `name`: what the message calls the function.
+    - `mapped`: the equation of its `shard_map`.
+
+    **Raises:** `StatemeshError` that names each such gradient.
+    """
+    if found := summed_twice(mapped):
+        raise _reduced_twice(name, found)
+
+
+def summed_twice(mapped: Equation) -> list[tuple[str, AxisName]]:
+    """The gradients of which the results hold a sum over an axis along which they were the same.
+
+    Each by its name, with the axis.
+
+    **Arguments:**
+
+    - `mapped`: the equation of a `shard_map`.
+    """
+    body = jaxprs.open_jaxpr(mapped.params["jaxpr"])
+    named = _Named()
+    named.through(body, split_over(mapped))
+    walk = _Sums(named.found, sizes_mapped(mapped))
+    results = walk.join(walk.through(body, [_NONE] * len(body.invars)))
+    return sorted({(one.name, axis) for one in results for axis in one.summed}, key=str)
+
+
+class _Named(Differing):
+    """It remembers over which axes the named gradients differ."""
+
+    def __init__(self) -> None:
+        self.found: dict[Operand, Axes] = {}
+
+    def result(self, var: Operand, fact: Axes) -> Axes:
+        fact = super().result(var, fact)
+        # One variable stands for several values where a jaxpr is run by several equations.
+        self.found[var] = self.found.get(var, NO_AXES) | fact
+        return fact
+
+
+class _Sums(Dataflow[_Gradients]):
+    """The gradients that a value may be, and the sums that have gone into it.
+
+    **Arguments:**
+
+    - `differ`: the axes over which variables may differ.
+    - `sizes`: of the axes that are mapped over.
+    """
+
+    nothing = _NONE
+
+    def __init__(self, differ: Mapping[Operand, Axes], sizes: Mapping[AxisName, int]) -> None:
+        self.differ = differ
+        self.sizes = sizes
+        self.total = math.prod(sizes.values())
+
+    def join(self, facts: Iterable[_Gradients]) -> _Gradients:
+        return _NONE.union(*facts)
+
+    def plain(self, eqn: Equation, given: Sequence[_Gradients]) -> Sequence[_Gradients]:
+        if _is_named(eqn):
+            var = eqn.outvars[0]
+            return [frozenset([_Gradient(eqn.params["name"], self.differ[var])])]
+        if jaxprs.is_sum(eqn):
+            over = frozenset(self.sizes) & jaxprs.collective(eqn)[0]
+            return [self._summed(each, over) for each in given]
+        by = divisor(eqn)
+        if by is None or jaxprs.name_given(eqn) == SUMMAND:
+            inner = [self.through(j, [_NONE] * len(j.invars)) for j in jaxprs.jaxprs_of(eqn)]
+            made = self.join([*given, *map(self.join, inner)])
+            used = frozenset(dataclasses.replace(one, used=True) for one in made if one.summed)
+            return [used] * len(eqn.outvars)
+        return [self._divided(self.join(given), by)]
+
+    def _summed(self, given: _Gradients, over: Axes) -> _Gradients:
+        found = set()
+        for one in given:
+            again = over - one.differs
+            if one.summed:
+                found.add(dataclasses.replace(one, used=True))
+            elif not self._is_mean(one.divisors, again):
+                found.add(dataclasses.replace(one, summed=again))
+        return frozenset(found)
+
+    def _divided(self, given: _Gradients, by: int) -> _Gradients:
+        found = set()
+        for one in given:
+            products = {by * other for other in one.divisors | {1}}
+            # No other number can ever be the one that makes a mean; so a loop does not go on for ever.
+            kept = one.divisors | {k for k in products if k > 1 and self.total % k == 0}
+            if one.used or not (one.summed and self._is_mean(kept, one.summed)):
+                found.add(dataclasses.replace(one, divisors=kept))
+        return frozenset(found)
+
+    def _is_mean(self, divisors: frozenset[int], axes: Axes) -> bool:
+        count = math.prod(self.sizes[axis] for axis in axes)
+        return count == 1 or count in divisors
+
+
+def _is_named(eqn: Equation) -> bool:
+    return (jaxprs.name_given(eqn) or "").startswith(GRADIENT)
+
+
+# In the program the names of these parameters begin so.
+_PARAMETER = "parameter that varies by its type: "
+# While a function runs without a program: whether it has left the gradient of such a parameter to its shard.
+_left: ContextVar[list[bool] | None] = ContextVar("_left", default=None)
+
+
+def name_varying(param: Array, axes: Sequence[AxisName], whole: Axes, path: str) -> None:
+    """Name a parameter whose type varies.
+
+    **Arguments:**
+
+    - `axes`: those over which its type varies and its loss is reduced.
+    - `whole`: those of them over which it is known to be one value.
+    - `path`: what messages call it.
+    """
+    if (left := _left.get()) is not None and not whole.issuperset(axes):
+        left.append(True)
+    for axis in axes if compat.under_jit() else ():
+        checkpoint_name(param, _name(axis, axis in whole, path))
+
+
+def has_varying(names: Iterable[str]) -> bool:
+    """Whether a program that gives these names has parameters that vary."""
+    return any(name.startswith(_PARAMETER) for name in names)
+
+
+def check_summed(mapped: Equation) -> None:
+    """Refuse a program of one shard that does not sum the gradient of what was gathered.
+
+    **Arguments:**
+
+    - `mapped`: the equation of its `shard_map`.
+
+    **Raises:** `StatemeshError` that names each such parameter.
+    """
+    walk = _Unsummed(sizes_mapped(mapped))
+    walk.through(jaxprs.open_jaxpr(mapped.params["jaxpr"]), split_over(mapped))
+    walk.refuse()
+
+
+@contextmanager
+def looking_for_left() -> Iterator[list[bool]]:
+    """While a function runs without a program. The list fills if a program is to be checked after."""
+    left: list[bool] = []
+    token = _left.set(left)
+    try:
+        yield left
+    finally:
+        _left.reset(token)
+
+
+def check_unrecorded(jaxpr: Jaxpr, given: Sequence[Axes], sizes: Mapping[AxisName, int]) -> None:
+    """As `check_summed`, of a function that ran without its program.
+
+    There `value_and_grad` does not see how any parameter was made, but inside of a `jit` or a loop.
+
+    **Arguments:**
+
+    - `jaxpr`: the program of the function, traced after the run.
+    - `given`: the axes over which its arguments may differ.
+    - `sizes`: of the axes that are mapped over.
+    """
+    walk = _Unsummed(sizes, unrecorded=list(jaxpr.eqns))
+    walk.through(jaxpr, given)
+    walk.refuse()
+
+
+class _Unsummed(Gathered):
+    """It finds the parameters that are one value, and whose gradient was left to each shard.
+
+    **Arguments:**
+
+    - `sizes`: of the axes that are mapped over.
+    - `unrecorded`: the equations that stood in no program when they ran.
+    """
+
+    def __init__(self, sizes: Mapping[AxisName, int], unrecorded: Sequence[Equation] = ()) -> None:
+        # The sum over one shard changes nothing.
+        self.axes = [axis for axis, size in sizes.items() if size > 1]
+        self.unrecorded = {id(eqn) for eqn in unrecorded}
+        self.found: dict[tuple[str, AxisName], None] = {}
+
+    def made(self, eqn: Equation, given: Axes) -> Axes:
+        if (name := jaxprs.name_given(eqn) or "").startswith(_PARAMETER):
+            for axis in whole_over(given).intersection(self.axes):
+                for known in (False, True) if id(eqn) in self.unrecorded else (False,):
+                    if name.startswith(start := _name(axis, known, "")):
+                        self.found[name.removeprefix(start), axis] = None
+        return super().made(eqn, given)
+
+    def refuse(self) -> None:
+        if self.found:
+            raise _gathered_before(sorted(self.found, key=str))
+
+
+def _name(axis: AxisName, known: bool, path: str) -> str:
+    return f"{_PARAMETER}{'summed' if known else 'not summed'} over {axis!r}: {path}"
+
+
+def _reduced_twice(name: str, bad: Sequence[tuple[str, AxisName]]) -> StatemeshError:
+    return error_listing(
+        StatemeshError,
+        f"{name}: gradients that value_and_grad has already reduced over shards are summed over them "
+        "again, which makes them too large by a factor of the number of shards",
+        [f"the {what}: over {axis!r}" for what, axis in bad],
+        "Leave `jax.lax.psum` out; value_and_grad has reduced them once.",
+    )
+
+
+def _gathered_before(bad: Sequence[tuple[str, AxisName]]) -> StatemeshError:
+    axis = bad[0][1]
+    return error_listing(
+        StatemeshError,
+        "value_and_grad does not sum the gradients of these parameters over shards, although all_gather made "
+        "them one value on all shards",
+        [f"{path}: over {axis!r}" for path, axis in bad],
+        "Inside `jax.jit`, `jax.checkpoint` and loops, and with jit=False, it does not see how a parameter "
+        "was made, whose type says that each shard has its own. Gather inside the function of "
+        f"value_and_grad; or write `jax.lax.all_gather(..., {axis!r}, to='invarying')`, of which the type "
+        "says that it is one value.",
+    )

@@ -7,7 +7,7 @@ program. In these two cases the reduction is written into the program as a `Pend
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -15,10 +15,17 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
-from .._base import errors
+from .._base import _errors as errors
+from .._base._errors import (
+    StatemeshError,
+    _loss,
+    _loss_mends,
+    error_listing,
+    listed,
+    quoted,
+)
 from .._base._types import NO_AXES, Axes, AxisName
-from ._joined import together
-from ._wide import AnyArray, after_sum, before_sum
+from ._joined import AnyArray, after_sum, before_sum, together
 
 
 Operand = TypeVar("Operand")
@@ -80,7 +87,7 @@ class Reduction:
         """
         apart = (loss & frozenset(axes)) - self.named
         if shared := [p for p, axes in zip(self.params, params, strict=True) if apart - axes]:
-            raise errors.loss_differs(self.name, [a for a in axes if a in apart], shared)
+            raise _loss_differs(self.name, [a for a in axes if a in apart], shared)
 
     def with_names(self, values: Sequence[AnyArray]) -> list[AnyArray]:
         """Reduced gradients, then the loss; each gradient by the name of its parameter.
@@ -95,7 +102,7 @@ class Reduction:
     def of_loss(self, loss: Axes, axes: Axes) -> Plan:
         """How the loss is reduced over those of `axes` that are named, given where it differs."""
         if not self.mean and (same := (self.named & axes) - loss):
-            raise errors.loss_counted_twice(sorted(same, key=str))
+            raise _loss_counted_twice(sorted(same, key=str))
         over = self.named & axes & loss
         return Plan(over, over if self.mean else NO_AXES)
 
@@ -308,3 +315,21 @@ class Pending:
 def _halves(operands: Sequence[Operand]) -> tuple[Sequence[Operand], Sequence[Operand]]:
     half = len(operands) // 2
     return operands[:half], operands[half:]
+
+
+def _loss_differs(name: str, axes: Sequence[AxisName], params: Sequence[str]) -> StatemeshError:
+    return error_listing(
+        StatemeshError,
+        f"{_loss(name)} differs over {quoted(axes)}, which axis_name does not name, but all shards there "
+        "share one copy of",
+        params,
+        listed("JAX would sum their gradients over the shards. Write one of", _loss_mends(axes)),
+    )
+
+
+def _loss_counted_twice(axes: Iterable[AxisName]) -> StatemeshError:
+    return StatemeshError(
+        f"value_and_grad: reduce='sum' is to sum the loss over {quoted(axes)}, but it is the same there on "
+        "every shard: the sum would count it once for each shard. If the function has reduced it already, "
+        "write reduce='mean', which leaves such a loss as it is, or leave the axis out of axis_name."
+    )

@@ -1,4 +1,4 @@
-"""Checks of arguments that several functions share, made before any user code runs."""
+"""Checks of arguments that several functions share, and what counts as an array."""
 
 import functools
 import inspect
@@ -6,11 +6,57 @@ import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from . import errors
-from ._paths import fun_name
-from ._types import AxisName, AxisNames, Size, flat_names, is_axis_name
+from . import _errors as errors
+from ._errors import (
+    _EXPECTED,
+    StatemeshError,
+    quoted,
+    typed_str,
+)
+from ._trees import fun_name
+from ._types import NUMBERS, AxisName, AxisNames, Leaf, Size, flat_names, is_axis_name
+
+
+def is_masked(x: object) -> bool:
+    """Whether `x` is an array of NumPy's with a mask, which JAX would drop without a word."""
+    return isinstance(x, np.ma.MaskedArray)
+
+
+def is_array(x: object) -> bool:
+    """Whether `x` is an array of JAX's, or one of NumPy's that JAX can take: of numbers, not of strings.
+
+    **Raises:** `TypeError` for a masked array.
+    """
+    if isinstance(x, np.ndarray | np.generic):
+        if is_masked(x):
+            raise errors.masked("an array", [("it", x)])
+        return bool(jnp.issubdtype(x.dtype, np.number) or x.dtype == np.bool_)
+    return isinstance(x, jax.Array)
+
+
+def is_array_or_number(x: object) -> bool:
+    """Whether `x` is an array or a Python number, of which an array can be made."""
+    return is_array(x) or isinstance(x, NUMBERS)
+
+
+def is_shaped(x: object) -> bool:
+    """Whether `x` is an array, stands for one that is not computed, or refers to one."""
+    # JAX does not count references as arrays, not even traced ones.
+    return is_array(x) or isinstance(x, jax.ShapeDtypeStruct | jax.Ref | jax.core.Tracer)
+
+
+def is_inexact(x: Leaf) -> bool:
+    """Whether `x` is an array of floats or complex numbers, which can be differentiated, or stands for it."""
+    return is_shaped(x) and bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def is_key(x: object) -> bool:
+    """Whether `x` is a typed key, or an array of them."""
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 _KINDS = (
@@ -28,7 +74,7 @@ def check_function(transform: str, fun: object) -> None:
         fun = fun.func
     for is_kind, kind in _KINDS:
         if is_kind(fun) or is_kind(type(fun).__call__):
-            raise errors.not_a_plain_function(transform, fun_name(fun), kind)
+            raise _not_a_plain_function(transform, fun_name(fun), kind)
 
 
 def positions(what: str, argument: str, given: object) -> tuple[int, ...]:
@@ -45,7 +91,7 @@ def positions(what: str, argument: str, given: object) -> tuple[int, ...]:
 def check_lane_name(what: str, name: object) -> None:
     """Refuse what collectives would not take for the name of one axis."""
     if not isinstance(name, Hashable):
-        raise errors.bad_axis_name(name)
+        raise _bad_axis_name(name)
     if not is_axis_name(name):
         raise errors.invalid_argument(what, "axis_name", name)
 
@@ -69,7 +115,7 @@ def required_names(what: str, names: object) -> tuple[AxisName, ...]:
 def check_named_once(what: str, argument: str, names: Sequence[AxisName]) -> None:
     """Refuse an axis that is named more than once."""
     if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise errors.axis_named_twice(what, argument, repeated, names)
+        raise _axis_named_twice(what, argument, repeated, names)
 
 
 def axis_names(what: str, given: AxisNames, argument: str = "axis_names") -> frozenset[AxisName]:
@@ -87,7 +133,7 @@ def count(what: str, argument: str, given: Size) -> int:
     if isinstance(given, bool) or not hasattr(type(given), "__index__"):
         raise errors.invalid_argument(what, argument, given)
     if operator.index(given) < 0:
-        raise errors.invalid_count(what, argument, given)
+        raise _invalid_count(what, argument, given)
     return operator.index(given)
 
 
@@ -128,3 +174,28 @@ def check_filter(filter: object) -> None:
         field, argument, fits = _FILTERS[name]
         if not fits(given := getattr(filter, field)):
             raise errors.invalid_argument(name, argument, given)
+
+
+def _invalid_count(what: str, argument: str, given: int) -> StatemeshError:
+    return StatemeshError(f"{what}: {argument} is {given}, but must be {_EXPECTED[argument]}.")
+
+
+def _not_a_plain_function(transform: str, name: str, kind: str) -> TypeError:
+    return TypeError(
+        f"{transform}: {name} is {kind}: a call of it gives no values, only something that is still to run. "
+        "JAX traces a function once, from its arguments to its results: write `def` without `async`, and "
+        "`return` the values without `yield`."
+    )
+
+
+def _bad_axis_name(name: object) -> TypeError:
+    return TypeError(f"axis_name={typed_str(name)} cannot be hashed. Use a string.")
+
+
+def _axis_named_twice(
+    what: str, argument: str, repeated: Sequence[AxisName], names: Sequence[AxisName]
+) -> StatemeshError:
+    return StatemeshError(
+        f"{what}: {argument} names {quoted(repeated)} more than once, in {tuple(names)!r}. Name each axis "
+        "once."
+    )

@@ -7,24 +7,21 @@ import equinox as eqx
 import jax
 from jax.sharding import AbstractMesh
 
-from .._arguments import Call
-from .._base import _compat as compat
-from .._base._arrays import is_shaped
-from .._base._checks import check_function
-from .._base._compat import ClosedJaxpr, tree_util
-from .._base._frames import without_own_frames
-from .._base._paths import fun_name, path_str, positional_names
+from .._base._checks import check_function, is_shaped
+from .._base._trees import fun_name, path_str, positional_names
 from .._base._types import AxisName, Fun, Leaf, PyTree
-from .._explain._explanation import Explanation
-from .._explain._records import LeafRow, ResultRow
-from .._explain._sites import marked, sites_of
-from .._explain._traced import Mapped
-from .._explain._traced_call import TracedCall, explanation_of
-from .._write_back import WriteBack
+from .._explain._compiled import TracedCall, explanation_of
+from .._explain._explanation import Explanation, LeafRow, ResultRow
+from .._explain._traced import Mapped, marked, sites_of
+from .._jax import _compat as compat
+from .._jax._compat import ClosedJaxpr, tree_util
+from .._jax._frames import without_own_frames
+from ._arguments import Call
+from ._call import watching
 from ._explained import Rows
 from ._mapping import StatefulMapping
 from ._program import Program
-from ._watch import watching
+from ._write_back import WriteBack
 
 
 @without_own_frames

@@ -11,21 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from .._arguments import Call, Unit
-from .._base._compat import tree_util
-from .._base._nodes import is_state
-from .._base._paths import path_str
+from .._base._errors import axes_argument, spec_str
 from .._base._specs import PerShard, Placement
+from .._base._trees import is_state, path_str
 from .._base._types import AxisName, Leaf
-from .._base.errors import axes_argument, spec_str
-from .._explain._explanation import Explanation
-from .._explain._records import NO_AXIS, OWN_SPEC, LeafRow, ResultRow
+from .._explain._compiled import TracedCall, explanation_of
+from .._explain._explanation import NO_AXIS, OWN_SPEC, Explanation, LeafRow, ResultRow
 from .._explain._traced import Mapped
-from .._explain._traced_call import TracedCall, explanation_of
-from .._write_back import Output, WriteBack
+from .._jax._compat import tree_util
+from ._arguments import Call, Unit
+from ._call import Inspected, Pipeline
 from ._packing import Packing
-from ._pipeline import Inspected, Pipeline
 from ._program import Program
+from ._write_back import Output, WriteBack
 
 
 def explain_call(pipeline: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:

@@ -9,17 +9,17 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, overload
 
-from .._base import errors
-from .._base._frames import leave_out_own, without_own_frames
-from .._base._paths import fun_name
+from .._base._errors import StatemeshError
+from .._base._trees import fun_name
 from .._base._types import AnyMesh, Fun, Params, PyTree, Result
 from .._explain._explanation import Explanation
-from ._declared import Declared
+from .._jax._frames import leave_out_own, without_own_frames
+from ._arguments import Boxes
+from ._call import Pipeline
 from ._explained import explain_call
-from ._pipeline import Pipeline
+from ._program import Lowered
+from ._rules import Declared
 from ._spec_rules import SpecRules
-from ._stages import Lowered
-from ._static_arguments import Boxes
 
 
 Others = ParamSpec("Others")
@@ -122,7 +122,7 @@ class StatefulMapping(Generic[Params, Result]):
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _ARGUMENTS or (name in vars(StatefulMapping) and not name.startswith("_")):
-            raise errors.mapping_is_fixed(self.__name__, self._declared.transform, name)
+            raise _mapping_is_fixed(self.__name__, self._declared.transform, name)
         super().__setattr__(name, value)
 
     @property
@@ -278,7 +278,7 @@ class StatefulMapping(Generic[Params, Result]):
         """
         rules = self._declared.rules
         if not isinstance(rules, SpecRules):
-            raise errors.lanes_on_mesh(self.__name__, self._declared.transform)
+            raise _lanes_on_mesh(self.__name__, self._declared.transform)
         rules = dataclasses.replace(rules, mesh=mesh)
         declared = dataclasses.replace(self._declared, rules=rules, donate="none")
         declared.check()
@@ -319,3 +319,21 @@ def _boxed(declared: Declared, bound: tuple[PyTree, ...], static: Sequence[int])
     boxes = Boxes(declared.fun, static)
     declared = dataclasses.replace(declared, fun=boxes.opened)
     return StatefulMapping(declared, None, bound, boxes)
+
+
+def _mapping_is_fixed(name: str, transform: str, attribute: str) -> AttributeError:
+    mend = f"Map the function again, as in {transform}({name}, {attribute}=...)"
+    if transform == "shard_map" and attribute == "mesh":
+        mend += f", or call {name}.on_mesh(mesh)"
+    if attribute in ("lower", "explain", "place", "unsharded", "on_mesh"):
+        mend = "Give what you set another name"
+    return AttributeError(
+        f"{name}.{attribute} cannot be set: what {transform} returned does not change. {mend}."
+    )
+
+
+def _lanes_on_mesh(name: str, transform: str) -> StatemeshError:
+    return StatemeshError(
+        f"{name}.on_mesh: {transform} maps over lanes, and not over a mesh with named axes. Give its "
+        "function to shard_map."
+    )

@@ -4,16 +4,27 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._arguments import Arguments, Call
-from .._base import errors
-from .._base._compat import tree_util
-from .._base._nodes import is_packed, is_state, is_state_or_packed
+from .._base._errors import (
+    SpecError,
+    error_listing,
+    sizes_str,
+    spec_str,
+)
 from .._base._specs import Placement
-from .._base._types import Fun, Leaf, PyTree
-from .._packed._contents import Contents, Form, Group
-from .._packed._packed import Packed, shapes_of, with_models
-from .._resolve._specs import SpecPlacement
-from .._write_back import Forwarded, Output, WriteBack
+from .._base._trees import is_packed, is_state, is_state_or_packed
+from .._base._types import AxisName, Fun, Leaf, PyTree
+from .._jax._compat import tree_util
+from ._arguments import Arguments, Call
+from ._packed import (
+    Contents,
+    Form,
+    Group,
+    Packed,
+    shapes_of,
+    with_models,
+)
+from ._specs import SpecPlacement
+from ._write_back import Forwarded, Output, WriteBack
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,7 +78,7 @@ class Packing:
             packed = dict(form.contents.sizes)
             used = {axis for group in form.part.groups for axis in group.names}
             if any(sizes.get(axis) != packed[axis] for axis in used):
-                raise errors.packed_for_other_sizes(name, packed, dict(sizes))
+                raise _packed_for_other_sizes(name, packed, dict(sizes))
         paths = self.arguments.paths()
         moved = [
             (paths[position], at.group.slots[at.slot].where.spec, where.spec)
@@ -76,7 +87,7 @@ class Packing:
             and not _lies(at.group.slots[at.slot].where, where)
         ]
         if moved:
-            raise errors.packed_with_other_specs(name, moved)
+            raise _packed_with_other_specs(name, moved)
 
     def inputs(self, placed: Mapping[int, Placement]) -> Mapping[int, Placement]:
         """The placement of each real input, by position: that of a buffer in place of its arrays'."""
@@ -279,3 +290,25 @@ class _Joining:
         number = len(self.outputs) - 1
         self.written += [(number, path) for path in paths]
         return Output(number)
+
+
+def _packed_for_other_sizes(
+    name: str, packed: Mapping[AxisName, int], sizes: Mapping[AxisName, int]
+) -> SpecError:
+    return SpecError(
+        f"{name}: a model is packed for a mesh with {sizes_str(packed) or 'no axes'}, but this call is on "
+        f"{sizes_str(sizes) or 'no axes'}. Pack it for the mesh of this call: "
+        "statemesh.pack(packed.unpack(), mesh)."
+    )
+
+
+def _packed_with_other_specs(name: str, found: Sequence[tuple[str, object, object]]) -> SpecError:
+    return error_listing(
+        SpecError,
+        f"{name}: these states are packed with other specs than this call has for them",
+        [
+            f"{path}: packed with {spec_str(packed)}, but this call has {spec_str(needed)}"
+            for path, packed, needed in found
+        ],
+        "Give statemesh.pack the same specs: pack(model, mesh, state_specs=...) as in state_in_specs.",
+    )

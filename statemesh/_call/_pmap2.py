@@ -1,11 +1,16 @@
 """`pmap2`: signature, docstring, and one call of the engine."""
 
-from collections.abc import Callable, Iterable
+import dataclasses
+import types
+import weakref
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, overload
 
-from .._base import errors
+import jax
+
+from .._base import _errors as errors
 from .._base._checks import positions
-from .._base._paths import fun_name
+from .._base._trees import fun_name
 from .._base._types import (
     MISSING,
     UNNAMED_DEVICES,
@@ -13,22 +18,82 @@ from .._base._types import (
     DeviceList,
     Fun,
     LaneName,
+    Leaf,
     Missing,
     Params,
     Positions,
+    PyTree,
     Result,
     Size,
     StateAxes,
     Text,
 )
-from .._resolve._lanes import as_pairs
-from .._resolve._processes import as_shapes
+from ._arguments import Boxes
 from ._axis_rules import AxisRules
-from ._declared import Declared
+from ._call import Pipeline, make_room
+from ._instances import Devices
+from ._lanes import as_pairs
 from ._mapping import Decorator, StatefulMapping
-from ._on_devices import Devices
-from ._shared import shared_pipeline
-from ._static_arguments import Boxes
+from ._processes import as_shapes
+from ._rules import Declared
+
+
+# Pipelines kept for one function: the oldest go first.
+_KEPT = 16
+
+_pipelines: "weakref.WeakKeyDictionary[Any, dict[Hashable, Pipeline]]" = weakref.WeakKeyDictionary()
+
+# Types whose values are compared by value, never change, and keep no function alive.
+_PLAIN = (int, str, type, types.NoneType, types.EllipsisType, types.CodeType, jax.Device)
+
+
+def shared_pipeline(declared: Declared) -> Pipeline:
+    """The pipeline of an equal declaration of the same function, or a new one.
+
+    A function is the same if it is the same object, as under `jax.jit`, and has the same code. What is
+    declared with objects that may change, or that may keep the function alive, has a pipeline of its own.
+    """
+    fun = declared.fun
+    if not isinstance(fun, types.FunctionType):
+        return Pipeline(declared)
+    try:
+        key = _key((fun.__code__, declared.name, declared.rules, declared.donate))
+    except TypeError:
+        return Pipeline(declared)
+    alike = _pipelines.setdefault(fun, {})
+    found = alike.get(key)
+    if found is not None:
+        return found
+    make_room(alike, _KEPT)
+    return alike.setdefault(key, Pipeline(dataclasses.replace(declared, fun=_Weak(fun))))
+
+
+class _Weak:
+    """A function that can be called without being kept alive. Its mappings keep it alive."""
+
+    def __init__(self, fun: types.FunctionType) -> None:
+        self._fun = weakref.ref(fun)
+
+    @property
+    def __wrapped__(self) -> Any:
+        return self._fun()
+
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
+        return self.__wrapped__(*args, **kwargs)
+
+
+def _key(value: Leaf) -> Hashable:
+    """A key that is equal for equal values of the same types.
+
+    **Raises:** `TypeError` for what is not plain.
+    """
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, tuple | frozenset):
+        return type(value), *map(_key, value)
+    if isinstance(value, AxisRules | Devices):
+        return tuple(_key(getattr(value, field.name)) for field in dataclasses.fields(value))
+    raise TypeError(value)
 
 
 @overload

@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Any, overload
 
-from .._base import _compat as compat
-from .._base import errors
+from .._base import _errors as errors
 from .._base._checks import axis_names as as_names
-from .._base._checks import check_flag
-from .._base._paths import fun_name
+from .._base._checks import (
+    check_flag,
+)
+from .._base._trees import fun_name
 from .._base._types import (
     MISSING,
     AnyMesh,
@@ -19,8 +20,9 @@ from .._base._types import (
     SpecTree,
     StateSpecs,
 )
-from ._declared import DONATE, Declared
+from .._jax import _compat as compat
 from ._mapping import Decorator, StatefulMapping
+from ._rules import DONATE, Declared
 from ._spec_rules import SpecRules
 
 
@@ -117,7 +119,7 @@ def shard_map(
         ```
     """
     if out_specs is MISSING:
-        raise errors.out_specs_required()
+        raise _out_specs_required()
     if not (isinstance(donate, str) and donate in DONATE):
         raise errors.unknown_choice("donate", donate, DONATE)
     check_flag("shard_map", "check_vma", check_vma)
@@ -139,3 +141,10 @@ def shard_map(
         return StatefulMapping(declared)
 
     return decorate if fun is None else decorate(fun)
+
+
+def _out_specs_required() -> TypeError:
+    return TypeError(
+        "shard_map needs out_specs: `shard_map(fun, mesh, in_specs, out_specs)`, with P() for results that "
+        "are the same on every shard."
+    )

@@ -1,4 +1,4 @@
-"""Step 2 for `shard_map`: leaves enter by `PartitionSpec`."""
+"""The rules of `shard_map`: leaves enter and results leave by `PartitionSpec`."""
 
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
@@ -7,19 +7,45 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from .._arguments import Arguments, Call
-from .._base import _compat as compat
-from .._base import _explicit as explicit
-from .._base import errors
-from .._base._compat import tree_util
-from .._base._nodes import is_state
-from .._base._prefix import broadcast_specs
+from .._base import _errors as errors
+from .._base._checks import is_shaped
+from .._base._errors import (
+    Diverged,
+    DivergedStateError,
+    RankMismatch,
+    SpecError,
+    Varying,
+    _Mesh,
+    _rank_item,
+    axes_argument,
+    error_listing,
+    first_items,
+    listed,
+    mesh_str,
+    mesh_with_types_str,
+    policy_name,
+    quoted,
+    spec_str,
+)
 from .._base._specs import PerShard, Placement, is_spec, restricted
-from .._base._stored import by_fields
-from .._base._types import AnyMesh, AxisName, Leaf, PyTree, SpecTree, StateSpecs
-from .._leave._spec_rules import LeaveBySpec
-from .._model._state import State
-from .._resolve._mesh import (
+from .._base._trees import describe, is_state, path_str
+from .._base._types import (
+    NUMBERS,
+    AnyMesh,
+    AxisName,
+    Leaf,
+    PyTree,
+    SpecTree,
+    StateSpecs,
+)
+from .._jax import _compat as compat
+from .._jax import _explicit as explicit
+from .._jax._compat import tree_util
+from .._state._state import State
+from ._arguments import Arguments, Call
+from ._instances import OnMesh, OnOwnMesh
+from ._mesh import (
+    by_fields,
     check_specs,
     lies_on_a_mesh,
     manual_names,
@@ -28,17 +54,84 @@ from .._resolve._mesh import (
     one_device_mesh,
     resolve_mesh,
 )
-from .._resolve._specs import (
+from ._origins import Entered, values
+from ._rules import LeavingRules, Mistakes, Resolved, ReturnedUnit, Stacked, roots
+from ._specs import (
     REPLICATED,
     UNDECLARED,
     OfStates,
+    broadcast_specs,
     check_state_specs,
     choices,
+    choose_specs,
     own_placements,
     placement,
 )
-from ._on_mesh import OnMesh, OnOwnMesh
-from ._rules import Resolved, Stacked
+
+
+@dataclasses.dataclass(frozen=True)
+class LeaveBySpec(LeavingRules):
+    """`out_specs` and `state_out_specs`."""
+
+    out_specs: SpecTree
+    state_out_specs: StateSpecs
+
+    def entries(self, result: PyTree, root: str) -> list[Leaf]:
+        return broadcast_specs(self.out_specs, result, "shard_map out_specs", root)
+
+    def declared(self, result: PyTree, root: str) -> list[Leaf]:
+        return choose_specs(self.state_out_specs, roots(result, root), "state_out_specs")
+
+    def for_array(self, entry: Leaf, x: Leaf, path: str, mistakes: Mistakes) -> Placement:
+        if entry is None:
+            raise _none_for_array(path, x)
+        return placement(entry)
+
+    def stays(self, where: Placement) -> bool:
+        """Never: a spec of an array means to statemesh what it means to JAX."""
+        return False
+
+    def for_state(
+        self, state: State, entered: Entered | None, declared: Any, path: str, mistakes: Mistakes
+    ) -> list[Placement]:
+        if declared is not UNDECLARED:
+            return [*own_placements(state, declared, path)]
+        if entered is not None:
+            own = list(entered.placements)
+            structure = tree_util.tree_structure
+            if structure(state.value) == structure(entered.seen.value):
+                return own
+            # `replace` has changed the structure, and nothing says which leaf is which.
+            if len(set(own)) == 1:
+                return own * len(values(state))
+        return [*own_placements(state, state.spec, path)]
+
+    def check_entries(self, units: Sequence[ReturnedUnit]) -> None:
+        of_states, depth = OfStates(), 0 if is_spec(self.out_specs) else 1
+        for one in units:
+            where = f"out_specs{jax.tree_util.keystr(one.keys[:depth])}"
+            if one.placements is not None:
+                path = path_str(one.keys, f"{self.fun_name}(...)")
+                of_states.state(where, one.entry, path, one.node, one.placements)
+            elif is_shaped(one.node) or type(one.node) in NUMBERS:
+                of_states.array(where, one.entry)
+        if bad := of_states.bad():
+            raise errors.specs_of_states(self.fun_name, "out_specs", "state_out_specs", bad)
+
+    def auxiliary(self) -> Placement:
+        return REPLICATED
+
+    def fallback(self, declared: Any, x: Leaf, path: str) -> Placement | None:
+        """None: the author has to write a spec."""
+        return None
+
+    def refuse(self, mistakes: Mistakes) -> None:
+        if mistakes.diverged:
+            raise _diverged(self.fun_name, mistakes.diverged)
+        if mistakes.rank:
+            raise _out_rank(self.fun_name, mistakes.rank)
+        if mistakes.varying:
+            raise _out_varies(self.fun_name, mistakes.varying)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +182,7 @@ class SpecRules:
         for what in ("in_specs", "out_specs"):
             for path, spec in _flat_specs(getattr(self, what)):
                 if isinstance(spec, PerShard):
-                    raise errors.per_shard_for_array(what + jax.tree_util.keystr(path), spec)
+                    raise _per_shard_for_array(what + jax.tree_util.keystr(path), spec)
         for what in ("state_in_specs", "state_out_specs"):
             check_state_specs(getattr(self, what), what)
         # A function may be mapped where there are no devices, if it is not called.
@@ -118,7 +211,7 @@ class SpecRules:
         if traced and names and explicit.has_explicit_axes(mesh):
             left = explicit.left_by_vmap(mesh, names)
             if self.axis_names and left != names:
-                raise errors.axis_of_vmap([name for name in names if name not in left], mesh)
+                raise _axis_of_vmap([name for name in names if name not in left], mesh)
             names = left
         if self.in_specs is not compat.INFER:
             return SpecContext(self, mesh, names, self.in_specs, ())
@@ -179,7 +272,7 @@ class SpecContext:
     def resolve(self, name: str, arguments: Arguments, call: Call) -> Resolved:
         rules, mesh, names = self.rules, self.mesh, self.names
         if not names:
-            raise errors.no_axes_left(mesh)
+            raise _no_axes_left(mesh)
         rules.check_specs(mesh, names)
         placements, placed_by = self._placements(name, arguments, call)
         paths = arguments.paths()
@@ -242,7 +335,7 @@ def _inferred(
 ) -> tuple[PyTree, ...]:
     """The specs that the types of the arguments carry, as Explicit axes make them."""
     if not explicit.explicit_axes(mesh).issuperset(names):
-        raise errors.cannot_infer(mesh)
+        raise _cannot_infer(mesh)
 
     wanted = frozenset(names)
 
@@ -252,3 +345,117 @@ def _inferred(
         return restricted(explicit.type_of(x).sharding.spec, wanted)
 
     return tuple(jax.tree.map(spec_of, arg, is_leaf=is_state) for arg in args)
+
+
+def _diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError:
+    if merged := [one for one in bad if one.state.needs_old]:
+        return _policies_diverged(name, merged)
+    axes = bad[0].axis_names
+    own = quoted(axes)
+    scatter = (
+        "\nA parameter that `gather` made whole goes back to its parts, in its own dtype: return "
+        "`sm.scatter(whole, model)`."
+    )
+    return error_listing(
+        DivergedStateError,
+        f"{name}: shards wrote different values to states that keep one copy",
+        first_items([f"{one.item}, which keeps one copy" for one in bad]),
+        "Mend it in one of three ways:\n"
+        f"  1. reduce the value yourself: state.set(jax.lax.pmean(value, {axes_argument(axes)!r}));\n"
+        "  2. declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a "
+        "function;\n"
+        f"  3. keep one value per shard: State(value, spec=sm.PerShard({own})), or a spec that names "
+        f"{own}, as in state_out_specs." + scatter * any(one.is_new_parameter for one in bad),
+    )
+
+
+def _policies_diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError:
+    """States whose policy has merged the writes, and gave a value that still differs."""
+    items, mends = [], []
+    for one in bad:
+        if one.state.reduce == "sum":
+            axes = quoted(one.axis_names)
+            items.append(
+                f"{one.item}: reduce='sum' adds the increments to the old value, which entered "
+                f"split over {axes}"
+            )
+            mends.append(
+                "let it leave as it entered; or write what the shards' values become, as in "
+                "reduce=lambda old, new, axis_names: jax.lax.psum(new, axis_names)"
+            )
+        else:
+            own, axis = policy_name(one.state), axes_argument(one.axis_names)
+            items.append(
+                f"{one.item}: {own} returned it, but must return the same value on every shard"
+            )
+            mends.append(
+                f"reduce it in {own}, as with jax.lax.psum(value, {axis!r}) or "
+                f"jax.lax.all_gather(value, {axis!r}, to='invarying')"
+            )
+    head = (
+        f"{name}: the policies of these states gave values that differ between shards, but one copy is "
+        "kept"
+    )
+    return error_listing(DivergedStateError, head, first_items(items), listed("Mend it", mends))
+
+
+def _out_varies(name: str, bad: Sequence[Varying]) -> SpecError:
+    axes = bad[0].axis_names
+    return error_listing(
+        SpecError,
+        f"{name}: out_specs require replication, but these results vary",
+        [
+            f"{one.path}: {describe(one.value)} varies over {quoted(one.axis_names)} but its out_spec is "
+            f"{spec_str(one.spec)}"
+            for one in bad
+        ],
+        f"Reduce it, as with jax.lax.psum(value, {axes_argument(axes)!r}), or name {quoted(axes)} in "
+        "out_specs to join the shards' parts.",
+    )
+
+
+def _axis_of_vmap(taken: Sequence[AxisName], mesh: _Mesh) -> SpecError:
+    return SpecError(
+        f"an enclosing jax.vmap maps over an array that is split over {quoted(taken)} of {mesh_str(mesh)}, "
+        "so its lanes use up that mesh axis. Leave `axis_names` out to map over the other axes, or split the "
+        "array differently."
+    )
+
+
+def _no_axes_left(mesh: _Mesh) -> SpecError:
+    return SpecError(
+        f"an enclosing shard_map already maps over every axis of {mesh_str(mesh)}. Give the outer one "
+        "`axis_names` that leave some axes free."
+    )
+
+
+def _cannot_infer(mesh: _Mesh) -> TypeError:
+    return TypeError(
+        f"in_specs can be left out only on a mesh of Explicit axes; this is {mesh_with_types_str(mesh)}. "
+        "Write in_specs=..., one entry for each positional argument."
+    )
+
+
+def _per_shard_for_array(where: str, spec: Any) -> SpecError:
+    axes = spec_str(PartitionSpec(*spec.axis_names))
+    return SpecError(
+        f"{where} is {spec!r}, which can only place States. Use {axes} for an array; for a State write "
+        f"state_in_specs={{...: {spec!r}}} or State(value, spec={spec!r})."
+    )
+
+
+def _out_rank(name: str, bad: Sequence[RankMismatch]) -> SpecError:
+    return error_listing(
+        SpecError,
+        f"{name}: results have fewer axes than their specs have entries",
+        map(_rank_item, bad),
+        "Keep an axis, as with jnp.sum(x, keepdims=True) or x[None], or use P() for a value that is "
+        "the same on every shard.",
+    )
+
+
+def _none_for_array(path: str, value: object) -> SpecError:
+    return SpecError(
+        f"{path} is {describe(value)}, but its out_spec is None, which only fits results without arrays "
+        "outside States. Write P() or P('axis')."
+    )

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, overload
 
-from .._base._paths import fun_name
+from .._base._trees import fun_name
 from .._base._types import (
     MISSING,
     UNNAMED,
@@ -17,11 +17,11 @@ from .._base._types import (
     Size,
     StateAxes,
 )
-from .._resolve._lanes import as_pairs
 from ._axis_rules import AxisRules
-from ._declared import Declared
+from ._instances import Lanes
+from ._lanes import as_pairs
 from ._mapping import Decorator, StatefulMapping
-from ._over_lanes import Lanes
+from ._rules import Declared
 
 
 @overload

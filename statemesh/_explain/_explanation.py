@@ -1,15 +1,610 @@
-"""The explanation of a call."""
+"""An explanation: what it records, and how it is told in text, tables and a picture."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+import html
+import itertools
+import math
+import pathlib
+import re
+import textwrap
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from .._base._errors import axes_argument
 from .._base._types import AxisName
-from ._drawing import Drawing, drawing_of
-from ._html import html_of
-from ._records import Collective, LeafRow, Memory, ResultRow
-from ._sections import sections, summary
-from ._text import text_of
+
+
+def bytes_str(count: int) -> str:
+    """A number of bytes with its unit: `12 B`, `3.4 MiB`."""
+    amount, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if amount < 1024:
+            break
+        amount, unit = amount / 1024, larger
+    return f"{count} B" if unit == "B" else f"{amount:.1f} {unit}"
+
+
+# Who placed a leaf, where its state's own spec did.
+OWN_SPEC = "its own spec"
+# How the reason begins for which a parameter stays whole that cannot be split.
+NO_AXIS = "no axis is divisible by"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LeafRow:
+    """A leaf of the arguments of a call.
+
+    **Attributes:**
+
+    - `path`: its path, as one would type it.
+    - `kind`: the type of its State, else `array`, `NumPy array` or `number`.
+    - `dtype`, `shape`, `shard_shape`: its type, its shape, and the shape of the part that a device holds.
+    - `enters`: where it lies: a spec or a lane axis.
+    - `split`: the mesh axes that split each of its axes, as far as any do.
+    - `placed_by`: what says so: an entry as the author wrote it, `its own spec`, `its kind` or `default`.
+    - `leaves`: how it leaves: `untouched`, `not returned`, or that it is written, where, and which policy
+        merges it over which axes.
+    - `bytes`: what each device holds of it.
+    - `moved`: what the call must lay out on each device before it runs.
+    - `call`: the name of the mapped function.
+    - `whole`: why a state stays whole whose own spec has an entry for each axis and names no mesh axis, as
+        `fsdp` writes it: `no axis is divisible by x=4`, or `kept whole` where it could be split, as one that
+        is smaller than `min_size`. Empty for all others.
+    """
+
+    path: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard_shape: tuple[int, ...]
+    enters: str
+    split: tuple[tuple[AxisName, ...], ...]
+    placed_by: str
+    leaves: str
+    bytes: int
+    moved: int
+    call: str
+    whole: str
+
+    @property
+    def splits_itself(self) -> bool:
+        """Whether the spec of its own splits it."""
+        return self.placed_by == OWN_SPEC and any(self.split)
+
+    @property
+    def fits_no_axis(self) -> bool:
+        """Whether it is whole because a mesh axis divides none of its lengths."""
+        return self.whole.startswith(NO_AXIS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ResultRow:
+    """An array that a call makes and that is no leaf of its arguments, written.
+
+    **Attributes:**
+
+    - `path`: its path in the result.
+    - `kind`, `dtype`, `shape`, `shard_shape`: as for a leaf of the arguments.
+    - `leaves`: where it lies.
+    - `bytes`: what each device holds of it.
+    - `call`: the name of the mapped function.
+    """
+
+    path: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard_shape: tuple[int, ...]
+    leaves: str
+    bytes: int
+    call: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Collective:
+    """An exchange between devices.
+
+    **Attributes:**
+
+    - `operation`: JAX's name for it, or XLA's where XLA added it.
+    - `axes`: the mesh axes over which devices exchange.
+    - `times`: how often it runs in a call, loops multiplied out.
+    - `unknown_loop`: whether it stands in a loop of which nobody knows how often it runs. `times` and `bytes`
+        are then those of one turn.
+    - `branch`: whether it stands in a branch of a `cond`, and may not run.
+    - `bytes`: what a device sends in a call, as rings send it.
+    - `arrays`: its operands on a device, by dtype and shape.
+    - `cause`: the policy of which state, the gradient of which parameter, your code, or `XLA's own`.
+    - `line`: the user's line, `file:line`; empty where there is none.
+    - `compiled`: what the compiled program has of it: `as traced`, `merged with …`, `removed`, `XLA's own`;
+        empty where nothing is compiled.
+    - `instructions`: the instructions of the compiled program that do it.
+    """
+
+    operation: str
+    axes: tuple[AxisName, ...]
+    times: int
+    unknown_loop: bool
+    branch: bool
+    bytes: int
+    arrays: tuple[str, ...]
+    cause: str
+    line: str
+    compiled: str
+    instructions: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory that a device needs for a call, by XLA's account.
+
+    **Attributes:**
+
+    - `arguments`, `results`, `temporaries`: the bytes of each.
+    - `donated`: the bytes of arguments that results take over.
+    - `peak`: the most that is held at once, as XLA tells it. Of a CPU it leaves temporaries out.
+    - `allocated`: what is set aside in all: arguments, results and temporaries, less what is donated.
+    - `by_argument`: the bytes of each argument, by its path. Those that the program does not read have none.
+    - `by_result`: the bytes of each result, by its path.
+    - `result_table`: the part of `results` that holds where the results are.
+    """
+
+    arguments: int
+    results: int
+    temporaries: int
+    donated: int
+    peak: int
+    allocated: int
+    by_argument: Mapping[str, int]
+    by_result: Mapping[str, int]
+    result_table: int
+
+
+@runtime_checkable
+class Explained(Protocol):
+    """What a summary and tables are made of."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def sizes(self) -> Mapping[AxisName, int]: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def leaves(self) -> Sequence[LeafRow]: ...
+
+    @property
+    def results(self) -> Sequence[ResultRow]: ...
+
+    @property
+    def collectives(self) -> Sequence[Collective]: ...
+
+    @property
+    def memory(self) -> Memory | None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A table: its title, the heads of its columns, and its rows."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+_MOVED = "; * is laid out anew before the call runs"
+# More rows than these are counted and not shown.
+_MOST = 30
+
+Row = TypeVar("Row", LeafRow, ResultRow, Collective)
+
+
+def summary(one: Explained) -> str:
+    """What matters most, in one line."""
+    where = ", ".join(f"{name}={size}" for name, size in one.sizes.items())
+    parts = [f"{one.name} on Mesh({where})" if where else f"{one.name} on one device"]
+    held = sum(row.bytes for row in one.leaves)
+    moved = sum(row.moved for row in one.leaves)
+    real = [row for row in one.collectives if row.compiled != "removed"]
+    parts.append(f"{bytes_str(held)} of arguments a device")
+    if moved:
+        parts.append(f"{bytes_str(moved)} to move first")
+    unknown = " and more" if any(row.unknown_loop for row in real) else ""
+    parts.append(f"{len(real)} collectives" if len(real) != 1 else "1 collective")
+    if real:
+        parts.append(f"{bytes_str(one.bytes)}{unknown} sent")
+    if one.memory is not None:
+        parts.append(f"peak {bytes_str(one.memory.peak)}")
+    return ", ".join(parts)
+
+
+def sections(one: Explained) -> list[Section]:
+    """The tables, in each of them the largest first."""
+    moved = any(row.moved for row in one.leaves)
+    found = [
+        Section(
+            f"Arguments, for each device{_MOVED if moved else ''}",
+            ("bytes", "leaf", "array", "part", "enters", "leaves"),
+            [
+                (
+                    _whole(_times(count, bytes_str(row.bytes)) + (" *" if row.moved else "")),
+                    f"{path} {_whole(row.kind)}",
+                    _array(row.dtype, row.shape),
+                    _dims(row.shard_shape),
+                    f"{_whole(row.enters)} ({_placed_by(row)})",
+                    row.leaves,
+                )
+                for row, path, count in folded(one.leaves, lambda row: row.path)
+            ],
+        ),
+        Section(
+            "New results, for each device",
+            ("bytes", "leaf", "array", "part", "leaves"),
+            [
+                (
+                    _whole(_times(count, bytes_str(row.bytes))),
+                    f"{path} {_whole(row.kind)}",
+                    _array(row.dtype, row.shape),
+                    _dims(row.shard_shape),
+                    _whole(row.leaves),
+                )
+                for row, path, count in folded(one.results, lambda row: row.path)
+            ],
+        ),
+        Section(
+            "Collectives",
+            ("sent", "operation", "over", "times", "arrays", "cause", "compiled"),
+            [
+                (
+                    _whole(_times(count, bytes_str(row.bytes))),
+                    row.operation,
+                    str(axes_argument(row.axes)) if row.axes else "?",
+                    _whole(_runs(row)),
+                    _arrays(row.arrays),
+                    f"{cause}, {row.line}" if row.line else cause,
+                    row.compiled,
+                )
+                for row, cause, count in folded(one.collectives, lambda row: row.cause)
+            ],
+        ),
+    ]
+    if one.memory is not None:
+        found.append(_memory(one.memory))
+    return [_shortened(_without_empty_columns(section)) for section in found if section.rows]
+
+
+def _placed_by(row: LeafRow) -> str:
+    return f"{row.placed_by}: {row.whole}" if row.whole else row.placed_by
+
+
+def _shortened(section: Section) -> Section:
+    """A table with a last row in the place of all that are too many."""
+    more = len(section.rows) - _MOST
+    if more < 2:
+        return section
+    last = ["", f"and {more} more", *[""] * (len(section.heads) - 2)]
+    return Section(section.title, section.heads, [*section.rows[:_MOST], last])
+
+
+def _without_empty_columns(section: Section) -> Section:
+    """A table without the columns in which nothing stands."""
+    kept = [k for k in range(len(section.heads)) if any(row[k] for row in section.rows)]
+    return Section(
+        section.title,
+        [section.heads[k] for k in kept],
+        [[row[k] for k in kept] for row in section.rows],
+    )
+
+
+def _memory(memory: Memory) -> Section:
+    rows = [
+        ("peak", memory.peak),
+        ("set aside in all", memory.allocated),
+        ("arguments", memory.arguments),
+        ("results", memory.results),
+        ("temporaries", memory.temporaries),
+        ("donated", memory.donated),
+    ]
+    shown = [(bytes_str(size), what) for what, size in rows]
+    return Section("Memory of a device, by XLA's account", ("bytes", "what"), shown)
+
+
+def folded(rows: Sequence[Row], text: Callable[[Row], str]) -> list[tuple[Row, str, int]]:
+    """Rows that differ only in numbers in brackets as one, with how many they are; the largest first.
+
+    **Arguments:**
+
+    - `text`: the text of a row in which these numbers stand.
+    """
+    groups: dict[Hashable, list[Row]] = {}
+    for row in rows:
+        pattern = re.sub(r"\[\d+\]", "[*]", text(row))
+        alike = tuple(_alike(row))
+        groups.setdefault((pattern, alike), []).append(row)
+    found = [(group[0], _common(map(text, group)), len(group)) for group in groups.values()]
+    return sorted(found, key=lambda one: -one[0].bytes * one[2])
+
+
+def _alike(row: LeafRow | ResultRow | Collective) -> Iterable[object]:
+    """What of a row has to be the same in rows that are folded."""
+    varying = ("path", "cause", "instructions")
+    return [getattr(row, f.name) for f in dataclasses.fields(row) if f.name not in varying]
+
+
+def _common(texts: Iterable[str]) -> str:
+    """Texts that differ in numbers in brackets as one, with the first and the last number."""
+    several = list(texts)
+    if len(several) == 1:
+        return several[0]
+    columns = list(zip(*(re.findall(r"\[(\d+)\]", text) for text in several), strict=True))
+    spans = iter(_span([int(number) for number in column]) for column in columns)
+    return re.sub(r"\[\d+\]", lambda _: next(spans), several[0])
+
+
+def _span(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"[{low}]" if low == high else f"[{low}..{high}]"
+
+
+def _times(count: int, text: str) -> str:
+    return text if count == 1 else f"{count} x {text}"
+
+
+def _runs(row: Collective) -> str:
+    unknown = " x ?" if row.unknown_loop else ""
+    return f"{row.times}{unknown}" + (" or 0" if row.branch else "")
+
+
+def _array(dtype: str, shape: Sequence[int]) -> str:
+    return f"{_short(dtype)}[{_dims(shape)}]"
+
+
+def _dims(shape: Sequence[int]) -> str:
+    return ",".join(map(str, shape))
+
+
+def _short(dtype: str) -> str:
+    """The name of a dtype as JAX shortens it: `f32` for `float32`."""
+    return re.sub(r"^(b?)(f|i|u)(?:loat|nt|int)(?=\d)", r"\1\2", dtype)
+
+
+def _whole(text: str) -> str:
+    """A text that is not broken at its spaces."""
+    return text.replace(" ", "\N{NO-BREAK SPACE}")
+
+
+def _arrays(arrays: Sequence[str]) -> str:
+    arrays = [_short(one) for one in arrays]
+    shown = list(dict.fromkeys(arrays))
+    more = [f"{len(shown) - 2} more"] if len(shown) > 2 else []
+    return ", ".join([*(_times(arrays.count(one), one) for one in shown[:2]), *more])
+
+
+WIDTH = 100
+_GAP = "  "
+# No column gets narrower than this.
+_NARROWEST = 8
+
+
+def text_of(summary: str, sections: Sequence[Section], advice: Sequence[str]) -> str:
+    """The summary, the tables, and the advice."""
+    parts = ["\n".join(textwrap.wrap(summary, WIDTH, subsequent_indent="  "))]
+    parts += [_table(section) for section in sections]
+    if advice:
+        lines = [
+            textwrap.fill(text, WIDTH, initial_indent="- ", subsequent_indent="  ")
+            for text in advice
+        ]
+        parts.append("\n".join(["Advice", *lines]))
+    return "\n\n".join(parts)
+
+
+def _table(section: Section) -> str:
+    rows = [section.heads, *section.rows]
+    widths = _widths(rows)
+    lines = [section.title]
+    for row in rows:
+        cells = [list(_wrapped(cell, width)) for cell, width in zip(row, widths, strict=True)]
+        for k in range(max(map(len, cells))):
+            texts = [cell[k] if k < len(cell) else "" for cell in cells]
+            padded = [text.ljust(width) for text, width in zip(texts, widths, strict=True)]
+            line = (_GAP + _GAP.join(padded)).rstrip()
+            lines.append(line.replace("\N{NO-BREAK SPACE}", " "))
+    return "\n".join(lines)
+
+
+def _steps(word: str) -> list[str]:
+    """The parts of a word between which it may be broken if it has to: the steps of a path."""
+    return re.split(r"(?=\.[A-Za-z_])|(?=\[)", word)
+
+
+def _wrapped(cell: str, width: int) -> Iterator[str]:
+    """The lines of a cell. It is broken at spaces, then at the steps of a path, then anywhere."""
+    line = ""
+    for word in cell.split(" "):
+        if line and len(line) + 1 + len(word) <= width:
+            line += f" {word}"
+            continue
+        if line:
+            yield line
+        line = ""
+        for step in _steps(word):
+            while len(line) + len(step) > width:
+                if not line:
+                    line, step = step[:width], step[width:]
+                yield line
+                line = ""
+            line += step
+    yield line
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    """The widths of the columns: the widest give way until all fit, those that break at spaces first."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    words = [[word for cell in column for word in cell.split(" ")] for column in columns]
+    steps = [[step for word in column for step in _steps(word)] for column in words]
+    room = WIDTH - len(_GAP) * len(widths)
+    for least in (_longest(words), _longest(steps), [_NARROWEST] * len(widths)):
+        while sum(widths) > room:
+            spare = [(width, k) for k, width in enumerate(widths) if width > least[k]]
+            if not spare:
+                break
+            widths[max(spare)[1]] -= 1
+    return [max(1, width) for width in widths]
+
+
+def _longest(columns: Sequence[Sequence[str]]) -> list[int]:
+    return [max(map(len, column)) for column in columns]
+
+
+def html_of(summary: str, sections: Sequence[Section], advice: Sequence[str]) -> str:
+    """The summary, the tables, and the advice."""
+    parts = [f"<p><b>{html.escape(summary)}</b></p>", *map(_html_table, sections)]
+    if advice:
+        items = "".join(f"<li>{html.escape(text)}</li>" for text in advice)
+        parts.append(f"<p><b>Advice</b></p><ul>{items}</ul>")
+    return f'<div class="statemesh-explanation">{"".join(parts)}</div>'
+
+
+def _html_table(section: Section) -> str:
+    head = "".join(f"<th>{html.escape(text)}</th>" for text in section.heads)
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+        for row in section.rows
+    )
+    title = html.escape(section.title)
+    return (
+        f"<table><caption>{title}</caption>"
+        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    )
+
+
+_CELL = 22
+_LABELS = 300
+_ROW_GAP = 14
+# More parts along one axis are not drawn, but counted.
+_MOST_DRAWN = 16
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Drawing:
+    """A picture. A notebook shows it.
+
+    **Attributes:**
+
+    - `svg`: the picture as SVG.
+    """
+
+    svg: str
+
+    def save(self, path: str | pathlib.Path) -> None:
+        """Write the picture to a file.
+
+        **Arguments:**
+
+        - `path`: the file, which ends in `.svg`.
+        """
+        pathlib.Path(path).write_text(self.svg)
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+    def __repr__(self) -> str:
+        return f"<picture of {self.svg.count('<g>')} leaves>"
+
+
+def drawing_of(leaves: Sequence[LeafRow], sizes: Mapping[AxisName, int]) -> Drawing:
+    """One rectangle for each leaf, or for several alike, cut as the leaf is, with devices in each part."""
+    parts: list[str] = []
+    top, width = _ROW_GAP, 0
+    for row, path, _ in folded(leaves, lambda row: row.path):
+        drawn, size = _leaf(row, path, sizes, top)
+        parts.append(drawn)
+        top += max(size[1], _CELL) + _ROW_GAP
+        width = max(width, _LABELS + size[0] + 60)
+    return Drawing(
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top}" '
+        f'font-family="monospace" font-size="11">{"".join(parts)}</svg>'
+    )
+
+
+def _leaf(
+    row: LeafRow, path: str, sizes: Mapping[AxisName, int], top: int
+) -> tuple[str, tuple[int, int]]:
+    """The label and the parts of a leaf, and how wide and high they are."""
+    split = [names for names in row.split if names] or [()]
+    across = split[-1] if len(split) > 1 else ()
+    down = tuple(name for names in split[: len(split) - len(across and [0])] for name in names)
+    rows, columns = _count(down, sizes), _count(across, sizes)
+    drawn = min(rows, _MOST_DRAWN), min(columns, _MOST_DRAWN)
+    wide = _CELL * 4 if columns == 1 else _CELL * 3
+    cells = [
+        _cell(_LABELS + j * wide, top + i * _CELL, wide, _holders(i, j, down, across, sizes))
+        for i, j in itertools.product(*map(range, drawn))
+    ]
+    more = [f"{n} parts" for n, shown in zip((rows, columns), drawn, strict=True) if n > shown]
+    text = f"{path} {row.dtype}[{','.join(map(str, row.shape))}] {row.enters} {' '.join(more)}"
+    label = f'<text x="8" y="{top + 15}">{html.escape(text.strip())}</text>'
+    return f"<g>{label}{''.join(cells)}</g>", (drawn[1] * wide, drawn[0] * _CELL)
+
+
+def _count(names: Sequence[AxisName], sizes: Mapping[AxisName, int]) -> int:
+    return math.prod(sizes[name] for name in names)
+
+
+def _holders(
+    i: int,
+    j: int,
+    down: Sequence[AxisName],
+    across: Sequence[AxisName],
+    sizes: Mapping[AxisName, int],
+) -> list[int]:
+    """The numbers of the devices that hold the part in this row and this column."""
+    at = {**_position(i, down, sizes), **_position(j, across, sizes)}
+    own = [[at[name]] if name in at else range(size) for name, size in sizes.items()]
+    return [_number(place, sizes) for place in itertools.product(*own)]
+
+
+def _position(
+    k: int, names: Sequence[AxisName], sizes: Mapping[AxisName, int]
+) -> dict[AxisName, int]:
+    """Where on the mesh the part of this number lies; the last name counts fastest."""
+    found: dict[AxisName, int] = {}
+    for name in reversed(names):
+        k, found[name] = divmod(k, sizes[name])
+    return found
+
+
+def _number(place: Sequence[int], sizes: Mapping[AxisName, int]) -> int:
+    number = 0
+    for k, size in zip(place, sizes.values(), strict=True):
+        number = number * size + k
+    return number
+
+
+def _cell(left: int, top: int, wide: int, devices: Sequence[int]) -> str:
+    hue = devices[0] * 47 % 360
+    return (
+        f'<rect x="{left}" y="{top}" width="{wide}" height="{_CELL}" stroke="#444" '
+        f'fill="hsl({hue},60%,82%)"/>'
+        f'<text x="{left + 4}" y="{top + 15}">{_spans(devices)}</text>'
+    )
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """Numbers as ranges: `0-3`, `0,4`; the first few of many."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    texts = [str(low) if low == high else f"{low}-{high}" for low, high in found]
+    return ",".join(texts[:3]) + (",…" if len(texts) > 3 else "")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -1,18 +1,67 @@
-"""The collectives of a traced program."""
+"""The collectives and the mapped calls of a traced program, and the user's lines that they stand in."""
 
 import dataclasses
 import math
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
+import jax
 import numpy as np
 
 from .._axes._reduction import GRADIENT, LOSS
-from .._base import _jaxprs as jaxprs
-from .._base._compat import Equation, Jaxpr
-from .._base._types import AxisName, flat_names
-from ._frames import Frame, frames_of, in_gradient, in_policy, user_line
+from .._base._types import Array, AxisName, Leaf, flat_names
+from .._jax import _jaxprs as jaxprs
+from .._jax._compat import ClosedJaxpr, Equation, Jaxpr, Operand
+
+
+# The file and the line of a frame.
+Frame: TypeAlias = tuple[str, int]
+
+_JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_POLICIES = os.path.join(_OWN, "_call", "_per_shard.py")
+_GRADIENTS = os.path.join(_OWN, "_axes", "_reduction.py")
+# Libraries that stand around users' functions, and around ours. Nobody looks for a line there.
+_AROUND = re.compile(r"[\\/]site-packages[\\/](equinox|jaxtyping|beartype)[\\/]|^<@beartype")
+
+
+def frames_of(eqn: Equation) -> tuple[Frame, ...]:
+    """The frames in which an equation was traced, the innermost first, without JAX's own."""
+    traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
+    frames = [(one.file_name, one.line_num) for one in getattr(traceback, "frames", ())]
+    return tuple(frame for frame in frames if not frame[0].startswith(_JAX))
+
+
+def _is_users(frame: Frame) -> bool:
+    return not frame[0].startswith((_OWN, _JAX)) and not _AROUND.search(frame[0])
+
+
+def _innermost(frames: Sequence[Frame]) -> Sequence[Frame]:
+    """The frames inside the innermost one of the user's: those of this package."""
+    return frames[: next((k for k, frame in enumerate(frames) if _is_users(frame)), None)]
+
+
+def user_line(frames: Sequence[Frame]) -> str:
+    """The user's innermost line, as `file:line`."""
+    return next((f"{_shown(frame[0])}:{frame[1]}" for frame in frames if _is_users(frame)), "")
+
+
+def _shown(file: str) -> str:
+    """A file's path from the working directory, if it is below it."""
+    here = os.getcwd() + os.sep
+    return file.removeprefix(here)
+
+
+def in_policy(frames: Sequence[Frame]) -> bool:
+    """Whether a state's policy did it, after the user's function had returned."""
+    return any(file == _POLICIES for file, _ in _innermost(frames))
+
+
+def in_gradient(frames: Sequence[Frame]) -> bool:
+    """Whether it reduces gradients."""
+    return any(file == _GRADIENTS for file, _ in _innermost(frames))
 
 
 # They name mapped axes and exchange nothing over them.
@@ -298,3 +347,82 @@ def _part(aval: Any) -> Part:
     dtype = getattr(aval, "dtype", None)
     size = getattr(dtype, "itemsize", 0)
     return Part(str(dtype), shape, int(np.prod(shape, dtype=np.int64)) * size)
+
+
+# The number of a call, and what tells each of its inputs from other arrays.
+Site: TypeAlias = tuple[int, tuple[Hashable, ...]]
+
+_MARK = "statemesh_mapped_call_"
+
+
+def marked(number: int, outputs: Sequence[Array], inputs: Sequence[Leaf]) -> list[Array]:
+    """The outputs of a call, with an equation in the program that tells its number and its inputs."""
+
+    mark: Callable[[Any, Any], Any] = lambda outputs, inputs: outputs
+    mark.__name__ = f"{_MARK}{number}"
+    # It has a derivative of its own, so that no transformation drops the inputs, which it does not use.
+    marking = jax.custom_jvp(mark)
+
+    @marking.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        return marking(*primals), tangents[0]
+
+    made: list[Array] = marking(list(outputs), list(inputs))
+    return made
+
+
+def sites_of(closed: ClosedJaxpr) -> list[Site]:
+    """Every place of a program where a marked call stands."""
+    return list(_sites(jaxprs.open_jaxpr(closed), {}, ()))
+
+
+def _sites(
+    jaxpr: Jaxpr, known: Mapping[int, Hashable], around: tuple[Hashable, ...]
+) -> Iterator[Site]:
+    """Those of a jaxpr and of those that it runs.
+
+    **Arguments:**
+
+    - `known`: what tells an array of this jaxpr from others, where it is one of the jaxpr around it.
+    - `around`: the numbers of the equations around it.
+    """
+
+    def identity(value: Operand) -> Hashable:
+        return known.get(id(value), (around, id(value)))
+
+    for k, eqn in enumerate(jaxpr.eqns):
+        # What is computed again for a gradient is the same call.
+        if eqn.params.get("differentiated"):
+            continue
+        inner = jaxprs.jaxprs_of(eqn)
+        if (number := _number(eqn, inner)) is not None:
+            yield number, tuple(map(identity, eqn.invars[len(eqn.outvars) :]))
+            continue
+        for body, operands in zip(inner, _entering(eqn, inner), strict=True):
+            pairs = zip(body.invars, operands, strict=False)
+            yield from _sites(body, {id(v): identity(x) for v, x in pairs}, (*around, k))
+
+
+def _number(eqn: Equation, inner: Sequence[Jaxpr]) -> int | None:
+    """The number of the call that an equation marks, if it is a mark."""
+    if not jaxprs.with_own_derivative(eqn):
+        return None
+    names = [str(body.debug_info.func_name) for body in inner]
+    found = [name.removeprefix(_MARK) for name in names if name.startswith(_MARK)]
+    return int(found[0]) if found else None
+
+
+def _entering(eqn: Equation, inner: Sequence[Jaxpr]) -> list[Sequence[Operand]]:
+    """For each jaxpr that an equation runs the operands that are its first inputs, in each turn of a loop."""
+    match jaxprs.control_flow(eqn):
+        case "call", _:
+            return [eqn.invars] * len(inner)
+        case "cond", _:
+            return [eqn.invars[1:]] * len(inner)
+        case "scan", _, consts, _:
+            return [eqn.invars[:consts]] * len(inner)
+        case "while", cond, _, cond_consts, body_consts:
+            own = [eqn.invars[:cond_consts], eqn.invars[cond_consts : cond_consts + body_consts]]
+            return [own[0] if body is cond else own[1] for body in inner]
+        case _:
+            return [()] * len(inner)

@@ -4,13 +4,9 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import cast
 
-from .._base import _compat as compat
-from .._base import _explicit as explicit
-from .._base import errors
+from .._base import _errors as errors
 from .._base._checks import check_flag, check_function, check_names
-from .._base._compat import tree_util
-from .._base._frames import without_own_frames
-from .._base._paths import fun_name, positional_names
+from .._base._trees import fun_name, positional_names
 from .._base._types import (
     Filter,
     Fun,
@@ -23,11 +19,13 @@ from .._base._types import (
     SeveralAxes,
     Size,
 )
-from .._model._filters import to_predicate
-from ._loss import LossFunction, at_once
+from .._jax import _compat as compat
+from .._jax import _explicit as explicit
+from .._jax._compat import tree_util
+from .._jax._frames import without_own_frames
+from .._state._filters import to_predicate
+from ._loss import LossFunction, Parts, Scope, at_once
 from ._microbatches import check_microbatches, in_microbatches
-from ._scope import Scope
-from ._trainable import Parts
 
 
 def value_and_grad(

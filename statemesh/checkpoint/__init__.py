@@ -3,5 +3,5 @@
 from . import _orbax as _orbax
 from ._checkpoints import Checkpoints as Checkpoints
 from ._errors import CheckpointError as CheckpointError
-from ._load import load as load
-from ._save import save as save
+from ._save_and_load import load as load
+from ._save_and_load import save as save

@@ -17,8 +17,7 @@ from jax.sharding import Mesh
 from .._base._types import PyTree, Size
 from . import _errors as errors
 from . import _files as files
-from ._load import load
-from ._save import contents
+from ._save_and_load import contents, load
 
 
 C = TypeVar("C", bound="Checkpoints")

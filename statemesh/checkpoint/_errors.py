@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from .._base.errors._classes import StatemeshError, StructureError
-from .._base.errors._text import error_listing
+from .._base._errors import StatemeshError, StructureError, error_listing
 
 
 class CheckpointError(StatemeshError):

@@ -8,16 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._axes._mesh_and_lanes import bound_names, known_same, total
-from .._base import errors
+from .._base import _errors as errors
 from .._base._checks import check_flag, check_names
-from .._base._nodes import is_state, unpacked
+from .._base._trees import is_state, unpacked
 from .._base._types import Dtype, Filter, Leaf, PyTree, SeveralAxes
-from .._grad._trainable import trainable
-from .._model._kinds import LongTermState, ShortTermState
-from .._model._module import Module, field
-from .._packed._pack import packed_as
-from ._checks import check_alike, check_number, check_numeric, moved
-from ._running import AveragedWeights, RunningMean
+from .._call._packed import packed_as
+from .._grad._loss import trainable
+from .._state._module import Module, field
+from .._state._state import LongTermState, ShortTermState
+from ._running import AveragedWeights, RunningMean, check_alike, check_number, check_numeric, moved
 
 
 class Average(Module):

@@ -5,12 +5,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from .._base import errors
+from .._base import _errors as errors
 from .._base._checks import check_flag, check_names
 from .._base._types import Array, Leaf, SeveralAxes
-from .._model._module import Module, field
-from .._model._random import RandomState
-from ._checks import check_floating, check_int, check_number, in_inference
+from .._state._module import Module, field
+from .._state._random import RandomState
+from ._running import check_floating, check_int, check_number, in_inference
 
 
 class Dropout(Module):

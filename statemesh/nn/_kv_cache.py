@@ -7,12 +7,16 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .._axes._mesh_and_lanes import bound_names, shard_index
-from .._base import errors
+from .._base import _errors as errors
 from .._base._checks import check_names
+from .._base._errors import (
+    StatemeshError,
+    counted,
+)
 from .._base._types import Array, Dtype, Leaf, SeveralAxes
-from .._model._kinds import ShortTermState
-from .._model._module import Module, field
-from ._checks import check_sizes
+from .._state._module import Module, field
+from .._state._state import ShortTermState
+from ._running import check_sizes
 
 
 K = TypeVar("K", bound="KVCache")
@@ -100,7 +104,7 @@ class KVCache(Module):
             why = f"keys hold {tokens}"
             raise errors.bad_shape("KVCache", "values", values, f"{tokens} tokens", why)
         if tokens > self.capacity:
-            raise errors.too_many_tokens("KVCache", tokens, self.capacity)
+            raise _too_many_tokens("KVCache", tokens, self.capacity)
         positions = start + jnp.arange(tokens)
         # Slots of other shards get an index past the end, which `mode="drop"` ignores.
         at = positions % self.capacity - mine[0]
@@ -141,6 +145,21 @@ class KVCache(Module):
         local = len(self.slots.value["keys"])
         shards = int(jax.lax.psum(1, names)) if names else 1
         if local * shards != self.capacity:
-            raise errors.slots_unnamed("KVCache", local, shards, self.capacity)
+            raise _slots_unnamed("KVCache", local, shards, self.capacity)
         own: jax.Array = shard_index("KVCache", self.axis_name) * local + jnp.arange(local)
         return own
+
+
+def _too_many_tokens(layer: str, tokens: int, capacity: int) -> StatemeshError:
+    return StatemeshError(
+        f"{layer}: {counted(tokens, 'token')} at once do not fit into a capacity of {capacity}: some would "
+        "overwrite others. Write them in several calls."
+    )
+
+
+def _slots_unnamed(layer: str, local: int, shards: int, capacity: int) -> StatemeshError:
+    return StatemeshError(
+        f"{layer}: {counted(local, 'slot')} in each of {counted(shards, 'shard')} (by axis_name) make "
+        f"{local * shards}, but the capacity is {capacity}. Name the mesh axes that split the slots, and no "
+        "others: KVCache(..., spec=P('data'), axis_name='data')."
+    )

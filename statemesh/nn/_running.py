@@ -1,16 +1,104 @@
-"""Running statistics, and how those that several microbatches have written become one."""
+"""Running statistics, merged where several microbatches wrote them, and checks that layers share."""
 
 import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from numbers import Integral, Real
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._axes._mesh_and_lanes import meshes_and_lanes, psum
-from .._base._types import Array, AxisName, PyTree, Reduce, SpecTree, Tags, Text
-from .._model._kinds import BatchState, LongTermState, ShortTermState
-from .._model._meta import Meta
-from .._model._state import State
-from .._model._values import Write, reduced
+from .._base import _errors as errors
+from .._base._checks import is_array_or_number, is_shaped
+from .._base._errors import (
+    StatemeshError,
+    StructureError,
+    error_listing,
+    typed_str,
+)
+from .._base._trees import describe, path_str
+from .._base._types import Array, AxisName, Leaf, PyTree, Reduce, SpecTree, Tags, Text
+from .._jax import _compat as compat
+from .._jax._compat import tree_util
+from .._state._state import BatchState, LongTermState, ShortTermState, State
+from .._state._values import Meta, Write, reduced
+
+
+def check_number(
+    layer: str, argument: str, value: object, fits: Callable[[Any], bool], expected: str
+) -> None:
+    """Refuse a setting that is no real number, or not in its range."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not fits(value):
+        raise errors.bad_setting(layer, argument, value, expected)
+
+
+def check_sizes(layer: str, **sizes: object) -> None:
+    """Refuse sizes that are not positive ints."""
+    for argument, size in sizes.items():
+        check_int(layer, argument, size, "a positive int", least=1)
+
+
+def check_int(
+    layer: str, argument: str, value: object, expected: str, least: int | float = -math.inf
+) -> None:
+    """Refuse a value that is not an int, or that is below `least`."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise errors.bad_setting(layer, argument, value, expected)
+
+
+def check_floating(layer: str, x: jax.Array) -> None:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise _not_floating(layer, x)
+
+
+def check_numeric(layer: str, what: str, tree: PyTree) -> None:
+    """Refuse a tree, which the user calls `what`, with leaves that are neither arrays nor numbers."""
+    for path, leaf in tree_util.tree_flatten_with_path(tree)[0]:
+        if not is_numeric(leaf):
+            raise _not_numeric(layer, path_str(path, what), leaf)
+
+
+def is_numeric(leaf: Leaf) -> bool:
+    """Whether it is a number, or an array or the shape of one."""
+    return is_array_or_number(leaf) or is_shaped(leaf)
+
+
+def check_alike(layer: str, what: str, old: PyTree, new: PyTree) -> None:
+    """Refuse `new`, which the user calls `what`, unless it has the arrays and shapes of `old`."""
+    then, now = (
+        {path_str(path, what): leaf for path, leaf in tree_util.tree_flatten_with_path(tree)[0]}
+        for tree in (old, new)
+    )
+    if bad := [
+        (path, then.get(path), now.get(path))
+        for path in {**then, **now}
+        if path not in then
+        or path not in now
+        or not is_numeric(now[path])
+        or jnp.shape(then[path]) != jnp.shape(now[path])
+    ]:
+        raise _values_differ(layer, what, bad)
+
+
+def in_inference(layer: PyTree) -> bool:
+    """Whether the layer is in inference. It cannot be traced, because it decides what is computed."""
+    if compat.is_tracer(layer.inference):
+        raise _inference_is_traced(type(layer).__name__)
+    return bool(layer.inference)
+
+
+def moved(old: PyTree, new: PyTree, rate: Leaf) -> PyTree:
+    """A running value, moved by `rate` of the way to a new one.
+
+    At a rate of 1 nothing of the old value is left, neither its rounding nor a NaN, and at 0 nothing of the
+    new one.
+    """
+    way = new - old
+    # `new - old` is not finite where one of them is infinite, or where the dtype cannot hold the difference.
+    step = jnp.where(jnp.isfinite(way), old + way * rate, old * (1 - rate) + new * rate)
+    return jnp.where(rate == 1, new, jnp.where(rate == 0, old, step))
 
 
 class RunningMean(ShortTermState):
@@ -154,3 +242,38 @@ def _along(number: Array, x: Array) -> Array:
     """A number, in the shape in which it multiplies `x`. Layers that are stacked have one each."""
     along: Array = number.reshape(number.shape + (1,) * (x.ndim - number.ndim))
     return along
+
+
+def _inference_is_traced(layer: str) -> TypeError:
+    return TypeError(
+        f"{layer}: `inference` is traced here, but must be True or False. jax.jit, scan and grad trace the "
+        "Python numbers in a model. Give them only its arrays: `arrays, rest = equinox.partition(model, "
+        "equinox.is_array)`, or use equinox.filter_jit."
+    )
+
+
+def _not_floating(layer: str, x: jax.Array) -> TypeError:
+    return TypeError(
+        f"{layer}: x is {describe(x)}, but must hold floating numbers: `x.astype(jnp.float32)`."
+    )
+
+
+def _not_numeric(layer: str, path: str, leaf: object) -> StatemeshError:
+    return StatemeshError(
+        f"{layer}: {path} is {typed_str(leaf)}, but must be an array or a number."
+    )
+
+
+def _values_differ(
+    layer: str, what: str, bad: Sequence[tuple[str, object, object]]
+) -> StructureError:
+    items = [
+        f"{path}: was {'nothing' if old is None else describe(old)}, "
+        f"is {'nothing' if new is None else describe(new)}"
+        for path, old, new in bad
+    ]
+    return error_listing(
+        StructureError,
+        f"{layer}: {what} must hold arrays of the shapes that the layer was made with",
+        items,
+    )

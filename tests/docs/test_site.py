@@ -22,7 +22,7 @@ ROOT = DOCS.parent
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 # Modules whose functions make errors, and the calls of theirs whose argument here begins a message.
 ERRORS = [
-    *(ROOT / "statemesh" / "_base" / "errors").glob("_[!_t]*.py"),  # without `_text.py`
+    *(p for p in (ROOT / "statemesh").rglob("*.py") if "testing" not in p.parts),
     ROOT / "statemesh" / "checkpoint" / "_errors.py",
     ROOT / "statemesh" / "testing" / "_errors.py",
 ]

@@ -18,14 +18,7 @@ from . import _report as report
 from ._environment import environment, held_by
 from ._feedback import FeedBack, LeafSpec, Named, find, leaf_specs
 from ._form import form_differences
-from ._gradients import (
-    Selection,
-    differentiable,
-    gradient_paths,
-    learns,
-    results_of,
-    selection,
-)
+from ._gradients import Selection, differentiable, gradient_paths, learns, results_of, selection
 from ._leaves import Leaf, is_number_or_type, leaves_of
 from ._programs import OnMesh, Programs, Unsharded, unsharded_programs
 from ._reference import Args, Plain, Traced

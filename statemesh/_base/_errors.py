@@ -1,0 +1,512 @@
+"""Errors: their classes, how messages spell things, and those that several parts raise.
+
+All other errors are worded where they are raised. A message names the argument or state by the path that
+the user would type, shows the value, the spec and the mesh, lists every leaf that is refused, and says how
+to mend it.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from ._trees import describe
+from ._types import AxisName
+
+
+class StatemeshError(ValueError):
+    """Any mistake that statemesh refuses.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> try:
+        ...     sm.State(1.0, reduce="median")
+        ... except sm.StatemeshError as error:
+        ...     print(str(error).split(". ")[0])
+        reduce='median' is not a write policy
+
+        ```
+    """
+
+
+class SpecError(StatemeshError):
+    """A spec that does not fit its array, its tree or the mesh.
+
+    !!! example
+
+        ```python
+        >>> import jax, jax.numpy as jnp, statemesh as sm
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = jax.make_mesh((8,), ("data",))
+        >>> double = sm.shard_map(lambda x: 2 * x, mesh, in_specs=P("data"), out_specs=P("data"))
+        >>> try:
+        ...     double(jnp.arange(12.0))
+        ... except sm.SpecError as error:
+        ...     print("12 % 8 = 4" in str(error))
+        True
+
+        ```
+    """
+
+
+class BatchAxisError(StatemeshError):
+    """A lane axis that does not fit a state or an array.
+
+    !!! example
+
+        ```python
+        >>> import jax.numpy as jnp, statemesh as sm
+        >>> try:
+        ...     sm.vmap2(lambda x, y: x + y)(jnp.ones(3), jnp.ones(4))
+        ... except sm.BatchAxisError as error:
+        ...     print("the number of lanes is not clear" in str(error))
+        True
+
+        ```
+    """
+
+
+class DivergedStateError(StatemeshError):
+    """A state that keeps one copy, but to which shards wrote different values.
+
+    !!! example
+
+        ```python
+        >>> import jax, jax.numpy as jnp, statemesh as sm
+        >>> from jax.sharding import PartitionSpec as P
+        >>> def step(total, x):
+        ...     return total.set(x.sum())
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        >>> step = sm.shard_map(step, mesh, in_specs=(None, P("data")), out_specs=P())
+        >>> try:
+        ...     step(sm.State(0.0), jnp.ones(16))
+        ... except sm.DivergedStateError as error:
+        ...     print(str(error).splitlines()[0])
+        step: shards wrote different values to states that keep one copy:
+
+        ```
+    """
+
+
+class StructureError(StatemeshError):
+    """Trees, values or filters that do not fit each other.
+
+    !!! example
+
+        ```python
+        >>> import jax.numpy as jnp, statemesh as sm
+        >>> try:
+        ...     sm.State(jnp.zeros(3)).set(jnp.zeros(4))
+        ... except sm.StructureError as error:
+        ...     print(str(error).splitlines()[0])
+        State: the new value has a different shape or dtype:
+
+        ```
+    """
+
+
+class RetracedWarning(UserWarning):
+    """An argument makes every call trace and compile the function anew.
+
+    !!! example
+
+        ```python
+        >>> import warnings
+        >>> import jax.numpy as jnp, statemesh as sm
+        >>> class Scaled(sm.Module):
+        ...     factors: list = sm.field(static=True)
+        >>> scale = sm.vmap2(lambda model, x: x * model.factors[0], in_axes=(None, 0))
+        >>> with warnings.catch_warnings(record=True) as shown:
+        ...     warnings.simplefilter("always")
+        ...     y = scale(Scaled([2.0]), jnp.ones(3))
+        >>> shown[0].category is sm.RetracedWarning
+        True
+
+        ```
+    """
+
+
+E = TypeVar("E", bound=Exception)
+
+
+def spec_str(spec: object) -> str:
+    """A spec as the user would type it."""
+    if isinstance(spec, PartitionSpec):
+        marked = {"unreduced": spec.unreduced, "reduced": spec.reduced}
+        named = [f"{key}={set(names)!r}" for key, names in marked.items() if names]
+        return f"P({', '.join([*map(repr, spec.partitions), *named])})"
+    return repr(spec)
+
+
+def filter_str(filter: object) -> str:
+    """A filter as the user would type it."""
+    if filter is ...:
+        return "..."
+    return filter.__name__ if isinstance(filter, type) else repr(filter)
+
+
+def sizes_str(sizes: Mapping[AxisName, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def mesh_str(mesh: Mesh | AbstractMesh) -> str:
+    """A mesh by the sizes of its axes."""
+    return f"Mesh({sizes_str(mesh.shape)})"
+
+
+def mesh_with_types_str(mesh: Mesh | AbstractMesh) -> str:
+    return f"{mesh_str(mesh)} with axis types ({', '.join(t.name for t in mesh.axis_types)})"
+
+
+def listed(head: str, items: Iterable[str], mend: str = "") -> str:
+    """`head`, then each different item on its own line, then how to mend them."""
+    # Leaves of one state often give the same line.
+    lines = [f"  - {item}" for item in dict.fromkeys(items)]
+    return "\n".join([f"{head}:", *lines, *([mend] if mend else [])])
+
+
+def error_listing(kind: type[E], head: str, items: Iterable[str], mend: str = "") -> E:
+    return kind(listed(head, items, mend))
+
+
+def quoted(names: Iterable[object]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def axes_argument(axes: Sequence[AxisName]) -> AxisName:
+    """Axis names as collectives take them: one name by itself, several in a tuple."""
+    return axes[0] if len(axes) == 1 else tuple(axes)
+
+
+def counted(count: int, noun: str, plural: str = "") -> str:
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
+def first_paths(paths: Sequence[str]) -> str:
+    """The first three paths, and how many more there are."""
+    more = [f"{len(paths) - 3} more"] if len(paths) > 3 else []
+    return ", ".join([*paths[:3], *more])
+
+
+def first_items(items: Sequence[str]) -> list[str]:
+    """The first ten items of a list, and how many more there are."""
+    more = [f"{len(items) - 10} more"] if len(items) > 10 else []
+    return [*items[:10], *more]
+
+
+def shortened(value: object) -> str:
+    text = describe(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def typed_str(value: object) -> str:
+    return f"{value!r} of type {type(value).__name__}"
+
+
+def kind_str(value: object) -> str:
+    """An array by dtype and shape, anything else by its type."""
+    return describe(value) if isinstance(value, jax.Array) else type(value).__name__
+
+
+def node_str(node: object) -> str:
+    """One node of a tree, without what is below it."""
+    if isinstance(node, dict):
+        return f"a dict with keys {sorted(map(str, node))}"
+    if isinstance(node, tuple | list):
+        return f"a {type(node).__name__} of {counted(len(node), 'element')}"
+    if jax.tree_util.all_leaves([node]):
+        return describe(node)
+    return f"a {type(node).__name__}"
+
+
+def policy_name(state: Any) -> str:
+    """The function or method that merges the writes to a state, by the name its author gave it."""
+    return getattr(state.reduce, "__name__", None) or f"{type(state).__name__}.leave"
+
+
+_HASHABLE = "Make the class a @dataclass(frozen=True), use a tuple in place of a list, or "
+
+# What an argument must be, by its name. If a name means something else in another place, its key says where.
+_EXPECTED = {
+    "affine": "True or False",
+    "axis": "an int: the position of the new axis, as in axis=0",
+    "auto": "the names of mesh axes that are not mapped over, as in auto={'model'}",
+    "axis_name": "a string, as in axis_name='data'; a number is the position of an array's axis, and a tuple "
+    "is several names",
+    "axis_name of several": "a string, or a tuple of several, as in axis_name=('data', 'model')",
+    "axis_names": "the name of a mesh axis, or several, as in axis_names={'data'}; leave it out for all",
+    "backend": "the name of a platform, as in backend='cpu'",
+    "axis_name of a mesh": "a string, as in axis_name='data': JAX has no other names for the axes of devices",
+    "check_rep": "True or False",
+    "check_vma": "True or False",
+    "debias": "True or False",
+    "devices": "jax.Devices in the order of the lanes, as in devices=jax.devices()[:4]",
+    "donate_argnums": "the position of an argument, or several, numbered from 0, as in donate_argnums=(0,)",
+    "has_aux": "True or False",
+    "inference": "True or False",
+    "init_kwargs": "a dictionary of arguments by name, as in init_kwargs={'batch_size': 4}, or {} for none",
+    "jit": "True or False",
+    "key": "the name of a field, the key of a dictionary or an index, as in PathContains('encoder')",
+    "length": "an int, 0 or more: the number of steps, as in length=10",
+    "map": "the name of a method, as in map('update')",
+    "mesh": "a jax.sharding.Mesh, which has devices to put arrays on",
+    "model": "a model that is not packed yet, as in pack(packed.unpack(), mesh)",
+    "n": "an int, 0 or more: the number of rows that this shard holds, as in rows(x.shape[0], 'data')",
+    "name": "a string, as in name='mean'",
+    "num": "an int, 0 or more: the number of keys, as in split(2)",
+    "reverse": "True or False",
+    "tiled": "True or False",
+    "unroll": "an int, 1 or more, or True for all steps, as in unroll=4",
+    "use_bias": "True or False",
+    "spmd_axis_name": "the name of a mesh axis, or a tuple of several, as in spmd_axis_name='data'",
+    "state_tag": "a string, as in state_tag='new'",
+    "static_broadcasted_argnums": "the position of an argument, or several, numbered from 0, as in "
+    "static_broadcasted_argnums=(0,)",
+    "tag": "a string or several, as in tag='slow' or tag=('slow', 'encoder')",
+    "tag of a filter": "a string, as in WithTag('slow'); for several write [WithTag('a'), WithTag('b')]",
+    "type": "a class, as in OfType(sm.ParamState)",
+    "where": "a function of the tree, as in Where(lambda model: model.encoder)",
+}
+
+_CALLS = {
+    "shard_map": "shard_map(fun, mesh, in_specs, out_specs)",
+    "explain": "explain(fun, *args)",
+    "scan": "scan(f, init, xs)",
+    "value_and_grad": "value_and_grad(loss_fn, axis_name='data')",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Diverged:
+    """A written state that still varies over `axis_names`, which `spec` does not mention."""
+
+    path: str
+    state: Any
+    axis_names: tuple[AxisName, ...]
+    spec: PartitionSpec | None
+    # The spec or axis that `state_out_specs` or `state_out_axes` declares for it.
+    declared: Any
+    # Whether it is a parameter that continues none of the arguments, as `gather` makes them.
+    is_new_parameter: bool = False
+
+    @property
+    def item(self) -> str:
+        axes = quoted(self.axis_names)
+        return f"{self.path}: {describe(self.state)} varies over {axes} but leaves with {spec_str(self.spec)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Varying:
+    """A returned array that varies over `axis_names`, which `spec` does not mention."""
+
+    path: str
+    value: Any
+    axis_names: tuple[AxisName, ...]
+    spec: PartitionSpec | None
+
+
+_Mesh = Mesh | AbstractMesh
+
+_MAKE_ONE = "Make one with `jax.make_mesh((jax.device_count(),), ('x',))`."
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapeMismatch:
+    """An argument that its spec does not fit: its rank (`dim` is `None`), or the size of one axis."""
+
+    path: str
+    value: Any
+    spec: PartitionSpec
+    dim: int | None
+    per_shard: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class RankMismatch:
+    """A returned array with fewer axes than its spec has entries."""
+
+    path: str
+    value: Any
+    spec: PartitionSpec
+
+
+def place_traced(name: str, paths: Sequence[str]) -> TypeError:
+    return error_listing(
+        TypeError,
+        f"{name}: these arrays are traced, as inside jit, grad or vmap, and cannot be placed",
+        paths,
+        "Place them before, outside the traced function. Inside it, a mapped call lays out its "
+        "arguments itself.",
+    )
+
+
+def _typed(bad: Sequence[tuple[str, object]]) -> list[str]:
+    return [f"{path}: {shortened(value)} of type {type(value).__name__}" for path, value in bad]
+
+
+def arity(name: str, what: str, entries: int, args: int) -> StatemeshError:
+    kind: type[StatemeshError]
+    if what == "in_specs":
+        kind, none, keywords = SpecError, "is not sharded", "keyword arguments have none"
+    else:
+        kind, none = BatchAxisError, "all lanes share"
+        keywords = "each argument passed by keyword is mapped over axis 0"
+    return kind(
+        f"{name} was called with {counted(args, 'positional argument')}, but {what} has "
+        f"{counted(entries, 'entry', 'entries')}. {what} has one entry for each positional "
+        f"argument (None for one that {none}); {keywords}."
+    )
+
+
+def deleted(name: str, paths: Sequence[str]) -> StatemeshError:
+    return error_listing(
+        StatemeshError,
+        f"{name}: these arguments were given up to an earlier call that donates its arguments",
+        paths,
+        "Go on with what that call returned, as in `out, model = step(model, x)`.",
+    )
+
+
+def invalid_argument(what: str, argument: str, given: object) -> TypeError:
+    """An argument of a type that it cannot have; `argument` as `_EXPECTED` lists it."""
+    name, kind = argument.partition(" of ")[0], type(given).__name__
+    return TypeError(
+        f"{what}: {name} is {shortened(given)} of type {kind}, but must be {_EXPECTED[argument]}."
+    )
+
+
+def unknown_choice(argument: str, given: object, known: Sequence[str]) -> StatemeshError:
+    return StatemeshError(f"{argument}={given!r} is not known. Use one of {quoted(known)}.")
+
+
+def not_callable(transform: str, fun: object) -> TypeError:
+    takes = "takes" if transform == "value_and_grad" else "maps"
+    return TypeError(
+        f"{transform} {takes} a function, got {typed_str(fun)}. The function comes "
+        f"first: `{_CALLS.get(transform, f'{transform}(fn, in_axes=0)')}`."
+    )
+
+
+def not_an_axis(where: str, axis: object) -> TypeError:
+    return TypeError(
+        f"{where} is {typed_str(axis)}, not an axis. Use an int (negative ones count from the end), or None "
+        "for what all lanes share."
+    )
+
+
+def bad_axis_size(what: str, size: object) -> StatemeshError:
+    return StatemeshError(f"{what}={size!r} is not a positive int.")
+
+
+def loss_exchanged(name: str, axes: Sequence[AxisName]) -> StatemeshError:
+    return error_listing(
+        StatemeshError,
+        f"{_loss(name)} varies over {quoted(axes)}, which axis_name does not name, and depends on what "
+        "the shards exchange there. JAX would sum the gradients of all shards' losses. Write one of",
+        _loss_mends(axes),
+    )
+
+
+def _loss(name: str) -> str:
+    return f"value_and_grad: the loss that {name} returns"
+
+
+def _loss_mends(axes: Sequence[AxisName]) -> list[str]:
+    axis = axes_argument(axes)
+    return [
+        f"`axis_name={axis!r}` (and any other axes to reduce over), for the mean of the shards' losses",
+        f"`jax.lax.psum(..., {axis!r})` in the function, if each shard computes a part of one result",
+    ]
+
+
+def bad_argnums(what: str, bad: Sequence[int], args: int) -> StatemeshError:
+    return StatemeshError(
+        f"{what} has {quoted(bad)}, but the call has {counted(args, 'positional argument')}, numbered from 0."
+    )
+
+
+def bad_setting(layer: str, argument: str, value: object, expected: str) -> StatemeshError:
+    return StatemeshError(f"{layer}: {argument}={value!r}, but it must be {expected}.")
+
+
+def no_such_array_axis(layer: str, argument: str, axis: int, x: jax.Array) -> StatemeshError:
+    return StatemeshError(
+        f"{layer}: {argument}={axis}, but x is {describe(x)} and has no such axis."
+    )
+
+
+def bad_shape(layer: str, what: str, x: object, expected: str, why: str) -> StatemeshError:
+    return StatemeshError(f"{layer}: {what} is {describe(x)}, but must be {expected}: {why}.")
+
+
+def not_a_mesh(mesh: object) -> TypeError:
+    return TypeError(f"mesh must be a jax.sharding.Mesh, got {typed_str(mesh)}. {_MAKE_ONE}")
+
+
+def unknown_fields(owner: str, unknown: Sequence[str], known: Sequence[str]) -> StructureError:
+    return StructureError(
+        f"{owner}.replace got {quoted(unknown)}; the fields of {owner} are {quoted(known)}."
+    )
+
+
+def not_a_spec(where: str, spec: object) -> TypeError:
+    return TypeError(
+        f"{where} is {typed_str(spec)}, not a spec. Use P('axis'), P(), None, or for a state "
+        "sm.PerShard('axis')."
+    )
+
+
+def specs_of_states(
+    name: str, what: str, option: str, bad: Sequence[tuple[str, PartitionSpec, str, object]]
+) -> SpecError:
+    items = [
+        f"{where} = {spec_str(spec)} stands for {path}, a {type(state).__name__}"
+        for where, spec, path, state in bad
+    ]
+    spec = spec_str(bad[0][1])
+    return error_listing(
+        SpecError,
+        f"{name}: {what} places arrays outside of States, so these specs would place nothing",
+        items,
+        f"Write None there, and say where States go: {option}={{...: {spec}}} or State(value, spec={spec}). "
+        "A RandomState needs neither, because each shard draws from a stream of its own.",
+    )
+
+
+def _rank_item(one: ShapeMismatch | RankMismatch) -> str:
+    entries = counted(len(one.spec.partitions), "entry", "entries")
+    return (
+        f"{one.path}: {describe(one.value)} has rank {np.ndim(one.value)}, but its spec "
+        f"{spec_str(one.spec)} has {entries}"
+    )
+
+
+def masked(what: str, bad: Sequence[tuple[str, Any]]) -> TypeError:
+    """Masked arrays, each with its path."""
+    path = bad[0][0]
+    return error_listing(
+        TypeError,
+        f"{what} has a mask, which JAX would drop",
+        [f"{path} is a masked array, {x.dtype}{list(x.shape)}" for path, x in bad],
+        f"Pass the numbers and the mask as two arrays: `{path}.filled(0)` and "
+        f"`numpy.ma.getmaskarray({path})`.",
+    )
+
+
+def always_replicated(kind: str, spec: object) -> SpecError:
+    return SpecError(
+        f"{kind} cannot be placed with spec={spec_str(spec)}: every shard holds the same key and draws its "
+        "own numbers from it. Leave `spec` out, or use sm.PerShard('axis') for independent keys."
+    )
+
+
+def method_returned(method: str, returned: object, expected: str, example: str) -> TypeError:
+    shown = "None" if returned is None else f"{type(returned).__name__}: {describe(returned)}"
+    return TypeError(
+        f"{method} returned {shown}. It must return {expected}, as in `{example}`. Is a `return` missing?"
+    )

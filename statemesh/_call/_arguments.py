@@ -1,0 +1,414 @@
+"""Step 1: the arguments of a call as states, other arrays, and static leaves, which are constants."""
+
+import dataclasses
+import enum
+import functools
+import types
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from operator import is_
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from .._base import _errors as errors
+from .._base._checks import check_function, is_masked, is_shaped
+from .._base._errors import (
+    BatchAxisError,
+)
+from .._base._trees import describe, fun_name, is_state, path_str, positional_names
+from .._base._types import NUMBERS, Fun, KeyPath, Leaf, PyTree, PyTreeDef
+from .._jax._compat import tree_util
+
+
+class _Same:
+    """A value, equal to others of its type that say so.
+
+    The hash is taken once: an object whose hash changes later counts as another value.
+    """
+
+    __slots__ = ("hash", "value")
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+        self.hash = hash(value)
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Same) or self.hash != other.hash:
+            return False
+        mine, theirs = self.value, other.value
+        return mine is theirs or _equal(mine, theirs)
+
+
+def _equal(value: Leaf, other: Leaf) -> bool:
+    try:
+        return type(value) is type(other) and bool(value == other)
+    except Exception:  # Whatever a user's own `__eq__` raises, or the truth of what it returns.
+        return False
+
+
+def token(value: Leaf) -> Hashable:
+    """The token of a static value: equal for values of one type that are equal and have one hash.
+
+    **Raises:** `TypeError` for a value that cannot be hashed.
+    """
+    kind: Any = type(value)
+    if isinstance(value, float):  # nan is not equal to itself, and -0.0 is to 0.0
+        return kind, value.hex()
+    if isinstance(value, complex):
+        return kind, value.real.hex(), value.imag.hex()
+    if isinstance(value, np.generic) and not value.dtype.hasobject:
+        return kind, value.dtype, value.tobytes()
+    if kind is tuple:
+        return kind, *map(token, value)
+    if not is_hashable(value):
+        raise TypeError(f"unhashable type: {type(value).__name__!r}")
+    # Equal fields may still compute otherwise: 1 and 1.0, 0.0 and -0.0.
+    return kind, _Same(value), *[token(part) for part in _compared(value) if is_hashable(part)]
+
+
+def _compared(value: Leaf) -> list[object]:
+    """What a frozen dataclass is compared by."""
+    parameters = getattr(type(value), "__dataclass_params__", None)
+    if parameters is None or not (parameters.frozen and parameters.eq):
+        return []
+    return [getattr(value, field.name) for field in dataclasses.fields(value) if field.compare]
+
+
+def is_hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except Exception:  # Whatever a user's own `__hash__` raises.
+        return False
+    return True
+
+
+def may_change(value: object) -> bool:
+    """Whether an object may have another hash later, or has none.
+
+    A hash written in C stays, and so does that of a container which cannot be changed, if its parts' do.
+    """
+    if not is_hashable(value):
+        return True
+    if isinstance(value, tuple | frozenset):
+        return any(map(may_change, value))
+    if parts := _compared(value):
+        return any(map(may_change, parts))
+    in_c = isinstance(type(value).__hash__, types.WrapperDescriptorType)
+    return not (in_c or isinstance(value, enum.Enum))
+
+
+def alike(value: Leaf, other: Leaf) -> bool:
+    """Whether two static values are equal now. Those that cannot be hashed are compared by `==` alone."""
+    try:
+        return value is other or token(value) == token(other)
+    except TypeError:
+        return _equal(value, other)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unit:
+    """One State of the arguments, or one leaf outside any State."""
+
+    path: str
+    keys: KeyPath
+    positions: tuple[int, ...]
+    # For a State: its type and the structure that rebuilds it. None for other leaves.
+    kind: type | None
+    treedef: PyTreeDef
+    # Whether the leaf stands in a Module, where Python numbers are static.
+    in_module: bool
+    # Whether a spec that covers this leaf leaves it static: it is neither array nor number.
+    shaped: bool
+    number: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of one call, as trees and as leaves."""
+
+    args: tuple[PyTree, ...]
+    kwargs: dict[str, PyTree]
+    leaves: Sequence[Leaf]
+
+
+class Arguments:
+    """The structure of a call's arguments, without their arrays.
+
+    **Arguments:**
+
+    - `fun`: what the arguments are for; it names them.
+    - `args`, `kwargs`: the arguments.
+    """
+
+    __slots__ = ("count", "names", "positional", "tied", "treedef", "unit_def", "units")
+
+    def __init__(self, fun: Fun, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
+        self.names = [*positional_names(fun, len(args)), *sorted(kwargs)]
+        self.treedef: PyTreeDef = jax.tree_util.tree_structure((args, kwargs))
+        self.unit_def: Any = jax.tree_util.tree_structure((args, kwargs), is_leaf=is_state)
+        self.positional = len(args)
+        self.units: list[tuple[Unit, ...]] = []
+        self.count = 0
+        # Paths at which one argument holds the very same State object.
+        self.tied: list[list[str]] = []
+        for name, value in self.named(args, kwargs):
+            self.units.append(tuple(self._split(name, value)))
+            self.tied += _tied(value, self.units[-1])
+
+    def named(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> list[tuple[str, Any]]:
+        """Each argument with its name, keyword arguments last and by name."""
+        values = [*args, *(kwargs[name] for name in sorted(kwargs))]
+        return list(zip(self.names, values, strict=True))
+
+    def with_entries(
+        self,
+        named: Sequence[tuple[str, Any]],
+        entries: Any,
+        what: str,
+        keyword_entry: Any,
+        broadcast: Callable[[Any, Any, str, str], list[Leaf]],
+        first: int = 0,
+    ) -> Iterator[tuple[Unit, Any, Any, str]]:
+        """Each unit, the State or leaf that it is, its entry in `in_specs` or `in_axes`, and its name.
+
+        **Arguments:**
+
+        - `named`: the arguments, as `named` gives them.
+        - `entries`, `what`: one for each positional argument, or one for all; what messages call them.
+        - `keyword_entry`: that of a keyword argument.
+        - `broadcast`: makes one for each unit of a prefix tree.
+        - `first`: the number by which messages call the entry of the first argument.
+        """
+        several = isinstance(entries, tuple | list)
+        for i, ((name, value), units) in enumerate(zip(named, self.units, strict=True)):
+            keyword = i >= self.positional
+            prefix = keyword_entry if keyword else entries[i] if several else entries
+            entry = f"{what}[{first + i}]" if several else what
+            found = broadcast(prefix, value, entry, name)
+            nodes = jax.tree_util.tree_leaves(value, is_leaf=is_state)
+            called = "keyword argument" if keyword else entry
+            for unit, node, one in zip(units, nodes, found, strict=True):
+                yield unit, node, one, called
+
+    def _split(self, name: str, value: Leaf) -> list[Unit]:
+        inside = inside_modules(value)
+        units = []
+        flat = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_state)[0]
+        if bad := [(path_str(keys, name), node) for keys, node in flat if is_masked(node)]:
+            raise errors.masked(f"the argument {name}", bad)
+        for (keys, node), in_module in zip(flat, inside, strict=True):
+            leaves, treedef = jax.tree_util.tree_flatten(node)
+            positions = tuple(range(self.count, self.count + len(leaves)))
+            self.count += len(leaves)
+            units.append(
+                Unit(
+                    path=path_str(keys, name),
+                    keys=keys,
+                    positions=positions,
+                    kind=type(node) if is_state(node) else None,
+                    treedef=treedef,
+                    in_module=in_module,
+                    shaped=is_state(node) or is_shaped(node),
+                    number=type(node) in NUMBERS,
+                )
+            )
+        return units
+
+    def flat_units(self) -> list[Unit]:
+        return [unit for units in self.units for unit in units]
+
+    def paths(self) -> dict[int, str]:
+        """That of each leaf, by position."""
+        return {p: unit.path for unit in self.flat_units() for p in unit.positions}
+
+    def with_states(self) -> list[tuple[Unit, ...]]:
+        """The arguments that have a State in them."""
+        return [units for units in self.units if any(unit.kind is not None for unit in units)]
+
+    def states(self) -> list[Unit]:
+        return [unit for unit in self.flat_units() if unit.kind is not None]
+
+
+def _tied(value: Leaf, units: Sequence[Unit]) -> list[list[str]]:
+    paths: dict[int, list[str]] = {}
+    for node, unit in zip(jax.tree_util.tree_leaves(value, is_leaf=is_state), units, strict=True):
+        if is_state(node):
+            paths.setdefault(id(node), []).append(unit.path)
+    return [several for several in paths.values() if len(several) > 1]
+
+
+def inside_modules(value: Leaf) -> list[bool]:
+    """For each unit of `value` whether it stands in a Module."""
+    inside: list[bool] = []
+    for node in jax.tree_util.tree_leaves(
+        value, is_leaf=lambda n: is_state(n) or isinstance(n, eqx.Module)
+    ):
+        count = len(jax.tree_util.tree_leaves(node, is_leaf=is_state))
+        inside.extend([isinstance(node, eqx.Module) and not is_state(node)] * count)
+    return inside
+
+
+def check_arity(name: str, what: str, entries: Any, positional: int) -> None:
+    """Refuse a call with more or fewer arguments than `in_specs` or `in_axes` has entries."""
+    if isinstance(entries, tuple | list) and len(entries) != positional:
+        raise errors.arity(name, what, len(entries), positional)
+
+
+@jax.tree_util.register_static
+class _Box:
+    """A value as a node without leaves: part of the arguments' structure, compared by value."""
+
+    __slots__ = ("token", "value")
+
+    def __init__(self, value: Leaf) -> None:
+        self.value = value
+        self.token = token(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Box) and self.token == other.token
+
+    def __hash__(self) -> int:
+        return hash(self.token)
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+class Boxes:
+    """Puts static arguments into boxes, and opens them for the function.
+
+    **Arguments:**
+
+    - `fun`: the function.
+    - `static`: positions of the static arguments.
+    """
+
+    def __init__(self, fun: Fun, static: Sequence[int]) -> None:
+        self.fun = fun
+        self.static = static
+        check_function("pmap2", fun)
+
+        def opened(*args: PyTree, **kwargs: PyTree) -> Any:
+            return fun(*self.open(args), **kwargs)
+
+        self.opened: Fun = functools.update_wrapper(opened, fun)
+
+    def __call__(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+        """The arguments, the static ones in boxes."""
+        if bad := [i for i in self.static if not -len(args) <= i < len(args)]:
+            raise errors.bad_argnums("static_broadcasted_argnums", bad, len(args))
+        boxed = list(args)
+        for i in self.static:
+            try:
+                hash(args[i])
+            except TypeError:
+                path = positional_names(self.fun, len(args))[i]
+                raise _unhashable_static(fun_name(self.fun), path, args[i]) from None
+            boxed[i] = _Box(args[i])
+        return tuple(boxed)
+
+    def open(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
+        """The arguments as they were."""
+        return tuple(x.value if isinstance(x, _Box) else x for x in args)
+
+
+class Statics:
+    """The static leaves of one call, and how those of a later call are compared with them.
+
+    **Arguments:**
+
+    - `positions`: where static leaves stand among all leaves.
+    - `leaves`: all leaves of the call.
+    """
+
+    def __init__(self, positions: Sequence[int], leaves: Sequence[Leaf]) -> None:
+        self.positions = positions
+        self.values = [leaves[i] for i in positions]
+        # Their owner may have changed these since, so that they are hashed at every call.
+        self.changing = [i for i in positions if may_change(leaves[i])]
+        self.changing_values = self.changing_of(leaves)
+        self.fixed_at = [i for i in positions if i not in self.changing]
+        self.fixed = [leaves[i] for i in self.fixed_at]
+        self.tokens = self.tokens_of(leaves)
+        self.changing_tokens = self._tokens_at(self.changing, leaves)
+
+    def tokens_of(self, leaves: Sequence[Leaf]) -> list[Leaf] | None:
+        """What static leaves are compared by; `None` if one of them cannot be hashed."""
+        return self._tokens_at(self.positions, leaves)
+
+    def _tokens_at(self, positions: Sequence[int], leaves: Sequence[Leaf]) -> list[Leaf] | None:
+        try:
+            return [token(leaves[position]) for position in positions]
+        except TypeError:
+            return None
+
+    def same(self, leaves: Sequence[Leaf]) -> bool:
+        """Whether a call has the same static leaves, and nobody has changed them."""
+        if not all(map(is_, map(leaves.__getitem__, self.fixed_at), self.fixed)):
+            return False
+        return not self.changing or self._tokens_at(self.changing, leaves) == self.changing_tokens
+
+    def other_in(self, leaves: Sequence[Leaf]) -> list[int]:
+        """The positions of static leaves that differ in another call."""
+        pairs = zip(self.positions, self.tokens or (), strict=True)
+        return [i for i, known in pairs if self._tokens_at([i], leaves) != [known]]
+
+    @functools.cached_property
+    def texts(self) -> dict[int, str]:
+        """The static leaves as they are now, by position, for messages."""
+        return {i: repr(leaf) for i, leaf in zip(self.positions, self.values, strict=True)}
+
+    def changing_of(self, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
+        """The static leaves that may be other objects at each call."""
+        return [leaves[position] for position in self.changing]
+
+
+def has_unhashable_node(treedef: PyTreeDef) -> bool:
+    """Whether a tree has a node, such as a Module with a static field, whose metadata cannot be hashed."""
+    kind, metadata = treedef.node_data() or (None, None)
+    # The keys of a dictionary are its metadata, in a list.
+    if kind is not dict and not is_hashable(metadata):
+        return True
+    return any(map(has_unhashable_node, treedef.children()))
+
+
+def unhashable(arguments: Arguments, call: Call) -> list[tuple[str, PyTree]]:
+    """The static leaves and fields of a call that cannot be hashed, with their paths."""
+    return [
+        (path_str(keys, name), value)
+        for name, tree in arguments.named(call.args, call.kwargs)
+        for keys, value in _unhashable(tree, ())
+    ]
+
+
+def _unhashable(node: Leaf, keys: KeyPath) -> Iterator[tuple[KeyPath, PyTree]]:
+    parts = tree_util.default_registry.flatten_one_level_with_keys(node)
+    if parts is None:
+        if not (is_shaped(node) or is_hashable(node)):
+            yield keys, node
+        return
+    children, metadata = parts
+    if type(node) is not dict and not is_hashable(metadata):
+        fields = dataclasses.fields(node) if dataclasses.is_dataclass(node) else ()
+        of_children = {getattr(key, "name", None) for key, _ in children}
+        static = [
+            (f.name, getattr(node, f.name, None)) for f in fields if f.name not in of_children
+        ]
+        bad = [(tree_util.GetAttrKey(name), x) for name, x in static if not is_hashable(x)]
+        yield from [((*keys, key), x) for key, x in bad] or [(keys, metadata)]
+    for key, child in children:
+        yield from _unhashable(child, (*keys, key))
+
+
+def _unhashable_static(name: str, path: str, value: object) -> BatchAxisError:
+    return BatchAxisError(
+        f"{name}: {path} is {describe(value)} of type {type(value).__name__}, which cannot be hashed, but "
+        "static_broadcasted_argnums names it. Each value of a static argument has a compiled program of its "
+        "own, found by its hash. Pass a value that can be hashed; or, for an array that all lanes share, "
+        "give None in in_axes instead."
+    )

@@ -1,0 +1,390 @@
+"""Step 2 at every call: a program's inputs laid out as it takes them, and trees laid out before a call."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from operator import is_, methodcaller
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from .._base import _errors as errors
+from .._base._checks import is_shaped
+from .._base._trees import is_packed, is_state, is_state_or_packed, path_str
+from .._base._types import NUMBERS, AnyMesh, AxisName, Leaf, PyTree, SpecTree, StateSpecs
+from .._jax import _compat as compat
+from .._jax._compat import tree_util
+from .._jax._frames import without_own_frames
+from .._state._values import strong
+from ._agreement import Passed, Traced, array_passed, check_alike
+from ._mesh import check_mesh, check_specs, manual_names
+from ._placement import (
+    MADE,
+    Input,
+    apart,
+    check_concrete,
+    check_shapes,
+    copied,
+    is_laid_out,
+    is_own,
+    lies_right,
+    memory,
+    onto,
+    traced_onto,
+)
+from ._specs import (
+    UNDECLARED,
+    OfStates,
+    SpecPlacement,
+    broadcast_specs,
+    check_state_specs,
+    choose_specs,
+    own_placements,
+    placement,
+)
+
+
+_is_deleted = methodcaller("is_deleted")
+
+
+def _as_wide_as_now(x: Leaf) -> Any:
+    """An array of the host in the dtype that it has for JAX, with x64 on or off.
+
+    Of several that it is to lay out at once JAX remembers the objects, but not which of the two it was.
+    """
+    if isinstance(x, jax.Array) or x.dtype.itemsize < 8 or x.dtype.kind not in "fiuc":
+        return x
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+    return x if dtype == x.dtype else np.asarray(x, dtype)
+
+
+class MeshLayout:
+    """Where the inputs of one program lie on a mesh.
+
+    **Arguments:**
+
+    - `fun_name`: for messages.
+    - `mesh`: the mesh.
+    - `axis_names`: the mesh axes that the call maps over.
+    - `inputs`: the inputs.
+    - `donating`: whether some inputs are given up. What had to be moved then shares no memory with what it
+        was moved from: its owner would lose it.
+    """
+
+    def __init__(
+        self,
+        fun_name: str,
+        mesh: Mesh | AbstractMesh,
+        axis_names: Sequence[AxisName],
+        inputs: Sequence[Input],
+        donating: bool,
+    ) -> None:
+        self.fun_name = fun_name
+        self.mesh = mesh
+        self.axis_names = frozenset(axis_names)
+        self.inputs = inputs
+        self.donating = donating
+        kinds = [one.kind for one in inputs]
+        # NumPy arrays have no sharding to compare; Python numbers need none; references stay where they are.
+        self.hosted = [k for k, t in enumerate(kinds) if issubclass(t, np.ndarray | np.generic)]
+        others = {*self.hosted, *(k for k, t in enumerate(kinds) if t in (*NUMBERS, jax.Ref))}
+        self.on_device = [k for k in range(len(kinds)) if k not in others]
+        # The memory of a NumPy array belongs to its owner, who may write to it.
+        self.fresh = frozenset({*self.hosted, *(k for k, t in enumerate(kinds) if t in NUMBERS)})
+        self.strong_at = [k for k in self.on_device if inputs[k].strong]
+        self.only_arrays = len(self.on_device) == len(inputs)
+        self.targets: list[Leaf] = [None] * len(inputs)
+        for k in [*self.hosted, *self.on_device]:
+            self.targets[k] = NamedSharding(mesh, inputs[k].placement.spec)
+        # The sharding objects that were found right before: what comes out of the program and is fed
+        # back carries the very same ones, so that a comparison of identities is enough.
+        self.seen = list(self.targets)
+
+    def check(self, arrays: Sequence[Leaf]) -> None:
+        """Refuse arrays that do not fit their specs."""
+        what = f"shard_map applied to the function {self.fun_name!r}"
+        paths = [one.path for one in self.inputs]
+        placements = [one.placement for one in self.inputs]
+        check_shapes(paths, arrays, placements, self.mesh, what)
+
+    def agree(self, given: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
+        """Refuse, before the first call, what other processes have otherwise; here there are none.
+
+        `passed`: gives what is no input.
+        """
+
+    def traced_alike(self, trace: Callable[[], Traced]) -> Traced:
+        """What `trace` returns: there are no other processes."""
+        return trace()
+
+    def concrete(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
+        """Concrete arrays as the program takes them, and as they come back when not written.
+
+        The two differ for an array that has the same layout on another mesh: it comes back as it is, but the
+        program, compiled for one mesh, gets it on that one.
+        """
+        if self.only_arrays:
+            here = [x.sharding for x in given]
+            if (
+                here == self.seen
+                and not self._weak(given)
+                and (compat.REFUSES_DELETED or not any(map(_is_deleted, given)))
+            ):
+                self.seen = here
+                return given, given
+        return self._moved(given)
+
+    def check_alive(self, given: Sequence[Leaf]) -> None:
+        """Refuse arrays whose buffers were given up."""
+        if gone := [k for k in self.on_device if given[k].is_deleted()]:
+            raise errors.deleted(self.fun_name, [self.inputs[k].path for k in gone])
+
+    def _weak(self, given: Sequence[Leaf]) -> list[int]:
+        """The weakly typed inputs that enter strong, so that no program depends on where others lie."""
+        # Arrays of keys have no attribute `weak_type`.
+        return [k for k in self.strong_at if getattr(given[k], "weak_type", False)]
+
+    def _moved(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
+        self.check_alive(given)
+        ready, shown = list(given), list(given)
+        for k in self._weak(given):
+            ready[k] = shown[k] = strong(given[k])
+        unseen = [k for k in self.on_device if ready[k].sharding is not self.seen[k]]
+        hosted = [k for k in self.hosted if not isinstance(given[k], jax.Array)]
+        if hosted or not all(
+            is_laid_out(ready[k], self.targets[k], self.axis_names) for k in unseen
+        ):
+            # First of all, because JAX compares the layouts only of arrays that fit them.
+            self.check(given)
+        misplaced: list[int] = []
+        for k in unseen:
+            if self._is_taken(ready[k], k):
+                self.seen[k] = ready[k].sharding
+            else:
+                misplaced.append(k)
+        renamed = {k for k in misplaced if self._is_renamed(ready[k], k)}
+        kept = renamed.union(k for k in misplaced if self._lies_right(ready[k], k))
+        apart_from = [k for k in misplaced if k not in renamed]
+        misplaced += hosted
+        if not misplaced:
+            same = all(map(is_, ready, given))
+            return (given, given) if same else (ready, shown)
+        targets = [self.targets[k] for k in misplaced]
+        sources = [_as_wide_as_now(ready[k]) for k in misplaced]
+        # The owner of a NumPy array may write to it while the program still reads it.
+        sources = [
+            apart(x, target) if k in self.hosted or (self.donating and k not in renamed) else x
+            for k, x, target in zip(misplaced, sources, targets, strict=True)
+        ]
+        moved = jax.device_put(sources, targets)
+        for k, x in zip(misplaced, moved, strict=True):
+            ready[k] = x
+            if k not in kept:
+                shown[k] = x
+        if self.donating:
+            self._spare([given[k] for k in apart_from], ready, misplaced)
+            MADE.add([x for k, x in zip(misplaced, moved, strict=True) if k not in renamed])
+        return ready, shown
+
+    def to_move(self, given: Sequence[Leaf]) -> list[int]:
+        """The inputs that a call lays out anew before it runs; of mere shapes nothing is known."""
+        if isinstance(self.mesh, AbstractMesh):
+            return []
+        hosted = [k for k in self.hosted if isinstance(given[k], np.ndarray | np.generic)]
+        return hosted + [
+            k
+            for k in self.on_device
+            if isinstance(given[k], jax.Array)
+            and not compat.is_tracer(given[k])
+            and not self._keeps_memory(given[k], k)
+        ]
+
+    def _keeps_memory(self, x: jax.Array, k: int) -> bool:
+        """Whether the program gets `x` in the memory where it is, by whatever name."""
+        if self._is_taken(x, k) or self._is_renamed(x, k):
+            return True
+        return not self.donating and bool(x.sharding.is_equivalent_to(self.targets[k], x.ndim))
+
+    def _is_taken(self, x: jax.Array, k: int) -> bool:
+        """Whether the program takes `x` as it is."""
+        if x.sharding is self.seen[k]:
+            return True
+        return self._lies_right(x, k) and self._is_on_mesh(x)
+
+    def _is_renamed(self, x: jax.Array, k: int) -> bool:
+        """Whether `x` only needs another type: Explicit types also name axes of one device."""
+        return self._is_on_mesh(x) and bool(x.sharding.is_equivalent_to(self.targets[k], x.ndim))
+
+    def _is_on_mesh(self, x: jax.Array) -> bool:
+        return isinstance(x.sharding, NamedSharding) and bool(x.sharding.mesh == self.mesh)
+
+    def _spare(self, originals: Sequence[Leaf], ready: list[Leaf], moved: Iterable[int]) -> None:
+        """Copy what was not moved but shares memory with an original that was, lest that be given up."""
+        spared: dict[int, list[jax.Array]] = {}
+        for x in originals:
+            size = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            spared.setdefault(size, []).append(x)
+        if not spared:
+            return
+        for k in set(self.on_device).difference(moved):
+            alike = spared.get(self.part_size(k, ready[k]), ())
+            if alike and not memory(ready[k]).isdisjoint(frozenset().union(*map(memory, alike))):
+                ready[k] = copied(ready[k])
+
+    def part_size(self, k: int, x: Leaf) -> int:
+        """The bytes of an input that a device holds; 0 of what is no array."""
+        target = self.targets[k]
+        if target is None:
+            return 0
+        size: int = math.prod(target.shard_shape(np.shape(x))) * x.dtype.itemsize
+        return size
+
+    def returned(
+        self, given: Sequence[Leaf], shown: Sequence[Leaf], forwarded: Iterable[int]
+    ) -> Sequence[Leaf]:
+        """What comes back as it went in, in memory of its own where it had to be moved.
+
+        An array outside a State had to be where its sharding is not that of its placement, whatever it is
+        called.
+        """
+        found = list(shown)
+        for k in forwarded:
+            x, target = given[k], self.targets[k]
+            if target is None or compat.is_tracer(shown[k]):
+                continue
+            if shown[k] is not x:
+                if isinstance(x, jax.Array) and not self.donating:
+                    source = apart(x, target)
+                    found[k] = shown[k] if source is x else self._put(source, k)
+            elif not (self.inputs[k].stateful or is_laid_out(x, target, self.axis_names)):
+                found[k] = self._put(apart(x, target), k)
+        return found
+
+    def _put(self, x: Leaf, k: int) -> jax.Array:
+        return onto(strong(x) if self.inputs[k].strong else x, self.targets[k])
+
+    def traced(self, given: Sequence[Leaf], recorded: bool) -> list[Leaf]:
+        """Inputs some of which are traced: tracers are never put anywhere, concrete arrays are,
+        except into a jaxpr, where they are constants that the compiler places."""
+        weak = frozenset(self._weak(given))
+        return [
+            x if t is None else self._traced(strong(x) if k in weak else x, t, recorded)
+            for k, (x, t) in enumerate(zip(given, self.targets, strict=True))
+        ]
+
+    def _traced(self, x: Leaf, target: NamedSharding, recorded: bool) -> Any:
+        if compat.is_tracer(x) and not recorded:
+            x = compat.onto_devices(x, target.mesh)
+        if compat.is_tracer(x) or recorded:
+            return traced_onto(x, target, self.axis_names)
+        if isinstance(x, jax.Array) and lies_right(x, target, self.axis_names):
+            return x
+        return onto(x if isinstance(x, jax.Array) else apart(x, target), target)
+
+    def abstract(self, given: Sequence[Leaf]) -> list[Leaf]:
+        """Shapes and dtypes on the mesh, to lower the program with."""
+        self.check(given)
+        return [
+            x if t is None else jax.ShapeDtypeStruct(np.shape(x), _dtype(x), sharding=t)
+            for x, t in zip(given, self.targets, strict=True)
+        ]
+
+    def _lies_right(self, x: jax.Array, k: int) -> bool:
+        return lies_right(x, self.targets[k], self.axis_names)
+
+
+def _dtype(x: Leaf) -> Any:
+    """The dtype that `x` has on a device: NumPy's float64 is float32 there, unless x64 is enabled."""
+    return (
+        jax.dtypes.canonicalize_dtype(x.dtype)
+        if isinstance(x, np.ndarray | np.generic)
+        else x.dtype
+    )
+
+
+@without_own_frames
+def place(
+    tree: PyTree, mesh: AnyMesh, specs: SpecTree = None, *, state_specs: StateSpecs = None
+) -> Any:
+    """Put a tree onto a mesh the way a mapped call wants it.
+
+    **Arguments:**
+
+    - `tree`: any pytree. The buffers of a `Packed` in it lie right already, and stay.
+    - `mesh`: the mesh.
+    - `specs`: a spec, or a prefix tree of specs, for the arrays outside States; left out, they are
+        replicated.
+    - `state_specs`: where the States go: one spec, or `{filter: spec}`. A state that it does not
+        mention goes by its own `spec`, else it is replicated.
+
+    **Returns:** the tree, its arrays on the mesh. Arrays that already lie right are not touched, and
+    leaves that are not arrays stay as they are. What is moved shares no memory with what it was moved
+    from, so that one may be donated without the other.
+
+    **Raises:** `SpecError` for specs that do not fit the tree, its arrays or the mesh, and for a mesh without
+    devices; `TypeError` for arrays that are traced: there a mapped call lays its arguments out itself.
+
+    !!! example
+
+        ```python
+        >>> import jax, numpy as np, statemesh as sm
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = jax.make_mesh((1,), ("x",))
+        >>> model = sm.place({"w": sm.ParamState(np.ones(4))}, mesh, state_specs=P("x"))
+        >>> model["w"].value.sharding.spec == P("x")
+        True
+
+        ```
+    """
+    check_mesh("place", mesh)
+    if isinstance(mesh, AbstractMesh):
+        raise errors.invalid_argument("place", "mesh", mesh)
+    check_state_specs(state_specs, "state_specs")
+    names = manual_names(mesh, ())
+    check_specs([("specs", specs)], mesh, names)
+    flat, _ = tree_util.tree_flatten_with_path(tree, is_leaf=is_state)
+    declared = iter(choose_specs(state_specs, [("tree", tree)], "state_specs"))
+    nodes = tree_util.tree_leaves(tree, is_leaf=is_state_or_packed)
+    packed = {id(buffer) for node in nodes if is_packed(node) for buffer in node.buffers}
+    paths: list[str] = []
+    leaves: list[Leaf] = []
+    placements: list[SpecPlacement | None] = []
+    of_states = OfStates()
+    for (keys, node), spec in zip(flat, broadcast_specs(specs, tree, "specs", "tree"), strict=True):
+        path = path_str(keys, "tree")
+        own = tree_util.tree_leaves(node)
+        if is_state(node):
+            chosen = next(declared)
+            wheres = own_placements(node, node.spec if chosen is UNDECLARED else chosen, path)
+            of_states.state("specs", spec, path, node, wheres)
+            placements += wheres
+        else:
+            moves = is_shaped(node) and id(node) not in packed
+            if is_shaped(node):
+                of_states.array("specs", spec)
+            placements += [placement(spec) if moves else None] * len(own)
+        leaves += own
+        paths += [path] * len(own)
+    if bad := of_states.bad():
+        raise errors.specs_of_states("place", "specs", "state_specs", bad)
+    chosen_at = [i for i, where in enumerate(placements) if where is not None]
+    wheres = [where for where in placements if where is not None]
+    arrays = [leaves[i] for i in chosen_at]
+    named = [(f"the spec of {paths[i]}", w.spec) for i, w in zip(chosen_at, wheres, strict=True)]
+    check_specs(named, mesh, names)
+    check_shapes([paths[i] for i in chosen_at], arrays, wheres, mesh, "place")
+    check_concrete("place", [paths[i] for i in chosen_at], arrays)
+    targets = [NamedSharding(mesh, where.spec) for where in wheres]
+    if mesh.is_multi_process:
+        pairs = zip(chosen_at, arrays, strict=True)
+        check_alike("place", mesh, [array_passed(paths[i], x) for i, x in pairs if is_own(x)])
+    for i, x, target in zip(chosen_at, arrays, targets, strict=True):
+        if not isinstance(x, jax.Array):
+            leaves[i] = onto(apart(x, target), target)
+            continue
+        leaves[i] = strong(x)
+        if not is_laid_out(x, target, frozenset(names)):
+            same = x.sharding.is_equivalent_to(target, x.ndim)
+            leaves[i] = onto(leaves[i] if same else apart(leaves[i], target), target)
+    return tree_util.tree_structure(tree).unflatten(leaves)

@@ -1,0 +1,364 @@
+"""Which of the entering states each returned state continues."""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TypeAlias
+
+import jax
+from jax import Array
+
+from .._base._errors import StructureError, error_listing
+from .._base._specs import Placement
+from .._base._trees import is_state, path_str
+from .._base._types import Key, KeyPath, Leaf, PyTree, PyTreeDef
+from .._jax import _compat as compat
+from .._jax import _jaxprs as jaxprs
+from .._jax._compat import ClosedJaxpr, Equation, Jaxpr, tree_util
+from .._jax._dataflow import Dataflow
+from .._jax._jaxprs import REBUILT, Links, link_made
+from .._state._state import NEW, State, Unknown, origin, origins, states_of, with_origins
+
+
+# Numbers of arguments: none where nothing is known, several where it may be any of them.
+Sources: TypeAlias = frozenset[int]
+_NOTHING: Sources = frozenset()
+
+
+class _Continued(Dataflow[Sources]):
+    """The arguments that a value may continue."""
+
+    nothing = _NOTHING
+
+    def join(self, facts: Iterable[Sources]) -> Sources:
+        return _NOTHING.union(*facts)
+
+    def own_rule(self, eqn: Equation, given: Sequence[Sources]) -> Sequence[Sources] | None:
+        if (link := link_made(eqn)) is None:
+            return None
+        new, old = given
+        # A `cond` that returns one state or another is rebuilt as the one that its first branch returns.
+        return [old | new if link == REBUILT else old]
+
+    def plain(self, eqn: Equation, given: Sequence[Sources]) -> Sequence[Sources]:
+        inner = jaxprs.jaxprs_of(eqn)
+        if [(len(j.invars), len(j.outvars)) for j in inner] == [(len(given), len(eqn.outvars))]:
+            return self.through(inner[0], given)
+        if len(eqn.outvars) == 1 and jaxprs.forwards(eqn):
+            return [self.join(given)]
+        return [_NOTHING] * len(eqn.outvars)
+
+    def stacked(self, part: Sources) -> Sources:
+        return _NOTHING
+
+
+def continued(jaxpr: Jaxpr) -> list[Sources]:
+    """For each result of a jaxpr the arguments that it may continue."""
+    return _Continued().through(jaxpr, [frozenset([i]) for i in range(len(jaxpr.invars))])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Entered:
+    """A state of the arguments inside one instance of the call."""
+
+    mark: object
+    path: str
+    keys: KeyPath
+    # As it came in, and as the function saw it after `enter`.
+    old: State
+    seen: State
+    # One placement, and one index among the program's inputs, for each of its leaves.
+    placements: tuple[Placement, ...]
+    inputs: tuple[int, ...]
+
+
+def find_origins(
+    fun_name: str,
+    returned: Sequence[tuple[KeyPath, State]],
+    entered: Sequence[Entered],
+    donating: bool,
+) -> list[Entered | None]:
+    """The entering state that each returned one continues; `None` for a state made inside.
+
+    A state that was written with `set` or `replace` remembers where it came from, and one that was
+    not written has the very arrays that went in. A written one that passed through `jax.tree.map`,
+    `scan` or `cond` has forgotten; then the end of its path tells: `[1].bn.mean` in the result
+    continues `[0].bn.mean` of the arguments. Where several fit equally well (two models of one
+    class), they are taken in order.
+
+    **Raises:** `StructureError` where fewer return than fit, and it makes a difference which: to a
+    policy, to where the state goes, or to whose buffers are given up when `donating`.
+    """
+    by_mark = {id(one.mark): i for i, one in enumerate(entered)}
+    # By returned state: the entering ones that it may continue, where the program shows several.
+    shown: dict[int, list[int]] = {}
+    by_arrays = {_arrays(one.seen): i for i, one in enumerate(entered) if values(one.seen)}
+    forms: list[Hashable] = [_form(one.seen) for one in entered]
+    found: list[int | None] = []
+    for k, (_, state) in enumerate(returned):
+        mark = origin(state)
+        i = by_mark.get(id(mark))
+        if i is None and (same := by_arrays.get(_arrays(state))) is not None:
+            i = same if _form(state) == forms[same] else None
+        if i is None and isinstance(mark, Unknown):
+            shown[k] = [by_mark[id(one)] for one in mark.marks if id(one) in by_mark]
+        found.append(i)
+    # The others are compared by their paths with the states that they may continue.
+    alike: dict[Hashable, list[int]] = {}
+    for i, form in enumerate(forms):
+        alike.setdefault(form, []).append(i)
+    # Steps of paths as numbers, the last one first: in a large model very many pairs are compared.
+    numbers: dict[Key, int] = {}
+    ends = [_numbered(one.keys, numbers) for one in entered]
+    scores = {
+        k: _scores(_numbered(keys, numbers), shown.get(k) or alike.get(_form(state), []), ends)
+        for k, (keys, state) in enumerate(returned)
+        if found[k] is None and origin(state) is not NEW
+    }
+    taken = {i for i in found if i is not None}
+    _fill_by_path(scores, found, taken)
+    unsure: list[tuple[str, list[str]]] = []
+    for k, fits in scores.items():
+        if (i := found[k]) is None:
+            continue
+        if k in shown:
+            # The program shows that it continues one of several; its path only guesses which.
+            left = [j for j in fits if j != i and (shown[k] or j not in taken)]
+            unlike = any(_leave_apart(entered[i], entered[j]) for j in left)
+        else:
+            left = [j for j, score in fits.items() if score >= fits[i] and j not in taken]
+            unlike = any(donating or _differ(entered[i], entered[j]) for j in left)
+        if unlike:
+            path = path_str(returned[k][0], f"{fun_name}(...)")
+            unsure.append((path, [entered[j].path for j in sorted([i, *left])]))
+    if unsure:
+        raise _unsure_origin(fun_name, unsure)
+    return [None if i is None else entered[i] for i in found]
+
+
+def _fill_by_path(
+    scores: Mapping[int, Mapping[int, int]], found: list[int | None], taken: set[int]
+) -> None:
+    """Fill in what is not found yet: the pairs whose paths agree best first, each entering state once."""
+    pairs = [(score, k, i) for k, fits in scores.items() for i, score in fits.items()]
+    for score, k, i in sorted(pairs, key=lambda pair: (-pair[0], *pair[1:])):
+        # Paths without a common end are no evidence, unless there is only one candidate.
+        if found[k] is None and i not in taken and (score > 0 or len(scores[k]) == 1):
+            found[k] = i
+            taken.add(i)
+    for k, fits in scores.items():
+        # It may be a state that was returned twice, if at least the last step of its path agrees.
+        best = max(fits, key=lambda i: fits[i], default=None)
+        if found[k] is None and best is not None and fits[best] > 1:
+            found[k] = best
+
+
+def _arrays(state: State) -> tuple[int, ...]:
+    return tuple(map(id, leaves_of(state)))
+
+
+def _differ(a: Entered, b: Entered) -> bool:
+    return a.old.reduce is not None or a.placements != b.placements
+
+
+def _leave_apart(a: Entered, b: Entered) -> bool:
+    """Whether it makes a difference to a written state which of two it continues."""
+    return a.old.needs_old or b.old.needs_old or a.placements != b.placements
+
+
+def links_for(entered: Sequence[Entered]) -> Links | None:
+    """Links for states that only their origin tells apart, where it makes a difference which is which.
+
+    `None` where there are no such states.
+    """
+    alike: dict[Hashable, list[Entered]] = {}
+    for one in entered:
+        # A random state needs no link: its key carries its stream along.
+        if not one.old.always_replicated:
+            alike.setdefault(_form(one.seen), []).append(one)
+    followed = [
+        (type(first.seen), first.seen._meta)
+        for first, *others in alike.values()
+        if any(_leave_apart(first, one) for one in others)
+    ]
+    return Links(frozenset(followed)) if followed else None
+
+
+def _form(state: State) -> Hashable:
+    """What a state must have in common with one that it continues."""
+    shapes = tuple((x.shape, x.dtype) for x in values(state))
+    return type(state), state._meta, tree_util.tree_structure(state.value), shapes
+
+
+def _numbered(keys: KeyPath, numbers: dict[Key, int]) -> tuple[int, ...]:
+    return tuple(numbers.setdefault(key, len(numbers)) for key in reversed(keys))
+
+
+def _scores(
+    path: tuple[int, ...], candidates: Sequence[int], ends: Sequence[tuple[int, ...]]
+) -> dict[int, int]:
+    """For each candidate twice the number of last steps that agree, plus one if these are its whole path."""
+    scores = {}
+    for i in candidates:
+        end, count = ends[i], 0
+        for x, y in zip(path, end, strict=False):
+            if x != y:
+                break
+            count += 1
+        scores[i] = 2 * count + (count == len(end))
+    return scores
+
+
+def values(state: State) -> list[Leaf]:
+    """The leaves of a state's value."""
+    return list(tree_util.tree_leaves(state.value))
+
+
+def leaves_of(state: State) -> list[Leaf]:
+    """All leaves of a state: its value's, then those of whatever its kind keeps beside it."""
+    return list(tree_util.tree_leaves(state))
+
+
+def has_same_leaves(a: State, b: State) -> bool:
+    """Whether the leaves of two states are the very same objects: neither was written after the other."""
+    mine, others = leaves_of(a), leaves_of(b)
+    return len(mine) == len(others) and all(x is y for x, y in zip(mine, others, strict=True))
+
+
+# It takes the place of an array among the leaves of a result: JAX takes a tracer that is kept for a leak.
+_ARRAY = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """The program of a function of trees.
+
+    **Attributes:**
+
+    - `closed`: its jaxpr, from the arrays among the leaves of the operands to those among the leaves of the
+        result.
+    - `given`: the arrays among the leaves of the operands.
+    - `leaves`: the leaves of the result, with a placeholder for each array.
+    - `treedef`: the structure of the result.
+    - `marks`: for each state in the result a mark of the state that it continues.
+    """
+
+    closed: ClosedJaxpr
+    given: list[Array]
+    leaves: list[Leaf]
+    treedef: PyTreeDef
+    marks: list[object]
+
+    def result(self, made: Sequence[Array]) -> PyTree:
+        """The function's result, from the arrays that its program has made."""
+        outputs = iter(made)
+        leaves = [next(outputs) if x is _ARRAY else x for x in self.leaves]
+        return with_origins(self.treedef.unflatten(leaves), self.marks)
+
+    def remembered(self, result: PyTree) -> PyTree:
+        """The result of another run of the function, its states marked with what they continue."""
+        found = origins(result)
+        if len(found) != len(self.marks):
+            return result
+        pairs = zip(found, self.marks, strict=True)
+        return with_origins(result, [new if old is None else old for old, new in pairs])
+
+
+def trace(
+    fun: Callable[..., PyTree],
+    operands: Sequence[PyTree],
+    mark: compat.FollowedAxes | None,
+    links: Links | None,
+) -> Traced:
+    """Trace a function.
+
+    **Arguments:**
+
+    - `mark`: names the axes along which the program will be walked; `None` for none.
+    - `links`: for the states that the function is given, where it matters which of them its results continue.
+    """
+    flat, treedef = tree_util.tree_flatten(operands)
+    arrays_at = [i for i, x in enumerate(flat) if isinstance(x, jax.Array)]
+    given = [flat[i] for i in arrays_at]
+    marks = origins(operands)
+    results: list[
+        tuple[list[Leaf], PyTreeDef, list[object], list[bool | None], list[tuple[bool, int]]]
+    ] = []
+
+    def traced(*arrays: Array) -> list[Array]:
+        inside = list(flat)
+        for i, x in zip(arrays_at, arrays, strict=True):
+            inside[i] = x
+        with nullcontext() if links is None else links.made():
+            result = fun(*with_origins(treedef.unflatten(inside), marks))
+        leaves, structure = tree_util.tree_flatten(result)
+        rebuilt = [_rebuilt(node, links) for node in states_of(result)]
+        shown = [_ARRAY if isinstance(x, jax.Array) else x for x in leaves]
+        results[:] = [(shown, structure, origins(result), rebuilt, _arrays_of(result))]
+        return [x for x in leaves if isinstance(x, jax.Array)]
+
+    bound: list[compat.FollowedAxes | compat.FollowedStates] = [] if mark is None else [mark]
+    if links is not None:
+        bound.append(compat.FollowedStates())
+    closed = compat.trace_marked(traced, given, bound)
+    ((leaves, structure, found, rebuilt, nodes),) = results
+    program = Traced(closed, given, leaves, structure, found)
+    if links is None or None not in found:
+        return program
+    return dataclasses.replace(program, marks=_recovered(program, operands, rebuilt, nodes))
+
+
+def _rebuilt(state: State, links: Links | None) -> bool | None:
+    """Whether JAX, not the user, has made this State; `None` for one without links."""
+    if links is None or (type(state), state._meta) not in links.followed:
+        return None
+    return state._meta.token is not None
+
+
+def _arrays_of(tree: PyTree) -> list[tuple[bool, int]]:
+    """For each State, and each leaf outside of States: whether it is a State, and how many arrays it has."""
+    return [
+        (is_state(node), sum(isinstance(x, jax.Array) for x in tree_util.tree_leaves(node)))
+        for node in tree_util.tree_leaves(tree, is_leaf=is_state)
+    ]
+
+
+def _recovered(
+    program: Traced,
+    operands: Sequence[PyTree],
+    rebuilt: Sequence[bool | None],
+    nodes: Sequence[tuple[bool, int]],
+) -> list[object]:
+    """The marks of the result's states. That of a State that JAX made is read off the program's links."""
+    marks_at: list[object] = []
+    for node in tree_util.tree_leaves(operands, is_leaf=is_state):
+        arrays = [x for x in tree_util.tree_leaves(node) if isinstance(x, jax.Array)]
+        marks_at += [origin(node) if is_state(node) else None] * len(arrays)
+    sources = iter(continued(jaxprs.open_jaxpr(program.closed)))
+    marks = iter(zip(program.marks, rebuilt, strict=True))
+    found: list[object] = []
+    for stateful, number in nodes:
+        of = frozenset[int]().union(*(next(sources) for _ in range(number)))
+        if not stateful:
+            continue
+        mark, by_jax = next(marks)
+        if mark is None and by_jax is not None:
+            several = dict.fromkeys(marks_at[i] for i in sorted(of) if marks_at[i] is not None)
+            if len(several) == 1:
+                (mark,) = several
+            elif several or by_jax:
+                mark = Unknown(tuple(several))
+        found.append(mark)
+    return found
+
+
+def _unsure_origin(name: str, unsure: Sequence[tuple[str, Sequence[str]]]) -> StructureError:
+    return error_listing(
+        StructureError,
+        f"{name}: these states differ only in where they came from, and nothing shows which of them each "
+        "result continues",
+        [f"{path} may be {' or '.join(several)}" for path, several in unsure],
+        "That is lost if the branches of a `cond` return different states, or if a loop exchanges them. "
+        "Distinguish them by a name or tag: State(value, name='a'); or write the values into the states "
+        "that came in, after the `cond` or loop: `state.set(new.value)`.",
+    )

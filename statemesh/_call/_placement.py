@@ -1,0 +1,417 @@
+"""Step 2, arrays: each is checked against its spec, laid out on the mesh, and never given up twice."""
+
+import dataclasses
+import math
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import zip_longest
+from operator import call, is_, itemgetter
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from .._base import _errors as errors
+from .._base._errors import (
+    ShapeMismatch,
+    SpecError,
+    _rank_item,
+    error_listing,
+    mesh_str,
+    quoted,
+    spec_str,
+)
+from .._base._specs import Placement, canonical, only, spec_axes
+from .._base._trees import describe
+from .._base._types import Axes, AxisName, Leaf, flat_names
+from .._jax import _compat as compat
+from .._jax import _explicit as explicit
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Input:
+    """A leaf of the arguments that is an input of the program.
+
+    **Attributes:**
+
+    - `position`: its position among the leaves.
+    - `path`: its path, for messages.
+    - `placement`: where it lies.
+    - `kind`: its type.
+    - `strong`: whether it loses a weak type. What it becomes in the result is then no news to the compiler
+        when it is fed back.
+    - `stateful`: whether it is a leaf of a State.
+    """
+
+    position: int
+    path: str
+    placement: Placement
+    kind: type
+    strong: bool
+    stateful: bool
+
+
+def check_shapes(
+    paths: Sequence[str],
+    leaves: Sequence[Leaf],
+    placements: Sequence[Placement],
+    mesh: Mesh | AbstractMesh,
+    what: str,
+) -> None:
+    """Refuse arrays whose rank or sizes do not fit their specs.
+
+    `what` says in the error what they were given to.
+
+    **Raises:** `SpecError` listing every such array with the arithmetic.
+    """
+    bad: list[errors.ShapeMismatch] = []
+    for path, leaf, where in zip(paths, leaves, placements, strict=True):
+        if not where.axes:
+            continue
+        shape = np.shape(leaf)
+        if len(where.axes) > len(shape):
+            bad.append(
+                errors.ShapeMismatch(path, leaf, where.written, None, where.axis is not None)
+            )
+            continue
+        for dim, names in enumerate(where.axes):
+            parts = math.prod(mesh.shape[n] for n in names if n in mesh.shape)
+            misfits = shape[dim] != parts if where.axis == dim else shape[dim] % parts
+            if misfits:
+                found = errors.ShapeMismatch(path, leaf, where.written, dim, where.axis is not None)
+                bad.append(found)
+    if bad:
+        raise _shapes(what, bad, mesh)
+
+
+def is_laid_out(x: jax.Array, target: NamedSharding, names: Axes) -> bool:
+    """Whether `x` lies on the mesh of `target` as its spec says, with however many entries either is spelled.
+
+    JAX's results on Explicit axes have a spec with an entry for each axis of the array. On mesh axes that are
+    not in `names` an array may lie as it likes.
+    """
+    here = x.sharding
+    if here == target:
+        return True
+    if not isinstance(here, NamedSharding) or here.mesh != target.mesh:
+        return False
+    if here.memory_kind != target.memory_kind:
+        return False
+    return bool(only(here.spec, names) == canonical(target.spec))
+
+
+def lies_right(x: jax.Array, target: NamedSharding, names: Axes) -> bool:
+    """Whether `x` need not be moved.
+
+    On axes that the call does not map over an array may lie as it likes; on Explicit axes its type
+    has to agree too.
+    """
+    if is_laid_out(x, target, names):
+        return True
+    mesh = target.mesh
+    if names < frozenset(mesh.axis_names):
+        return False
+    if explicit.has_explicit_axes(mesh) or explicit.is_explicitly_typed(x):
+        return False
+    return x.sharding.is_equivalent_to(target, x.ndim)
+
+
+def traced_onto(x: Leaf, target: NamedSharding, names: frozenset[AxisName]) -> Any:
+    """A traced value laid out, where the mesh's axes are Explicit and its type says otherwise.
+
+    On Auto axes there is nothing to do: the compiler lays it out. On those that the call does not map over
+    it stays as it lies.
+    """
+    if not isinstance(x, jax.Array | np.ndarray | np.generic):
+        return x
+    typed = explicit.is_explicitly_typed(x)
+    if not explicit.has_explicit_axes(target.mesh):
+        return explicit.off_explicit_axes(x, target.mesh) if typed else x
+    typed_target = explicit.explicit_part(target)
+    if typed:
+        here = jax.typeof(x).sharding.spec
+        if only(here, names) == only(typed_target.spec, names):
+            return x
+        typed_target = typed_target.update(
+            spec=_combined(typed_target.spec, only(here, frozenset(target.mesh.axis_names) - names))
+        )
+    elif typed_target.spec == PartitionSpec():
+        return x
+    return jax.sharding.reshard(x, typed_target)
+
+
+def _combined(spec: PartitionSpec, other: PartitionSpec) -> PartitionSpec:
+    """A spec that splits each axis as one does, and its parts as another does."""
+    pairs = zip_longest(spec_axes(spec), spec_axes(other), fillvalue=())
+    return canonical(spec.update(partitions=tuple(a + b for a, b in pairs)))
+
+
+def onto(x: Leaf, target: NamedSharding) -> jax.Array:
+    """`x` on the mesh of `target`, whose devices may be those of several processes.
+
+    Every process has the same `x` then.
+    """
+    if not (target.mesh.is_multi_process and is_own(x)):
+        put: jax.Array = jax.device_put(x, target)
+        return put
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x, jax.dtypes.canonicalize_dtype(np.result_type(x)))
+    indices = target.addressable_devices_indices_map(x.shape)
+    parts = jax.device_put([x[index] for index in indices.values()], [*indices])
+    return jax.make_array_from_single_device_arrays(x.shape, target, parts, dtype=x.dtype)
+
+
+def is_own(x: Leaf) -> bool:
+    """Whether every process has an `x` of its own: of the host, or on devices of its own."""
+    if compat.is_tracer(x):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
+def check_concrete(what: str, paths: Sequence[str], arrays: Sequence[Leaf]) -> None:
+    """Refuse arrays that cannot be moved: traced ones, those given up, and shapes without values."""
+    found = list(zip(paths, arrays, strict=True))
+    if traced := [path for path, x in found if compat.is_tracer(x)]:
+        raise errors.place_traced(what, traced)
+    check_valued(what, found)
+
+
+def check_valued(what: str, found: Sequence[tuple[str, Any]]) -> None:
+    """Refuse what has a shape and no value."""
+    if bare := [path for path, x in found if isinstance(x, jax.ShapeDtypeStruct)]:
+        raise _shapes_given(what, bare)
+    if gone := [path for path, x in found if is_deleted(x)]:
+        raise errors.deleted(what, gone)
+
+
+def is_deleted(x: Leaf) -> bool:
+    """Whether it is an array whose memory was given up."""
+    return isinstance(x, jax.Array) and not compat.is_tracer(x) and x.is_deleted()
+
+
+def copied(x: jax.Array) -> jax.Array:
+    """`x` in memory of its own, on the devices where it lies."""
+    copy: jax.Array = jax.device_put(x, x.sharding, may_alias=False)
+    return copy
+
+
+def apart(x: Leaf, target: Sharding) -> Any:
+    """`x`, or a copy if JAX would lay it out as `target` in the memory that `x` already has.
+
+    `jax.device_put` takes a part that lies on one of the devices for the part to be put there, and on the
+    host's own device the memory of a NumPy array.
+    """
+    if isinstance(x, jax.Array):
+        if compat.is_tracer(x) or not _may_share(x, target):
+            return x
+        return copied(x)
+    devices: set[Any] = target.device_set
+    if isinstance(x, np.ndarray) and any(device.platform == "cpu" for device in devices):
+        return np.array(x)
+    return x
+
+
+def _may_share(x: jax.Array, target: Sharding) -> bool:
+    if x.sharding.device_set.isdisjoint(target.device_set):
+        return False
+    return x.sharding.shard_shape(x.shape) == target.shard_shape(x.shape)
+
+
+# The entry that stands for an array that no program made.
+_NOBODY: tuple[Any, int] = (lambda: None, 0)
+
+Refs: TypeAlias = Sequence[Callable[[], Any]]
+
+
+class Made:
+    """The arrays that programs have made, each with a serial number. No two of them share memory.
+
+    They are known as long as somebody else holds them.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[Any, int]] = {}
+        # What has no entries yet. Most of it dies before anyone asks.
+        self._new: deque[tuple[Refs, int]] = deque()
+        self._most = 1024
+        self.number = 0
+
+    def add(self, arrays: Sequence[Leaf]) -> tuple[Refs, int]:
+        """Remember arrays.
+
+        **Returns:** references to them, and their number.
+        """
+        self.number += 1
+        added: tuple[Refs, int] = list(map(weakref.ref, arrays)), self.number
+        self._new.append(added)
+        if len(self._new) > 32:
+            self._enter()
+        return added
+
+    def _enter(self) -> None:
+        # Other threads do the same meanwhile. What one of them misses it takes for an array that no program
+        # made, whose memory is looked up.
+        with suppress(IndexError):
+            while self._new:
+                refs, number = self._new.popleft()
+                alive = [(ref, x) for ref in refs if (x := ref()) is not None]
+                self._entries.update((id(x), (ref, number)) for ref, x in alive)
+        if len(self._entries) > self._most:
+            # Most of them have died, or there are that many.
+            for key, (ref, _) in list(self._entries.items()):
+                if ref() is None:
+                    self._entries.pop(key, None)
+            self._most = max(1024, 2 * len(self._entries))
+
+    def numbers(self, arrays: Sequence[Leaf]) -> list[int]:
+        """The serial number of each array; 0 for one that no program made."""
+        self._enter()
+        entries = self._entries
+        found = [entries.get(id(x), _NOBODY) for x in arrays]
+        return [number if ref() is x else 0 for (ref, number), x in zip(found, arrays, strict=True)]
+
+
+MADE = Made()
+
+
+class Spared:
+    """A program's inputs at each call, in memory of their own where they are given up.
+
+    Two arrays may share memory without being one object: what was moved and what it was moved from, an
+    array and a part of it, a key and its data. To give up one would take it away from the other.
+
+    **Arguments:**
+
+    - `donated`: which inputs the program gives up.
+    - `sizes`: of the part of each input that a device holds, in bytes. Only where these are equal can two
+        inputs share memory.
+    """
+
+    def __init__(self, donated: Sequence[int], sizes: Sequence[int]) -> None:
+        self.donated = frozenset(donated)
+        count = Counter(sizes)
+        wanted = {sizes[k] for k in donated if sizes[k] and count[sizes[k]] > 1}
+        self.compared = [k for k, size in enumerate(sizes) if size in wanted]
+        # There are none, or several: a donated input is compared only if another one has its size.
+        self._pick = itemgetter(*self.compared) if self.compared else None
+        # What no program made and none took, found apart from all others, and the last number by then.
+        self._apart: tuple[Refs, int] = [], 0
+        # What the program made last, and its number.
+        self._made: tuple[Refs, int] = [], 0
+        # Picks what was compared last from what the program had made and then from what was apart.
+        self._order: Any = None
+
+    def __call__(self, arrays: Sequence[Leaf]) -> Sequence[Leaf]:
+        """The arrays, with a copy of each donated one that shares memory with another."""
+        if self._pick is None:
+            return arrays
+        compared = self._pick(arrays)
+        if self._fed_back(compared) or self._known(compared):
+            return arrays
+        lies = {k: memory(arrays[k]) for k in self.compared}
+        times = Counter(part for parts in lies.values() for part in parts)
+        shared = {k for k, parts in lies.items() if any(times[part] > 1 for part in parts)}
+        if shared:
+            return [copied(x) if k in shared & self.donated else x for k, x in enumerate(arrays)]
+        own = zip(self.compared, compared, MADE.numbers(compared), strict=True)
+        left = [weakref.ref(x) for k, x, n in own if not n and k not in self.donated]
+        self._apart = left, MADE.number
+        return arrays
+
+    def _fed_back(self, compared: Sequence[Leaf]) -> bool:
+        """Whether these are what the program made last and what was apart, in the order of last time.
+
+        It says nothing that `_known` would not say, and says it in one pass in C.
+        """
+        order, (made, number), (left, before) = self._order, self._made, self._apart
+        if order is None or number <= before:
+            return False
+        try:
+            expected = order([*made, *left])
+        except IndexError:  # Another thread has put in fewer meanwhile.
+            return False
+        return all(map(is_, map(call, expected), compared))
+
+    def _known(self, compared: Sequence[Leaf]) -> bool:
+        """Whether nothing has to be looked up: that would wait for what is being computed.
+
+        So it is where programs made all of these, or the others are those of last time and all that
+        programs made was made since.
+        """
+        if len(set(map(id, compared))) < len(compared):
+            return False
+        numbers = MADE.numbers(compared)
+        others = [x for x, n in zip(compared, numbers, strict=True) if not n]
+        left, before = self._apart
+        if others:
+            if len(others) != len(left) or any(0 < n <= before for n in numbers):
+                return False
+            if not all(ref() is x for ref, x in zip(left, others, strict=True)):
+                return False
+        self._learn(compared, others, numbers)
+        return True
+
+    def _learn(
+        self, compared: Sequence[Leaf], others: Sequence[Leaf], numbers: Sequence[int]
+    ) -> None:
+        made, number = self._made
+        if not set(numbers) <= {0, number}:
+            return
+        known = [*(ref() for ref in made), *others]
+        place = {id(x): k for k, x in enumerate(known) if x is not None}
+        self._order = itemgetter(*[place[id(x)] for x in compared])
+
+    def keep(self, outputs: Sequence[Leaf]) -> None:
+        """Remember what the program has made."""
+        if self.compared:
+            self._made = MADE.add(outputs)
+
+
+def memory(x: Leaf) -> frozenset[tuple[Any, int]]:
+    """The address at which each part of `x` begins, with its device."""
+    if not isinstance(x, jax.Array) or x.is_deleted():
+        return frozenset()
+    return frozenset(
+        (part.device, part.data.unsafe_buffer_pointer()) for part in x.addressable_shards
+    )
+
+
+def _shapes_given(name: str, paths: Sequence[str]) -> TypeError:
+    return error_listing(
+        TypeError,
+        f"{name}: these arguments are shapes without values (jax.ShapeDtypeStruct)",
+        paths,
+        "Pass arrays. For shapes there are `mapped.lower(...)` and `jax.eval_shape(mapped, ...)`.",
+    )
+
+
+def _shapes(what: str, bad: Sequence[ShapeMismatch], mesh: Mesh | AbstractMesh) -> SpecError:
+    return error_listing(
+        SpecError,
+        f"{what}: arrays do not fit their specs on {mesh_str(mesh)}",
+        [_shape_item(one, mesh) for one in bad],
+        "Pad the array, choose another spec, or write P() to replicate it.",
+    )
+
+
+def _shape_item(one: ShapeMismatch, mesh: Mesh | AbstractMesh) -> str:
+    shown = f"{one.path}: {describe(one.value)} with spec {spec_str(one.spec)}"
+    if one.dim is None:
+        if one.per_shard:
+            return (
+                f"{shown} (PerShard) is a scalar; it needs a leading axis with one entry per shard"
+            )
+        return _rank_item(one)
+    size, names = np.shape(one.value)[one.dim], flat_names(one.spec.partitions[one.dim])
+    sizes = [mesh.shape[name] for name in names if name in mesh.shape]
+    parts = int(np.prod(sizes, dtype=int))
+    product = " * ".join(map(str, sizes)) + (f" = {parts}" if len(sizes) > 1 else "")
+    if one.per_shard:
+        return f"{shown} (PerShard): axis {one.dim} has size {size}, but needs one entry per shard, {product}"
+    return (
+        f"{shown}: axis {one.dim} has size {size}, not divisible by {quoted(names)} of size {product} "
+        f"({size} % {parts} = {size % parts})"
+    )

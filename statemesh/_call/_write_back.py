@@ -1,0 +1,183 @@
+"""Step 5: put what was written, what was not, and what is static into the result's tree."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
+from typing import Any, TypeAlias
+
+import jax
+
+from .._base._specs import Placement
+from .._base._trees import is_state
+from .._base._types import AxisName, Leaf, PyTree
+from .._jax._compat import tree_util
+from .._state._state import State, is_plain, rebuild_plain
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Output:
+    """A leaf that the program computes."""
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Forwarded:
+    """A leaf that comes back as the array that went in."""
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Static:
+    """A leaf that is no array."""
+
+    value: Leaf
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Given:
+    """A leaf that is no array and comes back as the object that went in.
+
+    `index` counts those of the call that may be another object of the same content each time. None of them is
+    kept: JAX keeps this for as long as it keeps the program.
+    """
+
+    index: int
+
+
+# The path of a state, the name of the policy that merged its writes, and the axes that it merged over.
+Merged: TypeAlias = tuple[str, str, tuple[AxisName, ...]]
+
+
+@jax.tree_util.register_static
+class WriteBack:
+    """What tracing found out about the result: its tree, and where each of its leaves comes from.
+
+    It rides out of `jax.jit` as a node without leaves, so that a call that is already compiled gets
+    it back without tracing anything.
+
+    **Arguments:**
+
+    - `result`: the result's tree with `Output`, `Forwarded`, `Static` and `Given` as leaves.
+    - `placements`: where each of the program's outputs goes.
+    - `rewritten`: the inputs that leaves of written states came from, for donation.
+    - `written`: the outputs that are leaves of written states, with the states' paths.
+    - `stacked`: paths and inputs of states that lanes wrote without a declared axis.
+    - `merged`: for each state that a policy merged its path, the policy's name and the axes.
+
+    **Attributes:**
+
+    - `forwarded`: which inputs come back as they are.
+    """
+
+    __slots__ = (
+        "_first",
+        "_given",
+        "_kinds",
+        "_metas",
+        "_order",
+        "_pick",
+        "_statics",
+        "_unflatten",
+        "forwarded",
+        "merged",
+        "placements",
+        "result",
+        "rewritten",
+        "sources",
+        "stacked",
+        "written",
+    )
+
+    def __init__(
+        self,
+        result: PyTree,
+        placements: Sequence[Placement],
+        rewritten: Sequence[int],
+        written: Sequence[tuple[int, str]],
+        stacked: Sequence[tuple[str, tuple[int, ...]]],
+        merged: Sequence[Merged] = (),
+    ) -> None:
+        self.result = result
+        self.sources = tree_util.tree_leaves(result, is_leaf=_is_source)
+        self.placements = tuple(placements)
+        self.rewritten = tuple(rewritten)
+        self.written = tuple(written)
+        self.stacked = tuple(dict.fromkeys(stacked))
+        self.merged = tuple(merged)
+        self.forwarded = frozenset(s.index for s in self.sources if isinstance(s, Forwarded))
+        units, treedef = tree_util.tree_flatten(
+            result, is_leaf=lambda node: _is_source(node) or _is_plain(node)
+        )
+        self._unflatten = treedef.unflatten
+        # Most states are one array and metadata. Those are put together all at once; everything
+        # else takes its leaf as it is. Both steps are one pass in C over a table: outputs, then
+        # arguments, then statics; the rest, then plain states. Often they stand like that already.
+        plain = [i for i, unit in enumerate(units) if is_state(unit)]
+        rest = [i for i, unit in enumerate(units) if not is_state(unit)]
+        self._first = len(rest)
+        self._kinds = [type(units[i]) for i in plain]
+        self._metas = [units[i]._meta.plain for i in plain]
+        constant = [s for s in self.sources if isinstance(s, Static | Given)]
+        self._statics = [s.value if isinstance(s, Static) else None for s in constant]
+        self._given = [(i, s.index) for i, s in enumerate(constant) if isinstance(s, Given)]
+        statics = iter(range(-len(self._statics), 0))
+        sources = [self._place(unit.value if is_state(unit) else unit, statics) for unit in units]
+        self._pick = _picker([sources[i] for i in (*rest, *plain)], len(self.placements))
+        made_at = {i: k for k, i in enumerate((*rest, *plain))}
+        self._order = _picker([made_at[i] for i in range(len(units))], len(units))
+
+    def _place(self, source: Leaf, statics: Iterator[int]) -> int:
+        match source:
+            case Output(index):
+                return index
+            case Forwarded(index):
+                return len(self.placements) + index
+            case _:
+                return next(statics)
+
+    def filled(
+        self, outputs: Sequence[Leaf], arguments: Sequence[Leaf] = (), given: Sequence[Leaf] = ()
+    ) -> Any:
+        """The result's tree.
+
+        **Arguments:**
+
+        - `outputs`: what the program made.
+        - `arguments`: its inputs; they may be left out if none is forwarded.
+        - `given`: the leaves that `Given` stands for; they may be left out if there are none.
+        """
+        statics = self._statics
+        if self._given:
+            statics = list(statics)
+            for i, k in self._given:
+                statics[i] = given[k]
+        picked = outputs
+        if self._pick is not None:
+            picked = self._pick([*outputs, *arguments, *statics])
+        first = self._first
+        made = rebuild_plain(self._kinds, self._metas, picked[first:])
+        units = [*picked[:first], *made]
+        return self._unflatten(units if self._order is None else self._order(units))
+
+
+def _is_source(node: object) -> bool:
+    return isinstance(node, Output | Forwarded | Static | Given)
+
+
+def _is_plain(node: object) -> bool:
+    return isinstance(node, State) and is_plain(type(node)) and _is_source(node.value)
+
+
+def _picker(indices: list[int], count: int) -> Any:
+    """What picks items of a table; `None` if it would pick these `count`, the first ones, in their order."""
+    if indices == list(range(count)):
+        return None
+    match indices:
+        case []:
+            return lambda table: ()
+        case [one]:
+            return lambda table: (table[one],)
+        case _:
+            return itemgetter(*indices)

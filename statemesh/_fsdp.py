@@ -1,0 +1,499 @@
+"""`fsdp`: parameters split over a data axis; `gather`: made whole inside a call; `scatter`: split again."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from ._axes._joined import is_narrow
+from ._axes._mesh_and_lanes import bound_names, gradients_around, meshes_and_lanes
+from ._base._checks import is_inexact, required_names
+from ._base._errors import (
+    SpecError,
+    StatemeshError,
+    StructureError,
+    axes_argument,
+    error_listing,
+    first_paths,
+    mesh_str,
+    quoted,
+    spec_str,
+    typed_str,
+)
+from ._base._specs import PerShard, entry_of, is_spec, mentioned, written_axes
+from ._base._trees import describe, is_packed, is_state, is_state_or_packed, path_str
+from ._base._types import (
+    NO_AXES,
+    AnyMesh,
+    Array,
+    Axes,
+    AxisName,
+    Leaf,
+    PyTree,
+    SeveralAxes,
+    SpecTree,
+    Value,
+)
+from ._call._mesh import check_mesh
+from ._call._specs import broadcast_specs
+from ._jax import _compat as compat
+from ._jax._compat import tree_util
+from ._jax._frames import without_own_frames
+from ._state._state import ParamState, State, set_origin
+
+
+class SplitArray(ParamState[Value]):
+    """A parameter of a layer whose parameters are plain arrays, until `gather` makes it an array again."""
+
+    __slots__ = ()
+
+    def _no_array(self, what: str) -> TypeError:
+        return _not_gathered(what)
+
+
+def is_plain_parameter(unit: PyTree) -> bool:
+    """Whether `unit` is an array of floats outside of any State, which `value_and_grad` differentiates."""
+    return not is_state(unit) and is_inexact(unit)
+
+
+def specs_of(state: State, path: str) -> list[SpecTree]:
+    """The spec of each array of a state's value."""
+    return broadcast_specs(state.spec, state.value, f"the spec of {path}", f"{path}.value")
+
+
+def axes_of(spec: SpecTree, ndim: int) -> list[tuple[AxisName, ...]]:
+    """The mesh axes that split each axis of an array.
+
+    A spec may have entries for leading axes that a loop or a `vmap` around has taken away.
+    """
+    entries = list(written_axes(spec)) if isinstance(spec, PartitionSpec) else []
+    entries = entries[max(len(entries) - ndim, 0) :]
+    return entries + [()] * (ndim - len(entries))
+
+
+def spec_with(
+    axes: Sequence[tuple[AxisName, ...]], position: int | None, added: tuple[AxisName, ...]
+) -> PartitionSpec:
+    """The spec with an entry for every axis, and the mesh axes `added` at one of them, if at any."""
+    named = [(*names, *added) if k == position else names for k, names in enumerate(axes)]
+    return PartitionSpec(*map(entry_of, named))
+
+
+def spec_without(spec: SpecTree, removed: Sequence[AxisName]) -> SpecTree:
+    """A spec without these mesh axes; `None` where it names them and no other."""
+    if not isinstance(spec, PartitionSpec) or mentioned(spec).isdisjoint(removed):
+        return spec
+    left = [tuple(name for name in names if name not in removed) for names in written_axes(spec)]
+    return PartitionSpec(*map(entry_of, left)) if any(left) else None
+
+
+@without_own_frames
+def fsdp(
+    model: PyTree,
+    mesh: AnyMesh,
+    axis_name: SeveralAxes,
+    *,
+    min_size: int = 1024,
+    first_axis: int = 0,
+) -> Any:
+    """The model with its parameters split over a data axis (fully sharded data parallelism).
+
+    Each device holds `1/n` of the parameters, and so of their gradients and of an optimizer's slots.
+    `gather` makes them whole where they are used.
+
+    Of each array the largest axis is split whose length the size of the mesh axis divides and which is not
+    split already; of equal ones the first. An array without such an axis stays whole. What its spec says of
+    other mesh axes, as for tensor parallelism, holds on.
+
+    **Arguments:**
+
+    - `model`: any pytree. Its parameters are what `value_and_grad` differentiates by default: every
+        `ParamState`, and every array of floats outside any State.
+    - `mesh`: the mesh of the calls.
+    - `axis_name`: the mesh axis over which the rows of a batch are split, or a tuple of several, major to
+        minor. Several split one axis of a parameter together.
+    - `min_size`: arrays with fewer elements stay whole.
+    - `first_axis`: the first axis that may be split: 1 for layers that are stacked for a scan.
+
+    **Returns:** the model with a spec, of one entry for each axis, in each `ParamState`. A parameter outside
+    any State is held by a `ParamState` of its own, until `gather` makes it an array again. Parameters that
+    have been through `fsdp` stay as they are, so that a part of the model may go first, with options of its
+    own. No array is moved: `place` or a mapped call does it.
+
+    **Raises:** `SpecError` for an axis that the mesh does not have; `StructureError` where the model has no
+    parameters or is packed; `TypeError` or `ValueError` for an argument that is none.
+
+    !!! example
+
+        ```python
+        >>> import jax, jax.numpy as jnp, statemesh as sm
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> model = {"w": sm.ParamState(jnp.ones((32, 64))), "b": sm.ParamState(jnp.ones(64))}
+        >>> model = sm.fsdp(model, mesh, "data")
+        >>> model["w"].spec, model["b"].spec
+        (P(None, 'data'), P(None,))
+
+        ```
+
+    Source: the third stage of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054).
+    """
+    check_mesh("fsdp", mesh)
+    axis_names = required_names("fsdp", axis_name)
+    if unknown := [name for name in axis_names if name not in mesh.shape]:
+        raise _fsdp_unknown_axes(unknown, mesh)
+    for what, number in (("min_size", min_size), ("first_axis", first_axis)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise _fsdp_bad_number(what, number)
+    if any(map(is_packed, tree_util.tree_leaves(model, is_leaf=is_state_or_packed))):
+        raise _fsdp_packed()
+    size = math.prod(mesh.shape[name] for name in axis_names)
+    flat, treedef = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
+    found = False
+
+    def one(spec: SpecTree, x: Leaf) -> SpecTree:
+        if isinstance(spec, PerShard):
+            return spec
+        axes = axes_of(spec, x.ndim)
+        # A spec that names no mesh axis, with an entry for every axis, says that the array is to stay whole.
+        decided = spec is not None and x.ndim > 0 and len(spec) == x.ndim and not any(axes)
+        if decided or any(name in names for names in axes for name in axis_names):
+            return spec
+        position = None
+        if math.prod(x.shape) >= min_size:
+            free = [k for k in range(first_axis, x.ndim) if not axes[k] and not x.shape[k] % size]
+            position = max(free, key=lambda k: x.shape[k], default=None)
+        return spec_with(axes, position, axis_names)
+
+    units = []
+    for keys, unit in flat:
+        if is_plain_parameter(unit):
+            # A shape becomes the shape of a State.
+            is_shape = isinstance(unit, jax.ShapeDtypeStruct)
+            unit = jax.eval_shape(SplitArray, unit) if is_shape else SplitArray(unit)
+        if isinstance(unit, ParamState):
+            found = True
+            leaves, structure = tree_util.tree_flatten(unit.value)
+            pairs = zip(specs_of(unit, path_str(keys, "model")), leaves, strict=True)
+            unit = unit.replace(spec=structure.unflatten([one(*pair) for pair in pairs]))
+        units.append(unit)
+    if not found:
+        raise _fsdp_no_parameters()
+    return treedef.unflatten(units)
+
+
+@without_own_frames
+def gather(tree: PyTree, axis_name: SeveralAxes) -> Any:
+    """The tree with the parameters whole that `fsdp` split over mesh axes.
+
+    It stands inside a mapped call: for the whole model, or in each layer for its own parameters, also inside
+    `jax.checkpoint` and loops. One collective gathers all arrays of one dtype that are split over the same
+    mesh axes.
+
+    In the loss of a `value_and_grad` that names the axis, the transpose is one reduce-scatter: each shard
+    gets the sum of its part. Gradients of float16 and bfloat16 are summed in float32 there. Anywhere else the
+    whole parameters are the same on all shards, in type too: a `value_and_grad` of them gives whole
+    gradients, reduced over all shards.
+
+    **Arguments:**
+
+    - `tree`: a model that has been through `fsdp`, or a layer of it. Every `ParamState` whose spec names one
+        of the mesh axes is gathered, who ever wrote the spec.
+    - `axis_name`: the mesh axis, or a tuple of several in any order.
+
+    **Returns:** the tree with the same structure, except that parameters which were outside any State are
+    arrays again, and that the specs of what was gathered no longer name the axes. Outside any mapped call
+    all values are those that were given.
+
+    **Raises:** `StructureError` for parameters that are whole already; `StatemeshError` for an axis name that
+    is not bound inside a mapped call, or that is of lanes.
+
+    !!! example
+
+        ```python
+        >>> import jax, jax.numpy as jnp, statemesh as sm
+        >>> from jax.sharding import PartitionSpec as P
+        >>> mesh = jax.make_mesh((jax.device_count(),), ("data",))
+        >>> def loss_fn(model, x):
+        ...     whole = sm.gather(model, "data")
+        ...     return ((x @ whole["w"]) ** 2).mean(), model
+        >>> step = sm.grad(loss_fn, axis_name="data")
+        >>> model = sm.fsdp({"w": jnp.ones((32, 64))}, mesh, "data")
+        >>> grads, model = sm.shard_map(step, mesh, (None, P("data")), P())(model, jnp.ones((8, 32)))
+        >>> grads["w"].spec, grads["w"].value.shape
+        (P(None, 'data'), (32, 64))
+
+        ```
+
+    Source: the third stage of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054).
+    """
+    axis_names = required_names("gather", axis_name)
+    bound = bound_names("gather", axis_name)
+    # The lanes of `pmap2` are on a mesh.
+    lanes = {name for mark in compat.axes_from_dataflow() if mark.lanes for name in mark.axis_names}
+    lanes |= frozenset(meshes_and_lanes(bound)[1])
+    if of_lanes := [name for name in axis_names if name in lanes]:
+        raise _gather_in_lanes(of_lanes[0])
+    flat, treedef = tree_util.tree_flatten_with_path(tree, is_leaf=is_state)
+    named = [(path_str(keys, "tree"), unit) for keys, unit in flat]
+    if bound:
+        _check(named, bound)
+    summed = NO_AXES.union(*(names for names, _ in gradients_around.get()))
+    steps: dict[tuple[int, int], list[_Step]] = {}
+    values: dict[int, list[Leaf]] = {}
+    for number, (path, unit) in enumerate(named):
+        if isinstance(unit, ParamState):
+            values[number] = tree_util.tree_leaves(unit.value)
+            specs = specs_of(unit, path)
+            for k, (x, spec) in enumerate(zip(values[number], specs, strict=True)):
+                if own := list(_steps_of(spec, jnp.ndim(x), bound, summed)):
+                    steps[number, k] = own
+    while steps:
+        at = list(steps)
+        parts = [(values[number][k], steps[number, k].pop(0)) for number, k in at]
+        for (number, k), whole in zip(at, _joined(parts, summed), strict=True):
+            values[number][k] = whole
+        steps = {place: own for place, own in steps.items() if own}
+    units = [
+        _rebuilt(unit, values[number], axis_names) if number in values else unit
+        for number, (_, unit) in enumerate(named)
+    ]
+    return treedef.unflatten(units)
+
+
+@without_own_frames
+def scatter(whole: PyTree, model: PyTree) -> Any:
+    """A gathered model with all of its parameters as they were before `gather`.
+
+    It is for models whose layers write states: what the layers return has whole parameters, and what the
+    loss returns must have the parts. Parameters that `fsdp` left whole come back too, so that a model may be
+    cast to another dtype before `gather`. Nothing is computed or sent.
+
+    **Arguments:**
+
+    - `whole`: what `gather` made of `model`, with any other states written.
+    - `model`: the model before, of the same structure.
+
+    **Returns:** `whole`, in which every `ParamState` and every array of floats outside any State is that of
+    `model`.
+
+    **Raises:** `StructureError` where the trees have other structures.
+
+    !!! example
+
+        ```python
+        >>> import jax, jax.numpy as jnp, statemesh as sm
+        >>> mesh = jax.make_mesh((1,), ("data",))
+        >>> model = sm.fsdp({"w": jnp.ones((32, 64)), "steps": sm.State(0)}, mesh, "data")
+        >>> whole = sm.gather(model, "data")
+        >>> whole = {**whole, "steps": whole["steps"].set(1)}
+        >>> model = sm.scatter(whole, model)
+        >>> model["w"].spec, model["steps"]
+        (P(None, 'data'), State(int32(1)))
+
+        ```
+    """
+    new, treedef = tree_util.tree_flatten_with_path(whole, is_leaf=is_state)
+    old, _ = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
+    paths, paths_before = ([path_str(keys, "model") for keys, _ in flat] for flat in (new, old))
+    if paths != paths_before:
+        raise _scatter_structure(
+            [path for path in paths_before if path not in paths],
+            [path for path in paths if path not in paths_before],
+        )
+    pairs = zip(new, old, strict=True)
+    return treedef.unflatten([y if _is_parameter(y) else x for (_, x), (_, y) in pairs])
+
+
+_Step = tuple[int, tuple[AxisName, ...], Axes]
+"""An axis of an array, the mesh axes to gather along it, and all mesh axes that split the array."""
+
+
+def _steps_of(
+    spec: SpecTree, ndim: int, bound: Sequence[AxisName], summed: Axes
+) -> Iterator[_Step]:
+    """How an array becomes whole over the mesh axes `bound`, the most minor ones first.
+
+    One collective gathers over axes of which all are in `summed`, or none.
+    """
+    for axis, names in enumerate(axes_of(spec, ndim)):
+        named = [name for name in reversed(names) if name in bound]
+        for _, together in itertools.groupby(named, key=summed.__contains__):
+            yield axis, tuple(together)[::-1], mentioned(spec)
+
+
+def _check(named: Sequence[tuple[str, PyTree]], names: tuple[AxisName, ...]) -> None:
+    """Refuse parameters that are whole, and those that are split in a way that `gather` cannot join."""
+    whole, inner, same = [], [], []
+    typed = compat.varying(jax.lax.axis_index(names))
+    for path, unit in named:
+        if is_plain_parameter(unit) or (isinstance(unit, ParamState) and unit.spec is None):
+            whole.append((path, unit))
+        if not isinstance(unit, ParamState):
+            continue
+        leaves = tree_util.tree_leaves(unit.value)
+        for x, spec in zip(leaves, specs_of(unit, path), strict=True):
+            for entry in axes_of(spec, jnp.ndim(x)):
+                split = [name for name in entry if name in names]
+                if split and entry[-len(split) :] != tuple(split):
+                    inner.append((path, spec))
+                if typed.intersection(split) - compat.varying(x):
+                    same.append((path, spec))
+    if whole:
+        raise _gather_whole(names, whole)
+    if inner:
+        raise _gather_major(names, inner)
+    if same:
+        raise _gather_replicated(names, same)
+
+
+def _joined(parts: Sequence[tuple[Leaf, _Step]], summed: Axes) -> list[Array]:
+    """The arrays after one step each, by one collective for each dtype and set of mesh axes."""
+    groups: dict[object, list[int]] = {}
+    for k, (x, (_, names, over)) in enumerate(parts):
+        groups.setdefault((names, jnp.dtype(x.dtype), over, compat.varying(x)), []).append(k)
+    whole: list[Array] = [x for x, _ in parts]
+    for members in groups.values():
+        names = parts[members[0]][1][1]
+        fronts = [jnp.moveaxis(parts[k][0], parts[k][1][0], 0) for k in members]
+        flat = (
+            jnp.concatenate([x.ravel() for x in fronts]) if len(fronts) > 1 else fronts[0].ravel()
+        )
+        rows, start = _of_all(flat, names, summed), 0
+        for k, front in zip(members, fronts, strict=True):
+            own = rows[:, start : start + front.size]
+            start += front.size
+            whole[k] = jnp.moveaxis(own.reshape(-1, *front.shape[1:]), 0, parts[k][1][0])
+    return whole
+
+
+def _of_all(part: Array, names: tuple[AxisName, ...], summed: Axes) -> Any:
+    """The parts of all shards, one in each row."""
+    if compat.varying(part).issuperset(names) and summed.isdisjoint(names):
+        # No `value_and_grad` around sums the parts of the gradient. One further in takes a parameter whose
+        # type varies for the shard's own, and would leave its gradient as it is.
+        return jax.lax.all_gather(part, names, to="invarying")
+    if not is_narrow(part.dtype):
+        return jax.lax.all_gather(part, names)
+
+    @jax.custom_vjp
+    def narrow(x: Array) -> Any:
+        return jax.lax.all_gather(x, names)
+
+    narrow.defvjp(lambda x: (narrow(x), None), lambda _, rows: (_summed(rows, names),))
+    return narrow(part)
+
+
+def _summed(rows: Array, names: tuple[AxisName, ...]) -> Any:
+    """This shard's row of the sum over shards, taken in float32."""
+    wide = jax.lax.psum_scatter(rows.astype(jnp.float32), names)
+    return wide.astype(rows.dtype)
+
+
+def _rebuilt(state: ParamState, leaves: Sequence[Leaf], names: Sequence[AxisName]) -> PyTree:
+    value = tree_util.tree_structure(state.value).unflatten(leaves)
+    if isinstance(state, SplitArray):
+        return value
+    specs, structure = tree_util.tree_flatten(state.spec, is_leaf=is_spec)
+    left = [spec_without(spec, names) for spec in specs]
+    if left == specs:
+        return state
+    spec = structure.unflatten(left) if any(one is not None for one in left) else None
+    whole = state.replace(value=value, spec=spec)
+    # It continues no argument: returned, it would be laid out as a part by the spec of the parts.
+    set_origin(whole, None)
+    return whole
+
+
+def _is_parameter(unit: PyTree) -> bool:
+    return isinstance(unit, ParamState) or is_plain_parameter(unit)
+
+
+def _fsdp_unknown_axes(unknown: Sequence[AxisName], mesh: Mesh | AbstractMesh) -> SpecError:
+    return SpecError(
+        f"fsdp: no axis is called {quoted(unknown)}; the axes of {mesh_str(mesh)} are "
+        f"{quoted(mesh.axis_names)}."
+    )
+
+
+def _fsdp_bad_number(what: str, given: object) -> TypeError | ValueError:
+    kind = ValueError if type(given) is int else TypeError
+    return kind(f"fsdp: {what} must be 0 or a larger int, got {typed_str(given)}.")
+
+
+def _fsdp_packed() -> StructureError:
+    return StructureError(
+        "fsdp: the arrays of a Packed lie in buffers already. Write "
+        "`sm.pack(sm.fsdp(packed.unpack(), mesh, axis_name), mesh)`."
+    )
+
+
+def _fsdp_no_parameters() -> StructureError:
+    return StructureError(
+        "fsdp: the model has no parameters: no ParamState, and no array of floats outside States."
+    )
+
+
+def _not_gathered(what: str) -> TypeError:
+    return TypeError(
+        f"{what} was applied to a parameter of which each shard holds a part. Make the layer's parameters "
+        "whole before you call it: `layer = sm.gather(layer, axis_name)`, with the axis that fsdp was given."
+    )
+
+
+def _gather_whole(names: Sequence[AxisName], whole: Sequence[tuple[str, object]]) -> StructureError:
+    name = axes_argument(names)
+    return error_listing(
+        StructureError,
+        f"gather over {name!r}: these parameters are whole already",
+        [f"{path}: {describe(unit)}, without a spec" for path, unit in whole],
+        f"Let `model = sm.fsdp(model, mesh, {name!r})` split the model before the mapped call, and gather "
+        "each parameter once.",
+    )
+
+
+def _gather_major(names: Sequence[AxisName], bad: Sequence[tuple[str, object]]) -> StatemeshError:
+    name = axes_argument(names)
+    return error_listing(
+        StatemeshError,
+        f"gather over {name!r}: other mesh axes split the parts of these parameters further",
+        [f"{path}: {spec_str(spec)}" for path, spec in bad],
+        f"Name {quoted(names)} last in its entry, or in an entry of its own.",
+    )
+
+
+def _gather_replicated(
+    names: Sequence[AxisName], bad: Sequence[tuple[str, object]]
+) -> StatemeshError:
+    name = axes_argument(names)
+    return error_listing(
+        StatemeshError,
+        f"gather over {name!r}: each shard already has the whole of these parameters, although their specs "
+        "split them",
+        [f"{path}: {spec_str(spec)}" for path, spec in bad],
+        "Leave them out of state_in_specs, so that they enter the call by their own specs.",
+    )
+
+
+def _gather_in_lanes(name: AxisName) -> StatemeshError:
+    return StatemeshError(
+        f"gather: {name!r} is an axis of lanes, and specs split parameters over mesh axes only. Call the "
+        f"function by `sm.shard_map` on a mesh with an axis {name!r}."
+    )
+
+
+def _scatter_structure(missing: Sequence[str], extra: Sequence[str]) -> StructureError:
+    items = []
+    if missing:
+        items.append(f"only the model before has {first_paths(missing)}")
+    if extra:
+        items.append(f"only the gathered model has {first_paths(extra)}")
+    return error_listing(
+        StructureError,
+        "scatter: the two models have different structures",
+        items or ["their leaves are in another order"],
+        "Pass the model that was given to gather, and what its layers made of the gathered one.",
+    )

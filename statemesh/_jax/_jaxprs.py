@@ -1,0 +1,460 @@
+"""Traced programs: what their equations do, how to change and run them, and links in them."""
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from .._base._types import NO_AXES, Array, ArrayLike, Axes, PyTree, flat_names
+from . import _compat as compat
+from ._compat import ClosedJaxpr, Equation, Jaxpr, Operand, core, tree_util
+
+
+AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
+
+_SUMS = ("psum", "psum2", "psum_invariant", "unreduced_psum")
+_GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced")
+_JOINING = (*_SUMS, *_GATHERS, "pmax", "pmin", "unreduced_pmax", "unreduced_pmin")
+# By this attribute of its rule a call is found that reduces many arrays by few collectives.
+JOINS = "joins"
+# They change only the type: over which axes a value may differ.
+_VARYING = ("pvary", "pcast")
+
+
+def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
+    """A jaxpr without the constants that it may be closed over."""
+    opened: Jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return opened
+
+
+def is_literal(operand: Operand) -> bool:
+    """Whether an operand is a constant written out."""
+    return isinstance(operand, core.Literal)
+
+
+def _is_jaxpr(value: object) -> bool:
+    return hasattr(value, "eqns")
+
+
+def jaxprs_of(eqn: Equation) -> list[Jaxpr]:
+    """The jaxprs that an equation runs."""
+    values = jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr)
+    return [open_jaxpr(value) for value in values if _is_jaxpr(value)]
+
+
+def equations(jaxpr: Jaxpr) -> Iterator[Equation]:
+    """All equations of a jaxpr, and of the jaxprs that they run."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jaxprs_of(eqn):
+            yield from equations(inner)
+
+
+# The result is `Any` in its parts: what they are depends on the first.
+def control_flow(eqn: Equation) -> tuple[Any, ...] | None:
+    """An equation that runs other jaxprs, as its kind and these jaxprs; `None` for any other.
+
+    `("cond", branches)`, `("while", predicate, body, their numbers of constants)`, `("scan", body, numbers of
+    constants and carried values)`, `("call", jaxpr)`.
+    """
+    params = eqn.params
+    match eqn.primitive.name:
+        case "cond":
+            return "cond", [open_jaxpr(branch) for branch in params["branches"]]
+        case "while":
+            cond, body = open_jaxpr(params["cond_jaxpr"]), open_jaxpr(params["body_jaxpr"])
+            return "while", cond, body, params["cond_nconsts"], params["body_nconsts"]
+        case "scan":
+            body = open_jaxpr(params["jaxpr"])
+            # Scanned and stacked arrays have one axis more outside than inside.
+            carry = _count_alike(eqn.outvars, body.outvars)
+            return "scan", body, _count_alike(eqn.invars, body.invars) - carry, carry
+        case "reduce" | "reduce_window":
+            # Their jaxpr joins two entries, and its results go into it again.
+            return None
+    if (single := apart(eqn)) is not None:
+        return "call", single
+    called = [
+        open_jaxpr(j) for name in ("jaxpr", "call_jaxpr") if (j := params.get(name)) is not None
+    ]
+    if len(called) == 1 and len(called[0].invars) == len(eqn.invars):
+        return "call", called[0]
+    return None
+
+
+def _shape(operand: Operand) -> tuple[int, ...]:
+    shape: tuple[int, ...] = getattr(operand.aval, "shape", ())
+    return shape
+
+
+def _count_alike(outer: Sequence[Operand], inner: Sequence[Operand]) -> int:
+    return sum(_shape(a) == _shape(b) for a, b in zip(outer, inner, strict=True))
+
+
+def collective(eqn: Equation) -> tuple[Axes, Axes]:
+    """The axes over which an equation makes its results equal, and those over which it makes them differ.
+
+    A collective of unknown name is taken to make them differ.
+    """
+    # Our own collectives over lanes are calls whose rule says it.
+    by_rule: Axes = getattr(rule_of(eqn), "joined_over", NO_AXES)
+    if by_rule:
+        return by_rule, NO_AXES
+    names = frozenset(
+        name
+        for key in ("axes", "axis_name")
+        for name in flat_names(eqn.params.get(key))
+        if not isinstance(name, int | np.integer)
+    )
+    joins = eqn.primitive.name in _JOINING and eqn.params.get("axis_index_groups") is None
+    return (names, NO_AXES) if joins else (NO_AXES, names)
+
+
+def gathered_by(eqn: Equation) -> Axes:
+    """The axes over which an equation gives all instances one value, typed as one that may differ."""
+    return collective(eqn)[0] if eqn.primitive.name == "all_gather" else NO_AXES
+
+
+def permutes_all(eqn: Equation) -> bool:
+    """Whether an equation gives every instance the value of another: equal values then stay equal.
+
+    An instance that gets nothing has zeros instead. How many instances there are is known only while the axes
+    are bound.
+    """
+    if eqn.primitive.name != "ppermute":
+        return False
+    try:
+        count = math.prod(map(jax.lax.axis_size, flat_names(eqn.params["axis_name"])))
+    except NameError:
+        return False
+    return len({to for _, to in eqn.params["perm"]}) == count
+
+
+def is_sum(eqn: Equation) -> bool:
+    """Whether an equation sums over mapped axes."""
+    return eqn.primitive.name in _SUMS
+
+
+def name_given(eqn: Equation) -> str | None:
+    """The name that `jax.ad_checkpoint.checkpoint_name` gives a value by this equation."""
+    name: str | None = eqn.params.get("name") if eqn.primitive.name == "name" else None
+    return name
+
+
+def forwards(eqn: Equation) -> bool:
+    """Whether an equation's one result is its one operand, but for its dtype or type."""
+    return eqn.primitive.name in ("name", "copy", "copy_p", "convert_element_type", *_VARYING)
+
+
+# Each result comes of the operand with its number.
+_ONE_BY_ONE = (*_JOINING, *_VARYING, "optimization_barrier", "device_put")
+
+
+def operands_of_results(eqn: Equation) -> list[Iterable[int]]:
+    """For each result of an equation that runs no other jaxpr the numbers of the operands it depends on."""
+    count, name = len(eqn.invars), eqn.primitive.name
+    if name in _ONE_BY_ONE and count == len(eqn.outvars):
+        return [(k,) for k in range(count)]
+    if name == "sort":
+        return [(*range(eqn.params["num_keys"]), k) for k in range(count)]
+    return [range(count)] * len(eqn.outvars)
+
+
+def is_opaque(eqn: Equation) -> bool:
+    """Whether an equation runs a user's code that stands in no jaxpr, as that of `jax.lax.custom_root` may.
+
+    Other equations of this primitive, such as that of `jnp.ldexp`, hold no function.
+    """
+    return eqn.primitive.name == "call_hi_primitive" and any(
+        callable(held)
+        for param in eqn.params.values()
+        for held in getattr(param, "__dict__", {}).values()
+    )
+
+
+def mapped_by_rule(eqn: Equation) -> Jaxpr | None:
+    """What a call of a `custom_vmap` function runs where no `vmap` maps it; `None` for other equations.
+
+    `None` also for one that has another form, `apart`, and for one whose rule exchanges values between lanes.
+    """
+    rule = rule_of(eqn)
+    if rule is None or hasattr(rule, JOINS) or hasattr(rule, "exchanged_over"):
+        return None
+    return open_jaxpr(eqn.params["call"])
+
+
+def exchanged_over(jaxpr: Jaxpr) -> Axes:
+    """The axes over which a program's instances get anything from each other."""
+    return NO_AXES.union(*map(exchanged_by, jaxpr.eqns))
+
+
+def exchanged_by(eqn: Equation) -> Axes:
+    """The axes over which the instances get anything from each other by one equation."""
+    if eqn.primitive.name in ("axis_index", *_VARYING):
+        return NO_AXES
+    # Our own functions with a rule for `vmap` say themselves what they exchange: their jaxprs do not show it.
+    by_rule: Axes = getattr(rule_of(eqn), "exchanged_over", NO_AXES)
+    return by_rule.union(*collective(eqn), *map(exchanged_over, jaxprs_of(eqn)))
+
+
+def calls_back(eqn: Equation) -> bool:
+    """Whether an equation runs Python code of the user's."""
+    return "callback" in eqn.primitive.name
+
+
+def made_varying(eqn: Equation) -> Axes:
+    """The axes over which an equation types its operand as varying, leaving its value as it is."""
+    return frozenset(eqn.params.get("axes", ())) if eqn.primitive.name in _VARYING else NO_AXES
+
+
+def rule_of(eqn: Equation) -> Callable[..., Any] | None:
+    """The rule of a call of a `custom_vmap` function, `None` for any other equation."""
+    return eqn.params["rule"] if eqn.primitive.name == "custom_vmap_call" else None
+
+
+def apart(eqn: Equation) -> Jaxpr | None:
+    """What an equation that reduces many arrays by few collectives does, with one for each array.
+
+    `None` for any other equation.
+    """
+    if not getattr(rule_of(eqn), JOINS, False):
+        return None
+    body = open_jaxpr(eqn.params["call"])
+    one = next(e for e in body.eqns if e.params.keys() & {"axes", "axis_name"})
+    pairs = zip(list[Any](body.invars), list[Any](body.outvars), strict=True)
+    return with_equations(body, [one.replace(invars=[x], outvars=[y]) for x, y in pairs])
+
+
+def with_own_derivative(eqn: Equation) -> bool:
+    """Whether an equation runs a jaxpr that has a derivative of its own."""
+    return eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call")
+
+
+def inputs_read(jaxpr: AnyJaxpr) -> list[bool]:
+    """For each input of a traced program whether its results, or its effects, depend on it.
+
+    A `shard_map` in the program is looked into.
+    """
+    used = {id(v) for v in open_jaxpr(jaxpr).outvars}
+    for eqn in reversed(jaxpr.eqns):
+        if not eqn.effects and not any(id(v) in used for v in eqn.outvars):
+            continue
+        inner = open_jaxpr(eqn.params["jaxpr"]) if eqn.primitive.name == "shard_map" else None
+        read = [True] * len(eqn.invars) if inner is None else inputs_read(inner)
+        used |= {id(v) for v, hit in zip(eqn.invars, read, strict=True) if hit}
+    return [id(v) in used for v in open_jaxpr(jaxpr).invars]
+
+
+def with_jaxprs(eqn: Equation, new: Mapping[int, Jaxpr]) -> Equation:
+    """An equation that runs other jaxprs, each given under the `id` of the one that it replaces."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(one, value)) if any(map(_is_jaxpr, value)) else value
+        if not _is_jaxpr(value):
+            return value
+        opened = open_jaxpr(value)
+        found = new.get(id(opened), opened)
+        return found if opened is value else value.replace(jaxpr=found)
+
+    changed: Equation = eqn.replace(params={name: one(value) for name, value in eqn.params.items()})
+    return changed
+
+
+def with_equations(jaxpr: Jaxpr, eqns: Sequence[Equation]) -> Jaxpr:
+    """A jaxpr with other equations."""
+    effects = set(jaxpr.effects).union(*(eqn.effects for eqn in eqns))
+    changed: Jaxpr = jaxpr.replace(eqns=list(eqns), effects=effects)
+    return changed
+
+
+def with_open(closed: AnyJaxpr, jaxpr: Jaxpr) -> AnyJaxpr:
+    """A closed jaxpr with another one inside."""
+    replace: Callable[..., AnyJaxpr] = closed.replace
+    return jaxpr if open_jaxpr(closed) is closed else replace(jaxpr=jaxpr)
+
+
+def calling(fun: Callable[..., list[Array]], eqn: Equation) -> Equation:
+    """An equation that runs `fun` on the operands of `eqn`, in the place of `eqn`."""
+
+    def named(*operands: Array) -> list[Array]:
+        # An operand returned as it came in would be no result of the call; a name makes it one.
+        return [checkpoint_name(x, "settled") for x in fun(*operands)]
+
+    avals = [jax.ShapeDtypeStruct(_shape(v), getattr(v.aval, "dtype", None)) for v in eqn.invars]
+    (call,) = open_jaxpr(jax.make_jaxpr(jax.jit(named))(*avals)).eqns
+    changed: Equation = call.replace(invars=list(eqn.invars), outvars=list(eqn.outvars))
+    return changed
+
+
+def runs(jaxpr: Jaxpr) -> Callable[..., list[Array]]:
+    """An open jaxpr as a function of arrays."""
+    run: Callable[..., list[Array]] = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))
+    return run
+
+
+def run_jaxpr(closed: ClosedJaxpr, arrays: Sequence[ArrayLike]) -> list[Array]:
+    """The results of a traced program, as arrays even where they are constants of it."""
+    made = core.jaxpr_as_fun(closed)(*arrays)
+    return [
+        x if isinstance(x, jax.Array) else jax.numpy.asarray(x, aval.dtype)
+        for x, aval in zip(made, closed.out_avals, strict=True)
+    ]
+
+
+# The user called `set` or `replace`, which says for certain what the new value continues.
+WRITTEN = "continues, as written"
+# JAX rebuilt the State, as in `jax.tree.map`. The program may show that its arrays continue another state.
+REBUILT = "continues, as rebuilt"
+
+
+class Links:
+    """The links that are made in one trace.
+
+    **Arguments:**
+
+    - `followed`: the kinds and metadata of the states that are linked.
+    """
+
+    def __init__(self, followed: frozenset[Hashable]) -> None:
+        self.followed = followed
+        # For each token the trace in which it was made, and the arrays of the State.
+        self._made: dict[object, tuple[Any, Sequence[Any]]] = {}
+
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        """Within this context every new State is linked to the one that it continues."""
+        mark = _active.set(self)
+        try:
+            yield
+        finally:
+            _active.reset(mark)
+            # JAX's caches keep tokens alive for longer than the trace, which holds much memory.
+            self._made.clear()
+
+    def written(self, value: Any, old: Any) -> tuple[Any, object]:
+        """A value that continues `old`, and its token."""
+        return self._linked(_WRITTEN, value, tree_util.tree_leaves(old), None)
+
+    def rebuilt(self, value: Any, token: object) -> tuple[Any, object]:
+        """The value of a State that JAX has rebuilt, and the State's new token."""
+        trace, old = self._made.get(token, (None, ()))
+        if trace is not compat.current_trace(()):
+            old = ()
+        return self._linked(_REBUILT, value, old, token)
+
+    def _linked(
+        self, continues: Callable[[Any, Any], Any], value: Any, old: Sequence[Any], token: object
+    ) -> tuple[Any, object]:
+        leaves, treedef = tree_util.tree_flatten(value)
+        if not leaves or not all(isinstance(x, jax.Array) for x in leaves):
+            # JAX also rebuilds nodes around placeholders, and a State may have no arrays at all.
+            return value, token
+        if old and any(x is not y for x, y in zip(leaves, old, strict=False)):
+            before = [*old, *[old[0]] * len(leaves)]
+            leaves = [continues(x, y) for x, y in zip(leaves, before, strict=False)]
+            value = treedef.unflatten(leaves)
+        token = object()
+        self._made[token] = compat.current_trace(()), leaves
+        return value, token
+
+
+_active: ContextVar[Links | None] = ContextVar("links", default=None)
+active = _active.get
+
+
+def _link(name: str) -> Callable[[Any, Any], Any]:
+    # It has a derivative of its own, so that no transformation drops the operand that it does not use.
+    @jax.custom_jvp
+    def continues(new: Any, old: Any) -> Any:
+        return checkpoint_name(new, name)
+
+    @continues.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        return continues(*primals), tangents[0]
+
+    linked: Callable[[Any, Any], Any] = continues
+    return linked
+
+
+_WRITTEN = _link(WRITTEN)
+_REBUILT = _link(REBUILT)
+
+
+def link_made(eqn: Any) -> str | None:
+    """`WRITTEN` or `REBUILT` for an equation that links its first operand to its second, else `None`."""
+    if not with_own_derivative(eqn) or len(eqn.invars) != 2:
+        return None
+    names = [name_given(e) for jaxpr in jaxprs_of(eqn) for e in jaxpr.eqns]
+    return next((name for name in names if name in (WRITTEN, REBUILT)), None)
+
+
+def traced_outside(fun: Callable[..., PyTree], *arrays: PyTree) -> ClosedJaxpr:
+    """The jaxpr of `fun` as it is outside any mapped call, even if this is called inside one.
+
+    JAX keeps what is mapped, and whether it checks types, for each thread.
+    """
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
+    wide = bool(jax.config.jax_enable_x64)
+
+    def trace() -> ClosedJaxpr:
+        with jax.enable_x64(wide):
+            traced: ClosedJaxpr = jax.make_jaxpr(fun)(*shapes)
+        return traced
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(trace).result()
+
+
+def run_varying(closed: ClosedJaxpr, arrays: Sequence[Array]) -> list[Array]:
+    """The results, inside a checked `shard_map`, of a program that was traced outside of any.
+
+    Its equations do not say what varies. So every operand is typed as varying over all axes over which any of
+    the arrays does.
+    """
+    over = NO_AXES.union(*map(compat.varying, arrays))
+
+    def run(jaxpr: Jaxpr, consts: Sequence[ArrayLike], given: Sequence[Array]) -> list[Array]:
+        known: dict[Operand, ArrayLike] = dict(
+            zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *given], strict=True)
+        )
+
+        def value(atom: Operand) -> Array:
+            x = getattr(atom, "val", None) if is_literal(atom) else known[atom]
+            return compat.vary(jnp.asarray(x, getattr(atom.aval, "dtype", None)), over)
+
+        for eqn in jaxpr.eqns:
+            operands = list(map(value, eqn.invars))
+            match control_flow(eqn):
+                case ("call", inner):
+                    made = run(inner, _consts_of(eqn), operands)
+                case _:
+                    found = _in_place(eqn, operands)
+                    made = list(found) if eqn.primitive.multiple_results else [found]
+            known.update(zip(eqn.outvars, made, strict=True))
+        return list(map(value, jaxpr.outvars))
+
+    return run(open_jaxpr(closed), closed.consts, arrays)
+
+
+def _in_place(eqn: Equation, operands: Sequence[Array]) -> Any:
+    """What an equation makes. A sum over axes of arrays is written as one over mapped axes after a `vmap`."""
+    reduce: dict[str, Callable[..., Array]] = {"psum": jnp.sum, "pmax": jnp.max, "pmin": jnp.min}
+    if (of_numpy := reduce.get(eqn.primitive.name)) is None:
+        return eqn.primitive.bind(*operands, **eqn.params)
+    made = [of_numpy(x, axis=eqn.params["axes"]) for x in operands]
+    return made if eqn.primitive.multiple_results else made[0]
+
+
+def _consts_of(eqn: Equation) -> Sequence[ArrayLike]:
+    """The constants that a called jaxpr is closed over."""
+    called = (eqn.params.get(name) for name in ("jaxpr", "call_jaxpr"))
+    consts = (getattr(jaxpr, "consts", None) for jaxpr in called)
+    return next((found for found in consts if found is not None), ())

@@ -1,1 +1,0 @@
-"""Many states in few arrays."""

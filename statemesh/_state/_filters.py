@@ -1,0 +1,328 @@
+"""Filters, which pick states: small frozen values that compare and hash by their arguments."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+import jax
+from jax.tree_util import keystr
+
+from .._base._checks import check_filter
+from .._base._errors import (
+    StructureError,
+    error_listing,
+    filter_str,
+)
+from .._base._trees import describe, is_state, path_str, unpacked
+from .._base._types import Class, Filter, Fun, KeyPath, LaneName, Name, PyTree
+
+
+Predicate: TypeAlias = Callable[[KeyPath, object], bool]
+
+
+class _Named:
+    """The base of the named filters."""
+
+    def __post_init__(self) -> None:
+        check_filter(self)
+
+    def bind(self, tree: PyTree) -> "Predicate":
+        """This filter as a predicate for the states of `tree`."""
+        return self
+
+    def __call__(self, path: KeyPath, state: object) -> bool:
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OfType(_Named):
+    """States of a kind.
+
+    **Arguments:**
+
+    - `type`: a subclass of `State`, compared by `isinstance`.
+    """
+
+    type: Class
+
+    def __call__(self, path: KeyPath, state: object) -> bool:
+        return isinstance(state, self.type)
+
+    def __repr__(self) -> str:
+        return f"OfType({self.type.__name__})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WithTag(_Named):
+    """States that carry a tag.
+
+    **Arguments:**
+
+    - `tag`: one of the strings given to the state as `tag`.
+    """
+
+    tag: Name
+
+    def __call__(self, path: KeyPath, state: object) -> bool:
+        return self.tag in getattr(state, "tag", ())
+
+    def __repr__(self) -> str:
+        return f"WithTag({self.tag!r})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PathContains(_Named):
+    """States whose path has a step of this name.
+
+    **Arguments:**
+
+    - `key`: an attribute's name, a dictionary's key or an index.
+    """
+
+    key: LaneName
+
+    def __call__(self, path: KeyPath, state: object) -> bool:
+        return any(keystr((step,), simple=True) == str(self.key) for step in path)
+
+    def __repr__(self) -> str:
+        return f"PathContains({self.key!r})"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Where(_Named):
+    """States picked by their position in the tree, as `equinox.tree_at` picks.
+
+    **Arguments:**
+
+    - `where`: a function of the tree that returns a node of it, or several.
+    """
+
+    where: Fun
+
+    def bind(self, tree: PyTree) -> Predicate:
+        picked = self._picked(tree)
+        return lambda path, state: path in picked
+
+    def _picked(self, tree: PyTree) -> frozenset[KeyPath]:
+        marked = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: _Spot(path), unpacked(tree), is_leaf=is_state
+        )
+        try:
+            found = self.where(marked)
+        except (AttributeError, KeyError, IndexError, TypeError):
+            # This tree has no such node: the filter may mean another argument.
+            return frozenset()
+        return frozenset(
+            spot.path for spot in jax.tree_util.tree_leaves(found) if isinstance(spot, _Spot)
+        )
+
+    def __call__(self, path: KeyPath, state: object) -> bool:
+        raise _where_needs_tree()
+
+
+class _Spot:
+    """What `Where` puts in place of the state at a path, to see which ones its function picks."""
+
+    def __init__(self, path: KeyPath) -> None:
+        self.path = path
+
+
+class _Combined(_Named):
+    """A filter made of others."""
+
+    __slots__ = ("filters",)
+
+    filters: tuple[Predicate, ...]
+
+    def __init__(self, *filters: Filter) -> None:
+        object.__setattr__(self, "filters", tuple(_named(f) for f in filters))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{type(self).__name__} is immutable; cannot set {name!r}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Copying and pickling would assign to the slot.
+        return type(self), self.filters
+
+    def bind(self, tree: PyTree) -> Predicate:
+        bound = [_bind(f, tree) for f in self.filters]
+        return lambda path, state: self._joined(f(path, state) for f in bound)
+
+    def __call__(self, path: KeyPath, state: object) -> bool:
+        return self._joined(f(path, state) for f in self.filters)
+
+    def _joined(self, hits: Iterator[bool]) -> bool:
+        """Whether the whole filter matches, of whether each of its filters does."""
+        raise NotImplementedError
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.filters == other.filters
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.filters))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.filters))})"
+
+
+class Any(_Combined):
+    """States that at least one of the filters matches.
+
+    **Arguments:**
+
+    - `filters`: filters of any form.
+    """
+
+    __slots__ = ()
+
+    def _joined(self, hits: Iterator[bool]) -> bool:
+        return any(hits)
+
+
+class All(_Combined):
+    """States that every one of the filters matches.
+
+    **Arguments:**
+
+    - `filters`: filters of any form.
+    """
+
+    __slots__ = ()
+
+    def _joined(self, hits: Iterator[bool]) -> bool:
+        return all(hits)
+
+
+class Not(_Combined):
+    """States that the filter does not match.
+
+    **Arguments:**
+
+    - `filter`: a filter of any form.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, filter: Filter) -> None:
+        super().__init__(filter)
+
+    def _joined(self, hits: Iterator[bool]) -> bool:
+        return not next(hits)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Everything(_Named):
+    """Every state."""
+
+    def __call__(self, path: KeyPath, state: object) -> bool:
+        return True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Nothing(_Named):
+    """No state."""
+
+    def __call__(self, path: KeyPath, state: object) -> bool:
+        return False
+
+
+class Perhaps(_Combined):
+    """States that the filter matches. It is no error if there are none."""
+
+    __slots__ = ()
+
+    def _joined(self, hits: Iterator[bool]) -> bool:
+        return next(hits)
+
+
+def to_predicate(filter: Filter, tree: PyTree = None) -> Predicate:
+    """A filter of any form as a function `(path, state) -> bool`.
+
+    **Arguments:**
+
+    - `filter`: a type (by `isinstance`), a string (a tag), `...` or `True`, `None` or `False`, a
+        function `(path, state) -> bool`, a list or tuple of filters (any of them), or one of the
+        named classes.
+    - `tree`: the tree whose states are asked about; only `Where` needs it.
+
+    **Returns:** a function of a key path (as `jax.tree_util` gives them) and a state.
+
+    **Raises:** `TypeError` for anything else.
+    """
+    named = _named(filter)
+    return named if tree is None else _bind(named, tree)
+
+
+def _named(filter: Filter) -> Predicate:
+    if isinstance(filter, _Named):
+        return filter
+    if isinstance(filter, type):
+        return OfType(filter)
+    if isinstance(filter, str):
+        return WithTag(filter)
+    if filter is ... or filter is True:
+        return Everything()
+    if filter is None or filter is False:
+        return Nothing()
+    if isinstance(filter, list | tuple):
+        return Any(*filter)
+    if callable(filter):
+        predicate: Predicate = filter
+        return predicate
+    raise _not_a_filter(filter)
+
+
+def _bind(predicate: Predicate, tree: PyTree) -> Predicate:
+    return predicate.bind(tree) if isinstance(predicate, _Named) else predicate
+
+
+def first_matches(
+    filters: Sequence[Filter], roots: Sequence[tuple[str, PyTree]], what: str
+) -> list[list[int | None]]:
+    """For each state of each root, in order, the index of the first filter that matches it.
+
+    **Raises:** `StructureError` for a filter that matches no state of any root; `Everything`, `Nothing` and
+    `Perhaps` may.
+    """
+    named = [_named(f) for f in filters]
+    matched = [isinstance(f, Everything | Nothing | Perhaps) for f in named]
+    found: list[list[int | None]] = []
+    listed: list[tuple[str, PyTree]] = []
+    for root, tree in roots:
+        bound = [_bind(f, tree) for f in named]
+        first: list[int | None] = []
+        for path, state in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]:
+            if not is_state(state):
+                continue
+            listed.append((path_str(path, root), state))
+            hits = [i for i, predicate in enumerate(bound) if predicate(path, state)]
+            for i in hits:
+                matched[i] = True
+            first.append(hits[0] if hits else None)
+        found.append(first)
+    if idle := [f for f, hit in zip(filters, matched, strict=True) if not hit]:
+        raise _filter_matches_nothing(what, idle, listed)
+    return found
+
+
+def _not_a_filter(filter: object) -> TypeError:
+    return TypeError(
+        f"{filter!r} is not a filter. Use a type, a tag (string), `...`, None, a function "
+        "`(path, state) -> bool`, a list of filters, or a class of statemesh.filters."
+    )
+
+
+def _where_needs_tree() -> TypeError:
+    return TypeError(
+        "Where picks states by position, for which it needs the tree: write `to_predicate(filter, tree)`."
+    )
+
+
+def _filter_matches_nothing(
+    what: str, unmatched: Sequence[object], states: Sequence[tuple[str, object]]
+) -> StructureError:
+    head = f"{what}: no state matches {', '.join(map(filter_str, unmatched))}. "
+    if not states:
+        return StructureError(f"{head}There are no states.")
+    items = [f"{path}: {describe(state)}" for path, state in states]
+    return error_listing(StructureError, f"{head}The states are", items)

@@ -1,0 +1,192 @@
+"""`Module`: an Equinox module with `replace` and the protocol by which states are made."""
+
+import dataclasses
+import inspect
+from collections.abc import Sequence
+from functools import partial
+from typing import TypeVar
+
+import equinox as eqx
+import jax
+
+from .._base import _errors as errors
+from .._base._errors import (
+    quoted,
+)
+from .._base._trees import is_state
+from .._base._types import Leaf, PyTree, PyTreeDef
+from .._jax._frames import without_own_frames
+from ._state import State
+
+
+field = eqx.field
+
+
+M = TypeVar("M", bound="Module")
+
+
+class Module(eqx.Module):
+    """An `equinox.Module` that can be copied with some fields changed, and that makes its states.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> class Counter(sm.Module):
+        ...     count: sm.State
+        >>> counter = Counter(sm.State(0)).replace(count=3)
+        >>> counter.count.value
+        Array(3, dtype=int32)
+
+        ```
+    """
+
+    def replace(self: M, **fields: PyTree) -> M:
+        """A copy with some fields changed.
+
+        **Arguments:**
+
+        - `fields`: new values by field name. A field that holds a State and is given something that
+            is not a State is written with `State.set`, which checks it.
+
+        **Returns:** a module of the same type.
+
+        **Raises:** `StructureError` for a field that the module does not have.
+        """
+        names = [f.name for f in dataclasses.fields(self)]
+        if unknown := [name for name in fields if name not in names]:
+            raise errors.unknown_fields(type(self).__name__, unknown, names)
+        # Not through the constructor: what it computes from its arguments is already here.
+        new = object.__new__(type(self))
+        for name in names:
+            if name not in fields:
+                if hasattr(self, name):
+                    object.__setattr__(new, name, getattr(self, name))
+                continue
+            value, old = fields[name], getattr(self, name, None)
+            if isinstance(old, State) and not isinstance(value, State):
+                value = old._set(value, f"{type(self).__name__}.{name}")
+            object.__setattr__(new, name, value)
+        return new
+
+    def init_state(self: M, *args: PyTree, **kwargs: PyTree) -> M:
+        """Make this module's own states; override it in modules that have any.
+
+        **Arguments:**
+
+        - `args`, `kwargs`: whatever the module needs to know, named in its own signature; it is given
+            by name.
+
+        **Returns:** the module with its states made.
+        """
+        del args, kwargs
+        return self
+
+    @without_own_frames
+    def init_all_states(self: M, **kwargs: PyTree) -> M:
+        """Make the states of this module and of every module in it.
+
+        Each module's `init_state` is called once, the inner ones first, with those of `kwargs` that
+        its signature names.
+
+        **Arguments:**
+
+        - `kwargs`: arguments for the `init_state` methods.
+
+        **Returns:** the module with all states made.
+
+        **Raises:** `TypeError` for an argument that no `init_state` takes.
+        """
+        used: set[str] = set()
+        new = _init_all(self, kwargs, used)
+        if unused := [name for name in kwargs if name not in used]:
+            raise _unused_init_arguments(type(self).__name__, unused)
+        return new
+
+
+class _Level:
+    """A module whose inner modules are being initialised: what it holds, and what is made of that so far."""
+
+    def __init__(self, module: Module) -> None:
+        # States are not flattened: inside a mapped call they remember where they came from.
+        self.structure: PyTreeDef
+        held, self.structure = jax.tree.flatten(module, is_leaf=partial(_is_held, module))
+        self.held = iter(held)
+        self.made: list[Leaf] = []
+
+
+def _is_held(module: Module, node: PyTree) -> bool:
+    return is_state(node) or (isinstance(node, Module) and node is not module)
+
+
+def _init_all(module: M, kwargs: dict[str, PyTree], used: set[str]) -> M:
+    # Without recursion: modules may be nested as deeply as JAX can take them.
+    levels = [_Level(module)]
+    while True:
+        level = levels[-1]
+        node = next(level.held, _END)
+        if node is _END:
+            levels.pop()
+            new: PyTree = _init_one(level.structure.unflatten(level.made), kwargs, used)
+            if not levels:
+                made: M = new
+                return made
+            levels[-1].made.append(new)
+        elif not isinstance(node, Module):
+            level.made.append(node)
+        elif type(node).init_all_states is Module.init_all_states:
+            levels.append(_Level(node))
+        else:
+            # It overrides `init_all_states`, which gets the arguments that the modules in it take.
+            taken = {name: value for name, value in kwargs.items() if _takes(node, name)}
+            used.update(taken)
+            level.made.append(_returned(node, "init_all_states", node.init_all_states(**taken)))
+
+
+_END = object()
+
+
+def _takes(module: Module, name: str) -> bool:
+    """Whether an `init_state` of the module, or of one in it, takes an argument."""
+    left = [module]
+    while left:
+        one = left.pop()
+        if type(one).init_state is not Module.init_state:
+            parameters = inspect.signature(one.init_state).parameters
+            if name in parameters or any(
+                p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
+            ):
+                return True
+        held = jax.tree.leaves(one, is_leaf=partial(_is_held, one))
+        left += [node for node in held if isinstance(node, Module)]
+    return False
+
+
+def _init_one(module: M, kwargs: dict[str, PyTree], used: set[str]) -> M:
+    if type(module).init_state is Module.init_state:
+        return module
+    parameters = inspect.signature(module.init_state).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        taken = dict(kwargs)
+    else:
+        taken = {p.name: kwargs[p.name] for p in parameters if p.name in kwargs}
+    used.update(taken)
+    return _returned(module, "init_state", module.init_state(**taken))
+
+
+def _returned(module: M, method: str, made: PyTree) -> M:
+    """The module that a method returned which makes states. Anything else is refused."""
+    if not isinstance(made, Module):
+        name = f"{type(module).__name__}.{method}"
+        raise errors.method_returned(
+            name, made, "the module with its states", "return self.replace(mean=BatchState(0.0))"
+        )
+    new: M = made  # type: ignore[assignment]
+    return new
+
+
+def _unused_init_arguments(module: str, unused: Sequence[str]) -> TypeError:
+    return TypeError(
+        f"{module}.init_all_states got {quoted(unused)}, which no `init_state` in it takes. Add the argument "
+        "to the signature of the `init_state` that needs it."
+    )
