@@ -331,7 +331,6 @@ class Statics:
         self.values = [leaves[i] for i in positions]
         # Their owner may have changed these since, so that they are hashed at every call.
         self.changing = [i for i in positions if may_change(leaves[i])]
-        self.changing_values = self.changing_of(leaves)
         self.fixed_at = [i for i in positions if i not in self.changing]
         self.fixed = [leaves[i] for i in self.fixed_at]
         self.tokens = self.tokens_of(leaves)
@@ -362,10 +361,6 @@ class Statics:
     def texts(self) -> dict[int, str]:
         """The static leaves as they are now, by position, for messages."""
         return {i: repr(leaf) for i, leaf in zip(self.positions, self.values, strict=True)}
-
-    def changing_of(self, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
-        """The static leaves that may be other objects at each call."""
-        return [leaves[position] for position in self.changing]
 
 
 def has_unhashable_node(treedef: PyTreeDef) -> bool:

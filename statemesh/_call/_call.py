@@ -79,6 +79,8 @@ _KEPT = 256
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
+# Takes the inputs; returns them as the program takes them, and as they come back when they are not written.
+LayOut = Callable[[Sequence[Leaf]], tuple[Sequence[Leaf], Sequence[Leaf]]]
 # Takes the arguments, the inputs among their leaves, and the inputs as they were laid out.
 Compiled = Callable[[tuple[PyTree, ...], dict[str, PyTree], Sequence[Leaf], Sequence[Leaf]], Result]
 
@@ -101,7 +103,6 @@ class CompiledEntry:
         self.concrete = program.layout.concrete
         self.statics = program.statics.values
         self.same_statics = program.statics.same
-        self.changing = program.statics.changing
         self.types = list(map(type, leaves))
         self.treedef = treedef
         # JAX holds trees of different dataclasses for equal, but their hashes differ.
@@ -316,8 +317,12 @@ class Pipeline:
         self._warned: set[str] = set()
 
     def call(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Any:
-        # What follows runs at every call, besides the compiled program's own dispatch: each line is
-        # a check that cannot be left out, in the quickest form there is.
+        """Run the five steps.
+
+        What follows runs at every call, besides the compiled program's own dispatch: each line is a check
+        that cannot be left out, in the quickest form there is.
+        """
+        # A shortcut through all five: JAX itself finds out whether this call is like the last ones.
         again = self._again
         if again is not None:
             try:
@@ -330,76 +335,126 @@ class Pipeline:
             else:
                 given = tree_util.tree_leaves((args, kwargs)) if back.forwarded else ()
                 return back.filled(outputs, given)
+
+        # 1. Partition. Which leaves are of states, which other arrays and which static follows from the tree
+        # and the types, so that a call like the last one needs no more than these.
         leaves, treedef = _flatten((args, kwargs))
-        last = self._last
+
+        # 2. Resolve: find the program in which each leaf has its placement, and lay the arrays out.
+        entry = self._last
+        lay_out: LayOut | None = None
+        run: Compiled | None = None
         if (
-            last is None
-            or last.types != list(map(type, leaves))
-            or last.treedef != treedef
-            or last.hash != hash(treedef)
-            or last.context is not _context()
+            entry is None
+            or entry.types != list(map(type, leaves))
+            or entry.treedef != treedef
+            or entry.hash != hash(treedef)
+            or entry.context is not _context()
             or _trace(()) is not compat.TOP_LEVEL
-            or (last.set_mesh is not None and last.set_mesh is not _set_mesh())
-            or (last.statics and not last.same_statics(leaves))
+            or (entry.set_mesh is not None and entry.set_mesh is not _set_mesh())
+            or (entry.statics and not entry.same_statics(leaves))
         ):
-            return self._first(Call(args, kwargs, leaves), treedef)
-        given = last.inputs(leaves) if last.statics else leaves
-        held = last.program.hold(leaves) if last.changing else ()
+            call = Call(args, kwargs, leaves)
+            self._check_valued(call)
+            top = _trace(()) is compat.TOP_LEVEL
+            if not (top or compat.runs_at_once()) or any(map(compat.is_tracer, leaves)):
+                return self._call_traced(call, treedef)
+            entry, lay_out, run = self._first(call, treedef, top)
+        given = entry.inputs(leaves) if entry.statics else leaves
         try:
-            ready, shown = last.concrete(given)
-            outputs, back = last.compiled(args, kwargs, given, ready)
+            ready, shown = (lay_out or entry.concrete)(given)
+            # 3. Call the function on every shard, and 4. let what it wrote leave: both are in the program.
+            outputs, back = (run or entry.compiled)(args, kwargs, given, ready)
         except OtherShapes:
-            return self._first(Call(args, kwargs, leaves), treedef)
+            self._last = None
+            return self.call(args, kwargs)
         except (RuntimeError, ValueError):
             # Looking for them before the run would cost more than all of the checks above.
-            last.program.layout.check_alive(given)
+            entry.program.layout.check_alive(given)
             raise
-        if shown is not given:
-            shown = last.program.layout.returned(given, shown, back.forwarded)
-        elif last.one_dispatch is not None and last.set_mesh is None:
-            self._again = last.one_dispatch.again(args, kwargs, refused=again)
-        return back.filled(outputs, shown, held)
 
-    def _first(self, call: Call, treedef: PyTreeDef) -> Any:
-        """A call unlike the last one: the first of its kind, or one that is traced."""
-        self._check_valued(call)
-        leaves, rules = call.leaves, self.declared.rules
-        top = _trace(()) is compat.TOP_LEVEL
-        eager = (top or compat.runs_at_once()) and not any(map(compat.is_tracer, leaves))
-        entry = self._entry(call, treedef, traced=not eager)
-        program = entry.program
-        held = program.hold(leaves)
-        other_mesh = compat.context_mesh() is not None and rules.has_own_mesh
-        around = program.binding.context(traced=not eager) if other_mesh else nullcontext()
-        inputs = program.arrays(leaves)
-        recorded = not eager and compat.under_jit()
-        if program.unhashable and not recorded:
+        # 5. Write back.
+        if (
+            shown is given
+            and entry is self._last
+            and entry.one_dispatch is not None
+            and entry.set_mesh is None
+        ):
+            self._again = entry.one_dispatch.again(args, kwargs, refused=again)
+        return entry.program.write_back(given, shown, outputs, back)
+
+    def _first(
+        self, call: Call, treedef: PyTreeDef, top: bool
+    ) -> tuple[CompiledEntry, LayOut, Compiled]:
+        """The entry for a call unlike the last one, and how it is laid out and run this time.
+
+        **Arguments:**
+
+        - `top`: whether nothing is being traced. Else the call runs at once in spite of a trace around it.
+        """
+        entry = self._entry(call, treedef)
+        program, rules = entry.program, self.declared.rules
+        other_mesh = self._other_mesh
+        if program.unhashable:
             self._warn(program)
-        if not (recorded or entry.agreed):
-            program.agree(leaves)
-            entry.agreed = True
-        if eager:
-            ready, shown = entry.concrete(inputs)
-            with around:
-                outputs, back = entry.checked_run(call.args, call.kwargs, inputs, ready)
+        self._agree(entry, call)
+
+        def lay_out(given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
+            with self._around(program):
+                return entry.concrete(given)
+
+        def run(
+            args: tuple[PyTree, ...],
+            kwargs: dict[str, PyTree],
+            given: Sequence[Leaf],
+            ready: Sequence[Leaf],
+        ) -> Result:
+            with self._around(program):
+                result = entry.checked_run(args, kwargs, given, ready)
             if rules.cacheable and top and not other_mesh and not program.unhashable:
                 self._last = entry
                 entry.set_mesh = _set_mesh() if rules.takes_set_mesh else None
             self._cache.keep(entry)
-            shown = program.layout.returned(inputs, shown, back.forwarded)
-            return back.filled(outputs, shown, held)
-        rules.check_traced(self.declared.name, leaves)
-        given: Sequence[Leaf] = program.layout.traced(inputs, recorded)
+            return result
+
+        return entry, lay_out, run
+
+    def _call_traced(self, call: Call, treedef: PyTreeDef) -> Any:
+        """The same five steps where arguments are traced, or the call itself is."""
+        name, recorded = self.declared.name, compat.under_jit()
+        entry = self._entry(call, treedef, traced=True)
+        program = entry.program
+        if not recorded:
+            if program.unhashable:
+                self._warn(program)
+            self._agree(entry, call)
+        self.declared.rules.check_traced(name, call.leaves)
+        inputs = program.arrays(call.leaves)
+        given = program.layout.traced(inputs, recorded)
         try:
-            with around:
+            with self._around(program, traced=True):
                 outputs, back = entry.traced_run(given, recorded)
         except jax.errors.UnexpectedTracerError as error:
-            raise _old_tracer(self.declared.name, program.tracer_paths(given)) from error
+            raise _old_tracer(name, program.tracer_paths(given)) from error
         self._cache.keep(entry)
         outputs = seen(program, call, outputs, back)
-        if not recorded:
-            given = program.layout.returned(inputs, given, back.forwarded)
-        return back.filled(outputs, given, held)
+        # What is recorded goes into a jaxpr, which lays out nothing.
+        return program.write_back(given if recorded else inputs, given, outputs, back)
+
+    @property
+    def _other_mesh(self) -> bool:
+        """Whether another mesh is set than the one that calls run on."""
+        return compat.context_mesh() is not None and self.declared.rules.has_own_mesh
+
+    def _around(self, program: Program, traced: bool = False) -> AbstractContextManager[Any]:
+        """The context of a call: its own mesh, where another one is set."""
+        return program.binding.context(traced) if self._other_mesh else nullcontext()
+
+    def _agree(self, entry: CompiledEntry, call: Call) -> None:
+        """Refuse, once, what another process passes differently."""
+        if not entry.agreed:
+            entry.program.agree(call.leaves)
+            entry.agreed = True
 
     def _check_valued(self, call: Call) -> None:
         """Refuse what cannot be computed with: shapes without values, arrays whose memory was given up."""
@@ -451,7 +506,6 @@ class Pipeline:
         leaves, treedef = tree_util.tree_flatten((args, kwargs))
         entry = self._entry(Call(args, kwargs, leaves), treedef)
         program = entry.program
-        program.hold(leaves)
         inputs = program.layout.abstract(program.arrays(leaves))
         return Lowered(entry.lowered(inputs), program, treedef, complete)
 
@@ -473,7 +527,6 @@ class Pipeline:
     def _inspected(self, call: Call, treedef: PyTreeDef) -> Inspected:
         entry = self._entry(call, treedef)
         program = entry.program
-        program.hold(call.leaves)
         given = program.arrays(call.leaves)
         inputs = program.layout.abstract(given)
         around = functools.partial(self._around, program)
@@ -483,11 +536,6 @@ class Pipeline:
         self._cache.keep(entry)
         moved, rivals = program.layout.to_move(given), self._cache.rivals(entry)
         return Inspected(call, entry, traced, moved, rivals, around)
-
-    def _around(self, program: Program) -> AbstractContextManager[Any]:
-        """The context of a call that is not traced: its own mesh, where another one is set."""
-        other_mesh = compat.context_mesh() is not None and self.declared.rules.has_own_mesh
-        return program.binding.context(traced=False) if other_mesh else nullcontext()
 
     @functools.cached_property
     def _of_shapes(self) -> "Pipeline":

@@ -34,7 +34,7 @@ from ._arguments import Arguments, Unit, inside_modules
 from ._origins import Entered, find_origins, has_same_leaves, leaves_of, links_for, values
 from ._rules import LeavingRules, Mistakes, ReturnedUnit
 from ._varying import VaryingAxes
-from ._write_back import Forwarded, Given, Merged, Output, Static, WriteBack
+from ._write_back import Forwarded, Merged, Output, Static, WriteBack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +140,6 @@ class _Leaving:
         rules: LeavingRules,
         arrived: Mapping[int, Arrived],
         varying: VaryingAxes,
-        given: Sequence[Leaf],
     ) -> None:
         self.rules = rules
         # By identity: an array that the function returns as it was given is forwarded.
@@ -149,7 +148,6 @@ class _Leaving:
         # Facts about equations that pass these arrays on, kept because several leaves ask for them.
         self.forwarding: dict[int, tuple[Any, list[int | None]]] = {}
         self.varying = varying
-        self.given = {id(x): Given(k) for k, x in enumerate(given)}
         self.outputs: list[Leaf] = []
         self.placements: list[Placement] = []
         self.rewritten: list[int] = []
@@ -311,7 +309,7 @@ class _Leaving:
     def leaf(self, x: Leaf, entry: Leaf, in_module: bool, path: str) -> Any:
         """One leaf outside any State."""
         if not is_shaped(x) and (type(x) not in NUMBERS or in_module):
-            return self.given.get(id(x), Static(x))
+            return Static(x)
         stayed = self.stayed(x) if in_module else None
         if stayed is None:
             where = self.rules.for_array(entry, x, path, self.mistakes)
@@ -344,7 +342,6 @@ def leave(
     arrived: Mapping[int, Arrived],
     rules: LeavingRules,
     varying: VaryingAxes,
-    given: Sequence[Leaf],
     tied: Sequence[Sequence[str]],
     donating: bool,
 ) -> tuple[list[Leaf], WriteBack]:
@@ -357,7 +354,6 @@ def leave(
     - `arrived`: the arrays that it was given, by identity.
     - `rules`: where results go.
     - `varying`: over which axes values differ between instances.
-    - `given`: the leaves of its arguments that are no arrays and may be other objects at the next call.
     - `tied`: the paths at which one argument holds the very same State.
     - `donating`: whether the memory of written states is given up.
 
@@ -371,7 +367,7 @@ def leave(
     returned = [(keys, node) for keys, node in flat if is_state(node)]
     origins = iter(find_origins(rules.fun_name, returned, entered, donating))
     declared = iter(rules.declared(result, root))
-    leaving = _Leaving(rules, arrived, varying, given)
+    leaving = _Leaving(rules, arrived, varying)
     parts: list[Leaf] = []
     units: list[ReturnedUnit] = []
     for (keys, node), entry in zip(flat, entries, strict=True):
@@ -437,7 +433,6 @@ class PerShardRun:
     - `fun`: the user's function.
     - `arguments`: the structure of its arguments.
     - `template`: the leaves of the arguments, the static ones filled in.
-    - `changing`: where in `template` the objects stand that may be others at the next call.
     - `inputs`: one for each array that an instance gets.
     - `leaving`: where results go.
     - `sizes`: the sizes of the mesh's axes.
@@ -449,7 +444,6 @@ class PerShardRun:
         fun: Fun,
         arguments: Arguments,
         template: list[Leaf],
-        changing: Sequence[int],
         inputs: Sequence[PerShardInput],
         leaving: LeavingRules,
         sizes: Mapping[AxisName, int],
@@ -458,17 +452,11 @@ class PerShardRun:
         self.fun = fun
         self.arguments = arguments
         self.template = template
-        self.changing = changing
         self.inputs = inputs
         self.leaving = leaving
         self.sizes = sizes
         self.donating = donating
         self.input_at = {one.position: k for k, one in enumerate(inputs)}
-
-    def hold(self, changing: Sequence[Leaf]) -> None:
-        """Replace the objects that may be others at each call."""
-        for position, leaf in zip(self.changing, changing, strict=True):
-            self.template[position] = leaf
 
     def __call__(
         self, shards: Sequence[Leaf], varying: VaryingAxes
@@ -504,9 +492,8 @@ class PerShardRun:
             if (text := self._hint(error, entering, leaves)) is None:
                 raise
             raise type(error)(text) from error
-        given = [leaves[position] for position in self.changing]
         tied, donating = self.arguments.tied, self.donating
-        return leave(result, entering, arrived, self.leaving, varying, given, tied, donating)
+        return leave(result, entering, arrived, self.leaving, varying, tied, donating)
 
     def _run(self, *units: Leaf) -> Any:
         args, kwargs = self.arguments.unit_def.unflatten(units)

@@ -77,7 +77,6 @@ class Program:
             declared.fun,
             packing.arguments,
             [None if i in placements else leaf for i, leaf in enumerate(packing.call.leaves)],
-            [packing.positions.index(i) for i in self.statics.changing],
             self._per_shard_inputs(packing, traced),
             self.resolved.leaving,
             self.binding.sizes,
@@ -114,16 +113,23 @@ class Program:
         """The program's inputs among all leaves."""
         return [leaves[i] for i in self.positions]
 
-    def hold(self, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
-        """Let the function have the objects of this call if it is traced again.
+    def write_back(
+        self,
+        given: Sequence[Leaf],
+        shown: Sequence[Leaf],
+        outputs: Sequence[Leaf],
+        back: WriteBack,
+    ) -> Any:
+        """Step 5: the result of a call.
 
-        They have the content of those of an earlier call, which their owner may have changed since.
+        **Arguments:**
 
-        **Returns:** these objects.
+        - `given`, `shown`: the inputs, and as they were laid out.
+        - `outputs`, `back`: what the run has given.
         """
-        changing = self.statics.changing_of(leaves)
-        self.run.hold(changing)
-        return changing
+        if shown is not given:
+            shown = self.layout.returned(given, shown, back.forwarded)
+        return back.filled(outputs, shown)
 
     def agree(self, leaves: Sequence[Leaf]) -> None:
         """Refuse what another process passes differently, where all of them have to pass the same."""
@@ -482,8 +488,7 @@ class Stage:
         """The result, with a `jax.ShapeDtypeStruct` for each array."""
         outputs, back = self.program.out_info
         inputs = tree_util.tree_leaves(self.program.args_info)
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
-        return back.filled(outputs, shapes, self._call.statics.changing_values)
+        return back.filled(outputs, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs])
 
     @property
     def out_tree(self) -> Any:
@@ -550,8 +555,7 @@ class Compiled(Stage):
         self._spared.keep(outputs)
         if call.binding.outside is not None:
             outputs = call.binding.outside(outputs, back.placements)
-        shown = layout.returned(given, shown, back.forwarded)
-        return back.filled(outputs, shown, statics.changing_of(leaves))
+        return call.write_back(given, shown, outputs, back)
 
 
 def _other_structure(name: str, lowered: PyTreeDef, given: PyTreeDef) -> TypeError:

@@ -35,17 +35,6 @@ class Static:
     value: Leaf
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Given:
-    """A leaf that is no array and comes back as the object that went in.
-
-    `index` counts those of the call that may be another object of the same content each time. None of them is
-    kept: JAX keeps this for as long as it keeps the program.
-    """
-
-    index: int
-
-
 # The path of a state, the name of the policy that merged its writes, and the axes that it merged over.
 Merged: TypeAlias = tuple[str, str, tuple[AxisName, ...]]
 
@@ -59,7 +48,7 @@ class WriteBack:
 
     **Arguments:**
 
-    - `result`: the result's tree with `Output`, `Forwarded`, `Static` and `Given` as leaves.
+    - `result`: the result's tree with `Output`, `Forwarded` and `Static` as leaves.
     - `placements`: where each of the program's outputs goes.
     - `rewritten`: the inputs that leaves of written states came from, for donation.
     - `written`: the outputs that are leaves of written states, with the states' paths.
@@ -73,7 +62,6 @@ class WriteBack:
 
     __slots__ = (
         "_first",
-        "_given",
         "_kinds",
         "_metas",
         "_order",
@@ -119,9 +107,7 @@ class WriteBack:
         self._first = len(rest)
         self._kinds = [type(units[i]) for i in plain]
         self._metas = [units[i]._meta.plain for i in plain]
-        constant = [s for s in self.sources if isinstance(s, Static | Given)]
-        self._statics = [s.value if isinstance(s, Static) else None for s in constant]
-        self._given = [(i, s.index) for i, s in enumerate(constant) if isinstance(s, Given)]
+        self._statics = [s.value for s in self.sources if isinstance(s, Static)]
         statics = iter(range(-len(self._statics), 0))
         sources = [self._place(unit.value if is_state(unit) else unit, statics) for unit in units]
         self._pick = _picker([sources[i] for i in (*rest, *plain)], len(self.placements))
@@ -137,25 +123,17 @@ class WriteBack:
             case _:
                 return next(statics)
 
-    def filled(
-        self, outputs: Sequence[Leaf], arguments: Sequence[Leaf] = (), given: Sequence[Leaf] = ()
-    ) -> Any:
+    def filled(self, outputs: Sequence[Leaf], arguments: Sequence[Leaf] = ()) -> Any:
         """The result's tree.
 
         **Arguments:**
 
         - `outputs`: what the program made.
         - `arguments`: its inputs; they may be left out if none is forwarded.
-        - `given`: the leaves that `Given` stands for; they may be left out if there are none.
         """
-        statics = self._statics
-        if self._given:
-            statics = list(statics)
-            for i, k in self._given:
-                statics[i] = given[k]
         picked = outputs
         if self._pick is not None:
-            picked = self._pick([*outputs, *arguments, *statics])
+            picked = self._pick([*outputs, *arguments, *self._statics])
         first = self._first
         made = rebuild_plain(self._kinds, self._metas, picked[first:])
         units = [*picked[:first], *made]
@@ -163,7 +141,7 @@ class WriteBack:
 
 
 def _is_source(node: object) -> bool:
-    return isinstance(node, Output | Forwarded | Static | Given)
+    return isinstance(node, Output | Forwarded | Static)
 
 
 def _is_plain(node: object) -> bool:
