@@ -265,8 +265,7 @@ class _Creation:
                 own = mark_origin(own, NEW)
             return own if self.tag is None else own.replace(tag=own.tag | {self.tag})
 
-        new: Module = jax.tree_util.tree_map_with_path(made, after, is_leaf=is_state)
-        return new
+        return jax.tree_util.tree_map_with_path(made, after, is_leaf=is_state)
 
     def _is_on(self, axis: int | None, path: KeyPath, state: State) -> bool:
         return path in self.axes and self.axes[path] == axis
@@ -355,7 +354,7 @@ class _MappedMethods:
             parameters=[first.replace(name="map", annotation=Map), *others]
         )
         transform, _ = TRANSFORMS[self.options["behavior"]]
-        mapping: StatefulMapping = transform(
+        return transform(
             call,
             in_axes=AxesOfMap(self.options["in_axes"], args),
             out_axes=(self.options["out_axes"], None),
@@ -366,7 +365,6 @@ class _MappedMethods:
             ),
             unexpected_out_state_mapping=self.options["unexpected_out_state_mapping"],
         )
-        return mapping
 
 
 def _is_at(paths: frozenset[KeyPath], path: KeyPath, state: PyTree) -> bool:

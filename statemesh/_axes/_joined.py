@@ -121,8 +121,7 @@ def _(sizes: tuple[int, ...], at_once: int, primals: Any, tangents: Any) -> Any:
 def _starts(sizes: Sequence[int]) -> list[AnyArray]:
     # JAX counts signed numbers below zero from the end, with three more operations for each.
     starts = [np.uint32(start) for start in accumulate(sizes[:-1], initial=0)]
-    hidden: list[AnyArray] = jax.lax.optimization_barrier(starts)
-    return hidden
+    return jax.lax.optimization_barrier(starts)
 
 
 def _few(items: Sequence[Item], at_once: int = _FUSED) -> list[Sequence[Item]]:
@@ -195,8 +194,7 @@ def _several(
     setattr(rule, JOINS, True)
     run.def_vmap(rule)
     if not jnp.issubdtype(arrays[0].dtype, jnp.inexact):
-        integers: list[AnyArray] = run(*arrays)
-        return integers
+        return run(*arrays)
 
     # JAX cannot transpose a `custom_vmap` function.
     @jax.custom_jvp

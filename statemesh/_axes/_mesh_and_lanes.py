@@ -152,8 +152,7 @@ def known_same(value: PyTree, axis_names: Sequence[AxisName]) -> PyTree:
 def one_copy(x: AnyArray, axis_names: Sequence[AxisName]) -> AnyArray:
     """What is the same on all shards over these mesh axes, typed as the same: the first shard's copy."""
     first = jax.lax.axis_index(tuple(axis_names)) == 0
-    copy: Array = jax.lax.psum(jnp.where(first, x, jnp.zeros_like(x)), tuple(axis_names))
-    return copy
+    return jax.lax.psum(jnp.where(first, x, jnp.zeros_like(x)), tuple(axis_names))
 
 
 def same_in_lanes(name: AxisName, x: AnyArray) -> AnyArray:
@@ -283,8 +282,7 @@ def _in_lanes(
     rule.joined_over = frozenset([name] if joins else [])  # type: ignore[attr-defined]
     run.def_vmap(rule)
     # A lane's own number is batched over its `vmap` only: by this the rule knows these lanes from others.
-    made: AnyArray = run(x, jax.lax.axis_index(name) if lane is None else lane)
-    return made
+    return run(x, jax.lax.axis_index(name) if lane is None else lane)
 
 
 def _whole(count: int, batched: bool, x: AnyArray) -> AnyArray:

@@ -272,8 +272,7 @@ class Pending:
         # By this attribute the walk along the program finds it.
         rule.pending = self  # type: ignore[attr-defined]
         reduced.def_vmap(rule)
-        run: Callable[..., list[AnyArray]] = reduced
-        return run
+        return reduced
 
     def _in_forward(self, run: Callable[..., list[AnyArray]]) -> Callable[..., list[AnyArray]]:
         """With a derivative in forward mode: it is linear in the values, and does not depend on the keys."""

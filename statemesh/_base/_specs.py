@@ -142,15 +142,13 @@ def restricted(spec: PartitionSpec, names: Axes) -> PartitionSpec:
     if (
         unreduced == spec.unreduced
     ):  # `update` also keeps the kind of reduction, which newer releases have.
-        whole: PartitionSpec = spec.update(partitions=entries, reduced=reduced)
-        return whole
+        return spec.update(partitions=entries, reduced=reduced)
     return PartitionSpec(*entries, unreduced=unreduced, reduced=reduced)
 
 
 def canonical(spec: PartitionSpec) -> PartitionSpec:
     """The shortest spelling of `spec`, the one that compiled outputs carry."""
-    shortest: PartitionSpec = spec.update(partitions=tuple(map(entry_of, spec_axes(spec))))
-    return shortest
+    return spec.update(partitions=tuple(map(entry_of, spec_axes(spec))))
 
 
 def entry_of(names: tuple[AxisName, ...]) -> AxisName | tuple[AxisName, ...] | None:

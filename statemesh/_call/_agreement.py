@@ -110,8 +110,7 @@ def _equation_lines(jaxpr: AnyJaxpr, body: Any) -> list[str]:
 def _parameter(value: Any, body: Any) -> str:
     """A parameter of an equation, or a constant of a program."""
     if hasattr(value, "eqns"):
-        text: str = body(value)
-        return text
+        return body(value)
     if hasattr(value, "__array__"):
         if compat.is_tracer(value) or not getattr(value, "is_fully_addressable", True):
             return "array"

@@ -559,8 +559,7 @@ class Pipeline:
         ready = program.layout.returned(given, ready, moved)
         for position, x in zip(program.positions, ready, strict=True):
             leaves[position] = x
-        placed: tuple[Any, ...] = treedef.unflatten(leaves)[0]
-        return placed
+        return treedef.unflatten(leaves)[0]
 
     @functools.cached_property
     def on_one_device(self) -> "Pipeline":

@@ -275,8 +275,7 @@ def _dtype(leaf: Leaf) -> Any:
 
 
 def _bytes(shape: Sequence[int], dtype: Any) -> int:
-    size: int = math.prod(shape) * dtype.itemsize
-    return size
+    return math.prod(shape) * dtype.itemsize
 
 
 def _changing_statics(inspected: Inspected) -> list[str]:

@@ -237,8 +237,7 @@ class MeshLayout:
         target = self.targets[k]
         if target is None:
             return 0
-        size: int = math.prod(target.shard_shape(np.shape(x))) * x.dtype.itemsize
-        return size
+        return math.prod(target.shard_shape(np.shape(x))) * x.dtype.itemsize
 
     def returned(
         self, given: Sequence[Leaf], shown: Sequence[Leaf], forwarded: Iterable[int]

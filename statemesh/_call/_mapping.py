@@ -247,8 +247,7 @@ class StatefulMapping(Generic[Params, Result]):
 
         **Returns:** what the call returns, on one device.
         """
-        result: Result = self._pipeline.on_one_device.call(self._all(args), kwargs)
-        return result
+        return self._pipeline.on_one_device.call(self._all(args), kwargs)
 
     def on_mesh(self, mesh: AnyMesh) -> "StatefulMapping[Params, Result]":
         """The same function with the same specs on another mesh, where no memory is given up.

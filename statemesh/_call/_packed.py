@@ -420,8 +420,7 @@ class _States(Mapping[str, State]):
         for g in dict.fromkeys(g for g, _ in places):
             groups[g].check(buffers[g], groups[g].shape)
         arrays = [groups[g].array(buffers[g], groups[g].slots[k]) for g, k in places]
-        found: State = structure.unflatten(arrays)
-        return found
+        return structure.unflatten(arrays)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._at)
@@ -615,8 +614,7 @@ def _repacked(packed: Packed, new: PyTree, old: PyTree) -> Packed:
 def _mesh_of(buffer: Leaf) -> AnyMesh | None:
     """The mesh of a buffer. It is `None`, because unknown, for a buffer that is traced on Auto axes."""
     if explicit.is_explicitly_typed(buffer) and compat.is_tracer(buffer):
-        mesh: AnyMesh = jax.typeof(buffer).sharding.mesh
-        return mesh
+        return jax.typeof(buffer).sharding.mesh
     sharding = None if compat.is_tracer(buffer) else getattr(buffer, "sharding", None)
     return sharding.mesh if isinstance(sharding, NamedSharding) else None
 

@@ -112,8 +112,7 @@ def checked_state(made: object, state: State, method: str) -> State:
 
 
 def filled(state: State, leaves: list[Leaf]) -> State:
-    filled: State = tree_util.tree_structure(state).unflatten(leaves)
-    return filled
+    return tree_util.tree_structure(state).unflatten(leaves)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -155,8 +155,7 @@ def onto(x: Leaf, target: NamedSharding) -> jax.Array:
     Every process has the same `x` then.
     """
     if not (target.mesh.is_multi_process and is_own(x)):
-        put: jax.Array = jax.device_put(x, target)
-        return put
+        return jax.device_put(x, target)
     if not isinstance(x, jax.Array):
         x = np.asarray(x, jax.dtypes.canonicalize_dtype(np.result_type(x)))
     indices = target.addressable_devices_indices_map(x.shape)
@@ -194,8 +193,7 @@ def is_deleted(x: Leaf) -> bool:
 
 def copied(x: jax.Array) -> jax.Array:
     """`x` in memory of its own, on the devices where it lies."""
-    copy: jax.Array = jax.device_put(x, x.sharding, may_alias=False)
-    return copy
+    return jax.device_put(x, x.sharding, may_alias=False)
 
 
 def apart(x: Leaf, target: Sharding) -> Any:

@@ -241,13 +241,11 @@ class DonatingProgram:
 
     def trace(self, *arrays: Leaf) -> jax.stages.Traced:
         compiled, _ = self._for(arrays)
-        traced: jax.stages.Traced = compiled.trace(*arrays)
-        return traced
+        return compiled.trace(*arrays)
 
     def lower(self, *arrays: Leaf) -> jax.stages.Lowered:
         compiled, _ = self._for(arrays)
-        lowered: jax.stages.Lowered = compiled.lower(*arrays)
-        return lowered
+        return compiled.lower(*arrays)
 
     def _for(self, arrays: Sequence[Leaf]) -> tuple[Any, Spared]:
         key = _shapes(arrays)
@@ -443,8 +441,7 @@ class OneDispatch:
 
     def trace(self, *arrays: Leaf) -> jax.stages.Traced:
         """The program of these inputs, which the call that follows finds."""
-        traced: jax.stages.Traced = self.jitted.trace(*self._treedef.unflatten(arrays), _ANY)
-        return traced
+        return self.jitted.trace(*self._treedef.unflatten(arrays), _ANY)
 
 
 class Stage:

@@ -131,10 +131,7 @@ def broadcast_axes(prefix: PyTree, tree: PyTree, what: str, root: str) -> list[i
 
 def _one_level(tree: PyTree) -> tuple[list[tuple[KeyPath, PyTree]], PyTreeDef]:
     """The children of a node with their keys, and the node without them."""
-    flat: tuple[list[tuple[KeyPath, PyTree]], PyTreeDef] = tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: node is not tree
-    )
-    return flat
+    return tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -367,8 +367,7 @@ def marked(number: int, outputs: Sequence[Array], inputs: Sequence[Leaf]) -> lis
     def _(primals: Any, tangents: Any) -> Any:
         return marking(*primals), tangents[0]
 
-    made: list[Array] = marking(list(outputs), list(inputs))
-    return made
+    return marking(list(outputs), list(inputs))
 
 
 def sites_of(closed: ClosedJaxpr) -> list[Site]:

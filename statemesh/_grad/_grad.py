@@ -130,8 +130,7 @@ def value_and_grad(
         return ((loss, aux) if has_aux else loss, model), parts.tree(grads)
 
     value_and_grads.__name__ = value_and_grads.__qualname__ = f"value_and_grad_of_{name}"
-    typed: Callable[Params, tuple[Result, PyTree]] = cast(Fun, value_and_grads)
-    return typed
+    return cast(Fun, value_and_grads)
 
 
 def grad(
@@ -177,8 +176,7 @@ def grad(
         return (grads, value[1]) if has_aux else grads, model
 
     grads_of.__name__ = grads_of.__qualname__ = f"grad_of_{fun_name(fun)}"
-    typed: Callable[Params, tuple[PyTree, PyTree]] = cast(Fun, grads_of)
-    return typed
+    return cast(Fun, grads_of)
 
 
 def _mesh_of(values: Iterable[Leaf]) -> PyTree:

@@ -62,8 +62,7 @@ class _Own:
 
     def of(self, parts: Sequence[Leaf]) -> State:
         leaves = [parts[self.at[i]] if i in self.at else x for i, x in enumerate(self.leaves)]
-        state: State = self.treedef.unflatten(leaves)
-        return state
+        return self.treedef.unflatten(leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -526,8 +525,7 @@ class _Rows:
         leaves = list(self.leaves)
         for i, x in zip(self.at, parts, strict=True):
             leaves[i] = x
-        args: tuple[PyTree, ...] = self.treedef.unflatten(leaves)
-        return args
+        return self.treedef.unflatten(leaves)
 
 
 def _in_modules(tree: PyTree) -> list[bool]:

@@ -167,8 +167,7 @@ def trace_marked(
     marks: Sequence[Mark],
 ) -> ClosedJaxpr:
     """The jaxpr of `fun`. Whatever runs while it is traced can ask for the marks."""
-    traced: ClosedJaxpr = jax.make_jaxpr(fun, axis_env=[(mark, 1) for mark in marks])(*arrays)
-    return traced
+    return jax.make_jaxpr(fun, axis_env=[(mark, 1) for mark in marks])(*arrays)
 
 
 def axes_from_dataflow() -> tuple[FollowedAxes, ...]:
@@ -333,6 +332,5 @@ def in_mesh(mesh: Mesh | AbstractMesh, traced: bool) -> AbstractContextManager[o
     """A context in which `mesh` is set; while JAX is tracing, the mesh without its devices."""
     if traced or isinstance(mesh, AbstractMesh):
         abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-        context: AbstractContextManager[object] = jax.sharding.use_abstract_mesh(abstract)
-        return context
+        return jax.sharding.use_abstract_mesh(abstract)
     return jax.set_mesh(mesh)

@@ -62,8 +62,7 @@ def zeros_of(kind: Any) -> Array:
     mesh = kind.sharding.mesh
     if mesh.empty or not has_explicit_axes(mesh):
         return zeros
-    laid_out: Array = jax.sharding.reshard(zeros, kind.sharding)
-    return laid_out
+    return jax.sharding.reshard(zeros, kind.sharding)
 
 
 def rows_apart(x: Array, count: int) -> Array:
@@ -120,9 +119,7 @@ def off_explicit_axes(x: ShapedArray, mesh: Mesh | AbstractMesh) -> Array:
     elif isinstance(mesh, Mesh) and mesh.shape == here.mesh.shape:
         origin = Mesh(mesh.devices, mesh.axis_names, axis_types=here.mesh.axis_types)
     else:
-        laid_out: Array = jax.sharding.reshard(x, there)
-        return laid_out
+        return jax.sharding.reshard(x, there)
     # Between meshes only whole arrays move: a `vmap` adds an axis, which the spec of a layout does not have.
     whole = NamedSharding(origin, PartitionSpec())
-    moved: Array = jax.device_put(jax.sharding.reshard(x, whole), there, src=whole)
-    return moved
+    return jax.device_put(jax.sharding.reshard(x, whole), there, src=whole)

@@ -30,8 +30,7 @@ _VARYING = ("pvary", "pcast")
 
 def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
     """A jaxpr without the constants that it may be closed over."""
-    opened: Jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    return opened
+    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def is_literal(operand: Operand) -> bool:
@@ -90,8 +89,7 @@ def control_flow(eqn: Equation) -> tuple[Any, ...] | None:
 
 
 def _shape(operand: Operand) -> tuple[int, ...]:
-    shape: tuple[int, ...] = getattr(operand.aval, "shape", ())
-    return shape
+    return getattr(operand.aval, "shape", ())
 
 
 def _count_alike(outer: Sequence[Operand], inner: Sequence[Operand]) -> int:
@@ -144,8 +142,7 @@ def is_sum(eqn: Equation) -> bool:
 
 def name_given(eqn: Equation) -> str | None:
     """The name that `jax.ad_checkpoint.checkpoint_name` gives a value by this equation."""
-    name: str | None = eqn.params.get("name") if eqn.primitive.name == "name" else None
-    return name
+    return eqn.params.get("name") if eqn.primitive.name == "name" else None
 
 
 def forwards(eqn: Equation) -> bool:
@@ -264,15 +261,13 @@ def with_jaxprs(eqn: Equation, new: Mapping[int, Jaxpr]) -> Equation:
         found = new.get(id(opened), opened)
         return found if opened is value else value.replace(jaxpr=found)
 
-    changed: Equation = eqn.replace(params={name: one(value) for name, value in eqn.params.items()})
-    return changed
+    return eqn.replace(params={name: one(value) for name, value in eqn.params.items()})
 
 
 def with_equations(jaxpr: Jaxpr, eqns: Sequence[Equation]) -> Jaxpr:
     """A jaxpr with other equations."""
     effects = set(jaxpr.effects).union(*(eqn.effects for eqn in eqns))
-    changed: Jaxpr = jaxpr.replace(eqns=list(eqns), effects=effects)
-    return changed
+    return jaxpr.replace(eqns=list(eqns), effects=effects)
 
 
 def with_open(closed: AnyJaxpr, jaxpr: Jaxpr) -> AnyJaxpr:
@@ -290,14 +285,12 @@ def calling(fun: Callable[..., list[Array]], eqn: Equation) -> Equation:
 
     avals = [jax.ShapeDtypeStruct(_shape(v), getattr(v.aval, "dtype", None)) for v in eqn.invars]
     (call,) = open_jaxpr(jax.make_jaxpr(jax.jit(named))(*avals)).eqns
-    changed: Equation = call.replace(invars=list(eqn.invars), outvars=list(eqn.outvars))
-    return changed
+    return call.replace(invars=list(eqn.invars), outvars=list(eqn.outvars))
 
 
 def runs(jaxpr: Jaxpr) -> Callable[..., list[Array]]:
     """An open jaxpr as a function of arrays."""
-    run: Callable[..., list[Array]] = core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))
-    return run
+    return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr, ()))
 
 
 def run_jaxpr(closed: ClosedJaxpr, arrays: Sequence[ArrayLike]) -> list[Array]:
@@ -380,8 +373,7 @@ def _link(name: str) -> Callable[[Any, Any], Any]:
     def _(primals: Any, tangents: Any) -> Any:
         return continues(*primals), tangents[0]
 
-    linked: Callable[[Any, Any], Any] = continues
-    return linked
+    return continues
 
 
 _WRITTEN = _link(WRITTEN)

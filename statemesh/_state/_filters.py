@@ -267,8 +267,7 @@ def _named(filter: Filter) -> Predicate:
     if isinstance(filter, list | tuple):
         return Any(*filter)
     if callable(filter):
-        predicate: Predicate = filter
-        return predicate
+        return filter
     raise _not_a_filter(filter)
 
 

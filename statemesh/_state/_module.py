@@ -129,8 +129,7 @@ def _init_all(module: M, kwargs: dict[str, PyTree], used: set[str]) -> M:
             levels.pop()
             new: PyTree = _init_one(level.structure.unflatten(level.made), kwargs, used)
             if not levels:
-                made: M = new
-                return made
+                return new
             levels[-1].made.append(new)
         elif not isinstance(node, Module):
             level.made.append(node)
@@ -181,8 +180,7 @@ def _returned(module: M, method: str, made: PyTree) -> M:
         raise errors.method_returned(
             name, made, "the module with its states", "return self.replace(mean=BatchState(0.0))"
         )
-    new: M = made  # type: ignore[assignment]
-    return new
+    return made  # type: ignore[return-value]
 
 
 def _unused_init_arguments(module: str, unused: Sequence[str]) -> TypeError:

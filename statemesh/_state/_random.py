@@ -82,8 +82,7 @@ def drawable(key: Array, what: str) -> Array:
     impl = jax.random.key_impl(key)
     if impl in _KEY_BY_KEY:
         return key
-    single: Array = refuse_in_lanes(key, lambda: _drawn_in_lanes(what, impl))
-    return single
+    return refuse_in_lanes(key, lambda: _drawn_in_lanes(what, impl))
 
 
 def as_of(key: Array, like: Array) -> Array:
@@ -99,8 +98,7 @@ def words(key: Array) -> Array:
 def from_words(row: Array, like: Array) -> Array:
     """The key that consists of these numbers, of the implementation of `like`."""
     shape = jax.random.key_data(like).shape
-    key: Array = jax.random.wrap_key_data(row.reshape(shape), impl=jax.random.key_impl(like))
-    return key
+    return jax.random.wrap_key_data(row.reshape(shape), impl=jax.random.key_impl(like))
 
 
 def _is_threefry(key: Array) -> bool:

@@ -113,8 +113,7 @@ def folder_name(path: str) -> str:
 
 def folder_of(path: str, record: Record) -> str:
     """The folder in which the array with a path is."""
-    folder: str = record["arrays"][path].get("folder", path)
-    return folder
+    return record["arrays"][path].get("folder", path)
 
 
 def folder_path(call: str, folder: object) -> pathlib.Path:
@@ -286,8 +285,7 @@ def _checksums(folder: pathlib.Path, record: Record) -> dict[str, Sequence[int]]
     known = {os.path.dirname(file) for file in found}
     if bare := [path for at, path in wanted.items() if at not in known]:
         raise errors.altered(folder, [(name, path, "no checksum") for path in bare])
-    checksums: dict[str, Sequence[int]] = found
-    return checksums
+    return found
 
 
 def read_arrays(

@@ -136,8 +136,7 @@ class KVCache(Module):
             heads, dim = buffer.shape[1:]
             why = "one token at least, in the heads and the size of the cache"
             raise errors.bad_shape("KVCache", what, x, f"(tokens, {heads}, {dim})", why)
-        written: jax.Array = x.astype(buffer.dtype)
-        return written
+        return x.astype(buffer.dtype)
 
     def _own_slots(self) -> jax.Array:
         """The numbers of the slots that this shard holds."""
@@ -146,8 +145,7 @@ class KVCache(Module):
         shards = int(jax.lax.psum(1, names)) if names else 1
         if local * shards != self.capacity:
             raise _slots_unnamed("KVCache", local, shards, self.capacity)
-        own: jax.Array = shard_index("KVCache", self.axis_name) * local + jnp.arange(local)
-        return own
+        return shard_index("KVCache", self.axis_name) * local + jnp.arange(local)
 
 
 def _too_many_tokens(layer: str, tokens: int, capacity: int) -> StatemeshError:

@@ -240,8 +240,7 @@ def _summed(x: Array, axis_names: tuple[AxisName, ...]) -> Array:
 
 def _along(number: Array, x: Array) -> Array:
     """A number, in the shape in which it multiplies `x`. Layers that are stacked have one each."""
-    along: Array = number.reshape(number.shape + (1,) * (x.ndim - number.ndim))
-    return along
+    return number.reshape(number.shape + (1,) * (x.ndim - number.ndim))
 
 
 def _inference_is_traced(layer: str) -> TypeError:

@@ -129,7 +129,7 @@ def results_of_states(out_specs: Any) -> Any:
 def deleted() -> jax.Array:
     x = jnp.ones(8) + 1
     x.delete()
-    return x  # type: ignore[no-any-return]
+    return x
 
 
 def donated_model_used_again() -> Any:

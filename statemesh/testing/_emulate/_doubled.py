@@ -98,8 +98,7 @@ class Doubled:
         jaxpr = self.program_of(types).trace.closed.jaxpr
         given = [is_array_or_type(x) for x in jax.tree.leaves(types)]
         found = [is_array_or_type(x) for x in jax.tree.leaves(self.form(types))]
-        same: bool = jaxpr.invars[sum(given[:argument])] is jaxpr.outvars[sum(found[:result])]
-        return same
+        return jaxpr.invars[sum(given[:argument])] is jaxpr.outvars[sum(found[:result])]
 
     def sources(self, types: PyTree) -> list[Sources]:
         """For each array of the results, the numbers of the arrays of the arguments that it depends on."""

@@ -142,9 +142,6 @@ def as_function(closed: Jaxpr) -> Callable[..., list[jax.Array]]:
     run: Fun = core.jaxpr_as_fun
 
     def whole(*arrays: Any) -> list[jax.Array]:
-        found: list[jax.Array] = run(make.ClosedJaxpr(closed.jaxpr, arrays[:count]))(
-            *arrays[count:]
-        )
-        return found
+        return run(make.ClosedJaxpr(closed.jaxpr, arrays[:count]))(*arrays[count:])
 
     return whole

@@ -109,8 +109,7 @@ class Replay:
                 # As a NumPy array, which has no mesh: the literal may carry the mesh of where it was traced.
                 aval: Any = atom.aval
                 return Stacked(self.arithmetic.literal(atom.val, aval.dtype))
-            found: Stacked = known[atom]
-            return found
+            return known[atom]
 
         for eqn in jaxpr.eqns:
             made = self._equation(eqn, [value_of(atom) for atom in eqn.invars], frame)

@@ -32,8 +32,7 @@ class Stacked:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the value of one shard."""
-        shape: tuple[int, ...] = self.x.shape[len(self.axes) :]
-        return shape
+        return self.x.shape[len(self.axes) :]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,8 +62,7 @@ class TracedProgram:
         def run(*arrays: Any) -> list[jax.Array]:
             made, differences = self.compiled(*map(on_one_device, arrays))
             self._check(differences)
-            results: list[jax.Array] = made
-            return results
+            return made
 
         def forward(*primals: Any) -> tuple[list[jax.Array], Any]:
             returns[:] = [placing_like(primal.value) for primal in primals]

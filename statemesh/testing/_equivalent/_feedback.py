@@ -45,8 +45,7 @@ class FeedBack:
         new = jax.tree.leaves(result)
         for to, source in self.numbers:
             leaves[to] = new[source]
-        given: tuple[tuple[PyTree, ...], dict[str, PyTree]] = structure.unflatten(leaves)
-        return given
+        return structure.unflatten(leaves)
 
     def describe(self) -> str:
         """What is fed back, in words."""

@@ -55,10 +55,7 @@ def _differences(path: str, got: PyTree, want: PyTree, dtypes: bool) -> Iterator
 
 def _one_level(tree: PyTree) -> tuple[list[tuple[Any, PyTree]], PyTreeDef]:
     """The children of a node with their keys, and the node without them."""
-    flat: tuple[list[tuple[Any, PyTree]], PyTreeDef] = tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda node: node is not tree
-    )
-    return flat
+    return tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)
 
 
 def _is_leaf(kids: list[tuple[Any, PyTree]], structure: PyTreeDef) -> bool:

@@ -62,8 +62,7 @@ def _reference(calls: Calls) -> Fun | None:
     given = calls.subject.asked.unsharded
     if given is False or not calls.reference.is_exact:
         return None
-    reference: Fun = calls.subject.asked.meshes[0].mapped.unsharded if given is None else given
-    return reference
+    return calls.subject.asked.meshes[0].mapped.unsharded if given is None else given
 
 
 def _is_simple(args: Args) -> bool:

@@ -24,6 +24,5 @@ def _through_file(x: jax.Array) -> jax.Array:
     file.seek(0)
     loaded = np.load(file).view(data.dtype).reshape(data.shape)
     if is_key:
-        key: jax.Array = jax.random.wrap_key_data(loaded, impl=jax.random.key_impl(x))
-        return key
+        return jax.random.wrap_key_data(loaded, impl=jax.random.key_impl(x))
     return jnp.asarray(loaded)

@@ -235,10 +235,7 @@ def _dot(xs: Sequence[Numbers], count: int, step: Step) -> Numbers:
     batch = [a[i] for i in left_batch]
     rest = [k for i, k in enumerate(a) if i not in (*left, *left_batch)]
     rest += [k for j, k in enumerate(b) if j not in (*right, *right_batch)]
-    made: Numbers = np.einsum(
-        xs[0], [*lead, *a], xs[1], [*lead, *b], [*lead, *batch, *rest], optimize=True
-    )
-    return made
+    return np.einsum(xs[0], [*lead, *a], xs[1], [*lead, *b], [*lead, *batch, *rest], optimize=True)
 
 
 def _shape(step: Step) -> tuple[int, ...]:

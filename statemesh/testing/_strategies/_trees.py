@@ -123,8 +123,7 @@ def _states(
         bits = draw(st.tuples(*[st.booleans()] * 8))
         key = jax.random.key(sum(2**n for n, bit in enumerate(bits) if bit))
         key = key if spec is None else jax.random.split(key, count)
-        stream: sm.State = kind(key, spec=spec, **known)
-        return stream
+        return kind(key, spec=spec, **known)
     template = draw(st.sampled_from([0, {"a": 0, "b": (0, 0)}, [0, None]]))
     leaves, treedef = tree_util.tree_flatten(template)
     values, placements = [], []
@@ -134,13 +133,12 @@ def _states(
         placements.append(spec)
     same = all(spec == placements[0] for spec in placements)
     reduce = draw(st.sampled_from(reduces))
-    state: sm.State = kind(
+    return kind(
         treedef.unflatten(values),
         spec=placements[0] if same else treedef.unflatten(placements),
         reduce=reduce if all(_has_meaning(reduce, x.dtype) for x in values) else None,
         **known,
     )
-    return state
 
 
 @st.composite
