@@ -64,15 +64,15 @@ class LeaveByAxis(LeavingRules):
     def for_array(self, entry: Leaf, x: Leaf, path: str, mistakes: Mistakes) -> Placement:
         return self._checked(entry, x, path, mistakes)
 
-    def stays(self, where: Placement) -> bool:
+    def stays(self, placement: Placement) -> bool:
         """What all lanes share stays: with one axis more at each call, no model could be fed back."""
-        return where.axis is None
+        return placement.axis is None
 
     def for_state(
         self, state: State, entered: Entered | None, declared: Any, path: str, mistakes: Mistakes
     ) -> list[Placement]:
         leaves = values(state)
-        into = [] if entered is None else [where.axis for where in entered.placements]
+        into = [] if entered is None else [placement.axis for placement in entered.placements]
         if entered is None or all(axis is None for axis in into):
             # One key serves all lanes, however many: it never has a lane axis.
             one_key = entered is not None and state.always_replicated and is_single(state)

@@ -149,9 +149,9 @@ class Rows:
 
     def _leaf(self, unit: Unit, k: int, position: int) -> LeafRow:
         leaf = self.packing.call.leaves[position]
-        where = self.program.resolved.placements[position]
+        placement = self.program.resolved.placements[position]
         shape, dtype = np.shape(leaf), _dtype(leaf)
-        shard_shape = self.shard_shape(shape, where)
+        shard_shape = self.shard_shape(shape, placement)
         held = _bytes(shard_shape, dtype)
         source = self.packing.positions[position]
         hosted = isinstance(leaf, np.ndarray | np.generic)
@@ -162,20 +162,20 @@ class Rows:
             dtype=str(dtype),
             shape=shape,
             shard_shape=shard_shape,
-            enters=self.spelt(where),
-            split=tuple(where.axes) if self.sizes else (),
+            enters=self.spelt(placement),
+            split=tuple(placement.axes) if self.sizes else (),
             placed_by=self.program.resolved.placed_by[position],
-            leaves=self._leaving(unit, k, source, where),
+            leaves=self._leaving(unit, k, source, placement),
             bytes=held,
             moved=held if source in self.moved else 0,
             call=self.name,
-            whole=self._whole(position, shape, where),
+            whole=self._whole(position, shape, placement),
         )
 
-    def _whole(self, position: int, shape: Sequence[int], where: Placement) -> str:
+    def _whole(self, position: int, shape: Sequence[int], placement: Placement) -> str:
         """Why a state stays whole whose own spec has an entry for each axis and names no mesh axis."""
-        spec = where.written
-        if where.axis_names or not shape or not isinstance(spec, PartitionSpec):
+        spec = placement.written
+        if placement.axis_names or not shape or not isinstance(spec, PartitionSpec):
             return ""
         if len(spec) != len(shape) or self.program.resolved.placed_by[position] != OWN_SPEC:
             return ""
@@ -199,10 +199,10 @@ class Rows:
         index = made[k] if k < len(made) else made[0] if len(made) == 1 else None
         if index is None:
             return "untouched" if source in self.forwarded else "not returned"
-        where = self.back.placements[index]
+        placement = self.back.placements[index]
         text = "written"
-        if where != entered and source not in self._packed:
-            text += f" to {self.spelt(where)}"
+        if placement != entered and source not in self._packed:
+            text += f" to {self.spelt(placement)}"
         # A key goes on by itself: nothing is merged.
         if (
             unit.path in self.merged
@@ -231,32 +231,32 @@ class Rows:
         return rows
 
     def _result(self, path: str, kind: str, index: int) -> ResultRow:
-        made, where = self.outputs[index], self.back.placements[index]
-        shard_shape = self.shard_shape(made.shape, where)
+        made, placement = self.outputs[index], self.back.placements[index]
+        shard_shape = self.shard_shape(made.shape, placement)
         return ResultRow(
             path=path,
             kind=kind,
             dtype=str(made.dtype),
             shape=tuple(made.shape),
             shard_shape=shard_shape,
-            leaves=self.spelt(where),
+            leaves=self.spelt(placement),
             bytes=_bytes(shard_shape, made.dtype),
             call=self.name,
         )
 
-    def shard_shape(self, shape: tuple[int, ...], where: Placement) -> tuple[int, ...]:
+    def shard_shape(self, shape: tuple[int, ...], placement: Placement) -> tuple[int, ...]:
         """The shape of the part that a device holds."""
-        parts = [math.prod(self.sizes.get(name, 1) for name in names) for names in where.axes]
+        parts = [math.prod(self.sizes.get(name, 1) for name in names) for names in placement.axes]
         parts += [1] * (len(shape) - len(parts))
         return tuple(size // n for size, n in zip(shape, parts, strict=True))
 
-    def spelt(self, where: Placement) -> str:
+    def spelt(self, placement: Placement) -> str:
         """A placement as the user would type it."""
         if self.by_axis:
-            return "all lanes" if where.axis is None else f"axis {where.axis}"
-        if where.axis is not None:
-            return repr(PerShard(*where.axes[0]))
-        return spec_str(where.spec)
+            return "all lanes" if placement.axis is None else f"axis {placement.axis}"
+        if placement.axis is not None:
+            return repr(PerShard(*placement.axes[0]))
+        return spec_str(placement.spec)
 
 
 def _leaf_path(unit: Unit, k: int) -> str:

@@ -98,7 +98,7 @@ class OnMesh:
 
         def instance(*shards: Leaf) -> list[Leaf]:
             outputs, placements = run(*shards)
-            out_specs[:] = [where.written for where in placements]
+            out_specs[:] = [placement.written for placement in placements]
             return outputs
 
         instance.__name__ = instance.__qualname__ = name
@@ -196,7 +196,7 @@ class OverLanes:
 
         def lane(*parts: Leaf) -> list[Leaf]:
             outputs, placements = run(*parts)
-            out_axes[:] = [where.axis for where in placements]
+            out_axes[:] = [placement.axis for placement in placements]
             return outputs
 
         lane.__name__ = lane.__qualname__ = name

@@ -367,14 +367,14 @@ def place(
         paths += [path] * len(own)
     if bad := of_states.bad():
         raise errors.specs_of_states("place", "specs", "state_specs", bad)
-    chosen_at = [i for i, where in enumerate(placements) if where is not None]
-    wheres = [where for where in placements if where is not None]
+    chosen_at = [i for i, placement in enumerate(placements) if placement is not None]
+    wheres = [placement for placement in placements if placement is not None]
     arrays = [leaves[i] for i in chosen_at]
     named = [(f"the spec of {paths[i]}", w.spec) for i, w in zip(chosen_at, wheres, strict=True)]
     check_specs(named, mesh, names)
     check_shapes([paths[i] for i in chosen_at], arrays, wheres, mesh, "place")
     check_concrete("place", [paths[i] for i in chosen_at], arrays)
-    targets = [NamedSharding(mesh, where.spec) for where in wheres]
+    targets = [NamedSharding(mesh, placement.spec) for placement in wheres]
     if mesh.is_multi_process:
         pairs = zip(chosen_at, arrays, strict=True)
         check_alike("place", mesh, [array_passed(paths[i], x) for i, x in pairs if is_own(x)])

@@ -219,14 +219,14 @@ def check_specs(
     twice: list[tuple[str, Any, list[AxisName]]] = []
     for what, specs in named:
         for path, spec in jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)[0]:
-            where = what + jax.tree_util.keystr(path)
+            placement = what + jax.tree_util.keystr(path)
             if not is_spec(spec):
-                raise errors.not_a_spec(where, spec)
+                raise errors.not_a_spec(placement, spec)
             used = _names_in(spec)
             if strangers := [name for name in used if name not in names]:
-                unknown.append((where, spec, strangers))
+                unknown.append((placement, spec, strangers))
             if repeated := [name for name in dict.fromkeys(used) if used.count(name) > 1]:
-                twice.append((where, spec, repeated))
+                twice.append((placement, spec, repeated))
     if unknown:
         raise _unknown_axes(unknown, mesh, names)
     if twice:
@@ -340,10 +340,14 @@ def _unknown_axes(
         mend += (
             " A mapped call must know how each axis is split: write None for one that is not split."
         )
-    items = [f"{where} refers to {quoted(own)}: {spec_str(spec)}" for where, spec, own in unknown]
+    items = [
+        f"{placement} refers to {quoted(own)}: {spec_str(spec)}" for placement, spec, own in unknown
+    ]
     return error_listing(SpecError, f"specs name axes {lacking}", items, mend)
 
 
 def _axis_twice(twice: Sequence[tuple[str, object, Sequence[AxisName]]]) -> SpecError:
-    items = [f"{where} = {spec_str(spec)} has {quoted(bad)} twice" for where, spec, bad in twice]
+    items = [
+        f"{placement} = {spec_str(spec)} has {quoted(bad)} twice" for placement, spec, bad in twice
+    ]
     return error_listing(SpecError, "a mesh axis can split only one axis of an array", items)

@@ -47,14 +47,14 @@ class Slot:
 
     - `path`: the path of the state.
     - `shape`: the shape of the whole array.
-    - `where`: the placement of the array.
+    - `placement`: the placement of the array.
     - `start`: the index in a shard's part of the buffer at which the shard's part of the array begins.
     - `part`: the shape of a shard's part of the array.
     """
 
     path: str
     shape: tuple[int, ...]
-    where: SpecPlacement
+    placement: SpecPlacement
     start: int
     part: tuple[int, ...]
 
@@ -81,7 +81,7 @@ class Group:
     slots: tuple[Slot, ...]
 
     @property
-    def where(self) -> SpecPlacement:
+    def placement(self) -> SpecPlacement:
         """The buffer's placement: shard after shard."""
         return SpecPlacement(PartitionSpec(self.names) if self.names else PartitionSpec())
 
@@ -123,8 +123,8 @@ class Group:
             taken: Callable[[Leaf], Leaf] = jax.shard_map(
                 lambda part: part[here].reshape(slot.part),
                 mesh=mesh,
-                in_specs=self.where.spec,
-                out_specs=slot.where.spec,
+                in_specs=self.placement.spec,
+                out_specs=slot.placement.spec,
             )
             return taken(buffer)
         rows = buffer.reshape(math.prod(self.counts), self.size)[:, here]
@@ -162,7 +162,7 @@ class Group:
         at: dict[AxisName, int] = {}
         rest: list[int] = []
         for dim, size in enumerate(slot.part):
-            for name in slot.where.axes[dim] if dim < len(slot.where.axes) else ():
+            for name in slot.placement.axes[dim] if dim < len(slot.placement.axes) else ():
                 at[name] = len(sizes)
                 sizes.append(count[name])
             rest.append(len(sizes))
@@ -487,7 +487,7 @@ def _on_host(buffer: Leaf) -> PyTree:
 def _target(buffer: Leaf, slot: Slot) -> PyTree:
     sharding = buffer.sharding
     if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, slot.where.spec)
+        return NamedSharding(sharding.mesh, slot.placement.spec)
     return sharding
 
 
@@ -543,8 +543,10 @@ def pack(model: PyTree, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Pac
     flat, unit_def = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
     wheres = _placements(model, flat, state_specs)
     packed = _packed_arrays(flat, wheres)
-    check_specs([(f"the spec of {path}", where.spec) for path, _, where in packed], mesh, names)
-    paths, placements = [path for path, _, _ in packed], [where for _, _, where in packed]
+    check_specs(
+        [(f"the spec of {path}", placement.spec) for path, _, placement in packed], mesh, names
+    )
+    paths, placements = [path for path, _, _ in packed], [placement for _, _, placement in packed]
     check_shapes(paths, [x for _, x, _ in packed], placements, mesh, "pack")
     check_valued("pack", [(path, x) for path, x, _ in packed])
     found: dict[_Key, list[tuple[Slot, Leaf]]] = {}
@@ -557,13 +559,13 @@ def pack(model: PyTree, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Pac
             continue
         arrays, structure = tree_util.tree_flatten(node)
         places = []
-        for x, where in zip(arrays, own_wheres, strict=True):
+        for x, placement in zip(arrays, own_wheres, strict=True):
             kind = jax.dtypes.canonicalize_dtype(x.dtype)
-            key: _Key = kind, where.axis_names, isinstance(node, ParamState)
+            key: _Key = kind, placement.axis_names, isinstance(node, ParamState)
             own = found.setdefault(key, [])
             start = own[-1][0].start + own[-1][0].size if own else 0
-            part = part_of(np.shape(x), where, mesh)
-            own.append((Slot(path_str(keys), np.shape(x), where, start, part), x))
+            part = part_of(np.shape(x), placement, mesh)
+            own.append((Slot(path_str(keys), np.shape(x), placement, start, part), x))
             places.append((key, len(own) - 1))
         at.append((structure, places))
     number = {key: g for g, key in enumerate(found)}
@@ -640,10 +642,10 @@ def _packed_arrays(
 ) -> list[tuple[str, Leaf, SpecPlacement]]:
     """The arrays that go into buffers, each with its path and placement."""
     return [
-        (path_str(keys, "model"), x, where)
+        (path_str(keys, "model"), x, placement)
         for (keys, node), own in zip(flat, wheres, strict=True)
         if own is not None
-        for x, where in zip(tree_util.tree_leaves(node), own, strict=True)
+        for x, placement in zip(tree_util.tree_leaves(node), own, strict=True)
     ]
 
 
@@ -662,9 +664,9 @@ def known(contents: Contents) -> Contents:
     return _known.setdefault(contents, contents)
 
 
-def part_of(shape: tuple[int, ...], where: SpecPlacement, mesh: AnyMesh) -> tuple[int, ...]:
+def part_of(shape: tuple[int, ...], placement: SpecPlacement, mesh: AnyMesh) -> tuple[int, ...]:
     """The shape of a shard's part of an array."""
-    counts = [math.prod(mesh.shape[name] for name in names) for names in where.axes]
+    counts = [math.prod(mesh.shape[name] for name in names) for names in placement.axes]
     counts += [1] * (len(shape) - len(counts))
     return tuple(size // count for size, count in zip(shape, counts, strict=True))
 
@@ -677,25 +679,29 @@ def buffer_of(group: Group, arrays: Sequence[Leaf], mesh: AnyMesh) -> PyTree:
     if isinstance(mesh, AbstractMesh):
         starts = (shard * group.size for shard in range(math.prod(group.counts)))
         return jnp.asarray(np.concatenate([group.gathered(host, start) for start in starts]))
-    where = NamedSharding(mesh, group.where.spec)
+    placement = NamedSharding(mesh, group.placement.spec)
     # Shard by shard, so that the host never holds a second copy of everything.
-    indices: Mapping[jax.Device, PyTree] = where.addressable_devices_indices_map(group.shape)
+    indices: Mapping[jax.Device, PyTree] = placement.addressable_devices_indices_map(group.shape)
     parts = [
         jax.device_put(group.gathered(host, index[0].start or 0), device)
         for device, index in indices.items()
     ]
-    return jax.make_array_from_single_device_arrays(group.shape, where, parts, dtype=group.dtype)
+    return jax.make_array_from_single_device_arrays(
+        group.shape, placement, parts, dtype=group.dtype
+    )
 
 
 def _traced_buffer(group: Group, arrays: Sequence[Leaf], mesh: AnyMesh) -> PyTree:
     mesh = mesh_for_traced(mesh, arrays)
-    specs = [slot.where.spec for slot in group.slots]
+    specs = [slot.placement.spec for slot in group.slots]
     laid = [
         traced_onto(x, NamedSharding(mesh, spec), frozenset(mesh.axis_names))
         for x, spec in zip(arrays, specs, strict=True)
     ]
     # Each shard joins its own parts, because JAX does not split or merge dimensions over Explicit axes.
-    return jax.shard_map(group.join, mesh=mesh, in_specs=(specs,), out_specs=group.where.spec)(laid)
+    return jax.shard_map(group.join, mesh=mesh, in_specs=(specs,), out_specs=group.placement.spec)(
+        laid
+    )
 
 
 def packed_placements(tree: PyTree) -> list[Sequence[SpecPlacement] | None]:
@@ -710,7 +716,7 @@ def packed_placements(tree: PyTree) -> list[Sequence[SpecPlacement] | None]:
             continue
         contents = node._form.part
         slots = [group.slots for group in contents.groups]
-        found += [one and [slots[g][k].where for g, k in one[1]] for one in contents.states]
+        found += [one and [slots[g][k].placement for g, k in one[1]] for one in contents.states]
     return found
 
 
@@ -722,7 +728,7 @@ def repack(packed: Packed, model: PyTree, mesh: Mesh) -> Packed:
     form = packed._form
     check_specs(
         [
-            (f"the spec of {slot.path}", slot.where.spec)
+            (f"the spec of {slot.path}", slot.placement.spec)
             for group in form.contents.groups
             for slot in group.slots
         ],
@@ -745,11 +751,11 @@ def _group_for(group: Group, mesh: Mesh) -> Group:
     slots, start = [], 0
     for old in group.slots:
         shape = old.shape
-        if old.where.axis is not None:
+        if old.placement.axis is not None:
             # The first axis has an entry for each shard.
-            shape = (math.prod(mesh.shape[name] for name in old.where.axes[0]), *shape[1:])
+            shape = (math.prod(mesh.shape[name] for name in old.placement.axes[0]), *shape[1:])
         slot = dataclasses.replace(
-            old, shape=shape, start=start, part=part_of(shape, old.where, mesh)
+            old, shape=shape, start=start, part=part_of(shape, old.placement, mesh)
         )
         slots.append(slot)
         start += slot.size

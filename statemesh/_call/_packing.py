@@ -81,10 +81,10 @@ class Packing:
                 raise _packed_for_other_sizes(name, packed, dict(sizes))
         paths = self.arguments.paths()
         moved = [
-            (paths[position], at.group.slots[at.slot].where.spec, where.spec)
-            for position, where in placed.items()
+            (paths[position], at.group.slots[at.slot].placement.spec, placement.spec)
+            for position, placement in placed.items()
             if (at := self.origins[position]).group is not None
-            and not _lies(at.group.slots[at.slot].where, where)
+            and not _lies(at.group.slots[at.slot].placement, placement)
         ]
         if moved:
             raise _packed_with_other_specs(name, moved)
@@ -94,10 +94,10 @@ class Packing:
         if not self.forms:
             return placed
         found: dict[int, Placement] = {}
-        for position, where in placed.items():
+        for position, placement in placed.items():
             at = self.origins[position]
             group = at.group
-            found[at.position] = where if group is None else _of_buffer(group, where)
+            found[at.position] = placement if group is None else _of_buffer(group, placement)
         return found
 
 
@@ -110,12 +110,12 @@ def _lies(packed: Placement, wanted: Placement) -> bool:
     return packed == wanted or not (packed.axis_names or wanted.axis_names)
 
 
-def _of_buffer(group: Group, where: Placement) -> Placement:
+def _of_buffer(group: Group, placement: Placement) -> Placement:
     """The placement of a buffer one of whose arrays is placed so.
 
     Lanes place what is whole in their own way.
     """
-    return group.where if group.names or isinstance(where, SpecPlacement) else where
+    return group.placement if group.names or isinstance(placement, SpecPlacement) else placement
 
 
 class Repacking:
@@ -228,12 +228,12 @@ class _Joining:
         slot = group.slots[k]
         match source:
             case Output(index):
-                x, where = self.given[index], self.given_placements[index]
+                x, placement = self.given[index], self.given_placements[index]
             case Forwarded(index):
-                x, where = self.own[index], self.repacking.placements[index]
+                x, placement = self.own[index], self.repacking.placements[index]
             case _:
                 return False
-        return (x.shape, x.dtype) == (slot.part, group.dtype) and _lies(slot.where, where)
+        return (x.shape, x.dtype) == (slot.part, group.dtype) and _lies(slot.placement, placement)
 
     def packed(self, node: PyTree, form: Form) -> Packed:
         sources, units = form.part.arrays(node)
@@ -254,8 +254,8 @@ class _Joining:
                     paths += self.paths.get(index, [])
                 case Forwarded(index):
                     parts.append(self.own[index])
-        where = _of_buffer(group, self._place(sources[0]))
-        return self.emit(group.join(parts), where, paths)
+        placement = _of_buffer(group, self._place(sources[0]))
+        return self.emit(group.join(parts), placement, paths)
 
     def _place(self, source: Output | Forwarded) -> Placement:
         made = isinstance(source, Output)
@@ -284,9 +284,9 @@ class _Joining:
             case _:
                 return source
 
-    def emit(self, x: Leaf, where: Placement, paths: Sequence[str]) -> Output:
+    def emit(self, x: Leaf, placement: Placement, paths: Sequence[str]) -> Output:
         self.outputs.append(x)
-        self.placements.append(where)
+        self.placements.append(placement)
         number = len(self.outputs) - 1
         self.written += [(number, path) for path in paths]
         return Output(number)

@@ -165,45 +165,45 @@ class _Leaving:
         for x, axes in zip(new.values(), over, strict=True):
             self.seen[id(x)] = x, axes
 
-    def unmerged(self, x: Leaf, where: Placement) -> Axes:
-        """The axes over which `x` may differ although `where` keeps one copy.
+    def unmerged(self, x: Leaf, placement: Placement) -> Axes:
+        """The axes over which `x` may differ although `placement` keeps one copy.
 
-        Where nothing tells, all axes that `where` leaves out.
+        Where nothing tells, all axes that `placement` leaves out.
         """
-        if not self.may_be_unmerged(where):
+        if not self.may_be_unmerged(placement):
             return NO_AXES
         self.look([x])
-        return self.seen[id(x)][1] - where.axis_names if id(x) in self.seen else NO_AXES
+        return self.seen[id(x)][1] - placement.axis_names if id(x) in self.seen else NO_AXES
 
-    def may_be_unmerged(self, where: Placement) -> bool:
-        return not where.axis_names.issuperset(self.rules.axis_names)
+    def may_be_unmerged(self, placement: Placement) -> bool:
+        return not placement.axis_names.issuperset(self.rules.axis_names)
 
     def look_at_states(self, writing: Sequence[Written]) -> None:
         """Find out over which axes the leaves of written states differ, if they may be left unmerged."""
         self.look(
             x
             for one in writing
-            for x, where in zip(leaves_of(one.state), one.placements, strict=False)
-            if self.may_be_unmerged(where)
+            for x, placement in zip(leaves_of(one.state), one.placements, strict=False)
+            if self.may_be_unmerged(placement)
         )
 
-    def known_unmerged(self, x: Leaf, where: Placement) -> Axes:
+    def known_unmerged(self, x: Leaf, placement: Placement) -> Axes:
         """The axes of `unmerged`, if it is known what varies. Any of them is a mistake."""
-        return self.unmerged(x, where) if self.varying.is_known else NO_AXES
+        return self.unmerged(x, placement) if self.varying.is_known else NO_AXES
 
-    def array(self, x: Leaf, where: Placement, path: str) -> Output | Forwarded:
+    def array(self, x: Leaf, placement: Placement, path: str) -> Output | Forwarded:
         """One array on its way out."""
         came = self.arrived.get(id(x))
-        if came is not None and came.index is not None and came.placement == where:
+        if came is not None and came.index is not None and came.placement == placement:
             return Forwarded(came.index)
-        return self.emit(x, where, path)
+        return self.emit(x, placement, path)
 
-    def emit(self, x: Leaf, where: Placement, path: str) -> Output:
-        x = where.put(jnp.asarray(x))
-        if x.ndim < len(where.axes):
-            self.mistakes.rank.append(errors.RankMismatch(path, x, where.written))
+    def emit(self, x: Leaf, placement: Placement, path: str) -> Output:
+        x = placement.put(jnp.asarray(x))
+        if x.ndim < len(placement.axes):
+            self.mistakes.rank.append(errors.RankMismatch(path, x, placement.written))
         self.outputs.append(x)
-        self.placements.append(where)
+        self.placements.append(placement)
         return Output(len(self.outputs) - 1)
 
     def writing(self, state: State, entered: Entered | None, declared: Any, path: str) -> Written:
@@ -249,8 +249,8 @@ class _Leaving:
         if not one.state.needs_old:
             return one
         leaves = leaves_of(one.state)
-        for k, (x, where) in enumerate(zip(leaves, one.placements, strict=False)):
-            if same := self.rules.in_order(self.varying.same_over(x) - where.axis_names):
+        for k, (x, placement) in enumerate(zip(leaves, one.placements, strict=False)):
+            if same := self.rules.in_order(self.varying.same_over(x) - placement.axis_names):
                 leaves[k] = one_copy(x, same)
         return dataclasses.replace(one, state=filled(one.state, leaves))
 
@@ -270,10 +270,10 @@ class _Leaving:
         of its own: what is the same everywhere is no sum of its copies. A function sees all leaves.
         """
         pairs = list(zip(leaves_of(one.state), one.placements, strict=False))
-        axes = [self.unmerged(x, where) for x, where in pairs]
+        axes = [self.unmerged(x, placement) for x, placement in pairs]
         if not isinstance(one.state.reduce, str):
             union = NO_AXES.union(*axes)
-            axes = [union - where.axis_names for _, where in pairs]
+            axes = [union - placement.axis_names for _, placement in pairs]
         return [self.rules.in_order(over) for over in axes]
 
     def state(self, one: Written) -> State:
@@ -284,24 +284,24 @@ class _Leaving:
 
     def written(self, one: Written, k: int, x: Leaf) -> Output | Forwarded:
         """One leaf of a written state."""
-        where, entered = one.placements[k], one.entered
-        if still := self.known_unmerged(x, where):
+        placement, entered = one.placements[k], one.entered
+        if still := self.known_unmerged(x, placement):
             elsewhere = self.rules.fallback(one.declared, x, one.path)
             if elsewhere is None:
                 axes = self.rules.in_order(still)
                 is_new = entered is None and isinstance(one.state, ParamState)
                 self.mistakes.diverged.append(
-                    errors.Diverged(one.path, one.state, axes, where.spec, one.declared, is_new)
+                    errors.Diverged(one.path, one.state, axes, placement.spec, one.declared, is_new)
                 )
             else:
-                where = elsewhere
+                placement = elsewhere
                 self.mistakes.stacked.append((one.path, () if entered is None else entered.inputs))
         # Where `replace` has changed the structure there may be more leaves than came in.
-        if entered is not None and where in entered.placements[k : k + 1]:
+        if entered is not None and placement in entered.placements[k : k + 1]:
             if x is leaves_of(entered.seen)[k]:
                 return Forwarded(entered.inputs[k])
             self.rewritten.append(entered.inputs[k])
-        output = self.emit(strong(x), where, one.path)
+        output = self.emit(strong(x), placement, one.path)
         self.written_at.append((output.index, one.path))
         return output
 
@@ -311,14 +311,14 @@ class _Leaving:
             return Static(x)
         stayed = self.stayed(x) if in_module else None
         if stayed is None:
-            where = self.rules.for_array(entry, x, path, self.mistakes)
+            placement = self.rules.for_array(entry, x, path, self.mistakes)
         else:
-            x, where = stayed
-        source = self.array(x, where, path)
+            x, placement = stayed
+        source = self.array(x, placement, path)
         if isinstance(source, Forwarded):
             return source
-        if still := self.known_unmerged(x, where):
-            found = errors.Varying(path, x, self.rules.in_order(still), where.spec)
+        if still := self.known_unmerged(x, placement):
+            found = errors.Varying(path, x, self.rules.in_order(still), placement.spec)
             self.mistakes.varying.append(found)
         if in_module:
             self.outputs[source.index] = strong(self.outputs[source.index])
@@ -536,16 +536,16 @@ class PerShardRun:
         if components := compat.typed_apart(error):
             return self._type_hint(str(error), components, entered)
         if parts := self._parts_met(str(error), entered):
-            axes = NO_AXES.union(*(where.axis_names for _, _, where in parts))
+            axes = NO_AXES.union(*(placement.axis_names for _, _, placement in parts))
             names = [name for name in self.leaving.axis_names if name in axes]
-            shown = [(path, part, where.written) for path, part, where in parts]
+            shown = [(path, part, placement.written) for path, part, placement in parts]
             return _with_gather_hint(str(error), shown, names)
         split = [
-            (unit.path, leaves[position], where.spec)
+            (unit.path, leaves[position], placement.spec)
             for unit in self.arguments.flat_units()
             for position in unit.positions
-            if (where := self._placement_at(position)) is not None
-            if where.axis_names and where.axis is None
+            if (placement := self._placement_at(position)) is not None
+            if placement.axis_names and placement.axis is None
         ]
         hints = [
             WholeState(one.path, one.old, path, part, spec)
@@ -561,12 +561,12 @@ class PerShardRun:
         """The parts of parameters with a split axis whose length here and as a whole JAX's message names."""
         named = set(map(int, re.findall(r"\d+", text)))
         return [
-            (one.path, part, where)
+            (one.path, part, placement)
             for one in entered
             if isinstance(one.old, ParamState)
-            for part, where in zip(leaves_of(one.old), one.placements, strict=True)
-            if where.axis is None
-            for length, names in zip(part.shape, where.axes, strict=False)
+            for part, placement in zip(leaves_of(one.old), one.placements, strict=True)
+            if placement.axis is None
+            for length, names in zip(part.shape, placement.axes, strict=False)
             if names and {length, length * math.prod(self.sizes[name] for name in names)} <= named
         ]
 
@@ -589,7 +589,7 @@ class PerShardRun:
 
     def _same_over(self, placements: Sequence[Placement]) -> tuple[AxisName, ...]:
         """The mapped axes over which every instance gets the same state."""
-        apart = NO_AXES.union(*(where.axis_names for where in placements))
+        apart = NO_AXES.union(*(placement.axis_names for placement in placements))
         return tuple(name for name in self.leaving.axis_names if name not in apart)
 
     def _placement_at(self, position: int) -> Placement | None:
@@ -608,7 +608,7 @@ def _forms(one: Entered) -> list[str]:
 
 def _whole(one: Entered) -> list[Leaf]:
     pairs = zip(leaves_of(one.old), one.placements, strict=True)
-    return [x for x, where in pairs if not where.axis_names]
+    return [x for x, placement in pairs if not placement.axis_names]
 
 
 def _whole_met_part(

@@ -68,20 +68,24 @@ def check_shapes(
     **Raises:** `SpecError` listing every such array with the arithmetic.
     """
     bad: list[errors.ShapeMismatch] = []
-    for path, leaf, where in zip(paths, leaves, placements, strict=True):
-        if not where.axes:
+    for path, leaf, placement in zip(paths, leaves, placements, strict=True):
+        if not placement.axes:
             continue
         shape = np.shape(leaf)
-        if len(where.axes) > len(shape):
+        if len(placement.axes) > len(shape):
             bad.append(
-                errors.ShapeMismatch(path, leaf, where.written, None, where.axis is not None)
+                errors.ShapeMismatch(
+                    path, leaf, placement.written, None, placement.axis is not None
+                )
             )
             continue
-        for dim, names in enumerate(where.axes):
+        for dim, names in enumerate(placement.axes):
             parts = math.prod(mesh.shape[n] for n in names if n in mesh.shape)
-            misfits = shape[dim] != parts if where.axis == dim else shape[dim] % parts
+            misfits = shape[dim] != parts if placement.axis == dim else shape[dim] % parts
             if misfits:
-                found = errors.ShapeMismatch(path, leaf, where.written, dim, where.axis is not None)
+                found = errors.ShapeMismatch(
+                    path, leaf, placement.written, dim, placement.axis is not None
+                )
                 bad.append(found)
     if bad:
         raise _shapes(what, bad, mesh)

@@ -175,9 +175,9 @@ class LanesOfProcesses(FixedMeshLayout):
             for x, one, target in zip(parts, self.inputs, self.targets, strict=True)
         ]
 
-    def _whole(self, x: jax.Array, where: Placement, target: NamedSharding) -> jax.Array:
+    def _whole(self, x: jax.Array, placement: Placement, target: NamedSharding) -> jax.Array:
         lanes, here = self.sizes
-        return _rewrapped(x, _resized(x.shape, where, here, lanes), target)
+        return _rewrapped(x, _resized(x.shape, placement, here, lanes), target)
 
 
 class OwnParts:
@@ -195,23 +195,25 @@ class OwnParts:
         self.targets: dict[Placement, NamedSharding] = {}
 
     def __call__(self, arrays: Sequence[Leaf], places: Sequence[Placement]) -> list[Leaf]:
-        return [self._part(x, where) for x, where in zip(arrays, places, strict=True)]
+        return [self._part(x, placement) for x, placement in zip(arrays, places, strict=True)]
 
-    def _part(self, x: Leaf, where: Placement) -> Any:
+    def _part(self, x: Leaf, placement: Placement) -> Any:
         if not isinstance(x, jax.Array):
             return x
-        if where not in self.targets:
-            self.targets[where] = NamedSharding(self.own, where.spec)
+        if placement not in self.targets:
+            self.targets[placement] = NamedSharding(self.own, placement.spec)
         lanes, here = self.sizes
-        return _rewrapped(x, _resized(x.shape, where, lanes, here), self.targets[where])
+        return _rewrapped(x, _resized(x.shape, placement, lanes, here), self.targets[placement])
 
 
-def _resized(shape: tuple[int, ...], where: Placement, before: int, after: int) -> tuple[int, ...]:
+def _resized(
+    shape: tuple[int, ...], placement: Placement, before: int, after: int
+) -> tuple[int, ...]:
     """The shape with so many lanes `after` where there were as many `before`."""
-    if where.axis is None:
+    if placement.axis is None:
         return shape
-    size = shape[where.axis] * after // before
-    return (*shape[: where.axis], size, *shape[where.axis + 1 :])
+    size = shape[placement.axis] * after // before
+    return (*shape[: placement.axis], size, *shape[placement.axis + 1 :])
 
 
 def _rewrapped(x: jax.Array, shape: tuple[int, ...], target: NamedSharding) -> jax.Array:

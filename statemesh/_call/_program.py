@@ -264,8 +264,8 @@ class DonatingProgram:
         wanted = [k for k in self.program.given_up(self.how, back) if k not in kept]
         # A buffer can become only an output of its own size. JAX would warn of any other.
         room = Counter(
-            (x.shape, x.dtype, where.spec)
-            for x, where in zip(outputs, back.placements, strict=True)
+            (x.shape, x.dtype, placement.spec)
+            for x, placement in zip(outputs, back.placements, strict=True)
         )
         inputs = self.program.layout.inputs
         given: list[int] = []

@@ -76,7 +76,7 @@ class LeavingRules(abc.ABC):
         """The placement of an array outside a State."""
 
     @abc.abstractmethod
-    def stays(self, where: Placement) -> bool:
+    def stays(self, placement: Placement) -> bool:
         """Whether an array of a Module that entered with this placement also leaves with it.
 
         It does so only when the function did not write it, and then whatever is declared.

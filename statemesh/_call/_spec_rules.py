@@ -87,7 +87,7 @@ class LeaveBySpec(LeavingRules):
             raise _none_for_array(path, x)
         return placement(entry)
 
-    def stays(self, where: Placement) -> bool:
+    def stays(self, placement: Placement) -> bool:
         """Never: a spec of an array means to statemesh what it means to JAX."""
         return False
 
@@ -109,12 +109,12 @@ class LeaveBySpec(LeavingRules):
     def check_entries(self, units: Sequence[ReturnedUnit]) -> None:
         of_states, depth = OfStates(), 0 if is_spec(self.out_specs) else 1
         for one in units:
-            where = f"out_specs{jax.tree_util.keystr(one.keys[:depth])}"
+            placement = f"out_specs{jax.tree_util.keystr(one.keys[:depth])}"
             if one.placements is not None:
                 path = path_str(one.keys, f"{self.fun_name}(...)")
-                of_states.state(where, one.entry, path, one.node, one.placements)
+                of_states.state(placement, one.entry, path, one.node, one.placements)
             elif is_shaped(one.node) or type(one.node) in NUMBERS:
-                of_states.array(where, one.entry)
+                of_states.array(placement, one.entry)
         if bad := of_states.bad():
             raise errors.specs_of_states(self.fun_name, "out_specs", "state_out_specs", bad)
 
@@ -276,7 +276,7 @@ class SpecContext:
         rules.check_specs(mesh, names)
         placements, placed_by = self._placements(name, arguments, call)
         paths = arguments.paths()
-        named = [(f"the spec of {paths[p]}", where.spec) for p, where in placements.items()]
+        named = [(f"the spec of {paths[p]}", placement.spec) for p, placement in placements.items()]
         check_specs(named, mesh, names)
         binding = OnOwnMesh if rules.one_device else OnMesh
         leaving = LeaveBySpec(name, names, rules.out_specs, rules.state_out_specs)
@@ -436,10 +436,10 @@ def _cannot_infer(mesh: _Mesh) -> TypeError:
     )
 
 
-def _per_shard_for_array(where: str, spec: Any) -> SpecError:
+def _per_shard_for_array(placement: str, spec: Any) -> SpecError:
     axes = spec_str(PartitionSpec(*spec.axis_names))
     return SpecError(
-        f"{where} is {spec!r}, which can only place States. Use {axes} for an array; for a State write "
+        f"{placement} is {spec!r}, which can only place States. Use {axes} for an array; for a State write "
         f"state_in_specs={{...: {spec!r}}} or State(value, spec={spec!r})."
     )
 

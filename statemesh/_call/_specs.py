@@ -199,17 +199,17 @@ class OfStates:
         self._of_arrays: set[tuple[str, int]] = set()
 
     def state(
-        self, where: str, spec: SpecTree, path: str, state: State, own: Sequence[Placement]
+        self, placement: str, spec: SpecTree, path: str, state: State, own: Sequence[Placement]
     ) -> None:
         """A state for which `spec` stands, and where it goes."""
         if isinstance(spec, PartitionSpec) and mentioned(spec):
-            known = self._states.setdefault((where, id(spec)), [])
+            known = self._states.setdefault((placement, id(spec)), [])
             if any(one.spec != canonical(spec) for one in own):
-                known.append((where, spec, path, state))
+                known.append((placement, spec, path, state))
 
-    def array(self, where: str, spec: SpecTree) -> None:
+    def array(self, placement: str, spec: SpecTree) -> None:
         """An array that goes where `spec` says."""
-        self._of_arrays.add((where, id(spec)))
+        self._of_arrays.add((placement, id(spec)))
 
     def bad(self) -> list[tuple[str, PartitionSpec, str, State]]:
         return [

@@ -34,8 +34,8 @@ class Value:
 
     - `path`: as the user would type it after the tree's name. That of a State stands for its value.
     - `position`: that among the leaves of the tree.
-    - `state`, `where`: for an array in a State, this State; and its placement, if the State has a spec or is
-        packed.
+    - `state`: for an array in a State, this State.
+    - `placement`: that of such an array, if the State has a spec or is packed.
     - `packed`: whether it goes into a buffer of a packed model.
     """
 
@@ -43,7 +43,7 @@ class Value:
     position: int
     leaf: Leaf
     state: State | None = None
-    where: SpecPlacement | None = None
+    placement: SpecPlacement | None = None
     packed: bool = False
 
     @property
@@ -53,7 +53,7 @@ class Value:
     @property
     def per_shard(self) -> bool:
         """Whether the first axis has an entry for each shard."""
-        return self.where is not None and self.where.axis is not None
+        return self.placement is not None and self.placement.axis is not None
 
     @property
     def form(self) -> "Form":
@@ -106,8 +106,10 @@ def values(
             wheres = placed
         elif node.spec is not None:
             wheres = own_placements(node, node.spec, path)
-        for k, ((keys, leaf), where) in enumerate(zip(inner, wheres, strict=True)):
-            one = Value(path_str(keys, path), position + k, leaf, node, where, placed is not None)
+        for k, ((keys, leaf), placement) in enumerate(zip(inner, wheres, strict=True)):
+            one = Value(
+                path_str(keys, path), position + k, leaf, node, placement, placed is not None
+            )
             found.append(one)
         position += len(tree_util.tree_leaves(node))
     forms: dict[str, list[Form]] = {}
@@ -140,28 +142,28 @@ def shardings(found: Sequence[Value], mesh: Mesh | None) -> list[Sharding]:
         return [_sharding_of(value.leaf) or single for value in found]
     wheres = [_placement(value, mesh) for value in found]
     named = [
-        (f"the spec of {value.path}", where.spec)
-        for value, where in zip(found, wheres, strict=True)
+        (f"the spec of {value.path}", placement.spec)
+        for value, placement in zip(found, wheres, strict=True)
     ]
     check_specs(named, mesh, manual_names(mesh, ()))
     # The first axis of a value for each shard becomes what the mesh needs.
     fixed = [pair for pair in zip(found, wheres, strict=True) if not pair[0].per_shard]
     paths, leaves = [value.path for value, _ in fixed], [value.leaf for value, _ in fixed]
-    check_shapes(paths, leaves, [where for _, where in fixed], mesh, "load")
-    return [NamedSharding(mesh, where.spec) for where in wheres]
+    check_shapes(paths, leaves, [placement for _, placement in fixed], mesh, "load")
+    return [NamedSharding(mesh, placement.spec) for placement in wheres]
 
 
 def shards(value: Value, mesh: Mesh | None) -> int:
     """How many entries the first axis has of a value for each shard."""
-    if mesh is None or value.where is None:
+    if mesh is None or value.placement is None:
         return int(value.leaf.shape[0])
-    return math.prod(mesh.shape[name] for name in value.where.axes[0])
+    return math.prod(mesh.shape[name] for name in value.placement.axes[0])
 
 
 def _placement(value: Value, mesh: Mesh) -> SpecPlacement:
     """That of the state's own spec; else as the array of `like` lies, on the axes that this mesh has."""
-    if value.where is not None:
-        return value.where
+    if value.placement is not None:
+        return value.placement
     here = _sharding_of(value.leaf)
     if not isinstance(here, NamedSharding):
         return SpecPlacement(PartitionSpec())
