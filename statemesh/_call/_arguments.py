@@ -66,7 +66,7 @@ def token(value: Leaf) -> Hashable:
     if kind is tuple:
         return kind, *map(token, value)
     if not is_hashable(value):
-        raise TypeError(f"unhashable type: {type(value).__name__!r}")
+        raise TypeError(f"{type(value).__name__}")
     # Equal fields may still compute otherwise: 1 and 1.0, 0.0 and -0.0.
     return kind, _Same(value), *[token(part) for part in _compared(value) if is_hashable(part)]
 
