@@ -262,3 +262,14 @@ def test_what_a_root_expands_to_is_known() -> None:
     values = [getattr(operand, "val", 3.0) for operand in eqn.invars]
     operands = jax.tree.unflatten(eqn.params["_prim"].in_tree, values)
     assert jax.tree.leaves(eqn.params["_prim"].expand(*operands)) == [3.0]
+
+
+def test_the_type_of_a_lowered_argument_has_its_sharding() -> None:
+    mesh = jax.make_mesh((8,), ("x",))
+    x = jax.device_put(jnp.arange(8.0), jax.sharding.NamedSharding(mesh, jax.P("x")))
+    (info,), _ = jax.jit(lambda x: x).lower(x).args_info
+    kind = compat.argument_type(info)
+    assert kind.shape == (8,) and kind.sharding.spec == jax.P("x")
+    bare = compat.with_argument_type(info, kind.update(sharding=None))
+    assert bare.shape == info.shape and bare.donated == info.donated
+    assert compat.argument_type(bare).sharding.spec == jax.P(None)

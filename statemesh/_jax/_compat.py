@@ -221,6 +221,15 @@ def is_tracer(x: object) -> bool:
     return isinstance(x, jax.core.Tracer)
 
 
+def argument_type(info: jax.stages.ArgInfo) -> Any:
+    """The type of an argument of a lowered program. Its sharding has no public name."""
+    return info._aval
+
+
+def with_argument_type(info: jax.stages.ArgInfo, kind: Any) -> jax.stages.ArgInfo:
+    return dataclasses.replace(info, _aval=kind)
+
+
 # An eager `vmap` or `grad` has concrete arrays inside its tracers, and what runs under it is compiled for the
 # devices of these arrays. JAX has no public question for them, so we read the tracers' attributes: `primal`
 # is the value in the tracer of a derivative, `val` the one in the tracer of a `vmap`, which alone has a

@@ -1,6 +1,5 @@
 """Explicit mesh axes: those whose layout JAX writes into the type of an array."""
 
-import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -83,10 +82,10 @@ def rows_apart(x: Array, count: int) -> Array:
 
 def unless_explicit(info: jax.stages.ArgInfo) -> jax.stages.ArgInfo:
     """The description of an argument, without its sharding unless the sharding is a part of its type."""
-    kind: Any = info._aval
+    kind = compat.argument_type(info)
     if has_explicit_axes(kind.sharding.mesh):
         return info
-    return dataclasses.replace(info, _aval=kind.update(sharding=None))
+    return compat.with_argument_type(info, kind.update(sharding=None))
 
 
 def left_by_vmap(mesh: Mesh | AbstractMesh, names: Sequence[AxisName]) -> tuple[AxisName, ...]:
