@@ -381,7 +381,10 @@ class Pipeline:
             and entry.set_mesh is None
         ):
             self._again = entry.one_dispatch.again(args, kwargs, refused=again)
-        return entry.program.write_back(given, shown, outputs, back)
+        result = entry.program.write_back(given, shown, outputs, back)
+        if run is not None and entry.program.unhashable:
+            back.forget()
+        return result
 
     def _first(
         self, call: Call, treedef: PyTreeDef, top: bool

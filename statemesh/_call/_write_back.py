@@ -123,6 +123,10 @@ class WriteBack:
             case _:
                 return next(statics)
 
+    def forget(self) -> None:
+        """Let the static leaves go, once no call runs the program again. JAX may keep this object for long."""
+        self.result, self.sources, self._statics = None, [], []
+
     def filled(self, outputs: Sequence[Leaf], arguments: Sequence[Leaf] = ()) -> Any:
         """The result's tree.
 
