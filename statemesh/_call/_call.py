@@ -380,7 +380,8 @@ class Pipeline:
             and entry.one_dispatch is not None
             and entry.set_mesh is None
         ):
-            self._again = entry.one_dispatch.again(args, kwargs, refused=again)
+            written = [outputs[k] for k, _ in back.written]
+            self._again = entry.one_dispatch.again(args, kwargs, given, written, refused=again)
         result = entry.program.write_back(given, shown, outputs, back)
         if run is not None and entry.program.unhashable:
             back.forget()

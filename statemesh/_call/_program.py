@@ -14,7 +14,7 @@ import numpy as np
 from .._base import _errors as errors
 from .._base._errors import _HASHABLE, _typed, error_listing
 from .._base._specs import Placement
-from .._base._types import NUMBERS, Leaf, PyTree, PyTreeDef
+from .._base._types import NUMBERS, Leaf, PyTree, PyTreeDef, Sharding
 from .._jax import _compat as compat
 from .._jax import _explicit as explicit
 from .._jax import _jaxprs as jaxprs
@@ -420,16 +420,24 @@ class OneDispatch:
         self,
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
+        given: Sequence[Leaf],
+        written: Sequence[Leaf],
         refused: "OneDispatch | None",
     ) -> "OneDispatch | None":
         """What to try at the next call, after one in which nothing had to be moved.
 
         **Arguments:**
 
-        - `args`, `kwargs`: of that call.
+        - `args`, `kwargs`, `given`: of that call, and their leaves.
+        - `written`: what it wrote to states.
         - `refused`: what was tried at it, and was refused.
         """
         if compat.jit_disabled():
+            return None
+        # A kind of call that is refused once takes a slower way through JAX from then on. So we wait until
+        # results that are fed back are laid out under the same name: on Explicit axes `P()` comes back as
+        # `P(None, None)`.
+        if not _layouts(written) <= _layouts(given):
             return None
         if refused is self:
             self._chances -= 1
@@ -442,6 +450,10 @@ class OneDispatch:
     def trace(self, *arrays: Leaf) -> jax.stages.Traced:
         """The program of these inputs, which the call that follows finds."""
         return self.jitted.trace(*self._treedef.unflatten(arrays), _ANY)
+
+
+def _layouts(arrays: Sequence[Leaf]) -> set[tuple[int, Sharding]]:
+    return {(x.ndim, x.sharding) for x in arrays if isinstance(x, jax.Array)}
 
 
 class Stage:

@@ -96,6 +96,24 @@ WAYS: dict[str, tuple[str, AxisType, tuple[Any, ...], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("warm_up", [1, 2, 4])
+def test_results_fed_back_under_another_name_are_soon_one_dispatch(warm_up: int) -> None:
+    mesh = jax.make_mesh((8,), ("x",))
+
+    def steady_call(warm_up: int, state: sm.State) -> Callable[[], Any]:
+        mapped = sm.shard_map(lambda s: s.set(s.value + 1), mesh, (None,), P())
+        for _ in range(warm_up):
+            after = mapped(state)
+        for _ in range(4):
+            after = mapped(after)
+        return lambda: mapped(after)
+
+    placed = sm.place(sm.State(np.ones((4, 4))), mesh)
+    renamed = NamedSharding(mesh, P(None, None))  # The name under which it comes back.
+    same_name = steady_call(1, placed.set(jax.device_put(placed.value, renamed)))
+    assert python_steps(steady_call(warm_up, placed)) == python_steps(same_name)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_steady_call_is_one_dispatch(way: str) -> None:
     name, kind, numbers, keywords = WAYS[way]
