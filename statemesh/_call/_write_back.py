@@ -124,7 +124,7 @@ class WriteBack:
                 return next(statics)
 
     def forget(self) -> None:
-        """Let the static leaves go, once no call runs the program again. JAX may keep this object for long."""
+        """Let the static leaves go once no call runs the program again. JAX may keep this for long."""
         self.result, self.sources, self._statics = None, [], []
 
     def filled(self, outputs: Sequence[Leaf], arguments: Sequence[Leaf] = ()) -> Any:
