@@ -14,7 +14,7 @@ from statemesh import checkpoint
 from statemesh.checkpoint import CheckpointError, Checkpoints
 from tests.checkpoint import model
 from tests.checkpoint.model import LAYOUTS, STEPS, assert_same
-from tests.processes import COUNT, ROOT, free_port, run_together
+from tests.processes import COUNT, ROOT, STRICT, free_port, run_together
 from tests.scripts.kills_of_saving import check, commands, newest, saving
 
 
@@ -26,7 +26,7 @@ SAVING = [sys.executable, "-m", "tests.checkpoint.model"]
 def test_two_processes_save_and_load_what_one_does(tmp_path: pathlib.Path) -> None:
     """The pairs of layouts of which one is that of two processes with two devices each."""
     expected = model.save_all(tmp_path)
-    module = [sys.executable, "-W", "error", "-m", "tests.checkpoint.processes"]
+    module = [*STRICT, "tests.checkpoint.processes"]
     task = [str(COUNT), str(free_port()), "layouts", str(tmp_path)]
     run_together([[*module, str(i), *task] for i in range(COUNT)], tmp_path, 4 // COUNT)
     # What two processes made of each checkpoint, saved by them at the end.
