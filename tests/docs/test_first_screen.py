@@ -54,14 +54,14 @@ def test_the_home_page_begins_as_the_readme() -> None:
 
 
 def test_the_page_on_testing_begins_with_the_real_report() -> None:
-    wanted = ("experts", "embedding-averaged")
+    wanted = ("fsdp", "norm-of-a-mean")
     (mistake,) = (m for m in mistakes() if (m.model, m.name) == wanted)
     path, _ = mistake.where
     assert len(path.read_text().splitlines()) > 100
     with pytest.raises(AssertionError) as failed:
         mistake.case("float32").check()
     report = str(failed.value).replace(f"  # mistake: {mistake.name}", "")
-    report = report.replace(str(path), "models_experts.py")
+    report = report.replace(str(path), "models_fsdp.py")
     # Which lines come next depends on JAX's version.
     first, found, _ = shown(DOCS / "pages" / "testing.md")[0].partition(
         "  or, less likely, here:\n"
