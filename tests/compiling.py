@@ -15,6 +15,12 @@ import jax
 # Two processes may write one entry at once. JAX then warns that it is not whole, and compiles; pyproject.toml
 # ignores this warning.
 _FOLDER = Path(__file__).parents[1] / ".pytest_cache" / "jax"
-jax.config.update("jax_compilation_cache_dir", str(_FOLDER))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+_OPTIONS = {
+    "jax_compilation_cache_dir": str(_FOLDER),
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+for _name, _value in _OPTIONS.items():
+    jax.config.update(_name, _value)
+    # Processes that tests start read it there.
+    os.environ[_name.upper()] = str(_value)

@@ -108,10 +108,6 @@ def run_script(
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONIOENCODING": "utf-8",
         "MPLBACKEND": "Agg",
-        # What this suite has compiled before need not be compiled again.
-        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     command = [sys.executable, str(script), *options]
     return subprocess.run(

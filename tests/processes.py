@@ -6,12 +6,16 @@ import pathlib
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 
 
 ROOT = pathlib.Path(__file__).parents[1]
 COUNT = 2
+# Runs a module. Two processes may write an entry of the cache at once.
+STRICT = [sys.executable, "-W", "error"]
+STRICT += ["-W", "ignore:Error reading persistent compilation cache entry", "-m"]
 
 
 def free_port() -> int:
@@ -30,7 +34,8 @@ def run_together(
 
     **Returns:** the output of each, which is also in a numbered file in the folder.
     """
-    flags = f"--xla_force_host_platform_device_count={devices}"
+    # As `compiling.py` has it.
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
     logs = [folder / f"{i}.log" for i in range(len(commands))]
     deadline = time.monotonic() + patience
     started: list[subprocess.Popen[bytes]] = []

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 
 from tests.call import process_steps
 from tests.call.process_steps import LANES
-from tests.processes import COUNT, free_port, run_together
+from tests.processes import COUNT, STRICT, free_port, run_together
 
 
 pytestmark = pytest.mark.slow
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.slow
 def together(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """The results of each of two processes: arrays as its devices hold them, and facts."""
     folder = tmp_path_factory.mktemp("processes")
-    module = [sys.executable, "-W", "error", "-m", "tests.call.process_steps"]
+    module = [*STRICT, "tests.call.process_steps"]
     setup = [str(COUNT), str(free_port())]
     commands = [[*module, str(i), *setup, str(folder / f"{i}")] for i in range(COUNT)]
     run_together(commands, folder, LANES // COUNT)

@@ -10,7 +10,11 @@ from jax.experimental import multihost_utils
 import statemesh as sm
 from statemesh import checkpoint
 from tests.checkpoint import model
-from tests.checkpoint.model import LAYOUTS, STEPS
+from tests.checkpoint.model import STEPS
+
+
+# What is loaded: layouts of one process, and what both processes have saved.
+SOURCES = ("1", "4x2", "both", "packed")
 
 
 def layouts(folder: pathlib.Path) -> None:
@@ -19,7 +23,7 @@ def layouts(folder: pathlib.Path) -> None:
     for name, first in (("both", model.make(4)), ("packed", packed)):
         _, net = model.train(first, mesh, 0)
         checkpoint.save(folder / name, net)
-    for source in [*LAYOUTS, "both", "packed"]:
+    for source in SOURCES:
         like = packed if source == "packed" else model.make()
         net = checkpoint.load(folder / source, like, mesh)
         masks, net = model.train(net, mesh, STEPS)

@@ -1,42 +1,32 @@
-"""The library under `docs/embedding`, tested as its authors test it."""
+"""The library under `docs/embedding`: its page and its own tests."""
 
 import ast
 import os
+import pathlib
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[2]
 LIBRARY = ROOT / "docs" / "embedding"
 PACKAGE = LIBRARY / "quantmesh"
 
 
-def test_a_kind_takes_few_lines_and_no_file_knows_a_mesh() -> None:
-    (kind,) = [
-        node
-        for node in ast.parse((PACKAGE / "_range.py").read_text()).body
-        if isinstance(node, ast.ClassDef)
-    ]
-    assert kind.end_lineno is not None and kind.end_lineno - kind.lineno < 15
+def test_the_page_shows_its_classes_which_are_short_and_know_no_mesh() -> None:
     files = {path.name: path.read_text() for path in PACKAGE.glob("*.py")}
     assert sorted(files) == ["__init__.py", "_quantize.py", "_range.py"]
     for name, text in files.items():
         code = re.sub(r'""".*?"""', "", text, flags=re.S)
         assert not re.search(r"\bmesh|device", code), name
-
-
-def classes(name: str) -> str:
-    text = (PACKAGE / name).read_text()
-    return text[text.index("class ") :]
-
-
-def test_the_page_shows_its_classes() -> None:
     page = (ROOT / "docs" / "pages" / "embedding.md").read_text()
-    assert classes("_range.py") in page and classes("_quantize.py") in page
+    for name in ("_range.py", "_quantize.py"):
+        assert files[name][files[name].index("class ") :] in page
+    classes = [x for x in ast.parse(files["_range.py"]).body if isinstance(x, ast.ClassDef)]
+    (kind,) = classes
+    assert kind.end_lineno is not None and kind.end_lineno - kind.lineno < 15
 
 
 @pytest.mark.slow

@@ -1,14 +1,33 @@
-"""The examples run as users run them."""
+"""The examples run with the options that users have."""
 
 import re
+import runpy
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 
-from tests.helpers import DOCS, run_script
+from tests.helpers import DOCS
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("precision")]
+
+
+@pytest.fixture
+def precision() -> Iterator[None]:
+    """Takes back the precision that an example has set."""
+    before = jax.config.jax_enable_x64
+    yield
+    jax.config.update("jax_enable_x64", before)
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
+    script = str(DOCS / "examples" / f"{name}.py")
+    monkeypatch.setattr(sys, "argv", [script, "--x64", *options])
+    monkeypatch.setenv("XLA_FLAGS", "")
+    runpy.run_path(script)["main"]()
 
 
 def numbers(output: str, label: str) -> list[float]:
@@ -16,47 +35,51 @@ def numbers(output: str, label: str) -> list[float]:
     return [float(number) for number in line.split()]
 
 
-def trained(
-    name: str, meshes: tuple[str, str], compared: tuple[str, ...], folder: Path, *options: str
-) -> str:
-    """What an example prints that was trained in float64 on two meshes, which must agree."""
-    picture = folder / f"{name}.png"
-    script = DOCS / "examples" / f"{name}.py"
-    done = run_script(script, "--out", str(picture), "--x64", *options, folder=folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert numbers(done.stdout, "RNG keys") == [0.0]
-    for label in compared:
-        (apart,) = numbers(done.stdout, label)
+SAME = {
+    "digits": ("parameters", "running statistics", "optimizer slots", "loss of each step"),
+    "text": ("parameters", "optimizer slots", "means and reaches", "losses"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "meshes"), [("digits", 100, ("8", "1")), ("text", 110, ("4x2", "1x1"))]
+)
+def test_sharded_and_unsharded_agree_in_float64(
+    name: str,
+    steps: int,
+    meshes: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    picture = tmp_path / "picture.png"
+    run(name, monkeypatch, "--out", str(picture), "--steps", str(steps))
+    output, bars = capsys.readouterr()
+    assert numbers(output, "RNG keys") == [0.0]
+    for label in SAME[name]:
+        (apart,) = numbers(output, label)
         assert apart <= 1e-9, label
-    # There is one progress bar for each run.
     for mesh in meshes:
-        assert f"mesh of {mesh}: 100%" in done.stderr
+        assert f"mesh of {mesh}: 100%" in bars
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    return done.stdout
+    if name == "digits":
+        sharded, unsharded = numbers(output, "held-out accuracy")
+        assert sharded == unsharded >= 0.97
+        assert all(rate > 0 for rate in numbers(output, "steps per second"))
+        assert "dropout masks: bit-identical, sharded and unsharded" in output
+    else:
+        sharded, unsharded = numbers(output, "held-out loss")
+        (counted,) = numbers(output, "counting pairs")
+        assert sharded == pytest.approx(unsharded, rel=1e-2)
+        assert max(sharded, unsharded) < counted
 
 
-def test_digits_sharded_and_unsharded_agree(tmp_path: Path) -> None:
-    compared = "parameters", "running statistics", "optimizer slots", "loss of each step"
-    output = trained("digits", ("8", "1"), compared, tmp_path, "--steps", "120")
-    sharded, unsharded = numbers(output, "held-out accuracy")
-    assert sharded == unsharded >= 0.97
-    assert all(rate > 0 for rate in numbers(output, "steps per second"))
-    assert "dropout masks: bit-identical, sharded and unsharded" in output
-
-
-def test_text_sharded_over_two_axes_and_unsharded_agree(tmp_path: Path) -> None:
-    compared = "parameters", "optimizer slots", "means and reaches", "losses"
-    output = trained("text", ("4x2", "1x1"), compared, tmp_path, "--steps", "150")
-    sharded, unsharded = numbers(output, "held-out loss")
-    (counted,) = numbers(output, "counting pairs")
-    assert sharded == pytest.approx(unsharded, rel=1e-2)
-    assert max(sharded, unsharded) < counted
-
-
-def test_text_agrees_on_another_mesh_and_fails_when_it_has_not_learned(tmp_path: Path) -> None:
-    options = "--out", str(tmp_path / "text.png"), "--steps", "2", "--x64", "--mesh", "2x4"
-    done = run_script(DOCS / "examples" / "text.py", *options, folder=tmp_path)
-    assert done.returncode == 1
-    # The example reports nothing else.
-    (problem,) = [x for x in done.stderr.splitlines() if x and not x.startswith("mesh of")]
-    assert re.fullmatch(r"held-out loss .* is not below .*, of counting pairs", problem)
+def test_text_agrees_on_another_mesh_and_fails_when_it_has_not_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = "--out", str(tmp_path / "text.png"), "--steps", "2", "--mesh", "2x4"
+    with pytest.raises(SystemExit) as ended:
+        run("text", monkeypatch, *options)
+    # The example finds nothing else.
+    problem = r"held-out loss \S+ is not below \S+, of counting pairs"
+    assert re.fullmatch(problem, str(ended.value.code))

@@ -14,21 +14,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def run(*lines: str) -> str:
-    """What a program prints that runs in a process of its own, without the devices of this suite."""
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)],
-        env={"PYTHONPATH": ":".join([str(ROOT), *filter(None, sys.path)])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def test_importing_loads_no_other_packages_and_starts_no_devices() -> None:
-    printed = run(
+def test_importing_loads_no_other_packages_and_starts_no_devices_and_names_a_missing_one() -> None:
+    lines = (
         "import sys, equinox",
         "before = {name.split('.')[0] for name in sys.modules}",
         "import statemesh as sm",
@@ -37,21 +24,31 @@ def test_importing_loads_no_other_packages_and_starts_no_devices() -> None:
         "print('statemesh._engine' in sys.modules)",
         "after = {name.split('.')[0] for name in sys.modules}",
         "print(sorted(after - before - sys.stdlib_module_names))",
-        "import jax",
+        "sys.modules['orbax'] = None",
+        "try: import statemesh.checkpoint",
+        "except ImportError as error: print(error)",
+        "del sys.modules['orbax']",
+        "import statemesh.testing, statemesh.checkpoint, jax",
         "jax.config.update('jax_num_cpu_devices', 3)  # An error once devices are started.",
         "print(jax.device_count())",
     )
-    assert printed.split("\n") == ["False", "True", "['statemesh']", "3", ""]
-
-
-@pytest.mark.slow
-def test_importing_what_needs_extras_starts_no_devices() -> None:
-    printed = run(
-        "import statemesh.testing, statemesh.checkpoint, jax",
-        "jax.config.update('jax_num_cpu_devices', 3)",
-        "print(jax.device_count())",
+    # In a process of its own, without the devices of this suite.
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)],
+        env={"PYTHONPATH": ":".join([str(ROOT), *filter(None, sys.path)])},
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert printed == "3\n"
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n") == [
+        "False",
+        "True",
+        "['statemesh']",
+        "statemesh.checkpoint needs Orbax: pip install 'statemesh[checkpoint]'.",
+        "3",
+        "",
+    ]
 
 
 def imported(files: Iterable[pathlib.Path]) -> set[str]:
@@ -97,13 +94,3 @@ def test_demo_and_bench_bring_what_examples_and_peers_import() -> None:
     peers = imported((ROOT / "tests" / "scripts" / "benchmarks" / "peers").glob("*.py"))
     assert peers - {"tests"} <= required(ALWAYS, EXTRAS["bench"])
     assert {"flax", "matplotlib"} <= peers
-
-
-def test_without_orbax_it_is_said_how_to_get_it() -> None:
-    said = run(
-        "import sys",
-        "sys.modules['orbax'] = None",
-        "try: import statemesh.checkpoint",
-        "except ImportError as error: print(error)",
-    )
-    assert said == "statemesh.checkpoint needs Orbax: pip install 'statemesh[checkpoint]'.\n"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -66,34 +67,23 @@ PRINTED = {
 }
 
 
-# Runs several recipes, because each process needs seconds to import all packages.
-RUN = """
-import runpy, sys
-for path in sys.argv[1:]:
-    print("recipe:", path)
-    runpy.run_path(path, run_name="__main__")
-"""
-ALONE = ("processes",)
-TOGETHER = [name for name in PRINTED if name not in ALONE]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [TOGETHER[:5], TOGETHER[5:], ALONE], ids=" ".join)
-def test_recipes_agree_keep_their_budgets_and_learn(names: list[str], tmp_path: Path) -> None:
-    script, paths = tmp_path / "run.py", [str(RECIPES[name]) for name in names]
-    script.write_text(RUN)
-    command = (RECIPES[names[0]],) if len(names) == 1 else (script, *paths)
-    done = run_script(*command, folder=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    outputs = re.split(r"recipe: .*\n", done.stdout)[-len(names) :]
-    for name, output in zip(names, outputs, strict=True):
-        recipe, lines = PRINTED[name], output.splitlines()
-        assert lines[0] == recipe.agrees, name
-        for pattern in recipe.shows:
-            assert re.search(pattern, output), (name, pattern)
-        losses = re.fullmatch(r"loss (\S+) -> (\S+)", lines[-1])
-        assert losses is not None, name
-        assert float(losses[2]) < recipe.falls * float(losses[1]), name
+@pytest.mark.parametrize("name", PRINTED)
+def test_a_recipe_agrees_keeps_its_budget_and_learns(
+    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # Of the processes that a recipe starts.
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    monkeypatch.setenv("PYTHONPATH", str(DOCS.parent))
+    runpy.run_path(str(RECIPES[name]))["main"]()
+    output = capfd.readouterr().out
+    recipe, lines = PRINTED[name], output.splitlines()
+    assert lines[0] == recipe.agrees
+    for pattern in recipe.shows:
+        assert re.search(pattern, output), pattern
+    losses = re.fullmatch(r"loss (\S+) -> (\S+)", lines[-1])
+    assert losses is not None
+    assert float(losses[2]) < recipe.falls * float(losses[1])
 
 
 def test_every_recipe_is_run_is_short_and_has_a_section_with_a_picture() -> None:

@@ -1,13 +1,14 @@
 """The tutorial as a notebook and as a script has the code of its page, which `test_pages.py` runs."""
 
 import doctest
+import runpy
 from typing import Any
 
 import nbformat
 import pytest
 
 from tests.docs.test_pages import fences, shown
-from tests.helpers import DOCS, run_script
+from tests.helpers import DOCS
 
 
 PAGE = DOCS / "pages" / "tutorial.md"
@@ -40,10 +41,13 @@ def test_the_page_shows_lines_of_the_script() -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_learn_what_one_does(tmp_path: Any) -> None:
-    done = run_script(SCRIPT, "--processes", "2", folder=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("process "))
+def test_two_processes_learn_what_one_does(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(DOCS.parent))
+    assert runpy.run_path(str(SCRIPT))["launch"](2) == 0
+    output = capfd.readouterr().out
+    lines = sorted(line for line in output.splitlines() if line.startswith("process "))
     assert len(lines) == 2
     assert "\n".join(lines) in PAGE.read_text()
     # The page prints what one process learned, and runs that line too.

@@ -390,6 +390,16 @@ def test_as_text_as_tables_and_as_a_dictionary() -> None:
     assert shown["bytes"] == found.bytes == 56
 
 
+def test_a_notebook_shows_a_table_and_a_picture() -> None:
+    # What a cell shows, by its type.
+    display: Any = pytest.importorskip("IPython.core.formatters").DisplayFormatter()
+    found = trained().explain(net(), X)
+    table, _ = display.format(found)
+    assert table == {"text/plain": str(found), "text/html": found._repr_html_()}
+    picture, _ = display.format(found.draw())
+    assert picture["image/svg+xml"].startswith("<svg")
+
+
 TEXT = """\
 train on Mesh(x=8), 52 B of arguments a device, 2 collectives, 56 B sent
 
