@@ -14,13 +14,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.grad.test_grad import KINDS, SHARDS, WAYS, X, check, plain
+from tests.grad.test_grad import KINDS, SHARDS, WAYS, X, check, plain, some_ways
 from tests.helpers import assert_says, make_mesh, slow
 
 
 W = jnp.array([0.3, -0.6, 0.9])
 RATE = 0.2
-some_ways = pytest.mark.parametrize("way", ["check", "vmap2", slow("no check"), slow("pmap2")])
 
 
 def fit(w: Any, x: Any) -> Any:

@@ -12,11 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.grad.test_grad import WAYS, X, check, plain
+from tests.grad.test_grad import WAYS, X, check, plain, some_ways
 from tests.helpers import make_mesh, slow
-
-
-some_ways = pytest.mark.parametrize("way", ["check", "vmap2", slow("no check"), slow("pmap2")])
 
 
 def make_model() -> dict[str, Any]:
