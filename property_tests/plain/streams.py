@@ -19,19 +19,16 @@ from ..programs import Axes, MeshShape
 ROWS, SPLIT, SET = "rows", "split", "set"
 Draws = tuple[str | int, ...]
 
-THREEFRY = "threefry2x32"
 # The draws that work with each key implementation on a mesh. JAX has no philox program for several devices,
 # so that nothing may be folded into such a key. Programs of `threefry4x32` take long to compile, so that it
 # is in `tests/test_keys.py` instead.
 ON_MESHES: dict[str, Draws] = {
-    THREEFRY: (ROWS, SPLIT, SET, 2),
+    "threefry2x32": (ROWS, SPLIT, SET, 2),
     "rbg": (ROWS, SPLIT, SET, 2),
     "unsafe_rbg": (ROWS, SPLIT, SET, 2),
     "philox2x32": (ROWS, SPLIT, 2),
     "philox4x32": (ROWS, SPLIT, 2),
 }
-# The same in lanes. With rbg keys `vmap` draws from the first lane's key.
-IN_LANES = ON_MESHES | {"rbg": (ROWS,), "unsafe_rbg": (ROWS,)}
 
 Numbers = Callable[[Any], Any]
 
@@ -82,20 +79,13 @@ def bits(keys: Any) -> Array:
 
 
 def check_streams(
-    mesh: MeshShape,
-    axes: Axes,
-    draws: Draws,
-    seed: int,
-    *,
-    jit: bool = False,
-    impl: str = THREEFRY,
-    mapped: sm.StatefulMapping | None = None,
+    mesh: MeshShape, axes: Axes, draws: Draws, seed: int, impl: str, *, jit: bool
 ) -> None:
     """Checks calls in a row against the unsharded run.
 
     The numbers of each row and the remaining key agree bit by bit. No two shards, draws or calls share a key.
     """
-    mapped = mapping(mesh, axes, draws) if mapped is None else mapped
+    mapped = mapping(mesh, axes, draws)
     x = np.zeros(3 * mesh.size(axes), np.float32)
     plain = sm.RandomState(jax.random.key(seed, impl=impl))
     rng = mapped.place(plain, x)[0]
@@ -115,17 +105,9 @@ def check_streams(
     assert_distinct([*seen, bits(rng.key)[None]])
 
 
-def check_per_shard(
-    mesh: MeshShape,
-    axes: Axes,
-    draws: Draws,
-    seed: int,
-    *,
-    impl: str = THREEFRY,
-    mapped: sm.StatefulMapping | None = None,
-) -> None:
+def check_per_shard(mesh: MeshShape, axes: Axes, draws: Draws, seed: int, impl: str) -> None:
     """Where each shard along `axes` has a key, it draws what an unsharded run draws from that key."""
-    mapped = mapping(mesh, (), draws, axes) if mapped is None else mapped
+    mapped = mapping(mesh, (), draws, axes)
     keys = jax.random.split(jax.random.key(seed, impl=impl), mesh.size(axes))
     x = np.zeros(2, np.float32)
     _, by_shard, rng = jax.block_until_ready(mapped(sm.RandomState(keys), x))

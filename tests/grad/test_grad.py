@@ -263,67 +263,6 @@ def test_what_is_written_from_parameters_alone_needs_a_policy() -> None:
         run("check", None)
 
 
-# Parameters that are split, one for each shard, or the same on all
-
-
-def split_loss(model: Any, x: Any, joined: Callable[[Any], Any]) -> Any:
-    """The loss of hidden units that may be split over several shards."""
-    hidden = jnp.tanh(model["gain"].value * x @ model["up"].value + model["bias"].value)
-    y = joined(hidden @ model["down"].value) + model["last"].value
-    return jnp.mean((y - 1) ** 2), model
-
-
-def split_model() -> dict[str, sm.ParamState]:
-    return {
-        "gain": sm.ParamState(jnp.array([0.5, 1.0, 2.0])),
-        "up": sm.ParamState(np.cos(np.arange(12.0)).reshape(3, 4), spec=P(None, "y")),
-        "bias": sm.ParamState(np.linspace(-1, 1, 4), spec=P("y")),
-        "down": sm.ParamState(np.sin(np.arange(4.0)), spec=P("y")),
-        "last": sm.ParamState(0.5),
-    }
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_units_split_over_one_axis_and_rows_over_the_other(check_vma: bool) -> None:
-    def by_both(model: Any, x: Any) -> Any:
-        def loss(model: Any, x: Any) -> Any:
-            return split_loss(model, x, lambda y: jax.lax.psum(y, "y"))
-
-        mean = sm.value_and_grad(loss, axis_name="x")(model, x)
-        total = sm.value_and_grad(loss, axis_name="x", reduce="sum")(model, x)
-        return mean, total
-
-    mean, ((loss, _), grads) = over_mesh(by_both, "4x2", check_vma)(split_model(), X)
-    wanted = plain(split_loss)(split_model(), X, lambda y: y)
-    check(mean, wanted)
-    check((loss / 4, jax.tree.map(lambda g: g / 4, grads)), (wanted[0][0], wanted[1]))
-    assert grads["up"].value.sharding.spec == P(None, "y")
-
-
-@pytest.mark.parametrize(
-    ("gather", "check_vma"), [(sm.all_gather, True), (jax.lax.all_gather, False)]
-)
-def test_parameters_gathered_from_all_shards(gather: Any, check_vma: bool) -> None:
-    def loss(w: Any, x: Any) -> Any:
-        return jnp.mean((x @ w) ** 2), w
-
-    def within(w: Any, x: Any) -> Any:
-        return loss(gather(w, "x", tiled=True), x)[0], w
-
-    def parts(w: Any, x: Any) -> Any:
-        inside, _ = sm.grad(within, axis_name="x")(w, x)
-        # Gathered before, a parameter is one value on all shards, and has the whole gradient.
-        whole, _ = sm.grad(loss, axis_name="x")(gather(w, "x", tiled=True), x)
-        return inside, jax.lax.dynamic_slice_in_dim(whole, sm.axis_index("x") * w.size, w.size)
-
-    w = np.linspace(-1, 1, 16, dtype=np.float32)
-    x = np.cos(np.arange(128, dtype=np.float32)).reshape(8, 16)
-    mapped = over_mesh(parts, "4", check_vma, (P("x"), P("x")), P("x"))
-    wanted = jax.grad(lambda w: loss(w, x)[0])(w)
-    for gradient in mapped(w, x):
-        np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-6)
-
-
 def test_a_cast_parameter_belongs_to_its_shard() -> None:
     def own(w: Any, x: Any) -> Any:
         return sm.grad(lambda w, x: ((w * x).sum(), w))(jax.lax.pcast(w, "x", to="varying"), x)[0]
@@ -331,13 +270,6 @@ def test_a_cast_parameter_belongs_to_its_shard() -> None:
     x = np.arange(4.0, dtype=np.float32)
     got = over_mesh(own, "4", True, out=P("x"))(jnp.ones(1), x)
     np.testing.assert_array_equal(got, x)
-
-
-@checked_or_not
-def test_rows_split_over_several_axes(check_vma: bool) -> None:
-    step = sm.value_and_grad(still_loss, axis_name=("x", "z"))
-    mapped = over_mesh(step, "2x2x2", check_vma, (P(), P(("z", "x"))))
-    check(mapped(make_net(), X), plain(still_loss)(make_net(), X))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
