@@ -59,7 +59,6 @@ CASES: dict[str, Callable[[], st.SearchStrategy[Any]]] = {
     "portable programs": lambda: plain_cases(portable=True, smooth=True),
     "lanes on shards": lambda: lane_cases(nested=True),
     "losses": loss_cases,
-    "losses of lanes on shards": lambda: loss_cases(over="both"),
 }
 
 
