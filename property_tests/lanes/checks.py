@@ -111,15 +111,6 @@ def assert_on_devices(x: Any, axis: Axis, devices: Sequence[jax.Device]) -> None
             assert shard.device == devices[shard.index[axis].start or 0]
 
 
-def check_refused(lane: LaneCase, values: Values, transform: str) -> None:
-    """A call in which lanes differ where one value has to be raises `BatchAxisError`."""
-    (gain, inputs), *_ = values.calls
-    model = model_of(lane.case, slots_with_axes(lane, values.slots))
-    args, kwargs = passed(lane, with_axes(inputs, lane.inputs))
-    with pytest.raises(sm.BatchAxisError):
-        mapping_of(lane, transform)(model, Setting(gain), *args, **kwargs)
-
-
 def check_lane_gradient(
     lane: LaneCase, values: Values, transforms: Sequence[str], *, jit: bool = False
 ) -> None:

@@ -14,8 +14,8 @@ import statemesh as sm
 from ..base.settings import fewer
 from ..plain.cases import values
 from ..plain.test_random import seeds
-from .cases import COUNTS, MISTAKES, lane_cases, mistaken
-from .checks import HOMES, check_lane_gradient, check_lanes, check_refused
+from .cases import COUNTS, lane_cases
+from .checks import HOMES, check_lane_gradient, check_lanes
 from .mapped import TRANSFORMS
 
 
@@ -67,15 +67,6 @@ def test_gradients_on_shards(data: st.DataObject) -> None:
     lane = data.draw(lane_cases(nested=True, smooth=True), "case")
     run = data.draw(values(case=lane.case, calls=1), "values")
     check_lane_gradient(lane, run, ["vmap2"])
-
-
-@fewer(1 / 2)
-@given(st.data())
-def test_lanes_that_differ_where_one_value_is_to_be_are_refused(data: st.DataObject) -> None:
-    mistake = data.draw(st.sampled_from(MISTAKES), "mistake")
-    lane = mistaken(data.draw(lane_cases(), "case"), mistake)
-    run = data.draw(values(case=lane.case, calls=1), "values")
-    check_refused(lane, run, data.draw(st.sampled_from(TRANSFORMS), "transform"))
 
 
 @fewest

@@ -179,28 +179,6 @@ def test_it_has_the_structure_of_the_gradients() -> None:
         assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
 
 
-def test_slots_lie_where_their_parameters_lie() -> None:
-    optimizer = optax.adam(0.1)
-    net = make_parts()
-    slots = optimizer.init(sm.trainable(net))
-
-    def step(net: Parts, slots: Any, x: jax.Array) -> Any:
-        def loss(net: Parts, x: jax.Array) -> Any:
-            return loss_of_parts(net, x)[0], net
-
-        (_, net), grads = sm.value_and_grad(loss, axis_name="x")(net, x)
-        updates, slots = optimizer.update(grads, slots)
-        return eqx.apply_updates(net, updates), slots
-
-    call = sm.shard_map(step, make_mesh("4", AxisType.Explicit), (None, P(), P("x")), P())
-    net, slots = call(net, slots, np.ones((4, 3), np.float32))
-    moments = slots[0].mu.w
-    assert isinstance(moments, sm.ParamState) and moments.spec == P("x")
-    for x in (moments.value, net.w.value):
-        assert {shard.data.shape for shard in x.addressable_shards} == {(1,)}
-    assert slots[0].mu.mean is None
-
-
 def test_nothing_to_train() -> None:
     with pytest.raises(sm.StructureError, match=r"- model\['mean'\]: BatchState"):
         sm.trainable({"mean": sm.BatchState(0.0)})
