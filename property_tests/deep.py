@@ -46,7 +46,7 @@ Program: TypeAlias = tuple[Case, Values]
 
 @dataclasses.dataclass
 class Tally:
-    """How many checks accused no program, and for each program that was accused, what it is and the report."""
+    """How many checks accused nothing, and each program that was accused, with the report."""
 
     checks: int = 0
     alarms: list[str] = dataclasses.field(default_factory=list)

@@ -8,13 +8,10 @@ from hypothesis import strategies as st
 
 from ..plain.cases import Known, Maker
 from ..programs import (
-    FLOAT,
     INT,
     Axes,
-    Branch,
     Case,
     Index,
-    Input,
     Leaf,
     MeshShape,
     Output,

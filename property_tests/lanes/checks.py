@@ -10,14 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import statemesh as sm
-
 from ..base.arrays import Array, Global, Values, widen
 from ..base.checks import assert_near
 from ..base.models import arrays_of, model_of
 from ..base.runs import Comparison, Results
 from ..plain.gradients import assert_slope, loss_of
-from ..trees import Setting
 from . import reference
 from .cases import Axis, LaneCase
 from .mapped import (

@@ -22,7 +22,7 @@ from .mapped import TRANSFORMS
 # Every example compiles several programs.
 few = fewer(1 / 5)
 # A gradient on a mesh takes seconds to compile.
-fewest = fewer(1 / 8)
+fewest = fewer(1 / 10)
 
 
 @few

@@ -253,8 +253,13 @@ LOSING: dict[str, Callable[[Any], Any]] = {
 }
 if hasattr(lax, "scaled_dot"):
     LOSING["scaled_dot"] = scaled
-for name, step in HIDING.items():
-    LOSING[name] = lambda x, step=step: step(sm.State(1.0), x).value
+
+
+def of_a_new_state(step: Step) -> Callable[[Any], Any]:
+    return lambda x: step(sm.State(1.0), x).value
+
+
+LOSING |= {name: of_a_new_state(step) for name, step in HIDING.items()}
 
 
 def write_all(states: Any, x: jax.Array) -> Any:

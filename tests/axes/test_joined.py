@@ -1,5 +1,6 @@
 """Reductions that travel together: to the same bits as one by one, in few collectives."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -134,3 +135,51 @@ def test_derivatives_are_those_of_each_array(how: str, check_vma: bool) -> None:
         best = np.square(x).sum(1) == np.square(x).sum(1).max()
         whole = 2 * weights * top + 14 * x * best[:, None]
     np.testing.assert_allclose(slopes, whole / (N if how == "mean" else 1), rtol=1e-5)
+
+
+# Numbers of float32, from 64 B to 4 MiB: reductions of small arrays are joined, large ones stand alone.
+SIZES = (16, 2**14, 2**16, 2**18, 2**20)
+
+
+@pytest.mark.parametrize(
+    ("kind", "donate"), [(AxisType.Explicit, "states"), slow(AxisType.Auto, "none")]
+)
+def test_arrays_of_every_size_are_merged_alike(kind: AxisType, donate: Any) -> None:
+    mesh = make_mesh("8", kind)
+    policies = ("mean", "sum", "max", "split", "gradient")
+    cases = list(itertools.product(SIZES, policies))
+
+    def start(size: int) -> Any:
+        """Small whole numbers, whose sums and means over a power of two are exact."""
+        return (np.arange(size) % 64).astype(np.float32)
+
+    def state(size: int, policy: str) -> sm.State:
+        if policy == "gradient":
+            return sm.ParamState(start(size))
+        if policy == "split":
+            return sm.State(start(size), spec=P("x"))
+        return sm.State(start(size), reduce=policy)
+
+    def loss(states: Any, x: Any) -> Any:
+        params = [s.value for s in states if isinstance(s, sm.ParamState)]
+        new = [s if isinstance(s, sm.ParamState) else s.set(s.value + x.sum()) for s in states]
+        return sum(((w * x.sum()).sum() for w in params), jnp.float32(0)), new
+
+    def step(states: Any, x: Any) -> Any:
+        (_, states), grads = sm.value_and_grad(loss, axis_name="x")(states, x)
+        pairs = zip(states, grads, strict=True)
+        return [s if g is None else s.set(s.value + g.value) for s, g in pairs]
+
+    call = sm.shard_map(step, mesh, (None, P("x")), P(), donate=donate)
+    states, shards = [state(*case) for case in cases], np.arange(N, dtype=np.float32)
+    for turn in (1, 2):
+        states = jax.block_until_ready(call(states, shards))
+        for (size, policy), after in zip(cases, states, strict=True):
+            added: Any = {
+                "mean": shards.mean(),
+                "gradient": shards.mean(),
+                "sum": shards.sum(),
+                "max": shards.max(),
+                "split": np.repeat(shards, size // N),
+            }[policy]
+            np.testing.assert_array_equal(after.value, start(size) + turn * added)
