@@ -72,11 +72,6 @@ def in_scan(state: sm.State, x: jax.Array) -> Any:
     return lax.scan(body, (state, state), length=3)[0][0]
 
 
-def stacked_by_scan(state: sm.State, x: jax.Array) -> Any:
-    _, each = lax.scan(lambda c, _: (c, in_cond(state, x).value), 0, length=3)
-    return state.set(each.sum())
-
-
 def in_loop_with_consts(state: sm.State, x: jax.Array) -> Any:
     other = in_cond(state, x).value
     return lax.fori_loop(0, 3, lambda i, s: s.set(s.value + other), state)
@@ -88,12 +83,9 @@ HIDING: dict[str, Step] = {
     "state in switch": lambda s, x: lax.switch(
         lax.axis_index("x") % 3, [same, add_one, add_one], s
     ),
-    "state in nested cond": lambda s, x: lax.cond(True, lambda s: in_cond(s, x), same, s),
     "state in while": in_while,
     "state in scan": in_scan,
-    "state stacked by scan": stacked_by_scan,
     "state in a loop with constants": in_loop_with_consts,
-    "state in jit": jax.jit(in_cond),
     "state in remat": jax.checkpoint(in_cond),
 }
 

@@ -305,46 +305,6 @@ def test_explain_tells_what_stays_whole_and_why() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("cast", "microbatches", "check_vma", "kind"),
-    [
-        (True, 2, True, AxisType.Explicit),
-        slow(False, None, True, AxisType.Explicit),
-        slow(True, 2, False, AxisType.Auto),
-    ],
-)
-def test_gathered_outside_of_the_loss(
-    cast: bool, microbatches: int | None, check_vma: bool, kind: AxisType
-) -> None:
-    """Gradients of whole parameters are reduced; each shard may then take its own part (ZeRO-2)."""
-    mesh = make_mesh("4", kind)
-    model = sm.fsdp(mixed(), mesh, "x", min_size=4)
-
-    def own_part(grad: Any, part: Any) -> Any:
-        axis = next(k for k in range(grad.ndim) if grad.shape[k] != part.shape[k])
-        size = part.shape[axis]
-        return jax.lax.dynamic_slice_in_dim(grad, sm.axis_index("x") * size, size, axis)
-
-    def plain_loss(whole: Any, x: Any, y: Any) -> Any:
-        out = applied(whole["down"], jnp.tanh(applied(whole["up"], x)))
-        return jnp.mean((out - y) ** 2), whole
-
-    gradients = sm.value_and_grad(plain_loss, axis_name="x", microbatches=microbatches)
-
-    def step(model: Any, x: Any, y: Any) -> Any:
-        whole = sm.gather(model, "x")
-        if cast:
-            whole = jax.tree.map(lambda x: x * 1.0, whole)
-        (loss, _), grads = gradients(whole, x, y)
-        parts = jax.tree.leaves(sm.trainable(model))
-        return loss, [own_part(*pair) for pair in zip(jax.tree.leaves(grads), parts, strict=True)]
-
-    specs = [s.sharding.spec for s in jax.tree.leaves(sm.place(sm.trainable(model), mesh))]
-    mapped = sm.shard_map(step, mesh, (None, P("x"), P("x")), (P(), specs), check_vma=check_vma)
-    (wanted, _), wanted_grads = jax.jit(sm.value_and_grad(plain_loss))(mixed(), ROWS, WANTED)
-    check(mapped(model, ROWS, WANTED), (wanted, jax.tree.leaves(wanted_grads)))
-
-
 @both_kinds
 def test_a_cast_model_trains_its_master_weights(check_vma: bool, kind: AxisType) -> None:
     """Also those that `fsdp` left whole; each keeps its bits until the optimizer moves it."""

@@ -67,16 +67,6 @@ def test_steps_on_a_mesh(name: str) -> None:
     assert here.hidden.value.addressable_shards[0].data.shape == (ROWS // mesh.size, HIDDEN)
 
 
-def test_a_scan_unsharded_and_on_a_mesh() -> None:
-    ys, after = jax.jit(scanned)(cell(), X)
-    np.testing.assert_allclose(ys, WANTED, atol=1e-6)
-    spec = P(None, "x")
-    call = sm.shard_map(scanned, make_mesh(), (None, spec), (spec, P()))
-    ys, on_mesh = call(cell(spec=P("x")), X)
-    np.testing.assert_allclose(ys, WANTED, atol=1e-6)
-    np.testing.assert_allclose(on_mesh.hidden.value, after.hidden.value, atol=1e-6)
-
-
 @pytest.mark.parametrize("mapped", [sm.vmap2, slow(sm.pmap2)])
 def test_each_row_in_a_lane_of_its_own(mapped: Any) -> None:
     over = {0: sm.HiddenState}
@@ -123,6 +113,8 @@ def test_its_weights_are_parameters_and_get_a_gradient_through_time() -> None:
     assert grads.hidden is None
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
+    ys, _ = jax.jit(scanned)(cell(), X)
+    np.testing.assert_allclose(ys, WANTED, atol=1e-6)
 
 
 def test_without_a_hidden_value_it_says_how_to_make_one() -> None:
