@@ -56,7 +56,6 @@ class LaneCase:
     - `stacked`: the leaves of these states, and of states that lanes write unexpectedly.
     - `unexpected`: the option `unexpected_out_state_mapping`.
     - `form`: how inputs are passed: one by one (`'each'`), in a `'tree'`, or the last by `'keyword'`.
-    - `brief`: whether the options are as short as they can be.
     """
 
     case: Case
@@ -67,7 +66,6 @@ class LaneCase:
     stacked: tuple[Stacked, ...] = ()
     unexpected: str = "raise"
     form: str = "each"
-    brief: bool = False
 
     @property
     def lanes(self) -> str:
@@ -141,7 +139,6 @@ def lane_cases(draw: st.DrawFn, *, nested: bool = False, smooth: bool = False) -
         tuple(maker.stacked),
         maker.unexpected,
         draw(st.sampled_from(["each", "tree", "keyword"])),
-        draw(st.booleans()),
     )
 
 

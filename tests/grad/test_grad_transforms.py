@@ -12,8 +12,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.grad.test_grad import WAYS, X, check, plain, some_ways
-from tests.helpers import make_mesh, slow
+from tests.grad.test_grad import WAYS, X, check, checked_or_not, plain, some_ways
+from tests.helpers import make_mesh
+
+
+each_kind = pytest.mark.usefixtures("each_kind")
 
 
 def make_model() -> dict[str, Any]:
@@ -107,24 +110,16 @@ def test_a_second_derivative_in_reverse_inside_where_types_tell() -> None:
 # Meshes
 
 
-@pytest.mark.parametrize(
-    ("check_vma", "kind"),
-    [
-        (True, AxisType.Explicit),
-        (False, AxisType.Explicit),
-        slow(True, AxisType.Auto),
-        slow(False, AxisType.Auto),
-    ],
-)
-def test_every_kind_of_mesh(check_vma: bool, kind: AxisType) -> None:
-    step, mesh = sm.value_and_grad(loss_fn, axis_name="x"), make_mesh("4x2", kind)
+@each_kind
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_every_kind_of_mesh(check_vma: bool) -> None:
+    step, mesh = sm.value_and_grad(loss_fn, axis_name="x"), make_mesh("4x2")
     call = sm.shard_map(step, mesh, (P(), P("x")), P(), check_vma=check_vma)
     check(call(make_model(), X), unsharded())
     with jax.set_mesh(mesh):
         check(call(make_model(), X), unsharded())
-    if kind == AxisType.Explicit:
-        some = sm.shard_map(step, mesh, (P(), P("x")), P(), check_vma=check_vma, axis_names={"x"})
-        check(some(make_model(), X), unsharded())
+    some = sm.shard_map(step, mesh, (P(), P("x")), P(), check_vma=check_vma, axis_names={"x"})
+    check(some(make_model(), X), unsharded())
 
 
 def test_without_jit_and_in_maps_of_jax_alone() -> None:
@@ -143,9 +138,9 @@ def test_without_jit_and_in_maps_of_jax_alone() -> None:
     check(lanes(make_model(), X.reshape(4, 2, 3)), unsharded())
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, slow(AxisType.Auto)])
-def test_outside_any_mapped_call_on_arrays_laid_out(kind: AxisType) -> None:
-    mesh = make_mesh("4x2", kind)
+@each_kind
+def test_outside_any_mapped_call_on_arrays_laid_out() -> None:
+    mesh = make_mesh("4x2")
     model = jax.device_put(make_model(), NamedSharding(mesh, P()))
     x = jax.device_put(X, NamedSharding(mesh, P("x")))
     run = sm.value_and_grad(loss_fn, axis_name="x")
@@ -163,7 +158,7 @@ def lanes(fun: Callable[..., Any], name: str) -> Any:
     return sm.vmap2(fun, in_axes=(None, 0), out_axes=None, axis_name=name)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@checked_or_not
 def test_lanes_and_shards_in_one_another(check_vma: bool) -> None:
     both = sm.value_and_grad(loss_fn, axis_name=("lanes", "x"))
     kind = AxisType.Explicit if check_vma else AxisType.Auto
