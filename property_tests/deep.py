@@ -4,7 +4,6 @@ python -m property_tests.deep --programs 10000 --seconds 1500
 """
 
 import argparse
-import collections
 import dataclasses
 import itertools
 import sys
@@ -47,18 +46,10 @@ Program: TypeAlias = tuple[Case, Values]
 
 @dataclasses.dataclass
 class Tally:
-    """What has been done.
+    """How many checks accused nothing, and each program that was accused, with the report."""
 
-    **Attributes:**
-
-    - `alarms`: for each program that was accused, what it is and the report.
-    - `untested`: how often each thing was not tested, in words.
-    """
-
-    programs: int = 0
     checks: int = 0
     alarms: list[str] = dataclasses.field(default_factory=list)
-    untested: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
 
 def drawn(number: int, *, smooth: bool, count: int = BATCH) -> list[Program]:
@@ -95,11 +86,8 @@ def in_dtype(tree: Any, dtype: str) -> Any:
     return jax.tree.map(leaf, tree)
 
 
-def check_together(batch: Sequence[Program], dtype: str, *, gradients: bool) -> list[str]:
-    """Check these programs side by side in one function, which compiles as much as a check of one.
-
-    Returns what was not tested.
-    """
+def check_together(batch: Sequence[Program], dtype: str, *, gradients: bool) -> None:
+    """Check these programs side by side in one function, which compiles as much as a check of one."""
     programs = [case for case, _ in batch]
 
     def together(models: Any, settings: Any, inputs: Any) -> Any:
@@ -111,8 +99,9 @@ def check_together(batch: Sequence[Program], dtype: str, *, gradients: bool) -> 
 
     runs = [run for _, run in batch]
     models = [model_of(case, run.slots, run.seed) for case, run in batch]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UntestedWarning)
+    with warnings.catch_warnings():
+        # Some of what a random program returns cannot be judged.
+        warnings.simplefilter("ignore", UntestedWarning)
         assert_equivalent(
             together,
             (
@@ -130,15 +119,13 @@ def check_together(batch: Sequence[Program], dtype: str, *, gradients: bool) -> 
             gradients=gradients,
             steps=2,
         )
-    found = [str(one.message) for one in caught if issubclass(one.category, UntestedWarning)]
-    return [text.partition(": ")[2] or text for text in found]
 
 
 def check(batch: Sequence[Program], dtype: str, tally: Tally, *, gradients: bool) -> None:
     """Check programs side by side. Where they are accused, each half is checked by itself."""
     before = len(tally.alarms)
     try:
-        tally.untested.update(check_together(batch, dtype, gradients=gradients))
+        check_together(batch, dtype, gradients=gradients)
         tally.checks += 1
         return
     except Exception as error:
@@ -158,21 +145,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1500)
     parser.add_argument("--first", type=int, default=0, help="the number of the first batch")
     options = parser.parse_args()
-    tally, start = Tally(), time.monotonic()
+    tally, start, programs = Tally(), time.monotonic(), 0
     with tqdm(total=options.programs, unit=" programs") as bar:
         for number in itertools.count(options.first):
             dtype, smooth = KINDS[number % len(KINDS)]
-            batch = drawn(number, smooth=smooth)
-            check(batch, dtype, tally, gradients=smooth)
-            tally.programs += len(batch)
+            check(drawn(number, smooth=smooth), dtype, tally, gradients=smooth)
+            programs += BATCH
             bar.set_postfix(alarms=len(tally.alarms), batch=number)
-            bar.update(len(batch))
-            if tally.programs >= options.programs or time.monotonic() - start > options.seconds:
+            bar.update(BATCH)
+            if programs >= options.programs or time.monotonic() - start > options.seconds:
                 break
-    took = time.monotonic() - start
-    print(f"{tally.programs} programs, {took:.0f} s, {len(tally.alarms)} alarms")
-    for text, count in tally.untested.most_common():
-        print(f"{count} times not tested: {text}")
+    print(f"{programs} programs, {len(tally.alarms)} alarms")
     sys.exit(bool(tally.alarms))
 
 

@@ -1,14 +1,14 @@
 """Split parameters train as on one device, however the axes are named and wherever they are gathered."""
 
 import dataclasses
+import math
 from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -30,7 +30,8 @@ class Way:
 
     - `mesh`, `explicit`: the name of the mesh, and whether its axes are Explicit.
     - `split`, `gathered`: the axis names as `fsdp` and `gather` get them, the same ones in some order.
-    - `outside`: whether the model is gathered before the gradient, not in the loss.
+    - `outside`: whether the model is gathered before the gradient, not in the loss, and then cast. Each shard
+        may take its own part of such a gradient (ZeRO-2), which is reduced.
     """
 
     mesh: str
@@ -65,26 +66,32 @@ def ways(draw: st.DrawFn) -> Way:
 
 def loss_of(whole: Any, x: Any) -> Any:
     out = jnp.tanh(x @ whole["w"].value) * whole["scale"] + whole["odd"].value.sum()
-    return (out**2).mean()
+    return ((out + x @ whole["apart"].value) ** 2).mean()
 
 
-def params() -> dict[str, Any]:
+def params(split: Any = ()) -> dict[str, Any]:
+    """The last is split already, along each of its axes by one axis of the mesh."""
+    apart = P(*split[:2]) if isinstance(split, tuple) and len(split) > 1 else None
     return {
         "w": sm.ParamState(jnp.sin(jnp.arange(128.0)).reshape(8, 16)),
         "scale": jnp.cos(jnp.arange(16.0)),
         "odd": sm.ParamState(jnp.arange(3.0) / 7),
+        "apart": sm.ParamState(jnp.sin(jnp.arange(128.0)).reshape(8, 16), spec=apart),
         "steps": sm.State(0),
     }
 
 
 @cache
 def wanted(seed: int) -> Any:
-    return jax.value_and_grad(
-        lambda w, s, o: loss_of(
-            {"w": sm.ParamState(w), "scale": s, "odd": sm.ParamState(o)}, rows(seed)
-        ),
-        argnums=(0, 1, 2),
-    )(params()["w"].value, params()["scale"], params()["odd"].value)
+    """The loss and its gradients, in the order of the model's leaves."""
+
+    def loss(arrays: Any) -> Any:
+        states = {name: sm.ParamState(arrays[name]) for name in ("w", "odd", "apart")}
+        return loss_of({**states, "scale": arrays["scale"]}, rows(seed))
+
+    model = params()
+    arrays = {name: model[name].value for name in ("w", "odd", "apart")}
+    return jax.value_and_grad(loss)({**arrays, "scale": model["scale"]})
 
 
 def rows(seed: int) -> Any:
@@ -94,7 +101,7 @@ def rows(seed: int) -> Any:
 @cache
 def mapped(way: Way) -> tuple[Any, Any]:
     mesh = make_mesh(way.mesh, AxisType.Explicit if way.explicit else AxisType.Auto)
-    model = sm.fsdp(params(), mesh, way.split, min_size=4)
+    model = sm.fsdp(params(way.split), mesh, way.split, min_size=4)
 
     def loss_fn(model: Any, x: Any) -> Any:
         whole = model if way.outside else sm.gather(model, way.gathered)
@@ -103,7 +110,9 @@ def mapped(way: Way) -> tuple[Any, Any]:
         return loss, whole if way.outside else sm.scatter(whole, model)
 
     def step(model: Any, x: Any) -> Any:
-        seen = sm.gather(model, way.gathered) if way.outside else model
+        seen = model
+        if way.outside:
+            seen = jax.tree.map(lambda x: x * 1, sm.gather(model, way.gathered))
         gradients = sm.value_and_grad(
             loss_fn, axis_name=SHAPES[way.mesh][1], microbatches=way.microbatches
         )
@@ -114,19 +123,25 @@ def mapped(way: Way) -> tuple[Any, Any]:
     return model, sm.shard_map(step, mesh, (None, P(names)), P(), check_vma=way.check_vma)
 
 
-@pytest.mark.slow
-@fewer(0.3)
+@fewer(0.12)  # Each example compiles a program of its own.
 @given(way=ways(), seed=st.integers(0, 3))
+@example(Way("4x2", True, ("x", "y"), ("y", "x"), False, True, None), 0)
+@example(Way("4", True, "x", "x", True, True, 2), 0)
 def test_gradients_are_those_of_one_device(way: Way, seed: int) -> None:
     model, call = mapped(way)
     loss, new, grads = jax.block_until_ready(call(model, rows(seed)))
     expected_loss, expected = wanted(seed)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
-    scale = grads["scale"].value if sm.is_state(grads["scale"]) else grads["scale"]
-    got = (grads["w"].value, scale, grads["odd"].value)
-    for x, y in zip(got, expected, strict=True):
+    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
     assert new["steps"].value == 1
     structure: Any = jax.tree.structure
     assert structure(new) == structure(model)
-    np.testing.assert_array_equal(new["w"].value, model["w"].value)
+    for name in ("w", "apart"):
+        np.testing.assert_array_equal(new[name].value, model[name].value)
+    if not way.outside:
+        # Each device holds its share of every parameter that can be split.
+        names = way.split if isinstance(way.split, tuple) else (way.split,)
+        parts = math.prod(make_mesh(way.mesh).shape[name] for name in names)
+        grad = grads["w"].value
+        assert grad.addressable_shards[0].data.size * parts == grad.size

@@ -22,7 +22,6 @@ from tests.helpers import slow
 
 from .lanes.cases import lane_cases
 from .losses.cases import loss_cases
-from .losses.nested import nested_cases
 from .picks import matches
 from .plain.cases import cases as plain_cases
 from .strategies import meshes as plain_meshes
@@ -60,8 +59,6 @@ CASES: dict[str, Callable[[], st.SearchStrategy[Any]]] = {
     "portable programs": lambda: plain_cases(portable=True, smooth=True),
     "lanes on shards": lambda: lane_cases(nested=True),
     "losses": loss_cases,
-    "losses of lanes on shards": lambda: loss_cases(over="both"),
-    "losses with gradients inside": nested_cases,
 }
 
 

@@ -8,13 +8,10 @@ from hypothesis import strategies as st
 
 from ..plain.cases import Known, Maker
 from ..programs import (
-    FLOAT,
     INT,
     Axes,
-    Branch,
     Case,
     Index,
-    Input,
     Leaf,
     MeshShape,
     Output,
@@ -59,7 +56,6 @@ class LaneCase:
     - `stacked`: the leaves of these states, and of states that lanes write unexpectedly.
     - `unexpected`: the option `unexpected_out_state_mapping`.
     - `form`: how inputs are passed: one by one (`'each'`), in a `'tree'`, or the last by `'keyword'`.
-    - `brief`: whether the options are as short as they can be.
     """
 
     case: Case
@@ -70,7 +66,6 @@ class LaneCase:
     stacked: tuple[Stacked, ...] = ()
     unexpected: str = "raise"
     form: str = "each"
-    brief: bool = False
 
     @property
     def lanes(self) -> str:
@@ -144,7 +139,6 @@ def lane_cases(draw: st.DrawFn, *, nested: bool = False, smooth: bool = False) -
         tuple(maker.stacked),
         maker.unexpected,
         draw(st.sampled_from(["each", "tree", "keyword"])),
-        draw(st.booleans()),
     )
 
 
@@ -263,44 +257,3 @@ class _LaneMaker(Maker):
         writes = super().writes(k, dataclasses.replace(slot, reduce="sum"))
         # A leaf that is returned as it was read does not count as written.
         return [write for write in writes if write.step != self.raw[k, write.leaf]]
-
-
-# Mistakes that a call must refuse: lanes differ where one value has to be.
-MISTAKES = ("output", "write", "none", "conflict")
-
-
-def mistaken(lane: LaneCase, mistake: str) -> LaneCase:
-    """The same program with one more input, which goes where it must not go."""
-    case = lane.case
-    k, shape = len(case.slots), (1,) * case.rank
-    case = dataclasses.replace(
-        case,
-        inputs=(*case.inputs, Leaf(shape, FLOAT, per_shard=(lane.lanes,))),
-        steps=(*case.steps, Input(len(case.inputs))),
-    )
-    lane = dataclasses.replace(lane, inputs=(*lane.inputs, -1))
-    step = len(case.steps) - 1
-    if mistake == "output":
-        case = dataclasses.replace(case, outputs=(*case.outputs, Output(step, ())))
-        return dataclasses.replace(lane, case=case, outputs=(*lane.outputs, None))
-    per_lane = mistake == "conflict"
-    case = dataclasses.replace(
-        case,
-        slots=(
-            *case.slots,
-            Slot("State", (Leaf(shape, FLOAT, (), (lane.lanes,) * per_lane),), None, True),
-        ),
-        tree=Branch("tuple", (k, case.tree)),
-        writes=(*case.writes, Write(k, 0, step)),
-    )
-    state_out_axes: dict[str, tuple[tuple[int, Axis], ...]] = {
-        "none": ((k, None),),
-        "conflict": ((k, 1),),
-    }
-    return dataclasses.replace(
-        lane,
-        case=case,
-        slots=(*lane.slots, 0 if per_lane else None),
-        state_out_axes=(*lane.state_out_axes, *state_out_axes.get(mistake, ())),
-        unexpected="raise" if mistake == "write" else lane.unexpected,
-    )

@@ -10,14 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import statemesh as sm
-
 from ..base.arrays import Array, Global, Values, widen
 from ..base.checks import assert_near
 from ..base.models import arrays_of, model_of
 from ..base.runs import Comparison, Results
 from ..plain.gradients import assert_slope, loss_of
-from ..trees import Setting
 from . import reference
 from .cases import Axis, LaneCase
 from .mapped import (
@@ -111,15 +108,6 @@ def assert_on_devices(x: Any, axis: Axis, devices: Sequence[jax.Device]) -> None
             assert shard.device == devices[shard.index[axis].start or 0]
 
 
-def check_refused(lane: LaneCase, values: Values, transform: str) -> None:
-    """A call in which lanes differ where one value has to be raises `BatchAxisError`."""
-    (gain, inputs), *_ = values.calls
-    model = model_of(lane.case, slots_with_axes(lane, values.slots))
-    args, kwargs = passed(lane, with_axes(inputs, lane.inputs))
-    with pytest.raises(sm.BatchAxisError):
-        mapping_of(lane, transform)(model, Setting(gain), *args, **kwargs)
-
-
 def check_lane_gradient(
     lane: LaneCase, values: Values, transforms: Sequence[str], *, jit: bool = False
 ) -> None:
@@ -138,26 +126,3 @@ def check_lane_gradient(
             found.append(gradient(slots, [jnp.asarray(x) for x in inputs]))
         assert_near(found[-1], found[0])
         assert_slope(case, gain, values.slots, inputs, found[-1])
-
-
-def check_unexpected(
-    transform: str, mapping: str, old: Array, calls: Sequence[Array], *, read: bool
-) -> None:
-    """Writes an undeclared state per lane, call after call, under `'auto'` or `'ignore'`.
-
-    Lanes are stacked on axis 0. Under `'auto'` a state that is also `read` and already has such an axis
-    enters per lane. Under `'ignore'` it does not, and gets one more axis at each call.
-    """
-
-    def write(state: sm.State, x: Any) -> Any:
-        return x, state.set(state.value + x if read else jnp.full_like(state.value, x))
-
-    lanes = len(calls[0])
-    mapped = getattr(sm, transform)(write, in_axes=(None, 0), unexpected_out_state_mapping=mapping)
-    state = sm.State(jnp.asarray(old))
-    for x in calls:
-        _, state = mapped(state, x)
-        fed = mapping == "auto" and read and old.shape[:1] == (lanes,)
-        each = [old[i] if fed else old for i in range(lanes)]
-        old = np.stack([one * read + x[i] for i, one in enumerate(each)])
-        np.testing.assert_array_equal(np.asarray(state.value), old)

@@ -28,7 +28,7 @@ def mapping_of(lane: LaneCase, transform: str) -> sm.StatefulMapping:
     inner: sm.StatefulMapping = getattr(sm, name)(
         functools.partial(_program, lane.case),
         axis_name=lane.lanes,
-        axis_size=_size(lane, name),
+        axis_size=lane.count,
         unexpected_out_state_mapping=lane.unexpected,
         **_axes(lane),
         **_state_axes(lane),
@@ -57,26 +57,14 @@ def _by_keyword(lane: LaneCase) -> bool:
 
 def _axes(lane: LaneCase) -> dict[str, Any]:
     own: Any = lane.inputs[:-1] if _by_keyword(lane) else lane.inputs
-    outside = {lane.arrays} if any(slot.kind == "array" for slot in lane.case.slots) else set()
-    brief = {}
-    for what, axes in (("in_axes", own), ("out_axes", lane.outputs)):
-        every = outside | set(axes)
-        if lane.brief and len(every) == 1:
-            brief[what] = every.pop()
     if lane.form == "tree":
         own = ({f"x{i}": axis for i, axis in enumerate(own)},)
-    arrays = lane.arrays if outside else None
-    return {"in_axes": (arrays, None, *own), "out_axes": (lane.outputs, lane.arrays)} | brief
+    return {"in_axes": (lane.arrays, None, *own), "out_axes": (lane.outputs, lane.arrays)}
 
 
 def _state_axes(lane: LaneCase) -> dict[str, Any]:
     slots = [k for k, slot in enumerate(lane.case.slots) if slot.kind != "array"]
     per_lane = [(k, lane.slots[k]) for k in slots if lane.slots[k] is not None]
-    if lane.brief:
-        return {
-            "state_in_axes": _short(_filters(per_lane)),
-            "state_out_axes": _short(_filters(lane.state_out_axes)),
-        }
     # A state that enters by an axis leaves by it, whether the option says so or not. Of several filters the
     # first match counts. A last filter makes the rest the same in all lanes, unless unexpected writes stack.
     enter = _filters(per_lane)
@@ -86,21 +74,11 @@ def _state_axes(lane: LaneCase) -> dict[str, Any]:
     return {"state_in_axes": enter, "state_out_axes": _filters(leave.items())}
 
 
-def _short(tags: dict[Axis, Any]) -> Any:
-    return tags[0] if list(tags) == [0] else tags or None
-
-
 def _filters(pairs: Iterable[tuple[int, Axis]]) -> dict[Axis, Any]:
     tags: dict[Axis, Any] = {}
     for k, axis in pairs:
         tags.setdefault(axis, []).append(f"s{k}")
     return tags
-
-
-def _size(lane: LaneCase, transform: str) -> int | None:
-    inferred = any(axis is not None for axis in (*lane.inputs, *lane.slots))
-    inferred |= transform == "pmap2" and lane.count == jax.device_count()
-    return None if lane.brief and inferred else lane.count
 
 
 def _on_shards(lane: LaneCase, inner: sm.StatefulMapping) -> sm.StatefulMapping:

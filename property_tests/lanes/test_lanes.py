@@ -1,27 +1,28 @@
 """With random functions, axes, trees and policies `pmap2` gives what `vmap2` and the loop over lanes give."""
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import statemesh as sm
+
 from ..base.settings import fewer
 from ..plain.cases import values
-from ..plain.streams import IN_LANES, SPLIT, Draws
-from ..plain.test_random import draws, seeds
-from ..programs import INT
-from ..strategies import arrays
-from .cases import COUNTS, MISTAKES, lane_cases, mistaken
-from .checks import HOMES, check_lane_gradient, check_lanes, check_refused, check_unexpected
+from ..plain.test_random import seeds
+from .cases import COUNTS, lane_cases
+from .checks import HOMES, check_lane_gradient, check_lanes
 from .mapped import TRANSFORMS
-from .streams import check_key_per_lane, check_lane_streams
 
 
 # Every example compiles several programs.
-few = fewer(1 / 4)
-# Compiling a random stream, or a gradient on a mesh, takes seconds.
-fewest = fewer(1 / 6)
-transforms = st.sampled_from(TRANSFORMS[:2])
-counts = st.sampled_from(COUNTS)
+few = fewer(1 / 5)
+# A gradient on a mesh takes seconds to compile.
+fewest = fewer(1 / 10)
 
 
 @few
@@ -34,6 +35,7 @@ def test_lanes_are_the_loop_over_lanes(data: st.DataObject) -> None:
         check_lanes(lane, run, transform, home=home)
 
 
+@pytest.mark.slow
 @few
 @given(st.data())
 def test_inside_jit(data: st.DataObject) -> None:
@@ -67,53 +69,39 @@ def test_gradients_on_shards(data: st.DataObject) -> None:
     check_lane_gradient(lane, run, ["vmap2"])
 
 
-@given(st.data())
-def test_lanes_that_differ_where_one_value_is_to_be_are_refused(data: st.DataObject) -> None:
-    mistake = data.draw(st.sampled_from(MISTAKES), "mistake")
-    lane = mistaken(data.draw(lane_cases(), "case"), mistake)
-    run = data.draw(values(case=lane.case, calls=1), "values")
-    check_refused(lane, run, data.draw(st.sampled_from(TRANSFORMS), "transform"))
-
-
-@few
-@given(
-    transform=transforms,
-    mapping=st.sampled_from(["auto", "ignore"]),
-    read=st.booleans(),
-    data=st.data(),
-)
-def test_unexpected_writes(transform: str, mapping: str, read: bool, data: st.DataObject) -> None:
-    lanes = data.draw(counts, "lanes")
-    shape = data.draw(st.sampled_from([(), (3,), (lanes,), (lanes, 2)]), "shape")
-    old = data.draw(arrays(shape=shape, dtype=INT), "state")
-    calls = [data.draw(arrays(shape=(lanes,), dtype=INT), "inputs") for _ in range(3)]
-    check_unexpected(transform, mapping, old, calls, read=read)
-
-
 @fewest
 @given(
-    transform=transforms,
-    count=counts,
-    impl=st.sampled_from(list(IN_LANES)),
-    seed=seeds,
-    jit=st.booleans(),
-    data=st.data(),
-)
-def test_streams_are_those_of_the_run_without_lanes(
-    transform: str, count: int, impl: str, seed: int, jit: bool, data: st.DataObject
-) -> None:
-    fewer = data.draw(st.integers(1, count), "fewer")
-    drawn = data.draw(draws(*IN_LANES[impl]), "draws")
-    check_lane_streams(transform, count, fewer, drawn, seed, jit=jit, impl=impl)
-
-
-@fewest
-@given(
-    transform=transforms,
-    count=counts,
-    draws=draws(SPLIT, 2),
+    transform=st.sampled_from(TRANSFORMS[:2]),
+    count=st.sampled_from(COUNTS),
+    most=st.integers(1, 8),
     seed=seeds,
     axis=st.sampled_from([0, -1]),
 )
-def test_a_key_per_lane(transform: str, count: int, draws: Draws, seed: int, axis: int) -> None:
-    check_key_per_lane(transform, count, draws, seed, axis)
+def test_lanes_draw_from_keys_of_their_own(
+    transform: str, count: int, most: int, seed: int, axis: int
+) -> None:
+    """From one stream each draws the same, however many lanes there are; from its own, what that has."""
+
+    def draw(rng: sm.RandomState) -> Any:
+        key, rng = rng.split()
+        several, rng = rng.split(2)
+        return jnp.concatenate([jax.random.key_data(x).ravel() for x in (key, several)]), rng
+
+    def lanes(count: int, **options: Any) -> Any:
+        return getattr(sm, transform)(draw, axis_size=count, in_axes=None, **options)
+
+    plain = sm.RandomState(jax.random.key(seed))
+    first, left = draw(plain)
+    drawn, after = lanes(count)(plain)
+    np.testing.assert_array_equal(drawn[0], first)
+    assert len(np.unique(np.reshape(drawn, (-1, 2)), axis=0)) == 3 * count
+    assert after.key == left.key
+    some = min(most, count)
+    np.testing.assert_array_equal(lanes(some)(plain)[0], drawn[:some])
+
+    keys = jax.random.split(plain.key, count)
+    drawn, after = lanes(count, state_in_axes={axis: sm.RandomState})(sm.RandomState(keys))
+    for key, numbers, left_of_lane in zip(keys, drawn, after.key, strict=True):
+        wanted, left = draw(sm.RandomState(key))
+        np.testing.assert_array_equal(numbers, wanted)
+        assert left_of_lane == left.key

@@ -31,49 +31,22 @@ def loss_values(draw: st.DrawFn, *, loss: LossCase) -> LossValues:
 
 
 @st.composite
-def loss_cases(draw: st.DrawFn, *, over: str = "mesh") -> LossCase:
-    """Losses on a `'mesh'`, in `'lanes'`, or in lanes on each shard of a mesh (`'both'`)."""
-    lane = None
-    if over == "mesh":
-        mesh = draw(meshes())
-    elif over == "lanes":
-        mesh = MeshShape(draw(st.sampled_from([(2,), (1,), (4,), (8,)])))
-        lane = mesh.axis_names[-1]
-    else:
-        mesh = MeshShape(draw(st.sampled_from([(2, 2), (4, 2)])), draw(st.booleans()))
-        lane = mesh.axis_names[-1]
-    separate = lane is not None and draw(st.booleans())
-    # JAX has no collectives over lanes inside a checked `shard_map`.
-    without_collectives = separate or over == "both"
-    maker = _Maker(draw, mesh, lane, without_collectives, separate)
+def loss_cases(draw: st.DrawFn) -> LossCase:
+    """Losses on a mesh."""
+    maker = _Maker(draw, draw(meshes()))
     for number in range(draw(st.integers(1, 4))):
         maker.layer(first=number == 0)
     return maker.made()
 
 
 class _Maker:
-    def __init__(
-        self,
-        draw: st.DrawFn,
-        mesh: MeshShape,
-        lane: str | None,
-        without_collectives: bool,
-        separate: bool,
-    ) -> None:
+    def __init__(self, draw: st.DrawFn, mesh: MeshShape) -> None:
         self.draw = draw
         self.mesh = mesh
-        self.lane = lane
-        self.without_collectives = without_collectives
-        self.separate = separate
         names = draw(st.permutations(mesh.axis_names))
-        rows = {name for name in names if draw(st.sampled_from([True, True, False]))}
-        if lane is not None:
-            # The axis of lanes comes first, so that the rows of each lane are contiguous.
-            names = [lane, *(name for name in names if name != lane)]
-            rows |= {lane} if separate else set()
-        self.rows: Axes = tuple(name for name in names if name in rows)
-        # The axes over which the function may reduce.
-        self.open = tuple(name for name in names if not (without_collectives and name == lane))
+        self.rows: Axes = tuple(
+            name for name in names if draw(st.sampled_from([True, True, False]))
+        )
         self.layers: list[Layer] = []
         self.leaves: list[Leaf] = []
         # The axes over which JAX's types say that the features vary.
@@ -83,8 +56,7 @@ class _Maker:
         """Adds a layer. The first has a parameter."""
         ops = ["scale", "dense", "shift", "rows", "block"]
         if not first:
-            ops += ["penalty", "tanh", "sin", "softplus", "idle"]
-            ops += ["center"] if set(self.rows) <= set(self.open) else []
+            ops += ["penalty", "tanh", "sin", "softplus", "idle", "center"]
         op = self.draw(st.sampled_from(ops))
         control = "plain"
         param: int | None = None
@@ -93,14 +65,11 @@ class _Maker:
             control = self.draw(st.sampled_from(CONTROLS))
             lead = (TIMES,) if control == "layers" else ()
             rank = 2 if op == "dense" else 1
-            param = self.param((*lead, *[WIDTH] * rank), len(lead), self.open)
+            param = self.param((*lead, *[WIDTH] * rank), len(lead))
             parts = tuple(self.part(axes) for axes in self.leaves[param].spec[len(lead) :])
             self.pass_on(param, len(lead), parts, keep=control in ("scan", "layers"))
         elif op == "rows":
-            # Inside a checked `shard_map` a lane cannot always get its index from JAX.
-            hidden = self.without_collectives and self.lane in self.rows
-            whole = self.draw(st.booleans()) and not hidden
-            spec: Spec = ((), ()) if whole else (self.rows, ())
+            spec: Spec = ((), ()) if self.draw(st.booleans()) else (self.rows, ())
             param = self.add(Leaf((ROWS, 1), self.dtype(), spec))
         elif op == "block":
             axes = tuple(name for name in self.rows if self.draw(st.booleans()))
@@ -111,23 +80,20 @@ class _Maker:
             spec = self.draw(specs(axes=self.mesh.axis_names, rank=1))
             param = self.add(Leaf((WIDTH,), FLOAT, spec))
         elif op == "penalty":
-            known = [k for k, leaf in enumerate(self.leaves) if leaf.axes <= set(self.open)]
-            again = self.draw(st.booleans()) if known else False
-            param = (
-                self.draw(st.sampled_from(known)) if again else self.param((WIDTH,), 0, self.open)
-            )
+            again = bool(self.leaves) and self.draw(st.booleans())
+            some = st.integers(0, len(self.leaves) - 1)
+            param = self.draw(some) if again else self.param((WIDTH,), 0)
         self.layers.append(Layer(op, param, parts, control))
 
     def dtype(self) -> str:
         return self.draw(st.sampled_from(DTYPES))
 
-    def param(self, shape: tuple[int, ...], whole: int, axes: Axes) -> int:
-        """The number of a parameter split over some of these axes. Sometimes it exists already."""
+    def param(self, shape: tuple[int, ...], whole: int) -> int:
+        """The number of a parameter split over some mesh axes. Sometimes it exists already."""
         alike = [k for k, leaf in enumerate(self.leaves) if leaf.shape == shape]
-        fitting = [k for k in alike if self.leaves[k].axes <= set(axes)]
-        if fitting and self.draw(st.integers(0, 3)) == 3:
-            return self.draw(st.sampled_from(fitting))
-        spec = self.draw(specs(axes=axes, rank=len(shape) - whole))
+        if alike and self.draw(st.integers(0, 3)) == 3:
+            return self.draw(st.sampled_from(alike))
+        spec = self.draw(specs(axes=self.mesh.axis_names, rank=len(shape) - whole))
         return self.add(Leaf(shape, self.dtype(), ((),) * whole + spec))
 
     def add(self, leaf: Leaf) -> int:
@@ -151,7 +117,7 @@ class _Maker:
 
     def slot(self, leaf: Leaf) -> Slot:
         kind = self.draw(st.sampled_from(["ParamState", "ParamState", "array"]))
-        declared = kind != "array" and (self.lane is not None or self.draw(st.booleans()))
+        declared = kind != "array" and self.draw(st.booleans())
         return Slot(kind, (leaf,), None, declared)
 
     def some(self, of: set[str]) -> Axes:
@@ -160,19 +126,15 @@ class _Maker:
 
     def made(self) -> LossCase:
         draw = self.draw
-        varies, separate_axes = self.varies, {self.lane} if self.separate else set()
         # The function reduces over some axes itself, and `axis_name` names the rest.
-        own = set(self.some(varies & set(self.open)))
-        left = varies - own - separate_axes
-        others = set(self.mesh.axis_names) - left - separate_axes
-        named = left | set(self.some(others))
+        own = set(self.some(self.varies))
+        left = self.varies - own
+        named = left | set(self.some(set(self.mesh.axis_names) - left))
         # Only losses that differ are summed.
         sums = named == left and left <= set(self.rows)
         reduce = draw(st.sampled_from(["mean", "sum"] if sums else ["mean"]))
         slots = tuple(map(self.slot, self.leaves))
         around = draw(st.sampled_from(AROUND))
-        if self.separate and around == "scan":
-            around = "plain"
         wanted = draw(st.integers(0, len(slots) - 1))
         trained = tuple(
             k == wanted or draw(st.sampled_from([True, True, False])) for k in range(len(slots))
@@ -205,9 +167,6 @@ class _Maker:
             draw(st.booleans()),
             reduce,
             trained,
-            self.lane,
-            self.without_collectives,
-            self.separate,
             around,
             draw(st.booleans()),
         )

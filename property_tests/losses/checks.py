@@ -10,11 +10,11 @@ import numpy as np
 
 from ..base.arrays import EPS, Array, wide_dtype
 from ..base.checks import jitted
-from ..base.models import arrays_of
+from ..base.models import arrays_of, model_of
 from . import reference
-from .calls import Form, cut, joined, loss_model, mapping, results
+from .calls import mapping
 from .layers import TIMES, WIDTH, LossCase, LossValues
-from .mapped import unsplit_axes, writes_mean
+from .mapped import unsplit_axes
 from .reference import largest, rate
 
 
@@ -27,15 +27,13 @@ def check_loss(loss: LossCase, values: LossValues, how: str, *, jit: bool = Fals
     """Compares the loss, its gradient and the new model with those of whole arrays."""
     call: Any = mapping(loss, how)
     slots = [*values.params, np.zeros(WIDTH, np.float32), np.zeros((), np.int32)]
-    args = loss_model(loss, slots), cut(loss, loss.case.inputs[0].spec, values.x)
-    before = args[0] if jit else call.place(*args, np.float32(values.flag))[0]
-    result, after = (jitted(call) if jit else call)(before, args[1], np.float32(values.flag))
-    total, rows, found, same = jax.tree.map(
-        lambda at, x: joined(at, np.asarray(x)), results(loss), result, is_leaf=_is_form
-    )
+    model, flag = model_of(loss.case, [[x] for x in slots]), np.float32(values.flag)
+    before = model if jit else call.place(model, values.x, flag)[0]
+    result, after = (jitted(call) if jit else call)(before, values.x, flag)
+    total, rows, found, same = jax.tree.map(np.asarray, result)
     chosen = loss.chosen
     whole = [g for k, g in zip(chosen, found, strict=True) if not loss.params[k].axes]
-    for once, copies in zip(same, [] if loss.separate else [total, *whole], strict=True):
+    for once, copies in zip(same, [total, *whole], strict=True):
         np.testing.assert_array_equal(copies, np.broadcast_to(once, copies.shape))
     x = -values.x if loss.around == "cond" and values.flag < 0 else values.x
     for entry in _entries(loss):
@@ -66,52 +64,25 @@ def check_gradient(
     loss: LossCase, values: LossValues, total: Array, found: dict[int, Array]
 ) -> None:
     """Compares copies of a loss with NumPy, and of its gradients with JAX, both on whole arrays."""
-    for lane in range(loss.mesh.sizes[-1]) if loss.separate else [None]:
-        here = total if lane is None else total[..., lane]
-        scale = largest(loss)
-        want = reference.value(loss, values.widened(), lane)
-        np.testing.assert_allclose(
-            here, np.broadcast_to(want, here.shape), rtol=1e-4, atol=1e-5 * scale
-        )
-        plain = _plain_gradient(loss, values, lane, sorted(found))
-        got = {k: _of_lane(loss, k, g, lane) for k, g in found.items()}
-        scale = max([scale, *(float(np.max(np.abs(g))) for g in plain.values())])
-        for k, g in got.items():
-            error = _error(loss, k, scale)
-            np.testing.assert_allclose(
-                g, np.broadcast_to(plain[k], g.shape), rtol=0, atol=error, err_msg=f"s{k}"
-            )
-
-
-def _plain_gradient(
-    loss: LossCase, values: LossValues, lane: int | None, chosen: Sequence[int]
-) -> dict[int, Array]:
+    scale = largest(loss)
+    want = reference.value(loss, values.widened())
+    np.testing.assert_allclose(
+        total, np.broadcast_to(want, total.shape), rtol=1e-4, atol=1e-5 * scale
+    )
     params = [jnp.asarray(w) for w in values.params]
 
     def value(trained: dict[int, Any]) -> Any:
         every = [trained.get(k, w) for k, w in enumerate(params)]
-        return reference.value(
-            loss, LossValues(every, jnp.asarray(values.x), values.flag), lane, jnp
+        return reference.value(loss, LossValues(every, jnp.asarray(values.x), values.flag), jnp)
+
+    plain = jax.grad(value)({k: params[k] for k in sorted(found)})
+    plain = {k: np.asarray(g).astype(wide_dtype(g)) for k, g in plain.items()}
+    scale = max([scale, *(float(np.max(np.abs(g))) for g in plain.values())])
+    for k, g in found.items():
+        error = _error(loss, k, scale)
+        np.testing.assert_allclose(
+            g, np.broadcast_to(plain[k], g.shape), rtol=0, atol=error, err_msg=f"s{k}"
         )
-
-    found = jax.grad(value)({k: params[k] for k in chosen})
-    return {k: np.asarray(g).astype(wide_dtype(g)) for k, g in found.items()}
-
-
-def _of_lane(loss: LossCase, k: int, g: Array, lane: int | None) -> Array:
-    """The copies of a gradient that one lane has, with zeros for the parameters of other lanes."""
-    if lane is None:
-        return g
-    leaf = loss.params[k]
-    if loss.lane not in leaf.axes:
-        copies: Array = np.take(g, lane, axis=len(unsplit_axes(loss, tuple(leaf.axes))) - 1)
-        return copies
-    axis = next(i for i, names in enumerate(leaf.spec) if loss.lane in names)
-    axis -= len(leaf.shape)
-    size = g.shape[axis] // loss.mesh.sizes[-1]
-    mine = np.arange(g.shape[axis]) // size == lane
-    own: Array = g * np.expand_dims(mine, tuple(range(axis + 1, 0)))
-    return own
 
 
 def _check_model(
@@ -120,11 +91,11 @@ def _check_model(
     old, new = arrays_of(loss.case, before), arrays_of(loss.case, after)
     times = {"scan": TIMES, "vmap": 0}.get(loss.around, 1)
     assert int(new[-1][0]) == times
-    if writes_mean(loss):
+    if loss.around != "vmap":
         np.testing.assert_allclose(np.asarray(new[-2][0]), wanted[-1], rtol=1e-4, atol=1e-4)
-    for k, leaf in enumerate(loss.params):
+    for k in range(len(loss.params)):
         ((a,), (b,)) = old[k], new[k]
-        np.testing.assert_array_equal(np.asarray(b), cut(loss, leaf.spec, wanted[k]))
+        np.testing.assert_array_equal(np.asarray(b), wanted[k])
         # A parameter that was not written is the very array that went in.
         assert not exact or loss.around not in ("plain", "vmap") or a is b, f"s{k} was copied"
 
@@ -144,7 +115,3 @@ def _error(loss: LossCase, k: int, scale: float) -> float:
     # A gradient computed from parameters after a step has their rounding error.
     rounded = 2 * ROUNDING[dtype] / rate(loss) if loss.around == "scan" else 0.0
     return PRECISION[dtype] * scale + rounded
-
-
-def _is_form(x: Any) -> bool:
-    return isinstance(x, Form)

@@ -63,9 +63,6 @@ class LossCase:
     - `axis_names`, `reduce`: the options `axis_name` and `reduce`.
     - `as_tuple`: whether a single axis name is given as a tuple of one.
     - `trained`: which parameters are differentiated.
-    - `lane`: the name of the mesh's last axis, if it stands for lanes.
-    - `without_collectives`: whether the function has no collectives over lanes.
-    - `separate`: whether each lane has a loss of its own.
     - `around`: what surrounds the gradient: `'plain'`, `'jit'`, `'remat'`, `'cond'`, `'scan'` (steps of
         gradient descent), or `'vmap'` (over an axis of the input).
     - `aux`: whether the rows' losses are returned with the loss.
@@ -81,9 +78,6 @@ class LossCase:
     as_tuple: bool = False
     reduce: str = "mean"
     trained: tuple[bool, ...] = ()
-    lane: str | None = None
-    without_collectives: bool = False
-    separate: bool = False
     around: str = "plain"
     aux: bool = False
 
@@ -104,11 +98,6 @@ class LossCase:
     def chosen(self) -> list[int]:
         """The numbers of the trained parameters."""
         return [k for k, trained in enumerate(self.trained) if trained]
-
-    @property
-    def separate_axes(self) -> Axes:
-        """The axes along which each lane has a loss of its own."""
-        return (self.lane,) if self.separate and self.lane else ()
 
     def __repr__(self) -> str:
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[2:]}

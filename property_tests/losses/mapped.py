@@ -39,20 +39,13 @@ def loss_fn(loss: LossCase, model: Any, x: Any, flag: Any) -> Any:
 
 def _written(loss: LossCase, model: Any, x: Any) -> Any:
     mean = x.mean(axis=0)
-    if loss.around == "scan" and writes_mean(loss):
+    if loss.around == "scan":
         # The carry of the scan must keep its type.
         for name in loss.mesh.axis_names:
             mean = jax.lax.pmean(mean, name)
     units, (*_, running, counter) = units_of(model), positions_of(loss.case)
-    new = {counter: units[counter].set(units[counter].value + 1)}
-    if writes_mean(loss):
-        new[running] = units[running].set(mean)
-    return with_units(model, new)
-
-
-def writes_mean(loss: LossCase) -> bool:
-    """Whether the running mean is written. In a scan this needs a collective, which may be excluded."""
-    return loss.around != "vmap" and not (loss.without_collectives and loss.around == "scan")
+    count = units[counter].set(units[counter].value + 1)
+    return with_units(model, {counter: count, running: units[running].set(mean)})
 
 
 def _controlled(loss: LossCase, layer: Layer, x: Any, w: Any, flag: Any) -> Any:
@@ -168,7 +161,7 @@ def gradient(loss: LossCase, typed: bool, model: Any, x: Any, flag: Any) -> Any:
         found = _trained_arrays(loss, new if loss.around == "scan" else grads)
         for k, g in found.items():
             # JAX's types, where they are checked, say that the gradient is the same on all shards.
-            assert not typed or _varying(g) == loss.params[k].axes - {loss.lane}
+            assert not typed or _varying(g) == loss.params[k].axes
         total, rows = value if loss.aux else (value, ())
         return (total, rows, found), new
 
@@ -230,15 +223,14 @@ def _trained_arrays(loss: LossCase, model: Any) -> dict[int, Any]:
 
 def _copies(loss: LossCase, total: Any, rows: Any, found: dict[int, Any]) -> Any:
     def spread(x: Any, over: Axes) -> Any:
-        inside = [name for name in unsplit_axes(loss, over) if name != loss.lane]
-        return x.reshape((1,) * len(inside) + x.shape)
+        return x.reshape((1,) * len(unsplit_axes(loss, over)) + x.shape)
 
     whole = [g for k, g in found.items() if not loss.params[k].axes]
     return (
         spread(total, ()),
         [spread(rows, loss.rows)] if loss.aux else [],
         [spread(g, tuple(loss.params[k].axes)) for k, g in found.items()],
-        [] if loss.separate else [total, *whole],
+        [total, *whole],
     )
 
 

@@ -34,7 +34,7 @@ def weights(loss: LossCase) -> Weights:
         row *= size(shared)
         penalty *= size(loss.inner_axes)
     if loss.reduce == "mean":
-        row /= size(tuple(n for n in loss.rows if n not in (*loss.inner_axes, *loss.separate_axes)))
+        row /= size(tuple(name for name in loss.rows if name not in loss.inner_axes))
     else:
         penalty *= size(loss.axis_names)
     return Weights(row, penalty)
@@ -66,13 +66,9 @@ def forward(loss: LossCase, values: LossValues, np: Numpy = np) -> tuple[Any, An
     return row_losses(x, np), penalty, x
 
 
-def value(loss: LossCase, values: LossValues, lane: int | None = None, np: Numpy = np) -> Any:
-    """The loss of all rows, or of the rows of one lane."""
+def value(loss: LossCase, values: LossValues, np: Numpy = np) -> Any:
+    """The loss of all rows."""
     rows, penalty, _ = forward(loss, values, np)
-    if lane is not None:
-        assert loss.rows[0] == loss.lane
-        size = loss.count // loss.mesh.size((loss.lane,))
-        rows = rows[lane * size : (lane + 1) * size]
     each = weights(loss)
     return each.row * rows.sum() + each.penalty * penalty
 

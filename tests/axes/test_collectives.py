@@ -1,4 +1,5 @@
-"""The collectives that need no mapped call: one shard outside, JAX's own inside, lanes among types."""
+"""The collectives that need no mapped call: one shard outside, JAX's own inside, lanes among types; and JAX's
+own over the lanes of a `vmap` inside a `shard_map`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import assert_says, make_mesh, slow
+from tests.helpers import assert_says, make_mesh
 
 
 LANES, SHARDS = 3, 4
@@ -33,23 +35,22 @@ OURS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any]]] = {
         lambda x: x.reshape(-1, *x.shape[2:]),
     ),
 }
-NAMES = list(OURS)
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("axis_name", [("y", "x"), None])
-def test_outside_any_map_there_is_one_shard(name: str, axis_name: Any) -> None:
-    ours, on_all = OURS[name]
+def test_outside_any_map_there_is_one_shard(axis_name: Any) -> None:
     tree = {"a": jnp.array([1.0, 2.0]), "b": [np.array([[3, 4]]), jnp.array([True])]}
-    got = jax.jit(lambda tree: ours(tree, axis_name))(tree)
-    theirs = getattr(jax.lax, "all_gather" if name not in dir(jax.lax) else name)
-    dtypes: Any = jax.vmap(lambda x: theirs(x, "i"), axis_name="i", out_axes=None)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(tree), strict=True):
-        np.testing.assert_array_equal(x, on_all(jnp.asarray(y)[None]))
-        assert x.dtype == jax.eval_shape(dtypes, jnp.asarray(y)[None]).dtype
+    every = jax.jit(lambda tree: {name: ours(tree, axis_name) for name, (ours, _) in OURS.items()})
+    for name, results in every(tree).items():
+        ours, on_all = OURS[name]
+        theirs = getattr(jax.lax, "all_gather" if name not in dir(jax.lax) else name)
+        dtypes: Any = jax.vmap(lambda x, fun=theirs: fun(x, "i"), axis_name="i", out_axes=None)
+        for x, y in zip(jax.tree.leaves(results), jax.tree.leaves(tree), strict=True):
+            np.testing.assert_array_equal(x, on_all(jnp.asarray(y)[None]))
+            assert x.dtype == jax.eval_shape(dtypes, jnp.asarray(y)[None]).dtype
+        grad = jax.grad(lambda x, ours=ours: (ours(x, axis_name) ** 2).sum())(tree["a"])
+        np.testing.assert_allclose(grad, [2, 4])
     assert sm.axis_index(axis_name) == 0 and sm.axis_size(axis_name) == 1
-    grad = jax.grad(lambda x: (ours(x, axis_name) ** 2).sum())(jnp.array([1.0, 2.0]))
-    np.testing.assert_allclose(grad, [2, 4])
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -69,34 +70,31 @@ def test_over_a_mesh(check_vma: bool) -> None:
 
 
 def over_mesh(fun: Callable[..., Any], out: Any = COLUMNS) -> Any:
-    return sm.shard_map(fun, make_mesh("4"), COLUMNS, out)
+    return sm.shard_map(fun, make_mesh("4", AxisType.Explicit), COLUMNS, out)
 
 
 @pytest.mark.parametrize("map_lanes", [jax.vmap, sm.vmap2])
-@pytest.mark.parametrize("name", NAMES)
-def test_over_lanes_and_a_mesh_in_a_checked_shard_map(name: str, map_lanes: Any) -> None:
-    ours, on_all = OURS[name]
-
+def test_over_lanes_and_a_mesh_in_a_checked_shard_map(map_lanes: Any) -> None:
     def lane(x: jax.Array) -> Any:
+        over_lanes = [ours(x, "b").sum() + x for ours, _ in OURS.values()]
+        over_both = [ours(x, ("b", "x"))[None] for ours, _ in OURS.values()]
         # One after the other too: each alone could not be traced without types.
-        apart = sm.psum(sm.psum(x, "x"), "b")
-        return ours(x, "b").sum() + x, ours(x, ("b", "x"))[None], apart
+        return over_lanes, over_both, sm.psum(sm.psum(x, "x"), "b")
 
     call = over_mesh(lambda x: map_lanes(lane, axis_name="b")(x), (COLUMNS, COLUMNS, P()))
-    lanes, both, sums = call(DATA)
+    over_lanes, over_both, sums = call(DATA)
     parts = np.split(DATA, SHARDS, axis=1)
-    wanted = [on_all(jnp.asarray(part)).sum() + part for part in parts]
-    np.testing.assert_allclose(lanes, np.concatenate(wanted, 1), rtol=1e-5)
     rows = jnp.stack(parts, 1).reshape(-1, 2)
-    for one in np.asarray(both).reshape(LANES * SHARDS, *np.asarray(both).shape[2:]):
-        np.testing.assert_allclose(one, on_all(rows), rtol=1e-5)
+    for (_, on_all), lanes, both in zip(OURS.values(), over_lanes, over_both, strict=True):
+        wanted = [on_all(jnp.asarray(part)).sum() + part for part in parts]
+        np.testing.assert_allclose(lanes, np.concatenate(wanted, 1), rtol=1e-5)
+        for of_one in np.asarray(both).reshape(LANES * SHARDS, *both.shape[2:]):
+            np.testing.assert_allclose(of_one, on_all(rows), rtol=1e-5)
     np.testing.assert_allclose(sums, np.tile(rows.sum(0), (LANES, 1)), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["psum", "all_gather", slow("pmean"), slow("tiled")])
-def test_gradients_over_lanes_among_types(name: str) -> None:
+def test_gradients_over_lanes_among_types() -> None:
     """As in two nested maps without types, taken within lanes and around them."""
-    ours, _ = OURS[name]
 
     def within(axis_name: Any) -> Any:
         return jax.vmap(jax.grad(lambda x: loss(x, axis_name)), axis_name="b")
@@ -105,53 +103,117 @@ def test_gradients_over_lanes_among_types(name: str) -> None:
         return jax.grad(lambda x: jax.vmap(lambda x: loss(x, "b"), axis_name="b")(x).sum())(x)
 
     def loss(x: jax.Array, axis_name: Any) -> Any:
-        return jnp.sin(ours(jnp.sin(x), axis_name)).sum() * (2 + jnp.cos(x)).sum()
+        return jnp.sin(sm.psum(jnp.sin(x), axis_name)).sum() * (2 + jnp.cos(x)).sum()
 
     # Around lanes and over shards, the gradient of one shard's loss is another thing with types.
     gradients: list[Any] = [within("b"), within(("b", "x")), around]
     every: Any = lambda x: [gradient(x) for gradient in gradients]
     parts = jnp.stack(np.split(DATA, SHARDS, axis=1))
-    for got, wanted in zip(
-        over_mesh(every)(DATA), jax.vmap(every, axis_name="x")(parts), strict=True
-    ):
-        np.testing.assert_allclose(got, jnp.concatenate(list(wanted), 1), rtol=1e-4, atol=1e-5)
+    wanted = jax.vmap(every, axis_name="x")(parts)
+    for got, of_parts in zip(over_mesh(every)(DATA), wanted, strict=True):
+        np.testing.assert_allclose(got, jnp.concatenate(list(of_parts), 1), rtol=1e-4, atol=1e-5)
 
 
-def test_a_state_of_lanes_takes_what_is_the_same() -> None:
-    def lane(mean: sm.State, x: jax.Array) -> Any:
-        here = sm.pmean(x, "b")
-        return x - here, mean.set(here)
+def test_a_gradient_reaches_what_lanes_close_over() -> None:
+    def closing_over(x: jax.Array) -> Any:
+        return sm.vmap2(lambda row: sm.psum(jnp.sin(row) * x[0], "b"), axis_name="b")(x)[0]
 
-    def shard(mean: sm.State, x: jax.Array) -> Any:
-        out, mean = sm.vmap2(lane, in_axes=(None, 0), axis_name="b")(mean, x)
-        return out, mean.set(sm.pmean(mean.value, "x"))
-
-    call = sm.shard_map(shard, make_mesh("4"), (None, COLUMNS), (COLUMNS, P()))
-    _, mean = call(sm.State(jnp.zeros(2), reduce="mean"), DATA)
-    np.testing.assert_allclose(
-        mean.value, np.mean(np.split(DATA, SHARDS, 1), (0, 1)), rtol=1e-5, atol=1e-6
-    )
+    want = jax.grad(lambda x: (jnp.sin(x) * x[0]).sum())(DATA)
+    inside = over_mesh(jax.grad(lambda x: closing_over(x).sum()))
+    outside = jax.grad(lambda x: over_mesh(closing_over, P("x"))(x).sum())
+    for gradient in (inside, outside):
+        np.testing.assert_allclose(gradient(DATA), want, atol=1e-6)
 
 
-def test_nan_is_the_extreme_on_a_mesh_too() -> None:
-    x = np.array([1.0, np.nan, 3.0, 4.0], np.float32)
-    call = sm.shard_map(lambda x: (sm.pmax(x, "x"), sm.pmin(x, "x")), make_mesh("4"), P("x"), P())
-    assert all(np.isnan(one).all() for one in call(x))
-
-
-@pytest.mark.parametrize("name", [*NAMES[:5], "axis_index", "axis_size"])
-def test_mistakes(name: str) -> None:
+@pytest.mark.parametrize("name", ["psum", "all_gather", "axis_index"])
+def test_an_axis_that_is_not_there(name: str) -> None:
     fun = getattr(sm, name)
-    given = () if name.startswith("axis") else (1.0,)
-    assert_says(
-        lambda: sm.vmap2(lambda x: fun(*given, "y"), axis_name="x")(jnp.ones(2)),
-        sm.StatemeshError,
-        f"{name}: no axis is called 'y' here; the axes mapped over are 'x'.",
+    arguments = () if name.startswith("axis") else (1.0,)
+    mapped = sm.vmap2(lambda x: fun(*arguments, "y"), axis_name="x")
+    text = f"{name}: no axis is called 'y' here; the axes mapped over are 'x'."
+    assert_says(lambda: mapped(jnp.ones(2)), sm.StatemeshError, text)
+
+
+# Collectives of JAX over lanes: its types have no word for them where it checks.
+
+
+COLLECTIVES: dict[str, Callable[[Any], Any]] = {
+    "psum": lambda x: jax.lax.psum(x, "b"),
+    "pmax": lambda x: jax.lax.pmax(x, "b"),
+    "all_gather": lambda x: jax.lax.all_gather(x, "b").sum(0) + x,
+    "ppermute": lambda x: jax.lax.ppermute(x, "b", [(0, 1), (1, 2), (2, 0)]),
+    "psum_scatter": lambda x: jax.lax.psum_scatter(jnp.stack([x, 2 * x, 3 * x]), "b"),
+    "all_to_all": lambda x: jax.lax.all_to_all(jnp.stack([x, 2 * x, 3 * x]), "b", 0, 0).sum(0),
+    "in scan": lambda x: jax.lax.scan(
+        lambda c, _: (jax.lax.pmean(c, "b"), None), x, None, length=2
+    )[0],
+    "its gradient": jax.grad(lambda x: jax.lax.pmean(jnp.sin(x), "b").sum()),
+}
+
+INSTEAD = (
+    "step: inside a checked shard_map JAX has no collectives over the lanes of a vmap ('b'). Write instead:\n"
+    "  1. statemesh's own, which run over lanes there: sm.psum(x, 'b'), or sm.pmean, sm.pmax, sm.pmin, "
+    "sm.all_gather, sm.axis_index;\n"
+    "  2. for a state: State(value, reduce='mean'), or 'sum', 'max', 'min': statemesh merges the lanes' "
+    "writes;\n"
+    "  3. for a result: return it with out_axes=0 and reduce its lane axis after vmap2, as with "
+    "jnp.sum(out, axis=0)."
+)
+
+
+def test_collectives_of_jax_run_unchecked() -> None:
+    def lane(x: jax.Array) -> Any:
+        return [fun(x) for fun in COLLECTIVES.values()]
+
+    mapped = sm.vmap2(lane, axis_name="b")
+    got = sm.shard_map(mapped, make_mesh("4"), COLUMNS, COLUMNS, check_vma=False)(DATA)
+    # Nothing runs over the mesh, so that all shards together are one `vmap`.
+    wanted = jax.vmap(lane, axis_name="b")(DATA)
+    for name, a, b in zip(COLLECTIVES, got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, err_msg=name)
+
+
+def test_they_are_refused_where_types_are_checked() -> None:
+    both: dict[str, Callable[[Any], Any]] = {
+        "both at once": lambda x: jax.lax.psum(x, ("b", "x")),
+        "one after another": lambda x: jax.lax.psum(jax.lax.pmean(x, "x"), "b"),
+    }
+    for fun in (COLLECTIVES | both).values():
+
+        def step(x: jax.Array, fun: Any = fun) -> Any:
+            return fun(x)
+
+        call = over_mesh(sm.vmap2(step, axis_name="b"))
+        assert_says(lambda call=call: call(DATA), sm.StatemeshError, INSTEAD)  # type: ignore[misc]
+
+
+def total(old: Any, new: Any, axes: Any) -> Any:
+    return old + jax.lax.psum(new - old, axes)
+
+
+def test_a_policy_that_is_a_function() -> None:
+    def by_policy(x: jax.Array) -> Any:
+        mapped = sm.vmap2(lambda s, x: s.set(s.value + x), in_axes=(None, 0), axis_name="b")
+        return mapped(sm.State(jnp.ones(2), reduce=total), x).value
+
+    unchecked = sm.shard_map(by_policy, make_mesh("4"), COLUMNS, P("x"), check_vma=False)
+    merged = unchecked(DATA)
+    np.testing.assert_allclose(merged, 1 + DATA.sum(0), rtol=1e-5)
+    text = (
+        "State: inside a checked shard_map the function reduce=total cannot merge what the lanes of vmap2 "
+        "('b') wrote, because JAX has no collectives over lanes there. Write instead:\n"
+        "  1. a named policy: reduce='mean', or 'sum', 'max', 'min';\n"
+        "  2. one value for each lane, with state_out_axes={0: ...}, and merge them after vmap2, as with "
+        "jnp.mean(state.value, axis=0)."
     )
-    assert_says(
-        lambda: fun(*given, 0),
-        TypeError,
-        f"{name}: axis_name=0 is the position of an array's axis, not the name of a mapped one. Give the "
-        "name, such as 'data'. To reduce over an array's own axis, use jnp.sum, jnp.mean, jnp.max or "
-        "jnp.min.",
-    )
+    assert_says(lambda: over_mesh(by_policy, P("x"))(DATA), sm.StatemeshError, text)
+
+
+def test_what_a_user_gets_wrong_stays_their_error() -> None:
+    def fails(x: jax.Array) -> Any:
+        raise AssertionError
+
+    with pytest.raises(AssertionError):
+        over_mesh(sm.vmap2(fails, axis_name="b"))(DATA)
+    with pytest.raises(TypeError, match="cannot reshape"):
+        over_mesh(sm.vmap2(lambda x: x.reshape(77), axis_name="b"))(DATA)

@@ -157,12 +157,10 @@ def by_gradient(call: Any) -> Any:
 MODES: dict[str, Callable[[Any], Any]] = {
     "checked, donating": lambda fun: called(fun, donate="all"),
     "unchecked": lambda fun: called(fun, check_vma=False),
-    "checked in jit": lambda fun: jax.jit(called(fun)),
     "checked in scan": lambda fun: (
         lambda w, x: jax.lax.scan(lambda w, _: (called(fun)(w, x), None), w, None, length=2)[0]
     ),
     "unchecked in jit in grad": lambda fun: by_gradient(jax.jit(called(fun, check_vma=False))),
-    "checked in remat": lambda fun: jax.jit(by_gradient(jax.checkpoint(called(fun)))),
     "pmap2": lanes,
 }
 

@@ -1,6 +1,5 @@
 """`fsdp`, `gather` and `scatter`: training is that of one device, in a part of its memory."""
 
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -22,33 +21,26 @@ KEY = jax.random.key(0)
 ROWS = np.cos(np.arange(64, dtype=np.float32)).reshape(8, 8)
 WANTED = np.sin(np.arange(32, dtype=np.float32)).reshape(8, 4)
 OPTIMIZER = optax.adam(1e-2)
+# Of a model, the slots of its optimizer, the rows, and what is wanted of them.
+SPECS = (None, None, P("x"), P("x"))
 
 
 def values(*shape: int, dtype: Any = np.float32) -> Any:
     return jnp.asarray(np.sin(np.arange(np.prod(shape))).reshape(shape), dtype) / 2
 
 
-def only_states() -> dict[str, Any]:
+def mixed() -> dict[str, Any]:
+    """Arrays outside States, parameters, and a state that is none."""
     return {
-        "up": sm.ParamState(values(8, 16)),
+        "up": eqx.nn.Linear(8, 16, key=KEY),
         "down": sm.ParamState({"w": values(16, 4), "b": values(4)}),
         "steps": sm.State(0),
     }
 
 
-def only_arrays() -> dict[str, Any]:
-    up, down = eqx.nn.Linear(8, 16, key=KEY), eqx.nn.Linear(16, 4, key=KEY)
-    return {"up": up, "down": down, "steps": sm.State(0)}
-
-
-def mixed() -> dict[str, Any]:
-    return {**only_states(), "up": eqx.nn.Linear(8, 16, key=KEY)}
-
-
 def applied(layer: Any, x: Any) -> Any:
     if isinstance(layer, sm.ParamState):
-        layer = layer.value
-        return x @ layer["w"] + layer["b"] if isinstance(layer, dict) else x @ layer
+        return x @ layer.value["w"] + layer.value["b"]
     return jax.vmap(layer)(x)
 
 
@@ -89,22 +81,19 @@ def calls(compiled: str, operation: str) -> int:
     return len(re.findall(rf" {operation}(?:-start)?\(", compiled))
 
 
-@pytest.mark.parametrize(
-    ("make", "check_vma", "kind"),
-    [
-        (only_states, True, AxisType.Auto),
-        (mixed, True, AxisType.Explicit),
-        (only_arrays, False, AxisType.Explicit),
-    ],
+both_kinds = pytest.mark.parametrize(
+    ("check_vma", "kind"), [(True, AxisType.Explicit), slow(False, AxisType.Auto)]
 )
+
+
+@both_kinds
 def test_training_is_that_of_one_device_in_a_quarter_of_its_memory(
-    make: Callable[[], Any], check_vma: bool, kind: AxisType
+    check_vma: bool, kind: AxisType
 ) -> None:
     mesh, step = make_mesh("4", kind), step_of(loss_fn)
-    model = sm.fsdp(make(), mesh, "x", min_size=4)
-    specs = (None, None, P("x"), P("x"))
-    mapped = sm.shard_map(step, mesh, specs, P(), check_vma=check_vma)
-    got, wanted = trained(mapped, model), trained(jax.jit(step), make())
+    model = sm.fsdp(mixed(), mesh, "x", min_size=4)
+    mapped = sm.shard_map(step, mesh, SPECS, P(), check_vma=check_vma)
+    got, wanted = trained(mapped, model), trained(jax.jit(step), mixed())
     check(got, wanted)
     _, after, slots, grads = got
     structure: Any = jax.tree.structure
@@ -135,14 +124,13 @@ def tensor_parallel_loss(model: Any, x: Any, y: Any) -> Any:
     return jnp.mean((out - y) ** 2), model
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_with_tensor_parallelism_on_another_axis(check_vma: bool) -> None:
-    kind = AxisType.Explicit if check_vma else AxisType.Auto
+@both_kinds
+def test_with_tensor_parallelism_on_another_axis(check_vma: bool, kind: AxisType) -> None:
     mesh, step = make_mesh("4x2", kind), step_of(tensor_parallel_loss)
     model = sm.fsdp(tensor_parallel(), mesh, "x", min_size=4)
     specs = {name: model[name].spec for name in model}
     assert specs == {"up": P("x", "y"), "bias": P("y"), "down": P("y", "x"), "last": P("x")}
-    mapped = sm.shard_map(step, mesh, (None, None, P("x"), P("x")), P(), check_vma=check_vma)
+    mapped = sm.shard_map(step, mesh, SPECS, P(), check_vma=check_vma)
     got = trained(mapped, model)
     check(got, trained(jax.jit(step), tensor_parallel()))
     assert got[1]["up"].value.addressable_shards[0].data.shape == (2, 8)
@@ -171,13 +159,12 @@ def scanned_loss(stack: Stack, x: Any, y: Any) -> Any:
     return jnp.mean((out[:, :4] - y) ** 2), stack
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_layer_by_layer_in_a_scan_with_remat(check_vma: bool) -> None:
-    kind = AxisType.Auto if check_vma else AxisType.Explicit
+@both_kinds
+def test_layer_by_layer_in_a_scan_with_remat(check_vma: bool, kind: AxisType) -> None:
     mesh, step = make_mesh("4", kind), step_of(scanned_loss)
     stack = sm.fsdp(Stack(8), mesh, "x", min_size=4, first_axis=1)
     assert (stack.w.spec, stack.linear.bias.spec) == (P(None, "x", None), P(None, "x"))
-    mapped = sm.shard_map(step, mesh, (None, None, P("x"), P("x")), P(), check_vma=check_vma)
+    mapped = sm.shard_map(step, mesh, SPECS, P(), check_vma=check_vma)
     check(trained(mapped, stack), trained(jax.jit(step), Stack(8)))
     slots = OPTIMIZER.init(sm.trainable(stack))
     compiled = mapped.lower(stack, slots, ROWS, WANTED).compile().as_text()
@@ -243,7 +230,7 @@ def test_which_axis_is_split() -> None:
     placed = sm.place(split, mesh)
     assert placed["w"].value.addressable_shards[0].data.shape == (2,)
     # Shapes are enough.
-    shapes = eqx.filter_eval_shape(only_arrays)
+    shapes = eqx.filter_eval_shape(mixed)
     abstract = jax.sharding.AbstractMesh((4,), ("x",))
     assert sm.fsdp(shapes, abstract, "x", min_size=4)["up"].weight.spec == P("x", None)
 
@@ -258,16 +245,10 @@ def test_outside_any_mapped_call_values_are_whole() -> None:
     assert back["up"].weight is model["up"].weight and back["down"] is model["down"]
 
 
-# In checkpoints, with microbatches, over several axes, and in `explain`
+# In checkpoints, with microbatches, and in `explain`
 
 
-SPECS = (None, None, P("x"), P("x"))
-
-
-@pytest.mark.parametrize(("mesh", "kind"), [("4x2", AxisType.Explicit), slow("8", AxisType.Auto)])
-def test_a_checkpoint_of_split_parameters_loads_on_another_mesh(
-    mesh: str, kind: AxisType, tmp_path: Any
-) -> None:
+def test_a_checkpoint_of_split_parameters_loads_on_another_mesh(tmp_path: Any) -> None:
     """The training goes on as if nothing had happened, with the parts that the other mesh asks for."""
 
     def at(mesh: Any) -> tuple[Any, Any, Any]:
@@ -278,7 +259,7 @@ def test_a_checkpoint_of_split_parameters_loads_on_another_mesh(
     model, slots, step = at(make_mesh("4"))
     _, model, slots, _ = jax.block_until_ready(step(model, slots, ROWS, WANTED))
     checkpoint.save(tmp_path / "one", (model, slots))
-    there = make_mesh(mesh, kind)
+    there = make_mesh("4x2", AxisType.Explicit)
     *like, step_there = at(there)
     loaded = checkpoint.load(tmp_path / "one", tuple(like), there)
     for got, wanted in zip(jax.tree.leaves(loaded), jax.tree.leaves((model, slots)), strict=True):
@@ -306,8 +287,8 @@ def test_explain_tells_what_stays_whole_and_why() -> None:
     }
     model = sm.fsdp(given, mesh, "data")
     slots = optax.sgd(0.1, momentum=0.9).init(sm.trainable(model))
-    found = sm.shard_map(lambda model, slots: model, mesh, (None, None), P()).explain(model, slots)
-    whole = {row.path: row.whole for row in found.leaves if row.path.startswith("model")}
+    report = sm.shard_map(lambda model, slots: model, mesh, (None, None), P()).explain(model, slots)
+    whole = {row.path: row.whole for row in report.leaves if row.path.startswith("model")}
     assert whole == {
         "model['up']": "",
         "model['w']": "",
@@ -316,95 +297,15 @@ def test_explain_tells_what_stays_whole_and_why() -> None:
         "model['few']": "no axis is divisible by data=4",
         "model['seen']": "",
     }
-    text = " ".join(str(found).split())
+    text = " ".join(str(report).split())
     assert "P() (its own spec: kept" in text
-    assert list(found.advice) == [
+    assert list(report.advice) == [
         "model['odd'], slots[0].trace['odd']: 16.8 KiB stay whole on each of 12 devices, because no axis "
         "is divisible by data=4. Pad an axis to a multiple, so that `fsdp` can split it."
     ]
 
 
-@pytest.mark.parametrize(
-    ("names", "check_vma", "kind"),
-    [
-        (("x", "y"), True, AxisType.Explicit),
-        (("y", "x"), False, AxisType.Auto),
-        slow(("x",), True, AxisType.Auto),
-    ],
-)
-def test_over_tuples_of_axes(names: tuple[str, ...], check_vma: bool, kind: AxisType) -> None:
-    """Each device holds its share of every parameter, also of one that each axis splits by itself."""
-    mesh = make_mesh("4x2", kind)
-    rows = P(names)
-    model = sm.fsdp({**mixed(), "apart": values(8, 4)}, mesh, names, min_size=4)
-    if len(names) > 1:
-        model["apart"] = sm.ParamState(values(8, 4), spec=P("x", "y"))
-    total = math.prod(mesh.shape[name] for name in names)
-
-    def loss(model: Any, x: Any, y: Any) -> Any:
-        # In another order than that of the specs.
-        whole = sm.gather(model, names[::-1])
-        apart = whole["apart"]
-        apart = apart.value if sm.is_state(apart) else apart
-        out = applied(whole["down"], jnp.tanh(applied(whole["up"], x))) + x @ apart
-        return jnp.mean((out - y) ** 2), sm.scatter(whole, model)
-
-    def step(model: Any, x: Any, y: Any) -> Any:
-        return sm.value_and_grad(loss, axis_name=names)(model, x, y)
-
-    mapped = sm.shard_map(step, mesh, (None, rows, rows), P(), check_vma=check_vma)
-    (got, new), grads = mapped(model, ROWS, WANTED)
-    plain = {**mixed(), "apart": values(8, 4)}
-    (wanted, _), wanted_grads = jax.jit(step)(plain, ROWS, WANTED)
-    check((got, grads), (wanted, wanted_grads))
-    structure: Any = jax.tree.structure
-    assert structure(new) == structure(model)
-    for x in jax.tree.leaves(grads):
-        shares = 1 if all(size % total for size in x.shape) else total
-        assert x.addressable_shards[0].data.size * shares == x.size
-
-
-@pytest.mark.parametrize(
-    ("cast", "microbatches", "check_vma", "kind"),
-    [
-        (False, None, True, AxisType.Explicit),
-        (True, 2, True, AxisType.Auto),
-        slow(True, 2, False, AxisType.Explicit),
-    ],
-)
-def test_gathered_outside_of_the_loss(
-    cast: bool, microbatches: int | None, check_vma: bool, kind: AxisType
-) -> None:
-    """Gradients of whole parameters are reduced; each shard may then take its own part (ZeRO-2)."""
-    mesh = make_mesh("4", kind)
-    model = sm.fsdp(mixed(), mesh, "x", min_size=4)
-
-    def own_part(grad: Any, part: Any) -> Any:
-        axis = next(k for k in range(grad.ndim) if grad.shape[k] != part.shape[k])
-        size = part.shape[axis]
-        return jax.lax.dynamic_slice_in_dim(grad, sm.axis_index("x") * size, size, axis)
-
-    def plain_loss(whole: Any, x: Any, y: Any) -> Any:
-        out = applied(whole["down"], jnp.tanh(applied(whole["up"], x)))
-        return jnp.mean((out - y) ** 2), whole
-
-    gradients = sm.value_and_grad(plain_loss, axis_name="x", microbatches=microbatches)
-
-    def step(model: Any, x: Any, y: Any) -> Any:
-        whole = sm.gather(model, "x")
-        if cast:
-            whole = jax.tree.map(lambda x: x * 1.0, whole)
-        (loss, _), grads = gradients(whole, x, y)
-        parts = jax.tree.leaves(sm.trainable(model))
-        return loss, [own_part(*pair) for pair in zip(jax.tree.leaves(grads), parts, strict=True)]
-
-    specs = [s.sharding.spec for s in jax.tree.leaves(sm.place(sm.trainable(model), mesh))]
-    mapped = sm.shard_map(step, mesh, (None, P("x"), P("x")), (P(), specs), check_vma=check_vma)
-    (wanted, _), wanted_grads = jax.jit(sm.value_and_grad(plain_loss))(mixed(), ROWS, WANTED)
-    check(mapped(model, ROWS, WANTED), (wanted, jax.tree.leaves(wanted_grads)))
-
-
-@pytest.mark.parametrize(("check_vma", "kind"), [(True, AxisType.Explicit), (False, AxisType.Auto)])
+@both_kinds
 def test_a_cast_model_trains_its_master_weights(check_vma: bool, kind: AxisType) -> None:
     """Also those that `fsdp` left whole; each keeps its bits until the optimizer moves it."""
     mesh = make_mesh("4", kind)

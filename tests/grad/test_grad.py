@@ -15,10 +15,12 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import compiles, counted, make_mesh
+from tests.helpers import compiles, counted, make_mesh, slow
 
 
 SHARDS = 4
+WHOLE = P()
+SPECS = (WHOLE, P("x"))
 # By whether types are checked: the axes of the mesh.
 KINDS = {True: AxisType.Explicit, False: AxisType.Auto}
 X = np.sin(np.arange(24, dtype=np.float32)).reshape(8, 3)
@@ -51,8 +53,7 @@ def plain(
 
 def on_mesh(check: bool) -> Callable[..., Any]:
     def run(fun: Callable[..., Any], model: Any, x: Any) -> Any:
-        mesh = make_mesh(str(SHARDS), KINDS[check])
-        return sm.shard_map(fun, mesh, (P(), P("x")), P(), check_vma=check)(model, x)
+        return over_mesh(fun, str(SHARDS), check)(model, x)
 
     return run
 
@@ -71,6 +72,15 @@ WAYS = {
     "vmap2": in_lanes(sm.vmap2),
     "pmap2": in_lanes(sm.pmap2),
 }
+some_ways = pytest.mark.parametrize("way", ["check", "vmap2", slow("no check"), slow("pmap2")])
+checked_or_not = pytest.mark.parametrize("check_vma", [True, slow(False)])
+
+
+def over_mesh(
+    fun: Callable[..., Any], name: str, check_vma: bool, specs: Any = SPECS, out: Any = WHOLE
+) -> Any:
+    mesh = make_mesh(name, KINDS[check_vma])
+    return sm.shard_map(fun, mesh, specs, out, check_vma=check_vma)
 
 
 def check(result: Any, expected: Any, rtol: float = 2e-5) -> None:
@@ -158,7 +168,7 @@ def test_grads_have_the_structure_of_the_model_and_none_elsewhere() -> None:
     assert stepped.act is jnp.tanh
 
 
-@pytest.mark.parametrize("way", WAYS)
+@some_ways
 def test_low_precision_and_complex_parameters_keep_their_dtypes(way: str) -> None:
     model = {
         "half": sm.ParamState(jnp.asarray([0.5, -0.25, 1], jnp.bfloat16)),
@@ -206,12 +216,10 @@ def test_wrt_in_every_form() -> None:
         assert found == {name: 420 / numbers[name] for name in names}, form
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@checked_or_not
 def test_what_was_not_written_comes_back_as_it_was(check_vma: bool) -> None:
     step = sm.value_and_grad(still_loss, axis_name="x")
-    call = sm.shard_map(
-        step, make_mesh("4", KINDS[check_vma]), (P(), P("x")), P(), check_vma=check_vma
-    )
+    call = over_mesh(step, "4", check_vma)
     net, x = call.place(make_net(), X)
     for (_, new), _ in (call(net, x), step(net, x)):
         assert new.w.value is net.w.value
@@ -222,7 +230,7 @@ def test_what_was_not_written_comes_back_as_it_was(check_vma: bool) -> None:
     assert shapes == [(), (), (2,), (3,), (3,)]
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@checked_or_not
 def test_ten_steps_trace_once(check_vma: bool) -> None:
     fun, count = counted(lambda w, x: (jnp.mean((x @ w.value - 1) ** 2), w))
 
@@ -230,9 +238,7 @@ def test_ten_steps_trace_once(check_vma: bool) -> None:
         (loss, w), grads = sm.value_and_grad(fun, axis_name="x")(w, x)
         return loss, eqx.apply_updates(w, jax.tree.map(lambda g: -0.1 * g, grads))
 
-    call = sm.shard_map(
-        step, make_mesh("4", KINDS[check_vma]), (P(), P("x")), P(), check_vma=check_vma
-    )
+    call = over_mesh(step, "4", check_vma)
     first, w = call(sm.ParamState(jnp.ones(3)), X)
     jax.block_until_ready(w)
     with compiles() as seen:
@@ -257,91 +263,13 @@ def test_what_is_written_from_parameters_alone_needs_a_policy() -> None:
         run("check", None)
 
 
-# Parameters that are split, one for each shard, or the same on all
-
-
-def split_loss(model: Any, x: Any, joined: Callable[[Any], Any]) -> Any:
-    """The loss of hidden units that may be split over several shards."""
-    hidden = jnp.tanh(model["gain"].value * x @ model["up"].value + model["bias"].value)
-    y = joined(hidden @ model["down"].value) + model["last"].value
-    return jnp.mean((y - 1) ** 2), model
-
-
-def split_model() -> dict[str, sm.ParamState]:
-    return {
-        "gain": sm.ParamState(jnp.array([0.5, 1.0, 2.0])),
-        "up": sm.ParamState(np.cos(np.arange(12.0)).reshape(3, 4), spec=P(None, "y")),
-        "bias": sm.ParamState(np.linspace(-1, 1, 4), spec=P("y")),
-        "down": sm.ParamState(np.sin(np.arange(4.0)), spec=P("y")),
-        "last": sm.ParamState(0.5),
-    }
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_units_split_over_one_axis_and_rows_over_the_other(check_vma: bool) -> None:
-    def by_both(model: Any, x: Any) -> Any:
-        def loss(model: Any, x: Any) -> Any:
-            return split_loss(model, x, lambda y: jax.lax.psum(y, "y"))
-
-        mean = sm.value_and_grad(loss, axis_name="x")(model, x)
-        total = sm.value_and_grad(loss, axis_name="x", reduce="sum")(model, x)
-        return mean, total
-
-    mapped = sm.shard_map(
-        by_both, make_mesh("4x2", KINDS[check_vma]), (P(), P("x")), P(), check_vma=check_vma
-    )
-    mean, ((loss, _), grads) = mapped(split_model(), X)
-    wanted = plain(split_loss)(split_model(), X, lambda y: y)
-    check(mean, wanted)
-    check((loss / 4, jax.tree.map(lambda g: g / 4, grads)), (wanted[0][0], wanted[1]))
-    assert grads["up"].value.sharding.spec == P(None, "y")
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("gather", [sm.all_gather, jax.lax.all_gather], ids=["sm", "lax"])
-def test_parameters_gathered_from_all_shards(gather: Any, check_vma: bool) -> None:
-    def loss(w: Any, x: Any) -> Any:
-        return jnp.mean((x @ w) ** 2), w
-
-    def within(w: Any, x: Any) -> Any:
-        return loss(gather(w, "x", tiled=True), x)[0], w
-
-    def parts(w: Any, x: Any) -> Any:
-        inside, _ = sm.grad(within, axis_name="x")(w, x)
-        # Gathered before, a parameter is one value on all shards, and has the whole gradient.
-        whole, _ = sm.grad(loss, axis_name="x")(gather(w, "x", tiled=True), x)
-        return inside, jax.lax.dynamic_slice_in_dim(whole, sm.axis_index("x") * w.size, w.size)
-
-    w = np.linspace(-1, 1, 16, dtype=np.float32)
-    x = np.cos(np.arange(128, dtype=np.float32)).reshape(8, 16)
-    specs = (P("x"), P("x"))
-    found = sm.shard_map(
-        parts, make_mesh("4", KINDS[check_vma]), specs, P("x"), check_vma=check_vma
-    )(w, x)
-    wanted = jax.grad(lambda w: loss(w, x)[0])(w)
-    for gradient in found:
-        np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-6)
-
-
 def test_a_cast_parameter_belongs_to_its_shard() -> None:
     def own(w: Any, x: Any) -> Any:
         return sm.grad(lambda w, x: ((w * x).sum(), w))(jax.lax.pcast(w, "x", to="varying"), x)[0]
 
     x = np.arange(4.0, dtype=np.float32)
-    got = sm.shard_map(own, make_mesh("4", AxisType.Explicit), (P(), P("x")), P("x"))(
-        jnp.ones(1), x
-    )
+    got = over_mesh(own, "4", True, out=P("x"))(jnp.ones(1), x)
     np.testing.assert_array_equal(got, x)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_rows_split_over_several_axes(check_vma: bool) -> None:
-    step = sm.value_and_grad(still_loss, axis_name=("x", "z"))
-    specs = (P(), P(("z", "x")))
-    got = sm.shard_map(step, make_mesh("2x2x2", KINDS[check_vma]), specs, P(), check_vma=check_vma)(
-        make_net(), X
-    )
-    check(got, plain(still_loss)(make_net(), X))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -353,10 +281,7 @@ def test_one_parameter_per_shard(check_vma: bool) -> None:
         return jnp.mean((x * model["w"].value - model["own"].value) ** 2), model
 
     step = sm.value_and_grad(loss, axis_name="x")
-    specs = (P(), P("x"))
-    (value, _), grads = sm.shard_map(
-        step, make_mesh("4", KINDS[check_vma]), specs, P(), check_vma=check_vma
-    )(model, X)
+    (value, _), grads = over_mesh(step, "4", check_vma)(model, X)
     apart = X.astype(np.float64).reshape(SHARDS, -1) * 0.3 - own[:, None]
     np.testing.assert_allclose(value, np.mean(apart**2), rtol=1e-5)
     np.testing.assert_allclose(grads["own"].value, -2 * apart.sum(1) / X.size, rtol=1e-5)
@@ -374,6 +299,6 @@ def test_aux_comes_back_by_its_own_spec() -> None:
 
     net, aux = make_net(), {"rows": P("x"), "kind": None, "w": P()}
     out_specs = ((((P(), aux), P()), P()), ((P(), aux), P()))
-    got = sm.shard_map(both, make_mesh("4", AxisType.Explicit), (P(), P("x")), out_specs)(net, X)
+    got = over_mesh(both, "4", True, out=out_specs)(net, X)
     ((loss_wanted, aux_wanted), new), grads = plain(loss, has_aux=True)(net, X)
     check(got, ((((loss_wanted, aux_wanted), new), grads), ((grads, aux_wanted), new)))

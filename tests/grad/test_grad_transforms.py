@@ -12,11 +12,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.grad.test_grad import WAYS, X, check, plain
-from tests.helpers import assert_says, make_mesh
+from tests.grad.test_grad import WAYS, X, check, checked_or_not, plain, some_ways
+from tests.helpers import make_mesh
 
 
-KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+each_kind = pytest.mark.usefixtures("each_kind")
 
 
 def make_model() -> dict[str, Any]:
@@ -78,7 +78,7 @@ def all_unsharded() -> Any:
     return eqx.filter_jit(functools.partial(all_programs, plain))(make_model(), X)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@some_ways
 def test_inside(way: str) -> None:
     inside = functools.partial(all_programs, sm.value_and_grad)
     check(WAYS[way](inside, make_model(), X), all_unsharded())
@@ -107,38 +107,23 @@ def test_a_second_derivative_in_reverse_inside_where_types_tell() -> None:
             WAYS[way](inside, make_model(), X)
 
 
-def test_one_in_the_loss_of_another_is_refused_over_the_same_axis() -> None:
-    def penalised(model: Any, x: Any) -> Any:
-        (loss, _), grads = sm.value_and_grad(loss_fn, axis_name="x")(model, x)
-        return loss + jnp.sum(grads["w"].value ** 2), model
-
-    text = (
-        "value_and_grad: inside the loss of another value_and_grad over 'x', it cannot reduce over the "
-        "same axes: there each shard has its own parameters, which may differ. Leave axis_name out "
-        "inside, for the gradient of this shard's own loss."
-    )
-    step = sm.value_and_grad(penalised, axis_name="x")
-    assert_says(lambda: WAYS["check"](step, make_model(), X), sm.StatemeshError, text)
-
-
 # Meshes
 
 
+@each_kind
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_mesh(check_vma: bool, kind: str) -> None:
-    step, mesh = sm.value_and_grad(loss_fn, axis_name="x"), make_mesh("4x2", KINDS[kind])
+def test_every_kind_of_mesh(check_vma: bool) -> None:
+    step, mesh = sm.value_and_grad(loss_fn, axis_name="x"), make_mesh("4x2")
     call = sm.shard_map(step, mesh, (P(), P("x")), P(), check_vma=check_vma)
     check(call(make_model(), X), unsharded())
     with jax.set_mesh(mesh):
         check(call(make_model(), X), unsharded())
-    if kind == "explicit":
-        some = sm.shard_map(step, mesh, (P(), P("x")), P(), check_vma=check_vma, axis_names={"x"})
-        check(some(make_model(), X), unsharded())
+    some = sm.shard_map(step, mesh, (P(), P("x")), P(), check_vma=check_vma, axis_names={"x"})
+    check(some(make_model(), X), unsharded())
 
 
 def test_without_jit_and_in_maps_of_jax_alone() -> None:
-    mesh, specs = make_mesh("4", AxisType.Explicit), (P(), P("x"))
+    mesh, specs = make_mesh("2", AxisType.Explicit), (P(), P("x"))
     step = sm.value_and_grad(loss_fn, axis_name="x")
     call = sm.shard_map(step, mesh, specs, P(), jit=False)
     check(call(make_model(), X), unsharded())
@@ -153,16 +138,15 @@ def test_without_jit_and_in_maps_of_jax_alone() -> None:
     check(lanes(make_model(), X.reshape(4, 2, 3)), unsharded())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_outside_any_mapped_call_on_arrays_laid_out(kind: str) -> None:
-    mesh = make_mesh("4x2", KINDS[kind])
+@each_kind
+def test_outside_any_mapped_call_on_arrays_laid_out() -> None:
+    mesh = make_mesh("4x2")
     model = jax.device_put(make_model(), NamedSharding(mesh, P()))
     x = jax.device_put(X, NamedSharding(mesh, P("x")))
     run = sm.value_and_grad(loss_fn, axis_name="x")
-    for step in (run, jax.jit(run)):
-        check(step(model, x), unsharded())
-        with jax.set_mesh(mesh):
-            check(step(model, x), unsharded())
+    check(run(model, x), unsharded())
+    with jax.set_mesh(mesh):
+        check(jax.jit(run)(model, x), unsharded())
     # Only the rows are laid out.
     check(run(make_model(), x), unsharded())
 
@@ -174,7 +158,7 @@ def lanes(fun: Callable[..., Any], name: str) -> Any:
     return sm.vmap2(fun, in_axes=(None, 0), out_axes=None, axis_name=name)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@checked_or_not
 def test_lanes_and_shards_in_one_another(check_vma: bool) -> None:
     both = sm.value_and_grad(loss_fn, axis_name=("lanes", "x"))
     kind = AxisType.Explicit if check_vma else AxisType.Auto
@@ -189,22 +173,18 @@ def test_lanes_and_shards_in_one_another(check_vma: bool) -> None:
     check(lanes(inner, "lanes")(make_model(), X.reshape(2, 4, 3)), unsharded())
 
 
-@pytest.mark.parametrize("outer", [sm.vmap2, sm.pmap2])
-def test_lanes_in_lanes(outer: Any) -> None:
+def test_lanes_in_lanes() -> None:
     both = sm.value_and_grad(loss_fn, axis_name=("a", "b"))
-    mapped = outer(lanes(both, "b"), in_axes=(None, 0), out_axes=None, axis_name="a")
-    got = mapped(make_model(), X.reshape(4, 2, 1, 3))
-    check(got, unsharded())
+    mapped = sm.pmap2(lanes(both, "b"), in_axes=(None, 0), out_axes=None, axis_name="a")
+    check(mapped(make_model(), X.reshape(4, 2, 1, 3)), unsharded())
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shards_in_shards(check_vma: bool) -> None:
-    mesh = make_mesh("4x2", AxisType.Auto if check_vma else AxisType.Explicit)
+def test_shards_in_shards() -> None:
+    mesh = make_mesh("4x2", AxisType.Explicit)
 
     def outer(model: Any, x: Any) -> Any:
         both = sm.value_and_grad(loss_fn, axis_name=("x", "y"))
-        inner = sm.shard_map(both, mesh, (P(), P("y")), P(), axis_names={"y"}, check_vma=check_vma)
-        return inner(model, x)
+        return sm.shard_map(both, mesh, (P(), P("y")), P(), axis_names={"y"})(model, x)
 
-    mapped = sm.shard_map(outer, mesh, (P(), P("x")), P(), axis_names={"x"}, check_vma=check_vma)
+    mapped = sm.shard_map(outer, mesh, (P(), P("x")), P(), axis_names={"x"})
     check(mapped(make_model(), X), unsharded())

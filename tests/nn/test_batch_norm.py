@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import assert_says, compiles, counted, make_mesh
+from tests.helpers import assert_says, compiles, counted, make_mesh, slow
 from tests.nn.ways import forward, ways
 
 
@@ -30,20 +30,20 @@ plainly = eqx.filter_jit(forward)
 
 
 WAYS = ways()
-some_ways = pytest.mark.parametrize("name", ["4x2, unchecked", "vmap2 in shards"])
+some_ways = pytest.mark.parametrize("name", ["vmap2 in shards", slow("4x2, unchecked")])
 
 
 def uneven_batches() -> list[tuple[Any, Any]]:
-    """8 batches of 8 or 24 rows, of which 1 to all count. Their means are far from 0 and wander."""
+    """Batches of 8 or 24 rows, of which 1 to all count. Their means are far from 0 and wander."""
     numbers = np.random.default_rng(0)
     batches = []
-    for i in range(8):
+    for i in range(5):
         rows = 24 if i % 3 else 8
         x = numbers.normal(100 + 5 * np.sin(i), 1 + i / 10, (rows, SIZE)).astype(np.float32)
         counted = numbers.permutation(rows) < numbers.integers(1, rows + 1)
         # Rows that do not count may hold anything.
         batches.append((np.where(counted[:, None], x, np.float32(np.nan)), counted))
-    assert len({int(c.sum()) for _, c in batches}) > 5
+    assert len({int(c.sum()) for _, c in batches}) > 3
     return batches
 
 
@@ -95,7 +95,7 @@ def test_its_gradient_is_that_of_the_formula(name: str) -> None:
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-@pytest.mark.parametrize("checked", [True, False])
+@pytest.mark.parametrize("checked", [True, slow(False)])
 def test_its_gradient_by_value_and_grad_inside(checked: bool) -> None:
     names = ("x", "y")
 
@@ -287,9 +287,6 @@ def test_float64() -> None:
         assert {a.dtype for a in narrow.running.value.values()} == {np.dtype(np.float32)}
 
 
-# Tracing
-
-
 # Refused calls
 
 
@@ -316,37 +313,14 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
         "rows do not divide evenly, pad them, and mark with `where` which of them count.",
     ),
     (
-        lambda: norm()(X[:, :2]),
-        "BatchNorm: x is float32[8,2] with 2 channels on axis -1, but the layer holds 3. Make the layer "
-        "for as many, or name the axis of the channels by channel_axis.",
-    ),
-    (
-        lambda: norm(channel_axis=2)(X),
-        "BatchNorm: channel_axis=2, but x is float32[8,3] and has no such axis.",
-    ),
-    (
         lambda: norm()(X[0]),
         "BatchNorm: x is float32[3], a single row, which has no statistics. Give the layer all rows at "
         "once; or name the axis that they are mapped over, in the layer and in the map: axis_name='rows'.",
     ),
     (
-        lambda: norm()(X.astype(int)),
-        "BatchNorm: x is int32[8,3], but must hold floating numbers: `x.astype(jnp.float32)`.",
-    ),
-    (
-        lambda: norm()(X, X[:, 0]),
-        "BatchNorm: where is float32[8], but must be bool and have the leading axes of x, which is "
-        "float32[8,3] with its channels on axis -1.",
-    ),
-    (
         lambda: norm()(X, X[:4, 0] > 0),
         "BatchNorm: where is bool[4], but must be bool and have the leading axes of x, which is "
         "float32[8,3] with its channels on axis -1.",
-    ),
-    (lambda: norm(momentum=1.5), "BatchNorm: momentum=1.5, but it must be None or from 0 to 1."),
-    (
-        lambda: norm(momentum=0.9).with_statistics(np.zeros(SIZE), 1.0),
-        "BatchNorm: var is float32[], but must be of shape (3,): one number for each channel.",
     ),
     (
         lambda: norm().with_statistics(np.zeros(SIZE), np.ones(SIZE)),
@@ -368,5 +342,4 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
 
 @pytest.mark.parametrize(("call", "text"), MISTAKES)
 def test_the_text_is_exactly(call: Callable[[], Any], text: str) -> None:
-    is_type = "must hold floating numbers" in text or "is traced here" in text
-    assert_says(call, TypeError if is_type else sm.StatemeshError, text)
+    assert_says(call, TypeError if "is traced here" in text else sm.StatemeshError, text)

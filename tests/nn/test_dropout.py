@@ -1,6 +1,5 @@
 """`nn.Dropout`: the mask is the same, however the rows are split."""
 
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -8,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 import statemesh as sm
-from tests.helpers import assert_says, compiles, counted
-from tests.nn.ways import forward, key_data, sharded, ways
+from tests.nn.ways import forward, key_data, ways
 
 
 RATE = 0.4
@@ -84,47 +81,3 @@ def test_without_a_rate_and_in_inference_nothing_is_drawn() -> None:
         np.testing.assert_array_equal(y, X)
     flipped = eqx.nn.inference_mode(dropout(inference=True), value=False)
     assert (flipped(X)[0] == 0).any()
-
-
-def test_it_is_traced_once_and_compiled_once() -> None:
-    fun, traces = counted(forward)
-    run = sharded("8", AxisType.Explicit, fun=fun)
-    _, layer = jax.block_until_ready(run(dropout(axis_name="x"), X))
-    with compiles() as compiled:
-        _, layer = jax.block_until_ready(run(layer, X))
-    assert (traces.times, compiled.times) == (1, 0)
-
-
-MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (
-        lambda: sm.nn.Dropout(1.0, jax.random.key(0)),
-        sm.StatemeshError,
-        "Dropout: rate=1.0, but it must be at least 0 and below 1.",
-    ),
-    (
-        lambda: sm.nn.Dropout(0.5, 0),
-        TypeError,
-        "RandomState needs a typed key, got 0. Write `sm.RandomState(jax.random.key(0))`; "
-        "`jax.random.wrap_key_data(raw)` makes a typed key of a raw one.",
-    ),
-    (
-        lambda: dropout(row_axis=2)(X),
-        sm.StatemeshError,
-        "Dropout: row_axis=2, but x is float32[16,5] and has no such axis.",
-    ),
-    (
-        lambda: dropout()(X.astype(int)),
-        TypeError,
-        "Dropout: x is int32[16,5], but must hold floating numbers: `x.astype(jnp.float32)`.",
-    ),
-    (
-        lambda: sharded("8", AxisType.Auto)(dropout(axis_name="rows"), X),
-        sm.StatemeshError,
-        "RandomState.rows: no axis is called 'rows' here; the axes mapped over are 'x'.",
-    ),
-]
-
-
-@pytest.mark.parametrize(("call", "error", "text"), MISTAKES)
-def test_the_text_is_exactly(call: Callable[[], Any], error: type[Exception], text: str) -> None:
-    assert_says(call, error, text)

@@ -55,23 +55,14 @@ def in_lanes(transform: Any, count: int, fun: Forward = forward, by_row: bool = 
 def ways(fun: Forward = forward, by_row: bool = True) -> dict[str, tuple[Any, Forward]]:
     """The names of the axes for the layer, and the call."""
     in_shards = in_lanes(sm.vmap2, 2, fun, by_row)
-
-    def on_mesh(name: str, kind: AxisType, check_vma: bool, fun: Forward = fun) -> Forward:
-        return sharded(name, kind, check_vma, fun, by_row)
-
+    explicit, auto = AxisType.Explicit, AxisType.Auto
     return {
         "unsharded": ("x", eqx.filter_jit(fun)),
         "vmap2": ("lanes", eqx.filter_jit(in_lanes(sm.vmap2, 4, fun, by_row))),
         "pmap2": ("lanes", eqx.filter_jit(in_lanes(sm.pmap2, 8, fun, by_row))),
-        "2, unchecked": ("x", on_mesh("2", AxisType.Auto, False)),
-        "8": ("x", on_mesh("8", AxisType.Explicit, True)),
-        "4x2": (("x", "y"), on_mesh("4x2", AxisType.Auto, True)),
-        "4x2, unchecked": (("x", "y"), on_mesh("4x2", AxisType.Explicit, False)),
-        "vmap2 in shards": (("x", "lanes"), on_mesh("4", AxisType.Explicit, True, in_shards)),
-        "vmap2 in shards, unchecked": (
-            ("x", "lanes"),
-            on_mesh("4", AxisType.Auto, False, in_shards),
-        ),
+        "8": ("x", sharded("8", explicit, True, fun, by_row)),
+        "4x2, unchecked": (("x", "y"), sharded("4x2", auto, False, fun, by_row)),
+        "vmap2 in shards": (("x", "lanes"), sharded("4", explicit, True, in_shards, by_row)),
     }
 
 
