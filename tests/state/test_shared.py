@@ -1,9 +1,7 @@
 """Equal `pmap2`s of one function share what they compiled, and keep nothing alive."""
 
-import copy
 import functools
 import gc
-import pickle
 import threading
 import weakref
 from typing import Any, NamedTuple
@@ -199,21 +197,3 @@ def test_threads_share() -> None:
         thread.join()
     assert wrong == []
     assert count.times == 1
-
-
-def doubled(x: Any) -> Any:
-    return 2 * x
-
-
-def test_copies_and_pickles() -> None:
-    mapped = sm.pmap2(doubled)
-    for one in (pickle.loads(pickle.dumps(mapped)), copy.copy(mapped), copy.deepcopy(mapped)):
-        np.testing.assert_array_equal(one(X), 2 * X)
-        assert one.__wrapped__ is doubled
-
-
-def test_mistakes_are_told_every_time() -> None:
-    fun: Any = lambda x, y: x
-    for _ in range(2):
-        with pytest.raises(TypeError, match="'y'"):
-            sm.pmap2(fun)(X)
