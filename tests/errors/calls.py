@@ -169,6 +169,12 @@ def place_traced(transform: Any) -> Any:
     return transform(place)(X[None] if transform is jax.vmap else X)
 
 
+def rank_of_an_array_on_the_mesh(ask: Callable[[Any, Any], Any]) -> Any:
+    mesh = make_mesh()
+    x = jax.device_put(np.ones(8), NamedSharding(mesh, P("x")))
+    return ask(sm.shard_map(same, mesh, (P(None, "x"),), P(None, "x"), donate="all"), x)
+
+
 # Results
 
 
@@ -394,7 +400,26 @@ MISTAKES: Mistakes = {
         lambda: call(mesh=make_mesh("4x2"), in_specs=(P(), P("x", "y")))(net(), X),
         lambda: call()(sm.State(np.zeros((4, 3)), spec=sm.PerShard("x")), X),
         lambda: call()(sm.State(0.0, spec=sm.PerShard("x")), X),
+        *each(
+            rank_of_an_array_on_the_mesh,
+            lambda mapped, x: mapped(x),
+            lambda mapped, x: mapped.explain(x),
+            lambda mapped, x: mapped.lower(x),
+        ),
     ],
+    "trees that do not fit where they are placed": each(
+        lambda given: sm.place(given[0], make_mesh(), given[1], state_specs=given[2]),
+        ({"a": X[:6], "m": [sm.State(X[:7], spec=P("x"))], "ok": X}, P("x"), None),
+        (X[0], P("x"), None),
+        (X, P("z"), None),
+        (np.ones((8, 8)), P("x", "x"), None),
+        ({"a": X}, {"b": P("x")}, None),
+        (X, "x", None),
+        (sm.State(X[:6], spec=sm.PerShard("x")), None, None),
+        (sm.State(X), None, {"t": P("x")}),
+        (sm.State({"a": X}), None, {...: {"b": P("x")}}),
+        (sm.State(X), None, {3: P("x")}),
+    ),
     "axes taken by an outer call": [
         lambda: call(lambda m, x: (call()(m, x)[0], m))(net(), X),
         axis_taken_by_an_outer_call,

@@ -214,9 +214,7 @@ def test_a_tuple_names_one_axis_or_several() -> None:
 
 
 @on_each_kind
-@pytest.mark.parametrize(
-    ("axis_name", "check_vma"), [("x", False), (("x", "y"), True)]
-)
+@pytest.mark.parametrize(("axis_name", "check_vma"), [("x", False), (("x", "y"), True)])
 def test_parameters_gathered_have_the_gradient_of_one_loss(axis_name: Any, check_vma: bool) -> None:
     # Of the mean of 16 squares, 4 of them of each parameter.
     assert gradients.of_gathered(axis_name, check_vma).tolist() == [0.5] * 4

@@ -40,9 +40,7 @@ def test_a_mistake_is_refused_in_these_words(name: str, known: dict[str, str]) -
 # The words are the same on Auto axes, whose types say less.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", calls.MISTAKES)
-def test_a_mistake_on_auto_axes_is_refused_in_these_words(
-    name: str, known: dict[str, str]
-) -> None:
+def test_a_mistake_on_auto_axes_is_refused_in_these_words(name: str, known: dict[str, str]) -> None:
     assert table.texts(MISTAKES[name]) == known[name]
 
 

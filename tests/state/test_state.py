@@ -1,6 +1,7 @@
 """`State` as a value and as a pytree node."""
 
 import copy
+import io
 import operator
 import pickle
 import sys
@@ -244,6 +245,14 @@ def test_equinox_filters() -> None:
     np.testing.assert_array_equal(gradient(net).w.value["w"], 2)
     whole = eqx.tree_at(lambda m: m.norms[0].count, net, sm.State(5))
     assert int(whole.norms[0].count.value) == 5
+
+
+def test_equinox_serialisation() -> None:
+    net, file = make_net(tag="t"), io.BytesIO()
+    saved = jax.tree.map(lambda x: x + 1 if isinstance(x, jax.Array) else x, net)
+    eqx.tree_serialise_leaves(file, saved)
+    file.seek(0)
+    assert_same(eqx.tree_deserialise_leaves(file, net), saved)
 
 
 def test_is_state() -> None:
