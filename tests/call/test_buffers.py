@@ -266,32 +266,6 @@ def test_an_untouched_array_has_the_layout_of_its_out_spec() -> None:
     assert w is not x and w.sharding == on(one)
 
 
-def test_arrays_of_a_module_are_their_own_once_and_then_the_very_ones() -> None:
-    class Net(sm.Module):
-        w: jax.Array
-        s: sm.State
-
-    net = Net(w=jnp.asarray(X), s=sm.State(X))
-    call = sm.shard_map(lambda net, x: (net, x), make_mesh(), (None, P("x")), (P(), P("x")))
-    first, _ = call(net, X)
-    net.w.delete()
-    equal(first.w, X)
-    with compiles() as seen:
-        second, _ = call(first, X)
-        third, _ = call(second, X)
-    assert third.w is first.w and third.s.value is first.s.value
-    assert seen.times == 0
-
-
-def test_a_spec_spelled_otherwise_says_the_same() -> None:
-    call = sm.shard_map(lambda s, w: (s, w), make_mesh(), P(), P())
-    x = jax.device_put(X.reshape(4, 2), on(make_mesh(), P(None, None)))
-    state, w = call(sm.State(x), x)
-    assert state.value is x and w is x
-    _, new = call(state, X)
-    assert call(state, new)[1] is new
-
-
 def test_in_an_eager_derivative_too() -> None:
     x = jnp.asarray(X)
     call = sm.shard_map(lambda m, x: (x.sum()[None], m), make_mesh(), (None, P("x")), (P("x"), P()))

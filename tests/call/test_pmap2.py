@@ -238,3 +238,29 @@ def test_vmap2_runs_where_its_arguments_lie() -> None:
         out, total = call(sm.State(1.0, reduce="sum"), x)
     np.testing.assert_array_equal(out, np.arange(4) * DATA)
     assert float(total.value) == 1 + DATA.sum()
+
+
+# Global shapes in one process, which has all lanes: they are the shapes of the arguments
+
+
+def of_three(x: Any, y: Any, z: Any) -> Any:
+    return jnp.sum(x) + y * jax.tree.leaves(z)[0]
+
+
+def test_global_shapes_that_fit_change_nothing() -> None:
+    # That of what all lanes share is its own shape.
+    shapes: Any = ([3, np.int64(8)], (8,), (2,)), ([3, 8], None, None)
+    args = np.arange(24).reshape(3, 8), np.arange(8), {"z": jnp.arange(2)}
+    expected = args[0].sum(0)[:, None] + args[1][:, None] * np.arange(2)
+    for global_shapes in (*shapes, None):
+        mapped = sm.pmap2(of_three, in_axes=(-1, 0, None), global_arg_shapes=global_shapes)
+        np.testing.assert_array_equal(mapped(*args), expected)
+
+
+def test_shapes_are_checked_at_every_call_also_of_a_state() -> None:
+    double = sm.pmap2(lambda s: s.set(s.value * 2), state_in_axes=..., global_arg_shapes=((8, 3),))
+    x = jnp.arange(24).reshape(8, 3)
+    state = double(double(sm.State(x)))
+    with pytest.raises(sm.BatchAxisError, match=r"State\(int32\[8,2\]\) here"):
+        double(sm.State(x[:, :2]))
+    np.testing.assert_array_equal(double(state).value, x * 8)

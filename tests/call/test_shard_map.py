@@ -306,21 +306,6 @@ def test_closed_over_states_are_constants() -> None:
     np.testing.assert_array_equal(call(X), X * 2)
 
 
-def test_place_and_unsharded() -> None:
-    mesh = make_mesh()
-    call = sm.shard_map(
-        lambda s, x: (x * s.value, s.set(s.value + x)), mesh, (P(), P("x")), (P("x"), P())
-    )
-    state, x = call.place(sm.State(jnp.ones(16), spec=P("x")), X)
-    assert state.value.sharding == x.sharding == NamedSharding(mesh, P("x"))
-    again, _ = call.place(state, x)
-    assert again.value is state.value
-    y, after = call.unsharded(state, x)
-    np.testing.assert_array_equal(y, call(state, x)[0])
-    np.testing.assert_array_equal(after.value, call(state, x)[1].value)
-    assert len(y.sharding.device_set) == 1
-
-
 def test_abstract_mesh_under_a_trace() -> None:
     mesh = make_mesh()
     placed = jax.device_put(X, NamedSharding(mesh, P("x")))

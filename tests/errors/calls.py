@@ -253,6 +253,45 @@ def result_that_varies_and_is_not_typed_so() -> Any:
     return call(fun, out_specs=(P(), P()))(net(), X)
 
 
+# Packed models
+
+
+def packed_for_another_mesh() -> Any:
+    model = net().replace(w=sm.ParamState(X, spec=P("x")))
+    return call(mesh=make_mesh("2x2"))(sm.pack(model, make_mesh("4x2")), X)
+
+
+def packed_with_other_specs() -> Any:
+    mapped = call(mesh=make_mesh("4"), state_in_specs=P("x"))
+    return mapped(sm.pack({"w": sm.State(X)}, make_mesh("4")), X)
+
+
+def part_of_what_is_packed_together() -> Any:
+    whole = {"nets": [sm.ParamState(X) for _ in range(6)], "w": sm.ParamState(X)}
+    chosen = sm.filters.PathContains("nets")
+    return sm.trainable(sm.pack(whole, make_mesh("4")), chosen)
+
+
+def gradient_of_packed_integers() -> Any:
+    packed = sm.pack({"count": sm.State(0)}, make_mesh("4"))
+    return sm.value_and_grad(lambda packed: (packed, packed), wrt=sm.State)(packed)
+
+
+# Lowered calls
+
+
+def lowered_for_others() -> list[Mistake]:
+    def double(x: Any, how: Any) -> Any:
+        return 2 * x
+
+    @functools.cache
+    def compiled() -> Any:
+        mapped = sm.shard_map(double, make_mesh(), (P("x"), None), P("x"))
+        return mapped.lower(X, "fast").compile()
+
+    return [lambda: compiled()([X], "fast"), lambda: compiled()(X, "slow")]
+
+
 # Split parameters
 
 
@@ -482,6 +521,14 @@ MISTAKES: Mistakes = {
         lambda: legacy.shard_map(same, make_mesh("4x2"), P(), P(), auto=("x", "x")),
         lambda: sm.vmap2(same, spmd_axis_name=("x", "x")),
     ],
+    "packed models": [
+        lambda: sm.pack({"v": sm.State(X[:6], spec=P("x")), "w": sm.State(X)}, make_mesh("4")),
+        packed_for_another_mesh,
+        packed_with_other_specs,
+        part_of_what_is_packed_together,
+        gradient_of_packed_integers,
+    ],
+    "other arguments than a call was lowered for": lowered_for_others(),
     "no name for split parameters": [
         lambda: sm.fsdp(PLAIN, make_mesh("4"), ()),
         lambda: sm.gather(PLAIN, ()),

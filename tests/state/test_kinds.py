@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import assert_says, make_mesh
+from tests.helpers import make_mesh
 
 
 pytestmark = pytest.mark.usefixtures("each_kind")
@@ -214,56 +214,6 @@ def test_a_kind_that_merges_nothing_is_found_out() -> None:
     call = sm.shard_map(count, make_mesh(), (None, P("x")), P())
     with pytest.raises(sm.DivergedStateError, match="Careless"):
         call(Careless(0.0, reduce="sum"), np.arange(8, dtype=np.float32))
-
-
-class Forgetful(sm.State):
-    """A kind whose methods forget to return."""
-
-    __slots__ = ()
-
-    def leave(self, old: Any, axis_names: Any) -> Any:
-        self.set(self.value + 1)
-
-
-class Dazed(sm.State):
-    __slots__ = ()
-
-    def enter(self, axis_names: Any) -> Any:
-        return self.value, axis_names
-
-
-class Unmade(sm.Module):
-    def init_state(self) -> Any:
-        self.replace()
-
-
-@pytest.mark.parametrize(
-    ("use", "text"),
-    [
-        (
-            lambda: merged(Forgetful(1.0)),
-            "Forgetful.leave returned None. It must return a State, as in `return self.set(value)`. Is a "
-            "`return` missing?",
-        ),
-        (
-            lambda: merged(Dazed(1.0)),
-            "Dazed.enter returned tuple: (float32[], ('x',)). It must return a State, as in `return "
-            "self.set(value)`. Is a `return` missing?",
-        ),
-        (
-            lambda: Unmade().init_all_states(),
-            "Unmade.init_state returned None. It must return the module with its states, as in `return "
-            "self.replace(mean=BatchState(0.0))`. Is a `return` missing?",
-        ),
-    ],
-    ids=["leave", "enter", "init_state"],
-)
-def test_a_forgotten_return_is_named(use: Any, text: str) -> None:
-    assert_says(use, TypeError, text)
-
-
-def merged(state: sm.State) -> Any:
-    return sm.shard_map(count, make_mesh(), (P(), P("x")), P())(state, np.ones(8, np.float32))
 
 
 def test_models_that_differ_in_a_type_alone_are_two() -> None:

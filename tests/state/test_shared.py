@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import threading
 import weakref
 from typing import Any, NamedTuple
 
@@ -33,7 +32,6 @@ def test_mapped_anew_it_is_traced_once() -> None:
 @pytest.mark.parametrize(
     "declared",
     [
-        {"in_axes": (None, 0)},
         {"in_axes": None, "axis_size": 8},
         {"out_axes": (0, 0)},
         {"axis_name": "y"},
@@ -178,22 +176,3 @@ def test_few_are_kept() -> None:
     assert count.times == 40
     sm.pmap2(fun, names[0])(X)
     assert count.times == 41
-
-
-def test_threads_share() -> None:
-    fun, count = counted(lambda x: x + 1)
-    sm.pmap2(fun)(X)
-    wrong: list[Any] = []
-
-    def work() -> None:
-        for _ in range(20):
-            if not np.array_equal(sm.pmap2(fun)(X), X + 1):
-                wrong.append(fun)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    assert count.times == 1
