@@ -79,7 +79,6 @@ def key() -> Any:
 
 PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
     "draws in branches and loops": (branched, lambda: sm.RandomState(key())),
-    "Dropout": (operator.call, lambda: nn.Dropout(0.5, key(), axis_name="data")),
     "BatchNorm": (operator.call, lambda: nn.BatchNorm(3, axis_name="data")),
     "KVCache": (cached, lambda: nn.KVCache(8, 2, 3)),
     "gradients": (trained, lambda: trainable()),

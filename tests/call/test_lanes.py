@@ -118,13 +118,6 @@ def test_where_states_enter_and_leave(lanes: Any, row: str) -> None:
     assert jax.tree.map(np.shape, after.value) == jax.tree.map(np.shape, expected)
 
 
-def test_the_default_axis_is_not_that_of_states(lanes: Any) -> None:
-    model = {"s": sm.State(np.arange(3.0)), "x": X}
-    y, s = lanes(lambda m: (m["s"].value + m["x"], m["s"]))(model)
-    equal(y, X + np.arange(3))
-    equal(s.value, np.arange(3))
-
-
 def test_the_first_match_counts(lanes: Any) -> None:
     model = {
         "a": sm.ParamState(np.arange(8).reshape(2, N), tag="t"),
@@ -311,31 +304,6 @@ def test_lower_place_and_unsharded(lanes: Any) -> None:
     y, after = call.unsharded(model(), X)
     close((y, after), step(model(), X))
     assert len(y.devices()) == 1
-
-
-def test_decorators(lanes: Any) -> None:
-    def double(x: Any) -> Any:
-        return x * 2 + jax.lax.axis_index("i")
-
-    options = {"axis_name": "i", "in_axes": -1, "out_axes": -1}
-    for call in (lanes(double, **options), lanes(**options)(double)):
-        assert isinstance(call, sm.StatefulMapping)
-        assert (call.__name__, call.__wrapped__) == ("double", double)
-        equal(call(X.T), X.T * 2 + np.arange(N))
-
-    class Net(sm.Module):
-        w: sm.ParamState
-
-        @lanes(in_axes=(None, 0), out_axes=(0, None))  # type: ignore[untyped-decorator]
-        def __call__(self, x: Any) -> Any:
-            return x * self.w.value, self.replace(w=self.w.value + 1)
-
-    net = Net(sm.ParamState(2.0))
-    y, after = net(X)
-    equal(y, X * 2)
-    equal(Net.__call__(after, X)[0], X * 3)
-    (placed,) = net.__call__.place(X)
-    equal(placed, X)
 
 
 # The compiled programs are those that one would write by hand

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import assert_same, compiles, elsewhere, make_mesh
+from tests.helpers import assert_same, compiles, make_mesh
 
 
 ROWS = np.arange(16, dtype=np.float32).reshape(8, 2)
@@ -134,23 +134,6 @@ def test_lanes() -> None:
     assert_one_dispatch(steady_call)
 
 
-def test_arrays_from_elsewhere() -> None:
-    mapped = mapping()
-    model, rows = steady(mapped, make_model(), ROWS)
-    expected = mapping()(model, rows)
-    for given in elsewhere(ROWS).values():
-        for _ in range(2):
-            assert_same(mapped(model, given), expected)
-            assert_same(mapped(model, rows), expected)
-    y, after = expected
-    for weight in (jax.device_put(np.ones(2, "f"), jax.devices()[2]), np.ones(2, "f"), jnp.ones(2)):
-        z, new = mapped(model.replace(w=sm.ParamState(0.0).replace(value=weight)), rows)
-        # States come back in place.
-        assert new.w.value.sharding == after.w.value.sharding
-        assert_same(z, y)
-        mapped(model, rows)
-
-
 OTHERS: dict[str, Callable[[Model, Any], tuple[Any, ...]]] = {
     "other rows": lambda model, x: (model, jnp.concatenate([x, x])),
     "another dtype": lambda model, x: (model, x.astype(jnp.bfloat16)),
@@ -181,6 +164,12 @@ def test_other_calls_between_steady_ones() -> None:
         for args, wanted in zip(calls, expected, strict=False):
             assert_same(mapped(*args), wanted)
             assert_same(mapped(model, rows), expected[-1])
+    with jax.disable_jit():
+        _, after = mapped(*calls[3])
+        assert after.w.name == "w"
+        assert type(mapped(*calls[5])[1].rows) is tuple
+    for args in (*calls, (model, rows)):
+        mapped(*args)
     with compiles() as seen:
         for args in calls:
             for given in (args, args, (model, rows), (model, rows)):

@@ -61,23 +61,6 @@ def test_a_value_that_agrees_is_not_merged() -> None:
     assert [float(after[k]) for k in ("n", "all", "sum")] == [4, X.sum(), X.sum()]
 
 
-def test_only_the_axes_that_vary_are_merged() -> None:
-    axes = []
-
-    def how(old: Any, new: Any, axis_names: tuple[str, ...]) -> Any:
-        axes.append(axis_names)
-        return jax.lax.pmean(new, axis_names)
-
-    def fun(state: sm.State, x: jax.Array) -> Any:
-        return state.set(state.value + jnp.sum(x))
-
-    mesh = make_mesh("2x2x2")
-    for spec, expected in ((P("y"), ("y",)), (P(("z", "x")), ("x", "z")), (P(), None)):
-        sm.shard_map(fun, mesh, (P(), spec), P())(sm.State(0.0, reduce=how), X)
-        assert axes == ([] if expected is None else [expected])
-        axes.clear()
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_each_leaf_is_merged_over_the_axes_that_its_own_placement_leaves_out(
     check_vma: bool,
@@ -176,15 +159,3 @@ def test_donation_gives_up_what_it_says(donate: Any) -> None:
     assert after["read"].value is m["read"].value
     np.testing.assert_array_equal(after["n"].value, X)
     np.testing.assert_array_equal(y, X * 2)
-
-
-def test_donating_calls_trace_once_and_go_on() -> None:
-    fun, count = counted(lambda s, x: (x.sum(keepdims=True), s.set(s.value + x)))
-    call = sm.shard_map(fun, make_mesh(), (P(), P("x")), (P("x"), P()), donate="states")
-    state = sm.State(jnp.zeros(16), spec=P("x"))
-    for _ in range(5):
-        _, state = call(state, X)
-    assert count.times == 1
-    np.testing.assert_array_equal(state.value, 5 * X)
-    call(sm.State(jnp.zeros(8), spec=P("x")), X[:8])
-    assert count.times == 2

@@ -13,64 +13,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import compiles
-
-
-structure: Any = jax.tree.structure
-
-
-class Chooser(sm.Module):
-    w: sm.State
-    branch: int = sm.field(static=True)
-
-
-def chosen(model: Any, x: Any, y: Any) -> Any:
-    return x if "a" in model else y
-
-
-def chosen_by_field(model: Chooser, x: Any, y: Any) -> Any:
-    return (x if model.branch == 1 else y), model
-
-
-def total(model: Any, x: Any, y: Any) -> Any:
-    return x + sum(leaf.sum() for leaf in jax.tree.leaves(model))
-
-
-W = jnp.full(4, 2.0)
-OTHERS: dict[str, tuple[Callable[..., Any], Any, Any, Any]] = {
-    "other keys": (chosen, {"a": W}, {"b": W}, 5.0),
-    "another static field": (
-        chosen_by_field,
-        Chooser(sm.State(W), 1),
-        Chooser(sm.State(W), 2),
-        5.0,
-    ),
-    "fewer leaves": (total, [W, W], [W], 3 + 8.0),
-}
-
-
-@pytest.mark.parametrize("what", OTHERS)
-@pytest.mark.parametrize("how", ["lanes", "shards"])
-def test_other_calls_without_compiling(what: str, how: str) -> None:
-    fun, model, other, expected = OTHERS[what]
-    mapped: Any = sm.vmap2(fun, in_axes=(None, 0, 0))
-    if how == "shards":
-        mapped = sm.shard_map(fun, jax.make_mesh((8,), ("data",)), (None, P(), P()), P())
-    x, y = jnp.full(4, 3.0), jnp.full(4, 5.0)
-    args, others = ((*mapped.place(m, x, y),) for m in (model, other))
-    before = [mapped(*args) for _ in range(3)][-1]
-    with jax.disable_jit():
-        result = mapped(*others)
-        assert structure(mapped(*args)) == structure(before)
-    if isinstance(model, Chooser):
-        result, after = result
-        assert structure(after) == structure(other)
-    np.testing.assert_array_equal(result, np.broadcast_to(expected, result.shape))
-    # Calls that are compiled are quick again afterwards.
-    mapped(*args)
-    with compiles() as seen:
-        mapped(*args)
-    assert seen.times == 0
 
 
 class Watched:

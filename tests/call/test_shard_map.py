@@ -1,7 +1,6 @@
 """The contract of `shard_map` for specs, states, static leaves, placement and its result."""
 
 import contextlib
-import functools
 import inspect
 import itertools
 import unittest.mock
@@ -30,22 +29,6 @@ AUTO_AND_EXPLICIT = (AxisType.Auto, AxisType.Explicit)
 # How it is made
 
 
-def test_decorator_and_keyword_forms() -> None:
-    mesh = make_mesh()
-
-    @sm.shard_map(mesh=mesh, in_specs=P("x"), out_specs=P("x"))
-    def double(x: jax.Array) -> jax.Array:
-        "Twice."
-        return x * 2
-
-    partial = functools.partial(sm.shard_map, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
-    np.testing.assert_array_equal(double(X), partial(lambda x: x * 2)(X))
-    assert double.__name__ == "double"
-    assert list(inspect.signature(double).parameters) == ["x"]
-    assert double.__wrapped__(3) == 6
-    assert isinstance(double, sm.StatefulMapping)
-
-
 def test_method_decorator() -> None:
     class Layer(sm.Module):
         w: sm.ParamState
@@ -63,22 +46,6 @@ def test_method_decorator() -> None:
     assert layer.step.lower(X).compile() is not None
     assert len(layer.step.place(X)) == 1
     assert isinstance(Layer.step, sm.StatefulMapping)
-
-
-def test_axis_names_leave_the_others_to_the_compiler() -> None:
-    mesh = make_mesh("4x2")
-
-    def fun(s: sm.State, x: jax.Array) -> Any:
-        assert x.shape == (4, 8)
-        return jax.lax.psum(x, "x"), s.set(s.value + x.sum())
-
-    call = sm.shard_map(fun, mesh, (P(), P("x")), (P(), P()), axis_names={"x"})
-    x = np.arange(128, dtype=np.float32).reshape(16, 8)
-    for run in (call, jax.jit(call)):
-        for given in (x, jax.device_put(x, NamedSharding(mesh, P("x", "y")))):
-            y, after = run(sm.State(0.0, reduce="sum"), given)
-            np.testing.assert_allclose(y, x.reshape(4, 4, 8).sum(0))
-            np.testing.assert_allclose(after.value, x.sum())
 
 
 def test_inferred_specs_on_explicit_axes() -> None:

@@ -238,20 +238,6 @@ def test_such_a_call_leaves_nothing_behind() -> None:
     assert gone() is None
 
 
-@retraced
-@pytest.mark.parametrize("options", [{"donate": "states"}, {"jit": False}], ids=str)
-def test_a_changed_static_field_under_options(options: Any) -> None:
-    def step(model: Any, x: Any) -> Any:
-        return model.replace(w=model.w.value + model.options[0] + 0 * jax.lax.psum(x.sum(), "x"))
-
-    call = sm.shard_map(step, make_mesh(), (None, P("x")), P(), **options)
-    model = Model(sm.State(0.0), [1.0])
-    for rate in (1.0, 10.0, 100.0):
-        model.options[0] = rate
-        model = call(model, X)
-    assert float(model.w.value) == 111
-
-
 def test_explain_names_what_makes_each_call_compile() -> None:
     call = MAPS["vmap2"](lambda model, x: (x * model.options[0], None))
     assert "model.options: a call was compiled anew" in str(

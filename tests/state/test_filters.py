@@ -187,18 +187,14 @@ def test_the_first_match_wins() -> None:
 IDLE: list[Any] = [
     "nowhere",
     sm.NonBatchState,
-    int,
     [],
-    ["nowhere", None],
     lambda path, state: False,
     f.PathContains("mean"),
     f.All("count", sm.HiddenState),
     f.Not(sm.State),
     f.Where(lambda net: net.decoder),
-    f.Where(lambda net: net.cells[5]),
     f.Where(lambda net: net.extra["missing"]),
     f.Where(lambda net: net.w.value),
-    f.Where(lambda net: net.extra["n"]),
     f.Where(lambda net: None),
 ]
 
