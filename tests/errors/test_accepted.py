@@ -44,10 +44,10 @@ def sharded(fun: Any = same, **options: Any) -> Any:
     return sm.shard_map(fun, make_mesh(), P("x"), P("x"), **options)
 
 
-@pytest.mark.parametrize("given", [0, {0}, [-1], np.int32(0), np.array([0]), range(1)])
-def test_positions_in_every_form(given: Any) -> None:
-    mapped = sm.pmap2(same, static_broadcasted_argnums=given, axis_size=2)
-    np.testing.assert_array_equal(mapped(3), [3, 3])
+def test_positions_in_every_form() -> None:
+    for positions in (0, {0}, [-1], np.int32(0), np.array([0]), range(1)):
+        mapped: Any = sm.pmap2(same, static_broadcasted_argnums=positions, axis_size=2)
+        np.testing.assert_array_equal(mapped(3), [3, 3])
 
 
 def test_any_object_names_the_lanes_of_vmap2() -> None:

@@ -64,31 +64,6 @@ def test_equal_declarations_share_and_others_do_not(declared: dict[str, Any]) ->
         assert x.sharding == y.sharding == z.sharding
 
 
-def test_equal_values_of_other_types_are_other_values() -> None:
-    def fun(x: Any) -> Any:
-        return x
-
-    sm.pmap2(fun, in_axes=0)(X)
-    for axes in (False, (False,)):
-        with pytest.raises(TypeError):
-            sm.pmap2(fun, in_axes=axes)(X)
-
-
-class Pair(NamedTuple):
-    left: Any
-    right: Any
-
-
-def test_a_pair_and_a_tuple_are_other_values() -> None:
-    def fun(pair: Any) -> Any:
-        return pair[0] + pair[1]
-
-    sm.pmap2(fun, in_axes=((0, 0),))((X, X))
-    sm.pmap2(fun, in_axes=(Pair(0, 0),))(Pair(X, X))
-    with pytest.raises(ValueError, match="in_axes"):
-        sm.pmap2(fun, in_axes=((0, 0),))(Pair(X, X))
-
-
 @older_objects_frozen()
 def test_function_is_not_kept_alive() -> None:
     def make() -> tuple[Any, list[Any]]:
@@ -123,6 +98,23 @@ def test_nor_by_a_filter_that_refers_to_it() -> None:
     ref = make()
     gc.collect()
     assert ref() is None
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def test_equal_values_of_other_types_are_other_values() -> None:
+    def fun(pair: Any) -> Any:
+        return pair[0] + pair[1]
+
+    sm.pmap2(fun, in_axes=((0, 0),))((X, X))
+    sm.pmap2(fun, in_axes=(Pair(0, 0),))(Pair(X, X))
+    with pytest.raises(ValueError, match="in_axes"):
+        sm.pmap2(fun, in_axes=((0, 0),))(Pair(X, X))
+    with pytest.raises(TypeError):
+        sm.pmap2(fun, in_axes=((False, False),))((X, X))
 
 
 def test_what_may_change_is_not_shared() -> None:

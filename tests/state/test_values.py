@@ -177,6 +177,11 @@ def test_set_of_what_was_there_is_equal() -> None:
 
 
 def test_policy_without_meaning_for_the_dtype_is_refused() -> None:
+    makers: list[Callable[[Any, Any], Any]] = [
+        lambda reduce, value: sm.State(value, reduce=reduce),
+        lambda reduce, value: sm.State(value).replace(reduce=reduce),
+        lambda reduce, value: sm.State(1.0, reduce=reduce).replace(value=value),
+    ]
     cases: list[tuple[Any, Any]] = [
         ("mean", 1),
         ("mean", {"a": 1.0, "b": [1]}),
@@ -186,11 +191,7 @@ def test_policy_without_meaning_for_the_dtype_is_refused() -> None:
         ("max", jax.random.key(0)),
     ]
     for reduce, value in cases:
-        for make in (
-            lambda r, v: sm.State(v, reduce=r),
-            lambda r, v: sm.State(v).replace(reduce=r),
-            lambda r, v: sm.State(1.0, reduce=r).replace(value=v),
-        ):
+        for make in makers:
             with pytest.raises(sm.StatemeshError, match="dtype"):
                 make(reduce, value)
         assert sm.State(value, reduce=lambda old, new, axis_names: new).reduce is not None
