@@ -77,10 +77,8 @@ def twice(x: Any, there: Any) -> Any:
 # How one array gets into two states.
 SHARING: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
     "one array": twice,
-    "put twice": lambda x, there: (jax.device_put(x, there), jax.device_put(x, there)),
     "the caller's": lambda x, there: (x, x),
     "a view": lambda x, there: (jax.device_put(x, there), view(jax.device_put(x, there))),
-    "a view of one": lambda x, there: (y := jax.device_put(x, there), view(y)),
 }
 
 
@@ -167,16 +165,14 @@ def moving_calls() -> dict[str, Any]:
     split: Any = ((P("y"), P("x")), P("x"))
     return {
         "states": sm.shard_map(fun, make_mesh(), *specs, donate="states"),
-        "all": sm.shard_map(fun, make_mesh(), *specs, donate="all"),
         "two axes": sm.shard_map(
             fun, make_mesh("2x2"), *split, donate="all", state_in_specs=P("y")
         ),
-        "one device": sm.shard_map(fun, make_mesh("1"), *specs, donate="all"),
         "pmap2": sm.pmap2(fun, donate_argnums=(0, 1), in_axes=None, out_axes=None, axis_size=8),
     }
 
 
-@pytest.mark.parametrize("name", ["states", "all", "two axes", "one device", "pmap2"])
+@pytest.mark.parametrize("name", ["states", "two axes", "pmap2"])
 def test_an_original_that_had_to_be_moved_is_there_after_donation(name: str) -> None:
     call = moving_calls()[name]
     for x in (
@@ -251,9 +247,8 @@ def test_an_untouched_array_that_was_moved_is_one_of_its_own(make: Any) -> None:
         equal(y, np.ones(8))
 
 
-@pytest.mark.parametrize("name", ["1", "8"])
-def test_an_untouched_array_has_the_layout_of_its_out_spec(name: str) -> None:
-    mesh, one = make_mesh(name), make_mesh("1", AxisType.Auto)
+def test_an_untouched_array_has_the_layout_of_its_out_spec() -> None:
+    mesh, one = make_mesh(), make_mesh("1", AxisType.Auto)
     for spec in (P(), P("x")):
         for given in (X, jnp.asarray(X), jax.device_put(X, jax.devices()[0])):
             kept, _ = through(mesh, spec)(given, X)
@@ -269,32 +264,6 @@ def test_an_untouched_array_has_the_layout_of_its_out_spec(name: str) -> None:
     state, w = call(sm.State(x), x)
     assert state.value is x
     assert w is not x and w.sharding == on(one)
-
-
-def test_arrays_of_a_module_are_their_own_once_and_then_the_very_ones() -> None:
-    class Net(sm.Module):
-        w: jax.Array
-        s: sm.State
-
-    net = Net(w=jnp.asarray(X), s=sm.State(X))
-    call = sm.shard_map(lambda net, x: (net, x), make_mesh(), (None, P("x")), (P(), P("x")))
-    first, _ = call(net, X)
-    net.w.delete()
-    equal(first.w, X)
-    with compiles() as seen:
-        second, _ = call(first, X)
-        third, _ = call(second, X)
-    assert third.w is first.w and third.s.value is first.s.value
-    assert seen.times == 0
-
-
-def test_a_spec_spelled_otherwise_says_the_same() -> None:
-    call = sm.shard_map(lambda s, w: (s, w), make_mesh(), P(), P())
-    x = jax.device_put(X.reshape(4, 2), on(make_mesh(), P(None, None)))
-    state, w = call(sm.State(x), x)
-    assert state.value is x and w is x
-    _, new = call(state, X)
-    assert call(state, new)[1] is new
 
 
 def test_in_an_eager_derivative_too() -> None:
@@ -327,13 +296,9 @@ def feeding(donate: Any) -> dict[str, tuple[Any, sm.State]]:
     square = (512, 512)
     return {
         "replicated": call(eight, square),
-        "of rank 3": call(eight, (4, 512, 512)),
-        "split": call(eight, square, P("x")),
         "a tuple of axes": call(two, square, P(("x", "y"))),
-        "a tuple of one axis": call(eight, square, P(("x",))),
         "the last dimension": call(two, square, P(None, "y")),
         "per shard": call(eight, (8, 256, 256), sm.PerShard("x")),
-        "on one device": call(one, (256, 256)),
         "split on one device": call(one, (256, 256), P("x")),
         "an axis of one device": call(line, square, P("one")),
     }
@@ -360,7 +325,7 @@ def test_what_is_fed_back_is_never_copied(donate: Any) -> None:
 
 
 def test_every_donation_is_one() -> None:
-    """States, keys and packed states, with a mesh that is set or given."""
+    """States, keys and packed states, with a mesh that is set."""
     mesh = make_mesh()
 
     def step(model: Any, packed: Any, x: Any) -> Any:
@@ -376,21 +341,17 @@ def test_every_donation_is_one() -> None:
         "keys": sm.RandomState(jax.random.split(jax.random.key(1), 8), spec=sm.PerShard("x")),
     }
     packed = sm.pack([sm.State(np.ones((3, 3), np.float32)), sm.State(np.ones(5))], mesh)
-    for given in (mesh, None):
-        count.times = 0
-        with jax.set_mesh(mesh):
-            call = sm.shard_map(
-                step, given, (None, None, P("x")), (P(), P(), P("x")), donate="states"
-            )
-            args = call.place(model, sm.pack(packed.unpack(), mesh), np.ones((8, 2), np.float32))
-            held, buffers, _ = call(*args)
-            with compiles() as seen:
-                for _ in range(3):
-                    old = jax.tree.leaves((held, buffers))
-                    held, buffers, _ = call(held, buffers, args[2])
-                    assert all(x.is_deleted() for x in old)
-            assert count.times == 1 and seen.times == 0
-            assert_budget(call, held, buffers, args[2], moved=0)
+    call = sm.shard_map(step, None, (None, None, P("x")), (P(), P(), P("x")), donate="states")
+    with jax.set_mesh(mesh):
+        held, buffers, x = call.place(model, packed, np.ones((8, 2), np.float32))
+        held, buffers, _ = call(held, buffers, x)
+        with compiles() as seen:
+            for _ in range(3):
+                old = jax.tree.leaves((held, buffers))
+                held, buffers, _ = call(held, buffers, x)
+                assert all(x.is_deleted() for x in old)
+        assert count.times == 1 and seen.times == 0
+        assert_budget(call, held, buffers, x, moved=0)
 
 
 def test_an_equivalent_layout_is_given_up_as_it_is() -> None:

@@ -102,11 +102,9 @@ AROUND: dict[str, Any] = {
     "jit of a scan": jax.jit(
         lambda m, x: jax.lax.scan(lambda m, _: scaled(m, x)[::-1], m, None, length=2)[::-1]
     ),
-    "cond": lambda m, x: jax.lax.cond(x > 1, scaled, lambda m, x: (m.gain, m), m, x),
     "value_and_grad in a checkpoint": jax.checkpoint(
         lambda m, x: sm.value_and_grad(scaled)(m, x)[0]
     ),
-    "tree.map": lambda m, x: jax.tree.map(lambda leaf: leaf, scaled(m, x)),
     "nested lanes": lambda m, x: sm.vmap2(scaled, in_axes=(None, 0))(m, jnp.stack([x, x])),
 }
 

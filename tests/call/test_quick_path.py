@@ -9,79 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import compiles, slow
-
-
-each_kind = pytest.mark.parametrize(
-    "kind", [AxisType.Explicit, slow(AxisType.Auto)], ids=["explicit", "auto"]
-)
-
-
-structure: Any = jax.tree.structure
-
-
-def make_mesh(kind: AxisType) -> jax.sharding.Mesh:
-    return jax.make_mesh((8,), ("data",), axis_types=(kind,))
-
-
-class Chooser(sm.Module):
-    w: sm.State
-    branch: int = sm.field(static=True)
-
-
-def chosen(model: Any, x: Any, y: Any) -> Any:
-    return x if "a" in model else y
-
-
-def chosen_by_field(model: Chooser, x: Any, y: Any) -> Any:
-    return (x if model.branch == 1 else y), model
-
-
-def total(model: Any, x: Any, y: Any) -> Any:
-    return x + sum(leaf.sum() for leaf in jax.tree.leaves(model))
-
-
-W = jnp.full(4, 2.0)
-OTHERS: dict[str, tuple[Callable[..., Any], Any, Any, Any]] = {
-    "other keys": (chosen, {"a": W}, {"b": W}, 5.0),
-    "another static field": (
-        chosen_by_field,
-        Chooser(sm.State(W), 1),
-        Chooser(sm.State(W), 2),
-        5.0,
-    ),
-    "fewer leaves": (total, [W, W], [W], 3 + 8.0),
-    "more leaves": (total, [W], [W, W], 3 + 16.0),
-    "another shape": (total, [W], [W[:2]], 3 + 4.0),
-}
-
-
-@pytest.mark.parametrize("what", OTHERS)
-@pytest.mark.parametrize("kind", [None, AxisType.Explicit], ids=["lanes", "shards"])
-def test_other_calls_without_compiling(what: str, kind: AxisType | None) -> None:
-    fun, model, other, expected = OTHERS[what]
-    mapped: Any = sm.vmap2(fun, in_axes=(None, 0, 0))
-    if kind is not None:
-        mapped = sm.shard_map(fun, make_mesh(kind), (None, P(), P()), P())
-    x, y = jnp.full(4, 3.0), jnp.full(4, 5.0)
-    args, others = ((*mapped.place(m, x, y),) for m in (model, other))
-    before = [mapped(*args) for _ in range(3)][-1]
-    with jax.disable_jit():
-        result = mapped(*others)
-        assert structure(mapped(*args)) == structure(before)
-    if isinstance(model, Chooser):
-        result, after = result
-        assert structure(after) == structure(other)
-    np.testing.assert_array_equal(result, np.broadcast_to(expected, result.shape))
-    # Calls that are compiled are quick again afterwards.
-    mapped(*args)
-    with compiles() as seen:
-        mapped(*args)
-    assert seen.times == 0
 
 
 class Watched:
@@ -102,9 +33,9 @@ def _children(node: Watched) -> tuple[tuple[Any], None]:
 jax.tree_util.register_pytree_node(Watched, _children, lambda _, children: Watched(*children))
 
 
-def steady(kind: AxisType) -> tuple[Any, sm.State, Watched]:
+def steady() -> tuple[Any, sm.State, Watched]:
     """A call that is like those before it."""
-    mesh = make_mesh(kind)
+    mesh = jax.make_mesh((8,), ("data",))
     mapped = sm.shard_map(
         lambda s, node: (s.set(s.value + 1), 2 * node.x), mesh, (None, P("data")), (P(), P("data"))
     )
@@ -124,10 +55,9 @@ def on_signal(handler: Callable[[], None]) -> Iterator[None]:
         signal.signal(signal.SIGUSR1, before)
 
 
-@each_kind
 @pytest.mark.parametrize("kind_of_error", [RuntimeError, KeyboardInterrupt])
-def test_what_a_signal_handler_raises_comes_through(kind: AxisType, kind_of_error: Any) -> None:
-    mapped, state, node = steady(kind)
+def test_what_a_signal_handler_raises_comes_through(kind_of_error: Any) -> None:
+    mapped, state, node = steady()
 
     def stop() -> None:
         raise kind_of_error("stop: 're-tracing' is no refusal, 'no_tracing' is not set")
@@ -141,9 +71,8 @@ def test_what_a_signal_handler_raises_comes_through(kind: AxisType, kind_of_erro
     np.testing.assert_array_equal(doubled, 2 * np.arange(8.0))
 
 
-@each_kind
-def test_a_signal_handler_may_compute(kind: AxisType) -> None:
-    mapped, state, node = steady(kind)
+def test_a_signal_handler_may_compute() -> None:
+    mapped, state, node = steady()
     results: list[float] = []
 
     def compute() -> None:
@@ -161,9 +90,8 @@ def test_a_signal_handler_may_compute(kind: AxisType) -> None:
     assert int(after.value) == 4
 
 
-@each_kind
-def test_an_array_that_was_given_up_is_named(kind: AxisType) -> None:
-    mapped, state, node = steady(kind)
+def test_an_array_that_was_given_up_is_named() -> None:
+    mapped, state, node = steady()
     gone = Watched(node.x + 0)
     gone.x.delete()
     with pytest.raises(sm.StatemeshError, match=r"<lambda>.*\n  - node\[<flat index 0>\]"):

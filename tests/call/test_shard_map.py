@@ -1,6 +1,6 @@
 """The contract of `shard_map` for specs, states, static leaves, placement and its result."""
 
-import functools
+import contextlib
 import inspect
 import itertools
 import unittest.mock
@@ -26,62 +26,7 @@ X = np.arange(16, dtype=np.float32)
 AUTO_AND_EXPLICIT = (AxisType.Auto, AxisType.Explicit)
 
 
-# Specs mean what they mean for jax.shard_map
-
-
-def test_bare_function_as_under_jax() -> None:
-    mesh, both = make_mesh("4x2"), P(("x", "y"))
-
-    def fun(a: jax.Array, b: jax.Array) -> jax.Array:
-        return a * 2 + jnp.sum(b)
-
-    cases: list[tuple[Any, Any]] = [
-        ((P("x"), P()), P("x")),
-        ((P("x"), None), P("x")),
-        (P(), P()),
-        ((both, P()), both),
-    ]
-    for in_specs, out_specs in cases:
-        ours = sm.shard_map(fun, mesh, in_specs, out_specs)(X, X)
-        spec = jax.tree.map(
-            lambda s: P() if s is None else s, in_specs, is_leaf=lambda s: s is None
-        )
-        # JAX takes arrays on Explicit axes only where they lie as the specs say.
-        placed = jax.device_put((X, X), jax.tree.map(lambda s: NamedSharding(mesh, s), spec))
-        bare = jax.jit(jax.shard_map(fun, mesh=mesh, in_specs=spec, out_specs=out_specs))(*placed)
-        np.testing.assert_array_equal(ours, bare)
-        assert ours.sharding.is_equivalent_to(bare.sharding, 1)
-
-
-def test_prefix_trees_in_and_out() -> None:
-    def fun(tree: dict[str, Any], rest: Any) -> Any:
-        assert tree["a"][0].shape == (2,)
-        assert tree["b"].shape == (16,)
-        return {"a": tree["a"], "total": rest}, tree["b"] + 1
-
-    call = sm.shard_map(
-        fun, make_mesh(), ({"a": P("x"), "b": P()}, P()), ({"a": P("x"), "total": P()}, P())
-    )
-    out, b = call({"a": [X, X * 2], "b": X}, {"deep": (1.5, X)})
-    np.testing.assert_array_equal(out["a"][1], X * 2)
-    np.testing.assert_array_equal(out["total"]["deep"][1], X)
-    np.testing.assert_array_equal(b, X + 1)
-
-
-def test_decorator_and_keyword_forms() -> None:
-    mesh = make_mesh()
-
-    @sm.shard_map(mesh=mesh, in_specs=P("x"), out_specs=P("x"))
-    def double(x: jax.Array) -> jax.Array:
-        "Twice."
-        return x * 2
-
-    partial = functools.partial(sm.shard_map, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
-    np.testing.assert_array_equal(double(X), partial(lambda x: x * 2)(X))
-    assert double.__name__ == "double"
-    assert list(inspect.signature(double).parameters) == ["x"]
-    assert double.__wrapped__(3) == 6
-    assert isinstance(double, sm.StatefulMapping)
+# How it is made
 
 
 def test_method_decorator() -> None:
@@ -101,31 +46,6 @@ def test_method_decorator() -> None:
     assert layer.step.lower(X).compile() is not None
     assert len(layer.step.place(X)) == 1
     assert isinstance(Layer.step, sm.StatefulMapping)
-
-
-def test_context_mesh() -> None:
-    call = sm.shard_map(lambda x: x.sum(keepdims=True), in_specs=P("x"), out_specs=P("x"))
-    with jax.set_mesh(make_mesh("4")):
-        assert call(X).shape == (4,)
-    with jax.set_mesh(make_mesh("2", AxisType.Explicit)):
-        assert call(X).shape == (2,)
-        assert jax.jit(call)(X).shape == (2,)
-
-
-def test_axis_names_leave_the_others_to_the_compiler() -> None:
-    mesh = make_mesh("4x2")
-
-    def fun(s: sm.State, x: jax.Array) -> Any:
-        assert x.shape == (4, 8)
-        return jax.lax.psum(x, "x"), s.set(s.value + x.sum())
-
-    call = sm.shard_map(fun, mesh, (P(), P("x")), (P(), P()), axis_names={"x"})
-    x = np.arange(128, dtype=np.float32).reshape(16, 8)
-    for run in (call, jax.jit(call)):
-        for given in (x, jax.device_put(x, NamedSharding(mesh, P("x", "y")))):
-            y, after = run(sm.State(0.0, reduce="sum"), given)
-            np.testing.assert_allclose(y, x.reshape(4, 4, 8).sum(0))
-            np.testing.assert_allclose(after.value, x.sum())
 
 
 def test_inferred_specs_on_explicit_axes() -> None:
@@ -225,20 +145,6 @@ def test_state_out_specs_apply_to_written_states_only() -> None:
     assert rng.key.shape == ()
 
 
-def test_states_made_inside() -> None:
-    def fun(x: jax.Array) -> Any:
-        return (
-            sm.State(x, spec=P("x")),
-            sm.State(jax.lax.psum(x, "x")),
-            sm.State(x.sum(), spec=sm.PerShard("x")),
-        )
-
-    split, whole, own = sm.shard_map(fun, make_mesh(), P("x"), P())(X)
-    np.testing.assert_array_equal(split.value, X)
-    np.testing.assert_array_equal(whole.value, X.reshape(8, 2).sum(0))
-    np.testing.assert_array_equal(own.value, X.reshape(8, 2).sum(1))
-
-
 # PerShard
 
 
@@ -314,17 +220,6 @@ def test_numpy_values_are_arrays() -> None:
     assert seen == [(np.float32, np.float32)]
 
 
-def test_keyword_arguments_are_broadcast() -> None:
-    def fun(x: jax.Array, *, scale: Any, state: sm.State, how: str) -> Any:
-        assert how == "up"
-        return x * scale, state.set(state.value + 1)
-
-    call = sm.shard_map(fun, make_mesh(), (P("x"),), (P("x"), P()))
-    y, state = call(X, scale=np.full(2, 3.0, np.float32), state=sm.State(0), how="up")
-    np.testing.assert_array_equal(y, X * 3)
-    assert int(state.value) == 1
-
-
 def test_equinox_modules_and_results_that_are_no_arrays() -> None:
     linear = eqx.nn.Linear(4, 3, key=jax.random.key(0))
     x = np.ones((8, 4), np.float32)
@@ -342,17 +237,20 @@ def test_equinox_modules_and_results_that_are_no_arrays() -> None:
 # Placement
 
 
-@pytest.mark.parametrize("name", ["2", "8"])
-def test_inputs_are_placed_from_anywhere(name: str) -> None:
-    mesh, x = make_mesh(name), X.reshape(8, 2)
+@pytest.mark.parametrize("is_set", [False, True])
+def test_inputs_are_placed_from_anywhere(is_set: bool) -> None:
+    mesh, x = make_mesh(), X.reshape(8, 2)
     call = sm.shard_map(lambda s, x: (x + s.value, s), mesh, (P(), P("x")), (P("x"), P()))
     state = sm.State(jax.device_put(x, jax.devices()[-1]), spec=P("x"))
     for given in elsewhere(x).values():
         for _ in range(2):
-            y, after = call(state, given)
+            with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+                y, after = call(state, given)
             np.testing.assert_array_equal(y, 2 * x)
             assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), 2)
             assert after.value.sharding == NamedSharding(mesh, P("x"))
+        # The original is still there.
+        np.testing.assert_array_equal(given, x)
 
 
 @pytest.mark.parametrize("kinds", [*itertools.product(AUTO_AND_EXPLICIT, repeat=2)], ids=str)
@@ -375,41 +273,24 @@ def test_closed_over_states_are_constants() -> None:
     np.testing.assert_array_equal(call(X), X * 2)
 
 
-def test_place_and_unsharded() -> None:
+def test_abstract_mesh_under_a_trace() -> None:
     mesh = make_mesh()
-    call = sm.shard_map(
-        lambda s, x: (x * s.value, s.set(s.value + x)), mesh, (P(), P("x")), (P("x"), P())
-    )
-    state, x = call.place(sm.State(jnp.ones(16), spec=P("x")), X)
-    assert state.value.sharding == x.sharding == NamedSharding(mesh, P("x"))
-    again, _ = call.place(state, x)
-    assert again.value is state.value
-    y, after = call.unsharded(state, x)
-    np.testing.assert_array_equal(y, call(state, x)[0])
-    np.testing.assert_array_equal(after.value, call(state, x)[1].value)
-    assert len(y.sharding.device_set) == 1
-
-
-@pytest.mark.parametrize("mapping", [sm.shard_map, legacy.shard_map], ids=["newer", "legacy"])
-def test_abstract_mesh_under_a_trace(mapping: Any) -> None:
-    mesh = make_mesh()
-    call = mapping(lambda x: x * 2, mesh.abstract_mesh, P("x"), P("x"))
     placed = jax.device_put(X, NamedSharding(mesh, P("x")))
-    np.testing.assert_array_equal(jax.jit(call)(placed), X * 2)
+    for mapping in (sm.shard_map, legacy.shard_map):
+        call: Any = mapping(lambda x: x * 2, mesh.abstract_mesh, P("x"), P("x"))
+        np.testing.assert_array_equal(jax.jit(call)(placed), X * 2)
 
 
-def test_zero_arguments_and_empty_results() -> None:
+def test_no_arguments_and_no_results() -> None:
     call = sm.shard_map(lambda: jnp.arange(3), make_mesh(), (), P())
     np.testing.assert_array_equal(call(), np.arange(3))
     assert sm.shard_map(lambda x: None, make_mesh(), (P("x"),), None)(X) is None
-    nothing = sm.shard_map(lambda x: x, make_mesh(), P("x"), P("x"))(np.zeros((0, 3), np.float32))
-    assert nothing.shape == (0, 3)
 
 
 # Errors inside the function
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyError, ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_exceptions_come_through_and_the_model_is_untouched(error: type[BaseException]) -> None:
     raised: BaseException | None = error("boom")
     state = sm.State(jnp.arange(16.0))
@@ -429,15 +310,6 @@ def test_exceptions_come_through_and_the_model_is_untouched(error: type[BaseExce
     # The call works after an error.
     raised = None
     np.testing.assert_array_equal(call(state, X), X)
-
-
-def test_python_may_branch_without_jit() -> None:
-    def fun(s: sm.State, x: jax.Array) -> Any:
-        return (x + 1 if bool(s.value > 0) else x - 1), s
-
-    call = sm.shard_map(fun, make_mesh(), (P(), P("x")), (P("x"), P()), jit=False)
-    np.testing.assert_array_equal(call(sm.State(1.0), X)[0], X + 1)
-    np.testing.assert_array_equal(call(sm.State(-1.0), X)[0], X - 1)
 
 
 def test_what_has_every_attribute_is_a_function_too() -> None:

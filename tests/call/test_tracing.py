@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import compiles, counted, make_mesh, older_objects_frozen, slow, without_names
+from tests.helpers import compiles, counted, make_mesh, older_objects_frozen, without_names
 
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -58,10 +58,9 @@ def test_the_unsharded_call_keeps_what_it_has_compiled() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [slow("1"), "4x2"])
-def test_ten_calls_trace_once(kind: str, name: str) -> None:
+def test_ten_calls_trace_once(kind: str) -> None:
     fun, count = counted(step)
-    mesh = make_mesh(name, KINDS[kind])
+    mesh = make_mesh("4x2", KINDS[kind])
     rows = P(mesh.axis_names)
     mapped = sm.shard_map(fun, mesh, (P(), rows, P()), (rows, P()))
     model, x = make_model(), np.ones(8, np.float32)
@@ -76,10 +75,9 @@ def test_ten_calls_trace_once(kind: str, name: str) -> None:
     assert count.times == 2
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_ten_calls_inside_jit_trace_once(kind: str) -> None:
+def test_ten_calls_inside_jit_trace_once() -> None:
     fun, count = counted(step)
-    mapped = sm.shard_map(fun, make_mesh("8", KINDS[kind]), (P(), P("x"), P()), (P("x"), P()))
+    mapped = sm.shard_map(fun, make_mesh("8", AxisType.Explicit), (P(), P("x"), P()), (P("x"), P()))
     x = np.ones(8, np.float32)
     # Static leaves cannot pass through `jax.jit`: only the arrays go in and come out.
     model, others = eqx.partition(mapped.place(make_model(), x, 1.0)[0], eqx.is_array)
@@ -114,10 +112,8 @@ class Scaled(sm.Module):
     state: sm.State
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("jit", [True, slow(False)])
-def test_the_dtype_of_an_array_does_not_depend_on_where_others_lie(kind: str, jit: bool) -> None:
-    mesh = make_mesh("8", KINDS[kind])
+def test_the_dtype_of_an_array_does_not_depend_on_where_others_lie() -> None:
+    mesh = make_mesh("8", AxisType.Explicit)
     on_mesh = NamedSharding(mesh, P())
     host = np.ones(8, jnp.bfloat16)
     for weak in (jnp.asarray(2.0), jax.device_put(jnp.asarray(2.0), on_mesh)):
@@ -125,12 +121,11 @@ def test_the_dtype_of_an_array_does_not_depend_on_where_others_lie(kind: str, ji
         model = Scaled(weak, jax.tree.map(lambda v, weak=weak: weak, sm.State(1.0)))
         for x in (host, jnp.asarray(host), jax.device_put(host, on_mesh)):
             fun, count = counted(lambda m, x: (m.scale * x, m.state.value * x, m))
-            mapped = sm.shard_map(fun, mesh, (None, P()), P(), jit=jit)
+            mapped = sm.shard_map(fun, mesh, (None, P()), P())
             *products, after = mapped(model, x)
             assert {y.dtype for y in products} == {np.dtype(np.float32)}
-            if jit:
-                mapped(after, x)
-                assert count.times == 1
+            mapped(after, x)
+            assert count.times == 1
             assert not any(y.weak_type for y in jax.tree.leaves(mapped.place(model, x)))
         traced = jax.jit(lambda m, x, mapped=mapped: mapped(m, x)[:2])(model, host)
         assert {y.dtype for y in traced} == {np.dtype(np.float32)}
@@ -146,9 +141,8 @@ def test_nor_does_it_depend_on_a_trace(transform: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ["1", "8"])
-def test_what_is_untouched_is_the_array_that_went_in(kind: str, name: str) -> None:
-    mesh = make_mesh(name, KINDS[kind])
+def test_what_is_untouched_is_the_array_that_went_in(kind: str) -> None:
+    mesh = make_mesh("8", KINDS[kind])
 
     def reads(read: sm.State, rng: sm.RandomState, own: sm.State, x: jax.Array, y: Any) -> Any:
         return y * read.value, read, rng, own, x
@@ -170,38 +164,6 @@ def test_what_is_untouched_is_the_array_that_went_in(kind: str, name: str) -> No
     assert output.shape == (8, 3)
 
 
-def test_array_that_lies_right_by_another_name_is_not_touched() -> None:
-    mesh = make_mesh()
-    x = jax.device_put(np.ones((8, 1), np.float32), NamedSharding(mesh, P("x", None)))
-    call = sm.shard_map(lambda s, y: (s, y + 1), mesh, (P(), P("x")), (P(), P("x")))
-    state, _ = call(sm.State(x, spec=P("x")), np.ones(8))
-    assert state.value is x
-    with compiles() as seen:
-        call(state, np.ones(8))
-    assert seen.times == 0
-
-
-def test_no_layer_under_an_outer_trace() -> None:
-    mesh = make_mesh()
-
-    def fun(x: jax.Array) -> jax.Array:
-        return jnp.sin(x) * 2
-
-    mine = sm.shard_map(fun, mesh, P("x"), P("x"))
-    theirs = jax.shard_map(fun, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
-    x = jnp.arange(8.0)
-
-    def same(wrap: Any) -> None:
-        ours, bare = jax.make_jaxpr(wrap(mine))(x), jax.make_jaxpr(wrap(theirs))(x)
-        assert str(ours) == str(bare)
-
-    same(lambda f: f)
-    same(jax.jit)
-    same(lambda f: jax.grad(lambda x: f(x).sum()))
-    same(lambda f: jax.vmap(lambda i: f(x * i)))
-    same(lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0])
-
-
 def test_eager_grad_is_compiled_once() -> None:
     fun, count = counted(lambda w, x: (x * w.value, w))
     call = sm.shard_map(fun, make_mesh(), (P(), P("x")), (P("x"), P()))
@@ -211,10 +173,6 @@ def test_eager_grad_is_compiled_once() -> None:
         assert float(slope(sm.State(3.0)).value) == 8.0
     assert count.times == 1
     assert seen.times == 0
-
-
-def buffers(b: sm.State, x: jax.Array) -> Any:
-    return jnp.tanh(x) * 2, b.set(b.value + x)
 
 
 def train(w: sm.State, x: jax.Array) -> Any:
@@ -239,10 +197,6 @@ W = np.ones(4, np.float32)
 SPLIT = P("x")
 # A mapped function, its states, the spec of its result; the same by hand, its arrays, specs in and out.
 PROGRAMS: dict[str, tuple[Any, ...]] = {
-    "buffers": (
-        *(buffers, sm.State(A, spec=SPLIT), SPLIT),
-        *(lambda b, x: (jnp.tanh(x) * 2, b + x), [A], [SPLIT, SPLIT], (SPLIT, SPLIT)),
-    ),
     "train": (
         *(train, sm.State(W), P()),
         *(train_by_hand, [W], [P(), SPLIT], (P(), P())),
@@ -268,57 +222,6 @@ def test_compiled_program_is_the_hand_written_one(name: str, kind: str) -> None:
     by_hand = jax.jit(jax.shard_map(hand, mesh=mesh, in_specs=tuple(in_specs), out_specs=hand_out))
     theirs = by_hand.lower(*placed).compile()
     assert without_names(mine.as_text()) == without_names(theirs.as_text())
-
-
-def test_different_statics_are_different_programs() -> None:
-    fun, count = counted(lambda m, x: x * m.rate)
-    call = sm.shard_map(fun, make_mesh(), (P(), P("x")), P("x"))
-    x = np.ones(8, np.float32)
-
-    class Rated(sm.Module):
-        rate: Any
-
-    for rate in (0.0, -0.0, 1, 1.0, True, 2.0, 1.0):
-        expected = np.ones(8, np.float32) * rate
-        np.testing.assert_array_equal(call(Rated(rate), x), expected)
-        assert np.signbit(np.asarray(call(Rated(rate), x))[0]) == np.signbit(expected[0])
-    assert count.times == 6
-
-
-def test_threads_on_one_model() -> None:
-    call = sm.shard_map(
-        lambda m, x: (x * m.w.value, m.replace(w=m.w.value + x.mean())),
-        make_mesh(),
-        (P(), P("x")),
-        (P("x"), P()),
-        check_vma=False,
-    )
-    model, wrong = make_model(), []
-
-    def work(k: int) -> None:
-        for _ in range(20):
-            y, after = call(model, np.full(8 * k, k, np.float32))
-            if float(y[0]) != 2.0 * k or float(after.w.value) != 2.0 + k:
-                wrong.append(k)
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    assert float(model.w.value) == 2.0
-
-
-def test_mesh_of_the_context_may_change() -> None:
-    fun, count = counted(lambda s, x: (x * s.value, s))
-    call = sm.shard_map(fun, None, (P(), P("x")), (P("x"), P()))
-    for name in ("8", "2", "8"):
-        mesh = make_mesh(name, AxisType.Explicit)
-        with jax.set_mesh(mesh):
-            y, _ = call(sm.State(3.0), np.ones(8, np.float32))
-            assert y.sharding.mesh == mesh
-    assert count.times == 2
 
 
 @older_objects_frozen()
@@ -361,33 +264,3 @@ def test_threads_with_programs_of_their_own_and_one_that_all_use() -> None:
         thread.join()
     assert wrong == []
     assert count.times == 21
-
-
-WAYS: dict[str, Any] = {
-    "checked": lambda fun, mesh: sm.shard_map(fun, mesh, (P(), P("x")), (P("x"), P())),
-    "unchecked": lambda fun, mesh: sm.shard_map(
-        fun, mesh, (P(), P("x")), (P("x"), P()), check_vma=False
-    ),
-    "pmap2": lambda fun, mesh: sm.pmap2(fun, "x", in_axes=(None, 0), out_axes=(0, None)),
-    "vmap2": lambda fun, mesh: sm.vmap2(fun, axis_name="x", in_axes=(None, 0), out_axes=(0, None)),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_no_tracer_is_kept(way: str) -> None:
-    def train(model: Model, x: jax.Array) -> tuple[jax.Array, Model]:
-        def loss(model: Model) -> tuple[jax.Array, Model]:
-            key, rng = model.rng.split()
-            y = model.w.value * jax.random.uniform(key) * x.sum()
-            return y, model.replace(count=model.count.value + 1, rng=rng)
-
-        (_, model), grads = sm.value_and_grad(loss, axis_name="x")(model)
-        (model,) = jax.lax.scan(
-            lambda m, _: ((m[0].replace(w=m[0].w.value + 1),), 0), (model,), length=2
-        )[0]
-        return x * grads.w.value, model
-
-    x = np.ones(8, np.float32)
-    with older_objects_frozen(), jax.checking_leaks():
-        _, model = WAYS[way](train, make_mesh())(make_model(), x)
-    assert (float(model.w.value), int(model.count.value)) == (4, 1)

@@ -98,27 +98,20 @@ def test_nested_in_lanes(outer: Any) -> None:
 # Inside shard_map
 
 
-def over_shards(lane: Any, check_vma: bool, kind: AxisType = AxisType.Explicit) -> Any:
-    """`lane` mapped by `vmap2` over the second axis inside a `shard_map` over the first."""
-
-    def shard(s: Any, x: Any) -> Any:
-        call = sm.vmap2(lane, axis_name="lane", in_axes=(None, 0), out_axes=(0, None))
-        y, s = call(s, x[0])
-        return jax.tree.map(lambda y: y[None], y), s
-
-    specs = (P(), P("x"))
-    return sm.shard_map(shard, make_mesh("8", kind), specs, (P("x"), P()), check_vma=check_vma)
-
-
-@pytest.mark.parametrize("check_vma", [True, False], ids=["checked", "unchecked"])
-def test_lanes_of_shards(check_vma: bool) -> None:
+def test_lanes_of_shards() -> None:
     def lane(m: Any, x: Any) -> Any:
         key, rng = m["rng"].split()
         states = {name: m[name].set(m[name].value + x) for name in ("mean", "max", "min", "sum")}
         return (x * 2, jax.random.key_data(key)), {**states, "rng": rng}
 
     body, count = counted(lane)
-    call = over_shards(body, check_vma)
+
+    def shard(s: Any, x: Any) -> Any:
+        call = sm.vmap2(body, axis_name="lane", in_axes=(None, 0), out_axes=(0, None))
+        y, s = call(s, x[0])
+        return jax.tree.map(lambda y: y[None], y), s
+
+    call = sm.shard_map(shard, make_mesh("8", AxisType.Explicit), (P(), P("x")), (P("x"), P()))
     model: Any = {
         name: sm.State(np.float32(5), reduce=name) for name in ("mean", "max", "min", "sum")
     }

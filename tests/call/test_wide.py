@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
+from tests.helpers import slow
 
 
 N = 8
@@ -66,7 +67,7 @@ def test_states(way: Any, dtype: Any) -> None:
         np.testing.assert_array_equal(values, expected[how], err_msg=how)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [DTYPES[0], slow(DTYPES[1])])
 def test_losses_and_gradients(way: Any, dtype: Any) -> None:
     most = most_of(dtype)
 

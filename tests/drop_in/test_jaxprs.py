@@ -71,10 +71,7 @@ def with_one_more(options: dict[str, Any], count: int) -> dict[str, Any]:
 COUNT = jnp.float32(0)
 # Two maps that leave one jaxpr, the transformation around them, and what both get before their arguments.
 PAIRS: list[tuple[Map, Map, Map, tuple[Any, ...]]] = [
-    *(
-        (sm.shard_map, jax.shard_map, around, ())
-        for around in (nothing, jax.jit, pulled_back, lanes)
-    ),
+    *((sm.shard_map, jax.shard_map, around, ()) for around in (nothing, pulled_back, lanes)),
     (by_older_names, jax.shard_map, nothing, ()),
     # A state adds an input and an output.
     *((with_a_state, with_an_array, around, (COUNT,)) for around in (nothing, pulled_back)),

@@ -169,6 +169,12 @@ def place_traced(transform: Any) -> Any:
     return transform(place)(X[None] if transform is jax.vmap else X)
 
 
+def rank_of_an_array_on_the_mesh(ask: Callable[[Any, Any], Any]) -> Any:
+    mesh = make_mesh()
+    x = jax.device_put(np.ones(8), NamedSharding(mesh, P("x")))
+    return ask(sm.shard_map(same, mesh, (P(None, "x"),), P(None, "x"), donate="all"), x)
+
+
 # Results
 
 
@@ -245,6 +251,45 @@ def specs_of_leaves_mixed_up() -> Any:
 def result_that_varies_and_is_not_typed_so() -> Any:
     fun = lambda m, x: ({"order": jnp.argsort(x), "sum": jax.lax.psum(x, "x")}, m)
     return call(fun, out_specs=(P(), P()))(net(), X)
+
+
+# Packed models
+
+
+def packed_for_another_mesh() -> Any:
+    model = net().replace(w=sm.ParamState(X, spec=P("x")))
+    return call(mesh=make_mesh("2x2"))(sm.pack(model, make_mesh("4x2")), X)
+
+
+def packed_with_other_specs() -> Any:
+    mapped = call(mesh=make_mesh("4"), state_in_specs=P("x"))
+    return mapped(sm.pack({"w": sm.State(X)}, make_mesh("4")), X)
+
+
+def part_of_what_is_packed_together() -> Any:
+    whole = {"nets": [sm.ParamState(X) for _ in range(6)], "w": sm.ParamState(X)}
+    chosen = sm.filters.PathContains("nets")
+    return sm.trainable(sm.pack(whole, make_mesh("4")), chosen)
+
+
+def gradient_of_packed_integers() -> Any:
+    packed = sm.pack({"count": sm.State(0)}, make_mesh("4"))
+    return sm.value_and_grad(lambda packed: (packed, packed), wrt=sm.State)(packed)
+
+
+# Lowered calls
+
+
+def lowered_for_others() -> list[Mistake]:
+    def double(x: Any, how: Any) -> Any:
+        return 2 * x
+
+    @functools.cache
+    def compiled() -> Any:
+        mapped = sm.shard_map(double, make_mesh(), (P("x"), None), P("x"))
+        return mapped.lower(X, "fast").compile()
+
+    return [lambda: compiled()([X], "fast"), lambda: compiled()(X, "slow")]
 
 
 # Split parameters
@@ -394,7 +439,26 @@ MISTAKES: Mistakes = {
         lambda: call(mesh=make_mesh("4x2"), in_specs=(P(), P("x", "y")))(net(), X),
         lambda: call()(sm.State(np.zeros((4, 3)), spec=sm.PerShard("x")), X),
         lambda: call()(sm.State(0.0, spec=sm.PerShard("x")), X),
+        *each(
+            rank_of_an_array_on_the_mesh,
+            lambda mapped, x: mapped(x),
+            lambda mapped, x: mapped.explain(x),
+            lambda mapped, x: mapped.lower(x),
+        ),
     ],
+    "trees that do not fit where they are placed": each(
+        lambda given: sm.place(given[0], make_mesh(), given[1], state_specs=given[2]),
+        ({"a": X[:6], "m": [sm.State(X[:7], spec=P("x"))], "ok": X}, P("x"), None),
+        (X[0], P("x"), None),
+        (X, P("z"), None),
+        (np.ones((8, 8)), P("x", "x"), None),
+        ({"a": X}, {"b": P("x")}, None),
+        (X, "x", None),
+        (sm.State(X[:6], spec=sm.PerShard("x")), None, None),
+        (sm.State(X), None, {"t": P("x")}),
+        (sm.State({"a": X}), None, {...: {"b": P("x")}}),
+        (sm.State(X), None, {3: P("x")}),
+    ),
     "axes taken by an outer call": [
         lambda: call(lambda m, x: (call()(m, x)[0], m))(net(), X),
         axis_taken_by_an_outer_call,
@@ -457,6 +521,14 @@ MISTAKES: Mistakes = {
         lambda: legacy.shard_map(same, make_mesh("4x2"), P(), P(), auto=("x", "x")),
         lambda: sm.vmap2(same, spmd_axis_name=("x", "x")),
     ],
+    "packed models": [
+        lambda: sm.pack({"v": sm.State(X[:6], spec=P("x")), "w": sm.State(X)}, make_mesh("4")),
+        packed_for_another_mesh,
+        packed_with_other_specs,
+        part_of_what_is_packed_together,
+        gradient_of_packed_integers,
+    ],
+    "other arguments than a call was lowered for": lowered_for_others(),
     "no name for split parameters": [
         lambda: sm.fsdp(PLAIN, make_mesh("4"), ()),
         lambda: sm.gather(PLAIN, ()),

@@ -160,7 +160,7 @@ def without_a(files: dict[str, Any]) -> dict[str, Any]:
     return {path: sums for path, sums in files.items() if "['a']" not in path}
 
 
-NO_CONTENT = ("", "{}", "[]", "null", "3", '"a"', '{"a": 1}')
+NO_CONTENT = ("", "{}", "[]", '"a"', '{"a": 1}')
 BAD_ENTRIES: dict[str, Any] = {
     "version": "1",
     "arrays": [1],
@@ -223,6 +223,8 @@ FORGERIES: dict[str, Change] = {
     **{f"record {content!r}": write(METADATA, content) for content in NO_CONTENT},
     **{f"{name} {value!r}": record(**{name: value}) for name, value in BAD_ENTRIES.items()},
 }
+# These are also loaded as the latest step of their folder.
+BY_STEP = ("array truncated", "record deleted", "checksums emptied", "newer version")
 LIKE: dict[str, dict[str, Any]] = {
     "another shape": {name: sm.State(jnp.zeros(5)) for name in "ab"},
     "another dtype": {name: sm.State(jnp.zeros(4, jnp.int32)) for name in "ab"},
@@ -237,7 +239,8 @@ def forgeries() -> str:
             change(folder / "3")
             like = forged_tree() | LIKE.get(name, {})
             text = refusal(functools.partial(checkpoint.load, folder / "3", like))
-            assert refusal(functools.partial(Checkpoints(folder).load, like)) == text
+            if name in BY_STEP:
+                assert refusal(functools.partial(Checkpoints(folder).load, like)) == text
         said.setdefault(text.partition("\n  - ")[2].partition("\nLoad ")[0] or text, []).append(
             name
         )

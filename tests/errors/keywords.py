@@ -6,8 +6,10 @@ name, with the reason; nothing is accepted and ignored.
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import re
+import shutil
 import tempfile
 import types
 from collections.abc import Callable, Iterator
@@ -80,15 +82,23 @@ def model() -> dict[str, Any]:
     return {"w": sm.ParamState(X)}
 
 
+@functools.cache
+def whole() -> tempfile.TemporaryDirectory[str]:
+    """A folder with one step, of which the uses have copies."""
+    folder = tempfile.TemporaryDirectory()
+    with checkpoint.Checkpoints(folder.name) as checkpoints:
+        checkpoints.save(1, {"x": jnp.ones(2)})
+    return folder
+
+
 def saved() -> str:
-    checkpoint.save("a", {"x": jnp.ones(2)})
+    shutil.copytree(f"{whole().name}/1", "a")
     return "a"
 
 
 def with_a_step() -> Any:
-    with checkpoint.Checkpoints("a") as checkpoints:
-        checkpoints.save(1, {"x": jnp.ones(2)})
-    return checkpoints
+    shutil.copytree(whole().name, "a")
+    return checkpoint.Checkpoints("a")
 
 
 def example(strategy: Any) -> Any:
@@ -141,7 +151,7 @@ MESH = make_mesh("2")
 SHARDED: dict[str, Any] = {"mesh": MESH, "in_specs": P("x"), "out_specs": P("x")}
 EQUIVALENT = {"args": (X,), "meshes": [{"x": 2}], "in_specs": P("x"), "out_specs": P("x")}
 NEW = {"module": Counter(), "init_kwargs": {}, "axis_size": 2}
-LANES = Use({"fn": advance, "in_axes": (None, 0)}, lambda mapped: mapped(sm.State(0.0), X))
+LANES = Use({"fn": advance, "in_axes": (None, 0)}, lambda mapped: mapped.lower(sm.State(0.0), X))
 GRAD = Use({"fun": loss_fn}, lambda step: step(model(), X))
 MAP = Use({"module": Counter(), "init_map_size": 2}, lambda map: map.init_all_states()(X[:2]))
 NORM = Use({"size": 2}, lambda norm: norm(ROWS))
@@ -368,6 +378,7 @@ def parameters(name: str) -> list[inspect.Parameter]:
     return [p for p in known[method:] if p.name[0] != "_" and p.kind is not p.VAR_KEYWORD]
 
 
+@functools.cache
 def refusals(name: str) -> str:
     """What is said of the values that are refused: a line for all values of a keyword of which it is said."""
     lines = []

@@ -96,6 +96,15 @@ def static_argument_that_cannot_be_hashed() -> Any:
     return sm.pmap2(fun, static_broadcasted_argnums=1)(X, [1])
 
 
+def of_three(x: Any, y: Any, z: Any) -> Any:
+    return x
+
+
+def global_shapes_that_do_not_fit() -> Any:
+    mapped = sm.pmap2(of_three, in_axes=(1, 0, 0), global_arg_shapes=((3, 9), (8, 1), (8,)))
+    return mapped(jnp.ones((3, 8)), jnp.ones(8), [jnp.ones(8), jnp.ones(8)])
+
+
 def inside_a_shard_map(fun: Callable[[Any], Any]) -> Any:
     return sm.shard_map(fun, make_mesh(), P("x"), P("x"))(np.zeros((8, 2), np.float32))
 
@@ -218,6 +227,13 @@ MISTAKES: Mistakes = {
     "arguments that are not there": [
         lambda: sm.pmap2(step, static_broadcasted_argnums=(0, 2, -3))(1, X),
         lambda: sm.pmap2(step, donate_argnums=(0, 2), in_axes=(None, 0))(sm.State(X[0]), X),
+    ],
+    "global shapes": [
+        global_shapes_that_do_not_fit,
+        lambda: sm.pmap2(of_three, global_arg_shapes=((8,),))(*[jnp.ones(8)] * 3),
+        *each(
+            lambda shapes: untyped.pmap2(same, global_arg_shapes=shapes), 8, (8,), ((8, 2.0),), "8"
+        ),
     ],
     "static argument that cannot be hashed": static_argument_that_cannot_be_hashed,
     "name of a mesh axis for lanes": lambda: inside_a_shard_map(

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
@@ -72,7 +73,7 @@ NAMED: dict[str, Callable[[Any, Any], Any]] = {
 
 def on_shards(fun: Callable[[Any], Any], mesh: Any, spec: Any) -> Any:
     x = np.cos(np.arange(32.0, dtype=np.float32)).reshape(8, 4)
-    each_shard = lambda x: jnp.asarray(fun(x))[None]
+    each_shard = lambda x: jax.tree.map(lambda y: jnp.asarray(y)[None], fun(x))
     return sm.shard_map(each_shard, mesh, (spec,), spec, check_vma=False)(x)
 
 

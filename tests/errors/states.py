@@ -68,7 +68,36 @@ def reshaped(change: Callable[[Any], Any]) -> list[Mistake]:
     return each(lambda use: use(jax.tree.map(change, packed())), *uses)
 
 
+class Forgetful(sm.State):
+    __slots__ = ()
+
+    def leave(self, old: Any, axis_names: Any) -> Any:
+        self.set(self.value + 1)
+
+
+class Dazed(sm.State):
+    __slots__ = ()
+
+    def enter(self, axis_names: Any) -> Any:
+        return self.value, axis_names
+
+
+class Unmade(sm.Module):
+    def init_state(self) -> Any:
+        self.replace()
+
+
+def entered(state: sm.State) -> Any:
+    step = lambda state, x: state.set(state.value + x.sum())
+    return sm.shard_map(step, make_mesh(), (P(), P("x")), P())(state, X)
+
+
 MISTAKES: Mistakes = {
+    "forgotten return": [
+        lambda: entered(Forgetful(1.0)),
+        lambda: entered(Dazed(1.0)),
+        lambda: Unmade().init_all_states(),
+    ],
     "state in a state": [
         lambda: sm.State({"a": sm.ParamState(1.0)}),
         lambda: sm.State(1.0).set(sm.State(2.0)),

@@ -10,7 +10,7 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 import statemesh as sm
 from statemesh import filters as f
-from tests.helpers import label, make_mesh
+from tests.helpers import make_mesh
 
 
 class Cell(sm.Module):
@@ -68,34 +68,26 @@ FORMS: list[tuple[Any, list[str]]] = [
     (None, []),
     (False, []),
     (lambda path, state: state.name == "weight", ["w"]),
-    (lambda path, state: len(path) == 1, ["w"]),
     ([sm.ParamState, "count"], ["w", *HITS]),
     ((sm.ParamState, [None, "count"]), ["w", *HITS]),
     (f.OfType(sm.RandomState), RNG),
     (f.WithTag("short"), HIDDEN),
     (f.PathContains("cells"), [*HIDDEN[:1], *HITS[:1], *HIDDEN[1:], *HITS[1:]]),
-    (f.PathContains("bn"), BN),
     (f.PathContains(1), [HIDDEN[1], HITS[1]]),
-    (f.PathContains("cache"), HIDDEN),
     (f.Any(sm.ParamState, "count"), ["w", *HITS]),
     (f.All("memory", sm.HiddenState), HIDDEN),
     (f.All("memory", f.Not("short")), BN),
     (f.All(...), PATHS),
     (f.Not(sm.State), []),
     (f.Not([sm.ParamState, f.PathContains("cells")]), [*BN, *RNG]),
-    (f.Not(f.Not("count")), HITS),
     (f.Everything(), PATHS),
     (f.Nothing(), []),
     (f.Where(lambda net: net.w), ["w"]),
-    (f.Where(lambda net: net.cells[1].cache), HIDDEN[1:]),
     (f.Where(lambda net: net.cells[-1]), [HIDDEN[1], HITS[1]]),
     (f.Where(lambda net: [cell.hits for cell in net.cells]), HITS),
     (f.Where(lambda net: (net.w, {"a": net.extra["bn"]})), ["w", *BN]),
-    (f.Where(lambda net: net.extra), [*BN, *RNG]),
     (f.Where(lambda net: net), PATHS),
     (f.All(f.Where(lambda net: net.cells[0]), "count"), HITS[:1]),
-    (f.Not(f.Where(lambda net: net.cells)), ["w", *BN, *RNG]),
-    ([f.Where(lambda net: net.w), sm.RandomState], ["w", *RNG]),
 ]
 
 
@@ -112,18 +104,6 @@ def test_forms() -> None:
         assert chosen(filter) == sorted(expected, key=PATHS.index), filter
         if expected:
             assert list(sm.states(NET, filter)) == chosen(filter)
-
-
-@pytest.mark.parametrize("bad", [3, 0, 1.5, b"tag", {"memory"}, {"memory": 1}, object()], ids=label)
-def test_anything_else_is_a_type_error(bad: Any) -> None:
-    for call in (
-        lambda: f.to_predicate(bad),
-        lambda: sm.partition(NET, ["memory", bad]),
-        lambda: f.All(f.Not("memory"), bad),
-        lambda: f.Not(bad),
-    ):
-        with pytest.raises(TypeError, match="filter"):
-            call()
 
 
 def where_w(net: Net) -> Any:
@@ -154,25 +134,16 @@ def test_named_filters_are_values() -> None:
         assert [left == right for right in filters()] == [i == j for j in range(15)]
         assert hash(left) == hash(filters()[i])
         assert left != "a"
-        for name in ("tag", "type", "key", "filters", "other"):
-            with pytest.raises((AttributeError, TypeError)):
-                setattr(left, name, "b")
-
-
-def test_forms_mean_the_named_filters() -> None:
-    for form, named in [
+        with pytest.raises((AttributeError, TypeError)):
+            left.other = "b"
+    for form, named in (
         (sm.ParamState, f.OfType(sm.ParamState)),
-        ("a", f.WithTag("a")),
         (..., f.Everything()),
-        (True, f.Everything()),
         (None, f.Nothing()),
-        (False, f.Nothing()),
         (["a", None], f.Any(f.WithTag("a"), f.Nothing())),
-        (("a", sm.State), f.Any("a", sm.State)),
-    ]:
+    ):
         assert f.to_predicate(form) == named
         assert f.Not(form) == f.Not(named)
-        assert f.to_predicate(named) is named
 
 
 def test_reprs() -> None:
@@ -216,18 +187,14 @@ def test_the_first_match_wins() -> None:
 IDLE: list[Any] = [
     "nowhere",
     sm.NonBatchState,
-    int,
     [],
-    ["nowhere", None],
     lambda path, state: False,
     f.PathContains("mean"),
     f.All("count", sm.HiddenState),
     f.Not(sm.State),
     f.Where(lambda net: net.decoder),
-    f.Where(lambda net: net.cells[5]),
     f.Where(lambda net: net.extra["missing"]),
     f.Where(lambda net: net.w.value),
-    f.Where(lambda net: net.extra["n"]),
     f.Where(lambda net: None),
 ]
 

