@@ -38,7 +38,7 @@ logs: Any = lambda x: jnp.where(x > 0.7, 0, -jnp.inf)
 
 def combined(x: Any) -> Any:
     """What comes back of two slots for each expert."""
-    places = jax.nn.one_hot(counted(x) - 1, 2, dtype=x.dtype)
+    places = jax.nn.one_hot(counted(x).astype(int) - 1, 2, dtype=x.dtype)
     slots = jnp.einsum("bte,btc->btec", one_hot(x), places)
     return jnp.einsum("btec,bec->bt", slots, jnp.einsum("btec,bt->bec", slots, x.max(-1)))
 
