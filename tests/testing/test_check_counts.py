@@ -113,11 +113,9 @@ def assert_found(x: Any, mesh: Any, *names: str) -> None:
 SOME = ("capacity", "variance_of_a_mask", "segments", "slots_by_rank", "hard_softmax", "rank")
 
 
-def test_what_is_behind_whole_numbers_is_judged() -> None:
+def test_mistakes_behind_some_whole_numbers_are_found() -> None:
     # In double precision: nothing runs on devices.
-    mesh = AbstractMesh((2,), ("x",))
-    assert check(lambda x: losses(x, 1, *SOME), X, meshes=[mesh]).unjudged == {}
-    assert_found(X, mesh, *SOME)
+    assert_found(X, AbstractMesh((2,), ("x",)), *SOME)
 
 
 @pytest.mark.slow

@@ -171,7 +171,7 @@ def test_numbers_that_only_double_precision_shows_are_named() -> None:
 
 
 def cached(x: Any) -> Any:
-    new = jnp.exp(9 * lax.pmean(jnp.sin(x).mean(0), "x"))
+    new = (lax.psum(jnp.square(x).sum(0), "x") + 1000) - 1000
     return jnp.zeros((8, 2)).at[0].set(new)
 
 
