@@ -19,6 +19,8 @@ from jax.sharding import PartitionSpec as P
 import statemesh as sm
 from tests.helpers import make_mesh
 
+from .base.settings import fewer
+
 
 pytestmark = pytest.mark.slow
 
@@ -155,6 +157,7 @@ def total_size(x: Any) -> Any:
     return np.where(np.isfinite(wide), np.abs(wide), 0).sum(0)
 
 
+@fewer(0.6)
 @given(st.data(), st.sampled_from(WAYS), st.sampled_from(COUNTS))
 def test_policies(data: st.DataObject, way: str, count: int) -> None:
     rows = {key: data.draw(entries(*key, count), str(key)) for key in POLICIES}

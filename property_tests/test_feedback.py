@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 import statemesh as sm
 from statemesh.testing import assert_equivalent
 
+from .base.settings import fewer
+
 
 class Layer(sm.Module):
     w: sm.ParamState
@@ -57,6 +59,7 @@ def paths_of(tree: Any, name: str) -> dict[str, Any]:
 @pytest.mark.slow
 # A check of what was not computed says so.
 @pytest.mark.filterwarnings("ignore::statemesh.testing.UntestedWarning")
+@fewer(0.3)
 @given(st.data())
 def test_parts_are_found_wherever_they_stand_and_each_once(data: st.DataObject) -> None:
     kinds = data.draw(st.lists(st.sampled_from(list(CARRIERS)), min_size=1, max_size=4))

@@ -18,20 +18,23 @@ from .planted.measure import Task, tasks
 from .planted.mistakes import FOLDER, MODELS, Mistake, mistakes, one_of_each, right_case
 
 
-# Their steps are small.
-CHEAP = ("counts", "features", "fsdp", "replay", "rows", "scaling")
+# Their steps are small. Of the other models one mistake each is located here, and all by hand.
+CHEAP = ("counts", "features", "fsdp", "rows", "scaling")
+OF_LARGE_MODELS = {
+    "cache-written-on-every-shard",
+    "cnn-mean-of-variances",
+    "layers-largest-of-a-shard",
+    "parallel_mlp-heads-not-summed",
+    "pipeline-last-stage-is-the-first",
+    "replay-mean-of-means",
+    "ring-last-of-each-part",
+}
 # Mistakes that the arguments of the model do not show, or that `locate` names no line for; the page
 # "What the check finds" lists all of these.
 UNNAMED = {
-    "experts-places-of-a-shard",
-    "experts-room-of-a-shard",
     "features-products-by-the-shards",
     "features-rows-of-a-weak-type",
     "fsdp-clipped-by-the-own-norm",
-    "parallel_mlp-gradient-of-own-heads",
-    "parallel_mlp-rows-over-the-heads-axis",
-    "pipeline-output-not-sent",
-    "replay-loss-averaged-inside",
     "scaling-averaged-before-unscaling",
 }
 
@@ -77,7 +80,12 @@ def mapped(case: Case) -> Any:
     return sm.shard_map(case.fun, mesh, case.in_specs, case.out_specs, check_vma=case.check_vma)
 
 
-NAMED = [mistake for mistake in one_of_each() if name_of(mistake) not in UNNAMED]
+NAMED = [
+    mistake
+    for mistake in one_of_each()
+    if (mistake.model in CHEAP and name_of(mistake) not in UNNAMED)
+    or name_of(mistake) in OF_LARGE_MODELS
+]
 
 
 @pytest.mark.parametrize(
@@ -105,11 +113,7 @@ CHECKED = (
     Task("planted", "counts", "own-count-included", "int32"),
     Task("planted", "features", "rows-of-a-weak-type", "float32"),
     Task("planted", "features", "products-by-the-shards", "float32"),
-    Task("planted", "features", "extremes-of-a-shard", "float16"),
     Task("planted", "scaling", "finite-on-this-shard", "float32"),
-    Task("planted", "fsdp", "norm-of-a-mean", "float32"),
-    Task("planted", "cache", "highest-of-a-shard", "bfloat16"),
-    Task("planted", "replay", "spread-of-each-shard", "float32"),
 )
 
 
@@ -129,7 +133,6 @@ def test_mistakes_are_found(task: Task) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "bias-before-a-norm-with-adam",
         "guarded-zero-by-zero",
         "rounds-until-it-converges",
         "softmax-with-an-infinite-mask",

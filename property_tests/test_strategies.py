@@ -247,7 +247,8 @@ def is_idle(filter: Any) -> bool:
 
 
 def test_filters_match_a_state_of_their_tree() -> None:
-    pairs = [(MODEL, filter) for filter in drawn("filters")] + drawn("filters of a model")
+    pairs = [(MODEL, filter) for filter in drawn("filters", 100)]
+    pairs += drawn("filters of a model", 60)
     for tree, filter in pairs:
         found = [(path, unit) for path, unit in walk(tree) if sm.is_state(unit)]
         hits = sum(matches(filter, path, state) for path, state in found)
@@ -416,7 +417,7 @@ def is_explicit(case: Any) -> bool:
 
 @pytest.mark.parametrize("name", ["meshes", "plain meshes", *CASES])
 def test_explicit_axes_are_drawn_as_often_as_auto_ones(name: str) -> None:
-    kinds = [is_explicit(case) for case in drawn(name, 100)]
+    kinds = [is_explicit(case) for case in drawn(name, 60)]
     assert 0.3 < np.mean(kinds) < 0.7, f"{sum(kinds)} of {len(kinds)}"
 
 

@@ -57,7 +57,6 @@ class Outcome:
     - `text`: the first line of what was raised, with its type.
     - `report`: all of what was raised.
     - `warned`: the first lines of the warnings.
-    - `difference`: how far results are from one device, where that was asked for.
     - `locating`: the processor's seconds that it took to find the line.
     - `numbers`, `unjudged`, `only_double`: where the check passed, how many numbers the results and the
         gradient have, how many of these were not judged, and how many in double precision only.
@@ -69,7 +68,6 @@ class Outcome:
     text: str = ""
     report: str = ""
     warned: tuple[str, ...] = ()
-    difference: float | None = None
     locating: float = 0.0
     numbers: int = 0
     unjudged: int = 0
@@ -93,10 +91,9 @@ def tasks(kinds: list[str], models: list[str]) -> list[Task]:
     return [task for task in found if not models or task.model in models or task.name in models]
 
 
-def run(task: Task, differences: bool) -> Outcome:
+def run(task: Task) -> Outcome:
     """In this process."""
     from .delicate import DELICATE
-    from .differences import difference
     from .mistakes import mistakes, right_case
 
     if task.kind == "planted":
@@ -111,13 +108,10 @@ def run(task: Task, differences: bool) -> Outcome:
     with warnings.catch_warnings(record=True) as warned, timed(outcome):
         warnings.simplefilter("always")
         try:
-            if differences:
-                outcome.difference = difference(case)
-            else:
-                checked = case.check()
-                outcome.numbers = case.numbers
-                outcome.unjudged = sum(checked.unjudged.values())
-                outcome.only_double = sum(checked.only_double.values())
+            checked = case.check()
+            outcome.numbers = case.numbers
+            outcome.unjudged = sum(checked.unjudged.values())
+            outcome.only_double = sum(checked.only_double.values())
         except Exception as error:
             first = str(error).strip().splitlines() or [""]
             outcome.result = "found" if isinstance(error, AssertionError) else "raised"
@@ -145,24 +139,23 @@ def timed(outcome: Outcome) -> Iterator[None]:
         yield
 
 
-def serve(differences: bool) -> None:
+def serve() -> None:
     """Runs what is read line by line, and writes each outcome on a line."""
     from statemesh.testing import set_devices
 
     set_devices(8)
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
-        outcome = run(Task(**json.loads(line)), differences)
+        outcome = run(Task(**json.loads(line)))
         print(json.dumps(dataclasses.asdict(outcome)), file=answers, flush=True)
 
 
 class Process:
     """One process that runs cases, started anew when a case takes too long."""
 
-    def __init__(self, timeout: float, differences: bool) -> None:
+    def __init__(self, timeout: float) -> None:
         self.timeout = timeout
         self.command = [sys.executable, "-m", f"{__package__}.measure", "--serve"]
-        self.command += ["--differences"] * differences
         self.running: subprocess.Popen[str] | None = None
         self.done = 0
 
@@ -208,7 +201,7 @@ class Process:
 
 
 def run_all(
-    todo: list[Task], processes: int, timeout: float, differences: bool, lines: pathlib.Path | None
+    todo: list[Task], processes: int, timeout: float, lines: pathlib.Path | None
 ) -> list[Outcome]:
     """In a pool of processes, in the order of the tasks."""
     waiting: queue.SimpleQueue[Task] = queue.SimpleQueue()
@@ -218,7 +211,7 @@ def run_all(
     writing = threading.Lock()
 
     def work() -> None:
-        process = Process(timeout, differences)
+        process = Process(timeout)
         try:
             while True:
                 task = waiting.get_nowait()
@@ -267,40 +260,18 @@ def main() -> None:
     parser.add_argument(
         "--lines", type=pathlib.Path, help="a file of JSON lines, one for each case"
     )
-    parser.add_argument(
-        "--differences", action="store_true", help="measure distances, without the check"
-    )
-    parser.add_argument(
-        "--subset", action="store_true", help="of each kind of mistake one, in its widest dtype"
-    )
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve:
-        serve(given.differences)
+        serve()
         return
     dtypes = given.dtypes or DTYPES
     wanted = [task for task in tasks(given.kinds, given.only) if task.dtype in dtypes]
-    if given.subset:
-        from .mistakes import one_of_each
-
-        some = {(one.model, one.name): one.dtypes[0] for one in one_of_each()}
-        wanted = [one for one in wanted if some.get((one.model, one.name)) == one.dtype]
     known = read(given.lines)
     todo = [task for task in wanted if task not in known]
-    done = run_all(todo, given.processes, given.timeout, given.differences, given.lines)
+    done = run_all(todo, given.processes, given.timeout, given.lines)
     known |= {outcome.task: outcome for outcome in done}
     outcomes = [known[task] for task in wanted]
-    if given.differences:
-        for one in outcomes:
-            print(
-                one.task.kind,
-                one.task.model,
-                one.task.name,
-                one.task.dtype,
-                one.difference,
-                one.text,
-            )
-        return
     from .table import put, tables
 
     text = tables(outcomes)

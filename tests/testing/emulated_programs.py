@@ -64,7 +64,7 @@ class Program:
 
 
 PROGRAMS: dict[str, Program] = {}
-# The check is a part of programs with collectives; of others it is none, so that once is enough.
+# Both where the check changes what JAX makes of a program; else once is enough.
 EITHER, CHECKED, UNCHECKED = (True, False), (True,), (False,)
 
 
@@ -133,7 +133,7 @@ def reductions_of_other_dtypes(v: Inputs) -> Any:
     }
 
 
-@program({"x": P("x"), "each": EACH}, smooth=True)
+@program({"x": P("x"), "each": EACH}, CHECKED, smooth=True)
 def where_a_shard_is(v: Inputs) -> Any:
     return {
         "x": [lax.axis_index("x")[None], lax.psum(v.a, "y")],
@@ -146,7 +146,7 @@ def where_a_shard_is(v: Inputs) -> Any:
     }
 
 
-@program(EACH, smooth=True)
+@program(EACH, CHECKED, smooth=True)
 def gathers(v: Inputs) -> Any:
     return {
         "stacked": lax.all_gather(v.a, "x"),
@@ -163,7 +163,7 @@ def a_gather_that_is_the_same_everywhere(v: Inputs) -> Any:
     return lax.all_gather(v.a, "x", tiled=True, to="invarying")
 
 
-@program(EACH, smooth=True)
+@program(EACH, CHECKED, smooth=True)
 def scatters(v: Inputs) -> Any:
     return {
         "stacked": lax.psum_scatter(v.b.reshape(4, 4), "x"),
@@ -174,7 +174,7 @@ def scatters(v: Inputs) -> Any:
     }
 
 
-@program({"y": P("y"), "both": P("x", "y")}, smooth=True)
+@program({"y": P("y"), "both": P("x", "y")}, CHECKED, smooth=True)
 def permutations(v: Inputs) -> Any:
     return {
         "y": lax.dynamic_slice(v.w, (lax.axis_index("y"),), (2,)),
@@ -189,7 +189,7 @@ def permutations(v: Inputs) -> Any:
     }
 
 
-@program(EACH, smooth=True)
+@program(EACH, CHECKED, smooth=True)
 def exchanges(v: Inputs) -> Any:
     apart = lax.all_to_all(jnp.tanh(v.b), "x", 1, 0, tiled=True)
     numbers = jnp.tile(v.i, 4)
@@ -223,7 +223,7 @@ def collectives_in_groups(v: Inputs) -> Any:
 # Branches and loops
 
 
-@program({"each": EACH, "y": P(None, "y")}, smooth=True)
+@program({"each": EACH, "y": P(None, "y")}, CHECKED, smooth=True)
 def scans(v: Inputs) -> Any:
     def total(carry: Any, row: Any) -> Any:
         return carry + lax.psum(row, "x"), None
@@ -247,7 +247,7 @@ def scans(v: Inputs) -> Any:
     }
 
 
-@program(P())
+@program(P(), CHECKED)
 def scans_of_what_is_the_same(v: Inputs) -> Any:
     def beside(carry: Any, row: Any) -> Any:
         same, varying = carry
@@ -264,7 +264,7 @@ def scans_of_what_is_the_same(v: Inputs) -> Any:
     return same + sames, lax.scan(outer, jnp.float32(0.1), v.a)[0]
 
 
-@program({"each": EACH, "all": P()})
+@program({"each": EACH, "all": P()}, CHECKED)
 def whiles_that_all_leave_together(v: Inputs) -> Any:
     def halve(state: Any) -> Any:
         x, size, rounds = state
@@ -278,7 +278,7 @@ def whiles_that_all_leave_together(v: Inputs) -> Any:
     }
 
 
-@program({"y": P("y"), "each": P("x", "y")})
+@program({"y": P("y"), "each": P("x", "y")}, CHECKED)
 def whiles_that_shards_leave_by_themselves(v: Inputs) -> Any:
     limit = 10.0 + place()
     start = vary(lax.psum(jnp.abs(v.a).sum(), "x"), ("y",)), vary(jnp.int32(0), ("y",))
@@ -381,7 +381,7 @@ def _(size: int, batched: Any, x: Any) -> Any:
     raise AssertionError("shards are no lanes")
 
 
-@program(EACH, smooth=True)
+@program(EACH, CHECKED, smooth=True)
 def calls(v: Inputs) -> Any:
     return {
         "jit": jitted(jitted(v.a)),
@@ -450,7 +450,7 @@ def gradients_of_parameters(v: Inputs) -> Any:
     }
 
 
-@program(EACH)
+@program(EACH, CHECKED)
 def gradients_of_data(v: Inputs) -> Any:
     def gathered(x: Any) -> Any:
         return (lax.all_gather(x, "x") ** 2 * (1 + place())).sum()

@@ -106,20 +106,16 @@ def adam(net: Net, slots: Slots, x: Any, y: Any) -> Any:
     one, two = 1 - 0.9**count, 1 - 0.999**count
 
     def step(m: Any, v: Any) -> Any:
-        return (0.01 * (m / one) / (jnp.sqrt(v / two) + 1e-8)).astype(m.dtype)
+        return 0.01 * (m / one) / (jnp.sqrt(v / two) + 1e-8)
 
     updates = jax.tree.map(step, first, second)
-    like: Any = lambda new, old: jax.tree.map(lambda a, b: a.astype(b.dtype), new, old)
-    slots = slots.replace(
-        first=like(first, slots.first), second=like(second, slots.second), count=count
-    )
+    slots = slots.replace(first=first, second=second, count=count)
     return loss, jax.tree.map(lambda p, u: p - u, net, updates), slots
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_adam_on_a_bias_before_a_norm_is_not_accused(dtype: str) -> None:
-    x = rows(dtype)
-    net = Net(sm.ParamState(x[:4, :3]), sm.ParamState(jnp.ones(3, dtype)))
+def test_adam_on_a_bias_before_a_norm_is_not_accused() -> None:
+    x = rows("float32")
+    net = Net(sm.ParamState(x[:4, :3]), sm.ParamState(jnp.ones(3)))
     nothing = jax.tree.map(jnp.zeros_like, net)
     slots = Slots(nothing, nothing, jnp.float32(0))
     specs = (None, None, P("x"), P("x"))

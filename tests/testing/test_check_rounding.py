@@ -37,8 +37,6 @@ def sums(x: Any) -> Any:
         "right": total,
         "right_mean": lax.pmean(x.mean(0), "x"),
         "right_spread": jnp.sqrt(lax.pmean(jnp.square(x - total / 64).mean(0), "x")),
-        "nothing": total * on_one(1, 0),
-        "negative": total * on_one(1, -1),
         "averaged": on_one(total, lax.pmean(x.sum(0), "x")),
         "twice": total * on_one(1, 2),
         "largest": on_one(total, lax.pmax(x.sum(0), "x")),
@@ -47,35 +45,26 @@ def sums(x: Any) -> Any:
     }
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-def test_mistakes_in_every_dtype_are_found(dtype: str) -> None:
-    mistakes = {"nothing", "negative", "averaged", "twice", "largest", "first_row", "own_spread"}
+def test_mistakes_in_a_narrow_dtype_are_found() -> None:
+    mistakes = {"averaged", "twice", "largest", "first_row", "own_spread"}
     # With large values sums overflow on the mesh only.
-    assert_accused(mistakes, sums, rows(dtype), meshes=FOUR, keep=["args[0]"])
+    assert_accused(mistakes, sums, rows("bfloat16"), meshes=FOUR, keep=["args[0]"])
 
 
 def forgotten_gradient(x: Any) -> Any:
     return lax.psum(on_one(x, lax.stop_gradient(x)).sum(0), "x")
 
 
-def doubled_gradient(x: Any) -> Any:
-    held = lax.stop_gradient(x)
-    return lax.psum((on_one(x, 2 * x - held) * held).sum(0), "x")
-
-
-@pytest.mark.parametrize(
-    "fun", [forgotten_gradient, pytest.param(doubled_gradient, marks=pytest.mark.slow)]
-)
-def test_mistakes_of_the_gradient_in_bfloat16_are_found(fun: Any) -> None:
-    text = report(fun, rows("bfloat16"), meshes=FOUR, gradients=True)
+def test_mistakes_of_the_gradient_in_bfloat16_are_found() -> None:
+    text = report(forgotten_gradient, rows("bfloat16"), meshes=FOUR, gradients=True)
     assert "the gradient by args[0]: bfloat16[64,16]" in text
 
 
 @pytest.mark.slow
 def test_a_small_part_of_a_large_array_is_found() -> None:
-    x = np.cos(np.arange(1024 * 1024, dtype=np.float32)).reshape(1024, 1024)
+    x = np.cos(np.arange(256 * 256, dtype=np.float32)).reshape(256, 256)
     text = report(lambda x: x * on_one(1.0, 1.0003), x, out_specs=P("x"))
-    assert "float32[1024,1024], off by 0.0003" in text
+    assert "float32[256,256], off by 0.0003" in text
 
 
 def masked(x: Any) -> Any:
@@ -179,6 +168,15 @@ def test_numbers_that_only_double_precision_shows_are_named() -> None:
     checked = check(far, X * 0.77, meshes=FOUR)
     assert checked.unjudged == {}
     assert checked.only_double == {"far(...)['far']": 2}
+
+
+def cached(x: Any) -> Any:
+    new = (lax.psum(jnp.square(x).sum(0), "x") + 1000) - 1000
+    return jnp.zeros((8, 2)).at[0].set(new)
+
+
+def test_what_is_zero_is_judged() -> None:
+    assert check(cached, X, meshes=FOUR).only_double == {}
 
 
 # A tolerance of one's own

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
@@ -22,7 +23,8 @@ normal = jax.random.normal
 def check(fun: Callable[..., Any], *args: Any, **more: Any) -> list[str]:
     """What of a check that passes is not tested. States and keys come first, and rows last."""
     options: dict[str, Any] = {
-        "meshes": [{"x": 2}],
+        # Nothing runs on devices, so that a check costs little.
+        "meshes": [AbstractMesh((2,), ("x",))],
         "in_specs": (*[P()] * (len(args) - 1), P("x")),
         "out_specs": (P("x"), P()) if len(args) > 1 else P("x"),
         "gradients": False,

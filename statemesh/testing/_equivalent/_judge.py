@@ -153,7 +153,7 @@ class Judge:
                     allowed = _allowed(rounding, leaf, want, least, moved)
                     if not (difference > allowed).any():
                         break
-                hidden = _unclear(want, difference, allowed)
+                hidden = _unclear(want, difference, allowed - _flushed(rounding, leaf))
                 note(leaf, not hidden.all())
                 if count := int(hidden.sum()):
                     unclear[leaf.path] = max(count, unclear.get(leaf.path, 0))
@@ -210,11 +210,14 @@ def _allowed(
 ) -> Numbers:
     if want.dtype.kind in "biu":
         return np.where(moved > 0, np.inf, 0.0)
-    tiny = 0.0
-    if rounding == "own" and jnp.issubdtype(leaf.dtype, jnp.inexact):
-        # XLA may flush what is smaller to zero.
-        tiny = float(jnp.finfo(leaf.dtype).tiny)  # type: ignore[no-untyped-call]
-    return _FACTOR[rounding] * moved + 4 * least + tiny
+    return _FACTOR[rounding] * moved + 4 * least + _flushed(rounding, leaf)
+
+
+def _flushed(rounding: Rounding, leaf: Leaf) -> float:
+    """XLA may flush what is smaller to zero. A zero is judged all the same: what is larger would be found."""
+    if rounding == "double" or not jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return 0.0
+    return float(jnp.finfo(leaf.dtype).tiny)  # type: ignore[no-untyped-call]
 
 
 def _unclear(want: Numbers, difference: Numbers, allowed: Numbers) -> Numbers:
