@@ -240,7 +240,8 @@ def main() -> None:
     package = ROOT / "statemesh"
     mutants = [*sample(package, options.seed, options.count), *by_hand(package)]
     mutants.sort(key=lambda m: m.key)
-    results = known()
+    keys = {m.key for m in mutants}
+    results = {key: row for key, row in known().items() if row["mutant"] in keys}
     tests = recorded()
     if options.marks is None:
         run_missing(mutants, tests, results, options.processes, 60 * options.minutes)
