@@ -22,7 +22,7 @@ CHANGES = (
     (
         "one key for all shards",
         "_state/_random.py",
-        "keys.again(jnp.where(shard == 0, first, other))",
+        "again(jnp.where(shard == 0, first, other))",
         "first",
     ),
     (
