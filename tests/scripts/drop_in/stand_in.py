@@ -5,7 +5,7 @@ import functools
 import importlib
 import types
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,27 +59,17 @@ VARIANTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-class Counted:
-    """A mapping function that counts the mapped functions that it makes, and their calls.
+def _counted(mapping: Callable[..., Any], count: Counter[str]) -> Callable[..., Any]:
+    """A mapping function that counts the mapped functions that it makes, and their calls."""
 
-    **Attributes:**
-
-    - `count`: by "made" and "called".
-    """
-
-    def __init__(self, mapping: Callable[..., Any]) -> None:
-        self.mapping = mapping
-        self.count: Counter[str] = Counter()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.count["made"] += 1
-        made = self.mapping(*args, **kwargs)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        count["made"] += 1
+        made = mapping(*args, **kwargs)
         if not args or not callable(args[0]):  # This makes a decorator, which makes the mapping.
-            return lambda fun: self._counted(made(fun))
-        return self._counted(made)
+            return lambda fun: _Counting(made(fun), count)
+        return _Counting(made, count)
 
-    def _counted(self, made: Any) -> Any:
-        return _Counting(made, self.count)
+    return counting
 
 
 class _Counting:
@@ -111,25 +101,20 @@ class _Seen(types.ModuleType):
         return getattr(self._module, name)
 
 
-def load(file: Path, variant: str) -> tuple[types.ModuleType, dict[str, Counted]]:
-    """The module of a test file that sees replacements for these functions of JAX.
+def load(file: Path, variant: str) -> tuple[types.ModuleType, dict[str, Counter[str]]]:
+    """A test file as a module that sees replacements for these functions of JAX, and how often they are used.
 
     Only the imports of that file change: JAX's own modules keep their functions.
     """
-    shard_map, pmap = map(Counted, VARIANTS[variant])
-    instead = {"shard_map": shard_map, "pmap": pmap}
-    homes = {"jax": instead, "jax._src.shard_map": {"shard_map": shard_map}}
+    counts = {name: Counter[str](made=0, called=0) for name in ("shard_map", "pmap")}
+    pairs = zip(counts.items(), VARIANTS[variant], strict=True)
+    instead = {name: _counted(mapping, count) for (name, count), mapping in pairs}
 
-    def importing(
-        name: str,
-        globals: Mapping[str, Any] | None = None,
-        locals: Mapping[str, Any] | None = None,
-        fromlist: Sequence[str] | None = (),
-        level: int = 0,
-    ) -> Any:
-        module = importlib.__import__(name, globals, locals, fromlist or (), level)
+    def importing(name: str, *scopes: Any, **more: Any) -> Any:
+        module = importlib.__import__(name, *scopes, **more)
+        fromlist = scopes[2] if len(scopes) > 2 else more.get("fromlist")
         if name == "jax._src.shard_map" and fromlist:
-            return _Seen(module, homes[name])
+            return _Seen(module, {"shard_map": instead["shard_map"]})
         return _Seen(module, instead) if module is jax else module
 
     module = types.ModuleType(file.stem)
@@ -137,4 +122,4 @@ def load(file: Path, variant: str) -> tuple[types.ModuleType, dict[str, Counted]
         __file__=str(file), __builtins__={**vars(builtins), "__import__": importing}
     )
     exec(compile(file.read_text(), str(file), "exec"), module.__dict__)
-    return module, instead
+    return module, counts
