@@ -18,7 +18,7 @@ import jax
 import statemesh as sm
 from statemesh import checkpoint
 from statemesh.checkpoint import Checkpoints
-from tests.helpers import jnp
+from tests.helpers import jnp, make_mesh
 
 from .table import Mistakes, each, refusal
 
@@ -278,6 +278,16 @@ def layers(*widths: int) -> Any:
     return {"layers": [{"w": sm.ParamState(jnp.ones(pair))} for pair in itertools.pairwise(widths)]}
 
 
+def merge(old: Any, new: Any, names: Any) -> Any:
+    return new
+
+
+def per_shard() -> dict[str, Any]:
+    policies: dict[str, Any] = {"a": None, "b": merge, "c": "mean"}
+    spec = sm.PerShard("x")
+    return {k: sm.State(jnp.zeros(2), spec=spec, reduce=how) for k, how in policies.items()}
+
+
 def renamed_step() -> Any:
     with steps("4", "03", "x3", "٣") as folder:
         (folder / "9").touch()
@@ -333,6 +343,13 @@ MISTAKES: Mistakes = {
     "renaming what was not saved": lambda: saved(
         small(),
         lambda folder: checkpoint.load(folder, small(), rename={"w": "v", "['n']": "['w']"}),
+    ),
+    "loading a key of another implementation": lambda: saved(
+        sm.RandomState(jax.random.key(0)),
+        lambda folder: checkpoint.load(folder, sm.RandomState(jax.random.key(0, impl="rbg"))),
+    ),
+    "values of other shards without a policy": lambda: saved(
+        per_shard(), lambda folder: checkpoint.load(folder, per_shard(), make_mesh("4"))
     ),
     "keeping shapes": lambda: saved(
         small(),

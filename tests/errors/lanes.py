@@ -109,6 +109,19 @@ def inside_a_shard_map(fun: Callable[[Any], Any]) -> Any:
     return sm.shard_map(fun, make_mesh(), P("x"), P("x"))(np.zeros((8, 2), np.float32))
 
 
+def summed(x: Any) -> Any:
+    return jax.lax.psum(x, "i")
+
+
+def summed_by_its_number(s: Any, x: Any) -> Any:
+    return s.set(s.value + sm.psum(x, "i") + 0 * jax.lax.axis_index("i"))
+
+
+def state_of_lanes_on_a_mesh(fun: Any, reduce: Any) -> Any:
+    lanes: Any = sm.vmap2(fun, in_axes=(None, 0), axis_name="i")
+    return inside_a_shard_map(lambda x: lanes(sm.State(0.0, reduce=reduce), x[0]))
+
+
 class Counter(sm.Module):
     count: sm.State | None = None
     table: sm.NonBatchState | None = None
@@ -238,6 +251,21 @@ MISTAKES: Mistakes = {
     "static argument that cannot be hashed": static_argument_that_cannot_be_hashed,
     "name of a mesh axis for lanes": lambda: inside_a_shard_map(
         sm.vmap2(same, axis_name="x", in_axes=1, out_axes=1)
+    ),
+    "collective of JAX over the lanes of a mesh": lambda: inside_a_shard_map(
+        sm.vmap2(summed, axis_name="i", in_axes=1, out_axes=1)
+    ),
+    "policy over the lanes of a mesh that is a function": lambda: state_of_lanes_on_a_mesh(
+        step, last
+    ),
+    "lanes of a mesh that cannot be traced": lambda: state_of_lanes_on_a_mesh(
+        summed_by_its_number, "sum"
+    ),
+    "axis that is not there": each(
+        lambda fun: sm.vmap2(fun, axis_name="i")(X),
+        lambda x: sm.psum(x, "j"),
+        lambda x: sm.all_gather(x, "j"),
+        lambda x: sm.axis_index("j"),
     ),
     "pmap2 inside another mapped call": [
         lambda: inside_a_shard_map(sm.pmap2(same)),

@@ -87,6 +87,14 @@ class Unmade(sm.Module):
         self.replace()
 
 
+class Steps(sm.Module):
+    total: sm.State
+    n: int
+
+
+ONE = sm.State(0.0)
+
+
 def entered(state: sm.State) -> Any:
     step = lambda state, x: state.set(state.value + x.sum())
     return sm.shard_map(step, make_mesh(), (P(), P("x")), P())(state, X)
@@ -168,5 +176,7 @@ MISTAKES: Mistakes = {
         lambda: sm.scan(lambda c, x: c, sm.State(0.0), X),
         lambda: sm.scan(lambda c, x: ([c], x), sm.State(0.0), X),
         lambda: sm.scan(lambda c, x: (sm.State(0.0), x), sm.BatchState(0.0), X),
+        lambda: sm.scan(lambda c, x: ({"a": c["a"], "c": c["b"]}, x), {"a": ONE, "b": 1.0}, X),
+        lambda: sm.scan(lambda c, x: (Steps(sm.State(X), c.n + 1), x), Steps(ONE, 3), X),
     ],
 }
