@@ -120,16 +120,6 @@ def test_lanes_are_data(behavior: Literal["vmap", "pmap"], tmp_path: pathlib.Pat
         assert bool(jnp.all(state.value == other.value))
 
 
-def test_packed_models(tmp_path: pathlib.Path) -> None:
-    mesh = mesh_of((2, 1))
-    packed = sm.pack({"a": sm.State(jnp.arange(4.0), spec=P("x")), "n": sm.State(3)}, mesh)
-    checkpoint.save(tmp_path / "a", packed)
-    for like in (packed, jax.tree.map(jnp.zeros_like, packed), packed.unpack()):
-        back = checkpoint.load(tmp_path / "a", like)
-        assert type(back) is type(like)
-        np.testing.assert_array_equal(sm.states(back)["['a']"].value, np.arange(4.0))
-
-
 @pytest.mark.parametrize("target", [2, 4])
 def test_packed_models_stay_packed_as_in_like(target: int, tmp_path: pathlib.Path) -> None:
     model = {

@@ -46,6 +46,9 @@ def test_a_packed_model_keeps_what_was_not_saved(tmp_path: pathlib.Path) -> None
     back = checkpoint.load(tmp_path / "a", packed, missing="keep").unpack()
     np.testing.assert_array_equal(back["a"].value, np.ones(4))
     assert float(back["b"].value) == 7
+    # And back: what is saved packed loads into the model itself.
+    checkpoint.save(tmp_path / "b", packed)
+    assert float(checkpoint.load(tmp_path / "b", model)["b"].value) == 7
 
 
 def test_a_checkpoint_of_version_1_loads() -> None:
