@@ -1,6 +1,8 @@
 """Checkpoints: every layout loads what every other saved, and what is refused."""
 
 import pathlib
+import shutil
+from collections.abc import Callable
 from typing import Any, Literal
 
 import equinox as eqx
@@ -8,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -239,3 +242,26 @@ def test_what_is_written_does_not_change_with_what_is_donated(tmp_path: pathlib.
             _, state = jax.block_until_ready(double(state))
         for step in range(4):
             assert set(np.unique(checkpoints.load(state, step).value)) == {float(step)}
+
+
+def test_what_vanishes_while_it_is_read(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restore = ocp.Checkpointer.restore
+    vanishing: list[Callable[[pathlib.Path], object]] = []
+
+    def restore_less(reader: Any, arrays: Any, **options: Any) -> Any:
+        if vanishing:
+            vanishing.pop()(pathlib.Path(arrays).parent)
+        return restore(reader, arrays, **options)
+
+    monkeypatch.setattr(ocp.Checkpointer, "restore", restore_less)
+    like = {"a": jnp.arange(4.0), "n": 0}
+    with Checkpoints(tmp_path / "steps") as checkpoints:
+        for step in (3, 4):
+            checkpoints.save(step, like | {"n": step})
+        vanishing.append(lambda folder: folder.rename(tmp_path / "dropped"))
+        assert checkpoints.load(like)["n"] == 3
+        vanishing.append(lambda folder: shutil.rmtree(folder / "arrays" / "['a']"))
+        with pytest.raises(CheckpointError, match=r"arrays cannot be read: "):
+            checkpoints.load(like)

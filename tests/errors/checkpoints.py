@@ -88,22 +88,21 @@ def deleted(file: str) -> Change:
     return lambda folder: (folder / file).unlink()
 
 
-def a_folder(file: str) -> Change:
+def replaced(file: str, make: Callable[[pathlib.Path], object]) -> Change:
     def replace(folder: pathlib.Path) -> None:
         (folder / file).unlink()
-        (folder / file).mkdir()
+        make(folder / file)
 
     return replace
+
+
+def a_folder(file: str) -> Change:
+    return replaced(file, pathlib.Path.mkdir)
 
 
 def a_loop(file: str) -> Change:
     """A file that cannot be opened: a symbolic link to itself."""
-
-    def replace(folder: pathlib.Path) -> None:
-        (folder / file).unlink()
-        (folder / file).symlink_to(folder / file)
-
-    return replace
+    return replaced(file, lambda path: path.symlink_to(path))
 
 
 def arrays_as_a_file(folder: pathlib.Path) -> None:
