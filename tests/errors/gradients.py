@@ -167,11 +167,6 @@ def split(fun: Any, *args: Any, **options: Any) -> Any:
     return sm.value_and_grad(fun, microbatches=2, **options)(model(), *args)
 
 
-def uneven_rows() -> Any:
-    step = sm.value_and_grad(rated, microbatches=4)
-    return step(model(), {"a": ROWS, "b": ROWS[:4]}, jnp.arange(9))
-
-
 def write_seen(net: Any, x: Any) -> Any:
     return fit(net, x)[0], {**net, "seen": net["seen"].set(x.sum())}
 
@@ -180,25 +175,8 @@ def write_both(net: Any, x: Any) -> Any:
     return fit(net, x)[0], {**net, "seen": net["seen"].set(x.sum()), "table": x.sum(0)}
 
 
-def written_on_a_mesh() -> Any:
-    step = sm.value_and_grad(write_seen, axis_name="x", microbatches=3)
-    return sm.shard_map(step, make_mesh("2"), (None, P("x")), P())(model(), ROWS)
-
-
 def own(old: Any, new: Any, axis_names: Any) -> Any:
     return new
-
-
-def policy_that_merges_nothing() -> Any:
-    merged = {**model(), "seen": sm.State(0.0, reduce=own)}
-    return sm.value_and_grad(write_seen, microbatches=2)(merged, ROWS)
-
-
-def loss_that_microbatches_share() -> Any:
-    def shared(net: Any, x: Any) -> Any:
-        return net["w"].value ** 2, net
-
-    return split(shared, ROWS, reduce="sum")
 
 
 def rows_of_a_state_made_inside() -> Any:
@@ -283,7 +261,9 @@ MISTAKES: Mistakes = {
     ],
     "parameters gathered before the gradient": lambda: on_mesh(gathered_before),
     "number of microbatches": lambda: sm.value_and_grad(fit, microbatches=0),
-    "rows that microbatches do not divide": uneven_rows,
+    "rows that microbatches do not divide": lambda: sm.value_and_grad(rated, microbatches=4)(
+        model(), {"a": ROWS, "b": ROWS[:4]}, jnp.arange(9)
+    ),
     "arguments without rows": [
         lambda: split(rated, ROWS, sm.RandomState(KEY)),
         lambda: split(rated, ROWS, 0.5),
@@ -291,10 +271,17 @@ MISTAKES: Mistakes = {
     "microbatches inside microbatches": lambda: split(lambda net, x: split(fit, x)[0], ROWS),
     "microbatches that write different values": [
         lambda: split(write_both, ROWS),
-        written_on_a_mesh,
+        lambda: sm.shard_map(
+            sm.value_and_grad(write_seen, axis_name="x", microbatches=3),
+            *(make_mesh("2"), (None, P("x")), P()),
+        )(model(), ROWS),
     ],
-    "policy that merges no microbatches": policy_that_merges_nothing,
-    "loss that microbatches share": loss_that_microbatches_share,
+    "policy that merges no microbatches": lambda: sm.value_and_grad(write_seen, microbatches=2)(
+        {**model(), "seen": sm.State(0.0, reduce=own)}, ROWS
+    ),
+    "loss that microbatches share": lambda: split(
+        lambda net, x: (net["w"].value ** 2, net), ROWS, reduce="sum"
+    ),
     "rows of a state made in a microbatch": rows_of_a_state_made_inside,
     "rows after a key was set in a microbatch": rows_after_a_key_was_set,
 }
