@@ -287,16 +287,10 @@ def per_shard() -> dict[str, Any]:
     return {k: sm.State(jnp.zeros(2), spec=spec, reduce=how) for k, how in policies.items()}
 
 
-def renamed_step() -> Any:
-    with steps("4", "03", "x3", "٣") as folder:
+def load_a_step(names: tuple[str, ...], *step: int) -> Any:
+    with steps(*names) as folder:
         (folder / "9").touch()
-        return Checkpoints(folder).load(forged_tree())
-
-
-def missing_step() -> Any:
-    with steps("4", "03") as folder:
-        (folder / "9").touch()
-        return Checkpoints(folder).load(forged_tree(), 9)
+        return Checkpoints(folder).load(forged_tree(), *step)
 
 
 class Alike:
@@ -362,8 +356,8 @@ MISTAKES: Mistakes = {
     "loading a foreign folder": lambda: in_a_folder(
         lambda folder: checkpoint.load(folder, jnp.zeros(3))
     ),
-    "renamed step": renamed_step,
-    "missing step": missing_step,
+    "renamed step": lambda: load_a_step(("4", "03", "x3", "٣")),
+    "missing step": lambda: load_a_step(("4", "03"), 9),
     "saving under no step": each(
         lambda step: in_a_folder(lambda folder: Checkpoints(folder / "a" / "b").save(step, 0)),
         *STEPS,

@@ -69,13 +69,6 @@ def last(old: Any, new: Any, axis_names: Any) -> Any:
     return new
 
 
-def static_argument_that_cannot_be_hashed() -> Any:
-    def fun(x: Any, how: Any) -> Any:
-        return x
-
-    return sm.pmap2(fun, static_broadcasted_argnums=1)(X, [1])
-
-
 def of_three(x: Any, y: Any, z: Any) -> Any:
     return x
 
@@ -237,7 +230,9 @@ MISTAKES: Mistakes = {
             lambda shapes: untyped.pmap2(same, global_arg_shapes=shapes), 8, (8,), ((8, 2.0),), "8"
         ),
     ],
-    "static argument that cannot be hashed": static_argument_that_cannot_be_hashed,
+    "static argument that cannot be hashed": lambda: sm.pmap2(
+        lambda x, how: x, static_broadcasted_argnums=1
+    )(X, [1]),
     "name of a mesh axis for lanes": lambda: inside_a_shard_map(
         sm.vmap2(same, axis_name="x", in_axes=1, out_axes=1)
     ),

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from tests.processes import free_port
-from tests.scripts.benchmarks.timing import timed
+from tests.scripts.benchmarks.peers._case import timed
 
 
 # So many states of so many bytes each.

@@ -26,7 +26,7 @@ def run(file: Path, variant: str, processes: int, only: str) -> dict[str, Any]:
     workers = [
         subprocess.Popen(
             [
-                *(sys.executable, "-W", "ignore", "-m", f"{__package__}.worker"),
+                *(sys.executable, "-W", "ignore", "-m", f"{__package__}.stand_in"),
                 *(str(file), variant, str(part), str(processes), only),
             ],
             env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"},

@@ -1,9 +1,16 @@
-"""The functions that a test file of JAX gets in the place of `jax.shard_map` and `jax.pmap`."""
+"""The functions that a test file of JAX gets in the place of `jax.shard_map` and `jax.pmap`, and its tests.
+
+As a program it runs one part of the tests of a file, in its own process.
+"""
 
 import builtins
 import functools
 import importlib
+import json
+import re
+import sys
 import types
+import unittest
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import flags
 
 import statemesh as sm
 import statemesh.legacy
@@ -123,3 +131,35 @@ def load(file: Path, variant: str) -> tuple[types.ModuleType, dict[str, Counter[
     )
     exec(compile(file.read_text(), str(file), "exec"), module.__dict__)
     return module, counts
+
+
+def name(test: Any) -> str:
+    """The name of a test, or of the test that a subtest is of, the same in every process."""
+    return re.sub(" at 0x[0-9a-f]+", "", str(getattr(test, "test_case", test).id()))
+
+
+def tests_of(suite: Any) -> list[Any]:
+    if not isinstance(suite, unittest.TestSuite):
+        return [suite]
+    return [test for part in suite for test in tests_of(part)]
+
+
+def main(file: str, variant: str, part: str, parts: str, only: str) -> None:
+    module, counts = load(Path(file), variant)
+    sys.modules[module.__name__] = module
+    flags.FLAGS(["tests"])
+    tests = sorted(tests_of(unittest.defaultTestLoader.loadTestsFromModule(module)), key=name)
+    chosen = [test for test in tests[int(part) :: int(parts)] if only in name(test)]
+    result = unittest.TestResult()
+    for test in chosen:
+        test.run(result)
+    # The outcome of each test: a word, and the exception or the reason.
+    found = {name(test): ("passed", "") for test in chosen}
+    found |= {name(test): ("skipped", reason) for test, reason in result.skipped}
+    failed = [*result.failures, *result.errors]
+    found |= {name(test): ("failed", text[-6000:]) for test, text in failed}
+    print("\n" + json.dumps({"found": found, "counts": counts}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
