@@ -153,10 +153,11 @@ def tracer_kept_from_an_old_trace() -> Any:
     return call()(kept[0], X)
 
 
-def rank_of_an_array_on_the_mesh(ask: Callable[[Any, Any], Any]) -> Any:
+def rank_of_an_array_on_the_mesh(ask: str) -> Any:
     mesh = make_mesh()
     x = jax.device_put(np.ones(8), NamedSharding(mesh, P("x")))
-    return ask(sm.shard_map(same, mesh, (P(None, "x"),), P(None, "x"), donate="all"), x)
+    mapped = sm.shard_map(same, mesh, (P(None, "x"),), P(None, "x"), donate="all")
+    return getattr(mapped, ask)(x)
 
 
 # Results
@@ -372,12 +373,7 @@ MISTAKES: Mistakes = {
         lambda: call(mesh=make_mesh("4x2"), in_specs=(P(), P("x", "y")))(net(), X),
         lambda: call()(sm.State(np.zeros((4, 3)), spec=sm.PerShard("x")), X),
         lambda: call()(sm.State(0.0, spec=sm.PerShard("x")), X),
-        *each(
-            rank_of_an_array_on_the_mesh,
-            lambda mapped, x: mapped(x),
-            lambda mapped, x: mapped.explain(x),
-            lambda mapped, x: mapped.lower(x),
-        ),
+        *each(rank_of_an_array_on_the_mesh, "__call__", "explain", "lower"),
     ],
     "trees that do not fit where they are placed": each(
         lambda given: sm.place(given[0], make_mesh(), given[1], state_specs=given[2]),

@@ -84,11 +84,6 @@ def unchecked_map_of_jax() -> Any:
     return jax.jit(mapped)(sm.place(net(), mesh), sm.place(X, mesh, P("x")))
 
 
-def pmap_of_jax() -> Any:
-    step = sm.value_and_grad(fit, axis_name="x")
-    return jax.pmap(step, axis_name="x", in_axes=(None, 0))(net(), X.reshape(4, 2))
-
-
 def nested(outer: bool, inner: bool) -> Any:
     def shard(net: Any, x: Any) -> Any:
         step = sm.value_and_grad(fit, axis_name=("x", "y"))
@@ -106,10 +101,6 @@ def each_exchanged(w: Any) -> Any:
         return jnp.sum(w) * jax.lax.psum(jnp.sum(w), "x"), w
 
     return sm.grad(exchanged)(w)[0]
-
-
-def exchanged_on_a_mesh(check_vma: bool) -> Any:
-    return sm.shard_map(each_exchanged, make_mesh("4"), P("x"), P("x"), check_vma=check_vma)(X)
 
 
 def exchanged_between_lanes_in_a_checked_shard_map() -> Any:
@@ -241,7 +232,9 @@ MISTAKES: Mistakes = {
     "sum of one loss of parameters alone": lambda: on_mesh(OF_PARAMETERS, check_vma=False),
     "map that does not check what varies": [
         unchecked_map_of_jax,
-        pmap_of_jax,
+        lambda: jax.pmap(sm.value_and_grad(fit, axis_name="x"), "x", in_axes=(None, 0))(
+            net(), X.reshape(4, 2)
+        ),
         lambda: on_mesh(sm.value_and_grad(fit, axis_name="x"), check_vma=False, jit=False),
     ],
     "maps of which one checks what varies": [
@@ -250,7 +243,12 @@ MISTAKES: Mistakes = {
     ],
     "loss of what shards exchange": [
         *each(lambda transform: transform(each_exchanged, axis_name="x")(X), sm.vmap2, sm.pmap2),
-        *each(exchanged_on_a_mesh, True, False),
+        *each(
+            lambda check_vma: sm.shard_map(
+                each_exchanged, make_mesh("4"), P("x"), P("x"), check_vma=check_vma
+            )(X),
+            *(True, False),
+        ),
     ],
     "loss of what lanes exchange on a mesh": exchanged_between_lanes_in_a_checked_shard_map,
     "loss of parameters gathered over an axis not named": lambda: of_gathered("x", True),
