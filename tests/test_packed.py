@@ -19,11 +19,7 @@ pytestmark = pytest.mark.usefixtures("each_kind")
 
 
 jnp: Any = jax.numpy
-KINDS = [
-    (AxisType.Auto,),
-    (AxisType.Explicit,),
-    (AxisType.Auto, AxisType.Explicit),
-]
+KINDS = [(AxisType.Auto,), (AxisType.Explicit,), (AxisType.Auto, AxisType.Explicit)]
 X = np.arange(8, dtype=np.float32)
 
 

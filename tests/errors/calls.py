@@ -17,8 +17,6 @@ from tests.helpers import jnp, make_mesh
 from .states import KEY, MASKED, Net, X, net
 from .table import Mistake, Mistakes, each
 
-
-Fun = Callable[..., Any]
 IN_SPECS, OUT_SPECS = (P(), P("x")), (P("x"), P())
 
 
@@ -44,7 +42,7 @@ def sharded(fun: Any = same, name: str = "8", **options: Any) -> Any:
     return sm.shard_map(fun, make_mesh(name), P("x"), P("x"), **options)
 
 
-def on_parts(fun: Fun, model: Any, **options: Any) -> Any:
+def on_parts(fun: Any, model: Any, **options: Any) -> Any:
     return sm.shard_map(fun, make_mesh("4"), (None,), P(), **options)(model)
 
 

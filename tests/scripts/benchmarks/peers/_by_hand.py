@@ -46,7 +46,6 @@ def in_references(case: Case) -> Made:
     in_specs = (case.state_spec, *[case.split.spec] * len(case.inputs))
     specs: Any = {"mesh": case.mesh, "in_specs": in_specs, "out_specs": result_spec(case)}
     call = jax.jit(jax.shard_map(program, **specs))
-    arguments = [jax.new_ref(value) for value in case.placed()], *case.inputs
-    return Made(
-        lambda: call(*arguments), lambda: arguments[0][0][...], lambda: call.lower(*arguments)
-    )
+    refs = [jax.new_ref(value) for value in case.placed()]
+    lower = lambda: call.lower(refs, *case.inputs)
+    return Made(lambda: call(refs, *case.inputs), lambda: refs[0][...], lower)

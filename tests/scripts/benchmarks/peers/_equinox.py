@@ -1,5 +1,6 @@
 """An Equinox module as the tree that `jax.shard_map` maps, under `jax.jit` and under `eqx.filter_jit`."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,9 +41,5 @@ def _made(case: Case, jit: Callable[..., Any], lower: bool) -> Made:
     return fed_back(case, call, _model(case), lambda model: jax.tree.leaves(model)[0], lower)
 
 
-def under_jit(case: Case) -> Made:
-    return _made(case, jax.jit, lower=True)
-
-
-def under_filter_jit(case: Case) -> Made:
-    return _made(case, eqx.filter_jit, lower=False)
+under_jit = functools.partial(_made, jit=jax.jit, lower=True)
+under_filter_jit = functools.partial(_made, jit=eqx.filter_jit, lower=False)

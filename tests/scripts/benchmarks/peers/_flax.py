@@ -1,5 +1,6 @@
 """Flax NNX: a module whose variables are written in place, and the same module split from its structure."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,13 +50,9 @@ def _step(case: Case, model: Flat | Unit, *inputs: jax.Array) -> Any:
 
 def _mapped(case: Case) -> Any:
     """Take the module and write the new values into it."""
-
-    def program(model: Flat | Unit, *inputs: jax.Array) -> Any:
-        return _step(case, model, *inputs)
-
     states = nnx.StateSharding([(nnx.Variable, case.state_spec)])
     mapped: Any = nnx.shard_map(
-        program,
+        functools.partial(_step, case),
         mesh=case.mesh,
         in_specs=(states, *[case.split.spec] * len(case.inputs)),
         out_specs=result_spec(case),
