@@ -17,6 +17,7 @@ from tests.helpers import jnp, make_mesh
 from .states import KEY, MASKED, Net, X, net
 from .table import Mistake, Mistakes, each
 
+
 IN_SPECS, OUT_SPECS = (P(), P("x")), (P("x"), P())
 
 

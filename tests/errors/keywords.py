@@ -299,10 +299,8 @@ ACCEPTED: dict[str, tuple[tuple[Any, ...], str]] = {
         )
         for name in ("psum", "pmean", "pmax", "pmin", "all_gather", "axis_index", "axis_size")
     },
-    **{
-        f"testing.{name}.axis_names": (("zz", ["zz"]), "names")
-        for name in ("meshes", "given_meshes")
-    },
+    "testing.meshes.axis_names": (("zz", ["zz"]), "names"),
+    "testing.given_meshes.axis_names": (("zz", ["zz"]), "names"),
     # Filters.
     **dict.fromkeys(("filter", "filters", "wrt", "leave_out", "init_state_axes"), FILTERS),
     "state_out_axes": FILTERS,
