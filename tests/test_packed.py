@@ -1,5 +1,6 @@
 """`pack`: a model in few arrays, which every call takes and gives back."""
 
+import re
 from typing import Any
 
 import equinox as eqx
@@ -18,11 +19,7 @@ pytestmark = pytest.mark.usefixtures("each_kind")
 
 
 jnp: Any = jax.numpy
-KINDS = [
-    (AxisType.Auto,),
-    (AxisType.Explicit,),
-    (AxisType.Auto, AxisType.Explicit),
-]
+KINDS = [(AxisType.Auto,), (AxisType.Explicit,), (AxisType.Auto, AxisType.Explicit)]
 X = np.arange(8, dtype=np.float32)
 
 
@@ -285,14 +282,6 @@ def test_states_that_leave_the_model_are_states() -> None:
     assert float(rest["b"].value) == 3.0
 
 
-def test_one_state_is_read_without_the_others() -> None:
-    packed = packed_net()
-    assert list(packed.states) == [*sm.states(make_net(), sm.filters.Not(sm.RandomState))]
-    np.testing.assert_array_equal(packed.states["rows"].value, make_net().rows.value)
-    np.testing.assert_array_equal(packed.states["local"].value, make_net().local.value)
-    assert packed.states["mean"].reduce == "mean"
-
-
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
 def test_it_is_made_and_read_inside_jit_on_axes_of_every_type(kinds: Any) -> None:
     mesh = make_mesh("4x2", *kinds)
@@ -300,8 +289,8 @@ def test_it_is_made_and_read_inside_jit_on_axes_of_every_type(kinds: Any) -> Non
     packed = jax.jit(lambda net: sm.pack(net, mesh))(plain)
     assert_same(packed.unpack(), plain)
     assert_same(jax.jit(sm.Packed.unpack)(packed), plain)
-    for path, state in packed.states.items():
-        assert_same(state, sm.states(plain)[path])
+    # One state is read without the others.
+    assert_same(dict(packed.states), sm.states(plain, sm.filters.Not(sm.RandomState)))
 
 
 def test_the_compiler_puts_unpacking_and_packing_into_what_is_between() -> None:
@@ -351,3 +340,50 @@ def test_states_may_be_packed_with_the_specs_of_a_call() -> None:
     call = sm.shard_map(lambda model, x: (x, model), make_mesh("4"), *specs, state_in_specs=P("x"))
     _, packed = call(sm.pack({"w": sm.State(X)}, make_mesh("4"), state_specs=P("x")), X)
     np.testing.assert_array_equal(packed.unpack()["w"].value, X)
+
+
+# Small arrays are put end to end and taken apart again, in programs that compile quickly.
+# More than one operation takes at once, with a scalar and an empty array.
+SHAPES = [(), (3,), (0,), (2, 2), *[(2,)] * 17]
+
+
+def many_small() -> list[sm.State]:
+    numbers = np.random.default_rng(0)
+    return [sm.State(numbers.normal(size=shape).astype(np.float32)) for shape in SHAPES]
+
+
+def test_many_small_arrays_come_back_as_they_were() -> None:
+    states, mesh = many_small(), make_mesh("2")
+    packed = sm.pack(states, mesh)
+    (whole,) = packed.buffers
+    np.testing.assert_array_equal(whole, np.concatenate([s.value.ravel() for s in states]))
+    assert_same(packed.unpack(), states)
+    assert_same(jax.jit(sm.Packed.unpack)(packed), sm.place(states, mesh))
+
+
+def test_the_gradient_of_what_is_taken_apart_is_one_concatenation() -> None:
+    def total(states: Any) -> jax.Array:
+        return jnp.stack([(k * s.value).sum() for k, s in enumerate(states)]).sum()
+
+    mesh = make_mesh("1")
+    gradient: Any = jax.grad(sm.shard_map(total, mesh, P(), P()))
+    packed = sm.pack(many_small(), mesh)
+    (gradients,) = gradient(packed).buffers
+    sizes = [int(np.prod(shape)) for shape in SHAPES]
+    assert gradients.tolist() == [k for k, size in enumerate(sizes) for _ in range(size)]
+    text = str(jax.make_jaxpr(gradient)(packed))
+    put_together = re.findall(r"dynamic_update_slice|concatenate|pad\[", text)
+    assert put_together == ["concatenate"]
+
+
+def test_no_loop_begins_at_a_constant() -> None:
+    call = sm.shard_map(
+        lambda states: jax.tree.map(lambda value: value + 1, states), make_mesh("2"), P(), P()
+    )
+    text = call.lower(sm.pack(many_small(), make_mesh("2"))).as_text()
+    sliced = re.findall(r"dynamic(?:_update)?_slice .*", text)
+    assert len(sliced) >= 3
+    hidden = set(re.findall(r"(%\d+)(?::\d+)? = stablehlo.optimization_barrier", text))
+    for line in sliced:
+        start = line.split(",")[2 if "update" in line else 1]
+        assert start.strip().split("#")[0] in hidden, line

@@ -1,4 +1,7 @@
-"""A small model with everything in it that a checkpoint has to keep, and its training on any mesh."""
+"""A small model with everything in it that a checkpoint has to keep, and its training on any mesh.
+
+As a program it saves: `python -m tests.checkpoint.model TASK FOLDER [PROCESS PROCESSES PORT]`.
+"""
 
 import functools
 import itertools
@@ -11,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -159,7 +163,35 @@ def die_in_deleting(event: str, _: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+# What is loaded: layouts of one process, and what both processes have saved.
+SOURCES = ("1", "4x2", "both", "packed")
+
+
+def layouts(folder: pathlib.Path) -> None:
+    """Save and load in the layout of several processes, each its part."""
+    mesh = mesh_of((4, 1))
+    packed = sm.pack(make(4), mesh)
+    for name, first in (("both", make(4)), ("packed", packed)):
+        _, net = train(first, mesh, 0)
+        checkpoint.save(folder / name, net)
+    for source in SOURCES:
+        like = packed if source == "packed" else make()
+        net = checkpoint.load(folder / source, like, mesh)
+        masks, net = train(net, mesh, STEPS)
+        checkpoint.save(folder / f"after {source}", net)
+        whole = [multihost_utils.process_allgather(mask, tiled=True) for mask in masks]
+        if jax.process_index() == 0:
+            np.save(folder / f"masks {source}.npy", np.stack(whole))
+
+
 if __name__ == "__main__":
-    if "die" in sys.argv:
+    task, place, *process = sys.argv[1:]
+    if process:
+        index, count, port = process
+        jax.distributed.initialize(f"localhost:{port}", int(count), int(index))
+    if task == "die":
         sys.addaudithook(die_in_deleting)
-    saving(sys.argv[1], mesh_of((1, 1)))
+    if task == "layouts":
+        layouts(pathlib.Path(place))
+    else:
+        saving(place, mesh_of((jax.device_count() if process else 1, 1)))

@@ -13,8 +13,7 @@ import pytest
 from statemesh import checkpoint
 from statemesh.checkpoint import CheckpointError, Checkpoints
 from tests.checkpoint import model
-from tests.checkpoint.model import LAYOUTS, STEPS, assert_same
-from tests.checkpoint.processes import SOURCES
+from tests.checkpoint.model import LAYOUTS, SOURCES, STEPS, assert_same
 from tests.processes import COUNT, ROOT, STRICT, free_port, run_together
 from tests.scripts.kills_of_saving import check, commands, newest, saving
 
@@ -27,9 +26,9 @@ SAVING = [sys.executable, "-m", "tests.checkpoint.model"]
 def test_two_processes_save_and_load_what_one_does(tmp_path: pathlib.Path) -> None:
     """The pairs of layouts of which one is that of two processes with two devices each."""
     expected = model.save_all(tmp_path)
-    module = [*STRICT, "tests.checkpoint.processes"]
-    task = [str(COUNT), str(free_port()), "layouts", str(tmp_path)]
-    run_together([[*module, str(i), *task] for i in range(COUNT)], tmp_path, 4 // COUNT)
+    command = [*STRICT, "tests.checkpoint.model", "layouts", str(tmp_path)]
+    rest = [str(COUNT), str(free_port())]
+    run_together([[*command, str(i), *rest] for i in range(COUNT)], tmp_path, 4 // COUNT)
     # What two processes made of each checkpoint, saved by them at the end.
     for source in SOURCES:
         net = checkpoint.load(tmp_path / f"after {source}", model.make(), model.mesh_of((1, 1)))
@@ -44,7 +43,7 @@ def test_the_newest_whole_checkpoint_survives_a_kill(tmp_path: pathlib.Path) -> 
 
 
 def test_a_step_that_was_being_deleted_is_no_step(tmp_path: pathlib.Path) -> None:
-    child = subprocess.run([*SAVING, str(tmp_path), "die"], cwd=ROOT, capture_output=True)
+    child = subprocess.run([*SAVING, "die", str(tmp_path)], cwd=ROOT, capture_output=True)
     assert child.returncode == -signal.SIGKILL, child.stderr
     # Of the fourth step on, the oldest is deleted.
     assert newest(tmp_path) >= 3
@@ -96,7 +95,7 @@ def test_a_full_disk_is_an_error_and_what_was_saved_stays(tmp_path: pathlib.Path
         checkpoints.save(0, model.numbered(0))
 
     # No file may grow beyond 20 KiB.
-    limited = ["bash", "-c", 'ulimit -f 20 && exec "$0" "$@"', *SAVING, str(tmp_path)]
+    limited = ["bash", "-c", 'ulimit -f 20 && exec "$0" "$@"', *SAVING, "saving", str(tmp_path)]
     child = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert child.returncode == 1
     assert re.search(r"CheckpointError: .* was not saved", child.stderr), child.stderr

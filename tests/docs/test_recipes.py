@@ -1,9 +1,9 @@
 """The recipes check themselves; the tests read what they print."""
 
-import dataclasses
 import re
 import runpy
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -13,16 +13,8 @@ from tests.helpers import DOCS, run_script
 RECIPES = {path.stem: path for path in sorted((DOCS / "recipes").glob("*.py"))}
 
 
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """What a recipe prints.
-
-    **Attributes:**
-
-    - `agrees`: the line that it prints when what it compares agrees.
-    - `shows`: patterns of other output.
-    - `falls`: what part of its first loss the last one is, at most.
-    """
+class Recipe(NamedTuple):
+    """What a recipe prints: that what it compares agrees, other output, and by how much its loss falls."""
 
     agrees: str
     shows: tuple[str, ...]

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
+from statemesh import legacy
 from tests.helpers import counted, make_mesh
 
 
@@ -53,3 +54,14 @@ def test_donation_by_an_outer_jit() -> None:
     placed = mapped.place(X)[0]
     np.testing.assert_array_equal(jax.jit(mapped, donate_argnums=0)(placed), X - X.mean(0))
     assert placed.is_deleted()
+
+
+def test_the_older_function_takes_states() -> None:
+    def fun(count: sm.State, x: jax.Array) -> Any:
+        return x * count.value, count.set(count.value + x.sum())
+
+    for check_rep in (True, False):
+        f = legacy.shard_map(fun, make_mesh(), (P(), P("x")), (P("x"), P()), check_rep)
+        y, count = f(sm.State(1.0, reduce="sum"), X)
+        np.testing.assert_array_equal(y, X)
+        assert float(count.value) == 1 + X.sum()

@@ -45,69 +45,39 @@ def centered_twice(x: Any) -> Any:
 
 
 TREES = {"a": 1, "b": 0}
-# Code written for `jax.pmap`: the function, the options, and the arguments.
-LANES: dict[str, tuple[Map, dict[str, Any], Callable[[], tuple[Any, ...]]]] = {
-    "trees and axes": (
-        trees,
-        {"axis_name": "i", "in_axes": (TREES, None), "out_axes": TREES},
-        lambda: ({"a": numbers(3, 8), "b": numbers(8, 2)}, numbers(3)),
+# Code written for `jax.pmap`.
+LANES: dict[str, Callable[[Map], Any]] = {
+    "trees and axes": lambda pmap: pmap(trees, "i", in_axes=(TREES, None), out_axes=TREES)(
+        {"a": numbers(3, 8), "b": numbers(8, 2)}, numbers(3)
     ),
-    "a static argument": (
-        lambda x, n: x.reshape(n, -1),
-        {"static_broadcasted_argnums": 1},
-        lambda: (numbers(8, 6), 2),
+    "a static argument": lambda pmap: pmap(
+        lambda x, n: x.reshape(n, -1), static_broadcasted_argnums=1
+    )(numbers(8, 6), 2),
+    "an argument given up": lambda pmap: pmap(jnp.add, donate_argnums=(0,))(numbers(8), numbers(8)),
+    "a size": lambda pmap: pmap(lambda x: x + lax.axis_index("i"), "i", axis_size=4)(numbers(4)),
+    "devices": lambda pmap: pmap(centered, "i", devices=jax.devices()[3::-1])(numbers(4, 2)),
+    "a platform": lambda pmap: pmap(jnp.sin, backend="cpu")(numbers(8)),
+    "fewer lanes than devices": lambda pmap: pmap(lambda x: lax.all_gather(x, "i"), "i")(
+        numbers(3, 2)
     ),
-    "an argument given up": (jnp.add, {"donate_argnums": (0,)}, lambda: (numbers(8), numbers(8))),
-    "a size": (
-        lambda x: x + lax.axis_index("i"),
-        {"axis_name": "i", "axis_size": 4},
-        lambda: (numbers(4),),
-    ),
-    "devices": (
-        centered,
-        {"axis_name": "i", "devices": jax.devices()[:4][::-1]},
-        lambda: (numbers(4, 2),),
-    ),
-    "a platform": (jnp.sin, {"backend": "cpu"}, lambda: (numbers(8),)),
-    "fewer lanes than devices": (
-        lambda x: lax.all_gather(x, "i"),
-        {"axis_name": "i"},
-        lambda: (numbers(3, 2),),
-    ),
-    "collectives": (collectives, {"axis_name": "i"}, lambda: (numbers(8, 8),)),
-    "a vmap inside": (
-        jax.vmap(centered_twice, axis_name="j"),
-        {"axis_name": "i"},
-        lambda: (numbers(8, 3),),
-    ),
-    "no elements": (lambda x, y: (x, y + x.sum()), {}, lambda: (jnp.zeros((8, 0)), numbers(8))),
-    "NumPy arrays": (lambda x: x / 3, {}, lambda: (np.arange(8.0, dtype=np.float32),)),
+    "collectives": lambda pmap: pmap(collectives, "i")(numbers(8, 8)),
+    "a vmap inside": lambda pmap: pmap(jax.vmap(centered_twice, axis_name="j"), "i")(numbers(8, 3)),
+    "no elements": lambda pmap: pmap(lambda x, y: (x, y + x.sum()))(jnp.zeros((8, 0)), numbers(8)),
+    "NumPy arrays": lambda pmap: pmap(lambda x: x / 3)(np.arange(8.0, dtype=np.float32)),
+    "keywords": lambda pmap: pmap(lambda x, y: x + y)(numbers(8), y=numbers(8)),
+    "in jit": lambda pmap: jax.jit(lambda x: pmap(centered, "i")(2 * x).sum(0))(numbers(8, 2)),
+    "in vmap": lambda pmap: jax.vmap(pmap(centered, "i"))(numbers(3, 8)),
+    "in jvp": lambda pmap: jax.jvp(pmap(centered, "i"), (numbers(8),), (numbers(8),)),
+    "in grad": lambda pmap: jax.grad(lambda x: (pmap(centered, "i")(x) ** 2).sum())(numbers(8, 3)),
+    "shapes": lambda pmap: np.zeros(jax.eval_shape(pmap(centered, "i"), numbers(8, 2)).shape),
 }
 
 
 @pytest.mark.parametrize("name", LANES)
 def test_lanes_as_with_jax(name: str) -> None:
-    fun, options, arguments = LANES[name]
-    expected = jax.pmap(fun, **options)(*arguments())
+    expected = LANES[name](jax.pmap)
     for mapping in (sm.pmap2, beside_a_state):
-        assert_close(mapping(fun, **options)(*arguments()), expected)
-
-
-# Transformations around a map of lanes, and keyword arguments.
-AROUND: dict[str, Callable[[Map], Any]] = {
-    "jit": lambda pmap: jax.jit(lambda x: pmap(centered, "i")(2 * x).sum(0))(numbers(8, 2)),
-    "vmap": lambda pmap: jax.vmap(pmap(centered, "i"))(numbers(3, 8)),
-    "jvp": lambda pmap: jax.jvp(pmap(centered, "i"), (numbers(8),), (numbers(8),)),
-    "grad": lambda pmap: jax.grad(lambda x: (pmap(centered, "i")(x) ** 2).sum())(numbers(8, 3)),
-    "shapes": lambda pmap: np.zeros(jax.eval_shape(pmap(centered, "i"), numbers(8, 2)).shape),
-    "keywords": lambda pmap: pmap(lambda x, y: x + y)(numbers(8), y=numbers(8)),
-}
-
-
-@pytest.mark.parametrize("name", AROUND)
-def test_lanes_inside_transformations(name: str) -> None:
-    for mapping in (sm.pmap2, beside_a_state):
-        assert_close(AROUND[name](mapping), AROUND[name](jax.pmap))
+        assert_close(LANES[name](mapping), expected)
 
 
 class Counter(sm.Module):

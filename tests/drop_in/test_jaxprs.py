@@ -1,6 +1,7 @@
 """Under an outer trace a mapped call leaves the jaxpr that `jax.shard_map` leaves."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -33,48 +34,34 @@ def nothing(fun: Map) -> Map:
     return fun
 
 
-def with_a_state(fun: Map, **options: Any) -> Map:
-    """A map with a state that counts by one; its value is an argument and a result."""
+def with_a_count(shard_map: Map, make: Callable[[Any], Any]) -> Map:
+    """A map with one more argument and result: a count, which is made a state or stays an array."""
 
-    def step(count: sm.State, *args: Any) -> Any:
-        return fun(*args), count.set(count.value + 1)
+    def mapped(fun: Map, **options: Any) -> Map:
+        def step(count: Any, *args: Any) -> Any:
+            return fun(*args), jax.tree.map(lambda value: value + 1, count)
 
-    def call(count: Any, *args: Any) -> Any:
-        mapped = sm.shard_map(step, **with_one_more(options, len(args)))
-        result, state = mapped(sm.State(count), *args)
-        return result, state.value
+        def call(count: Any, *args: Any) -> Any:
+            specs = {"out_specs": (options["out_specs"], P())}
+            if "in_specs" in options:
+                given = options["in_specs"]
+                each = given if isinstance(given, tuple) else [given] * len(args)
+                specs["in_specs"] = (P(), *each)
+            result, count = shard_map(step, **{**options, **specs})(make(count), *args)
+            return result, *jax.tree.leaves(count)
 
-    return call
+        return call
 
-
-def with_an_array(fun: Map, **options: Any) -> Map:
-    """The same map by hand."""
-
-    def step(count: Any, *args: Any) -> Any:
-        return fun(*args), count + 1
-
-    def call(count: Any, *args: Any) -> Any:
-        return jax.shard_map(step, **with_one_more(options, len(args)))(count, *args)
-
-    return call
+    return mapped
 
 
-def with_one_more(options: dict[str, Any], count: int) -> dict[str, Any]:
-    """The options for a map with an additional first argument and an additional last result."""
-    options = {**options, "out_specs": (options["out_specs"], P())}
-    if "in_specs" in options:
-        specs = options["in_specs"]
-        options["in_specs"] = (P(), *(specs if isinstance(specs, tuple) else [specs] * count))
-    return options
-
-
-COUNT = jnp.float32(0)
+COUNTING = with_a_count(sm.shard_map, sm.State), with_a_count(jax.shard_map, nothing)
 # Two maps that leave one jaxpr, the transformation around them, and what both get before their arguments.
 PAIRS: list[tuple[Map, Map, Map, tuple[Any, ...]]] = [
     *((sm.shard_map, jax.shard_map, around, ()) for around in (nothing, pulled_back, lanes)),
     (by_older_names, jax.shard_map, nothing, ()),
     # A state adds an input and an output.
-    *((with_a_state, with_an_array, around, (COUNT,)) for around in (nothing, pulled_back)),
+    *((*COUNTING, around, (jnp.float32(0),)) for around in (nothing, pulled_back)),
 ]
 
 

@@ -18,7 +18,6 @@ from .states import KEY, MASKED, Net, X, net
 from .table import Mistake, Mistakes, each
 
 
-Fun = Callable[..., Any]
 IN_SPECS, OUT_SPECS = (P(), P("x")), (P("x"), P())
 
 
@@ -44,7 +43,7 @@ def sharded(fun: Any = same, name: str = "8", **options: Any) -> Any:
     return sm.shard_map(fun, make_mesh(name), P("x"), P("x"), **options)
 
 
-def on_parts(fun: Fun, model: Any, **options: Any) -> Any:
+def on_parts(fun: Any, model: Any, **options: Any) -> Any:
     return sm.shard_map(fun, make_mesh("4"), (None,), P(), **options)(model)
 
 
@@ -79,21 +78,10 @@ def another_mesh_than_the_one_that_is_set() -> Any:
         return mapped(net(), X)
 
 
-def abstract_mesh_that_arguments_do_not_lie_on() -> Any:
-    x = jax.device_put(np.ones(8), NamedSharding(make_mesh("4"), P("x")))
-    return sm.shard_map(same, make_mesh().abstract_mesh, P("x"), P("x"))(x)
-
-
 def axis_taken_by_an_outer_call() -> Any:
     mesh = make_mesh("4x2")
     inner = call(mesh=mesh, axis_names={"x"})
     return call(lambda m, x: (inner(m, x)[0], m), mesh=mesh, axis_names={"x"})(net(), X)
-
-
-def mesh_partly_taken_by_an_outer_call() -> Any:
-    mesh = make_mesh("4x2")
-    inner = sm.shard_map(same, mesh, P("y"), P("y"))
-    return sm.shard_map(inner, mesh, P("x"), P("x"), axis_names={"x"})(X)
 
 
 def axis_taken_by_vmap() -> Any:
@@ -164,18 +152,18 @@ def tracer_kept_from_an_old_trace() -> Any:
     return call()(kept[0], X)
 
 
-def place_traced(transform: Any) -> Any:
-    place = lambda x: sm.place({"w": sm.State(x)}, make_mesh())["w"].value.sum()
-    return transform(place)(X[None] if transform is jax.vmap else X)
-
-
-def rank_of_an_array_on_the_mesh(ask: Callable[[Any, Any], Any]) -> Any:
+def rank_of_an_array_on_the_mesh(ask: str) -> Any:
     mesh = make_mesh()
     x = jax.device_put(np.ones(8), NamedSharding(mesh, P("x")))
-    return ask(sm.shard_map(same, mesh, (P(None, "x"),), P(None, "x"), donate="all"), x)
+    mapped = sm.shard_map(same, mesh, (P(None, "x"),), P(None, "x"), donate="all")
+    return getattr(mapped, ask)(x)
 
 
 # Results
+
+
+def keep(old: Any, new: Any, axis_names: Any) -> Any:
+    return new
 
 
 def writes(**new: Callable[[jax.Array], Any]) -> Any:
@@ -224,57 +212,13 @@ def one_of_two_models_returned_by_a_cond() -> Any:
     return call(choose, in_specs=(P(), P(), P("x")))(model, model, X)
 
 
-def a_sum_with_an_old_value_that_differs() -> Any:
-    mapped = call(lambda s, x: (x, s.set(s.value + x)), state_in_specs=P("x"), state_out_specs=P())
-    return mapped(sm.State(X, reduce="sum"), X)
-
-
 def a_sum_of_another_structure() -> list[Mistake]:
     step = lambda s, x: s.replace(value=(s.value, s.value + x.sum()))
     both = sm.shard_map(step, make_mesh(), (None, P("x")), None), sm.vmap2(step, in_axes=(None, 0))
     return [functools.partial(mapped, sm.State(1.0, reduce="sum", name="n"), X) for mapped in both]
 
 
-def a_function_whose_result_differs() -> Any:
-    def keep(old: Any, new: Any, axis_names: Any) -> Any:
-        return new
-
-    mapped = call(lambda s, x: (x, s.set(s.value + x.sum())))
-    return mapped(sm.State(0.0, reduce=keep), X)
-
-
-def specs_of_leaves_mixed_up() -> Any:
-    state = sm.State({"a": X, "b": X}, spec={"a": P("x"), "b": P()})
-    return sm.shard_map(lambda s: s.replace(value=s.value["b"]), make_mesh(), None, None)(state)
-
-
-def result_that_varies_and_is_not_typed_so() -> Any:
-    fun = lambda m, x: ({"order": jnp.argsort(x), "sum": jax.lax.psum(x, "x")}, m)
-    return call(fun, out_specs=(P(), P()))(net(), X)
-
-
 # Packed models
-
-
-def packed_for_another_mesh() -> Any:
-    model = net().replace(w=sm.ParamState(X, spec=P("x")))
-    return call(mesh=make_mesh("2x2"))(sm.pack(model, make_mesh("4x2")), X)
-
-
-def packed_with_other_specs() -> Any:
-    mapped = call(mesh=make_mesh("4"), state_in_specs=P("x"))
-    return mapped(sm.pack({"w": sm.State(X)}, make_mesh("4")), X)
-
-
-def part_of_what_is_packed_together() -> Any:
-    whole = {"nets": [sm.ParamState(X) for _ in range(6)], "w": sm.ParamState(X)}
-    chosen = sm.filters.PathContains("nets")
-    return sm.trainable(sm.pack(whole, make_mesh("4")), chosen)
-
-
-def gradient_of_packed_integers() -> Any:
-    packed = sm.pack({"count": sm.State(0)}, make_mesh("4"))
-    return sm.value_and_grad(lambda packed: (packed, packed), wrt=sm.State)(packed)
 
 
 # Lowered calls
@@ -309,11 +253,6 @@ def forgotten_gather(count: int) -> Any:
     return on_parts(loss, model)
 
 
-def layer_that_is_not_gathered() -> Any:
-    layer = sm.fsdp(eqx.nn.Linear(8, 4, key=KEY), make_mesh("4"), "x", min_size=0)
-    return on_parts(lambda layer: layer(jnp.ones(8)), layer)
-
-
 def cast_model_that_is_returned_whole() -> Any:
     def loss(model: Any, x: Any) -> Any:
         whole = sm.gather(model, "x")
@@ -328,18 +267,8 @@ def cast_model_that_is_returned_whole() -> Any:
     return mapped(model, jnp.ones((8, 16)))
 
 
-def gather_over_lanes(transform: Any) -> Any:
-    model = sm.fsdp([jnp.ones(8)], make_mesh("4"), "x", min_size=0)
-    fun = lambda model, x: sm.gather(model, "x")[0] * x
-    return transform(fun, axis_name="x", in_axes=(None, 0))(model, jnp.ones(4))
-
-
-def other_structure_scattered() -> Any:
-    model = sm.fsdp({"w": jnp.ones(8), "b": jnp.ones(4)}, make_mesh("4"), "x", min_size=0)
-    return sm.scatter({"w": jnp.ones(8)}, model)
-
-
 PLAIN = {"w": sm.ParamState(jnp.ones(8)), "b": jnp.ones(4)}
+PARAM = sm.ParamState(X)
 PART = [sm.ParamState(jnp.ones(8), spec=P("x"))]
 EMPTY = Mesh(np.array([]), ("x",))
 
@@ -401,7 +330,9 @@ MISTAKES: Mistakes = {
     "no mesh that is set": lambda: sm.shard_map(step, None, (P(), P("x")), P())(net(), X),
     "another mesh than the one that is set": another_mesh_than_the_one_that_is_set,
     "abstract mesh outside a trace": lambda: call(mesh=make_mesh().abstract_mesh)(net(), X),
-    "abstract mesh that arguments do not lie on": abstract_mesh_that_arguments_do_not_lie_on,
+    "abstract mesh that arguments do not lie on": lambda: sm.shard_map(
+        same, make_mesh().abstract_mesh, P("x"), P("x")
+    )(sm.place(X, make_mesh("4"), P("x"))),
     "in specs left out on Auto axes": lambda: sm.shard_map(
         step, make_mesh("4x2", AxisType.Auto), out_specs=(P(), P())
     )(net(), X),
@@ -416,7 +347,9 @@ MISTAKES: Mistakes = {
         lambda: call(in_specs={"model": P(), "x": P("x")})(net(), X),
         lambda: call()(sm.State({"k": X}, spec={"v": P("x")}), X),
         lambda: call(lambda m, x: (x, m, 1))(net(), X),
-        specs_of_leaves_mixed_up,
+        lambda: sm.shard_map(lambda s: s.replace(value=s.value["b"]), make_mesh(), None, None)(
+            sm.State({"a": X, "b": X}, spec={"a": P("x"), "b": P()})
+        ),
     ],
     "specs that would place nothing": [
         lambda: stands_for_states(SPLIT)(ONE),
@@ -439,12 +372,7 @@ MISTAKES: Mistakes = {
         lambda: call(mesh=make_mesh("4x2"), in_specs=(P(), P("x", "y")))(net(), X),
         lambda: call()(sm.State(np.zeros((4, 3)), spec=sm.PerShard("x")), X),
         lambda: call()(sm.State(0.0, spec=sm.PerShard("x")), X),
-        *each(
-            rank_of_an_array_on_the_mesh,
-            lambda mapped, x: mapped(x),
-            lambda mapped, x: mapped.explain(x),
-            lambda mapped, x: mapped.lower(x),
-        ),
+        *each(rank_of_an_array_on_the_mesh, "__call__", "explain", "lower"),
     ],
     "trees that do not fit where they are placed": each(
         lambda given: sm.place(given[0], make_mesh(), given[1], state_specs=given[2]),
@@ -462,7 +390,11 @@ MISTAKES: Mistakes = {
     "axes taken by an outer call": [
         lambda: call(lambda m, x: (call()(m, x)[0], m))(net(), X),
         axis_taken_by_an_outer_call,
-        mesh_partly_taken_by_an_outer_call,
+        lambda: sm.shard_map(
+            sm.shard_map(same, make_mesh("4x2"), P("y"), P("y")),
+            *(make_mesh("4x2"), P("x"), P("x")),
+            axis_names={"x"},
+        )(X),
     ],
     "axis taken by vmap": axis_taken_by_vmap,
     "given up to an earlier call": [
@@ -476,7 +408,12 @@ MISTAKES: Mistakes = {
         lambda: sm.pack({"w": jax.eval_shape(lambda: sm.State(X))}, make_mesh()),
     ],
     "placing what is traced": [
-        *each(place_traced, jax.jit, jax.grad, jax.vmap),
+        *each(
+            lambda transform: transform(
+                lambda x: sm.place({"w": sm.State(x)}, make_mesh())["w"].value.sum()
+            )(X[None] if transform is jax.vmap else X),
+            *(jax.jit, jax.grad, jax.vmap),
+        ),
         lambda: jax.jit(sharded().place)(X),
     ],
     "tracer kept from an old trace": tracer_kept_from_an_old_trace,
@@ -504,15 +441,20 @@ MISTAKES: Mistakes = {
     "many states that differ": many_states_that_differ(),
     "result that varies": [
         lambda: call(lambda m, x: ({"loss": x.sum(), "y": x}, m), out_specs=(P(), P()))(net(), X),
-        result_that_varies_and_is_not_typed_so,
+        lambda: call(
+            lambda m, x: ({"order": jnp.argsort(x), "sum": jax.lax.psum(x, "x")}, m),
+            out_specs=(P(), P()),
+        )(net(), X),
     ],
     "result with too few axes": lambda: call(lambda m, x: (x.sum(), m))(net(), X),
     "no spec for a result that is an array": lambda: call(out_specs=(P("x"), None))({"w": X}, X),
     "whole state beside split data": lambda: call(lambda m, x: (x * m.w.value, m))(net(), X),
     "one of two models returned by a cond": one_of_two_models_returned_by_a_cond,
     "policies that give several values": [
-        a_sum_with_an_old_value_that_differs,
-        a_function_whose_result_differs,
+        lambda: call(
+            lambda s, x: (x, s.set(s.value + x)), state_in_specs=P("x"), state_out_specs=P()
+        )(sm.State(X, reduce="sum"), X),
+        lambda: call(lambda s, x: (x, s.set(s.value + x.sum())))(sm.State(0.0, reduce=keep), X),
     ],
     "sum of another structure": a_sum_of_another_structure(),
     "axis named twice where a call is made": [
@@ -523,10 +465,19 @@ MISTAKES: Mistakes = {
     ],
     "packed models": [
         lambda: sm.pack({"v": sm.State(X[:6], spec=P("x")), "w": sm.State(X)}, make_mesh("4")),
-        packed_for_another_mesh,
-        packed_with_other_specs,
-        part_of_what_is_packed_together,
-        gradient_of_packed_integers,
+        lambda: call(mesh=make_mesh("2x2"))(
+            sm.pack(net().replace(w=sm.ParamState(X, spec=P("x"))), make_mesh("4x2")), X
+        ),
+        lambda: call(mesh=make_mesh("4"), state_in_specs=P("x"))(
+            sm.pack({"w": sm.State(X)}, make_mesh("4")), X
+        ),
+        lambda: sm.trainable(
+            sm.pack({"nets": [PARAM] * 6, "w": PARAM}, make_mesh("4")),
+            sm.filters.PathContains("nets"),
+        ),
+        lambda: sm.value_and_grad(lambda packed: (packed, packed), wrt=sm.State)(
+            sm.pack({"count": sm.State(0)}, make_mesh("4"))
+        ),
     ],
     "other arguments than a call was lowered for": lowered_for_others(),
     "no name for split parameters": [
@@ -547,14 +498,20 @@ MISTAKES: Mistakes = {
     "gathering the major axis": lambda: sm.shard_map(
         lambda m: sm.gather(m, "x"), make_mesh("4x2"), (None,), P()
     )([sm.ParamState(jnp.ones(8), spec=P(("x", "y")))]),
-    "gathering over lanes": each(gather_over_lanes, sm.vmap2, sm.pmap2),
+    "gathering over lanes": each(
+        lambda lanes: lanes(lambda w, x: sm.gather(w, "x"), axis_name="x")(PART, X[:8]),
+        *(sm.vmap2, sm.pmap2),
+    ),
     "gathering over an axis that is not mapped over": lambda: on_parts(
         lambda model: sm.gather(model, "y"), PART
     ),
     "using a part of a parameter": [
-        layer_that_is_not_gathered,
+        lambda: on_parts(
+            lambda layer: layer(jnp.ones(8)),
+            sm.fsdp(eqx.nn.Linear(8, 4, key=KEY), make_mesh("4"), "x", min_size=0),
+        ),
         *each(forgotten_gather, 10, 11),
     ],
     "returning whole parameters": cast_model_that_is_returned_whole,
-    "scattering another structure": other_structure_scattered,
+    "scattering another structure": lambda: sm.scatter({"w": jnp.ones(8)}, {"w": PART[0], "b": X}),
 }

@@ -18,7 +18,7 @@ import jax
 import statemesh as sm
 from statemesh import checkpoint
 from statemesh.checkpoint import Checkpoints
-from tests.helpers import jnp
+from tests.helpers import jnp, make_mesh
 
 from .table import Mistakes, each, refusal
 
@@ -88,22 +88,21 @@ def deleted(file: str) -> Change:
     return lambda folder: (folder / file).unlink()
 
 
-def a_folder(file: str) -> Change:
+def replaced(file: str, make: Callable[[pathlib.Path], object]) -> Change:
     def replace(folder: pathlib.Path) -> None:
         (folder / file).unlink()
-        (folder / file).mkdir()
+        make(folder / file)
 
     return replace
+
+
+def a_folder(file: str) -> Change:
+    return replaced(file, pathlib.Path.mkdir)
 
 
 def a_loop(file: str) -> Change:
     """A file that cannot be opened: a symbolic link to itself."""
-
-    def replace(folder: pathlib.Path) -> None:
-        (folder / file).unlink()
-        (folder / file).symlink_to(folder / file)
-
-    return replace
+    return replaced(file, lambda path: path.symlink_to(path))
 
 
 def arrays_as_a_file(folder: pathlib.Path) -> None:
@@ -278,16 +277,20 @@ def layers(*widths: int) -> Any:
     return {"layers": [{"w": sm.ParamState(jnp.ones(pair))} for pair in itertools.pairwise(widths)]}
 
 
-def renamed_step() -> Any:
-    with steps("4", "03", "x3", "٣") as folder:
-        (folder / "9").touch()
-        return Checkpoints(folder).load(forged_tree())
+def merge(old: Any, new: Any, names: Any) -> Any:
+    return new
 
 
-def missing_step() -> Any:
-    with steps("4", "03") as folder:
+def per_shard() -> dict[str, Any]:
+    policies: dict[str, Any] = {"a": None, "b": merge, "c": "mean"}
+    spec = sm.PerShard("x")
+    return {k: sm.State(jnp.zeros(2), spec=spec, reduce=how) for k, how in policies.items()}
+
+
+def load_a_step(names: tuple[str, ...], *step: int) -> Any:
+    with steps(*names) as folder:
         (folder / "9").touch()
-        return Checkpoints(folder).load(forged_tree(), 9)
+        return Checkpoints(folder).load(forged_tree(), *step)
 
 
 class Alike:
@@ -334,6 +337,13 @@ MISTAKES: Mistakes = {
         small(),
         lambda folder: checkpoint.load(folder, small(), rename={"w": "v", "['n']": "['w']"}),
     ),
+    "loading a key of another implementation": lambda: saved(
+        sm.RandomState(jax.random.key(0)),
+        lambda folder: checkpoint.load(folder, sm.RandomState(jax.random.key(0, impl="rbg"))),
+    ),
+    "values of other shards without a policy": lambda: saved(
+        per_shard(), lambda folder: checkpoint.load(folder, per_shard(), make_mesh("4"))
+    ),
     "keeping shapes": lambda: saved(
         small(),
         lambda folder: checkpoint.load(
@@ -346,8 +356,8 @@ MISTAKES: Mistakes = {
     "loading a foreign folder": lambda: in_a_folder(
         lambda folder: checkpoint.load(folder, jnp.zeros(3))
     ),
-    "renamed step": renamed_step,
-    "missing step": missing_step,
+    "renamed step": lambda: load_a_step(("4", "03", "x3", "٣")),
+    "missing step": lambda: load_a_step(("4", "03"), 9),
     "saving under no step": each(
         lambda step: in_a_folder(lambda folder: Checkpoints(folder / "a" / "b").save(step, 0)),
         *STEPS,

@@ -84,11 +84,6 @@ def unchecked_map_of_jax() -> Any:
     return jax.jit(mapped)(sm.place(net(), mesh), sm.place(X, mesh, P("x")))
 
 
-def pmap_of_jax() -> Any:
-    step = sm.value_and_grad(fit, axis_name="x")
-    return jax.pmap(step, axis_name="x", in_axes=(None, 0))(net(), X.reshape(4, 2))
-
-
 def nested(outer: bool, inner: bool) -> Any:
     def shard(net: Any, x: Any) -> Any:
         step = sm.value_and_grad(fit, axis_name=("x", "y"))
@@ -106,10 +101,6 @@ def each_exchanged(w: Any) -> Any:
         return jnp.sum(w) * jax.lax.psum(jnp.sum(w), "x"), w
 
     return sm.grad(exchanged)(w)[0]
-
-
-def exchanged_on_a_mesh(check_vma: bool) -> Any:
-    return sm.shard_map(each_exchanged, make_mesh("4"), P("x"), P("x"), check_vma=check_vma)(X)
 
 
 def exchanged_between_lanes_in_a_checked_shard_map() -> Any:
@@ -167,11 +158,6 @@ def split(fun: Any, *args: Any, **options: Any) -> Any:
     return sm.value_and_grad(fun, microbatches=2, **options)(model(), *args)
 
 
-def uneven_rows() -> Any:
-    step = sm.value_and_grad(rated, microbatches=4)
-    return step(model(), {"a": ROWS, "b": ROWS[:4]}, jnp.arange(9))
-
-
 def write_seen(net: Any, x: Any) -> Any:
     return fit(net, x)[0], {**net, "seen": net["seen"].set(x.sum())}
 
@@ -180,25 +166,8 @@ def write_both(net: Any, x: Any) -> Any:
     return fit(net, x)[0], {**net, "seen": net["seen"].set(x.sum()), "table": x.sum(0)}
 
 
-def written_on_a_mesh() -> Any:
-    step = sm.value_and_grad(write_seen, axis_name="x", microbatches=3)
-    return sm.shard_map(step, make_mesh("2"), (None, P("x")), P())(model(), ROWS)
-
-
 def own(old: Any, new: Any, axis_names: Any) -> Any:
     return new
-
-
-def policy_that_merges_nothing() -> Any:
-    merged = {**model(), "seen": sm.State(0.0, reduce=own)}
-    return sm.value_and_grad(write_seen, microbatches=2)(merged, ROWS)
-
-
-def loss_that_microbatches_share() -> Any:
-    def shared(net: Any, x: Any) -> Any:
-        return net["w"].value ** 2, net
-
-    return split(shared, ROWS, reduce="sum")
 
 
 def rows_of_a_state_made_inside() -> Any:
@@ -263,7 +232,9 @@ MISTAKES: Mistakes = {
     "sum of one loss of parameters alone": lambda: on_mesh(OF_PARAMETERS, check_vma=False),
     "map that does not check what varies": [
         unchecked_map_of_jax,
-        pmap_of_jax,
+        lambda: jax.pmap(sm.value_and_grad(fit, axis_name="x"), "x", in_axes=(None, 0))(
+            net(), X.reshape(4, 2)
+        ),
         lambda: on_mesh(sm.value_and_grad(fit, axis_name="x"), check_vma=False, jit=False),
     ],
     "maps of which one checks what varies": [
@@ -272,7 +243,12 @@ MISTAKES: Mistakes = {
     ],
     "loss of what shards exchange": [
         *each(lambda transform: transform(each_exchanged, axis_name="x")(X), sm.vmap2, sm.pmap2),
-        *each(exchanged_on_a_mesh, True, False),
+        *each(
+            lambda check_vma: sm.shard_map(
+                each_exchanged, make_mesh("4"), P("x"), P("x"), check_vma=check_vma
+            )(X),
+            *(True, False),
+        ),
     ],
     "loss of what lanes exchange on a mesh": exchanged_between_lanes_in_a_checked_shard_map,
     "loss of parameters gathered over an axis not named": lambda: of_gathered("x", True),
@@ -283,7 +259,9 @@ MISTAKES: Mistakes = {
     ],
     "parameters gathered before the gradient": lambda: on_mesh(gathered_before),
     "number of microbatches": lambda: sm.value_and_grad(fit, microbatches=0),
-    "rows that microbatches do not divide": uneven_rows,
+    "rows that microbatches do not divide": lambda: sm.value_and_grad(rated, microbatches=4)(
+        model(), {"a": ROWS, "b": ROWS[:4]}, jnp.arange(9)
+    ),
     "arguments without rows": [
         lambda: split(rated, ROWS, sm.RandomState(KEY)),
         lambda: split(rated, ROWS, 0.5),
@@ -291,10 +269,17 @@ MISTAKES: Mistakes = {
     "microbatches inside microbatches": lambda: split(lambda net, x: split(fit, x)[0], ROWS),
     "microbatches that write different values": [
         lambda: split(write_both, ROWS),
-        written_on_a_mesh,
+        lambda: sm.shard_map(
+            sm.value_and_grad(write_seen, axis_name="x", microbatches=3),
+            *(make_mesh("2"), (None, P("x")), P()),
+        )(model(), ROWS),
     ],
-    "policy that merges no microbatches": policy_that_merges_nothing,
-    "loss that microbatches share": loss_that_microbatches_share,
+    "policy that merges no microbatches": lambda: sm.value_and_grad(write_seen, microbatches=2)(
+        {**model(), "seen": sm.State(0.0, reduce=own)}, ROWS
+    ),
+    "loss that microbatches share": lambda: split(
+        lambda net, x: (net["w"].value ** 2, net), ROWS, reduce="sum"
+    ),
     "rows of a state made in a microbatch": rows_of_a_state_made_inside,
     "rows after a key was set in a microbatch": rows_after_a_key_was_set,
 }

@@ -245,31 +245,20 @@ LIKE = {
     "grad": "value_and_grad",
 }
 
-# Callables without keywords of their own, and why.
-WITHOUT = {
-    "Module Module.replace Module.init_state Module.init_all_states Map.init_all_states State.replace": (
-        "their keywords are the user's, or those of fields"
-    ),
-    "RandomState.replace Map.update Map.__call__ StatefulMapping.__call__ StatefulMapping.lower": (
-        "they take the arguments of the function"
-    ),
-    "StatefulMapping.explain StatefulMapping.place StatefulMapping.unsharded": (
-        "they take the arguments of the function"
-    ),
-    "StatefulMapping Packed Packed.tree_flatten Packed.tree_flatten_with_keys Packed.unpack": (
-        "statemesh makes them, and JAX takes them apart"
-    ),
-    "Explanation Explanation.to_dict Explanation.draw testing.Checked testing.Located testing.Place": (
-        "records that statemesh returns"
-    ),
-    "State.enter State.leave State.reshard RandomState.enter RandomState.leave RandomState.reshard": (
-        "a kind of state defines them, and statemesh calls them"
-    ),
-    "filters.Everything filters.Nothing": "no arguments",
-    "checkpoint.Checkpoints.wait nn.Average.reset nn.GRUCell.reset nn.KVCache.reset": "no arguments",
-    "nn.KVCache.init_state": "no arguments",
-    "field": "it is `equinox.field`",
-}
+# Callables without keywords of their own.
+WITHOUT = (
+    # Their keywords are the user's, or those of fields.
+    "Module Module.replace Module.init_state Module.init_all_states Map.init_all_states State.replace",
+    "RandomState.replace Map.update Map.__call__ StatefulMapping.__call__ StatefulMapping.lower",
+    "StatefulMapping.explain StatefulMapping.place StatefulMapping.unsharded",
+    # What statemesh makes or returns, and what it calls.
+    "StatefulMapping Packed Packed.tree_flatten Packed.tree_flatten_with_keys Packed.unpack",
+    "Explanation Explanation.to_dict Explanation.draw testing.Checked testing.Located testing.Place",
+    "State.enter State.leave State.reshard RandomState.enter RandomState.leave RandomState.reshard",
+    # No arguments, and `equinox.field`.
+    "filters.Everything filters.Nothing checkpoint.Checkpoints.wait nn.Average.reset nn.GRUCell.reset",
+    "nn.KVCache.reset nn.KVCache.init_state field",
+)
 
 NAMES = (("zz", THING), "a name: outside of a mapped call any is right")
 TREE = (VALUES, "any tree")
@@ -310,10 +299,8 @@ ACCEPTED: dict[str, tuple[tuple[Any, ...], str]] = {
         )
         for name in ("psum", "pmean", "pmax", "pmin", "all_gather", "axis_index", "axis_size")
     },
-    **{
-        f"testing.{name}.axis_names": (("zz", ["zz"]), "names")
-        for name in ("meshes", "given_meshes")
-    },
+    "testing.meshes.axis_names": (("zz", ["zz"]), "names"),
+    "testing.given_meshes.axis_names": (("zz", ["zz"]), "names"),
     # Filters.
     **dict.fromkeys(("filter", "filters", "wrt", "leave_out", "init_state_axes"), FILTERS),
     "state_out_axes": FILTERS,

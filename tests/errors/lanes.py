@@ -53,19 +53,6 @@ def mapped_update(lanes: Any, **options: Any) -> Any:
     return lanes(update, in_axes=(None, 0), **options)(net(), X)
 
 
-def declared_state_that_lost_axes(lanes: Any) -> Any:
-    def fun(s: sm.State, x: Any) -> Any:
-        return s.replace(value=x[0])
-
-    state = sm.State(np.zeros((2, 2, 4), np.float32))
-    return lanes(fun, in_axes=(None, 0), state_in_axes={2: ...})(state, X)
-
-
-def result_that_differs_between_lanes(lanes: Any) -> Any:
-    fun = lambda x: (jax.lax.pmean(x, "i"), x * 2)
-    return lanes(fun, axis_name="i", out_axes=(None, None))(X)
-
-
 def writes_that_differ(lanes: Any) -> Any:
     def update(model: Net, x: Any) -> Any:
         return model.replace(w=model.w.value + x, mean=model.mean.value + x)
@@ -82,31 +69,25 @@ def last(old: Any, new: Any, axis_names: Any) -> Any:
     return new
 
 
-def one_state_in_two_places(lanes: Any) -> Any:
-    def fun(m: Any, x: Any) -> Any:
-        return x, [m[0].set(m[0].value + 1), m[1]]
-
-    return lanes(fun, in_axes=(None, 0))([state := sm.State(0.0), state], X)
-
-
-def static_argument_that_cannot_be_hashed() -> Any:
-    def fun(x: Any, how: Any) -> Any:
-        return x
-
-    return sm.pmap2(fun, static_broadcasted_argnums=1)(X, [1])
-
-
 def of_three(x: Any, y: Any, z: Any) -> Any:
     return x
 
 
-def global_shapes_that_do_not_fit() -> Any:
-    mapped = sm.pmap2(of_three, in_axes=(1, 0, 0), global_arg_shapes=((3, 9), (8, 1), (8,)))
-    return mapped(jnp.ones((3, 8)), jnp.ones(8), [jnp.ones(8), jnp.ones(8)])
-
-
 def inside_a_shard_map(fun: Callable[[Any], Any]) -> Any:
     return sm.shard_map(fun, make_mesh(), P("x"), P("x"))(np.zeros((8, 2), np.float32))
+
+
+def summed(x: Any) -> Any:
+    return jax.lax.psum(x, "i")
+
+
+def summed_by_its_number(s: Any, x: Any) -> Any:
+    return s.set(s.value + sm.psum(x, "i") + 0 * jax.lax.axis_index("i"))
+
+
+def state_of_lanes_on_a_mesh(fun: Any, reduce: Any) -> Any:
+    lanes: Any = sm.vmap2(fun, in_axes=(None, 0), axis_name="i")
+    return inside_a_shard_map(lambda x: lanes(sm.State(0.0, reduce=reduce), x[0]))
 
 
 class Counter(sm.Module):
@@ -171,9 +152,17 @@ MISTAKES: Mistakes = {
                 lanes, out_axes=(0, None), state_out_axes={None: sm.ParamState, -3: ...}
             )
         ),
-        *both(declared_state_that_lost_axes),
+        *both(
+            lambda lanes: lanes(
+                lambda s, x: s.replace(value=x[0]), in_axes=(None, 0), state_in_axes={2: ...}
+            )(sm.State(np.zeros((2, 2, 4), np.float32)), X)
+        ),
     ],
-    "result that differs between lanes": both(result_that_differs_between_lanes),
+    "result that differs between lanes": both(
+        lambda lanes: lanes(
+            lambda x: (jax.lax.pmean(x, "i"), x * 2), axis_name="i", out_axes=(None, None)
+        )(X)
+    ),
     "unclear number of lanes": [
         *both(lambda lanes: lanes(lambda a, b: a, in_axes=(0, 1), axis_size=3)({"u": X}, X)),
         *both(lambda lanes: mapped_step(lanes, sm.State(X[:3, 0]), state_in_axes={0: ...})),
@@ -218,7 +207,11 @@ MISTAKES: Mistakes = {
         *both(lambda lanes: mapped_update(lanes, state_in_axes={0: sm.BatchState, 1: "nobody"})),
         *both(lambda lanes: mapped_step(lanes, sm.State(X[0]), state_out_axes={0: sm.RandomState})),
     ],
-    "one state in two places written in lanes": both(one_state_in_two_places),
+    "one state in two places written in lanes": both(
+        lambda lanes: lanes(lambda m, x: (x, [m[0].set(m[0].value + 1), m[1]]), in_axes=(None, 0))(
+            [sm.State(0.0)] * 2, X
+        )
+    ),
     "positions of arguments": [
         functools.partial(sm.pmap2, same, **{name: value})
         for name in ("donate_argnums", "static_broadcasted_argnums")
@@ -229,15 +222,34 @@ MISTAKES: Mistakes = {
         lambda: sm.pmap2(step, donate_argnums=(0, 2), in_axes=(None, 0))(sm.State(X[0]), X),
     ],
     "global shapes": [
-        global_shapes_that_do_not_fit,
+        lambda: sm.pmap2(of_three, in_axes=(1, 0, 0), global_arg_shapes=((3, 9), (8, 1), (8,)))(
+            jnp.ones((3, 8)), jnp.ones(8), [jnp.ones(8)] * 2
+        ),
         lambda: sm.pmap2(of_three, global_arg_shapes=((8,),))(*[jnp.ones(8)] * 3),
         *each(
             lambda shapes: untyped.pmap2(same, global_arg_shapes=shapes), 8, (8,), ((8, 2.0),), "8"
         ),
     ],
-    "static argument that cannot be hashed": static_argument_that_cannot_be_hashed,
+    "static argument that cannot be hashed": lambda: sm.pmap2(
+        lambda x, how: x, static_broadcasted_argnums=1
+    )(X, [1]),
     "name of a mesh axis for lanes": lambda: inside_a_shard_map(
         sm.vmap2(same, axis_name="x", in_axes=1, out_axes=1)
+    ),
+    "collective of JAX over the lanes of a mesh": lambda: inside_a_shard_map(
+        sm.vmap2(summed, axis_name="i", in_axes=1, out_axes=1)
+    ),
+    "policy over the lanes of a mesh that is a function": lambda: state_of_lanes_on_a_mesh(
+        step, last
+    ),
+    "lanes of a mesh that cannot be traced": lambda: state_of_lanes_on_a_mesh(
+        summed_by_its_number, "sum"
+    ),
+    "axis that is not there": each(
+        lambda fun: sm.vmap2(fun, axis_name="i")(X),
+        lambda x: sm.psum(x, "j"),
+        lambda x: sm.all_gather(x, "j"),
+        lambda x: sm.axis_index("j"),
     ),
     "pmap2 inside another mapped call": [
         lambda: inside_a_shard_map(sm.pmap2(same)),

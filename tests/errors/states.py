@@ -31,22 +31,12 @@ def net() -> Net:
     return Net(sm.ParamState(X), sm.BatchState(0.0), sm.State(0))
 
 
-def several_written() -> Any:
-    state = sm.BatchState({"mean": jnp.zeros(3), "n": jnp.int32(0)}, name="stats")
-    return state.set({"mean": jnp.zeros(4), "n": jnp.float32(0)})
-
-
 def kind_with_a_constructor() -> Any:
     class Mine(sm.State):
         def __init__(self, size: int) -> None:
             super().__init__(jnp.zeros(size))
 
     return Mine
-
-
-def where_without_a_tree() -> Any:
-    predicate = sm.filters.to_predicate(sm.filters.Where(lambda m: m.w))
-    return predicate((), sm.State(0))
 
 
 def combining_different_trees() -> Any:
@@ -87,6 +77,14 @@ class Unmade(sm.Module):
         self.replace()
 
 
+class Steps(sm.Module):
+    total: sm.State
+    n: int
+
+
+ONE = sm.State(0.0)
+
+
 def entered(state: sm.State) -> Any:
     step = lambda state, x: state.set(state.value + x.sum())
     return sm.shard_map(step, make_mesh(), (P(), P("x")), P())(state, X)
@@ -110,7 +108,12 @@ MISTAKES: Mistakes = {
     "mean of an integer": lambda: sm.State({"n": 0, "mean": 0.0}, reduce="mean"),
     "sum of a boolean": lambda: sm.State(0).replace(value=True, reduce="sum"),
     "assigning to a state": lambda: setattr(sm.BatchState(0.0), "value", 1.0),
-    "another shape or dtype written": [several_written, lambda: sm.State(3).set(1.5)],
+    "another shape or dtype written": [
+        lambda: sm.BatchState({"mean": jnp.zeros(3), "n": jnp.int32(0)}, name="stats").set(
+            {"mean": jnp.zeros(4), "n": jnp.float32(0)}
+        ),
+        lambda: sm.State(3).set(1.5),
+    ],
     "another structure written": lambda: sm.State((1, 2), name="pair").set([1, 2]),
     "number that does not fit": [
         lambda: sm.State(2**70),
@@ -147,7 +150,9 @@ MISTAKES: Mistakes = {
         lambda: untyped.filters.OfType((3,)),
     ],
     "filter that matches nothing": lambda: sm.partition(net(), "cache"),
-    "where without a tree": where_without_a_tree,
+    "where without a tree": lambda: sm.filters.to_predicate(sm.filters.Where(lambda m: m.w))(
+        (), sm.State(0)
+    ),
     "combining nothing": lambda: sm.combine(),
     "combining overlapping parts": lambda: sm.combine(sm.partition(net(), sm.ParamState)[0], net()),
     "combining too few parts": lambda: sm.combine(
@@ -168,5 +173,7 @@ MISTAKES: Mistakes = {
         lambda: sm.scan(lambda c, x: c, sm.State(0.0), X),
         lambda: sm.scan(lambda c, x: ([c], x), sm.State(0.0), X),
         lambda: sm.scan(lambda c, x: (sm.State(0.0), x), sm.BatchState(0.0), X),
+        lambda: sm.scan(lambda c, x: ({"a": c["a"], "c": c["b"]}, x), {"a": ONE, "b": 1.0}, X),
+        lambda: sm.scan(lambda c, x: (Steps(sm.State(X), c.n + 1), x), Steps(ONE, 3), X),
     ],
 }

@@ -50,13 +50,10 @@ def test_positions_in_every_form() -> None:
         np.testing.assert_array_equal(mapped(3), [3, 3])
 
 
-def test_any_object_names_the_lanes_of_vmap2() -> None:
+def test_any_object_names_the_lanes_of_vmap2_and_there_may_be_none() -> None:
     name = object()
-    psum = lambda x: jax.lax.psum(x, name)
-    np.testing.assert_array_equal(sm.vmap2(psum, axis_name=name)(np.ones(3)), [3, 3, 3])
-
-
-def test_vmap2_of_no_lanes_is_as_under_vmap() -> None:
+    mapped = sm.vmap2(lambda x: jax.lax.psum(x, name), axis_name=name)
+    np.testing.assert_array_equal(mapped(np.ones(3)), [3, 3, 3])
     assert sm.vmap2(lambda x: x.sum())(jnp.ones((0, 2))).shape == (0,)
 
 
@@ -77,12 +74,9 @@ def test_numbers_of_numpy_are_numbers() -> None:
 
 
 def test_settings_at_the_edge() -> None:
-    for setting, value in (
-        *(("BatchNorm.momentum", share) for share in (0, 1)),
-        ("BatchNorm.eps", 1),
-        ("Dropout.rate", 0),
-        ("EMA.decay", 0.5),
-    ):
+    momenta = [("BatchNorm.momentum", share) for share in (0, 1)]
+    rest = ("BatchNorm.eps", 1), ("Dropout.rate", 0), ("EMA.decay", 0.5)
+    for setting, value in (*momenta, *rest):
         layers.made(setting, value)
 
 

@@ -50,11 +50,11 @@ def saving(commands: Sequence[list[str]]) -> Iterator[list[subprocess.Popen[str]
 
 
 def commands(folder: pathlib.Path, processes: int) -> list[list[str]]:
-    python = [sys.executable, "-m"]
+    command = [sys.executable, "-m", "tests.checkpoint.model", "saving", str(folder)]
     if processes == 1:
-        return [[*python, "tests.checkpoint.model", str(folder)]]
-    rest = [str(processes), str(free_port()), "saving", str(folder)]
-    return [[*python, "tests.checkpoint.processes", str(i), *rest] for i in range(processes)]
+        return [command]
+    rest = [str(processes), str(free_port())]
+    return [[*command, str(i), *rest] for i in range(processes)]
 
 
 def killed(folder: pathlib.Path, processes: int, draw: random.Random) -> None:

@@ -182,8 +182,8 @@ def run(model: str, layouts: Sequence[str], steps: int, folder: pathlib.Path) ->
     if "2p" in layouts:
         port = str(free_port())
         module = [sys.executable, "-m", "tests.scripts.pairs_of_layouts", "--models", model]
-        rest = ["--layouts", *layouts, "--steps", str(steps), "--folder", str(folder)]
-        commands = [[*module, *rest, "--process", str(i), "--port", port] for i in range(COUNT)]
+        rest = ["--layouts", *layouts, "--steps", str(steps), "--process", str(folder), port]
+        commands = [[*module, *rest, str(i)] for i in range(COUNT)]
         run_together(commands, folder, 2, PATIENCE)
     for runs, source in tqdm(list(itertools.product(alone, layouts)), f"{model}: load"):
         runs.load(source)
@@ -195,14 +195,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
     parser.add_argument("--steps", type=int, default=20, help="before and after saving")
-    parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
-    parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--port", help=argparse.SUPPRESS)
+    parser.add_argument("--process", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     jax.config.update("jax_enable_x64", True)
     if options.process is not None:
-        jax.distributed.initialize(f"localhost:{options.port}", COUNT, options.process)
-        runs = Runs(options.models[0], "2p", options.folder, options.steps)
+        place, port, index = options.process
+        jax.distributed.initialize(f"localhost:{port}", COUNT, int(index))
+        runs = Runs(options.models[0], "2p", pathlib.Path(place), options.steps)
         runs.save()
         for source in options.layouts:
             runs.load(source)

@@ -13,18 +13,19 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from tests.processes import free_port
-from tests.scripts.benchmarks import timing
+from tests.scripts.benchmarks.peers._case import timed
 
 
 # So many states of so many bytes each.
@@ -35,17 +36,29 @@ CASES = [
 AXES = ("Explicit", "Auto")
 
 
-def programs(axes: str, donate: bool, count: int, size: int) -> dict[tuple[str, str], timing.Call]:
+Call = Callable[[], Any]
+
+
+def programs(axes: str, donate: bool, count: int, size: int) -> dict[tuple[str, str], Call]:
     """A call of each program on a mesh of these axes, with the states that the previous call left."""
-    mesh = timing.mesh_of(axes, jax.device_count())
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), (AxisType[axes],))
 
     def put(value: np.ndarray, spec: P) -> jax.Array:
         sharding = NamedSharding(mesh, spec)
         return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
-    def values() -> list[jax.Array]:
-        """Arrays that a program may give up."""
-        return [put(np.full(size // 4, k, np.float32), P()) for k in range(count)]
+    x = put(np.ones(mesh.size, np.float32), P("x"))
+
+    def fed_back(call: Any, reduce: str | None) -> Call:
+        values = [put(np.full(size // 4, k, np.float32), P()) for k in range(count)]
+        states = values if reduce is None else [sm.State(v, reduce=reduce) for v in values]
+
+        def again() -> Any:
+            nonlocal states
+            result, states = call(states, x)
+            return result
+
+        return again
 
     def moved(value: jax.Array, x: jax.Array) -> jax.Array:
         return 0.9 * value + 0.1 * x.mean()
@@ -56,33 +69,32 @@ def programs(axes: str, donate: bool, count: int, size: int) -> dict[tuple[str, 
     def step(states: Sequence[sm.State], x: jax.Array) -> Any:
         return 2 * x, [state.set(moved(state.value, x)) for state in states]
 
-    x = put(np.ones(mesh.size, np.float32), P("x"))
-    mapped = jax.shard_map(by_hand, mesh=mesh, in_specs=(P(), P("x")), out_specs=(P("x"), P()))
-    hand: Any = jax.jit(mapped, donate_argnums=(0,) if donate else ())
-    gives: Any = "states" if donate else "none"
-    ours: Any = sm.shard_map(step, mesh, (None, P("x")), (P("x"), P()), donate=gives)
-    states = [sm.State(value, reduce="mean") for value in values()]
-    return {
-        (axes, "by hand"): timing.fed_back(hand, values(), x),
-        (axes, "joined"): timing.fed_back(ours, states, x),
-    }
+    specs: Any = {"mesh": mesh, "in_specs": (P(), P("x")), "out_specs": (P("x"), P())}
+    hand = jax.jit(jax.shard_map(by_hand, **specs), donate_argnums=(0,) if donate else ())
+    ours = sm.shard_map(step, **specs, donate="states" if donate else "none")
+    return {(axes, "by hand"): fed_back(hand, None), (axes, "joined"): fed_back(ours, "mean")}
 
 
 def measure(rounds: int, seconds: float, donate: bool) -> None:
     for count, size in CASES:
         calls = programs("Explicit", donate, count, size) | programs("Auto", donate, count, size)
-        for call in [*calls.values()] * 2:
-            timing.timed(call)
+        for call in [*calls.values()] * 5:
+            timed(call)
         # All processes make the same number of calls.
-        wall, _ = timing.timed(calls["Explicit", "by hand"])
+        wall, _ = timed(calls["Explicit", "by hand"])
         turns = rounds * max(2, min(200, int(seconds / (wall + 1e-4))))
         if jax.process_count() > 1:
             turns = int(multihost_utils.broadcast_one_to_all(turns))
-        times = timing.medians(calls, turns)
+        times: dict[tuple[str, str], list[float]] = {name: [] for name in calls}
+        for turn in range(turns):
+            # In an order that changes.
+            for name in [*calls][:: -1 if turn % 2 else 1]:
+                times[name].append(timed(calls[name])[0])
         for axes in AXES if jax.process_index() == 0 else ():
-            hand, joined = (1e3 * times[axes, name] for name in ("by hand", "joined"))
-            sizes = jax.process_count(), jax.device_count(), count, size
-            timing.print_row(axes, *sizes, hand, joined, joined / hand)
+            hand, joined = (1e3 * median(times[axes, name]) for name in ("by hand", "joined"))
+            sizes = f"{jax.process_count()} | {jax.device_count()} | {count} | {size}"
+            shown = f"{hand:.3g} | {joined:.3g} | {joined / hand:.3g}"
+            print(f"| {axes} | {sizes} | {shown} |", flush=True)
 
 
 def start(processes: int, devices: int, port: int) -> None:
@@ -110,8 +122,8 @@ def main() -> None:
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one is None:
-        sizes = "processes", "devices", "states", "bytes of each"
-        timing.print_head("axes", *sizes, "by hand, ms", "joined, ms", "ratio")
+        sizes = "processes | devices | states | bytes of each"
+        print(f"| axes | {sizes} | by hand, ms | joined, ms | ratio |\n|{' --- |' * 8}", flush=True)
         for processes in options.processes:
             start(processes, options.devices, free_port())
         return

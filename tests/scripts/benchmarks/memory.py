@@ -12,9 +12,24 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import statemesh as sm
+
+
+WAYS = (
+    *("by hand", "by hand, donating", "statemesh", "statemesh, donating"),
+    *("statemesh, packed", "statemesh, packed donating"),
+)
+AXES = ("Explicit", "Auto")
 
 
 def step(state: Any, x: Any) -> Any:
@@ -24,19 +39,10 @@ def step(state: Any, x: Any) -> Any:
 
 def made(way: str, mesh: Any, state: Any) -> tuple[Callable[..., Any], Any]:
     """A call and its first arguments."""
-    import jax
-    from jax.sharding import PartitionSpec as P
-
-    import statemesh as sm
-
     name, _, how = way.partition(", ")
     if name == "by hand":
-        mapped = jax.shard_map(
-            lambda value, x: (x, 0.9 * value + x.mean()),
-            mesh=mesh,
-            in_specs=P("x"),
-            out_specs=P("x"),
-        )
+        fun = lambda value, x: (x, 0.9 * value + x.mean())
+        mapped = jax.shard_map(fun, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
         return jax.jit(mapped, donate_argnums=(0,) if how else ()), state
     donate: Any = "states" if "donating" in how else "none"
     call = sm.shard_map(step, mesh, (None, P("x")), (P("x"), P()), donate=donate)
@@ -45,13 +51,7 @@ def made(way: str, mesh: Any, state: Any) -> tuple[Callable[..., Any], Any]:
 
 
 def run(way: str, axes: str, mebibytes: int, devices: int) -> None:
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import AxisType, Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    mesh = Mesh(np.array(jax.devices()[:devices]), ("x",), axis_types=(AxisType[axes],))
+    mesh = jax.make_mesh((devices,), ("x",), (AxisType[axes],))
     split = NamedSharding(mesh, P("x"))
     x = jax.device_put(np.ones(devices, np.float32), split)
     small = jax.device_put(np.ones(devices, np.float32), split)
@@ -77,22 +77,13 @@ def resident(what: str) -> float:
     return int(next(line for line in lines if line.startswith(what)).split()[1]) / 1024
 
 
-WAYS = (
-    *("by hand", "by hand, donating", "statemesh", "statemesh, donating"),
-    *("statemesh, packed", "statemesh, packed donating"),
-)
-
-
-AXES = ("Explicit", "Auto")
-
-
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mebibytes", type=int, default=1024)
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--way", choices=WAYS)
     parser.add_argument("--axes", choices=AXES)
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     if options.way is not None:
         run(options.way, options.axes, options.mebibytes, options.devices)
         return

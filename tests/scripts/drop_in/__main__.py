@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ def run(file: Path, variant: str, processes: int, only: str) -> dict[str, Any]:
     workers = [
         subprocess.Popen(
             [
-                *(sys.executable, "-W", "ignore", "-m", f"{__package__}.worker"),
+                *(sys.executable, "-W", "ignore", "-m", f"{__package__}.stand_in"),
                 *(str(file), variant, str(part), str(processes), only),
             ],
             env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"},
@@ -61,14 +60,14 @@ def compare(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     ]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=["run", "compare"])
     parser.add_argument("file", type=Path, nargs=2)
     parser.add_argument("--with", dest="variant", choices=VARIANTS, default="statemesh")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--only", default="", help="a part of the names of the tests to run")
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     first, second = options.file
     if options.what == "run":
         told = run(first, options.variant, options.processes, options.only)

@@ -1,16 +1,24 @@
-"""The functions that a test file of JAX gets in the place of `jax.shard_map` and `jax.pmap`."""
+"""The functions that a test file of JAX gets in the place of `jax.shard_map` and `jax.pmap`, and its tests.
+
+As a program it runs one part of the tests of a file, in its own process.
+"""
 
 import builtins
 import functools
 import importlib
+import json
+import re
+import sys
 import types
+import unittest
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import flags
 
 import statemesh as sm
 import statemesh.legacy
@@ -59,27 +67,17 @@ VARIANTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 }
 
 
-class Counted:
-    """A mapping function that counts the mapped functions that it makes, and their calls.
+def _counted(mapping: Callable[..., Any], count: Counter[str]) -> Callable[..., Any]:
+    """A mapping function that counts the mapped functions that it makes, and their calls."""
 
-    **Attributes:**
-
-    - `count`: by "made" and "called".
-    """
-
-    def __init__(self, mapping: Callable[..., Any]) -> None:
-        self.mapping = mapping
-        self.count: Counter[str] = Counter()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.count["made"] += 1
-        made = self.mapping(*args, **kwargs)
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        count["made"] += 1
+        made = mapping(*args, **kwargs)
         if not args or not callable(args[0]):  # This makes a decorator, which makes the mapping.
-            return lambda fun: self._counted(made(fun))
-        return self._counted(made)
+            return lambda fun: _Counting(made(fun), count)
+        return _Counting(made, count)
 
-    def _counted(self, made: Any) -> Any:
-        return _Counting(made, self.count)
+    return counting
 
 
 class _Counting:
@@ -111,25 +109,20 @@ class _Seen(types.ModuleType):
         return getattr(self._module, name)
 
 
-def load(file: Path, variant: str) -> tuple[types.ModuleType, dict[str, Counted]]:
-    """The module of a test file that sees replacements for these functions of JAX.
+def load(file: Path, variant: str) -> tuple[types.ModuleType, dict[str, Counter[str]]]:
+    """A test file as a module that sees replacements for these functions of JAX, and how often they are used.
 
     Only the imports of that file change: JAX's own modules keep their functions.
     """
-    shard_map, pmap = map(Counted, VARIANTS[variant])
-    instead = {"shard_map": shard_map, "pmap": pmap}
-    homes = {"jax": instead, "jax._src.shard_map": {"shard_map": shard_map}}
+    counts = {name: Counter[str](made=0, called=0) for name in ("shard_map", "pmap")}
+    pairs = zip(counts.items(), VARIANTS[variant], strict=True)
+    instead = {name: _counted(mapping, count) for (name, count), mapping in pairs}
 
-    def importing(
-        name: str,
-        globals: Mapping[str, Any] | None = None,
-        locals: Mapping[str, Any] | None = None,
-        fromlist: Sequence[str] | None = (),
-        level: int = 0,
-    ) -> Any:
-        module = importlib.__import__(name, globals, locals, fromlist or (), level)
+    def importing(name: str, *scopes: Any, **more: Any) -> Any:
+        module = importlib.__import__(name, *scopes, **more)
+        fromlist = scopes[2] if len(scopes) > 2 else more.get("fromlist")
         if name == "jax._src.shard_map" and fromlist:
-            return _Seen(module, homes[name])
+            return _Seen(module, {"shard_map": instead["shard_map"]})
         return _Seen(module, instead) if module is jax else module
 
     module = types.ModuleType(file.stem)
@@ -137,4 +130,36 @@ def load(file: Path, variant: str) -> tuple[types.ModuleType, dict[str, Counted]
         __file__=str(file), __builtins__={**vars(builtins), "__import__": importing}
     )
     exec(compile(file.read_text(), str(file), "exec"), module.__dict__)
-    return module, instead
+    return module, counts
+
+
+def name(test: Any) -> str:
+    """The name of a test, or of the test that a subtest is of, the same in every process."""
+    return re.sub(" at 0x[0-9a-f]+", "", str(getattr(test, "test_case", test).id()))
+
+
+def tests_of(suite: Any) -> list[Any]:
+    if not isinstance(suite, unittest.TestSuite):
+        return [suite]
+    return [test for part in suite for test in tests_of(part)]
+
+
+def main(file: str, variant: str, part: str, parts: str, only: str) -> None:
+    module, counts = load(Path(file), variant)
+    sys.modules[module.__name__] = module
+    flags.FLAGS(["tests"])
+    tests = sorted(tests_of(unittest.defaultTestLoader.loadTestsFromModule(module)), key=name)
+    chosen = [test for test in tests[int(part) :: int(parts)] if only in name(test)]
+    result = unittest.TestResult()
+    for test in chosen:
+        test.run(result)
+    # The outcome of each test: a word, and the exception or the reason.
+    found = {name(test): ("passed", "") for test in chosen}
+    found |= {name(test): ("skipped", reason) for test, reason in result.skipped}
+    failed = [*result.failures, *result.errors]
+    found |= {name(test): ("failed", text[-6000:]) for test, text in failed}
+    print("\n" + json.dumps({"found": found, "counts": counts}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

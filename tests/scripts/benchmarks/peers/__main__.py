@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -56,7 +55,7 @@ def show(options: argparse.Namespace) -> None:
         small_picture(firsts(runs), options.write / "assets" / "benchmarks-small.svg")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("what", choices=["run", "show"])
     parser.add_argument("file", type=Path, nargs="+")
@@ -69,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=0.1)
     parser.add_argument("--limit", type=float, default=120.0)
     parser.add_argument("--write", type=Path)
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     {"run": run, "show": show}[options.what](options)
 
 

@@ -1,5 +1,6 @@
 """brainstate: the mapped function closes over the states, and runs eagerly and under brainstate's own jit."""
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +49,7 @@ def _computed(case: Case, values: list[jax.Array], *inputs: jax.Array) -> Any:
     return found, [v - RATE * g for v, g in zip(values, grads, strict=True)]
 
 
-def _made(case: Case, jit: Callable[..., Any] | None = None) -> Made:
+def eager(case: Case, jit: Callable[..., Any] | None = None) -> Made:
     states = _states(case)
 
     def program(*inputs: jax.Array) -> Any:
@@ -71,9 +72,4 @@ def _made(case: Case, jit: Callable[..., Any] | None = None) -> Made:
     return Made(lambda: call(*case.inputs), lambda: states()[0].value, lower)
 
 
-def eager(case: Case) -> Made:
-    return _made(case)
-
-
-def under_jit(case: Case) -> Made:
-    return _made(case, brainstate.transform.jit)
+under_jit = functools.partial(eager, jit=brainstate.transform.jit)

@@ -1,4 +1,4 @@
-"""Plain JAX with flat tuples of arrays: the least that a call can cost, with and without donation."""
+"""Plain JAX, the least that a call can cost: flat tuples of arrays, given up or not, or mutable arrays."""
 
 import functools
 from typing import Any
@@ -32,3 +32,20 @@ def make(case: Case, donate: bool = False) -> Made:
 
 
 donating = functools.partial(make, donate=True)
+
+
+def in_references(case: Case) -> Made:
+    """Each state is a reference, an argument that the mapped function writes in place."""
+
+    def program(refs: list[Any], *inputs: jax.Array) -> Any:
+        result, new = by_hand(case, [ref[...] for ref in refs], *inputs)
+        for ref, value in zip(refs, new, strict=True):
+            ref[...] = value
+        return result
+
+    in_specs = (case.state_spec, *[case.split.spec] * len(case.inputs))
+    specs: Any = {"mesh": case.mesh, "in_specs": in_specs, "out_specs": result_spec(case)}
+    call = jax.jit(jax.shard_map(program, **specs))
+    refs = [jax.new_ref(value) for value in case.placed()]
+    lower = lambda: call.lower(refs, *case.inputs)
+    return Made(lambda: call(refs, *case.inputs), lambda: refs[0][...], lower)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -21,15 +22,12 @@ Axes: TypeAlias = Literal["Explicit", "Auto"]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A computation on a mesh, with its number of states.
+    """A computation on a mesh with one axis of this type, with its number of states.
 
-    **Attributes:**
-
-    - `kind`: "sharded" adds the input to every state, each device to its part. "reduced" has every state on
-        every device, moves it towards the mean of the input, and takes the mean over the devices. "deep" is
-        "sharded" with every state in its own nested module. "training" is a data-parallel step of gradient
-        descent, whose states are the weights and biases.
-    - `axes`: the type of the mesh's axis.
+    "sharded" adds the input to every state, each device to its part. "reduced" has every state on every
+    device, moves it towards the mean of the input, and takes the mean over the devices. "deep" is "sharded"
+    with every state in its own nested module. "training" is a data-parallel step of gradient descent, whose
+    states are the weights and biases.
     """
 
     kind: Kind
@@ -44,8 +42,8 @@ class Case:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        devices = np.array(jax.devices()[: self.devices])
-        return Mesh(devices, ("x",), axis_types=(AxisType[self.axes],))
+        devices = jax.devices()[: self.devices]
+        return jax.make_mesh((self.devices,), ("x",), (AxisType[self.axes],), devices=devices)
 
     @functools.cached_property
     def split(self) -> NamedSharding:
@@ -80,20 +78,24 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """A program to be timed.
+    """A program to be timed."""
 
-    **Attributes:**
-
-    - `step`: makes one call with the states that the previous call left, and returns an array to wait for.
-        The results of a program are ready at the same time, and a search for arrays in a tree would be timed
-        too.
-    - `state`: the first state's value.
-    - `lower`: the lowered program, if the library shows it.
-    """
-
+    # Makes one call with the states that the previous call left, and returns an array to wait for. The
+    # results of a program are ready at the same time, and a search for arrays in a tree would be timed too.
     step: Callable[[], Any]
+    # The first state's value.
     state: Callable[[], Any]
+    # The lowered program, if the library shows it.
     lower: Callable[[], Any] | None = None
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, float]:
+    """The seconds until the result is there, and the thread's seconds until the call returns."""
+    wall, thread = time.perf_counter(), time.thread_time()
+    result = call()
+    thread = time.thread_time() - thread
+    jax.block_until_ready(result)
+    return time.perf_counter() - wall, thread
 
 
 def mapped(case: Case, program: Callable[..., Any]) -> Any:
@@ -111,10 +113,7 @@ def fed_back(
 ) -> Made:
     """A call that returns the result and a new model, which goes into the next call.
 
-    **Arguments:**
-
-    - `first`: the value of a model's first state.
-    - `lower`: whether the call has a `lower` like that of `jax.jit`.
+    It has a `lower` like that of `jax.jit`, or not.
     """
 
     def step() -> Any:

@@ -1,5 +1,6 @@
 """An Equinox module as the tree that `jax.shard_map` maps, under `jax.jit` and under `eqx.filter_jit`."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,50 +20,26 @@ class Unit(eqx.Module):
 class Flat(eqx.Module):
     units: list[Unit]
 
-    def values(self) -> list[jax.Array]:
-        return [unit.value for unit in self.units]
 
-    def with_values(self, values: list[jax.Array]) -> "Flat":
+def _model(case: Case) -> Flat | Unit | None:
+    values = case.placed()
+    if case.kind != "deep":
         return Flat([Unit(value) for value in values])
-
-
-class Deep(eqx.Module):
-    top: Unit
-
-    def values(self) -> list[jax.Array]:
-        found, unit = [self.top.value], self.top
-        while unit.below is not None:
-            unit = unit.below
-            found.append(unit.value)
-        return found
-
-    def with_values(self, values: list[jax.Array]) -> "Deep":
-        unit = None
-        for value in reversed(values):
-            unit = Unit(value, unit)
-        assert unit is not None
-        return Deep(unit)
+    unit = None
+    for value in reversed(values):
+        unit = Unit(value, unit)
+    return unit
 
 
 def _made(case: Case, jit: Callable[..., Any], lower: bool) -> Made:
-    values = case.placed()
-    model: Any = (
-        Deep(Unit(values[0])).with_values(values)
-        if case.kind == "deep"
-        else Flat([Unit(value) for value in values])
-    )
-
     def program(model: Any, *inputs: jax.Array) -> Any:
-        result, new = by_hand(case, model.values(), *inputs)
-        return result, model.with_values(new)
+        values, structure = jax.tree.flatten(model)
+        result, new = by_hand(case, values, *inputs)
+        return result, jax.tree.unflatten(structure, new)
 
     call = jit(mapped(case, program))
-    return fed_back(case, call, model, lambda model: model.values()[0], lower)
+    return fed_back(case, call, _model(case), lambda model: jax.tree.leaves(model)[0], lower)
 
 
-def under_jit(case: Case) -> Made:
-    return _made(case, jax.jit, lower=True)
-
-
-def under_filter_jit(case: Case) -> Made:
-    return _made(case, eqx.filter_jit, lower=False)
+under_jit = functools.partial(_made, jit=jax.jit, lower=True)
+under_filter_jit = functools.partial(_made, jit=eqx.filter_jit, lower=False)

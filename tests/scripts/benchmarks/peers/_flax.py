@@ -1,5 +1,6 @@
 """Flax NNX: a module whose variables are written in place, and the same module split from its structure."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,18 +17,8 @@ class Unit(nnx.Module):
         self.state = nnx.Variable(values[0])
         self.below = Unit(values[1:]) if len(values) > 1 else None
 
-
-class Deep(nnx.Module):
-    def __init__(self, values: Sequence[jax.Array]) -> None:
-        self.top = Unit(values)
-
     def variables(self) -> list[Any]:
-        found: list[Any] = []
-        unit: Unit | None = self.top
-        while unit is not None:
-            found.append(unit.state)
-            unit = unit.below
-        return found
+        return [self.state, *([] if self.below is None else self.below.variables())]
 
 
 class Flat(nnx.Module):
@@ -38,13 +29,17 @@ class Flat(nnx.Module):
         return list(self.units)
 
 
-def _model(case: Case) -> Flat | Deep:
+def _model(case: Case) -> Flat | Unit:
     if case.kind == "deep":
-        return Deep(case.placed())
+        return Unit(case.placed())
     return Flat(case.placed(), nnx.Param if case.kind == "training" else nnx.Variable)
 
 
-def _step(case: Case, model: Flat | Deep, *inputs: jax.Array) -> Any:
+def _first(model: Flat | Unit) -> Any:
+    return model.variables()[0][...]
+
+
+def _step(case: Case, model: Flat | Unit, *inputs: jax.Array) -> Any:
     """The update that one device makes to its part of the model."""
     variables = model.variables()
     result, new = by_hand(case, [variable[...] for variable in variables], *inputs)
@@ -55,13 +50,9 @@ def _step(case: Case, model: Flat | Deep, *inputs: jax.Array) -> Any:
 
 def _mapped(case: Case) -> Any:
     """Take the module and write the new values into it."""
-
-    def program(model: Flat | Deep, *inputs: jax.Array) -> Any:
-        return _step(case, model, *inputs)
-
     states = nnx.StateSharding([(nnx.Variable, case.state_spec)])
     mapped: Any = nnx.shard_map(
-        program,
+        functools.partial(_step, case),
         mesh=case.mesh,
         in_specs=(states, *[case.split.spec] * len(case.inputs)),
         out_specs=result_spec(case),
@@ -71,21 +62,14 @@ def _mapped(case: Case) -> Any:
 
 def under_jit(case: Case) -> Made:
     model, call = _model(case), _mapped(case)
-
-    def first() -> Any:
-        return model.variables()[0][...]
-
-    return Made(lambda: call(model, *case.inputs), first, lambda: call.lower(model, *case.inputs))
+    lower = lambda: call.lower(model, *case.inputs)
+    return Made(lambda: call(model, *case.inputs), lambda: _first(model), lower)
 
 
 def cached(case: Case) -> Made:
     model = _model(case)
     call = nnx.cached_partial(_mapped(case), model)
-
-    def first() -> Any:
-        return model.variables()[0][...]
-
-    return Made(lambda: call(*case.inputs), first)
+    return Made(lambda: call(*case.inputs), lambda: _first(model))
 
 
 def split_and_merge(case: Case) -> Made:
@@ -97,7 +81,5 @@ def split_and_merge(case: Case) -> Made:
         result = _step(case, model, *inputs)
         return result, nnx.state(model)
 
-    def first(state: Any) -> Any:
-        return nnx.merge(graphdef, state).variables()[0][...]
-
-    return fed_back(case, jax.jit(mapped(case, program)), state, first)
+    call = jax.jit(mapped(case, program))
+    return fed_back(case, call, state, lambda state: _first(nnx.merge(graphdef, state)))

@@ -11,7 +11,7 @@ PEERS = {
     "by hand, donating": "_by_hand:donating",
     "Equinox module, jax.jit": "_equinox:under_jit",
     "Equinox module, eqx.filter_jit": "_equinox:under_filter_jit",
-    "jax.Ref": "_refs:make",
+    "jax.Ref": "_by_hand:in_references",
     "flax.nnx, nnx.jit": "_flax:under_jit",
     "flax.nnx, cached_partial": "_flax:cached",
     "flax.nnx, split and merge": "_flax:split_and_merge",

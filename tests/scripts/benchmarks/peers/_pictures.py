@@ -5,8 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+from matplotlib import pyplot
+
 from tests.scripts.benchmarks.peers._peers import FLOOR
 from tests.scripts.benchmarks.peers._run import Row
+
+
+matplotlib.use("Agg")
+matplotlib.rcParams["svg.hashsalt"] = "statemesh"
 
 
 # The programs and the libraries of the small picture, with what they are called there.
@@ -27,16 +34,6 @@ AXES = "Explicit"
 OURS, OTHERS = "#3b6fb6", "#b8bec7"
 
 
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "statemesh"
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 def _save(figure: Any, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, metadata={"Date": None})
@@ -44,7 +41,7 @@ def _save(figure: Any, file: Path) -> None:
 
 def picture(rows: Sequence[Row], file: Path) -> None:
     """Draw wall time by number of states, on the number of devices with the most such measurements."""
-    figure, axes = _pyplot().subplots(figsize=(9, 5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
     split = [row for row in rows if (row.kind, row.axes) == ("sharded", AXES)]
     sizes = Counter(devices for devices, _ in {(row.devices, row.states) for row in split})
     most = max(sizes, key=lambda devices: (sizes[devices], devices))
@@ -70,7 +67,7 @@ def small_picture(rows: Sequence[Row], file: Path) -> None:
         if row.wall and row.axes == AXES and row.devices == 8
         if row.states == {"training": 10}.get(row.kind, 100)
     }
-    figure, panels = _pyplot().subplots(1, 3, figsize=(9, 2), sharey=True, layout="constrained")
+    figure, panels = pyplot.subplots(1, 3, figsize=(9, 2), sharey=True, layout="constrained")
     for axes, (kind, title) in zip(panels, PANELS.items(), strict=True):
         shown = [(name, walls[kind, peer]) for peer, name in SHOWN.items() if (kind, peer) in walls]
         names, times = [name for name, _ in shown], [time for _, time in shown]

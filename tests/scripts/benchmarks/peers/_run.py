@@ -17,42 +17,31 @@ from tests.scripts.benchmarks.peers._peers import FLOOR
 
 @dataclasses.dataclass
 class Row:
-    """The measurements of one peer, in seconds and bytes, or `None` for a missing one.
-
-    **Attributes:**
-
-    - `wall`: the time of a call, until its result is there.
-    - `host`: the processor time of the calling thread until the call returns.
-    - `first`, `second`: the wall times of the first calls. The first one traces and compiles.
-    - `traces`, `compiles`: the numbers for each later call.
-    - `peak`, `moved`: the bytes that a device holds and moves, by XLA's account of the program.
-    - `refused`: the reason why nothing was measured.
-    """
+    """The measurements of one peer, in seconds and bytes, or `None` for a missing one."""
 
     peer: str
     kind: str
     axes: str
     devices: int
     states: int
+    # The time of a call until its result is there, and the calling thread's until the call returns.
     wall: float | None = None
     host: float | None = None
+    # Of the first calls, which trace and compile.
     first: float | None = None
     second: float | None = None
+    # For each later call.
     traces: float | None = None
     compiles: float | None = None
+    # The bytes that a device holds and moves, by XLA's account of the program.
     peak: float | None = None
     moved: float | None = None
+    # Why nothing was measured.
     refused: str | None = None
 
 
 class Worker:
-    """A peer's process.
-
-    **Arguments:**
-
-    - `row`: the peer's row, which gets the measurements.
-    - `limit`: the seconds to wait for an answer.
-    """
+    """A peer's process, which is ended where it does not answer in so many seconds."""
 
     def __init__(self, row: Row, limit: float) -> None:
         self.row, self.limit = row, limit
@@ -79,17 +68,13 @@ class Worker:
         return self.row.refused is None
 
     def answer(self) -> dict[str, Any] | None:
-        """The process's next answer. If there is none, the process is ended."""
         assert self.process.stdout is not None
         there, _, _ = select.select([self.process.stdout], [], [], self.limit)
         line = self.process.stdout.readline() if there else ""
         while line and not line.startswith("{"):  # A line that the library prints is not an answer.
             line = self.process.stdout.readline()
-        found: dict[str, Any] = (
-            json.loads(line)
-            if line
-            else {"refused": "it ended" if there else f"took over {self.limit:.0f} s"}
-        )
+        none = {"refused": "it ended" if there else f"took over {self.limit:.0f} s"}
+        found: dict[str, Any] = json.loads(line) if line else none
         if "refused" in found:
             self.row.refused = found["refused"]
             self.end()
@@ -101,10 +86,6 @@ class Worker:
         self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
         return self.answer()
-
-    def call(self, seconds: float) -> None:
-        if (found := self.tell(f"calls {seconds}")) is not None:
-            self.times += found["times"]
 
     def conclude(self, with_sizes: bool) -> None:
         """Put medians and counts into the row and end the process."""
@@ -132,14 +113,7 @@ def measure(
 ) -> list[Row]:
     """Measure one program with all peers, on meshes of each type of axes in turn.
 
-    **Arguments:**
-
-    - `axes`: the types of axes.
-    - `rounds`: the number of turns of each peer. The order rotates by one every round.
-    - `seconds`: the length of a turn, in which at least one call is made.
-    - `limit`: the number of seconds after which a peer is given up.
-
-    **Raises:** `AssertionError` if peers compute different states.
+    Each peer has so many turns of so many seconds, in an order that rotates. All must compute the same.
     """
     rows = [Row(peer, kind, each, devices, states) for each in axes for peer in peers]
     workers = [worker for row in rows if (worker := Worker(row, limit)).alive]
@@ -149,8 +123,8 @@ def measure(
     for turn in range(rounds):
         k = turn % max(len(workers), 1)
         for worker in workers[k:] + workers[:k]:
-            if worker.alive:
-                worker.call(seconds)
+            if worker.alive and (found := worker.tell(f"calls {seconds}")) is not None:
+                worker.times += found["times"]
     for worker in workers:
         if worker.alive:
             worker.conclude(with_sizes=states <= 1000)

@@ -8,15 +8,8 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.scripts.benchmarks.peers._case import (
-    RATE,
-    Case,
-    Made,
-    fed_back,
-    loss,
-    moved,
-    result_spec,
-)
+from tests.scripts.benchmarks.peers import _case
+from tests.scripts.benchmarks.peers._case import RATE, Case, Made, fed_back, moved, result_spec
 
 
 class Unit(sm.Module):
@@ -47,7 +40,7 @@ def deep_step(case: Case, model: Unit, x: jax.Array) -> Any:
 
 
 def loss_fn(model: Flat, x: jax.Array, y: jax.Array) -> Any:
-    return loss([state.value for state in model.units], x, y), model
+    return _case.loss([state.value for state in model.units], x, y), model
 
 
 def training_step(case: Case, model: Flat, x: jax.Array, y: jax.Array) -> Any:
@@ -86,14 +79,8 @@ STEPS: dict[str, Any] = {
 
 def make(case: Case, donate: Literal["none", "states"] = "none", pack: bool = False) -> Made:
     fun = functools.partial(STEPS[case.kind], case)
-    split = case.split.spec
-    call = sm.shard_map(
-        fun,
-        case.mesh,
-        (None, *[split] * len(case.inputs)),
-        (result_spec(case), P()),
-        donate=donate,
-    )
+    in_specs = (None, *[case.split.spec] * len(case.inputs))
+    call = sm.shard_map(fun, case.mesh, in_specs, (result_spec(case), P()), donate=donate)
     model = sm.pack(_model(case), case.mesh) if pack else _model(case)
     return fed_back(case, call, model, _first)
 

@@ -12,9 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tests.scripts.benchmarks.peers._case import Case, Made
+from tests.scripts.benchmarks.peers._case import Case, Made, timed
 from tests.scripts.benchmarks.peers._peers import maker
-from tests.scripts.benchmarks.timing import timed
 
 
 EVENTS = {
