@@ -76,7 +76,7 @@ def compiled(lowered: Any) -> str:
     return text
 
 
-# With the loss, up to eight arrays. More are put end to end in several steps: see `test_end_to_end.py`.
+# With the loss, up to eight arrays. More are put end to end in several steps: see `test_packed.py`.
 @pytest.mark.parametrize(("count", "name"), [(7, "8"), (2, "4x2")])
 @pytest.mark.parametrize("check", [True, False])
 def test_sharded_step_is_the_hand_written_one(count: int, name: str, check: bool) -> None:
