@@ -67,75 +67,52 @@ def test_a_small_part_of_a_large_array_is_found() -> None:
     assert "float32[256,256], off by 0.0003" in text
 
 
-def masked(x: Any) -> Any:
-    hidden = jnp.full(x.shape, -1e9, x.dtype)
-    logits = {"right": x, "mistaken": x * on_one(1, 1.01)}
-    return {name: jnp.concatenate([one, hidden], 1) for name, one in logits.items()}
-
-
-@pytest.mark.slow
-def test_a_large_number_does_not_hide_those_beside_it() -> None:
-    assert_accused({"mistaken"}, masked, X, out_specs=P("x"))
-
-
-def with_one_that_cancels(x: Any) -> Any:
-    sines = jnp.sin(x)
-    total = lax.psum(sines.sum(), "x")
+def beside_others(x: Any) -> Any:
+    total, large = lax.psum(x.sum(0), "x"), jnp.full(2, -1e9)
+    mean = lax.psum(jnp.sin(x).sum(), "x") / 16
     # Of this number, a sum of what is left of a mean, no digit is more than rounding.
-    nothing = lax.psum((sines - total / 16).sum(), "x") * 1e14
-    right = lax.psum(x.sum(0), "x")
+    nothing = lax.psum((jnp.sin(x) - mean).sum(), "x") * 1e14
+    # Eleven of sixteen digits cancel: rounding leaves five in double precision.
+    far = total * 1e10
     return {
-        "right": jnp.append(right, nothing),
-        "mistaken": jnp.append(right * on_one(1, 1.001), nothing),
+        "right_beside_large": jnp.append(total, large),
+        "mistaken_beside_large": jnp.append(total * on_one(1, 1.01), large),
+        "right_beside_nothing": jnp.append(total, nothing),
+        "mistaken_beside_nothing": jnp.append(total * on_one(1, 1.001), nothing),
+        "right_digits": (far + 1.0) - far,
+        "mistaken_digits": (far + on_one(1.0, 1.01)) - far,
     }
 
 
-def test_a_number_that_cancels_does_not_loosen_those_beside_it() -> None:
-    assert "On mesh x=2, compared with" in assert_accused({"mistaken"}, with_one_that_cancels, X)
-
-
-def lost_digits(x: Any) -> Any:
-    # Eleven of sixteen digits cancel: rounding leaves five in double precision.
-    far = lax.psum(x.sum(0), "x") * 1e10
-    near: Any = lambda times: (far + times) - far
-    return {"right": near(1.0), "mistaken": near(on_one(1.0, 1.01))}
-
-
-def test_what_rounding_explains_is_not_much_more_than_what_it_does() -> None:
-    assert_accused({"mistaken"}, lost_digits, X + 1)
-
-
-def in_half(x: Any) -> Any:
-    total = lax.psum(jnp.square(x).sum(0), "x")
-    return {"right": total, "mistaken": on_one(total, total.astype(jnp.float16)).astype(x.dtype)}
+def test_numbers_that_are_large_or_cancel_do_not_loosen_those_beside_them() -> None:
+    mistakes = [f"mistaken_{what}" for what in ("beside_large", "beside_nothing", "digits")]
+    assert "On mesh x=2, compared with" in assert_accused(mistakes, beside_others, X + 1)
 
 
 @pytest.mark.slow
 def test_a_narrow_dtype_on_the_mesh_only_is_found() -> None:
+    def in_half(x: Any) -> Any:
+        total = lax.psum(jnp.square(x).sum(0), "x")
+        return {
+            "right": total,
+            "mistaken": on_one(total, total.astype(jnp.float16)).astype(x.dtype),
+        }
+
     assert_accused({"mistaken"}, in_half, rows("float32"))
 
 
 # What is carried
 
 
-def counted(total: sm.State, x: Any) -> Any:
-    return {"mistaken": total.set(total.value + lax.psum(x.sum(), "x") * on_one(1, 1.01))}
-
-
-def test_the_increment_of_a_large_total_is_compared() -> None:
-    total = sm.State(jnp.float32(1e6))
-    text = report(counted, total, X + 2, in_specs=(None, P("x")))
-    assert "counted(...)['mistaken'].value: float32[], off by" in text
-
-
 def averaged(total: sm.State, x: Any) -> Any:
     return total.set(total.value + on_one(lax.psum(x.mean(0), "x"), lax.psum(x.mean(0), "x") / 4))
 
 
-def test_it_is_compared_in_bfloat16_too() -> None:
-    total = sm.State(jnp.full(2, 1000, jnp.bfloat16))
-    x = jnp.asarray(X + 2, jnp.bfloat16)
-    assert "averaged(...).value: bfloat16[2]" in report(averaged, total, x, in_specs=(None, P("x")))
+@pytest.mark.parametrize(("dtype", "large"), [("float32", 1e6), ("bfloat16", 1000)])
+def test_the_increment_of_a_large_total_is_compared(dtype: str, large: float) -> None:
+    total = sm.State(jnp.full(2, large, dtype))
+    text = report(averaged, total, jnp.asarray(X + 2, dtype), in_specs=(None, P("x")))
+    assert f"averaged(...).value: {dtype}[2], off by" in text
 
 
 # What cannot be judged is named
