@@ -1,21 +1,27 @@
-"""The planted mistakes are what they claim to be. `locate` names the lines of one of each kind.
+"""The planted mistakes are what they claim to be, and are named. No right program is accused.
 
 `assert_equivalent` is measured with all of them by hand: `python -m property_tests.planted.measure`.
 """
 
+import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import example, given, settings
 from jax.sharding import AbstractMesh
 
 import statemesh as sm
-from statemesh.testing import locate
+from statemesh.testing import arrays, locate
 
+from .deep import Tally, check, drawn
 from .planted.case import Case
 from .planted.delicate import DELICATE
 from .planted.lines import named, right_lines
 from .planted.measure import Task, tasks
 from .planted.mistakes import FOLDER, MODELS, Mistake, mistakes, one_of_each, right_case
+from .planted.models_rows import ROWS, WIDTH
+from .programs import FLOAT
 
 
 # Their steps are small. Of the other models one mistake each is located here, and all by hand.
@@ -156,3 +162,47 @@ def test_right_programs_pass(name: str, dtype: str) -> None:
         # The gradient of the bias is rounding and nothing else.
         assert any("bias" in path for path in checked.unjudged)
         assert not any(".weights" in path for path in checked.unjudged)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [None, "total-averaged", "noise-alike"])
+def test_inside_of_given(name: str | None) -> None:
+    """Right code passes, and mistakes are named."""
+    mistake = planted("rows", name) if name else None
+    case = mistake.case("float32") if mistake else right_case("rows", "float32")
+    reports = []
+
+    @settings(max_examples=1, derandomize=True, database=None)
+    @given(arrays(shape=(ROWS, WIDTH)))
+    @example(np.zeros((ROWS, WIDTH), np.float32))  # To which Hypothesis shrinks.
+    def call(x: Any) -> None:
+        try:
+            dataclasses.replace(case, args=(case.args[0], x)).check()
+        except AssertionError as error:
+            reports.append(str(error))
+
+    call()
+    if mistake is None:
+        assert not reports
+    else:
+        lines = right_lines(mistake)
+        assert reports and all(lines & set(named(report, mistake)) for report in reports)
+
+
+@pytest.mark.parametrize(
+    ("number", "dtype", "gradients", "count"),
+    [
+        # Two devices, on Auto axes and on Explicit ones.
+        (3, FLOAT, False, 3),
+        pytest.param(8, "bfloat16", False, 5, marks=pytest.mark.slow),
+        pytest.param(8, FLOAT, True, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_no_random_program_is_accused(
+    number: int, dtype: str, count: int, *, gradients: bool
+) -> None:
+    """`deep.py` checks thousands, by hand."""
+    tally = Tally()
+    check(drawn(number, smooth=gradients, count=count), dtype, tally, gradients=gradients)
+    assert not tally.alarms
+    assert tally.checks

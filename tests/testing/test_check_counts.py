@@ -129,35 +129,25 @@ def test_a_maximum_is_one_of_the_numbers_that_it_is_taken_of() -> None:
     assert checked.unjudged == {}
 
 
-def chaotic(x: Any) -> Any:
-    # On each mesh other divisions round.
-    parts = lax.axis_size("x") + 2
-    start = lax.psum(jnp.square(jnp.sin(x)).sum() / parts / 7, "x") * parts / 100
-    return lax.fori_loop(0, 200, lambda _, z: 3.9 * z * (1 - z), start)
-
-
 def test_a_result_of_which_nothing_is_judged_is_named() -> None:
+    def chaotic(x: Any) -> Any:
+        # On each mesh other divisions round.
+        parts = lax.axis_size("x") + 2
+        start = lax.psum(jnp.square(jnp.sin(x)).sum() / parts / 7, "x") * parts / 100
+        return lax.fori_loop(0, 200, lambda _, z: 3.9 * z * (1 - z), start)
+
     with pytest.warns(UntestedWarning, match=r"chaotic\(\.\.\.\): none of its numbers") as caught:
         assert check(chaotic, X).unjudged == {"chaotic(...)": 1}
     assert len(caught) == 1
 
 
-# A verdict depends on the two programs only
-
-
-def tenth(x: Any) -> Any:
-    return x / 10
-
-
-def tenth_by_a_product(x: Any) -> Any:
-    return x * 0.1
-
-
 def test_a_verdict_does_not_depend_on_checks_before() -> None:
-    for unsharded in (tenth, tenth_by_a_product, tenth, tenth):
-        check(tenth_by_a_product, X, out_specs=P("x"), unsharded=unsharded)
+    tenth: Any = lambda x: x / 10
+    by_a_product: Any = lambda x: x * 0.1
+    for unsharded in (tenth, by_a_product, tenth, tenth):
+        check(by_a_product, X, out_specs=P("x"), unsharded=unsharded)
     other = lambda x: x / 10.001
-    assert "off by" in report(tenth_by_a_product, X, out_specs=P("x"), unsharded=other)
+    assert "off by" in report(by_a_product, X, out_specs=P("x"), unsharded=other)
 
 
 def test_the_programs_of_an_emulated_call_are_bounded() -> None:
@@ -219,22 +209,18 @@ def test_loops_in_lanes_and_roots_are_replayed(fun: Any) -> None:
     assert "calls do not agree" in report(mistaken, X, **more)
 
 
-def in_half(x: Any) -> Any:
-    return lax.psum(jnp.exp(x.astype(jnp.float16) * 30).sum(0), "x")
-
-
 @pytest.mark.filterwarnings("ignore::statemesh.testing.UntestedWarning")
 def test_arrays_of_another_mesh() -> None:
+    in_half = lambda x: lax.psum(jnp.exp(x.astype(jnp.float16) * 30).sum(0), "x")
     four = jax.make_mesh((4,), ("x",))
     check(in_half, jax.device_put(X, jax.NamedSharding(four, P("x"))))
 
 
-def drawn(data: Any, x: Any) -> Any:
-    noise = jax.random.normal(jax.random.wrap_key_data(data), x.shape[1:])
-    return lax.psum(x.sum(0), "x") * lax.axis_size("x") + noise  # twice
-
-
 def test_a_key_that_is_made_inside_does_not_hide_the_line() -> None:
+    def drawn(data: Any, x: Any) -> Any:
+        noise = jax.random.normal(jax.random.wrap_key_data(data), x.shape[1:])
+        return lax.psum(x.sum(0), "x") * lax.axis_size("x") + noise  # twice
+
     data = np.array([0, 1], np.uint32)
     assert "# twice" in report(drawn, data, X, in_specs=(P(), P("x")))
 

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh.testing import UntestedWarning
+from tests.helpers import slow
 
 from .checked import assert_accused, check, report
 
@@ -51,12 +52,9 @@ def test_mistakes_in_a_narrow_dtype_are_found() -> None:
     assert_accused(mistakes, sums, rows("bfloat16"), meshes=FOUR, keep=["args[0]"])
 
 
-def forgotten_gradient(x: Any) -> Any:
-    return lax.psum(on_one(x, lax.stop_gradient(x)).sum(0), "x")
-
-
 def test_mistakes_of_the_gradient_in_bfloat16_are_found() -> None:
-    text = report(forgotten_gradient, rows("bfloat16"), meshes=FOUR, gradients=True)
+    forgotten = lambda x: lax.psum(on_one(x, lax.stop_gradient(x)).sum(0), "x")
+    text = report(forgotten, rows("bfloat16"), meshes=FOUR, gradients=True)
     assert "the gradient by args[0]: bfloat16[64,16]" in text
 
 
@@ -118,42 +116,28 @@ def test_the_increment_of_a_large_total_is_compared(dtype: str, large: float) ->
 # What cannot be judged is named
 
 
-def cancelling(x: Any) -> Any:
-    x = jnp.sin(x)
-    mean = lax.pmean(x.mean(0), "x")
-    small = lax.psum(jnp.square(x).sum(0), "x")
-    return {
-        "nothing": lax.psum((x - mean).sum(0), "x"),
-        "far": (small + 1e6) - 1e6,
-        "clear": small,
-    }
-
-
 def test_numbers_of_which_rounding_leaves_nothing_are_named() -> None:
+    def cancelling(x: Any) -> Any:
+        x = jnp.sin(x)
+        nothing = lax.psum((x - lax.pmean(x.mean(0), "x")).sum(0), "x")
+        return {"nothing": nothing, "clear": lax.psum(jnp.square(x).sum(0), "x")}
+
     with pytest.warns(UntestedWarning, match=r"\['nothing'\]: none of its numbers could be judged"):
         checked = check(cancelling, X, meshes=FOUR)
     assert checked.unjudged == {"cancelling(...)['nothing']": 2}
     assert "cancelling(...)['clear']" not in checked.only_double
 
 
-def far(x: Any) -> Any:
-    return {"far": (lax.psum(jnp.square(x).sum(0), "x") + 1e7) - 1e7}
+@pytest.mark.parametrize(("large", "named"), [(1000, False), slow(1e7, True)])
+def test_numbers_that_only_double_precision_shows_are_named(large: float, named: bool) -> None:
+    def far(x: Any) -> Any:
+        new = (lax.psum(jnp.square(x).sum(0), "x") + large) - large
+        # What is zero is judged.
+        return new if named else jnp.zeros((8, 2)).at[0].set(new)
 
-
-@pytest.mark.slow
-def test_numbers_that_only_double_precision_shows_are_named() -> None:
     checked = check(far, X * 0.77, meshes=FOUR)
     assert checked.unjudged == {}
-    assert checked.only_double == {"far(...)['far']": 2}
-
-
-def cached(x: Any) -> Any:
-    new = (lax.psum(jnp.square(x).sum(0), "x") + 1000) - 1000
-    return jnp.zeros((8, 2)).at[0].set(new)
-
-
-def test_what_is_zero_is_judged() -> None:
-    assert check(cached, X, meshes=FOUR).only_double == {}
+    assert checked.only_double == ({"far(...)": 2} if named else {})
 
 
 # A tolerance of one's own

@@ -77,28 +77,26 @@ def test_a_result_of_nothing_but_nan_is_no_test() -> None:
 # Generic values
 
 
-def average_of_variances(x: Any) -> Any:
-    return {"mistaken": lax.pmean(x.var(0), "x"), "right": lax.pmean(jnp.square(x).mean(0), "x")}
-
-
 def test_equal_numbers_do_not_hide_mistakes() -> None:
-    text = assert_accused({"mistaken"}, average_of_variances, ONES)
-    assert "On mesh x=2 with generic values" in text
-
-
-def test_equal_integers_do_not_either() -> None:
     def several(x: Any) -> Any:
+        return {
+            "mistaken": lax.pmean(x.var(0), "x"),
+            "right": lax.pmean(jnp.square(x).mean(0), "x"),
+        }
+
+    assert "On mesh x=2 with generic values" in assert_accused({"mistaken"}, several, ONES)
+
+    def of_integers(x: Any) -> Any:
         return {"right": lax.psum(x.sum(0), "x"), "mistaken": lax.psum(len(x) * x[0], "x")}
 
-    assert_accused({"mistaken"}, several, np.zeros((8, 2), np.int32))
-
-
-def sum_if_alike(pair: Any, x: Any) -> Any:
-    return lax.psum(jnp.where(pair[0] == pair[1], x.sum(0), x.var(0)), "x")
+    assert_accused({"mistaken"}, of_integers, np.zeros((8, 2), np.int32))
 
 
 @pytest.mark.slow
 def test_arguments_that_must_keep_their_values_can_be_named() -> None:
+    def sum_if_alike(pair: Any, x: Any) -> Any:
+        return lax.psum(jnp.where(pair[0] == pair[1], x.sum(0), x.var(0)), "x")
+
     specs = (None, P("x"))
     text = report(sum_if_alike, ONES[0], X, in_specs=specs)
     assert "On mesh x=2 with generic values" in text
@@ -108,30 +106,24 @@ def test_arguments_that_must_keep_their_values_can_be_named() -> None:
 # Large values, and NaN on one shard
 
 
-def half_means(x: Any) -> Any:
-    return {
-        "right": lax.pmean(x.mean(0), "x"),
-        # JAX takes the mean of a shard's rows in float32, but not the sum of the shards' means.
-        "overflows": lax.psum(jnp.abs(x).mean(0), "x") / lax.axis_size("x"),
-    }
-
-
 @pytest.mark.slow
 def test_an_overflow_of_float16_on_the_mesh_is_found() -> None:
-    x = jnp.asarray(X, jnp.float16)
-    text = assert_accused({"overflows"}, half_means, x, meshes=[{"x": 4}])
+    def half_means(x: Any) -> Any:
+        # JAX takes the mean of a shard's rows in float32, but not the sum of the shards' means.
+        overflows = lax.psum(jnp.abs(x).mean(0), "x") / lax.axis_size("x")
+        return {"right": lax.pmean(x.mean(0), "x"), "overflows": overflows}
+
+    text = assert_accused({"overflows"}, half_means, jnp.asarray(X, jnp.float16), meshes=[{"x": 4}])
     assert "with large values" in text and "inf" in text
-
-
-def skips_updates(x: Any) -> Any:
-    here = jnp.isfinite(x).all()
-    everywhere = lax.pmin(here.astype(jnp.int32), "x") > 0
-    old = jnp.zeros(x.shape)
-    return {"right": jnp.where(everywhere, x, old), "mistaken": jnp.where(here, x, old)}
 
 
 @pytest.mark.slow
 def test_a_shard_that_does_not_hear_of_nan_elsewhere_is_found() -> None:
+    def skips_updates(x: Any) -> Any:
+        here = jnp.isfinite(x).all()
+        everywhere = lax.pmin(here.astype(jnp.int32), "x") > 0
+        return {"right": jnp.where(everywhere, x, 0), "mistaken": jnp.where(here, x, 0)}
+
     text = assert_accused({"mistaken"}, skips_updates, X, out_specs=P("x"))
     assert "On mesh x=2 with one NaN" in text
 

@@ -353,25 +353,21 @@ def test_a_change_that_puts_all_right(
     assert change is ... or found.cause == said
 
 
-def summed(x: Any) -> Any:
-    part = x.sum(0)  # summed
-    double = 2 * part  # used
-    return double + 1
-
-
-def test_a_cause_names_all_lines_at_which_it_can_stand() -> None:
-    lines = f"{line_with('summed')} or {line_with('used')} or {line_with('used') + 1}"
-    change = "with jax.lax.psum(..., 'data')"
-    found = located(summed, out_specs=P())
-    assert found.cause == f"{change} at {HERE.name}:{lines}, all results are right"
-
-
 def part_of(x: Any) -> Any:
     return x.sum(0)  # handed on
 
 
-def test_no_cause_where_the_value_goes_to_another_function() -> None:
-    """The reduction may be missing on any line that hands it on."""
+def test_a_cause_names_all_lines_at_which_it_can_stand() -> None:
+    def summed(x: Any) -> Any:
+        part = x.sum(0)  # summed
+        double = 2 * part  # used
+        return double + 1
+
+    lines = f"{line_with('summed')} or {line_with('used')} or {line_with('used') + 1}"
+    found = located(summed, out_specs=P())
+    text = f"with jax.lax.psum(..., 'data') at {HERE.name}:{lines}, all results are right"
+    assert found.cause == text
+    # The reduction may be missing on any line of another function that hands the value on.
     found = located(lambda x: 3 + part_of(x), out_specs=P())
     assert found.places[0].line == line_with("handed on")
     assert found.cause is None
