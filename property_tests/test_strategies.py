@@ -174,8 +174,7 @@ def test_modules_hold_as_many_states_as_were_asked_for_and_leaves_with_a_hash() 
         assert all(
             isinstance(leaf, jax.Array | np.ndarray) or hash(leaf) is not None for leaf in leaves
         )
-    for module in drawn("shared modules"):
-        assert len(sm.states(module)) >= 1
+    assert all(map(sm.states, drawn("shared modules")))
 
 
 def nodes(tree: Any) -> Iterator[Any]:
@@ -348,10 +347,7 @@ def is_explicit(case: Any) -> bool:
     """Whether a mesh, or that of a case, has Explicit axes."""
     case = getattr(case, "case", case)
     mesh = getattr(case, "mesh", case)
-    if isinstance(mesh, Mesh):
-        return AxisType.Explicit in mesh.axis_types
-    explicit: bool = mesh.explicit
-    return explicit
+    return AxisType.Explicit in mesh.axis_types if isinstance(mesh, Mesh) else bool(mesh.explicit)
 
 
 @pytest.mark.parametrize("name", ["meshes", "plain meshes", *CASES])

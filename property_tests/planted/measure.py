@@ -1,6 +1,6 @@
 """Runs the check on all planted mistakes, delicate programs and right models; by hand, for the docs.
 
-python -m property_tests.planted.measure --processes 2 --table planted.md --lines planted.jsonl
+python -m property_tests.planted.measure --processes 2 --lines planted.jsonl
 
 Each outcome is written down at once. What the file of lines holds already is not run again.
 """
@@ -221,7 +221,6 @@ def main() -> None:
         "--only", nargs="+", default=[], help="models, mistakes or delicate programs"
     )
     parser.add_argument("--dtypes", nargs="+", default=[], choices=DTYPES)
-    parser.add_argument("--table", type=pathlib.Path, help="a file for the tables")
     parser.add_argument("--pages", type=pathlib.Path, help="a folder with the pages to update")
     parser.add_argument(
         "--lines", type=pathlib.Path, help="a file of JSON lines, one for each case"
@@ -242,8 +241,6 @@ def main() -> None:
 
     text = tables(outcomes)
     print(text)
-    if given.table:
-        given.table.write_text(text)
     if given.pages:
         put(given.pages, text)
 

@@ -165,16 +165,6 @@ def parameter_written_with_a_policy() -> Any:
     return replicated, replicated.place(net(), X)
 
 
-@regression("in each turn of a loop of unknown length")
-def loop_until_converged() -> Any:
-    def worse(net: Net, x: Any) -> Any:
-        value, net = step(net, x)
-        more = lambda total: total < value
-        return jax.lax.while_loop(more, lambda t: t + sm.pmean(x.sum() + t, "x"), 0.0), net
-
-    return mapped(worse)
-
-
 @regression("collectives (the gradient of net.w and the loss): 2 where 1 is allowed.")
 def step_made_twice() -> Any:
     def twice(net: Net, x: Any) -> Any:

@@ -318,23 +318,18 @@ def test_a_method_and_static_leaves() -> None:
 
 def test_as_text_as_tables_and_as_a_dictionary() -> None:
     found = trained().explain(net(), X)
-    text = str(found)
+    text, page = str(found), found._repr_html_()
     assert repr(found) == text and max(map(len, text.splitlines())) <= 100
-    page = found._repr_html_()
     assert page.count("<table>") == 4 and page.count("<tr>") == page.count("</tr>")
     assert "net.mean BatchState" in page.replace("\N{NO-BREAK SPACE}", " ")
     ElementTree.fromstring(trained(make_mesh("2")).explain(net(), X)._repr_html_())
     shown = json.loads(json.dumps(found.to_dict()))
     assert shown["leaves"][0]["path"] == "net.w" and shown["collectives"][0]["axes"] == ["x"]
     assert shown["bytes"] == found.bytes == 56
-
-
-def test_a_notebook_shows_a_table_and_a_picture() -> None:
-    # What a cell shows, by its type.
+    # What a cell of a notebook shows, by its type.
     display: Any = pytest.importorskip("IPython.core.formatters").DisplayFormatter()
-    found = trained().explain(net(), X)
     table, _ = display.format(found)
-    assert table == {"text/plain": str(found), "text/html": found._repr_html_()}
+    assert table == {"text/plain": text, "text/html": page}
     picture, _ = display.format(found.draw())
     assert picture["image/svg+xml"].startswith("<svg")
 
