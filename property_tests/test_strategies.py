@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, find, given, seed, settings
+from hypothesis import find, given, seed, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import statemesh as sm
 from statemesh.testing import arrays, filters, meshes, modules, shapes, specs, states
 
+from .deep import ONLY_DRAWN
 from .lanes.cases import lane_cases
 from .losses.cases import loss_cases
 from .picks import matches
@@ -89,13 +90,7 @@ def drawn(name: str, count: int = EXAMPLES) -> list[Any]:
     """The first examples of a strategy, the same in every run."""
     found: list[Any] = []
 
-    @settings(
-        max_examples=20,
-        phases=[Phase.generate],
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=20, **ONLY_DRAWN)
     @given(STRATEGIES[name]())
     def gather(value: Any) -> None:
         found.append(value)
@@ -223,24 +218,17 @@ SIMPLEST: dict[str, tuple[st.SearchStrategy[Any], str]] = {
         meshes().map(lambda mesh: (*mesh.shape.items(), *mesh.axis_types)),
         "(('x', 1), Auto)",
     ),
-    "named meshes": (
-        meshes(axis_names=("a", "b")).map(lambda mesh: dict(mesh.shape)),
-        "{'a': 1, 'b': 1}",
-    ),
     "specs": (specs(shape=(8, 8), mesh=MESH), "P()"),
     "shapes": (shapes(spec=P("x"), mesh=MESH), "(4,)"),
-    "shapes of any rank": (shapes(spec=P(), mesh=MESH), "()"),
     "floats": (arrays(shape=(2,)).map(np.ndarray.tolist), "[0.0, 0.0]"),
     "bounded": (arrays(shape=2, min_value=1.5).map(np.ndarray.tolist), "[2.0, 2.0]"),
     "integers": (arrays(shape=(1, 2), dtype=np.int8).map(np.ndarray.tolist), "[[0, 0]]"),
     "complex": (arrays(shape=(), dtype="complex64").map(np.ndarray.tolist), "0j"),
     "states": (states(), "State(float32(0.0))"),
     "streams": (states(kinds=[sm.RandomState]), "RandomState(key<fry>[])"),
-    "placed states": (states(mesh=MESH), "State(float32(0.0))"),
     "modules": (modules(), "Pair(left=None, right=[])"),
     "modules with a state": (modules(min_states=1), "Pair(left=State(float32(0.0)), right=[])"),
     "filters": (filters(tree=MODEL), "Ellipsis"),
-    "filters of nothing": (filters(tree=[]), "Ellipsis"),
 }
 
 

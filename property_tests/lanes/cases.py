@@ -7,17 +7,7 @@ from typing import TypeAlias
 from hypothesis import strategies as st
 
 from ..plain.cases import Known, Maker
-from ..programs import (
-    INT,
-    Axes,
-    Case,
-    Index,
-    Leaf,
-    MeshShape,
-    Output,
-    Slot,
-    Write,
-)
+from ..programs import INT, Axes, Case, Index, Leaf, MeshShape, Output, Slot, Write
 from ..strategies import templates
 from ..trees import KINDS
 

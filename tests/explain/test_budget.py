@@ -428,17 +428,17 @@ def test_patterns_of_causes() -> None:
 
 
 def test_brackets_are_no_pattern() -> None:
-    model = {"layers": [sm.State(jnp.ones(2), reduce="mean"), sm.State(jnp.ones(3), reduce="max")]}
-
     def change(model: Any, x: Any) -> Any:
         return {"layers": [s.set(s.value + x.sum()) for s in model["layers"]]}
 
-    call = sm.shard_map(change, make_mesh("8", AxisType.Explicit), (None, P("x")), P())
+    model = {"layers": [sm.State(jnp.ones(2), reduce="mean"), sm.State(jnp.ones(3), reduce="max")]}
+    args = model, np.ones(8, np.float32)
+    call = mapped(change, out_specs=P(), donate="none")
     causes = {f"the policy of model['layers'][{k}]": 1 for k in range(2)}
-    assert_budget(call, model, np.ones(8, np.float32), collectives=causes)
-    assert_budget(call, model, np.ones(8, np.float32), collectives={"*['layers'][*]": 2})
+    assert_budget(call, *args, collectives=causes)
+    assert_budget(call, *args, collectives={"*['layers'][*]": 2})
     with pytest.raises(AssertionError, match="that the budget does not name: 1"):
-        assert_budget(call, model, np.ones(8, np.float32), collectives={"*['layers'][0]": 2})
+        assert_budget(call, *args, collectives={"*['layers'][0]": 2})
 
 
 @pytest.mark.usefixtures("as_users_run_it")

@@ -292,7 +292,9 @@ def test_a_method() -> None:
 
         mapped = sm.shard_map(__call__, abstract(x=4), in_specs=(None, P("x")), out_specs=P("x"))
 
-    np.testing.assert_array_equal(emulate(Scale(sm.State(3.0)).mapped, X), 3 * X)
+    mapped = Scale(sm.State(3.0)).mapped
+    np.testing.assert_array_equal(emulate(mapped, X), 3 * X)
+    np.testing.assert_array_equal(mapped.on_mesh(make_mesh("2"))(X), 3 * X)
 
 
 def test_what_the_call_raises_comes_through() -> None:

@@ -279,10 +279,6 @@ def ring(x: Any, towards: int) -> Any:
     return total
 
 
-def from_the_wrong_side(x: Any) -> Any:
-    return ring(x, -1)
-
-
 def counted_in_its_own_part(x: Any) -> Any:
     place = jnp.arange(len(x))  # counted
     return jnp.sin(place)[:, None] * x
@@ -327,7 +323,10 @@ TWO_AXES = AbstractMesh((4, 3), ("data", "model"))
 @pytest.mark.parametrize(
     ("fun", "args", "specs", "text", "change"),
     [
-        (from_the_wrong_side, (X,), {}, "passed on", "with a move to the next shard along 'data'"),
+        (
+            *(lambda x: ring(x, -1), (X,), {}, "passed on"),
+            "with a move to the next shard along 'data'",
+        ),
         (
             *(counted_in_its_own_part, (X,), {}, "counted"),
             "with 2 * jax.lax.axis_index('data') added",

@@ -1,6 +1,6 @@
 """The strategies of `statemesh.testing`: what one may ask of them, and what they refuse."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -91,12 +91,10 @@ def test_meshes_have_the_axes_that_were_asked_for() -> None:
     assert mesh.axis_types == (AxisType.Explicit, AxisType.Explicit)
 
 
-def test_specs_take_a_mesh_with_devices_too() -> None:
+def test_specs_and_shapes_are_those_that_were_asked_for() -> None:
+    # A mesh with devices will do too.
     crossed = lambda spec: tuple(spec) == ("y", "x")
     assert first(specs(shape=[2, 4], mesh=make_mesh("4x2")), crossed) == P("y", "x")
-
-
-def test_shapes_have_the_ranks_and_sides_that_were_asked_for() -> None:
     asked = shapes(spec=P(("x", "y")), mesh=MESH, min_rank=2, max_rank=3, max_side=5)
     assert first(asked, lambda shape: shape[0] == 40) == (40, 1)
     assert first(asked, lambda shape: len(shape) == 3 and shape[2] == 5) == (8, 1, 5)
@@ -120,22 +118,14 @@ def test_bounds_are_those_that_a_dtype_holds() -> None:
     assert first(largest, lambda x: x > 65_400) <= np.float16(65_504)
 
 
-@pytest.fixture
-def wide_types() -> Iterator[None]:
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", False)
-
-
-@pytest.mark.usefixtures("wide_types")
 def test_wide_types_where_jax_has_them() -> None:
-    tenth = arrays(shape=(), dtype=np.float64, min_value=0.1, max_value=0.1)
-    assert first(tenth) == 0.1 and first(tenth).dtype == np.float64
-    big = arrays(shape=(1,), dtype=np.int64, min_value=2**40, max_value=2**41)
-    assert first(big).tolist() == [2**40]
-    assert (
-        first(arrays(shape=(), dtype=np.complex128), lambda x: x.imag > 0.3).dtype == np.complex128
-    )
+    with jax.enable_x64(True):
+        tenth = arrays(shape=(), dtype=np.float64, min_value=0.1, max_value=0.1)
+        assert first(tenth) == 0.1 and first(tenth).dtype == np.float64
+        big = arrays(shape=(1,), dtype=np.int64, min_value=2**40, max_value=2**41)
+        assert first(big).tolist() == [2**40]
+        x = first(arrays(shape=(), dtype=np.complex128), lambda x: x.imag > 0.3)
+        assert x.dtype == np.complex128
 
 
 class Total(sm.BatchState):
@@ -193,12 +183,6 @@ def test_a_mapped_call_takes_leaves_that_cannot_be_hashed() -> None:
         results = [call(module, np.arange(4.0, dtype=np.float32)) for call in calls]
     for y, again in results:
         assert y.tolist() == [1, 2, 3, 4] and again.right == [{1}]
-
-
-def test_what_is_shared_is_one_object() -> None:
-    module = first(modules(min_states=1, shared=True), lambda m: len(sm.states(m)) == 2)
-    one, two = sm.states(module).values()
-    assert one is two
 
 
 TREE = {"w": sm.ParamState(1.0), "n": [sm.State(0, tag="count", name="n")]}
