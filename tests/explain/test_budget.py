@@ -445,4 +445,4 @@ def test_brackets_are_no_pattern() -> None:
 def test_a_limit_of_a_cause_is_a_number() -> None:
     for limits in ({"psum": True}, {"psum": None}):
         with pytest.raises(TypeError, match="must be a number, or a dictionary with a number for"):
-            assert_budget(small(), *SMALL, collectives=limits)  # type: ignore[arg-type]
+            assert_budget(small(), *SMALL, collectives=limits)

@@ -279,8 +279,11 @@ def test_a_map() -> None:
 def test_errors_are_those_of_the_call() -> None:
     mapped = trained()
     diverging = sm.shard_map(lambda s, x: s.set(x[0]), make_mesh("2"), (None, P("x")), P())
-    wrong = [(mapped, net(), X, X), (mapped, net(), X[:3]), (mapped, net(), X[:, :2])]
-    for call, *args in [*wrong, (diverging, sm.State(jnp.zeros(3)), X)]:
+    wrong: list[tuple[Any, Any]] = [
+        *[(mapped, (net(), *args)) for args in [(X, X), (X[:3],), (X[:, :2],)]],
+        (diverging, (sm.State(jnp.zeros(3)), X)),
+    ]
+    for call, args in wrong:
         with pytest.raises((ValueError, TypeError)) as called:
             call(*args)
         with pytest.raises(type(called.value)) as asked:
