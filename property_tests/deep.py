@@ -42,6 +42,13 @@ KINDS = (
     *(("float32", False), ("float16", False), ("bfloat16", True)),
 )
 Program: TypeAlias = tuple[Case, Values]
+# Settings of tests that are run for what they draw.
+ONLY_DRAWN: Any = {
+    "database": None,
+    "deadline": None,
+    "phases": [Phase.generate],
+    "suppress_health_check": list(HealthCheck),
+}
 
 
 @dataclasses.dataclass
@@ -58,13 +65,7 @@ def drawn(number: int, *, smooth: bool, count: int = BATCH) -> list[Program]:
     batch: list[Program] = []
 
     @seed(number)
-    @settings(
-        max_examples=count,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=count, **ONLY_DRAWN)
     @given(st.data())
     def collect(data: st.DataObject) -> None:
         case = data.draw(cases(portable=True, smooth=smooth, mesh=mesh))
@@ -97,24 +98,18 @@ def check_together(batch: Sequence[Program], dtype: str, *, gradients: bool) -> 
         ]
         return [outputs for outputs, _ in results], [model for _, model in results]
 
-    runs = [run for _, run in batch]
     models = [model_of(case, run.slots, run.seed) for case, run in batch]
+    gains, inputs = zip(*[run.calls[0] for _, run in batch], strict=True)
+    outputs, leaving = zip(*map(out_specs, programs), strict=True)
     with warnings.catch_warnings():
         # Some of what a random program returns cannot be judged.
         warnings.simplefilter("ignore", UntestedWarning)
         assert_equivalent(
             together,
-            (
-                in_dtype(models, dtype),
-                [Setting(run.calls[0][0]) for run in runs],
-                in_dtype([run.calls[0][1] for run in runs], dtype),
-            ),
+            (in_dtype(models, dtype), list(map(Setting, gains)), in_dtype(list(inputs), dtype)),
             meshes=[mesh_of(programs[0].mesh)],
             in_specs=(None, None, [list(in_specs(case)[2:]) for case in programs]),
-            out_specs=(
-                [out_specs(case)[0] for case in programs],
-                [out_specs(case)[1] for case in programs],
-            ),
+            out_specs=(list(outputs), list(leaving)),
             fed_back={"args[0]": "[1]"},
             gradients=gradients,
             steps=2,

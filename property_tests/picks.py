@@ -70,7 +70,8 @@ def matches(filter: Any, path: Path, state: sm.State) -> bool:
         case "PathContains":
             return str(filter.key) in [str(step) for _, step in path]
         case "Where":
-            return _under(filter.where(Trail()), path)
+            trail = filter.where(Trail())
+            return bool(trail.leads_to(path[: len(trail)]))
         case "Any":
             return any(matches(part, path, state) for part in filter.filters)
         case "All":
@@ -98,7 +99,3 @@ class Trail:
 
     def leads_to(self, path: Path) -> bool:
         return self.__steps == tuple((kind == "attribute", step) for kind, step in path)
-
-
-def _under(trail: Trail, path: Path) -> bool:
-    return trail.leads_to(path[: len(trail)])

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
-from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from statemesh import testing
 
@@ -22,11 +22,9 @@ STATICS = ("relu", "", None)
 
 def meshes() -> st.SearchStrategy[MeshShape]:
     """Meshes of one to eight devices, of Auto axes or Explicit ones."""
-    return testing.meshes().map(_plain_mesh)
-
-
-def _plain_mesh(mesh: Mesh) -> MeshShape:
-    return MeshShape(tuple(mesh.shape.values()), mesh.axis_types[0] == AxisType.Explicit)
+    return testing.meshes().map(
+        lambda mesh: MeshShape(tuple(mesh.shape.values()), AxisType.Explicit in mesh.axis_types)
+    )
 
 
 def specs(*, axes: Axes, rank: int) -> st.SearchStrategy[Spec]:

@@ -85,13 +85,8 @@ def params(split: Any = ()) -> dict[str, Any]:
 def wanted(seed: int) -> Any:
     """The loss and its gradients, in the order of the model's leaves."""
 
-    def loss(arrays: Any) -> Any:
-        states = {name: sm.ParamState(arrays[name]) for name in ("w", "odd", "apart")}
-        return loss_of({**states, "scale": arrays["scale"]}, rows(seed))
-
-    model = params()
-    arrays = {name: model[name].value for name in ("w", "odd", "apart")}
-    return jax.value_and_grad(loss)({**arrays, "scale": model["scale"]})
+    trained = {name: leaf for name, leaf in params().items() if name != "steps"}
+    return jax.value_and_grad(lambda model: loss_of(model, rows(seed)))(trained)
 
 
 def rows(seed: int) -> Any:

@@ -11,21 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, find, given, seed, settings
+from hypothesis import find, given, seed, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh.testing import arrays, filters, meshes, modules, shapes, specs, states
-from tests.helpers import slow
 
+from .deep import ONLY_DRAWN
 from .lanes.cases import lane_cases
 from .losses.cases import loss_cases
 from .picks import matches
 from .plain.cases import cases as plain_cases
 from .strategies import meshes as plain_meshes
-from .trees import Layer, Pair, structure, walk
+from .trees import Layer, Pair, walk
 
 
 finfo: Any = jnp.finfo  # The stubs know nothing of those of JAX.
@@ -90,13 +90,7 @@ def drawn(name: str, count: int = EXAMPLES) -> list[Any]:
     """The first examples of a strategy, the same in every run."""
     found: list[Any] = []
 
-    @settings(
-        max_examples=20,
-        phases=[Phase.generate],
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @settings(max_examples=20, **ONLY_DRAWN)
     @given(STRATEGIES[name]())
     def gather(value: Any) -> None:
         found.append(value)
@@ -128,44 +122,18 @@ def test_shapes_are_divided_by_their_spec() -> None:
         assert len(part) in (2, 3) and set(part) <= {1, 2, 3}
 
 
-def test_arrays_are_held_by_jax_as_they_are() -> None:
+def test_arrays_are_finite_normal_between_their_bounds_and_held_by_jax_as_they_are() -> None:
     for x in drawn("arrays") + drawn("arrays of any dtype"):
         assert type(x) is np.ndarray
         y = np.asarray(jnp.asarray(x))
-        assert y.dtype == x.dtype
         # To the bit: -0.0 is not 0.0.
-        assert y.tobytes() == x.tobytes()
-
-
-def parts(x: Any) -> Iterator[Any]:
-    """What there is of real numbers in an array."""
-    if x.dtype.kind == "c":
-        yield from (x.real, x.imag)
-    elif x.dtype != np.bool_:
-        yield x
-
-
-def test_numbers_are_finite_normal_and_between_their_bounds() -> None:
-    for x in drawn("arrays") + drawn("arrays of any dtype"):
-        for part in parts(x):
+        assert (y.dtype, y.tobytes()) == (x.dtype, x.tobytes())
+        for part in (x.real, x.imag) if x.dtype.kind == "c" else (x,):
             wide = part.astype(np.float64)
             assert (abs(wide) <= 4).all()
             if jnp.issubdtype(part.dtype, jnp.floating):
                 least = float(finfo(part.dtype).smallest_normal)
                 assert ((wide == 0) | (abs(wide) >= least)).all()
-
-
-@pytest.mark.parametrize(
-    "name", ["states", *map(slow, ["placed states", "modules", "shared modules"])]
-)
-def test_trees_are_rebuilt_from_their_leaves(name: str) -> None:
-    for tree in drawn(name):
-        again = jax.tree.unflatten(structure(tree), jax.tree.leaves(tree))
-        assert structure(again) == structure(tree)
-        assert hash(structure(again)) == hash(structure(tree))
-        assert [(path, repr(unit)) for path, unit in walk(again)] == [
-            (path, repr(unit)) for path, unit in walk(tree)
-        ]
 
 
 def test_states_have_values_that_their_policy_merges() -> None:
@@ -178,29 +146,19 @@ def test_states_have_values_that_their_policy_merges() -> None:
 
 @pytest.mark.slow
 def test_a_shard_holds_what_was_asked_for_of_a_placed_state() -> None:
-    def part(spec: Any, x: Any) -> tuple[int, ...]:
-        if isinstance(spec, sm.PerShard):
-            assert x.shape[0] == math.prod(MESH.shape[name] for name in spec.axis_names)
-            return tuple(x.shape[1:])
-        return NamedSharding(MESH, spec or P()).shard_shape(x.shape)
-
     is_spec = lambda node: node is None or isinstance(node, P | sm.PerShard)
     for state in drawn("placed states"):
         wanted = () if isinstance(state, sm.RandomState) else (2, 3)
-        held = jax.tree.map(
-            lambda spec, value: [part(spec, x) for x in jax.tree.leaves(value)],
-            state.spec,
-            state.value,
-            is_leaf=is_spec,
-        )
-        found = jax.tree.leaves(
-            held, is_leaf=lambda node: isinstance(node, tuple) and is_shape(node)
-        )
-        assert {*found} == {wanted}
 
+        def check(spec: Any, value: Any, wanted: Any = wanted) -> None:
+            for x in jax.tree.leaves(value):
+                if isinstance(spec, sm.PerShard):
+                    shards = math.prod(MESH.shape[name] for name in spec.axis_names)
+                    assert x.shape == (shards, *wanted)
+                else:
+                    assert NamedSharding(MESH, spec or P()).shard_shape(x.shape) == wanted
 
-def is_shape(node: tuple[Any, ...]) -> bool:
-    return all(isinstance(n, int) for n in node)
+        jax.tree.map(check, state.spec, state.value, is_leaf=is_spec)
 
 
 @pytest.mark.slow
@@ -211,8 +169,7 @@ def test_modules_hold_as_many_states_as_were_asked_for_and_leaves_with_a_hash() 
         assert all(
             isinstance(leaf, jax.Array | np.ndarray) or hash(leaf) is not None for leaf in leaves
         )
-    for module in drawn("shared modules"):
-        assert len(sm.states(module)) >= 1
+    assert all(map(sm.states, drawn("shared modules")))
 
 
 def nodes(tree: Any) -> Iterator[Any]:
@@ -261,24 +218,17 @@ SIMPLEST: dict[str, tuple[st.SearchStrategy[Any], str]] = {
         meshes().map(lambda mesh: (*mesh.shape.items(), *mesh.axis_types)),
         "(('x', 1), Auto)",
     ),
-    "named meshes": (
-        meshes(axis_names=("a", "b")).map(lambda mesh: dict(mesh.shape)),
-        "{'a': 1, 'b': 1}",
-    ),
     "specs": (specs(shape=(8, 8), mesh=MESH), "P()"),
     "shapes": (shapes(spec=P("x"), mesh=MESH), "(4,)"),
-    "shapes of any rank": (shapes(spec=P(), mesh=MESH), "()"),
     "floats": (arrays(shape=(2,)).map(np.ndarray.tolist), "[0.0, 0.0]"),
     "bounded": (arrays(shape=2, min_value=1.5).map(np.ndarray.tolist), "[2.0, 2.0]"),
     "integers": (arrays(shape=(1, 2), dtype=np.int8).map(np.ndarray.tolist), "[[0, 0]]"),
     "complex": (arrays(shape=(), dtype="complex64").map(np.ndarray.tolist), "0j"),
     "states": (states(), "State(float32(0.0))"),
     "streams": (states(kinds=[sm.RandomState]), "RandomState(key<fry>[])"),
-    "placed states": (states(mesh=MESH), "State(float32(0.0))"),
     "modules": (modules(), "Pair(left=None, right=[])"),
     "modules with a state": (modules(min_states=1), "Pair(left=State(float32(0.0)), right=[])"),
     "filters": (filters(tree=MODEL), "Ellipsis"),
-    "filters of nothing": (filters(tree=[]), "Ellipsis"),
 }
 
 
@@ -308,22 +258,10 @@ def alike(module: Any) -> bool:
     return len(set(shown)) < len(shown)
 
 
-def end_alike(module: Any) -> bool:
-    """Whether the path of a state is the end of a longer one's."""
-    paths = [path for path, unit in walk(module) if sm.is_state(unit)]
-    return any(
-        len(a) < len(b) and b[len(b) - len(a) :] == a for a, b in itertools.permutations(paths, 2)
-    )
-
-
 def depth(filter: Any) -> int:
     """How deep combinators stand in one another."""
     inner = filter if isinstance(filter, list | tuple) else getattr(filter, "filters", None)
     return 0 if inner is None else 1 + max(map(depth, inner), default=0)
-
-
-def static_kinds(module: Any) -> set[str]:
-    return {type(leaf).__name__ for _, leaf in walk(module) if not sm.is_state(leaf)}
 
 
 def mean(state: sm.State) -> bool:
@@ -338,18 +276,14 @@ REACHED: list[tuple[str, str, int, Callable[[Any], Any]]] = [
     ("three axes", "meshes", 13, lambda mesh: len(mesh.shape) == 3),
     ("Explicit axes", "meshes", 11, lambda mesh: AxisType.Explicit in mesh.axis_types),
     ("Auto axes", "meshes", 11, lambda mesh: AxisType.Auto in mesh.axis_types),
-    ("a long axis and a short one", "meshes", 3, lambda mesh: {1, 8} <= {*mesh.shape.values()}),
     ("nothing split", "specs", 1, lambda spec: not any(entries(spec))),
     ("two axes on one", "specs", 4, lambda spec: max(map(len, entries(spec)), default=0) == 2),
     ("in another order", "specs", 1, lambda spec: ("y", "x") in entries(spec)),
-    ("axes crosswise", "specs", 1, lambda spec: entries(spec) == [("y",), ("x",)]),
-    ("None at the end", "specs", 3, lambda spec: len(spec) and not entries(spec)[-1]),
     ("only a later axis split", "narrow specs", 24, lambda spec: entries(spec)[:2] == [(), ()]),
     ("an axis more than the spec has", "shapes", 8, lambda shape: len(shape) == 3),
     ("-0.0", "arrays", 18, has_negative_zero),
     ("scalars", "arrays", 17, lambda x: x.shape == ()),
     ("no numbers at all", "arrays", 18, lambda x: x.size == 0),
-    ("a bound", "arrays", 34, lambda x: (abs(x) == 4).any()),
     ("very small numbers", "arrays", 44, lambda x: ((x != 0) & (abs(x) < 1e-30)).any()),
     ("seven different shards", "arrays", 12, shards_differ),
     *[
@@ -372,21 +306,13 @@ REACHED: list[tuple[str, str, int, Callable[[Any], Any]]] = [
     ("no state", "modules", 15, lambda m: not sm.states(m)),
     ("many states", "modules", 10, lambda m: len(sm.states(m)) == 5),
     ("alike in all but path", "modules", 1, alike),
-    ("paths that end alike", "modules", 3, end_alike),
     ("a function", "modules", 36, lambda m: any(leaf is jnp.tanh for _, leaf in walk(m))),
-    ("a string", "modules", 7, lambda m: "str" in static_kinds(m)),
-    ("a dtype", "modules", 1, lambda m: static_kinds(m) & {"type", "_ScalarMeta"}),
-    ("a NumPy array", "modules", 32, lambda m: "ndarray" in static_kinds(m)),
+    ("a string", "modules", 7, lambda m: any(type(leaf) is str for _, leaf in walk(m))),
+    ("a NumPy array", "modules", 32, lambda m: any(type(x) is np.ndarray for _, x in walk(m))),
     ("None", "modules", 42, lambda m: "None" in repr(m)),
     ("a dictionary", "modules", 50, lambda m: "{" in repr(m)),
     ("three deep", "modules", 12, lambda m: any(len(path) > 3 for path, _ in walk(m))),
     ("a State in two places", "shared modules", 100, lambda m: stands_twice(m, sm.is_state)),
-    (
-        "a module in two places",
-        "shared modules",
-        1,
-        lambda m: stands_twice(m, lambda node: not sm.is_state(node)),
-    ),
     ("matches nothing", "filters", 1, is_idle),
     *[
         (f"nested {n} deep", "filters", 10, lambda filter, n=n: depth(filter) == n)
@@ -409,10 +335,7 @@ def is_explicit(case: Any) -> bool:
     """Whether a mesh, or that of a case, has Explicit axes."""
     case = getattr(case, "case", case)
     mesh = getattr(case, "mesh", case)
-    if isinstance(mesh, Mesh):
-        return AxisType.Explicit in mesh.axis_types
-    explicit: bool = mesh.explicit
-    return explicit
+    return AxisType.Explicit in mesh.axis_types if isinstance(mesh, Mesh) else bool(mesh.explicit)
 
 
 @pytest.mark.parametrize("name", ["meshes", "plain meshes", *CASES])

@@ -2,22 +2,12 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from hypothesis import strategies as st
 
 from ..plain.cases import Known, Maker
-from ..programs import (
-    INT,
-    Axes,
-    Case,
-    Index,
-    Leaf,
-    MeshShape,
-    Output,
-    Slot,
-    Write,
-)
+from ..programs import INT, Axes, Case, Index, Leaf, MeshShape, Output, Slot, Write
 from ..strategies import templates
 from ..trees import KINDS
 
@@ -41,7 +31,7 @@ class Stacked:
     declared: bool
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class LaneCase:
     """A program over the last axis of a mesh, which stands for the lanes.
 
@@ -87,14 +77,6 @@ class LaneCase:
         """The axis of the lanes in the model's arrays outside States."""
         pairs = zip(self.case.slots, self.slots, strict=True)
         return next((axis for slot, axis in pairs if slot.kind == "array"), None)
-
-    def __repr__(self) -> str:
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[1:]}
-        options = ", ".join(f"{name}={value}" for name, value in given.items() if value)
-        return f"{self.case}\n  lanes over {self.lanes}: {options}"
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))
 
 
 @st.composite

@@ -12,9 +12,8 @@ from ..base.arrays import EPS, Array, wide_dtype
 from ..base.checks import jitted
 from ..base.models import arrays_of, model_of
 from . import reference
-from .calls import mapping
 from .layers import TIMES, WIDTH, LossCase, LossValues
-from .mapped import unsplit_axes
+from .mapped import mapping, unsplit_axes
 from .reference import largest, rate
 
 

@@ -42,13 +42,8 @@ class Layer:
     parts: tuple[bool, ...] = ()
     control: str = "plain"
 
-    def __str__(self) -> str:
-        parts = f", parts={self.parts}" if any(self.parts) else ""
-        inside = f" in {self.control}" if self.control != "plain" else ""
-        return f"{self.op}({'' if self.param is None else f's{self.param}'}{parts}){inside}"
 
-
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class LossCase:
     """A loss of a model on a mesh, and how its gradient is taken.
 
@@ -98,18 +93,6 @@ class LossCase:
     def chosen(self) -> list[int]:
         """The numbers of the trained parameters."""
         return [k for k, trained in enumerate(self.trained) if trained]
-
-    def __repr__(self) -> str:
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[2:]}
-        plain = {f.name: f.default for f in dataclasses.fields(self)[2:]}
-        options = ", ".join(f"{k}={value!r}" for k, value in given.items() if value != plain[k])
-        lines = [f"Loss on {self.mesh} of {self.case.tree}", f"  x: {self.case.inputs[0]}"]
-        lines += [f"  s{k}: {self.case.slots[k]}" for k in range(len(self.trained))]
-        lines += [f"  {layer}" for layer in self.layers]
-        return "\n".join([*lines, f"  {options}"])
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))
 
 
 @dataclasses.dataclass(frozen=True)

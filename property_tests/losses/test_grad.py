@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ..base.settings import fewer
-from .calls import HOW
 from .cases import loss_cases, loss_values
 from .checks import check_loss
+from .mapped import HOW
 
 
 @fewer(1 / 2)  # Each example compiles a program of its own.

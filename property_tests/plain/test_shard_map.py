@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from ..base.checks import HOMES
 from .cases import cases, values
 from .checks import check_program
+from .gradients import check_gradient
 
 
 @given(st.data())
@@ -34,3 +35,14 @@ def test_sharded_is_unsharded(data: st.DataObject) -> None:
     run = data.draw(values(case=case, calls=2), "values")
     check_program(case, run)
     check_program(case, run, how="unsharded")
+
+
+@pytest.mark.slow
+@given(st.data())
+def test_sharded_gradients_are_unsharded_gradients(data: st.DataObject) -> None:
+    case = data.draw(cases(portable=True, smooth=True), "case")
+    jit = data.draw(st.booleans(), "inside jit")
+    # Where no mesh is set, JAX cannot type a constant gradient by Explicit axes.
+    homes = ["host"] if case.mesh.explicit else ["host", "placed"]
+    home = data.draw(st.sampled_from(homes), "home")
+    check_gradient(case, data.draw(values(case=case, calls=1), "values"), home=home, jit=jit)

@@ -5,8 +5,8 @@ where a result is rounding and nothing else.
 """
 
 from . import delicate_order, delicate_rounding, delicate_training
-from .delicate_base import DELICATE as DELICATE
-from .delicate_base import Delicate as Delicate
+from .case import DELICATE as DELICATE
+from .case import Delicate as Delicate
 
 
 FILES = (delicate_order, delicate_rounding, delicate_training)

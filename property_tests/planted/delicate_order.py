@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from .case import integers, normal
-from .delicate_base import right, rows
+from .case import integers, normal, right, rows
 
 
 ALL = ("float32", "bfloat16", "float16")

@@ -9,8 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 
-from .case import normal
-from .delicate_base import right, rows
+from .case import normal, right, rows
 
 
 ALL = ("float32", "bfloat16", "float16")

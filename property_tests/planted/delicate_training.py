@@ -8,8 +8,7 @@ from jax import lax
 
 import statemesh as sm
 
-from .case import normal
-from .delicate_base import right, rows
+from .case import normal, right, rows
 
 
 class Norm(sm.Module):

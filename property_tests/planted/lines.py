@@ -45,22 +45,15 @@ def _first_use(module: ast.Module, line: int) -> list[int]:
         for node in ast.walk(functions[-1])
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in assigned
     )
-    end = max(
-        node.end_lineno or line
-        for node in within
-        if isinstance(node, ast.stmt) and _is_simple(node)
-    )
+    # A statement that has no statements in it.
+    simple = [n for n in within if isinstance(n, ast.stmt) and not hasattr(n, "body")]
+    end = max(node.end_lineno or line for node in simple)
     after = [use for use in uses if use > end]
     for loop in reversed([node for node in within if isinstance(node, _LOOPS)]):
         last = loop.end_lineno or line
         again = [use for use in uses if loop.lineno <= use <= end]
         after = [use for use in after if use <= last] or again or after
     return after[:1]
-
-
-def _is_simple(node: ast.stmt) -> bool:
-    """Whether a statement has no statements in it."""
-    return not hasattr(node, "body")
 
 
 def _spans(node: ast.AST, line: int) -> bool:

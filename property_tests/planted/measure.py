@@ -1,6 +1,6 @@
 """Runs the check on all planted mistakes, delicate programs and right models; by hand, for the docs.
 
-python -m property_tests.planted.measure --processes 2 --table planted.md --lines planted.jsonl
+python -m property_tests.planted.measure --processes 2 --lines planted.jsonl
 
 Each outcome is written down at once. What the file of lines holds already is not run again.
 """
@@ -11,13 +11,14 @@ import dataclasses
 import json
 import os
 import pathlib
-import queue
+import signal
 import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -139,99 +140,64 @@ def timed(outcome: Outcome) -> Iterator[None]:
         yield
 
 
-def serve() -> None:
-    """Runs what is read line by line, and writes each outcome on a line."""
+def serve(timeout: int) -> None:
+    """Runs what is read line by line, and writes each outcome on a line; until a case takes too long."""
     from statemesh.testing import set_devices
 
     set_devices(8)
     answers, sys.stdout = sys.stdout, sys.stderr
     for line in sys.stdin:
+        signal.alarm(timeout)
         outcome = run(Task(**json.loads(line)))
         print(json.dumps(dataclasses.asdict(outcome)), file=answers, flush=True)
 
 
-class Process:
-    """One process that runs cases, started anew when a case takes too long."""
-
-    def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
-        self.command = [sys.executable, "-m", f"{__package__}.measure", "--serve"]
-        self.running: subprocess.Popen[str] | None = None
-        self.done = 0
-
-    def run(self, task: Task) -> Outcome:
-        if self.running is None or self.done >= CASES_OF_A_PROCESS:
-            self.start()
-        assert self.running and self.running.stdin and self.running.stdout
-        timer = threading.Timer(self.timeout, self.running.kill)
-        timer.start()
-        start = time.monotonic()
-        try:
-            self.running.stdin.write(json.dumps(dataclasses.asdict(task)) + "\n")
-            self.running.stdin.flush()
-            answer = self.running.stdout.readline()
-        finally:
-            timer.cancel()
-        self.done += 1
-        took = round(time.monotonic() - start, 2)
-        if not answer:
-            self.stop()
-            ended = "timed out" if took >= self.timeout else "raised"
-            return Outcome(task, ended, took, "" if ended == "timed out" else "the process ended")
-        return outcome_of(json.loads(answer))
-
-    def start(self) -> None:
-        self.stop()
-        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-        self.running = subprocess.Popen(
-            self.command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "XLA_FLAGS": flags},
-        )
-        self.done = 0
-
-    def stop(self) -> None:
-        if self.running is not None:
-            self.running.kill()
-            self.running.wait()
-            self.running = None
+def outcomes_of(batch: list[Task], timeout: int) -> Iterator[Outcome]:
+    """In a process of their own; after a case that ends it, in another one."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"{__package__}.measure", "--serve", "--timeout", f"{timeout}"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "XLA_FLAGS": flags},
+    )
+    assert process.stdin and process.stdout
+    process.stdin.writelines(json.dumps(dataclasses.asdict(task)) + "\n" for task in batch)
+    process.stdin.close()
+    done = 0
+    for line in process.stdout:
+        done += 1
+        yield outcome_of(json.loads(line))
+    if process.wait() == -signal.SIGALRM:
+        yield Outcome(batch[done], "timed out", timeout)
+    elif done < len(batch):
+        yield Outcome(batch[done], "raised", 0, "the process ended")
+    if batch[done + 1 :]:
+        yield from outcomes_of(batch[done + 1 :], timeout)
 
 
 def run_all(
-    todo: list[Task], processes: int, timeout: float, lines: pathlib.Path | None
+    todo: list[Task], processes: int, timeout: int, lines: pathlib.Path | None
 ) -> list[Outcome]:
-    """In a pool of processes, in the order of the tasks."""
-    waiting: queue.SimpleQueue[Task] = queue.SimpleQueue()
-    for task in todo:
-        waiting.put(task)
-    outcomes: dict[Task, Outcome] = {}
+    """In so many processes at a time."""
+    batches = [todo[k : k + CASES_OF_A_PROCESS] for k in range(0, len(todo), CASES_OF_A_PROCESS)]
+    outcomes: list[Outcome] = []
     writing = threading.Lock()
 
-    def work() -> None:
-        process = Process(timeout)
-        try:
-            while True:
-                task = waiting.get_nowait()
-                outcome = outcomes[task] = process.run(task)
+    def work(batch: list[Task]) -> None:
+        for outcome in outcomes_of(batch, timeout):
+            with writing:
+                outcomes.append(outcome)
                 bar.update()
                 if lines:
-                    with writing, lines.open("a") as file:
+                    with lines.open("a") as file:
                         file.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
-        except queue.Empty:
-            return
-        finally:
-            process.stop()
 
-    with tqdm(total=len(todo), unit="case") as bar:
-        threads = [threading.Thread(target=work) for _ in range(processes)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    return [outcomes[task] for task in todo]
+    with tqdm(total=len(todo), unit="case") as bar, ThreadPoolExecutor(processes) as pool:
+        list(pool.map(work, batches))
+    return outcomes
 
 
 def read(lines: pathlib.Path | None) -> dict[Task, Outcome]:
@@ -249,13 +215,12 @@ def outcome_of(fields: dict[str, Any]) -> Outcome:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--timeout", type=float, default=180, help="seconds for one case")
+    parser.add_argument("--timeout", type=int, default=180, help="seconds for one case")
     parser.add_argument("--kinds", nargs="+", default=["planted", "right", "delicate"])
     parser.add_argument(
         "--only", nargs="+", default=[], help="models, mistakes or delicate programs"
     )
     parser.add_argument("--dtypes", nargs="+", default=[], choices=DTYPES)
-    parser.add_argument("--table", type=pathlib.Path, help="a file for the tables")
     parser.add_argument("--pages", type=pathlib.Path, help="a folder with the pages to update")
     parser.add_argument(
         "--lines", type=pathlib.Path, help="a file of JSON lines, one for each case"
@@ -263,7 +228,7 @@ def main() -> None:
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.serve:
-        serve()
+        serve(given.timeout)
         return
     dtypes = given.dtypes or DTYPES
     wanted = [task for task in tasks(given.kinds, given.only) if task.dtype in dtypes]
@@ -276,8 +241,6 @@ def main() -> None:
 
     text = tables(outcomes)
     print(text)
-    if given.table:
-        given.table.write_text(text)
     if given.pages:
         put(given.pages, text)
 

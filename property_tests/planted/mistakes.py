@@ -57,11 +57,6 @@ class Mistake:
         return not self.unseen
 
     @property
-    def mesh(self) -> dict[str, int]:
-        """The mesh on which it is to be found."""
-        return right_case(self.model, self.dtypes[0]).mesh
-
-    @property
     def where(self) -> tuple[pathlib.Path, int]:
         """The file with the mistake, and the line that carries its marker."""
         path = _written(self)

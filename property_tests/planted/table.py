@@ -2,47 +2,35 @@
 
 import pathlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from .lines import cause, named, right_lines
+from .measure import DTYPES, Outcome
 from .mistakes import Mistake, mistakes
 
 
-if TYPE_CHECKING:
-    from .measure import Outcome
-
-
 FIRST, LAST = "<!-- measured: from here -->", "<!-- measured: to here -->"
-DTYPES = ("float32", "bfloat16", "float16", "int32")
 
 
-def tables(outcomes: Sequence["Outcome"]) -> str:
-    """Counts first, then what was missed or accused, then every case."""
-    of_kind = {
-        kind: [one for one in outcomes if one.task.kind == kind]
+def tables(outcomes: Sequence[Outcome]) -> str:
+    """Counts first, then what was missed or accused, then every case; of no kind that was not measured."""
+    planted, right, delicate = (
+        [one for one in outcomes if one.task.kind == kind]
         for kind in ("planted", "right", "delicate")
+    )
+    both = [*right, *delicate]
+    parts = {
+        "Planted mistakes, by dtype": planted and _counts(planted),
+        "The line, in the reports on them": planted and _lines(planted),
+        "Mistakes whose line is not named": planted and _unnamed(planted),
+        "Mistakes that were not found": planted and _missed(planted),
+        "Mistakes that the call or the check refused": planted and _refused(planted),
+        "Right programs, by dtype": both and _right_counts(both),
+        "Right programs that were accused": both and _accused(both),
+        "What share of the numbers of the right models is judged": both and _judged(right),
+        "Every planted mistake": planted and _all_planted(planted),
+        "Every delicate program": delicate and _all_delicate(delicate),
     }
-    parts = []
-    if of_kind["planted"]:
-        parts += [
-            ("Planted mistakes, by dtype", _counts(of_kind["planted"])),
-            ("The line, in the reports on them", _lines(of_kind["planted"])),
-            ("Mistakes whose line is not named", _unnamed(of_kind["planted"])),
-            ("Mistakes that were not found", _missed(of_kind["planted"])),
-            ("Mistakes that the call or the check refused", _refused(of_kind["planted"])),
-        ]
-    if of_kind["right"] or of_kind["delicate"]:
-        right = [*of_kind["right"], *of_kind["delicate"]]
-        parts += [
-            ("Right programs, by dtype", _right_counts(right)),
-            ("Right programs that were accused", _accused(right)),
-            ("What share of the numbers of the right models is judged", _judged(of_kind["right"])),
-        ]
-    if of_kind["planted"]:
-        parts.append(("Every planted mistake", _all_planted(of_kind["planted"])))
-    if of_kind["delicate"]:
-        parts.append(("Every delicate program", _all_delicate(of_kind["delicate"])))
-    return "\n".join(f"### {title}\n\n{body}\n" for title, body in parts)
+    return "\n".join(f"### {title}\n\n{body}\n" for title, body in parts.items() if body)
 
 
 def put(folder: pathlib.Path, text: str) -> None:
@@ -72,32 +60,37 @@ def _cell(value: object) -> str:
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
-def _by_dtype(outcomes: Sequence["Outcome"]) -> list[tuple[str, list["Outcome"]]]:
+def _by_dtype(outcomes: Sequence[Outcome]) -> list[tuple[str, list[Outcome]]]:
     """Those of each dtype, and all of them last."""
     found = [(dtype, [one for one in outcomes if one.task.dtype == dtype]) for dtype in DTYPES]
     return [*((dtype, those) for dtype, those in found if those), ("all", list(outcomes))]
 
 
-def _count(outcomes: Sequence["Outcome"], result: str) -> int:
-    return sum(one.result == result for one in outcomes)
+def _numbers(outcomes: Sequence[Outcome], *results: str) -> list[object]:
+    """How many there are of each of these results, and the mean of their seconds."""
+    seconds = sum(one.seconds for one in outcomes) / max(len(outcomes), 1)
+    return [*(sum(one.result == r for one in outcomes) for r in results), f"{seconds:.1f}"]
 
 
-def _mean_seconds(outcomes: Sequence["Outcome"]) -> str:
-    return f"{sum(one.seconds for one in outcomes) / max(len(outcomes), 1):.1f}"
-
-
-def _counts(outcomes: Sequence["Outcome"]) -> str:
-    mistake = {(m.model, m.name): m for m in mistakes()}
+def _counts(outcomes: Sequence[Outcome]) -> str:
     rows = []
     for dtype, those in _by_dtype(outcomes):
-        seen = [one for one in those if mistake[one.task.model, one.task.name].detectable]
-        results = [_count(seen, result) for result in ("found", "raised", "silent", "timed out")]
-        rows.append((dtype, len(those), len(those) - len(seen), *results, _mean_seconds(those)))
+        seen = [one for one in those if _mistake(one).detectable]
+        results = _numbers(seen, "found", "raised", "silent", "timed out")[:-1]
+        seconds = _numbers(those)
+        rows.append((dtype, len(those), len(those) - len(seen), *results, *seconds))
     head = ("dtype", "cases", "one device has it too", "found", "refused", "not found", "timed out")
     return _rows((*head, "seconds each"), rows)
 
 
-def _lines(outcomes: Sequence["Outcome"]) -> str:
+def _mistake(outcome: Outcome) -> Mistake:
+    (found,) = (
+        m for m in mistakes() if (m.model, m.name) == (outcome.task.model, outcome.task.name)
+    )
+    return found
+
+
+def _lines(outcomes: Sequence[Outcome]) -> str:
     rows = []
     for model, those in _by_model(outcomes):
         found = [(one, mistake) for one, mistake in those if one.result == "found"]
@@ -127,7 +120,7 @@ def _lines(outcomes: Sequence["Outcome"]) -> str:
     return _rows((*head, "processor's seconds", "most"), rows)
 
 
-def _unnamed(outcomes: Sequence["Outcome"]) -> str:
+def _unnamed(outcomes: Sequence[Outcome]) -> str:
     rows = []
     for one, mistake in _by_model(outcomes)[-1][1]:
         lines = named(one.report, mistake)
@@ -142,65 +135,50 @@ def _share(count: int, of: int) -> str:
     return f"{count} ({count / max(of, 1):.0%})"
 
 
-def _by_model(
-    outcomes: Sequence["Outcome"],
-) -> list[tuple[str, list[tuple["Outcome", Mistake]]]]:
+def _by_model(outcomes: Sequence[Outcome]) -> list[tuple[str, list[tuple[Outcome, Mistake]]]]:
     """The mistakes that one device does not make too, by model, and all of them last."""
-    mistake = {(m.model, m.name): m for m in mistakes()}
-    both = [(one, mistake[one.task.model, one.task.name]) for one in outcomes]
+    both = [(one, _mistake(one)) for one in outcomes]
     seen = [(one, planted) for one, planted in both if planted.detectable]
     models = dict.fromkeys(planted.model for _, planted in seen)
-    of_model = [
-        (model, [(one, planted) for one, planted in seen if planted.model == model])
-        for model in models
-    ]
+    of_model = [(model, [pair for pair in seen if pair[1].model == model]) for model in models]
     return [*of_model, ("all", seen)]
 
 
-def _missed(outcomes: Sequence["Outcome"]) -> str:
-    mistake = {(m.model, m.name): m for m in mistakes()}
+def _missed(outcomes: Sequence[Outcome]) -> str:
     rows = []
     for one in outcomes:
         if one.result in ("silent", "timed out"):
-            planted = mistake[one.task.model, one.task.name]
-            why = planted.unseen or "; ".join(sorted(set(one.warned))) or one.result
-            rows.append((one.task.model, one.task.name, planted.kind, one.task.dtype, why))
+            why = _mistake(one).unseen or "; ".join(sorted(set(one.warned))) or one.result
+            rows.append((one.task.model, one.task.name, _mistake(one).kind, one.task.dtype, why))
     return _rows(("model", "mistake", "kind", "dtype", "why"), rows)
 
 
-def _refused(outcomes: Sequence["Outcome"]) -> str:
-    rows = [
-        (one.task.model, one.task.name, one.task.dtype, one.text)
-        for one in outcomes
-        if one.result == "raised"
-    ]
+def _refused(outcomes: Sequence[Outcome]) -> str:
+    refused = [one for one in outcomes if one.result == "raised"]
+    rows = [(one.task.model, one.task.name, one.task.dtype, one.text) for one in refused]
     return _rows(("model", "mistake", "dtype", "what was raised"), rows)
 
 
-def _right_counts(outcomes: Sequence["Outcome"]) -> str:
-    rows = []
-    for dtype, those in _by_dtype(outcomes):
-        results = [_count(those, result) for result in ("silent", "found", "raised", "timed out")]
-        rows.append((dtype, len(those), *results, _mean_seconds(those)))
-    return _rows(
-        ("dtype", "cases", "passed", "accused", "raised", "timed out", "seconds each"), rows
-    )
+def _right_counts(outcomes: Sequence[Outcome]) -> str:
+    rows = [
+        (dtype, len(those), *_numbers(those, "silent", "found", "raised", "timed out"))
+        for dtype, those in _by_dtype(outcomes)
+    ]
+    head = ("dtype", "cases", "passed", "accused", "raised", "timed out", "seconds each")
+    return _rows(head, rows)
 
 
-def _accused(outcomes: Sequence["Outcome"]) -> str:
+def _accused(outcomes: Sequence[Outcome]) -> str:
     rows = []
     for one in outcomes:
         if one.result != "silent":
-            why = next(
-                (line for line in one.report.splitlines() if line.startswith("  - ")), one.text
-            )
-            rows.append(
-                (one.task.model or "", one.task.name, one.task.dtype, one.result, why.strip())
-            )
+            lines = [line for line in one.report.splitlines() if line.startswith("  - ")]
+            why = (lines or [one.text])[0].strip()
+            rows.append((one.task.model, one.task.name, one.task.dtype, one.result, why))
     return _rows(("model", "program", "dtype", "result", "why"), rows)
 
 
-def _judged(outcomes: Sequence["Outcome"]) -> str:
+def _judged(outcomes: Sequence[Outcome]) -> str:
     """The share of the numbers that are judged at all, and of those in the dtypes of the model too."""
     passed = [one for one in outcomes if one.result == "silent"]
     rows = []
@@ -215,28 +193,26 @@ def _judged(outcomes: Sequence["Outcome"]) -> str:
     return _rows(("model", *DTYPES), rows)
 
 
-def _all_planted(outcomes: Sequence["Outcome"]) -> str:
-    by_case = {(one.task.model, one.task.name, one.task.dtype): one for one in outcomes}
-
-    def cells(mistake: Mistake) -> list[str]:
-        found = [by_case.get((mistake.model, mistake.name, dtype)) for dtype in DTYPES]
-        return ["" if one is None else _short(one) for one in found]
-
-    rows = [(m.model, m.name, m.kind, m.line, *cells(m)) for m in mistakes()]
+def _all_planted(outcomes: Sequence[Outcome]) -> str:
+    words = {"silent": "no", "found": "yes", "raised": "refused"}
+    rows = [
+        (m.model, m.name, m.kind, m.line, *_in_each_dtype(outcomes, m.model, m.name, words))
+        for m in mistakes()
+    ]
     return _rows(("model", "mistake", "kind", "line", *DTYPES), rows)
 
 
-def _short(one: "Outcome") -> str:
-    return {"silent": "no", "found": "yes", "raised": "refused"}.get(one.result, one.result)
-
-
-def _all_delicate(outcomes: Sequence["Outcome"]) -> str:
+def _all_delicate(outcomes: Sequence[Outcome]) -> str:
+    words = {"silent": "passed", "found": "accused"}
     names = dict.fromkeys(one.task.name for one in outcomes)
-    by_case = {(one.task.name, one.task.dtype): one for one in outcomes}
-    named = {"silent": "passed", "found": "accused"}
+    rows = [(name, *_in_each_dtype(outcomes, "", name, words)) for name in names]
+    return _rows(("program", *DTYPES), rows)
 
-    def cells(name: str) -> list[str]:
-        found = [by_case.get((name, dtype)) for dtype in DTYPES]
-        return ["" if one is None else named.get(one.result, one.result) for one in found]
 
-    return _rows(("program", *DTYPES), [(name, *cells(name)) for name in names])
+def _in_each_dtype(
+    outcomes: Sequence[Outcome], model: str, name: str, words: dict[str, str]
+) -> list[str]:
+    """The results of a case in these words; nothing in dtypes in which it was not run."""
+    those = [one for one in outcomes if (one.task.model, one.task.name) == (model, name)]
+    results = {one.task.dtype: words.get(one.result, one.result) for one in those}
+    return [results.get(dtype, "") for dtype in DTYPES]

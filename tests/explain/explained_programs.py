@@ -8,7 +8,7 @@ import dataclasses
 import pathlib
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,8 +21,7 @@ jnp: Any = jax.numpy
 FILE = pathlib.Path(__file__)
 
 
-@dataclasses.dataclass(frozen=True)
-class Expected:
+class Expected(NamedTuple):
     """A collective of the trace: its operation, its axes, how often it runs, and its cause or line."""
 
     operation: str
@@ -35,18 +34,23 @@ class Expected:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function, its arguments, its specs, and its collectives."""
+    """A function of a model and rows, its arguments, and its collectives."""
 
     fun: Callable[..., Any]
     args: Callable[[], tuple[Any, ...]]
-    in_specs: Any
-    out_specs: Any
     expected: Sequence[Expected]
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     packed: bool = False
 
     def mapped(self, mesh: Any) -> Any:
-        return sm.shard_map(self.fun, mesh, self.in_specs, self.out_specs, **self.options)
+        return sm.shard_map(self.fun, mesh, (None, P("x")), (P("x"), P()), **self.options)
+
+    def expected_rows(self) -> list[Expected]:
+        """Its collectives, with the places of the lines."""
+        return [
+            row if row.cause.startswith("the ") else row._replace(cause=line(row.cause))
+            for row in self.expected
+        ]
 
     def arguments(self, mesh: Any) -> tuple[Any, ...]:
         args = self.args()
@@ -66,13 +70,11 @@ X = np.arange(48, dtype=np.float32).reshape(16, 3) / 48
 
 def add(*expected: Expected, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function of a model and rows, which returns an array and the model."""
-    args = options.pop("args")
-    out = options.pop("out", P("x"))
+    args = options.pop("args", with_net)
     packed = options.pop("packed", False)
 
     def register(fun: Callable[..., Any]) -> Callable[..., Any]:
-        program = Program(fun, args, (None, P("x")), (out, P()), expected, options, packed)
-        PROGRAMS[fun.__name__] = program
+        PROGRAMS[fun.__name__] = Program(fun, args, expected, options, packed)
         return fun
 
     return register
@@ -96,7 +98,7 @@ def with_net() -> tuple[Any, ...]:
     return net(), X
 
 
-@add(Expected("psum", ("x",), 15, "nested"), args=with_net)
+@add(Expected("psum", ("x",), 15, "nested"))
 def nested_scans(net: Net, x: Any) -> Any:
     def outer(total: Any, _: Any) -> Any:
         def inner(total: Any, _: Any) -> Any:
@@ -111,7 +113,6 @@ def nested_scans(net: Net, x: Any) -> Any:
 @add(
     Expected("pmax", ("x",), 1, "taken", branch=True),
     Expected("psum", ("x",), 1, "other", branch=True),
-    args=with_net,
 )
 def branches(net: Net, x: Any) -> Any:
     return x + jax.lax.cond(
@@ -121,7 +122,7 @@ def branches(net: Net, x: Any) -> Any:
     ), net
 
 
-@add(Expected("psum", ("x",), 1, "turn", unknown_loop=True), args=with_net)
+@add(Expected("psum", ("x",), 1, "turn", unknown_loop=True))
 def unknown_loop(net: Net, x: Any) -> Any:
     def turn(total: Any) -> Any:
         return total + jax.lax.psum(jnp.cos(total) * x.sum(), "x")  # line: turn
@@ -133,7 +134,6 @@ def unknown_loop(net: Net, x: Any) -> Any:
     Expected("all_gather", ("x",), 1, "gathered"),
     Expected("reduce_scatter", ("x",), 1, "gathered"),
     Expected("psum", ("x",), 1, "summed"),
-    args=with_net,
 )
 def gradient_through_gather(net: Net, x: Any) -> Any:
     def loss(x: Any) -> Any:
@@ -192,12 +192,12 @@ def train(net: Net, x: Any) -> Any:
     return x + loss, net.replace(w=net.w.value - 0.1 * grads.w.value)
 
 
-@add(*TRAINING, args=with_net, donate="states")
+@add(*TRAINING, donate="states")
 def donated(net: Net, x: Any) -> Any:
     return train(net, x)
 
 
-@add(*TRAINING, args=with_net, packed=True)
+@add(*TRAINING, packed=True)
 def packed(net: Net, x: Any) -> Any:
     return train(net, x)
 
@@ -206,7 +206,6 @@ def packed(net: Net, x: Any) -> Any:
     Expected("ppermute", ("x",), 1, "shifted"),
     Expected("reduce_scatter", ("x",), 1, "scattered"),
     Expected("all_to_all", ("x",), 1, "exchanged"),
-    args=with_net,
 )
 def exchanges(net: Net, x: Any) -> Any:
     n = jax.lax.axis_size("x")
@@ -217,15 +216,7 @@ def exchanges(net: Net, x: Any) -> Any:
     return x + part.sum() + rows.max(), net
 
 
-@add(*[Expected("psum", ("x",), 1, "again")] * 4, args=with_net)
-def python_loop(net: Net, x: Any) -> Any:
-    total = x.sum()
-    for k in range(4):
-        total = jnp.sin(total + jax.lax.psum(total * k, "x"))  # line: again
-    return x + total, net
-
-
-@add(Expected("psum", ("x",), 1, "over lanes"), args=with_net)
+@add(Expected("psum", ("x",), 1, "over lanes"))
 def lanes_inside(net: Net, x: Any) -> Any:
     def lane(row: Any) -> Any:
         return row + sm.psum(jnp.sin(row), "x")  # line: over lanes
@@ -233,7 +224,7 @@ def lanes_inside(net: Net, x: Any) -> Any:
     return sm.vmap2(lane)(x), net
 
 
-@add(*[Expected("psum", ("x",), 2, "several")] * 2, args=with_net)
+@add(*[Expected("psum", ("x",), 2, "several")] * 2)
 def a_tree_in_a_loop(net: Net, x: Any) -> Any:
     def turn(carry: Any, _: Any) -> Any:
         both = jnp.sin(carry[0]) + x.sum(), jnp.cos(carry[1]) * x[0]
@@ -248,7 +239,6 @@ def a_tree_in_a_loop(net: Net, x: Any) -> Any:
     Expected("psum", ("x",), 3, "own"),
     Expected("psum", ("x",), 1, "product"),
     Expected("psum", ("x",), 1, "the gradient of net.w and the loss"),
-    args=with_net,
 )
 def gradient_of_a_scan(net: Net, x: Any) -> Any:
     def loss(net: Net, x: Any) -> Any:

@@ -47,15 +47,7 @@ def inputs() -> Inputs:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One program.
-
-    **Attributes:**
-
-    - `run`: what one shard does.
-    - `out`: the out specs of what it returns.
-    - `checks`: the values of `check_vma` with which it runs.
-    - `smooth`: whether its gradient is compared too.
-    """
+    """What one shard does, the out specs, the values of `check_vma`, and whether its gradient is compared."""
 
     run: Callable[[Inputs], Any]
     out: Any

@@ -47,22 +47,16 @@ def combined(x: Any) -> Any:
 PATTERNS: dict[str, Callable[[Any], Any]] = {
     # Counts, and the capacity of experts
     "capacity": lambda x: kept(x, counted(x) <= 2),
-    "count_from_the_end": lambda x: kept(
-        x, (lax.cumsum(one_hot(x), 1, reverse=True) * one_hot(x)).sum(-1) <= 1
-    ),
     # Masks that are summed
     "lengths": lambda x: kept(x, row(x) < lengths(x)),
-    "mean_of_a_mask": lambda x: kept(x, mask(x).mean(1, keepdims=True) >= 0.5),
     "product_of_a_mask_so_far": lambda x: kept(x, jnp.cumprod(mask(x), 1) == 0),
     "matmul_of_masks": lambda x: kept(x, jnp.einsum("bt,bs->bts", mask(x), mask(x)).sum(-1) >= 3),
-    "triangle_mask": lambda x: kept(x, (jnp.tril(jnp.ones((8, 8))) * mask(x)[:, None]).sum(2) >= 3),
     "variance_of_a_mask": lambda x: kept(x, mask(x).var(1, keepdims=True) >= 0.1875),
     "logsumexp_of_a_mask": lambda x: kept(x, jax.nn.logsumexp(logs(x), 2) <= 0),
     "scan": lambda x: kept(x, scanned(x) <= 2),
     "associative_scan": lambda x: kept(x, lax.associative_scan(jnp.add, mask(x), axis=1) <= 2),
     "segments": lambda x: kept(x, jax.vmap(in_segment)(x.argmax(-1)) >= 3),
     # Positions and ranks
-    "distance": lambda x: kept(x, jnp.abs(row(x) - scores(x)) <= 2),
     "rank": lambda x: kept(x, ranks(x) < 3),
     "rounded": lambda x: kept(x, jnp.round(scores(x) * 0.5) == 1),
     "powers_of_two": lambda x: kept(x, 2.0 ** scores(x) >= 4),
@@ -70,11 +64,6 @@ PATTERNS: dict[str, Callable[[Any], Any]] = {
         x,
         lax.reduce_window(mask(x), np.float32(0).astype(x.dtype), lax.add, (1, 2), (1, 1), "SAME")
         >= 1,
-    ),
-    "convolved_counts": lambda x: kept(
-        x,
-        lax.conv_general_dilated(mask(x)[:, None], jnp.ones((1, 1, 3), x.dtype), (1,), "SAME")[:, 0]
-        >= 2,
     ),
     "slots_by_rank": lambda x: kept(x, combined(x) == x.max(-1)),
     "chosen_by_a_product": lambda x: kept(x, chosen(jnp.tanh(x)) >= 0),
@@ -90,8 +79,6 @@ PATTERNS: dict[str, Callable[[Any], Any]] = {
     ),
     # Functions that are exact for some numbers
     "saturated_tanh": lambda x: kept(x, jnp.tanh(1e6 * x[..., 0]) >= 1),
-    "saturated_sigmoid": lambda x: kept(x, jax.nn.sigmoid(1e6 * x[..., 0]) == 1),
-    "votes_of_signs": lambda x: kept(x, jnp.tanh(1e6 * x[..., :3]).sum(-1) >= 1),
     "hard_softmax": lambda x: kept(x, jax.nn.softmax(1e6 * x).cumsum(1).max(-1) <= 2),
     "inverse_of_a_power": lambda x: kept(x, (2 * mask(x) + 2) ** -2 == 0.0625),
 }
@@ -142,35 +129,25 @@ def test_a_maximum_is_one_of_the_numbers_that_it_is_taken_of() -> None:
     assert checked.unjudged == {}
 
 
-def chaotic(x: Any) -> Any:
-    # On each mesh other divisions round.
-    parts = lax.axis_size("x") + 2
-    start = lax.psum(jnp.square(jnp.sin(x)).sum() / parts / 7, "x") * parts / 100
-    return lax.fori_loop(0, 200, lambda _, z: 3.9 * z * (1 - z), start)
-
-
 def test_a_result_of_which_nothing_is_judged_is_named() -> None:
+    def chaotic(x: Any) -> Any:
+        # On each mesh other divisions round.
+        parts = lax.axis_size("x") + 2
+        start = lax.psum(jnp.square(jnp.sin(x)).sum() / parts / 7, "x") * parts / 100
+        return lax.fori_loop(0, 200, lambda _, z: 3.9 * z * (1 - z), start)
+
     with pytest.warns(UntestedWarning, match=r"chaotic\(\.\.\.\): none of its numbers") as caught:
         assert check(chaotic, X).unjudged == {"chaotic(...)": 1}
     assert len(caught) == 1
 
 
-# A verdict depends on the two programs only
-
-
-def tenth(x: Any) -> Any:
-    return x / 10
-
-
-def tenth_by_a_product(x: Any) -> Any:
-    return x * 0.1
-
-
 def test_a_verdict_does_not_depend_on_checks_before() -> None:
-    for unsharded in (tenth, tenth_by_a_product, tenth, tenth):
-        check(tenth_by_a_product, X, out_specs=P("x"), unsharded=unsharded)
+    tenth: Any = lambda x: x / 10
+    by_a_product: Any = lambda x: x * 0.1
+    for unsharded in (tenth, by_a_product, tenth, tenth):
+        check(by_a_product, X, out_specs=P("x"), unsharded=unsharded)
     other = lambda x: x / 10.001
-    assert "off by" in report(tenth_by_a_product, X, out_specs=P("x"), unsharded=other)
+    assert "off by" in report(by_a_product, X, out_specs=P("x"), unsharded=other)
 
 
 def test_the_programs_of_an_emulated_call_are_bounded() -> None:
@@ -190,11 +167,10 @@ def test_the_programs_of_an_emulated_call_are_bounded() -> None:
 # Loops
 
 
-def newton(x: Any) -> Any:
+def newton(x: Any, relative: bool = False) -> Any:
     a = lax.psum((x * x).sum(), "x") + 1
-    return lax.while_loop(
-        lambda z: jnp.abs(z * z - a) > 1e-4, lambda z: 0.5 * (z + a / z), jnp.sqrt(a) * 1.5
-    )
+    far = lambda z: jnp.abs(z * z - a) > 1e-4 * (a if relative else 1)
+    return lax.while_loop(far, lambda z: 0.5 * (z + a / z), a / 2 + 0.5)
 
 
 def test_a_loop_that_never_ends_with_large_values_is_named() -> None:
@@ -204,17 +180,8 @@ def test_a_loop_that_never_ends_with_large_values_is_named() -> None:
     assert "test_check_counts.py" in str(caught[0].message)
     assert "on mesh x=2" in checked.agreed
     assert "on mesh x=2 with large values" not in checked.agreed
-
-
-def newton_with_a_relative_tolerance(x: Any) -> Any:
-    a = lax.psum((x * x).sum(), "x") + 1
-    return lax.while_loop(
-        lambda z: jnp.abs(z * z - a) > 1e-4 * a, lambda z: 0.5 * (z + a / z), a / 2 + 0.5
-    )
-
-
-def test_a_loop_that_converges_is_compared_with_all_values() -> None:
-    agreed = check(newton_with_a_relative_tolerance, X).agreed
+    # One with a relative tolerance converges.
+    agreed = check(lambda x: newton(x, relative=True), X).agreed
     assert "on mesh x=2 with large values" in agreed
 
 
@@ -242,22 +209,18 @@ def test_loops_in_lanes_and_roots_are_replayed(fun: Any) -> None:
     assert "calls do not agree" in report(mistaken, X, **more)
 
 
-def in_half(x: Any) -> Any:
-    return lax.psum(jnp.exp(x.astype(jnp.float16) * 30).sum(0), "x")
-
-
 @pytest.mark.filterwarnings("ignore::statemesh.testing.UntestedWarning")
 def test_arrays_of_another_mesh() -> None:
+    in_half = lambda x: lax.psum(jnp.exp(x.astype(jnp.float16) * 30).sum(0), "x")
     four = jax.make_mesh((4,), ("x",))
     check(in_half, jax.device_put(X, jax.NamedSharding(four, P("x"))))
 
 
-def drawn(data: Any, x: Any) -> Any:
-    noise = jax.random.normal(jax.random.wrap_key_data(data), x.shape[1:])
-    return lax.psum(x.sum(0), "x") * lax.axis_size("x") + noise  # twice
-
-
 def test_a_key_that_is_made_inside_does_not_hide_the_line() -> None:
+    def drawn(data: Any, x: Any) -> Any:
+        noise = jax.random.normal(jax.random.wrap_key_data(data), x.shape[1:])
+        return lax.psum(x.sum(0), "x") * lax.axis_size("x") + noise  # twice
+
     data = np.array([0, 1], np.uint32)
     assert "# twice" in report(drawn, data, X, in_specs=(P(), P("x")))
 

@@ -1,4 +1,7 @@
-"""The check calls a function with other values: generic ones, large ones, NaN and infinities."""
+"""The check tells mistakes from rounding: in narrow dtypes, beside large numbers, and where digits cancel.
+
+It calls a function with other values, too: generic ones, large ones, NaN and infinities.
+"""
 
 from typing import Any
 
@@ -7,15 +10,167 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import statemesh as sm
 from statemesh.testing import UntestedWarning
+from tests.helpers import slow
 
 from .checked import assert_accused, check, report
 
 
 jnp: Any = jax.numpy
 lax: Any = jax.lax
+FOUR: list[Any] = [{"x": 4}]
 X = np.sin(np.arange(16, dtype=np.float32)).reshape(8, 2)
-ONES = np.ones((8, 2), np.float32)
+
+
+def rows(dtype: str) -> Any:
+    return jnp.asarray(np.sin(np.arange(64 * 16)).reshape(64, 16), dtype)
+
+
+def on_one(right: Any, mistaken: Any) -> Any:
+    """What a mistake gives on one shard, where it is none, and on several."""
+    return right if lax.axis_size("x") == 1 else mistaken
+
+
+# Mistakes that are larger than rounding
+
+
+def sums(x: Any) -> Any:
+    total = lax.psum(x.sum(0), "x")
+    return {
+        "right": total,
+        "right_mean": lax.pmean(x.mean(0), "x"),
+        "right_spread": jnp.sqrt(lax.pmean(jnp.square(x - total / 64).mean(0), "x")),
+        "averaged": on_one(total, lax.pmean(x.sum(0), "x")),
+        "twice": total * on_one(1, 2),
+        "largest": on_one(total, lax.pmax(x.sum(0), "x")),
+        "first_row": on_one(total, total - lax.psum(x[0], "x") / 4),
+        "own_spread": lax.pmean(x.std(0), "x"),
+    }
+
+
+def test_mistakes_in_a_narrow_dtype_are_found() -> None:
+    mistakes = {"averaged", "twice", "largest", "first_row", "own_spread"}
+    # With large values sums overflow on the mesh only.
+    assert_accused(mistakes, sums, rows("bfloat16"), meshes=FOUR, keep=["args[0]"])
+
+
+def test_mistakes_of_the_gradient_in_bfloat16_are_found() -> None:
+    forgotten = lambda x: lax.psum(on_one(x, lax.stop_gradient(x)).sum(0), "x")
+    text = report(forgotten, rows("bfloat16"), meshes=FOUR, gradients=True)
+    assert "the gradient by args[0]: bfloat16[64,16]" in text
+
+
+@pytest.mark.slow
+def test_a_small_part_of_a_large_array_is_found() -> None:
+    x = np.cos(np.arange(256 * 256, dtype=np.float32)).reshape(256, 256)
+    text = report(lambda x: x * on_one(1.0, 1.0003), x, out_specs=P("x"))
+    assert "float32[256,256], off by 0.0003" in text
+
+
+def beside_others(x: Any) -> Any:
+    total, large = lax.psum(x.sum(0), "x"), jnp.full(2, -1e9)
+    mean = lax.psum(jnp.sin(x).sum(), "x") / 16
+    # Of this number, a sum of what is left of a mean, no digit is more than rounding.
+    nothing = lax.psum((jnp.sin(x) - mean).sum(), "x") * 1e14
+    # Eleven of sixteen digits cancel: rounding leaves five in double precision.
+    far = total * 1e10
+    return {
+        "right_beside_large": jnp.append(total, large),
+        "mistaken_beside_large": jnp.append(total * on_one(1, 1.01), large),
+        "right_beside_nothing": jnp.append(total, nothing),
+        "mistaken_beside_nothing": jnp.append(total * on_one(1, 1.001), nothing),
+        "right_digits": (far + 1.0) - far,
+        "mistaken_digits": (far + on_one(1.0, 1.01)) - far,
+    }
+
+
+def test_numbers_that_are_large_or_cancel_do_not_loosen_those_beside_them() -> None:
+    mistakes = [f"mistaken_{what}" for what in ("beside_large", "beside_nothing", "digits")]
+    assert "On mesh x=2, compared with" in assert_accused(mistakes, beside_others, X + 1)
+
+
+@pytest.mark.slow
+def test_a_narrow_dtype_on_the_mesh_only_is_found() -> None:
+    def in_half(x: Any) -> Any:
+        total = lax.psum(jnp.square(x).sum(0), "x")
+        return {
+            "right": total,
+            "mistaken": on_one(total, total.astype(jnp.float16)).astype(x.dtype),
+        }
+
+    assert_accused({"mistaken"}, in_half, rows("float32"))
+
+
+# What is carried
+
+
+def averaged(total: sm.State, x: Any) -> Any:
+    return total.set(total.value + on_one(lax.psum(x.mean(0), "x"), lax.psum(x.mean(0), "x") / 4))
+
+
+@pytest.mark.parametrize(("dtype", "large"), [("float32", 1e6), ("bfloat16", 1000)])
+def test_the_increment_of_a_large_total_is_compared(dtype: str, large: float) -> None:
+    total = sm.State(jnp.full(2, large, dtype))
+    text = report(averaged, total, jnp.asarray(X + 2, dtype), in_specs=(None, P("x")))
+    assert f"averaged(...).value: {dtype}[2], off by" in text
+
+
+# What cannot be judged is named
+
+
+def test_numbers_of_which_rounding_leaves_nothing_are_named() -> None:
+    def cancelling(x: Any) -> Any:
+        x = jnp.sin(x)
+        nothing = lax.psum((x - lax.pmean(x.mean(0), "x")).sum(0), "x")
+        return {"nothing": nothing, "clear": lax.psum(jnp.square(x).sum(0), "x")}
+
+    with pytest.warns(UntestedWarning, match=r"\['nothing'\]: none of its numbers could be judged"):
+        checked = check(cancelling, X, meshes=FOUR)
+    assert checked.unjudged == {"cancelling(...)['nothing']": 2}
+    assert "cancelling(...)['clear']" not in checked.only_double
+
+
+@pytest.mark.parametrize(("large", "named"), [(1000, False), slow(1e7, True)])
+def test_numbers_that_only_double_precision_shows_are_named(large: float, named: bool) -> None:
+    def far(x: Any) -> Any:
+        new = (lax.psum(jnp.square(x).sum(0), "x") + large) - large
+        # What is zero is judged.
+        return new if named else jnp.zeros((8, 2)).at[0].set(new)
+
+    checked = check(far, X * 0.77, meshes=FOUR)
+    assert checked.unjudged == {}
+    assert checked.only_double == ({"far(...)": 2} if named else {})
+
+
+# A tolerance of one's own
+
+
+def within(x: Any) -> Any:
+    total = lax.psum(jnp.square(x).sum(0), "x")
+    large = jnp.round(total * 1000).astype(jnp.int32)
+    count = lax.psum(jnp.int32(len(x)), "x")
+    many = jnp.arange(20) + x[0, 0] * 0
+    many = lax.pmax(many, "x")
+    return {
+        "close": total * on_one(1, 1.04),
+        "far": total * on_one(1, 1.2),
+        "small": total * 1e-6 * on_one(1, 1.2),
+        "whole": large + on_one(0, large // 50),
+        "whole_far": large + on_one(0, large // 5),
+        "few": many < on_one(9.5, 10.5),
+        "several": many < on_one(9.5, 14.5),
+        "count": count + on_one(0, 1) * 0,
+        "count_off": count * 100 + on_one(0, 1),
+    }
+
+
+@pytest.mark.slow
+def test_a_tolerance_is_relative_to_the_numbers() -> None:
+    """Also for integers and booleans that are computed from floats, but for no others."""
+    far = {"far", "small", "whole_far", "several", "count_off"}
+    assert_accused(far, within, X, tolerance=0.1)
+    assert_accused({*far, "close", "whole", "few"}, within, X)
 
 
 # NaN and infinities
@@ -77,61 +232,55 @@ def test_a_result_of_nothing_but_nan_is_no_test() -> None:
 # Generic values
 
 
-def average_of_variances(x: Any) -> Any:
-    return {"mistaken": lax.pmean(x.var(0), "x"), "right": lax.pmean(jnp.square(x).mean(0), "x")}
-
-
 def test_equal_numbers_do_not_hide_mistakes() -> None:
-    text = assert_accused({"mistaken"}, average_of_variances, ONES)
-    assert "On mesh x=2 with generic values" in text
-
-
-def test_equal_integers_do_not_either() -> None:
     def several(x: Any) -> Any:
+        return {
+            "mistaken": lax.pmean(x.var(0), "x"),
+            "right": lax.pmean(jnp.square(x).mean(0), "x"),
+        }
+
+    assert "On mesh x=2 with generic values" in assert_accused(
+        {"mistaken"}, several, np.ones((8, 2), np.float32)
+    )
+
+    def of_integers(x: Any) -> Any:
         return {"right": lax.psum(x.sum(0), "x"), "mistaken": lax.psum(len(x) * x[0], "x")}
 
-    assert_accused({"mistaken"}, several, np.zeros((8, 2), np.int32))
-
-
-def sum_if_alike(pair: Any, x: Any) -> Any:
-    return lax.psum(jnp.where(pair[0] == pair[1], x.sum(0), x.var(0)), "x")
+    assert_accused({"mistaken"}, of_integers, np.zeros((8, 2), np.int32))
 
 
 @pytest.mark.slow
 def test_arguments_that_must_keep_their_values_can_be_named() -> None:
+    def sum_if_alike(pair: Any, x: Any) -> Any:
+        return lax.psum(jnp.where(pair[0] == pair[1], x.sum(0), x.var(0)), "x")
+
     specs = (None, P("x"))
-    text = report(sum_if_alike, ONES[0], X, in_specs=specs)
+    text = report(sum_if_alike, np.ones(2, np.float32), X, in_specs=specs)
     assert "On mesh x=2 with generic values" in text
-    check(sum_if_alike, ONES[0], X, in_specs=specs, keep=["args[0]"])
+    check(sum_if_alike, np.ones(2, np.float32), X, in_specs=specs, keep=["args[0]"])
 
 
 # Large values, and NaN on one shard
 
 
-def half_means(x: Any) -> Any:
-    return {
-        "right": lax.pmean(x.mean(0), "x"),
-        # JAX takes the mean of a shard's rows in float32, but not the sum of the shards' means.
-        "overflows": lax.psum(jnp.abs(x).mean(0), "x") / lax.axis_size("x"),
-    }
-
-
 @pytest.mark.slow
 def test_an_overflow_of_float16_on_the_mesh_is_found() -> None:
-    x = jnp.asarray(X, jnp.float16)
-    text = assert_accused({"overflows"}, half_means, x, meshes=[{"x": 4}])
+    def half_means(x: Any) -> Any:
+        # JAX takes the mean of a shard's rows in float32, but not the sum of the shards' means.
+        overflows = lax.psum(jnp.abs(x).mean(0), "x") / lax.axis_size("x")
+        return {"right": lax.pmean(x.mean(0), "x"), "overflows": overflows}
+
+    text = assert_accused({"overflows"}, half_means, jnp.asarray(X, jnp.float16), meshes=[{"x": 4}])
     assert "with large values" in text and "inf" in text
-
-
-def skips_updates(x: Any) -> Any:
-    here = jnp.isfinite(x).all()
-    everywhere = lax.pmin(here.astype(jnp.int32), "x") > 0
-    old = jnp.zeros(x.shape)
-    return {"right": jnp.where(everywhere, x, old), "mistaken": jnp.where(here, x, old)}
 
 
 @pytest.mark.slow
 def test_a_shard_that_does_not_hear_of_nan_elsewhere_is_found() -> None:
+    def skips_updates(x: Any) -> Any:
+        here = jnp.isfinite(x).all()
+        everywhere = lax.pmin(here.astype(jnp.int32), "x") > 0
+        return {"right": jnp.where(everywhere, x, 0), "mistaken": jnp.where(here, x, 0)}
+
     text = assert_accused({"mistaken"}, skips_updates, X, out_specs=P("x"))
     assert "On mesh x=2 with one NaN" in text
 

@@ -96,18 +96,14 @@ def test_copies_that_differ_in_the_replay_too_are_found_on_every_mesh() -> None:
     assert line in text
 
 
-def nearly(x: Any) -> Any:
-    return lax.psum(x.sum(0), "x") * (1 + 1e-3 * lax.axis_index("x"))
-
-
-def rotated(x: Any) -> Any:
-    """A sum in another order on each shard."""
-    rows = lax.all_gather(x, "x", tiled=True)
-    order = (jnp.arange(len(rows)) + lax.axis_index("x")) % len(rows)
-    return jnp.cumsum(rows[order], axis=0)[-1]
-
-
 def test_copies_may_differ_by_rounding_and_no_more() -> None:
+    def rotated(x: Any) -> Any:
+        """A sum in another order on each shard."""
+        rows = lax.all_gather(x, "x", tiled=True)
+        order = (jnp.arange(len(rows)) + lax.axis_index("x")) % len(rows)
+        return jnp.cumsum(rows[order], axis=0)[-1]
+
     check(rotated, X, check_vma=False)
+    nearly = lambda x: lax.psum(x.sum(0), "x") * (1 + 1e-3 * lax.axis_index("x"))
     text = report(nearly, jnp.asarray(X, jnp.bfloat16), check_vma=False)
     assert "is one copy for all shards along 'x', but differs by" in text

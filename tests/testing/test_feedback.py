@@ -11,7 +11,6 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from statemesh.testing import assert_equivalent
 
 from .checked import check, report
 
@@ -75,20 +74,10 @@ def pairs(
         nothing = (inputs[0] == -1e30).any() if inputs else False
         return jax.tree.map(lambda x: x + nothing * x if eqx.is_array(x) else x, result)
 
-    checked = assert_equivalent(
-        step,
-        args,
-        meshes=[NO_DEVICES],
-        in_specs=ins,
-        out_specs=outs,
-        # The result is the same for every argument, and split or not.
-        check_vma=False,
-        unsharded=False,
-        kwargs=kwargs,
-        fed_back=named,
-        steps=1,
-        gradients=False,
-    )
+    # The result is the same for every argument, and split or not.
+    options: Any = {"check_vma": False, "unsharded": False, "meshes": [NO_DEVICES]}
+    carried: Any = {"kwargs": kwargs, "fed_back": named}
+    checked = check(step, *args, in_specs=ins, out_specs=outs, **options, **carried)
     return {argument: path.removeprefix("step(...)") for argument, path in checked.fed_back}
 
 
@@ -98,7 +87,7 @@ CACHE = {"k": X, "v": X}
 OLD, NEW = sm.State(0.0, name="old"), sm.State(0.0, name="new")
 
 # The arguments, the result, and what is fed back. Arrays are split, and states are whole.
-WHEREVER_IT_STANDS: dict[str, tuple[tuple[Any, ...], Any, dict[str, str]]] = {
+WHEREVER_IT_STANDS: dict[str, tuple[Any, ...]] = {
     "a cache comes first": ((CACHE, X), ({"k": HALF, "v": HALF}, HALF), {"args[0]": "[0]"}),
     "a loss, then a net and a state": (
         *((net(), {"mu": OLD}, X), (LOSS, (net(), {"mu": OLD}))),
@@ -137,22 +126,9 @@ WHEREVER_IT_STANDS: dict[str, tuple[tuple[Any, ...], Any, dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("form", WHEREVER_IT_STANDS)
-def test_what_is_carried_is_found_wherever_it_stands(form: str) -> None:
-    args, result, expected = WHEREVER_IT_STANDS[form]
-    assert pairs(args, result, specs_of(args), specs_of(result)) == expected
-
-
-def test_keyword_arguments() -> None:
-    kwargs = {"model": net(), "train": True}
-    assert pairs((X,), (HALF, net()), (ROWS,), (ROWS, None), kwargs) == {"kwargs['model']": "[1]"}
-    # They are whole.
-    assert pairs((X,), (LOSS, W), ROWS, P(), {"w": W}) == {"kwargs['w']": "[1]"}
-
-
 # Arguments, result and the specs of both. An array by itself is carried if it is split nowhere, and no
 # other fits.
-BY_PLACEMENT: dict[str, tuple[tuple[Any, ...], Any, Any, Any, dict[str, str]]] = {
+BY_PLACEMENT: dict[str, tuple[Any, ...]] = {
     "split nowhere": ((W, X), (W, LOSS), (P(), ROWS), P(), {"args[0]": "[0]"}),
     "slots": (*((Slots(N, W), X), (LOSS, Slots(N, W)), (P(), ROWS), P(), {"args[0]": "[1]"}),),
     "a dictionary": (
@@ -179,10 +155,18 @@ BY_PLACEMENT: dict[str, tuple[tuple[Any, ...], Any, Any, Any, dict[str, str]]] =
 }
 
 
-@pytest.mark.parametrize("form", BY_PLACEMENT)
-def test_arrays_are_carried_by_their_placement(form: str) -> None:
-    args, result, ins, outs, expected = BY_PLACEMENT[form]
+@pytest.mark.parametrize("form", [*WHEREVER_IT_STANDS, *BY_PLACEMENT])
+def test_what_is_carried_is_found_wherever_it_stands(form: str) -> None:
+    args, result, *specs, expected = (WHEREVER_IT_STANDS | BY_PLACEMENT)[form]
+    ins, outs = specs or (specs_of(args), specs_of(result))
     assert pairs(args, result, ins, outs) == expected
+
+
+def test_keyword_arguments() -> None:
+    kwargs = {"model": net(), "train": True}
+    assert pairs((X,), (HALF, net()), (ROWS,), (ROWS, None), kwargs) == {"kwargs['model']": "[1]"}
+    # They are whole.
+    assert pairs((X,), (LOSS, W), ROWS, P(), {"w": W}) == {"kwargs['w']": "[1]"}
 
 
 # By name

@@ -96,6 +96,12 @@ STRUCTURES: list[Case] = [
     ),
     (lambda x: Two(x, 2 * x), lambda x: Two(x, 2 * x), ""),
 ]
+
+
+def of_states(got: Any, want: Any, said: str) -> Case:
+    return lambda x: sm.State(x, **got), lambda x: sm.State(x, **want), said
+
+
 METADATA: list[Case] = [
     (
         lambda x: {"a": x, "b": x},
@@ -107,21 +113,9 @@ METADATA: list[Case] = [
         lambda x: {"a": x, "b": x},
         ": a dict that lacks the key 'b', unlike what it should be",
     ),
-    (
-        lambda x: sm.State(x, name="a"),
-        lambda x: sm.State(x, name="b"),
-        ".name: 'a', should be 'b'",
-    ),
-    (
-        lambda x: sm.State(x, tag="a"),
-        lambda x: sm.State(x),
-        ".tag: frozenset({'a'}), should be frozenset()",
-    ),
-    (
-        lambda x: sm.State(x, reduce="sum"),
-        lambda x: sm.State(x, reduce="mean"),
-        ".reduce: 'sum', should be 'mean'",
-    ),
+    of_states({"name": "a"}, {"name": "b"}, ".name: 'a', should be 'b'"),
+    of_states({"tag": "a"}, {}, ".tag: frozenset({'a'}), should be frozenset()"),
+    of_states({"reduce": "sum"}, {"reduce": "mean"}, ".reduce: 'sum', should be 'mean'"),
     (lambda x: [Net(x, size=1)], lambda x: [Net(x, size=2)], "[0].size: 1, should be 2"),
     (
         lambda x: Node(x, "a"),

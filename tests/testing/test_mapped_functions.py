@@ -44,18 +44,6 @@ def test_a_mapped_function_on_another_mesh() -> None:
         mapped.on_mesh(jax.make_mesh((2,), ("data",)))
 
 
-def test_a_mapped_method_keeps_its_module() -> None:
-    class Net(sm.Module):
-        w: sm.State
-
-        def __call__(self, x: Any) -> Any:
-            return self.w.value * jax.lax.psum(x.sum(), "x")
-
-        run = sm.shard_map(__call__, make_mesh("8"), (None, P("x")), P())
-
-    assert Net(sm.State(2.0)).run.on_mesh(make_mesh("2"))(X) == 56
-
-
 @pytest.mark.parametrize("transform", [sm.pmap2, sm.vmap2])
 def test_lanes_have_no_mesh(transform: Any) -> None:
     with pytest.raises(sm.StatemeshError) as raised:

@@ -56,30 +56,19 @@ def right(net: Net, x: Any) -> Any:
     return y, net.replace(mean=y.mean(), rng=rng, seen=net.seen.value + 1)
 
 
-# What needs no warning
-
-
-def test_a_training_step_is_tested() -> None:
-    assert check(right, net(), X) == []
-
-
-@pytest.mark.parametrize("steps", [None, 1])
-def test_a_function_without_states_is_tested(steps: int | None) -> None:
-    assert check(lambda x: x + 1, X, steps=steps) == []
-
-
-def test_what_is_only_read_needs_no_warning() -> None:
+def test_what_needs_no_warning() -> None:
     def read(model: Any, x: Any) -> Any:
         return x * model["w"].value + model["mean"].value, model["w"]
 
-    model = {"w": sm.ParamState(1.0), "long": sm.LongTermState(1.0), "mean": sm.BatchState(0.0)}
-    assert check(read, {**model, "rng": sm.RandomState(KEY), "key": KEY}, X) == []
-
-
-def test_a_state_that_some_call_changes_is_tested() -> None:
     def written(state: Any, x: Any) -> Any:
         return x, state.set(jnp.maximum(state.value, 1))
 
+    assert check(right, net(), X) == []
+    # Without states, there is nothing to feed back.
+    assert check(lambda x: x + 1, X) == check(lambda x: x + 1, X, steps=1) == []
+    model = {"w": sm.ParamState(1.0), "long": sm.LongTermState(1.0), "mean": sm.BatchState(0.0)}
+    assert check(read, {**model, "rng": sm.RandomState(KEY), "key": KEY}, X) == []
+    # The first call changes it.
     assert check(written, sm.State(0.0), X) == []
 
 
@@ -110,28 +99,19 @@ def test_what_no_call_changes_is_named() -> None:
         draws_the_same("args[0].rng"),
         never_changed("args[0].seen"),
     ]
-
-
-def test_a_random_state_that_does_not_come_back_is_named() -> None:
     assert check(lambda net, x: (right(net, x)[0], None), net(), X) == [
         "args[0].rng: random numbers are drawn from this RandomState, and the next call does not get the new "
         "one, so that every call draws the same. Return what the draw returns: `key, rng = rng.split()`."
     ]
 
 
-def test_meshes_of_one_device_compare_nothing() -> None:
+def test_where_nothing_is_compared_or_fed_back() -> None:
     text = (
         "Every mesh has one device, so nothing is compared between shards. Give a mesh of several, such as "
         'meshes=[{"data": 4}].'
     )
-    for meshes, said in (
-        ([{"x": 1}, {"x": 1, "y": 1}], [text]),
-        ([{"x": 1}, {"x": 1, "y": 2}], []),
-    ):
-        assert check(lambda x: x + 1, X, meshes=meshes) == said
-
-
-def test_steps_without_anything_to_feed_back_test_nothing() -> None:
+    assert check(lambda x: x + 1, X, meshes=[{"x": 1}, {"x": 1, "y": 1}]) == [text]
+    assert check(lambda x: x + 1, X, meshes=[{"x": 1}, {"x": 1, "y": 2}]) == []
     assert check(lambda x: x + 1, X, steps=3) == [
         "steps=3, but nothing that a call returns fits its arguments, so that every call gets the same. Name "
         'what the next call gets, as in fed_back={"args[0]": "[1]"}, or give steps=1.'
