@@ -198,3 +198,14 @@ def test_place_of_a_call_takes_the_mesh_of_the_context() -> None:
         assert x.sharding.spec == P("x")
     with pytest.raises(sm.SpecError, match="no mesh"):
         call.place(np.ones(8))
+
+
+def test_an_array_in_another_memory_is_moved() -> None:
+    mesh = make_mesh()
+    here = jax.sharding.NamedSharding(mesh, P("x"))
+    if "pinned_host" not in {memory.kind for memory in jax.devices()[0].addressable_memories()}:
+        pytest.fail("this JAX has one kind of memory only")
+    x = jax.device_put(np.arange(8.0), here.with_memory_kind("pinned_host"))
+    assert sm.place(x, mesh, P("x")).sharding.memory_kind == here.memory_kind
+    (leaf,) = sm.shard_map(lambda x: 2 * x, mesh, P("x"), P("x")).explain(x).leaves
+    assert leaf.moved > 0

@@ -173,6 +173,13 @@ def test_a_tolerance_is_relative_to_the_numbers() -> None:
     assert_accused({*far, "close", "whole", "few"}, within, X)
 
 
+def test_a_tolerance_of_zero_wants_equal_numbers() -> None:
+    def fun(x: Any) -> Any:
+        return {"exact": lax.pmax(x, "x"), "off": lax.pmax(x * on_one(1, 1 + 1e-6), "x")}
+
+    assert_accused({"off"}, fun, X, tolerance=0.0)
+
+
 # NaN and infinities
 
 

@@ -107,6 +107,7 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         case ast.Call(args=[first, second, *rest]) if not (
             ast.unparse(new.func) in _NOT_SWAPPED
             or any(isinstance(x, ast.Starred) for x in (first, second))
+            or ast.unparse(first) == ast.unparse(second)
         ):
             new.args = [second, first, *rest]
             yield "swapped arguments", new
