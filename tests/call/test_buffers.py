@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh.testing import assert_budget
-from tests.helpers import compiles, counted, make_mesh
+from tests.helpers import compiles, make_mesh
 
 
 pytestmark = pytest.mark.usefixtures("each_kind")
@@ -322,36 +322,6 @@ def test_what_is_fed_back_is_never_copied(donate: Any) -> None:
         explanation = assert_budget(call, state, moved=0)
         assert explanation.memory is not None
         assert explanation.memory.donated == (shard if donate == "states" else 0), name
-
-
-def test_every_donation_is_one() -> None:
-    """States, keys and packed states, with a mesh that is set."""
-    mesh = make_mesh()
-
-    def step(model: Any, packed: Any, x: Any) -> Any:
-        key, rng = model["rng"].split()
-        new = {"w": one_more(model["w"]), "rng": rng, "keys": model["keys"].split()[1]}
-        noise = jax.random.normal(key, x.shape)
-        return new, jax.tree.map(lambda v: v + 1, packed), (x + noise).sum(keepdims=True)
-
-    step, count = counted(step)
-    model = {
-        "w": sm.ParamState(np.ones((64, 64), np.float32)),
-        "rng": sm.RandomState(jax.random.key(0)),
-        "keys": sm.RandomState(jax.random.split(jax.random.key(1), 8), spec=sm.PerShard("x")),
-    }
-    packed = sm.pack([sm.State(np.ones((3, 3), np.float32)), sm.State(np.ones(5))], mesh)
-    call = sm.shard_map(step, None, (None, None, P("x")), (P(), P(), P("x")), donate="states")
-    with jax.set_mesh(mesh):
-        held, buffers, x = call.place(model, packed, np.ones((8, 2), np.float32))
-        held, buffers, _ = call(held, buffers, x)
-        with compiles() as seen:
-            for _ in range(3):
-                old = jax.tree.leaves((held, buffers))
-                held, buffers, _ = call(held, buffers, x)
-                assert all(x.is_deleted() for x in old)
-        assert count.times == 1 and seen.times == 0
-        assert_budget(call, held, buffers, x, moved=0)
 
 
 def test_an_equivalent_layout_is_given_up_as_it_is() -> None:

@@ -287,25 +287,6 @@ def test_inside_transformations(lanes: Any, how: str) -> None:
 # Methods of a mapped call
 
 
-def test_lower_place_and_unsharded(lanes: Any) -> None:
-    body, count = counted(step)
-    call = mapped(lanes, body)
-    jax.jit(functools.partial(scanned, call))(model(), X)
-    assert count.times == 1
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (model(), X))
-    lowered = call.lower(*shapes)
-    results = jax.tree.leaves(lowered.program.out_info)
-    assert sorted(x.shape for x in results) == [(), (N, 3), (N, 3)]
-    assert lowered.compile().as_text()
-    args = call.place(model(), X)
-    for a, b in zip(jax.tree.leaves(args), jax.tree.leaves(call.place(*args)), strict=True):
-        assert a is b
-    close(call(*args), step(model(), X))
-    y, after = call.unsharded(model(), X)
-    close((y, after), step(model(), X))
-    assert len(y.devices()) == 1
-
-
 # The compiled programs are those that one would write by hand
 
 

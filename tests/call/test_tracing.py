@@ -5,7 +5,6 @@ import threading
 import weakref
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,38 +72,6 @@ def test_ten_calls_trace_once(kind: str) -> None:
     assert (count.times, seen.times) == (1, 0)
     mapped(model, np.ones(16, np.float32), 1.0)
     assert count.times == 2
-
-
-def test_ten_calls_inside_jit_trace_once() -> None:
-    fun, count = counted(step)
-    mapped = sm.shard_map(fun, make_mesh("8", AxisType.Explicit), (P(), P("x"), P()), (P("x"), P()))
-    x = np.ones(8, np.float32)
-    # Static leaves cannot pass through `jax.jit`: only the arrays go in and come out.
-    model, others = eqx.partition(mapped.place(make_model(), x, 1.0)[0], eqx.is_array)
-
-    @jax.jit
-    def call(arrays: Any, x: Any, scale: Any) -> Any:
-        y, after = mapped(eqx.combine(arrays, others), x, scale)
-        return y, eqx.filter(after, eqx.is_array)
-
-    _, model = call(model, x, 1.0)
-    with compiles() as seen:
-        for i in range(2, 11):
-            _, model = call(model, x, float(i))
-            jax.block_until_ready(model)
-    assert (count.times, seen.times) == (1, 0)
-
-
-def test_weak_and_strong_states_are_one_signature() -> None:
-    fun, count = counted(lambda s, x: (x, s.set(s.value * x[0])))
-    call = sm.shard_map(fun, make_mesh(), (P(), P()), (P(), P()))
-    state = sm.State(1.0).replace()
-    weak = jax.tree.map(lambda v: jnp.asarray(1.0) * 2, state)
-    assert weak.value.weak_type
-    _, state = call(weak, jnp.ones(2))
-    for _ in range(3):
-        _, state = call(state, jnp.ones(2))
-    assert count.times == 1
 
 
 class Scaled(sm.Module):

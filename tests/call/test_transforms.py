@@ -123,22 +123,6 @@ def test_scan_without_place() -> None:
     check(jax.lax.scan(lambda m, x: call(m, x)[::-1], make_model(), xs), expected)
 
 
-def test_scan_cond_and_grad_inside() -> None:
-    def inner(model: Model, x: jax.Array) -> tuple[jax.Array, Model]:
-        def body(m: Model, row: jax.Array) -> tuple[Model, jax.Array]:
-            m = jax.lax.cond(
-                row[0] > 0, lambda m: m.replace(buffer=m.buffer.value * 2), lambda m: m, m
-            )
-            return m.replace(buffer=m.buffer.value + row), jnp.sum(row)
-
-        model, sums = jax.lax.scan(body, model, x)
-        slope = jax.grad(lambda w: jnp.sum(jnp.sin(w)))(model.w.value)
-        return sums, model.replace(buffer=model.buffer.value + slope)
-
-    call = sm.shard_map(inner, make_mesh("4"), (P(), P()), (P(), P()))
-    check(call(make_model(), data()), inner(make_model(), jnp.asarray(data())))
-
-
 def test_nested_over_other_axes() -> None:
     mesh = make_mesh("4x2", AxisType.Explicit)
 

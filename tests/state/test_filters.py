@@ -170,20 +170,6 @@ def test_functions_get_the_real_key_path_and_the_state() -> None:
     assert list(seen)[-1] == (GetAttrKey("extra"), DictKey("rng"))
 
 
-def test_the_first_match_wins() -> None:
-    short, memory, rest = sm.partition(NET, "short", "memory")
-    assert list(sm.states(short)) == HIDDEN
-    assert list(sm.states(memory)) == BN
-    memory, count, rest = sm.partition(NET, "memory", [..., "count"])
-    assert list(sm.states(memory)) == [*HIDDEN, *BN]
-    assert list(sm.states(count)) == ["w", *HITS, *RNG]
-    assert sm.states(rest) == {}
-    # A filter whose states are all taken is no error.
-    every, late, _ = sm.partition(NET, ..., sm.HiddenState)
-    assert list(sm.states(every)) == PATHS
-    assert sm.states(late) == {}
-
-
 IDLE: list[Any] = [
     "nowhere",
     sm.NonBatchState,

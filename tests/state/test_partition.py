@@ -47,23 +47,6 @@ def same(a: Any, b: Any) -> None:
     assert all(map(operator.is_, jax.tree.leaves(a), jax.tree.leaves(b)))
 
 
-def test_combine_undoes_partition() -> None:
-    net = make_net()
-    choices: list[tuple[Any, ...]] = [
-        (),
-        (...,),
-        (None,),
-        (sm.ParamState, "slow", sm.RandomState),
-        (["slow", sm.ParamState], ...),
-    ]
-    for filters in choices:
-        parts = sm.partition(net, *filters)
-        assert len(parts) == max(len(filters), 1) + 1
-        same(sm.combine(*parts), net)
-        same(sm.combine(*reversed(parts)), net)
-        assert sorted(map(id, nodes(net))) == sorted(id(n) for part in parts for n in nodes(part))
-
-
 def test_what_goes_where() -> None:
     net = make_net()
     held, rest = sm.partition(net)

@@ -124,26 +124,6 @@ def test_a_call_under_every_option(wrap: Any, name: str, options: dict[str, Any]
     jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
-def test_rows_and_streams_over_two_axes() -> None:
-    def fun(rng: sm.RandomState, x: jax.Array) -> Any:
-        rows, rng = rng.rows(len(x), ("x", "y"))
-        half, rng = rng.rows(2 * len(x), "x")
-        key, rng = rng.split()
-        return key[None], rows, half, rng
-
-    mesh, every = make_mesh("4x2"), P(("x", "y"))
-    call = sm.shard_map(fun, mesh, (P(), every), (every, every, P("x"), P()))
-    keys, rows, half, after = call(make_rng(), X)
-    key, own_rows, own_half, plain = fun(make_rng(), jnp.ones(16))
-    same(rows, own_rows)
-    same(rows, make_rng().rows(16)[0])
-    same(half, own_half[:16])
-    same(keys[0], key)
-    same(after.key, plain.key)
-    assert keys.shape == (8,)
-    assert distinct(keys, rows, half, after.key)
-
-
 def test_draws_in_a_scan_and_in_a_branch_that_all_shards_take() -> None:
     def fun(rng: sm.RandomState, x: jax.Array, go: Any) -> Any:
         def body(rng: sm.RandomState, _: None) -> Any:
