@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import counted, make_mesh, without_names
+from tests.helpers import counted, make_mesh
 
 
 X = np.arange(8, dtype=np.float32)
@@ -221,20 +221,6 @@ def test_a_value_made_of_another_state_leaves_with_its_own(how: str) -> None:
     after = call(fun, how, m)["split"].value
     np.testing.assert_array_equal(after, np.ones(8))
     assert after.sharding.spec == P("x")
-
-
-def test_the_compiled_program_is_the_same() -> None:
-    """States with names of their own need no links."""
-    named = {k: s.replace(name=k) for k, s in model().items()}
-
-    def same_names(m: Any, x: Any) -> Any:
-        new = SWAPS["scan"]({"a": m["b"], "b": m["a"]}, x)
-        return {k: m[k].set(s.value) for k, s in new.items()}
-
-    programs = [
-        mapping(same_names, "checked").lower(m, X).compile().as_text() for m in (model(), named)
-    ]
-    assert without_names(programs[0]) == without_names(programs[1])
 
 
 # Loops and branches whose types need the same states on all shards

@@ -34,6 +34,7 @@ def test_method_decorator() -> None:
 
         @sm.shard_map(mesh=make_mesh(), in_specs=(P(), P("x")), out_specs=(P("x"), P()))
         def step(self, x: jax.Array) -> tuple[jax.Array, "Layer"]:
+            """One step."""
             return x * self.w.value, self.replace(w=self.w.value + 1)
 
     layer = Layer(sm.ParamState(2.0))
@@ -41,8 +42,10 @@ def test_method_decorator() -> None:
     np.testing.assert_array_equal(y, X * 2)
     assert float(after.w.value) == 3.0
     assert float(after.step.unsharded(X)[1].w.value) == 4.0
+    assert layer.step.__doc__ == "One step."
     assert list(inspect.signature(layer.step).parameters) == ["x"]
-    assert layer.step.lower(X).compile() is not None
+    assert list(inspect.signature(Layer.step).parameters) == ["self", "x"]
+    np.testing.assert_array_equal(layer.step.lower(X).compile()(X)[0], X * 2)
     assert len(layer.step.place(X)) == 1
     assert isinstance(Layer.step, sm.StatefulMapping)
 

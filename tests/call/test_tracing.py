@@ -1,8 +1,8 @@
 """A call traces and compiles once for each signature. It adds no layer to an outer trace and no cost."""
 
 import gc
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -208,26 +208,17 @@ class Label(sm.Module):
     number: int = sm.field(static=True)
 
 
-def labelled() -> Any:
-    fun, count = counted(lambda x, label: x * label.number)
-    return sm.vmap2(fun, in_axes=(0, None)), count
-
-
 def test_threads_with_programs_of_their_own_and_one_that_all_use() -> None:
-    mapped, count = labelled()
-    x, wrong = jnp.ones(2), []
+    fun, count = counted(lambda x, label: x * label.number)
+    mapped = sm.vmap2(fun, in_axes=(0, None))
+    x = jnp.ones(2)
+    mapped(x, Label(-1))
 
     def work(first: int) -> None:
         for number in range(first, first + 10):
             for label in (number, -1):
-                if mapped(x, Label(label))[0] != label:
-                    wrong.append(label)
+                assert mapped(x, Label(label))[0] == label
 
-    mapped(x, Label(-1))
-    threads = [threading.Thread(target=work, args=(first,)) for first in (0, 10)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, (0, 10)))
     assert count.times == 21
