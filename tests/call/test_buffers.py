@@ -304,6 +304,23 @@ def feeding(donate: Any) -> dict[str, tuple[Any, sm.State]]:
     }
 
 
+def test_what_lies_right_by_any_name_is_given_up_and_what_lies_on_no_mesh_is_copied() -> None:
+    call = sm.shard_map(one_more, make_mesh(), (None,), P(), donate="states")
+    for spec in (P(), P(None), P(None, None)):
+        state = sm.State(jax.device_put(np.zeros((4, 4), np.float32), on(make_mesh(), spec)))
+        assert call.explain(state).leaves[0].moved == 0
+        equal(call(state).value, 1.0)
+        assert state.value.is_deleted()
+    # Its owner keeps it, also on one device.
+    plain = sm.State(jnp.zeros((4, 4)))
+    cases: list[tuple[Any, int]] = [("none", 0), ("states", 64)]
+    for donate, moved in cases:
+        call = sm.shard_map(one_more, make_mesh("1"), (None,), P(), donate=donate)
+        assert call.explain(plain).leaves[0].moved == moved
+        call(plain)
+        equal(plain.value, 0.0)
+
+
 @pytest.mark.parametrize("donate", ["none", "states"])
 def test_what_is_fed_back_is_never_copied(donate: Any) -> None:
     for name, (call, state) in feeding(donate).items():
@@ -322,42 +339,3 @@ def test_what_is_fed_back_is_never_copied(donate: Any) -> None:
         explanation = assert_budget(call, state, moved=0)
         assert explanation.memory is not None
         assert explanation.memory.donated == (shard if donate == "states" else 0), name
-
-
-def test_an_equivalent_layout_is_given_up_as_it_is() -> None:
-    mesh = make_mesh()
-    line = Mesh(np.array(jax.devices()).reshape(1, 8), ("one", "x"), axis_types=mesh.axis_types * 2)
-    value = np.zeros((512, 512), np.float32)
-    for where, specs in ((mesh, [P(), P(None), P(None, None)]), (line, [P(), P("one")])):
-        call = sm.shard_map(one_more, where, (None,), P(), donate="states")
-        for spec in specs:
-            state = sm.ParamState(jax.device_put(value, on(where, spec)))
-            assert call.explain(state).leaves[0].moved == 0
-            equal(call(state).value, 1.0)
-            assert state.value.is_deleted()
-        keep = sm.shard_map(lambda s, w: s, where, (None, P()), P(), donate="all")
-        state = sm.ParamState(jax.device_put(value, on(where, specs[-1])))
-        assert keep(state, np.ones(2)).value is state.value
-    # What lies on no mesh is copied before it is given up, so that its owner keeps it.
-    plain = sm.State(jnp.zeros((4, 4)))
-    cases: list[tuple[Any, int]] = [("none", 0), ("states", 64)]
-    for donate, moved in cases:
-        call = sm.shard_map(one_more, make_mesh("1"), (None,), P(), donate=donate)
-        assert call.explain(plain).leaves[0].moved == moved
-        call(plain)
-        equal(plain.value, 0.0)
-
-
-def test_lanes_on_devices_are_fed_back_whatever_axes_their_data_have() -> None:
-    rows = jax.device_put(np.ones((8, 4), np.float32), on(make_mesh(), P("x")))
-    call = sm.pmap2(
-        lambda s, x: s.set(s.value + x), in_axes=(None, 0), state_in_axes=..., donate_argnums=0
-    )
-    (state, rows) = call.place(sm.State(np.zeros((8, 4), np.float32)), rows)
-    state = call(state, rows)
-    with compiles() as seen:
-        for _ in range(3):
-            old, state = state, call(state, rows)
-            assert old.value.is_deleted()
-    assert seen.times == 0
-    assert_budget(call, state, rows, moved=0)

@@ -115,15 +115,6 @@ def test_values_of_the_lanes(create: Any) -> None:
     equal(under_jit, w)
 
 
-def test_pmap_gives_every_lane_a_device() -> None:
-    after, _ = sm.pmap2_new_states(net(), {"size": 3})
-    w = after.linear.w.value
-    assert w.shape == (8, 3, 2)
-    assert {s.device.id: s.index[0].start for s in w.addressable_shards} == {i: i for i in range(8)}
-    assert len(after.norms[0].table.value.devices()) == 8
-    assert after.norms[0].table.value.sharding.is_fully_replicated
-
-
 def test_axes_in_order_and_tags() -> None:
     create = sm.vmap2_new_states
     axes = {1: "stats", -1: [sm.ParamState, sm.BatchState], None: sm.ShortTermState}
@@ -189,6 +180,10 @@ def test_which_states_are_new(create: Any) -> None:
 
 def test_created_states_go_straight_into_a_call_and_are_not_moved() -> None:
     created, _ = sm.pmap2_new_states(net(), {"size": 3}, "fresh")
+    w = created.linear.w.value
+    assert {s.device.id: s.index[0].start for s in w.addressable_shards} == {i: i for i in range(8)}
+    assert len(created.norms[0].table.value.devices()) == 8
+    assert created.norms[0].table.value.sharding.is_fully_replicated
 
     def fun(m: Net, x: Any) -> Any:
         return m.linear.w.value.sum(0) * x, m.replace(

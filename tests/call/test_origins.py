@@ -45,12 +45,6 @@ def by_tree_map(m: Any, x: Any) -> Any:
     return {"a": more, "b": jax.tree.map(lambda value: value + 2 * x.sum(), m["a"])}
 
 
-def by_leaves(m: Any, x: Any) -> Any:
-    treedef: Any
-    leaves, treedef = jax.tree.flatten({"a": m["b"], "b": m["a"]})
-    return treedef.unflatten([leaves[0] + x.sum(), leaves[1] + 2 * x.sum()])
-
-
 def in_scan(m: Any, x: Any) -> Any:
     def body(m: Any, row: Any) -> Any:
         a, b = m["a"], m["b"]
@@ -96,7 +90,6 @@ SWAPS: dict[str, Callable[..., Any]] = {
     "checkpoint": jax.checkpoint(swap),
     "tree.map": by_tree_map,
     "tree.map in checkpoint in jit": jax.jit(jax.checkpoint(by_tree_map)),
-    "flattened": by_leaves,
     "scan": in_scan,
     "while": in_while,
     "cond": in_cond,
