@@ -52,9 +52,6 @@ class Counter(sm.Module):
     def rewrite_table(self, x: Any) -> Any:
         return x, self.replace(table=self.table.value + x[0])
 
-    def alone(self, x: Any) -> Any:
-        return x
-
     def rewrite_given(self, x: Any) -> Any:
         return x, self.replace(given=self.given.value + x[0])
 

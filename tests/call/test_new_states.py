@@ -69,22 +69,14 @@ def created(create: Any, lanes: int = N) -> Any:
     return create(net(), {"size": 3}, axis_size=lanes)
 
 
-def shapes(module: Any) -> dict[str, Any]:
-    return {path: state.value.shape for path, state in sm.states(module).items()}
-
-
 def test_every_state_gets_its_lanes() -> None:
     after, made = created(sm.vmap2_new_states)
-    assert {p.removeprefix("."): s for p, s in shapes(after).items()} == {
+    norm = {"mean": (N, 2, 3), "table": (3,), "steps": (N,)}
+    assert {path: state.value.shape for path, state in sm.states(after).items()} == {
         "linear.rng": (),
         "linear.w": (N, 3, 2),
         "linear.b": (N, 3),
-        "norms[0].mean": (N, 2, 3),
-        "norms[0].table": (3,),
-        "norms[0].steps": (N,),
-        "norms[1].mean": (N, 2, 3),
-        "norms[1].table": (3,),
-        "norms[1].steps": (N,),
+        **{f"norms[{i}].{field}": shape for i in (0, 1) for field, shape in norm.items()},
         "given": (5,),
     }
     equal(after.given.value, np.arange(5))
@@ -214,11 +206,8 @@ def test_new_states_lists_what_came_into_being() -> None:
     before = net()
     after = before.init_all_states(size=3)
     found = sm.new_states(before, after)
-    assert [path.removeprefix(".") for path in found] == [
-        "linear.w", "linear.b",
-        "norms[0].mean", "norms[0].table", "norms[0].steps",
-        "norms[1].mean", "norms[1].table", "norms[1].steps"
-    ]  # fmt: skip
+    norms = [f"norms[{i}].{field}" for i in (0, 1) for field in ("mean", "table", "steps")]
+    assert list(found) == ["linear.w", "linear.b", *norms]
     assert found == {p: s for p, s in sm.states(after).items() if p in found}
     # It takes a filter.
     assert len(sm.new_states(before, after, sm.NonBatchState)) == 2
