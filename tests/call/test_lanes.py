@@ -118,24 +118,6 @@ def test_where_states_enter_and_leave(lanes: Any, row: str) -> None:
     assert jax.tree.map(np.shape, after.value) == jax.tree.map(np.shape, expected)
 
 
-def test_the_first_match_counts(lanes: Any) -> None:
-    model = {
-        "a": sm.ParamState(np.arange(8).reshape(2, N), tag="t"),
-        "b": sm.ParamState(np.arange(8).reshape(N, 2)),
-        "c": sm.State(np.arange(2)),
-        "d": sm.State(np.arange(N)),
-    }
-
-    def fun(m: Any, x: Any) -> Any:
-        assert [m[k].value.shape for k in "abcd"] == [(2,), (2,), (2,), (N,)]
-        return x, {k: m[k].set(m[k].value * 2) for k in "abcd"}
-
-    axes = {1: "t", 0: sm.ParamState, None: ...}
-    _, after = lanes(fun, in_axes=(None, 0), state_in_axes=axes)(model, X)
-    for k in "abcd":
-        equal(after[k].value, model[k].value * 2)
-
-
 def test_an_axis_that_stands_for_states_alone_is_refused(lanes: Any) -> None:
     def read(m: Any, x: Any = 0.0) -> Any:
         return x

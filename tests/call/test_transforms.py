@@ -91,14 +91,6 @@ def test_grad_outside(setting: Mesh) -> None:
     check(remat(make_model()), expected)
 
 
-def test_vmap(setting: Mesh) -> None:
-    call = mapped(setting)
-    xs = np.stack([data(), 2 * data()])
-    expected = jax.vmap(step, (None, 0))(make_model(), jnp.asarray(xs))
-    check(jax.vmap(call, (None, 0))(make_model(), xs), expected)
-    check(jax.jit(jax.vmap(call, (None, 0)))(make_model(), xs), expected)
-
-
 def test_scan_and_cond_around(setting: Mesh) -> None:
     call = mapped(setting)
     xs = np.stack([data(), 2 * data(), -data()])
