@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh.testing import assert_budget
-from tests.helpers import compiles, counted, make_mesh
+from tests.helpers import compiles, make_mesh
 
 
 pytestmark = pytest.mark.usefixtures("each_kind")
@@ -304,6 +304,23 @@ def feeding(donate: Any) -> dict[str, tuple[Any, sm.State]]:
     }
 
 
+def test_what_lies_right_by_any_name_is_given_up_and_what_lies_on_no_mesh_is_copied() -> None:
+    call = sm.shard_map(one_more, make_mesh(), (None,), P(), donate="states")
+    for spec in (P(), P(None), P(None, None)):
+        state = sm.State(jax.device_put(np.zeros((4, 4), np.float32), on(make_mesh(), spec)))
+        assert call.explain(state).leaves[0].moved == 0
+        equal(call(state).value, 1.0)
+        assert state.value.is_deleted()
+    # Its owner keeps it, also on one device.
+    plain = sm.State(jnp.zeros((4, 4)))
+    cases: list[tuple[Any, int]] = [("none", 0), ("states", 64)]
+    for donate, moved in cases:
+        call = sm.shard_map(one_more, make_mesh("1"), (None,), P(), donate=donate)
+        assert call.explain(plain).leaves[0].moved == moved
+        call(plain)
+        equal(plain.value, 0.0)
+
+
 @pytest.mark.parametrize("donate", ["none", "states"])
 def test_what_is_fed_back_is_never_copied(donate: Any) -> None:
     for name, (call, state) in feeding(donate).items():
@@ -322,72 +339,3 @@ def test_what_is_fed_back_is_never_copied(donate: Any) -> None:
         explanation = assert_budget(call, state, moved=0)
         assert explanation.memory is not None
         assert explanation.memory.donated == (shard if donate == "states" else 0), name
-
-
-def test_every_donation_is_one() -> None:
-    """States, keys and packed states, with a mesh that is set."""
-    mesh = make_mesh()
-
-    def step(model: Any, packed: Any, x: Any) -> Any:
-        key, rng = model["rng"].split()
-        new = {"w": one_more(model["w"]), "rng": rng, "keys": model["keys"].split()[1]}
-        noise = jax.random.normal(key, x.shape)
-        return new, jax.tree.map(lambda v: v + 1, packed), (x + noise).sum(keepdims=True)
-
-    step, count = counted(step)
-    model = {
-        "w": sm.ParamState(np.ones((64, 64), np.float32)),
-        "rng": sm.RandomState(jax.random.key(0)),
-        "keys": sm.RandomState(jax.random.split(jax.random.key(1), 8), spec=sm.PerShard("x")),
-    }
-    packed = sm.pack([sm.State(np.ones((3, 3), np.float32)), sm.State(np.ones(5))], mesh)
-    call = sm.shard_map(step, None, (None, None, P("x")), (P(), P(), P("x")), donate="states")
-    with jax.set_mesh(mesh):
-        held, buffers, x = call.place(model, packed, np.ones((8, 2), np.float32))
-        held, buffers, _ = call(held, buffers, x)
-        with compiles() as seen:
-            for _ in range(3):
-                old = jax.tree.leaves((held, buffers))
-                held, buffers, _ = call(held, buffers, x)
-                assert all(x.is_deleted() for x in old)
-        assert count.times == 1 and seen.times == 0
-        assert_budget(call, held, buffers, x, moved=0)
-
-
-def test_an_equivalent_layout_is_given_up_as_it_is() -> None:
-    mesh = make_mesh()
-    line = Mesh(np.array(jax.devices()).reshape(1, 8), ("one", "x"), axis_types=mesh.axis_types * 2)
-    value = np.zeros((512, 512), np.float32)
-    for where, specs in ((mesh, [P(), P(None), P(None, None)]), (line, [P(), P("one")])):
-        call = sm.shard_map(one_more, where, (None,), P(), donate="states")
-        for spec in specs:
-            state = sm.ParamState(jax.device_put(value, on(where, spec)))
-            assert call.explain(state).leaves[0].moved == 0
-            equal(call(state).value, 1.0)
-            assert state.value.is_deleted()
-        keep = sm.shard_map(lambda s, w: s, where, (None, P()), P(), donate="all")
-        state = sm.ParamState(jax.device_put(value, on(where, specs[-1])))
-        assert keep(state, np.ones(2)).value is state.value
-    # What lies on no mesh is copied before it is given up, so that its owner keeps it.
-    plain = sm.State(jnp.zeros((4, 4)))
-    cases: list[tuple[Any, int]] = [("none", 0), ("states", 64)]
-    for donate, moved in cases:
-        call = sm.shard_map(one_more, make_mesh("1"), (None,), P(), donate=donate)
-        assert call.explain(plain).leaves[0].moved == moved
-        call(plain)
-        equal(plain.value, 0.0)
-
-
-def test_lanes_on_devices_are_fed_back_whatever_axes_their_data_have() -> None:
-    rows = jax.device_put(np.ones((8, 4), np.float32), on(make_mesh(), P("x")))
-    call = sm.pmap2(
-        lambda s, x: s.set(s.value + x), in_axes=(None, 0), state_in_axes=..., donate_argnums=0
-    )
-    (state, rows) = call.place(sm.State(np.zeros((8, 4), np.float32)), rows)
-    state = call(state, rows)
-    with compiles() as seen:
-        for _ in range(3):
-            old, state = state, call(state, rows)
-            assert old.value.is_deleted()
-    assert seen.times == 0
-    assert_budget(call, state, rows, moved=0)

@@ -92,13 +92,3 @@ def test_gradients_of_a_map() -> None:
 
     # Each of 8 lanes returns the sum over all of them.
     assert float(jax.grad(total)(2.0)) == 8 * 28
-
-
-def test_calls_before_and_after() -> None:
-    call = MAPS["pmap2"](lambda s, x: (x + s.value, s.set(s.value + 1)))
-    s = sm.State(0.0)
-    for disabled in (False, True, False):
-        with jax.disable_jit(disabled):
-            y, s = call(s, X)
-    np.testing.assert_array_equal(y, X + 2)
-    assert float(s.value) == 3

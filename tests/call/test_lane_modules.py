@@ -57,6 +57,7 @@ def test_a_model_comes_back_as_it_came(lanes: Any) -> None:
         alike, unsharded = f.unsharded(before, X)
         np.testing.assert_allclose(y, wanted, rtol=1e-6)
         np.testing.assert_allclose(alike, wanted, rtol=1e-6)
+        assert number or len(alike.devices()) == 1
         assert shapes(model) == shapes(unsharded) == shapes(cell())
         assert type(model.tau) is float
         assert float(model.total.value) == float(unsharded.total.value) == (number + 1) * X.sum()

@@ -118,24 +118,6 @@ def test_where_states_enter_and_leave(lanes: Any, row: str) -> None:
     assert jax.tree.map(np.shape, after.value) == jax.tree.map(np.shape, expected)
 
 
-def test_the_first_match_counts(lanes: Any) -> None:
-    model = {
-        "a": sm.ParamState(np.arange(8).reshape(2, N), tag="t"),
-        "b": sm.ParamState(np.arange(8).reshape(N, 2)),
-        "c": sm.State(np.arange(2)),
-        "d": sm.State(np.arange(N)),
-    }
-
-    def fun(m: Any, x: Any) -> Any:
-        assert [m[k].value.shape for k in "abcd"] == [(2,), (2,), (2,), (N,)]
-        return x, {k: m[k].set(m[k].value * 2) for k in "abcd"}
-
-    axes = {1: "t", 0: sm.ParamState, None: ...}
-    _, after = lanes(fun, in_axes=(None, 0), state_in_axes=axes)(model, X)
-    for k in "abcd":
-        equal(after[k].value, model[k].value * 2)
-
-
 def test_an_axis_that_stands_for_states_alone_is_refused(lanes: Any) -> None:
     def read(m: Any, x: Any = 0.0) -> Any:
         return x
@@ -224,86 +206,27 @@ def test_ten_calls_trace_once_and_compile_nothing_more(lanes: Any) -> None:
     assert float(model["total"].value) == 10 * x.sum()
 
 
-# Inside JAX's transformations
+def test_derivatives_around_lanes(lanes: Any) -> None:
+    def lane(s: sm.State, x: Any) -> Any:
+        y = jnp.sin(x * s.value)
+        return y, s.set(s.value + y.sum())
 
+    call = lanes(lane, in_axes=(None, 0), out_axes=(0, None))
 
-class Model(sm.Module):
-    w: sm.ParamState
-    lane: sm.ShortTermState
-    total: sm.State
+    def loss(w: Any, x: Any) -> Any:
+        y, after = call(sm.State(w, reduce="sum"), x)
+        return jnp.sum(y**2) + after.value**2
 
+    def plain(w: Any, x: Any) -> Any:
+        y = jnp.sin(x * w)
+        return jnp.sum(y**2) + (w + y.sum()) ** 2
 
-def model() -> Model:
-    return Model(
-        sm.ParamState(np.arange(1, 4, dtype=np.float32)),
-        sm.ShortTermState(np.ones((N, 3), np.float32)),
-        sm.State(np.float32(0), reduce="sum"),
-    )
+    def around(loss: Any) -> Any:
+        w, x = jnp.float32(0.7), jnp.asarray(X) / 10
+        each = jax.vmap(jax.grad(loss, (0, 1)), (None, 0))
+        return jax.jit(each)(w, jnp.stack([x, 2 * x])), jax.jvp(loss, (w, x), (w, x + 1))
 
-
-def step(m: Model, x: Any) -> tuple[Any, Model]:
-    """One lane; without a mapped call, all lanes at once."""
-    y = jnp.sin(x * m.w.value) * m.lane.value
-    return y, m.replace(lane=m.lane.value + y, total=m.total.value + jnp.sum(y))
-
-
-def mapped(lanes: Any, fun: Any = step) -> Any:
-    return lanes(fun, in_axes=(None, 0), out_axes=(0, None), state_in_axes={0: sm.ShortTermState})
-
-
-def loss(call: Any, m: Model, x: Any) -> Any:
-    y, after = call(m, x)
-    return jnp.sum(y**2) + after.total.value**2 + jnp.sum(after.lane.value**3)
-
-
-def scanned(call: Any, m: Model, x: Any) -> Any:
-    def body(m: Model, x: Any) -> Any:
-        y, m = call(m, x)
-        return m, y
-
-    return jax.lax.scan(body, m, jnp.stack([x, x + 1, x + 2]))
-
-
-AROUND: dict[str, Callable[..., Any]] = {
-    "scan": scanned,
-    "vmap of grad": lambda call, m, x: jax.vmap(jax.grad(lambda m, x: loss(call, m, x)), (None, 0))(
-        m, jnp.stack([x, 2 * x])
-    ),
-    "jvp": lambda call, m, x: jax.jvp(lambda x: loss(call, m, x), (x,), (x + 1,)),
-}
-
-
-@functools.cache
-def expected(how: str) -> Any:
-    return AROUND[how](jax.jit(step), model(), jnp.asarray(X) / 10)
-
-
-@pytest.mark.parametrize("how", AROUND)
-def test_inside_transformations(lanes: Any, how: str) -> None:
-    x = jnp.asarray(X) / 10
-    close(jax.jit(AROUND[how], static_argnums=0)(mapped(lanes), model(), x), expected(how))
-
-
-# Methods of a mapped call
-
-
-def test_lower_place_and_unsharded(lanes: Any) -> None:
-    body, count = counted(step)
-    call = mapped(lanes, body)
-    jax.jit(functools.partial(scanned, call))(model(), X)
-    assert count.times == 1
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (model(), X))
-    lowered = call.lower(*shapes)
-    results = jax.tree.leaves(lowered.program.out_info)
-    assert sorted(x.shape for x in results) == [(), (N, 3), (N, 3)]
-    assert lowered.compile().as_text()
-    args = call.place(model(), X)
-    for a, b in zip(jax.tree.leaves(args), jax.tree.leaves(call.place(*args)), strict=True):
-        assert a is b
-    close(call(*args), step(model(), X))
-    y, after = call.unsharded(model(), X)
-    close((y, after), step(model(), X))
-    assert len(y.devices()) == 1
+    close(around(loss), around(plain))
 
 
 # The compiled programs are those that one would write by hand
@@ -313,18 +236,13 @@ LANES = 8
 
 
 def lane(buffers: list[jax.Array], weight: jax.Array, x: jax.Array) -> Any:
-    """One lane of a by_collective: a result, new buffers, and a weight on which the lanes agree."""
+    """A result, new buffers, and a weight on which the lanes agree."""
     after = jax.lax.pmean(weight + x.sum() * weight, "i")
     return x * weight, [b + x for b in buffers], after
 
 
-def by_collective(buffers: list[sm.State], weight: sm.State, x: jax.Array) -> Any:
-    out, after, merged = lane([b.value for b in buffers], weight.value, x)
-    return out, [b.set(v) for b, v in zip(buffers, after, strict=True)], weight.set(merged)
-
-
 def by_policy(buffers: list[sm.State], weight: sm.State, x: jax.Array) -> Any:
-    """The same by_collective, in which the state's own policy merges the lanes' weights."""
+    """The same, in which the state's own policy merges the lanes' weights."""
     w = weight.value
     after = [b.set(b.value + x) for b in buffers]
     return x * w, after, weight.set(w + x.sum() * w)
@@ -346,15 +264,15 @@ def on_devices() -> Any:
     return jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=(P("i"), P("i"), P())))
 
 
-@pytest.mark.parametrize("fun", [by_collective, by_policy])
 @pytest.mark.parametrize(("transform", "by_hand"), [(sm.vmap2, vmapped), (sm.pmap2, on_devices)])
 def test_compiled_program_is_the_hand_written_one(
-    transform: Any, by_hand: Callable[[], Any], fun: Any
+    transform: Any, by_hand: Callable[[], Any]
 ) -> None:
-    reduce = "mean" if fun is by_policy else None
     buffers = [sm.BatchState(jnp.zeros((LANES, 3))) for _ in range(20)]
-    weight, x = sm.ParamState(jnp.float32(2), reduce=reduce), jnp.ones((LANES, 3))
-    mapped = transform(fun, axis_name="i", in_axes=(None, None, 0), state_in_axes=sm.BatchState)
+    weight, x = sm.ParamState(jnp.float32(2), reduce="mean"), jnp.ones((LANES, 3))
+    mapped = transform(
+        by_policy, axis_name="i", in_axes=(None, None, 0), state_in_axes=sm.BatchState
+    )
     mine = mapped.lower(buffers, weight, x).compile().as_text()
     hand = by_hand()
     theirs = hand.lower([b.value for b in buffers], weight.value, x).compile().as_text()

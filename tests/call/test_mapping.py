@@ -67,19 +67,6 @@ def test_it_can_wrap_and_be_wrapped() -> None:
     assert mapped.note == "mine"
 
 
-def test_a_method_has_its_own_text() -> None:
-    class Layer(sm.Module):
-        @sm.vmap2(in_axes=(None, 0))
-        def step(self, x: Any) -> Any:
-            """One step."""
-            return x
-
-    step = Layer().step
-    assert step.__doc__ == "One step."
-    assert list(inspect.signature(step).parameters) == ["x"]
-    assert list(inspect.signature(Layer.step).parameters) == ["self", "x"]
-
-
 def test_the_class_and_what_is_no_function_keep_theirs() -> None:
     class Scale(sm.Module):
         weight: jax.Array

@@ -69,22 +69,14 @@ def created(create: Any, lanes: int = N) -> Any:
     return create(net(), {"size": 3}, axis_size=lanes)
 
 
-def shapes(module: Any) -> dict[str, Any]:
-    return {path: state.value.shape for path, state in sm.states(module).items()}
-
-
 def test_every_state_gets_its_lanes() -> None:
     after, made = created(sm.vmap2_new_states)
-    assert {p.removeprefix("."): s for p, s in shapes(after).items()} == {
+    norm = {"mean": (N, 2, 3), "table": (3,), "steps": (N,)}
+    assert {path: state.value.shape for path, state in sm.states(after).items()} == {
         "linear.rng": (),
         "linear.w": (N, 3, 2),
         "linear.b": (N, 3),
-        "norms[0].mean": (N, 2, 3),
-        "norms[0].table": (3,),
-        "norms[0].steps": (N,),
-        "norms[1].mean": (N, 2, 3),
-        "norms[1].table": (3,),
-        "norms[1].steps": (N,),
+        **{f"norms[{i}].{field}": shape for i in (0, 1) for field, shape in norm.items()},
         "given": (5,),
     }
     equal(after.given.value, np.arange(5))
@@ -113,15 +105,6 @@ def test_values_of_the_lanes(create: Any) -> None:
     equal(few.linear.w.value, w[:N])
     under_jit = jax.jit(lambda: create(net(), {"size": 3}, axis_size=8)[0].linear.w.value)()
     equal(under_jit, w)
-
-
-def test_pmap_gives_every_lane_a_device() -> None:
-    after, _ = sm.pmap2_new_states(net(), {"size": 3})
-    w = after.linear.w.value
-    assert w.shape == (8, 3, 2)
-    assert {s.device.id: s.index[0].start for s in w.addressable_shards} == {i: i for i in range(8)}
-    assert len(after.norms[0].table.value.devices()) == 8
-    assert after.norms[0].table.value.sharding.is_fully_replicated
 
 
 def test_axes_in_order_and_tags() -> None:
@@ -189,6 +172,10 @@ def test_which_states_are_new(create: Any) -> None:
 
 def test_created_states_go_straight_into_a_call_and_are_not_moved() -> None:
     created, _ = sm.pmap2_new_states(net(), {"size": 3}, "fresh")
+    w = created.linear.w.value
+    assert {s.device.id: s.index[0].start for s in w.addressable_shards} == {i: i for i in range(8)}
+    assert len(created.norms[0].table.value.devices()) == 8
+    assert created.norms[0].table.value.sharding.is_fully_replicated
 
     def fun(m: Net, x: Any) -> Any:
         return m.linear.w.value.sum(0) * x, m.replace(
@@ -219,11 +206,8 @@ def test_new_states_lists_what_came_into_being() -> None:
     before = net()
     after = before.init_all_states(size=3)
     found = sm.new_states(before, after)
-    assert [path.removeprefix(".") for path in found] == [
-        "linear.w", "linear.b",
-        "norms[0].mean", "norms[0].table", "norms[0].steps",
-        "norms[1].mean", "norms[1].table", "norms[1].steps"
-    ]  # fmt: skip
+    norms = [f"norms[{i}].{field}" for i in (0, 1) for field in ("mean", "table", "steps")]
+    assert list(found) == ["linear.w", "linear.b", *norms]
     assert found == {p: s for p, s in sm.states(after).items() if p in found}
     # It takes a filter.
     assert len(sm.new_states(before, after, sm.NonBatchState)) == 2

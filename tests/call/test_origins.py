@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import counted, make_mesh, without_names
+from tests.helpers import counted, make_mesh
 
 
 X = np.arange(8, dtype=np.float32)
@@ -43,12 +43,6 @@ def varying(m: Any) -> Any:
 def by_tree_map(m: Any, x: Any) -> Any:
     more = jax.tree.map(lambda a, b: a + x.sum() + 0 * b, m["b"], m["a"])
     return {"a": more, "b": jax.tree.map(lambda value: value + 2 * x.sum(), m["a"])}
-
-
-def by_leaves(m: Any, x: Any) -> Any:
-    treedef: Any
-    leaves, treedef = jax.tree.flatten({"a": m["b"], "b": m["a"]})
-    return treedef.unflatten([leaves[0] + x.sum(), leaves[1] + 2 * x.sum()])
 
 
 def in_scan(m: Any, x: Any) -> Any:
@@ -96,7 +90,6 @@ SWAPS: dict[str, Callable[..., Any]] = {
     "checkpoint": jax.checkpoint(swap),
     "tree.map": by_tree_map,
     "tree.map in checkpoint in jit": jax.jit(jax.checkpoint(by_tree_map)),
-    "flattened": by_leaves,
     "scan": in_scan,
     "while": in_while,
     "cond": in_cond,
@@ -125,9 +118,6 @@ def rows(how: str) -> Any:
 
 def call(fun: Callable[..., Any], how: str, m: Any) -> Any:
     return mapping(fun, how)(m, rows(how))
-
-
-WAYS = ["checked", "unchecked", "eager", "lanes", "devices"]
 
 
 def values(states: Any) -> list[float]:
@@ -190,16 +180,6 @@ def test_nothing_is_asked_where_it_makes_no_difference() -> None:
     assert values(call(exchanged_in_one_branch, "checked", model(reduce="max"))) == [2, 1]
 
 
-def test_names_tell_states_apart() -> None:
-    m = {k: s.replace(name=k) for k, s in model().items()}
-
-    def fun(m: Any, x: Any) -> Any:
-        new = lax.cond(lax.pmax(x.sum(), "x") > 0, lambda m: m, lambda m: m, m)
-        return {k: s.set(s.value + x.sum()) for k, s in new.items()}
-
-    assert values(call(fun, "checked", m)) == [1 + TOTAL, 2 + TOTAL]
-
-
 def test_a_function_sees_the_old_value_of_its_own_state() -> None:
     def largest_step(old: Any, new: Any, axis_names: Any) -> Any:
         return old + lax.pmax(new - old, axis_names)
@@ -236,26 +216,6 @@ def test_a_value_made_of_another_state_leaves_with_its_own(how: str) -> None:
     assert after.sharding.spec == P("x")
 
 
-def test_the_compiled_program_is_the_same() -> None:
-    """States with names of their own need no links."""
-    named = {k: s.replace(name=k) for k, s in model().items()}
-
-    def same_names(m: Any, x: Any) -> Any:
-        new = SWAPS["scan"]({"a": m["b"], "b": m["a"]}, x)
-        return {k: m[k].set(s.value) for k, s in new.items()}
-
-    programs = [
-        mapping(same_names, "checked").lower(m, X).compile().as_text() for m in (model(), named)
-    ]
-    assert without_names(programs[0]) == without_names(programs[1])
-
-
-@pytest.mark.parametrize("how", WAYS)
-def test_the_same_value_everywhere_is_no_sum_of_copies(how: str) -> None:
-    fun = lambda s, x: s.set(s.value + lax.all_gather(x, "x", tiled=True).sum())
-    assert values(call(fun, how, sm.State(1.0, reduce="sum"))) == [1 + TOTAL]
-
-
 # Loops and branches whose types need the same states on all shards
 
 
@@ -265,11 +225,6 @@ def carried(state: sm.State, x: Any) -> Any:
 
 def carried_by_scan_of_models(state: sm.State, x: Any) -> Any:
     return sm.scan(lambda s, row: (s.set(s.value + row), None), state, x)[0]
-
-
-def carried_by_while(state: sm.State, x: Any) -> Any:
-    body = lambda pair: (pair[0] + 1, pair[1].set(pair[1].value + x.sum()))
-    return lax.while_loop(lambda pair: pair[0] < 1, body, (0, state))[1]
 
 
 def of_one_branch(state: sm.State, x: Any) -> Any:
@@ -294,7 +249,6 @@ MENDS = {
     [
         (carried, None),
         (carried_by_scan_of_models, "sum"),
-        (carried_by_while, None),
         (of_one_branch, "sum"),
     ],
 )

@@ -99,12 +99,14 @@ def test_which_spec_a_state_goes_by() -> None:
         (P("x"), [P("x"), P("x"), P("x")]),
         ({"t": P("x")}, [P("y"), P("x"), P(("x", "y"))]),
         ({sm.ParamState: P(), ...: P("x")}, [P(), P("x"), P("x")]),
+        ({sm.filters.Where(lambda m: m[1]): P("x")}, [P("y"), P("x"), P(("x", "y"))]),
     ]
     for state_specs, expected in cases:
-        *placed, rng = sm.place(tree, mesh, state_specs=state_specs)
-        for state, spec in zip(placed, expected, strict=True):
-            assert lies(state.value, mesh, spec)
-        assert lies(rng.key, mesh, P())
+        call = sm.shard_map(lambda tree: tree, mesh, P(), P(), state_in_specs=state_specs)
+        for *placed, rng in (sm.place(tree, mesh, state_specs=state_specs), *call.place(tree)):
+            for state, spec in zip(placed, expected, strict=True):
+                assert lies(state.value, mesh, spec)
+            assert lies(rng.key, mesh, P())
     keys = sm.RandomState(jax.random.split(jax.random.key(0), 4))
     assert lies(sm.place(keys, mesh, state_specs={...: sm.PerShard("x")}).key, mesh, P("x"))
 

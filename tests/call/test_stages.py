@@ -78,21 +78,11 @@ def test_from_anything_with_a_shape_and_a_dtype() -> None:
         assert_same(lowered.compile()(net(), X), mapped()(net(), X))
 
 
-def test_of_other_maps_and_of_a_bound_method() -> None:
+def test_of_other_maps() -> None:
     call = sm.vmap2(step, in_axes=(None, 0), out_axes=(0, None))
     assert_same(call.lower(net(), X).compile()(net(), X), call(net(), X))
     static = sm.pmap2(lambda x, n: x * n, static_broadcasted_argnums=1)
     assert_same(static.lower(X[:8], 3).compile()(X[:8], 3), static(X[:8], 3))
-
-    class Layer(sm.Module):
-        w: jax.Array
-
-        @sm.shard_map(mesh=make_mesh(), in_specs=(P(), P("x")), out_specs=P("x"))
-        def twice(self, x: jax.Array) -> Any:
-            return 2 * self.w * x
-
-    layer = Layer(jnp.float32(3))
-    np.testing.assert_array_equal(layer.twice.lower(X).compile()(X), 6 * X)
 
 
 def test_arguments_of_other_shapes_are_refused() -> None:

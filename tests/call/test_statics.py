@@ -229,13 +229,17 @@ def test_between_calls_that_can_be_compared() -> None:
 @retraced
 @older_objects_frozen()
 def test_such_a_call_leaves_nothing_behind() -> None:
-    call = sm.vmap2(lambda config, x: x * config.rate, in_axes=(None, 0))
-    config = Config(2.0)
-    gone = weakref.ref(config)
-    call(config, X)
-    del config
-    gc.collect()
-    assert gone() is None
+    specs = (None, P("x")), (P("x"), None)
+    donating = sm.shard_map(scaled, make_mesh(), *specs, donate="states")
+    for call in (MAPS["vmap2"](scaled), MAPS["shard_map"](scaled), donating):
+        for _ in range(2):
+            config = Config(2.0)
+            gone = weakref.ref(config)
+            result = call(config, X)
+            assert result[1] is config
+            del config, result
+            gc.collect()
+            assert gone() is None
 
 
 def test_explain_names_what_makes_each_call_compile() -> None:
@@ -243,14 +247,6 @@ def test_explain_names_what_makes_each_call_compile() -> None:
     assert "model.options: a call was compiled anew" in str(
         call.explain(Model(sm.State(1.0), [1.0]), X)
     )
-
-
-@each_map
-def test_equal_objects_share_a_program(how: str) -> None:
-    call, count = made(how)
-    for _ in range(3):
-        assert call(Hashed(2.0), X)[1] == Hashed(2.0)
-    assert count.times == 1
 
 
 @each_map
@@ -266,19 +262,15 @@ def test_a_second_trace_sees_the_object_of_its_own_call(how: str) -> None:
 
 
 @retraced
-def test_under_transformations_and_in_the_references_too() -> None:
+def test_in_the_references_too() -> None:
     call, _ = made("shard_map")
     eager = sm.shard_map(scaled, make_mesh(), (None, P("x")), (P("x"), None), jit=False)
     config = Config()
     for rate in (2.0, 3.0):
         config.rate = rate
-        grad = jax.grad(lambda x: call(config, x)[0].sum())(X)
-        np.testing.assert_array_equal(grad, np.full(8, rate))
         # This cannot be pickled either.
         unknown = Config(rate, threading.Lock())
-        jitted = jax.jit(lambda x: call(config, x)[0])
         for out in (
-            jitted(X),
             eager(config, X)[0],
             call.unsharded(config, X)[0],
             emulate(call, config, X)[0],
@@ -289,23 +281,6 @@ def test_under_transformations_and_in_the_references_too() -> None:
         assert_equivalent(
             lambda config, x: x * config.rate, (config, X), meshes=[{"x": 2}], **specs
         )
-
-
-@retraced
-def test_packed_models_beside_an_object_that_changes() -> None:
-    def step(model: Any, x: Any) -> Any:
-        return x * model.options.rate, model.replace(w=model.w.value + 1)
-
-    mesh = make_mesh()
-    call = sm.shard_map(step, mesh, (None, P("x")), (P("x"), None))
-    config = Config(2.0)
-    model = sm.pack(Model(sm.State(0), config), mesh)
-    for rate in (2.0, 3.0):
-        config.rate = rate
-        out, model = call(model, X)
-        np.testing.assert_array_equal(out, X * rate)
-        assert model.unpack().options is config
-    assert int(model.unpack().w.value) == 2
 
 
 @pytest.mark.parametrize("kind", [Raises, Arrays])
@@ -348,12 +323,12 @@ def test_a_lowered_call_is_for_the_values_that_it_was_lowered_with() -> None:
 
 def test_a_lowered_call_is_not_run_with_what_cannot_be_compared() -> None:
     def scaled_by_both(model: Any, config: Any, x: Any) -> Any:
-        return x * model.options[0] * config.rate
+        return x * model.options[0] * config.rate, config
 
     model, config = Model(sm.State(1.0), [2.0]), Config(3.0)
-    call = sm.shard_map(scaled_by_both, make_mesh(), (None, None, P("x")), P("x"))
+    call = sm.shard_map(scaled_by_both, make_mesh(), (None, None, P("x")), (P("x"), None))
     compiled = call.lower(model, config, X).compile()
-    assert compiled.out_info.shape == (8,)
+    assert compiled.out_info[0].shape == (8,) and compiled.out_info[1] is config
     assert_says(
         lambda: compiled(model, config, X),
         TypeError,

@@ -6,20 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import compiles, counted, make_mesh
+from tests.helpers import make_mesh
 
 
 N = 3
 X = np.arange(1, 8 * N + 1, dtype=np.float32).reshape(8, N)
 equal = np.testing.assert_array_equal
-
-
-def close(result: Any, expected: Any) -> None:
-    np.testing.assert_allclose(np.asarray(result), np.asarray(expected), rtol=1e-5)
 
 
 def words(keys: Any) -> Any:
@@ -96,35 +92,6 @@ def test_nested_in_lanes(outer: Any) -> None:
 
 
 # Inside shard_map
-
-
-def test_lanes_of_shards() -> None:
-    def lane(m: Any, x: Any) -> Any:
-        key, rng = m["rng"].split()
-        states = {name: m[name].set(m[name].value + x) for name in ("mean", "max", "min", "sum")}
-        return (x * 2, jax.random.key_data(key)), {**states, "rng": rng}
-
-    body, count = counted(lane)
-
-    def shard(s: Any, x: Any) -> Any:
-        call = sm.vmap2(body, axis_name="lane", in_axes=(None, 0), out_axes=(0, None))
-        y, s = call(s, x[0])
-        return jax.tree.map(lambda y: y[None], y), s
-
-    call = sm.shard_map(shard, make_mesh("8", AxisType.Explicit), (P(), P("x")), (P("x"), P()))
-    model: Any = {
-        name: sm.State(np.float32(5), reduce=name) for name in ("mean", "max", "min", "sum")
-    }
-    model["rng"] = sm.RandomState(jax.random.key(0))
-    (y, keys), after = call(model, X)
-    equal(y, X * 2)
-    assert len(np.unique(words(keys), axis=0)) == X.size
-    equal(words(after["rng"].key), words(model["rng"].split()[1].key))
-    for name, merge in (("mean", np.mean), ("max", np.max), ("min", np.min), ("sum", np.sum)):
-        close(after[name].value, 5 + merge(X))
-    with compiles() as seen:
-        jax.block_until_ready(call(after, X))
-    assert (count.times, seen.times) == (1, 0)
 
 
 def test_around_shard_map() -> None:

@@ -38,6 +38,10 @@ def invarying(w: Any, axis: str, tiled: bool) -> Any:
     return jax.lax.all_gather(w, axis, tiled=tiled, to="invarying")
 
 
+def changed(w: Any, axis: str, tiled: bool) -> Any:
+    return 2 * sm.all_gather(w, axis, tiled=tiled) / 2
+
+
 def mapped(gather: Any, take: Any, mesh: str = "4", **options: Any) -> Any:
     """The gradient, by `take`, of parameters that `gather` makes whole."""
 
@@ -58,19 +62,27 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("gather", [sm.all_gather, jax.lax.all_gather], ids=["sm", "lax"])
+# With `jit=False` there is no program to look into; values tell then.
+@pytest.mark.parametrize(
+    ("way", "gather", "jit"),
+    [(way, gather, True) for way in WAYS for gather in (sm.all_gather, jax.lax.all_gather)]
+    + [(way, gather, False) for way in ("directly", "jit") for gather in (sm.all_gather, changed)],
+)
+def test_gathered_parameters_are_refused(way: str, gather: Any, jit: bool) -> None:
+    with pytest.raises(sm.StatemeshError, match=UNSUMMED):
+        mapped(gather, WAYS.get(way, gradient()), jit=jit)
+
+
+@pytest.mark.parametrize(
+    ("gather", "mesh", "jit"),
+    [(invarying, "4", True), (invarying, "4", False), (sm.all_gather, "1", True)],
+    ids=["invarying", "invarying, not compiled", "one shard"],
+)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_gathered_argument_of_an_inner_function_is_refused(way: str, gather: Any) -> None:
-    with pytest.raises(sm.StatemeshError, match=UNSUMMED):
-        mapped(gather, WAYS[way])
-
-
-@pytest.mark.parametrize("way", ["directly", "jit"])
-@pytest.mark.parametrize("change", [lambda w: w, lambda w: 2 * w / 2], ids=["as it is", "changed"])
-def test_without_a_program_gathered_parameters_are_refused(change: Any, way: str) -> None:
-    take = WAYS.get(way, gradient())
-    with pytest.raises(sm.StatemeshError, match=UNSUMMED):
-        mapped(sm.all_gather, lambda w, x: take(change(w), x), jit=False)
+def test_what_the_error_recommends_and_one_shard(
+    way: str, gather: Any, mesh: str, jit: bool
+) -> None:
+    np.testing.assert_allclose(mapped(gather, WAYS[way], mesh, jit=jit), WANTED, rtol=1e-5)
 
 
 def test_without_a_program_parameters_in_states_are_refused() -> None:
@@ -85,12 +97,6 @@ def test_without_a_program_parameters_in_states_are_refused() -> None:
 
 
 @pytest.mark.parametrize("jit", [True, False])
-@pytest.mark.parametrize("way", WAYS)
-def test_what_the_error_recommends_is_reduced(way: str, jit: bool) -> None:
-    np.testing.assert_allclose(mapped(invarying, WAYS[way], jit=jit), WANTED, rtol=1e-5)
-
-
-@pytest.mark.parametrize("jit", [True, False])
 def test_gathered_beside_the_gradient_in_one_inner_function(jit: bool) -> None:
     inner = jax.jit(lambda w, x: gradient()(sm.all_gather(w, "x", tiled=True) * 1, x))
 
@@ -98,12 +104,6 @@ def test_gathered_beside_the_gradient_in_one_inner_function(jit: bool) -> None:
         return own_part(inner(w, x), 4)
 
     got = sm.shard_map(within, make_mesh("4"), (P("x"), P("x")), P("x"), jit=jit)(W, X)
-    np.testing.assert_allclose(got, WANTED, rtol=1e-5)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_one_shard_gathers_nothing(way: str) -> None:
-    got = mapped(sm.all_gather, WAYS[way], "1")
     np.testing.assert_allclose(got, WANTED, rtol=1e-5)
 
 

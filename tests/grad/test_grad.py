@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import compiles, counted, make_mesh, slow
+from tests.helpers import make_mesh, slow
 
 
 SHARDS = 4
@@ -228,24 +228,6 @@ def test_what_was_not_written_comes_back_as_it_was(check_vma: bool) -> None:
     # The loss and the mean; the gradients of w, unused and bias.
     shapes = sorted(x.shape for x in jax.tree.leaves(call.lower(net, x).program.out_info))
     assert shapes == [(), (), (2,), (3,), (3,)]
-
-
-@checked_or_not
-def test_ten_steps_trace_once(check_vma: bool) -> None:
-    fun, count = counted(lambda w, x: (jnp.mean((x @ w.value - 1) ** 2), w))
-
-    def step(w: Any, x: Any) -> Any:
-        (loss, w), grads = sm.value_and_grad(fun, axis_name="x")(w, x)
-        return loss, eqx.apply_updates(w, jax.tree.map(lambda g: -0.1 * g, grads))
-
-    call = over_mesh(step, "4", check_vma)
-    first, w = call(sm.ParamState(jnp.ones(3)), X)
-    jax.block_until_ready(w)
-    with compiles() as seen:
-        for _ in range(9):
-            loss, w = jax.block_until_ready(call(w, X))
-    assert (count.times, seen.times) == (1, 0)
-    assert loss < first
 
 
 def test_what_is_written_from_parameters_alone_needs_a_policy() -> None:

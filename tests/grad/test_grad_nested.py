@@ -149,20 +149,6 @@ def test_derivatives_around_gradients_of_gradients(way: str) -> None:
     check(of_both_modes(WAYS[way], sm.value_and_grad), wanted_of_both_modes(), 1e-3)
 
 
-@pytest.mark.parametrize("transform", [sm.vmap2, sm.pmap2])
-def test_a_derivative_around_a_map_that_reduces_a_gradient(transform: Any) -> None:
-    def curve(w: Any, x: Any) -> Any:
-        return jnp.mean(x * w**3), w
-
-    def lane(w: Any, x: Any) -> Any:
-        return sm.grad(curve, axis_name="x")(w, x)[0]
-
-    x = np.arange(4.0, dtype=np.float32).reshape(2, 2)
-    lanes = transform(lane, in_axes=(None, 0), out_axes=None, axis_name="x")
-    slope, _ = sm.grad(lambda w: (lanes(w, x), w))(jnp.float32(2))
-    np.testing.assert_allclose(slope, 6 * 2 * x.mean(), rtol=1e-6)
-
-
 # Losses that differ over an axis that is not named.
 
 

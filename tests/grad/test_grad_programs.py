@@ -1,5 +1,6 @@
 """Training steps compile to the programs that one would write by hand."""
 
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -50,13 +51,8 @@ def joined_mean(loss: jax.Array, grads: list[jax.Array]) -> tuple[jax.Array, lis
     return loss, grads
 
 
-def joined_by_hand(weights: list[jax.Array], x: jax.Array) -> Any:
-    loss, grads = joined_mean(*jax.value_and_grad(forward)(weights, x))
-    return loss, jax.tree.map(lambda w, g: w + -RATE * g, weights, grads)
-
-
-def by_hand_checked(weights: list[jax.Array], x: jax.Array) -> Any:
-    own = jax.lax.pcast(weights, "x", to="varying")
+def joined_by_hand(cast: bool, weights: list[jax.Array], x: jax.Array) -> Any:
+    own = jax.lax.pcast(weights, "x", to="varying") if cast else weights
     loss, grads = joined_mean(*jax.value_and_grad(forward)(own, x))
     return loss, jax.tree.map(lambda w, g: w + -RATE * g, weights, grads)
 
@@ -82,7 +78,7 @@ def compiled(lowered: Any) -> str:
 def test_sharded_step_is_the_hand_written_one(count: int, name: str, check: bool) -> None:
     kind = AxisType.Explicit if check else AxisType.Auto
     # Where there is an axis "y", every shard over it has the same rows and the same parameters.
-    mesh, hand = make_mesh(name, kind), by_hand_checked if check else joined_by_hand
+    mesh, hand = make_mesh(name, kind), functools.partial(joined_by_hand, check)
     weights, model, x = arguments(count, mesh)
     specs = (P(), P("x"))
     theirs = jax.jit(jax.shard_map(hand, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check))

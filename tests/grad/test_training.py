@@ -16,7 +16,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
+from tests.grad.test_grad import X, make_net, still_loss
 from tests.helpers import make_mesh, slow
+
+
+structure: Any = jax.tree.structure
 
 
 STEPS, ROWS = 10, 16
@@ -130,50 +134,21 @@ def test_training_gets_somewhere() -> None:
 # The differentiated part of a model, in the form that an optimizer takes
 
 
-structure: Any = jax.tree.structure
-
-
-class Parts(sm.Module):
-    linear: eqx.nn.Linear
-    w: sm.ParamState
-    mean: sm.BatchState
-    table: jax.Array
-    rate: float = 0.5
-
-
-def make_parts() -> Parts:
-    return Parts(
-        eqx.nn.Linear(3, 2, key=jax.random.key(0)),
-        sm.ParamState(jnp.ones(4), spec=P("x"), tag="split"),
-        sm.BatchState(jnp.zeros(2)),
-        jnp.arange(3),
-    )
-
-
-def loss_of_parts(net: Parts, x: jax.Array) -> Any:
-    y = jax.vmap(net.linear)(x).sum() + jnp.sum(net.w.value**2)
-    return y * net.rate, net
-
-
 def test_it_is_the_model_with_none_elsewhere() -> None:
-    net = make_parts()
+    net = make_net()
     part = sm.trainable(net)
-    assert part.linear.weight is net.linear.weight and part.linear.bias is net.linear.bias
-    assert part.w.value is net.w.value and part.w.tag == {"split"}
-    assert part.mean is part.table is part.rate is None
+    assert part.w.value is net.w.value and part.bias is net.bias
+    assert part.mean is part.steps is part.rng is part.table is part.act is part.rate is None
     # Of a state with integers the floats; NumPy's arrays are arrays.
-    part = sm.trainable(
-        {"p": sm.ParamState({"w": 1.0, "n": 2}), "x": np.ones(2), "n": np.arange(2)}
-    )
-    assert part["p"].value["n"] is part["n"] is None
-    assert float(part["p"].value["w"]) == 1.0 and part["x"].tolist() == [1, 1]
+    assert part.unused.value["a"] is net.unused.value["a"] and part.unused.value["n"] is None
+    part = sm.trainable({"x": np.ones(2), "n": np.arange(2)})
+    assert part["n"] is None and part["x"].tolist() == [1, 1]
 
 
 def test_it_has_the_structure_of_the_gradients() -> None:
-    net, x = make_parts(), jnp.ones((2, 3))
-    for wrt in (None, sm.ParamState, sm.filters.PathContains("linear")):
-        _, grads = sm.value_and_grad(loss_of_parts, wrt=wrt)(net, x)
-        part = sm.trainable(net, wrt)
+    for wrt in (None, sm.ParamState, sm.filters.PathContains("bias")):
+        _, grads = sm.value_and_grad(still_loss, wrt=wrt)(make_net(), X)
+        part = sm.trainable(make_net(), wrt)
         assert structure(part) == structure(grads)
         pairs = zip(jax.tree.leaves(part), jax.tree.leaves(grads), strict=True)
         assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)

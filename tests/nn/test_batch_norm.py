@@ -328,10 +328,6 @@ MISTAKES: list[tuple[Callable[[], Any], str]] = [
         "with_statistics must know how many values these are of: `with_statistics(mean, var, count=...)`.",
     ),
     (
-        lambda: sm.vmap2(forward, in_axes=(None, 0), axis_name="rows")(norm(axis_name="data"), X),
-        "BatchNorm: no axis is called 'data' here; the axes mapped over are 'rows'.",
-    ),
-    (
         lambda: jax.jit(forward)(norm(), X),
         "BatchNorm: `inference` is traced here, but must be True or False. jax.jit, scan and grad trace "
         "the Python numbers in a model. Give them only its arrays: `arrays, rest = "

@@ -77,19 +77,19 @@ def test_streams_of_nested_calls_are_apart(impl: str) -> None:
     assert after.key.dtype == rng.key.dtype == key.dtype
 
 
-def test_shards_draw_from_keys_of_their_own() -> None:
+@pytest.mark.parametrize(("transform", "impl"), [(sm.pmap2, "rbg"), (sm.vmap2, "philox4x32")])
+def test_lanes_draw_from_keys_of_their_own(transform: Any, impl: str) -> None:
     def fun(rng: sm.RandomState, x: jax.Array) -> Any:
         key, rng = rng.split()
-        return jax.random.bits(key, (1, 3)), rng
+        return jax.random.bits(key, (3,)), rng
 
-    first, plain = fun(make_rng("rbg"), X)
-    shards = sm.shard_map(fun, make_mesh(), (P(), P("x")), (P("x"), P()))(make_rng("rbg"), X)
-    lanes = sm.pmap2(fun, axis_name="x", in_axes=(None, 0))(make_rng("rbg"), X[:8])
-    for got, after in (shards, lanes):
-        got = np.asarray(got).reshape(8, 3)
-        np.testing.assert_array_equal(got[:1], first)
-        assert distinct(got, 8)
-        np.testing.assert_array_equal(data(after.key), data(plain.key))
+    first, plain = fun(make_rng(impl), X)
+    lanes = transform(fun, in_axes=(None, 0))
+    (got, after), (fewer, _) = (lanes(make_rng(impl), X[:n]) for n in (8, 4))
+    np.testing.assert_array_equal(got[0], first)
+    np.testing.assert_array_equal(got[:4], fewer)
+    assert distinct(got, 8)
+    np.testing.assert_array_equal(data(after.key), data(plain.key))
 
 
 def test_an_emulated_shard_makes_keys_as_a_device_does() -> None:
@@ -131,20 +131,6 @@ def test_a_key_for_each_lane_that_vmap_cannot_draw_from_is_refused() -> None:
     shared = jax.random.bits(make_rng("rbg").split()[0])
     got = sm.vmap2(lambda x: jax.random.bits(make_rng("rbg").split()[0]))(X[:8])
     np.testing.assert_array_equal(got, [shared] * 8)
-
-
-def test_lanes_draw_from_keys_of_their_own() -> None:
-    def fun(rng: sm.RandomState, x: jax.Array) -> Any:
-        key, rng = rng.split()
-        return jax.random.bits(key, (3,)), rng
-
-    first, plain = fun(make_rng("philox4x32"), X)
-    lanes = sm.vmap2(fun, in_axes=(None, 0))
-    (got, after), (fewer, _) = (lanes(make_rng("philox4x32"), X[:n]) for n in (8, 4))
-    np.testing.assert_array_equal(got[0], first)
-    np.testing.assert_array_equal(got[:4], fewer)
-    assert distinct(got, 8)
-    np.testing.assert_array_equal(data(after.key), data(plain.key))
 
 
 @each_implementation

@@ -95,18 +95,6 @@ def test_a_kind_is_kept() -> None:
             assert type(other) is type(state)
 
 
-def test_a_kind_may_have_other_ways_to_be_made() -> None:
-    class Mean(sm.BatchState):
-        @classmethod
-        def of(cls, size: int, **meta: Any) -> "Mean":
-            return cls(np.zeros(size), reduce="mean", **meta)
-
-    made = Mean.of(3, tag="t")
-    assert type(made) is Mean
-    assert (made.reduce, made.tag) == ("mean", frozenset("t"))
-    assert structure(made) == structure(jax.tree.map(lambda x: x, made))
-
-
 def test_an_outside_kind_in_shard_map() -> None:
     mesh = make_mesh("4x2")
     call = sm.shard_map(count, mesh, (None, P(mesh.axis_names)), P())

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
@@ -35,22 +34,7 @@ def make_rng(seed: int = 0, **meta: Any) -> sm.RandomState:
     return sm.RandomState(jax.random.key(seed), **meta)
 
 
-def draw(rng: sm.RandomState, x: jax.Array) -> Any:
-    """Each kind of draw, several times. Draws that differ between shards have a leading axis."""
-    first, rng = rng.split()
-    some, rng = rng.split(3)
-    rows, rng = rng.rows(len(x), "x")
-    alike, rng = rng.rows(2)
-    last, rng = rng.split()
-    more, rng = rng.rows(len(x), "x")
-    return jnp.stack([first, last, *some])[None], rows, more, alike, rng
-
-
 X: Any = np.ones(16, np.float32)
-
-
-def mapped(mesh: Mesh) -> Any:
-    return sm.shard_map(draw, mesh, (P(), P("x")), (P("x"), P("x"), P("x"), P(), P()))
 
 
 def both(rng: sm.RandomState, index: Any) -> tuple[jax.Array, sm.RandomState]:
@@ -81,26 +65,6 @@ def test_an_axis_name_outside_means_one_shard() -> None:
     same(jax.jit(lambda rng: rng.rows(6, "x")[0])(make_rng()), plain)
 
 
-@pytest.mark.parametrize("name", ["1", "8"])
-def test_calls_on_every_mesh(name: str) -> None:
-    own, rows, more, alike, rng = draw(make_rng(1), X)
-    call = mapped(make_mesh(name, AxisType.Explicit))
-    shards, got_rows, got_more, got_alike, after = call(make_rng(1), X)
-    # The rows, the draws of the first shard and the state that comes back are those of the unsharded
-    # run. The other shards have their own keys.
-    same(got_rows, rows)
-    same(got_more, more)
-    same(got_alike, alike)
-    np.testing.assert_array_equal(data(shards)[:5], data(own))
-    same(after.key, rng.key)
-    assert structure(after) == structure(make_rng())
-    drawn = [shards, got_rows, got_more, got_alike, after.key, make_rng(1).key]
-    for _ in range(3):
-        *keys, after = call(after, X)
-        drawn += [*keys, after.key]
-    assert distinct(*drawn)
-
-
 @pytest.mark.parametrize(
     ("wrap", "name", "options"),
     [
@@ -122,26 +86,6 @@ def test_a_call_under_every_option(wrap: Any, name: str, options: dict[str, Any]
 
     got, expected = run(wrap, name, **options), run(lambda call: call, "2")
     jax.tree.map(np.testing.assert_array_equal, got, expected)
-
-
-def test_rows_and_streams_over_two_axes() -> None:
-    def fun(rng: sm.RandomState, x: jax.Array) -> Any:
-        rows, rng = rng.rows(len(x), ("x", "y"))
-        half, rng = rng.rows(2 * len(x), "x")
-        key, rng = rng.split()
-        return key[None], rows, half, rng
-
-    mesh, every = make_mesh("4x2"), P(("x", "y"))
-    call = sm.shard_map(fun, mesh, (P(), every), (every, every, P("x"), P()))
-    keys, rows, half, after = call(make_rng(), X)
-    key, own_rows, own_half, plain = fun(make_rng(), jnp.ones(16))
-    same(rows, own_rows)
-    same(rows, make_rng().rows(16)[0])
-    same(half, own_half[:16])
-    same(keys[0], key)
-    same(after.key, plain.key)
-    assert keys.shape == (8,)
-    assert distinct(keys, rows, half, after.key)
 
 
 def test_draws_in_a_scan_and_in_a_branch_that_all_shards_take() -> None:

@@ -20,15 +20,11 @@ structure: Any = jax.tree.structure
 NUMBERS: list[tuple[Any, Any]] = [
     (True, np.bool_),
     (3, np.int32),
-    (-3, np.int32),
     (1.5, np.float32),
-    (float("nan"), np.float32),
     (1j, np.complex64),
     (np.bool_(True), np.bool_),
-    (np.int8(3), np.int8),
     (np.uint16(3), np.uint16),
     (np.float16(1.5), np.float16),
-    (np.float32(1.5), np.float32),
     (np.float64(1.5), np.float32),
     (np.int64(3), np.int32),
     (np.complex128(1j), np.complex64),
@@ -91,16 +87,13 @@ def test_arrays_of_jax_are_kept_and_those_of_numpy_copied() -> None:
 
 NARROWED: list[tuple[Any, Any, Any]] = [
     (np.float16(0), 1, np.float16),
-    (np.float16(0), True, np.float16),
     (np.float16(0), 1.5, np.float16),
     (jnp.bfloat16(0), 1.5, jnp.bfloat16),
     (np.float32(0), jnp.asarray(2), np.float32),
     (np.float16(0), jnp.asarray(2.5), np.float16),
     (np.zeros(3, np.float16), jax.lax.full((3,), 2.0), np.float16),
-    (np.complex64(0), 1.5, np.complex64),
     (np.complex64(0), 2j, np.complex64),
     (np.int8(0), 7, np.int8),
-    (np.int8(0), jnp.asarray(7), np.int8),
     (np.int32(0), 2.0, np.int32),
     (np.int32(0), True, np.int32),
     (np.bool_(False), True, np.bool_),
@@ -118,15 +111,12 @@ def test_python_and_weak_numbers_take_the_old_dtype() -> None:
 
 OTHERS: list[tuple[Any, Any]] = [
     (0, 1.5),
-    (0, 1e-9),
     (0, float("nan")),
     (0.0, 1j),
     (False, 2),
     (0, np.float32(2)),
-    (0.0, np.int32(2)),
     (np.float16(0), np.float32(2)),
     (0, np.int8(2)),
-    (0, jnp.asarray(2.0)),
     (np.zeros(3), 1.0),
     (0.0, np.zeros(1, np.float32)),
     (np.zeros(3), np.zeros((3, 1), np.float32)),
@@ -151,13 +141,6 @@ def test_another_shape_dtype_or_structure_is_refused() -> None:
     for new in OTHER_STRUCTURES:
         with pytest.raises(sm.StructureError, match="structure"):
             sm.State(PAIR).set(new)
-
-
-def test_set_takes_another_container_of_the_same_structure() -> None:
-    state = sm.State([1.0, (2.0, 3)])
-    new = state.set([1, (jnp.asarray(2.5), True)])
-    assert [x.dtype for x in jax.tree.leaves(new)] == [np.float32, np.float32, np.int32]
-    assert structure(new) == structure(state)
 
 
 def test_set_under_a_trace_checks_too() -> None:
