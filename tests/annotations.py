@@ -3,13 +3,21 @@
 jaxtyping makes the checks again each time that a `def` runs, and many functions of the package are nested in
 others. jaxtyping gives the type checker a function with a signature but without a body or a closure. So one
 such function can stand for every other with the same signature.
+
+The checks take a quarter of the time of the tests, so they run only with `JAXTYPING_DISABLE=0`, as in CI on
+one Python.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
+import jaxtyping
 from beartype import beartype
 
+
+if "JAXTYPING_DISABLE" not in os.environ:
+    jaxtyping.config.update("jaxtyping_disable", True)
 
 _made: dict[Any, Callable[..., Any]] = {}
 

@@ -1,4 +1,4 @@
-"""Both suites run on 8 simulated devices, and every annotation of the package is checked at run time."""
+"""Both suites run on 8 simulated devices. `annotations.py` checks annotations at run time, if asked to."""
 
 from collections.abc import Iterator
 
