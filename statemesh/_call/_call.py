@@ -366,6 +366,8 @@ class Pipeline:
             # 3. Call the function on every shard, and 4. let what it wrote leave: both are in the program.
             outputs, back = (run or entry.compiled)(args, kwargs, given, ready)
         except OtherShapes:
+            if run is not None:  # The program was found for these shapes.
+                raise
             self._last = None
             return self.call(args, kwargs)
         except (RuntimeError, ValueError):
@@ -380,8 +382,7 @@ class Pipeline:
             and entry.one_dispatch is not None
             and entry.set_mesh is None
         ):
-            written = [outputs[k] for k, _ in back.written]
-            self._again = entry.one_dispatch.again(args, kwargs, given, written, refused=again)
+            self._again = entry.one_dispatch.again(args, kwargs, given, (outputs, back), again)
         result = entry.program.write_back(given, shown, outputs, back)
         if run is not None and entry.program.unhashable:
             back.forget()

@@ -140,7 +140,7 @@ def one_device_mesh(given: Mesh | AbstractMesh | None, traced: bool) -> Mesh:
 
 
 def check_mesh(what: str, mesh: Any) -> None:
-    """Refuse what is no mesh, or one without devices."""
+    """Refuse anything but a mesh that has devices."""
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise errors.not_a_mesh(mesh)
     if mesh.empty:

@@ -421,7 +421,7 @@ class OneDispatch:
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
         given: Sequence[Leaf],
-        written: Sequence[Leaf],
+        result: Result,
         refused: "OneDispatch | None",
     ) -> "OneDispatch | None":
         """What to try at the next call, after one in which nothing had to be moved.
@@ -429,15 +429,10 @@ class OneDispatch:
         **Arguments:**
 
         - `args`, `kwargs`, `given`: of that call, and their leaves.
-        - `written`: what it wrote to states.
+        - `result`: what it gave.
         - `refused`: what was tried at it, and was refused.
         """
         if compat.jit_disabled():
-            return None
-        # A kind of call that is refused once takes a slower way through JAX from then on. So we wait until
-        # results that are fed back are laid out under the same name: on Explicit axes `P()` comes back as
-        # `P(None, None)`.
-        if not _layouts(written) <= _layouts(given):
             return None
         if refused is self:
             self._chances -= 1
@@ -445,7 +440,14 @@ class OneDispatch:
             # A callback of the user's, which may run on the calling thread, may trace functions of its own.
             equations = jaxprs.equations(self.jitted.trace(args, kwargs, _ANY).jaxpr)
             self._calls_back = any(map(jaxprs.calls_back, equations))
-        return self if self._chances > 0 and not self._calls_back else None
+        if self._chances <= 0 or self._calls_back:
+            return None
+        # A kind of call that is refused once takes a slower way through JAX from then on. So we wait until
+        # results that are fed back are laid out under the same name: on Explicit axes `P()` comes back as
+        # `P(None, None)`.
+        outputs, back = result
+        written = [outputs[k] for k, _ in back.written]
+        return self if _layouts(written) <= _layouts(given) else None
 
     def trace(self, *arrays: Leaf) -> jax.stages.Traced:
         """The program of these inputs, which the call that follows finds."""
