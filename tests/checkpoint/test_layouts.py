@@ -245,7 +245,7 @@ def test_what_is_written_does_not_change_with_what_is_donated(tmp_path: pathlib.
             assert set(np.unique(checkpoints.load(state, step).value)) == {float(step)}
 
 
-# Orbax closes its event loop at the first file that is missing, and leaves the reads of the others unfinished.
+# Orbax closes its event loop at the first file that is missing, and leaves the reads of others unfinished.
 # Python reports them when it collects them, which is here and not in whichever test comes later.
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
