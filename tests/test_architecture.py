@@ -89,7 +89,7 @@ def test_only_one_file_knows_unstable_jax() -> None:
     for name, path in modules().items():
         if name != "_jax/_compat.py":
             text = path.read_text()
-            assert "jax.extend" not in text or name == "testing/_emulate/_jaxprs.py", name
+            assert "jax.extend" not in text or name == "testing/_program/_jaxprs.py", name
             assert "__version__" not in text or name == "__init__.py", name
 
 

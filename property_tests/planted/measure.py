@@ -126,7 +126,7 @@ def run(task: Task) -> Outcome:
 @contextlib.contextmanager
 def timed(outcome: Outcome) -> Iterator[None]:
     """Takes the time of what looks for the line after a check has failed."""
-    from statemesh.testing._equivalent import _check, _place
+    from statemesh.testing._check import _check, _place
 
     find = _place.located_in
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._emulate._stacked import Scope, Stacked
+from .._program._stacked import Scope, Stacked
 from .._types import Numbers
 from . import _words as words
 from ._comparison import Comparison

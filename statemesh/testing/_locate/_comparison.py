@@ -4,8 +4,8 @@ import collections
 import dataclasses
 from collections.abc import Mapping
 
-from .._emulate._noise import roundoff
-from .._emulate._stacked import Scope, Stacked
+from .._program._noise import roundoff
+from .._program._stacked import Scope, Stacked
 from .._types import Numbers
 from ._align import pairs
 from ._flat import Constant, Operand, Program, Step

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .._emulate._jaxprs import (
+from .._program._jaxprs import (
     CALLS,
     Atom,
     Equation,
@@ -19,7 +19,7 @@ from .._emulate._jaxprs import (
     opened,
     operands_of_call,
 )
-from .._emulate._stacked import Scope, names_of_spec
+from .._program._stacked import Scope, names_of_spec
 from ._lines import Line, by_statemesh, is_transposed, line_of
 
 

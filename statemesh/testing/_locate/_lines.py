@@ -11,7 +11,7 @@ from typing import Any
 
 import statemesh as sm
 
-from .._emulate._jaxprs import Equation
+from .._program._jaxprs import Equation
 
 
 # Files under these folders are not the user's.

@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from .._emulate._arithmetic import promoted
-from .._emulate._stacked import Axes, Stacked
+from .._program._arithmetic import promoted
+from .._program._stacked import Axes, Stacked
 from .._types import Numbers
 from ._flat import Step
 from ._quick_indices import INDEXED

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from .._emulate._stacked import Stacked
+from .._program._stacked import Stacked
 from .._types import Numbers
 from ._flat import Step
 

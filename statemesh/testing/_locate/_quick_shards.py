@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .._emulate._jaxprs import names_of
-from .._emulate._stacked import Axes, Scope, Stacked, as_names
+from .._program._jaxprs import names_of
+from .._program._stacked import Axes, Scope, Stacked, as_names
 from ._flat import Step
 
 

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .._emulate._stacked import Scope, Stacked, names_of_spec
+from .._program._stacked import Scope, Stacked, names_of_spec
 from .._types import Numbers
 from ._values import as_numbers, is_key, on_all_shards
 

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._emulate._noise import roundoff
-from .._emulate._stacked import Scope, Stacked
+from .._program._noise import roundoff
+from .._program._stacked import Scope, Stacked
 from .._types import AnyLeaf, Numbers
 from ._flat import Constant, Operand, Program
 from ._relations import unequal_copies

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from .._emulate._jaxprs import Jaxpr, opened
-from .._emulate._stacked import Scope, Stacked
+from .._program._jaxprs import Jaxpr, opened
+from .._program._stacked import Scope, Stacked
 from .._types import AnyLeaf
 from ._comparison import Comparison
 from ._flat import Program, Step, flat

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from jax.sharding import PartitionSpec
 
-from .._emulate._stacked import as_names
+from .._program._stacked import as_names
 from . import _words as words
 from ._comparison import Comparison
 from ._located import Place

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._emulate._arithmetic import Promoted
-from .._emulate._control_flow import Frame
-from .._emulate._replay import MOST_ROUNDS, Replay
-from .._emulate._stacked import Axes, Scope, Stacked, names_of_spec
+from .._program._arithmetic import Promoted
+from .._program._control_flow import Frame
+from .._program._replay import MOST_ROUNDS, Replay
+from .._program._stacked import Axes, Scope, Stacked, names_of_spec
 from .._types import AnyLeaf, Numbers
 from ._flat import Constant, Operand, Program, Step
 from ._quick import quick

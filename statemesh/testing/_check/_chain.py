@@ -7,9 +7,9 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from .._emulate._doubled import Doubled, Wide
-from .._emulate._jaxprs import Equation
-from .._emulate._promises import Broken
+from .._program._doubled import Doubled, Wide
+from .._program._jaxprs import Equation
+from .._program._promises import Broken
 from .._types import Numbers, PyTree
 from ._leaves import leaves_of, numbers
 

@@ -10,8 +10,8 @@ import numpy as np
 
 import statemesh as sm
 
-from .._emulate._doubled import narrowed
 from .._locate._locate import located, located_in_gradient
+from .._program._doubled import narrowed
 from .._types import Fun, PyTree
 from . import _report as report
 from ._calls import Calls

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from .._emulate._noise import roundoff
+from .._program._noise import roundoff
 from .._types import Numbers
 from ._chain import Chain, Rounding, distances
 from ._leaves import Leaf

@@ -1,6 +1,6 @@
 """The words for what a check has not tested."""
 
-from .._emulate._replay import MOST_ROUNDS
+from .._program._replay import MOST_ROUNDS
 
 
 def one_device() -> str:

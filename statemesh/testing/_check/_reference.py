@@ -6,7 +6,7 @@ from typing import TypeAlias
 import jax
 import numpy as np
 
-from .._emulate._doubled import Doubled, Wide, widened
+from .._program._doubled import Doubled, Wide, widened
 from .._types import Fun, Numbers, PyTree
 from ._chain import Chain, Feed, Rounding, Step
 

@@ -9,7 +9,7 @@ import numpy as np
 
 import statemesh as sm
 
-from .._emulate._one_device import on_one_device
+from .._program._one_device import on_one_device
 from .._types import AnyLeaf, PyTree, tree_util
 
 

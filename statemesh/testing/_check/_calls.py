@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from functools import cached_property
 
-from .._emulate._doubled import widened
+from .._program._doubled import widened
 from .._types import PyTree
 from ._chain import Chain
 from ._gradients import results_of

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from .. import _errors as errors
-from .._emulate._jaxprs import Equation
 from .._locate._lines import line_of
+from .._program._jaxprs import Equation
 from .._types import Numbers, PyTree
 from . import _report as report
 from . import _untested_words as words

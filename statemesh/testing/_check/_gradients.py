@@ -12,7 +12,7 @@ import numpy as np
 
 import statemesh as sm
 
-from .._emulate._arithmetic import is_inexact
+from .._program._arithmetic import is_inexact
 from .._types import AnyLeaf, Fun, PyTree, tree_util
 from ._values import path_of
 

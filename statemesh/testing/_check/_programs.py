@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh
 import statemesh as sm
 
 from .. import _errors as errors
-from .._emulate._doubled import Doubled, compile_fast
+from .._program._doubled import Doubled, compile_fast
 from .._recent import Recent
 from .._static_keys import is_hashable, static_key
 from .._types import AnyLeaf, Fun, PyTree, PyTreeDef

@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 
 from .. import _errors as errors
-from .._emulate._promises import Broken
 from .._locate._located import Located
+from .._program._promises import Broken
 from ._feedback import FeedBack
 from ._mismatch import Mismatch
 

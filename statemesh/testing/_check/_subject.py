@@ -10,9 +10,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .. import _errors as errors
-from .._emulate._arithmetic import is_inexact
-from .._emulate._doubled import widened
-from .._emulate._trace import is_array_or_type
+from .._program._arithmetic import is_inexact
+from .._program._doubled import widened
+from .._program._trace import is_array_or_type
 from .._types import Fun, PyTree, tree_util
 from . import _report as report
 from ._environment import environment, held_by
