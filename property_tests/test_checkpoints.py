@@ -128,6 +128,7 @@ class Folder:
         return number
 
 
+@pytest.mark.slow
 @given(
     st.fixed_dictionaries(dict.fromkeys(SAVERS, st.sampled_from([None, 1, 2]))),
     st.lists(ACTIONS, min_size=8, max_size=12),

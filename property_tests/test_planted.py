@@ -108,6 +108,7 @@ def test_the_line_of_each_kind_is_named(mistake: Mistake) -> None:
     assert right_lines(mistake) & set(named(f"{found}", mistake))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["counts", "fsdp", "scaling"])
 def test_in_right_models_no_line_is_named(model: str) -> None:
     case = right_case(model, "int32" if model == "counts" else "float32")

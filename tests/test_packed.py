@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
-from tests.helpers import assert_same, compiles, counted, make_mesh
+from tests.helpers import assert_same, compiles, counted, make_mesh, slow
 
 
 pytestmark = pytest.mark.usefixtures("each_kind")
@@ -100,7 +100,7 @@ def test_there_is_one_buffer_for_each_dtype_and_set_of_mesh_axes() -> None:
     assert repr(packed) == "Packed(8 states in 7 arrays, 2 not packed)"
 
 
-@pytest.mark.parametrize("options", [{}, {"check_vma": False, "donate": "states"}], ids=str)
+@pytest.mark.parametrize("options", [{}, slow({"check_vma": False, "donate": "states"})], ids=str)
 def test_calls_give_what_they_give_unpacked(options: Any) -> None:
     fun, count = counted(step)
     mesh = make_mesh("4x2")

@@ -141,6 +141,7 @@ def test_derivatives_are_those_of_each_array(how: str, check_vma: bool) -> None:
 SIZES = (16, 2**14, 2**16, 2**18, 2**20)
 
 
+@pytest.mark.slow
 def test_arrays_of_every_size_are_merged_alike() -> None:
     policies = ("mean", "sum", "max", "split", "gradient")
     cases = list(itertools.product(SIZES, policies))

@@ -142,6 +142,7 @@ def test_lanes_and_what_they_create(checks: Any) -> None:
         assert lanes.module.noise.value.shape == (4,)
 
 
+@pytest.mark.slow
 def test_explained() -> None:
     mesh = jax.make_mesh((8,), ("data",))
     mapped = sm.shard_map(drawn, mesh, (None, P("data")), (P("data"), P()))

@@ -168,6 +168,7 @@ OTHERS: dict[str, Callable[[Model, Any], tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.slow
 def test_other_calls_between_steady_ones() -> None:
     def fun(model: Model, x: Any) -> Any:
         rows = [s.set(s.value + 1) if sm.is_state(s) else s for s in model.rows]

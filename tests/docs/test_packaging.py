@@ -14,6 +14,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
+@pytest.mark.slow
 def test_importing_loads_no_other_packages_and_starts_no_devices_and_names_a_missing_one() -> None:
     lines = (
         "import sys, equinox",

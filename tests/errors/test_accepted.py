@@ -184,6 +184,7 @@ def test_a_model_that_was_gathered_is_not_laid_out_as_its_parts() -> None:
 # Names of axes: one, a tuple of one, a tuple of several
 
 
+@pytest.mark.slow
 @on_each_kind
 def test_a_tuple_names_one_axis_or_several() -> None:
     """Several are named major to minor, as in the spec that splits the rows."""

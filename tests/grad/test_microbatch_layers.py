@@ -42,6 +42,7 @@ class Layers(sm.Module):
     average: sm.nn.Average
 
 
+@pytest.mark.slow
 def test_layers_with_statistics() -> None:
     def loss(net: Layers, x: Any) -> Any:
         _, norm = net.norm(x)

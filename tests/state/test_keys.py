@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh.testing import emulate
-from tests.helpers import make_mesh
+from tests.helpers import make_mesh, slow
 
 
 # One implementation of each group. From several rbg keys `vmap` draws with the first one. JAX compiles
@@ -77,7 +77,7 @@ def test_streams_of_nested_calls_are_apart(impl: str) -> None:
     assert after.key.dtype == rng.key.dtype == key.dtype
 
 
-@pytest.mark.parametrize(("transform", "impl"), [(sm.pmap2, "rbg"), (sm.vmap2, "philox4x32")])
+@pytest.mark.parametrize(("transform", "impl"), [slow(sm.pmap2, "rbg"), (sm.vmap2, "philox4x32")])
 def test_lanes_draw_from_keys_of_their_own(transform: Any, impl: str) -> None:
     def fun(rng: sm.RandomState, x: jax.Array) -> Any:
         key, rng = rng.split()

@@ -201,6 +201,7 @@ def test_a_new_key_set_inside_is_that_of_the_unsharded_run(
     assert distinct(*drawn)
 
 
+@pytest.mark.slow
 def test_rows_in_a_nested_call_before_and_after_a_new_key() -> None:
     def fun(rng: sm.RandomState, x: jax.Array) -> Any:
         first, rng = rng.rows(len(x), ("x", "y"))

@@ -100,6 +100,7 @@ def assert_found(x: Any, mesh: Any, *names: str) -> None:
 SOME = ("capacity", "variance_of_a_mask", "segments", "slots_by_rank", "hard_softmax", "rank")
 
 
+@pytest.mark.slow
 def test_mistakes_behind_some_whole_numbers_are_found() -> None:
     # In double precision: nothing runs on devices.
     assert_found(X, AbstractMesh((2,), ("x",)), *SOME)
@@ -173,6 +174,7 @@ def newton(x: Any, relative: bool = False) -> Any:
     return lax.while_loop(far, lambda z: 0.5 * (z + a / z), a / 2 + 0.5)
 
 
+@pytest.mark.slow
 def test_a_loop_that_never_ends_with_large_values_is_named() -> None:
     with pytest.warns(UntestedWarning, match="was stopped after 10,000 rounds") as caught:
         checked = check(newton, X)

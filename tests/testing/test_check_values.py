@@ -49,6 +49,7 @@ def sums(x: Any) -> Any:
     }
 
 
+@pytest.mark.slow
 def test_mistakes_in_a_narrow_dtype_are_found() -> None:
     mistakes = {"averaged", "twice", "largest", "first_row", "own_spread"}
     # With large values sums overflow on the mesh only.
@@ -85,6 +86,7 @@ def beside_others(x: Any) -> Any:
     }
 
 
+@pytest.mark.slow
 def test_numbers_that_are_large_or_cancel_do_not_loosen_those_beside_them() -> None:
     mistakes = [f"mistaken_{what}" for what in ("beside_large", "beside_nothing", "digits")]
     assert "On mesh x=2, compared with" in assert_accused(mistakes, beside_others, X + 1)
@@ -240,6 +242,7 @@ def test_a_result_of_nothing_but_nan_is_no_test() -> None:
 # Generic values
 
 
+@pytest.mark.slow
 def test_equal_numbers_do_not_hide_mistakes() -> None:
     def several(x: Any) -> Any:
         return {

@@ -113,6 +113,7 @@ VALUES: list[Callable[[], Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_equal_values_are_told_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
     for make in VALUES:
         put(monkeypatch, HELD=make())
@@ -131,6 +132,7 @@ def test_large_arrays_are_told_apart_by_identity(monkeypatch: pytest.MonkeyPatch
     assert is_compiled()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_known_is_compiled_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     many = [[k] for k in range(20_000)]
     for value in (iter([1]), object(), jax.new_ref(1.0), many):

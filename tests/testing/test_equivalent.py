@@ -211,6 +211,7 @@ def test_a_model_that_another_mesh_saved_is_compared() -> None:
     )
 
 
+@pytest.mark.slow
 def test_results_without_a_derivative_are_named() -> None:
     """A state of `reduce=\"max\"` has one."""
 
@@ -350,6 +351,7 @@ def run_python(code: str, **environment: str) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_devices_are_set_before_jax_starts() -> None:
     set_devices(4)  # Enough devices are enough.
     assert jax.device_count() == 8

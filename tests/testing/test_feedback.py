@@ -234,6 +234,7 @@ def count_twice(times: float) -> Callable[..., Any]:
     return step
 
 
+@pytest.mark.slow
 def test_a_mistake_that_only_the_second_call_makes_is_found() -> None:
     slots = {"count": np.int32(0), "mu": np.float32(0)}
     options: Any = {
