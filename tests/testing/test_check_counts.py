@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
@@ -98,12 +97,6 @@ def assert_found(x: Any, mesh: Any, *names: str) -> None:
 
 
 SOME = ("capacity", "variance_of_a_mask", "segments", "slots_by_rank", "hard_softmax", "rank")
-
-
-@pytest.mark.slow
-def test_mistakes_behind_some_whole_numbers_are_found() -> None:
-    # In double precision: nothing runs on devices.
-    assert_found(X, AbstractMesh((2,), ("x",)), *SOME)
 
 
 @pytest.mark.slow

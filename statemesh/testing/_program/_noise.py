@@ -8,10 +8,13 @@ A result that is exact is not moved: counts, positions and masks stay whole numb
 hold. Whether a sum of products is exact can be computed. The *grain* of a number is the value of its lowest
 digit that is not zero. All terms are multiples of the least grain, and so are all partial sums, in any order.
 They are exact where none can have more digits than the dtype has: where the sum of the sizes of the terms is
-at most that many grains.
+at most that many grains. Of an operation with one result for each number less is asked, since programs have
+many of these: what it rounds in double precision has digits to the last place.
 """
 
+import functools
 import math
+import operator
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -48,6 +51,8 @@ _SUMS = frozenset(
         *("reduce_scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter_mul"),
     )
 )
+_CONVERSIONS = ("convert_element_type", "reduce_precision")
+_ELEMENTWISE = ("add", "sub", "mul", "add_any", "integer_pow", "square", *_CONVERSIONS)
 # Operations that round once. The result of another one may be off by a few digits more.
 _ONCE = _SUMS - {"reduce_window_sum", "reduce_prod", "cumprod", "scatter-mul", "scatter_mul"}
 _ONCE |= {"div", "sqrt"}
@@ -104,7 +109,7 @@ class Noisy(Promoted):
         run: Callable[..., list[AnyLeaf]],
         shards: int = 1,
     ) -> list[AnyLeaf]:
-        name, times = eqn.primitive.name, math.sqrt(_terms(eqn, shards))
+        name = eqn.primitive.name
         narrows = self.keeps_dtype(eqn)
         if narrows:
             pairs = zip(xs, eqn.invars, strict=True)
@@ -118,18 +123,20 @@ class Noisy(Promoted):
         units = [roundoff(dtype_of(v)) if narrows else self._unit(v) for v in eqn.outvars]
         if name == "reduce_precision":
             units = [self._in_this_run(2.0 ** -eqn.params["mantissa_bits"])]
-        if narrows or not _is_sum(eqn):
-            exact = self._is_exact(eqn, xs, made)
+        terms = _terms(eqn, shards)
+        times = math.sqrt(terms)
+        if narrows or name in _ELEMENTWISE or not _is_sum(eqn):
+            exact = self._is_exact(eqn, xs, made, units[0], narrows)
             times *= 1.0 if name in _ONCE else _SEVERAL
             results = zip(made, units, strict=True)
             return [self._off(x, unit * times, name, exact) for x, unit in results]
         ((x,), (unit,)) = made, units
         inner = unit
-        if name in _WIDE_SUMS and times > 1:
+        if name in _WIDE_SUMS and terms > 1:
             inner = jnp.minimum(unit, self._in_this_run(roundoff(np.float32)))
         sizes, finest = self._terms(eqn, xs, x, run)
         exact = _fits(sizes, finest, inner)
-        if times == 1:
+        if terms == 1:
             return [self._off(x, unit, name, exact)]
         # The order of a sum changes the error of each term.
         x = self._off(x, inner * times, name, exact, sizes * (2 / times), _order(xs))
@@ -170,24 +177,29 @@ class Noisy(Promoted):
             return sizes, jnp.full_like(sizes, jnp.inf)
         return sizes, over(lambda x, v: _fineness(x, self._unit(v)))
 
-    def _is_exact(self, eqn: Equation, xs: Sequence[AnyLeaf], made: Sequence[AnyLeaf]) -> AnyLeaf:
-        """Where the result of an operation that is no sum is exact."""
+    def _is_exact(
+        self,
+        eqn: Equation,
+        xs: Sequence[AnyLeaf],
+        made: Sequence[AnyLeaf],
+        unit: Any,
+        narrows: bool,
+    ) -> AnyLeaf:
+        """Where an operation that rounds each result once did not have to round it."""
         name = eqn.primitive.name
         if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in xs):
             return np.False_
-        unit = self._unit(eqn.outvars[0])
         if name in _SHORT:
             return (xs[0] == 0) | (jnp.abs(made[0]) == 1)
-        if name == "div":
-            return _is_product(xs[0], made[0], xs[1], unit)
-        if name == "sqrt":
-            return _is_product(xs[0], made[0], made[0], unit)
-        if name == "integer_pow":
-            return _grain(xs[0])[1] == jnp.abs(xs[0])
         if name == "pow" and is_inexact(xs[1].dtype):
             # XLA computes whole powers of powers of two exactly.
             short = (_grain(xs[0])[1] == xs[0]) & (_grain(made[0])[1] == made[0])
             return short & (jnp.floor(xs[1]) == xs[1])
+        source = eqn.invars[0]
+        if name in _CONVERSIONS and not narrows and is_inexact(dtype_of(source)):
+            return (self._unit(source) >= unit) | _is_short(xs[0], unit)
+        if (name in _ELEMENTWISE and not narrows) or name in ("div", "sqrt", "integer_pow"):
+            return _is_short(made[0], unit) | _is_an_operand(made[0], xs)
         return np.False_
 
     def _off(
@@ -210,9 +222,11 @@ class Noisy(Promoted):
         amount = jnp.where(noisy, unit, 0.0)
         salt = np.uint64(zlib.crc32(name.encode()) * _ODD % 2**64)
         moved = _moved(x, amount, sizes, exact, self.seed ^ salt ^ jnp.asarray(order, np.uint64))
-        # XLA may compute the noise of a sum anew for each use of it, and round it differently there. A
-        # function such as `tanh` stays in one loop with its uses: alone, it may be other for other shapes.
-        return moved if isinstance(sizes, float) else jax.lax.optimization_barrier(moved)
+        # XLA would compute the noise anew for each use, compile it as often, and may round that of a sum
+        # differently there. A function such as `tanh` stays in one loop with its uses: alone, it may be other
+        # for other shapes.
+        alone = name in _ONCE or not isinstance(sizes, float)
+        return jax.lax.optimization_barrier(moved) if alone else moved
 
 
 @jax.jit
@@ -230,6 +244,27 @@ def _digits(x: AnyLeaf) -> AnyLeaf:
     """The bits of the sizes of numbers. Rounding is the same for a number and its negative."""
     real = x.real if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
     return jax.lax.bitcast_convert_type(jnp.abs(real), np.uint64)
+
+
+@jax.jit
+def _is_short(x: AnyLeaf, unit: Any) -> AnyLeaf:
+    """Whether numbers have no more digits than a dtype with this roundoff has.
+
+    What was rounded in double precision has digits to the last place, so that a number with fewer was not.
+    One in 2**16 is taken for exact by chance where the dtype is double precision itself.
+    """
+    last = jnp.maximum(unit, 2.0**-36)
+    # The value of the digits of a number between one and two that the dtype does not have.
+    beyond = (last * 2.0**52).astype(np.uint64) - np.uint64(1)
+    return (_digits(x) & beyond) == 0
+
+
+@jax.jit
+def _is_an_operand(x: AnyLeaf, operands: Sequence[AnyLeaf]) -> AnyLeaf:
+    """Whether results have the digits of an operand: after adding zero, or multiplying by a power of two."""
+    digits = np.uint64(2**52 - 1)
+    alike = [(_digits(x) ^ _digits(y)) & digits == 0 for y in operands if y.dtype == x.dtype]
+    return functools.reduce(operator.or_, alike, np.False_)
 
 
 @jax.jit
@@ -268,12 +303,6 @@ def _fineness(x: AnyLeaf, unit: Any) -> AnyLeaf:
 def _fits(sizes: AnyLeaf, fineness: AnyLeaf, unit: Any) -> AnyLeaf:
     """Whether sums of terms that are so large and so fine need no more digits than a dtype has."""
     return (sizes**_POWER * fineness) <= (2 / unit) ** _POWER
-
-
-@jax.jit
-def _is_product(product: AnyLeaf, a: AnyLeaf, b: AnyLeaf, unit: Any) -> AnyLeaf:
-    fineness = _fineness(a, unit) * _fineness(b, unit)
-    return (a * b == product) & _fits(jnp.abs(a) * jnp.abs(b), fineness, unit)
 
 
 def _is_sum(eqn: Equation) -> bool:
