@@ -1,5 +1,6 @@
-"""How both suites compile: fast, and each program once."""
+"""How both suites compile: fast, and each program once. And how often Python collects garbage: seldom."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -20,6 +21,9 @@ _OPTIONS = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
+# What JAX keeps of the tests before is no garbage, and each collection looks at all of it.
+gc.set_threshold(50_000, 20, 100)
+
 for _name, _value in _OPTIONS.items():
     jax.config.update(_name, _value)
     # Processes that tests start read it there.
