@@ -127,47 +127,75 @@ class Unit:
     number: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """The arguments of one call, as trees and as leaves."""
-
-    args: tuple[PyTree, ...]
-    kwargs: dict[str, PyTree]
-    leaves: Sequence[Leaf]
-
-
-class Arguments:
-    """The structure of a call's arguments, without their arrays.
+    """The arguments of one call: as trees, as leaves, and as units, which are States and other leaves.
 
     **Arguments:**
 
     - `fun`: what the arguments are for; it names them.
     - `args`, `kwargs`: the arguments.
+    - `leaves`, `treedef`: the leaves and the structure of `(args, kwargs)`.
     """
 
-    __slots__ = ("count", "names", "positional", "tied", "treedef", "unit_def", "units")
-
-    def __init__(self, fun: Fun, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
-        self.names = [*positional_names(fun, len(args)), *sorted(kwargs)]
-        self.treedef: PyTreeDef = jax.tree_util.tree_structure((args, kwargs))
-        self.unit_def: Any = jax.tree_util.tree_structure((args, kwargs), is_leaf=is_state)
+    def __init__(
+        self,
+        fun: Fun,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        leaves: Sequence[Leaf],
+        treedef: PyTreeDef,
+    ) -> None:
+        self.fun = fun
+        self.args = args
+        self.kwargs = kwargs
+        self.leaves = leaves
+        self.treedef = treedef
         self.positional = len(args)
-        self.units: list[tuple[Unit, ...]] = []
-        self.count = 0
-        # Paths at which one argument holds the very same State object.
-        self.tied: list[list[str]] = []
-        for name, value in self.named(args, kwargs):
-            self.units.append(tuple(self._split(name, value)))
-            self.tied += _tied(value, self.units[-1])
 
-    def named(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> list[tuple[str, Any]]:
-        """Each argument with its name, keyword arguments last and by name."""
-        values = [*args, *(kwargs[name] for name in sorted(kwargs))]
+    @classmethod
+    def of(cls, fun: Fun, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> "Call":
+        return cls(fun, args, kwargs, *tree_util.tree_flatten((args, kwargs)))
+
+    def without_arrays(self) -> "Call":
+        """The structure of the arguments alone, which a program keeps for later calls like this one."""
+        kept = Call(self.fun, (), {}, (), self.treedef)
+        kept.positional, kept.names, kept.units = self.positional, self.names, self.units
+        kept.unit_def, kept.tied = self.unit_def, self.tied
+        return kept
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """That of each argument, keyword arguments last and by name."""
+        return [*positional_names(self.fun, self.positional), *sorted(self.kwargs)]
+
+    def named(self) -> list[tuple[str, Any]]:
+        """Each argument with its name."""
+        values = [*self.args, *(self.kwargs[name] for name in sorted(self.kwargs))]
         return list(zip(self.names, values, strict=True))
+
+    @functools.cached_property
+    def units(self) -> list[list[Unit]]:
+        """Those of each argument."""
+        units: list[list[Unit]] = []
+        count = 0
+        for name, value in self.named():
+            units.append(_units(name, value, count))
+            count += sum(len(unit.positions) for unit in units[-1])
+        return units
+
+    @functools.cached_property
+    def unit_def(self) -> Any:
+        """The structure of the arguments with a leaf for each unit."""
+        return jax.tree_util.tree_structure((self.args, self.kwargs), is_leaf=is_state)
+
+    @functools.cached_property
+    def tied(self) -> list[list[str]]:
+        """Paths at which one argument holds the very same State object."""
+        pairs = zip(self.named(), self.units, strict=True)
+        return [paths for (_, value), units in pairs for paths in _tied(value, units)]
 
     def with_entries(
         self,
-        named: Sequence[tuple[str, Any]],
         entries: Any,
         what: str,
         keyword_entry: Any,
@@ -178,46 +206,21 @@ class Arguments:
 
         **Arguments:**
 
-        - `named`: the arguments, as `named` gives them.
         - `entries`, `what`: one for each positional argument, or one for all; what messages call them.
         - `keyword_entry`: that of a keyword argument.
         - `broadcast`: makes one for each unit of a prefix tree.
         - `first`: the number by which messages call the entry of the first argument.
         """
         several = isinstance(entries, tuple | list)
-        for i, ((name, value), units) in enumerate(zip(named, self.units, strict=True)):
+        for i, ((name, value), units) in enumerate(zip(self.named(), self.units, strict=True)):
             keyword = i >= self.positional
             prefix = keyword_entry if keyword else entries[i] if several else entries
             entry = f"{what}[{first + i}]" if several else what
-            found = broadcast(prefix, value, entry, name)
+            entries_of_units = broadcast(prefix, value, entry, name)
             nodes = jax.tree_util.tree_leaves(value, is_leaf=is_state)
-            called = "keyword argument" if keyword else entry
-            for unit, node, one in zip(units, nodes, found, strict=True):
-                yield unit, node, one, called
-
-    def _split(self, name: str, value: Leaf) -> list[Unit]:
-        inside = inside_modules(value)
-        units = []
-        flat = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_state)[0]
-        if bad := [(path_str(keys, name), node) for keys, node in flat if is_masked(node)]:
-            raise errors.masked(f"the argument {name}", bad)
-        for (keys, node), in_module in zip(flat, inside, strict=True):
-            leaves, treedef = jax.tree_util.tree_flatten(node)
-            positions = tuple(range(self.count, self.count + len(leaves)))
-            self.count += len(leaves)
-            units.append(
-                Unit(
-                    path=path_str(keys, name),
-                    keys=keys,
-                    positions=positions,
-                    kind=type(node) if is_state(node) else None,
-                    treedef=treedef,
-                    in_module=in_module,
-                    shaped=is_state(node) or is_shaped(node),
-                    number=type(node) in NUMBERS,
-                )
-            )
-        return units
+            entry_name = "keyword argument" if keyword else entry
+            for unit, node, unit_entry in zip(units, nodes, entries_of_units, strict=True):
+                yield unit, node, unit_entry, entry_name
 
     def flat_units(self) -> list[Unit]:
         return [unit for units in self.units for unit in units]
@@ -226,12 +229,32 @@ class Arguments:
         """That of each leaf, by position."""
         return {p: unit.path for unit in self.flat_units() for p in unit.positions}
 
-    def with_states(self) -> list[tuple[Unit, ...]]:
-        """The arguments that have a State in them."""
-        return [units for units in self.units if any(unit.kind is not None for unit in units)]
-
     def states(self) -> list[Unit]:
         return [unit for unit in self.flat_units() if unit.kind is not None]
+
+
+def _units(name: str, value: Leaf, first: int) -> list[Unit]:
+    """The units of the argument `name`, whose first leaf has this position."""
+    flat = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_state)[0]
+    if bad := [(path_str(keys, name), node) for keys, node in flat if is_masked(node)]:
+        raise errors.masked(f"the argument {name}", bad)
+    units: list[Unit] = []
+    for (keys, node), in_module in zip(flat, inside_modules(value), strict=True):
+        leaves, treedef = jax.tree_util.tree_flatten(node)
+        units.append(
+            Unit(
+                path=path_str(keys, name),
+                keys=keys,
+                positions=tuple(range(first, first + len(leaves))),
+                kind=type(node) if is_state(node) else None,
+                treedef=treedef,
+                in_module=in_module,
+                shaped=is_state(node) or is_shaped(node),
+                number=type(node) in NUMBERS,
+            )
+        )
+        first += len(leaves)
+    return units
 
 
 def _tied(value: Leaf, units: Sequence[Unit]) -> list[list[str]]:
@@ -372,11 +395,11 @@ def has_unhashable_node(treedef: PyTreeDef) -> bool:
     return any(map(has_unhashable_node, treedef.children()))
 
 
-def unhashable(arguments: Arguments, call: Call) -> list[tuple[str, PyTree]]:
+def unhashable(call: Call) -> list[tuple[str, PyTree]]:
     """The static leaves and fields of a call that cannot be hashed, with their paths."""
     return [
         (path_str(keys, name), value)
-        for name, tree in arguments.named(call.args, call.kwargs)
+        for name, tree in call.named()
         for keys, value in _unhashable(tree, ())
     ]
 

@@ -25,7 +25,7 @@ from .._base._types import UNNAMED, UNNAMED_DEVICES, AxisName, AxisTree, Filter,
 from .._jax import _explicit as explicit
 from .._state._filters import to_predicate
 from .._state._state import State
-from ._arguments import Arguments, Call, Unit
+from ._arguments import Call, Unit
 from ._lanes import AxesOfMap, choose_axes, fits, is_size
 from ._origins import Entered, values
 from ._processes import check_global_shapes
@@ -235,16 +235,16 @@ class AxisContext:
         ]
         return dataclasses.replace(self, fed=frozenset(fed)) if fed else None
 
-    def resolve(self, name: str, arguments: Arguments, call: Call) -> Resolved:
+    def resolve(self, name: str, call: Call) -> Resolved:
         rules, carrier = self.rules, self.rules.carrier
-        axes, replicated, placed_by = self._axes(name, arguments, call)
-        paths, leaves = arguments.paths(), call.leaves
+        axes, replicated, placed_by = self._axes(name, call)
+        paths, leaves = call.paths(), call.leaves
         mapped = [(paths[p], axis, leaves[p]) for p, axis in axes.items() if axis is not None]
         auto = self.looks_ahead
         binding = carrier.bind(name, rules.axis_name, mapped, rules.axis_size, auto)
         if rules.global_shapes is not None:
             lanes = binding.sizes[rules.axis_name]
-            check_global_shapes(name, rules.global_shapes, arguments, call.args, axes, lanes)
+            check_global_shapes(name, rules.global_shapes, call, axes, lanes)
         placement = functools.partial(carrier.placement, rules.axis_name)
         leaving = LeaveByAxis(
             name,
@@ -259,14 +259,13 @@ class AxisContext:
         return Resolved(placements, placed_by, binding, leaving, by_shape=auto or carrier.has_mesh)
 
     def _axes(
-        self, name: str, arguments: Arguments, call: Call
+        self, name: str, call: Call
     ) -> tuple[dict[int, int | None], frozenset[str], dict[int, str]]:
         """The axis of every input by its position, the paths of the states declared to have none, and what
         says where each input has its axis.
         """
         rules = self.rules
-        named = arguments.named(call.args, call.kwargs)
-        state_axes = iter(choose_axes(rules.state_in, named, "state_in_axes"))
+        state_axes = iter(choose_axes(rules.state_in, call.named(), "state_in_axes"))
         found: dict[int, int | None] = {}
         replicated: set[str] = set()
         placed_by: dict[int, str] = {}
@@ -274,7 +273,7 @@ class AxisContext:
         of_arrays: set[str] = set()
         of_map = rules.in_axes if isinstance(rules.in_axes, AxesOfMap) else None
         first = 0 if of_map is None else -1
-        each = arguments.with_entries(named, rules.in_axes, rules.what, 0, broadcast_axes, first)
+        each = call.with_entries(rules.in_axes, rules.what, 0, broadcast_axes, first)
         for unit, node, axis, entry in each:
             if unit.kind is not None:
                 declared = next(state_axes)

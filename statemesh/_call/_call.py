@@ -25,13 +25,13 @@ from .._base._errors import (
     error_listing,
     listed,
 )
-from .._base._types import Leaf, PyTree, PyTreeDef
+from .._base._types import Leaf, PyTree
 from .._jax import _compat as compat
 from .._jax import _frames as frames
 from .._jax._compat import Equation, tree_util
 from .._jax._dataflow import names_inside, shard_map_equation, shard_map_recorded
 from ._agreement import Traced
-from ._arguments import Arguments, Call, check_arity
+from ._arguments import Call, check_arity
 from ._lanes import OtherShapes
 from ._placement import check_valued, is_deleted
 from ._program import (
@@ -92,21 +92,20 @@ class CompiledEntry:
         self,
         declared: Declared,
         program: Program,
-        leaves: Sequence[Leaf],
-        treedef: PyTreeDef,
+        call: Call,
         key: Hashable,
     ) -> None:
         self.program = program
         self.key = key
-        self.tokens = _tokens(program, leaves)
+        self.tokens = _tokens(program, call.leaves)
         self.inputs = program.arrays
         self.concrete = program.layout.concrete
         self.statics = program.statics.values
         self.same_statics = program.statics.same
-        self.types = list(map(type, leaves))
-        self.treedef = treedef
+        self.types = list(map(type, call.leaves))
+        self.treedef = call.treedef
         # JAX holds trees of different dataclasses for equal, but their hashes differ.
-        self.hash = hash(treedef)
+        self.hash = hash(call.treedef)
         self.context: Any = None
         # The mesh that was set, with its devices, where the call takes that one.
         self.set_mesh: Any = None
@@ -127,7 +126,7 @@ class CompiledEntry:
         self.compiled: Compiled = _of_inputs(run)
         self.one_dispatch: OneDispatch | None = None
         if declared.jit and not donating and OneDispatch.fits(program):
-            self.traces = self.compiled = self.one_dispatch = OneDispatch(program, treedef)
+            self.traces = self.compiled = self.one_dispatch = OneDispatch(program, call.treedef)
 
     def checked_run(
         self,
@@ -354,12 +353,12 @@ class Pipeline:
             or (entry.set_mesh is not None and entry.set_mesh is not _set_mesh())
             or (entry.statics and not entry.same_statics(leaves))
         ):
-            call = Call(args, kwargs, leaves)
+            call = Call(self.declared.fun, args, kwargs, leaves, treedef)
             self._check_valued(call)
             top = _trace(()) is compat.TOP_LEVEL
             if not (top or compat.runs_at_once()) or any(map(compat.is_tracer, leaves)):
-                return self._call_traced(call, treedef)
-            entry, lay_out, run = self._first(call, treedef, top)
+                return self._call_traced(call)
+            entry, lay_out, run = self._first(call, top)
         given = entry.inputs(leaves) if entry.statics else leaves
         try:
             ready, shown = (lay_out or entry.concrete)(given)
@@ -388,16 +387,14 @@ class Pipeline:
             back.forget()
         return result
 
-    def _first(
-        self, call: Call, treedef: PyTreeDef, top: bool
-    ) -> tuple[CompiledEntry, LayOut, Compiled]:
+    def _first(self, call: Call, top: bool) -> tuple[CompiledEntry, LayOut, Compiled]:
         """The entry for a call unlike the last one, and how it is laid out and run this time.
 
         **Arguments:**
 
         - `top`: whether nothing is being traced. Else the call runs at once in spite of a trace around it.
         """
-        entry = self._entry(call, treedef)
+        entry = self._entry(call)
         program, rules = entry.program, self.declared.rules
         other_mesh = self._other_mesh
         if program.unhashable:
@@ -424,10 +421,10 @@ class Pipeline:
 
         return entry, lay_out, run
 
-    def _call_traced(self, call: Call, treedef: PyTreeDef) -> Any:
+    def _call_traced(self, call: Call) -> Any:
         """The same five steps where arguments are traced, or the call itself is."""
         name, recorded = self.declared.name, compat.under_jit()
-        entry = self._entry(call, treedef, traced=True)
+        entry = self._entry(call, traced=True)
         program = entry.program
         if not recorded:
             if program.unhashable:
@@ -464,7 +461,7 @@ class Pipeline:
     def _check_valued(self, call: Call) -> None:
         """Refuse what cannot be computed with: shapes without values, arrays whose memory was given up."""
         if any(isinstance(x, jax.ShapeDtypeStruct) or is_deleted(x) for x in call.leaves):
-            paths = self._paths(call)
+            paths = call.paths()
             check_valued(self.declared.name, [(paths[k], x) for k, x in enumerate(call.leaves)])
 
     def _warn(self, program: Program) -> None:
@@ -475,20 +472,17 @@ class Pipeline:
             text = _retraced(self.declared.name, new)
             warnings.warn(text, errors.RetracedWarning, stacklevel=frames.stacklevel())
 
-    def _paths(self, call: Call) -> dict[int, str]:
-        return Arguments(self.declared.fun, call.args, call.kwargs).paths()
-
-    def _entry(self, call: Call, treedef: PyTreeDef, traced: bool = False) -> CompiledEntry:
+    def _entry(self, call: Call, traced: bool = False) -> CompiledEntry:
         """The entry for a call: one that is there, or a new one."""
         declared, rules = self.declared, self.declared.rules
         check_arity(declared.name, rules.what, rules.entries_in, len(call.args))
         context = rules.context(call, traced)
         mesh = jax.sharding.get_abstract_mesh()
-        key = (treedef, tuple(map(type, call.leaves)), mesh, traced, context.key)
+        key = (call.treedef, tuple(map(type, call.leaves)), mesh, traced, context.key)
         entry = self._cache.find(key, call.leaves)
         if entry is None:
             program = self._program(call, context, traced)
-            entry = CompiledEntry(declared, program, call.leaves, treedef, key)
+            entry = CompiledEntry(declared, program, call, key)
         entry.context = mesh
         return entry
 
@@ -508,29 +502,28 @@ class Pipeline:
     ) -> Lowered:
         """The call of these arguments, or of others with their shapes and dtypes, lowered."""
         args, kwargs = jax.tree.map(_described, (complete(args), kwargs))
-        leaves, treedef = tree_util.tree_flatten((args, kwargs))
-        entry = self._entry(Call(args, kwargs, leaves), treedef)
+        call = Call.of(self.declared.fun, args, kwargs)
+        entry = self._entry(call)
         program = entry.program
-        inputs = program.layout.abstract(program.arrays(leaves))
-        return Lowered(entry.lowered(inputs), program, treedef, complete)
+        inputs = program.layout.abstract(program.arrays(call.leaves))
+        return Lowered(entry.lowered(inputs), program, call.treedef, complete)
 
     def inspect(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Inspected:
         """The call of these arguments, traced as the call itself would trace it.
 
         What it would compile is kept: the call that follows finds it.
         """
-        leaves, treedef = tree_util.tree_flatten((args, kwargs))
-        call = Call(args, kwargs, leaves)
-        if gone := [k for k, x in enumerate(leaves) if is_deleted(x)]:
-            paths = self._paths(call)
-            check_valued(self.declared.name, [(paths[k], leaves[k]) for k in gone])
-        shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
-        if shapes or not self.declared.rules.has_devices(leaves):
-            return self._of_shapes._inspected(call, treedef)
-        return self._inspected(call, treedef)
+        call = Call.of(self.declared.fun, args, kwargs)
+        if gone := [k for k, x in enumerate(call.leaves) if is_deleted(x)]:
+            paths = call.paths()
+            check_valued(self.declared.name, [(paths[k], call.leaves[k]) for k in gone])
+        shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in call.leaves)
+        if shapes or not self.declared.rules.has_devices(call.leaves):
+            return self._of_shapes._inspected(call)
+        return self._inspected(call)
 
-    def _inspected(self, call: Call, treedef: PyTreeDef) -> Inspected:
-        entry = self._entry(call, treedef)
+    def _inspected(self, call: Call) -> Inspected:
+        entry = self._entry(call)
         program = entry.program
         given = program.arrays(call.leaves)
         inputs = program.layout.abstract(given)
@@ -549,13 +542,13 @@ class Pipeline:
 
     def place(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[PyTree, ...]:
         """The arguments, laid out as the call wants them."""
-        leaves, treedef = tree_util.tree_flatten((args, kwargs))
-        call = Call(args, kwargs, leaves)
+        call = Call.of(self.declared.fun, args, kwargs)
+        leaves = [*call.leaves]
         self._check_valued(call)
         if traced := [k for k, x in enumerate(leaves) if compat.is_tracer(x)]:
-            paths = self._paths(call)
+            paths = call.paths()
             raise errors.place_traced(f"{self.declared.name}.place", [paths[k] for k in traced])
-        program = self._entry(call, treedef).program
+        program = self._entry(call).program
         given = program.arrays(leaves)
         ready, shown = program.layout.concrete(given)
         if program.binding.outside is not None:
@@ -564,7 +557,7 @@ class Pipeline:
         ready = program.layout.returned(given, ready, moved)
         for position, x in zip(program.positions, ready, strict=True):
             leaves[position] = x
-        return treedef.unflatten(leaves)[0]
+        return call.treedef.unflatten(leaves)[0]
 
     @functools.cached_property
     def on_one_device(self) -> "Pipeline":

@@ -82,7 +82,7 @@ class Rows:
     ) -> None:
         self.program = program
         self.name = self.program.declared.name
-        self.packing = Packing(program.declared.fun, call)
+        self.packing = Packing(call)
         self.outputs = outputs
         self.back = back
         self.moved = frozenset(moved)
@@ -142,7 +142,7 @@ class Rows:
         return [self.packing.positions[position] for _, _, position in self._placed()]
 
     def _placed(self) -> Iterator[tuple[Unit, int, int]]:
-        for unit in self.packing.arguments.flat_units():
+        for unit in self.packing.call.flat_units():
             for k, position in enumerate(unit.positions):
                 if position in self.program.resolved.placements:
                     yield unit, k, position
@@ -218,7 +218,7 @@ class Rows:
 
     def results(self) -> list[ResultRow]:
         """A record for each array of the result that is no written leaf of the arguments."""
-        states = {unit.path for unit in self.packing.arguments.states()}
+        states = {unit.path for unit in self.packing.call.states()}
         written = self.written_paths()
         flat = jax.tree_util.tree_flatten_with_path(self.back.result, is_leaf=is_state)[0]
         rows = []

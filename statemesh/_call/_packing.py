@@ -12,9 +12,9 @@ from .._base._errors import (
 )
 from .._base._specs import Placement
 from .._base._trees import is_packed, is_state, is_state_or_packed
-from .._base._types import AxisName, Fun, Leaf, PyTree
+from .._base._types import AxisName, Leaf, PyTree
 from .._jax._compat import tree_util
-from ._arguments import Arguments, Call
+from ._arguments import Call
 from ._packed import (
     Contents,
     Form,
@@ -41,22 +41,20 @@ class Packing:
 
     **Arguments:**
 
-    - `fun`: what the arguments are for.
     - `call`: the arguments.
 
     **Attributes:**
 
-    - `given`: the structure of the arguments.
-    - `call`, `arguments`: the arguments unpacked, and their structure. In the place of an array in a buffer
-        stands its shape.
+    - `given`: the arguments without their arrays.
+    - `call`: the arguments unpacked. In the place of an array in a buffer stands its shape.
     - `positions`: for each of these leaves the leaf of the arguments that it is, or is in.
     - `origins`: for each of them what it is, if anything is packed.
     - `forms`: of what is packed.
     """
 
-    def __init__(self, fun: Fun, call: Call) -> None:
+    def __init__(self, call: Call) -> None:
         self.call = call
-        self.given = self.arguments = Arguments(fun, call.args, call.kwargs)
+        self.given = call.without_arrays()
         self.origins: list[_At] = []
         self.positions: Sequence[int] = range(len(call.leaves))
         nodes = tree_util.tree_leaves((call.args, call.kwargs), is_leaf=is_state_or_packed)
@@ -67,8 +65,7 @@ class Packing:
         self.origins = tree_util.tree_leaves(with_models(marked, _marks))
         self.positions = [at.position for at in self.origins]
         args, kwargs = with_models((call.args, call.kwargs), shapes_of)
-        self.call = Call(args, kwargs, tree_util.tree_leaves((args, kwargs)))
-        self.arguments = Arguments(fun, args, kwargs)
+        self.call = Call.of(call.fun, args, kwargs)
 
     def check(self, name: str, placed: Mapping[int, Placement], sizes: Any) -> None:
         """Refuse what was packed for other sizes of the mesh's axes, or for other placements."""
@@ -79,7 +76,7 @@ class Packing:
             used = {axis for group in form.part.groups for axis in group.names}
             if any(sizes.get(axis) != packed[axis] for axis in used):
                 raise _packed_for_other_sizes(name, packed, dict(sizes))
-        paths = self.arguments.paths()
+        paths = self.call.paths()
         moved = [
             (paths[position], at.group.slots[at.slot].placement.spec, placement.spec)
             for position, placement in placed.items()

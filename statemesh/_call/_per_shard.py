@@ -30,7 +30,7 @@ from .._jax._compat import tree_util
 from .._jax._dataflow import sources
 from .._state._state import ParamState, State, mark_origin
 from .._state._values import Write, reduced, strong
-from ._arguments import Arguments, Unit, inside_modules
+from ._arguments import Call, Unit, inside_modules
 from ._origins import Entered, find_origins, has_same_leaves, leaves_of, links_for, values
 from ._rules import LeavingRules, Mistakes, ReturnedUnit
 from ._varying import VaryingAxes
@@ -430,7 +430,7 @@ class PerShardRun:
     **Arguments:**
 
     - `fun`: the user's function.
-    - `arguments`: the structure of its arguments.
+    - `call`: its arguments, without their arrays.
     - `template`: the leaves of the arguments, the static ones filled in.
     - `inputs`: one for each array that an instance gets.
     - `leaving`: where results go.
@@ -441,7 +441,7 @@ class PerShardRun:
     def __init__(
         self,
         fun: Fun,
-        arguments: Arguments,
+        call: Call,
         template: list[Leaf],
         inputs: Sequence[PerShardInput],
         leaving: LeavingRules,
@@ -449,7 +449,7 @@ class PerShardRun:
         donating: bool,
     ) -> None:
         self.fun = fun
-        self.arguments = arguments
+        self.call = call
         self.template = template
         self.inputs = inputs
         self.leaving = leaving
@@ -475,7 +475,7 @@ class PerShardRun:
         entering = self._entered(leaves, varying)
         entered = iter(entering)
         units: list[Leaf] = []
-        for unit in self.arguments.flat_units():
+        for unit in self.call.flat_units():
             if unit.kind is None:
                 units += [leaves[position] for position in unit.positions]
             else:
@@ -491,16 +491,16 @@ class PerShardRun:
             if (text := self._hint(error, entering, leaves)) is None:
                 raise
             raise type(error)(text) from error
-        tied, donating = self.arguments.tied, self.donating
+        tied, donating = self.call.tied, self.donating
         return leave(result, entering, arrived, self.leaving, varying, tied, donating)
 
     def _run(self, *units: Leaf) -> Any:
-        args, kwargs = self.arguments.unit_def.unflatten(units)
+        args, kwargs = self.call.unit_def.unflatten(units)
         return self.fun(*args, **kwargs)
 
     def _entered(self, leaves: Sequence[Leaf], varying: VaryingAxes) -> list[Entered]:
         """The states of the arguments as the function sees them."""
-        units = self.arguments.states()
+        units = self.call.states()
         olds = [unit.treedef.unflatten([leaves[p] for p in unit.positions]) for unit in units]
         inputs = [tuple(self.input_at[p] for p in unit.positions) for unit in units]
         placements = [tuple(self.inputs[k].placement for k in ks) for ks in inputs]
@@ -542,7 +542,7 @@ class PerShardRun:
             return _with_gather_hint(str(error), shown, names)
         split = [
             (unit.path, leaves[position], placement.spec)
-            for unit in self.arguments.flat_units()
+            for unit in self.call.flat_units()
             for position in unit.positions
             if (placement := self._placement_at(position)) is not None
             if placement.axis_names and placement.axis is None

@@ -20,7 +20,7 @@ from .._jax import _explicit as explicit
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import tree_util
 from ._agreement import Passed, static_passed, structure_passed
-from ._arguments import Arguments, Call, Statics, has_unhashable_node, unhashable
+from ._arguments import Call, Statics, has_unhashable_node, unhashable
 from ._lanes import OtherShapes
 from ._packing import Packing, Repacking
 from ._per_shard import PerShardInput, PerShardRun
@@ -49,12 +49,12 @@ class Program:
         self.declared = declared
         self.__name__ = self.__qualname__ = declared.name
         _check_argnums(declared.donate, len(call.args))
-        packing = Packing(declared.fun, call)
+        packing = Packing(call)
         try:
-            self.resolved = context.resolve(declared.name, packing.arguments, packing.call)
+            self.resolved = context.resolve(declared.name, packing.call)
         except errors.StatemeshError:
             # A missing argument is a better reason than one that follows from it, such as no lanes.
-            self._check_signature(packing.arguments)
+            self._check_signature(packing.call)
             raise
         placements, self.binding = self.resolved.placements, self.resolved.binding
         packing.check(declared.name, placements, self.binding.sizes)
@@ -66,8 +66,8 @@ class Program:
         self.statics = Statics(static_at, call.leaves)
         # Nothing can tell whether a later call has the same of these, so no call runs this program again.
         self.unhashable: list[tuple[str, PyTree]] = []
-        if self.statics.tokens is None or has_unhashable_node(packing.arguments.treedef):
-            self.unhashable = unhashable(packing.arguments, packing.call)
+        if self.statics.tokens is None or has_unhashable_node(packing.call.treedef):
+            self.unhashable = unhashable(packing.call)
         donating = declared.donate != "none"
         self.layout = self.binding.layout(declared.name, inputs, donating)
         self.repacking = Repacking(
@@ -75,7 +75,7 @@ class Program:
         )
         self.run = PerShardRun(
             declared.fun,
-            packing.arguments,
+            packing.call.without_arrays(),
             [None if i in placements else leaf for i, leaf in enumerate(packing.call.leaves)],
             self._per_shard_inputs(packing, traced),
             self.resolved.leaving,
@@ -84,11 +84,17 @@ class Program:
         )
 
     def _per_shard_inputs(self, packing: Packing, traced: bool) -> list[PerShardInput]:
-        arguments, resolved = packing.arguments, self.resolved
-        in_models = {p for units in arguments.with_states() for u in units for p in u.positions}
+        resolved = self.resolved
+        in_models = {
+            position
+            for units in packing.call.units
+            if any(unit.kind is not None for unit in units)
+            for unit in units
+            for position in unit.positions
+        }
         stays = {
             unit.positions[0]
-            for unit in arguments.flat_units()
+            for unit in packing.call.flat_units()
             if unit.kind is None and unit.in_module and unit.positions[0] in resolved.placements
             if resolved.leaving.stays(resolved.placements[unit.positions[0]])
         }
@@ -105,7 +111,7 @@ class Program:
             )
         ]
 
-    def _check_signature(self, given: Arguments) -> None:
+    def _check_signature(self, given: Call) -> None:
         declared, keywords = self.declared, given.names[given.positional :]
         _check_signature(declared.fun, declared.name, given.positional, keywords)
 
@@ -194,7 +200,7 @@ def _check_argnums(donate: Any, count: int) -> None:
 
 
 def _inputs(
-    arguments: Arguments, placements: Mapping[int, Placement], leaves: Sequence[Leaf]
+    given: Call, placements: Mapping[int, Placement], leaves: Sequence[Leaf]
 ) -> list[Input]:
     """A record of each input, in the order of their positions."""
     return [
@@ -207,7 +213,7 @@ def _inputs(
             strong=unit.kind is not None or unit.in_module,
             stateful=unit.kind is not None,
         )
-        for unit in arguments.flat_units()
+        for unit in given.flat_units()
         for position in unit.positions
         if position in placements
     ]

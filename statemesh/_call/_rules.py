@@ -12,7 +12,7 @@ from .._base._specs import Placement
 from .._base._types import Axes, AxisName, Fun, KeyPath, Leaf, PyTree
 from .._state._state import State
 from ._agreement import Passed, Traced
-from ._arguments import Arguments, Call
+from ._arguments import Call
 from ._origins import Entered
 from ._placement import Input
 from ._varying import VaryingAxes
@@ -276,7 +276,7 @@ class Context(Protocol):
     def looks_ahead(self) -> bool:
         """Whether resolving needs to know what the function writes."""
 
-    def resolve(self, name: str, arguments: Arguments, call: Call) -> Resolved:
+    def resolve(self, name: str, call: Call) -> Resolved:
         """Give every leaf its placement, and bind the axis names."""
 
     def after(self, stacked: Sequence[Stacked], lanes: int | None) -> "Context | None":

@@ -42,7 +42,7 @@ from .._jax import _compat as compat
 from .._jax import _explicit as explicit
 from .._jax._compat import tree_util
 from .._state._state import State
-from ._arguments import Arguments, Call
+from ._arguments import Call
 from ._instances import OnMesh, OnOwnMesh
 from ._mesh import (
     by_fields,
@@ -269,13 +269,13 @@ class SpecContext:
     def after(self, stacked: Sequence[Stacked], lanes: int | None) -> None:
         """No spec depends on what the function writes."""
 
-    def resolve(self, name: str, arguments: Arguments, call: Call) -> Resolved:
+    def resolve(self, name: str, call: Call) -> Resolved:
         rules, mesh, names = self.rules, self.mesh, self.names
         if not names:
             raise _no_axes_left(mesh)
         rules.check_specs(mesh, names)
-        placements, placed_by = self._placements(name, arguments, call)
-        paths = arguments.paths()
+        placements, placed_by = self._placements(name, call)
+        paths = call.paths()
         named = [(f"the spec of {paths[p]}", placement.spec) for p, placement in placements.items()]
         check_specs(named, mesh, names)
         binding = OnOwnMesh if rules.one_device else OnMesh
@@ -284,17 +284,14 @@ class SpecContext:
             placements, placed_by, binding(mesh, names, rules.check_vma), leaving, by_shape=False
         )
 
-    def _placements(
-        self, name: str, arguments: Arguments, call: Call
-    ) -> tuple[dict[int, Placement], dict[int, str]]:
+    def _placements(self, name: str, call: Call) -> tuple[dict[int, Placement], dict[int, str]]:
         """The placement of every input by its position, and what says so."""
-        named = arguments.named(call.args, call.kwargs)
-        declared = iter(choices(self.rules.state_in_specs, named, "state_in_specs"))
+        declared = iter(choices(self.rules.state_in_specs, call.named(), "state_in_specs"))
         placements: dict[int, Placement] = {}
         placed_by: dict[int, str] = {}
         what = "shard_map in_specs"
         of_states = OfStates()
-        each = arguments.with_entries(named, self.in_specs, what, None, broadcast_specs)
+        each = call.with_entries(self.in_specs, what, None, broadcast_specs)
         for unit, node, spec, entry in each:
             if unit.kind is not None:
                 chosen = next(declared)
