@@ -17,9 +17,11 @@ from .._base._checks import check_function, is_masked, is_shaped
 from .._base._errors import (
     BatchAxisError,
 )
+from .._base._specs import Placement
 from .._base._trees import describe, fun_name, is_state, path_str, positional_names
 from .._base._types import NUMBERS, Fun, KeyPath, Leaf, PyTree, PyTreeDef
 from .._jax._compat import tree_util
+from ._placement import Input
 
 
 class _Same:
@@ -125,6 +127,18 @@ class Unit:
     # Whether a spec that covers this leaf leaves it static: it is neither array nor number.
     shaped: bool
     number: bool
+
+    def input(self, position: int, leaf: Leaf, placement: Placement, placed_by: str) -> Input:
+        """The record of one of its leaves that becomes an input."""
+        return Input(
+            position,
+            self.path,
+            placement,
+            placed_by,
+            type(leaf),
+            stateful=self.kind is not None,
+            in_module=self.in_module,
+        )
 
 
 class Call:

@@ -32,6 +32,7 @@ from .._jax._compat import Equation, tree_util
 from .._jax._dataflow import names_inside, shard_map_equation, shard_map_recorded
 from ._agreement import Traced
 from ._arguments import Call, check_arity
+from ._instances import Outside
 from ._lanes import OtherShapes
 from ._placement import check_valued, is_deleted
 from ._program import (
@@ -43,7 +44,7 @@ from ._program import (
     Refused,
     Result,
 )
-from ._rules import Context, Declared, Outside
+from ._rules import Declared, Rules
 from ._write_back import WriteBack
 
 
@@ -267,7 +268,7 @@ def _tokens(program: Program, leaves: Sequence[Leaf]) -> tuple[PyTree, ...] | No
 
     `None` if it cannot be compared.
     """
-    by_shape = program.resolved.by_shape
+    by_shape = program.rules.by_shape
     shapes = tuple(map(np.shape, program.arrays(leaves))) if by_shape else ()
     tokens = program.statics.tokens_of(leaves)
     return None if tokens is None else (shapes, *tokens)
@@ -476,23 +477,22 @@ class Pipeline:
         """The entry for a call: one that is there, or a new one."""
         declared, rules = self.declared, self.declared.rules
         check_arity(declared.name, rules.what, rules.entries_in, len(call.args))
-        context = rules.context(call, traced)
+        rules = rules.for_call(call, traced)
         mesh = jax.sharding.get_abstract_mesh()
-        key = (call.treedef, tuple(map(type, call.leaves)), mesh, traced, context.key)
+        key = (call.treedef, tuple(map(type, call.leaves)), mesh, traced, rules.key)
         entry = self._cache.find(key, call.leaves)
         if entry is None:
-            program = self._program(call, context, traced)
+            program = self._program(call, rules, traced)
             entry = CompiledEntry(declared, program, call, key)
         entry.context = mesh
         return entry
 
-    def _program(self, call: Call, context: Context, traced: bool) -> Program:
-        program = Program(self.declared, call, context, traced)
-        if not context.looks_ahead:
-            return program
-        # The function is traced once beforehand, because its rules depend on what it writes.
-        other = context.after(*program.stacked(call.leaves))
-        return program if other is None else Program(self.declared, call, other, traced)
+    def _program(self, call: Call, rules: Rules, traced: bool) -> Program:
+        program = Program(self.declared, call, rules, traced)
+        # With `looks_ahead` the function is traced once beforehand: its rules depend on what it writes.
+        if rules.looks_ahead and (fed := program.fed_to_lanes(call.leaves)):
+            return Program(self.declared, call, rules.after(fed), traced)
+        return program
 
     def lower(
         self,

@@ -2,9 +2,9 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -48,9 +48,21 @@ from ._processes import (
     own_devices,
     spans_processes,
 )
-from ._rules import Binding, Layout, Mapped, Outside, Run
 from ._specs import SpecPlacement
 from ._varying import FromDataflow, FromTypes, Unchecked, VaryingAxes
+
+
+Layout: TypeAlias = MeshLayout | LaneLayout
+"""How the inputs of a program are laid out at every call."""
+
+Outside: TypeAlias = Callable[[Sequence[Leaf], Sequence[Placement]], list[Leaf]]
+"""Takes the program's outputs and their placements; returns the parts of this process."""
+
+Run: TypeAlias = Callable[..., tuple[list[Leaf], Sequence[Placement]]]
+"""Runs one instance on its parts of the inputs; returns its outputs and their placements."""
+
+Mapped: TypeAlias = Sequence[tuple[str, int, Any]]
+"""The path, the axis and the array of each leaf that is mapped over lanes."""
 
 
 class OnMesh:
@@ -61,6 +73,11 @@ class OnMesh:
     - `mesh`: the mesh.
     - `axis_names`: the axes that are mapped over.
     - `check_vma`: whether types say what varies.
+    - `is_own`: whether it is a mesh of the call's own, whichever one is set.
+
+    **Attributes:**
+
+    - `outside`: set where other processes hold a part of each output.
     """
 
     outside: Outside | None = None
@@ -70,28 +87,33 @@ class OnMesh:
         mesh: Mesh | AbstractMesh,
         axis_names: tuple[AxisName, ...],
         check_vma: bool,
+        is_own: bool,
     ) -> None:
         self.mesh = mesh
         self.axis_names = axis_names
         self.check_vma = check_vma
+        self.is_own = is_own
         self.sizes: Mapping[AxisName, int] = mesh.shape
 
     def layout(self, name: str, inputs: Sequence[Input], donating: bool) -> Layout:
-        return self._layout_type()(name, self.mesh, self.axis_names, inputs, donating)
-
-    def _layout_type(self) -> type[MeshLayout]:
-        return SpreadLayout if spans_processes(self.mesh) else MeshLayout
+        """How the inputs are laid out."""
+        kind = SpreadLayout if spans_processes(self.mesh) else MeshLayout
+        return kind(name, self.mesh, self.axis_names, inputs, donating)
 
     def varying(self) -> VaryingAxes:
+        """How one run learns which values differ between instances."""
         return FromTypes(self.axis_names) if self.check_vma else Unchecked(self.axis_names)
 
     def context(self, traced: bool) -> AbstractContextManager[Any]:
-        return nullcontext()
+        """The context to call in when another mesh is set than the call's own."""
+        return compat.in_mesh(self.mesh, traced) if self.is_own else nullcontext()
 
-    def count(self, name: str, layout: Layout, arrays: Sequence[Leaf]) -> int:
+    def count(self, name: str, layout: Layout, arrays: Sequence[Leaf]) -> int | None:
+        """The number of instances in this process."""
         return math.prod(self.sizes[name] for name in self.axis_names)
 
     def call(self, run: Run, name: str, layout: Layout, arrays: Sequence[Leaf]) -> list[Leaf]:
+        """Run every instance, and put its outputs together."""
         # `shard_map` reads the out specs after it has traced the function. So the list may be filled
         # while tracing, and no second trace is needed to learn the structure of the result.
         out_specs: list[PartitionSpec] = []
@@ -113,33 +135,42 @@ class OnMesh:
         return outputs
 
 
-class OnOwnMesh(OnMesh):
-    """Instances on a mesh of their own, whichever mesh is set."""
-
-    def context(self, traced: bool) -> AbstractContextManager[Any]:
-        return compat.in_mesh(self.mesh, traced)
-
-
 @dataclasses.dataclass(frozen=True)
 class Lanes:
-    """One `vmap` carries all lanes."""
+    """What `vmap2` runs lanes on: one `vmap` carries all of them.
+
+    **Attributes:**
+
+    - `has_mesh`: whether the lanes have a mesh. Their number, and so the program, then depends on the inputs'
+        shapes.
+    """
 
     spmd_axis_name: Any = None
 
     has_mesh = False
 
     def check(self, transform: str) -> None:
+        """Refuse at construction whatever no call could make right."""
         names = flat_names(self.spmd_axis_name)
         if not all(map(is_axis_name, names)):
             raise errors.invalid_argument(transform, "spmd_axis_name", self.spmd_axis_name)
         check_named_once(transform, "spmd_axis_name", names)
 
     def placement(self, axis_name: AxisName, axis: int | None, ndim: int) -> Placement:
+        """The placement of a leaf that has its lanes on this one of its `ndim` axes."""
         return LanePlacement(axis, frozenset() if axis is None else frozenset([axis_name]))
 
     def bind(
         self, name: str, axis_name: AxisName, mapped: Mapped, asked: int | None, fixed: bool
-    ) -> Binding:
+    ) -> "Binding":
+        """Bind the axis name to the lanes of what is mapped.
+
+        **Arguments:**
+
+        - `mapped`: the mapped leaves, which say how many lanes there are.
+        - `asked`: the number of lanes that the author asked for, if any.
+        - `fixed`: whether the program is for inputs of these shapes only.
+        """
         if count_lanes(name, mapped, asked) is None:
             raise _nothing_to_infer(name)
         if axis_name in compat.manual_axes(jax.sharding.get_abstract_mesh()):
@@ -147,6 +178,7 @@ class Lanes:
         return OverLanes(axis_name, asked, self.spmd_axis_name, fixed)
 
     def on_one_device(self) -> "Lanes":
+        """What the same lanes run on, on one device."""
         return self
 
 
@@ -222,7 +254,7 @@ class OverLanes:
 
 @dataclasses.dataclass(frozen=True)
 class Devices:
-    """Every lane has a device of its own.
+    """What `pmap2` runs lanes on: every lane has a device of its own.
 
     **Attributes:**
 
@@ -260,7 +292,7 @@ class Devices:
 
     def bind(
         self, name: str, axis_name: AxisName, mapped: Mapped, asked: int | None, fixed: bool
-    ) -> Binding:
+    ) -> "Binding":
         if taken := compat.manual_axes(jax.sharding.get_abstract_mesh()):
             raise _pmap2_inside(name, sorted(taken, key=str))
         found = self._found()
@@ -298,7 +330,12 @@ class Devices:
             raise _unknown_backend("pmap2", self.backend, error) from error
 
 
-class OnDevices(OnOwnMesh):
+Carrier: TypeAlias = Lanes | Devices
+Binding: TypeAlias = OnMesh | OverLanes
+"""What binds the axis names once the placement of every leaf is known."""
+
+
+class OnDevices(OnMesh):
     """Instances that each have one device. In all else they behave like the lanes of a `vmap`.
 
     **Arguments:**
@@ -307,10 +344,10 @@ class OnDevices(OnOwnMesh):
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        super().__init__(mesh, mesh.axis_names, check_vma=False)
+        super().__init__(mesh, mesh.axis_names, check_vma=False, is_own=True)
 
-    def _layout_type(self) -> type[MeshLayout]:
-        return FixedMeshLayout
+    def layout(self, name: str, inputs: Sequence[Input], donating: bool) -> Layout:
+        return FixedMeshLayout(name, self.mesh, self.axis_names, inputs, donating)
 
     def varying(self) -> VaryingAxes:
         return FromDataflow(self.axis_names)

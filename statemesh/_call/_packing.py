@@ -23,6 +23,7 @@ from ._packed import (
     shapes_of,
     with_models,
 )
+from ._placement import Input
 from ._specs import SpecPlacement
 from ._write_back import Forwarded, Output, WriteBack
 
@@ -67,7 +68,7 @@ class Packing:
         args, kwargs = with_models((call.args, call.kwargs), shapes_of)
         self.call = Call.of(call.fun, args, kwargs)
 
-    def check(self, name: str, placed: Mapping[int, Placement], sizes: Any) -> None:
+    def check(self, name: str, unpacked: Sequence[Input], sizes: Any) -> None:
         """Refuse what was packed for other sizes of the mesh's axes, or for other placements."""
         if not self.forms:
             return
@@ -76,26 +77,30 @@ class Packing:
             used = {axis for group in form.part.groups for axis in group.names}
             if any(sizes.get(axis) != packed[axis] for axis in used):
                 raise _packed_for_other_sizes(name, packed, dict(sizes))
-        paths = self.call.paths()
         moved = [
-            (paths[position], at.group.slots[at.slot].placement.spec, placement.spec)
-            for position, placement in placed.items()
-            if (at := self.origins[position]).group is not None
-            and not _lies(at.group.slots[at.slot].placement, placement)
+            (x.path, at.group.slots[at.slot].placement.spec, x.placement.spec)
+            for x in unpacked
+            if (at := self.origins[x.position]).group is not None
+            and not _lies(at.group.slots[at.slot].placement, x.placement)
         ]
         if moved:
             raise _packed_with_other_specs(name, moved)
 
-    def inputs(self, placed: Mapping[int, Placement]) -> Mapping[int, Placement]:
-        """The placement of each real input, by position: that of a buffer in place of its arrays'."""
+    def inputs(self, unpacked: Sequence[Input], call: Call) -> Sequence[Input]:
+        """A record of each real input of the call: of a buffer in place of its arrays."""
         if not self.forms:
-            return placed
-        found: dict[int, Placement] = {}
-        for position, placement in placed.items():
-            at = self.origins[position]
-            group = at.group
-            found[at.position] = placement if group is None else _of_buffer(group, placement)
-        return found
+            return unpacked
+        placed: dict[int, tuple[Placement, str]] = {}
+        for x in unpacked:
+            at = self.origins[x.position]
+            placement = x.placement if at.group is None else _of_buffer(at.group, x.placement)
+            placed[at.position] = placement, x.placed_by
+        return [
+            unit.input(position, call.leaves[position], *placed[position])
+            for unit in self.given.flat_units()
+            for position in unit.positions
+            if position in placed
+        ]
 
 
 def _marks(group: Group, at: _At) -> list[_At]:
@@ -121,17 +126,17 @@ class Repacking:
     **Arguments:**
 
     - `packing`: of the arguments.
-    - `placed`: where the unpacked inputs go, by position.
+    - `unpacked`: the unpacked inputs.
     - `number`: the number of each true input, by position.
     """
 
     def __init__(
-        self, packing: Packing, placed: Mapping[int, Placement], number: Mapping[int, int]
+        self, packing: Packing, unpacked: Sequence[Input], number: Mapping[int, int]
     ) -> None:
         self.forms = packing.forms
-        self.placements = [placed[position] for position in sorted(placed)]
-        self.origins = [packing.origins[p] for p in sorted(placed) if self.forms]
-        self.inputs = [number[at.position] for at in self.origins] or list(range(len(placed)))
+        self.placements = [x.placement for x in unpacked]
+        self.origins = [packing.origins[x.position] for x in unpacked if self.forms]
+        self.inputs = [number[at.position] for at in self.origins] or list(range(len(unpacked)))
 
     def split(self, parts: Sequence[Leaf]) -> Sequence[Leaf]:
         """One part for each unpacked input, from the parts of the real ones."""

@@ -32,7 +32,8 @@ from .._state._state import ParamState, State, mark_origin
 from .._state._values import Write, reduced, strong
 from ._arguments import Call, Unit, inside_modules
 from ._origins import Entered, find_origins, has_same_leaves, leaves_of, links_for, values
-from ._rules import LeavingRules, Mistakes, ReturnedUnit
+from ._placement import Input
+from ._rules import Mistakes, Rules
 from ._varying import VaryingAxes
 from ._write_back import Forwarded, Merged, Output, Static, WriteBack
 
@@ -115,35 +116,19 @@ def filled(state: State, leaves: list[Leaf]) -> State:
     return tree_util.tree_structure(state).unflatten(leaves)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Arrived:
-    """An array that the function was given.
-
-    **Attributes:**
-
-    - `placement`: where it came from.
-    - `index`: its number among the program's inputs, if it may come back as it went in.
-    - `stays`: whether it stands in a Module and leaves with its placement again when it is not written.
-    """
-
-    placement: Placement
-    index: int | None
-    stays: bool
-
-
 class _Leaving:
     """Collects the program's outputs, their specs, and every mistake on the way."""
 
     def __init__(
         self,
-        rules: LeavingRules,
-        arrived: Mapping[int, Arrived],
+        rules: Rules,
+        arrived: Mapping[int, tuple[int, Input]],
         varying: VaryingAxes,
     ) -> None:
         self.rules = rules
         # By identity: an array that the function returns as it was given is forwarded.
         self.arrived = arrived
-        self.any_stays = any(one.stays for one in arrived.values())
+        self.any_stays = any(rules.stays(x) for _, x in arrived.values())
         # Facts about equations that pass these arrays on, kept because several leaves ask for them.
         self.forwarding: dict[int, tuple[Any, list[int | None]]] = {}
         self.varying = varying
@@ -176,7 +161,7 @@ class _Leaving:
         return self.seen[id(x)][1] - placement.axis_names if id(x) in self.seen else NO_AXES
 
     def may_be_unmerged(self, placement: Placement) -> bool:
-        return not placement.axis_names.issuperset(self.rules.axis_names)
+        return not placement.axis_names.issuperset(self.rules.names)
 
     def look_at_states(self, writing: Sequence[Written]) -> None:
         """Find out over which axes the leaves of written states differ, if they may be left unmerged."""
@@ -193,9 +178,9 @@ class _Leaving:
 
     def array(self, x: Leaf, placement: Placement, path: str) -> Output | Forwarded:
         """One array on its way out."""
-        came = self.arrived.get(id(x))
-        if came is not None and came.index is not None and came.placement == placement:
-            return Forwarded(came.index)
+        number, came = self.arrived.get(id(x), (0, None))
+        if came is not None and not came.fresh and came.placement == placement:
+            return Forwarded(number)
         return self.emit(x, placement, path)
 
     def emit(self, x: Leaf, placement: Placement, path: str) -> Output:
@@ -329,8 +314,8 @@ class _Leaving:
         if not self.any_stays:
             return None
         for source in sources(x, self.forwarding):
-            came = self.arrived.get(id(source))
-            if came is not None and came.stays:
+            _, came = self.arrived.get(id(source), (0, None))
+            if came is not None and self.rules.stays(came):
                 return source, came.placement
         return None
 
@@ -338,8 +323,9 @@ class _Leaving:
 def leave(
     result: PyTree,
     entered: Sequence[Entered],
-    arrived: Mapping[int, Arrived],
-    rules: LeavingRules,
+    arrived: Mapping[int, tuple[int, Input]],
+    name: str,
+    rules: Rules,
     varying: VaryingAxes,
     tied: Sequence[Sequence[str]],
     donating: bool,
@@ -350,7 +336,8 @@ def leave(
 
     - `result`: what the function returned.
     - `entered`: the states that it was given.
-    - `arrived`: the arrays that it was given, by identity.
+    - `arrived`: the arrays that it was given, by identity, each with its number among the inputs.
+    - `name`: of the function, for messages.
     - `rules`: where results go.
     - `varying`: over which axes values differ between instances.
     - `tied`: the paths at which one argument holds the very same State.
@@ -361,29 +348,29 @@ def leave(
     **Raises:** `StatemeshError`s for every bad leaf at once.
     """
     flat, treedef = tree_util.tree_flatten_with_path(result, is_leaf=is_state)
-    root = f"{rules.fun_name}(...)"
+    root = f"{name}(...)"
     entries = rules.entries(result, root)
     returned = [(keys, node) for keys, node in flat if is_state(node)]
-    origins = iter(find_origins(rules.fun_name, returned, entered, donating))
+    origins = iter(find_origins(name, returned, entered, donating))
     declared = iter(rules.declared(result, root))
     leaving = _Leaving(rules, arrived, varying)
     parts: list[Leaf] = []
-    units: list[ReturnedUnit] = []
-    for (keys, node), entry in zip(flat, entries, strict=True):
+    placements: list[Sequence[Placement] | None] = []
+    for keys, node in flat:
         if not is_state(node):
             parts.append(node)
-            units.append(ReturnedUnit(keys, node, entry, None))
+            placements.append(None)
             continue
         origin, own = next(origins), next(declared)
         if origin is not None and has_same_leaves(node, origin.seen):
             old = origin.old._with_value(origin.old.value, node._meta)
             parts.append(filled(old, [Forwarded(i) for i in origin.inputs]))
-            placements: Sequence[Placement] = origin.placements
+            placements_of_state: Sequence[Placement] = origin.placements
         else:
             written_state = leaving.writing(node, origin, own, path_str(keys, root))
             parts.append(written_state)
-            placements = written_state.placements
-        units.append(ReturnedUnit(keys, node, entry, placements[: len(values(node))]))
+            placements_of_state = written_state.placements
+        placements.append(placements_of_state[: len(values(node))])
     written = iter(leaving.merge([one for one in parts if isinstance(one, Written)]))
     inside = inside_modules(result)
     for i, ((keys, node), entry, part) in enumerate(zip(flat, entries, parts, strict=True)):
@@ -392,9 +379,9 @@ def leave(
         elif not is_state(node):
             parts[i] = leaving.leaf(node, entry, inside[i], path_str(keys, root))
     if bad := [paths for paths in tied if leaving.written_paths & set(paths)]:
-        raise _tied(rules.fun_name, bad)
-    rules.refuse(leaving.mistakes)
-    rules.check_entries(units)
+        raise _tied(name, bad)
+    rules.refuse(name, leaving.mistakes)
+    rules.check_entries(name, flat, entries, placements)
     back = WriteBack(
         treedef.unflatten(parts),
         leaving.placements,
@@ -406,68 +393,55 @@ def leave(
     return leaving.outputs, back
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PerShardInput:
-    """An array that every instance gets its part of.
-
-    **Attributes:**
-
-    - `position`: its position among the leaves of the arguments.
-    - `placement`: where it lies.
-    - `fresh`: whether it is a new array inside, which never comes back as it went in.
-    - `stays`: whether it stands in a Module and leaves with its placement again when it is not written.
-    """
-
-    position: int
-    placement: Placement
-    fresh: bool
-    stays: bool
-
-
 class PerShardRun:
     """One per-shard run of a function: states enter, the function is called, results leave.
 
     **Arguments:**
 
-    - `fun`: the user's function.
+    - `name`, `fun`: the user's function.
     - `call`: its arguments, without their arrays.
-    - `template`: the leaves of the arguments, the static ones filled in.
+    - `leaves`: the leaves of the arguments, of which the static ones are kept.
     - `inputs`: one for each array that an instance gets.
-    - `leaving`: where results go.
+    - `rules`: where results go.
     - `sizes`: the sizes of the mesh's axes.
     - `donating`: whether the memory of written states is given up.
     """
 
     def __init__(
         self,
+        name: str,
         fun: Fun,
         call: Call,
-        template: list[Leaf],
-        inputs: Sequence[PerShardInput],
-        leaving: LeavingRules,
+        leaves: Sequence[Leaf],
+        inputs: Sequence[Input],
+        rules: Rules,
         sizes: Mapping[AxisName, int],
         donating: bool,
     ) -> None:
+        self.name = name
         self.fun = fun
         self.call = call
-        self.template = template
         self.inputs = inputs
-        self.leaving = leaving
+        self.rules = rules
         self.sizes = sizes
         self.donating = donating
-        self.input_at = {one.position: k for k, one in enumerate(inputs)}
+        self.input_at = {x.position: k for k, x in enumerate(inputs)}
+        self.template = [None if p in self.input_at else leaf for p, leaf in enumerate(leaves)]
 
     def __call__(
         self, shards: Sequence[Leaf], varying: VaryingAxes
     ) -> tuple[list[Leaf], WriteBack]:
         """The program's outputs, and how the result is put together."""
         leaves = list(self.template)
-        arrived: dict[int, Arrived] = {}
+        arrived: dict[int, tuple[int, Input]] = {}
         for k, (one, shard) in enumerate(zip(self.inputs, shards, strict=True)):
             x = leaves[one.position] = one.placement.take(shard)
+            stays = self.rules.stays(one)
             # One array may be given twice. In a Module it stays, whatever it is elsewhere.
-            if (one.stays or not one.fresh) and not (id(x) in arrived and arrived[id(x)].stays):
-                arrived[id(x)] = Arrived(one.placement, None if one.fresh else k, one.stays)
+            if (stays or not one.fresh) and not (
+                id(x) in arrived and self.rules.stays(arrived[id(x)][1])
+            ):
+                arrived[id(x)] = k, one
         varying.start(
             [leaves[one.position] for one in self.inputs],
             [one.placement.axis_names for one in self.inputs],
@@ -492,7 +466,7 @@ class PerShardRun:
                 raise
             raise type(error)(text) from error
         tied, donating = self.call.tied, self.donating
-        return leave(result, entering, arrived, self.leaving, varying, tied, donating)
+        return leave(result, entering, arrived, self.name, self.rules, varying, tied, donating)
 
     def _run(self, *units: Leaf) -> Any:
         args, kwargs = self.call.unit_def.unflatten(units)
@@ -537,7 +511,7 @@ class PerShardRun:
             return self._type_hint(str(error), components, entered)
         if parts := self._parts_met(str(error), entered):
             axes = NO_AXES.union(*(placement.axis_names for _, _, placement in parts))
-            names = [name for name in self.leaving.axis_names if name in axes]
+            names = [name for name in self.rules.names if name in axes]
             shown = [(path, part, placement.written) for path, part, placement in parts]
             return _with_gather_hint(str(error), shown, names)
         split = [
@@ -590,7 +564,7 @@ class PerShardRun:
     def _same_over(self, placements: Sequence[Placement]) -> tuple[AxisName, ...]:
         """The mapped axes over which every instance gets the same state."""
         apart = NO_AXES.union(*(placement.axis_names for placement in placements))
-        return tuple(name for name in self.leaving.axis_names if name not in apart)
+        return tuple(name for name in self.rules.names if name not in apart)
 
     def _placement_at(self, position: int) -> Placement | None:
         k = self.input_at.get(position)

@@ -1,9 +1,10 @@
 """A program: steps 1 to 4 of one call as a pure function over arrays, and the ways to run it."""
 
+import dataclasses
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import is_
 from typing import Any
 
@@ -23,9 +24,9 @@ from ._agreement import Passed, static_passed, structure_passed
 from ._arguments import Call, Statics, has_unhashable_node, unhashable
 from ._lanes import OtherShapes
 from ._packing import Packing, Repacking
-from ._per_shard import PerShardInput, PerShardRun
-from ._placement import Input, Spared
-from ._rules import Context, Declared, Stacked
+from ._per_shard import PerShardRun
+from ._placement import Spared
+from ._rules import Declared, Rules
 from ._write_back import WriteBack
 
 
@@ -39,52 +40,37 @@ class Program:
 
     - `declared`: what the author declared.
     - `call`: the arguments of the first such call. Their arrays are not kept.
-    - `context`: the rules as they stand for the call.
+    - `rules`: those of the call.
     - `traced`: whether the call is being recorded or transformed. Its jaxpr is then the one that JAX's own
         map leaves: what comes back as it went in is an output too. Arguments with states are excepted, and
         what leaves as it came whatever is declared.
     """
 
-    def __init__(self, declared: Declared, call: Call, context: Context, traced: bool) -> None:
+    def __init__(self, declared: Declared, call: Call, rules: Rules, traced: bool) -> None:
         self.declared = declared
         self.__name__ = self.__qualname__ = declared.name
         _check_argnums(declared.donate, len(call.args))
         packing = Packing(call)
         try:
-            self.resolved = context.resolve(declared.name, packing.call)
+            inputs, self.binding, self.rules = rules.resolve(declared.name, packing.call)
         except errors.StatemeshError:
             # A missing argument is a better reason than one that follows from it, such as no lanes.
             self._check_signature(packing.call)
             raise
-        placements, self.binding = self.resolved.placements, self.resolved.binding
-        packing.check(declared.name, placements, self.binding.sizes)
+        packing.check(declared.name, inputs, self.binding.sizes)
         self.given = packing.given
-        inputs = _inputs(packing.given, packing.inputs(placements), call.leaves)
-        self.positions = [one.position for one in inputs]
-        own = set(self.positions)
-        static_at = [i for i in range(len(call.leaves)) if i not in own]
+        donating = declared.donate != "none"
+        self.layout = self.binding.layout(declared.name, packing.inputs(inputs, call), donating)
+        self.positions = [x.position for x in self.layout.inputs]
+        static_at = sorted(set(range(len(call.leaves))).difference(self.positions))
         self.statics = Statics(static_at, call.leaves)
         # Nothing can tell whether a later call has the same of these, so no call runs this program again.
         self.unhashable: list[tuple[str, PyTree]] = []
         if self.statics.tokens is None or has_unhashable_node(packing.call.treedef):
             self.unhashable = unhashable(packing.call)
-        donating = declared.donate != "none"
-        self.layout = self.binding.layout(declared.name, inputs, donating)
         self.repacking = Repacking(
-            packing, placements, {position: k for k, position in enumerate(self.positions)}
+            packing, inputs, {position: k for k, position in enumerate(self.positions)}
         )
-        self.run = PerShardRun(
-            declared.fun,
-            packing.call.without_arrays(),
-            [None if i in placements else leaf for i, leaf in enumerate(packing.call.leaves)],
-            self._per_shard_inputs(packing, traced),
-            self.resolved.leaving,
-            self.binding.sizes,
-            donating,
-        )
-
-    def _per_shard_inputs(self, packing: Packing, traced: bool) -> list[PerShardInput]:
-        resolved = self.resolved
         in_models = {
             position
             for units in packing.call.units
@@ -92,24 +78,21 @@ class Program:
             for unit in units
             for position in unit.positions
         }
-        stays = {
-            unit.positions[0]
-            for unit in packing.call.flat_units()
-            if unit.kind is None and unit.in_module and unit.positions[0] in resolved.placements
-            if resolved.leaving.stays(resolved.placements[unit.positions[0]])
-        }
-        return [
-            PerShardInput(
-                position,
-                resolved.placements[position],
-                source in self.layout.fresh
-                or (traced and position not in in_models and position not in stays),
-                position in stays,
-            )
-            for position, source in zip(
-                sorted(resolved.placements), self.repacking.inputs, strict=True
-            )
-        ]
+        for k, (x, source) in enumerate(zip(inputs, self.repacking.inputs, strict=True)):
+            if source in self.layout.fresh or (
+                traced and not (x.position in in_models or self.rules.stays(x))
+            ):
+                inputs[k] = dataclasses.replace(x, fresh=True)
+        self.run = PerShardRun(
+            declared.name,
+            declared.fun,
+            packing.call.without_arrays(),
+            packing.call.leaves,
+            inputs,
+            self.rules,
+            self.binding.sizes,
+            donating,
+        )
 
     def _check_signature(self, given: Call) -> None:
         declared, keywords = self.declared, given.names[given.positional :]
@@ -147,8 +130,8 @@ class Program:
 
         self.layout.agree(self.arrays(leaves), passed)
 
-    def stacked(self, leaves: Sequence[Leaf]) -> tuple[list[Stacked], int | None]:
-        """The states that lanes write although nobody declared it, and the number of lanes.
+    def fed_to_lanes(self, leaves: Sequence[Leaf]) -> frozenset[str]:
+        """The paths of undeclared states that have an entry for each lane, are read, and written per lane.
 
         The function is traced to find them.
         """
@@ -156,11 +139,13 @@ class Program:
         traced = jax.jit(self).trace(*self.layout.abstract(arrays))
         back: WriteBack = traced.out_info[1]
         read = jaxprs.inputs_read(traced.jaxpr)
-        stacked = [
-            Stacked(path, [np.shape(arrays[k]) for k in inputs], any(read[k] for k in inputs))
+        lanes = self.binding.count(self.declared.name, self.layout, arrays)
+        return frozenset(
+            path
             for path, inputs in back.stacked
-        ]
-        return stacked, self.binding.count(self.declared.name, self.layout, arrays)
+            if any(read[k] for k in inputs)
+            and all(np.shape(arrays[k])[:1] == (lanes,) for k in inputs)
+        )
 
     def given_up(self, how: Any, back: WriteBack) -> Sequence[int]:
         """The inputs whose memory `how` gives up: of written states, of all, or of some arguments."""
@@ -197,26 +182,6 @@ class Program:
 def _check_argnums(donate: Any, count: int) -> None:
     if isinstance(donate, tuple) and (bad := [i for i in donate if not -count <= i < count]):
         raise errors.bad_argnums("donate_argnums", bad, count)
-
-
-def _inputs(
-    given: Call, placements: Mapping[int, Placement], leaves: Sequence[Leaf]
-) -> list[Input]:
-    """A record of each input, in the order of their positions."""
-    return [
-        Input(
-            position,
-            unit.path,
-            placements[position],
-            type(leaves[position]),
-            # An array outside states and Modules keeps its weak type, as under JAX's own maps.
-            strong=unit.kind is not None or unit.in_module,
-            stateful=unit.kind is not None,
-        )
-        for unit in given.flat_units()
-        for position in unit.positions
-        if position in placements
-    ]
 
 
 class DonatingProgram:

@@ -33,6 +33,7 @@ from .._base._types import (
     NUMBERS,
     AnyMesh,
     AxisName,
+    KeyPath,
     Leaf,
     PyTree,
     SpecTree,
@@ -43,7 +44,7 @@ from .._jax import _explicit as explicit
 from .._jax._compat import tree_util
 from .._state._state import State
 from ._arguments import Call
-from ._instances import OnMesh, OnOwnMesh
+from ._instances import Binding, OnMesh
 from ._mesh import (
     by_fields,
     check_specs,
@@ -55,11 +56,13 @@ from ._mesh import (
     resolve_mesh,
 )
 from ._origins import Entered, values
-from ._rules import LeavingRules, Mistakes, Resolved, ReturnedUnit, Stacked, roots
+from ._placement import Input
+from ._rules import Mistakes, Rules, roots
 from ._specs import (
     REPLICATED,
     UNDECLARED,
     OfStates,
+    SpecPlacement,
     broadcast_specs,
     check_state_specs,
     choices,
@@ -70,78 +73,15 @@ from ._specs import (
 
 
 @dataclasses.dataclass(frozen=True)
-class LeaveBySpec(LeavingRules):
-    """`out_specs` and `state_out_specs`."""
-
-    out_specs: SpecTree
-    state_out_specs: StateSpecs
-
-    def entries(self, result: PyTree, root: str) -> list[Leaf]:
-        return broadcast_specs(self.out_specs, result, "shard_map out_specs", root)
-
-    def declared(self, result: PyTree, root: str) -> list[Leaf]:
-        return choose_specs(self.state_out_specs, roots(result, root), "state_out_specs")
-
-    def for_array(self, entry: Leaf, x: Leaf, path: str, mistakes: Mistakes) -> Placement:
-        if entry is None:
-            raise _none_for_array(path, x)
-        return placement(entry)
-
-    def stays(self, placement: Placement) -> bool:
-        """Never: a spec of an array means to statemesh what it means to JAX."""
-        return False
-
-    def for_state(
-        self, state: State, entered: Entered | None, declared: Any, path: str, mistakes: Mistakes
-    ) -> list[Placement]:
-        if declared is not UNDECLARED:
-            return [*own_placements(state, declared, path)]
-        if entered is not None:
-            own = list(entered.placements)
-            structure = tree_util.tree_structure
-            if structure(state.value) == structure(entered.seen.value):
-                return own
-            # `replace` has changed the structure, and nothing says which leaf is which.
-            if len(set(own)) == 1:
-                return own * len(values(state))
-        return [*own_placements(state, state.spec, path)]
-
-    def check_entries(self, units: Sequence[ReturnedUnit]) -> None:
-        of_states, depth = OfStates(), 0 if is_spec(self.out_specs) else 1
-        for one in units:
-            placement = f"out_specs{jax.tree_util.keystr(one.keys[:depth])}"
-            if one.placements is not None:
-                path = path_str(one.keys, f"{self.fun_name}(...)")
-                of_states.state(placement, one.entry, path, one.node, one.placements)
-            elif is_shaped(one.node) or type(one.node) in NUMBERS:
-                of_states.array(placement, one.entry)
-        if bad := of_states.bad():
-            raise errors.specs_of_states(self.fun_name, "out_specs", "state_out_specs", bad)
-
-    def auxiliary(self) -> Placement:
-        return REPLICATED
-
-    def fallback(self, declared: Any, x: Leaf, path: str) -> Placement | None:
-        """None: the author has to write a spec."""
-        return None
-
-    def refuse(self, mistakes: Mistakes) -> None:
-        if mistakes.diverged:
-            raise _diverged(self.fun_name, mistakes.diverged)
-        if mistakes.rank:
-            raise _out_rank(self.fun_name, mistakes.rank)
-        if mistakes.varying:
-            raise _out_varies(self.fun_name, mistakes.varying)
-
-
-@dataclasses.dataclass(frozen=True)
-class SpecRules:
+class SpecRules(Rules):
     """The mesh and the specs of a `shard_map`.
 
     **Attributes:**
 
     - `one_device`: whether calls run on a mesh of one device, which has the names of the other's axes.
     - `only_shapes`: whether calls are only traced, so that the mesh needs no devices.
+    - `names`, `inferred`: of the rules of one call, the mesh axes that it maps over, and the specs that its
+        arguments' types carry, where the author left out `in_specs`. `mesh` is that of the call then.
     """
 
     mesh: AnyMesh | None
@@ -153,6 +93,8 @@ class SpecRules:
     axis_names: frozenset[AxisName]
     one_device: bool = False
     only_shapes: bool = False
+    names: tuple[AxisName, ...] = ()
+    inferred: tuple[PyTree, ...] | None = None
 
     what = "in_specs"
 
@@ -171,6 +113,10 @@ class SpecRules:
     @property
     def takes_set_mesh(self) -> bool:
         return self.mesh is None
+
+    @property
+    def key(self) -> Hashable:
+        return self.mesh, self.names, tuple(tree_util.tree_leaves(self.inferred))
 
     def __reduce__(self) -> tuple[PyTree, ...]:
         return by_fields(self)
@@ -202,24 +148,19 @@ class SpecRules:
                 named.append((what, given))
         check_specs(named, mesh, names)
 
-    def context(self, call: Call, traced: bool) -> "SpecContext":
-        leaves = call.leaves
-        mesh = self._mesh(leaves, traced)
+    def for_call(self, call: Call, traced: bool) -> "SpecRules":
+        mesh = self._mesh(call.leaves, traced)
         if traced:
-            mesh = mesh_for_traced(mesh, leaves)
+            mesh = mesh_for_traced(mesh, call.leaves)
         names = manual_names(mesh, self.axis_names)
         if traced and names and explicit.has_explicit_axes(mesh):
             left = explicit.left_by_vmap(mesh, names)
             if self.axis_names and left != names:
                 raise _axis_of_vmap([name for name in names if name not in left], mesh)
             names = left
-        if self.in_specs is not compat.INFER:
-            return SpecContext(self, mesh, names, self.in_specs, ())
-        inferred = _inferred(mesh, names, call.args)
-        return SpecContext(self, mesh, names, inferred, tuple(tree_util.tree_leaves(inferred)))
-
-    def check_traced(self, name: str, leaves: Sequence[Leaf]) -> None:
-        """Nothing: the context already refused arguments that do not fit the mesh."""
+        infers = self.in_specs is compat.INFER
+        inferred = _inferred(mesh, names, call.args) if infers else None
+        return dataclasses.replace(self, mesh=mesh, names=names, inferred=inferred)
 
     def has_devices(self, leaves: Sequence[Leaf]) -> bool:
         return not isinstance(self.mesh, AbstractMesh) or lies_on_a_mesh(leaves)
@@ -241,77 +182,101 @@ class SpecRules:
             mesh = mesh_of_arrays(mesh, leaves)
         return mesh
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class SpecContext:
-    """The specs of one call, and its mesh.
-
-    **Attributes:**
-
-    - `rules`: what the author declared.
-    - `names`: the mesh axes that the call maps over.
-    - `in_specs`: the declared ones, or those that the arguments' types carry.
-    - `inferred`: the latter.
-    """
-
-    rules: SpecRules
-    mesh: Mesh | AbstractMesh
-    names: tuple[AxisName, ...]
-    in_specs: SpecTree
-    inferred: tuple[PartitionSpec, ...]
-
-    looks_ahead = False
-
-    @property
-    def key(self) -> Hashable:
-        return self.mesh, self.names, self.inferred
-
-    def after(self, stacked: Sequence[Stacked], lanes: int | None) -> None:
-        """No spec depends on what the function writes."""
-
-    def resolve(self, name: str, call: Call) -> Resolved:
-        rules, mesh, names = self.rules, self.mesh, self.names
+    def resolve(self, name: str, call: Call) -> tuple[list[Input], Binding, "SpecRules"]:
+        mesh, names = self.mesh, self.names
+        assert mesh is not None
         if not names:
             raise _no_axes_left(mesh)
-        rules.check_specs(mesh, names)
-        placements, placed_by = self._placements(name, call)
-        paths = call.paths()
-        named = [(f"the spec of {paths[p]}", placement.spec) for p, placement in placements.items()]
-        check_specs(named, mesh, names)
-        binding = OnOwnMesh if rules.one_device else OnMesh
-        leaving = LeaveBySpec(name, names, rules.out_specs, rules.state_out_specs)
-        return Resolved(
-            placements, placed_by, binding(mesh, names, rules.check_vma), leaving, by_shape=False
-        )
+        self.check_specs(mesh, names)
+        inputs = self._inputs(name, call)
+        check_specs([(f"the spec of {x.path}", x.placement.spec) for x in inputs], mesh, names)
+        return inputs, OnMesh(mesh, names, self.check_vma, self.one_device), self
 
-    def _placements(self, name: str, call: Call) -> tuple[dict[int, Placement], dict[int, str]]:
-        """The placement of every input by its position, and what says so."""
-        declared = iter(choices(self.rules.state_in_specs, call.named(), "state_in_specs"))
-        placements: dict[int, Placement] = {}
-        placed_by: dict[int, str] = {}
-        what = "shard_map in_specs"
+    def _inputs(self, name: str, call: Call) -> list[Input]:
+        """A record of each leaf that becomes an input."""
+        declared = iter(choices(self.state_in_specs, call.named(), "state_in_specs"))
+        in_specs = self.in_specs if self.inferred is None else self.inferred
+        inputs: list[Input] = []
         of_states = OfStates()
-        each = call.with_entries(self.in_specs, what, None, broadcast_specs)
+        each = call.with_entries(in_specs, "shard_map in_specs", None, broadcast_specs)
         for unit, node, spec, entry in each:
+            entry_name = entry.removeprefix("shard_map ")
+            placements: list[SpecPlacement] = []
             if unit.kind is not None:
                 chosen = next(declared)
                 undeclared = chosen.spec is UNDECLARED
-                own = own_placements(node, node.spec if undeclared else chosen.spec, unit.path)
-                of_states.state(entry.removeprefix("shard_map "), spec, unit.path, node, own)
-                entry = _own_reason(node) if undeclared else chosen.entry
-                own += [REPLICATED] * (len(unit.positions) - len(own))
-                placements.update(zip(unit.positions, own, strict=True))
-                placed_by.update(dict.fromkeys(unit.positions, entry))
-            elif unit.shaped or (unit.number and not unit.in_module and spec is not None):
-                of_states.array(entry.removeprefix("shard_map "), spec)
-                placements[unit.positions[0]] = placement(spec)
-                inferred = entry.endswith("]") and self.rules.in_specs is compat.INFER
-                placed_by[unit.positions[0]] = (
-                    "its type" if inferred else entry.removeprefix("shard_map ")
+                placements = own_placements(
+                    node, node.spec if undeclared else chosen.spec, unit.path
                 )
+                of_states.state(entry_name, spec, unit.path, node, placements)
+                placed_by = _own_reason(node) if undeclared else chosen.entry
+                placements += [REPLICATED] * (len(unit.positions) - len(placements))
+            elif unit.shaped or (unit.number and not unit.in_module and spec is not None):
+                of_states.array(entry_name, spec)
+                placements = [placement(spec)]
+                by_type = entry.endswith("]") and self.inferred is not None
+                placed_by = "its type" if by_type else entry_name
+            else:
+                continue
+            for position, own in zip(unit.positions, placements, strict=True):
+                inputs.append(unit.input(position, call.leaves[position], own, placed_by))
         if bad := of_states.bad():
             raise errors.specs_of_states(name, "in_specs", "state_in_specs", bad)
-        return placements, placed_by
+        return inputs
+
+    def entries(self, result: PyTree, root: str) -> list[Leaf]:
+        return broadcast_specs(self.out_specs, result, "shard_map out_specs", root)
+
+    def declared(self, result: PyTree, root: str) -> list[Leaf]:
+        return choose_specs(self.state_out_specs, roots(result, root), "state_out_specs")
+
+    def for_array(self, entry: Leaf, x: Leaf, path: str, mistakes: Mistakes) -> Placement:
+        if entry is None:
+            raise _none_for_array(path, x)
+        return placement(entry)
+
+    def for_state(
+        self, state: State, entered: Entered | None, declared: Any, path: str, mistakes: Mistakes
+    ) -> list[Placement]:
+        if declared is not UNDECLARED:
+            return [*own_placements(state, declared, path)]
+        if entered is not None:
+            own = list(entered.placements)
+            structure = tree_util.tree_structure
+            if structure(state.value) == structure(entered.seen.value):
+                return own
+            # `replace` has changed the structure, and nothing says which leaf is which.
+            if len(set(own)) == 1:
+                return own * len(values(state))
+        return [*own_placements(state, state.spec, path)]
+
+    def check_entries(
+        self,
+        name: str,
+        flat: Sequence[tuple[KeyPath, Any]],
+        entries: Sequence[Leaf],
+        placements: Sequence[Sequence[Placement] | None],
+    ) -> None:
+        of_states, depth = OfStates(), 0 if is_spec(self.out_specs) else 1
+        for (keys, node), entry, own in zip(flat, entries, placements, strict=True):
+            entry_name = f"out_specs{jax.tree_util.keystr(keys[:depth])}"
+            if own is not None:
+                of_states.state(entry_name, entry, path_str(keys, f"{name}(...)"), node, own)
+            elif is_shaped(node) or type(node) in NUMBERS:
+                of_states.array(entry_name, entry)
+        if bad := of_states.bad():
+            raise errors.specs_of_states(name, "out_specs", "state_out_specs", bad)
+
+    def auxiliary(self) -> Placement:
+        return REPLICATED
+
+    def refuse(self, name: str, mistakes: Mistakes) -> None:
+        if mistakes.diverged:
+            raise _diverged(name, mistakes.diverged)
+        if mistakes.rank:
+            raise _out_rank(name, mistakes.rank)
+        if mistakes.varying:
+            raise _out_varies(name, mistakes.varying)
 
 
 def _own_reason(state: State) -> str:
