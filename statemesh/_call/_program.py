@@ -5,8 +5,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from operator import is_
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ import numpy as np
 from .._base import _errors as errors
 from .._base._errors import _HASHABLE, _typed, error_listing
 from .._base._specs import Placement
-from .._base._types import NUMBERS, Leaf, PyTree, PyTreeDef, Sharding
+from .._base._types import NUMBERS, Leaf, PyTree, PyTreeDef
 from .._jax import _compat as compat
 from .._jax import _explicit as explicit
 from .._jax import _jaxprs as jaxprs
@@ -178,10 +177,39 @@ class Program:
         outputs = self.binding.call(run, self.declared.name, self.layout, flat_args)
         return outputs, found[0]
 
+    def takes_trees(self) -> bool:
+        """Whether calls can be run by `by_trees`: all leaves are arrays of JAX or Python's numbers."""
+        kinds = [x.kind for x in self.layout.inputs]
+        return (
+            compat.REFUSES_DELETED
+            and self.binding.outside is None
+            and not self.statics.positions
+            and not self.unhashable
+            and all(issubclass(kind, jax.Array) or kind in NUMBERS for kind in kinds)
+        )
+
+    def by_trees(self) -> Any:
+        """The program compiled to take `args`, `kwargs` and a `LikeBefore`.
+
+        Given that of a new call it runs only what it has compiled already.
+        """
+
+        def of_trees(args: PyTree, kwargs: PyTree, call: LikeBefore) -> Result:
+            if call is not ANY_CALL:
+                # Under `jax.disable_jit` JAX compares nothing, and calls the function itself.
+                raise Refused
+            return self(*tree_util.tree_leaves((args, kwargs)))
+
+        of_trees.__name__ = of_trees.__qualname__ = self.__name__
+        return jax.jit(of_trees)
+
 
 def _check_argnums(donate: Any, count: int) -> None:
     if isinstance(donate, tuple) and (bad := [i for i in donate if not -count <= i < count]):
         raise errors.bad_argnums("donate_argnums", bad, count)
+
+
+Result: TypeAlias = tuple[list[Leaf], WriteBack]
 
 
 class DonatingProgram:
@@ -282,13 +310,6 @@ def spared_by(program: Program, arrays: Sequence[Leaf], donated: Sequence[int]) 
     return Spared(donated, sizes)
 
 
-Result = tuple[list[Leaf], WriteBack]
-
-# So often the same call may be refused before we stop asking. JAX forgets programs when it is told to, and
-# when it has very many of them.
-_REFUSALS = 3
-
-
 class Refused(Exception):
     """A call is not like an earlier one, and nothing was done."""
 
@@ -314,119 +335,8 @@ class LikeBefore:
 
 
 # In the place of a `LikeBefore`, with which it shares programs: the call may be unlike all others.
-_ANY = LikeBefore(math.inf)
-jax.tree_util.register_pytree_node(LikeBefore, LikeBefore.flatten, lambda *_: _ANY)
-
-
-class OneDispatch:
-    """A program compiled to take the arguments of a call as they are, as trees.
-
-    `jax.jit` flattens them, compares their structure, shapes, dtypes, and placements with those of earlier
-    calls, and runs what it compiled, all in C++. Given a `LikeBefore` it does nothing else.
-
-    **Arguments:**
-
-    - `program`: one that `fits`.
-    - `treedef`: the structure of `(args, kwargs)`.
-    """
-
-    def __init__(self, program: Program, treedef: PyTreeDef) -> None:
-        def of_trees(args: PyTree, kwargs: PyTree, call: LikeBefore) -> Result:
-            if call is not _ANY:
-                # Under `jax.disable_jit` JAX compares nothing, and calls the function itself.
-                raise Refused
-            return program(*tree_util.tree_leaves((args, kwargs)))
-
-        of_trees.__name__ = of_trees.__qualname__ = program.__name__
-        self.jitted: Any = jax.jit(of_trees)
-        self.check_alive = program.layout.check_alive
-        self._treedef = treedef
-        args, kwargs = treedef.children()
-        self._structures = [*args.children(), kwargs]
-        self._chances = _REFUSALS
-        self._calls_back: bool | None = None
-
-    @staticmethod
-    def fits(program: Program) -> bool:
-        """Whether a program can be called like this: all leaves are arrays of JAX or Python's numbers."""
-        kinds = [one.kind for one in program.layout.inputs]
-        return (
-            compat.REFUSES_DELETED
-            and program.binding.outside is None
-            and not program.statics.positions
-            and not program.unhashable
-            and all(issubclass(kind, jax.Array) or kind in NUMBERS for kind in kinds)
-        )
-
-    def __call__(
-        self,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-        given: Sequence[Leaf],
-        ready: Sequence[Leaf],
-    ) -> Result:
-        """Run the program, and compile it if need be.
-
-        **Arguments:**
-
-        - `given`: the leaves of `(args, kwargs)`.
-        - `ready`: the same, laid out.
-        """
-        result: Result
-        if ready is given:
-            result = self.jitted(args, kwargs, _ANY)
-            return result
-        # To rebuild a model takes longer than to look at its leaves, and most often only the data moved.
-        new, start = [], 0
-        for tree, structure in zip((*args, kwargs), self._structures, strict=True):
-            stop = start + structure.num_leaves
-            own = ready[start:stop]
-            stays = all(map(is_, own, given[start:stop]))
-            new.append(tree if stays else structure.unflatten(own))
-            start = stop
-        result = self.jitted(tuple(new[:-1]), new[-1], _ANY)
-        return result
-
-    def again(
-        self,
-        args: tuple[PyTree, ...],
-        kwargs: dict[str, PyTree],
-        given: Sequence[Leaf],
-        result: Result,
-        refused: "OneDispatch | None",
-    ) -> "OneDispatch | None":
-        """What to try at the next call, after one in which nothing had to be moved.
-
-        **Arguments:**
-
-        - `args`, `kwargs`, `given`: of that call, and their leaves.
-        - `result`: what it gave.
-        - `refused`: what was tried at it, and was refused.
-        """
-        if compat.jit_disabled():
-            return None
-        if refused is self:
-            self._chances -= 1
-        if self._calls_back is None:
-            # A callback of the user's, which may run on the calling thread, may trace functions of its own.
-            equations = jaxprs.equations(self.jitted.trace(args, kwargs, _ANY).jaxpr)
-            self._calls_back = any(map(jaxprs.calls_back, equations))
-        if self._chances <= 0 or self._calls_back:
-            return None
-        # A kind of call that is refused once takes a slower way through JAX from then on. So we wait until
-        # results that are fed back are laid out under the same name: on Explicit axes `P()` comes back as
-        # `P(None, None)`.
-        outputs, back = result
-        written = [outputs[k] for k, _ in back.written]
-        return self if _layouts(written) <= _layouts(given) else None
-
-    def trace(self, *arrays: Leaf) -> jax.stages.Traced:
-        """The program of these inputs, which the call that follows finds."""
-        return self.jitted.trace(*self._treedef.unflatten(arrays), _ANY)
-
-
-def _layouts(arrays: Sequence[Leaf]) -> set[tuple[int, Sharding]]:
-    return {(x.ndim, x.sharding) for x in arrays if isinstance(x, jax.Array)}
+ANY_CALL = LikeBefore(math.inf)
+jax.tree_util.register_pytree_node(LikeBefore, LikeBefore.flatten, lambda *_: ANY_CALL)
 
 
 class Stage:
