@@ -119,12 +119,11 @@ class CompiledEntry:
         # What is lowered, and what runs: functions of the inputs.
         self.jitted: Any = self.plain
         if declared.donate != "none":
-            self.jitted = DonatingProgram(program, declared.donate)
+            self.jitted = DonatingProgram(program)
         self.runs: Any = self.jitted if declared.jit else program
         self.outside = program.binding.outside
-        self.by_trees: Any = None
-        if declared.jit and declared.donate == "none" and program.takes_trees():
-            self.by_trees = program.by_trees()
+        donating = declared.donate != "none"
+        self.by_trees: Any = program.by_trees() if declared.jit and not donating else None
         self._refusals = 0
         self._calls_back: bool | None = None
 

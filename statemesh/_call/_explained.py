@@ -281,7 +281,7 @@ def _changing_statics(inspected: Inspected) -> list[str]:
     program = inspected.entry.program
     if program.unhashable:
         return [path for path, _ in program.unhashable]
-    own, paths = program.statics.tokens or [], program.given.paths()
+    own, paths = program.statics.tokens or [], program.call.paths()
     theirs = [tokens for rival in inspected.rivals if (tokens := rival.program.statics.tokens)]
     return [
         paths[position]

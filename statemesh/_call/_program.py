@@ -1,10 +1,11 @@
 """A program: steps 1 to 4 of one call as a pure function over arrays, and the ways to run it."""
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -22,11 +23,15 @@ from .._jax._compat import tree_util
 from ._agreement import Passed, static_passed, structure_passed
 from ._arguments import Call, Statics, has_unhashable_node, unhashable
 from ._lanes import OtherShapes
-from ._packing import Packing, Repacking
-from ._per_shard import PerShardRun
+from ._packing import Packing
+from ._per_shard import PerShard
 from ._placement import Spared
 from ._rules import Declared, Rules
 from ._write_back import WriteBack
+
+
+Result: TypeAlias = tuple[list[Leaf], WriteBack]
+"""The outputs of a program, and how the result is put together."""
 
 
 class Program:
@@ -48,18 +53,20 @@ class Program:
     def __init__(self, declared: Declared, call: Call, rules: Rules, traced: bool) -> None:
         self.declared = declared
         self.__name__ = self.__qualname__ = declared.name
-        _check_argnums(declared.donate, len(call.args))
-        packing = Packing(call)
+        count, donate = call.positional, declared.donate
+        if isinstance(donate, tuple) and (bad := [i for i in donate if not -count <= i < count]):
+            raise errors.bad_argnums("donate_argnums", bad, count)
+        self.call = call.without_arrays()
+        self.packing = packing = Packing(call)
         try:
             inputs, self.binding, self.rules = rules.resolve(declared.name, packing.call)
         except errors.StatemeshError:
             # A missing argument is a better reason than one that follows from it, such as no lanes.
             self._check_signature(packing.call)
             raise
-        packing.check(declared.name, inputs, self.binding.sizes)
-        self.given = packing.given
-        donating = declared.donate != "none"
-        self.layout = self.binding.layout(declared.name, packing.inputs(inputs, call), donating)
+        donating = donate != "none"
+        placed = packing.place(declared.name, inputs, self.binding.sizes, call)
+        self.layout = self.binding.layout(declared.name, placed, donating)
         self.positions = [x.position for x in self.layout.inputs]
         static_at = sorted(set(range(len(call.leaves))).difference(self.positions))
         self.statics = Statics(static_at, call.leaves)
@@ -67,9 +74,6 @@ class Program:
         self.unhashable: list[tuple[str, PyTree]] = []
         if self.statics.tokens is None or has_unhashable_node(packing.call.treedef):
             self.unhashable = unhashable(packing.call)
-        self.repacking = Repacking(
-            packing, inputs, {position: k for k, position in enumerate(self.positions)}
-        )
         in_models = {
             position
             for units in packing.call.units
@@ -77,25 +81,37 @@ class Program:
             for unit in units
             for position in unit.positions
         }
-        for k, (x, source) in enumerate(zip(inputs, self.repacking.inputs, strict=True)):
-            if source in self.layout.fresh or (
+        for k, (x, number) in enumerate(zip(inputs, packing.numbers, strict=True)):
+            if number in self.layout.fresh or (
                 traced and not (x.position in in_models or self.rules.stays(x))
             ):
                 inputs[k] = dataclasses.replace(x, fresh=True)
-        self.run = PerShardRun(
+        unpacked = {x.position for x in inputs}
+        template = [None if k in unpacked else x for k, x in enumerate(packing.call.leaves)]
+        packing.call = packing.call.without_arrays()
+        self.run = PerShard(
             declared.name,
             declared.fun,
-            packing.call.without_arrays(),
-            packing.call.leaves,
+            packing.call,
+            template,
             inputs,
             self.rules,
             self.binding.sizes,
             donating,
         )
 
-    def _check_signature(self, given: Call) -> None:
-        declared, keywords = self.declared, given.names[given.positional :]
-        _check_signature(declared.fun, declared.name, given.positional, keywords)
+    def _check_signature(self, call: Call) -> None:
+        """Refuse arguments that the function does not take, in the words of Python."""
+        try:
+            signature = inspect.signature(self.declared.fun)
+        except (TypeError, ValueError):
+            return
+        keywords = dict.fromkeys(call.names[call.positional :])
+        try:
+            signature.bind(*[None] * call.positional, **keywords)
+        except TypeError as error:
+            name = self.declared.name
+            raise TypeError(f"{name}{signature} cannot be called like this: {error}.") from None
 
     def arrays(self, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
         """The program's inputs among all leaves."""
@@ -123,9 +139,9 @@ class Program:
         """Refuse what another process passes differently, where all of them have to pass the same."""
 
         def passed() -> list[Passed]:
-            paths = self.given.paths()
+            paths = self.call.paths()
             statics = [static_passed(paths[i], leaves[i]) for i in self.statics.positions]
-            return [structure_passed(self.given.treedef, [*paths.values()]), *statics]
+            return [structure_passed(self.call.treedef, [*paths.values()]), *statics]
 
         self.layout.agree(self.arrays(leaves), passed)
 
@@ -146,53 +162,42 @@ class Program:
             and all(np.shape(arrays[k])[:1] == (lanes,) for k in inputs)
         )
 
-    def given_up(self, how: Any, back: WriteBack) -> Sequence[int]:
-        """The inputs whose memory `how` gives up: of written states, of all, or of some arguments."""
-        if how == "states":
-            return sorted(set(back.rewritten))
-        if how == "all":
-            return range(len(self.positions))
-        # Keyword arguments come after the positional ones, and have no number.
-        given = self.given.units[: self.given.positional]
-        positions = {p for i in how for unit in given[i] for p in unit.positions}
-        return [k for k, p in enumerate(self.positions) if p in positions]
-
     def tracer_paths(self, arrays: Sequence[Leaf]) -> list[str]:
         """The paths of the inputs that are being traced."""
         pairs = zip(self.layout.inputs, arrays, strict=True)
-        return [one.path for one, x in pairs if compat.is_tracer(x)]
+        return [source.path for source, x in pairs if compat.is_tracer(x)]
 
-    def __call__(self, *flat_args: Leaf) -> tuple[list[Leaf], WriteBack]:
-        self.layout.check(flat_args)
-        self._check_signature(self.given)
-        found: list[WriteBack] = []
+    def __call__(self, *arrays: Leaf) -> Result:
+        self.layout.check(arrays)
+        self._check_signature(self.call)
+        back: WriteBack | None = None
 
         def run(*parts: Leaf) -> tuple[list[Leaf], Sequence[Placement]]:
-            own = self.repacking.split(parts)
-            outputs, back = self.run(own, self.binding.varying())
-            outputs, back = self.repacking.join(own, outputs, back)
-            found[:] = [back]
+            nonlocal back
+            unpacked = self.packing.split(parts)
+            outputs, back = self.run(unpacked, self.binding.varying())
+            outputs, back = self.packing.join(unpacked, outputs, back)
             return outputs, back.placements
 
-        outputs = self.binding.call(run, self.declared.name, self.layout, flat_args)
-        return outputs, found[0]
-
-    def takes_trees(self) -> bool:
-        """Whether calls can be run by `by_trees`: all leaves are arrays of JAX or Python's numbers."""
-        kinds = [x.kind for x in self.layout.inputs]
-        return (
-            compat.REFUSES_DELETED
-            and self.binding.outside is None
-            and not self.statics.positions
-            and not self.unhashable
-            and all(issubclass(kind, jax.Array) or kind in NUMBERS for kind in kinds)
-        )
+        outputs = self.binding.call(run, self.declared.name, self.layout, arrays)
+        assert back is not None
+        return outputs, back
 
     def by_trees(self) -> Any:
         """The program compiled to take `args`, `kwargs` and a `LikeBefore`.
 
-        Given that of a new call it runs only what it has compiled already.
+        Given that of a new call it runs only what it has compiled already. `None` where not all leaves are
+        arrays of JAX or Python's numbers.
         """
+        kinds = [x.kind for x in self.layout.inputs]
+        if (
+            not compat.REFUSES_DELETED
+            or self.binding.outside is not None
+            or self.statics.positions
+            or self.unhashable
+            or not all(issubclass(kind, jax.Array) or kind in NUMBERS for kind in kinds)
+        ):
+            return None
 
         def of_trees(args: PyTree, kwargs: PyTree, call: LikeBefore) -> Result:
             if call is not ANY_CALL:
@@ -204,14 +209,6 @@ class Program:
         return jax.jit(of_trees)
 
 
-def _check_argnums(donate: Any, count: int) -> None:
-    if isinstance(donate, tuple) and (bad := [i for i in donate if not -count <= i < count]):
-        raise errors.bad_argnums("donate_argnums", bad, count)
-
-
-Result: TypeAlias = tuple[list[Leaf], WriteBack]
-
-
 class DonatingProgram:
     """A program compiled so that it may overwrite inputs.
 
@@ -219,17 +216,16 @@ class DonatingProgram:
     up. JAX remembers the trace, so that compiling with donation does not trace again.
     """
 
-    def __init__(self, program: Program, how: Any) -> None:
+    def __init__(self, program: Program) -> None:
         self.program = program
-        self.how = how
         self._compiled: dict[Any, tuple[Any, Spared]] = {}
         # The program of the last call is tried first.
         self._last: tuple[Any, Spared] = (_refuse, Spared((), ()))
 
-    def __call__(self, *arrays: Leaf) -> tuple[list[Leaf], WriteBack]:
+    def __call__(self, *arrays: Leaf) -> Result:
         compiled, spared = self._last
         try:
-            outputs: tuple[list[Leaf], WriteBack] = compiled(*spared(arrays))
+            outputs: Result = compiled(*spared(arrays))
         except OtherShapes:
             if compat.jit_disabled():
                 return self.program(*arrays)
@@ -247,53 +243,50 @@ class DonatingProgram:
         return compiled.lower(*arrays)
 
     def _for(self, arrays: Sequence[Leaf]) -> tuple[Any, Spared]:
-        key = _shapes(arrays)
-        if key not in self._compiled:
-            one = _OfShapes(self.program, key)
-            traced = jax.jit(one).trace(*arrays)
-            donated = self._given_up(arrays, *traced.out_info)
-            spared = spared_by(self.program, arrays, donated)
-            self._compiled[key] = (jax.jit(one, donate_argnums=donated), spared)
-        return self._compiled[key]
+        program, shapes = self.program, _shapes(arrays)
 
-    def _given_up(
+        def of_shapes(*arrays: Leaf) -> Result:
+            # What is donated depends on shapes. To compare them at every call would cost as much as the rest
+            # of it; but `jax.jit` traces anew where they differ.
+            if _shapes(arrays) != shapes:
+                raise OtherShapes
+            return program(*arrays)
+
+        if shapes not in self._compiled:
+            of_shapes.__name__ = of_shapes.__qualname__ = program.__name__
+            donated = self._donated(arrays, *jax.jit(of_shapes).trace(*arrays).out_info)
+            spared = spared_by(program, arrays, donated)
+            self._compiled[shapes] = (jax.jit(of_shapes, donate_argnums=donated), spared)
+        return self._compiled[shapes]
+
+    def _donated(
         self, arrays: Sequence[Leaf], outputs: Sequence[Leaf], back: WriteBack
     ) -> tuple[int, ...]:
-        kept = back.forwarded
-        wanted = [k for k in self.program.given_up(self.how, back) if k not in kept]
+        """The inputs that are given up: of written states, all, or those of some arguments."""
+        how, call = self.program.declared.donate, self.program.call
+        wanted: Sequence[int] = range(len(arrays))
+        if how == "states":
+            wanted = sorted(set(back.rewritten))
+        elif how != "all":
+            # Keyword arguments come after the positional ones, and have no number.
+            units = [unit for i in how for unit in call.units[: call.positional][i]]
+            positions = {position for unit in units for position in unit.positions}
+            wanted = [k for k, p in enumerate(self.program.positions) if p in positions]
         # A buffer can become only an output of its own size. JAX would warn of any other.
         room = Counter(
             (x.shape, x.dtype, placement.spec)
             for x, placement in zip(outputs, back.placements, strict=True)
         )
         inputs = self.program.layout.inputs
-        given: list[int] = []
+        donated: list[int] = []
         for k in wanted:
-            if not hasattr(arrays[k], "shape"):
+            if k in back.forwarded or not hasattr(arrays[k], "shape"):
                 continue
             like = (arrays[k].shape, arrays[k].dtype, inputs[k].placement.spec)
             if room[like] > 0:
                 room[like] -= 1
-                given.append(k)
-        return tuple(given)
-
-
-class _OfShapes:
-    """A program that is traced for these shapes only.
-
-    What is donated depends on shapes. To compare them at every call would cost as much as the rest of it;
-    but `jax.jit` traces anew where they differ.
-    """
-
-    def __init__(self, program: Program, shapes: tuple[Any, ...]) -> None:
-        self.program = program
-        self.shapes = shapes
-        self.__name__ = self.__qualname__ = program.__name__
-
-    def __call__(self, *flat_args: Leaf) -> tuple[list[Leaf], WriteBack]:
-        if _shapes(flat_args) != self.shapes:
-            raise OtherShapes
-        return self.program(*flat_args)
+                donated.append(k)
+        return tuple(donated)
 
 
 def _refuse(*arrays: Leaf) -> Any:
@@ -415,77 +408,44 @@ class Lowered(Stage):
 class Compiled(Stage):
     """A call, compiled for arguments like these: called as the function is."""
 
-    def __init__(
-        self,
-        program: Any,
-        call: Program,
-        treedef: PyTreeDef,
-        complete: Callable[[tuple[PyTree, ...]], tuple[PyTree, ...]],
-    ) -> None:
-        super().__init__(program, call, treedef, complete)
-        inputs = tree_util.tree_leaves(program.args_info)
+    @functools.cached_property
+    def _spared(self) -> Spared:
+        inputs = tree_util.tree_leaves(self.program.args_info)
         donated = [k for k, info in enumerate(inputs) if info.donated]
-        self._spared = spared_by(call, inputs, donated)
+        return spared_by(self._call, inputs, donated)
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
-        call, layout = self._call, self._call.layout
+        call, layout, name = self._call, self._call.layout, self._call.declared.name
         leaves, treedef = tree_util.tree_flatten((self._complete(args), kwargs))
         if treedef != self.in_tree:
-            raise _other_structure(call.declared.name, self.in_tree, treedef)
+            raise TypeError(
+                f"{name} was compiled for arguments of one tree structure, and called with another.\n"
+                f"  compiled for: {self.in_tree}\n  called with: {treedef}\n"
+                "Lower it for these arguments, or call the function itself, which compiles anew."
+            )
         if call.unhashable:
-            raise _compiled_for_unhashable(call.declared.name, call.unhashable)
-        statics = call.statics
-        if differ := statics.other_in(leaves):
-            pairs = [(self._texts[position], leaves[position]) for position in differ]
-            raise _other_statics(call.declared.name, pairs)
-        given = [
+            raise error_listing(
+                TypeError,
+                f"{name} was compiled for arguments that are not arrays and cannot be hashed, so a change in "
+                "them would go unseen",
+                _typed(call.unhashable),
+                _HASHABLE + "call the function itself, which traces it anew.",
+            )
+        if differ := call.statics.other_in(leaves):
+            raise error_listing(
+                TypeError,
+                f"{name} was called with other values of arguments that are not arrays than it was compiled "
+                "for",
+                [f"compiled for {self._texts[p]}, called with {leaves[p]!r}" for p in differ],
+                "Lower it for these arguments, or call the function itself, which compiles anew.",
+            )
+        inputs = [
             x if isinstance(x, jax.Array) or k in layout.fresh else jnp.asarray(x)
             for k, x in enumerate(call.arrays(leaves))
         ]
-        ready, shown = layout.concrete(given)
+        ready, shown = layout.concrete(inputs)
         outputs, back = self.program(*self._spared(ready))
         self._spared.keep(outputs)
         if call.binding.outside is not None:
             outputs = call.binding.outside(outputs, back.placements)
-        return call.write_back(given, shown, outputs, back)
-
-
-def _other_structure(name: str, lowered: PyTreeDef, given: PyTreeDef) -> TypeError:
-    return TypeError(
-        f"{name} was compiled for arguments of one tree structure, and called with another.\n"
-        f"  compiled for: {lowered}\n  called with: {given}\n"
-        "Lower it for these arguments, or call the function itself, which compiles anew."
-    )
-
-
-def _other_statics(name: str, differ: Sequence[tuple[str, object]]) -> TypeError:
-    return error_listing(
-        TypeError,
-        f"{name} was called with other values of arguments that are not arrays than it was compiled for",
-        [f"compiled for {compiled}, called with {given!r}" for compiled, given in differ],
-        "Lower it for these arguments, or call the function itself, which compiles anew.",
-    )
-
-
-def _compiled_for_unhashable(name: str, bad: Sequence[tuple[str, object]]) -> TypeError:
-    return error_listing(
-        TypeError,
-        f"{name} was compiled for arguments that are not arrays and cannot be hashed, so a change in them "
-        "would go unseen",
-        _typed(bad),
-        _HASHABLE + "call the function itself, which traces it anew.",
-    )
-
-
-def _check_signature(
-    fun: Callable[..., Any], name: str, positional: int, keywords: Iterable[str]
-) -> None:
-    """Refuse arguments that `fun` does not take, in the words of Python."""
-    try:
-        signature = inspect.signature(fun)
-    except (TypeError, ValueError):
-        return
-    try:
-        signature.bind(*[None] * positional, **dict.fromkeys(keywords))
-    except TypeError as error:
-        raise TypeError(f"{name}{signature} cannot be called like this: {error}.") from None
+        return call.write_back(inputs, shown, outputs, back)
