@@ -290,12 +290,6 @@ def inside_modules(value: Leaf) -> list[bool]:
     return inside
 
 
-def check_arity(name: str, what: str, entries: Any, positional: int) -> None:
-    """Refuse a call with more or fewer arguments than `in_specs` or `in_axes` has entries."""
-    if isinstance(entries, tuple | list) and len(entries) != positional:
-        raise errors.arity(name, what, len(entries), positional)
-
-
 @jax.tree_util.register_static
 class _Box:
     """A value as a node without leaves: part of the arguments' structure, compared by value."""
@@ -345,7 +339,13 @@ class Boxes:
                 hash(args[i])
             except TypeError:
                 path = positional_names(self.fun, len(args))[i]
-                raise _unhashable_static(fun_name(self.fun), path, args[i]) from None
+                raise BatchAxisError(
+                    f"{fun_name(self.fun)}: {path} is {describe(args[i])} of type {type(args[i]).__name__}, "
+                    "which cannot be hashed, but static_broadcasted_argnums names it. Each value of a "
+                    "static argument has a compiled program of its own, found by its hash. Pass a value "
+                    "that can be hashed; or, for an array that all lanes share, give None in in_axes "
+                    "instead."
+                ) from None
             boxed[i] = _Box(args[i])
         return tuple(boxed)
 
@@ -366,33 +366,22 @@ class Statics:
     def __init__(self, positions: Sequence[int], leaves: Sequence[Leaf]) -> None:
         self.positions = positions
         self.values = [leaves[i] for i in positions]
+        self.tokens = tokens_at(positions, leaves)
         # Their owner may have changed these since, so that they are hashed at every call.
         self.changing = [i for i in positions if may_change(leaves[i])]
-        self.fixed_at = [i for i in positions if i not in self.changing]
-        self.fixed = [leaves[i] for i in self.fixed_at]
-        self.tokens = self.tokens_of(leaves)
-        self.changing_tokens = self._tokens_at(self.changing, leaves)
-
-    def tokens_of(self, leaves: Sequence[Leaf]) -> list[Leaf] | None:
-        """What static leaves are compared by; `None` if one of them cannot be hashed."""
-        return self._tokens_at(self.positions, leaves)
-
-    def _tokens_at(self, positions: Sequence[int], leaves: Sequence[Leaf]) -> list[Leaf] | None:
-        try:
-            return [token(leaves[position]) for position in positions]
-        except TypeError:
-            return None
+        self.changing_tokens = tokens_at(self.changing, leaves)
+        self.fixed = {i: leaves[i] for i in positions if i not in self.changing}
 
     def same(self, leaves: Sequence[Leaf]) -> bool:
         """Whether a call has the same static leaves, and nobody has changed them."""
-        if not all(map(is_, map(leaves.__getitem__, self.fixed_at), self.fixed)):
+        if not all(map(is_, map(leaves.__getitem__, self.fixed), self.fixed.values())):
             return False
-        return not self.changing or self._tokens_at(self.changing, leaves) == self.changing_tokens
+        return not self.changing or tokens_at(self.changing, leaves) == self.changing_tokens
 
     def other_in(self, leaves: Sequence[Leaf]) -> list[int]:
         """The positions of static leaves that differ in another call."""
         pairs = zip(self.positions, self.tokens or (), strict=True)
-        return [i for i, known in pairs if self._tokens_at([i], leaves) != [known]]
+        return [i for i, known in pairs if tokens_at([i], leaves) != [known]]
 
     @functools.cached_property
     def texts(self) -> dict[int, str]:
@@ -400,13 +389,12 @@ class Statics:
         return {i: repr(leaf) for i, leaf in zip(self.positions, self.values, strict=True)}
 
 
-def has_unhashable_node(treedef: PyTreeDef) -> bool:
-    """Whether a tree has a node, such as a Module with a static field, whose metadata cannot be hashed."""
-    kind, metadata = treedef.node_data() or (None, None)
-    # The keys of a dictionary are its metadata, in a list.
-    if kind is not dict and not is_hashable(metadata):
-        return True
-    return any(map(has_unhashable_node, treedef.children()))
+def tokens_at(positions: Sequence[int], leaves: Sequence[Leaf]) -> list[Hashable] | None:
+    """What static leaves are compared by; `None` if one of them cannot be hashed."""
+    try:
+        return [token(leaves[position]) for position in positions]
+    except TypeError:
+        return None
 
 
 def unhashable(call: Call) -> list[tuple[str, PyTree]]:
@@ -435,12 +423,3 @@ def _unhashable(node: Leaf, keys: KeyPath) -> Iterator[tuple[KeyPath, PyTree]]:
         yield from [((*keys, key), x) for key, x in bad] or [(keys, metadata)]
     for key, child in children:
         yield from _unhashable(child, (*keys, key))
-
-
-def _unhashable_static(name: str, path: str, value: object) -> BatchAxisError:
-    return BatchAxisError(
-        f"{name}: {path} is {describe(value)} of type {type(value).__name__}, which cannot be hashed, but "
-        "static_broadcasted_argnums names it. Each value of a static argument has a compiled program of its "
-        "own, found by its hash. Pass a value that can be hashed; or, for an array that all lanes share, "
-        "give None in in_axes instead."
-    )

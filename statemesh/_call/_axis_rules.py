@@ -12,7 +12,6 @@ from .._base._checks import check_lane_name
 from .._base._errors import (
     BatchAxisError,
     Diverged,
-    Varying,
     error_listing,
     first_items,
     listed,
@@ -114,7 +113,12 @@ class AxisRules(Rules):
 
     def check_traced(self, name: str, leaves: Sequence[Leaf]) -> None:
         if self.has_own_mesh and explicit.explicit_around(leaves):
-            raise _own_mesh_among_explicit(name)
+            raise BatchAxisError(
+                f"{name}: pmap2 runs on a mesh of its own, and JAX cannot mix its results with arrays on "
+                "Explicit mesh axes during a trace. Call it outside the trace; or call it outside "
+                "`jax.set_mesh` and on arrays that do not lie on such a mesh; or use shard_map, which runs "
+                "on the mesh that is set."
+            )
 
     def on_one_device(self) -> "AxisRules":
         return dataclasses.replace(self, carrier=self.carrier.on_one_device(), global_shapes=None)
@@ -182,7 +186,19 @@ class AxisRules(Rules):
         ]
         # The default stands for every argument, and so does the one axis of a `Map`.
         if bad and not (of_map.one_for_all if of_map else self.in_axes == 0):
-            raise _axes_of_states(name, bad, of_map is not None)
+            lanes = f"say which States have lanes: state_in_axes={{{bad[0][1]}: filter}}"
+            if of_map is not None:
+                lanes = "keep States that have lanes in the module of the Map"
+            raise error_listing(
+                BatchAxisError,
+                f"{name}: in_axes maps arrays outside of States, so these axes would map nothing",
+                [
+                    f"{entry} = {axis} stands for {path}, a {type(state).__name__}"
+                    for entry, axis, path, state in bad
+                ],
+                f"Write None there, and {lanes}. A RandomState needs neither, because each lane draws from a "
+                "stream of its own.",
+            )
         return entering, frozenset(replicated)
 
     def _for_entering(self, path: str, state: State, declared: Any) -> tuple[int | None, str]:
@@ -243,9 +259,26 @@ class AxisRules(Rules):
 
     def refuse(self, name: str, mistakes: Mistakes) -> None:
         if mistakes.axes:
-            raise _no_such_out_axis(name, mistakes.axes)
+            raise error_listing(
+                BatchAxisError,
+                f"{name}: results have too few axes for where their lanes should go",
+                [
+                    f"{path}: {describe(x)} in each lane, with lanes to go on axis {axis}"
+                    for path, axis, x in mistakes.axes
+                ],
+                "With the lanes a result has one axis more than in each lane; 0 always fits.",
+            )
         if mistakes.conflicts:
-            raise _lane_axis_conflict(name, mistakes.conflicts)
+            raise error_listing(
+                BatchAxisError,
+                f"{name}: states enter on one axis and leave on another",
+                [
+                    f"{path}: {describe(state)} enters on axis {into} but leaves on axis {out}"
+                    for path, state, into, out in mistakes.conflicts
+                ],
+                "A state leaves on the axis that state_in_axes gives it: leave it out of state_out_axes, or "
+                "give it the same axis there.",
+            )
         to_none: list[errors.Diverged] = []
         undeclared: list[errors.Diverged] = []
         for one in mistakes.diverged:
@@ -256,10 +289,24 @@ class AxisRules(Rules):
         if found := to_none or undeclared:
             raise _lanes_diverged(name, found, declared_none=bool(to_none))
         if mistakes.varying:
-            raise _lanes_vary(name, mistakes.varying)
+            raise error_listing(
+                BatchAxisError,
+                f"{name}: out_axes=None is for results that are the same in all lanes, but",
+                [
+                    f"{one.path}: {describe(one.value)} differs between lanes"
+                    for one in mistakes.varying
+                ],
+                f"Reduce it, as with {_pmean('value', mistakes.varying[0].axis_names[0])}, or give it an "
+                "axis: out_axes=0.",
+            )
         if mistakes.stacked and self.unexpected == "warn":
-            paths = [path for path, _ in mistakes.stacked]
-            warnings.warn(_lanes_stacked(name, paths), stacklevel=2)
+            text = listed(
+                f"{name}: lanes wrote different values to states without a declared axis, and these were "
+                "stacked on axis 0",
+                [path for path, _ in mistakes.stacked],
+                "Declare it: state_out_axes={0: filter}.",
+            )
+            warnings.warn(text, stacklevel=2)
 
     def _checked(self, axis: int | None, x: Leaf, path: str, mistakes: Mistakes) -> Placement:
         """The placement with the lanes on this axis; a mistake where the array has no such axis."""
@@ -268,55 +315,6 @@ class AxisRules(Rules):
             mistakes.axes.append((path, axis, x))
             axis = None
         return self.placement(axis, ndim)
-
-
-def _no_such_out_axis(name: str, bad: Sequence[tuple[str, int, object]]) -> BatchAxisError:
-    items = [
-        f"{path}: {describe(x)} in each lane, with lanes to go on axis {axis}"
-        for path, axis, x in bad
-    ]
-    mend = "With the lanes a result has one axis more than in each lane; 0 always fits."
-    return error_listing(
-        BatchAxisError,
-        f"{name}: results have too few axes for where their lanes should go",
-        items,
-        mend,
-    )
-
-
-def _axes_of_states(
-    name: str, bad: Sequence[tuple[str, int, str, object]], of_map: bool
-) -> BatchAxisError:
-    items = [
-        f"{entry} = {axis} stands for {path}, a {type(state).__name__}"
-        for entry, axis, path, state in bad
-    ]
-    lanes = f"say which States have lanes: state_in_axes={{{bad[0][1]}: filter}}"
-    if of_map:
-        lanes = "keep States that have lanes in the module of the Map"
-    return error_listing(
-        BatchAxisError,
-        f"{name}: in_axes maps arrays outside of States, so these axes would map nothing",
-        items,
-        f"Write None there, and {lanes}. A RandomState needs neither, because each lane draws from a stream "
-        "of its own.",
-    )
-
-
-def _lane_axis_conflict(
-    name: str, bad: Sequence[tuple[str, object, int | None, int | None]]
-) -> BatchAxisError:
-    items = [
-        f"{path}: {describe(state)} enters on axis {into} but leaves on axis {out}"
-        for path, state, into, out in bad
-    ]
-    mend = (
-        "A state leaves on the axis that state_in_axes gives it: leave it out of state_out_axes, or give it "
-        "the same axis there."
-    )
-    return error_listing(
-        BatchAxisError, f"{name}: states enter on one axis and leave on another", items, mend
-    )
 
 
 def _lanes_diverged(name: str, bad: Sequence[Diverged], declared_none: bool) -> BatchAxisError:
@@ -373,29 +371,3 @@ def _pmean(value: str, axis: AxisName) -> str:
     if axis in (UNNAMED, UNNAMED_DEVICES):
         return f"jax.lax.pmean({value}, 'lanes') with axis_name='lanes'"
     return f"jax.lax.pmean({value}, {axis!r})"
-
-
-def _lanes_stacked(name: str, paths: Sequence[str]) -> str:
-    return listed(
-        f"{name}: lanes wrote different values to states without a declared axis, and these were stacked on "
-        "axis 0",
-        paths,
-        "Declare it: state_out_axes={0: filter}.",
-    )
-
-
-def _lanes_vary(name: str, bad: Sequence[Varying]) -> BatchAxisError:
-    return error_listing(
-        BatchAxisError,
-        f"{name}: out_axes=None is for results that are the same in all lanes, but",
-        [f"{one.path}: {describe(one.value)} differs between lanes" for one in bad],
-        f"Reduce it, as with {_pmean('value', bad[0].axis_names[0])}, or give it an axis: out_axes=0.",
-    )
-
-
-def _own_mesh_among_explicit(name: str) -> BatchAxisError:
-    return BatchAxisError(
-        f"{name}: pmap2 runs on a mesh of its own, and JAX cannot mix its results with arrays on Explicit "
-        "mesh axes during a trace. Call it outside the trace; or call it outside `jax.set_mesh` and on "
-        "arrays that do not lie on such a mesh; or use shard_map, which runs on the mesh that is set."
-    )

@@ -32,7 +32,7 @@ from .._jax import _frames as frames
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import Equation, tree_util
 from .._jax._dataflow import names_inside, shard_map_equation, shard_map_recorded
-from ._arguments import Call, check_arity
+from ._arguments import Call, tokens_at
 from ._lanes import OtherShapes
 from ._placement import check_valued, is_deleted
 from ._program import (
@@ -287,7 +287,7 @@ def _tokens(program: Program, leaves: Sequence[Leaf]) -> tuple[PyTree, ...] | No
     """
     by_shape = program.rules.by_shape
     shapes = tuple(map(np.shape, program.arrays(leaves))) if by_shape else ()
-    tokens = program.statics.tokens_of(leaves)
+    tokens = tokens_at(program.statics.positions, leaves)
     return None if tokens is None else (shapes, *tokens)
 
 
@@ -426,7 +426,13 @@ class Pipeline:
             with self._around(program, traced=True):
                 outputs, back = entry.traced_run(ready, recorded)
         except jax.errors.UnexpectedTracerError as error:
-            raise _old_tracer(name, program.tracer_paths(ready)) from error
+            raise error_listing(
+                jax.errors.UnexpectedTracerError,
+                f"{name}: a traced value outlived its trace. These arguments are traced",
+                program.tracer_paths(ready),
+                "Return values from the traced function instead of keeping them: a model that is written "
+                "inside `jax.jit` or `jax.grad` leaves it as a result.",
+            ) from error
         self._remember(entry)
         look = _watching.get()
         if look is not None:
@@ -437,7 +443,9 @@ class Pipeline:
     def _entry(self, call: Call, traced: bool = False) -> CompiledEntry:
         """The entry for a call: one that is there, or a new one."""
         declared, rules = self.declared, self.declared.rules
-        check_arity(declared.name, rules.what, rules.entries_in, len(call.args))
+        entries, positional = rules.entries_in, call.positional
+        if isinstance(entries, tuple | list) and len(entries) != positional:
+            raise errors.arity(declared.name, rules.what, len(entries), positional)
         rules = rules.for_call(call, traced)
         mesh = jax.sharding.get_abstract_mesh()
         key = (call.treedef, tuple(map(type, call.leaves)), mesh, traced, rules.key)
@@ -532,23 +540,20 @@ class Pipeline:
             paths = call.paths()
             check_valued(self.declared.name, [(paths[k], call.leaves[k]) for k in gone])
         shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in call.leaves)
+        pipeline = self
         if shapes or not self.declared.rules.has_devices(call.leaves):
-            return self._of_shapes._inspected(call)
-        return self._inspected(call)
-
-    def _inspected(self, call: Call) -> Inspected:
-        entry = self._entry(call)
+            pipeline = self._of_shapes
+        entry = pipeline._entry(call)
         program = entry.program
         given = program.arrays(call.leaves)
         inputs = program.layout.abstract(given)
-        around = functools.partial(self._around, program)
+        around = functools.partial(pipeline._around, program)
         with around():
             entry.check_program(inputs)
             traced = entry.traced(inputs)
-        self._remember(entry)
-        rivals = [
-            other for other in [*self._entries.get(entry.key, {}).values()] if other is not entry
-        ]
+        pipeline._remember(entry)
+        alike = [*pipeline._entries.get(entry.key, {}).values()]
+        rivals = [other for other in alike if other is not entry]
         return Inspected(call, entry, traced, program.layout.to_move(given), rivals, around)
 
     @functools.cached_property
@@ -597,14 +602,4 @@ def _retraced(name: str, bad: Sequence[tuple[str, object]]) -> str:
         "Each call traces and compiles the function anew",
         _typed(bad),
         _HASHABLE + "pass the values that the function uses as arrays.",
-    )
-
-
-def _old_tracer(name: str, paths: Sequence[str]) -> Exception:
-    return error_listing(
-        jax.errors.UnexpectedTracerError,
-        f"{name}: a traced value outlived its trace. These arguments are traced",
-        paths,
-        "Return values from the traced function instead of keeping them: a model that is written inside "
-        "`jax.jit` or `jax.grad` leaves it as a result.",
     )

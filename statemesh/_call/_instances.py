@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import jax
 import numpy as np
@@ -137,17 +137,26 @@ class OnMesh:
 
 @dataclasses.dataclass(frozen=True)
 class Lanes:
-    """What `vmap2` runs lanes on: one `vmap` carries all of them.
+    """What `vmap2` runs lanes on: one `jax.vmap` carries all of them.
 
     **Attributes:**
 
+    - `spmd_axis_name`: the mesh axes over which the compiler is to spread them, as for `jax.vmap`.
+    - `axis_name`, `axis_size`: of the lanes of one call, what collectives call them, and how many there are
+        to be; `None` where the inputs alone say it.
+    - `fixed`: whether the program is for inputs of one shape only.
     - `has_mesh`: whether the lanes have a mesh. Their number, and so the program, then depends on the inputs'
         shapes.
     """
 
     spmd_axis_name: Any = None
+    axis_name: Any = None
+    axis_size: int | None = None
+    fixed: bool = False
 
-    has_mesh = False
+    has_mesh: ClassVar[bool] = False
+    outside: ClassVar[None] = None
+    sizes: ClassVar[Mapping[AxisName, int]] = {}
 
     def check(self, transform: str) -> None:
         """Refuse at construction whatever no call could make right."""
@@ -162,7 +171,7 @@ class Lanes:
 
     def bind(
         self, name: str, axis_name: AxisName, mapped: Mapped, asked: int | None, fixed: bool
-    ) -> "Binding":
+    ) -> "Lanes":
         """Bind the axis name to the lanes of what is mapped.
 
         **Arguments:**
@@ -172,44 +181,26 @@ class Lanes:
         - `fixed`: whether the program is for inputs of these shapes only.
         """
         if count_lanes(name, mapped, asked) is None:
-            raise _nothing_to_infer(name)
+            raise BatchAxisError(
+                f"{name}: nothing is mapped, so nothing shows how many lanes there are. Give axis_size=..., "
+                "or an axis in in_axes or state_in_axes."
+            )
         if axis_name in compat.manual_axes(jax.sharding.get_abstract_mesh()):
-            raise _lane_name_taken(name, axis_name)
-        return OverLanes(axis_name, asked, self.spmd_axis_name, fixed)
+            raise BatchAxisError(
+                f"{name}: axis_name={axis_name!r} is a mesh axis that an enclosing shard_map maps over. "
+                "Give the lanes another name."
+            )
+        return Lanes(self.spmd_axis_name, axis_name, asked, fixed)
 
     def on_one_device(self) -> "Lanes":
         """What the same lanes run on, on one device."""
         return self
 
-
-class OverLanes:
-    """Instances as the lanes of one `jax.vmap`.
-
-    **Arguments:**
-
-    - `axis_name`: what collectives call the lanes.
-    - `axis_size`: how many there are to be; `None` where the inputs alone say it.
-    - `spmd_axis_name`: the mesh axes over which the compiler is to spread them, as for `jax.vmap`.
-    - `fixed`: whether the program is for inputs of one shape only.
-    """
-
-    check_vma = False
-    outside: Outside | None = None
-
-    def __init__(
-        self, axis_name: AxisName, axis_size: int | None, spmd_axis_name: Any, fixed: bool
-    ) -> None:
-        self.fixed = fixed
-        self.axis_names: tuple[AxisName, ...] = (axis_name,)
-        self.axis_size = axis_size
-        self.spmd_axis_name = spmd_axis_name
-        self.sizes: Mapping[AxisName, int] = {}
-
     def layout(self, name: str, inputs: Sequence[Input], donating: bool) -> Layout:
         return (FixedLaneLayout if self.fixed else LaneLayout)(name, inputs)
 
     def varying(self) -> VaryingAxes:
-        return FromTypes(self.axis_names)
+        return FromTypes((self.axis_name,))
 
     def context(self, traced: bool) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -236,7 +227,7 @@ class OverLanes:
             lane,
             in_axes=tuple(one.placement.axis for one in layout.inputs),
             out_axes=out_axes,
-            axis_name=self.axis_names[0],
+            axis_name=self.axis_name,
             axis_size=self.count(name, layout, arrays),
             spmd_axis_name=self.spmd_axis_name,
         )
@@ -245,10 +236,19 @@ class OverLanes:
         except (AssertionError, ValueError) as error:
             # A collective over lanes fails where a mesh types what varies. JAX says so without words, or in
             # words that do not mention lanes.
-            lanes = self.axis_names[0]
+            lanes = self.axis_name
             if not compat.inside_checked_shard_map() or not compat.in_collective_over(error, lanes):
                 raise
-            raise _lane_collective(name, lanes) from error
+            raise StatemeshError(
+                f"{name}: inside a checked shard_map JAX has no collectives over the lanes of a vmap "
+                f"({lanes!r}). Write instead:\n"
+                f"  1. statemesh's own, which run over lanes there: sm.psum(x, {lanes!r}), or sm.pmean, "
+                "sm.pmax, sm.pmin, sm.all_gather, sm.axis_index;\n"
+                "  2. for a state: State(value, reduce='mean'), or 'sum', 'max', 'min': statemesh merges "
+                "the lanes' writes;\n"
+                "  3. for a result: return it with out_axes=0 and reduce its lane axis after vmap2, as "
+                "with jnp.sum(out, axis=0)."
+            ) from error
         return outputs
 
 
@@ -276,13 +276,21 @@ class Devices:
         if devices is None:
             return
         if not devices:
-            raise _no_devices(transform, devices)
-        if len(set(devices)) < len(devices):
-            raise _bad_devices(transform, devices)
-        if not all(isinstance(device, jax.Device) for device in devices):
-            raise _bad_devices(transform, devices)
+            raise StatemeshError(
+                f"{transform}: devices={devices!r} is empty. Leave it out, or pass some, as in "
+                "devices=jax.devices()[:4]."
+            )
+        differ = len(set(devices)) == len(devices)
+        if not (differ and all(isinstance(device, jax.Device) for device in devices)):
+            raise StatemeshError(
+                f"{transform}: devices={devices!r} must be different jax.Devices, as in "
+                "devices=jax.devices()[:4]."
+            )
         if backend is not None and any(device.platform != backend for device in devices):
-            raise _no_such_backend(transform, backend, devices)
+            raise StatemeshError(
+                f"{transform}: devices={list(devices)!r} are not of backend={backend!r}. Give only one of "
+                "the two."
+            )
 
     def placement(self, axis_name: AxisName, axis: int | None, ndim: int) -> Placement:
         if axis is None:
@@ -292,33 +300,55 @@ class Devices:
 
     def bind(
         self, name: str, axis_name: AxisName, mapped: Mapped, asked: int | None, fixed: bool
-    ) -> "Binding":
+    ) -> OnMesh:
         if taken := compat.manual_axes(jax.sharding.get_abstract_mesh()):
-            raise _pmap2_inside(name, sorted(taken, key=str))
+            raise BatchAxisError(
+                f"{name}: pmap2 gives each lane a device, but an enclosing mapped call uses the devices "
+                f"already (axes {quoted(sorted(taken, key=str))}). Use vmap2 inside it."
+            )
         found = self._found()
         several = len(own_devices(found)) < len(found)
         # With several processes each passes only a part of the lanes, so the author has to give their number.
         count = asked if several else count_lanes(name, mapped, asked)
         lanes = len(found) if count is None else count
         if lanes == 0:
-            raise _no_lanes(name, mapped)
+            raise error_listing(
+                BatchAxisError,
+                f"{name}: there are no lanes",
+                [f"{path}: {describe(x)} has 0 on axis {axis}" for path, axis, x in mapped[:3]],
+                "Map over an axis of size 1 or more.",
+            )
         if lanes > len(found):
-            raise _too_many_lanes(name, lanes, len(found))
+            raise BatchAxisError(
+                f"{name}: {counted(lanes, 'lane')} on {counted(len(found), 'device')}; pmap2 gives every "
+                f"lane a device of its own. Use {len(found)} at most, each with a part of the batch, as in "
+                f"x.reshape({len(found)}, -1, *x.shape[1:]); or use vmap2 or shard_map."
+            )
         mesh = Mesh(np.array(found[:lanes]), (axis_name,))
         if not several:
             return OnDevices(mesh)
         mine = own_devices(found[:lanes])
         if not mine:
-            raise _no_own_devices(name, lanes)
+            raise BatchAxisError(
+                f"{name}: none of the {counted(lanes, 'device')} belongs to this process. Only processes "
+                "that own some of them can make the call."
+            )
         passed = count_lanes(name, mapped, None)
         if passed is not None and passed != len(mine):
-            raise _process_lanes(name, passed, len(mine))
+            raise BatchAxisError(
+                f"{name}: this process passed {counted(passed, 'lane')}, but has "
+                f"{counted(len(mine), 'device')}. With several processes, each passes one lane for each of "
+                "its own devices, and gets these lanes back."
+            )
         return OnProcesses(mesh, Mesh(np.array(mine), (axis_name,)))
 
     def on_one_device(self) -> Lanes:
         found = self._found()
         if len(own_devices(found)) < len(found):
-            raise _unsharded_by_one_process()
+            raise BatchAxisError(
+                "unsharded: each of several processes has only its own lanes. Gather them, as with "
+                "jax.experimental.multihost_utils.process_allgather, and call vmap2."
+            )
         return Lanes()
 
     def _found(self) -> list[jax.Device]:
@@ -327,11 +357,13 @@ class Devices:
         try:
             return jax.devices(self.backend)
         except RuntimeError as error:
-            raise _unknown_backend("pmap2", self.backend, error) from error
+            raise StatemeshError(
+                f"pmap2: backend={self.backend!r} cannot be used: {error}"
+            ) from error
 
 
 Carrier: TypeAlias = Lanes | Devices
-Binding: TypeAlias = OnMesh | OverLanes
+Binding: TypeAlias = OnMesh | Lanes
 """What binds the axis names once the placement of every leaf is known."""
 
 
@@ -373,96 +405,3 @@ class OnProcesses(OnDevices):
 
     def count(self, name: str, layout: Layout, arrays: Sequence[Leaf]) -> int:
         return self.own.size
-
-
-def _no_devices(transform: str, devices: Sequence[Any]) -> StatemeshError:
-    return StatemeshError(
-        f"{transform}: devices={devices!r} is empty. Leave it out, or pass some, as in "
-        "devices=jax.devices()[:4]."
-    )
-
-
-def _bad_devices(transform: str, devices: Sequence[Any]) -> StatemeshError:
-    return StatemeshError(
-        f"{transform}: devices={devices!r} must be different jax.Devices, as in devices=jax.devices()[:4]."
-    )
-
-
-def _unknown_backend(transform: str, backend: object, why: Exception) -> StatemeshError:
-    return StatemeshError(f"{transform}: backend={backend!r} cannot be used: {why}")
-
-
-def _nothing_to_infer(name: str) -> BatchAxisError:
-    return BatchAxisError(
-        f"{name}: nothing is mapped, so nothing shows how many lanes there are. Give axis_size=..., or an "
-        "axis in in_axes or state_in_axes."
-    )
-
-
-def _no_lanes(name: str, mapped: Sequence[tuple[str, int, object]]) -> BatchAxisError:
-    items = [f"{path}: {describe(x)} has 0 on axis {axis}" for path, axis, x in mapped[:3]]
-    return error_listing(
-        BatchAxisError, f"{name}: there are no lanes", items, "Map over an axis of size 1 or more."
-    )
-
-
-def _too_many_lanes(name: str, lanes: int, devices: int) -> BatchAxisError:
-    return BatchAxisError(
-        f"{name}: {counted(lanes, 'lane')} on {counted(devices, 'device')}; pmap2 gives every lane a device "
-        f"of its own. Use {devices} at most, each with a part of the batch, as in "
-        f"x.reshape({devices}, -1, *x.shape[1:]); or use vmap2 or shard_map."
-    )
-
-
-def _process_lanes(name: str, lanes: int, devices: int) -> BatchAxisError:
-    return BatchAxisError(
-        f"{name}: this process passed {counted(lanes, 'lane')}, but has {counted(devices, 'device')}. With "
-        "several processes, each passes one lane for each of its own devices, and gets these lanes back."
-    )
-
-
-def _no_such_backend(name: str, backend: object, devices: Sequence[jax.Device]) -> StatemeshError:
-    return StatemeshError(
-        f"{name}: devices={list(devices)!r} are not of backend={backend!r}. Give only one of the two."
-    )
-
-
-def _lane_name_taken(name: str, axis: AxisName) -> BatchAxisError:
-    return BatchAxisError(
-        f"{name}: axis_name={axis!r} is a mesh axis that an enclosing shard_map maps over. Give the lanes "
-        "another name."
-    )
-
-
-def _pmap2_inside(name: str, taken: Sequence[AxisName]) -> BatchAxisError:
-    return BatchAxisError(
-        f"{name}: pmap2 gives each lane a device, but an enclosing mapped call uses the devices already "
-        f"(axes {quoted(taken)}). Use vmap2 inside it."
-    )
-
-
-def _lane_collective(name: str, axis: AxisName) -> StatemeshError:
-    return StatemeshError(
-        f"{name}: inside a checked shard_map JAX has no collectives over the lanes of a vmap ({axis!r}). "
-        "Write instead:\n"
-        f"  1. statemesh's own, which run over lanes there: sm.psum(x, {axis!r}), or sm.pmean, sm.pmax, "
-        "sm.pmin, sm.all_gather, sm.axis_index;\n"
-        "  2. for a state: State(value, reduce='mean'), or 'sum', 'max', 'min': statemesh merges the lanes' "
-        "writes;\n"
-        "  3. for a result: return it with out_axes=0 and reduce its lane axis after vmap2, as with "
-        "jnp.sum(out, axis=0)."
-    )
-
-
-def _no_own_devices(name: str, devices: int) -> BatchAxisError:
-    return BatchAxisError(
-        f"{name}: none of the {counted(devices, 'device')} belongs to this process. Only processes that own "
-        "some of them can make the call."
-    )
-
-
-def _unsharded_by_one_process() -> BatchAxisError:
-    return BatchAxisError(
-        "unsharded: each of several processes has only its own lanes. Gather them, as with "
-        "jax.experimental.multihost_utils.process_allgather, and call vmap2."
-    )

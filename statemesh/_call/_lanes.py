@@ -72,7 +72,16 @@ def count_lanes(
     **Raises:** `BatchAxisError` for an axis that an array does not have, and where sizes disagree.
     """
     if bad := [(p, axis, x) for p, axis, x in mapped if not fits(axis, np.ndim(x))]:
-        raise _no_such_axis(name, bad)
+        raise error_listing(
+            BatchAxisError,
+            f"{name}: arguments do not have the axes that they are mapped over",
+            [
+                f"{path}: {describe(x)} has {counted(np.ndim(x), 'axis', 'axes')}, but is mapped over axis "
+                f"{axis}"
+                for path, axis, x in bad
+            ],
+            "Name an axis that they have, or None for what all lanes share.",
+        )
     sizes = {np.shape(x)[axis] for _, axis, x in mapped}
     if axis_size is not None:
         sizes.add(axis_size)
@@ -224,20 +233,6 @@ class FixedMeshLayout(_Fixed, MeshLayout):
 
 class FixedLaneLayout(_Fixed, LaneLayout):
     """A `LaneLayout` for inputs of one shape."""
-
-
-def _no_such_axis(name: str, bad: Sequence[tuple[str, int, Any]]) -> BatchAxisError:
-    items = [
-        f"{path}: {describe(x)} has {counted(np.ndim(x), 'axis', 'axes')}, but is mapped over axis {axis}"
-        for path, axis, x in bad
-    ]
-    mend = "Name an axis that they have, or None for what all lanes share."
-    return error_listing(
-        BatchAxisError,
-        f"{name}: arguments do not have the axes that they are mapped over",
-        items,
-        mend,
-    )
 
 
 def _lanes_disagree(

@@ -122,7 +122,15 @@ class StatefulMapping(Generic[Params, Result]):
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _ARGUMENTS or (name in vars(StatefulMapping) and not name.startswith("_")):
-            raise _mapping_is_fixed(self.__name__, self._declared.transform, name)
+            mapping, transform = self.__name__, self._declared.transform
+            way_out = f"Map the function again, as in {transform}({mapping}, {name}=...)"
+            if transform == "shard_map" and name == "mesh":
+                way_out += f", or call {mapping}.on_mesh(mesh)"
+            if name in ("lower", "explain", "place", "unsharded", "on_mesh"):
+                way_out = "Give what you set another name"
+            raise AttributeError(
+                f"{mapping}.{name} cannot be set: what {transform} returned does not change. {way_out}."
+            )
         super().__setattr__(name, value)
 
     @property
@@ -277,7 +285,10 @@ class StatefulMapping(Generic[Params, Result]):
         """
         rules = self._declared.rules
         if not isinstance(rules, SpecRules):
-            raise _lanes_on_mesh(self.__name__, self._declared.transform)
+            raise StatemeshError(
+                f"{self.__name__}.on_mesh: {self._declared.transform} maps over lanes, and not over a mesh "
+                "with named axes. Give its function to shard_map."
+            )
         rules = dataclasses.replace(rules, mesh=mesh)
         declared = dataclasses.replace(self._declared, rules=rules, donate="none")
         declared.check()
@@ -318,21 +329,3 @@ def _boxed(declared: Declared, bound: tuple[PyTree, ...], static: Sequence[int])
     boxes = Boxes(declared.fun, static)
     declared = dataclasses.replace(declared, fun=boxes.opened)
     return StatefulMapping(declared, None, bound, boxes)
-
-
-def _mapping_is_fixed(name: str, transform: str, attribute: str) -> AttributeError:
-    mend = f"Map the function again, as in {transform}({name}, {attribute}=...)"
-    if transform == "shard_map" and attribute == "mesh":
-        mend += f", or call {name}.on_mesh(mesh)"
-    if attribute in ("lower", "explain", "place", "unsharded", "on_mesh"):
-        mend = "Give what you set another name"
-    return AttributeError(
-        f"{name}.{attribute} cannot be set: what {transform} returned does not change. {mend}."
-    )
-
-
-def _lanes_on_mesh(name: str, transform: str) -> StatemeshError:
-    return StatemeshError(
-        f"{name}.on_mesh: {transform} maps over lanes, and not over a mesh with named axes. Give its "
-        "function to shard_map."
-    )

@@ -21,7 +21,7 @@ from .._jax import _explicit as explicit
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import tree_util
 from ._agreement import Passed, static_passed, structure_passed
-from ._arguments import Call, Statics, has_unhashable_node, unhashable
+from ._arguments import Call, Statics, unhashable
 from ._lanes import OtherShapes
 from ._packing import Packing
 from ._per_shard import PerShard
@@ -71,9 +71,7 @@ class Program:
         static_at = sorted(set(range(len(call.leaves))).difference(self.positions))
         self.statics = Statics(static_at, call.leaves)
         # Nothing can tell whether a later call has the same of these, so no call runs this program again.
-        self.unhashable: list[tuple[str, PyTree]] = []
-        if self.statics.tokens is None or has_unhashable_node(packing.call.treedef):
-            self.unhashable = unhashable(packing.call)
+        self.unhashable = unhashable(packing.call)
         in_models = {
             position
             for units in packing.call.units

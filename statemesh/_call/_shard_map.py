@@ -119,7 +119,10 @@ def shard_map(
         ```
     """
     if out_specs is MISSING:
-        raise _out_specs_required()
+        raise TypeError(
+            "shard_map needs out_specs: `shard_map(fun, mesh, in_specs, out_specs)`, with P() for results "
+            "that are the same on every shard."
+        )
     if not (isinstance(donate, str) and donate in DONATE):
         raise errors.unknown_choice("donate", donate, DONATE)
     check_flag("shard_map", "check_vma", check_vma)
@@ -141,10 +144,3 @@ def shard_map(
         return StatefulMapping(declared)
 
     return decorate if fun is None else decorate(fun)
-
-
-def _out_specs_required() -> TypeError:
-    return TypeError(
-        "shard_map needs out_specs: `shard_map(fun, mesh, in_specs, out_specs)`, with P() for results that "
-        "are the same on every shard."
-    )

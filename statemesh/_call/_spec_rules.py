@@ -12,10 +12,7 @@ from .._base._checks import is_shaped
 from .._base._errors import (
     Diverged,
     DivergedStateError,
-    RankMismatch,
     SpecError,
-    Varying,
-    _Mesh,
     _rank_item,
     axes_argument,
     error_listing,
@@ -128,7 +125,12 @@ class SpecRules(Rules):
         for what in ("in_specs", "out_specs"):
             for path, spec in _flat_specs(getattr(self, what)):
                 if isinstance(spec, PerShard):
-                    raise _per_shard_for_array(what + jax.tree_util.keystr(path), spec)
+                    axes = spec_str(PartitionSpec(*spec.axis_names))
+                    raise SpecError(
+                        f"{what}{jax.tree_util.keystr(path)} is {spec!r}, which can only place States. Use "
+                        f"{axes} for an array; for a State write state_in_specs={{...: {spec!r}}} or "
+                        f"State(value, spec={spec!r})."
+                    )
         for what in ("state_in_specs", "state_out_specs"):
             check_state_specs(getattr(self, what), what)
         # A function may be mapped where there are no devices, if it is not called.
@@ -156,7 +158,12 @@ class SpecRules(Rules):
         if traced and names and explicit.has_explicit_axes(mesh):
             left = explicit.left_by_vmap(mesh, names)
             if self.axis_names and left != names:
-                raise _axis_of_vmap([name for name in names if name not in left], mesh)
+                raise SpecError(
+                    "an enclosing jax.vmap maps over an array that is split over "
+                    f"{quoted([name for name in names if name not in left])} of {mesh_str(mesh)}, so its "
+                    "lanes use up that mesh axis. Leave `axis_names` out to map over the other axes, or "
+                    "split the array differently."
+                )
             names = left
         infers = self.in_specs is compat.INFER
         inferred = _inferred(mesh, names, call.args) if infers else None
@@ -186,7 +193,10 @@ class SpecRules(Rules):
         mesh, names = self.mesh, self.names
         assert mesh is not None
         if not names:
-            raise _no_axes_left(mesh)
+            raise SpecError(
+                f"an enclosing shard_map already maps over every axis of {mesh_str(mesh)}. Give the outer "
+                "one `axis_names` that leave some axes free."
+            )
         self.check_specs(mesh, names)
         inputs = self._inputs(name, call)
         check_specs([(f"the spec of {x.path}", x.placement.spec) for x in inputs], mesh, names)
@@ -232,7 +242,10 @@ class SpecRules(Rules):
 
     def for_array(self, entry: Leaf, x: Leaf, path: str, mistakes: Mistakes) -> Placement:
         if entry is None:
-            raise _none_for_array(path, x)
+            raise SpecError(
+                f"{path} is {describe(x)}, but its out_spec is None, which only fits results without arrays "
+                "outside States. Write P() or P('axis')."
+            )
         return placement(entry)
 
     def for_state(
@@ -274,9 +287,26 @@ class SpecRules(Rules):
         if mistakes.diverged:
             raise _diverged(name, mistakes.diverged)
         if mistakes.rank:
-            raise _out_rank(name, mistakes.rank)
+            raise error_listing(
+                SpecError,
+                f"{name}: results have fewer axes than their specs have entries",
+                map(_rank_item, mistakes.rank),
+                "Keep an axis, as with jnp.sum(x, keepdims=True) or x[None], or use P() for a value that is "
+                "the same on every shard.",
+            )
         if mistakes.varying:
-            raise _out_varies(name, mistakes.varying)
+            axes = mistakes.varying[0].axis_names
+            raise error_listing(
+                SpecError,
+                f"{name}: out_specs require replication, but these results vary",
+                [
+                    f"{x.path}: {describe(x.value)} varies over {quoted(x.axis_names)} but its out_spec is "
+                    f"{spec_str(x.spec)}"
+                    for x in mistakes.varying
+                ],
+                f"Reduce it, as with jax.lax.psum(value, {axes_argument(axes)!r}), or name {quoted(axes)} in "
+                "out_specs to join the shards' parts.",
+            )
 
 
 def _own_reason(state: State) -> str:
@@ -297,7 +327,10 @@ def _inferred(
 ) -> tuple[PyTree, ...]:
     """The specs that the types of the arguments carry, as Explicit axes make them."""
     if not explicit.explicit_axes(mesh).issuperset(names):
-        raise _cannot_infer(mesh)
+        raise TypeError(
+            f"in_specs can be left out only on a mesh of Explicit axes; this is {mesh_with_types_str(mesh)}. "
+            "Write in_specs=..., one entry for each positional argument."
+        )
 
     wanted = frozenset(names)
 
@@ -359,65 +392,3 @@ def _policies_diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError
         "kept"
     )
     return error_listing(DivergedStateError, head, first_items(items), listed("Mend it", mends))
-
-
-def _out_varies(name: str, bad: Sequence[Varying]) -> SpecError:
-    axes = bad[0].axis_names
-    return error_listing(
-        SpecError,
-        f"{name}: out_specs require replication, but these results vary",
-        [
-            f"{one.path}: {describe(one.value)} varies over {quoted(one.axis_names)} but its out_spec is "
-            f"{spec_str(one.spec)}"
-            for one in bad
-        ],
-        f"Reduce it, as with jax.lax.psum(value, {axes_argument(axes)!r}), or name {quoted(axes)} in "
-        "out_specs to join the shards' parts.",
-    )
-
-
-def _axis_of_vmap(taken: Sequence[AxisName], mesh: _Mesh) -> SpecError:
-    return SpecError(
-        f"an enclosing jax.vmap maps over an array that is split over {quoted(taken)} of {mesh_str(mesh)}, "
-        "so its lanes use up that mesh axis. Leave `axis_names` out to map over the other axes, or split the "
-        "array differently."
-    )
-
-
-def _no_axes_left(mesh: _Mesh) -> SpecError:
-    return SpecError(
-        f"an enclosing shard_map already maps over every axis of {mesh_str(mesh)}. Give the outer one "
-        "`axis_names` that leave some axes free."
-    )
-
-
-def _cannot_infer(mesh: _Mesh) -> TypeError:
-    return TypeError(
-        f"in_specs can be left out only on a mesh of Explicit axes; this is {mesh_with_types_str(mesh)}. "
-        "Write in_specs=..., one entry for each positional argument."
-    )
-
-
-def _per_shard_for_array(placement: str, spec: Any) -> SpecError:
-    axes = spec_str(PartitionSpec(*spec.axis_names))
-    return SpecError(
-        f"{placement} is {spec!r}, which can only place States. Use {axes} for an array; for a State write "
-        f"state_in_specs={{...: {spec!r}}} or State(value, spec={spec!r})."
-    )
-
-
-def _out_rank(name: str, bad: Sequence[RankMismatch]) -> SpecError:
-    return error_listing(
-        SpecError,
-        f"{name}: results have fewer axes than their specs have entries",
-        map(_rank_item, bad),
-        "Keep an axis, as with jnp.sum(x, keepdims=True) or x[None], or use P() for a value that is "
-        "the same on every shard.",
-    )
-
-
-def _none_for_array(path: str, value: object) -> SpecError:
-    return SpecError(
-        f"{path} is {describe(value)}, but its out_spec is None, which only fits results without arrays "
-        "outside States. Write P() or P('axis')."
-    )
