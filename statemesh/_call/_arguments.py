@@ -14,9 +14,7 @@ import numpy as np
 
 from .._base import _errors as errors
 from .._base._checks import check_function, is_masked, is_shaped
-from .._base._errors import (
-    BatchAxisError,
-)
+from .._base._errors import BatchAxisError
 from .._base._specs import Placement
 from .._base._trees import describe, fun_name, is_state, path_str, positional_names
 from .._base._types import NUMBERS, Fun, KeyPath, Leaf, PyTree, PyTreeDef
@@ -205,8 +203,15 @@ class Call:
     @functools.cached_property
     def tied(self) -> list[list[str]]:
         """Paths at which one argument holds the very same State object."""
-        pairs = zip(self.named(), self.units, strict=True)
-        return [paths for (_, value), units in pairs for paths in _tied(value, units)]
+        tied: list[list[str]] = []
+        for (_, value), units in zip(self.named(), self.units, strict=True):
+            paths: dict[int, list[str]] = {}
+            nodes = jax.tree_util.tree_leaves(value, is_leaf=is_state)
+            for node, unit in zip(nodes, units, strict=True):
+                if unit.kind is not None:
+                    paths.setdefault(id(node), []).append(unit.path)
+            tied += [shared for shared in paths.values() if len(shared) > 1]
+        return tied
 
     def with_entries(
         self,
@@ -225,11 +230,11 @@ class Call:
         - `broadcast`: makes one for each unit of a prefix tree.
         - `first`: the number by which messages call the entry of the first argument.
         """
-        several = isinstance(entries, tuple | list)
+        is_sequence = isinstance(entries, tuple | list)
         for i, ((name, value), units) in enumerate(zip(self.named(), self.units, strict=True)):
             keyword = i >= self.positional
-            prefix = keyword_entry if keyword else entries[i] if several else entries
-            entry = f"{what}[{first + i}]" if several else what
+            prefix = keyword_entry if keyword else entries[i] if is_sequence else entries
+            entry = f"{what}[{first + i}]" if is_sequence else what
             entries_of_units = broadcast(prefix, value, entry, name)
             nodes = jax.tree_util.tree_leaves(value, is_leaf=is_state)
             entry_name = "keyword argument" if keyword else entry
@@ -269,14 +274,6 @@ def _units(name: str, value: Leaf, first: int) -> list[Unit]:
         )
         first += len(leaves)
     return units
-
-
-def _tied(value: Leaf, units: Sequence[Unit]) -> list[list[str]]:
-    paths: dict[int, list[str]] = {}
-    for node, unit in zip(jax.tree_util.tree_leaves(value, is_leaf=is_state), units, strict=True):
-        if is_state(node):
-            paths.setdefault(id(node), []).append(unit.path)
-    return [several for several in paths.values() if len(several) > 1]
 
 
 def inside_modules(value: Leaf) -> list[bool]:

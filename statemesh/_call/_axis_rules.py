@@ -172,8 +172,8 @@ class AxisRules(Rules):
                         (entry_name, entry, unit.path, node)
                     )
                 for k, position in enumerate(unit.positions):
-                    own = axis if k < len(values(node)) else None
-                    entering.append((unit, position, own, placed_by))
+                    own_axis = axis if k < len(values(node)) else None
+                    entering.append((unit, position, own_axis, placed_by))
             elif unit.shaped or (unit.number and not unit.in_module and entry is not None):
                 entering.append((unit, unit.positions[0], entry, entry_name))
                 if entry is not None:
@@ -281,20 +281,20 @@ class AxisRules(Rules):
             )
         to_none: list[errors.Diverged] = []
         undeclared: list[errors.Diverged] = []
-        for one in mistakes.diverged:
-            at_none = one.declared is None or (
-                one.declared is UNDECLARED and one.path in self.replicated
+        for write in mistakes.diverged:
+            at_none = write.declared is None or (
+                write.declared is UNDECLARED and write.path in self.replicated
             )
-            (to_none if at_none else undeclared).append(one)
-        if found := to_none or undeclared:
-            raise _lanes_diverged(name, found, declared_none=bool(to_none))
+            (to_none if at_none else undeclared).append(write)
+        if bad := to_none or undeclared:
+            raise _lanes_diverged(name, bad, declared_none=bool(to_none))
         if mistakes.varying:
             raise error_listing(
                 BatchAxisError,
                 f"{name}: out_axes=None is for results that are the same in all lanes, but",
                 [
-                    f"{one.path}: {describe(one.value)} differs between lanes"
-                    for one in mistakes.varying
+                    f"{write.path}: {describe(write.value)} differs between lanes"
+                    for write in mistakes.varying
                 ],
                 f"Reduce it, as with {_pmean('value', mistakes.varying[0].axis_names[0])}, or give it an "
                 "axis: out_axes=0.",
@@ -319,19 +319,19 @@ class AxisRules(Rules):
 
 def _lanes_diverged(name: str, bad: Sequence[Diverged], declared_none: bool) -> BatchAxisError:
     axis = bad[0].axis_names[0]
-    if merged := [one for one in bad if one.state.needs_old]:
+    if merged := [write for write in bad if write.state.needs_old]:
         return _policies_diverged(name, merged, axis)
-    items = [f"{one.path}: {describe(one.state)}" for one in bad]
+    items = [f"{write.path}: {describe(write.state)}" for write in bad]
     if declared_none:
         head = "states that state_out_axes declares to be the same in all (axis None)"
-        mend = (
+        advice = (
             f"Reduce the value, as with {_pmean('value', axis)}; or declare how writes are merged, "
             "State(value, reduce='mean'); or give the states an axis: state_out_axes={0: filter}. A "
             "NonBatchState cannot have an axis: use another kind of state."
         )
     else:
         head = "states without a declared axis"
-        mend = (
+        advice = (
             "Mend it in one of three ways:\n"
             f"  1. keep one value per lane: {_AXIS_ON_BOTH_SIDES};\n"
             "  2. declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a "
@@ -342,28 +342,34 @@ def _lanes_diverged(name: str, bad: Sequence[Diverged], declared_none: bool) -> 
         BatchAxisError,
         f"{name}: lanes wrote different values to {head}",
         first_items(items),
-        mend,
+        advice,
     )
 
 
 def _policies_diverged(name: str, bad: Sequence[Diverged], axis: AxisName) -> BatchAxisError:
     """States whose policy has merged the writes, and gave a value that still differs."""
     shown = "without a name" if axis in (UNNAMED, UNNAMED_DEVICES) else repr(axis)
-    items = [
-        f"{one.path}: {describe(one.state)}: {policy_name(one.state)} returned it, but must return the same "
-        "value in every lane"
-        for one in bad
-    ]
-    mends = [
-        f"reduce it in {policy_name(one.state)}, as with jax.lax.psum(value, axis_names)"
-        for one in bad
-    ]
-    mend = listed("Mend it", mends, f"Or keep one value per lane: {_AXIS_ON_BOTH_SIDES}.")
-    head = (
+    policies = [policy_name(write.state) for write in bad]
+    return error_listing(
+        BatchAxisError,
         f"{name}: the policies of these states gave values that differ between lanes ({shown}), but one copy "
-        "is kept"
+        "is kept",
+        first_items(
+            [
+                f"{write.path}: {describe(write.state)}: {policy} returned it, but must return the same "
+                "value in every lane"
+                for write, policy in zip(bad, policies, strict=True)
+            ]
+        ),
+        listed(
+            "Mend it",
+            [
+                f"reduce it in {policy}, as with jax.lax.psum(value, axis_names)"
+                for policy in policies
+            ],
+            f"Or keep one value per lane: {_AXIS_ON_BOTH_SIDES}.",
+        ),
     )
-    return error_listing(BatchAxisError, head, first_items(items), mend)
 
 
 def _pmean(value: str, axis: AxisName) -> str:

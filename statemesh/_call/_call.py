@@ -20,12 +20,7 @@ import numpy as np
 from .._axes._differing import check_summed, check_sums, has_gradients, has_varying
 from .._base import _errors as errors
 from .._base._checks import is_shaped
-from .._base._errors import (
-    _HASHABLE,
-    _typed,
-    error_listing,
-    listed,
-)
+from .._base._errors import _HASHABLE, _typed, error_listing, listed
 from .._base._types import Leaf, PyTree, Sharding
 from .._jax import _compat as compat
 from .._jax import _frames as frames
@@ -116,14 +111,12 @@ class CompiledEntry:
         self.plain = jax.jit(program, inline=compat.INLINED)
         # A function that runs eagerly may have no program, and that of a `vmap` shows no sums over lanes.
         self.checked = not (declared.jit and program.binding.sizes)
-        # What is lowered, and what runs: functions of the inputs.
-        self.jitted: Any = self.plain
-        if declared.donate != "none":
-            self.jitted = DonatingProgram(program)
-        self.runs: Any = self.jitted if declared.jit else program
-        self.outside = program.binding.outside
         donating = declared.donate != "none"
+        # What is lowered, and what runs: functions of the inputs.
+        self.jitted: Any = DonatingProgram(program) if donating else self.plain
+        self.runs: Any = self.jitted if declared.jit else program
         self.by_trees: Any = program.by_trees() if declared.jit and not donating else None
+        self.outside = program.binding.outside
         self._refusals = 0
         self._calls_back: bool | None = None
 
@@ -131,14 +124,14 @@ class CompiledEntry:
         self,
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
-        given: Sequence[Leaf],
+        arrays: Sequence[Leaf],
         ready: Sequence[Leaf],
     ) -> Result:
         """Run the program, and compile it if need be.
 
         **Arguments:**
 
-        - `given`: the inputs among the leaves of `(args, kwargs)`.
+        - `arrays`: the inputs among the leaves of `(args, kwargs)`.
         - `ready`: the same, laid out.
         """
         outputs: list[Leaf]
@@ -148,7 +141,7 @@ class CompiledEntry:
             if self.outside is not None:
                 outputs = self.outside(outputs, back.placements)
             return outputs, back
-        if ready is not given:
+        if ready is not arrays:
             # To rebuild a model takes longer than to look at its leaves, and most often only the data moved.
             trees, stop = [], 0
             args_def, kwargs_def = self.treedef.children()
@@ -156,7 +149,7 @@ class CompiledEntry:
             for tree, structure in zip((*args, kwargs), structures, strict=True):
                 start, stop = stop, stop + structure.num_leaves
                 moved = ready[start:stop]
-                stays = all(map(is_, moved, given[start:stop]))
+                stays = all(map(is_, moved, arrays[start:stop]))
                 trees.append(tree if stays else structure.unflatten(moved))
             *args_laid_out, kwargs = trees
             args = tuple(args_laid_out)
@@ -167,15 +160,15 @@ class CompiledEntry:
         self,
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
-        given: Sequence[Leaf],
+        arrays: Sequence[Leaf],
         ready: Sequence[Leaf],
     ) -> Result:
         """Run the program, which is checked once before."""
         if not compat.jit_disabled():
             self.check_program(ready)
-            return self.run(args, kwargs, given, ready)
+            return self.run(args, kwargs, arrays, ready)
         # What the function prints and where it stops belong to its run, so that the trace comes after it.
-        result = self.run(args, kwargs, given, ready)
+        result = self.run(args, kwargs, arrays, ready)
         with jax.disable_jit(False), suppress(*compat.NEEDS_VALUES):
             self.check_program(ready)
         return result
@@ -186,17 +179,13 @@ class CompiledEntry:
         Where nothing is recorded (an eager `grad` or `vmap`) the compiled program is transformed. Where a
         jaxpr is, no layer of ours goes into it.
         """
-        run = self.program if recorded or not self.program.declared.jit else self.plain
-        if self.checked:
-            return run(*inputs)
-        if recorded:
-            outputs, back = run(*inputs)
-            equation = shard_map_recorded(outputs)
-        else:
+        if not (self.checked or recorded):
             traced = self.program.layout.traced_alike(lambda: self.plain.trace(*inputs))
-            equation = shard_map_equation(traced.jaxpr)
-            outputs, back = run(*inputs)
-        self._check(equation)
+            self._check(shard_map_equation(traced.jaxpr))
+        run = self.program if recorded or not self.program.declared.jit else self.plain
+        outputs, back = run(*inputs)
+        if not self.checked:
+            self._check(shard_map_recorded(outputs))
         return outputs, back
 
     def traced(self, inputs: Sequence[Leaf]) -> jax.stages.Traced:
@@ -238,7 +227,7 @@ class CompiledEntry:
         self,
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
-        given: Sequence[Leaf],
+        arrays: Sequence[Leaf],
         result: Result,
         refused: bool,
     ) -> bool:
@@ -246,7 +235,7 @@ class CompiledEntry:
 
         **Arguments:**
 
-        - `args`, `kwargs`, `given`: of that call, and their leaves.
+        - `args`, `kwargs`, `arrays`: of that call, and their leaves.
         - `result`: what it gave.
         - `refused`: whether JAX was to run it, and refused.
         """
@@ -263,7 +252,7 @@ class CompiledEntry:
         # results that are fed back are laid out under the same name: on Explicit axes `P()` comes back as
         # `P(None, None)`.
         outputs, back = result
-        return _layouts([outputs[k] for k, _ in back.written]) <= _layouts(given)
+        return _layouts([outputs[k] for k, _ in back.written]) <= _layouts(arrays)
 
 
 def _layouts(arrays: Sequence[Leaf]) -> set[tuple[int, Sharding]]:
@@ -358,7 +347,7 @@ class Pipeline:
         # and the types, so that a call like the last one needs no more than these.
         leaves, treedef = _flatten((args, kwargs))
 
-        # 2. Resolve: find the program in which each leaf has its placement,
+        # 2. Resolve: find the program in which each leaf has its placement, and lay the arrays out.
         entry = self._last
         is_new = (
             entry is None
@@ -380,18 +369,17 @@ class Pipeline:
                 self._warn_and_agree(entry, call)
             if traced:
                 return self._call_traced(entry, call)
-        given = entry.inputs(leaves) if entry.statics else leaves
+        arrays = entry.inputs(leaves) if entry.statics else leaves
         try:
             if is_new:
                 with self._around(entry.program):
-                    ready, shown = entry.concrete(given)
-                    outputs, back = entry.checked_run(args, kwargs, given, ready)
+                    ready, shown = entry.concrete(arrays)
+                    outputs, back = entry.checked_run(args, kwargs, arrays, ready)
                 self._keep(entry)
             else:
-                # and lay the arrays out.
-                ready, shown = entry.concrete(given)
+                ready, shown = entry.concrete(arrays)
                 # 3. Call the function on every shard, and 4. let what it wrote leave: the program does both.
-                outputs, back = entry.run(args, kwargs, given, ready)
+                outputs, back = entry.run(args, kwargs, arrays, ready)
         except OtherShapes:
             if is_new:  # The program was found for these shapes.
                 raise
@@ -399,19 +387,19 @@ class Pipeline:
             return self.call(args, kwargs)
         except (RuntimeError, ValueError):
             # Looking for them before the run would cost more than all of the checks above.
-            entry.program.layout.check_alive(given)
+            entry.program.layout.check_alive(arrays)
             raise
 
         # 5. Write back.
         if (
-            shown is given
+            shown is arrays
             and entry is self._last
             and entry.by_trees is not None
             and entry.set_mesh is None
         ):
-            is_quick = entry.is_quick(args, kwargs, given, (outputs, back), quick is entry)
+            is_quick = entry.is_quick(args, kwargs, arrays, (outputs, back), quick is entry)
             self._quick = entry if is_quick else None
-        result = entry.program.write_back(given, shown, outputs, back)
+        result = entry.program.write_back(arrays, shown, outputs, back)
         if is_new and entry.program.unhashable:
             back.forget()
         return result
@@ -420,8 +408,8 @@ class Pipeline:
         """Steps 2 to 5 where arguments are traced, or the call itself is."""
         name, program, recorded = self.declared.name, entry.program, compat.under_jit()
         self.declared.rules.check_traced(name, call.leaves)
-        given = program.arrays(call.leaves)
-        ready = program.layout.traced(given, recorded)
+        arrays = program.arrays(call.leaves)
+        ready = program.layout.traced(arrays, recorded)
         try:
             with self._around(program, traced=True):
                 outputs, back = entry.traced_run(ready, recorded)
@@ -438,7 +426,7 @@ class Pipeline:
         if look is not None:
             outputs = look(program, call, outputs, back)
         # What is recorded goes into a jaxpr, which lays out nothing.
-        return program.write_back(ready if recorded else given, ready, outputs, back)
+        return program.write_back(ready if recorded else arrays, ready, outputs, back)
 
     def _entry(self, call: Call, traced: bool = False) -> CompiledEntry:
         """The entry for a call: one that is there, or a new one."""
@@ -540,13 +528,12 @@ class Pipeline:
             paths = call.paths()
             check_valued(self.declared.name, [(paths[k], call.leaves[k]) for k in gone])
         shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in call.leaves)
-        pipeline = self
-        if shapes or not self.declared.rules.has_devices(call.leaves):
-            pipeline = self._of_shapes
+        has_devices = not shapes and self.declared.rules.has_devices(call.leaves)
+        pipeline = self if has_devices else self._of_shapes
         entry = pipeline._entry(call)
         program = entry.program
-        given = program.arrays(call.leaves)
-        inputs = program.layout.abstract(given)
+        arrays = program.arrays(call.leaves)
+        inputs = program.layout.abstract(arrays)
         around = functools.partial(pipeline._around, program)
         with around():
             entry.check_program(inputs)
@@ -554,7 +541,7 @@ class Pipeline:
         pipeline._remember(entry)
         alike = [*pipeline._entries.get(entry.key, {}).values()]
         rivals = [other for other in alike if other is not entry]
-        return Inspected(call, entry, traced, program.layout.to_move(given), rivals, around)
+        return Inspected(call, entry, traced, program.layout.to_move(arrays), rivals, around)
 
     @functools.cached_property
     def _of_shapes(self) -> "Pipeline":
@@ -570,12 +557,12 @@ class Pipeline:
             paths = call.paths()
             raise errors.place_traced(f"{self.declared.name}.place", [paths[k] for k in traced])
         program = self._entry(call).program
-        given = program.arrays(leaves)
-        ready, shown = program.layout.concrete(given)
+        arrays = program.arrays(leaves)
+        ready, shown = program.layout.concrete(arrays)
         if program.binding.outside is not None:
             ready = shown
-        moved = [k for k, x in enumerate(given) if shown[k] is not x]
-        ready = program.layout.returned(given, ready, moved)
+        moved = [k for k, x in enumerate(arrays) if shown[k] is not x]
+        ready = program.layout.returned(arrays, ready, moved)
         for position, x in zip(program.positions, ready, strict=True):
             leaves[position] = x
         return call.treedef.unflatten(leaves)[0]

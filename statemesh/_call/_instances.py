@@ -12,13 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._base import _errors as errors
 from .._base._checks import check_named_once, check_text
-from .._base._errors import (
-    BatchAxisError,
-    StatemeshError,
-    counted,
-    error_listing,
-    quoted,
-)
+from .._base._errors import BatchAxisError, StatemeshError, counted, error_listing, quoted
 from .._base._specs import Placement
 from .._base._trees import describe
 from .._base._types import (
@@ -31,23 +25,11 @@ from .._base._types import (
     is_axis_name,
 )
 from .._jax import _compat as compat
-from ._lanes import (
-    FixedLaneLayout,
-    FixedMeshLayout,
-    LaneLayout,
-    LanePlacement,
-    count_lanes,
-)
+from ._lanes import FixedLaneLayout, FixedMeshLayout, LaneLayout, LanePlacement, count_lanes
 from ._layout import MeshLayout
 from ._mesh import by_fields
 from ._placement import Input
-from ._processes import (
-    LanesOfProcesses,
-    OwnParts,
-    SpreadLayout,
-    own_devices,
-    spans_processes,
-)
+from ._processes import LanesOfProcesses, OwnParts, SpreadLayout, own_devices, spans_processes
 from ._specs import SpecPlacement
 from ._varying import FromDataflow, FromTypes, Unchecked, VaryingAxes
 
@@ -127,7 +109,7 @@ class OnMesh:
         outputs: list[Leaf] = jax.shard_map(
             instance,
             mesh=self.mesh,
-            in_specs=tuple(one.placement.written for one in layout.inputs),
+            in_specs=tuple(x.placement.written for x in layout.inputs),
             out_specs=out_specs,
             axis_names=set(self.axis_names),
             check_vma=self.check_vma,
@@ -207,9 +189,9 @@ class Lanes:
 
     def count(self, name: str, layout: Layout, arrays: Sequence[Leaf]) -> int | None:
         mapped = [
-            (one.path, one.placement.axis, x)
-            for one, x in zip(layout.inputs, arrays, strict=True)
-            if one.placement.axis is not None
+            (source.path, source.placement.axis, x)
+            for source, x in zip(layout.inputs, arrays, strict=True)
+            if source.placement.axis is not None
         ]
         return count_lanes(name, mapped, self.axis_size)
 
@@ -225,7 +207,7 @@ class Lanes:
         lane.__name__ = lane.__qualname__ = name
         mapped = jax.vmap(
             lane,
-            in_axes=tuple(one.placement.axis for one in layout.inputs),
+            in_axes=tuple(x.placement.axis for x in layout.inputs),
             out_axes=out_axes,
             axis_name=self.axis_name,
             axis_size=self.count(name, layout, arrays),
@@ -306,11 +288,11 @@ class Devices:
                 f"{name}: pmap2 gives each lane a device, but an enclosing mapped call uses the devices "
                 f"already (axes {quoted(sorted(taken, key=str))}). Use vmap2 inside it."
             )
-        found = self._found()
-        several = len(own_devices(found)) < len(found)
+        devices = self._all()
+        spread = len(own_devices(devices)) < len(devices)
         # With several processes each passes only a part of the lanes, so the author has to give their number.
-        count = asked if several else count_lanes(name, mapped, asked)
-        lanes = len(found) if count is None else count
+        count = asked if spread else count_lanes(name, mapped, asked)
+        lanes = len(devices) if count is None else count
         if lanes == 0:
             raise error_listing(
                 BatchAxisError,
@@ -318,16 +300,16 @@ class Devices:
                 [f"{path}: {describe(x)} has 0 on axis {axis}" for path, axis, x in mapped[:3]],
                 "Map over an axis of size 1 or more.",
             )
-        if lanes > len(found):
+        if lanes > len(devices):
             raise BatchAxisError(
-                f"{name}: {counted(lanes, 'lane')} on {counted(len(found), 'device')}; pmap2 gives every "
-                f"lane a device of its own. Use {len(found)} at most, each with a part of the batch, as in "
-                f"x.reshape({len(found)}, -1, *x.shape[1:]); or use vmap2 or shard_map."
+                f"{name}: {counted(lanes, 'lane')} on {counted(len(devices), 'device')}; pmap2 gives every "
+                f"lane a device of its own. Use {len(devices)} at most, each with a part of the batch, as in "
+                f"x.reshape({len(devices)}, -1, *x.shape[1:]); or use vmap2 or shard_map."
             )
-        mesh = Mesh(np.array(found[:lanes]), (axis_name,))
-        if not several:
+        mesh = Mesh(np.array(devices[:lanes]), (axis_name,))
+        if not spread:
             return OnDevices(mesh)
-        mine = own_devices(found[:lanes])
+        mine = own_devices(devices[:lanes])
         if not mine:
             raise BatchAxisError(
                 f"{name}: none of the {counted(lanes, 'device')} belongs to this process. Only processes "
@@ -343,15 +325,15 @@ class Devices:
         return OnProcesses(mesh, Mesh(np.array(mine), (axis_name,)))
 
     def on_one_device(self) -> Lanes:
-        found = self._found()
-        if len(own_devices(found)) < len(found):
+        devices = self._all()
+        if len(own_devices(devices)) < len(devices):
             raise BatchAxisError(
                 "unsharded: each of several processes has only its own lanes. Gather them, as with "
                 "jax.experimental.multihost_utils.process_allgather, and call vmap2."
             )
         return Lanes()
 
-    def _found(self) -> list[jax.Device]:
+    def _all(self) -> list[jax.Device]:
         if self.devices is not None:
             return list(self.devices)
         try:

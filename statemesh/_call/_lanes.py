@@ -8,11 +8,7 @@ import jax
 import numpy as np
 
 from .._base import _errors as errors
-from .._base._errors import (
-    BatchAxisError,
-    counted,
-    error_listing,
-)
+from .._base._errors import BatchAxisError, counted, error_listing
 from .._base._specs import is_axis
 from .._base._trees import describe, is_state
 from .._base._types import AxisName, Filter, Leaf, StateAxes
@@ -107,10 +103,10 @@ class AxesOfMap(tuple[Any, ...]):
     one_for_all: bool
 
     def __new__(cls, in_axes: Any, args: int) -> "AxesOfMap":
-        several = isinstance(in_axes, tuple | list)
-        made = super().__new__(cls, (None, *(in_axes if several else [in_axes] * args)))
-        made.one_for_all = not several
-        return made
+        is_sequence = isinstance(in_axes, tuple | list)
+        axes = super().__new__(cls, (None, *(in_axes if is_sequence else [in_axes] * args)))
+        axes.one_for_all = not is_sequence
+        return axes
 
 
 def as_pairs(state_axes: StateAxes, what: str) -> Pairs:
@@ -135,7 +131,7 @@ def choose_axes(
         trees = [jax.tree_util.tree_leaves(tree, is_leaf=is_state) for _, tree in roots]
         return [UNDECLARED for tree in trees for node in tree if is_state(node)]
     filters = [filter for filter, _ in pairs]
-    hits = [hit for found in first_matches(filters, roots, what) for hit in found]
+    hits = [hit for tree in first_matches(filters, roots, what) for hit in tree]
     return [UNDECLARED if hit is None else pairs[hit][1] for hit in hits]
 
 
@@ -151,11 +147,11 @@ class LaneLayout:
     def __init__(self, fun_name: str, inputs: Sequence[Input]) -> None:
         self.fun_name = fun_name
         self.inputs = inputs
-        self.made_strong = [k for k, one in enumerate(inputs) if one.strong]
+        self.to_strong = [k for k, source in enumerate(inputs) if source.strong]
         # Not arrays of JAX yet: they do not come back as they went in. A tracer is one, by another type.
         of_jax = (jax.Array, jax.core.Tracer)
         self.fresh = frozenset(
-            k for k, one in enumerate(inputs) if not issubclass(one.kind, of_jax)
+            k for k, source in enumerate(inputs) if not issubclass(source.kind, of_jax)
         )
 
     def check(self, arrays: Sequence[Leaf]) -> None:
@@ -170,14 +166,14 @@ class LaneLayout:
 
     def check_alive(self, given: Sequence[Leaf]) -> None:
         """Refuse arrays whose buffers were given up."""
-        gone = [one.path for one, x in zip(self.inputs, given, strict=True) if is_deleted(x)]
+        gone = [source.path for source, x in zip(self.inputs, given, strict=True) if is_deleted(x)]
         if gone:
             raise errors.deleted(self.fun_name, gone)
 
     def concrete(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         """Arrays as the program takes them, and as they come back when not written."""
         # Arrays of keys have no attribute `weak_type`.
-        weak = [k for k in self.made_strong if getattr(given[k], "weak_type", False)]
+        weak = [k for k in self.to_strong if getattr(given[k], "weak_type", False)]
         if not weak:
             return given, given
         ready = list(given)
@@ -250,5 +246,5 @@ def _lanes_disagree(
             items.append(f"and {len(lines) - 3} more like it")
     if axis_size is not None:
         items.append(f"axis_size={axis_size}")
-    mend = "All mapped axes must have one size; give None as the axis of what all lanes share."
-    return error_listing(BatchAxisError, f"{name}: the number of lanes is not clear", items, mend)
+    advice = "All mapped axes must have one size; give None as the axis of what all lanes share."
+    return error_listing(BatchAxisError, f"{name}: the number of lanes is not clear", items, advice)

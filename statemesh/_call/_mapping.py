@@ -143,11 +143,11 @@ class StatefulMapping(Generic[Params, Result]):
         return signature.replace(parameters=parameters)
 
     def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> Result:
-        given: tuple[PyTree, ...] = args
+        all_args: tuple[PyTree, ...] = args
         try:
             if self._bound or self._boxes is not None:
-                given = self._all(args)
-            result: Result = self._pipeline.call(given, kwargs)
+                all_args = self._all(args)
+            result: Result = self._pipeline.call(all_args, kwargs)
         except Exception as error:
             leave_out_own(error)
             raise
@@ -194,10 +194,10 @@ class StatefulMapping(Generic[Params, Result]):
 
     def _is_at(self, module: Any, qualname: str) -> bool:
         try:
-            found = attrgetter(qualname)(sys.modules[module])
+            mapping = attrgetter(qualname)(sys.modules[module])
         except (KeyError, AttributeError):
             return False
-        return isinstance(found, StatefulMapping) and found._pipeline is self._pipeline
+        return isinstance(mapping, StatefulMapping) and mapping._pipeline is self._pipeline
 
     @without_own_frames
     def lower(self, *args: PyTree, **kwargs: PyTree) -> Lowered:
@@ -310,19 +310,19 @@ else:
 
 def _attributes(fun: Fun) -> dict[str, Any]:
     """The attributes that `functools.wraps` would copy, without those that a mapping defines itself."""
-    own = getattr(fun, "__dict__", {})
-    if not inspect.isroutine(fun) and "__wrapped__" not in own:
+    of_fun = getattr(fun, "__dict__", {})
+    if not inspect.isroutine(fun) and "__wrapped__" not in of_fun:
         return {}
-    found = {k: v for k, v in own.items() if not hasattr(StatefulMapping, k)}
+    attributes = {k: v for k, v in of_fun.items() if not hasattr(StatefulMapping, k)}
     for name in ("__module__", "__doc__", "__annotations__", "__type_params__"):
         if hasattr(fun, name):
-            found[name] = getattr(fun, name)
-    return found
+            attributes[name] = getattr(fun, name)
+    return attributes
 
 
 def _named(module: str, qualname: str, bound: tuple[PyTree, ...]) -> StatefulMapping:
-    found: StatefulMapping = attrgetter(qualname)(importlib.import_module(module))
-    return found._with(bound) if bound else found
+    mapping: StatefulMapping = attrgetter(qualname)(importlib.import_module(module))
+    return mapping._with(bound) if bound else mapping
 
 
 def _boxed(declared: Declared, bound: tuple[PyTree, ...], static: Sequence[int]) -> StatefulMapping:

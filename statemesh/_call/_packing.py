@@ -68,7 +68,7 @@ class Packing:
         self.sources = [self.origins[x.position] for x in unpacked if self.forms]
         self.numbers = list(range(len(unpacked)))
         if not self.forms:
-            return unpacked
+            return [*unpacked]
         for form in self.forms:
             packed = dict(form.contents.sizes)
             used = {axis for group in form.part.groups for axis in group.names}

@@ -24,7 +24,7 @@ from .._base._errors import (
 )
 from .._base._specs import Placement
 from .._base._trees import describe, is_state, path_str
-from .._base._types import NO_AXES, NUMBERS, Axes, AxisName, Fun, Leaf, PyTree
+from .._base._types import NO_AXES, NUMBERS, Axes, AxisName, Leaf, PyTree
 from .._jax import _compat as compat
 from .._jax._compat import tree_util
 from .._jax._dataflow import sources
@@ -33,7 +33,7 @@ from .._state._values import Write, reduced, strong
 from ._arguments import Call, Unit, inside_modules
 from ._origins import Entered, find_origins, has_same_leaves, leaves_of, links_for, values
 from ._placement import Input
-from ._rules import Mistakes, Rules
+from ._rules import Declared, Mistakes, Rules
 from ._varying import VaryingAxes
 from ._write_back import Forwarded, Merged, Output, Static, WriteBack
 
@@ -44,23 +44,20 @@ class PerShard:
 
     **Attributes:**
 
-    - `name`, `fun`: the user's function.
+    - `declared`: the user's function, and what is declared of it.
     - `call`: its arguments, without their arrays.
     - `template`: the leaves of the arguments, `None` in the place of arrays.
     - `inputs`: one for each array that an instance gets.
     - `rules`: where results go.
     - `sizes`: the sizes of the mesh's axes.
-    - `donating`: whether the memory of written states is given up.
     """
 
-    name: str
-    fun: Fun
+    declared: Declared
     call: Call
     template: Sequence[Leaf]
     inputs: Sequence[Input]
     rules: Rules
     sizes: Mapping[AxisName, int]
-    donating: bool
 
     def __call__(self, parts: Sequence[Leaf], varying: VaryingAxes) -> tuple[list[Leaf], WriteBack]:
         """The program's outputs, and how the result is put together."""
@@ -123,7 +120,7 @@ class PerShard:
 
     def _run(self, *units: Leaf) -> Any:
         args, kwargs = self.call.unit_def.unflatten(units)
-        return self.fun(*args, **kwargs)
+        return self.declared.fun(*args, **kwargs)
 
     def _leave(
         self,
@@ -143,12 +140,13 @@ class PerShard:
 
         **Raises:** `StatemeshError`s for every bad leaf at once.
         """
-        name, rules = self.name, self.rules
+        name, rules = self.declared.name, self.rules
         flat, treedef = tree_util.tree_flatten_with_path(result, is_leaf=is_state)
         root = f"{name}(...)"
         entries = rules.entries(result, root)
         returned = [(keys, node) for keys, node in flat if is_state(node)]
-        origins = iter(find_origins(name, returned, entered, self.donating))
+        donating = self.declared.donate != "none"
+        origins = iter(find_origins(name, returned, entered, donating))
         declared = iter(rules.declared(result, root))
         leaving = _Leaving(rules, arrived, varying)
         parts: list[Any] = []

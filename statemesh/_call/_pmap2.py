@@ -61,9 +61,9 @@ def shared_pipeline(declared: Declared) -> Pipeline:
     except TypeError:
         return Pipeline(declared)
     alike = _pipelines.setdefault(fun, {})
-    found = alike.get(key)
-    if found is not None:
-        return found
+    pipeline = alike.get(key)
+    if pipeline is not None:
+        return pipeline
     make_room(alike, _KEPT)
     return alike.setdefault(key, Pipeline(dataclasses.replace(declared, fun=_Weak(fun))))
 

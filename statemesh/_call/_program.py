@@ -79,23 +79,14 @@ class Program:
             for unit in units
             for position in unit.positions
         }
+        template = list(packing.call.leaves)
         for k, (x, number) in enumerate(zip(inputs, packing.numbers, strict=True)):
-            if number in self.layout.fresh or (
-                traced and not (x.position in in_models or self.rules.stays(x))
-            ):
-                inputs[k] = dataclasses.replace(x, fresh=True)
-        unpacked = {x.position for x in inputs}
-        template = [None if k in unpacked else x for k, x in enumerate(packing.call.leaves)]
+            template[x.position] = None
+            is_output = traced and not (x.position in in_models or self.rules.stays(x))
+            inputs[k] = dataclasses.replace(x, fresh=is_output or number in self.layout.fresh)
         packing.call = packing.call.without_arrays()
         self.run = PerShard(
-            declared.name,
-            declared.fun,
-            packing.call,
-            template,
-            inputs,
-            self.rules,
-            self.binding.sizes,
-            donating,
+            declared, packing.call, template, inputs, self.rules, self.binding.sizes
         )
 
     def _check_signature(self, call: Call) -> None:
@@ -117,7 +108,7 @@ class Program:
 
     def write_back(
         self,
-        given: Sequence[Leaf],
+        arrays: Sequence[Leaf],
         shown: Sequence[Leaf],
         outputs: Sequence[Leaf],
         back: WriteBack,
@@ -126,11 +117,11 @@ class Program:
 
         **Arguments:**
 
-        - `given`, `shown`: the inputs, and as they were laid out.
+        - `arrays`, `shown`: the inputs, and as they were laid out.
         - `outputs`, `back`: what the run has given.
         """
-        if shown is not given:
-            shown = self.layout.returned(given, shown, back.forwarded)
+        if shown is not arrays:
+            shown = self.layout.returned(arrays, shown, back.forwarded)
         return back.filled(outputs, shown)
 
     def agree(self, leaves: Sequence[Leaf]) -> None:
@@ -210,7 +201,7 @@ class Program:
 class DonatingProgram:
     """A program compiled so that it may overwrite inputs.
 
-    Which inputs those are is known only after tracing: what was forwarded or only read is never given
+    Which inputs those are is known only after tracing: what was forwarded or only read is never arrays
     up. JAX remembers the trace, so that compiling with donation does not trace again.
     """
 
@@ -345,7 +336,7 @@ class Stage:
     def __init__(
         self,
         program: Any,
-        call: Program,
+        mapped: Program,
         treedef: PyTreeDef,
         complete: Callable[[tuple[PyTree, ...]], tuple[PyTree, ...]],
     ) -> None:
@@ -353,17 +344,17 @@ class Stage:
         self.program = program
         self._complete = complete
         self.in_tree = treedef
-        self._call = call
+        self._mapped = mapped
         # The owner of a static leaf may change it before it is compared.
-        self._texts = call.statics.texts
+        self._texts = mapped.statics.texts
 
     @property
     def args_info(self) -> Any:
         """The arguments, as `(args, kwargs)`, with a `jax.stages.ArgInfo` for each array."""
-        call, inputs = self._call, tree_util.tree_leaves(self.program.args_info)
+        mapped, inputs = self._mapped, tree_util.tree_leaves(self.program.args_info)
         inputs = list(map(explicit.unless_explicit, inputs))
-        leaves = dict(zip(call.statics.positions, call.statics.values, strict=True))
-        leaves |= dict(zip(call.positions, inputs, strict=True))
+        leaves = dict(zip(mapped.statics.positions, mapped.statics.values, strict=True))
+        leaves |= dict(zip(mapped.positions, inputs, strict=True))
         return self.in_tree.unflatten([leaves[position] for position in range(len(leaves))])
 
     @property
@@ -384,7 +375,7 @@ class Stage:
         return getattr(self.program, name)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._call.declared.name}>"
+        return f"<{type(self).__name__} {self._mapped.declared.name}>"
 
 
 class Lowered(Stage):
@@ -400,7 +391,7 @@ class Lowered(Stage):
         **Returns:** a function of the call's arguments.
         """
         compiled = self.program.compile(*args, **kwargs)
-        return Compiled(compiled, self._call, self.in_tree, self._complete)
+        return Compiled(compiled, self._mapped, self.in_tree, self._complete)
 
 
 class Compiled(Stage):
@@ -410,10 +401,10 @@ class Compiled(Stage):
     def _spared(self) -> Spared:
         inputs = tree_util.tree_leaves(self.program.args_info)
         donated = [k for k, info in enumerate(inputs) if info.donated]
-        return spared_by(self._call, inputs, donated)
+        return spared_by(self._mapped, inputs, donated)
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
-        call, layout, name = self._call, self._call.layout, self._call.declared.name
+        mapped, layout, name = self._mapped, self._mapped.layout, self._mapped.declared.name
         leaves, treedef = tree_util.tree_flatten((self._complete(args), kwargs))
         if treedef != self.in_tree:
             raise TypeError(
@@ -421,15 +412,15 @@ class Compiled(Stage):
                 f"  compiled for: {self.in_tree}\n  called with: {treedef}\n"
                 "Lower it for these arguments, or call the function itself, which compiles anew."
             )
-        if call.unhashable:
+        if mapped.unhashable:
             raise error_listing(
                 TypeError,
                 f"{name} was compiled for arguments that are not arrays and cannot be hashed, so a change in "
                 "them would go unseen",
-                _typed(call.unhashable),
+                _typed(mapped.unhashable),
                 _HASHABLE + "call the function itself, which traces it anew.",
             )
-        if differ := call.statics.other_in(leaves):
+        if differ := mapped.statics.other_in(leaves):
             raise error_listing(
                 TypeError,
                 f"{name} was called with other values of arguments that are not arrays than it was compiled "
@@ -439,11 +430,11 @@ class Compiled(Stage):
             )
         inputs = [
             x if isinstance(x, jax.Array) or k in layout.fresh else jnp.asarray(x)
-            for k, x in enumerate(call.arrays(leaves))
+            for k, x in enumerate(mapped.arrays(leaves))
         ]
         ready, shown = layout.concrete(inputs)
         outputs, back = self.program(*self._spared(ready))
         self._spared.keep(outputs)
-        if call.binding.outside is not None:
-            outputs = call.binding.outside(outputs, back.placements)
-        return call.write_back(inputs, shown, outputs, back)
+        if mapped.binding.outside is not None:
+            outputs = mapped.binding.outside(outputs, back.placements)
+        return mapped.write_back(inputs, shown, outputs, back)

@@ -5,9 +5,7 @@ from typing import Any, overload
 
 from .._base import _errors as errors
 from .._base._checks import axis_names as as_names
-from .._base._checks import (
-    check_flag,
-)
+from .._base._checks import check_flag
 from .._base._trees import fun_name
 from .._base._types import (
     MISSING,

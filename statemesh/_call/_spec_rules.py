@@ -143,11 +143,11 @@ class SpecRules(Rules):
         if self.in_specs is not compat.INFER:
             named.insert(0, ("in_specs", self.in_specs))
         for what in ("state_in_specs", "state_out_specs"):
-            given = getattr(self, what)
-            if isinstance(given, Mapping):
-                named += [(f"{what}[{errors.filter_str(f)}]", spec) for f, spec in given.items()]
+            specs = getattr(self, what)
+            if isinstance(specs, Mapping):
+                named += [(f"{what}[{errors.filter_str(f)}]", spec) for f, spec in specs.items()]
             else:
-                named.append((what, given))
+                named.append((what, specs))
         check_specs(named, mesh, names)
 
     def for_call(self, call: Call, traced: bool) -> "SpecRules":
@@ -228,8 +228,10 @@ class SpecRules(Rules):
                 placed_by = "its type" if by_type else entry_name
             else:
                 continue
-            for position, own in zip(unit.positions, placements, strict=True):
-                inputs.append(unit.input(position, call.leaves[position], own, placed_by))
+            for position, chosen_placement in zip(unit.positions, placements, strict=True):
+                inputs.append(
+                    unit.input(position, call.leaves[position], chosen_placement, placed_by)
+                )
         if bad := of_states.bad():
             raise errors.specs_of_states(name, "in_specs", "state_in_specs", bad)
         return inputs
@@ -254,13 +256,13 @@ class SpecRules(Rules):
         if declared is not UNDECLARED:
             return [*own_placements(state, declared, path)]
         if entered is not None:
-            own = list(entered.placements)
+            as_entered = list(entered.placements)
             structure = tree_util.tree_structure
             if structure(state.value) == structure(entered.seen.value):
-                return own
+                return as_entered
             # `replace` has changed the structure, and nothing says which leaf is which.
-            if len(set(own)) == 1:
-                return own * len(values(state))
+            if len(set(as_entered)) == 1:
+                return as_entered * len(values(state))
         return [*own_placements(state, state.spec, path)]
 
     def check_entries(
@@ -271,10 +273,10 @@ class SpecRules(Rules):
         placements: Sequence[Sequence[Placement] | None],
     ) -> None:
         of_states, depth = OfStates(), 0 if is_spec(self.out_specs) else 1
-        for (keys, node), entry, own in zip(flat, entries, placements, strict=True):
+        for (keys, node), entry, of_state in zip(flat, entries, placements, strict=True):
             entry_name = f"out_specs{jax.tree_util.keystr(keys[:depth])}"
-            if own is not None:
-                of_states.state(entry_name, entry, path_str(keys, f"{name}(...)"), node, own)
+            if of_state is not None:
+                of_states.state(entry_name, entry, path_str(keys, f"{name}(...)"), node, of_state)
             elif is_shaped(node) or type(node) in NUMBERS:
                 of_states.array(entry_name, entry)
         if bad := of_states.bad():
@@ -343,10 +345,10 @@ def _inferred(
 
 
 def _diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError:
-    if merged := [one for one in bad if one.state.needs_old]:
+    if merged := [write for write in bad if write.state.needs_old]:
         return _policies_diverged(name, merged)
     axes = bad[0].axis_names
-    own = quoted(axes)
+    names = quoted(axes)
     scatter = (
         "\nA parameter that `gather` made whole goes back to its parts, in its own dtype: return "
         "`sm.scatter(whole, model)`."
@@ -354,41 +356,41 @@ def _diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError:
     return error_listing(
         DivergedStateError,
         f"{name}: shards wrote different values to states that keep one copy",
-        first_items([f"{one.item}, which keeps one copy" for one in bad]),
+        first_items([f"{write.item}, which keeps one copy" for write in bad]),
         "Mend it in one of three ways:\n"
         f"  1. reduce the value yourself: state.set(jax.lax.pmean(value, {axes_argument(axes)!r}));\n"
         "  2. declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a "
         "function;\n"
-        f"  3. keep one value per shard: State(value, spec=sm.PerShard({own})), or a spec that names "
-        f"{own}, as in state_out_specs." + scatter * any(one.is_new_parameter for one in bad),
+        f"  3. keep one value per shard: State(value, spec=sm.PerShard({names})), or a spec that names "
+        f"{names}, as in state_out_specs." + scatter * any(write.is_new_parameter for write in bad),
     )
 
 
 def _policies_diverged(name: str, bad: Sequence[Diverged]) -> DivergedStateError:
     """States whose policy has merged the writes, and gave a value that still differs."""
-    items, mends = [], []
-    for one in bad:
-        if one.state.reduce == "sum":
-            axes = quoted(one.axis_names)
+    items, advice = [], []
+    for write in bad:
+        if write.state.reduce == "sum":
+            axes = quoted(write.axis_names)
             items.append(
-                f"{one.item}: reduce='sum' adds the increments to the old value, which entered "
+                f"{write.item}: reduce='sum' adds the increments to the old value, which entered "
                 f"split over {axes}"
             )
-            mends.append(
+            advice.append(
                 "let it leave as it entered; or write what the shards' values become, as in "
                 "reduce=lambda old, new, axis_names: jax.lax.psum(new, axis_names)"
             )
         else:
-            own, axis = policy_name(one.state), axes_argument(one.axis_names)
+            policy, axis = policy_name(write.state), axes_argument(write.axis_names)
             items.append(
-                f"{one.item}: {own} returned it, but must return the same value on every shard"
+                f"{write.item}: {policy} returned it, but must return the same value on every shard"
             )
-            mends.append(
-                f"reduce it in {own}, as with jax.lax.psum(value, {axis!r}) or "
+            advice.append(
+                f"reduce it in {policy}, as with jax.lax.psum(value, {axis!r}) or "
                 f"jax.lax.all_gather(value, {axis!r}, to='invarying')"
             )
     head = (
         f"{name}: the policies of these states gave values that differ between shards, but one copy is "
         "kept"
     )
-    return error_listing(DivergedStateError, head, first_items(items), listed("Mend it", mends))
+    return error_listing(DivergedStateError, head, first_items(items), listed("Mend it", advice))

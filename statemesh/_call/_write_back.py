@@ -111,8 +111,8 @@ class WriteBack:
         statics = iter(range(-len(self._statics), 0))
         sources = [self._place(unit.value if is_state(unit) else unit, statics) for unit in units]
         self._pick = _picker([sources[i] for i in (*rest, *plain)], len(self.placements))
-        made_at = {i: k for k, i in enumerate((*rest, *plain))}
-        self._order = _picker([made_at[i] for i in range(len(units))], len(units))
+        unit_at = {i: k for k, i in enumerate((*rest, *plain))}
+        self._order = _picker([unit_at[i] for i in range(len(units))], len(units))
 
     def _place(self, source: Leaf, statics: Iterator[int]) -> int:
         match source:
@@ -139,8 +139,8 @@ class WriteBack:
         if self._pick is not None:
             picked = self._pick([*outputs, *arguments, *self._statics])
         first = self._first
-        made = rebuild_plain(self._kinds, self._metas, picked[first:])
-        units = [*picked[:first], *made]
+        states = rebuild_plain(self._kinds, self._metas, picked[first:])
+        units = [*picked[:first], *states]
         return self._unflatten(units if self._order is None else self._order(units))
 
 
@@ -159,7 +159,7 @@ def _picker(indices: list[int], count: int) -> Any:
     match indices:
         case []:
             return lambda table: ()
-        case [one]:
-            return lambda table: (table[one],)
+        case [index]:
+            return lambda table: (table[index],)
         case _:
             return itemgetter(*indices)
