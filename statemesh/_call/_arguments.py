@@ -146,7 +146,7 @@ class Call:
 
     - `fun`: what the arguments are for; it names them.
     - `args`, `kwargs`: the arguments.
-    - `leaves`, `treedef`: the leaves and the structure of `(args, kwargs)`.
+    - `flat`: the leaves and the structure of `(args, kwargs)`, where they are known.
     """
 
     def __init__(
@@ -154,23 +154,19 @@ class Call:
         fun: Fun,
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
-        leaves: Sequence[Leaf],
-        treedef: PyTreeDef,
+        flat: tuple[Sequence[Leaf], PyTreeDef] | None = None,
     ) -> None:
         self.fun = fun
         self.args = args
         self.kwargs = kwargs
-        self.leaves = leaves
-        self.treedef = treedef
+        self.leaves: Sequence[Leaf]
+        self.treedef: PyTreeDef
+        self.leaves, self.treedef = flat or tree_util.tree_flatten((args, kwargs))
         self.positional = len(args)
-
-    @classmethod
-    def of(cls, fun: Fun, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> "Call":
-        return cls(fun, args, kwargs, *tree_util.tree_flatten((args, kwargs)))
 
     def without_arrays(self) -> "Call":
         """The structure of the arguments alone, which a program keeps for later calls like this one."""
-        kept = Call(self.fun, (), {}, (), self.treedef)
+        kept = Call(self.fun, (), {}, ((), self.treedef))
         kept.positional, kept.names, kept.units = self.positional, self.names, self.units
         kept.unit_def, kept.tied = self.unit_def, self.tied
         return kept

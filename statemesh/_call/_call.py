@@ -360,7 +360,7 @@ class Pipeline:
             or (entry.statics and not entry.same_statics(leaves))
         )
         if entry is None or is_new:
-            call = Call(self.declared.fun, args, kwargs, leaves, treedef)
+            call = Call(self.declared.fun, args, kwargs, (leaves, treedef))
             self._check_valued(call)
             at_once = _trace(()) is compat.TOP_LEVEL or compat.runs_at_once()
             traced = not at_once or any(map(compat.is_tracer, leaves))
@@ -498,7 +498,12 @@ class Pipeline:
         unhashable = entry.program.unhashable
         if new := [(path, value) for path, value in unhashable if path not in self._warned]:
             self._warned.update(path for path, _ in new)
-            text = _retraced(self.declared.name, new)
+            text = listed(
+                f"{self.declared.name}: these arguments are not arrays and cannot be hashed, so a change in "
+                "them would go unseen. Each call traces and compiles the function anew",
+                _typed(new),
+                _HASHABLE + "pass the values that the function uses as arrays.",
+            )
             warnings.warn(text, errors.RetracedWarning, stacklevel=frames.stacklevel())
         if not entry.agreed:
             entry.program.agree(call.leaves)
@@ -512,7 +517,7 @@ class Pipeline:
     ) -> Lowered:
         """The call of these arguments, or of others with their shapes and dtypes, lowered."""
         args, kwargs = jax.tree.map(_described, (complete(args), kwargs))
-        call = Call.of(self.declared.fun, args, kwargs)
+        call = Call(self.declared.fun, args, kwargs)
         entry = self._entry(call)
         program = entry.program
         inputs = program.layout.abstract(program.arrays(call.leaves))
@@ -523,7 +528,7 @@ class Pipeline:
 
         What it would compile is kept: the call that follows finds it.
         """
-        call = Call.of(self.declared.fun, args, kwargs)
+        call = Call(self.declared.fun, args, kwargs)
         if gone := [k for k, x in enumerate(call.leaves) if is_deleted(x)]:
             paths = call.paths()
             check_valued(self.declared.name, [(paths[k], call.leaves[k]) for k in gone])
@@ -550,7 +555,7 @@ class Pipeline:
 
     def place(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[PyTree, ...]:
         """The arguments, laid out as the call wants them."""
-        call = Call.of(self.declared.fun, args, kwargs)
+        call = Call(self.declared.fun, args, kwargs)
         leaves = [*call.leaves]
         self._check_valued(call)
         if traced := [k for k, x in enumerate(leaves) if compat.is_tracer(x)]:
@@ -581,12 +586,3 @@ def _described(leaf: Leaf) -> Any:
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     return leaf
-
-
-def _retraced(name: str, bad: Sequence[tuple[str, object]]) -> str:
-    return listed(
-        f"{name}: these arguments are not arrays and cannot be hashed, so a change in them would go unseen. "
-        "Each call traces and compiles the function anew",
-        _typed(bad),
-        _HASHABLE + "pass the values that the function uses as arrays.",
-    )

@@ -157,53 +157,55 @@ class LaneLayout:
     def check(self, arrays: Sequence[Leaf]) -> None:
         """Axes and sizes are checked where lanes are counted."""
 
-    def agree(self, given: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
+    def agree(self, arrays: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
         """There are no other processes."""
 
     def traced_alike(self, trace: Callable[[], Traced]) -> Traced:
         """What `trace` returns: there are no other processes."""
         return trace()
 
-    def check_alive(self, given: Sequence[Leaf]) -> None:
+    def check_alive(self, arrays: Sequence[Leaf]) -> None:
         """Refuse arrays whose buffers were given up."""
-        gone = [source.path for source, x in zip(self.inputs, given, strict=True) if is_deleted(x)]
+        gone = [source.path for source, x in zip(self.inputs, arrays, strict=True) if is_deleted(x)]
         if gone:
             raise errors.deleted(self.fun_name, gone)
 
-    def concrete(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
+    def concrete(self, arrays: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         """Arrays as the program takes them, and as they come back when not written."""
         # Arrays of keys have no attribute `weak_type`.
-        weak = [k for k in self.to_strong if getattr(given[k], "weak_type", False)]
+        weak = [k for k in self.to_strong if getattr(arrays[k], "weak_type", False)]
         if not weak:
-            return given, given
-        ready = list(given)
+            return arrays, arrays
+        ready = list(arrays)
         for k in weak:
-            ready[k] = strong(given[k])
+            ready[k] = strong(arrays[k])
         return ready, ready
 
-    def to_move(self, given: Sequence[Leaf]) -> list[int]:
+    def to_move(self, arrays: Sequence[Leaf]) -> list[int]:
         """The inputs that a call lays out anew: lanes have no layout."""
         return []
 
     def returned(
-        self, given: Sequence[Leaf], shown: Sequence[Leaf], forwarded: Iterable[int]
+        self, arrays: Sequence[Leaf], shown: Sequence[Leaf], forwarded: Iterable[int]
     ) -> Sequence[Leaf]:
         """What comes back as it went in: lanes have no layout that it could lack."""
-        del given, forwarded
+        del arrays, forwarded
         return shown
 
     def part_size(self, k: int, x: Leaf) -> int:
         """The bytes of an input, none of which is given up here."""
         return 0
 
-    def traced(self, given: Sequence[Leaf], recorded: bool) -> list[Leaf]:
+    def traced(self, arrays: Sequence[Leaf], recorded: bool) -> list[Leaf]:
         """Inputs some of which are traced, wherever they lie."""
         del recorded
-        return list(self.concrete(given)[0])
+        return list(self.concrete(arrays)[0])
 
-    def abstract(self, given: Sequence[Leaf]) -> list[Leaf]:
+    def abstract(self, arrays: Sequence[Leaf]) -> list[Leaf]:
         """Shapes and dtypes, to lower the program with."""
-        return [jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") else x for x in given]
+        return [
+            jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") else x for x in arrays
+        ]
 
 
 class OtherShapes(Exception):

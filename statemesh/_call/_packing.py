@@ -55,7 +55,7 @@ class Packing:
             marked = call.treedef.unflatten(map(_At, range(len(call.leaves))))
             self.origins = tree_util.tree_leaves(with_models(marked, _marks))
             self.positions = [at.position for at in self.origins]
-            self.call = Call.of(call.fun, *with_models((call.args, call.kwargs), shapes_of))
+            self.call = Call(call.fun, *with_models((call.args, call.kwargs), shapes_of))
 
     def place(
         self, name: str, unpacked: Sequence[Input], sizes: Mapping[Any, int], call: Call

@@ -123,7 +123,9 @@ class SpecRules(Rules):
         if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
             raise errors.not_a_mesh(mesh)
         for what in ("in_specs", "out_specs"):
-            for path, spec in _flat_specs(getattr(self, what)):
+            specs = getattr(self, what)
+            flat = jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)[0]
+            for path, spec in [] if specs is compat.INFER else flat:
                 if isinstance(spec, PerShard):
                     axes = spec_str(PartitionSpec(*spec.axis_names))
                     raise SpecError(
@@ -316,12 +318,6 @@ def _own_reason(state: State) -> str:
     if state.spec is not None:
         return "its own spec"
     return "its kind" if state.always_replicated else "default"
-
-
-def _flat_specs(specs: SpecTree) -> list[tuple[Any, Any]]:
-    if specs is compat.INFER:
-        return []
-    return jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)[0]
 
 
 def _inferred(
