@@ -279,15 +279,14 @@ class AxisRules(Rules):
                 "A state leaves on the axis that state_in_axes gives it: leave it out of state_out_axes, or "
                 "give it the same axis there.",
             )
-        to_none: list[errors.Diverged] = []
-        undeclared: list[errors.Diverged] = []
-        for write in mistakes.diverged:
-            at_none = write.declared is None or (
-                write.declared is UNDECLARED and write.path in self.replicated
-            )
-            (to_none if at_none else undeclared).append(write)
-        if bad := to_none or undeclared:
-            raise _lanes_diverged(name, bad, declared_none=bool(to_none))
+        if mistakes.diverged:
+            to_none = [
+                write
+                for write in mistakes.diverged
+                if write.declared is None
+                or (write.declared is UNDECLARED and write.path in self.replicated)
+            ]
+            raise _lanes_diverged(name, to_none or mistakes.diverged, bool(to_none))
         if mistakes.varying:
             raise error_listing(
                 BatchAxisError,

@@ -134,13 +134,13 @@ class CompiledEntry:
         - `arrays`: the inputs among the leaves of `(args, kwargs)`.
         - `ready`: the same, laid out.
         """
-        outputs: list[Leaf]
-        back: WriteBack
+        result: Result
         if self.by_trees is None:
-            outputs, back = self.runs(*ready)
-            if self.outside is not None:
-                outputs = self.outside(outputs, back.placements)
-            return outputs, back
+            result = self.runs(*ready)
+            if self.outside is None:
+                return result
+            outputs, back = result
+            return self.outside(outputs, back.placements), back
         if ready is not arrays:
             # To rebuild a model takes longer than to look at its leaves, and most often only the data moved.
             trees, stop = [], 0
@@ -153,8 +153,8 @@ class CompiledEntry:
                 trees.append(tree if stays else structure.unflatten(moved))
             *args_laid_out, kwargs = trees
             args = tuple(args_laid_out)
-        outputs, back = self.by_trees(args, kwargs, ANY_CALL)
-        return outputs, back
+        result = self.by_trees(args, kwargs, ANY_CALL)
+        return result
 
     def checked_run(
         self,
@@ -318,7 +318,7 @@ class Pipeline:
         self._entries: dict[Hashable, dict[tuple[PyTree, ...], CompiledEntry]] = {}
         # The entry of the last eager call, tried first.
         self._last: CompiledEntry | None = None
-        # The same, if the next call may be one dispatch of JAX's.
+        # The same, if `jax.jit` alone may run the next call.
         self._quick: CompiledEntry | None = None
         # The paths that a warning has named.
         self._warned: set[str] = set()
@@ -329,7 +329,7 @@ class Pipeline:
         What follows runs at every call, besides the compiled program's own dispatch: each line is a check
         that cannot be left out, in the quickest form there is.
         """
-        # A shortcut through all five: JAX itself finds out whether this call is like the last ones.
+        # A shortcut through all five: `jax.jit` itself finds out whether this call is like the last ones.
         quick = self._quick
         if quick is not None:
             try:

@@ -10,9 +10,10 @@ import numpy as np
 from .._base import _errors as errors
 from .._base._errors import BatchAxisError, counted, error_listing
 from .._base._specs import is_axis
-from .._base._trees import describe, is_state
+from .._base._trees import describe
 from .._base._types import AxisName, Filter, Leaf, StateAxes
 from .._state._filters import first_matches
+from .._state._state import states_of
 from .._state._values import strong
 from ._agreement import Passed, Traced
 from ._layout import MeshLayout
@@ -128,8 +129,7 @@ def choose_axes(
 ) -> list[Leaf]:
     """The axis declared for each state of the roots, in order; `UNDECLARED` where none is."""
     if not pairs:
-        trees = [jax.tree_util.tree_leaves(tree, is_leaf=is_state) for _, tree in roots]
-        return [UNDECLARED for tree in trees for node in tree if is_state(node)]
+        return [UNDECLARED for _, tree in roots for _ in states_of(tree)]
     filters = [filter for filter, _ in pairs]
     hits = [hit for tree in first_matches(filters, roots, what) for hit in tree]
     return [UNDECLARED if hit is None else pairs[hit][1] for hit in hits]

@@ -61,6 +61,7 @@ class PerShard:
 
     def __call__(self, parts: Sequence[Leaf], varying: VaryingAxes) -> tuple[list[Leaf], WriteBack]:
         """The program's outputs, and how the result is put together."""
+        # 3. Each array is taken as the instance sees it, each state enters, and the function is called.
         leaves = list(self.template)
         arrived: dict[int, tuple[int, Input]] = {}
         for number, (source, part) in enumerate(zip(self.inputs, parts, strict=True)):
@@ -87,6 +88,7 @@ class PerShard:
             if (text := self._hint(error, entered, leaves)) is None:
                 raise
             raise type(error)(text) from error
+        # 4. What it wrote is merged and checked; what it did not write comes back as it went in.
         return self._leave(result, entered, arrived, varying)
 
     def _entered(self, leaves: Sequence[Leaf], varying: VaryingAxes) -> list[Entered]:
