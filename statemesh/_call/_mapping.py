@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from .._base._errors import StatemeshError
 from .._base._trees import fun_name
@@ -29,35 +29,18 @@ else:
     Self = Any  # What checks annotations at run time knows it only in a class that it checks whole.
 
 
-# What a mapping is made with. It does not change: another mesh, say, makes another mapping.
-_ARGUMENTS = frozenset(
-    [
-        "fun",
-        "mesh",
-        "in_specs",
-        "out_specs",
-        "state_in_specs",
-        "state_out_specs",
-        "check_vma",
-        "axis_names",
-        "donate",
-        "jit",
-        "fn",
-        "axis_name",
-        "in_axes",
-        "out_axes",
-        "static_broadcasted_argnums",
-        "devices",
-        "backend",
-        "axis_size",
-        "donate_argnums",
-        "global_arg_shapes",
-        "state_in_axes",
-        "state_out_axes",
-        "unexpected_out_state_mapping",
-        "spmd_axis_name",
-    ]
-)
+F = TypeVar("F", bound=Callable[..., Any])
+
+_arguments: set[str] = set()
+
+
+def makes_mappings(transform: F) -> F:
+    """Note the arguments of `shard_map`, `pmap2` or `vmap2`.
+
+    A mapping does not change them: another mesh, say, makes another mapping.
+    """
+    _arguments.update(inspect.signature(transform).parameters)
+    return transform
 
 
 class StatefulMapping(Generic[Params, Result]):
@@ -121,7 +104,7 @@ class StatefulMapping(Generic[Params, Result]):
         self._bound = bound
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in _ARGUMENTS or (name in vars(StatefulMapping) and not name.startswith("_")):
+        if name in _arguments or (name in vars(StatefulMapping) and not name.startswith("_")):
             mapping, transform = self.__name__, self._declared.transform
             way_out = f"Map the function again, as in {transform}({mapping}, {name}=...)"
             if transform == "shard_map" and name == "mesh":

@@ -19,7 +19,7 @@ from .._base._types import (
     StateSpecs,
 )
 from .._jax import _compat as compat
-from ._mapping import Decorator, StatefulMapping
+from ._mapping import Decorator, StatefulMapping, makes_mappings
 from ._rules import DONATE, Declared
 from ._spec_rules import SpecRules
 
@@ -56,6 +56,7 @@ def shard_map(
 ) -> Decorator: ...
 
 
+@makes_mappings
 def shard_map(
     fun: Fun | None = None,
     mesh: AnyMesh | None = None,
