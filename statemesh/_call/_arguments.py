@@ -127,7 +127,7 @@ class Unit:
     number: bool
 
     def input(self, position: int, leaf: Leaf, placement: Placement, placed_by: str) -> Input:
-        """The record of one of its leaves that becomes an input."""
+        """The record of a leaf of this unit that becomes an input."""
         return Input(
             position,
             self.path,
@@ -173,7 +173,7 @@ class Call:
 
     @functools.cached_property
     def names(self) -> list[str]:
-        """That of each argument, keyword arguments last and by name."""
+        """The name of each argument. Keyword arguments come last, sorted by name."""
         return [*positional_names(self.fun, self.positional), *sorted(self.kwargs)]
 
     def named(self) -> list[tuple[str, Any]]:
@@ -183,7 +183,7 @@ class Call:
 
     @functools.cached_property
     def units(self) -> list[list[Unit]]:
-        """Those of each argument."""
+        """The units of each argument."""
         units: list[list[Unit]] = []
         count = 0
         for name, value in self.named():
@@ -241,7 +241,7 @@ class Call:
         return [unit for units in self.units for unit in units]
 
     def paths(self) -> dict[int, str]:
-        """That of each leaf, by position."""
+        """The path of each leaf, by position."""
         return {p: unit.path for unit in self.flat_units() for p in unit.positions}
 
     def states(self) -> list[Unit]:

@@ -59,8 +59,8 @@ class AxisRules(Rules):
     - `carrier`: what the lanes run on: devices, or one `vmap`.
     - `state_in`, `state_out`: filters, each with its axis.
     - `unexpected`: what becomes of an undeclared state to which lanes wrote different values.
-    - `fed`, `replicated`: of the rules of one call, the paths of undeclared states that lanes get their own
-        entries of all the same, and of states that are declared to enter without a lane axis.
+    - `fed`, `replicated`: known in the rules of one call: the paths of undeclared states of which each lane
+        gets its own entry, and of states that are declared to enter without a lane axis.
     """
 
     transform: str

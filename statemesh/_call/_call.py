@@ -76,7 +76,7 @@ _REFUSALS = 3
 
 
 class CompiledEntry:
-    """A program as calls run it: compiled, checked once, with what a call must look like to be run by it.
+    """A program as calls run it: it is compiled and checked once, and knows which calls it fits.
 
     Where all leaves are arrays, `jax.jit` takes the arguments of the call as they are, as trees (`by_trees`).
     It flattens them, compares their structure, shapes, dtypes and placements with those of earlier calls, and

@@ -36,8 +36,8 @@ class Mistakes:
 class Rules(abc.ABC):
     """What the author declared, by spec or by axis: where arguments enter, and where results leave.
 
-    `for_call` makes of it the rules of one call, on the mesh of that call. These give every argument its
-    placement (`resolve`) and every result (`for_array`, `for_state`).
+    `for_call` returns the rules of one call, on the mesh of that call. They give every argument its placement
+    (`resolve`), and every result (`for_array`, `for_state`).
 
     **Attributes:**
 

@@ -77,8 +77,9 @@ class SpecRules(Rules):
 
     - `one_device`: whether calls run on a mesh of one device, which has the names of the other's axes.
     - `only_shapes`: whether calls are only traced, so that the mesh needs no devices.
-    - `names`, `inferred`: of the rules of one call, the mesh axes that it maps over, and the specs that its
-        arguments' types carry, where the author left out `in_specs`. `mesh` is that of the call then.
+    - `names`, `inferred`: known in the rules of one call: the mesh axes that the call maps over, and the
+        specs that its arguments' types carry, where the author left out `in_specs`. `mesh` is the call's mesh
+        then.
     """
 
     mesh: AnyMesh | None
