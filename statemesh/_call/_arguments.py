@@ -14,12 +14,12 @@ import numpy as np
 
 from .._base import _errors as errors
 from .._base._checks import check_function, is_masked, is_shaped
-from .._base._errors import (
-    BatchAxisError,
-)
+from .._base._errors import BatchAxisError
+from .._base._specs import Placement
 from .._base._trees import describe, fun_name, is_state, path_str, positional_names
 from .._base._types import NUMBERS, Fun, KeyPath, Leaf, PyTree, PyTreeDef
 from .._jax._compat import tree_util
+from ._placement import Input
 
 
 class _Same:
@@ -126,48 +126,91 @@ class Unit:
     shaped: bool
     number: bool
 
+    def input(self, position: int, leaf: Leaf, placement: Placement, placed_by: str) -> Input:
+        """The record of a leaf of this unit that becomes an input."""
+        return Input(
+            position,
+            self.path,
+            placement,
+            placed_by,
+            type(leaf),
+            stateful=self.kind is not None,
+            in_module=self.in_module,
+        )
 
-@dataclasses.dataclass(frozen=True, slots=True)
+
 class Call:
-    """The arguments of one call, as trees and as leaves."""
-
-    args: tuple[PyTree, ...]
-    kwargs: dict[str, PyTree]
-    leaves: Sequence[Leaf]
-
-
-class Arguments:
-    """The structure of a call's arguments, without their arrays.
+    """The arguments of one call: as trees, as leaves, and as units, which are States and other leaves.
 
     **Arguments:**
 
     - `fun`: what the arguments are for; it names them.
     - `args`, `kwargs`: the arguments.
+    - `flat`: the leaves and the structure of `(args, kwargs)`, where they are known.
     """
 
-    __slots__ = ("count", "names", "positional", "tied", "treedef", "unit_def", "units")
-
-    def __init__(self, fun: Fun, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
-        self.names = [*positional_names(fun, len(args)), *sorted(kwargs)]
-        self.treedef: PyTreeDef = jax.tree_util.tree_structure((args, kwargs))
-        self.unit_def: Any = jax.tree_util.tree_structure((args, kwargs), is_leaf=is_state)
+    def __init__(
+        self,
+        fun: Fun,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        flat: tuple[Sequence[Leaf], PyTreeDef] | None = None,
+    ) -> None:
+        self.fun = fun
+        self.args = args
+        self.kwargs = kwargs
+        self.leaves: Sequence[Leaf]
+        self.treedef: PyTreeDef
+        self.leaves, self.treedef = flat or tree_util.tree_flatten((args, kwargs))
         self.positional = len(args)
-        self.units: list[tuple[Unit, ...]] = []
-        self.count = 0
-        # Paths at which one argument holds the very same State object.
-        self.tied: list[list[str]] = []
-        for name, value in self.named(args, kwargs):
-            self.units.append(tuple(self._split(name, value)))
-            self.tied += _tied(value, self.units[-1])
 
-    def named(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> list[tuple[str, Any]]:
-        """Each argument with its name, keyword arguments last and by name."""
-        values = [*args, *(kwargs[name] for name in sorted(kwargs))]
+    def without_arrays(self) -> "Call":
+        """The structure of the arguments alone, which a program keeps for later calls like this one."""
+        kept = Call(self.fun, (), {}, ((), self.treedef))
+        kept.positional, kept.names, kept.units = self.positional, self.names, self.units
+        kept.unit_def, kept.tied = self.unit_def, self.tied
+        return kept
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """The name of each argument. Keyword arguments come last, sorted by name."""
+        return [*positional_names(self.fun, self.positional), *sorted(self.kwargs)]
+
+    def named(self) -> list[tuple[str, Any]]:
+        """Each argument with its name."""
+        values = [*self.args, *(self.kwargs[name] for name in sorted(self.kwargs))]
         return list(zip(self.names, values, strict=True))
+
+    @functools.cached_property
+    def units(self) -> list[list[Unit]]:
+        """The units of each argument."""
+        units: list[list[Unit]] = []
+        count = 0
+        for name, value in self.named():
+            units.append(_units(name, value, count))
+            count += sum(len(unit.positions) for unit in units[-1])
+        return units
+
+    @functools.cached_property
+    def unit_def(self) -> Any:
+        """The structure of the arguments with a leaf for each unit."""
+        return jax.tree_util.tree_structure((self.args, self.kwargs), is_leaf=is_state)
+
+    @functools.cached_property
+    def tied(self) -> list[list[str]]:
+        """Paths at which one argument holds the very same State object."""
+        tied: list[list[str]] = []
+        for (_, value), units in zip(self.named(), self.units, strict=True):
+            paths: dict[int, list[str]] = {}
+            nodes = jax.tree_util.tree_leaves(value, is_leaf=is_state)
+            for node, unit in zip(nodes, units, strict=True):
+                if unit.kind is not None:
+                    paths.setdefault(id(node), []).append(unit.path)
+            tied += [shared for shared in paths.values() if len(shared) > 1]
+        return tied
 
     def with_entries(
         self,
-        named: Sequence[tuple[str, Any]],
         entries: Any,
         what: str,
         keyword_entry: Any,
@@ -178,68 +221,55 @@ class Arguments:
 
         **Arguments:**
 
-        - `named`: the arguments, as `named` gives them.
         - `entries`, `what`: one for each positional argument, or one for all; what messages call them.
         - `keyword_entry`: that of a keyword argument.
         - `broadcast`: makes one for each unit of a prefix tree.
         - `first`: the number by which messages call the entry of the first argument.
         """
-        several = isinstance(entries, tuple | list)
-        for i, ((name, value), units) in enumerate(zip(named, self.units, strict=True)):
+        is_sequence = isinstance(entries, tuple | list)
+        for i, ((name, value), units) in enumerate(zip(self.named(), self.units, strict=True)):
             keyword = i >= self.positional
-            prefix = keyword_entry if keyword else entries[i] if several else entries
-            entry = f"{what}[{first + i}]" if several else what
-            found = broadcast(prefix, value, entry, name)
+            prefix = keyword_entry if keyword else entries[i] if is_sequence else entries
+            entry = f"{what}[{first + i}]" if is_sequence else what
+            entries_of_units = broadcast(prefix, value, entry, name)
             nodes = jax.tree_util.tree_leaves(value, is_leaf=is_state)
-            called = "keyword argument" if keyword else entry
-            for unit, node, one in zip(units, nodes, found, strict=True):
-                yield unit, node, one, called
-
-    def _split(self, name: str, value: Leaf) -> list[Unit]:
-        inside = inside_modules(value)
-        units = []
-        flat = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_state)[0]
-        if bad := [(path_str(keys, name), node) for keys, node in flat if is_masked(node)]:
-            raise errors.masked(f"the argument {name}", bad)
-        for (keys, node), in_module in zip(flat, inside, strict=True):
-            leaves, treedef = jax.tree_util.tree_flatten(node)
-            positions = tuple(range(self.count, self.count + len(leaves)))
-            self.count += len(leaves)
-            units.append(
-                Unit(
-                    path=path_str(keys, name),
-                    keys=keys,
-                    positions=positions,
-                    kind=type(node) if is_state(node) else None,
-                    treedef=treedef,
-                    in_module=in_module,
-                    shaped=is_state(node) or is_shaped(node),
-                    number=type(node) in NUMBERS,
-                )
-            )
-        return units
+            entry_name = "keyword argument" if keyword else entry
+            for unit, node, unit_entry in zip(units, nodes, entries_of_units, strict=True):
+                yield unit, node, unit_entry, entry_name
 
     def flat_units(self) -> list[Unit]:
         return [unit for units in self.units for unit in units]
 
     def paths(self) -> dict[int, str]:
-        """That of each leaf, by position."""
+        """The path of each leaf, by position."""
         return {p: unit.path for unit in self.flat_units() for p in unit.positions}
-
-    def with_states(self) -> list[tuple[Unit, ...]]:
-        """The arguments that have a State in them."""
-        return [units for units in self.units if any(unit.kind is not None for unit in units)]
 
     def states(self) -> list[Unit]:
         return [unit for unit in self.flat_units() if unit.kind is not None]
 
 
-def _tied(value: Leaf, units: Sequence[Unit]) -> list[list[str]]:
-    paths: dict[int, list[str]] = {}
-    for node, unit in zip(jax.tree_util.tree_leaves(value, is_leaf=is_state), units, strict=True):
-        if is_state(node):
-            paths.setdefault(id(node), []).append(unit.path)
-    return [several for several in paths.values() if len(several) > 1]
+def _units(name: str, value: Leaf, first: int) -> list[Unit]:
+    """The units of the argument `name`, whose first leaf has this position."""
+    flat = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_state)[0]
+    if bad := [(path_str(keys, name), node) for keys, node in flat if is_masked(node)]:
+        raise errors.masked(f"the argument {name}", bad)
+    units: list[Unit] = []
+    for (keys, node), in_module in zip(flat, inside_modules(value), strict=True):
+        leaves, treedef = jax.tree_util.tree_flatten(node)
+        units.append(
+            Unit(
+                path=path_str(keys, name),
+                keys=keys,
+                positions=tuple(range(first, first + len(leaves))),
+                kind=type(node) if is_state(node) else None,
+                treedef=treedef,
+                in_module=in_module,
+                shaped=is_state(node) or is_shaped(node),
+                number=type(node) in NUMBERS,
+            )
+        )
+        first += len(leaves)
+    return units
 
 
 def inside_modules(value: Leaf) -> list[bool]:
@@ -251,12 +281,6 @@ def inside_modules(value: Leaf) -> list[bool]:
         count = len(jax.tree_util.tree_leaves(node, is_leaf=is_state))
         inside.extend([isinstance(node, eqx.Module) and not is_state(node)] * count)
     return inside
-
-
-def check_arity(name: str, what: str, entries: Any, positional: int) -> None:
-    """Refuse a call with more or fewer arguments than `in_specs` or `in_axes` has entries."""
-    if isinstance(entries, tuple | list) and len(entries) != positional:
-        raise errors.arity(name, what, len(entries), positional)
 
 
 @jax.tree_util.register_static
@@ -308,7 +332,13 @@ class Boxes:
                 hash(args[i])
             except TypeError:
                 path = positional_names(self.fun, len(args))[i]
-                raise _unhashable_static(fun_name(self.fun), path, args[i]) from None
+                raise BatchAxisError(
+                    f"{fun_name(self.fun)}: {path} is {describe(args[i])} of type {type(args[i]).__name__}, "
+                    "which cannot be hashed, but static_broadcasted_argnums names it. Each value of a "
+                    "static argument has a compiled program of its own, found by its hash. Pass a value "
+                    "that can be hashed; or, for an array that all lanes share, give None in in_axes "
+                    "instead."
+                ) from None
             boxed[i] = _Box(args[i])
         return tuple(boxed)
 
@@ -329,33 +359,22 @@ class Statics:
     def __init__(self, positions: Sequence[int], leaves: Sequence[Leaf]) -> None:
         self.positions = positions
         self.values = [leaves[i] for i in positions]
+        self.tokens = tokens_at(positions, leaves)
         # Their owner may have changed these since, so that they are hashed at every call.
         self.changing = [i for i in positions if may_change(leaves[i])]
-        self.fixed_at = [i for i in positions if i not in self.changing]
-        self.fixed = [leaves[i] for i in self.fixed_at]
-        self.tokens = self.tokens_of(leaves)
-        self.changing_tokens = self._tokens_at(self.changing, leaves)
-
-    def tokens_of(self, leaves: Sequence[Leaf]) -> list[Leaf] | None:
-        """What static leaves are compared by; `None` if one of them cannot be hashed."""
-        return self._tokens_at(self.positions, leaves)
-
-    def _tokens_at(self, positions: Sequence[int], leaves: Sequence[Leaf]) -> list[Leaf] | None:
-        try:
-            return [token(leaves[position]) for position in positions]
-        except TypeError:
-            return None
+        self.changing_tokens = tokens_at(self.changing, leaves)
+        self.fixed = {i: leaves[i] for i in positions if i not in self.changing}
 
     def same(self, leaves: Sequence[Leaf]) -> bool:
         """Whether a call has the same static leaves, and nobody has changed them."""
-        if not all(map(is_, map(leaves.__getitem__, self.fixed_at), self.fixed)):
+        if not all(map(is_, map(leaves.__getitem__, self.fixed), self.fixed.values())):
             return False
-        return not self.changing or self._tokens_at(self.changing, leaves) == self.changing_tokens
+        return not self.changing or tokens_at(self.changing, leaves) == self.changing_tokens
 
     def other_in(self, leaves: Sequence[Leaf]) -> list[int]:
         """The positions of static leaves that differ in another call."""
         pairs = zip(self.positions, self.tokens or (), strict=True)
-        return [i for i, known in pairs if self._tokens_at([i], leaves) != [known]]
+        return [i for i, known in pairs if tokens_at([i], leaves) != [known]]
 
     @functools.cached_property
     def texts(self) -> dict[int, str]:
@@ -363,20 +382,19 @@ class Statics:
         return {i: repr(leaf) for i, leaf in zip(self.positions, self.values, strict=True)}
 
 
-def has_unhashable_node(treedef: PyTreeDef) -> bool:
-    """Whether a tree has a node, such as a Module with a static field, whose metadata cannot be hashed."""
-    kind, metadata = treedef.node_data() or (None, None)
-    # The keys of a dictionary are its metadata, in a list.
-    if kind is not dict and not is_hashable(metadata):
-        return True
-    return any(map(has_unhashable_node, treedef.children()))
+def tokens_at(positions: Sequence[int], leaves: Sequence[Leaf]) -> list[Hashable] | None:
+    """What static leaves are compared by; `None` if one of them cannot be hashed."""
+    try:
+        return [token(leaves[position]) for position in positions]
+    except TypeError:
+        return None
 
 
-def unhashable(arguments: Arguments, call: Call) -> list[tuple[str, PyTree]]:
+def unhashable(call: Call) -> list[tuple[str, PyTree]]:
     """The static leaves and fields of a call that cannot be hashed, with their paths."""
     return [
         (path_str(keys, name), value)
-        for name, tree in arguments.named(call.args, call.kwargs)
+        for name, tree in call.named()
         for keys, value in _unhashable(tree, ())
     ]
 
@@ -398,12 +416,3 @@ def _unhashable(node: Leaf, keys: KeyPath) -> Iterator[tuple[KeyPath, PyTree]]:
         yield from [((*keys, key), x) for key, x in bad] or [(keys, metadata)]
     for key, child in children:
         yield from _unhashable(child, (*keys, key))
-
-
-def _unhashable_static(name: str, path: str, value: object) -> BatchAxisError:
-    return BatchAxisError(
-        f"{name}: {path} is {describe(value)} of type {type(value).__name__}, which cannot be hashed, but "
-        "static_broadcasted_argnums names it. Each value of a static argument has a compiled program of its "
-        "own, found by its hash. Pass a value that can be hashed; or, for an array that all lanes share, "
-        "give None in in_axes instead."
-    )

@@ -11,6 +11,7 @@ import functools
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from operator import is_
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -19,31 +20,26 @@ import numpy as np
 from .._axes._differing import check_summed, check_sums, has_gradients, has_varying
 from .._base import _errors as errors
 from .._base._checks import is_shaped
-from .._base._errors import (
-    _HASHABLE,
-    _typed,
-    error_listing,
-    listed,
-)
-from .._base._types import Leaf, PyTree, PyTreeDef
+from .._base._errors import _HASHABLE, _typed, error_listing, listed
+from .._base._types import Leaf, PyTree, Sharding
 from .._jax import _compat as compat
 from .._jax import _frames as frames
+from .._jax import _jaxprs as jaxprs
 from .._jax._compat import Equation, tree_util
 from .._jax._dataflow import names_inside, shard_map_equation, shard_map_recorded
-from ._agreement import Traced
-from ._arguments import Arguments, Call, check_arity
+from ._arguments import Call, tokens_at
 from ._lanes import OtherShapes
 from ._placement import check_valued, is_deleted
 from ._program import (
+    ANY_CALL,
     DonatingProgram,
     LikeBefore,
     Lowered,
-    OneDispatch,
     Program,
     Refused,
     Result,
 )
-from ._rules import Context, Declared, Outside
+from ._rules import Declared
 from ._write_back import WriteBack
 
 
@@ -67,46 +63,45 @@ def watching(look: Look) -> Iterator[None]:
         _watching.reset(token)
 
 
-def seen(program: Program, call: Call, outputs: list[Leaf], back: WriteBack) -> list[Leaf]:
-    """What a mapped call has made, as it goes on if anyone is watching."""
-    look = _watching.get()
-    return outputs if look is None else look(program, call, outputs, back)
-
-
 # Programs kept for one tree structure. Static leaves can make a new key at every call; the programs whose
 # last use is longest ago go first.
 _KEPT = 256
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
-# Takes the inputs; returns them as the program takes them, and as they come back when they are not written.
-LayOut = Callable[[Sequence[Leaf]], tuple[Sequence[Leaf], Sequence[Leaf]]]
-# Takes the arguments, the inputs among their leaves, and the inputs as they were laid out.
-Compiled = Callable[[tuple[PyTree, ...], dict[str, PyTree], Sequence[Leaf], Sequence[Leaf]], Result]
+
+# So often a call like the last ones may be refused before we stop asking. JAX forgets programs when it is
+# told to, and when it has very many of them.
+_REFUSALS = 3
 
 
 class CompiledEntry:
-    """One compiled program, and what a call must look like to be run by it."""
+    """A program as calls run it: it is compiled and checked once, and knows which calls it fits.
 
-    def __init__(
-        self,
-        declared: Declared,
-        program: Program,
-        leaves: Sequence[Leaf],
-        treedef: PyTreeDef,
-        key: Hashable,
-    ) -> None:
+    Where all leaves are arrays, `jax.jit` takes the arguments of the call as they are, as trees (`by_trees`).
+    It flattens them, compares their structure, shapes, dtypes and placements with those of earlier calls, and
+    runs what it compiled, all in C++.
+
+    **Arguments:**
+
+    - `program`: the program.
+    - `call`: the arguments of the first such call.
+    - `key`: what the program depends on besides static leaves.
+    """
+
+    def __init__(self, program: Program, call: Call, key: Hashable) -> None:
+        declared = program.declared
         self.program = program
         self.key = key
-        self.tokens = _tokens(program, leaves)
+        self.tokens = _tokens(program, call.leaves)
         self.inputs = program.arrays
         self.concrete = program.layout.concrete
         self.statics = program.statics.values
         self.same_statics = program.statics.same
-        self.types = list(map(type, leaves))
-        self.treedef = treedef
+        self.types = list(map(type, call.leaves))
+        self.treedef = call.treedef
         # JAX holds trees of different dataclasses for equal, but their hashes differ.
-        self.hash = hash(treedef)
+        self.hash = hash(call.treedef)
         self.context: Any = None
         # The mesh that was set, with its devices, where the call takes that one.
         self.set_mesh: Any = None
@@ -115,74 +110,108 @@ class CompiledEntry:
         # The backward pass of an eager `jax.vjp` may be recorded. No layer of ours goes into its jaxpr.
         self.plain = jax.jit(program, inline=compat.INLINED)
         # A function that runs eagerly may have no program, and that of a `vmap` shows no sums over lanes.
-        self.program_checked = not (declared.jit and program.binding.sizes)
-        # Functions of the inputs, to look at and to lower. The first is what the calls run.
-        self.traces: Any = self.plain
-        self.lowers: Any = self.plain
-        if donating := declared.donate != "none":
-            self.traces = self.lowers = DonatingProgram(program, declared.donate)
-        run: Callable[..., Result] = self.lowers if declared.jit else program
-        if program.binding.outside is not None:
-            run = _brought_out(run, program.binding.outside)
-        self.compiled: Compiled = _of_inputs(run)
-        self.one_dispatch: OneDispatch | None = None
-        if declared.jit and not donating and OneDispatch.fits(program):
-            self.traces = self.compiled = self.one_dispatch = OneDispatch(program, treedef)
+        self.checked = not (declared.jit and program.binding.sizes)
+        donating = declared.donate != "none"
+        # What is lowered, and what runs: functions of the inputs.
+        self.jitted: Any = DonatingProgram(program) if donating else self.plain
+        self.runs: Any = self.jitted if declared.jit else program
+        self.by_trees: Any = program.by_trees() if declared.jit and not donating else None
+        self.outside = program.binding.outside
+        self._refusals = 0
+        self._calls_back: bool | None = None
+
+    def run(
+        self,
+        args: tuple[PyTree, ...],
+        kwargs: dict[str, PyTree],
+        arrays: Sequence[Leaf],
+        ready: Sequence[Leaf],
+    ) -> Result:
+        """Run the program, and compile it if need be.
+
+        **Arguments:**
+
+        - `arrays`: the inputs among the leaves of `(args, kwargs)`.
+        - `ready`: the same, laid out.
+        """
+        result: Result
+        if self.by_trees is None:
+            result = self.runs(*ready)
+            if self.outside is None:
+                return result
+            outputs, back = result
+            return self.outside(outputs, back.placements), back
+        if ready is not arrays:
+            # To rebuild a model takes longer than to look at its leaves, and most often only the data moved.
+            trees, stop = [], 0
+            args_def, kwargs_def = self.treedef.children()
+            structures = [*args_def.children(), kwargs_def]
+            for tree, structure in zip((*args, kwargs), structures, strict=True):
+                start, stop = stop, stop + structure.num_leaves
+                moved = ready[start:stop]
+                stays = all(map(is_, moved, arrays[start:stop]))
+                trees.append(tree if stays else structure.unflatten(moved))
+            *args_laid_out, kwargs = trees
+            args = tuple(args_laid_out)
+        result = self.by_trees(args, kwargs, ANY_CALL)
+        return result
 
     def checked_run(
         self,
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
-        given: Sequence[Leaf],
+        arrays: Sequence[Leaf],
         ready: Sequence[Leaf],
     ) -> Result:
         """Run the program, which is checked once before."""
         if not compat.jit_disabled():
             self.check_program(ready)
-            return self.compiled(args, kwargs, given, ready)
+            return self.run(args, kwargs, arrays, ready)
         # What the function prints and where it stops belong to its run, so that the trace comes after it.
-        result = self.compiled(args, kwargs, given, ready)
+        result = self.run(args, kwargs, arrays, ready)
         with jax.disable_jit(False), suppress(*compat.NEEDS_VALUES):
             self.check_program(ready)
         return result
 
-    def check_program(self, arrays: Sequence[Leaf]) -> None:
-        """Refuse, once, gradients that the traced program sums a second time, or not at all.
-
-        JAX remembers the trace, so that the call that follows does not trace again.
-        """
-        if self.program_checked:
-            return
-        traced = self._traced_alike(self.traces, arrays)
-        self._check(shard_map_equation(traced.jaxpr))
-
-    def lowered(self, arrays: Sequence[Leaf]) -> jax.stages.Lowered:
-        """The program, lowered and checked once."""
-        if not self.program_checked:
-            self._check(shard_map_equation(self.lowers.trace(*arrays).jaxpr))
-        lowered: jax.stages.Lowered = self.lowers.lower(*arrays)
-        return lowered
-
-    def traced_run(self, given: Sequence[Leaf], recorded: bool) -> tuple[list[Leaf], WriteBack]:
+    def traced_run(self, inputs: Sequence[Leaf], recorded: bool) -> Result:
         """Run the program on traced inputs, and check it once.
 
         Where nothing is recorded (an eager `grad` or `vmap`) the compiled program is transformed. Where a
         jaxpr is, no layer of ours goes into it.
         """
+        if not (self.checked or recorded):
+            traced = self.program.layout.traced_alike(lambda: self.plain.trace(*inputs))
+            self._check(shard_map_equation(traced.jaxpr))
         run = self.program if recorded or not self.program.declared.jit else self.plain
-        if self.program_checked:
-            return run(*given)
-        if recorded:
-            outputs, back = run(*given)
-            equation = shard_map_recorded(outputs)
-        else:
-            equation = shard_map_equation(self._traced_alike(self.plain, given).jaxpr)
-            outputs, back = run(*given)
-        self._check(equation)
+        outputs, back = run(*inputs)
+        if not self.checked:
+            self._check(shard_map_recorded(outputs))
         return outputs, back
 
-    def _traced_alike(self, program: Any, arrays: Sequence[Leaf]) -> Traced:
-        return self.program.layout.traced_alike(lambda: program.trace(*arrays))
+    def traced(self, inputs: Sequence[Leaf]) -> jax.stages.Traced:
+        """The program of these inputs, which the call that follows finds."""
+        traced: jax.stages.Traced
+        if self.by_trees is None:
+            traced = self.jitted.trace(*inputs)
+        else:
+            traced = self.by_trees.trace(*self.treedef.unflatten(inputs), ANY_CALL)
+        return traced
+
+    def lowered(self, inputs: Sequence[Leaf]) -> jax.stages.Lowered:
+        """The program, lowered and checked once."""
+        if not self.checked:
+            self._check(shard_map_equation(self.jitted.trace(*inputs).jaxpr))
+        lowered: jax.stages.Lowered = self.jitted.lower(*inputs)
+        return lowered
+
+    def check_program(self, inputs: Sequence[Leaf]) -> None:
+        """Refuse, once, gradients that the traced program sums a second time, or not at all.
+
+        JAX remembers the trace, so that the call that follows does not trace again.
+        """
+        if not self.checked:
+            traced = self.program.layout.traced_alike(lambda: self.traced(inputs))
+            self._check(shard_map_equation(traced.jaxpr))
 
     def _check(self, equation: Equation | None) -> None:
         # What the user's own transformations leave of the program may hold no `shard_map`.
@@ -192,65 +221,42 @@ class CompiledEntry:
                 check_summed(equation)
             if has_gradients(names):
                 check_sums(self.program.declared.name, equation)
-        self.program_checked = True
+        self.checked = True
 
-
-def _of_inputs(run: Callable[..., Result]) -> Compiled:
-    def call(
+    def is_quick(
+        self,
         args: tuple[PyTree, ...],
         kwargs: dict[str, PyTree],
-        given: Sequence[Leaf],
-        ready: Sequence[Leaf],
-    ) -> Result:
-        del args, kwargs, given
-        return run(*ready)
+        arrays: Sequence[Leaf],
+        result: Result,
+        refused: bool,
+    ) -> bool:
+        """Whether JAX alone is to run the next call, after one in which nothing had to be moved.
 
-    return call
+        **Arguments:**
 
-
-def _brought_out(run: Callable[..., Result], outside: Outside) -> Callable[..., Result]:
-    def call(*arrays: Leaf) -> Result:
-        outputs, back = run(*arrays)
-        return outside(outputs, back.placements), back
-
-    return call
-
-
-class Cache:
-    """Compiled entries by the tree, the types and the mesh of a call, then by its static leaves.
-
-    The first settle which leaves are static.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[Hashable, dict[tuple[Any, ...], CompiledEntry]] = {}
-
-    def find(self, key: Hashable, leaves: Sequence[Leaf]) -> CompiledEntry | None:
-        """The entry for a call with these leaves, if there is one."""
-        alike = self._entries.get(key, {})
-        # The list is made in one step, because other threads put entries in and take some out meanwhile.
-        for known in [*alike.values()][:1]:
-            tokens = _tokens(known.program, leaves)
-            return None if tokens is None else alike.get(tokens)
-        return None
-
-    def keep(self, entry: CompiledEntry) -> None:
-        """Keep an entry whose call went through.
-
-        Not before: what is refused while tracing may depend on objects that are no part of the key. And not
-        one of a call with which no later call can be compared.
+        - `args`, `kwargs`, `arrays`: of that call, and their leaves.
+        - `result`: what it gave.
+        - `refused`: whether JAX was to run it, and refused.
         """
-        if entry.program.unhashable or entry.tokens is None:
-            return
-        alike = self._entries.setdefault(entry.key, {})
-        # Other threads do the same meanwhile, so each of these steps is one that cannot fail.
-        alike.pop(entry.tokens, None)
-        make_room(alike, _KEPT)
-        alike[entry.tokens] = entry
+        if compat.jit_disabled():
+            return False
+        self._refusals += refused
+        if self._calls_back is None:
+            # A callback of the user's, which may run on the calling thread, may trace functions of its own.
+            equations = jaxprs.equations(self.by_trees.trace(args, kwargs, ANY_CALL).jaxpr)
+            self._calls_back = any(map(jaxprs.calls_back, equations))
+        if self._refusals >= _REFUSALS or self._calls_back:
+            return False
+        # A kind of call that is refused once takes a slower way through JAX from then on. So we wait until
+        # results that are fed back are laid out under the same name: on Explicit axes `P()` comes back as
+        # `P(None, None)`.
+        outputs, back = result
+        return _layouts([outputs[k] for k, _ in back.written]) <= _layouts(arrays)
 
-    def rivals(self, entry: CompiledEntry) -> list[CompiledEntry]:
-        """The entries of calls that differ only in what `_tokens` gives: in static leaves."""
-        return [one for one in [*self._entries.get(entry.key, {}).values()] if one is not entry]
+
+def _layouts(arrays: Sequence[Leaf]) -> set[tuple[int, Sharding]]:
+    return {(x.ndim, x.sharding) for x in arrays if isinstance(x, jax.Array)}
 
 
 def make_room(entries: dict[Key, Value], most: int) -> None:
@@ -268,9 +274,9 @@ def _tokens(program: Program, leaves: Sequence[Leaf]) -> tuple[PyTree, ...] | No
 
     `None` if it cannot be compared.
     """
-    by_shape = program.resolved.by_shape
+    by_shape = program.rules.by_shape
     shapes = tuple(map(np.shape, program.arrays(leaves))) if by_shape else ()
-    tokens = program.statics.tokens_of(leaves)
+    tokens = tokens_at(program.statics.positions, leaves)
     return None if tokens is None else (shapes, *tokens)
 
 
@@ -308,11 +314,12 @@ class Pipeline:
 
     def __init__(self, declared: Declared) -> None:
         self.declared = declared
-        self._cache = Cache()
+        # By the tree, the types and the mesh of a call, which settle the static leaves; then by these.
+        self._entries: dict[Hashable, dict[tuple[PyTree, ...], CompiledEntry]] = {}
         # The entry of the last eager call, tried first.
         self._last: CompiledEntry | None = None
-        # The program of the last calls, if the next one may be one dispatch of JAX's.
-        self._again: OneDispatch | None = None
+        # The same, if `jax.jit` alone may run the next call.
+        self._quick: CompiledEntry | None = None
         # The paths that a warning has named.
         self._warned: set[str] = set()
 
@@ -322,19 +329,19 @@ class Pipeline:
         What follows runs at every call, besides the compiled program's own dispatch: each line is a check
         that cannot be left out, in the quickest form there is.
         """
-        # A shortcut through all five: JAX itself finds out whether this call is like the last ones.
-        again = self._again
-        if again is not None:
+        # A shortcut through all five: `jax.jit` itself finds out whether this call is like the last ones.
+        quick = self._quick
+        if quick is not None:
             try:
-                outputs, back = again.jitted(args, kwargs, LikeBefore())
+                outputs, back = quick.by_trees(args, kwargs, LikeBefore())
             except Refused:
-                self._again = None
+                self._quick = None
             except (RuntimeError, ValueError):
-                again.check_alive(_flatten((args, kwargs))[0])
+                quick.program.layout.check_alive(_flatten((args, kwargs))[0])
                 raise
             else:
-                given = tree_util.tree_leaves((args, kwargs)) if back.forwarded else ()
-                return back.filled(outputs, given)
+                inputs = tree_util.tree_leaves((args, kwargs)) if back.forwarded else ()
+                return back.filled(outputs, inputs)
 
         # 1. Partition. Which leaves are of states, which other arrays and which static follows from the tree
         # and the types, so that a call like the last one needs no more than these.
@@ -342,9 +349,7 @@ class Pipeline:
 
         # 2. Resolve: find the program in which each leaf has its placement, and lay the arrays out.
         entry = self._last
-        lay_out: LayOut | None = None
-        run: Compiled | None = None
-        if (
+        is_new = (
             entry is None
             or entry.types != list(map(type, leaves))
             or entry.treedef != treedef
@@ -353,98 +358,122 @@ class Pipeline:
             or _trace(()) is not compat.TOP_LEVEL
             or (entry.set_mesh is not None and entry.set_mesh is not _set_mesh())
             or (entry.statics and not entry.same_statics(leaves))
-        ):
-            call = Call(args, kwargs, leaves)
+        )
+        if entry is None or is_new:
+            call = Call(self.declared.fun, args, kwargs, (leaves, treedef))
             self._check_valued(call)
-            top = _trace(()) is compat.TOP_LEVEL
-            if not (top or compat.runs_at_once()) or any(map(compat.is_tracer, leaves)):
-                return self._call_traced(call, treedef)
-            entry, lay_out, run = self._first(call, treedef, top)
-        given = entry.inputs(leaves) if entry.statics else leaves
+            at_once = _trace(()) is compat.TOP_LEVEL or compat.runs_at_once()
+            traced = not at_once or any(map(compat.is_tracer, leaves))
+            entry = self._entry(call, traced)
+            if not (traced and compat.under_jit()):
+                self._warn_and_agree(entry, call)
+            if traced:
+                return self._call_traced(entry, call)
+        arrays = entry.inputs(leaves) if entry.statics else leaves
         try:
-            ready, shown = (lay_out or entry.concrete)(given)
-            # 3. Call the function on every shard, and 4. let what it wrote leave: both are in the program.
-            outputs, back = (run or entry.compiled)(args, kwargs, given, ready)
+            if is_new:
+                with self._around(entry.program):
+                    ready, shown = entry.concrete(arrays)
+                    outputs, back = entry.checked_run(args, kwargs, arrays, ready)
+                self._keep(entry)
+            else:
+                ready, shown = entry.concrete(arrays)
+                # 3. Call the function on every shard, and 4. let what it wrote leave: the program does both.
+                outputs, back = entry.run(args, kwargs, arrays, ready)
         except OtherShapes:
-            if run is not None:  # The program was found for these shapes.
+            if is_new:  # The program was found for these shapes.
                 raise
             self._last = None
             return self.call(args, kwargs)
         except (RuntimeError, ValueError):
             # Looking for them before the run would cost more than all of the checks above.
-            entry.program.layout.check_alive(given)
+            entry.program.layout.check_alive(arrays)
             raise
 
         # 5. Write back.
         if (
-            shown is given
+            shown is arrays
             and entry is self._last
-            and entry.one_dispatch is not None
+            and entry.by_trees is not None
             and entry.set_mesh is None
         ):
-            self._again = entry.one_dispatch.again(args, kwargs, given, (outputs, back), again)
-        result = entry.program.write_back(given, shown, outputs, back)
-        if run is not None and entry.program.unhashable:
+            is_quick = entry.is_quick(args, kwargs, arrays, (outputs, back), quick is entry)
+            self._quick = entry if is_quick else None
+        result = entry.program.write_back(arrays, shown, outputs, back)
+        if is_new and entry.program.unhashable:
             back.forget()
         return result
 
-    def _first(
-        self, call: Call, treedef: PyTreeDef, top: bool
-    ) -> tuple[CompiledEntry, LayOut, Compiled]:
-        """The entry for a call unlike the last one, and how it is laid out and run this time.
-
-        **Arguments:**
-
-        - `top`: whether nothing is being traced. Else the call runs at once in spite of a trace around it.
-        """
-        entry = self._entry(call, treedef)
-        program, rules = entry.program, self.declared.rules
-        other_mesh = self._other_mesh
-        if program.unhashable:
-            self._warn(program)
-        self._agree(entry, call)
-
-        def lay_out(given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
-            with self._around(program):
-                return entry.concrete(given)
-
-        def run(
-            args: tuple[PyTree, ...],
-            kwargs: dict[str, PyTree],
-            given: Sequence[Leaf],
-            ready: Sequence[Leaf],
-        ) -> Result:
-            with self._around(program):
-                result = entry.checked_run(args, kwargs, given, ready)
-            if rules.cacheable and top and not other_mesh and not program.unhashable:
-                self._last = entry
-                entry.set_mesh = _set_mesh() if rules.takes_set_mesh else None
-            self._cache.keep(entry)
-            return result
-
-        return entry, lay_out, run
-
-    def _call_traced(self, call: Call, treedef: PyTreeDef) -> Any:
-        """The same five steps where arguments are traced, or the call itself is."""
-        name, recorded = self.declared.name, compat.under_jit()
-        entry = self._entry(call, treedef, traced=True)
-        program = entry.program
-        if not recorded:
-            if program.unhashable:
-                self._warn(program)
-            self._agree(entry, call)
+    def _call_traced(self, entry: CompiledEntry, call: Call) -> Any:
+        """Steps 2 to 5 where arguments are traced, or the call itself is."""
+        name, program, recorded = self.declared.name, entry.program, compat.under_jit()
         self.declared.rules.check_traced(name, call.leaves)
-        inputs = program.arrays(call.leaves)
-        given = program.layout.traced(inputs, recorded)
+        arrays = program.arrays(call.leaves)
+        ready = program.layout.traced(arrays, recorded)
         try:
             with self._around(program, traced=True):
-                outputs, back = entry.traced_run(given, recorded)
+                outputs, back = entry.traced_run(ready, recorded)
         except jax.errors.UnexpectedTracerError as error:
-            raise _old_tracer(name, program.tracer_paths(given)) from error
-        self._cache.keep(entry)
-        outputs = seen(program, call, outputs, back)
+            raise error_listing(
+                jax.errors.UnexpectedTracerError,
+                f"{name}: a traced value outlived its trace. These arguments are traced",
+                program.tracer_paths(ready),
+                "Return values from the traced function instead of keeping them: a model that is written "
+                "inside `jax.jit` or `jax.grad` leaves it as a result.",
+            ) from error
+        self._remember(entry)
+        look = _watching.get()
+        if look is not None:
+            outputs = look(program, call, outputs, back)
         # What is recorded goes into a jaxpr, which lays out nothing.
-        return program.write_back(given if recorded else inputs, given, outputs, back)
+        return program.write_back(ready if recorded else arrays, ready, outputs, back)
+
+    def _entry(self, call: Call, traced: bool = False) -> CompiledEntry:
+        """The entry for a call: one that is there, or a new one."""
+        declared, rules = self.declared, self.declared.rules
+        entries, positional = rules.entries_in, call.positional
+        if isinstance(entries, tuple | list) and len(entries) != positional:
+            raise errors.arity(declared.name, rules.what, len(entries), positional)
+        rules = rules.for_call(call, traced)
+        mesh = jax.sharding.get_abstract_mesh()
+        key = (call.treedef, tuple(map(type, call.leaves)), mesh, traced, rules.key)
+        alike = self._entries.get(key, {})
+        entry: CompiledEntry | None = None
+        # The list is made in one step, because other threads put entries in and take some out meanwhile.
+        for known in [*alike.values()][:1]:
+            tokens = _tokens(known.program, call.leaves)
+            entry = None if tokens is None else alike.get(tokens)
+        if entry is None:
+            program = Program(declared, call, rules, traced)
+            # With `looks_ahead` the function is traced once beforehand: its rules depend on what it writes.
+            if rules.looks_ahead and (fed := program.fed_to_lanes(call.leaves)):
+                program = Program(declared, call, rules.after(fed), traced)
+            entry = CompiledEntry(program, call, key)
+        entry.context = mesh
+        return entry
+
+    def _keep(self, entry: CompiledEntry) -> None:
+        """Keep an entry whose call went through, and try it first at the next call if that may be like it."""
+        rules = self.declared.rules
+        may_be_last = rules.cacheable and not entry.program.unhashable and not self._other_mesh
+        if may_be_last and _trace(()) is compat.TOP_LEVEL:
+            self._last = entry
+            entry.set_mesh = _set_mesh() if rules.takes_set_mesh else None
+        self._remember(entry)
+
+    def _remember(self, entry: CompiledEntry) -> None:
+        """Keep an entry whose call went through.
+
+        Not before: what is refused while tracing may depend on objects that are no part of the key. And not
+        one of a call with which no later call can be compared.
+        """
+        if entry.program.unhashable or entry.tokens is None:
+            return
+        alike = self._entries.setdefault(entry.key, {})
+        # Other threads do the same meanwhile, so each of these steps is one that cannot fail.
+        alike.pop(entry.tokens, None)
+        make_room(alike, _KEPT)
+        alike[entry.tokens] = entry
 
     @property
     def _other_mesh(self) -> bool:
@@ -455,50 +484,30 @@ class Pipeline:
         """The context of a call: its own mesh, where another one is set."""
         return program.binding.context(traced) if self._other_mesh else nullcontext()
 
-    def _agree(self, entry: CompiledEntry, call: Call) -> None:
-        """Refuse, once, what another process passes differently."""
-        if not entry.agreed:
-            entry.program.agree(call.leaves)
-            entry.agreed = True
-
     def _check_valued(self, call: Call) -> None:
         """Refuse what cannot be computed with: shapes without values, arrays whose memory was given up."""
         if any(isinstance(x, jax.ShapeDtypeStruct) or is_deleted(x) for x in call.leaves):
-            paths = self._paths(call)
+            paths = call.paths()
             check_valued(self.declared.name, [(paths[k], x) for k, x in enumerate(call.leaves)])
 
-    def _warn(self, program: Program) -> None:
-        """Say once for each path why every call is traced. What is recorded is traced once anyway."""
-        new = [(path, value) for path, value in program.unhashable if path not in self._warned]
-        if new:
+    def _warn_and_agree(self, entry: CompiledEntry, call: Call) -> None:
+        """Say, once for each path, why every call is traced: what is recorded is traced once anyway.
+
+        And refuse, once, what another process passes differently.
+        """
+        unhashable = entry.program.unhashable
+        if new := [(path, value) for path, value in unhashable if path not in self._warned]:
             self._warned.update(path for path, _ in new)
-            text = _retraced(self.declared.name, new)
+            text = listed(
+                f"{self.declared.name}: these arguments are not arrays and cannot be hashed, so a change in "
+                "them would go unseen. Each call traces and compiles the function anew",
+                _typed(new),
+                _HASHABLE + "pass the values that the function uses as arrays.",
+            )
             warnings.warn(text, errors.RetracedWarning, stacklevel=frames.stacklevel())
-
-    def _paths(self, call: Call) -> dict[int, str]:
-        return Arguments(self.declared.fun, call.args, call.kwargs).paths()
-
-    def _entry(self, call: Call, treedef: PyTreeDef, traced: bool = False) -> CompiledEntry:
-        """The entry for a call: one that is there, or a new one."""
-        declared, rules = self.declared, self.declared.rules
-        check_arity(declared.name, rules.what, rules.entries_in, len(call.args))
-        context = rules.context(call, traced)
-        mesh = jax.sharding.get_abstract_mesh()
-        key = (treedef, tuple(map(type, call.leaves)), mesh, traced, context.key)
-        entry = self._cache.find(key, call.leaves)
-        if entry is None:
-            program = self._program(call, context, traced)
-            entry = CompiledEntry(declared, program, call.leaves, treedef, key)
-        entry.context = mesh
-        return entry
-
-    def _program(self, call: Call, context: Context, traced: bool) -> Program:
-        program = Program(self.declared, call, context, traced)
-        if not context.looks_ahead:
-            return program
-        # The function is traced once beforehand, because its rules depend on what it writes.
-        other = context.after(*program.stacked(call.leaves))
-        return program if other is None else Program(self.declared, call, other, traced)
+        if not entry.agreed:
+            entry.program.agree(call.leaves)
+            entry.agreed = True
 
     def lower(
         self,
@@ -508,39 +517,36 @@ class Pipeline:
     ) -> Lowered:
         """The call of these arguments, or of others with their shapes and dtypes, lowered."""
         args, kwargs = jax.tree.map(_described, (complete(args), kwargs))
-        leaves, treedef = tree_util.tree_flatten((args, kwargs))
-        entry = self._entry(Call(args, kwargs, leaves), treedef)
+        call = Call(self.declared.fun, args, kwargs)
+        entry = self._entry(call)
         program = entry.program
-        inputs = program.layout.abstract(program.arrays(leaves))
-        return Lowered(entry.lowered(inputs), program, treedef, complete)
+        inputs = program.layout.abstract(program.arrays(call.leaves))
+        return Lowered(entry.lowered(inputs), program, call.treedef, complete)
 
     def inspect(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> Inspected:
         """The call of these arguments, traced as the call itself would trace it.
 
         What it would compile is kept: the call that follows finds it.
         """
-        leaves, treedef = tree_util.tree_flatten((args, kwargs))
-        call = Call(args, kwargs, leaves)
-        if gone := [k for k, x in enumerate(leaves) if is_deleted(x)]:
-            paths = self._paths(call)
-            check_valued(self.declared.name, [(paths[k], leaves[k]) for k in gone])
-        shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
-        if shapes or not self.declared.rules.has_devices(leaves):
-            return self._of_shapes._inspected(call, treedef)
-        return self._inspected(call, treedef)
-
-    def _inspected(self, call: Call, treedef: PyTreeDef) -> Inspected:
-        entry = self._entry(call, treedef)
+        call = Call(self.declared.fun, args, kwargs)
+        if gone := [k for k, x in enumerate(call.leaves) if is_deleted(x)]:
+            paths = call.paths()
+            check_valued(self.declared.name, [(paths[k], call.leaves[k]) for k in gone])
+        shapes = any(isinstance(x, jax.ShapeDtypeStruct) for x in call.leaves)
+        has_devices = not shapes and self.declared.rules.has_devices(call.leaves)
+        pipeline = self if has_devices else self._of_shapes
+        entry = pipeline._entry(call)
         program = entry.program
-        given = program.arrays(call.leaves)
-        inputs = program.layout.abstract(given)
-        around = functools.partial(self._around, program)
+        arrays = program.arrays(call.leaves)
+        inputs = program.layout.abstract(arrays)
+        around = functools.partial(pipeline._around, program)
         with around():
             entry.check_program(inputs)
-            traced: jax.stages.Traced = entry.traces.trace(*inputs)
-        self._cache.keep(entry)
-        moved, rivals = program.layout.to_move(given), self._cache.rivals(entry)
-        return Inspected(call, entry, traced, moved, rivals, around)
+            traced = entry.traced(inputs)
+        pipeline._remember(entry)
+        alike = [*pipeline._entries.get(entry.key, {}).values()]
+        rivals = [other for other in alike if other is not entry]
+        return Inspected(call, entry, traced, program.layout.to_move(arrays), rivals, around)
 
     @functools.cached_property
     def _of_shapes(self) -> "Pipeline":
@@ -549,22 +555,22 @@ class Pipeline:
 
     def place(self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> tuple[PyTree, ...]:
         """The arguments, laid out as the call wants them."""
-        leaves, treedef = tree_util.tree_flatten((args, kwargs))
-        call = Call(args, kwargs, leaves)
+        call = Call(self.declared.fun, args, kwargs)
+        leaves = [*call.leaves]
         self._check_valued(call)
         if traced := [k for k, x in enumerate(leaves) if compat.is_tracer(x)]:
-            paths = self._paths(call)
+            paths = call.paths()
             raise errors.place_traced(f"{self.declared.name}.place", [paths[k] for k in traced])
-        program = self._entry(call, treedef).program
-        given = program.arrays(leaves)
-        ready, shown = program.layout.concrete(given)
+        program = self._entry(call).program
+        arrays = program.arrays(leaves)
+        ready, shown = program.layout.concrete(arrays)
         if program.binding.outside is not None:
             ready = shown
-        moved = [k for k, x in enumerate(given) if shown[k] is not x]
-        ready = program.layout.returned(given, ready, moved)
+        moved = [k for k, x in enumerate(arrays) if shown[k] is not x]
+        ready = program.layout.returned(arrays, ready, moved)
         for position, x in zip(program.positions, ready, strict=True):
             leaves[position] = x
-        return treedef.unflatten(leaves)[0]
+        return call.treedef.unflatten(leaves)[0]
 
     @functools.cached_property
     def on_one_device(self) -> "Pipeline":
@@ -580,22 +586,3 @@ def _described(leaf: Leaf) -> Any:
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     return leaf
-
-
-def _retraced(name: str, bad: Sequence[tuple[str, object]]) -> str:
-    return listed(
-        f"{name}: these arguments are not arrays and cannot be hashed, so a change in them would go unseen. "
-        "Each call traces and compiles the function anew",
-        _typed(bad),
-        _HASHABLE + "pass the values that the function uses as arrays.",
-    )
-
-
-def _old_tracer(name: str, paths: Sequence[str]) -> Exception:
-    return error_listing(
-        jax.errors.UnexpectedTracerError,
-        f"{name}: a traced value outlived its trace. These arguments are traced",
-        paths,
-        "Return values from the traced function instead of keeping them: a model that is written inside "
-        "`jax.jit` or `jax.grad` leaves it as a result.",
-    )

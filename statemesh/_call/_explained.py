@@ -82,7 +82,8 @@ class Rows:
     ) -> None:
         self.program = program
         self.name = self.program.declared.name
-        self.packing = Packing(program.declared.fun, call)
+        self.packing = Packing(call)
+        self.inputs = {x.position: x for x in program.run.inputs}
         self.outputs = outputs
         self.back = back
         self.moved = frozenset(moved)
@@ -142,14 +143,14 @@ class Rows:
         return [self.packing.positions[position] for _, _, position in self._placed()]
 
     def _placed(self) -> Iterator[tuple[Unit, int, int]]:
-        for unit in self.packing.arguments.flat_units():
+        for unit in self.packing.call.flat_units():
             for k, position in enumerate(unit.positions):
-                if position in self.program.resolved.placements:
+                if position in self.inputs:
                     yield unit, k, position
 
     def _leaf(self, unit: Unit, k: int, position: int) -> LeafRow:
         leaf = self.packing.call.leaves[position]
-        placement = self.program.resolved.placements[position]
+        placement = self.inputs[position].placement
         shape, dtype = np.shape(leaf), _dtype(leaf)
         shard_shape = self.shard_shape(shape, placement)
         held = _bytes(shard_shape, dtype)
@@ -164,7 +165,7 @@ class Rows:
             shard_shape=shard_shape,
             enters=self.spelt(placement),
             split=tuple(placement.axes) if self.sizes else (),
-            placed_by=self.program.resolved.placed_by[position],
+            placed_by=self.inputs[position].placed_by,
             leaves=self._leaving(unit, k, source, placement),
             bytes=held,
             moved=held if source in self.moved else 0,
@@ -177,7 +178,7 @@ class Rows:
         spec = placement.written
         if placement.axis_names or not shape or not isinstance(spec, PartitionSpec):
             return ""
-        if len(spec) != len(shape) or self.program.resolved.placed_by[position] != OWN_SPEC:
+        if len(spec) != len(shape) or self.inputs[position].placed_by != OWN_SPEC:
             return ""
         odd = [name for name in self.splitting if all(n % self.sizes[name] for n in shape)]
         sizes = " or ".join(f"{name}={self.sizes[name]}" for name in odd)
@@ -189,9 +190,8 @@ class Rows:
 
         It is the one of `fsdp`. Tensor parallelism splits only some of them.
         """
-        resolved = self.program.resolved
-        own = [k for k in resolved.placements if resolved.placed_by[k] == OWN_SPEC]
-        found = Counter(name for k in own for name in resolved.placements[k].axis_names)
+        own = [x.placement for x in self.inputs.values() if x.placed_by == OWN_SPEC]
+        found = Counter(name for placement in own for name in placement.axis_names)
         return [name for name in self.sizes if found[name] == max(found.values(), default=-1)]
 
     def _leaving(self, unit: Unit, k: int, source: int, entered: Placement) -> str:
@@ -204,10 +204,7 @@ class Rows:
         if placement != entered and source not in self._packed:
             text += f" to {self.spelt(placement)}"
         # A key goes on by itself: nothing is merged.
-        if (
-            unit.path in self.merged
-            and self.program.resolved.placed_by[unit.positions[k]] != "its kind"
-        ):
+        if unit.path in self.merged and self.inputs[unit.positions[k]].placed_by != "its kind":
             policy, axes = self.merged[unit.path]
             text += f", {policy} over {axes_argument(axes)!r}"
         return text
@@ -218,7 +215,7 @@ class Rows:
 
     def results(self) -> list[ResultRow]:
         """A record for each array of the result that is no written leaf of the arguments."""
-        states = {unit.path for unit in self.packing.arguments.states()}
+        states = {unit.path for unit in self.packing.call.states()}
         written = self.written_paths()
         flat = jax.tree_util.tree_flatten_with_path(self.back.result, is_leaf=is_state)[0]
         rows = []
@@ -284,7 +281,7 @@ def _changing_statics(inspected: Inspected) -> list[str]:
     program = inspected.entry.program
     if program.unhashable:
         return [path for path, _ in program.unhashable]
-    own, paths = program.statics.tokens or [], program.given.paths()
+    own, paths = program.statics.tokens or [], program.call.paths()
     theirs = [tokens for rival in inspected.rivals if (tokens := rival.program.statics.tokens)]
     return [
         paths[position]

@@ -8,15 +8,12 @@ import jax
 import numpy as np
 
 from .._base import _errors as errors
-from .._base._errors import (
-    BatchAxisError,
-    counted,
-    error_listing,
-)
+from .._base._errors import BatchAxisError, counted, error_listing
 from .._base._specs import is_axis
-from .._base._trees import describe, is_state
+from .._base._trees import describe
 from .._base._types import AxisName, Filter, Leaf, StateAxes
 from .._state._filters import first_matches
+from .._state._state import states_of
 from .._state._values import strong
 from ._agreement import Passed, Traced
 from ._layout import MeshLayout
@@ -72,7 +69,16 @@ def count_lanes(
     **Raises:** `BatchAxisError` for an axis that an array does not have, and where sizes disagree.
     """
     if bad := [(p, axis, x) for p, axis, x in mapped if not fits(axis, np.ndim(x))]:
-        raise _no_such_axis(name, bad)
+        raise error_listing(
+            BatchAxisError,
+            f"{name}: arguments do not have the axes that they are mapped over",
+            [
+                f"{path}: {describe(x)} has {counted(np.ndim(x), 'axis', 'axes')}, but is mapped over axis "
+                f"{axis}"
+                for path, axis, x in bad
+            ],
+            "Name an axis that they have, or None for what all lanes share.",
+        )
     sizes = {np.shape(x)[axis] for _, axis, x in mapped}
     if axis_size is not None:
         sizes.add(axis_size)
@@ -98,10 +104,10 @@ class AxesOfMap(tuple[Any, ...]):
     one_for_all: bool
 
     def __new__(cls, in_axes: Any, args: int) -> "AxesOfMap":
-        several = isinstance(in_axes, tuple | list)
-        made = super().__new__(cls, (None, *(in_axes if several else [in_axes] * args)))
-        made.one_for_all = not several
-        return made
+        is_sequence = isinstance(in_axes, tuple | list)
+        axes = super().__new__(cls, (None, *(in_axes if is_sequence else [in_axes] * args)))
+        axes.one_for_all = not is_sequence
+        return axes
 
 
 def as_pairs(state_axes: StateAxes, what: str) -> Pairs:
@@ -123,10 +129,9 @@ def choose_axes(
 ) -> list[Leaf]:
     """The axis declared for each state of the roots, in order; `UNDECLARED` where none is."""
     if not pairs:
-        trees = [jax.tree_util.tree_leaves(tree, is_leaf=is_state) for _, tree in roots]
-        return [UNDECLARED for tree in trees for node in tree if is_state(node)]
+        return [UNDECLARED for _, tree in roots for _ in states_of(tree)]
     filters = [filter for filter, _ in pairs]
-    hits = [hit for found in first_matches(filters, roots, what) for hit in found]
+    hits = [hit for tree in first_matches(filters, roots, what) for hit in tree]
     return [UNDECLARED if hit is None else pairs[hit][1] for hit in hits]
 
 
@@ -142,63 +147,65 @@ class LaneLayout:
     def __init__(self, fun_name: str, inputs: Sequence[Input]) -> None:
         self.fun_name = fun_name
         self.inputs = inputs
-        self.made_strong = [k for k, one in enumerate(inputs) if one.strong]
+        self.to_strong = [k for k, source in enumerate(inputs) if source.strong]
         # Not arrays of JAX yet: they do not come back as they went in. A tracer is one, by another type.
         of_jax = (jax.Array, jax.core.Tracer)
         self.fresh = frozenset(
-            k for k, one in enumerate(inputs) if not issubclass(one.kind, of_jax)
+            k for k, source in enumerate(inputs) if not issubclass(source.kind, of_jax)
         )
 
     def check(self, arrays: Sequence[Leaf]) -> None:
         """Axes and sizes are checked where lanes are counted."""
 
-    def agree(self, given: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
+    def agree(self, arrays: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
         """There are no other processes."""
 
     def traced_alike(self, trace: Callable[[], Traced]) -> Traced:
         """What `trace` returns: there are no other processes."""
         return trace()
 
-    def check_alive(self, given: Sequence[Leaf]) -> None:
+    def check_alive(self, arrays: Sequence[Leaf]) -> None:
         """Refuse arrays whose buffers were given up."""
-        gone = [one.path for one, x in zip(self.inputs, given, strict=True) if is_deleted(x)]
+        gone = [source.path for source, x in zip(self.inputs, arrays, strict=True) if is_deleted(x)]
         if gone:
             raise errors.deleted(self.fun_name, gone)
 
-    def concrete(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
+    def concrete(self, arrays: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         """Arrays as the program takes them, and as they come back when not written."""
         # Arrays of keys have no attribute `weak_type`.
-        weak = [k for k in self.made_strong if getattr(given[k], "weak_type", False)]
+        weak = [k for k in self.to_strong if getattr(arrays[k], "weak_type", False)]
         if not weak:
-            return given, given
-        ready = list(given)
+            return arrays, arrays
+        ready = list(arrays)
         for k in weak:
-            ready[k] = strong(given[k])
+            ready[k] = strong(arrays[k])
         return ready, ready
 
-    def to_move(self, given: Sequence[Leaf]) -> list[int]:
+    def to_move(self, arrays: Sequence[Leaf]) -> list[int]:
         """The inputs that a call lays out anew: lanes have no layout."""
         return []
 
     def returned(
-        self, given: Sequence[Leaf], shown: Sequence[Leaf], forwarded: Iterable[int]
+        self, arrays: Sequence[Leaf], shown: Sequence[Leaf], forwarded: Iterable[int]
     ) -> Sequence[Leaf]:
         """What comes back as it went in: lanes have no layout that it could lack."""
-        del given, forwarded
+        del arrays, forwarded
         return shown
 
     def part_size(self, k: int, x: Leaf) -> int:
         """The bytes of an input, none of which is given up here."""
         return 0
 
-    def traced(self, given: Sequence[Leaf], recorded: bool) -> list[Leaf]:
+    def traced(self, arrays: Sequence[Leaf], recorded: bool) -> list[Leaf]:
         """Inputs some of which are traced, wherever they lie."""
         del recorded
-        return list(self.concrete(given)[0])
+        return list(self.concrete(arrays)[0])
 
-    def abstract(self, given: Sequence[Leaf]) -> list[Leaf]:
+    def abstract(self, arrays: Sequence[Leaf]) -> list[Leaf]:
         """Shapes and dtypes, to lower the program with."""
-        return [jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") else x for x in given]
+        return [
+            jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") else x for x in arrays
+        ]
 
 
 class OtherShapes(Exception):
@@ -226,20 +233,6 @@ class FixedLaneLayout(_Fixed, LaneLayout):
     """A `LaneLayout` for inputs of one shape."""
 
 
-def _no_such_axis(name: str, bad: Sequence[tuple[str, int, Any]]) -> BatchAxisError:
-    items = [
-        f"{path}: {describe(x)} has {counted(np.ndim(x), 'axis', 'axes')}, but is mapped over axis {axis}"
-        for path, axis, x in bad
-    ]
-    mend = "Name an axis that they have, or None for what all lanes share."
-    return error_listing(
-        BatchAxisError,
-        f"{name}: arguments do not have the axes that they are mapped over",
-        items,
-        mend,
-    )
-
-
 def _lanes_disagree(
     name: str, mapped: Sequence[tuple[str, int, Any]], axis_size: int | None
 ) -> BatchAxisError:
@@ -255,5 +248,5 @@ def _lanes_disagree(
             items.append(f"and {len(lines) - 3} more like it")
     if axis_size is not None:
         items.append(f"axis_size={axis_size}")
-    mend = "All mapped axes must have one size; give None as the axis of what all lanes share."
-    return error_listing(BatchAxisError, f"{name}: the number of lanes is not clear", items, mend)
+    advice = "All mapped axes must have one size; give None as the axis of what all lanes share."
+    return error_listing(BatchAxisError, f"{name}: the number of lanes is not clear", items, advice)

@@ -7,7 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from .._base._errors import StatemeshError
 from .._base._trees import fun_name
@@ -29,35 +29,18 @@ else:
     Self = Any  # What checks annotations at run time knows it only in a class that it checks whole.
 
 
-# What a mapping is made with. It does not change: another mesh, say, makes another mapping.
-_ARGUMENTS = frozenset(
-    [
-        "fun",
-        "mesh",
-        "in_specs",
-        "out_specs",
-        "state_in_specs",
-        "state_out_specs",
-        "check_vma",
-        "axis_names",
-        "donate",
-        "jit",
-        "fn",
-        "axis_name",
-        "in_axes",
-        "out_axes",
-        "static_broadcasted_argnums",
-        "devices",
-        "backend",
-        "axis_size",
-        "donate_argnums",
-        "global_arg_shapes",
-        "state_in_axes",
-        "state_out_axes",
-        "unexpected_out_state_mapping",
-        "spmd_axis_name",
-    ]
-)
+F = TypeVar("F", bound=Callable[..., Any])
+
+_arguments: set[str] = set()
+
+
+def makes_mappings(transform: F) -> F:
+    """Note the arguments of `shard_map`, `pmap2` or `vmap2`.
+
+    A mapping does not change them: another mesh, say, makes another mapping.
+    """
+    _arguments.update(inspect.signature(transform).parameters)
+    return transform
 
 
 class StatefulMapping(Generic[Params, Result]):
@@ -121,8 +104,16 @@ class StatefulMapping(Generic[Params, Result]):
         self._bound = bound
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in _ARGUMENTS or (name in vars(StatefulMapping) and not name.startswith("_")):
-            raise _mapping_is_fixed(self.__name__, self._declared.transform, name)
+        if name in _arguments or (name in vars(StatefulMapping) and not name.startswith("_")):
+            mapping, transform = self.__name__, self._declared.transform
+            way_out = f"Map the function again, as in {transform}({mapping}, {name}=...)"
+            if transform == "shard_map" and name == "mesh":
+                way_out += f", or call {mapping}.on_mesh(mesh)"
+            if name in ("lower", "explain", "place", "unsharded", "on_mesh"):
+                way_out = "Give what you set another name"
+            raise AttributeError(
+                f"{mapping}.{name} cannot be set: what {transform} returned does not change. {way_out}."
+            )
         super().__setattr__(name, value)
 
     @property
@@ -135,11 +126,11 @@ class StatefulMapping(Generic[Params, Result]):
         return signature.replace(parameters=parameters)
 
     def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> Result:
-        given: tuple[PyTree, ...] = args
+        all_args: tuple[PyTree, ...] = args
         try:
             if self._bound or self._boxes is not None:
-                given = self._all(args)
-            result: Result = self._pipeline.call(given, kwargs)
+                all_args = self._all(args)
+            result: Result = self._pipeline.call(all_args, kwargs)
         except Exception as error:
             leave_out_own(error)
             raise
@@ -186,10 +177,10 @@ class StatefulMapping(Generic[Params, Result]):
 
     def _is_at(self, module: Any, qualname: str) -> bool:
         try:
-            found = attrgetter(qualname)(sys.modules[module])
+            mapping = attrgetter(qualname)(sys.modules[module])
         except (KeyError, AttributeError):
             return False
-        return isinstance(found, StatefulMapping) and found._pipeline is self._pipeline
+        return isinstance(mapping, StatefulMapping) and mapping._pipeline is self._pipeline
 
     @without_own_frames
     def lower(self, *args: PyTree, **kwargs: PyTree) -> Lowered:
@@ -277,7 +268,10 @@ class StatefulMapping(Generic[Params, Result]):
         """
         rules = self._declared.rules
         if not isinstance(rules, SpecRules):
-            raise _lanes_on_mesh(self.__name__, self._declared.transform)
+            raise StatemeshError(
+                f"{self.__name__}.on_mesh: {self._declared.transform} maps over lanes, and not over a mesh "
+                "with named axes. Give its function to shard_map."
+            )
         rules = dataclasses.replace(rules, mesh=mesh)
         declared = dataclasses.replace(self._declared, rules=rules, donate="none")
         declared.check()
@@ -299,40 +293,22 @@ else:
 
 def _attributes(fun: Fun) -> dict[str, Any]:
     """The attributes that `functools.wraps` would copy, without those that a mapping defines itself."""
-    own = getattr(fun, "__dict__", {})
-    if not inspect.isroutine(fun) and "__wrapped__" not in own:
+    of_fun = getattr(fun, "__dict__", {})
+    if not inspect.isroutine(fun) and "__wrapped__" not in of_fun:
         return {}
-    found = {k: v for k, v in own.items() if not hasattr(StatefulMapping, k)}
+    attributes = {k: v for k, v in of_fun.items() if not hasattr(StatefulMapping, k)}
     for name in ("__module__", "__doc__", "__annotations__", "__type_params__"):
         if hasattr(fun, name):
-            found[name] = getattr(fun, name)
-    return found
+            attributes[name] = getattr(fun, name)
+    return attributes
 
 
 def _named(module: str, qualname: str, bound: tuple[PyTree, ...]) -> StatefulMapping:
-    found: StatefulMapping = attrgetter(qualname)(importlib.import_module(module))
-    return found._with(bound) if bound else found
+    mapping: StatefulMapping = attrgetter(qualname)(importlib.import_module(module))
+    return mapping._with(bound) if bound else mapping
 
 
 def _boxed(declared: Declared, bound: tuple[PyTree, ...], static: Sequence[int]) -> StatefulMapping:
     boxes = Boxes(declared.fun, static)
     declared = dataclasses.replace(declared, fun=boxes.opened)
     return StatefulMapping(declared, None, bound, boxes)
-
-
-def _mapping_is_fixed(name: str, transform: str, attribute: str) -> AttributeError:
-    mend = f"Map the function again, as in {transform}({name}, {attribute}=...)"
-    if transform == "shard_map" and attribute == "mesh":
-        mend += f", or call {name}.on_mesh(mesh)"
-    if attribute in ("lower", "explain", "place", "unsharded", "on_mesh"):
-        mend = "Give what you set another name"
-    return AttributeError(
-        f"{name}.{attribute} cannot be set: what {transform} returned does not change. {mend}."
-    )
-
-
-def _lanes_on_mesh(name: str, transform: str) -> StatemeshError:
-    return StatemeshError(
-        f"{name}.on_mesh: {transform} maps over lanes, and not over a mesh with named axes. Give its "
-        "function to shard_map."
-    )

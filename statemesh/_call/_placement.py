@@ -40,18 +40,31 @@ class Input:
     - `position`: its position among the leaves.
     - `path`: its path, for messages.
     - `placement`: where it lies.
+    - `placed_by`: what says so: an entry as the author wrote it, the state's own spec, its kind or the
+        default.
     - `kind`: its type.
-    - `strong`: whether it loses a weak type. What it becomes in the result is then no news to the compiler
-        when it is fed back.
     - `stateful`: whether it is a leaf of a State.
+    - `in_module`: whether it stands in a Module, outside States.
+    - `fresh`: whether it is a new array inside the program, which never comes back as it went in.
     """
 
     position: int
     path: str
     placement: Placement
+    placed_by: str
     kind: type
-    strong: bool
     stateful: bool
+    in_module: bool
+    fresh: bool = False
+
+    @property
+    def strong(self) -> bool:
+        """Whether it loses a weak type.
+
+        What it becomes in the result is then no news to the compiler when it is fed back. An array outside
+        States and Modules keeps its weak type, as under JAX's own maps.
+        """
+        return self.stateful or self.in_module
 
 
 def check_shapes(

@@ -33,7 +33,7 @@ from ._axis_rules import AxisRules
 from ._call import Pipeline, make_room
 from ._instances import Devices
 from ._lanes import as_pairs
-from ._mapping import Decorator, StatefulMapping
+from ._mapping import Decorator, StatefulMapping, makes_mappings
 from ._processes import as_shapes
 from ._rules import Declared
 
@@ -61,9 +61,9 @@ def shared_pipeline(declared: Declared) -> Pipeline:
     except TypeError:
         return Pipeline(declared)
     alike = _pipelines.setdefault(fun, {})
-    found = alike.get(key)
-    if found is not None:
-        return found
+    pipeline = alike.get(key)
+    if pipeline is not None:
+        return pipeline
     make_room(alike, _KEPT)
     return alike.setdefault(key, Pipeline(dataclasses.replace(declared, fun=_Weak(fun))))
 
@@ -134,6 +134,7 @@ def pmap2(
 ) -> Decorator: ...
 
 
+@makes_mappings
 def pmap2(
     fn: Any = MISSING,
     axis_name: LaneName | None = None,

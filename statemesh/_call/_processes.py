@@ -22,7 +22,7 @@ from ._agreement import (
     static_passed,
     traced_alike,
 )
-from ._arguments import Arguments
+from ._arguments import Call
 from ._lanes import FixedMeshLayout, fits
 from ._layout import MeshLayout
 from ._placement import Input, apart, is_own, onto
@@ -237,8 +237,7 @@ def as_shapes(given: Any) -> tuple[tuple[int, ...] | None, ...] | None:
 def check_global_shapes(
     name: str,
     shapes: Sequence[tuple[int, ...] | None],
-    arguments: Arguments,
-    args: Sequence[Leaf],
+    call: Call,
     axes: Mapping[int, int | None],
     lanes: int,
 ) -> None:
@@ -250,20 +249,20 @@ def check_global_shapes(
     - `axes`: the mapped axis of every leaf, by its position.
     - `lanes`: how many there are in all processes.
     """
-    if len(shapes) != len(args):
-        raise _global_shapes_count(name, len(shapes), len(args))
+    if len(shapes) != len(call.args):
+        raise _global_shapes_count(name, len(shapes), len(call.args))
     bad: list[tuple[str, Any, tuple[int, ...], tuple[int, ...]]] = []
-    for i, (shape, value) in enumerate(zip(shapes, args, strict=True)):
+    for i, (shape, value) in enumerate(zip(shapes, call.args, strict=True)):
         if shape is None:
             continue
-        positions = [p for unit in arguments.units[i] for p in unit.positions]
+        positions = [p for unit in call.units[i] for p in unit.positions]
         part = shape
         if len(positions) == 1 and positions[0] in axes:
             (leaf,) = jax.tree.leaves(value)
             part = _own_part(shape, np.shape(leaf), axes[positions[0]], lanes)
             if part == np.shape(leaf):
                 continue
-        bad.append((arguments.names[i], value, shape, part))
+        bad.append((call.names[i], value, shape, part))
     if bad:
         raise _global_shape(name, bad)
 

@@ -5,9 +5,7 @@ from typing import Any, overload
 
 from .._base import _errors as errors
 from .._base._checks import axis_names as as_names
-from .._base._checks import (
-    check_flag,
-)
+from .._base._checks import check_flag
 from .._base._trees import fun_name
 from .._base._types import (
     MISSING,
@@ -21,7 +19,7 @@ from .._base._types import (
     StateSpecs,
 )
 from .._jax import _compat as compat
-from ._mapping import Decorator, StatefulMapping
+from ._mapping import Decorator, StatefulMapping, makes_mappings
 from ._rules import DONATE, Declared
 from ._spec_rules import SpecRules
 
@@ -58,6 +56,7 @@ def shard_map(
 ) -> Decorator: ...
 
 
+@makes_mappings
 def shard_map(
     fun: Fun | None = None,
     mesh: AnyMesh | None = None,
@@ -119,7 +118,10 @@ def shard_map(
         ```
     """
     if out_specs is MISSING:
-        raise _out_specs_required()
+        raise TypeError(
+            "shard_map needs out_specs: `shard_map(fun, mesh, in_specs, out_specs)`, with P() for results "
+            "that are the same on every shard."
+        )
     if not (isinstance(donate, str) and donate in DONATE):
         raise errors.unknown_choice("donate", donate, DONATE)
     check_flag("shard_map", "check_vma", check_vma)
@@ -141,10 +143,3 @@ def shard_map(
         return StatefulMapping(declared)
 
     return decorate if fun is None else decorate(fun)
-
-
-def _out_specs_required() -> TypeError:
-    return TypeError(
-        "shard_map needs out_specs: `shard_map(fun, mesh, in_specs, out_specs)`, with P() for results that "
-        "are the same on every shard."
-    )

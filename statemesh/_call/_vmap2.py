@@ -20,7 +20,7 @@ from .._base._types import (
 from ._axis_rules import AxisRules
 from ._instances import Lanes
 from ._lanes import as_pairs
-from ._mapping import Decorator, StatefulMapping
+from ._mapping import Decorator, StatefulMapping, makes_mappings
 from ._rules import Declared
 
 
@@ -54,6 +54,7 @@ def vmap2(
 ) -> Decorator: ...
 
 
+@makes_mappings
 def vmap2(
     fn: Any = MISSING,
     *,

@@ -1,7 +1,7 @@
 """Step 5: put what was written, what was not, and what is static into the result's tree."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any, TypeAlias
 
@@ -60,24 +60,6 @@ class WriteBack:
     - `forwarded`: which inputs come back as they are.
     """
 
-    __slots__ = (
-        "_first",
-        "_kinds",
-        "_metas",
-        "_order",
-        "_pick",
-        "_statics",
-        "_unflatten",
-        "forwarded",
-        "merged",
-        "placements",
-        "result",
-        "rewritten",
-        "sources",
-        "stacked",
-        "written",
-    )
-
     def __init__(
         self,
         result: PyTree,
@@ -88,13 +70,13 @@ class WriteBack:
         merged: Sequence[Merged] = (),
     ) -> None:
         self.result = result
-        self.sources = tree_util.tree_leaves(result, is_leaf=_is_source)
+        sources = tree_util.tree_leaves(result, is_leaf=_is_source)
         self.placements = tuple(placements)
         self.rewritten = tuple(rewritten)
         self.written = tuple(written)
         self.stacked = tuple(dict.fromkeys(stacked))
         self.merged = tuple(merged)
-        self.forwarded = frozenset(s.index for s in self.sources if isinstance(s, Forwarded))
+        self.forwarded = frozenset(s.index for s in sources if isinstance(s, Forwarded))
         units, treedef = tree_util.tree_flatten(
             result, is_leaf=lambda node: _is_source(node) or _is_plain(node)
         )
@@ -107,25 +89,26 @@ class WriteBack:
         self._first = len(rest)
         self._kinds = [type(units[i]) for i in plain]
         self._metas = [units[i]._meta.plain for i in plain]
-        self._statics = [s.value for s in self.sources if isinstance(s, Static)]
-        statics = iter(range(-len(self._statics), 0))
-        sources = [self._place(unit.value if is_state(unit) else unit, statics) for unit in units]
-        self._pick = _picker([sources[i] for i in (*rest, *plain)], len(self.placements))
-        made_at = {i: k for k, i in enumerate((*rest, *plain))}
-        self._order = _picker([made_at[i] for i in range(len(units))], len(units))
-
-    def _place(self, source: Leaf, statics: Iterator[int]) -> int:
-        match source:
-            case Output(index):
-                return index
-            case Forwarded(index):
-                return len(self.placements) + index
-            case _:
-                return next(statics)
+        self._statics: list[Leaf] = []
+        places: list[int] = []
+        statics = sum(isinstance(source, Static) for source in sources)
+        for unit in units:
+            match unit.value if is_state(unit) else unit:
+                case Output(index):
+                    places.append(index)
+                case Forwarded(index):
+                    places.append(len(self.placements) + index)
+                case Static(value):
+                    # They stand last in the table, whose length is known only at the call.
+                    places.append(len(self._statics) - statics)
+                    self._statics.append(value)
+        self._pick = _picker([places[i] for i in (*rest, *plain)], len(self.placements))
+        unit_at = {i: k for k, i in enumerate((*rest, *plain))}
+        self._order = _picker([unit_at[i] for i in range(len(units))], len(units))
 
     def forget(self) -> None:
         """Let the static leaves go once no call runs the program again. JAX may keep this for long."""
-        self.result, self.sources, self._statics = None, [], []
+        self.result, self._statics = None, []
 
     def filled(self, outputs: Sequence[Leaf], arguments: Sequence[Leaf] = ()) -> Any:
         """The result's tree.
@@ -139,8 +122,8 @@ class WriteBack:
         if self._pick is not None:
             picked = self._pick([*outputs, *arguments, *self._statics])
         first = self._first
-        made = rebuild_plain(self._kinds, self._metas, picked[first:])
-        units = [*picked[:first], *made]
+        states = rebuild_plain(self._kinds, self._metas, picked[first:])
+        units = [*picked[:first], *states]
         return self._unflatten(units if self._order is None else self._order(units))
 
 
@@ -159,7 +142,7 @@ def _picker(indices: list[int], count: int) -> Any:
     match indices:
         case []:
             return lambda table: ()
-        case [one]:
-            return lambda table: (table[one],)
+        case [index]:
+            return lambda table: (table[index],)
         case _:
             return itemgetter(*indices)
