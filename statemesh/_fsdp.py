@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ._axes._joined import is_narrow
 from ._axes._mesh_and_lanes import bound_names, gradients_around, meshes_and_lanes
@@ -144,12 +144,19 @@ def fsdp(
     check_mesh("fsdp", mesh)
     axis_names = required_names("fsdp", axis_name)
     if unknown := [name for name in axis_names if name not in mesh.shape]:
-        raise _fsdp_unknown_axes(unknown, mesh)
+        raise SpecError(
+            f"fsdp: no axis is called {quoted(unknown)}; the axes of {mesh_str(mesh)} are "
+            f"{quoted(mesh.axis_names)}."
+        )
     for what, number in (("min_size", min_size), ("first_axis", first_axis)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise _fsdp_bad_number(what, number)
+            kind = ValueError if type(number) is int else TypeError
+            raise kind(f"fsdp: {what} must be 0 or a larger int, got {typed_str(number)}.")
     if any(map(is_packed, tree_util.tree_leaves(model, is_leaf=is_state_or_packed))):
-        raise _fsdp_packed()
+        raise StructureError(
+            "fsdp: the arrays of a Packed lie in buffers already. Write "
+            "`sm.pack(sm.fsdp(packed.unpack(), mesh, axis_name), mesh)`."
+        )
     size = math.prod(mesh.shape[name] for name in axis_names)
     flat, treedef = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
     found = False
@@ -181,7 +188,9 @@ def fsdp(
             unit = unit.replace(spec=structure.unflatten([one(*pair) for pair in pairs]))
         units.append(unit)
     if not found:
-        raise _fsdp_no_parameters()
+        raise StructureError(
+            "fsdp: the model has no parameters: no ParamState, and no array of floats outside States."
+        )
     return treedef.unflatten(units)
 
 
@@ -236,7 +245,10 @@ def gather(tree: PyTree, axis_name: SeveralAxes) -> Any:
     lanes = {name for mark in compat.axes_from_dataflow() if mark.lanes for name in mark.axis_names}
     lanes |= frozenset(meshes_and_lanes(bound)[1])
     if of_lanes := [name for name in axis_names if name in lanes]:
-        raise _gather_in_lanes(of_lanes[0])
+        raise StatemeshError(
+            f"gather: {of_lanes[0]!r} is an axis of lanes, and specs split parameters over mesh axes only. "
+            f"Call the function by `sm.shard_map` on a mesh with an axis {of_lanes[0]!r}."
+        )
     flat, treedef = tree_util.tree_flatten_with_path(tree, is_leaf=is_state)
     named = [(path_str(keys, "tree"), unit) for keys, unit in flat]
     if bound:
@@ -343,11 +355,31 @@ def _check(named: Sequence[tuple[str, PyTree]], names: tuple[AxisName, ...]) -> 
                 if typed.intersection(split) - compat.varying(x):
                     same.append((path, spec))
     if whole:
-        raise _gather_whole(names, whole)
+        name = axes_argument(names)
+        raise error_listing(
+            StructureError,
+            f"gather over {name!r}: these parameters are whole already",
+            [f"{path}: {describe(unit)}, without a spec" for path, unit in whole],
+            f"Let `model = sm.fsdp(model, mesh, {name!r})` split the model before the mapped call, and "
+            "gather each parameter once.",
+        )
     if inner:
-        raise _gather_major(names, inner)
+        name = axes_argument(names)
+        raise error_listing(
+            StatemeshError,
+            f"gather over {name!r}: other mesh axes split the parts of these parameters further",
+            [f"{path}: {spec_str(spec)}" for path, spec in inner],
+            f"Name {quoted(names)} last in its entry, or in an entry of its own.",
+        )
     if same:
-        raise _gather_replicated(names, same)
+        name = axes_argument(names)
+        raise error_listing(
+            StatemeshError,
+            f"gather over {name!r}: each shard already has the whole of these parameters, although their "
+            "specs split them",
+            [f"{path}: {spec_str(spec)}" for path, spec in same],
+            "Leave them out of state_in_specs, so that they enter the call by their own specs.",
+        )
 
 
 def _joined(parts: Sequence[tuple[Leaf, _Step]], summed: Axes) -> list[Array]:
@@ -412,76 +444,10 @@ def _is_parameter(unit: PyTree) -> bool:
     return isinstance(unit, ParamState) or is_plain_parameter(unit)
 
 
-def _fsdp_unknown_axes(unknown: Sequence[AxisName], mesh: Mesh | AbstractMesh) -> SpecError:
-    return SpecError(
-        f"fsdp: no axis is called {quoted(unknown)}; the axes of {mesh_str(mesh)} are "
-        f"{quoted(mesh.axis_names)}."
-    )
-
-
-def _fsdp_bad_number(what: str, given: object) -> TypeError | ValueError:
-    kind = ValueError if type(given) is int else TypeError
-    return kind(f"fsdp: {what} must be 0 or a larger int, got {typed_str(given)}.")
-
-
-def _fsdp_packed() -> StructureError:
-    return StructureError(
-        "fsdp: the arrays of a Packed lie in buffers already. Write "
-        "`sm.pack(sm.fsdp(packed.unpack(), mesh, axis_name), mesh)`."
-    )
-
-
-def _fsdp_no_parameters() -> StructureError:
-    return StructureError(
-        "fsdp: the model has no parameters: no ParamState, and no array of floats outside States."
-    )
-
-
 def _not_gathered(what: str) -> TypeError:
     return TypeError(
         f"{what} was applied to a parameter of which each shard holds a part. Make the layer's parameters "
         "whole before you call it: `layer = sm.gather(layer, axis_name)`, with the axis that fsdp was given."
-    )
-
-
-def _gather_whole(names: Sequence[AxisName], whole: Sequence[tuple[str, object]]) -> StructureError:
-    name = axes_argument(names)
-    return error_listing(
-        StructureError,
-        f"gather over {name!r}: these parameters are whole already",
-        [f"{path}: {describe(unit)}, without a spec" for path, unit in whole],
-        f"Let `model = sm.fsdp(model, mesh, {name!r})` split the model before the mapped call, and gather "
-        "each parameter once.",
-    )
-
-
-def _gather_major(names: Sequence[AxisName], bad: Sequence[tuple[str, object]]) -> StatemeshError:
-    name = axes_argument(names)
-    return error_listing(
-        StatemeshError,
-        f"gather over {name!r}: other mesh axes split the parts of these parameters further",
-        [f"{path}: {spec_str(spec)}" for path, spec in bad],
-        f"Name {quoted(names)} last in its entry, or in an entry of its own.",
-    )
-
-
-def _gather_replicated(
-    names: Sequence[AxisName], bad: Sequence[tuple[str, object]]
-) -> StatemeshError:
-    name = axes_argument(names)
-    return error_listing(
-        StatemeshError,
-        f"gather over {name!r}: each shard already has the whole of these parameters, although their specs "
-        "split them",
-        [f"{path}: {spec_str(spec)}" for path, spec in bad],
-        "Leave them out of state_in_specs, so that they enter the call by their own specs.",
-    )
-
-
-def _gather_in_lanes(name: AxisName) -> StatemeshError:
-    return StatemeshError(
-        f"gather: {name!r} is an axis of lanes, and specs split parameters over mesh axes only. Call the "
-        f"function by `sm.shard_map` on a mesh with an axis {name!r}."
     )
 
 

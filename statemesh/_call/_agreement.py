@@ -220,7 +220,12 @@ def check_placements(name: str, mesh: Mesh, inputs: Sequence[Input]) -> None:
     lines = [f"mesh: {dict(mesh.shape)} of the devices {devices}"]
     lines += [f"{one.path}: {one.placement.spec}" for one in inputs]
     if (differing := _first_difference(mesh, lines, failed=False)) is not None:
-        raise _processes_place_differently(name, differing.lines)
+        raise error_listing(
+            StructureError,
+            f"{name}: all processes must lay out its arguments alike, but their meshes or specs differ",
+            _listed_by_process(differing.lines),
+            "Give every process the same mesh, with its devices in one order, and the same specs.",
+        )
 
 
 def traced_alike(name: str, mesh: Mesh, trace: Callable[[], Traced]) -> Traced:
@@ -237,9 +242,22 @@ def traced_alike(name: str, mesh: Mesh, trace: Callable[[], Traced]) -> Traced:
         raise
     differing = _first_difference(mesh, program_lines(traced.jaxpr), failed=False)
     if differing is not None and differing.failed:
-        raise _process_failed(name, differing.failed)
+        numbers = ", ".join(map(str, differing.failed))
+        raise StructureError(
+            f"{name}: {counted(len(differing.failed), 'process', 'processes')} ({numbers}) raised an error "
+            "while tracing it, which this process did not. So none of them runs it. The error is in the "
+            f"output of process {differing.failed[0]}."
+        )
     if differing is not None:
-        raise _programs_differ(name, differing.number, differing.lines)
+        raise error_listing(
+            StructureError,
+            f"{name}: all processes must run the same program, but they traced different ones. Line "
+            f"{differing.number} is the first that differs",
+            _listed_by_process(differing.lines),
+            "Nothing that is traced may depend on jax.process_index(), on the time or on a seed of one "
+            "process, nor on the order of a set. What differs between devices is an argument that is split, "
+            "or comes of sm.axis_index inside.",
+        )
     return traced
 
 
@@ -346,36 +364,6 @@ def _processes_disagree(name: str, bad: Sequence[tuple[str, object]]) -> Structu
         "Make them from the same seed or file in every process, or send one process's array or seed to "
         "all: jax.experimental.multihost_utils.broadcast_one_to_all(x). If each process has a part of "
         "the data, make one array of the parts: jax.make_array_from_process_local_data(sharding, part).",
-    )
-
-
-def _processes_place_differently(name: str, lines: Mapping[str, Sequence[int]]) -> StructureError:
-    return error_listing(
-        StructureError,
-        f"{name}: all processes must lay out its arguments alike, but their meshes or specs differ",
-        _listed_by_process(lines),
-        "Give every process the same mesh, with its devices in one order, and the same specs.",
-    )
-
-
-def _programs_differ(name: str, number: int, lines: Mapping[str, Sequence[int]]) -> StructureError:
-    return error_listing(
-        StructureError,
-        f"{name}: all processes must run the same program, but they traced different ones. Line {number} is "
-        "the first that differs",
-        _listed_by_process(lines),
-        "Nothing that is traced may depend on jax.process_index(), on the time or on a seed of one process, "
-        "nor on the order of a set. What differs between devices is an argument that is split, or comes of "
-        "sm.axis_index inside.",
-    )
-
-
-def _process_failed(name: str, processes: Sequence[int]) -> StructureError:
-    numbers = ", ".join(map(str, processes))
-    return StructureError(
-        f"{name}: {counted(len(processes), 'process', 'processes')} ({numbers}) raised an error while "
-        "tracing it, which this process did not. So none of them runs it. The error is in the output of "
-        f"process {processes[0]}."
     )
 
 

@@ -43,7 +43,11 @@ class _Stored:
         """The same devices of this process's JAX."""
         there = {device.id: device for device in jax.devices(self.platform)}
         if missing := [number for number in self.numbers if number not in there]:
-            raise _devices_not_here(self.platform, missing, sorted(there))
+            raise StatemeshError(
+                f"This was pickled with {self.platform} devices numbered {list(missing)}, but this process "
+                f"has {sorted(there)}. Make the mesh here and map the function over it; or leave the "
+                "mesh out, and set it with jax.set_mesh(mesh)."
+            )
         devices = [there[number] for number in self.numbers]
         if self.mesh is None:
             return tuple(devices)
@@ -109,7 +113,11 @@ def resolve_mesh(
             raise _mesh_partly_taken(given, taken)
         mesh = context
     else:
-        raise _mesh_differs_from_context(given, context)
+        raise SpecError(
+            f"shard_map was given {mesh_with_types_str(given)}, but the mesh that is set is "
+            f"{mesh_with_types_str(context)}. Leave `mesh` out to use the mesh that is set, or call outside "
+            "`jax.set_mesh`."
+        )
     if recorded or isinstance(mesh, Mesh):
         return mesh
     there = compat.concrete_context_mesh()
@@ -130,9 +138,17 @@ def one_device_mesh(given: Mesh | AbstractMesh | None, traced: bool) -> Mesh:
     if mesh is None:
         raise _no_mesh()
     if taken := compat.manual_axes(context):
-        raise _unsharded_inside(sorted(taken, key=str))
+        raise SpecError(
+            "`unsharded` runs on a mesh of one device, so it cannot be called inside another mapped call, "
+            f"which maps over {quoted(sorted(taken, key=str))} already. Call it outside that call."
+        )
     if traced and context is not None and context.size > 1:
-        raise _unsharded_traced(context)
+        raise SpecError(
+            f"`unsharded` runs on a mesh of one device, but {mesh_str(context)} is set, and JAX allows no "
+            "other mesh during a trace. If shard_map was given a mesh, call `unsharded` outside "
+            "`jax.set_mesh`; if it was given none, call it inside `with jax.set_mesh(mesh):` with a mesh of "
+            "one device."
+        )
     # A device of this process, which could not read arrays on others.
     local = mesh.local_devices if isinstance(mesh, Mesh) else jax.local_devices()
     devices = np.array(local[:1]).reshape((1,) * len(mesh.axis_names))
@@ -159,11 +175,19 @@ def mesh_of_arrays(mesh: AbstractMesh, leaves: Sequence[Leaf]) -> Mesh:
         if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
             there = leaf.sharding.mesh
             if there.abstract_mesh != mesh:
-                raise _other_mesh_of_input(leaf, there, mesh)
+                raise SpecError(
+                    f"an argument, {describe(leaf)}, lies on {mesh_str(there)}, but shard_map was given the "
+                    f"AbstractMesh {mesh_str(mesh)}, which takes its devices from the arguments. Put the "
+                    "arguments on a mesh with these axes, or give shard_map the mesh that they lie on."
+                )
             if isinstance(there, Mesh):
                 found.append(there)
     if not found:
-        raise _abstract_mesh_outside_trace(mesh)
+        raise SpecError(
+            f"{mesh_str(mesh)} is an AbstractMesh, which has no devices to run on. Pass arrays that lie on a "
+            "mesh with these axes, as jax.device_put(x, NamedSharding(mesh, P())) puts them, or give "
+            "shard_map a jax.sharding.Mesh."
+        )
     return found[0]
 
 
@@ -195,10 +219,16 @@ def manual_names(mesh: Mesh | AbstractMesh, axis_names: Iterable[AxisName]) -> t
     """The axes that the call maps over, in the mesh's order."""
     wanted = frozenset(axis_names)
     if unknown := [name for name in wanted if name not in mesh.axis_names]:
-        raise _unknown_axis_names(unknown, mesh)
+        raise SpecError(
+            f"axis_names has {quoted(unknown)}, but the axes of {mesh_str(mesh)} are "
+            f"{quoted(mesh.axis_names)}."
+        )
     taken = compat.manual_axes(mesh)
     if again := [name for name in mesh.axis_names if name in wanted & taken]:
-        raise _axis_taken(again, mesh)
+        raise SpecError(
+            f"axis_names has {quoted(again)}, which an enclosing shard_map already maps over on "
+            f"{mesh_str(mesh)}. Name other axes."
+        )
     return tuple(
         name for name in mesh.axis_names if name not in taken and (not wanted or name in wanted)
     )
@@ -230,7 +260,11 @@ def check_specs(
     if unknown:
         raise _unknown_axes(unknown, mesh, names)
     if twice:
-        raise _axis_twice(twice)
+        items = [
+            f"{placement} = {spec_str(spec)} has {quoted(bad)} twice"
+            for placement, spec, bad in twice
+        ]
+        raise error_listing(SpecError, "a mesh axis can split only one axis of an array", items)
 
 
 def _names_in(spec: PartitionSpec | PerShard | None) -> list[AxisName]:
@@ -239,16 +273,6 @@ def _names_in(spec: PartitionSpec | PerShard | None) -> list[AxisName]:
     if isinstance(spec, PerShard):
         return list(spec.axis_names)
     return [name for axis in spec_axes(spec) for name in axis]
-
-
-def _devices_not_here(
-    platform: str, missing: Sequence[int], present: Sequence[int]
-) -> StatemeshError:
-    return StatemeshError(
-        f"This was pickled with {platform} devices numbered {list(missing)}, but this process has "
-        f"{list(present)}. Make the mesh here and map the function over it; or leave the mesh out, and set "
-        "it with jax.set_mesh(mesh)."
-    )
 
 
 def _empty_mesh(mesh: _Mesh, what: str = "shard_map") -> SpecError:
@@ -262,51 +286,6 @@ def _no_mesh() -> SpecError:
     )
 
 
-def _mesh_differs_from_context(given: _Mesh, context: _Mesh) -> SpecError:
-    return SpecError(
-        f"shard_map was given {mesh_with_types_str(given)}, but the mesh that is set is "
-        f"{mesh_with_types_str(context)}. Leave `mesh` out to use the mesh that is set, or call outside "
-        "`jax.set_mesh`."
-    )
-
-
-def _unsharded_inside(taken: Sequence[AxisName]) -> SpecError:
-    return SpecError(
-        "`unsharded` runs on a mesh of one device, so it cannot be called inside another mapped call, which "
-        f"maps over {quoted(taken)} already. Call it outside that call."
-    )
-
-
-def _unsharded_traced(mesh: _Mesh) -> SpecError:
-    return SpecError(
-        f"`unsharded` runs on a mesh of one device, but {mesh_str(mesh)} is set, and JAX allows no other "
-        "mesh during a trace. If shard_map was given a mesh, call `unsharded` outside `jax.set_mesh`; if it "
-        "was given none, call it inside `with jax.set_mesh(mesh):` with a mesh of one device."
-    )
-
-
-def _abstract_mesh_outside_trace(mesh: _Mesh) -> SpecError:
-    return SpecError(
-        f"{mesh_str(mesh)} is an AbstractMesh, which has no devices to run on. Pass arrays that lie on a "
-        "mesh with these axes, as jax.device_put(x, NamedSharding(mesh, P())) puts them, or give shard_map a "
-        "jax.sharding.Mesh."
-    )
-
-
-def _other_mesh_of_input(x: object, found: _Mesh, mesh: _Mesh) -> SpecError:
-    return SpecError(
-        f"an argument, {describe(x)}, lies on {mesh_str(found)}, but shard_map was given the AbstractMesh "
-        f"{mesh_str(mesh)}, which takes its devices from the arguments. Put the arguments on a mesh with "
-        "these axes, or give shard_map the mesh that they lie on."
-    )
-
-
-def _unknown_axis_names(unknown: Sequence[AxisName], mesh: _Mesh) -> SpecError:
-    return SpecError(
-        f"axis_names has {quoted(unknown)}, but the axes of {mesh_str(mesh)} are {quoted(mesh.axis_names)}."
-    )
-
-
 def _mesh_partly_taken(given: _Mesh, taken: Iterable[AxisName]) -> SpecError:
     taken = list(taken)
     left = [name for name in given.axis_names if name not in taken]
@@ -314,13 +293,6 @@ def _mesh_partly_taken(given: _Mesh, taken: Iterable[AxisName]) -> SpecError:
         f"shard_map was given {mesh_str(given)} to map over all its axes, but an enclosing shard_map already "
         f"maps over {quoted(taken)}. Leave `mesh` out, or name the axes that are left: "
         f"axis_names={{{quoted(left)}}}."
-    )
-
-
-def _axis_taken(again: Sequence[AxisName], mesh: _Mesh) -> SpecError:
-    return SpecError(
-        f"axis_names has {quoted(again)}, which an enclosing shard_map already maps over on "
-        f"{mesh_str(mesh)}. Name other axes."
     )
 
 
@@ -344,10 +316,3 @@ def _unknown_axes(
         f"{placement} refers to {quoted(own)}: {spec_str(spec)}" for placement, spec, own in unknown
     ]
     return error_listing(SpecError, f"specs name axes {lacking}", items, mend)
-
-
-def _axis_twice(twice: Sequence[tuple[str, object, Sequence[AxisName]]]) -> SpecError:
-    items = [
-        f"{placement} = {spec_str(spec)} has {quoted(bad)} twice" for placement, spec, bad in twice
-    ]
-    return error_listing(SpecError, "a mesh axis can split only one axis of an array", items)

@@ -102,7 +102,11 @@ class Group:
     def check(self, buffer: Leaf, shape: tuple[int, ...]) -> None:
         """Refuse a buffer, or a shard's part of one, of another shape."""
         if np.shape(buffer) != shape:
-            raise _other_buffer([slot.path for slot in self.slots], buffer, shape)
+            raise StructureError(
+                f"Packed: the buffer with {first_paths([slot.path for slot in self.slots])} is "
+                f"{describe(buffer)}, but was packed with shape {shape}, in which the states have their "
+                "positions. Change shapes in the model, and pack the model anew."
+            )
 
     def join(self, parts: Sequence[Leaf]) -> PyTree:
         """A shard's part of the buffer, made of its parts of the arrays."""
@@ -761,14 +765,6 @@ def _group_for(group: Group, mesh: Mesh) -> Group:
         start += slot.size
     counts = tuple(mesh.shape[name] for name in names)
     return Group(group.dtype, names, counts, tuple(slots))
-
-
-def _other_buffer(paths: Sequence[str], buffer: object, shape: tuple[int, ...]) -> StructureError:
-    return StructureError(
-        f"Packed: the buffer with {first_paths(paths)} is {describe(buffer)}, but was packed with shape "
-        f"{shape}, in which the states have their positions. Change shapes in the model, and pack the model "
-        "anew."
-    )
 
 
 def _fixed_packed(attribute: str) -> AttributeError:

@@ -88,7 +88,12 @@ def check_shapes(
                 )
                 bad.append(found)
     if bad:
-        raise _shapes(what, bad, mesh)
+        raise error_listing(
+            SpecError,
+            f"{what}: arrays do not fit their specs on {mesh_str(mesh)}",
+            [_shape_item(one, mesh) for one in bad],
+            "Pad the array, choose another spec, or write P() to replicate it.",
+        )
 
 
 def is_laid_out(x: jax.Array, target: NamedSharding, names: Axes) -> bool:
@@ -185,7 +190,12 @@ def check_concrete(what: str, paths: Sequence[str], arrays: Sequence[Leaf]) -> N
 def check_valued(what: str, found: Sequence[tuple[str, Any]]) -> None:
     """Refuse what has a shape and no value."""
     if bare := [path for path, x in found if isinstance(x, jax.ShapeDtypeStruct)]:
-        raise _shapes_given(what, bare)
+        raise error_listing(
+            TypeError,
+            f"{what}: these arguments are shapes without values (jax.ShapeDtypeStruct)",
+            bare,
+            "Pass arrays. For shapes there are `mapped.lower(...)` and `jax.eval_shape(mapped, ...)`.",
+        )
     if gone := [path for path, x in found if is_deleted(x)]:
         raise errors.deleted(what, gone)
 
@@ -378,24 +388,6 @@ def memory(x: Leaf) -> frozenset[tuple[Any, int]]:
         return frozenset()
     return frozenset(
         (part.device, part.data.unsafe_buffer_pointer()) for part in x.addressable_shards
-    )
-
-
-def _shapes_given(name: str, paths: Sequence[str]) -> TypeError:
-    return error_listing(
-        TypeError,
-        f"{name}: these arguments are shapes without values (jax.ShapeDtypeStruct)",
-        paths,
-        "Pass arrays. For shapes there are `mapped.lower(...)` and `jax.eval_shape(mapped, ...)`.",
-    )
-
-
-def _shapes(what: str, bad: Sequence[ShapeMismatch], mesh: Mesh | AbstractMesh) -> SpecError:
-    return error_listing(
-        SpecError,
-        f"{what}: arrays do not fit their specs on {mesh_str(mesh)}",
-        [_shape_item(one, mesh) for one in bad],
-        "Pad the array, choose another spec, or write P() to replicate it.",
     )
 
 

@@ -161,7 +161,11 @@ class LanesOfProcesses(FixedMeshLayout):
         return self.own.returned(given, shown, forwarded)
 
     def traced(self, given: Sequence[Leaf], recorded: bool) -> list[Leaf]:
-        raise _processes_traced(self.fun_name)
+        raise BatchAxisError(
+            f"{self.fun_name}: pmap2 over the devices of several processes cannot be traced, as by jit, "
+            "grad, vmap or scan around it. It takes and gives this process's lanes, which exist only while "
+            "it runs. Call it outside of them, and transform the function that it maps; or use shard_map."
+        )
 
     def abstract(self, given: Sequence[Leaf]) -> list[Leaf]:
         parts = self.own.abstract(given)
@@ -231,7 +235,10 @@ def as_shapes(given: Any) -> tuple[tuple[int, ...] | None, ...] | None:
             None if shape is None else tuple(map(operator.index, shape)) for shape in given
         )
     except TypeError:
-        raise _not_shapes(given) from None
+        raise TypeError(
+            f"global_arg_shapes={given!r} is not a shape (a tuple of ints) or None for each positional "
+            "argument."
+        ) from None
 
 
 def check_global_shapes(
@@ -251,7 +258,11 @@ def check_global_shapes(
     - `lanes`: how many there are in all processes.
     """
     if len(shapes) != len(args):
-        raise _global_shapes_count(name, len(shapes), len(args))
+        raise BatchAxisError(
+            f"{name} was called with {counted(len(args), 'positional argument')}, but global_arg_shapes has "
+            f"{counted(len(shapes), 'entry', 'entries')}. It has one for each positional argument: its "
+            "global shape, or None."
+        )
     bad: list[tuple[str, Any, tuple[int, ...], tuple[int, ...]]] = []
     for i, (shape, value) in enumerate(zip(shapes, args, strict=True)):
         if shape is None:
@@ -265,7 +276,18 @@ def check_global_shapes(
                 continue
         bad.append((arguments.names[i], value, shape, part))
     if bad:
-        raise _global_shape(name, bad)
+        items = [
+            f"{path}: {describe(x)} here, but global_arg_shapes has {given}, of which this process's part is "
+            f"{part}"
+            for path, x, given, part in bad
+        ]
+        mend = (
+            "A global shape is that of one array, with the lanes of all processes on the mapped axis; give "
+            "None for any other argument."
+        )
+        raise error_listing(
+            BatchAxisError, f"{name}: arguments do not fit global_arg_shapes", items, mend
+        )
 
 
 def _own_part(
@@ -280,42 +302,3 @@ def _own_part(
     if rest and whole[at] > lanes:
         share += 1
     return (*whole[:at], share, *whole[at + 1 :])
-
-
-def _not_shapes(given: object) -> TypeError:
-    return TypeError(
-        f"global_arg_shapes={given!r} is not a shape (a tuple of ints) or None for each positional argument."
-    )
-
-
-def _global_shapes_count(name: str, entries: int, args: int) -> BatchAxisError:
-    return BatchAxisError(
-        f"{name} was called with {counted(args, 'positional argument')}, but global_arg_shapes has "
-        f"{counted(entries, 'entry', 'entries')}. It has one for each positional argument: its global shape, "
-        "or None."
-    )
-
-
-def _global_shape(
-    name: str, bad: Sequence[tuple[str, object, tuple[int, ...], tuple[int, ...]]]
-) -> BatchAxisError:
-    items = [
-        f"{path}: {describe(x)} here, but global_arg_shapes has {given}, of which this process's part is "
-        f"{part}"
-        for path, x, given, part in bad
-    ]
-    mend = (
-        "A global shape is that of one array, with the lanes of all processes on the mapped axis; give None "
-        "for any other argument."
-    )
-    return error_listing(
-        BatchAxisError, f"{name}: arguments do not fit global_arg_shapes", items, mend
-    )
-
-
-def _processes_traced(name: str) -> BatchAxisError:
-    return BatchAxisError(
-        f"{name}: pmap2 over the devices of several processes cannot be traced, as by jit, grad, vmap or "
-        "scan around it. It takes and gives this process's lanes, which exist only while it runs. Call it "
-        "outside of them, and transform the function that it maps; or use shard_map."
-    )
