@@ -302,6 +302,25 @@ def _dtype(x: Leaf) -> Any:
     )
 
 
+def shardings(
+    what: str,
+    paths: Sequence[str],
+    arrays: Sequence[Leaf],
+    placements: Sequence[SpecPlacement],
+    mesh: AnyMesh,
+) -> list[NamedSharding]:
+    """The sharding on a mesh of each array of a tree.
+
+    `what` says in errors what lays them out.
+
+    **Raises:** `SpecError` for placements that do not fit the mesh or the arrays.
+    """
+    named = [(f"the spec of {path}", p.spec) for path, p in zip(paths, placements, strict=True)]
+    check_specs(named, mesh, manual_names(mesh, ()))
+    check_shapes(paths, arrays, placements, mesh, what)
+    return [NamedSharding(mesh, placement.spec) for placement in placements]
+
+
 @without_own_frames
 def place(
     tree: PyTree, mesh: AnyMesh, specs: SpecTree = None, *, state_specs: StateSpecs = None
@@ -370,11 +389,8 @@ def place(
     chosen_at = [i for i, placement in enumerate(placements) if placement is not None]
     wheres = [placement for placement in placements if placement is not None]
     arrays = [leaves[i] for i in chosen_at]
-    named = [(f"the spec of {paths[i]}", w.spec) for i, w in zip(chosen_at, wheres, strict=True)]
-    check_specs(named, mesh, names)
-    check_shapes([paths[i] for i in chosen_at], arrays, wheres, mesh, "place")
-    check_concrete("place", [paths[i] for i in chosen_at], arrays)
-    targets = [NamedSharding(mesh, placement.spec) for placement in wheres]
+    targets = shardings("place", [paths[i] for i in chosen_at], arrays, wheres, mesh)
+    check_concrete("place", [(paths[i], x) for i, x in zip(chosen_at, arrays, strict=True)])
     if mesh.is_multi_process:
         pairs = zip(chosen_at, arrays, strict=True)
         check_alike("place", mesh, [array_passed(paths[i], x) for i, x in pairs if is_own(x)])

@@ -179,12 +179,11 @@ def is_own(x: Leaf) -> bool:
     return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
-def check_concrete(what: str, paths: Sequence[str], arrays: Sequence[Leaf]) -> None:
+def check_concrete(what: str, named: Sequence[tuple[str, Any]]) -> None:
     """Refuse arrays that cannot be moved: traced ones, those given up, and shapes without values."""
-    found = list(zip(paths, arrays, strict=True))
-    if traced := [path for path, x in found if compat.is_tracer(x)]:
+    if traced := [path for path, x in named if compat.is_tracer(x)]:
         raise errors.place_traced(what, traced)
-    check_valued(what, found)
+    check_valued(what, named)
 
 
 def check_valued(what: str, found: Sequence[tuple[str, Any]]) -> None:
