@@ -14,12 +14,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from .._base._checks import is_key
 from .._base._errors import StructureError, counted, error_listing
 from .._base._trees import describe
-from .._base._types import Leaf, PyTreeDef
+from .._base._types import AnyMesh, Leaf, PyTreeDef
 from .._jax import _compat as compat
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import Operand
 from .._jax._jaxprs import AnyJaxpr
-from ._placement import Input
+from ._placement import Input, is_own
 
 
 SIZE = 16
@@ -209,6 +209,15 @@ def check_alike(name: str, mesh: Mesh, passed: Sequence[Passed]) -> None:
         if not _is_one([row[k * SIZE :][:SIZE] for row in rows])
     ]
     raise _processes_disagree(name, bad)
+
+
+def check_same_arrays(name: str, mesh: AnyMesh, named: Sequence[tuple[str, Leaf]]) -> None:
+    """Refuse arrays that each process has for itself, and another process otherwise.
+
+    `named`: all arrays, each with its path. Nothing is compared on a mesh of one process.
+    """
+    if isinstance(mesh, Mesh) and mesh.is_multi_process:
+        check_alike(name, mesh, [array_passed(path, x) for path, x in named if is_own(x)])
 
 
 def check_placements(name: str, mesh: Mesh, inputs: Sequence[Input]) -> None:

@@ -17,7 +17,7 @@ from .._jax import _compat as compat
 from .._jax._compat import tree_util
 from .._jax._frames import without_own_frames
 from .._state._values import strong
-from ._agreement import Passed, Traced, array_passed, check_alike
+from ._agreement import Passed, Traced, check_same_arrays
 from ._mesh import check_mesh, check_specs, manual_names
 from ._placement import (
     MADE,
@@ -27,7 +27,6 @@ from ._placement import (
     check_shapes,
     copied,
     is_laid_out,
-    is_own,
     lies_right,
     memory,
     onto,
@@ -302,21 +301,43 @@ def _dtype(x: Leaf) -> Any:
     )
 
 
+def placed_states(
+    tree: PyTree, root: str, state_specs: StateSpecs
+) -> list[tuple[str, PyTree, list[SpecPlacement] | None]]:
+    """The units of a tree: the path of each, and for a State the placements of its arrays.
+
+    A State lies by the spec that `state_specs` has for it, else by its own.
+    """
+    check_state_specs(state_specs, "state_specs")
+    declared = iter(choose_specs(state_specs, [(root, tree)], "state_specs"))
+    units: list[tuple[str, PyTree, list[SpecPlacement] | None]] = []
+    for keys, node in tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]:
+        path, placements = path_str(keys, root), None
+        if is_state(node):
+            spec = next(declared)
+            placements = own_placements(node, node.spec if spec is UNDECLARED else spec, path)
+        units.append((path, node, placements))
+    return units
+
+
 def shardings(
     what: str,
-    paths: Sequence[str],
-    arrays: Sequence[Leaf],
+    named: Sequence[tuple[str, Leaf]],
     placements: Sequence[SpecPlacement],
     mesh: AnyMesh,
 ) -> list[NamedSharding]:
     """The sharding on a mesh of each array of a tree.
 
-    `what` says in errors what lays them out.
+    **Arguments:**
+
+    - `what`: what lays them out, for errors.
+    - `named`: the arrays, each with its path.
 
     **Raises:** `SpecError` for placements that do not fit the mesh or the arrays.
     """
-    named = [(f"the spec of {path}", p.spec) for path, p in zip(paths, placements, strict=True)]
-    check_specs(named, mesh, manual_names(mesh, ()))
+    paths, arrays = [path for path, _ in named], [x for _, x in named]
+    specs = [(f"the spec of {path}", p.spec) for path, p in zip(paths, placements, strict=True)]
+    check_specs(specs, mesh, manual_names(mesh, ()))
     check_shapes(paths, arrays, placements, mesh, what)
     return [NamedSharding(mesh, placement.spec) for placement in placements]
 
@@ -358,43 +379,37 @@ def place(
     check_mesh("place", mesh)
     if isinstance(mesh, AbstractMesh):
         raise errors.invalid_argument("place", "mesh", mesh)
-    check_state_specs(state_specs, "state_specs")
     names = manual_names(mesh, ())
+    check_state_specs(state_specs, "state_specs")
     check_specs([("specs", specs)], mesh, names)
-    flat, _ = tree_util.tree_flatten_with_path(tree, is_leaf=is_state)
-    declared = iter(choose_specs(state_specs, [("tree", tree)], "state_specs"))
     nodes = tree_util.tree_leaves(tree, is_leaf=is_state_or_packed)
     packed = {id(buffer) for node in nodes if is_packed(node) for buffer in node.buffers}
-    paths: list[str] = []
     leaves: list[Leaf] = []
-    placements: list[SpecPlacement | None] = []
+    named: list[tuple[str, Leaf]] = []
+    positions: list[int] = []
+    placements: list[SpecPlacement] = []
     of_states = OfStates()
-    for (keys, node), spec in zip(flat, broadcast_specs(specs, tree, "specs", "tree"), strict=True):
-        path = path_str(keys, "tree")
-        own = tree_util.tree_leaves(node)
-        if is_state(node):
-            chosen = next(declared)
-            wheres = own_placements(node, node.spec if chosen is UNDECLARED else chosen, path)
-            of_states.state("specs", spec, path, node, wheres)
-            placements += wheres
-        else:
-            moves = is_shaped(node) and id(node) not in packed
-            if is_shaped(node):
-                of_states.array("specs", spec)
-            placements += [placement(spec) if moves else None] * len(own)
-        leaves += own
-        paths += [path] * len(own)
+    units = placed_states(tree, "tree", state_specs)
+    for (path, node, of_state), spec in zip(
+        units, broadcast_specs(specs, tree, "specs", "tree"), strict=True
+    ):
+        arrays = tree_util.tree_leaves(node)
+        if of_state is not None:
+            of_states.state("specs", spec, path, node, of_state)
+        elif is_shaped(node):
+            of_states.array("specs", spec)
+            of_state = [] if id(node) in packed else [placement(spec)]
+        placed = of_state or []
+        placements += placed
+        positions += range(len(leaves), len(leaves) + len(placed))
+        leaves += arrays
+        named += [(path, x) for x in arrays[: len(placed)]]
     if bad := of_states.bad():
         raise errors.specs_of_states("place", "specs", "state_specs", bad)
-    chosen_at = [i for i, placement in enumerate(placements) if placement is not None]
-    wheres = [placement for placement in placements if placement is not None]
-    arrays = [leaves[i] for i in chosen_at]
-    targets = shardings("place", [paths[i] for i in chosen_at], arrays, wheres, mesh)
-    check_concrete("place", [(paths[i], x) for i, x in zip(chosen_at, arrays, strict=True)])
-    if mesh.is_multi_process:
-        pairs = zip(chosen_at, arrays, strict=True)
-        check_alike("place", mesh, [array_passed(paths[i], x) for i, x in pairs if is_own(x)])
-    for i, x, target in zip(chosen_at, arrays, targets, strict=True):
+    targets = shardings("place", named, placements, mesh)
+    check_concrete("place", named)
+    check_same_arrays("place", mesh, named)
+    for i, (_, x), target in zip(positions, named, targets, strict=True):
         if not isinstance(x, jax.Array):
             leaves[i] = onto(apart(x, target), target)
             continue

@@ -20,7 +20,7 @@ from .._base._errors import StructureError, error_listing
 from .._base._specs import only
 from .._base._trees import describe_leaf, is_packed, is_state, path_str, unpacked
 from .._base._types import NUMBERS, Leaf, PyTree
-from .._call._agreement import array_passed, check_alike
+from .._call._agreement import check_same_arrays
 from .._call._arguments import inside_modules
 from .._call._layout import shardings
 from .._call._mesh import check_mesh
@@ -96,10 +96,9 @@ def contents(what: str, tree: PyTree) -> tuple[dict[str, Leaf], files.Record]:
     if jax.process_count() > 1:
         # An array that each process has for itself becomes one on the devices of all.
         mesh = Mesh(np.array(jax.devices()), ("devices",))
-        own = {path: x for path, x in arrays.items() if is_own(x)}
-        check_alike(what, mesh, [array_passed(path, x) for path, x in own.items()])
+        check_same_arrays(what, mesh, [*arrays.items()])
         target = NamedSharding(mesh, PartitionSpec())
-        arrays |= {path: onto(x, target) for path, x in own.items()}
+        arrays = {path: onto(x, target) if is_own(x) else x for path, x in arrays.items()}
     # Orbax has no files for arrays without elements; their shapes say all there is.
     return {path: x for path, x in arrays.items() if x.size}, record
 
@@ -385,11 +384,10 @@ def _targets(arrays: Sequence[_Value], mesh: Mesh | None) -> dict[str, Sharding]
 
     **Raises:** `SpecError` for specs that do not fit the mesh or the arrays.
     """
-    paths = [value.path for value in arrays]
     if mesh is None:
         single = SingleDeviceSharding(jax.local_devices()[0])
         return {value.path: _sharding_of(value.leaf) or single for value in arrays}
-    placements, leaves = [], []
+    placements, named = [], []
     for value in arrays:
         here = _sharding_of(value.leaf)
         leaf, placement = value.leaf, value.placement
@@ -401,8 +399,9 @@ def _targets(arrays: Sequence[_Value], mesh: Mesh | None) -> dict[str, Sharding]
             # The first axis becomes what the mesh needs.
             leaf = jax.ShapeDtypeStruct((value.shards(mesh), *leaf.shape[1:]), leaf.dtype)
         placements.append(placement)
-        leaves.append(leaf)
-    return dict(zip(paths, shardings("load", paths, leaves, placements, mesh), strict=True))
+        named.append((value.path, leaf))
+    targets = shardings("load", named, placements, mesh)
+    return {path: target for (path, _), target in zip(named, targets, strict=True)}
 
 
 def _sharding_of(leaf: Leaf) -> Sharding | None:
