@@ -44,9 +44,7 @@ from ._placement import Input
 from ._processes import (
     LanesOfProcesses,
     OwnParts,
-    SpreadLayout,
     own_devices,
-    spans_processes,
 )
 from ._rules import Binding, Layout, Mapped, Outside, Run
 from ._specs import SpecPlacement
@@ -80,7 +78,7 @@ class OnMesh:
         return self._layout_type()(name, self.mesh, self.axis_names, inputs, donating)
 
     def _layout_type(self) -> type[MeshLayout]:
-        return SpreadLayout if spans_processes(self.mesh) else MeshLayout
+        return MeshLayout
 
     def varying(self) -> VaryingAxes:
         return FromTypes(self.axis_names) if self.check_vma else Unchecked(self.axis_names)

@@ -17,7 +17,15 @@ from .._jax import _compat as compat
 from .._jax._compat import tree_util
 from .._jax._frames import without_own_frames
 from .._state._values import strong
-from ._agreement import Passed, Traced, check_same_arrays
+from ._agreement import (
+    Passed,
+    Traced,
+    check_alike,
+    check_placements,
+    check_same_arrays,
+    static_passed,
+    traced_alike,
+)
 from ._mesh import check_mesh, check_specs, manual_names
 from ._placement import (
     MADE,
@@ -27,6 +35,7 @@ from ._placement import (
     check_shapes,
     copied,
     is_laid_out,
+    is_own,
     lies_right,
     memory,
     onto,
@@ -61,6 +70,9 @@ def _as_wide_as_now(x: Leaf) -> Any:
 class MeshLayout:
     """Where the inputs of one program lie on a mesh.
 
+    On the devices of several processes every one of them passes the same arrays. Those that a process has for
+    itself are compared with the others' when they are moved.
+
     **Arguments:**
 
     - `fun_name`: for messages.
@@ -81,6 +93,8 @@ class MeshLayout:
     ) -> None:
         self.fun_name = fun_name
         self.mesh = mesh
+        # The mesh on which other processes have devices, if they do.
+        self.shared = mesh if isinstance(mesh, Mesh) and mesh.is_multi_process else None
         self.axis_names = frozenset(axis_names)
         self.inputs = inputs
         self.donating = donating
@@ -108,14 +122,22 @@ class MeshLayout:
         check_shapes(paths, arrays, placements, self.mesh, what)
 
     def agree(self, given: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
-        """Refuse, before the first call, what other processes have otherwise; here there are none.
+        """Refuse, before the first call, what other processes pass differently.
 
         `passed`: gives what is no input.
         """
+        if self.shared is not None:
+            check_alike(self.fun_name, self.shared, [*passed(), *self._passed_alike(given)])
+            check_placements(self.fun_name, self.shared, self.inputs)
+
+    def _passed_alike(self, given: Sequence[Leaf]) -> list[Passed]:
+        """The inputs that are compared before the first call, and not when they are moved: numbers."""
+        numbers = sorted(self.fresh.difference(self.hosted))
+        return [static_passed(self.inputs[k].path, given[k]) for k in numbers]
 
     def traced_alike(self, trace: Callable[[], Traced]) -> Traced:
-        """What `trace` returns: there are no other processes."""
-        return trace()
+        """What `trace` returns, if every process has traced the same program."""
+        return trace() if self.shared is None else traced_alike(self.fun_name, self.shared, trace)
 
     def concrete(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         """Concrete arrays as the program takes them, and as they come back when not written.
@@ -146,6 +168,8 @@ class MeshLayout:
 
     def _moved(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         self.check_alive(given)
+        if self.shared is not None:
+            given = self._made_one(self.shared, given)
         ready, shown = list(given), list(given)
         for k in self._weak(given):
             ready[k] = shown[k] = strong(given[k])
@@ -185,6 +209,21 @@ class MeshLayout:
             self._spare([given[k] for k in apart_from], ready, misplaced)
             MADE.add([x for k, x in zip(misplaced, moved, strict=True) if k not in renamed])
         return ready, shown
+
+    def _made_one(self, mesh: Mesh, given: Sequence[Leaf]) -> Sequence[Leaf]:
+        """The inputs, where one array on the mesh stands for those that each process has for itself."""
+        own = [k for k in sorted([*self.hosted, *self.on_device]) if is_own(given[k])]
+        if not own:
+            return given
+        check_same_arrays(self.fun_name, mesh, [(self.inputs[k].path, given[k]) for k in own])
+        self.check(given)
+        given = list(given)
+        for k in own:
+            x, target = given[k], self.targets[k]
+            if self.inputs[k].strong and k not in self.hosted:
+                x = strong(x)
+            given[k] = onto(apart(x, target) if self.donating else x, target)
+        return given
 
     def to_move(self, given: Sequence[Leaf]) -> list[int]:
         """The inputs that a call lays out anew before it runs; of mere shapes nothing is known."""
@@ -265,6 +304,10 @@ class MeshLayout:
     def traced(self, given: Sequence[Leaf], recorded: bool) -> list[Leaf]:
         """Inputs some of which are traced: tracers are never put anywhere, concrete arrays are,
         except into a jaxpr, where they are constants that the compiler places."""
+        targets = zip(self.inputs, given, self.targets, strict=True)
+        own = [(leaf.path, x) for leaf, x, t in targets if t is not None and is_own(x)]
+        if own and self.shared is not None and not recorded:
+            check_same_arrays(self.fun_name, self.shared, own)
         weak = frozenset(self._weak(given))
         return [
             x if t is None else self._traced(strong(x) if k in weak else x, t, recorded)
@@ -272,6 +315,8 @@ class MeshLayout:
         ]
 
     def _traced(self, x: Leaf, target: NamedSharding, recorded: bool) -> Any:
+        if self.shared is not None and not recorded and is_own(x):
+            return onto(x, target)
         if compat.is_tracer(x) and not recorded:
             x = compat.onto_devices(x, target.mesh)
         if compat.is_tracer(x) or recorded:

@@ -1,94 +1,27 @@
 """Step 2 with several processes: each has a part of every array on its own devices."""
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from .._base._errors import BatchAxisError, counted, error_listing
 from .._base._specs import Placement
 from .._base._trees import describe
 from .._base._types import AxisName, Leaf
-from .._state._values import strong
-from ._agreement import (
-    Passed,
-    Traced,
-    array_passed,
-    check_alike,
-    check_placements,
-    static_passed,
-    traced_alike,
-)
+from ._agreement import Passed, array_passed
 from ._arguments import Arguments
 from ._lanes import FixedMeshLayout, fits
-from ._layout import MeshLayout
-from ._placement import Input, apart, is_own, onto
+from ._placement import Input, is_own
 
 
 def own_devices(devices: Sequence[jax.Device]) -> list[jax.Device]:
     """Those of this process."""
     mine = jax.process_index(devices[0].platform) if devices else 0
     return [device for device in devices if device.process_index == mine]
-
-
-def spans_processes(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether other processes have devices of the mesh."""
-    return isinstance(mesh, Mesh) and bool(mesh.is_multi_process)
-
-
-class SpreadLayout(MeshLayout):
-    """A `MeshLayout` on the devices of several processes.
-
-    Every process passes the same arrays, which is checked of those that have to be moved.
-    """
-
-    mesh: Mesh
-
-    def agree(self, given: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
-        # NumPy arrays are compared with the others when they are moved.
-        fresh = sorted(self.fresh.difference(self.hosted))
-        numbers = [static_passed(self.inputs[k].path, given[k]) for k in fresh]
-        check_alike(self.fun_name, self.mesh, [*passed(), *numbers])
-        check_placements(self.fun_name, self.mesh, self.inputs)
-
-    def traced_alike(self, trace: Callable[[], Traced]) -> Traced:
-        return traced_alike(self.fun_name, self.mesh, trace)
-
-    def _moved(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
-        self.check_alive(given)
-        mine = [k for k in sorted([*self.hosted, *self.on_device]) if is_own(given[k])]
-        if mine:
-            self._check_alike([(k, given[k]) for k in mine])
-            self.check(given)
-            given = list(given)
-            for k in mine:
-                x = given[k]
-                if self.inputs[k].strong and k not in self.hosted:
-                    x = strong(x)
-                target = self.targets[k]
-                given[k] = onto(apart(x, target) if self.donating else x, target)
-        return super()._moved(given)
-
-    def traced(self, given: Sequence[Leaf], recorded: bool) -> list[Leaf]:
-        if not recorded:
-            pairs = zip(given, self.targets, strict=True)
-            self._check_alike(
-                [(k, x) for k, (x, t) in enumerate(pairs) if t is not None and is_own(x)]
-            )
-        return super().traced(given, recorded)
-
-    def _traced(self, x: Leaf, target: NamedSharding, recorded: bool) -> Any:
-        if not recorded and is_own(x):
-            return onto(x, target)
-        return super()._traced(x, target, recorded)
-
-    def _check_alike(self, mine: Sequence[tuple[int, Any]]) -> None:
-        if mine:
-            passed = [array_passed(self.inputs[k].path, x) for k, x in mine]
-            check_alike(self.fun_name, self.mesh, passed)
 
 
 class _OwnLayout(FixedMeshLayout):
@@ -128,7 +61,6 @@ class LanesOfProcesses(FixedMeshLayout):
         super().__init__(fun_name, mesh, axis_names, inputs, donating)
         self.own = _OwnLayout(fun_name, own, axis_names, inputs, donating)
         self.sizes = mesh.size, own.size
-        self.whole = mesh
 
     def concrete(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         ready, shown = self.own.concrete(given)
@@ -140,17 +72,12 @@ class LanesOfProcesses(FixedMeshLayout):
                 made[key] = x if target is None else self._whole(x, key[1], target)
         return [made[key] for key in keys], shown
 
-    def agree(self, given: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
-        shared = [
-            array_passed(one.path, x)
-            for one, x in zip(self.inputs, given, strict=True)
-            if one.placement.axis is None and hasattr(x, "dtype") and is_own(x)
+    def _passed_alike(self, given: Sequence[Leaf]) -> list[Passed]:
+        return [
+            array_passed(leaf.path, x)
+            for leaf, x in zip(self.inputs, given, strict=True)
+            if leaf.placement.axis is None and hasattr(x, "dtype") and is_own(x)
         ]
-        check_alike(self.fun_name, self.whole, [*passed(), *shared])
-        check_placements(self.fun_name, self.whole, self.inputs)
-
-    def traced_alike(self, trace: Callable[[], Traced]) -> Traced:
-        return traced_alike(self.fun_name, self.whole, trace)
 
     def check_alive(self, given: Sequence[Leaf]) -> None:
         self.own.check_alive(given)
