@@ -98,7 +98,7 @@ class MeshLayout:
         self.axis_names = frozenset(axis_names)
         self.inputs = inputs
         self.donating = donating
-        kinds = [one.kind for one in inputs]
+        kinds = [leaf.kind for leaf in inputs]
         # NumPy arrays have no sharding to compare; Python numbers need none; references stay where they are.
         self.hosted = [k for k, t in enumerate(kinds) if issubclass(t, np.ndarray | np.generic)]
         others = {*self.hosted, *(k for k, t in enumerate(kinds) if t in (*NUMBERS, jax.Ref))}
@@ -117,8 +117,8 @@ class MeshLayout:
     def check(self, arrays: Sequence[Leaf]) -> None:
         """Refuse arrays that do not fit their specs."""
         what = f"shard_map applied to the function {self.fun_name!r}"
-        paths = [one.path for one in self.inputs]
-        placements = [one.placement for one in self.inputs]
+        paths = [leaf.path for leaf in self.inputs]
+        placements = [leaf.placement for leaf in self.inputs]
         check_shapes(paths, arrays, placements, self.mesh, what)
 
     def agree(self, given: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
@@ -180,16 +180,21 @@ class MeshLayout:
         ):
             # First of all, because JAX compares the layouts only of arrays that fit them.
             self.check(given)
-        misplaced: list[int] = []
+        misplaced = hosted
+        # What only needs another type: Explicit types also name axes of one device.
+        renamed: set[int] = set()
+        # What comes back as it is.
+        kept: set[int] = set()
         for k in unseen:
-            if self._is_taken(ready[k], k):
-                self.seen[k] = ready[k].sharding
-            else:
-                misplaced.append(k)
-        renamed = {k for k in misplaced if self._is_renamed(ready[k], k)}
-        kept = renamed.union(k for k in misplaced if self._lies_right(ready[k], k))
-        apart_from = [k for k in misplaced if k not in renamed]
-        misplaced += hosted
+            x, is_right = ready[k], self._lies_right(ready[k], k)
+            if is_right and self._is_on_mesh(x):
+                self.seen[k] = x.sharding
+                continue
+            misplaced.append(k)
+            if self._is_on_mesh(x) and x.sharding.is_equivalent_to(self.targets[k], x.ndim):
+                renamed.add(k)
+            if is_right or k in renamed:
+                kept.add(k)
         if not misplaced:
             same = all(map(is_, ready, given))
             return (given, given) if same else (ready, shown)
@@ -206,8 +211,9 @@ class MeshLayout:
             if k not in kept:
                 shown[k] = x
         if self.donating:
-            self._spare([given[k] for k in apart_from], ready, misplaced)
-            MADE.add([x for k, x in zip(misplaced, moved, strict=True) if k not in renamed])
+            new = [k for k in misplaced if k not in renamed]
+            self._spare([given[k] for k in new if k not in self.hosted], ready, misplaced)
+            MADE.add([ready[k] for k in new])
         return ready, shown
 
     def _made_one(self, mesh: Mesh, given: Sequence[Leaf]) -> Sequence[Leaf]:
@@ -230,44 +236,33 @@ class MeshLayout:
         if isinstance(self.mesh, AbstractMesh):
             return []
         hosted = [k for k in self.hosted if isinstance(given[k], np.ndarray | np.generic)]
+        arrays = [(k, given[k]) for k in self.on_device if isinstance(given[k], jax.Array)]
         return hosted + [
-            k
-            for k in self.on_device
-            if isinstance(given[k], jax.Array)
-            and not compat.is_tracer(given[k])
-            and not self._keeps_memory(given[k], k)
+            k for k, x in arrays if not (compat.is_tracer(x) or self._keeps_memory(x, k))
         ]
 
     def _keeps_memory(self, x: jax.Array, k: int) -> bool:
         """Whether the program gets `x` in the memory where it is, by whatever name."""
-        if self._is_taken(x, k) or self._is_renamed(x, k):
-            return True
-        return not self.donating and bool(x.sharding.is_equivalent_to(self.targets[k], x.ndim))
+        same = x.sharding is self.seen[k] or x.sharding.is_equivalent_to(self.targets[k], x.ndim)
+        if not self._is_on_mesh(x):
+            return same and not self.donating
+        return same or self._lies_right(x, k)
 
-    def _is_taken(self, x: jax.Array, k: int) -> bool:
-        """Whether the program takes `x` as it is."""
-        if x.sharding is self.seen[k]:
-            return True
-        return self._lies_right(x, k) and self._is_on_mesh(x)
-
-    def _is_renamed(self, x: jax.Array, k: int) -> bool:
-        """Whether `x` only needs another type: Explicit types also name axes of one device."""
-        return self._is_on_mesh(x) and bool(x.sharding.is_equivalent_to(self.targets[k], x.ndim))
+    def _lies_right(self, x: jax.Array, k: int) -> bool:
+        return lies_right(x, self.targets[k], self.axis_names)
 
     def _is_on_mesh(self, x: jax.Array) -> bool:
         return isinstance(x.sharding, NamedSharding) and bool(x.sharding.mesh == self.mesh)
 
     def _spare(self, originals: Sequence[Leaf], ready: list[Leaf], moved: Iterable[int]) -> None:
         """Copy what was not moved but shares memory with an original that was, lest that be given up."""
-        spared: dict[int, list[jax.Array]] = {}
-        for x in originals:
-            size = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-            spared.setdefault(size, []).append(x)
-        if not spared:
-            return
-        for k in set(self.on_device).difference(moved):
-            alike = spared.get(self.part_size(k, ready[k]), ())
-            if alike and not memory(ready[k]).isdisjoint(frozenset().union(*map(memory, alike))):
+        sizes = {math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in originals}
+        # To look at the memory of any other would wait for what is being computed.
+        others = set(self.on_device).difference(moved)
+        alike = [k for k in others if self.part_size(k, ready[k]) in sizes]
+        spared = frozenset().union(*map(memory, originals)) if alike else frozenset()
+        for k in alike:
+            if not memory(ready[k]).isdisjoint(spared):
                 ready[k] = copied(ready[k])
 
     def part_size(self, k: int, x: Leaf) -> int:
@@ -285,7 +280,7 @@ class MeshLayout:
         An array outside a State had to be where its sharding is not that of its placement, whatever it is
         called.
         """
-        found = list(shown)
+        results = list(shown)
         for k in forwarded:
             x, target = given[k], self.targets[k]
             if target is None or compat.is_tracer(shown[k]):
@@ -293,10 +288,10 @@ class MeshLayout:
             if shown[k] is not x:
                 if isinstance(x, jax.Array) and not self.donating:
                     source = apart(x, target)
-                    found[k] = shown[k] if source is x else self._put(source, k)
+                    results[k] = shown[k] if source is x else self._put(source, k)
             elif not (self.inputs[k].stateful or is_laid_out(x, target, self.axis_names)):
-                found[k] = self._put(apart(x, target), k)
-        return found
+                results[k] = self._put(apart(x, target), k)
+        return results
 
     def _put(self, x: Leaf, k: int) -> jax.Array:
         return onto(strong(x) if self.inputs[k].strong else x, self.targets[k])
@@ -328,22 +323,13 @@ class MeshLayout:
     def abstract(self, given: Sequence[Leaf]) -> list[Leaf]:
         """Shapes and dtypes on the mesh, to lower the program with."""
         self.check(given)
-        return [
-            x if t is None else jax.ShapeDtypeStruct(np.shape(x), _dtype(x), sharding=t)
-            for x, t in zip(given, self.targets, strict=True)
-        ]
-
-    def _lies_right(self, x: jax.Array, k: int) -> bool:
-        return lies_right(x, self.targets[k], self.axis_names)
-
-
-def _dtype(x: Leaf) -> Any:
-    """The dtype that `x` has on a device: NumPy's float64 is float32 there, unless x64 is enabled."""
-    return (
-        jax.dtypes.canonicalize_dtype(x.dtype)
-        if isinstance(x, np.ndarray | np.generic)
-        else x.dtype
-    )
+        abstract = list(given)
+        for k, (x, target) in enumerate(zip(given, self.targets, strict=True)):
+            if target is not None:
+                of_numpy = isinstance(x, np.ndarray | np.generic)
+                dtype = jax.dtypes.canonicalize_dtype(x.dtype) if of_numpy else x.dtype
+                abstract[k] = jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=target)
+        return abstract
 
 
 def placed_states(

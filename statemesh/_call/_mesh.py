@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +13,6 @@ from .._base._errors import (
     _MAKE_ONE,
     SpecError,
     StatemeshError,
-    _Mesh,
     error_listing,
     mesh_str,
     mesh_with_types_str,
@@ -27,30 +26,26 @@ from .._jax import _compat as compat
 from .._jax import _explicit as explicit
 
 
-_MeshForm: TypeAlias = tuple[tuple[int, ...], tuple[str, ...], tuple[AxisType, ...]]
-"""The shape, axis names and axis types of a mesh."""
-
-
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """A row of devices, or a mesh of them."""
+    """A row of devices, or a mesh of them: its shape, axis names and axis types."""
 
     platform: str
     numbers: tuple[int, ...]
-    mesh: _MeshForm | None
+    mesh: tuple[tuple[int, ...], tuple[str, ...], tuple[AxisType, ...]] | None
 
-    def found(self) -> PyTree:
+    def restored(self) -> PyTree:
         """The same devices of this process's JAX."""
-        there = {device.id: device for device in jax.devices(self.platform)}
-        if missing := [number for number in self.numbers if number not in there]:
+        present = {device.id: device for device in jax.devices(self.platform)}
+        if missing := [number for number in self.numbers if number not in present]:
             raise StatemeshError(
-                f"This was pickled with {self.platform} devices numbered {list(missing)}, but this process "
-                f"has {sorted(there)}. Make the mesh here and map the function over it; or leave the "
+                f"This was pickled with {self.platform} devices numbered {missing}, but this process "
+                f"has {sorted(present)}. Make the mesh here and map the function over it; or leave the "
                 "mesh out, and set it with jax.set_mesh(mesh)."
             )
-        devices = [there[number] for number in self.numbers]
+        devices = tuple(present[number] for number in self.numbers)
         if self.mesh is None:
-            return tuple(devices)
+            return devices
         shape, names, types = self.mesh
         return Mesh(np.array(devices).reshape(shape), names, axis_types=types)
 
@@ -58,29 +53,21 @@ class _Stored:
 def by_fields(value: Leaf) -> tuple[Leaf, ...]:
     """The result of `__reduce__` for a dataclass of which a field may hold a mesh or devices."""
     fields = {f.name: _stored(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    return _remade, (type(value), fields)
+    return _from_fields, (type(value), fields)
 
 
-def _remade(cls: type, fields: dict[str, object]) -> PyTree:
-    found = {k: v.found() if isinstance(v, _Stored) else v for k, v in fields.items()}
-    return cls(**found)
+def _from_fields(cls: type, fields: dict[str, object]) -> PyTree:
+    return cls(**{k: v.restored() if isinstance(v, _Stored) else v for k, v in fields.items()})
 
 
 def _stored(value: object) -> PyTree:
+    devices, mesh = value, None
     if isinstance(value, Mesh) and not value.empty:
-        shape = value.devices.shape
-        return _of(value.devices.flat, (shape, value.axis_names, value.axis_types))
-    if isinstance(value, tuple) and value and all(isinstance(x, jax.Device) for x in value):
-        return _of(value, None)
+        devices = tuple(value.devices.flat)
+        mesh = value.devices.shape, value.axis_names, value.axis_types
+    if isinstance(devices, tuple) and devices and all(isinstance(x, jax.Device) for x in devices):
+        return _Stored(devices[0].platform, tuple(device.id for device in devices), mesh)
     return value
-
-
-def _of(
-    devices: Iterable[jax.Device],
-    mesh: _MeshForm | None,
-) -> _Stored:
-    several = list(devices)
-    return _Stored(several[0].platform, tuple(device.id for device in several), mesh)
 
 
 def resolve_mesh(
@@ -110,7 +97,12 @@ def resolve_mesh(
     elif (taken := compat.manual_axes(context)) and dict(given.shape) == dict(context.shape):
         # Inside another mapped call the context says which axes that call has taken.
         if not axis_names and taken < frozenset(context.axis_names):
-            raise _mesh_partly_taken(given, taken)
+            left = [name for name in given.axis_names if name not in taken]
+            raise SpecError(
+                f"shard_map was given {mesh_str(given)} to map over all its axes, but an enclosing shard_map "
+                f"already maps over {quoted(taken)}. Leave `mesh` out, or name the axes that are left: "
+                f"axis_names={{{quoted(left)}}}."
+            )
         mesh = context
     else:
         raise SpecError(
@@ -245,26 +237,34 @@ def check_specs(
 
     **Raises:** `SpecError` listing all of them.
     """
-    unknown: list[tuple[str, Any, list[AxisName]]] = []
-    twice: list[tuple[str, Any, list[AxisName]]] = []
+    unknown: list[AxisName] = []
+    unknown_items: list[str] = []
+    twice_items: list[str] = []
     for what, specs in named:
         for path, spec in jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)[0]:
-            placement = what + jax.tree_util.keystr(path)
+            shown = what + jax.tree_util.keystr(path)
             if not is_spec(spec):
-                raise errors.not_a_spec(placement, spec)
+                raise errors.not_a_spec(shown, spec)
             used = _names_in(spec)
             if strangers := [name for name in used if name not in names]:
-                unknown.append((placement, spec, strangers))
+                unknown += strangers
+                unknown_items.append(f"{shown} refers to {quoted(strangers)}: {spec_str(spec)}")
             if repeated := [name for name in dict.fromkeys(used) if used.count(name) > 1]:
-                twice.append((placement, spec, repeated))
+                twice_items.append(f"{shown} = {spec_str(spec)} has {quoted(repeated)} twice")
     if unknown:
-        raise _unknown_axes(unknown, mesh, names)
-    if twice:
-        items = [
-            f"{placement} = {spec_str(spec)} has {quoted(bad)} twice"
-            for placement, spec, bad in twice
-        ]
-        raise error_listing(SpecError, "a mesh axis can split only one axis of an array", items)
+        left = [name for name in mesh.axis_names if name not in names]
+        lacking = "that the call does not map over"
+        if set(unknown).isdisjoint(left):
+            lacking = "the mesh does not have"
+        mend = f"The axes to map over are {quoted(names)} of {mesh_str(mesh)}"
+        mend += f"; {quoted(left)} is not mapped over." if left else "."
+        if PartitionSpec.UNCONSTRAINED in unknown:
+            mend += " A mapped call must know how each axis is split: write None for one that is not split."
+        raise error_listing(SpecError, f"specs name axes {lacking}", unknown_items, mend)
+    if twice_items:
+        raise error_listing(
+            SpecError, "a mesh axis can split only one axis of an array", twice_items
+        )
 
 
 def _names_in(spec: PartitionSpec | PerShard | None) -> list[AxisName]:
@@ -275,7 +275,7 @@ def _names_in(spec: PartitionSpec | PerShard | None) -> list[AxisName]:
     return [name for axis in spec_axes(spec) for name in axis]
 
 
-def _empty_mesh(mesh: _Mesh, what: str = "shard_map") -> SpecError:
+def _empty_mesh(mesh: Mesh | AbstractMesh, what: str = "shard_map") -> SpecError:
     return SpecError(f"{what} requires a non-empty mesh, but {mesh} has no devices. {_MAKE_ONE}")
 
 
@@ -284,35 +284,3 @@ def _no_mesh() -> SpecError:
         "no mesh: shard_map was given none, and none is set. Pass `mesh=...`, or call inside "
         "`with jax.set_mesh(mesh):`."
     )
-
-
-def _mesh_partly_taken(given: _Mesh, taken: Iterable[AxisName]) -> SpecError:
-    taken = list(taken)
-    left = [name for name in given.axis_names if name not in taken]
-    return SpecError(
-        f"shard_map was given {mesh_str(given)} to map over all its axes, but an enclosing shard_map already "
-        f"maps over {quoted(taken)}. Leave `mesh` out, or name the axes that are left: "
-        f"axis_names={{{quoted(left)}}}."
-    )
-
-
-def _unknown_axes(
-    unknown: Sequence[tuple[str, object, Sequence[AxisName]]],
-    mesh: Mesh | AbstractMesh,
-    names: Sequence[AxisName],
-) -> SpecError:
-    bad = [name for _, _, names_of_one in unknown for name in names_of_one]
-    left = [name for name in mesh.axis_names if name not in names]
-    lacking = (
-        "that the call does not map over" if set(bad) & set(left) else "the mesh does not have"
-    )
-    mend = f"The axes to map over are {quoted(names)} of {mesh_str(mesh)}"
-    mend += f"; {quoted(left)} is not mapped over." if left else "."
-    if PartitionSpec.UNCONSTRAINED in bad:
-        mend += (
-            " A mapped call must know how each axis is split: write None for one that is not split."
-        )
-    items = [
-        f"{placement} refers to {quoted(own)}: {spec_str(spec)}" for placement, spec, own in unknown
-    ]
-    return error_listing(SpecError, f"specs name axes {lacking}", items, mend)
