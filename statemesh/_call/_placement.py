@@ -4,7 +4,7 @@ import dataclasses
 import math
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import zip_longest
 from operator import call, is_, itemgetter
@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from .._base import _errors as errors
 from .._base._errors import (
-    ShapeMismatch,
+    RankMismatch,
     SpecError,
     _rank_item,
     error_listing,
@@ -26,7 +26,7 @@ from .._base._errors import (
 )
 from .._base._specs import Placement, canonical, only, spec_axes
 from .._base._trees import describe
-from .._base._types import Axes, AxisName, Leaf, flat_names
+from .._base._types import Axes, AxisName, Leaf
 from .._jax import _compat as compat
 from .._jax import _explicit as explicit
 
@@ -67,33 +67,46 @@ def check_shapes(
 
     **Raises:** `SpecError` listing every such array with the arithmetic.
     """
-    bad: list[errors.ShapeMismatch] = []
+    items: list[str] = []
     for path, leaf, placement in zip(paths, leaves, placements, strict=True):
-        if not placement.axes:
-            continue
-        shape = np.shape(leaf)
-        if len(placement.axes) > len(shape):
-            bad.append(
-                errors.ShapeMismatch(
-                    path, leaf, placement.written, None, placement.axis is not None
-                )
-            )
-            continue
-        for dim, names in enumerate(placement.axes):
-            parts = math.prod(mesh.shape[n] for n in names if n in mesh.shape)
-            misfits = shape[dim] != parts if placement.axis == dim else shape[dim] % parts
-            if misfits:
-                found = errors.ShapeMismatch(
-                    path, leaf, placement.written, dim, placement.axis is not None
-                )
-                bad.append(found)
-    if bad:
+        if placement.axes:
+            items += _misfits(path, leaf, placement, mesh)
+    if items:
         raise error_listing(
             SpecError,
             f"{what}: arrays do not fit their specs on {mesh_str(mesh)}",
-            [_shape_item(one, mesh) for one in bad],
+            items,
             "Pad the array, choose another spec, or write P() to replicate it.",
         )
+
+
+def _misfits(path: str, x: Leaf, placement: Placement, mesh: Mesh | AbstractMesh) -> Iterator[str]:
+    """What does not fit of an array: its rank, or the sizes of axes."""
+    shape, spec, per_shard = np.shape(x), placement.written, placement.axis is not None
+    if len(placement.axes) > len(shape):
+        yield (
+            f"{path}: {describe(x)} with spec {spec_str(spec)} (PerShard) is a scalar; it needs a leading "
+            "axis with one entry per shard"
+            if per_shard
+            else _rank_item(RankMismatch(path, x, spec))
+        )
+        return
+    for dim, names in enumerate(placement.axes):
+        sizes = [mesh.shape[name] for name in names if name in mesh.shape]
+        parts, size = math.prod(sizes), shape[dim]
+        if size == parts if placement.axis == dim else size % parts == 0:
+            continue
+        shown = f"{path}: {describe(x)} with spec {spec_str(spec)}"
+        product = " * ".join(map(str, sizes)) + (f" = {parts}" if len(sizes) > 1 else "")
+        if per_shard:
+            yield (
+                f"{shown} (PerShard): axis {dim} has size {size}, but needs one entry per shard, {product}"
+            )
+        else:
+            yield (
+                f"{shown}: axis {dim} has size {size}, not divisible by {quoted(names)} of size {product} "
+                f"({size} % {parts} = {size % parts})"
+            )
 
 
 def is_laid_out(x: jax.Array, target: NamedSharding, names: Axes) -> bool:
@@ -387,24 +400,4 @@ def memory(x: Leaf) -> frozenset[tuple[Any, int]]:
         return frozenset()
     return frozenset(
         (part.device, part.data.unsafe_buffer_pointer()) for part in x.addressable_shards
-    )
-
-
-def _shape_item(one: ShapeMismatch, mesh: Mesh | AbstractMesh) -> str:
-    shown = f"{one.path}: {describe(one.value)} with spec {spec_str(one.spec)}"
-    if one.dim is None:
-        if one.per_shard:
-            return (
-                f"{shown} (PerShard) is a scalar; it needs a leading axis with one entry per shard"
-            )
-        return _rank_item(one)
-    size, names = np.shape(one.value)[one.dim], flat_names(one.spec.partitions[one.dim])
-    sizes = [mesh.shape[name] for name in names if name in mesh.shape]
-    parts = int(np.prod(sizes, dtype=int))
-    product = " * ".join(map(str, sizes)) + (f" = {parts}" if len(sizes) > 1 else "")
-    if one.per_shard:
-        return f"{shown} (PerShard): axis {one.dim} has size {size}, but needs one entry per shard, {product}"
-    return (
-        f"{shown}: axis {one.dim} has size {size}, not divisible by {quoted(names)} of size {product} "
-        f"({size} % {parts} = {size % parts})"
     )
