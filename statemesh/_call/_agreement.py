@@ -37,9 +37,9 @@ def of_array(x: Leaf) -> bytes:
     if is_key(x):
         x = jax.random.key_data(x)
     host = np.ascontiguousarray(x)
-    found = hashlib.blake2b(f"{kind}{host.shape}".encode(), digest_size=SIZE)
-    found.update(host.view(np.uint8).data if host.ndim and host.size else host.tobytes())
-    return found.digest()
+    hashed = hashlib.blake2b(f"{kind}{host.shape}".encode(), digest_size=SIZE)
+    hashed.update(host.view(np.uint8).data if host.ndim and host.size else host.tobytes())
+    return hashed.digest()
 
 
 def without_addresses(text: str) -> str:
@@ -66,11 +66,11 @@ def program_lines(program: AnyJaxpr) -> list[str]:
 
     def body(jaxpr: AnyJaxpr) -> str:
         if id(jaxpr) not in known:
-            own = tuple(_equation_lines(jaxpr, body))
-            if own not in numbers:
-                numbers[own] = f"jaxpr {len(numbers)}"
-                lines.extend([f"{numbers[own]}:", *own])
-            known[id(jaxpr)] = numbers[own]
+            equations = tuple(_equation_lines(jaxpr, body))
+            if equations not in numbers:
+                numbers[equations] = f"jaxpr {len(numbers)}"
+                lines.extend([f"{numbers[equations]}:", *equations])
+            known[id(jaxpr)] = numbers[equations]
         return known[id(jaxpr)]
 
     body(program)
@@ -312,8 +312,8 @@ def _gathered(mesh: Mesh, row: bytes) -> list[bytes]:
     size, parts, join = _over(mesh)
     data = np.frombuffer(row, np.uint8)[None]
     here = parts.addressable_devices_indices_map((size, len(row)))
-    own = [jax.device_put(data, device) for device in here]
-    spread = jax.make_array_from_single_device_arrays((size, len(row)), parts, own)
+    arrays = [jax.device_put(data, device) for device in here]
+    spread = jax.make_array_from_single_device_arrays((size, len(row)), parts, arrays)
     # This has to work whatever mesh is set, and inside transformations.
     with jax.sharding.use_abstract_mesh(_NO_MESH):
         rows = np.asarray(join(spread).addressable_data(0))

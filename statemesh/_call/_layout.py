@@ -218,13 +218,13 @@ class MeshLayout:
 
     def _made_one(self, mesh: Mesh, given: Sequence[Leaf]) -> Sequence[Leaf]:
         """The inputs, where one array on the mesh stands for those that each process has for itself."""
-        own = [k for k in sorted([*self.hosted, *self.on_device]) if is_own(given[k])]
-        if not own:
+        at = [k for k in sorted([*self.hosted, *self.on_device]) if is_own(given[k])]
+        if not at:
             return given
-        check_same_arrays(self.fun_name, mesh, [(self.inputs[k].path, given[k]) for k in own])
+        check_same_arrays(self.fun_name, mesh, [(self.inputs[k].path, given[k]) for k in at])
         self.check(given)
         given = list(given)
-        for k in own:
+        for k in at:
             x, target = given[k], self.targets[k]
             if self.inputs[k].strong and k not in self.hosted:
                 x = strong(x)
@@ -300,9 +300,9 @@ class MeshLayout:
         """Inputs some of which are traced: tracers are never put anywhere, concrete arrays are,
         except into a jaxpr, where they are constants that the compiler places."""
         targets = zip(self.inputs, given, self.targets, strict=True)
-        own = [(leaf.path, x) for leaf, x, t in targets if t is not None and is_own(x)]
-        if own and self.shared is not None and not recorded:
-            check_same_arrays(self.fun_name, self.shared, own)
+        arrays = [(leaf.path, x) for leaf, x, t in targets if t is not None and is_own(x)]
+        if arrays and self.shared is not None and not recorded:
+            check_same_arrays(self.fun_name, self.shared, arrays)
         weak = frozenset(self._weak(given))
         return [
             x if t is None else self._traced(strong(x) if k in weak else x, t, recorded)

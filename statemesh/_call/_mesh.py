@@ -71,13 +71,13 @@ def _stored(value: object) -> PyTree:
 
 
 def resolve_mesh(
-    given: Mesh | AbstractMesh | None, axis_names: Axes, recorded: bool
+    declared: Mesh | AbstractMesh | None, axis_names: Axes, recorded: bool
 ) -> Mesh | AbstractMesh:
     """The mesh that was given, or the one of the context.
 
     **Arguments:**
 
-    - `given`: the mesh that the user named, if any.
+    - `declared`: the mesh that the user named, if any.
     - `axis_names`: the axes that the user named; empty for all.
     - `recorded`: whether the call is recorded into a jaxpr rather than run. What runs, if only in an eager
         transformation, needs devices: those of the mesh that is set.
@@ -86,27 +86,27 @@ def resolve_mesh(
     """
     context = compat.context_mesh()
     mesh: Mesh | AbstractMesh
-    if given is not None and given.empty:
-        raise _empty_mesh(given)
-    if given is None:
+    if declared is not None and declared.empty:
+        raise _empty_mesh(declared)
+    if declared is None:
         if context is None:
             raise _no_mesh()
         mesh = context
-    elif context is None or given.abstract_mesh == context:
-        mesh = given
-    elif (taken := compat.manual_axes(context)) and dict(given.shape) == dict(context.shape):
+    elif context is None or declared.abstract_mesh == context:
+        mesh = declared
+    elif (taken := compat.manual_axes(context)) and dict(declared.shape) == dict(context.shape):
         # Inside another mapped call the context says which axes that call has taken.
         if not axis_names and taken < frozenset(context.axis_names):
-            left = [name for name in given.axis_names if name not in taken]
+            left = [name for name in declared.axis_names if name not in taken]
             raise SpecError(
-                f"shard_map was given {mesh_str(given)} to map over all its axes, but an enclosing shard_map "
-                f"already maps over {quoted(taken)}. Leave `mesh` out, or name the axes that are left: "
-                f"axis_names={{{quoted(left)}}}."
+                f"shard_map was given {mesh_str(declared)} to map over all its axes, but an enclosing "
+                f"shard_map already maps over {quoted(taken)}. Leave `mesh` out, or name the axes that are "
+                f"left: axis_names={{{quoted(left)}}}."
             )
         mesh = context
     else:
         raise SpecError(
-            f"shard_map was given {mesh_with_types_str(given)}, but the mesh that is set is "
+            f"shard_map was given {mesh_with_types_str(declared)}, but the mesh that is set is "
             f"{mesh_with_types_str(context)}. Leave `mesh` out to use the mesh that is set, or call outside "
             "`jax.set_mesh`."
         )
@@ -117,16 +117,16 @@ def resolve_mesh(
     return mesh if there is None or there.abstract_mesh != mesh else there
 
 
-def one_device_mesh(given: Mesh | AbstractMesh | None, traced: bool) -> Mesh:
+def one_device_mesh(declared: Mesh | AbstractMesh | None, traced: bool) -> Mesh:
     """A mesh of one device with the names of the one that was given, or else of the context's.
 
     **Raises:** `SpecError` when there is no mesh, inside a mapped call, or where JAX takes no other mesh than
     the one that is set.
     """
     context = compat.context_mesh()
-    if given is not None and given.empty:
-        raise _empty_mesh(given)
-    mesh = context if given is None else given
+    if declared is not None and declared.empty:
+        raise _empty_mesh(declared)
+    mesh = context if declared is None else declared
     if mesh is None:
         raise _no_mesh()
     if taken := compat.manual_axes(context):
@@ -162,7 +162,7 @@ def mesh_of_arrays(mesh: AbstractMesh, leaves: Sequence[Leaf]) -> Mesh:
 
     **Raises:** `SpecError` when none lies on such a mesh, or one on another.
     """
-    found: list[Mesh] = []
+    meshes: list[Mesh] = []
     for leaf in map(compat.concrete_value, leaves):
         if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
             there = leaf.sharding.mesh
@@ -173,14 +173,14 @@ def mesh_of_arrays(mesh: AbstractMesh, leaves: Sequence[Leaf]) -> Mesh:
                     "arguments on a mesh with these axes, or give shard_map the mesh that they lie on."
                 )
             if isinstance(there, Mesh):
-                found.append(there)
-    if not found:
+                meshes.append(there)
+    if not meshes:
         raise SpecError(
             f"{mesh_str(mesh)} is an AbstractMesh, which has no devices to run on. Pass arrays that lie on a "
             "mesh with these axes, as jax.device_put(x, NamedSharding(mesh, P())) puts them, or give "
             "shard_map a jax.sharding.Mesh."
         )
-    return found[0]
+    return meshes[0]
 
 
 def lies_on_a_mesh(leaves: Sequence[Leaf]) -> bool:

@@ -199,16 +199,16 @@ def check_concrete(what: str, named: Sequence[tuple[str, Any]]) -> None:
     check_valued(what, named)
 
 
-def check_valued(what: str, found: Sequence[tuple[str, Any]]) -> None:
+def check_valued(what: str, named: Sequence[tuple[str, Any]]) -> None:
     """Refuse what has a shape and no value."""
-    if bare := [path for path, x in found if isinstance(x, jax.ShapeDtypeStruct)]:
+    if bare := [path for path, x in named if isinstance(x, jax.ShapeDtypeStruct)]:
         raise error_listing(
             TypeError,
             f"{what}: these arguments are shapes without values (jax.ShapeDtypeStruct)",
             bare,
             "Pass arrays. For shapes there are `mapped.lower(...)` and `jax.eval_shape(mapped, ...)`.",
         )
-    if gone := [path for path, x in found if is_deleted(x)]:
+    if gone := [path for path, x in named if is_deleted(x)]:
         raise errors.deleted(what, gone)
 
 
@@ -294,8 +294,8 @@ class Made:
         """The serial number of each array; 0 for one that no program made."""
         self._enter()
         entries = self._entries
-        found = [entries.get(id(x), _NOBODY) for x in arrays]
-        return [number if ref() is x else 0 for (ref, number), x in zip(found, arrays, strict=True)]
+        known = [entries.get(id(x), _NOBODY) for x in arrays]
+        return [number if ref() is x else 0 for (ref, number), x in zip(known, arrays, strict=True)]
 
 
 MADE = Made()
@@ -340,8 +340,8 @@ class Spared:
         shared = {k for k, parts in lies.items() if any(times[part] > 1 for part in parts)}
         if shared:
             return [copied(x) if k in shared & self.donated else x for k, x in enumerate(arrays)]
-        own = zip(self.compared, compared, MADE.numbers(compared), strict=True)
-        left = [weakref.ref(x) for k, x, n in own if not n and k not in self.donated]
+        each = zip(self.compared, compared, MADE.numbers(compared), strict=True)
+        left = [weakref.ref(x) for k, x, n in each if not n and k not in self.donated]
         self._apart = left, MADE.number
         return arrays
 
@@ -350,11 +350,11 @@ class Spared:
 
         It says nothing that `_known` would not say, and says it in one pass in C.
         """
-        order, (made, number), (left, before) = self._order, self._made, self._apart
+        order, (outputs, number), (left, before) = self._order, self._made, self._apart
         if order is None or number <= before:
             return False
         try:
-            expected = order([*made, *left])
+            expected = order([*outputs, *left])
         except IndexError:  # Another thread has put in fewer meanwhile.
             return False
         return all(map(is_, map(call, expected), compared))
@@ -381,10 +381,10 @@ class Spared:
     def _learn(
         self, compared: Sequence[Leaf], others: Sequence[Leaf], numbers: Sequence[int]
     ) -> None:
-        made, number = self._made
+        outputs, number = self._made
         if not set(numbers) <= {0, number}:
             return
-        known = [*(ref() for ref in made), *others]
+        known = [*(ref() for ref in outputs), *others]
         place = {id(x): k for k, x in enumerate(known) if x is not None}
         self._order = itemgetter(*[place[id(x)] for x in compared])
 

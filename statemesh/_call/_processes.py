@@ -65,12 +65,12 @@ class LanesOfProcesses(FixedMeshLayout):
     def concrete(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         ready, shown = self.own.concrete(given)
         # An array that is passed twice must stay one array.
-        made: dict[tuple[int, Placement], Any] = {}
-        keys = [(id(x), one.placement) for x, one in zip(ready, self.inputs, strict=True)]
+        whole: dict[tuple[int, Placement], Any] = {}
+        keys = [(id(x), leaf.placement) for x, leaf in zip(ready, self.inputs, strict=True)]
         for key, x, target in zip(keys, ready, self.targets, strict=True):
-            if key not in made:
-                made[key] = x if target is None else self._whole(x, key[1], target)
-        return [made[key] for key in keys], shown
+            if key not in whole:
+                whole[key] = x if target is None else self._whole(x, key[1], target)
+        return [whole[key] for key in keys], shown
 
     def _passed_alike(self, given: Sequence[Leaf]) -> list[Passed]:
         return [
@@ -101,9 +101,9 @@ class LanesOfProcesses(FixedMeshLayout):
             x
             if target is None
             else jax.ShapeDtypeStruct(
-                _resized(x.shape, one.placement, here, lanes), x.dtype, sharding=target
+                _resized(x.shape, leaf.placement, here, lanes), x.dtype, sharding=target
             )
-            for x, one, target in zip(parts, self.inputs, self.targets, strict=True)
+            for x, leaf, target in zip(parts, self.inputs, self.targets, strict=True)
         ]
 
     def _whole(self, x: jax.Array, placement: Placement, target: NamedSharding) -> jax.Array:
@@ -153,17 +153,17 @@ def _rewrapped(x: jax.Array, shape: tuple[int, ...], target: NamedSharding) -> j
     return jax.make_array_from_single_device_arrays(shape, target, parts)
 
 
-def as_shapes(given: Any) -> tuple[tuple[int, ...] | None, ...] | None:
+def as_shapes(shapes: Any) -> tuple[tuple[int, ...] | None, ...] | None:
     """`global_arg_shapes`, as users write them, in their one form."""
-    if given is None:
+    if shapes is None:
         return None
     try:
         return tuple(
-            None if shape is None else tuple(map(operator.index, shape)) for shape in given
+            None if shape is None else tuple(map(operator.index, shape)) for shape in shapes
         )
     except TypeError:
         raise TypeError(
-            f"global_arg_shapes={given!r} is not a shape (a tuple of ints) or None for each positional "
+            f"global_arg_shapes={shapes!r} is not a shape (a tuple of ints) or None for each positional "
             "argument."
         ) from None
 

@@ -189,12 +189,17 @@ class OfStates:
         self._of_arrays: set[tuple[str, int]] = set()
 
     def state(
-        self, placement: str, spec: SpecTree, path: str, state: State, own: Sequence[Placement]
+        self,
+        placement: str,
+        spec: SpecTree,
+        path: str,
+        state: State,
+        placements: Sequence[Placement],
     ) -> None:
         """A state for which `spec` stands, and where it goes."""
         if isinstance(spec, PartitionSpec) and mentioned(spec):
             known = self._states.setdefault((placement, id(spec)), [])
-            if any(x.spec != canonical(spec) for x in own):
+            if any(x.spec != canonical(spec) for x in placements):
                 known.append((placement, spec, path, state))
 
     def array(self, placement: str, spec: SpecTree) -> None:

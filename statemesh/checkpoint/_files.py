@@ -75,7 +75,8 @@ class ArraysHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
         # One process calls this when all have written, before the folder gets its final name. Orbax's own
         # `finalize` merges files of a format that is not used here.
         folder = pathlib.Path(directory)
-        checksums = {file: _checksum(folder / file) for file in _files(folder)}
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        checksums = {str(path.relative_to(folder)): _checksum(path) for path in files}
         sealed = {"crc32": _crc(checksums), "record": self._record, "files": checksums}
         (folder / _CHECKSUMS).write_text(json.dumps(sealed))
 
@@ -312,33 +313,32 @@ def check_files(folder: pathlib.Path, record: Record) -> None:
 
 def _checksums(folder: pathlib.Path, record: Record) -> dict[str, Sequence[int]]:
     """The checksums of all files of the arrays."""
-    wanted = {
-        folder_of(path, record): path
-        for path, array in record["arrays"].items()
-        if not is_empty(array)
-    }
+    described = record["arrays"].items()
+    wanted = {folder_of(path, record): path for path, x in described if not is_empty(x)}
     if not wanted:
         return {}
     name = f"{ARRAYS}/{_CHECKSUMS}"
+    checksums: dict[str, Sequence[int]] = {}
+    what = ""
     try:
         sealed = json.loads((folder / name).read_text())
-        found = sealed if record["version"] == 1 else sealed["files"]
-        for size, crc in found.values():
-            if type(size) is not int or type(crc) is not int:
-                raise TypeError
-        whole = record["version"] == 1 or sealed["crc32"] == _crc(found)
-        of_record = record["version"] == 1 or sealed["record"] == _crc(record)
+        checksums = sealed if record["version"] == 1 else sealed["files"]
+        if any(
+            type(number) is not int for size, crc in checksums.values() for number in (size, crc)
+        ):
+            what = "missing or not readable"
+        elif record["version"] > 1 and sealed["crc32"] != _crc(checksums):
+            what = "other content"
+        elif record["version"] > 1 and sealed["record"] != _crc(record):
+            what = f"of another checkpoint than {METADATA}"
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise _altered(folder, [(name, "", "missing or not readable")]) from None
-    if not whole:
-        raise _altered(folder, [(name, "", "other content")])
-    if not of_record:
-        what = f"of another checkpoint than {METADATA}"
+        what = "missing or not readable"
+    if what:
         raise _altered(folder, [(name, "", what)])
-    known = {os.path.dirname(file) for file in found}
+    known = {os.path.dirname(file) for file in checksums}
     if bare := [path for at, path in wanted.items() if at not in known]:
         raise _altered(folder, [(name, path, "no checksum") for path in bare])
-    return found
+    return checksums
 
 
 def read_arrays(
@@ -366,8 +366,13 @@ def read_arrays(
     arrays, bad = {}, []
     for path in shardings:
         array, at = record["arrays"][path], folder_of(path, record)
-        x = arrays[path] = _as_key(read[at], array)
-        if x is None or [str(x.dtype), *x.shape] != [array["dtype"], *array["shape"]]:
+        x = read[at]
+        if "impl" in array:
+            # What is no data of such keys is refused below.
+            with contextlib.suppress(TypeError, ValueError):
+                x = jax.random.wrap_key_data(jnp.asarray(x), impl=array["impl"])
+        arrays[path] = x
+        if [str(x.dtype), *x.shape] != [array["dtype"], *array["shape"]]:
             saved = f"{array['dtype']}{array['shape']}".replace(" ", "")
             bad.append((f"{ARRAYS}/{at}", path, f"{METADATA} says {saved}, which it is not"))
     if bad:
@@ -375,28 +380,9 @@ def read_arrays(
     return arrays
 
 
-def _as_key(x: Leaf, array: Mapping[str, Any]) -> Any:
-    """An array as the record describes it; `None` for keys that nobody can make of it."""
-    if "impl" not in array:
-        return x
-    try:
-        return jax.random.wrap_key_data(jnp.asarray(x), impl=array["impl"])
-    except (TypeError, ValueError):
-        return None
-
-
 def _crc(content: Any) -> int:
     """The CRC-32 of what is written as JSON."""
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
-
-
-def _files(folder: pathlib.Path) -> list[str]:
-    return sorted(
-        os.path.relpath(os.path.join(at, name), folder)
-        for at, _, names in os.walk(folder)
-        for name in names
-        if name != _CHECKSUMS
-    )
 
 
 def _checksum(file: pathlib.Path) -> list[int]:

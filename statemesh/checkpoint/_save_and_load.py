@@ -258,12 +258,12 @@ def _laid(x: Leaf, target: Sharding) -> jax.Array:
     return onto(x, target) if isinstance(target, NamedSharding) else jax.device_put(x, target)
 
 
-def _empty(shape: Sequence[int], one: Mapping[str, Any]) -> Any:
-    if "impl" not in one:
-        return np.zeros(shape, one["dtype"])
-    key = jax.random.key_data(jax.random.key(0, impl=one["impl"]))
+def _empty(shape: Sequence[int], saved: Mapping[str, Any]) -> Any:
+    if "impl" not in saved:
+        return np.zeros(shape, saved["dtype"])
+    key = jax.random.key_data(jax.random.key(0, impl=saved["impl"]))
     no_keys = jnp.zeros((*shape, *key.shape), key.dtype)
-    return jax.random.wrap_key_data(no_keys, impl=one["impl"])
+    return jax.random.wrap_key_data(no_keys, impl=saved["impl"])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
