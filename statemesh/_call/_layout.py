@@ -200,11 +200,10 @@ class MeshLayout:
             return (given, given) if same else (ready, shown)
         targets = [self.targets[k] for k in misplaced]
         sources = [_as_wide_as_now(ready[k]) for k in misplaced]
-        # The owner of a NumPy array may write to it while the program still reads it.
-        sources = [
-            apart(x, target) if k in self.hosted or (self.donating and k not in renamed) else x
-            for k, x, target in zip(misplaced, sources, targets, strict=True)
-        ]
+        for i, (k, target) in enumerate(zip(misplaced, targets, strict=True)):
+            # The owner of a NumPy array may write to it while the program still reads it.
+            if k in self.hosted or (self.donating and k not in renamed):
+                sources[i] = apart(sources[i], target)
         moved = jax.device_put(sources, targets)
         for k, x in zip(misplaced, moved, strict=True):
             ready[k] = x

@@ -3,9 +3,8 @@
 import dataclasses
 import math
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from itertools import zip_longest
 from operator import call, is_, itemgetter
 from typing import Any, TypeAlias
@@ -244,23 +243,19 @@ def _may_share(x: jax.Array, target: Sharding) -> bool:
     return x.sharding.shard_shape(x.shape) == target.shard_shape(x.shape)
 
 
-# The entry that stands for an array that no program made.
-_NOBODY: tuple[Any, int] = (lambda: None, 0)
-
 Refs: TypeAlias = Sequence[Callable[[], Any]]
 
 
 class Made:
-    """The arrays that programs have made, each with a serial number. No two of them share memory.
+    """The arrays that programs have made, each with the serial number of its run. No two share memory.
 
-    They are known as long as somebody else holds them.
+    They are known as long as somebody else holds them. Other threads may add some meanwhile: what is lost
+    then is taken for an array that no program made, whose memory is looked up.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[Any, int]] = {}
-        # What has no entries yet. Most of it dies before anyone asks.
-        self._new: deque[tuple[Refs, int]] = deque()
-        self._most = 1024
+        self._runs: list[tuple[Refs, int]] = []
+        self._most = 32
         self.number = 0
 
     def add(self, arrays: Sequence[Leaf]) -> tuple[Refs, int]:
@@ -269,33 +264,24 @@ class Made:
         **Returns:** references to them, and their number.
         """
         self.number += 1
-        added: tuple[Refs, int] = list(map(weakref.ref, arrays)), self.number
-        self._new.append(added)
-        if len(self._new) > 32:
-            self._enter()
-        return added
+        run: tuple[Refs, int] = list(map(weakref.ref, arrays)), self.number
+        self._runs.append(run)
+        if len(self._runs) > self._most:
+            self._forget()
+        return run
 
-    def _enter(self) -> None:
-        # Other threads do the same meanwhile. What one of them misses it takes for an array that no program
-        # made, whose memory is looked up.
-        with suppress(IndexError):
-            while self._new:
-                refs, number = self._new.popleft()
-                alive = [(ref, x) for ref in refs if (x := ref()) is not None]
-                self._entries.update((id(x), (ref, number)) for ref, x in alive)
-        if len(self._entries) > self._most:
-            # Most of them have died, or there are that many.
-            for key, (ref, _) in list(self._entries.items()):
-                if ref() is None:
-                    self._entries.pop(key, None)
-            self._most = max(1024, 2 * len(self._entries))
+    def _forget(self) -> None:
+        """Forget what has died."""
+        alive = [([ref for ref in refs if ref() is not None], n) for refs, n in self._runs]
+        self._runs = [run for run in alive if run[0]]
+        self._most = max(32, 2 * len(self._runs))
 
     def numbers(self, arrays: Sequence[Leaf]) -> list[int]:
         """The serial number of each array; 0 for one that no program made."""
-        self._enter()
-        entries = self._entries
-        known = [entries.get(id(x), _NOBODY) for x in arrays]
-        return [number if ref() is x else 0 for (ref, number), x in zip(known, arrays, strict=True)]
+        self._forget()
+        # Only the living have an identity of their own.
+        numbers = {id(ref()): number for refs, number in self._runs for ref in refs}
+        return [numbers.get(id(x), 0) for x in arrays]
 
 
 MADE = Made()
@@ -370,23 +356,19 @@ class Spared:
         numbers = MADE.numbers(compared)
         others = [x for x, n in zip(compared, numbers, strict=True) if not n]
         left, before = self._apart
-        if others:
-            if len(others) != len(left) or any(0 < n <= before for n in numbers):
-                return False
-            if not all(ref() is x for ref, x in zip(left, others, strict=True)):
-                return False
-        self._learn(compared, others, numbers)
-        return True
-
-    def _learn(
-        self, compared: Sequence[Leaf], others: Sequence[Leaf], numbers: Sequence[int]
-    ) -> None:
+        if others and (
+            len(others) != len(left)
+            or any(0 < n <= before for n in numbers)
+            or not all(ref() is x for ref, x in zip(left, others, strict=True))
+        ):
+            return False
         outputs, number = self._made
-        if not set(numbers) <= {0, number}:
-            return
-        known = [*(ref() for ref in outputs), *others]
-        place = {id(x): k for k, x in enumerate(known) if x is not None}
-        self._order = itemgetter(*[place[id(x)] for x in compared])
+        if set(numbers) <= {0, number}:
+            # The next call, if it takes the like, asks in the quickest way.
+            known = [*(ref() for ref in outputs), *others]
+            place = {id(x): k for k, x in enumerate(known) if x is not None}
+            self._order = itemgetter(*[place[id(x)] for x in compared])
+        return True
 
     def keep(self, outputs: Sequence[Leaf]) -> None:
         """Remember what the program has made."""
