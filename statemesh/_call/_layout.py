@@ -117,9 +117,8 @@ class MeshLayout:
     def check(self, arrays: Sequence[Leaf]) -> None:
         """Refuse arrays that do not fit their specs."""
         what = f"shard_map applied to the function {self.fun_name!r}"
-        paths = [leaf.path for leaf in self.inputs]
-        placements = [leaf.placement for leaf in self.inputs]
-        check_shapes(paths, arrays, placements, self.mesh, what)
+        named = [(leaf.path, x) for leaf, x in zip(self.inputs, arrays, strict=True)]
+        check_shapes(what, named, [leaf.placement for leaf in self.inputs], self.mesh)
 
     def agree(self, given: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
         """Refuse, before the first call, what other processes pass differently.
@@ -174,13 +173,13 @@ class MeshLayout:
         for k in self._weak(given):
             ready[k] = shown[k] = strong(given[k])
         unseen = [k for k in self.on_device if ready[k].sharding is not self.seen[k]]
-        hosted = [k for k in self.hosted if not isinstance(given[k], jax.Array)]
-        if hosted or not all(
+        # What the host has is to be moved in any case.
+        misplaced = [k for k in self.hosted if not isinstance(given[k], jax.Array)]
+        if misplaced or not all(
             is_laid_out(ready[k], self.targets[k], self.axis_names) for k in unseen
         ):
             # First of all, because JAX compares the layouts only of arrays that fit them.
             self.check(given)
-        misplaced = hosted
         # What only needs another type: Explicit types also name axes of one device.
         renamed: set[int] = set()
         # What comes back as it is.
@@ -365,10 +364,10 @@ def shardings(
 
     **Raises:** `SpecError` for placements that do not fit the mesh or the arrays.
     """
-    paths, arrays = [path for path, _ in named], [x for _, x in named]
-    specs = [(f"the spec of {path}", p.spec) for path, p in zip(paths, placements, strict=True)]
+    pairs = zip(named, placements, strict=True)
+    specs = [(f"the spec of {path}", placement.spec) for (path, _), placement in pairs]
     check_specs(specs, mesh, manual_names(mesh, ()))
-    check_shapes(paths, arrays, placements, mesh, what)
+    check_shapes(what, named, placements, mesh)
     return [NamedSharding(mesh, placement.spec) for placement in placements]
 
 
@@ -410,7 +409,6 @@ def place(
     if isinstance(mesh, AbstractMesh):
         raise errors.invalid_argument("place", "mesh", mesh)
     names = manual_names(mesh, ())
-    check_state_specs(state_specs, "state_specs")
     check_specs([("specs", specs)], mesh, names)
     nodes = tree_util.tree_leaves(tree, is_leaf=is_state_or_packed)
     packed = {id(buffer) for node in nodes if is_packed(node) for buffer in node.buffers}

@@ -54,22 +54,24 @@ class Input:
 
 
 def check_shapes(
-    paths: Sequence[str],
-    leaves: Sequence[Leaf],
+    what: str,
+    named: Sequence[tuple[str, Leaf]],
     placements: Sequence[Placement],
     mesh: Mesh | AbstractMesh,
-    what: str,
 ) -> None:
     """Refuse arrays whose rank or sizes do not fit their specs.
 
-    `what` says in the error what they were given to.
+    **Arguments:**
+
+    - `what`: what they were given to, for the error.
+    - `named`: the arrays, each with its path.
 
     **Raises:** `SpecError` listing every such array with the arithmetic.
     """
     items: list[str] = []
-    for path, leaf, placement in zip(paths, leaves, placements, strict=True):
+    for (path, x), placement in zip(named, placements, strict=True):
         if placement.axes:
-            items += _misfits(path, leaf, placement, mesh)
+            items += _misfits(path, x, placement, mesh)
     if items:
         raise error_listing(
             SpecError,

@@ -75,7 +75,7 @@ def contents(what: str, tree: PyTree) -> tuple[dict[str, Leaf], files.Record]:
 
     The record has the dtype and the shape of each array, and the Python numbers.
     """
-    values = _values(what, unpacked(tree), packed_placements(tree))
+    values = _values(what, unpacked(tree), tree)
     arrays = {value.path: value.leaf for value in values if value.is_array}
     check_concrete(what, [*arrays.items()])
     record: files.Record = {"version": files.VERSION, "arrays": {}, "numbers": {}}
@@ -164,7 +164,7 @@ def load(
     # The values of a packed model are taken out of its buffers only where they may be kept.
     keeps = missing == "keep" and not any(map(_is_shape, tree_util.tree_leaves(like)))
     model = unpacked(like) if keeps else with_models(like, shapes_of)
-    values = _values("load", model, packed_placements(like))
+    values = _values("load", model, like)
     names = _saved_names(folder, record, values, rename or {}, missing)
     mesh = _mesh_for(mesh, like)
     arrays = [value for value in values if value.is_array]
@@ -211,7 +211,7 @@ def _loaded(
     """The loaded arrays by path. Those that still have to be packed or laid out are on the host."""
     values = [value for value in arrays if value.path in names]
     saved = {value.path: record["arrays"][names[value.path]] for value in values}
-    # What each shard has a value of is computed on the host, where the mesh has another number of shards.
+    # Where the mesh has another number of shards than was saved, their values are computed on the host.
     counts = {value.path: value.shards(mesh) for value in values if value.per_shard}
     counts = {path: n for path, n in counts.items() if n != saved[path]["shape"][0]}
     asked = {
@@ -324,23 +324,21 @@ class _Form:
         return describe_leaf(self) if self.is_array else self.dtype
 
 
-def _values(
-    call: str, tree: PyTree, packed: Sequence[Sequence[SpecPlacement] | None]
-) -> list[_Value]:
+def _values(call: str, model: PyTree, tree: PyTree) -> list[_Value]:
     """The arrays and numbers of a tree in order. Numbers in a Module are static, and no values.
 
     **Arguments:**
 
     - `call`: the name of the call, for its error.
-    - `tree`: without any `Packed` in it.
-    - `packed`: for each of its units the placements of its arrays in a `Packed`; `None` if it is in none.
+    - `model`: the tree, with each `Packed` replaced by its model.
 
     **Raises:** `StructureError` for different values with one path.
     """
     values: list[_Value] = []
     position = 0
-    flat = tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]
-    for (keys, node), in_module, placed in zip(flat, inside_modules(tree), packed, strict=True):
+    flat = tree_util.tree_flatten_with_path(model, is_leaf=is_state)[0]
+    units = zip(flat, inside_modules(model), packed_placements(tree), strict=True)
+    for (keys, node), in_module, packed in units:
         path = path_str(keys) or "value"
         if not is_state(node):
             if is_shaped(node) or (type(node) in NUMBERS and not in_module):
@@ -348,16 +346,12 @@ def _values(
             position += 1
             continue
         inner = tree_util.tree_flatten_with_path(node.value)[0]
-        placements: Sequence[SpecPlacement | None] = [None] * len(inner)
-        if placed is not None:
-            placements = placed
-        elif node.spec is not None:
+        placements: Sequence[SpecPlacement | None] = packed or [None] * len(inner)
+        if packed is None and node.spec is not None:
             placements = own_placements(node, node.spec, path)
-        for (keys, leaf), placement in zip(inner, placements, strict=True):
-            is_packed_array = placed is not None
-            values.append(
-                _Value(path_str(keys, path), position, leaf, node, placement, is_packed_array)
-            )
+        for (keys, x), placement in zip(inner, placements, strict=True):
+            to_pack = packed is not None
+            values.append(_Value(path_str(keys, path), position, x, node, placement, to_pack))
             position += 1
     forms: dict[str, list[_Form]] = {}
     for value in values:
