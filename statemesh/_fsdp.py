@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from ._axes._joined import is_narrow
+from ._axes._joined import end_to_end, is_narrow
 from ._axes._mesh_and_lanes import bound_names, gradients_around, meshes_and_lanes
 from ._base._checks import is_inexact, required_names
 from ._base._errors import (
@@ -52,7 +52,11 @@ class SplitArray(ParamState[Value]):
     __slots__ = ()
 
     def _no_array(self, what: str) -> TypeError:
-        return _not_gathered(what)
+        return TypeError(
+            f"{what} was applied to a parameter of which each shard holds a part. Make the layer's "
+            "parameters whole before you call it: `layer = sm.gather(layer, axis_name)`, with the axis that "
+            "fsdp was given."
+        )
 
 
 def is_plain_parameter(unit: PyTree) -> bool:
@@ -73,22 +77,6 @@ def axes_of(spec: SpecTree, ndim: int) -> list[tuple[AxisName, ...]]:
     entries = list(written_axes(spec)) if isinstance(spec, PartitionSpec) else []
     entries = entries[max(len(entries) - ndim, 0) :]
     return entries + [()] * (ndim - len(entries))
-
-
-def spec_with(
-    axes: Sequence[tuple[AxisName, ...]], position: int | None, added: tuple[AxisName, ...]
-) -> PartitionSpec:
-    """The spec with an entry for every axis, and the mesh axes `added` at one of them, if at any."""
-    named = [(*names, *added) if k == position else names for k, names in enumerate(axes)]
-    return PartitionSpec(*map(entry_of, named))
-
-
-def spec_without(spec: SpecTree, removed: Sequence[AxisName]) -> SpecTree:
-    """A spec without these mesh axes; `None` where it names them and no other."""
-    if not isinstance(spec, PartitionSpec) or mentioned(spec).isdisjoint(removed):
-        return spec
-    left = [tuple(name for name in names if name not in removed) for names in written_axes(spec)]
-    return PartitionSpec(*map(entry_of, left)) if any(left) else None
 
 
 @without_own_frames
@@ -144,17 +132,24 @@ def fsdp(
     check_mesh("fsdp", mesh)
     axis_names = required_names("fsdp", axis_name)
     if unknown := [name for name in axis_names if name not in mesh.shape]:
-        raise _fsdp_unknown_axes(unknown, mesh)
+        raise SpecError(
+            f"fsdp: no axis is called {quoted(unknown)}; the axes of {mesh_str(mesh)} are "
+            f"{quoted(mesh.axis_names)}."
+        )
     for what, number in (("min_size", min_size), ("first_axis", first_axis)):
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise _fsdp_bad_number(what, number)
+            kind = ValueError if type(number) is int else TypeError
+            raise kind(f"fsdp: {what} must be 0 or a larger int, got {typed_str(number)}.")
     if any(map(is_packed, tree_util.tree_leaves(model, is_leaf=is_state_or_packed))):
-        raise _fsdp_packed()
+        raise StructureError(
+            "fsdp: the arrays of a Packed lie in buffers already. Write "
+            "`sm.pack(sm.fsdp(packed.unpack(), mesh, axis_name), mesh)`."
+        )
     size = math.prod(mesh.shape[name] for name in axis_names)
     flat, treedef = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
-    found = False
+    has_parameters = False
 
-    def one(spec: SpecTree, x: Leaf) -> SpecTree:
+    def split(spec: SpecTree, x: Leaf) -> SpecTree:
         if isinstance(spec, PerShard):
             return spec
         axes = axes_of(spec, x.ndim)
@@ -166,7 +161,9 @@ def fsdp(
         if math.prod(x.shape) >= min_size:
             free = [k for k in range(first_axis, x.ndim) if not axes[k] and not x.shape[k] % size]
             position = max(free, key=lambda k: x.shape[k], default=None)
-        return spec_with(axes, position, axis_names)
+        if position is not None:
+            axes[position] += axis_names
+        return PartitionSpec(*map(entry_of, axes))
 
     units = []
     for keys, unit in flat:
@@ -175,13 +172,15 @@ def fsdp(
             is_shape = isinstance(unit, jax.ShapeDtypeStruct)
             unit = jax.eval_shape(SplitArray, unit) if is_shape else SplitArray(unit)
         if isinstance(unit, ParamState):
-            found = True
+            has_parameters = True
             leaves, structure = tree_util.tree_flatten(unit.value)
             pairs = zip(specs_of(unit, path_str(keys, "model")), leaves, strict=True)
-            unit = unit.replace(spec=structure.unflatten([one(*pair) for pair in pairs]))
+            unit = unit.replace(spec=structure.unflatten([split(*pair) for pair in pairs]))
         units.append(unit)
-    if not found:
-        raise _fsdp_no_parameters()
+    if not has_parameters:
+        raise StructureError(
+            "fsdp: the model has no parameters: no ParamState, and no array of floats outside States."
+        )
     return treedef.unflatten(units)
 
 
@@ -236,7 +235,10 @@ def gather(tree: PyTree, axis_name: SeveralAxes) -> Any:
     lanes = {name for mark in compat.axes_from_dataflow() if mark.lanes for name in mark.axis_names}
     lanes |= frozenset(meshes_and_lanes(bound)[1])
     if of_lanes := [name for name in axis_names if name in lanes]:
-        raise _gather_in_lanes(of_lanes[0])
+        raise StatemeshError(
+            f"gather: {of_lanes[0]!r} is an axis of lanes, and specs split parameters over mesh axes only. "
+            f"Call the function by `sm.shard_map` on a mesh with an axis {of_lanes[0]!r}."
+        )
     flat, treedef = tree_util.tree_flatten_with_path(tree, is_leaf=is_state)
     named = [(path_str(keys, "tree"), unit) for keys, unit in flat]
     if bound:
@@ -249,14 +251,11 @@ def gather(tree: PyTree, axis_name: SeveralAxes) -> Any:
             values[number] = tree_util.tree_leaves(unit.value)
             specs = specs_of(unit, path)
             for k, (x, spec) in enumerate(zip(values[number], specs, strict=True)):
-                if own := list(_steps_of(spec, jnp.ndim(x), bound, summed)):
-                    steps[number, k] = own
-    while steps:
-        at = list(steps)
-        parts = [(values[number][k], steps[number, k].pop(0)) for number, k in at]
-        for (number, k), whole in zip(at, _joined(parts, summed), strict=True):
+                steps[number, k] = list(_steps_of(spec, jnp.ndim(x), bound, summed))
+    while steps := {place: left for place, left in steps.items() if left}:
+        parts = [(values[number][k], left.pop(0)) for (number, k), left in steps.items()]
+        for (number, k), whole in zip(steps, _joined(parts, summed), strict=True):
             values[number][k] = whole
-        steps = {place: own for place, own in steps.items() if own}
     units = [
         _rebuilt(unit, values[number], axis_names) if number in values else unit
         for number, (_, unit) in enumerate(named)
@@ -300,12 +299,21 @@ def scatter(whole: PyTree, model: PyTree) -> Any:
     old, _ = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
     paths, paths_before = ([path_str(keys, "model") for keys, _ in flat] for flat in (new, old))
     if paths != paths_before:
-        raise _scatter_structure(
-            [path for path in paths_before if path not in paths],
-            [path for path in paths if path not in paths_before],
+        items = []
+        if missing := [path for path in paths_before if path not in paths]:
+            items.append(f"only the model before has {first_paths(missing)}")
+        if extra := [path for path in paths if path not in paths_before]:
+            items.append(f"only the gathered model has {first_paths(extra)}")
+        raise error_listing(
+            StructureError,
+            "scatter: the two models have different structures",
+            items or ["their leaves are in another order"],
+            "Pass the model that was given to gather, and what its layers made of the gathered one.",
         )
     pairs = zip(new, old, strict=True)
-    return treedef.unflatten([y if _is_parameter(y) else x for (_, x), (_, y) in pairs])
+    return treedef.unflatten(
+        [y if isinstance(y, ParamState) or is_plain_parameter(y) else x for (_, x), (_, y) in pairs]
+    )
 
 
 _Step = tuple[int, tuple[AxisName, ...], Axes]
@@ -328,6 +336,7 @@ def _steps_of(
 def _check(named: Sequence[tuple[str, PyTree]], names: tuple[AxisName, ...]) -> None:
     """Refuse parameters that are whole, and those that are split in a way that `gather` cannot join."""
     whole, inner, same = [], [], []
+    name = axes_argument(names)
     typed = compat.varying(jax.lax.axis_index(names))
     for path, unit in named:
         if is_plain_parameter(unit) or (isinstance(unit, ParamState) and unit.spec is None):
@@ -343,11 +352,28 @@ def _check(named: Sequence[tuple[str, PyTree]], names: tuple[AxisName, ...]) -> 
                 if typed.intersection(split) - compat.varying(x):
                     same.append((path, spec))
     if whole:
-        raise _gather_whole(names, whole)
+        raise error_listing(
+            StructureError,
+            f"gather over {name!r}: these parameters are whole already",
+            [f"{path}: {describe(unit)}, without a spec" for path, unit in whole],
+            f"Let `model = sm.fsdp(model, mesh, {name!r})` split the model before the mapped call, and "
+            "gather each parameter once.",
+        )
     if inner:
-        raise _gather_major(names, inner)
+        raise error_listing(
+            StatemeshError,
+            f"gather over {name!r}: other mesh axes split the parts of these parameters further",
+            [f"{path}: {spec_str(spec)}" for path, spec in inner],
+            f"Name {quoted(names)} last in its entry, or in an entry of its own.",
+        )
     if same:
-        raise _gather_replicated(names, same)
+        raise error_listing(
+            StatemeshError,
+            f"gather over {name!r}: each shard already has the whole of these parameters, although their "
+            "specs split them",
+            [f"{path}: {spec_str(spec)}" for path, spec in same],
+            "Leave them out of state_in_specs, so that they enter the call by their own specs.",
+        )
 
 
 def _joined(parts: Sequence[tuple[Leaf, _Step]], summed: Axes) -> list[Array]:
@@ -357,16 +383,12 @@ def _joined(parts: Sequence[tuple[Leaf, _Step]], summed: Axes) -> list[Array]:
         groups.setdefault((names, jnp.dtype(x.dtype), over, compat.varying(x)), []).append(k)
     whole: list[Array] = [x for x, _ in parts]
     for members in groups.values():
-        names = parts[members[0]][1][1]
+        _, names, _ = parts[members[0]][1]
         fronts = [jnp.moveaxis(parts[k][0], parts[k][1][0], 0) for k in members]
-        flat = (
-            jnp.concatenate([x.ravel() for x in fronts]) if len(fronts) > 1 else fronts[0].ravel()
-        )
-        rows, start = _of_all(flat, names, summed), 0
-        for k, front in zip(members, fronts, strict=True):
-            own = rows[:, start : start + front.size]
-            start += front.size
-            whole[k] = jnp.moveaxis(own.reshape(-1, *front.shape[1:]), 0, parts[k][1][0])
+        rows = _of_all(end_to_end(fronts), names, summed)
+        pieces = jax.lax.split(rows, [front.size for front in fronts], axis=1)
+        for k, front, piece in zip(members, fronts, pieces, strict=True):
+            whole[k] = jnp.moveaxis(piece.reshape(-1, *front.shape[1:]), 0, parts[k][1][0])
     return whole
 
 
@@ -383,117 +405,32 @@ def _of_all(part: Array, names: tuple[AxisName, ...], summed: Axes) -> Any:
     def narrow(x: Array) -> Any:
         return jax.lax.all_gather(x, names)
 
-    narrow.defvjp(lambda x: (narrow(x), None), lambda _, rows: (_summed(rows, names),))
+    def summed_wide(_: None, rows: Array) -> tuple[Array]:
+        # This shard's row of the sum over shards, taken in float32.
+        return (jax.lax.psum_scatter(rows.astype(jnp.float32), names).astype(rows.dtype),)
+
+    narrow.defvjp(lambda x: (narrow(x), None), summed_wide)
     return narrow(part)
-
-
-def _summed(rows: Array, names: tuple[AxisName, ...]) -> Any:
-    """This shard's row of the sum over shards, taken in float32."""
-    wide = jax.lax.psum_scatter(rows.astype(jnp.float32), names)
-    return wide.astype(rows.dtype)
 
 
 def _rebuilt(state: ParamState, leaves: Sequence[Leaf], names: Sequence[AxisName]) -> PyTree:
     value = tree_util.tree_structure(state.value).unflatten(leaves)
     if isinstance(state, SplitArray):
         return value
+
+    def without(spec: SpecTree) -> SpecTree:
+        """The spec without the axes; `None` where it names them and no other."""
+        if not isinstance(spec, PartitionSpec) or mentioned(spec).isdisjoint(names):
+            return spec
+        left = [tuple(name for name in axis if name not in names) for axis in written_axes(spec)]
+        return PartitionSpec(*map(entry_of, left)) if any(left) else None
+
     specs, structure = tree_util.tree_flatten(state.spec, is_leaf=is_spec)
-    left = [spec_without(spec, names) for spec in specs]
+    left = list(map(without, specs))
     if left == specs:
         return state
-    spec = structure.unflatten(left) if any(one is not None for one in left) else None
+    spec = structure.unflatten(left) if any(spec is not None for spec in left) else None
     whole = state.replace(value=value, spec=spec)
     # It continues no argument: returned, it would be laid out as a part by the spec of the parts.
     set_origin(whole, None)
     return whole
-
-
-def _is_parameter(unit: PyTree) -> bool:
-    return isinstance(unit, ParamState) or is_plain_parameter(unit)
-
-
-def _fsdp_unknown_axes(unknown: Sequence[AxisName], mesh: Mesh | AbstractMesh) -> SpecError:
-    return SpecError(
-        f"fsdp: no axis is called {quoted(unknown)}; the axes of {mesh_str(mesh)} are "
-        f"{quoted(mesh.axis_names)}."
-    )
-
-
-def _fsdp_bad_number(what: str, given: object) -> TypeError | ValueError:
-    kind = ValueError if type(given) is int else TypeError
-    return kind(f"fsdp: {what} must be 0 or a larger int, got {typed_str(given)}.")
-
-
-def _fsdp_packed() -> StructureError:
-    return StructureError(
-        "fsdp: the arrays of a Packed lie in buffers already. Write "
-        "`sm.pack(sm.fsdp(packed.unpack(), mesh, axis_name), mesh)`."
-    )
-
-
-def _fsdp_no_parameters() -> StructureError:
-    return StructureError(
-        "fsdp: the model has no parameters: no ParamState, and no array of floats outside States."
-    )
-
-
-def _not_gathered(what: str) -> TypeError:
-    return TypeError(
-        f"{what} was applied to a parameter of which each shard holds a part. Make the layer's parameters "
-        "whole before you call it: `layer = sm.gather(layer, axis_name)`, with the axis that fsdp was given."
-    )
-
-
-def _gather_whole(names: Sequence[AxisName], whole: Sequence[tuple[str, object]]) -> StructureError:
-    name = axes_argument(names)
-    return error_listing(
-        StructureError,
-        f"gather over {name!r}: these parameters are whole already",
-        [f"{path}: {describe(unit)}, without a spec" for path, unit in whole],
-        f"Let `model = sm.fsdp(model, mesh, {name!r})` split the model before the mapped call, and gather "
-        "each parameter once.",
-    )
-
-
-def _gather_major(names: Sequence[AxisName], bad: Sequence[tuple[str, object]]) -> StatemeshError:
-    name = axes_argument(names)
-    return error_listing(
-        StatemeshError,
-        f"gather over {name!r}: other mesh axes split the parts of these parameters further",
-        [f"{path}: {spec_str(spec)}" for path, spec in bad],
-        f"Name {quoted(names)} last in its entry, or in an entry of its own.",
-    )
-
-
-def _gather_replicated(
-    names: Sequence[AxisName], bad: Sequence[tuple[str, object]]
-) -> StatemeshError:
-    name = axes_argument(names)
-    return error_listing(
-        StatemeshError,
-        f"gather over {name!r}: each shard already has the whole of these parameters, although their specs "
-        "split them",
-        [f"{path}: {spec_str(spec)}" for path, spec in bad],
-        "Leave them out of state_in_specs, so that they enter the call by their own specs.",
-    )
-
-
-def _gather_in_lanes(name: AxisName) -> StatemeshError:
-    return StatemeshError(
-        f"gather: {name!r} is an axis of lanes, and specs split parameters over mesh axes only. Call the "
-        f"function by `sm.shard_map` on a mesh with an axis {name!r}."
-    )
-
-
-def _scatter_structure(missing: Sequence[str], extra: Sequence[str]) -> StructureError:
-    items = []
-    if missing:
-        items.append(f"only the model before has {first_paths(missing)}")
-    if extra:
-        items.append(f"only the gathered model has {first_paths(extra)}")
-    return error_listing(
-        StructureError,
-        "scatter: the two models have different structures",
-        items or ["their leaves are in another order"],
-        "Pass the model that was given to gather, and what its layers made of the gathered one.",
-    )

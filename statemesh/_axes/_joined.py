@@ -104,11 +104,11 @@ def _split(whole: AnyArray, sizes: tuple[int, ...], at_once: int) -> list[AnyArr
         return list(jax.lax.split(whole, sizes))
     few = _few(sizes, at_once)
     totals = list(map(sum, few))
-    made: list[AnyArray] = []
-    for start, total, own in zip(_starts(totals), totals, few, strict=True):
+    pieces: list[AnyArray] = []
+    for start, total, its_sizes in zip(_starts(totals), totals, few, strict=True):
         part = jax.lax.dynamic_slice(whole, (start,), (total,))
-        made += jax.lax.split(part, own) if len(own) > 1 else [part]
-    return made
+        pieces += jax.lax.split(part, its_sizes) if len(its_sizes) > 1 else [part]
+    return pieces
 
 
 @_split.defjvp
@@ -154,10 +154,10 @@ def together(
     for k, x in enumerate(arrays):
         groups.setdefault((x.dtype, compat.varying(x)), []).append(k)
 
-    def one(own: Sequence[AnyArray]) -> Sequence[AnyArray]:
-        return _several(collective, names, own) if len(own) > 1 else [collective(own[0], names)]
+    def reduce(like: Sequence[AnyArray]) -> Sequence[AnyArray]:
+        return _several(collective, names, like) if len(like) > 1 else [collective(like[0], names)]
 
-    return by_groups(one, arrays, groups.values())
+    return by_groups(reduce, arrays, groups.values())
 
 
 def by_groups(
@@ -171,11 +171,11 @@ def by_groups(
 
     - `groups`: the numbers of the arrays in each group. What is in none stays as it is.
     """
-    made = list(arrays)
+    results = list(arrays)
     for at in groups:
         for k, x in zip(at, run([arrays[k] for k in at]) if at else (), strict=True):
-            made[k] = x
-    return made
+            results[k] = x
+    return results
 
 
 def _several(
@@ -183,13 +183,13 @@ def _several(
 ) -> list[AnyArray]:
     @custom_vmap
     def run(*arrays: AnyArray) -> list[AnyArray]:
-        one = partial(_as_one, lambda x: collective(x, names))
-        return by_groups(one, arrays, _buckets(arrays))
+        reduce = partial(_as_one, lambda x: collective(x, names))
+        return by_groups(reduce, arrays, _buckets(arrays))
 
     def rule(_: int, batched: Sequence[bool], *arrays: AnyArray) -> Any:
-        groups = [[k for k, one in enumerate(batched) if one == hit] for hit in (True, False)]
-        one = partial(together, collective, axis_names=names)
-        return by_groups(one, arrays, groups), list(batched)
+        groups = [[k for k, hit in enumerate(batched) if hit == wanted] for wanted in (True, False)]
+        reduce = partial(together, collective, axis_names=names)
+        return by_groups(reduce, arrays, groups), list(batched)
 
     setattr(rule, JOINS, True)
     run.def_vmap(rule)
@@ -213,15 +213,15 @@ def _buckets(arrays: Sequence[AnyArray]) -> Iterator[list[int]]:
     bucket: list[int] = []
     size = 0
     for k, x in enumerate(arrays):
-        own = x.size * x.dtype.itemsize
-        if own >= _LARGE:
+        bytes_of_x = x.size * x.dtype.itemsize
+        if bytes_of_x >= _LARGE:
             yield [k]
             continue
-        if size + own > _BUCKET:
+        if size + bytes_of_x > _BUCKET:
             yield bucket
             bucket, size = [], 0
         bucket.append(k)
-        size += own
+        size += bytes_of_x
     if bucket:
         yield bucket
 
@@ -268,13 +268,13 @@ def _is_float(x: AnyArray) -> bool:
 def _on_mesh(
     arrays: Sequence[AnyArray], names: tuple[AxisName, ...], joined: Callable[..., Array]
 ) -> list[Array]:
-    def one(own: Sequence[AnyArray]) -> Sequence[Array]:
-        if _is_float(own[0]):
-            return _of_shards(tuple(own), names, joined)
-        return together(joined, own, names)
+    def reduce(like: Sequence[AnyArray]) -> Sequence[Array]:
+        if _is_float(like[0]):
+            return _of_shards(tuple(like), names, joined)
+        return together(joined, like, names)
 
     groups = [[k for k, x in enumerate(arrays) if _is_float(x) is hit] for hit in (True, False)]
-    return by_groups(one, arrays, groups)
+    return by_groups(reduce, arrays, groups)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -295,10 +295,10 @@ def _(
     tangents: tuple[_Several],
 ) -> tuple[list[Array], list[Array]]:
     (arrays,), (along,) = primals, tangents
-    made = _of_shards(arrays, names, joined)
+    extremes = _of_shards(arrays, names, joined)
     total = lambda x: jax.lax.psum(x, names)
-    triples = zip(arrays, made, along, strict=True)
-    return made, [_derivative(x, found, tangent, total) for x, found, tangent in triples]
+    triples = zip(arrays, extremes, along, strict=True)
+    return extremes, [_derivative(x, extreme, t, total) for x, extreme, t in triples]
 
 
 def _ordered(x: Array, upwards: bool) -> Array:
@@ -320,16 +320,16 @@ def _of_entries(x: AnyArray, extreme: Callable[..., Array]) -> Array:
 @_of_entries.defjvp
 def _(extreme: Callable[..., Array], primals: _One, tangents: _One) -> tuple[Array, Array]:
     (x,), (tangent,) = primals, tangents
-    found = _of_entries(x, extreme)
-    return found, _derivative(x, found, tangent, lambda x: jnp.sum(x, 0))
+    value = _of_entries(x, extreme)
+    return value, _derivative(x, value, tangent, lambda x: jnp.sum(x, 0))
 
 
 def _derivative(
-    x: AnyArray, found: Array, tangent: Array, total: Callable[[Array], Array]
+    x: AnyArray, extreme: Array, tangent: Array, total: Callable[[Array], Array]
 ) -> Array:
     """The derivative: all values that are the extreme share it, as in JAX, and so do all that are NaN."""
     wide = widened(tangent)
-    hit = (x == found) | (jnp.isnan(x) & jnp.isnan(found))
+    hit = (x == extreme) | (jnp.isnan(x) & jnp.isnan(extreme))
     share = wide / total(hit.astype(wide.dtype))
     return total(jnp.where(hit, share, 0)).astype(x.dtype)
 

@@ -316,19 +316,8 @@ _MAKE_ONE = "Make one with `jax.make_mesh((jax.device_count(),), ('x',))`."
 
 
 @dataclasses.dataclass(frozen=True)
-class ShapeMismatch:
-    """An argument that its spec does not fit: its rank (`dim` is `None`), or the size of one axis."""
-
-    path: str
-    value: Any
-    spec: PartitionSpec
-    dim: int | None
-    per_shard: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class RankMismatch:
-    """A returned array with fewer axes than its spec has entries."""
+    """An array with fewer axes than its spec has entries."""
 
     path: str
     value: Any
@@ -478,7 +467,7 @@ def specs_of_states(
     )
 
 
-def _rank_item(one: ShapeMismatch | RankMismatch) -> str:
+def _rank_item(one: RankMismatch) -> str:
     entries = counted(len(one.spec.partitions), "entry", "entries")
     return (
         f"{one.path}: {describe(one.value)} has rank {np.ndim(one.value)}, but its spec "

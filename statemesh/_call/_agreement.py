@@ -1,6 +1,5 @@
 """Step 2 with several processes: they pass the same where they have to, and trace the same program."""
 
-import dataclasses
 import functools
 import hashlib
 import re
@@ -14,12 +13,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from .._base._checks import is_key
 from .._base._errors import StructureError, counted, error_listing
 from .._base._trees import describe
-from .._base._types import Leaf, PyTreeDef
+from .._base._types import AnyMesh, Leaf, PyTreeDef
 from .._jax import _compat as compat
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import Operand
 from .._jax._jaxprs import AnyJaxpr
-from ._placement import Input
+from ._placement import Input, is_own
 
 
 SIZE = 16
@@ -38,9 +37,9 @@ def of_array(x: Leaf) -> bytes:
     if is_key(x):
         x = jax.random.key_data(x)
     host = np.ascontiguousarray(x)
-    found = hashlib.blake2b(f"{kind}{host.shape}".encode(), digest_size=SIZE)
-    found.update(host.view(np.uint8).data if host.ndim and host.size else host.tobytes())
-    return found.digest()
+    hashed = hashlib.blake2b(f"{kind}{host.shape}".encode(), digest_size=SIZE)
+    hashed.update(host.view(np.uint8).data if host.ndim and host.size else host.tobytes())
+    return hashed.digest()
 
 
 def without_addresses(text: str) -> str:
@@ -67,11 +66,11 @@ def program_lines(program: AnyJaxpr) -> list[str]:
 
     def body(jaxpr: AnyJaxpr) -> str:
         if id(jaxpr) not in known:
-            own = tuple(_equation_lines(jaxpr, body))
-            if own not in numbers:
-                numbers[own] = f"jaxpr {len(numbers)}"
-                lines.extend([f"{numbers[own]}:", *own])
-            known[id(jaxpr)] = numbers[own]
+            equations = tuple(_equation_lines(jaxpr, body))
+            if equations not in numbers:
+                numbers[equations] = f"jaxpr {len(numbers)}"
+                lines.extend([f"{numbers[equations]}:", *equations])
+            known[id(jaxpr)] = numbers[equations]
         return known[id(jaxpr)]
 
     body(program)
@@ -128,9 +127,9 @@ def _parameter(value: Any, body: Any) -> str:
         case _ if isinstance(value, _PLAIN):
             return repr(value)
         case tuple() | list():
-            return f"({', '.join(_parameter(one, body) for one in value)})"
+            return f"({', '.join(_parameter(x, body) for x in value)})"
         case Set():
-            return f"{{{', '.join(sorted(_parameter(one, body) for one in value))}}}"
+            return f"{{{', '.join(sorted(_parameter(x, body) for x in value))}}}"
         case Mapping():
             return _parameter(sorted(value.items(), key=str), body)
         case _ if callable(value):
@@ -189,26 +188,30 @@ def structure_passed(treedef: PyTreeDef, paths: Sequence[str]) -> Passed:
 def check_alike(name: str, mesh: Mesh, passed: Sequence[Passed]) -> None:
     """Refuse values that differ from those of another process with devices of the mesh.
 
-    All of them have to call this at the same time. They exchange a few bytes if everything is alike, whatever
-    its size, and a few more for each value if not.
-
     **Raises:** `StructureError` in all processes, naming what differs.
     """
-    if not _over(mesh)[1].addressable_devices:
-        return
-    whole = digest(b"".join(one for _, _, one in passed))
-    rows = _gathered(mesh, whole + len(passed).to_bytes(SIZE, "little"))
-    if _is_one(rows):
-        return
-    if not _is_one([row[SIZE:] for row in rows]):
-        raise _processes_disagree(name, [])
-    rows = _gathered(mesh, b"".join(one for _, _, one in passed))
-    bad = [
-        (path, value)
-        for k, (path, value, _) in enumerate(passed)
-        if not _is_one([row[k * SIZE :][:SIZE] for row in rows])
-    ]
-    raise _processes_disagree(name, bad)
+    counts, differing = _compared(mesh, [passed_digest for *_, passed_digest in passed])
+    if differing:
+        # Where one process passes more than another, no value stands beside its like.
+        named = [passed[k][:2] for k in differing] if len(counts) == 1 else []
+        items = [f"{path}: {describe(value)} in this process" for path, value in named]
+        raise error_listing(
+            StructureError,
+            f"{name}: all processes must pass the same values here, but they passed different ones",
+            items or ["the structure of the arguments, or where their arrays lie"],
+            "Make them from the same seed or file in every process, or send one process's array or seed to "
+            "all: jax.experimental.multihost_utils.broadcast_one_to_all(x). If each process has a part of "
+            "the data, make one array of the parts: jax.make_array_from_process_local_data(sharding, part).",
+        )
+
+
+def check_same_arrays(name: str, mesh: AnyMesh, named: Sequence[tuple[str, Leaf]]) -> None:
+    """Refuse arrays that each process has for itself, where another process has different ones.
+
+    `named`: all arrays, each with its path. On a mesh of one process nothing is compared.
+    """
+    if isinstance(mesh, Mesh) and mesh.is_multi_process:
+        check_alike(name, mesh, [array_passed(path, x) for path, x in named if is_own(x)])
 
 
 def check_placements(name: str, mesh: Mesh, inputs: Sequence[Input]) -> None:
@@ -218,9 +221,15 @@ def check_placements(name: str, mesh: Mesh, inputs: Sequence[Input]) -> None:
     """
     devices = [device.id for device in mesh.devices.flat]
     lines = [f"mesh: {dict(mesh.shape)} of the devices {devices}"]
-    lines += [f"{one.path}: {one.placement.spec}" for one in inputs]
-    if (differing := _first_difference(mesh, lines, failed=False)) is not None:
-        raise _processes_place_differently(name, differing.lines)
+    lines += [f"{leaf.path}: {leaf.placement.spec}" for leaf in inputs]
+    _, differing = _first_difference(mesh, lines)
+    if differing:
+        raise error_listing(
+            StructureError,
+            f"{name}: all processes must lay out its arguments alike, but their meshes or specs differ",
+            _listed_by_process(differing),
+            "Give every process the same mesh, with its devices in one order, and the same specs.",
+        )
 
 
 def traced_alike(name: str, mesh: Mesh, trace: Callable[[], Traced]) -> Traced:
@@ -233,79 +242,69 @@ def traced_alike(name: str, mesh: Mesh, trace: Callable[[], Traced]) -> Traced:
     try:
         traced = trace()
     except Exception:  # Whatever the user's function raises.
-        _first_difference(mesh, [], failed=True)
+        _first_difference(mesh, [_FAILED])
         raise
-    differing = _first_difference(mesh, program_lines(traced.jaxpr), failed=False)
-    if differing is not None and differing.failed:
-        raise _process_failed(name, differing.failed)
-    if differing is not None:
-        raise _programs_differ(name, differing.number, differing.lines)
+    number, differing = _first_difference(mesh, program_lines(traced.jaxpr))
+    if failed := differing.get(_FAILED):
+        numbers = ", ".join(map(str, failed))
+        raise StructureError(
+            f"{name}: {counted(len(failed), 'process', 'processes')} ({numbers}) raised an error while "
+            "tracing it, which this process did not. So none of them runs it. The error is in the output of "
+            f"process {failed[0]}."
+        )
+    if differing:
+        raise error_listing(
+            StructureError,
+            f"{name}: all processes must run the same program, but they traced different ones. Line "
+            f"{number} is the first that differs",
+            _listed_by_process(differing),
+            "Nothing that is traced may depend on jax.process_index(), on the time or on a seed of one "
+            "process, nor on the order of a set. What differs between devices is an argument that is split, "
+            "or comes of sm.axis_index inside.",
+        )
     return traced
 
 
-@dataclasses.dataclass(frozen=True)
-class _Difference:
-    """Where texts of several processes begin to differ.
-
-    **Attributes:**
-
-    - `number`: of the first line that differs.
-    - `lines`: this line, and the processes that have it.
-    - `failed`: the processes that have no text because they raise an error.
-    """
-
-    number: int
-    lines: Mapping[str, Sequence[int]]
-    failed: Sequence[int]
+# What a process that could not trace has in place of its program. No program has such a line.
+_FAILED = "failed"
+# A line that differs is shown up to this many bytes.
+_SHOWN = 300
 
 
-# The first line that differs is shown up to this many bytes.
-_LINE = 300
-
-
-def _first_difference(mesh: Mesh, lines: Sequence[str], failed: bool) -> _Difference | None:
-    """Where these lines differ from those of other processes; `None` where all have the same.
-
-    All of them have to call this at the same time. They exchange a few bytes if everything is alike, and else
-    a few for each halving of the lines.
-    """
-    if not _over(mesh)[1].addressable_devices:
-        return None
-
-    def alike(count: int) -> bool:
-        return _is_one(_gathered(mesh, digest("\n".join(lines[:count]).encode())))
-
-    whole = digest("\n".join(lines).encode())
-    rows = _gathered(mesh, whole + len(lines).to_bytes(8, "little") + bytes([failed]))
-    if _is_one(rows) and not failed:
-        return None
-    if stopped := _by_process(mesh, [row[-1:].hex() for row in rows]).get("01"):
-        return _Difference(0, {}, stopped)
-    counts = [int.from_bytes(row[SIZE:-1], "little") for row in rows]
-    same, differ = 0, min(counts)
-    if alike(differ):
-        same = differ
-    while differ - same > 1:
-        middle = (same + differ) // 2
-        same, differ = (middle, differ) if alike(middle) else (same, middle)
-    line = lines[same] if same < len(lines) else "nothing more"
-    shown = _gathered(mesh, line.encode()[:_LINE].ljust(_LINE))
-    texts = [row.decode(errors="ignore").rstrip() for row in shown]
-    return _Difference(same + 1, _by_process(mesh, texts), [])
-
-
-def _by_process(mesh: Mesh, texts: Sequence[str]) -> dict[str, list[int]]:
-    """The processes that sent each text."""
-    found: dict[str, list[int]] = {}
-    for device, text in zip(_devices(mesh), texts, strict=True):
-        processes = found.setdefault(text, [])
+def _first_difference(mesh: Mesh, lines: Sequence[str]) -> tuple[int, Mapping[str, Sequence[int]]]:
+    """The number of the first line that differs, and the processes that have each form of it, if any does."""
+    _, differing = _compared(mesh, [digest(line.encode()) for line in lines])
+    if not differing:
+        return 0, {}
+    at = differing[0]
+    line = lines[at] if at < len(lines) else "nothing more"
+    rows = _gathered(mesh, line.encode()[:_SHOWN].ljust(_SHOWN))
+    by_process: dict[str, list[int]] = {}
+    for device, row in zip(_devices(mesh), rows, strict=True):
+        processes = by_process.setdefault(row.decode(errors="ignore").rstrip(), [])
         if device.process_index not in processes:
             processes.append(device.process_index)
-    return found
+    return at + 1, by_process
 
 
-def _is_one(rows: Sequence[bytes]) -> bool:
-    return len(set(rows)) == 1
+def _compared(mesh: Mesh, digests: Sequence[bytes]) -> tuple[set[int], list[int]]:
+    """How many digests the processes have, and the numbers of those that differ.
+
+    All processes with devices of the mesh have to call this at the same time. They exchange a few bytes if
+    everything is alike, and all digests if not.
+    """
+    if not _over(mesh)[1].addressable_devices:
+        return {len(digests)}, []
+    whole = digest(b"".join(digests))
+    rows = _gathered(mesh, whole + len(digests).to_bytes(SIZE, "little"))
+    counts = {int.from_bytes(row[SIZE:], "little") for row in rows}
+    if len(set(rows)) == 1:
+        return counts, []
+    common = min(counts)
+    rows = _gathered(mesh, b"".join(digests[:common])) if common else []
+    each = range(common)
+    differing = [k for k in each if len({row[k * SIZE :][:SIZE] for row in rows}) > 1]
+    return counts, differing if len(counts) == 1 else [*differing, common]
 
 
 def _gathered(mesh: Mesh, row: bytes) -> list[bytes]:
@@ -313,12 +312,12 @@ def _gathered(mesh: Mesh, row: bytes) -> list[bytes]:
     size, parts, join = _over(mesh)
     data = np.frombuffer(row, np.uint8)[None]
     here = parts.addressable_devices_indices_map((size, len(row)))
-    own = [jax.device_put(data, device) for device in here]
-    given = jax.make_array_from_single_device_arrays((size, len(row)), parts, own)
+    arrays = [jax.device_put(data, device) for device in here]
+    spread = jax.make_array_from_single_device_arrays((size, len(row)), parts, arrays)
     # This has to work whatever mesh is set, and inside transformations.
     with jax.sharding.use_abstract_mesh(_NO_MESH):
-        found = np.asarray(join(given).addressable_data(0))
-    return [one.tobytes() for one in found]
+        rows = np.asarray(join(spread).addressable_data(0))
+    return [row.tobytes() for row in rows]
 
 
 def _devices(mesh: Mesh) -> list[jax.Device]:
@@ -335,48 +334,6 @@ def _over(mesh: Mesh) -> tuple[int, NamedSharding, Callable[..., Any]]:
 
 def _same(x: jax.Array) -> jax.Array:
     return x
-
-
-def _processes_disagree(name: str, bad: Sequence[tuple[str, object]]) -> StructureError:
-    items = [f"{path}: {describe(value)} in this process" for path, value in bad]
-    return error_listing(
-        StructureError,
-        f"{name}: all processes must pass the same values here, but they passed different ones",
-        items or ["the structure of the arguments, or where their arrays lie"],
-        "Make them from the same seed or file in every process, or send one process's array or seed to "
-        "all: jax.experimental.multihost_utils.broadcast_one_to_all(x). If each process has a part of "
-        "the data, make one array of the parts: jax.make_array_from_process_local_data(sharding, part).",
-    )
-
-
-def _processes_place_differently(name: str, lines: Mapping[str, Sequence[int]]) -> StructureError:
-    return error_listing(
-        StructureError,
-        f"{name}: all processes must lay out its arguments alike, but their meshes or specs differ",
-        _listed_by_process(lines),
-        "Give every process the same mesh, with its devices in one order, and the same specs.",
-    )
-
-
-def _programs_differ(name: str, number: int, lines: Mapping[str, Sequence[int]]) -> StructureError:
-    return error_listing(
-        StructureError,
-        f"{name}: all processes must run the same program, but they traced different ones. Line {number} is "
-        "the first that differs",
-        _listed_by_process(lines),
-        "Nothing that is traced may depend on jax.process_index(), on the time or on a seed of one process, "
-        "nor on the order of a set. What differs between devices is an argument that is split, or comes of "
-        "sm.axis_index inside.",
-    )
-
-
-def _process_failed(name: str, processes: Sequence[int]) -> StructureError:
-    numbers = ", ".join(map(str, processes))
-    return StructureError(
-        f"{name}: {counted(len(processes), 'process', 'processes')} ({numbers}) raised an error while "
-        "tracing it, which this process did not. So none of them runs it. The error is in the output of "
-        f"process {processes[0]}."
-    )
 
 
 def _listed_by_process(lines: Mapping[str, Sequence[int]]) -> list[str]:

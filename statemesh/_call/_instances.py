@@ -29,7 +29,7 @@ from ._lanes import FixedLaneLayout, FixedMeshLayout, LaneLayout, LanePlacement,
 from ._layout import MeshLayout
 from ._mesh import by_fields
 from ._placement import Input
-from ._processes import LanesOfProcesses, OwnParts, SpreadLayout, own_devices, spans_processes
+from ._processes import LanesOfProcesses, OwnParts, own_devices
 from ._specs import SpecPlacement
 from ._varying import FromDataflow, FromTypes, Unchecked, VaryingAxes
 
@@ -79,8 +79,7 @@ class OnMesh:
 
     def layout(self, name: str, inputs: Sequence[Input], donating: bool) -> Layout:
         """How the inputs are laid out."""
-        kind = SpreadLayout if spans_processes(self.mesh) else MeshLayout
-        return kind(name, self.mesh, self.axis_names, inputs, donating)
+        return MeshLayout(name, self.mesh, self.axis_names, inputs, donating)
 
     def varying(self) -> VaryingAxes:
         """How one run learns which values differ between instances."""

@@ -17,7 +17,15 @@ from .._jax import _compat as compat
 from .._jax._compat import tree_util
 from .._jax._frames import without_own_frames
 from .._state._values import strong
-from ._agreement import Passed, Traced, array_passed, check_alike
+from ._agreement import (
+    Passed,
+    Traced,
+    check_alike,
+    check_placements,
+    check_same_arrays,
+    static_passed,
+    traced_alike,
+)
 from ._mesh import check_mesh, check_specs, manual_names
 from ._placement import (
     MADE,
@@ -62,6 +70,9 @@ def _as_wide_as_now(x: Leaf) -> Any:
 class MeshLayout:
     """Where the inputs of one program lie on a mesh.
 
+    On the devices of several processes every one of them passes the same arrays. Those that a process has for
+    itself are compared with the others' when they are moved.
+
     **Arguments:**
 
     - `fun_name`: for messages.
@@ -82,10 +93,12 @@ class MeshLayout:
     ) -> None:
         self.fun_name = fun_name
         self.mesh = mesh
+        # The mesh on which other processes have devices, if they do.
+        self.shared = mesh if isinstance(mesh, Mesh) and mesh.is_multi_process else None
         self.axis_names = frozenset(axis_names)
         self.inputs = inputs
         self.donating = donating
-        kinds = [one.kind for one in inputs]
+        kinds = [leaf.kind for leaf in inputs]
         # NumPy arrays have no sharding to compare; Python numbers need none; references stay where they are.
         self.hosted = [k for k, t in enumerate(kinds) if issubclass(t, np.ndarray | np.generic)]
         others = {*self.hosted, *(k for k, t in enumerate(kinds) if t in (*NUMBERS, jax.Ref))}
@@ -104,19 +117,26 @@ class MeshLayout:
     def check(self, arrays: Sequence[Leaf]) -> None:
         """Refuse arrays that do not fit their specs."""
         what = f"shard_map applied to the function {self.fun_name!r}"
-        paths = [one.path for one in self.inputs]
-        placements = [one.placement for one in self.inputs]
-        check_shapes(paths, arrays, placements, self.mesh, what)
+        named = [(leaf.path, x) for leaf, x in zip(self.inputs, arrays, strict=True)]
+        check_shapes(what, named, [leaf.placement for leaf in self.inputs], self.mesh)
 
     def agree(self, given: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
-        """Refuse, before the first call, what other processes have otherwise; here there are none.
+        """Refuse, before the first call, what other processes pass differently.
 
         `passed`: gives what is no input.
         """
+        if self.shared is not None:
+            check_alike(self.fun_name, self.shared, [*passed(), *self._passed_alike(given)])
+            check_placements(self.fun_name, self.shared, self.inputs)
+
+    def _passed_alike(self, given: Sequence[Leaf]) -> list[Passed]:
+        """The inputs that are compared before the first call, and not when they are moved: numbers."""
+        numbers = sorted(self.fresh.difference(self.hosted))
+        return [static_passed(self.inputs[k].path, given[k]) for k in numbers]
 
     def traced_alike(self, trace: Callable[[], Traced]) -> Traced:
-        """What `trace` returns: there are no other processes."""
-        return trace()
+        """What `trace` returns, if every process has traced the same program."""
+        return trace() if self.shared is None else traced_alike(self.fun_name, self.shared, trace)
 
     def concrete(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         """Concrete arrays as the program takes them, and as they come back when not written.
@@ -147,89 +167,100 @@ class MeshLayout:
 
     def _moved(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         self.check_alive(given)
+        if self.shared is not None:
+            given = self._made_one(self.shared, given)
         ready, shown = list(given), list(given)
         for k in self._weak(given):
             ready[k] = shown[k] = strong(given[k])
         unseen = [k for k in self.on_device if ready[k].sharding is not self.seen[k]]
-        hosted = [k for k in self.hosted if not isinstance(given[k], jax.Array)]
-        if hosted or not all(
+        # What the host has is to be moved in any case.
+        misplaced = [k for k in self.hosted if not isinstance(given[k], jax.Array)]
+        if misplaced or not all(
             is_laid_out(ready[k], self.targets[k], self.axis_names) for k in unseen
         ):
             # First of all, because JAX compares the layouts only of arrays that fit them.
             self.check(given)
-        misplaced: list[int] = []
+        # What only needs another type: Explicit types also name axes of one device.
+        renamed: set[int] = set()
+        # What comes back as it is.
+        kept: set[int] = set()
         for k in unseen:
-            if self._is_taken(ready[k], k):
-                self.seen[k] = ready[k].sharding
-            else:
-                misplaced.append(k)
-        renamed = {k for k in misplaced if self._is_renamed(ready[k], k)}
-        kept = renamed.union(k for k in misplaced if self._lies_right(ready[k], k))
-        apart_from = [k for k in misplaced if k not in renamed]
-        misplaced += hosted
+            x, is_right = ready[k], self._lies_right(ready[k], k)
+            if is_right and self._is_on_mesh(x):
+                self.seen[k] = x.sharding
+                continue
+            misplaced.append(k)
+            if self._is_on_mesh(x) and x.sharding.is_equivalent_to(self.targets[k], x.ndim):
+                renamed.add(k)
+            if is_right or k in renamed:
+                kept.add(k)
         if not misplaced:
             same = all(map(is_, ready, given))
             return (given, given) if same else (ready, shown)
         targets = [self.targets[k] for k in misplaced]
         sources = [_as_wide_as_now(ready[k]) for k in misplaced]
-        # The owner of a NumPy array may write to it while the program still reads it.
-        sources = [
-            apart(x, target) if k in self.hosted or (self.donating and k not in renamed) else x
-            for k, x, target in zip(misplaced, sources, targets, strict=True)
-        ]
+        for i, (k, target) in enumerate(zip(misplaced, targets, strict=True)):
+            # The owner of a NumPy array may write to it while the program still reads it.
+            if k in self.hosted or (self.donating and k not in renamed):
+                sources[i] = apart(sources[i], target)
         moved = jax.device_put(sources, targets)
         for k, x in zip(misplaced, moved, strict=True):
             ready[k] = x
             if k not in kept:
                 shown[k] = x
         if self.donating:
-            self._spare([given[k] for k in apart_from], ready, misplaced)
-            MADE.add([x for k, x in zip(misplaced, moved, strict=True) if k not in renamed])
+            new = [k for k in misplaced if k not in renamed]
+            self._spare([given[k] for k in new if k not in self.hosted], ready, misplaced)
+            MADE.add([ready[k] for k in new])
         return ready, shown
+
+    def _made_one(self, mesh: Mesh, given: Sequence[Leaf]) -> Sequence[Leaf]:
+        """The inputs, where one array on the mesh stands for those that each process has for itself."""
+        at = [k for k in sorted([*self.hosted, *self.on_device]) if is_own(given[k])]
+        if not at:
+            return given
+        check_same_arrays(self.fun_name, mesh, [(self.inputs[k].path, given[k]) for k in at])
+        self.check(given)
+        given = list(given)
+        for k in at:
+            x, target = given[k], self.targets[k]
+            if self.inputs[k].strong and k not in self.hosted:
+                x = strong(x)
+            given[k] = onto(apart(x, target) if self.donating else x, target)
+        return given
 
     def to_move(self, given: Sequence[Leaf]) -> list[int]:
         """The inputs that a call lays out anew before it runs; of mere shapes nothing is known."""
         if isinstance(self.mesh, AbstractMesh):
             return []
         hosted = [k for k in self.hosted if isinstance(given[k], np.ndarray | np.generic)]
+        arrays = [(k, given[k]) for k in self.on_device if isinstance(given[k], jax.Array)]
         return hosted + [
-            k
-            for k in self.on_device
-            if isinstance(given[k], jax.Array)
-            and not compat.is_tracer(given[k])
-            and not self._keeps_memory(given[k], k)
+            k for k, x in arrays if not (compat.is_tracer(x) or self._keeps_memory(x, k))
         ]
 
     def _keeps_memory(self, x: jax.Array, k: int) -> bool:
         """Whether the program gets `x` in the memory where it is, by whatever name."""
-        if self._is_taken(x, k) or self._is_renamed(x, k):
-            return True
-        return not self.donating and bool(x.sharding.is_equivalent_to(self.targets[k], x.ndim))
+        same = x.sharding is self.seen[k] or x.sharding.is_equivalent_to(self.targets[k], x.ndim)
+        if not self._is_on_mesh(x):
+            return same and not self.donating
+        return same or self._lies_right(x, k)
 
-    def _is_taken(self, x: jax.Array, k: int) -> bool:
-        """Whether the program takes `x` as it is."""
-        if x.sharding is self.seen[k]:
-            return True
-        return self._lies_right(x, k) and self._is_on_mesh(x)
-
-    def _is_renamed(self, x: jax.Array, k: int) -> bool:
-        """Whether `x` only needs another type: Explicit types also name axes of one device."""
-        return self._is_on_mesh(x) and bool(x.sharding.is_equivalent_to(self.targets[k], x.ndim))
+    def _lies_right(self, x: jax.Array, k: int) -> bool:
+        return lies_right(x, self.targets[k], self.axis_names)
 
     def _is_on_mesh(self, x: jax.Array) -> bool:
         return isinstance(x.sharding, NamedSharding) and bool(x.sharding.mesh == self.mesh)
 
     def _spare(self, originals: Sequence[Leaf], ready: list[Leaf], moved: Iterable[int]) -> None:
         """Copy what was not moved but shares memory with an original that was, lest that be given up."""
-        spared: dict[int, list[jax.Array]] = {}
-        for x in originals:
-            size = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-            spared.setdefault(size, []).append(x)
-        if not spared:
-            return
-        for k in set(self.on_device).difference(moved):
-            alike = spared.get(self.part_size(k, ready[k]), ())
-            if alike and not memory(ready[k]).isdisjoint(frozenset().union(*map(memory, alike))):
+        sizes = {math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in originals}
+        # To look at the memory of any other would wait for what is being computed.
+        others = set(self.on_device).difference(moved)
+        alike = [k for k in others if self.part_size(k, ready[k]) in sizes]
+        spared = frozenset().union(*map(memory, originals)) if alike else frozenset()
+        for k in alike:
+            if not memory(ready[k]).isdisjoint(spared):
                 ready[k] = copied(ready[k])
 
     def part_size(self, k: int, x: Leaf) -> int:
@@ -247,7 +278,7 @@ class MeshLayout:
         An array outside a State had to be where its sharding is not that of its placement, whatever it is
         called.
         """
-        found = list(shown)
+        results = list(shown)
         for k in forwarded:
             x, target = given[k], self.targets[k]
             if target is None or compat.is_tracer(shown[k]):
@@ -255,10 +286,10 @@ class MeshLayout:
             if shown[k] is not x:
                 if isinstance(x, jax.Array) and not self.donating:
                     source = apart(x, target)
-                    found[k] = shown[k] if source is x else self._put(source, k)
+                    results[k] = shown[k] if source is x else self._put(source, k)
             elif not (self.inputs[k].stateful or is_laid_out(x, target, self.axis_names)):
-                found[k] = self._put(apart(x, target), k)
-        return found
+                results[k] = self._put(apart(x, target), k)
+        return results
 
     def _put(self, x: Leaf, k: int) -> jax.Array:
         return onto(strong(x) if self.inputs[k].strong else x, self.targets[k])
@@ -266,6 +297,10 @@ class MeshLayout:
     def traced(self, given: Sequence[Leaf], recorded: bool) -> list[Leaf]:
         """Inputs some of which are traced: tracers are never put anywhere, concrete arrays are,
         except into a jaxpr, where they are constants that the compiler places."""
+        targets = zip(self.inputs, given, self.targets, strict=True)
+        arrays = [(leaf.path, x) for leaf, x, t in targets if t is not None and is_own(x)]
+        if arrays and self.shared is not None and not recorded:
+            check_same_arrays(self.fun_name, self.shared, arrays)
         weak = frozenset(self._weak(given))
         return [
             x if t is None else self._traced(strong(x) if k in weak else x, t, recorded)
@@ -273,6 +308,8 @@ class MeshLayout:
         ]
 
     def _traced(self, x: Leaf, target: NamedSharding, recorded: bool) -> Any:
+        if self.shared is not None and not recorded and is_own(x):
+            return onto(x, target)
         if compat.is_tracer(x) and not recorded:
             x = compat.onto_devices(x, target.mesh)
         if compat.is_tracer(x) or recorded:
@@ -284,22 +321,54 @@ class MeshLayout:
     def abstract(self, given: Sequence[Leaf]) -> list[Leaf]:
         """Shapes and dtypes on the mesh, to lower the program with."""
         self.check(given)
-        return [
-            x if t is None else jax.ShapeDtypeStruct(np.shape(x), _dtype(x), sharding=t)
-            for x, t in zip(given, self.targets, strict=True)
-        ]
+        abstract = list(given)
+        for k, (x, target) in enumerate(zip(given, self.targets, strict=True)):
+            if target is not None:
+                of_numpy = isinstance(x, np.ndarray | np.generic)
+                dtype = jax.dtypes.canonicalize_dtype(x.dtype) if of_numpy else x.dtype
+                abstract[k] = jax.ShapeDtypeStruct(np.shape(x), dtype, sharding=target)
+        return abstract
 
-    def _lies_right(self, x: jax.Array, k: int) -> bool:
-        return lies_right(x, self.targets[k], self.axis_names)
+
+def placed_states(
+    tree: PyTree, root: str, state_specs: StateSpecs
+) -> list[tuple[str, PyTree, list[SpecPlacement] | None]]:
+    """The units of a tree: the path of each, and for a State the placements of its arrays.
+
+    A State lies by the spec that `state_specs` has for it, else by its own.
+    """
+    check_state_specs(state_specs, "state_specs")
+    declared = iter(choose_specs(state_specs, [(root, tree)], "state_specs"))
+    units: list[tuple[str, PyTree, list[SpecPlacement] | None]] = []
+    for keys, node in tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]:
+        path, placements = path_str(keys, root), None
+        if is_state(node):
+            spec = next(declared)
+            placements = own_placements(node, node.spec if spec is UNDECLARED else spec, path)
+        units.append((path, node, placements))
+    return units
 
 
-def _dtype(x: Leaf) -> Any:
-    """The dtype that `x` has on a device: NumPy's float64 is float32 there, unless x64 is enabled."""
-    return (
-        jax.dtypes.canonicalize_dtype(x.dtype)
-        if isinstance(x, np.ndarray | np.generic)
-        else x.dtype
-    )
+def shardings(
+    what: str,
+    named: Sequence[tuple[str, Leaf]],
+    placements: Sequence[SpecPlacement],
+    mesh: AnyMesh,
+) -> list[NamedSharding]:
+    """The sharding on a mesh of each array of a tree.
+
+    **Arguments:**
+
+    - `what`: what lays them out, for errors.
+    - `named`: the arrays, each with its path.
+
+    **Raises:** `SpecError` for placements that do not fit the mesh or the arrays.
+    """
+    pairs = zip(named, placements, strict=True)
+    specs = [(f"the spec of {path}", placement.spec) for (path, _), placement in pairs]
+    check_specs(specs, mesh, manual_names(mesh, ()))
+    check_shapes(what, named, placements, mesh)
+    return [NamedSharding(mesh, placement.spec) for placement in placements]
 
 
 @without_own_frames
@@ -339,46 +408,36 @@ def place(
     check_mesh("place", mesh)
     if isinstance(mesh, AbstractMesh):
         raise errors.invalid_argument("place", "mesh", mesh)
-    check_state_specs(state_specs, "state_specs")
     names = manual_names(mesh, ())
     check_specs([("specs", specs)], mesh, names)
-    flat, _ = tree_util.tree_flatten_with_path(tree, is_leaf=is_state)
-    declared = iter(choose_specs(state_specs, [("tree", tree)], "state_specs"))
     nodes = tree_util.tree_leaves(tree, is_leaf=is_state_or_packed)
     packed = {id(buffer) for node in nodes if is_packed(node) for buffer in node.buffers}
-    paths: list[str] = []
     leaves: list[Leaf] = []
-    placements: list[SpecPlacement | None] = []
+    named: list[tuple[str, Leaf]] = []
+    positions: list[int] = []
+    placements: list[SpecPlacement] = []
     of_states = OfStates()
-    for (keys, node), spec in zip(flat, broadcast_specs(specs, tree, "specs", "tree"), strict=True):
-        path = path_str(keys, "tree")
-        own = tree_util.tree_leaves(node)
-        if is_state(node):
-            chosen = next(declared)
-            wheres = own_placements(node, node.spec if chosen is UNDECLARED else chosen, path)
-            of_states.state("specs", spec, path, node, wheres)
-            placements += wheres
-        else:
-            moves = is_shaped(node) and id(node) not in packed
-            if is_shaped(node):
-                of_states.array("specs", spec)
-            placements += [placement(spec) if moves else None] * len(own)
-        leaves += own
-        paths += [path] * len(own)
+    units = placed_states(tree, "tree", state_specs)
+    for (path, node, of_state), spec in zip(
+        units, broadcast_specs(specs, tree, "specs", "tree"), strict=True
+    ):
+        arrays = tree_util.tree_leaves(node)
+        if of_state is not None:
+            of_states.state("specs", spec, path, node, of_state)
+        elif is_shaped(node):
+            of_states.array("specs", spec)
+            of_state = [] if id(node) in packed else [placement(spec)]
+        placed = of_state or []
+        placements += placed
+        positions += range(len(leaves), len(leaves) + len(placed))
+        leaves += arrays
+        named += [(path, x) for x in arrays[: len(placed)]]
     if bad := of_states.bad():
         raise errors.specs_of_states("place", "specs", "state_specs", bad)
-    chosen_at = [i for i, placement in enumerate(placements) if placement is not None]
-    wheres = [placement for placement in placements if placement is not None]
-    arrays = [leaves[i] for i in chosen_at]
-    named = [(f"the spec of {paths[i]}", w.spec) for i, w in zip(chosen_at, wheres, strict=True)]
-    check_specs(named, mesh, names)
-    check_shapes([paths[i] for i in chosen_at], arrays, wheres, mesh, "place")
-    check_concrete("place", [paths[i] for i in chosen_at], arrays)
-    targets = [NamedSharding(mesh, placement.spec) for placement in wheres]
-    if mesh.is_multi_process:
-        pairs = zip(chosen_at, arrays, strict=True)
-        check_alike("place", mesh, [array_passed(paths[i], x) for i, x in pairs if is_own(x)])
-    for i, x, target in zip(chosen_at, arrays, targets, strict=True):
+    targets = shardings("place", named, placements, mesh)
+    check_concrete("place", named)
+    check_same_arrays("place", mesh, named)
+    for i, (_, x), target in zip(positions, named, targets, strict=True):
         if not isinstance(x, jax.Array):
             leaves[i] = onto(apart(x, target), target)
             continue

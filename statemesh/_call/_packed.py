@@ -5,13 +5,14 @@ import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from operator import is_
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._axes._joined import taken_apart, written_end_to_end
 from .._base import _errors as errors
@@ -28,15 +29,16 @@ from .._base._trees import (
     path_str,
     unpacked,
 )
-from .._base._types import AnyMesh, AxisName, Dtype, KeyPath, Leaf, PyTree, PyTreeDef, StateSpecs
+from .._base._types import AnyMesh, AxisName, Dtype, Leaf, PyTree, PyTreeDef, StateSpecs
 from .._jax import _compat as compat
 from .._jax import _explicit as explicit
 from .._jax._compat import tree_util
 from .._state._state import ParamState, State
-from ._agreement import array_passed, check_alike
+from ._agreement import check_same_arrays
+from ._layout import placed_states, shardings
 from ._mesh import check_mesh, check_specs, manual_names, mesh_for_traced
-from ._placement import check_shapes, check_valued, is_own, traced_onto
-from ._specs import UNDECLARED, SpecPlacement, check_state_specs, choose_specs, own_placements
+from ._placement import check_valued, traced_onto
+from ._specs import SpecPlacement
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,14 +50,12 @@ class Slot:
     - `path`: the path of the state.
     - `shape`: the shape of the whole array.
     - `placement`: the placement of the array.
-    - `start`: the index in a shard's part of the buffer at which the shard's part of the array begins.
     - `part`: the shape of a shard's part of the array.
     """
 
     path: str
     shape: tuple[int, ...]
     placement: SpecPlacement
-    start: int
     part: tuple[int, ...]
 
     @property
@@ -73,6 +73,7 @@ class Group:
 
     - `names`: these mesh axes, in the order of the mesh.
     - `counts`: their sizes.
+    - `slots`: of the arrays, which lie end to end in each shard's part of the buffer.
     """
 
     dtype: Dtype
@@ -86,37 +87,36 @@ class Group:
         return SpecPlacement(PartitionSpec(self.names) if self.names else PartitionSpec())
 
     @cached_property
-    def size(self) -> int:
-        """The length of a shard's part."""
-        return sum(slot.size for slot in self.slots)
+    def starts(self) -> list[int]:
+        """The index in a shard's part of the buffer at which each array begins, and the part's length."""
+        return list(accumulate((slot.size for slot in self.slots), initial=0))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (math.prod(self.counts) * self.size,)
+        return (math.prod(self.counts) * self.starts[-1],)
 
     def split(self, part: Leaf) -> list[Leaf]:
         """A shard's parts of the arrays, taken out of its part of the buffer."""
-        self.check(part, (self.size,))
+        self.check(part, (self.starts[-1],))
         return taken_apart(part, [slot.part for slot in self.slots])
 
     def check(self, buffer: Leaf, shape: tuple[int, ...]) -> None:
         """Refuse a buffer, or a shard's part of one, of another shape."""
         if np.shape(buffer) != shape:
-            raise _other_buffer([slot.path for slot in self.slots], buffer, shape)
+            raise StructureError(
+                f"Packed: the buffer with {first_paths([slot.path for slot in self.slots])} is "
+                f"{describe(buffer)}, but was packed with shape {shape}, in which the states have their "
+                "positions. Change shapes in the model, and pack the model anew."
+            )
 
     def join(self, parts: Sequence[Leaf]) -> PyTree:
         """A shard's part of the buffer, made of its parts of the arrays."""
         return written_end_to_end(parts)
 
-    def gathered(self, arrays: Sequence[np.ndarray], start: int) -> np.ndarray:
-        """The shard's part of the buffer that begins at `start`, made of whole arrays."""
-        shard = np.unravel_index(start // max(self.size, 1), self.counts) if self.names else ()
-        parts = [self._part(x, slot, shard) for x, slot in zip(arrays, self.slots, strict=True)]
-        return np.concatenate(parts, dtype=self.dtype)
-
-    def array(self, buffer: Leaf, slot: Slot) -> PyTree:
+    def array(self, buffer: Leaf, number: int) -> PyTree:
         """One whole array, taken out of the buffer."""
-        here = slice(slot.start, slot.start + slot.size)
+        slot = self.slots[number]
+        here = slice(self.starts[number], self.starts[number + 1])
         if explicit.is_explicitly_typed(buffer):
             # Each shard takes its own part: JAX does not split or merge dimensions over Explicit axes.
             mesh = (jax.typeof(buffer) if compat.is_tracer(buffer) else buffer).sharding.mesh
@@ -127,35 +127,49 @@ class Group:
                 out_specs=slot.placement.spec,
             )
             return taken(buffer)
-        rows = buffer.reshape(math.prod(self.counts), self.size)[:, here]
-        return self._whole(rows, slot)
+        rows = buffer.reshape(math.prod(self.counts), self.starts[-1])[:, here]
+        sizes, order = self._folds(slot)
+        folded = rows.reshape([sizes[k] for k in order])
+        return folded.transpose(np.argsort(order)).reshape(slot.shape)
 
-    def buffer(self, arrays: Sequence[Leaf]) -> PyTree:
-        """The buffer, made of whole arrays."""
-        rows = [self._rows(x, slot) for x, slot in zip(arrays, self.slots, strict=True)]
+    def buffer(self, arrays: Sequence[Leaf], mesh: AnyMesh | None) -> PyTree:
+        """The buffer, made of whole arrays and laid out on a mesh, if it is known."""
+        if mesh is not None and any(map(compat.is_tracer, arrays)):
+            mesh = mesh_for_traced(mesh, arrays)
+            specs = [slot.placement.spec for slot in self.slots]
+            laid_out = [
+                traced_onto(jnp.asarray(x), NamedSharding(mesh, spec), frozenset(mesh.axis_names))
+                for x, spec in zip(arrays, specs, strict=True)
+            ]
+            # Each shard joins its own parts: JAX does not split or merge dimensions over Explicit axes.
+            out_specs = self.placement.spec
+            join = jax.shard_map(self.join, mesh=mesh, in_specs=(specs,), out_specs=out_specs)
+            return join(laid_out)
+        if mesh is not None:
+            arrays = [np.asarray(x) for x in jax.device_get(list(arrays))]
+        folds = map(self._folds, self.slots)
+        folded = [
+            x.reshape(sizes).transpose(order)
+            for x, (sizes, order) in zip(arrays, folds, strict=True)
+        ]
+        if isinstance(mesh, Mesh):
+            # Shard by shard, so that the host never holds a second copy of everything.
+            def part(index: Any) -> np.ndarray:
+                number = (index[0].start or 0) // max(self.starts[-1], 1)
+                shard = np.unravel_index(number, self.counts)
+                return np.concatenate([x[shard].reshape(-1) for x in folded], dtype=self.dtype)
+
+            target = NamedSharding(mesh, self.placement.spec)
+            return jax.make_array_from_callback(self.shape, target, part, dtype=self.dtype)
+        shards = math.prod(self.counts)
+        rows = [x.reshape(shards, slot.size) for x, slot in zip(folded, self.slots, strict=True)]
         return jnp.concatenate(rows, axis=1, dtype=self.dtype).reshape(-1)
 
-    def _part(self, x: np.ndarray, slot: Slot, shard: tuple[Leaf, ...]) -> np.ndarray:
-        """A shard's part of a whole array, flat. Only this part is copied."""
-        sizes, order, _ = self._folds(slot)
-        part: np.ndarray = np.transpose(np.reshape(x, sizes), order)[shard]
-        return part.reshape(-1)
-
-    def _rows(self, x: Leaf, slot: Slot) -> PyTree:
-        """The parts of a whole array, one flat row for each shard."""
-        sizes, order, _ = self._folds(slot)
-        return x.reshape(sizes).transpose(order).reshape(math.prod(self.counts), slot.size)
-
-    def _whole(self, rows: Leaf, slot: Slot) -> PyTree:
-        sizes, order, back = self._folds(slot)
-        apart = rows.reshape([sizes[k] for k in order]).transpose(back)
-        return apart.reshape(slot.shape)
-
-    def _folds(self, slot: Slot) -> tuple[list[int], list[int], list[int]]:
+    def _folds(self, slot: Slot) -> tuple[list[int], list[int]]:
         """How to reshape and transpose a whole array so that the shards come first.
 
-        **Returns:** the sizes after each axis is split into the mesh axes that split it and the rest; the
-        order of axes that brings the mesh axes to the front, as in the buffer; and the order that undoes it.
+        **Returns:** the sizes after each axis is split into the mesh axes that split it and the rest; and the
+        order of axes that brings the mesh axes to the front, as in the buffer.
         """
         count = dict(zip(self.names, self.counts, strict=True))
         sizes: list[int] = []
@@ -167,8 +181,11 @@ class Group:
                 sizes.append(count[name])
             rest.append(len(sizes))
             sizes.append(size)
-        order = [*(at[name] for name in self.names), *rest]
-        return sizes, order, [order.index(k) for k in range(len(order))]
+        return sizes, [*(at[name] for name in self.names), *rest]
+
+
+PackedState: TypeAlias = tuple[PyTreeDef, tuple[tuple[int, int], ...]]
+"""The structure of a State, and the numbers of the group and the slot of each of its arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,15 +196,14 @@ class Contents:
 
     - `root`: the type of the model.
     - `unit_def`: the structure of the model, with a State as one leaf (a unit).
-    - `states`: for each unit the structure of the State, and the numbers of the group and slot of each of its
-        arrays; `None` for a unit that is not packed.
+    - `states`: for each unit how its State is packed; `None` for a unit that is not.
     - `groups`: the arrays in each buffer.
     - `sizes`: the names and sizes of the axes of the mesh for which it is packed.
     """
 
     root: type
     unit_def: PyTreeDef
-    states: tuple[tuple[PyTreeDef, tuple[tuple[int, int], ...]] | None, ...]
+    states: tuple[PackedState | None, ...]
     groups: tuple[Group, ...]
     sizes: tuple[tuple[AxisName, int], ...]
 
@@ -200,11 +216,8 @@ class Contents:
 
     def __eq__(self, other: object) -> bool:
         # Every call compares contents, and nearly always an object with itself.
-        if self is other:
-            return True
-        return (
+        return self is other or (
             isinstance(other, Contents)
-            and self._hash == other._hash
             and (self.unit_def, self.states, self.groups, self.sizes)
             == (other.unit_def, other.states, other.groups, other.sizes)
         )
@@ -213,31 +226,31 @@ class Contents:
         """The model, made of the arrays of each group and of the units that are not packed."""
         others = iter(rest)
         units = [
-            next(others) if one is None else one[0].unflatten([arrays[g][k] for g, k in one[1]])
-            for one in self.states
+            next(others)
+            if state is None
+            else state[0].unflatten([arrays[g][k] for g, k in state[1]])
+            for state in self.states
         ]
         return self.unit_def.unflatten(units)
 
     def arrays(self, model: PyTree) -> tuple[list[list[Leaf]], list[Leaf]]:
         """The arrays of each group in a model of this structure, and its units that are not packed."""
-        found: list[list[Leaf]] = [[None] * len(group.slots) for group in self.groups]
+        arrays: list[list[Leaf]] = [[None] * len(group.slots) for group in self.groups]
         rest: list[Leaf] = []
         units = tree_util.tree_leaves(model, is_leaf=is_state)
-        for unit, one in zip(units, self.states, strict=True):
-            if one is None:
+        for unit, state in zip(units, self.states, strict=True):
+            if state is None:
                 rest.append(unit)
                 continue
-            for (g, k), leaf in zip(one[1], tree_util.tree_leaves(unit), strict=True):
-                found[g][k] = leaf
-        return found, rest
+            for (g, k), leaf in zip(state[1], tree_util.tree_leaves(unit), strict=True):
+                arrays[g][k] = leaf
+        return arrays, rest
 
-    def members(self) -> list[list[int]]:
-        """For each group the numbers of the units that have an array in it."""
-        found: list[list[int]] = [[] for _ in self.groups]
-        for number, one in enumerate(self.states):
-            for g in dict.fromkeys(g for g, _ in one[1]) if one else ():
-                found[g].append(number)
-        return found
+    @property
+    def paths(self) -> list[str]:
+        """The path of each unit."""
+        marked = self.unit_def.unflatten([A_LEAF] * self.unit_def.num_leaves)
+        return [path_str(keys) for keys, _ in tree_util.tree_flatten_with_path(marked)[0]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,23 +275,20 @@ class Form:
         whole = self.contents
         number = {g: k for k, g in enumerate(np.flatnonzero(self.groups).tolist())}
         rest = iter(self.rest)
-        marks: list[Leaf] = []
-        states: list[Leaf] = []
-        for one in whole.states:
-            if one is None:
-                kept: tuple[PyTreeDef, tuple[tuple[int, int], ...]] | None = None
-                there = next(rest)
-            else:
-                structure, places = one
-                own = [A_LEAF if g in number else None for g, _ in places]
-                kept = (
-                    tree_util.tree_structure(structure.unflatten(own)),
-                    tuple((number[g], k) for g, k in places if g in number),
-                )
-                there = any(own)
-            marks.append(A_LEAF if there else None)
-            states += [kept] if there else []
-        unit_def = tree_util.tree_structure(whole.unit_def.unflatten(marks))
+        units: list[Leaf] = []
+        states: list[PackedState | None] = []
+        for state in whole.states:
+            arrays = state and [A_LEAF if g in number else None for g, _ in state[1]]
+            if not (any(arrays) if arrays else next(rest)):
+                units.append(None)
+                continue
+            units.append(A_LEAF)
+            if state and arrays:
+                structure = tree_util.tree_structure(state[0].unflatten(arrays))
+                places = tuple((number[g], k) for g, k in state[1] if g in number)
+                state = structure, places
+            states.append(state)
+        unit_def = tree_util.tree_structure(whole.unit_def.unflatten(units))
         groups = tuple(whole.groups[g] for g in number)
         return Contents(whole.root, unit_def, tuple(states), groups, whole.sizes)
 
@@ -338,12 +348,10 @@ class Packed(PackedNode):
     @classmethod
     def of(cls, buffers: Sequence[Leaf], rest: Sequence[Leaf], form: Form) -> "Packed":
         """A `Packed` of this form, made of the buffers and the other units that are there."""
-        own, other = iter(buffers), iter(rest)
-        return cls(
-            [next(own) if there else None for there in form.groups],
-            [next(other) if there else None for there in form.rest],
-            form.contents,
-        )
+        values = iter([*buffers, *rest])
+        all_buffers = [next(values) if there else None for there in form.groups]
+        all_rest = [next(values) if there else None for there in form.rest]
+        return cls(all_buffers, all_rest, form.contents)
 
     def unpack(self) -> PyTree:
         """The model, bit for bit as it was packed or as calls have left it.
@@ -374,13 +382,13 @@ class Packed(PackedNode):
     @property
     def rest(self) -> dict[str, PyTree]:
         contents, _, rest = self._present()
-        paths = _unit_paths(contents.unit_def)
-        left = [path for path, one in zip(paths, contents.states, strict=True) if one is None]
-        return dict(zip(left, rest, strict=True))
+        units = zip(contents.paths, contents.states, strict=True)
+        paths = [path for path, state in units if state is None]
+        return dict(zip(paths, rest, strict=True))
 
     def __repr__(self) -> str:
         contents, buffers, rest = self._present()
-        packed = sum(one is not None for one in contents.states)
+        packed = sum(state is not None for state in contents.states)
         return f"Packed({packed} states in {len(buffers)} arrays, {len(rest)} not packed)"
 
     def tree_flatten_with_keys(self) -> tuple[PyTree, Contents]:
@@ -410,31 +418,29 @@ class _States(Mapping[str, State]):
     def __init__(self, packed: Packed) -> None:
         contents, self._buffers, _ = packed._present()
         self._groups = contents.groups
-        paths = _unit_paths(contents.unit_def)
-        pairs = zip(paths, contents.states, strict=True)
-        self._at = {path: one for path, one in pairs if one is not None}
+        units = zip(contents.paths, contents.states, strict=True)
+        self._states = {path: state for path, state in units if state is not None}
 
     def __getitem__(self, path: str) -> State:
-        structure, places = self._at[path]
+        structure, places = self._states[path]
         groups, buffers = self._groups, self._buffers
         for g in dict.fromkeys(g for g, _ in places):
             groups[g].check(buffers[g], groups[g].shape)
-        arrays = [groups[g].array(buffers[g], groups[g].slots[k]) for g, k in places]
-        return structure.unflatten(arrays)
+        return structure.unflatten([groups[g].array(buffers[g], k) for g, k in places])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._at)
+        return iter(self._states)
 
     def __len__(self) -> int:
-        return len(self._at)
+        return len(self._states)
 
 
 def with_models(tree: PyTree, arrays_of: Callable[[Group, Leaf], list[Leaf]]) -> PyTree:
     """A tree with every `Packed` replaced by its model, whose arrays `arrays_of` makes of each buffer."""
     if not any(map(is_packed, tree_util.tree_leaves(tree, is_leaf=is_state_or_packed))):
         return tree
-    one = lambda node: node._model(arrays_of) if isinstance(node, Packed) else node
-    return tree_util.tree_map(one, tree, is_leaf=is_state_or_packed)
+    model = lambda node: node._model(arrays_of) if isinstance(node, Packed) else node
+    return tree_util.tree_map(model, tree, is_leaf=is_state_or_packed)
 
 
 def shapes_of(group: Group, buffer: Leaf) -> list[Leaf]:
@@ -447,52 +453,49 @@ def members(tree: PyTree) -> list[list[int]]:
 
     A unit is a State, or a leaf outside of any State. A buffer consists of all States with an array in it.
     """
-    found: list[list[int]] = []
+    members: list[list[int]] = []
     start = 0
     for node in tree_util.tree_leaves(tree, is_leaf=is_state_or_packed):
         if not isinstance(node, Packed):
-            found.append([start])
+            members.append([start])
             start += 1
             continue
         contents = node._form.part
-        unpacked = [[number] for number, one in enumerate(contents.states) if one is None]
-        found += [[start + number for number in own] for own in contents.members() + unpacked]
+        of_buffers: list[list[int]] = [[] for _ in contents.groups]
+        rest: list[list[int]] = []
+        for number, state in enumerate(contents.states, start):
+            if state is None:
+                rest.append([number])
+            for g in {g for g, _ in state[1]} if state else ():
+                of_buffers[g].append(number)
+        members += of_buffers + rest
         start += len(contents.states)
-    return found
+    return members
 
 
 def _arrays(group: Group, buffer: Leaf) -> list[Leaf]:
     group.check(buffer, group.shape)
-    if compat.is_tracer(buffer) or not isinstance(buffer, jax.Array):
-        return [group.array(_on_host(buffer), slot) for slot in group.slots]
-    targets = [_target(buffer, slot) for slot in group.slots]
-    if not (buffer.is_fully_addressable or buffer.is_fully_replicated):
-        # No host has all of it, so that the devices of all processes take it apart.
-        take = lambda buffer: [group.array(buffer, slot) for slot in group.slots]
-        return list(jax.jit(take, out_shardings=targets)(buffer))
-    source = np.asarray(buffer)
-    return list(jax.device_put([group.array(source, slot) for slot in group.slots], targets))
 
+    def arrays(buffer: Leaf) -> list[Leaf]:
+        return [group.array(buffer, k) for k in range(len(group.slots))]
 
-def _unit_paths(unit_def: PyTreeDef) -> list[str]:
-    marked = unit_def.unflatten([A_LEAF] * unit_def.num_leaves)
-    flat, _ = tree_util.tree_flatten_with_path(marked)
-    return [path_str(keys) for keys, _ in flat]
-
-
-def _on_host(buffer: Leaf) -> PyTree:
-    return buffer if compat.is_tracer(buffer) else np.asarray(buffer)
-
-
-def _target(buffer: Leaf, slot: Slot) -> PyTree:
-    sharding = buffer.sharding
-    if isinstance(sharding, NamedSharding):
-        return NamedSharding(sharding.mesh, slot.placement.spec)
-    return sharding
+    if compat.is_tracer(buffer):
+        return arrays(buffer)
+    if not isinstance(buffer, jax.Array):
+        return arrays(np.asarray(buffer))
+    targets = [
+        NamedSharding(buffer.sharding.mesh, slot.placement.spec)
+        if isinstance(buffer.sharding, NamedSharding)
+        else buffer.sharding
+        for slot in group.slots
+    ]
+    if buffer.is_fully_addressable or buffer.is_fully_replicated:
+        return list(jax.device_put(arrays(np.asarray(buffer)), targets))
+    # No host has all of it, so that the devices of all processes take it apart.
+    return list(jax.jit(arrays, out_shardings=targets)(buffer))
 
 
 # Packed models with equal contents share one object, so that calls compare contents by identity.
-_Key: TypeAlias = tuple[Dtype, frozenset[AxisName], bool]
 _known: "weakref.WeakValueDictionary[Hashable, Contents]" = weakref.WeakValueDictionary()
 
 
@@ -538,50 +541,65 @@ def pack(model: PyTree, mesh: AnyMesh, *, state_specs: StateSpecs = None) -> Pac
     check_mesh("pack", mesh)
     if any(map(is_packed, tree_util.tree_leaves(model, is_leaf=is_state_or_packed))):
         raise errors.invalid_argument("pack", "model", model)
-    check_state_specs(state_specs, "state_specs")
-    names = manual_names(mesh, ())
-    flat, unit_def = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
-    wheres = _placements(model, flat, state_specs)
-    packed = _packed_arrays(flat, wheres)
-    check_specs(
-        [(f"the spec of {path}", placement.spec) for path, _, placement in packed], mesh, names
-    )
-    paths, placements = [path for path, _, _ in packed], [placement for _, _, placement in packed]
-    check_shapes(paths, [x for _, x, _ in packed], placements, mesh, "pack")
-    check_valued("pack", [(path, x) for path, x, _ in packed])
-    found: dict[_Key, list[tuple[Slot, Leaf]]] = {}
-    at: list[tuple[PyTreeDef, list[tuple[_Key, int]]] | None] = []
-    rest: list[Leaf] = []
-    for (keys, node), own_wheres in zip(flat, wheres, strict=True):
-        if own_wheres is None:
-            rest.append(node)
-            at.append(None)
+    units = [
+        (path, node, placements if _is_packable(node) else None)
+        for path, node, placements in placed_states(model, "model", state_specs)
+    ]
+    arrays = [
+        (path, x, placement)
+        for path, node, placements in units
+        if placements is not None
+        for x, placement in zip(tree_util.tree_leaves(node), placements, strict=True)
+    ]
+    named = [(path, x) for path, x, _ in arrays]
+    shardings("pack", named, [placement for _, _, placement in arrays], mesh)
+    check_valued("pack", named)
+    check_same_arrays("pack", mesh, named)
+    # The arrays in each buffer, by what they have in common.
+    buffers: dict[Hashable, list[tuple[Slot, Leaf]]] = {}
+    states: list[PackedState | None] = []
+    for path, node, placements in units:
+        if placements is None:
+            states.append(None)
             continue
-        arrays, structure = tree_util.tree_flatten(node)
+        leaves, structure = tree_util.tree_flatten(node)
         places = []
-        for x, placement in zip(arrays, own_wheres, strict=True):
-            kind = jax.dtypes.canonicalize_dtype(x.dtype)
-            key: _Key = kind, placement.axis_names, isinstance(node, ParamState)
-            own = found.setdefault(key, [])
-            start = own[-1][0].start + own[-1][0].size if own else 0
-            part = part_of(np.shape(x), placement, mesh)
-            own.append((Slot(path_str(keys), np.shape(x), placement, start, part), x))
-            places.append((key, len(own) - 1))
-        at.append((structure, places))
-    number = {key: g for g, key in enumerate(found)}
-    groups = []
-    for (common, axes, _), own in found.items():
-        ordered = tuple(name for name in names if name in axes)
-        counts = tuple(mesh.shape[name] for name in ordered)
-        groups.append(Group(common, ordered, counts, tuple(slot for slot, _ in own)))
-    states = tuple(one and (one[0], tuple((number[key], k) for key, k in one[1])) for one in at)
-    contents = Contents(type(model), unit_def, states, tuple(groups), tuple(mesh.shape.items()))
-    contents = known(contents)
-    if isinstance(mesh, Mesh) and mesh.is_multi_process:
-        check_alike("pack", mesh, [array_passed(path, x) for path, x, _ in packed if is_own(x)])
-    arrays_of = [[x for _, x in own] for own in found.values()]
-    buffers = [buffer_of(g, own, mesh) for g, own in zip(contents.groups, arrays_of, strict=True)]
-    return Packed(buffers, rest, contents)
+        for x, placement in zip(leaves, placements, strict=True):
+            dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+            key = dtype, placement.axis_names, isinstance(node, ParamState)
+            inside = buffers.setdefault(key, [])
+            places.append((list(buffers).index(key), len(inside)))
+            shown = path.removeprefix("model").removeprefix(".")
+            inside.append((_slot(shown, np.shape(x), placement, mesh), x))
+        states.append((structure, tuple(places)))
+    groups = tuple(
+        _group(
+            jax.dtypes.canonicalize_dtype(inside[0][1].dtype), [slot for slot, _ in inside], mesh
+        )
+        for inside in buffers.values()
+    )
+    unit_def = tree_util.tree_structure(model, is_leaf=is_state)
+    contents = Contents(type(model), unit_def, tuple(states), groups, tuple(mesh.shape.items()))
+    contents = _known.setdefault(contents, contents)
+    return Packed(
+        [
+            group.buffer([x for _, x in inside], mesh)
+            for group, inside in zip(groups, buffers.values(), strict=True)
+        ],
+        [node for _, node, placements in units if placements is None],
+        contents,
+    )
+
+
+def _slot(path: str, shape: tuple[int, ...], placement: SpecPlacement, mesh: AnyMesh) -> Slot:
+    part = NamedSharding(mesh, placement.spec).shard_shape(shape)
+    return Slot(path, shape, placement, part)
+
+
+def _group(dtype: Dtype, slots: Sequence[Slot], mesh: AnyMesh) -> Group:
+    axes = slots[0].placement.axis_names
+    names = tuple(name for name in mesh.axis_names if name in axes)
+    return Group(dtype, names, tuple(mesh.shape[name] for name in names), tuple(slots))
 
 
 def packed_as(tree: PyTree, like: PyTree) -> PyTree:
@@ -600,16 +618,16 @@ def packed_as(tree: PyTree, like: PyTree) -> PyTree:
 
 
 def _repacked(packed: Packed, new: PyTree, old: PyTree) -> Packed:
-    contents, present, _ = packed._present()
+    contents, buffers, _ = packed._present()
     arrays, rest = contents.arrays(new)
     before, _ = contents.arrays(old)
-    buffers = []
-    for group, buffer, own, then in zip(contents.groups, present, arrays, before, strict=True):
-        if all(map(is_, own, then)):
-            buffers.append(buffer)
-            continue
-        mesh = _mesh_of(buffer)
-        buffers.append(group.buffer(own) if mesh is None else buffer_of(group, own, mesh))
+    pairs = zip(arrays, before, strict=True)
+    same = [all(map(is_, *pair)) for pair in pairs]
+    each = zip(contents.groups, buffers, arrays, same, strict=True)
+    buffers = [
+        buffer if is_same else group.buffer(inside, _mesh_of(buffer))
+        for group, buffer, inside, is_same in each
+    ]
     return Packed.of(buffers, rest, packed._form)
 
 
@@ -619,34 +637,6 @@ def _mesh_of(buffer: Leaf) -> AnyMesh | None:
         return jax.typeof(buffer).sharding.mesh
     sharding = None if compat.is_tracer(buffer) else getattr(buffer, "sharding", None)
     return sharding.mesh if isinstance(sharding, NamedSharding) else None
-
-
-def _placements(
-    model: PyTree, flat: Sequence[tuple[KeyPath, PyTree]], state_specs: StateSpecs
-) -> list[Sequence[SpecPlacement] | None]:
-    """For each unit of the model the placements of its arrays; `None` for a unit that is not packed."""
-    declared = iter(choose_specs(state_specs, [("model", model)], "state_specs"))
-    found: list[Sequence[SpecPlacement] | None] = []
-    for keys, node in flat:
-        chosen = next(declared) if is_state(node) else UNDECLARED
-        if not _is_packable(node):
-            found.append(None)
-            continue
-        spec = node.spec if chosen is UNDECLARED else chosen
-        found.append(own_placements(node, spec, path_str(keys, "model")))
-    return found
-
-
-def _packed_arrays(
-    flat: Sequence[tuple[KeyPath, PyTree]], wheres: Sequence[Sequence[SpecPlacement] | None]
-) -> list[tuple[str, Leaf, SpecPlacement]]:
-    """The arrays that go into buffers, each with its path and placement."""
-    return [
-        (path_str(keys, "model"), x, placement)
-        for (keys, node), own in zip(flat, wheres, strict=True)
-        if own is not None
-        for x, placement in zip(tree_util.tree_leaves(node), own, strict=True)
-    ]
 
 
 def _is_packable(node: PyTree) -> bool:
@@ -659,65 +649,21 @@ def _is_packable(node: PyTree) -> bool:
     )
 
 
-def known(contents: Contents) -> Contents:
-    """The one object for all equal contents."""
-    return _known.setdefault(contents, contents)
-
-
-def part_of(shape: tuple[int, ...], placement: SpecPlacement, mesh: AnyMesh) -> tuple[int, ...]:
-    """The shape of a shard's part of an array."""
-    counts = [math.prod(mesh.shape[name] for name in names) for names in placement.axes]
-    counts += [1] * (len(shape) - len(counts))
-    return tuple(size // count for size, count in zip(shape, counts, strict=True))
-
-
-def buffer_of(group: Group, arrays: Sequence[Leaf], mesh: AnyMesh) -> PyTree:
-    """The buffer of a group, made of whole arrays and laid out on a mesh."""
-    if any(map(compat.is_tracer, arrays)):
-        return _traced_buffer(group, [jnp.asarray(x) for x in arrays], mesh)
-    host = [np.asarray(x) for x in jax.device_get(list(arrays))]
-    if isinstance(mesh, AbstractMesh):
-        starts = (shard * group.size for shard in range(math.prod(group.counts)))
-        return jnp.asarray(np.concatenate([group.gathered(host, start) for start in starts]))
-    placement = NamedSharding(mesh, group.placement.spec)
-    # Shard by shard, so that the host never holds a second copy of everything.
-    indices: Mapping[jax.Device, PyTree] = placement.addressable_devices_indices_map(group.shape)
-    parts = [
-        jax.device_put(group.gathered(host, index[0].start or 0), device)
-        for device, index in indices.items()
-    ]
-    return jax.make_array_from_single_device_arrays(
-        group.shape, placement, parts, dtype=group.dtype
-    )
-
-
-def _traced_buffer(group: Group, arrays: Sequence[Leaf], mesh: AnyMesh) -> PyTree:
-    mesh = mesh_for_traced(mesh, arrays)
-    specs = [slot.placement.spec for slot in group.slots]
-    laid = [
-        traced_onto(x, NamedSharding(mesh, spec), frozenset(mesh.axis_names))
-        for x, spec in zip(arrays, specs, strict=True)
-    ]
-    # Each shard joins its own parts, because JAX does not split or merge dimensions over Explicit axes.
-    return jax.shard_map(group.join, mesh=mesh, in_specs=(specs,), out_specs=group.placement.spec)(
-        laid
-    )
-
-
 def packed_placements(tree: PyTree) -> list[Sequence[SpecPlacement] | None]:
     """For each unit of the unpacked tree the placements with which its arrays are packed.
 
     A unit is a State, or a leaf outside of any State. It is `None` for one that is not packed.
     """
-    found: list[Sequence[SpecPlacement] | None] = []
+    placements: list[Sequence[SpecPlacement] | None] = []
     for node in tree_util.tree_leaves(tree, is_leaf=is_state_or_packed):
         if not isinstance(node, Packed):
-            found.append(None)
+            placements.append(None)
             continue
         contents = node._form.part
         slots = [group.slots for group in contents.groups]
-        found += [one and [slots[g][k].placement for g, k in one[1]] for one in contents.states]
-    return found
+        for state in contents.states:
+            placements.append(state and [slots[g][k].placement for g, k in state[1]])
+    return placements
 
 
 def repack(packed: Packed, model: PyTree, mesh: Mesh) -> Packed:
@@ -726,49 +672,24 @@ def repack(packed: Packed, model: PyTree, mesh: Mesh) -> Packed:
     **Raises:** `SpecError` for placements that do not fit the mesh.
     """
     form = packed._form
-    check_specs(
-        [
-            (f"the spec of {slot.path}", slot.placement.spec)
-            for group in form.contents.groups
-            for slot in group.slots
-        ],
-        mesh,
-        manual_names(mesh, ()),
-    )
-    form = dataclasses.replace(form, contents=known(_for_mesh(form.contents, mesh)))
+    slots = [slot for group in form.contents.groups for slot in group.slots]
+    named = [(f"the spec of {slot.path}", slot.placement.spec) for slot in slots]
+    check_specs(named, mesh, manual_names(mesh, ()))
+
+    def on_mesh(slot: Slot) -> Slot:
+        shape = slot.shape
+        if slot.placement.axis is not None:
+            # The first axis has an entry for each shard.
+            shape = (math.prod(mesh.shape[name] for name in slot.placement.axes[0]), *shape[1:])
+        return _slot(slot.path, shape, slot.placement, mesh)
+
+    old = form.contents
+    groups = tuple(_group(x.dtype, [*map(on_mesh, x.slots)], mesh) for x in old.groups)
+    contents = dataclasses.replace(old, groups=groups, sizes=tuple(mesh.shape.items()))
+    form = dataclasses.replace(form, contents=_known.setdefault(contents, contents))
     arrays, rest = form.part.arrays(model)
     pairs = zip(form.part.groups, arrays, strict=True)
-    return Packed.of([buffer_of(group, own, mesh) for group, own in pairs], rest, form)
-
-
-def _for_mesh(contents: Contents, mesh: Mesh) -> Contents:
-    groups = tuple(_group_for(group, mesh) for group in contents.groups)
-    return dataclasses.replace(contents, groups=groups, sizes=tuple(mesh.shape.items()))
-
-
-def _group_for(group: Group, mesh: Mesh) -> Group:
-    names = tuple(name for name in mesh.axis_names if name in group.names)
-    slots, start = [], 0
-    for old in group.slots:
-        shape = old.shape
-        if old.placement.axis is not None:
-            # The first axis has an entry for each shard.
-            shape = (math.prod(mesh.shape[name] for name in old.placement.axes[0]), *shape[1:])
-        slot = dataclasses.replace(
-            old, shape=shape, start=start, part=part_of(shape, old.placement, mesh)
-        )
-        slots.append(slot)
-        start += slot.size
-    counts = tuple(mesh.shape[name] for name in names)
-    return Group(group.dtype, names, counts, tuple(slots))
-
-
-def _other_buffer(paths: Sequence[str], buffer: object, shape: tuple[int, ...]) -> StructureError:
-    return StructureError(
-        f"Packed: the buffer with {first_paths(paths)} is {describe(buffer)}, but was packed with shape "
-        f"{shape}, in which the states have their positions. Change shapes in the model, and pack the model "
-        "anew."
-    )
+    return Packed.of([group.buffer(inside, mesh) for group, inside in pairs], rest, form)
 
 
 def _fixed_packed(attribute: str) -> AttributeError:

@@ -3,9 +3,8 @@
 import dataclasses
 import math
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from operator import call, is_, itemgetter
 from typing import Any, TypeAlias
@@ -16,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from .._base import _errors as errors
 from .._base._errors import (
-    ShapeMismatch,
+    RankMismatch,
     SpecError,
     _rank_item,
     error_listing,
@@ -26,7 +25,7 @@ from .._base._errors import (
 )
 from .._base._specs import Placement, canonical, only, spec_axes
 from .._base._trees import describe
-from .._base._types import Axes, AxisName, Leaf, flat_names
+from .._base._types import Axes, AxisName, Leaf
 from .._jax import _compat as compat
 from .._jax import _explicit as explicit
 
@@ -68,40 +67,60 @@ class Input:
 
 
 def check_shapes(
-    paths: Sequence[str],
-    leaves: Sequence[Leaf],
+    what: str,
+    named: Sequence[tuple[str, Leaf]],
     placements: Sequence[Placement],
     mesh: Mesh | AbstractMesh,
-    what: str,
 ) -> None:
     """Refuse arrays whose rank or sizes do not fit their specs.
 
-    `what` says in the error what they were given to.
+    **Arguments:**
+
+    - `what`: what they were given to, for the error.
+    - `named`: the arrays, each with its path.
 
     **Raises:** `SpecError` listing every such array with the arithmetic.
     """
-    bad: list[errors.ShapeMismatch] = []
-    for path, leaf, placement in zip(paths, leaves, placements, strict=True):
-        if not placement.axes:
+    items: list[str] = []
+    for (path, x), placement in zip(named, placements, strict=True):
+        if placement.axes:
+            items += _misfits(path, x, placement, mesh)
+    if items:
+        raise error_listing(
+            SpecError,
+            f"{what}: arrays do not fit their specs on {mesh_str(mesh)}",
+            items,
+            "Pad the array, choose another spec, or write P() to replicate it.",
+        )
+
+
+def _misfits(path: str, x: Leaf, placement: Placement, mesh: Mesh | AbstractMesh) -> Iterator[str]:
+    """What does not fit of an array: its rank, or the sizes of axes."""
+    shape, spec, per_shard = np.shape(x), placement.written, placement.axis is not None
+    if len(placement.axes) > len(shape):
+        yield (
+            f"{path}: {describe(x)} with spec {spec_str(spec)} (PerShard) is a scalar; it needs a leading "
+            "axis with one entry per shard"
+            if per_shard
+            else _rank_item(RankMismatch(path, x, spec))
+        )
+        return
+    for dim, names in enumerate(placement.axes):
+        sizes = [mesh.shape[name] for name in names if name in mesh.shape]
+        parts, size = math.prod(sizes), shape[dim]
+        if size == parts if placement.axis == dim else size % parts == 0:
             continue
-        shape = np.shape(leaf)
-        if len(placement.axes) > len(shape):
-            bad.append(
-                errors.ShapeMismatch(
-                    path, leaf, placement.written, None, placement.axis is not None
-                )
+        shown = f"{path}: {describe(x)} with spec {spec_str(spec)}"
+        product = " * ".join(map(str, sizes)) + (f" = {parts}" if len(sizes) > 1 else "")
+        if per_shard:
+            yield (
+                f"{shown} (PerShard): axis {dim} has size {size}, but needs one entry per shard, {product}"
             )
-            continue
-        for dim, names in enumerate(placement.axes):
-            parts = math.prod(mesh.shape[n] for n in names if n in mesh.shape)
-            misfits = shape[dim] != parts if placement.axis == dim else shape[dim] % parts
-            if misfits:
-                found = errors.ShapeMismatch(
-                    path, leaf, placement.written, dim, placement.axis is not None
-                )
-                bad.append(found)
-    if bad:
-        raise _shapes(what, bad, mesh)
+        else:
+            yield (
+                f"{shown}: axis {dim} has size {size}, not divisible by {quoted(names)} of size {product} "
+                f"({size} % {parts} = {size % parts})"
+            )
 
 
 def is_laid_out(x: jax.Array, target: NamedSharding, names: Axes) -> bool:
@@ -187,19 +206,23 @@ def is_own(x: Leaf) -> bool:
     return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
-def check_concrete(what: str, paths: Sequence[str], arrays: Sequence[Leaf]) -> None:
+def check_concrete(what: str, named: Sequence[tuple[str, Any]]) -> None:
     """Refuse arrays that cannot be moved: traced ones, those given up, and shapes without values."""
-    found = list(zip(paths, arrays, strict=True))
-    if traced := [path for path, x in found if compat.is_tracer(x)]:
+    if traced := [path for path, x in named if compat.is_tracer(x)]:
         raise errors.place_traced(what, traced)
-    check_valued(what, found)
+    check_valued(what, named)
 
 
-def check_valued(what: str, found: Sequence[tuple[str, Any]]) -> None:
+def check_valued(what: str, named: Sequence[tuple[str, Any]]) -> None:
     """Refuse what has a shape and no value."""
-    if bare := [path for path, x in found if isinstance(x, jax.ShapeDtypeStruct)]:
-        raise _shapes_given(what, bare)
-    if gone := [path for path, x in found if is_deleted(x)]:
+    if bare := [path for path, x in named if isinstance(x, jax.ShapeDtypeStruct)]:
+        raise error_listing(
+            TypeError,
+            f"{what}: these arguments are shapes without values (jax.ShapeDtypeStruct)",
+            bare,
+            "Pass arrays. For shapes there are `mapped.lower(...)` and `jax.eval_shape(mapped, ...)`.",
+        )
+    if gone := [path for path, x in named if is_deleted(x)]:
         raise errors.deleted(what, gone)
 
 
@@ -235,23 +258,19 @@ def _may_share(x: jax.Array, target: Sharding) -> bool:
     return x.sharding.shard_shape(x.shape) == target.shard_shape(x.shape)
 
 
-# The entry that stands for an array that no program made.
-_NOBODY: tuple[Any, int] = (lambda: None, 0)
-
 Refs: TypeAlias = Sequence[Callable[[], Any]]
 
 
 class Made:
-    """The arrays that programs have made, each with a serial number. No two of them share memory.
+    """The arrays that programs have made, each with the serial number of its run. No two share memory.
 
-    They are known as long as somebody else holds them.
+    They are known as long as somebody else holds them. Other threads may add some meanwhile: what is lost
+    then is taken for an array that no program made, whose memory is looked up.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[Any, int]] = {}
-        # What has no entries yet. Most of it dies before anyone asks.
-        self._new: deque[tuple[Refs, int]] = deque()
-        self._most = 1024
+        self._runs: list[tuple[Refs, int]] = []
+        self._most = 32
         self.number = 0
 
     def add(self, arrays: Sequence[Leaf]) -> tuple[Refs, int]:
@@ -260,33 +279,24 @@ class Made:
         **Returns:** references to them, and their number.
         """
         self.number += 1
-        added: tuple[Refs, int] = list(map(weakref.ref, arrays)), self.number
-        self._new.append(added)
-        if len(self._new) > 32:
-            self._enter()
-        return added
+        run: tuple[Refs, int] = list(map(weakref.ref, arrays)), self.number
+        self._runs.append(run)
+        if len(self._runs) > self._most:
+            self._forget()
+        return run
 
-    def _enter(self) -> None:
-        # Other threads do the same meanwhile. What one of them misses it takes for an array that no program
-        # made, whose memory is looked up.
-        with suppress(IndexError):
-            while self._new:
-                refs, number = self._new.popleft()
-                alive = [(ref, x) for ref in refs if (x := ref()) is not None]
-                self._entries.update((id(x), (ref, number)) for ref, x in alive)
-        if len(self._entries) > self._most:
-            # Most of them have died, or there are that many.
-            for key, (ref, _) in list(self._entries.items()):
-                if ref() is None:
-                    self._entries.pop(key, None)
-            self._most = max(1024, 2 * len(self._entries))
+    def _forget(self) -> None:
+        """Forget what has died."""
+        alive = [([ref for ref in refs if ref() is not None], n) for refs, n in self._runs]
+        self._runs = [run for run in alive if run[0]]
+        self._most = max(32, 2 * len(self._runs))
 
     def numbers(self, arrays: Sequence[Leaf]) -> list[int]:
         """The serial number of each array; 0 for one that no program made."""
-        self._enter()
-        entries = self._entries
-        found = [entries.get(id(x), _NOBODY) for x in arrays]
-        return [number if ref() is x else 0 for (ref, number), x in zip(found, arrays, strict=True)]
+        self._forget()
+        # Only the living have an identity of their own.
+        numbers = {id(ref()): number for refs, number in self._runs for ref in refs}
+        return [numbers.get(id(x), 0) for x in arrays]
 
 
 MADE = Made()
@@ -331,8 +341,8 @@ class Spared:
         shared = {k for k, parts in lies.items() if any(times[part] > 1 for part in parts)}
         if shared:
             return [copied(x) if k in shared & self.donated else x for k, x in enumerate(arrays)]
-        own = zip(self.compared, compared, MADE.numbers(compared), strict=True)
-        left = [weakref.ref(x) for k, x, n in own if not n and k not in self.donated]
+        each = zip(self.compared, compared, MADE.numbers(compared), strict=True)
+        left = [weakref.ref(x) for k, x, n in each if not n and k not in self.donated]
         self._apart = left, MADE.number
         return arrays
 
@@ -341,11 +351,11 @@ class Spared:
 
         It says nothing that `_known` would not say, and says it in one pass in C.
         """
-        order, (made, number), (left, before) = self._order, self._made, self._apart
+        order, (outputs, number), (left, before) = self._order, self._made, self._apart
         if order is None or number <= before:
             return False
         try:
-            expected = order([*made, *left])
+            expected = order([*outputs, *left])
         except IndexError:  # Another thread has put in fewer meanwhile.
             return False
         return all(map(is_, map(call, expected), compared))
@@ -361,23 +371,19 @@ class Spared:
         numbers = MADE.numbers(compared)
         others = [x for x, n in zip(compared, numbers, strict=True) if not n]
         left, before = self._apart
-        if others:
-            if len(others) != len(left) or any(0 < n <= before for n in numbers):
-                return False
-            if not all(ref() is x for ref, x in zip(left, others, strict=True)):
-                return False
-        self._learn(compared, others, numbers)
+        if others and (
+            len(others) != len(left)
+            or any(0 < n <= before for n in numbers)
+            or not all(ref() is x for ref, x in zip(left, others, strict=True))
+        ):
+            return False
+        outputs, number = self._made
+        if set(numbers) <= {0, number}:
+            # The next call, if it takes the like, asks in the quickest way.
+            known = [*(ref() for ref in outputs), *others]
+            place = {id(x): k for k, x in enumerate(known) if x is not None}
+            self._order = itemgetter(*[place[id(x)] for x in compared])
         return True
-
-    def _learn(
-        self, compared: Sequence[Leaf], others: Sequence[Leaf], numbers: Sequence[int]
-    ) -> None:
-        made, number = self._made
-        if not set(numbers) <= {0, number}:
-            return
-        known = [*(ref() for ref in made), *others]
-        place = {id(x): k for k, x in enumerate(known) if x is not None}
-        self._order = itemgetter(*[place[id(x)] for x in compared])
 
     def keep(self, outputs: Sequence[Leaf]) -> None:
         """Remember what the program has made."""
@@ -391,42 +397,4 @@ def memory(x: Leaf) -> frozenset[tuple[Any, int]]:
         return frozenset()
     return frozenset(
         (part.device, part.data.unsafe_buffer_pointer()) for part in x.addressable_shards
-    )
-
-
-def _shapes_given(name: str, paths: Sequence[str]) -> TypeError:
-    return error_listing(
-        TypeError,
-        f"{name}: these arguments are shapes without values (jax.ShapeDtypeStruct)",
-        paths,
-        "Pass arrays. For shapes there are `mapped.lower(...)` and `jax.eval_shape(mapped, ...)`.",
-    )
-
-
-def _shapes(what: str, bad: Sequence[ShapeMismatch], mesh: Mesh | AbstractMesh) -> SpecError:
-    return error_listing(
-        SpecError,
-        f"{what}: arrays do not fit their specs on {mesh_str(mesh)}",
-        [_shape_item(one, mesh) for one in bad],
-        "Pad the array, choose another spec, or write P() to replicate it.",
-    )
-
-
-def _shape_item(one: ShapeMismatch, mesh: Mesh | AbstractMesh) -> str:
-    shown = f"{one.path}: {describe(one.value)} with spec {spec_str(one.spec)}"
-    if one.dim is None:
-        if one.per_shard:
-            return (
-                f"{shown} (PerShard) is a scalar; it needs a leading axis with one entry per shard"
-            )
-        return _rank_item(one)
-    size, names = np.shape(one.value)[one.dim], flat_names(one.spec.partitions[one.dim])
-    sizes = [mesh.shape[name] for name in names if name in mesh.shape]
-    parts = int(np.prod(sizes, dtype=int))
-    product = " * ".join(map(str, sizes)) + (f" = {parts}" if len(sizes) > 1 else "")
-    if one.per_shard:
-        return f"{shown} (PerShard): axis {one.dim} has size {size}, but needs one entry per shard, {product}"
-    return (
-        f"{shown}: axis {one.dim} has size {size}, not divisible by {quoted(names)} of size {product} "
-        f"({size} % {parts} = {size % parts})"
     )

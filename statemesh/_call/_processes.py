@@ -1,94 +1,27 @@
 """Step 2 with several processes: each has a part of every array on its own devices."""
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from .._base._errors import BatchAxisError, counted, error_listing
 from .._base._specs import Placement
 from .._base._trees import describe
 from .._base._types import AxisName, Leaf
-from .._state._values import strong
-from ._agreement import (
-    Passed,
-    Traced,
-    array_passed,
-    check_alike,
-    check_placements,
-    static_passed,
-    traced_alike,
-)
+from ._agreement import Passed, array_passed
 from ._arguments import Call
 from ._lanes import FixedMeshLayout, fits
-from ._layout import MeshLayout
-from ._placement import Input, apart, is_own, onto
+from ._placement import Input, is_own
 
 
 def own_devices(devices: Sequence[jax.Device]) -> list[jax.Device]:
     """Those of this process."""
     mine = jax.process_index(devices[0].platform) if devices else 0
     return [device for device in devices if device.process_index == mine]
-
-
-def spans_processes(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether other processes have devices of the mesh."""
-    return isinstance(mesh, Mesh) and bool(mesh.is_multi_process)
-
-
-class SpreadLayout(MeshLayout):
-    """A `MeshLayout` on the devices of several processes.
-
-    Every process passes the same arrays, which is checked of those that have to be moved.
-    """
-
-    mesh: Mesh
-
-    def agree(self, given: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
-        # NumPy arrays are compared with the others when they are moved.
-        fresh = sorted(self.fresh.difference(self.hosted))
-        numbers = [static_passed(self.inputs[k].path, given[k]) for k in fresh]
-        check_alike(self.fun_name, self.mesh, [*passed(), *numbers])
-        check_placements(self.fun_name, self.mesh, self.inputs)
-
-    def traced_alike(self, trace: Callable[[], Traced]) -> Traced:
-        return traced_alike(self.fun_name, self.mesh, trace)
-
-    def _moved(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
-        self.check_alive(given)
-        mine = [k for k in sorted([*self.hosted, *self.on_device]) if is_own(given[k])]
-        if mine:
-            self._check_alike([(k, given[k]) for k in mine])
-            self.check(given)
-            given = list(given)
-            for k in mine:
-                x = given[k]
-                if self.inputs[k].strong and k not in self.hosted:
-                    x = strong(x)
-                target = self.targets[k]
-                given[k] = onto(apart(x, target) if self.donating else x, target)
-        return super()._moved(given)
-
-    def traced(self, given: Sequence[Leaf], recorded: bool) -> list[Leaf]:
-        if not recorded:
-            pairs = zip(given, self.targets, strict=True)
-            self._check_alike(
-                [(k, x) for k, (x, t) in enumerate(pairs) if t is not None and is_own(x)]
-            )
-        return super().traced(given, recorded)
-
-    def _traced(self, x: Leaf, target: NamedSharding, recorded: bool) -> Any:
-        if not recorded and is_own(x):
-            return onto(x, target)
-        return super()._traced(x, target, recorded)
-
-    def _check_alike(self, mine: Sequence[tuple[int, Any]]) -> None:
-        if mine:
-            passed = [array_passed(self.inputs[k].path, x) for k, x in mine]
-            check_alike(self.fun_name, self.mesh, passed)
 
 
 class _OwnLayout(FixedMeshLayout):
@@ -128,29 +61,23 @@ class LanesOfProcesses(FixedMeshLayout):
         super().__init__(fun_name, mesh, axis_names, inputs, donating)
         self.own = _OwnLayout(fun_name, own, axis_names, inputs, donating)
         self.sizes = mesh.size, own.size
-        self.whole = mesh
 
     def concrete(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         ready, shown = self.own.concrete(given)
         # An array that is passed twice must stay one array.
-        made: dict[tuple[int, Placement], Any] = {}
-        keys = [(id(x), one.placement) for x, one in zip(ready, self.inputs, strict=True)]
+        whole: dict[tuple[int, Placement], Any] = {}
+        keys = [(id(x), leaf.placement) for x, leaf in zip(ready, self.inputs, strict=True)]
         for key, x, target in zip(keys, ready, self.targets, strict=True):
-            if key not in made:
-                made[key] = x if target is None else self._whole(x, key[1], target)
-        return [made[key] for key in keys], shown
+            if key not in whole:
+                whole[key] = x if target is None else self._whole(x, key[1], target)
+        return [whole[key] for key in keys], shown
 
-    def agree(self, given: Sequence[Leaf], passed: Callable[[], list[Passed]]) -> None:
-        shared = [
-            array_passed(one.path, x)
-            for one, x in zip(self.inputs, given, strict=True)
-            if one.placement.axis is None and hasattr(x, "dtype") and is_own(x)
+    def _passed_alike(self, given: Sequence[Leaf]) -> list[Passed]:
+        return [
+            array_passed(leaf.path, x)
+            for leaf, x in zip(self.inputs, given, strict=True)
+            if leaf.placement.axis is None and hasattr(x, "dtype") and is_own(x)
         ]
-        check_alike(self.fun_name, self.whole, [*passed(), *shared])
-        check_placements(self.fun_name, self.whole, self.inputs)
-
-    def traced_alike(self, trace: Callable[[], Traced]) -> Traced:
-        return traced_alike(self.fun_name, self.whole, trace)
 
     def check_alive(self, given: Sequence[Leaf]) -> None:
         self.own.check_alive(given)
@@ -161,7 +88,11 @@ class LanesOfProcesses(FixedMeshLayout):
         return self.own.returned(given, shown, forwarded)
 
     def traced(self, given: Sequence[Leaf], recorded: bool) -> list[Leaf]:
-        raise _processes_traced(self.fun_name)
+        raise BatchAxisError(
+            f"{self.fun_name}: pmap2 over the devices of several processes cannot be traced, as by jit, "
+            "grad, vmap or scan around it. It takes and gives this process's lanes, which exist only while "
+            "it runs. Call it outside of them, and transform the function that it maps; or use shard_map."
+        )
 
     def abstract(self, given: Sequence[Leaf]) -> list[Leaf]:
         parts = self.own.abstract(given)
@@ -170,9 +101,9 @@ class LanesOfProcesses(FixedMeshLayout):
             x
             if target is None
             else jax.ShapeDtypeStruct(
-                _resized(x.shape, one.placement, here, lanes), x.dtype, sharding=target
+                _resized(x.shape, leaf.placement, here, lanes), x.dtype, sharding=target
             )
-            for x, one, target in zip(parts, self.inputs, self.targets, strict=True)
+            for x, leaf, target in zip(parts, self.inputs, self.targets, strict=True)
         ]
 
     def _whole(self, x: jax.Array, placement: Placement, target: NamedSharding) -> jax.Array:
@@ -222,16 +153,19 @@ def _rewrapped(x: jax.Array, shape: tuple[int, ...], target: NamedSharding) -> j
     return jax.make_array_from_single_device_arrays(shape, target, parts)
 
 
-def as_shapes(given: Any) -> tuple[tuple[int, ...] | None, ...] | None:
+def as_shapes(shapes: Any) -> tuple[tuple[int, ...] | None, ...] | None:
     """`global_arg_shapes`, as users write them, in their one form."""
-    if given is None:
+    if shapes is None:
         return None
     try:
         return tuple(
-            None if shape is None else tuple(map(operator.index, shape)) for shape in given
+            None if shape is None else tuple(map(operator.index, shape)) for shape in shapes
         )
     except TypeError:
-        raise _not_shapes(given) from None
+        raise TypeError(
+            f"global_arg_shapes={shapes!r} is not a shape (a tuple of ints) or None for each positional "
+            "argument."
+        ) from None
 
 
 def check_global_shapes(
@@ -250,7 +184,11 @@ def check_global_shapes(
     - `lanes`: how many there are in all processes.
     """
     if len(shapes) != len(call.args):
-        raise _global_shapes_count(name, len(shapes), len(call.args))
+        raise BatchAxisError(
+            f"{name} was called with {counted(len(call.args), 'positional argument')}, but "
+            f"global_arg_shapes has {counted(len(shapes), 'entry', 'entries')}. It has one for each positional "
+            "argument: its global shape, or None."
+        )
     bad: list[tuple[str, Any, tuple[int, ...], tuple[int, ...]]] = []
     for i, (shape, value) in enumerate(zip(shapes, call.args, strict=True)):
         if shape is None:
@@ -264,7 +202,18 @@ def check_global_shapes(
                 continue
         bad.append((call.names[i], value, shape, part))
     if bad:
-        raise _global_shape(name, bad)
+        items = [
+            f"{path}: {describe(x)} here, but global_arg_shapes has {given}, of which this process's part is "
+            f"{part}"
+            for path, x, given, part in bad
+        ]
+        mend = (
+            "A global shape is that of one array, with the lanes of all processes on the mapped axis; give "
+            "None for any other argument."
+        )
+        raise error_listing(
+            BatchAxisError, f"{name}: arguments do not fit global_arg_shapes", items, mend
+        )
 
 
 def _own_part(
@@ -279,42 +228,3 @@ def _own_part(
     if rest and whole[at] > lanes:
         share += 1
     return (*whole[:at], share, *whole[at + 1 :])
-
-
-def _not_shapes(given: object) -> TypeError:
-    return TypeError(
-        f"global_arg_shapes={given!r} is not a shape (a tuple of ints) or None for each positional argument."
-    )
-
-
-def _global_shapes_count(name: str, entries: int, args: int) -> BatchAxisError:
-    return BatchAxisError(
-        f"{name} was called with {counted(args, 'positional argument')}, but global_arg_shapes has "
-        f"{counted(entries, 'entry', 'entries')}. It has one for each positional argument: its global shape, "
-        "or None."
-    )
-
-
-def _global_shape(
-    name: str, bad: Sequence[tuple[str, object, tuple[int, ...], tuple[int, ...]]]
-) -> BatchAxisError:
-    items = [
-        f"{path}: {describe(x)} here, but global_arg_shapes has {given}, of which this process's part is "
-        f"{part}"
-        for path, x, given, part in bad
-    ]
-    mend = (
-        "A global shape is that of one array, with the lanes of all processes on the mapped axis; give None "
-        "for any other argument."
-    )
-    return error_listing(
-        BatchAxisError, f"{name}: arguments do not fit global_arg_shapes", items, mend
-    )
-
-
-def _processes_traced(name: str) -> BatchAxisError:
-    return BatchAxisError(
-        f"{name}: pmap2 over the devices of several processes cannot be traced, as by jit, grad, vmap or "
-        "scan around it. It takes and gives this process's lanes, which exist only while it runs. Call it "
-        "outside of them, and transform the function that it maps; or use shard_map."
-    )

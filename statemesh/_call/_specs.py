@@ -32,48 +32,39 @@ from .._state._filters import OfType, first_matches, to_predicate
 from .._state._state import State
 
 
-def _prefix_mismatch(bad: Sequence[tuple[str, object, str, object]]) -> SpecError:
-    return error_listing(
-        SpecError,
-        "specs must be a tree prefix of what they place",
-        _prefix_items(bad, "placed by `state_in_specs`, `state_out_specs` or their own `spec`"),
-        "One spec stands for a whole subtree: P() or P('axis') in its place fits anything.",
-    )
-
-
-def _axes_prefix_mismatch(bad: Sequence[tuple[str, object, str, object]]) -> BatchAxisError:
-    return error_listing(
-        BatchAxisError,
-        "axes must be a tree prefix of what they map",
-        _prefix_items(bad, "mapped by `state_in_axes` and `state_out_axes`"),
-        "One axis stands for a whole subtree: 0 or None in its place fits anything.",
-    )
-
-
-def _prefix_items(bad: Sequence[tuple[str, object, str, object]], how: str) -> list[str]:
-    return [
-        f"{what} = {prefix!r} reaches into the State {root}; States are {how}"
-        if is_state(tree)
-        else f"{what} is {node_str(prefix)}, but {root} is {node_str(tree)}"
-        for what, prefix, root, tree in bad
-    ]
-
-
-Mismatch: TypeAlias = tuple[str, PyTree, str, PyTree]
-"""What messages call a node of a prefix tree, that node, and the same of the tree that it does not fit."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Entries:
-    """A kind of leaf of prefix trees, and the errors for another leaf and for a prefix that does not fit."""
+    """A kind of leaf of prefix trees, and the errors for another leaf and for a prefix that does not fit.
+
+    **Attributes:**
+
+    - `head`, `for_states`, `mend`: the words of the latter error.
+    """
 
     is_entry: Callable[[object], bool]
     not_one: Callable[[str, object], Exception]
-    mismatch: Callable[[list[Mismatch]], Exception]
+    error: type[Exception]
+    head: str
+    for_states: str
+    mend: str
 
 
-SPECS = Entries(is_spec, errors.not_a_spec, _prefix_mismatch)
-AXES = Entries(is_axis, errors.not_an_axis, _axes_prefix_mismatch)
+SPECS = Entries(
+    is_spec,
+    errors.not_a_spec,
+    SpecError,
+    "specs must be a tree prefix of what they place",
+    "placed by `state_in_specs`, `state_out_specs` or their own `spec`",
+    "One spec stands for a whole subtree: P() or P('axis') in its place fits anything.",
+)
+AXES = Entries(
+    is_axis,
+    errors.not_an_axis,
+    BatchAxisError,
+    "axes must be a tree prefix of what they map",
+    "mapped by `state_in_axes` and `state_out_axes`",
+    "One axis stands for a whole subtree: 0 or None in its place fits anything.",
+)
 
 
 def broadcast_prefix(
@@ -90,28 +81,32 @@ def broadcast_prefix(
     **Raises:** the error of `entries` that lists every place where `prefix` is no prefix.
     """
     # Not `jax.tree.broadcast`: it rebuilds the nodes of `tree` with other leaves, which some classes refuse.
-    found, structure = tree_util.tree_flatten(
+    leaves, structure = tree_util.tree_flatten(
         prefix, is_leaf=lambda node: is_state(node) or entries.is_entry(node)
     )
-    if all(map(entries.is_entry, found)):
+    if all(map(entries.is_entry, leaves)):
         with contextlib.suppress(ValueError):
-            pairs = zip(found, structure.flatten_up_to(tree), strict=True)
+            pairs = zip(leaves, structure.flatten_up_to(tree), strict=True)
             return [e for e, part in pairs for _ in tree_util.tree_leaves(part, is_leaf=is_state)]
-    raise entries.mismatch(list(_mismatches(entries, prefix, tree, what, root)))
+    items = list(_mismatches(entries, prefix, tree, what, root))
+    raise error_listing(entries.error, entries.head, items, entries.mend)
 
 
 def _mismatches(
     entries: Entries, prefix: PyTree, tree: PyTree, what: str, root: str
-) -> Iterator[Mismatch]:
-    """The places where `prefix` is no prefix of `tree`."""
+) -> Iterator[str]:
+    """The places where `prefix` is no prefix of `tree`, in words."""
     if entries.is_entry(prefix):
         return
     if tree_util.all_leaves([prefix]):
         raise entries.not_one(what, prefix)
+    if is_state(tree):
+        yield f"{what} = {prefix!r} reaches into the State {root}; States are {entries.for_states}"
+        return
     kids, node = _one_level(prefix)
     tree_kids, tree_node = _one_level(tree)
-    if is_state(tree) or node != tree_node:
-        yield what, prefix, root, tree
+    if node != tree_node:
+        yield f"{what} is {node_str(prefix)}, but {root} is {node_str(tree)}"
         return
     for (key, kid), (tree_key, tree_kid) in zip(kids, tree_kids, strict=True):
         yield from _mismatches(
@@ -182,13 +177,8 @@ def placement(spec: PartitionSpec | PerShard | None) -> SpecPlacement:
 def own_placements(state: State, spec: SpecTree, path: str) -> list[SpecPlacement]:
     """One placement for each leaf of a state's value, from a spec or a prefix tree of specs."""
     specs = broadcast_specs(spec, state.value, f"the spec of {path}", f"{path}.value")
-    return [_for_kind(state, one) for one in specs]
-
-
-def _for_kind(state: State, spec: SpecTree) -> SpecPlacement:
-    if state.always_replicated and not isinstance(spec, PerShard):
-        return REPLICATED
-    return placement(spec)
+    whole = state.always_replicated
+    return [REPLICATED if whole and not isinstance(x, PerShard) else placement(x) for x in specs]
 
 
 class OfStates:
@@ -199,12 +189,17 @@ class OfStates:
         self._of_arrays: set[tuple[str, int]] = set()
 
     def state(
-        self, placement: str, spec: SpecTree, path: str, state: State, own: Sequence[Placement]
+        self,
+        placement: str,
+        spec: SpecTree,
+        path: str,
+        state: State,
+        placements: Sequence[Placement],
     ) -> None:
         """A state for which `spec` stands, and where it goes."""
         if isinstance(spec, PartitionSpec) and mentioned(spec):
             known = self._states.setdefault((placement, id(spec)), [])
-            if any(one.spec != canonical(spec) for one in own):
+            if any(x.spec != canonical(spec) for x in placements):
                 known.append((placement, spec, path, state))
 
     def array(self, placement: str, spec: SpecTree) -> None:
@@ -212,12 +207,8 @@ class OfStates:
         self._of_arrays.add((placement, id(spec)))
 
     def bad(self) -> list[tuple[str, PartitionSpec, str, State]]:
-        return [
-            one
-            for key, states in self._states.items()
-            if key not in self._of_arrays
-            for one in states
-        ]
+        bad = [states for key, states in self._states.items() if key not in self._of_arrays]
+        return [state for states in bad for state in states]
 
 
 def check_state_specs(state_specs: StateSpecs, what: str) -> None:
@@ -226,9 +217,9 @@ def check_state_specs(state_specs: StateSpecs, what: str) -> None:
         kind = filter.type if isinstance(filter, OfType) else filter
         to_predicate(filter)
         if isinstance(kind, type) and getattr(kind, "always_replicated", False):
-            for one in jax.tree_util.tree_leaves(spec, is_leaf=is_spec):
-                if isinstance(one, PartitionSpec) and mentioned(one):
-                    raise errors.always_replicated(f"{kind.__name__} in {what}", one)
+            for leaf in jax.tree_util.tree_leaves(spec, is_leaf=is_spec):
+                if isinstance(leaf, PartitionSpec) and mentioned(leaf):
+                    raise errors.always_replicated(f"{kind.__name__} in {what}", leaf)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -251,21 +242,16 @@ def choose_specs(
 
 def choices(state_specs: StateSpecs, roots: Sequence[tuple[str, Any]], what: str) -> list[Choice]:
     """The same, with the entry that each spec is from."""
-    listed = [
-        state
-        for _, tree in roots
-        for state in jax.tree_util.tree_leaves(tree, is_leaf=is_state)
-        if is_state(state)
-    ]
     if isinstance(state_specs, Mapping):
         entries = [Choice(spec, f"{what}[{filter_str(f)}]") for f, spec in state_specs.items()]
-        hits = [hit for found in first_matches([*state_specs], roots, what) for hit in found]
+        matches = first_matches([*state_specs], roots, what)
+        hits = [hit for of_root in matches for hit in of_root]
         return [UNMENTIONED if hit is None else entries[hit] for hit in hits]
-    if state_specs is None:
-        return [UNMENTIONED] * len(listed)
+    nodes = jax.tree_util.tree_leaves([tree for _, tree in roots], is_leaf=is_state)
+    states = [node for node in nodes if is_state(node)]
     # One spec for all states means arrays that can be sharded, not keys.
-    bare = Choice(state_specs, what)
-    return [UNMENTIONED if state.always_replicated else bare for state in listed]
+    bare = UNMENTIONED if state_specs is None else Choice(state_specs, what)
+    return [UNMENTIONED if state.always_replicated else bare for state in states]
 
 
 class _Undeclared:

@@ -15,8 +15,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from .._base._types import PyTree, Size
-from . import _errors as errors
 from . import _files as files
+from ._files import CheckpointError
 from ._save_and_load import contents, load
 
 
@@ -55,7 +55,10 @@ class Checkpoints:
     def __init__(self, folder: str | os.PathLike[str], keep: Size | None = None) -> None:
         whole = _whole_number(keep)
         if keep is not None and (whole is None or whole < 1):
-            raise errors.bad_keep(keep)
+            raise CheckpointError(
+                f"Checkpoints: keep is {keep!r}, but must be a whole number of at least 1. Leave it out to "
+                "keep all steps."
+            )
         self._folder = files.folder_path("Checkpoints", folder)
         self._keep = whole
         self._writer: _Writer | None = None
@@ -82,17 +85,16 @@ class Checkpoints:
         self.wait()
         latest = self.latest
         if latest is not None and number <= latest:
-            raise errors.step_exists(self._folder, number, latest)
+            raise CheckpointError(
+                f"Checkpoints.save: step {number} in {self._folder} is not later than step {latest}, the "
+                "newest there. Go on counting from `latest`, or give another folder."
+            )
         arrays, record = contents("Checkpoints.save", tree)
         record["step"] = number
-        try:
+        with files.writing(f"step {number}"):
             if self._writer is None:
                 self._writer = _Writer(self._folder, self._keep)
             self._writer.save(number, files.to_save(arrays, record))
-        except errors.CheckpointError:
-            raise
-        except (OSError, ValueError) as reason:
-            raise errors.not_written(f"step {number}", reason) from reason
 
     def load(
         self,
@@ -120,14 +122,24 @@ class Checkpoints:
             steps = files.steps_in(self._folder)
             chosen = max(steps, default=None) if number is None else number
             if chosen is None or chosen not in steps:
-                raise errors.no_step(self._folder, number, steps)
+                wanted = "no step" if number is None else f"no step {number}"
+                there = (
+                    f"There are: {', '.join(map(str, steps))}."
+                    if steps
+                    else "Nothing was saved there yet."
+                )
+                raise CheckpointError(f"Checkpoints.load: {self._folder} holds {wanted}. {there}")
             folder = self._folder / str(chosen)
             try:
                 saved_as = files.read_record(folder).get("step", chosen)
                 if saved_as != chosen:
-                    raise errors.renamed_step(folder, saved_as)
+                    raise CheckpointError(
+                        f"Checkpoints.load: {folder} was saved as step {saved_as}, and has been renamed. "
+                        "Give it its name again, or write statemesh.checkpoint.load(folder, like), which "
+                        "takes a folder of any name."
+                    )
                 return load(folder, like, mesh, rename=rename, missing=missing)
-            except errors.CheckpointError:
+            except CheckpointError:
                 # Another process that saves may have dropped the step meanwhile.
                 if jax.process_count() > 1 or folder.exists():
                     raise
@@ -137,12 +149,9 @@ class Checkpoints:
 
         **Raises:** `CheckpointError` if it cannot be written.
         """
-        if self._writer is None:
-            return
-        try:
-            self._writer.wait()
-        except (OSError, ValueError) as reason:
-            raise errors.not_written("the last step", reason) from reason
+        if self._writer is not None:
+            with files.writing("the last step"):
+                self._writer.wait()
 
     def __enter__(self: C) -> C:
         return self
@@ -184,7 +193,11 @@ class _Writer:
         if jax.process_count() > 1:
             taken = bool(multihost_utils.broadcast_one_to_all(np.bool_(taken)))
         if taken:
-            raise errors.half_written(self.folder, step)
+            raise CheckpointError(
+                f"Checkpoints.save: another process is saving in {self.folder}, and step {step} is "
+                "half-written there. Give each run a folder of its own. If the other run is dead, end what "
+                "is left of its processes."
+            )
         self.manager.save(step, args=args, force=True)
 
     def wait(self) -> None:
@@ -214,5 +227,8 @@ def _whole_number(number: object) -> int | None:
 def _step(call: str, step: object) -> int:
     number = _whole_number(step)
     if number is None or number < 0:
-        raise errors.bad_step(call, step)
+        raise CheckpointError(
+            f"Checkpoints.{call}: step is {step!r} of type {type(step).__name__}, but must be a whole number "
+            "that is not negative."
+        )
     return number

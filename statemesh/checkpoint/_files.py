@@ -9,7 +9,7 @@ import re
 import shutil
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +18,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from .._base._errors import StatemeshError, error_listing
 from .._base._types import Leaf
-from . import _errors as errors
 
 
 try:
@@ -32,12 +32,6 @@ except ImportError:  # On Windows no process knows what others do, and nothing o
 VERSION = 2
 ARRAYS, RECORD, OLD = "arrays", "statemesh", ".old"
 METADATA = f"{RECORD}/metadata"
-NUMBERS: dict[str, Any] = {
-    "bool": {"True": True, "False": False}.__getitem__,
-    "int": int,
-    "float": float,
-    "complex": complex,
-}
 _CHECKSUMS = "checksums.json"
 _LOCK = ".lock"
 _TEMPORARY: str = ocp.utils.TMP_DIR_SUFFIX
@@ -46,6 +40,24 @@ _TAKEN = ("_METADATA", "_sharding", "array_metadatas", "commit_success.txt", _CH
 _PIECE = 1 << 22
 
 Record = dict[str, Any]
+
+
+class CheckpointError(StatemeshError):
+    """A folder that cannot be written or read as a checkpoint.
+
+    !!! example
+
+        ```python
+        >>> import tempfile
+        >>> from statemesh import checkpoint
+        >>> try:
+        ...     checkpoint.save(tempfile.gettempdir(), {})
+        ... except checkpoint.CheckpointError as error:
+        ...     print("is there already" in str(error))
+        True
+
+        ```
+    """
 
 
 class ArraysHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
@@ -63,7 +75,8 @@ class ArraysHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
         # One process calls this when all have written, before the folder gets its final name. Orbax's own
         # `finalize` merges files of a format that is not used here.
         folder = pathlib.Path(directory)
-        checksums = {file: _checksum(folder / file) for file in _files(folder)}
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        checksums = {str(path.relative_to(folder)): _checksum(path) for path in files}
         sealed = {"crc32": _crc(checksums), "record": self._record, "files": checksums}
         (folder / _CHECKSUMS).write_text(json.dumps(sealed))
 
@@ -116,10 +129,26 @@ def folder_of(path: str, record: Record) -> str:
     return record["arrays"][path].get("folder", path)
 
 
+@contextlib.contextmanager
+def writing(what: str) -> Iterator[None]:
+    """Say of an error in the system or in Orbax that `what` was not saved."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, ValueError) as reason:
+        raise CheckpointError(
+            f"{what} was not saved: {reason}\nThe checkpoints that were saved before are untouched."
+        ) from reason
+
+
 def folder_path(call: str, folder: object) -> pathlib.Path:
     """The absolute path of a folder that was given to `call`."""
     if not isinstance(folder, str | os.PathLike):
-        raise errors.bad_folder(call, folder)
+        raise TypeError(
+            f"{call}: folder is {folder!r} of type {type(folder).__name__}, but must be a path, as a string "
+            "or a pathlib.Path."
+        )
     return pathlib.Path(folder).absolute()
 
 
@@ -131,20 +160,34 @@ def read_record(folder: pathlib.Path) -> Record:
     """
     try:
         sealed = json.loads((folder / METADATA).read_text())
+        record: Record = sealed["record"]
+        whole = sealed["crc32"] == _crc(record) and isinstance(record["version"], int)
     except (FileNotFoundError, NotADirectoryError):
-        raise errors.no_checkpoint(folder, steps_in(folder)) from None
+        raise _no_checkpoint(folder) from None
     except OSError as reason:
-        raise errors.unreadable("load", folder / METADATA, reason) from reason
-    except (ValueError, RecursionError):
-        raise errors.altered(folder, [(METADATA, "", "other content")]) from None
-    match sealed:
-        case {"crc32": crc, "record": {"version": int(version)} as record} if crc == _crc(record):
-            if version > VERSION:
-                raise errors.newer_version(folder, version, VERSION)
-            whole: Record = record
-            if _is_well_formed(whole):
-                return whole
-    raise errors.altered(folder, [(METADATA, "", "other content")])
+        raise CheckpointError(f"load: {folder / METADATA} cannot be read: {reason}") from reason
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise _altered(folder, [(METADATA, "", "other content")]) from None
+    if whole and record["version"] > VERSION:
+        raise CheckpointError(
+            f"load: {folder} has version {record['version']} of the format, and this statemesh reads "
+            f"versions up to {VERSION}. Install a newer statemesh."
+        )
+    if not (whole and _is_well_formed(record)):
+        raise _altered(folder, [(METADATA, "", "other content")])
+    return record
+
+
+def _no_checkpoint(folder: pathlib.Path) -> CheckpointError:
+    if steps := steps_in(folder):
+        return CheckpointError(
+            f"load: {folder} holds the steps {', '.join(map(str, steps))}, and is no checkpoint itself. "
+            "Write Checkpoints(folder).load(like), or give the folder of a step."
+        )
+    return CheckpointError(
+        f"load: {folder} is no checkpoint that statemesh.checkpoint saved, or it was not saved to its end. "
+        "Give the folder that was given to `save`."
+    )
 
 
 def _is_well_formed(record: Record) -> bool:
@@ -157,10 +200,18 @@ def _is_well_formed(record: Record) -> bool:
             if not sizes or {type(text) for text in [*texts, array.get("folder", "")]} != {str}:
                 return False
         for number in record["numbers"].values():
-            NUMBERS[number["type"]](number["value"])
+            number_of(number)
     except (AttributeError, KeyError, TypeError, ValueError):
         return False
     return True
+
+
+def number_of(saved: Mapping[str, str]) -> bool | int | float | complex:
+    """The Python number that a record describes."""
+    kinds: dict[str, Any] = {"int": int, "float": float, "complex": complex}
+    if saved["type"] == "bool":
+        return {"True": True, "False": False}[saved["value"]]
+    return kinds[saved["type"]](saved["value"])
 
 
 def steps_in(folder: pathlib.Path) -> list[int]:
@@ -174,14 +225,17 @@ def steps_in(folder: pathlib.Path) -> list[int]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as reason:
-        raise errors.unreadable("Checkpoints", folder, reason) from reason
+        raise CheckpointError(f"Checkpoints: {folder} cannot be read: {reason}") from reason
     return sorted(int(name) for name in names if re.fullmatch(r"0|[1-9][0-9]*", name))
 
 
 def open_lock(folder: pathlib.Path) -> int:
     """Open the file whose lock all have that save in a folder."""
     if (folder / OLD).is_symlink():
-        raise errors.linked_old(folder / OLD)
+        raise CheckpointError(
+            f"Checkpoints.save: {folder / OLD} is a symbolic link. Old steps are moved there to be deleted, "
+            "and nothing is deleted behind a link. Remove the link."
+        )
     return os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
@@ -254,38 +308,37 @@ def check_files(folder: pathlib.Path, record: Record) -> None:
         if state
     ]
     if bad:
-        raise errors.altered(folder, bad)
+        raise _altered(folder, bad)
 
 
 def _checksums(folder: pathlib.Path, record: Record) -> dict[str, Sequence[int]]:
     """The checksums of all files of the arrays."""
-    wanted = {
-        folder_of(path, record): path
-        for path, array in record["arrays"].items()
-        if not is_empty(array)
-    }
+    described = record["arrays"].items()
+    wanted = {folder_of(path, record): path for path, x in described if not is_empty(x)}
     if not wanted:
         return {}
     name = f"{ARRAYS}/{_CHECKSUMS}"
+    checksums: dict[str, Sequence[int]] = {}
+    what = ""
     try:
         sealed = json.loads((folder / name).read_text())
-        found = sealed if record["version"] == 1 else sealed["files"]
-        for size, crc in found.values():
-            if type(size) is not int or type(crc) is not int:
-                raise TypeError
-        whole = record["version"] == 1 or sealed["crc32"] == _crc(found)
-        of_record = record["version"] == 1 or sealed["record"] == _crc(record)
+        checksums = sealed if record["version"] == 1 else sealed["files"]
+        if any(
+            type(number) is not int for size, crc in checksums.values() for number in (size, crc)
+        ):
+            what = "missing or not readable"
+        elif record["version"] > 1 and sealed["crc32"] != _crc(checksums):
+            what = "other content"
+        elif record["version"] > 1 and sealed["record"] != _crc(record):
+            what = f"of another checkpoint than {METADATA}"
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise errors.altered(folder, [(name, "", "missing or not readable")]) from None
-    if not whole:
-        raise errors.altered(folder, [(name, "", "other content")])
-    if not of_record:
-        what = f"of another checkpoint than {METADATA}"
-        raise errors.altered(folder, [(name, "", what)])
-    known = {os.path.dirname(file) for file in found}
+        what = "missing or not readable"
+    if what:
+        raise _altered(folder, [(name, "", what)])
+    known = {os.path.dirname(file) for file in checksums}
     if bare := [path for at, path in wanted.items() if at not in known]:
-        raise errors.altered(folder, [(name, path, "no checksum") for path in bare])
-    return found
+        raise _altered(folder, [(name, path, "no checksum") for path in bare])
+    return checksums
 
 
 def read_arrays(
@@ -309,41 +362,27 @@ def read_arrays(
         read = reader.restore(folder / ARRAYS, args=asked)
     # Where a file vanishes while it is read, Orbax raises an error that has no class of its own.
     except Exception as reason:
-        raise errors.unreadable("load", folder / ARRAYS, reason) from reason
+        raise CheckpointError(f"load: {folder / ARRAYS} cannot be read: {reason}") from reason
     arrays, bad = {}, []
     for path in shardings:
         array, at = record["arrays"][path], folder_of(path, record)
-        x = arrays[path] = _as_key(read[at], array)
-        if x is None or [str(x.dtype), *x.shape] != [array["dtype"], *array["shape"]]:
+        x = read[at]
+        if "impl" in array:
+            # What is no data of such keys is refused below.
+            with contextlib.suppress(TypeError, ValueError):
+                x = jax.random.wrap_key_data(jnp.asarray(x), impl=array["impl"])
+        arrays[path] = x
+        if [str(x.dtype), *x.shape] != [array["dtype"], *array["shape"]]:
             saved = f"{array['dtype']}{array['shape']}".replace(" ", "")
             bad.append((f"{ARRAYS}/{at}", path, f"{METADATA} says {saved}, which it is not"))
     if bad:
-        raise errors.altered(folder, bad)
+        raise _altered(folder, bad)
     return arrays
-
-
-def _as_key(x: Leaf, array: Mapping[str, Any]) -> Any:
-    """An array as the record describes it; `None` for keys that nobody can make of it."""
-    if "impl" not in array:
-        return x
-    try:
-        return jax.random.wrap_key_data(jnp.asarray(x), impl=array["impl"])
-    except (TypeError, ValueError):
-        return None
 
 
 def _crc(content: Any) -> int:
     """The CRC-32 of what is written as JSON."""
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
-
-
-def _files(folder: pathlib.Path) -> list[str]:
-    return sorted(
-        os.path.relpath(os.path.join(at, name), folder)
-        for at, _, names in os.walk(folder)
-        for name in names
-        if name != _CHECKSUMS
-    )
 
 
 def _checksum(file: pathlib.Path) -> list[int]:
@@ -364,3 +403,12 @@ def _state_of(file: pathlib.Path, saved: Sequence[int]) -> int:
         return 0 if _checksum(file) == list(saved) else 3
     except OSError:
         return 4
+
+
+def _altered(folder: object, bad: Sequence[tuple[str, str, str]]) -> CheckpointError:
+    return error_listing(
+        CheckpointError,
+        f"load: files in {folder} are not as they were saved",
+        [f"{file}{f', of {leaf}' if leaf else ''}: {what}" for file, leaf, what in bad],
+        "Load another checkpoint, or copy these files again from where they are whole.",
+    )

@@ -1,5 +1,8 @@
 """`save`: a tree's values as files. `load`: files as a tree's values."""
 
+import dataclasses
+import difflib
+import math
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -9,19 +12,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from .._base import _errors as base_errors
-from .._base._trees import is_packed, unpacked
-from .._base._types import Leaf, PyTree
-from .._call._agreement import array_passed, check_alike
+from .._base import _errors as errors
+from .._base._checks import is_key, is_shaped
+from .._base._errors import StructureError, error_listing
+from .._base._specs import only
+from .._base._trees import describe_leaf, is_packed, is_state, path_str, unpacked
+from .._base._types import NUMBERS, Leaf, PyTree
+from .._call._agreement import check_same_arrays
+from .._call._arguments import inside_modules
+from .._call._layout import shardings
 from .._call._mesh import check_mesh
 from .._call._packed import Packed, packed_placements, repack, shapes_of, with_models
 from .._call._placement import check_concrete, is_own, onto
-from .._jax._compat import tree_util
-from . import _errors as errors
+from .._call._specs import SpecPlacement, own_placements
+from .._jax._compat import concrete_context_mesh, tree_util
+from .._state._state import State
 from . import _files as files
-from ._values import Value, match, mesh_for, shardings, shards, values
+from ._files import CheckpointError
 
 
 def save(folder: str | os.PathLike[str], tree: PyTree) -> None:
@@ -51,14 +60,14 @@ def save(folder: str | os.PathLike[str], tree: PyTree) -> None:
     """
     folder = files.folder_path("save", folder)
     if folder.exists():
-        raise errors.exists(folder)
+        raise CheckpointError(
+            f"save: {folder} is there already, and a checkpoint is never written over another. Give a new "
+            "folder, or keep several steps with Checkpoints(folder)."
+        )
     arrays, record = contents("save", tree)
     handler = ocp.CompositeCheckpointHandler(**files.handlers())
-    try:
-        with ocp.Checkpointer(handler) as writer:
-            writer.save(folder, args=files.to_save(arrays, record))
-    except (OSError, ValueError) as reason:
-        raise errors.not_written(str(folder), reason) from reason
+    with files.writing(str(folder)), ocp.Checkpointer(handler) as writer:
+        writer.save(folder, args=files.to_save(arrays, record))
 
 
 def contents(what: str, tree: PyTree) -> tuple[dict[str, Leaf], files.Record]:
@@ -66,46 +75,32 @@ def contents(what: str, tree: PyTree) -> tuple[dict[str, Leaf], files.Record]:
 
     The record has the dtype and the shape of each array, and the Python numbers.
     """
-    found = values(what, unpacked(tree), packed_placements(tree))
-    held = [value for value in found if value.is_array]
-    check_concrete(what, [value.path for value in held], [value.leaf for value in held])
-    leaves = [_saved(value.leaf) for value in held]
-    if jax.process_count() > 1:
-        leaves = _of_all_processes(what, held, leaves)
-    described = {}
-    for value in held:
+    values = _values(what, unpacked(tree), tree)
+    arrays = {value.path: value.leaf for value in values if value.is_array}
+    check_concrete(what, [*arrays.items()])
+    record: files.Record = {"version": files.VERSION, "arrays": {}, "numbers": {}}
+    for value in values:
         form = value.form
-        described[value.path] = {"dtype": form.dtype, "shape": list(form.shape)}
-        if form.dtype.startswith("key<"):
-            described[value.path]["impl"] = str(jax.random.key_impl(value.leaf))
+        if not value.is_array:
+            record["numbers"][value.path] = {"type": form.dtype, "value": repr(value.leaf)}
+            continue
+        described = {"dtype": form.dtype, "shape": list(form.shape)}
+        if is_key(value.leaf):
+            described["impl"] = str(jax.random.key_impl(value.leaf))
+            # A key is written as the numbers that it consists of.
+            arrays[value.path] = jax.random.key_data(value.leaf)
         if (name := files.folder_name(value.path)) != value.path:
-            described[value.path]["folder"] = name
-    numbers = {
-        value.path: {"type": type(value.leaf).__name__, "value": repr(value.leaf)}
-        for value in found
-        if not value.is_array
-    }
-    record = {"version": files.VERSION, "arrays": described, "numbers": numbers}
+            described["folder"] = name
+        record["arrays"][value.path] = described
+    arrays = {path: x if isinstance(x, jax.Array) else jnp.asarray(x) for path, x in arrays.items()}
+    if jax.process_count() > 1:
+        # An array that each process has for itself becomes one on the devices of all.
+        mesh = Mesh(np.array(jax.devices()), ("devices",))
+        check_same_arrays(what, mesh, [*arrays.items()])
+        target = NamedSharding(mesh, PartitionSpec())
+        arrays = {path: onto(x, target) if is_own(x) else x for path, x in arrays.items()}
     # Orbax has no files for arrays without elements; their shapes say all there is.
-    pairs = zip(held, leaves, strict=True)
-    return {value.path: leaf for value, leaf in pairs if leaf.size}, record
-
-
-def _saved(leaf: Leaf) -> Leaf:
-    """An array as it is written: a key as the numbers that it consists of."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.key_data(leaf)
-    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
-
-
-def _of_all_processes(what: str, held: list[Value], leaves: list[Leaf]) -> list[Leaf]:
-    """The arrays. One that each process has for itself becomes one on the devices of all."""
-    mesh = Mesh(np.array(jax.devices()), ("devices",))
-    own = [is_own(leaf) for leaf in leaves]
-    triples = zip(held, leaves, own, strict=True)
-    check_alike(what, mesh, [array_passed(value.path, x) for value, x, is_one in triples if is_one])
-    target = NamedSharding(mesh, PartitionSpec())
-    return [onto(x, target) if is_one else x for x, is_one in zip(leaves, own, strict=True)]
+    return {path: x for path, x in arrays.items() if x.size}, record
 
 
 def load(
@@ -157,80 +152,102 @@ def load(
     """
     folder = files.folder_path("load", folder)
     if missing not in (choices := ("error", "keep")):
-        raise base_errors.unknown_choice("missing", missing, choices)
+        raise errors.unknown_choice("missing", missing, choices)
     if not isinstance(rename, Mapping | None):
-        raise errors.bad_rename(rename)
+        raise TypeError(
+            f"load: rename is {rename!r} of type {type(rename).__name__}, but must be a dictionary of paths, "
+            "as in rename={\"['w']\": \"['weight']\"}."
+        )
     if not isinstance(mesh, Mesh | None):
-        raise base_errors.not_a_mesh(mesh)
+        raise errors.not_a_mesh(mesh)
     record = files.read_record(folder)
     # The values of a packed model are taken out of its buffers only where they may be kept.
     keeps = missing == "keep" and not any(map(_is_shape, tree_util.tree_leaves(like)))
     model = unpacked(like) if keeps else with_models(like, shapes_of)
-    found = values("load", model, packed_placements(like))
-    names = match(folder, record, found, rename or {}, missing)
-    mesh = mesh_for(mesh, like)
-    kept = [value for value in found if value.path not in names and value.is_array]
+    values = _values("load", model, like)
+    names = _saved_names(folder, record, values, rename or {}, missing)
+    mesh = _mesh_for(mesh, like)
+    arrays = [value for value in values if value.is_array]
+    kept = [value for value in arrays if value.path not in names]
     if bare := [value.path for value in kept if _is_shape(value.leaf)]:
-        raise errors.kept_without_value(bare)
-    held = [value for value in found if value.path in names and value.is_array]
-    targets = dict(zip((v.path for v in held + kept), shardings(held + kept, mesh), strict=True))
+        raise error_listing(
+            StructureError,
+            "load: missing='keep' keeps the values of `like`, which has only shapes for",
+            bare,
+            "Give the model itself as `like`.",
+        )
+    targets = _targets(arrays, mesh)
     files.check_files(folder, record)
-    loaded = _arrays(folder, record, held, names, targets, mesh)
+    loaded = _loaded(folder, record, arrays, names, targets, mesh)
     leaves = tree_util.tree_leaves(model)
-    for value in found:
-        if value.path not in names and value.is_array:
-            leaves[value.position] = _laid(value.leaf, targets[value.path])
+    for value in values:
+        path = value.path
+        if not value.is_array and path in names:
+            leaves[value.position] = files.number_of(record["numbers"][names[path]])
         elif value.is_array:
-            leaves[value.position] = loaded[value.path]
-        elif value.path in names:
-            number = record["numbers"][names[value.path]]
-            leaves[value.position] = files.NUMBERS[number["type"]](number["value"])
+            leaf = loaded.get(path, value.leaf)
+            to_pack = value.packed and path in loaded
+            leaves[value.position] = leaf if to_pack else _laid(leaf, targets[path])
     tree = tree_util.tree_structure(model).unflatten(leaves)
-    return _packed_as(like, tree, mesh)
+    nodes, structure = tree_util.tree_flatten(like, is_leaf=is_packed)
+    if not any(map(is_packed, nodes)):
+        return tree
+    # The buffers of a packed model lie on a mesh always.
+    check_mesh("load", mesh)
+    pairs = zip(nodes, structure.flatten_up_to(tree), strict=True)
+    return structure.unflatten(
+        [repack(node, new, mesh) if isinstance(node, Packed) else new for node, new in pairs]
+    )
 
 
-def _arrays(
+def _loaded(
     folder: pathlib.Path,
     record: files.Record,
-    held: list[Value],
+    arrays: Sequence["_Value"],
     names: Mapping[str, str],
-    targets: Mapping[str, Any],
+    targets: Mapping[str, Sharding],
     mesh: Mesh | None,
 ) -> dict[str, Any]:
-    """The loaded arrays by path, those to be packed as NumPy's."""
-    saved = {value.path: record["arrays"][names[value.path]] for value in held}
-    # A value for each of another number of shards is computed on the host.
-    counts = {value.path: shards(value, mesh) for value in held if value.per_shard}
-    other = {path for path, count in counts.items() if saved[path]["shape"][0] != count}
-    on_host = other | {value.path for value in held if value.packed}
+    """The loaded arrays by path. Those that still have to be packed or laid out are on the host."""
+    values = [value for value in arrays if value.path in names]
+    saved = {value.path: record["arrays"][names[value.path]] for value in values}
+    # Where the mesh has another number of shards than was saved, their values are computed on the host.
+    counts = {value.path: value.shards(mesh) for value in values if value.per_shard}
+    counts = {path: n for path, n in counts.items() if n != saved[path]["shape"][0]}
     asked = {
-        names[path]: None if path in on_host else targets[path]
-        for path, one in saved.items()
-        if not files.is_empty(one)
+        names[value.path]: None if value.packed or value.path in counts else targets[value.path]
+        for value in values
+        if not files.is_empty(saved[value.path])
     }
     read = files.read_arrays(folder, record, asked)
-    made: dict[str, Any] = {}
+    loaded: dict[str, Any] = {}
     refused = []
-    for value in held:
-        path, one = value.path, saved[value.path]
-        if files.is_empty(one):
-            shape = (counts[path], *one["shape"][1:]) if path in other else one["shape"]
-            x = _empty(shape, one)
-            made[path] = x if value.packed else _laid(x, targets[path])
+    for value in values:
+        path, shape = value.path, saved[value.path]["shape"]
+        if files.is_empty(saved[path]):
+            loaded[path] = _empty((counts.get(path, shape[0]), *shape[1:]), saved[path])
             continue
         x = read[names[path]]
-        if path in other and value.state is not None:
+        if path in counts and value.state is not None:
             x = value.state.reshard(x, counts[path])
             if x is NotImplemented:
-                kind = type(value.state).__name__
                 how = value.state.reduce
-                refused.append((path, kind, one["shape"][0], counts[path], how))
-                continue
-            x = x if value.packed else _laid(x, targets[path])
-        made[path] = x
+                refused.append(
+                    f"{path}: {type(value.state).__name__} with "
+                    f"reduce={getattr(how, '__name__', repr(how))}, saved for {shape[0]} shards, but the "
+                    f"mesh has {counts[path]}"
+                )
+        loaded[path] = x
     if refused:
-        raise errors.no_way_to_reshard(refused)
-    return made
+        raise error_listing(
+            StructureError,
+            "load: these states have a value for each shard. The mesh has another number of shards, and "
+            "`reduce` does not say what becomes of the values",
+            refused,
+            "Declare reduce='mean', 'sum', 'max' or 'min' in `like`, override `reshard` in a kind of your "
+            "own, or load on a mesh of the same size.",
+        )
+    return loaded
 
 
 def _is_shape(leaf: Leaf) -> bool:
@@ -241,21 +258,222 @@ def _laid(x: Leaf, target: Sharding) -> jax.Array:
     return onto(x, target) if isinstance(target, NamedSharding) else jax.device_put(x, target)
 
 
-def _empty(shape: Sequence[int], one: Mapping[str, Any]) -> Any:
-    if "impl" not in one:
-        return np.zeros(shape, one["dtype"])
-    key = jax.random.key_data(jax.random.key(0, impl=one["impl"]))
+def _empty(shape: Sequence[int], saved: Mapping[str, Any]) -> Any:
+    if "impl" not in saved:
+        return np.zeros(shape, saved["dtype"])
+    key = jax.random.key_data(jax.random.key(0, impl=saved["impl"]))
     no_keys = jnp.zeros((*shape, *key.shape), key.dtype)
-    return jax.random.wrap_key_data(no_keys, impl=one["impl"])
+    return jax.random.wrap_key_data(no_keys, impl=saved["impl"])
 
 
-def _packed_as(like: PyTree, tree: PyTree, mesh: Any) -> Any:
-    """The tree with what `like` has packed packed again."""
-    nodes, structure = tree_util.tree_flatten(like, is_leaf=is_packed)
-    if not any(map(is_packed, nodes)):
-        return tree
-    # The buffers of a packed model lie on a mesh always.
-    check_mesh("load", mesh)
-    pairs = zip(nodes, structure.flatten_up_to(tree), strict=True)
-    made = [repack(node, new, mesh) if isinstance(node, Packed) else new for node, new in pairs]
-    return structure.unflatten(made)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Value:
+    """An array of a tree, or a Python number outside of any Module.
+
+    **Attributes:**
+
+    - `path`: as the user would type it after the tree's name. That of a State stands for its value.
+    - `position`: that among the leaves of the tree.
+    - `state`: for an array in a State, this State.
+    - `placement`: that of such an array, if the State has a spec or is packed.
+    - `packed`: whether it goes into a buffer of a packed model.
+    """
+
+    path: str
+    position: int
+    leaf: Leaf
+    state: State | None = None
+    placement: SpecPlacement | None = None
+    packed: bool = False
+
+    @property
+    def is_array(self) -> bool:
+        return is_shaped(self.leaf)
+
+    @property
+    def per_shard(self) -> bool:
+        """Whether the first axis has an entry for each shard."""
+        return self.placement is not None and self.placement.axis is not None
+
+    @property
+    def form(self) -> "_Form":
+        if not self.is_array:
+            return _Form(type(self.leaf).__name__, ())
+        dtype = self.leaf.dtype
+        if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+            dtype = jax.dtypes.canonicalize_dtype(dtype)
+        return _Form(str(dtype), tuple(np.shape(self.leaf)), self.is_array)
+
+    def shards(self, mesh: Mesh | None) -> int:
+        """How many entries the first axis has of a value for each shard."""
+        if mesh is None or self.placement is None:
+            return int(self.leaf.shape[0])
+        names = self.placement.axes[0]
+        return math.prod(mesh.shape[name] for name in names if name in mesh.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """The dtype and shape of an array, or the type of a number."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    is_array: bool = False
+
+    def __str__(self) -> str:
+        return describe_leaf(self) if self.is_array else self.dtype
+
+
+def _values(call: str, model: PyTree, tree: PyTree) -> list[_Value]:
+    """The arrays and numbers of a tree in order. Numbers in a Module are static, and no values.
+
+    **Arguments:**
+
+    - `call`: the name of the call, for its error.
+    - `model`: the tree, with each `Packed` replaced by its model.
+
+    **Raises:** `StructureError` for different values with one path.
+    """
+    values: list[_Value] = []
+    position = 0
+    flat = tree_util.tree_flatten_with_path(model, is_leaf=is_state)[0]
+    units = zip(flat, inside_modules(model), packed_placements(tree), strict=True)
+    for (keys, node), in_module, packed in units:
+        path = path_str(keys) or "value"
+        if not is_state(node):
+            if is_shaped(node) or (type(node) in NUMBERS and not in_module):
+                values.append(_Value(path, position, node))
+            position += 1
+            continue
+        inner = tree_util.tree_flatten_with_path(node.value)[0]
+        placements: Sequence[SpecPlacement | None] = packed or [None] * len(inner)
+        if packed is None and node.spec is not None:
+            placements = own_placements(node, node.spec, path)
+        for (keys, x), placement in zip(inner, placements, strict=True):
+            to_pack = packed is not None
+            values.append(_Value(path_str(keys, path), position, x, node, placement, to_pack))
+            position += 1
+    forms: dict[str, list[_Form]] = {}
+    for value in values:
+        forms.setdefault(value.path, []).append(value.form)
+    if several := [pair for pair in forms.items() if len(pair[1]) > 1]:
+        raise error_listing(
+            StructureError,
+            f"{call}: values are saved by their paths, and these paths have several",
+            [f"{path}: {' and '.join(map(str, forms))}" for path, forms in several],
+            "Give the keys different reprs, or the fields different names.",
+        )
+    return values
+
+
+def _mesh_for(mesh: Mesh | None, like: PyTree) -> Any:
+    """The mesh given, or that of the context, or that on which arrays of `like` lie; or `None`."""
+    mesh = mesh or concrete_context_mesh()
+    of_arrays = [getattr(_sharding_of(x), "mesh", None) for x in tree_util.tree_leaves(like)]
+    return mesh or next((mesh for mesh in of_arrays if isinstance(mesh, Mesh)), None)
+
+
+def _targets(arrays: Sequence[_Value], mesh: Mesh | None) -> dict[str, Sharding]:
+    """The sharding of each array by its path.
+
+    **Raises:** `SpecError` for specs that do not fit the mesh or the arrays.
+    """
+    if mesh is None:
+        single = SingleDeviceSharding(jax.local_devices()[0])
+        return {value.path: _sharding_of(value.leaf) or single for value in arrays}
+    placements, named = [], []
+    for value in arrays:
+        here = _sharding_of(value.leaf)
+        leaf, placement = value.leaf, value.placement
+        if placement is None:
+            # As the array of `like` lies, on the axes that this mesh has.
+            spec = here.spec if isinstance(here, NamedSharding) else PartitionSpec()
+            placement = SpecPlacement(only(spec, frozenset(mesh.axis_names)))
+        elif value.per_shard:
+            # The first axis becomes what the mesh needs.
+            leaf = jax.ShapeDtypeStruct((value.shards(mesh), *leaf.shape[1:]), leaf.dtype)
+        placements.append(placement)
+        named.append((value.path, leaf))
+    targets = shardings("load", named, placements, mesh)
+    return {path: target for (path, _), target in zip(named, targets, strict=True)}
+
+
+def _sharding_of(leaf: Leaf) -> Sharding | None:
+    here = getattr(leaf, "sharding", None)
+    return here if isinstance(here, Sharding) else None
+
+
+def _saved_names(
+    folder: pathlib.Path,
+    record: files.Record,
+    values: Sequence[_Value],
+    rename: Mapping[str, str | None],
+    missing: str,
+) -> dict[str, str]:
+    """The name under which each value of `like` was saved, by path. What was not saved is left out.
+
+    **Raises:** `StructureError` listing everything that does not fit.
+    """
+    arrays, numbers = record["arrays"], record["numbers"]
+    forms = {name: _Form(x["dtype"], tuple(x["shape"]), True) for name, x in arrays.items()}
+    forms |= {name: _Form(number["type"], ()) for name, number in numbers.items()}
+    names: dict[str, str] = {}
+    bad: list[str] = []
+    used = set()
+    for name in forms:
+        old = max((o for o in rename if _is_below(name, o)), key=len, default=None)
+        path: str | None = name
+        if old is not None:
+            used.add(old)
+            new = rename[old]
+            path = None if new is None else new + name[len(old) :]
+        if path is None:
+            continue
+        if path in names:
+            bad.append(f"rename: {names[path]} and {name} would both be {path}")
+        names[path] = name
+    bad += [f"rename: {old!r} was not saved" for old in rename if old not in used]
+    wanted = {value.path: value for value in values}
+    absent = [path for path in wanted if path not in names]
+    left = [path for path in names if path not in wanted]
+    # An inserted layer moves the later ones: what was saved fits the next path.
+    moved = [p for p in wanted if p in names and not _fits(forms[names[p]], wanted[p])]
+    mends = []
+    if missing == "error" and absent:
+        bad += [f"missing: {p}: {wanted[p].form} is in `like`, and was not saved" for p in absent]
+        mends.append("missing='keep' keeps what `like` has for values that were not saved.")
+    if left:
+        bad += [f"left over: {p}: {forms[names[p]]} was saved, and is not in `like`" for p in left]
+        mends.append("rename={'path': None} leaves a saved value out.")
+    bad += [f"{p}: saved as {forms[names[p]]}, but `like` has {wanted[p].form}" for p in moved]
+    if not bad:
+        return {path: names[path] for path in wanted if path in names}
+    # For each saved name that is left over, the most similar missing path of the same form.
+    likely: dict[str, str] = {}
+    free = [wanted[path] for path in absent + moved]
+    for name in [names[path] for path in left + moved]:
+        alike = [value.path for value in free if _fits(forms[name], value)]
+        if best := difflib.get_close_matches(name, alike, n=1, cutoff=0.5):
+            likely[name] = best[0]
+            free = [value for value in free if value.path != best[0]]
+    if likely:
+        mends.insert(0, f"Probably renamed: rename={likely!r}.")
+    raise error_listing(
+        StructureError, f"load: what {folder} holds is not what `like` has", bad, "\n".join(mends)
+    )
+
+
+def _is_below(name: str, old: str) -> bool:
+    return name == old or name.startswith((f"{old}.", f"{old}["))
+
+
+def _fits(form: _Form, value: _Value) -> bool:
+    if not (form.is_array and value.is_array):
+        return form.is_array == value.is_array
+    skipped = 1 if value.per_shard else 0
+    mine = value.form
+    return (
+        form.dtype == mine.dtype
+        and len(form.shape) == len(mine.shape)
+        and form.shape[skipped:] == mine.shape[skipped:]
+    )
