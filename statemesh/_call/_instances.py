@@ -50,7 +50,7 @@ from ._processes import (
 )
 from ._rules import Binding, Layout, Mapped, Outside, Run
 from ._specs import SpecPlacement
-from ._varying import FromDataflow, FromTypes, Unchecked, VaryingAxes
+from ._varying import FromDataflow, FromTypes, VaryingAxes
 
 
 class OnMesh:
@@ -83,7 +83,9 @@ class OnMesh:
         return SpreadLayout if spans_processes(self.mesh) else MeshLayout
 
     def varying(self) -> VaryingAxes:
-        return FromTypes(self.axis_names) if self.check_vma else Unchecked(self.axis_names)
+        if self.check_vma:
+            return FromTypes(self.axis_names)
+        return FromDataflow(self.axis_names, is_known=False)
 
     def context(self, traced: bool) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -313,7 +315,7 @@ class OnDevices(OnOwnMesh):
         return FixedMeshLayout
 
     def varying(self) -> VaryingAxes:
-        return FromDataflow(self.axis_names)
+        return FromDataflow(self.axis_names, is_known=True)
 
 
 class OnProcesses(OnDevices):

@@ -226,7 +226,7 @@ class _Leaving:
         self.merged += filter(None, map(self.merging, writing, over))
         writing = [self.typed_to_merge(*pair) for pair in zip(writing, over, strict=True)]
         pairs = [(one.state, one.entered and one.entered.old) for one in writing]
-        merged: list[State] = self.varying.call(leave_all, pairs)
+        merged: list[State] = self.varying.run(leave_all, pairs)
         written: list[Written] = []
         for one, state in zip(writing, merged, strict=True):
             auxiliary = len(leaves_of(state)) - len(one.placements)
@@ -508,7 +508,7 @@ class PerShardRun:
         def enter_all(*olds: State) -> list[State]:
             return [self._enter(*one) for one in zip(units, olds, placements, strict=True)]
 
-        seen = varying.call(enter_all, olds)
+        seen = varying.run(enter_all, olds)
         entered: list[Entered] = []
         for unit, old, new, own, ks in zip(units, olds, seen, placements, inputs, strict=True):
             mark = object()

@@ -2,67 +2,28 @@
 
 JAX's types say so inside a checked `shard_map`, and the batching of a `vmap` says so for its lanes
 (`FromTypes`). For the lanes of `pmap2` the program is traced and walked (`FromDataflow`). Where the author
-turned the check off, nothing is refused (`Unchecked`).
+turned the check off, it is walked too, but nothing is known and so nothing is refused.
+
+Both classes have the same methods. Whatever runs inside an instance is run by `run`.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, TypeAlias
 
 import jax
 
 from .._axes._differing import Recorded, all_axes, check_unrecorded, looking_for_left, settled
 from .._axes._joined import AnyArray
-from .._axes._mesh_and_lanes import (
-    meshes_and_lanes,
-    same_in_lanes,
-    varying_over,
-)
-from .._base._errors import (
-    StatemeshError,
-)
+from .._axes._mesh_and_lanes import meshes_and_lanes, same_in_lanes, varying_over
+from .._base._errors import StatemeshError
 from .._base._types import NO_AXES, Axes, AxisName, Fun, Leaf, PyTree
 from .._jax import _compat as compat
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import tree_util
 from .._jax._jaxprs import Links
 from ._origins import Traced, trace
-
-
-@runtime_checkable
-class VaryingAxes(Protocol):
-    """Over which axes the values of one instance may differ from those of the others."""
-
-    # Whether it is known, so that a value that differs where one copy is kept can be refused.
-    is_known: bool
-
-    def start(self, arrays: Sequence[Leaf], axes: Sequence[Axes]) -> None:
-        """Begin with the instance's inputs, and the axes over which each of them is split."""
-
-    def call(self, fun: Fun, operands: Sequence[PyTree]) -> PyTree:
-        """What `fun` makes of trees. Whatever runs inside an instance is run by this or by `run`."""
-
-    def run(
-        self, fun: Fun, operands: Sequence[PyTree], links: Links | None, counted: bool
-    ) -> PyTree:
-        """What the user's function makes of trees.
-
-        **Arguments:**
-
-        - `links`: for the states that the function is given, where it matters which of them its results
-            continue.
-        - `counted`: whether some state's policy depends on how many instances have the same value.
-        """
-
-    def of(self, values: Sequence[Leaf]) -> list[Axes]:
-        """The axes over which each array may differ: all of them for an array of which nothing is known."""
-
-    def same_over(self, x: Leaf) -> Axes:
-        """The axes over which an array is the same although its type says that it may differ."""
-
-    def typed_as_varying(self, x: Leaf, axes: Axes) -> Leaf:
-        """`x` with a type that says that it may differ over these axes, where types say such things."""
 
 
 class _AxesOfArrays:
@@ -91,6 +52,7 @@ class FromTypes:
     - `axis_names`: the axes that are asked about.
     """
 
+    # A value that differs where one copy is kept is refused.
     is_known = True
 
     def __init__(self, axis_names: tuple[AxisName, ...]) -> None:
@@ -101,14 +63,22 @@ class FromTypes:
         self.shown = _AxesOfArrays()
 
     def start(self, arrays: Sequence[Leaf], axes: Sequence[Axes]) -> None:
-        """Nothing is to be kept: the types say it."""
-
-    def call(self, fun: Fun, operands: Sequence[PyTree]) -> PyTree:
-        return self.run(fun, operands, None, False)
+        """Begin with an instance's inputs, and the axes over which each is split. The types say it here."""
 
     def run(
-        self, fun: Fun, operands: Sequence[PyTree], links: Links | None, counted: bool
+        self,
+        fun: Fun,
+        operands: Sequence[PyTree],
+        links: Links | None = None,
+        counted: bool = False,
     ) -> PyTree:
+        """What a function makes of trees.
+
+        **Arguments:**
+
+        - `links`: for the states among the operands, where it matters which of them the results continue.
+        - `counted`: whether some state's policy depends on how many instances have the same value.
+        """
         lanes = meshes_and_lanes(self.axis_names)[1]
         if lanes and compat.inside_checked_shard_map():
             return self._run_in_lanes(fun, operands, links, counted)
@@ -119,7 +89,12 @@ class FromTypes:
             program = trace(fun, operands, None, links)
             return program.result(jaxprs.run_jaxpr(program.closed, program.given))
         if is_asked:
-            return _run_eagerly(fun, operands, None, links, self._add_results)
+            result, made, program = _run_eagerly(fun, operands, None, links)
+            if program is not None:
+                self._check_gradients(program)
+                typed = [compat.varying(x) for x in program.given]
+                self.shown.add(made, all_axes(jaxprs.open_jaxpr(program.closed), typed))
+            return result
         # With `jit=False` it runs for someone who debugs it, once. There types alone say what varies.
         with looking_for_left() as left:
             result = fun(*operands)
@@ -161,22 +136,18 @@ class FromTypes:
             made = [x if name in over else same_in_lanes(name, x) for x, over in pairs]
         return program.result(made)
 
-    def _add_results(self, program: Traced | None, made: Sequence[AnyArray]) -> None:
-        if program is None:
-            return
-        self._check_gradients(program)
-        given = [compat.varying(x) for x in program.given]
-        self.shown.add(made, all_axes(jaxprs.open_jaxpr(program.closed), given))
-
     def of(self, values: Sequence[Leaf]) -> list[Axes]:
+        """The axes over which each array may differ: all of them for an array of which nothing is known."""
         typed = varying_over(values, self.axis_names)
         pairs = zip(values, typed, strict=True)
         return [axes if axes >= self.meshes else axes | self._shown(x) for x, axes in pairs]
 
     def same_over(self, x: Leaf) -> Axes:
+        """The axes over which an array is the same although its type says that it may differ."""
         return (compat.varying(x) & self.meshes) - self._shown(x)
 
     def typed_as_varying(self, x: Leaf, axes: Axes) -> Leaf:
+        """`x` with a type that says that it may differ over these axes."""
         return compat.vary(x, [name for name in self.axis_names if name in axes & self.meshes])
 
     def _shown(self, x: Leaf) -> Axes:
@@ -200,56 +171,52 @@ class FromDataflow:
 
     **Arguments:**
 
-    - `axis_names`: the axes that are asked about.
+    - `axis_names`: the axes that are asked about: lanes, or a mesh whose check the author turned off.
+    - `is_known`: whether a value that differs where one copy is kept is refused. Without the check it is not,
+        and the program is walked only because gradients inside depend on it.
     """
 
-    is_known = True
-    lanes = True
-
-    def __init__(self, axis_names: tuple[AxisName, ...]) -> None:
-        self.mark = compat.FollowedAxes(axis_names, self.lanes)
+    def __init__(self, axis_names: tuple[AxisName, ...], is_known: bool) -> None:
+        self.is_known = is_known
+        self.mark = compat.FollowedAxes(axis_names, lanes=is_known)
+        self.axes = frozenset(axis_names)
         self.known = _AxesOfArrays()
 
     def start(self, arrays: Sequence[Leaf], axes: Sequence[Axes]) -> None:
         self.known.add(arrays, axes)
 
-    def call(self, fun: Fun, operands: Sequence[PyTree]) -> PyTree:
-        return self.run(fun, operands, None, False)
-
     def run(
-        self, fun: Fun, operands: Sequence[PyTree], links: Links | None, counted: bool
+        self,
+        fun: Fun,
+        operands: Sequence[PyTree],
+        links: Links | None = None,
+        counted: bool = False,
     ) -> PyTree:
-        if compat.under_jit():
-            return self._run_traced(fun, operands, links)
-        try:
-            if not self.is_known and links is None and not counted:
-                # Nobody asks for what the program shows.
-                return fun(*operands)
-            return _run_eagerly(fun, operands, self.mark, links, self._add_results)
-        except StatemeshError:
-            # `value_and_grad` needs the program, which a call has but for `jax.disable_jit()`.
-            if not compat.jit_disabled():
-                raise
-        return self._run_traced(fun, operands, links)
-
-    def _run_traced(self, fun: Fun, operands: Sequence[PyTree], links: Links | None) -> PyTree:
+        if not compat.under_jit():
+            try:
+                if not self.is_known and links is None and not counted:
+                    # Nobody asks for what the program shows.
+                    return fun(*operands)
+                result, made, program = _run_eagerly(fun, operands, self.mark, links)
+                axes = [self.axes] * len(made) if program is None else self._of_results(program)
+                self.known.add(made, axes)
+                return result
+            except StatemeshError:
+                # `value_and_grad` needs the program, which a call has but for `jax.disable_jit()`.
+                if not compat.jit_disabled():
+                    raise
         with _jit_enabled():
             program = trace(fun, operands, self.mark, links)
-            axes, own = self._axes(program.given), frozenset(self.mark.axis_names)
-            closed = settled(program.closed, axes, own)
+            closed = settled(program.closed, self._of_inputs(program.given), self.axes)
         made = jaxprs.run_jaxpr(closed, program.given)
-        self._add_results(dataclasses.replace(program, closed=closed), made)
+        self.known.add(made, self._of_results(dataclasses.replace(program, closed=closed)))
         return program.result(made)
 
-    def _add_results(self, program: Traced | None, made: Sequence[AnyArray]) -> None:
-        if program is None:
-            self.known.add(made, [frozenset(self.mark.axis_names)] * len(made))
-            return
-        axes = self._axes(program.given)
-        self.known.add(made, all_axes(jaxprs.open_jaxpr(program.closed), axes))
-
     def of(self, values: Sequence[Leaf]) -> list[Axes]:
-        return self._axes(values)
+        if self.is_known:
+            return self._of_inputs(values)
+        known = [self.known.get(x) for x in values]
+        return [self.axes if axes is None else axes for axes in known]
 
     def same_over(self, x: Leaf) -> Axes:
         return NO_AXES
@@ -257,22 +224,14 @@ class FromDataflow:
     def typed_as_varying(self, x: Leaf, axes: Axes) -> Leaf:
         return x
 
-    def _axes(self, values: Sequence[Leaf]) -> list[Axes]:
+    def _of_inputs(self, values: Sequence[Leaf]) -> list[Axes]:
         return [self.known.get(x) or NO_AXES for x in values]
 
+    def _of_results(self, program: Traced) -> list[Axes]:
+        return all_axes(jaxprs.open_jaxpr(program.closed), self._of_inputs(program.given))
 
-class Unchecked(FromDataflow):
-    """Learnt from nothing: the author turned JAX's check off, and nothing is refused.
 
-    The program is walked all the same, where there is one: gradients inside depend on it.
-    """
-
-    is_known = False
-    lanes = False
-
-    def of(self, values: Sequence[Leaf]) -> list[Axes]:
-        known = [self.known.get(x) for x in values]
-        return [frozenset(self.mark.axis_names) if axes is None else axes for axes in known]
+VaryingAxes: TypeAlias = FromTypes | FromDataflow
 
 
 def _jit_enabled() -> AbstractContextManager[Any]:
@@ -285,11 +244,10 @@ def _run_eagerly(
     operands: Sequence[PyTree],
     mark: compat.FollowedAxes | None,
     links: Links | None,
-    add_results: Callable[[Traced | None, Sequence[AnyArray]], None],
-) -> PyTree:
+) -> tuple[PyTree, list[AnyArray], Traced | None]:
     """What the function makes when it runs itself; it is traced only for what its program shows.
 
-    `add_results` gets the program, `None` where there is none, and the arrays of the result.
+    **Returns:** the result, the arrays in it, and the program; `None` where there is none.
     """
     result = fun(*operands)
     made = [x for x in tree_util.tree_leaves(result) if isinstance(x, jax.Array)]
@@ -298,10 +256,9 @@ def _run_eagerly(
             program = trace(fun, operands, mark, links)
     except compat.NEEDS_VALUES:
         # It branches on the values of its arguments.
-        add_results(None, made)
-        return result
-    add_results(program if len(made) == len(program.closed.out_avals) else None, made)
-    return program.remembered(result)
+        return result, made, None
+    same = len(made) == len(program.closed.out_avals)
+    return program.remembered(result), made, program if same else None
 
 
 def _untraced_in_lanes(axis: AxisName) -> StatemeshError:
