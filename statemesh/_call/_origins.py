@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import TypeAlias
 
 import jax
@@ -17,7 +18,7 @@ from .._jax import _jaxprs as jaxprs
 from .._jax._compat import ClosedJaxpr, Equation, Jaxpr, tree_util
 from .._jax._dataflow import Dataflow
 from .._jax._jaxprs import REBUILT, Links, link_made
-from .._state._state import NEW, State, Unknown, origin, origins, states_of, with_origins
+from .._state._state import NEW, State, Unknown, origin, origins, with_origins
 
 
 # Numbers of arguments: none where nothing is known, several where it may be any of them.
@@ -225,8 +226,50 @@ def has_same_leaves(a: State, b: State) -> bool:
     return len(mine) == len(others) and all(x is y for x, y in zip(mine, others, strict=True))
 
 
-# It takes the place of an array among the leaves of a result: JAX takes a tracer that is kept for a leak.
-_ARRAY = object()
+@dataclasses.dataclass(frozen=True)
+class Skeleton:
+    """A tree whose arrays are taken out, to be made again from these or other arrays.
+
+    It holds none of the arrays: JAX takes a tracer that is kept for a leak.
+
+    **Attributes:**
+
+    - `leaves`: the tree's leaves, with `None` for each array that is taken out.
+    - `marks`: for each state in the tree a mark of the state that it continues.
+    - `positions`: where the arrays stand among the leaves.
+    """
+
+    leaves: list[Leaf]
+    treedef: PyTreeDef
+    marks: list[object]
+    positions: list[int]
+
+    def filled(self, arrays: Sequence[Leaf]) -> PyTree:
+        """The tree with these arrays in it."""
+        leaves = list(self.leaves)
+        for i, x in zip(self.positions, arrays, strict=True):
+            leaves[i] = x
+        return with_origins(self.treedef.unflatten(leaves), self.marks)
+
+
+def taken_apart(
+    tree: PyTree, kept: Mapping[int, Leaf] = MappingProxyType({})
+) -> tuple[Skeleton, list[Array]]:
+    """A tree as its skeleton and its arrays.
+
+    **Arguments:**
+
+    - `kept`: by the identity of an array the one that stays in the skeleton for it. JAX returns other arrays
+        for results that are arguments: so arguments are not to be results.
+    """
+    leaves, treedef = tree_util.tree_flatten(tree)
+    leaves = [kept.get(id(x), x) for x in leaves]
+    stays = {id(x) for x in kept.values()}
+    positions = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and id(x) not in stays]
+    arrays = [leaves[i] for i in positions]
+    for i in positions:
+        leaves[i] = None
+    return Skeleton(leaves, treedef, origins(tree), positions), arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,32 +278,25 @@ class Traced:
 
     **Attributes:**
 
-    - `closed`: its jaxpr, from the arrays among the leaves of the operands to those among the leaves of the
-        result.
-    - `given`: the arrays among the leaves of the operands.
-    - `leaves`: the leaves of the result, with a placeholder for each array.
-    - `treedef`: the structure of the result.
-    - `marks`: for each state in the result a mark of the state that it continues.
+    - `closed`: its jaxpr, from the arrays in the operands to those in the result.
+    - `given`: the arrays in the operands.
+    - `skeleton`: the result without its arrays.
     """
 
     closed: ClosedJaxpr
     given: list[Array]
-    leaves: list[Leaf]
-    treedef: PyTreeDef
-    marks: list[object]
+    skeleton: Skeleton
 
-    def result(self, made: Sequence[Array]) -> PyTree:
+    def result(self, arrays: Sequence[Array]) -> PyTree:
         """The function's result, from the arrays that its program has made."""
-        outputs = iter(made)
-        leaves = [next(outputs) if x is _ARRAY else x for x in self.leaves]
-        return with_origins(self.treedef.unflatten(leaves), self.marks)
+        return self.skeleton.filled(arrays)
 
     def remembered(self, result: PyTree) -> PyTree:
         """The result of another run of the function, its states marked with what they continue."""
-        found = origins(result)
-        if len(found) != len(self.marks):
+        marks = origins(result)
+        if len(marks) != len(self.skeleton.marks):
             return result
-        pairs = zip(found, self.marks, strict=True)
+        pairs = zip(marks, self.skeleton.marks, strict=True)
         return with_origins(result, [new if old is None else old for old, new in pairs])
 
 
@@ -277,35 +313,38 @@ def trace(
     - `mark`: names the axes along which the program will be walked; `None` for none.
     - `links`: for the states that the function is given, where it matters which of them its results continue.
     """
-    flat, treedef = tree_util.tree_flatten(operands)
-    arrays_at = [i for i, x in enumerate(flat) if isinstance(x, jax.Array)]
-    given = [flat[i] for i in arrays_at]
-    marks = origins(operands)
-    results: list[
-        tuple[list[Leaf], PyTreeDef, list[object], list[bool | None], list[tuple[bool, int]]]
-    ] = []
+    inside, given = taken_apart(operands)
+    results: list[tuple[Skeleton, list[tuple[range, bool | None]]]] = []
 
     def traced(*arrays: Array) -> list[Array]:
-        inside = list(flat)
-        for i, x in zip(arrays_at, arrays, strict=True):
-            inside[i] = x
         with nullcontext() if links is None else links.made():
-            result = fun(*with_origins(treedef.unflatten(inside), marks))
-        leaves, structure = tree_util.tree_flatten(result)
-        rebuilt = [_rebuilt(node, links) for node in states_of(result)]
-        shown = [_ARRAY if isinstance(x, jax.Array) else x for x in leaves]
-        results[:] = [(shown, structure, origins(result), rebuilt, _arrays_of(result))]
-        return [x for x in leaves if isinstance(x, jax.Array)]
+            result = fun(*inside.filled(arrays))
+        skeleton, made = taken_apart(result)
+        states = _states_and_arrays(result)
+        results[:] = [(skeleton, [(at, _rebuilt(state, links)) for state, at in states])]
+        return made
 
     bound: list[compat.FollowedAxes | compat.FollowedStates] = [] if mark is None else [mark]
     if links is not None:
         bound.append(compat.FollowedStates())
     closed = compat.trace_marked(traced, given, bound)
-    ((leaves, structure, found, rebuilt, nodes),) = results
-    program = Traced(closed, given, leaves, structure, found)
-    if links is None or None not in found:
-        return program
-    return dataclasses.replace(program, marks=_recovered(program, operands, rebuilt, nodes))
+    ((skeleton, returned),) = results
+    if links is not None and None in skeleton.marks:
+        marks = _recovered(closed, skeleton.marks, operands, returned)
+        skeleton = dataclasses.replace(skeleton, marks=marks)
+    return Traced(closed, given, skeleton)
+
+
+def _states_and_arrays(tree: PyTree) -> list[tuple[State, range]]:
+    """Each state of a tree, with the numbers of its arrays among all arrays of the tree."""
+    found = []
+    start = 0
+    for node in tree_util.tree_leaves(tree, is_leaf=is_state):
+        arrays = [x for x in tree_util.tree_leaves(node) if isinstance(x, jax.Array)]
+        if is_state(node):
+            found.append((node, range(start, start + len(arrays))))
+        start += len(arrays)
+    return found
 
 
 def _rebuilt(state: State, links: Links | None) -> bool | None:
@@ -315,41 +354,26 @@ def _rebuilt(state: State, links: Links | None) -> bool | None:
     return state._meta.token is not None
 
 
-def _arrays_of(tree: PyTree) -> list[tuple[bool, int]]:
-    """For each State, and each leaf outside of States: whether it is a State, and how many arrays it has."""
-    return [
-        (is_state(node), sum(isinstance(x, jax.Array) for x in tree_util.tree_leaves(node)))
-        for node in tree_util.tree_leaves(tree, is_leaf=is_state)
-    ]
-
-
 def _recovered(
-    program: Traced,
+    closed: ClosedJaxpr,
+    marks: Sequence[object],
     operands: Sequence[PyTree],
-    rebuilt: Sequence[bool | None],
-    nodes: Sequence[tuple[bool, int]],
+    returned: Sequence[tuple[range, bool | None]],
 ) -> list[object]:
     """The marks of the result's states. That of a State that JAX made is read off the program's links."""
-    marks_at: list[object] = []
-    for node in tree_util.tree_leaves(operands, is_leaf=is_state):
-        arrays = [x for x in tree_util.tree_leaves(node) if isinstance(x, jax.Array)]
-        marks_at += [origin(node) if is_state(node) else None] * len(arrays)
-    sources = iter(continued(jaxprs.open_jaxpr(program.closed)))
-    marks = iter(zip(program.marks, rebuilt, strict=True))
-    found: list[object] = []
-    for stateful, number in nodes:
-        of = frozenset[int]().union(*(next(sources) for _ in range(number)))
-        if not stateful:
-            continue
-        mark, by_jax = next(marks)
+    marks_at = {i: origin(state) for state, at in _states_and_arrays(operands) for i in at}
+    sources = continued(jaxprs.open_jaxpr(closed))
+    recovered: list[object] = []
+    for mark, (at, by_jax) in zip(marks, returned, strict=True):
         if mark is None and by_jax is not None:
-            several = dict.fromkeys(marks_at[i] for i in sorted(of) if marks_at[i] is not None)
+            arguments = sorted(_NOTHING.union(*(sources[k] for k in at)))
+            several = dict.fromkeys(marks_at[i] for i in arguments if marks_at.get(i) is not None)
             if len(several) == 1:
                 (mark,) = several
             elif several or by_jax:
                 mark = Unknown(tuple(several))
-        found.append(mark)
-    return found
+        recovered.append(mark)
+    return recovered
 
 
 def _unsure_origin(name: str, unsure: Sequence[tuple[str, Sequence[str]]]) -> StructureError:

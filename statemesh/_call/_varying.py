@@ -89,11 +89,11 @@ class FromTypes:
             program = trace(fun, operands, None, links)
             return program.result(jaxprs.run_jaxpr(program.closed, program.given))
         if is_asked:
-            result, made, program = _run_eagerly(fun, operands, None, links)
-            if program is not None:
-                self._check_gradients(program)
-                typed = [compat.varying(x) for x in program.given]
-                self.shown.add(made, all_axes(jaxprs.open_jaxpr(program.closed), typed))
+            result, made, shown = _run_eagerly(fun, operands, None, links)
+            if shown is not None:
+                self._check_gradients(shown)
+                typed = [compat.varying(x) for x in shown.given]
+                self.shown.add(made, all_axes(jaxprs.open_jaxpr(shown.closed), typed))
             return result
         # With `jit=False` it runs for someone who debugs it, once. There types alone say what varies.
         with looking_for_left() as left:
@@ -197,8 +197,8 @@ class FromDataflow:
                 if not self.is_known and links is None and not counted:
                     # Nobody asks for what the program shows.
                     return fun(*operands)
-                result, made, program = _run_eagerly(fun, operands, self.mark, links)
-                axes = [self.axes] * len(made) if program is None else self._of_results(program)
+                result, made, shown = _run_eagerly(fun, operands, self.mark, links)
+                axes = [self.axes] * len(made) if shown is None else self._of_results(shown)
                 self.known.add(made, axes)
                 return result
             except StatemeshError:

@@ -9,19 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._axes._differing import (
-    Gathered,
-    Recorded,
-    crossed,
-    name_varying,
-    whole_over,
-)
+from .._axes._differing import Gathered, Recorded, crossed, name_varying, whole_over
 from .._axes._mesh_and_lanes import bound_names, gradients_around, meshes_and_lanes
-from .._axes._reduction import (
-    Pending,
-    Reduction,
-    reduce_on_mesh,
-)
+from .._axes._reduction import Pending, Reduction, reduce_on_mesh
 from .._base import _errors as errors
 from .._base._checks import is_array, is_inexact
 from .._base._errors import (
@@ -50,13 +40,15 @@ from .._base._types import (
     SeveralAxes,
 )
 from .._call._arguments import inside_modules
+from .._call._origins import Skeleton, taken_apart
 from .._call._packed import members, shapes_of, with_models
+from .._call._varying import FromTypes
 from .._jax import _compat as compat
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import Jaxpr, tree_util
 from .._jax._dataflow import forwarded
 from .._state._filters import to_predicate
-from .._state._state import ParamState, origins, with_origins
+from .._state._state import ParamState, origins
 
 
 def trainable(model: PyTree, wrt: Filter = None) -> PyTree:
@@ -91,52 +83,65 @@ class Parts:
     """A model's leaves, and which of them are differentiated."""
 
     def __init__(self, what: str, model: PyTree, wrt: Filter, root: str) -> None:
-        self.leaves, self.treedef = tree_util.tree_flatten(model)
-        self.marks = origins(model)
+        leaves, treedef = tree_util.tree_flatten(model)
         # Filters see the packed states, but the buffers that hold them are differentiated.
         shown, hits = _picked(what, with_models(model, shapes_of), wrt, root)
         units, self.unit_def = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
-        # For each unit (a State, or an array outside of any) its structure and the leaves to differentiate.
-        self.units: list[tuple[PyTreeDef, list[int | None]]] = []
+        # For each unit (a State, or an array outside of any) its structure, and which of its leaves are
+        # differentiated; `None` if none is.
+        self.units: list[tuple[PyTreeDef, list[bool]] | None] = []
         self.paths: list[str] = []
+        positions: list[int] = []
         torn: list[tuple[list[str], ...]] = []
         start = 0
         for (path, unit), made_of in zip(units, members(model), strict=True):
-            own, treedef = tree_util.tree_flatten(unit)
-            chosen: list[int | None] = [None] * len(own)
-            if any(hits[k] for k in made_of):
-                chosen = [start + k if _is_differentiable(x) else None for k, x in enumerate(own)]
-            self.units.append((treedef, chosen))
-            some = [k for k in chosen if k is not None]
-            if some and not all(hits[k] for k in made_of):
+            own, unit_def = tree_util.tree_flatten(unit)
+            is_picked = any(hits[k] for k in made_of)
+            chosen = [is_picked and _is_differentiable(x) for x in own]
+            self.units.append((unit_def, chosen) if any(chosen) else None)
+            if any(chosen) and not all(hits[k] for k in made_of):
                 apart = ([shown[k][0] for k in made_of if hits[k] is hit] for hit in (True, False))
                 torn.append(tuple(apart))
             name = shown[made_of[0]][0] if len(made_of) == 1 else path_str(path, root)
-            self.paths += [name] * len(some)
+            self.paths += [name] * sum(chosen)
+            positions += [start + k for k, hit in enumerate(chosen) if hit]
             start += len(own)
         if torn:
-            raise _picks_part_of_buffer(what, wrt, torn)
-        self.positions = [k for _, chosen in self.units for k in chosen if k is not None]
-        if not self.positions:
-            there = [(path, unit) for path, unit in shown if _is_shown(unit)]
-            raise _nothing_to_differentiate(what, wrt, there)
-        self.params = [self.leaves[k] for k in self.positions]
-
-    def model(self, params: Sequence[Leaf]) -> PyTree:
-        """The model with other arrays in place of those that are differentiated."""
-        leaves = list(self.leaves)
-        for k, x in zip(self.positions, params, strict=True):
-            leaves[k] = x
-        return with_origins(self.treedef.unflatten(leaves), self.marks)
+            raise error_listing(
+                StructureError,
+                f"{what}: wrt={filter_str(wrt)} picks only some of the states that share a packed buffer, "
+                "and a buffer has one gradient",
+                [
+                    f"picked: {first_paths(picked)}; not picked: {first_paths(left)}"
+                    for picked, left in torn
+                ],
+                "Take the gradient inside the mapped call, which sees the model, or pass the model itself to "
+                "this call: `packed.unpack()`.",
+            )
+        if not positions:
+            values = [f"{path}: {describe(unit)}" for path, unit in shown if _is_shown(unit)]
+            picks = f"wrt={filter_str(wrt)} picks nothing in the model"
+            if wrt is None:
+                picks = (
+                    "the model has no ParamState of floating or complex numbers, and no such array outside "
+                    "States"
+                )
+            if not values:
+                raise StructureError(f"{what}: {picks}. It has no states and no arrays.")
+            raise error_listing(StructureError, f"{what}: {picks}. It has", values)
+        # The model, to be filled with other arrays in place of those that are differentiated.
+        self.model = Skeleton(leaves, treedef, origins(model), positions)
+        self.params = [leaves[k] for k in positions]
 
     def tree(self, values: Sequence[Leaf]) -> PyTree:
         """The model's tree with `values` in place of what is differentiated, and `None` elsewhere."""
         left = iter(values)
-        units = []
-        for treedef, chosen in self.units:
-            here = [None if k is None else next(left) for k in chosen]
-            some = any(k is not None for k in chosen)
-            units.append(treedef.unflatten(here) if some else None)
+        units = [
+            None
+            if unit is None
+            else unit[0].unflatten([next(left) if h else None for h in unit[1]])
+            for unit in self.units
+        ]
         return self.unit_def.unflatten(units)
 
 
@@ -152,12 +157,18 @@ def _picked(
         units.append((path_str(path, root), unit))
         hits.append(bool(offered and hit(path, unit)))
     impossible = [
-        unit
-        for unit, picked in zip(units, hits, strict=True)
-        if picked and not any(map(_is_differentiable, tree_util.tree_leaves(unit[1])))
+        f"{path}: {describe(unit)}"
+        for (path, unit), picked in zip(units, hits, strict=True)
+        if picked and not any(map(_is_differentiable, tree_util.tree_leaves(unit)))
     ]
     if impossible and wrt is not None:
-        raise _cannot_differentiate(what, impossible)
+        raise error_listing(
+            StructureError,
+            f"{what}: wrt picks values that hold no floating or complex numbers",
+            impossible,
+            "Let it pick parameters, as `wrt=sm.ParamState` does; sm.filters.All, Any and Not join several "
+            "filters.",
+        )
     return units, hits
 
 
@@ -183,25 +194,44 @@ class Scope:
 
     def __init__(self, name: str, axis_name: SeveralAxes, mean: bool, parts: Parts) -> None:
         self.params = parts.params
-        self.recorded = Recorded()
-        self.gathered = Recorded(Gathered())
         named = frozenset(bound_names("value_and_grad", axis_name))
         self.reduction = Reduction(named, mean, name, tuple(parts.paths))
         bound = compat.bound_axis_names()
         meshes, self.lanes = meshes_and_lanes(bound)
         self.entry = named, frozenset(bound)
         self.from_types = tuple(n for n in meshes if compat.varying(jax.lax.axis_index(n)))
+        self.types = FromTypes(self.from_types)
+        self.gathered = Recorded(Gathered())
         self.from_dataflow = compat.axes_from_dataflow()
         from_dataflow = [name for mark in self.from_dataflow for name in mark.axis_names]
         unknown = [name for name in meshes if name not in (*self.from_types, *from_dataflow)]
         if from_dataflow and (self.from_types or unknown):
             checked = [name for name in self.from_types if name not in from_dataflow]
-            raise _gradient_in_mixed_maps(unknown or from_dataflow, from_dataflow, checked)
+            inner, outer = (
+                ("checks", "does not")
+                if checked
+                else ("does not check", "does, or is run by JAX itself")
+            )
+            apart = unknown or from_dataflow
+            raise StatemeshError(
+                f"{_split_unknown(apart)} the map over {quoted(checked or from_dataflow)} {inner} what "
+                f"varies, and stands inside the map over {quoted(apart)}, which {outer}. Use `statemesh.shard_map` "
+                "for both, and leave check_vma at its default."
+            )
         if unknown:
-            raise _gradient_unchecked(unknown)
+            raise StatemeshError(
+                f"{_split_unknown(unknown)} this map does not check what varies, and is run by JAX itself or "
+                "with jit=False. Use `statemesh.shard_map` (without jit=False), or leave check_vma at its "
+                "default."
+            )
         around = NO_AXES.union(*(names for names, _ in gradients_around.get()))
         if twice := named & around & frozenset(self.from_types):
-            raise _gradient_in_gradient(_in_order(twice, self.from_types))
+            axes = quoted(_in_order(twice, self.from_types))
+            raise StatemeshError(
+                f"value_and_grad: inside the loss of another value_and_grad over {axes}, it cannot reduce "
+                "over the same axes: there each shard has its own parameters, which may differ. Leave "
+                "axis_name out inside, for the gradient of this shard's own loss."
+            )
         # Inside the loss of one shard, each shard has parameters of its own.
         self.own = around - named
         self.cast_over = (named | around) & frozenset(self.from_types)
@@ -257,7 +287,7 @@ class Scope:
 
     def asks_what_crosses(self, loss: Leaf) -> bool:
         """Whether the reduction of this loss depends on what passes from one instance to another."""
-        apart = (self._varying(loss) & frozenset(self.from_types)) - self.reduction.named
+        apart = self._varying(loss) - self.reduction.named
         return bool(self.lanes or self.from_dataflow or apart)
 
     def reduced(
@@ -286,23 +316,21 @@ class Scope:
 
     def _varying(self, x: Leaf) -> Axes:
         """The mesh axes over which a value may differ, by its type or by what is recorded of it."""
-        typed = compat.varying(x)
-        if typed.issuperset(self.from_types) or not compat.under_jit():
-            return typed
-        return typed | self.recorded.of(x)
+        (axes,) = self.types.of([x])
+        return axes
 
     def _param_varying(self, x: Leaf, path: str) -> Axes:
         """The same of a parameter. One that `all_gather` made whole has a type that varies, yet one value.
 
         A cast is the word of whoever wrote it: then each shard has a parameter of its own.
         """
-        typed = compat.varying(x)
-        reduced = _in_order(self.reduction.named & typed, self.from_types)
+        axes = self._varying(x)
+        reduced = _in_order(self.reduction.named & compat.varying(x), self.from_types)
         if not reduced:
-            return self._varying(x)
+            return axes
         whole = whole_over(self.gathered.of(x)) if compat.under_jit() else NO_AXES
         name_varying(x, reduced, whole, path)
-        return self._varying(x) - whole
+        return axes - whole
 
     def _axes_without_types(self) -> Iterator[tuple[tuple[AxisName, ...], bool, bool]]:
         """The axes over which types do not tell what differs; whether they are lanes, and of a `vmap`."""
@@ -323,7 +351,7 @@ class Scope:
         own = [self._param_varying(x, path) | (self.own & axes) for x, path in pairs]
         self.reduction.check(over, own, self.from_types)
         # Over these axes each shard has a loss and parameters of its own.
-        apart = (over & axes) - self.reduction.named
+        apart = over - self.reduction.named
         if apart and (shared := apart & crossed()):
             if inside := shared & self.own:
                 raise _loss_exchanged_inside(
@@ -386,65 +414,44 @@ class LossFunction:
     ) -> tuple[Array, tuple[PyTree, PyTree]]:
         """The loss, and a pair of auxiliary values (or `None`) and the model."""
         returned = self.fun(model, *args, **kwargs)
+        expected = "((loss, aux), model)" if self.has_aux else "(loss, model)"
         if not _is_pair(returned) or (self.has_aux and not _is_pair(returned[0])):
-            raise _not_loss_and_model(self.name, returned, self.has_aux)
+            kind = kind_str(returned)
+            if isinstance(returned, tuple):
+                kind = f"a tuple of {', '.join(map(kind_str, returned))}" if returned else "()"
+            text = f"value_and_grad: {self.name} must return {expected}, but returned {kind}."
+            if not self.has_aux:
+                text += (
+                    " If it writes no state, return the model as it came in; if it returns more, pass "
+                    "`has_aux=True` and return ((loss, aux), model)."
+                )
+            raise StructureError(text)
         value, new = returned
         (root,) = positional_names(self.fun, 1)
         before, after = _paths(model, root), _paths(new, root)
         if before != after:
-            raise _not_the_model(
-                self.name,
-                model,
-                new,
-                [path for path in before if path not in after],
-                [path for path in after if path not in before],
-                self.has_aux,
+            missing = [f"{path} is missing" for path in before if path not in after]
+            added = [f"{path} is new" for path in after if path not in before]
+            is_shown = new is None or isinstance(new, int | float | str)
+            what = repr(new) if is_shown else f"a {type(new).__name__}"
+            raise error_listing(
+                StructureError,
+                f"value_and_grad: {self.name} must return {expected} with the model that it was given, a "
+                f"{type(model).__name__}, but returned {what} in its place",
+                [*missing, *added],
+                "Return the model as it came in, or with what was written to its states. What else is "
+                "returned goes beside the loss: pass `has_aux=True` and return ((loss, aux), model).",
             )
         loss, aux = value if self.has_aux else (value, None)
-        if not isinstance(loss, jax.Array | np.ndarray | np.generic | float):
-            raise _not_a_loss(self.name, loss)
-        loss = jnp.asarray(loss)
-        if loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
-            raise _not_a_loss(self.name, loss)
+        if isinstance(loss, np.ndarray | np.generic | float):
+            loss = jnp.asarray(loss)
+        is_array = isinstance(loss, jax.Array)
+        if not is_array or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise StructureError(
+                f"{_loss(self.name)} must be one real floating number, but is {describe(loss)}. Reduce it: "
+                "`loss.mean()`."
+            )
         return loss, (aux, new)
-
-
-class Returned:
-    """What a function returned, with its new arrays apart.
-
-    JAX would return other arrays for results that are arguments, so these are no results of its.
-
-    **Arguments:**
-
-    - `tree`: what was returned.
-    - `same`: by the identity of an array: the argument that it stands for.
-    """
-
-    def __init__(self, tree: PyTree, same: dict[int, Leaf]) -> None:
-        leaves, self.structure = tree_util.tree_flatten(tree)
-        arguments = {id(x) for x in same.values()}
-        self.marks = origins(tree)
-        self.leaves = [same.get(id(x), x) for x in leaves]
-        # The positions of the arrays that are new.
-        self.new = [
-            i
-            for i, x in enumerate(self.leaves)
-            if isinstance(x, jax.Array) and id(x) not in arguments
-        ]
-
-    def take(self) -> list[Array]:
-        """The new arrays, of which it keeps none: JAX reports a tracer that we keep as a leak."""
-        made = [self.leaves[i] for i in self.new]
-        for i in self.new:
-            self.leaves[i] = None
-        return made
-
-    def filled(self, made: Sequence[Leaf]) -> PyTree:
-        """The tree, with these arrays as the new ones."""
-        leaves = list(self.leaves)
-        for i, x in zip(self.new, made, strict=True):
-            leaves[i] = x
-        return with_origins(self.structure.unflatten(leaves), self.marks)
 
 
 def at_once(
@@ -455,17 +462,19 @@ def at_once(
     kwargs: dict[str, PyTree],
 ) -> Evaluated:
     """Evaluate the function on its arguments as they are."""
-    given = {id(x): x for x in (*parts.leaves, *tree_util.tree_leaves((args, kwargs)))}
-    results: list[Returned] = []
+    leaves = (*parts.model.leaves, *tree_util.tree_leaves((args, kwargs)))
+    arguments = {id(x): x for x in leaves}
+    results: list[Skeleton] = []
 
     def run(params: list[Leaf]) -> tuple[Array, PyTree]:
-        return fun(parts.model(params), args, kwargs)
+        return fun(parts.model.filled(params), args, kwargs)
 
     def local(params: list[Leaf]) -> tuple[Array, list[Array]]:
         loss, rest = run(params)
-        same = given | {id(x): old for x, old in zip(params, parts.params, strict=True)}
-        results[:] = [Returned(rest, same)]
-        return loss, results[0].take()
+        kept = arguments | {id(x): old for x, old in zip(params, parts.params, strict=True)}
+        skeleton, made = taken_apart(rest, kept)
+        results[:] = [skeleton]
+        return loss, made
 
     with scope.casting():
         params = scope.cast(parts.params)
@@ -477,7 +486,7 @@ def at_once(
         # The same results as of the first run, even if JAX now gives other arrays for some of the arguments.
         loss, rest = run(params)
         leaves = tree_util.tree_leaves(rest)
-        return loss, [jnp.asarray(leaves[i]) for i in result.new]
+        return loss, [jnp.asarray(leaves[i]) for i in result.positions]
 
     # Few cases need it, and only these trace it.
     program = functools.cache(lambda: jaxprs.open_jaxpr(jax.make_jaxpr(loss_and_made)(params)))
@@ -494,124 +503,10 @@ def _is_pair(x: Leaf) -> bool:
     return isinstance(x, tuple) and len(x) == 2
 
 
-def _cannot_differentiate(what: str, bad: Sequence[tuple[str, object]]) -> StructureError:
-    return error_listing(
-        StructureError,
-        f"{what}: wrt picks values that hold no floating or complex numbers",
-        [f"{path}: {describe(value)}" for path, value in bad],
-        "Let it pick parameters, as `wrt=sm.ParamState` does; sm.filters.All, Any and Not join several "
-        "filters.",
-    )
-
-
-def _nothing_to_differentiate(
-    what: str, wrt: object, values: Sequence[tuple[str, object]]
-) -> StructureError:
-    picks = f"wrt={filter_str(wrt)} picks nothing in the model"
-    if wrt is None:
-        picks = "the model has no ParamState of floating or complex numbers, and no such array outside States"
-    if not values:
-        return StructureError(f"{what}: {picks}. It has no states and no arrays.")
-    items = [f"{path}: {describe(value)}" for path, value in values]
-    return error_listing(StructureError, f"{what}: {picks}. It has", items)
-
-
-def _picks_part_of_buffer(
-    what: str, wrt: object, split: Sequence[Sequence[Sequence[str]]]
-) -> StructureError:
-    return error_listing(
-        StructureError,
-        f"{what}: wrt={filter_str(wrt)} picks only some of the states that share a packed buffer, and a "
-        "buffer has one gradient",
-        [
-            f"picked: {first_paths(picked)}; not picked: {first_paths(left)}"
-            for picked, left in split
-        ],
-        "Take the gradient inside the mapped call, which sees the model, or pass the model itself to "
-        "this call: `packed.unpack()`.",
-    )
-
-
-def _not_loss_and_model(name: str, returned: object, has_aux: bool) -> StructureError:
-    expected = "((loss, aux), model)" if has_aux else "(loss, model)"
-    kind = kind_str(returned)
-    if isinstance(returned, tuple):
-        kind = f"a tuple of {', '.join(map(kind_str, returned))}" if returned else "()"
-    text = f"value_and_grad: {name} must return {expected}, but returned {kind}."
-    if not has_aux:
-        text += (
-            " If it writes no state, return the model as it came in; if it returns more, pass "
-            "`has_aux=True` and return ((loss, aux), model)."
-        )
-    return StructureError(text)
-
-
-def _not_the_model(
-    name: str,
-    model: object,
-    returned: object,
-    missing: Sequence[str],
-    added: Sequence[str],
-    has_aux: bool,
-) -> StructureError:
-    expected = "((loss, aux), model)" if has_aux else "(loss, model)"
-    items = [f"{path} is missing" for path in missing] + [f"{path} is new" for path in added]
-    head = (
-        f"value_and_grad: {name} must return {expected} with the model that it was given, a "
-        f"{type(model).__name__}, but returned {_model_str(returned)} in its place"
-    )
-    return error_listing(
-        StructureError,
-        head,
-        items,
-        "Return the model as it came in, or with what was written to its states. What else is returned goes "
-        "beside the loss: pass `has_aux=True` and return ((loss, aux), model).",
-    )
-
-
-def _model_str(value: object) -> str:
-    whole = value is None or isinstance(value, int | float | str)
-    return repr(value) if whole else f"a {type(value).__name__}"
-
-
-def _not_a_loss(name: str, loss: object) -> StructureError:
-    return StructureError(
-        f"{_loss(name)} must be one real floating number, but is {describe(loss)}. Reduce it: `loss.mean()`."
-    )
-
-
-def _gradient_unchecked(axes: Sequence[AxisName]) -> StatemeshError:
-    return StatemeshError(
-        f"{_split_unknown(axes)} this map does not check what varies, and is run by JAX itself or with "
-        "jit=False. Use `statemesh.shard_map` (without jit=False), or leave check_vma at its default."
-    )
-
-
-def _gradient_in_mixed_maps(
-    apart: Sequence[AxisName], unchecked: Sequence[AxisName], checked: Sequence[AxisName]
-) -> StatemeshError:
-    inner, outer = (
-        ("checks", "does not") if checked else ("does not check", "does, or is run by JAX itself")
-    )
-    return StatemeshError(
-        f"{_split_unknown(apart)} the map over {quoted(checked or unchecked)} {inner} what varies, and "
-        f"stands inside the map over {quoted(apart)}, which {outer}. Use `statemesh.shard_map` for both, "
-        "and leave check_vma at its default."
-    )
-
-
 def _split_unknown(axes: Sequence[AxisName]) -> str:
     return (
         f"value_and_grad cannot know over which of {quoted(axes)} the parameters are split, on which their "
         "gradients depend:"
-    )
-
-
-def _gradient_in_gradient(axes: Sequence[AxisName]) -> StatemeshError:
-    return StatemeshError(
-        f"value_and_grad: inside the loss of another value_and_grad over {quoted(axes)}, it cannot reduce "
-        "over the same axes: there each shard has its own parameters, which may differ. Leave axis_name out "
-        "inside, for the gradient of this shard's own loss."
     )
 
 
