@@ -9,15 +9,13 @@ from typing import Any, TypeAlias
 
 from jax.ad_checkpoint import checkpoint_name
 
-from .._base._errors import (
-    StatemeshError,
-    error_listing,
-)
+from .._base._errors import StatemeshError, error_listing
+from .._base._specs import written_axes
 from .._base._types import NO_AXES, Array, Axes, AxisName
 from .._jax import _compat as compat
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import ClosedJaxpr, Equation, Jaxpr, Operand
-from .._jax._dataflow import Body, Dataflow, divisor, sizes_mapped, split_over
+from .._jax._dataflow import Body, Dataflow, divisor
 from ._reduction import GRADIENT, SUMMAND, Pending
 
 
@@ -174,48 +172,41 @@ def settled(closed: ClosedJaxpr, given: Sequence[Axes], own: Axes) -> ClosedJaxp
     - `given`: the axes over which its arguments may differ.
     - `own`: the axes that are followed. What is pending over others waits for who knows of them.
     """
-    return jaxprs.with_open(closed, _settled(jaxprs.open_jaxpr(closed), given, own))
 
+    def is_own(eqn: Equation) -> bool:
+        pending = _pending(eqn)
+        return pending is not None and pending.is_over(own)
 
-def _settled(jaxpr: Jaxpr, given: Sequence[Axes], own: Axes) -> Jaxpr:
-    if not _has_pending(jaxpr, own):
-        return jaxpr
-    walk = Differing()
-    known: dict[Operand, Axes] = dict(zip(jaxpr.invars, given, strict=True))
-    eqns = []
-    for eqn in jaxpr.eqns:
-        operands = [walk.fact(known, atom) for atom in eqn.invars]
-        results, bodies = walk.equation(eqn, operands)
-        known.update(zip(eqn.outvars, results, strict=True))
-        eqns.append(_settled_equation(eqn, operands, bodies, own))
-    return jaxprs.with_equations(jaxpr, eqns)
+    def in_jaxpr(jaxpr: Jaxpr, given: Sequence[Axes]) -> Jaxpr:
+        if not any(map(is_own, jaxprs.equations(jaxpr))):
+            return jaxpr
+        walk = Differing()
+        known: dict[Operand, Axes] = dict(zip(jaxpr.invars, given, strict=True))
+        eqns = []
+        for eqn in jaxpr.eqns:
+            operands = [walk.fact(known, atom) for atom in eqn.invars]
+            results, bodies = walk.equation(eqn, operands)
+            known.update(zip(eqn.outvars, results, strict=True))
+            eqns.append(in_equation(eqn, operands, bodies))
+        return jaxprs.with_equations(jaxpr, eqns)
 
+    def in_equation(
+        eqn: Equation, operands: Sequence[Axes], bodies: Sequence[Body[Axes]]
+    ) -> Equation:
+        if (pending := _pending(eqn)) is not None:
+            return jaxprs.calling(pending.decided(operands), eqn) if pending.is_over(own) else eqn
+        new = {id(body): in_jaxpr(body, given) for body, given in bodies}
+        if jaxprs.with_own_derivative(eqn) and any(map(is_own, bodies[0][0].eqns)):
+            # What has been decided has the derivatives of what it is.
+            (body,) = new.values()
+            return jaxprs.calling(jaxprs.runs(body), eqn)
+        return jaxprs.with_jaxprs(eqn, new)
 
-def _settled_equation(
-    eqn: Equation, operands: Sequence[Axes], bodies: Sequence[Body[Axes]], own: Axes
-) -> Equation:
-    pending = _pending(eqn)
-    if pending is not None:
-        return jaxprs.calling(pending.decided(operands), eqn) if pending.is_over(own) else eqn
-    new = {id(body): _settled(body, given, own) for body, given in bodies}
-    if jaxprs.with_own_derivative(eqn) and any(_is_own(e, own) for e in bodies[0][0].eqns):
-        # What has been decided has the derivatives of what it is.
-        (body,) = new.values()
-        return jaxprs.calling(jaxprs.runs(body), eqn)
-    return jaxprs.with_jaxprs(eqn, new)
+    return jaxprs.with_open(closed, in_jaxpr(jaxprs.open_jaxpr(closed), given))
 
 
 def _pending(eqn: Equation) -> Pending | None:
     return getattr(jaxprs.rule_of(eqn), "pending", None)
-
-
-def _is_own(eqn: Equation, own: Axes) -> bool:
-    pending = _pending(eqn)
-    return pending is not None and pending.is_over(own)
-
-
-def _has_pending(jaxpr: Jaxpr, own: Axes) -> bool:
-    return any(_is_own(eqn, own) for eqn in jaxprs.equations(jaxpr))
 
 
 def _joined_unseen(eqn: Equation) -> Axes:
@@ -254,52 +245,50 @@ _Gradients: TypeAlias = frozenset[_Gradient]
 _NONE: _Gradients = frozenset()
 
 
-def has_gradients(names: Iterable[str]) -> bool:
-    """Whether `value_and_grad` has reduced any gradient in a program that gives these names."""
-    return any(name.startswith(GRADIENT) for name in names)
-
-
-def check_sums(name: str, mapped: Equation) -> None:
-    """Refuse a program of one shard that sums a gradient a second time.
+def check_gradients(name: str, mapped: Equation) -> None:
+    """Refuse a program of one shard that sums a gradient twice, or that of a gathered parameter not at all.
 
     **Arguments:**
 
     - `name`: what the message calls the function.
     - `mapped`: the equation of its `shard_map`.
 
-    **Raises:** `StatemeshError` that names each such gradient.
-    """
-    if found := summed_twice(mapped):
-        raise _reduced_twice(name, found)
-
-
-def summed_twice(mapped: Equation) -> list[tuple[str, AxisName]]:
-    """The gradients of which the results hold a sum over an axis along which they were the same.
-
-    Each by its name, with the axis.
-
-    **Arguments:**
-
-    - `mapped`: the equation of a `shard_map`.
+    **Raises:** `StatemeshError` that names each such gradient or parameter.
     """
     body = jaxprs.open_jaxpr(mapped.params["jaxpr"])
+    names = [jaxprs.name_given(eqn) or "" for eqn in jaxprs.equations(body)]
+    specs = mapped.params["in_specs"]
+    split = [frozenset(axis for axes in written_axes(spec) for axis in axes) for spec in specs]
+    sizes = {axis: mapped.params["mesh"].shape[axis] for axis in mapped.params["newly_manual_axes"]}
+    if any(given.startswith(_PARAMETER) for given in names):
+        _refuse_unsummed(_Unsummed(sizes), body, split)
+    if not any(given.startswith(GRADIENT) for given in names):
+        return
     named = _Named()
-    named.through(body, split_over(mapped))
-    walk = _Sums(named.found, sizes_mapped(mapped))
+    named.through(body, split)
+    walk = _Sums(named.axes, sizes)
     results = walk.join(walk.through(body, [_NONE] * len(body.invars)))
-    return sorted({(one.name, axis) for one in results for axis in one.summed}, key=str)
+    twice = sorted({(each.name, axis) for each in results for axis in each.summed}, key=str)
+    if twice:
+        raise error_listing(
+            StatemeshError,
+            f"{name}: gradients that value_and_grad has already reduced over shards are summed over them "
+            "again, which makes them too large by a factor of the number of shards",
+            [f"the {gradient}: over {axis!r}" for gradient, axis in twice],
+            "Leave `jax.lax.psum` out; value_and_grad has reduced them once.",
+        )
 
 
 class _Named(Differing):
     """It remembers over which axes the named gradients differ."""
 
     def __init__(self) -> None:
-        self.found: dict[Operand, Axes] = {}
+        self.axes: dict[Operand, Axes] = {}
 
     def result(self, var: Operand, fact: Axes) -> Axes:
         fact = super().result(var, fact)
         # One variable stands for several values where a jaxpr is run by several equations.
-        self.found[var] = self.found.get(var, NO_AXES) | fact
+        self.axes[var] = self.axes.get(var, NO_AXES) | fact
         return fact
 
 
@@ -387,25 +376,6 @@ def name_varying(param: Array, axes: Sequence[AxisName], whole: Axes, path: str)
         checkpoint_name(param, _name(axis, axis in whole, path))
 
 
-def has_varying(names: Iterable[str]) -> bool:
-    """Whether a program that gives these names has parameters that vary."""
-    return any(name.startswith(_PARAMETER) for name in names)
-
-
-def check_summed(mapped: Equation) -> None:
-    """Refuse a program of one shard that does not sum the gradient of what was gathered.
-
-    **Arguments:**
-
-    - `mapped`: the equation of its `shard_map`.
-
-    **Raises:** `StatemeshError` that names each such parameter.
-    """
-    walk = _Unsummed(sizes_mapped(mapped))
-    walk.through(jaxprs.open_jaxpr(mapped.params["jaxpr"]), split_over(mapped))
-    walk.refuse()
-
-
 @contextmanager
 def looking_for_left() -> Iterator[list[bool]]:
     """While a function runs without a program. The list fills if a program is to be checked after."""
@@ -418,7 +388,7 @@ def looking_for_left() -> Iterator[list[bool]]:
 
 
 def check_unrecorded(jaxpr: Jaxpr, given: Sequence[Axes], sizes: Mapping[AxisName, int]) -> None:
-    """As `check_summed`, of a function that ran without its program.
+    """Refuse gradients of gathered parameters that a function left unsummed, which ran without its program.
 
     There `value_and_grad` does not see how any parameter was made, but inside of a `jit` or a loop.
 
@@ -428,9 +398,7 @@ def check_unrecorded(jaxpr: Jaxpr, given: Sequence[Axes], sizes: Mapping[AxisNam
     - `given`: the axes over which its arguments may differ.
     - `sizes`: of the axes that are mapped over.
     """
-    walk = _Unsummed(sizes, unrecorded=list(jaxpr.eqns))
-    walk.through(jaxpr, given)
-    walk.refuse()
+    _refuse_unsummed(_Unsummed(sizes, unrecorded=list(jaxpr.eqns)), jaxpr, given)
 
 
 class _Unsummed(Gathered):
@@ -456,34 +424,24 @@ class _Unsummed(Gathered):
                         self.found[name.removeprefix(start), axis] = None
         return super().made(eqn, given)
 
-    def refuse(self) -> None:
-        if self.found:
-            raise _gathered_before(sorted(self.found, key=str))
 
-
-def _name(axis: AxisName, known: bool, path: str) -> str:
-    return f"{_PARAMETER}{'summed' if known else 'not summed'} over {axis!r}: {path}"
-
-
-def _reduced_twice(name: str, bad: Sequence[tuple[str, AxisName]]) -> StatemeshError:
-    return error_listing(
-        StatemeshError,
-        f"{name}: gradients that value_and_grad has already reduced over shards are summed over them "
-        "again, which makes them too large by a factor of the number of shards",
-        [f"the {what}: over {axis!r}" for what, axis in bad],
-        "Leave `jax.lax.psum` out; value_and_grad has reduced them once.",
-    )
-
-
-def _gathered_before(bad: Sequence[tuple[str, AxisName]]) -> StatemeshError:
-    axis = bad[0][1]
-    return error_listing(
+def _refuse_unsummed(walk: _Unsummed, jaxpr: Jaxpr, given: Sequence[Axes]) -> None:
+    walk.through(jaxpr, given)
+    if not walk.found:
+        return
+    unsummed = sorted(walk.found, key=str)
+    axis = unsummed[0][1]
+    raise error_listing(
         StatemeshError,
         "value_and_grad does not sum the gradients of these parameters over shards, although all_gather made "
         "them one value on all shards",
-        [f"{path}: over {axis!r}" for path, axis in bad],
+        [f"{path}: over {axis!r}" for path, axis in unsummed],
         "Inside `jax.jit`, `jax.checkpoint` and loops, and with jit=False, it does not see how a parameter "
         "was made, whose type says that each shard has its own. Gather inside the function of "
         f"value_and_grad; or write `jax.lax.all_gather(..., {axis!r}, to='invarying')`, of which the type "
         "says that it is one value.",
     )
+
+
+def _name(axis: AxisName, known: bool, path: str) -> str:
+    return f"{_PARAMETER}{'summed' if known else 'not summed'} over {axis!r}: {path}"

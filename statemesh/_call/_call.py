@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 import numpy as np
 
-from .._axes._differing import check_summed, check_sums, has_gradients, has_varying
+from .._axes._differing import check_gradients
 from .._base import _errors as errors
 from .._base._checks import is_shaped
 from .._base._errors import (
@@ -29,7 +29,7 @@ from .._base._types import Leaf, PyTree, PyTreeDef
 from .._jax import _compat as compat
 from .._jax import _frames as frames
 from .._jax._compat import Equation, tree_util
-from .._jax._dataflow import names_inside, shard_map_equation, shard_map_recorded
+from .._jax._dataflow import shard_map_equation, shard_map_recorded
 from ._agreement import Traced
 from ._arguments import Arguments, Call, check_arity
 from ._lanes import OtherShapes
@@ -187,11 +187,7 @@ class CompiledEntry:
     def _check(self, equation: Equation | None) -> None:
         # What the user's own transformations leave of the program may hold no `shard_map`.
         if equation is not None:
-            names = names_inside(equation)
-            if has_varying(names):
-                check_summed(equation)
-            if has_gradients(names):
-                check_sums(self.program.declared.name, equation)
+            check_gradients(self.program.declared.name, equation)
         self.program_checked = True
 
 

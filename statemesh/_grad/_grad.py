@@ -124,8 +124,7 @@ def value_and_grad(
                 made = at_once(loss_fun, scope, parts, args, kwargs)
             else:
                 made = in_microbatches(loss_fun, scope, parts, model, args, kwargs, microbatches)
-        loss, grads = scope.reduced(made.loss, made.grads, made.crossed, made.program)
-        loss, *grads = made.narrowed([loss, *grads])
+        loss, grads = scope.reduced(made)
         aux, model = made.result
         return ((loss, aux) if has_aux else loss, model), parts.tree(grads)
 

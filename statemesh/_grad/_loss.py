@@ -189,6 +189,26 @@ def _is_shown(unit: PyTree) -> bool:
     return is_state(unit) or is_array(unit)
 
 
+@dataclasses.dataclass(frozen=True)
+class Evaluated:
+    """The loss of one shard and its gradients, not reduced over shards yet.
+
+    **Attributes:**
+
+    - `result`: a pair of auxiliary values (or `None`) and the new model.
+    - `crossed`: gives the axes over which the gradients hold parts of other shards' losses.
+    - `program`: traces the function.
+    - `dtypes`: those in which the gradients and the loss leave, if they are others than their own.
+    """
+
+    loss: Array
+    grads: list[Leaf]
+    result: tuple[PyTree, PyTree]
+    crossed: Callable[[], Axes]
+    program: Callable[[], Jaxpr]
+    dtypes: Sequence[Dtype] | None = None
+
+
 class Scope:
     """Bound axes, grouped by how we learn over which of them a value differs."""
 
@@ -215,8 +235,8 @@ class Scope:
             apart = unknown or from_dataflow
             raise StatemeshError(
                 f"{_split_unknown(apart)} the map over {quoted(checked or from_dataflow)} {inner} what "
-                f"varies, and stands inside the map over {quoted(apart)}, which {outer}. Use `statemesh.shard_map` "
-                "for both, and leave check_vma at its default."
+                f"varies, and stands inside the map over {quoted(apart)}, which {outer}. Use "
+                "`statemesh.shard_map` for both, and leave check_vma at its default."
             )
         if unknown:
             raise StatemeshError(
@@ -226,7 +246,7 @@ class Scope:
             )
         around = NO_AXES.union(*(names for names, _ in gradients_around.get()))
         if twice := named & around & frozenset(self.from_types):
-            axes = quoted(_in_order(twice, self.from_types))
+            axes = quoted(self._in_order(twice))
             raise StatemeshError(
                 f"value_and_grad: inside the loss of another value_and_grad over {axes}, it cannot reduce "
                 "over the same axes: there each shard has its own parameters, which may differ. Leave "
@@ -247,7 +267,7 @@ class Scope:
 
     def cast(self, params: Sequence[Leaf]) -> list[Leaf]:
         """The parameters, typed so that JAX gives each shard its own gradient."""
-        over = _in_order(self.cast_over, self.from_types)
+        over = self._in_order(self.cast_over)
         return [compat.vary(x, over) for x in params] if over else list(params)
 
     def restored(self, made: Sequence[Leaf], program: Callable[[], Jaxpr]) -> list[Leaf]:
@@ -290,29 +310,47 @@ class Scope:
         apart = self._varying(loss) - self.reduction.named
         return bool(self.lanes or self.from_dataflow or apart)
 
-    def reduced(
-        self,
-        loss: Leaf,
-        grads: Sequence[Leaf],
-        crossed: Callable[[], Axes],
-        program: Callable[[], Jaxpr],
-    ) -> tuple[Leaf, list[Leaf]]:
+    def reduced(self, evaluated: Evaluated) -> tuple[Leaf, list[Leaf]]:
         """The loss and its gradients, reduced over all axes."""
-        keys, values = [*self.params, loss], [*grads, loss]
-        for axis_names, lanes, vmapped in self._axes_without_types():
+        loss, crossed, name = evaluated.loss, evaluated.crossed, self.reduction.name
+        values = [*evaluated.grads, loss]
+        # Over these axes types do not tell what differs: a `Pending` is decided by a `vmap` or by a walk.
+        lanes = [((lane,), True, True) for lane in self.lanes]
+        walked = [(mark.axis_names, mark.lanes, False) for mark in self.from_dataflow]
+        for axis_names, are_lanes, vmapped in (*lanes, *walked):
             over = crossed()
             if inside := self.own & over:
-                raise _loss_exchanged_inside(self.reduction.name, sorted(inside, key=str))
-            own = self.own if not lanes else self.own | (frozenset(axis_names) - over)
+                raise _loss_exchanged_inside(name, sorted(inside, key=str))
+            own = self.own | (frozenset(axis_names) - over) if are_lanes else self.own
             if left := tuple(n for n in axis_names if n in self.reduction.named or n not in own):
-                pending = Pending(self.reduction, left, lanes, over)
+                pending = Pending(self.reduction, left, are_lanes, over)
                 # A derivative taken outside of a map differentiates what was decided inside.
                 within = [names for _, names in gradients_around.get() if names.issuperset(left)]
-                values = pending(keys, values, vmapped, reverse=len(within))
+                values = pending([*self.params, loss], values, vmapped, reverse=len(within))
         if self.from_types:
-            values = self._reduced_by_types(loss, values, crossed, program)
+            axes, over = frozenset(self.from_types), self._varying(loss)
+            pairs = zip(self.params, self.reduction.params, strict=True)
+            params = [self._param_varying(x, path) | (self.own & axes) for x, path in pairs]
+            self.reduction.check(over, params, self.from_types)
+            # Over these axes each shard has a loss and parameters of its own.
+            apart = over - self.reduction.named
+            if apart and (shared := apart & crossed()):
+                if inside := shared & self.own:
+                    raise _loss_exchanged_inside(name, self._in_order(inside))
+                raise errors.loss_exchanged(name, self._in_order(shared))
+            # JAX's types let the cotangent of a loss that all shards share pass to each of them without an
+            # error.
+            same = (self.own & axes) - over
+            if same and (inside := same & jaxprs.exchanged_over(evaluated.program())):
+                raise _loss_exchanged_inside(name, self._in_order(inside))
+            plans = [self.reduction.typed(param, over, axes) for param in params]
+            plans.append(self.reduction.of_loss(over, axes))
+            values = self.reduction.with_names(reduce_on_mesh(values, plans, self.from_types))
+        if evaluated.dtypes is not None:
+            pairs = zip(values, evaluated.dtypes, strict=True)
+            values = [x.astype(dtype) for x, dtype in pairs]
         *grads, loss = values
-        return loss, list(grads)
+        return loss, grads
 
     def _varying(self, x: Leaf) -> Axes:
         """The mesh axes over which a value may differ, by its type or by what is recorded of it."""
@@ -325,75 +363,15 @@ class Scope:
         A cast is the word of whoever wrote it: then each shard has a parameter of its own.
         """
         axes = self._varying(x)
-        reduced = _in_order(self.reduction.named & compat.varying(x), self.from_types)
+        reduced = self._in_order(self.reduction.named & compat.varying(x))
         if not reduced:
             return axes
         whole = whole_over(self.gathered.of(x)) if compat.under_jit() else NO_AXES
         name_varying(x, reduced, whole, path)
         return axes - whole
 
-    def _axes_without_types(self) -> Iterator[tuple[tuple[AxisName, ...], bool, bool]]:
-        """The axes over which types do not tell what differs; whether they are lanes, and of a `vmap`."""
-        for lane in self.lanes:
-            yield (lane,), True, True
-        for mark in self.from_dataflow:
-            yield mark.axis_names, mark.lanes, False
-
-    def _reduced_by_types(
-        self,
-        loss: Leaf,
-        values: Sequence[Leaf],
-        crossed: Callable[[], Axes],
-        program: Callable[[], Jaxpr],
-    ) -> list[Leaf]:
-        axes, over = frozenset(self.from_types), self._varying(loss)
-        pairs = zip(self.params, self.reduction.params, strict=True)
-        own = [self._param_varying(x, path) | (self.own & axes) for x, path in pairs]
-        self.reduction.check(over, own, self.from_types)
-        # Over these axes each shard has a loss and parameters of its own.
-        apart = over - self.reduction.named
-        if apart and (shared := apart & crossed()):
-            if inside := shared & self.own:
-                raise _loss_exchanged_inside(
-                    self.reduction.name, _in_order(inside, self.from_types)
-                )
-            raise errors.loss_exchanged(self.reduction.name, _in_order(shared, self.from_types))
-        # JAX's types let the cotangent of a loss that all shards share pass to each of them without an error.
-        if (one := (self.own & axes) - over) and (inside := one & jaxprs.exchanged_over(program())):
-            raise _loss_exchanged_inside(self.reduction.name, _in_order(inside, self.from_types))
-        plans = [self.reduction.typed(param, over, axes) for param in own]
-        plans.append(self.reduction.of_loss(over, axes))
-        return self.reduction.with_names(reduce_on_mesh(values, plans, self.from_types))
-
-
-def _in_order(axes: Axes, names: Sequence[AxisName]) -> tuple[AxisName, ...]:
-    return tuple(name for name in names if name in axes)
-
-
-@dataclasses.dataclass(frozen=True)
-class Evaluated:
-    """The loss of one shard and its gradients, not reduced over shards yet.
-
-    **Attributes:**
-
-    - `result`: a pair of auxiliary values (or `None`) and the new model.
-    - `crossed`: gives the axes over which the gradients hold parts of other shards' losses.
-    - `program`: traces the function.
-    - `dtypes`: those in which the loss and the gradients leave, if they are others than their own.
-    """
-
-    loss: Array
-    grads: list[Leaf]
-    result: tuple[PyTree, PyTree]
-    crossed: Callable[[], Axes]
-    program: Callable[[], Jaxpr]
-    dtypes: Sequence[Dtype] | None = None
-
-    def narrowed(self, values: Sequence[Leaf]) -> list[Leaf]:
-        """The reduced loss and its gradients, in the dtypes in which they leave."""
-        if self.dtypes is None:
-            return list(values)
-        return [x.astype(dtype) for x, dtype in zip(values, self.dtypes, strict=True)]
+    def _in_order(self, axes: Axes) -> tuple[AxisName, ...]:
+        return tuple(name for name in self.from_types if name in axes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -165,7 +165,7 @@ def in_microbatches(
         for x in aux.leaves
     ]
     result = dataclasses.replace(aux, leaves=shared).filled(made[summed:of_model]), model
-    dtypes = [aval.dtype for aval in avals[:summed]]
+    dtypes = [aval.dtype for aval in (*avals[1:summed], avals[0])]
     return Evaluated(loss, grads, result, lambda: crossed, lambda: program, dtypes)
 
 

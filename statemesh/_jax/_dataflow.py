@@ -6,8 +6,6 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
-from .._base._specs import written_axes
-from .._base._types import Axes, AxisName
 from . import _compat as compat
 from . import _jaxprs as jaxprs
 from ._compat import Equation, Jaxpr, Operand
@@ -28,23 +26,6 @@ def shard_map_recorded(outputs: Iterable[Any]) -> Equation | None:
                 return made[0] if made[0].primitive.name == "shard_map" else None
             x = getattr(x, "primal", getattr(x, "val", None))
     return None
-
-
-def names_inside(eqn: Equation) -> set[str]:
-    """The names that the program of a `shard_map` gives to values."""
-    body = jaxprs.open_jaxpr(eqn.params["jaxpr"])
-    return {name for one in jaxprs.equations(body) if (name := jaxprs.name_given(one))}
-
-
-def split_over(eqn: Equation) -> list[Axes]:
-    """The axes over which each operand of a `shard_map` is split."""
-    specs = eqn.params["in_specs"]
-    return [frozenset(name for names in written_axes(spec) for name in names) for spec in specs]
-
-
-def sizes_mapped(eqn: Equation) -> dict[AxisName, int]:
-    """The axes over which a `shard_map` maps, with their sizes."""
-    return {name: eqn.params["mesh"].shape[name] for name in eqn.params["newly_manual_axes"]}
 
 
 # Primitives whose one result is their one operand but for its sign, dtype, shape or type.
