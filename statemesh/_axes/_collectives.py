@@ -206,7 +206,11 @@ _ONE = "one shard"
 def _check_names(what: str, axis_name: SeveralAxes) -> None:
     for name in flat_names(axis_name):
         if isinstance(name, int):
-            raise _axis_by_position(what, name)
+            raise TypeError(
+                f"{what}: axis_name={name} is the position of an array's axis, not the name of a mapped one. "
+                "Give the name, such as 'data'. To reduce over an array's own axis, use jnp.sum, jnp.mean, "
+                "jnp.max or jnp.min."
+            )
 
 
 def _names(what: str, axis_name: SeveralAxes) -> tuple[AxisName, ...]:
@@ -278,11 +282,3 @@ def _stacked(x: PyTree, name: AxisName) -> PyTree:
         return jax.lax.all_gather(all_varying(x, [name]), name)
     room = jnp.zeros((jax.lax.axis_size(name), *x.shape), x.dtype)
     return total(room.at[index_along([name])].set(x), (name,))
-
-
-def _axis_by_position(what: str, axis: int) -> TypeError:
-    return TypeError(
-        f"{what}: axis_name={axis} is the position of an array's axis, not the name of a mapped one. Give "
-        "the name, such as 'data'. To reduce over an array's own axis, use jnp.sum, jnp.mean, jnp.max or "
-        "jnp.min."
-    )

@@ -17,17 +17,8 @@ from jax import Array
 from jax.custom_batching import custom_vmap
 
 from .._base._checks import check_names
-from .._base._errors import (
-    StatemeshError,
-    quoted,
-)
-from .._base._types import (
-    Axes,
-    AxisName,
-    PyTree,
-    SeveralAxes,
-    flat_names,
-)
+from .._base._errors import StatemeshError, quoted
+from .._base._types import Axes, AxisName, PyTree, SeveralAxes, flat_names
 from .._jax import _compat as compat
 from ._joined import AnyArray, largest, largest_entry, smallest, smallest_entry, together
 
@@ -53,7 +44,9 @@ def bound_names(what: str, axis_name: SeveralAxes) -> tuple[AxisName, ...]:
     check_names(what, axis_name)
     names, bound = flat_names(axis_name), compat.bound_axis_names()
     if bound and (unbound := [name for name in names if name not in bound]):
-        raise _unbound_axis(what, unbound, bound)
+        raise StatemeshError(
+            f"{what}: no axis is called {quoted(unbound)} here; the axes mapped over are {quoted(bound)}."
+        )
     return names if bound else ()
 
 
@@ -217,7 +210,14 @@ def call_policy(
     """
     _, lanes = meshes_and_lanes(axis_names)
     if lanes and compat.inside_checked_shard_map():
-        raise _policy_over_lanes(label, policy, lanes[0])
+        name = getattr(policy, "__name__", repr(policy))
+        raise StatemeshError(
+            f"{label}: inside a checked shard_map the function reduce={name} cannot merge what the lanes of "
+            f"vmap2 ({lanes[0]!r}) wrote, because JAX has no collectives over lanes there. Write instead:\n"
+            "  1. a named policy: reduce='mean', or 'sum', 'max', 'min';\n"
+            "  2. one value for each lane, with state_out_axes={0: ...}, and merge them after vmap2, as with "
+            "jnp.mean(state.value, axis=0)."
+        )
     return policy(before, all_varying(value, axis_names), axis_names)
 
 
@@ -329,23 +329,3 @@ def _collective(
         done = lambda *lane: (over_lanes(_whole(*lane)), False)
         arrays = [_in_lanes(name, x, done) for x in arrays]
     return over_mesh(arrays, meshes) if meshes else list(arrays)
-
-
-def _unbound_axis(
-    what: str, unbound: Sequence[AxisName], bound: Sequence[AxisName]
-) -> StatemeshError:
-    return StatemeshError(
-        f"{what}: no axis is called {quoted(unbound)} here; the axes mapped over are "
-        f"{quoted(bound) or 'none'}."
-    )
-
-
-def _policy_over_lanes(label: str, policy: Any, axis: AxisName) -> StatemeshError:
-    name = getattr(policy, "__name__", repr(policy))
-    return StatemeshError(
-        f"{label}: inside a checked shard_map the function reduce={name} cannot merge what the lanes of "
-        f"vmap2 ({axis!r}) wrote, because JAX has no collectives over lanes there. Write instead:\n"
-        "  1. a named policy: reduce='mean', or 'sum', 'max', 'min';\n"
-        "  2. one value for each lane, with state_out_axes={0: ...}, and merge them after vmap2, as with "
-        "jnp.mean(state.value, axis=0)."
-    )

@@ -133,7 +133,15 @@ def find_origins(
             path = path_str(returned[k][0], f"{fun_name}(...)")
             unsure.append((path, [entered[j].path for j in sorted([i, *left])]))
     if unsure:
-        raise _unsure_origin(fun_name, unsure)
+        raise error_listing(
+            StructureError,
+            f"{fun_name}: these states differ only in where they came from, and nothing shows which of them "
+            "each result continues",
+            [f"{path} may be {' or '.join(several)}" for path, several in unsure],
+            "That is lost if the branches of a `cond` return different states, or if a loop exchanges them. "
+            "Distinguish them by a name or tag: State(value, name='a'); or write the values into the states "
+            "that came in, after the `cond` or loop: `state.set(new.value)`.",
+        )
     return [None if i is None else entered[i] for i in found]
 
 
@@ -374,15 +382,3 @@ def _recovered(
                 mark = Unknown(tuple(several))
         recovered.append(mark)
     return recovered
-
-
-def _unsure_origin(name: str, unsure: Sequence[tuple[str, Sequence[str]]]) -> StructureError:
-    return error_listing(
-        StructureError,
-        f"{name}: these states differ only in where they came from, and nothing shows which of them each "
-        "result continues",
-        [f"{path} may be {' or '.join(several)}" for path, several in unsure],
-        "That is lost if the branches of a `cond` return different states, or if a loop exchanges them. "
-        "Distinguish them by a name or tag: State(value, name='a'); or write the values into the states "
-        "that came in, after the `cond` or loop: `state.set(new.value)`.",
-    )

@@ -125,7 +125,15 @@ class FromTypes:
             # own, it fails again.
             result = fun(*operands)
             if counted:
-                raise _untraced_in_lanes(self.axis_names[0]) from error
+                axis = self.axis_names[0]
+                name = axis if isinstance(axis, str) else "rows"
+                raise StatemeshError(
+                    f"The lanes of a vmap ({axis!r}) inside a checked shard_map got a state with reduce='sum' "
+                    "or a function, and what they run cannot be traced. So it is unknown which written values "
+                    "are the same in all lanes, and count once. The reason is usually jax.lax.axis_index over "
+                    f"the lanes, or a branch on the value of an array. Write sm.axis_index({name!r}) instead "
+                    f"of jax.lax.axis_index({name!r}), and jax.lax.cond or jnp.where instead of the branch."
+                ) from error
             return result
         made = jaxprs.run_jaxpr(program.closed, program.given)
         axes = all_axes(
@@ -259,14 +267,3 @@ def _run_eagerly(
         return result, made, None
     same = len(made) == len(program.closed.out_avals)
     return program.remembered(result), made, program if same else None
-
-
-def _untraced_in_lanes(axis: AxisName) -> StatemeshError:
-    name = axis if isinstance(axis, str) else "rows"
-    return StatemeshError(
-        f"The lanes of a vmap ({axis!r}) inside a checked shard_map got a state with reduce='sum' or a "
-        "function, and what they run cannot be traced. So it is unknown which written values are the same in "
-        "all lanes, and count once. The reason is usually jax.lax.axis_index over the lanes, or a branch on "
-        f"the value of an array. Write sm.axis_index({name!r}) instead of jax.lax.axis_index({name!r}), and "
-        "jax.lax.cond or jnp.where instead of the branch."
-    )

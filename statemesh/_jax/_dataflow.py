@@ -19,12 +19,10 @@ def shard_map_equation(jaxpr: AnyJaxpr) -> Equation | None:
 
 def shard_map_recorded(outputs: Iterable[Any]) -> Equation | None:
     """The same of a `shard_map` that has just been recorded into an outer jaxpr, by its outputs."""
-    for x in outputs:
-        # What transforms the recorded program (`grad`, `vmap`) holds the tracer that records it.
-        while compat.is_tracer(x):
-            if (made := compat.made_by(x)) is not None:
-                return made[0] if made[0].primitive.name == "shard_map" else None
-            x = getattr(x, "primal", getattr(x, "val", None))
+    # What transforms the recorded program (`grad`, `vmap`) holds the tracer that records it.
+    for layer in (layer for x in outputs for layer in compat.layers(x)):
+        if (made := compat.made_by(layer)) is not None:
+            return made[0] if made[0].primitive.name == "shard_map" else None
     return None
 
 
@@ -48,10 +46,7 @@ def divisor(eqn: Equation) -> int | None:
     1 where the constant is another one, or where the equation changes no more than the dtype, shape or type.
     `None` where it does anything else.
     """
-    name, literals = (
-        eqn.primitive.name,
-        [v for v in eqn.invars if isinstance(v, compat.core.Literal)],
-    )
+    name, literals = eqn.primitive.name, list(filter(jaxprs.is_literal, eqn.invars))
     if name in _UNSCALED:
         return 1
     if name not in ("mul", "div") or len(literals) != 1 or np.ndim(literals[0].val) != 0:
