@@ -206,7 +206,8 @@ def settled(closed: ClosedJaxpr, given: Sequence[Axes], own: Axes) -> ClosedJaxp
 
 
 def _pending(eqn: Equation) -> Pending | None:
-    return getattr(jaxprs.rule_of(eqn), "pending", None)
+    rule = jaxprs.rule_of(eqn)
+    return None if rule is None else rule.pending
 
 
 def _joined_unseen(eqn: Equation) -> Axes:

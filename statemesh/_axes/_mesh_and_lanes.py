@@ -18,8 +18,9 @@ from jax.custom_batching import custom_vmap
 
 from .._base._checks import check_names
 from .._base._errors import StatemeshError, quoted
-from .._base._types import Axes, AxisName, PyTree, SeveralAxes, flat_names
+from .._base._types import NO_AXES, Axes, AxisName, PyTree, SeveralAxes, flat_names
 from .._jax import _compat as compat
+from .._jax._jaxprs import Rule
 from ._joined import AnyArray, largest, largest_entry, smallest, smallest_entry, together
 
 
@@ -277,10 +278,8 @@ def _in_lanes(
         # A `vmap` further in, over another axis: each of its entries goes through these lanes by itself.
         return run(x, lane), batched[0]
 
-    # By these attributes a walk along the program knows what the rule does.
-    rule.exchanged_over = frozenset([name])  # type: ignore[attr-defined]
-    rule.joined_over = frozenset([name] if joins else [])  # type: ignore[attr-defined]
-    run.def_vmap(rule)
+    axes = frozenset([name])
+    run.def_vmap(Rule(rule, exchanged_over=axes, joined_over=axes if joins else NO_AXES))
     # A lane's own number is batched over its `vmap` only: by this the rule knows these lanes from others.
     return run(x, jax.lax.axis_index(name) if lane is None else lane)
 

@@ -16,15 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
 from .._base import _errors as errors
-from .._base._errors import (
-    StatemeshError,
-    _loss,
-    _loss_mends,
-    error_listing,
-    listed,
-    quoted,
-)
+from .._base._errors import StatemeshError, _loss, _loss_mends, error_listing, listed, quoted
 from .._base._types import NO_AXES, Axes, AxisName
+from .._jax._jaxprs import Rule
 from ._joined import AnyArray, after_sum, before_sum, together
 
 
@@ -266,9 +260,7 @@ class Pending:
                 results.append(after_sum(part, x.dtype, divisor))
             return results, [hit and not plan.sum for plan, hit in zip(plans, hits, strict=True)]
 
-        # By this attribute the walk along the program finds it.
-        rule.pending = self  # type: ignore[attr-defined]
-        pending.def_vmap(rule)
+        pending.def_vmap(Rule(rule, pending=self))
 
         # In forward mode it is linear in the values, and does not depend on the keys.
         @jax.custom_jvp

@@ -118,7 +118,7 @@ def find_origins(
     }
     taken = {i for i in found if i is not None}
     _fill_by_path(scores, found, taken)
-    unsure: list[tuple[str, list[str]]] = []
+    unsure: list[str] = []
     for k, fits in scores.items():
         if (i := found[k]) is None:
             continue
@@ -128,16 +128,22 @@ def find_origins(
             unlike = any(_leave_apart(entered[i], entered[j]) for j in left)
         else:
             left = [j for j, score in fits.items() if score >= fits[i] and j not in taken]
-            unlike = any(donating or _differ(entered[i], entered[j]) for j in left)
+            unlike = any(
+                donating
+                or entered[i].old.reduce is not None
+                or entered[i].placements != entered[j].placements
+                for j in left
+            )
         if unlike:
             path = path_str(returned[k][0], f"{fun_name}(...)")
-            unsure.append((path, [entered[j].path for j in sorted([i, *left])]))
+            several = " or ".join(entered[j].path for j in sorted([i, *left]))
+            unsure.append(f"{path} may be {several}")
     if unsure:
         raise error_listing(
             StructureError,
             f"{fun_name}: these states differ only in where they came from, and nothing shows which of them "
             "each result continues",
-            [f"{path} may be {' or '.join(several)}" for path, several in unsure],
+            unsure,
             "That is lost if the branches of a `cond` return different states, or if a loop exchanges them. "
             "Distinguish them by a name or tag: State(value, name='a'); or write the values into the states "
             "that came in, after the `cond` or loop: `state.set(new.value)`.",
@@ -164,10 +170,6 @@ def _fill_by_path(
 
 def _arrays(state: State) -> tuple[int, ...]:
     return tuple(map(id, leaves_of(state)))
-
-
-def _differ(a: Entered, b: Entered) -> bool:
-    return a.old.reduce is not None or a.placements != b.placements
 
 
 def _leave_apart(a: Entered, b: Entered) -> bool:
@@ -294,18 +296,6 @@ class Traced:
     closed: ClosedJaxpr
     given: list[Array]
     skeleton: Skeleton
-
-    def result(self, arrays: Sequence[Array]) -> PyTree:
-        """The function's result, from the arrays that its program has made."""
-        return self.skeleton.filled(arrays)
-
-    def remembered(self, result: PyTree) -> PyTree:
-        """The result of another run of the function, its states marked with what they continue."""
-        marks = origins(result)
-        if len(marks) != len(self.skeleton.marks):
-            return result
-        pairs = zip(marks, self.skeleton.marks, strict=True)
-        return with_origins(result, [new if old is None else old for old, new in pairs])
 
 
 def trace(

@@ -23,6 +23,7 @@ from .._jax import _compat as compat
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import tree_util
 from .._jax._jaxprs import Links
+from .._state._state import origins, with_origins
 from ._origins import Traced, trace
 
 
@@ -87,7 +88,7 @@ class FromTypes:
             if not is_asked:
                 return fun(*operands)
             program = trace(fun, operands, None, links)
-            return program.result(jaxprs.run_jaxpr(program.closed, program.given))
+            return program.skeleton.filled(jaxprs.run_jaxpr(program.closed, program.given))
         if is_asked:
             result, made, shown = _run_eagerly(fun, operands, None, links)
             if shown is not None:
@@ -126,13 +127,14 @@ class FromTypes:
             result = fun(*operands)
             if counted:
                 axis = self.axis_names[0]
-                name = axis if isinstance(axis, str) else "rows"
+                called = axis if isinstance(axis, str) else "rows"
                 raise StatemeshError(
-                    f"The lanes of a vmap ({axis!r}) inside a checked shard_map got a state with reduce='sum' "
-                    "or a function, and what they run cannot be traced. So it is unknown which written values "
-                    "are the same in all lanes, and count once. The reason is usually jax.lax.axis_index over "
-                    f"the lanes, or a branch on the value of an array. Write sm.axis_index({name!r}) instead "
-                    f"of jax.lax.axis_index({name!r}), and jax.lax.cond or jnp.where instead of the branch."
+                    f"The lanes of a vmap ({axis!r}) inside a checked shard_map got a state with "
+                    "reduce='sum' or a function, and what they run cannot be traced. So it is unknown which "
+                    "written values are the same in all lanes, and count once. The reason is usually "
+                    "jax.lax.axis_index over the lanes, or a branch on the value of an array. Write "
+                    f"sm.axis_index({called!r}) instead of jax.lax.axis_index({called!r}), and jax.lax.cond "
+                    "or jnp.where instead of the branch."
                 ) from error
             return result
         made = jaxprs.run_jaxpr(program.closed, program.given)
@@ -142,7 +144,7 @@ class FromTypes:
         for name in self.axis_names:
             pairs = zip(made, axes, strict=True)
             made = [x if name in over else same_in_lanes(name, x) for x, over in pairs]
-        return program.result(made)
+        return program.skeleton.filled(made)
 
     def of(self, values: Sequence[Leaf]) -> list[Axes]:
         """The axes over which each array may differ: all of them for an array of which nothing is known."""
@@ -218,7 +220,7 @@ class FromDataflow:
             closed = settled(program.closed, self._of_inputs(program.given), self.axes)
         made = jaxprs.run_jaxpr(closed, program.given)
         self.known.add(made, self._of_results(dataclasses.replace(program, closed=closed)))
-        return program.result(made)
+        return program.skeleton.filled(made)
 
     def of(self, values: Sequence[Leaf]) -> list[Axes]:
         if self.is_known:
@@ -265,5 +267,9 @@ def _run_eagerly(
     except compat.NEEDS_VALUES:
         # It branches on the values of its arguments.
         return result, made, None
-    same = len(made) == len(program.closed.out_avals)
-    return program.remembered(result), made, program if same else None
+    marks = origins(result)
+    if len(marks) == len(program.skeleton.marks):
+        # What forgot where it came from is marked as the program shows.
+        pairs = zip(marks, program.skeleton.marks, strict=True)
+        result = with_origins(result, [new if old is None else old for old, new in pairs])
+    return result, made, program if len(made) == len(program.closed.out_avals) else None

@@ -347,8 +347,8 @@ class Scope:
             plans.append(self.reduction.of_loss(over, axes))
             values = self.reduction.with_names(reduce_on_mesh(values, plans, self.from_types))
         if evaluated.dtypes is not None:
-            pairs = zip(values, evaluated.dtypes, strict=True)
-            values = [x.astype(dtype) for x, dtype in pairs]
+            narrowed = zip(values, evaluated.dtypes, strict=True)
+            values = [x.astype(dtype) for x, dtype in narrowed]
         *grads, loss = values
         return loss, grads
 

@@ -46,7 +46,8 @@ def divisor(eqn: Equation) -> int | None:
     1 where the constant is another one, or where the equation changes no more than the dtype, shape or type.
     `None` where it does anything else.
     """
-    name, literals = eqn.primitive.name, list(filter(jaxprs.is_literal, eqn.invars))
+    name = eqn.primitive.name
+    literals = [v for v in eqn.invars if isinstance(v, compat.core.Literal)]
     if name in _UNSCALED:
         return 1
     if name not in ("mul", "div") or len(literals) != 1 or np.ndim(literals[0].val) != 0:

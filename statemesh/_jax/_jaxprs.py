@@ -1,5 +1,7 @@
 """Traced programs: what their equations do, how to change and run them, and links in them."""
 
+import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +24,30 @@ AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
 _SUMS = ("psum", "psum2", "psum_invariant", "unreduced_psum")
 _GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced")
 _JOINING = (*_SUMS, *_GATHERS, "pmax", "pmin", "unreduced_pmax", "unreduced_pmin")
-# By this attribute of its rule a call is found that reduces many arrays by few collectives.
-JOINS = "joins"
 # They change only the type: over which axes a value may differ.
 _VARYING = ("pvary", "pcast")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rule:
+    """A rule for `custom_vmap` that says what its function does, because the jaxpr does not show it.
+
+    **Attributes:**
+
+    - `exchanged_over`, `joined_over`: the axes over which instances get anything from each other; and those
+        over which all of them get the same.
+    - `joins`: whether the function reduces many arrays by few collectives.
+    - `pending`: a reduction of a loss that is to be decided.
+    """
+
+    run: Callable[..., Any]
+    exchanged_over: Axes = NO_AXES
+    joined_over: Axes = NO_AXES
+    joins: bool = False
+    pending: Any = None
+
+    def __call__(self, size: int, batched: Sequence[bool], *operands: Any) -> Any:
+        return self.run(size, batched, *operands)
 
 
 def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
@@ -102,9 +124,8 @@ def collective(eqn: Equation) -> tuple[Axes, Axes]:
     A collective of unknown name is taken to make them differ.
     """
     # Our own collectives over lanes are calls whose rule says it.
-    by_rule: Axes = getattr(rule_of(eqn), "joined_over", NO_AXES)
-    if by_rule:
-        return by_rule, NO_AXES
+    if (rule := rule_of(eqn)) is not None and rule.joined_over:
+        return rule.joined_over, NO_AXES
     names = frozenset(
         name
         for key in ("axes", "axis_name")
@@ -182,9 +203,8 @@ def mapped_by_rule(eqn: Equation) -> Jaxpr | None:
     `None` also for one that has another form, `apart`, and for one whose rule exchanges values between lanes.
     """
     rule = rule_of(eqn)
-    if rule is None or hasattr(rule, JOINS) or hasattr(rule, "exchanged_over"):
-        return None
-    return open_jaxpr(eqn.params["call"])
+    shown = rule is None or not (rule.joins or rule.exchanged_over)
+    return open_jaxpr(eqn.params["call"]) if _is_mapped_by_rule(eqn) and shown else None
 
 
 def exchanged_over(jaxpr: Jaxpr) -> Axes:
@@ -197,7 +217,8 @@ def exchanged_by(eqn: Equation) -> Axes:
     if eqn.primitive.name in ("axis_index", *_VARYING):
         return NO_AXES
     # Our own functions with a rule for `vmap` say themselves what they exchange: their jaxprs do not show it.
-    by_rule: Axes = getattr(rule_of(eqn), "exchanged_over", NO_AXES)
+    rule = rule_of(eqn)
+    by_rule = NO_AXES if rule is None else rule.exchanged_over
     return by_rule.union(*collective(eqn), *map(exchanged_over, jaxprs_of(eqn)))
 
 
@@ -211,9 +232,15 @@ def made_varying(eqn: Equation) -> Axes:
     return frozenset(eqn.params.get("axes", ())) if eqn.primitive.name in _VARYING else NO_AXES
 
 
-def rule_of(eqn: Equation) -> Callable[..., Any] | None:
-    """The rule of a call of a `custom_vmap` function, `None` for any other equation."""
-    return eqn.params["rule"] if eqn.primitive.name == "custom_vmap_call" else None
+def rule_of(eqn: Equation) -> Rule | None:
+    """The rule of a call of a `custom_vmap` function of ours, `None` for any other equation."""
+    # JAX has wrapped it by `functools.update_wrapper`.
+    rule = inspect.unwrap(eqn.params["rule"]) if _is_mapped_by_rule(eqn) else None
+    return rule if isinstance(rule, Rule) else None
+
+
+def _is_mapped_by_rule(eqn: Equation) -> bool:
+    return eqn.primitive.name == "custom_vmap_call"
 
 
 def apart(eqn: Equation) -> Jaxpr | None:
@@ -221,7 +248,8 @@ def apart(eqn: Equation) -> Jaxpr | None:
 
     `None` for any other equation.
     """
-    if not getattr(rule_of(eqn), JOINS, False):
+    rule = rule_of(eqn)
+    if rule is None or not rule.joins:
         return None
     body = open_jaxpr(eqn.params["call"])
     one = next(e for e in body.eqns if e.params.keys() & {"axes", "axis_name"})
