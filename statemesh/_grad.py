@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._axes._differing import Gathered, Recorded, all_axes, crossed, name_varying, whole_over
+from ._axes._differing import all_axes, crossed, name_varying, whole_over
 from ._axes._joined import widened
 from ._axes._mesh_and_lanes import (
     IN_MICROBATCHES,
@@ -173,7 +173,11 @@ def value_and_grad(
     check_function("value_and_grad", fun)
     check_names("value_and_grad", axis_name)
     check_flag("value_and_grad", "has_aux", has_aux)
-    check_microbatches(microbatches)
+    if microbatches is not None and (type(microbatches) is not int or microbatches < 1):
+        raise StatemeshError(
+            "value_and_grad: microbatches must be a positive int, or None for all rows at once, but is "
+            f"{microbatches!r}."
+        )
     to_predicate(wrt)
     name = fun_name(fun)
     loss_fun = LossFunction(fun, has_aux, name)
@@ -423,7 +427,6 @@ class Scope:
         self.entry = named, frozenset(bound)
         self.from_types = tuple(n for n in meshes if compat.varying(jax.lax.axis_index(n)))
         self.types = FromTypes(self.from_types)
-        self.gathered = Recorded(Gathered())
         self.from_dataflow = compat.axes_from_dataflow()
         from_dataflow = [name for mark in self.from_dataflow for name in mark.axis_names]
         unknown = [name for name in meshes if name not in (*self.from_types, *from_dataflow)]
@@ -568,7 +571,7 @@ class Scope:
         reduced = self._in_order(self.reduction.named & compat.varying(x))
         if not reduced:
             return axes
-        whole = whole_over(self.gathered.of(x)) if compat.under_jit() else NO_AXES
+        whole = whole_over(self.types.recorded.of(x)) if compat.under_jit() else NO_AXES
         name_varying(x, reduced, whole, path)
         return axes - whole
 
@@ -821,15 +824,6 @@ def in_microbatches(
     result = dataclasses.replace(aux, leaves=shared).filled(made[summed:of_model]), model
     dtypes = [aval.dtype for aval in (*avals[1:summed], avals[0])]
     return Evaluated(loss, grads, result, lambda: crossed, lambda: program, dtypes)
-
-
-def check_microbatches(count: object) -> None:
-    """Refuse what is neither `None` nor a positive int."""
-    if count is not None and (type(count) is not int or count < 1):
-        raise StatemeshError(
-            "value_and_grad: microbatches must be a positive int, or None for all rows at once, but is "
-            f"{count!r}."
-        )
 
 
 def _split_rows(

@@ -19,8 +19,19 @@ from .._jax._dataflow import Body, Dataflow, divisor
 from ._reduction import GRADIENT, SUMMAND, Pending
 
 
+@dataclasses.dataclass(frozen=True)
+class _Whole:
+    """Marks an axis over which a value comes of what an `all_gather` made whole there."""
+
+    axis_name: AxisName
+
+
 class Differing(Dataflow[Axes]):
-    """The axes over which a value may differ, whatever its type says."""
+    """The axes over which a value may differ, whatever its type says; and marks of what was gathered.
+
+    A value that has the mark of an axis, and does not differ over it, is one value on all shards although its
+    type says that it may differ. So is what a cast typed, but that cast is the word of whoever wrote it.
+    """
 
     nothing = NO_AXES
 
@@ -40,7 +51,11 @@ class Differing(Dataflow[Axes]):
         joined, spread = jaxprs.collective(eqn)
         if not given & spread and jaxprs.permutes_all(eqn):
             return given
-        return (given - joined - _joined_unseen(eqn)) | spread
+        # The types of what other collectives join say that it is the same.
+        gathered = jaxprs.gathered_by(eqn)
+        typed_same = frozenset(map(_Whole, joined - gathered))
+        left = given - joined - _joined_unseen(eqn) - typed_same
+        return left | spread | frozenset(map(_Whole, gathered))
 
     def own_rule(self, eqn: Equation, given: Sequence[Axes]) -> Sequence[Axes] | None:
         if (pending := _pending(eqn)) is not None:
@@ -59,31 +74,9 @@ class Differing(Dataflow[Axes]):
         return [axes if one else axes | of_predicate for axes, one in pairs]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Whole:
-    """Marks an axis over which a value comes of what an `all_gather` made whole there."""
-
-    axis_name: AxisName
-
-
-class Gathered(Differing):
-    """The axes over which a value may differ; and by marks those over which it comes of an `all_gather`.
-
-    A value that has the mark of an axis, and does not differ over it, is one value on all shards although its
-    type says that it may differ. So is what a cast typed, but that cast is the word of whoever wrote it.
-    """
-
-    def made(self, eqn: Equation, given: Axes) -> Axes:
-        gathered = jaxprs.gathered_by(eqn)
-        # The types of what other collectives join say that it is the same.
-        joined = NO_AXES if jaxprs.made_varying(eqn) else jaxprs.collective(eqn)[0] - gathered
-        left = super().made(eqn, given) - frozenset(map(_Whole, joined))
-        return left | frozenset(map(_Whole, gathered))
-
-
 def whole_over(fact: Axes) -> Axes:
-    """The axes over which a value that `Gathered` knows of is the same because it was gathered."""
-    return frozenset(one.axis_name for one in fact if isinstance(one, _Whole)) - fact
+    """The axes over which a value of which `Differing` knows this is the same because it was gathered."""
+    return frozenset(mark.axis_name for mark in fact if isinstance(mark, _Whole)) - fact
 
 
 class Recorded:
@@ -92,13 +85,13 @@ class Recorded:
     It walks back from a value along the equations that made it, and knows those that it has walked.
     """
 
-    def __init__(self, walk: Differing | None = None) -> None:
-        self._walk = Differing() if walk is None else walk
+    def __init__(self) -> None:
+        self._walk = Differing()
         # By the identity of the equation, which is kept: another one could get its identity.
         self._results: dict[int, tuple[Equation, Sequence[Axes]]] = {}
 
     def of(self, x: Any) -> Axes:
-        """The axes over which `x` may differ, by what made it; by its type if that is not recorded."""
+        """What `Differing` knows of `x`, by what made it; by its type if that is not recorded."""
         value = compat.recorded_value(x)
         # Not by recursion: a program may be longer than Python's stack is deep.
         stack = [value]
@@ -152,7 +145,8 @@ def all_axes(jaxpr: Jaxpr, given: Sequence[Axes]) -> list[Axes]:
 
     - `given`: the same of its arguments.
     """
-    return Differing().through(jaxpr, given)
+    facts = Differing().through(jaxpr, given)
+    return [frozenset(axis for axis in fact if not isinstance(axis, _Whole)) for fact in facts]
 
 
 def crossed(jaxpr: Jaxpr) -> Axes:
@@ -402,7 +396,7 @@ def check_unrecorded(jaxpr: Jaxpr, given: Sequence[Axes], sizes: Mapping[AxisNam
     _refuse_unsummed(_Unsummed(sizes, unrecorded=list(jaxpr.eqns)), jaxpr, given)
 
 
-class _Unsummed(Gathered):
+class _Unsummed(Differing):
     """It finds the parameters that are one value, and whose gradient was left to each shard.
 
     **Arguments:**

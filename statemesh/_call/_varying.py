@@ -27,19 +27,13 @@ from .._state._state import origins, with_origins
 from ._origins import Traced, trace
 
 
-class _AxesOfArrays:
-    """The axes over which arrays may differ, by the identity of the arrays."""
+# The axes over which arrays may differ, by the identity of the arrays. The arrays are kept with them: the
+# `id` of one that is gone may be given to another.
+_AxesOfArrays: TypeAlias = dict[int, tuple[AnyArray, Axes]]
 
-    def __init__(self) -> None:
-        # It holds the arrays too: the `id` of one that is gone may be given to another.
-        self._axes: dict[int, tuple[AnyArray, Axes]] = {}
 
-    def add(self, arrays: Sequence[AnyArray], axes: Sequence[Axes]) -> None:
-        for x, over in zip(arrays, axes, strict=True):
-            self._axes[id(x)] = x, over
-
-    def get(self, x: AnyArray) -> Axes | None:
-        return self._axes[id(x)][1] if id(x) in self._axes else None
+def _by_identity(arrays: Sequence[AnyArray], axes: Sequence[Axes]) -> _AxesOfArrays:
+    return {id(x): (x, over) for x, over in zip(arrays, axes, strict=True)}
 
 
 class FromTypes:
@@ -61,7 +55,7 @@ class FromTypes:
         self.meshes = frozenset(meshes_and_lanes(axis_names)[0])
         self.recorded = Recorded()
         # What the program shows of arrays that were computed operation by operation.
-        self.shown = _AxesOfArrays()
+        self.shown: _AxesOfArrays = {}
 
     def start(self, arrays: Sequence[Leaf], axes: Sequence[Axes]) -> None:
         """Begin with an instance's inputs, and the axes over which each is split. The types say it here."""
@@ -94,7 +88,8 @@ class FromTypes:
             if shown is not None:
                 self._check_gradients(shown)
                 typed = [compat.varying(x) for x in shown.given]
-                self.shown.add(made, all_axes(jaxprs.open_jaxpr(shown.closed), typed))
+                axes = all_axes(jaxprs.open_jaxpr(shown.closed), typed)
+                self.shown.update(_by_identity(made, axes))
             return result
         # With `jit=False` it runs for someone who debugs it, once. There types alone say what varies.
         with looking_for_left() as left:
@@ -169,8 +164,8 @@ class FromTypes:
             return NO_AXES
         if compat.under_jit():
             return self.recorded.of(x) & self.meshes
-        shown = self.shown.get(x)
-        return (compat.varying(x) if shown is None else shown) & self.meshes
+        shown = self.shown.get(id(x))
+        return (compat.varying(x) if shown is None else shown[1]) & self.meshes
 
 
 class FromDataflow:
@@ -190,10 +185,10 @@ class FromDataflow:
         self.is_known = is_known
         self.mark = compat.FollowedAxes(axis_names, lanes=is_known)
         self.axes = frozenset(axis_names)
-        self.known = _AxesOfArrays()
+        self.known: _AxesOfArrays = {}
 
     def start(self, arrays: Sequence[Leaf], axes: Sequence[Axes]) -> None:
-        self.known.add(arrays, axes)
+        self.known.update(_by_identity(arrays, axes))
 
     def run(
         self,
@@ -209,7 +204,7 @@ class FromDataflow:
                     return fun(*operands)
                 result, made, shown = _run_eagerly(fun, operands, self.mark, links)
                 axes = [self.axes] * len(made) if shown is None else self._of_results(shown)
-                self.known.add(made, axes)
+                self.known.update(_by_identity(made, axes))
                 return result
             except StatemeshError:
                 # `value_and_grad` needs the program, which a call has but for `jax.disable_jit()`.
@@ -217,16 +212,14 @@ class FromDataflow:
                     raise
         with _jit_enabled():
             program = trace(fun, operands, self.mark, links)
-            closed = settled(program.closed, self._of_inputs(program.given), self.axes)
+            closed = settled(program.closed, self._known(program.given, NO_AXES), self.axes)
         made = jaxprs.run_jaxpr(closed, program.given)
-        self.known.add(made, self._of_results(dataclasses.replace(program, closed=closed)))
+        axes = self._of_results(dataclasses.replace(program, closed=closed))
+        self.known.update(_by_identity(made, axes))
         return program.skeleton.filled(made)
 
     def of(self, values: Sequence[Leaf]) -> list[Axes]:
-        if self.is_known:
-            return self._of_inputs(values)
-        known = [self.known.get(x) for x in values]
-        return [self.axes if axes is None else axes for axes in known]
+        return self._known(values, NO_AXES if self.is_known else self.axes)
 
     def same_over(self, x: Leaf) -> Axes:
         return NO_AXES
@@ -234,11 +227,11 @@ class FromDataflow:
     def typed_as_varying(self, x: Leaf, axes: Axes) -> Leaf:
         return x
 
-    def _of_inputs(self, values: Sequence[Leaf]) -> list[Axes]:
-        return [self.known.get(x) or NO_AXES for x in values]
+    def _known(self, values: Sequence[Leaf], unknown: Axes) -> list[Axes]:
+        return [self.known.get(id(x), (x, unknown))[1] for x in values]
 
     def _of_results(self, program: Traced) -> list[Axes]:
-        return all_axes(jaxprs.open_jaxpr(program.closed), self._of_inputs(program.given))
+        return all_axes(jaxprs.open_jaxpr(program.closed), self._known(program.given, NO_AXES))
 
 
 VaryingAxes: TypeAlias = FromTypes | FromDataflow
