@@ -188,11 +188,13 @@ def value_and_grad(
         scope = Scope(name, axis_name, reduce == "mean", parts)
         with _mesh_of(tree_util.tree_leaves((model, args, kwargs))):
             if microbatches is None:
-                made = at_once(loss_fun, scope, parts, args, kwargs)
+                evaluated = at_once(loss_fun, scope, parts, args, kwargs)
             else:
-                made = in_microbatches(loss_fun, scope, parts, model, args, kwargs, microbatches)
-        loss, grads = scope.reduced(made)
-        aux, model = made.result
+                evaluated = in_microbatches(
+                    loss_fun, scope, parts, model, args, kwargs, microbatches
+                )
+        loss, grads = scope.reduced(evaluated)
+        aux, model = evaluated.result
         return ((loss, aux) if has_aux else loss, model), parts.tree(grads)
 
     value_and_grads.__name__ = value_and_grads.__qualname__ = f"value_and_grad_of_{name}"
@@ -301,9 +303,9 @@ class Parts:
         torn: list[tuple[list[str], ...]] = []
         start = 0
         for (path, unit), made_of in zip(units, members(model), strict=True):
-            own, unit_def = tree_util.tree_flatten(unit)
+            unit_leaves, unit_def = tree_util.tree_flatten(unit)
             is_picked = any(hits[k] for k in made_of)
-            chosen = [is_picked and _is_differentiable(x) for x in own]
+            chosen = [is_picked and _is_differentiable(x) for x in unit_leaves]
             self.units.append((unit_def, chosen) if any(chosen) else None)
             if any(chosen) and not all(hits[k] for k in made_of):
                 apart = ([shown[k][0] for k in made_of if hits[k] is hit] for hit in (True, False))
@@ -311,7 +313,7 @@ class Parts:
             name = shown[made_of[0]][0] if len(made_of) == 1 else path_str(path, root)
             self.paths += [name] * sum(chosen)
             positions += [start + k for k, hit in enumerate(chosen) if hit]
-            start += len(own)
+            start += len(unit_leaves)
         if torn:
             raise error_listing(
                 StructureError,
@@ -458,7 +460,7 @@ class Scope:
                 "axis_name out inside, for the gradient of this shard's own loss."
             )
         # Inside the loss of one shard, each shard has parameters of its own.
-        self.own = around - named
+        self.separate = around - named
         self.cast_over = (named | around) & frozenset(self.from_types)
 
     @contextmanager
@@ -475,7 +477,7 @@ class Scope:
         over = self._in_order(self.cast_over)
         return [compat.vary(x, over) for x in params] if over else list(params)
 
-    def restored(self, made: Sequence[Leaf], program: Callable[[], Jaxpr]) -> list[Leaf]:
+    def restored(self, arrays: Sequence[Leaf], program: Callable[[], Jaxpr]) -> list[Leaf]:
         """The results of the function, with the original parameter in place of each that is a cast one.
 
         A parameter that passes through `jax.jit` or `jax.checkpoint` comes back as another array. Only the
@@ -483,15 +485,15 @@ class Scope:
 
         **Arguments:**
 
-        - `made`: the arrays in the results, after the loss.
+        - `arrays`: the arrays in the results, after the loss.
         - `program`: traces the function, from the parameters to the loss and these arrays.
         """
         cast = self.cast_over
         forms = {(x.shape, x.dtype) for x in self.params if cast - compat.varying(x)}
-        if not any((x.shape, x.dtype) in forms and cast <= compat.varying(x) for x in made):
-            return list(made)
+        if not any((x.shape, x.dtype) in forms and cast <= compat.varying(x) for x in arrays):
+            return list(arrays)
         sources = forwarded(program())[1:]
-        pairs = zip(made, sources, strict=True)
+        pairs = zip(arrays, sources, strict=True)
         return [x if k is None else self.params[k] for x, k in pairs]
 
     def pulled(
@@ -502,12 +504,12 @@ class Scope:
         JAX gives the gradient of the sum of all instances' losses. It is the gradient of an instance's own
         loss where no cotangent passes from one instance to another on its way back.
         """
-        one = compat.vary(jnp.ones((), loss.dtype), compat.varying(loss))
-        traced = functools.cache(lambda: jax.make_jaxpr(pull)(one))
+        cotangent = compat.vary(jnp.ones((), loss.dtype), compat.varying(loss))
+        traced = functools.cache(lambda: jax.make_jaxpr(pull)(cotangent))
         over = functools.cache(lambda: crossed(jaxprs.open_jaxpr(traced())))
         if self.lanes or self.from_dataflow:
-            return jaxprs.run_jaxpr(traced(), [one]), over
-        (grads,) = pull(one)
+            return jaxprs.run_jaxpr(traced(), [cotangent]), over
+        (grads,) = pull(cotangent)
         return grads, over
 
     def asks_what_crosses(self, loss: Leaf) -> bool:
@@ -524,10 +526,14 @@ class Scope:
         walked = [(mark.axis_names, mark.lanes, False) for mark in self.from_dataflow]
         for axis_names, are_lanes, vmapped in (*lanes, *walked):
             over = crossed()
-            if inside := self.own & over:
+            if inside := self.separate & over:
                 raise _loss_exchanged_inside(name, sorted(inside, key=str))
-            own = self.own | (frozenset(axis_names) - over) if are_lanes else self.own
-            if left := tuple(n for n in axis_names if n in self.reduction.named or n not in own):
+            separate = (
+                self.separate | (frozenset(axis_names) - over) if are_lanes else self.separate
+            )
+            if left := tuple(
+                n for n in axis_names if n in self.reduction.named or n not in separate
+            ):
                 pending = Pending(self.reduction, left, are_lanes, over)
                 # A derivative taken outside of a map differentiates what was decided inside.
                 within = [names for _, names in gradients_around.get() if names.issuperset(left)]
@@ -535,17 +541,17 @@ class Scope:
         if self.from_types:
             axes, over = frozenset(self.from_types), self._varying(loss)
             pairs = zip(self.params, self.reduction.params, strict=True)
-            params = [self._param_varying(x, path) | (self.own & axes) for x, path in pairs]
+            params = [self._param_varying(x, path) | (self.separate & axes) for x, path in pairs]
             self.reduction.check(over, params, self.from_types)
             # Over these axes each shard has a loss and parameters of its own.
             apart = over - self.reduction.named
             if apart and (shared := apart & crossed()):
-                if inside := shared & self.own:
+                if inside := shared & self.separate:
                     raise _loss_exchanged_inside(name, self._in_order(inside))
                 raise errors.loss_exchanged(name, self._in_order(shared))
             # JAX's types let the cotangent of a loss that all shards share pass to each of them without an
             # error.
-            same = (self.own & axes) - over
+            same = (self.separate & axes) - over
             if same and (inside := same & jaxprs.exchanged_over(evaluated.program())):
                 raise _loss_exchanged_inside(name, self._in_order(inside))
             plans = [self.reduction.typed(param, over, axes) for param in params]
@@ -655,13 +661,13 @@ def at_once(
     def local(params: list[Leaf]) -> tuple[Array, list[Array]]:
         loss, rest = run(params)
         kept = arguments | {id(x): old for x, old in zip(params, parts.params, strict=True)}
-        skeleton, made = taken_apart(rest, kept)
+        skeleton, arrays = taken_apart(rest, kept)
         results[:] = [skeleton]
-        return loss, made
+        return loss, arrays
 
     with scope.casting():
         params = scope.cast(parts.params)
-        loss, pull, made = jax.vjp(local, params, has_aux=True)
+        loss, pull, arrays = jax.vjp(local, params, has_aux=True)
         grads, crossed = scope.pulled(pull, loss)
     (result,) = results
 
@@ -673,7 +679,7 @@ def at_once(
 
     # Few cases need it, and only these trace it.
     program = functools.cache(lambda: jaxprs.open_jaxpr(jax.make_jaxpr(loss_and_made)(params)))
-    return Evaluated(loss, grads, result.filled(scope.restored(made, program)), crossed, program)
+    return Evaluated(loss, grads, result.filled(scope.restored(arrays, program)), crossed, program)
 
 
 def _paths(model: PyTree, root: str) -> list[str]:
@@ -733,12 +739,12 @@ def in_microbatches(
     params = scope.cast(parts.params)
     results: list[tuple[Skeleton, Skeleton, list[_Continued], Axes]] = []
 
-    def one(params: list[Leaf], own: list[Leaf]) -> tuple[Array, list[Leaf], list[Array]]:
+    def microbatch(params: list[Leaf], pieces: list[Leaf]) -> tuple[Array, list[Leaf], list[Array]]:
         returned: list[tuple[Skeleton, Skeleton, list[_Continued]]] = []
 
         def local(params: list[Leaf]) -> tuple[Array, list[Array]]:
-            seen, keywords = entering.seen(parts.model.filled(params), own[len(rows) :])
-            loss, (aux, new) = fun(seen, batch.filled(own[: len(rows)]), keywords)
+            seen, keywords = entering.seen(parts.model.filled(params), pieces[len(rows) :])
+            loss, (aux, new) = fun(seen, batch.filled(pieces[: len(rows)]), keywords)
             new, continued = entering.continued(fun.name, new)
             kept = arguments | {id(x): old for x, old in zip(params, parts.params, strict=True)}
             aux, aux_arrays = taken_apart(_left(aux), kept)
@@ -746,17 +752,17 @@ def in_microbatches(
             returned[:] = [(aux, new, continued)]
             return loss, [*aux_arrays, *new_arrays]
 
-        loss, pull, made = jax.vjp(local, params, has_aux=True)
+        loss, pull, arrays = jax.vjp(local, params, has_aux=True)
         grads, crossed = scope.pulled(pull, loss)
         results[:] = [(*returned[0], crossed() if scope.asks_what_crosses(loss) else NO_AXES)]
-        return loss, grads, made
+        return loss, grads, arrays
 
     with scope.casting():
         first = [
             *(x[:, 0] for x in rows),
             *((again(x) if is_key(x) else x)[0] for x in entering.parts),
         ]
-        closed = compat.trace_marked(one, [params, first], [IN_MICROBATCHES])
+        closed = compat.trace_marked(microbatch, [params, first], [IN_MICROBATCHES])
     ((aux, new, continued, crossed),) = results
     program = jaxprs.open_jaxpr(closed)
     facts = all_axes(program, [*[NO_AXES] * len(params), *[_DIFFERS] * len(first)])
@@ -792,25 +798,25 @@ def in_microbatches(
         # The rows are picked here. As the scan's own operand the whole batch would be copied first, to put
         # the rows of each microbatch side by side.
         picked = [jax.lax.dynamic_index_in_dim(x, number, 1, keepdims=False) for x in rows]
-        made = jaxprs.run_jaxpr(closed, [*params, *picked, *others])
+        outputs = jaxprs.run_jaxpr(closed, [*params, *picked, *others])
         after = [
-            before + widened(made[k]) if k < summed else strong(made[k])
+            before + widened(outputs[k]) if k < summed else strong(outputs[k])
             for k, before in zip(carried, carry, strict=True)
         ]
-        return after, [x for x, hit in zip(made, is_stacked, strict=True) if hit]
+        return after, [x for x, hit in zip(outputs, is_stacked, strict=True) if hit]
 
     xs = jnp.arange(count), list(entering.parts)
     last, stacks = jax.lax.scan(step, [start(k) for k in carried], xs)
     once = dict(zip(carried, last, strict=True)) | known
     left = iter(stacks)
-    made = [next(left) if hit else once[k] for k, hit in enumerate(is_stacked)]
-    loss, *grads = [x / count if scope.reduction.mean else x for x in made[:summed]]
+    outputs = [next(left) if hit else once[k] for k, hit in enumerate(is_stacked)]
+    loss, *grads = [x / count if scope.reduction.mean else x for x in outputs[:summed]]
     model = _merged(
         fun.name,
         new.filled(
             [
                 x[0] if is_stacked[k] and not differs[k] else x
-                for k, x in enumerate(made[of_model:], start=of_model)
+                for k, x in enumerate(outputs[of_model:], start=of_model)
             ]
         ),
         new.filled(differs[of_model:]),
@@ -821,7 +827,7 @@ def in_microbatches(
         jnp.broadcast_to(x, (count, *x.shape)) if isinstance(x, jax.Array | np.ndarray) else x
         for x in aux.leaves
     ]
-    result = dataclasses.replace(aux, leaves=shared).filled(made[summed:of_model]), model
+    result = dataclasses.replace(aux, leaves=shared).filled(outputs[summed:of_model]), model
     dtypes = [aval.dtype for aval in (*avals[1:summed], avals[0])]
     return Evaluated(loss, grads, result, lambda: crossed, lambda: program, dtypes)
 
@@ -926,7 +932,7 @@ class _Entering:
         self.entered = []
         olds, changed = iter(self.olds), iter(self.changed.filled(parts))
 
-        def one(node: PyTree) -> PyTree:
+        def enter(node: PyTree) -> PyTree:
             if not is_state(node):
                 return node
             (path, keys, old), mark = next(olds), object()
@@ -935,7 +941,7 @@ class _Entering:
             return new
 
         trees = model, *self.kwargs.values()
-        model, *others = [jax.tree.map(one, tree, is_leaf=is_state) for tree in trees]
+        model, *others = [jax.tree.map(enter, tree, is_leaf=is_state) for tree in trees]
         return model, dict(zip(self.kwargs, others, strict=True))
 
     def continued(self, name: str, model: PyTree) -> tuple[PyTree, list[_Continued]]:
@@ -969,10 +975,10 @@ def _enters_changed(state: State) -> bool:
 def _left(tree: PyTree) -> PyTree:
     """Auxiliary values, with states as they are outside of any microbatch."""
 
-    def one(node: PyTree) -> PyTree:
+    def leave(node: PyTree) -> PyTree:
         return node.leave(None, ()) if is_state(node) and _enters_changed(node) else node
 
-    return jax.tree.map(one, tree, is_leaf=is_state)
+    return jax.tree.map(leave, tree, is_leaf=is_state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1099,12 +1105,12 @@ def _merged_states(name: str, writing: Sequence[_Written], outside: bool) -> lis
                 bad,
                 "A policy must return one value for all instances, as with jax.lax.psum(value, axis_names).",
             )
-        skeleton, made = taken_apart(states)
+        skeleton, merged = taken_apart(states)
         after[:] = [skeleton]
-        return made
+        return merged
 
     run = merge
     if 0 in axes:
         run = jax.vmap(merge, in_axes=axes, out_axes=None, axis_name=MICROBATCHES)
-    made = run_varying(traced_outside(run, *arrays), arrays) if outside else run(*arrays)
-    return after[0].filled(made)
+    outputs = run_varying(traced_outside(run, *arrays), arrays) if outside else run(*arrays)
+    return after[0].filled(outputs)

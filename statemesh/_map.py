@@ -79,8 +79,8 @@ def new_states(before: PyTree, after: PyTree, filter: Filter = ...) -> dict[str,
     before, after = unpacked(before), unpacked(after)
     (matched,) = first_matches([filter], [("after", after)], "filter")
     chosen = {path for path, hit in zip(_by_path(after), matched, strict=True) if hit is not None}
-    made = _created(before, after)
-    return {path_str(path): state for path, state in made.items() if path in chosen}
+    created = _created(before, after)
+    return {path_str(path): state for path, state in created.items() if path in chosen}
 
 
 @without_own_frames
@@ -218,7 +218,7 @@ def create(
         axes.clear()
         axes.update((path, axis) for path, axis in chosen if path in news)
 
-        def one(path: KeyPath, node: PyTree) -> PyTree:
+        def distribute(path: KeyPath, node: PyTree) -> PyTree:
             if path not in news:
                 return node
             # A random stream is made alike in all lanes. Here each lane gets a stream of its own.
@@ -227,7 +227,7 @@ def create(
                 state = mark_origin(state, NEW)
             return state if state_tag is None else state.replace(tag=state.tag | {state_tag})
 
-        return jax.tree_util.tree_map_with_path(one, after, is_leaf=is_state)
+        return jax.tree_util.tree_map_with_path(distribute, after, is_leaf=is_state)
 
     def is_on(axis: int | None, path: KeyPath, state: State) -> bool:
         return path in axes and axes[path] == axis
@@ -503,8 +503,8 @@ def _check_method(module: Module, name: Name) -> None:
     if not isinstance(name, str):
         raise errors.invalid_argument("Map", "map", name)
     if not callable(getattr(type(module), name, None)):
-        own = [n for n in dir(type(module)) if not n.startswith("_") and not hasattr(Module, n)]
-        names = [n for n in own if callable(getattr(type(module), n))]
+        public = [n for n in dir(type(module)) if not n.startswith("_") and not hasattr(Module, n)]
+        names = [n for n in public if callable(getattr(type(module), n))]
         raise StructureError(
             f"{type(module).__name__} has no method {name!r}. Its methods are {quoted(names) or 'none'}."
         )

@@ -234,10 +234,10 @@ def _over(
     """A collective of JAX, or `anywhere` where JAX's fails: for lanes inside a checked `shard_map`."""
     if not names:
         # A `vmap` of one lane, so that dtypes, shapes and gradients are those of JAX's collective.
-        one: Callable[[], PyTree] = jax.vmap(
+        of_one: Callable[[], PyTree] = jax.vmap(
             lambda: of_jax(x, _ONE), axis_name=_ONE, axis_size=1, out_axes=None
         )
-        return one()
+        return of_one()
     if _jax_can(names):
         return of_jax(all_varying(jax.tree.map(_array, x), names), names)
     return anywhere(jax.tree.map(jnp.asarray, x), names)
@@ -264,16 +264,16 @@ def _extreme(x: PyTree, names: tuple[AxisName, ...], over: Callable[..., list[Ar
 
 
 def _gathered(x: PyTree, names: Sequence[AxisName], axis: int, tiled: bool) -> PyTree:
-    def one(x: PyTree) -> PyTree:
-        own = x.shape
+    def gathered(x: PyTree) -> PyTree:
+        shape = x.shape
         for name in reversed(names):
             x = _stacked(x, name)
-        whole = x.reshape(-1, *own)
+        whole = x.reshape(-1, *shape)
         if not tiled:
             return jnp.moveaxis(whole, 0, axis)
         return jnp.concatenate(list(whole), axis)
 
-    return jax.tree.map(one, x)
+    return jax.tree.map(gathered, x)
 
 
 def _stacked(x: PyTree, name: AxisName) -> PyTree:

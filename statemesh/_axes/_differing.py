@@ -38,30 +38,30 @@ class Differing(Dataflow[Axes]):
     def join(self, facts: Iterable[Axes]) -> Axes:
         return NO_AXES.union(*facts)
 
-    def plain(self, eqn: Equation, given: Sequence[Axes]) -> Sequence[Axes]:
+    def plain(self, eqn: Equation, facts: Sequence[Axes]) -> Sequence[Axes]:
         return [
-            self.made(eqn, self.join(given[k] for k in operands))
+            self.plain_result(eqn, self.join(facts[k] for k in operands))
             for operands in jaxprs.operands_of_results(eqn)
         ]
 
-    def made(self, eqn: Equation, given: Axes) -> Axes:
+    def plain_result(self, eqn: Equation, fact: Axes) -> Axes:
         """The same of a plain equation's result, given all axes of the operands that it depends on."""
         if jaxprs.made_varying(eqn):  # In a program with types: the value stays as it is.
-            return given
+            return fact
         joined, spread = jaxprs.collective(eqn)
-        if not given & spread and jaxprs.permutes_all(eqn):
-            return given
+        if not fact & spread and jaxprs.permutes_all(eqn):
+            return fact
         # The types of what other collectives join say that it is the same.
         gathered = jaxprs.gathered_by(eqn)
         typed_same = frozenset(map(_Whole, joined - gathered))
-        left = given - joined - _joined_unseen(eqn) - typed_same
+        left = fact - joined - _joined_unseen(eqn) - typed_same
         return left | spread | frozenset(map(_Whole, gathered))
 
-    def own_rule(self, eqn: Equation, given: Sequence[Axes]) -> Sequence[Axes] | None:
+    def own_rule(self, eqn: Equation, facts: Sequence[Axes]) -> Sequence[Axes] | None:
         if (pending := _pending(eqn)) is not None:
-            return pending.results_differ(given)
+            return pending.results_differ(facts)
         body = jaxprs.mapped_by_rule(eqn)
-        return None if body is None else self.through(body, given)
+        return None if body is None else self.through(body, facts)
 
     def result(self, var: Operand, fact: Axes) -> Axes:
         # The parts of a sum that is still to be added up leave as the one sum.
@@ -71,7 +71,7 @@ class Differing(Dataflow[Axes]):
         self, predicate: Operand, of_predicate: Axes, results: list[Axes], same: Sequence[bool]
     ) -> list[Axes]:
         pairs = zip(results, same, strict=True)
-        return [axes if one else axes | of_predicate for axes, one in pairs]
+        return [axes if is_same else axes | of_predicate for axes, is_same in pairs]
 
 
 def whole_over(fact: Axes) -> Axes:
@@ -96,28 +96,28 @@ class Recorded:
         # Not by recursion: a program may be longer than Python's stack is deep.
         stack = [value]
         while stack:
-            made = compat.made_by(stack[-1])
-            if made is None or id(made[0]) in self._results:
+            maker = compat.made_by(stack[-1])
+            if maker is None or id(maker[0]) in self._results:
                 stack.pop()
                 continue
-            eqn, _ = made
+            eqn, _ = maker
             if unknown := [operand for operand in eqn.invars if self._fact(operand) is None]:
                 stack += unknown
                 continue
-            given = [self._fact(operand) or NO_AXES for operand in eqn.invars]
-            found, _ = self._walk.equation(eqn, given)
-            axes = list(map(self._walk.result, eqn.outvars, found))
+            facts = [self._fact(operand) or NO_AXES for operand in eqn.invars]
+            results, _ = self._walk.equation(eqn, facts)
+            axes = list(map(self._walk.result, eqn.outvars, results))
             self._results[id(eqn)] = eqn, axes
         # A `vmap` that spreads its lanes over a mesh axis takes that axis out of the types of what it maps.
         return (self._fact(value) or NO_AXES) - (_typed(value) - _typed(x))
 
     def _fact(self, x: Any) -> Axes | None:
         """What is known of a value; `None` before its equation was walked."""
-        made = compat.made_by(x)
-        if made is None:
+        maker = compat.made_by(x)
+        if maker is None:
             # An input has the right type, and a constant has no axes.
             return _typed(x)
-        eqn, result = made
+        eqn, result = maker
         return self._results[id(eqn)][1][result] if id(eqn) in self._results else None
 
 
@@ -127,25 +127,25 @@ class _Crossing(Differing):
     def __init__(self) -> None:
         self.crossed: set[AxisName] = set()
 
-    def made(self, eqn: Equation, given: Axes) -> Axes:
-        self.crossed.update(jaxprs.exchanged_by(eqn) if given else ())
-        return given
+    def plain_result(self, eqn: Equation, fact: Axes) -> Axes:
+        self.crossed.update(jaxprs.exchanged_by(eqn) if fact else ())
+        return fact
 
-    def own_rule(self, eqn: Equation, given: Sequence[Axes]) -> Sequence[Axes] | None:
+    def own_rule(self, eqn: Equation, facts: Sequence[Axes]) -> Sequence[Axes] | None:
         if (pending := _pending(eqn)) is None:
             return None
-        self.crossed.update(pending.reduced_over if any(given) else ())
-        return given[-(len(given) // 2) :]
+        self.crossed.update(pending.reduced_over if any(facts) else ())
+        return facts[-(len(facts) // 2) :]
 
 
-def all_axes(jaxpr: Jaxpr, given: Sequence[Axes]) -> list[Axes]:
+def all_axes(jaxpr: Jaxpr, arguments: Sequence[Axes]) -> list[Axes]:
     """For each result of one instance's program, the axes over which it may differ.
 
     **Arguments:**
 
-    - `given`: the same of its arguments.
+    - `arguments`: the same of the program's arguments.
     """
-    facts = Differing().through(jaxpr, given)
+    facts = Differing().through(jaxpr, arguments)
     return [frozenset(axis for axis in fact if not isinstance(axis, _Whole)) for fact in facts]
 
 
@@ -157,25 +157,25 @@ def crossed(jaxpr: Jaxpr) -> Axes:
     return frozenset(walk.crossed)
 
 
-def settled(closed: ClosedJaxpr, given: Sequence[Axes], own: Axes) -> ClosedJaxpr:
+def settled(closed: ClosedJaxpr, arguments: Sequence[Axes], followed: Axes) -> ClosedJaxpr:
     """A closed jaxpr without types in which what was `Pending` is decided.
 
     **Arguments:**
 
     - `closed`: the program of one instance.
-    - `given`: the axes over which its arguments may differ.
-    - `own`: the axes that are followed. What is pending over others waits for who knows of them.
+    - `arguments`: the axes over which its arguments may differ.
+    - `followed`: the axes that are followed. What is pending over others waits for who knows of them.
     """
 
-    def is_own(eqn: Equation) -> bool:
+    def is_followed(eqn: Equation) -> bool:
         pending = _pending(eqn)
-        return pending is not None and pending.is_over(own)
+        return pending is not None and pending.is_over(followed)
 
-    def in_jaxpr(jaxpr: Jaxpr, given: Sequence[Axes]) -> Jaxpr:
-        if not any(map(is_own, jaxprs.equations(jaxpr))):
+    def in_jaxpr(jaxpr: Jaxpr, facts: Sequence[Axes]) -> Jaxpr:
+        if not any(map(is_followed, jaxprs.equations(jaxpr))):
             return jaxpr
         walk = Differing()
-        known: dict[Operand, Axes] = dict(zip(jaxpr.invars, given, strict=True))
+        known: dict[Operand, Axes] = dict(zip(jaxpr.invars, facts, strict=True))
         eqns = []
         for eqn in jaxpr.eqns:
             operands = [walk.fact(known, atom) for atom in eqn.invars]
@@ -188,15 +188,17 @@ def settled(closed: ClosedJaxpr, given: Sequence[Axes], own: Axes) -> ClosedJaxp
         eqn: Equation, operands: Sequence[Axes], bodies: Sequence[Body[Axes]]
     ) -> Equation:
         if (pending := _pending(eqn)) is not None:
-            return jaxprs.calling(pending.decided(operands), eqn) if pending.is_over(own) else eqn
-        new = {id(body): in_jaxpr(body, given) for body, given in bodies}
-        if jaxprs.with_own_derivative(eqn) and any(map(is_own, bodies[0][0].eqns)):
+            if not pending.is_over(followed):
+                return eqn
+            return jaxprs.calling(pending.decided(operands), eqn)
+        new = {id(body): in_jaxpr(body, facts) for body, facts in bodies}
+        if jaxprs.with_own_derivative(eqn) and any(map(is_followed, bodies[0][0].eqns)):
             # What has been decided has the derivatives of what it is.
             (body,) = new.values()
             return jaxprs.calling(jaxprs.runs(body), eqn)
         return jaxprs.with_jaxprs(eqn, new)
 
-    return jaxprs.with_open(closed, in_jaxpr(jaxprs.open_jaxpr(closed), given))
+    return jaxprs.with_open(closed, in_jaxpr(jaxprs.open_jaxpr(closed), arguments))
 
 
 def _pending(eqn: Equation) -> Pending | None:
@@ -255,9 +257,9 @@ def check_gradients(name: str, mapped: Equation) -> None:
     specs = mapped.params["in_specs"]
     split = [frozenset(axis for axes in written_axes(spec) for axis in axes) for spec in specs]
     sizes = {axis: mapped.params["mesh"].shape[axis] for axis in mapped.params["newly_manual_axes"]}
-    if any(given.startswith(_PARAMETER) for given in names):
+    if any(label.startswith(_PARAMETER) for label in names):
         _refuse_unsummed(_Unsummed(sizes), body, split)
-    if not any(given.startswith(GRADIENT) for given in names):
+    if not any(label.startswith(GRADIENT) for label in names):
         return
     named = _Named()
     named.through(body, split)
@@ -306,40 +308,41 @@ class _Sums(Dataflow[_Gradients]):
     def join(self, facts: Iterable[_Gradients]) -> _Gradients:
         return _NONE.union(*facts)
 
-    def plain(self, eqn: Equation, given: Sequence[_Gradients]) -> Sequence[_Gradients]:
+    def plain(self, eqn: Equation, facts: Sequence[_Gradients]) -> Sequence[_Gradients]:
         if _is_named(eqn):
             var = eqn.outvars[0]
             return [frozenset([_Gradient(eqn.params["name"], self.differ[var])])]
         if jaxprs.is_sum(eqn):
             over = frozenset(self.sizes) & jaxprs.collective(eqn)[0]
-            return [self._summed(each, over) for each in given]
+            return [self._summed(each, over) for each in facts]
         by = divisor(eqn)
         if by is None or jaxprs.name_given(eqn) == SUMMAND:
             inner = [self.through(j, [_NONE] * len(j.invars)) for j in jaxprs.jaxprs_of(eqn)]
-            made = self.join([*given, *map(self.join, inner)])
-            used = frozenset(dataclasses.replace(one, used=True) for one in made if one.summed)
+            gradients = self.join([*facts, *map(self.join, inner)])
+            summed = [gradient for gradient in gradients if gradient.summed]
+            used = frozenset(dataclasses.replace(gradient, used=True) for gradient in summed)
             return [used] * len(eqn.outvars)
-        return [self._divided(self.join(given), by)]
+        return [self._divided(self.join(facts), by)]
 
-    def _summed(self, given: _Gradients, over: Axes) -> _Gradients:
-        found = set()
-        for one in given:
-            again = over - one.differs
-            if one.summed:
-                found.add(dataclasses.replace(one, used=True))
-            elif not self._is_mean(one.divisors, again):
-                found.add(dataclasses.replace(one, summed=again))
-        return frozenset(found)
+    def _summed(self, gradients: _Gradients, over: Axes) -> _Gradients:
+        summed = set()
+        for gradient in gradients:
+            again = over - gradient.differs
+            if gradient.summed:
+                summed.add(dataclasses.replace(gradient, used=True))
+            elif not self._is_mean(gradient.divisors, again):
+                summed.add(dataclasses.replace(gradient, summed=again))
+        return frozenset(summed)
 
-    def _divided(self, given: _Gradients, by: int) -> _Gradients:
-        found = set()
-        for one in given:
-            products = {by * other for other in one.divisors | {1}}
+    def _divided(self, gradients: _Gradients, by: int) -> _Gradients:
+        divided = set()
+        for gradient in gradients:
+            products = {by * other for other in gradient.divisors | {1}}
             # No other number can ever be the one that makes a mean; so a loop does not go on for ever.
-            kept = one.divisors | {k for k in products if k > 1 and self.total % k == 0}
-            if one.used or not (one.summed and self._is_mean(kept, one.summed)):
-                found.add(dataclasses.replace(one, divisors=kept))
-        return frozenset(found)
+            kept = gradient.divisors | {k for k in products if k > 1 and self.total % k == 0}
+            if gradient.used or not (gradient.summed and self._is_mean(kept, gradient.summed)):
+                divided.add(dataclasses.replace(gradient, divisors=kept))
+        return frozenset(divided)
 
     def _is_mean(self, divisors: frozenset[int], axes: Axes) -> bool:
         count = math.prod(self.sizes[axis] for axis in axes)
@@ -382,7 +385,9 @@ def looking_for_left() -> Iterator[list[bool]]:
         _left.reset(token)
 
 
-def check_unrecorded(jaxpr: Jaxpr, given: Sequence[Axes], sizes: Mapping[AxisName, int]) -> None:
+def check_unrecorded(
+    jaxpr: Jaxpr, arguments: Sequence[Axes], sizes: Mapping[AxisName, int]
+) -> None:
     """Refuse gradients of gathered parameters that a function left unsummed, which ran without its program.
 
     There `value_and_grad` does not see how any parameter was made, but inside of a `jit` or a loop.
@@ -390,10 +395,10 @@ def check_unrecorded(jaxpr: Jaxpr, given: Sequence[Axes], sizes: Mapping[AxisNam
     **Arguments:**
 
     - `jaxpr`: the program of the function, traced after the run.
-    - `given`: the axes over which its arguments may differ.
+    - `arguments`: the axes over which its arguments may differ.
     - `sizes`: of the axes that are mapped over.
     """
-    _refuse_unsummed(_Unsummed(sizes, unrecorded=list(jaxpr.eqns)), jaxpr, given)
+    _refuse_unsummed(_Unsummed(sizes, unrecorded=list(jaxpr.eqns)), jaxpr, arguments)
 
 
 class _Unsummed(Differing):
@@ -409,22 +414,22 @@ class _Unsummed(Differing):
         # The sum over one shard changes nothing.
         self.axes = [axis for axis, size in sizes.items() if size > 1]
         self.unrecorded = {id(eqn) for eqn in unrecorded}
-        self.found: dict[tuple[str, AxisName], None] = {}
+        self.unsummed: dict[tuple[str, AxisName], None] = {}
 
-    def made(self, eqn: Equation, given: Axes) -> Axes:
+    def plain_result(self, eqn: Equation, fact: Axes) -> Axes:
         if (name := jaxprs.name_given(eqn) or "").startswith(_PARAMETER):
-            for axis in whole_over(given).intersection(self.axes):
+            for axis in whole_over(fact).intersection(self.axes):
                 for known in (False, True) if id(eqn) in self.unrecorded else (False,):
                     if name.startswith(start := _name(axis, known, "")):
-                        self.found[name.removeprefix(start), axis] = None
-        return super().made(eqn, given)
+                        self.unsummed[name.removeprefix(start), axis] = None
+        return super().plain_result(eqn, fact)
 
 
-def _refuse_unsummed(walk: _Unsummed, jaxpr: Jaxpr, given: Sequence[Axes]) -> None:
-    walk.through(jaxpr, given)
-    if not walk.found:
+def _refuse_unsummed(walk: _Unsummed, jaxpr: Jaxpr, arguments: Sequence[Axes]) -> None:
+    walk.through(jaxpr, arguments)
+    if not walk.unsummed:
         return
-    unsummed = sorted(walk.found, key=str)
+    unsummed = sorted(walk.unsummed, key=str)
     axis = unsummed[0][1]
     raise error_listing(
         StatemeshError,

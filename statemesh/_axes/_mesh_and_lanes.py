@@ -94,11 +94,11 @@ def meshes_and_lanes(
 def varying_over(values: Sequence[AnyArray], axis_names: Sequence[AxisName]) -> list[Axes]:
     """For each array the axes among `axis_names` over which it may differ."""
     meshes, lanes = meshes_and_lanes(axis_names)
-    found = [compat.varying(x) & frozenset(meshes) for x in values]
+    over = [compat.varying(x) & frozenset(meshes) for x in values]
     for name in lanes:
         batched = _batched(values, name)
-        found = [axes | {name} if hit else axes for axes, hit in zip(found, batched, strict=True)]
-    return found
+        over = [axes | {name} if hit else axes for axes, hit in zip(over, batched, strict=True)]
+    return over
 
 
 def psum(arrays: Sequence[AnyArray], axis_names: Sequence[AxisName]) -> list[AnyArray]:
@@ -160,8 +160,8 @@ def same_in_lanes(name: AxisName, x: AnyArray) -> AnyArray:
 def first_of(x: AnyArray, axis_names: Sequence[AxisName]) -> AnyArray:
     """The first shard's unsigned numbers, for all shards."""
     first = jax.lax.axis_index(tuple(axis_names)) == 0
-    (found,) = pmax([all_varying(jnp.where(first, x, 0), axis_names)], axis_names)
-    return found
+    (number,) = pmax([all_varying(jnp.where(first, x, 0), axis_names)], axis_names)
+    return number
 
 
 def refuse_in_lanes(x: AnyArray, error: Callable[[], Exception]) -> AnyArray:
@@ -187,10 +187,10 @@ def all_varying(value: PyTree, axis_names: Sequence[AxisName]) -> PyTree:
     """
     meshes, _ = meshes_and_lanes(axis_names)
 
-    def one(x: AnyArray) -> AnyArray:
+    def typed(x: AnyArray) -> AnyArray:
         return compat.vary(x, meshes) if compat.varying(x).intersection(meshes) else x
 
-    return jax.tree.map(one, value)
+    return jax.tree.map(typed, value)
 
 
 def call_policy(
@@ -226,7 +226,7 @@ def _batched(values: Sequence[AnyArray], name: AxisName) -> list[bool]:
     """Which values differ between the lanes called `name`."""
     if not values:
         return []
-    found: list[bool] = []
+    hits: list[bool] = []
 
     @custom_vmap
     def look(values: Sequence[AnyArray], lane: Array) -> AnyArray:
@@ -235,14 +235,14 @@ def _batched(values: Sequence[AnyArray], name: AxisName) -> list[bool]:
     def rule(
         _: int, batched: Any, values: Sequence[AnyArray], lane: Array
     ) -> tuple[AnyArray, bool]:
-        found.extend(batched[0])
+        hits.extend(batched[0])
         return jnp.zeros(()), False
 
     look.def_vmap(rule)
     # A lane's own number is batched over its `vmap`, whatever the values are batched over. So the rule is
     # called for these lanes before those of any `vmap` further out.
     look([_without_gradient(x) for x in values], jax.lax.axis_index(name))
-    return found
+    return hits
 
 
 def _without_gradient(x: AnyArray) -> AnyArray:

@@ -272,8 +272,9 @@ class Pending:
             mark, *operands = primals
             along = _halves(tangents[1:])[1]
             # Where nothing is reduced, derivatives of any order and mode are those of the values.
-            made = forward(mark, *_halves(operands)[0], *along) if self.reduced_over else [*along]
-            return forward(*primals), made
+            keys = _halves(operands)[0]
+            derivative = forward(mark, *keys, *along) if self.reduced_over else [*along]
+            return forward(*primals), derivative
 
         if not (reverse and self.reduced_over):
             return forward
@@ -284,13 +285,13 @@ class Pending:
             return pending(*operands)
 
         def there(mark: Any, *operands: Any) -> Any:
-            made = self._function(vmapped, reverse - 1)(mark, *operands)
-            return made, (mark, *_halves(operands)[0])
+            outputs = self._function(vmapped, reverse - 1)(mark, *operands)
+            return outputs, (mark, *_halves(operands)[0])
 
         def back(keys: Any, cotangents: Any) -> Any:
             transposed = dataclasses.replace(self, backward=True)
-            made = transposed._function(vmapped, reverse - 1)(*keys, *cotangents)
-            return (*(None for _ in keys), *made)
+            outputs = transposed._function(vmapped, reverse - 1)(*keys, *cotangents)
+            return (*(None for _ in keys), *outputs)
 
         both.defvjp(there, back)
         return both

@@ -34,19 +34,19 @@ class _Continued(Dataflow[Sources]):
     def join(self, facts: Iterable[Sources]) -> Sources:
         return _NOTHING.union(*facts)
 
-    def own_rule(self, eqn: Equation, given: Sequence[Sources]) -> Sequence[Sources] | None:
+    def own_rule(self, eqn: Equation, facts: Sequence[Sources]) -> Sequence[Sources] | None:
         if (link := link_made(eqn)) is None:
             return None
-        new, old = given
+        new, old = facts
         # A `cond` that returns one state or another is rebuilt as the one that its first branch returns.
         return [old | new if link == REBUILT else old]
 
-    def plain(self, eqn: Equation, given: Sequence[Sources]) -> Sequence[Sources]:
+    def plain(self, eqn: Equation, facts: Sequence[Sources]) -> Sequence[Sources]:
         inner = jaxprs.jaxprs_of(eqn)
-        if [(len(j.invars), len(j.outvars)) for j in inner] == [(len(given), len(eqn.outvars))]:
-            return self.through(inner[0], given)
+        if [(len(j.invars), len(j.outvars)) for j in inner] == [(len(facts), len(eqn.outvars))]:
+            return self.through(inner[0], facts)
         if len(eqn.outvars) == 1 and jaxprs.forwards(eqn):
-            return [self.join(given)]
+            return [self.join(facts)]
         return [_NOTHING] * len(eqn.outvars)
 
     def stacked(self, part: Sources) -> Sources:
@@ -90,37 +90,37 @@ def find_origins(
     **Raises:** `StructureError` where fewer return than fit, and it makes a difference which: to a
     policy, to where the state goes, or to whose buffers are given up when `donating`.
     """
-    by_mark = {id(one.mark): i for i, one in enumerate(entered)}
+    by_mark = {id(entry.mark): i for i, entry in enumerate(entered)}
     # By returned state: the entering ones that it may continue, where the program shows several.
     shown: dict[int, list[int]] = {}
-    by_arrays = {_arrays(one.seen): i for i, one in enumerate(entered) if values(one.seen)}
-    forms: list[Hashable] = [_form(one.seen) for one in entered]
-    found: list[int | None] = []
+    by_arrays = {_arrays(entry.seen): i for i, entry in enumerate(entered) if values(entry.seen)}
+    forms: list[Hashable] = [_form(entry.seen) for entry in entered]
+    sources: list[int | None] = []
     for k, (_, state) in enumerate(returned):
         mark = origin(state)
         i = by_mark.get(id(mark))
         if i is None and (same := by_arrays.get(_arrays(state))) is not None:
             i = same if _form(state) == forms[same] else None
         if i is None and isinstance(mark, Unknown):
-            shown[k] = [by_mark[id(one)] for one in mark.marks if id(one) in by_mark]
-        found.append(i)
+            shown[k] = [by_mark[id(other)] for other in mark.marks if id(other) in by_mark]
+        sources.append(i)
     # The others are compared by their paths with the states that they may continue.
     alike: dict[Hashable, list[int]] = {}
     for i, form in enumerate(forms):
         alike.setdefault(form, []).append(i)
     # Steps of paths as numbers, the last one first: in a large model very many pairs are compared.
     numbers: dict[Key, int] = {}
-    ends = [_numbered(one.keys, numbers) for one in entered]
+    ends = [_numbered(entry.keys, numbers) for entry in entered]
     scores = {
         k: _scores(_numbered(keys, numbers), shown.get(k) or alike.get(_form(state), []), ends)
         for k, (keys, state) in enumerate(returned)
-        if found[k] is None and origin(state) is not NEW
+        if sources[k] is None and origin(state) is not NEW
     }
-    taken = {i for i in found if i is not None}
-    _fill_by_path(scores, found, taken)
+    taken = {i for i in sources if i is not None}
+    _fill_by_path(scores, sources, taken)
     unsure: list[str] = []
     for k, fits in scores.items():
-        if (i := found[k]) is None:
+        if (i := sources[k]) is None:
             continue
         if k in shown:
             # The program shows that it continues one of several; its path only guesses which.
@@ -148,24 +148,24 @@ def find_origins(
             "Distinguish them by a name or tag: State(value, name='a'); or write the values into the states "
             "that came in, after the `cond` or loop: `state.set(new.value)`.",
         )
-    return [None if i is None else entered[i] for i in found]
+    return [None if i is None else entered[i] for i in sources]
 
 
 def _fill_by_path(
-    scores: Mapping[int, Mapping[int, int]], found: list[int | None], taken: set[int]
+    scores: Mapping[int, Mapping[int, int]], sources: list[int | None], taken: set[int]
 ) -> None:
     """Fill in what is not found yet: the pairs whose paths agree best first, each entering state once."""
     pairs = [(score, k, i) for k, fits in scores.items() for i, score in fits.items()]
     for score, k, i in sorted(pairs, key=lambda pair: (-pair[0], *pair[1:])):
         # Paths without a common end are no evidence, unless there is only one candidate.
-        if found[k] is None and i not in taken and (score > 0 or len(scores[k]) == 1):
-            found[k] = i
+        if sources[k] is None and i not in taken and (score > 0 or len(scores[k]) == 1):
+            sources[k] = i
             taken.add(i)
     for k, fits in scores.items():
         # It may be a state that was returned twice, if at least the last step of its path agrees.
         best = max(fits, key=lambda i: fits[i], default=None)
-        if found[k] is None and best is not None and fits[best] > 1:
-            found[k] = best
+        if sources[k] is None and best is not None and fits[best] > 1:
+            sources[k] = best
 
 
 def _arrays(state: State) -> tuple[int, ...]:
@@ -183,14 +183,14 @@ def links_for(entered: Sequence[Entered]) -> Links | None:
     `None` where there are no such states.
     """
     alike: dict[Hashable, list[Entered]] = {}
-    for one in entered:
+    for entry in entered:
         # A random state needs no link: its key carries its stream along.
-        if not one.old.always_replicated:
-            alike.setdefault(_form(one.seen), []).append(one)
+        if not entry.old.always_replicated:
+            alike.setdefault(_form(entry.seen), []).append(entry)
     followed = [
         (type(first.seen), first.seen._meta)
         for first, *others in alike.values()
-        if any(_leave_apart(first, one) for one in others)
+        if any(_leave_apart(first, entry) for entry in others)
     ]
     return Links(frozenset(followed)) if followed else None
 
@@ -289,12 +289,12 @@ class Traced:
     **Attributes:**
 
     - `closed`: its jaxpr, from the arrays in the operands to those in the result.
-    - `given`: the arrays in the operands.
+    - `arguments`: the arrays in the operands.
     - `skeleton`: the result without its arrays.
     """
 
     closed: ClosedJaxpr
-    given: list[Array]
+    arguments: list[Array]
     skeleton: Skeleton
 
 
@@ -311,38 +311,38 @@ def trace(
     - `mark`: names the axes along which the program will be walked; `None` for none.
     - `links`: for the states that the function is given, where it matters which of them its results continue.
     """
-    inside, given = taken_apart(operands)
+    inside, arguments = taken_apart(operands)
     results: list[tuple[Skeleton, list[tuple[range, bool | None]]]] = []
 
     def traced(*arrays: Array) -> list[Array]:
-        with nullcontext() if links is None else links.made():
+        with nullcontext() if links is None else links.linking():
             result = fun(*inside.filled(arrays))
-        skeleton, made = taken_apart(result)
+        skeleton, outputs = taken_apart(result)
         states = _states_and_arrays(result)
         results[:] = [(skeleton, [(at, _rebuilt(state, links)) for state, at in states])]
-        return made
+        return outputs
 
     bound: list[compat.FollowedAxes | compat.FollowedStates] = [] if mark is None else [mark]
     if links is not None:
         bound.append(compat.FollowedStates())
-    closed = compat.trace_marked(traced, given, bound)
+    closed = compat.trace_marked(traced, arguments, bound)
     ((skeleton, returned),) = results
     if links is not None and None in skeleton.marks:
         marks = _recovered(closed, skeleton.marks, operands, returned)
         skeleton = dataclasses.replace(skeleton, marks=marks)
-    return Traced(closed, given, skeleton)
+    return Traced(closed, arguments, skeleton)
 
 
 def _states_and_arrays(tree: PyTree) -> list[tuple[State, range]]:
     """Each state of a tree, with the numbers of its arrays among all arrays of the tree."""
-    found = []
+    states = []
     start = 0
     for node in tree_util.tree_leaves(tree, is_leaf=is_state):
         arrays = [x for x in tree_util.tree_leaves(node) if isinstance(x, jax.Array)]
         if is_state(node):
-            found.append((node, range(start, start + len(arrays))))
+            states.append((node, range(start, start + len(arrays))))
         start += len(arrays)
-    return found
+    return states
 
 
 def _rebuilt(state: State, links: Links | None) -> bool | None:

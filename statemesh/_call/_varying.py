@@ -82,14 +82,14 @@ class FromTypes:
             if not is_asked:
                 return fun(*operands)
             program = trace(fun, operands, None, links)
-            return program.skeleton.filled(jaxprs.run_jaxpr(program.closed, program.given))
+            return program.skeleton.filled(jaxprs.run_jaxpr(program.closed, program.arguments))
         if is_asked:
-            result, made, shown = _run_eagerly(fun, operands, None, links)
+            result, outputs, shown = _run_eagerly(fun, operands, None, links)
             if shown is not None:
                 self._check_gradients(shown)
-                typed = [compat.varying(x) for x in shown.given]
+                typed = [compat.varying(x) for x in shown.arguments]
                 axes = all_axes(jaxprs.open_jaxpr(shown.closed), typed)
-                self.shown.update(_by_identity(made, axes))
+                self.shown.update(_by_identity(outputs, axes))
             return result
         # With `jit=False` it runs for someone who debugs it, once. There types alone say what varies.
         with looking_for_left() as left:
@@ -101,9 +101,9 @@ class FromTypes:
 
     def _check_gradients(self, program: Traced) -> None:
         """Refuse gradients of what was gathered, in a function that ran without its program."""
-        given = [compat.varying(x) for x in program.given]
+        typed = [compat.varying(x) for x in program.arguments]
         sizes = {name: jax.lax.axis_size(name) for name in self.meshes}
-        check_unrecorded(jaxprs.open_jaxpr(program.closed), given, sizes)
+        check_unrecorded(jaxprs.open_jaxpr(program.closed), typed, sizes)
 
     def _run_in_lanes(
         self, fun: Fun, operands: Sequence[PyTree], links: Links | None, counted: bool
@@ -132,14 +132,14 @@ class FromTypes:
                     "or jnp.where instead of the branch."
                 ) from error
             return result
-        made = jaxprs.run_jaxpr(program.closed, program.given)
+        outputs = jaxprs.run_jaxpr(program.closed, program.arguments)
         axes = all_axes(
-            jaxprs.open_jaxpr(program.closed), varying_over(program.given, self.axis_names)
+            jaxprs.open_jaxpr(program.closed), varying_over(program.arguments, self.axis_names)
         )
         for name in self.axis_names:
-            pairs = zip(made, axes, strict=True)
-            made = [x if name in over else same_in_lanes(name, x) for x, over in pairs]
-        return program.skeleton.filled(made)
+            pairs = zip(outputs, axes, strict=True)
+            outputs = [x if name in over else same_in_lanes(name, x) for x, over in pairs]
+        return program.skeleton.filled(outputs)
 
     def of(self, values: Sequence[Leaf]) -> list[Axes]:
         """The axes over which each array may differ: all of them for an array of which nothing is known."""
@@ -202,9 +202,9 @@ class FromDataflow:
                 if not self.is_known and links is None and not counted:
                     # Nobody asks for what the program shows.
                     return fun(*operands)
-                result, made, shown = _run_eagerly(fun, operands, self.mark, links)
-                axes = [self.axes] * len(made) if shown is None else self._of_results(shown)
-                self.known.update(_by_identity(made, axes))
+                result, outputs, shown = _run_eagerly(fun, operands, self.mark, links)
+                axes = [self.axes] * len(outputs) if shown is None else self._of_results(shown)
+                self.known.update(_by_identity(outputs, axes))
                 return result
             except StatemeshError:
                 # `value_and_grad` needs the program, which a call has but for `jax.disable_jit()`.
@@ -212,11 +212,11 @@ class FromDataflow:
                     raise
         with _jit_enabled():
             program = trace(fun, operands, self.mark, links)
-            closed = settled(program.closed, self._known(program.given, NO_AXES), self.axes)
-        made = jaxprs.run_jaxpr(closed, program.given)
+            closed = settled(program.closed, self._known(program.arguments, NO_AXES), self.axes)
+        outputs = jaxprs.run_jaxpr(closed, program.arguments)
         axes = self._of_results(dataclasses.replace(program, closed=closed))
-        self.known.update(_by_identity(made, axes))
-        return program.skeleton.filled(made)
+        self.known.update(_by_identity(outputs, axes))
+        return program.skeleton.filled(outputs)
 
     def of(self, values: Sequence[Leaf]) -> list[Axes]:
         return self._known(values, NO_AXES if self.is_known else self.axes)
@@ -231,7 +231,7 @@ class FromDataflow:
         return [self.known.get(id(x), (x, unknown))[1] for x in values]
 
     def _of_results(self, program: Traced) -> list[Axes]:
-        return all_axes(jaxprs.open_jaxpr(program.closed), self._known(program.given, NO_AXES))
+        return all_axes(jaxprs.open_jaxpr(program.closed), self._known(program.arguments, NO_AXES))
 
 
 VaryingAxes: TypeAlias = FromTypes | FromDataflow
@@ -253,16 +253,16 @@ def _run_eagerly(
     **Returns:** the result, the arrays in it, and the program; `None` where there is none.
     """
     result = fun(*operands)
-    made = [x for x in tree_util.tree_leaves(result) if isinstance(x, jax.Array)]
+    outputs = [x for x in tree_util.tree_leaves(result) if isinstance(x, jax.Array)]
     try:
         with _jit_enabled():
             program = trace(fun, operands, mark, links)
     except compat.NEEDS_VALUES:
         # It branches on the values of its arguments.
-        return result, made, None
+        return result, outputs, None
     marks = origins(result)
     if len(marks) == len(program.skeleton.marks):
         # What forgot where it came from is marked as the program shows.
         pairs = zip(marks, program.skeleton.marks, strict=True)
         result = with_origins(result, [new if old is None else old for old, new in pairs])
-    return result, made, program if len(made) == len(program.closed.out_avals) else None
+    return result, outputs, program if len(outputs) == len(program.closed.out_avals) else None

@@ -252,9 +252,9 @@ def apart(eqn: Equation) -> Jaxpr | None:
     if rule is None or not rule.joins:
         return None
     body = open_jaxpr(eqn.params["call"])
-    one = next(e for e in body.eqns if e.params.keys() & {"axes", "axis_name"})
+    single = next(e for e in body.eqns if e.params.keys() & {"axes", "axis_name"})
     pairs = zip(list[Any](body.invars), list[Any](body.outvars), strict=True)
-    return with_equations(body, [one.replace(invars=[x], outvars=[y]) for x, y in pairs])
+    return with_equations(body, [single.replace(invars=[x], outvars=[y]) for x, y in pairs])
 
 
 def with_own_derivative(eqn: Equation) -> bool:
@@ -280,16 +280,16 @@ def inputs_read(jaxpr: AnyJaxpr) -> list[bool]:
 def with_jaxprs(eqn: Equation, new: Mapping[int, Jaxpr]) -> Equation:
     """An equation that runs other jaxprs, each given under the `id` of the one that it replaces."""
 
-    def one(value: Any) -> Any:
+    def replaced(value: Any) -> Any:
         if isinstance(value, tuple):
-            return tuple(map(one, value)) if any(map(_is_jaxpr, value)) else value
+            return tuple(map(replaced, value)) if any(map(_is_jaxpr, value)) else value
         if not _is_jaxpr(value):
             return value
         opened = open_jaxpr(value)
-        found = new.get(id(opened), opened)
-        return found if opened is value else value.replace(jaxpr=found)
+        inner = new.get(id(opened), opened)
+        return inner if opened is value else value.replace(jaxpr=inner)
 
-    return eqn.replace(params={name: one(value) for name, value in eqn.params.items()})
+    return eqn.replace(params={name: replaced(value) for name, value in eqn.params.items()})
 
 
 def with_equations(jaxpr: Jaxpr, eqns: Sequence[Equation]) -> Jaxpr:
@@ -323,10 +323,10 @@ def runs(jaxpr: Jaxpr) -> Callable[..., list[Array]]:
 
 def run_jaxpr(closed: ClosedJaxpr, arrays: Sequence[ArrayLike]) -> list[Array]:
     """The results of a traced program, as arrays even where they are constants of it."""
-    made = core.jaxpr_as_fun(closed)(*arrays)
+    outputs = core.jaxpr_as_fun(closed)(*arrays)
     return [
         x if isinstance(x, jax.Array) else jax.numpy.asarray(x, aval.dtype)
-        for x, aval in zip(made, closed.out_avals, strict=True)
+        for x, aval in zip(outputs, closed.out_avals, strict=True)
     ]
 
 
@@ -350,7 +350,7 @@ class Links:
         self._made: dict[object, tuple[Any, Sequence[Any]]] = {}
 
     @contextmanager
-    def made(self) -> Iterator[None]:
+    def linking(self) -> Iterator[None]:
         """Within this context every new State is linked to the one that it continues."""
         mark = _active.set(self)
         try:
@@ -441,9 +441,9 @@ def run_varying(closed: ClosedJaxpr, arrays: Sequence[Array]) -> list[Array]:
     """
     over = NO_AXES.union(*map(compat.varying, arrays))
 
-    def run(jaxpr: Jaxpr, consts: Sequence[ArrayLike], given: Sequence[Array]) -> list[Array]:
+    def run(jaxpr: Jaxpr, consts: Sequence[ArrayLike], arguments: Sequence[Array]) -> list[Array]:
         known: dict[Operand, ArrayLike] = dict(
-            zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *given], strict=True)
+            zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True)
         )
 
         def value(atom: Operand) -> Array:
@@ -454,11 +454,11 @@ def run_varying(closed: ClosedJaxpr, arrays: Sequence[Array]) -> list[Array]:
             operands = list(map(value, eqn.invars))
             match control_flow(eqn):
                 case ("call", inner):
-                    made = run(inner, _consts_of(eqn), operands)
+                    outputs = run(inner, _consts_of(eqn), operands)
                 case _:
-                    found = _in_place(eqn, operands)
-                    made = list(found) if eqn.primitive.multiple_results else [found]
-            known.update(zip(eqn.outvars, made, strict=True))
+                    result = _in_place(eqn, operands)
+                    outputs = list(result) if eqn.primitive.multiple_results else [result]
+            known.update(zip(eqn.outvars, outputs, strict=True))
         return list(map(value, jaxpr.outvars))
 
     return run(open_jaxpr(closed), closed.consts, arrays)
@@ -469,12 +469,12 @@ def _in_place(eqn: Equation, operands: Sequence[Array]) -> Any:
     reduce: dict[str, Callable[..., Array]] = {"psum": jnp.sum, "pmax": jnp.max, "pmin": jnp.min}
     if (of_numpy := reduce.get(eqn.primitive.name)) is None:
         return eqn.primitive.bind(*operands, **eqn.params)
-    made = [of_numpy(x, axis=eqn.params["axes"]) for x in operands]
-    return made if eqn.primitive.multiple_results else made[0]
+    outputs = [of_numpy(x, axis=eqn.params["axes"]) for x in operands]
+    return outputs if eqn.primitive.multiple_results else outputs[0]
 
 
 def _consts_of(eqn: Equation) -> Sequence[ArrayLike]:
     """The constants that a called jaxpr is closed over."""
     called = (eqn.params.get(name) for name in ("jaxpr", "call_jaxpr"))
     consts = (getattr(jaxpr, "consts", None) for jaxpr in called)
-    return next((found for found in consts if found is not None), ())
+    return next((held for held in consts if held is not None), ())
