@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import cast
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -571,7 +571,7 @@ class Scope:
     def _param_varying(self, x: Leaf, path: str) -> Axes:
         """The same of a parameter. One that `all_gather` made whole has a type that varies, yet one value.
 
-        A cast is the word of whoever wrote it: then each shard has a parameter of its own.
+        A parameter that was cast to vary is one that each shard has for itself: the author asked for it.
         """
         axes = self._varying(x)
         reduced = self._in_order(self.reduction.named & compat.varying(x))
@@ -881,18 +881,9 @@ def _split_rows(
     return skeleton, [explicit.rows_apart(jnp.asarray(leaves[i]), count) for i in positions]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Continued:
-    """A state in a model that a microbatch returned, or a leaf outside of any.
-
-    **Attributes:**
-
-    - `old`: the state that it continues, as it came in; `None` for one made inside.
-    """
-
-    path: str
-    old: State | None = None
-    is_written: bool = False
+# Of a state in a model that a microbatch returned, or of a leaf outside of any: its path, the state that it
+# continues, as it came in, and whether it was written.
+_Continued: TypeAlias = tuple[str, State | None, bool]
 
 
 class _Entering:
@@ -953,15 +944,13 @@ class _Entering:
         continued: list[_Continued] = []
         for keys, node in flat:
             path = path_str(keys, self.root)
-            if not is_state(node):
-                continued.append(_Continued(path))
-            elif (source := next(sources)) is None:
-                continued.append(_Continued(path, None, True))
-            else:
-                is_written = not has_same_leaves(node, source.seen)
-                continued.append(_Continued(path, source.old, is_written))
-                if not is_written:
-                    node = source.old._with_value(source.old.value, node._meta)
+            source = next(sources) if is_state(node) else None
+            is_written = is_state(node) and (
+                source is None or not has_same_leaves(node, source.seen)
+            )
+            if source is not None and not is_written:
+                node = source.old._with_value(source.old.value, node._meta)
+            continued.append((path, None if source is None else source.old, is_written))
             units.append(node)
         # They hold tracers.
         self.entered = []
@@ -1024,15 +1013,16 @@ def _merged(name: str, model: PyTree, differs: PyTree, continued: Sequence[_Cont
     states: list[tuple[str, object]] = []
     arrays: list[tuple[str, object]] = []
     for i, (unit, hit, source) in enumerate(zip(units, hits, continued, strict=True)):
-        if source.is_written:
+        path, old, is_written = source
+        if is_written:
             stacked = [x is True for x in leaves_of(hit)]
-            writing[i] = written = _Written(unit, source.old, source.path, stacked)
+            writing[i] = written = _Written(unit, old, path, stacked)
             if written.has_no_policy:
                 pairs = zip(leaves_of(unit), stacked, strict=True)
                 leaves = [_of_first(x) if is_stacked else x for x, is_stacked in pairs]
-                states.append((source.path, filled(unit, leaves)))
+                states.append((path, filled(unit, leaves)))
         elif hit is True:
-            arrays.append((source.path, _of_first(unit)))
+            arrays.append((path, _of_first(unit)))
     if states or arrays:
         mends = []
         if states:

@@ -12,12 +12,12 @@ from .._base import _errors as errors
 from .._base._checks import check_flag, is_masked
 from .._base._trees import path_str
 from .._base._types import Array, AxisName, PyTree, SeveralAxes, flat_names
-from .._jax import _compat as compat
 from . import _mesh_and_lanes as mesh_and_lanes
 from ._mesh_and_lanes import (
     all_varying,
     bound_names,
     index_along,
+    lanes_in_checked_map,
     meshes_and_lanes,
     shard_index,
     total,
@@ -238,14 +238,9 @@ def _over(
             lambda: of_jax(x, _ONE), axis_name=_ONE, axis_size=1, out_axes=None
         )
         return of_one()
-    if _jax_can(names):
+    if not lanes_in_checked_map(names):
         return of_jax(all_varying(jax.tree.map(_array, x), names), names)
     return anywhere(jax.tree.map(jnp.asarray, x), names)
-
-
-def _jax_can(names: tuple[AxisName, ...]) -> bool:
-    """Whether JAX's collective over these axes runs here."""
-    return not meshes_and_lanes(names)[1] or not compat.inside_checked_shard_map()
 
 
 def _array(x: PyTree) -> PyTree:
@@ -278,7 +273,7 @@ def _gathered(x: PyTree, names: Sequence[AxisName], axis: int, tiled: bool) -> P
 
 def _stacked(x: PyTree, name: AxisName) -> PyTree:
     """The arrays of all shards, or lanes, of one axis, stacked."""
-    if _jax_can((name,)):
+    if not lanes_in_checked_map((name,)):
         return jax.lax.all_gather(all_varying(x, [name]), name)
     room = jnp.zeros((jax.lax.axis_size(name), *x.shape), x.dtype)
     return total(room.at[index_along([name])].set(x), (name,))

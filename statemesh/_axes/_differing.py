@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeAlias
@@ -15,7 +15,7 @@ from .._base._types import NO_AXES, Array, Axes, AxisName
 from .._jax import _compat as compat
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import ClosedJaxpr, Equation, Jaxpr, Operand
-from .._jax._dataflow import Body, Dataflow, divisor
+from .._jax._dataflow import Body, DataflowOfSets, divisor
 from ._reduction import GRADIENT, SUMMAND, Pending
 
 
@@ -26,17 +26,13 @@ class _Whole:
     axis_name: AxisName
 
 
-class Differing(Dataflow[Axes]):
+class Differing(DataflowOfSets[AxisName]):
     """The axes over which a value may differ, whatever its type says; and marks of what was gathered.
 
     A value that has the mark of an axis, and does not differ over it, is one value on all shards although its
-    type says that it may differ. So is what a cast typed, but that cast is the word of whoever wrote it.
+    type says that it may differ. A value that was cast to vary is one value too, but whoever wrote the cast
+    asked for a type that varies.
     """
-
-    nothing = NO_AXES
-
-    def join(self, facts: Iterable[Axes]) -> Axes:
-        return NO_AXES.union(*facts)
 
     def plain(self, eqn: Equation, facts: Sequence[Axes]) -> Sequence[Axes]:
         return [
@@ -70,6 +66,8 @@ class Differing(Dataflow[Axes]):
     def chosen(
         self, predicate: Operand, of_predicate: Axes, results: list[Axes], same: Sequence[bool]
     ) -> list[Axes]:
+        # The types of JAX 0.12 say that the result of a `cond` is the same where only its predicate differs:
+        # https://github.com/jax-ml/jax/issues/40823
         pairs = zip(results, same, strict=True)
         return [axes if is_same else axes | of_predicate for axes, is_same in pairs]
 
@@ -202,8 +200,7 @@ def settled(closed: ClosedJaxpr, arguments: Sequence[Axes], followed: Axes) -> C
 
 
 def _pending(eqn: Equation) -> Pending | None:
-    rule = jaxprs.rule_of(eqn)
-    return None if rule is None else rule.pending
+    return jaxprs.rule_of(eqn).pending
 
 
 def _joined_unseen(eqn: Equation) -> Axes:
@@ -258,7 +255,7 @@ def check_gradients(name: str, mapped: Equation) -> None:
     split = [frozenset(axis for axes in written_axes(spec) for axis in axes) for spec in specs]
     sizes = {axis: mapped.params["mesh"].shape[axis] for axis in mapped.params["newly_manual_axes"]}
     if any(label.startswith(_PARAMETER) for label in names):
-        _refuse_unsummed(_Unsummed(sizes), body, split)
+        check_unsummed(body, split, sizes)
     if not any(label.startswith(GRADIENT) for label in names):
         return
     named = _Named()
@@ -289,7 +286,7 @@ class _Named(Differing):
         return fact
 
 
-class _Sums(Dataflow[_Gradients]):
+class _Sums(DataflowOfSets[_Gradient]):
     """The gradients that a value may be, and the sums that have gone into it.
 
     **Arguments:**
@@ -298,15 +295,10 @@ class _Sums(Dataflow[_Gradients]):
     - `sizes`: of the axes that are mapped over.
     """
 
-    nothing = _NONE
-
     def __init__(self, differ: Mapping[Operand, Axes], sizes: Mapping[AxisName, int]) -> None:
         self.differ = differ
         self.sizes = sizes
         self.total = math.prod(sizes.values())
-
-    def join(self, facts: Iterable[_Gradients]) -> _Gradients:
-        return _NONE.union(*facts)
 
     def plain(self, eqn: Equation, facts: Sequence[_Gradients]) -> Sequence[_Gradients]:
         if _is_named(eqn):
@@ -385,32 +377,10 @@ def looking_for_left() -> Iterator[list[bool]]:
         _left.reset(token)
 
 
-def check_unrecorded(
-    jaxpr: Jaxpr, arguments: Sequence[Axes], sizes: Mapping[AxisName, int]
-) -> None:
-    """Refuse gradients of gathered parameters that a function left unsummed, which ran without its program.
-
-    There `value_and_grad` does not see how any parameter was made, but inside of a `jit` or a loop.
-
-    **Arguments:**
-
-    - `jaxpr`: the program of the function, traced after the run.
-    - `arguments`: the axes over which its arguments may differ.
-    - `sizes`: of the axes that are mapped over.
-    """
-    _refuse_unsummed(_Unsummed(sizes, unrecorded=list(jaxpr.eqns)), jaxpr, arguments)
-
-
 class _Unsummed(Differing):
-    """It finds the parameters that are one value, and whose gradient was left to each shard.
+    """It finds the parameters that are one value, and whose gradient was left to each shard."""
 
-    **Arguments:**
-
-    - `sizes`: of the axes that are mapped over.
-    - `unrecorded`: the equations that stood in no program when they ran.
-    """
-
-    def __init__(self, sizes: Mapping[AxisName, int], unrecorded: Sequence[Equation] = ()) -> None:
+    def __init__(self, sizes: Mapping[AxisName, int], unrecorded: Sequence[Equation]) -> None:
         # The sum over one shard changes nothing.
         self.axes = [axis for axis, size in sizes.items() if size > 1]
         self.unrecorded = {id(eqn) for eqn in unrecorded}
@@ -425,7 +395,24 @@ class _Unsummed(Differing):
         return super().plain_result(eqn, fact)
 
 
-def _refuse_unsummed(walk: _Unsummed, jaxpr: Jaxpr, arguments: Sequence[Axes]) -> None:
+def check_unsummed(
+    jaxpr: Jaxpr,
+    arguments: Sequence[Axes],
+    sizes: Mapping[AxisName, int],
+    unrecorded: Sequence[Equation] = (),
+) -> None:
+    """Refuse a program that leaves the gradients of gathered parameters unsummed.
+
+    **Arguments:**
+
+    - `jaxpr`: the program of one shard.
+    - `arguments`: the axes over which its arguments may differ.
+    - `sizes`: of the axes that are mapped over.
+    - `unrecorded`: the equations that stood in no program when they ran, because the function was traced only
+        after it had run. There `value_and_grad` did not see how any parameter was made, except inside a `jit`
+        or a loop.
+    """
+    walk = _Unsummed(sizes, unrecorded)
     walk.through(jaxpr, arguments)
     if not walk.unsummed:
         return

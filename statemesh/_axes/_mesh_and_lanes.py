@@ -63,8 +63,7 @@ def index_along(axis_names: Sequence[AxisName]) -> Any:
     Inside a checked `shard_map` JAX types the number of a lane as varying over a mesh axis of that name, and
     fails wherever a jaxpr is traced: in `jit`, `checkpoint`, `scan`, `cond`. There a rule gives it.
     """
-    _, lanes = meshes_and_lanes(axis_names)
-    if not lanes or not compat.inside_checked_shard_map():
+    if not (lanes := lanes_in_checked_map(axis_names)):
         return jax.lax.axis_index(axis_names[0] if len(axis_names) == 1 else tuple(axis_names))
     number: Any = 0
     for name in axis_names:
@@ -89,6 +88,15 @@ def meshes_and_lanes(
     taken = compat.manual_axes(jax.sharding.get_abstract_mesh())
     meshes = tuple(name for name in axis_names if name in taken)
     return meshes, tuple(name for name in axis_names if name not in taken)
+
+
+def lanes_in_checked_map(axis_names: Sequence[AxisName]) -> tuple[AxisName, ...]:
+    """The names of lanes among these, if a checked `shard_map` is around.
+
+    There JAX's collectives over lanes fail: `jax.lax.psum` by an AssertionError in JAX 0.10.2 and 0.12.0.
+    """
+    lanes = meshes_and_lanes(axis_names)[1]
+    return lanes if lanes and compat.inside_checked_shard_map() else ()
 
 
 def varying_over(values: Sequence[AnyArray], axis_names: Sequence[AxisName]) -> list[Axes]:
@@ -123,12 +131,11 @@ def total(value: PyTree, axis_names: Sequence[AxisName]) -> PyTree:
     It is `jax.lax.psum`, except for lanes inside a checked `shard_map`, where that fails. There each lane
     gets a copy of the sum, and JAX does not know that the copies are equal; `known_same` tells it.
     """
-    meshes, lanes = meshes_and_lanes(axis_names)
-    if not lanes or not compat.inside_checked_shard_map():
-        return jax.lax.psum(all_varying(value, axis_names), axis_names) if axis_names else value
+    lanes = lanes_in_checked_map(axis_names)
     for name in lanes:
         value = jax.tree.map(partial(_lane_total, name), value)
-    return jax.lax.psum(all_varying(value, meshes), meshes) if meshes else value
+    others = tuple(name for name in axis_names if name not in lanes)
+    return jax.lax.psum(all_varying(value, others), others) if others else value
 
 
 def known_same(value: PyTree, axis_names: Sequence[AxisName]) -> PyTree:
@@ -137,8 +144,7 @@ def known_same(value: PyTree, axis_names: Sequence[AxisName]) -> PyTree:
     It has no gradient.
     """
     value = jax.lax.stop_gradient(value)
-    _, lanes = meshes_and_lanes(axis_names)
-    for name in lanes if compat.inside_checked_shard_map() else ():
+    for name in lanes_in_checked_map(axis_names):
         value = jax.tree.map(partial(same_in_lanes, name), value)
     return value
 
@@ -209,8 +215,7 @@ def call_policy(
     **Raises:** `StatemeshError` for lanes inside a checked `shard_map`: JAX has no collectives over them
     there, and those of statemesh give each lane a copy of which JAX does not know that it is the same.
     """
-    _, lanes = meshes_and_lanes(axis_names)
-    if lanes and compat.inside_checked_shard_map():
+    if lanes := lanes_in_checked_map(axis_names):
         name = getattr(policy, "__name__", repr(policy))
         raise StatemeshError(
             f"{label}: inside a checked shard_map the function reduce={name} cannot merge what the lanes of "

@@ -279,7 +279,8 @@ class Pending:
         if not (reverse and self.reduced_over):
             return forward
 
-        # JAX cannot transpose a `custom_vmap` function: the derivative in reverse mode is written out.
+        # JAX cannot transpose a `custom_vmap` function: https://github.com/jax-ml/jax/pull/25259 says why.
+        # So the derivative in reverse mode is written out.
         @jax.custom_vjp
         def both(*operands: AnyArray) -> list[AnyArray]:
             return pending(*operands)

@@ -1,7 +1,7 @@
 """Which of the entering states each returned state continues."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from types import MappingProxyType
 from typing import TypeAlias
@@ -15,24 +15,18 @@ from .._base._trees import is_state, path_str
 from .._base._types import Key, KeyPath, Leaf, PyTree, PyTreeDef
 from .._jax import _compat as compat
 from .._jax import _jaxprs as jaxprs
-from .._jax._compat import ClosedJaxpr, Equation, Jaxpr, tree_util
-from .._jax._dataflow import Dataflow
+from .._jax._compat import ClosedJaxpr, Equation, tree_util
+from .._jax._dataflow import DataflowOfSets
 from .._jax._jaxprs import REBUILT, Links, link_made
 from .._state._state import NEW, State, Unknown, origin, origins, with_origins
 
 
 # Numbers of arguments: none where nothing is known, several where it may be any of them.
 Sources: TypeAlias = frozenset[int]
-_NOTHING: Sources = frozenset()
 
 
-class _Continued(Dataflow[Sources]):
+class _Continued(DataflowOfSets[int]):
     """The arguments that a value may continue."""
-
-    nothing = _NOTHING
-
-    def join(self, facts: Iterable[Sources]) -> Sources:
-        return _NOTHING.union(*facts)
 
     def own_rule(self, eqn: Equation, facts: Sequence[Sources]) -> Sequence[Sources] | None:
         if (link := link_made(eqn)) is None:
@@ -47,15 +41,10 @@ class _Continued(Dataflow[Sources]):
             return self.through(inner[0], facts)
         if len(eqn.outvars) == 1 and jaxprs.forwards(eqn):
             return [self.join(facts)]
-        return [_NOTHING] * len(eqn.outvars)
+        return [self.nothing] * len(eqn.outvars)
 
     def stacked(self, part: Sources) -> Sources:
-        return _NOTHING
-
-
-def continued(jaxpr: Jaxpr) -> list[Sources]:
-    """For each result of a jaxpr the arguments that it may continue."""
-    return _Continued().through(jaxpr, [frozenset([i]) for i in range(len(jaxpr.invars))])
+        return self.nothing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -360,11 +349,12 @@ def _recovered(
 ) -> list[object]:
     """The marks of the result's states. That of a State that JAX made is read off the program's links."""
     marks_at = {i: origin(state) for state, at in _states_and_arrays(operands) for i in at}
-    sources = continued(jaxprs.open_jaxpr(closed))
+    program = jaxprs.open_jaxpr(closed)
+    sources = _Continued().through(program, [frozenset([i]) for i in range(len(program.invars))])
     recovered: list[object] = []
     for mark, (at, by_jax) in zip(marks, returned, strict=True):
         if mark is None and by_jax is not None:
-            arguments = sorted(_NOTHING.union(*(sources[k] for k in at)))
+            arguments = sorted(frozenset[int]().union(*(sources[k] for k in at)))
             several = dict.fromkeys(marks_at[i] for i in arguments if marks_at.get(i) is not None)
             if len(several) == 1:
                 (mark,) = several

@@ -14,9 +14,14 @@ from typing import Any, TypeAlias
 
 import jax
 
-from .._axes._differing import Recorded, all_axes, check_unrecorded, looking_for_left, settled
+from .._axes._differing import Recorded, all_axes, check_unsummed, looking_for_left, settled
 from .._axes._joined import AnyArray
-from .._axes._mesh_and_lanes import meshes_and_lanes, same_in_lanes, varying_over
+from .._axes._mesh_and_lanes import (
+    lanes_in_checked_map,
+    meshes_and_lanes,
+    same_in_lanes,
+    varying_over,
+)
 from .._base._errors import StatemeshError
 from .._base._types import NO_AXES, Axes, AxisName, Fun, Leaf, PyTree
 from .._jax import _compat as compat
@@ -74,8 +79,7 @@ class FromTypes:
         - `links`: for the states among the operands, where it matters which of them the results continue.
         - `counted`: whether some state's policy depends on how many instances have the same value.
         """
-        lanes = meshes_and_lanes(self.axis_names)[1]
-        if lanes and compat.inside_checked_shard_map():
+        if lanes_in_checked_map(self.axis_names):
             return self._run_in_lanes(fun, operands, links, counted)
         is_asked = links is not None or bool(counted and self.meshes)
         if compat.under_jit():
@@ -101,9 +105,10 @@ class FromTypes:
 
     def _check_gradients(self, program: Traced) -> None:
         """Refuse gradients of what was gathered, in a function that ran without its program."""
+        jaxpr = jaxprs.open_jaxpr(program.closed)
         typed = [compat.varying(x) for x in program.arguments]
         sizes = {name: jax.lax.axis_size(name) for name in self.meshes}
-        check_unrecorded(jaxprs.open_jaxpr(program.closed), typed, sizes)
+        check_unsummed(jaxpr, typed, sizes, unrecorded=jaxpr.eqns)
 
     def _run_in_lanes(
         self, fun: Fun, operands: Sequence[PyTree], links: Links | None, counted: bool

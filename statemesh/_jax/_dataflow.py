@@ -1,7 +1,7 @@
 """Walks along a jaxpr and all jaxprs that it runs, and the equations that they look for."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -188,6 +188,18 @@ class Dataflow(Generic[Fact]):
             if grown == carry:
                 return [*carry, *map(self.stacked, after[carries:])], [(body, of_body)]
             carry = grown
+
+
+Item = TypeVar("Item", bound=Hashable)
+
+
+class DataflowOfSets(Dataflow[frozenset[Item]]):
+    """A walk that knows a set of each value: of one that may be any of several the sets of all of them."""
+
+    nothing: frozenset[Item] = frozenset()
+
+    def join(self, facts: Iterable[frozenset[Item]]) -> frozenset[Item]:
+        return self.nothing.union(*facts)
 
 
 def arguments_returned(jaxpr: Jaxpr) -> list[int | None]:

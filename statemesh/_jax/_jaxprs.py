@@ -50,6 +50,10 @@ class Rule:
         return self.run(size, batched, *operands)
 
 
+# That of equations whose jaxprs show what they do.
+_NO_RULE = Rule(lambda size, batched, *operands: (operands, batched))
+
+
 def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
     """A jaxpr without the constants that it may be closed over."""
     return getattr(jaxpr, "jaxpr", jaxpr)
@@ -124,8 +128,8 @@ def collective(eqn: Equation) -> tuple[Axes, Axes]:
     A collective of unknown name is taken to make them differ.
     """
     # Our own collectives over lanes are calls whose rule says it.
-    if (rule := rule_of(eqn)) is not None and rule.joined_over:
-        return rule.joined_over, NO_AXES
+    if by_rule := rule_of(eqn).joined_over:
+        return by_rule, NO_AXES
     names = frozenset(
         name
         for key in ("axes", "axis_name")
@@ -203,8 +207,9 @@ def mapped_by_rule(eqn: Equation) -> Jaxpr | None:
     `None` also for one that has another form, `apart`, and for one whose rule exchanges values between lanes.
     """
     rule = rule_of(eqn)
-    shown = rule is None or not (rule.joins or rule.exchanged_over)
-    return open_jaxpr(eqn.params["call"]) if _is_mapped_by_rule(eqn) and shown else None
+    if not _is_mapped_by_rule(eqn) or rule.joins or rule.exchanged_over:
+        return None
+    return open_jaxpr(eqn.params["call"])
 
 
 def exchanged_over(jaxpr: Jaxpr) -> Axes:
@@ -217,9 +222,7 @@ def exchanged_by(eqn: Equation) -> Axes:
     if eqn.primitive.name in ("axis_index", *_VARYING):
         return NO_AXES
     # Our own functions with a rule for `vmap` say themselves what they exchange: their jaxprs do not show it.
-    rule = rule_of(eqn)
-    by_rule = NO_AXES if rule is None else rule.exchanged_over
-    return by_rule.union(*collective(eqn), *map(exchanged_over, jaxprs_of(eqn)))
+    return rule_of(eqn).exchanged_over.union(*collective(eqn), *map(exchanged_over, jaxprs_of(eqn)))
 
 
 def calls_back(eqn: Equation) -> bool:
@@ -232,11 +235,11 @@ def made_varying(eqn: Equation) -> Axes:
     return frozenset(eqn.params.get("axes", ())) if eqn.primitive.name in _VARYING else NO_AXES
 
 
-def rule_of(eqn: Equation) -> Rule | None:
-    """The rule of a call of a `custom_vmap` function of ours, `None` for any other equation."""
+def rule_of(eqn: Equation) -> Rule:
+    """The rule of a call of a `custom_vmap` function of ours; one that says nothing for other equations."""
     # JAX has wrapped it by `functools.update_wrapper`.
     rule = inspect.unwrap(eqn.params["rule"]) if _is_mapped_by_rule(eqn) else None
-    return rule if isinstance(rule, Rule) else None
+    return rule if isinstance(rule, Rule) else _NO_RULE
 
 
 def _is_mapped_by_rule(eqn: Equation) -> bool:
@@ -248,8 +251,7 @@ def apart(eqn: Equation) -> Jaxpr | None:
 
     `None` for any other equation.
     """
-    rule = rule_of(eqn)
-    if rule is None or not rule.joins:
+    if not rule_of(eqn).joins:
         return None
     body = open_jaxpr(eqn.params["call"])
     single = next(e for e in body.eqns if e.params.keys() & {"axes", "axis_name"})
