@@ -59,7 +59,6 @@ from ._base._types import (
     Leaf,
     Params,
     PyTree,
-    PyTreeDef,
     ReduceLoss,
     Result,
     SeveralAxes,
@@ -294,63 +293,54 @@ class Parts:
         leaves, treedef = tree_util.tree_flatten(model)
         # Filters see the packed states, but the buffers that hold them are differentiated.
         shown, hits = _picked(what, with_models(model, shapes_of), wrt, root)
-        units, self.unit_def = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
-        # For each unit (a State, or an array outside of any) its structure, and which of its leaves are
-        # differentiated; `None` if none is.
-        self.units: list[tuple[PyTreeDef, list[bool]] | None] = []
+        units, _ = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
         self.paths: list[str] = []
         positions: list[int] = []
-        torn: list[tuple[list[str], ...]] = []
+        torn: list[str] = []
         start = 0
         for (path, unit), made_of in zip(units, members(model), strict=True):
-            unit_leaves, unit_def = tree_util.tree_flatten(unit)
-            is_picked = any(hits[k] for k in made_of)
-            chosen = [is_picked and _is_differentiable(x) for x in unit_leaves]
-            self.units.append((unit_def, chosen) if any(chosen) else None)
-            if any(chosen) and not all(hits[k] for k in made_of):
-                apart = ([shown[k][0] for k in made_of if hits[k] is hit] for hit in (True, False))
-                torn.append(tuple(apart))
+            unit_leaves = tree_util.tree_leaves(unit)
+            picked = [shown[k][0] for k in made_of if hits[k]]
+            left = [shown[k][0] for k in made_of if not hits[k]]
+            chosen = [
+                k for k, x in enumerate(unit_leaves, start) if picked and _is_differentiable(x)
+            ]
+            if chosen and left:
+                torn.append(f"picked: {first_paths(picked)}; not picked: {first_paths(left)}")
             name = shown[made_of[0]][0] if len(made_of) == 1 else path_str(path, root)
-            self.paths += [name] * sum(chosen)
-            positions += [start + k for k, hit in enumerate(chosen) if hit]
+            self.paths += [name] * len(chosen)
+            positions += chosen
             start += len(unit_leaves)
         if torn:
             raise error_listing(
                 StructureError,
                 f"{what}: wrt={filter_str(wrt)} picks only some of the states that share a packed buffer, "
                 "and a buffer has one gradient",
-                [
-                    f"picked: {first_paths(picked)}; not picked: {first_paths(left)}"
-                    for picked, left in torn
-                ],
+                torn,
                 "Take the gradient inside the mapped call, which sees the model, or pass the model itself to "
                 "this call: `packed.unpack()`.",
             )
         if not positions:
             values = [f"{path}: {describe(unit)}" for path, unit in shown if _is_shown(unit)]
-            picks = f"wrt={filter_str(wrt)} picks nothing in the model"
+            text = f"{what}: wrt={filter_str(wrt)} picks nothing in the model. It has"
             if wrt is None:
-                picks = (
-                    "the model has no ParamState of floating or complex numbers, and no such array outside "
-                    "States"
+                text = (
+                    f"{what}: the model has no ParamState of floating or complex numbers, and no such array "
+                    "outside States. It has"
                 )
             if not values:
-                raise StructureError(f"{what}: {picks}. It has no states and no arrays.")
-            raise error_listing(StructureError, f"{what}: {picks}. It has", values)
+                raise StructureError(f"{text} no states and no arrays.")
+            raise error_listing(StructureError, text, values)
         # The model, to be filled with other arrays in place of those that are differentiated.
         self.model = Skeleton(leaves, treedef, origins(model), positions)
         self.params = [leaves[k] for k in positions]
 
     def tree(self, values: Sequence[Leaf]) -> PyTree:
         """The model's tree with `values` in place of what is differentiated, and `None` elsewhere."""
-        left = iter(values)
-        units = [
-            None
-            if unit is None
-            else unit[0].unflatten([next(left) if h else None for h in unit[1]])
-            for unit in self.units
-        ]
-        return self.unit_def.unflatten(units)
+        chosen = dict(zip(self.model.positions, values, strict=True))
+        leaves = [chosen.get(k) for k in range(len(self.model.leaves))]
+        one = lambda unit: unit if tree_util.tree_leaves(unit) else None
+        return tree_util.tree_map(one, self.model.treedef.unflatten(leaves), is_leaf=is_state)
 
 
 def _picked(
