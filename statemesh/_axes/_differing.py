@@ -301,7 +301,7 @@ class _Sums(DataflowOfSets[_Gradient]):
         self.total = math.prod(sizes.values())
 
     def plain(self, eqn: Equation, facts: Sequence[_Gradients]) -> Sequence[_Gradients]:
-        if _is_named(eqn):
+        if (jaxprs.name_given(eqn) or "").startswith(GRADIENT):
             var = eqn.outvars[0]
             return [frozenset([_Gradient(eqn.params["name"], self.differ[var])])]
         if jaxprs.is_sum(eqn):
@@ -339,10 +339,6 @@ class _Sums(DataflowOfSets[_Gradient]):
     def _is_mean(self, divisors: frozenset[int], axes: Axes) -> bool:
         count = math.prod(self.sizes[axis] for axis in axes)
         return count == 1 or count in divisors
-
-
-def _is_named(eqn: Equation) -> bool:
-    return (jaxprs.name_given(eqn) or "").startswith(GRADIENT)
 
 
 # In the program the names of these parameters begin so.

@@ -9,7 +9,7 @@ Both classes have the same methods. Whatever runs inside an instance is run by `
 
 import dataclasses
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import jax
@@ -85,30 +85,24 @@ class FromTypes:
         if compat.under_jit():
             if not is_asked:
                 return fun(*operands)
-            program = trace(fun, operands, None, links)
-            return program.skeleton.filled(jaxprs.run_jaxpr(program.closed, program.arguments))
-        if is_asked:
-            result, outputs, shown = _run_eagerly(fun, operands, None, links)
-            if shown is not None:
-                self._check_gradients(shown)
-                typed = [compat.varying(x) for x in shown.arguments]
-                axes = all_axes(jaxprs.open_jaxpr(shown.closed), typed)
-                self.shown.update(_by_identity(outputs, axes))
-            return result
-        # With `jit=False` it runs for someone who debugs it, once. There types alone say what varies.
+            traced = trace(fun, operands, None, links)
+            return traced.skeleton.filled(jaxprs.run_jaxpr(traced.closed, traced.arguments))
+        # With `jit=False` it runs operation by operation, for someone who debugs it. It is traced too only if
+        # anyone asks for what its program shows.
         with looking_for_left() as left:
             result = fun(*operands)
-        if left:
-            with _jit_enabled(), suppress(*compat.NEEDS_VALUES):
-                self._check_gradients(trace(fun, operands, None, None))
-        return result
-
-    def _check_gradients(self, program: Traced) -> None:
-        """Refuse gradients of what was gathered, in a function that ran without its program."""
+        if not (is_asked or left):
+            return result
+        result, outputs, program = _with_program(fun, operands, result, None, links)
+        if program is None:
+            return result
         jaxpr = jaxprs.open_jaxpr(program.closed)
         typed = [compat.varying(x) for x in program.arguments]
         sizes = {name: jax.lax.axis_size(name) for name in self.meshes}
         check_unsummed(jaxpr, typed, sizes, unrecorded=jaxpr.eqns)
+        if is_asked:
+            self.shown.update(_by_identity(outputs, all_axes(jaxpr, typed)))
+        return result
 
     def _run_in_lanes(
         self, fun: Fun, operands: Sequence[PyTree], links: Links | None, counted: bool
@@ -204,10 +198,11 @@ class FromDataflow:
     ) -> PyTree:
         if not compat.under_jit():
             try:
+                result = fun(*operands)
                 if not self.is_known and links is None and not counted:
                     # Nobody asks for what the program shows.
-                    return fun(*operands)
-                result, outputs, shown = _run_eagerly(fun, operands, self.mark, links)
+                    return result
+                result, outputs, shown = _with_program(fun, operands, result, self.mark, links)
                 axes = [self.axes] * len(outputs) if shown is None else self._of_results(shown)
                 self.known.update(_by_identity(outputs, axes))
                 return result
@@ -247,17 +242,18 @@ def _jit_enabled() -> AbstractContextManager[Any]:
     return jax.disable_jit(False) if compat.jit_disabled() else nullcontext()
 
 
-def _run_eagerly(
+def _with_program(
     fun: Fun,
     operands: Sequence[PyTree],
+    result: PyTree,
     mark: compat.FollowedAxes | None,
     links: Links | None,
 ) -> tuple[PyTree, list[AnyArray], Traced | None]:
-    """What the function makes when it runs itself; it is traced only for what its program shows.
+    """Trace a function that has run operation by operation, for what its program shows.
 
-    **Returns:** the result, the arrays in it, and the program; `None` where there is none.
+    **Returns:** the result with its states marked as the program shows, the arrays in it, and the program;
+    `None` where there is none.
     """
-    result = fun(*operands)
     outputs = [x for x in tree_util.tree_leaves(result) if isinstance(x, jax.Array)]
     try:
         with _jit_enabled():
