@@ -713,7 +713,7 @@ def in_microbatches(
 ) -> Evaluated:
     """Evaluate the function on one microbatch after the other.
 
-    One microbatch is traced. Its program shows which results come of its rows or of its number, and may
+    One microbatch is traced. Its program shows which results depend on its rows or on its number, and may
     differ from one microbatch to the next: these are stacked. The others are kept once. The loss and the
     gradients are summed up.
     """

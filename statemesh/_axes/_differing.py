@@ -21,7 +21,7 @@ from ._reduction import GRADIENT, SUMMAND, Pending
 
 @dataclasses.dataclass(frozen=True)
 class _Whole:
-    """Marks an axis over which a value comes of what an `all_gather` made whole there."""
+    """Marks an axis over which a value depends on what an `all_gather` made whole there."""
 
     axis_name: AxisName
 
@@ -41,7 +41,7 @@ class Differing(DataflowOfSets[AxisName]):
         ]
 
     def plain_result(self, eqn: Equation, fact: Axes) -> Axes:
-        """The same of a plain equation's result, given all axes of the operands that it depends on."""
+        """What is known of a plain equation's result, from the facts of all operands that it depends on."""
         if jaxprs.made_varying(eqn):  # In a program with types: the value stays as it is.
             return fact
         joined, spread = jaxprs.collective(eqn)
@@ -120,7 +120,7 @@ class Recorded:
 
 
 class _Crossing(Differing):
-    """Whether a value comes of the arguments; and the axes over which such a value crosses."""
+    """Whether a value depends on the arguments; and the axes over which such a value is exchanged."""
 
     def __init__(self) -> None:
         self.crossed: set[AxisName] = set()
@@ -148,9 +148,9 @@ def all_axes(jaxpr: Jaxpr, arguments: Sequence[Axes]) -> list[Axes]:
 
 
 def crossed(jaxpr: Jaxpr) -> Axes:
-    """The axes over which what comes of a jaxpr's arguments passes from one instance to another."""
+    """The axes over which values that depend on a jaxpr's arguments pass from one instance to another."""
     walk = _Crossing()
-    # Any axis will do to tell what comes of them.
+    # Any axis serves to mark what depends on them.
     walk.through(jaxpr, [frozenset([""])] * len(jaxpr.invars))
     return frozenset(walk.crossed)
 
@@ -274,7 +274,7 @@ def check_gradients(name: str, mapped: Equation) -> None:
 
 
 class _Named(Differing):
-    """It remembers over which axes the named gradients differ."""
+    """A walk that remembers over which axes each variable may differ."""
 
     def __init__(self) -> None:
         self.axes: dict[Operand, Axes] = {}
@@ -364,7 +364,10 @@ def name_varying(param: Array, axes: Sequence[AxisName], whole: Axes, path: str)
 
 @contextmanager
 def looking_for_left() -> Iterator[list[bool]]:
-    """While a function runs without a program. The list fills if a program is to be checked after."""
+    """A context for a function that runs without a program.
+
+    The list in it is filled if the function has to be traced afterwards, so that its program can be checked.
+    """
     left: list[bool] = []
     token = _left.set(left)
     try:
@@ -374,7 +377,7 @@ def looking_for_left() -> Iterator[list[bool]]:
 
 
 class _Unsummed(Differing):
-    """It finds the parameters that are one value, and whose gradient was left to each shard."""
+    """A walk that finds parameters that are one value, but whose gradient was left to each shard."""
 
     def __init__(self, sizes: Mapping[AxisName, int], unrecorded: Sequence[Equation]) -> None:
         # The sum over one shard changes nothing.

@@ -230,8 +230,8 @@ class Pending:
         """
 
         # A lane's own number is batched over its `vmap` only: by this the rule knows these lanes from others.
-        # It is made out here because JAX turns what is made inside into one more operand, and then takes one
-        # residual for the next.
+        # It is computed out here because JAX turns a value that is computed inside into one more operand, and
+        # then takes one residual for the next.
         mark = jax.lax.axis_index(self.axis_names[0]) if vmapped else 0
         return self._function(vmapped, reverse)(mark, *keys, *values)
 

@@ -29,7 +29,6 @@ def shard_map_recorded(outputs: Iterable[Any]) -> Equation | None:
 # Primitives whose one result is their one operand but for its sign, dtype, shape or type.
 _UNSCALED = (
     "pvary",
-    "pcast",
     "name",
     "copy",
     "neg",
@@ -273,7 +272,7 @@ def sources(x: Any, seen: dict[int, tuple[Any, list[int | None]]]) -> Iterator[A
 
     **Arguments:**
 
-    - `x`: the value; of any other thing there is no more than itself.
+    - `x`: the value. For anything that is not traced it gives that thing alone.
     - `seen`: what earlier calls found of equations: empty at first.
     """
     yield x

@@ -21,11 +21,11 @@ from ._compat import ClosedJaxpr, Equation, Jaxpr, Operand, core, tree_util
 
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
 
-_SUMS = ("psum", "psum2", "psum_invariant", "unreduced_psum")
+_SUMS = ("psum", "psum_invariant", "unreduced_psum")
 _GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced")
 _JOINING = (*_SUMS, *_GATHERS, "pmax", "pmin", "unreduced_pmax", "unreduced_pmin")
-# They change only the type: over which axes a value may differ.
-_VARYING = ("pvary", "pcast")
+# It changes only the type: over which axes a value may differ.
+_VARYING = "pvary"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -172,11 +172,11 @@ def name_given(eqn: Equation) -> str | None:
 
 def forwards(eqn: Equation) -> bool:
     """Whether an equation's one result is its one operand, but for its dtype or type."""
-    return eqn.primitive.name in ("name", "copy", "copy_p", "convert_element_type", *_VARYING)
+    return eqn.primitive.name in ("name", "copy", "convert_element_type", _VARYING)
 
 
-# Each result comes of the operand with its number.
-_ONE_BY_ONE = (*_JOINING, *_VARYING, "optimization_barrier", "device_put")
+# Each result depends on the operand with its number only.
+_ONE_BY_ONE = (*_JOINING, _VARYING, "optimization_barrier", "device_put")
 
 
 def operands_of_results(eqn: Equation) -> list[Iterable[int]]:
@@ -219,7 +219,7 @@ def exchanged_over(jaxpr: Jaxpr) -> Axes:
 
 def exchanged_by(eqn: Equation) -> Axes:
     """The axes over which the instances get anything from each other by one equation."""
-    if eqn.primitive.name in ("axis_index", *_VARYING):
+    if eqn.primitive.name in ("axis_index", _VARYING):
         return NO_AXES
     # Our own functions with a rule for `vmap` say themselves what they exchange: their jaxprs do not show it.
     return rule_of(eqn).exchanged_over.union(*collective(eqn), *map(exchanged_over, jaxprs_of(eqn)))
@@ -232,7 +232,7 @@ def calls_back(eqn: Equation) -> bool:
 
 def made_varying(eqn: Equation) -> Axes:
     """The axes over which an equation types its operand as varying, leaving its value as it is."""
-    return frozenset(eqn.params.get("axes", ())) if eqn.primitive.name in _VARYING else NO_AXES
+    return frozenset(eqn.params.get("axes", ())) if eqn.primitive.name == _VARYING else NO_AXES
 
 
 def rule_of(eqn: Equation) -> Rule:
