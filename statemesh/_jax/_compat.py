@@ -81,6 +81,11 @@ def unreduced_type(aval: object) -> Axes:
     return frozenset(getattr(mark, "unreduced", ()))
 
 
+def referred_type(kind: Any) -> Any:
+    """The type of the array that a reference of this type refers to; of any other type the type itself."""
+    return getattr(kind, "inner_aval", kind)
+
+
 def made_by(x: Leaf) -> tuple[Equation, int] | None:
     """The equation that made a traced value, and the number of the value among its results.
 

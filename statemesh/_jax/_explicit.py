@@ -39,8 +39,7 @@ def type_of(x: object) -> Any:
     """The type of an array, or of the array that a reference refers to; `None` for anything else."""
     if not isinstance(x, jax.Array | jax.Ref | jax.core.Tracer):
         return None
-    kind = jax.typeof(x)
-    return getattr(kind, "inner_aval", kind)
+    return compat.referred_type(jax.typeof(x))
 
 
 def is_explicitly_typed(x: object) -> bool:
