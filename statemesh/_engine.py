@@ -21,9 +21,9 @@ from ._explain._explanation import Explanation as Explanation
 from ._fsdp import fsdp as fsdp
 from ._fsdp import gather as gather
 from ._fsdp import scatter as scatter
-from ._grad._grad import grad as grad
-from ._grad._grad import value_and_grad as value_and_grad
-from ._grad._loss import trainable as trainable
+from ._grad import grad as grad
+from ._grad import trainable as trainable
+from ._grad import value_and_grad as value_and_grad
 from ._map import Map as Map
 from ._map import new_states as new_states
 from ._map import pmap2_new_states as pmap2_new_states

@@ -1,8 +1,8 @@
 """Modules whose states are created over lanes, and `Map`, whose methods run over them."""
 
-import functools
+import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -79,8 +79,8 @@ def new_states(before: PyTree, after: PyTree, filter: Filter = ...) -> dict[str,
     before, after = unpacked(before), unpacked(after)
     (matched,) = first_matches([filter], [("after", after)], "filter")
     chosen = {path for path, hit in zip(_by_path(after), matched, strict=True) if hit is not None}
-    made = _created(before, after)
-    return {path_str(path): state for path, state in made.items() if path in chosen}
+    created = _created(before, after)
+    return {path_str(path): state for path, state in created.items() if path in chosen}
 
 
 @without_own_frames
@@ -198,77 +198,60 @@ def create(
     if not isinstance(module, Module):
         raise _not_a_module(module)
     if behavior == "vmap" and axis_size is None:
-        raise _new_states_need_size()
+        raise BatchAxisError(
+            "vmap2_new_states needs axis_size=..., the number of lanes: nothing else shows it."
+        )
     by = f"{behavior}2_new_states"
     if not (isinstance(init_kwargs, dict) and all(isinstance(name, str) for name in init_kwargs)):
         raise errors.invalid_argument(by, "init_kwargs", init_kwargs)
     check_text(by, "state_tag", state_tag)
     transform, unnamed = TRANSFORMS[behavior]
-    creation = _Creation(
-        state_tag, state_out_axes, what, unnamed if axis_name is None else axis_name
-    )
+    lanes = unnamed if axis_name is None else axis_name
+    declared = Pairs([(Perhaps(NonBatchState), None), *as_pairs(state_out_axes, what), (..., 0)])
+    # Filled while the initialisation is traced, which is before `is_on` is asked.
+    axes: dict[KeyPath, int | None] = {}
 
     def init(module: Module, init_kwargs: dict[str, PyTree]) -> Module:
-        return creation.init(module, init_kwargs)
+        after = module.init_all_states(**init_kwargs)
+        news = _created(module, after)
+        chosen = zip(_by_path(after), choose_axes(declared, [("module", after)], what), strict=True)
+        axes.clear()
+        axes.update((path, axis) for path, axis in chosen if path in news)
+
+        def distribute(path: KeyPath, node: PyTree) -> PyTree:
+            if path not in news:
+                return node
+            # A random stream is made alike in all lanes. Here each lane gets a stream of its own.
+            state = node._made((lanes,))
+            if origin(node) is None:
+                state = mark_origin(state, NEW)
+            return state if state_tag is None else state.replace(tag=state.tag | {state_tag})
+
+        return jax.tree_util.tree_map_with_path(distribute, after, is_leaf=is_state)
+
+    def is_on(axis: int | None, path: KeyPath, state: State) -> bool:
+        return path in axes and axes[path] == axis
 
     init.__name__ = init.__qualname__ = f"{type(module).__name__}.init_all_states"
+    possible = dict.fromkeys(axis for _, axis in declared)
     mapped = transform(
         init,
         in_axes=None,
         out_axes=None,
-        axis_name=creation.axis_name,
+        axis_name=lanes,
         axis_size=axis_size,
-        state_out_axes=creation.pairs,
+        state_out_axes=Pairs([(Perhaps(partial(is_on, axis)), axis) for axis in possible]),
     )
     after: M = mapped(module, init_kwargs)
-    return after, creation.axes
+    return after, axes
 
 
 def _by_axis(module: Module, axes: dict[KeyPath, int | None]) -> dict[int | None, list[State]]:
-    found = _by_path(module)
-    listed: dict[int | None, list[State]] = {}
+    states = _by_path(module)
+    by_axis: dict[int | None, list[State]] = {}
     for path, axis in axes.items():
-        listed.setdefault(axis, []).append(found[path])
-    return listed
-
-
-class _Creation:
-    """One initialisation over lanes, and the lane axis of each state that it creates."""
-
-    def __init__(
-        self, tag: str | None, state_out_axes: PyTree, what: str, axis_name: AxisName
-    ) -> None:
-        self.tag = tag
-        self.what = what
-        self.axis_name = axis_name
-        given = as_pairs(state_out_axes, what)
-        self.declared = Pairs([(Perhaps(NonBatchState), None), *given, (..., 0)])
-        # Filled while the initialisation is traced, which is before the filters below are asked.
-        self.axes: dict[KeyPath, int | None] = {}
-        axes = dict.fromkeys(axis for _, axis in self.declared)
-        self.pairs = Pairs([(Perhaps(partial(self._is_on, axis)), axis) for axis in axes])
-
-    def init(self, module: Module, init_kwargs: dict[str, PyTree]) -> Module:
-        after = module.init_all_states(**init_kwargs)
-        news = _created(module, after)
-        axes = choose_axes(self.declared, [("module", after)], self.what)
-        self.axes = {
-            path: axis for path, axis in zip(_by_path(after), axes, strict=True) if path in news
-        }
-
-        def made(path: KeyPath, node: PyTree) -> PyTree:
-            if path not in news:
-                return node
-            # A random stream is made alike in all lanes. Here each lane gets a stream of its own.
-            own = node._made((self.axis_name,))
-            if origin(node) is None:
-                own = mark_origin(own, NEW)
-            return own if self.tag is None else own.replace(tag=own.tag | {self.tag})
-
-        return jax.tree_util.tree_map_with_path(made, after, is_leaf=is_state)
-
-    def _is_on(self, axis: int | None, path: KeyPath, state: State) -> bool:
-        return path in self.axes and self.axes[path] == axis
+        by_axis.setdefault(axis, []).append(states[path])
+    return by_axis
 
 
 def _by_path(tree: PyTree) -> dict[KeyPath, State]:
@@ -294,32 +277,24 @@ def _continues(new: State, old: State | None) -> bool:
     return origin(old) is None or origin(new) is origin(old)
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class _MappedMethods:
     """The options of a `Map`, and its methods mapped by them.
 
     It is static. Two with the same options are equal, and a copy of a `Map` uses what was compiled for the
     first.
+
+    **Attributes:**
+
+    - `options`: by name. They may be unhashable.
+    - `distributed`: each lane axis with the paths, in the `Map`, of the states that were created with it.
     """
 
-    def __init__(
-        self,
-        options: dict[str, PyTree],
-        distributed: tuple[tuple[int | None, frozenset[KeyPath]], ...] = (),
-    ) -> None:
-        self.options = options
-        # Each lane axis with the paths, in the `Map`, of the states that were created with it.
-        self.distributed = distributed
-        self._mapped: dict[tuple[type[Module], str, int], StatefulMapping] = {}
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, _MappedMethods)
-            and self.options == other.options
-            and self.distributed == other.distributed
-        )
-
-    def __hash__(self) -> int:
-        return hash((_MappedMethods, self.distributed))
+    options: dict[str, PyTree] = dataclasses.field(hash=False)
+    distributed: tuple[tuple[int | None, frozenset[KeyPath]], ...] = ()
+    _mapped: dict[tuple[type[Module], str, int], StatefulMapping] = dataclasses.field(
+        default_factory=dict, init=False, compare=False
+    )
 
     def __repr__(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
@@ -334,15 +309,17 @@ class _MappedMethods:
     def mapped(self, module: type[Module], name: str, args: int) -> StatefulMapping:
         """The method called `name`, mapped for `args` positional arguments."""
         key = (module, name, args)
-        if key not in self._mapped:
-            self._mapped[key] = self._make(module, name, args)
-        return self._mapped[key]
+        if key in self._mapped:
+            return self._mapped[key]
 
-    def _make(self, module: type[Module], name: str, args: int) -> StatefulMapping:
         def call(map: "Map[Module]", /, *args: PyTree, **kwargs: PyTree) -> PyTree:
             result = getattr(map.module, name)(*args, **kwargs)
             if type(result) is not tuple or len(result) != 2 or not isinstance(result[1], Module):
-                raise _not_a_pair(type(map.module).__name__, name, result)
+                raise StructureError(
+                    f"Map: {type(map.module).__name__}.{name} returned {node_str(result)}, not `(out, "
+                    "module)`. Return the result and the module with its new states: `return out, "
+                    "self.replace(state=...)`, or `return out, self`."
+                )
             out, module = result
             return out, map.replace(module=module)
 
@@ -354,17 +331,16 @@ class _MappedMethods:
             parameters=[first.replace(name="map", annotation=Map), *others]
         )
         transform, _ = TRANSFORMS[self.options["behavior"]]
-        return transform(
+        self._mapped[key] = transform(
             call,
             in_axes=AxesOfMap(self.options["in_axes"], args),
             out_axes=(self.options["out_axes"], None),
             axis_name=self.options["axis_name"],
             axis_size=self.options["init_map_size"],
-            state_in_axes=Pairs(
-                (functools.partial(_is_at, paths), axis) for axis, paths in self.distributed
-            ),
+            state_in_axes=Pairs((partial(_is_at, paths), axis) for axis, paths in self.distributed),
             unexpected_out_state_mapping=self.options["unexpected_out_state_mapping"],
         )
+        return self._mapped[key]
 
 
 def _is_at(paths: frozenset[KeyPath], path: KeyPath, state: PyTree) -> bool:
@@ -511,7 +487,7 @@ class Map(Module, Generic[M]):
         **Raises:** `StructureError` when the module has no such method.
         """
         _check_method(self.module, name)
-        return functools.partial(self._run, name)
+        return partial(self._run, name)
 
     @without_own_frames
     def _run(self, name: Name, *args: PyTree, **kwargs: PyTree) -> tuple[PyTree, "Map[M]"]:
@@ -527,32 +503,15 @@ def _check_method(module: Module, name: Name) -> None:
     if not isinstance(name, str):
         raise errors.invalid_argument("Map", "map", name)
     if not callable(getattr(type(module), name, None)):
-        own = [n for n in dir(type(module)) if not n.startswith("_") and not hasattr(Module, n)]
-        names = [n for n in own if callable(getattr(type(module), n))]
-        raise _unknown_method(type(module).__name__, name, names)
-
-
-def _new_states_need_size() -> BatchAxisError:
-    return BatchAxisError(
-        "vmap2_new_states needs axis_size=..., the number of lanes: nothing else shows it."
-    )
+        public = [n for n in dir(type(module)) if not n.startswith("_") and not hasattr(Module, n)]
+        names = [n for n in public if callable(getattr(type(module), n))]
+        raise StructureError(
+            f"{type(module).__name__} has no method {name!r}. Its methods are {quoted(names) or 'none'}."
+        )
 
 
 def _not_a_module(module: object) -> TypeError:
     return TypeError(
         f"states are created for a statemesh.Module, got {describe(module)} of type {type(module).__name__}. "
         "Derive its class from sm.Module and create its states in `init_state(self, **kwargs)`."
-    )
-
-
-def _unknown_method(module: str, name: object, known: Sequence[str]) -> StructureError:
-    return StructureError(
-        f"{module} has no method {name!r}. Its methods are {quoted(known) or 'none'}."
-    )
-
-
-def _not_a_pair(module: str, name: str, result: object) -> StructureError:
-    return StructureError(
-        f"Map: {module}.{name} returned {node_str(result)}, not `(out, module)`. Return the result and the "
-        "module with its new states: `return out, self.replace(state=...)`, or `return out, self`."
     )

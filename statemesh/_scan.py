@@ -1,7 +1,7 @@
 """`jax.lax.scan` for models: leaves that are not arrays stay outside of the loop."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -87,7 +87,10 @@ def scan(
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
         returned = f(_joined(carry, fixed), _joined(x, fixed_rows))
         if not isinstance(returned, tuple) or len(returned) != 2:
-            raise _not_carry_and_result(fun_name(f), returned)
+            raise TypeError(
+                f"scan: {fun_name(f)} must return (carry, y), but returned {kind_str(returned)}. If nothing "
+                "is to be stacked, write `return carry, None`."
+            )
         _check(f, init, returned[0])
         y, other = _parted(returned[1])
         fixed_ys[:] = [other]
@@ -100,13 +103,10 @@ def scan(
 def _parted(tree: Any) -> tuple[Any, Any]:
     """The tree with its states and arrays only, and the tree with the rest. States stay the same objects."""
     leaves, treedef = tree_util.tree_flatten(tree, is_leaf=is_state)
-    inside = inside_modules(tree)
-    arrays = [_is_carried(leaf, hit) for leaf, hit in zip(leaves, inside, strict=True)]
-    pairs = list(zip(leaves, arrays, strict=True))
-    return (
-        treedef.unflatten([x if hit else REMOVED for x, hit in pairs]),
-        treedef.unflatten([REMOVED if hit else x for x, hit in pairs]),
-    )
+    carried = list(map(_is_carried, leaves, inside_modules(tree)))
+    arrays = [x if hit else REMOVED for x, hit in zip(leaves, carried, strict=True)]
+    others = [REMOVED if hit else x for x, hit in zip(leaves, carried, strict=True)]
+    return treedef.unflatten(arrays), treedef.unflatten(others)
 
 
 def _is_carried(leaf: Any, in_module: bool) -> bool:
@@ -130,27 +130,32 @@ def _check(f: Callable[..., Any], before: Any, after: Any) -> None:
     JAX would refuse it too, by the paths of leaves inside a State.
     """
     (root,) = positional_names(f, 1)
-    old, old_tree = tree_util.tree_flatten_with_path(before, is_leaf=is_state)
-    new, new_tree = tree_util.tree_flatten_with_path(after, is_leaf=is_state)
+    old, _ = tree_util.tree_flatten_with_path(before, is_leaf=is_state)
+    new, _ = tree_util.tree_flatten_with_path(after, is_leaf=is_state)
     if [keys for keys, _ in old] != [keys for keys, _ in new]:
-        known, found = dict(map(_named(root), old)), dict(map(_named(root), new))
-        raise _carry_structure(
-            fun_name(f),
-            [path for path in known if path not in found],
-            [path for path in found if path not in known],
+        known, returned = ([path_str(keys, root) for keys, _ in flat] for flat in (old, new))
+        missing = [f"{path} is missing" for path in known if path not in returned]
+        added = [f"{path} is new" for path in returned if path not in known]
+        raise error_listing(
+            StructureError,
+            f"scan: {fun_name(f)} returned a carry whose structure is not that of the carry it was given",
+            [*missing, *added],
+            "Create everything that the loop carries before the loop.",
         )
-    inside = inside_modules(before)
-    bad = [
-        (path_str(keys, root), x, y)
-        for (keys, x), (_, y), hit in zip(old, new, inside, strict=True)
+    changed = [
+        f"{path_str(keys, root)}: was {describe(x)}, is {describe(y)}"
+        for (keys, x), (_, y), hit in zip(old, new, inside_modules(before), strict=True)
         if not _goes_on(x, y, hit)
     ]
-    if bad:
-        raise _carry_changed(fun_name(f), bad)
-
-
-def _named(root: str) -> Callable[[Any], tuple[str, Any]]:
-    return lambda pair: (path_str(pair[0], root), pair[1])
+    if changed:
+        raise error_listing(
+            StructureError,
+            f"scan: {fun_name(f)} returned a carry with other states, or with other leaves that are not "
+            "arrays, than it was given",
+            changed,
+            "The carry must keep its form through all steps. Write states with `state.set(...)`. Make a "
+            "number that changes an array before the loop: `jnp.asarray(...)`.",
+        )
 
 
 def _goes_on(old: Any, new: Any, in_module: bool) -> bool:
@@ -165,31 +170,3 @@ def _goes_on(old: Any, new: Any, in_module: bool) -> bool:
 def _form(state: Any) -> Any:
     leaves, treedef = tree_util.tree_flatten(state)
     return treedef, [(jnp.shape(x), jnp.result_type(x)) for x in leaves]
-
-
-def _not_carry_and_result(name: str, returned: object) -> TypeError:
-    return TypeError(
-        f"scan: {name} must return (carry, y), but returned {kind_str(returned)}. If nothing is to be "
-        "stacked, write `return carry, None`."
-    )
-
-
-def _carry_structure(name: str, missing: Sequence[str], added: Sequence[str]) -> StructureError:
-    items = [f"{path} is missing" for path in missing] + [f"{path} is new" for path in added]
-    return error_listing(
-        StructureError,
-        f"scan: {name} returned a carry whose structure is not that of the carry it was given",
-        items,
-        "Create everything that the loop carries before the loop.",
-    )
-
-
-def _carry_changed(name: str, bad: Sequence[tuple[str, object, object]]) -> StructureError:
-    return error_listing(
-        StructureError,
-        f"scan: {name} returned a carry with other states, or with other leaves that are not arrays, "
-        "than it was given",
-        [f"{path}: was {describe(old)}, is {describe(new)}" for path, old, new in bad],
-        "The carry must keep its form through all steps. Write states with `state.set(...)`. Make a "
-        "number that changes an array before the loop: `jnp.asarray(...)`.",
-    )

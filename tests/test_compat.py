@@ -137,6 +137,29 @@ def test_what_an_eager_vmap_traces() -> None:
     assert found == [True, True, True, False, False, False]
 
 
+def test_the_values_inside_tracers() -> None:
+    concrete: list[Any] = []
+    recorded: list[Any] = []
+
+    def look(x: Any) -> Any:
+        concrete.append(compat.concrete_value(x))
+        return x
+
+    x = jnp.ones((2, 3))
+    jax.vmap(lambda row: jax.jvp(look, (row,), (row,)))(x)
+    jax.vjp(look, x)
+    look(x)
+    assert all(value is x for value in concrete)
+
+    def look_inside(x: Any) -> Any:
+        y = jnp.sin(x)
+        jax.vmap(lambda row: recorded.append((compat.recorded_value(row), y)))(y)
+        return y
+
+    jax.make_jaxpr(look_inside)(x)
+    assert recorded[0][0] is recorded[0][1]
+
+
 def test_control_flow_is_recognized() -> None:
     def body(c: Any, x: jax.Array) -> Any:
         c = jax.lax.cond(c > 0, lambda c: c + 1, lambda c: c, c)

@@ -12,12 +12,12 @@ from .._base import _errors as errors
 from .._base._checks import check_flag, is_masked
 from .._base._trees import path_str
 from .._base._types import Array, AxisName, PyTree, SeveralAxes, flat_names
-from .._jax import _compat as compat
 from . import _mesh_and_lanes as mesh_and_lanes
 from ._mesh_and_lanes import (
     all_varying,
     bound_names,
     index_along,
+    lanes_in_checked_map,
     meshes_and_lanes,
     shard_index,
     total,
@@ -206,7 +206,11 @@ _ONE = "one shard"
 def _check_names(what: str, axis_name: SeveralAxes) -> None:
     for name in flat_names(axis_name):
         if isinstance(name, int):
-            raise _axis_by_position(what, name)
+            raise TypeError(
+                f"{what}: axis_name={name} is the position of an array's axis, not the name of a mapped one. "
+                "Give the name, such as 'data'. To reduce over an array's own axis, use jnp.sum, jnp.mean, "
+                "jnp.max or jnp.min."
+            )
 
 
 def _names(what: str, axis_name: SeveralAxes) -> tuple[AxisName, ...]:
@@ -230,18 +234,13 @@ def _over(
     """A collective of JAX, or `anywhere` where JAX's fails: for lanes inside a checked `shard_map`."""
     if not names:
         # A `vmap` of one lane, so that dtypes, shapes and gradients are those of JAX's collective.
-        one: Callable[[], PyTree] = jax.vmap(
+        of_one: Callable[[], PyTree] = jax.vmap(
             lambda: of_jax(x, _ONE), axis_name=_ONE, axis_size=1, out_axes=None
         )
-        return one()
-    if _jax_can(names):
+        return of_one()
+    if not lanes_in_checked_map(names):
         return of_jax(all_varying(jax.tree.map(_array, x), names), names)
     return anywhere(jax.tree.map(jnp.asarray, x), names)
-
-
-def _jax_can(names: tuple[AxisName, ...]) -> bool:
-    """Whether JAX's collective over these axes runs here."""
-    return not meshes_and_lanes(names)[1] or not compat.inside_checked_shard_map()
 
 
 def _array(x: PyTree) -> PyTree:
@@ -260,29 +259,21 @@ def _extreme(x: PyTree, names: tuple[AxisName, ...], over: Callable[..., list[Ar
 
 
 def _gathered(x: PyTree, names: Sequence[AxisName], axis: int, tiled: bool) -> PyTree:
-    def one(x: PyTree) -> PyTree:
-        own = x.shape
+    def gathered(x: PyTree) -> PyTree:
+        shape = x.shape
         for name in reversed(names):
             x = _stacked(x, name)
-        whole = x.reshape(-1, *own)
+        whole = x.reshape(-1, *shape)
         if not tiled:
             return jnp.moveaxis(whole, 0, axis)
         return jnp.concatenate(list(whole), axis)
 
-    return jax.tree.map(one, x)
+    return jax.tree.map(gathered, x)
 
 
 def _stacked(x: PyTree, name: AxisName) -> PyTree:
     """The arrays of all shards, or lanes, of one axis, stacked."""
-    if _jax_can((name,)):
+    if not lanes_in_checked_map((name,)):
         return jax.lax.all_gather(all_varying(x, [name]), name)
     room = jnp.zeros((jax.lax.axis_size(name), *x.shape), x.dtype)
     return total(room.at[index_along([name])].set(x), (name,))
-
-
-def _axis_by_position(what: str, axis: int) -> TypeError:
-    return TypeError(
-        f"{what}: axis_name={axis} is the position of an array's axis, not the name of a mapped one. Give "
-        "the name, such as 'data'. To reduce over an array's own axis, use jnp.sum, jnp.mean, jnp.max or "
-        "jnp.min."
-    )

@@ -2,53 +2,62 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 from jax.ad_checkpoint import checkpoint_name
 
-from .._base._errors import (
-    StatemeshError,
-    error_listing,
-)
+from .._base._errors import StatemeshError, error_listing
+from .._base._specs import written_axes
 from .._base._types import NO_AXES, Array, Axes, AxisName
 from .._jax import _compat as compat
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import ClosedJaxpr, Equation, Jaxpr, Operand
-from .._jax._dataflow import Body, Dataflow, divisor, sizes_mapped, split_over
+from .._jax._dataflow import Body, DataflowOfSets, divisor
 from ._reduction import GRADIENT, SUMMAND, Pending
 
 
-class Differing(Dataflow[Axes]):
-    """The axes over which a value may differ, whatever its type says."""
+@dataclasses.dataclass(frozen=True)
+class _Whole:
+    """Marks an axis over which a value depends on what an `all_gather` made whole there."""
 
-    nothing = NO_AXES
+    axis_name: AxisName
 
-    def join(self, facts: Iterable[Axes]) -> Axes:
-        return NO_AXES.union(*facts)
 
-    def plain(self, eqn: Equation, given: Sequence[Axes]) -> Sequence[Axes]:
+class Differing(DataflowOfSets[AxisName]):
+    """The axes over which a value may differ, whatever its type says; and marks of what was gathered.
+
+    A value that has the mark of an axis, and does not differ over it, is one value on all shards although its
+    type says that it may differ. A value that was cast to vary is one value too, but whoever wrote the cast
+    asked for a type that varies.
+    """
+
+    def plain(self, eqn: Equation, facts: Sequence[Axes]) -> Sequence[Axes]:
         return [
-            self.made(eqn, self.join(given[k] for k in operands))
+            self.plain_result(eqn, self.join(facts[k] for k in operands))
             for operands in jaxprs.operands_of_results(eqn)
         ]
 
-    def made(self, eqn: Equation, given: Axes) -> Axes:
-        """The same of a plain equation's result, given all axes of the operands that it depends on."""
+    def plain_result(self, eqn: Equation, fact: Axes) -> Axes:
+        """What is known of a plain equation's result, from the facts of all operands that it depends on."""
         if jaxprs.made_varying(eqn):  # In a program with types: the value stays as it is.
-            return given
+            return fact
         joined, spread = jaxprs.collective(eqn)
-        if not given & spread and jaxprs.permutes_all(eqn):
-            return given
-        return (given - joined - _joined_unseen(eqn)) | spread
+        if not fact & spread and jaxprs.permutes_all(eqn):
+            return fact
+        # The types of what other collectives join say that it is the same.
+        gathered = jaxprs.gathered_by(eqn)
+        typed_same = frozenset(map(_Whole, joined - gathered))
+        left = fact - joined - _joined_unseen(eqn) - typed_same
+        return left | spread | frozenset(map(_Whole, gathered))
 
-    def own_rule(self, eqn: Equation, given: Sequence[Axes]) -> Sequence[Axes] | None:
+    def own_rule(self, eqn: Equation, facts: Sequence[Axes]) -> Sequence[Axes] | None:
         if (pending := _pending(eqn)) is not None:
-            return pending.results_differ(given)
+            return pending.results_differ(facts)
         body = jaxprs.mapped_by_rule(eqn)
-        return None if body is None else self.through(body, given)
+        return None if body is None else self.through(body, facts)
 
     def result(self, var: Operand, fact: Axes) -> Axes:
         # The parts of a sum that is still to be added up leave as the one sum.
@@ -57,35 +66,15 @@ class Differing(Dataflow[Axes]):
     def chosen(
         self, predicate: Operand, of_predicate: Axes, results: list[Axes], same: Sequence[bool]
     ) -> list[Axes]:
+        # The types of JAX 0.12 say that the result of a `cond` is the same where only its predicate differs:
+        # https://github.com/jax-ml/jax/issues/40823
         pairs = zip(results, same, strict=True)
-        return [axes if one else axes | of_predicate for axes, one in pairs]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Whole:
-    """Marks an axis over which a value comes of what an `all_gather` made whole there."""
-
-    axis_name: AxisName
-
-
-class Gathered(Differing):
-    """The axes over which a value may differ; and by marks those over which it comes of an `all_gather`.
-
-    A value that has the mark of an axis, and does not differ over it, is one value on all shards although its
-    type says that it may differ. So is what a cast typed, but that cast is the word of whoever wrote it.
-    """
-
-    def made(self, eqn: Equation, given: Axes) -> Axes:
-        gathered = jaxprs.gathered_by(eqn)
-        # The types of what other collectives join say that it is the same.
-        joined = NO_AXES if jaxprs.made_varying(eqn) else jaxprs.collective(eqn)[0] - gathered
-        left = super().made(eqn, given) - frozenset(map(_Whole, joined))
-        return left | frozenset(map(_Whole, gathered))
+        return [axes if is_same else axes | of_predicate for axes, is_same in pairs]
 
 
 def whole_over(fact: Axes) -> Axes:
-    """The axes over which a value that `Gathered` knows of is the same because it was gathered."""
-    return frozenset(one.axis_name for one in fact if isinstance(one, _Whole)) - fact
+    """The axes over which a value of which `Differing` knows this is the same because it was gathered."""
+    return frozenset(mark.axis_name for mark in fact if isinstance(mark, _Whole)) - fact
 
 
 class Recorded:
@@ -94,128 +83,124 @@ class Recorded:
     It walks back from a value along the equations that made it, and knows those that it has walked.
     """
 
-    def __init__(self, walk: Differing | None = None) -> None:
-        self._walk = Differing() if walk is None else walk
+    def __init__(self) -> None:
+        self._walk = Differing()
         # By the identity of the equation, which is kept: another one could get its identity.
         self._results: dict[int, tuple[Equation, Sequence[Axes]]] = {}
 
     def of(self, x: Any) -> Axes:
-        """The axes over which `x` may differ, by what made it; by its type if that is not recorded."""
+        """What `Differing` knows of `x`, by what made it; by its type if that is not recorded."""
         value = compat.recorded_value(x)
         # Not by recursion: a program may be longer than Python's stack is deep.
         stack = [value]
         while stack:
-            made = compat.made_by(stack[-1])
-            if made is None or id(made[0]) in self._results:
+            maker = compat.made_by(stack[-1])
+            if maker is None or id(maker[0]) in self._results:
                 stack.pop()
                 continue
-            eqn, _ = made
+            eqn, _ = maker
             if unknown := [operand for operand in eqn.invars if self._fact(operand) is None]:
                 stack += unknown
                 continue
-            given = [self._fact(operand) or NO_AXES for operand in eqn.invars]
-            found, _ = self._walk.equation(eqn, given)
-            axes = list(map(self._walk.result, eqn.outvars, found))
+            facts = [self._fact(operand) or NO_AXES for operand in eqn.invars]
+            results, _ = self._walk.equation(eqn, facts)
+            axes = list(map(self._walk.result, eqn.outvars, results))
             self._results[id(eqn)] = eqn, axes
         # A `vmap` that spreads its lanes over a mesh axis takes that axis out of the types of what it maps.
         return (self._fact(value) or NO_AXES) - (_typed(value) - _typed(x))
 
     def _fact(self, x: Any) -> Axes | None:
         """What is known of a value; `None` before its equation was walked."""
-        made = compat.made_by(x)
-        if made is None:
+        maker = compat.made_by(x)
+        if maker is None:
             # An input has the right type, and a constant has no axes.
             return _typed(x)
-        eqn, result = made
+        eqn, result = maker
         return self._results[id(eqn)][1][result] if id(eqn) in self._results else None
 
 
 class _Crossing(Differing):
-    """Whether a value comes of the arguments; and the axes over which such a value crosses."""
+    """Whether a value depends on the arguments; and the axes over which such a value is exchanged."""
 
     def __init__(self) -> None:
         self.crossed: set[AxisName] = set()
 
-    def made(self, eqn: Equation, given: Axes) -> Axes:
-        self.crossed.update(jaxprs.exchanged_by(eqn) if given else ())
-        return given
+    def plain_result(self, eqn: Equation, fact: Axes) -> Axes:
+        self.crossed.update(jaxprs.exchanged_by(eqn) if fact else ())
+        return fact
 
-    def own_rule(self, eqn: Equation, given: Sequence[Axes]) -> Sequence[Axes] | None:
+    def own_rule(self, eqn: Equation, facts: Sequence[Axes]) -> Sequence[Axes] | None:
         if (pending := _pending(eqn)) is None:
             return None
-        self.crossed.update(pending.reduced_over if any(given) else ())
-        return given[-(len(given) // 2) :]
+        self.crossed.update(pending.reduced_over if any(facts) else ())
+        return facts[-(len(facts) // 2) :]
 
 
-def all_axes(jaxpr: Jaxpr, given: Sequence[Axes]) -> list[Axes]:
+def all_axes(jaxpr: Jaxpr, arguments: Sequence[Axes]) -> list[Axes]:
     """For each result of one instance's program, the axes over which it may differ.
 
     **Arguments:**
 
-    - `given`: the same of its arguments.
+    - `arguments`: the same of the program's arguments.
     """
-    return Differing().through(jaxpr, given)
+    facts = Differing().through(jaxpr, arguments)
+    return [frozenset(axis for axis in fact if not isinstance(axis, _Whole)) for fact in facts]
 
 
 def crossed(jaxpr: Jaxpr) -> Axes:
-    """The axes over which what comes of a jaxpr's arguments passes from one instance to another."""
+    """The axes over which values that depend on a jaxpr's arguments pass from one instance to another."""
     walk = _Crossing()
-    # Any axis will do to tell what comes of them.
+    # Any axis serves to mark what depends on them.
     walk.through(jaxpr, [frozenset([""])] * len(jaxpr.invars))
     return frozenset(walk.crossed)
 
 
-def settled(closed: ClosedJaxpr, given: Sequence[Axes], own: Axes) -> ClosedJaxpr:
+def settled(closed: ClosedJaxpr, arguments: Sequence[Axes], followed: Axes) -> ClosedJaxpr:
     """A closed jaxpr without types in which what was `Pending` is decided.
 
     **Arguments:**
 
     - `closed`: the program of one instance.
-    - `given`: the axes over which its arguments may differ.
-    - `own`: the axes that are followed. What is pending over others waits for who knows of them.
+    - `arguments`: the axes over which its arguments may differ.
+    - `followed`: the axes that are followed. What is pending over others waits for who knows of them.
     """
-    return jaxprs.with_open(closed, _settled(jaxprs.open_jaxpr(closed), given, own))
 
+    def is_followed(eqn: Equation) -> bool:
+        pending = _pending(eqn)
+        return pending is not None and pending.is_over(followed)
 
-def _settled(jaxpr: Jaxpr, given: Sequence[Axes], own: Axes) -> Jaxpr:
-    if not _has_pending(jaxpr, own):
-        return jaxpr
-    walk = Differing()
-    known: dict[Operand, Axes] = dict(zip(jaxpr.invars, given, strict=True))
-    eqns = []
-    for eqn in jaxpr.eqns:
-        operands = [walk.fact(known, atom) for atom in eqn.invars]
-        results, bodies = walk.equation(eqn, operands)
-        known.update(zip(eqn.outvars, results, strict=True))
-        eqns.append(_settled_equation(eqn, operands, bodies, own))
-    return jaxprs.with_equations(jaxpr, eqns)
+    def in_jaxpr(jaxpr: Jaxpr, facts: Sequence[Axes]) -> Jaxpr:
+        if not any(map(is_followed, jaxprs.equations(jaxpr))):
+            return jaxpr
+        walk = Differing()
+        known: dict[Operand, Axes] = dict(zip(jaxpr.invars, facts, strict=True))
+        eqns = []
+        for eqn in jaxpr.eqns:
+            operands = [walk.fact(known, atom) for atom in eqn.invars]
+            results, bodies = walk.equation(eqn, operands)
+            known.update(zip(eqn.outvars, results, strict=True))
+            eqns.append(in_equation(eqn, operands, bodies))
+        return jaxprs.with_equations(jaxpr, eqns)
 
+    def in_equation(
+        eqn: Equation, operands: Sequence[Axes], bodies: Sequence[Body[Axes]]
+    ) -> Equation:
+        if (pending := _pending(eqn)) is not None:
+            if not pending.is_over(followed):
+                return eqn
+            return jaxprs.calling(pending.decided(operands), eqn)
+        new = {id(body): in_jaxpr(body, facts) for body, facts in bodies}
+        if jaxprs.with_own_derivative(eqn) and any(map(is_followed, bodies[0][0].eqns)):
+            # What has been decided has the derivatives of what it is.
+            (body,) = new.values()
+            return jaxprs.calling(jaxprs.runs(body), eqn)
+        return jaxprs.with_jaxprs(eqn, new)
 
-def _settled_equation(
-    eqn: Equation, operands: Sequence[Axes], bodies: Sequence[Body[Axes]], own: Axes
-) -> Equation:
-    pending = _pending(eqn)
-    if pending is not None:
-        return jaxprs.calling(pending.decided(operands), eqn) if pending.is_over(own) else eqn
-    new = {id(body): _settled(body, given, own) for body, given in bodies}
-    if jaxprs.with_own_derivative(eqn) and any(_is_own(e, own) for e in bodies[0][0].eqns):
-        # What has been decided has the derivatives of what it is.
-        (body,) = new.values()
-        return jaxprs.calling(jaxprs.runs(body), eqn)
-    return jaxprs.with_jaxprs(eqn, new)
+    return jaxprs.with_open(closed, in_jaxpr(jaxprs.open_jaxpr(closed), arguments))
 
 
 def _pending(eqn: Equation) -> Pending | None:
-    return getattr(jaxprs.rule_of(eqn), "pending", None)
-
-
-def _is_own(eqn: Equation, own: Axes) -> bool:
-    pending = _pending(eqn)
-    return pending is not None and pending.is_over(own)
-
-
-def _has_pending(jaxpr: Jaxpr, own: Axes) -> bool:
-    return any(_is_own(eqn, own) for eqn in jaxprs.equations(jaxpr))
+    return jaxprs.rule_of(eqn).pending
 
 
 def _joined_unseen(eqn: Equation) -> Axes:
@@ -254,56 +239,54 @@ _Gradients: TypeAlias = frozenset[_Gradient]
 _NONE: _Gradients = frozenset()
 
 
-def has_gradients(names: Iterable[str]) -> bool:
-    """Whether `value_and_grad` has reduced any gradient in a program that gives these names."""
-    return any(name.startswith(GRADIENT) for name in names)
-
-
-def check_sums(name: str, mapped: Equation) -> None:
-    """Refuse a program of one shard that sums a gradient a second time.
+def check_gradients(name: str, mapped: Equation) -> None:
+    """Refuse a program of one shard that sums a gradient twice, or that of a gathered parameter not at all.
 
     **Arguments:**
 
     - `name`: what the message calls the function.
     - `mapped`: the equation of its `shard_map`.
 
-    **Raises:** `StatemeshError` that names each such gradient.
-    """
-    if found := summed_twice(mapped):
-        raise _reduced_twice(name, found)
-
-
-def summed_twice(mapped: Equation) -> list[tuple[str, AxisName]]:
-    """The gradients of which the results hold a sum over an axis along which they were the same.
-
-    Each by its name, with the axis.
-
-    **Arguments:**
-
-    - `mapped`: the equation of a `shard_map`.
+    **Raises:** `StatemeshError` that names each such gradient or parameter.
     """
     body = jaxprs.open_jaxpr(mapped.params["jaxpr"])
+    names = [jaxprs.name_given(eqn) or "" for eqn in jaxprs.equations(body)]
+    specs = mapped.params["in_specs"]
+    split = [frozenset(axis for axes in written_axes(spec) for axis in axes) for spec in specs]
+    sizes = {axis: mapped.params["mesh"].shape[axis] for axis in mapped.params["newly_manual_axes"]}
+    if any(label.startswith(_PARAMETER) for label in names):
+        check_unsummed(body, split, sizes)
+    if not any(label.startswith(GRADIENT) for label in names):
+        return
     named = _Named()
-    named.through(body, split_over(mapped))
-    walk = _Sums(named.found, sizes_mapped(mapped))
+    named.through(body, split)
+    walk = _Sums(named.axes, sizes)
     results = walk.join(walk.through(body, [_NONE] * len(body.invars)))
-    return sorted({(one.name, axis) for one in results for axis in one.summed}, key=str)
+    twice = sorted({(each.name, axis) for each in results for axis in each.summed}, key=str)
+    if twice:
+        raise error_listing(
+            StatemeshError,
+            f"{name}: gradients that value_and_grad has already reduced over shards are summed over them "
+            "again, which makes them too large by a factor of the number of shards",
+            [f"the {gradient}: over {axis!r}" for gradient, axis in twice],
+            "Leave `jax.lax.psum` out; value_and_grad has reduced them once.",
+        )
 
 
 class _Named(Differing):
-    """It remembers over which axes the named gradients differ."""
+    """A walk that remembers over which axes each variable may differ."""
 
     def __init__(self) -> None:
-        self.found: dict[Operand, Axes] = {}
+        self.axes: dict[Operand, Axes] = {}
 
     def result(self, var: Operand, fact: Axes) -> Axes:
         fact = super().result(var, fact)
         # One variable stands for several values where a jaxpr is run by several equations.
-        self.found[var] = self.found.get(var, NO_AXES) | fact
+        self.axes[var] = self.axes.get(var, NO_AXES) | fact
         return fact
 
 
-class _Sums(Dataflow[_Gradients]):
+class _Sums(DataflowOfSets[_Gradient]):
     """The gradients that a value may be, and the sums that have gone into it.
 
     **Arguments:**
@@ -312,58 +295,50 @@ class _Sums(Dataflow[_Gradients]):
     - `sizes`: of the axes that are mapped over.
     """
 
-    nothing = _NONE
-
     def __init__(self, differ: Mapping[Operand, Axes], sizes: Mapping[AxisName, int]) -> None:
         self.differ = differ
         self.sizes = sizes
         self.total = math.prod(sizes.values())
 
-    def join(self, facts: Iterable[_Gradients]) -> _Gradients:
-        return _NONE.union(*facts)
-
-    def plain(self, eqn: Equation, given: Sequence[_Gradients]) -> Sequence[_Gradients]:
-        if _is_named(eqn):
+    def plain(self, eqn: Equation, facts: Sequence[_Gradients]) -> Sequence[_Gradients]:
+        if (jaxprs.name_given(eqn) or "").startswith(GRADIENT):
             var = eqn.outvars[0]
             return [frozenset([_Gradient(eqn.params["name"], self.differ[var])])]
         if jaxprs.is_sum(eqn):
             over = frozenset(self.sizes) & jaxprs.collective(eqn)[0]
-            return [self._summed(each, over) for each in given]
+            return [self._summed(each, over) for each in facts]
         by = divisor(eqn)
         if by is None or jaxprs.name_given(eqn) == SUMMAND:
             inner = [self.through(j, [_NONE] * len(j.invars)) for j in jaxprs.jaxprs_of(eqn)]
-            made = self.join([*given, *map(self.join, inner)])
-            used = frozenset(dataclasses.replace(one, used=True) for one in made if one.summed)
+            gradients = self.join([*facts, *map(self.join, inner)])
+            summed = [gradient for gradient in gradients if gradient.summed]
+            used = frozenset(dataclasses.replace(gradient, used=True) for gradient in summed)
             return [used] * len(eqn.outvars)
-        return [self._divided(self.join(given), by)]
+        return [self._divided(self.join(facts), by)]
 
-    def _summed(self, given: _Gradients, over: Axes) -> _Gradients:
-        found = set()
-        for one in given:
-            again = over - one.differs
-            if one.summed:
-                found.add(dataclasses.replace(one, used=True))
-            elif not self._is_mean(one.divisors, again):
-                found.add(dataclasses.replace(one, summed=again))
-        return frozenset(found)
+    def _summed(self, gradients: _Gradients, over: Axes) -> _Gradients:
+        summed = set()
+        for gradient in gradients:
+            again = over - gradient.differs
+            if gradient.summed:
+                summed.add(dataclasses.replace(gradient, used=True))
+            elif not self._is_mean(gradient.divisors, again):
+                summed.add(dataclasses.replace(gradient, summed=again))
+        return frozenset(summed)
 
-    def _divided(self, given: _Gradients, by: int) -> _Gradients:
-        found = set()
-        for one in given:
-            products = {by * other for other in one.divisors | {1}}
+    def _divided(self, gradients: _Gradients, by: int) -> _Gradients:
+        divided = set()
+        for gradient in gradients:
+            products = {by * other for other in gradient.divisors | {1}}
             # No other number can ever be the one that makes a mean; so a loop does not go on for ever.
-            kept = one.divisors | {k for k in products if k > 1 and self.total % k == 0}
-            if one.used or not (one.summed and self._is_mean(kept, one.summed)):
-                found.add(dataclasses.replace(one, divisors=kept))
-        return frozenset(found)
+            kept = gradient.divisors | {k for k in products if k > 1 and self.total % k == 0}
+            if gradient.used or not (gradient.summed and self._is_mean(kept, gradient.summed)):
+                divided.add(dataclasses.replace(gradient, divisors=kept))
+        return frozenset(divided)
 
     def _is_mean(self, divisors: frozenset[int], axes: Axes) -> bool:
         count = math.prod(self.sizes[axis] for axis in axes)
         return count == 1 or count in divisors
-
-
-def _is_named(eqn: Equation) -> bool:
-    return (jaxprs.name_given(eqn) or "").startswith(GRADIENT)
 
 
 # In the program the names of these parameters begin so.
@@ -387,28 +362,12 @@ def name_varying(param: Array, axes: Sequence[AxisName], whole: Axes, path: str)
         checkpoint_name(param, _name(axis, axis in whole, path))
 
 
-def has_varying(names: Iterable[str]) -> bool:
-    """Whether a program that gives these names has parameters that vary."""
-    return any(name.startswith(_PARAMETER) for name in names)
-
-
-def check_summed(mapped: Equation) -> None:
-    """Refuse a program of one shard that does not sum the gradient of what was gathered.
-
-    **Arguments:**
-
-    - `mapped`: the equation of its `shard_map`.
-
-    **Raises:** `StatemeshError` that names each such parameter.
-    """
-    walk = _Unsummed(sizes_mapped(mapped))
-    walk.through(jaxprs.open_jaxpr(mapped.params["jaxpr"]), split_over(mapped))
-    walk.refuse()
-
-
 @contextmanager
 def looking_for_left() -> Iterator[list[bool]]:
-    """While a function runs without a program. The list fills if a program is to be checked after."""
+    """A context for a function that runs without a program.
+
+    The list in it is filled if the function has to be traced afterwards, so that its program can be checked.
+    """
     left: list[bool] = []
     token = _left.set(left)
     try:
@@ -417,73 +376,58 @@ def looking_for_left() -> Iterator[list[bool]]:
         _left.reset(token)
 
 
-def check_unrecorded(jaxpr: Jaxpr, given: Sequence[Axes], sizes: Mapping[AxisName, int]) -> None:
-    """As `check_summed`, of a function that ran without its program.
+class _Unsummed(Differing):
+    """A walk that finds parameters that are one value, but whose gradient was left to each shard."""
 
-    There `value_and_grad` does not see how any parameter was made, but inside of a `jit` or a loop.
-
-    **Arguments:**
-
-    - `jaxpr`: the program of the function, traced after the run.
-    - `given`: the axes over which its arguments may differ.
-    - `sizes`: of the axes that are mapped over.
-    """
-    walk = _Unsummed(sizes, unrecorded=list(jaxpr.eqns))
-    walk.through(jaxpr, given)
-    walk.refuse()
-
-
-class _Unsummed(Gathered):
-    """It finds the parameters that are one value, and whose gradient was left to each shard.
-
-    **Arguments:**
-
-    - `sizes`: of the axes that are mapped over.
-    - `unrecorded`: the equations that stood in no program when they ran.
-    """
-
-    def __init__(self, sizes: Mapping[AxisName, int], unrecorded: Sequence[Equation] = ()) -> None:
+    def __init__(self, sizes: Mapping[AxisName, int], unrecorded: Sequence[Equation]) -> None:
         # The sum over one shard changes nothing.
         self.axes = [axis for axis, size in sizes.items() if size > 1]
         self.unrecorded = {id(eqn) for eqn in unrecorded}
-        self.found: dict[tuple[str, AxisName], None] = {}
+        self.unsummed: dict[tuple[str, AxisName], None] = {}
 
-    def made(self, eqn: Equation, given: Axes) -> Axes:
+    def plain_result(self, eqn: Equation, fact: Axes) -> Axes:
         if (name := jaxprs.name_given(eqn) or "").startswith(_PARAMETER):
-            for axis in whole_over(given).intersection(self.axes):
+            for axis in whole_over(fact).intersection(self.axes):
                 for known in (False, True) if id(eqn) in self.unrecorded else (False,):
                     if name.startswith(start := _name(axis, known, "")):
-                        self.found[name.removeprefix(start), axis] = None
-        return super().made(eqn, given)
-
-    def refuse(self) -> None:
-        if self.found:
-            raise _gathered_before(sorted(self.found, key=str))
+                        self.unsummed[name.removeprefix(start), axis] = None
+        return super().plain_result(eqn, fact)
 
 
-def _name(axis: AxisName, known: bool, path: str) -> str:
-    return f"{_PARAMETER}{'summed' if known else 'not summed'} over {axis!r}: {path}"
+def check_unsummed(
+    jaxpr: Jaxpr,
+    arguments: Sequence[Axes],
+    sizes: Mapping[AxisName, int],
+    unrecorded: Sequence[Equation] = (),
+) -> None:
+    """Refuse a program that leaves the gradients of gathered parameters unsummed.
 
+    **Arguments:**
 
-def _reduced_twice(name: str, bad: Sequence[tuple[str, AxisName]]) -> StatemeshError:
-    return error_listing(
-        StatemeshError,
-        f"{name}: gradients that value_and_grad has already reduced over shards are summed over them "
-        "again, which makes them too large by a factor of the number of shards",
-        [f"the {what}: over {axis!r}" for what, axis in bad],
-        "Leave `jax.lax.psum` out; value_and_grad has reduced them once.",
-    )
-
-
-def _gathered_before(bad: Sequence[tuple[str, AxisName]]) -> StatemeshError:
-    axis = bad[0][1]
-    return error_listing(
+    - `jaxpr`: the program of one shard.
+    - `arguments`: the axes over which its arguments may differ.
+    - `sizes`: of the axes that are mapped over.
+    - `unrecorded`: the equations that stood in no program when they ran, because the function was traced only
+        after it had run. There `value_and_grad` did not see how any parameter was made, except inside a `jit`
+        or a loop.
+    """
+    walk = _Unsummed(sizes, unrecorded)
+    walk.through(jaxpr, arguments)
+    if not walk.unsummed:
+        return
+    unsummed = sorted(walk.unsummed, key=str)
+    axis = unsummed[0][1]
+    raise error_listing(
         StatemeshError,
         "value_and_grad does not sum the gradients of these parameters over shards, although all_gather made "
         "them one value on all shards",
-        [f"{path}: over {axis!r}" for path, axis in bad],
+        [f"{path}: over {axis!r}" for path, axis in unsummed],
         "Inside `jax.jit`, `jax.checkpoint` and loops, and with jit=False, it does not see how a parameter "
         "was made, whose type says that each shard has its own. Gather inside the function of "
         f"value_and_grad; or write `jax.lax.all_gather(..., {axis!r}, to='invarying')`, of which the type "
         "says that it is one value.",
     )
+
+
+def _name(axis: AxisName, known: bool, path: str) -> str:
+    return f"{_PARAMETER}{'summed' if known else 'not summed'} over {axis!r}: {path}"

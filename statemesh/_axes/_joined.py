@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from .._base._types import AxisName
 from .._jax import _compat as compat
-from .._jax._jaxprs import JOINS
+from .._jax._jaxprs import Rule
 
 
 AnyArray: TypeAlias = Any
@@ -191,8 +191,7 @@ def _several(
         reduce = partial(together, collective, axis_names=names)
         return by_groups(reduce, arrays, groups), list(batched)
 
-    setattr(rule, JOINS, True)
-    run.def_vmap(rule)
+    run.def_vmap(Rule(rule, joins=True))
     if not jnp.issubdtype(arrays[0].dtype, jnp.inexact):
         return run(*arrays)
 

@@ -17,18 +17,10 @@ from jax import Array
 from jax.custom_batching import custom_vmap
 
 from .._base._checks import check_names
-from .._base._errors import (
-    StatemeshError,
-    quoted,
-)
-from .._base._types import (
-    Axes,
-    AxisName,
-    PyTree,
-    SeveralAxes,
-    flat_names,
-)
+from .._base._errors import StatemeshError, quoted
+from .._base._types import NO_AXES, Axes, AxisName, PyTree, SeveralAxes, flat_names
 from .._jax import _compat as compat
+from .._jax._jaxprs import Rule
 from ._joined import AnyArray, largest, largest_entry, smallest, smallest_entry, together
 
 
@@ -53,7 +45,9 @@ def bound_names(what: str, axis_name: SeveralAxes) -> tuple[AxisName, ...]:
     check_names(what, axis_name)
     names, bound = flat_names(axis_name), compat.bound_axis_names()
     if bound and (unbound := [name for name in names if name not in bound]):
-        raise _unbound_axis(what, unbound, bound)
+        raise StatemeshError(
+            f"{what}: no axis is called {quoted(unbound)} here; the axes mapped over are {quoted(bound)}."
+        )
     return names if bound else ()
 
 
@@ -69,8 +63,7 @@ def index_along(axis_names: Sequence[AxisName]) -> Any:
     Inside a checked `shard_map` JAX types the number of a lane as varying over a mesh axis of that name, and
     fails wherever a jaxpr is traced: in `jit`, `checkpoint`, `scan`, `cond`. There a rule gives it.
     """
-    _, lanes = meshes_and_lanes(axis_names)
-    if not lanes or not compat.inside_checked_shard_map():
+    if not (lanes := lanes_in_checked_map(axis_names)):
         return jax.lax.axis_index(axis_names[0] if len(axis_names) == 1 else tuple(axis_names))
     number: Any = 0
     for name in axis_names:
@@ -97,14 +90,23 @@ def meshes_and_lanes(
     return meshes, tuple(name for name in axis_names if name not in taken)
 
 
+def lanes_in_checked_map(axis_names: Sequence[AxisName]) -> tuple[AxisName, ...]:
+    """The names of lanes among these, if a checked `shard_map` is around.
+
+    There JAX's collectives over lanes fail: `jax.lax.psum` by an AssertionError in JAX 0.10.2 and 0.12.0.
+    """
+    lanes = meshes_and_lanes(axis_names)[1]
+    return lanes if lanes and compat.inside_checked_shard_map() else ()
+
+
 def varying_over(values: Sequence[AnyArray], axis_names: Sequence[AxisName]) -> list[Axes]:
     """For each array the axes among `axis_names` over which it may differ."""
     meshes, lanes = meshes_and_lanes(axis_names)
-    found = [compat.varying(x) & frozenset(meshes) for x in values]
+    over = [compat.varying(x) & frozenset(meshes) for x in values]
     for name in lanes:
         batched = _batched(values, name)
-        found = [axes | {name} if hit else axes for axes, hit in zip(found, batched, strict=True)]
-    return found
+        over = [axes | {name} if hit else axes for axes, hit in zip(over, batched, strict=True)]
+    return over
 
 
 def psum(arrays: Sequence[AnyArray], axis_names: Sequence[AxisName]) -> list[AnyArray]:
@@ -129,12 +131,11 @@ def total(value: PyTree, axis_names: Sequence[AxisName]) -> PyTree:
     It is `jax.lax.psum`, except for lanes inside a checked `shard_map`, where that fails. There each lane
     gets a copy of the sum, and JAX does not know that the copies are equal; `known_same` tells it.
     """
-    meshes, lanes = meshes_and_lanes(axis_names)
-    if not lanes or not compat.inside_checked_shard_map():
-        return jax.lax.psum(all_varying(value, axis_names), axis_names) if axis_names else value
+    lanes = lanes_in_checked_map(axis_names)
     for name in lanes:
         value = jax.tree.map(partial(_lane_total, name), value)
-    return jax.lax.psum(all_varying(value, meshes), meshes) if meshes else value
+    others = tuple(name for name in axis_names if name not in lanes)
+    return jax.lax.psum(all_varying(value, others), others) if others else value
 
 
 def known_same(value: PyTree, axis_names: Sequence[AxisName]) -> PyTree:
@@ -143,8 +144,7 @@ def known_same(value: PyTree, axis_names: Sequence[AxisName]) -> PyTree:
     It has no gradient.
     """
     value = jax.lax.stop_gradient(value)
-    _, lanes = meshes_and_lanes(axis_names)
-    for name in lanes if compat.inside_checked_shard_map() else ():
+    for name in lanes_in_checked_map(axis_names):
         value = jax.tree.map(partial(same_in_lanes, name), value)
     return value
 
@@ -166,8 +166,8 @@ def same_in_lanes(name: AxisName, x: AnyArray) -> AnyArray:
 def first_of(x: AnyArray, axis_names: Sequence[AxisName]) -> AnyArray:
     """The first shard's unsigned numbers, for all shards."""
     first = jax.lax.axis_index(tuple(axis_names)) == 0
-    (found,) = pmax([all_varying(jnp.where(first, x, 0), axis_names)], axis_names)
-    return found
+    (number,) = pmax([all_varying(jnp.where(first, x, 0), axis_names)], axis_names)
+    return number
 
 
 def refuse_in_lanes(x: AnyArray, error: Callable[[], Exception]) -> AnyArray:
@@ -193,10 +193,10 @@ def all_varying(value: PyTree, axis_names: Sequence[AxisName]) -> PyTree:
     """
     meshes, _ = meshes_and_lanes(axis_names)
 
-    def one(x: AnyArray) -> AnyArray:
+    def typed(x: AnyArray) -> AnyArray:
         return compat.vary(x, meshes) if compat.varying(x).intersection(meshes) else x
 
-    return jax.tree.map(one, value)
+    return jax.tree.map(typed, value)
 
 
 def call_policy(
@@ -215,9 +215,15 @@ def call_policy(
     **Raises:** `StatemeshError` for lanes inside a checked `shard_map`: JAX has no collectives over them
     there, and those of statemesh give each lane a copy of which JAX does not know that it is the same.
     """
-    _, lanes = meshes_and_lanes(axis_names)
-    if lanes and compat.inside_checked_shard_map():
-        raise _policy_over_lanes(label, policy, lanes[0])
+    if lanes := lanes_in_checked_map(axis_names):
+        name = getattr(policy, "__name__", repr(policy))
+        raise StatemeshError(
+            f"{label}: inside a checked shard_map the function reduce={name} cannot merge what the lanes of "
+            f"vmap2 ({lanes[0]!r}) wrote, because JAX has no collectives over lanes there. Write instead:\n"
+            "  1. a named policy: reduce='mean', or 'sum', 'max', 'min';\n"
+            "  2. one value for each lane, with state_out_axes={0: ...}, and merge them after vmap2, as with "
+            "jnp.mean(state.value, axis=0)."
+        )
     return policy(before, all_varying(value, axis_names), axis_names)
 
 
@@ -225,7 +231,7 @@ def _batched(values: Sequence[AnyArray], name: AxisName) -> list[bool]:
     """Which values differ between the lanes called `name`."""
     if not values:
         return []
-    found: list[bool] = []
+    hits: list[bool] = []
 
     @custom_vmap
     def look(values: Sequence[AnyArray], lane: Array) -> AnyArray:
@@ -234,14 +240,14 @@ def _batched(values: Sequence[AnyArray], name: AxisName) -> list[bool]:
     def rule(
         _: int, batched: Any, values: Sequence[AnyArray], lane: Array
     ) -> tuple[AnyArray, bool]:
-        found.extend(batched[0])
+        hits.extend(batched[0])
         return jnp.zeros(()), False
 
     look.def_vmap(rule)
     # A lane's own number is batched over its `vmap`, whatever the values are batched over. So the rule is
     # called for these lanes before those of any `vmap` further out.
     look([_without_gradient(x) for x in values], jax.lax.axis_index(name))
-    return found
+    return hits
 
 
 def _without_gradient(x: AnyArray) -> AnyArray:
@@ -277,10 +283,8 @@ def _in_lanes(
         # A `vmap` further in, over another axis: each of its entries goes through these lanes by itself.
         return run(x, lane), batched[0]
 
-    # By these attributes a walk along the program knows what the rule does.
-    rule.exchanged_over = frozenset([name])  # type: ignore[attr-defined]
-    rule.joined_over = frozenset([name] if joins else [])  # type: ignore[attr-defined]
-    run.def_vmap(rule)
+    axes = frozenset([name])
+    run.def_vmap(Rule(rule, exchanged_over=axes, joined_over=axes if joins else NO_AXES))
     # A lane's own number is batched over its `vmap` only: by this the rule knows these lanes from others.
     return run(x, jax.lax.axis_index(name) if lane is None else lane)
 
@@ -329,23 +333,3 @@ def _collective(
         done = lambda *lane: (over_lanes(_whole(*lane)), False)
         arrays = [_in_lanes(name, x, done) for x in arrays]
     return over_mesh(arrays, meshes) if meshes else list(arrays)
-
-
-def _unbound_axis(
-    what: str, unbound: Sequence[AxisName], bound: Sequence[AxisName]
-) -> StatemeshError:
-    return StatemeshError(
-        f"{what}: no axis is called {quoted(unbound)} here; the axes mapped over are "
-        f"{quoted(bound) or 'none'}."
-    )
-
-
-def _policy_over_lanes(label: str, policy: Any, axis: AxisName) -> StatemeshError:
-    name = getattr(policy, "__name__", repr(policy))
-    return StatemeshError(
-        f"{label}: inside a checked shard_map the function reduce={name} cannot merge what the lanes of "
-        f"vmap2 ({axis!r}) wrote, because JAX has no collectives over lanes there. Write instead:\n"
-        "  1. a named policy: reduce='mean', or 'sum', 'max', 'min';\n"
-        "  2. one value for each lane, with state_out_axes={0: ...}, and merge them after vmap2, as with "
-        "jnp.mean(state.value, axis=0)."
-    )

@@ -7,7 +7,7 @@ program. In these two cases the reduction is written into the program as a `Pend
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -16,15 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
 from .._base import _errors as errors
-from .._base._errors import (
-    StatemeshError,
-    _loss,
-    _loss_mends,
-    error_listing,
-    listed,
-    quoted,
-)
+from .._base._errors import StatemeshError, _loss, _loss_mends, error_listing, listed, quoted
 from .._base._types import NO_AXES, Axes, AxisName
+from .._jax._jaxprs import Rule
 from ._joined import AnyArray, after_sum, before_sum, together
 
 
@@ -45,20 +39,6 @@ class Plan:
 
     sum: Axes
     divide: Axes
-
-    def of_lanes(self, x: AnyArray, count: int, batched: bool) -> AnyArray:
-        """The array of all lanes of one `vmap`, reduced.
-
-        **Arguments:**
-
-        - `count`: how many lanes there are.
-        - `batched`: whether the first axis of `x` is that of the lanes; else all of them have the same `x`.
-        """
-        divisor = count if self.divide else 1
-        part = before_sum(x, divisor)
-        if self.sum:
-            part = jnp.sum(part, 0, dtype=part.dtype) if batched else part * count
-        return after_sum(part, x.dtype, divisor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +67,17 @@ class Reduction:
         """
         apart = (loss & frozenset(axes)) - self.named
         if shared := [p for p, axes in zip(self.params, params, strict=True) if apart - axes]:
-            raise _loss_differs(self.name, [a for a in axes if a in apart], shared)
+            differs = [axis for axis in axes if axis in apart]
+            raise error_listing(
+                StatemeshError,
+                f"{_loss(self.name)} differs over {quoted(differs)}, which axis_name does not name, but all "
+                "shards there share one copy of",
+                shared,
+                listed(
+                    "JAX would sum their gradients over the shards. Write one of",
+                    _loss_mends(differs),
+                ),
+            )
 
     def with_names(self, values: Sequence[AnyArray]) -> list[AnyArray]:
         """Reduced gradients, then the loss; each gradient by the name of its parameter.
@@ -102,7 +92,12 @@ class Reduction:
     def of_loss(self, loss: Axes, axes: Axes) -> Plan:
         """How the loss is reduced over those of `axes` that are named, given where it differs."""
         if not self.mean and (same := (self.named & axes) - loss):
-            raise _loss_counted_twice(sorted(same, key=str))
+            raise StatemeshError(
+                f"value_and_grad: reduce='sum' is to sum the loss over {quoted(sorted(same, key=str))}, but "
+                "it is the same there on every shard: the sum would count it once for each shard. If the "
+                "function has reduced it already, write reduce='mean', which leaves such a loss as it is, or "
+                "leave the axis out of axis_name."
+            )
         over = self.named & axes & loss
         return Plan(over, over if self.mean else NO_AXES)
 
@@ -112,8 +107,7 @@ class Reduction:
         **Arguments:**
 
         - `param`, `loss`: the axes over which these differ. The parameters were typed as varying over all
-        named
-            axes.
+            named axes.
         - `axes`: the axes whose values are typed.
         """
         over = self.named & axes
@@ -129,7 +123,7 @@ class Reduction:
 
         - `param`, `loss`, `gradient`: the axes over which these differ.
         - `axes`: the named axes, and those over which part of the gradient comes from other instances'
-        losses.
+            losses.
         """
         same = (axes - loss) & (param | gradient)
         over = self.named & axes & loss
@@ -166,8 +160,7 @@ class Pending:
     - `lanes`: whether these are lanes, of a `vmap` or on devices.
     - `crossed`: the axes over which part of the gradient comes from other instances' losses.
     - `backward`: whether the values are cotangents of its results. A reduction is its own transpose, except
-    that
-        cotangents differ where gradients are the same.
+        that cotangents differ where gradients are the same.
     """
 
     reduction: Reduction
@@ -224,16 +217,6 @@ class Pending:
 
         return reduced
 
-    def decided_for_lanes(
-        self, batched: Sequence[bool], count: int, values: Sequence[AnyArray]
-    ) -> tuple[list[AnyArray], list[bool]]:
-        """The reduced values of all lanes, and which are batched, given which operands are batched."""
-        over = frozenset(self.axis_names)
-        plans = self.plans([over if hit else NO_AXES for hit in batched])
-        triples = list(zip(plans, values, _halves(batched[1:])[1], strict=True))
-        results = [plan.of_lanes(x, count, hit) for plan, x, hit in triples]
-        return results, [hit and not plan.sum for plan, _, hit in triples]
-
     def __call__(
         self, keys: Sequence[AnyArray], values: Sequence[AnyArray], vmapped: bool, reverse: int
     ) -> list[AnyArray]:
@@ -247,88 +230,74 @@ class Pending:
         """
 
         # A lane's own number is batched over its `vmap` only: by this the rule knows these lanes from others.
-        # It is made out here because JAX turns what is made inside into one more operand, and then takes one
-        # residual for the next.
+        # It is computed out here because JAX turns a value that is computed inside into one more operand, and
+        # then takes one residual for the next.
         mark = jax.lax.axis_index(self.axis_names[0]) if vmapped else 0
-        return self._derived(vmapped, reverse)(mark, *keys, *values)
+        return self._function(vmapped, reverse)(mark, *keys, *values)
 
-    def _derived(self, vmapped: bool, reverse: int) -> Callable[..., list[AnyArray]]:
-        run = self._pending(vmapped)
-        if reverse and self.reduced_over:
-            return self._in_reverse(run, vmapped, reverse - 1)
-        return self._in_forward(run)
+    def _function(self, vmapped: bool, reverse: int) -> Callable[..., list[AnyArray]]:
+        """The values as they are, by an equation that a rule or a walk decides; with derivatives."""
 
-    def _pending(self, vmapped: bool) -> Callable[..., list[AnyArray]]:
         @custom_vmap
-        def reduced(*operands: AnyArray) -> list[AnyArray]:
+        def pending(*operands: AnyArray) -> list[AnyArray]:
             return list(_halves(operands[1:])[1])
 
-        def rule(count: int, batched: Any, *operands: Any) -> Any:
-            if vmapped and batched[0]:
-                return self.decided_for_lanes(batched, count, _halves(operands[1:])[1])
-            # A `vmap` further in, over another axis: each of its entries is reduced by itself.
-            return reduced(*operands), list(_halves(batched[1:])[1])
+        def rule(
+            count: int, batched: Any, *operands: Any
+        ) -> tuple[Sequence[AnyArray], Sequence[bool]]:
+            values, hits = _halves(operands[1:])[1], _halves(batched[1:])[1]
+            if not (vmapped and batched[0]):
+                # A `vmap` further in, over another axis: each of its entries is reduced by itself.
+                return pending(*operands), list(hits)
+            over = frozenset(self.axis_names)
+            plans = self.plans([over if hit else NO_AXES for hit in batched])
+            results = []
+            for plan, x, hit in zip(plans, values, hits, strict=True):
+                divisor = count if plan.divide else 1
+                part = before_sum(x, divisor)
+                if plan.sum:
+                    part = jnp.sum(part, 0, dtype=part.dtype) if hit else part * count
+                results.append(after_sum(part, x.dtype, divisor))
+            return results, [hit and not plan.sum for plan, hit in zip(plans, hits, strict=True)]
 
-        # By this attribute the walk along the program finds it.
-        rule.pending = self  # type: ignore[attr-defined]
-        reduced.def_vmap(rule)
-        return reduced
+        pending.def_vmap(Rule(rule, pending=self))
 
-    def _in_forward(self, run: Callable[..., list[AnyArray]]) -> Callable[..., list[AnyArray]]:
-        """With a derivative in forward mode: it is linear in the values, and does not depend on the keys."""
-
+        # In forward mode it is linear in the values, and does not depend on the keys.
         @jax.custom_jvp
         def forward(*operands: AnyArray) -> list[AnyArray]:
-            return run(*operands)
+            return pending(*operands)
 
         @forward.defjvp
         def _(primals: Any, tangents: Any) -> Any:
             mark, *operands = primals
             along = _halves(tangents[1:])[1]
             # Where nothing is reduced, derivatives of any order and mode are those of the values.
-            made = forward(mark, *_halves(operands)[0], *along) if self.reduced_over else [*along]
-            return forward(*primals), made
+            keys = _halves(operands)[0]
+            derivative = forward(mark, *keys, *along) if self.reduced_over else [*along]
+            return forward(*primals), derivative
 
-        return forward
+        if not (reverse and self.reduced_over):
+            return forward
 
-    def _in_reverse(
-        self, run: Callable[..., list[AnyArray]], vmapped: bool, still: int
-    ) -> Callable[..., list[AnyArray]]:
-        """With a derivative in reverse mode too: JAX cannot transpose a `custom_vmap` function."""
-        transposed = dataclasses.replace(self, backward=True)
-
+        # JAX cannot transpose a `custom_vmap` function: https://github.com/jax-ml/jax/pull/25259 says why.
+        # So the derivative in reverse mode is written out.
         @jax.custom_vjp
-        def reverse(*operands: AnyArray) -> list[AnyArray]:
-            return run(*operands)
+        def both(*operands: AnyArray) -> list[AnyArray]:
+            return pending(*operands)
 
         def there(mark: Any, *operands: Any) -> Any:
-            return self._derived(vmapped, still)(mark, *operands), (mark, *_halves(operands)[0])
+            outputs = self._function(vmapped, reverse - 1)(mark, *operands)
+            return outputs, (mark, *_halves(operands)[0])
 
         def back(keys: Any, cotangents: Any) -> Any:
-            return (*(None for _ in keys), *transposed._derived(vmapped, still)(*keys, *cotangents))
+            transposed = dataclasses.replace(self, backward=True)
+            outputs = transposed._function(vmapped, reverse - 1)(*keys, *cotangents)
+            return (*(None for _ in keys), *outputs)
 
-        reverse.defvjp(there, back)
-        return reverse
+        both.defvjp(there, back)
+        return both
 
 
 def _halves(operands: Sequence[Operand]) -> tuple[Sequence[Operand], Sequence[Operand]]:
     half = len(operands) // 2
     return operands[:half], operands[half:]
-
-
-def _loss_differs(name: str, axes: Sequence[AxisName], params: Sequence[str]) -> StatemeshError:
-    return error_listing(
-        StatemeshError,
-        f"{_loss(name)} differs over {quoted(axes)}, which axis_name does not name, but all shards there "
-        "share one copy of",
-        params,
-        listed("JAX would sum their gradients over the shards. Write one of", _loss_mends(axes)),
-    )
-
-
-def _loss_counted_twice(axes: Iterable[AxisName]) -> StatemeshError:
-    return StatemeshError(
-        f"value_and_grad: reduce='sum' is to sum the loss over {quoted(axes)}, but it is the same there on "
-        "every shard: the sum would count it once for each shard. If the function has reduced it already, "
-        "write reduce='mean', which leaves such a loss as it is, or leave the axis out of axis_name."
-    )

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 import numpy as np
 
-from .._axes._differing import check_summed, check_sums, has_gradients, has_varying
+from .._axes._differing import check_gradients
 from .._base import _errors as errors
 from .._base._checks import is_shaped
 from .._base._errors import _HASHABLE, _typed, error_listing, listed
@@ -26,7 +26,7 @@ from .._jax import _compat as compat
 from .._jax import _frames as frames
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import Equation, tree_util
-from .._jax._dataflow import names_inside, shard_map_equation, shard_map_recorded
+from .._jax._dataflow import shard_map_equation, shard_map_recorded
 from ._arguments import Call, tokens_at
 from ._lanes import OtherShapes
 from ._placement import check_valued, is_deleted
@@ -216,11 +216,7 @@ class CompiledEntry:
     def _check(self, equation: Equation | None) -> None:
         # What the user's own transformations leave of the program may hold no `shard_map`.
         if equation is not None:
-            names = names_inside(equation)
-            if has_varying(names):
-                check_summed(equation)
-            if has_gradients(names):
-                check_sums(self.program.declared.name, equation)
+            check_gradients(self.program.declared.name, equation)
         self.checked = True
 
     def is_quick(

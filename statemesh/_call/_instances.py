@@ -31,7 +31,7 @@ from ._mesh import by_fields
 from ._placement import Input
 from ._processes import LanesOfProcesses, OwnParts, own_devices
 from ._specs import SpecPlacement
-from ._varying import FromDataflow, FromTypes, Unchecked, VaryingAxes
+from ._varying import FromDataflow, FromTypes, VaryingAxes
 
 
 Layout: TypeAlias = MeshLayout | LaneLayout
@@ -83,7 +83,9 @@ class OnMesh:
 
     def varying(self) -> VaryingAxes:
         """How one run learns which values differ between instances."""
-        return FromTypes(self.axis_names) if self.check_vma else Unchecked(self.axis_names)
+        if self.check_vma:
+            return FromTypes(self.axis_names)
+        return FromDataflow(self.axis_names, is_known=False)
 
     def context(self, traced: bool) -> AbstractContextManager[Any]:
         """The context to call in when another mesh is set than the call's own."""
@@ -363,7 +365,7 @@ class OnDevices(OnMesh):
         return FixedMeshLayout(name, self.mesh, self.axis_names, inputs, donating)
 
     def varying(self) -> VaryingAxes:
-        return FromDataflow(self.axis_names)
+        return FromDataflow(self.axis_names, is_known=True)
 
 
 class OnProcesses(OnDevices):

@@ -1,8 +1,9 @@
 """Which of the entering states each returned state continues."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
+from types import MappingProxyType
 from typing import TypeAlias
 
 import jax
@@ -14,47 +15,36 @@ from .._base._trees import is_state, path_str
 from .._base._types import Key, KeyPath, Leaf, PyTree, PyTreeDef
 from .._jax import _compat as compat
 from .._jax import _jaxprs as jaxprs
-from .._jax._compat import ClosedJaxpr, Equation, Jaxpr, tree_util
-from .._jax._dataflow import Dataflow
+from .._jax._compat import ClosedJaxpr, Equation, tree_util
+from .._jax._dataflow import DataflowOfSets
 from .._jax._jaxprs import REBUILT, Links, link_made
-from .._state._state import NEW, State, Unknown, origin, origins, states_of, with_origins
+from .._state._state import NEW, State, Unknown, origin, origins, with_origins
 
 
 # Numbers of arguments: none where nothing is known, several where it may be any of them.
 Sources: TypeAlias = frozenset[int]
-_NOTHING: Sources = frozenset()
 
 
-class _Continued(Dataflow[Sources]):
+class _Continued(DataflowOfSets[int]):
     """The arguments that a value may continue."""
 
-    nothing = _NOTHING
-
-    def join(self, facts: Iterable[Sources]) -> Sources:
-        return _NOTHING.union(*facts)
-
-    def own_rule(self, eqn: Equation, given: Sequence[Sources]) -> Sequence[Sources] | None:
+    def own_rule(self, eqn: Equation, facts: Sequence[Sources]) -> Sequence[Sources] | None:
         if (link := link_made(eqn)) is None:
             return None
-        new, old = given
+        new, old = facts
         # A `cond` that returns one state or another is rebuilt as the one that its first branch returns.
         return [old | new if link == REBUILT else old]
 
-    def plain(self, eqn: Equation, given: Sequence[Sources]) -> Sequence[Sources]:
+    def plain(self, eqn: Equation, facts: Sequence[Sources]) -> Sequence[Sources]:
         inner = jaxprs.jaxprs_of(eqn)
-        if [(len(j.invars), len(j.outvars)) for j in inner] == [(len(given), len(eqn.outvars))]:
-            return self.through(inner[0], given)
+        if [(len(j.invars), len(j.outvars)) for j in inner] == [(len(facts), len(eqn.outvars))]:
+            return self.through(inner[0], facts)
         if len(eqn.outvars) == 1 and jaxprs.forwards(eqn):
-            return [self.join(given)]
-        return [_NOTHING] * len(eqn.outvars)
+            return [self.join(facts)]
+        return [self.nothing] * len(eqn.outvars)
 
     def stacked(self, part: Sources) -> Sources:
-        return _NOTHING
-
-
-def continued(jaxpr: Jaxpr) -> list[Sources]:
-    """For each result of a jaxpr the arguments that it may continue."""
-    return _Continued().through(jaxpr, [frozenset([i]) for i in range(len(jaxpr.invars))])
+        return self.nothing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -89,37 +79,37 @@ def find_origins(
     **Raises:** `StructureError` where fewer return than fit, and it makes a difference which: to a
     policy, to where the state goes, or to whose buffers are given up when `donating`.
     """
-    by_mark = {id(one.mark): i for i, one in enumerate(entered)}
+    by_mark = {id(entry.mark): i for i, entry in enumerate(entered)}
     # By returned state: the entering ones that it may continue, where the program shows several.
     shown: dict[int, list[int]] = {}
-    by_arrays = {_arrays(one.seen): i for i, one in enumerate(entered) if values(one.seen)}
-    forms: list[Hashable] = [_form(one.seen) for one in entered]
-    found: list[int | None] = []
+    by_arrays = {_arrays(entry.seen): i for i, entry in enumerate(entered) if values(entry.seen)}
+    forms: list[Hashable] = [_form(entry.seen) for entry in entered]
+    sources: list[int | None] = []
     for k, (_, state) in enumerate(returned):
         mark = origin(state)
         i = by_mark.get(id(mark))
         if i is None and (same := by_arrays.get(_arrays(state))) is not None:
             i = same if _form(state) == forms[same] else None
         if i is None and isinstance(mark, Unknown):
-            shown[k] = [by_mark[id(one)] for one in mark.marks if id(one) in by_mark]
-        found.append(i)
+            shown[k] = [by_mark[id(other)] for other in mark.marks if id(other) in by_mark]
+        sources.append(i)
     # The others are compared by their paths with the states that they may continue.
     alike: dict[Hashable, list[int]] = {}
     for i, form in enumerate(forms):
         alike.setdefault(form, []).append(i)
     # Steps of paths as numbers, the last one first: in a large model very many pairs are compared.
     numbers: dict[Key, int] = {}
-    ends = [_numbered(one.keys, numbers) for one in entered]
+    ends = [_numbered(entry.keys, numbers) for entry in entered]
     scores = {
         k: _scores(_numbered(keys, numbers), shown.get(k) or alike.get(_form(state), []), ends)
         for k, (keys, state) in enumerate(returned)
-        if found[k] is None and origin(state) is not NEW
+        if sources[k] is None and origin(state) is not NEW
     }
-    taken = {i for i in found if i is not None}
-    _fill_by_path(scores, found, taken)
-    unsure: list[tuple[str, list[str]]] = []
+    taken = {i for i in sources if i is not None}
+    _fill_by_path(scores, sources, taken)
+    unsure: list[str] = []
     for k, fits in scores.items():
-        if (i := found[k]) is None:
+        if (i := sources[k]) is None:
             continue
         if k in shown:
             # The program shows that it continues one of several; its path only guesses which.
@@ -127,38 +117,48 @@ def find_origins(
             unlike = any(_leave_apart(entered[i], entered[j]) for j in left)
         else:
             left = [j for j, score in fits.items() if score >= fits[i] and j not in taken]
-            unlike = any(donating or _differ(entered[i], entered[j]) for j in left)
+            unlike = any(
+                donating
+                or entered[i].old.reduce is not None
+                or entered[i].placements != entered[j].placements
+                for j in left
+            )
         if unlike:
             path = path_str(returned[k][0], f"{fun_name}(...)")
-            unsure.append((path, [entered[j].path for j in sorted([i, *left])]))
+            several = " or ".join(entered[j].path for j in sorted([i, *left]))
+            unsure.append(f"{path} may be {several}")
     if unsure:
-        raise _unsure_origin(fun_name, unsure)
-    return [None if i is None else entered[i] for i in found]
+        raise error_listing(
+            StructureError,
+            f"{fun_name}: these states differ only in where they came from, and nothing shows which of them "
+            "each result continues",
+            unsure,
+            "That is lost if the branches of a `cond` return different states, or if a loop exchanges them. "
+            "Distinguish them by a name or tag: State(value, name='a'); or write the values into the states "
+            "that came in, after the `cond` or loop: `state.set(new.value)`.",
+        )
+    return [None if i is None else entered[i] for i in sources]
 
 
 def _fill_by_path(
-    scores: Mapping[int, Mapping[int, int]], found: list[int | None], taken: set[int]
+    scores: Mapping[int, Mapping[int, int]], sources: list[int | None], taken: set[int]
 ) -> None:
     """Fill in what is not found yet: the pairs whose paths agree best first, each entering state once."""
     pairs = [(score, k, i) for k, fits in scores.items() for i, score in fits.items()]
     for score, k, i in sorted(pairs, key=lambda pair: (-pair[0], *pair[1:])):
         # Paths without a common end are no evidence, unless there is only one candidate.
-        if found[k] is None and i not in taken and (score > 0 or len(scores[k]) == 1):
-            found[k] = i
+        if sources[k] is None and i not in taken and (score > 0 or len(scores[k]) == 1):
+            sources[k] = i
             taken.add(i)
     for k, fits in scores.items():
         # It may be a state that was returned twice, if at least the last step of its path agrees.
         best = max(fits, key=lambda i: fits[i], default=None)
-        if found[k] is None and best is not None and fits[best] > 1:
-            found[k] = best
+        if sources[k] is None and best is not None and fits[best] > 1:
+            sources[k] = best
 
 
 def _arrays(state: State) -> tuple[int, ...]:
     return tuple(map(id, leaves_of(state)))
-
-
-def _differ(a: Entered, b: Entered) -> bool:
-    return a.old.reduce is not None or a.placements != b.placements
 
 
 def _leave_apart(a: Entered, b: Entered) -> bool:
@@ -172,14 +172,14 @@ def links_for(entered: Sequence[Entered]) -> Links | None:
     `None` where there are no such states.
     """
     alike: dict[Hashable, list[Entered]] = {}
-    for one in entered:
+    for entry in entered:
         # A random state needs no link: its key carries its stream along.
-        if not one.old.always_replicated:
-            alike.setdefault(_form(one.seen), []).append(one)
+        if not entry.old.always_replicated:
+            alike.setdefault(_form(entry.seen), []).append(entry)
     followed = [
         (type(first.seen), first.seen._meta)
         for first, *others in alike.values()
-        if any(_leave_apart(first, one) for one in others)
+        if any(_leave_apart(first, entry) for entry in others)
     ]
     return Links(frozenset(followed)) if followed else None
 
@@ -225,8 +225,50 @@ def has_same_leaves(a: State, b: State) -> bool:
     return len(mine) == len(others) and all(x is y for x, y in zip(mine, others, strict=True))
 
 
-# It takes the place of an array among the leaves of a result: JAX takes a tracer that is kept for a leak.
-_ARRAY = object()
+@dataclasses.dataclass(frozen=True)
+class Skeleton:
+    """A tree whose arrays are taken out, to be made again from these or other arrays.
+
+    It holds none of the arrays: JAX takes a tracer that is kept for a leak.
+
+    **Attributes:**
+
+    - `leaves`: the tree's leaves, with `None` for each array that is taken out.
+    - `marks`: for each state in the tree a mark of the state that it continues.
+    - `positions`: where the arrays stand among the leaves.
+    """
+
+    leaves: list[Leaf]
+    treedef: PyTreeDef
+    marks: list[object]
+    positions: list[int]
+
+    def filled(self, arrays: Sequence[Leaf]) -> PyTree:
+        """The tree with these arrays in it."""
+        leaves = list(self.leaves)
+        for i, x in zip(self.positions, arrays, strict=True):
+            leaves[i] = x
+        return with_origins(self.treedef.unflatten(leaves), self.marks)
+
+
+def taken_apart(
+    tree: PyTree, kept: Mapping[int, Leaf] = MappingProxyType({})
+) -> tuple[Skeleton, list[Array]]:
+    """A tree as its skeleton and its arrays.
+
+    **Arguments:**
+
+    - `kept`: by the identity of an array the one that stays in the skeleton for it. JAX returns other arrays
+        for results that are arguments: so arguments are not to be results.
+    """
+    leaves, treedef = tree_util.tree_flatten(tree)
+    leaves = [kept.get(id(x), x) for x in leaves]
+    stays = {id(x) for x in kept.values()}
+    positions = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and id(x) not in stays]
+    arrays = [leaves[i] for i in positions]
+    for i in positions:
+        leaves[i] = None
+    return Skeleton(leaves, treedef, origins(tree), positions), arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,33 +277,14 @@ class Traced:
 
     **Attributes:**
 
-    - `closed`: its jaxpr, from the arrays among the leaves of the operands to those among the leaves of the
-        result.
-    - `given`: the arrays among the leaves of the operands.
-    - `leaves`: the leaves of the result, with a placeholder for each array.
-    - `treedef`: the structure of the result.
-    - `marks`: for each state in the result a mark of the state that it continues.
+    - `closed`: its jaxpr, from the arrays in the operands to those in the result.
+    - `arguments`: the arrays in the operands.
+    - `skeleton`: the result without its arrays.
     """
 
     closed: ClosedJaxpr
-    given: list[Array]
-    leaves: list[Leaf]
-    treedef: PyTreeDef
-    marks: list[object]
-
-    def result(self, made: Sequence[Array]) -> PyTree:
-        """The function's result, from the arrays that its program has made."""
-        outputs = iter(made)
-        leaves = [next(outputs) if x is _ARRAY else x for x in self.leaves]
-        return with_origins(self.treedef.unflatten(leaves), self.marks)
-
-    def remembered(self, result: PyTree) -> PyTree:
-        """The result of another run of the function, its states marked with what they continue."""
-        found = origins(result)
-        if len(found) != len(self.marks):
-            return result
-        pairs = zip(found, self.marks, strict=True)
-        return with_origins(result, [new if old is None else old for old, new in pairs])
+    arguments: list[Array]
+    skeleton: Skeleton
 
 
 def trace(
@@ -277,35 +300,38 @@ def trace(
     - `mark`: names the axes along which the program will be walked; `None` for none.
     - `links`: for the states that the function is given, where it matters which of them its results continue.
     """
-    flat, treedef = tree_util.tree_flatten(operands)
-    arrays_at = [i for i, x in enumerate(flat) if isinstance(x, jax.Array)]
-    given = [flat[i] for i in arrays_at]
-    marks = origins(operands)
-    results: list[
-        tuple[list[Leaf], PyTreeDef, list[object], list[bool | None], list[tuple[bool, int]]]
-    ] = []
+    inside, arguments = taken_apart(operands)
+    results: list[tuple[Skeleton, list[tuple[range, bool | None]]]] = []
 
     def traced(*arrays: Array) -> list[Array]:
-        inside = list(flat)
-        for i, x in zip(arrays_at, arrays, strict=True):
-            inside[i] = x
-        with nullcontext() if links is None else links.made():
-            result = fun(*with_origins(treedef.unflatten(inside), marks))
-        leaves, structure = tree_util.tree_flatten(result)
-        rebuilt = [_rebuilt(node, links) for node in states_of(result)]
-        shown = [_ARRAY if isinstance(x, jax.Array) else x for x in leaves]
-        results[:] = [(shown, structure, origins(result), rebuilt, _arrays_of(result))]
-        return [x for x in leaves if isinstance(x, jax.Array)]
+        with nullcontext() if links is None else links.linking():
+            result = fun(*inside.filled(arrays))
+        skeleton, outputs = taken_apart(result)
+        states = _states_and_arrays(result)
+        results[:] = [(skeleton, [(at, _rebuilt(state, links)) for state, at in states])]
+        return outputs
 
     bound: list[compat.FollowedAxes | compat.FollowedStates] = [] if mark is None else [mark]
     if links is not None:
         bound.append(compat.FollowedStates())
-    closed = compat.trace_marked(traced, given, bound)
-    ((leaves, structure, found, rebuilt, nodes),) = results
-    program = Traced(closed, given, leaves, structure, found)
-    if links is None or None not in found:
-        return program
-    return dataclasses.replace(program, marks=_recovered(program, operands, rebuilt, nodes))
+    closed = compat.trace_marked(traced, arguments, bound)
+    ((skeleton, returned),) = results
+    if links is not None and None in skeleton.marks:
+        marks = _recovered(closed, skeleton.marks, operands, returned)
+        skeleton = dataclasses.replace(skeleton, marks=marks)
+    return Traced(closed, arguments, skeleton)
+
+
+def _states_and_arrays(tree: PyTree) -> list[tuple[State, range]]:
+    """Each state of a tree, with the numbers of its arrays among all arrays of the tree."""
+    states = []
+    start = 0
+    for node in tree_util.tree_leaves(tree, is_leaf=is_state):
+        arrays = [x for x in tree_util.tree_leaves(node) if isinstance(x, jax.Array)]
+        if is_state(node):
+            states.append((node, range(start, start + len(arrays))))
+        start += len(arrays)
+    return states
 
 
 def _rebuilt(state: State, links: Links | None) -> bool | None:
@@ -315,50 +341,24 @@ def _rebuilt(state: State, links: Links | None) -> bool | None:
     return state._meta.token is not None
 
 
-def _arrays_of(tree: PyTree) -> list[tuple[bool, int]]:
-    """For each State, and each leaf outside of States: whether it is a State, and how many arrays it has."""
-    return [
-        (is_state(node), sum(isinstance(x, jax.Array) for x in tree_util.tree_leaves(node)))
-        for node in tree_util.tree_leaves(tree, is_leaf=is_state)
-    ]
-
-
 def _recovered(
-    program: Traced,
+    closed: ClosedJaxpr,
+    marks: Sequence[object],
     operands: Sequence[PyTree],
-    rebuilt: Sequence[bool | None],
-    nodes: Sequence[tuple[bool, int]],
+    returned: Sequence[tuple[range, bool | None]],
 ) -> list[object]:
     """The marks of the result's states. That of a State that JAX made is read off the program's links."""
-    marks_at: list[object] = []
-    for node in tree_util.tree_leaves(operands, is_leaf=is_state):
-        arrays = [x for x in tree_util.tree_leaves(node) if isinstance(x, jax.Array)]
-        marks_at += [origin(node) if is_state(node) else None] * len(arrays)
-    sources = iter(continued(jaxprs.open_jaxpr(program.closed)))
-    marks = iter(zip(program.marks, rebuilt, strict=True))
-    found: list[object] = []
-    for stateful, number in nodes:
-        of = frozenset[int]().union(*(next(sources) for _ in range(number)))
-        if not stateful:
-            continue
-        mark, by_jax = next(marks)
+    marks_at = {i: origin(state) for state, at in _states_and_arrays(operands) for i in at}
+    program = jaxprs.open_jaxpr(closed)
+    sources = _Continued().through(program, [frozenset([i]) for i in range(len(program.invars))])
+    recovered: list[object] = []
+    for mark, (at, by_jax) in zip(marks, returned, strict=True):
         if mark is None and by_jax is not None:
-            several = dict.fromkeys(marks_at[i] for i in sorted(of) if marks_at[i] is not None)
+            arguments = sorted(frozenset[int]().union(*(sources[k] for k in at)))
+            several = dict.fromkeys(marks_at[i] for i in arguments if marks_at.get(i) is not None)
             if len(several) == 1:
                 (mark,) = several
             elif several or by_jax:
                 mark = Unknown(tuple(several))
-        found.append(mark)
-    return found
-
-
-def _unsure_origin(name: str, unsure: Sequence[tuple[str, Sequence[str]]]) -> StructureError:
-    return error_listing(
-        StructureError,
-        f"{name}: these states differ only in where they came from, and nothing shows which of them each "
-        "result continues",
-        [f"{path} may be {' or '.join(several)}" for path, several in unsure],
-        "That is lost if the branches of a `cond` return different states, or if a loop exchanges them. "
-        "Distinguish them by a name or tag: State(value, name='a'); or write the values into the states "
-        "that came in, after the `cond` or loop: `state.set(new.value)`.",
-    )
+        recovered.append(mark)
+    return recovered

@@ -103,7 +103,7 @@ class PerShard:
         def enter_all(*olds: State) -> list[State]:
             return list(map(self._enter, units, olds, placements))
 
-        seen = varying.call(enter_all, olds)
+        seen = varying.run(enter_all, olds)
         entered: list[Entered] = []
         for unit, old, new, places, numbers in zip(
             units, olds, seen, placements, inputs, strict=True
@@ -403,7 +403,7 @@ class _Leaving:
             return all_left(pairs, over)
 
         pairs = [(written.state, written.entered and written.entered.old) for written in writing]
-        states: list[State] = self.varying.call(leave_all, pairs)
+        states: list[State] = self.varying.run(leave_all, pairs)
         merged: list[Written] = []
         for written, state in zip(writing, states, strict=True):
             auxiliary = len(leaves_of(state)) - len(written.placements)

@@ -6,7 +6,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from traceback import walk_tb
 from types import FrameType
@@ -81,6 +81,11 @@ def unreduced_type(aval: object) -> Axes:
     return frozenset(getattr(mark, "unreduced", ()))
 
 
+def referred_type(kind: Any) -> Any:
+    """The type of the array that a reference of this type refers to; of any other type the type itself."""
+    return getattr(kind, "inner_aval", kind)
+
+
 def made_by(x: Leaf) -> tuple[Equation, int] | None:
     """The equation that made a traced value, and the number of the value among its results.
 
@@ -91,16 +96,6 @@ def made_by(x: Leaf) -> tuple[Equation, int] | None:
     eqn, var = getattr(x, "parent", None), getattr(x, "val", None)
     outvars = getattr(eqn, "outvars", ())
     return next(((eqn, i) for i, result in enumerate(outvars) if result is var), None)
-
-
-def recorded_value(x: Leaf) -> Leaf:
-    """What is recorded of a value that a `vmap` or a derivative traces, and of any other the value itself."""
-    while is_tracer(x) and made_by(x) is None:
-        inner = getattr(x, "primal", getattr(x, "val", None))
-        if not is_tracer(inner):
-            break
-        x = inner
-    return x
 
 
 def under_jit() -> bool:
@@ -231,25 +226,37 @@ def with_argument_type(info: jax.stages.ArgInfo, kind: Any) -> jax.stages.ArgInf
 
 
 # An eager `vmap` or `grad` has concrete arrays inside its tracers, and what runs under it is compiled for the
-# devices of these arrays. JAX has no public question for them, so we read the tracers' attributes: `primal`
-# is the value in the tracer of a derivative, `val` the one in the tracer of a `vmap`, which alone has a
-# `batch_dim`.
+# devices of these arrays. JAX has no public question for them, so we read the tracers' attributes.
+
+
+def layers(x: Leaf) -> Iterator[Leaf]:
+    """A value; and if a `vmap` or a derivative traces it the value in its tracer, and so on inwards.
+
+    `primal` is the value in the tracer of a derivative, `val` the one in the tracer of a `vmap`, which alone
+    has a `batch_dim`.
+    """
+    yield x
+    while is_tracer(x):
+        x = getattr(x, "primal", getattr(x, "val", None))
+        yield x
 
 
 def is_batched(x: Leaf) -> bool:
     """Whether an eager `vmap` traces `x`, within eager derivatives or not."""
-    while is_tracer(x):
-        if hasattr(x, "batch_dim"):
-            return True
-        x = getattr(x, "primal", None)
-    return False
+    return any(hasattr(layer, "batch_dim") for layer in layers(x))
 
 
 def concrete_value(x: Leaf) -> Leaf:
     """The array inside the tracers of eager transformations, with all lanes of a `vmap`; else no array."""
-    while is_tracer(x):
-        x = getattr(x, "primal", getattr(x, "val", None))
-    return x
+    *_, innermost = layers(x)
+    return innermost
+
+
+def recorded_value(x: Leaf) -> Leaf:
+    """What is recorded of a value that a `vmap` or a derivative traces, and of any other the value itself."""
+    tracers = [layer for layer in layers(x) if is_tracer(layer)]
+    recorded = (layer for layer in tracers if made_by(layer) is not None)
+    return next(recorded, tracers[-1] if tracers else x)
 
 
 def onto_devices(x: Leaf, mesh: Mesh | AbstractMesh) -> Leaf:

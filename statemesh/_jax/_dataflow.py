@@ -1,13 +1,11 @@
 """Walks along a jaxpr and all jaxprs that it runs, and the equations that they look for."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
-from .._base._specs import written_axes
-from .._base._types import Axes, AxisName
 from . import _compat as compat
 from . import _jaxprs as jaxprs
 from ._compat import Equation, Jaxpr, Operand
@@ -21,36 +19,16 @@ def shard_map_equation(jaxpr: AnyJaxpr) -> Equation | None:
 
 def shard_map_recorded(outputs: Iterable[Any]) -> Equation | None:
     """The same of a `shard_map` that has just been recorded into an outer jaxpr, by its outputs."""
-    for x in outputs:
-        # What transforms the recorded program (`grad`, `vmap`) holds the tracer that records it.
-        while compat.is_tracer(x):
-            if (made := compat.made_by(x)) is not None:
-                return made[0] if made[0].primitive.name == "shard_map" else None
-            x = getattr(x, "primal", getattr(x, "val", None))
+    # What transforms the recorded program (`grad`, `vmap`) holds the tracer that records it.
+    for layer in (layer for x in outputs for layer in compat.layers(x)):
+        if (maker := compat.made_by(layer)) is not None:
+            return maker[0] if maker[0].primitive.name == "shard_map" else None
     return None
-
-
-def names_inside(eqn: Equation) -> set[str]:
-    """The names that the program of a `shard_map` gives to values."""
-    body = jaxprs.open_jaxpr(eqn.params["jaxpr"])
-    return {name for one in jaxprs.equations(body) if (name := jaxprs.name_given(one))}
-
-
-def split_over(eqn: Equation) -> list[Axes]:
-    """The axes over which each operand of a `shard_map` is split."""
-    specs = eqn.params["in_specs"]
-    return [frozenset(name for names in written_axes(spec) for name in names) for spec in specs]
-
-
-def sizes_mapped(eqn: Equation) -> dict[AxisName, int]:
-    """The axes over which a `shard_map` maps, with their sizes."""
-    return {name: eqn.params["mesh"].shape[name] for name in eqn.params["newly_manual_axes"]}
 
 
 # Primitives whose one result is their one operand but for its sign, dtype, shape or type.
 _UNSCALED = (
     "pvary",
-    "pcast",
     "name",
     "copy",
     "neg",
@@ -67,10 +45,8 @@ def divisor(eqn: Equation) -> int | None:
     1 where the constant is another one, or where the equation changes no more than the dtype, shape or type.
     `None` where it does anything else.
     """
-    name, literals = (
-        eqn.primitive.name,
-        [v for v in eqn.invars if isinstance(v, compat.core.Literal)],
-    )
+    name = eqn.primitive.name
+    literals = [v for v in eqn.invars if isinstance(v, compat.core.Literal)]
     if name in _UNSCALED:
         return 1
     if name not in ("mul", "div") or len(literals) != 1 or np.ndim(literals[0].val) != 0:
@@ -108,11 +84,11 @@ class Dataflow(Generic[Fact]):
         """What is known of a value that may be any of several."""
         raise NotImplementedError
 
-    def plain(self, eqn: Equation, given: Sequence[Fact]) -> Sequence[Fact]:
+    def plain(self, eqn: Equation, facts: Sequence[Fact]) -> Sequence[Fact]:
         """The facts of the results of an equation that runs no other jaxpr."""
         raise NotImplementedError
 
-    def own_rule(self, eqn: Equation, given: Sequence[Fact]) -> Sequence[Fact] | None:
+    def own_rule(self, eqn: Equation, facts: Sequence[Fact]) -> Sequence[Fact] | None:
         """The same of any equation, before the jaxprs that it runs are looked at; `None` to look at them."""
         return None
 
@@ -139,12 +115,12 @@ class Dataflow(Generic[Fact]):
         """The fact about an array that a `scan` stacks, from that about the result of one step."""
         return part
 
-    def through(self, jaxpr: Jaxpr, given: Sequence[Fact]) -> list[Fact]:
+    def through(self, jaxpr: Jaxpr, facts: Sequence[Fact]) -> list[Fact]:
         """The facts of a jaxpr's results."""
-        known: dict[Operand, Fact] = dict(zip(jaxpr.invars, given, strict=True))
+        known: dict[Operand, Fact] = dict(zip(jaxpr.invars, facts, strict=True))
         for eqn in jaxpr.eqns:
-            found, _ = self.equation(eqn, [self.fact(known, atom) for atom in eqn.invars])
-            for var, fact in zip(eqn.outvars, found, strict=True):
+            results, _ = self.equation(eqn, [self.fact(known, atom) for atom in eqn.invars])
+            for var, fact in zip(eqn.outvars, results, strict=True):
                 known[var] = self.result(var, fact)
         return [self.fact(known, atom) for atom in jaxpr.outvars]
 
@@ -153,45 +129,45 @@ class Dataflow(Generic[Fact]):
         return self.nothing if jaxprs.is_literal(atom) else known.get(atom, self.nothing)
 
     def equation(
-        self, eqn: Equation, given: Sequence[Fact]
+        self, eqn: Equation, facts: Sequence[Fact]
     ) -> tuple[Sequence[Fact], Sequence[Body[Fact]]]:
         """The facts of an equation's results; and the jaxprs that it runs, with those of their arguments."""
-        if (found := self.own_rule(eqn, given)) is not None:
-            return found, []
+        if (results := self.own_rule(eqn, facts)) is not None:
+            return results, []
         match jaxprs.control_flow(eqn):
             case ("call", jaxpr):
-                return self.through(jaxpr, given), [(jaxpr, given)]
+                return self.through(jaxpr, facts), [(jaxpr, facts)]
             case ("cond", branches):
-                return self._cond(eqn.invars[0], branches, given[0], given[1:])
+                return self._cond(eqn.invars[0], branches, facts[0], facts[1:])
             case ("while", cond, body, cond_consts, body_consts):
-                return self._while(cond, body, cond_consts, body_consts, given)
+                return self._while(cond, body, cond_consts, body_consts, facts)
             case ("scan", body, consts, carry):
-                return self._scan(body, consts, carry, given)
-        return self.plain(eqn, given), []
+                return self._scan(body, consts, carry, facts)
+        return self.plain(eqn, facts), []
 
     def _cond(
         self,
         predicate: Operand,
         branches: Sequence[Jaxpr],
         of_predicate: Fact,
-        given: Sequence[Fact],
+        facts: Sequence[Fact],
     ) -> tuple[list[Fact], list[Body[Fact]]]:
-        results = zip(*(self.through(branch, given) for branch in branches), strict=True)
+        results = zip(*(self.through(branch, facts) for branch in branches), strict=True)
         returned = zip(*map(arguments_returned, branches), strict=True)
         same = [None not in numbers and len(set(numbers)) == 1 for numbers in returned]
         joined = [self.join(each) for each in results]
-        found = self.chosen(predicate, of_predicate, joined, same)
-        return found, [(branch, given) for branch in branches]
+        chosen = self.chosen(predicate, of_predicate, joined, same)
+        return chosen, [(branch, facts) for branch in branches]
 
     def _while(
-        self, cond: Jaxpr, body: Jaxpr, cond_consts: int, body_consts: int, given: Sequence[Fact]
+        self, cond: Jaxpr, body: Jaxpr, cond_consts: int, body_consts: int, facts: Sequence[Fact]
     ) -> tuple[list[Fact], list[Body[Fact]]]:
         first = cond_consts + body_consts
-        carry = list(given[first:])
+        carry = list(facts[first:])
         same = [k == body_consts + i for i, k in enumerate(arguments_returned(body))]
         while True:
-            of_cond = [*given[:cond_consts], *carry]
-            of_body = [*given[cond_consts:first], *carry]
+            of_cond = [*facts[:cond_consts], *carry]
+            of_body = [*facts[cond_consts:first], *carry]
             (stop,) = self.through(cond, of_cond)
             after = self.chosen(cond.outvars[0], stop, self.through(body, of_body), same)
             grown = [self.join(pair) for pair in zip(carry, after, strict=True)]
@@ -200,17 +176,29 @@ class Dataflow(Generic[Fact]):
             carry = grown
 
     def _scan(
-        self, body: Jaxpr, consts: int, carries: int, given: Sequence[Fact]
+        self, body: Jaxpr, consts: int, carries: int, facts: Sequence[Fact]
     ) -> tuple[list[Fact], list[Body[Fact]]]:
-        carry = list(given[consts : consts + carries])
-        parts = list(map(self.part, given[consts + carries :]))
+        carry = list(facts[consts : consts + carries])
+        parts = list(map(self.part, facts[consts + carries :]))
         while True:
-            of_body = [*given[:consts], *carry, *parts]
+            of_body = [*facts[:consts], *carry, *parts]
             after = self.through(body, of_body)
             grown = [self.join(pair) for pair in zip(carry, after[:carries], strict=True)]
             if grown == carry:
                 return [*carry, *map(self.stacked, after[carries:])], [(body, of_body)]
             carry = grown
+
+
+Item = TypeVar("Item", bound=Hashable)
+
+
+class DataflowOfSets(Dataflow[frozenset[Item]]):
+    """A walk that knows a set of each value: of one that may be any of several the sets of all of them."""
+
+    nothing: frozenset[Item] = frozenset()
+
+    def join(self, facts: Iterable[frozenset[Item]]) -> frozenset[Item]:
+        return self.nothing.union(*facts)
 
 
 def arguments_returned(jaxpr: Jaxpr) -> list[int | None]:
@@ -243,21 +231,21 @@ class _Forwarded(Dataflow[_Same]):
         first, *others = set(facts)
         return None if others else first
 
-    def plain(self, eqn: Equation, given: Sequence[_Same]) -> Sequence[_Same]:
-        return given if jaxprs.made_varying(eqn) else [None] * len(eqn.outvars)
+    def plain(self, eqn: Equation, facts: Sequence[_Same]) -> Sequence[_Same]:
+        return facts if jaxprs.made_varying(eqn) else [None] * len(eqn.outvars)
 
-    def own_rule(self, eqn: Equation, given: Sequence[_Same]) -> Sequence[_Same] | None:
+    def own_rule(self, eqn: Equation, facts: Sequence[_Same]) -> Sequence[_Same] | None:
         if self.own_derivatives or not jaxprs.with_own_derivative(eqn):
             return None
         return [None] * len(eqn.outvars)
 
     def _scan(
-        self, body: Jaxpr, consts: int, carries: int, given: Sequence[_Same]
+        self, body: Jaxpr, consts: int, carries: int, facts: Sequence[_Same]
     ) -> tuple[list[_Same], list[Body[_Same]]]:
         self.loops += 1
-        found = super()._scan(body, consts, carries, given)
+        results = super()._scan(body, consts, carries, facts)
         self.loops -= 1
-        return found
+        return results
 
     def part(self, whole: _Same) -> _Same:
         return None if whole is None else (whole, self.loops)
@@ -274,8 +262,8 @@ def _whole(fact: _Same) -> int | None:
 
 def forwarded(jaxpr: Jaxpr) -> list[int | None]:
     """For each result of a jaxpr the number of the argument whose value it is, if it is one unchanged."""
-    found = _Forwarded(own_derivatives=True).through(jaxpr, range(len(jaxpr.invars)))
-    return list(map(_whole, found))
+    numbers = _Forwarded(own_derivatives=True).through(jaxpr, range(len(jaxpr.invars)))
+    return list(map(_whole, numbers))
 
 
 def sources(x: Any, seen: dict[int, tuple[Any, list[int | None]]]) -> Iterator[Any]:
@@ -284,12 +272,12 @@ def sources(x: Any, seen: dict[int, tuple[Any, list[int | None]]]) -> Iterator[A
 
     **Arguments:**
 
-    - `x`: the value; of any other thing there is no more than itself.
+    - `x`: the value. For anything that is not traced it gives that thing alone.
     - `seen`: what earlier calls found of equations: empty at first.
     """
     yield x
-    while (made := compat.made_by(x)) is not None:
-        eqn, result = made
+    while (maker := compat.made_by(x)) is not None:
+        eqn, result = maker
         if id(eqn) not in seen:
             walk = _Forwarded(own_derivatives=False)
             operands, _ = walk.equation(eqn, range(len(eqn.invars)))

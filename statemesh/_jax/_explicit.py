@@ -39,8 +39,7 @@ def type_of(x: object) -> Any:
     """The type of an array, or of the array that a reference refers to; `None` for anything else."""
     if not isinstance(x, jax.Array | jax.Ref | jax.core.Tracer):
         return None
-    kind = jax.typeof(x)
-    return getattr(kind, "inner_aval", kind)
+    return compat.referred_type(jax.typeof(x))
 
 
 def is_explicitly_typed(x: object) -> bool:
@@ -94,15 +93,15 @@ def left_by_vmap(mesh: Mesh | AbstractMesh, names: Sequence[AxisName]) -> tuple[
     A `vmap` whose operand is split over Explicit axes takes these axes for its lanes. JAX tells which ones it
     has taken only inside a map, so we trace an empty one.
     """
-    found: list[AxisName] = []
+    left: list[AxisName] = []
 
     def look() -> Array:
         taken = compat.manual_axes(jax.sharding.get_abstract_mesh())
-        found.extend(name for name in names if name in taken)
+        left.extend(name for name in names if name in taken)
         return jax.numpy.zeros(())
 
     jax.eval_shape(jax.shard_map(look, mesh=mesh, in_specs=(), out_specs=PartitionSpec()))
-    return tuple(found)
+    return tuple(left)
 
 
 def off_explicit_axes(x: ShapedArray, mesh: Mesh | AbstractMesh) -> Array:

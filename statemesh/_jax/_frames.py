@@ -50,7 +50,7 @@ def leave_out_own(error: BaseException) -> None:
         return
     seen: list[BaseException] = []
     at: BaseException | None = error
-    while at is not None and not any(at is one for one in seen):
+    while at is not None and not any(at is other for other in seen):
         seen.append(at)
         if mode == "tracebackhide":
             for frame, _ in walk_tb(at.__traceback__):

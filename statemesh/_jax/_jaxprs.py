@@ -1,5 +1,7 @@
 """Traced programs: what their equations do, how to change and run them, and links in them."""
 
+import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,13 +21,37 @@ from ._compat import ClosedJaxpr, Equation, Jaxpr, Operand, core, tree_util
 
 AnyJaxpr: TypeAlias = Jaxpr | ClosedJaxpr
 
-_SUMS = ("psum", "psum2", "psum_invariant", "unreduced_psum")
+_SUMS = ("psum", "psum_invariant", "unreduced_psum")
 _GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced")
 _JOINING = (*_SUMS, *_GATHERS, "pmax", "pmin", "unreduced_pmax", "unreduced_pmin")
-# By this attribute of its rule a call is found that reduces many arrays by few collectives.
-JOINS = "joins"
-# They change only the type: over which axes a value may differ.
-_VARYING = ("pvary", "pcast")
+# It changes only the type: over which axes a value may differ.
+_VARYING = "pvary"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rule:
+    """A rule for `custom_vmap` that says what its function does, because the jaxpr does not show it.
+
+    **Attributes:**
+
+    - `exchanged_over`, `joined_over`: the axes over which instances get anything from each other; and those
+        over which all of them get the same.
+    - `joins`: whether the function reduces many arrays by few collectives.
+    - `pending`: a reduction of a loss that is to be decided.
+    """
+
+    run: Callable[..., Any]
+    exchanged_over: Axes = NO_AXES
+    joined_over: Axes = NO_AXES
+    joins: bool = False
+    pending: Any = None
+
+    def __call__(self, size: int, batched: Sequence[bool], *operands: Any) -> Any:
+        return self.run(size, batched, *operands)
+
+
+# That of equations whose jaxprs show what they do.
+_NO_RULE = Rule(lambda size, batched, *operands: (operands, batched))
 
 
 def open_jaxpr(jaxpr: AnyJaxpr) -> Jaxpr:
@@ -102,8 +128,7 @@ def collective(eqn: Equation) -> tuple[Axes, Axes]:
     A collective of unknown name is taken to make them differ.
     """
     # Our own collectives over lanes are calls whose rule says it.
-    by_rule: Axes = getattr(rule_of(eqn), "joined_over", NO_AXES)
-    if by_rule:
+    if by_rule := rule_of(eqn).joined_over:
         return by_rule, NO_AXES
     names = frozenset(
         name
@@ -147,11 +172,11 @@ def name_given(eqn: Equation) -> str | None:
 
 def forwards(eqn: Equation) -> bool:
     """Whether an equation's one result is its one operand, but for its dtype or type."""
-    return eqn.primitive.name in ("name", "copy", "copy_p", "convert_element_type", *_VARYING)
+    return eqn.primitive.name in ("name", "copy", "convert_element_type", _VARYING)
 
 
-# Each result comes of the operand with its number.
-_ONE_BY_ONE = (*_JOINING, *_VARYING, "optimization_barrier", "device_put")
+# Each result depends on the operand with its number only.
+_ONE_BY_ONE = (*_JOINING, _VARYING, "optimization_barrier", "device_put")
 
 
 def operands_of_results(eqn: Equation) -> list[Iterable[int]]:
@@ -182,7 +207,7 @@ def mapped_by_rule(eqn: Equation) -> Jaxpr | None:
     `None` also for one that has another form, `apart`, and for one whose rule exchanges values between lanes.
     """
     rule = rule_of(eqn)
-    if rule is None or hasattr(rule, JOINS) or hasattr(rule, "exchanged_over"):
+    if not _is_mapped_by_rule(eqn) or rule.joins or rule.exchanged_over:
         return None
     return open_jaxpr(eqn.params["call"])
 
@@ -194,11 +219,10 @@ def exchanged_over(jaxpr: Jaxpr) -> Axes:
 
 def exchanged_by(eqn: Equation) -> Axes:
     """The axes over which the instances get anything from each other by one equation."""
-    if eqn.primitive.name in ("axis_index", *_VARYING):
+    if eqn.primitive.name in ("axis_index", _VARYING):
         return NO_AXES
     # Our own functions with a rule for `vmap` say themselves what they exchange: their jaxprs do not show it.
-    by_rule: Axes = getattr(rule_of(eqn), "exchanged_over", NO_AXES)
-    return by_rule.union(*collective(eqn), *map(exchanged_over, jaxprs_of(eqn)))
+    return rule_of(eqn).exchanged_over.union(*collective(eqn), *map(exchanged_over, jaxprs_of(eqn)))
 
 
 def calls_back(eqn: Equation) -> bool:
@@ -208,12 +232,18 @@ def calls_back(eqn: Equation) -> bool:
 
 def made_varying(eqn: Equation) -> Axes:
     """The axes over which an equation types its operand as varying, leaving its value as it is."""
-    return frozenset(eqn.params.get("axes", ())) if eqn.primitive.name in _VARYING else NO_AXES
+    return frozenset(eqn.params.get("axes", ())) if eqn.primitive.name == _VARYING else NO_AXES
 
 
-def rule_of(eqn: Equation) -> Callable[..., Any] | None:
-    """The rule of a call of a `custom_vmap` function, `None` for any other equation."""
-    return eqn.params["rule"] if eqn.primitive.name == "custom_vmap_call" else None
+def rule_of(eqn: Equation) -> Rule:
+    """The rule of a call of a `custom_vmap` function of ours; one that says nothing for other equations."""
+    # JAX has wrapped it by `functools.update_wrapper`.
+    rule = inspect.unwrap(eqn.params["rule"]) if _is_mapped_by_rule(eqn) else None
+    return rule if isinstance(rule, Rule) else _NO_RULE
+
+
+def _is_mapped_by_rule(eqn: Equation) -> bool:
+    return eqn.primitive.name == "custom_vmap_call"
 
 
 def apart(eqn: Equation) -> Jaxpr | None:
@@ -221,12 +251,12 @@ def apart(eqn: Equation) -> Jaxpr | None:
 
     `None` for any other equation.
     """
-    if not getattr(rule_of(eqn), JOINS, False):
+    if not rule_of(eqn).joins:
         return None
     body = open_jaxpr(eqn.params["call"])
-    one = next(e for e in body.eqns if e.params.keys() & {"axes", "axis_name"})
+    single = next(e for e in body.eqns if e.params.keys() & {"axes", "axis_name"})
     pairs = zip(list[Any](body.invars), list[Any](body.outvars), strict=True)
-    return with_equations(body, [one.replace(invars=[x], outvars=[y]) for x, y in pairs])
+    return with_equations(body, [single.replace(invars=[x], outvars=[y]) for x, y in pairs])
 
 
 def with_own_derivative(eqn: Equation) -> bool:
@@ -252,16 +282,16 @@ def inputs_read(jaxpr: AnyJaxpr) -> list[bool]:
 def with_jaxprs(eqn: Equation, new: Mapping[int, Jaxpr]) -> Equation:
     """An equation that runs other jaxprs, each given under the `id` of the one that it replaces."""
 
-    def one(value: Any) -> Any:
+    def replaced(value: Any) -> Any:
         if isinstance(value, tuple):
-            return tuple(map(one, value)) if any(map(_is_jaxpr, value)) else value
+            return tuple(map(replaced, value)) if any(map(_is_jaxpr, value)) else value
         if not _is_jaxpr(value):
             return value
         opened = open_jaxpr(value)
-        found = new.get(id(opened), opened)
-        return found if opened is value else value.replace(jaxpr=found)
+        inner = new.get(id(opened), opened)
+        return inner if opened is value else value.replace(jaxpr=inner)
 
-    return eqn.replace(params={name: one(value) for name, value in eqn.params.items()})
+    return eqn.replace(params={name: replaced(value) for name, value in eqn.params.items()})
 
 
 def with_equations(jaxpr: Jaxpr, eqns: Sequence[Equation]) -> Jaxpr:
@@ -295,10 +325,10 @@ def runs(jaxpr: Jaxpr) -> Callable[..., list[Array]]:
 
 def run_jaxpr(closed: ClosedJaxpr, arrays: Sequence[ArrayLike]) -> list[Array]:
     """The results of a traced program, as arrays even where they are constants of it."""
-    made = core.jaxpr_as_fun(closed)(*arrays)
+    outputs = core.jaxpr_as_fun(closed)(*arrays)
     return [
         x if isinstance(x, jax.Array) else jax.numpy.asarray(x, aval.dtype)
-        for x, aval in zip(made, closed.out_avals, strict=True)
+        for x, aval in zip(outputs, closed.out_avals, strict=True)
     ]
 
 
@@ -322,7 +352,7 @@ class Links:
         self._made: dict[object, tuple[Any, Sequence[Any]]] = {}
 
     @contextmanager
-    def made(self) -> Iterator[None]:
+    def linking(self) -> Iterator[None]:
         """Within this context every new State is linked to the one that it continues."""
         mark = _active.set(self)
         try:
@@ -413,9 +443,9 @@ def run_varying(closed: ClosedJaxpr, arrays: Sequence[Array]) -> list[Array]:
     """
     over = NO_AXES.union(*map(compat.varying, arrays))
 
-    def run(jaxpr: Jaxpr, consts: Sequence[ArrayLike], given: Sequence[Array]) -> list[Array]:
+    def run(jaxpr: Jaxpr, consts: Sequence[ArrayLike], arguments: Sequence[Array]) -> list[Array]:
         known: dict[Operand, ArrayLike] = dict(
-            zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *given], strict=True)
+            zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True)
         )
 
         def value(atom: Operand) -> Array:
@@ -426,11 +456,11 @@ def run_varying(closed: ClosedJaxpr, arrays: Sequence[Array]) -> list[Array]:
             operands = list(map(value, eqn.invars))
             match control_flow(eqn):
                 case ("call", inner):
-                    made = run(inner, _consts_of(eqn), operands)
+                    outputs = run(inner, _consts_of(eqn), operands)
                 case _:
-                    found = _in_place(eqn, operands)
-                    made = list(found) if eqn.primitive.multiple_results else [found]
-            known.update(zip(eqn.outvars, made, strict=True))
+                    result = _in_place(eqn, operands)
+                    outputs = list(result) if eqn.primitive.multiple_results else [result]
+            known.update(zip(eqn.outvars, outputs, strict=True))
         return list(map(value, jaxpr.outvars))
 
     return run(open_jaxpr(closed), closed.consts, arrays)
@@ -441,12 +471,12 @@ def _in_place(eqn: Equation, operands: Sequence[Array]) -> Any:
     reduce: dict[str, Callable[..., Array]] = {"psum": jnp.sum, "pmax": jnp.max, "pmin": jnp.min}
     if (of_numpy := reduce.get(eqn.primitive.name)) is None:
         return eqn.primitive.bind(*operands, **eqn.params)
-    made = [of_numpy(x, axis=eqn.params["axes"]) for x in operands]
-    return made if eqn.primitive.multiple_results else made[0]
+    outputs = [of_numpy(x, axis=eqn.params["axes"]) for x in operands]
+    return outputs if eqn.primitive.multiple_results else outputs[0]
 
 
 def _consts_of(eqn: Equation) -> Sequence[ArrayLike]:
     """The constants that a called jaxpr is closed over."""
     called = (eqn.params.get(name) for name in ("jaxpr", "call_jaxpr"))
     consts = (getattr(jaxpr, "consts", None) for jaxpr in called)
-    return next((found for found in consts if found is not None), ())
+    return next((held for held in consts if held is not None), ())

@@ -13,7 +13,7 @@ from .._base._checks import check_flag, check_names
 from .._base._trees import is_state, unpacked
 from .._base._types import Dtype, Filter, Leaf, PyTree, SeveralAxes
 from .._call._packed import packed_as
-from .._grad._loss import trainable
+from .._grad import trainable
 from .._state._module import Module, field
 from .._state._state import LongTermState, ShortTermState
 from ._running import AveragedWeights, RunningMean, check_alike, check_number, check_numeric, moved

@@ -82,8 +82,9 @@ def test_every_error_is_found_by_its_words() -> None:
     headings = [plain(row) for row in rows if row.startswith("##")]
     count, missing = 0, []
     for module in ERRORS:
-        for function in ast.parse(module.read_text()).body:
-            if not isinstance(function, ast.FunctionDef):
+        for function in ast.walk(ast.parse(module.read_text())):
+            # An attribute that is missing or cannot be set is said in the words of Python.
+            if not isinstance(function, ast.FunctionDef) or function.name.endswith("attr__"):
                 continue
             assigned = [node for node in ast.walk(function) if isinstance(node, ast.Assign)]
             variables = {ast.unparse(node.targets[0]): node.value for node in assigned}

@@ -284,3 +284,13 @@ def test_aux_comes_back_by_its_own_spec() -> None:
     got = over_mesh(both, "4", True, out=out_specs)(net, X)
     ((loss_wanted, aux_wanted), new), grads = plain(loss, has_aux=True)(net, X)
     check(got, ((((loss_wanted, aux_wanted), new), grads), ((grads, aux_wanted), new)))
+
+
+def test_a_message_names_axes_in_the_order_of_the_mesh() -> None:
+    def exchanged(w: Any) -> Any:
+        return (w * jax.lax.psum(w, ("y", "x"))).sum(), w
+
+    split = P(("x", "y"))
+    mapped = sm.shard_map(lambda w: sm.grad(exchanged)(w)[0], make_mesh("2x2"), split, split)
+    with pytest.raises(sm.StatemeshError, match="varies over 'x', 'y', which axis_name does not"):
+        mapped(jnp.ones(4))

@@ -1,0 +1,1096 @@
+"""Gradients of functions of a model, reduced across shards exactly once; at once or in microbatches."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TypeAlias, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._axes._differing import all_axes, crossed, name_varying, whole_over
+from ._axes._joined import widened
+from ._axes._mesh_and_lanes import (
+    IN_MICROBATCHES,
+    MICROBATCHES,
+    bound_names,
+    gradients_around,
+    inside_microbatches,
+    meshes_and_lanes,
+    varying_over,
+)
+from ._axes._reduction import Pending, Reduction, reduce_on_mesh
+from ._base import _errors as errors
+from ._base._checks import (
+    check_flag,
+    check_function,
+    check_names,
+    is_array,
+    is_inexact,
+    is_key,
+    is_shaped,
+)
+from ._base._errors import (
+    DivergedStateError,
+    StatemeshError,
+    StructureError,
+    _loss,
+    error_listing,
+    filter_str,
+    first_paths,
+    kind_str,
+    listed,
+    quoted,
+)
+from ._base._trees import describe, fun_name, is_state, path_str, positional_names
+from ._base._types import (
+    NO_AXES,
+    NUMBERS,
+    Array,
+    Axes,
+    AxisName,
+    Dtype,
+    Filter,
+    Fun,
+    FunOf,
+    KeyPath,
+    Leaf,
+    Params,
+    PyTree,
+    ReduceLoss,
+    Result,
+    SeveralAxes,
+    Size,
+)
+from ._call._arguments import inside_modules
+from ._call._origins import (
+    Entered,
+    Skeleton,
+    find_origins,
+    has_same_leaves,
+    leaves_of,
+    taken_apart,
+    values,
+)
+from ._call._packed import members, shapes_of, with_models
+from ._call._per_shard import all_left, checked_state, filled
+from ._call._varying import FromTypes
+from ._jax import _compat as compat
+from ._jax import _explicit as explicit
+from ._jax import _jaxprs as jaxprs
+from ._jax._compat import Jaxpr, tree_util
+from ._jax._dataflow import forwarded
+from ._jax._frames import without_own_frames
+from ._jax._jaxprs import run_varying, traced_outside
+from ._state._filters import to_predicate
+from ._state._random import again
+from ._state._state import ParamState, State, mark_origin, origin, origins
+from ._state._values import strong
+
+
+def value_and_grad(
+    fun: FunOf[Params, Result],
+    *,
+    wrt: Filter = None,
+    axis_name: SeveralAxes = None,
+    reduce: ReduceLoss = "mean",
+    has_aux: bool = False,
+    microbatches: Size | None = None,
+) -> Callable[Params, tuple[Result, PyTree]]:
+    """A function that evaluates a loss, the new model, and the gradient of the loss, reduced exactly once.
+
+    Inside a mapped call every shard has a loss of its own, of its rows. With `axis_name` the loss that is
+    returned, and whose gradient is taken, is the mean (or sum) of the shards' over those axes. The numbers
+    are the same with `check_vma` on and off, in lanes, and unsharded.
+
+    A parameter that is the same on all shards gets the whole gradient. One that is split over an axis, of
+    `axis_name` or not, keeps its own part of the gradient there. Over mesh axes that are not in `axis_name`
+    the loss must be the same on all shards, as where each has a part of the parameters and `jax.lax.psum`
+    has joined what they made. Lanes that are not in `axis_name` each have the gradient of their own loss, and
+    so have shards with parameters of their own, as long as no gradient passes from one to another.
+
+    The loss may have gradients in it, to any order. In the loss of one that names an axis another one that
+    does not has the gradient of this shard's own loss.
+
+    **Arguments:**
+
+    - `fun`: `fun(model, *args, **kwargs) -> (loss, model)`, the loss a real scalar of floating dtype.
+    - `wrt`: what to differentiate: a filter of states, to which arrays outside any State are shown as well.
+        Left out: every `ParamState` and every array of floats (or complex numbers) outside any State.
+    - `axis_name`: the mesh axes or lanes, one name or several, over which the loss is taken together. Outside
+        any mapped call they mean one shard.
+    - `reduce`: `'mean'` or `'sum'` of the shards' losses. A loss that is the same on all shards over an axis,
+        because `fun` reduced it, is taken as it is by `'mean'`; `'sum'` refuses to count it again.
+    - `has_aux`: whether `fun` returns `((loss, aux), model)`.
+    - `microbatches`: into how many parts the rows of a shard are split, to run `fun` on one part after the
+        other in the memory of one; left out, it runs on all rows at once. Rows are the leading axis of
+        every array in the positional arguments after the model; part `i` holds every `microbatches`-th row
+        from row `i` on, and all parts share the keyword arguments. Each part sees the model as it was
+        before. What the parts write to states is merged by the states' own policies, as what shards write
+        is; `RandomState.rows` counts rows over parts and shards alike. Losses and gradients are summed in
+        float32 at least, and reduced over `axis_name` once. Arrays in `aux` come stacked, one for each
+        part.
+
+    **Returns:** a function of the same arguments that returns `((loss, model), grads)`, with `has_aux`
+    `(((loss, aux), model), grads)`. `grads` has the model's structure: in place of a state or array that was
+    differentiated its gradient, of the same shapes and dtypes, in place of everything else `None`. So
+    `equinox.apply_updates` and Optax take it; see `trainable`.
+
+    **Raises:** `StructureError` where there is nothing to differentiate, where `wrt` picks what cannot be,
+    or where `fun` does not return a scalar loss and a model; `StatemeshError` for an axis name that is not
+    bound inside a mapped call, and for a loss that differs over a mesh axis that is not in `axis_name`, or
+    comes there of what gradients pass through from one to another. With `microbatches` also `StructureError`
+    for arrays without rows or with a number of rows that it does not divide, and `DivergedStateError` for a
+    state without a policy that the parts write differently.
+
+    !!! example
+
+        ```python
+        >>> import equinox as eqx, jax, jax.numpy as jnp, statemesh as sm
+        >>> model = {"w": sm.ParamState(jnp.ones(3)), "steps": sm.State(0)}
+        >>> def loss_fn(model, x):
+        ...     loss = ((x @ model["w"].value) ** 2).mean()
+        ...     return loss, {**model, "steps": model["steps"].set(model["steps"].value + 1)}
+        >>> step = sm.value_and_grad(loss_fn, axis_name="data")
+        >>> (loss, model), grads = step(model, jnp.eye(3))
+        >>> grads
+        {'steps': None, 'w': ParamState(float32[3])}
+        >>> updates = jax.tree.map(lambda g: -0.1 * g, grads)
+        >>> eqx.apply_updates(model, updates)["w"].value
+        Array([0.93333334, 0.93333334, 0.93333334], dtype=float32)
+
+        ```
+
+    Where types say what varies (`shard_map` with `check_vma`), the parameters are made varying over
+    `axis_name` while `fun` runs, so that JAX does not sum their gradient by itself. A state that `fun` writes
+    from parameters alone varies then too, and needs `reduce='mean'`.
+    """
+    if reduce not in ("mean", "sum"):
+        raise errors.unknown_choice("value_and_grad: reduce", reduce, ("mean", "sum"))
+    check_function("value_and_grad", fun)
+    check_names("value_and_grad", axis_name)
+    check_flag("value_and_grad", "has_aux", has_aux)
+    if microbatches is not None and (type(microbatches) is not int or microbatches < 1):
+        raise StatemeshError(
+            "value_and_grad: microbatches must be a positive int, or None for all rows at once, but is "
+            f"{microbatches!r}."
+        )
+    to_predicate(wrt)
+    name = fun_name(fun)
+    loss_fun = LossFunction(fun, has_aux, name)
+
+    @without_own_frames
+    def value_and_grads(model: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        parts = Parts("value_and_grad", model, wrt, positional_names(fun, 1)[0])
+        scope = Scope(name, axis_name, reduce == "mean", parts)
+        with _mesh_of(tree_util.tree_leaves((model, args, kwargs))):
+            if microbatches is None:
+                evaluated = at_once(loss_fun, scope, parts, args, kwargs)
+            else:
+                evaluated = in_microbatches(
+                    loss_fun, scope, parts, model, args, kwargs, microbatches
+                )
+        loss, grads = scope.reduced(evaluated)
+        aux, model = evaluated.result
+        return ((loss, aux) if has_aux else loss, model), parts.tree(grads)
+
+    value_and_grads.__name__ = value_and_grads.__qualname__ = f"value_and_grad_of_{name}"
+    return cast(Fun, value_and_grads)
+
+
+def grad(
+    fun: FunOf[Params, PyTree],
+    *,
+    wrt: Filter = None,
+    axis_name: SeveralAxes = None,
+    reduce: ReduceLoss = "mean",
+    has_aux: bool = False,
+    microbatches: Size | None = None,
+) -> Callable[Params, tuple[PyTree, PyTree]]:
+    """As `value_and_grad`, without the loss.
+
+    **Arguments:** those of `value_and_grad`.
+
+    **Returns:** a function of the arguments of `fun` that returns `(grads, model)`, with `has_aux`
+    `((grads, aux), model)`.
+
+    !!! example
+
+        ```python
+        >>> import jax.numpy as jnp, statemesh as sm
+        >>> def loss_fn(w, x):
+        ...     return ((x * w) ** 2).mean(), w
+        >>> grads, _ = sm.grad(loss_fn)(jnp.ones(2), jnp.arange(2.0))
+        >>> grads
+        Array([0., 1.], dtype=float32)
+
+        ```
+    """
+    both = value_and_grad(
+        fun,
+        wrt=wrt,
+        axis_name=axis_name,
+        reduce=reduce,
+        has_aux=has_aux,
+        microbatches=microbatches,
+    )
+
+    @without_own_frames
+    def grads_of(model: PyTree, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        (value, model), grads = both(model, *args, **kwargs)
+        return (grads, value[1]) if has_aux else grads, model
+
+    grads_of.__name__ = grads_of.__qualname__ = f"grad_of_{fun_name(fun)}"
+    return cast(Fun, grads_of)
+
+
+def _mesh_of(values: Iterable[Leaf]) -> PyTree:
+    """A context with the mesh whose Explicit axes type these arrays, if no mesh is set.
+
+    JAX cannot differentiate such arrays without it.
+    """
+    if compat.current_trace(()) is not compat.TOP_LEVEL or compat.context_mesh() is not None:
+        return nullcontext()
+    typed = (x.sharding.mesh for x in values if explicit.is_explicitly_typed(x))
+    mesh = next(typed, None)
+    return nullcontext() if mesh is None else compat.in_mesh(mesh, traced=False)
+
+
+def trainable(model: PyTree, wrt: Filter = None) -> PyTree:
+    """The part of a model that `value_and_grad` differentiates, in the structure of its `grads`.
+
+    It is what an optimizer is initialised with. Its states keep their kinds and specs, and so do those in
+    the optimizer's slots: they lie where the parameters lie. Of a `Packed` it is a `Packed`.
+
+    **Arguments:**
+
+    - `model`: any pytree.
+    - `wrt`: as for `value_and_grad`.
+
+    **Returns:** the model with `None` in place of everything else.
+
+    **Raises:** `StructureError` where there is nothing to differentiate, or where `wrt` picks what cannot be.
+
+    !!! example
+
+        ```python
+        >>> import jax.numpy as jnp, statemesh as sm
+        >>> sm.trainable({"w": sm.ParamState(jnp.ones(3)), "steps": sm.State(0)})
+        {'steps': None, 'w': ParamState(float32[3])}
+
+        ```
+    """
+    parts = Parts("trainable", model, wrt, "model")
+    return parts.tree(parts.params)
+
+
+class Parts:
+    """A model's leaves, and which of them are differentiated."""
+
+    def __init__(self, what: str, model: PyTree, wrt: Filter, root: str) -> None:
+        leaves, treedef = tree_util.tree_flatten(model)
+        # Filters see the packed states, but the buffers that hold them are differentiated.
+        shown, hits = _picked(what, with_models(model, shapes_of), wrt, root)
+        units, _ = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
+        self.paths: list[str] = []
+        positions: list[int] = []
+        torn: list[str] = []
+        start = 0
+        for (path, unit), made_of in zip(units, members(model), strict=True):
+            unit_leaves = tree_util.tree_leaves(unit)
+            picked = [shown[k][0] for k in made_of if hits[k]]
+            left = [shown[k][0] for k in made_of if not hits[k]]
+            chosen = [
+                k for k, x in enumerate(unit_leaves, start) if picked and _is_differentiable(x)
+            ]
+            if chosen and left:
+                torn.append(f"picked: {first_paths(picked)}; not picked: {first_paths(left)}")
+            name = shown[made_of[0]][0] if len(made_of) == 1 else path_str(path, root)
+            self.paths += [name] * len(chosen)
+            positions += chosen
+            start += len(unit_leaves)
+        if torn:
+            raise error_listing(
+                StructureError,
+                f"{what}: wrt={filter_str(wrt)} picks only some of the states that share a packed buffer, "
+                "and a buffer has one gradient",
+                torn,
+                "Take the gradient inside the mapped call, which sees the model, or pass the model itself to "
+                "this call: `packed.unpack()`.",
+            )
+        if not positions:
+            values = [f"{path}: {describe(unit)}" for path, unit in shown if _is_shown(unit)]
+            text = f"{what}: wrt={filter_str(wrt)} picks nothing in the model. It has"
+            if wrt is None:
+                text = (
+                    f"{what}: the model has no ParamState of floating or complex numbers, and no such array "
+                    "outside States. It has"
+                )
+            if not values:
+                raise StructureError(f"{text} no states and no arrays.")
+            raise error_listing(StructureError, text, values)
+        # The model, to be filled with other arrays in place of those that are differentiated.
+        self.model = Skeleton(leaves, treedef, origins(model), positions)
+        self.params = [leaves[k] for k in positions]
+
+    def tree(self, values: Sequence[Leaf]) -> PyTree:
+        """The model's tree with `values` in place of what is differentiated, and `None` elsewhere."""
+        chosen = dict(zip(self.model.positions, values, strict=True))
+        leaves = [chosen.get(k) for k in range(len(self.model.leaves))]
+        one = lambda unit: unit if tree_util.tree_leaves(unit) else None
+        return tree_util.tree_map(one, self.model.treedef.unflatten(leaves), is_leaf=is_state)
+
+
+def _picked(
+    what: str, model: PyTree, wrt: Filter, root: str
+) -> tuple[list[tuple[str, PyTree]], list[bool]]:
+    """The units of a model with their paths, and for each whether it is differentiated."""
+    hit = _is_trained if wrt is None else to_predicate(wrt, model)
+    units, hits = [], []
+    flat, _ = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
+    for (path, unit), inside in zip(flat, inside_modules(model), strict=True):
+        offered = _is_shown(unit) or (_is_number(unit) and not inside)
+        units.append((path_str(path, root), unit))
+        hits.append(bool(offered and hit(path, unit)))
+    impossible = [
+        f"{path}: {describe(unit)}"
+        for (path, unit), picked in zip(units, hits, strict=True)
+        if picked and not any(map(_is_differentiable, tree_util.tree_leaves(unit)))
+    ]
+    if impossible and wrt is not None:
+        raise error_listing(
+            StructureError,
+            f"{what}: wrt picks values that hold no floating or complex numbers",
+            impossible,
+            "Let it pick parameters, as `wrt=sm.ParamState` does; sm.filters.All, Any and Not join several "
+            "filters.",
+        )
+    return units, hits
+
+
+def _is_trained(path: KeyPath, unit: PyTree) -> bool:
+    return isinstance(unit, ParamState) or (not is_state(unit) and _is_differentiable(unit))
+
+
+def _is_number(x: Leaf) -> bool:
+    """Whether `x` is a Python number that can be differentiated: a mapped call makes an array of it."""
+    return type(x) in (float, complex)
+
+
+def _is_differentiable(x: Leaf) -> bool:
+    return _is_number(x) or is_inexact(x)
+
+
+def _is_shown(unit: PyTree) -> bool:
+    return is_state(unit) or is_array(unit)
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluated:
+    """The loss of one shard and its gradients, not reduced over shards yet.
+
+    **Attributes:**
+
+    - `result`: a pair of auxiliary values (or `None`) and the new model.
+    - `crossed`: gives the axes over which the gradients hold parts of other shards' losses.
+    - `program`: traces the function.
+    - `dtypes`: those in which the gradients and the loss leave, if they are others than their own.
+    """
+
+    loss: Array
+    grads: list[Leaf]
+    result: tuple[PyTree, PyTree]
+    crossed: Callable[[], Axes]
+    program: Callable[[], Jaxpr]
+    dtypes: Sequence[Dtype] | None = None
+
+
+class Scope:
+    """Bound axes, grouped by how we learn over which of them a value differs."""
+
+    def __init__(self, name: str, axis_name: SeveralAxes, mean: bool, parts: Parts) -> None:
+        self.params = parts.params
+        named = frozenset(bound_names("value_and_grad", axis_name))
+        self.reduction = Reduction(named, mean, name, tuple(parts.paths))
+        bound = compat.bound_axis_names()
+        meshes, self.lanes = meshes_and_lanes(bound)
+        self.entry = named, frozenset(bound)
+        self.from_types = tuple(n for n in meshes if compat.varying(jax.lax.axis_index(n)))
+        self.types = FromTypes(self.from_types)
+        self.from_dataflow = compat.axes_from_dataflow()
+        from_dataflow = [name for mark in self.from_dataflow for name in mark.axis_names]
+        unknown = [name for name in meshes if name not in (*self.from_types, *from_dataflow)]
+        if from_dataflow and (self.from_types or unknown):
+            checked = [name for name in self.from_types if name not in from_dataflow]
+            inner, outer = (
+                ("checks", "does not")
+                if checked
+                else ("does not check", "does, or is run by JAX itself")
+            )
+            apart = unknown or from_dataflow
+            raise StatemeshError(
+                f"{_split_unknown(apart)} the map over {quoted(checked or from_dataflow)} {inner} what "
+                f"varies, and stands inside the map over {quoted(apart)}, which {outer}. Use "
+                "`statemesh.shard_map` for both, and leave check_vma at its default."
+            )
+        if unknown:
+            raise StatemeshError(
+                f"{_split_unknown(unknown)} this map does not check what varies, and is run by JAX itself or "
+                "with jit=False. Use `statemesh.shard_map` (without jit=False), or leave check_vma at its "
+                "default."
+            )
+        around = NO_AXES.union(*(names for names, _ in gradients_around.get()))
+        if twice := named & around & frozenset(self.from_types):
+            axes = quoted(self._in_order(twice))
+            raise StatemeshError(
+                f"value_and_grad: inside the loss of another value_and_grad over {axes}, it cannot reduce "
+                "over the same axes: there each shard has its own parameters, which may differ. Leave "
+                "axis_name out inside, for the gradient of this shard's own loss."
+            )
+        # Inside the loss of one shard, each shard has parameters of its own.
+        self.separate = around - named
+        self.cast_over = (named | around) & frozenset(self.from_types)
+
+    @contextmanager
+    def casting(self) -> Iterator[None]:
+        """Entered while the function runs on cast parameters: their types do not tell how they are split."""
+        token = gradients_around.set((*gradients_around.get(), self.entry))
+        try:
+            yield
+        finally:
+            gradients_around.reset(token)
+
+    def cast(self, params: Sequence[Leaf]) -> list[Leaf]:
+        """The parameters, typed so that JAX gives each shard its own gradient."""
+        over = self._in_order(self.cast_over)
+        return [compat.vary(x, over) for x in params] if over else list(params)
+
+    def restored(self, arrays: Sequence[Leaf], program: Callable[[], Jaxpr]) -> list[Leaf]:
+        """The results of the function, with the original parameter in place of each that is a cast one.
+
+        A parameter that passes through `jax.jit` or `jax.checkpoint` comes back as another array. Only the
+        jaxpr of the function tells whether it is the same one.
+
+        **Arguments:**
+
+        - `arrays`: the arrays in the results, after the loss.
+        - `program`: traces the function, from the parameters to the loss and these arrays.
+        """
+        cast = self.cast_over
+        forms = {(x.shape, x.dtype) for x in self.params if cast - compat.varying(x)}
+        if not any((x.shape, x.dtype) in forms and cast <= compat.varying(x) for x in arrays):
+            return list(arrays)
+        sources = forwarded(program())[1:]
+        pairs = zip(arrays, sources, strict=True)
+        return [x if k is None else self.params[k] for x, k in pairs]
+
+    def pulled(
+        self, pull: Callable[..., PyTree], loss: Leaf
+    ) -> tuple[list[Leaf], Callable[[], Axes]]:
+        """JAX's gradients, and a function that gives the axes over which they hold parts of other losses.
+
+        JAX gives the gradient of the sum of all instances' losses. It is the gradient of an instance's own
+        loss where no cotangent passes from one instance to another on its way back.
+        """
+        cotangent = compat.vary(jnp.ones((), loss.dtype), compat.varying(loss))
+        traced = functools.cache(lambda: jax.make_jaxpr(pull)(cotangent))
+        over = functools.cache(lambda: crossed(jaxprs.open_jaxpr(traced())))
+        if self.lanes or self.from_dataflow:
+            return jaxprs.run_jaxpr(traced(), [cotangent]), over
+        (grads,) = pull(cotangent)
+        return grads, over
+
+    def asks_what_crosses(self, loss: Leaf) -> bool:
+        """Whether the reduction of this loss depends on what passes from one instance to another."""
+        apart = self._varying(loss) - self.reduction.named
+        return bool(self.lanes or self.from_dataflow or apart)
+
+    def reduced(self, evaluated: Evaluated) -> tuple[Leaf, list[Leaf]]:
+        """The loss and its gradients, reduced over all axes."""
+        loss, crossed, name = evaluated.loss, evaluated.crossed, self.reduction.name
+        values = [*evaluated.grads, loss]
+        # Over these axes types do not tell what differs: a `Pending` is decided by a `vmap` or by a walk.
+        lanes = [((lane,), True, True) for lane in self.lanes]
+        walked = [(mark.axis_names, mark.lanes, False) for mark in self.from_dataflow]
+        for axis_names, are_lanes, vmapped in (*lanes, *walked):
+            over = crossed()
+            if inside := self.separate & over:
+                raise _loss_exchanged_inside(name, sorted(inside, key=str))
+            separate = (
+                self.separate | (frozenset(axis_names) - over) if are_lanes else self.separate
+            )
+            if left := tuple(
+                n for n in axis_names if n in self.reduction.named or n not in separate
+            ):
+                pending = Pending(self.reduction, left, are_lanes, over)
+                # A derivative taken outside of a map differentiates what was decided inside.
+                within = [names for _, names in gradients_around.get() if names.issuperset(left)]
+                values = pending([*self.params, loss], values, vmapped, reverse=len(within))
+        if self.from_types:
+            axes, over = frozenset(self.from_types), self._varying(loss)
+            pairs = zip(self.params, self.reduction.params, strict=True)
+            params = [self._param_varying(x, path) | (self.separate & axes) for x, path in pairs]
+            self.reduction.check(over, params, self.from_types)
+            # Over these axes each shard has a loss and parameters of its own.
+            apart = over - self.reduction.named
+            if apart and (shared := apart & crossed()):
+                if inside := shared & self.separate:
+                    raise _loss_exchanged_inside(name, self._in_order(inside))
+                raise errors.loss_exchanged(name, self._in_order(shared))
+            # JAX's types let the cotangent of a loss that all shards share pass to each of them without an
+            # error.
+            same = (self.separate & axes) - over
+            if same and (inside := same & jaxprs.exchanged_over(evaluated.program())):
+                raise _loss_exchanged_inside(name, self._in_order(inside))
+            plans = [self.reduction.typed(param, over, axes) for param in params]
+            plans.append(self.reduction.of_loss(over, axes))
+            values = self.reduction.with_names(reduce_on_mesh(values, plans, self.from_types))
+        if evaluated.dtypes is not None:
+            narrowed = zip(values, evaluated.dtypes, strict=True)
+            values = [x.astype(dtype) for x, dtype in narrowed]
+        *grads, loss = values
+        return loss, grads
+
+    def _varying(self, x: Leaf) -> Axes:
+        """The mesh axes over which a value may differ, by its type or by what is recorded of it."""
+        (axes,) = self.types.of([x])
+        return axes
+
+    def _param_varying(self, x: Leaf, path: str) -> Axes:
+        """The same of a parameter. One that `all_gather` made whole has a type that varies, yet one value.
+
+        A parameter that was cast to vary is one that each shard has for itself: the author asked for it.
+        """
+        axes = self._varying(x)
+        reduced = self._in_order(self.reduction.named & compat.varying(x))
+        if not reduced:
+            return axes
+        whole = whole_over(self.types.recorded.of(x)) if compat.under_jit() else NO_AXES
+        name_varying(x, reduced, whole, path)
+        return axes - whole
+
+    def _in_order(self, axes: Axes) -> tuple[AxisName, ...]:
+        return tuple(name for name in self.from_types if name in axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class LossFunction:
+    """The function that a user gave, which returns a loss and a model.
+
+    **Attributes:**
+
+    - `name`: what messages call it.
+    """
+
+    fun: Fun
+    has_aux: bool
+    name: str
+
+    def __call__(
+        self, model: PyTree, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    ) -> tuple[Array, tuple[PyTree, PyTree]]:
+        """The loss, and a pair of auxiliary values (or `None`) and the model."""
+        returned = self.fun(model, *args, **kwargs)
+        expected = "((loss, aux), model)" if self.has_aux else "(loss, model)"
+        if not _is_pair(returned) or (self.has_aux and not _is_pair(returned[0])):
+            kind = kind_str(returned)
+            if isinstance(returned, tuple):
+                kind = f"a tuple of {', '.join(map(kind_str, returned))}" if returned else "()"
+            text = f"value_and_grad: {self.name} must return {expected}, but returned {kind}."
+            if not self.has_aux:
+                text += (
+                    " If it writes no state, return the model as it came in; if it returns more, pass "
+                    "`has_aux=True` and return ((loss, aux), model)."
+                )
+            raise StructureError(text)
+        value, new = returned
+        (root,) = positional_names(self.fun, 1)
+        before, after = _paths(model, root), _paths(new, root)
+        if before != after:
+            missing = [f"{path} is missing" for path in before if path not in after]
+            added = [f"{path} is new" for path in after if path not in before]
+            is_shown = new is None or isinstance(new, int | float | str)
+            what = repr(new) if is_shown else f"a {type(new).__name__}"
+            raise error_listing(
+                StructureError,
+                f"value_and_grad: {self.name} must return {expected} with the model that it was given, a "
+                f"{type(model).__name__}, but returned {what} in its place",
+                [*missing, *added],
+                "Return the model as it came in, or with what was written to its states. What else is "
+                "returned goes beside the loss: pass `has_aux=True` and return ((loss, aux), model).",
+            )
+        loss, aux = value if self.has_aux else (value, None)
+        if isinstance(loss, np.ndarray | np.generic | float):
+            loss = jnp.asarray(loss)
+        is_array = isinstance(loss, jax.Array)
+        if not is_array or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
+            raise StructureError(
+                f"{_loss(self.name)} must be one real floating number, but is {describe(loss)}. Reduce it: "
+                "`loss.mean()`."
+            )
+        return loss, (aux, new)
+
+
+def at_once(
+    fun: LossFunction,
+    scope: Scope,
+    parts: Parts,
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+) -> Evaluated:
+    """Evaluate the function on its arguments as they are."""
+    leaves = (*parts.model.leaves, *tree_util.tree_leaves((args, kwargs)))
+    arguments = {id(x): x for x in leaves}
+    results: list[Skeleton] = []
+
+    def run(params: list[Leaf]) -> tuple[Array, PyTree]:
+        return fun(parts.model.filled(params), args, kwargs)
+
+    def local(params: list[Leaf]) -> tuple[Array, list[Array]]:
+        loss, rest = run(params)
+        kept = arguments | {id(x): old for x, old in zip(params, parts.params, strict=True)}
+        skeleton, arrays = taken_apart(rest, kept)
+        results[:] = [skeleton]
+        return loss, arrays
+
+    with scope.casting():
+        params = scope.cast(parts.params)
+        loss, pull, arrays = jax.vjp(local, params, has_aux=True)
+        grads, crossed = scope.pulled(pull, loss)
+    (result,) = results
+
+    def loss_and_made(params: list[Leaf]) -> tuple[Array, list[Array]]:
+        # The same results as of the first run, even if JAX now gives other arrays for some of the arguments.
+        loss, rest = run(params)
+        leaves = tree_util.tree_leaves(rest)
+        return loss, [jnp.asarray(leaves[i]) for i in result.positions]
+
+    # Few cases need it, and only these trace it.
+    program = functools.cache(lambda: jaxprs.open_jaxpr(jax.make_jaxpr(loss_and_made)(params)))
+    return Evaluated(loss, grads, result.filled(scope.restored(arrays, program)), crossed, program)
+
+
+def _paths(model: PyTree, root: str) -> list[str]:
+    """The paths of a model's states, and of its leaves outside of them."""
+    flat, _ = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
+    return [path_str(keys, root) for keys, _ in flat]
+
+
+def _is_pair(x: Leaf) -> bool:
+    return isinstance(x, tuple) and len(x) == 2
+
+
+def _split_unknown(axes: Sequence[AxisName]) -> str:
+    return (
+        f"value_and_grad cannot know over which of {quoted(axes)} the parameters are split, on which their "
+        "gradients depend:"
+    )
+
+
+def _loss_exchanged_inside(name: str, axes: Sequence[AxisName]) -> StatemeshError:
+    return StatemeshError(
+        f"value_and_grad: inside the loss of another value_and_grad over {quoted(axes)}, the loss that "
+        f"{name} returns depends on what the shards exchange over the same axes. There each shard has its "
+        "own parameters, which may differ. Return this shard's own loss, without a collective over "
+        f"{quoted(axes)}."
+    )
+
+
+_NAMES = (MICROBATCHES,)
+_DIFFERS = frozenset(_NAMES)
+
+
+def in_microbatches(
+    fun: LossFunction,
+    scope: Scope,
+    parts: Parts,
+    model: PyTree,
+    args: tuple[PyTree, ...],
+    kwargs: dict[str, PyTree],
+    count: int,
+) -> Evaluated:
+    """Evaluate the function on one microbatch after the other.
+
+    One microbatch is traced. Its program shows which results depend on its rows or on its number, and may
+    differ from one microbatch to the next: these are stacked. The others are kept once. The loss and the
+    gradients are summed up.
+    """
+    if inside_microbatches():
+        raise StatemeshError(
+            f"value_and_grad: the microbatches of {fun.name} stand inside those of another value_and_grad. "
+            "Split the rows once: leave `microbatches` out inside, and give the outer one the product of "
+            "both."
+        )
+    batch, rows = _split_rows(fun, args, count)
+    entering = _Entering(fun.fun, model, kwargs, count)
+    arguments = {id(x): x for x in tree_util.tree_leaves((model, args, kwargs))}
+    params = scope.cast(parts.params)
+    results: list[tuple[Skeleton, Skeleton, list[_Continued], Axes]] = []
+
+    def microbatch(params: list[Leaf], pieces: list[Leaf]) -> tuple[Array, list[Leaf], list[Array]]:
+        returned: list[tuple[Skeleton, Skeleton, list[_Continued]]] = []
+
+        def local(params: list[Leaf]) -> tuple[Array, list[Array]]:
+            seen, keywords = entering.seen(parts.model.filled(params), pieces[len(rows) :])
+            loss, (aux, new) = fun(seen, batch.filled(pieces[: len(rows)]), keywords)
+            new, continued = entering.continued(fun.name, new)
+            kept = arguments | {id(x): old for x, old in zip(params, parts.params, strict=True)}
+            aux, aux_arrays = taken_apart(_left(aux), kept)
+            new, new_arrays = taken_apart(new, kept)
+            returned[:] = [(aux, new, continued)]
+            return loss, [*aux_arrays, *new_arrays]
+
+        loss, pull, arrays = jax.vjp(local, params, has_aux=True)
+        grads, crossed = scope.pulled(pull, loss)
+        results[:] = [(*returned[0], crossed() if scope.asks_what_crosses(loss) else NO_AXES)]
+        return loss, grads, arrays
+
+    with scope.casting():
+        first = [
+            *(x[:, 0] for x in rows),
+            *((again(x) if is_key(x) else x)[0] for x in entering.parts),
+        ]
+        closed = compat.trace_marked(microbatch, [params, first], [IN_MICROBATCHES])
+    ((aux, new, continued, crossed),) = results
+    program = jaxprs.open_jaxpr(closed)
+    facts = all_axes(program, [*[NO_AXES] * len(params), *[_DIFFERS] * len(first)])
+    differs = [bool(axes & _DIFFERS) for axes in facts]
+    if not scope.reduction.mean and count > 1 and not differs[0]:
+        raise StatemeshError(
+            f"{_loss(fun.name)} is the same in every microbatch: reduce='sum' would count it once for each. "
+            "Compute it from the rows, or write reduce='mean', which leaves such a loss as it is."
+        )
+    # The program's results are the loss and the gradients, which are summed; auxiliary arrays, which are
+    # stacked; and arrays of the model, which are stacked if they differ. Keys are stacked too, because there
+    # are no zeros of them for a loop to start with.
+    avals = closed.out_avals
+    summed = 1 + len(params)
+    of_model = summed + len(aux.positions)
+    is_key_result = [jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) for aval in avals]
+    is_stacked = [
+        k >= summed and (k < of_model or differs[k] or is_key_result[k]) for k in range(len(avals))
+    ]
+    known = {
+        k: parts.params[i]
+        for k, i in enumerate(forwarded(program))
+        if k >= of_model and i is not None and i < len(params)
+    }
+    carried = [k for k, hit in enumerate(is_stacked) if not hit and k not in known]
+
+    def start(k: int) -> Array:
+        zeros = compat.vary(explicit.zeros_of(avals[k]), compat.varying_type(avals[k]))
+        return widened(zeros) if k < summed else zeros
+
+    def step(carry: list[Array], xs: tuple[Array, list[Array]]) -> tuple[list[Array], list[Array]]:
+        number, others = xs
+        # The rows are picked here. As the scan's own operand the whole batch would be copied first, to put
+        # the rows of each microbatch side by side.
+        picked = [jax.lax.dynamic_index_in_dim(x, number, 1, keepdims=False) for x in rows]
+        outputs = jaxprs.run_jaxpr(closed, [*params, *picked, *others])
+        after = [
+            before + widened(outputs[k]) if k < summed else strong(outputs[k])
+            for k, before in zip(carried, carry, strict=True)
+        ]
+        return after, [x for x, hit in zip(outputs, is_stacked, strict=True) if hit]
+
+    xs = jnp.arange(count), list(entering.parts)
+    last, stacks = jax.lax.scan(step, [start(k) for k in carried], xs)
+    once = dict(zip(carried, last, strict=True)) | known
+    left = iter(stacks)
+    outputs = [next(left) if hit else once[k] for k, hit in enumerate(is_stacked)]
+    loss, *grads = [x / count if scope.reduction.mean else x for x in outputs[:summed]]
+    model = _merged(
+        fun.name,
+        new.filled(
+            [
+                x[0] if is_stacked[k] and not differs[k] else x
+                for k, x in enumerate(outputs[of_model:], start=of_model)
+            ]
+        ),
+        new.filled(differs[of_model:]),
+        continued,
+    )
+    # Of auxiliary values every array is stacked, also those that all microbatches share.
+    shared = [
+        jnp.broadcast_to(x, (count, *x.shape)) if isinstance(x, jax.Array | np.ndarray) else x
+        for x in aux.leaves
+    ]
+    result = dataclasses.replace(aux, leaves=shared).filled(outputs[summed:of_model]), model
+    dtypes = [aval.dtype for aval in (*avals[1:summed], avals[0])]
+    return Evaluated(loss, grads, result, lambda: crossed, lambda: program, dtypes)
+
+
+def _split_rows(
+    fun: LossFunction, args: tuple[PyTree, ...], count: int
+) -> tuple[Skeleton, list[Array]]:
+    """The positional arguments after the model, and their arrays with the leading axis split.
+
+    A microbatch holds every `count`-th row. The number of rows on a shard is a multiple of `count`, so the
+    rows of one microbatch on all shards are every `count`-th row of the whole batch, whatever the mesh. Those
+    of microbatch `i` are at `[:, i]`.
+    """
+    leaves, treedef = tree_util.tree_flatten(args)
+    positions: list[int] = []
+    bare: list[tuple[str, object]] = []
+    uneven: list[str] = []
+    k = 0
+    for root, arg in zip(positional_names(fun.fun, 1 + len(args))[1:], args, strict=True):
+        units, _ = tree_util.tree_flatten_with_path(arg, is_leaf=is_state)
+        for (keys, unit), inside in zip(units, inside_modules(arg), strict=True):
+            for rest, x in tree_util.tree_flatten_with_path(unit)[0]:
+                if is_shaped(x) or (type(x) in NUMBERS and not inside):
+                    positions.append(k)
+                    path, shape = path_str((*keys, *rest), root), np.shape(x)
+                    if not shape:
+                        bare.append((path, x))
+                    elif shape[0] % count:
+                        parts = f"{shape[0] // count} x {count} + {shape[0] % count}"
+                        uneven.append(f"{path}: {describe(x)}, {shape[0]} = {parts}")
+                k += 1
+    if bare:
+        argument = bare[0][0].split(".")[0].split("[")[0]
+        raise error_listing(
+            StructureError,
+            f"value_and_grad: microbatches={count} splits the leading axis of every array in the positional "
+            f"arguments of {fun.name} after the model, but these have none",
+            [f"{path}: {describe(x)}" for path, x in bare],
+            f"Pass what all microbatches share as a keyword argument: `{argument}=...`.",
+        )
+    if uneven:
+        raise error_listing(
+            StructureError,
+            f"value_and_grad: microbatches={count} does not divide the leading axis of arguments of "
+            f"{fun.name}",
+            uneven,
+            "Inside a mapped call these are the rows of one shard. Choose a number that divides them; or pad "
+            "the rows and leave them out of the loss by a mask.",
+        )
+    skeleton = Skeleton(leaves, treedef, [None] * len(origins(args)), positions)
+    return skeleton, [explicit.rows_apart(jnp.asarray(leaves[i]), count) for i in positions]
+
+
+# Of a state in a model that a microbatch returned, or of a leaf outside of any: its path, the state that it
+# continues, as it came in, and whether it was written.
+_Continued: TypeAlias = tuple[str, State | None, bool]
+
+
+class _Entering:
+    """The states of the model and of the keyword arguments on their way into a microbatch.
+
+    **Attributes:**
+
+    - `parts`: the arrays that each microbatch has for itself, of all of them along a new first axis. Only
+        states that enter a shard as another state have such arrays.
+    """
+
+    def __init__(self, fun: Fun, model: PyTree, kwargs: dict[str, PyTree], count: int) -> None:
+        self.root = positional_names(fun, 1)[0]
+        self.kwargs = kwargs
+        self.olds: list[tuple[str, KeyPath, State]] = [
+            (path_str(keys, name), keys, node)
+            for name, tree in [(self.root, model), *kwargs.items()]
+            for keys, node in tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]
+            if is_state(node)
+        ]
+        self.entered: list[Entered] = []
+        changed = [old for _, _, old in self.olds if _enters_changed(old)]
+        kept = {id(x): x for x in tree_util.tree_leaves(changed)}
+        skeletons: list[Skeleton] = []
+
+        def enter() -> list[Array]:
+            states = [checked_state(old._made(_NAMES), old, "enter") for old in changed]
+            skeleton, arrays = taken_apart(states, kept)
+            skeletons[:] = [skeleton]
+            return arrays
+
+        self.parts = jax.vmap(enter, axis_name=MICROBATCHES, axis_size=count)()
+        (self.changed,) = skeletons
+
+    def seen(self, model: PyTree, parts: Sequence[Leaf]) -> tuple[PyTree, dict[str, PyTree]]:
+        """The model and the keyword arguments as the function sees them."""
+        self.entered = []
+        olds, changed = iter(self.olds), iter(self.changed.filled(parts))
+
+        def enter(node: PyTree) -> PyTree:
+            if not is_state(node):
+                return node
+            (path, keys, old), mark = next(olds), object()
+            new = mark_origin(next(changed) if _enters_changed(old) else node, mark)
+            self.entered.append(Entered(mark, path, keys, old, new, (), ()))
+            return new
+
+        trees = model, *self.kwargs.values()
+        model, *others = [jax.tree.map(enter, tree, is_leaf=is_state) for tree in trees]
+        return model, dict(zip(self.kwargs, others, strict=True))
+
+    def continued(self, name: str, model: PyTree) -> tuple[PyTree, list[_Continued]]:
+        """The model that was returned, with states that were not written as they came in."""
+        flat, treedef = tree_util.tree_flatten_with_path(model, is_leaf=is_state)
+        returned = [(keys, node) for keys, node in flat if is_state(node)]
+        sources = iter(find_origins(name, returned, self.entered, False))
+        units: list[PyTree] = []
+        continued: list[_Continued] = []
+        for keys, node in flat:
+            path = path_str(keys, self.root)
+            source = next(sources) if is_state(node) else None
+            is_written = is_state(node) and (
+                source is None or not has_same_leaves(node, source.seen)
+            )
+            if source is not None and not is_written:
+                node = source.old._with_value(source.old.value, node._meta)
+            continued.append((path, None if source is None else source.old, is_written))
+            units.append(node)
+        # They hold tracers.
+        self.entered = []
+        return treedef.unflatten(units), continued
+
+
+def _enters_changed(state: State) -> bool:
+    return type(state).enter is not State.enter
+
+
+def _left(tree: PyTree) -> PyTree:
+    """Auxiliary values, with states as they are outside of any microbatch."""
+
+    def leave(node: PyTree) -> PyTree:
+        return node.leave(None, ()) if is_state(node) and _enters_changed(node) else node
+
+    return jax.tree.map(leave, tree, is_leaf=is_state)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Written:
+    """A written state, and which of its leaves hold the values of all microbatches along their first axis."""
+
+    state: State
+    old: State | None
+    path: str
+    stacked: list[bool]
+
+    @property
+    def over(self) -> list[tuple[str, ...]]:
+        """For each leaf of the value whether it is merged. A function sees all leaves, or none."""
+        here = self.stacked[: len(values(self.state))]
+        if not isinstance(self.state.reduce, str):
+            here = [any(here)] * len(here)
+        return [_NAMES if hit else () for hit in here]
+
+    @property
+    def has_own_way(self) -> bool:
+        """Whether its kind merges microbatches in another way than shards."""
+        own_way = type(self.state)._of_microbatches is not State._of_microbatches
+        return own_way and any(self.over)
+
+    @property
+    def has_no_policy(self) -> bool:
+        own_way = self.has_own_way or type(self.state).leave is not State.leave
+        return any(self.over) and self.state.reduce is None and not own_way
+
+
+def _merged(name: str, model: PyTree, differs: PyTree, continued: Sequence[_Continued]) -> PyTree:
+    """The model that all microbatches together have made.
+
+    **Arguments:**
+
+    - `model`: with the values of all microbatches along the first axis of the leaves that may differ.
+    - `differs`: the model with `True` in place of these leaves.
+    """
+    units, treedef = tree_util.tree_flatten(model, is_leaf=is_state)
+    hits = tree_util.tree_leaves(differs, is_leaf=is_state)
+    writing: dict[int, _Written] = {}
+    states: list[tuple[str, object]] = []
+    arrays: list[tuple[str, object]] = []
+    for i, (unit, hit, source) in enumerate(zip(units, hits, continued, strict=True)):
+        path, old, is_written = source
+        if is_written:
+            stacked = [x is True for x in leaves_of(hit)]
+            writing[i] = written = _Written(unit, old, path, stacked)
+            if written.has_no_policy:
+                pairs = zip(leaves_of(unit), stacked, strict=True)
+                leaves = [_of_first(x) if is_stacked else x for x, is_stacked in pairs]
+                states.append((path, filled(unit, leaves)))
+        elif hit is True:
+            arrays.append((path, _of_first(unit)))
+    if states or arrays:
+        mends = []
+        if states:
+            mends.append(
+                "declare how writes are merged: State(value, reduce='mean'), or 'sum', 'max', 'min', or a "
+                "function"
+            )
+        if arrays:
+            mends.append(
+                "put an array that is written into a State, which can say how writes are merged"
+            )
+        mends.append("return the microbatches' own values as auxiliary ones, with `has_aux=True`")
+        raise error_listing(
+            DivergedStateError,
+            f"value_and_grad: the microbatches of {name} wrote different values, but the model keeps one",
+            [f"{path}: {describe(value)}" for path, value in (*states, *arrays)],
+            listed("Mend it in one of these ways", mends),
+        )
+    # JAX's collectives, which a function may call, fail over lanes inside a checked `shard_map`. States with
+    # such policies are merged by a program that is traced outside of any mapped call.
+    checked = compat.inside_checked_shard_map()
+    for outside in (False, True):
+        group = {
+            i: written
+            for i, written in writing.items()
+            if (checked and callable(written.state.reduce)) is outside
+        }
+        left = _merged_states(name, list(group.values()), outside) if group else []
+        for (i, written), state in zip(group.items(), left, strict=True):
+            # Where nothing shows what it continues, the surrounding call is not to take it for known.
+            old = None if origin(written.state) is None else written.old
+            units[i] = mark_origin(state, None if old is None else origin(old))
+    return treedef.unflatten(units)
+
+
+def _of_first(x: Array) -> jax.ShapeDtypeStruct:
+    """What one microbatch has of an array of all microbatches, for messages."""
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+
+def _merged_states(name: str, writing: Sequence[_Written], outside: bool) -> list[State]:
+    """Written states merged where they stand, or `outside`, by a program that is traced there."""
+    before, arrays = taken_apart([(written.state, written.old) for written in writing])
+    stacked = [
+        hit
+        for written in writing
+        for hit in (*written.stacked, *[False] * len(tree_util.tree_leaves(written.old)))
+    ]
+    axes = tuple(0 if stacked[i] else None for i in before.positions)
+    after: list[Skeleton] = []
+
+    def merge(*arrays: Array) -> list[Array]:
+        states: list[State] = []
+        bad: list[str] = []
+        for written, (state, old) in zip(writing, before.filled(arrays), strict=True):
+            if written.has_own_way:
+                state = state._of_microbatches(old, _NAMES)
+            else:
+                (state,) = all_left([(state, old)], [written.over])
+            states.append(state)
+            leaves = [x for x in leaves_of(state) if isinstance(x, jax.Array)]
+            # Without stacks no axis of microbatches is bound, and nothing differs.
+            if 0 in axes and any(varying_over(leaves, _NAMES)):
+                bad.append(f"{written.path}: merged by {errors.policy_name(written.state)}")
+        if bad:
+            raise error_listing(
+                DivergedStateError,
+                f"value_and_grad: policies that merge what the microbatches of {name} wrote gave values that "
+                "still differ between these",
+                bad,
+                "A policy must return one value for all instances, as with jax.lax.psum(value, axis_names).",
+            )
+        skeleton, merged = taken_apart(states)
+        after[:] = [skeleton]
+        return merged
+
+    run = merge
+    if 0 in axes:
+        run = jax.vmap(merge, in_axes=axes, out_axes=None, axis_name=MICROBATCHES)
+    outputs = run_varying(traced_outside(run, *arrays), arrays) if outside else run(*arrays)
+    return after[0].filled(outputs)

@@ -1,1 +1,0 @@
-"""Gradients that are reduced across shards exactly once."""
