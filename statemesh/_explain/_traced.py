@@ -14,6 +14,7 @@ from .._axes._reduction import GRADIENT, LOSS
 from .._base._types import Array, AxisName, Leaf, flat_names
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import ClosedJaxpr, Equation, Jaxpr, Operand
+from ._explanation import Collective
 
 
 # The file and the line of a frame.
@@ -100,30 +101,34 @@ class TracedCollective:
 
     **Attributes:**
 
-    - `size`: how many devices exchange with each other.
-    - `parts`: one for each operand.
-    - `times`, `unknown_loop`, `branch`: how often it runs, as in `Collective`.
-    - `frames`: where it was traced, the innermost first.
+    - `record`: what an explanation says of it where nothing is compiled.
     - `primitive`: JAX's name of the primitive.
-    - `cause`, `line`: as in `Collective`.
+    - `parts`: one for each operand.
+    - `frames`: where it was traced, the innermost first.
     """
 
-    operation: str
+    record: Collective
     primitive: str
-    axes: tuple[AxisName, ...]
-    size: int
     parts: tuple[Part, ...]
-    times: int
-    unknown_loop: bool
-    branch: bool
     frames: tuple[Frame, ...]
-    cause: str
-    line: str
 
-    @property
-    def bytes(self) -> int:
-        """What a device sends in a call."""
-        return self.times * sum(sent(self.operation, self.size, one.bytes) for one in self.parts)
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Runs:
+    """How often something runs in a call: `times`, `unknown_loop` and `branch` as in `Collective`."""
+
+    times: int = 1
+    unknown_loop: bool = False
+    branch: bool = False
+
+    def in_loop(self, turns: int | None) -> "Runs":
+        """How often the body of a loop runs that runs so often; `None` where nobody knows its turns."""
+        if turns is None:
+            return dataclasses.replace(self, unknown_loop=True)
+        return dataclasses.replace(self, times=self.times * turns)
+
+    def in_branch(self) -> "Runs":
+        return dataclasses.replace(self, branch=True)
 
 
 def sent(operation: str, size: int, operand: int) -> int:
@@ -149,9 +154,7 @@ class _Scope:
     """Where an equation stands: the sizes of the bound axes, and how often it runs."""
 
     sizes: Mapping[AxisName, int]
-    times: int = 1
-    unknown_loop: bool = False
-    branch: bool = False
+    runs: Runs = Runs()
     # Where the equation around it was traced, and JAX's own names of what it stands in.
     frames: tuple[Frame, ...] = ()
     stack: str = ""
@@ -213,18 +216,17 @@ class _Walk:
 
     def _inner(self, eqn: Equation) -> Iterator[tuple[Jaxpr, _Scope]]:
         """The jaxprs that an equation runs, and how often."""
-        scope, params = self.scope, eqn.params
-        scope = dataclasses.replace(scope, frames=self._frames(eqn), stack=self._stack(eqn))
+        sizes, runs = self.scope.sizes, self.scope.runs
         match eqn.primitive.name:
             case "shard_map":
-                sizes = {**scope.sizes, **dict(params["mesh"].shape)}
-                scope = dataclasses.replace(scope, sizes=sizes)
+                sizes = {**sizes, **dict(eqn.params["mesh"].shape)}
             case "scan":
-                scope = dataclasses.replace(scope, times=scope.times * params["length"])
+                runs = runs.in_loop(eqn.params["length"])
             case "while":
-                scope = dataclasses.replace(scope, unknown_loop=True)
+                runs = runs.in_loop(None)
             case "cond":
-                scope = dataclasses.replace(scope, branch=True)
+                runs = runs.in_branch()
+        scope = _Scope(sizes, runs, self._frames(eqn), self._stack(eqn))
         for inner in jaxprs.jaxprs_of(eqn):
             yield inner, scope
 
@@ -270,23 +272,25 @@ class _Walk:
         return names | self.outward(reached)
 
     def _collective(self, eqn: Equation, axes: tuple[AxisName, ...]) -> TracedCollective:
-        scope, name = self.scope, eqn.primitive.name
+        name, runs, frames = eqn.primitive.name, self.scope.runs, self._frames(eqn)
+        operation = _SPELLINGS.get(name, name)
         groups = eqn.params.get("axis_index_groups")
-        size = len(groups[0]) if groups else math.prod(scope.sizes[axis] for axis in axes)
-        frames = self._frames(eqn)
-        return TracedCollective(
-            operation=_SPELLINGS.get(name, name),
-            primitive=name,
+        size = len(groups[0]) if groups else math.prod(self.scope.sizes[axis] for axis in axes)
+        parts = tuple(_part(operand.aval) for operand in eqn.invars)
+        record = Collective(
+            operation=operation,
             axes=axes,
-            size=size,
-            parts=tuple(_part(operand.aval) for operand in eqn.invars),
-            times=scope.times,
-            unknown_loop=scope.unknown_loop,
-            branch=scope.branch,
-            frames=frames_of(eqn),
+            times=runs.times,
+            unknown_loop=runs.unknown_loop,
+            branch=runs.branch,
+            bytes=runs.times * sum(sent(operation, size, part.bytes) for part in parts),
+            arrays=tuple(map(str, parts)),
             cause=self._cause(eqn, frames),
             line="" if in_policy(frames) else user_line(frames),
+            compiled="",
+            instructions=(),
         )
+        return TracedCollective(record, name, parts, frames_of(eqn))
 
     def _cause(self, eqn: Equation, frames: Sequence[Frame]) -> str:
         if in_gradient(frames):
