@@ -187,16 +187,15 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
+def first_items(items: Sequence[str], most: int = 10) -> list[str]:
+    """The first items of a list, and how many more there are."""
+    more = [f"{len(items) - most} more"] if len(items) > most else []
+    return [*items[:most], *more]
+
+
 def first_paths(paths: Sequence[str]) -> str:
     """The first three paths, and how many more there are."""
-    more = [f"{len(paths) - 3} more"] if len(paths) > 3 else []
-    return ", ".join([*paths[:3], *more])
-
-
-def first_items(items: Sequence[str]) -> list[str]:
-    """The first ten items of a list, and how many more there are."""
-    more = [f"{len(items) - 10} more"] if len(items) > 10 else []
-    return [*items[:10], *more]
+    return ", ".join(first_items(paths, 3))
 
 
 def shortened(value: object) -> str:

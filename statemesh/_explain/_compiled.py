@@ -12,7 +12,15 @@ import numpy as np
 
 from .._base._types import AxisName
 from .._jax import _jaxprs as jaxprs
-from ._explanation import Collective, Explanation, LeafRow, Memory, ResultRow, bytes_str
+from ._explanation import (
+    Collective,
+    Explanation,
+    LeafRow,
+    Memory,
+    ResultRow,
+    bytes_str,
+    device_numbers,
+)
 from ._traced import (
     Frame,
     Mapped,
@@ -61,12 +69,8 @@ def _mesh_groups(sizes: str, over: str) -> Groups:
 
 def groups_over(shape: Mapping[AxisName, int], over: Sequence[AxisName]) -> Groups:
     """The numbers of the devices that exchange over these axes of a mesh."""
-    names, sizes = list(shape), list(shape.values())
-    numbers = np.arange(math.prod(sizes)).reshape(sizes)
-    at = [names.index(name) for name in over]
-    moved = np.moveaxis(numbers, at, range(numbers.ndim - len(at), numbers.ndim))
-    size = math.prod(sizes[k] for k in at)
-    return [tuple(group) for group in moved.reshape(-1, size).tolist()]
+    groups = device_numbers(shape, [name for name in shape if name not in over])
+    return [tuple(group) for group in groups.tolist()]
 
 
 def _iota_groups(dims: str, reshaped: str, order: str | None) -> Groups:
