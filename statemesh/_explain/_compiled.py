@@ -5,7 +5,8 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -27,6 +28,7 @@ from ._traced import (
     Part,
     Runs,
     TracedCollective,
+    listed,
     sent,
     traced_collectives,
     user_line,
@@ -494,36 +496,38 @@ def memory_of(
     stats = compiled.memory_analysis()
     if stats is None:
         return None
-    by_argument: dict[str, int] = {}
     parameters = text.parameters()
     constants = len(parameters) - len(arguments)
     # What JAX calls an input may be the name in another program, which it took from its cache on disk.
     named = [name or "constants" for name, _ in parameters[: max(constants, 0)]]
     paths = [*named, *arguments] if constants >= 0 else [name for name, _ in parameters]
-    for path, (_, size) in zip(paths, parameters, strict=True):
-        by_argument[path] = by_argument.get(path, 0) + size
-    made = text.results()
-    sources = results if len(results) == len(made) else ["results"] * len(made)
-    by_result: dict[str, int] = {}
-    for path, size in zip(sources, made, strict=True):
-        by_result[path] = by_result.get(path, 0) + size
-    taken = int(stats.argument_size_in_bytes)
-    given = int(stats.output_size_in_bytes)
-    temporaries = int(stats.temp_size_in_bytes)
-    donated = int(stats.alias_size_in_bytes)
-    allocated = taken + given + temporaries - donated
-    peak = int(getattr(stats, "peak_memory_in_bytes", 0))
-    return Memory(
-        arguments=taken,
-        results=given,
-        temporaries=temporaries,
-        donated=donated,
-        peak=peak or allocated,
-        allocated=allocated,
-        by_argument=by_argument,
-        by_result=by_result,
-        result_table=given - sum(made),
+    sizes = text.results()
+    sources = results if len(results) == len(sizes) else ["results"] * len(sizes)
+    allocated = int(
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        + stats.temp_size_in_bytes
+        - stats.alias_size_in_bytes
     )
+    return Memory(
+        arguments=int(stats.argument_size_in_bytes),
+        results=int(stats.output_size_in_bytes),
+        temporaries=int(stats.temp_size_in_bytes),
+        donated=int(stats.alias_size_in_bytes),
+        peak=int(getattr(stats, "peak_memory_in_bytes", 0)) or allocated,
+        allocated=allocated,
+        by_argument=_summed(paths, [size for _, size in parameters]),
+        by_result=_summed(sources, sizes),
+        result_table=int(stats.output_size_in_bytes) - sum(sizes),
+    )
+
+
+def _summed(paths: Sequence[str], sizes: Sequence[int]) -> dict[str, int]:
+    """The bytes of each path, which may stand there several times."""
+    total: Counter[str] = Counter()
+    for path, size in zip(paths, sizes, strict=True):
+        total[path] += size
+    return dict(total)
 
 
 # A copy on every device is large from here on, in bytes.
@@ -579,64 +583,50 @@ def advice(
 
 
 def _paths(rows: Sequence[LeafRow]) -> str:
-    more = f" and {len(rows) - 3} more" if len(rows) > 3 else ""
-    return ", ".join(row.path for row in rows[:3]) + more
+    return listed([row.path for row in rows])
 
 
-@dataclasses.dataclass(frozen=True)
-class TracedCall:
-    """What is known of a call before it is compiled.
+def explanation_of(
+    *,
+    name: str,
+    sizes: Mapping[AxisName, int],
+    leaves: Sequence[LeafRow],
+    results: Sequence[ResultRow],
+    jaxpr: Any,
+    compiled: Any,
+    arguments: Sequence[str],
+    outputs: Sequence[str],
+    calls: Sequence[Mapped],
+    donates_in_vain: bool = False,
+    changing_statics: Sequence[str] = (),
+) -> Explanation:
+    """The explanation of a call.
 
-    **Attributes:**
+    **Arguments:**
 
     - `name`: of the function.
     - `sizes`: the sizes of the mesh's axes.
-    - `jaxpr`: its program.
-    - `compile`: compiles the program; `None` for a call that runs without being compiled.
     - `leaves`, `results`: the records of its leaves.
+    - `jaxpr`, `compiled`: its program; `None` for one that is not compiled.
     - `arguments`, `outputs`: the paths of the program's inputs and outputs.
     - `calls`: the mapped calls that it makes.
-    - `has_devices`: whether there are devices to compile it for.
     - `donates_in_vain`: whether the author gives memory up that nothing can take.
     - `changing_statics`: the paths of static leaves for which several programs were compiled already.
     """
-
-    name: str
-    sizes: Mapping[AxisName, int]
-    jaxpr: Any
-    compile: Callable[[], Any] | None
-    leaves: Sequence[LeafRow]
-    results: Sequence[ResultRow]
-    arguments: Sequence[str]
-    outputs: Sequence[str]
-    calls: Sequence[Mapped]
-    has_devices: bool = True
-    donates_in_vain: bool = False
-    changing_statics: Sequence[str] = ()
-
-
-def explanation_of(call: TracedCall) -> Explanation:
-    """The explanation of a call."""
-    traced = traced_collectives(call.jaxpr, call.calls)
-    if call.compile is None or not call.has_devices:
-        collectives, memory = [one.record for one in traced], None
-    else:
-        compiled = call.compile()
+    traced = traced_collectives(jaxpr, calls)
+    collectives, memory = [one.record for one in traced], None
+    if compiled is not None:
         text = CompiledText(compiled.as_text())
-        collectives = matched(traced, text.instructions(), call.sizes)
-        memory = memory_of(compiled, text, _read(call), call.outputs)
+        collectives = matched(traced, text.instructions(), sizes)
+        # JAX leaves out the inputs that the program does not read.
+        read = zip(arguments, jaxprs.inputs_read(jaxpr), strict=True)
+        memory = memory_of(compiled, text, [path for path, is_read in read if is_read], outputs)
     return Explanation(
-        name=call.name,
-        sizes=call.sizes,
-        leaves=call.leaves,
-        results=call.results,
+        name=name,
+        sizes=sizes,
+        leaves=leaves,
+        results=results,
         collectives=collectives,
         memory=memory,
-        advice=advice(call.leaves, call.sizes, call.donates_in_vain, call.changing_statics),
+        advice=advice(leaves, sizes, donates_in_vain, changing_statics),
     )
-
-
-def _read(call: TracedCall) -> list[str]:
-    """The paths of the inputs that the program reads. JAX leaves out the others when it compiles."""
-    read = jaxprs.inputs_read(call.jaxpr)
-    return [path for path, hit in zip(call.arguments, read, strict=True) if hit]

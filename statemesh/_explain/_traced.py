@@ -297,7 +297,7 @@ class _Walk:
             return self._gradients(eqn)
         if in_policy(frames):
             names = sorted(n for n in self._becomes(eqn.outvars) if not _is_reduced(n))
-            return f"the policy of {_listed(names)}" if names else "a policy"
+            return f"the policy of {listed(names)}" if names else "a policy"
         stack = self._stack(eqn)
         if "rematted_computation" in stack:
             return "recomputing your code"
@@ -322,7 +322,7 @@ class _Walk:
         names = [name.removeprefix(GRADIENT) for name in dict.fromkeys(found)]
         if not names:
             return "the loss"
-        return f"the gradient of {_listed(names)}" + (" and the loss" if loss else "")
+        return f"the gradient of {listed(names)}" + (" and the loss" if loss else "")
 
 
 def _is_reduced(name: str) -> bool:
@@ -340,7 +340,7 @@ def _innermost_scope(stack: str) -> str:
     return ""
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """The first three names, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
