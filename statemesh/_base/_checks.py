@@ -11,12 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _errors as errors
-from ._errors import (
-    _EXPECTED,
-    StatemeshError,
-    quoted,
-    typed_str,
-)
+from ._errors import _EXPECTED, StatemeshError, quoted, typed_str
 from ._trees import fun_name
 from ._types import NUMBERS, AxisName, AxisNames, Leaf, Size, flat_names, is_axis_name
 
@@ -74,7 +69,11 @@ def check_function(transform: str, fun: object) -> None:
         fun = fun.func
     for is_kind, kind in _KINDS:
         if is_kind(fun) or is_kind(type(fun).__call__):
-            raise _not_a_plain_function(transform, fun_name(fun), kind)
+            raise TypeError(
+                f"{transform}: {fun_name(fun)} is {kind}: a call of it gives no values, only something that "
+                "is still to run. JAX traces a function once, from its arguments to its results: write "
+                "`def` without `async`, and `return` the values without `yield`."
+            )
 
 
 def positions(what: str, argument: str, given: object) -> tuple[int, ...]:
@@ -91,7 +90,7 @@ def positions(what: str, argument: str, given: object) -> tuple[int, ...]:
 def check_lane_name(what: str, name: object) -> None:
     """Refuse what collectives would not take for the name of one axis."""
     if not isinstance(name, Hashable):
-        raise _bad_axis_name(name)
+        raise TypeError(f"axis_name={typed_str(name)} cannot be hashed. Use a string.")
     if not is_axis_name(name):
         raise errors.invalid_argument(what, "axis_name", name)
 
@@ -115,7 +114,10 @@ def required_names(what: str, names: object) -> tuple[AxisName, ...]:
 def check_named_once(what: str, argument: str, names: Sequence[AxisName]) -> None:
     """Refuse an axis that is named more than once."""
     if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise _axis_named_twice(what, argument, repeated, names)
+        raise StatemeshError(
+            f"{what}: {argument} names {quoted(repeated)} more than once, in {tuple(names)!r}. Name each "
+            "axis once."
+        )
 
 
 def axis_names(what: str, given: AxisNames, argument: str = "axis_names") -> frozenset[AxisName]:
@@ -133,7 +135,7 @@ def count(what: str, argument: str, given: Size) -> int:
     if isinstance(given, bool) or not hasattr(type(given), "__index__"):
         raise errors.invalid_argument(what, argument, given)
     if operator.index(given) < 0:
-        raise _invalid_count(what, argument, given)
+        raise StatemeshError(f"{what}: {argument} is {given}, but must be {_EXPECTED[argument]}.")
     return operator.index(given)
 
 
@@ -174,28 +176,3 @@ def check_filter(filter: object) -> None:
         field, argument, fits = _FILTERS[name]
         if not fits(given := getattr(filter, field)):
             raise errors.invalid_argument(name, argument, given)
-
-
-def _invalid_count(what: str, argument: str, given: int) -> StatemeshError:
-    return StatemeshError(f"{what}: {argument} is {given}, but must be {_EXPECTED[argument]}.")
-
-
-def _not_a_plain_function(transform: str, name: str, kind: str) -> TypeError:
-    return TypeError(
-        f"{transform}: {name} is {kind}: a call of it gives no values, only something that is still to run. "
-        "JAX traces a function once, from its arguments to its results: write `def` without `async`, and "
-        "`return` the values without `yield`."
-    )
-
-
-def _bad_axis_name(name: object) -> TypeError:
-    return TypeError(f"axis_name={typed_str(name)} cannot be hashed. Use a string.")
-
-
-def _axis_named_twice(
-    what: str, argument: str, repeated: Sequence[AxisName], names: Sequence[AxisName]
-) -> StatemeshError:
-    return StatemeshError(
-        f"{what}: {argument} names {quoted(repeated)} more than once, in {tuple(names)!r}. Name each axis "
-        "once."
-    )

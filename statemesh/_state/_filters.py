@@ -8,11 +8,7 @@ import jax
 from jax.tree_util import keystr
 
 from .._base._checks import check_filter
-from .._base._errors import (
-    StructureError,
-    error_listing,
-    filter_str,
-)
+from .._base._errors import StructureError, error_listing, filter_str
 from .._base._trees import describe, is_state, path_str, unpacked
 from .._base._types import Class, Filter, Fun, KeyPath, LaneName, Name, PyTree
 
@@ -117,7 +113,9 @@ class Where(_Named):
         )
 
     def __call__(self, path: KeyPath, state: object) -> bool:
-        raise _where_needs_tree()
+        raise TypeError(
+            "Where picks states by position, for which it needs the tree: write `to_predicate(filter, tree)`."
+        )
 
 
 class _Spot:
@@ -268,7 +266,10 @@ def _named(filter: Filter) -> Predicate:
         return Any(*filter)
     if callable(filter):
         return filter
-    raise _not_a_filter(filter)
+    raise TypeError(
+        f"{filter!r} is not a filter. Use a type, a tag (string), `...`, None, a function `(path, state) -> "
+        "bool`, a list of filters, or a class of statemesh.filters."
+    )
 
 
 def _bind(predicate: Predicate, tree: PyTree) -> Predicate:
@@ -302,19 +303,6 @@ def first_matches(
     if idle := [f for f, hit in zip(filters, matched, strict=True) if not hit]:
         raise _filter_matches_nothing(what, idle, listed)
     return found
-
-
-def _not_a_filter(filter: object) -> TypeError:
-    return TypeError(
-        f"{filter!r} is not a filter. Use a type, a tag (string), `...`, None, a function "
-        "`(path, state) -> bool`, a list of filters, or a class of statemesh.filters."
-    )
-
-
-def _where_needs_tree() -> TypeError:
-    return TypeError(
-        "Where picks states by position, for which it needs the tree: write `to_predicate(filter, tree)`."
-    )
 
 
 def _filter_matches_nothing(

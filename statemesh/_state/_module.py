@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -10,9 +9,7 @@ import equinox as eqx
 import jax
 
 from .._base import _errors as errors
-from .._base._errors import (
-    quoted,
-)
+from .._base._errors import quoted
 from .._base._trees import is_state
 from .._base._types import Leaf, PyTree, PyTreeDef
 from .._jax._frames import without_own_frames
@@ -100,7 +97,10 @@ class Module(eqx.Module):
         used: set[str] = set()
         new = _init_all(self, kwargs, used)
         if unused := [name for name in kwargs if name not in used]:
-            raise _unused_init_arguments(type(self).__name__, unused)
+            raise TypeError(
+                f"{type(self).__name__}.init_all_states got {quoted(unused)}, which no `init_state` in it "
+                "takes. Add the argument to the signature of the `init_state` that needs it."
+            )
         return new
 
 
@@ -181,10 +181,3 @@ def _returned(module: M, method: str, made: PyTree) -> M:
             name, made, "the module with its states", "return self.replace(mean=BatchState(0.0))"
         )
     return made  # type: ignore[return-value]
-
-
-def _unused_init_arguments(module: str, unused: Sequence[str]) -> TypeError:
-    return TypeError(
-        f"{module}.init_all_states got {quoted(unused)}, which no `init_state` in it takes. Add the argument "
-        "to the signature of the `init_state` that needs it."
-    )

@@ -2,11 +2,7 @@
 
 from collections.abc import Sequence
 
-from .._base._errors import (
-    StructureError,
-    error_listing,
-    shortened,
-)
+from .._base._errors import StructureError, error_listing, shortened
 from .._base._trees import REMOVED, is_removed, is_state, path_str, unpacked
 from .._base._types import Filter, Leaf, PyTree
 from .._jax._compat import tree_util
@@ -79,7 +75,9 @@ def combine(*trees: PyTree) -> PyTree:
         ```
     """
     if not trees:
-        raise _combine_nothing()
+        raise StructureError(
+            "combine needs at least one tree: `combine(*partition(tree, filter))`."
+        )
     flat = [tree_util.tree_flatten_with_path(tree, is_leaf=_is_unit) for tree in trees]
     for k, (_, treedef) in enumerate(flat[1:], start=1):
         if treedef != flat[0][1]:
@@ -146,10 +144,6 @@ def _where_they_part(a: PyTree, b: PyTree, path: str = "") -> tuple[str, PyTree,
         ):
             return _where_they_part(kid_a, kid_b, path + path_str(key, "tree").removeprefix("tree"))
     return path, a, b
-
-
-def _combine_nothing() -> StructureError:
-    return StructureError("combine needs at least one tree: `combine(*partition(tree, filter))`.")
 
 
 def _combine_structures(k: int, path: str, first: object, other: object) -> StructureError:

@@ -187,10 +187,17 @@ def row_numbers(what: str, n: int, axis_name: SeveralAxes, lines: Sequence[Line]
     line = next((line for line in lines if line.axis_names == (MICROBATCHES,)), None)
     if line is None:
         if inside_microbatches():
-            raise _rows_of_stranger(what)
+            raise StatemeshError(
+                f"{what}: inside the microbatches of value_and_grad, a RandomState must come with the model "
+                "or as a keyword argument. One that the function makes or closes over does not know which "
+                "rows a microbatch has."
+            )
         return rows
     if known(line.was_set, True):
-        raise _rows_of_set_key(what)
+        raise StatemeshError(
+            f"{what}: inside the microbatches of value_and_grad, rows cannot be drawn after a key was set, "
+            "because only the first microbatch knows that key. Set the key before value_and_grad."
+        )
     # A microbatch holds every `count`-th row of the global array, from row `number` on.
     return rows * line.count + line.number
 
@@ -310,7 +317,10 @@ class RandomState(State):
     ) -> None:
         if _meta is None:
             if key is not None and value is not None:
-                raise _key_and_value()
+                raise TypeError(
+                    "RandomState got both key and value, which are two names of one thing. Give the key "
+                    "only: `sm.RandomState(jax.random.key(0))`."
+                )
             key = value if key is None else key
             if not is_key(key):
                 raise _not_a_key(key)
@@ -474,32 +484,10 @@ class RandomState(State):
 _set_shared = RandomState.__dict__["_shared"].__set__
 
 
-def _rows_of_stranger(what: str) -> StatemeshError:
-    return StatemeshError(
-        f"{what}: inside the microbatches of value_and_grad, a RandomState must come with the model or as a "
-        "keyword argument. One that the function makes or closes over does not know which rows a microbatch "
-        "has."
-    )
-
-
-def _rows_of_set_key(what: str) -> StatemeshError:
-    return StatemeshError(
-        f"{what}: inside the microbatches of value_and_grad, rows cannot be drawn after a key was set, "
-        "because only the first microbatch knows that key. Set the key before value_and_grad."
-    )
-
-
 def _not_a_key(key: object) -> TypeError:
     return TypeError(
         f"RandomState needs a typed key, got {describe(key)}. Write `sm.RandomState(jax.random.key(0))`; "
         "`jax.random.wrap_key_data(raw)` makes a typed key of a raw one."
-    )
-
-
-def _key_and_value() -> TypeError:
-    return TypeError(
-        "RandomState got both key and value, which are two names of one thing. Give the key only: "
-        "`sm.RandomState(jax.random.key(0))`."
     )
 
 

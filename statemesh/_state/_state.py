@@ -14,35 +14,14 @@ from .._axes._mesh_and_lanes import call_policy
 from .._base import _errors as errors
 from .._base._checks import check_text, is_key
 from .._base._checks import tags as as_tags
-from .._base._errors import (
-    StatemeshError,
-    quoted,
-)
+from .._base._errors import StatemeshError, quoted
 from .._base._specs import is_spec
 from .._base._trees import StateNode, describe_leaf, is_state
-from .._base._types import (
-    AxisName,
-    Leaf,
-    PyTree,
-    Reduce,
-    SpecTree,
-    Tags,
-    Text,
-    Value,
-)
+from .._base._types import AxisName, Leaf, PyTree, Reduce, SpecTree, Tags, Text, Value
 from .._jax import _compat as compat
 from .._jax._compat import tree_util
 from .._jax._jaxprs import active as active_links
-from ._values import (
-    REDUCTIONS,
-    Meta,
-    Write,
-    arrays,
-    check_reducible,
-    conform,
-    reduced,
-    resharded,
-)
+from ._values import REDUCTIONS, Meta, Write, arrays, check_reducible, conform, reduced, resharded
 
 
 class NoArray:
@@ -268,7 +247,10 @@ class State(NoArray, Shown, Generic[Value]):
         super().__init_subclass__(**kwargs)
         parameters = inspect.signature(cls.__init__).parameters
         if "_meta" not in parameters:
-            raise _kind_overrides_init(cls.__name__)
+            raise TypeError(
+                f"{cls.__name__} overrides __init__, which JAX calls whenever it rebuilds a state. Override "
+                f"`enter` and `leave`, and give {cls.__name__} a classmethod for other ways to make one."
+            )
         _register(cls)
 
     @property
@@ -475,7 +457,10 @@ def _checked_meta(cls: type[State], name: Text, tag: Tags, spec: SpecTree, reduc
     check_text(cls.__name__, "name", name)
     tags = as_tags(cls.__name__, tag)
     if not (reduce is None or callable(reduce) or reduce in REDUCTIONS):
-        raise _unknown_reduce(reduce, REDUCTIONS)
+        raise StatemeshError(
+            f"reduce={reduce!r} is not a write policy. Use None, {quoted(REDUCTIONS)}, or a function `(old, "
+            "new, axis_names) -> value`."
+        )
     for leaf in jax.tree_util.tree_leaves(spec, is_leaf=is_spec):
         if not is_spec(leaf):
             raise errors.not_a_spec("spec", leaf)
@@ -667,18 +652,4 @@ def _immutable_state(kind: str, attribute: str) -> AttributeError:
     return AttributeError(
         f"{kind} is immutable; cannot assign to `{attribute}`. Write `new = state.set(value)`, or "
         f"`new = state.replace({attribute}=...)`, and return the new state."
-    )
-
-
-def _unknown_reduce(reduce: object, known: Sequence[str]) -> StatemeshError:
-    return StatemeshError(
-        f"reduce={reduce!r} is not a write policy. Use None, {quoted(known)}, or a function "
-        "`(old, new, axis_names) -> value`."
-    )
-
-
-def _kind_overrides_init(kind: str) -> TypeError:
-    return TypeError(
-        f"{kind} overrides __init__, which JAX calls whenever it rebuilds a state. Override `enter` and "
-        f"`leave`, and give {kind} a classmethod for other ways to make one."
     )

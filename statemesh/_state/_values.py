@@ -13,11 +13,7 @@ from .._axes import _mesh_and_lanes as axes
 from .._axes._joined import after_sum, before_sum, widened
 from .._base import _errors as errors
 from .._base._checks import is_array_or_number, is_key, is_masked
-from .._base._errors import (
-    StatemeshError,
-    StructureError,
-    error_listing,
-)
+from .._base._errors import StatemeshError, StructureError, error_listing
 from .._base._specs import is_spec
 from .._base._trees import describe, is_state, path_str
 from .._base._types import AxisName, Dtype, KeyPath, Leaf, PyTree, PyTreeDef, Reduce, SpecTree
@@ -130,7 +126,12 @@ def conform(old_value: PyTree, value: PyTree, label: str) -> PyTree:
     if bad := [(path, leaf) for path, leaf in new if not is_array_or_number(leaf)]:
         raise _bad_state_value(bad)
     if old_def != new_def:
-        raise _set_structure(label, old_def, new_def)
+        raise StructureError(
+            f"{label}: the new value has a different tree structure.\n"
+            f"  old: {old_def}\n"
+            f"  new: {new_def}\n"
+            "To change the structure on purpose, use `state.replace(value=...)`."
+        )
     both = zip(old, new, strict=True)
     pairs = [(path, a, _conformed(label, path, a, b)) for (path, a), (_, b) in both]
     if differ := [p for p in pairs if p[1].shape != p[2].shape or p[1].dtype != p[2].dtype]:
@@ -172,7 +173,14 @@ class Write:
         olds: list[PyTree]
         olds, structure = tree_util.tree_flatten(self.before)
         if structure != treedef:
-            raise _no_old_value(self.label, structure, treedef)
+            raise StructureError(
+                f"{self.label}: reduce='sum' adds the shards' increments to the old value, but the new value "
+                "has a different tree structure.\n"
+                f"  old: {structure}\n"
+                f"  new: {treedef}\n"
+                "Keep the structure, or merge with a function: reduce=lambda old, new, axis_names: "
+                "jax.lax.psum(new, axis_names)."
+            )
         return olds
 
 
@@ -329,13 +337,6 @@ def _cannot_reduce(how: str, dtype: object) -> StatemeshError:
     return StatemeshError(f"reduce={how!r} cannot merge values of dtype {dtype}. {mend}")
 
 
-def _set_structure(label: str, old: PyTreeDef, new: PyTreeDef) -> StructureError:
-    return StructureError(
-        f"{label}: the new value has a different tree structure.\n  old: {old}\n  new: {new}\n"
-        "To change the structure on purpose, use `state.replace(value=...)`."
-    )
-
-
 def _set_differs(label: str, differ: Sequence[tuple[KeyPath, object, object]]) -> StructureError:
     items = [
         f"{_value_path(path)}: was {describe(old)}, is {describe(new)}" for path, old, new in differ
@@ -352,12 +353,4 @@ def _number_too_large(label: str, path: KeyPath, value: object, dtype: Any) -> S
     return StructureError(
         f"{label}: {_value_path(path)} is {describe(value)}, which does not fit into {dtype} "
         f"({info.min} to {info.max}). Give the state a dtype that holds it, as in State(jnp.float32(0))."
-    )
-
-
-def _no_old_value(label: str, old: PyTreeDef, new: PyTreeDef) -> StructureError:
-    return StructureError(
-        f"{label}: reduce='sum' adds the shards' increments to the old value, but the new value has a "
-        f"different tree structure.\n  old: {old}\n  new: {new}\nKeep the structure, or merge with a "
-        "function: reduce=lambda old, new, axis_names: jax.lax.psum(new, axis_names)."
     )

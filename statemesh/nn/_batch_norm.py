@@ -11,10 +11,7 @@ from jax.sharding import PartitionSpec
 from .._axes._mesh_and_lanes import bound_names, known_same, total
 from .._base import _errors as errors
 from .._base._checks import check_flag, check_names
-from .._base._errors import (
-    StatemeshError,
-    counted,
-)
+from .._base._errors import StatemeshError, counted
 from .._base._trees import describe
 from .._base._types import AxisName, Dtype, Leaf, PyTree, SeveralAxes
 from .._state._module import Module, field
@@ -193,7 +190,11 @@ class BatchNorm(Module):
                 "BatchNorm", "count", count, lambda count: count >= 0, "a number, 0 or more"
             )
         if count is None and self.momentum is None:
-            raise _count_required("BatchNorm")
+            raise StatemeshError(
+                "BatchNorm: with momentum=None all values count the same, whenever they were seen, so "
+                "with_statistics must know how many values these are of: `with_statistics(mean, var, "
+                "count=...)`."
+            )
         given = {"count": old["count"] if count is None else count, "mean": mean, "var": var}
         for name, x in given.items():
             if np.shape(x) != old[name].shape:
@@ -210,22 +211,36 @@ class BatchNorm(Module):
         if not -x.ndim <= axis < x.ndim:
             raise errors.no_such_array_axis("BatchNorm", "channel_axis", axis, x)
         if x.shape[axis] != size:
-            raise _channels_differ("BatchNorm", x, axis, size)
+            raise StatemeshError(
+                f"BatchNorm: x is {describe(x)} with {counted(x.shape[axis], 'channel')} on axis {axis}, but "
+                f"the layer holds {size}. Make the layer for as many, or name the axis of the channels by "
+                "channel_axis."
+            )
 
     def _of_batch(
         self, x: jax.Array, where: Leaf, names: tuple[AxisName, ...]
     ) -> dict[str, PyTree]:
         """Count, mean and biased variance of the global batch."""
         if not x.size:
-            raise _no_rows("BatchNorm", x)
+            raise StatemeshError(
+                f"BatchNorm: x is {describe(x)}, and no rows have no mean. Give every shard at least one "
+                "row: if rows do not divide evenly, pad them, and mark with `where` which of them count."
+            )
         if x.ndim == 1 and not names:
-            raise _single_row("BatchNorm", x)
+            raise StatemeshError(
+                f"BatchNorm: x is {describe(x)}, a single row, which has no statistics. Give the layer all "
+                "rows at once; or name the axis that they are mapped over, in the layer and in the map: "
+                "axis_name='rows'."
+            )
         axis = self.channel_axis % x.ndim
         others = tuple(i for i in range(x.ndim) if i != axis)
         counts = jnp.ones((), bool) if where is None else jnp.asarray(where)
         lead = counts.ndim
         if counts.dtype != bool or counts.shape != x.shape[:lead] or lead > axis:
-            raise _bad_mask("BatchNorm", counts, x, self.channel_axis)
+            raise StatemeshError(
+                f"BatchNorm: where is {describe(counts)}, but must be bool and have the leading axes of x, "
+                f"which is {describe(x)} with its channels on axis {self.channel_axis}."
+            )
         x = x.astype(jnp.promote_types(x.dtype, self.running.value["mean"].dtype))
         # The number of values of a channel for which one entry of the mask counts.
         each = x.size // x.shape[axis] // counts.size
@@ -271,38 +286,3 @@ class BatchNorm(Module):
         """One entry for each channel, in the place of the channels of `x`."""
         axis = self.channel_axis % x.ndim
         return jnp.expand_dims(channels, [i for i in range(x.ndim) if i != axis])
-
-
-def _channels_differ(layer: str, x: jax.Array, axis: int, size: int) -> StatemeshError:
-    return StatemeshError(
-        f"{layer}: x is {describe(x)} with {counted(x.shape[axis], 'channel')} on axis {axis}, but the layer "
-        f"holds {size}. Make the layer for as many, or name the axis of the channels by channel_axis."
-    )
-
-
-def _no_rows(layer: str, x: jax.Array) -> StatemeshError:
-    return StatemeshError(
-        f"{layer}: x is {describe(x)}, and no rows have no mean. Give every shard at least one row: if rows "
-        "do not divide evenly, pad them, and mark with `where` which of them count."
-    )
-
-
-def _single_row(layer: str, x: jax.Array) -> StatemeshError:
-    return StatemeshError(
-        f"{layer}: x is {describe(x)}, a single row, which has no statistics. Give the layer all rows at "
-        "once; or name the axis that they are mapped over, in the layer and in the map: axis_name='rows'."
-    )
-
-
-def _bad_mask(layer: str, mask: jax.Array, x: jax.Array, axis: int) -> StatemeshError:
-    return StatemeshError(
-        f"{layer}: where is {describe(mask)}, but must be bool and have the leading axes of x, which is "
-        f"{describe(x)} with its channels on axis {axis}."
-    )
-
-
-def _count_required(layer: str) -> StatemeshError:
-    return StatemeshError(
-        f"{layer}: with momentum=None all values count the same, whenever they were seen, so with_statistics "
-        "must know how many values these are of: `with_statistics(mean, var, count=...)`."
-    )

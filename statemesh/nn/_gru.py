@@ -9,9 +9,7 @@ import jax.numpy as jnp
 
 from .._base import _errors as errors
 from .._base._checks import check_flag
-from .._base._errors import (
-    StatemeshError,
-)
+from .._base._errors import StatemeshError
 from .._base._types import Array, Dtype, Leaf, SpecTree
 from .._state._module import Module, field
 from .._state._state import HiddenState
@@ -97,7 +95,10 @@ class GRUCell(Module):
         **Raises:** `StatemeshError` where there is no hidden value yet, or inputs of another shape.
         """
         if self.hidden is None:
-            raise _no_hidden_value("GRUCell")
+            raise StatemeshError(
+                "GRUCell has no hidden value yet. Make it with `init_state(batch_size)`, or those of a "
+                "whole model with `model.init_all_states(batch_size=...)`."
+            )
         x, hidden = jnp.asarray(x), self.hidden.value
         if x.shape != (wanted := (*hidden.shape[:-1], self.cell.input_size)):
             why = f"the hidden value is of shape {hidden.shape}"
@@ -113,10 +114,3 @@ class GRUCell(Module):
         if self.hidden is None:
             return self
         return self.replace(hidden=jnp.zeros_like(self.hidden.value))
-
-
-def _no_hidden_value(layer: str) -> StatemeshError:
-    return StatemeshError(
-        f"{layer} has no hidden value yet. Make it with `init_state(batch_size)`, or those of a whole model "
-        "with `model.init_all_states(batch_size=...)`."
-    )

@@ -9,10 +9,7 @@ from jax.sharding import PartitionSpec
 from .._axes._mesh_and_lanes import bound_names, shard_index
 from .._base import _errors as errors
 from .._base._checks import check_names
-from .._base._errors import (
-    StatemeshError,
-    counted,
-)
+from .._base._errors import StatemeshError, counted
 from .._base._types import Array, Dtype, Leaf, SeveralAxes
 from .._state._module import Module, field
 from .._state._state import ShortTermState
@@ -104,7 +101,10 @@ class KVCache(Module):
             why = f"keys hold {tokens}"
             raise errors.bad_shape("KVCache", "values", values, f"{tokens} tokens", why)
         if tokens > self.capacity:
-            raise _too_many_tokens("KVCache", tokens, self.capacity)
+            raise StatemeshError(
+                f"KVCache: {counted(tokens, 'token')} at once do not fit into a capacity of {self.capacity}: "
+                "some would overwrite others. Write them in several calls."
+            )
         positions = start + jnp.arange(tokens)
         # Slots of other shards get an index past the end, which `mode="drop"` ignores.
         at = positions % self.capacity - mine[0]
@@ -144,20 +144,9 @@ class KVCache(Module):
         local = len(self.slots.value["keys"])
         shards = int(jax.lax.psum(1, names)) if names else 1
         if local * shards != self.capacity:
-            raise _slots_unnamed("KVCache", local, shards, self.capacity)
+            raise StatemeshError(
+                f"KVCache: {counted(local, 'slot')} in each of {counted(shards, 'shard')} (by axis_name) "
+                f"make {local * shards}, but the capacity is {self.capacity}. Name the mesh axes that split "
+                "the slots, and no others: KVCache(..., spec=P('data'), axis_name='data')."
+            )
         return shard_index("KVCache", self.axis_name) * local + jnp.arange(local)
-
-
-def _too_many_tokens(layer: str, tokens: int, capacity: int) -> StatemeshError:
-    return StatemeshError(
-        f"{layer}: {counted(tokens, 'token')} at once do not fit into a capacity of {capacity}: some would "
-        "overwrite others. Write them in several calls."
-    )
-
-
-def _slots_unnamed(layer: str, local: int, shards: int, capacity: int) -> StatemeshError:
-    return StatemeshError(
-        f"{layer}: {counted(local, 'slot')} in each of {counted(shards, 'shard')} (by axis_name) make "
-        f"{local * shards}, but the capacity is {capacity}. Name the mesh axes that split the slots, and no "
-        "others: KVCache(..., spec=P('data'), axis_name='data')."
-    )

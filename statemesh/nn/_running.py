@@ -12,12 +12,7 @@ import jax.numpy as jnp
 from .._axes._mesh_and_lanes import meshes_and_lanes, psum
 from .._base import _errors as errors
 from .._base._checks import is_array_or_number, is_shaped
-from .._base._errors import (
-    StatemeshError,
-    StructureError,
-    error_listing,
-    typed_str,
-)
+from .._base._errors import StatemeshError, StructureError, error_listing, typed_str
 from .._base._trees import describe, path_str
 from .._base._types import Array, AxisName, Leaf, PyTree, Reduce, SpecTree, Tags, Text
 from .._jax import _compat as compat
@@ -50,14 +45,18 @@ def check_int(
 
 def check_floating(layer: str, x: jax.Array) -> None:
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise _not_floating(layer, x)
+        raise TypeError(
+            f"{layer}: x is {describe(x)}, but must hold floating numbers: `x.astype(jnp.float32)`."
+        )
 
 
 def check_numeric(layer: str, what: str, tree: PyTree) -> None:
     """Refuse a tree, which the user calls `what`, with leaves that are neither arrays nor numbers."""
     for path, leaf in tree_util.tree_flatten_with_path(tree)[0]:
         if not is_numeric(leaf):
-            raise _not_numeric(layer, path_str(path, what), leaf)
+            raise StatemeshError(
+                f"{layer}: {path_str(path, what)} is {typed_str(leaf)}, but must be an array or a number."
+            )
 
 
 def is_numeric(leaf: Leaf) -> bool:
@@ -85,7 +84,11 @@ def check_alike(layer: str, what: str, old: PyTree, new: PyTree) -> None:
 def in_inference(layer: PyTree) -> bool:
     """Whether the layer is in inference. It cannot be traced, because it decides what is computed."""
     if compat.is_tracer(layer.inference):
-        raise _inference_is_traced(type(layer).__name__)
+        raise TypeError(
+            f"{type(layer).__name__}: `inference` is traced here, but must be True or False. jax.jit, scan "
+            "and grad trace the Python numbers in a model. Give them only its arrays: `arrays, rest = "
+            "equinox.partition(model, equinox.is_array)`, or use equinox.filter_jit."
+        )
     return bool(layer.inference)
 
 
@@ -241,26 +244,6 @@ def _summed(x: Array, axis_names: tuple[AxisName, ...]) -> Array:
 def _along(number: Array, x: Array) -> Array:
     """A number, in the shape in which it multiplies `x`. Layers that are stacked have one each."""
     return number.reshape(number.shape + (1,) * (x.ndim - number.ndim))
-
-
-def _inference_is_traced(layer: str) -> TypeError:
-    return TypeError(
-        f"{layer}: `inference` is traced here, but must be True or False. jax.jit, scan and grad trace the "
-        "Python numbers in a model. Give them only its arrays: `arrays, rest = equinox.partition(model, "
-        "equinox.is_array)`, or use equinox.filter_jit."
-    )
-
-
-def _not_floating(layer: str, x: jax.Array) -> TypeError:
-    return TypeError(
-        f"{layer}: x is {describe(x)}, but must hold floating numbers: `x.astype(jnp.float32)`."
-    )
-
-
-def _not_numeric(layer: str, path: str, leaf: object) -> StatemeshError:
-    return StatemeshError(
-        f"{layer}: {path} is {typed_str(leaf)}, but must be an array or a number."
-    )
 
 
 def _values_differ(
