@@ -3,7 +3,7 @@
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import equinox as eqx
 import jax
@@ -159,20 +159,3 @@ def tags(what: str, given: object) -> frozenset[str]:
     if not all(isinstance(tag, str) for tag in found):
         raise errors.invalid_argument(what, "tag", given)
     return frozenset(found)
-
-
-_FILTERS: dict[str, tuple[str, str, Callable[[object], bool]]] = {
-    "OfType": ("type", "type", lambda given: isinstance(given, type)),
-    "WithTag": ("tag", "tag of a filter", lambda given: isinstance(given, str)),
-    "PathContains": ("key", "key", lambda given: isinstance(given, Hashable)),
-    "Where": ("where", "where", callable),
-}
-
-
-def check_filter(filter: object) -> None:
-    """Refuse a named filter whose argument has the wrong type."""
-    name = type(filter).__name__
-    if name in _FILTERS:
-        field, argument, fits = _FILTERS[name]
-        if not fits(given := getattr(filter, field)):
-            raise errors.invalid_argument(name, argument, given)

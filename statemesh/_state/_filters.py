@@ -1,14 +1,13 @@
 """Filters, which pick states: small frozen values that compare and hash by their arguments."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeAlias
 
 import jax
 from jax.tree_util import keystr
 
-from .._base._checks import check_filter
-from .._base._errors import StructureError, error_listing, filter_str
+from .._base._errors import StructureError, error_listing, filter_str, invalid_argument
 from .._base._trees import describe, is_state, path_str, unpacked
 from .._base._types import Class, Filter, Fun, KeyPath, LaneName, Name, PyTree
 
@@ -18,9 +17,6 @@ Predicate: TypeAlias = Callable[[KeyPath, object], bool]
 
 class _Named:
     """The base of the named filters."""
-
-    def __post_init__(self) -> None:
-        check_filter(self)
 
     def bind(self, tree: PyTree) -> "Predicate":
         """This filter as a predicate for the states of `tree`."""
@@ -41,6 +37,10 @@ class OfType(_Named):
 
     type: Class
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.type, type):
+            raise invalid_argument("OfType", "type", self.type)
+
     def __call__(self, path: KeyPath, state: object) -> bool:
         return isinstance(state, self.type)
 
@@ -58,6 +58,10 @@ class WithTag(_Named):
     """
 
     tag: Name
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tag, str):
+            raise invalid_argument("WithTag", "tag of a filter", self.tag)
 
     def __call__(self, path: KeyPath, state: object) -> bool:
         return self.tag in getattr(state, "tag", ())
@@ -77,6 +81,10 @@ class PathContains(_Named):
 
     key: LaneName
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.key, Hashable):
+            raise invalid_argument("PathContains", "key", self.key)
+
     def __call__(self, path: KeyPath, state: object) -> bool:
         return any(keystr((step,), simple=True) == str(self.key) for step in path)
 
@@ -95,22 +103,21 @@ class Where(_Named):
 
     where: Fun
 
-    def bind(self, tree: PyTree) -> Predicate:
-        picked = self._picked(tree)
-        return lambda path, state: path in picked
+    def __post_init__(self) -> None:
+        if not callable(self.where):
+            raise invalid_argument("Where", "where", self.where)
 
-    def _picked(self, tree: PyTree) -> frozenset[KeyPath]:
+    def bind(self, tree: PyTree) -> Predicate:
         marked = jax.tree_util.tree_map_with_path(
             lambda path, leaf: _Spot(path), unpacked(tree), is_leaf=is_state
         )
         try:
-            found = self.where(marked)
+            spots = jax.tree_util.tree_leaves(self.where(marked))
         except (AttributeError, KeyError, IndexError, TypeError):
             # This tree has no such node: the filter may mean another argument.
-            return frozenset()
-        return frozenset(
-            spot.path for spot in jax.tree_util.tree_leaves(found) if isinstance(spot, _Spot)
-        )
+            spots = []
+        picked = {spot.path for spot in spots if isinstance(spot, _Spot)}
+        return lambda path, state: path in picked
 
     def __call__(self, path: KeyPath, state: object) -> bool:
         raise TypeError(
@@ -125,22 +132,14 @@ class _Spot:
         self.path = path
 
 
+@dataclasses.dataclass(frozen=True, slots=True, init=False)
 class _Combined(_Named):
     """A filter made of others."""
-
-    __slots__ = ("filters",)
 
     filters: tuple[Predicate, ...]
 
     def __init__(self, *filters: Filter) -> None:
         object.__setattr__(self, "filters", tuple(_named(f) for f in filters))
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{type(self).__name__} is immutable; cannot set {name!r}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # Copying and pickling would assign to the slot.
-        return type(self), self.filters
 
     def bind(self, tree: PyTree) -> Predicate:
         bound = [_bind(f, tree) for f in self.filters]
@@ -152,12 +151,6 @@ class _Combined(_Named):
     def _joined(self, hits: Iterator[bool]) -> bool:
         """Whether the whole filter matches, of whether each of its filters does."""
         raise NotImplementedError
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.filters == other.filters
-
-    def __hash__(self) -> int:
-        return hash((type(self), self.filters))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.filters))})"
@@ -285,31 +278,28 @@ def first_matches(
     `Perhaps` may.
     """
     named = [_named(f) for f in filters]
-    matched = [isinstance(f, Everything | Nothing | Perhaps) for f in named]
-    found: list[list[int | None]] = []
-    listed: list[tuple[str, PyTree]] = []
+    idle = [not isinstance(f, Everything | Nothing | Perhaps) for f in named]
+    matches: list[list[int | None]] = []
+    states: list[tuple[str, object]] = []
     for root, tree in roots:
         bound = [_bind(f, tree) for f in named]
         first: list[int | None] = []
         for path, state in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]:
             if not is_state(state):
                 continue
-            listed.append((path_str(path, root), state))
+            states.append((path_str(path, root), state))
             hits = [i for i, predicate in enumerate(bound) if predicate(path, state)]
             for i in hits:
-                matched[i] = True
+                idle[i] = False
             first.append(hits[0] if hits else None)
-        found.append(first)
-    if idle := [f for f, hit in zip(filters, matched, strict=True) if not hit]:
-        raise _filter_matches_nothing(what, idle, listed)
-    return found
-
-
-def _filter_matches_nothing(
-    what: str, unmatched: Sequence[object], states: Sequence[tuple[str, object]]
-) -> StructureError:
-    head = f"{what}: no state matches {', '.join(map(filter_str, unmatched))}. "
-    if not states:
-        return StructureError(f"{head}There are no states.")
-    items = [f"{path}: {describe(state)}" for path, state in states]
-    return error_listing(StructureError, f"{head}The states are", items)
+        matches.append(first)
+    if any(idle):
+        unmatched = ", ".join(
+            filter_str(f) for f, is_idle in zip(filters, idle, strict=True) if is_idle
+        )
+        head = f"{what}: no state matches {unmatched}. "
+        if not states:
+            raise StructureError(f"{head}There are no states.")
+        items = [f"{path}: {describe(state)}" for path, state in states]
+        raise error_listing(StructureError, f"{head}The states are", items)
+    return matches

@@ -38,14 +38,10 @@ class NoArray:
 
     def _no_array(self, what: str) -> TypeError:
         """The error of an operation of arrays."""
-        return _state_is_no_array(type(self).__name__, what)
-
-
-def _refusing(what: str) -> PyTree:
-    def refuse(self: NoArray, *others: object, **options: object) -> PyTree:
-        raise self._no_array(what)
-
-    return refuse
+        return TypeError(
+            f"a {type(self).__name__} holds an array and is not one itself: apply {what} to `state.value`. "
+            "Write a new value with `state.set(value)`."
+        )
 
 
 _OPERATORS = {
@@ -62,12 +58,6 @@ _OPERATORS = {
     "xor": "^",
     "lshift": "<<",
     "rshift": ">>",
-}
-
-for _name, _sign in _OPERATORS.items():
-    setattr(NoArray, f"__{_name}__", _refusing(_sign))
-    setattr(NoArray, f"__r{_name}__", _refusing(_sign))
-for _name, _sign in {
     "lt": "<",
     "le": "<=",
     "gt": ">",
@@ -75,13 +65,22 @@ for _name, _sign in {
     "neg": "-",
     "invert": "~",
     "getitem": "[...]",
-}.items():
-    setattr(NoArray, f"__{_name}__", _refusing(_sign))
-for _name in ("bool", "int", "float", "complex", "index", "abs"):
-    setattr(NoArray, f"__{_name}__", _refusing(f"{_name}()"))
-# The functions of NumPy and `jax.numpy` look for these methods.
-for _name in ("array", "array_ufunc", "jax_array"):
-    setattr(NoArray, f"__{_name}__", _refusing("a function of arrays"))
+    **{name: f"{name}()" for name in ("bool", "int", "float", "complex", "index", "abs")},
+    # The functions of NumPy and `jax.numpy` look for these methods.
+    **dict.fromkeys(("array", "array_ufunc", "jax_array"), "a function of arrays"),
+}
+
+
+def _refusing(what: str) -> PyTree:
+    def refuse(self: NoArray, *others: object, **options: object) -> PyTree:
+        raise self._no_array(what)
+
+    return refuse
+
+
+for _name, _sign in _OPERATORS.items():
+    for _method in (f"__{_name}__", f"__r{_name}__"):
+        setattr(NoArray, _method, _refusing(_sign))
 
 
 class Shown(StateNode):
@@ -456,7 +455,8 @@ def rebuild_plain(
 def _checked_meta(cls: type[State], name: Text, tag: Tags, spec: SpecTree, reduce: Reduce) -> Meta:
     check_text(cls.__name__, "name", name)
     tags = as_tags(cls.__name__, tag)
-    if not (reduce is None or callable(reduce) or reduce in REDUCTIONS):
+    named = isinstance(reduce, str) and reduce in REDUCTIONS
+    if not (reduce is None or callable(reduce) or named):
         raise StatemeshError(
             f"reduce={reduce!r} is not a write policy. Use None, {quoted(REDUCTIONS)}, or a function `(old, "
             "new, axis_names) -> value`."
@@ -639,13 +639,6 @@ def with_origins(tree: PyTree, marks: Sequence[object]) -> PyTree:
         return node if mark is None else mark_origin(node, mark)
 
     return jax.tree.map(one, tree, is_leaf=is_state)
-
-
-def _state_is_no_array(kind: str, what: str) -> TypeError:
-    return TypeError(
-        f"a {kind} holds an array and is not one itself: apply {what} to `state.value`. Write a new value "
-        "with `state.set(value)`."
-    )
 
 
 def _immutable_state(kind: str, attribute: str) -> AttributeError:
