@@ -23,6 +23,7 @@ from ._explanation import (
     device_numbers,
 )
 from ._traced import (
+    OPCODES,
     Frame,
     Mapped,
     Part,
@@ -43,7 +44,8 @@ def groups_in(text: str, devices: int) -> Groups:
     if pairs := re.search(r"source_target_pairs=\{(\{[\d,{} ]*\})\}", text):
         return _linked(re.findall(r"\{(\d+),(\d+)\}", pairs[1]))
     if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", text):
-        return _mesh_groups(mesh[1], mesh[2])
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh[1])}
+        return groups_over(sizes, re.findall(r"'([^']*)'", mesh[2]))
     if iota := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         return _iota_groups(*iota.groups())
     if listed := re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", text):
@@ -60,13 +62,6 @@ def _linked(pairs: Sequence[tuple[str, str]]) -> Groups:
         groups = [group for group in groups if not group & ends]
         groups.append(ends.union(*joined))
     return [tuple(sorted(group)) for group in groups]
-
-
-def _mesh_groups(sizes: str, over: str) -> Groups:
-    shape: dict[AxisName, int] = {
-        name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", sizes)
-    }
-    return groups_over(shape, re.findall(r"'([^']*)'", over))
 
 
 def groups_over(shape: Mapping[AxisName, int], over: Sequence[AxisName]) -> Groups:
@@ -98,15 +93,6 @@ def axes_of(
     return None
 
 
-OPERATIONS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "collective-permute",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-broadcast",
-)
 # These return one result for each operand.
 _VARIADIC = ("all-reduce", "all-gather", "reduce-scatter")
 
@@ -202,7 +188,7 @@ class CompiledText:
             self._instruction(line, opcode, lines, runs.get(name, Runs(0)))
             for name, lines in self.computations.items()
             for line in lines
-            if (opcode := line["opcode"].removesuffix("-start")) in OPERATIONS
+            if (opcode := line["opcode"].removesuffix("-start")) in OPCODES.values()
         ]
 
     def parameters(self) -> list[tuple[str, int]]:
@@ -349,20 +335,6 @@ def _number(name: str, row: str) -> int:
     return int(number[1]) if number else 0
 
 
-# What XLA calls the operations of JAX.
-_OPCODES = {
-    "psum": "all-reduce",
-    "pmax": "all-reduce",
-    "pmin": "all-reduce",
-    "all_gather": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "ppermute": "collective-permute",
-    "all_to_all": "all-to-all",
-    "ragged_all_to_all": "ragged-all-to-all",
-    "pbroadcast": "collective-broadcast",
-}
-
-
 def matched(
     traced: Sequence[TracedCollective],
     instructions: Sequence[Instruction],
@@ -447,7 +419,7 @@ def _done(
     instructions = {instruction.name: instruction for instruction, _ in exchanged}
     others = len(set().union(*(done[name] for name in instructions))) - 1
     opcodes = {instruction.opcode for instruction in instructions.values()}
-    opcodes -= {_OPCODES.get(traced.record.operation)}
+    opcodes -= {OPCODES.get(traced.record.operation)}
     compiled = f"as {', '.join(sorted(opcodes))}" if opcodes else "as traced"
     if others:
         compiled = f"merged with {others} other{'s' * (others > 1)}"

@@ -45,14 +45,10 @@ def _innermost(frames: Sequence[Frame]) -> Sequence[Frame]:
 
 
 def user_line(frames: Sequence[Frame]) -> str:
-    """The user's innermost line, as `file:line`."""
-    return next((f"{_shown(frame[0])}:{frame[1]}" for frame in frames if _is_users(frame)), "")
-
-
-def _shown(file: str) -> str:
-    """A file's path from the working directory, if it is below it."""
+    """The user's innermost line, as `file:line`; the file from the working directory, if it is below it."""
     here = os.getcwd() + os.sep
-    return file.removeprefix(here)
+    lines = (f"{file.removeprefix(here)}:{k}" for file, k in frames if _is_users((file, k)))
+    return next(lines, "")
 
 
 def in_policy(frames: Sequence[Frame]) -> bool:
@@ -75,6 +71,18 @@ _SPELLINGS = {
     "all_gather_invariant": "all_gather",
     "all_gather_reduced": "all_gather",
     "unreduced_reduce_scatter": "reduce_scatter",
+}
+# What XLA calls these operations.
+OPCODES = {
+    "psum": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "ppermute": "collective-permute",
+    "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
+    "pbroadcast": "collective-broadcast",
 }
 
 
@@ -131,19 +139,19 @@ class Runs:
         return dataclasses.replace(self, branch=True)
 
 
-def sent(operation: str, size: int, operand: int) -> int:
+def sent(opcode: str, size: int, operand: int) -> int:
     """The bytes that a device sends when `size` devices exchange operands in a ring.
 
     **Arguments:**
 
     - `operand`: the bytes of a device's operand.
     """
-    match operation:
-        case "psum" | "pmax" | "pmin" | "all-reduce":
+    match opcode:
+        case "all-reduce":
             return math.ceil(2 * operand * (size - 1) / size)
-        case "all_gather" | "all-gather":
+        case "all-gather":
             return operand * (size - 1)
-        case "ppermute" | "collective-permute":
+        case "collective-permute":
             return operand if size > 1 else 0
         case _:
             return math.ceil(operand * (size - 1) / size)
@@ -277,13 +285,14 @@ class _Walk:
         groups = eqn.params.get("axis_index_groups")
         size = len(groups[0]) if groups else math.prod(self.scope.sizes[axis] for axis in axes)
         parts = tuple(_part(operand.aval) for operand in eqn.invars)
+        opcode = OPCODES.get(operation, operation)
         record = Collective(
             operation=operation,
             axes=axes,
             times=runs.times,
             unknown_loop=runs.unknown_loop,
             branch=runs.branch,
-            bytes=runs.times * sum(sent(operation, size, part.bytes) for part in parts),
+            bytes=runs.times * sum(sent(opcode, size, part.bytes) for part in parts),
             arrays=tuple(map(str, parts)),
             cause=self._cause(eqn, frames),
             line="" if in_policy(frames) else user_line(frames),
