@@ -429,20 +429,6 @@ def bad_argnums(what: str, bad: Sequence[int], args: int) -> StatemeshError:
     )
 
 
-def bad_setting(layer: str, argument: str, value: object, expected: str) -> StatemeshError:
-    return StatemeshError(f"{layer}: {argument}={value!r}, but it must be {expected}.")
-
-
-def no_such_array_axis(layer: str, argument: str, axis: int, x: jax.Array) -> StatemeshError:
-    return StatemeshError(
-        f"{layer}: {argument}={axis}, but x is {describe(x)} and has no such axis."
-    )
-
-
-def bad_shape(layer: str, what: str, x: object, expected: str, why: str) -> StatemeshError:
-    return StatemeshError(f"{layer}: {what} is {describe(x)}, but must be {expected}: {why}.")
-
-
 def not_a_mesh(mesh: object) -> TypeError:
     return TypeError(f"mesh must be a jax.sharding.Mesh, got {typed_str(mesh)}. {_MAKE_ONE}")
 

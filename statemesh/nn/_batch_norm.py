@@ -9,7 +9,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._axes._mesh_and_lanes import bound_names, known_same, total
-from .._base import _errors as errors
 from .._base._checks import check_flag, check_names
 from .._base._errors import StatemeshError, counted
 from .._base._trees import describe
@@ -19,7 +18,9 @@ from .._state._state import BatchState, ParamState
 from ._running import (
     ExactStatistics,
     MovingStatistics,
+    bad_shape,
     check_floating,
+    check_has_axis,
     check_int,
     check_number,
     check_sizes,
@@ -200,7 +201,7 @@ class BatchNorm(Module):
             if np.shape(x) != old[name].shape:
                 wanted = f"of shape {old[name].shape}"
                 why = "one for all" if name == "count" else "one number for each channel"
-                raise errors.bad_shape("BatchNorm", name, jnp.asarray(x), wanted, why)
+                raise bad_shape("BatchNorm", name, jnp.asarray(x), wanted, why)
         # Copies: donating the layer must not delete the caller's arrays.
         made = {name: jnp.array(x, old[name].dtype) for name, x in given.items()}
         return self.replace(running=made)
@@ -208,8 +209,7 @@ class BatchNorm(Module):
     def _check(self, x: jax.Array) -> None:
         check_floating("BatchNorm", x)
         axis, size = self.channel_axis, len(self.running.value["mean"])
-        if not -x.ndim <= axis < x.ndim:
-            raise errors.no_such_array_axis("BatchNorm", "channel_axis", axis, x)
+        check_has_axis("BatchNorm", "channel_axis", axis, x)
         if x.shape[axis] != size:
             raise StatemeshError(
                 f"BatchNorm: x is {describe(x)} with {counted(x.shape[axis], 'channel')} on axis {axis}, but "

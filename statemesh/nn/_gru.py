@@ -7,13 +7,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .._base import _errors as errors
 from .._base._checks import check_flag
 from .._base._errors import StatemeshError
 from .._base._types import Array, Dtype, Leaf, SpecTree
 from .._state._module import Module, field
 from .._state._state import HiddenState
-from ._running import check_sizes
+from ._running import bad_shape, check_sizes
 
 
 G = TypeVar("G", bound="GRUCell")
@@ -102,7 +101,7 @@ class GRUCell(Module):
         x, hidden = jnp.asarray(x), self.hidden.value
         if x.shape != (wanted := (*hidden.shape[:-1], self.cell.input_size)):
             why = f"the hidden value is of shape {hidden.shape}"
-            raise errors.bad_shape("GRUCell", "x", x, f"of shape {wanted}", why)
+            raise bad_shape("GRUCell", "x", x, f"of shape {wanted}", why)
         step: Callable[..., Array] = self.cell
         for _ in hidden.shape[:-1]:
             step = jax.vmap(step)

@@ -7,13 +7,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .._axes._mesh_and_lanes import bound_names, shard_index
-from .._base import _errors as errors
 from .._base._checks import check_names
 from .._base._errors import StatemeshError, counted
 from .._base._types import Array, Dtype, Leaf, SeveralAxes
 from .._state._module import Module, field
 from .._state._state import ShortTermState
-from ._running import check_sizes
+from ._running import bad_shape, check_sizes
 
 
 K = TypeVar("K", bound="KVCache")
@@ -99,7 +98,7 @@ class KVCache(Module):
         tokens, mine = len(keys), self._own_slots()
         if len(values) != tokens:
             why = f"keys hold {tokens}"
-            raise errors.bad_shape("KVCache", "values", values, f"{tokens} tokens", why)
+            raise bad_shape("KVCache", "values", values, f"{tokens} tokens", why)
         if tokens > self.capacity:
             raise StatemeshError(
                 f"KVCache: {counted(tokens, 'token')} at once do not fit into a capacity of {self.capacity}: "
@@ -135,7 +134,7 @@ class KVCache(Module):
         if x.ndim != 3 or x.shape[1:] != buffer.shape[1:] or not len(x):
             heads, dim = buffer.shape[1:]
             why = "one token at least, in the heads and the size of the cache"
-            raise errors.bad_shape("KVCache", what, x, f"(tokens, {heads}, {dim})", why)
+            raise bad_shape("KVCache", what, x, f"(tokens, {heads}, {dim})", why)
         return x.astype(buffer.dtype)
 
     def _own_slots(self) -> jax.Array:

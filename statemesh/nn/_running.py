@@ -1,8 +1,7 @@
 """Running statistics, merged where several microbatches wrote them, and checks that layers share."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any
 
@@ -10,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from .._axes._mesh_and_lanes import meshes_and_lanes, psum
-from .._base import _errors as errors
 from .._base._checks import is_array_or_number, is_shaped
 from .._base._errors import StatemeshError, StructureError, error_listing, typed_str
 from .._base._trees import describe, path_str
@@ -22,25 +20,42 @@ from .._state._values import Meta, Write, reduced
 
 
 def check_number(
-    layer: str, argument: str, value: object, fits: Callable[[Any], bool], expected: str
+    layer: str,
+    argument: str,
+    value: object,
+    fits: Callable[[Any], bool],
+    expected: str,
+    kind: type = Real,
 ) -> None:
-    """Refuse a setting that is no real number, or not in its range."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not fits(value):
-        raise errors.bad_setting(layer, argument, value, expected)
+    """Refuse a setting that is no number of this kind, or not in its range."""
+    if isinstance(value, bool) or not isinstance(value, kind) or not fits(value):
+        raise bad_setting(layer, argument, value, expected)
 
 
 def check_sizes(layer: str, **sizes: object) -> None:
     """Refuse sizes that are not positive ints."""
     for argument, size in sizes.items():
-        check_int(layer, argument, size, "a positive int", least=1)
+        check_number(layer, argument, size, lambda size: size > 0, "a positive int", Integral)
 
 
-def check_int(
-    layer: str, argument: str, value: object, expected: str, least: int | float = -math.inf
-) -> None:
-    """Refuse a value that is not an int, or that is below `least`."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise errors.bad_setting(layer, argument, value, expected)
+def check_int(layer: str, argument: str, value: object, expected: str) -> None:
+    """Refuse a setting that is no int."""
+    check_number(layer, argument, value, lambda value: True, expected, Integral)
+
+
+def check_has_axis(layer: str, argument: str, axis: int, x: jax.Array) -> None:
+    if not -x.ndim <= axis < x.ndim:
+        raise StatemeshError(
+            f"{layer}: {argument}={axis}, but x is {describe(x)} and has no such axis."
+        )
+
+
+def bad_setting(layer: str, argument: str, value: object, expected: str) -> StatemeshError:
+    return StatemeshError(f"{layer}: {argument}={value!r}, but it must be {expected}.")
+
+
+def bad_shape(layer: str, what: str, x: object, expected: str, why: str) -> StatemeshError:
+    return StatemeshError(f"{layer}: {what} is {describe(x)}, but must be {expected}: {why}.")
 
 
 def check_floating(layer: str, x: jax.Array) -> None:
@@ -71,14 +86,16 @@ def check_alike(layer: str, what: str, old: PyTree, new: PyTree) -> None:
         for tree in (old, new)
     )
     if bad := [
-        (path, then.get(path), now.get(path))
+        f"{path}: was {describe(then[path]) if path in then else 'nothing'}, "
+        f"is {describe(now[path]) if path in now else 'nothing'}"
         for path in {**then, **now}
         if path not in then
         or path not in now
         or not is_numeric(now[path])
         or jnp.shape(then[path]) != jnp.shape(now[path])
     ]:
-        raise _values_differ(layer, what, bad)
+        head = f"{layer}: {what} must hold arrays of the shapes that the layer was made with"
+        raise error_listing(StructureError, head, bad)
 
 
 def in_inference(layer: PyTree) -> bool:
@@ -244,18 +261,3 @@ def _summed(x: Array, axis_names: tuple[AxisName, ...]) -> Array:
 def _along(number: Array, x: Array) -> Array:
     """A number, in the shape in which it multiplies `x`. Layers that are stacked have one each."""
     return number.reshape(number.shape + (1,) * (x.ndim - number.ndim))
-
-
-def _values_differ(
-    layer: str, what: str, bad: Sequence[tuple[str, object, object]]
-) -> StructureError:
-    items = [
-        f"{path}: was {'nothing' if old is None else describe(old)}, "
-        f"is {'nothing' if new is None else describe(new)}"
-        for path, old, new in bad
-    ]
-    return error_listing(
-        StructureError,
-        f"{layer}: {what} must hold arrays of the shapes that the layer was made with",
-        items,
-    )
