@@ -58,20 +58,9 @@ def advance(key: Array) -> tuple[Array, Array]:
     return _of(rest, key), _of(drawn, key)
 
 
-def several(key: Array, num: int) -> Array:
-    """`num` keys made of a drawn key."""
-    seeds = jax.random.split(_seed(key), num)
-    return seeds if _is_threefry(key) else jax.vmap(lambda seed: _of(seed, key))(seeds)
-
-
 def folded(key: Array, number: ArrayLike) -> Array:
     """A key of its own for each number."""
     return _of(jax.random.fold_in(_seed(key), number), key)
-
-
-def for_rows(key: Array, rows: Array) -> Array:
-    """A threefry key for each row number. Under `jax.vmap` each gives the numbers it gives by itself."""
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(_seed(key), rows)
 
 
 def drawable(key: Array, what: str) -> Array:
@@ -83,11 +72,6 @@ def drawable(key: Array, what: str) -> Array:
     if impl in _KEY_BY_KEY:
         return key
     return refuse_in_lanes(key, lambda: _drawn_in_lanes(what, impl))
-
-
-def as_of(key: Array, like: Array) -> Array:
-    """`key`, converted to the implementation of `like`."""
-    return key if key.dtype == like.dtype else _of(_seed(key), like)
 
 
 def words(key: Array) -> Array:
@@ -253,7 +237,9 @@ def _equal(a: Array, b: Array) -> Array:
 
 def _unless(even: Array, key: Array, before: Array) -> Array:
     """`key` where `even`, else a key aside from the line of `before`."""
-    other = as_of(folded(again(before), _UNEVEN_DRAWS), key)
+    other = folded(again(before), _UNEVEN_DRAWS)
+    if key.dtype != before.dtype:
+        other = _of(_seed(other), key)
     return again(jnp.where(even, again(key), other))
 
 
@@ -359,7 +345,10 @@ class RandomState(State):
         if num is not None:
             num = count("RandomState.split", "num", num)
         rest, drawn = advance(drawable(self.value, "RandomState.split"))
-        return (drawn if num is None else several(drawn, num)), self._advanced(rest)
+        if num is not None:
+            seeds = jax.random.split(_seed(drawn), num)
+            drawn = seeds if _is_threefry(drawn) else jax.vmap(partial(_of, key=drawn))(seeds)
+        return drawn, self._advanced(rest)
 
     def rows(self: R, n: Size, axis_name: SeveralAxes = None) -> tuple[Array, R]:
         """Draw one key for each row of a global array that is sharded over `axis_name`.
@@ -396,7 +385,9 @@ class RandomState(State):
         stream = self._rebuilt(self.value, synchronized(self.value, self._shared))
         _, drawn = advance(again(stream._shared[-1].key if stream._shared else self.value))
         rest, _ = advance(self.value)
-        return for_rows(drawn, numbers), stream._advanced(rest)
+        # Of threefry keys alone `jax.vmap` draws for each key the numbers that it gives by itself.
+        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(_seed(drawn), numbers)
+        return keys, stream._advanced(rest)
 
     def _set(self: R, value: PyTree, label: str) -> R:
         return self._with_new(conform(self.value, value, label))

@@ -44,7 +44,9 @@ class NoArray:
         )
 
 
-_OPERATORS = {
+# What is refused, by the name of its method without the underscores. Methods that do not exist, such as
+# `__rneg__`, are refused as well, which nobody will see.
+_REFUSED = {
     "add": "+",
     "sub": "-",
     "mul": "*",
@@ -78,7 +80,7 @@ def _refusing(what: str) -> PyTree:
     return refuse
 
 
-for _name, _sign in _OPERATORS.items():
+for _name, _sign in _REFUSED.items():
     for _method in (f"__{_name}__", f"__r{_name}__"):
         setattr(NoArray, _method, _refusing(_sign))
 
@@ -94,9 +96,9 @@ class Shown(StateNode):
 
     def _fields(self) -> dict[str, PyTree]:
         """The metadata to show: all that is not at its default."""
-        found = {name: getattr(self, name) for name in ("name", "spec", "reduce")}
-        found["tag"] = sorted(getattr(self, "tag", ())) or None
-        return {name: value for name, value in found.items() if value is not None}
+        fields = {name: getattr(self, name) for name in ("name", "spec", "reduce")}
+        fields["tag"] = sorted(getattr(self, "tag", ())) or None
+        return {name: value for name, value in fields.items() if value is not None}
 
     def __repr__(self) -> str:
         return eqx.tree_pformat(self)
@@ -108,13 +110,10 @@ class Shown(StateNode):
         # Imported here, because only what prints by this package calls this method.
         import wadler_lindig as wl
 
-        outer = options.get("custom")
-        value = getattr(self, "value", None)
         if options.get("short_arrays", True):
-            inner = options | {"custom": functools.partial(_short, wl.TextDoc, outer)}
-            docs = [wl.pdoc(value, **inner)]
-        else:
-            docs = [wl.pdoc(value, **options)]
+            custom = functools.partial(_short, wl.TextDoc, options.get("custom"))
+            options = options | {"custom": custom}
+        docs = [wl.pdoc(getattr(self, "value", None), **options)]
         for name, field in self._fields().items():
             text = getattr(field, "__name__", None) or repr(field)
             docs.append(wl.TextDoc(f"{name}={text}"))
@@ -234,11 +233,9 @@ class State(NoArray, Shown, Generic[Value]):
         # JAX rebuilds nodes with `_meta` given and any object as the value. Only a call of the user's own has
         # values to convert and mistakes to find.
         if _meta is None:
-            value = arrays(value)
-            _meta = _checked_meta(type(self), name, tag, spec, reduce)
-            check_reducible(value, reduce)
-            set_value(self, value)
-            set_meta(self, _meta)
+            set_value(self, arrays(value))
+            set_meta(self, _checked_meta(type(self), name, tag, spec, reduce))
+            check_reducible(self.value, reduce)
         else:
             set_rebuilt(self, value, _meta)
 
@@ -297,13 +294,10 @@ class State(NoArray, Shown, Generic[Value]):
         unknown = [key for key in changes if key not in _FIELDS]
         if unknown:
             raise errors.unknown_fields(type(self).__name__, unknown, _FIELDS)
-        value = self.value
-        if "value" in changes:
-            value = arrays(changes.pop("value"))
-        old = self._meta
-        meta = old
+        value = arrays(changes.pop("value")) if "value" in changes else self.value
+        meta = self._meta
         if changes:
-            fields = {"name": old.name, "tag": old.tag, "spec": old.spec, "reduce": old.reduce}
+            fields = {name: getattr(meta, name) for name in ("name", "tag", "spec", "reduce")}
             meta = _checked_meta(type(self), **(fields | changes))
         check_reducible(value, meta.reduce)
         return self._with_value(value, meta)
@@ -351,8 +345,8 @@ class State(NoArray, Shown, Generic[Value]):
         label = self.name or type(self).__name__
         if callable(reduce):
             merged = call_policy(reduce, before, self.value, axis_names, label)
-            made = f"what reduce={getattr(reduce, '__name__', reduce)} returned"
-            return self._with_value(conform(self.value, merged, label=made))
+            label = f"what reduce={getattr(reduce, '__name__', reduce)} returned"
+            return self._with_value(conform(self.value, merged, label))
         over = [axis_names] * len(jax.tree_util.tree_leaves(self.value))
         (merged,) = reduced([Write(self.value, before, reduce, over, label)])
         return self._with_value(merged)
@@ -362,8 +356,8 @@ class State(NoArray, Shown, Generic[Value]):
 
         **Returns:** what `reduce` makes of them; of `'sum'` the first shard has all. Else `NotImplemented`.
         """
-        how = self.reduce
-        return resharded(value, how, count) if isinstance(how, str) else NotImplemented
+        reduce = self.reduce
+        return resharded(value, reduce, count) if isinstance(reduce, str) else NotImplemented
 
     def _with_value(self: S, value: PyTree, meta: Meta | None = None) -> S:
         new = object.__new__(type(self))
@@ -384,8 +378,8 @@ class State(NoArray, Shown, Generic[Value]):
     @property
     def needs_old(self) -> bool:
         """Whether what `leave` writes back depends on the value that came in."""
-        own_way = type(self).leave is not State.leave
-        return own_way or callable(self.reduce) or self.reduce == "sum"
+        overrides = type(self).leave is not State.leave
+        return overrides or callable(self.reduce) or self.reduce == "sum"
 
     def __reduce__(self) -> tuple[object, ...]:
         # Copying and pickling would assign to the slots.
@@ -446,10 +440,10 @@ def rebuild_plain(
 
     `map` calls the slots' setters in C. They return `None`, so that `any` runs through to the end.
     """
-    made = list(map(object.__new__, kinds))
-    any(map(set_value, made, values))
-    any(map(set_meta, made, metas))
-    return made
+    states = list(map(object.__new__, kinds))
+    any(map(set_value, states, values))
+    any(map(set_meta, states, metas))
+    return states
 
 
 def _checked_meta(cls: type[State], name: Text, tag: Tags, spec: SpecTree, reduce: Reduce) -> Meta:
@@ -632,13 +626,11 @@ def with_origins(tree: PyTree, marks: Sequence[object]) -> PyTree:
     """`tree` with its states remembering these marks."""
     left = iter(marks)
 
-    def one(node: PyTree) -> PyTree:
-        if not is_state(node):
-            return node
-        mark = next(left)
+    def marked(node: PyTree) -> PyTree:
+        mark = next(left) if is_state(node) else None
         return node if mark is None else mark_origin(node, mark)
 
-    return jax.tree.map(one, tree, is_leaf=is_state)
+    return jax.tree.map(marked, tree, is_leaf=is_state)
 
 
 def _immutable_state(kind: str, attribute: str) -> AttributeError:
