@@ -95,11 +95,14 @@ def check_lane_name(what: str, name: object) -> None:
         raise errors.invalid_argument(what, "axis_name", name)
 
 
+_NAMES = "a string, or a tuple of several, as in axis_name=('data', 'model')"
+
+
 def check_names(what: str, names: object) -> None:
     """Refuse what is neither an axis name, nor a tuple of different ones, nor `None`."""
     several = flat_names(names)
     if not all(map(is_axis_name, several)):
-        raise errors.invalid_argument(what, "axis_name of several", names)
+        raise errors.invalid_argument(what, "axis_name", names, _NAMES)
     check_named_once(what, "axis_name", several)
 
 
@@ -107,7 +110,7 @@ def required_names(what: str, names: object) -> tuple[AxisName, ...]:
     """One axis name, or a tuple of several, as a tuple that is not empty."""
     check_names(what, names)
     if not flat_names(names):
-        raise errors.invalid_argument(what, "axis_name of several", names)
+        raise errors.invalid_argument(what, "axis_name", names, _NAMES)
     return flat_names(names)
 
 
@@ -139,10 +142,10 @@ def count(what: str, argument: str, given: Size) -> int:
     return operator.index(given)
 
 
-def check_flag(what: str, argument: str, given: object) -> None:
+def check_flag(what: str, argument: str, value: object) -> None:
     """Refuse what is neither `True` nor `False`."""
-    if not isinstance(given, bool | np.bool_):
-        raise errors.invalid_argument(what, argument, given)
+    if not isinstance(value, bool | np.bool_):
+        raise errors.invalid_argument(what, argument, value, "True or False")
 
 
 def check_text(what: str, argument: str, given: object) -> None:

@@ -230,27 +230,19 @@ def policy_name(state: Any) -> str:
 
 _HASHABLE = "Make the class a @dataclass(frozen=True), use a tuple in place of a list, or "
 
-# What an argument must be, by its name. If a name means something else in another place, its key says where.
+# What an argument must be, by its name, where several functions have it or its check is far away. If a name
+# means something else in another place, its key says where.
 _EXPECTED = {
-    "affine": "True or False",
     "axis": "an int: the position of the new axis, as in axis=0",
     "auto": "the names of mesh axes that are not mapped over, as in auto={'model'}",
     "axis_name": "a string, as in axis_name='data'; a number is the position of an array's axis, and a tuple "
     "is several names",
-    "axis_name of several": "a string, or a tuple of several, as in axis_name=('data', 'model')",
     "axis_names": "the name of a mesh axis, or several, as in axis_names={'data'}; leave it out for all",
     "backend": "the name of a platform, as in backend='cpu'",
     "axis_name of a mesh": "a string, as in axis_name='data': JAX has no other names for the axes of devices",
-    "check_rep": "True or False",
-    "check_vma": "True or False",
-    "debias": "True or False",
     "devices": "jax.Devices in the order of the lanes, as in devices=jax.devices()[:4]",
     "donate_argnums": "the position of an argument, or several, numbered from 0, as in donate_argnums=(0,)",
-    "has_aux": "True or False",
-    "inference": "True or False",
     "init_kwargs": "a dictionary of arguments by name, as in init_kwargs={'batch_size': 4}, or {} for none",
-    "jit": "True or False",
-    "key": "the name of a field, the key of a dictionary or an index, as in PathContains('encoder')",
     "length": "an int, 0 or more: the number of steps, as in length=10",
     "map": "the name of a method, as in map('update')",
     "mesh": "a jax.sharding.Mesh, which has devices to put arrays on",
@@ -258,18 +250,12 @@ _EXPECTED = {
     "n": "an int, 0 or more: the number of rows that this shard holds, as in rows(x.shape[0], 'data')",
     "name": "a string, as in name='mean'",
     "num": "an int, 0 or more: the number of keys, as in split(2)",
-    "reverse": "True or False",
-    "tiled": "True or False",
     "unroll": "an int, 1 or more, or True for all steps, as in unroll=4",
-    "use_bias": "True or False",
     "spmd_axis_name": "the name of a mesh axis, or a tuple of several, as in spmd_axis_name='data'",
     "state_tag": "a string, as in state_tag='new'",
     "static_broadcasted_argnums": "the position of an argument, or several, numbered from 0, as in "
     "static_broadcasted_argnums=(0,)",
     "tag": "a string or several, as in tag='slow' or tag=('slow', 'encoder')",
-    "tag of a filter": "a string, as in WithTag('slow'); for several write [WithTag('a'), WithTag('b')]",
-    "type": "a class, as in OfType(sm.ParamState)",
-    "where": "a function of the tree, as in Where(lambda model: model.encoder)",
 }
 
 _CALLS = {
@@ -371,11 +357,17 @@ def deleted(name: str, paths: Sequence[str]) -> StatemeshError:
     )
 
 
-def invalid_argument(what: str, argument: str, given: object) -> TypeError:
-    """An argument of a type that it cannot have; `argument` as `_EXPECTED` lists it."""
-    name, kind = argument.partition(" of ")[0], type(given).__name__
+def invalid_argument(what: str, argument: str, value: object, expected: str = "") -> TypeError:
+    """An argument of a type that it cannot have.
+
+    **Arguments:**
+
+    - `expected`: what it must be; left out, what `_EXPECTED` has for it.
+    """
+    name = argument.partition(" of ")[0]
     return TypeError(
-        f"{what}: {name} is {shortened(given)} of type {kind}, but must be {_EXPECTED[argument]}."
+        f"{what}: {name} is {shortened(value)} of type {type(value).__name__}, but must be "
+        f"{expected or _EXPECTED[argument]}."
     )
 
 

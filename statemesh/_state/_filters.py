@@ -39,7 +39,8 @@ class OfType(_Named):
 
     def __post_init__(self) -> None:
         if not isinstance(self.type, type):
-            raise invalid_argument("OfType", "type", self.type)
+            expected = "a class, as in OfType(sm.ParamState)"
+            raise invalid_argument("OfType", "type", self.type, expected)
 
     def __call__(self, path: KeyPath, state: object) -> bool:
         return isinstance(state, self.type)
@@ -61,7 +62,10 @@ class WithTag(_Named):
 
     def __post_init__(self) -> None:
         if not isinstance(self.tag, str):
-            raise invalid_argument("WithTag", "tag of a filter", self.tag)
+            expected = (
+                "a string, as in WithTag('slow'); for several write [WithTag('a'), WithTag('b')]"
+            )
+            raise invalid_argument("WithTag", "tag", self.tag, expected)
 
     def __call__(self, path: KeyPath, state: object) -> bool:
         return self.tag in getattr(state, "tag", ())
@@ -83,7 +87,8 @@ class PathContains(_Named):
 
     def __post_init__(self) -> None:
         if not isinstance(self.key, Hashable):
-            raise invalid_argument("PathContains", "key", self.key)
+            expected = "the name of a field, the key of a dictionary or an index, as in PathContains('encoder')"
+            raise invalid_argument("PathContains", "key", self.key, expected)
 
     def __call__(self, path: KeyPath, state: object) -> bool:
         return any(keystr((step,), simple=True) == str(self.key) for step in path)
@@ -105,7 +110,8 @@ class Where(_Named):
 
     def __post_init__(self) -> None:
         if not callable(self.where):
-            raise invalid_argument("Where", "where", self.where)
+            expected = "a function of the tree, as in Where(lambda model: model.encoder)"
+            raise invalid_argument("Where", "where", self.where, expected)
 
     def bind(self, tree: PyTree) -> Predicate:
         marked = jax.tree_util.tree_map_with_path(

@@ -77,9 +77,9 @@ def combine(*trees: PyTree) -> PyTree:
     for k, (_, treedef) in enumerate(flat[1:], start=1):
         if treedef != flat[0][1]:
             path, first, other = _where_they_part(trees[0], trees[k])
-            place = f"`{path.removeprefix('.')}`" if path else "the root"
+            place = f"at `{path.removeprefix('.')}`" if path else "at the root"
             raise StructureError(
-                f"combine: trees 0 and {k} have different structures at {place}.\n"
+                f"combine: trees 0 and {k} have different structures {place}.\n"
                 f"  tree 0: {shortened(first)}\n"
                 f"  tree {k}: {shortened(other)}\n"
                 "All parts of one `partition` have the same structure. Did anything but `set` change a part?"
