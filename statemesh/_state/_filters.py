@@ -87,8 +87,12 @@ class PathContains(_Named):
 
     def __post_init__(self) -> None:
         if not isinstance(self.key, Hashable):
-            expected = "the name of a field, the key of a dictionary or an index, as in PathContains('encoder')"
-            raise invalid_argument("PathContains", "key", self.key, expected)
+            raise invalid_argument(
+                "PathContains",
+                "key",
+                self.key,
+                "the name of a field, the key of a dictionary or an index, as in PathContains('encoder')",
+            )
 
     def __call__(self, path: KeyPath, state: object) -> bool:
         return any(keystr((step,), simple=True) == str(self.key) for step in path)
