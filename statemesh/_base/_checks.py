@@ -76,15 +76,15 @@ def check_function(transform: str, fun: object) -> None:
             )
 
 
-def positions(what: str, argument: str, given: object) -> tuple[int, ...]:
+def positions(what: str, argument: str, value: object) -> tuple[int, ...]:
     """One position of an argument, or several, as a tuple."""
     try:
-        several = tuple(given) if isinstance(given, Iterable) else (given,)
-        if not any(isinstance(one, bool) for one in several):
+        several = tuple(value) if isinstance(value, Iterable) else (value,)
+        if not any(isinstance(position, bool) for position in several):
             return tuple(map(operator.index, several))
     except TypeError:
         pass
-    raise errors.invalid_argument(what, argument, given)
+    raise errors.invalid_argument(what, argument, value)
 
 
 def check_lane_name(what: str, name: object) -> None:
@@ -123,23 +123,23 @@ def check_named_once(what: str, argument: str, names: Sequence[AxisName]) -> Non
         )
 
 
-def axis_names(what: str, given: AxisNames, argument: str = "axis_names") -> frozenset[AxisName]:
+def axis_names(what: str, value: AxisNames, argument: str = "axis_names") -> frozenset[AxisName]:
     """One name of a mesh axis, or several, as a set."""
     try:
-        names = (given,) if isinstance(given, str) else tuple(given)
+        names = (value,) if isinstance(value, str) else tuple(value)
         check_named_once(what, argument, names)
     except TypeError:
-        raise errors.invalid_argument(what, argument, given) from None
+        raise errors.invalid_argument(what, argument, value) from None
     return frozenset(names)
 
 
-def count(what: str, argument: str, given: Size) -> int:
+def count(what: str, argument: str, value: Size) -> int:
     """A number that must not be negative, as an int."""
-    if isinstance(given, bool) or not hasattr(type(given), "__index__"):
-        raise errors.invalid_argument(what, argument, given)
-    if operator.index(given) < 0:
-        raise StatemeshError(f"{what}: {argument} is {given}, but must be {_EXPECTED[argument]}.")
-    return operator.index(given)
+    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+        raise errors.invalid_argument(what, argument, value)
+    if operator.index(value) < 0:
+        raise StatemeshError(f"{what}: {argument} is {value}, but must be {_EXPECTED[argument]}.")
+    return operator.index(value)
 
 
 def check_flag(what: str, argument: str, value: object) -> None:
@@ -148,17 +148,17 @@ def check_flag(what: str, argument: str, value: object) -> None:
         raise errors.invalid_argument(what, argument, value, "True or False")
 
 
-def check_text(what: str, argument: str, given: object) -> None:
+def check_text(what: str, argument: str, value: object) -> None:
     """Refuse what is neither a string nor `None`."""
-    if given is not None and not isinstance(given, str):
-        raise errors.invalid_argument(what, argument, given)
+    if value is not None and not isinstance(value, str):
+        raise errors.invalid_argument(what, argument, value)
 
 
-def tags(what: str, given: object) -> frozenset[str]:
+def tags(what: str, value: object) -> frozenset[str]:
     """One tag, or several, as a set. `None` gives the empty set."""
-    if given is None or isinstance(given, str):
-        return frozenset() if given is None else frozenset([given])
-    found = tuple(given) if isinstance(given, Iterable) else (None,)
-    if not all(isinstance(tag, str) for tag in found):
-        raise errors.invalid_argument(what, "tag", given)
-    return frozenset(found)
+    if value is None or isinstance(value, str):
+        return frozenset() if value is None else frozenset([value])
+    several = tuple(value) if isinstance(value, Iterable) else (None,)
+    if not all(isinstance(tag, str) for tag in several):
+        raise errors.invalid_argument(what, "tag", value)
+    return frozenset(several)

@@ -371,8 +371,8 @@ def invalid_argument(what: str, argument: str, value: object, expected: str = ""
     )
 
 
-def unknown_choice(argument: str, given: object, known: Sequence[str]) -> StatemeshError:
-    return StatemeshError(f"{argument}={given!r} is not known. Use one of {quoted(known)}.")
+def unknown_choice(argument: str, value: object, known: Sequence[str]) -> StatemeshError:
+    return StatemeshError(f"{argument}={value!r} is not known. Use one of {quoted(known)}.")
 
 
 def not_callable(transform: str, fun: object) -> TypeError:
@@ -383,9 +383,9 @@ def not_callable(transform: str, fun: object) -> TypeError:
     )
 
 
-def not_an_axis(where: str, axis: object) -> TypeError:
+def not_an_axis(entry: str, axis: object) -> TypeError:
     return TypeError(
-        f"{where} is {typed_str(axis)}, not an axis. Use an int (negative ones count from the end), or None "
+        f"{entry} is {typed_str(axis)}, not an axis. Use an int (negative ones count from the end), or None "
         "for what all lanes share."
     )
 
@@ -431,9 +431,9 @@ def unknown_fields(owner: str, unknown: Sequence[str], known: Sequence[str]) -> 
     )
 
 
-def not_a_spec(where: str, spec: object) -> TypeError:
+def not_a_spec(entry: str, spec: object) -> TypeError:
     return TypeError(
-        f"{where} is {typed_str(spec)}, not a spec. Use P('axis'), P(), None, or for a state "
+        f"{entry} is {typed_str(spec)}, not a spec. Use P('axis'), P(), None, or for a state "
         "sm.PerShard('axis')."
     )
 
@@ -442,8 +442,8 @@ def specs_of_states(
     name: str, what: str, option: str, bad: Sequence[tuple[str, PartitionSpec, str, object]]
 ) -> SpecError:
     items = [
-        f"{where} = {spec_str(spec)} stands for {path}, a {type(state).__name__}"
-        for where, spec, path, state in bad
+        f"{entry} = {spec_str(spec)} stands for {path}, a {type(state).__name__}"
+        for entry, spec, path, state in bad
     ]
     spec = spec_str(bad[0][1])
     return error_listing(
@@ -455,11 +455,11 @@ def specs_of_states(
     )
 
 
-def _rank_item(one: ShapeMismatch | RankMismatch) -> str:
-    entries = counted(len(one.spec.partitions), "entry", "entries")
+def _rank_item(mismatch: ShapeMismatch | RankMismatch) -> str:
+    entries = counted(len(mismatch.spec.partitions), "entry", "entries")
     return (
-        f"{one.path}: {describe(one.value)} has rank {np.ndim(one.value)}, but its spec "
-        f"{spec_str(one.spec)} has {entries}"
+        f"{mismatch.path}: {describe(mismatch.value)} has rank {np.ndim(mismatch.value)}, but its spec "
+        f"{spec_str(mismatch.spec)} has {entries}"
     )
 
 

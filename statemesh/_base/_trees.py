@@ -64,8 +64,8 @@ def unpacked(tree: PyTree) -> PyTree:
     """The tree with every `Packed` replaced by its model. A tree without any is returned itself."""
     if not any(map(is_packed, jax.tree.leaves(tree, is_leaf=is_state_or_packed))):
         return tree
-    one = lambda node: node.unpack() if isinstance(node, PackedNode) else node
-    return jax.tree.map(one, tree, is_leaf=is_state_or_packed)
+    model = lambda node: node.unpack() if isinstance(node, PackedNode) else node
+    return jax.tree.map(model, tree, is_leaf=is_state_or_packed)
 
 
 @jax.tree_util.register_static

@@ -87,8 +87,8 @@ def axes_of(
     names = [name for name, size in shape.items() if size > 1]
     for count in range(len(names) + 1):
         for over in itertools.combinations(names, count):
-            made = groups_over(shape, over) if over else []
-            if {frozenset(group) for group in made} == wanted:
+            exchanging = groups_over(shape, over) if over else []
+            if {frozenset(group) for group in exchanging} == wanted:
                 return over
     return None
 
@@ -369,7 +369,7 @@ def _best(
     """The number of the traced collective that an array of the compiled program belongs to, if any."""
     source = element.source
     operations = set(re.split(r"[/():]", source.op_name))
-    alike = [k for k, one in enumerate(traced) if one.primitive in operations]
+    alike = [k for k, collective in enumerate(traced) if collective.primitive in operations]
 
     def fits(k: int) -> tuple[bool, bool]:
         """Whether it has room for one more array, and an operand of this size."""
@@ -428,8 +428,8 @@ def _done(
     return dataclasses.replace(
         traced.record,
         times=-(-times // len(traced.parts)),
-        unknown_loop=any(one.unknown_loop for one in runs),
-        branch=any(one.branch for one in runs),
+        unknown_loop=any(each.unknown_loop for each in runs),
+        branch=any(each.branch for each in runs),
         bytes=sum(instruction.sent(part) for instruction, part in exchanged),
         compiled=compiled,
         instructions=tuple(instructions),
@@ -516,11 +516,11 @@ def advice(
 ) -> list[str]:
     """A sentence or two for each thing that surely can be mended."""
     count = math.prod(sizes.values())
-    found = []
+    texts = []
     for row in leaves:
         whole = row.shape == row.shard_shape and row.kind not in ("array", "NumPy array", "number")
         if count > 1 and whole and row.bytes >= _LARGE:
-            found.append(
+            texts.append(
                 f"{row.path} is copied to each of {count} devices, {bytes_str(row.bytes)} on each. "
                 "Give it a spec that splits it."
             )
@@ -529,7 +529,7 @@ def advice(
     odd = [row for row in leaves if row.fits_no_axis and math.prod(row.shape) >= least]
     if odd:
         total = bytes_str(sum(row.bytes for row in odd))
-        found.append(
+        texts.append(
             f"{_paths(odd)}: {total} stay whole on each of {count} devices, because {odd[0].whole}. "
             "Pad an axis to a multiple, so that `fsdp` can split it."
         )
@@ -538,20 +538,20 @@ def advice(
     moved = [row for row in moved if row.moved >= _WORTH_MOVING]
     if moved:
         total = bytes_str(sum(row.moved for row in moved))
-        found.append(
+        texts.append(
             f"{_paths(moved)}: {total} are laid out on each device at each call that gets them like this. "
             f"Call {moved[0].call}.place once, and pass what it returns."
         )
     if donates_in_vain:
-        found.append(
+        texts.append(
             "donate gives nothing up: no result has the shape, dtype and placement of a donated argument."
         )
     if changing_statics:
-        found.append(
+        texts.append(
             f"{', '.join(changing_statics)}: a call was compiled anew for each value of it. "
             "Pass it as an array, or as an object that compares equal."
         )
-    return found
+    return texts
 
 
 def _paths(rows: Sequence[LeafRow]) -> str:
@@ -579,14 +579,14 @@ def explanation_of(
     - `name`: of the function.
     - `sizes`: the sizes of the mesh's axes.
     - `leaves`, `results`: the records of its leaves.
-    - `jaxpr`, `compiled`: its program; `None` for one that is not compiled.
+    - `jaxpr`, `compiled`: its program; `None` where nothing is compiled.
     - `arguments`, `outputs`: the paths of the program's inputs and outputs.
     - `calls`: the mapped calls that it makes.
     - `donates_in_vain`: whether the author gives memory up that nothing can take.
     - `changing_statics`: the paths of static leaves for which several programs were compiled already.
     """
     traced = traced_collectives(jaxpr, calls)
-    collectives, memory = [one.record for one in traced], None
+    collectives, memory = [collective.record for collective in traced], None
     if compiled is not None:
         text = CompiledText(compiled.as_text())
         collectives = matched(traced, text.instructions(), sizes)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+import itertools
 import math
 import pathlib
 import re
@@ -356,9 +357,7 @@ def _table(section: Section) -> str:
     widths = _widths(rows)
     lines = [section.title]
     for row in rows:
-        cells = [list(_wrapped(cell, width)) for cell, width in zip(row, widths, strict=True)]
-        for k in range(max(map(len, cells))):
-            texts = [cell[k] if k < len(cell) else "" for cell in cells]
+        for texts in itertools.zip_longest(*map(_wrapped, row, widths), fillvalue=""):
             padded = [text.ljust(width) for text, width in zip(texts, widths, strict=True)]
             line = (_GAP + _GAP.join(padded)).rstrip()
             lines.append(line.replace("\N{NO-BREAK SPACE}", " "))
@@ -525,13 +524,13 @@ def _cell(left: int, top: int, wide: int, devices: Sequence[int]) -> str:
 
 def _spans(numbers: Sequence[int]) -> str:
     """Numbers as ranges: `0-3`, `0,4`; the first few of many."""
-    found: list[list[int]] = []
+    spans: list[list[int]] = []
     for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
         else:
-            found.append([number, number])
-    texts = [str(low) if low == high else f"{low}-{high}" for low, high in found]
+            spans.append([number, number])
+    texts = [str(low) if low == high else f"{low}-{high}" for low, high in spans]
     return ",".join(texts[:3]) + (",…" if len(texts) > 3 else "")
 
 
@@ -563,10 +562,11 @@ class Explanation:
         >>> def mean(x):
         ...     return jax.lax.pmean(x.mean(), "data")
         >>> mesh = AbstractMesh((8,), ("data",))
-        >>> found = sm.shard_map(mean, mesh, in_specs=P("data"), out_specs=P()).explain(jnp.ones(16))
-        >>> [(row.path, row.shape, row.shard_shape) for row in found.leaves]
+        >>> mean = sm.shard_map(mean, mesh, in_specs=P("data"), out_specs=P())
+        >>> explanation = mean.explain(jnp.ones(16))
+        >>> [(row.path, row.shape, row.shard_shape) for row in explanation.leaves]
         [('x', (16,), (2,))]
-        >>> found.collectives[0].axes, found.bytes
+        >>> explanation.collectives[0].axes, explanation.bytes
         (('data',), 7)
 
         ```
@@ -583,7 +583,7 @@ class Explanation:
     @property
     def bytes(self) -> int:
         """The bytes that a device sends in a call, as far as loops are known."""
-        return sum(one.bytes for one in self.collectives)
+        return sum(row.bytes for row in self.collectives)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as dictionaries, lists, texts and numbers.

@@ -31,7 +31,7 @@ _AROUND = re.compile(r"[\\/]site-packages[\\/](equinox|jaxtyping|beartype)[\\/]|
 def frames_of(eqn: Equation) -> tuple[Frame, ...]:
     """The frames in which an equation was traced, the innermost first, without JAX's own."""
     traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
-    frames = [(one.file_name, one.line_num) for one in getattr(traceback, "frames", ())]
+    frames = [(frame.file_name, frame.line_num) for frame in getattr(traceback, "frames", ())]
     return tuple(frame for frame in frames if not frame[0].startswith(_JAX))
 
 
@@ -187,7 +187,7 @@ def traced_collectives(jaxpr: Any, calls: Sequence[Mapped]) -> list[TracedCollec
 
     - `calls`: the mapped calls that the program makes.
     """
-    return list(_Walk(jaxprs.open_jaxpr(jaxpr), _Scope({}), calls, lambda at: set()).found())
+    return list(_Walk(jaxprs.open_jaxpr(jaxpr), _Scope({}), calls, lambda at: set()).collectives())
 
 
 class _Walk:
@@ -208,13 +208,13 @@ class _Walk:
         for k, result in enumerate(jaxpr.outvars):
             self.results.setdefault(id(result), []).append(k)
 
-    def found(self) -> Iterator[TracedCollective]:
+    def collectives(self) -> Iterator[TracedCollective]:
         for eqn in self.jaxpr.eqns:
             if axes := self._axes(eqn):
                 yield self._collective(eqn, axes)
             for inner, scope in self._inner(eqn):
                 outward = self._through(eqn, inner)
-                yield from _Walk(inner, scope, self.calls, outward).found()
+                yield from _Walk(inner, scope, self.calls, outward).collectives()
 
     def _axes(self, eqn: Equation) -> tuple[AxisName, ...]:
         if eqn.primitive.name in _SILENT or jaxprs.jaxprs_of(eqn):
@@ -248,16 +248,18 @@ class _Walk:
 
     def _frames(self, eqn: Equation) -> tuple[Frame, ...]:
         """Where an equation was traced, with the frames around it where JAX has left those out."""
-        own, around = frames_of(eqn), self.scope.frames
-        return own if own[len(own) - len(around) :] == around else own + around
+        inner, around = frames_of(eqn), self.scope.frames
+        return inner if inner[len(inner) - len(around) :] == around else inner + around
 
     def _merged_by(self, inner: Jaxpr) -> tuple[tuple[str, ...], ...]:
         """For each result of a mapped call the states merged into it; nothing where that is not known."""
         name = getattr(getattr(inner, "debug_info", None), "func_name", None)
-        alike = [one for one in self.calls if len(one.merged) == len(inner.outvars)]
+        alike = [call for call in self.calls if len(call.merged) == len(inner.outvars)]
         # Where decorators hide the name, the number of results has to do.
-        found = {one.merged for one in alike if one.name == name} or {one.merged for one in alike}
-        return found.pop() if len(found) == 1 else ()
+        merged = {call.merged for call in alike if call.name == name} or {
+            call.merged for call in alike
+        }
+        return merged.pop() if len(merged) == 1 else ()
 
     def _becomes(self, results: Iterable[Any]) -> set[str]:
         """The names of the gradients and of the loss that values become, else of the written states."""
@@ -321,14 +323,14 @@ class _Walk:
         return f"{self.scope.stack}/{getattr(eqn.source_info, 'name_stack', '')}"
 
     def _gradients(self, eqn: Equation) -> str:
-        found: list[str] = []
+        gradients: list[str] = []
         loss = False
         for result in eqn.outvars:
             becomes = self._becomes([result])
             names = sorted(n for n in becomes if n.startswith(GRADIENT))
-            found += names
+            gradients += names
             loss = loss or not names or LOSS in becomes
-        names = [name.removeprefix(GRADIENT) for name in dict.fromkeys(found)]
+        names = [name.removeprefix(GRADIENT) for name in dict.fromkeys(gradients)]
         if not names:
             return "the loss"
         return f"the gradient of {listed(names)}" + (" and the loss" if loss else "")
@@ -420,8 +422,8 @@ def _number(eqn: Equation, inner: Sequence[Jaxpr]) -> int | None:
     if not jaxprs.with_own_derivative(eqn):
         return None
     names = [str(body.debug_info.func_name) for body in inner]
-    found = [name.removeprefix(_MARK) for name in names if name.startswith(_MARK)]
-    return int(found[0]) if found else None
+    numbers = [name.removeprefix(_MARK) for name in names if name.startswith(_MARK)]
+    return int(numbers[0]) if numbers else None
 
 
 def _entering(eqn: Equation, inner: Sequence[Jaxpr]) -> list[Sequence[Operand]]:
@@ -434,7 +436,7 @@ def _entering(eqn: Equation, inner: Sequence[Jaxpr]) -> list[Sequence[Operand]]:
         case "scan", _, consts, _:
             return [eqn.invars[:consts]] * len(inner)
         case "while", cond, _, cond_consts, body_consts:
-            own = [eqn.invars[:cond_consts], eqn.invars[cond_consts : cond_consts + body_consts]]
-            return [own[0] if body is cond else own[1] for body in inner]
+            consts = [eqn.invars[:cond_consts], eqn.invars[cond_consts : cond_consts + body_consts]]
+            return [consts[0] if body is cond else consts[1] for body in inner]
         case _:
             return [()] * len(inner)

@@ -150,19 +150,19 @@ def known(was_set: Leaf, value: bool) -> bool:
     return isinstance(was_set, np.bool_) and bool(was_set) is value
 
 
-def synchronized(own: Array, lines: tuple[Line, ...]) -> tuple[Line, ...]:
+def synchronized(key: Array, lines: tuple[Line, ...]) -> tuple[Line, ...]:
     """The lines, with the first shard's key on all shards if a key was set."""
     if not any(known(line.was_set, True) for line in lines):
         return lines
-    made = []
+    same = []
     for line in lines:
         if line.axis_names == (MICROBATCHES,):
             # No key was set inside: all microbatches began with this one, and drew alike.
-            own = line.key
+            key = line.key
         else:
-            own = from_words(first_of(words(own), line.axis_names), own)
-        made.append(dataclasses.replace(line, key=own))
-    return tuple(made)
+            key = from_words(first_of(words(key), line.axis_names), key)
+        same.append(dataclasses.replace(line, key=key))
+    return tuple(same)
 
 
 def row_numbers(what: str, n: int, axis_name: SeveralAxes, lines: Sequence[Line]) -> Leaf:
@@ -187,7 +187,7 @@ def row_numbers(what: str, n: int, axis_name: SeveralAxes, lines: Sequence[Line]
 
 
 def left(
-    own: Array,
+    last: Array,
     lines: Sequence[Line],
     entered: Array,
     old: Array,
@@ -201,7 +201,7 @@ def left(
 
     **Arguments:**
 
-    - `own`: the key with which this shard would go on.
+    - `last`: the key with which this shard would go on.
     - `lines`: the lines of this call and of the calls around it, the innermost first.
     - `entered`: the key with which this shard began.
     - `old`: the key that came into the call, before the shard was folded into it.
@@ -209,20 +209,22 @@ def left(
     - `axis_names`: the mapped axes that this call leaves.
     """
     rows = [words(line.key) for line in lines]
-    first = jnp.where(jax.lax.axis_index(axis_names) == 0, words(own), 0)
-    moved = jnp.ravel(~_equal(own, entered)).astype(jnp.uint32)
+    first = jnp.where(jax.lax.axis_index(axis_names) == 0, words(last), 0)
+    moved = jnp.ravel(~_equal(last, entered)).astype(jnp.uint32)
     # One maximum finds the largest and the smallest of each word, the first shard's key, and whether any
     # shard has drawn.
     parts = [*rows, *(~row for row in rows), first, moved]
     (joined,) = pmax([all_varying(jnp.concatenate(parts), axis_names)], axis_names)
-    found = jnp.split(joined, np.cumsum([len(part) for part in parts])[:-1])
+    extremes = jnp.split(joined, np.cumsum([len(part) for part in parts])[:-1])
     count = len(rows)
-    even = [jnp.all(a == ~b) for a, b in zip(found[:count], found[count : 2 * count], strict=True)]
-    key, any_moved = from_words(found[-2], own), found[-1][0] != 0
+    even = [
+        jnp.all(a == ~b) for a, b in zip(extremes[:count], extremes[count : 2 * count], strict=True)
+    ]
+    key, any_moved = from_words(extremes[-2], last), extremes[-1][0] != 0
     # If the first shard has not drawn but another one has, that one would draw the same numbers again.
     fit = even[0] & ~(any_moved & _equal(key, old))
     around = []
-    for line, row, same, before in zip(lines[1:], found[1:], even[1:], outer, strict=False):
+    for line, row, same, before in zip(lines[1:], extremes[1:], even[1:], outer, strict=False):
         common = _unless(same, from_words(row, line.key), before.key)
         was_set = line.was_set if known(line.was_set, False) else np.True_
         around.append(dataclasses.replace(line, key=common, was_set=was_set))
@@ -424,17 +426,17 @@ class RandomState(State):
         # Nested calls fold in different numbers, because the first shard has the same key in both.
         line = _SHARD_STREAMS + len(self._shared) + self.value.ndim
 
-        def own(key: Leaf) -> PyTree:
+        def of_shard(key: Leaf) -> PyTree:
             other = folded(folded(again(key), line), shard)
             first = again(compat.vary(again(key), compat.varying(shard)))
             return again(jnp.where(shard == 0, first, other))
 
         for _ in range(self.value.ndim):
-            own = jax.vmap(own)
+            of_shard = jax.vmap(of_shard)
         shared = Line(self.value, np.False_, axis_names)
         if axis_names == (MICROBATCHES,):
             shared = Line(self.value, np.False_, axis_names, shard, jax.lax.axis_size(axis_names))
-        return self._rebuilt(own(self.value), (shared, *self._shared))
+        return self._rebuilt(of_shard(self.value), (shared, *self._shared))
 
     def leave(self, old: State | None, axis_names: tuple[AxisName, ...]) -> State:
         """The stream as the draws left it, the same for every shard."""
@@ -456,8 +458,8 @@ class RandomState(State):
         """Keys for another number of shards: those of the first shards stay, and further ones are made of the
         first."""
         new = jnp.arange(len(value), count)
-        made = [folded(folded(value[0], _NEW_SHARDS), k) for k in new]
-        return jnp.stack([*value[:count], *made])
+        further = [folded(folded(value[0], _NEW_SHARDS), k) for k in new]
+        return jnp.stack([*value[:count], *further])
 
     def _advanced(self: R, value: PyTree) -> R:
         return self._rebuilt(value, tuple(line.drawn() for line in self._shared))

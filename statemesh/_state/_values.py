@@ -231,15 +231,15 @@ class _Part:
             case _:
                 return new
 
-    def after(self, made: PyTree, count: int) -> PyTree:
+    def after(self, result: PyTree, count: int) -> PyTree:
         """The merged leaf, from what was reduced."""
         match self.how:
             case "mean":
-                return after_sum(made, self.new.dtype, count)
+                return after_sum(result, self.new.dtype, count)
             case "sum":
-                return (widened(self.old) + made).astype(self.old.dtype)
+                return (widened(self.old) + result).astype(self.old.dtype)
             case _:
-                return made
+                return result
 
 
 # A mean is a sum that is divided. So both may travel together.
@@ -278,15 +278,15 @@ def resharded(value: Leaf, how: str, count: int) -> np.ndarray:
     """The values of shards, reduced to `count` values; one of each is on the first axis."""
     old = np.asarray(value)
     if how in ("max", "min"):
-        one = old.max(axis=0) if how == "max" else old.min(axis=0)
+        merged = old.max(axis=0) if how == "max" else old.min(axis=0)
     elif jnp.issubdtype(old.dtype, np.integer):
-        one = old.sum(axis=0, dtype=old.dtype)
+        merged = old.sum(axis=0, dtype=old.dtype)
     else:
         wide = np.complex128 if jnp.issubdtype(old.dtype, np.complexfloating) else np.float64
         total = old.astype(wide).sum(axis=0)
-        one = (total / len(old) if how == "mean" else total).astype(old.dtype)
+        merged = (total / len(old) if how == "mean" else total).astype(old.dtype)
     new = np.zeros((count, *old.shape[1:]), old.dtype)
-    new[: 1 if how == "sum" else count] = one
+    new[: 1 if how == "sum" else count] = merged
     return new
 
 

@@ -176,7 +176,7 @@ class EMA(Module):
 
         **Raises:** `StructureError` for a model of another structure.
         """
-        given, model, new = self._taken(model)
+        original, model, new = self._taken(model)
         count, rate = self.count, jnp.asarray(1 - self.decay)
         if count is not None:
             count = count.set(count.value + 1)
@@ -184,7 +184,7 @@ class EMA(Module):
             rate = rate / -jnp.expm1(count.value * math.log(self.decay))
         averages = self._with(new, lambda old, x: moved(old, x, rate).astype(old.dtype))
         averaged = jax.tree.map(_put, averages, model, is_leaf=_is_unit)
-        return packed_as(averaged, given), self.replace(averages=averages, count=count)
+        return packed_as(averaged, original), self.replace(averages=averages, count=count)
 
     def averaged(self, model: PyTree) -> PyTree:
         """A model with the averages so far in place of its weights, which do not count: to evaluate it.
@@ -209,12 +209,12 @@ class EMA(Module):
 
             ```
         """
-        given, model, new = self._taken(model)
+        original, model, new = self._taken(model)
         averages = self.averages
         if self.count is not None:
             empty = self.count.value == 0
             averages = self._with(new, lambda old, x: jnp.where(empty, x, old))
-        return packed_as(jax.tree.map(_put, averages, model, is_leaf=_is_unit), given)
+        return packed_as(jax.tree.map(_put, averages, model, is_leaf=_is_unit), original)
 
     def _with(self, new: PyTree, fun: Callable[[Array, Array], Array]) -> PyTree:
         """The averages with `fun(average, x)` in place of each, of the weight `x` in its dtype."""
@@ -227,11 +227,11 @@ class EMA(Module):
 
     def _taken(self, model: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         """The model as it was given, unpacked, and what is averaged of it."""
-        given, model = model, unpacked(model)
+        original, model = model, unpacked(model)
         new = trainable(model, self.wrt)
         bare = (jax.tree.map(_bare, tree, is_leaf=is_state) for tree in (self.averages, new))
         check_alike("EMA", "model", *bare)
-        return given, model, new
+        return original, model, new
 
 
 def _wide(dtype: Dtype) -> Dtype:

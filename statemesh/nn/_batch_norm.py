@@ -196,15 +196,15 @@ class BatchNorm(Module):
                 "with_statistics must know how many values these are of: `with_statistics(mean, var, "
                 "count=...)`."
             )
-        given = {"count": old["count"] if count is None else count, "mean": mean, "var": var}
-        for name, x in given.items():
+        statistics = {"count": old["count"] if count is None else count, "mean": mean, "var": var}
+        for name, x in statistics.items():
             if np.shape(x) != old[name].shape:
                 wanted = f"of shape {old[name].shape}"
                 why = "one for all" if name == "count" else "one number for each channel"
                 raise bad_shape("BatchNorm", name, jnp.asarray(x), wanted, why)
         # Copies: donating the layer must not delete the caller's arrays.
-        made = {name: jnp.array(x, old[name].dtype) for name, x in given.items()}
-        return self.replace(running=made)
+        running = {name: jnp.array(x, old[name].dtype) for name, x in statistics.items()}
+        return self.replace(running=running)
 
     def _check(self, x: jax.Array) -> None:
         check_floating("BatchNorm", x)
@@ -245,8 +245,8 @@ class BatchNorm(Module):
         # The number of values of a channel for which one entry of the mask counts.
         each = x.size // x.shape[axis] // counts.size
         counts = counts.reshape(counts.shape + (1,) * (x.ndim - lead))
-        own = (counts.sum().astype(x.dtype) * each, jnp.where(counts, x, 0).sum(others))
-        count, sums = total(own, names)
+        of_shard = (counts.sum().astype(x.dtype) * each, jnp.where(counts, x, 0).sum(others))
+        count, sums = total(of_shard, names)
         mean = sums / jnp.maximum(count, 1)
         # In a second pass, because the mean of squares minus the square of the mean loses all digits where
         # the mean is large.
@@ -266,15 +266,15 @@ class BatchNorm(Module):
             rate = new["count"] / jnp.maximum(count, 1)
         else:
             rate = jnp.where(new["count"] > 0, 1 - self.momentum, 0)
-        made = {
+        running = {
             "count": count,
             **{name: moved(old[name], new[name], rate) for name in ("mean", "var")},
         }
         if self.momentum is None:
             # Merged like count, mean and M2: the two variances alone do not show how far apart the means are.
             between = (new["mean"] - old["mean"]) ** 2 * rate * (1 - rate)
-            made["var"] = made["var"] + jnp.where(rate < 1, between, 0)
-        return {name: x.astype(old[name].dtype) for name, x in made.items()}
+            running["var"] = running["var"] + jnp.where(rate < 1, between, 0)
+        return {name: x.astype(old[name].dtype) for name, x in running.items()}
 
     def _normalised(self, x: jax.Array, by: dict[str, PyTree]) -> jax.Array:
         y = (x - self._along(by["mean"], x)) * self._along(jax.lax.rsqrt(by["var"] + self.eps), x)

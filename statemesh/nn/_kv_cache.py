@@ -126,8 +126,8 @@ class KVCache(Module):
     def init_state(self: K) -> K:
         """As `reset`, but with new states: `vmap2_new_states` then makes a cache for each sequence."""
         empty = self.reset()
-        made = [ShortTermState(old.value, spec=old.spec) for old in (empty.slots, empty.position)]
-        return self.replace(slots=made[0], position=made[1])
+        states = [ShortTermState(old.value, spec=old.spec) for old in (empty.slots, empty.position)]
+        return self.replace(slots=states[0], position=states[1])
 
     def _checked(self, what: str, x: Leaf) -> jax.Array:
         x, buffer = jnp.asarray(x), self.slots.value[what]

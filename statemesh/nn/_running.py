@@ -203,11 +203,11 @@ class MovingStatistics(BatchState):
         if old is None:
             return self
         before, after = old.value, self.value
-        own = _along(after["count"] - before["count"], after["mean"])
-        total = _summed(own, axis_names)
+        count = _along(after["count"] - before["count"], after["mean"])
+        total = _summed(count, axis_names)
 
         def mean(x: Array) -> Array:
-            return _summed(jnp.where(own > 0, x * own, 0), axis_names) / jnp.maximum(total, 1)
+            return _summed(jnp.where(count > 0, x * count, 0), axis_names) / jnp.maximum(total, 1)
 
         moved = mean(after["mean"])
         rate = 1 - self._momentum.kept
@@ -215,8 +215,8 @@ class MovingStatistics(BatchState):
         # are.
         apart = mean((after["mean"] - moved) ** 2) / rate if rate else 0
         new = {"mean": moved, "var": mean(after["var"]) + apart}
-        made = {name: jnp.where(total > 0, x, before[name]) for name, x in new.items()}
-        return self.set({"count": before["count"] + total.reshape(before["count"].shape), **made})
+        merged = {name: jnp.where(total > 0, x, before[name]) for name, x in new.items()}
+        return self.set({"count": before["count"] + total.reshape(before["count"].shape), **merged})
 
 
 _set_momentum = MovingStatistics.__dict__["_momentum"].__set__
@@ -236,18 +236,18 @@ class ExactStatistics(BatchState):
             return self
         before, after = old.value, self.value
         first, last = (_along(each["count"], each["mean"]) for each in (before, after))
-        own = last - first
-        total = first + _summed(own, axis_names)
+        count = last - first
+        total = first + _summed(count, axis_names)
         whole = jnp.maximum(total, 1)
         shift = (after["mean"] - before["mean"]) * last
         mean = before["mean"] + _summed(shift, axis_names) / whole
         # The statistics of the rows of this microbatch alone, from those with the earlier rows.
-        own_mean = before["mean"] + shift / jnp.maximum(own, 1)
-        share = first * own / jnp.maximum(last, 1)
+        own_mean = before["mean"] + shift / jnp.maximum(count, 1)
+        share = first * count / jnp.maximum(last, 1)
         m2 = before["var"] * first
         own_m2 = after["var"] * last - m2 - share * (own_mean - before["mean"]) ** 2
         m2 = m2 + first * (before["mean"] - mean) ** 2
-        m2 = m2 + _summed(own_m2 + own * (own_mean - mean) ** 2, axis_names)
+        m2 = m2 + _summed(own_m2 + count * (own_mean - mean) ** 2, axis_names)
         var = jnp.where(total > 0, m2 / whole, before["var"])
         return self.set({"count": total.reshape(before["count"].shape), "mean": mean, "var": var})
 
