@@ -1,5 +1,6 @@
 """Trees: the nodes by which every layer knows a state, and key paths as the user would type them."""
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -69,20 +70,13 @@ def unpacked(tree: PyTree) -> PyTree:
 
 
 @jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Removed:
     """Stands where `partition` took a leaf away.
 
     It is a node without leaves, so that tree functions pass over it. `None` would not do, because models hold
     it as a value.
     """
-
-    __slots__ = ()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Removed)
-
-    def __hash__(self) -> int:
-        return hash(Removed)
 
     def __repr__(self) -> str:
         return "Removed"
@@ -102,25 +96,17 @@ def path_str(path: KeyPath, root: str = "") -> str:
 
 def positional_names(fun: Callable[..., PyTree], count: int) -> list[str]:
     """The names that `fun` gives its first `count` positional arguments."""
-    names: list[str] = []
-    rest = "args"
-    offset = 0
     try:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
         parameters = []
-    for parameter in parameters:
-        if parameter.kind in (
-            inspect.Parameter.POSITIONAL_ONLY,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        ):
-            names.append(parameter.name)
-        elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            rest = parameter.name
-            offset = len(names)
-            break
-    extra = [f"{rest}[{i - offset}]" for i in range(len(names), count)]
-    return (names + extra)[:count]
+    single = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in parameters if p.kind in single]
+    # `*args` has all that are left; they are numbered in it.
+    rest = [p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL]
+    first = len(names) if rest else 0
+    names += [f"{rest[0] if rest else 'args'}[{i - first}]" for i in range(len(names), count)]
+    return names[:count]
 
 
 def fun_name(fun: PyTree) -> str:

@@ -14,6 +14,8 @@ import numpy as np
 from .._base._types import AxisName
 from .._jax import _jaxprs as jaxprs
 from ._explanation import (
+    NO_AXIS,
+    OWN_SPEC,
     Collective,
     Explanation,
     LeafRow,
@@ -525,21 +527,25 @@ def advice(
                 "Give it a spec that splits it."
             )
     # Smaller ones than any that is split are kept whole anyway.
-    least = min((math.prod(row.shape) for row in leaves if row.splits_itself), default=0)
-    odd = [row for row in leaves if row.fits_no_axis and math.prod(row.shape) >= least]
+    split = [row for row in leaves if row.placed_by == OWN_SPEC and any(row.split)]
+    least = min((math.prod(row.shape) for row in split), default=0)
+    odd = [row for row in leaves if row.whole.startswith(NO_AXIS)]
+    odd = [row for row in odd if math.prod(row.shape) >= least]
     if odd:
+        paths = listed([row.path for row in odd])
         total = bytes_str(sum(row.bytes for row in odd))
         texts.append(
-            f"{_paths(odd)}: {total} stay whole on each of {count} devices, because {odd[0].whole}. "
+            f"{paths}: {total} stay whole on each of {count} devices, because {odd[0].whole}. "
             "Pad an axis to a multiple, so that `fsdp` can split it."
         )
     # What comes from the host has to be moved, and what comes back is laid out from then on.
     moved = [row for row in leaves if row.kind == "array" and row.leaves == "not returned"]
     moved = [row for row in moved if row.moved >= _WORTH_MOVING]
     if moved:
+        paths = listed([row.path for row in moved])
         total = bytes_str(sum(row.moved for row in moved))
         texts.append(
-            f"{_paths(moved)}: {total} are laid out on each device at each call that gets them like this. "
+            f"{paths}: {total} are laid out on each device at each call that gets them like this. "
             f"Call {moved[0].call}.place once, and pass what it returns."
         )
     if donates_in_vain:
@@ -552,10 +558,6 @@ def advice(
             "Pass it as an array, or as an object that compares equal."
         )
     return texts
-
-
-def _paths(rows: Sequence[LeafRow]) -> str:
-    return listed([row.path for row in rows])
 
 
 def explanation_of(

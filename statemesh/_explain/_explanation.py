@@ -69,16 +69,6 @@ class LeafRow:
     call: str
     whole: str
 
-    @property
-    def splits_itself(self) -> bool:
-        """Whether the spec of its own splits it."""
-        return self.placed_by == OWN_SPEC and any(self.split)
-
-    @property
-    def fits_no_axis(self) -> bool:
-        """Whether it is whole because a mesh axis divides none of its lengths."""
-        return self.whole.startswith(NO_AXIS)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ResultRow:

@@ -1,6 +1,7 @@
 """The collectives and the mapped calls of a traced program, and the user's lines that they stand in."""
 
 import dataclasses
+import itertools
 import math
 import os
 import re
@@ -22,6 +23,7 @@ Frame: TypeAlias = tuple[str, int]
 
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# The files whose frames tell that a policy merges a state, or that a gradient or the loss is reduced.
 _POLICIES = os.path.join(_OWN, "_call", "_per_shard.py")
 _GRADIENTS = os.path.join(_OWN, "_axes", "_reduction.py")
 # Libraries that stand around users' functions, and around ours. Nobody looks for a line there.
@@ -39,9 +41,9 @@ def _is_users(frame: Frame) -> bool:
     return not frame[0].startswith((_OWN, _JAX)) and not _AROUND.search(frame[0])
 
 
-def _innermost(frames: Sequence[Frame]) -> Sequence[Frame]:
-    """The frames inside the innermost one of the user's: those of this package."""
-    return frames[: next((k for k, frame in enumerate(frames) if _is_users(frame)), None)]
+def _files_inside(frames: Sequence[Frame]) -> set[str]:
+    """The files of this package in which frames stand inside the innermost one of the user's."""
+    return {file for file, _ in itertools.takewhile(lambda frame: not _is_users(frame), frames)}
 
 
 def user_line(frames: Sequence[Frame]) -> str:
@@ -49,16 +51,6 @@ def user_line(frames: Sequence[Frame]) -> str:
     here = os.getcwd() + os.sep
     lines = (f"{file.removeprefix(here)}:{k}" for file, k in frames if _is_users((file, k)))
     return next(lines, "")
-
-
-def in_policy(frames: Sequence[Frame]) -> bool:
-    """Whether a state's policy did it, after the user's function had returned."""
-    return any(file == _POLICIES for file, _ in _innermost(frames))
-
-
-def in_gradient(frames: Sequence[Frame]) -> bool:
-    """Whether it reduces gradients."""
-    return any(file == _GRADIENTS for file, _ in _innermost(frames))
 
 
 # They name mapped axes and exchange nothing over them.
@@ -297,16 +289,18 @@ class _Walk:
             bytes=runs.times * sum(sent(opcode, size, part.bytes) for part in parts),
             arrays=tuple(map(str, parts)),
             cause=self._cause(eqn, frames),
-            line="" if in_policy(frames) else user_line(frames),
+            # A policy runs after the user's function has returned.
+            line="" if _POLICIES in _files_inside(frames) else user_line(frames),
             compiled="",
             instructions=(),
         )
         return TracedCollective(record, name, parts, frames_of(eqn))
 
     def _cause(self, eqn: Equation, frames: Sequence[Frame]) -> str:
-        if in_gradient(frames):
+        files = _files_inside(frames)
+        if _GRADIENTS in files:
             return self._gradients(eqn)
-        if in_policy(frames):
+        if _POLICIES in files:
             names = sorted(n for n in self._becomes(eqn.outvars) if not _is_reduced(n))
             return f"the policy of {listed(names)}" if names else "a policy"
         stack = self._stack(eqn)
