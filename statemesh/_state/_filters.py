@@ -33,6 +33,16 @@ class OfType(_Named):
     **Arguments:**
 
     - `type`: a subclass of `State`, compared by `isinstance`.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> tree = {"w": sm.ParamState(1.0), "n": sm.State(0, tag="counter"), "h": [sm.HiddenState(0.0)]}
+        >>> sorted(sm.states(tree, sm.filters.OfType(sm.ParamState)))
+        ["['w']"]
+
+        ```
     """
 
     type: Class
@@ -56,6 +66,16 @@ class WithTag(_Named):
     **Arguments:**
 
     - `tag`: one of the strings given to the state as `tag`.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> tree = {"w": sm.ParamState(1.0), "n": sm.State(0, tag="counter"), "h": [sm.HiddenState(0.0)]}
+        >>> sorted(sm.states(tree, sm.filters.WithTag("counter")))
+        ["['n']"]
+
+        ```
     """
 
     tag: Name
@@ -81,6 +101,16 @@ class PathContains(_Named):
     **Arguments:**
 
     - `key`: an attribute's name, a dictionary's key or an index.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> tree = {"w": sm.ParamState(1.0), "n": sm.State(0, tag="counter"), "h": [sm.HiddenState(0.0)]}
+        >>> sorted(sm.states(tree, sm.filters.PathContains("h")))
+        ["['h'][0]"]
+
+        ```
     """
 
     key: LaneName
@@ -108,6 +138,16 @@ class Where(_Named):
     **Arguments:**
 
     - `where`: a function of the tree that returns a node of it, or several.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> tree = {"w": sm.ParamState(1.0), "n": sm.State(0, tag="counter"), "h": [sm.HiddenState(0.0)]}
+        >>> sorted(sm.states(tree, sm.filters.Where(lambda tree: tree["h"][0])))
+        ["['h'][0]"]
+
+        ```
     """
 
     where: Fun
@@ -172,6 +212,16 @@ class Any(_Combined):
     **Arguments:**
 
     - `filters`: filters of any form.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> tree = {"w": sm.ParamState(1.0), "n": sm.State(0, tag="counter"), "h": [sm.HiddenState(0.0)]}
+        >>> sorted(sm.states(tree, sm.filters.Any(sm.ParamState, "counter")))
+        ["['n']", "['w']"]
+
+        ```
     """
 
     __slots__ = ()
@@ -186,6 +236,16 @@ class All(_Combined):
     **Arguments:**
 
     - `filters`: filters of any form.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> tree = {"w": sm.ParamState(1.0), "n": sm.State(0, tag="counter"), "h": [sm.HiddenState(0.0)]}
+        >>> sorted(sm.states(tree, sm.filters.All(sm.State, "counter")))
+        ["['n']"]
+
+        ```
     """
 
     __slots__ = ()
@@ -200,6 +260,16 @@ class Not(_Combined):
     **Arguments:**
 
     - `filter`: a filter of any form.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> tree = {"w": sm.ParamState(1.0), "n": sm.State(0, tag="counter"), "h": [sm.HiddenState(0.0)]}
+        >>> sorted(sm.states(tree, sm.filters.Not("counter")))
+        ["['h'][0]", "['w']"]
+
+        ```
     """
 
     __slots__ = ()
@@ -213,7 +283,17 @@ class Not(_Combined):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Everything(_Named):
-    """Every state."""
+    """Every state.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> sm.filters.to_predicate(...) == sm.filters.Everything()
+        True
+
+        ```
+    """
 
     def __call__(self, path: KeyPath, state: object) -> bool:
         return True
@@ -221,7 +301,17 @@ class Everything(_Named):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Nothing(_Named):
-    """No state."""
+    """No state.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> sm.filters.to_predicate(None) == sm.filters.Nothing()
+        True
+
+        ```
+    """
 
     def __call__(self, path: KeyPath, state: object) -> bool:
         return False
@@ -249,6 +339,16 @@ def to_predicate(filter: Filter, tree: PyTree = None) -> Predicate:
     **Returns:** a function of a key path (as `jax.tree_util` gives them) and a state.
 
     **Raises:** `TypeError` for anything else.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> is_counter = sm.filters.to_predicate("counter")
+        >>> is_counter((), sm.State(0, tag="counter")), is_counter((), sm.State(0))
+        (True, False)
+
+        ```
     """
     named = _named(filter)
     return named if tree is None else _bind(named, tree)

@@ -289,8 +289,16 @@ class State(NoArray, Shown, Generic[Value]):
         return self._with_value(conform(self.value, value, label))
 
     def replace(self: S, **changes: PyTree) -> S:
-        """A new State with any of `value`, `name`, `tag`, `spec`, `reduce` changed, unchecked
-        against the old ones."""
+        """A new State with some of its arguments changed. A value need not be like the old one.
+
+        **Arguments:**
+
+        - `changes`: any of `value`, `name`, `tag`, `spec` and `reduce`, as for the class.
+
+        **Returns:** a State of the same kind.
+
+        **Raises:** `StructureError` for other names; else as the class does.
+        """
         unknown = [key for key in changes if key not in _FIELDS]
         if unknown:
             raise errors.unknown_fields(type(self).__name__, unknown, _FIELDS)
@@ -352,9 +360,16 @@ class State(NoArray, Shown, Generic[Value]):
         return self._with_value(merged)
 
     def reshard(self, value: Leaf, count: int) -> Leaf:
-        """`PerShard` values, old shards on the first axis, for `count` shards; checkpoints need it.
+        """The `PerShard` values of other shards, for `count` shards: a checkpoint is loaded on another mesh.
 
-        **Returns:** what `reduce` makes of them; of `'sum'` the first shard has all. Else `NotImplemented`.
+        **Arguments:**
+
+        - `value`: one leaf of the value, with the old shards on its first axis.
+        - `count`: the number of shards.
+
+        **Returns:** a leaf with `count` shards on its first axis. All of them hold what `reduce` makes of the
+        old ones; for `'sum'` the first shard holds it, and the others hold zeros. `NotImplemented` where
+        `reduce` is not one of the named policies.
         """
         reduce = self.reduce
         return resharded(value, reduce, count) if isinstance(reduce, str) else NotImplemented
