@@ -193,9 +193,10 @@ def first_items(items: Sequence[str], most: int = 10) -> list[str]:
     return [*items[:most], *more]
 
 
-def first_paths(paths: Sequence[str]) -> str:
+def first_paths(paths: Sequence[str], before_more: str = ", ") -> str:
     """The first three paths, and how many more there are."""
-    return ", ".join(first_items(paths, 3))
+    more = f"{before_more}{len(paths) - 3} more" if len(paths) > 3 else ""
+    return ", ".join(paths[:3]) + more
 
 
 def shortened(value: object) -> str:

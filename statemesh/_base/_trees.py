@@ -1,6 +1,5 @@
 """Trees: the nodes by which every layer knows a state, and key paths as the user would type them."""
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -70,13 +69,21 @@ def unpacked(tree: PyTree) -> PyTree:
 
 
 @jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Removed:
     """Stands where `partition` took a leaf away.
 
     It is a node without leaves, so that tree functions pass over it. `None` would not do, because models hold
     it as a value.
     """
+
+    # Not a dataclass, which Equinox would print in its own way.
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Removed)
+
+    def __hash__(self) -> int:
+        return hash(Removed)
 
     def __repr__(self) -> str:
         return "Removed"

@@ -1,4 +1,9 @@
-"""From a traced call to its explanation: compiled where there are devices, and never run."""
+"""What a compiled program exchanges and holds, by the text that XLA writes, and the explanation of a call.
+
+The text has no names of arrays. What an instruction exchanges is found in the traced program by the operation
+and the frames that its metadata name. JAX's cache on disk returns programs with the metadata of other files:
+then the operation and the size of an array have to do.
+"""
 
 import dataclasses
 import functools
@@ -11,6 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from .._base._errors import first_paths
 from .._base._types import AxisName
 from .._jax import _jaxprs as jaxprs
 from ._explanation import (
@@ -31,7 +37,6 @@ from ._traced import (
     Part,
     Runs,
     TracedCollective,
-    listed,
     sent,
     traced_collectives,
     user_line,
@@ -42,7 +47,7 @@ Groups = list[tuple[int, ...]]
 
 
 def groups_in(text: str, devices: int) -> Groups:
-    """The groups that an instruction names; one of all devices where it names none."""
+    """The groups of devices that exchange in an instruction. It may name none: then all are in one group."""
     if pairs := re.search(r"source_target_pairs=\{(\{[\d,{} ]*\})\}", text):
         return _linked(re.findall(r"\{(\d+),(\d+)\}", pairs[1]))
     if mesh := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", text):
@@ -532,7 +537,7 @@ def advice(
     odd = [row for row in leaves if row.whole.startswith(NO_AXIS)]
     odd = [row for row in odd if math.prod(row.shape) >= least]
     if odd:
-        paths = listed([row.path for row in odd])
+        paths = first_paths([row.path for row in odd], " and ")
         total = bytes_str(sum(row.bytes for row in odd))
         texts.append(
             f"{paths}: {total} stay whole on each of {count} devices, because {odd[0].whole}. "
@@ -542,7 +547,7 @@ def advice(
     moved = [row for row in leaves if row.kind == "array" and row.leaves == "not returned"]
     moved = [row for row in moved if row.moved >= _WORTH_MOVING]
     if moved:
-        paths = listed([row.path for row in moved])
+        paths = first_paths([row.path for row in moved], " and ")
         total = bytes_str(sum(row.moved for row in moved))
         texts.append(
             f"{paths}: {total} are laid out on each device at each call that gets them like this. "

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from .._axes._reduction import GRADIENT, LOSS
+from .._base._errors import first_paths
 from .._base._types import Array, AxisName, Leaf, flat_names
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import ClosedJaxpr, Equation, Jaxpr, Operand
@@ -53,7 +54,7 @@ def user_line(frames: Sequence[Frame]) -> str:
     return next(lines, "")
 
 
-# They name mapped axes and exchange nothing over them.
+# Primitives that name mapped axes and exchange nothing over them.
 _SILENT = ("axis_index", "pvary", "pcast", "vary_unreduced_cast", "reduced_vary_cast", "core_call")
 # The names that JAX's users know, where its own differ.
 _SPELLINGS = {
@@ -78,7 +79,8 @@ OPCODES = {
 }
 
 
-# What JAX writes around the names of scopes, and the scopes that it opens itself.
+# What JAX writes around the names of scopes when it transforms what stands in them, and the scopes that it
+# opens itself.
 _AROUND_SCOPE = re.compile(r"(?:transpose|jvp|vmap)\((.*)\)")
 _OWN_SCOPES = ("", "checkpoint", "rematted_computation")
 
@@ -122,7 +124,12 @@ class Runs:
     branch: bool = False
 
     def in_loop(self, turns: int | None) -> "Runs":
-        """How often the body of a loop runs that runs so often; `None` where nobody knows its turns."""
+        """How often the body of a loop runs, if the loop itself runs this often.
+
+        **Arguments:**
+
+        - `turns`: of the loop; `None` if nobody knows how many it makes.
+        """
         if turns is None:
             return dataclasses.replace(self, unknown_loop=True)
         return dataclasses.replace(self, times=self.times * turns)
@@ -302,7 +309,7 @@ class _Walk:
             return self._gradients(eqn)
         if _POLICIES in files:
             names = sorted(n for n in self._becomes(eqn.outvars) if not _is_reduced(n))
-            return f"the policy of {listed(names)}" if names else "a policy"
+            return f"the policy of {first_paths(names, ' and ')}" if names else "a policy"
         stack = self._stack(eqn)
         if "rematted_computation" in stack:
             return "recomputing your code"
@@ -327,7 +334,7 @@ class _Walk:
         names = [name.removeprefix(GRADIENT) for name in dict.fromkeys(gradients)]
         if not names:
             return "the loss"
-        return f"the gradient of {listed(names)}" + (" and the loss" if loss else "")
+        return f"the gradient of {first_paths(names, ' and ')}" + (" and the loss" if loss else "")
 
 
 def _is_reduced(name: str) -> bool:
@@ -343,12 +350,6 @@ def _innermost_scope(stack: str) -> str:
         if scope not in _OWN_SCOPES:
             return scope
     return ""
-
-
-def listed(names: Sequence[str]) -> str:
-    """The first three names, and how many more there are."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def _part(aval: Any) -> Part:
@@ -387,7 +388,7 @@ def sites_of(closed: ClosedJaxpr) -> list[Site]:
 def _sites(
     jaxpr: Jaxpr, known: Mapping[int, Hashable], around: tuple[Hashable, ...]
 ) -> Iterator[Site]:
-    """Those of a jaxpr and of those that it runs.
+    """The places in a jaxpr and in the jaxprs that it runs.
 
     **Arguments:**
 
