@@ -82,12 +82,10 @@ def explain(fun: Fun, *args: PyTree, **kwargs: PyTree) -> Explanation:
         explanation: Explanation = mapped.explain(*args, **kwargs)
         return explanation
     check_function("explain", fun)
-    is_module = isinstance(fun, eqx.Module)
-    call: Fun = fun
-    if is_module:
-        # The arrays of a module that is called are arguments as well.
-        call, args = type(fun).__call__, (fun, *args)
-    leaves, treedef = tree_util.tree_flatten((args, kwargs))
+    # The arrays of a module that is called are arguments as well.
+    owner = (fun,) if isinstance(fun, eqx.Module) else ()
+    call: Fun = type(fun).__call__ if owner else fun
+    leaves, treedef = tree_util.tree_flatten(((*owner, *args), kwargs))
     positions = [k for k, leaf in enumerate(leaves) if is_shaped(leaf)]
     arrays = [leaves[k] for k in positions]
 
@@ -121,12 +119,13 @@ def explain(fun: Fun, *args: PyTree, **kwargs: PyTree) -> Explanation:
         results += record.results
     # A function of `jax.jit` has a program of its own, which its next call finds compiled.
     jitted: Any = fun
-    is_jitted = not is_module and hasattr(fun, "trace") and hasattr(fun, "lower")
+    is_jitted = not owner and hasattr(fun, "trace") and hasattr(fun, "lower")
     traced = jitted.trace(*args, **kwargs) if is_jitted else jax.jit(run).trace(*arrays)
     # While a program is recorded a mesh shows no devices, though one may be set that has them.
     abstract = any(isinstance(record.mesh, AbstractMesh) for record, _ in records)
     has_devices = not abstract or compat.concrete_context_mesh() is not None
-    paths = Arguments(call, args, kwargs).paths()
+    arguments = (Arguments(call, owner, {}), Arguments(fun, args, kwargs))
+    paths = [path for part in arguments for path in part.paths().values()]
     return explanation_of(
         name=fun_name(fun),
         sizes={name: size for record, _ in records for name, size in record.sizes.items()},
