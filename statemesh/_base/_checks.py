@@ -17,12 +17,12 @@ from ._types import NUMBERS, AxisName, AxisNames, Leaf, Size, flat_names, is_axi
 
 
 def is_masked(x: object) -> bool:
-    """Whether `x` is an array of NumPy's with a mask, which JAX would drop without a word."""
+    """Whether `x` is a NumPy array with a mask, which JAX would silently drop."""
     return isinstance(x, np.ma.MaskedArray)
 
 
 def is_array(x: object) -> bool:
-    """Whether `x` is an array of JAX's, or one of NumPy's that JAX can take: of numbers, not of strings.
+    """Whether `x` is a JAX array, or a NumPy array that JAX can take: one of numbers, not of strings.
 
     **Raises:** `TypeError` for a masked array.
     """

@@ -1,8 +1,8 @@
 """Errors: their classes, how messages spell things, and those that several parts raise.
 
 All other errors are worded where they are raised. A message names the argument or state by the path that
-the user would type, shows the value, the spec and the mesh, lists every leaf that is refused, and says how
-to mend it.
+the user would type, shows the value, the spec and the mesh, lists every leaf that is refused, and says what
+to do instead.
 """
 
 import dataclasses
@@ -163,15 +163,15 @@ def mesh_with_types_str(mesh: Mesh | AbstractMesh) -> str:
     return f"{mesh_str(mesh)} with axis types ({', '.join(t.name for t in mesh.axis_types)})"
 
 
-def listed(head: str, items: Iterable[str], mend: str = "") -> str:
-    """`head`, then each different item on its own line, then how to mend them."""
+def listed(head: str, items: Iterable[str], remedy: str = "") -> str:
+    """`head`, then each different item on its own line, then what to do instead."""
     # Leaves of one state often give the same line.
     lines = [f"  - {item}" for item in dict.fromkeys(items)]
-    return "\n".join([f"{head}:", *lines, *([mend] if mend else [])])
+    return "\n".join([f"{head}:", *lines, *([remedy] if remedy else [])])
 
 
-def error_listing(kind: type[E], head: str, items: Iterable[str], mend: str = "") -> E:
-    return kind(listed(head, items, mend))
+def error_listing(kind: type[E], head: str, items: Iterable[str], remedy: str = "") -> E:
+    return kind(listed(head, items, remedy))
 
 
 def quoted(names: Iterable[object]) -> str:

@@ -521,7 +521,7 @@ def advice(
     donates_in_vain: bool,
     changing_statics: Sequence[str],
 ) -> list[str]:
-    """A sentence or two for each thing that surely can be mended."""
+    """A sentence or two for each thing that the author can surely improve."""
     count = math.prod(sizes.values())
     texts = []
     for row in leaves:

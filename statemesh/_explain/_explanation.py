@@ -542,7 +542,7 @@ class Explanation:
         `unknown_loop`, `branch`, `bytes`, `arrays`, `cause`, `line`, `compiled` and `instructions`.
     - `memory`: what a device needs, by XLA's account: `arguments`, `results`, `temporaries`, `donated`,
         `peak`, `allocated`, `by_argument`, `by_result` and `result_table`. `None` where nothing was compiled.
-    - `advice`: what surely can be mended, one text each.
+    - `advice`: what the author can surely improve, one text each.
 
     !!! example
 

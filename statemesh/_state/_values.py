@@ -99,9 +99,9 @@ def _array_leaves(value: PyTree) -> tuple[list[tuple[KeyPath, Leaf]], PyTreeDef]
     if masked := [(path_str(path, "value"), leaf) for path, leaf in leaves if is_masked(leaf)]:
         raise errors.masked("a State's value", masked)
     if bad := [(path, leaf) for path, leaf in leaves if not is_array_or_number(leaf)]:
-        mend = "Keep values that are not arrays in a field of the Module that holds the State."
+        remedy = "Keep values that are not arrays in a field of the Module that holds the State."
         if any(is_state(leaf) for _, leaf in bad):
-            mend = (
+            remedy = (
                 "A State cannot hold a State. Put the inner value in: `State(inner.value)`; or keep the "
                 "two side by side in a Module."
             )
@@ -109,7 +109,7 @@ def _array_leaves(value: PyTree) -> tuple[list[tuple[KeyPath, Leaf]], PyTreeDef]
             TypeError,
             "a State's value is a pytree of arrays, but",
             [f"{_value_path(path)} is {describe(x)} ({type(x).__name__})" for path, x in bad],
-            mend,
+            remedy,
         )
     return leaves, treedef
 
@@ -297,12 +297,12 @@ def check_reducible(value: PyTree, how: Reduce) -> None:
     for leaf in jax.tree_util.tree_leaves(value):
         if not any(jnp.issubdtype(leaf.dtype, kind) for kind in REDUCTIONS[how]):
             fun = "a function `(old, new, axis_names) -> value`"
-            mend = {
+            remedy = {
                 "mean": f"Use reduce='sum', 'max' or 'min' for integers, or {fun}.",
                 "sum": f"Use an integer with reduce='max' or 'min' instead, or {fun}.",
             }.get(how, f"Use {fun}.")
             raise StatemeshError(
-                f"reduce={how!r} cannot merge values of dtype {leaf.dtype}. {mend}"
+                f"reduce={how!r} cannot merge values of dtype {leaf.dtype}. {remedy}"
             )
 
 

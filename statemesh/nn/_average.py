@@ -67,7 +67,7 @@ class Average(Module):
 
         - `values`: a pytree like the example: this shard's, such as means over its rows.
         - `weight`: how much they count, a number that is not negative: for means over rows the number of
-            these. With 0 they do not count whatever they are. A negative one that is an array of JAX's makes
+            these. With 0 they do not count whatever they are. A negative one that is a JAX array makes
             the mean NaN.
 
         **Returns:** `(mean, layer)`: the mean of all values so far, of all shards; 0 while nothing counts.
