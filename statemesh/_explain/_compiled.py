@@ -235,8 +235,9 @@ class CompiledText:
             if len(parts) > 1 and other["opcode"] == "get-tuple-element"
             if (index := taken.search(other["rest"]))
         }
+        source = self.source(line)
         elements = [
-            Element(_operand(opcode, part, _largest(groups)), sources.get(k, self.source(line)))
+            Element(_operand(opcode, part, _largest(groups)), sources.get(k, source))
             for k, part in enumerate(parts)
         ]
         return Instruction(line["name"], opcode, tuple(elements), groups, runs)
