@@ -15,7 +15,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
-from .._base._errors import StatemeshError, axes_argument, error_listing, listed, quoted
+from .._base import _errors as errors
+from .._base._errors import (
+    StatemeshError,
+    _loss,
+    _loss_mends,
+    error_listing,
+    listed,
+    quoted,
+)
 from .._base._types import NO_AXES, Axes, AxisName
 from ._joined import AnyArray, after_sum, before_sum, together
 
@@ -183,7 +191,9 @@ class Pending:
         if not self.lanes:
             self.reduction.check(loss, params, self.axis_names)
         if apart := (loss & axes & self.crossed) - self.reduction.named:
-            raise loss_exchanged(self.reduction.name, [a for a in self.axis_names if a in apart])
+            raise errors.loss_exchanged(
+                self.reduction.name, [a for a in self.axis_names if a in apart]
+            )
         if self.backward:
             grads = [axes] * len(grads)
         plans = [
@@ -309,10 +319,10 @@ def _halves(operands: Sequence[Operand]) -> tuple[Sequence[Operand], Sequence[Op
 def _loss_differs(name: str, axes: Sequence[AxisName], params: Sequence[str]) -> StatemeshError:
     return error_listing(
         StatemeshError,
-        f"{loss_str(name)} differs over {quoted(axes)}, which axis_name does not name, but all shards there "
+        f"{_loss(name)} differs over {quoted(axes)}, which axis_name does not name, but all shards there "
         "share one copy of",
         params,
-        listed("JAX would sum their gradients over the shards. Write one of", loss_mends(axes)),
+        listed("JAX would sum their gradients over the shards. Write one of", _loss_mends(axes)),
     )
 
 
@@ -322,24 +332,3 @@ def _loss_counted_twice(axes: Iterable[AxisName]) -> StatemeshError:
         "every shard: the sum would count it once for each shard. If the function has reduced it already, "
         "write reduce='mean', which leaves such a loss as it is, or leave the axis out of axis_name."
     )
-
-
-def loss_exchanged(name: str, axes: Sequence[AxisName]) -> StatemeshError:
-    return error_listing(
-        StatemeshError,
-        f"{loss_str(name)} varies over {quoted(axes)}, which axis_name does not name, and depends on what "
-        "the shards exchange there. JAX would sum the gradients of all shards' losses. Write one of",
-        loss_mends(axes),
-    )
-
-
-def loss_str(name: str) -> str:
-    return f"value_and_grad: the loss that {name} returns"
-
-
-def loss_mends(axes: Sequence[AxisName]) -> list[str]:
-    axis = axes_argument(axes)
-    return [
-        f"`axis_name={axis!r}` (and any other axes to reduce over), for the mean of the shards' losses",
-        f"`jax.lax.psum(..., {axis!r})` in the function, if each shard computes a part of one result",
-    ]

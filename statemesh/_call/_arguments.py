@@ -16,10 +16,6 @@ from .._base import _errors as errors
 from .._base._checks import check_function, is_masked, is_shaped
 from .._base._errors import (
     BatchAxisError,
-    SpecError,
-    StatemeshError,
-    counted,
-    quoted,
 )
 from .._base._trees import describe, fun_name, is_state, path_str, positional_names
 from .._base._types import NUMBERS, Fun, KeyPath, Leaf, PyTree, PyTreeDef
@@ -260,7 +256,7 @@ def inside_modules(value: Leaf) -> list[bool]:
 def check_arity(name: str, what: str, entries: Any, positional: int) -> None:
     """Refuse a call with more or fewer arguments than `in_specs` or `in_axes` has entries."""
     if isinstance(entries, tuple | list) and len(entries) != positional:
-        raise arity(name, what, len(entries), positional)
+        raise errors.arity(name, what, len(entries), positional)
 
 
 @jax.tree_util.register_static
@@ -305,7 +301,7 @@ class Boxes:
     def __call__(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         """The arguments, the static ones in boxes."""
         if bad := [i for i in self.static if not -len(args) <= i < len(args)]:
-            raise bad_argnums("static_broadcasted_argnums", bad, len(args))
+            raise errors.bad_argnums("static_broadcasted_argnums", bad, len(args))
         boxed = list(args)
         for i in self.static:
             try:
@@ -410,24 +406,4 @@ def _unhashable_static(name: str, path: str, value: object) -> BatchAxisError:
         "static_broadcasted_argnums names it. Each value of a static argument has a compiled program of its "
         "own, found by its hash. Pass a value that can be hashed; or, for an array that all lanes share, "
         "give None in in_axes instead."
-    )
-
-
-def arity(name: str, what: str, entries: int, args: int) -> StatemeshError:
-    kind: type[StatemeshError]
-    if what == "in_specs":
-        kind, none, keywords = SpecError, "is not sharded", "keyword arguments have none"
-    else:
-        kind, none = BatchAxisError, "all lanes share"
-        keywords = "each argument passed by keyword is mapped over axis 0"
-    return kind(
-        f"{name} was called with {counted(args, 'positional argument')}, but {what} has "
-        f"{counted(entries, 'entry', 'entries')}. {what} has one entry for each positional "
-        f"argument (None for one that {none}); {keywords}."
-    )
-
-
-def bad_argnums(what: str, bad: Sequence[int], args: int) -> StatemeshError:
-    return StatemeshError(
-        f"{what} has {quoted(bad)}, but the call has {counted(args, 'positional argument')}, numbered from 0."
     )

@@ -12,7 +12,8 @@ from .._base import _errors as errors
 from .._base._checks import check_lane_name
 from .._base._errors import (
     BatchAxisError,
-    StatemeshError,
+    Diverged,
+    Varying,
     error_listing,
     first_items,
     listed,
@@ -28,7 +29,7 @@ from ._arguments import Arguments, Call, Unit
 from ._lanes import AxesOfMap, choose_axes, fits, is_size
 from ._origins import Entered, values
 from ._processes import check_global_shapes
-from ._rules import Carrier, Diverged, LeavingRules, Mistakes, Resolved, Stacked, Varying, roots
+from ._rules import Carrier, LeavingRules, Mistakes, Resolved, Stacked, roots
 from ._specs import UNDECLARED, broadcast_axes
 
 
@@ -104,8 +105,8 @@ class LeaveByAxis(LeavingRules):
             raise _no_such_out_axis(self.fun_name, mistakes.axes)
         if mistakes.conflicts:
             raise _lane_axis_conflict(self.fun_name, mistakes.conflicts)
-        to_none: list[Diverged] = []
-        undeclared: list[Diverged] = []
+        to_none: list[errors.Diverged] = []
+        undeclared: list[errors.Diverged] = []
         for one in mistakes.diverged:
             at_none = one.declared is None or (
                 one.declared is UNDECLARED and one.path in self.replicated
@@ -179,7 +180,7 @@ class AxisRules:
             raise errors.unknown_choice("unexpected_out_state_mapping", self.unexpected, POLICIES)
         size = self.axis_size
         if size is not None and not is_size(size):
-            raise bad_axis_size("axis_size", size)
+            raise errors.bad_axis_size("axis_size", size)
         check_lane_name(self.transform, self.axis_name)
         if self.has_own_mesh and not isinstance(self.axis_name, str):
             raise errors.invalid_argument(self.transform, "axis_name of a mesh", self.axis_name)
@@ -441,7 +442,3 @@ def _own_mesh_among_explicit(name: str) -> BatchAxisError:
         "mesh axes during a trace. Call it outside the trace; or call it outside `jax.set_mesh` and on "
         "arrays that do not lie on such a mesh; or use shard_map, which runs on the mesh that is set."
     )
-
-
-def bad_axis_size(what: str, size: object) -> StatemeshError:
-    return StatemeshError(f"{what}={size!r} is not a positive int.")

@@ -19,7 +19,12 @@ import numpy as np
 from .._axes._differing import check_summed, check_sums, has_gradients, has_varying
 from .._base import _errors as errors
 from .._base._checks import is_shaped
-from .._base._errors import error_listing, listed
+from .._base._errors import (
+    _HASHABLE,
+    _typed,
+    error_listing,
+    listed,
+)
 from .._base._types import Leaf, PyTree, PyTreeDef
 from .._jax import _compat as compat
 from .._jax import _frames as frames
@@ -28,9 +33,8 @@ from .._jax._dataflow import names_inside, shard_map_equation, shard_map_recorde
 from ._agreement import Traced
 from ._arguments import Arguments, Call, check_arity
 from ._lanes import OtherShapes
-from ._placement import check_valued, is_deleted, place_traced
+from ._placement import check_valued, is_deleted
 from ._program import (
-    MAKE_HASHABLE,
     DonatingProgram,
     LikeBefore,
     Lowered,
@@ -38,7 +42,6 @@ from ._program import (
     Program,
     Refused,
     Result,
-    typed_items,
 )
 from ._rules import Context, Declared, Outside
 from ._write_back import WriteBack
@@ -551,7 +554,7 @@ class Pipeline:
         self._check_valued(call)
         if traced := [k for k, x in enumerate(leaves) if compat.is_tracer(x)]:
             paths = self._paths(call)
-            raise place_traced(f"{self.declared.name}.place", [paths[k] for k in traced])
+            raise errors.place_traced(f"{self.declared.name}.place", [paths[k] for k in traced])
         program = self._entry(call, treedef).program
         given = program.arrays(leaves)
         ready, shown = program.layout.concrete(given)
@@ -583,8 +586,8 @@ def _retraced(name: str, bad: Sequence[tuple[str, object]]) -> str:
     return listed(
         f"{name}: these arguments are not arrays and cannot be hashed, so a change in them would go unseen. "
         "Each call traces and compiles the function anew",
-        typed_items(bad),
-        MAKE_HASHABLE + "pass the values that the function uses as arrays.",
+        _typed(bad),
+        _HASHABLE + "pass the values that the function uses as arrays.",
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
+from .._base import _errors as errors
 from .._base._errors import (
     BatchAxisError,
     counted,
@@ -19,8 +20,8 @@ from .._state._filters import first_matches
 from .._state._values import strong
 from ._agreement import Passed, Traced
 from ._layout import MeshLayout
-from ._placement import Input, deleted, is_deleted
-from ._specs import UNDECLARED, not_an_axis
+from ._placement import Input, is_deleted
+from ._specs import UNDECLARED
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ def as_pairs(state_axes: StateAxes, what: str) -> Pairs:
         return Pairs([(state_axes, 0)])
     for axis in state_axes:
         if not is_axis(axis):
-            raise not_an_axis(f"a key of {what}", axis)
+            raise errors.not_an_axis(f"a key of {what}", axis)
     return Pairs([(filter, axis) for axis, filter in state_axes.items()])
 
 
@@ -162,7 +163,7 @@ class LaneLayout:
         """Refuse arrays whose buffers were given up."""
         gone = [one.path for one, x in zip(self.inputs, given, strict=True) if is_deleted(x)]
         if gone:
-            raise deleted(self.fun_name, gone)
+            raise errors.deleted(self.fun_name, gone)
 
     def concrete(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         """Arrays as the program takes them, and as they come back when not written."""

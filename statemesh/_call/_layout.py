@@ -26,7 +26,6 @@ from ._placement import (
     check_concrete,
     check_shapes,
     copied,
-    deleted,
     is_laid_out,
     is_own,
     lies_right,
@@ -43,7 +42,6 @@ from ._specs import (
     choose_specs,
     own_placements,
     placement,
-    specs_of_states,
 )
 
 
@@ -140,7 +138,7 @@ class MeshLayout:
     def check_alive(self, given: Sequence[Leaf]) -> None:
         """Refuse arrays whose buffers were given up."""
         if gone := [k for k in self.on_device if given[k].is_deleted()]:
-            raise deleted(self.fun_name, [self.inputs[k].path for k in gone])
+            raise errors.deleted(self.fun_name, [self.inputs[k].path for k in gone])
 
     def _weak(self, given: Sequence[Leaf]) -> list[int]:
         """The weakly typed inputs that enter strong, so that no program depends on where others lie."""
@@ -368,7 +366,7 @@ def place(
         leaves += own
         paths += [path] * len(own)
     if bad := of_states.bad():
-        raise specs_of_states("place", "specs", "state_specs", bad)
+        raise errors.specs_of_states("place", "specs", "state_specs", bad)
     chosen_at = [i for i, placement in enumerate(placements) if placement is not None]
     wheres = [placement for placement in placements if placement is not None]
     arrays = [leaves[i] for i in chosen_at]

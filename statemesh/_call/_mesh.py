@@ -10,23 +10,21 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .._base import _errors as errors
 from .._base._errors import (
+    _MAKE_ONE,
     SpecError,
     StatemeshError,
+    _Mesh,
     error_listing,
     mesh_str,
     mesh_with_types_str,
     quoted,
     spec_str,
-    typed_str,
 )
 from .._base._specs import PerShard, is_spec, spec_axes
 from .._base._trees import describe
-from .._base._types import AnyMesh, Axes, AxisName, Leaf, PyTree
+from .._base._types import Axes, AxisName, Leaf, PyTree
 from .._jax import _compat as compat
 from .._jax import _explicit as explicit
-
-
-_MAKE_ONE = "Make one with `jax.make_mesh((jax.device_count(),), ('x',))`."
 
 
 _MeshForm: TypeAlias = tuple[tuple[int, ...], tuple[str, ...], tuple[AxisType, ...]]
@@ -144,7 +142,7 @@ def one_device_mesh(given: Mesh | AbstractMesh | None, traced: bool) -> Mesh:
 def check_mesh(what: str, mesh: Any) -> None:
     """Refuse anything but a mesh that has devices."""
     if not isinstance(mesh, Mesh | AbstractMesh):
-        raise not_a_mesh(mesh)
+        raise errors.not_a_mesh(mesh)
     if mesh.empty:
         raise _empty_mesh(mesh, what)
 
@@ -253,7 +251,7 @@ def _devices_not_here(
     )
 
 
-def _empty_mesh(mesh: AnyMesh, what: str = "shard_map") -> SpecError:
+def _empty_mesh(mesh: _Mesh, what: str = "shard_map") -> SpecError:
     return SpecError(f"{what} requires a non-empty mesh, but {mesh} has no devices. {_MAKE_ONE}")
 
 
@@ -264,7 +262,7 @@ def _no_mesh() -> SpecError:
     )
 
 
-def _mesh_differs_from_context(given: AnyMesh, context: AnyMesh) -> SpecError:
+def _mesh_differs_from_context(given: _Mesh, context: _Mesh) -> SpecError:
     return SpecError(
         f"shard_map was given {mesh_with_types_str(given)}, but the mesh that is set is "
         f"{mesh_with_types_str(context)}. Leave `mesh` out to use the mesh that is set, or call outside "
@@ -279,7 +277,7 @@ def _unsharded_inside(taken: Sequence[AxisName]) -> SpecError:
     )
 
 
-def _unsharded_traced(mesh: AnyMesh) -> SpecError:
+def _unsharded_traced(mesh: _Mesh) -> SpecError:
     return SpecError(
         f"`unsharded` runs on a mesh of one device, but {mesh_str(mesh)} is set, and JAX allows no other "
         "mesh during a trace. If shard_map was given a mesh, call `unsharded` outside `jax.set_mesh`; if it "
@@ -287,7 +285,7 @@ def _unsharded_traced(mesh: AnyMesh) -> SpecError:
     )
 
 
-def _abstract_mesh_outside_trace(mesh: AnyMesh) -> SpecError:
+def _abstract_mesh_outside_trace(mesh: _Mesh) -> SpecError:
     return SpecError(
         f"{mesh_str(mesh)} is an AbstractMesh, which has no devices to run on. Pass arrays that lie on a "
         "mesh with these axes, as jax.device_put(x, NamedSharding(mesh, P())) puts them, or give shard_map a "
@@ -295,7 +293,7 @@ def _abstract_mesh_outside_trace(mesh: AnyMesh) -> SpecError:
     )
 
 
-def _other_mesh_of_input(x: object, found: AnyMesh, mesh: AnyMesh) -> SpecError:
+def _other_mesh_of_input(x: object, found: _Mesh, mesh: _Mesh) -> SpecError:
     return SpecError(
         f"an argument, {describe(x)}, lies on {mesh_str(found)}, but shard_map was given the AbstractMesh "
         f"{mesh_str(mesh)}, which takes its devices from the arguments. Put the arguments on a mesh with "
@@ -303,13 +301,13 @@ def _other_mesh_of_input(x: object, found: AnyMesh, mesh: AnyMesh) -> SpecError:
     )
 
 
-def _unknown_axis_names(unknown: Sequence[AxisName], mesh: AnyMesh) -> SpecError:
+def _unknown_axis_names(unknown: Sequence[AxisName], mesh: _Mesh) -> SpecError:
     return SpecError(
         f"axis_names has {quoted(unknown)}, but the axes of {mesh_str(mesh)} are {quoted(mesh.axis_names)}."
     )
 
 
-def _mesh_partly_taken(given: AnyMesh, taken: Iterable[AxisName]) -> SpecError:
+def _mesh_partly_taken(given: _Mesh, taken: Iterable[AxisName]) -> SpecError:
     taken = list(taken)
     left = [name for name in given.axis_names if name not in taken]
     return SpecError(
@@ -319,7 +317,7 @@ def _mesh_partly_taken(given: AnyMesh, taken: Iterable[AxisName]) -> SpecError:
     )
 
 
-def _axis_taken(again: Sequence[AxisName], mesh: AnyMesh) -> SpecError:
+def _axis_taken(again: Sequence[AxisName], mesh: _Mesh) -> SpecError:
     return SpecError(
         f"axis_names has {quoted(again)}, which an enclosing shard_map already maps over on "
         f"{mesh_str(mesh)}. Name other axes."
@@ -353,7 +351,3 @@ def _axis_twice(twice: Sequence[tuple[str, object, Sequence[AxisName]]]) -> Spec
         f"{placement} = {spec_str(spec)} has {quoted(bad)} twice" for placement, spec, bad in twice
     ]
     return error_listing(SpecError, "a mesh axis can split only one axis of an array", items)
-
-
-def not_a_mesh(mesh: object) -> TypeError:
-    return TypeError(f"mesh must be a jax.sharding.Mesh, got {typed_str(mesh)}. {_MAKE_ONE}")

@@ -32,8 +32,7 @@ from .._state._state import ParamState, State, mark_origin
 from .._state._values import Write, reduced, strong
 from ._arguments import Arguments, Unit, inside_modules
 from ._origins import Entered, find_origins, has_same_leaves, leaves_of, links_for, values
-from ._placement import RankMismatch
-from ._rules import Diverged, LeavingRules, Mistakes, ReturnedUnit, Varying
+from ._rules import LeavingRules, Mistakes, ReturnedUnit
 from ._varying import VaryingAxes
 from ._write_back import Forwarded, Merged, Output, Static, WriteBack
 
@@ -202,7 +201,7 @@ class _Leaving:
     def emit(self, x: Leaf, placement: Placement, path: str) -> Output:
         x = placement.put(jnp.asarray(x))
         if x.ndim < len(placement.axes):
-            self.mistakes.rank.append(RankMismatch(path, x, placement.written))
+            self.mistakes.rank.append(errors.RankMismatch(path, x, placement.written))
         self.outputs.append(x)
         self.placements.append(placement)
         return Output(len(self.outputs) - 1)
@@ -292,7 +291,7 @@ class _Leaving:
                 axes = self.rules.in_order(still)
                 is_new = entered is None and isinstance(one.state, ParamState)
                 self.mistakes.diverged.append(
-                    Diverged(one.path, one.state, axes, placement.spec, one.declared, is_new)
+                    errors.Diverged(one.path, one.state, axes, placement.spec, one.declared, is_new)
                 )
             else:
                 placement = elsewhere
@@ -319,7 +318,7 @@ class _Leaving:
         if isinstance(source, Forwarded):
             return source
         if still := self.known_unmerged(x, placement):
-            found = Varying(path, x, self.rules.in_order(still), placement.spec)
+            found = errors.Varying(path, x, self.rules.in_order(still), placement.spec)
             self.mistakes.varying.append(found)
         if in_module:
             self.outputs[source.index] = strong(self.outputs[source.index])

@@ -14,10 +14,11 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from .._base import _errors as errors
 from .._base._errors import (
+    ShapeMismatch,
     SpecError,
-    StatemeshError,
-    counted,
+    _rank_item,
     error_listing,
     mesh_str,
     quoted,
@@ -28,26 +29,6 @@ from .._base._trees import describe
 from .._base._types import Axes, AxisName, Leaf, flat_names
 from .._jax import _compat as compat
 from .._jax import _explicit as explicit
-
-
-@dataclasses.dataclass(frozen=True)
-class RankMismatch:
-    """A returned array with fewer axes than its spec has entries."""
-
-    path: str
-    value: Any
-    spec: PartitionSpec
-
-
-@dataclasses.dataclass(frozen=True)
-class ShapeMismatch:
-    """An argument that its spec does not fit: its rank (`dim` is `None`), or the size of one axis."""
-
-    path: str
-    value: Any
-    spec: PartitionSpec
-    dim: int | None
-    per_shard: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,21 +67,23 @@ def check_shapes(
 
     **Raises:** `SpecError` listing every such array with the arithmetic.
     """
-    bad: list[ShapeMismatch] = []
+    bad: list[errors.ShapeMismatch] = []
     for path, leaf, placement in zip(paths, leaves, placements, strict=True):
         if not placement.axes:
             continue
         shape = np.shape(leaf)
         if len(placement.axes) > len(shape):
             bad.append(
-                ShapeMismatch(path, leaf, placement.written, None, placement.axis is not None)
+                errors.ShapeMismatch(
+                    path, leaf, placement.written, None, placement.axis is not None
+                )
             )
             continue
         for dim, names in enumerate(placement.axes):
             parts = math.prod(mesh.shape[n] for n in names if n in mesh.shape)
             misfits = shape[dim] != parts if placement.axis == dim else shape[dim] % parts
             if misfits:
-                found = ShapeMismatch(
+                found = errors.ShapeMismatch(
                     path, leaf, placement.written, dim, placement.axis is not None
                 )
                 bad.append(found)
@@ -195,7 +178,7 @@ def check_concrete(what: str, paths: Sequence[str], arrays: Sequence[Leaf]) -> N
     """Refuse arrays that cannot be moved: traced ones, those given up, and shapes without values."""
     found = list(zip(paths, arrays, strict=True))
     if traced := [path for path, x in found if compat.is_tracer(x)]:
-        raise place_traced(what, traced)
+        raise errors.place_traced(what, traced)
     check_valued(what, found)
 
 
@@ -204,7 +187,7 @@ def check_valued(what: str, found: Sequence[tuple[str, Any]]) -> None:
     if bare := [path for path, x in found if isinstance(x, jax.ShapeDtypeStruct)]:
         raise _shapes_given(what, bare)
     if gone := [path for path, x in found if is_deleted(x)]:
-        raise deleted(what, gone)
+        raise errors.deleted(what, gone)
 
 
 def is_deleted(x: Leaf) -> bool:
@@ -423,7 +406,7 @@ def _shape_item(one: ShapeMismatch, mesh: Mesh | AbstractMesh) -> str:
             return (
                 f"{shown} (PerShard) is a scalar; it needs a leading axis with one entry per shard"
             )
-        return rank_item(one)
+        return _rank_item(one)
     size, names = np.shape(one.value)[one.dim], flat_names(one.spec.partitions[one.dim])
     sizes = [mesh.shape[name] for name in names if name in mesh.shape]
     parts = int(np.prod(sizes, dtype=int))
@@ -433,31 +416,4 @@ def _shape_item(one: ShapeMismatch, mesh: Mesh | AbstractMesh) -> str:
     return (
         f"{shown}: axis {one.dim} has size {size}, not divisible by {quoted(names)} of size {product} "
         f"({size} % {parts} = {size % parts})"
-    )
-
-
-def place_traced(name: str, paths: Sequence[str]) -> TypeError:
-    return error_listing(
-        TypeError,
-        f"{name}: these arrays are traced, as inside jit, grad or vmap, and cannot be placed",
-        paths,
-        "Place them before, outside the traced function. Inside it, a mapped call lays out its "
-        "arguments itself.",
-    )
-
-
-def deleted(name: str, paths: Sequence[str]) -> StatemeshError:
-    return error_listing(
-        StatemeshError,
-        f"{name}: these arguments were given up to an earlier call that donates its arguments",
-        paths,
-        "Go on with what that call returned, as in `out, model = step(model, x)`.",
-    )
-
-
-def rank_item(mismatch: ShapeMismatch | RankMismatch) -> str:
-    entries = counted(len(mismatch.spec.partitions), "entry", "entries")
-    return (
-        f"{mismatch.path}: {describe(mismatch.value)} has rank {np.ndim(mismatch.value)}, but its spec "
-        f"{spec_str(mismatch.spec)} has {entries}"
     )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._base import _errors as errors
-from .._base._errors import error_listing, shortened
+from .._base._errors import _HASHABLE, _typed, error_listing
 from .._base._specs import Placement
 from .._base._types import NUMBERS, Leaf, PyTree, PyTreeDef, Sharding
 from .._jax import _compat as compat
@@ -20,16 +20,13 @@ from .._jax import _explicit as explicit
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import tree_util
 from ._agreement import Passed, static_passed, structure_passed
-from ._arguments import Arguments, Call, Statics, bad_argnums, has_unhashable_node, unhashable
+from ._arguments import Arguments, Call, Statics, has_unhashable_node, unhashable
 from ._lanes import OtherShapes
 from ._packing import Packing, Repacking
 from ._per_shard import PerShardInput, PerShardRun
 from ._placement import Input, Spared
 from ._rules import Context, Declared, Stacked
 from ._write_back import WriteBack
-
-
-MAKE_HASHABLE = "Make the class a @dataclass(frozen=True), use a tuple in place of a list, or "
 
 
 class Program:
@@ -193,7 +190,7 @@ class Program:
 
 def _check_argnums(donate: Any, count: int) -> None:
     if isinstance(donate, tuple) and (bad := [i for i in donate if not -count <= i < count]):
-        raise bad_argnums("donate_argnums", bad, count)
+        raise errors.bad_argnums("donate_argnums", bad, count)
 
 
 def _inputs(
@@ -594,8 +591,8 @@ def _compiled_for_unhashable(name: str, bad: Sequence[tuple[str, object]]) -> Ty
         TypeError,
         f"{name} was compiled for arguments that are not arrays and cannot be hashed, so a change in them "
         "would go unseen",
-        typed_items(bad),
-        MAKE_HASHABLE + "call the function itself, which traces it anew.",
+        _typed(bad),
+        _HASHABLE + "call the function itself, which traces it anew.",
     )
 
 
@@ -611,7 +608,3 @@ def _check_signature(
         signature.bind(*[None] * positional, **dict.fromkeys(keywords))
     except TypeError as error:
         raise TypeError(f"{name}{signature} cannot be called like this: {error}.") from None
-
-
-def typed_items(bad: Sequence[tuple[str, object]]) -> list[str]:
-    return [f"{path}: {shortened(value)} of type {type(value).__name__}" for path, value in bad]

@@ -10,8 +10,13 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from .._base import _errors as errors
 from .._base._checks import is_shaped
 from .._base._errors import (
+    Diverged,
     DivergedStateError,
+    RankMismatch,
     SpecError,
+    Varying,
+    _Mesh,
+    _rank_item,
     axes_argument,
     error_listing,
     first_items,
@@ -46,22 +51,11 @@ from ._mesh import (
     manual_names,
     mesh_for_traced,
     mesh_of_arrays,
-    not_a_mesh,
     one_device_mesh,
     resolve_mesh,
 )
 from ._origins import Entered, values
-from ._placement import RankMismatch, rank_item
-from ._rules import (
-    Diverged,
-    LeavingRules,
-    Mistakes,
-    Resolved,
-    ReturnedUnit,
-    Stacked,
-    Varying,
-    roots,
-)
+from ._rules import LeavingRules, Mistakes, Resolved, ReturnedUnit, Stacked, roots
 from ._specs import (
     REPLICATED,
     UNDECLARED,
@@ -72,7 +66,6 @@ from ._specs import (
     choose_specs,
     own_placements,
     placement,
-    specs_of_states,
 )
 
 
@@ -123,7 +116,7 @@ class LeaveBySpec(LeavingRules):
             elif is_shaped(one.node) or type(one.node) in NUMBERS:
                 of_states.array(placement, one.entry)
         if bad := of_states.bad():
-            raise specs_of_states(self.fun_name, "out_specs", "state_out_specs", bad)
+            raise errors.specs_of_states(self.fun_name, "out_specs", "state_out_specs", bad)
 
     def auxiliary(self) -> Placement:
         return REPLICATED
@@ -185,7 +178,7 @@ class SpecRules:
     def check(self) -> None:
         mesh = self.mesh
         if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
-            raise not_a_mesh(mesh)
+            raise errors.not_a_mesh(mesh)
         for what in ("in_specs", "out_specs"):
             for path, spec in _flat_specs(getattr(self, what)):
                 if isinstance(spec, PerShard):
@@ -320,7 +313,7 @@ class SpecContext:
                     "its type" if inferred else entry.removeprefix("shard_map ")
                 )
         if bad := of_states.bad():
-            raise specs_of_states(name, "in_specs", "state_in_specs", bad)
+            raise errors.specs_of_states(name, "in_specs", "state_in_specs", bad)
         return placements, placed_by
 
 
@@ -421,7 +414,7 @@ def _out_varies(name: str, bad: Sequence[Varying]) -> SpecError:
     )
 
 
-def _axis_of_vmap(taken: Sequence[AxisName], mesh: AnyMesh) -> SpecError:
+def _axis_of_vmap(taken: Sequence[AxisName], mesh: _Mesh) -> SpecError:
     return SpecError(
         f"an enclosing jax.vmap maps over an array that is split over {quoted(taken)} of {mesh_str(mesh)}, "
         "so its lanes use up that mesh axis. Leave `axis_names` out to map over the other axes, or split the "
@@ -429,14 +422,14 @@ def _axis_of_vmap(taken: Sequence[AxisName], mesh: AnyMesh) -> SpecError:
     )
 
 
-def _no_axes_left(mesh: AnyMesh) -> SpecError:
+def _no_axes_left(mesh: _Mesh) -> SpecError:
     return SpecError(
         f"an enclosing shard_map already maps over every axis of {mesh_str(mesh)}. Give the outer one "
         "`axis_names` that leave some axes free."
     )
 
 
-def _cannot_infer(mesh: AnyMesh) -> TypeError:
+def _cannot_infer(mesh: _Mesh) -> TypeError:
     return TypeError(
         f"in_specs can be left out only on a mesh of Explicit axes; this is {mesh_with_types_str(mesh)}. "
         "Write in_specs=..., one entry for each positional argument."
@@ -455,7 +448,7 @@ def _out_rank(name: str, bad: Sequence[RankMismatch]) -> SpecError:
     return error_listing(
         SpecError,
         f"{name}: results have fewer axes than their specs have entries",
-        map(rank_item, bad),
+        map(_rank_item, bad),
         "Keep an axis, as with jnp.sum(x, keepdims=True) or x[None], or use P() for a value that is "
         "the same on every shard.",
     )

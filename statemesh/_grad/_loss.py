@@ -20,14 +20,14 @@ from .._axes._mesh_and_lanes import bound_names, gradients_around, meshes_and_la
 from .._axes._reduction import (
     Pending,
     Reduction,
-    loss_exchanged,
-    loss_str,
     reduce_on_mesh,
 )
+from .._base import _errors as errors
 from .._base._checks import is_array, is_inexact
 from .._base._errors import (
     StatemeshError,
     StructureError,
+    _loss,
     error_listing,
     filter_str,
     first_paths,
@@ -329,7 +329,7 @@ class Scope:
                 raise _loss_exchanged_inside(
                     self.reduction.name, _in_order(inside, self.from_types)
                 )
-            raise loss_exchanged(self.reduction.name, _in_order(shared, self.from_types))
+            raise errors.loss_exchanged(self.reduction.name, _in_order(shared, self.from_types))
         # JAX's types let the cotangent of a loss that all shards share pass to each of them without an error.
         if (one := (self.own & axes) - over) and (inside := one & jaxprs.exchanged_over(program())):
             raise _loss_exchanged_inside(self.reduction.name, _in_order(inside, self.from_types))
@@ -576,8 +576,7 @@ def _model_str(value: object) -> str:
 
 def _not_a_loss(name: str, loss: object) -> StructureError:
     return StructureError(
-        f"{loss_str(name)} must be one real floating number, but is {describe(loss)}. Reduce it: "
-        "`loss.mean()`."
+        f"{_loss(name)} must be one real floating number, but is {describe(loss)}. Reduce it: `loss.mean()`."
     )
 
 

@@ -10,13 +10,13 @@ import numpy as np
 from .._axes._differing import all_axes
 from .._axes._joined import widened
 from .._axes._mesh_and_lanes import IN_MICROBATCHES, MICROBATCHES, inside_microbatches, varying_over
-from .._axes._reduction import loss_str
 from .._base import _errors as errors
 from .._base._checks import is_key, is_shaped
 from .._base._errors import (
     DivergedStateError,
     StatemeshError,
     StructureError,
+    _loss,
     error_listing,
     listed,
 )
@@ -609,6 +609,6 @@ def _microbatch_policies_diverged(name: str, bad: Sequence[tuple[str, str]]) -> 
 
 def _microbatches_share_loss(name: str) -> StatemeshError:
     return StatemeshError(
-        f"{loss_str(name)} is the same in every microbatch: reduce='sum' would count it once for each. "
-        "Compute it from the rows, or write reduce='mean', which leaves such a loss as it is."
+        f"{_loss(name)} is the same in every microbatch: reduce='sum' would count it once for each. Compute "
+        "it from the rows, or write reduce='mean', which leaves such a loss as it is."
     )

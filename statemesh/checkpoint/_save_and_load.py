@@ -15,7 +15,7 @@ from .._base import _errors as base_errors
 from .._base._trees import is_packed, unpacked
 from .._base._types import Leaf, PyTree
 from .._call._agreement import array_passed, check_alike
-from .._call._mesh import check_mesh, not_a_mesh
+from .._call._mesh import check_mesh
 from .._call._packed import Packed, packed_placements, repack, shapes_of, with_models
 from .._call._placement import check_concrete, is_own, onto
 from .._jax._compat import tree_util
@@ -161,7 +161,7 @@ def load(
     if not isinstance(rename, Mapping | None):
         raise errors.bad_rename(rename)
     if not isinstance(mesh, Mesh | None):
-        raise not_a_mesh(mesh)
+        raise base_errors.not_a_mesh(mesh)
     record = files.read_record(folder)
     # The values of a packed model are taken out of its buffers only where they may be kept.
     keeps = missing == "keep" and not any(map(_is_shape, tree_util.tree_leaves(like)))
