@@ -1,18 +1,12 @@
 """The signature of `jax.experimental.shard_map`, for code that was written for it."""
 
-from collections.abc import Iterable
-
 from jax.sharding import AbstractMesh, Mesh
 
 from ._base import _errors as errors
 from ._base._checks import axis_names as as_names
 from ._base._checks import check_flag, check_function
-from ._base._errors import (
-    SpecError,
-    _Mesh,
-    mesh_str,
-)
-from ._base._types import AnyMesh, AxisName, AxisNames, FunOf, Params, Result, SpecTree
+from ._base._errors import SpecError, mesh_str
+from ._base._types import AnyMesh, AxisNames, FunOf, Params, Result, SpecTree
 from ._call._mapping import StatefulMapping
 from ._call._shard_map import shard_map as _shard_map
 
@@ -58,12 +52,8 @@ def shard_map(
     auto = as_names("shard_map", auto, "auto")
     names = frozenset(mesh.axis_names)
     if not auto <= names or (auto and auto == names):
-        raise _bad_auto(auto, mesh)
+        raise SpecError(
+            f"auto={sorted(map(str, auto))} must be some, but not all, of the axes of {mesh_str(mesh)}."
+        )
     mapped = names - auto if auto else ()
     return _shard_map(f, mesh, in_specs, out_specs, check_vma=check_rep, axis_names=mapped)
-
-
-def _bad_auto(auto: Iterable[AxisName], mesh: _Mesh) -> SpecError:
-    return SpecError(
-        f"auto={sorted(map(str, auto))} must be some, but not all, of the axes of {mesh_str(mesh)}."
-    )

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import equinox as eqx
 import jax
@@ -11,23 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _errors as errors
-from ._errors import (
-    _EXPECTED,
-    StatemeshError,
-    quoted,
-    typed_str,
-)
+from ._errors import _EXPECTED, StatemeshError, quoted, typed_str
 from ._trees import fun_name
 from ._types import NUMBERS, AxisName, AxisNames, Leaf, Size, flat_names, is_axis_name
 
 
 def is_masked(x: object) -> bool:
-    """Whether `x` is an array of NumPy's with a mask, which JAX would drop without a word."""
+    """Whether `x` is a NumPy array with a mask, which JAX would silently drop."""
     return isinstance(x, np.ma.MaskedArray)
 
 
 def is_array(x: object) -> bool:
-    """Whether `x` is an array of JAX's, or one of NumPy's that JAX can take: of numbers, not of strings.
+    """Whether `x` is a JAX array, or a NumPy array that JAX can take: one of numbers, not of strings.
 
     **Raises:** `TypeError` for a masked array.
     """
@@ -74,33 +69,40 @@ def check_function(transform: str, fun: object) -> None:
         fun = fun.func
     for is_kind, kind in _KINDS:
         if is_kind(fun) or is_kind(type(fun).__call__):
-            raise _not_a_plain_function(transform, fun_name(fun), kind)
+            raise TypeError(
+                f"{transform}: {fun_name(fun)} is {kind}: a call of it gives no values, only something that "
+                "is still to run. JAX traces a function once, from its arguments to its results: write "
+                "`def` without `async`, and `return` the values without `yield`."
+            )
 
 
-def positions(what: str, argument: str, given: object) -> tuple[int, ...]:
+def positions(what: str, argument: str, value: object) -> tuple[int, ...]:
     """One position of an argument, or several, as a tuple."""
     try:
-        several = tuple(given) if isinstance(given, Iterable) else (given,)
-        if not any(isinstance(one, bool) for one in several):
+        several = tuple(value) if isinstance(value, Iterable) else (value,)
+        if not any(isinstance(position, bool) for position in several):
             return tuple(map(operator.index, several))
     except TypeError:
         pass
-    raise errors.invalid_argument(what, argument, given)
+    raise errors.invalid_argument(what, argument, value)
 
 
 def check_lane_name(what: str, name: object) -> None:
     """Refuse what collectives would not take for the name of one axis."""
     if not isinstance(name, Hashable):
-        raise _bad_axis_name(name)
+        raise TypeError(f"axis_name={typed_str(name)} cannot be hashed. Use a string.")
     if not is_axis_name(name):
         raise errors.invalid_argument(what, "axis_name", name)
+
+
+_NAMES = "a string, or a tuple of several, as in axis_name=('data', 'model')"
 
 
 def check_names(what: str, names: object) -> None:
     """Refuse what is neither an axis name, nor a tuple of different ones, nor `None`."""
     several = flat_names(names)
     if not all(map(is_axis_name, several)):
-        raise errors.invalid_argument(what, "axis_name of several", names)
+        raise errors.invalid_argument(what, "axis_name", names, _NAMES)
     check_named_once(what, "axis_name", several)
 
 
@@ -108,94 +110,55 @@ def required_names(what: str, names: object) -> tuple[AxisName, ...]:
     """One axis name, or a tuple of several, as a tuple that is not empty."""
     check_names(what, names)
     if not flat_names(names):
-        raise errors.invalid_argument(what, "axis_name of several", names)
+        raise errors.invalid_argument(what, "axis_name", names, _NAMES)
     return flat_names(names)
 
 
 def check_named_once(what: str, argument: str, names: Sequence[AxisName]) -> None:
     """Refuse an axis that is named more than once."""
     if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise _axis_named_twice(what, argument, repeated, names)
+        raise StatemeshError(
+            f"{what}: {argument} names {quoted(repeated)} more than once, in {tuple(names)!r}. Name each "
+            "axis once."
+        )
 
 
-def axis_names(what: str, given: AxisNames, argument: str = "axis_names") -> frozenset[AxisName]:
+def axis_names(what: str, value: AxisNames, argument: str = "axis_names") -> frozenset[AxisName]:
     """One name of a mesh axis, or several, as a set."""
     try:
-        names = (given,) if isinstance(given, str) else tuple(given)
+        names = (value,) if isinstance(value, str) else tuple(value)
         check_named_once(what, argument, names)
     except TypeError:
-        raise errors.invalid_argument(what, argument, given) from None
+        raise errors.invalid_argument(what, argument, value) from None
     return frozenset(names)
 
 
-def count(what: str, argument: str, given: Size) -> int:
+def count(what: str, argument: str, value: Size) -> int:
     """A number that must not be negative, as an int."""
-    if isinstance(given, bool) or not hasattr(type(given), "__index__"):
-        raise errors.invalid_argument(what, argument, given)
-    if operator.index(given) < 0:
-        raise _invalid_count(what, argument, given)
-    return operator.index(given)
+    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+        raise errors.invalid_argument(what, argument, value)
+    if operator.index(value) < 0:
+        raise StatemeshError(f"{what}: {argument} is {value}, but must be {_EXPECTED[argument]}.")
+    return operator.index(value)
 
 
-def check_flag(what: str, argument: str, given: object) -> None:
+def check_flag(what: str, argument: str, value: object) -> None:
     """Refuse what is neither `True` nor `False`."""
-    if not isinstance(given, bool | np.bool_):
-        raise errors.invalid_argument(what, argument, given)
+    if not isinstance(value, bool | np.bool_):
+        raise errors.invalid_argument(what, argument, value, "True or False")
 
 
-def check_text(what: str, argument: str, given: object) -> None:
+def check_text(what: str, argument: str, value: object) -> None:
     """Refuse what is neither a string nor `None`."""
-    if given is not None and not isinstance(given, str):
-        raise errors.invalid_argument(what, argument, given)
+    if value is not None and not isinstance(value, str):
+        raise errors.invalid_argument(what, argument, value)
 
 
-def tags(what: str, given: object) -> frozenset[str]:
+def tags(what: str, value: object) -> frozenset[str]:
     """One tag, or several, as a set. `None` gives the empty set."""
-    if given is None or isinstance(given, str):
-        return frozenset() if given is None else frozenset([given])
-    found = tuple(given) if isinstance(given, Iterable) else (None,)
-    if not all(isinstance(tag, str) for tag in found):
-        raise errors.invalid_argument(what, "tag", given)
-    return frozenset(found)
-
-
-_FILTERS: dict[str, tuple[str, str, Callable[[object], bool]]] = {
-    "OfType": ("type", "type", lambda given: isinstance(given, type)),
-    "WithTag": ("tag", "tag of a filter", lambda given: isinstance(given, str)),
-    "PathContains": ("key", "key", lambda given: isinstance(given, Hashable)),
-    "Where": ("where", "where", callable),
-}
-
-
-def check_filter(filter: object) -> None:
-    """Refuse a named filter whose argument has the wrong type."""
-    name = type(filter).__name__
-    if name in _FILTERS:
-        field, argument, fits = _FILTERS[name]
-        if not fits(given := getattr(filter, field)):
-            raise errors.invalid_argument(name, argument, given)
-
-
-def _invalid_count(what: str, argument: str, given: int) -> StatemeshError:
-    return StatemeshError(f"{what}: {argument} is {given}, but must be {_EXPECTED[argument]}.")
-
-
-def _not_a_plain_function(transform: str, name: str, kind: str) -> TypeError:
-    return TypeError(
-        f"{transform}: {name} is {kind}: a call of it gives no values, only something that is still to run. "
-        "JAX traces a function once, from its arguments to its results: write `def` without `async`, and "
-        "`return` the values without `yield`."
-    )
-
-
-def _bad_axis_name(name: object) -> TypeError:
-    return TypeError(f"axis_name={typed_str(name)} cannot be hashed. Use a string.")
-
-
-def _axis_named_twice(
-    what: str, argument: str, repeated: Sequence[AxisName], names: Sequence[AxisName]
-) -> StatemeshError:
-    return StatemeshError(
-        f"{what}: {argument} names {quoted(repeated)} more than once, in {tuple(names)!r}. Name each axis "
-        "once."
-    )
+    if value is None or isinstance(value, str):
+        return frozenset() if value is None else frozenset([value])
+    several = tuple(value) if isinstance(value, Iterable) else (None,)
+    if not all(isinstance(tag, str) for tag in several):
+        raise errors.invalid_argument(what, "tag", value)
+    return frozenset(several)

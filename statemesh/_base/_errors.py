@@ -1,8 +1,8 @@
 """Errors: their classes, how messages spell things, and those that several parts raise.
 
 All other errors are worded where they are raised. A message names the argument or state by the path that
-the user would type, shows the value, the spec and the mesh, lists every leaf that is refused, and says how
-to mend it.
+the user would type, shows the value, the spec and the mesh, lists every leaf that is refused, and says what
+to do instead.
 """
 
 import dataclasses
@@ -163,15 +163,15 @@ def mesh_with_types_str(mesh: Mesh | AbstractMesh) -> str:
     return f"{mesh_str(mesh)} with axis types ({', '.join(t.name for t in mesh.axis_types)})"
 
 
-def listed(head: str, items: Iterable[str], mend: str = "") -> str:
-    """`head`, then each different item on its own line, then how to mend them."""
+def listed(head: str, items: Iterable[str], remedy: str = "") -> str:
+    """`head`, then each different item on its own line, then what to do instead."""
     # Leaves of one state often give the same line.
     lines = [f"  - {item}" for item in dict.fromkeys(items)]
-    return "\n".join([f"{head}:", *lines, *([mend] if mend else [])])
+    return "\n".join([f"{head}:", *lines, *([remedy] if remedy else [])])
 
 
-def error_listing(kind: type[E], head: str, items: Iterable[str], mend: str = "") -> E:
-    return kind(listed(head, items, mend))
+def error_listing(kind: type[E], head: str, items: Iterable[str], remedy: str = "") -> E:
+    return kind(listed(head, items, remedy))
 
 
 def quoted(names: Iterable[object]) -> str:
@@ -187,16 +187,16 @@ def counted(count: int, noun: str, plural: str = "") -> str:
     return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
-def first_paths(paths: Sequence[str]) -> str:
+def first_items(items: Sequence[str], most: int = 10) -> list[str]:
+    """The first items of a list, and how many more there are."""
+    more = [f"{len(items) - most} more"] if len(items) > most else []
+    return [*items[:most], *more]
+
+
+def first_paths(paths: Sequence[str], before_more: str = ", ") -> str:
     """The first three paths, and how many more there are."""
-    more = [f"{len(paths) - 3} more"] if len(paths) > 3 else []
-    return ", ".join([*paths[:3], *more])
-
-
-def first_items(items: Sequence[str]) -> list[str]:
-    """The first ten items of a list, and how many more there are."""
-    more = [f"{len(items) - 10} more"] if len(items) > 10 else []
-    return [*items[:10], *more]
+    more = f"{before_more}{len(paths) - 3} more" if len(paths) > 3 else ""
+    return ", ".join(paths[:3]) + more
 
 
 def shortened(value: object) -> str:
@@ -231,27 +231,19 @@ def policy_name(state: Any) -> str:
 
 _HASHABLE = "Make the class a @dataclass(frozen=True), use a tuple in place of a list, or "
 
-# What an argument must be, by its name. If a name means something else in another place, its key says where.
+# What an argument must be, by its name, where several functions have it or its check is far away. If a name
+# means something else in another place, its key says where.
 _EXPECTED = {
-    "affine": "True or False",
     "axis": "an int: the position of the new axis, as in axis=0",
     "auto": "the names of mesh axes that are not mapped over, as in auto={'model'}",
     "axis_name": "a string, as in axis_name='data'; a number is the position of an array's axis, and a tuple "
     "is several names",
-    "axis_name of several": "a string, or a tuple of several, as in axis_name=('data', 'model')",
     "axis_names": "the name of a mesh axis, or several, as in axis_names={'data'}; leave it out for all",
     "backend": "the name of a platform, as in backend='cpu'",
     "axis_name of a mesh": "a string, as in axis_name='data': JAX has no other names for the axes of devices",
-    "check_rep": "True or False",
-    "check_vma": "True or False",
-    "debias": "True or False",
     "devices": "jax.Devices in the order of the lanes, as in devices=jax.devices()[:4]",
     "donate_argnums": "the position of an argument, or several, numbered from 0, as in donate_argnums=(0,)",
-    "has_aux": "True or False",
-    "inference": "True or False",
     "init_kwargs": "a dictionary of arguments by name, as in init_kwargs={'batch_size': 4}, or {} for none",
-    "jit": "True or False",
-    "key": "the name of a field, the key of a dictionary or an index, as in PathContains('encoder')",
     "length": "an int, 0 or more: the number of steps, as in length=10",
     "map": "the name of a method, as in map('update')",
     "mesh": "a jax.sharding.Mesh, which has devices to put arrays on",
@@ -259,18 +251,12 @@ _EXPECTED = {
     "n": "an int, 0 or more: the number of rows that this shard holds, as in rows(x.shape[0], 'data')",
     "name": "a string, as in name='mean'",
     "num": "an int, 0 or more: the number of keys, as in split(2)",
-    "reverse": "True or False",
-    "tiled": "True or False",
     "unroll": "an int, 1 or more, or True for all steps, as in unroll=4",
-    "use_bias": "True or False",
     "spmd_axis_name": "the name of a mesh axis, or a tuple of several, as in spmd_axis_name='data'",
     "state_tag": "a string, as in state_tag='new'",
     "static_broadcasted_argnums": "the position of an argument, or several, numbered from 0, as in "
     "static_broadcasted_argnums=(0,)",
     "tag": "a string or several, as in tag='slow' or tag=('slow', 'encoder')",
-    "tag of a filter": "a string, as in WithTag('slow'); for several write [WithTag('a'), WithTag('b')]",
-    "type": "a class, as in OfType(sm.ParamState)",
-    "where": "a function of the tree, as in Where(lambda model: model.encoder)",
 }
 
 _CALLS = {
@@ -361,16 +347,22 @@ def deleted(name: str, paths: Sequence[str]) -> StatemeshError:
     )
 
 
-def invalid_argument(what: str, argument: str, given: object) -> TypeError:
-    """An argument of a type that it cannot have; `argument` as `_EXPECTED` lists it."""
-    name, kind = argument.partition(" of ")[0], type(given).__name__
+def invalid_argument(what: str, argument: str, value: object, expected: str = "") -> TypeError:
+    """An argument of a type that it cannot have.
+
+    **Arguments:**
+
+    - `expected`: what it must be; left out, what `_EXPECTED` has for it.
+    """
+    name = argument.partition(" of ")[0]
     return TypeError(
-        f"{what}: {name} is {shortened(given)} of type {kind}, but must be {_EXPECTED[argument]}."
+        f"{what}: {name} is {shortened(value)} of type {type(value).__name__}, but must be "
+        f"{expected or _EXPECTED[argument]}."
     )
 
 
-def unknown_choice(argument: str, given: object, known: Sequence[str]) -> StatemeshError:
-    return StatemeshError(f"{argument}={given!r} is not known. Use one of {quoted(known)}.")
+def unknown_choice(argument: str, value: object, known: Sequence[str]) -> StatemeshError:
+    return StatemeshError(f"{argument}={value!r} is not known. Use one of {quoted(known)}.")
 
 
 def not_callable(transform: str, fun: object) -> TypeError:
@@ -381,9 +373,9 @@ def not_callable(transform: str, fun: object) -> TypeError:
     )
 
 
-def not_an_axis(where: str, axis: object) -> TypeError:
+def not_an_axis(entry: str, axis: object) -> TypeError:
     return TypeError(
-        f"{where} is {typed_str(axis)}, not an axis. Use an int (negative ones count from the end), or None "
+        f"{entry} is {typed_str(axis)}, not an axis. Use an int (negative ones count from the end), or None "
         "for what all lanes share."
     )
 
@@ -419,20 +411,6 @@ def bad_argnums(what: str, bad: Sequence[int], args: int) -> StatemeshError:
     )
 
 
-def bad_setting(layer: str, argument: str, value: object, expected: str) -> StatemeshError:
-    return StatemeshError(f"{layer}: {argument}={value!r}, but it must be {expected}.")
-
-
-def no_such_array_axis(layer: str, argument: str, axis: int, x: jax.Array) -> StatemeshError:
-    return StatemeshError(
-        f"{layer}: {argument}={axis}, but x is {describe(x)} and has no such axis."
-    )
-
-
-def bad_shape(layer: str, what: str, x: object, expected: str, why: str) -> StatemeshError:
-    return StatemeshError(f"{layer}: {what} is {describe(x)}, but must be {expected}: {why}.")
-
-
 def not_a_mesh(mesh: object) -> TypeError:
     return TypeError(f"mesh must be a jax.sharding.Mesh, got {typed_str(mesh)}. {_MAKE_ONE}")
 
@@ -443,9 +421,9 @@ def unknown_fields(owner: str, unknown: Sequence[str], known: Sequence[str]) -> 
     )
 
 
-def not_a_spec(where: str, spec: object) -> TypeError:
+def not_a_spec(entry: str, spec: object) -> TypeError:
     return TypeError(
-        f"{where} is {typed_str(spec)}, not a spec. Use P('axis'), P(), None, or for a state "
+        f"{entry} is {typed_str(spec)}, not a spec. Use P('axis'), P(), None, or for a state "
         "sm.PerShard('axis')."
     )
 
@@ -454,8 +432,8 @@ def specs_of_states(
     name: str, what: str, option: str, bad: Sequence[tuple[str, PartitionSpec, str, object]]
 ) -> SpecError:
     items = [
-        f"{where} = {spec_str(spec)} stands for {path}, a {type(state).__name__}"
-        for where, spec, path, state in bad
+        f"{entry} = {spec_str(spec)} stands for {path}, a {type(state).__name__}"
+        for entry, spec, path, state in bad
     ]
     spec = spec_str(bad[0][1])
     return error_listing(
@@ -467,11 +445,11 @@ def specs_of_states(
     )
 
 
-def _rank_item(one: RankMismatch) -> str:
-    entries = counted(len(one.spec.partitions), "entry", "entries")
+def _rank_item(mismatch: RankMismatch) -> str:
+    entries = counted(len(mismatch.spec.partitions), "entry", "entries")
     return (
-        f"{one.path}: {describe(one.value)} has rank {np.ndim(one.value)}, but its spec "
-        f"{spec_str(one.spec)} has {entries}"
+        f"{mismatch.path}: {describe(mismatch.value)} has rank {np.ndim(mismatch.value)}, but its spec "
+        f"{spec_str(mismatch.spec)} has {entries}"
     )
 
 

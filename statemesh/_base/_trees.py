@@ -64,8 +64,8 @@ def unpacked(tree: PyTree) -> PyTree:
     """The tree with every `Packed` replaced by its model. A tree without any is returned itself."""
     if not any(map(is_packed, jax.tree.leaves(tree, is_leaf=is_state_or_packed))):
         return tree
-    one = lambda node: node.unpack() if isinstance(node, PackedNode) else node
-    return jax.tree.map(one, tree, is_leaf=is_state_or_packed)
+    model = lambda node: node.unpack() if isinstance(node, PackedNode) else node
+    return jax.tree.map(model, tree, is_leaf=is_state_or_packed)
 
 
 @jax.tree_util.register_static
@@ -76,6 +76,7 @@ class Removed:
     it as a value.
     """
 
+    # Not a dataclass, which Equinox would print in its own way.
     __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
@@ -102,25 +103,17 @@ def path_str(path: KeyPath, root: str = "") -> str:
 
 def positional_names(fun: Callable[..., PyTree], count: int) -> list[str]:
     """The names that `fun` gives its first `count` positional arguments."""
-    names: list[str] = []
-    rest = "args"
-    offset = 0
     try:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):
         parameters = []
-    for parameter in parameters:
-        if parameter.kind in (
-            inspect.Parameter.POSITIONAL_ONLY,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        ):
-            names.append(parameter.name)
-        elif parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-            rest = parameter.name
-            offset = len(names)
-            break
-    extra = [f"{rest}[{i - offset}]" for i in range(len(names), count)]
-    return (names + extra)[:count]
+    single = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in parameters if p.kind in single]
+    # `*args` has all that are left; they are numbered in it.
+    rest = [p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL]
+    first = len(names) if rest else 0
+    names += [f"{rest[0] if rest else 'args'}[{i - first}]" for i in range(len(names), count)]
+    return names[:count]
 
 
 def fun_name(fun: PyTree) -> str:

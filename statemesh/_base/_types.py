@@ -24,7 +24,7 @@ KeyPath: TypeAlias = tuple[Key, ...]
 Leaf: TypeAlias = Any
 """A leaf of a tree: an array, or any object that JAX does not take apart."""
 ShapedArray: TypeAlias = Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
-"""An array of JAX's or NumPy's, traced or not, or one of which only the shape and dtype are known."""
+"""A JAX or NumPy array, traced or not, or one of which only the shape and dtype are known."""
 Reduce: TypeAlias = str | Callable[..., PyTree] | None
 Filter: TypeAlias = Any
 if TYPE_CHECKING:

@@ -1,27 +1,46 @@
-"""The explanation of a function that makes mapped calls."""
+"""`explain`: what a call lays where, moves, reduces and holds.
 
-from collections.abc import Hashable, Sequence
+The account of a call is made in four steps:
+
+1. The call is traced and not run. A mapping traces it as the call itself would. Any other function is traced
+   once more, with a mark in the program at each mapped call, which tells where these stand.
+2. For each mapped call, `CallRecord` has a row for each leaf of its arguments and for each new array.
+3. `_explain/_traced.py` finds the collectives in the traced program, and why each of them is there.
+4. `_explain/_compiled.py` finds them again in the compiled program, and reads what that holds in memory.
+
+`_explain/_explanation.py` has the result, and shows it.
+"""
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
-from jax.sharding import AbstractMesh
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from .._base._checks import check_function, is_shaped
-from .._base._trees import fun_name, path_str, positional_names
+from .._base._errors import axes_argument, spec_str
+from .._base._specs import PerShard, Placement
+from .._base._trees import fun_name, is_state, path_str
 from .._base._types import AxisName, Fun, Leaf, PyTree
-from .._explain._compiled import TracedCall, explanation_of
-from .._explain._explanation import Explanation, LeafRow, ResultRow
+from .._explain._compiled import explanation_of
+from .._explain._explanation import NO_AXIS, OWN_SPEC, Explanation, LeafRow, ResultRow
 from .._explain._traced import Mapped, marked, sites_of
 from .._jax import _compat as compat
-from .._jax._compat import ClosedJaxpr, tree_util
+from .._jax._compat import tree_util
 from .._jax._frames import without_own_frames
-from ._arguments import Call
-from ._call import watching
-from ._explained import Rows
-from ._mapping import StatefulMapping
+from .._state._state import states_of
+from ._arguments import Call, Unit
+from ._call import CompiledEntry, Pipeline, watching
+from ._packing import Packing
 from ._program import Program
-from ._write_back import WriteBack
+from ._write_back import Output, WriteBack
 
 
 @without_own_frames
@@ -52,111 +71,325 @@ def explain(fun: Fun, *args: PyTree, **kwargs: PyTree) -> Explanation:
         ...     print(leaf.path, leaf.enters, leaf.placed_by, leaf.leaves)
         mean P() default written, mean over 'data'
         x P('data') in_specs[1] not returned
-        >>> for one in explanation.collectives:
-        ...     print(one.operation, one.axes, one.cause)
+        >>> for exchange in explanation.collectives:
+        ...     print(exchange.operation, exchange.axes, exchange.cause)
         psum ('data',) the policy of mean
 
         ```
     """
-    if isinstance(fun, StatefulMapping):
-        return fun.explain(*args, **kwargs)
+    if isinstance(getattr(fun, "_pipeline", None), Pipeline):
+        mapped: Any = fun
+        explanation: Explanation = mapped.explain(*args, **kwargs)
+        return explanation
     check_function("explain", fun)
     # The arrays of a module that is called are arguments as well.
-    owner, call = (fun, _call_module) if isinstance(fun, eqx.Module) else (None, fun)
-    whole = (args, kwargs) if owner is None else ((owner, *args), kwargs)
-    leaves, treedef = tree_util.tree_flatten(whole)
-    at = [k for k, leaf in enumerate(leaves) if is_shaped(leaf)]
-    arrays = [leaves[k] for k in at]
+    owner = (fun,) if isinstance(fun, eqx.Module) else ()
+    call: Fun = type(fun).__call__ if owner else fun
+    leaves, treedef = tree_util.tree_flatten(((*owner, *args), kwargs))
+    positions = [k for k, leaf in enumerate(leaves) if is_shaped(leaf)]
+    arrays = [leaves[k] for k in positions]
 
-    def run(*flat_args: Leaf) -> Any:
+    def run(*arrays: Leaf) -> Any:
         filled = list(leaves)
-        for k, x in zip(at, flat_args, strict=True):
+        for k, x in zip(positions, arrays, strict=True):
             filled[k] = x
-        given, keywords = treedef.unflatten(filled)
-        return [x for x in tree_util.tree_leaves(call(*given, **keywords)) if is_shaped(x)]
+        args, kwargs = treedef.unflatten(filled)
+        return [x for x in tree_util.tree_leaves(call(*args, **kwargs)) if is_shaped(x)]
 
     run.__name__ = run.__qualname__ = fun_name(fun)
-    seen = _Seen()
+    records: list[tuple[CallRecord, list[Leaf | None]]] = []
+
+    def look(program: Program, call: Call, outputs: list[Leaf], back: WriteBack) -> list[Leaf]:
+        inputs = program.arrays(call.leaves)
+        # A tracer must not outlive its trace.
+        known = [None if compat.is_tracer(x) else x for x in inputs]
+        records.append((record_of(program, call, outputs, back), known))
+        return marked(len(records) - 1, outputs, inputs)
+
     # The marks of calls hold the keys that the calls have used up already.
-    with watching(seen.look), jax.debug_key_reuse(False):
-        seen.count(compat.trace_marked(run, arrays, [compat.Watched()]))
+    with watching(look), jax.debug_key_reuse(False):
+        program = compat.trace_marked(run, arrays, [compat.Watched()])
+    # An array that several calls get counts once.
+    rows: dict[tuple[LeafRow, Hashable], None] = {}
+    results: list[ResultRow] = []
+    for number, operands in sites_of(program):
+        record, known = records[number]
+        for row, k in record.leaves:
+            rows[row, operands[k] if known[k] is None else id(known[k])] = None
+        results += record.results
     # A function of `jax.jit` has a program of its own, which its next call finds compiled.
-    own = owner is None and hasattr(fun, "trace") and hasattr(fun, "lower")
     jitted: Any = fun
-    traced = jitted.trace(*args, **kwargs) if own else jax.jit(run).trace(*arrays)
-    paths = _paths(fun, whole)
-    return explanation_of(_traced_call(fun_name(fun), traced, seen, [paths[k] for k in at]))
+    is_jitted = not owner and hasattr(fun, "trace") and hasattr(fun, "lower")
+    traced = jitted.trace(*args, **kwargs) if is_jitted else jax.jit(run).trace(*arrays)
+    # While a program is recorded a mesh shows no devices, though one may be set that has them.
+    abstract = any(isinstance(record.mesh, AbstractMesh) for record, _ in records)
+    has_devices = not abstract or compat.concrete_context_mesh() is not None
+    arguments = (Call(call, owner, {}), Call(fun, args, kwargs))
+    paths = [path for part in arguments for path in part.paths().values()]
+    return explanation_of(
+        name=fun_name(fun),
+        sizes={name: size for record, _ in records for name, size in record.sizes.items()},
+        leaves=[row for row, _ in rows],
+        results=results,
+        jaxpr=traced.jaxpr,
+        compiled=traced.lower().compile() if has_devices else None,
+        arguments=[paths[k] for k in positions],
+        outputs=[],
+        calls=[record.mapped for record, _ in records],
+    )
 
 
-def _call_module(module: Any, *args: PyTree, **kwargs: PyTree) -> Any:
-    return module(*args, **kwargs)
+def explain_call(pipeline: Pipeline, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:
+    """The explanation of one call of a mapping."""
+    inspected = pipeline.inspect(args, kwargs)
+    entry, traced = inspected.entry, inspected.traced
+    program, declared = entry.program, entry.program.declared
+    moved = [program.positions[k] for k in inspected.moved]
+    outputs, back = traced.out_info
+    record = record_of(program, inspected.call, outputs, back, moved)
+    compiled = None
+    if declared.jit and not isinstance(record.mesh, AbstractMesh):
+        with inspected.around():
+            compiled = traced.lower().compile()
+    donated = any(info.donated for info in jax.tree.leaves(traced.args_info))
+    return explanation_of(
+        name=declared.name,
+        sizes=record.sizes,
+        leaves=[row for row, _ in record.leaves],
+        results=record.results,
+        jaxpr=traced.jaxpr,
+        compiled=compiled,
+        arguments=[x.path for x in program.layout.inputs],
+        outputs=record.outputs,
+        calls=[record.mapped],
+        donates_in_vain=declared.donate != "none" and not donated,
+        changing_statics=_changing_statics(entry, inspected.rivals),
+    )
 
 
-def _paths(fun: Fun, whole: PyTree) -> list[str]:
-    """That of each leaf of the arguments."""
-    args, kwargs = whole
-    names = [*positional_names(fun, len(args)), *sorted(kwargs)]
-    if isinstance(fun, eqx.Module):
-        names = ["self", *positional_names(fun, len(args) - 1), *sorted(kwargs)]
-    values = [*args, *(kwargs[name] for name in sorted(kwargs))]
+def _changing_statics(entry: CompiledEntry, rivals: Sequence[CompiledEntry]) -> list[str]:
+    """The paths of static leaves and fields that make calls compile anew: they cannot be hashed, or more than
+    one program was compiled for their values already."""
+    program = entry.program
+    if program.unhashable:
+        return [path for path, _ in program.unhashable]
+    tokens, paths = program.statics.tokens or [], program.call.paths()
+    others = [rival.program.statics.tokens or [] for rival in rivals]
     return [
-        path_str(keys, name)
-        for name, value in zip(names, values, strict=True)
-        for keys, _ in jax.tree_util.tree_flatten_with_path(value)[0]
+        paths[position]
+        for k, position in enumerate(program.statics.positions)
+        if any(len(other) == len(tokens) and other[k] != tokens[k] for other in others)
     ]
 
 
-class _Seen:
-    """The records of the mapped calls that are traced. They hold no tracers."""
+@dataclasses.dataclass(frozen=True)
+class CallRecord:
+    """What is known of a mapped call once it is traced. It holds no arrays.
 
-    def __init__(self) -> None:
-        # For each call its records: each leaf with the number of its input, and its array if it is no tracer.
-        self._leaves: list[list[tuple[LeafRow, int, Leaf | None]]] = []
-        self._results: list[list[ResultRow]] = []
-        self.leaves: list[LeafRow] = []
-        self.results: list[ResultRow] = []
-        self.sizes: dict[AxisName, int] = {}
-        self.meshes: list[object] = []
-        self.calls: list[Mapped] = []
+    **Attributes:**
 
-    def look(
-        self, program: Program, call: Call, outputs: list[Leaf], back: WriteBack
-    ) -> list[Leaf]:
-        """Note a call, and mark it in the program."""
-        rows = Rows(program, call, outputs, back)
-        inputs = program.arrays(call.leaves)
-        numbers = {position: k for k, position in enumerate(program.positions)}
-        known = [None if compat.is_tracer(x) else x for x in inputs]
-        pairs = zip(rows.leaves(), map(numbers.__getitem__, rows.sources()), strict=True)
-        self._leaves.append([(row, k, known[k]) for row, k in pairs])
-        self._results.append(rows.results())
-        self.sizes |= program.binding.sizes
-        self.calls.append(rows.mapped())
-        self.meshes.append(getattr(program.binding, "mesh", None))
-        return marked(len(self._leaves) - 1, outputs, inputs)
+    - `mesh`: the mesh that it runs on, if it runs on one; `sizes` are those of its axes.
+    - `leaves`: a row for each array and number of the arguments, and the number of the program's input that
+        it is, or is packed into.
+    - `results`: a row for each array of the result that is no written leaf of the arguments.
+    - `outputs`: the path of each of the program's outputs.
+    - `mapped`: what a policy merges into the outputs.
+    """
 
-    def count(self, program: ClosedJaxpr) -> None:
-        """Note the arrays of every place where a call stands: one that several get counts once."""
-        leaves: dict[tuple[LeafRow, Hashable], None] = {}
-        for number, inputs in sites_of(program):
-            for row, k, known in self._leaves[number]:
-                leaves[row, inputs[k] if known is None else id(known)] = None
-            self.results += self._results[number]
-        self.leaves += [row for row, _ in leaves]
+    mesh: object
+    sizes: Mapping[AxisName, int]
+    leaves: Sequence[tuple[LeafRow, int]]
+    results: Sequence[ResultRow]
+    outputs: Sequence[str]
+    mapped: Mapped
 
 
-def _traced_call(name: str, traced: Any, seen: _Seen, arguments: Sequence[str]) -> TracedCall:
-    # While a program is recorded a mesh shows no devices, though one may be set that has them.
-    abstract = any(isinstance(mesh, AbstractMesh) for mesh in seen.meshes)
-    return TracedCall(
-        name=name,
-        sizes=seen.sizes,
-        jaxpr=traced.jaxpr,
-        compile=lambda: traced.lower().compile(),
-        leaves=seen.leaves,
-        results=seen.results,
-        arguments=arguments,
-        outputs=[],
-        calls=seen.calls,
-        has_devices=not abstract or compat.concrete_context_mesh() is not None,
+def record_of(
+    program: Program,
+    call: Call,
+    outputs: Sequence[Leaf],
+    back: WriteBack,
+    moved: Sequence[int] = (),
+) -> CallRecord:
+    """The record of a call.
+
+    **Arguments:**
+
+    - `program`, `call`: the call.
+    - `outputs`, `back`: what the program makes, and how the result is put together.
+    - `moved`: the positions of the leaves that the call lays out anew before it runs.
+    """
+    rows = _Rows(program, call, back, moved)
+    flat = jax.tree_util.tree_flatten_with_path(back.result)[0]
+    paths = {
+        s.index: path_str(keys, f"{rows.name}(...)") for keys, s in flat if isinstance(s, Output)
+    }
+    merged = [tuple(path for path in states if path in rows.merged) for states in rows.states]
+    return CallRecord(
+        mesh=rows.mesh,
+        sizes=dict(rows.sizes),
+        leaves=rows.leaves(),
+        results=rows.results(outputs),
+        outputs=[states[0] if states else paths.get(k, "") for k, states in enumerate(rows.states)],
+        mapped=Mapped(rows.name, tuple(merged)),
     )
+
+
+class _Rows:
+    """Makes the rows of a call."""
+
+    def __init__(self, program: Program, call: Call, back: WriteBack, moved: Sequence[int]) -> None:
+        self.program, self.back, self.moved = program, back, frozenset(moved)
+        self.name = program.declared.name
+        self.sizes = program.binding.sizes
+        self.mesh = getattr(program.binding, "mesh", None)
+        self.packing = Packing(call)
+        self.inputs = {x.position: x for x in program.run.inputs}
+        self.packed = {at.position for at in self.packing.origins if at.group is not None}
+        self.forwarded = {program.positions[number] for number in back.forwarded}
+        self.merged = {path: (policy, axes) for path, policy, axes in back.merged}
+        # For each output the paths of the written states that it belongs to. One buffer holds many.
+        self.states: list[list[str]] = [[] for _ in back.placements]
+        for index, path in back.written:
+            self.states[index].append(path)
+        # For each leaf of a written state, by the state's path and its number in it, the output that it is.
+        self.outputs: dict[tuple[str, int | None], int] = {}
+        for node in states_of(back.result):
+            for k, source in enumerate(tree_util.tree_leaves(node)):
+                if isinstance(source, Output):
+                    for path in self.states[source.index]:
+                        self.outputs.setdefault((path, k), source.index)
+        for index, path in back.written:
+            self.outputs.setdefault((path, None), index)
+
+    def leaves(self) -> list[tuple[LeafRow, int]]:
+        numbers = {position: k for k, position in enumerate(self.program.positions)}
+        return [
+            (self._leaf(unit, k, position), numbers[self.packing.positions[position]])
+            for unit in self.packing.call.flat_units()
+            for k, position in enumerate(unit.positions)
+            if position in self.inputs
+        ]
+
+    def _leaf(self, unit: Unit, k: int, position: int) -> LeafRow:
+        leaf = self.packing.call.leaves[position]
+        placement = self.inputs[position].placement
+        shape, dtype = np.shape(leaf), _dtype(leaf)
+        shard_shape, held = self._part(shape, dtype, placement)
+        source = self.packing.positions[position]
+        hosted = isinstance(leaf, np.ndarray | np.generic)
+        kind = "NumPy array" if hosted else "array" if unit.shaped else "number"
+        return LeafRow(
+            path=_leaf_path(unit, k),
+            kind=kind if unit.kind is None else unit.kind.__name__,
+            dtype=str(dtype),
+            shape=shape,
+            shard_shape=shard_shape,
+            enters=self._spelt(placement),
+            split=tuple(placement.axes) if self.sizes else (),
+            placed_by=self.inputs[position].placed_by,
+            leaves=self._leaving(unit, k, source, placement),
+            bytes=held,
+            moved=held if source in self.moved else 0,
+            call=self.name,
+            whole=self._whole(position, shape, placement),
+        )
+
+    def _whole(self, position: int, shape: Sequence[int], placement: Placement) -> str:
+        """Why a state stays whole whose own spec has an entry for each axis and names no mesh axis."""
+        spec = placement.written
+        if placement.axis_names or not shape or not isinstance(spec, PartitionSpec):
+            return ""
+        if len(spec) != len(shape) or self.inputs[position].placed_by != OWN_SPEC:
+            return ""
+        odd = [name for name in self._splitting if all(n % self.sizes[name] for n in shape)]
+        sizes = " or ".join(f"{name}={self.sizes[name]}" for name in odd)
+        return f"{NO_AXIS} {sizes}" if odd else "kept whole"
+
+    @functools.cached_property
+    def _splitting(self) -> list[AxisName]:
+        """The mesh axis over which most states are split by their own specs, or several such axes.
+
+        It is the one of `fsdp`. Tensor parallelism splits only some of them.
+        """
+        count = Counter(
+            name
+            for x in self.inputs.values()
+            if x.placed_by == OWN_SPEC
+            for name in x.placement.axis_names
+        )
+        return [name for name in self.sizes if count[name] == max(count.values(), default=-1)]
+
+    def _leaving(self, unit: Unit, k: int, source: int, entered: Placement) -> str:
+        is_packed = source in self.packed
+        index = self.outputs.get((unit.path, k)) if unit.kind is not None else None
+        if index is None and is_packed:
+            index = self.outputs.get((unit.path, None))
+        if index is None:
+            return "untouched" if source in self.forwarded else "not returned"
+        placement = self.back.placements[index]
+        text = "written"
+        if placement != entered and not is_packed:
+            text += f" to {self._spelt(placement)}"
+        # A key goes on by itself: nothing is merged.
+        by_kind = self.inputs[unit.positions[k]].placed_by == "its kind"
+        if unit.path in self.merged and not by_kind:
+            policy, axes = self.merged[unit.path]
+            text += f", {policy} over {axes_argument(axes)!r}"
+        return text
+
+    def results(self, outputs: Sequence[Leaf]) -> list[ResultRow]:
+        arguments = {unit.path for unit in self.packing.call.states()}
+        rows = []
+        for keys, node in jax.tree_util.tree_flatten_with_path(self.back.result, is_state)[0]:
+            for source in tree_util.tree_leaves(node):
+                if not isinstance(source, Output):
+                    continue
+                if arguments.intersection(self.states[source.index][:1]):
+                    continue
+                x, placement = outputs[source.index], self.back.placements[source.index]
+                shard_shape, held = self._part(x.shape, x.dtype, placement)
+                rows.append(
+                    ResultRow(
+                        path=path_str(keys, f"{self.name}(...)"),
+                        kind=type(node).__name__ if is_state(node) else "array",
+                        dtype=str(x.dtype),
+                        shape=tuple(x.shape),
+                        shard_shape=shard_shape,
+                        leaves=self._spelt(placement),
+                        bytes=held,
+                        call=self.name,
+                    )
+                )
+        return rows
+
+    def _part(
+        self, shape: tuple[int, ...], dtype: Any, placement: Placement
+    ) -> tuple[tuple[int, ...], int]:
+        """The shape and the bytes of the part of an array that a device holds."""
+        if self.mesh is not None:
+            shape = NamedSharding(self.mesh, placement.spec).shard_shape(shape)
+        return shape, math.prod(shape) * dtype.itemsize
+
+    def _spelt(self, placement: Placement) -> str:
+        """A placement as the user would type it."""
+        if self.program.declared.rules.what == "in_axes":
+            return "all lanes" if placement.axis is None else f"axis {placement.axis}"
+        if placement.axis is not None:
+            return repr(PerShard(*placement.axes[0]))
+        return spec_str(placement.spec)
+
+
+def _leaf_path(unit: Unit, k: int) -> str:
+    if len(unit.positions) == 1:
+        return unit.path
+    marked = unit.treedef.unflatten(range(len(unit.positions)))
+    keys, _ = jax.tree_util.tree_flatten_with_path(marked)[0][k]
+    return path_str(keys, unit.path)
+
+
+def _dtype(leaf: Leaf) -> Any:
+    """The dtype that a leaf has on a device."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return jax.dtypes.canonicalize_dtype(leaf.dtype)
+    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)

@@ -16,7 +16,7 @@ from .._explain._explanation import Explanation
 from .._jax._frames import leave_out_own, without_own_frames
 from ._arguments import Boxes
 from ._call import Pipeline
-from ._explained import explain_call
+from ._explain import explain_call
 from ._program import Lowered
 from ._rules import Declared
 from ._spec_rules import SpecRules

@@ -7,10 +7,13 @@ import math
 import pathlib
 import re
 import textwrap
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
-from .._base._errors import axes_argument
+import numpy as np
+
+from .._base._errors import axes_argument, counted, first_items, sizes_str
 from .._base._types import AxisName
 
 
@@ -65,16 +68,6 @@ class LeafRow:
     moved: int
     call: str
     whole: str
-
-    @property
-    def splits_itself(self) -> bool:
-        """Whether the spec of its own splits it."""
-        return self.placed_by == OWN_SPEC and any(self.split)
-
-    @property
-    def fits_no_axis(self) -> bool:
-        """Whether it is whole because a mesh axis divides none of its lengths."""
-        return self.whole.startswith(NO_AXIS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -160,32 +153,6 @@ class Memory:
     result_table: int
 
 
-@runtime_checkable
-class Explained(Protocol):
-    """What a summary and tables are made of."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def sizes(self) -> Mapping[AxisName, int]: ...
-
-    @property
-    def bytes(self) -> int: ...
-
-    @property
-    def leaves(self) -> Sequence[LeafRow]: ...
-
-    @property
-    def results(self) -> Sequence[ResultRow]: ...
-
-    @property
-    def collectives(self) -> Sequence[Collective]: ...
-
-    @property
-    def memory(self) -> Memory | None: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Section:
     """A table: its title, the heads of its columns, and its rows."""
@@ -202,56 +169,51 @@ _MOST = 30
 Row = TypeVar("Row", LeafRow, ResultRow, Collective)
 
 
-def summary(one: Explained) -> str:
+def summary(explanation: "Explanation") -> str:
     """What matters most, in one line."""
-    where = ", ".join(f"{name}={size}" for name, size in one.sizes.items())
-    parts = [f"{one.name} on Mesh({where})" if where else f"{one.name} on one device"]
-    held = sum(row.bytes for row in one.leaves)
-    moved = sum(row.moved for row in one.leaves)
-    real = [row for row in one.collectives if row.compiled != "removed"]
-    parts.append(f"{bytes_str(held)} of arguments a device")
+    mesh = sizes_str(explanation.sizes)
+    held = sum(row.bytes for row in explanation.leaves)
+    moved = sum(row.moved for row in explanation.leaves)
+    kept = [row for row in explanation.collectives if row.compiled != "removed"]
+    parts = [
+        f"{explanation.name} on {f'Mesh({mesh})' if mesh else 'one device'}",
+        f"{bytes_str(held)} of arguments a device",
+    ]
     if moved:
         parts.append(f"{bytes_str(moved)} to move first")
-    unknown = " and more" if any(row.unknown_loop for row in real) else ""
-    parts.append(f"{len(real)} collectives" if len(real) != 1 else "1 collective")
-    if real:
-        parts.append(f"{bytes_str(one.bytes)}{unknown} sent")
-    if one.memory is not None:
-        parts.append(f"peak {bytes_str(one.memory.peak)}")
+    parts.append(counted(len(kept), "collective"))
+    if kept:
+        unknown = " and more" if any(row.unknown_loop for row in kept) else ""
+        parts.append(f"{bytes_str(explanation.bytes)}{unknown} sent")
+    if explanation.memory is not None:
+        parts.append(f"peak {bytes_str(explanation.memory.peak)}")
     return ", ".join(parts)
 
 
-def sections(one: Explained) -> list[Section]:
+def sections(explanation: "Explanation") -> list[Section]:
     """The tables, in each of them the largest first."""
-    moved = any(row.moved for row in one.leaves)
-    found = [
+    moved = any(row.moved for row in explanation.leaves)
+    tables = [
         Section(
             f"Arguments, for each device{_MOVED if moved else ''}",
             ("bytes", "leaf", "array", "part", "enters", "leaves"),
             [
                 (
-                    _whole(_times(count, bytes_str(row.bytes)) + (" *" if row.moved else "")),
+                    size + _whole(" *" * bool(row.moved)),
                     f"{path} {_whole(row.kind)}",
-                    _array(row.dtype, row.shape),
-                    _dims(row.shard_shape),
-                    f"{_whole(row.enters)} ({_placed_by(row)})",
+                    *_array(row),
+                    f"{_whole(row.enters)} ({row.placed_by}{row.whole and f': {row.whole}'})",
                     row.leaves,
                 )
-                for row, path, count in folded(one.leaves, lambda row: row.path)
+                for row, path, size in _folded_bytes(explanation.leaves, "path")
             ],
         ),
         Section(
             "New results, for each device",
             ("bytes", "leaf", "array", "part", "leaves"),
             [
-                (
-                    _whole(_times(count, bytes_str(row.bytes))),
-                    f"{path} {_whole(row.kind)}",
-                    _array(row.dtype, row.shape),
-                    _dims(row.shard_shape),
-                    _whole(row.leaves),
-                )
-                for row, path, count in folded(one.results, lambda row: row.path)
+                (size, f"{path} {_whole(row.kind)}", *_array(row), _whole(row.leaves))
+                for row, path, size in _folded_bytes(explanation.results, "path")
             ],
         ),
         Section(
@@ -259,25 +221,30 @@ def sections(one: Explained) -> list[Section]:
             ("sent", "operation", "over", "times", "arrays", "cause", "compiled"),
             [
                 (
-                    _whole(_times(count, bytes_str(row.bytes))),
+                    size,
                     row.operation,
                     str(axes_argument(row.axes)) if row.axes else "?",
-                    _whole(_runs(row)),
+                    _whole(f"{row.times}{' x ?' * row.unknown_loop}{' or 0' * row.branch}"),
                     _arrays(row.arrays),
-                    f"{cause}, {row.line}" if row.line else cause,
+                    cause + (row.line and f", {row.line}"),
                     row.compiled,
                 )
-                for row, cause, count in folded(one.collectives, lambda row: row.cause)
+                for row, cause, size in _folded_bytes(explanation.collectives, "cause")
             ],
         ),
     ]
-    if one.memory is not None:
-        found.append(_memory(one.memory))
-    return [_shortened(_without_empty_columns(section)) for section in found if section.rows]
-
-
-def _placed_by(row: LeafRow) -> str:
-    return f"{row.placed_by}: {row.whole}" if row.whole else row.placed_by
+    if (memory := explanation.memory) is not None:
+        sizes = {
+            "peak": memory.peak,
+            "set aside in all": memory.allocated,
+            "arguments": memory.arguments,
+            "results": memory.results,
+            "temporaries": memory.temporaries,
+            "donated": memory.donated,
+        }
+        rows = [(bytes_str(size), what) for what, size in sizes.items()]
+        tables.append(Section("Memory of a device, by XLA's account", ("bytes", "what"), rows))
+    return [_shortened(_without_empty_columns(table)) for table in tables if table.rows]
 
 
 def _shortened(section: Section) -> Section:
@@ -299,71 +266,49 @@ def _without_empty_columns(section: Section) -> Section:
     )
 
 
-def _memory(memory: Memory) -> Section:
-    rows = [
-        ("peak", memory.peak),
-        ("set aside in all", memory.allocated),
-        ("arguments", memory.arguments),
-        ("results", memory.results),
-        ("temporaries", memory.temporaries),
-        ("donated", memory.donated),
-    ]
-    shown = [(bytes_str(size), what) for what, size in rows]
-    return Section("Memory of a device, by XLA's account", ("bytes", "what"), shown)
+def _folded_bytes(rows: Sequence[Row], name: str) -> Iterator[tuple[Row, str, str]]:
+    """As `folded`, with the bytes of each row as text."""
+    for row, text, count in folded(rows, name):
+        yield row, text, _whole(_times(count, bytes_str(row.bytes)))
 
 
-def folded(rows: Sequence[Row], text: Callable[[Row], str]) -> list[tuple[Row, str, int]]:
+def folded(rows: Sequence[Row], name: str) -> list[tuple[Row, str, int]]:
     """Rows that differ only in numbers in brackets as one, with how many they are; the largest first.
 
     **Arguments:**
 
-    - `text`: the text of a row in which these numbers stand.
+    - `name`: of the attribute in whose text these numbers stand.
     """
+    varying = ("path", "cause", "instructions")
     groups: dict[Hashable, list[Row]] = {}
     for row in rows:
-        pattern = re.sub(r"\[\d+\]", "[*]", text(row))
-        alike = tuple(_alike(row))
-        groups.setdefault((pattern, alike), []).append(row)
-    found = [(group[0], _common(map(text, group)), len(group)) for group in groups.values()]
-    return sorted(found, key=lambda one: -one[0].bytes * one[2])
+        pattern = re.sub(r"\[\d+\]", "[*]", getattr(row, name))
+        fields = [f.name for f in dataclasses.fields(row) if f.name not in varying]
+        same = tuple(getattr(row, field) for field in fields)
+        groups.setdefault((pattern, same), []).append(row)
+    texts = [_common([getattr(row, name) for row in group]) for group in groups.values()]
+    firsts = [
+        (group[0], text, len(group)) for group, text in zip(groups.values(), texts, strict=True)
+    ]
+    return sorted(firsts, key=lambda first: -first[0].bytes * first[2])
 
 
-def _alike(row: LeafRow | ResultRow | Collective) -> Iterable[object]:
-    """What of a row has to be the same in rows that are folded."""
-    varying = ("path", "cause", "instructions")
-    return [getattr(row, f.name) for f in dataclasses.fields(row) if f.name not in varying]
-
-
-def _common(texts: Iterable[str]) -> str:
+def _common(texts: Sequence[str]) -> str:
     """Texts that differ in numbers in brackets as one, with the first and the last number."""
-    several = list(texts)
-    if len(several) == 1:
-        return several[0]
-    columns = list(zip(*(re.findall(r"\[(\d+)\]", text) for text in several), strict=True))
-    spans = iter(_span([int(number) for number in column]) for column in columns)
-    return re.sub(r"\[\d+\]", lambda _: next(spans), several[0])
-
-
-def _span(numbers: Sequence[int]) -> str:
-    low, high = min(numbers), max(numbers)
-    return f"[{low}]" if low == high else f"[{low}..{high}]"
+    columns = zip(*(map(int, re.findall(r"\[(\d+)\]", text)) for text in texts), strict=True)
+    ends = [(min(numbers), max(numbers)) for numbers in columns]
+    spans = iter([f"[{low}]" if low == high else f"[{low}..{high}]" for low, high in ends])
+    return re.sub(r"\[\d+\]", lambda _: next(spans), texts[0])
 
 
 def _times(count: int, text: str) -> str:
     return text if count == 1 else f"{count} x {text}"
 
 
-def _runs(row: Collective) -> str:
-    unknown = " x ?" if row.unknown_loop else ""
-    return f"{row.times}{unknown}" + (" or 0" if row.branch else "")
-
-
-def _array(dtype: str, shape: Sequence[int]) -> str:
-    return f"{_short(dtype)}[{_dims(shape)}]"
-
-
-def _dims(shape: Sequence[int]) -> str:
-    return ",".join(map(str, shape))
+def _array(row: LeafRow | ResultRow) -> tuple[str, str]:
+    """The whole array and the part of it that a device holds."""
+    whole, part = (",".join(map(str, shape)) for shape in (row.shape, row.shard_shape))
+    return f"{_short(row.dtype)}[{whole}]", part
 
 
 def _short(dtype: str) -> str:
@@ -377,10 +322,8 @@ def _whole(text: str) -> str:
 
 
 def _arrays(arrays: Sequence[str]) -> str:
-    arrays = [_short(one) for one in arrays]
-    shown = list(dict.fromkeys(arrays))
-    more = [f"{len(shown) - 2} more"] if len(shown) > 2 else []
-    return ", ".join([*(_times(arrays.count(one), one) for one in shown[:2]), *more])
+    counts = Counter(map(_short, arrays))
+    return ", ".join(first_items([_times(n, text) for text, n in counts.items()], 2))
 
 
 WIDTH = 100
@@ -389,16 +332,13 @@ _GAP = "  "
 _NARROWEST = 8
 
 
-def text_of(summary: str, sections: Sequence[Section], advice: Sequence[str]) -> str:
+def text_of(explanation: "Explanation") -> str:
     """The summary, the tables, and the advice."""
-    parts = ["\n".join(textwrap.wrap(summary, WIDTH, subsequent_indent="  "))]
-    parts += [_table(section) for section in sections]
-    if advice:
-        lines = [
-            textwrap.fill(text, WIDTH, initial_indent="- ", subsequent_indent="  ")
-            for text in advice
-        ]
-        parts.append("\n".join(["Advice", *lines]))
+    parts = [textwrap.fill(summary(explanation), WIDTH, subsequent_indent="  ")]
+    parts += map(_table, sections(explanation))
+    if explanation.advice:
+        fill = textwrap.TextWrapper(WIDTH, initial_indent="- ", subsequent_indent="  ").fill
+        parts.append("\n".join(["Advice", *map(fill, explanation.advice)]))
     return "\n\n".join(parts)
 
 
@@ -407,9 +347,7 @@ def _table(section: Section) -> str:
     widths = _widths(rows)
     lines = [section.title]
     for row in rows:
-        cells = [list(_wrapped(cell, width)) for cell, width in zip(row, widths, strict=True)]
-        for k in range(max(map(len, cells))):
-            texts = [cell[k] if k < len(cell) else "" for cell in cells]
+        for texts in itertools.zip_longest(*map(_wrapped, row, widths), fillvalue=""):
             padded = [text.ljust(width) for text, width in zip(texts, widths, strict=True)]
             line = (_GAP + _GAP.join(padded)).rstrip()
             lines.append(line.replace("\N{NO-BREAK SPACE}", " "))
@@ -461,26 +399,26 @@ def _longest(columns: Sequence[Sequence[str]]) -> list[int]:
     return [max(map(len, column)) for column in columns]
 
 
-def html_of(summary: str, sections: Sequence[Section], advice: Sequence[str]) -> str:
+def html_of(explanation: "Explanation") -> str:
     """The summary, the tables, and the advice."""
-    parts = [f"<p><b>{html.escape(summary)}</b></p>", *map(_html_table, sections)]
-    if advice:
-        items = "".join(f"<li>{html.escape(text)}</li>" for text in advice)
-        parts.append(f"<p><b>Advice</b></p><ul>{items}</ul>")
+    parts = [f"<p><b>{html.escape(summary(explanation))}</b></p>"]
+    for section in sections(explanation):
+        head, *rows = (
+            f"<tr>{_tags(tag, cells)}</tr>"
+            for tag, cells in [("th", section.heads), *(("td", row) for row in section.rows)]
+        )
+        parts.append(
+            f"<table>{_tags('caption', [section.title])}"
+            f"<thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>"
+        )
+    if explanation.advice:
+        parts.append(f"<p><b>Advice</b></p><ul>{_tags('li', explanation.advice)}</ul>")
     return f'<div class="statemesh-explanation">{"".join(parts)}</div>'
 
 
-def _html_table(section: Section) -> str:
-    head = "".join(f"<th>{html.escape(text)}</th>" for text in section.heads)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-        for row in section.rows
-    )
-    title = html.escape(section.title)
-    return (
-        f"<table><caption>{title}</caption>"
-        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-    )
+def _tags(tag: str, texts: Iterable[str]) -> str:
+    """An element of HTML for each text."""
+    return "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)
 
 
 _CELL = 22
@@ -521,69 +459,48 @@ def drawing_of(leaves: Sequence[LeafRow], sizes: Mapping[AxisName, int]) -> Draw
     """One rectangle for each leaf, or for several alike, cut as the leaf is, with devices in each part."""
     parts: list[str] = []
     top, width = _ROW_GAP, 0
-    for row, path, _ in folded(leaves, lambda row: row.path):
-        drawn, size = _leaf(row, path, sizes, top)
-        parts.append(drawn)
-        top += max(size[1], _CELL) + _ROW_GAP
-        width = max(width, _LABELS + size[0] + 60)
+    for row, path, _ in folded(leaves, "path"):
+        holders = _holders(row, sizes)
+        rows, columns = holders.shape[:2]
+        shown = holders[:_MOST_DRAWN, :_MOST_DRAWN].tolist()
+        wide = _CELL * 4 if columns == 1 else _CELL * 3
+        cells = [
+            _cell(_LABELS + j * wide, top + i * _CELL, wide, devices)
+            for i, line in enumerate(shown)
+            for j, devices in enumerate(line)
+        ]
+        more = [f"{count} parts" for count in (rows, columns) if count > _MOST_DRAWN]
+        shape = ",".join(map(str, row.shape))
+        text = f"{path} {row.dtype}[{shape}] {row.enters} {' '.join(more)}".strip()
+        label = f'<text x="8" y="{top + 15}">{html.escape(text)}</text>'
+        parts.append(f"<g>{label}{''.join(cells)}</g>")
+        top += len(shown) * _CELL + _ROW_GAP
+        width = max(width, _LABELS + len(shown[0]) * wide + 60)
     return Drawing(
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{top}" '
         f'font-family="monospace" font-size="11">{"".join(parts)}</svg>'
     )
 
 
-def _leaf(
-    row: LeafRow, path: str, sizes: Mapping[AxisName, int], top: int
-) -> tuple[str, tuple[int, int]]:
-    """The label and the parts of a leaf, and how wide and high they are."""
-    split = [names for names in row.split if names] or [()]
-    across = split[-1] if len(split) > 1 else ()
-    down = tuple(name for names in split[: len(split) - len(across and [0])] for name in names)
-    rows, columns = _count(down, sizes), _count(across, sizes)
-    drawn = min(rows, _MOST_DRAWN), min(columns, _MOST_DRAWN)
-    wide = _CELL * 4 if columns == 1 else _CELL * 3
-    cells = [
-        _cell(_LABELS + j * wide, top + i * _CELL, wide, _holders(i, j, down, across, sizes))
-        for i, j in itertools.product(*map(range, drawn))
-    ]
-    more = [f"{n} parts" for n, shown in zip((rows, columns), drawn, strict=True) if n > shown]
-    text = f"{path} {row.dtype}[{','.join(map(str, row.shape))}] {row.enters} {' '.join(more)}"
-    label = f'<text x="8" y="{top + 15}">{html.escape(text.strip())}</text>'
-    return f"<g>{label}{''.join(cells)}</g>", (drawn[1] * wide, drawn[0] * _CELL)
+def _holders(row: LeafRow, sizes: Mapping[AxisName, int]) -> np.ndarray:
+    """The numbers of the devices that hold each part of a leaf: by row, by column, and in their order.
+
+    The last axis of several that is split runs across, all before it down.
+    """
+    split = [names for names in row.split if names]
+    across = split.pop() if len(split) > 1 else ()
+    down = [name for names in split for name in names]
+    columns = math.prod(sizes[name] for name in across)
+    numbers = device_numbers(sizes, [*down, *across])
+    return numbers.reshape(-1, columns, numbers.shape[-1])
 
 
-def _count(names: Sequence[AxisName], sizes: Mapping[AxisName, int]) -> int:
-    return math.prod(sizes[name] for name in names)
-
-
-def _holders(
-    i: int,
-    j: int,
-    down: Sequence[AxisName],
-    across: Sequence[AxisName],
-    sizes: Mapping[AxisName, int],
-) -> list[int]:
-    """The numbers of the devices that hold the part in this row and this column."""
-    at = {**_position(i, down, sizes), **_position(j, across, sizes)}
-    own = [[at[name]] if name in at else range(size) for name, size in sizes.items()]
-    return [_number(place, sizes) for place in itertools.product(*own)]
-
-
-def _position(
-    k: int, names: Sequence[AxisName], sizes: Mapping[AxisName, int]
-) -> dict[AxisName, int]:
-    """Where on the mesh the part of this number lies; the last name counts fastest."""
-    found: dict[AxisName, int] = {}
-    for name in reversed(names):
-        k, found[name] = divmod(k, sizes[name])
-    return found
-
-
-def _number(place: Sequence[int], sizes: Mapping[AxisName, int]) -> int:
-    number = 0
-    for k, size in zip(place, sizes.values(), strict=True):
-        number = number * size + k
-    return number
+def device_numbers(sizes: Mapping[AxisName, int], names: Sequence[AxisName]) -> np.ndarray:
+    """The numbers of a mesh's devices, a row for each place on the axes of these names."""
+    order = [*names, *(name for name in sizes if name not in names)]
+    numbers = np.arange(math.prod(sizes.values())).reshape([*sizes.values()])
+    numbers = numbers.transpose([[*sizes].index(name) for name in order])
+    return numbers.reshape(math.prod(sizes[name] for name in names), -1)
 
 
 def _cell(left: int, top: int, wide: int, devices: Sequence[int]) -> str:
@@ -597,13 +514,13 @@ def _cell(left: int, top: int, wide: int, devices: Sequence[int]) -> str:
 
 def _spans(numbers: Sequence[int]) -> str:
     """Numbers as ranges: `0-3`, `0,4`; the first few of many."""
-    found: list[list[int]] = []
+    spans: list[list[int]] = []
     for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
         else:
-            found.append([number, number])
-    texts = [str(low) if low == high else f"{low}-{high}" for low, high in found]
+            spans.append([number, number])
+    texts = [str(low) if low == high else f"{low}-{high}" for low, high in spans]
     return ",".join(texts[:3]) + (",…" if len(texts) > 3 else "")
 
 
@@ -625,7 +542,7 @@ class Explanation:
         `unknown_loop`, `branch`, `bytes`, `arrays`, `cause`, `line`, `compiled` and `instructions`.
     - `memory`: what a device needs, by XLA's account: `arguments`, `results`, `temporaries`, `donated`,
         `peak`, `allocated`, `by_argument`, `by_result` and `result_table`. `None` where nothing was compiled.
-    - `advice`: what surely can be mended, one text each.
+    - `advice`: what the author can surely improve, one text each.
 
     !!! example
 
@@ -635,10 +552,11 @@ class Explanation:
         >>> def mean(x):
         ...     return jax.lax.pmean(x.mean(), "data")
         >>> mesh = AbstractMesh((8,), ("data",))
-        >>> found = sm.shard_map(mean, mesh, in_specs=P("data"), out_specs=P()).explain(jnp.ones(16))
-        >>> [(row.path, row.shape, row.shard_shape) for row in found.leaves]
+        >>> mean = sm.shard_map(mean, mesh, in_specs=P("data"), out_specs=P())
+        >>> explanation = mean.explain(jnp.ones(16))
+        >>> [(row.path, row.shape, row.shard_shape) for row in explanation.leaves]
         [('x', (16,), (2,))]
-        >>> found.collectives[0].axes, found.bytes
+        >>> explanation.collectives[0].axes, explanation.bytes
         (('data',), 7)
 
         ```
@@ -655,7 +573,7 @@ class Explanation:
     @property
     def bytes(self) -> int:
         """The bytes that a device sends in a call, as far as loops are known."""
-        return sum(one.bytes for one in self.collectives)
+        return sum(row.bytes for row in self.collectives)
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as dictionaries, lists, texts and numbers.
@@ -687,10 +605,10 @@ class Explanation:
         return drawing_of(self.leaves, self.sizes)
 
     def __str__(self) -> str:
-        return text_of(summary(self), sections(self), self.advice)
+        return text_of(self)
 
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_html_(self) -> str:
-        return html_of(summary(self), sections(self), self.advice)
+        return html_of(self)

@@ -1,6 +1,7 @@
 """The collectives and the mapped calls of a traced program, and the user's lines that they stand in."""
 
 import dataclasses
+import itertools
 import math
 import os
 import re
@@ -11,9 +12,11 @@ import jax
 import numpy as np
 
 from .._axes._reduction import GRADIENT, LOSS
+from .._base._errors import first_paths
 from .._base._types import Array, AxisName, Leaf, flat_names
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import ClosedJaxpr, Equation, Jaxpr, Operand
+from ._explanation import Collective
 
 
 # The file and the line of a frame.
@@ -21,6 +24,7 @@ Frame: TypeAlias = tuple[str, int]
 
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# The files whose frames tell that a policy merges a state, or that a gradient or the loss is reduced.
 _POLICIES = os.path.join(_OWN, "_call", "_per_shard.py")
 _GRADIENTS = os.path.join(_OWN, "_axes", "_reduction.py")
 # Libraries that stand around users' functions, and around ours. Nobody looks for a line there.
@@ -30,7 +34,7 @@ _AROUND = re.compile(r"[\\/]site-packages[\\/](equinox|jaxtyping|beartype)[\\/]|
 def frames_of(eqn: Equation) -> tuple[Frame, ...]:
     """The frames in which an equation was traced, the innermost first, without JAX's own."""
     traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
-    frames = [(one.file_name, one.line_num) for one in getattr(traceback, "frames", ())]
+    frames = [(frame.file_name, frame.line_num) for frame in getattr(traceback, "frames", ())]
     return tuple(frame for frame in frames if not frame[0].startswith(_JAX))
 
 
@@ -38,33 +42,19 @@ def _is_users(frame: Frame) -> bool:
     return not frame[0].startswith((_OWN, _JAX)) and not _AROUND.search(frame[0])
 
 
-def _innermost(frames: Sequence[Frame]) -> Sequence[Frame]:
-    """The frames inside the innermost one of the user's: those of this package."""
-    return frames[: next((k for k, frame in enumerate(frames) if _is_users(frame)), None)]
+def _files_inside(frames: Sequence[Frame]) -> set[str]:
+    """The files of this package in which frames stand inside the innermost one of the user's."""
+    return {file for file, _ in itertools.takewhile(lambda frame: not _is_users(frame), frames)}
 
 
 def user_line(frames: Sequence[Frame]) -> str:
-    """The user's innermost line, as `file:line`."""
-    return next((f"{_shown(frame[0])}:{frame[1]}" for frame in frames if _is_users(frame)), "")
-
-
-def _shown(file: str) -> str:
-    """A file's path from the working directory, if it is below it."""
+    """The user's innermost line, as `file:line`; the file from the working directory, if it is below it."""
     here = os.getcwd() + os.sep
-    return file.removeprefix(here)
+    lines = (f"{file.removeprefix(here)}:{k}" for file, k in frames if _is_users((file, k)))
+    return next(lines, "")
 
 
-def in_policy(frames: Sequence[Frame]) -> bool:
-    """Whether a state's policy did it, after the user's function had returned."""
-    return any(file == _POLICIES for file, _ in _innermost(frames))
-
-
-def in_gradient(frames: Sequence[Frame]) -> bool:
-    """Whether it reduces gradients."""
-    return any(file == _GRADIENTS for file, _ in _innermost(frames))
-
-
-# They name mapped axes and exchange nothing over them.
+# Primitives that name mapped axes and exchange nothing over them.
 _SILENT = ("axis_index", "pvary", "pcast", "vary_unreduced_cast", "reduced_vary_cast", "core_call")
 # The names that JAX's users know, where its own differ.
 _SPELLINGS = {
@@ -75,9 +65,22 @@ _SPELLINGS = {
     "all_gather_reduced": "all_gather",
     "unreduced_reduce_scatter": "reduce_scatter",
 }
+# What XLA calls these operations.
+OPCODES = {
+    "psum": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "ppermute": "collective-permute",
+    "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
+    "pbroadcast": "collective-broadcast",
+}
 
 
-# What JAX writes around the names of scopes, and the scopes that it opens itself.
+# What JAX writes around the names of scopes when it transforms what stands in them, and the scopes that it
+# opens itself.
 _AROUND_SCOPE = re.compile(r"(?:transpose|jvp|vmap)\((.*)\)")
 _OWN_SCOPES = ("", "checkpoint", "rematted_computation")
 
@@ -100,45 +103,54 @@ class TracedCollective:
 
     **Attributes:**
 
-    - `size`: how many devices exchange with each other.
-    - `parts`: one for each operand.
-    - `times`, `unknown_loop`, `branch`: how often it runs, as in `Collective`.
-    - `frames`: where it was traced, the innermost first.
+    - `record`: what an explanation says of it where nothing is compiled.
     - `primitive`: JAX's name of the primitive.
-    - `cause`, `line`: as in `Collective`.
+    - `parts`: one for each operand.
+    - `frames`: where it was traced, the innermost first.
     """
 
-    operation: str
+    record: Collective
     primitive: str
-    axes: tuple[AxisName, ...]
-    size: int
     parts: tuple[Part, ...]
-    times: int
-    unknown_loop: bool
-    branch: bool
     frames: tuple[Frame, ...]
-    cause: str
-    line: str
-
-    @property
-    def bytes(self) -> int:
-        """What a device sends in a call."""
-        return self.times * sum(sent(self.operation, self.size, one.bytes) for one in self.parts)
 
 
-def sent(operation: str, size: int, operand: int) -> int:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Runs:
+    """How often something runs in a call: `times`, `unknown_loop` and `branch` as in `Collective`."""
+
+    times: int = 1
+    unknown_loop: bool = False
+    branch: bool = False
+
+    def in_loop(self, turns: int | None) -> "Runs":
+        """How often the body of a loop runs, if the loop itself runs this often.
+
+        **Arguments:**
+
+        - `turns`: of the loop; `None` if nobody knows how many it makes.
+        """
+        if turns is None:
+            return dataclasses.replace(self, unknown_loop=True)
+        return dataclasses.replace(self, times=self.times * turns)
+
+    def in_branch(self) -> "Runs":
+        return dataclasses.replace(self, branch=True)
+
+
+def sent(opcode: str, size: int, operand: int) -> int:
     """The bytes that a device sends when `size` devices exchange operands in a ring.
 
     **Arguments:**
 
     - `operand`: the bytes of a device's operand.
     """
-    match operation:
-        case "psum" | "pmax" | "pmin" | "all-reduce":
+    match opcode:
+        case "all-reduce":
             return math.ceil(2 * operand * (size - 1) / size)
-        case "all_gather" | "all-gather":
+        case "all-gather":
             return operand * (size - 1)
-        case "ppermute" | "collective-permute":
+        case "collective-permute":
             return operand if size > 1 else 0
         case _:
             return math.ceil(operand * (size - 1) / size)
@@ -149,9 +161,7 @@ class _Scope:
     """Where an equation stands: the sizes of the bound axes, and how often it runs."""
 
     sizes: Mapping[AxisName, int]
-    times: int = 1
-    unknown_loop: bool = False
-    branch: bool = False
+    runs: Runs = Runs()
     # Where the equation around it was traced, and JAX's own names of what it stands in.
     frames: tuple[Frame, ...] = ()
     stack: str = ""
@@ -176,7 +186,7 @@ def traced_collectives(jaxpr: Any, calls: Sequence[Mapped]) -> list[TracedCollec
 
     - `calls`: the mapped calls that the program makes.
     """
-    return list(_Walk(jaxprs.open_jaxpr(jaxpr), _Scope({}), calls, lambda at: set()).found())
+    return list(_Walk(jaxprs.open_jaxpr(jaxpr), _Scope({}), calls, lambda at: set()).collectives())
 
 
 class _Walk:
@@ -197,13 +207,13 @@ class _Walk:
         for k, result in enumerate(jaxpr.outvars):
             self.results.setdefault(id(result), []).append(k)
 
-    def found(self) -> Iterator[TracedCollective]:
+    def collectives(self) -> Iterator[TracedCollective]:
         for eqn in self.jaxpr.eqns:
             if axes := self._axes(eqn):
                 yield self._collective(eqn, axes)
             for inner, scope in self._inner(eqn):
                 outward = self._through(eqn, inner)
-                yield from _Walk(inner, scope, self.calls, outward).found()
+                yield from _Walk(inner, scope, self.calls, outward).collectives()
 
     def _axes(self, eqn: Equation) -> tuple[AxisName, ...]:
         if eqn.primitive.name in _SILENT or jaxprs.jaxprs_of(eqn):
@@ -213,18 +223,17 @@ class _Walk:
 
     def _inner(self, eqn: Equation) -> Iterator[tuple[Jaxpr, _Scope]]:
         """The jaxprs that an equation runs, and how often."""
-        scope, params = self.scope, eqn.params
-        scope = dataclasses.replace(scope, frames=self._frames(eqn), stack=self._stack(eqn))
+        sizes, runs = self.scope.sizes, self.scope.runs
         match eqn.primitive.name:
             case "shard_map":
-                sizes = {**scope.sizes, **dict(params["mesh"].shape)}
-                scope = dataclasses.replace(scope, sizes=sizes)
+                sizes = {**sizes, **dict(eqn.params["mesh"].shape)}
             case "scan":
-                scope = dataclasses.replace(scope, times=scope.times * params["length"])
+                runs = runs.in_loop(eqn.params["length"])
             case "while":
-                scope = dataclasses.replace(scope, unknown_loop=True)
+                runs = runs.in_loop(None)
             case "cond":
-                scope = dataclasses.replace(scope, branch=True)
+                runs = runs.in_branch()
+        scope = _Scope(sizes, runs, self._frames(eqn), self._stack(eqn))
         for inner in jaxprs.jaxprs_of(eqn):
             yield inner, scope
 
@@ -238,16 +247,18 @@ class _Walk:
 
     def _frames(self, eqn: Equation) -> tuple[Frame, ...]:
         """Where an equation was traced, with the frames around it where JAX has left those out."""
-        own, around = frames_of(eqn), self.scope.frames
-        return own if own[len(own) - len(around) :] == around else own + around
+        inner, around = frames_of(eqn), self.scope.frames
+        return inner if inner[len(inner) - len(around) :] == around else inner + around
 
     def _merged_by(self, inner: Jaxpr) -> tuple[tuple[str, ...], ...]:
         """For each result of a mapped call the states merged into it; nothing where that is not known."""
         name = getattr(getattr(inner, "debug_info", None), "func_name", None)
-        alike = [one for one in self.calls if len(one.merged) == len(inner.outvars)]
+        alike = [call for call in self.calls if len(call.merged) == len(inner.outvars)]
         # Where decorators hide the name, the number of results has to do.
-        found = {one.merged for one in alike if one.name == name} or {one.merged for one in alike}
-        return found.pop() if len(found) == 1 else ()
+        merged = {call.merged for call in alike if call.name == name} or {
+            call.merged for call in alike
+        }
+        return merged.pop() if len(merged) == 1 else ()
 
     def _becomes(self, results: Iterable[Any]) -> set[str]:
         """The names of the gradients and of the loss that values become, else of the written states."""
@@ -270,30 +281,35 @@ class _Walk:
         return names | self.outward(reached)
 
     def _collective(self, eqn: Equation, axes: tuple[AxisName, ...]) -> TracedCollective:
-        scope, name = self.scope, eqn.primitive.name
+        name, runs, frames = eqn.primitive.name, self.scope.runs, self._frames(eqn)
+        operation = _SPELLINGS.get(name, name)
         groups = eqn.params.get("axis_index_groups")
-        size = len(groups[0]) if groups else math.prod(scope.sizes[axis] for axis in axes)
-        frames = self._frames(eqn)
-        return TracedCollective(
-            operation=_SPELLINGS.get(name, name),
-            primitive=name,
+        size = len(groups[0]) if groups else math.prod(self.scope.sizes[axis] for axis in axes)
+        parts = tuple(_part(operand.aval) for operand in eqn.invars)
+        opcode = OPCODES.get(operation, operation)
+        record = Collective(
+            operation=operation,
             axes=axes,
-            size=size,
-            parts=tuple(_part(operand.aval) for operand in eqn.invars),
-            times=scope.times,
-            unknown_loop=scope.unknown_loop,
-            branch=scope.branch,
-            frames=frames_of(eqn),
+            times=runs.times,
+            unknown_loop=runs.unknown_loop,
+            branch=runs.branch,
+            bytes=runs.times * sum(sent(opcode, size, part.bytes) for part in parts),
+            arrays=tuple(map(str, parts)),
             cause=self._cause(eqn, frames),
-            line="" if in_policy(frames) else user_line(frames),
+            # A policy runs after the user's function has returned.
+            line="" if _POLICIES in _files_inside(frames) else user_line(frames),
+            compiled="",
+            instructions=(),
         )
+        return TracedCollective(record, name, parts, frames_of(eqn))
 
     def _cause(self, eqn: Equation, frames: Sequence[Frame]) -> str:
-        if in_gradient(frames):
+        files = _files_inside(frames)
+        if _GRADIENTS in files:
             return self._gradients(eqn)
-        if in_policy(frames):
+        if _POLICIES in files:
             names = sorted(n for n in self._becomes(eqn.outvars) if not _is_reduced(n))
-            return f"the policy of {_listed(names)}" if names else "a policy"
+            return f"the policy of {first_paths(names, ' and ')}" if names else "a policy"
         stack = self._stack(eqn)
         if "rematted_computation" in stack:
             return "recomputing your code"
@@ -308,17 +324,17 @@ class _Walk:
         return f"{self.scope.stack}/{getattr(eqn.source_info, 'name_stack', '')}"
 
     def _gradients(self, eqn: Equation) -> str:
-        found: list[str] = []
+        gradients: list[str] = []
         loss = False
         for result in eqn.outvars:
             becomes = self._becomes([result])
             names = sorted(n for n in becomes if n.startswith(GRADIENT))
-            found += names
+            gradients += names
             loss = loss or not names or LOSS in becomes
-        names = [name.removeprefix(GRADIENT) for name in dict.fromkeys(found)]
+        names = [name.removeprefix(GRADIENT) for name in dict.fromkeys(gradients)]
         if not names:
             return "the loss"
-        return f"the gradient of {_listed(names)}" + (" and the loss" if loss else "")
+        return f"the gradient of {first_paths(names, ' and ')}" + (" and the loss" if loss else "")
 
 
 def _is_reduced(name: str) -> bool:
@@ -334,12 +350,6 @@ def _innermost_scope(stack: str) -> str:
         if scope not in _OWN_SCOPES:
             return scope
     return ""
-
-
-def _listed(names: Sequence[str]) -> str:
-    """The first three names, and how many more there are."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def _part(aval: Any) -> Part:
@@ -378,7 +388,7 @@ def sites_of(closed: ClosedJaxpr) -> list[Site]:
 def _sites(
     jaxpr: Jaxpr, known: Mapping[int, Hashable], around: tuple[Hashable, ...]
 ) -> Iterator[Site]:
-    """Those of a jaxpr and of those that it runs.
+    """The places in a jaxpr and in the jaxprs that it runs.
 
     **Arguments:**
 
@@ -407,8 +417,8 @@ def _number(eqn: Equation, inner: Sequence[Jaxpr]) -> int | None:
     if not jaxprs.with_own_derivative(eqn):
         return None
     names = [str(body.debug_info.func_name) for body in inner]
-    found = [name.removeprefix(_MARK) for name in names if name.startswith(_MARK)]
-    return int(found[0]) if found else None
+    numbers = [name.removeprefix(_MARK) for name in names if name.startswith(_MARK)]
+    return int(numbers[0]) if numbers else None
 
 
 def _entering(eqn: Equation, inner: Sequence[Jaxpr]) -> list[Sequence[Operand]]:
@@ -421,7 +431,7 @@ def _entering(eqn: Equation, inner: Sequence[Jaxpr]) -> list[Sequence[Operand]]:
         case "scan", _, consts, _:
             return [eqn.invars[:consts]] * len(inner)
         case "while", cond, _, cond_consts, body_consts:
-            own = [eqn.invars[:cond_consts], eqn.invars[cond_consts : cond_consts + body_consts]]
-            return [own[0] if body is cond else own[1] for body in inner]
+            consts = [eqn.invars[:cond_consts], eqn.invars[cond_consts : cond_consts + body_consts]]
+            return [consts[0] if body is cond else consts[1] for body in inner]
         case _:
             return [()] * len(inner)

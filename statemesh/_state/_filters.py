@@ -1,18 +1,13 @@
 """Filters, which pick states: small frozen values that compare and hash by their arguments."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TypeAlias
 
 import jax
 from jax.tree_util import keystr
 
-from .._base._checks import check_filter
-from .._base._errors import (
-    StructureError,
-    error_listing,
-    filter_str,
-)
+from .._base._errors import StructureError, error_listing, filter_str, invalid_argument
 from .._base._trees import describe, is_state, path_str, unpacked
 from .._base._types import Class, Filter, Fun, KeyPath, LaneName, Name, PyTree
 
@@ -22,9 +17,6 @@ Predicate: TypeAlias = Callable[[KeyPath, object], bool]
 
 class _Named:
     """The base of the named filters."""
-
-    def __post_init__(self) -> None:
-        check_filter(self)
 
     def bind(self, tree: PyTree) -> "Predicate":
         """This filter as a predicate for the states of `tree`."""
@@ -41,9 +33,24 @@ class OfType(_Named):
     **Arguments:**
 
     - `type`: a subclass of `State`, compared by `isinstance`.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> tree = {"w": sm.ParamState(1.0), "n": sm.State(0, tag="counter"), "h": [sm.HiddenState(0.0)]}
+        >>> sorted(sm.states(tree, sm.filters.OfType(sm.ParamState)))
+        ["['w']"]
+
+        ```
     """
 
     type: Class
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.type, type):
+            expected = "a class, as in OfType(sm.ParamState)"
+            raise invalid_argument("OfType", "type", self.type, expected)
 
     def __call__(self, path: KeyPath, state: object) -> bool:
         return isinstance(state, self.type)
@@ -59,9 +66,26 @@ class WithTag(_Named):
     **Arguments:**
 
     - `tag`: one of the strings given to the state as `tag`.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> tree = {"w": sm.ParamState(1.0), "n": sm.State(0, tag="counter"), "h": [sm.HiddenState(0.0)]}
+        >>> sorted(sm.states(tree, sm.filters.WithTag("counter")))
+        ["['n']"]
+
+        ```
     """
 
     tag: Name
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tag, str):
+            expected = (
+                "a string, as in WithTag('slow'); for several write [WithTag('a'), WithTag('b')]"
+            )
+            raise invalid_argument("WithTag", "tag", self.tag, expected)
 
     def __call__(self, path: KeyPath, state: object) -> bool:
         return self.tag in getattr(state, "tag", ())
@@ -77,9 +101,28 @@ class PathContains(_Named):
     **Arguments:**
 
     - `key`: an attribute's name, a dictionary's key or an index.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> tree = {"w": sm.ParamState(1.0), "n": sm.State(0, tag="counter"), "h": [sm.HiddenState(0.0)]}
+        >>> sorted(sm.states(tree, sm.filters.PathContains("h")))
+        ["['h'][0]"]
+
+        ```
     """
 
     key: LaneName
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.key, Hashable):
+            raise invalid_argument(
+                "PathContains",
+                "key",
+                self.key,
+                "the name of a field, the key of a dictionary or an index, as in PathContains('encoder')",
+            )
 
     def __call__(self, path: KeyPath, state: object) -> bool:
         return any(keystr((step,), simple=True) == str(self.key) for step in path)
@@ -95,29 +138,41 @@ class Where(_Named):
     **Arguments:**
 
     - `where`: a function of the tree that returns a node of it, or several.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> tree = {"w": sm.ParamState(1.0), "n": sm.State(0, tag="counter"), "h": [sm.HiddenState(0.0)]}
+        >>> sorted(sm.states(tree, sm.filters.Where(lambda tree: tree["h"][0])))
+        ["['h'][0]"]
+
+        ```
     """
 
     where: Fun
 
-    def bind(self, tree: PyTree) -> Predicate:
-        picked = self._picked(tree)
-        return lambda path, state: path in picked
+    def __post_init__(self) -> None:
+        if not callable(self.where):
+            expected = "a function of the tree, as in Where(lambda model: model.encoder)"
+            raise invalid_argument("Where", "where", self.where, expected)
 
-    def _picked(self, tree: PyTree) -> frozenset[KeyPath]:
+    def bind(self, tree: PyTree) -> Predicate:
         marked = jax.tree_util.tree_map_with_path(
             lambda path, leaf: _Spot(path), unpacked(tree), is_leaf=is_state
         )
         try:
-            found = self.where(marked)
+            spots = jax.tree_util.tree_leaves(self.where(marked))
         except (AttributeError, KeyError, IndexError, TypeError):
             # This tree has no such node: the filter may mean another argument.
-            return frozenset()
-        return frozenset(
-            spot.path for spot in jax.tree_util.tree_leaves(found) if isinstance(spot, _Spot)
-        )
+            spots = []
+        picked = {spot.path for spot in spots if isinstance(spot, _Spot)}
+        return lambda path, state: path in picked
 
     def __call__(self, path: KeyPath, state: object) -> bool:
-        raise _where_needs_tree()
+        raise TypeError(
+            "Where picks states by position, for which it needs the tree: write `to_predicate(filter, tree)`."
+        )
 
 
 class _Spot:
@@ -127,22 +182,14 @@ class _Spot:
         self.path = path
 
 
+@dataclasses.dataclass(frozen=True, slots=True, init=False)
 class _Combined(_Named):
     """A filter made of others."""
-
-    __slots__ = ("filters",)
 
     filters: tuple[Predicate, ...]
 
     def __init__(self, *filters: Filter) -> None:
         object.__setattr__(self, "filters", tuple(_named(f) for f in filters))
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"{type(self).__name__} is immutable; cannot set {name!r}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # Copying and pickling would assign to the slot.
-        return type(self), self.filters
 
     def bind(self, tree: PyTree) -> Predicate:
         bound = [_bind(f, tree) for f in self.filters]
@@ -155,12 +202,6 @@ class _Combined(_Named):
         """Whether the whole filter matches, of whether each of its filters does."""
         raise NotImplementedError
 
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.filters == other.filters
-
-    def __hash__(self) -> int:
-        return hash((type(self), self.filters))
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.filters))})"
 
@@ -171,6 +212,16 @@ class Any(_Combined):
     **Arguments:**
 
     - `filters`: filters of any form.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> tree = {"w": sm.ParamState(1.0), "n": sm.State(0, tag="counter"), "h": [sm.HiddenState(0.0)]}
+        >>> sorted(sm.states(tree, sm.filters.Any(sm.ParamState, "counter")))
+        ["['n']", "['w']"]
+
+        ```
     """
 
     __slots__ = ()
@@ -185,6 +236,16 @@ class All(_Combined):
     **Arguments:**
 
     - `filters`: filters of any form.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> tree = {"w": sm.ParamState(1.0), "n": sm.State(0, tag="counter"), "h": [sm.HiddenState(0.0)]}
+        >>> sorted(sm.states(tree, sm.filters.All(sm.State, "counter")))
+        ["['n']"]
+
+        ```
     """
 
     __slots__ = ()
@@ -199,6 +260,16 @@ class Not(_Combined):
     **Arguments:**
 
     - `filter`: a filter of any form.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> tree = {"w": sm.ParamState(1.0), "n": sm.State(0, tag="counter"), "h": [sm.HiddenState(0.0)]}
+        >>> sorted(sm.states(tree, sm.filters.Not("counter")))
+        ["['h'][0]", "['w']"]
+
+        ```
     """
 
     __slots__ = ()
@@ -212,7 +283,17 @@ class Not(_Combined):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Everything(_Named):
-    """Every state."""
+    """Every state.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> sm.filters.to_predicate(...) == sm.filters.Everything()
+        True
+
+        ```
+    """
 
     def __call__(self, path: KeyPath, state: object) -> bool:
         return True
@@ -220,7 +301,17 @@ class Everything(_Named):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Nothing(_Named):
-    """No state."""
+    """No state.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> sm.filters.to_predicate(None) == sm.filters.Nothing()
+        True
+
+        ```
+    """
 
     def __call__(self, path: KeyPath, state: object) -> bool:
         return False
@@ -248,6 +339,16 @@ def to_predicate(filter: Filter, tree: PyTree = None) -> Predicate:
     **Returns:** a function of a key path (as `jax.tree_util` gives them) and a state.
 
     **Raises:** `TypeError` for anything else.
+
+    !!! example
+
+        ```python
+        >>> import statemesh as sm
+        >>> is_counter = sm.filters.to_predicate("counter")
+        >>> is_counter((), sm.State(0, tag="counter")), is_counter((), sm.State(0))
+        (True, False)
+
+        ```
     """
     named = _named(filter)
     return named if tree is None else _bind(named, tree)
@@ -268,7 +369,10 @@ def _named(filter: Filter) -> Predicate:
         return Any(*filter)
     if callable(filter):
         return filter
-    raise _not_a_filter(filter)
+    raise TypeError(
+        f"{filter!r} is not a filter. Use a type, a tag (string), `...`, None, a function `(path, state) -> "
+        "bool`, a list of filters, or a class of statemesh.filters."
+    )
 
 
 def _bind(predicate: Predicate, tree: PyTree) -> Predicate:
@@ -284,44 +388,28 @@ def first_matches(
     `Perhaps` may.
     """
     named = [_named(f) for f in filters]
-    matched = [isinstance(f, Everything | Nothing | Perhaps) for f in named]
-    found: list[list[int | None]] = []
-    listed: list[tuple[str, PyTree]] = []
+    idle = [not isinstance(f, Everything | Nothing | Perhaps) for f in named]
+    matches: list[list[int | None]] = []
+    states: list[tuple[str, object]] = []
     for root, tree in roots:
         bound = [_bind(f, tree) for f in named]
         first: list[int | None] = []
         for path, state in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]:
             if not is_state(state):
                 continue
-            listed.append((path_str(path, root), state))
+            states.append((path_str(path, root), state))
             hits = [i for i, predicate in enumerate(bound) if predicate(path, state)]
             for i in hits:
-                matched[i] = True
+                idle[i] = False
             first.append(hits[0] if hits else None)
-        found.append(first)
-    if idle := [f for f, hit in zip(filters, matched, strict=True) if not hit]:
-        raise _filter_matches_nothing(what, idle, listed)
-    return found
-
-
-def _not_a_filter(filter: object) -> TypeError:
-    return TypeError(
-        f"{filter!r} is not a filter. Use a type, a tag (string), `...`, None, a function "
-        "`(path, state) -> bool`, a list of filters, or a class of statemesh.filters."
-    )
-
-
-def _where_needs_tree() -> TypeError:
-    return TypeError(
-        "Where picks states by position, for which it needs the tree: write `to_predicate(filter, tree)`."
-    )
-
-
-def _filter_matches_nothing(
-    what: str, unmatched: Sequence[object], states: Sequence[tuple[str, object]]
-) -> StructureError:
-    head = f"{what}: no state matches {', '.join(map(filter_str, unmatched))}. "
-    if not states:
-        return StructureError(f"{head}There are no states.")
-    items = [f"{path}: {describe(state)}" for path, state in states]
-    return error_listing(StructureError, f"{head}The states are", items)
+        matches.append(first)
+    if any(idle):
+        unmatched = ", ".join(
+            filter_str(f) for f, is_idle in zip(filters, idle, strict=True) if is_idle
+        )
+        head = f"{what}: no state matches {unmatched}. "
+        if not states:
+            raise StructureError(f"{head}There are no states.")
+        items = [f"{path}: {describe(state)}" for path, state in states]
+        raise error_listing(StructureError, f"{head}The states are", items)
+    return matches

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -10,9 +9,7 @@ import equinox as eqx
 import jax
 
 from .._base import _errors as errors
-from .._base._errors import (
-    quoted,
-)
+from .._base._errors import quoted
 from .._base._trees import is_state
 from .._base._types import Leaf, PyTree, PyTreeDef
 from .._jax._frames import without_own_frames
@@ -100,23 +97,29 @@ class Module(eqx.Module):
         used: set[str] = set()
         new = _init_all(self, kwargs, used)
         if unused := [name for name in kwargs if name not in used]:
-            raise _unused_init_arguments(type(self).__name__, unused)
+            raise TypeError(
+                f"{type(self).__name__}.init_all_states got {quoted(unused)}, which no `init_state` in it "
+                "takes. Add the argument to the signature of the `init_state` that needs it."
+            )
         return new
 
 
 class _Level:
-    """A module whose inner modules are being initialised: what it holds, and what is made of that so far."""
+    """A module whose inner modules are being initialised: what is left of it, and what is done already."""
 
     def __init__(self, module: Module) -> None:
         # States are not flattened: inside a mapped call they remember where they came from.
         self.structure: PyTreeDef
-        held, self.structure = jax.tree.flatten(module, is_leaf=partial(_is_held, module))
-        self.held = iter(held)
-        self.made: list[Leaf] = []
+        nodes, self.structure = jax.tree.flatten(module, is_leaf=partial(_is_held, module))
+        self.left = iter(nodes)
+        self.done: list[Leaf] = []
 
 
 def _is_held(module: Module, node: PyTree) -> bool:
     return is_state(node) or (isinstance(node, Module) and node is not module)
+
+
+_END = object()
 
 
 def _init_all(module: M, kwargs: dict[str, PyTree], used: set[str]) -> M:
@@ -124,67 +127,53 @@ def _init_all(module: M, kwargs: dict[str, PyTree], used: set[str]) -> M:
     levels = [_Level(module)]
     while True:
         level = levels[-1]
-        node = next(level.held, _END)
+        node = next(level.left, _END)
         if node is _END:
             levels.pop()
-            new: PyTree = _init_one(level.structure.unflatten(level.made), kwargs, used)
+            inner: PyTree = level.structure.unflatten(level.done)
+            taken = _taken(inner, kwargs)
+            used.update(taken)
+            new = _returned(inner, "init_state", inner.init_state(**taken))
             if not levels:
                 return new
-            levels[-1].made.append(new)
+            levels[-1].done.append(new)
         elif not isinstance(node, Module):
-            level.made.append(node)
+            level.done.append(node)
         elif type(node).init_all_states is Module.init_all_states:
             levels.append(_Level(node))
         else:
             # It overrides `init_all_states`, which gets the arguments that the modules in it take.
-            taken = {name: value for name, value in kwargs.items() if _takes(node, name)}
+            taken = _taken_inside(node, kwargs)
             used.update(taken)
-            level.made.append(_returned(node, "init_all_states", node.init_all_states(**taken)))
+            level.done.append(_returned(node, "init_all_states", node.init_all_states(**taken)))
 
 
-_END = object()
+def _taken(module: Module, kwargs: dict[str, PyTree]) -> dict[str, PyTree]:
+    """Those of the arguments that the module's own `init_state` takes."""
+    if type(module).init_state is Module.init_state:
+        return {}
+    parameters = inspect.signature(module.init_state).parameters
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return {name: x for name, x in kwargs.items() if takes_all or name in parameters}
 
 
-def _takes(module: Module, name: str) -> bool:
-    """Whether an `init_state` of the module, or of one in it, takes an argument."""
+def _taken_inside(module: Module, kwargs: dict[str, PyTree]) -> dict[str, PyTree]:
+    """Those of the arguments that an `init_state` of the module, or of one in it, takes."""
+    taken: dict[str, PyTree] = {}
     left = [module]
     while left:
-        one = left.pop()
-        if type(one).init_state is not Module.init_state:
-            parameters = inspect.signature(one.init_state).parameters
-            if name in parameters or any(
-                p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
-            ):
-                return True
-        held = jax.tree.leaves(one, is_leaf=partial(_is_held, one))
-        left += [node for node in held if isinstance(node, Module)]
-    return False
+        inner = left.pop()
+        taken |= _taken(inner, kwargs)
+        nodes = jax.tree.leaves(inner, is_leaf=partial(_is_held, inner))
+        left += [node for node in nodes if isinstance(node, Module)]
+    return taken
 
 
-def _init_one(module: M, kwargs: dict[str, PyTree], used: set[str]) -> M:
-    if type(module).init_state is Module.init_state:
-        return module
-    parameters = inspect.signature(module.init_state).parameters.values()
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        taken = dict(kwargs)
-    else:
-        taken = {p.name: kwargs[p.name] for p in parameters if p.name in kwargs}
-    used.update(taken)
-    return _returned(module, "init_state", module.init_state(**taken))
-
-
-def _returned(module: M, method: str, made: PyTree) -> M:
+def _returned(module: PyTree, method: str, result: PyTree) -> PyTree:
     """The module that a method returned which makes states. Anything else is refused."""
-    if not isinstance(made, Module):
+    if not isinstance(result, Module):
         name = f"{type(module).__name__}.{method}"
         raise errors.method_returned(
-            name, made, "the module with its states", "return self.replace(mean=BatchState(0.0))"
+            name, result, "the module with its states", "return self.replace(mean=BatchState(0.0))"
         )
-    return made  # type: ignore[return-value]
-
-
-def _unused_init_arguments(module: str, unused: Sequence[str]) -> TypeError:
-    return TypeError(
-        f"{module}.init_all_states got {quoted(unused)}, which no `init_state` in it takes. Add the argument "
-        "to the signature of the `init_state` that needs it."
-    )
+    return result

@@ -1,12 +1,6 @@
 """Step 1: split trees into states and the rest, and join them again."""
 
-from collections.abc import Sequence
-
-from .._base._errors import (
-    StructureError,
-    error_listing,
-    shortened,
-)
+from .._base._errors import StructureError, error_listing, shortened
 from .._base._trees import REMOVED, is_removed, is_state, path_str, unpacked
 from .._base._types import Filter, Leaf, PyTree
 from .._jax._compat import tree_util
@@ -43,17 +37,14 @@ def partition(tree: PyTree, *filters: Filter) -> tuple[Leaf, ...]:
     """
     filters = filters or (...,)
     tree = unpacked(tree)
-    (found,) = first_matches(filters, [("tree", tree)], "partition")
-    choice = iter(found)
+    (matches,) = first_matches(filters, [("tree", tree)], "partition")
+    numbers = iter(matches)
     leaves, treedef = tree_util.tree_flatten(tree, is_leaf=_is_unit)
-    rest = len(filters)
-    part = []
-    for leaf in leaves:
-        chosen = next(choice) if is_state(leaf) else None
-        part.append(rest if chosen is None else chosen)
+    # The number of the part that each leaf goes to; `None` for the rest.
+    parts = [next(numbers) if is_state(leaf) else None for leaf in leaves]
     return tuple(
-        treedef.unflatten([x if p == k else REMOVED for x, p in zip(leaves, part, strict=True)])
-        for k in range(rest + 1)
+        treedef.unflatten([x if p == k else REMOVED for x, p in zip(leaves, parts, strict=True)])
+        for k in (*range(len(filters)), None)
     )
 
 
@@ -79,22 +70,33 @@ def combine(*trees: PyTree) -> PyTree:
         ```
     """
     if not trees:
-        raise _combine_nothing()
+        raise StructureError(
+            "combine needs at least one tree: `combine(*partition(tree, filter))`."
+        )
     flat = [tree_util.tree_flatten_with_path(tree, is_leaf=_is_unit) for tree in trees]
     for k, (_, treedef) in enumerate(flat[1:], start=1):
         if treedef != flat[0][1]:
-            raise _combine_structures(k, *_where_they_part(trees[0], trees[k]))
+            path, first, other = _where_they_part(trees[0], trees[k])
+            place = f"at `{path.removeprefix('.')}`" if path else "at the root"
+            raise StructureError(
+                f"combine: trees 0 and {k} have different structures {place}.\n"
+                f"  tree 0: {shortened(first)}\n"
+                f"  tree {k}: {shortened(other)}\n"
+                "All parts of one `partition` have the same structure. Did anything but `set` change a part?"
+            )
     joined, several, none = [], [], []
     for column in zip(*(leaves for leaves, _ in flat), strict=True):
         path = path_str(column[0][0])
         present = [leaf for _, leaf in column if not is_removed(leaf)]
         if len(present) > 1:
-            several.append((path, present))
+            values = ", ".join(map(shortened, present))
+            several.append(f"`{path}` is in {len(present)} trees: {values}")
         elif not present:
-            none.append(path)
+            none.append(f"`{path}` is in none of the trees")
         joined.append(present[0] if present else REMOVED)
     if several or none:
-        raise _combine_disagrees(several, none)
+        head = "combine: each leaf must be in exactly one tree"
+        raise error_listing(StructureError, head, several + none)
     return flat[0][1].unflatten(joined)
 
 
@@ -120,10 +122,10 @@ def states(tree: PyTree, filter: Filter = ...) -> dict[str, State]:
         ```
     """
     tree = unpacked(tree)
-    (found,) = first_matches((filter,), [("tree", tree)], "states")
+    (matches,) = first_matches((filter,), [("tree", tree)], "states")
     flat = tree_util.tree_flatten_with_path(tree, is_leaf=is_state)[0]
-    own = [(path_str(path), leaf) for path, leaf in flat if is_state(leaf)]
-    return {path: leaf for (path, leaf), hit in zip(own, found, strict=True) if hit is not None}
+    listed = [(path_str(path), leaf) for path, leaf in flat if is_state(leaf)]
+    return {path: x for (path, x), match in zip(listed, matches, strict=True) if match is not None}
 
 
 def _is_unit(node: PyTree) -> bool:
@@ -141,32 +143,9 @@ def _where_they_part(a: PyTree, b: PyTree, path: str = "") -> tuple[str, PyTree,
     if def_a != def_b:
         return path, a, b
     for (key, kid_a), (_, kid_b) in zip(kids_a, kids_b, strict=True):
-        if tree_util.tree_structure(kid_a, is_leaf=_is_unit) != tree_util.tree_structure(
-            kid_b, is_leaf=_is_unit
-        ):
+        inside_a, inside_b = (
+            tree_util.tree_structure(kid, is_leaf=_is_unit) for kid in (kid_a, kid_b)
+        )
+        if inside_a != inside_b:
             return _where_they_part(kid_a, kid_b, path + path_str(key, "tree").removeprefix("tree"))
     return path, a, b
-
-
-def _combine_nothing() -> StructureError:
-    return StructureError("combine needs at least one tree: `combine(*partition(tree, filter))`.")
-
-
-def _combine_structures(k: int, path: str, first: object, other: object) -> StructureError:
-    where = f"at `{path.removeprefix('.')}`" if path else "at the root"
-    return StructureError(
-        f"combine: trees 0 and {k} have different structures {where}.\n"
-        f"  tree 0: {shortened(first)}\n  tree {k}: {shortened(other)}\n"
-        "All parts of one `partition` have the same structure. Did anything but `set` change a part?"
-    )
-
-
-def _combine_disagrees(
-    several: Sequence[tuple[str, Sequence[object]]], none: Sequence[str]
-) -> StructureError:
-    items = [
-        f"`{path}` is in {len(found)} trees: {', '.join(map(shortened, found))}"
-        for path, found in several
-    ]
-    items += [f"`{path}` is in none of the trees" for path in none]
-    return error_listing(StructureError, "combine: each leaf must be in exactly one tree", items)

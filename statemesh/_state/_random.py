@@ -58,20 +58,9 @@ def advance(key: Array) -> tuple[Array, Array]:
     return _of(rest, key), _of(drawn, key)
 
 
-def several(key: Array, num: int) -> Array:
-    """`num` keys made of a drawn key."""
-    seeds = jax.random.split(_seed(key), num)
-    return seeds if _is_threefry(key) else jax.vmap(lambda seed: _of(seed, key))(seeds)
-
-
 def folded(key: Array, number: ArrayLike) -> Array:
     """A key of its own for each number."""
     return _of(jax.random.fold_in(_seed(key), number), key)
-
-
-def for_rows(key: Array, rows: Array) -> Array:
-    """A threefry key for each row number. Under `jax.vmap` each gives the numbers it gives by itself."""
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(_seed(key), rows)
 
 
 def drawable(key: Array, what: str) -> Array:
@@ -83,11 +72,6 @@ def drawable(key: Array, what: str) -> Array:
     if impl in _KEY_BY_KEY:
         return key
     return refuse_in_lanes(key, lambda: _drawn_in_lanes(what, impl))
-
-
-def as_of(key: Array, like: Array) -> Array:
-    """`key`, converted to the implementation of `like`."""
-    return key if key.dtype == like.dtype else _of(_seed(key), like)
 
 
 def words(key: Array) -> Array:
@@ -166,19 +150,19 @@ def known(was_set: Leaf, value: bool) -> bool:
     return isinstance(was_set, np.bool_) and bool(was_set) is value
 
 
-def synchronized(own: Array, lines: tuple[Line, ...]) -> tuple[Line, ...]:
+def synchronized(key: Array, lines: tuple[Line, ...]) -> tuple[Line, ...]:
     """The lines, with the first shard's key on all shards if a key was set."""
     if not any(known(line.was_set, True) for line in lines):
         return lines
-    made = []
+    same = []
     for line in lines:
         if line.axis_names == (MICROBATCHES,):
             # No key was set inside: all microbatches began with this one, and drew alike.
-            own = line.key
+            key = line.key
         else:
-            own = from_words(first_of(words(own), line.axis_names), own)
-        made.append(dataclasses.replace(line, key=own))
-    return tuple(made)
+            key = from_words(first_of(words(key), line.axis_names), key)
+        same.append(dataclasses.replace(line, key=key))
+    return tuple(same)
 
 
 def row_numbers(what: str, n: int, axis_name: SeveralAxes, lines: Sequence[Line]) -> Leaf:
@@ -187,16 +171,23 @@ def row_numbers(what: str, n: int, axis_name: SeveralAxes, lines: Sequence[Line]
     line = next((line for line in lines if line.axis_names == (MICROBATCHES,)), None)
     if line is None:
         if inside_microbatches():
-            raise _rows_of_stranger(what)
+            raise StatemeshError(
+                f"{what}: inside the microbatches of value_and_grad, a RandomState must come with the model "
+                "or as a keyword argument. One that the function makes or closes over does not know which "
+                "rows a microbatch has."
+            )
         return rows
     if known(line.was_set, True):
-        raise _rows_of_set_key(what)
+        raise StatemeshError(
+            f"{what}: inside the microbatches of value_and_grad, rows cannot be drawn after a key was set, "
+            "because only the first microbatch knows that key. Set the key before value_and_grad."
+        )
     # A microbatch holds every `count`-th row of the global array, from row `number` on.
     return rows * line.count + line.number
 
 
 def left(
-    own: Array,
+    last: Array,
     lines: Sequence[Line],
     entered: Array,
     old: Array,
@@ -210,7 +201,7 @@ def left(
 
     **Arguments:**
 
-    - `own`: the key with which this shard would go on.
+    - `last`: the key with which this shard would go on.
     - `lines`: the lines of this call and of the calls around it, the innermost first.
     - `entered`: the key with which this shard began.
     - `old`: the key that came into the call, before the shard was folded into it.
@@ -218,20 +209,22 @@ def left(
     - `axis_names`: the mapped axes that this call leaves.
     """
     rows = [words(line.key) for line in lines]
-    first = jnp.where(jax.lax.axis_index(axis_names) == 0, words(own), 0)
-    moved = jnp.ravel(~_equal(own, entered)).astype(jnp.uint32)
+    first = jnp.where(jax.lax.axis_index(axis_names) == 0, words(last), 0)
+    moved = jnp.ravel(~_equal(last, entered)).astype(jnp.uint32)
     # One maximum finds the largest and the smallest of each word, the first shard's key, and whether any
     # shard has drawn.
     parts = [*rows, *(~row for row in rows), first, moved]
     (joined,) = pmax([all_varying(jnp.concatenate(parts), axis_names)], axis_names)
-    found = jnp.split(joined, np.cumsum([len(part) for part in parts])[:-1])
+    extremes = jnp.split(joined, np.cumsum([len(part) for part in parts])[:-1])
     count = len(rows)
-    even = [jnp.all(a == ~b) for a, b in zip(found[:count], found[count : 2 * count], strict=True)]
-    key, any_moved = from_words(found[-2], own), found[-1][0] != 0
+    even = [
+        jnp.all(a == ~b) for a, b in zip(extremes[:count], extremes[count : 2 * count], strict=True)
+    ]
+    key, any_moved = from_words(extremes[-2], last), extremes[-1][0] != 0
     # If the first shard has not drawn but another one has, that one would draw the same numbers again.
     fit = even[0] & ~(any_moved & _equal(key, old))
     around = []
-    for line, row, same, before in zip(lines[1:], found[1:], even[1:], outer, strict=False):
+    for line, row, same, before in zip(lines[1:], extremes[1:], even[1:], outer, strict=False):
         common = _unless(same, from_words(row, line.key), before.key)
         was_set = line.was_set if known(line.was_set, False) else np.True_
         around.append(dataclasses.replace(line, key=common, was_set=was_set))
@@ -246,7 +239,9 @@ def _equal(a: Array, b: Array) -> Array:
 
 def _unless(even: Array, key: Array, before: Array) -> Array:
     """`key` where `even`, else a key aside from the line of `before`."""
-    other = as_of(folded(again(before), _UNEVEN_DRAWS), key)
+    other = folded(again(before), _UNEVEN_DRAWS)
+    if key.dtype != before.dtype:
+        other = _of(_seed(other), key)
     return again(jnp.where(even, again(key), other))
 
 
@@ -310,7 +305,10 @@ class RandomState(State):
     ) -> None:
         if _meta is None:
             if key is not None and value is not None:
-                raise _key_and_value()
+                raise TypeError(
+                    "RandomState got both key and value, which are two names of one thing. Give the key "
+                    "only: `sm.RandomState(jax.random.key(0))`."
+                )
             key = value if key is None else key
             if not is_key(key):
                 raise _not_a_key(key)
@@ -349,7 +347,10 @@ class RandomState(State):
         if num is not None:
             num = count("RandomState.split", "num", num)
         rest, drawn = advance(drawable(self.value, "RandomState.split"))
-        return (drawn if num is None else several(drawn, num)), self._advanced(rest)
+        if num is not None:
+            seeds = jax.random.split(_seed(drawn), num)
+            drawn = seeds if _is_threefry(drawn) else jax.vmap(partial(_of, key=drawn))(seeds)
+        return drawn, self._advanced(rest)
 
     def rows(self: R, n: Size, axis_name: SeveralAxes = None) -> tuple[Array, R]:
         """Draw one key for each row of a global array that is sharded over `axis_name`.
@@ -386,7 +387,9 @@ class RandomState(State):
         stream = self._rebuilt(self.value, synchronized(self.value, self._shared))
         _, drawn = advance(again(stream._shared[-1].key if stream._shared else self.value))
         rest, _ = advance(self.value)
-        return for_rows(drawn, numbers), stream._advanced(rest)
+        # Of threefry keys alone `jax.vmap` draws for each key the numbers that it gives by itself.
+        keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(_seed(drawn), numbers)
+        return keys, stream._advanced(rest)
 
     def _set(self: R, value: PyTree, label: str) -> R:
         return self._with_new(conform(self.value, value, label))
@@ -423,17 +426,17 @@ class RandomState(State):
         # Nested calls fold in different numbers, because the first shard has the same key in both.
         line = _SHARD_STREAMS + len(self._shared) + self.value.ndim
 
-        def own(key: Leaf) -> PyTree:
+        def of_shard(key: Leaf) -> PyTree:
             other = folded(folded(again(key), line), shard)
             first = again(compat.vary(again(key), compat.varying(shard)))
             return again(jnp.where(shard == 0, first, other))
 
         for _ in range(self.value.ndim):
-            own = jax.vmap(own)
+            of_shard = jax.vmap(of_shard)
         shared = Line(self.value, np.False_, axis_names)
         if axis_names == (MICROBATCHES,):
             shared = Line(self.value, np.False_, axis_names, shard, jax.lax.axis_size(axis_names))
-        return self._rebuilt(own(self.value), (shared, *self._shared))
+        return self._rebuilt(of_shard(self.value), (shared, *self._shared))
 
     def leave(self, old: State | None, axis_names: tuple[AxisName, ...]) -> State:
         """The stream as the draws left it, the same for every shard."""
@@ -455,8 +458,8 @@ class RandomState(State):
         """Keys for another number of shards: those of the first shards stay, and further ones are made of the
         first."""
         new = jnp.arange(len(value), count)
-        made = [folded(folded(value[0], _NEW_SHARDS), k) for k in new]
-        return jnp.stack([*value[:count], *made])
+        further = [folded(folded(value[0], _NEW_SHARDS), k) for k in new]
+        return jnp.stack([*value[:count], *further])
 
     def _advanced(self: R, value: PyTree) -> R:
         return self._rebuilt(value, tuple(line.drawn() for line in self._shared))
@@ -474,32 +477,10 @@ class RandomState(State):
 _set_shared = RandomState.__dict__["_shared"].__set__
 
 
-def _rows_of_stranger(what: str) -> StatemeshError:
-    return StatemeshError(
-        f"{what}: inside the microbatches of value_and_grad, a RandomState must come with the model or as a "
-        "keyword argument. One that the function makes or closes over does not know which rows a microbatch "
-        "has."
-    )
-
-
-def _rows_of_set_key(what: str) -> StatemeshError:
-    return StatemeshError(
-        f"{what}: inside the microbatches of value_and_grad, rows cannot be drawn after a key was set, "
-        "because only the first microbatch knows that key. Set the key before value_and_grad."
-    )
-
-
 def _not_a_key(key: object) -> TypeError:
     return TypeError(
         f"RandomState needs a typed key, got {describe(key)}. Write `sm.RandomState(jax.random.key(0))`; "
         "`jax.random.wrap_key_data(raw)` makes a typed key of a raw one."
-    )
-
-
-def _key_and_value() -> TypeError:
-    return TypeError(
-        "RandomState got both key and value, which are two names of one thing. Give the key only: "
-        "`sm.RandomState(jax.random.key(0))`."
     )
 
 

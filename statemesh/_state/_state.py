@@ -14,35 +14,14 @@ from .._axes._mesh_and_lanes import call_policy
 from .._base import _errors as errors
 from .._base._checks import check_text, is_key
 from .._base._checks import tags as as_tags
-from .._base._errors import (
-    StatemeshError,
-    quoted,
-)
+from .._base._errors import StatemeshError, quoted
 from .._base._specs import is_spec
 from .._base._trees import StateNode, describe_leaf, is_state
-from .._base._types import (
-    AxisName,
-    Leaf,
-    PyTree,
-    Reduce,
-    SpecTree,
-    Tags,
-    Text,
-    Value,
-)
+from .._base._types import AxisName, Leaf, PyTree, Reduce, SpecTree, Tags, Text, Value
 from .._jax import _compat as compat
 from .._jax._compat import tree_util
 from .._jax._jaxprs import active as active_links
-from ._values import (
-    REDUCTIONS,
-    Meta,
-    Write,
-    arrays,
-    check_reducible,
-    conform,
-    reduced,
-    resharded,
-)
+from ._values import REDUCTIONS, Meta, Write, arrays, check_reducible, conform, reduced, resharded
 
 
 class NoArray:
@@ -59,17 +38,15 @@ class NoArray:
 
     def _no_array(self, what: str) -> TypeError:
         """The error of an operation of arrays."""
-        return _state_is_no_array(type(self).__name__, what)
+        return TypeError(
+            f"a {type(self).__name__} holds an array and is not one itself: apply {what} to `state.value`. "
+            "Write a new value with `state.set(value)`."
+        )
 
 
-def _refusing(what: str) -> PyTree:
-    def refuse(self: NoArray, *others: object, **options: object) -> PyTree:
-        raise self._no_array(what)
-
-    return refuse
-
-
-_OPERATORS = {
+# What is refused, by the name of its method without the underscores. Methods that do not exist, such as
+# `__rneg__`, are refused as well, which nobody will see.
+_REFUSED = {
     "add": "+",
     "sub": "-",
     "mul": "*",
@@ -83,12 +60,6 @@ _OPERATORS = {
     "xor": "^",
     "lshift": "<<",
     "rshift": ">>",
-}
-
-for _name, _sign in _OPERATORS.items():
-    setattr(NoArray, f"__{_name}__", _refusing(_sign))
-    setattr(NoArray, f"__r{_name}__", _refusing(_sign))
-for _name, _sign in {
     "lt": "<",
     "le": "<=",
     "gt": ">",
@@ -96,13 +67,22 @@ for _name, _sign in {
     "neg": "-",
     "invert": "~",
     "getitem": "[...]",
-}.items():
-    setattr(NoArray, f"__{_name}__", _refusing(_sign))
-for _name in ("bool", "int", "float", "complex", "index", "abs"):
-    setattr(NoArray, f"__{_name}__", _refusing(f"{_name}()"))
-# The functions of NumPy and `jax.numpy` look for these methods.
-for _name in ("array", "array_ufunc", "jax_array"):
-    setattr(NoArray, f"__{_name}__", _refusing("a function of arrays"))
+    **{name: f"{name}()" for name in ("bool", "int", "float", "complex", "index", "abs")},
+    # The functions of NumPy and `jax.numpy` look for these methods.
+    **dict.fromkeys(("array", "array_ufunc", "jax_array"), "a function of arrays"),
+}
+
+
+def _refusing(what: str) -> PyTree:
+    def refuse(self: NoArray, *others: object, **options: object) -> PyTree:
+        raise self._no_array(what)
+
+    return refuse
+
+
+for _name, _sign in _REFUSED.items():
+    for _method in (f"__{_name}__", f"__r{_name}__"):
+        setattr(NoArray, _method, _refusing(_sign))
 
 
 class Shown(StateNode):
@@ -116,9 +96,9 @@ class Shown(StateNode):
 
     def _fields(self) -> dict[str, PyTree]:
         """The metadata to show: all that is not at its default."""
-        found = {name: getattr(self, name) for name in ("name", "spec", "reduce")}
-        found["tag"] = sorted(getattr(self, "tag", ())) or None
-        return {name: value for name, value in found.items() if value is not None}
+        fields = {name: getattr(self, name) for name in ("name", "spec", "reduce")}
+        fields["tag"] = sorted(getattr(self, "tag", ())) or None
+        return {name: value for name, value in fields.items() if value is not None}
 
     def __repr__(self) -> str:
         return eqx.tree_pformat(self)
@@ -130,13 +110,10 @@ class Shown(StateNode):
         # Imported here, because only what prints by this package calls this method.
         import wadler_lindig as wl
 
-        outer = options.get("custom")
-        value = getattr(self, "value", None)
         if options.get("short_arrays", True):
-            inner = options | {"custom": functools.partial(_short, wl.TextDoc, outer)}
-            docs = [wl.pdoc(value, **inner)]
-        else:
-            docs = [wl.pdoc(value, **options)]
+            custom = functools.partial(_short, wl.TextDoc, options.get("custom"))
+            options = options | {"custom": custom}
+        docs = [wl.pdoc(getattr(self, "value", None), **options)]
         for name, field in self._fields().items():
             text = getattr(field, "__name__", None) or repr(field)
             docs.append(wl.TextDoc(f"{name}={text}"))
@@ -256,11 +233,9 @@ class State(NoArray, Shown, Generic[Value]):
         # JAX rebuilds nodes with `_meta` given and any object as the value. Only a call of the user's own has
         # values to convert and mistakes to find.
         if _meta is None:
-            value = arrays(value)
-            _meta = _checked_meta(type(self), name, tag, spec, reduce)
-            check_reducible(value, reduce)
-            set_value(self, value)
-            set_meta(self, _meta)
+            set_value(self, arrays(value))
+            set_meta(self, _checked_meta(type(self), name, tag, spec, reduce))
+            check_reducible(self.value, reduce)
         else:
             set_rebuilt(self, value, _meta)
 
@@ -268,7 +243,10 @@ class State(NoArray, Shown, Generic[Value]):
         super().__init_subclass__(**kwargs)
         parameters = inspect.signature(cls.__init__).parameters
         if "_meta" not in parameters:
-            raise _kind_overrides_init(cls.__name__)
+            raise TypeError(
+                f"{cls.__name__} overrides __init__, which JAX calls whenever it rebuilds a state. Override "
+                f"`enter` and `leave`, and give {cls.__name__} a classmethod for other ways to make one."
+            )
         _register(cls)
 
     @property
@@ -311,18 +289,23 @@ class State(NoArray, Shown, Generic[Value]):
         return self._with_value(conform(self.value, value, label))
 
     def replace(self: S, **changes: PyTree) -> S:
-        """A new State with any of `value`, `name`, `tag`, `spec`, `reduce` changed, unchecked
-        against the old ones."""
+        """A new State with some of its arguments changed. A value need not be like the old one.
+
+        **Arguments:**
+
+        - `changes`: any of `value`, `name`, `tag`, `spec` and `reduce`, as for the class.
+
+        **Returns:** a State of the same kind.
+
+        **Raises:** `StructureError` for other names; else as the class does.
+        """
         unknown = [key for key in changes if key not in _FIELDS]
         if unknown:
             raise errors.unknown_fields(type(self).__name__, unknown, _FIELDS)
-        value = self.value
-        if "value" in changes:
-            value = arrays(changes.pop("value"))
-        old = self._meta
-        meta = old
+        value = arrays(changes.pop("value")) if "value" in changes else self.value
+        meta = self._meta
         if changes:
-            fields = {"name": old.name, "tag": old.tag, "spec": old.spec, "reduce": old.reduce}
+            fields = {name: getattr(meta, name) for name in ("name", "tag", "spec", "reduce")}
             meta = _checked_meta(type(self), **(fields | changes))
         check_reducible(value, meta.reduce)
         return self._with_value(value, meta)
@@ -370,19 +353,26 @@ class State(NoArray, Shown, Generic[Value]):
         label = self.name or type(self).__name__
         if callable(reduce):
             merged = call_policy(reduce, before, self.value, axis_names, label)
-            made = f"what reduce={getattr(reduce, '__name__', reduce)} returned"
-            return self._with_value(conform(self.value, merged, label=made))
+            label = f"what reduce={getattr(reduce, '__name__', reduce)} returned"
+            return self._with_value(conform(self.value, merged, label))
         over = [axis_names] * len(jax.tree_util.tree_leaves(self.value))
         (merged,) = reduced([Write(self.value, before, reduce, over, label)])
         return self._with_value(merged)
 
     def reshard(self, value: Leaf, count: int) -> Leaf:
-        """`PerShard` values, old shards on the first axis, for `count` shards; checkpoints need it.
+        """The `PerShard` values of other shards, for `count` shards: a checkpoint is loaded on another mesh.
 
-        **Returns:** what `reduce` makes of them; of `'sum'` the first shard has all. Else `NotImplemented`.
+        **Arguments:**
+
+        - `value`: one leaf of the value, with the old shards on its first axis.
+        - `count`: the number of shards.
+
+        **Returns:** a leaf with `count` shards on its first axis. All of them hold what `reduce` makes of the
+        old ones; for `'sum'` the first shard holds it, and the others hold zeros. `NotImplemented` where
+        `reduce` is not one of the named policies.
         """
-        how = self.reduce
-        return resharded(value, how, count) if isinstance(how, str) else NotImplemented
+        reduce = self.reduce
+        return resharded(value, reduce, count) if isinstance(reduce, str) else NotImplemented
 
     def _with_value(self: S, value: PyTree, meta: Meta | None = None) -> S:
         new = object.__new__(type(self))
@@ -403,8 +393,8 @@ class State(NoArray, Shown, Generic[Value]):
     @property
     def needs_old(self) -> bool:
         """Whether what `leave` writes back depends on the value that came in."""
-        own_way = type(self).leave is not State.leave
-        return own_way or callable(self.reduce) or self.reduce == "sum"
+        overrides = type(self).leave is not State.leave
+        return overrides or callable(self.reduce) or self.reduce == "sum"
 
     def __reduce__(self) -> tuple[object, ...]:
         # Copying and pickling would assign to the slots.
@@ -465,17 +455,21 @@ def rebuild_plain(
 
     `map` calls the slots' setters in C. They return `None`, so that `any` runs through to the end.
     """
-    made = list(map(object.__new__, kinds))
-    any(map(set_value, made, values))
-    any(map(set_meta, made, metas))
-    return made
+    states = list(map(object.__new__, kinds))
+    any(map(set_value, states, values))
+    any(map(set_meta, states, metas))
+    return states
 
 
 def _checked_meta(cls: type[State], name: Text, tag: Tags, spec: SpecTree, reduce: Reduce) -> Meta:
     check_text(cls.__name__, "name", name)
     tags = as_tags(cls.__name__, tag)
-    if not (reduce is None or callable(reduce) or reduce in REDUCTIONS):
-        raise _unknown_reduce(reduce, REDUCTIONS)
+    named = isinstance(reduce, str) and reduce in REDUCTIONS
+    if not (reduce is None or callable(reduce) or named):
+        raise StatemeshError(
+            f"reduce={reduce!r} is not a write policy. Use None, {quoted(REDUCTIONS)}, or a function `(old, "
+            "new, axis_names) -> value`."
+        )
     for leaf in jax.tree_util.tree_leaves(spec, is_leaf=is_spec):
         if not is_spec(leaf):
             raise errors.not_a_spec("spec", leaf)
@@ -647,38 +641,15 @@ def with_origins(tree: PyTree, marks: Sequence[object]) -> PyTree:
     """`tree` with its states remembering these marks."""
     left = iter(marks)
 
-    def one(node: PyTree) -> PyTree:
-        if not is_state(node):
-            return node
-        mark = next(left)
+    def marked(node: PyTree) -> PyTree:
+        mark = next(left) if is_state(node) else None
         return node if mark is None else mark_origin(node, mark)
 
-    return jax.tree.map(one, tree, is_leaf=is_state)
-
-
-def _state_is_no_array(kind: str, what: str) -> TypeError:
-    return TypeError(
-        f"a {kind} holds an array and is not one itself: apply {what} to `state.value`. Write a new value "
-        "with `state.set(value)`."
-    )
+    return jax.tree.map(marked, tree, is_leaf=is_state)
 
 
 def _immutable_state(kind: str, attribute: str) -> AttributeError:
     return AttributeError(
         f"{kind} is immutable; cannot assign to `{attribute}`. Write `new = state.set(value)`, or "
         f"`new = state.replace({attribute}=...)`, and return the new state."
-    )
-
-
-def _unknown_reduce(reduce: object, known: Sequence[str]) -> StatemeshError:
-    return StatemeshError(
-        f"reduce={reduce!r} is not a write policy. Use None, {quoted(known)}, or a function "
-        "`(old, new, axis_names) -> value`."
-    )
-
-
-def _kind_overrides_init(kind: str) -> TypeError:
-    return TypeError(
-        f"{kind} overrides __init__, which JAX calls whenever it rebuilds a state. Override `enter` and "
-        f"`leave`, and give {kind} a classmethod for other ways to make one."
     )

@@ -1,6 +1,7 @@
 """The values of states and their metadata: which are allowed, how new ones conform and shards' become one."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,24 +14,19 @@ from .._axes import _mesh_and_lanes as axes
 from .._axes._joined import after_sum, before_sum, widened
 from .._base import _errors as errors
 from .._base._checks import is_array_or_number, is_key, is_masked
-from .._base._errors import (
-    StatemeshError,
-    StructureError,
-    error_listing,
-)
+from .._base._errors import StatemeshError, StructureError, error_listing
 from .._base._specs import is_spec
 from .._base._trees import describe, is_state, path_str
-from .._base._types import AxisName, Dtype, KeyPath, Leaf, PyTree, PyTreeDef, Reduce, SpecTree
+from .._base._types import AxisName, KeyPath, Leaf, PyTree, PyTreeDef, Reduce, SpecTree
 from .._jax._compat import tree_util
 
 
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Meta:
     """The static part of a State, kept in one object so that comparing two models is quick.
 
     The kind is a part of it: JAX takes two trees for equal whose nodes are dataclasses of different types.
     """
-
-    __slots__ = ("_plain", "kind", "name", "reduce", "spec", "tag", "token")
 
     kind: type
     name: str | None
@@ -38,30 +34,16 @@ class Meta:
     spec: SpecTree
     reduce: Reduce
     # `Links` recognize a State by its token. It does not count when two are compared.
-    token: object
-    _plain: "Meta | None"
-
-    def __init__(
-        self,
-        kind: type,
-        name: str | None,
-        tag: frozenset[str],
-        spec: SpecTree,
-        reduce: Reduce,
-    ) -> None:
-        self.kind = kind
-        self.name, self.tag, self.spec, self.reduce = name, tag, spec, reduce
-        self.token, self._plain = None, None
+    token: object = None
+    _without_token: "Meta | None" = None
 
     @property
     def plain(self) -> "Meta":
         """The same without a token."""
-        return self if self._plain is None else self._plain
+        return self if self._without_token is None else self._without_token
 
     def with_token(self, token: object) -> "Meta":
-        new = Meta(self.kind, self.name, self.tag, self.spec, self.reduce)
-        new.token, new._plain = token, self.plain
-        return new
+        return Meta(self.kind, self.name, self.tag, self.spec, self.reduce, token, self.plain)
 
     def __reduce__(self) -> tuple[object, ...]:
         return Meta, (self.kind, self.name, self.tag, self.spec, self.reduce)
@@ -87,7 +69,13 @@ class Meta:
         return f"name={self.name!r}, tag={tag}, spec={self.spec!r}, reduce={self.reduce!r}"
 
 
-REDUCTIONS = ("mean", "max", "min", "sum")
+# The named policies, and the dtypes whose values each of them can merge.
+REDUCTIONS: Mapping[str, tuple[Any, ...]] = {
+    "mean": (np.inexact,),
+    "max": (np.integer, np.floating),
+    "min": (np.integer, np.floating),
+    "sum": (np.number,),
+}
 
 
 def strong(x: Leaf) -> PyTree:
@@ -101,23 +89,57 @@ def strong(x: Leaf) -> PyTree:
 
 def arrays(value: PyTree) -> PyTree:
     """`value` with its numbers made arrays, or an error that lists what cannot be one."""
+    leaves, treedef = _array_leaves(value)
+    return treedef.unflatten([_converted("State", path, leaf) for path, leaf in leaves])
+
+
+def _array_leaves(value: PyTree) -> tuple[list[tuple[KeyPath, Leaf]], PyTreeDef]:
+    """The leaves of a value with their paths, and its structure. All of them are arrays or numbers."""
     leaves, treedef = tree_util.tree_flatten_with_path(value, is_leaf=is_state)
-    _refuse_masked(leaves)
+    if masked := [(path_str(path, "value"), leaf) for path, leaf in leaves if is_masked(leaf)]:
+        raise errors.masked("a State's value", masked)
     if bad := [(path, leaf) for path, leaf in leaves if not is_array_or_number(leaf)]:
-        raise _bad_state_value(bad)
-    return tree_util.tree_unflatten(treedef, [_made(leaf, path) for path, leaf in leaves])
+        remedy = "Keep values that are not arrays in a field of the Module that holds the State."
+        if any(is_state(leaf) for _, leaf in bad):
+            remedy = (
+                "A State cannot hold a State. Put the inner value in: `State(inner.value)`; or keep the "
+                "two side by side in a Module."
+            )
+        raise error_listing(
+            TypeError,
+            "a State's value is a pytree of arrays, but",
+            [f"{_value_path(path)} is {describe(x)} ({type(x).__name__})" for path, x in bad],
+            remedy,
+        )
+    return leaves, treedef
 
 
-def _refuse_masked(leaves: Sequence[tuple[KeyPath, Leaf]]) -> None:
-    if bad := [(path_str(path, "value"), x) for path, x in leaves if is_masked(x)]:
-        raise errors.masked("a State's value", bad)
-
-
-def _made(leaf: Leaf, path: KeyPath) -> PyTree:
+def _converted(label: str, path: KeyPath, leaf: Leaf, old: PyTree = None) -> PyTree:
+    """A leaf as an array: in the dtype of an old one that it fits, if it is a scalar or a weak array."""
     try:
-        return strong(leaf)
+        return strong(leaf) if old is None else _in_dtype_of(old, leaf)
     except OverflowError:
-        raise _number_too_large("State", path, leaf, jnp.result_type(int)) from None
+        dtype = jnp.result_type(int) if old is None else old.dtype
+        limits: Any = np.iinfo if np.issubdtype(dtype, np.integer) else jnp.finfo
+        info = limits(dtype)
+        raise StructureError(
+            f"{label}: {_value_path(path)} is {describe(leaf)}, which does not fit into {dtype} "
+            f"({info.min} to {info.max}). Give the state a dtype that holds it, as in "
+            "State(jnp.float32(0))."
+        ) from None
+
+
+def _in_dtype_of(old: PyTree, new: PyTree) -> PyTree:
+    if isinstance(new, jax.Array):
+        gives_way = getattr(new, "weak_type", False)
+    else:
+        gives_way = not isinstance(new, np.ndarray | np.generic)
+    if is_key(old) or not gives_way:
+        return strong(new)
+    fits = jnp.result_type(old, new) == old.dtype
+    if not fits and isinstance(new, int | float) and np.isfinite(new):
+        fits = bool(np.asarray(new).astype(old.dtype) == new)
+    return jnp.asarray(new, dtype=old.dtype) if fits else strong(new)
 
 
 def conform(old_value: PyTree, value: PyTree, label: str) -> PyTree:
@@ -125,17 +147,28 @@ def conform(old_value: PyTree, value: PyTree, label: str) -> PyTree:
     if _is_alike(old_value, value):
         return value
     old, old_def = tree_util.tree_flatten_with_path(old_value)
-    new, new_def = tree_util.tree_flatten_with_path(value, is_leaf=is_state)
-    _refuse_masked(new)
-    if bad := [(path, leaf) for path, leaf in new if not is_array_or_number(leaf)]:
-        raise _bad_state_value(bad)
+    new, new_def = _array_leaves(value)
     if old_def != new_def:
-        raise _set_structure(label, old_def, new_def)
+        raise StructureError(
+            f"{label}: the new value has a different tree structure.\n"
+            f"  old: {old_def}\n"
+            f"  new: {new_def}\n"
+            "To change the structure on purpose, use `state.replace(value=...)`."
+        )
     both = zip(old, new, strict=True)
-    pairs = [(path, a, _conformed(label, path, a, b)) for (path, a), (_, b) in both]
-    if differ := [p for p in pairs if p[1].shape != p[2].shape or p[1].dtype != p[2].dtype]:
-        raise _set_differs(label, differ)
-    return tree_util.tree_unflatten(old_def, [after for _, _, after in pairs])
+    pairs = [(path, a, _converted(label, path, b, a)) for (path, a), (_, b) in both]
+    if differ := [
+        f"{_value_path(path)}: was {describe(a)}, is {describe(b)}"
+        for path, a, b in pairs
+        if a.shape != b.shape or a.dtype != b.dtype
+    ]:
+        raise error_listing(
+            StructureError,
+            f"{label}: the new value has a different shape or dtype",
+            differ,
+            "Cast or reshape it; to change it on purpose, use `state.replace(value=...)`.",
+        )
+    return old_def.unflatten([after for _, _, after in pairs])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -157,22 +190,24 @@ class Write:
     over: Sequence[tuple[AxisName, ...]]
     label: str
 
-    def parts(self) -> tuple[list["_Part"], PyTreeDef]:
-        """The leaves, each with what its merging depends on."""
-        leaves, treedef = tree_util.tree_flatten(self.value)
-        olds = self._olds(leaves, treedef) if self.how == "sum" else [None] * len(leaves)
-        triples = zip(leaves, olds, self.over, strict=True)
-        return [_Part(self.how, new, old, over) for new, old, over in triples], treedef
-
-    def _olds(self, leaves: Sequence[Leaf], treedef: PyTreeDef) -> list[PyTree]:
+    def olds(self, leaves: Sequence[Leaf], treedef: PyTreeDef) -> Sequence[PyTree]:
         """The leaves to which a sum adds the instances' increments."""
+        if self.how != "sum":
+            return [None] * len(leaves)
         if self.before is None:
             # Not `zeros_like`: zeros made of a value would vary over the axes over which it varies.
             return [jnp.zeros(x.shape, x.dtype) for x in leaves]
         olds: list[PyTree]
         olds, structure = tree_util.tree_flatten(self.before)
         if structure != treedef:
-            raise _no_old_value(self.label, structure, treedef)
+            raise StructureError(
+                f"{self.label}: reduce='sum' adds the shards' increments to the old value, but the new value "
+                "has a different tree structure.\n"
+                f"  old: {structure}\n"
+                f"  new: {treedef}\n"
+                "Keep the structure, or merge with a function: reduce=lambda old, new, axis_names: "
+                "jax.lax.psum(new, axis_names)."
+            )
         return olds
 
 
@@ -196,15 +231,15 @@ class _Part:
             case _:
                 return new
 
-    def after(self, made: PyTree, count: int) -> PyTree:
+    def after(self, result: PyTree, count: int) -> PyTree:
         """The merged leaf, from what was reduced."""
         match self.how:
             case "mean":
-                return after_sum(made, self.new.dtype, count)
+                return after_sum(result, self.new.dtype, count)
             case "sum":
-                return (widened(self.old) + made).astype(self.old.dtype)
+                return (widened(self.old) + result).astype(self.old.dtype)
             case _:
-                return made
+                return result
 
 
 # A mean is a sum that is divided. So both may travel together.
@@ -217,8 +252,14 @@ _REDUCED_BY: Mapping[str, Callable[..., list[PyTree]]] = {
 
 def reduced(writes: Sequence[Write]) -> list[PyTree]:
     """The instances' values, merged: those that go over the same axes by the same reduction together."""
-    made = [write.parts() for write in writes]
-    parts = [part for own, _ in made for part in own]
+    treedefs: list[PyTreeDef] = []
+    parts: list[_Part] = []
+    for write in writes:
+        leaves, treedef = tree_util.tree_flatten(write.value)
+        olds = write.olds(leaves, treedef)
+        columns = zip(leaves, olds, write.over, strict=True)
+        parts += [_Part(write.how, *column) for column in columns]
+        treedefs.append(treedef)
     merged: list[PyTree] = [part.new for part in parts]
     groups: dict[tuple[Callable[..., list[PyTree]], tuple[AxisName, ...]], list[int]] = {}
     for k, part in enumerate(parts):
@@ -229,44 +270,40 @@ def reduced(writes: Sequence[Write]) -> list[PyTree]:
         done = reduction([parts[k].before(count) for k in at], over)
         for k, x in zip(at, done, strict=True):
             merged[k] = parts[k].after(x, count)
-    leaves = iter(merged)
-    return [treedef.unflatten([next(leaves) for _ in own]) for own, treedef in made]
+    left = iter(merged)
+    return [treedef.unflatten(itertools.islice(left, treedef.num_leaves)) for treedef in treedefs]
 
 
 def resharded(value: Leaf, how: str, count: int) -> np.ndarray:
     """The values of shards, reduced to `count` values; one of each is on the first axis."""
     old = np.asarray(value)
     if how in ("max", "min"):
-        one = old.max(axis=0) if how == "max" else old.min(axis=0)
+        merged = old.max(axis=0) if how == "max" else old.min(axis=0)
     elif jnp.issubdtype(old.dtype, np.integer):
-        one = old.sum(axis=0, dtype=old.dtype)
+        merged = old.sum(axis=0, dtype=old.dtype)
     else:
         wide = np.complex128 if jnp.issubdtype(old.dtype, np.complexfloating) else np.float64
         total = old.astype(wide).sum(axis=0)
-        one = (total / len(old) if how == "mean" else total).astype(old.dtype)
+        merged = (total / len(old) if how == "mean" else total).astype(old.dtype)
     new = np.zeros((count, *old.shape[1:]), old.dtype)
-    new[: 1 if how == "sum" else count] = one
+    new[: 1 if how == "sum" else count] = merged
     return new
 
 
 def check_reducible(value: PyTree, how: Reduce) -> None:
     """Refuse a named policy that has no meaning for a dtype."""
+    if not isinstance(how, str):
+        return
     for leaf in jax.tree_util.tree_leaves(value):
-        if isinstance(how, str):
-            _check_dtype(leaf.dtype, how)
-
-
-def _check_dtype(dtype: Dtype, how: str) -> None:
-    allowed: tuple[Leaf, ...]
-    match how:
-        case "mean":
-            allowed = (np.inexact,)
-        case "sum":
-            allowed = (np.number,)
-        case _:
-            allowed = (np.integer, np.floating)
-    if not any(jnp.issubdtype(dtype, kind) for kind in allowed):
-        raise _cannot_reduce(how, dtype)
+        if not any(jnp.issubdtype(leaf.dtype, kind) for kind in REDUCTIONS[how]):
+            fun = "a function `(old, new, axis_names) -> value`"
+            remedy = {
+                "mean": f"Use reduce='sum', 'max' or 'min' for integers, or {fun}.",
+                "sum": f"Use an integer with reduce='max' or 'min' instead, or {fun}.",
+            }.get(how, f"Use {fun}.")
+            raise StatemeshError(
+                f"reduce={how!r} cannot merge values of dtype {leaf.dtype}. {remedy}"
+            )
 
 
 def _is_alike(old: PyTree, new: PyTree) -> bool:
@@ -280,84 +317,5 @@ def _is_alike(old: PyTree, new: PyTree) -> bool:
     )
 
 
-def _conformed(label: str, path: KeyPath, before: PyTree, after: PyTree) -> PyTree:
-    try:
-        return _in_dtype_of(before, after)
-    except OverflowError:
-        raise _number_too_large(label, path, after, before.dtype) from None
-
-
-def _in_dtype_of(before: PyTree, after: PyTree) -> PyTree:
-    """`after` in the dtype of `before` where it is a scalar or a weak array that fits it."""
-    if is_key(before) or not _gives_way(after):
-        return strong(after)
-    fits = jnp.result_type(before, after) == before.dtype
-    if not fits and isinstance(after, int | float) and np.isfinite(after):
-        fits = bool(np.asarray(after).astype(before.dtype) == after)
-    return jnp.asarray(after, dtype=before.dtype) if fits else strong(after)
-
-
-def _gives_way(leaf: Leaf) -> bool:
-    if isinstance(leaf, jax.Array):
-        return bool(getattr(leaf, "weak_type", False))
-    return not isinstance(leaf, np.ndarray | np.generic)
-
-
 def _value_path(path: KeyPath) -> str:
     return "value" + path_str(path, " ")[1:]
-
-
-def _bad_state_value(bad: Sequence[tuple[KeyPath, object]]) -> TypeError:
-    items = [
-        f"{_value_path(path)} is {describe(leaf)} ({type(leaf).__name__})" for path, leaf in bad
-    ]
-    mend = "Keep values that are not arrays in a field of the Module that holds the State."
-    if any(is_state(leaf) for _, leaf in bad):
-        mend = (
-            "A State cannot hold a State. Put the inner value in: `State(inner.value)`; or keep the two "
-            "side by side in a Module."
-        )
-    return error_listing(TypeError, "a State's value is a pytree of arrays, but", items, mend)
-
-
-def _cannot_reduce(how: str, dtype: object) -> StatemeshError:
-    other = "a function `(old, new, axis_names) -> value`"
-    mend = {
-        "mean": f"Use reduce='sum', 'max' or 'min' for integers, or {other}.",
-        "sum": f"Use an integer with reduce='max' or 'min' instead, or {other}.",
-    }.get(how, f"Use {other}.")
-    return StatemeshError(f"reduce={how!r} cannot merge values of dtype {dtype}. {mend}")
-
-
-def _set_structure(label: str, old: PyTreeDef, new: PyTreeDef) -> StructureError:
-    return StructureError(
-        f"{label}: the new value has a different tree structure.\n  old: {old}\n  new: {new}\n"
-        "To change the structure on purpose, use `state.replace(value=...)`."
-    )
-
-
-def _set_differs(label: str, differ: Sequence[tuple[KeyPath, object, object]]) -> StructureError:
-    items = [
-        f"{_value_path(path)}: was {describe(old)}, is {describe(new)}" for path, old, new in differ
-    ]
-    mend = "Cast or reshape it; to change it on purpose, use `state.replace(value=...)`."
-    return error_listing(
-        StructureError, f"{label}: the new value has a different shape or dtype", items, mend
-    )
-
-
-def _number_too_large(label: str, path: KeyPath, value: object, dtype: Any) -> StructureError:
-    finfo: Any = jax.numpy.finfo
-    info: Any = np.iinfo(dtype) if np.issubdtype(dtype, np.integer) else finfo(dtype)
-    return StructureError(
-        f"{label}: {_value_path(path)} is {describe(value)}, which does not fit into {dtype} "
-        f"({info.min} to {info.max}). Give the state a dtype that holds it, as in State(jnp.float32(0))."
-    )
-
-
-def _no_old_value(label: str, old: PyTreeDef, new: PyTreeDef) -> StructureError:
-    return StructureError(
-        f"{label}: reduce='sum' adds the shards' increments to the old value, but the new value has a "
-        f"different tree structure.\n  old: {old}\n  new: {new}\nKeep the structure, or merge with a "
-        "function: reduce=lambda old, new, axis_names: jax.lax.psum(new, axis_names)."
-    )

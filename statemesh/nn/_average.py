@@ -8,15 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._axes._mesh_and_lanes import bound_names, known_same, total
-from .._base import _errors as errors
 from .._base._checks import check_flag, check_names
 from .._base._trees import is_state, unpacked
-from .._base._types import Dtype, Filter, Leaf, PyTree, SeveralAxes
+from .._base._types import Array, Dtype, Filter, Leaf, PyTree, SeveralAxes
 from .._call._packed import packed_as
 from .._grad import trainable
 from .._state._module import Module, field
 from .._state._state import LongTermState, ShortTermState
-from ._running import AveragedWeights, RunningMean, check_alike, check_number, check_numeric, moved
+from ._running import (
+    AveragedWeights,
+    RunningMean,
+    bad_setting,
+    check_alike,
+    check_number,
+    check_numeric,
+    moved,
+)
 
 
 class Average(Module):
@@ -60,7 +67,7 @@ class Average(Module):
 
         - `values`: a pytree like the example: this shard's, such as means over its rows.
         - `weight`: how much they count, a number that is not negative: for means over rows the number of
-            these. With 0 they do not count whatever they are. A negative one that is an array of JAX's makes
+            these. With 0 they do not count whatever they are. A negative one that is a JAX array makes
             the mean NaN.
 
         **Returns:** `(mean, layer)`: the mean of all values so far, of all shards; 0 while nothing counts.
@@ -97,9 +104,7 @@ class Average(Module):
     def _checked(self, values: PyTree, weight_shape: tuple[int, ...]) -> PyTree:
         """The values as arrays of the dtypes of the means."""
         if weight_shape:
-            raise errors.bad_setting(
-                "Average", "weight.shape", weight_shape, "that of a number, ()"
-            )
+            raise bad_setting("Average", "weight.shape", weight_shape, "that of a number, ()")
         means = self.running.value["mean"]
         check_alike("Average", "values", means, values)
         return jax.tree.map(lambda mean, x: jnp.asarray(x, mean.dtype), means, values)
@@ -148,10 +153,13 @@ class EMA(Module):
     ) -> None:
         check_flag("EMA", "debias", debias)
         check_number("EMA", "decay", decay, lambda decay: 0 < decay < 1, "above 0 and below 1")
-        first = _from_zero if debias else _from_value
-        self.averages = jax.tree.map(
-            lambda unit: _average_of(unit, first), trainable(unpacked(model), wrt), is_leaf=is_state
-        )
+        first: Callable[..., Array] = jnp.zeros_like if debias else jnp.array
+
+        def average(unit: PyTree) -> AveragedWeights:
+            value = jax.tree.map(lambda x: first(x, _wide(jnp.result_type(x))), _bare(unit))
+            return AveragedWeights(value, spec=unit.spec if is_state(unit) else None)
+
+        self.averages = jax.tree.map(average, trainable(unpacked(model), wrt), is_leaf=is_state)
         self.count = LongTermState(0) if debias else None
         self.decay = decay
         self.wrt = wrt
@@ -168,20 +176,15 @@ class EMA(Module):
 
         **Raises:** `StructureError` for a model of another structure.
         """
-        given, model, new = self._taken(model)
+        original, model, new = self._taken(model)
         count, rate = self.count, jnp.asarray(1 - self.decay)
         if count is not None:
             count = count.set(count.value + 1)
             # 1 - decay**count, without losing digits to a decay close to 1.
             rate = rate / -jnp.expm1(count.value * math.log(self.decay))
-
-        def step(average: LongTermState, unit: PyTree) -> LongTermState:
-            one = lambda old, x: moved(old, jnp.asarray(x, old.dtype), rate).astype(old.dtype)
-            return average.set(jax.tree.map(one, average.value, _bare(unit)))
-
-        averages = jax.tree.map(step, self.averages, new, is_leaf=is_state)
+        averages = self._with(new, lambda old, x: moved(old, x, rate).astype(old.dtype))
         averaged = jax.tree.map(_put, averages, model, is_leaf=_is_unit)
-        return packed_as(averaged, given), self.replace(averages=averages, count=count)
+        return packed_as(averaged, original), self.replace(averages=averages, count=count)
 
     def averaged(self, model: PyTree) -> PyTree:
         """A model with the averages so far in place of its weights, which do not count: to evaluate it.
@@ -206,25 +209,29 @@ class EMA(Module):
 
             ```
         """
-        given, model, new = self._taken(model)
+        original, model, new = self._taken(model)
         averages = self.averages
         if self.count is not None:
             empty = self.count.value == 0
+            averages = self._with(new, lambda old, x: jnp.where(empty, x, old))
+        return packed_as(jax.tree.map(_put, averages, model, is_leaf=_is_unit), original)
 
-            def filled(average: LongTermState, unit: PyTree) -> LongTermState:
-                one = lambda old, x: jnp.where(empty, jnp.asarray(x, old.dtype), old)
-                return average.set(jax.tree.map(one, average.value, _bare(unit)))
+    def _with(self, new: PyTree, fun: Callable[[Array, Array], Array]) -> PyTree:
+        """The averages with `fun(average, x)` in place of each, of the weight `x` in its dtype."""
 
-            averages = jax.tree.map(filled, averages, new, is_leaf=is_state)
-        return packed_as(jax.tree.map(_put, averages, model, is_leaf=_is_unit), given)
+        def step(average: LongTermState, unit: PyTree) -> LongTermState:
+            each = lambda old, x: fun(old, jnp.asarray(x, old.dtype))
+            return average.set(jax.tree.map(each, average.value, _bare(unit)))
+
+        return jax.tree.map(step, self.averages, new, is_leaf=is_state)
 
     def _taken(self, model: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         """The model as it was given, unpacked, and what is averaged of it."""
-        given, model = model, unpacked(model)
+        original, model = model, unpacked(model)
         new = trainable(model, self.wrt)
         bare = (jax.tree.map(_bare, tree, is_leaf=is_state) for tree in (self.averages, new))
         check_alike("EMA", "model", *bare)
-        return given, model, new
+        return original, model, new
 
 
 def _wide(dtype: Dtype) -> Dtype:
@@ -233,19 +240,6 @@ def _wide(dtype: Dtype) -> Dtype:
 
 def _bare(unit: PyTree) -> PyTree:
     return unit.value if is_state(unit) else unit
-
-
-def _from_value(x: Leaf) -> jax.Array:
-    return jnp.array(x, _wide(jnp.result_type(x)))
-
-
-def _from_zero(x: Leaf) -> jax.Array:
-    return jnp.zeros_like(x, _wide(jnp.result_type(x)))
-
-
-def _average_of(unit: PyTree, first: Callable[[Leaf], jax.Array]) -> AveragedWeights:
-    value = jax.tree.map(first, _bare(unit))
-    return AveragedWeights(value, spec=unit.spec if is_state(unit) else None)
 
 
 def _is_unit(node: PyTree) -> bool:

@@ -9,12 +9,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._axes._mesh_and_lanes import bound_names, known_same, total
-from .._base import _errors as errors
 from .._base._checks import check_flag, check_names
-from .._base._errors import (
-    StatemeshError,
-    counted,
-)
+from .._base._errors import StatemeshError, counted
 from .._base._trees import describe
 from .._base._types import AxisName, Dtype, Leaf, PyTree, SeveralAxes
 from .._state._module import Module, field
@@ -22,7 +18,9 @@ from .._state._state import BatchState, ParamState
 from ._running import (
     ExactStatistics,
     MovingStatistics,
+    bad_shape,
     check_floating,
+    check_has_axis,
     check_int,
     check_number,
     check_sizes,
@@ -193,45 +191,62 @@ class BatchNorm(Module):
                 "BatchNorm", "count", count, lambda count: count >= 0, "a number, 0 or more"
             )
         if count is None and self.momentum is None:
-            raise _count_required("BatchNorm")
-        given = {"count": old["count"] if count is None else count, "mean": mean, "var": var}
-        for name, x in given.items():
+            raise StatemeshError(
+                "BatchNorm: with momentum=None all values count the same, whenever they were seen, so "
+                "with_statistics must know how many values these are of: `with_statistics(mean, var, "
+                "count=...)`."
+            )
+        statistics = {"count": old["count"] if count is None else count, "mean": mean, "var": var}
+        for name, x in statistics.items():
             if np.shape(x) != old[name].shape:
                 wanted = f"of shape {old[name].shape}"
                 why = "one for all" if name == "count" else "one number for each channel"
-                raise errors.bad_shape("BatchNorm", name, jnp.asarray(x), wanted, why)
+                raise bad_shape("BatchNorm", name, jnp.asarray(x), wanted, why)
         # Copies: donating the layer must not delete the caller's arrays.
-        made = {name: jnp.array(x, old[name].dtype) for name, x in given.items()}
-        return self.replace(running=made)
+        running = {name: jnp.array(x, old[name].dtype) for name, x in statistics.items()}
+        return self.replace(running=running)
 
     def _check(self, x: jax.Array) -> None:
         check_floating("BatchNorm", x)
         axis, size = self.channel_axis, len(self.running.value["mean"])
-        if not -x.ndim <= axis < x.ndim:
-            raise errors.no_such_array_axis("BatchNorm", "channel_axis", axis, x)
+        check_has_axis("BatchNorm", "channel_axis", axis, x)
         if x.shape[axis] != size:
-            raise _channels_differ("BatchNorm", x, axis, size)
+            raise StatemeshError(
+                f"BatchNorm: x is {describe(x)} with {counted(x.shape[axis], 'channel')} on axis {axis}, but "
+                f"the layer holds {size}. Make the layer for as many, or name the axis of the channels by "
+                "channel_axis."
+            )
 
     def _of_batch(
         self, x: jax.Array, where: Leaf, names: tuple[AxisName, ...]
     ) -> dict[str, PyTree]:
         """Count, mean and biased variance of the global batch."""
         if not x.size:
-            raise _no_rows("BatchNorm", x)
+            raise StatemeshError(
+                f"BatchNorm: x is {describe(x)}, and no rows have no mean. Give every shard at least one "
+                "row: if rows do not divide evenly, pad them, and mark with `where` which of them count."
+            )
         if x.ndim == 1 and not names:
-            raise _single_row("BatchNorm", x)
+            raise StatemeshError(
+                f"BatchNorm: x is {describe(x)}, a single row, which has no statistics. Give the layer all "
+                "rows at once; or name the axis that they are mapped over, in the layer and in the map: "
+                "axis_name='rows'."
+            )
         axis = self.channel_axis % x.ndim
         others = tuple(i for i in range(x.ndim) if i != axis)
         counts = jnp.ones((), bool) if where is None else jnp.asarray(where)
         lead = counts.ndim
         if counts.dtype != bool or counts.shape != x.shape[:lead] or lead > axis:
-            raise _bad_mask("BatchNorm", counts, x, self.channel_axis)
+            raise StatemeshError(
+                f"BatchNorm: where is {describe(counts)}, but must be bool and have the leading axes of x, "
+                f"which is {describe(x)} with its channels on axis {self.channel_axis}."
+            )
         x = x.astype(jnp.promote_types(x.dtype, self.running.value["mean"].dtype))
         # The number of values of a channel for which one entry of the mask counts.
         each = x.size // x.shape[axis] // counts.size
         counts = counts.reshape(counts.shape + (1,) * (x.ndim - lead))
-        own = (counts.sum().astype(x.dtype) * each, jnp.where(counts, x, 0).sum(others))
-        count, sums = total(own, names)
+        of_shard = (counts.sum().astype(x.dtype) * each, jnp.where(counts, x, 0).sum(others))
+        count, sums = total(of_shard, names)
         mean = sums / jnp.maximum(count, 1)
         # In a second pass, because the mean of squares minus the square of the mean loses all digits where
         # the mean is large.
@@ -251,15 +266,15 @@ class BatchNorm(Module):
             rate = new["count"] / jnp.maximum(count, 1)
         else:
             rate = jnp.where(new["count"] > 0, 1 - self.momentum, 0)
-        made = {
+        running = {
             "count": count,
             **{name: moved(old[name], new[name], rate) for name in ("mean", "var")},
         }
         if self.momentum is None:
             # Merged like count, mean and M2: the two variances alone do not show how far apart the means are.
             between = (new["mean"] - old["mean"]) ** 2 * rate * (1 - rate)
-            made["var"] = made["var"] + jnp.where(rate < 1, between, 0)
-        return {name: x.astype(old[name].dtype) for name, x in made.items()}
+            running["var"] = running["var"] + jnp.where(rate < 1, between, 0)
+        return {name: x.astype(old[name].dtype) for name, x in running.items()}
 
     def _normalised(self, x: jax.Array, by: dict[str, PyTree]) -> jax.Array:
         y = (x - self._along(by["mean"], x)) * self._along(jax.lax.rsqrt(by["var"] + self.eps), x)
@@ -271,38 +286,3 @@ class BatchNorm(Module):
         """One entry for each channel, in the place of the channels of `x`."""
         axis = self.channel_axis % x.ndim
         return jnp.expand_dims(channels, [i for i in range(x.ndim) if i != axis])
-
-
-def _channels_differ(layer: str, x: jax.Array, axis: int, size: int) -> StatemeshError:
-    return StatemeshError(
-        f"{layer}: x is {describe(x)} with {counted(x.shape[axis], 'channel')} on axis {axis}, but the layer "
-        f"holds {size}. Make the layer for as many, or name the axis of the channels by channel_axis."
-    )
-
-
-def _no_rows(layer: str, x: jax.Array) -> StatemeshError:
-    return StatemeshError(
-        f"{layer}: x is {describe(x)}, and no rows have no mean. Give every shard at least one row: if rows "
-        "do not divide evenly, pad them, and mark with `where` which of them count."
-    )
-
-
-def _single_row(layer: str, x: jax.Array) -> StatemeshError:
-    return StatemeshError(
-        f"{layer}: x is {describe(x)}, a single row, which has no statistics. Give the layer all rows at "
-        "once; or name the axis that they are mapped over, in the layer and in the map: axis_name='rows'."
-    )
-
-
-def _bad_mask(layer: str, mask: jax.Array, x: jax.Array, axis: int) -> StatemeshError:
-    return StatemeshError(
-        f"{layer}: where is {describe(mask)}, but must be bool and have the leading axes of x, which is "
-        f"{describe(x)} with its channels on axis {axis}."
-    )
-
-
-def _count_required(layer: str) -> StatemeshError:
-    return StatemeshError(
-        f"{layer}: with momentum=None all values count the same, whenever they were seen, so with_statistics "
-        "must know how many values these are of: `with_statistics(mean, var, count=...)`."
-    )

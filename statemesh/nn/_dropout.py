@@ -5,12 +5,11 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from .._base import _errors as errors
 from .._base._checks import check_flag, check_names
 from .._base._types import Array, Leaf, SeveralAxes
 from .._state._module import Module, field
 from .._state._random import RandomState
-from ._running import check_floating, check_int, check_number, in_inference
+from ._running import check_floating, check_has_axis, check_int, check_number, in_inference
 
 
 class Dropout(Module):
@@ -97,8 +96,7 @@ class Dropout(Module):
         if axis is None:
             (key,), rng = self.rng.rows(1, self.axis_name)
             return jax.random.bernoulli(key, 1 - self.rate, x.shape), rng
-        if not -x.ndim <= axis < x.ndim:
-            raise errors.no_such_array_axis("Dropout", "row_axis", axis, x)
+        check_has_axis("Dropout", "row_axis", axis, x)
         keys, rng = self.rng.rows(shape.pop(axis), self.axis_name)
         draw: Callable[..., Array] = jax.vmap(
             lambda key: jax.random.bernoulli(key, 1 - self.rate, shape), out_axes=axis

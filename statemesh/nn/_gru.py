@@ -7,15 +7,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from .._base import _errors as errors
 from .._base._checks import check_flag
-from .._base._errors import (
-    StatemeshError,
-)
+from .._base._errors import StatemeshError
 from .._base._types import Array, Dtype, Leaf, SpecTree
 from .._state._module import Module, field
 from .._state._state import HiddenState
-from ._running import check_sizes
+from ._running import bad_shape, check_sizes
 
 
 G = TypeVar("G", bound="GRUCell")
@@ -97,11 +94,14 @@ class GRUCell(Module):
         **Raises:** `StatemeshError` where there is no hidden value yet, or inputs of another shape.
         """
         if self.hidden is None:
-            raise _no_hidden_value("GRUCell")
+            raise StatemeshError(
+                "GRUCell has no hidden value yet. Make it with `init_state(batch_size)`, or those of a "
+                "whole model with `model.init_all_states(batch_size=...)`."
+            )
         x, hidden = jnp.asarray(x), self.hidden.value
         if x.shape != (wanted := (*hidden.shape[:-1], self.cell.input_size)):
             why = f"the hidden value is of shape {hidden.shape}"
-            raise errors.bad_shape("GRUCell", "x", x, f"of shape {wanted}", why)
+            raise bad_shape("GRUCell", "x", x, f"of shape {wanted}", why)
         step: Callable[..., Array] = self.cell
         for _ in hidden.shape[:-1]:
             step = jax.vmap(step)
@@ -113,10 +113,3 @@ class GRUCell(Module):
         if self.hidden is None:
             return self
         return self.replace(hidden=jnp.zeros_like(self.hidden.value))
-
-
-def _no_hidden_value(layer: str) -> StatemeshError:
-    return StatemeshError(
-        f"{layer} has no hidden value yet. Make it with `init_state(batch_size)`, or those of a whole model "
-        "with `model.init_all_states(batch_size=...)`."
-    )

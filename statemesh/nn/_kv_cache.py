@@ -7,16 +7,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .._axes._mesh_and_lanes import bound_names, shard_index
-from .._base import _errors as errors
 from .._base._checks import check_names
-from .._base._errors import (
-    StatemeshError,
-    counted,
-)
+from .._base._errors import StatemeshError, counted
 from .._base._types import Array, Dtype, Leaf, SeveralAxes
 from .._state._module import Module, field
 from .._state._state import ShortTermState
-from ._running import check_sizes
+from ._running import bad_shape, check_sizes
 
 
 K = TypeVar("K", bound="KVCache")
@@ -102,9 +98,12 @@ class KVCache(Module):
         tokens, mine = len(keys), self._own_slots()
         if len(values) != tokens:
             why = f"keys hold {tokens}"
-            raise errors.bad_shape("KVCache", "values", values, f"{tokens} tokens", why)
+            raise bad_shape("KVCache", "values", values, f"{tokens} tokens", why)
         if tokens > self.capacity:
-            raise _too_many_tokens("KVCache", tokens, self.capacity)
+            raise StatemeshError(
+                f"KVCache: {counted(tokens, 'token')} at once do not fit into a capacity of {self.capacity}: "
+                "some would overwrite others. Write them in several calls."
+            )
         positions = start + jnp.arange(tokens)
         # Slots of other shards get an index past the end, which `mode="drop"` ignores.
         at = positions % self.capacity - mine[0]
@@ -127,15 +126,15 @@ class KVCache(Module):
     def init_state(self: K) -> K:
         """As `reset`, but with new states: `vmap2_new_states` then makes a cache for each sequence."""
         empty = self.reset()
-        made = [ShortTermState(old.value, spec=old.spec) for old in (empty.slots, empty.position)]
-        return self.replace(slots=made[0], position=made[1])
+        states = [ShortTermState(old.value, spec=old.spec) for old in (empty.slots, empty.position)]
+        return self.replace(slots=states[0], position=states[1])
 
     def _checked(self, what: str, x: Leaf) -> jax.Array:
         x, buffer = jnp.asarray(x), self.slots.value[what]
         if x.ndim != 3 or x.shape[1:] != buffer.shape[1:] or not len(x):
             heads, dim = buffer.shape[1:]
             why = "one token at least, in the heads and the size of the cache"
-            raise errors.bad_shape("KVCache", what, x, f"(tokens, {heads}, {dim})", why)
+            raise bad_shape("KVCache", what, x, f"(tokens, {heads}, {dim})", why)
         return x.astype(buffer.dtype)
 
     def _own_slots(self) -> jax.Array:
@@ -144,20 +143,9 @@ class KVCache(Module):
         local = len(self.slots.value["keys"])
         shards = int(jax.lax.psum(1, names)) if names else 1
         if local * shards != self.capacity:
-            raise _slots_unnamed("KVCache", local, shards, self.capacity)
+            raise StatemeshError(
+                f"KVCache: {counted(local, 'slot')} in each of {counted(shards, 'shard')} (by axis_name) "
+                f"make {local * shards}, but the capacity is {self.capacity}. Name the mesh axes that split "
+                "the slots, and no others: KVCache(..., spec=P('data'), axis_name='data')."
+            )
         return shard_index("KVCache", self.axis_name) * local + jnp.arange(local)
-
-
-def _too_many_tokens(layer: str, tokens: int, capacity: int) -> StatemeshError:
-    return StatemeshError(
-        f"{layer}: {counted(tokens, 'token')} at once do not fit into a capacity of {capacity}: some would "
-        "overwrite others. Write them in several calls."
-    )
-
-
-def _slots_unnamed(layer: str, local: int, shards: int, capacity: int) -> StatemeshError:
-    return StatemeshError(
-        f"{layer}: {counted(local, 'slot')} in each of {counted(shards, 'shard')} (by axis_name) make "
-        f"{local * shards}, but the capacity is {capacity}. Name the mesh axes that split the slots, and no "
-        "others: KVCache(..., spec=P('data'), axis_name='data')."
-    )

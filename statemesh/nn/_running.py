@@ -1,8 +1,7 @@
 """Running statistics, merged where several microbatches wrote them, and checks that layers share."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any
 
@@ -10,14 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from .._axes._mesh_and_lanes import meshes_and_lanes, psum
-from .._base import _errors as errors
 from .._base._checks import is_array_or_number, is_shaped
-from .._base._errors import (
-    StatemeshError,
-    StructureError,
-    error_listing,
-    typed_str,
-)
+from .._base._errors import StatemeshError, StructureError, error_listing, typed_str
 from .._base._trees import describe, path_str
 from .._base._types import Array, AxisName, Leaf, PyTree, Reduce, SpecTree, Tags, Text
 from .._jax import _compat as compat
@@ -27,37 +20,58 @@ from .._state._values import Meta, Write, reduced
 
 
 def check_number(
-    layer: str, argument: str, value: object, fits: Callable[[Any], bool], expected: str
+    layer: str,
+    argument: str,
+    value: object,
+    fits: Callable[[Any], bool],
+    expected: str,
+    kind: type = Real,
 ) -> None:
-    """Refuse a setting that is no real number, or not in its range."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not fits(value):
-        raise errors.bad_setting(layer, argument, value, expected)
+    """Refuse a setting that is no number of this kind, or not in its range."""
+    if isinstance(value, bool) or not isinstance(value, kind) or not fits(value):
+        raise bad_setting(layer, argument, value, expected)
 
 
 def check_sizes(layer: str, **sizes: object) -> None:
     """Refuse sizes that are not positive ints."""
     for argument, size in sizes.items():
-        check_int(layer, argument, size, "a positive int", least=1)
+        check_number(layer, argument, size, lambda size: size > 0, "a positive int", Integral)
 
 
-def check_int(
-    layer: str, argument: str, value: object, expected: str, least: int | float = -math.inf
-) -> None:
-    """Refuse a value that is not an int, or that is below `least`."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise errors.bad_setting(layer, argument, value, expected)
+def check_int(layer: str, argument: str, value: object, expected: str) -> None:
+    """Refuse a setting that is no int."""
+    check_number(layer, argument, value, lambda value: True, expected, Integral)
+
+
+def check_has_axis(layer: str, argument: str, axis: int, x: jax.Array) -> None:
+    if not -x.ndim <= axis < x.ndim:
+        raise StatemeshError(
+            f"{layer}: {argument}={axis}, but x is {describe(x)} and has no such axis."
+        )
+
+
+def bad_setting(layer: str, argument: str, value: object, expected: str) -> StatemeshError:
+    return StatemeshError(f"{layer}: {argument}={value!r}, but it must be {expected}.")
+
+
+def bad_shape(layer: str, what: str, x: object, expected: str, why: str) -> StatemeshError:
+    return StatemeshError(f"{layer}: {what} is {describe(x)}, but must be {expected}: {why}.")
 
 
 def check_floating(layer: str, x: jax.Array) -> None:
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise _not_floating(layer, x)
+        raise TypeError(
+            f"{layer}: x is {describe(x)}, but must hold floating numbers: `x.astype(jnp.float32)`."
+        )
 
 
 def check_numeric(layer: str, what: str, tree: PyTree) -> None:
     """Refuse a tree, which the user calls `what`, with leaves that are neither arrays nor numbers."""
     for path, leaf in tree_util.tree_flatten_with_path(tree)[0]:
         if not is_numeric(leaf):
-            raise _not_numeric(layer, path_str(path, what), leaf)
+            raise StatemeshError(
+                f"{layer}: {path_str(path, what)} is {typed_str(leaf)}, but must be an array or a number."
+            )
 
 
 def is_numeric(leaf: Leaf) -> bool:
@@ -72,20 +86,26 @@ def check_alike(layer: str, what: str, old: PyTree, new: PyTree) -> None:
         for tree in (old, new)
     )
     if bad := [
-        (path, then.get(path), now.get(path))
+        f"{path}: was {describe(then[path]) if path in then else 'nothing'}, "
+        f"is {describe(now[path]) if path in now else 'nothing'}"
         for path in {**then, **now}
         if path not in then
         or path not in now
         or not is_numeric(now[path])
         or jnp.shape(then[path]) != jnp.shape(now[path])
     ]:
-        raise _values_differ(layer, what, bad)
+        head = f"{layer}: {what} must hold arrays of the shapes that the layer was made with"
+        raise error_listing(StructureError, head, bad)
 
 
 def in_inference(layer: PyTree) -> bool:
     """Whether the layer is in inference. It cannot be traced, because it decides what is computed."""
     if compat.is_tracer(layer.inference):
-        raise _inference_is_traced(type(layer).__name__)
+        raise TypeError(
+            f"{type(layer).__name__}: `inference` is traced here, but must be True or False. jax.jit, scan "
+            "and grad trace the Python numbers in a model. Give them only its arrays: `arrays, rest = "
+            "equinox.partition(model, equinox.is_array)`, or use equinox.filter_jit."
+        )
     return bool(layer.inference)
 
 
@@ -183,11 +203,11 @@ class MovingStatistics(BatchState):
         if old is None:
             return self
         before, after = old.value, self.value
-        own = _along(after["count"] - before["count"], after["mean"])
-        total = _summed(own, axis_names)
+        count = _along(after["count"] - before["count"], after["mean"])
+        total = _summed(count, axis_names)
 
         def mean(x: Array) -> Array:
-            return _summed(jnp.where(own > 0, x * own, 0), axis_names) / jnp.maximum(total, 1)
+            return _summed(jnp.where(count > 0, x * count, 0), axis_names) / jnp.maximum(total, 1)
 
         moved = mean(after["mean"])
         rate = 1 - self._momentum.kept
@@ -195,8 +215,8 @@ class MovingStatistics(BatchState):
         # are.
         apart = mean((after["mean"] - moved) ** 2) / rate if rate else 0
         new = {"mean": moved, "var": mean(after["var"]) + apart}
-        made = {name: jnp.where(total > 0, x, before[name]) for name, x in new.items()}
-        return self.set({"count": before["count"] + total.reshape(before["count"].shape), **made})
+        merged = {name: jnp.where(total > 0, x, before[name]) for name, x in new.items()}
+        return self.set({"count": before["count"] + total.reshape(before["count"].shape), **merged})
 
 
 _set_momentum = MovingStatistics.__dict__["_momentum"].__set__
@@ -216,18 +236,18 @@ class ExactStatistics(BatchState):
             return self
         before, after = old.value, self.value
         first, last = (_along(each["count"], each["mean"]) for each in (before, after))
-        own = last - first
-        total = first + _summed(own, axis_names)
+        count = last - first
+        total = first + _summed(count, axis_names)
         whole = jnp.maximum(total, 1)
         shift = (after["mean"] - before["mean"]) * last
         mean = before["mean"] + _summed(shift, axis_names) / whole
         # The statistics of the rows of this microbatch alone, from those with the earlier rows.
-        own_mean = before["mean"] + shift / jnp.maximum(own, 1)
-        share = first * own / jnp.maximum(last, 1)
+        own_mean = before["mean"] + shift / jnp.maximum(count, 1)
+        share = first * count / jnp.maximum(last, 1)
         m2 = before["var"] * first
         own_m2 = after["var"] * last - m2 - share * (own_mean - before["mean"]) ** 2
         m2 = m2 + first * (before["mean"] - mean) ** 2
-        m2 = m2 + _summed(own_m2 + own * (own_mean - mean) ** 2, axis_names)
+        m2 = m2 + _summed(own_m2 + count * (own_mean - mean) ** 2, axis_names)
         var = jnp.where(total > 0, m2 / whole, before["var"])
         return self.set({"count": total.reshape(before["count"].shape), "mean": mean, "var": var})
 
@@ -241,38 +261,3 @@ def _summed(x: Array, axis_names: tuple[AxisName, ...]) -> Array:
 def _along(number: Array, x: Array) -> Array:
     """A number, in the shape in which it multiplies `x`. Layers that are stacked have one each."""
     return number.reshape(number.shape + (1,) * (x.ndim - number.ndim))
-
-
-def _inference_is_traced(layer: str) -> TypeError:
-    return TypeError(
-        f"{layer}: `inference` is traced here, but must be True or False. jax.jit, scan and grad trace the "
-        "Python numbers in a model. Give them only its arrays: `arrays, rest = equinox.partition(model, "
-        "equinox.is_array)`, or use equinox.filter_jit."
-    )
-
-
-def _not_floating(layer: str, x: jax.Array) -> TypeError:
-    return TypeError(
-        f"{layer}: x is {describe(x)}, but must hold floating numbers: `x.astype(jnp.float32)`."
-    )
-
-
-def _not_numeric(layer: str, path: str, leaf: object) -> StatemeshError:
-    return StatemeshError(
-        f"{layer}: {path} is {typed_str(leaf)}, but must be an array or a number."
-    )
-
-
-def _values_differ(
-    layer: str, what: str, bad: Sequence[tuple[str, object, object]]
-) -> StructureError:
-    items = [
-        f"{path}: was {'nothing' if old is None else describe(old)}, "
-        f"is {'nothing' if new is None else describe(new)}"
-        for path, old, new in bad
-    ]
-    return error_listing(
-        StructureError,
-        f"{layer}: {what} must hold arrays of the shapes that the layer was made with",
-        items,
-    )

@@ -3,12 +3,11 @@
 import fnmatch
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import statemesh as sm
 
-from . import _budget_errors as errors
 from ._types import Fun, PyTree
 
 
@@ -92,130 +91,144 @@ def assert_budget(
         "moved": moved,
     }
     _check_limits(limits)
-    found = sm.explain(fun, *args, **kwargs)
+    explanation = sm.explain(fun, *args, **kwargs)
+    exchanges = [row for row in explanation.collectives if row.compiled != "removed"]
+    leaves = sorted(explanation.leaves, key=lambda row: -row.bytes)
     over: list[str] = []
     if collectives is not None:
-        over += _collectives(found, collectives)
-    endless = [one for one in _real(found) if one.unknown_loop and one.bytes]
+        over += _collectives(exchanges, collectives)
+    endless = [row for row in exchanges if row.unknown_loop and row.bytes]
     if bytes is not None and endless and bytes != math.inf:
-        over.append(errors.bytes_unknown(bytes, _lines(endless)))
-    elif bytes is not None and found.bytes > bytes:
-        over.append(errors.bytes_over("bytes sent", found.bytes, bytes, _lines(found.collectives)))
+        head = f"bytes sent: an unknown number where {bytes} B are allowed"
+        over.append(_listed(head, _lines(endless)))
+    elif bytes is not None and explanation.bytes > bytes:
+        over.append(_over("bytes sent", explanation.bytes, bytes, _lines(exchanges)))
     for what in ("peak", "allocated", "temporaries", "donated"):
         if limits[what] is not None:
-            over += _memory(found, what, limits[what])
-    rows = sorted(found.leaves, key=lambda row: -row.bytes)
-    total = sum(row.bytes for row in rows)
+            over += _memory(explanation, leaves, what, limits[what])
+    total = sum(row.bytes for row in leaves)
     if held is not None and total > held:
-        lines = [errors.held_line(row.path, row.bytes, row.enters, row.placed_by) for row in rows]
-        over.append(errors.bytes_over("bytes held", total, held, lines))
-    total = sum(row.moved for row in rows)
+        over.append(_over("bytes held", total, held, map(_held, leaves)))
+    total = sum(row.moved for row in leaves)
     if moved is not None and total > moved:
-        lines = [errors.moved_line(row.path, row.moved) for row in rows if row.moved]
-        over.append(errors.bytes_over("bytes moved", total, moved, lines))
+        lines = [f"{row.path}: {row.moved} B" for row in leaves if row.moved]
+        over.append(_over("bytes moved", total, moved, lines))
     if over:
-        raise errors.over_budget(found.name, over)
-    return found
+        head = f"{explanation.name}: the call is over its budget."
+        raise AssertionError("\n".join([head, *over]))
+    return explanation
 
 
 def _check_limits(limits: Mapping[str, Any]) -> None:
     if all(limit is None for limit in limits.values()):
-        raise errors.no_limit(list(limits))
+        raise ValueError(
+            "assert_budget: there is no limit, so nothing would be checked. Give at least one of "
+            f"{', '.join(limits)}. What the call takes now is in `explain(fun, *args)`."
+        )
     for name, limit in limits.items():
+        kinds = "a number"
+        if name == "collectives":
+            kinds = "a number, or a dictionary with a number for each cause"
         several = name == "collectives" and isinstance(limit, Mapping)
-        for one in limit.values() if several else [limit] if limit is not None else []:
-            if isinstance(one, bool) or not isinstance(one, numbers.Real):
-                raise errors.no_number(name, limit)
-            if float(one) < 0:
-                raise errors.below_zero(name, limit)
-
-
-def _real(found: sm.Explanation) -> list[Any]:
-    return [one for one in found.collectives if one.compiled != "removed"]
+        for number in limit.values() if several else [limit] if limit is not None else []:
+            if isinstance(number, bool) or not isinstance(number, numbers.Real):
+                raise TypeError(f"assert_budget: {name} is {limit!r}, but must be {kinds}.")
+            if float(number) < 0:
+                raise ValueError(
+                    f"assert_budget: {name} is {limit!r}, but no call takes less than 0."
+                )
 
 
 def _collectives(
-    found: sm.Explanation, allowed: int | float | Mapping[str, int | float]
+    exchanges: Sequence[Any], allowed: int | float | Mapping[str, int | float]
 ) -> list[str]:
-    real = _real(found)
-    if isinstance(allowed, Mapping):
-        groups: dict[str | None, list[Any]] = {}
-        most = allowed
-        for one in real:
-            groups.setdefault(_key(one, list(allowed)), []).append(one)
-    else:
-        groups = {"": real} if real else {}
-        most = {"": allowed}
+    limits = allowed if isinstance(allowed, Mapping) else {"": allowed}
+    groups: dict[str | None, list[Any]] = {}
+    for row in exchanges:
+        key = _key(row, list(limits)) if limits is allowed else ""
+        groups.setdefault(key, []).append(row)
     over = []
-    for key, ones in groups.items():
-        times = sum(one.times for one in ones)
-        room = 0 if key is None else most[key]
-        if any(one.unknown_loop for one in ones) and room != math.inf:
-            endless = [one for one in ones if one.unknown_loop]
-            over.append(errors.collectives_unknown(key, room, _lines(endless)))
-        elif times > room:
-            over.append(errors.collectives_over(key, times, room, _lines(ones)))
+    for key, rows in groups.items():
+        room = 0 if key is None else limits[key]
+        endless = [row for row in rows if row.unknown_loop and room != math.inf]
+        times = sum(row.times for row in rows)
+        if not endless and times <= room:
+            continue
+        if key is None:
+            number = ", in unknown number" if endless else f": {times}"
+            head = f"collectives that the budget does not name{number}"
+        else:
+            number = "an unknown number" if endless else f"{times}"
+            are = "is" if room == 1 else "are"
+            head = f"collectives{f' ({key})' if key else ''}: {number} where {room} {are} allowed"
+        over.append(_listed(head, _lines(endless or rows)))
     return over
 
 
-def _key(one: Any, keys: Sequence[str]) -> str | None:
+def _key(row: Any, keys: Sequence[str]) -> str | None:
     """The entry of a dictionary that gives a collective its number."""
-    exact = [key for key in (one.cause, one.operation) if key in keys]
+    exact = [key for key in (row.cause, row.operation) if key in keys]
     # Paths have brackets, which in a pattern would stand for one of several characters.
-    alike = [key for key in keys if fnmatch.fnmatchcase(one.cause, key.replace("[", "[[]"))]
+    alike = [key for key in keys if fnmatch.fnmatchcase(row.cause, key.replace("[", "[[]"))]
     return next(iter([*exact, *alike]), None)
 
 
-def _lines(collectives: Any) -> list[str]:
+def _lines(exchanges: Sequence[Any]) -> Iterator[str]:
     """One line for each collective, the largest first."""
-    ordered = sorted(collectives, key=lambda one: -one.bytes)
-    return [
-        errors.collective_line(
-            one.operation,
-            one.axes,
-            one.times,
-            one.unknown_loop,
-            one.bytes,
-            one.cause,
-            one.line,
-        )
-        for one in ordered
-        if one.compiled != "removed"
-    ]
+    for row in sorted(exchanges, key=lambda row: -row.bytes):
+        axes = f" over {', '.join(map(str, row.axes))}" if row.axes else ""
+        turns = " in each turn of a loop of unknown length" if row.unknown_loop else ""
+        times = f"{row.times} time{'s' * (row.times != 1)}{turns}"
+        line = row.line and f", {row.line}"
+        yield f"{row.operation}{axes}, {times}, {row.bytes} B: {row.cause}{line}"
 
 
-def _memory(found: sm.Explanation, what: str, most: int | float) -> list[str]:
-    memory = found.memory
+def _memory(
+    explanation: sm.Explanation, leaves: Sequence[Any], what: str, limit: int | float
+) -> list[str]:
+    memory = explanation.memory
     if memory is None:
-        raise errors.memory_unknown(found.name, what)
-    size = getattr(memory, what)
-    if size >= most if what == "donated" else size <= most:
-        return []
-    if what == "donated":
-        lines = [
-            errors.held_line(row.path, row.bytes, row.enters, row.placed_by)
-            for row in sorted(found.leaves, key=lambda row: -row.bytes)
-        ]
-        return [errors.donated_under(size, most, lines)]
-    parts = {
-        "arguments": memory.arguments,
-        "results": memory.results,
-        "temporaries": memory.temporaries,
-    }
-    lines = [errors.memory_line(part, own) for part, own in parts.items()]
-    lines.append(
-        errors.memory_line("donated, and held once", memory.donated)
-        if memory.donated
-        else errors.nothing_donated()
-    )
-    rows = {row.path: row for row in found.leaves}
-    for path, own in sorted(memory.by_argument.items(), key=lambda pair: -pair[1]):
-        row = rows.get(path)
-        lines.append(
-            errors.memory_line(path, own)
-            if row is None
-            else errors.held_line(path, own, row.enters, row.placed_by)
+        raise ValueError(
+            f"{explanation.name}: `{what}` is known only of a compiled call, and this one has no devices. "
+            "Leave it out, or give a mesh with devices."
         )
-    made = sorted(memory.by_result.items(), key=lambda pair: -pair[1])
-    lines += [errors.result_line(path, own) for path, own in made if path not in rows]
-    return [errors.bytes_over(what, size, most, lines)]
+    size = getattr(memory, what)
+    if what == "donated":
+        head = f"donated: {size} B where at least {limit} B are asked for"
+        return [_listed(head, map(_held, leaves))] if size < limit else []
+    if size <= limit:
+        return []
+    lines = [
+        f"{part}: {getattr(memory, part)} B" for part in ("arguments", "results", "temporaries")
+    ]
+    donated = f"donated, and held once: {memory.donated} B"
+    lines.append(donated if memory.donated else "nothing is donated")
+    rows = {row.path: row for row in leaves}
+    for path, held in _largest(memory.by_argument):
+        lines.append(_held(rows[path], held) if path in rows else f"{path}: {held} B")
+    for path, held in _largest(memory.by_result):
+        if path not in rows:
+            lines.append(f"{path}: {held} B, a result")
+    return [_over(what, size, limit, lines)]
+
+
+def _largest(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(sizes.items(), key=lambda pair: -pair[1])
+
+
+def _held(row: Any, held: int | None = None) -> str:
+    return f"{row.path}: {row.bytes if held is None else held} B, as {row.enters} ({row.placed_by})"
+
+
+def _over(what: str, size: int, limit: int | float, lines: Iterable[str]) -> str:
+    return _listed(f"{what}: {size} B where {limit} B are allowed", lines)
+
+
+# More lines are counted and not shown.
+_SHOWN = 12
+
+
+def _listed(head: str, lines: Iterable[str]) -> str:
+    items = [f"  - {line}" for line in lines]
+    more = [f"  - and {len(items) - _SHOWN} more"] if len(items) > _SHOWN else []
+    return "\n".join([f"{head}.", *items[:_SHOWN], *more])

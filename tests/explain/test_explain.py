@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import equinox as eqx
 import jax
 import numpy as np
 import pytest
@@ -497,3 +498,15 @@ def test_a_scope_in_a_backward_function_is_part_of_the_cause() -> None:
     call = sm.shard_map(step, jax.make_mesh((8,), ("x",)), P("x"), P("x"))
     causes = {row.cause for row in call.explain(jnp.arange(16.0)).collectives}
     assert {"the gradient of your code in halos", "the gradient of your code in layer"} <= causes
+
+
+def test_arguments_have_the_names_that_the_function_under_a_wrapper_gives_them() -> None:
+    mapped = sm.shard_map(lambda mean, x: (mean, x), make_mesh(), (None, P("x")), (P(), P("x")))
+
+    def step(model: Any, rows: Any, *, scale: Any) -> Any:
+        return mapped(model, rows * scale)
+
+    args = sm.State(jnp.ones(())), jnp.ones(8)
+    for fun in (step, jax.jit(step), eqx.filter_jit(step)):
+        memory = sm.explain(fun, *args, scale=jnp.ones(())).memory
+        assert memory is not None and list(memory.by_argument) == ["model", "rows", "scale"]
