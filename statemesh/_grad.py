@@ -21,7 +21,7 @@ from ._axes._mesh_and_lanes import (
     meshes_and_lanes,
     varying_over,
 )
-from ._axes._reduction import Pending, Reduction, reduce_on_mesh
+from ._axes._reduction import Pending, Reduction, loss_exchanged, loss_str, reduce_on_mesh
 from ._base import _errors as errors
 from ._base._checks import (
     check_flag,
@@ -36,7 +36,6 @@ from ._base._errors import (
     DivergedStateError,
     StatemeshError,
     StructureError,
-    _loss,
     error_listing,
     filter_str,
     first_paths,
@@ -538,7 +537,7 @@ class Scope:
             if apart and (shared := apart & crossed()):
                 if inside := shared & self.separate:
                     raise _loss_exchanged_inside(name, self._in_order(inside))
-                raise errors.loss_exchanged(name, self._in_order(shared))
+                raise loss_exchanged(name, self._in_order(shared))
             # JAX's types let the cotangent of a loss that all shards share pass to each of them without an
             # error.
             same = (self.separate & axes) - over
@@ -627,8 +626,8 @@ class LossFunction:
         is_array = isinstance(loss, jax.Array)
         if not is_array or loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating):
             raise StructureError(
-                f"{_loss(self.name)} must be one real floating number, but is {describe(loss)}. Reduce it: "
-                "`loss.mean()`."
+                f"{loss_str(self.name)} must be one real floating number, but is {describe(loss)}. Reduce "
+                "it: `loss.mean()`."
             )
         return loss, (aux, new)
 
@@ -759,8 +758,8 @@ def in_microbatches(
     differs = [bool(axes & _DIFFERS) for axes in facts]
     if not scope.reduction.mean and count > 1 and not differs[0]:
         raise StatemeshError(
-            f"{_loss(fun.name)} is the same in every microbatch: reduce='sum' would count it once for each. "
-            "Compute it from the rows, or write reduce='mean', which leaves such a loss as it is."
+            f"{loss_str(fun.name)} is the same in every microbatch: reduce='sum' would count it once for "
+            "each. Compute it from the rows, or write reduce='mean', which leaves such a loss as it is."
         )
     # The program's results are the loss and the gradients, which are summed; auxiliary arrays, which are
     # stacked; and arrays of the model, which are stacked if they differ. Keys are stacked too, because there

@@ -27,7 +27,8 @@ from ._base._types import (
     Size,
     Text,
 )
-from ._call._axis_rules import POLICIES
+from ._call._arguments import arity
+from ._call._axis_rules import POLICIES, bad_axis_size
 from ._call._lanes import AxesOfMap, Pairs, as_pairs, choose_axes, is_size
 from ._call._mapping import StatefulMapping
 from ._call._pmap2 import pmap2
@@ -402,7 +403,7 @@ class Map(Module, Generic[M]):
         if not isinstance(module, Module):
             raise _not_a_module(module)
         if not is_size(init_map_size):
-            raise errors.bad_axis_size("init_map_size", init_map_size)
+            raise bad_axis_size("init_map_size", init_map_size)
         if not isinstance(behavior, str) or behavior not in TRANSFORMS:
             raise errors.unknown_choice("behavior", behavior, tuple(TRANSFORMS))
         if unexpected_out_state_mapping not in POLICIES:
@@ -494,7 +495,7 @@ class Map(Module, Generic[M]):
         _check_method(self.module, name)
         axes = self._methods.options["in_axes"]
         if isinstance(axes, tuple | list) and len(axes) != len(args):
-            raise errors.arity(name, "in_axes", len(axes), len(args))
+            raise arity(name, "in_axes", len(axes), len(args))
         out, new = self._methods.mapped(type(self.module), name, len(args))(self, *args, **kwargs)
         return out, new
 

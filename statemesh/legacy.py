@@ -2,12 +2,12 @@
 
 from jax.sharding import AbstractMesh, Mesh
 
-from ._base import _errors as errors
 from ._base._checks import axis_names as as_names
 from ._base._checks import check_flag, check_function
 from ._base._errors import SpecError, mesh_str
 from ._base._types import AnyMesh, AxisNames, FunOf, Params, Result, SpecTree
 from ._call._mapping import StatefulMapping
+from ._call._mesh import not_a_mesh
 from ._call._shard_map import shard_map as _shard_map
 
 
@@ -47,7 +47,7 @@ def shard_map(
     """
     check_function("shard_map", f)
     if not isinstance(mesh, Mesh | AbstractMesh):
-        raise errors.not_a_mesh(mesh)
+        raise not_a_mesh(mesh)
     check_flag("shard_map", "check_rep", check_rep)
     auto = as_names("shard_map", auto, "auto")
     names = frozenset(mesh.axis_names)

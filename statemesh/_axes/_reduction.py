@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 
-from .._base import _errors as errors
-from .._base._errors import StatemeshError, _loss, _loss_mends, error_listing, listed, quoted
+from .._base._errors import StatemeshError, axes_argument, error_listing, listed, quoted
 from .._base._types import NO_AXES, Axes, AxisName
 from .._jax._jaxprs import Rule
 from ._joined import AnyArray, after_sum, before_sum, together
@@ -70,12 +69,12 @@ class Reduction:
             differs = [axis for axis in axes if axis in apart]
             raise error_listing(
                 StatemeshError,
-                f"{_loss(self.name)} differs over {quoted(differs)}, which axis_name does not name, but all "
-                "shards there share one copy of",
+                f"{loss_str(self.name)} differs over {quoted(differs)}, which axis_name does not name, but "
+                "all shards there share one copy of",
                 shared,
                 listed(
                     "JAX would sum their gradients over the shards. Write one of",
-                    _loss_mends(differs),
+                    loss_mends(differs),
                 ),
             )
 
@@ -184,9 +183,7 @@ class Pending:
         if not self.lanes:
             self.reduction.check(loss, params, self.axis_names)
         if apart := (loss & axes & self.crossed) - self.reduction.named:
-            raise errors.loss_exchanged(
-                self.reduction.name, [a for a in self.axis_names if a in apart]
-            )
+            raise loss_exchanged(self.reduction.name, [a for a in self.axis_names if a in apart])
         if self.backward:
             grads = [axes] * len(grads)
         plans = [
@@ -301,3 +298,24 @@ class Pending:
 def _halves(operands: Sequence[Operand]) -> tuple[Sequence[Operand], Sequence[Operand]]:
     half = len(operands) // 2
     return operands[:half], operands[half:]
+
+
+def loss_exchanged(name: str, axes: Sequence[AxisName]) -> StatemeshError:
+    return error_listing(
+        StatemeshError,
+        f"{loss_str(name)} varies over {quoted(axes)}, which axis_name does not name, and depends on what "
+        "the shards exchange there. JAX would sum the gradients of all shards' losses. Write one of",
+        loss_mends(axes),
+    )
+
+
+def loss_str(name: str) -> str:
+    return f"value_and_grad: the loss that {name} returns"
+
+
+def loss_mends(axes: Sequence[AxisName]) -> list[str]:
+    axis = axes_argument(axes)
+    return [
+        f"`axis_name={axis!r}` (and any other axes to reduce over), for the mean of the shards' losses",
+        f"`jax.lax.psum(..., {axis!r})` in the function, if each shard computes a part of one result",
+    ]

@@ -5,12 +5,10 @@ the user would type, shows the value, the spec and the mesh, lists every leaf th
 to do instead.
 """
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ._trees import describe
@@ -229,8 +227,6 @@ def policy_name(state: Any) -> str:
     return getattr(state.reduce, "__name__", None) or f"{type(state).__name__}.leave"
 
 
-_HASHABLE = "Make the class a @dataclass(frozen=True), use a tuple in place of a list, or "
-
 # What an argument must be, by its name, where several functions have it or its check is far away. If a name
 # means something else in another place, its key says where.
 _EXPECTED = {
@@ -267,86 +263,6 @@ _CALLS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Diverged:
-    """A written state that still varies over `axis_names`, which `spec` does not mention."""
-
-    path: str
-    state: Any
-    axis_names: tuple[AxisName, ...]
-    spec: PartitionSpec | None
-    # The spec or axis that `state_out_specs` or `state_out_axes` declares for it.
-    declared: Any
-    # Whether it is a parameter that continues none of the arguments, as `gather` makes them.
-    is_new_parameter: bool = False
-
-    @property
-    def item(self) -> str:
-        axes = quoted(self.axis_names)
-        return f"{self.path}: {describe(self.state)} varies over {axes} but leaves with {spec_str(self.spec)}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Varying:
-    """A returned array that varies over `axis_names`, which `spec` does not mention."""
-
-    path: str
-    value: Any
-    axis_names: tuple[AxisName, ...]
-    spec: PartitionSpec | None
-
-
-_Mesh = Mesh | AbstractMesh
-
-_MAKE_ONE = "Make one with `jax.make_mesh((jax.device_count(),), ('x',))`."
-
-
-@dataclasses.dataclass(frozen=True)
-class RankMismatch:
-    """An array with fewer axes than its spec has entries."""
-
-    path: str
-    value: Any
-    spec: PartitionSpec
-
-
-def place_traced(name: str, paths: Sequence[str]) -> TypeError:
-    return error_listing(
-        TypeError,
-        f"{name}: these arrays are traced, as inside jit, grad or vmap, and cannot be placed",
-        paths,
-        "Place them before, outside the traced function. Inside it, a mapped call lays out its "
-        "arguments itself.",
-    )
-
-
-def _typed(bad: Sequence[tuple[str, object]]) -> list[str]:
-    return [f"{path}: {shortened(value)} of type {type(value).__name__}" for path, value in bad]
-
-
-def arity(name: str, what: str, entries: int, args: int) -> StatemeshError:
-    kind: type[StatemeshError]
-    if what == "in_specs":
-        kind, none, keywords = SpecError, "is not sharded", "keyword arguments have none"
-    else:
-        kind, none = BatchAxisError, "all lanes share"
-        keywords = "each argument passed by keyword is mapped over axis 0"
-    return kind(
-        f"{name} was called with {counted(args, 'positional argument')}, but {what} has "
-        f"{counted(entries, 'entry', 'entries')}. {what} has one entry for each positional "
-        f"argument (None for one that {none}); {keywords}."
-    )
-
-
-def deleted(name: str, paths: Sequence[str]) -> StatemeshError:
-    return error_listing(
-        StatemeshError,
-        f"{name}: these arguments were given up to an earlier call that donates its arguments",
-        paths,
-        "Go on with what that call returned, as in `out, model = step(model, x)`.",
-    )
-
-
 def invalid_argument(what: str, argument: str, value: object, expected: str = "") -> TypeError:
     """An argument of a type that it cannot have.
 
@@ -373,83 +289,10 @@ def not_callable(transform: str, fun: object) -> TypeError:
     )
 
 
-def not_an_axis(entry: str, axis: object) -> TypeError:
-    return TypeError(
-        f"{entry} is {typed_str(axis)}, not an axis. Use an int (negative ones count from the end), or None "
-        "for what all lanes share."
-    )
-
-
-def bad_axis_size(what: str, size: object) -> StatemeshError:
-    return StatemeshError(f"{what}={size!r} is not a positive int.")
-
-
-def loss_exchanged(name: str, axes: Sequence[AxisName]) -> StatemeshError:
-    return error_listing(
-        StatemeshError,
-        f"{_loss(name)} varies over {quoted(axes)}, which axis_name does not name, and depends on what "
-        "the shards exchange there. JAX would sum the gradients of all shards' losses. Write one of",
-        _loss_mends(axes),
-    )
-
-
-def _loss(name: str) -> str:
-    return f"value_and_grad: the loss that {name} returns"
-
-
-def _loss_mends(axes: Sequence[AxisName]) -> list[str]:
-    axis = axes_argument(axes)
-    return [
-        f"`axis_name={axis!r}` (and any other axes to reduce over), for the mean of the shards' losses",
-        f"`jax.lax.psum(..., {axis!r})` in the function, if each shard computes a part of one result",
-    ]
-
-
-def bad_argnums(what: str, bad: Sequence[int], args: int) -> StatemeshError:
-    return StatemeshError(
-        f"{what} has {quoted(bad)}, but the call has {counted(args, 'positional argument')}, numbered from 0."
-    )
-
-
-def not_a_mesh(mesh: object) -> TypeError:
-    return TypeError(f"mesh must be a jax.sharding.Mesh, got {typed_str(mesh)}. {_MAKE_ONE}")
-
-
-def unknown_fields(owner: str, unknown: Sequence[str], known: Sequence[str]) -> StructureError:
-    return StructureError(
-        f"{owner}.replace got {quoted(unknown)}; the fields of {owner} are {quoted(known)}."
-    )
-
-
 def not_a_spec(entry: str, spec: object) -> TypeError:
     return TypeError(
         f"{entry} is {typed_str(spec)}, not a spec. Use P('axis'), P(), None, or for a state "
         "sm.PerShard('axis')."
-    )
-
-
-def specs_of_states(
-    name: str, what: str, option: str, bad: Sequence[tuple[str, PartitionSpec, str, object]]
-) -> SpecError:
-    items = [
-        f"{entry} = {spec_str(spec)} stands for {path}, a {type(state).__name__}"
-        for entry, spec, path, state in bad
-    ]
-    spec = spec_str(bad[0][1])
-    return error_listing(
-        SpecError,
-        f"{name}: {what} places arrays outside of States, so these specs would place nothing",
-        items,
-        f"Write None there, and say where States go: {option}={{...: {spec}}} or State(value, spec={spec}). "
-        "A RandomState needs neither, because each shard draws from a stream of its own.",
-    )
-
-
-def _rank_item(mismatch: RankMismatch) -> str:
-    entries = counted(len(mismatch.spec.partitions), "entry", "entries")
-    return (
-        f"{mismatch.path}: {describe(mismatch.value)} has rank {np.ndim(mismatch.value)}, but its spec "
-        f"{spec_str(mismatch.spec)} has {entries}"
     )
 
 
@@ -462,13 +305,6 @@ def masked(what: str, bad: Sequence[tuple[str, Any]]) -> TypeError:
         [f"{path} is a masked array, {x.dtype}{list(x.shape)}" for path, x in bad],
         f"Pass the numbers and the mask as two arrays: `{path}.filled(0)` and "
         f"`numpy.ma.getmaskarray({path})`.",
-    )
-
-
-def always_replicated(kind: str, spec: object) -> SpecError:
-    return SpecError(
-        f"{kind} cannot be placed with spec={spec_str(spec)}: every shard holds the same key and draws its "
-        "own numbers from it. Leave `spec` out, or use sm.PerShard('axis') for independent keys."
     )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from .._base import _errors as errors
 from .._base._checks import check_function, is_masked, is_shaped
-from .._base._errors import BatchAxisError
+from .._base._errors import BatchAxisError, SpecError, StatemeshError, counted, quoted
 from .._base._specs import Placement
 from .._base._trees import describe, fun_name, is_state, path_str, positional_names
 from .._base._types import NUMBERS, Fun, KeyPath, Leaf, PyTree, PyTreeDef
@@ -325,7 +325,7 @@ class Boxes:
     def __call__(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         """The arguments, the static ones in boxes."""
         if bad := [i for i in self.static if not -len(args) <= i < len(args)]:
-            raise errors.bad_argnums("static_broadcasted_argnums", bad, len(args))
+            raise bad_argnums("static_broadcasted_argnums", bad, len(args))
         boxed = list(args)
         for i in self.static:
             try:
@@ -416,3 +416,23 @@ def _unhashable(node: Leaf, keys: KeyPath) -> Iterator[tuple[KeyPath, PyTree]]:
         yield from [((*keys, key), x) for key, x in bad] or [(keys, metadata)]
     for key, child in children:
         yield from _unhashable(child, (*keys, key))
+
+
+def arity(name: str, what: str, entries: int, args: int) -> StatemeshError:
+    kind: type[StatemeshError]
+    if what == "in_specs":
+        kind, none, keywords = SpecError, "is not sharded", "keyword arguments have none"
+    else:
+        kind, none = BatchAxisError, "all lanes share"
+        keywords = "each argument passed by keyword is mapped over axis 0"
+    return kind(
+        f"{name} was called with {counted(args, 'positional argument')}, but {what} has "
+        f"{counted(entries, 'entry', 'entries')}. {what} has one entry for each positional "
+        f"argument (None for one that {none}); {keywords}."
+    )
+
+
+def bad_argnums(what: str, bad: Sequence[int], args: int) -> StatemeshError:
+    return StatemeshError(
+        f"{what} has {quoted(bad)}, but the call has {counted(args, 'positional argument')}, numbered from 0."
+    )

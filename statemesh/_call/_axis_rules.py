@@ -11,7 +11,7 @@ from .._base import _errors as errors
 from .._base._checks import check_lane_name
 from .._base._errors import (
     BatchAxisError,
-    Diverged,
+    StatemeshError,
     error_listing,
     first_items,
     listed,
@@ -29,7 +29,7 @@ from ._lanes import AxesOfMap, choose_axes, fits, is_size
 from ._origins import Entered, values
 from ._placement import Input
 from ._processes import check_global_shapes
-from ._rules import Mistakes, Rules, roots
+from ._rules import Diverged, Mistakes, Rules, roots
 from ._specs import UNDECLARED, broadcast_axes
 
 
@@ -103,7 +103,7 @@ class AxisRules(Rules):
             raise errors.unknown_choice("unexpected_out_state_mapping", self.unexpected, POLICIES)
         size = self.axis_size
         if size is not None and not is_size(size):
-            raise errors.bad_axis_size("axis_size", size)
+            raise bad_axis_size("axis_size", size)
         check_lane_name(self.transform, self.axis_name)
         if self.has_own_mesh and not isinstance(self.axis_name, str):
             raise errors.invalid_argument(self.transform, "axis_name of a mesh", self.axis_name)
@@ -376,3 +376,7 @@ def _pmean(value: str, axis: AxisName) -> str:
     if axis in (UNNAMED, UNNAMED_DEVICES):
         return f"jax.lax.pmean({value}, 'lanes') with axis_name='lanes'"
     return f"jax.lax.pmean({value}, {axis!r})"
+
+
+def bad_axis_size(what: str, size: object) -> StatemeshError:
+    return StatemeshError(f"{what}={size!r} is not a positive int.")

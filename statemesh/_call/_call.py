@@ -20,24 +20,26 @@ import numpy as np
 from .._axes._differing import check_gradients
 from .._base import _errors as errors
 from .._base._checks import is_shaped
-from .._base._errors import _HASHABLE, _typed, error_listing, listed
+from .._base._errors import error_listing, listed
 from .._base._types import Leaf, PyTree, Sharding
 from .._jax import _compat as compat
 from .._jax import _frames as frames
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import Equation, tree_util
 from .._jax._dataflow import shard_map_equation, shard_map_recorded
-from ._arguments import Call, tokens_at
+from ._arguments import Call, arity, tokens_at
 from ._lanes import OtherShapes
-from ._placement import check_valued, is_deleted
+from ._placement import check_valued, is_deleted, place_traced
 from ._program import (
     ANY_CALL,
+    MAKE_HASHABLE,
     DonatingProgram,
     LikeBefore,
     Lowered,
     Program,
     Refused,
     Result,
+    typed_items,
 )
 from ._rules import Declared
 from ._write_back import WriteBack
@@ -429,7 +431,7 @@ class Pipeline:
         declared, rules = self.declared, self.declared.rules
         entries, positional = rules.entries_in, call.positional
         if isinstance(entries, tuple | list) and len(entries) != positional:
-            raise errors.arity(declared.name, rules.what, len(entries), positional)
+            raise arity(declared.name, rules.what, len(entries), positional)
         rules = rules.for_call(call, traced)
         mesh = jax.sharding.get_abstract_mesh()
         key = (call.treedef, tuple(map(type, call.leaves)), mesh, traced, rules.key)
@@ -497,8 +499,8 @@ class Pipeline:
             text = listed(
                 f"{self.declared.name}: these arguments are not arrays and cannot be hashed, so a change in "
                 "them would go unseen. Each call traces and compiles the function anew",
-                _typed(new),
-                _HASHABLE + "pass the values that the function uses as arrays.",
+                typed_items(new),
+                MAKE_HASHABLE + "pass the values that the function uses as arrays.",
             )
             warnings.warn(text, errors.RetracedWarning, stacklevel=frames.stacklevel())
         if not entry.agreed:
@@ -556,7 +558,7 @@ class Pipeline:
         self._check_valued(call)
         if traced := [k for k, x in enumerate(leaves) if compat.is_tracer(x)]:
             paths = call.paths()
-            raise errors.place_traced(f"{self.declared.name}.place", [paths[k] for k in traced])
+            raise place_traced(f"{self.declared.name}.place", [paths[k] for k in traced])
         program = self._entry(call).program
         arrays = program.arrays(leaves)
         ready, shown = program.layout.concrete(arrays)

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from .._base import _errors as errors
 from .._base._errors import BatchAxisError, counted, error_listing
 from .._base._specs import is_axis
 from .._base._trees import describe
@@ -17,8 +16,8 @@ from .._state._state import states_of
 from .._state._values import strong
 from ._agreement import Passed, Traced
 from ._layout import MeshLayout
-from ._placement import Input, is_deleted
-from ._specs import UNDECLARED
+from ._placement import Input, deleted, is_deleted
+from ._specs import UNDECLARED, not_an_axis
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,7 +119,7 @@ def as_pairs(state_axes: StateAxes, what: str) -> Pairs:
         return Pairs([(state_axes, 0)])
     for axis in state_axes:
         if not is_axis(axis):
-            raise errors.not_an_axis(f"a key of {what}", axis)
+            raise not_an_axis(f"a key of {what}", axis)
     return Pairs([(filter, axis) for axis, filter in state_axes.items()])
 
 
@@ -168,7 +167,7 @@ class LaneLayout:
         """Refuse arrays whose buffers were given up."""
         gone = [source.path for source, x in zip(self.inputs, arrays, strict=True) if is_deleted(x)]
         if gone:
-            raise errors.deleted(self.fun_name, gone)
+            raise deleted(self.fun_name, gone)
 
     def concrete(self, arrays: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         """Arrays as the program takes them, and as they come back when not written."""

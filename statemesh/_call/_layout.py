@@ -34,6 +34,7 @@ from ._placement import (
     check_concrete,
     check_shapes,
     copied,
+    deleted,
     is_laid_out,
     is_own,
     lies_right,
@@ -50,6 +51,7 @@ from ._specs import (
     choose_specs,
     own_placements,
     placement,
+    specs_of_states,
 )
 
 
@@ -158,7 +160,7 @@ class MeshLayout:
     def check_alive(self, given: Sequence[Leaf]) -> None:
         """Refuse arrays whose buffers were given up."""
         if gone := [k for k in self.on_device if given[k].is_deleted()]:
-            raise errors.deleted(self.fun_name, [self.inputs[k].path for k in gone])
+            raise deleted(self.fun_name, [self.inputs[k].path for k in gone])
 
     def _weak(self, given: Sequence[Leaf]) -> list[int]:
         """The weakly typed inputs that enter strong, so that no program depends on where others lie."""
@@ -433,7 +435,7 @@ def place(
         leaves += arrays
         named += [(path, x) for x in arrays[: len(placed)]]
     if bad := of_states.bad():
-        raise errors.specs_of_states("place", "specs", "state_specs", bad)
+        raise specs_of_states("place", "specs", "state_specs", bad)
     targets = shardings("place", named, placements, mesh)
     check_concrete("place", named)
     check_same_arrays("place", mesh, named)

@@ -10,7 +10,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .._base import _errors as errors
 from .._base._errors import (
-    _MAKE_ONE,
     SpecError,
     StatemeshError,
     error_listing,
@@ -18,12 +17,16 @@ from .._base._errors import (
     mesh_with_types_str,
     quoted,
     spec_str,
+    typed_str,
 )
 from .._base._specs import PerShard, is_spec, spec_axes
 from .._base._trees import describe
 from .._base._types import Axes, AxisName, Leaf, PyTree
 from .._jax import _compat as compat
 from .._jax import _explicit as explicit
+
+
+_MAKE_ONE = "Make one with `jax.make_mesh((jax.device_count(),), ('x',))`."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +153,7 @@ def one_device_mesh(declared: Mesh | AbstractMesh | None, traced: bool) -> Mesh:
 def check_mesh(what: str, mesh: Any) -> None:
     """Refuse anything but a mesh that has devices."""
     if not isinstance(mesh, Mesh | AbstractMesh):
-        raise errors.not_a_mesh(mesh)
+        raise not_a_mesh(mesh)
     if mesh.empty:
         raise _empty_mesh(mesh, what)
 
@@ -284,3 +287,7 @@ def _no_mesh() -> SpecError:
         "no mesh: shard_map was given none, and none is set. Pass `mesh=...`, or call inside "
         "`with jax.set_mesh(mesh):`."
     )
+
+
+def not_a_mesh(mesh: object) -> TypeError:
+    return TypeError(f"mesh must be a jax.sharding.Mesh, got {typed_str(mesh)}. {_MAKE_ONE}")

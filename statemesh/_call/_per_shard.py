@@ -32,8 +32,8 @@ from .._state._state import ParamState, State, mark_origin
 from .._state._values import Write, reduced, strong
 from ._arguments import Call, Unit, inside_modules
 from ._origins import Entered, find_origins, has_same_leaves, leaves_of, links_for, values
-from ._placement import Input
-from ._rules import Declared, Mistakes, Rules
+from ._placement import Input, RankMismatch
+from ._rules import Declared, Diverged, Mistakes, Rules, Varying
 from ._varying import VaryingAxes
 from ._write_back import Forwarded, Merged, Output, Static, WriteBack
 
@@ -445,7 +445,7 @@ class _Leaving:
             if elsewhere is None:
                 is_new = entered is None and isinstance(written.state, ParamState)
                 self.mistakes.diverged.append(
-                    errors.Diverged(
+                    Diverged(
                         written.path,
                         written.state,
                         self.rules.in_order(still),
@@ -482,7 +482,7 @@ class _Leaving:
         output = self._emit(x, placement, path)
         if still := self._mistaken(x, placement):
             axes = self.rules.in_order(still)
-            self.mistakes.varying.append(errors.Varying(path, x, axes, placement.spec))
+            self.mistakes.varying.append(Varying(path, x, axes, placement.spec))
         if in_module:
             self.outputs[output.index] = strong(self.outputs[output.index])
         return output
@@ -498,7 +498,7 @@ class _Leaving:
     def _emit(self, x: Leaf, placement: Placement, path: str) -> Output:
         x = placement.put(jnp.asarray(x))
         if x.ndim < len(placement.axes):
-            self.mistakes.rank.append(errors.RankMismatch(path, x, placement.written))
+            self.mistakes.rank.append(RankMismatch(path, x, placement.written))
         self.outputs.append(x)
         self.placements.append(placement)
         return Output(len(self.outputs) - 1)

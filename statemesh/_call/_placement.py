@@ -13,11 +13,10 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from .._base import _errors as errors
 from .._base._errors import (
-    RankMismatch,
     SpecError,
-    _rank_item,
+    StatemeshError,
+    counted,
     error_listing,
     mesh_str,
     quoted,
@@ -28,6 +27,15 @@ from .._base._trees import describe
 from .._base._types import Axes, AxisName, Leaf
 from .._jax import _compat as compat
 from .._jax import _explicit as explicit
+
+
+@dataclasses.dataclass(frozen=True)
+class RankMismatch:
+    """An array with fewer axes than its spec has entries."""
+
+    path: str
+    value: Any
+    spec: PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,7 +110,7 @@ def _misfits(path: str, x: Leaf, placement: Placement, mesh: Mesh | AbstractMesh
             f"{path}: {describe(x)} with spec {spec_str(spec)} (PerShard) is a scalar; it needs a leading "
             "axis with one entry per shard"
             if per_shard
-            else _rank_item(RankMismatch(path, x, spec))
+            else rank_item(RankMismatch(path, x, spec))
         )
         return
     for dim, names in enumerate(placement.axes):
@@ -209,7 +217,7 @@ def is_own(x: Leaf) -> bool:
 def check_concrete(what: str, named: Sequence[tuple[str, Any]]) -> None:
     """Refuse arrays that cannot be moved: traced ones, those given up, and shapes without values."""
     if traced := [path for path, x in named if compat.is_tracer(x)]:
-        raise errors.place_traced(what, traced)
+        raise place_traced(what, traced)
     check_valued(what, named)
 
 
@@ -223,7 +231,7 @@ def check_valued(what: str, named: Sequence[tuple[str, Any]]) -> None:
             "Pass arrays. For shapes there are `mapped.lower(...)` and `jax.eval_shape(mapped, ...)`.",
         )
     if gone := [path for path, x in named if is_deleted(x)]:
-        raise errors.deleted(what, gone)
+        raise deleted(what, gone)
 
 
 def is_deleted(x: Leaf) -> bool:
@@ -397,4 +405,31 @@ def memory(x: Leaf) -> frozenset[tuple[Any, int]]:
         return frozenset()
     return frozenset(
         (part.device, part.data.unsafe_buffer_pointer()) for part in x.addressable_shards
+    )
+
+
+def place_traced(name: str, paths: Sequence[str]) -> TypeError:
+    return error_listing(
+        TypeError,
+        f"{name}: these arrays are traced, as inside jit, grad or vmap, and cannot be placed",
+        paths,
+        "Place them before, outside the traced function. Inside it, a mapped call lays out its "
+        "arguments itself.",
+    )
+
+
+def deleted(name: str, paths: Sequence[str]) -> StatemeshError:
+    return error_listing(
+        StatemeshError,
+        f"{name}: these arguments were given up to an earlier call that donates its arguments",
+        paths,
+        "Go on with what that call returned, as in `out, model = step(model, x)`.",
+    )
+
+
+def rank_item(mismatch: RankMismatch) -> str:
+    entries = counted(len(mismatch.spec.partitions), "entry", "entries")
+    return (
+        f"{mismatch.path}: {describe(mismatch.value)} has rank {np.ndim(mismatch.value)}, but its spec "
+        f"{spec_str(mismatch.spec)} has {entries}"
     )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._base import _errors as errors
-from .._base._errors import _HASHABLE, _typed, error_listing
+from .._base._errors import error_listing, shortened
 from .._base._specs import Placement
 from .._base._types import NUMBERS, Leaf, PyTree, PyTreeDef
 from .._jax import _compat as compat
@@ -21,13 +21,16 @@ from .._jax import _explicit as explicit
 from .._jax import _jaxprs as jaxprs
 from .._jax._compat import tree_util
 from ._agreement import Passed, static_passed, structure_passed
-from ._arguments import Call, Statics, unhashable
+from ._arguments import Call, Statics, bad_argnums, unhashable
 from ._lanes import OtherShapes
 from ._packing import Packing
 from ._per_shard import PerShard
 from ._placement import Spared
 from ._rules import Declared, Rules
 from ._write_back import WriteBack
+
+
+MAKE_HASHABLE = "Make the class a @dataclass(frozen=True), use a tuple in place of a list, or "
 
 
 Result: TypeAlias = tuple[list[Leaf], WriteBack]
@@ -55,7 +58,7 @@ class Program:
         self.__name__ = self.__qualname__ = declared.name
         count, donate = call.positional, declared.donate
         if isinstance(donate, tuple) and (bad := [i for i in donate if not -count <= i < count]):
-            raise errors.bad_argnums("donate_argnums", bad, count)
+            raise bad_argnums("donate_argnums", bad, count)
         self.call = call.without_arrays()
         self.packing = packing = Packing(call)
         try:
@@ -417,8 +420,8 @@ class Compiled(Stage):
                 TypeError,
                 f"{name} was compiled for arguments that are not arrays and cannot be hashed, so a change in "
                 "them would go unseen",
-                _typed(mapped.unhashable),
-                _HASHABLE + "call the function itself, which traces it anew.",
+                typed_items(mapped.unhashable),
+                MAKE_HASHABLE + "call the function itself, which traces it anew.",
             )
         if differ := mapped.statics.other_in(leaves):
             raise error_listing(
@@ -438,3 +441,7 @@ class Compiled(Stage):
         if mapped.binding.outside is not None:
             outputs = mapped.binding.outside(outputs, back.placements)
         return mapped.write_back(inputs, shown, outputs, back)
+
+
+def typed_items(bad: Sequence[tuple[str, object]]) -> list[str]:
+    return [f"{path}: {shortened(value)} of type {type(value).__name__}" for path, value in bad]

@@ -5,24 +5,56 @@ import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar
 
-from .._base import _errors as errors
+from jax.sharding import PartitionSpec
+
 from .._base._checks import check_function
+from .._base._errors import quoted, spec_str
 from .._base._specs import Placement
+from .._base._trees import describe
 from .._base._types import Axes, AxisName, Fun, KeyPath, Leaf, PyTree
 from .._state._state import State
 from ._arguments import Call
 from ._instances import Binding
 from ._origins import Entered
-from ._placement import Input
+from ._placement import Input, RankMismatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Varying:
+    """A returned array that varies over `axis_names`, which `spec` does not mention."""
+
+    path: str
+    value: Any
+    axis_names: tuple[AxisName, ...]
+    spec: PartitionSpec | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Diverged:
+    """A written state that still varies over `axis_names`, which `spec` does not mention."""
+
+    path: str
+    state: Any
+    axis_names: tuple[AxisName, ...]
+    spec: PartitionSpec | None
+    # The spec or axis that `state_out_specs` or `state_out_axes` declares for it.
+    declared: Any
+    # Whether it is a parameter that continues none of the arguments, as `gather` makes them.
+    is_new_parameter: bool = False
+
+    @property
+    def item(self) -> str:
+        axes = quoted(self.axis_names)
+        return f"{self.path}: {describe(self.state)} varies over {axes} but leaves with {spec_str(self.spec)}"
 
 
 @dataclasses.dataclass(slots=True)
 class Mistakes:
     """Every mistake found in a result, and which states were stacked without being declared."""
 
-    diverged: list[errors.Diverged] = dataclasses.field(default_factory=list)
-    varying: list[errors.Varying] = dataclasses.field(default_factory=list)
-    rank: list[errors.RankMismatch] = dataclasses.field(default_factory=list)
+    diverged: list[Diverged] = dataclasses.field(default_factory=list)
+    varying: list[Varying] = dataclasses.field(default_factory=list)
+    rank: list[RankMismatch] = dataclasses.field(default_factory=list)
     # The path, the declared axis and the array, which has no such axis.
     axes: list[tuple[str, int, Any]] = dataclasses.field(default_factory=list)
     # The path, the state, the axis it entered with and the one it is declared to leave with.

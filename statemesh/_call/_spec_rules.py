@@ -10,10 +10,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from .._base import _errors as errors
 from .._base._checks import is_shaped
 from .._base._errors import (
-    Diverged,
     DivergedStateError,
     SpecError,
-    _rank_item,
     axes_argument,
     error_listing,
     first_items,
@@ -49,12 +47,13 @@ from ._mesh import (
     manual_names,
     mesh_for_traced,
     mesh_of_arrays,
+    not_a_mesh,
     one_device_mesh,
     resolve_mesh,
 )
 from ._origins import Entered, values
-from ._placement import Input
-from ._rules import Mistakes, Rules, roots
+from ._placement import Input, rank_item
+from ._rules import Diverged, Mistakes, Rules, roots
 from ._specs import (
     REPLICATED,
     UNDECLARED,
@@ -66,6 +65,7 @@ from ._specs import (
     choose_specs,
     own_placements,
     placement,
+    specs_of_states,
 )
 
 
@@ -122,7 +122,7 @@ class SpecRules(Rules):
     def check(self) -> None:
         mesh = self.mesh
         if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
-            raise errors.not_a_mesh(mesh)
+            raise not_a_mesh(mesh)
         for what in ("in_specs", "out_specs"):
             specs = getattr(self, what)
             flat = jax.tree_util.tree_flatten_with_path(specs, is_leaf=is_spec)[0]
@@ -236,7 +236,7 @@ class SpecRules(Rules):
                     unit.input(position, call.leaves[position], chosen_placement, placed_by)
                 )
         if bad := of_states.bad():
-            raise errors.specs_of_states(name, "in_specs", "state_in_specs", bad)
+            raise specs_of_states(name, "in_specs", "state_in_specs", bad)
         return inputs
 
     def entries(self, result: PyTree, root: str) -> list[Leaf]:
@@ -283,7 +283,7 @@ class SpecRules(Rules):
             elif is_shaped(node) or type(node) in NUMBERS:
                 of_states.array(entry_name, entry)
         if bad := of_states.bad():
-            raise errors.specs_of_states(name, "out_specs", "state_out_specs", bad)
+            raise specs_of_states(name, "out_specs", "state_out_specs", bad)
 
     def auxiliary(self) -> Placement:
         return REPLICATED
@@ -295,7 +295,7 @@ class SpecRules(Rules):
             raise error_listing(
                 SpecError,
                 f"{name}: results have fewer axes than their specs have entries",
-                map(_rank_item, mistakes.rank),
+                map(rank_item, mistakes.rank),
                 "Keep an axis, as with jnp.sum(x, keepdims=True) or x[None], or use P() for a value that is "
                 "the same on every shard.",
             )

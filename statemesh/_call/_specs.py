@@ -15,6 +15,8 @@ from .._base._errors import (
     error_listing,
     filter_str,
     node_str,
+    spec_str,
+    typed_str,
 )
 from .._base._specs import PerShard, Placement, canonical, is_axis, is_spec, mentioned, written_axes
 from .._base._trees import is_state, path_str
@@ -29,7 +31,14 @@ from .._base._types import (
 )
 from .._jax._compat import tree_util
 from .._state._filters import OfType, first_matches, to_predicate
-from .._state._state import State
+from .._state._state import State, always_replicated
+
+
+def not_an_axis(entry: str, axis: object) -> TypeError:
+    return TypeError(
+        f"{entry} is {typed_str(axis)}, not an axis. Use an int (negative ones count from the end), or None "
+        "for what all lanes share."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +68,7 @@ SPECS = Entries(
 )
 AXES = Entries(
     is_axis,
-    errors.not_an_axis,
+    not_an_axis,
     BatchAxisError,
     "axes must be a tree prefix of what they map",
     "mapped by `state_in_axes` and `state_out_axes`",
@@ -219,7 +228,7 @@ def check_state_specs(state_specs: StateSpecs, what: str) -> None:
         if isinstance(kind, type) and getattr(kind, "always_replicated", False):
             for leaf in jax.tree_util.tree_leaves(spec, is_leaf=is_spec):
                 if isinstance(leaf, PartitionSpec) and mentioned(leaf):
-                    raise errors.always_replicated(f"{kind.__name__} in {what}", leaf)
+                    raise always_replicated(f"{kind.__name__} in {what}", leaf)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -261,3 +270,20 @@ class _Undeclared:
 
 UNDECLARED = _Undeclared()
 UNMENTIONED = Choice(UNDECLARED)
+
+
+def specs_of_states(
+    name: str, what: str, option: str, bad: Sequence[tuple[str, PartitionSpec, str, object]]
+) -> SpecError:
+    items = [
+        f"{entry} = {spec_str(spec)} stands for {path}, a {type(state).__name__}"
+        for entry, spec, path, state in bad
+    ]
+    spec = spec_str(bad[0][1])
+    return error_listing(
+        SpecError,
+        f"{name}: {what} places arrays outside of States, so these specs would place nothing",
+        items,
+        f"Write None there, and say where States go: {option}={{...: {spec}}} or State(value, spec={spec}). "
+        "A RandomState needs neither, because each shard draws from a stream of its own.",
+    )

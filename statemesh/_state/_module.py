@@ -13,7 +13,7 @@ from .._base._errors import quoted
 from .._base._trees import is_state
 from .._base._types import Leaf, PyTree, PyTreeDef
 from .._jax._frames import without_own_frames
-from ._state import State
+from ._state import State, unknown_fields
 
 
 field = eqx.field
@@ -52,7 +52,7 @@ class Module(eqx.Module):
         """
         names = [f.name for f in dataclasses.fields(self)]
         if unknown := [name for name in fields if name not in names]:
-            raise errors.unknown_fields(type(self).__name__, unknown, names)
+            raise unknown_fields(type(self).__name__, unknown, names)
         # Not through the constructor: what it computes from its arguments is already here.
         new = object.__new__(type(self))
         for name in names:

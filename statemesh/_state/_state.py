@@ -14,7 +14,7 @@ from .._axes._mesh_and_lanes import call_policy
 from .._base import _errors as errors
 from .._base._checks import check_text, is_key
 from .._base._checks import tags as as_tags
-from .._base._errors import StatemeshError, quoted
+from .._base._errors import SpecError, StatemeshError, StructureError, quoted, spec_str
 from .._base._specs import is_spec
 from .._base._trees import StateNode, describe_leaf, is_state
 from .._base._types import AxisName, Leaf, PyTree, Reduce, SpecTree, Tags, Text, Value
@@ -301,7 +301,7 @@ class State(NoArray, Shown, Generic[Value]):
         """
         unknown = [key for key in changes if key not in _FIELDS]
         if unknown:
-            raise errors.unknown_fields(type(self).__name__, unknown, _FIELDS)
+            raise unknown_fields(type(self).__name__, unknown, _FIELDS)
         value = arrays(changes.pop("value")) if "value" in changes else self.value
         meta = self._meta
         if changes:
@@ -474,7 +474,7 @@ def _checked_meta(cls: type[State], name: Text, tag: Tags, spec: SpecTree, reduc
         if not is_spec(leaf):
             raise errors.not_a_spec("spec", leaf)
         if cls.always_replicated and isinstance(leaf, PartitionSpec) and tuple(leaf):
-            raise errors.always_replicated(cls.__name__, leaf)
+            raise always_replicated(cls.__name__, leaf)
     if name is None and not tags and spec is None and reduce is None:
         return _PLAIN[cls]
     return Meta(cls, name, tags, spec, reduce)
@@ -652,4 +652,17 @@ def _immutable_state(kind: str, attribute: str) -> AttributeError:
     return AttributeError(
         f"{kind} is immutable; cannot assign to `{attribute}`. Write `new = state.set(value)`, or "
         f"`new = state.replace({attribute}=...)`, and return the new state."
+    )
+
+
+def unknown_fields(owner: str, unknown: Sequence[str], known: Sequence[str]) -> StructureError:
+    return StructureError(
+        f"{owner}.replace got {quoted(unknown)}; the fields of {owner} are {quoted(known)}."
+    )
+
+
+def always_replicated(kind: str, spec: object) -> SpecError:
+    return SpecError(
+        f"{kind} cannot be placed with spec={spec_str(spec)}: every shard holds the same key and draws its "
+        "own numbers from it. Leave `spec` out, or use sm.PerShard('axis') for independent keys."
     )

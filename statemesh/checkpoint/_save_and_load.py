@@ -23,7 +23,7 @@ from .._base._types import NUMBERS, Leaf, PyTree
 from .._call._agreement import check_same_arrays
 from .._call._arguments import inside_modules
 from .._call._layout import shardings
-from .._call._mesh import check_mesh
+from .._call._mesh import check_mesh, not_a_mesh
 from .._call._packed import Packed, packed_placements, repack, shapes_of, with_models
 from .._call._placement import check_concrete, is_own, onto
 from .._call._specs import SpecPlacement, own_placements
@@ -159,7 +159,7 @@ def load(
             "as in rename={\"['w']\": \"['weight']\"}."
         )
     if not isinstance(mesh, Mesh | None):
-        raise errors.not_a_mesh(mesh)
+        raise not_a_mesh(mesh)
     record = files.read_record(folder)
     # The values of a packed model are taken out of its buffers only where they may be kept.
     keeps = missing == "keep" and not any(map(_is_shape, tree_util.tree_leaves(like)))
