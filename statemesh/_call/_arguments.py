@@ -363,11 +363,13 @@ class Statics:
         # Their owner may have changed these since, so that they are hashed at every call.
         self.changing = [i for i in positions if may_change(leaves[i])]
         self.changing_tokens = tokens_at(self.changing, leaves)
-        self.fixed = {i: leaves[i] for i in positions if i not in self.changing}
+        # Lists, because every call goes through them.
+        self.fixed_at = [i for i in positions if i not in self.changing]
+        self.fixed = [leaves[i] for i in self.fixed_at]
 
     def same(self, leaves: Sequence[Leaf]) -> bool:
         """Whether a call has the same static leaves, and nobody has changed them."""
-        if not all(map(is_, map(leaves.__getitem__, self.fixed), self.fixed.values())):
+        if not all(map(is_, map(leaves.__getitem__, self.fixed_at), self.fixed)):
             return False
         return not self.changing or tokens_at(self.changing, leaves) == self.changing_tokens
 

@@ -88,7 +88,7 @@ CHANGES = (
     (
         "static leaves of the first call",
         "_call/_arguments.py",
-        "if not all(map(is_, map(leaves.__getitem__, self.fixed), self.fixed.values())):",
+        "if not all(map(is_, map(leaves.__getitem__, self.fixed_at), self.fixed)):",
         "if False:",
     ),
 )
