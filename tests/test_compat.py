@@ -160,6 +160,17 @@ def test_the_values_inside_tracers() -> None:
     assert recorded[0][0] is recorded[0][1]
 
 
+def test_a_call_of_a_custom_vmap_function_holds_its_rule() -> None:
+    @jax.custom_batching.custom_vmap
+    def call(x: Any) -> Any:
+        return x + 1
+
+    call.def_vmap(jaxprs.Rule(lambda size, batched, x: (x, True), joined_over=frozenset("x")))
+    first, second = jax.make_jaxpr(lambda x: call(x) * 2)(1.0).eqns
+    assert jaxprs.rule_of(first).joined_over == {"x"}
+    assert not jaxprs.rule_of(second).joined_over
+
+
 def test_control_flow_is_recognized() -> None:
     def body(c: Any, x: jax.Array) -> Any:
         c = jax.lax.cond(c > 0, lambda c: c + 1, lambda c: c, c)

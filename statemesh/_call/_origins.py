@@ -229,7 +229,7 @@ def has_same_leaves(a: State, b: State) -> bool:
 class Skeleton:
     """A tree whose arrays are taken out, to be made again from these or other arrays.
 
-    It holds none of the arrays: JAX takes a tracer that is kept for a leak.
+    `taken_apart` leaves none of the arrays in it: JAX reports a tracer that is kept as a leak.
 
     **Attributes:**
 
