@@ -190,7 +190,7 @@ def check_global_shapes(
             f"{counted(len(shapes), 'entry', 'entries')}. It has one for each positional argument: its "
             "global shape, or None."
         )
-    bad: list[tuple[str, Any, tuple[int, ...], tuple[int, ...]]] = []
+    items: list[str] = []
     for i, (shape, value) in enumerate(zip(shapes, args, strict=True)):
         if shape is None:
             continue
@@ -201,19 +201,17 @@ def check_global_shapes(
             part = _own_part(shape, np.shape(leaf), axes[positions[0]], lanes)
             if part == np.shape(leaf):
                 continue
-        bad.append((arguments.names[i], value, shape, part))
-    if bad:
-        items = [
-            f"{path}: {describe(x)} here, but global_arg_shapes has {given}, of which this process's part is "
-            f"{part}"
-            for path, x, given, part in bad
-        ]
-        mend = (
-            "A global shape is that of one array, with the lanes of all processes on the mapped axis; give "
-            "None for any other argument."
+        items.append(
+            f"{arguments.names[i]}: {describe(value)} here, but global_arg_shapes has {shape}, of which this "
+            f"process's part is {part}"
         )
+    if items:
         raise error_listing(
-            BatchAxisError, f"{name}: arguments do not fit global_arg_shapes", items, mend
+            BatchAxisError,
+            f"{name}: arguments do not fit global_arg_shapes",
+            items,
+            "A global shape is that of one array, with the lanes of all processes on the mapped axis; give "
+            "None for any other argument.",
         )
 
 
