@@ -340,7 +340,7 @@ def _check(named: Sequence[tuple[str, PyTree]], names: tuple[AxisName, ...]) -> 
     typed = compat.varying(jax.lax.axis_index(names))
     for path, unit in named:
         if is_plain_parameter(unit) or (isinstance(unit, ParamState) and unit.spec is None):
-            whole.append((path, unit))
+            whole.append(f"{path}: {describe(unit)}, without a spec")
         if not isinstance(unit, ParamState):
             continue
         leaves = tree_util.tree_leaves(unit.value)
@@ -348,14 +348,14 @@ def _check(named: Sequence[tuple[str, PyTree]], names: tuple[AxisName, ...]) -> 
             for entry in axes_of(spec, jnp.ndim(x)):
                 split = [name for name in entry if name in names]
                 if split and entry[-len(split) :] != tuple(split):
-                    inner.append((path, spec))
+                    inner.append(f"{path}: {spec_str(spec)}")
                 if typed.intersection(split) - compat.varying(x):
-                    same.append((path, spec))
+                    same.append(f"{path}: {spec_str(spec)}")
     if whole:
         raise error_listing(
             StructureError,
             f"gather over {name!r}: these parameters are whole already",
-            [f"{path}: {describe(unit)}, without a spec" for path, unit in whole],
+            whole,
             f"Let `model = sm.fsdp(model, mesh, {name!r})` split the model before the mapped call, and "
             "gather each parameter once.",
         )
@@ -363,7 +363,7 @@ def _check(named: Sequence[tuple[str, PyTree]], names: tuple[AxisName, ...]) -> 
         raise error_listing(
             StatemeshError,
             f"gather over {name!r}: other mesh axes split the parts of these parameters further",
-            [f"{path}: {spec_str(spec)}" for path, spec in inner],
+            inner,
             f"Name {quoted(names)} last in its entry, or in an entry of its own.",
         )
     if same:
@@ -371,7 +371,7 @@ def _check(named: Sequence[tuple[str, PyTree]], names: tuple[AxisName, ...]) -> 
             StatemeshError,
             f"gather over {name!r}: each shard already has the whole of these parameters, although their "
             "specs split them",
-            [f"{path}: {spec_str(spec)}" for path, spec in same],
+            same,
             "Leave them out of state_in_specs, so that they enter the call by their own specs.",
         )
 

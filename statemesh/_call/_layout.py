@@ -170,7 +170,7 @@ class MeshLayout:
     def _moved(self, given: Sequence[Leaf]) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
         self.check_alive(given)
         if self.shared is not None:
-            given = self._made_one(self.shared, given)
+            given = self._as_one_array(self.shared, given)
         ready, shown = list(given), list(given)
         for k in self._weak(given):
             ready[k] = shown[k] = strong(given[k])
@@ -216,7 +216,7 @@ class MeshLayout:
             MADE.add([ready[k] for k in new])
         return ready, shown
 
-    def _made_one(self, mesh: Mesh, given: Sequence[Leaf]) -> Sequence[Leaf]:
+    def _as_one_array(self, mesh: Mesh, given: Sequence[Leaf]) -> Sequence[Leaf]:
         """The inputs, where one array on the mesh stands for those that each process has for itself."""
         at = [k for k in sorted([*self.hosted, *self.on_device]) if is_own(given[k])]
         if not at:

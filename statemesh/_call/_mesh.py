@@ -87,32 +87,24 @@ def resolve_mesh(
 
     **Raises:** `SpecError` when there is no mesh, or the two differ.
     """
-    context = compat.context_mesh()
-    mesh: Mesh | AbstractMesh
-    if declared is not None and declared.empty:
-        raise _empty_mesh(declared)
-    if declared is None:
-        if context is None:
-            raise _no_mesh()
-        mesh = context
-    elif context is None or declared.abstract_mesh == context:
-        mesh = declared
-    elif (taken := compat.manual_axes(context)) and dict(declared.shape) == dict(context.shape):
-        # Inside another mapped call the context says which axes that call has taken.
-        if not axis_names and taken < frozenset(context.axis_names):
-            left = [name for name in declared.axis_names if name not in taken]
+    mesh, context = _declared_or_set(declared), compat.context_mesh()
+    if context is not None and mesh.abstract_mesh != context:
+        taken = compat.manual_axes(context)
+        if not taken or dict(mesh.shape) != dict(context.shape):
             raise SpecError(
-                f"shard_map was given {mesh_str(declared)} to map over all its axes, but an enclosing "
-                f"shard_map already maps over {quoted(taken)}. Leave `mesh` out, or name the axes that are "
-                f"left: axis_names={{{quoted(left)}}}."
+                f"shard_map was given {mesh_with_types_str(mesh)}, but the mesh that is set is "
+                f"{mesh_with_types_str(context)}. Leave `mesh` out to use the mesh that is set, or call "
+                "outside `jax.set_mesh`."
             )
+        if not axis_names and taken < frozenset(context.axis_names):
+            left = [name for name in mesh.axis_names if name not in taken]
+            raise SpecError(
+                f"shard_map was given {mesh_str(mesh)} to map over all its axes, but an enclosing shard_map "
+                f"already maps over {quoted(taken)}. Leave `mesh` out, or name the axes that are left: "
+                f"axis_names={{{quoted(left)}}}."
+            )
+        # Inside another mapped call the context says which axes that call has taken.
         mesh = context
-    else:
-        raise SpecError(
-            f"shard_map was given {mesh_with_types_str(declared)}, but the mesh that is set is "
-            f"{mesh_with_types_str(context)}. Leave `mesh` out to use the mesh that is set, or call outside "
-            "`jax.set_mesh`."
-        )
     if recorded or isinstance(mesh, Mesh):
         return mesh
     there = compat.concrete_context_mesh()
@@ -126,12 +118,7 @@ def one_device_mesh(declared: Mesh | AbstractMesh | None, traced: bool) -> Mesh:
     **Raises:** `SpecError` when there is no mesh, inside a mapped call, or where JAX takes no other mesh than
     the one that is set.
     """
-    context = compat.context_mesh()
-    if declared is not None and declared.empty:
-        raise _empty_mesh(declared)
-    mesh = context if declared is None else declared
-    if mesh is None:
-        raise _no_mesh()
+    mesh, context = _declared_or_set(declared), compat.context_mesh()
     if taken := compat.manual_axes(context):
         raise SpecError(
             "`unsharded` runs on a mesh of one device, so it cannot be called inside another mapped call, "
@@ -148,6 +135,18 @@ def one_device_mesh(declared: Mesh | AbstractMesh | None, traced: bool) -> Mesh:
     local = mesh.local_devices if isinstance(mesh, Mesh) else jax.local_devices()
     devices = np.array(local[:1]).reshape((1,) * len(mesh.axis_names))
     return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def _declared_or_set(declared: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
+    mesh = compat.context_mesh() if declared is None else declared
+    if mesh is None:
+        raise SpecError(
+            "no mesh: shard_map was given none, and none is set. Pass `mesh=...`, or call inside "
+            "`with jax.set_mesh(mesh):`."
+        )
+    if mesh.empty:
+        raise _empty_mesh(mesh)
+    return mesh
 
 
 def check_mesh(what: str, mesh: Any) -> None:
@@ -280,13 +279,6 @@ def _names_in(spec: PartitionSpec | PerShard | None) -> list[AxisName]:
 
 def _empty_mesh(mesh: Mesh | AbstractMesh, what: str = "shard_map") -> SpecError:
     return SpecError(f"{what} requires a non-empty mesh, but {mesh} has no devices. {_MAKE_ONE}")
-
-
-def _no_mesh() -> SpecError:
-    return SpecError(
-        "no mesh: shard_map was given none, and none is set. Pass `mesh=...`, or call inside "
-        "`with jax.set_mesh(mesh):`."
-    )
 
 
 def not_a_mesh(mesh: object) -> TypeError:

@@ -130,7 +130,8 @@ class Group:
         rows = buffer.reshape(math.prod(self.counts), self.starts[-1])[:, here]
         sizes, order = self._folds(slot)
         folded = rows.reshape([sizes[k] for k in order])
-        return folded.transpose(np.argsort(order)).reshape(slot.shape)
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return folded.transpose(back).reshape(slot.shape)
 
     def buffer(self, arrays: Sequence[Leaf], mesh: AnyMesh | None) -> PyTree:
         """The buffer, made of whole arrays and laid out on a mesh, if it is known."""
@@ -483,10 +484,9 @@ def _arrays(group: Group, buffer: Leaf) -> list[Leaf]:
         return arrays(buffer)
     if not isinstance(buffer, jax.Array):
         return arrays(np.asarray(buffer))
+    here = buffer.sharding
     targets = [
-        NamedSharding(buffer.sharding.mesh, slot.placement.spec)
-        if isinstance(buffer.sharding, NamedSharding)
-        else buffer.sharding
+        NamedSharding(here.mesh, slot.placement.spec) if isinstance(here, NamedSharding) else here
         for slot in group.slots
     ]
     if buffer.is_fully_addressable or buffer.is_fully_replicated:

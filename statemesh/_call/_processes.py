@@ -186,10 +186,10 @@ def check_global_shapes(
     if len(shapes) != len(call.args):
         raise BatchAxisError(
             f"{name} was called with {counted(len(call.args), 'positional argument')}, but "
-            f"global_arg_shapes has {counted(len(shapes), 'entry', 'entries')}. It has one for each positional "
-            "argument: its global shape, or None."
+            f"global_arg_shapes has {counted(len(shapes), 'entry', 'entries')}. It has one for each "
+            "positional argument: its global shape, or None."
         )
-    bad: list[tuple[str, Any, tuple[int, ...], tuple[int, ...]]] = []
+    items: list[str] = []
     for i, (shape, value) in enumerate(zip(shapes, call.args, strict=True)):
         if shape is None:
             continue
@@ -200,19 +200,17 @@ def check_global_shapes(
             part = _own_part(shape, np.shape(leaf), axes[positions[0]], lanes)
             if part == np.shape(leaf):
                 continue
-        bad.append((call.names[i], value, shape, part))
-    if bad:
-        items = [
-            f"{path}: {describe(x)} here, but global_arg_shapes has {given}, of which this process's part is "
-            f"{part}"
-            for path, x, given, part in bad
-        ]
-        mend = (
-            "A global shape is that of one array, with the lanes of all processes on the mapped axis; give "
-            "None for any other argument."
+        items.append(
+            f"{call.names[i]}: {describe(value)} here, but global_arg_shapes has {shape}, of which this "
+            f"process's part is {part}"
         )
+    if items:
         raise error_listing(
-            BatchAxisError, f"{name}: arguments do not fit global_arg_shapes", items, mend
+            BatchAxisError,
+            f"{name}: arguments do not fit global_arg_shapes",
+            items,
+            "A global shape is that of one array, with the lanes of all processes on the mapped axis; give "
+            "None for any other argument.",
         )
 
 

@@ -263,12 +263,7 @@ def choices(state_specs: StateSpecs, roots: Sequence[tuple[str, Any]], what: str
     return [UNMENTIONED if state.always_replicated else bare for state in states]
 
 
-class _Undeclared:
-    def __repr__(self) -> str:
-        return "UNDECLARED"
-
-
-UNDECLARED = _Undeclared()
+UNDECLARED: SpecTree = object()
 UNMENTIONED = Choice(UNDECLARED)
 
 

@@ -80,11 +80,11 @@ def contents(what: str, tree: PyTree) -> tuple[dict[str, Leaf], files.Record]:
     check_concrete(what, [*arrays.items()])
     record: files.Record = {"version": files.VERSION, "arrays": {}, "numbers": {}}
     for value in values:
-        form = value.form
+        kind = value.kind
         if not value.is_array:
-            record["numbers"][value.path] = {"type": form.dtype, "value": repr(value.leaf)}
+            record["numbers"][value.path] = {"type": kind.dtype, "value": repr(value.leaf)}
             continue
-        described = {"dtype": form.dtype, "shape": list(form.shape)}
+        described = {"dtype": kind.dtype, "shape": list(kind.shape)}
         if is_key(value.leaf):
             described["impl"] = str(jax.random.key_impl(value.leaf))
             # A key is written as the numbers that it consists of.
@@ -296,13 +296,13 @@ class _Value:
         return self.placement is not None and self.placement.axis is not None
 
     @property
-    def form(self) -> "_Form":
+    def kind(self) -> "_Kind":
         if not self.is_array:
-            return _Form(type(self.leaf).__name__, ())
+            return _Kind(type(self.leaf).__name__, ())
         dtype = self.leaf.dtype
         if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
             dtype = jax.dtypes.canonicalize_dtype(dtype)
-        return _Form(str(dtype), tuple(np.shape(self.leaf)), self.is_array)
+        return _Kind(str(dtype), tuple(np.shape(self.leaf)), self.is_array)
 
     def shards(self, mesh: Mesh | None) -> int:
         """How many entries the first axis has of a value for each shard."""
@@ -313,7 +313,7 @@ class _Value:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Form:
+class _Kind:
     """The dtype and shape of an array, or the type of a number."""
 
     dtype: str
@@ -353,14 +353,14 @@ def _values(call: str, model: PyTree, tree: PyTree) -> list[_Value]:
             to_pack = packed is not None
             values.append(_Value(path_str(keys, path), position, x, node, placement, to_pack))
             position += 1
-    forms: dict[str, list[_Form]] = {}
+    kinds: dict[str, list[_Kind]] = {}
     for value in values:
-        forms.setdefault(value.path, []).append(value.form)
-    if several := [pair for pair in forms.items() if len(pair[1]) > 1]:
+        kinds.setdefault(value.path, []).append(value.kind)
+    if several := [pair for pair in kinds.items() if len(pair[1]) > 1]:
         raise error_listing(
             StructureError,
             f"{call}: values are saved by their paths, and these paths have several",
-            [f"{path}: {' and '.join(map(str, forms))}" for path, forms in several],
+            [f"{path}: {' and '.join(map(str, kinds))}" for path, kinds in several],
             "Give the keys different reprs, or the fields different names.",
         )
     return values
@@ -415,12 +415,12 @@ def _saved_names(
     **Raises:** `StructureError` listing everything that does not fit.
     """
     arrays, numbers = record["arrays"], record["numbers"]
-    forms = {name: _Form(x["dtype"], tuple(x["shape"]), True) for name, x in arrays.items()}
-    forms |= {name: _Form(number["type"], ()) for name, number in numbers.items()}
+    kinds = {name: _Kind(x["dtype"], tuple(x["shape"]), True) for name, x in arrays.items()}
+    kinds |= {name: _Kind(number["type"], ()) for name, number in numbers.items()}
     names: dict[str, str] = {}
     bad: list[str] = []
     used = set()
-    for name in forms:
+    for name in kinds:
         old = max((o for o in rename if _is_below(name, o)), key=len, default=None)
         path: str | None = name
         if old is not None:
@@ -437,22 +437,22 @@ def _saved_names(
     absent = [path for path in wanted if path not in names]
     left = [path for path in names if path not in wanted]
     # An inserted layer moves the later ones: what was saved fits the next path.
-    moved = [p for p in wanted if p in names and not _fits(forms[names[p]], wanted[p])]
+    moved = [p for p in wanted if p in names and not _fits(kinds[names[p]], wanted[p])]
     mends = []
     if missing == "error" and absent:
-        bad += [f"missing: {p}: {wanted[p].form} is in `like`, and was not saved" for p in absent]
+        bad += [f"missing: {p}: {wanted[p].kind} is in `like`, and was not saved" for p in absent]
         mends.append("missing='keep' keeps what `like` has for values that were not saved.")
     if left:
-        bad += [f"left over: {p}: {forms[names[p]]} was saved, and is not in `like`" for p in left]
+        bad += [f"left over: {p}: {kinds[names[p]]} was saved, and is not in `like`" for p in left]
         mends.append("rename={'path': None} leaves a saved value out.")
-    bad += [f"{p}: saved as {forms[names[p]]}, but `like` has {wanted[p].form}" for p in moved]
+    bad += [f"{p}: saved as {kinds[names[p]]}, but `like` has {wanted[p].kind}" for p in moved]
     if not bad:
         return {path: names[path] for path in wanted if path in names}
-    # For each saved name that is left over, the most similar missing path of the same form.
+    # For each saved name that is left over, the most similar missing path of the same kind.
     likely: dict[str, str] = {}
     free = [wanted[path] for path in absent + moved]
     for name in [names[path] for path in left + moved]:
-        alike = [value.path for value in free if _fits(forms[name], value)]
+        alike = [value.path for value in free if _fits(kinds[name], value)]
         if best := difflib.get_close_matches(name, alike, n=1, cutoff=0.5):
             likely[name] = best[0]
             free = [value for value in free if value.path != best[0]]
@@ -467,13 +467,13 @@ def _is_below(name: str, old: str) -> bool:
     return name == old or name.startswith((f"{old}.", f"{old}["))
 
 
-def _fits(form: _Form, value: _Value) -> bool:
-    if not (form.is_array and value.is_array):
-        return form.is_array == value.is_array
+def _fits(kind: _Kind, value: _Value) -> bool:
+    if not (kind.is_array and value.is_array):
+        return kind.is_array == value.is_array
     skipped = 1 if value.per_shard else 0
-    mine = value.form
+    mine = value.kind
     return (
-        form.dtype == mine.dtype
-        and len(form.shape) == len(mine.shape)
-        and form.shape[skipped:] == mine.shape[skipped:]
+        kind.dtype == mine.dtype
+        and len(kind.shape) == len(mine.shape)
+        and kind.shape[skipped:] == mine.shape[skipped:]
     )
