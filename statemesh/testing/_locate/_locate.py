@@ -18,8 +18,8 @@ from .._program._stacked import Scope, Stacked
 from .._program._trace import Trace, is_array_or_type, trace
 from .._types import AnyLeaf, Fun, PyTree, tree_util
 from . import _words as words
-from ._comparison import Comparison
-from ._flat import flat
+from ._compare import Comparison
+from ._graph import flat
 from ._located import Located, Place
 from ._rank import places
 from ._specs import wrong_specs

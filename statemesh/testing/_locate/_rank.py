@@ -4,15 +4,12 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from . import _words as words
-from ._changes import Trial
-from ._comparison import Comparison
-from ._flat import Step
+from ._compare import Comparison, inside, lines_of_carry
+from ._graph import Step
+from ._interventions import Mended, Mender, Trial, confirmed
 from ._lines import Line
 from ._located import Place
-from ._mend import Mended, Mender
-from ._rounds import inside, lines_of_carry
 from ._suspects import Group, Suspects
-from ._trials import confirmed
 
 
 @dataclasses.dataclass(frozen=True)

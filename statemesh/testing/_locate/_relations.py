@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from .._program._stacked import Scope, Stacked, names_of_spec
 from .._types import Numbers
-from ._values import as_numbers, is_key, on_all_shards
+from ._evaluate import as_numbers, is_key, on_all_shards
 
 
 # What a value is along a mesh axis: the same on every shard; the parts of an array axis; what gives the

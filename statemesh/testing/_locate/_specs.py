@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 
 from .._program._stacked import as_names
 from . import _words as words
-from ._comparison import Comparison
+from ._compare import Comparison
 from ._located import Place
 
 

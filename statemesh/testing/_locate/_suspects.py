@@ -1,13 +1,13 @@
 """The values that lead to a wrong result, and the lines that made them."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
-from ._comparison import Comparison
-from ._flat import Program, Step
+from ._compare import Comparison
+from ._graph import Step
 from ._lines import Line
 
 
@@ -212,23 +212,3 @@ class Suspects:
             for x in step.inputs:
                 reader[x] = step
         return lines
-
-
-def lines_inside(program: Program, wrong: Collection[int]) -> list[Line]:
-    """The lines of a program on which only these of its results depend, in order.
-
-    For a loop that runs more often on a mesh than on one device, so that its values cannot be compared.
-    """
-    needed: list[set[int]] = [set(), set()]
-    for k, result in enumerate(program.results):
-        if isinstance(result, int):
-            needed[k in wrong].add(result)
-    lines = []
-    for step in reversed(program.steps):
-        is_needed = [bool(values.intersection(step.results)) for values in needed]
-        for values, here in zip(needed, is_needed, strict=True):
-            if here:
-                values.update(step.inputs)
-        if is_needed == [False, True] and step.line is not None:
-            lines.append(step.line)
-    return list(dict.fromkeys(reversed(lines)))

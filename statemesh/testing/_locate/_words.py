@@ -7,12 +7,11 @@ from jax.sharding import PartitionSpec
 
 from .. import _errors as errors
 from .._types import AnyLeaf, Numbers
-from ._comparison import Comparison
-from ._flat import Step
+from ._compare import Comparison, right_values
+from ._evaluate import as_numbers
+from ._graph import Step
 from ._lines import Line
-from ._mend import right_values
 from ._relations import Relation
-from ._values import as_numbers
 
 
 _OPERATIONS: Mapping[str, str] = {

@@ -2,16 +2,22 @@
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
+import jax
+import numpy as np
+
+from .._program._jaxprs import Jaxpr, opened
 from .._program._noise import roundoff
 from .._program._stacked import Scope, Stacked
-from .._types import Numbers
-from ._align import pairs
-from ._flat import Constant, Operand, Program, Step
-from ._lines import callers_of
+from .._types import AnyLeaf, Numbers
+from ._evaluate import Evaluator, Values, as_numbers, is_key, last_reads, on_all_shards
+from ._graph import Constant, Operand, Program, Step, flat, pairs
+from ._lines import Line, callers_of
 from ._relations import Relation, largest, relation, unequal_copies, whole
-from ._values import Evaluator, Values, as_numbers, last_reads, on_all_shards
 
 
 # What is kept of the values that differ, in bytes. The others are let go.
@@ -243,3 +249,263 @@ class Comparison:
         """Whether a result with this relation is one that it should have."""
         # Around loops there are mesh axes, and what is carried may be anything that is related.
         return found is not None and (found.is_plain or bool(self.scope.sizes))
+
+
+# A mistake shows in the first rounds.
+_MOST_ROUNDS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Inside:
+    """What runs inside a loop or branch.
+
+    **Attributes:**
+
+    - `found`: the comparison of one round.
+    - `round`: its number; `None` for a branch.
+    """
+
+    found: Comparison
+    round: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """A loop on one side."""
+
+    body: Jaxpr
+    consts: Sequence[Stacked]
+    carry: Sequence[Stacked]
+    scanned: Sequence[Stacked]
+    rounds: Sequence[int]
+
+
+def inside(found: Comparison, step: Step) -> Inside | None:
+    """What happens inside a step of a comparison, if it is a loop or branch into which one can look."""
+    other = found.partner(step)
+    if other is None or step not in found.operands:
+        return None
+    mesh, one = found.operands[step]
+    if step.name == "cond":
+        branches = [_branch(a, values) for a, values in ((step, mesh), (other, one))]
+        if branches[0] is None or branches[0] != branches[1]:
+            return None
+        bodies = [a.eqn.params["branches"][branches[0]] for a in (step, other)]
+        given = [_all_shards(mesh[1:], step.scope), _all_shards(one[1:], other.scope)]
+        return _as_inside(bodies, given, (step.scope, other.scope), step.line, None, found.wide)
+    loops = [_loop(a, values) for a, values in ((step, mesh), (other, one))]
+    if len(loops[0].rounds) != len(loops[1].rounds):
+        return None
+    return _first_round(loops, (step.scope, other.scope), step.line, found)
+
+
+def _branch(step: Step, values: Sequence[Stacked]) -> int | None:
+    """The number of the branch that all shards take."""
+    taken = {int(k) for k in whole_numbers(values[0])}
+    count = len(step.eqn.params["branches"])
+    return min(max(taken.pop(), 0), count - 1) if len(taken) == 1 else None
+
+
+def whole_numbers(value: Stacked) -> list[Any]:
+    return list(jax.device_get(value.x).reshape(-1))
+
+
+def _loop(step: Step, values: Sequence[Stacked]) -> _Loop:
+    params = step.eqn.params
+    if step.name == "while":
+        first = params["cond_nconsts"] + params["body_nconsts"]
+        consts = values[params["cond_nconsts"] : first]
+        return _Loop(params["body_jaxpr"], consts, values[first:], (), range(_MOST_ROUNDS))
+    inner = opened(params["jaxpr"])
+    # What is scanned over has one axis more outside than inside; what is carried has as many.
+    carries = _with_equal_ranks(step.eqn.outvars, inner.outvars)
+    first = _with_equal_ranks(step.eqn.invars, inner.invars) - carries
+    order = range(params["length"])
+    return _Loop(
+        params["jaxpr"],
+        values[:first],
+        values[first : first + carries],
+        values[first + carries :],
+        order[::-1] if params["reverse"] else order,
+    )
+
+
+def _with_equal_ranks(outer: Sequence[AnyLeaf], inner: Sequence[AnyLeaf]) -> int:
+    pairs = zip(outer, inner, strict=True)
+    return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in pairs)
+
+
+def _all_shards(values: Sequence[Stacked], scope: Scope) -> list[Stacked]:
+    """The values with a copy for each shard, so that all rounds have the same shapes."""
+    return [
+        scope.spread(value, scope.sizes)
+        if is_key(value.x)
+        else Stacked(on_all_shards(value, scope), tuple(scope.sizes))
+        for value in values
+    ]
+
+
+def _first_round(
+    loops: Sequence[_Loop], scopes: tuple[Scope, Scope], line: Line | None, around: Comparison
+) -> Inside | None:
+    """The first round that makes something unrelated."""
+    sides = [
+        _Side(loop, scope, line, around.wide) for loop, scope in zip(loops, scopes, strict=True)
+    ]
+    for number in loops[0].rounds[:_MOST_ROUNDS]:
+        given = [side.given(number) for side in sides]
+        results = [side.run(xs) for side, xs in zip(sides, given, strict=True)]
+        for got, want in zip(*results, strict=True):
+            if relation(got, whole(want), scopes[0], 0.0, around.unit(got)) is None:
+                bodies = [loop.body for loop in loops]
+                return _as_inside(bodies, given, scopes, line, number, around.wide)
+    return None
+
+
+class _Side:
+    """A loop on one side, run round by round."""
+
+    def __init__(self, loop: _Loop, scope: Scope, line: Line | None, wide: bool) -> None:
+        self._scope = scope
+        self._program = flat(loop.body, scope, line)
+        self._evaluator = Evaluator(self._program, wide)
+        self._consts = _all_shards(loop.consts, scope)
+        self._carry = _all_shards(loop.carry, scope)
+        self._scanned = _all_shards(loop.scanned, scope)
+
+    def given(self, number: int) -> list[Stacked]:
+        axes = tuple(self._scope.sizes)
+        at = (slice(None),) * len(axes)
+        scanned = [Stacked(value.x[(*at, number)], axes) for value in self._scanned]
+        return [*self._consts, *self._carry, *scanned]
+
+    def run(self, given: Sequence[Stacked]) -> list[Stacked]:
+        """The results of a round, which the next round reads."""
+        known = dict(zip(self._program.inputs, given, strict=True))
+        for step in self._program.steps:
+            self._evaluator.run_step(step, known)
+        made = [self._evaluator.operand(x, known) for x in self._program.results]
+        made = _all_shards(made, self._scope)
+        self._carry = made[: len(self._carry)]
+        return made
+
+
+def _as_inside(
+    bodies: Sequence[Jaxpr],
+    given: Sequence[Sequence[Stacked]],
+    scopes: tuple[Scope, Scope],
+    line: Line | None,
+    number: int | None,
+    wide: bool,
+) -> Inside | None:
+    mesh, one = (flat(body, scope, line) for body, scope in zip(bodies, scopes, strict=True))
+    values = _named(mesh, given[0]), _named(one, given[1])
+    found = Comparison(mesh, one, scopes[0], values, wide)
+    return None if all(result.right for result in found.results) else Inside(found, number)
+
+
+def _named(program: Program, given: Sequence[Stacked]) -> Values:
+    return dict(zip(program.inputs, given, strict=True))
+
+
+def lines_of_carry(found: Comparison, step: Step) -> list[Line]:
+    """The lines in a loop that make nothing but those of its results that differ.
+
+    That tells something where the loop has more rounds on a mesh, so that rounds cannot be compared.
+    """
+    other = found.partner(step)
+    if other is None or step.name not in ("scan", "while") or step not in found.operands:
+        return []
+    loops = [
+        _loop(a, values) for a, values in zip((step, other), found.operands[step], strict=True)
+    ]
+    if step.name == "scan" and len(loops[0].rounds) == len(loops[1].rounds):
+        return []
+    program = flat(loops[0].body, step.scope, step.line)
+    wrong = {k for k, x in enumerate(step.results) if found.relations[x] is None}
+    return [line for line in lines_inside(program, wrong) if line != step.line]
+
+
+def lines_inside(program: Program, wrong: Collection[int]) -> list[Line]:
+    """The lines of a program on which only these of its results depend, in order.
+
+    For a loop that runs more often on a mesh than on one device, so that its values cannot be compared.
+    """
+    needed: list[set[int]] = [set(), set()]
+    for k, result in enumerate(program.results):
+        if isinstance(result, int):
+            needed[k in wrong].add(result)
+    lines = []
+    for step in reversed(program.steps):
+        is_needed = [bool(values.intersection(step.results)) for values in needed]
+        for values, here in zip(needed, is_needed, strict=True):
+            if here:
+                values.update(step.inputs)
+        if is_needed == [False, True] and step.line is not None:
+            lines.append(step.line)
+    return list(dict.fromkeys(reversed(lines)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Right:
+    """What shards may have to have: so many times their parts of what one device has."""
+
+    numbers: Numbers
+    factor: float
+
+
+def right_values(found: Comparison, value: int) -> Iterator[Right]:
+    """What shards may have to have, the likeliest first: what one device has, its parts, parts of a sum."""
+    pair = found.kept[value]
+    if pair.want is None:
+        return
+    known = found.relations[value]
+    if known is not None and known.factor != 1:
+        yield Right(pair.got / known.factor, known.factor)
+    scope = found.scopes[value]
+    sizes = list(scope.sizes.values())
+    ways = list(_placements(pair.want.shape, pair.got.shape[len(sizes) :], sizes))
+    # Most values are split as others are.
+    names = list(map(str, scope.sizes))
+    ways.sort(
+        key=lambda way: -sum(found.splits.get((n, d), 0) for n, d in zip(names, way, strict=True))
+    )
+    plain = [(_split(pair.want, way, sizes, pair.got.shape[len(sizes) :]), way) for way in ways[:3]]
+    yield from (Right(numbers, 1.0) for numbers, _ in plain)
+    if pair.want.dtype.kind not in "fc":
+        return
+    for numbers, way in plain[:1]:
+        rest = math.prod(size for size, at in zip(sizes, way, strict=True) if at is None)
+        count = rest if rest > 1 else math.prod(sizes)
+        if count > 1:
+            yield Right(numbers / count, 1 / count)
+            yield Right(numbers * count, float(count))
+
+
+def _placements(
+    whole: tuple[int, ...], local: tuple[int, ...], sizes: Sequence[int]
+) -> Iterator[tuple[int | None, ...]]:
+    """For each mesh axis the array axis that it may split, or none."""
+    if len(whole) != len(local):
+        return
+    for way in itertools.product([None, *range(len(whole))], repeat=len(sizes)):
+        parts = [1] * len(whole)
+        for at, size in zip(way, sizes, strict=True):
+            if at is not None:
+                parts[at] *= size
+        fits = all(n == m * part for n, m, part in zip(whole, local, parts, strict=True))
+        if fits and all(at is None or size > 1 for at, size in zip(way, sizes, strict=True)):
+            yield way
+
+
+def _split(
+    x: Numbers, way: Sequence[int | None], sizes: Sequence[int], local: tuple[int, ...]
+) -> Numbers:
+    made = np.empty((*sizes, *local), x.dtype)
+    for index in np.ndindex(*sizes):
+        start = [0] * len(local)
+        for at, size, i in zip(way, sizes, index, strict=True):
+            if at is not None:
+                start[at] = start[at] * size + i
+        made[index] = x[tuple(slice(s * n, (s + 1) * n) for s, n in zip(start, local, strict=True))]
+    return made

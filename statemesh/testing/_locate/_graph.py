@@ -1,7 +1,8 @@
 """A traced program as one list of steps: calls are opened, loops and branches stay single steps."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+import difflib
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -231,3 +232,50 @@ class _Flattening:
         split = [moved("split", x, s) for x, s in zip(operands, params["in_specs"], strict=True)]
         made = self.run(params["jaxpr"], split, inside, around)
         return [moved("join", x, s) for x, s in zip(made, params["out_specs"], strict=True)]
+
+
+def pairs(mesh: Sequence[Step], one: Sequence[Step]) -> dict[int, int]:
+    """For steps of the program on a mesh, the numbers of the same steps of the program on one device.
+
+    The programs are nearly the same. Where they are not, because the code looks at the size of an axis, these
+    are the longest runs of steps that both have.
+    """
+    found = _longest([_key(step) for step in mesh], [_key(step) for step in one])
+    if 2 * len(found) >= min(len(mesh), len(one)):
+        return found
+    # The other program was written in other lines.
+    return _longest([_kind(step) for step in mesh], [_kind(step) for step in one])
+
+
+def _longest(left: Sequence[Hashable], right: Sequence[Hashable]) -> dict[int, int]:
+    """The numbers of equal keys, in order."""
+    start = 0
+    while start < min(len(left), len(right)) and left[start] == right[start]:
+        start += 1
+    end = 0
+    while end < min(len(left), len(right)) - start and left[-1 - end] == right[-1 - end]:
+        end += 1
+    found = {i: i for i in range(start)}
+    found |= {len(left) - k: len(right) - k for k in range(1, end + 1)}
+    numbers: dict[Hashable, int] = {}
+    middle = [
+        [numbers.setdefault(key, len(numbers)) for key in keys[start : len(keys) - end]]
+        for keys in (left, right)
+    ]
+    for block in difflib.SequenceMatcher(
+        None, middle[0], middle[1], autojunk=False
+    ).get_matching_blocks():
+        for k in range(block.size):
+            found[start + block.a + k] = start + block.b + k
+    return found
+
+
+def _key(step: Step) -> Hashable:
+    return _kind(step), step.line, step.transposed, step.caller
+
+
+def _kind(step: Step) -> Hashable:
+    def kind(var: Any) -> Hashable:
+        return str(var.aval.dtype), len(var.aval.shape)
+
+    return step.name, tuple(map(kind, step.eqn.outvars)) if step.kind == "run" else ()
