@@ -14,8 +14,8 @@ from .._program._jaxprs import Jaxpr, opened
 from .._program._noise import roundoff
 from .._program._stacked import Scope, Stacked
 from .._types import AnyLeaf, Numbers
-from ._evaluate import Evaluator, Values, as_numbers, is_key, last_reads, on_all_shards
-from ._graph import Constant, Operand, Program, Step, flat, pairs
+from ._evaluate import Evaluator, Values, as_numbers, last_reads, on_all_shards
+from ._graph import Constant, Graph, Node, Operand, graph_of, pairs
 from ._lines import Line, callers_of
 from ._relations import Relation, largest, relation, unequal_copies, whole
 
@@ -64,7 +64,7 @@ class Comparison:
 
     **Attributes:**
 
-    - `maker`: the step that makes each value of the program on the mesh.
+    - `maker`: the node that makes each value of the program on the mesh.
     - `depth`: how many lines of the user's are around those of the mapped function itself.
     - `relations`: what each value of the program on the mesh is of that on one device.
     - `scopes`: the mesh axes over which each value may differ.
@@ -75,13 +75,13 @@ class Comparison:
     - `operands`: those of loops and branches whose results differ.
     - `lengths`: the lengths of what shards have of arrays that are split.
     - `results`: the results.
-    - `matched`: whether each step of the one program belongs to one of the other.
+    - `matched`: whether each node of the one program belongs to one of the other.
     """
 
     def __init__(
         self,
-        mesh: Program,
-        one: Program,
+        mesh: Graph,
+        one: Graph,
         scope: Scope,
         given: tuple[Values, Values],
         wide: bool,
@@ -89,23 +89,23 @@ class Comparison:
         self.mesh, self.one, self.scope, self.given = mesh, one, scope, given
         self.wide = wide
         self.evaluators = Evaluator(mesh, wide), Evaluator(one, wide)
-        self.pairs = pairs(mesh.steps, one.steps)
-        self.matched = len(self.pairs) == len(mesh.steps) == len(one.steps)
+        self.pairs = pairs(mesh.nodes, one.nodes)
+        self.matched = len(self.pairs) == len(mesh.nodes) == len(one.nodes)
         self.scopes = dict.fromkeys(mesh.inputs, scope)
-        self.scopes |= {x: step.around for step in mesh.steps for x in step.results}
+        self.scopes |= {x: node.around for node in mesh.nodes for x in node.results}
         self.maker = mesh.maker()
-        depths = [len(callers_of(step.eqn)) for step in mesh.steps if step.line is not None]
+        depths = [len(callers_of(node.eqn)) for node in mesh.nodes if node.line is not None]
         self.depth = min(depths, default=0)
-        self._partners = {mesh.steps[a]: one.steps[b] for a, b in self.pairs.items()}
+        self._partners = {mesh.nodes[a]: one.nodes[b] for a, b in self.pairs.items()}
         self.relations: dict[int, Relation | None] = {}
         self.indices: set[int] = set()
         self.positions: set[int] = set()
         self.kept: dict[int, Pair] = {}
-        self.operands: dict[Step, tuple[list[Stacked], list[Stacked]]] = {}
+        self.operands: dict[Node, tuple[list[Stacked], list[Stacked]]] = {}
         self.lengths: set[int] = set()
         self._bytes = 0
         self._sizes: dict[int, float] = {}
-        # For values of the program on the mesh what they are on one device, as long as a step may need it.
+        # For values of the program on the mesh what they are on one device, as long as a node may need it.
         self._wants: dict[int, Numbers] = {}
         self._known: tuple[Values, Values] = ({**given[0]}, {**given[1]})
         for a, b in zip(mesh.inputs, one.inputs, strict=True):
@@ -123,66 +123,66 @@ class Comparison:
     def value(self, operand: Operand, side: int) -> Stacked:
         return self.evaluators[side].operand(operand, self._known[side])
 
-    def partner(self, step: Step) -> Step | None:
-        """The step of the program on one device that belongs to a step."""
-        return self._partners.get(step)
+    def partner(self, node: Node) -> Node | None:
+        """The node of the program on one device that belongs to a node."""
+        return self._partners.get(node)
 
     def _run(self) -> None:
         position = 0
         last = last_reads(self.mesh), last_reads(self.one)
-        for i, step in enumerate(self.mesh.steps):
-            self.evaluators[0].run_step(step, self._known[0])
+        for i, node in enumerate(self.mesh.nodes):
+            self.evaluators[0].run_node(node, self._known[0])
             end = self.pairs[i] + 1 if i in self.pairs else position
-            for other in self.one.steps[position:end]:
-                self.evaluators[1].run_step(other, self._known[1])
-            self._step(step, self.partner(step))
+            for other in self.one.nodes[position:end]:
+                self.evaluators[1].run_node(other, self._known[1])
+            self._step(node, self.partner(node))
             for known, reads, done in zip(self._known, last, (i, end - 1), strict=True):
                 for x in [x for x in known if reads.get(x, -1) <= done]:
                     del known[x]
             self._wants = {x: want for x, want in self._wants.items() if last[0].get(x, -1) > i}
             position = end
-        for other in self.one.steps[position:]:
-            self.evaluators[1].run_step(other, self._known[1])
+        for other in self.one.nodes[position:]:
+            self.evaluators[1].run_node(other, self._known[1])
 
-    def _step(self, step: Step, other: Step | None) -> None:
-        by_index = self._is_index(step)
+    def _step(self, node: Node, other: Node | None) -> None:
+        by_index = self._is_index(node)
         operands = 0.0
         if other is not None:
             operands = max([self._size(x) for x in other.operands], default=0.0)
-        for k, x in enumerate(step.results):
+        for k, x in enumerate(node.results):
             value = self._known[0][x]
             want = whole(self._known[1][other.results[k]]) if other is not None else None
             if other is None:
-                want = self._unneeded(step)
+                want = self._unneeded(node)
             if want is not None:
                 self._wants[x] = want
-            self._relate(x, value, want, step.around, operands)
+            self._relate(x, value, want, node.around, operands)
             known = self.relations[x]
             if by_index and not (known and known.is_plain):
                 # That one shard has the index 0, or that the least is 0, is no relation.
                 self.relations[x] = None
                 self.indices.add(x)
-                if step.name == "axis_index" or self.positions.intersection(step.inputs):
+                if node.name == "axis_index" or self.positions.intersection(node.inputs):
                     self.positions.add(x)
-            if step.kind == "split":
+            if node.kind == "split":
                 self.lengths.update(value.x.shape[len(value.axes) :])
-            if step.kind == "join" and unequal_copies(
-                self.value(step.operands[0], 0), step.spec, self.unit(value)
+            if node.kind == "join" and unequal_copies(
+                self.value(node.operands[0], 0), node.spec, self.unit(value)
             ):
                 self.relations[x] = None
-                self._keep(x, value, want, step.around)
-        differs = any(self.relations[x] is None for x in step.results)
-        if differs and step.name in _LOOPS and other is not None and len(self.operands) < 8:
-            self.operands[step] = (
-                [self.value(x, 0) for x in step.operands],
+                self._keep(x, value, want, node.around)
+        differs = any(self.relations[x] is None for x in node.results)
+        if differs and node.name in _LOOPS and other is not None and len(self.operands) < 8:
+            self.operands[node] = (
+                [self.value(x, 0) for x in node.operands],
                 [self.value(x, 1) for x in other.operands],
             )
 
-    def _unneeded(self, step: Step) -> Numbers | None:
+    def _unneeded(self, node: Node) -> Numbers | None:
         """What one device has in the place of a division by the number of shards, which it does not need."""
-        if len(step.inputs) != 1 or len(step.results) != 1 or step.name not in ("div", "mul"):
+        if len(node.inputs) != 1 or len(node.results) != 1 or node.name not in ("div", "mul"):
             return None
-        return self._wants.get(step.inputs[0])
+        return self._wants.get(node.inputs[0])
 
     def _relate(
         self, x: int, value: Stacked, want: Numbers | None, scope: Scope, operands: float
@@ -206,17 +206,17 @@ class Comparison:
             self._sizes[operand] = largest(as_numbers(self._known[1][operand].x))
         return self._sizes[operand]
 
-    def _is_index(self, step: Step) -> bool:
+    def _is_index(self, node: Node) -> bool:
         """Whether results are made from the index of a shard, or from constants, and so may differ."""
-        constants = bool(step.operands) and not step.inputs
-        if step.name == "axis_index" or constants:
+        constants = bool(node.operands) and not node.inputs
+        if node.name == "axis_index" or constants:
             return True
-        if not any(x in self.indices for x in step.inputs):
+        if not any(x in self.indices for x in node.inputs):
             return False
-        if step.name in _RANDOM:
+        if node.name in _RANDOM:
             # A state gives each shard keys of its own. Keys that the user makes so are another matter.
-            return step.name in _OF_KEYS and not step.is_own
-        others = [x for x in step.inputs if x not in self.indices]
+            return node.name in _OF_KEYS and not node.is_own
+        others = [x for x in node.inputs if x not in self.indices]
         return all(as_numbers(self._known[0][x].x).dtype.kind in "biu" for x in others)
 
     def _results(self) -> list[Result]:
@@ -224,7 +224,7 @@ class Comparison:
         for a, b in zip(self.mesh.results, self.one.results, strict=True):
             got, want = self.value(a, 0), whole(self.value(b, 1))
             known = self.relations.get(a, Relation()) if isinstance(a, int) else Relation()
-            # A step without a partner may give the right result.
+            # A node without a partner may give the right result.
             is_lone = isinstance(a, int) and a in self.kept and self.kept[a].want is None
             if is_lone or isinstance(a, Constant):
                 known = relation(got, want, self.scope, 0.0, self.unit(got))
@@ -280,29 +280,29 @@ class _Loop:
     rounds: Sequence[int]
 
 
-def inside(found: Comparison, step: Step) -> Inside | None:
-    """What happens inside a step of a comparison, if it is a loop or branch into which one can look."""
-    other = found.partner(step)
-    if other is None or step not in found.operands:
+def inside(found: Comparison, node: Node) -> Inside | None:
+    """What happens inside a node of a comparison, if it is a loop or branch into which one can look."""
+    other = found.partner(node)
+    if other is None or node not in found.operands:
         return None
-    mesh, one = found.operands[step]
-    if step.name == "cond":
-        branches = [_branch(a, values) for a, values in ((step, mesh), (other, one))]
+    mesh, one = found.operands[node]
+    if node.name == "cond":
+        branches = [_branch(a, values) for a, values in ((node, mesh), (other, one))]
         if branches[0] is None or branches[0] != branches[1]:
             return None
-        bodies = [a.eqn.params["branches"][branches[0]] for a in (step, other)]
-        given = [_all_shards(mesh[1:], step.scope), _all_shards(one[1:], other.scope)]
-        return _as_inside(bodies, given, (step.scope, other.scope), step.line, None, found.wide)
-    loops = [_loop(a, values) for a, values in ((step, mesh), (other, one))]
+        bodies = [a.eqn.params["branches"][branches[0]] for a in (node, other)]
+        given = [_all_shards(mesh[1:], node.scope), _all_shards(one[1:], other.scope)]
+        return _as_inside(bodies, given, (node.scope, other.scope), node.line, None, found.wide)
+    loops = [_loop(a, values) for a, values in ((node, mesh), (other, one))]
     if len(loops[0].rounds) != len(loops[1].rounds):
         return None
-    return _first_round(loops, (step.scope, other.scope), step.line, found)
+    return _first_round(loops, (node.scope, other.scope), node.line, found)
 
 
-def _branch(step: Step, values: Sequence[Stacked]) -> int | None:
+def _branch(node: Node, values: Sequence[Stacked]) -> int | None:
     """The number of the branch that all shards take."""
     taken = {int(k) for k in whole_numbers(values[0])}
-    count = len(step.eqn.params["branches"])
+    count = len(node.eqn.params["branches"])
     return min(max(taken.pop(), 0), count - 1) if len(taken) == 1 else None
 
 
@@ -310,16 +310,16 @@ def whole_numbers(value: Stacked) -> list[Any]:
     return list(jax.device_get(value.x).reshape(-1))
 
 
-def _loop(step: Step, values: Sequence[Stacked]) -> _Loop:
-    params = step.eqn.params
-    if step.name == "while":
+def _loop(node: Node, values: Sequence[Stacked]) -> _Loop:
+    params = node.eqn.params
+    if node.name == "while":
         first = params["cond_nconsts"] + params["body_nconsts"]
         consts = values[params["cond_nconsts"] : first]
         return _Loop(params["body_jaxpr"], consts, values[first:], (), range(_MOST_ROUNDS))
     inner = opened(params["jaxpr"])
     # What is scanned over has one axis more outside than inside; what is carried has as many.
-    carries = _with_equal_ranks(step.eqn.outvars, inner.outvars)
-    first = _with_equal_ranks(step.eqn.invars, inner.invars) - carries
+    carries = _with_equal_ranks(node.eqn.outvars, inner.outvars)
+    first = _with_equal_ranks(node.eqn.invars, inner.invars) - carries
     order = range(params["length"])
     return _Loop(
         params["jaxpr"],
@@ -337,12 +337,7 @@ def _with_equal_ranks(outer: Sequence[AnyLeaf], inner: Sequence[AnyLeaf]) -> int
 
 def _all_shards(values: Sequence[Stacked], scope: Scope) -> list[Stacked]:
     """The values with a copy for each shard, so that all rounds have the same shapes."""
-    return [
-        scope.spread(value, scope.sizes)
-        if is_key(value.x)
-        else Stacked(on_all_shards(value, scope), tuple(scope.sizes))
-        for value in values
-    ]
+    return [scope.spread(value, scope.sizes) for value in values]
 
 
 def _first_round(
@@ -367,7 +362,7 @@ class _Side:
 
     def __init__(self, loop: _Loop, scope: Scope, line: Line | None, wide: bool) -> None:
         self._scope = scope
-        self._program = flat(loop.body, scope, line)
+        self._program = graph_of(loop.body, scope, line)
         self._evaluator = Evaluator(self._program, wide)
         self._consts = _all_shards(loop.consts, scope)
         self._carry = _all_shards(loop.carry, scope)
@@ -382,8 +377,8 @@ class _Side:
     def run(self, given: Sequence[Stacked]) -> list[Stacked]:
         """The results of a round, which the next round reads."""
         known = dict(zip(self._program.inputs, given, strict=True))
-        for step in self._program.steps:
-            self._evaluator.run_step(step, known)
+        for node in self._program.nodes:
+            self._evaluator.run_node(node, known)
         made = [self._evaluator.operand(x, known) for x in self._program.results]
         made = _all_shards(made, self._scope)
         self._carry = made[: len(self._carry)]
@@ -398,35 +393,35 @@ def _as_inside(
     number: int | None,
     wide: bool,
 ) -> Inside | None:
-    mesh, one = (flat(body, scope, line) for body, scope in zip(bodies, scopes, strict=True))
+    mesh, one = (graph_of(body, scope, line) for body, scope in zip(bodies, scopes, strict=True))
     values = _named(mesh, given[0]), _named(one, given[1])
     found = Comparison(mesh, one, scopes[0], values, wide)
     return None if all(result.right for result in found.results) else Inside(found, number)
 
 
-def _named(program: Program, given: Sequence[Stacked]) -> Values:
+def _named(program: Graph, given: Sequence[Stacked]) -> Values:
     return dict(zip(program.inputs, given, strict=True))
 
 
-def lines_of_carry(found: Comparison, step: Step) -> list[Line]:
+def lines_of_carry(found: Comparison, node: Node) -> list[Line]:
     """The lines in a loop that make nothing but those of its results that differ.
 
     That tells something where the loop has more rounds on a mesh, so that rounds cannot be compared.
     """
-    other = found.partner(step)
-    if other is None or step.name not in ("scan", "while") or step not in found.operands:
+    other = found.partner(node)
+    if other is None or node.name not in ("scan", "while") or node not in found.operands:
         return []
     loops = [
-        _loop(a, values) for a, values in zip((step, other), found.operands[step], strict=True)
+        _loop(a, values) for a, values in zip((node, other), found.operands[node], strict=True)
     ]
-    if step.name == "scan" and len(loops[0].rounds) == len(loops[1].rounds):
+    if node.name == "scan" and len(loops[0].rounds) == len(loops[1].rounds):
         return []
-    program = flat(loops[0].body, step.scope, step.line)
-    wrong = {k for k, x in enumerate(step.results) if found.relations[x] is None}
-    return [line for line in lines_inside(program, wrong) if line != step.line]
+    program = graph_of(loops[0].body, node.scope, node.line)
+    wrong = {k for k, x in enumerate(node.results) if found.relations[x] is None}
+    return [line for line in lines_inside(program, wrong) if line != node.line]
 
 
-def lines_inside(program: Program, wrong: Collection[int]) -> list[Line]:
+def lines_inside(program: Graph, wrong: Collection[int]) -> list[Line]:
     """The lines of a program on which only these of its results depend, in order.
 
     For a loop that runs more often on a mesh than on one device, so that its values cannot be compared.
@@ -436,13 +431,13 @@ def lines_inside(program: Program, wrong: Collection[int]) -> list[Line]:
         if isinstance(result, int):
             needed[k in wrong].add(result)
     lines = []
-    for step in reversed(program.steps):
-        is_needed = [bool(values.intersection(step.results)) for values in needed]
+    for node in reversed(program.nodes):
+        is_needed = [bool(values.intersection(node.results)) for values in needed]
         for values, here in zip(needed, is_needed, strict=True):
             if here:
-                values.update(step.inputs)
-        if is_needed == [False, True] and step.line is not None:
-            lines.append(step.line)
+                values.update(node.inputs)
+        if is_needed == [False, True] and node.line is not None:
+            lines.append(node.line)
     return list(dict.fromkeys(reversed(lines)))
 
 

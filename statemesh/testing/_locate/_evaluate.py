@@ -1,11 +1,14 @@
-"""The values of a flat program on all shards.
+"""The values of a graph on all shards. All of this runs inside `jax.enable_x64`.
 
-All of this runs inside `jax.enable_x64`.
+NumPy runs the operations that it has, and the replay the others. This is a second interpreter beside
+`_program/_replay.py`, for speed: a replay is compiled as a whole and called often, while `locate` runs single
+nodes, once or a few times each. JAX would compile each of them for each shape, which takes far longer than to
+run it. A test runs nodes of all planted models both ways and expects the same numbers.
 """
 
-import math
+import functools
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -16,430 +19,9 @@ from .._program._arithmetic import Promoted, promoted
 from .._program._control_flow import Frame
 from .._program._jaxprs import names_of
 from .._program._replay import MOST_ROUNDS, Replay
-from .._program._stacked import Axes, Scope, Stacked, as_names, names_of_spec
+from .._program._stacked import Axes, Scope, Stacked, names_of_spec
 from .._types import AnyLeaf, Numbers
-from ._graph import Constant, Operand, Program, Step
-
-
-REDUCTIONS: Mapping[str, Callable[..., Any]] = {
-    "psum": np.sum,
-    "psum_invariant": np.sum,
-    "pmax": np.max,
-    "pmin": np.min,
-}
-GATHERS = ("all_gather", "all_gather_invariant", "reduce_scatter")
-
-
-def split(value: Stacked, step: Step) -> Stacked:
-    """What `Scope.split` gives."""
-    shape, names, at = list(value.x.shape[: len(value.axes)]), list(value.axes), []
-    at = list(range(len(value.axes)))
-    for size, entry in zip(value.shape, _entries(step, len(value.shape)), strict=True):
-        for name in entry:
-            names.append(name)
-            at.append(len(shape))
-            shape.append(step.scope.sizes[name])
-        shape.append(size // math.prod(step.scope.shape(entry)))
-    found = dict(zip(names, at, strict=True))
-    axes = step.scope.in_order(names)
-    x = np.moveaxis(
-        np.asarray(value.x).reshape(shape), [found[name] for name in axes], range(len(axes))
-    )
-    return Stacked(x, axes)
-
-
-def joined(value: Stacked, step: Step) -> Stacked:
-    """What `Scope.joined` gives, of the first copy along the axes that the spec leaves out."""
-    entries = _entries(step, len(value.shape))
-    used = {name for entry in entries for name in entry}
-    outer = step.around.sizes
-    x = np.asarray(value.x)
-    at = tuple(slice(None) if name in used or name in outer else 0 for name in value.axes)
-    x, axes = x[at], [name for name in value.axes if name in used or name in outer]
-    missing = [name for name in step.scope.in_order(used) if name not in axes]
-    lead = step.scope.shape(missing)
-    x = np.broadcast_to(x, (*lead, *x.shape))
-    axes = [*missing, *axes]
-    first = [name for name in axes if name not in used]
-    order, shape = [axes.index(name) for name in first], list(step.scope.shape(first))
-    for dim, (size, entry) in enumerate(zip(value.shape, entries, strict=True)):
-        order += [*map(axes.index, entry), len(axes) + dim]
-        shape.append(size * math.prod(step.scope.shape(entry)))
-    return Stacked(x.transpose(order).reshape(shape), tuple(first))
-
-
-def _entries(step: Step, rank: int) -> list[Axes]:
-    spec = step.spec or ()
-    return [as_names(entry) for entry in (*spec, *[None] * (rank - len(spec)))]
-
-
-def over_shards(step: Step, values: Sequence[Stacked]) -> list[Stacked] | None:
-    """The results of a reduction over shards."""
-    params, scope = step.eqn.params, step.scope
-    names = names_of(step.eqn)
-    numbers = any(isinstance(name, int) for name in params["axes"])
-    if params.get("axis_index_groups") is not None or numbers or not {*names} <= {*scope.sizes}:
-        return None
-    return [_reduced(step.name, value, names, scope) for value in values]
-
-
-def _reduced(name: str, value: Stacked, names: Sequence[Hashable], scope: Scope) -> Stacked:
-    over = tuple(i for i, axis in enumerate(value.axes) if axis in names)
-    x = REDUCTIONS[name](value.x, axis=over) if over else value.x
-    if name.startswith("psum"):
-        # What all shards have alike is summed as often as there are shards.
-        x = x * math.prod(scope.sizes[axis] for axis in names if axis not in value.axes)
-    x = np.asarray(x).astype(value.x.dtype, copy=False)
-    return Stacked(x, tuple(axis for axis in value.axes if axis not in names))
-
-
-def gathered(step: Step, values: Sequence[Stacked]) -> list[Stacked] | None:
-    """The results of a gathering from all shards, or of a sum of which each shard keeps a part."""
-    params, scope, names = step.eqn.params, step.scope, names_of(step.eqn)
-    if (
-        params.get("axis_index_groups") is not None
-        or len(names) != 1
-        or names[0] not in scope.sizes
-    ):
-        return None
-    (name,) = names
-    run = _scattered if step.name == "reduce_scatter" else _gathered
-    return [run(step, value, name) for value in values]
-
-
-def _gathered(step: Step, value: Stacked, name: Hashable) -> Stacked:
-    size, d = step.scope.sizes[name], step.eqn.params["all_gather_dimension"]
-    axes = tuple(axis for axis in value.axes if axis != name)
-    if name in value.axes:
-        x = np.moveaxis(value.x, value.axes.index(name), len(axes) + d)
-    else:
-        one = np.expand_dims(value.x, len(axes) + d)
-        x = np.repeat(one, size, len(axes) + d)
-    if step.eqn.params["tiled"]:
-        at = len(axes) + d
-        x = x.reshape((*x.shape[:at], size * x.shape[at + 1], *x.shape[at + 2 :]))
-    return Stacked(x, axes)
-
-
-def _scattered(step: Step, value: Stacked, name: Hashable) -> Stacked:
-    size, d = step.scope.sizes[name], step.eqn.params["scatter_dimension"]
-    total = _reduced("psum", value, [name], step.scope)
-    at, shape = len(total.axes) + d, total.x.shape
-    left = (size, shape[at] // size) if step.eqn.params["tiled"] else (size,)
-    x = total.x.reshape((*shape[:at], *left, *shape[at + 1 :]))
-    axes = step.scope.in_order((*total.axes, name))
-    return Stacked(np.moveaxis(x, at, axes.index(name)), axes)
-
-
-def _dynamic_slice(step: Step, values: Sequence[Stacked]) -> Stacked:
-    array, *starts = values
-    axes = step.scope.union(values)
-    sizes = step.eqn.params["slice_sizes"]
-    whole = _on(array, axes, step)
-    made = np.empty((*step.scope.shape(axes), *sizes), whole.dtype)
-    for shard, at in _places(step, axes, starts, whole.shape[len(axes) :], sizes):
-        made[shard] = whole[shard][at]
-    return Stacked(made, axes)
-
-
-def _dynamic_update_slice(step: Step, values: Sequence[Stacked]) -> Stacked:
-    array, new, *starts = values
-    axes = step.scope.union(values)
-    made, part = _on(array, axes, step).copy(), _on(new, axes, step)
-    for shard, at in _places(step, axes, starts, made.shape[len(axes) :], new.shape):
-        made[(*shard, *at)] = part[shard]
-    return Stacked(made, axes)
-
-
-def _on(value: Stacked, axes: Any, step: Step) -> Numbers:
-    """The array with a copy along each of these mesh axes."""
-    sizes = iter(value.x.shape)
-    lead = [next(sizes) if name in value.axes else 1 for name in axes]
-    x = np.asarray(value.x).reshape((*lead, *value.shape))
-    return np.broadcast_to(x, (*step.scope.shape(axes), *value.shape))
-
-
-def _places(
-    step: Step, axes: Any, starts: Sequence[Stacked], shape: Sequence[int], sizes: Sequence[int]
-) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
-    """For each shard the part of its array. Parts that stick out are moved inside, as XLA does."""
-    firsts = [_on(start, axes, step) for start in starts]
-    for shard in np.ndindex(*step.scope.shape(axes)):
-        at = []
-        for first, whole, size in zip(firsts, shape, sizes, strict=True):
-            k = min(max(int(first[shard]), 0), whole - size)
-            at.append(slice(k, k + size))
-        yield shard, tuple(at)
-
-
-def _running(reduce: Callable[..., Any]) -> Callable[[Step, Sequence[Stacked]], Stacked]:
-    def run(step: Step, values: Sequence[Stacked]) -> Stacked:
-        (value,) = values
-        axis = len(value.axes) + step.eqn.params["axis"]
-        if not step.eqn.params["reverse"]:
-            return Stacked(reduce(value.x, axis=axis), value.axes)
-        return Stacked(np.flip(reduce(np.flip(value.x, axis), axis=axis), axis), value.axes)
-
-    return run
-
-
-def _position(find: Callable[..., Any]) -> Callable[[Step, Sequence[Stacked]], Stacked]:
-    def run(step: Step, values: Sequence[Stacked]) -> Stacked:
-        (value,) = values
-        (axis,) = step.eqn.params["axes"]
-        return Stacked(find(value.x, axis=len(value.axes) + axis), value.axes)
-
-    return run
-
-
-INDEXED: Mapping[str, Callable[[Step, Sequence[Stacked]], Stacked]] = {
-    "dynamic_slice": _dynamic_slice,
-    "dynamic_update_slice": _dynamic_update_slice,
-    "cumsum": _running(np.cumsum),
-    "argmax": _position(np.argmax),
-    "argmin": _position(np.argmin),
-}
-
-
-_logistic: Callable[[Numbers], Numbers] = lambda x: 1 / (1 + np.exp(-x))
-
-# Operations on each number. NumPy does with integers and infinities what XLA does.
-_EACH: Mapping[str, Callable[..., Any]] = {
-    "add": np.add,
-    "add_any": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "max": np.maximum,
-    "min": np.minimum,
-    "neg": np.negative,
-    "abs": np.abs,
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-    "not": np.invert,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "stop_gradient": lambda x: x,
-    "square": np.square,
-    "copy": lambda x: x,
-    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
-}
-_EACH_FLOAT: Mapping[str, Callable[..., Any]] = {
-    "div": np.divide,
-    "exp": np.exp,
-    "log": np.log,
-    "log1p": np.log1p,
-    "expm1": np.expm1,
-    "tanh": np.tanh,
-    "sin": np.sin,
-    "cos": np.cos,
-    "sqrt": np.sqrt,
-    "one_minus_square": lambda x: 1 - x * x,
-    "rsqrt": lambda x: 1 / np.sqrt(x),
-    "logistic": _logistic,
-    "pow": np.power,
-    "is_finite": np.isfinite,
-    "sign": np.sign,
-    "floor": np.floor,
-    "ceil": np.ceil,
-}
-_REDUCTIONS: Mapping[str, Callable[..., Any]] = {
-    "reduce_sum": np.sum,
-    "reduce_max": np.max,
-    "reduce_min": np.min,
-    "reduce_and": np.all,
-    "reduce_or": np.any,
-}
-
-_NONE = np.dtype(object)
-
-# From the array of one operand, the number of mesh axes in front, and the step.
-_One: TypeAlias = Callable[[Numbers, int, Step], Any]
-
-
-def _reshape(x: Numbers, count: int, step: Step) -> Any:
-    return x.reshape((*x.shape[:count], *_shape(step)))
-
-
-def _broadcast_in_dim(x: Numbers, count: int, step: Step) -> Any:
-    shape = _shape(step)
-    inner = [1] * len(shape)
-    for size, at in zip(x.shape[count:], step.eqn.params["broadcast_dimensions"], strict=True):
-        inner[at] = size
-    lead = x.shape[:count]
-    return np.broadcast_to(x.reshape((*lead, *inner)), (*lead, *shape))
-
-
-def _transpose(x: Numbers, count: int, step: Step) -> Any:
-    return x.transpose((*range(count), *(count + d for d in step.eqn.params["permutation"])))
-
-
-def _slice(x: Numbers, count: int, step: Step) -> Any:
-    params = step.eqn.params
-    strides = params["strides"] or (1,) * len(params["start_indices"])
-    bounds = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
-    return x[(*(slice(None),) * count, *(slice(a, b, c) for a, b, c in bounds))]
-
-
-def _integer_pow(x: Numbers, count: int, step: Step) -> Any:
-    del count
-    y = step.eqn.params["y"]
-    return x**y if y >= 0 else 1 / x**-y
-
-
-def _same(x: Numbers, count: int, step: Step) -> Any:
-    del count, step
-    return x
-
-
-def _rev(x: Numbers, count: int, step: Step) -> Any:
-    return np.flip(x, tuple(count + d for d in step.eqn.params["dimensions"]))
-
-
-_SINGLE: Mapping[str, _One] = {
-    "reshape": _reshape,
-    "squeeze": _reshape,
-    "expand_dims": _reshape,
-    "broadcast_in_dim": _broadcast_in_dim,
-    "transpose": _transpose,
-    "slice": _slice,
-    "integer_pow": _integer_pow,
-    "convert_element_type": _same,
-    "rev": _rev,
-}
-
-
-def quick(step: Step, values: Sequence[Stacked], wide: bool) -> list[Stacked] | None:
-    """The results of a step by NumPy; `None` where it takes JAX.
-
-    **Arguments:**
-
-    - `wide`: whether floats are in double precision.
-    """
-    if not all(_is_plain(value.x) for value in values):
-        return None
-    if step.kind != "run":
-        return [split(values[0], step) if step.kind == "split" else joined(values[0], step)]
-    name = step.name
-    dtype = _dtype(step.eqn.outvars[0].aval, wide)
-    if dtype.kind not in "biuf":
-        return None
-    if name == "iota":
-        return [Stacked(_iota(step).astype(dtype))]
-    xs = [np.asarray(value.x) for value in values]
-    given = [Stacked(x, value.axes) for x, value in zip(xs, values, strict=True)]
-    with np.errstate(all="ignore"):
-        if step.name == "unstack":
-            return _unstacked(given[0], step)
-        if name in REDUCTIONS:
-            return over_shards(step, given)
-        if name in GATHERS:
-            return gathered(step, given)
-        if len(step.results) != 1 or not _is_known(name, step, xs):
-            return None
-        made = INDEXED[name](step, given) if name in INDEXED else _made(name, step, given)
-    if made is None:
-        return None
-    return [Stacked(np.asarray(made.x).astype(dtype, copy=False), made.axes)]
-
-
-def _dtype(aval: Any, wide: bool) -> Any:
-    if not hasattr(aval, "dtype") or jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return _NONE
-    return np.dtype(promoted(aval.dtype) if wide else aval.dtype)
-
-
-def _is_plain(x: Any) -> bool:
-    return not jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) and x.dtype.kind in "biuf"
-
-
-def _is_known(name: str, step: Step, xs: Sequence[Numbers]) -> bool:
-    floats = all(x.dtype.kind == "f" for x in xs)
-    if name == "convert_element_type":
-        # XLA and NumPy make other integers of numbers that are too large.
-        return not floats or promoted(step.eqn.params["new_dtype"]).kind == "f"
-    if name in ("integer_pow", *_EACH_FLOAT):
-        return floats
-    if name in (*_REDUCTIONS, *INDEXED):
-        return all(x.size for x in xs)
-    return name in _EACH or name in _SINGLE or name in ("select_n", "dot_general", "concatenate")
-
-
-def _made(name: str, step: Step, values: Sequence[Stacked]) -> Stacked | None:
-    axes = step.scope.union(values)
-    if name in _SINGLE:
-        return Stacked(_SINGLE[name](values[0].x, len(axes), step), axes)
-    if name in _REDUCTIONS:
-        over = tuple(len(axes) + d for d in step.eqn.params["axes"])
-        return Stacked(_REDUCTIONS[name](values[0].x, axis=over), axes)
-    xs = [_aligned(value, axes) for value in values]
-    if name == "dot_general":
-        return Stacked(_dot(xs, len(axes), step), axes)
-    if name == "concatenate":
-        lead = step.scope.shape(axes)
-        wide = [np.broadcast_to(x, (*lead, *x.shape[len(axes) :])) for x in xs]
-        return Stacked(np.concatenate(wide, len(axes) + step.eqn.params["dimension"]), axes)
-    if name == "select_n":
-        return _select(_of_one_rank(xs, len(axes)), axes)
-    each = _EACH.get(name) or _EACH_FLOAT[name]
-    return Stacked(each(*_of_one_rank(xs, len(axes))), axes)
-
-
-def _aligned(value: Stacked, axes: Sequence[Hashable]) -> Numbers:
-    """The array with axes of size one where it has no copy for each shard."""
-    x: Numbers = value.x
-    lead = iter(x.shape)
-    sizes = [next(lead) if name in value.axes else 1 for name in axes]
-    return x.reshape((*sizes, *value.shape))
-
-
-def _of_one_rank(xs: Sequence[Numbers], count: int) -> list[Numbers]:
-    """The arrays with axes of size one where a number meets an array."""
-    rank = max(x.ndim for x in xs)
-    return [x.reshape((*x.shape[:count], *(1,) * (rank - x.ndim), *x.shape[count:])) for x in xs]
-
-
-def _select(xs: Sequence[Numbers], axes: Axes) -> Stacked | None:
-    which, *cases = xs
-    return (
-        Stacked(np.where(which.astype(bool), cases[1], cases[0]), axes) if len(cases) == 2 else None
-    )
-
-
-def _dot(xs: Sequence[Numbers], count: int, step: Step) -> Numbers:
-    (left, right), (left_batch, right_batch) = step.eqn.params["dimension_numbers"]
-    letters = iter(range(100))
-    lead = [next(letters) for _ in range(count)]
-    a = [next(letters) for _ in range(xs[0].ndim - count)]
-    b = [next(letters) for _ in range(xs[1].ndim - count)]
-    for i, j in (*zip(left, right, strict=True), *zip(left_batch, right_batch, strict=True)):
-        b[j] = a[i]
-    batch = [a[i] for i in left_batch]
-    rest = [k for i, k in enumerate(a) if i not in (*left, *left_batch)]
-    rest += [k for j, k in enumerate(b) if j not in (*right, *right_batch)]
-    return np.einsum(xs[0], [*lead, *a], xs[1], [*lead, *b], [*lead, *batch, *rest], optimize=True)
-
-
-def _shape(step: Step) -> tuple[int, ...]:
-    aval: Any = step.eqn.outvars[0].aval
-    return tuple(map(operator.index, aval.shape))
-
-
-def _iota(step: Step) -> Numbers:
-    params, shape = step.eqn.params, _shape(step)
-    along = [1] * len(shape)
-    along[params["dimension"]] = -1
-    counted = np.arange(shape[params["dimension"]]).reshape(along)
-    return np.broadcast_to(counted, shape)
-
-
-def _unstacked(value: Stacked, step: Step) -> list[Stacked]:
-    at = len(value.axes) + step.eqn.params["axis"]
-    return [Stacked(x, value.axes) for x in np.moveaxis(value.x, at, 0)]
+from ._graph import Constant, Graph, Node, Operand
 
 
 # What is compiled here runs a few times.
@@ -447,107 +29,447 @@ _COMPILE_FAST = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
+# JAX would compile these in each eager run.
 _COMPILED = ("scan", "while", "cond", "random_bits", "random_split", "random_fold_in", "sort")
+_MOST_COMPILED = 256
 
+# By the numbers of a graph's values.
 Values = dict[int, Stacked]
 
 
 class Evaluator(Replay):
-    """What runs the steps of a flat program.
+    """What runs the nodes of a graph.
 
     **Arguments:**
 
-    - `program`: the program.
+    - `graph`: the graph.
     - `wide`: whether floats are in double precision; else in their own dtypes.
     """
 
     most_rounds = MOST_ROUNDS
 
-    def __init__(self, program: Program, wide: bool) -> None:
-        super().__init__("locate", program.jaxpr)
+    def __init__(self, graph: Graph, wide: bool) -> None:
+        super().__init__("locate", graph.jaxpr)
         self.wide = wide
         if wide:
             self.arithmetic = Promoted()
-        self._compiled: dict[Hashable, Any] = {}
-
-    def step(self, step: Step, values: Sequence[Stacked]) -> list[Stacked]:
-        """The results of one step."""
-        made = quick(step, values, self.wide)
-        if made is not None:
-            return made
-        if step.kind == "split":
-            assert step.spec is not None
-            return [step.scope.split(values[0], step.spec)]
-        if step.kind == "join":
-            assert step.spec is not None
-            left = [
-                n
-                for n in values[0].axes
-                if n not in (*names_of_spec(step.spec), *step.around.sizes)
-            ]
-            # Along the axes that the spec leaves out a device keeps its own copy. We keep the first.
-            first = tuple(0 if n in left else slice(None) for n in values[0].axes)
-            axes = tuple(n for n in values[0].axes if n not in left)
-            return [step.scope.joined(Stacked(values[0].x[first], axes), step.spec)]
-        if step.name in _COMPILED:
-            return self._run_compiled(step, values)
-        return self._equation(step.eqn, list(values), Frame(step.scope, self.no_differences))
-
-    def _run_compiled(self, step: Step, values: Sequence[Stacked]) -> list[Stacked]:
-        stacks = tuple(value.axes for value in values)
-        key = id(step), stacks
-        if key not in self._compiled:
-            axes: list[Axes] = []
-
-            def run(*xs: Any) -> list[AnyLeaf]:
-                given = [Stacked(x, names) for x, names in zip(xs, stacks, strict=True)]
-                frame = Frame(step.scope, self.no_differences)
-                made = self._equation(step.eqn, given, frame)
-                axes[:] = [value.axes for value in made]
-                return [value.x for value in made]
-
-            # In narrow dtypes the rounding must be that of a program that is compiled as usual.
-            fast = _COMPILE_FAST if self.wide and jax.default_backend() == "cpu" else None
-            # The step is kept, because its number may be given to another one once it is gone.
-            self._compiled[key] = jax.jit(run, compiler_options=fast), axes, step
-        run_compiled, found, _ = self._compiled[key]
-        made = run_compiled(*[value.x for value in values])
-        return [Stacked(x, names) for x, names in zip(made, found, strict=True)]
+        self._compiled = functools.lru_cache(_MOST_COMPILED)(self._compile)
 
     def operand(self, x: Operand, known: Mapping[int, Stacked]) -> Stacked:
-        return Stacked(self.arithmetic.value(x.value)) if isinstance(x, Constant) else known[x]
+        return in_numpy(self.arithmetic.value(x.value)) if isinstance(x, Constant) else known[x]
 
-    def run_step(self, step: Step, known: Values) -> None:
-        """Add the results of a step to what is known."""
-        made = self.step(step, [self.operand(x, known) for x in step.operands])
-        known.update(zip(step.results, made, strict=True))
+    def run_node(self, node: Node, known: Values) -> None:
+        """Add the results of a node to what is known."""
+        results = self.results(node, [self.operand(x, known) for x in node.operands])
+        known.update(zip(node.results, results, strict=True))
+
+    def results(self, node: Node, values: Sequence[Stacked]) -> list[Stacked]:
+        """The results of a node."""
+        by_numpy = results_by_numpy(node, values, self.wide)
+        return self.results_by_jax(node, values) if by_numpy is None else by_numpy
+
+    def results_by_jax(self, node: Node, values: Sequence[Stacked]) -> list[Stacked]:
+        if node.kind == "split":
+            assert node.spec is not None
+            return [node.scope.split(values[0], node.spec)]
+        if node.kind == "join":
+            return [_joined(values[0], node)]
+        if node.name in _COMPILED:
+            results = self._compiled(node, tuple(value.axes for value in values))(values)
+        else:
+            frame = Frame(node.scope, self.no_differences)
+            results = self._equation(node.eqn, list(values), frame)
+        return [in_numpy(value.x, value.axes) for value in results]
+
+    def _compile(
+        self, node: Node, stacks: Sequence[Axes]
+    ) -> Callable[[Sequence[Stacked]], list[Stacked]]:
+        axes: list[Axes] = []
+
+        def run(*xs: Any) -> list[AnyLeaf]:
+            values = [Stacked(x, names) for x, names in zip(xs, stacks, strict=True)]
+            results = self._equation(node.eqn, values, Frame(node.scope, self.no_differences))
+            axes[:] = [value.axes for value in results]
+            return [value.x for value in results]
+
+        # In narrow dtypes the rounding must be that of a program that is compiled as usual.
+        fast = _COMPILE_FAST if self.wide and jax.default_backend() == "cpu" else None
+        jitted = jax.jit(run, compiler_options=fast)
+
+        def compiled(values: Sequence[Stacked]) -> list[Stacked]:
+            xs = jitted(*[value.x for value in values])
+            return [Stacked(x, names) for x, names in zip(xs, axes, strict=True)]
+
+        return compiled
+
+
+def _joined(value: Stacked, node: Node) -> Stacked:
+    assert node.spec is not None
+    kept = {*names_of_spec(node.spec), *node.around.sizes}
+    # Along the axes that the spec leaves out a device keeps its own copy. We keep the first.
+    first = tuple(slice(None) if name in kept else 0 for name in value.axes)
+    axes = tuple(name for name in value.axes if name in kept)
+    return node.scope.joined(Stacked(value.x[first], axes), node.spec)
+
+
+def in_numpy(x: AnyLeaf, axes: Axes = ()) -> Stacked:
+    """A value as NumPy's array, unless it is an array of keys."""
+    return Stacked(x if is_key(x) else np.asarray(x), axes)
 
 
 def as_numbers(x: AnyLeaf) -> Numbers:
     """The numbers of an array; for keys, those of their data."""
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    found = np.asarray(x)
+    numbers = np.asarray(jax.random.key_data(x) if is_key(x) else x)
     # What is compared is not rounded, and NumPy cannot compute with bfloat16.
-    return found.astype(np.float64) if jnp.issubdtype(found.dtype, jnp.floating) else found
+    return numbers.astype(np.float64) if jnp.issubdtype(numbers.dtype, jnp.floating) else numbers
 
 
 def on_all_shards(value: Stacked, scope: Scope) -> Numbers:
     """The numbers with all mesh axes of the scope in front."""
-    x, names = as_numbers(value.x), list(scope.sizes)
-    new = tuple(i for i, name in enumerate(names) if name not in value.axes)
-    x = np.expand_dims(x, new)
-    return np.broadcast_to(x, (*scope.sizes.values(), *x.shape[len(names) :]))
+    return scope.spread(Stacked(as_numbers(value.x), value.axes), scope.sizes).x
 
 
 def is_key(x: AnyLeaf) -> bool:
     return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
-def last_reads(program: Program) -> Mapping[int, int]:
-    """For each value the number of the last step that reads it."""
-    found: dict[int, int] = {}
-    for i, step in enumerate(program.steps):
-        found |= dict.fromkeys(step.inputs, i)
-    results = [x for x in program.results if isinstance(x, int)]
-    return found | dict.fromkeys(results, len(program.steps))
+def last_reads(graph: Graph) -> Mapping[int, int]:
+    """For each value the number of the last node that reads it."""
+    last: dict[int, int] = {}
+    for i, node in enumerate(graph.nodes):
+        last |= dict.fromkeys(node.inputs, i)
+    results = [x for x in graph.results if isinstance(x, int)]
+    return last | dict.fromkeys(results, len(graph.nodes))
+
+
+# By NumPy
+
+# From the node, the number of mesh axes in front of each operand, and the operands.
+_Rule: TypeAlias = Callable[..., Any]
+
+
+def results_by_numpy(node: Node, values: Sequence[Stacked], wide: bool) -> list[Stacked] | None:
+    """The results of a node by NumPy; `None` where it takes JAX.
+
+    **Arguments:**
+
+    - `wide`: whether floats are in double precision.
+    """
+    if node.kind != "run" or not all(_is_number(value.x.dtype) for value in values):
+        return None
+    # Without a dtype it may be a token or a reference.
+    dtype = getattr(node.eqn.outvars[0].aval, "dtype", np.dtype(object))
+    dtype = promoted(dtype) if wide else dtype
+    axes = node.scope.union(values)
+    with np.errstate(all="ignore"):
+        if node.name in _EXCHANGES:
+            return _exchanged(node, values)
+        xs = [_aligned(value, axes) for value in values]
+        rule = _rule(node, xs, dtype) if _is_number(dtype) else None
+        if rule is None:
+            return None
+        results = rule(node, len(axes), *xs)
+        results = results if node.name == "unstack" else [results]
+        return [Stacked(np.asarray(x).astype(dtype, copy=False), axes) for x in results]
+
+
+def _is_number(dtype: Any) -> bool:
+    # The kind of bfloat16 and of other narrow dtypes, with which NumPy cannot compute, is V.
+    return not jnp.issubdtype(dtype, jax.dtypes.extended) and dtype.kind in "biuf"
+
+
+def _aligned(value: Stacked, axes: Axes) -> Numbers:
+    """The array with axes of size one where it has no copy for each shard."""
+    lead = iter(value.x.shape)
+    sizes = [next(lead) if name in value.axes else 1 for name in axes]
+    return value.x.reshape((*sizes, *value.shape))
+
+
+def _rule(node: Node, xs: Sequence[Numbers], dtype: Any) -> _Rule | None:
+    """The rule that does with these operands what XLA does."""
+    name, floats = node.name, all(x.dtype.kind == "f" for x in xs)
+    if name in _OF_FLOATS:
+        return _OF_FLOATS[name] if floats else None
+    if name == "convert_element_type" and floats and dtype.kind != "f":
+        # XLA and NumPy make other integers of numbers that are too large.
+        return None
+    if name == "dot_general" and any(x.dtype != dtype for x in xs):
+        return None
+    if name == "select_n" and len(xs) != 3:
+        return None
+    # Of no numbers NumPy has no largest.
+    return _RULES.get(name) if all(x.size for x in xs) else None
+
+
+def _each(compute: Callable[..., Any]) -> _Rule:
+    """The rule of an operation on each number."""
+
+    def rule(node: Node, count: int, *xs: Numbers) -> Numbers:
+        # A number meets an array.
+        rank = max(x.ndim for x in xs)
+        return compute(
+            *[x.reshape((*x.shape[:count], *(1,) * (rank - x.ndim), *x.shape[count:])) for x in xs]
+        )
+
+    return rule
+
+
+def _over_axes(reduce: Callable[..., Any]) -> _Rule:
+    """The rule of a reduction."""
+
+    def rule(node: Node, count: int, x: Numbers) -> Numbers:
+        return reduce(x, axis=tuple(count + d for d in node.eqn.params["axes"]))
+
+    return rule
+
+
+def _position(find: Callable[..., Any]) -> _Rule:
+    def rule(node: Node, count: int, x: Numbers) -> Numbers:
+        (axis,) = node.eqn.params["axes"]
+        return find(x, axis=count + axis)
+
+    return rule
+
+
+def _cumsum(node: Node, count: int, x: Numbers) -> Numbers:
+    axis = count + node.eqn.params["axis"]
+    if not node.eqn.params["reverse"]:
+        return np.cumsum(x, axis)
+    return np.flip(np.cumsum(np.flip(x, axis), axis), axis)
+
+
+def _integer_pow(node: Node, count: int, x: Numbers) -> Numbers:
+    y = node.eqn.params["y"]
+    return x**y if y >= 0 else 1 / x**-y
+
+
+def _shape(node: Node) -> tuple[int, ...]:
+    """The shape of the result on one shard."""
+    aval: Any = node.eqn.outvars[0].aval
+    return tuple(map(operator.index, aval.shape))
+
+
+def _reshape(node: Node, count: int, x: Numbers) -> Numbers:
+    return x.reshape((*x.shape[:count], *_shape(node)))
+
+
+def _broadcast_in_dim(node: Node, count: int, x: Numbers) -> Numbers:
+    shape, lead = _shape(node), x.shape[:count]
+    inner = [1] * len(shape)
+    for size, at in zip(x.shape[count:], node.eqn.params["broadcast_dimensions"], strict=True):
+        inner[at] = size
+    return np.broadcast_to(x.reshape((*lead, *inner)), (*lead, *shape))
+
+
+def _transpose(node: Node, count: int, x: Numbers) -> Numbers:
+    order = node.eqn.params["permutation"]
+    return x.transpose((*range(count), *(count + d for d in order)))
+
+
+def _slice(node: Node, count: int, x: Numbers) -> Numbers:
+    params = node.eqn.params
+    strides = params["strides"] or (1,) * len(params["start_indices"])
+    bounds = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
+    return x[(*(slice(None),) * count, *(slice(a, b, c) for a, b, c in bounds))]
+
+
+def _rev(node: Node, count: int, x: Numbers) -> Numbers:
+    return np.flip(x, tuple(count + d for d in node.eqn.params["dimensions"]))
+
+
+def _iota(node: Node, count: int) -> Numbers:
+    shape, at = _shape(node), node.eqn.params["dimension"]
+    numbers = np.arange(shape[at]).reshape([-1 if d == at else 1 for d in range(len(shape))])
+    return np.broadcast_to(numbers, shape)
+
+
+def _unstack(node: Node, count: int, x: Numbers) -> list[Numbers]:
+    return list(np.moveaxis(x, count + node.eqn.params["axis"], 0))
+
+
+def _concatenate(node: Node, count: int, *xs: Numbers) -> Numbers:
+    lead = np.broadcast_shapes(*(x.shape[:count] for x in xs))
+    spread = [np.broadcast_to(x, (*lead, *x.shape[count:])) for x in xs]
+    return np.concatenate(spread, count + node.eqn.params["dimension"])
+
+
+def _dot_general(node: Node, count: int, x: Numbers, y: Numbers) -> Numbers:
+    (left, right), (left_batch, right_batch) = node.eqn.params["dimension_numbers"]
+    lead = list(range(count))
+    a = list(range(count, x.ndim))
+    b = list(range(x.ndim, x.ndim + y.ndim - count))
+    for i, j in (*zip(left, right, strict=True), *zip(left_batch, right_batch, strict=True)):
+        b[j] = a[i]
+    rest = [k for i, k in enumerate(a) if i not in (*left, *left_batch)]
+    rest += [k for j, k in enumerate(b) if j not in (*right, *right_batch)]
+    result = [*lead, *(a[i] for i in left_batch), *rest]
+    return np.einsum(x, [*lead, *a], y, [*lead, *b], result, optimize=True)
+
+
+def _dynamic_slice(node: Node, count: int, array: Numbers, *starts: Numbers) -> Numbers:
+    sizes = node.eqn.params["slice_sizes"]
+    lead, array = _with_starts(count, array, starts)
+    result = np.empty((*lead, *sizes), array.dtype)
+    for shard, part in _parts(lead, array.shape[count:], starts, sizes):
+        result[shard] = array[shard][part]
+    return result
+
+
+def _dynamic_update_slice(
+    node: Node, count: int, array: Numbers, new: Numbers, *starts: Numbers
+) -> Numbers:
+    lead, array = _with_starts(count, array, (new, *starts))
+    new, result = np.broadcast_to(new, (*lead, *new.shape[count:])), array.copy()
+    for shard, part in _parts(lead, array.shape[count:], starts, new.shape[count:]):
+        result[(*shard, *part)] = new[shard]
+    return result
+
+
+def _with_starts(
+    count: int, array: Numbers, others: Sequence[Numbers]
+) -> tuple[tuple[int, ...], Numbers]:
+    """The sizes of the mesh axes, and the array with a copy for each shard."""
+    lead = np.broadcast_shapes(*(x.shape[:count] for x in (array, *others)))
+    return lead, np.broadcast_to(array, (*lead, *array.shape[count:]))
+
+
+def _parts(
+    lead: tuple[int, ...], shape: Sequence[int], starts: Sequence[Numbers], sizes: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+    """For each shard the part of its array. Parts that stick out are moved inside, as XLA does."""
+    firsts = [np.broadcast_to(start, lead) for start in starts]
+    for shard in np.ndindex(*lead):
+        part = []
+        for first, whole, size in zip(firsts, shape, sizes, strict=True):
+            k = min(max(int(first[shard]), 0), whole - size)
+            part.append(slice(k, k + size))
+        yield shard, tuple(part)
+
+
+_same: _Rule = lambda node, count, x: x
+
+_OF_FLOATS: Mapping[str, _Rule] = {
+    "div": _each(np.divide),
+    "exp": _each(np.exp),
+    "log": _each(np.log),
+    "log1p": _each(np.log1p),
+    "expm1": _each(np.expm1),
+    "tanh": _each(np.tanh),
+    "sin": _each(np.sin),
+    "cos": _each(np.cos),
+    "sqrt": _each(np.sqrt),
+    "rsqrt": _each(lambda x: 1 / np.sqrt(x)),
+    "logistic": _each(lambda x: 1 / (1 + np.exp(-x))),
+    "pow": _each(np.power),
+    "is_finite": _each(np.isfinite),
+    "sign": _each(np.sign),
+    "floor": _each(np.floor),
+    "ceil": _each(np.ceil),
+    "integer_pow": _integer_pow,
+}
+# NumPy does with integers and infinities what XLA does.
+_RULES: Mapping[str, _Rule] = {
+    "add": _each(np.add),
+    "add_any": _each(np.add),
+    "sub": _each(np.subtract),
+    "mul": _each(np.multiply),
+    "max": _each(np.maximum),
+    "min": _each(np.minimum),
+    "neg": _each(np.negative),
+    "abs": _each(np.abs),
+    "and": _each(np.bitwise_and),
+    "or": _each(np.bitwise_or),
+    "xor": _each(np.bitwise_xor),
+    "not": _each(np.invert),
+    "eq": _each(np.equal),
+    "ne": _each(np.not_equal),
+    "lt": _each(np.less),
+    "le": _each(np.less_equal),
+    "gt": _each(np.greater),
+    "ge": _each(np.greater_equal),
+    "square": _each(np.square),
+    "clamp": _each(lambda low, x, high: np.minimum(np.maximum(x, low), high)),
+    "select_n": _each(lambda which, no, yes: np.where(which.astype(bool), yes, no)),
+    "stop_gradient": _same,
+    "copy": _same,
+    "convert_element_type": _same,
+    "reshape": _reshape,
+    "squeeze": _reshape,
+    "expand_dims": _reshape,
+    "broadcast_in_dim": _broadcast_in_dim,
+    "transpose": _transpose,
+    "slice": _slice,
+    "rev": _rev,
+    "iota": _iota,
+    "unstack": _unstack,
+    "concatenate": _concatenate,
+    "dot_general": _dot_general,
+    "reduce_sum": _over_axes(np.sum),
+    "reduce_max": _over_axes(np.max),
+    "reduce_min": _over_axes(np.min),
+    "reduce_and": _over_axes(np.bitwise_and.reduce),
+    "reduce_or": _over_axes(np.bitwise_or.reduce),
+    "cumsum": _cumsum,
+    "argmax": _position(np.argmax),
+    "argmin": _position(np.argmin),
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+}
+
+
+# Collectives: from an array with all shards of the collective in front, the number of mesh axes that follow,
+# and the parameters. After the first ones all shards have the same.
+
+
+def _all_gather(x: Numbers, count: int, params: Mapping[str, Any]) -> Numbers:
+    at = count + params["all_gather_dimension"]
+    x = np.moveaxis(x, 0, at)
+    if params["tiled"]:
+        x = x.reshape((*x.shape[:at], x.shape[at] * x.shape[at + 1], *x.shape[at + 2 :]))
+    return x
+
+
+def _reduce_scatter(x: Numbers, count: int, params: Mapping[str, Any]) -> Numbers:
+    shards, total, at = len(x), x.sum(0), count + params["scatter_dimension"]
+    if params["tiled"]:
+        sizes = shards, total.shape[at] // shards
+        total = total.reshape((*total.shape[:at], *sizes, *total.shape[at + 1 :]))
+    return np.moveaxis(total, at, 0)
+
+
+def _ppermute(x: Numbers, count: int, params: Mapping[str, Any]) -> Numbers:
+    sources, targets = np.array(params["perm"], int).reshape(-1, 2).T
+    result = np.zeros_like(x)
+    result[targets] = x[sources]
+    return result
+
+
+_Exchange: TypeAlias = Callable[[Numbers, int, Mapping[str, Any]], Numbers]
+_UNIFORM: Mapping[str, _Exchange] = {
+    "psum": lambda x, count, params: x.sum(0),
+    "psum_invariant": lambda x, count, params: x.sum(0),
+    "pmax": lambda x, count, params: x.max(0),
+    "pmin": lambda x, count, params: x.min(0),
+    "all_gather": _all_gather,
+    "all_gather_invariant": _all_gather,
+}
+_EXCHANGES = {**_UNIFORM, "reduce_scatter": _reduce_scatter, "ppermute": _ppermute}
+
+
+def _exchanged(node: Node, values: Sequence[Stacked]) -> list[Stacked] | None:
+    """The results of a collective; `None` where it is over lanes too, or over groups of shards."""
+    names, params, scope = names_of(node.eqn), node.eqn.params, node.scope
+    is_over_lanes = any(isinstance(name, int) for name in params.get("axes", ()))
+    if is_over_lanes or params.get("axis_index_groups") or not {*names} <= {*scope.sizes}:
+        return None
+    results = []
+    for value in values:
+        # NumPy moves an array of NumPy's.
+        x, rest = scope.flat(value, names)
+        numbers: Any = np.asarray(x)
+        result = _EXCHANGES[node.name](numbers, len(rest), params).astype(x.dtype, copy=False)
+        if node.name in _UNIFORM:
+            results.append(Stacked(result, rest))
+        else:
+            results.append(scope.unflat(result, names, rest))
+    return results

@@ -1,4 +1,4 @@
-"""A traced program as one list of steps: calls are opened, loops and branches stay single steps."""
+"""A traced program as one list of nodes: calls are opened, loops and branches stay single nodes."""
 
 import dataclasses
 import difflib
@@ -44,8 +44,8 @@ _NAMES = ("name", "copy", "copy_p")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Step:
-    """One step of a flat program.
+class Node:
+    """One node of a flat program.
 
     **Attributes:**
 
@@ -94,7 +94,7 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Program:
+class Graph:
     """A flat program.
 
     **Attributes:**
@@ -102,20 +102,20 @@ class Program:
     - `jaxpr`: what it was made from.
     - `inputs`: the numbers of the values that come in.
     - `results`: what goes out.
-    - `steps`: the steps on which a result depends.
+    - `nodes`: the nodes on which a result depends.
     """
 
     jaxpr: Jaxpr
     inputs: tuple[int, ...]
     results: tuple[Operand, ...]
-    steps: tuple[Step, ...]
+    nodes: tuple[Node, ...]
 
-    def maker(self) -> dict[int, Step]:
-        """The step that makes each value."""
-        return {value: step for step in self.steps for value in step.results}
+    def maker(self) -> dict[int, Node]:
+        """The node that makes each value."""
+        return {value: node for node in self.nodes for value in node.results}
 
 
-def flat(jaxpr: Jaxpr, scope: Scope, around: Line | None = None) -> Program:
+def graph_of(jaxpr: Jaxpr, scope: Scope, around: Line | None = None) -> Graph:
     """The flat program of a jaxpr.
 
     **Arguments:**
@@ -127,17 +127,17 @@ def flat(jaxpr: Jaxpr, scope: Scope, around: Line | None = None) -> Program:
     inner = opened(jaxpr)
     inputs = flattening.new(len(inner.invars))
     results = tuple(flattening.run(jaxpr, inputs, scope, _Around(around)))
-    steps = _needed(flattening.steps, results)
-    return Program(jaxpr, tuple(inputs), results, steps)
+    nodes = _needed(flattening.nodes, results)
+    return Graph(jaxpr, tuple(inputs), results, nodes)
 
 
-def _needed(steps: Sequence[Step], results: Iterable[Operand]) -> tuple[Step, ...]:
+def _needed(nodes: Sequence[Node], results: Iterable[Operand]) -> tuple[Node, ...]:
     wanted = {x for x in results if isinstance(x, int)}
     kept = []
-    for step in reversed(steps):
-        if wanted.intersection(step.results):
-            wanted.update(step.inputs)
-            kept.append(step)
+    for node in reversed(nodes):
+        if wanted.intersection(node.results):
+            wanted.update(node.inputs)
+            kept.append(node)
     return tuple(reversed(kept))
 
 
@@ -152,7 +152,7 @@ class _Around:
 
 class _Flattening:
     def __init__(self) -> None:
-        self.steps: list[Step] = []
+        self.nodes: list[Node] = []
         self._count = 0
 
     def new(self, count: int) -> list[int]:
@@ -198,7 +198,7 @@ class _Flattening:
             return self._shard_map(eqn, operands, scope, around)
         caller = around.caller if line is None else ""
         results = self.new(len(eqn.outvars))
-        made = Step(
+        made = Node(
             kind="run",
             eqn=eqn,
             operands=tuple(operands),
@@ -209,7 +209,7 @@ class _Flattening:
             caller=caller,
             is_own=not by_statemesh(eqn),
         )
-        self.steps.append(made)
+        self.nodes.append(made)
         return list(results)
 
     def _shard_map(
@@ -223,10 +223,10 @@ class _Flattening:
                 return x
             (result,) = self.new(1)
             outer = scope if kind == "join" else None
-            step = Step(
+            node = Node(
                 kind, eqn, (x,), (result,), inside, None, transposed, spec=spec, outer=outer
             )
-            self.steps.append(step)
+            self.nodes.append(node)
             return result
 
         split = [moved("split", x, s) for x, s in zip(operands, params["in_specs"], strict=True)]
@@ -234,17 +234,17 @@ class _Flattening:
         return [moved("join", x, s) for x, s in zip(made, params["out_specs"], strict=True)]
 
 
-def pairs(mesh: Sequence[Step], one: Sequence[Step]) -> dict[int, int]:
-    """For steps of the program on a mesh, the numbers of the same steps of the program on one device.
+def pairs(mesh: Sequence[Node], one: Sequence[Node]) -> dict[int, int]:
+    """For nodes of the program on a mesh, the numbers of the same nodes of the program on one device.
 
     The programs are nearly the same. Where they are not, because the code looks at the size of an axis, these
-    are the longest runs of steps that both have.
+    are the longest runs of nodes that both have.
     """
-    found = _longest([_key(step) for step in mesh], [_key(step) for step in one])
+    found = _longest([_key(node) for node in mesh], [_key(node) for node in one])
     if 2 * len(found) >= min(len(mesh), len(one)):
         return found
     # The other program was written in other lines.
-    return _longest([_kind(step) for step in mesh], [_kind(step) for step in one])
+    return _longest([_kind(node) for node in mesh], [_kind(node) for node in one])
 
 
 def _longest(left: Sequence[Hashable], right: Sequence[Hashable]) -> dict[int, int]:
@@ -270,12 +270,12 @@ def _longest(left: Sequence[Hashable], right: Sequence[Hashable]) -> dict[int, i
     return found
 
 
-def _key(step: Step) -> Hashable:
-    return _kind(step), step.line, step.transposed, step.caller
+def _key(node: Node) -> Hashable:
+    return _kind(node), node.line, node.transposed, node.caller
 
 
-def _kind(step: Step) -> Hashable:
+def _kind(node: Node) -> Hashable:
     def kind(var: Any) -> Hashable:
         return str(var.aval.dtype), len(var.aval.shape)
 
-    return step.name, tuple(map(kind, step.eqn.outvars)) if step.kind == "run" else ()
+    return node.name, tuple(map(kind, node.eqn.outvars)) if node.kind == "run" else ()

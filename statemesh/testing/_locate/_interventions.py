@@ -1,4 +1,4 @@
-"""A flat program that runs again with some values changed: only the steps after them do."""
+"""A flat program that runs again with some values changed: only the nodes after them do."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ from .._types import AnyLeaf, Numbers
 from . import _words as words
 from ._compare import Comparison, right_values
 from ._evaluate import Evaluator, Values, is_key, on_all_shards
-from ._graph import Constant, Operand, Program, Step
+from ._graph import Constant, Graph, Node, Operand
 from ._lines import Line, callers_of
 from ._relations import unequal_copies
 from ._suspects import Group
@@ -60,27 +60,27 @@ class Reruns:
 
     **Attributes:**
 
-    - `maker`: the step that makes each value.
-    - `steps_run`: how many steps ran again so far.
+    - `maker`: the node that makes each value.
+    - `nodes_run`: how many nodes ran again so far.
     """
 
     def __init__(
         self,
         evaluator: Evaluator,
-        program: Program,
+        program: Graph,
         given: Values,
         scopes: Mapping[int, Scope],
     ) -> None:
         self.evaluator, self.program, self.scopes = evaluator, program, scopes
         self.maker = program.maker()
-        self.steps_run = 0
+        self.nodes_run = 0
         self.known: Values = {**given}
         size, results = 0, {*program.results}
-        last = {x: i for i, step in enumerate(program.steps) for x in step.inputs}
+        last = {x: i for i, node in enumerate(program.nodes) for x in node.inputs}
         left: set[int] = set()
-        for i, step in enumerate(program.steps):
-            evaluator.run_step(step, self.known)
-            for x in step.results:
+        for i, node in enumerate(program.nodes):
+            evaluator.run_node(node, self.known)
+            for x in node.results:
                 size += _bytes(self.known[x].x)
                 if size > _KEPT and x not in results:
                     left.add(x)
@@ -102,9 +102,9 @@ class Reruns:
         for k, x in enumerate(self.program.results):
             if isinstance(x, int):
                 found[x] = found.get(x, frozenset()) | {k}
-        for step in reversed(self.program.steps):
-            after = frozenset[int]().union(*(found.get(x, ()) for x in step.results))
-            for x in step.inputs:
+        for node in reversed(self.program.nodes):
+            after = frozenset[int]().union(*(found.get(x, ()) for x in node.results))
+            for x in node.inputs:
                 found[x] = found.get(x, frozenset()) | after
         return found
 
@@ -125,9 +125,9 @@ class Rerun:
         self._around, self._changes = around, changes
         # What depends on a change.
         self._changed = {*changes}
-        for step in around.program.steps:
-            if not self._changed.isdisjoint(step.inputs):
-                self._changed.update(step.results)
+        for node in around.program.nodes:
+            if not self._changed.isdisjoint(node.inputs):
+                self._changed.update(node.results)
         self._known: Values = {}
 
     def result(self, number: int) -> Stacked | None:
@@ -152,25 +152,25 @@ class Rerun:
         return x in self._known or (x not in self._changed and x in self._around.known)
 
     def _compute(self, wanted: Iterable[int]) -> None:
-        """Run the steps on which some values depend."""
+        """Run the nodes on which some values depend."""
         around, todo = self._around, []
         left = {x for x in wanted if not self._is_known(x)}
-        for step in reversed(around.program.steps):
-            if left.isdisjoint(step.results):
+        for node in reversed(around.program.nodes):
+            if left.isdisjoint(node.results):
                 continue
-            todo.append(step)
-            read = {x for y in step.results if y in self._changes for x in self._changes[y].reads}
-            left |= {x for x in (*step.inputs, *read) if not self._is_known(x)}
+            todo.append(node)
+            read = {x for y in node.results if y in self._changes for x in self._changes[y].reads}
+            left |= {x for x in (*node.inputs, *read) if not self._is_known(x)}
         for x in around.program.inputs:
             if x in left and x in self._changes:
                 self._known[x] = around.known[x]
                 self._change(x)
-        around.steps_run += len(todo)
-        for step in reversed(todo):
-            operands = [self._value(x) for x in step.operands]
-            made = around.evaluator.step(step, operands)
-            self._known.update(zip(step.results, made, strict=True))
-            for x in step.results:
+        around.nodes_run += len(todo)
+        for node in reversed(todo):
+            operands = [self._value(x) for x in node.operands]
+            made = around.evaluator.results(node, operands)
+            self._known.update(zip(node.results, made, strict=True))
+            for x in node.results:
                 if x in self._changes:
                     self._change(x)
 
@@ -213,7 +213,7 @@ def _bytes(x: AnyLeaf) -> int:
     return int(x.size) * (16 if is_key(x) else int(x.dtype.itemsize))
 
 
-# So many steps run again to see which line mends the results.
+# So many nodes run again to see which line mends the results.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,14 +247,14 @@ class Mender:
     def __init__(self, found: Comparison) -> None:
         self._found = found
         self.reruns = Reruns(found.evaluators[0], found.mesh, found.given[0], found.scopes)
-        made_at = {x: i for i, step in enumerate(found.mesh.steps) for x in step.results}
+        made_at = {x: i for i, node in enumerate(found.mesh.nodes) for x in node.results}
         self._made_at = [made_at.get(x, 0) if isinstance(x, int) else 0 for x in found.mesh.results]
         self.broken = frozenset(k for k, one in enumerate(found.results) if not one.right)
 
     def try_right(self, group: Group) -> Mended | None:
         """The results where a line makes what it makes on one device; `None` if nobody knows what that is."""
         values = [x for x in group.values if x in self._found.kept]
-        if not values or len(values) < len(group.values) or self.reruns.steps_run > _MOST_STEPS:
+        if not values or len(values) < len(group.values) or self.reruns.nodes_run > _MOST_NODES:
             return None
         choices = [list(right_values(self._found, x)) for x in values]
         if not all(choices):
@@ -352,7 +352,7 @@ def reductions(found: Comparison, group: Group, values: Sequence[int]) -> Iterat
             if len(changed) == len(values):
                 yield Trial(group, changed, 1, words.reduced(collective, name), True)
         # A line with a collective of its own may have the wrong one.
-        is_added = not any(step.is_collective for step in group.steps)
+        is_added = not any(node.is_collective for node in group.nodes)
         if size > 1 and all(is_equal(found, x, name) for x in values):
             for factor in (size, 1 / size):
                 changed = {x: constant(found.kept[x].got * factor) for x in values}
@@ -361,7 +361,7 @@ def reductions(found: Comparison, group: Group, values: Sequence[int]) -> Iterat
 
 def reductions_inside(found: Comparison, group: Group) -> Iterator[Trial]:
     """The same of what only the line itself uses."""
-    for x in [x for step in group.steps for x in step.results if x not in group.values]:
+    for x in [x for node in group.nodes for x in node.results if x not in group.values]:
         yield from reductions(found, group, [x])
 
 
@@ -370,31 +370,31 @@ def changes(found: Comparison, group: Group, reruns: Reruns) -> Iterator[Trial]:
     if group.transposed:
         return
     # The same operation in each round of a loop is changed in all rounds, also in those that are right.
-    kinds: dict[Hashable, list[Step]] = {}
-    for step in found.mesh.steps:
-        if step.line == group.line and not step.transposed:
-            kinds.setdefault((step.name, str(step.eqn.outvars[0].aval)), []).append(step)
-    suspects = {*group.steps}
-    for steps in kinds.values():
-        if not suspects.intersection(steps):
+    kinds: dict[Hashable, list[Node]] = {}
+    for node in found.mesh.nodes:
+        if node.line == group.line and not node.transposed:
+            kinds.setdefault((node.name, str(node.eqn.outvars[0].aval)), []).append(node)
+    suspects = {*group.nodes}
+    for nodes in kinds.values():
+        if not suspects.intersection(nodes):
             continue
-        name = steps[0].name
+        name = nodes[0].name
         if name == "ppermute":
-            yield from _moves(found, group, steps)
+            yield from _moves(found, group, nodes)
         elif name == "axis_index":
-            yield from _indices(found, group, steps)
-        elif len(steps[0].results) == 1 and steps[0].kind == "run":
-            yield from _whole_numbers(found, group, steps)
-            yield from _operands(found, group, steps, reruns)
+            yield from _indices(found, group, nodes)
+        elif len(nodes[0].results) == 1 and nodes[0].kind == "run":
+            yield from _whole_numbers(found, group, nodes)
+            yield from _operands(found, group, nodes, reruns)
             if name in _LEFT_OUT:
-                yield from _left_out(found, group, steps)
+                yield from _left_out(found, group, nodes)
 
 
-def _moves(found: Comparison, group: Group, steps: Sequence[Step]) -> Iterator[Trial]:
+def _moves(found: Comparison, group: Group, nodes: Sequence[Node]) -> Iterator[Trial]:
     """Every shift along the axis, with and without what goes round."""
-    name = steps[0].eqn.params["axis_name"]
+    name = nodes[0].eqn.params["axis_name"]
     names = (name,) if isinstance(name, str) else tuple(name)
-    sizes = found.scopes[steps[0].results[0]].sizes
+    sizes = found.scopes[nodes[0].results[0]].sizes
     if len(names) != 1 or names[0] not in sizes:
         return
     at = list(sizes).index(names[0])
@@ -402,8 +402,8 @@ def _moves(found: Comparison, group: Group, steps: Sequence[Step]) -> Iterator[T
         if shift or wraps:
             made = {
                 x: _moved(source, at, shift, wraps)
-                for step in steps
-                for x, source in zip(step.results, step.inputs, strict=True)
+                for node in nodes
+                for x, source in zip(node.results, node.inputs, strict=True)
             }
             yield Trial(group, made, 0, words.moved(names[0], shift))
 
@@ -420,23 +420,23 @@ def _moved(source: int, at: int, shift: int, wraps: bool) -> Change:
     return Change(change, (source,))
 
 
-def _indices(found: Comparison, group: Group, steps: Sequence[Step]) -> Iterator[Trial]:
+def _indices(found: Comparison, group: Group, nodes: Sequence[Node]) -> Iterator[Trial]:
     """The index along another axis, or times the length of a part."""
-    x = steps[0].results[0]
+    x = nodes[0].results[0]
     sizes = found.scopes[x].sizes
-    given = steps[0].eqn.params["axis_name"]
+    given = nodes[0].eqn.params["axis_name"]
     for name in sizes:
         if name != given and sizes[name] > 1:
-            made = _set(steps, _index(found, x, name))
+            made = _set(nodes, _index(found, x, name))
             yield Trial(group, made, 1, words.indexed(name))
     if given in sizes and sizes[given] > 1:
         for length in _lengths(found):
-            made = _set(steps, length * _index(found, x, given))
+            made = _set(nodes, length * _index(found, x, given))
             yield Trial(group, made, 2)
 
 
-def _set(steps: Sequence[Step], numbers: Numbers) -> dict[int, Change]:
-    return {x: constant(numbers) for step in steps for x in step.results}
+def _set(nodes: Sequence[Node], numbers: Numbers) -> dict[int, Change]:
+    return {x: constant(numbers) for node in nodes for x in node.results}
 
 
 def _index(found: Comparison, value: int, name: Hashable, rank: int = 0) -> Numbers:
@@ -452,10 +452,10 @@ def _lengths(found: Comparison) -> list[int]:
     return sorted(found.lengths - {0, 1})[:_MOST_LENGTHS]
 
 
-def _whole_numbers(found: Comparison, group: Group, steps: Sequence[Step]) -> Iterator[Trial]:
+def _whole_numbers(found: Comparison, group: Group, nodes: Sequence[Node]) -> Iterator[Trial]:
     """Truths the other way round or of another shard; numbers off by one or by the index of a shard."""
-    values, sizes = [step.results[0] for step in steps], found.scopes[steps[0].results[0]].sizes
-    aval: Any = steps[0].eqn.outvars[0].aval
+    values, sizes = [node.results[0] for node in nodes], found.scopes[nodes[0].results[0]].sizes
+    aval: Any = nodes[0].eqn.outvars[0].aval
     if aval.dtype == bool:
         yield Trial(group, {x: _inverted(x) for x in values}, 1)
         for at, name in enumerate(sizes):
@@ -481,59 +481,59 @@ def _offsets(
 
 
 def _operands(
-    found: Comparison, group: Group, steps: Sequence[Step], reruns: Reruns
+    found: Comparison, group: Group, nodes: Sequence[Node], reruns: Reruns
 ) -> Iterator[Trial]:
     """Whole numbers that a line is given, less the index of a shard times the length of a part."""
-    made_here = {x for step in group.steps for x in step.results}
-    for k, operand in enumerate(steps[0].operands):
-        aval: Any = steps[0].eqn.invars[k].aval
+    made_here = {x for node in group.nodes for x in node.results}
+    for k, operand in enumerate(nodes[0].operands):
+        aval: Any = nodes[0].eqn.invars[k].aval
         if not jnp.issubdtype(aval.dtype, jnp.integer):
             continue
-        value = steps[0].results[0]
+        value = nodes[0].results[0]
         if isinstance(operand, int):
             if operand in made_here or operand in found.indices:
                 continue
-            given = {x for step in steps for x in step.operands[k : k + 1] if isinstance(x, int)}
-            readers = [step for step in found.mesh.steps if not given.isdisjoint(step.inputs)]
-            if any(step.scope != steps[0].scope for step in readers):
+            given = {x for node in nodes for x in node.operands[k : k + 1] if isinstance(x, int)}
+            readers = [node for node in found.mesh.nodes if not given.isdisjoint(node.inputs)]
+            if any(node.scope != nodes[0].scope for node in readers):
                 continue
             for name, length in itertools.product(found.scopes[value].sizes, _lengths(found)):
                 offset = -length * _index(found, value, name, len(aval.shape))
                 changed = {x: _increased(x, offset, found.scopes[value]) for x in given}
                 yield Trial(group, changed, 2, words.offset(-length, name))
-        elif steps[0].name in _COMPARISONS and not aval.shape:
+        elif nodes[0].name in _COMPARISONS and not aval.shape:
             for _, _, offset in _offsets(found, value, ()):
-                changed = {step.results[0]: _compared(step, k, offset, reruns) for step in steps}
+                changed = {node.results[0]: _compared(node, k, offset, reruns) for node in nodes}
                 yield Trial(group, changed, 2)
 
 
-def _compared(step: Step, at: int, offset: Numbers, reruns: Reruns) -> Change:
+def _compared(node: Node, at: int, offset: Numbers, reruns: Reruns) -> Change:
     """A comparison with another constant."""
 
     def operand(k: int, x: Operand, read: Read) -> Stacked:
         if isinstance(x, int):
-            return Stacked(read(x), tuple(step.scope.sizes))
+            return Stacked(read(x), tuple(node.scope.sizes))
         fixed = reruns.evaluator.operand(x, {})
-        return Stacked(fixed.x + offset, tuple(step.scope.sizes)) if k == at else fixed
+        return Stacked(fixed.x + offset, tuple(node.scope.sizes)) if k == at else fixed
 
     def change(read: Read) -> Numbers:
-        operands = [operand(k, x, read) for k, x in enumerate(step.operands)]
-        (made,) = reruns.evaluator.step(step, operands)
-        return on_all_shards(made, step.scope)
+        operands = [operand(k, x, read) for k, x in enumerate(node.operands)]
+        (made,) = reruns.evaluator.results(node, operands)
+        return on_all_shards(made, node.scope)
 
-    return Change(change, tuple(step.inputs))
+    return Change(change, tuple(node.inputs))
 
 
-def _left_out(found: Comparison, group: Group, steps: Sequence[Step]) -> Iterator[Trial]:
+def _left_out(found: Comparison, group: Group, nodes: Sequence[Node]) -> Iterator[Trial]:
     """One operand in the place of what is made of two."""
-    aval = steps[0].eqn.outvars[0].aval
-    for k, var in enumerate(steps[0].eqn.invars):
-        operands = [step.operands[k] for step in steps]
+    aval = nodes[0].eqn.outvars[0].aval
+    for k, var in enumerate(nodes[0].eqn.invars):
+        operands = [node.operands[k] for node in nodes]
         if str(var.aval) != str(aval) or not all(isinstance(x, int) for x in operands):
             continue
         made = {
-            step.results[0]: _same(x)
-            for step, x in zip(steps, operands, strict=True)
+            node.results[0]: _same(x)
+            for node, x in zip(nodes, operands, strict=True)
             if isinstance(x, int)
         }
         yield Trial(group, made, 3)
@@ -551,8 +551,8 @@ def _increased(value: int, summand: Numbers, scope: Scope | None = None) -> Chan
     return Change(lambda read: read(value) + summand, scope=scope)
 
 
-# So many steps run again for all trials.
-_MOST_STEPS = 20_000
+# So many nodes run again for all trials.
+_MOST_NODES = 20_000
 # A cause that may stand at more lines than these is not sure.
 _MOST_LINES = 3
 
@@ -595,8 +595,8 @@ class Confirmed:
         There is a `None` among them where the value goes to another function: nobody knows by which lines.
         """
         lines: set[Line | None] = {None} if trial.group.transposed else set()
-        own_values = {x for step in trial.group.steps for x in step.results}
-        for x in {x for step in trial.group.steps for x in step.inputs} - own_values:
+        own_values = {x for node in trial.group.nodes for x in node.results}
+        for x in {x for node in trial.group.nodes for x in node.inputs} - own_values:
             known, before = self.found.relations[x], self.found.maker.get(x)
             if before is not None and before.transposed:
                 # What is missing or too much may as well be in the loss.
@@ -606,7 +606,7 @@ class Confirmed:
         for x in trial.changes:
             maker = self.found.maker[x]
             own = callers_of(maker.eqn)
-            readers = [step for step in self.found.mesh.steps if x in step.inputs]
+            readers = [node for node in self.found.mesh.nodes if x in node.inputs]
             for reader in readers:
                 if reader.kind == "run" and callers_of(reader.eqn) == own:
                     lines |= {reader.line}
@@ -639,9 +639,9 @@ def confirmed(
 
 def _good(mender: Mender, trials: Sequence[Trial]) -> list[Trial]:
     """The trials that put all results right, the likeliest first."""
-    good, end = [], mender.reruns.steps_run + _MOST_STEPS
+    good, end = [], mender.reruns.nodes_run + _MOST_NODES
     for trial in sorted(trials, key=lambda one: one.order):
-        if mender.reruns.steps_run > end:
+        if mender.reruns.nodes_run > end:
             break
         if mender.mends(trial.changes):
             good.append(trial)

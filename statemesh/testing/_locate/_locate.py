@@ -14,12 +14,13 @@ from .. import _errors as errors
 from .._program._arithmetic import is_inexact, promoted
 from .._program._doubled import widened
 from .._program._one_device import NO_MESH, on_one_device
-from .._program._stacked import Scope, Stacked
+from .._program._stacked import Scope
 from .._program._trace import Trace, is_array_or_type, trace
 from .._types import AnyLeaf, Fun, PyTree, tree_util
 from . import _words as words
 from ._compare import Comparison
-from ._graph import flat
+from ._evaluate import in_numpy
+from ._graph import graph_of
 from ._located import Located, Place
 from ._rank import places
 from ._specs import wrong_specs
@@ -147,8 +148,8 @@ def _paths_of_arrays(given: PyTree) -> list[str]:
 def _places(
     traces: Sequence[Trace], arguments: Sequence[str], given: PyTree, *, wide: bool
 ) -> Located | None:
-    values = [Stacked(x) for x in jax.tree.leaves(given) if is_array_or_type(x)]
-    mesh, one = (flat(traced.closed, Scope()) for traced in traces)
+    values = [in_numpy(x) for x in jax.tree.leaves(given) if is_array_or_type(x)]
+    mesh, one = (graph_of(traced.closed, Scope()) for traced in traces)
     inputs = [dict(zip(program.inputs, values, strict=True)) for program in (mesh, one)]
     with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
         found = Comparison(mesh, one, Scope(), (inputs[0], inputs[1]), wide)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from . import _words as words
 from ._compare import Comparison, inside, lines_of_carry
-from ._graph import Step
+from ._graph import Node
 from ._interventions import Mended, Mender, Trial, confirmed
 from ._lines import Line
 from ._located import Place
@@ -146,13 +146,13 @@ def _deeper(
     found: Comparison, suspects: Suspects, group: Group, most: int
 ) -> tuple[list[Place], str | None]:
     """The places inside a loop or branch that is the first of a line."""
-    step = next((step for step in group.steps if step in found.operands), None)
-    if step is None or step not in suspects.first:
+    node = next((node for node in group.nodes if node in found.operands), None)
+    if node is None or node not in suspects.first:
         return [], None
-    within = inside(found, step)
+    within = inside(found, node)
     if within is None:
-        lines = lines_of_carry(found, step)
-        whole = _place(found, dataclasses.replace(group, steps=[step]), None, None)
+        lines = lines_of_carry(found, node)
+        whole = _place(found, dataclasses.replace(group, nodes=[node]), None, None)
         return [_inside_of(whole, line) for line in lines[: most - 1]] + [whole] * bool(lines), None
     made, reason = places(within.found, most)
     if within.round is not None:
@@ -165,27 +165,27 @@ def _inside_of(place: Place, line: Line) -> Place:
     return dataclasses.replace(place, file=line.file, line=line.number, source=line.source)
 
 
-def _shown(found: Comparison, group: Group) -> tuple[Step, int]:
-    """The step and the value that show best what is off."""
+def _shown(found: Comparison, group: Group) -> tuple[Node, int]:
+    """The node and the value that show best what is off."""
     unrelated = [
-        (step, x)
-        for step in group.steps
-        for x in step.results
+        (node, x)
+        for node in group.nodes
+        for x in node.results
         if x in found.kept and found.relations[x] is None and x not in found.indices
     ]
     # Of what is related but partial, what the line hands on.
     related = [
-        (step, x)
-        for step in reversed(group.steps)
-        for x in step.results
+        (node, x)
+        for node in reversed(group.nodes)
+        for x in node.results
         if x in found.kept and x in group.values
     ]
     both = [*unrelated, *related]
-    return next(iter(both), (group.steps[0], group.steps[0].results[0]))
+    return next(iter(both), (group.nodes[0], group.nodes[0].results[0]))
 
 
 def _place(found: Comparison, group: Group, trial: Trial | None, mender: Mender | None) -> Place:
-    step, value = _shown(found, group)
+    node, value = _shown(found, group)
     assert group.line is not None
     got = want = shards = note = ""
     if value in found.kept and value not in found.indices:
@@ -204,7 +204,7 @@ def _place(found: Comparison, group: Group, trial: Trial | None, mender: Mender 
         file=group.line.file,
         line=group.line.number,
         source=group.line.source,
-        operation=words.operation(step),
+        operation=words.operation(node),
         got=got,
         want=want,
         shards=shards,

@@ -54,8 +54,8 @@ def _place(what: str, path: str, spec: PartitionSpec, d: int, got: int, want: in
 
 def _arguments(found: Comparison) -> Iterator[tuple[int, PartitionSpec]]:
     """The numbers of the arguments, and how each is split."""
-    split = {x: step.spec for step in found.mesh.steps if step.kind == "split" for x in step.inputs}
-    read = {x for step in found.mesh.steps for x in step.inputs}
+    split = {x: node.spec for node in found.mesh.nodes if node.kind == "split" for x in node.inputs}
+    read = {x for node in found.mesh.nodes for x in node.inputs}
     for number, x in enumerate(found.mesh.inputs):
         if x in read:
             yield number, split.get(x) or PartitionSpec()

@@ -9,7 +9,7 @@ from .. import _errors as errors
 from .._types import AnyLeaf, Numbers
 from ._compare import Comparison, right_values
 from ._evaluate import as_numbers
-from ._graph import Step
+from ._graph import Node
 from ._lines import Line
 from ._relations import Relation
 
@@ -60,12 +60,12 @@ _PARTIAL: Mapping[str, str] = {
 }
 
 
-def operation(step: Step) -> str:
-    """What a step computes."""
-    name = _OPERATIONS.get(step.name, f"`{step.name}`")
-    inside = f", in `{step.caller.lstrip('_')}`" if step.caller else ""
+def operation(node: Node) -> str:
+    """What a node computes."""
+    name = _OPERATIONS.get(node.name, f"`{node.name}`")
+    inside = f", in `{node.caller.lstrip('_')}`" if node.caller else ""
     return (
-        f"{name}{inside}, in the derivative of this line" if step.transposed else f"{name}{inside}"
+        f"{name}{inside}, in the derivative of this line" if node.transposed else f"{name}{inside}"
     )
 
 
