@@ -15,7 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh.testing import Located, assert_equivalent, locate
+from statemesh.testing._program._stacked import Scope
 from tests.helpers import make_mesh, slow
+
+from .by_numpy import compare_by_numpy
 
 
 HERE = pathlib.Path(__file__)
@@ -245,6 +248,38 @@ def test_what_numbers_should_be(number: int) -> None:
         want = float(np.asarray(result)[index])
         np.testing.assert_allclose(float(place.want), want, rtol=1e-5)
         np.testing.assert_allclose(float(place.got.split()[0]), 4 * want, rtol=1e-5)
+
+
+FLOATS = np.array(
+    [[0, -0.0, 1, -1], [np.nan, np.inf, -np.inf, 2.5], [-2.5, 6e4, -7, 3]], np.float32
+)
+INTEGERS = np.array([[0, 1, -1, 5], [-7, 2**31 - 1, -(2**31), 3], [8, -8, 2, 100]], np.int32)
+EDGES: list[Callable[[Any, Any], Any]] = [
+    lambda x, y: (x + y, x * y, jnp.maximum(x, y), x == y, x >= y, lax.clamp(y, x, y + 1)),
+    lambda x, y: (x / y, jnp.sign(x), x**-2, x**0, jnp.log1p(x), jax.nn.sigmoid(x), lax.rsqrt(x)),
+    lambda x, y: (~x, x & y, x | y, x ^ y, lax.reduce_and(x, (0,)), lax.reduce_or(x, (1,))),
+    lambda x, y: (x.sum(0), x.max(1), x.min(), lax.cumsum(x, 1, reverse=True), x.argmax(1)),
+    lambda x, y: (x.any(0), (~(x > y)).all(1), jnp.where(~(x > y), x, y), x[:0].sum(0)),
+    lambda x, y: tuple(map(x.astype, (jnp.float32, bool, jnp.int8, jnp.uint8, jnp.float16))),
+    lambda x, y: (x @ y.T, jnp.dot(x, y.T, preferred_element_type=jnp.float32)),
+    lambda x, y: (lax.dynamic_slice(x, (1, 9), (2, 2)), lax.dynamic_slice(x, (-9, 0), (2, 2))),
+    lambda x, y: (lax.dynamic_update_slice(x, y[:2, :2], (2, 3)), jnp.concatenate([x[:0], y])),
+]
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_numpy_computes_what_the_replay_computes(wide: bool) -> None:
+    """Also with what is no usual number; the nodes of the planted models are compared in their own test."""
+    arrays = FLOATS, INTEGERS, INTEGERS.astype(np.uint8), FLOATS.astype(np.float16), FLOATS > 0
+    compared = set()
+    for fun in EDGES:
+        for x in arrays:
+            try:
+                closed = jax.make_jaxpr(fun)(x, x[::-1])
+            except TypeError:  # There is no such operation on this dtype.
+                continue
+            compared |= compare_by_numpy(closed, (x, x[::-1]), Scope(), wide)
+    assert {"not", "reduce_and", "argmax", "sign", "integer_pow", "dynamic_slice"} <= compared
 
 
 every: Any = lambda x: lax.all_gather(x, "data", tiled=True)
