@@ -50,7 +50,7 @@ class Evaluator(Replay):
 
     def __init__(self, graph: Graph, wide: bool) -> None:
         super().__init__("locate", graph.jaxpr)
-        self.wide = wide
+        self.graph, self.wide = graph, wide
         if wide:
             self.arithmetic = Promoted()
         self._compiled = functools.lru_cache(_MOST_COMPILED)(self._compile)

@@ -127,11 +127,11 @@ def graph_of(jaxpr: Jaxpr, scope: Scope, around: Line | None = None) -> Graph:
     inner = opened(jaxpr)
     inputs = flattening.new(len(inner.invars))
     results = tuple(flattening.run(jaxpr, inputs, scope, _Around(around)))
-    nodes = _needed(flattening.nodes, results)
+    nodes = needed(flattening.nodes, results)
     return Graph(jaxpr, tuple(inputs), results, nodes)
 
 
-def _needed(nodes: Sequence[Node], results: Iterable[Operand]) -> tuple[Node, ...]:
+def needed(nodes: Sequence[Node], results: Iterable[Operand]) -> tuple[Node, ...]:
     wanted = {x for x in results if isinstance(x, int)}
     kept = []
     for node in reversed(nodes):

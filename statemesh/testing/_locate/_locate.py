@@ -18,12 +18,11 @@ from .._program._stacked import Scope
 from .._program._trace import Trace, is_array_or_type, trace
 from .._types import AnyLeaf, Fun, PyTree, tree_util
 from . import _words as words
-from ._compare import Comparison
-from ._evaluate import in_numpy
+from ._compare import compare
+from ._evaluate import Evaluator, in_numpy
 from ._graph import graph_of
 from ._located import Located, Place
-from ._rank import places
-from ._specs import wrong_specs
+from ._rank import MOST_PLACES, places, wrong_specs
 
 
 def locate(mapped: sm.StatefulMapping, /, *args: PyTree, **kwargs: PyTree) -> Located | None:
@@ -148,28 +147,24 @@ def _paths_of_arrays(given: PyTree) -> list[str]:
 def _places(
     traces: Sequence[Trace], arguments: Sequence[str], given: PyTree, *, wide: bool
 ) -> Located | None:
-    values = [in_numpy(x) for x in jax.tree.leaves(given) if is_array_or_type(x)]
-    mesh, one = (graph_of(traced.closed, Scope()) for traced in traces)
-    inputs = [dict(zip(program.inputs, values, strict=True)) for program in (mesh, one)]
+    inputs = [in_numpy(x) for x in jax.tree.leaves(given) if is_array_or_type(x)]
+    mesh, single = (Evaluator(graph_of(traced.closed, Scope()), wide) for traced in traces)
     with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
-        found = Comparison(mesh, one, Scope(), (inputs[0], inputs[1]), wide)
-        if all(result.right for result in found.results):
+        comparison = compare((mesh, single), Scope(), (inputs, inputs))
+        wrong = [k for k, result in enumerate(comparison.results) if not result.right]
+        if not wrong:
             return None
-        chosen = wrong_specs(found, traces[0].paths, arguments)
-        cause = None
+        reason, chosen = None, wrong_specs(comparison, traces[0].paths, arguments)
         if not chosen:
-            chosen, cause = places(found)
+            chosen, reason = places(comparison)
     if not chosen:
         # No line of the user's makes them.
-        wrong = (k for k, result in enumerate(found.results) if not result.right)
-        number = next(wrong)
-        result = found.results[number]
+        number, result = wrong[0], comparison.results[wrong[0]]
         types = [traced.closed.out_avals[number] for traced in traces]
         got, want = words.whole_values((result.got.x, result.want), types)
-        chosen = [
-            Place("", 0, traces[0].paths[number], words.A_RESULT, got=got, want=want, shards="")
-        ]
-    return Located(tuple(chosen), found.matched, cause)
+        path = traces[0].paths[number]
+        chosen = [Place("", 0, path, words.A_RESULT, got=got, want=want, shards="")]
+    return Located(tuple(chosen[:MOST_PLACES]), comparison.matched, reason)
 
 
 def _is_narrow(x: object) -> bool:

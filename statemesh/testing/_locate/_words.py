@@ -7,7 +7,6 @@ from jax.sharding import PartitionSpec
 
 from .. import _errors as errors
 from .._types import AnyLeaf, Numbers
-from ._compare import Comparison, right_values
 from ._evaluate import as_numbers
 from ._graph import Node
 from ._lines import Line
@@ -77,18 +76,19 @@ def partial(known: Relation) -> str:
     return "; ".join(words)
 
 
-def numbers(found: Comparison, value: int) -> tuple[str, str, str]:
-    """What some shards have where they are most off, what they should have, and which shards these are."""
-    pair, scope = found.kept[value], found.scopes[value]
-    right = next(right_values(found, value), None)
-    if right is None:
-        there = "nothing that belongs to it" if pair.want is None else _array(pair.want.shape)
-        return f"{_array(pair.got.shape[len(scope.sizes) :])} on each shard", there, ""
-    return two_values(pair.got, right.numbers, list(scope.sizes))
+def shapes(got: Sequence[int], want: Numbers | None) -> tuple[str, str]:
+    """What shards have and what one device has, where nobody knows which part of it each should have."""
+    there = "nothing that belongs to it" if want is None else _array(want.shape)
+    return f"{_array(got)} on each shard", there
 
 
-def two_values(got: Numbers, want: Numbers, names: Sequence[Hashable]) -> tuple[str, str, str]:
-    """`numbers` of two arrays with mesh axes in front."""
+def numbers(got: Numbers, want: Numbers, names: Sequence[Hashable]) -> tuple[str, str, str]:
+    """What some shards have where they are most off, what they should have, and which shards these are.
+
+    **Arguments:**
+
+    - `names`: the mesh axes, which both arrays have in front.
+    """
     if not want.size:
         return "an empty array", "an empty array", ""
     with np.errstate(invalid="ignore"):
