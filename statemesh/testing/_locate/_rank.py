@@ -34,14 +34,14 @@ _COST_OF_EVIDENCE: Mapping[Evidence, int] = {
     "first": 1,
     "unsure": 2,
     "related": 1,
-    "index": 4,
+    "index": 5,
     "after": 4,
 }
 # A mistake in a line shows in its derivative too.
 _COST_OF_DERIVATIVE = 1
-# Right values at the line put only some of the wrong results right, or none; or they were not tried, because
-# nobody knows them or those at an earlier line put all results right.
-_COST_OF_SOME, _COST_OF_NONE, _COST_OF_NOT_TRIED = 3, 6, 2
+# Not all results are known to be right with right values at the line: some stay wrong, or the values were not
+# tried, because nobody knows them or those at an earlier line put all results right. And no result is.
+_COST_OF_WRONG, _COST_OF_ALL_WRONG = 3, 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,11 +111,9 @@ def _tried(reruns: Reruns, suspects: Sequence[Group]) -> Iterator[tuple[Group, M
 
 def _cost(group: Group, mended: Mended | None) -> int:
     cost = _COST_OF_EVIDENCE[group.evidence] + _COST_OF_DERIVATIVE * group.transposed
-    if mended is None:
-        return cost + _COST_OF_NOT_TRIED
-    if mended.all:
+    if mended and mended.all:
         return cost
-    return cost + (_COST_OF_SOME if mended.right else _COST_OF_NONE)
+    return cost + (_COST_OF_WRONG if mended is None or mended.right else _COST_OF_ALL_WRONG)
 
 
 def _places_inside(comparison: Comparison, group: Group) -> tuple[list[Place], str | None]:
