@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh.testing import Located, assert_equivalent, locate
+from statemesh.testing._locate import _locate
+from statemesh.testing._locate._locate import located_or_why
 from statemesh.testing._program._stacked import Scope
 from tests.helpers import make_mesh, slow
 
@@ -72,6 +74,31 @@ def test_the_report_and_its_fields() -> None:
 
 def test_where_nothing_is_wrong() -> None:
     assert locate(on_mesh(lambda x: x - lax.pmean(x.mean(0), "data")), X) is None
+
+
+def test_a_failure_of_locate_is_told_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def places(comparison: Any) -> Any:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(_locate, "places", places)
+    specs: Any = {"in_specs": ROWS, "out_specs": ROWS}
+    with pytest.raises(KeyError, match="a bug"):
+        assert_equivalent(centred, (X,), meshes=[{"data": 4}], **specs)
+    # What our tests raise, users read.
+    monkeypatch.setattr(_locate, "RAISE_FAILURES", False)
+    told = "  No line is named, because locate failed: KeyError: 'a bug'\n  - centred"
+    with pytest.raises(AssertionError, match=re.escape(told)):
+        assert_equivalent(centred, (X,), meshes=[{"data": 4}], **specs)
+
+
+def test_results_are_located_where_there_is_no_derivative() -> None:
+    def lowest(x: Any) -> Any:
+        return lax.pmin(x, "data")
+
+    mapped = on_mesh(lowest, in_specs=P(), out_specs=P())
+    assert located_or_why(mapped, mapped.unsharded, (X,), gradient=False) is None
+    with pytest.raises(NotImplementedError, match="pmin"):
+        located_or_why(mapped, mapped.unsharded, (X,))
 
 
 def test_on_devices_and_arguments_that_lie_there() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 import statemesh as sm
 
-from .._locate._locate import located, located_in_gradient
+from .._locate._locate import located_or_why
 from .._program._doubled import narrowed
 from .._types import Fun, PyTree
 from . import _report as report
@@ -47,11 +47,9 @@ def located_in(calls: Calls, step: int, *, gradient: bool) -> list[str]:
     if step == 0 and _is_simple(given):
         tried.insert(0, (generic(given, calls.subject.asked.keep), True))
     for args, other in tried:
-        find = located_in_gradient if gradient and not other else located
-        try:
-            found = find(calls.one.mapped, reference, *args)
-        except Exception:  # A report must not end in an error of its own.
-            continue
+        found = located_or_why(
+            calls.one.mapped, reference, *args, results=other or not gradient, gradient=gradient
+        )
         if found is not None:
             return report.located(found, generic=other)
     return []

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from .. import _errors as errors
+from .._locate._locate import NotLocated
 from .._locate._located import Located
 from .._program._promises import Broken
 from ._feedback import FeedBack
@@ -46,7 +47,7 @@ def fails_too(where: str, count: int) -> str:
     return f"{where[0].upper()}{where[1:]}{_results(count)} off too."
 
 
-def located(found: Located, *, generic: bool) -> list[str]:
+def located(found: Located | NotLocated, *, generic: bool) -> list[str]:
     """Lines on the place in the program."""
     lines = [f"  {line}" for line in str(found).splitlines()]
     return ["  With generic values:", *lines] if generic else lines

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -23,6 +24,10 @@ from ._evaluate import Evaluator, in_numpy
 from ._graph import graph_of
 from ._located import Located, Place
 from ._rank import MOST_PLACES, places, wrong_specs
+
+
+# Whether a report raises a failure of `locate` instead of telling it; our tests set this.
+RAISE_FAILURES = False
 
 
 def locate(mapped: sm.StatefulMapping, /, *args: PyTree, **kwargs: PyTree) -> Located | None:
@@ -71,51 +76,74 @@ def locate(mapped: sm.StatefulMapping, /, *args: PyTree, **kwargs: PyTree) -> Lo
 
 
 def located(
-    mapped: Fun, reference: Fun, args: Sequence[PyTree], kwargs: PyTree = None
+    mapped: Fun,
+    reference: Fun,
+    args: Sequence[PyTree],
+    kwargs: PyTree = None,
+    *,
+    results: bool = True,
+    gradient: bool = True,
 ) -> Located | None:
-    """`locate` for any two functions of the same arguments, of which the second is right."""
-    given = tuple(args), kwargs or {}
-    found = _compared(mapped, reference, given)
-    if found is None and any(map(eqx.is_inexact_array, jax.tree.leaves(given))):
-        found = located_in_gradient(mapped, reference, args, kwargs)
+    """`locate` for any two functions of the same arguments, of which the second is right.
+
+    **Arguments:**
+
+    - `results`: whether the results are compared.
+    - `gradient`: whether the derivatives are compared where the results agree.
+    """
+    call = tuple(args), kwargs or {}
+    found = _compared(mapped, reference, call) if results else None
+    if found is None and gradient and any(map(eqx.is_inexact_array, jax.tree.leaves(call))):
+        found = _compared(_gradient(mapped), _gradient(reference), call, narrow=False)
+        found = None if found is None else dataclasses.replace(found, gradient=True)
     return found
 
 
-def located_in_gradient(
-    mapped: Fun, reference: Fun, args: Sequence[PyTree], kwargs: PyTree = None
-) -> Located | None:
-    """`located` for the gradient of a weighted sum of all results."""
-    given = tuple(args), kwargs or {}
-    found = _compared(_Gradient(mapped), _Gradient(reference), given, narrow=False)
-    return None if found is None else dataclasses.replace(found, gradient=True)
+@dataclasses.dataclass(frozen=True)
+class NotLocated:
+    """What a report says in the place of the line where `locate` itself has failed."""
+
+    error: Exception
+
+    def __str__(self) -> str:
+        text = " ".join(str(self.error).split())
+        return f"No line is named, because locate failed: {type(self.error).__name__}: {text}"
 
 
-class _Gradient:
-    """The gradient of a call, by every inexact array."""
+def located_or_why(*args: Any, **kwargs: Any) -> Located | NotLocated | None:
+    """`located` for a report, which must not end in an error of its own.
 
-    def __init__(self, call: Fun) -> None:
-        self._call = call
-        self.__name__ = getattr(call, "__name__", type(call).__name__)
+    It takes the same arguments. A failure is a bug of `locate`: the report says it, and our tests raise it.
+    """
+    try:
+        return located(*args, **kwargs)
+    except Exception as error:
+        if RAISE_FAILURES:
+            raise
+        return NotLocated(error)
 
-    def __call__(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+
+def _gradient(call: Fun) -> Fun:
+    """The gradient, by every inexact array, of a weighted sum of all results of a call."""
+
+    def gradient(*args: PyTree, **kwargs: PyTree) -> PyTree:
         inexact, rest = eqx.partition((args, kwargs), _is_inexact)
 
         def results(inexact: PyTree) -> list[jax.Array]:
             args, kwargs = eqx.combine(inexact, rest)
-            found = jax.tree.leaves(self._call(*args, **kwargs))
-            return [x for x in found if _is_inexact(x)]
+            return [x for x in jax.tree.leaves(call(*args, **kwargs)) if _is_inexact(x)]
 
-        made, pull = jax.vjp(results, inexact)
-        return pull([_weights(x) for x in made])[0]
+        values, pull = jax.vjp(results, inexact)
+        # A weight for each number of a result, so that none cancels another.
+        weights = [jnp.asarray(np.cos(np.arange(x.size)).reshape(x.shape), x.dtype) for x in values]
+        return pull(weights)[0]
+
+    gradient.__name__ = getattr(call, "__name__", type(call).__name__)
+    return gradient
 
 
 def _is_inexact(x: AnyLeaf) -> bool:
     return is_array_or_type(x) and is_inexact(x.dtype)
-
-
-def _weights(x: jax.Array) -> jax.Array:
-    """A weight for each number of a result, so that none cancels another."""
-    return jnp.asarray(np.cos(np.arange(x.size)).reshape(x.shape), x.dtype)
 
 
 def _compared(mapped: Fun, reference: Fun, given: PyTree, *, narrow: bool = True) -> Located | None:
