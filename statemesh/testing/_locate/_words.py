@@ -10,7 +10,7 @@ from .._types import AnyLeaf, Numbers
 from ._evaluate import as_numbers
 from ._graph import Node
 from ._lines import Line
-from ._relations import Relation
+from ._relations import Relation, equal
 
 
 _OPERATIONS: Mapping[str, str] = {
@@ -93,8 +93,7 @@ def numbers(got: Numbers, want: Numbers, names: Sequence[Hashable]) -> tuple[str
         return "an empty array", "an empty array", ""
     with np.errstate(invalid="ignore"):
         off = np.abs(got.astype(float) - want.astype(float))
-    same = (got == want) | ((got != got) & (want != want))
-    off = np.where(same, -1.0, np.where(np.isnan(off), np.inf, off))
+    off = np.where(equal(got, want), -1.0, np.where(np.isnan(off), np.inf, off))
     worst = np.unravel_index(int(np.argmax(off)), off.shape)
     count = len(names)
     local = tuple(map(int, worst[count:]))
