@@ -4,10 +4,11 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from .._program._jaxprs import Jaxpr, opened
 from .._program._noise import roundoff
@@ -69,7 +70,7 @@ class Comparison:
     - `mesh`, `single`: the two graphs.
     - `maker`: the node that makes each value of the program on the mesh.
     - `matched`: whether each node of the one program belongs to one of the other.
-    - `partners`: for nodes of the program on the mesh those that belong to them.
+    - `partners`: for nodes of the program on the mesh the numbers of those that belong to them.
     - `scopes`: the mesh axes over which each value may differ.
     - `values`: those of the program on the mesh, as far as they are kept.
     - `relations`: what each value of the program on the mesh is of that on one device.
@@ -86,9 +87,8 @@ class Comparison:
         self.evaluators, self.scope = evaluators, scope
         self.mesh, self.single = (evaluator.graph for evaluator in evaluators)
         self.maker = self.mesh.maker()
-        both = pairs(self.mesh.nodes, self.single.nodes)
-        self.matched = len(both) == len(self.mesh.nodes) == len(self.single.nodes)
-        self.partners = {self.mesh.nodes[a]: self.single.nodes[b] for a, b in both.items()}
+        self.partners = pairs(self.mesh.nodes, self.single.nodes)
+        self.matched = len(self.partners) == len(self.mesh.nodes) == len(self.single.nodes)
         self.scopes = dict.fromkeys(self.mesh.inputs, scope)
         self.scopes |= {x: node.around for node in self.mesh.nodes for x in node.results}
         self.values: Values = {}
@@ -100,6 +100,11 @@ class Comparison:
         self.lengths: set[int] = set()
         self.results: list[Result] = []
         self.ends: list[list[Stacked]] = []
+
+    def partner(self, node: Node) -> Node | None:
+        """The node of the program on one device that belongs to a node."""
+        number = self.partners.get(node)
+        return None if number is None else self.single.nodes[number]
 
     def unit(self, value: Stacked) -> float:
         """The roundoff of a value; 0 where floats are in double precision."""
@@ -163,14 +168,12 @@ class _Run:
         comparison.values.update(on_mesh)
         for a, b in zip(comparison.mesh.inputs, comparison.single.inputs, strict=True):
             self.relate(a, on_mesh[a], whole(on_single[b]), comparison.scope, 0.0)
-        numbers = {node: k for k, node in enumerate(comparison.single.nodes)}
         position = 0
         for i, node in enumerate(comparison.mesh.nodes):
             comparison.evaluators[0].run_node(node, on_mesh)
-            partner = comparison.partners.get(node)
-            end = position if partner is None else numbers[partner] + 1
+            end = comparison.partners.get(node, position - 1) + 1
             self.run_single(position, end)
-            self.step(node, partner)
+            self.step(node, comparison.partner(node))
             self.forget(0, i)
             self.forget(1, end - 1)
             self.wants = {
@@ -295,92 +298,59 @@ class _Run:
 # What shards should have
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Right:
-    """What shards may have to have: so many times their parts of what one device has."""
+def right_values(comparison: Comparison, value: int) -> Iterator[tuple[Numbers, float]]:
+    """What shards may have to have, the likeliest first: what one device has, its parts, parts of a sum.
 
-    numbers: Numbers
-    factor: float = 1.0
-
-
-def right_values(comparison: Comparison, value: int) -> Iterator[Right]:
-    """What shards may have to have, the likeliest first: what one device has, its parts, parts of a sum."""
-    difference = comparison.differences[value]
-    got, want = difference.got, difference.want
+    With each comes what it is a multiple of: 1 for the value of one device itself.
+    """
+    difference, known = comparison.differences[value], comparison.relations[value]
+    got, want, scope = difference.got, difference.want, comparison.scopes[value]
     if want is None:
         return
-    known = comparison.relations[value]
     if known is not None and known.factor != 1:
-        yield Right(got / known.factor, known.factor)
-    scope = comparison.scopes[value]
-    names, sizes = list(map(str, scope.sizes)), list(scope.sizes.values())
-    ways = list(_splits(want.shape, got.shape[len(sizes) :], sizes))
+        yield got / known.factor, known.factor
     # Most values are split as others are.
-    usual = collections.Counter[tuple[str, int | None]](
+    usual = collections.Counter(
         (name, axis)
         for other in comparison.relations.values()
         for name, kind, axis in (other.kinds if other else ())
         if kind == "parts"
     )
-    ways.sort(
-        key=lambda way: -sum(usual[name, axis] for name, axis in zip(names, way, strict=True))
-    )
-    plain = [Right(_split(want, way, sizes, got.shape)) for way in ways[:3]]
-    yield from plain
+    splits = list(_splits(want.shape, got.shape[len(scope.sizes) :], scope))
+    splits.sort(key=lambda split: -sum(usual[str(name), axis] for name, axis in split.items()))
+    plain = []
+    for split in splits[:3]:
+        entries = [tuple(name for name in split if split[name] == d) for d in range(want.ndim)]
+        parts = scope.split(Stacked(want), PartitionSpec(*entries))
+        plain.append(on_all_shards(parts, scope))
+        yield plain[-1], 1.0
     if want.dtype.kind in "fc" and plain:
-        rest = math.prod(size for size, at in zip(sizes, ways[0], strict=True) if at is None)
-        count = rest if rest > 1 else math.prod(sizes)
+        sizes = [size for name, size in scope.sizes.items() if name not in splits[0]]
+        count = math.prod(sizes)
+        count = count if count > 1 else math.prod(scope.sizes.values())
         if count > 1:
-            yield Right(plain[0].numbers / count, 1 / count)
-            yield Right(plain[0].numbers * count, float(count))
+            yield plain[0] / count, 1 / count
+            yield plain[0] * count, float(count)
 
 
 def _splits(
-    shape: tuple[int, ...], local: tuple[int, ...], sizes: Sequence[int]
-) -> Iterator[tuple[int | None, ...]]:
-    """For each mesh axis the array axis that it may split, or none."""
+    shape: Sequence[int], local: Sequence[int], scope: Scope
+) -> Iterator[dict[Hashable, int]]:
+    """The ways to split an array into parts of a shape: for mesh axes the array axis that each splits."""
     if len(shape) != len(local):
         return
-    for way in itertools.product([None, *range(len(shape))], repeat=len(sizes)):
+    for axes in itertools.product([None, *range(len(shape))], repeat=len(scope.sizes)):
+        both = zip(scope.sizes, axes, strict=True)
+        split = {name: axis for name, axis in both if axis is not None}
         parts = [1] * len(shape)
-        for at, size in zip(way, sizes, strict=True):
-            if at is not None:
-                parts[at] *= size
+        for name, axis in split.items():
+            parts[axis] *= scope.sizes[name]
         fits = all(n == m * part for n, m, part in zip(shape, local, parts, strict=True))
-        if fits and all(at is None or size > 1 for at, size in zip(way, sizes, strict=True)):
-            yield way
-
-
-def _split(
-    x: Numbers, way: Sequence[int | None], sizes: Sequence[int], shape: Sequence[int]
-) -> Numbers:
-    """The parts of an array, with the mesh axes in front."""
-    parts, local = np.empty(shape, x.dtype), shape[len(sizes) :]
-    for index in np.ndindex(*sizes):
-        start = [0] * len(local)
-        for at, size, i in zip(way, sizes, index, strict=True):
-            if at is not None:
-                start[at] = start[at] * size + i
-        part = tuple(slice(s * n, (s + 1) * n) for s, n in zip(start, local, strict=True))
-        parts[index] = x[part]
-    return parts
+        if fits and all(scope.sizes[name] > 1 for name in split):
+            yield split
 
 
 # Inside of loops and branches
-
-
-@dataclasses.dataclass(frozen=True)
-class Inside:
-    """What runs inside a loop or branch.
-
-    **Attributes:**
-
-    - `comparison`: of one round.
-    - `round`: its number; `None` for a branch.
-    """
-
-    comparison: Comparison
-    round: int | None
 
 
 @dataclasses.dataclass
@@ -403,9 +373,12 @@ class _Loop:
         return [*spread[:first], *(Stacked(value.x[at], axes) for value in spread[first:])]
 
 
-def inside(comparison: Comparison, node: Node) -> Inside | None:
-    """The branch, or the first round of a loop, that makes something unrelated; `None` if one cannot look."""
-    partner = comparison.partners.get(node)
+def inside(comparison: Comparison, node: Node) -> tuple[Comparison, int | None] | None:
+    """The branch, or the first round of a loop, that makes something unrelated; `None` if one cannot look.
+
+    With a round comes its number.
+    """
+    partner = comparison.partner(node)
     if partner is None or node not in comparison.operands:
         return None
     sides = list(zip((node, partner), comparison.operands[node], strict=True))
@@ -426,7 +399,7 @@ def inside(comparison: Comparison, node: Node) -> Inside | None:
     for number in loops[0].rounds[:_MOST_ROUNDS]:
         within = compare((mesh, single), node.scope, [loop.inputs(number) for loop in loops])
         if not all(result.right for result in within.results):
-            return Inside(within, number)
+            return within, number
         for loop, values in zip(loops, within.ends, strict=True):
             loop.carry = values[: len(loop.carry)]
     return None

@@ -168,9 +168,8 @@ def results_by_numpy(node: Node, values: Sequence[Stacked], wide: bool) -> list[
         rule = _rule(node, xs, dtype) if _is_number(dtype) else None
         if rule is None:
             return None
-        results = rule(node, len(axes), *xs)
-        results = results if node.name == "unstack" else [results]
-        return [Stacked(np.asarray(x).astype(dtype, copy=False), axes) for x in results]
+        result = np.asarray(rule(node, len(axes), *xs)).astype(dtype, copy=False)
+    return [Stacked(result, axes)]
 
 
 def _is_number(dtype: Any) -> bool:
@@ -273,18 +272,10 @@ def _slice(node: Node, count: int, x: Numbers) -> Numbers:
     return x[(*(slice(None),) * count, *(slice(a, b, c) for a, b, c in bounds))]
 
 
-def _rev(node: Node, count: int, x: Numbers) -> Numbers:
-    return np.flip(x, tuple(count + d for d in node.eqn.params["dimensions"]))
-
-
 def _iota(node: Node, count: int) -> Numbers:
     shape, at = _shape(node), node.eqn.params["dimension"]
     numbers = np.arange(shape[at]).reshape([-1 if d == at else 1 for d in range(len(shape))])
     return np.broadcast_to(numbers, shape)
-
-
-def _unstack(node: Node, count: int, x: Numbers) -> list[Numbers]:
-    return list(np.moveaxis(x, count + node.eqn.params["axis"], 0))
 
 
 def _concatenate(node: Node, count: int, *xs: Numbers) -> Numbers:
@@ -295,8 +286,7 @@ def _concatenate(node: Node, count: int, *xs: Numbers) -> Numbers:
 
 def _dot_general(node: Node, count: int, x: Numbers, y: Numbers) -> Numbers:
     (left, right), (left_batch, right_batch) = node.eqn.params["dimension_numbers"]
-    lead = list(range(count))
-    a = list(range(count, x.ndim))
+    lead, a = list(range(count)), list(range(count, x.ndim))
     b = list(range(x.ndim, x.ndim + y.ndim - count))
     for i, j in (*zip(left, right, strict=True), *zip(left_batch, right_batch, strict=True)):
         b[j] = a[i]
@@ -346,25 +336,14 @@ def _parts(
         yield shard, tuple(part)
 
 
-_same: _Rule = lambda node, count, x: x
-
 _OF_FLOATS: Mapping[str, _Rule] = {
+    **{name: _each(getattr(np, name)) for name in ("exp", "log", "log1p", "expm1", "tanh", "sin")},
+    **{name: _each(getattr(np, name)) for name in ("cos", "sqrt", "sign", "floor", "ceil")},
     "div": _each(np.divide),
-    "exp": _each(np.exp),
-    "log": _each(np.log),
-    "log1p": _each(np.log1p),
-    "expm1": _each(np.expm1),
-    "tanh": _each(np.tanh),
-    "sin": _each(np.sin),
-    "cos": _each(np.cos),
-    "sqrt": _each(np.sqrt),
+    "pow": _each(np.power),
     "rsqrt": _each(lambda x: 1 / np.sqrt(x)),
     "logistic": _each(lambda x: 1 / (1 + np.exp(-x))),
-    "pow": _each(np.power),
     "is_finite": _each(np.isfinite),
-    "sign": _each(np.sign),
-    "floor": _each(np.floor),
-    "ceil": _each(np.ceil),
     "integer_pow": _integer_pow,
 }
 # NumPy does with integers and infinities what XLA does.
@@ -390,18 +369,14 @@ _RULES: Mapping[str, _Rule] = {
     "square": _each(np.square),
     "clamp": _each(lambda low, x, high: np.minimum(np.maximum(x, low), high)),
     "select_n": _each(lambda which, no, yes: np.where(which.astype(bool), yes, no)),
-    "stop_gradient": _same,
-    "copy": _same,
-    "convert_element_type": _same,
+    # The result is given its dtype in any case.
+    "convert_element_type": lambda node, count, x: x,
     "reshape": _reshape,
     "squeeze": _reshape,
-    "expand_dims": _reshape,
     "broadcast_in_dim": _broadcast_in_dim,
     "transpose": _transpose,
     "slice": _slice,
-    "rev": _rev,
     "iota": _iota,
-    "unstack": _unstack,
     "concatenate": _concatenate,
     "dot_general": _dot_general,
     "reduce_sum": _over_axes(np.sum),

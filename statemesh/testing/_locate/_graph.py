@@ -2,7 +2,8 @@
 
 import dataclasses
 import difflib
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -53,12 +54,13 @@ class Node:
     - `eqn`: the equation, or the `shard_map`.
     - `operands`, `results`: the values that it reads and makes.
     - `scope`: the mesh axes over which it runs.
+    - `around`: the mesh axes over which its results may differ: where parts are joined, those around the
+        `shard_map`.
     - `line`: the user's line: of the equation, or of the innermost call around it that has one.
     - `transposed`: whether it belongs to a backward pass.
     - `caller`: the name of the outermost function of a library that it belongs to.
     - `is_own`: whether the user's code runs it, with no library in between but JAX.
     - `spec`: how an array is split or joined.
-    - `outer`: where parts are joined, the mesh axes around the `shard_map`.
     """
 
     kind: Literal["run", "split", "join"]
@@ -66,17 +68,12 @@ class Node:
     operands: tuple[Operand, ...]
     results: tuple[int, ...]
     scope: Scope
+    around: Scope
     line: Line | None
     transposed: bool
     caller: str = ""
     is_own: bool = True
     spec: PartitionSpec | None = None
-    outer: Scope | None = None
-
-    @property
-    def around(self) -> Scope:
-        """The mesh axes over which its results may differ."""
-        return self.scope if self.outer is None else self.outer
 
     @property
     def name(self) -> str:
@@ -124,44 +121,43 @@ def graph_of(jaxpr: Jaxpr, scope: Scope, around: Line | None = None) -> Graph:
     - `around`: the user's line that runs it.
     """
     flattening = _Flattening()
-    inner = opened(jaxpr)
-    inputs = flattening.new(len(inner.invars))
-    results = tuple(flattening.run(jaxpr, inputs, scope, _Around(around)))
+    inputs = flattening.new(len(opened(jaxpr).invars))
+    results = flattening.run(jaxpr, inputs, _Around(scope, around))
     nodes = needed(flattening.nodes, results)
-    return Graph(jaxpr, tuple(inputs), results, nodes)
+    return Graph(jaxpr, tuple(inputs), tuple(results), nodes)
 
 
 def needed(nodes: Sequence[Node], results: Iterable[Operand]) -> tuple[Node, ...]:
-    wanted = {x for x in results if isinstance(x, int)}
-    kept = []
+    """The nodes on which some values depend."""
+    values, kept = {*results}, []
     for node in reversed(nodes):
-        if wanted.intersection(node.results):
-            wanted.update(node.inputs)
+        if not values.isdisjoint(node.results):
+            values.update(node.inputs)
             kept.append(node)
     return tuple(reversed(kept))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Around:
-    """What calls the equations of a jaxpr."""
+    """What runs the equations of a jaxpr: the mesh axes, the user's line, and a function of a library."""
 
-    line: Line | None = None
+    scope: Scope
+    line: Line | None
     transposed: bool = False
     caller: str = ""
 
 
 class _Flattening:
+    """The nodes that have been met so far."""
+
     def __init__(self) -> None:
         self.nodes: list[Node] = []
-        self._count = 0
+        self._numbers = itertools.count()
 
     def new(self, count: int) -> list[int]:
-        self._count += count
-        return list(range(self._count - count, self._count))
+        return list(itertools.islice(self._numbers, count))
 
-    def run(
-        self, jaxpr: Jaxpr, given: Sequence[Operand], scope: Scope, around: _Around
-    ) -> Iterator[Operand]:
+    def run(self, jaxpr: Jaxpr, given: Sequence[Operand], around: _Around) -> list[Operand]:
         inner = opened(jaxpr)
         consts = [Constant(x) for x in getattr(jaxpr, "consts", ())]
         # A jaxpr that is no closed one has the values of its constants among what is given.
@@ -176,98 +172,87 @@ class _Flattening:
             return known[atom]
 
         for eqn in inner.eqns:
-            made = self._equation(eqn, [operand(atom) for atom in eqn.invars], scope, around)
-            known.update(zip(eqn.outvars, made, strict=True))
-        return (operand(atom) for atom in inner.outvars)
+            results = self._equation(eqn, [operand(atom) for atom in eqn.invars], around)
+            known.update(zip(eqn.outvars, results, strict=True))
+        return [operand(atom) for atom in inner.outvars]
 
     def _equation(
-        self, eqn: Equation, operands: list[Operand], scope: Scope, around: _Around
-    ) -> list[Operand]:
-        name = eqn.primitive.name
+        self, eqn: Equation, operands: Sequence[Operand], around: _Around
+    ) -> Sequence[Operand]:
+        name, scope, line = eqn.primitive.name, around.scope, line_of(eqn)
+        transposed = around.transposed or is_transposed(eqn)
         if is_identity(eqn) or name in _NAMES:
             return operands
-        line = line_of(eqn)
-        transposed = around.transposed or is_transposed(eqn)
+        if name == "shard_map":
+            return self._shard_map(eqn, operands, around)
         if name in CALLS:
             # Without a line of the user's inside, the call is a library's.
             caller = around.caller or str(eqn.params.get("name", ""))
-            inside = _Around(line or around.line, transposed, caller)
-            given = operands_of_call(eqn, operands)
-            return list(self.run(called(eqn), given, scope, inside))
-        if name == "shard_map":
-            return self._shard_map(eqn, operands, scope, around)
-        caller = around.caller if line is None else ""
-        results = self.new(len(eqn.outvars))
-        made = Node(
-            kind="run",
-            eqn=eqn,
-            operands=tuple(operands),
-            results=tuple(results),
-            scope=scope,
+            inside = _Around(scope, line or around.line, transposed, caller)
+            return self.run(called(eqn), operands_of_call(eqn, operands), inside)
+        results = tuple(self.new(len(eqn.outvars)))
+        node = Node(
+            *("run", eqn, tuple(operands), results, scope, scope),
             line=line or around.line,
             transposed=transposed,
-            caller=caller,
+            caller=around.caller if line is None else "",
             is_own=not by_statemesh(eqn),
         )
-        self.nodes.append(made)
-        return list(results)
+        self.nodes.append(node)
+        return results
 
     def _shard_map(
-        self, eqn: Equation, operands: list[Operand], scope: Scope, around: _Around
+        self, eqn: Equation, operands: Sequence[Operand], around: _Around
     ) -> list[Operand]:
-        inside = Scope({**scope.sizes, **new_axes(eqn)}, scope.indices)
-        params, transposed = eqn.params, is_transposed(eqn)
+        outer, params, transposed = around.scope, eqn.params, is_transposed(eqn)
+        scope = Scope({**outer.sizes, **new_axes(eqn)}, outer.indices)
 
         def moved(kind: Literal["split", "join"], x: Operand, spec: PartitionSpec) -> Operand:
             if kind == "split" and not names_of_spec(spec):
                 return x
             (result,) = self.new(1)
-            outer = scope if kind == "join" else None
+            after = outer if kind == "join" else scope
             node = Node(
-                kind, eqn, (x,), (result,), inside, None, transposed, spec=spec, outer=outer
+                *(kind, eqn, (x,), (result,), scope, after),
+                line=None,
+                transposed=transposed,
+                spec=spec,
             )
             self.nodes.append(node)
             return result
 
-        split = [moved("split", x, s) for x, s in zip(operands, params["in_specs"], strict=True)]
-        made = self.run(params["jaxpr"], split, inside, around)
-        return [moved("join", x, s) for x, s in zip(made, params["out_specs"], strict=True)]
+        inputs = [moved("split", x, s) for x, s in zip(operands, params["in_specs"], strict=True)]
+        results = self.run(params["jaxpr"], inputs, dataclasses.replace(around, scope=scope))
+        return [moved("join", x, s) for x, s in zip(results, params["out_specs"], strict=True)]
 
 
-def pairs(mesh: Sequence[Node], one: Sequence[Node]) -> dict[int, int]:
+def pairs(mesh: Sequence[Node], single: Sequence[Node]) -> dict[Node, int]:
     """For nodes of the program on a mesh, the numbers of the same nodes of the program on one device.
 
     The programs are nearly the same. Where they are not, because the code looks at the size of an axis, these
     are the longest runs of nodes that both have.
     """
-    found = _longest([_key(node) for node in mesh], [_key(node) for node in one])
-    if 2 * len(found) >= min(len(mesh), len(one)):
-        return found
-    # The other program was written in other lines.
-    return _longest([_kind(node) for node in mesh], [_kind(node) for node in one])
+    same = _longest([_key(node) for node in mesh], [_key(node) for node in single])
+    if 2 * len(same) < min(len(mesh), len(single)):
+        # The other program was written in other lines.
+        same = _longest([_kind(node) for node in mesh], [_kind(node) for node in single])
+    return {mesh[a]: b for a, b in same.items()}
 
 
 def _longest(left: Sequence[Hashable], right: Sequence[Hashable]) -> dict[int, int]:
     """The numbers of equal keys, in order."""
-    start = 0
-    while start < min(len(left), len(right)) and left[start] == right[start]:
-        start += 1
-    end = 0
-    while end < min(len(left), len(right)) - start and left[-1 - end] == right[-1 - end]:
-        end += 1
-    found = {i: i for i in range(start)}
-    found |= {len(left) - k: len(right) - k for k in range(1, end + 1)}
-    numbers: dict[Hashable, int] = {}
-    middle = [
-        [numbers.setdefault(key, len(numbers)) for key in keys[start : len(keys) - end]]
-        for keys in (left, right)
-    ]
-    for block in difflib.SequenceMatcher(
-        None, middle[0], middle[1], autojunk=False
-    ).get_matching_blocks():
-        for k in range(block.size):
-            found[start + block.a + k] = start + block.b + k
-    return found
+    # Most keys are equal, and what `difflib` looks at takes a time that grows with its square.
+    shortest = min(len(left), len(right))
+    start = next((i for i in range(shortest) if left[i] != right[i]), shortest)
+    rest = shortest - start
+    end = next((k for k in range(rest) if left[-1 - k] != right[-1 - k]), rest)
+    same = {i: i for i in range(start)}
+    same |= {len(left) - k: len(right) - k for k in range(1, end + 1)}
+    middle = [keys[start : len(keys) - end] for keys in (left, right)]
+    matcher = difflib.SequenceMatcher(None, middle[0], middle[1], autojunk=False)
+    for a, b, size in matcher.get_matching_blocks():
+        same |= {start + a + k: start + b + k for k in range(size)}
+    return same
 
 
 def _key(node: Node) -> Hashable:
@@ -275,7 +260,5 @@ def _key(node: Node) -> Hashable:
 
 
 def _kind(node: Node) -> Hashable:
-    def kind(var: Any) -> Hashable:
-        return str(var.aval.dtype), len(var.aval.shape)
-
-    return node.name, tuple(map(kind, node.eqn.outvars)) if node.kind == "run" else ()
+    avals: list[Any] = [var.aval for var in node.eqn.outvars] if node.kind == "run" else []
+    return node.name, *((str(aval.dtype), len(aval.shape)) for aval in avals)

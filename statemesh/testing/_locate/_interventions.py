@@ -125,12 +125,12 @@ class Reruns:
         best = Mended()
         for k in range(max(map(len, choices))):
             chosen = [choice[min(k, len(choice) - 1)] for choice in choices]
-            changes = {x: constant(right.numbers) for x, right in zip(values, chosen, strict=True)}
+            changes = {x: constant(numbers) for x, (numbers, _) in zip(values, chosen, strict=True)}
             right = dict(self.judged(changes))
             count = sum(right[number] for number in self.broken & right.keys())
             if count > best.right:
                 is_all = self.broken <= right.keys() and all(right.values())
-                best = Mended(count, is_all, all(one.factor == 1 for one in chosen))
+                best = Mended(count, is_all, all(factor == 1 for _, factor in chosen))
             if best.all:
                 break
         return best

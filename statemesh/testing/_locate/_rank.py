@@ -122,9 +122,9 @@ def _places_inside(comparison: Comparison, group: Group) -> tuple[list[Place], s
     within = inside(comparison, loops[0]) if loops and is_first(comparison, loops[0]) else None
     if within is None:
         return [], None
-    found, reason = places(within.comparison)
-    if within.round is not None:
-        found = [dataclasses.replace(place, step=within.round) for place in found]
+    found, reason = places(within[0])
+    if within[1] is not None:
+        found = [dataclasses.replace(place, step=within[1]) for place in found]
     return found, reason
 
 
@@ -142,7 +142,7 @@ def _place(reruns: Reruns, group: Group, trial: Trial | None) -> Place:
         if right is None:
             got, want = words.shapes(difference.got.shape[len(names) :], difference.want)
         else:
-            got, want, shards = words.numbers(difference.got, right.numbers, names)
+            got, want, shards = words.numbers(difference.got, right[0], names)
     elif trial:
         # What the change makes is right.
         value, change = next(iter(trial.changes.items()))
