@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import statemesh as sm
 from statemesh.testing import Located, assert_equivalent, locate
-from statemesh.testing._locate import _locate
+from statemesh.testing._locate import _compare, _locate
 from statemesh.testing._locate._locate import located_or_why
 from statemesh.testing._program._stacked import Scope
 from tests.helpers import make_mesh, slow
@@ -325,6 +325,24 @@ def test_numbers_that_shards_exchange(exchange: Any) -> None:
 
     assert locate(on_mesh(exchange, out_specs=P()), X) is None
     assert located(scaled, out_specs=P()).places[0].line == line_with("scaled")
+
+
+def test_complex_numbers_are_shown() -> None:
+    def turned(x: Any) -> Any:
+        return (1 + x * 1j) * lax.axis_size("data")  # turned
+
+    place = located(turned).places[0]
+    assert place.line == line_with("turned")
+    assert re.match(r"\(4[+-].*j\) on data=", place.got)
+
+
+@pytest.mark.parametrize("most_bytes", [0, 500, 5000])
+def test_values_that_are_not_kept_are_computed_again(
+    most_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_compare, "_MOST_BYTES", most_bytes)
+    assert located(centred).places[0].line == line_with("the local mean")
+    assert located(doubled_later, out_specs=P()).places
 
 
 # Simple changes of a line

@@ -157,12 +157,12 @@ class _Flattening:
     def new(self, count: int) -> list[int]:
         return list(itertools.islice(self._numbers, count))
 
-    def run(self, jaxpr: Jaxpr, given: Sequence[Operand], around: _Around) -> list[Operand]:
+    def run(self, jaxpr: Jaxpr, inputs: Sequence[Operand], around: _Around) -> list[Operand]:
         inner = opened(jaxpr)
         consts = [Constant(x) for x in getattr(jaxpr, "consts", ())]
-        # A jaxpr that is no closed one has the values of its constants among what is given.
+        # A jaxpr that is no closed one has the values of its constants among its inputs.
         known: dict[Any, Operand] = dict(
-            zip([*inner.constvars, *inner.invars], [*consts, *given], strict=True)
+            zip([*inner.constvars, *inner.invars], [*consts, *inputs], strict=True)
         )
 
         def operand(atom: Atom) -> Operand:

@@ -92,11 +92,11 @@ def located(
     - `gradient`: whether the derivatives are compared where the results agree.
     """
     call = tuple(args), kwargs or {}
-    found = _compared(mapped, reference, call) if results else None
-    if found is None and gradient and any(map(eqx.is_inexact_array, jax.tree.leaves(call))):
-        found = _compared(_gradient(mapped), _gradient(reference), call, narrow=False)
-        found = None if found is None else dataclasses.replace(found, gradient=True)
-    return found
+    lines = _compared(mapped, reference, call) if results else None
+    if lines is None and gradient and any(map(eqx.is_inexact_array, jax.tree.leaves(call))):
+        lines = _compared(_gradient(mapped), _gradient(reference), call, narrow=False)
+        lines = None if lines is None else dataclasses.replace(lines, gradient=True)
+    return lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,53 +146,52 @@ def _is_inexact(x: AnyLeaf) -> bool:
     return is_array_or_type(x) and is_inexact(x.dtype)
 
 
-def _compared(mapped: Fun, reference: Fun, given: PyTree, *, narrow: bool = True) -> Located | None:
+def _compared(mapped: Fun, reference: Fun, call: PyTree, *, narrow: bool = True) -> Located | None:
     """Where two calls differ in double precision, or else in the dtypes of the program."""
-    arrays = jax.tree.map(lambda x: jnp.asarray(x) if _is_traced(x) else x, given)
+    arrays = jax.tree.map(lambda x: jnp.asarray(x) if _is_traced(x) else x, call)
     leaves, treedef = tree_util.tree_flatten(arrays)
     traces = [trace(fun, treedef, leaves) for fun in (mapped, reference)]
     if len(traces[0].paths) != len(traces[1].paths):
-        raise errors.other_leaves(*(one.paths for one in traces))
-    paths = _paths_of_arrays(given)
-    found = _places(traces, paths, widened(arrays).values, wide=True)
-    if found is None and narrow and any(map(_is_narrow, leaves)):
-        found = _places(traces, paths, jax.tree.map(on_one_device, arrays), wide=False)
-        return None if found is None else dataclasses.replace(found, rounding=True)
-    return found
+        raise errors.other_leaves(*(traced.paths for traced in traces))
+    paths = _paths_of_arrays(call)
+    lines = _places(traces, paths, widened(arrays).values, wide=True)
+    if lines is None and narrow and any(map(_is_narrow, leaves)):
+        lines = _places(traces, paths, jax.tree.map(on_one_device, arrays), wide=False)
+        return None if lines is None else dataclasses.replace(lines, rounding=True)
+    return lines
 
 
-def _paths_of_arrays(given: PyTree) -> list[str]:
+def _paths_of_arrays(call: PyTree) -> list[str]:
     """What a user would type for each array of the arguments."""
-    flat, _ = tree_util.tree_flatten_with_path(given)
+    leaves, _ = tree_util.tree_flatten_with_path(call)
     names = ("args", "kwargs")
     return [
         names[path[0].idx] + jax.tree_util.keystr(path[1:])
-        for path, x in flat
+        for path, x in leaves
         if is_array_or_type(x) or _is_traced(x)
     ]
 
 
 def _places(
-    traces: Sequence[Trace], arguments: Sequence[str], given: PyTree, *, wide: bool
+    traces: Sequence[Trace], arguments: Sequence[str], call: PyTree, *, wide: bool
 ) -> Located | None:
-    inputs = [in_numpy(x) for x in jax.tree.leaves(given) if is_array_or_type(x)]
+    """Where two traced calls differ, by what speaks for it: specs, then lines, then the result itself."""
+    inputs = [in_numpy(x) for x in jax.tree.leaves(call) if is_array_or_type(x)]
     mesh, single = (Evaluator(graph_of(traced.closed, Scope()), wide) for traced in traces)
     with jax.enable_x64(True), jax.sharding.use_abstract_mesh(NO_MESH):
         comparison = compare((mesh, single), Scope(), (inputs, inputs))
-        wrong = [k for k, result in enumerate(comparison.results) if not result.right]
-        if not wrong:
+        number = next((k for k, x in enumerate(comparison.results) if not x.right), None)
+        if number is None:
             return None
-        reason, chosen = None, wrong_specs(comparison, traces[0].paths, arguments)
-        if not chosen:
-            chosen, reason = places(comparison)
-    if not chosen:
-        # No line of the user's makes them.
-        number, result = wrong[0], comparison.results[wrong[0]]
+        likeliest, reason = wrong_specs(comparison, traces[0].paths, arguments), None
+        if not likeliest:
+            likeliest, reason = places(comparison)
+    if not likeliest:
+        result, path = comparison.results[number], traces[0].paths[number]
         types = [traced.closed.out_avals[number] for traced in traces]
         got, want = words.whole_values((result.got.x, result.want), types)
-        path = traces[0].paths[number]
-        chosen = [Place("", 0, path, words.A_RESULT, got=got, want=want, shards="")]
-    return Located(tuple(chosen[:MOST_PLACES]), comparison.matched, reason)
+        likeliest = [Place("", 0, path, words.A_RESULT, got=got, want=want, shards="")]
+    return Located(tuple(likeliest[:MOST_PLACES]), comparison.matched, reason)
 
 
 def _is_narrow(x: object) -> bool:

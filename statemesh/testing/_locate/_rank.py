@@ -122,10 +122,10 @@ def _places_inside(comparison: Comparison, group: Group) -> tuple[list[Place], s
     within = inside(comparison, loops[0]) if loops and is_first(comparison, loops[0]) else None
     if within is None:
         return [], None
-    found, reason = places(within[0])
+    likeliest, reason = places(within[0])
     if within[1] is not None:
-        found = [dataclasses.replace(place, step=within[1]) for place in found]
-    return found, reason
+        likeliest = [dataclasses.replace(place, step=within[1]) for place in likeliest]
+    return likeliest, reason
 
 
 def _place(reruns: Reruns, group: Group, trial: Trial | None) -> Place:
@@ -215,7 +215,7 @@ def wrong_specs(
                     ("in_specs", arguments[number], spec, 1 if is_short or is_whole else 0)
                 )
         for which, name, spec, cost in specs:
-            source = f"{which} of {name}: {words.spec(spec)}"
+            source = f"{which} of {name}: {words.typed(spec)}"
             length = words.RESULT_LENGTH.format(d)
             explained[source] += 1
             costs[source] = min(cost, costs.get(source, cost))

@@ -84,8 +84,8 @@ def allowed(want: Numbers, operands: float, unit: float) -> Numbers:
     """
     if unit:
         return np.asarray(min(_NARROW * unit, _MOST) * max(largest(want), 1e-30))
-    own = np.where(np.isfinite(want), np.abs(want), 0.0)
-    return _RELATIVE * own + _OF_LARGEST * largest(want) + _OF_OPERANDS * operands
+    size = np.where(np.isfinite(want), np.abs(want), 0.0)
+    return _RELATIVE * size + _OF_LARGEST * largest(want) + _OF_OPERANDS * operands
 
 
 def unequal_copies(value: Stacked, spec: PartitionSpec | None, unit: float) -> bool:

@@ -92,25 +92,26 @@ def numbers(got: Numbers, want: Numbers, names: Sequence[Hashable]) -> tuple[str
     if not want.size:
         return "an empty array", "an empty array", ""
     with np.errstate(invalid="ignore"):
-        off = np.abs(got.astype(float) - want.astype(float))
+        # Of truths, whole numbers and complex ones alike.
+        off = np.abs(got.astype(complex) - want.astype(complex))
     off = np.where(equal(got, want), -1.0, np.where(np.isnan(off), np.inf, off))
     worst = np.unravel_index(int(np.argmax(off)), off.shape)
     count = len(names)
     local = tuple(map(int, worst[count:]))
     at = f" at {list(local)}" if local else ""
-    shards = sorted(np.ndindex(got.shape[:count]), key=lambda one: -off[(*one, *local)])[:2]
+    shards = sorted(np.ndindex(got.shape[:count]), key=lambda shard: -off[(*shard, *local)])[:2]
     shards.sort()
-    shown = ", ".join(f"{_shown(got[(*one, *local)])} on {_shard(names, one)}" for one in shards)
-    goals = list(dict.fromkeys(_shown(want[(*one, *local)]) for one in shards))
-    return shown + at, " and ".join(goals), "; ".join(_shard(names, one) for one in shards)
+    numbers = [f"{_shown(got[(*k, *local)])} on {_shard(names, k)}" for k in shards]
+    goals = list(dict.fromkeys(_shown(want[(*k, *local)]) for k in shards))
+    return ", ".join(numbers) + at, " and ".join(goals), "; ".join(_shard(names, k) for k in shards)
 
 
 RESULT_LENGTH = "the length of axis {} of the result"
 
 
-def spec(given: PartitionSpec) -> str:
+def typed(spec: PartitionSpec) -> str:
     """A spec as it is typed."""
-    return f"P({', '.join(map(repr, given))})"
+    return f"P({', '.join(map(repr, spec))})"
 
 
 A_RESULT = "this result, made by no line of yours"
@@ -119,13 +120,13 @@ A_RESULT = "this result, made by no line of yours"
 def whole_values(values: tuple[AnyLeaf, Numbers], types: Sequence[AnyLeaf]) -> tuple[str, str]:
     """A result on the mesh and on one device: their types if these differ, or else what they are."""
     if (types[0].shape, types[0].dtype) != (types[1].shape, types[1].dtype):
-        got, want = (f"{one.dtype}{list(one.shape)}" for one in types)
+        got, want = (f"{kind.dtype}{list(kind.shape)}" for kind in types)
         return got, want
     got, want = values
     off = np.asarray(as_numbers(got) != as_numbers(want))
     at = tuple(map(int, np.unravel_index(int(np.argmax(off)), off.shape)))
-    where = f" at {list(at)}" if at else ""
-    return _shown(as_numbers(got)[at]) + where, _shown(as_numbers(want)[at])
+    index = f" at {list(at)}" if at else ""
+    return _shown(as_numbers(got)[at]) + index, _shown(as_numbers(want)[at])
 
 
 def _shard(names: Sequence[Hashable], index: Sequence[int]) -> str:
@@ -143,7 +144,7 @@ def _array(shape: Sequence[int]) -> str:
 def confirmed(what: str, lines: Sequence[Line]) -> str:
     """A change that puts all results right, at one line or another."""
     first, *others = lines
-    more = [str(one.number) if one.file == first.file else str(one) for one in others]
+    more = [str(line.number) if line.file == first.file else str(line) for line in others]
     return f"{what} at {' or '.join([str(first), *more])}, all results are right"
 
 
