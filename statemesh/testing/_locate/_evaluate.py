@@ -439,10 +439,8 @@ def _exchanged(node: Node, values: Sequence[Stacked]) -> list[Stacked] | None:
         return None
     results = []
     for value in values:
-        # NumPy moves an array of NumPy's.
         x, rest = scope.flat(value, names)
-        numbers: Any = np.asarray(x)
-        result = _EXCHANGES[node.name](numbers, len(rest), params).astype(x.dtype, copy=False)
+        result = _EXCHANGES[node.name](x, len(rest), params).astype(x.dtype, copy=False)
         if node.name in _UNIFORM:
             results.append(Stacked(result, rest))
         else:

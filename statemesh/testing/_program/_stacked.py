@@ -86,7 +86,7 @@ class Scope:
             _numpy_of(x).moveaxis(x, [found[name] for name in axes], range(len(axes))), axes
         )
 
-    def flat(self, value: Stacked, names: Sequence[Hashable]) -> tuple[jax.Array, Axes]:
+    def flat(self, value: Stacked, names: Sequence[Hashable]) -> tuple[Any, Axes]:
         """An array with all shards along `names` on its first axis, and the mesh axes that follow."""
         value = self.spread(value, names)
         rest = tuple(name for name in value.axes if name not in names)
@@ -95,7 +95,7 @@ class Scope:
         count = math.prod(self.shape(names))
         return x.reshape(count, *x.shape[len(names) :]), rest
 
-    def unflat(self, x: jax.Array, names: Sequence[Hashable], rest: Sequence[Hashable]) -> Stacked:
+    def unflat(self, x: Any, names: Sequence[Hashable], rest: Sequence[Hashable]) -> Stacked:
         """The inverse of `flat`."""
         x = x.reshape(*self.shape(names), *x.shape[1:])
         return self.ordered(x, [*names, *rest], range(len(names) + len(rest)))
