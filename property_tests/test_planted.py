@@ -55,6 +55,7 @@ UNNAMED = {
     "features-rows-of-a-weak-type",
     "fsdp-clipped-by-the-own-norm",
     "scaling-averaged-before-unscaling",
+    "scaling-finite-on-this-shard",
 }
 
 
