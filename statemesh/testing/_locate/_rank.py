@@ -5,9 +5,9 @@ of lines that put all results right. Each has a cost: of what speaks for it, and
 wrong. Lines are ordered by the least cost of their interventions, and then by their place in the program.
 
 The costs are those of 96 settings that name most lines of the planted models (`property_tests/planted`). Each
-of six random halves of the 200 mistakes chose the same setting. Most of them may be one more or less, and not
-a line in a hundred changes. What else could speak for a line, such as that it reads what the likeliest line
-makes, or that it moves values between shards, was tried and named no more lines.
+of six random halves of 200 mistakes chose the same one. Where any of the costs is one more or less, at most
+five of the 200 lose their first line. What else could speak for a line, such as that it reads what the
+likeliest line makes, or that it moves values between shards, was tried and named no more lines.
 """
 
 import dataclasses
