@@ -22,7 +22,7 @@ from ._compare import Comparison, right_values
 from ._evaluate import Values, is_key, on_all_shards
 from ._graph import Constant, Node, Operand, needed
 from ._lines import Line, callers_of
-from ._suspects import Group
+from ._suspects import Suspect
 
 
 # So many nodes run again for right values, and so many for simple changes.
@@ -111,10 +111,10 @@ class Reruns:
             return False
         return all(right for _, right in self.judged(changes))
 
-    def try_right(self, group: Group) -> Mended | None:
+    def try_right(self, suspect: Suspect) -> Mended | None:
         """The results where a line makes what it makes on one device; `None` if nobody knows what that is."""
         comparison = self.comparison
-        values = group.values
+        values = suspect.values
         if not values or self.nodes_run > _MOST_NODES:
             return None
         if not all(x in comparison.differences for x in values):
@@ -242,14 +242,14 @@ class Trial:
     - `is_added`: whether the change adds an operation, which may stand on any line that hands the value on.
     """
 
-    group: Group
+    suspect: Suspect
     changes: Changes
     cost: int
     words: str = ""
     is_added: bool = False
 
 
-def reductions(comparison: Comparison, group: Group, values: Sequence[int]) -> Iterator[Trial]:
+def reductions(comparison: Comparison, suspect: Suspect, values: Sequence[int]) -> Iterator[Trial]:
     """Values that a line makes, reduced over a mesh axis or multiplied by its size."""
     if not values or not all(x in comparison.differences for x in values):
         return
@@ -259,7 +259,7 @@ def reductions(comparison: Comparison, group: Group, values: Sequence[int]) -> I
     if not is_float or any(comparison.scopes[x] != scope for x in values):
         return
     # A line with a collective of its own may have the wrong one.
-    is_added = not any(node.is_collective for node in group.nodes)
+    is_added = not any(node.is_collective for node in suspect.nodes)
     for at, (name, size) in enumerate(scope.sizes.items()):
         equal = [
             np.allclose(array, array.take([0], at), rtol=1e-10, atol=0, equal_nan=True)
@@ -270,23 +270,23 @@ def reductions(comparison: Comparison, group: Group, values: Sequence[int]) -> I
                 x: constant(np.broadcast_to(reduce(array, axis=at, keepdims=True), array.shape))
                 for x, array in arrays.items()
             }
-            yield Trial(group, changes, 0, words.reduced(collective, name), True)
+            yield Trial(suspect, changes, 0, words.reduced(collective, name), True)
         for factor in (size, 1 / size) if size > 1 and all(equal) else ():
             changes = {x: constant(array * factor) for x, array in arrays.items()}
-            yield Trial(group, changes, 0, words.scaled(size, factor > 1), is_added)
+            yield Trial(suspect, changes, 0, words.scaled(size, factor > 1), is_added)
 
 
-def simple_changes(comparison: Comparison, group: Group) -> Iterator[Trial]:
+def simple_changes(comparison: Comparison, suspect: Suspect) -> Iterator[Trial]:
     """Other simple changes of a line."""
-    if group.transposed:
+    if suspect.transposed:
         return
     # The same operation in each round of a loop is changed in all rounds, also in those that are right.
-    suspects, kinds = {*group.nodes}, dict[Hashable, list[Node]]()
+    kinds: dict[Hashable, list[Node]] = {}
     for node in comparison.mesh.nodes:
-        if node.line == group.line and not node.transposed:
+        if node.line == suspect.line and not node.transposed:
             kinds.setdefault((node.name, str(node.eqn.outvars[0].aval)), []).append(node)
     for nodes in kinds.values():
-        if suspects.isdisjoint(nodes):
+        if {*suspect.nodes}.isdisjoint(nodes):
             continue
         first = nodes[0]
         if first.name == "ppermute":
@@ -298,15 +298,15 @@ def simple_changes(comparison: Comparison, group: Group) -> Iterator[Trial]:
         else:
             continue
         for make in makers:
-            for cost, changes, text in make(comparison, group, nodes):
-                yield Trial(group, changes, cost, text)
+            for cost, changes, text in make(comparison, suspect, nodes):
+                yield Trial(suspect, changes, cost, text)
 
 
 # What makes trials of nodes of one kind gives their cost, the changes, and the change in words.
 _Made: TypeAlias = Iterator[tuple[int, Changes, str]]
 
 
-def _moves(comparison: Comparison, group: Group, nodes: Sequence[Node]) -> _Made:
+def _moves(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Made:
     """Every shift along the axis, with and without what goes round."""
     names, sizes = names_of(nodes[0].eqn), nodes[0].scope.sizes
     if len(names) != 1 or names[0] not in sizes:
@@ -333,7 +333,7 @@ def _moved(source: int, at: int, shift: int, wraps: bool = True) -> Change:
     return Change(make)
 
 
-def _indices(comparison: Comparison, group: Group, nodes: Sequence[Node]) -> _Made:
+def _indices(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Made:
     """The index along another axis, or times the length of a part."""
     (name,), scope = names_of(nodes[0].eqn)[:1], nodes[0].scope
     values = [node.results[0] for node in nodes]
@@ -360,7 +360,7 @@ def _lengths(comparison: Comparison) -> list[int]:
     return sorted(comparison.lengths - {0, 1})[:_MOST_LENGTHS]
 
 
-def _whole_numbers(comparison: Comparison, group: Group, nodes: Sequence[Node]) -> _Made:
+def _whole_numbers(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Made:
     """Truths the other way round or of another shard; numbers off by one or by the index of a shard."""
     values, scope = [node.results[0] for node in nodes], nodes[0].scope
     aval: Any = nodes[0].eqn.outvars[0].aval
@@ -386,10 +386,10 @@ def _offsets(
             yield name, length, length * _index(scope, name, len(shape))
 
 
-def _operands(comparison: Comparison, group: Group, nodes: Sequence[Node]) -> _Made:
+def _operands(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Made:
     """Whole numbers that a line is given, less the index of a shard times the length of a part."""
     scope = nodes[0].scope
-    made_here = {x for node in group.nodes for x in node.results}
+    made_here = {x for node in suspect.nodes for x in node.results}
     for k, operand in enumerate(nodes[0].operands):
         aval: Any = nodes[0].eqn.invars[k].aval
         if not jnp.issubdtype(aval.dtype, jnp.integer):
@@ -427,7 +427,7 @@ def _compared(comparison: Comparison, value: int, at: int, offset: Numbers) -> C
     return Change(make)
 
 
-def _left_out(comparison: Comparison, group: Group, nodes: Sequence[Node]) -> _Made:
+def _left_out(comparison: Comparison, suspect: Suspect, nodes: Sequence[Node]) -> _Made:
     """One operand in the place of what is made of two."""
     aval = nodes[0].eqn.outvars[0].aval
     for k, var in enumerate(nodes[0].eqn.invars):
@@ -456,20 +456,22 @@ def _increased(value: int, summand: Numbers, scope: Scope | None = None) -> Chan
 # Which changes put all results right, and whether they tell the cause
 
 
-def mending(reruns: Reruns, groups: Sequence[Group], others: Sequence[Group] | None) -> list[Trial]:
+def mending(
+    reruns: Reruns, suspects: Sequence[Suspect], others: Sequence[Suspect] | None
+) -> list[Trial]:
     """The trials that put all results right, the likeliest first.
 
     **Arguments:**
 
-    - `groups`: the lines that lead to wrong results.
+    - `suspects`: the lines that lead to wrong results.
     - `others`: the lines whose values may be wrong though they are those of one device, if any change may
         be tried.
     """
     comparison = reruns.comparison
-    trials = [x for group in groups for x in reductions(comparison, group, group.values)]
+    trials = [x for suspect in suspects for x in reductions(comparison, suspect, suspect.values)]
     if others is not None:
-        for group in (*groups, *others):
-            trials += simple_changes(comparison, group)
+        for suspect in (*suspects, *others):
+            trials += simple_changes(comparison, suspect)
     good = _mending(reruns, trials)
     if good and good[0].words:
         # A cause is sure only if no other line has it: also what only the line itself uses is tried.
@@ -477,11 +479,11 @@ def mending(reruns: Reruns, groups: Sequence[Group], others: Sequence[Group] | N
             reruns,
             [
                 trial
-                for group in groups
-                for node in group.nodes
+                for suspect in suspects
+                for node in suspect.nodes
                 for x in node.results
-                if x not in group.values
-                for trial in reductions(comparison, group, [x])
+                if x not in suspect.values
+                for trial in reductions(comparison, suspect, [x])
             ],
         )
     return good
@@ -497,12 +499,12 @@ def _mending(reruns: Reruns, trials: Sequence[Trial]) -> list[Trial]:
     return good
 
 
-def cause(comparison: Comparison, group: Group, trials: Sequence[Trial]) -> str | None:
+def cause(comparison: Comparison, suspect: Suspect, trials: Sequence[Trial]) -> str | None:
     """The cause at a line, if none of the other changes that mend does the same, there or elsewhere."""
-    here = {trial.words for trial in trials if trial.group.line == group.line}
+    here = {trial.words for trial in trials if trial.suspect.line == suspect.line}
     if len(here) != 1 or {trial.words for trial in trials} != here or "" in here:
         return None
-    lines = {trial.group.line for trial in trials}
+    lines = {trial.suspect.line for trial in trials}
     for trial in trials:
         if trial.is_added:
             lines |= _handing_on(comparison, trial)
@@ -517,8 +519,8 @@ def _handing_on(comparison: Comparison, trial: Trial) -> set[Line | None]:
 
     There is a `None` among them where the value goes to another function: nobody knows by which lines.
     """
-    lines: set[Line | None] = {None} if trial.group.transposed else set()
-    nodes, maker = trial.group.nodes, comparison.maker
+    lines: set[Line | None] = {None} if trial.suspect.transposed else set()
+    nodes, maker = trial.suspect.nodes, comparison.maker
     made_here = {x for node in nodes for x in node.results}
     for x in {x for node in nodes for x in node.inputs} - made_here:
         before = maker.get(x)

@@ -23,7 +23,7 @@ from ._graph import Node
 from ._interventions import Mended, Reruns, Trial, cause, mending
 from ._lines import Line
 from ._located import Place
-from ._suspects import Evidence, Group, groups, is_first, others
+from ._suspects import Evidence, Suspect, is_first, others, suspects_of
 
 
 # A report names so many.
@@ -45,62 +45,63 @@ _COST_OF_WRONG, _COST_OF_ALL_WRONG = 3, 6
 
 def places(comparison: Comparison) -> tuple[list[Place], str | None]:
     """The likeliest places, and what puts all results right if that is sure."""
-    reruns, suspects = Reruns(comparison), groups(comparison)
-    tried = [(group, mended) for group, mended in _tried(reruns, suspects) if group.line]
-    lines = [group for group, _ in tried]
+    reruns, suspects = Reruns(comparison), suspects_of(comparison)
+    tried = [(suspect, mended) for suspect, mended in _tried(reruns, suspects) if suspect.line]
+    lines = [suspect for suspect, _ in tried]
     is_sure = comparison.matched and any(
-        mended and mended.all and mended.plain and group.evidence == "first"
-        for group, mended in tried
+        mended and mended.all and mended.plain and suspect.evidence == "first"
+        for suspect, mended in tried
     )
     trials = mending(reruns, lines, None if is_sure else others(comparison, suspects))
     # The cost of an intervention, the position of its line in the program, and the line.
     interventions = [(_cost(*each), position, each[0]) for position, each in enumerate(tried)]
     if not is_sure:
-        positions = {group: position for position, group in enumerate(lines)}
+        positions = {suspect: position for position, suspect in enumerate(lines)}
         # Lines that lead to no wrong result come last.
         interventions += [
-            (trial.cost, positions.get(trial.group, len(lines)), trial.group) for trial in trials
+            (trial.cost, positions.get(trial.suspect, len(lines)), trial.suspect)
+            for trial in trials
         ]
-    by_line: dict[Line | None, Group] = {}
-    for *_, group in sorted(interventions, key=lambda intervention: intervention[:2]):
-        by_line.setdefault(group.line, group)
+    by_line: dict[Line | None, Suspect] = {}
+    for *_, suspect in sorted(interventions, key=lambda intervention: intervention[:2]):
+        by_line.setdefault(suspect.line, suspect)
     if not by_line:
         return [], None
     likeliest = list(by_line.values())
     reason = cause(comparison, likeliest[0], trials)
     shown: dict[tuple[str, int], Place] = {}
     # After a cause nothing is left to explain.
-    for group in likeliest[: 2 if reason else MOST_PLACES]:
-        deeper, reason_inside = _places_inside(comparison, group)
+    for suspect in likeliest[: 2 if reason else MOST_PLACES]:
+        deeper, reason_inside = _places_inside(comparison, suspect)
         if deeper and not shown:
             reason = reason_inside
-        trial = next((trial for trial in trials if trial.group.line == group.line), None)
-        for place in deeper or [_place(reruns, group, trial)]:
+        trial = next((trial for trial in trials if trial.suspect.line == suspect.line), None)
+        for place in deeper or [_place(reruns, suspect, trial)]:
             shown.setdefault((place.file, place.line), place)
     return list(shown.values())[:MOST_PLACES], reason
 
 
-def _tried(reruns: Reruns, suspects: Sequence[Group]) -> Iterator[tuple[Group, Mended | None]]:
+def _tried(reruns: Reruns, suspects: Sequence[Suspect]) -> Iterator[tuple[Suspect, Mended | None]]:
     """What comes of right values at each line; `None` where they were not tried."""
     done = False
-    for group in suspects:
+    for suspect in suspects:
         # Right values at a line after one that puts everything right would do so too.
-        mended = None if done else reruns.try_right(group)
-        yield group, mended
+        mended = None if done else reruns.try_right(suspect)
+        yield suspect, mended
         is_right = mended is not None and mended.all and mended.plain
-        done = done or (is_right and group.evidence != "related")
+        done = done or (is_right and suspect.evidence != "related")
 
 
-def _cost(group: Group, mended: Mended | None) -> int:
-    cost = _COST_OF_EVIDENCE[group.evidence] + _COST_OF_DERIVATIVE * group.transposed
+def _cost(suspect: Suspect, mended: Mended | None) -> int:
+    cost = _COST_OF_EVIDENCE[suspect.evidence] + _COST_OF_DERIVATIVE * suspect.transposed
     if mended and mended.all:
         return cost
     return cost + (_COST_OF_WRONG if mended is None or mended.right else _COST_OF_ALL_WRONG)
 
 
-def _places_inside(comparison: Comparison, group: Group) -> tuple[list[Place], str | None]:
+def _places_inside(comparison: Comparison, suspect: Suspect) -> tuple[list[Place], str | None]:
     """The places inside a loop or branch in which values stop being related."""
-    loops = [node for node in group.nodes if node in comparison.operands]
+    loops = [node for node in suspect.nodes if node in comparison.operands]
     within = inside(comparison, loops[0]) if loops and is_first(comparison, loops[0]) else None
     if within is None:
         return [], None
@@ -110,10 +111,10 @@ def _places_inside(comparison: Comparison, group: Group) -> tuple[list[Place], s
     return likeliest, reason
 
 
-def _place(reruns: Reruns, group: Group, trial: Trial | None) -> Place:
+def _place(reruns: Reruns, suspect: Suspect, trial: Trial | None) -> Place:
     comparison = reruns.comparison
-    node, value = _shown(comparison, group)
-    assert group.line is not None
+    node, value = _shown(comparison, suspect)
+    assert suspect.line is not None
     got = want = shards = ""
     difference = comparison.differences.get(value)
     if difference is not None and value not in comparison.indices:
@@ -133,9 +134,9 @@ def _place(reruns: Reruns, group: Group, trial: Trial | None) -> Place:
         got, want, shards = words.numbers(before, after, names)
     known = comparison.relations.get(value)
     return Place(
-        file=group.line.file,
-        line=group.line.number,
-        source=group.line.source,
+        file=suspect.line.file,
+        line=suspect.line.number,
+        source=suspect.line.source,
         operation=words.operation(node),
         got=got,
         want=want,
@@ -144,15 +145,15 @@ def _place(reruns: Reruns, group: Group, trial: Trial | None) -> Place:
     )
 
 
-def _shown(comparison: Comparison, group: Group) -> tuple[Node, int]:
+def _shown(comparison: Comparison, suspect: Suspect) -> tuple[Node, int]:
     """The node and the value that show best what is off."""
     values = [
-        (node, x) for node in group.nodes for x in node.results if x in comparison.differences
+        (node, x) for node in suspect.nodes for x in node.results if x in comparison.differences
     ]
     # Or else, of what is related but partial, what the line hands on.
     unrelated = [(node, x) for node, x in values if comparison.is_unrelated(x)]
-    related = [(node, x) for node, x in reversed(values) if x in group.values]
-    return next(iter([*unrelated, *related]), (group.nodes[0], group.nodes[0].results[0]))
+    related = [(node, x) for node, x in reversed(values) if x in suspect.values]
+    return next(iter([*unrelated, *related]), (suspect.nodes[0], suspect.nodes[0].results[0]))
 
 
 # Specs of results and arguments

@@ -31,7 +31,7 @@ Evidence: TypeAlias = Literal["first", "unsure", "related", "index", "after", "o
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Group:
+class Suspect:
     """The nodes of one line that make values which lead to a wrong result.
 
     **Attributes:**
@@ -50,10 +50,10 @@ class Group:
     evidence: Evidence
 
 
-def groups(comparison: Comparison) -> list[Group]:
+def suspects_of(comparison: Comparison) -> list[Suspect]:
     """The lines that lead to wrong results, in the order of the program."""
-    suspects = _suspects(comparison)
-    nodes = [node for node in comparison.mesh.nodes if not suspects.isdisjoint(node.results)]
+    values = _wrong_values(comparison)
+    nodes = [node for node in comparison.mesh.nodes if not values.isdisjoint(node.results)]
     lines = _lines(nodes)
     by_line: dict[tuple[Line | None, bool], list[Node]] = {}
     for node in nodes:
@@ -64,20 +64,20 @@ def groups(comparison: Comparison) -> list[Group]:
             readers.setdefault(x, set()).add(node)
     results = {*comparison.mesh.results}
 
-    def group(line: Line | None, transposed: bool, nodes: Sequence[Node]) -> Group:
-        values = sorted(
+    def suspect(line: Line | None, transposed: bool, nodes: Sequence[Node]) -> Suspect:
+        handed_on = sorted(
             x
-            for x in suspects.intersection(x for node in nodes for x in node.results)
+            for x in values.intersection(x for node in nodes for x in node.results)
             if x in results or not readers.get(x, set()).issubset(nodes)
         )
-        return Group(line, transposed, nodes, values, _evidence(comparison, nodes, values))
+        return Suspect(line, transposed, nodes, handed_on, _evidence(comparison, nodes, handed_on))
 
-    return [group(*key, nodes) for key, nodes in by_line.items()]
+    return [suspect(*key, nodes) for key, nodes in by_line.items()]
 
 
-def _suspects(comparison: Comparison) -> set[int]:
+def _wrong_values(comparison: Comparison) -> set[int]:
     """The values that lead to wrong results and are more than the parts of those of one device."""
-    suspects: set[int] = set()
+    values: set[int] = set()
     queue = [
         operand
         for operand, result in zip(comparison.mesh.results, comparison.results, strict=True)
@@ -85,11 +85,11 @@ def _suspects(comparison: Comparison) -> set[int]:
     ]
     while queue:
         value = queue.pop()
-        if value not in suspects:
-            suspects.add(value)
+        if value not in values:
+            values.add(value)
             maker = comparison.maker.get(value)
             queue += [x for x in maker.inputs if not comparison.is_plain(x)] if maker else []
-    return suspects
+    return values
 
 
 def _lines(nodes: Sequence[Node]) -> dict[Node, Line | None]:
@@ -131,16 +131,16 @@ def _is_of_a_part(comparison: Comparison, node: Node) -> bool:
     return node.name in _OF_A_PART and all(known is None or known.is_plain for known in relations)
 
 
-def others(comparison: Comparison, suspects: Sequence[Group]) -> list[Group]:
+def others(comparison: Comparison, suspects: Sequence[Suspect]) -> list[Suspect]:
     """The lines of whole numbers and truths that are those of one device.
 
     They may be wrong all the same: shards may all have what the first of them should have.
     """
-    lines = {node.line for group in suspects for node in group.nodes}
+    lines = {node.line for suspect in suspects for node in suspect.nodes}
     by_line: dict[Line, list[Node]] = {}
     for node in comparison.mesh.nodes:
         dtype = getattr(node.eqn.outvars[0].aval, "dtype", np.dtype(float))
         is_whole = any(jnp.issubdtype(dtype, kind) for kind in (np.bool_, jnp.integer))
         if node.line and node.line not in lines and is_whole and not node.transposed:
             by_line.setdefault(node.line, []).append(node)
-    return [Group(line, False, nodes, [], "other") for line, nodes in by_line.items()]
+    return [Suspect(line, False, nodes, [], "other") for line, nodes in by_line.items()]
