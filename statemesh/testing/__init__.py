@@ -3,7 +3,7 @@
 from . import _hypothesis as _hypothesis
 from ._budget import assert_budget as assert_budget
 from ._check._assert_equivalent import assert_equivalent as assert_equivalent
-from ._check._checked import Checked as Checked
+from ._check._check import Checked as Checked
 from ._check._untested import UntestedWarning as UntestedWarning
 from ._devices import set_devices as set_devices
 from ._locate._locate import locate as locate
@@ -13,7 +13,7 @@ from ._profiles import load_profile as load_profile
 from ._program._emulate import emulate as emulate
 from ._strategies._arrays import arrays as arrays
 from ._strategies._filters import filters as filters
-from ._strategies._given import given_meshes as given_meshes
+from ._strategies._meshes import given_meshes as given_meshes
 from ._strategies._meshes import meshes as meshes
 from ._strategies._meshes import shapes as shapes
 from ._strategies._meshes import specs as specs

@@ -7,12 +7,10 @@ from typing import Any, Literal
 
 from .. import _errors as errors
 from .._types import Fun, PyTree, tree_util
-from ._adapted import check_specs, is_mapped
-from ._check import Check
-from ._checked import Checked
+from ._check import Check, Checked
 from ._environment import environment, held_by
 from ._feedback import Named
-from ._programs import mesh_of, on_mesh
+from ._programs import check_specs, is_mapped, mesh_of, on_mesh
 from ._subject import Asked, Subject
 from ._untested import UntestedWarning
 from ._values import as_arrays, is_within, path_of

@@ -2,28 +2,191 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import statemesh as sm
 
 from .. import _errors as errors
 from .._locate._lines import line_of
+from .._locate._locate import located, located_in_gradient
+from .._program._doubled import narrowed, widened
 from .._program._jaxprs import Equation
-from .._types import Numbers, PyTree
+from .._types import Fun, Numbers, PyTree
 from . import _report as report
-from . import _untested_words as words
 from . import _values as values
-from ._calls import Calls
-from ._chain import Chain
-from ._checked import Checked
-from ._copies import copies_of
-from ._judge import Judge
-from ._leaves import Leaf
-from ._mismatch import Mismatch
-from ._place import located_in, results_on_mesh
-from ._reference import chained
-from ._subject import Subject
-from ._through_files import saved as saved
+from ._judge import Args, Chain, Judge, Leaf, Mismatch, RightCalls, Traced, chained, copies_of
+from ._programs import OnMesh, results_of
+from ._subject import Reference, Subject
 from ._untested import Made
+from ._values import generic
+from ._values import saved as saved
+
+
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """Calls in a row on a mesh, replayed, and those that they are compared with.
+
+    **Attributes:**
+
+    - `where`: on what mesh, and with what values, in words.
+    - `args`, `steps`: the arguments of the first call, and the number of calls.
+    - `counts`: which mismatches are mistakes; `None` for all.
+    - `on_devices`: whether they are made on devices too.
+    """
+
+    subject: Subject
+    one: OnMesh
+    where: str
+    args: Args
+    steps: int
+    counts: Callable[[Mismatch], bool] | None = None
+    on_devices: bool = True
+
+    @property
+    def place(self) -> str:
+        """The mesh, if it has several devices and every mismatch is a mistake; else an empty string."""
+        return self.one.where if self.counts is None and self.one.mesh.size > 1 else ""
+
+    @cached_property
+    def reference(self) -> Reference:
+        return self.subject.reference(self.one)
+
+    @cached_property
+    def mesh(self) -> Chain:
+        """The calls on the mesh in double precision."""
+        reference = self.reference
+        with self.subject.noting(self.one.where):
+            return Chain(
+                self.subject.programs(self.one).doubled,
+                widened(self.args),
+                self.subject.feed,
+                self.steps,
+                noisy=False,
+                compared_with=reference.doubled if isinstance(reference, Traced) else None,
+            )
+
+    @cached_property
+    def right(self) -> RightCalls:
+        """The calls of the reference."""
+        with self.subject.noting(f"for {self.reference.what}"):
+            return self.reference.calls(self.args, self.steps, self.subject.feed)
+
+    @cached_property
+    def again(self) -> list[PyTree]:
+        """The calls of the reference in its own dtypes."""
+        return self.reference.again(self.args, self.steps, self.subject.feed)
+
+    @property
+    def made(self) -> list[Made]:
+        """The arguments and the results of each call on the mesh."""
+        steps = self.mesh.exact
+        return [(step.given.values, results_of(step.results.values)) for step in steps]
+
+
+def results_on_mesh(calls: Calls, found: Sequence[Mismatch]) -> list[str]:
+    """Lines on the results that are off, with the shards that hold them."""
+    shown = sorted(found, key=lambda one: -one.size)
+    if calls.one.has_devices:
+        args, kwargs = calls.args
+        leaves = calls.subject.leaves(calls.one.mapped(*args, **kwargs))
+        shown = [
+            dataclasses.replace(one, leaf=leaves[one.number]) if one.number < len(leaves) else one
+            for one in shown
+        ]
+    return report.results(shown)
+
+
+def located_in(calls: Calls, step: int, *, gradient: bool) -> list[str]:
+    """Lines on the place in the program; none where it cannot be found.
+
+    Simple values, such as those that Hypothesis shrinks to, hide the place: many lines compute the same from
+    zeros. Then other values are tried first.
+    """
+    reference = _reference(calls)
+    if reference is None:
+        return []
+    given = narrowed(calls.mesh.exact[step].given)
+    tried = [(given, False)]
+    if step == 0 and _is_simple(given):
+        tried.insert(0, (generic(given, calls.subject.asked.keep), True))
+    for args, other in tried:
+        find = located_in_gradient if gradient and not other else located
+        try:
+            found = find(calls.one.mapped, reference, *args)
+        except Exception:  # A report must not end in an error of its own.
+            continue
+        if found is not None:
+            return report.located(found, generic=other)
+    return []
+
+
+def _reference(calls: Calls) -> Fun | None:
+    """The function whose program is compared, if there is one."""
+    given = calls.subject.asked.unsharded
+    if given is False or not calls.reference.is_exact:
+        return None
+    return calls.subject.asked.meshes[0].mapped.unsharded if given is None else given
+
+
+def _is_simple(args: Args) -> bool:
+    """Whether most numbers of some array outside of States are equal."""
+    is_state: Callable[[object], bool] = lambda x: isinstance(x, sm.State)
+    return any(map(_repeats, jax.tree.leaves(args, is_leaf=is_state)))
+
+
+def _repeats(x: PyTree) -> bool:
+    if not eqx.is_array(x) or not jnp.issubdtype(x.dtype, jnp.floating) or x.size < 2:
+        return False
+    return bool(2 * len(np.unique(np.asarray(x, np.float64))) < x.size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """What `assert_equivalent` compared, and what it could not judge.
+
+    **Attributes:**
+
+    - `agreed`: the calls that agree, in words.
+    - `fed_back`: what the next call got: pairs of a path in the arguments and a path in the results.
+    - `differentiated`: the paths by which the gradient was compared; empty if it was not.
+    - `constant`: the paths of the results that have no derivative.
+    - `unjudged`: for each path how many of its numbers were not judged: rounding alone may change them by
+        more than a few per cent, or they jump where the function is discontinuous.
+    - `only_double`: for each path how many of its numbers were judged in double precision only, because
+        rounding in the dtypes of the program may change them by more than a few per cent.
+    - `untested`: what was not tested at all, in words. Each is an `UntestedWarning` too.
+    - `own_dtype`: the operations that could not run in double precision. In what they compute, mistakes as
+        small as rounding were not seen.
+
+    !!! example
+
+        ```python
+        >>> import jax.numpy as jnp, numpy as np
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from statemesh.testing import assert_equivalent
+        >>> checked = assert_equivalent(
+        ...     jnp.sin, (np.arange(4.0),), meshes=[{"x": 2}], in_specs=P("x"), out_specs=P("x")
+        ... )
+        >>> checked.differentiated
+        ('the gradient by args[0]',)
+
+        ```
+    """
+
+    agreed: tuple[str, ...]
+    fed_back: tuple[tuple[str, str], ...]
+    differentiated: tuple[str, ...]
+    constant: tuple[str, ...]
+    unjudged: dict[str, int]
+    only_double: dict[str, int]
+    untested: tuple[str, ...]
+    own_dtype: tuple[str, ...]
 
 
 class Check:
@@ -239,8 +402,8 @@ class Check:
             only_double=self.judge.only_double,
             untested=(
                 *subject.untested(self.made),
-                *map(words.unjudged, self.judge.never_judged),
-                *(words.unended(line, where) for line, where in self.unended.items()),
+                *map(report.unjudged, self.judge.never_judged),
+                *(report.unended(line, where) for line, where in self.unended.items()),
             ),
             own_dtype=tuple(sorted(own_dtype)),
         )

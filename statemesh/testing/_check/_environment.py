@@ -16,7 +16,7 @@ import statemesh as sm
 
 from .._static_keys import is_hashable, static_key
 from .._types import PyTree
-from ._parts import is_key
+from ._feedback import is_key
 
 
 # An environment of more objects, or an array of more bytes, is not compared.

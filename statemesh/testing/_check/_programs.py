@@ -1,26 +1,219 @@
-"""A function on a mesh, kept together with its compiled programs."""
+"""A function on a mesh and its gradient, kept together with its compiled programs."""
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
+from typing import Any, TypeAlias, TypeGuard
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import statemesh as sm
 
 from .. import _errors as errors
 from .._program._doubled import Doubled, compile_fast
+from .._program._noise import is_inexact
 from .._recent import Recent
 from .._static_keys import is_hashable, static_key
-from .._types import AnyLeaf, Fun, PyTree, PyTreeDef
-from ._adapted import AnyMesh, is_mapped, remapped
-from ._gradients import Selection, with_constants, with_gradient
+from .._types import AnyLeaf, Fun, PyTree, PyTreeDef, tree_util
+from ._values import path_of
+
+
+AnyMesh: TypeAlias = Mesh | AbstractMesh
+
+
+def is_mapped(fun: Fun) -> TypeGuard[sm.StatefulMapping]:
+    """Whether a function is what `shard_map`, `pmap2` or `vmap2` returned."""
+    return isinstance(fun, sm.StatefulMapping)
+
+
+def remapped(fun: sm.StatefulMapping, mesh: AnyMesh) -> sm.StatefulMapping:
+    """A function that is mapped already, with its own specs on another mesh.
+
+    **Raises:** `StatemeshError` for what `pmap2` and `vmap2` return, which have no mesh of named axes.
+    """
+    return fun.on_mesh(mesh)
+
+
+def check_specs(fun: Fun, given: Mapping[str, Any]) -> None:
+    """Refuse specs beside a function that has its own, and a function without any.
+
+    **Arguments:**
+
+    - `given`: the arguments that are part of a mapping, by name; `None` or `...` for one that is not given.
+
+    **Raises:** `TypeError` that names them.
+    """
+    if is_mapped(fun):
+        if several := [name for name, value in given.items() if value not in (None, ...)]:
+            raise errors.specs_given_twice(getattr(fun, "__name__", "fun"), several)
+    elif missing := [name for name in ("in_specs", "out_specs") if given.get(name, ...) is ...]:
+        raise errors.specs_missing(getattr(fun, "__name__", type(fun).__name__), missing)
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """What is differentiated by what.
+
+    **Attributes:**
+
+    - `of`: the numbers of the leaves of the results.
+    - `by`: the numbers of the leaves of the arguments.
+    - `constant`: the numbers of the leaves of the results that have no derivative.
+    """
+
+    of: tuple[int, ...] = ()
+    by: tuple[int, ...] = ()
+    constant: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.of and self.by)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WithGradient:
+    """The results of a call, and the gradient."""
+
+    results: PyTree
+    gradient: list[Any]
+
+
+def selection(args: PyTree, results: PyTree) -> Selection:
+    """All arrays of floats, except in the states of Optax.
+
+    What an optimizer makes of a slot that is zero has no derivative.
+
+    **Arguments:**
+
+    - `args`: the tuple of the positional arguments and the dictionary of the others.
+    """
+    return Selection(_inexact(results), _inexact(args))
+
+
+def _inexact(tree: PyTree) -> tuple[int, ...]:
+    is_slots: Callable[[object], bool] = lambda x: type(x).__module__.partition(".")[0] == "optax"
+    found, number = [], 0
+    for node in tree_util.tree_leaves(tree, is_leaf=is_slots):
+        for x in tree_util.tree_leaves(node):
+            if not is_slots(node) and _is_inexact(x):
+                found.append(number)
+            number += 1
+    return tuple(found)
+
+
+def _is_inexact(x: AnyLeaf) -> bool:
+    return hasattr(x, "dtype") and is_inexact(x.dtype)
+
+
+def results_of(made: PyTree) -> PyTree:
+    """The results of a call, without the gradient if that is there."""
+    return made.results if isinstance(made, WithGradient) else made
+
+
+def learns(args: PyTree, written: Callable[[int], bool]) -> bool:
+    """Whether a call changes parameters: a training step, whose derivative nobody takes.
+
+    **Arguments:**
+
+    - `written`: whether a call gives a new value for a leaf of the arguments, by its number.
+    """
+    number = 0
+    is_state: Callable[[object], bool] = lambda x: isinstance(x, sm.State)
+    for node in tree_util.tree_leaves(args, is_leaf=is_state):
+        for _ in tree_util.tree_leaves(node):
+            if isinstance(node, sm.ParamState) and written(number):
+                return True
+            number += 1
+    return False
+
+
+def with_gradient(call: Fun, selected: Selection) -> Fun:
+    """A function that gives the results of a call and the gradient."""
+
+    def both(*args: PyTree, **kwargs: PyTree) -> WithGradient:
+        leaves, treedef = tree_util.tree_flatten((args, kwargs))
+        rest: list[PyTree] = []
+
+        def total(chosen: Sequence[AnyLeaf]) -> tuple[jax.Array, PyTree]:
+            filled = list(leaves)
+            for number, x in zip(selected.by, chosen, strict=True):
+                filled[number] = x
+            again, named = treedef.unflatten(filled)
+            result = call(*again, **named)
+            found = tree_util.tree_leaves(result)
+            arrays, statics = eqx.partition(result, eqx.is_array)
+            rest[:] = [statics]
+            return sum(
+                (_weighted(found[k]) for k in selected.of if k < len(found)), jnp.float32(0)
+            ), arrays
+
+        value, pull, arrays = jax.vjp(total, [leaves[k] for k in selected.by], has_aux=True)
+        (gradient,) = pull(jnp.ones_like(value))
+        return WithGradient(eqx.combine(arrays, rest[0]), gradient)
+
+    both.__name__ = getattr(call, "__name__", type(call).__name__)
+    return both
+
+
+def _weighted(x: jax.Array) -> jax.Array:
+    """The sum of all entries, each with its own weight."""
+    weights = np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape)
+    wide = x if jnp.issubdtype(x.dtype, jnp.complexfloating) else x.astype(np.float32)
+    return jnp.real(wide * weights).sum().astype(np.float32)
+
+
+def gradient_paths(args: PyTree, selected: Selection) -> list[str]:
+    """The paths by which the gradient is taken."""
+    flat, _ = tree_util.tree_flatten_with_path(args)
+    return [f"the gradient by {path_of(flat[k][0])}" for k in selected.by]
+
+
+def with_constants(fun: Fun, numbers: Sequence[int]) -> Fun:
+    """The function of shards with these leaves of its results taken for constants."""
+
+    def held(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        leaves, treedef = tree_util.tree_flatten(fun(*args, **kwargs))
+        for k in numbers:
+            leaves[k] = jax.lax.stop_gradient(leaves[k])
+        return treedef.unflatten(leaves)
+
+    held.__name__ = getattr(fun, "__name__", type(fun).__name__)
+    return held
+
+
+def differentiable(selected: Selection, traces: Callable[[Selection], Any]) -> Selection:
+    """The selection without the results that have no derivative.
+
+    **Arguments:**
+
+    - `traces`: traces the call with its gradient. It raises where there is none.
+
+    **Raises:** what `traces` raises, if no result has a derivative.
+    """
+    try:
+        traces(selected)
+        return selected
+    except Exception:  # Raised again below, unless some results have a derivative.
+        refused = set()
+        for one in selected.of:
+            others = tuple(k for k in selected.of if k != one)
+            with contextlib.suppress(Exception):
+                traces(Selection((one,), selected.by, others))
+                continue
+            refused.add(one)
+        left = tuple(k for k in selected.of if k not in refused)
+        if not left or not refused:
+            raise
+    found = Selection(left, selected.by, tuple(sorted(refused)))
+    traces(found)
+    return found
 
 
 def mesh_of(given: object) -> AnyMesh:

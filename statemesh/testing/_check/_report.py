@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from .. import _errors as errors
 from .._locate._located import Located
-from .._program._promises import Broken
+from .._program._replay import MOST_ROUNDS, Broken
 from ._feedback import FeedBack
-from ._mismatch import Mismatch
+from ._judge import Mismatch
 
 
 UNREDUCED = "    Reduce it (jax.lax.psum, pmean), let a state's `reduce` do it, or name its axes in the spec."
@@ -114,3 +114,19 @@ def broken_promises(found: Sequence[Broken]) -> list[str]:
 
 def _short(x: object) -> str:
     return f"{x:.6g}" if isinstance(x, float | complex) else str(x)
+
+
+def unjudged(path: str) -> str:
+    return (
+        f"{path}: none of its numbers could be judged on some mesh, because rounding alone may change them "
+        "by more than a few per cent, so that what is computed is not tested. Look for a threshold, a tie or "
+        "a difference of nearly equal numbers before it, and give arguments that stay clear of these."
+    )
+
+
+def unended(line: str, where: str) -> str:
+    return (
+        f"The `while_loop` at {line} was stopped after {MOST_ROUNDS:,} rounds {where}, so that these calls "
+        "are not compared on devices, where it may run for ever. Give it a largest number of rounds, and a "
+        "tolerance that is relative to its numbers."
+    )

@@ -10,18 +10,27 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .. import _errors as errors
-from .._program._arithmetic import is_inexact
 from .._program._doubled import widened
+from .._program._noise import is_inexact
 from .._program._trace import is_array_or_type
 from .._types import Fun, PyTree, tree_util
 from . import _report as report
 from ._environment import environment, held_by
 from ._feedback import FeedBack, LeafSpec, Named, find, leaf_specs
 from ._form import form_differences
-from ._gradients import Selection, differentiable, gradient_paths, learns, results_of, selection
-from ._leaves import Leaf, is_number_or_type, leaves_of
-from ._programs import OnMesh, Programs, Unsharded, unsharded_programs
-from ._reference import Args, Plain, Traced
+from ._judge import Args, Leaf, Plain, Traced, is_number_or_type, leaves_of
+from ._programs import (
+    OnMesh,
+    Programs,
+    Selection,
+    Unsharded,
+    differentiable,
+    gradient_paths,
+    learns,
+    results_of,
+    selection,
+    unsharded_programs,
+)
 from ._untested import Made, left_out, never_finite, untested
 
 
@@ -170,8 +179,11 @@ class Subject:
         one_of_many = hypothesis.currently_in_test_context()
         sizes = [] if one_of_many else [dict(one.mesh.shape) for one in self.asked.meshes]
         drawn = self._forward.drawn(self.types)
-        found = untested(calls, self.feed_back, sizes, drawn, self.asked.steps, self._without)
-        return found + never_finite([self.leaves(result) for _, result in calls], self.left_out)
+        leaves = [self.leaves(result) for _, result in calls]
+        return [
+            *untested(calls, self.feed_back, sizes, drawn, self.asked.steps, self._without),
+            *never_finite(leaves, self.left_out),
+        ]
 
     @property
     def exact(self) -> set[int]:

@@ -12,10 +12,8 @@ import statemesh as sm
 
 from .. import _errors as errors
 from .._types import AnyLeaf, PyTree
-from . import _untested_words as words
-from ._feedback import FeedBack
-from ._leaves import Leaf
-from ._parts import Forms, is_key, parts_of
+from ._feedback import FeedBack, Forms, is_key, parts_of
+from ._judge import Leaf
 
 
 # The positional and keyword arguments of a call, and its result.
@@ -51,7 +49,7 @@ def untested(
     drawn: Collection[int],
     steps: int | None = None,
     without: Collection[int] = (),
-) -> list[str]:
+) -> Iterator[str]:
     """What the calls have not tested.
 
     - A state that came back as it went in from every call. Parameters, other `LongTermState`s except
@@ -72,11 +70,16 @@ def untested(
 
     **Returns:** a sentence for each, for an `UntestedWarning`.
     """
-    found = []
     if sizes and all(math.prod(one.values()) == 1 for one in sizes):
-        found.append(words.one_device())
+        yield (
+            "Every mesh has one device, so nothing is compared between shards. Give a mesh of several, such "
+            'as meshes=[{"data": 4}].'
+        )
     if steps is not None and steps > 1 and not feedback:
-        found.append(words.nothing_fed_back(steps))
+        yield (
+            f"steps={steps}, but nothing that a call returns fits its arguments, so that every call gets the "
+            'same. Name what the next call gets, as in fed_back={"args[0]": "[1]"}, or give steps=1.'
+        )
     arguments = [jax.tree.leaves(given) for given, _ in calls]
     results = [jax.tree.leaves(result) for _, result in calls]
     returned = dict(feedback.numbers)
@@ -89,22 +92,34 @@ def untested(
             for number in numbers
         )
 
+    draws_again = (
+        "every call draws the same. Return what the draw returns: `key, rng = rng.split()`."
+    )
     for path, node, numbers in _states_and_keys(calls[0][0]):
         if isinstance(node, sm.RandomState) or is_key(node):
             if not set(numbers) & set(drawn):
                 continue
             if unchanged(numbers):
-                found.append(words.same_key(path))
+                yield (
+                    f"{path}: random numbers are drawn from it, and it comes back as it went in, so that "
+                    f"{draws_again}"
+                )
             elif sm.is_state(node) and not set(numbers) <= set(returned):
-                found.append(words.key_not_returned(path))
+                yield (
+                    f"{path}: random numbers are drawn from this RandomState, and the next call does not get "
+                    f"the new one, so that {draws_again}"
+                )
         elif {returned.get(number) for number in numbers} & set(without):
             continue
         elif numbers and _is_written(node) and unchanged(numbers):
-            found.append(words.never_changed(path, type(node).__name__))
-    return found
+            yield (
+                f"{path}: no call changed this {type(node).__name__}, so that writing it is not tested. If "
+                "the function writes it, return the new one; if it only reads it, name it in leave_out, or "
+                "make it a LongTermState."
+            )
 
 
-def never_finite(calls: Sequence[Sequence[Leaf]], without: Collection[int] = ()) -> list[str]:
+def never_finite(calls: Sequence[Sequence[Leaf]], without: Collection[int] = ()) -> Iterator[str]:
     """Which arrays of the results hold nothing but NaN and infinities.
 
     **Arguments:**
@@ -114,13 +129,13 @@ def never_finite(calls: Sequence[Sequence[Leaf]], without: Collection[int] = ())
 
     **Returns:** a sentence for each, for an `UntestedWarning`.
     """
-    return [
-        words.never_finite(of[0].path)
-        for number, of in enumerate(zip(*calls, strict=True))
-        if number not in without
-        and of[0].value.size
-        and not any(np.isfinite(one.value).any() for one in of)
-    ]
+    for number, same in enumerate(zip(*calls, strict=True)):
+        finite = any(np.isfinite(leaf.value).any() for leaf in same)
+        if number not in without and same[0].value.size and not finite:
+            yield (
+                f"{same[0].path}: no call gave a finite number here, and NaN agrees with NaN, so that what "
+                "is computed is not tested. Give arguments for which it is finite."
+            )
 
 
 def _states_and_keys(given: PyTree) -> Iterator[tuple[str, PyTree, Sequence[int]]]:

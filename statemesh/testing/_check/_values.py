@@ -1,5 +1,6 @@
-"""Other values for the same arguments: generic ones, large ones, and NaN on one shard."""
+"""Other values for the same arguments: generic, large, with NaN on one shard, or read from a file."""
 
+import io
 from collections.abc import Callable, Collection
 
 import equinox as eqx
@@ -9,7 +10,7 @@ import numpy as np
 
 import statemesh as sm
 
-from .._program._one_device import on_one_device
+from .._program._trace import on_one_device
 from .._types import AnyLeaf, PyTree, tree_util
 
 
@@ -119,3 +120,21 @@ def _as_array(x: AnyLeaf) -> AnyLeaf:
         return jnp.asarray(x)
     x = on_one_device(x)
     return x.astype(x.dtype) if getattr(x, "weak_type", False) else x
+
+
+def saved(tree: PyTree) -> PyTree:
+    """A tree whose arrays were written to a file and read from it."""
+    return jax.tree.map(lambda x: _through_file(x) if eqx.is_array(x) else x, tree)
+
+
+def _through_file(x: jax.Array) -> jax.Array:
+    file = io.BytesIO()
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    data = np.asarray(jax.random.key_data(x) if is_key else x)
+    # As bytes: the format of NumPy does not know bfloat16 and the like.
+    np.save(file, data.reshape(-1).view(np.uint8))
+    file.seek(0)
+    loaded = np.load(file).view(data.dtype).reshape(data.shape)
+    if is_key:
+        return jax.random.wrap_key_data(loaded, impl=jax.random.key_impl(x))
+    return jnp.asarray(loaded)

@@ -13,13 +13,10 @@ import numpy as np
 from .._recent import Recent
 from .._static_keys import static_key
 from .._types import AnyLeaf, Fun, PyTree, tree_util
-from ._arithmetic import Promoted, is_inexact, promoted
-from ._jaxprs import Equation, rounded_literals
-from ._one_device import NO_MESH, on_one_device, type_of
-from ._promises import UNENDED, Broken, broken, unended
-from ._replay import NoisyReplay, PromotedReplay, Replay
-from ._sources import Sources, drawn_arguments, sources_of
-from ._trace import Trace, is_array_or_type, trace
+from ._jaxprs import Equation, Sources, drawn_arguments, rounded_literals, sources_of
+from ._noise import Promoted, is_inexact, promoted
+from ._replay import UNENDED, Broken, NoisyReplay, PromotedReplay, Replay, broken, unended
+from ._trace import NO_MESH, Trace, is_array_or_type, on_one_device, trace, type_of
 
 
 def compile_fast() -> dict[str, int] | None:

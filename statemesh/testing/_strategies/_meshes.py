@@ -1,4 +1,4 @@
-"""Strategies for meshes, for specs, and for the shapes that a spec divides."""
+"""Strategies for meshes, for specs, and for the shapes that a spec divides; `given_meshes`."""
 
 import math
 import types
@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import numpy as np
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from .. import _errors as errors
+from .._types import Fun
 
 
 Shape: TypeAlias = tuple[int, ...]
@@ -237,3 +239,39 @@ def split_count(entry: SpecEntry, spec: PartitionSpec, mesh: AnyMesh) -> int:
     if unknown := [name for name in names if name not in mesh.shape]:
         raise errors.unknown_axes(spec, unknown, mesh.axis_names)
     return math.prod(mesh.shape[name] for name in names)
+
+
+def given_meshes(
+    *,
+    axis_names: Sequence[str] | None = None,
+    max_devices: int | None = None,
+    **given_by: st.SearchStrategy[Any],
+) -> Callable[[Fun], Fun]:
+    """`hypothesis.given` for a test that takes a mesh as its argument `mesh`.
+
+    **Arguments:**
+
+    - `axis_names`, `max_devices`: as for `meshes`.
+    - `given_by`: strategies for the other arguments of the test, by name.
+
+    **Returns:** a decorator.
+
+    !!! example
+
+        ```python
+        >>> import jax
+        >>> from hypothesis import settings
+        >>> from jax.sharding import PartitionSpec as P
+        >>> from statemesh.testing import arrays, assert_equivalent, given_meshes
+        >>> def share(x):
+        ...     return x / (1 + jax.lax.psum(abs(x).sum(), "data"))
+        >>> @settings(max_examples=5, deadline=None)
+        ... @given_meshes(axis_names=["data"], x=arrays(shape=(8, 2)))
+        ... def test_share(mesh, x):
+        ...     assert_equivalent(share, (x,), meshes=[mesh], in_specs=P("data"), out_specs=P("data"))
+        >>> test_share()
+
+        ```
+    """
+    drawn: st.SearchStrategy[Any] = meshes(axis_names=axis_names, max_devices=max_devices)
+    return given(mesh=drawn, **given_by)
