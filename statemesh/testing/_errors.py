@@ -13,8 +13,8 @@ from ._types import DType
 
 
 @dataclasses.dataclass(frozen=True)
-class Unequal:
-    """A result of which one copy is kept, although shards have different ones.
+class BrokenPromise:
+    """A result of which one copy is kept, although shards have different ones; or a predicate of that kind.
 
     **Attributes:**
 
@@ -25,6 +25,7 @@ class Unequal:
     - `amount`: the largest difference.
     - `index`: the index of the largest difference.
     - `shards`: the coordinates of the two shards that differ there.
+    - `control`, `collectives`: for a predicate, its primitive and the collectives inside; else empty.
     """
 
     path: str
@@ -34,6 +35,22 @@ class Unequal:
     amount: float
     index: tuple[int, ...]
     shards: tuple[str, str]
+    control: str = ""
+    collectives: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.control:
+            inside = ", ".join(f"`{name}`" for name in self.collectives)
+            return (
+                f"  - a `{self.control}` with {inside} over {_names(self.axis_names)} inside goes one way on "
+                f"{self.shards[0]}, another on {self.shards[1]}"
+            )
+        at = f"at {list(self.index)} " if self.index else ""
+        return (
+            f"  - {self.path}: {self.what} with out spec {spec_str(self.spec or ())} is one copy for all "
+            f"shards along {_names(self.axis_names)}, but differs by {self.amount:.6g} {at}between "
+            f"{self.shards[0]} and {self.shards[1]}"
+        )
 
 
 def _names(names: Iterable[object]) -> str:
@@ -45,17 +62,8 @@ def spec_str(spec: Iterable[object]) -> str:
     return f"P({_names(tuple(spec))})"
 
 
-def unequal_line(one: Unequal) -> str:
-    at = f"at {list(one.index)} " if one.index else ""
-    spec, axes = spec_str(one.spec or ()), _names(one.axis_names)
-    return (
-        f"  - {one.path}: {one.what} with out spec {spec} is one copy for all shards along {axes}, but "
-        f"differs by {one.amount:.6g} {at}between {one.shards[0]} and {one.shards[1]}"
-    )
-
-
-def unequal(name: str, found: Sequence[Unequal]) -> sm.StatemeshError:
-    lines = "\n".join(map(unequal_line, found))
+def unequal(name: str, promises: Iterable[BrokenPromise]) -> sm.StatemeshError:
+    lines = "\n".join(map(str, promises))
     return sm.StatemeshError(
         f"{name}: results that are promised to be the same on several shards differ:\n{lines}\n"
         "Reduce them over these axes inside (jax.lax.psum, pmean), let a state's `reduce` do it, or name the "
@@ -70,15 +78,8 @@ def not_replayed(name: str, primitive: str, why: str = "") -> sm.StatemeshError:
     )
 
 
-def uneven_line(control: str, collectives: Sequence[str], one: Unequal) -> str:
-    return (
-        f"  - a `{control}` with {', '.join(f'`{c}`' for c in collectives)} over "
-        f"{_names(one.axis_names)} inside goes one way on {one.shards[0]}, another on {one.shards[1]}"
-    )
-
-
-def uneven(name: str, found: Sequence[tuple[str, Sequence[str], Unequal]]) -> sm.StatemeshError:
-    lines = "\n".join(uneven_line(*each) for each in found)
+def uneven(name: str, promises: Iterable[BrokenPromise]) -> sm.StatemeshError:
+    lines = "\n".join(map(str, promises))
     return sm.StatemeshError(
         f"{name}: on devices some shards would wait in collectives for others that never come:\n{lines}\n"
         "Move the collectives out, or make the predicate the same on all shards (jax.lax.pmax)."

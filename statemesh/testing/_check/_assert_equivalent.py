@@ -5,15 +5,17 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any, Literal
 
+import statemesh as sm
+
 from .. import _errors as errors
 from .._types import Fun, PyTree, tree_util
 from ._check import Check, Checked
 from ._environment import environment, held_by
-from ._feedback import Named
-from ._programs import check_specs, is_mapped, mesh_of, on_mesh
-from ._subject import Asked, Subject
+from ._feedback import Named, is_within, path_of
+from ._programs import OnMesh, Statics, kept, mesh_of
+from ._subject import Subject
 from ._untested import UntestedWarning
-from ._values import as_arrays, is_within, path_of
+from ._values import as_arrays
 
 
 def _is_flag(value: object) -> bool:
@@ -186,8 +188,8 @@ def assert_equivalent(
             raise errors.bad_keyword("assert_equivalent", argument, value, expected)
     if steps is not None and steps < 1:
         raise errors.steps_too_few(steps)
-    found = [mesh_of(mesh) for mesh in meshes]
-    if not found:
+    on_meshes = [mesh_of(mesh) for mesh in meshes]
+    if not on_meshes:
         raise errors.no_meshes()
     specs: dict[str, PyTree] = {
         "in_specs": in_specs,
@@ -196,18 +198,26 @@ def assert_equivalent(
         "state_out_specs": state_out_specs,
         "check_vma": check_vma,
     }
-    check_specs(fun, specs)
+    is_mapped, name = (
+        isinstance(fun, sm.StatefulMapping),
+        getattr(fun, "__name__", type(fun).__name__),
+    )
+    if is_mapped and (twice := [name for name, value in specs.items() if value not in (None, ...)]):
+        raise errors.specs_given_twice(getattr(fun, "__name__", "fun"), twice)
+    missing = [name for name in ("in_specs", "out_specs") if specs[name] is ...]
+    if not is_mapped and missing:
+        raise errors.specs_missing(name, missing)
     given = as_arrays((tuple(args), dict(kwargs or {})))
     keep = (keep,) if isinstance(keep, str) else tuple(keep)
     paths = [path_of(keys) for keys, _ in tree_util.tree_flatten_with_path(given)[0]]
     if unknown := [path for path in keep if not any(is_within(known, path) for known in paths)]:
         raise errors.unknown_paths(unknown, paths)
     key = environment(fun, *held_by(given))
-    mapping = {} if is_mapped(fun) else {**specs, "check_vma": check_vma is not False}
-    asked = Asked(
-        name=getattr(fun, "__name__", type(fun).__name__),
+    statics = None if is_mapped else Statics({**specs, "check_vma": check_vma is not False})
+    subject = Subject(
+        name=name,
         args=given,
-        meshes=[on_mesh(fun, key, mesh, mapping) for mesh in found],
+        meshes=[kept(key, OnMesh, fun, mesh, statics) for mesh in on_meshes],
         unsharded=unsharded,
         steps=steps,
         gradients=gradients,
@@ -216,7 +226,7 @@ def assert_equivalent(
         leave_out=leave_out,
         keep=keep,
     )
-    check = Check(Subject(asked))
+    check = Check(subject)
     check.run()
     checked = check.conclude()
     for text in checked.untested:

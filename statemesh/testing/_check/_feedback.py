@@ -1,9 +1,8 @@
 """What one call returns that the next call gets: found by structure, wherever it stands."""
 
 import dataclasses
-import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -14,6 +13,7 @@ from jax.sharding import PartitionSpec
 import statemesh as sm
 
 from .. import _errors as errors
+from .._program._numbers import has_shape, is_key
 from .._static_keys import is_hashable
 from .._types import AnyLeaf, PyTree, tree_util
 
@@ -26,7 +26,7 @@ class Part:
 
     - `keys`: its key path.
     - `node`: the node itself.
-    - `form`: a number that parts of equal structure and equal shapes share.
+    - `form`: what parts of equal structure and equal shapes share.
     - `leaves`: the numbers of its leaves among those of the whole tree.
     - `arrays`: how many of its leaves are arrays or numbers.
     - `depth`: how many nodes stand on top of each other in it; 0 for a leaf.
@@ -37,7 +37,7 @@ class Part:
 
     keys: tuple[Any, ...]
     node: PyTree
-    form: int
+    form: Hashable
     leaves: range
     arrays: int
     depth: int
@@ -50,69 +50,47 @@ class Part:
         return str(jax.tree_util.keystr(self.keys))
 
 
-class Forms:
-    """The forms of parts: two parts have one number where structures and shapes are equal."""
-
-    def __init__(self) -> None:
-        self._hashed: dict[Any, int] = {}
-        self._compared: list[tuple[Any, int]] = []
-        self._count = 0
-
-    def number(self, form: Any) -> int:
-        """The number of a form."""
-        if is_hashable(form):
-            return self._hashed.setdefault(form, self._next())
-        # Static metadata without a hash, such as a list, can be compared only.
-        for known, number in self._compared:
-            if _equal(known, form):
-                return number
-        self._compared.append((form, self._next()))
-        return self._count
-
-    def _next(self) -> int:
-        self._count += 1
-        return self._count
-
-
-def _equal(a: Any, b: Any) -> bool:
-    try:
-        return bool(a == b)
-    except Exception:  # An `__eq__` of the user's may raise anything.
-        return False
-
-
-def parts_of(node: PyTree, forms: Forms, keys: tuple[Any, ...] = (), start: int = 0) -> list[Part]:
+def parts_of(node: PyTree, keys: tuple[Any, ...] = (), start: int = 0) -> list[Part]:
     """All parts of a tree, each before the parts in it. The first is the tree itself.
 
     **Arguments:**
 
-    - `forms`: numbers the forms; the same one for trees that are compared.
     - `keys`, `start`: the key path of the tree, and the number of its first leaf.
     """
     kids, structure = tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     if kids and tree_util.treedef_is_leaf(structure):
         numeric = is_numeric(node)
-        form = forms.number(("leaf", np.shape(node), is_key(node)) if numeric else "static")
+        form = ("leaf", np.shape(node), is_key(node)) if numeric else "static"
         return [Part(keys, node, form, range(start, start + 1), int(numeric), 0, False, False)]
-    inner: list[list[Part]] = []
-    end = start
+    inner: list[Part] = []
+    heads: list[Part] = []
     for key, kid in kids:
-        inner.append(parts_of(kid, forms, (*keys, *key), end))
-        end = inner[-1][0].leaves.stop
-    heads = [parts[0] for parts in inner]
-    own_state = sm.is_state(node) or isinstance(node, sm.Packed)
-    own_name = node is not None and type(node) not in (tuple, list)
+        parts = parts_of(kid, (*keys, *key), heads[-1].leaves.stop if heads else start)
+        heads.append(parts[0])
+        inner += parts
+    # Static metadata without a hash, such as a list, is known by its text.
+    known = structure if is_hashable(structure) else repr(structure)
     whole = Part(
         keys,
         node,
-        forms.number((structure, tuple(kid.form for kid in heads))),
-        range(start, end),
-        sum(kid.arrays for kid in heads),
-        1 + max((kid.depth for kid in heads), default=0),
-        own_state or any(kid.in_state for kid in heads),
-        own_name or any(kid.is_named for kid in heads),
+        (known, *(head.form for head in heads)),
+        range(start, heads[-1].leaves.stop if heads else start),
+        sum(head.arrays for head in heads),
+        1 + max((head.depth for head in heads), default=0),
+        sm.is_state(node) or isinstance(node, sm.Packed) or any(head.in_state for head in heads),
+        type(node) not in (tuple, list, type(None)) or any(head.is_named for head in heads),
     )
-    return [whole, *itertools.chain.from_iterable(inner)]
+    return [whole, *inner]
+
+
+def path_of(keys: tuple[AnyLeaf, ...]) -> str:
+    """The path of an argument as the user would type it, from its path in the pair of all arguments."""
+    return f"{('args', 'kwargs')[keys[0].idx]}{jax.tree_util.keystr(keys[1:])}"
+
+
+def is_within(path: str, outer: str) -> bool:
+    """Whether a path leads to a tree, or to a part of it."""
+    return path == outer or (path.startswith(outer) and path[len(outer)] in ".[")
 
 
 def is_numeric(x: AnyLeaf) -> bool:
@@ -122,47 +100,24 @@ def is_numeric(x: AnyLeaf) -> bool:
     return has_shape(x) or isinstance(x, bool | int | float | complex)
 
 
-def has_shape(x: AnyLeaf) -> bool:
-    """Whether a leaf is an array or stands for one. Types such as `np.float32` have a `dtype` too."""
-    return hasattr(x, "dtype") and isinstance(getattr(x, "shape", None), tuple)
-
-
-def is_key(x: AnyLeaf) -> bool:
-    return has_shape(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def kind_of(x: AnyLeaf) -> str:
-    """The kind of a leaf: `key`, `float`, `complex`, `integer` or `bool`; `static` if it is no array."""
+    """The kind of a leaf: `key`, `float`, `complex`, `integer`, a dtype; `static` if it is no array."""
     if not is_numeric(x):
         return "static"
     if is_key(x):
         return "key"
     dtype = x.dtype if has_shape(x) else np.result_type(type(x))
-    for kind, name in _KINDS:
-        if jnp.issubdtype(dtype, kind):
-            return name
-    return str(dtype)
-
-
-_KINDS = (
-    (jnp.floating, "float"),
-    (jnp.complexfloating, "complex"),
-    (jnp.integer, "integer"),
-    (jnp.bool_, "bool"),
-)
+    kinds = {"float": jnp.floating, "complex": jnp.complexfloating, "integer": jnp.integer}
+    names = [name for name, kind in kinds.items() if jnp.issubdtype(dtype, kind)]
+    return names[0] if names else str(dtype)
 
 
 def inner_names(keys: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
     """The ends of a key path that hold a name, the longest first."""
     for start in range(len(keys)):
-        if any(_is_name(key) for key in keys[start:]):
+        names = (getattr(key, "name", getattr(key, "key", None)) for key in keys[start:])
+        if any(isinstance(name, str) for name in names):
             yield keys[start:]
-
-
-def _is_name(key: Any) -> bool:
-    return isinstance(key, jax.tree_util.GetAttrKey) or (
-        isinstance(key, jax.tree_util.DictKey) and isinstance(key.key, str)
-    )
 
 
 # The placement of a leaf; `None` where the call decides, as for a leaf in a State.
@@ -239,11 +194,10 @@ def find(
 
     **Raises:** `StructureError` for `named` paths that do not exist, do not fit or overlap.
     """
-    forms = Forms()
     # The arguments as a whole, and those by keyword as a whole, are no part of them.
-    inner = [part for part in parts_of((tuple(args), dict(kwargs)), forms) if len(part.keys) > 1]
-    given = _Side(inner, _argument_path, in_specs)
-    returned = _Side(parts_of(result, forms), lambda part: f"{name}(...){part.path}", out_specs)
+    inner = [part for part in parts_of((tuple(args), dict(kwargs))) if len(part.keys) > 1]
+    given = _Side(inner, lambda part: path_of(part.keys), in_specs)
+    returned = _Side(parts_of(result), lambda part: f"{name}(...){part.path}", out_specs)
     if named is None:
         pairs = _found(given, returned)
     else:
@@ -254,11 +208,6 @@ def find(
         tuple((given.path(a), returned.path(b)) for a, b in pairs),
         tuple(both for a, b in pairs for both in zip(a.leaves, b.leaves, strict=True)),
     )
-
-
-def _argument_path(part: Part) -> str:
-    root = ("args", "kwargs")[part.keys[0].idx]
-    return root + str(jax.tree_util.keystr(part.keys[1:]))
 
 
 class _Side:
@@ -334,7 +283,7 @@ def _found(given: _Side, returned: _Side) -> list[Pair]:
 
 def _alike(some: list[Part], others: list[Part]) -> Iterator[tuple[list[Part], list[Part]]]:
     """The parts of either side by their form, the largest first. Parts without arrays are left out."""
-    by_form: dict[int, tuple[list[Part], list[Part]]] = defaultdict(lambda: ([], []))
+    by_form: dict[Hashable, tuple[list[Part], list[Part]]] = defaultdict(lambda: ([], []))
     for which, parts in enumerate((some, others)):
         for part in parts:
             if part.arrays:

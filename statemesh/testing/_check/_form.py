@@ -15,8 +15,9 @@ import numpy as np
 import statemesh as sm
 
 from .. import _errors as errors
+from .._program._numbers import data_of, has_shape, is_key
 from .._types import AnyLeaf, PyTree, PyTreeDef, tree_util
-from ._feedback import has_shape, is_key, is_numeric
+from ._feedback import is_numeric
 
 
 def form_differences(name: str, got: PyTree, want: PyTree, *, dtypes: bool = True) -> list[str]:
@@ -158,8 +159,7 @@ def _all_same(some: Any, others: Any) -> bool:
 
 
 def _same_array(a: Any, b: Any) -> bool:
-    if is_key(a):
-        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    a, b = data_of(a), data_of(b)
     return np.array_equal(a, b, equal_nan=np.asarray(a).dtype.kind in "fc")
 
 

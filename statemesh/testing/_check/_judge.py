@@ -1,30 +1,50 @@
 """Which numbers of a result differ from those of the reference by more than rounding explains."""
 
 import dataclasses
-import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from .. import _errors as errors
-from .._program._doubled import Doubled, Wide, widened
+from .._program._doubled import Called, Doubled, Wide
 from .._program._jaxprs import Equation
-from .._program._noise import roundoff
-from .._program._replay import Broken
-from .._types import AnyLeaf, Fun, Numbers, PyTree
-from ._feedback import is_key
+from .._program._numbers import (
+    Rounding,
+    allowed,
+    always,
+    data_of,
+    distances,
+    flushed,
+    is_inexact,
+    is_key,
+    least,
+    numbers,
+)
+from .._program._stacked import names_of_spec
+from .._program._trace import is_number_or_type
+from .._types import Numbers, PyTree
 
 
-# Where a shard is on the mesh: its index along each axis, by the name of the axis.
-Coordinates: TypeAlias = dict[Hashable, int]
+# From the arguments and the results of a call to the arguments of the next one.
+Feed: TypeAlias = Callable[[PyTree, PyTree], PyTree]
+
+# The runs with noise: few for every array that differs, many for a number that is off in few.
+_FEW, _MANY = 3, 24
+_NOISE: dict[Rounding, tuple[float, float]] = {"double": (1.0, 0.0), "own": (0.0, 1.0)}
+# A number whose rounding is larger than this part of it is not judged: a mistake of a few per cent could not
+# be told from rounding.
+_CLEAR = 0.05
+# A mesh that rounds so many times as much as the reference uses a narrower dtype: the roundoff of float16 is
+# 8,192 times that of float32, and bfloat16's 65,536 times.
+_NARROWER = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +71,10 @@ class Leaf:
         return self.array.dtype if hasattr(self.array, "dtype") else jnp.result_type(self.array)
 
     @cached_property
-    def parts(self) -> list[tuple[Coordinates, tuple[slice, ...]]]:
+    def parts(self) -> list[tuple[dict[Hashable, int], tuple[slice, ...]]]:
         """For each shard its coordinates and its part; empty for an array that lies on no mesh."""
         sharding = getattr(self.array, "sharding", None)
-        if not isinstance(sharding, NamedSharding) or not isinstance(
-            sharding.mesh, jax.sharding.Mesh
-        ):
+        if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
             return []
         has = sharding.devices_indices_map(self.array.shape)
         return [
@@ -71,52 +89,85 @@ def leaves_of(name: str, result: PyTree) -> list[Leaf]:
     return [Leaf(name + jax.tree_util.keystr(keys), x) for keys, x in flat if is_number_or_type(x)]
 
 
-def is_number_or_type(x: AnyLeaf) -> bool:
-    return eqx.is_array_like(x) or isinstance(x, jax.ShapeDtypeStruct)
+class Chain:
+    """Calls in a row. Each gets what the call before returned.
 
+    **Arguments:**
 
-def numbers(x: AnyLeaf) -> Numbers:
-    """The numbers of an array: floats in double precision, and keys as the integers that they are."""
-    if jnp.issubdtype(getattr(x, "dtype", np.float32), jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    found = np.asarray(x)
-    if jnp.issubdtype(found.dtype, jnp.floating):
-        return found.astype(np.float64)  # NumPy cannot subtract bfloat16 and the like.
-    return found.astype(np.complex128) if found.dtype.kind == "c" else found
-
-
-# Whose rounding is meant: that of double precision, or that of the program's own dtypes.
-Rounding: TypeAlias = Literal["double", "own"]
-# From the arguments and the results of a call to the arguments of the next one.
-Feed: TypeAlias = Callable[[PyTree, PyTree], PyTree]
-
-_NOISE: dict[Rounding, tuple[float, float]] = {"double": (1.0, 0.0), "own": (0.0, 1.0)}
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One of several calls.
+    - `exact`: the calls without noise.
+    - `run`: makes them with noise; `None` for results as they are, which nothing moves.
+    - `loops`: whether there are loops that might not end.
 
     **Attributes:**
 
-    - `given`: the arguments.
-    - `results`: the results.
-    - `broken`: what is promised to be the same on several shards and is not.
-    - `unended`: the loops that were stopped before they had ended.
+    - `exact`: the calls without noise.
     """
 
-    given: Wide
-    results: Wide
-    broken: list[Broken]
-    unended: list[Equation]
+    def __init__(
+        self,
+        exact: list[Called],
+        run: Callable[[Numbers], list[Called]] | None = None,
+        loops: bool = False,
+    ) -> None:
+        self.exact, self._run, self._loops = exact, run, loops
+        self._moved: dict[Rounding, list[list[Numbers]]] = {}
+        self._runs: dict[Rounding, int] = defaultdict(int)
+        self._unended: dict[Rounding, list[Equation]] = defaultdict(list)
+        # For each call and each promise of the program, by how much copies differ in runs with noise.
+        self._amounts: dict[tuple[int, int], list[float]] = defaultdict(list)
 
-    @cached_property
-    def numbers(self) -> list[Numbers]:
-        return [numbers(leaf.array) for leaf in leaves_of("", self.results.values)]
+    def moved(self, rounding: Rounding, runs: int) -> list[list[Numbers]]:
+        """By how much noise moves each number: the most of so many runs, for each call and array.
+
+        It is infinite where a number becomes NaN or infinite, or is so no longer.
+        """
+        if rounding not in self._moved:
+            self._moved[rounding] = [
+                [np.zeros(x.shape) for x in call.numbers] for call in self.exact
+            ]
+        most = self._moved[rounding]
+        while self._run is not None and self._runs[rounding] < runs:
+            self._runs[rounding] += 1
+            noisy = self._run(np.array([*_NOISE[rounding], float(self._runs[rounding])]))
+            for step, (exact, other) in enumerate(zip(self.exact, noisy, strict=True)):
+                self._unended[rounding] += other.unended
+                for k, pair in enumerate(zip(exact.numbers, other.numbers, strict=True)):
+                    most[step][k] = np.maximum(most[step][k], distances(*pair))
+                if rounding == "double":
+                    for number, promise in other.broken.items():
+                        self._amounts[step, number].append(promise.amount)
+        return most
+
+    def unended(self, rounding: Rounding) -> list[Equation]:
+        """The loops that do not end where operations round."""
+        if self._loops:
+            self.moved(rounding, _FEW)
+        return self._unended[rounding]
+
+    def broken(self, step: int) -> list[errors.BrokenPromise]:
+        """The promises that do not hold, where copies differ by more than rounding explains."""
+        promises = self.exact[step].broken
+        if promises:
+            self.moved("double", 8)
+
+        def is_rounding(number: int, amount: float) -> bool:
+            # Noise moves what is rounding by as much as it is. A difference that stays is none.
+            others = self._amounts[step, number]
+            return bool(others) and max(abs(x - amount) for x in others) * 4 >= amount
+
+        return [x for number, x in promises.items() if not is_rounding(number, x.amount)]
 
 
-class Chain:
-    """Calls in a row in double precision. Each gets what the call before returned.
+def doubled_chain(
+    program: Doubled,
+    args: Wide,
+    feed: Feed,
+    steps: int,
+    *,
+    noisy: bool = False,
+    compared_with: Doubled | None = None,
+) -> Chain:
+    """Calls in a row in double precision.
 
     **Arguments:**
 
@@ -128,91 +179,15 @@ class Chain:
     - `compared_with`: the function that the results are compared with.
     """
 
-    def __init__(
-        self,
-        program: Doubled,
-        args: Wide,
-        feed: Feed,
-        steps: int,
-        *,
-        noisy: bool,
-        compared_with: Doubled | None = None,
-    ) -> None:
-        self.program, self.args, self.feed, self.steps = program, args, feed, steps
-        self.compared_with = compared_with
-        self.exact = self._run(np.zeros(3) if noisy else None)
-        self._moved: dict[Rounding, list[list[Numbers]]] = {}
-        self._runs: dict[Rounding, int] = {}
-        self._unended: dict[Rounding, list[Equation]] = {}
-        # For each call and each promise of the program, by how much copies differ in runs with noise.
-        self._promises: dict[tuple[int, int], list[float]] = {}
+    def run(noise: Numbers | None) -> list[Called]:
+        given, calls = args, []
+        for _ in range(steps):
+            calls.append(program(given, noise, compared_with))
+            results = calls[-1].results
+            given = Wide(feed(given.types, results.types), feed(given.values, results.values))
+        return calls
 
-    def _run(self, noise: Numbers | None) -> list[Step]:
-        given, found = self.args, []
-        for _ in range(self.steps):
-            called = self.program(given, noise, self.compared_with)
-            results = called.results
-            found.append(Step(given, results, called.broken, called.unended))
-            given = Wide(
-                self.feed(given.types, results.types), self.feed(given.values, results.values)
-            )
-        return found
-
-    def moved(self, rounding: Rounding, runs: int) -> list[list[Numbers]]:
-        """By how much noise moves each number: the most of so many runs, for each call and array.
-
-        It is infinite where a number becomes NaN or infinite, or is so no longer.
-        """
-        most = self._moved.setdefault(
-            rounding, [[np.zeros(x.shape) for x in step.numbers] for step in self.exact]
-        )
-        for run in range(self._runs.get(rounding, 0), runs):
-            noisy = self._run(np.array([*_NOISE[rounding], run + 1.0]))
-            stopped = self._unended.setdefault(rounding, [])
-            stopped += [loop for step in noisy for loop in step.unended]
-            for step, (exact, other) in enumerate(zip(self.exact, noisy, strict=True)):
-                pairs = zip(exact.numbers, other.numbers, strict=True)
-                for k, (a, b) in enumerate(pairs):
-                    most[step][k] = np.maximum(most[step][k], distances(a, b))
-                if rounding == "double":
-                    self._note(step, other)
-        self._runs[rounding] = max(runs, self._runs.get(rounding, 0))
-        return most
-
-    def unended(self, rounding: Rounding) -> list[Equation]:
-        """The loops that do not end where operations round."""
-        if not self.program.loops(self.args.types):
-            return []
-        self.moved(rounding, 3)
-        return self._unended[rounding]
-
-    def _note(self, step: int, other: Step) -> None:
-        for one in other.broken:
-            self._promises.setdefault((step, one.number), []).append(one.unequal.amount)
-
-    def broken(self, step: int) -> list[Broken]:
-        """The promises that do not hold, where copies differ by more than rounding explains."""
-        found = self.exact[step].broken
-        if not found:
-            return []
-        self.moved("double", 8)
-        return [one for one in found if not self._is_rounding(step, one)]
-
-    def _is_rounding(self, step: int, one: Broken) -> bool:
-        amount = one.unequal.amount
-        others = self._promises.get((step, one.number), [])
-        # Noise moves what is rounding by as much as it is. A difference that stays is none.
-        return bool(others) and max(abs(x - amount) for x in others) * 4 >= amount
-
-
-def distances(a: Numbers, b: Numbers) -> Numbers:
-    """The differences between numbers; infinite where only one of the two is NaN or infinite."""
-    if a.dtype.kind in "biu" or b.dtype.kind in "biu":
-        return np.abs(a.astype(np.float64) - b.astype(np.float64))
-    with np.errstate(invalid="ignore"):
-        difference: Any = np.abs(a - b)
-    equal = (a == b) | ((a != a) & (b != b))
-    return np.where(equal, 0.0, np.where(np.isnan(difference), np.inf, difference))
+    return Chain(run(np.zeros(3) if noisy else None), run, program.of(args.types).loops)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,8 +218,8 @@ class Mismatch:
     @cached_property
     def deviation(self) -> Numbers:
         """The difference between each number and the reference; zero where rounding explains it."""
-        found = distances(self.got, self.want)
-        return np.where(found > self.allowed, found, 0.0)
+        difference = distances(self.got, self.want)
+        return np.where(difference > self.allowed, difference, 0.0)
 
     @cached_property
     def worst(self) -> tuple[int, ...]:
@@ -255,9 +230,12 @@ class Mismatch:
     @cached_property
     def shards(self) -> list[str]:
         """The shards that hold the number with the largest difference."""
-        at = self.worst
-        has = [shard for shard, index in self.leaf.parts if _covers(index, at, self.want.shape)]
-        return [errors.axes_str(shard) for shard in has]
+
+        def covers(index: tuple[slice, ...]) -> bool:
+            sides = zip(index, self.worst, self.want.shape, strict=False)
+            return all(k in range(*part.indices(side)) for part, k, side in sides)
+
+        return [errors.axes_str(shard) for shard, index in self.leaf.parts if covers(index)]
 
     @cached_property
     def size(self) -> float:
@@ -269,268 +247,16 @@ class Mismatch:
         off = float(np.max(self.deviation, initial=0.0))
         return off / largest if largest else math.inf
 
-    def off(self) -> Numbers:
-        """Which numbers differ by more than rounding."""
-        return self.deviation > 0
-
     @property
     def is_overflow(self) -> bool:
         """Whether a number is infinite or NaN that is finite in the reference."""
-        return bool((~np.isfinite(self.got) & np.isfinite(self.want) & self.off()).any())
+        finite = ~np.isfinite(self.got) & np.isfinite(self.want)
+        return bool((finite & (self.deviation > 0)).any())
 
     @property
     def is_number_on_one_device(self) -> bool:
         """Whether a number is off that is one in the reference, where NaN may have come to others too."""
-        return bool((np.isfinite(self.want) & self.off()).any())
-
-
-def _covers(index: tuple[slice, ...], at: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    return all(k in range(*s.indices(n)) for s, k, n in zip(index, at, shape, strict=False))
-
-
-# Positional arguments and keyword arguments.
-Args: TypeAlias = tuple[tuple[PyTree, ...], dict[str, PyTree]]
-
-
-def chained(call: Fun, args: Args, steps: int, feed: Feed) -> list[PyTree]:
-    """The results of calls, each of which gets what the call before returned."""
-    found = []
-    for _ in range(steps):
-        # One call at a time: in older versions of JAX the collectives of several running calls can lock up.
-        result = jax.block_until_ready(call(*args[0], **args[1]))
-        found.append(result)
-        args = feed(args, result)
-    return found
-
-
-class Traced:
-    """A function that JAX can trace: it gives its results in double precision.
-
-    **Arguments:**
-
-    - `what`: the name of the function in messages.
-    - `doubled`: the function in double precision.
-    - `compiled`: the function in its own dtypes.
-    """
-
-    is_exact = True
-
-    def __init__(self, what: str, doubled: Doubled, compiled: Fun) -> None:
-        self.what, self.doubled, self.compiled = what, doubled, compiled
-
-    def calls(self, args: Args, steps: int, feed: Feed) -> Chain:
-        return Chain(self.doubled, widened(args), feed, steps, noisy=True)
-
-    def again(self, args: Args, steps: int, feed: Feed) -> list[PyTree]:
-        """The results in the function's own dtypes."""
-        return chained(self.compiled, args, steps, feed)
-
-    def form(self, types: PyTree, args: Args) -> PyTree:
-        """The results of the first call. There may be types in the place of arrays."""
-        del args
-        return self.doubled.form(types)
-
-
-class Plain:
-    """A function that JAX cannot trace, such as one of NumPy. It has only the results that it gives."""
-
-    what = "the unsharded function"
-    is_exact = False
-
-    def __init__(self, fun: Fun) -> None:
-        self.fun = fun
-
-    def calls(self, args: Args, steps: int, feed: Feed) -> "PlainCalls":
-        return PlainCalls(chained(self.fun, args, steps, feed))
-
-    def again(self, args: Args, steps: int, feed: Feed) -> list[PyTree]:
-        return chained(self.fun, args, steps, feed)
-
-    def form(self, types: PyTree, args: Args) -> PyTree:
-        del types
-        return self.fun(*args[0], **args[1])
-
-
-class PlainCalls:
-    """Results as they are, which nothing moves."""
-
-    def __init__(self, results: Sequence[PyTree]) -> None:
-        self.exact = [Step(Wide(None, None), Wide(result, result), [], []) for result in results]
-
-    def moved(self, rounding: Rounding, runs: int) -> list[list[Numbers]]:
-        return [[np.zeros(x.shape) for x in step.numbers] for step in self.exact]
-
-
-RightCalls: TypeAlias = Chain | PlainCalls
-
-
-# Where a part of an array lies: its first and last index along each axis.
-Place: TypeAlias = tuple[tuple[int, int], ...]
-
-
-class Copies:
-    """An array of which several devices hold the same part.
-
-    **Attributes:**
-
-    - `path`: the path of the array as the user would type it.
-    - `array`: the array.
-    - `spread`: for each number, the difference between the largest and the smallest copy of it. It is
-        infinite where some copies are NaN and others are not. Keys are compared by their data, and complex
-        numbers by their real and imaginary parts, of which the larger difference counts.
-    """
-
-    def __init__(
-        self, path: str, array: jax.Array, parts: dict[Place, list[tuple[Any, jax.Array]]]
-    ) -> None:
-        self.path, self.array = path, array
-        self._parts = {
-            place: [(device, _numbers(data)) for device, data in copies]
-            for place, copies in parts.items()
-        }
-        self.spread: Numbers = np.zeros(array.shape)
-        for place, copies in self._parts.items():
-            found = _spread([data for _, data in copies])
-            self.spread[tuple(slice(*ends) for ends in place)] = found
-
-    def worst(self, allowed: Numbers = 0.0) -> errors.UnequalCopies | None:
-        """The number whose spread exceeds by most what is allowed.
-
-        **Arguments:**
-
-        - `allowed`: a number, or one for each number of the array.
-
-        **Returns:** where it is and what it is there, or `None` if no spread is larger than allowed.
-        """
-        allowed = np.broadcast_to(allowed, self.spread.shape)
-        # Where nothing is allowed, a larger spread still exceeds that by more.
-        least = 1e-12 * float(self.spread.max(initial=0.0, where=np.isfinite(self.spread)))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            times = self.spread / np.maximum(allowed, least)
-        # An allowance that is NaN allows nothing.
-        times = np.where(self.spread <= allowed, 0.0, np.where(np.isnan(times), np.inf, times))
-        if not times.any():
-            return None
-        at = tuple(map(int, np.unravel_index(int(np.argmax(times)), self.spread.shape)))
-        place = next(place for place in self._parts if _holds(place, at))
-        inside = tuple(k - start for k, (start, _) in zip(at, place, strict=True))
-        devices = [device for device, _ in self._parts[place]]
-        values = np.stack([data[inside] for _, data in self._parts[place]])
-        low, high = _farthest(values)
-        return errors.UnequalCopies(
-            self.path,
-            errors.array_str(self.array),
-            getattr(self.array.sharding, "spec", None),
-            self._left_out(),
-            float(self.spread[at]),
-            float(allowed[at]),
-            at,
-            (self._shard(devices[low]), self._shard(devices[high])),
-            (self._shown(values[low]), self._shown(values[high])),
-        )
-
-    def _left_out(self) -> tuple[Hashable, ...]:
-        """The mesh axes over which the array is not split."""
-        sharding = self.array.sharding
-        if not isinstance(sharding, NamedSharding):
-            return ()
-        named = [x if isinstance(x, tuple) else (x,) for x in sharding.spec]
-        split = {name for names in named for name in names}
-        return tuple(name for name in sharding.mesh.axis_names if name not in split)
-
-    def _shard(self, device: Any) -> str:
-        sharding = self.array.sharding
-        if not isinstance(sharding, NamedSharding):
-            return f"device {device.id}"
-        (at,) = np.argwhere(sharding.mesh.devices == device)
-        return errors.axes_str(dict(zip(sharding.mesh.axis_names, map(int, at), strict=True)))
-
-    def _shown(self, value: Numbers) -> str:
-        if jnp.issubdtype(self.array.dtype, jnp.complexfloating):
-            return f"{complex(*value):.6g}"
-        if jnp.issubdtype(self.array.dtype, jnp.floating):
-            return f"{float(value[0]):.6g}"
-        if jnp.issubdtype(self.array.dtype, jnp.bool_):
-            return str(bool(value[0]))
-        numbers = [int(x) for x in value]
-        return str(numbers if jnp.issubdtype(self.array.dtype, jax.dtypes.prng_key) else numbers[0])
-
-
-def copies_of(path: str, array: object) -> Copies | None:
-    """The copies of an array; `None` where each device holds a part of its own, or there is only one.
-
-    **Arguments:**
-
-    - `path`: the path of the array as the user would type it.
-    - `array`: a leaf of a result. Whatever is no `jax.Array` has no copies.
-    """
-    if not isinstance(array, jax.Array):
-        return None
-    parts: dict[Place, list[tuple[Any, jax.Array]]] = defaultdict(list)
-    shards = array.addressable_shards
-    for shard in shards:
-        # The index of keys has an entry more, for their data.
-        sides = zip(shard.index, array.shape, strict=False)
-        place = tuple(part.indices(side)[:2] for part, side in sides)
-        parts[place].append((shard.device, shard.data))
-    return None if len(parts) == len(shards) else Copies(path, array, dict(parts))
-
-
-def _numbers(x: jax.Array) -> Numbers:
-    """The numbers of an array, in a type in which NumPy compares all of them, with one more axis.
-
-    The last axis has the real and the imaginary part, or the numbers of a key.
-    """
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        found = np.asarray(jax.random.key_data(x))
-        return found.reshape((*x.shape, -1)).astype(np.uint64)
-    found = np.asarray(x)
-    if jnp.issubdtype(found.dtype, jnp.complexfloating):
-        return np.stack([found.real, found.imag], axis=-1).astype(np.float64)
-    if jnp.issubdtype(found.dtype, jnp.floating):
-        return found.astype(np.float64)[..., None]
-    signed = jnp.issubdtype(found.dtype, jnp.signedinteger)
-    return found.astype(np.int64 if signed else np.uint64)[..., None]
-
-
-def _spread(copies: list[Numbers]) -> Numbers:
-    first, *rest = copies
-    if all(np.array_equal(first, other) for other in rest):
-        return np.zeros(first.shape[:-1])
-    if first.dtype.kind in "iu":
-        most, least = functools.reduce(np.maximum, copies), functools.reduce(np.minimum, copies)
-        # In unsigned numbers the difference of any two integers is exact.
-        return (most.astype(np.uint64) - least.astype(np.uint64)).astype(np.float64).max(axis=-1)
-    missing = [np.isnan(x) for x in copies]
-    some, every = (
-        functools.reduce(np.logical_or, missing),
-        functools.reduce(np.logical_and, missing),
-    )
-    most, least = functools.reduce(np.fmax, copies), functools.reduce(np.fmin, copies)
-    with np.errstate(invalid="ignore", over="ignore"):
-        difference = np.where((most == least) | every, 0.0, most - least)
-    return np.where(some & ~every, np.inf, difference).max(axis=-1)
-
-
-def _farthest(values: Numbers) -> tuple[int, int]:
-    """The numbers of the two copies that are farthest from each other."""
-    columns = [_spread([values[:1], values[k : k + 1]]) for k in range(len(values))]
-    one = int(np.argmax(columns))
-    columns = [_spread([values[one : one + 1], values[k : k + 1]]) for k in range(len(values))]
-    two = int(np.argmax(columns))
-    return min(one, two), max(one, two)
-
-
-def _holds(place: Place, at: tuple[int, ...]) -> bool:
-    return all(start <= k < stop for k, (start, stop) in zip(at, place, strict=True))
-
-
-# So many times as far as noise moves a number, rounding may. A number that is off is tried with more runs.
-_FACTOR: dict[Rounding, float] = {"double": 8.0, "own": 4.0}
-_FEW, _MANY = 3, 24
-# A number whose rounding is larger than this part of it is not judged.
-_CLEAR = 0.05
-_NARROWER = 100
+        return bool((np.isfinite(self.want) & (self.deviation > 0)).any())
 
 
 @dataclasses.dataclass
@@ -542,17 +268,17 @@ class Judge:
     - `tolerance`: the largest difference relative to the largest number of an array, if one is given.
     - `left_out`: the numbers of the arrays that are not compared.
     - `exact`: the numbers of the arrays to which `tolerance` does not apply.
-    - `unjudged`: for each path the count of numbers that are not judged, since rounding alone may change them
-        by more than a few per cent.
-    - `only_double`: for each path the count of numbers that are judged in double precision only.
+    - `unclear`: in double precision and in the program's own dtypes, for each path the count of numbers that
+        are not judged, since rounding alone may change them by more than a few per cent.
     - `judged`: for each path and each mesh whether a number of it was ever judged.
     """
 
     tolerance: float | None = None
     left_out: Collection[int] = ()
     exact: Collection[int] = ()
-    unjudged: dict[str, int] = dataclasses.field(default_factory=dict)
-    only_double: dict[str, int] = dataclasses.field(default_factory=dict)
+    unclear: dict[Rounding, dict[str, int]] = dataclasses.field(
+        default_factory=lambda: {"double": {}, "own": {}}
+    )
     judged: dict[tuple[str, str], bool] = dataclasses.field(default_factory=dict)
 
     @property
@@ -560,181 +286,275 @@ class Judge:
         """The paths of the results of which on some mesh no number was ever judged."""
         return list(dict.fromkeys(path for (path, _), judged in self.judged.items() if not judged))
 
-    def double(
-        self,
-        step: int,
-        leaves: Sequence[Leaf],
-        mesh: Chain,
-        reference: RightCalls,
-        place: str = "",
-    ) -> list[Mismatch]:
-        """The arrays of a call that differ in double precision.
-
-        **Arguments:**
-
-        - `leaves`: the results of the call, or their types.
-        - `mesh`, `reference`: the calls that are compared.
-        - `place`: the mesh, if every number that is off there is a mistake.
-        """
-        got = mesh.exact[step].numbers
-        return self._compared("double", step, leaves, got, [mesh, reference], self.unjudged, place)
-
-    def own(
-        self,
-        step: int,
-        leaves: Sequence[Leaf],
-        got: Sequence[Numbers],
-        mesh: Chain,
-        reference: RightCalls,
-        again: Callable[[], Sequence[Numbers]] | None,
-        place: str = "",
-    ) -> list[Mismatch]:
-        """The arrays of a call that differ in the dtypes of the program.
-
-        **Arguments:**
-
-        - `leaves`, `got`: the results of the call, and their numbers.
-        - `again`: gives the results of the reference in its own dtypes. It is called only where something is
-            off: what the reference makes of its own dtypes too, such as an overflow, is not.
-        - `place`: as for `double`, if there is no comparison in double precision.
-        """
-        found = self._compared("own", step, leaves, got, [mesh, reference], self.only_double, place)
-        if not found or again is None or any(not one.same_shape for one in found):
-            return found
-        other = again()
-        still = []
-        for one in found:
-            want = other[one.number]
-            if want.shape == one.got.shape:
-                allowed = np.where(one.off(), one.allowed, np.inf)
-                one = dataclasses.replace(one, want=want, allowed=allowed)
-            if one.off().any():
-                still.append(one)
-        return still
-
-    def allowed(
-        self, step: int, number: int, leaf: Leaf, mesh: Chain, reference: RightCalls
-    ) -> Numbers:
-        """How far apart rounding in the program's dtypes may bring two copies of an array."""
-        if is_key(leaf.array):
-            # A key has several numbers, of which none is rounded.
-            return np.zeros(leaf.array.shape)
-        want = reference.exact[step].numbers[number]
-        moved = mesh.moved("own", _MANY)[step][number]
-        return _allowed("own", leaf, want, _least("own", leaf, want), moved)
-
-    def _compared(
+    def compare(
         self,
         rounding: Rounding,
         step: int,
         leaves: Sequence[Leaf],
         got: Sequence[Numbers],
-        chains: Sequence[RightCalls],
-        unclear: dict[str, int],
-        place: str,
+        chains: tuple[Chain, Chain],
+        place: str = "",
     ) -> list[Mismatch]:
-        wanted = chains[-1].exact[step].numbers
-        found = []
+        """The arrays of a call that differ from those of the reference.
+
+        **Arguments:**
+
+        - `rounding`: whether double precision is compared, or the dtypes of the program.
+        - `leaves`, `got`: the results of the call or their types, and their numbers.
+        - `chains`: the calls on the mesh, and those of the reference.
+        - `place`: the mesh, if every number that is off there is a mistake.
+        """
+        mismatches = []
 
         def note(leaf: Leaf, judged: bool) -> None:
             if place:
                 key = leaf.path, place
                 self.judged[key] = judged or self.judged.get(key, False)
 
+        wanted = chains[1].exact[step].numbers
         for number, (leaf, mine, want) in enumerate(zip(leaves, got, wanted, strict=False)):
             if number in self.left_out:
                 continue
             if mine.shape != want.shape:
                 nothing = np.zeros(want.shape)
-                found.append(Mismatch(number, leaf, mine, want, nothing, rounding))
+                mismatches.append(Mismatch(number, leaf, mine, want, nothing, rounding))
                 continue
             difference = _distances(rounding, leaf, mine, want)
-            least = _least(rounding, leaf, want)
-            if self.tolerance is None and not (difference > 4 * least).any():
+            if self.tolerance is not None and number not in self.exact:
+                limit = _tolerated(self.tolerance, want, difference)
+            elif (
+                self.tolerance is None
+                and not (difference > always(rounding, leaf.dtype, want)).any()
+            ):
                 note(leaf, True)
                 continue
-            given = None if number in self.exact else self._given(want, difference)
-            allowed: Numbers = np.zeros(want.shape) if given is None else given
-            if given is None:
-                # The fewest runs that clear the numbers: the noise of the mesh costs a compile.
-                for some, runs in ((chains[-1:], _FEW), (chains, _FEW), (chains, _MANY)):
-                    each = [one.moved(rounding, runs)[step][number] for one in some]
-                    moved = _moved(rounding, each, least)
-                    allowed = _allowed(rounding, leaf, want, least, moved)
-                    if not (difference > allowed).any():
-                        break
-                hidden = _unclear(want, difference, allowed - _flushed(rounding, leaf))
+            else:
+                limit = _by_noise(rounding, step, number, leaf, want, difference, chains)
+                hidden = _unclear(want, difference, limit - flushed(rounding, leaf.dtype))
                 note(leaf, not hidden.all())
                 if count := int(hidden.sum()):
-                    unclear[leaf.path] = max(count, unclear.get(leaf.path, 0))
+                    counts = self.unclear[rounding]
+                    counts[leaf.path] = max(count, counts.get(leaf.path, 0))
                 # Of a number of which rounding leaves nothing it may leave NaN.
-                allowed = np.where(hidden & ~np.isfinite(difference), np.inf, allowed)
-            if (difference > allowed).any():
-                found.append(Mismatch(number, leaf, mine, want, allowed, rounding))
-        return found
+                limit = np.where(hidden & ~np.isfinite(difference), np.inf, limit)
+            if (difference > limit).any():
+                mismatches.append(Mismatch(number, leaf, mine, want, limit, rounding))
+        return mismatches
 
-    def _given(self, want: Numbers, difference: Numbers) -> Numbers | None:
-        """The differences that `tolerance` allows."""
-        if self.tolerance is None:
-            return None
-        if want.dtype.kind == "b":
-            # Of booleans so many may differ.
-            few = (difference > 0).mean() <= self.tolerance if difference.size else True
-            return np.full(want.shape, 1.0 if few else 0.0)
-        finite = np.abs(np.where(np.isfinite(want), want, 0))
-        return np.full(want.shape, self.tolerance * float(finite.max(initial=0)))
+
+def excused(
+    mismatches: Sequence[Mismatch], again: Callable[[], Sequence[Numbers]]
+) -> list[Mismatch]:
+    """The mismatches in the dtypes of the program without those that the reference has in its dtypes too.
+
+    **Arguments:**
+
+    - `again`: gives the results of the reference in its own dtypes. It is called only where something is off:
+        what the reference makes of its own dtypes too, such as an overflow, is not.
+    """
+    if not mismatches or any(not one.same_shape for one in mismatches):
+        return list(mismatches)
+    other, still = again(), []
+    for mismatch in mismatches:
+        want = other[mismatch.number]
+        if want.shape == mismatch.got.shape:
+            limit = np.where(mismatch.deviation > 0, mismatch.allowed, np.inf)
+            mismatch = dataclasses.replace(mismatch, want=want, allowed=limit)
+        if mismatch.deviation.any():
+            still.append(mismatch)
+    return still
+
+
+def _by_noise(
+    rounding: Rounding,
+    step: int,
+    number: int,
+    leaf: Leaf,
+    want: Numbers,
+    difference: Numbers,
+    chains: tuple[Chain, Chain],
+) -> Numbers:
+    """What rounding allows, as the fewest runs show that clear the numbers.
+
+    The noise of the mesh costs a compile, so that of the reference comes first.
+    """
+    mesh, reference = chains
+    limit: Numbers = 0.0
+    for runs, both in ((_FEW, False), (_FEW, True), (_MANY, True)):
+        moved = reference.moved(rounding, runs)[step][number]
+        if both and moved.size:
+            on_mesh = mesh.moved(rounding, runs)[step][number]
+            typical = np.median(moved + least(rounding, leaf.dtype, want))
+            # What a narrower dtype rounds is a mistake. In double precision a mesh has rounded constants.
+            if rounding == "double" or not np.median(on_mesh) > _NARROWER * typical:
+                moved = on_mesh + moved
+        limit = allowed(rounding, leaf.dtype, want, moved)
+        if not (difference > limit).any():
+            break
+    return limit
+
+
+def _tolerated(tolerance: float, want: Numbers, difference: Numbers) -> Numbers:
+    """The differences that the user's `tolerance` allows."""
+    if want.dtype.kind == "b":
+        # Of booleans so many may differ.
+        few = (difference > 0).mean() <= tolerance if difference.size else True
+        return np.full(want.shape, 1.0 if few else 0.0)
+    finite = np.abs(np.where(np.isfinite(want), want, 0))
+    return np.full(want.shape, tolerance * float(finite.max(initial=0)))
 
 
 def _distances(rounding: Rounding, leaf: Leaf, got: Numbers, want: Numbers) -> Numbers:
-    found = distances(got, want)
+    difference = distances(got, want)
     if rounding == "double" or not jnp.issubdtype(leaf.dtype, jnp.floating):
-        return found
+        return difference
     # What is larger than the dtype can hold is infinite in it.
     largest = float(jnp.finfo(leaf.dtype).max)  # type: ignore[no-untyped-call]
     over = np.isinf(got) & (np.abs(want) > largest) & (np.sign(got) == np.sign(want))
-    return np.where(over, 0.0, found)
+    return np.where(over, 0.0, difference)
 
 
-def _moved(rounding: Rounding, each: Sequence[Numbers], least: Numbers) -> Numbers:
-    """How far noise moves the numbers of the mesh and of the reference, which comes last.
-
-    A mesh that rounds a hundred times as much as the reference uses a narrower dtype: that is a mistake.
-    """
-    reference = each[-1]
-    if len(each) == 1 or not reference.size:
-        return reference
-    # In double precision it has rounded constants.
-    much = rounding == "own" and np.median(each[0]) > _NARROWER * np.median(reference + least)
-    return reference if much else each[0] + reference
-
-
-def _least(rounding: Rounding, leaf: Leaf, want: Numbers) -> Numbers:
-    """The roundoff of each number."""
-    unit = roundoff(np.float64) if rounding == "double" else roundoff(leaf.dtype)
-    with np.errstate(invalid="ignore", over="ignore"):
-        return np.nan_to_num(unit * np.abs(want.astype(np.complex128)), posinf=0.0, nan=0.0)
-
-
-def _allowed(
-    rounding: Rounding, leaf: Leaf, want: Numbers, least: Numbers, moved: Numbers
-) -> Numbers:
-    if want.dtype.kind in "biu":
-        return np.where(moved > 0, np.inf, 0.0)
-    return _FACTOR[rounding] * moved + 4 * least + _flushed(rounding, leaf)
-
-
-def _flushed(rounding: Rounding, leaf: Leaf) -> float:
-    """XLA may flush what is smaller to zero. A zero is judged all the same: what is larger would be found."""
-    if rounding == "double" or not jnp.issubdtype(leaf.dtype, jnp.inexact):
-        return 0.0
-    return float(jnp.finfo(leaf.dtype).tiny)  # type: ignore[no-untyped-call]
-
-
-def _unclear(want: Numbers, difference: Numbers, allowed: Numbers) -> Numbers:
+def _unclear(want: Numbers, difference: Numbers, limit: Numbers) -> Numbers:
     """Which numbers are not judged."""
     if want.dtype.kind in "biu":
-        return (difference > 0) & np.isinf(allowed)
+        return (difference > 0) & np.isinf(limit)
     size = np.nan_to_num(np.abs(want), posinf=0.0)
     known = size[np.isfinite(np.abs(want))]
     typical = float(np.median(known)) if known.size else 0.0
-    return allowed > _CLEAR * np.maximum(size, typical)
+    return limit > _CLEAR * np.maximum(size, typical)
+
+
+# Copies on devices
+
+
+# Where a part of an array lies: its first and last index along each axis.
+_Ends: TypeAlias = tuple[tuple[int, int], ...]
+
+
+def unequal_copies(leaf: Leaf, step: int, number: int, chains: tuple[Chain, Chain]) -> str | None:
+    """A line on the number of which devices hold copies that differ most beyond rounding, if there is one.
+
+    An array has copies where several devices hold the same part of it. Keys are compared by their data, and
+    complex numbers by their real and imaginary parts, of which the larger difference counts. The difference
+    is infinite where some copies are NaN and others are not.
+    """
+    array = leaf.array
+    if not isinstance(array, jax.Array):
+        return None
+    parts: dict[_Ends, list[tuple[Any, Numbers]]] = defaultdict(list)
+    shards = array.addressable_shards
+    for shard in shards:
+        # The index of keys has an entry more, for their data.
+        sides = zip(shard.index, array.shape, strict=False)
+        parts[tuple(part.indices(side)[:2] for part, side in sides)].append(
+            (shard.device, shard.data)
+        )
+    if len(parts) == len(shards):
+        return None
+    spread = np.zeros(array.shape)
+    for ends, copies in parts.items():
+        copies[:] = [(device, _components(data)) for device, data in copies]
+        spread[tuple(slice(*pair) for pair in ends)] = _spread([data for _, data in copies])
+    if not spread.any():
+        return None
+    limit = np.zeros(array.shape)
+    if not is_key(array):  # A key has several numbers, of which none is rounded.
+        want = chains[1].exact[step].numbers[number]
+        moved = chains[0].moved("own", _MANY)[step][number]
+        limit = np.broadcast_to(allowed("own", leaf.dtype, want, moved), array.shape)
+    # Where nothing is allowed, a larger spread still exceeds that by more.
+    smallest = 1e-12 * float(spread.max(initial=0.0, where=np.isfinite(spread)))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        times = spread / np.maximum(limit, smallest)
+    # An allowance that is NaN allows nothing.
+    times = np.where(spread <= limit, 0.0, np.where(np.isnan(times), np.inf, times))
+    if not times.any():
+        return None
+    at = tuple(map(int, np.unravel_index(int(np.argmax(times)), spread.shape)))
+    copies = next(
+        [
+            (device, data[tuple(k - start for k, (start, _) in zip(at, ends, strict=True))])
+            for device, data in copies
+        ]
+        for ends, copies in parts.items()
+        if all(start <= k < stop for k, (start, stop) in zip(at, ends, strict=True))
+    )
+    return _unequal_line(leaf, at, copies, float(spread[at]), float(limit[at]))
+
+
+def _unequal_line(
+    leaf: Leaf,
+    at: tuple[int, ...],
+    copies: Sequence[tuple[Any, Numbers]],
+    amount: float,
+    limit: float,
+) -> str:
+    """A line on a number, from its copies on devices."""
+    sharding, dtype = leaf.array.sharding, leaf.dtype
+
+    def shard(device: Any) -> str:
+        if not isinstance(sharding, NamedSharding):
+            return f"device {device.id}"
+        (place,) = np.argwhere(sharding.mesh.devices == device)
+        return errors.axes_str(dict(zip(sharding.mesh.axis_names, map(int, place), strict=True)))
+
+    def shown(value: Numbers) -> str:
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            return f"{complex(*value):.6g}"
+        if is_inexact(dtype):
+            return f"{float(value[0]):.6g}"
+        if dtype == np.bool_:
+            return str(bool(value[0]))
+        integers = [int(x) for x in value]
+        return str(integers if is_key(leaf.array) else integers[0])
+
+    (first, a), (second, b) = max(
+        itertools.combinations(copies, 2),
+        key=lambda pair: float(_spread([value[None] for _, value in pair])[0]),
+    )
+    left_out: list[Hashable] = []
+    if isinstance(sharding, NamedSharding):
+        split = names_of_spec(sharding.spec)
+        left_out = [name for name in sharding.mesh.axis_names if name not in split]
+    spec = errors.spec_str(getattr(sharding, "spec", None) or ())
+    index = f" at {list(at)}" if at else ""
+    along = f" along {', '.join(map(repr, left_out))}" if left_out else ""
+    rounding = f", {limit:.1g} would be rounding" if limit else ""
+    return (
+        f"  - {leaf.path}: {errors.array_str(leaf.array)} with spec {spec} has one value for all "
+        f"shards{along}, but{index} it is {shown(a)} on shard {shard(first)} and {shown(b)} on shard "
+        f"{shard(second)} (off by {amount:.4g}{rounding})."
+    )
+
+
+def _components(x: jax.Array) -> Numbers:
+    """The numbers of an array, in a type in which NumPy compares all of them, with one more axis.
+
+    The last axis has the real and the imaginary part, or the numbers of a key.
+    """
+    values = np.asarray(data_of(x))
+    if is_key(x):
+        return values.reshape((*x.shape, -1)).astype(np.uint64)
+    if jnp.issubdtype(values.dtype, jnp.complexfloating):
+        return np.stack([values.real, values.imag], axis=-1).astype(np.float64)
+    if jnp.issubdtype(values.dtype, jnp.floating):
+        return values.astype(np.float64)[..., None]
+    signed = jnp.issubdtype(values.dtype, jnp.signedinteger)
+    return values.astype(np.int64 if signed else np.uint64)[..., None]
+
+
+def _spread(copies: list[Numbers]) -> Numbers:
+    """For each number the difference between the largest and the smallest copy of it."""
+    first, *rest = copies
+    if all(np.array_equal(first, other) for other in rest):
+        return np.zeros(first.shape[:-1])
+    if first.dtype.kind in "iu":
+        high, low = np.max(copies, axis=0), np.min(copies, axis=0)
+        # In unsigned numbers the difference of any two integers is exact.
+        return (high.astype(np.uint64) - low.astype(np.uint64)).astype(np.float64).max(axis=-1)
+    missing = np.isnan(copies)
+    some, every = missing.any(axis=0), missing.all(axis=0)
+    high, low = np.fmax.reduce(copies), np.fmin.reduce(copies)
+    with np.errstate(invalid="ignore", over="ignore"):
+        difference = np.where((high == low) | every, 0.0, high - low)
+    return np.where(some & ~every, np.inf, difference).max(axis=-1)

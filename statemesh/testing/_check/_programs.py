@@ -1,12 +1,11 @@
-"""A function on a mesh and its gradient, kept together with its compiled programs."""
+"""A function on a mesh, the reference and their gradients, kept together with their compiled programs."""
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeVar
 
 import equinox as eqx
 import jax
@@ -17,44 +16,60 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 import statemesh as sm
 
 from .. import _errors as errors
-from .._program._doubled import Doubled, compile_fast
-from .._program._noise import is_inexact
+from .._program._doubled import Called, Doubled, Wide, compile_fast, widened
+from .._program._numbers import is_inexact
 from .._recent import Recent
 from .._static_keys import is_hashable, static_key
-from .._types import AnyLeaf, Fun, PyTree, PyTreeDef, tree_util
-from ._values import path_of
+from .._types import AnyLeaf, Fun, PyTree, tree_util
+from . import _report as report
+from ._feedback import path_of
+from ._judge import Chain, Feed, doubled_chain
 
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
+# Positional arguments and keyword arguments.
+Args: TypeAlias = tuple[tuple[PyTree, ...], dict[str, PyTree]]
+Entry = TypeVar("Entry")
 
 
-def is_mapped(fun: Fun) -> TypeGuard[sm.StatefulMapping]:
-    """Whether a function is what `shard_map`, `pmap2` or `vmap2` returned."""
-    return isinstance(fun, sm.StatefulMapping)
+# What is kept
 
 
-def remapped(fun: sm.StatefulMapping, mesh: AnyMesh) -> sm.StatefulMapping:
-    """A function that is mapped already, with its own specs on another mesh.
-
-    **Raises:** `StatemeshError` for what `pmap2` and `vmap2` return, which have no mesh of named axes.
-    """
-    return fun.on_mesh(mesh)
+# Each entry keeps compiled programs alive.
+_kept: Recent[Any] = Recent(128)
 
 
-def check_specs(fun: Fun, given: Mapping[str, Any]) -> None:
-    """Refuse specs beside a function that has its own, and a function without any.
+def kept(key: Hashable | None, make: Callable[..., Entry], *parts: Any) -> Entry:
+    """What `make` makes of these parts: for equal parts the same object, whose programs are compiled already.
 
     **Arguments:**
 
-    - `given`: the arguments that are part of a mapping, by name; `None` or `...` for one that is not given.
-
-    **Raises:** `TypeError` that names them.
+    - `key`: whatever else it depends on; `None` where that cannot be known.
     """
-    if is_mapped(fun):
-        if several := [name for name, value in given.items() if value not in (None, ...)]:
-            raise errors.specs_given_twice(getattr(fun, "__name__", "fun"), several)
-    elif missing := [name for name in ("in_specs", "out_specs") if given.get(name, ...) is ...]:
-        raise errors.specs_missing(getattr(fun, "__name__", type(fun).__name__), missing)
+    if key is None or not is_hashable(parts):
+        return make(*parts)
+    entry: Entry = _kept.get((make, key, parts), lambda: make(*parts))
+    return entry
+
+
+@jax.tree_util.register_static
+class Statics:
+    """The leaves of a tree that are no arrays, made hashable."""
+
+    def __init__(self, tree: PyTree) -> None:
+        self.tree = tree
+        leaves, structure = jax.tree.flatten(tree)
+        # A leaf whose value cannot be known is never equal to another.
+        self.key = structure, tuple(static_key(x) or object() for x in leaves)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Statics) and self.key == other.key
+
+
+# The gradient that is compared: of a weighted sum of all results, by the arrays of the arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,57 +100,42 @@ class WithGradient:
     gradient: list[Any]
 
 
-def selection(args: PyTree, results: PyTree) -> Selection:
-    """All arrays of floats, except in the states of Optax.
+def results_of(returned: PyTree) -> PyTree:
+    """The results of a call, without the gradient if that is there."""
+    return returned.results if isinstance(returned, WithGradient) else returned
+
+
+def inexact_leaves(tree: PyTree) -> tuple[int, ...]:
+    """The numbers of the leaves that are arrays of floats, except in the states of Optax.
 
     What an optimizer makes of a slot that is zero has no derivative.
-
-    **Arguments:**
-
-    - `args`: the tuple of the positional arguments and the dictionary of the others.
     """
-    return Selection(_inexact(results), _inexact(args))
-
-
-def _inexact(tree: PyTree) -> tuple[int, ...]:
     is_slots: Callable[[object], bool] = lambda x: type(x).__module__.partition(".")[0] == "optax"
-    found, number = [], 0
-    for node in tree_util.tree_leaves(tree, is_leaf=is_slots):
-        for x in tree_util.tree_leaves(node):
-            if not is_slots(node) and _is_inexact(x):
-                found.append(number)
-            number += 1
-    return tuple(found)
+    inexact = [
+        not is_slots(node) and hasattr(x, "dtype") and is_inexact(x.dtype)
+        for node in tree_util.tree_leaves(tree, is_leaf=is_slots)
+        for x in tree_util.tree_leaves(node)
+    ]
+    return tuple(number for number, hit in enumerate(inexact) if hit)
 
 
-def _is_inexact(x: AnyLeaf) -> bool:
-    return hasattr(x, "dtype") and is_inexact(x.dtype)
-
-
-def results_of(made: PyTree) -> PyTree:
-    """The results of a call, without the gradient if that is there."""
-    return made.results if isinstance(made, WithGradient) else made
-
-
-def learns(args: PyTree, written: Callable[[int], bool]) -> bool:
+def learns(args: PyTree, is_written: Callable[[int], bool]) -> bool:
     """Whether a call changes parameters: a training step, whose derivative nobody takes.
 
     **Arguments:**
 
-    - `written`: whether a call gives a new value for a leaf of the arguments, by its number.
+    - `is_written`: whether a call gives a new value for a leaf of the arguments, by its number.
     """
-    number = 0
     is_state: Callable[[object], bool] = lambda x: isinstance(x, sm.State)
-    for node in tree_util.tree_leaves(args, is_leaf=is_state):
-        for _ in tree_util.tree_leaves(node):
-            if isinstance(node, sm.ParamState) and written(number):
-                return True
-            number += 1
-    return False
+    nodes = tree_util.tree_leaves(args, is_leaf=is_state)
+    owners = [node for node in nodes for _ in tree_util.tree_leaves(node)]
+    return any(isinstance(x, sm.ParamState) and is_written(k) for k, x in enumerate(owners))
 
 
 def with_gradient(call: Fun, selected: Selection) -> Fun:
-    """A function that gives the results of a call and the gradient."""
+    """A function that gives the results of a call and, if anything is selected, the gradient."""
+    if not selected:
+        return call
 
     def both(*args: PyTree, **kwargs: PyTree) -> WithGradient:
         leaves, treedef = tree_util.tree_flatten((args, kwargs))
@@ -147,12 +147,11 @@ def with_gradient(call: Fun, selected: Selection) -> Fun:
                 filled[number] = x
             again, named = treedef.unflatten(filled)
             result = call(*again, **named)
-            found = tree_util.tree_leaves(result)
+            outputs = tree_util.tree_leaves(result)
             arrays, statics = eqx.partition(result, eqx.is_array)
             rest[:] = [statics]
-            return sum(
-                (_weighted(found[k]) for k in selected.of if k < len(found)), jnp.float32(0)
-            ), arrays
+            weighted = (_weighted(outputs[k]) for k in selected.of if k < len(outputs))
+            return sum(weighted, jnp.float32(0)), arrays
 
         value, pull, arrays = jax.vjp(total, [leaves[k] for k in selected.by], has_aux=True)
         (gradient,) = pull(jnp.ones_like(value))
@@ -175,19 +174,6 @@ def gradient_paths(args: PyTree, selected: Selection) -> list[str]:
     return [f"the gradient by {path_of(flat[k][0])}" for k in selected.by]
 
 
-def with_constants(fun: Fun, numbers: Sequence[int]) -> Fun:
-    """The function of shards with these leaves of its results taken for constants."""
-
-    def held(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        leaves, treedef = tree_util.tree_flatten(fun(*args, **kwargs))
-        for k in numbers:
-            leaves[k] = jax.lax.stop_gradient(leaves[k])
-        return treedef.unflatten(leaves)
-
-    held.__name__ = getattr(fun, "__name__", type(fun).__name__)
-    return held
-
-
 def differentiable(selected: Selection, traces: Callable[[Selection], Any]) -> Selection:
     """The selection without the results that have no derivative.
 
@@ -202,18 +188,103 @@ def differentiable(selected: Selection, traces: Callable[[Selection], Any]) -> S
         return selected
     except Exception:  # Raised again below, unless some results have a derivative.
         refused = set()
-        for one in selected.of:
-            others = tuple(k for k in selected.of if k != one)
+        for number in selected.of:
+            others = tuple(k for k in selected.of if k != number)
             with contextlib.suppress(Exception):
-                traces(Selection((one,), selected.by, others))
+                traces(Selection((number,), selected.by, others))
                 continue
-            refused.add(one)
+            refused.add(number)
         left = tuple(k for k in selected.of if k not in refused)
         if not left or not refused:
             raise
-    found = Selection(left, selected.by, tuple(sorted(refused)))
-    traces(found)
-    return found
+    without = Selection(left, selected.by, tuple(sorted(refused)))
+    traces(without)
+    return without
+
+
+def _with_constants(fun: Fun, numbers: Sequence[int]) -> Fun:
+    """The function of shards with these leaves of its results taken for constants."""
+
+    def held(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        leaves, treedef = tree_util.tree_flatten(fun(*args, **kwargs))
+        for k in numbers:
+            leaves[k] = jax.lax.stop_gradient(leaves[k])
+        return treedef.unflatten(leaves)
+
+    held.__name__ = getattr(fun, "__name__", type(fun).__name__)
+    return held
+
+
+# The reference
+
+
+def chained(call: Fun, args: Args, steps: int, feed: Feed) -> list[PyTree]:
+    """The results of calls, each of which gets what the call before returned."""
+    results = []
+    for _ in range(steps):
+        # One call at a time: in older versions of JAX the collectives of several running calls can lock up.
+        results.append(jax.block_until_ready(call(*args[0], **args[1])))
+        args = feed(args, results[-1])
+    return results
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """What gives the right results: the function on one device, or another function.
+
+    **Attributes:**
+
+    - `what`: the name of the function in messages.
+    - `compiled`: the function in its own dtypes.
+    - `doubled`: the function in double precision; `None` for one that JAX cannot trace, such as one of NumPy,
+        which has only the results that it gives.
+    """
+
+    what: str
+    compiled: Fun
+    doubled: Doubled | None = None
+
+    def form(self, types: PyTree, args: Args) -> PyTree:
+        """The results of the first call. There may be types in the place of arrays."""
+        if self.doubled is None:
+            return self.compiled(*args[0], **args[1])
+        return self.doubled.of(types).trace.form
+
+    def chain(self, args: Args, steps: int, feed: Feed) -> Chain:
+        if self.doubled is None:
+            results = chained(self.compiled, args, steps, feed)
+            return Chain([Called(Wide(None, None), Wide(result, result)) for result in results])
+        return doubled_chain(self.doubled, widened(args), feed, steps, noisy=True)
+
+
+def unsharded_reference(what: str, fun: Fun, selected: Selection) -> Reference:
+    """A function without a mesh."""
+    call = with_gradient(fun, selected)
+    return Reference(what, within_jit(call), Doubled(call))
+
+
+def within_jit(call: Fun) -> Fun:
+    """The call inside `jax.jit`."""
+    # JAX would keep the programs for all static values that were ever given.
+    programs: Recent[Fun] = Recent()
+
+    def program(statics: PyTree) -> Fun:
+        def whole(arrays: PyTree) -> PyTree:
+            args, kwargs = eqx.combine(arrays, statics)
+            result, rest = eqx.partition(call(*args, **kwargs), eqx.is_array)
+            return result, Statics(rest)
+
+        return jax.jit(whole, compiler_options=compile_fast())
+
+    def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
+        arrays, statics = eqx.partition((args, kwargs), eqx.is_array)
+        result, rest = programs.get(Statics(statics), lambda: program(statics))(arrays)
+        return eqx.combine(result, rest.tree)
+
+    return run
+
+
+# The function on a mesh
 
 
 def mesh_of(given: object) -> AnyMesh:
@@ -231,23 +302,27 @@ def mesh_of(given: object) -> AnyMesh:
     return Mesh(shaped, tuple(given), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-@dataclasses.dataclass(frozen=True)
 class OnMesh:
     """A function on a mesh.
 
-    **Attributes:**
+    **Arguments:**
 
-    - `make`: maps a function of shards over the mesh.
-    - `mapped`: the mapped function.
-    - `specs`: its in specs and out specs, if they are known.
+    - `specs`: further arguments of `shard_map`; `None` for a function that is mapped already.
     """
 
-    fun: Fun
-    mesh: AnyMesh
-    make: Callable[[Fun], sm.StatefulMapping]
-    mapped: sm.StatefulMapping
-    specs: tuple[PyTree, PyTree] | None = None
-    _selected: dict[Selection, "Programs"] = dataclasses.field(default_factory=dict)
+    def __init__(self, fun: Fun, mesh: AnyMesh, specs: Statics | None) -> None:
+        self.fun, self.mesh = fun, mesh
+        self.specs: Mapping[str, PyTree] | None = None if specs is None else specs.tree
+        # What `pmap2` and `vmap2` return has no mesh of named axes, and is refused.
+        self.mapped = fun.on_mesh(mesh) if isinstance(fun, sm.StatefulMapping) else self._map(fun)
+        self._programs: Recent[Programs] = Recent()
+
+    def _map(self, fun: Fun) -> sm.StatefulMapping:
+        if self.specs is None:
+            raise NotImplementedError(
+                f"{fun} cannot take the place of the function of {self.mapped}"
+            )
+        return sm.shard_map(fun, self.mesh, **self.specs)
 
     @property
     def where(self) -> str:
@@ -259,146 +334,44 @@ class OnMesh:
 
     def programs(self, selected: Selection) -> "Programs":
         """The programs that give the results and, if anything is selected, the gradient."""
-        if selected not in self._selected:
-            held = with_constants(self.fun, selected.constant) if selected.constant else self.fun
-            mapped = self.make(held) if selected.constant else self.mapped
-            self._selected[selected] = Programs(self.mesh, mapped, selected)
-        return self._selected[selected]
+
+        def new() -> Programs:
+            if not selected.constant:
+                return Programs(self.mesh, self.mapped, selected)
+            mapped = self._map(_with_constants(self.fun, selected.constant))
+            return Programs(self.mesh, mapped, selected)
+
+        return self._programs.get(selected, new)
 
 
-@dataclasses.dataclass(frozen=True)
 class Programs:
-    """The programs of a mapped function, with the gradient if one is selected."""
+    """The programs of a mapped function, with the gradient if one is selected.
 
-    mesh: AnyMesh
-    mapped: sm.StatefulMapping
-    selected: Selection
+    **Attributes:**
 
-    @cached_property
-    def doubled(self) -> Doubled:
-        """The function in double precision."""
-        return Doubled(selected(self.mapped, self.selected), self._context)
+    - `doubled`: the function in double precision.
+    """
 
-    @cached_property
-    def jitted(self) -> Fun:
-        """The function inside `jax.jit`."""
-        run = within_jit(selected(self.mapped, self.selected))
+    def __init__(self, mesh: AnyMesh, mapped: sm.StatefulMapping, selected: Selection) -> None:
+        self._mesh, self._mapped, self._selected = mesh, mapped, selected
+        call = with_gradient(mapped, selected)
+        self.doubled = Doubled(call, self._context)
+        self._jitted = within_jit(call)
 
-        def call(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            with self._context():
-                return run(*args, **kwargs)
-
-        return call
+    def jitted(self, *args: PyTree, **kwargs: PyTree) -> PyTree:
+        """Call the function inside `jax.jit`."""
+        with self._context():
+            return self._jitted(*args, **kwargs)
 
     @cached_property
-    def unsharded(self) -> "Unsharded":
+    def unsharded(self) -> Reference:
         """The function on one device."""
-        return Unsharded(self.mapped.unsharded, self.selected)
+        return unsharded_reference(report.ONE_DEVICE, self._mapped.unsharded, self._selected)
 
     def _context(self) -> AbstractContextManager[object]:
         # JAX can make zero gradients with Explicit axes in their type only where the mesh is set.
-        if not self.selected or AxisType.Explicit not in self.mesh.axis_types:
+        if not self._selected or AxisType.Explicit not in self._mesh.axis_types:
             return contextlib.nullcontext()
-        if isinstance(self.mesh, Mesh):
-            return jax.set_mesh(self.mesh)
-        return jax.sharding.use_abstract_mesh(self.mesh)
-
-
-class Unsharded:
-    """The programs of a function without a mesh, with the gradient if one is selected."""
-
-    def __init__(self, fun: Fun, chosen: Selection) -> None:
-        self.doubled = Doubled(selected(fun, chosen))
-        self.compiled = within_jit(selected(fun, chosen))
-
-
-def selected(call: Fun, chosen: Selection) -> Fun:
-    return with_gradient(call, chosen) if chosen else call
-
-
-def on_mesh(fun: Fun, key: Hashable | None, mesh: AnyMesh, specs: Mapping[str, PyTree]) -> OnMesh:
-    """A function on a mesh. Equal arguments get the same object, whose programs are compiled already.
-
-    **Arguments:**
-
-    - `key`: whatever else the function depends on; `None` where that cannot be known.
-    - `specs`: further arguments of `shard_map`; empty for a function that is mapped already.
-    """
-    leaves, structure = jax.tree.flatten(dict(specs), is_leaf=lambda x: x is None)
-    full = fun, key, mesh, tuple(leaves), structure
-    return _cached(*full) if key is not None and is_hashable(full) else _new(*full)
-
-
-def _new(
-    fun: Fun, key: Hashable, mesh: AnyMesh, leaves: tuple[AnyLeaf, ...], structure: PyTreeDef
-) -> OnMesh:
-    del key
-    specs = structure.unflatten(leaves)
-    if is_mapped(fun):
-        mapped = remapped(fun, mesh)
-        return OnMesh(fun, mesh, lambda other: _refused(other, mapped), mapped)
-    make: Callable[[Fun], sm.StatefulMapping] = lambda fun: sm.shard_map(fun, mesh, **specs)
-    return OnMesh(fun, mesh, make, make(fun), (specs["in_specs"], specs["out_specs"]))
-
-
-def _refused(fun: Fun, mapped: sm.StatefulMapping) -> sm.StatefulMapping:
-    raise NotImplementedError(f"{fun} cannot take the place of the function of {mapped}")
-
-
-# The caches are bounded, because each entry keeps compiled programs alive.
-_cached = functools.lru_cache(maxsize=64)(_new)
-
-
-def unsharded_programs(fun: Fun, key: Hashable | None, chosen: Selection) -> Unsharded:
-    """The programs of a function that is not mapped. Equal arguments get the same object.
-
-    **Arguments:**
-
-    - `key`: as for `on_mesh`.
-    """
-    known = key is not None and is_hashable(fun)
-    return _cached_unsharded(fun, key, chosen) if known else Unsharded(fun, chosen)
-
-
-@functools.lru_cache(maxsize=64)
-def _cached_unsharded(fun: Fun, key: Hashable, chosen: Selection) -> Unsharded:
-    del key
-    return Unsharded(fun, chosen)
-
-
-def within_jit(call: Fun) -> Fun:
-    """The call inside `jax.jit`."""
-    # JAX would keep the programs for all static values that were ever given.
-    programs: Recent[Fun] = Recent()
-
-    def program(statics: PyTree) -> Fun:
-        def whole(arrays: PyTree) -> PyTree:
-            args, kwargs = eqx.combine(arrays, statics)
-            result, rest = eqx.partition(call(*args, **kwargs), eqx.is_array)
-            return result, _Statics(rest)
-
-        return jax.jit(whole, compiler_options=compile_fast())
-
-    def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
-        arrays, statics = eqx.partition((args, kwargs), eqx.is_array)
-        result, rest = programs.get(_Statics(statics), lambda: program(statics))(arrays)
-        return eqx.combine(result, rest.tree)
-
-    return run
-
-
-@jax.tree_util.register_static
-class _Statics:
-    """The leaves of a tree that are no arrays, made hashable."""
-
-    def __init__(self, tree: PyTree) -> None:
-        self.tree = tree
-        leaves, structure = jax.tree.flatten(tree)
-        # A leaf whose value cannot be known is never equal to another.
-        self.key = structure, tuple(static_key(x) or object() for x in leaves)
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Statics) and self.key == other.key
+        if isinstance(self._mesh, Mesh):
+            return jax.set_mesh(self._mesh)
+        return jax.sharding.use_abstract_mesh(self._mesh)

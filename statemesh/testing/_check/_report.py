@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from .. import _errors as errors
+from .._errors import BrokenPromise
 from .._locate._located import Located
-from .._program._replay import MOST_ROUNDS, Broken
+from .._program._replay import MOST_ROUNDS
 from ._feedback import FeedBack
 from ._judge import Mismatch
 
@@ -99,17 +99,11 @@ def _rounding(one: Mismatch, allowed: float) -> str:
     return f"1e{power:+03d} would be rounding{' in double precision' if double else ''}"
 
 
-def broken_promises(found: Sequence[Broken]) -> list[str]:
+def broken_promises(promises: Sequence[BrokenPromise]) -> list[str]:
     """Lines on results that are promised to be the same on several shards, and differ."""
-    lines = [
-        errors.uneven_line(one.control, one.collectives, one.unequal)
-        if one.control
-        else errors.unequal_line(one.unequal).replace("(...).results", "(...)")
-        for one in found
-    ]
-    if not found:
-        return []
-    return [*lines, UNEVEN if found[0].control else UNREDUCED]
+    # The results of a call with its gradient are a part of what is traced.
+    lines = [str(promise).replace("(...).results", "(...)") for promise in promises]
+    return [*lines, UNEVEN if promises[0].control else UNREDUCED]
 
 
 def _short(x: object) -> str:

@@ -1,8 +1,7 @@
 """What a check that passed has not tested, and what it is asked to leave out."""
 
-import functools
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -11,13 +10,14 @@ import numpy as np
 import statemesh as sm
 
 from .. import _errors as errors
+from .._program._numbers import data_of, equal, is_key
 from .._types import AnyLeaf, PyTree
-from ._feedback import FeedBack, Forms, is_key, parts_of
+from ._feedback import FeedBack, Part, parts_of, path_of
 from ._judge import Leaf
 
 
-# The positional and keyword arguments of a call, and its result.
-Made: TypeAlias = tuple[tuple[tuple[PyTree, ...], Mapping[str, PyTree]], PyTree]
+# The positional and keyword arguments of each call, and its result.
+CallsMade: TypeAlias = list[tuple[tuple[tuple[PyTree, ...], Mapping[str, PyTree]], PyTree]]
 
 
 class UntestedWarning(UserWarning):
@@ -43,7 +43,7 @@ class UntestedWarning(UserWarning):
 
 
 def untested(
-    calls: Sequence[Made],
+    calls: CallsMade,
     feedback: FeedBack,
     sizes: Sequence[Mapping[Hashable, int]],
     drawn: Collection[int],
@@ -141,14 +141,12 @@ def never_finite(calls: Sequence[Sequence[Leaf]], without: Collection[int] = ())
 def _states_and_keys(given: PyTree) -> Iterator[tuple[str, PyTree, Sequence[int]]]:
     """The states and the bare keys of arguments, with their paths and the numbers of their leaves."""
     end = 0
-    for part in parts_of(given, Forms()):
+    for part in parts_of(given):
         if part.leaves.start < end:
             continue  # It is in the state before.
         if sm.is_state(part.node) or is_key(part.node):
             end = part.leaves.stop
-            root = ("args", "kwargs")[part.keys[0].idx]
-            path = root + str(jax.tree_util.keystr(part.keys[1:]))
-            yield path, part.node, part.leaves
+            yield path_of(part.keys), part.node, part.leaves
 
 
 def _is_written(state: sm.State) -> bool:
@@ -159,10 +157,8 @@ def _is_written(state: sm.State) -> bool:
 def _same(a: AnyLeaf, b: AnyLeaf) -> bool:
     if a is b:
         return True
-    if is_key(a) and is_key(b):
-        a, b = jax.random.key_data(a), jax.random.key_data(b)
-    a, b = np.asarray(a), np.asarray(b)
-    return bool(a.shape == b.shape and np.all((a == b) | ((a != a) & (b != b))))
+    a, b = np.asarray(data_of(a)), np.asarray(data_of(b))
+    return bool(a.shape == b.shape and np.all(equal(a, b)))
 
 
 def left_out(name: str, result: PyTree, leave_out: Any) -> frozenset[int]:
@@ -182,35 +178,24 @@ def left_out(name: str, result: PyTree, leave_out: Any) -> frozenset[int]:
         return frozenset()
     if isinstance(leave_out, list | tuple):
         return frozenset().union(*(left_out(name, result, one) for one in leave_out))
-    parts = parts_of(result, Forms())
+    parts = parts_of(result)
     states = [part for part in parts if sm.is_state(part.node)]
     if isinstance(leave_out, str) and (not leave_out or set(leave_out) & set(".[(")):
         path = leave_out.removeprefix(f"{name}(...)").replace('"', "'")
-        found = [part.leaves for part in parts if part.path == path]
+        hits = [part.leaves for part in parts if part.path == path]
     else:
-        hits = _predicates(leave_out, result)
-        found = [part.leaves for part in states if any(hit(part) for hit in hits)]
-    if not found and leave_out not in (..., True):
+        several = type(result) in (tuple, list)
+        sees_all = sm.filters.to_predicate(leave_out, result)
+        sees_one = [sm.filters.to_predicate(leave_out, x) for x in result] if several else []
+
+        def is_hit(part: Part) -> bool:
+            inside = sees_one[part.keys[0].idx] if several and part.keys else None
+            return bool(
+                sees_all(part.keys, part.node) or (inside and inside(part.keys[1:], part.node))
+            )
+
+        hits = [part.leaves for part in states if is_hit(part)]
+    if not hits and leave_out not in (..., True):
         paths = [f"{name}(...){part.path}" for part in states]
         raise errors.leave_out_unknown(leave_out, paths)
-    return frozenset(number for leaves in found for number in leaves)
-
-
-def _predicates(given: Any, result: PyTree) -> list[Callable[[Any], bool]]:
-    """A filter as it sees the whole result, and as it sees each of several results."""
-
-    def below(depth: int, predicate: Callable[[Any, Any], bool], part: Any) -> bool:
-        return bool(predicate(part.keys[depth:], part.node))
-
-    found: list[Callable[[Any], bool]]
-    found = [functools.partial(below, 0, sm.filters.to_predicate(given, result))]
-    if type(result) in (tuple, list):
-        for k, one in enumerate(result):
-            predicate = sm.filters.to_predicate(given, one)
-            inside = functools.partial(below, 1, predicate)
-            found.append(functools.partial(_of_result, k, inside))
-    return found
-
-
-def _of_result(number: int, hit: Callable[[Any], bool], part: Any) -> bool:
-    return bool(part.keys) and part.keys[0].idx == number and hit(part)
+    return frozenset(number for leaves in hits for number in leaves)

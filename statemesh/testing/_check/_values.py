@@ -10,8 +10,10 @@ import numpy as np
 
 import statemesh as sm
 
+from .._program._numbers import data_of, is_key
 from .._program._trace import on_one_device
 from .._types import AnyLeaf, PyTree, tree_util
+from ._feedback import is_within, path_of
 
 
 # Makes another array of the same shape and dtype.
@@ -56,19 +58,9 @@ def _made(args: PyTree, kept: Collection[str], make: Make, *, in_states: bool) -
     made = []
     for (keys, x), hit in zip(flat, above, strict=True):
         is_kept = any(is_within(path_of(keys), path) for path in kept)
-        known = eqx.is_array(x) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        known = eqx.is_array(x) and not is_key(x)
         made.append(make(random, x) if hit and known and not is_kept else x)
     return treedef.unflatten(made)
-
-
-def path_of(keys: tuple[AnyLeaf, ...]) -> str:
-    """The path of an argument as the user would type it, from its path in the pair of all arguments."""
-    return f"{('args', 'kwargs')[keys[0].idx]}{jax.tree_util.keystr(keys[1:])}"
-
-
-def is_within(path: str, outer: str) -> bool:
-    """Whether a path leads to a tree, or to a part of it."""
-    return path == outer or (path.startswith(outer) and path[len(outer)] in ".[")
 
 
 def _generic(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
@@ -129,12 +121,11 @@ def saved(tree: PyTree) -> PyTree:
 
 def _through_file(x: jax.Array) -> jax.Array:
     file = io.BytesIO()
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    data = np.asarray(jax.random.key_data(x) if is_key else x)
+    data = np.asarray(data_of(x))
     # As bytes: the format of NumPy does not know bfloat16 and the like.
     np.save(file, data.reshape(-1).view(np.uint8))
     file.seek(0)
     loaded = np.load(file).view(data.dtype).reshape(data.shape)
-    if is_key:
+    if is_key(x):
         return jax.random.wrap_key_data(loaded, impl=jax.random.key_impl(x))
     return jnp.asarray(loaded)

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 from collections.abc import Mapping
 
-from .._program._noise import roundoff
+from .._program._numbers import roundoff
 from .._program._stacked import Scope, Stacked
 from .._types import Numbers
 from ._align import pairs

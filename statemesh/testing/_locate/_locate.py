@@ -12,7 +12,7 @@ import statemesh as sm
 
 from .. import _errors as errors
 from .._program._doubled import widened
-from .._program._noise import is_inexact, promoted
+from .._program._numbers import is_inexact, promoted
 from .._program._stacked import Scope, Stacked
 from .._program._trace import NO_MESH, Trace, is_array_or_type, on_one_device, trace
 from .._types import AnyLeaf, Fun, PyTree, tree_util

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from .._program._noise import promoted
+from .._program._numbers import promoted
 from .._program._stacked import Axes, Stacked
 from .._types import Numbers
 from ._flat import Step

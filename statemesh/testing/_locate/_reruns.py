@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._program._noise import roundoff
+from .._program._numbers import roundoff
 from .._program._stacked import Scope, Stacked
 from .._types import AnyLeaf, Numbers
 from ._flat import Constant, Operand, Program

@@ -14,8 +14,8 @@ from .._recent import Recent
 from .._static_keys import static_key
 from .._types import AnyLeaf, Fun, PyTree, PyTreeDef, tree_util
 from ._jaxprs import Jaxpr, as_function, is_identity, is_literal
-from ._replay import Differences, Replay, broken
-from ._trace import NO_MESH, Placing, as_array, on_one_device, placing_like, trace, type_of
+from ._replay import Differences, Replay
+from ._trace import NO_MESH, Placing, Trace, as_array, on_one_device, placing_like, trace, type_of
 
 
 class TracedProgram:
@@ -34,9 +34,9 @@ class TracedProgram:
         self.paths = paths
         self.holds_tracers = any(isinstance(x, jax.core.Tracer) for x in closed.consts)
         self.context = jax.sharding.get_abstract_mesh()
-        self.replay = Replay(name, closed.jaxpr)
+        self.replay = Replay(name, closed.jaxpr, most_rounds=None)
         self.compiled = jax.jit(self.replay)
-        self.gradients: dict[tuple[bool, ...], Fun] = {}
+        self.gradients: Recent[Fun] = Recent()
         # A result that is an input is returned as the very array that came in.
         inputs = {var: i for i, var in enumerate([*closed.jaxpr.constvars, *closed.jaxpr.invars])}
         for eqn in closed.jaxpr.eqns:
@@ -70,7 +70,9 @@ class TracedProgram:
             returns[:] = [placing_like(primal.value) for primal in primals]
             arrays = [on_one_device(as_array(primal.value)) for primal in primals]
             wanted = tuple(primal.perturbed for primal in primals)
-            return run(*arrays), Partial(self._gradient(wanted), *arrays)
+            return run(*arrays), Partial(
+                self.gradients.get(wanted, lambda: self._gradient(wanted)), *arrays
+            )
 
         def backward(pull: Any, cotangents: Any) -> Any:
             found = zip(pull(cotangents), returns, strict=True)
@@ -83,16 +85,14 @@ class TracedProgram:
         # Under a transformation of the user's the values are not known.
         if any(isinstance(x, jax.core.Tracer) for x in differences):
             return
-        found = broken(self.replay.promises, differences, self.closed.jaxpr.outvars, self.paths)
-        if uneven := [(x.control, x.collectives, x.unequal) for x in found if x.control]:
+        broken = self.replay.broken(differences, self.paths).values()
+        if uneven := [promise for promise in broken if promise.control]:
             raise errors.uneven(self.name, uneven)
-        if found:
-            raise errors.unequal(self.name, [x.unequal for x in found])
+        if broken:
+            raise errors.unequal(self.name, broken)
 
     def _gradient(self, wanted: tuple[bool, ...]) -> Fun:
         """The function from inputs and cotangents of results to the cotangents of the wanted inputs."""
-        if wanted in self.gradients:
-            return self.gradients[wanted]
         avals = self.closed.out_avals
         at = [i for i, hit in enumerate(wanted) if hit]
         floats = [k for k, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
@@ -121,7 +121,6 @@ class TracedProgram:
             found = dict(zip(at, programs[0](flat), strict=True))
             return tuple(found.get(i) for i in range(len(wanted)))
 
-        self.gradients[wanted] = gradient
         return gradient
 
 
@@ -185,11 +184,16 @@ def emulate(mapped: Fun, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         leaves = [as_array(x) if _is_traced(x) else x for x in leaves]
     key = _signature(treedef, leaves)
     cache = _cache_of(mapped)
-    new: Callable[[], _TracedCall] = lambda: _TracedCall(mapped, treedef, leaves)
-    traced = new() if key is None else cache.get(key, new)
-    if traced.program.holds_tracers:
+
+    def new() -> tuple[Trace, TracedProgram]:
+        traced = trace(mapped, treedef, leaves)
+        name = getattr(mapped, "__name__", type(mapped).__name__)
+        return traced, TracedProgram(name, traced.closed, traced.paths)
+
+    traced, program = new() if key is None else cache.get(key, new)
+    if program.holds_tracers:
         cache.forget(key)
-    return traced([x for x in leaves if _is_jax_array(x)])
+    return traced.results(program([x for x in leaves if isinstance(x, jax.Array)]))
 
 
 def _is_traced(x: object) -> bool:
@@ -199,16 +203,12 @@ def _is_traced(x: object) -> bool:
     )
 
 
-def _is_jax_array(x: object) -> bool:
-    return isinstance(x, jax.Array)
-
-
 # The traced calls of each function, for as long as the function lives.
-_caches: weakref.WeakKeyDictionary[Fun, Recent["_TracedCall"]]
+_caches: weakref.WeakKeyDictionary[Fun, Recent[tuple[Trace, TracedProgram]]]
 _caches = weakref.WeakKeyDictionary()
 
 
-def _cache_of(mapped: Fun) -> Recent["_TracedCall"]:
+def _cache_of(mapped: Fun) -> Recent[tuple[Trace, TracedProgram]]:
     try:
         return _caches.setdefault(mapped, Recent())
     except TypeError:  # The function has no hash, or cannot be referred to weakly.
@@ -217,7 +217,7 @@ def _cache_of(mapped: Fun) -> Recent["_TracedCall"]:
 
 def _signature(treedef: PyTreeDef, leaves: Sequence[AnyLeaf]) -> Hashable | None:
     """All that the traced program depends on except the function; `None` where that cannot be known."""
-    keys = tuple(_type_key(x) if _is_jax_array(x) else static_key(x) for x in leaves)
+    keys = tuple(_type_key(x) if isinstance(x, jax.Array) else static_key(x) for x in leaves)
     if None in keys:
         return None
     wide = jax.dtypes.canonicalize_dtype("float64") == "float64"
@@ -226,15 +226,3 @@ def _signature(treedef: PyTreeDef, leaves: Sequence[AnyLeaf]) -> Hashable | None
 
 def _type_key(x: jax.Array) -> Hashable:
     return "array", x.shape, x.dtype, getattr(x, "weak_type", False)
-
-
-class _TracedCall:
-    """A call with one signature, traced."""
-
-    def __init__(self, mapped: Fun, treedef: PyTreeDef, leaves: Sequence[AnyLeaf]) -> None:
-        name = getattr(mapped, "__name__", type(mapped).__name__)
-        self.trace = trace(mapped, treedef, leaves)
-        self.program = TracedProgram(name, self.trace.closed, self.trace.paths)
-
-    def __call__(self, arrays: Sequence[jax.Array]) -> PyTree:
-        return self.trace.results(self.program(arrays))

@@ -70,12 +70,31 @@ def operands_of_call(eqn: Equation, given: Sequence[Value]) -> Sequence[Value]:
     return [*given[first : first + counts.solve], *given[sum(counts) :]]
 
 
+def counts_of_scan(eqn: Equation) -> tuple[int, int]:
+    """How many constants and how many carries a scan has."""
+    # Versions of JAX store these counts under different names. What is scanned over or stacked has one axis
+    # more outside than inside; constants and what is carried have as many.
+    body = opened(eqn.params["jaxpr"])
+
+    def with_equal_ranks(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+        pairs = zip(outside, inside, strict=True)
+        return sum(np.ndim(a.aval) == np.ndim(b.aval) for a, b in pairs)
+
+    carries = with_equal_ranks(eqn.outvars, body.outvars)
+    return with_equal_ranks(eqn.invars, body.invars) - carries, carries
+
+
+def inner_jaxprs(eqn: Equation) -> list[Jaxpr]:
+    """The jaxprs that an equation runs."""
+    values = eqn.params.values()
+    each = [x for value in values for x in (value if isinstance(value, tuple) else (value,))]
+    return [opened(x) for x in each if hasattr(x, "eqns")]
+
+
 def nested_equations(eqn: Equation) -> Iterator[Equation]:
     """All equations in the jaxprs that an equation runs."""
-    for value in eqn.params.values():
-        for one in value if isinstance(value, tuple) else (value,):
-            if hasattr(one, "eqns"):
-                yield from all_equations(opened(one))
+    for jaxpr in inner_jaxprs(eqn):
+        yield from all_equations(jaxpr)
 
 
 def all_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
@@ -186,12 +205,7 @@ def _flow(jaxpr: Jaxpr, given: Sequence[Sources]) -> tuple[list[Sources], Source
 
 def _through(eqn: Equation, sources: list[Sources]) -> tuple[list[Sources], Sources]:
     every = NONE.union(*sources)
-    inner = [
-        opened(one)
-        for value in eqn.params.values()
-        for one in (value if isinstance(value, tuple) else (value,))
-        if hasattr(one, "eqns")
-    ]
+    inner = inner_jaxprs(eqn)
     if not inner:
         return [every] * len(eqn.outvars), NONE
     unknown = every if any(map(draws, inner)) else NONE
@@ -210,9 +224,7 @@ def _through(eqn: Equation, sources: list[Sources]) -> tuple[list[Sources], Sour
 
 def _carried(eqn: Equation, jaxpr: Jaxpr, operands: list[Sources]) -> list[Sources]:
     """What the operands of a scan depend on once its carries have gone round."""
-    # What is looped over has one axis more outside; versions of JAX store the count of carries differently.
-    count = _with_equal_ranks(eqn.outvars, jaxpr.outvars)
-    first = _with_equal_ranks(eqn.invars, jaxpr.invars) - count
+    first, count = counts_of_scan(eqn)
     while True:
         results, _ = _flow(jaxpr, operands)
         carries = [
@@ -222,8 +234,3 @@ def _carried(eqn: Equation, jaxpr: Jaxpr, operands: list[Sources]) -> list[Sourc
         if new == operands:
             return new
         operands = new
-
-
-def _with_equal_ranks(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    pairs = zip(outside, inside, strict=True)
-    return sum(np.ndim(x.aval) == np.ndim(y.aval) for x, y in pairs)

@@ -14,7 +14,7 @@ at most that many grains.
 import math
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ import numpy as np
 
 from .._types import AnyLeaf
 from ._jaxprs import Equation, nested_equations
+from ._numbers import is_inexact, promoted, roundoff
 
 
 # Parameters that say where a value lies on a mesh.
@@ -42,39 +43,19 @@ _SCATTERS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-@runtime_checkable
-class Arithmetic(Protocol):
-    """How a replay computes."""
+class OwnDtypes:
+    """How a replay computes: in the dtypes of the program."""
 
     def value(self, x: AnyLeaf) -> AnyLeaf:
         """An input or a constant of the program, as the replay holds it."""
-
-    def literal(self, x: AnyLeaf, dtype: Any) -> AnyLeaf:
-        """A literal of the program and its dtype, as the replay holds it."""
-
-    def bind(self, eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
-        """The results, on one shard, of an equation that is no collective and runs no other equations."""
-
-    def reduced(
-        self,
-        eqn: Equation,
-        xs: Sequence[AnyLeaf],
-        run: Callable[..., list[AnyLeaf]],
-        shards: int = 1,
-    ) -> list[AnyLeaf]:
-        """The results of an equation that `run` computes. A collective is over so many shards."""
-
-
-class OwnDtypes:
-    """The arithmetic of the program as it is."""
-
-    def value(self, x: AnyLeaf) -> AnyLeaf:
         return x
 
     def literal(self, x: AnyLeaf, dtype: Any) -> AnyLeaf:
+        """A literal of the program and its dtype, as the replay holds it."""
         return np.asarray(x, dtype)
 
     def bind(self, eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
+        """The results, on one shard, of an equation that is no collective and runs no other equations."""
         return _results(eqn, _parameters(eqn), xs)
 
     def reduced(
@@ -84,6 +65,7 @@ class OwnDtypes:
         run: Callable[..., list[AnyLeaf]],
         shards: int = 1,
     ) -> list[AnyLeaf]:
+        """The results of an equation that `run` computes. A collective is over so many shards."""
         del eqn, shards
         return run(*xs)
 
@@ -144,17 +126,6 @@ class Promoted(OwnDtypes):
 def dtype_of(var: Any) -> Any:
     """The dtype of a variable of a program."""
     return var.aval.dtype
-
-
-def is_inexact(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.inexact))
-
-
-def promoted(dtype: Any) -> Any:
-    """The dtype that stands for a dtype in double precision."""
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return np.dtype(np.complex128)
-    return np.dtype(np.float64) if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def _scattered(eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
@@ -452,11 +423,6 @@ def _is_product(product: AnyLeaf, a: AnyLeaf, b: AnyLeaf, unit: Any) -> AnyLeaf:
 def _is_sum(eqn: Equation) -> bool:
     """Whether the result is a sum of products of operands. A power below zero is none."""
     return eqn.primitive.name in _SUMS and eqn.params.get("y", 1) > 0
-
-
-def roundoff(dtype: Any) -> float:
-    """The distance from one to the next number of a dtype; zero for exact dtypes."""
-    return float(jnp.finfo(dtype).eps) if is_inexact(dtype) else 0.0  # type: ignore[no-untyped-call]
 
 
 def _terms(eqn: Equation, shards: int) -> int:

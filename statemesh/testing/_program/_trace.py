@@ -15,6 +15,7 @@ import statemesh as sm
 
 from .._types import AnyLeaf, Fun, PyTree, PyTreeDef, tree_util
 from ._jaxprs import Jaxpr
+from ._numbers import is_key
 
 
 # A function that puts an array somewhere else.
@@ -41,7 +42,7 @@ def on_one_device(x: Any) -> Any:
         return jax.sharding.reshard(x, NamedSharding(auto, PartitionSpec()))
     if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array) or not x.committed:
         return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         data = jnp.asarray(np.asarray(jax.random.key_data(x)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return jnp.asarray(np.asarray(x))
@@ -97,6 +98,11 @@ class Trace:
 
 def is_array_or_type(x: object) -> bool:
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+
+
+def is_number_or_type(x: object) -> bool:
+    """Whether a leaf is an array, the type of one, or a number of Python."""
+    return eqx.is_array_like(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
 def trace(mapped: Fun, treedef: PyTreeDef, leaves: Sequence[AnyLeaf]) -> Trace:
