@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from jax.sharding import PartitionSpec
 
@@ -117,6 +117,13 @@ def not_mapped(given: object) -> TypeError:
 def bad_keyword(what: str, argument: str, value: object, expected: str) -> TypeError:
     kind = type(value).__name__
     return TypeError(f"{what}: {argument} is {value!r} of type {kind}, but must be {expected}.")
+
+
+def check(what: str, argument: str, value: object, kinds: Any, expected: str) -> None:
+    """Refuse what is not of these types. A truth value is no number."""
+    is_flag = isinstance(value, bool) and bool not in (kinds, *get_args(kinds))
+    if is_flag or not isinstance(value, kinds):
+        raise bad_keyword(what, argument, value, expected)
 
 
 def unknown_paths(unknown: Sequence[str], known: Sequence[str]) -> sm.StructureError:

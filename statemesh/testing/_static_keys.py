@@ -13,6 +13,14 @@ def is_hashable(x: object) -> bool:
     return True
 
 
+def equal_values(a: Any, b: Any) -> bool:
+    """Whether two objects are equal by their own `__eq__`."""
+    try:
+        return bool(a == b)
+    except Exception:  # An `__eq__` of the user's may raise anything.
+        return False
+
+
 class _Key:
     """A value with its own `__eq__`, except that it always equals itself."""
 
@@ -26,10 +34,7 @@ class _Key:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Key) or self.key != other.key:
             return False
-        try:
-            return self.value is other.value or bool(self.value == other.value)
-        except Exception:  # An `__eq__` of the user's may raise anything.
-            return False
+        return self.value is other.value or equal_values(self.value, other.value)
 
 
 def static_key(x: Any) -> Hashable | None:

@@ -1,13 +1,14 @@
 """`assert_equivalent`: a function gives the same results on every mesh."""
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any, Literal
 
 import statemesh as sm
 
 from .. import _errors as errors
+from .._errors import check
 from .._types import Fun, PyTree, tree_util
 from ._check import Check, Checked
 from ._environment import environment, held_by
@@ -16,56 +17,6 @@ from ._programs import OnMesh, Statics, kept, mesh_of
 from ._subject import Subject
 from ._untested import UntestedWarning
 from ._values import as_arrays
-
-
-def _is_flag(value: object) -> bool:
-    return value is None or isinstance(value, bool)
-
-
-# What a keyword must be: a check, and words for it.
-_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "meshes": (
-        lambda meshes: isinstance(meshes, Iterable),
-        'a list of meshes, as in meshes=[{"x": 2}, {"x": 4}]',
-    ),
-    "check_vma": (_is_flag, "True, False or None"),
-    "unsharded": (
-        lambda fun: fun is None or fun is False or callable(fun),
-        "a function, False, or None for the function itself on one device",
-    ),
-    "steps": (
-        lambda steps: (
-            steps is None or (isinstance(steps, Integral) and not isinstance(steps, bool))
-        ),
-        "an int, 1 or more: the number of calls in a row",
-    ),
-    "gradients": (_is_flag, "True, False or None"),
-    "tolerance": (
-        lambda size: (
-            size is None
-            or (isinstance(size, Real) and not isinstance(size, bool) and float(size) >= 0)
-        ),
-        "a number, 0 or more, as in tolerance=1e-6",
-    ),
-    "kwargs": (
-        lambda kwargs: kwargs is None or isinstance(kwargs, Mapping),
-        "a dictionary of arguments by name",
-    ),
-    "fed_back": (
-        lambda pairs: pairs is None or isinstance(pairs, Mapping) or _are_pairs(pairs),
-        'a dictionary of paths, as in fed_back={"args[0]": "[1]"}',
-    ),
-    "keep": (
-        lambda keep: isinstance(keep, str | Collection),
-        'paths of arguments, as in keep=["args[1]"]',
-    ),
-}
-
-
-def _are_pairs(pairs: object) -> bool:
-    if isinstance(pairs, list | tuple):
-        return all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs)
-    return isinstance(pairs, Iterable) and not isinstance(pairs, str)
 
 
 def assert_equivalent(
@@ -167,25 +118,32 @@ def assert_equivalent(
 
         ```
     """
+    what, flag = "assert_equivalent", "True, False or None"
     if not callable(fun):
-        raise errors.bad_keyword("assert_equivalent", "fun", fun, "a function")
+        raise errors.bad_keyword(what, "fun", fun, "a function")
     if not isinstance(args, tuple | list):
         raise errors.not_arguments(args)
-    keywords = {
-        "meshes": meshes,
-        "check_vma": check_vma,
-        "unsharded": unsharded,
-        "steps": steps,
-        "gradients": gradients,
-        "tolerance": tolerance,
-        "kwargs": kwargs,
-        "fed_back": fed_back,
-        "keep": keep,
-    }
-    for argument, value in keywords.items():
-        fits, expected = _EXPECTED[argument]
-        if not fits(value):
-            raise errors.bad_keyword("assert_equivalent", argument, value, expected)
+    several = 'a list of meshes, as in meshes=[{"x": 2}, {"x": 4}]'
+    check(what, "meshes", meshes, Iterable, several)
+    check(what, "check_vma", check_vma, bool | None, flag)
+    if unsharded is not None and unsharded is not False and not callable(unsharded):
+        expected = "a function, False, or None for the function itself on one device"
+        raise errors.bad_keyword(what, "unsharded", unsharded, expected)
+    check(what, "steps", steps, Integral | None, "an int, 1 or more: the number of calls in a row")
+    check(what, "gradients", gradients, bool | None, flag)
+    expected = "a number, 0 or more, as in tolerance=1e-6"
+    check(what, "tolerance", tolerance, Real | None, expected)
+    if tolerance is not None and not float(tolerance) >= 0:
+        raise errors.bad_keyword(what, "tolerance", tolerance, expected)
+    check(what, "kwargs", kwargs, Mapping | None, "a dictionary of arguments by name")
+    expected = 'a dictionary of paths, as in fed_back={"args[0]": "[1]"}'
+    check(what, "fed_back", fed_back, Iterable | None, expected)
+    pairs = fed_back if isinstance(fed_back, list | tuple) else ()
+    if isinstance(fed_back, str) or not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
+    ):
+        raise errors.bad_keyword(what, "fed_back", fed_back, expected)
+    check(what, "keep", keep, str | Collection, 'paths of arguments, as in keep=["args[1]"]')
     if steps is not None and steps < 1:
         raise errors.steps_too_few(steps)
     on_meshes = [mesh_of(mesh) for mesh in meshes]
@@ -198,13 +156,11 @@ def assert_equivalent(
         "state_out_specs": state_out_specs,
         "check_vma": check_vma,
     }
-    is_mapped, name = (
-        isinstance(fun, sm.StatefulMapping),
-        getattr(fun, "__name__", type(fun).__name__),
-    )
-    if is_mapped and (twice := [name for name, value in specs.items() if value not in (None, ...)]):
+    name = getattr(fun, "__name__", type(fun).__name__)
+    is_mapped = isinstance(fun, sm.StatefulMapping)
+    if is_mapped and (twice := [key for key, value in specs.items() if value not in (None, ...)]):
         raise errors.specs_given_twice(getattr(fun, "__name__", "fun"), twice)
-    missing = [name for name in ("in_specs", "out_specs") if specs[name] is ...]
+    missing = [key for key in ("in_specs", "out_specs") if specs[key] is ...]
     if not is_mapped and missing:
         raise errors.specs_missing(name, missing)
     given = as_arrays((tuple(args), dict(kwargs or {})))
@@ -226,9 +182,9 @@ def assert_equivalent(
         leave_out=leave_out,
         keep=keep,
     )
-    check = Check(subject)
-    check.run()
-    checked = check.conclude()
+    comparisons = Check(subject)
+    comparisons.run()
+    checked = comparisons.conclude()
     for text in checked.untested:
         warnings.warn(text, UntestedWarning, stacklevel=2)
     return checked

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import sys
 import types
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 
 import statemesh as sm
 
+from .._libraries import is_library_module
 from .._program._numbers import data_of
 from .._static_keys import is_hashable, static_key
 from .._types import PyTree
@@ -109,7 +109,7 @@ def held_by(args: PyTree) -> list[Any]:
         return False
 
     functions = [x for x in jax.tree.leaves(args, is_leaf=is_leaf) if callable(x)]
-    return [cls for cls in classes if not _is_installed(cls.__module__)] + functions
+    return [cls for cls in classes if not is_library_module(cls.__module__)] + functions
 
 
 def _taken_apart(x: Any) -> _Apart:
@@ -172,7 +172,7 @@ def _object_apart(x: Any) -> _Apart:
     is_value = is_hashable(x) and (
         (of_jax and not is_reference) or kind.__hash__ is not by_identity
     )
-    whole = held is None or _is_installed(kind.__module__)
+    whole = held is None or is_library_module(kind.__module__)
     if whole and is_value and not dataclasses.is_dataclass(x):
         if (key := static_key(x)) is None:
             raise _Unknown
@@ -186,7 +186,7 @@ def _held_by_function(fun: types.FunctionType) -> Iterator[Any]:
     yield from (fun.__defaults__, fun.__kwdefaults__, *(fun.__closure__ or ()))
     yield fun.__dict__ or None
     # Not its `__module__`, which `functools.wraps` copies from another function.
-    if _is_installed(fun.__globals__.get("__name__")):
+    if is_library_module(fun.__globals__.get("__name__")):
         return
     names = _names(fun.__code__)
     for name in names:
@@ -194,7 +194,7 @@ def _held_by_function(fun: types.FunctionType) -> Iterator[Any]:
             continue
         value = fun.__globals__[name]
         yield from (name, value)
-        if isinstance(value, types.ModuleType) and not _is_installed(value.__name__):
+        if isinstance(value, types.ModuleType) and not is_library_module(value.__name__):
             # What the code takes from a module has its name in the code, too.
             for inner in names:
                 if inner in vars(value):
@@ -202,7 +202,7 @@ def _held_by_function(fun: types.FunctionType) -> Iterator[Any]:
 
 
 def _held_by_class(cls: type) -> Iterator[Any]:
-    if _is_installed(cls.__module__):
+    if is_library_module(cls.__module__):
         return
     yield from cls.__bases__
     # Those of a named tuple.
@@ -219,14 +219,3 @@ def _names(code: types.CodeType) -> tuple[str, ...]:
     """The names of globals and attributes in a function's code, and in the code of the functions in it."""
     inner = [_names(const) for const in code.co_consts if isinstance(const, types.CodeType)]
     return tuple(dict.fromkeys(itertools.chain(code.co_names, *inner)))
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_installed(name: str | None) -> bool:
-    """Whether a module is one of the standard library or of an installed package, whose globals stay."""
-    if name is None or name == "__main__":
-        return False
-    if name.split(".")[0] in ("statemesh", "builtins", *sys.stdlib_module_names):
-        return True
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return file is not None and any(part in file for part in ("site-packages", "dist-packages"))

@@ -14,6 +14,7 @@ import statemesh as sm
 
 from .. import _errors as errors
 from .._program._numbers import has_shape, is_key
+from .._program._trace import is_numpy
 from .._static_keys import is_hashable
 from .._types import AnyLeaf, PyTree, tree_util
 
@@ -95,9 +96,8 @@ def is_within(path: str, outer: str) -> bool:
 
 def is_numeric(x: AnyLeaf) -> bool:
     """Whether a leaf is an array of numbers or keys, what stands for one, or a number."""
-    if isinstance(x, np.ndarray | np.generic):
-        return x.dtype.kind not in "USOMm"
-    return has_shape(x) or isinstance(x, bool | int | float | complex)
+    is_array = is_numpy(x) or (has_shape(x) and not isinstance(x, np.ndarray | np.generic))
+    return is_array or isinstance(x, bool | int | float | complex)
 
 
 def kind_of(x: AnyLeaf) -> str:

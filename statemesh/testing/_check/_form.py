@@ -16,6 +16,7 @@ import statemesh as sm
 
 from .. import _errors as errors
 from .._program._numbers import data_of, has_shape, is_key
+from .._static_keys import equal_values
 from .._types import AnyLeaf, PyTree, PyTreeDef, tree_util
 from ._feedback import is_numeric
 
@@ -47,7 +48,7 @@ def _differences(path: str, got: PyTree, want: PyTree, dtypes: bool) -> Iterator
     elif len(kids) != len(other_kids):
         yield f"{path}: {_described(got)}, should be {_described(want)}"
     else:
-        if not _equal(structure, other_structure):
+        if not equal_values(structure, other_structure):
             yield from _metadata_differences(path, got, want)
         for (key, kid), (_, other) in zip(kids, other_kids, strict=True):
             yield from _differences(path + jax.tree_util.keystr(key), kid, other, dtypes)
@@ -99,18 +100,15 @@ def _is_array(x: AnyLeaf, dtypes: bool) -> bool:
 
 def _metadata_differences(path: str, got: PyTree, want: PyTree) -> Iterator[str]:
     """The static fields in which two nodes of one class differ."""
-    names = (
-        [field.name for field in dataclasses.fields(got) if field.metadata.get("static")]
-        if (dataclasses.is_dataclass(got))
-        else []
-    )
+    fields = dataclasses.fields(got) if dataclasses.is_dataclass(got) else ()
+    names = [field.name for field in fields if field.metadata.get("static")]
     if sm.is_state(got):
         names = ["name", "tag", "spec", "reduce"]
-    pairs = [(name, getattr(got, name, None), getattr(want, name, None)) for name in names]
-    found = [pair for pair in pairs if not same_value(*pair[1:])]
-    for name, mine, other in found:
-        yield f"{path}.{name}: {errors.array_str(mine)}, should be {errors.array_str(other)}"
-    if not found and not names:
+    for name in names:
+        mine, other = getattr(got, name, None), getattr(want, name, None)
+        if not same_value(mine, other):
+            yield f"{path}.{name}: {errors.array_str(mine)}, should be {errors.array_str(other)}"
+    if not names:
         yield f"{path}: {_described(got)} whose static data differ from what they should be"
 
 
@@ -148,7 +146,7 @@ def same_value(a: Any, b: Any) -> bool:
         return _all_same(a, b)
     # Objects whose class does not say when they are equal are compared as they are stored.
     by_identity = "__eq__" not in itertools.chain(*(vars(cls) for cls in type(a).__mro__[:-1]))
-    return _equal(a, b) or (by_identity and _same_pickle(a, b))
+    return equal_values(a, b) or (by_identity and _same_pickle(a, b))
 
 
 def _all_same(some: Any, others: Any) -> bool:
@@ -166,13 +164,6 @@ def _same_array(a: Any, b: Any) -> bool:
 def _closed_over(fun: types.FunctionType) -> list[Any]:
     cells = [cell.cell_contents for cell in fun.__closure__ or ()]
     return [*cells, *(fun.__defaults__ or ()), *(fun.__kwdefaults__ or {}).values()]
-
-
-def _equal(a: Any, b: Any) -> bool:
-    try:
-        return bool(a == b)
-    except Exception:  # An `__eq__` of the user's may raise anything.
-        return False
 
 
 def _same_pickle(a: Any, b: Any) -> bool:

@@ -33,20 +33,20 @@ def generic(args: PyTree, kept: Collection[str]) -> PyTree:
     - `args`: the tuple of the positional arguments and the dictionary of the others.
     - `kept`: the paths of arguments, or of parts of them, that keep their values.
     """
-    return _made(args, kept, _generic, in_states=True)
+    return _changed(args, kept, _generic, in_states=True)
 
 
 def large(args: PyTree, kept: Collection[str]) -> PyTree:
     """Arguments whose arrays outside of States are as large as float16 can hold."""
-    return _made(generic(args, kept), kept, _large, in_states=False)
+    return _changed(generic(args, kept), kept, _large, in_states=False)
 
 
 def one_nan(args: PyTree, kept: Collection[str]) -> PyTree:
     """Arguments whose arrays of floats outside of States end with NaN, which only the last shard has."""
-    return _made(generic(args, kept), kept, _one_nan, in_states=False)
+    return _changed(generic(args, kept), kept, _one_nan, in_states=False)
 
 
-def _made(args: PyTree, kept: Collection[str], make: Make, *, in_states: bool) -> PyTree:
+def _changed(args: PyTree, kept: Collection[str], make: Make, *, in_states: bool) -> PyTree:
     random = np.random.default_rng(1)
     is_state: Callable[[object], bool] = lambda x: isinstance(x, sm.State)
     above = [

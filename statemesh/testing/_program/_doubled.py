@@ -1,7 +1,7 @@
 """A call in double precision, with all shards on one device."""
 
 import dataclasses
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -12,9 +12,8 @@ import numpy as np
 
 from .._errors import BrokenPromise
 from .._recent import Recent
-from .._static_keys import static_key
 from .._types import AnyLeaf, Fun, Numbers, PyTree, tree_util
-from ._jaxprs import Equation, Sources, drawn_arguments, rounded_literals, sources_of
+from ._jaxprs import Equation, Sources, rounded_literals, sources_of
 from ._noise import Noisy, OwnDtypes, Promoted
 from ._numbers import is_inexact, numbers, promoted
 from ._replay import Replay
@@ -23,6 +22,7 @@ from ._trace import (
     Trace,
     is_array_or_type,
     is_number_or_type,
+    leaf_key,
     on_one_device,
     trace,
     type_of,
@@ -118,7 +118,7 @@ class Doubled:
                 traced = trace(self._fun, treedef, leaves)
             return DoubledCall(getattr(self._fun, "__name__", type(self._fun).__name__), traced)
 
-        return self._calls.get((treedef, *map(_key, leaves)), new)
+        return self._calls.get((treedef, *map(leaf_key, leaves)), new)
 
     def __call__(
         self, args: Wide, noise: Any = None, compared_with: "Doubled | None" = None
@@ -136,13 +136,6 @@ class Doubled:
         if noise is None:
             return call(args)
         return call(args, noise, call.literals - (compared_with or self).of(args.types).literals)
-
-
-def _key(x: AnyLeaf) -> Hashable:
-    if is_array_or_type(x):
-        return x.shape, x.dtype, bool(getattr(x, "weak_type", False))
-    # A static leaf whose value cannot be known is never equal to another.
-    return static_key(x) or object()
 
 
 class DoubledCall:
@@ -193,15 +186,19 @@ class DoubledCall:
         """Whether it has loops that might not end."""
         return self._exact[0].loops
 
+    @cached_property
+    def _flow(self) -> tuple[list[Sources], Sources]:
+        return sources_of(self._jaxpr)
+
     @property
     def sources(self) -> list[Sources]:
         """For each array of the results, the numbers of the arrays of the arguments that it depends on."""
-        return sources_of(self._jaxpr)
+        return self._flow[0]
 
     def drawn(self, types: PyTree) -> frozenset[int]:
         """The numbers of the leaves of the arguments from which random numbers are drawn."""
         arrays = [k for k, x in enumerate(jax.tree.leaves(types)) if is_array_or_type(x)]
-        return frozenset(arrays[k] for k in drawn_arguments(self._jaxpr))
+        return frozenset(arrays[k] for k in self._flow[1])
 
     def is_untouched(self, types: PyTree, argument: int, result: int) -> bool:
         """Whether a leaf of the results is a leaf of the arguments, each by its number."""

@@ -1,21 +1,30 @@
 """`emulate`: a mapped call on one device."""
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.tree_util import Partial
 
 from .. import _errors as errors
 from .._recent import Recent
-from .._static_keys import static_key
-from .._types import AnyLeaf, Fun, PyTree, PyTreeDef, tree_util
+from .._types import Fun, PyTree, tree_util
 from ._jaxprs import Jaxpr, as_function, is_identity, is_literal
 from ._replay import Differences, Replay
-from ._trace import NO_MESH, Placing, Trace, as_array, on_one_device, placing_like, trace, type_of
+from ._trace import (
+    NO_MESH,
+    Placing,
+    Trace,
+    as_array,
+    is_numpy,
+    leaf_key,
+    on_one_device,
+    placing_like,
+    trace,
+    type_of,
+)
 
 
 class TracedProgram:
@@ -181,8 +190,10 @@ def emulate(mapped: Fun, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         raise errors.bad_keyword("emulate", "mapped", mapped, "a function that JAX can trace")
     leaves, treedef = tree_util.tree_flatten((args, kwargs))
     with jax.sharding.use_abstract_mesh(NO_MESH):
-        leaves = [as_array(x) if _is_traced(x) else x for x in leaves]
-    key = _signature(treedef, leaves)
+        leaves = [jnp.asarray(x) if is_numpy(x) else x for x in leaves]
+    wide = jax.dtypes.canonicalize_dtype("float64") == "float64"
+    # All that the traced program depends on except the function.
+    key = treedef, tuple(map(leaf_key, leaves)), wide, jax.sharding.get_abstract_mesh()
     cache = _cache_of(mapped)
 
     def new() -> tuple[Trace, TracedProgram]:
@@ -190,17 +201,10 @@ def emulate(mapped: Fun, /, *args: PyTree, **kwargs: PyTree) -> PyTree:
         name = getattr(mapped, "__name__", type(mapped).__name__)
         return traced, TracedProgram(name, traced.closed, traced.paths)
 
-    traced, program = new() if key is None else cache.get(key, new)
+    traced, program = cache.get(key, new)
     if program.holds_tracers:
         cache.forget(key)
     return traced.results(program([x for x in leaves if isinstance(x, jax.Array)]))
-
-
-def _is_traced(x: object) -> bool:
-    """Whether an argument is traced: NumPy arrays of strings or objects are static."""
-    return isinstance(x, jax.Array) or (
-        isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "USOMm"
-    )
 
 
 # The traced calls of each function, for as long as the function lives.
@@ -213,16 +217,3 @@ def _cache_of(mapped: Fun) -> Recent[tuple[Trace, TracedProgram]]:
         return _caches.setdefault(mapped, Recent())
     except TypeError:  # The function has no hash, or cannot be referred to weakly.
         return Recent()
-
-
-def _signature(treedef: PyTreeDef, leaves: Sequence[AnyLeaf]) -> Hashable | None:
-    """All that the traced program depends on except the function; `None` where that cannot be known."""
-    keys = tuple(_type_key(x) if isinstance(x, jax.Array) else static_key(x) for x in leaves)
-    if None in keys:
-        return None
-    wide = jax.dtypes.canonicalize_dtype("float64") == "float64"
-    return treedef, keys, wide, jax.sharding.get_abstract_mesh()
-
-
-def _type_key(x: jax.Array) -> Hashable:
-    return "array", x.shape, x.dtype, getattr(x, "weak_type", False)

@@ -166,25 +166,22 @@ def as_function(closed: Jaxpr) -> Callable[..., list[jax.Array]]:
     return whole
 
 
+# Where values come from
+
+
 # The numbers of the arguments of the whole program that a value depends on.
 Sources: TypeAlias = frozenset[int]
 NONE: Sources = frozenset()
 
 
-def sources_of(jaxpr: Jaxpr) -> list[Sources]:
-    """The numbers of the arguments that each result depends on other than by drawing from them."""
-    jaxpr = opened(jaxpr)
-    return _flow(jaxpr, [frozenset([k]) for k in range(len(jaxpr.invars))])[0]
+def sources_of(jaxpr: Jaxpr) -> tuple[list[Sources], Sources]:
+    """For each result the arguments that it depends on other than by drawing; and those that are drawn from.
 
-
-def drawn_arguments(jaxpr: Jaxpr) -> frozenset[int]:
-    """The numbers of the arguments that are, or hold, keys from which the program draws.
-
-    In a loop whose carries change their places, an argument too many can be named.
+    An argument is drawn from if it is, or holds, a key from which the program draws. In a loop whose carries
+    change their places, an argument too many can be named.
     """
     jaxpr = opened(jaxpr)
-    _, drawn = _flow(jaxpr, [frozenset([k]) for k in range(len(jaxpr.invars))])
-    return drawn
+    return _flow(jaxpr, [frozenset([k]) for k in range(len(jaxpr.invars))])
 
 
 def _flow(jaxpr: Jaxpr, given: Sequence[Sources]) -> tuple[list[Sources], Sources]:

@@ -56,7 +56,7 @@ class OwnDtypes:
 
     def bind(self, eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
         """The results, on one shard, of an equation that is no collective and runs no other equations."""
-        return _results(eqn, _parameters(eqn), xs)
+        return _results(eqn, xs)
 
     def reduced(
         self,
@@ -96,11 +96,9 @@ class Promoted(OwnDtypes):
             return list(xs)
         if name == "convert_element_type" and is_inexact(eqn.params["new_dtype"]):
             return [jnp.asarray(xs[0], promoted(eqn.params["new_dtype"]))]
-        scatters = name in _SCATTERS
         if not self.keeps_dtype(eqn):
             try:
-                made = _scattered(eqn, xs) if scatters else _results(eqn, _wide(eqn), xs)
-                return self._typed(eqn, made)
+                return _promoted_results(eqn, _results(eqn, xs, wide=True))
             except NotImplementedError:  # It has no rule for `vmap`, in whatever dtype.
                 raise
             except Exception:  # To a dtype that it does not know, a primitive may say anything.
@@ -110,17 +108,18 @@ class Promoted(OwnDtypes):
         # Random bits become floats in this way, exactly.
         if any(is_inexact(x.dtype) for x in xs):
             self.own_dtype.add(name)
-        return self._typed(eqn, _results(eqn, _parameters(eqn), narrow))
+        return _promoted_results(eqn, _results(eqn, narrow))
 
     def keeps_dtype(self, eqn: Equation) -> bool:
         """Whether an equation is never run in double precision."""
         name = eqn.primitive.name
         return name in _OWN_DTYPE or (name not in _SCATTERS and any(nested_equations(eqn)))
 
-    def _typed(self, eqn: Equation, made: Sequence[AnyLeaf]) -> list[AnyLeaf]:
-        wanted: list[Any] = [promoted(dtype_of(v)) for v in eqn.outvars]
-        pairs = zip(made, wanted, strict=True)
-        return [x if x.dtype == wide else jnp.asarray(x, wide) for x, wide in pairs]
+
+def _promoted_results(eqn: Equation, results: Sequence[AnyLeaf]) -> list[AnyLeaf]:
+    wanted: list[Any] = [promoted(dtype_of(v)) for v in eqn.outvars]
+    pairs = zip(results, wanted, strict=True)
+    return [x if x.dtype == wide else jnp.asarray(x, wide) for x, wide in pairs]
 
 
 def dtype_of(var: Any) -> Any:
@@ -128,45 +127,26 @@ def dtype_of(var: Any) -> Any:
     return var.aval.dtype
 
 
-def _scattered(eqn: Equation, xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
-    # The equation holds the update as a jaxpr of its own dtype, so it is made anew.
-    params = eqn.params
-    return [
-        _SCATTERS[eqn.primitive.name](
-            *xs,
-            params["dimension_numbers"],
-            indices_are_sorted=params["indices_are_sorted"],
-            unique_indices=params["unique_indices"],
-            mode=params["mode"],
-        )
-    ]
-
-
-def _results(eqn: Equation, params: Mapping[str, Any], xs: Sequence[AnyLeaf]) -> list[AnyLeaf]:
+def _results(eqn: Equation, xs: Sequence[AnyLeaf], *, wide: bool = False) -> list[AnyLeaf]:
+    """The results of an equation in its own dtypes, or in double precision."""
+    # On one device a layout on a mesh means nothing.
+    params = {key: None if key in _LAYOUTS else value for key, value in eqn.params.items()}
+    if wide:
+        dtypes = {key: promoted(params[key]) for key in _DTYPES if params.get(key) is not None}
+        params |= dtypes | ({"precision": None} if "precision" in params else {})
+        if eqn.primitive.name in _SCATTERS:
+            # The equation holds the update as a jaxpr of its own dtype, so it is made anew.
+            passed = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+            return [_SCATTERS[eqn.primitive.name](*xs, **{key: params[key] for key in passed})]
     if "_prim" in params:
         # What newer versions of JAX expand only when they compile, such as `custom_root`. In double precision
         # the numbers in it would get other dtypes than those that it was traced with.
-        wide = any(dtype_of(v).itemsize == 8 for v in (*eqn.invars, *eqn.outvars))
-        with jax.enable_x64(wide):
-            expand, treedef = params["_prim"].expand, params["_prim"].in_tree
-            return list(jax.tree.leaves(expand(*jax.tree.unflatten(treedef, xs))))
-    made = eqn.primitive.bind(*xs, **params)
-    return list(made) if eqn.primitive.multiple_results else [made]
-
-
-def _parameters(eqn: Equation) -> dict[str, Any]:
-    # On one device a layout on a mesh means nothing.
-    return {key: None if key in _LAYOUTS else value for key, value in eqn.params.items()}
-
-
-def _wide(eqn: Equation) -> dict[str, Any]:
-    params = _parameters(eqn)
-    for key in _DTYPES:
-        if params.get(key) is not None:
-            params[key] = promoted(params[key])
-    if "precision" in params:
-        params["precision"] = None
-    return params
+        with jax.enable_x64(any(dtype_of(v).itemsize == 8 for v in (*eqn.invars, *eqn.outvars))):
+            primitive: Any = params["_prim"]
+            args = jax.tree.unflatten(primitive.in_tree, xs)
+            return list(jax.tree.leaves(primitive.expand(*args)))
+    results = eqn.primitive.bind(*xs, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 # Operations whose results are exact: they move numbers, choose among them, or round by intention.

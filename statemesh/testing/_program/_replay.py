@@ -17,24 +17,9 @@ from jax.sharding import PartitionSpec
 from .. import _errors as errors
 from .._errors import BrokenPromise
 from .._types import AnyLeaf
+from . import _jaxprs as jaxprs
 from ._collectives import RULES, collective, communicating_axes, nested_collectives
-from ._jaxprs import (
-    CALLS,
-    Atom,
-    Equation,
-    Jaxpr,
-    all_equations,
-    axes_named,
-    called,
-    counts_of_scan,
-    is_identity,
-    is_literal,
-    names_of,
-    nested_equations,
-    new_axes,
-    opened,
-    operands_of_call,
-)
+from ._jaxprs import Atom, Equation, Jaxpr, is_literal, names_of, new_axes
 from ._noise import OwnDtypes
 from ._numbers import data_of, more_than_rounding
 from ._stacked import Axes, Scope, Stacked, names_of_spec
@@ -130,7 +115,7 @@ class Replay:
     def run(self, jaxpr: Jaxpr, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
         """Replay a jaxpr, with constants or without, that is a part of the program."""
         consts = [Stacked(self.arithmetic.value(x)) for x in getattr(jaxpr, "consts", ())]
-        return self._run(opened(jaxpr), [*consts, *values], frame)
+        return self._run(jaxprs.opened(jaxpr), [*consts, *values], frame)
 
     def axes(self, jaxpr: Jaxpr, values: Sequence[Stacked], scope: Scope) -> list[Axes]:
         """The axes along which the results of a jaxpr are stacked."""
@@ -163,10 +148,10 @@ class Replay:
 
     def _equation(self, eqn: Equation, values: list[Stacked], frame: Frame) -> list[Stacked]:
         name, scope = eqn.primitive.name, frame.scope
-        if is_identity(eqn):
+        if jaxprs.is_identity(eqn):
             return values
-        if name in CALLS:
-            return self.run(called(eqn), operands_of_call(eqn, values), frame)
+        if name in jaxprs.CALLS:
+            return self.run(jaxprs.called(eqn), jaxprs.operands_of_call(eqn, values), frame)
         rules: dict[str, _Rule] = {
             "cond": self._cond,
             "while": self._while,
@@ -175,7 +160,7 @@ class Replay:
         }
         if name in rules:
             return rules[name](eqn, values, frame)
-        used = axes_named(eqn) & {*scope.sizes, *scope.indices}
+        used = jaxprs.axes_named(eqn) & {*scope.sizes, *scope.indices}
         if name == "axis_index" and used:
             axis = eqn.params["axis_name"]
             if axis in scope.indices:
@@ -311,7 +296,7 @@ class Replay:
 
     def _scan(self, eqn: Equation, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
         params, scope, body = eqn.params, frame.scope, eqn.params["jaxpr"]
-        first, carries = counts_of_scan(eqn)
+        first, carries = jaxprs.counts_of_scan(eqn)
         consts, scanned = values[:first], values[first + carries :]
         # The types of one round: enough to ask along which axes its results are stacked.
         slices = [Stacked(_one_round(value), value.axes) for value in scanned]
@@ -495,7 +480,7 @@ class _Promise:
 
 def _promises(jaxpr: Jaxpr) -> Iterator[_Promise]:
     """What must hold: results with one copy for several shards and predicates are the same, and loops end."""
-    for eqn in {id(eqn): eqn for eqn in all_equations(jaxpr)}.values():
+    for eqn in {id(eqn): eqn for eqn in jaxprs.all_equations(jaxpr)}.values():
         name = eqn.primitive.name
         if name in ("cond", "while"):
             yield _Promise(eqn, 0)
@@ -570,7 +555,7 @@ def _not_replayed(eqn: Equation) -> str:
     """Why an equation that is no collective cannot be replayed; an empty string if it can."""
     if any(hasattr(var.aval, "inner_aval") for var in (*eqn.invars, *eqn.outvars)):
         return "it reads or writes a reference"
-    for inner in nested_equations(eqn):
+    for inner in jaxprs.nested_equations(eqn):
         name = inner.primitive.name
         if name in RULES or name in ("shard_map", "axis_index"):
             return f"it runs `{name}` inside"

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
 
 import equinox as eqx
@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import statemesh as sm
 
+from .._static_keys import static_key
 from .._types import AnyLeaf, Fun, PyTree, PyTreeDef, tree_util
 from ._jaxprs import Jaxpr
 from ._numbers import is_key
@@ -98,6 +99,19 @@ class Trace:
 
 def is_array_or_type(x: object) -> bool:
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+
+
+def is_numpy(x: object) -> bool:
+    """Whether a leaf is an array of NumPy that JAX traces: those of strings or objects are static."""
+    return isinstance(x, np.ndarray | np.generic) and x.dtype.kind not in "USOMm"
+
+
+def leaf_key(x: AnyLeaf) -> Hashable:
+    """What a traced program knows of a leaf of its arguments."""
+    if is_array_or_type(x):
+        return x.shape, x.dtype, bool(getattr(x, "weak_type", False))
+    # A static leaf whose value cannot be known is never equal to another.
+    return static_key(x) or object()
 
 
 def is_number_or_type(x: object) -> bool:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from jax.typing import DTypeLike
 
 from .. import _errors as errors
+from .._errors import check
 from .._types import DType
-from ._meshes import Draw, check
+from ._meshes import Draw
 
 
 Array: TypeAlias = npt.NDArray[Any]

@@ -1,9 +1,8 @@
 """Strategies for meshes, for specs, and for the shapes that a spec divides; `given_meshes`."""
 
 import math
-import types
 from collections.abc import Callable, Hashable, Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from .. import _errors as errors
+from .._errors import check
 from .._types import Fun
 
 
@@ -25,14 +25,6 @@ else:
     Draw = Callable[..., Any]
 SpecEntry: TypeAlias = Hashable | tuple[Hashable, ...] | None
 NAMES = ("x", "y", "z")
-
-
-def check(
-    what: str, argument: str, value: object, kinds: type | types.UnionType, expected: str
-) -> None:
-    """Refuse what is not of these types. A truth value is no number."""
-    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds in (Integral, Real)):
-        raise errors.bad_keyword(what, argument, value, expected)
 
 
 def check_mesh(what: str, mesh: object) -> None:
