@@ -4,6 +4,8 @@ import os
 
 import jax
 
+import statemesh as sm
+
 from . import _errors as errors
 
 
@@ -32,7 +34,11 @@ def set_devices(count: int = 8) -> None:
         ```
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise errors.bad_device_count(count)
+        whole = isinstance(count, int) and not isinstance(count, bool)
+        kind = sm.StatemeshError if whole else TypeError
+        raise kind(
+            f"set_devices: count is {count!r}, but must be an int, 1 or more, as in set_devices(8)."
+        )
     flag = "--xla_force_host_platform_device_count="
     others = [part for part in os.environ.get("XLA_FLAGS", "").split() if not part.startswith(flag)]
     before = os.environ.get("XLA_FLAGS")
@@ -42,4 +48,9 @@ def set_devices(count: int = 8) -> None:
             del os.environ["XLA_FLAGS"]
         else:
             os.environ["XLA_FLAGS"] = before
-        raise errors.too_few_devices(count, found)
+        raise sm.StatemeshError(
+            f"set_devices({count}): JAX has started already, with {found} {errors.plural('device', found)}. "
+            "Call it in the first lines of conftest.py, before anything asks JAX for its devices or makes "
+            f"an array; in a shell, `export XLA_FLAGS=--xla_force_host_platform_device_count={count}` does "
+            "the same."
+        )

@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import Phase, settings
 from hypothesis.errors import InvalidArgument
 
-from . import _errors as errors
+import statemesh as sm
 
 
 def load_profile(name: str | None = None) -> None:
@@ -47,5 +47,8 @@ def load_profile(name: str | None = None) -> None:
     try:
         settings.get_profile(chosen)
     except (InvalidArgument, TypeError) as error:
-        raise errors.unknown_profile(chosen) from error
+        raise sm.StatemeshError(
+            f"load_profile: no profile is called {chosen!r}. Use 'quick' or 'deep', or register it first: "
+            "hypothesis.settings.register_profile(name, max_examples=100)."
+        ) from error
     settings.load_profile(chosen)

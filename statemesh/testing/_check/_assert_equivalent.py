@@ -122,7 +122,9 @@ def assert_equivalent(
     if not callable(fun):
         raise errors.bad_keyword(what, "fun", fun, "a function")
     if not isinstance(args, tuple | list):
-        raise errors.not_arguments(args)
+        raise TypeError(
+            f"args: a {type(args).__name__}. Give the arguments of the function in a tuple: args=(model, x)."
+        )
     several = 'a list of meshes, as in meshes=[{"x": 2}, {"x": 4}]'
     check(what, "meshes", meshes, Iterable, several)
     check(what, "check_vma", check_vma, bool | None, flag)
@@ -145,10 +147,10 @@ def assert_equivalent(
         raise errors.bad_keyword(what, "fed_back", fed_back, expected)
     check(what, "keep", keep, str | Collection, 'paths of arguments, as in keep=["args[1]"]')
     if steps is not None and steps < 1:
-        raise errors.steps_too_few(steps)
+        raise ValueError(f"steps: {steps}. Give the number of calls in a row, at least 1.")
     on_meshes = [mesh_of(mesh) for mesh in meshes]
     if not on_meshes:
-        raise errors.no_meshes()
+        raise ValueError('meshes: the list is empty. Give at least one mesh: meshes=[{"x": 2}].')
     specs: dict[str, PyTree] = {
         "in_specs": in_specs,
         "out_specs": out_specs,
@@ -159,15 +161,23 @@ def assert_equivalent(
     name = getattr(fun, "__name__", type(fun).__name__)
     is_mapped = isinstance(fun, sm.StatefulMapping)
     if is_mapped and (twice := [key for key, value in specs.items() if value not in (None, ...)]):
-        raise errors.specs_given_twice(getattr(fun, "__name__", "fun"), twice)
+        raise TypeError(
+            f"{getattr(fun, '__name__', 'fun')} is mapped already, with specs of its own: leave out "
+            f"{', '.join(twice)}, or give the function that it was made from."
+        )
     missing = [key for key in ("in_specs", "out_specs") if specs[key] is ...]
     if not is_mapped and missing:
-        raise errors.specs_missing(name, missing)
+        raise TypeError(
+            f"{name} is not mapped yet: give {' and '.join(missing)}, or the function that shard_map returns."
+        )
     given = as_arrays((tuple(args), dict(kwargs or {})))
     keep = (keep,) if isinstance(keep, str) else tuple(keep)
     paths = [path_of(keys) for keys, _ in tree_util.tree_flatten_with_path(given)[0]]
     if unknown := [path for path in keep if not any(is_within(known, path) for known in paths)]:
-        raise errors.unknown_paths(unknown, paths)
+        raise sm.StructureError(
+            f"keep: no argument has the path {', '.join(map(repr, unknown))}. The paths of the arguments are "
+            f"{', '.join(paths)}; a shorter one, such as 'args[0]', stands for all that begin with it."
+        )
     key = environment(fun, *held_by(given))
     statics = None if is_mapped else Statics({**specs, "check_vma": check_vma is not False})
     subject = Subject(

@@ -1,6 +1,7 @@
 """What one call returns that the next call gets: found by structure, wherever it stands."""
 
 import dataclasses
+import difflib
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -369,9 +370,15 @@ def _named(given: _Side, returned: _Side, items: list[tuple[str, str]], name: st
         whole = result if result.startswith(f"{name}(...)") else f"{name}(...){result}"
         a, b = _part_at(given, argument, "args"), _part_at(returned, whole, "result")
         if a.form != b.form:
-            raise errors.feed_back_differs(given.path(a), returned.path(b), _what(a), _what(b))
+            raise sm.StructureError(
+                f"feed_back: {returned.path(b)} cannot become {given.path(a)}, because structures or shapes "
+                f"differ: {_what(b)}, and the argument is {_what(a)}."
+            )
         if not (given.is_free(a) and returned.is_free(b)):
-            raise errors.feed_back_twice(given.path(a), returned.path(b))
+            raise sm.StructureError(
+                f"feed_back: {returned.path(b)} becomes {given.path(a)}, and one of the two is in another "
+                "pair already. Name each part once."
+            )
         given.use(a)
         returned.use(b)
         pairs.append((a, b))
@@ -383,7 +390,13 @@ def _part_at(side: _Side, path: str, what: str) -> Part:
     for part in side.parts:
         if part.arrays and side.path(part) == wanted:
             return part
-    raise errors.feed_back_unknown(what, path, [side.path(x) for x in side.parts if x.arrays])
+    known = [side.path(part) for part in side.parts if part.arrays]
+    near = ", ".join(difflib.get_close_matches(path, known, 4, 0.0))
+    owner = "the arguments have" if what == "args" else "the result has"
+    raise sm.StructureError(
+        f"feed_back: {owner} no arrays at {path}, but at {len(known)} other "
+        f"{errors.plural('path', len(known))}{near and f', such as {near}'}."
+    )
 
 
 def _what(part: Part) -> str:

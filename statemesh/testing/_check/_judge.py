@@ -230,12 +230,8 @@ class Mismatch:
     @cached_property
     def shards(self) -> list[str]:
         """The shards that hold the number with the largest difference."""
-
-        def covers(index: tuple[slice, ...]) -> bool:
-            sides = zip(index, self.worst, self.want.shape, strict=False)
-            return all(k in range(*part.indices(side)) for part, k, side in sides)
-
-        return [errors.axes_str(shard) for shard, index in self.leaf.parts if covers(index)]
+        parts, shape = self.leaf.parts, self.want.shape
+        return [errors.axes_str(at) for at, index in parts if _covers(index, self.worst, shape)]
 
     @cached_property
     def size(self) -> float:
@@ -427,10 +423,6 @@ def _unclear(want: Numbers, difference: Numbers, limit: Numbers) -> Numbers:
 # Copies on devices
 
 
-# Where a part of an array lies: its first and last index along each axis.
-_Ends: TypeAlias = tuple[tuple[int, int], ...]
-
-
 def unequal_copies(leaf: Leaf, step: int, number: int, chains: tuple[Chain, Chain]) -> str | None:
     """A line on the number of which devices hold copies that differ most beyond rounding, if there is one.
 
@@ -441,20 +433,17 @@ def unequal_copies(leaf: Leaf, step: int, number: int, chains: tuple[Chain, Chai
     array = leaf.array
     if not isinstance(array, jax.Array):
         return None
-    parts: dict[_Ends, list[tuple[Any, Numbers]]] = defaultdict(list)
+    copies: dict[str, list[Any]] = defaultdict(list)
     shards = array.addressable_shards
     for shard in shards:
-        # The index of keys has an entry more, for their data.
-        sides = zip(shard.index, array.shape, strict=False)
-        parts[tuple(part.indices(side)[:2] for part, side in sides)].append(
-            (shard.device, shard.data)
-        )
-    if len(parts) == len(shards):
+        copies[repr(shard.index)].append(shard)
+    if len(copies) == len(shards):
         return None
     spread = np.zeros(array.shape)
-    for ends, copies in parts.items():
-        copies[:] = [(device, _components(data)) for device, data in copies]
-        spread[tuple(slice(*pair) for pair in ends)] = _spread([data for _, data in copies])
+    for same in copies.values():
+        # The index of keys has an entry more, for their data.
+        part = same[0].index[: array.ndim]
+        spread[part] = _spread([_components(shard.data) for shard in same])
     if not spread.any():
         return None
     limit = np.zeros(array.shape)
@@ -471,60 +460,55 @@ def unequal_copies(leaf: Leaf, step: int, number: int, chains: tuple[Chain, Chai
     if not times.any():
         return None
     at = tuple(map(int, np.unravel_index(int(np.argmax(times)), spread.shape)))
-    copies = next(
-        [
-            (device, data[tuple(k - start for k, (start, _) in zip(at, ends, strict=True))])
-            for device, data in copies
-        ]
-        for ends, copies in parts.items()
-        if all(start <= k < stop for k, (start, stop) in zip(at, ends, strict=True))
+    holders = [shard for shard in shards if _covers(shard.index, at, array.shape)]
+    starts = [
+        part.indices(side)[0] for part, side in zip(holders[0].index, array.shape, strict=False)
+    ]
+    inside = tuple(k - start for k, start in zip(at, starts, strict=True))
+    values = [_components(shard.data)[inside] for shard in holders]
+    low, high = max(
+        itertools.combinations(range(len(values)), 2),
+        key=lambda pair: float(_spread([values[k][None] for k in pair])[0]),
     )
-    return _unequal_line(leaf, at, copies, float(spread[at]), float(limit[at]))
-
-
-def _unequal_line(
-    leaf: Leaf,
-    at: tuple[int, ...],
-    copies: Sequence[tuple[Any, Numbers]],
-    amount: float,
-    limit: float,
-) -> str:
-    """A line on a number, from its copies on devices."""
-    sharding, dtype = leaf.array.sharding, leaf.dtype
-
-    def shard(device: Any) -> str:
-        if not isinstance(sharding, NamedSharding):
-            return f"device {device.id}"
-        (place,) = np.argwhere(sharding.mesh.devices == device)
-        return errors.axes_str(dict(zip(sharding.mesh.axis_names, map(int, place), strict=True)))
-
-    def shown(value: Numbers) -> str:
-        if jnp.issubdtype(dtype, jnp.complexfloating):
-            return f"{complex(*value):.6g}"
-        if is_inexact(dtype):
-            return f"{float(value[0]):.6g}"
-        if dtype == np.bool_:
-            return str(bool(value[0]))
-        integers = [int(x) for x in value]
-        return str(integers if is_key(leaf.array) else integers[0])
-
-    (first, a), (second, b) = max(
-        itertools.combinations(copies, 2),
-        key=lambda pair: float(_spread([value[None] for _, value in pair])[0]),
-    )
-    left_out: list[Hashable] = []
-    if isinstance(sharding, NamedSharding):
-        split = names_of_spec(sharding.spec)
-        left_out = [name for name in sharding.mesh.axis_names if name not in split]
-    spec = errors.spec_str(getattr(sharding, "spec", None) or ())
+    devices = [_where_on_mesh(array.sharding, holders[k].device) for k in (low, high)]
+    first, second = (_shown(leaf, values[k]) for k in (low, high))
+    left_out: list[str] = []
+    if isinstance(array.sharding, NamedSharding):
+        split = names_of_spec(array.sharding.spec)
+        left_out = [repr(name) for name in array.sharding.mesh.axis_names if name not in split]
+    spec = errors.spec_str(getattr(array.sharding, "spec", None) or ())
     index = f" at {list(at)}" if at else ""
-    along = f" along {', '.join(map(repr, left_out))}" if left_out else ""
-    rounding = f", {limit:.1g} would be rounding" if limit else ""
+    along = f" along {', '.join(left_out)}" if left_out else ""
+    rounding = f", {limit[at]:.1g} would be rounding" if limit[at] else ""
     return (
-        f"  - {leaf.path}: {errors.array_str(leaf.array)} with spec {spec} has one value for all "
-        f"shards{along}, but{index} it is {shown(a)} on shard {shard(first)} and {shown(b)} on shard "
-        f"{shard(second)} (off by {amount:.4g}{rounding})."
+        f"  - {leaf.path}: {errors.array_str(array)} with spec {spec} has one value for all shards{along}, "
+        f"but{index} it is {first} on shard {devices[0]} and {second} on shard {devices[1]} (off by "
+        f"{spread[at]:.4g}{rounding})."
     )
+
+
+def _covers(index: tuple[slice, ...], at: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a part of an array has a number."""
+    sides = zip(index, at, shape, strict=False)
+    return all(k in range(*part.indices(side)) for part, k, side in sides)
+
+
+def _where_on_mesh(sharding: Any, device: Any) -> str:
+    if not isinstance(sharding, NamedSharding):
+        return f"device {device.id}"
+    (place,) = np.argwhere(sharding.mesh.devices == device)
+    return errors.axes_str(dict(zip(sharding.mesh.axis_names, map(int, place), strict=True)))
+
+
+def _shown(leaf: Leaf, components: Numbers) -> str:
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        return f"{complex(*components):.6g}"
+    if is_inexact(leaf.dtype):
+        return f"{float(components[0]):.6g}"
+    if leaf.dtype == np.bool_:
+        return str(bool(components[0]))
+    integers = [int(x) for x in components]
+    return str(integers if is_key(leaf.array) else integers[0])
 
 
 def _components(x: jax.Array) -> Numbers:

@@ -292,12 +292,20 @@ def mesh_of(given: object) -> AnyMesh:
     if isinstance(given, AnyMesh):
         return given
     if not isinstance(given, Mapping):
-        raise errors.not_a_mesh(given)
+        raise TypeError(
+            f"meshes: {given!r} is a {type(given).__name__}. Give a list of jax.sharding.Mesh, or of the "
+            "sizes "
+            'of their axes: meshes=[{"x": 2}, {"x": 4, "y": 2}].'
+        )
     sizes = tuple(given.values())
     devices = jax.devices()
     count = int(np.prod(sizes))
     if count > len(devices):
-        raise errors.mesh_too_large(given, count, len(devices))
+        raise sm.StatemeshError(
+            f"meshes: {errors.axes_str(given)} needs {count} devices, and JAX has {len(devices)}. Simulate "
+            f"them: statemesh.testing.set_devices({count}) in the first lines of conftest.py; or emulate "
+            "the mesh on one device with statemesh.testing.emulate."
+        )
     shaped = np.array(devices[:count]).reshape(sizes)
     return Mesh(shaped, tuple(given), axis_types=(AxisType.Auto,) * len(sizes))
 

@@ -9,7 +9,6 @@ import hypothesis
 import jax
 from jax.sharding import PartitionSpec
 
-from .. import _errors as errors
 from .._program._doubled import widened
 from .._program._numbers import is_inexact
 from .._program._trace import is_array_or_type, is_number_or_type
@@ -125,7 +124,8 @@ class Subject:
         if self.gradients is None and learns(self.types, self._is_written):
             return Selection()
         chosen = Selection(inexact_leaves(self.form), inexact_leaves(self.types))
-        with self.noting(f"for the gradient {first.where}", errors.NOTE_GRADIENT):
+        note = "Give gradients=False where a function has none."
+        with self.noting(f"for the gradient {first.where}", note):
             traced = lambda some: first.programs(some).doubled.of(self.types)
             return differentiable(chosen, traced) if chosen else Selection()
 
@@ -199,6 +199,6 @@ class Subject:
         try:
             yield
         except Exception as error:
-            for note in (errors.note_where(self.name, where), *notes):
+            for note in (f"While assert_equivalent called `{self.name}` {where}.", *notes):
                 error.add_note(note)
             raise

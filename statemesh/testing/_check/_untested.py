@@ -9,7 +9,6 @@ import numpy as np
 
 import statemesh as sm
 
-from .. import _errors as errors
 from .._program._numbers import data_of, equal, is_key
 from .._types import AnyLeaf, PyTree
 from ._feedback import FeedBack, Part, parts_of, path_of
@@ -196,6 +195,7 @@ def left_out(name: str, result: PyTree, leave_out: Any) -> frozenset[int]:
 
         hits = [part.leaves for part in states if is_hit(part)]
     if not hits and leave_out not in (..., True):
-        paths = [f"{name}(...){part.path}" for part in states]
-        raise errors.leave_out_unknown(leave_out, paths)
+        paths = ", ".join(f"{name}(...){part.path}" for part in states)
+        listed = f"The states are {paths}." if paths else "There are no states in it."
+        raise sm.StructureError(f"leave_out: {leave_out!r} names nothing in the result. {listed}")
     return frozenset(number for leaves in hits for number in leaves)

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
+import statemesh as sm
+
 from .. import _errors as errors
 from .._recent import Recent
 from .._types import Fun, PyTree, tree_util
@@ -95,10 +97,18 @@ class TracedProgram:
         if any(isinstance(x, jax.core.Tracer) for x in differences):
             return
         broken = self.replay.broken(differences, self.paths).values()
-        if uneven := [promise for promise in broken if promise.control]:
-            raise errors.uneven(self.name, uneven)
-        if broken:
-            raise errors.unequal(self.name, broken)
+        if uneven := "\n".join(str(promise) for promise in broken if promise.control):
+            raise sm.StatemeshError(
+                f"{self.name}: on devices some shards would wait in collectives for others that never come:\n"
+                f"{uneven}\nMove the collectives out, or make the predicate the same on all shards "
+                "(jax.lax.pmax)."
+            )
+        if unequal := "\n".join(map(str, broken)):
+            raise sm.StatemeshError(
+                f"{self.name}: results that are promised to be the same on several shards "
+                f"differ:\n{unequal}\nReduce them over these axes inside (jax.lax.psum, pmean), let a "
+                "state's `reduce` do it, or name the axes in the out specs."
+            )
 
     def _gradient(self, wanted: tuple[bool, ...]) -> Fun:
         """The function from inputs and cotangents of results to the cotangents of the wanted inputs."""

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+import statemesh as sm
+
 from .. import _errors as errors
 from .._errors import BrokenPromise
 from .._types import AnyLeaf
@@ -169,7 +171,7 @@ class Replay:
         if used:
             return self._collective(eqn, values, used, scope)
         if why := _not_replayed(eqn):
-            raise errors.not_replayed(self.name, name, why)
+            raise self._refused(name, why)
         over = scope.union(values)
         if over and name in _SHARD_BY_SHARD and not _draws_safely(eqn):
             return self._shard_by_shard(self._plain, over, eqn, values, frame)
@@ -182,7 +184,7 @@ class Replay:
             return self._shard_by_shard(self._plain, over, eqn, values, frame)
         except NameError as error:
             # A collective that has no rule in `RULES`: outside of a map its axis is not bound.
-            raise errors.not_replayed(self.name, name) from error
+            raise self._refused(name) from error
 
     def _plain(self, eqn: Equation, values: Sequence[Stacked], frame: Frame) -> list[Stacked]:
         return frame.scope.over_axes(lambda *xs: self.arithmetic.bind(eqn, xs), values)
@@ -193,7 +195,7 @@ class Replay:
         name, over = eqn.primitive.name, names_of(eqn)
         known = name in RULES and used == {*over} <= {*scope.sizes}
         if not known or len(eqn.invars) != len(eqn.outvars):
-            raise errors.not_replayed(self.name, name)
+            raise self._refused(name)
         shards, results = math.prod(scope.shape(over)), []
         # Each operand has a result.
         for value, a, b in zip(values, eqn.invars, eqn.outvars, strict=True):
@@ -216,7 +218,7 @@ class Replay:
             if again := [name for name in names_of_spec(spec) if name not in sizes]:
                 # JAX makes such specs for the gradient of nested calls, and cannot compile them.
                 why = f"one inside another names {again[0]!r}, which the outer one maps over"
-                raise errors.not_replayed(self.name, "shard_map", why)
+                raise self._refused("shard_map", why)
         inside = Scope({**scope.sizes, **sizes}, scope.indices)
         split = [inside.split(v, spec) for v, spec in zip(values, params["in_specs"], strict=True)]
         inner = Frame(inside, frame.differences)
@@ -228,6 +230,12 @@ class Replay:
             joined.append(inside.joined(self._one_copy(eqn, k, value, left, inner), spec))
         frame.differences = inner.differences
         return joined
+
+    def _refused(self, primitive: str, why: str = "") -> sm.StatemeshError:
+        return sm.StatemeshError(
+            f"{self.name}: `{primitive}` cannot be replayed on one device{why and f': {why}'}. Run the call "
+            "on devices; simulated ones will do (XLA_FLAGS=--xla_force_host_platform_device_count=8)."
+        )
 
     # Control flow
 

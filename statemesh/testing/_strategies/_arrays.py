@@ -13,6 +13,8 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 from jax.typing import DTypeLike
 
+import statemesh as sm
+
 from .. import _errors as errors
 from .._errors import check
 from .._types import DType
@@ -93,10 +95,13 @@ def _checked(dtype: DTypeLike) -> DType:
     found = np.dtype(dtype)
     is_number = found == np.bool_ or jnp.issubdtype(found, np.number)
     if not is_number or found.itemsize > (16 if found.kind == "c" else 8):
-        raise errors.unknown_dtype(found)
+        raise sm.StatemeshError(f"arrays: JAX has no arrays of dtype {found}.")
     kept = jax.dtypes.canonicalize_dtype(found)
     if kept != found:
-        raise errors.wide_dtype(found, kept)
+        raise sm.StatemeshError(
+            f"arrays: without jax_enable_x64, JAX makes {kept} of dtype {found}. Ask for {kept}, or set "
+            "jax.config.update('jax_enable_x64', True)."
+        )
     return found
 
 

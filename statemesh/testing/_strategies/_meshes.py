@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
+import statemesh as sm
+
 from .. import _errors as errors
 from .._errors import check
 from .._types import Fun
@@ -75,11 +77,16 @@ def meshes(
         )
         names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
         if not names:
-            raise errors.no_axis_names()
+            raise sm.StatemeshError(
+                "meshes: axis_names is empty. Name an axis, or leave it out for axes called 'x', 'y' and 'z'."
+            )
     if max_devices is not None:
         check("meshes", "max_devices", max_devices, Integral, "an int, 1 or more")
         if max_devices < 1:
-            raise errors.no_devices(max_devices)
+            raise sm.StatemeshError(
+                f"meshes: max_devices={max_devices}, and a mesh has at least one device. Give a positive "
+                "number, or leave it out for all devices."
+            )
     kinds = "several jax.sharding.AxisType"
     check("meshes", "axis_types", axis_types, Sequence, kinds)
     if not axis_types or not all(isinstance(kind, AxisType) for kind in axis_types):
@@ -96,7 +103,10 @@ def _meshes(
 ) -> Mesh:
     devices = jax.devices()
     if most is not None and most > len(devices):
-        raise errors.too_many_devices(most, len(devices))
+        raise sm.StatemeshError(
+            f"meshes: max_devices={most}, and JAX has {len(devices)} device{'s' * (len(devices) != 1)}. Call "
+            f"statemesh.testing.set_devices({most}) before JAX starts, as in conftest.py, or allow fewer."
+        )
     if names is None:
         names = NAMES[: draw(st.integers(1, len(NAMES)))]
     # First the exponent of the number of devices is drawn. Then each axis takes a part of it, the first axis
@@ -211,9 +221,15 @@ def shapes(
     least = len(factors) if min_rank is None else min_rank
     most = max(least, 2) if max_rank is None else max_rank
     if least < len(factors):
-        raise errors.rank_too_low(spec, least)
+        raise sm.SpecError(
+            f"shapes: min_rank={least}, and {errors.spec_str(spec)} has {len(tuple(spec))} entries, one for "
+            "each axis of an array."
+        )
     if most < least or max_side < 1:
-        raise errors.no_shapes(least, most, max_side)
+        raise sm.StatemeshError(
+            f"shapes: there is no shape of rank {least} to {most} with sides from 1 to {max_side}. Give a "
+            "max_rank that is no less than min_rank, and a positive max_side."
+        )
     return _shapes(tuple(factors), least, most, max_side)
 
 
@@ -229,7 +245,10 @@ def split_count(entry: SpecEntry, spec: PartitionSpec, mesh: AnyMesh) -> int:
     """The number of parts into which an entry of a spec splits an axis."""
     names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
     if unknown := [name for name in names if name not in mesh.shape]:
-        raise errors.unknown_axes(spec, unknown, mesh.axis_names)
+        raise sm.SpecError(
+            f"shapes: {errors.spec_str(spec)} names {errors.names(unknown)}, and the mesh has the axes "
+            f"{errors.names(mesh.axis_names)}."
+        )
     return math.prod(mesh.shape[name] for name in names)
 
 

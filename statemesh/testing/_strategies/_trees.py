@@ -208,7 +208,10 @@ def modules(
     for argument, number in (("min_states", min_states), ("max_states", max_states)):
         check("modules", argument, number, Integral, "an int, 0 or more")
     if not 0 <= min_states <= max_states:
-        raise errors.no_such_count(min_states, max_states)
+        raise sm.StatemeshError(
+            f"modules: no number of states is from min_states={min_states} to max_states={max_states}. Give "
+            "numbers, 0 or more, the smaller one first."
+        )
     check("modules", "shared", shared, bool, "True or False")
     return _modules(
         _of_any_kind() if states is None else states, leaves, min_states, max_states, shared
