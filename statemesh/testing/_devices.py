@@ -43,14 +43,14 @@ def set_devices(count: int = 8) -> None:
     others = [part for part in os.environ.get("XLA_FLAGS", "").split() if not part.startswith(flag)]
     before = os.environ.get("XLA_FLAGS")
     os.environ["XLA_FLAGS"] = " ".join([*others, f"{flag}{count}"])
-    if (found := jax.device_count()) < count:
+    if (available := jax.device_count()) < count:
         if before is None:
             del os.environ["XLA_FLAGS"]
         else:
             os.environ["XLA_FLAGS"] = before
         raise sm.StatemeshError(
-            f"set_devices({count}): JAX has started already, with {found} {errors.plural('device', found)}. "
-            "Call it in the first lines of conftest.py, before anything asks JAX for its devices or makes "
-            f"an array; in a shell, `export XLA_FLAGS=--xla_force_host_platform_device_count={count}` does "
-            "the same."
+            f"set_devices({count}): JAX has started already, with {available} "
+            f"{errors.plural('device', available)}. Call it in the first lines of conftest.py, before "
+            f"anything asks JAX for its devices or makes an array; in a shell, `export "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={count}` does the same."
         )

@@ -61,9 +61,9 @@ def spec_str(spec: Iterable[object]) -> str:
     return f"P({names(tuple(spec))})"
 
 
-def not_mapped(given: object) -> TypeError:
+def not_mapped(mapped: object) -> TypeError:
     return TypeError(
-        f"locate: mapped is {given!r} of type {type(given).__name__}, but must be what shard_map, pmap2 or "
+        f"locate: mapped is {mapped!r} of type {type(mapped).__name__}, but must be what shard_map, pmap2 or "
         "vmap2 returned."
     )
 
@@ -80,10 +80,12 @@ def check(what: str, argument: str, value: object, kinds: Any, expected: str) ->
         raise bad_keyword(what, argument, value, expected)
 
 
-def other_leaves(mesh: Sequence[str], one: Sequence[str]) -> sm.StatemeshError:
-    only = [path for path in mesh if path not in one] + [path for path in one if path not in mesh]
+def other_leaves(mesh: Sequence[str], device: Sequence[str]) -> sm.StatemeshError:
+    only = [path for path in mesh if path not in device] + [
+        path for path in device if path not in mesh
+    ]
     return sm.StatemeshError(
-        f"locate: the call on the mesh returns {len(mesh)} arrays, and the one on one device {len(one)}. "
+        f"locate: the call on the mesh returns {len(mesh)} arrays, and the one on one device {len(device)}. "
         f"Only one of the two returns: {', '.join(only[:8])}."
     )
 

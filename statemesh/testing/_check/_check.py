@@ -75,15 +75,15 @@ class Calls:
 
     **Attributes:**
 
-    - `where`: on what mesh, and with what values, in words.
+    - `label`: on what mesh, and with what values, in words.
     - `args`, `steps`: the arguments of the first call, and the number of calls.
     - `counts`: which mismatches are mistakes; `None` for all.
     - `on_devices`: whether they are made on devices too.
     """
 
     subject: Subject
-    one: OnMesh
-    where: str
+    on_mesh: OnMesh
+    label: str
     args: Args
     steps: int
     counts: Callable[[Mismatch], bool] | None = None
@@ -92,18 +92,18 @@ class Calls:
     @property
     def place(self) -> str:
         """The mesh, if it has several devices and every mismatch is a mistake; else an empty string."""
-        return self.one.where if self.counts is None and self.one.mesh.size > 1 else ""
+        return self.on_mesh.label if self.counts is None and self.on_mesh.mesh.size > 1 else ""
 
     @cached_property
     def reference(self) -> Reference:
-        return self.subject.reference(self.one)
+        return self.subject.reference(self.on_mesh)
 
     @cached_property
     def mesh(self) -> Chain:
         """The calls on the mesh in double precision."""
         against = self.reference.doubled
-        with self.subject.noting(self.one.where):
-            doubled, args = self.subject.programs(self.one).doubled, widened(self.args)
+        with self.subject.noting(self.on_mesh.label):
+            doubled, args = self.subject.programs(self.on_mesh).doubled, widened(self.args)
             return doubled_chain(
                 doubled, args, self.subject.feed, self.steps, compared_with=against
             )
@@ -137,8 +137,8 @@ class Check:
         """Compare calls on every mesh; on the last mesh in other ways; and with other values."""
         subject = self.subject
         results: list[PyTree] = []
-        for one in subject.meshes:
-            calls = Calls(subject, one, one.where, subject.args, subject.in_a_row)
+        for on_mesh in subject.meshes:
+            calls = Calls(subject, on_mesh, on_mesh.label, subject.args, subject.in_a_row)
             before, results = results, self._compared(calls)
         # The other ways to call cost compiles, and would mostly fail in the same way.
         if self.failed:
@@ -148,22 +148,22 @@ class Check:
             self._moved(calls, before, results)
         for what, make, counts, on_devices in _OTHER_VALUES:
             args = make(subject.args, subject.keep)
-            for one in subject.meshes:
-                where = f"{one.where} {what}"
-                self._compared(Calls(subject, one, where, args, 1, counts, on_devices))
+            for on_mesh in subject.meshes:
+                label = f"{on_mesh.label} {what}"
+                self._compared(Calls(subject, on_mesh, label, args, 1, counts, on_devices))
 
     def _compared(self, calls: Calls) -> list[PyTree]:
         """Compare calls on a mesh. They are replayed first: on devices a program that is wrong may hang.
 
         **Returns:** the results on devices; empty if there are none or if the replay is off already.
         """
-        subject, one = self.subject, calls.one
-        with subject.noting(one.where):
-            form = subject.programs(one).doubled.of(subject.types).trace.form
+        subject, on_mesh = self.subject, calls.on_mesh
+        with subject.noting(on_mesh.label):
+            form = subject.programs(on_mesh).doubled.of(subject.types).trace.form
         with subject.noting(f"for {calls.reference.what}"):
             lines = subject.other_form(form, calls.reference.form(subject.types, calls.args))
         if lines:
-            self._fail(calls, calls.where, 0, lines, located=False)
+            self._fail(calls, calls.label, 0, lines, located=False)
             return []
         for step in range(calls.steps):
             if self._replay_fails(calls, step):
@@ -173,13 +173,13 @@ class Check:
         if others and self._note_unended(calls, calls.right.unended("own")):
             return []
         results: list[PyTree] = []
-        if one.has_devices and calls.on_devices:
-            with subject.noting(one.where):
-                results = chained(one.mapped, calls.args, calls.steps, subject.feed)
-            if self._fails(calls, calls.where, results):
+        if on_mesh.has_devices and calls.on_devices:
+            with subject.noting(on_mesh.label):
+                results = chained(on_mesh.mapped, calls.args, calls.steps, subject.feed)
+            if self._fails(calls, calls.label, results):
                 return []
-        self.agreed.append(calls.where)
-        if one is subject.meshes[-1]:
+        self.agreed.append(calls.label)
+        if on_mesh is subject.meshes[-1]:
             self.calls_made += [
                 (call.args.values, results_of(call.results.values)) for call in calls.mesh.exact
             ]
@@ -187,7 +187,7 @@ class Check:
 
     def _note_unended(self, calls: Calls, loops: Sequence[Equation]) -> bool:
         for loop in loops:
-            self.unended.setdefault(str(line_of(loop) or "a library"), calls.where)
+            self.unended.setdefault(str(line_of(loop) or "a library"), calls.label)
         return bool(loops)
 
     def _replay_fails(self, calls: Calls, step: int) -> bool:
@@ -196,18 +196,18 @@ class Check:
         if self._note_unended(calls, call.unended or right.unended):
             return True
         if lines := self.subject.other_form(call.results.types, right.results.types):
-            self._fail(calls, calls.where, step, lines, located=False)
+            self._fail(calls, calls.label, step, lines, located=False)
             return True
         if broken := calls.mesh.broken(step):
-            self._fail(calls, calls.where, step, report.broken_promises(broken))
+            self._fail(calls, calls.label, step, report.broken_promises(broken))
             return True
         leaves = self.subject.leaves(call.results.types)
         chains, is_plain = (calls.mesh, calls.right), calls.reference.doubled is None
         rounding: Rounding = "own" if is_plain else "double"
         off = self.judge.compare(rounding, step, leaves, call.numbers, chains, calls.place)
-        return self._report(calls, calls.where, step, off)
+        return self._report(calls, calls.label, step, off)
 
-    def _fails(self, calls: Calls, where: str, results: Sequence[PyTree], first: int = 0) -> bool:
+    def _fails(self, calls: Calls, label: str, results: Sequence[PyTree], first: int = 0) -> bool:
         """Whether results of calls on devices, from call `first` on, are off."""
         chains = calls.mesh, calls.right
         for step, result in enumerate(results, first):
@@ -218,13 +218,13 @@ class Check:
                 if number not in self.subject.left_out
             ]
             if lines := [line for line in copies if line]:
-                self._fail(calls, where, step, [*lines, report.UNREDUCED])
+                self._fail(calls, label, step, [*lines, report.UNREDUCED])
                 return True
             got = [leaf.value for leaf in leaves]
             off = self.judge.compare("own", step, leaves, got, chains)
             if calls.reference.doubled is not None and self.subject.unsharded is not False:
                 off = excused(off, functools.partial(self._again, calls, step))
-            if self._report(calls, where, step, off):
+            if self._report(calls, label, step, off):
                 return True
         return False
 
@@ -234,49 +234,49 @@ class Check:
 
     def _inside_jit(self, calls: Calls) -> None:
         """Compare the calls inside `jax.jit`, and on devices the gradient."""
-        where = f"inside jit {calls.one.where}"
-        with self.subject.noting(where):
+        label = f"inside jit {calls.on_mesh.label}"
+        with self.subject.noting(label):
             args, kwargs = calls.args
             placed, jitted = (
-                (calls.one.mapped.place(*args), kwargs),
-                self.subject.programs(calls.one).jitted,
+                (calls.on_mesh.mapped.place(*args), kwargs),
+                self.subject.programs(calls.on_mesh).jitted,
             )
             results = chained(jitted, placed, calls.steps, self.subject.feed)
-        if not self._fails(calls, where, results):
-            self.agreed.append(where)
+        if not self._fails(calls, label, results):
+            self.agreed.append(label)
 
     def _moved(self, calls: Calls, before: Sequence[PyTree], results: Sequence[PyTree]) -> None:
         """Compare calls with models that were saved halfway, loaded, and placed on this mesh."""
         subject, half = self.subject, calls.steps // 2
         if not half or not subject.feed_back or subject.unsharded is False:
             return
-        args, source = calls.args, subject.meshes[-2 if before else -1].where
+        args, source = calls.args, subject.meshes[-2 if before else -1].label
         for result in (before or results)[:half]:
             args = subject.feed(args, result)
-        where = f"saved {source} and placed {calls.one.where}"
-        with subject.noting(where):
+        label = f"saved {source} and placed {calls.on_mesh.label}"
+        with subject.noting(label):
             loaded = values.saved(args)
-            results = chained(calls.one.mapped, loaded, calls.steps - half, subject.feed)
-        if not self._fails(calls, where, results, half):
-            self.agreed.append(where)
+            results = chained(calls.on_mesh.mapped, loaded, calls.steps - half, subject.feed)
+        if not self._fails(calls, label, results, half):
+            self.agreed.append(label)
 
     # What is reported
 
-    def _report(self, calls: Calls, where: str, step: int, off: Sequence[Mismatch]) -> bool:
+    def _report(self, calls: Calls, label: str, step: int, off: Sequence[Mismatch]) -> bool:
         off = [mismatch for mismatch in off if calls.counts is None or calls.counts(mismatch)]
         if not off:
             return False
         # Where results are off, their gradient is off in consequence.
         count = self.subject.count
         shown = [mismatch for mismatch in off if mismatch.number < count] or off
-        lines = report.results(_on_mesh(calls, shown))
-        self._fail(calls, where, step, lines, of=len(shown), gradient=shown[0].number >= count)
+        lines = report.results(_with_arrays_of_mesh(calls, shown))
+        self._fail(calls, label, step, lines, of=len(shown), gradient=shown[0].number >= count)
         return True
 
     def _fail(
         self,
         calls: Calls,
-        where: str,
+        label: str,
         step: int,
         lines: Sequence[str],
         *,
@@ -284,7 +284,7 @@ class Check:
         gradient: bool = False,
         located: bool = True,
     ) -> None:
-        at = f"{where}, call {step + 1} of {calls.steps}, " if calls.steps > 1 else f"{where}, "
+        at = f"{label}, call {step + 1} of {calls.steps}, " if calls.steps > 1 else f"{label}, "
         # The line is the same on every mesh.
         if self.failed:
             self.failed.append(report.fails_too(at, of))
@@ -301,7 +301,7 @@ class Check:
         if self.failed:
             fed_back = subject.feed_back if subject.in_a_row > 1 else None
             raise report.not_equivalent(subject.name, self.failed, self.agreed, fed_back)
-        calls = [subject.programs(one).doubled.of(subject.types) for one in subject.meshes]
+        calls = [subject.programs(on_mesh).doubled.of(subject.types) for on_mesh in subject.meshes]
         return Checked(
             agreed=tuple(self.agreed),
             fed_back=subject.feed_back.pairs,
@@ -312,7 +312,7 @@ class Check:
             untested=(
                 *subject.untested(self.calls_made),
                 *map(report.unjudged, self.judge.never_judged),
-                *(report.unended(line, where) for line, where in self.unended.items()),
+                *(report.unended(line, label) for line, label in self.unended.items()),
             ),
             own_dtype=tuple(sorted(set().union(*(call.own_dtype for call in calls)))),
         )
@@ -333,13 +333,13 @@ _OTHER_VALUES: tuple[
 # Where a failing call goes wrong
 
 
-def _on_mesh(calls: Calls, off: Sequence[Mismatch]) -> list[Mismatch]:
+def _with_arrays_of_mesh(calls: Calls, off: Sequence[Mismatch]) -> list[Mismatch]:
     """The mismatches, the largest first, with the arrays as they lie on the mesh."""
     shown = sorted(off, key=lambda mismatch: -mismatch.size)
-    if not calls.one.has_devices:
+    if not calls.on_mesh.has_devices:
         return shown
     args, kwargs = calls.args
-    leaves = dict(enumerate(calls.subject.leaves(calls.one.mapped(*args, **kwargs))))
+    leaves = dict(enumerate(calls.subject.leaves(calls.on_mesh.mapped(*args, **kwargs))))
     return [dataclasses.replace(x, leaf=leaves.get(x.number, x.leaf)) for x in shown]
 
 
@@ -353,19 +353,19 @@ def located_in(calls: Calls, step: int, *, gradient: bool) -> list[str]:
     if subject.unsharded is False or calls.reference.doubled is None:
         return []
     reference = subject.unsharded or subject.meshes[0].mapped.unsharded
-    given = narrowed(calls.mesh.exact[step].args)
-    tried = [(given, False)]
+    args_of_call = narrowed(calls.mesh.exact[step].args)
+    tried = [(args_of_call, False)]
     is_state: Callable[[object], bool] = lambda x: isinstance(x, sm.State)
-    if step == 0 and any(map(_is_simple, jax.tree.leaves(given, is_leaf=is_state))):
-        tried.insert(0, (values.generic(given, subject.keep), True))
+    if step == 0 and any(map(_is_simple, jax.tree.leaves(args_of_call, is_leaf=is_state))):
+        tried.insert(0, (values.generic(args_of_call, subject.keep), True))
     for args, generic in tried:
         find = located_in_gradient if gradient and not generic else located
         try:
-            found = find(calls.one.mapped, reference, *args)
+            place = find(calls.on_mesh.mapped, reference, *args)
         except Exception:  # A report must not end in an error of its own.
             continue
-        if found is not None:
-            return report.located(found, generic=generic)
+        if place is not None:
+            return report.located(place, generic=generic)
     return []
 
 

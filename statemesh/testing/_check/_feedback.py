@@ -197,16 +197,16 @@ def find(
     """
     # The arguments as a whole, and those by keyword as a whole, are no part of them.
     inner = [part for part in parts_of((tuple(args), dict(kwargs))) if len(part.keys) > 1]
-    given = _Side(inner, lambda part: path_of(part.keys), in_specs)
+    arguments = _Side(inner, lambda part: path_of(part.keys), in_specs)
     returned = _Side(parts_of(result), lambda part: f"{name}(...){part.path}", out_specs)
     if named is None:
-        pairs = _found(given, returned)
+        pairs = _by_structure(arguments, returned)
     else:
         items = named.items() if isinstance(named, Mapping) else named
-        pairs = _named(given, returned, list(items), name)
+        pairs = _named(arguments, returned, list(items), name)
     pairs.sort(key=lambda pair: pair[0].leaves.start)
     return FeedBack(
-        tuple((given.path(a), returned.path(b)) for a, b in pairs),
+        tuple((arguments.path(a), returned.path(b)) for a, b in pairs),
         tuple(both for a, b in pairs for both in zip(a.leaves, b.leaves, strict=True)),
     )
 
@@ -247,38 +247,40 @@ def _plain(spec: LeafSpec) -> tuple[Any, ...]:
     return tuple(entries)
 
 
-Pair: TypeAlias = tuple[Part, Part]
+Match: TypeAlias = tuple[Part, Part]
 
 
-def _found(given: _Side, returned: _Side) -> list[Pair]:
+def _by_structure(arguments: _Side, returned: _Side) -> list[Match]:
     """The largest parts that fit, then arrays that stand by themselves."""
-    pairs: list[Pair] = []
+    pairs: list[Match] = []
 
-    def take(some: Iterable[Pair]) -> None:
+    def take(some: Iterable[Match]) -> None:
         for pair in some:
-            given.use(pair[0])
+            arguments.use(pair[0])
             returned.use(pair[1])
             pairs.append(pair)
 
     def fits(a: Part, b: Part) -> bool:
-        return _specs_agree(given, returned, a, b) and (a.in_state or _kinds_agree(a, b, kind_of))
+        return _specs_agree(arguments, returned, a, b) and (
+            a.in_state or _kinds_agree(a, b, kind_of)
+        )
 
-    for some, others in _alike(given.parts, returned.parts):
+    for some, others in _alike(arguments.parts, returned.parts):
         if some[0].depth == 0:
             continue
         take(
             _matched(
-                [part for part in some if given.is_free(part)],
+                [part for part in some if arguments.is_free(part)],
                 [part for part in others if returned.is_free(part) and _is_carried(part, returned)],
                 fits,
             )
         )
-    for some, others in _alike(given.parts, returned.parts):
-        some = [part for part in some if given.is_free(part)]
+    for some, others in _alike(arguments.parts, returned.parts):
+        some = [part for part in some if arguments.is_free(part)]
         others = [part for part in others if returned.is_free(part)]
         same = [pair for pair in _under_one_name(some, others, fits) if _same_dtypes(*pair)]
         take(same if some[:1] and some[0].depth == 0 else ())
-        take(_only_pair(given, returned, some, others))
+        take(_only_pair(arguments, returned, some, others))
     return pairs
 
 
@@ -301,7 +303,7 @@ def _is_carried(part: Part, side: _Side) -> bool:
 
 def _matched(
     some: list[Part], others: list[Part], fits: Callable[[Part, Part], bool]
-) -> Iterator[Pair]:
+) -> Iterator[Match]:
     """Pairs under the same names, then pairs in order."""
     pairs = list(_under_one_name(some, others, fits))
     yield from pairs
@@ -315,7 +317,7 @@ def _matched(
 
 def _under_one_name(
     some: list[Part], others: list[Part], fits: Callable[[Part, Part], bool]
-) -> Iterator[Pair]:
+) -> Iterator[Match]:
     """Pairs whose paths end alike, in names. The pairs with the longest common ends come first."""
     by_end: dict[Any, list[Part]] = defaultdict(list)
     for part in others:
@@ -330,10 +332,12 @@ def _under_one_name(
             yield part, free[0]
 
 
-def _specs_agree(given: _Side, returned: _Side, a: Part, b: Part) -> bool:
-    if given.specs is None or returned.specs is None:
+def _specs_agree(arguments: _Side, returned: _Side, a: Part, b: Part) -> bool:
+    if arguments.specs is None or returned.specs is None:
         return True
-    pairs = [(given.specs[i], returned.specs[j]) for i, j in zip(a.leaves, b.leaves, strict=True)]
+    pairs = [
+        (arguments.specs[i], returned.specs[j]) for i, j in zip(a.leaves, b.leaves, strict=True)
+    ]
     return all(p is None or q is None or _plain(p) == _plain(q) for p, q in pairs)
 
 
@@ -347,10 +351,10 @@ def _same_dtypes(a: Part, b: Part) -> bool:
 
 
 def _only_pair(
-    given: _Side, returned: _Side, some: list[Part], others: list[Part]
-) -> Iterator[Pair]:
+    arguments: _Side, returned: _Side, some: list[Part], others: list[Part]
+) -> Iterator[Match]:
     """The one pair of arrays of a shape and dtype that are split on neither side."""
-    left = [part for part in some if not given.is_split(part) and _has_axes(part)]
+    left = [part for part in some if not arguments.is_split(part) and _has_axes(part)]
     right = [part for part in others if not returned.is_split(part) and _has_axes(part)]
     for a in left:
         rivals = [x for x in left if _same_dtypes(x, a)]
@@ -363,23 +367,25 @@ def _has_axes(part: Part) -> bool:
     return part.depth > 0 or len(np.shape(part.node)) > 0
 
 
-def _named(given: _Side, returned: _Side, items: list[tuple[str, str]], name: str) -> list[Pair]:
+def _named(
+    arguments: _Side, returned: _Side, items: list[tuple[str, str]], name: str
+) -> list[Match]:
     """The pairs of parts that have these paths."""
     pairs = []
     for argument, result in items:
         whole = result if result.startswith(f"{name}(...)") else f"{name}(...){result}"
-        a, b = _part_at(given, argument, "args"), _part_at(returned, whole, "result")
+        a, b = _part_at(arguments, argument, "args"), _part_at(returned, whole, "result")
         if a.form != b.form:
             raise sm.StructureError(
-                f"feed_back: {returned.path(b)} cannot become {given.path(a)}, because structures or shapes "
-                f"differ: {_what(b)}, and the argument is {_what(a)}."
+                f"feed_back: {returned.path(b)} cannot become {arguments.path(a)}, because structures or "
+                f"shapes differ: {_what(b)}, and the argument is {_what(a)}."
             )
-        if not (given.is_free(a) and returned.is_free(b)):
+        if not (arguments.is_free(a) and returned.is_free(b)):
             raise sm.StructureError(
-                f"feed_back: {returned.path(b)} becomes {given.path(a)}, and one of the two is in another "
-                "pair already. Name each part once."
+                f"feed_back: {returned.path(b)} becomes {arguments.path(a)}, and one of the two is in "
+                "another pair already. Name each part once."
             )
-        given.use(a)
+        arguments.use(a)
         returned.use(b)
         pairs.append((a, b))
     return pairs
@@ -418,12 +424,12 @@ def leaf_specs(specs: PyTree, tree: PyTree) -> list[LeafSpec]:
     **Returns:** a list for `find`. Leaves in States have `None`, since specs pass States by.
     """
     entries, structure = tree_util.tree_flatten(specs, is_leaf=_is_spec)
-    found: list[LeafSpec] = []
+    placements: list[LeafSpec] = []
     for entry, part in zip(entries, structure.flatten_up_to(tree), strict=True):
         for unit in jax.tree.leaves(part, is_leaf=sm.is_state):
             placed = None if sm.is_state(unit) else entry or PartitionSpec()
-            found += [placed] * len(jax.tree.leaves(unit))
-    return found
+            placements += [placed] * len(jax.tree.leaves(unit))
+    return placements
 
 
 def _is_spec(x: object) -> bool:

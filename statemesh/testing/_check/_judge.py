@@ -180,11 +180,11 @@ def doubled_chain(
     """
 
     def run(noise: Numbers | None) -> list[Called]:
-        given, calls = args, []
+        inputs, calls = args, []
         for _ in range(steps):
-            calls.append(program(given, noise, compared_with))
+            calls.append(program(inputs, noise, compared_with))
             results = calls[-1].results
-            given = Wide(feed(given.types, results.types), feed(given.values, results.values))
+            inputs = Wide(feed(inputs.types, results.types), feed(inputs.values, results.values))
         return calls
 
     return Chain(run(np.zeros(3) if noisy else None), run, program.of(args.types).loops)
@@ -348,7 +348,7 @@ def excused(
     - `again`: gives the results of the reference in its own dtypes. It is called only where something is off:
         what the reference makes of its own dtypes too, such as an overflow, is not.
     """
-    if not mismatches or any(not one.same_shape for one in mismatches):
+    if not mismatches or any(not mismatch.same_shape for mismatch in mismatches):
         return list(mismatches)
     other, still = again(), []
     for mismatch in mismatches:

@@ -287,27 +287,27 @@ def within_jit(call: Fun) -> Fun:
 # The function on a mesh
 
 
-def mesh_of(given: object) -> AnyMesh:
+def mesh_of(mesh: object) -> AnyMesh:
     """The mesh itself, or a mesh with the given sizes."""
-    if isinstance(given, AnyMesh):
-        return given
-    if not isinstance(given, Mapping):
+    if isinstance(mesh, AnyMesh):
+        return mesh
+    if not isinstance(mesh, Mapping):
         raise TypeError(
-            f"meshes: {given!r} is a {type(given).__name__}. Give a list of jax.sharding.Mesh, or of the "
+            f"meshes: {mesh!r} is a {type(mesh).__name__}. Give a list of jax.sharding.Mesh, or of the "
             "sizes "
             'of their axes: meshes=[{"x": 2}, {"x": 4, "y": 2}].'
         )
-    sizes = tuple(given.values())
+    sizes = tuple(mesh.values())
     devices = jax.devices()
     count = int(np.prod(sizes))
     if count > len(devices):
         raise sm.StatemeshError(
-            f"meshes: {errors.axes_str(given)} needs {count} devices, and JAX has {len(devices)}. Simulate "
+            f"meshes: {errors.axes_str(mesh)} needs {count} devices, and JAX has {len(devices)}. Simulate "
             f"them: statemesh.testing.set_devices({count}) in the first lines of conftest.py; or emulate "
             "the mesh on one device with statemesh.testing.emulate."
         )
     shaped = np.array(devices[:count]).reshape(sizes)
-    return Mesh(shaped, tuple(given), axis_types=(AxisType.Auto,) * len(sizes))
+    return Mesh(shaped, tuple(mesh), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 class OnMesh:
@@ -333,7 +333,7 @@ class OnMesh:
         return sm.shard_map(fun, self.mesh, **self.specs)
 
     @property
-    def where(self) -> str:
+    def label(self) -> str:
         return f"on mesh {errors.axes_str(dict(self.mesh.shape))}"
 
     @property

@@ -70,7 +70,7 @@ class Subject:
         self.types = widened(self.args).types
         first = self.meshes[0]
         self._plain = self._plain_reference()
-        with self.noting(first.where):
+        with self.noting(first.label):
             self._call = first.programs(Selection()).doubled.of(self.types)
             self.form = self._call.trace.form
         self.feed_back = self._feed_back(first)
@@ -125,7 +125,7 @@ class Subject:
             return Selection()
         chosen = Selection(inexact_leaves(self.form), inexact_leaves(self.types))
         note = "Give gradients=False where a function has none."
-        with self.noting(f"for the gradient {first.where}", note):
+        with self.noting(f"for the gradient {first.label}", note):
             traced = lambda some: first.programs(some).doubled.of(self.types)
             return differentiable(chosen, traced) if chosen else Selection()
 
@@ -141,19 +141,19 @@ class Subject:
         keys = (flat[k][0] for k in self.selected.constant)
         return tuple(f"{self.name}(...){jax.tree_util.keystr(key)}" for key in keys)
 
-    def reference(self, one: OnMesh) -> Reference:
+    def reference(self, on_mesh: OnMesh) -> Reference:
         """What the calls on a mesh are compared with."""
         if self._reference is not None:
             return self._reference
         if self.unsharded is None:
             return self.programs(self.meshes[0]).unsharded
         # Where results depend on the mesh, each mesh has a reference of its own.
-        programs = self.programs(one)
+        programs = self.programs(on_mesh)
         return Reference(report.EMULATED, programs.jitted, programs.doubled)
 
-    def programs(self, one: OnMesh) -> Programs:
+    def programs(self, on_mesh: OnMesh) -> Programs:
         """The programs on a mesh that give the results and the gradient."""
-        return one.programs(self.selected)
+        return on_mesh.programs(self.selected)
 
     def feed(self, args: Args, results: PyTree) -> Args:
         """The arguments of the next call."""
@@ -168,7 +168,7 @@ class Subject:
         """What the calls have not tested, in words."""
         # The other examples of a property have other meshes.
         one_of_many = hypothesis.currently_in_test_context()
-        sizes = [] if one_of_many else [dict(one.mesh.shape) for one in self.meshes]
+        sizes = [] if one_of_many else [dict(on_mesh.mesh.shape) for on_mesh in self.meshes]
         drawn = self._call.drawn(self.types)
         leaves = [self.leaves(result) for _, result in calls]
         return [
@@ -194,11 +194,11 @@ class Subject:
         return [f"  - {line}." for line in lines]
 
     @contextlib.contextmanager
-    def noting(self, where: str, *notes: str) -> Iterator[None]:
+    def noting(self, label: str, *notes: str) -> Iterator[None]:
         """Add a note to an error of the function that says where the function was called."""
         try:
             yield
         except Exception as error:
-            for note in (f"While assert_equivalent called `{self.name}` {where}.", *notes):
+            for note in (f"While assert_equivalent called `{self.name}` {label}.", *notes):
                 error.add_note(note)
             raise

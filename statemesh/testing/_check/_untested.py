@@ -69,7 +69,7 @@ def untested(
 
     **Returns:** a sentence for each, for an `UntestedWarning`.
     """
-    if sizes and all(math.prod(one.values()) == 1 for one in sizes):
+    if sizes and all(math.prod(mesh.values()) == 1 for mesh in sizes):
         yield (
             "Every mesh has one device, so nothing is compared between shards. Give a mesh of several, such "
             'as meshes=[{"data": 4}].'
@@ -79,15 +79,15 @@ def untested(
             f"steps={steps}, but nothing that a call returns fits its arguments, so that every call gets the "
             'same. Name what the next call gets, as in fed_back={"args[0]": "[1]"}, or give steps=1.'
         )
-    arguments = [jax.tree.leaves(given) for given, _ in calls]
+    arguments = [jax.tree.leaves(args) for args, _ in calls]
     results = [jax.tree.leaves(result) for _, result in calls]
     returned = dict(feedback.numbers)
 
     def unchanged(numbers: Sequence[int]) -> bool:
         """Whether these leaves of the arguments come back, always as they were."""
         return all(
-            number in returned and _same(given[number], result[returned[number]])
-            for given, result in zip(arguments, results, strict=True)
+            number in returned and _same(before[number], after[returned[number]])
+            for before, after in zip(arguments, results, strict=True)
             for number in numbers
         )
 
@@ -137,10 +137,10 @@ def never_finite(calls: Sequence[Sequence[Leaf]], without: Collection[int] = ())
             )
 
 
-def _states_and_keys(given: PyTree) -> Iterator[tuple[str, PyTree, Sequence[int]]]:
+def _states_and_keys(args: PyTree) -> Iterator[tuple[str, PyTree, Sequence[int]]]:
     """The states and the bare keys of arguments, with their paths and the numbers of their leaves."""
     end = 0
-    for part in parts_of(given):
+    for part in parts_of(args):
         if part.leaves.start < end:
             continue  # It is in the state before.
         if sm.is_state(part.node) or is_key(part.node):
@@ -176,7 +176,7 @@ def left_out(name: str, result: PyTree, leave_out: Any) -> frozenset[int]:
     if leave_out is None or leave_out is False or isinstance(leave_out, sm.filters.Nothing):
         return frozenset()
     if isinstance(leave_out, list | tuple):
-        return frozenset().union(*(left_out(name, result, one) for one in leave_out))
+        return frozenset().union(*(left_out(name, result, entry) for entry in leave_out))
     parts = parts_of(result)
     states = [part for part in parts if sm.is_state(part.node)]
     if isinstance(leave_out, str) and (not leave_out or set(leave_out) & set(".[(")):

@@ -55,12 +55,12 @@ def _changed(args: PyTree, kept: Collection[str], make: Make, *, in_states: bool
         for _ in tree_util.tree_leaves(node)
     ]
     flat, treedef = tree_util.tree_flatten_with_path(args)
-    made = []
+    leaves = []
     for (keys, x), hit in zip(flat, above, strict=True):
         is_kept = any(is_within(path_of(keys), path) for path in kept)
         known = eqx.is_array(x) and not is_key(x)
-        made.append(make(random, x) if hit and known and not is_kept else x)
-    return treedef.unflatten(made)
+        leaves.append(make(random, x) if hit and known and not is_kept else x)
+    return treedef.unflatten(leaves)
 
 
 def _generic(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
@@ -72,22 +72,22 @@ def _generic(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
         if not x.shape:
             return x
         least, largest = int(value.min(initial=0)), int(value.max(initial=0))
-        made = random.integers(least, max(largest, least + 1) + 1, x.shape)
-        return jnp.asarray(made.astype(value.dtype))
+        drawn = random.integers(least, max(largest, least + 1) + 1, x.shape)
+        return jnp.asarray(drawn.astype(value.dtype))
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        made = random.normal(size=x.shape) + 1j * random.normal(size=x.shape)
-        return jnp.asarray(made.astype(value.dtype))
+        drawn = random.normal(size=x.shape) + 1j * random.normal(size=x.shape)
+        return jnp.asarray(drawn.astype(value.dtype))
     wide = np.where(np.isfinite(value.astype(np.float64)), value, 0.0).astype(np.float64)
-    made = random.uniform(-1, 1, x.shape) * (np.abs(wide).max(initial=0.0) or 1.0)
+    drawn = random.uniform(-1, 1, x.shape) * (np.abs(wide).max(initial=0.0) or 1.0)
     # Values that are never negative, such as variances and counts, stay so.
-    return jnp.asarray((np.abs(made) if wide.min(initial=0.0) >= 0 else made).astype(value.dtype))
+    return jnp.asarray((np.abs(drawn) if wide.min(initial=0.0) >= 0 else drawn).astype(value.dtype))
 
 
 def _large(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
-    made = np.sign(np.asarray(x, np.float64)) * _LARGE * random.uniform(0.5, 1, x.shape)
-    return jnp.asarray(made.astype(x.dtype))
+    drawn = np.sign(np.asarray(x, np.float64)) * _LARGE * random.uniform(0.5, 1, x.shape)
+    return jnp.asarray(drawn.astype(x.dtype))
 
 
 def _one_nan(random: np.random.Generator, x: AnyLeaf) -> AnyLeaf:

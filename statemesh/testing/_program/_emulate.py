@@ -58,12 +58,12 @@ class TracedProgram:
         self.forwarded = [None if is_literal(v) else inputs.get(v) for v in outvars]
 
     def __call__(self, arrays: Sequence[Any]) -> list[jax.Array]:
-        given = [*map(as_array, self.closed.consts), *arrays]
+        inputs = [*map(as_array, self.closed.consts), *arrays]
         # Otherwise a mesh that the caller has set would become a part of the types of new arrays.
         with jax.sharding.use_abstract_mesh(NO_MESH):
-            made: list[jax.Array] = self._differentiable()(*given)
-        pairs = zip(made, self.forwarded, strict=True)
-        return [x if source is None else given[source] for x, source in pairs]
+            results: list[jax.Array] = self._differentiable()(*inputs)
+        pairs = zip(results, self.forwarded, strict=True)
+        return [x if source is None else inputs[source] for x, source in pairs]
 
     def _differentiable(self) -> Callable[..., list[jax.Array]]:
         # The gradient of the traced program is replayed. The gradient of the replay would be another one: on
@@ -73,9 +73,9 @@ class TracedProgram:
 
         @jax.custom_vjp
         def run(*arrays: Any) -> list[jax.Array]:
-            made, differences = self.compiled(*map(on_one_device, arrays))
+            results, differences = self.compiled(*map(on_one_device, arrays))
             self._check(differences)
-            return made
+            return results
 
         def forward(*primals: Any) -> tuple[list[jax.Array], Any]:
             returns[:] = [placing_like(primal.value) for primal in primals]
@@ -86,8 +86,8 @@ class TracedProgram:
             )
 
         def backward(pull: Any, cotangents: Any) -> Any:
-            found = zip(pull(cotangents), returns, strict=True)
-            return tuple(x if x is None or place is None else place(x) for x, place in found)
+            pairs = zip(pull(cotangents), returns, strict=True)
+            return tuple(x if x is None or place is None else place(x) for x, place in pairs)
 
         run.defvjp(forward, backward, symbolic_zeros=True)
         return run
@@ -123,8 +123,8 @@ class TracedProgram:
                 filled = list(flat[: len(wanted)])
                 for i, x in zip(at, xs, strict=True):
                     filled[i] = x
-                made = whole(*filled)
-                return [made[k] for k in floats]
+                results = whole(*filled)
+                return [results[k] for k in floats]
 
             _, vjp = jax.vjp(of_wanted, *[flat[i] for i in at])
             return list(vjp(list(flat[len(wanted) :])))
@@ -137,8 +137,8 @@ class TracedProgram:
                 with jax.sharding.use_abstract_mesh(self.context):
                     closed = jax.make_jaxpr(pull)(*map(type_of, flat))
                 programs.append(TracedProgram(f"the gradient of {self.name}", closed, ()))
-            found = dict(zip(at, programs[0](flat), strict=True))
-            return tuple(found.get(i) for i in range(len(wanted)))
+            by_input = dict(zip(at, programs[0](flat), strict=True))
+            return tuple(by_input.get(i) for i in range(len(wanted)))
 
         return gradient
 

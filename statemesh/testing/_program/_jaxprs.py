@@ -60,14 +60,14 @@ def called(eqn: Equation) -> Jaxpr:
     return next(eqn.params[key] for key in _CALLED if hasattr(eqn.params.get(key), "eqns"))
 
 
-def operands_of_call(eqn: Equation, given: Sequence[Value]) -> Sequence[Value]:
+def operands_of_call(eqn: Equation, operands: Sequence[Value]) -> Sequence[Value]:
     """Those operands of a call that its jaxpr gets."""
     if eqn.primitive.name != _LINEAR_SOLVE:
-        return given
+        return operands
     # Before the right-hand sides come the constants of four functions, of which the third solves.
     counts = eqn.params["const_lengths"]
     first = counts.matvec + counts.vecmat
-    return [*given[first : first + counts.solve], *given[sum(counts) :]]
+    return [*operands[first : first + counts.solve], *operands[sum(counts) :]]
 
 
 def counts_of_scan(eqn: Equation) -> tuple[int, int]:
@@ -106,8 +106,8 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[Equation]:
 
 def names_of(eqn: Equation) -> tuple[Hashable, ...]:
     """The axis names over which an equation is a collective."""
-    given = eqn.params.get("axes", eqn.params.get("axis_name"))
-    return tuple(name for name in as_names(given) if not isinstance(name, int))
+    names = eqn.params.get("axes", eqn.params.get("axis_name"))
+    return tuple(name for name in as_names(names) if not isinstance(name, int))
 
 
 def new_axes(eqn: Equation) -> Mapping[Hashable, int]:
@@ -120,8 +120,8 @@ def axes_named(eqn: Equation) -> set[Hashable]:
     """Whatever may be the name of a mesh axis among the parameters of an equation."""
     values = [value for key, value in eqn.params.items() if "axes" in key or "axis" in key]
     # An integer counts the axes of an array.
-    named = [one for value in values for one in as_names(value) if not isinstance(one, int)]
-    return {one for one in named if is_hashable(one)}
+    named = [name for value in values for name in as_names(value) if not isinstance(name, int)]
+    return {name for name in named if is_hashable(name)}
 
 
 def is_draw(eqn: Equation) -> bool:
@@ -136,15 +136,15 @@ def draws(jaxpr: Jaxpr) -> bool:
 
 def rounded_literals(jaxpr: Jaxpr) -> frozenset[tuple[str, float]]:
     """The dtypes and values of the literals that may be rounded: they need more than half of the digits."""
-    found = set()
+    literals = set()
     for eqn in all_equations(opened(jaxpr)):
         for atom in eqn.invars:
             aval: Any = atom.aval
             if is_literal(atom) and aval.dtype.kind not in "biuc" and np.isfinite(float(atom.val)):
                 value = float(np.asarray(atom.val, aval.dtype))
                 if not _is_short(value, aval.dtype):
-                    found.add((str(aval.dtype), value))
-    return frozenset(found)
+                    literals.add((str(aval.dtype), value))
+    return frozenset(literals)
 
 
 def _is_short(value: float, dtype: Any) -> bool:
@@ -184,9 +184,9 @@ def sources_of(jaxpr: Jaxpr) -> tuple[list[Sources], Sources]:
     return _flow(jaxpr, [frozenset([k]) for k in range(len(jaxpr.invars))])
 
 
-def _flow(jaxpr: Jaxpr, given: Sequence[Sources]) -> tuple[list[Sources], Sources]:
+def _flow(jaxpr: Jaxpr, inputs: Sequence[Sources]) -> tuple[list[Sources], Sources]:
     """What each result depends on, up to the numbers that are drawn; and what is drawn from."""
-    known = dict(zip(jaxpr.invars, given, strict=True))
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
     drawn = NONE
     for eqn in jaxpr.eqns:
         sources = [NONE if is_literal(x) else known.get(x, NONE) for x in eqn.invars]

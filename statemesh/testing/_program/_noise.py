@@ -233,21 +233,21 @@ class Noisy(Promoted):
         if narrows:
             pairs = zip(xs, eqn.invars, strict=True)
             xs = [self._off(x, roundoff(dtype_of(v)), "operand") for x, v in pairs]
-        made = run(*xs)
+        outputs = run(*xs)
         narrows = narrows or name in self.own_dtype
         # Random bits become floats in their own dtype, exactly.
         source = eqn.invars if narrows else eqn.outvars
         if name in _EXACT or not any(is_inexact(dtype_of(v)) for v in source):
-            return made
+            return outputs
         units = [roundoff(dtype_of(v)) if narrows else self._unit(v) for v in eqn.outvars]
         if name == "reduce_precision":
             units = [self._in_this_run(2.0 ** -eqn.params["mantissa_bits"])]
         if narrows or not _is_sum(eqn):
-            exact = self._is_exact(eqn, xs, made)
+            exact = self._is_exact(eqn, xs, outputs)
             times *= 1.0 if name in _ONCE else _SEVERAL
-            results = zip(made, units, strict=True)
+            results = zip(outputs, units, strict=True)
             return [self._off(x, unit * times, name, exact) for x, unit in results]
-        ((x,), (unit,)) = made, units
+        ((x,), (unit,)) = outputs, units
         inner = unit
         if name in _WIDE_SUMS and times > 1:
             inner = jnp.minimum(unit, self._in_this_run(roundoff(np.float32)))
@@ -274,43 +274,45 @@ class Noisy(Promoted):
         self,
         eqn: Equation,
         xs: Sequence[AnyLeaf],
-        made: AnyLeaf,
+        outputs: AnyLeaf,
         run: Callable[..., list[AnyLeaf]],
     ) -> tuple[AnyLeaf, AnyLeaf]:
         """For each result of a sum, the sum of the sizes of its terms, and how fine they are."""
         inexact = [is_inexact(dtype_of(v)) for v in eqn.invars]
         if not any(inexact):
-            return jnp.abs(made), _fineness(made, roundoff(np.float64))
+            return jnp.abs(outputs), _fineness(outputs, roundoff(np.float64))
 
         def over(of: Callable[[AnyLeaf, Any], AnyLeaf]) -> AnyLeaf:
             operands = zip(xs, eqn.invars, inexact, strict=True)
-            given = [of(x, v).astype(x.dtype) if hit else x for x, v, hit in operands]
+            inputs = [of(x, v).astype(x.dtype) if hit else x for x, v, hit in operands]
             if eqn.primitive.name == "sub":
-                given[1] = -given[1]
-            return run(*given)[0].real
+                inputs[1] = -inputs[1]
+            return run(*inputs)[0].real
 
         sizes = over(lambda x, v: jnp.abs(x))
-        if jnp.issubdtype(made.dtype, jnp.complexfloating):
+        if jnp.issubdtype(outputs.dtype, jnp.complexfloating):
             return sizes, jnp.full_like(sizes, jnp.inf)
         return sizes, over(lambda x, v: _fineness(x, self._unit(v)))
 
-    def _is_exact(self, eqn: Equation, xs: Sequence[AnyLeaf], made: Sequence[AnyLeaf]) -> AnyLeaf:
+    def _is_exact(
+        self, eqn: Equation, xs: Sequence[AnyLeaf], outputs: Sequence[AnyLeaf]
+    ) -> AnyLeaf:
         """Where the result of an operation that is no sum is exact."""
         name = eqn.primitive.name
         if any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in xs):
             return np.False_
         unit = self._unit(eqn.outvars[0])
         if name in _SHORT:
-            return (xs[0] == 0) | (jnp.abs(made[0]) == 1)
+            return (xs[0] == 0) | (jnp.abs(outputs[0]) == 1)
         if name == "div":
-            return _is_product(xs[0], made[0], xs[1], unit)
+            return _is_product(xs[0], outputs[0], xs[1], unit)
         if name == "sqrt":
-            return _is_product(xs[0], made[0], made[0], unit)
+            return _is_product(xs[0], outputs[0], outputs[0], unit)
         if name == "integer_pow":
             return _grain(xs[0])[1] == jnp.abs(xs[0])
         if name == "pow" and is_inexact(xs[1].dtype):
             # XLA computes whole powers of powers of two exactly.
-            short = (_grain(xs[0])[1] == xs[0]) & (_grain(made[0])[1] == made[0])
+            short = (_grain(xs[0])[1] == xs[0]) & (_grain(outputs[0])[1] == outputs[0])
             return short & (jnp.floor(xs[1]) == xs[1])
         return np.False_
 

@@ -92,17 +92,17 @@ def _arrays(draw: Draw, shape: Any, dtype: Any, least: int | float, most: int | 
 
 def _checked(dtype: DTypeLike) -> DType:
     """The dtype, if JAX has it."""
-    found = np.dtype(dtype)
-    is_number = found == np.bool_ or jnp.issubdtype(found, np.number)
-    if not is_number or found.itemsize > (16 if found.kind == "c" else 8):
-        raise sm.StatemeshError(f"arrays: JAX has no arrays of dtype {found}.")
-    kept = jax.dtypes.canonicalize_dtype(found)
-    if kept != found:
+    exact = np.dtype(dtype)
+    is_number = exact == np.bool_ or jnp.issubdtype(exact, np.number)
+    if not is_number or exact.itemsize > (16 if exact.kind == "c" else 8):
+        raise sm.StatemeshError(f"arrays: JAX has no arrays of dtype {exact}.")
+    kept = jax.dtypes.canonicalize_dtype(exact)
+    if kept != exact:
         raise sm.StatemeshError(
-            f"arrays: without jax_enable_x64, JAX makes {kept} of dtype {found}. Ask for {kept}, or set "
+            f"arrays: without jax_enable_x64, JAX makes {kept} of dtype {exact}. Ask for {kept}, or set "
             "jax.config.update('jax_enable_x64', True)."
         )
-    return found
+    return exact
 
 
 @functools.cache
@@ -155,7 +155,7 @@ def _at_least(dtype: DType, bound: int | float) -> float:
     near = np.asarray(max(bound, -largest)).astype(dtype)
     if float(near) < bound:
         near = np.nextafter(near, np.asarray(largest).astype(dtype))
-    found = float(near)
-    if 0 < found < tiny:
+    number = float(near)
+    if 0 < number < tiny:
         return tiny
-    return -0.0 if -tiny < found < 0 else found
+    return -0.0 if -tiny < number < 0 else number

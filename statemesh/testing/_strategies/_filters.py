@@ -20,7 +20,7 @@ Key: TypeAlias = Any
 KeyPath: TypeAlias = tuple[Key, ...]
 Filter: TypeAlias = Any
 # A function that draws one filter.
-Form: TypeAlias = Callable[[], Filter]
+Drawing: TypeAlias = Callable[[], Filter]
 
 
 def filters(*, tree: PyTree) -> st.SearchStrategy[Filter]:
@@ -49,8 +49,8 @@ def filters(*, tree: PyTree) -> st.SearchStrategy[Filter]:
         ```
     """
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=sm.is_state)[0]
-    found = [PathAndState(tuple(path), unit) for path, unit in flat if sm.is_state(unit)]
-    return _filters(found)
+    states = [PathAndState(tuple(path), unit) for path, unit in flat if sm.is_state(unit)]
+    return _filters(states)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,14 +95,14 @@ NOTHING = (None, False, sm.filters.Nothing())
 
 
 @st.composite
-def _filters(draw: Draw, found: Sequence[PathAndState]) -> Filter:
-    if not found:
+def _filters(draw: Draw, states: Sequence[PathAndState]) -> Filter:
+    if not states:
         return draw(st.sampled_from(EVERYTHING + NOTHING))
     # Sometimes a filter that matches everything or nothing. `...` comes first, so that filters shrink to it.
     kind = draw(st.integers(0, 15))
     if kind in (0, 15):
         return draw(st.sampled_from(NOTHING if kind else EVERYTHING))
-    return _FilterMaker(draw, found).filter(draw(st.sampled_from(found)), draw(st.integers(0, 3)))
+    return _FilterMaker(draw, states).filter(draw(st.sampled_from(states)), draw(st.integers(0, 3)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +134,7 @@ class _FilterMaker:
             nodes = [x for other in self.states for x in other.nodes if x not in state.nodes]
             functions, whole = [_as_deep_as(len(state.path) + 1)], NOTHING
         kind, tag = sm.filters.OfType, sm.filters.WithTag
-        forms: list[Form] = [
+        forms: list[Drawing] = [
             lambda: self.one_of(whole),
             lambda: self.bare_or(kind, self.one_of(kinds)),
             lambda: self.one_of(functions),
@@ -166,7 +166,7 @@ class _FilterMaker:
 
         of_any, of_all = (mixed, alike) if matches else (alike, mixed)
         union = lambda parts: sm.filters.Any(*parts)
-        forms: list[Form] = [
+        forms: list[Drawing] = [
             lambda: self.one_of([list, tuple, union])(of_any()),
             lambda: sm.filters.All(*of_all()),
             lambda: sm.filters.Not(self.filter(state, deep, not matches)),
@@ -174,11 +174,11 @@ class _FilterMaker:
         return self.one_of(forms)()
 
 
-def _functions(one: PathAndState) -> list[PrintableFunction]:
+def _functions(unit: PathAndState) -> list[PrintableFunction]:
     """Functions that match a state."""
-    name, kind = one.state.name, type(one.state)
+    name, kind = unit.state.name, type(unit.state)
     return [
-        _as_deep_as(len(one.path)),
+        _as_deep_as(len(unit.path)),
         PrintableFunction(
             f"lambda path, state: state.name == {name!r}", lambda path, state: state.name == name
         ),

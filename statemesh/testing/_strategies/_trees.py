@@ -94,9 +94,9 @@ def states(
     strategy = st.SearchStrategy | None
     check("states", "shapes", shapes, strategy, "a strategy of shapes")
     check("states", "dtypes", dtypes, strategy, "a strategy of dtypes")
-    for argument, given, what in (("tags", tags, "tags"), ("reduces", reduces, "policies")):
-        if isinstance(given, str) or not isinstance(given, Sequence):
-            raise errors.bad_keyword("states", argument, given, f"a list of {what}")
+    for argument, value, what in (("tags", tags, "tags"), ("reduces", reduces, "policies")):
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise errors.bad_keyword("states", argument, value, f"a list of {what}")
     if mesh is not None:
         check_mesh("states", mesh)
     shapes = st.sampled_from([(), (2,), (2, 1)]) if shapes is None else shapes
@@ -203,8 +203,8 @@ def modules(
 
         ```
     """
-    for argument, given in (("states", states), ("leaves", leaves)):
-        check("modules", argument, given, st.SearchStrategy | None, f"a strategy of {argument}")
+    for argument, value in (("states", states), ("leaves", leaves)):
+        check("modules", argument, value, st.SearchStrategy | None, f"a strategy of {argument}")
     for argument, number in (("min_states", min_states), ("max_states", max_states)):
         check("modules", argument, number, Integral, "an int, 0 or more")
     if not 0 <= min_states <= max_states:
@@ -245,9 +245,11 @@ def _modules(
         parts = [_node(draw, parts[:cut]), *parts[cut:]]
     if shared:
         # The second place of the shared node may be on another level.
-        found = [node for node in _nodes(parts) if sm.is_state(node) or isinstance(node, sm.Module)]
-        twice = draw(st.sampled_from(found)) if found else Layer([])
-        parts = [*parts, twice, *([] if found else [twice])]
+        shareable = [
+            node for node in _nodes(parts) if sm.is_state(node) or isinstance(node, sm.Module)
+        ]
+        twice = draw(st.sampled_from(shareable)) if shareable else Layer([])
+        parts = [*parts, twice, *([] if shareable else [twice])]
     root: Callable[[list[PyTree]], sm.Module] = draw(st.sampled_from(MODULES))
     return root(parts)
 
