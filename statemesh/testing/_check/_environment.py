@@ -14,9 +14,9 @@ import numpy as np
 
 import statemesh as sm
 
+from .._caches import is_hashable, static_key
 from .._libraries import is_library_module
 from .._program._numbers import data_of
-from .._static_keys import is_hashable, static_key
 from .._types import PyTree
 
 

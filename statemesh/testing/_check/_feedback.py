@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec
 import statemesh as sm
 
 from .. import _errors as errors
+from .._caches import is_hashable
 from .._program._numbers import has_shape, is_key
 from .._program._trace import is_numpy
-from .._static_keys import is_hashable
 from .._types import AnyLeaf, PyTree, tree_util
 
 

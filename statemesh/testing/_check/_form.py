@@ -15,8 +15,8 @@ import numpy as np
 import statemesh as sm
 
 from .. import _errors as errors
+from .._caches import equal_values
 from .._program._numbers import data_of, has_shape, is_key
-from .._static_keys import equal_values
 from .._types import AnyLeaf, PyTree, PyTreeDef, tree_util
 from ._feedback import is_numeric
 

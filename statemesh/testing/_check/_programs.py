@@ -16,10 +16,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 import statemesh as sm
 
 from .. import _errors as errors
+from .._caches import Recent, is_hashable, static_key
 from .._program._doubled import Called, Doubled, Wide, compile_fast, widened
 from .._program._numbers import is_inexact
-from .._recent import Recent
-from .._static_keys import is_hashable, static_key
 from .._types import AnyLeaf, Fun, PyTree, tree_util
 from . import _report as report
 from ._feedback import path_of

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._caches import Recent
 from .._errors import BrokenPromise
-from .._recent import Recent
 from .._types import AnyLeaf, Fun, Numbers, PyTree, tree_util
 from ._jaxprs import Equation, Sources, rounded_literals, sources_of
 from ._noise import Noisy, OwnDtypes, Promoted

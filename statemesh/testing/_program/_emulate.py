@@ -11,7 +11,7 @@ from jax.tree_util import Partial
 import statemesh as sm
 
 from .. import _errors as errors
-from .._recent import Recent
+from .._caches import Recent
 from .._types import Fun, PyTree, tree_util
 from ._jaxprs import Jaxpr, as_function, is_identity, is_literal
 from ._replay import Differences, Replay

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from .._static_keys import is_hashable
+from .._caches import is_hashable
 from .._types import Fun
 from ._stacked import as_names
 

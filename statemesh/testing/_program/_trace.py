@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 import statemesh as sm
 
-from .._static_keys import static_key
+from .._caches import static_key
 from .._types import AnyLeaf, Fun, PyTree, PyTreeDef, tree_util
 from ._jaxprs import Jaxpr
 from ._numbers import is_key

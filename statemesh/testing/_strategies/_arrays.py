@@ -105,7 +105,7 @@ def _checked(dtype: DTypeLike) -> DType:
     return exact
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _numbers(dtype: DType, least: int | float, most: int | float) -> st.SearchStrategy[Any]:
     """Python numbers from `least` to `most` that the dtype can hold exactly."""
     if dtype == np.bool_:
