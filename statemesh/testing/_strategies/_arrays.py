@@ -69,7 +69,17 @@ def arrays(
         _check_shape(shape)
     for argument, number in (("min_value", min_value), ("max_value", max_value)):
         check("arrays", argument, number, Real, "a number")
-    return _arrays(shape, dtype, min_value, max_value)
+
+    @st.composite
+    def drawn(draw: Draw) -> Array:
+        side_or_sides: Any = draw(shape) if isinstance(shape, st.SearchStrategy) else shape
+        sides = (side_or_sides,) if isinstance(side_or_sides, int) else tuple(side_or_sides)
+        exact = _checked(draw(dtype) if isinstance(dtype, st.SearchStrategy) else dtype)
+        count = max(1, min(PERIOD, math.prod(sides)))
+        few = draw(st.lists(_numbers(exact, min_value, max_value), min_size=1, max_size=count))
+        return np.resize(np.array(few, exact), sides)
+
+    return drawn()
 
 
 def _check_shape(shape: object) -> None:
@@ -78,16 +88,6 @@ def _check_shape(shape: object) -> None:
         raise errors.bad_keyword(
             "arrays", "shape", shape, "a shape, as in shape=(8, 4), or a strategy"
         )
-
-
-@st.composite
-def _arrays(draw: Draw, shape: Any, dtype: Any, least: int | float, most: int | float) -> Array:
-    shape = draw(shape) if isinstance(shape, st.SearchStrategy) else shape
-    shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    dtype = _checked(draw(dtype) if isinstance(dtype, st.SearchStrategy) else dtype)
-    count = max(1, min(PERIOD, math.prod(shape)))
-    few = draw(st.lists(_numbers(dtype, least, most), min_size=1, max_size=count))
-    return np.resize(np.array(few, dtype), shape)
 
 
 def _checked(dtype: DTypeLike) -> DType:

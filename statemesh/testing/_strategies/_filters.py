@@ -50,7 +50,21 @@ def filters(*, tree: PyTree) -> st.SearchStrategy[Filter]:
     """
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=sm.is_state)[0]
     states = [PathAndState(tuple(path), unit) for path, unit in flat if sm.is_state(unit)]
-    return _filters(states)
+
+    @st.composite
+    def drawn(draw: Draw) -> Filter:
+        if not states:
+            return draw(st.sampled_from(EVERYTHING + NOTHING))
+        # Sometimes a filter that matches everything or nothing. `...` comes first, so that filters shrink to
+        # it.
+        kind = draw(st.integers(0, 15))
+        if kind in (0, 15):
+            return draw(st.sampled_from(NOTHING if kind else EVERYTHING))
+        return _FilterMaker(draw, states).filter(
+            draw(st.sampled_from(states)), draw(st.integers(0, 3))
+        )
+
+    return drawn()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,17 +106,6 @@ class PrintableFunction:
 
 EVERYTHING = (..., True, sm.filters.Everything())
 NOTHING = (None, False, sm.filters.Nothing())
-
-
-@st.composite
-def _filters(draw: Draw, states: Sequence[PathAndState]) -> Filter:
-    if not states:
-        return draw(st.sampled_from(EVERYTHING + NOTHING))
-    # Sometimes a filter that matches everything or nothing. `...` comes first, so that filters shrink to it.
-    kind = draw(st.integers(0, 15))
-    if kind in (0, 15):
-        return draw(st.sampled_from(NOTHING if kind else EVERYTHING))
-    return _FilterMaker(draw, states).filter(draw(st.sampled_from(states)), draw(st.integers(0, 3)))
 
 
 @dataclasses.dataclass(frozen=True)

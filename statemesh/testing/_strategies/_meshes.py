@@ -91,34 +91,29 @@ def meshes(
     check("meshes", "axis_types", axis_types, Sequence, kinds)
     if not axis_types or not all(isinstance(kind, AxisType) for kind in axis_types):
         raise errors.bad_keyword("meshes", "axis_types", axis_types, kinds)
-    return _meshes(names, max_devices, tuple(axis_types))
 
+    @st.composite
+    def drawn(draw: Draw) -> Mesh:
+        devices = jax.devices()
+        if max_devices is not None and max_devices > len(devices):
+            raise sm.StatemeshError(
+                f"meshes: max_devices={max_devices}, and JAX has {len(devices)} "
+                f"device{'s' * (len(devices) != 1)}. Call statemesh.testing.set_devices({max_devices}) "
+                "before JAX starts, as in conftest.py, or allow fewer."
+            )
+        axes = NAMES[: draw(st.integers(1, len(NAMES)))] if names is None else names
+        # First the exponent of the number of devices is drawn. Then each axis takes a part of it, the first
+        # axis what is left.
+        left = draw(st.integers(0, (max_devices or len(devices)).bit_length() - 1))
+        powers: list[int] = []
+        for _ in axes[1:]:
+            powers.insert(0, draw(st.integers(0, left)))
+            left -= powers[0]
+        sizes = [2**power for power in (left, *powers)]
+        chosen = np.array(devices[: math.prod(sizes)]).reshape(sizes)
+        return Mesh(chosen, axes, axis_types=(draw(st.sampled_from(axis_types)),) * len(axes))
 
-@st.composite
-def _meshes(
-    draw: Draw,
-    names: tuple[Hashable, ...] | None,
-    most: int | None,
-    types: tuple[AxisType, ...],
-) -> Mesh:
-    devices = jax.devices()
-    if most is not None and most > len(devices):
-        raise sm.StatemeshError(
-            f"meshes: max_devices={most}, and JAX has {len(devices)} device{'s' * (len(devices) != 1)}. Call "
-            f"statemesh.testing.set_devices({most}) before JAX starts, as in conftest.py, or allow fewer."
-        )
-    if names is None:
-        names = NAMES[: draw(st.integers(1, len(NAMES)))]
-    # First the exponent of the number of devices is drawn. Then each axis takes a part of it, the first axis
-    # what is left.
-    left = draw(st.integers(0, (most or len(devices)).bit_length() - 1))
-    powers: list[int] = []
-    for _ in names[1:]:
-        powers.insert(0, draw(st.integers(0, left)))
-        left -= powers[0]
-    sizes = [2**power for power in (left, *powers)]
-    chosen = np.array(devices[: math.prod(sizes)]).reshape(sizes)
-    return Mesh(chosen, names, axis_types=(draw(st.sampled_from(types)),) * len(names))
+    return drawn()
 
 
 def specs(*, shape: Sequence[int], mesh: AnyMesh) -> st.SearchStrategy[PartitionSpec]:
@@ -151,25 +146,25 @@ def specs(*, shape: Sequence[int], mesh: AnyMesh) -> st.SearchStrategy[Partition
     check("specs", "shape", shape, Sequence, sides)
     if not all(isinstance(side, Integral) for side in shape):
         raise errors.bad_keyword("specs", "shape", shape, sides)
-    return _specs(tuple(shape), mesh)
 
+    @st.composite
+    def drawn(draw: Draw) -> PartitionSpec:
+        # To Hypothesis fewer choices are simpler. So every spec is drawn in the same number of choices.
+        where = st.integers(0, len(shape))
+        left = list(shape)
+        split: list[list[Hashable]] = [[] for _ in shape]
+        for name in draw(st.permutations(mesh.axis_names)):
+            size = mesh.shape[name]
+            ways = [None, *(axis for axis, count in enumerate(left) if count % size == 0)]
+            axis = ways[draw(where) % len(ways)]
+            if axis is not None:
+                left[axis] //= size
+                split[axis].append(name)
+        used = max((axis + 1 for axis, names in enumerate(split) if names), default=0)
+        written = max(used, draw(where))
+        return PartitionSpec(*[tuple(names) or None for names in split[:written]])
 
-@st.composite
-def _specs(draw: Draw, shape: Shape, mesh: AnyMesh) -> PartitionSpec:
-    # To Hypothesis fewer choices are simpler. So every spec is drawn in the same number of choices.
-    where = st.integers(0, len(shape))
-    left = list(shape)
-    split: list[list[Hashable]] = [[] for _ in shape]
-    for name in draw(st.permutations(mesh.axis_names)):
-        size = mesh.shape[name]
-        ways = [None, *(axis for axis, count in enumerate(left) if count % size == 0)]
-        axis = ways[draw(where) % len(ways)]
-        if axis is not None:
-            left[axis] //= size
-            split[axis].append(name)
-    used = max((axis + 1 for axis, names in enumerate(split) if names), default=0)
-    written = max(used, draw(where))
-    return PartitionSpec(*[tuple(names) or None for names in split[:written]])
+    return drawn()
 
 
 def shapes(
@@ -230,15 +225,15 @@ def shapes(
             f"shapes: there is no shape of rank {least} to {most} with sides from 1 to {max_side}. Give a "
             "max_rank that is no less than min_rank, and a positive max_side."
         )
-    return _shapes(tuple(factors), least, most, max_side)
 
+    @st.composite
+    def drawn(draw: Draw) -> Shape:
+        rank = draw(st.integers(least, most))
+        sides = draw(st.tuples(*[st.integers(1, max_side)] * rank))
+        spread = (*factors, *[1] * (rank - len(factors)))
+        return tuple(n * count for n, count in zip(sides, spread, strict=True))
 
-@st.composite
-def _shapes(draw: Draw, factors: Shape, least: int, most: int, side: int) -> Shape:
-    rank = draw(st.integers(least, most))
-    sides = draw(st.tuples(*[st.integers(1, side)] * rank))
-    spread = (*factors, *[1] * (rank - len(factors)))
-    return tuple(n * count for n, count in zip(sides, spread, strict=True))
+    return drawn()
 
 
 def split_count(entry: SpecEntry, spec: PartitionSpec, mesh: AnyMesh) -> int:
