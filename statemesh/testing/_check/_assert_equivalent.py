@@ -13,7 +13,7 @@ from .._types import Fun, PyTree, tree_util
 from ._check import Check, Checked
 from ._environment import environment, held_by
 from ._feedback import Named, is_within, path_of
-from ._programs import OnMesh, Statics, kept, mesh_of
+from ._programs import FunctionOnMesh, StaticLeaves, kept, mesh_of
 from ._subject import Subject
 from ._untested import UntestedWarning
 from ._values import as_arrays
@@ -179,11 +179,11 @@ def assert_equivalent(
             f"{', '.join(paths)}; a shorter one, such as 'args[0]', stands for all that begin with it."
         )
     key = environment(fun, *held_by(given))
-    statics = None if is_mapped else Statics({**specs, "check_vma": check_vma is not False})
+    statics = None if is_mapped else StaticLeaves({**specs, "check_vma": check_vma is not False})
     subject = Subject(
         name=name,
         args=given,
-        meshes=[kept(key, OnMesh, fun, mesh, statics) for mesh in on_meshes],
+        meshes=[kept(key, FunctionOnMesh, fun, mesh, statics) for mesh in on_meshes],
         unsharded=unsharded,
         steps=steps,
         gradients=gradients,

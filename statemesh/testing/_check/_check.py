@@ -21,7 +21,7 @@ from .._types import Numbers, PyTree
 from . import _report as report
 from . import _values as values
 from ._judge import Chain, Judge, Mismatch, doubled_chain, excused, unequal_copies
-from ._programs import Args, OnMesh, Reference, chained, results_of
+from ._programs import Args, FunctionOnMesh, Reference, chained, results_of
 from ._subject import Subject
 from ._untested import CallsMade
 
@@ -82,7 +82,7 @@ class Calls:
     """
 
     subject: Subject
-    on_mesh: OnMesh
+    on_mesh: FunctionOnMesh
     label: str
     args: Args
     steps: int
@@ -323,10 +323,10 @@ class Check:
 _OTHER_VALUES: tuple[
     tuple[str, Callable[..., Args], Callable[[Mismatch], bool] | None, bool], ...
 ] = (
-    (report.GENERIC, values.generic, None, True),
-    (report.LARGE, values.large, lambda mismatch: mismatch.is_overflow, True),
+    ("with generic values", values.generic, None, True),
+    ("with large values", values.large, lambda mismatch: mismatch.is_overflow, True),
     # What `jax.lax.pmax` makes of NaN differs between devices, and is no mistake of the function.
-    (report.NAN, values.one_nan, lambda mismatch: mismatch.is_number_on_one_device, False),
+    ("with one NaN", values.one_nan, lambda mismatch: mismatch.is_number_on_one_device, False),
 )
 
 
@@ -344,7 +344,7 @@ def _with_arrays_of_mesh(calls: Calls, off: Sequence[Mismatch]) -> list[Mismatch
 
 
 def located_in(calls: Calls, step: int, *, gradient: bool) -> list[str]:
-    """Lines on the place in the program; none where it cannot be found.
+    """Lines on the place in the program, or on why it cannot be found; none where all agrees there.
 
     Simple values, such as those that Hypothesis shrinks to, hide the place: many lines compute the same from
     zeros. Then other values are tried first.
@@ -358,15 +358,17 @@ def located_in(calls: Calls, step: int, *, gradient: bool) -> list[str]:
     is_state: Callable[[object], bool] = lambda x: isinstance(x, sm.State)
     if step == 0 and any(map(_is_simple, jax.tree.leaves(args_of_call, is_leaf=is_state))):
         tried.insert(0, (values.generic(args_of_call, subject.keep), True))
+    lines: list[str] = []
     for args, generic in tried:
         find = located_in_gradient if gradient and not generic else located
         try:
             place = find(calls.on_mesh.mapped, reference, *args)
-        except Exception:  # A report must not end in an error of its own.
+        except Exception as error:  # A report says so, but does not end in an error of its own.
+            lines = [report.not_located(error)]
             continue
         if place is not None:
             return report.located(place, generic=generic)
-    return []
+    return lines
 
 
 def _is_simple(x: PyTree) -> bool:

@@ -48,7 +48,7 @@ class _Unknown(Exception):
     """What a value is cannot be told from what it was."""
 
 
-class _Same:
+class _Itself:
     """An object that is equal to itself only. It is kept alive, so that its address is not used again."""
 
     def __init__(self, x: Any) -> None:
@@ -58,7 +58,7 @@ class _Same:
         return id(self.x)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.x is other.x
+        return isinstance(other, _Itself) and self.x is other.x
 
 
 def environment(*values: Any) -> Hashable | None:
@@ -119,29 +119,29 @@ def _taken_apart(x: Any) -> _Apart:
     if isinstance(x, types.FunctionType):
         return x.__code__, _held_by_function(x)
     if isinstance(x, type):
-        return _Same(x), _held_by_class(x)
+        return _Itself(x), _held_by_class(x)
     if isinstance(x, _BY_IDENTITY):
-        return _Same(x), ()
+        return _Itself(x), ()
     if isinstance(x, np.ndarray | np.generic | jax.Array):
         return _array_apart(x)
     if isinstance(x, dict):
-        return (_Same(kind), len(x)), itertools.chain.from_iterable(x.items())
+        return (_Itself(kind), len(x)), itertools.chain.from_iterable(x.items())
     if isinstance(x, list | tuple | set | frozenset):
-        return (_Same(kind), len(x)), x
+        return (_Itself(kind), len(x)), x
     for holder, names in _HOLDERS:
         if isinstance(x, holder):
-            return _Same(kind), [getattr(x, name) for name in names]
+            return _Itself(kind), [getattr(x, name) for name in names]
     if isinstance(x, types.CellType):
         try:
-            return _Same(kind), (x.cell_contents,)
+            return _Itself(kind), (x.cell_contents,)
         except ValueError:  # The variable has no value yet.
             return "empty", ()
     if sm.is_state(x) or isinstance(x, sm.Packed):
         leaves, structure = jax.tree.flatten(x)
-        return _Same(kind), (structure, *leaves)
+        return _Itself(kind), (structure, *leaves)
     if hasattr(x, "__wrapped__"):
         # A function under `jax.jit`, or in a mapping: what is wrapped, as this very object wraps it.
-        return _Same(x), (x.__wrapped__,)
+        return _Itself(x), (x.__wrapped__,)
     return _object_apart(x)
 
 
@@ -150,7 +150,7 @@ def _array_apart(x: Any) -> _Apart:
         raise _Unknown
     is_large = isinstance(x, jax.Array) and (x.size > _SMALL or not x.is_fully_addressable)
     if is_large or (isinstance(x, jax.Array) and x.is_deleted()):
-        return _Same(x), ()
+        return _Itself(x), ()
     numbers = np.asarray(data_of(x))
     weak, sharding = getattr(x, "weak_type", None), getattr(x, "sharding", None)
     key = type(x), str(x.dtype), weak, sharding, numbers.shape
@@ -179,7 +179,7 @@ def _object_apart(x: Any) -> _Apart:
         return key, ()
     if held is None or isinstance(x, Iterator) or is_reference:
         raise _Unknown
-    return _Same(kind), (kind, held)
+    return _Itself(kind), (kind, held)
 
 
 def _held_by_function(fun: types.FunctionType) -> Iterator[Any]:

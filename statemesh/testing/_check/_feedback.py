@@ -21,7 +21,7 @@ from .._types import AnyLeaf, PyTree, tree_util
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Part:
+class Subtree:
     """A node or a leaf of a tree.
 
     **Attributes:**
@@ -52,7 +52,7 @@ class Part:
         return str(jax.tree_util.keystr(self.keys))
 
 
-def parts_of(node: PyTree, keys: tuple[Any, ...] = (), start: int = 0) -> list[Part]:
+def parts_of(node: PyTree, keys: tuple[Any, ...] = (), start: int = 0) -> list[Subtree]:
     """All parts of a tree, each before the parts in it. The first is the tree itself.
 
     **Arguments:**
@@ -63,16 +63,16 @@ def parts_of(node: PyTree, keys: tuple[Any, ...] = (), start: int = 0) -> list[P
     if kids and tree_util.treedef_is_leaf(structure):
         numeric = is_numeric(node)
         form = ("leaf", np.shape(node), is_key(node)) if numeric else "static"
-        return [Part(keys, node, form, range(start, start + 1), int(numeric), 0, False, False)]
-    inner: list[Part] = []
-    heads: list[Part] = []
+        return [Subtree(keys, node, form, range(start, start + 1), int(numeric), 0, False, False)]
+    inner: list[Subtree] = []
+    heads: list[Subtree] = []
     for key, kid in kids:
         parts = parts_of(kid, (*keys, *key), heads[-1].leaves.stop if heads else start)
         heads.append(parts[0])
         inner += parts
     # Static metadata without a hash, such as a list, is known by its text.
     known = structure if is_hashable(structure) else repr(structure)
-    whole = Part(
+    whole = Subtree(
         keys,
         node,
         (known, *(head.form for head in heads)),
@@ -154,8 +154,6 @@ class FeedBack:
 
     def describe(self) -> str:
         """What is fed back, in words."""
-        if not self:
-            return "nothing is fed back"
         return ", ".join(f"{result} becomes {argument}" for argument, result in self.pairs)
 
 
@@ -197,8 +195,8 @@ def find(
     """
     # The arguments as a whole, and those by keyword as a whole, are no part of them.
     inner = [part for part in parts_of((tuple(args), dict(kwargs))) if len(part.keys) > 1]
-    arguments = _Side(inner, lambda part: path_of(part.keys), in_specs)
-    returned = _Side(parts_of(result), lambda part: f"{name}(...){part.path}", out_specs)
+    arguments = _Subtrees(inner, lambda part: path_of(part.keys), in_specs)
+    returned = _Subtrees(parts_of(result), lambda part: f"{name}(...){part.path}", out_specs)
     if named is None:
         pairs = _by_structure(arguments, returned)
     else:
@@ -211,46 +209,51 @@ def find(
     )
 
 
-class _Side:
+class _Subtrees:
     """The parts of the arguments, or those of the result, and which of them are still free."""
 
     def __init__(
         self,
-        parts: list[Part],
-        path: Callable[[Part], str],
+        parts: list[Subtree],
+        path: Callable[[Subtree], str],
         specs: Sequence[LeafSpec] | None,
     ) -> None:
         self.parts, self.path, self.specs = parts, path, specs
         self._used = [False] * max((part.leaves.stop for part in parts), default=0)
 
-    def is_free(self, part: Part) -> bool:
+    def is_free(self, part: Subtree) -> bool:
         return not any(self._used[part.leaves.start : part.leaves.stop])
 
-    def use(self, part: Part) -> None:
+    def use(self, part: Subtree) -> None:
         for number in part.leaves:
             self._used[number] = True
 
-    def is_split(self, part: Part) -> bool:
+    def placed(self, part: Subtree) -> list[tuple[Any, ...] | None]:
+        """For each leaf of a part the entries of its spec; `None` where it is not known."""
+        if self.specs is None:
+            return [None] * len(part.leaves)
+        specs = self.specs[part.leaves.start : part.leaves.stop]
+        return [None if spec is None else _plain(spec) for spec in specs]
+
+    def is_split(self, part: Subtree) -> bool:
         """Whether some leaf is split, or may be."""
-        return self.specs is None or any(
-            self.specs[number] is None or _plain(self.specs[number]) for number in part.leaves
-        )
+        return any(entries != () for entries in self.placed(part))
 
 
-def _plain(spec: LeafSpec) -> tuple[Any, ...]:
+def _plain(spec: PartitionSpec | sm.PerShard) -> tuple[Any, ...]:
     """The entries of a spec without those at its end that say nothing."""
-    if spec is None or isinstance(spec, sm.PerShard):
-        return () if spec is None else (spec,)
+    if isinstance(spec, sm.PerShard):
+        return (spec,)
     entries = [(x,) if isinstance(x, str) else x or None for x in spec]
     while entries and entries[-1] is None:
         entries.pop()
     return tuple(entries)
 
 
-Match: TypeAlias = tuple[Part, Part]
+Match: TypeAlias = tuple[Subtree, Subtree]
 
 
-def _by_structure(arguments: _Side, returned: _Side) -> list[Match]:
+def _by_structure(arguments: _Subtrees, returned: _Subtrees) -> list[Match]:
     """The largest parts that fit, then arrays that stand by themselves."""
     pairs: list[Match] = []
 
@@ -260,12 +263,13 @@ def _by_structure(arguments: _Side, returned: _Side) -> list[Match]:
             returned.use(pair[1])
             pairs.append(pair)
 
-    def fits(a: Part, b: Part) -> bool:
-        return _specs_agree(arguments, returned, a, b) and (
-            a.in_state or _kinds_agree(a, b, kind_of)
-        )
+    def fits(a: Subtree, b: Subtree) -> bool:
+        specs = zip(arguments.placed(a), returned.placed(b), strict=True)
+        same = all(p is None or q is None or p == q for p, q in specs)
+        return same and (a.in_state or _kinds_agree(a, b, kind_of))
 
-    for some, others in _alike(arguments.parts, returned.parts):
+    alike = list(_alike(arguments.parts, returned.parts))
+    for some, others in alike:
         if some[0].depth == 0:
             continue
         take(
@@ -275,7 +279,7 @@ def _by_structure(arguments: _Side, returned: _Side) -> list[Match]:
                 fits,
             )
         )
-    for some, others in _alike(arguments.parts, returned.parts):
+    for some, others in alike:
         some = [part for part in some if arguments.is_free(part)]
         others = [part for part in others if returned.is_free(part)]
         same = [pair for pair in _under_one_name(some, others, fits) if _same_dtypes(*pair)]
@@ -284,9 +288,11 @@ def _by_structure(arguments: _Side, returned: _Side) -> list[Match]:
     return pairs
 
 
-def _alike(some: list[Part], others: list[Part]) -> Iterator[tuple[list[Part], list[Part]]]:
+def _alike(
+    some: list[Subtree], others: list[Subtree]
+) -> Iterator[tuple[list[Subtree], list[Subtree]]]:
     """The parts of either side by their form, the largest first. Parts without arrays are left out."""
-    by_form: dict[Hashable, tuple[list[Part], list[Part]]] = defaultdict(lambda: ([], []))
+    by_form: dict[Hashable, tuple[list[Subtree], list[Subtree]]] = defaultdict(lambda: ([], []))
     for which, parts in enumerate((some, others)):
         for part in parts:
             if part.arrays:
@@ -295,14 +301,14 @@ def _alike(some: list[Part], others: list[Part]) -> Iterator[tuple[list[Part], l
     yield from sorted(both, key=lambda pair: (-pair[0][0].arrays, -pair[0][0].depth))
 
 
-def _is_carried(part: Part, side: _Side) -> bool:
+def _is_carried(part: Subtree, side: _Subtrees) -> bool:
     """Whether a part is by its structure more than outputs."""
     several = part.arrays > 1 and part is not side.parts[0]
     return part.depth > 0 and (part.in_state or part.is_named or several)
 
 
 def _matched(
-    some: list[Part], others: list[Part], fits: Callable[[Part, Part], bool]
+    some: list[Subtree], others: list[Subtree], fits: Callable[[Subtree, Subtree], bool]
 ) -> Iterator[Match]:
     """Pairs under the same names, then pairs in order."""
     pairs = list(_under_one_name(some, others, fits))
@@ -316,10 +322,10 @@ def _matched(
 
 
 def _under_one_name(
-    some: list[Part], others: list[Part], fits: Callable[[Part, Part], bool]
+    some: list[Subtree], others: list[Subtree], fits: Callable[[Subtree, Subtree], bool]
 ) -> Iterator[Match]:
     """Pairs whose paths end alike, in names. The pairs with the longest common ends come first."""
-    by_end: dict[Any, list[Part]] = defaultdict(list)
+    by_end: dict[Any, list[Subtree]] = defaultdict(list)
     for part in others:
         for end in inner_names(part.keys):
             by_end[end].append(part)
@@ -332,26 +338,17 @@ def _under_one_name(
             yield part, free[0]
 
 
-def _specs_agree(arguments: _Side, returned: _Side, a: Part, b: Part) -> bool:
-    if arguments.specs is None or returned.specs is None:
-        return True
-    pairs = [
-        (arguments.specs[i], returned.specs[j]) for i, j in zip(a.leaves, b.leaves, strict=True)
-    ]
-    return all(p is None or q is None or _plain(p) == _plain(q) for p, q in pairs)
-
-
-def _kinds_agree(a: Part, b: Part, kind: Callable[[AnyLeaf], Any]) -> bool:
+def _kinds_agree(a: Subtree, b: Subtree, kind: Callable[[AnyLeaf], Any]) -> bool:
     pairs = zip(jax.tree.leaves(a.node), jax.tree.leaves(b.node), strict=True)
     return all(kind(x) == kind(y) for x, y in pairs)
 
 
-def _same_dtypes(a: Part, b: Part) -> bool:
+def _same_dtypes(a: Subtree, b: Subtree) -> bool:
     return _kinds_agree(a, b, lambda x: getattr(x, "dtype", None) or kind_of(x))
 
 
 def _only_pair(
-    arguments: _Side, returned: _Side, some: list[Part], others: list[Part]
+    arguments: _Subtrees, returned: _Subtrees, some: list[Subtree], others: list[Subtree]
 ) -> Iterator[Match]:
     """The one pair of arrays of a shape and dtype that are split on neither side."""
     left = [part for part in some if not arguments.is_split(part) and _has_axes(part)]
@@ -363,12 +360,12 @@ def _only_pair(
             yield a, fitting[0]
 
 
-def _has_axes(part: Part) -> bool:
+def _has_axes(part: Subtree) -> bool:
     return part.depth > 0 or len(np.shape(part.node)) > 0
 
 
 def _named(
-    arguments: _Side, returned: _Side, items: list[tuple[str, str]], name: str
+    arguments: _Subtrees, returned: _Subtrees, items: list[tuple[str, str]], name: str
 ) -> list[Match]:
     """The pairs of parts that have these paths."""
     pairs = []
@@ -391,7 +388,7 @@ def _named(
     return pairs
 
 
-def _part_at(side: _Side, path: str, what: str) -> Part:
+def _part_at(side: _Subtrees, path: str, what: str) -> Subtree:
     wanted = path.replace('"', "'")
     for part in side.parts:
         if part.arrays and side.path(part) == wanted:
@@ -405,7 +402,7 @@ def _part_at(side: _Side, path: str, what: str) -> Part:
     )
 
 
-def _what(part: Part) -> str:
+def _what(part: Subtree) -> str:
     """The structure and shapes of a part, as messages show it."""
     kinds = [errors.array_str(x) for x in jax.tree.leaves(part.node)]
     if part.depth == 0:

@@ -52,7 +52,7 @@ def kept(key: Hashable | None, make: Callable[..., Entry], *parts: Any) -> Entry
 
 
 @jax.tree_util.register_static
-class Statics:
+class StaticLeaves:
     """The leaves of a tree that are no arrays, made hashable."""
 
     def __init__(self, tree: PyTree) -> None:
@@ -65,7 +65,7 @@ class Statics:
         return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Statics) and self.key == other.key
+        return isinstance(other, StaticLeaves) and self.key == other.key
 
 
 # The gradient that is compared: of a weighted sum of all results, by the arrays of the arguments
@@ -271,13 +271,13 @@ def within_jit(call: Fun) -> Fun:
         def whole(arrays: PyTree) -> PyTree:
             args, kwargs = eqx.combine(arrays, statics)
             result, rest = eqx.partition(call(*args, **kwargs), eqx.is_array)
-            return result, Statics(rest)
+            return result, StaticLeaves(rest)
 
         return jax.jit(whole, compiler_options=compile_fast())
 
     def run(*args: PyTree, **kwargs: PyTree) -> PyTree:
         arrays, statics = eqx.partition((args, kwargs), eqx.is_array)
-        result, rest = programs.get(Statics(statics), lambda: program(statics))(arrays)
+        result, rest = programs.get(StaticLeaves(statics), lambda: program(statics))(arrays)
         return eqx.combine(result, rest.tree)
 
     return run
@@ -309,7 +309,7 @@ def mesh_of(mesh: object) -> AnyMesh:
     return Mesh(shaped, tuple(mesh), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-class OnMesh:
+class FunctionOnMesh:
     """A function on a mesh.
 
     **Arguments:**
@@ -317,7 +317,7 @@ class OnMesh:
     - `specs`: further arguments of `shard_map`; `None` for a function that is mapped already.
     """
 
-    def __init__(self, fun: Fun, mesh: AnyMesh, specs: Statics | None) -> None:
+    def __init__(self, fun: Fun, mesh: AnyMesh, specs: StaticLeaves | None) -> None:
         self.fun, self.mesh = fun, mesh
         self.specs: Mapping[str, PyTree] | None = None if specs is None else specs.tree
         # What `pmap2` and `vmap2` return has no mesh of named axes, and is refused.

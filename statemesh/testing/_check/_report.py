@@ -21,11 +21,6 @@ ONE_DEVICE = "the function on one device"
 UNSHARDED = "the unsharded function"
 EMULATED = "what emulate gives"
 
-# The calls with other values than the given ones.
-GENERIC = "with generic values"
-LARGE = "with large values"
-NAN = "with one NaN"
-
 
 def not_equivalent(
     name: str, failed: Sequence[str], agreed: Sequence[str], fed_back: FeedBack | None
@@ -50,6 +45,11 @@ def located(place: Located, *, generic: bool) -> list[str]:
     """Lines on the place in the program."""
     lines = [f"  {line}" for line in str(place).splitlines()]
     return ["  With generic values:", *lines] if generic else lines
+
+
+def not_located(error: Exception) -> str:
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"  Looking for the line failed: {type(error).__name__}: {first}"
 
 
 def results(shown: Sequence[Mismatch]) -> list[str]:

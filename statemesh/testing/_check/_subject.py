@@ -20,7 +20,7 @@ from ._form import form_differences
 from ._judge import Leaf, leaves_of
 from ._programs import (
     Args,
-    OnMesh,
+    FunctionOnMesh,
     Programs,
     Reference,
     Selection,
@@ -57,7 +57,7 @@ class Subject:
 
     name: str
     args: Args
-    meshes: Sequence[OnMesh]
+    meshes: Sequence[FunctionOnMesh]
     unsharded: Fun | Literal[False] | None
     steps: int | None
     gradients: bool | None
@@ -87,7 +87,7 @@ class Subject:
         self.count = len(results)
         self.paths = results + gradient_paths(self.types, self.selected)
 
-    def _feed_back(self, first: OnMesh) -> FeedBack:
+    def _feed_back(self, first: FunctionOnMesh) -> FeedBack:
         args, kwargs = self.types
         ins: list[LeafSpec] | None = None
         outs: list[LeafSpec] | None = None
@@ -118,7 +118,7 @@ class Subject:
         key = environment(self.unsharded, *held_by(self.args))
         return kept(key, unsharded_reference, report.UNSHARDED, self.unsharded, selected)
 
-    def _selection(self, first: OnMesh) -> Selection:
+    def _selection(self, first: FunctionOnMesh) -> Selection:
         if self.gradients is False or self._plain is not None:
             return Selection()
         if self.gradients is None and learns(self.types, self._is_written):
@@ -141,7 +141,7 @@ class Subject:
         keys = (flat[k][0] for k in self.selected.constant)
         return tuple(f"{self.name}(...){jax.tree_util.keystr(key)}" for key in keys)
 
-    def reference(self, on_mesh: OnMesh) -> Reference:
+    def reference(self, on_mesh: FunctionOnMesh) -> Reference:
         """What the calls on a mesh are compared with."""
         if self._reference is not None:
             return self._reference
@@ -151,7 +151,7 @@ class Subject:
         programs = self.programs(on_mesh)
         return Reference(report.EMULATED, programs.jitted, programs.doubled)
 
-    def programs(self, on_mesh: OnMesh) -> Programs:
+    def programs(self, on_mesh: FunctionOnMesh) -> Programs:
         """The programs on a mesh that give the results and the gradient."""
         return on_mesh.programs(self.selected)
 

@@ -11,7 +11,7 @@ import statemesh as sm
 
 from .._program._numbers import data_of, equal, is_key
 from .._types import AnyLeaf, PyTree
-from ._feedback import FeedBack, Part, parts_of, path_of
+from ._feedback import FeedBack, Subtree, parts_of, path_of
 from ._judge import Leaf
 
 
@@ -187,7 +187,7 @@ def left_out(name: str, result: PyTree, leave_out: Any) -> frozenset[int]:
         sees_all = sm.filters.to_predicate(leave_out, result)
         sees_one = [sm.filters.to_predicate(leave_out, x) for x in result] if several else []
 
-        def is_hit(part: Part) -> bool:
+        def is_hit(part: Subtree) -> bool:
             inside = sees_one[part.keys[0].idx] if several and part.keys else None
             return bool(
                 sees_all(part.keys, part.node) or (inside and inside(part.keys[1:], part.node))
