@@ -18,7 +18,7 @@ import statemesh as sm
 
 from .. import _errors as errors
 from .._errors import BrokenPromise
-from .._types import AnyLeaf
+from .._types import AnyLeaf, Numbers
 from . import _jaxprs as jaxprs
 from ._collectives import RULES, collective, communicating_axes, nested_collectives
 from ._jaxprs import Atom, Equation, Jaxpr, is_literal, names_of, new_axes
@@ -461,7 +461,7 @@ class _Promise:
         return self.stacks.index(stack)
 
     def as_broken(
-        self, named: Mapping[int, str], amount: float, position: Sequence[int]
+        self, named: Mapping[int, str], amount: float, position: Numbers
     ) -> BrokenPromise:
         """The promise and the difference that was found, as messages describe them."""
         axes, shape, left = self.stacks[int(position[0])]
