@@ -17,6 +17,12 @@ from .. import _errors as errors
 from .._program._doubled import Called, Doubled, Wide
 from .._program._jaxprs import Equation
 from .._program._numbers import (
+    CLEAR,
+    FACTOR_OF_COPIES,
+    FEW_RUNS,
+    MANY_RUNS,
+    NARROWER,
+    RUNS_OF_COPIES,
     Rounding,
     allowed,
     always,
@@ -36,15 +42,7 @@ from .._types import Numbers, PyTree
 # From the arguments and the results of a call to the arguments of the next one.
 Feed: TypeAlias = Callable[[PyTree, PyTree], PyTree]
 
-# The runs with noise: few for every array that differs, many for a number that is off in few.
-_FEW, _MANY = 3, 24
 _NOISE: dict[Rounding, tuple[float, float]] = {"double": (1.0, 0.0), "own": (0.0, 1.0)}
-# A number whose rounding is larger than this part of it is not judged: a mistake of a few per cent could not
-# be told from rounding.
-_CLEAR = 0.05
-# A mesh that rounds so many times as much as the reference uses a narrower dtype: the roundoff of float16 is
-# 8,192 times that of float32, and bfloat16's 65,536 times.
-_NARROWER = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,19 +139,20 @@ class Chain:
     def unended(self, rounding: Rounding) -> list[Equation]:
         """The loops that do not end where operations round."""
         if self._loops:
-            self.moved(rounding, _FEW)
+            self.moved(rounding, FEW_RUNS)
         return self._unended[rounding]
 
     def broken(self, step: int) -> list[errors.BrokenPromise]:
         """The promises that do not hold, where copies differ by more than rounding explains."""
         promises = self.exact[step].broken
         if promises:
-            self.moved("double", 8)
+            self.moved("double", RUNS_OF_COPIES)
 
         def is_rounding(number: int, amount: float) -> bool:
-            # Noise moves what is rounding by as much as it is. A difference that stays is none.
             others = self._amounts[step, number]
-            return bool(others) and max(abs(x - amount) for x in others) * 4 >= amount
+            return (
+                bool(others) and max(abs(x - amount) for x in others) * FACTOR_OF_COPIES >= amount
+            )
 
         return [x for number, x in promises.items() if not is_rounding(number, x.amount)]
 
@@ -376,13 +375,13 @@ def _by_noise(
     """
     mesh, reference = chains
     limit: Numbers = 0.0
-    for runs, both in ((_FEW, False), (_FEW, True), (_MANY, True)):
+    for runs, both in ((FEW_RUNS, False), (FEW_RUNS, True), (MANY_RUNS, True)):
         moved = reference.moved(rounding, runs)[step][number]
         if both and moved.size:
             on_mesh = mesh.moved(rounding, runs)[step][number]
             typical = np.median(moved + least(rounding, leaf.dtype, want))
             # What a narrower dtype rounds is a mistake. In double precision a mesh has rounded constants.
-            if rounding == "double" or not np.median(on_mesh) > _NARROWER * typical:
+            if rounding == "double" or not np.median(on_mesh) > NARROWER * typical:
                 moved = on_mesh + moved
         limit = allowed(rounding, leaf.dtype, want, moved)
         if not (difference > limit).any():
@@ -417,7 +416,7 @@ def _unclear(want: Numbers, difference: Numbers, limit: Numbers) -> Numbers:
     size = np.nan_to_num(np.abs(want), posinf=0.0)
     known = size[np.isfinite(np.abs(want))]
     typical = float(np.median(known)) if known.size else 0.0
-    return limit > _CLEAR * np.maximum(size, typical)
+    return limit > CLEAR * np.maximum(size, typical)
 
 
 # Copies on devices
@@ -449,7 +448,7 @@ def unequal_copies(leaf: Leaf, step: int, number: int, chains: tuple[Chain, Chai
     limit = np.zeros(array.shape)
     if not is_key(array):  # A key has several numbers, of which none is rounded.
         want = chains[1].exact[step].numbers[number]
-        moved = chains[0].moved("own", _MANY)[step][number]
+        moved = chains[0].moved("own", MANY_RUNS)[step][number]
         limit = np.broadcast_to(allowed("own", leaf.dtype, want, moved), array.shape)
     # Where nothing is allowed, a larger spread still exceeds that by more.
     smallest = 1e-12 * float(spread.max(initial=0.0, where=np.isfinite(spread)))

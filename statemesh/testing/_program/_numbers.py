@@ -28,6 +28,17 @@ _ALWAYS = 4
 # Copies in a replay: of a narrow dtype each may be rounded once. In double precision the same function can be
 # off by more, compiled for another shape; what a mistake changes is still far larger.
 _OF_COPIES, _OF_DOUBLE_COPIES = 2, 64
+# What that does not explain is run so often with noise. Noise moves what is rounding by as much as it is: a
+# difference that stays within a part of its size in all of these runs is none.
+RUNS_OF_COPIES, FACTOR_OF_COPIES = 8, 4
+# The runs with noise: few for every array that differs, many for a number that is off in few.
+FEW_RUNS, MANY_RUNS = 3, 24
+# A number whose rounding is larger than this part of it is not judged: a mistake of a few per cent could not
+# be told from rounding.
+CLEAR = 0.05
+# A mesh that rounds so many times as much as the reference uses a narrower dtype: the roundoff of float16 is
+# 8,192 times that of float32, and bfloat16's 65,536 times.
+NARROWER = 100
 
 
 def is_inexact(dtype: Any) -> bool:
