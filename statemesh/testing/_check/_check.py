@@ -344,7 +344,7 @@ def _with_arrays_of_mesh(calls: Calls, off: Sequence[Mismatch]) -> list[Mismatch
 
 
 def located_in(calls: Calls, step: int, *, gradient: bool) -> list[str]:
-    """Lines on the place in the program, or on why it cannot be found; none where all agrees there.
+    """Lines on the place in the program; none where it cannot be found.
 
     Simple values, such as those that Hypothesis shrinks to, hide the place: many lines compute the same from
     zeros. Then other values are tried first.
@@ -358,17 +358,15 @@ def located_in(calls: Calls, step: int, *, gradient: bool) -> list[str]:
     is_state: Callable[[object], bool] = lambda x: isinstance(x, sm.State)
     if step == 0 and any(map(_is_simple, jax.tree.leaves(args_of_call, is_leaf=is_state))):
         tried.insert(0, (values.generic(args_of_call, subject.keep), True))
-    lines: list[str] = []
     for args, generic in tried:
         find = located_in_gradient if gradient and not generic else located
         try:
             place = find(calls.on_mesh.mapped, reference, *args)
-        except Exception as error:  # A report says so, but does not end in an error of its own.
-            lines = [report.not_located(error)]
+        except Exception:  # A report must not end in an error of its own.
             continue
         if place is not None:
             return report.located(place, generic=generic)
-    return lines
+    return []
 
 
 def _is_simple(x: PyTree) -> bool:

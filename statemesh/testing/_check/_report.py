@@ -47,11 +47,6 @@ def located(place: Located, *, generic: bool) -> list[str]:
     return ["  With generic values:", *lines] if generic else lines
 
 
-def not_located(error: Exception) -> str:
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"  Looking for the line failed: {type(error).__name__}: {first}"
-
-
 def results(shown: Sequence[Mismatch]) -> list[str]:
     """Lines on the results that are off, the largest differences first."""
     lines = [_result(mismatch) for mismatch in shown[:MOST_RESULTS]]
