@@ -8,8 +8,8 @@ import numpy as np
 
 from statemesh.testing._locate._evaluate import Evaluator, in_numpy, results_by_numpy
 from statemesh.testing._locate._graph import graph_of
-from statemesh.testing._program._one_device import NO_MESH
 from statemesh.testing._program._stacked import Scope, Stacked
+from statemesh.testing._program._trace import NO_MESH
 
 
 def compare_by_numpy(closed: Any, arrays: Sequence[Any], scope: Scope, wide: bool) -> set[str]:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from .._program._jaxprs import Jaxpr, opened
-from .._program._noise import roundoff
+from .._program._numbers import roundoff
 from .._program._stacked import Scope, Stacked
 from .._types import AnyLeaf, Numbers
 from ._evaluate import Evaluator, Values, as_numbers, last_reads, on_all_shards

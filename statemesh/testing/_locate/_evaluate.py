@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._program._arithmetic import Promoted, promoted
-from .._program._control_flow import Frame
 from .._program._jaxprs import names_of
-from .._program._replay import MOST_ROUNDS, Replay
+from .._program._noise import Promoted
+from .._program._numbers import promoted
+from .._program._replay import MOST_ROUNDS, Frame, Replay
 from .._program._stacked import Axes, Scope, Stacked, names_of_spec
 from .._types import AnyLeaf, Numbers
 from ._graph import Constant, Graph, Node, Operand

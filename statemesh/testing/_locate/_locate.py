@@ -12,11 +12,10 @@ import numpy as np
 import statemesh as sm
 
 from .. import _errors as errors
-from .._program._arithmetic import is_inexact, promoted
 from .._program._doubled import widened
-from .._program._one_device import NO_MESH, on_one_device
+from .._program._numbers import is_inexact, promoted
 from .._program._stacked import Scope
-from .._program._trace import Trace, is_array_or_type, trace
+from .._program._trace import NO_MESH, Trace, is_array_or_type, on_one_device, trace
 from .._types import AnyLeaf, Fun, PyTree, tree_util
 from . import _words as words
 from ._compare import compare
