@@ -114,7 +114,7 @@ def collective(eqn: Equation, value: Stacked, scope: Scope) -> Stacked:
     groups = eqn.params.get("axis_index_groups")
     if groups is not None:
         rule, uniform = partial(_in_groups, rule, uniform, np.array(groups)), False
-    x, rest = scope.flat(value, names)
+    x, rest = scope.flat(Stacked(jnp.asarray(value.x), value.axes), names)
     # The rule knows the values of one shard: it is mapped over the axes along which shards do not meet.
     for _ in rest:
         rule = jax.vmap(rule, in_axes=1, out_axes=0 if uniform else 1)
